@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """float64 and complex128 parameters of an optimizer that are on one device, stepped by operations of torch.
 
-The engine is fp32. It still checks the hyper-parameters: a plan without parameters has them.
+The engine is fp32. It still checks the hyper-parameters: a plan without parameters has them. Of DTensors the local
+tensors are stepped.
 """
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import torch
 
 from .. import _abi as abi
 from .._double import Hyper, clipping, moments_of, squares, supports, update
-from ._plan import Entry, Plan, Stale
-from ._tensors import DEVICES, FLOATS, check_grad, context_of, is_dtensor, wrong
+from ._dtensor import is_placed_as, like, local_grad, local_of, refuse, spec_of, takes_norms
+from ._plan import Entry, Plan, Stale, bump
+from ._tensors import DEVICES, FLOATS, check_grad, check_kind, context_of, is_dtensor, unsupported, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -28,6 +30,10 @@ def is_double(param: torch.Tensor) -> bool:
 def parts_of(tensor: torch.Tensor) -> torch.Tensor:
     """A real view of a tensor, for element-wise arithmetic."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).replace("torch.", "")
 
 
 def squares_of(grad: torch.Tensor) -> float:
@@ -65,6 +71,7 @@ class DoublePlan:
         self.device, self.entries = device, entries
         self.keys = self.params = [entry.param for entry in entries]
         self.dtypes, self.shapes = [p.dtype for p in self.params], [p.shape for p in self.params]
+        self.specs = list(map(spec_of, self.params))
         self._refuse(owner)
         self.checked = Plan(owner, torch.device("cpu"), None, [])
         self.rules: Dict[int, Tuple[int, int, Dict[str, Any]]] = {}
@@ -81,12 +88,13 @@ class DoublePlan:
             context_of(self.device, entry.name)
         if owner._wrapper is not None:
             owner._wrapper._check_dtypes()
-        sharded = next((entry for entry in self.entries if is_dtensor(entry.param)), None)
-        if sharded is not None:
-            raise wrong("%s is a %s DTensor, and DTensors must be float32, float16, bfloat16 or complex64; convert it, "
-                        "or leave it to an optimizer of torch.optim" %
-                        (sharded.name, str(sharded.param.dtype).replace("torch.", "")), "DTYPE")
-        what = "%s is %s, which " % (entry.name, str(entry.param.dtype).replace("torch.", ""))
+        for sharded in [entry for entry in self.entries if is_dtensor(entry.param)]:
+            refuse(owner, sharded.name, sharded.param)
+            if takes_norms(owner):
+                raise unsupported("%s is a %s DTensor, and %s takes norms of whole DTensors, which must be float32, "
+                                  "float16, bfloat16 or complex64 for that; convert it" %
+                                  (sharded.name, _name_of(sharded.param.dtype), type(owner).__name__))
+        what = "%s is %s, which " % (entry.name, _name_of(entry.param.dtype))
         if getattr(owner, "_compat", None):
             raise wrong(what + "compat='deepspeed' does not have, as the original does not; leave compat out", "DTYPE")
         for entry in self.entries:
@@ -109,20 +117,24 @@ class DoublePlan:
         group, state, param = owner.param_groups[entry.group], owner.state[entry.param], entry.param
         names = moments_of(self.rules[entry.group][0], float(group.get("momentum", 0)))
         for name in names:
-            tensor = state.get(name)
+            tensor, what = state.get(name), "state %r of %s" % (name, entry.name)
             if tensor is None:
                 start = owner._starts_as(name, group)
                 tensor = torch.full_like(param.detach(), complex(start, start) if param.is_complex() else start)
             elif tensor.shape != param.shape:
-                raise wrong("state %r of %s has shape %s, and the parameter %s" %
-                            (name, entry.name, tuple(tensor.shape), tuple(param.shape)), "SHAPE")
+                raise wrong("%s has shape %s, and the parameter %s" %
+                            (what, tuple(tensor.shape), tuple(param.shape)), "SHAPE")
+            check_kind(what, tensor, param)
+            if is_dtensor(param):
+                tensor = like(param, tensor, what)
             state[name] = tensor.to(dtype=param.dtype, device=self.device)
         return list(names)
 
     def check_params(self) -> None:
         """As Plan's."""
-        for param, dtype, shape in zip(self.params, self.dtypes, self.shapes):
-            if param.dtype != dtype or param.shape != shape or param.device != self.device:
+        for param, dtype, shape, spec in zip(self.params, self.dtypes, self.shapes, self.specs):
+            if (param.dtype != dtype or param.shape != shape or param.device != self.device or
+                    not is_placed_as(spec_of(param), spec)):
                 raise Stale
 
     # ---------------------------------------------------------------------------------------------------------- step
@@ -190,14 +202,17 @@ class DoublePlan:
         if grad is None:
             return None
         what = "the gradient of " + entry.name
-        check_grad(grad, entry.param, what, self.device)
+        if is_dtensor(entry.param):
+            grad = local_grad(entry.param, grad, entry.name, [])
+        else:
+            check_grad(grad, entry.param, what, self.device)
         self._check_dtype(grad, what)
         return grad.detach()
 
     def _check_dtype(self, tensor: torch.Tensor, what: str) -> None:
         if tensor.dtype not in DTYPES and tensor.dtype not in FLOATS:
             raise wrong("%s is %s, and must be float64, float32, float16, bfloat16 or complex" %
-                        (what, str(tensor.dtype).replace("torch.", "")), "DTYPE")
+                        (what, _name_of(tensor.dtype)), "DTYPE")
 
     def _check_output(self, entry: Entry, output: torch.Tensor) -> None:
         what = "the output of " + entry.name
@@ -213,8 +228,10 @@ class DoublePlan:
             state, divisor = owner.state[entry.param], divisors[entry.group]
             grad = parts_of(grad).to(torch.float64)
             ratio = update(Operations, self.rules[entry.group][0], hypers[entry.group], int(counts[i]) + 1,
-                           parts_of(entry.param.detach()), grad if divisor == 1 else grad / divisor,
-                           tuple(parts_of(state[name]) for name in self.moments[i]))
+                           parts_of(local_of(entry.param).detach()), grad if divisor == 1 else grad / divisor,
+                           tuple(parts_of(local_of(state[name])) for name in self.moments[i]))
+            if self.specs[i] is not None and bump is not None:  # the local tensor has a version of its own
+                bump([entry.param])
             if ratio is not None:
                 ratios[i] = ratio
             self.steps[i] += 1

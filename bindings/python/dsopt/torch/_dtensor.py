@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ._base import EngineOptimizer
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_of(tensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor; any other tensor is its own. Without to_local(), which may make a view of it."""
     local = getattr(tensor, "_local_tensor", tensor)
     if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the result of a collective that still runs
@@ -33,10 +33,10 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def local_tensors(tensors: List[Any]) -> List[Any]:
-    return list(map(_local, tensors))
+    return list(map(local_of, tensors))
 
 
-def _spec(tensor: Any) -> Any:
+def spec_of(tensor: Any) -> Any:
     """Mesh, placements and shape of a DTensor in one object; None for a plain tensor."""
     return getattr(tensor, "_spec", None)
 
@@ -49,7 +49,7 @@ def takes_norms(owner: EngineOptimizer) -> bool:
     return any(is_dtensor(param) for group in owner.param_groups for param in group["params"])
 
 
-def _refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
+def refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
     """Raise for a DTensor that cannot be stepped."""
     kind = type(owner).__name__
     if hasattr(owner, "_group"):
@@ -66,7 +66,7 @@ def _refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
     if any(placement.is_partial() for placement in param.placements):
         raise unsupported("%s is a DTensor with placements %s, and a parameter cannot be a Partial; redistribute it" %
                           (name, _placed(param)))
-    local = _local(param)
+    local = local_of(param)
     if hasattr(local, "__tensor_flatten__"):  # made of other tensors, without memory of its own
         raise unsupported("the local tensor of %s is a %s, and must be a plain tensor; leave this parameter to "
                           "torch.optim" % (name, type(local).__name__))
@@ -74,6 +74,39 @@ def _refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
 
 def _placed(tensor: Any) -> str:
     return "(%s)" % ", ".join(map(repr, tensor.placements))
+
+
+def is_placed_as(now: Any, before: Any) -> bool:
+    """True if two results of spec_of() say the same."""
+    return now is before or (now is not None and before is not None and now.mesh == before.mesh and
+                             tuple(now.placements) == tuple(before.placements) and now.shape == before.shape)
+
+
+def like(key: Any, tensor: Any, what: str) -> Any:
+    """`tensor` with the placements of a parameter. That communicates where it has others."""
+    if tensor.shape != key.shape:
+        raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(tensor.shape), tuple(key.shape)), "SHAPE")
+    if tensor.device_mesh != key.device_mesh:
+        raise unsupported("%s is on the mesh %s, and the parameter on %s; put both on one mesh" %
+                          (what, tensor.device_mesh, key.device_mesh))
+    if tuple(tensor.placements) == tuple(key.placements):
+        return tensor
+    with torch.no_grad():
+        return tensor.redistribute(placements=key.placements)
+
+
+def local_grad(key: Any, grad: Any, name: str, redistributed: List[torch.Tensor]) -> torch.Tensor:
+    """The local tensor of the gradient of a DTensor. One that had other placements is appended to `redistributed`."""
+    if spec_of(grad) is not spec_of(key):
+        what = "the gradient of " + name
+        if not is_dtensor(grad):
+            raise unsupported("%s is a plain tensor, and the parameter a DTensor; make the gradient one with "
+                              "DTensor.from_local" % what)
+        placed = like(key, grad, what)  # of other placements, as with torch.optim
+        if placed is not grad:
+            redistributed.append(placed)
+        grad = placed
+    return local_of(grad)
 
 
 class MeshNorms:
@@ -117,14 +150,14 @@ class ShardedPlan(Plan):
     def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
         for entry in entries:
             if is_dtensor(entry.param):
-                _refuse(owner, entry.name, entry.param)
-        self.specs = [_spec(entry.param) for entry in entries]
+                refuse(owner, entry.name, entry.param)
+        self.specs = [spec_of(entry.param) for entry in entries]
         self.redistributed: List[torch.Tensor] = []  # gradients; they live until the step has been enqueued
         super().__init__(owner, device, seed, entries)
         self._note_written()
 
     def _with_memory(self, entries: List[Entry]) -> List[Entry]:
-        return [entry._replace(param=_local(entry.param)) for entry in entries]
+        return [entry._replace(param=local_of(entry.param)) for entry in entries]
 
     def _note_written(self) -> None:
         self.written = self.params + [key for key, spec in zip(self.keys, self.specs) if spec is not None]
@@ -140,30 +173,17 @@ class ShardedPlan(Plan):
             return super()._state_tensor(i, name)
         what = "state %r of %s" % (name, self.entries[i].name)
         check_kind(what, tensor, key)
-        return _local(self._like(key, tensor, what))
+        return local_of(like(key, tensor, what))
 
     def _keep(self, i: int, name: str, tensor: torch.Tensor) -> None:
         key, old = self.keys[i], self.of_param[i].get(name)
         if self.specs[i] is None:
             super()._keep(i, name, tensor)
-        elif _local(old) is not tensor or tuple(old.placements) != tuple(key.placements):
+        elif local_of(old) is not tensor or tuple(old.placements) != tuple(key.placements):
             with torch.no_grad():
                 self.of_param[i][name] = type(key.data).from_local(tensor, key.device_mesh, key.placements,
                                                                    run_check=False, shape=key.shape,
                                                                    stride=key.stride())
-
-    def _like(self, key: Any, tensor: Any, what: str) -> Any:
-        """`tensor` with the placements of a parameter. That communicates where it has others."""
-        if tensor.shape != key.shape:
-            raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(tensor.shape), tuple(key.shape)),
-                        "SHAPE")
-        if tensor.device_mesh != key.device_mesh:
-            raise unsupported("%s is on the mesh %s, and the parameter on %s; put both on one mesh" %
-                              (what, tensor.device_mesh, key.device_mesh))
-        if tuple(tensor.placements) == tuple(key.placements):
-            return tensor
-        with torch.no_grad():
-            return tensor.redistribute(placements=key.placements)
 
     # ---------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
@@ -184,31 +204,18 @@ class ShardedPlan(Plan):
 
     def _find_memory(self) -> None:
         params = local_tensors(self.keys)
-        if all(map(is_, params, self.params)) and all(map(is_, map(_spec, self.keys), self.specs)):
+        if all(map(is_, params, self.params)) and all(map(is_, map(spec_of, self.keys), self.specs)):
             return
         for key, spec in zip(self.keys, self.specs):
-            now = _spec(key)
-            if now is not spec and (now is None or spec is None or now.mesh != spec.mesh or
-                                    tuple(now.placements) != tuple(spec.placements) or now.shape != spec.shape):
+            now = spec_of(key)
+            if not is_placed_as(now, spec):
                 raise Stale
-        self.params, self.specs = params, list(map(_spec, self.keys))
+        self.params, self.specs = params, list(map(spec_of, self.keys))
         self.entries = [entry._replace(param=param) for entry, param in zip(self.entries, params)]
         self._note_written()
 
     def _grads(self, given: Any) -> List[Optional[torch.Tensor]]:
         self.redistributed = []
         grads = [key.grad for key in self.keys] if given is None else [given.grads.get(key) for key in self.keys]
-        return [grad if grad is None or spec is None else self._local_grad(i, grad, spec)
-                for i, (grad, spec) in enumerate(zip(grads, self.specs))]
-
-    def _local_grad(self, i: int, grad: Any, spec: Any) -> torch.Tensor:
-        if _spec(grad) is not spec:
-            what = "the gradient of " + self.entries[i].name
-            if not is_dtensor(grad):
-                raise unsupported("%s is a plain tensor, and the parameter a DTensor; make the gradient one with "
-                                  "DTensor.from_local" % what)
-            placed = self._like(self.keys[i], grad, what)  # of other placements, as with torch.optim
-            if placed is not grad:
-                self.redistributed.append(placed)
-            grad = placed
-        return _local(grad)
+        return [grad if grad is None or spec is None else local_grad(key, grad, entry.name, self.redistributed)
+                for entry, key, grad, spec in zip(self.entries, self.keys, grads, self.specs)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
 ERRORS = ("worker_error", "server_error")  # of this rank
 _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-_bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
+bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
 _somewhere = ctypes.create_string_buffer(64)  # "there is a gradient" of a tensor without elements
 _ungated = contextlib.nullcontext()
 
@@ -302,8 +302,8 @@ class Plan:
         for param, copy in staged:
             param.copy_(copy)
         del needed  # a kernel that reads them comes first on the stream
-        if _bump is not None:
-            _bump(self.written + outputs if outputs else self.written)
+        if bump is not None:
+            bump(self.written + outputs if outputs else self.written)
 
     def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Put outputs and norms into the call. Returns the scale of the gradients."""

@@ -3,6 +3,7 @@
 parameters."""
 import contextlib
 import io
+import itertools
 import pathlib
 import re
 from unittest import mock
@@ -27,8 +28,10 @@ ELEMENT_WISE = [
 
 
 def element_wise_rules_have_the_bits_of_unsharded_parameters(rank):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for kind, options in ELEMENT_WISE:
+            if dtype == torch.float64 and "compat" in options:  # which has no float64
+                continue
             for leave_out in (0, 3) if dtype == torch.float32 else (3,):
                 what = "%s %s %s" % (kind.__name__, options, dtype)
                 twins = Twins(layouts(), dtype, leave_out)
@@ -44,9 +47,10 @@ def element_wise_rules_have_the_bits_of_unsharded_parameters(rank):
 
 
 def element_wise_rules_agree_with_torch_on_dtensors(rank):
-    for name, options in (("AdamW", dict(lr=0.02)), ("Adam", dict(lr=0.02, weight_decay=0.1)), ("SGD", dict(
-            lr=0.02, momentum=0.9)), ("Adagrad", dict(lr=0.02))):
-        twins, others = [Twins([x for x in layouts() if x[1] is not None]) for _ in range(2)]
+    for (name, options), dtype in itertools.product(
+            (("AdamW", dict(lr=0.02)), ("Adam", dict(lr=0.02, weight_decay=0.1)), ("SGD", dict(lr=0.02, momentum=0.9)),
+             ("Adagrad", dict(lr=0.02))), (torch.float32, torch.float64)):
+        twins, others = [Twins([x for x in layouts() if x[1] is not None], dtype) for _ in range(2)]
         # Of torch 2.15 foreach needs all DTensors of a list to be on one mesh.
         optimizer = getattr(dsopt.torch, name)(twins.params, **options)
         theirs = getattr(torch.optim, name)(others.params, foreach=False, **options)
@@ -212,8 +216,8 @@ def refusals_name_what_is_wrong(rank):
         assert inner._wrapper is None
     refuse("FusedLamb with compat='deepspeed' takes one trust ratio per shard", keep, FusedLamb, compat="deepspeed")
 
-    refuse(r"\[0\] is a float64 DTensor, and DTensors must be float32", keep, error=dsopt.TensorError,
-           twins=params(torch.float64))
+    refuse(r"\[0\] is a float64 DTensor, and FusedLamb takes norms of whole DTensors, which must be float32", keep,
+           FusedLamb, twins=params(torch.float64))
     twins = params(torch.bfloat16)
     twins.give_grads()
     lamb = FusedLamb([{"params": twins.params[:1], "seed": 1}, {"params": twins.params[1:]}], stochastic_rounding=True)
