@@ -133,6 +133,18 @@ class Programs(unittest.TestCase):
             for leaf, x in new.items():
                 np.testing.assert_allclose(x, wanted[leaf], rtol=1e-6)
 
+    def test_init_follows_explicit_axes(self):
+        """In the context of the mesh the state has the sharding in its type."""
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+        p = jax.device_put(jnp.linspace(0, 1, 32, dtype=jnp.bfloat16).reshape(8, 4), NamedSharding(mesh, P("x", "y")))
+        opt = FusedStep("adamw", 0.01)
+        with jax.set_mesh(mesh):
+            for init in (opt.init, jax.jit(opt.init)):
+                state = init(p)
+                new, moved, _ = jax.jit(opt.step)(p, p, state)
+                for x in (new, *(s[name] for s in (state, moved) for name in ("exp_avg", "exp_avg_sq", "master"))):
+                    self.assertTrue(x.sharding.is_equivalent_to(p.sharding, 2), x.sharding)
+
     def test_devices_in_another_order_step_their_shards(self):
         mesh = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("x", "y"))
         p = jax.device_put(jnp.linspace(0, 1, 64).reshape(8, 8), NamedSharding(mesh, P("y", "x")))

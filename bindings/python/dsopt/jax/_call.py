@@ -299,7 +299,13 @@ class Init:
 
     def __call__(self, *arrays) -> list:
         _build.library()
-        results = [jax.ShapeDtypeStruct(entry.shape, entry.dtype) for entry in self.recipe.layout.entries]
+        params = arrays[self.has_rank :]
+        results = [
+            like(params[entry.param], entry.dtype)
+            if entry.param >= 0 and entry.shape == params[entry.param].shape
+            else jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+            for entry in self.recipe.layout.entries
+        ]
         call = jax.ffi.ffi_call("dsopt_init", results)
         return list(call(*arrays, options=np.int64(OPTIONS["rank"] * self.has_rank), **self.recipe.attributes))
 
