@@ -291,8 +291,8 @@ def _over_engine(theirs, moments, engine):
             )
 
         ours = [i for i, leaf in leaves.items() if leaf.known and not leaf.is_large]
-        for i, result in zip(ours, engine([leaves[i] for i in ours], state) if ours else ()):
-            done[i] = result
+        for i, (direction, *moved) in zip(ours, engine([leaves[i] for i in ours], state) if ours else ()):
+            done[i] = (direction, *map(_partition.alike, leaves[i].moments, moved))
         for i in leaves.keys() - set(ours):
             done[i] = by_platform(leaves[i]) if leaves[i].known else by_optax(leaves[i])
         new, *trees = (treedef.unflatten([each[i] for each in done]) for i in range(1 + len(moments)))
@@ -326,6 +326,7 @@ class _Leaf:
         # Of a gradient that is dead by then: new memory costs more than the arithmetic. It is found out here, as in a
         # branch of platform_dependent every array looks like one that the program makes.
         self.gives_memory = self.dtype == self.grad.dtype and _call.temporary(self.grad)
+        self.grad = _partition.gradient(moments[0], self.grad)
         # A direction that no cache holds goes to memory that is new in every run, and comes back. XLA has none: it
         # computes the update where it is added. So such a leaf is left to optax on the CPU.
         self.is_large = not self.gives_memory and self.grad.size > _LARGE

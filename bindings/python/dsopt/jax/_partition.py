@@ -44,6 +44,12 @@ def alike(of, x):
     return shard_alike(of, x)[1]
 
 
+def gradient(of, grad):
+    """A gradient that the program makes, with the sharding of `of`, its parameter or state. XLA looks at a custom call
+    last, when it has chosen shardings of matrix products by their operands, and would reshard what comes out."""
+    return alike(of, grad) if _call.temporary(grad) else grad
+
+
 def partitioned(call):
     """A _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map JAX
     uses the call itself."""

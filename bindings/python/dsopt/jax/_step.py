@@ -43,6 +43,15 @@ def init(recipe: _call.Recipe, params: list, rank=None) -> list:
     return _run(call, ([] if rank is None else [rank]) + params)
 
 
+def _owners(call, params, state) -> list:
+    """What a gradient has the sharding of: the state of its parameter, or else that itself."""
+    owners = list(params)
+    for entry, x in zip(call.entries(), state):
+        if entry.param >= 0 and entry.shape == call.recipe.params[entry.param].shape:
+            owners[entry.param] = x
+    return owners
+
+
 def step(
     recipe: _call.Recipe,
     params: Optional[list],
@@ -64,6 +73,8 @@ def step(
         recipe, names, flags, options, None if out is None else tuple(out), tuple(over), zeros=params is None
     )
     operands = [_call.operand(name, values[name]) for name in names]
+    if recipe.ranks == 1 and out is None:
+        grads = list(map(_partition.gradient, _owners(call, params, state), grads))
     done = _run(call, [*operands, *(params or []), *grads, *state])
     if recipe.ranks == 1 and out is None:
         done[:-1] = map(_partition.alike, [*params, *state], done)
