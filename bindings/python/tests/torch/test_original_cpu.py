@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeedCPUAdam and DeepSpeedCPULion next to DeepSpeed's.
 
-The originals step by extensions that DeepSpeed compiles at first use, which takes minutes. Tests of steps run where
-the extensions are in extensions/VERSION of the virtual environment, such as extensions/0.19.8/cpu_adam/cpu_adam.so:
-with TORCH_EXTENSIONS_DIR of that folder, DS_ACCELERATOR=cpu and (for 0.19.8) PYTHONPATH of the folder aside,
-deepspeed.ops.op_builder.CPUAdamBuilder().load() and deepspeed.ops.op_builder.cpu_lion.CPULionBuilder().load() make
-them, the latter with DS_SKIP_CUDA_CHECK=1 where DeepSpeed finds a CUDA toolkit of another version than torch has.
-DSOPT_EXTENSIONS names another folder than extensions.
+The originals step by extensions that DeepSpeed compiles. Tests of steps run where extensions.py has built them, which
+bindings/python/check does.
 """
 import copy
 import importlib.util
@@ -16,6 +12,7 @@ import re
 import sys
 import unittest
 
+import extensions
 import originals
 from support import TestCase, child, give_grads, main, params_of, run_ranks, torch
 from test_attributes import names_in, rows_of
@@ -28,12 +25,6 @@ GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available(
 SHAPES = {DeepSpeedCPUAdam: ((7, 3), (5,), (1,), (2000,)), DeepSpeedCPULion: ((2, 3), (7,), (1,))}
 EXTENSIONS = {DeepSpeedCPUAdam: "cpu_adam", DeepSpeedCPULion: "cpu_lion"}
 check = unittest.TestCase()
-
-
-def extension(version, kind):
-    name = EXTENSIONS[kind]
-    folder = os.environ.get("DSOPT_EXTENSIONS") or os.path.join(sys.prefix, "extensions")
-    return os.path.join(folder, version, name, name + ".so")
 
 
 class Builder:
@@ -56,7 +47,7 @@ class Builder:
 
 def original_of(kind):
     original = getattr(originals.load(), kind.__name__)
-    path = extension(os.path.basename(sys.argv[2]), kind)
+    path = extensions.path(os.path.basename(sys.argv[2]), EXTENSIONS[kind])
     if os.path.exists(path):
         builder = {DeepSpeedCPUAdam: "CPUAdamBuilder", DeepSpeedCPULion: "CPULionBuilder"}[kind]
         setattr(sys.modules[original.__module__], builder, Builder(path))
@@ -182,9 +173,8 @@ class NextToDeepSpeed(TestCase):
         reason = originals.REASON if version == originals.VERSION else originals.NEWER_REASON
         if reason:
             self.skipTest(reason)
-        for kind, name in EXTENSIONS.items():
-            if name == cases and not os.path.exists(extension(version, kind)):
-                self.skipTest("the extension %s of DeepSpeed %s is not built" % (name, version))
+        if cases in EXTENSIONS.values() and not os.path.exists(extensions.path(version, cases)):
+            self.skipTest("the extension %s of DeepSpeed %s is not built" % (cases, version))
         run_ranks(self, __file__, os.path.join(cases, version), ranks=1,
                   environment=originals.newer() if version == originals.NEWER else None)
 

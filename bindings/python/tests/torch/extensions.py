@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""extensions.py: builds the extensions by which DeepSpeed's own DeepSpeedCPUAdam and DeepSpeedCPULion step.
+
+Those of both pinned versions, in folders of the virtual environment, unless they are there. DeepSpeed's builders
+compile them for the processor of this machine, each for a minute or two. Prints a line for each that cannot be built;
+its tests are then skipped.
+"""
+import os
+import subprocess
+import sys
+
+import originals
+
+PACKAGE = "deepspeed.ops.op_builder"
+BUILDERS = {"cpu_adam": {version: (PACKAGE, "CPUAdamBuilder") for version in (originals.VERSION, originals.NEWER)},
+            "cpu_lion": {originals.VERSION: (PACKAGE + ".cpu_lion", "CPULionBuilder"),
+                         originals.NEWER: (PACKAGE, "CPULionBuilder")}}
+FOLDER = os.environ.get("DSOPT_EXTENSIONS") or os.path.join(sys.prefix, "extensions")
+PROGRAM = "import importlib, sys; getattr(importlib.import_module(sys.argv[1]), sys.argv[2])().load()"
+
+
+def path(version, name):
+    return os.path.join(FOLDER, version, name, name + ".so")
+
+
+def build(version, name):
+    # DeepSpeed compares an installed CUDA toolkit with torch's, although these extensions use none.
+    environment = dict(os.environ, TORCH_EXTENSIONS_DIR=os.path.join(FOLDER, version), DS_ACCELERATOR="cpu",
+                       DS_SKIP_CUDA_CHECK="1")
+    environment.update(originals.newer() if version == originals.NEWER else {})
+    os.makedirs(environment["TORCH_EXTENSIONS_DIR"], exist_ok=True)
+    try:
+        done = subprocess.run([sys.executable, "-c", PROGRAM, *BUILDERS[name][version]], env=environment,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              timeout=1800, check=False)
+        said = done.stdout.strip().splitlines()[-1:]
+    except subprocess.TimeoutExpired:
+        said = ["more than half an hour"]
+    if not os.path.exists(path(version, name)):
+        print("left out: the extension %s of DeepSpeed %s: %s" % (name, version, " ".join(said)))
+
+
+if __name__ == "__main__":
+    for version, reason in ((originals.VERSION, originals.REASON), (originals.NEWER, originals.NEWER_REASON)):
+        for name in BUILDERS if not reason else ():
+            if not os.path.exists(path(version, name)):
+                build(version, name)
