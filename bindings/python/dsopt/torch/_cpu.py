@@ -11,11 +11,15 @@ from .._errors import StateError
 from ._base import EngineOptimizer, number
 from ._deepspeed import COMMON, DECAY, Named, ReadOnly
 from ._lion import Lion
+from ._rounding import defaults_of
 from ._tensors import refused, unsupported, wrong
 
 CHUNK = 2**20  # elements that a rollback has in double at a time
 STATES = """
     fp32_optimizer_states  must be True: the moments are float32, whatever the dtype of the parameters
+    stochastic_rounding    True: bfloat16 parameters are rounded up or down at random, in proportion to the distance, so
+                           that small updates are not lost; float32 ones are exact
+    seed                   of the random numbers, a whole number in [0, 2^64)
     """
 TENSORS = """
     Parameters are float32, float16 or bfloat16, on the CPU or on a device of the engine. Gradients may have another
@@ -61,10 +65,12 @@ class DeepSpeedCPUAdam(Offload, Named):
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, bias_correction: bool = True,
                  betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,
-                 amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> None:
+                 amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True, *,
+                 stochastic_rounding: bool = False, seed: int = 0) -> None:
         self.adam_w_mode = adamw_mode
         self._start(model_params, None, amsgrad, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-                                                      bias_correction=bias_correction, amsgrad=amsgrad))
+                                                      bias_correction=bias_correction, amsgrad=amsgrad,
+                                                      **defaults_of(stochastic_rounding, seed)))
         self._number(fp32_optimizer_states)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -190,8 +196,9 @@ class DeepSpeedCPULion(Offload, Lion):
     _counts = True
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999),
-                 weight_decay: float = 0, fp32_optimizer_states: bool = True) -> None:
-        super().__init__(model_params, lr, betas, weight_decay)
+                 weight_decay: float = 0, fp32_optimizer_states: bool = True, *, stochastic_rounding: bool = False,
+                 seed: int = 0) -> None:
+        super().__init__(model_params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed)
         self._number(fp32_optimizer_states)
 
     def __getstate__(self) -> Dict[str, Any]:

@@ -58,8 +58,8 @@ def signatures_and_names(kind):
     original = original_of(kind)
     methods = ("step", "step_subgroup", "rollback_subgroup") if kind is DeepSpeedCPUAdam else ("step",)
     for ours, theirs in ((kind, original), *((getattr(kind, name), getattr(original, name)) for name in methods)):
-        ours, theirs = [[(name, argument.default) for name, argument in inspect.signature(call).parameters.items()]
-                        for call in (ours, theirs)]
+        ours, theirs = [[(name, argument.default) for name, argument in inspect.signature(call).parameters.items()
+                         if argument.kind is not argument.KEYWORD_ONLY] for call in (ours, theirs)]
         check.assertEqual(ours, theirs, kind)
     listed = {name for first, _ in rows_of(kind) for name in names_in(first)}
     found = set(inspect.signature(original).parameters) | {name for name in vars(original) if name[:2] != "__"}

@@ -8,10 +8,11 @@ import pickle
 from support import VERSION, TestCase, give_grads, main, params_of, torch
 
 import dsopt
-from dsopt.torch import (SGD, Adagrad, Adam, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb,
-                         FusedLion, Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
+from dsopt.torch import (SGD, Adagrad, Adam, AdamW, DeepSpeedCPUAdam, DeepSpeedCPULion, FP16_Optimizer,
+                         FP16_UnfusedOptimizer, FusedAdam, FusedLamb, FusedLion, Lion, OnebitAdam, OnebitLamb,
+                         ZeroOneAdam)
 
-STANDARD = (AdamW, Adam, SGD, Adagrad, Lion, FusedAdam, FusedLion, FusedLamb)
+STANDARD = (AdamW, Adam, SGD, Adagrad, Lion, FusedAdam, FusedLion, FusedLamb, DeepSpeedCPUAdam, DeepSpeedCPULion)
 ONEBIT = (OnebitAdam, ZeroOneAdam, OnebitLamb)
 BF16 = torch.bfloat16
 SHAPES = ((300,), (7, 5), (), (0,), (1,))
@@ -26,6 +27,8 @@ SAME = [
     (FusedAdam, {}, lambda lr: dsopt.AdamW(lr=lr, weight_decay=0)),
     (FusedLion, {}, lambda lr: dsopt.Lion(lr=lr, betas=(0.9, 0.999))),
     (FusedLamb, {}, lambda lr: dsopt.Lamb(lr=lr)),
+    (DeepSpeedCPUAdam, {}, lambda lr: dsopt.AdamW(lr=lr, weight_decay=0)),
+    (DeepSpeedCPULion, {}, lambda lr: dsopt.Lion(lr=lr, betas=(0.9, 0.999))),
 ]
 
 
