@@ -58,7 +58,7 @@ template <Feed F, class Body> __device__ __forceinline__ void for_own_leaves(con
             b.whole_vectors && s.aligned && all_aligned(one.track(), one.fresh, b.x.worker, b.x.message, b.x.values);
     };
     for_shared_leaves(b.d, s, find, [&](uint32_t leaf, int32_t tensor, const Leaf &where) INLINED {
-        if (s.job.present && s.job.onebit) body(s, o, b.one.jobs[tensor], where, leaf);
+        if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[tensor], where, leaf);
     });
 }
 /// body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from its i-th one on.
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT
     if (skipped(b.d)) return;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        if (!job.present || !job.onebit) return;
+        if (job.owner != Owner::exchange) return;
         const double factor = by.most(b.one.factors + job.first_leaf, leaves),
                      without_decay = by.sum(plan.sums_a + job.first_leaf, leaves),
                      with_decay = by.sum(plan.sums_b + job.first_leaf, leaves);

@@ -7,13 +7,6 @@
 
 namespace dsopt::gpu {
 
-/// What the update does with tensors that go into exchanges of the 1-bit family.
-enum class Elsewhere : uint8_t {
-    no,   // updates them like others
-    yes,  // nothing: kernels of the 1-bit family update them
-    idle, // leaves them as they are
-};
-
 /// By value into every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
     StepPlan plan;
@@ -22,7 +15,6 @@ struct DevicePlan {
     double *tensor_squares; // one a tensor
     double *tensor_updates; // one a tensor
     int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
-    Elsewhere elsewhere;
     bool decided;  // a kernel before the update has decided; else the update finds its own few scalars
     bool together; // tensors of a group count together (compat mode): scalars are made with the decision
 };

@@ -34,7 +34,6 @@ public:
               .tensor_squares = reinterpret_cast<double *>(workspace + extra.squares),
               .tensor_updates = reinterpret_cast<double *>(workspace + extra.updates),
               .tensor_cell = reinterpret_cast<int32_t *>(workspace + extra.cell),
-              .elsewhere = Elsewhere::no,
               .decided = needs_decision(plan),
               .together = false};
         d_.plan.jobs = table.jobs;
@@ -42,12 +41,9 @@ public:
         for (int64_t g = 0; g < plan.group_count; ++g)
             d_.together = d_.together || counts_together(plan, plan.groups[g]);
         d_.decided = d_.decided || d_.together;
-        if (plan.onebit != nullptr) {
+        if (plan.onebit != nullptr)
             onebit_.emplace(plan, d_, table.onebit, shape.exchange != nullptr ? workspace + extra.layout : nullptr,
                             launcher);
-            if (plan.onebit->stage != Stage::full)
-                d_.elsewhere = plan.onebit->stage == Stage::dry ? Elsewhere::idle : Elsewhere::yes;
-        }
         if (plan.how.timing && plan.how.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
             marks_->reserve();
@@ -82,7 +78,7 @@ public:
     }
     OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
     void update() override {
-        if (d_.elsewhere == Elsewhere::yes && !leaves_work()) d_.leaves = 0;
+        if (onebit_ && !leaves_work()) d_.leaves = 0;
         const size_t tiles = plan_.has_lamb || plan_.report_norms ? 2 * kTileBytes : 0;
         launcher_.over({d_.leaves, tiles}, "update", update_kernel, d_);
     }
@@ -99,11 +95,11 @@ private:
                 plan.onebit != nullptr,
                 plan.onebit != nullptr && plan.onebit->exchanges ? plan.onebit->buffers->layout : nullptr};
     }
-    /// Whether the update has something to do where all tensors that take part are updated elsewhere.
+    /// True if the update has something to do. In a skipped step it writes the outputs of all tensors.
     bool leaves_work() const {
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
-            if (!job.onebit || job.zeroes || job.out != nullptr) return true;
+            if (job.owner == Owner::update || job.zeroes || job.out != nullptr) return true;
         }
         return false;
     }

@@ -72,11 +72,6 @@ __device__ inline bool skipped(const DevicePlan &d) {
     return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
-/// A tensor that kernels of the 1-bit family update, or nobody does.
-__device__ __forceinline__ bool elsewhere(const DevicePlan &d, const TensorJob &job) {
-    return job.onebit && d.elsewhere != Elsewhere::no;
-}
-
 /// Where a leaf's values go for its sums, when they are wanted.
 struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
@@ -274,12 +269,11 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
     for_shared_leaves(
         d, s, [](int32_t) {},
         [&](uint32_t leaf, int32_t, const Leaf &where) INLINED {
-            if (skipped(d) || !s.job.present || // asked anew each time: one register less in the loop
-                (s.job.onebit && d.elsewhere == Elsewhere::idle))
+            if (skipped(d) || s.job.owner == Owner::none) // asked anew each time: one register less in the loop
                 return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     unchanged_pack<V>(plan, s.job, where.begin + i);
                 });
-            if (elsewhere(d, s.job)) return;
+            if (s.job.owner != Owner::update) return;
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
                 for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
@@ -300,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
     if (skip) return;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        if (!job.present || sweeps_of(plan.groups[job.group].rule) == 1 || elsewhere(d, job)) return;
+        if (job.owner != Owner::update || sweeps_of(plan.groups[job.group].rule) == 1) return;
         const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                      updates = by.sum(plan.sums_b + job.first_leaf, leaves);
         if (by.lead) find_trust(plan, i, weights, updates);
@@ -322,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT
         for_shared_leaves(
             d, s, [](int32_t) {},
             [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
-                if (!s.job.present || sweeps_of(s.rule) == 1 || elsewhere(d, s.job)) return;
+                if (s.job.owner != Owner::update || sweeps_of(s.rule) == 1) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
                 for_packs(where.n, s.aligned,
                           [&]<int V>(Width<V>, int i) INLINED { lamb_weights_pack<V>(plan, s, where.begin + i); });

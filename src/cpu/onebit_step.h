@@ -19,8 +19,6 @@ public:
         buffers_.skip = &plan.control->skip;
     }
 
-    /// True for tensors that the ordinary sweep leaves to this class.
-    bool owns(int64_t i) const { return onebit_.stage != Stage::full && !onebit_.jobs[i].averaged; }
     const ExchangeBuffers &buffers() const override { return buffers_; }
 
     void begin() override {
@@ -90,7 +88,7 @@ public:
         if (is_skipped()) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
-            if (!owns(i) || !job.present) continue;
+            if (job.owner != Owner::exchange) continue;
             double factor = 0;
             for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf)
                 factor = larger_factor(factor, onebit_.factors[leaf]);
@@ -173,7 +171,7 @@ private:
     template <class Visit> void for_own(Feed feed, bool feeding, const Visit &visit) const {
         if (is_skipped()) return;
         cut_.run([&](int64_t i, const Span &span) {
-            if (!owns(i) || !span.job->present) return;
+            if (span.job->owner != Owner::exchange) return;
             OneBitSpan own = span_of(i, span, feed, feeding);
             visit(own);
         });

@@ -58,13 +58,12 @@ public:
                                 ? static_cast<AheadTrial *>(plan_.how.cache)
                                 : nullptr;
         const bool asks_ahead = caches_.core == 0 || (trial != nullptr && trial->asks(cut_.bytes()));
-        const bool skipped = is_skipped(), idle = plan_.onebit != nullptr && plan_.onebit->stage == Stage::dry;
+        const bool skipped = is_skipped();
         cut_.run(
-            [this, skipped, idle](int64_t i, const Span &span) {
-                const bool elsewhere = is_elsewhere(i);
-                if (skipped || !span.job->present || (elsewhere && idle))
+            [this, skipped](int64_t, const Span &span) {
+                if (skipped || span.job->owner == Owner::none)
                     kernels_.unchanged(span);
-                else if (!elsewhere)
+                else if (span.job->owner == Owner::update)
                     kernels_.update(span);
             },
             asks_ahead);
@@ -72,7 +71,7 @@ public:
         if (skipped || !plan_.has_lamb) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
-            if (job.present && sweeps_of(plan_.groups[job.group].rule) == 2 && !is_elsewhere(i))
+            if (job.owner == Owner::update && sweeps_of(plan_.groups[job.group].rule) == 2)
                 find_trust(plan_, i, fold_leaves(plan_.sums_a, job), fold_leaves(plan_.sums_b, job));
         }
     }
@@ -80,8 +79,8 @@ public:
     void update_weights(bool shared) override {
         if (is_skipped()) return;
         for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
-        cut_.run([&](int64_t i, const Span &span) {
-            if (span.job->present && sweeps_of(span.rule) == 2 && !is_elsewhere(i)) kernels_.lamb_weights(span);
+        cut_.run([&](int64_t, const Span &span) {
+            if (span.job->owner == Owner::update && sweeps_of(span.rule) == 2) kernels_.lamb_weights(span);
         });
     }
 
@@ -99,8 +98,6 @@ public:
 
 private:
     using Clock = std::chrono::steady_clock;
-    /// Loops of the 1-bit family update the tensor, or nobody does.
-    bool is_elsewhere(int64_t i) const { return plan_.onebit != nullptr && onebit_->owns(i); }
 
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;

@@ -17,8 +17,7 @@ struct OneBitJob {
     const float *mask; // or NULL
     int64_t worker;    // index of its first element among the worker's; -1: never compressed
     int32_t part;
-    bool averaged;       // in exchange steps the engine averages its gradient
-    uint8_t reserved[3]; // no padding, as in TensorJob
+    uint8_t reserved[4]; // no padding, as in TensorJob
 
     /// 0/1 Adam's own array, whichever it is.
     DSOPT_HD float *track() const { return anchor != nullptr ? anchor : drift; }

@@ -20,6 +20,13 @@ struct Moment {
 };
 static_assert(sizeof(Moment) == 16);
 
+/// Which kernels update a tensor in a step.
+enum class Owner : uint8_t {
+    none,     // none: it has no gradient, or this step leaves its algorithm out. Outputs are written all the same.
+    update,   // StepLoops
+    exchange, // OneBitLoops
+};
+
 /// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
 struct TensorJob {
     void *grad; // NULL and `present`: zeros
@@ -39,7 +46,7 @@ struct TensorJob {
     bool has_master;     // `weight` is one
     bool in_norm;        // its squares count on this rank
     bool stochastic;     // bf16 weights without a master are rounded at random
-    bool onebit;         // its gradient goes into exchanges of the 1-bit family
+    Owner owner;         // none unless `present`
     bool zeroes;         // its gradient is set to zero once it has been read
     uint8_t reserved[2]; // no padding: tables of these are compared byte by byte
 };
@@ -53,7 +60,8 @@ struct ShardSums {
 /// Of all such tensors, one slot each.
 struct ShardTable {
     ShardSums *sums;
-    int64_t count; // 0 where no tensor is sharded, or they all are on one rank
+    int64_t count;     // 0 where no tensor is sharded, or they all are on one rank
+    int64_t exchanged; // of these, the tensors that OneBitLoops update in this step
     /// 1-bit LAMB, behind the sums: of every slot the largest counts.
     DSOPT_HD double *factors() const { return reinterpret_cast<double *>(sums + count); }
     size_t bytes() const { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }

@@ -60,8 +60,9 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
     for (const Param &param : params) {
         const dsopt_group &g = groups[size_t(param.group)];
         const bool goes = goes_into_exchanges(g);
+        if (goes && param.trust_slot >= 0) ++trust_slots;
         mean.push_back(-1);
-        if (compresses && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
+        if (compresses && param.numel != 0 && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
             mean_numel += round_up(param.numel, int64_t(own.node_ranks));
         }
@@ -144,8 +145,7 @@ void OneBit::count_step(const OneBitPlan &plan) const {
     (void)advance_schedule(setup_.rules, *known_);
 }
 
-void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
-                  const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors, bool own,
+void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors, bool own,
                   void *stream, PlannedOneBit &planned) const {
     const auto floats = [&](StateKind kind) { return state.data<float>(list, kind); };
     auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
@@ -175,7 +175,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                     .active = active,
                     .padding = floats(StateKind::exp_avg_pad),
                     .momentum = has_bits ? state.data<char>(list, StateKind::exp_avg_bits) : nullptr};
-    for (size_t i = 0; i < params.size(); ++i) {
+    for (size_t i = 0; i < setup_.worker.size(); ++i) {
         const auto of_param = [&](StateKind kind) { return state.data<float>(list, kind, int64_t(i)); };
         jobs[i] = {.anchor = of_param(StateKind::anchor),
                    .drift = of_param(StateKind::momentum_accumulator),
@@ -183,21 +183,22 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, const std::
                    .mask = of_param(StateKind::mask),
                    .worker = setup_.worker[i],
                    .part = setup_.part[i],
-                   .averaged = !goes_into_exchanges(groups[size_t(params[i].group)]),
                    .reserved = {}};
     }
 }
 
+bool OneBit::averages(const OneBitPlan &onebit, size_t param) const {
+    if (setup_.mean[param] < 0) return false;
+    if (onebit.stage == Stage::full) return (desc_.flags & DSOPT_OPTIMIZER_AVERAGES) != 0;
+    return setup_.worker[param] < 0; // in the other stages every tensor whose own gradient is not sent
+}
+
 void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means,
                         void *stream) const {
-    const bool all = onebit.stage == Stage::full && (desc_.flags & DSOPT_OPTIMIZER_AVERAGES);
-    const bool some = onebit.stage == Stage::dry ? onebit.rules.compat : onebit.stage != Stage::full;
-    for (size_t i = 0; i < setup_.mean.size(); ++i) {
-        const int64_t at = setup_.mean[i];
-        if (at < 0 || jobs[i].numel == 0 || !(all || (some && onebit.jobs[i].averaged))) continue;
-        means.add(jobs[i], mean + at, round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)), context_.device(),
-                  stream);
-    }
+    for (size_t i = 0; i < setup_.mean.size(); ++i)
+        if (averages(onebit, i))
+            means.add(jobs[i], mean + setup_.mean[i], round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)),
+                      context_.device(), stream);
 }
 
 int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const {

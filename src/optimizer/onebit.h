@@ -23,6 +23,7 @@ struct OneBitSetup {
     int64_t mean_numel = 0;
     int64_t mean_scratch = 0; // behind them for sum_over_ranks(), where the exchange's own memory is too short for it
     bool compresses = false;  // more than one rank
+    int32_t trust_slots = 0;  // of parameters that go into exchanges
 
     OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
                 const dsopt_optimizer_desc &desc, DataRank own);
@@ -62,10 +63,11 @@ public:
     void add_state(int64_t groups, int64_t params, StateTable &state) const;
 
     /// Fills `planned`, which must stay where it is, and `jobs`. `own`: the schedule in `list` is the engine's.
-    void plan(const StateTable &state, const dsopt_tensor *list, const std::vector<dsopt_group> &groups,
-              const std::vector<Param> &params, OneBitJob *jobs, void *workspace, double *factors, bool own,
+    void plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors, bool own,
               void *stream, PlannedOneBit &planned) const;
-    /// Jobs whose gradients the engine averages in this step.
+    /// True if the engine averages the gradient of this parameter in this step.
+    bool averages(const OneBitPlan &plan, size_t param) const;
+    /// Those of all such parameters.
     void plan_means(const OneBitPlan &plan, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
 
     /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode

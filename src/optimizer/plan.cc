@@ -24,8 +24,17 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     const bool rounds_at_random = optimizer.desc().flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const bool first_model_rank = !model || model->rank() == 0;
-    // Where ranks exchange, an absent gradient is one of zeros: all must send the same.
+    // Where ranks exchange or average, an absent gradient is one of zeros: all must send the same.
     const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
+    const auto is_sent = [&](size_t i) {
+        return (exchanges && onebit->jobs[i].worker >= 0) ||
+               (onebit != nullptr && !request.initial && optimizer.onebit()->averages(*onebit, i));
+    };
+    const auto owner_of = [&](const Param &param) {
+        const bool goes = onebit != nullptr && goes_into_exchanges(optimizer.groups()[size_t(param.group)]);
+        if (!goes || onebit->stage == Stage::full) return Owner::update;
+        return onebit->stage == Stage::dry ? Owner::none : Owner::exchange;
+    };
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
         const auto own = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
@@ -38,6 +47,9 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         else if (!request.initial && step.grads[i].data != nullptr)
             grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
+        // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
+        const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
+        const bool present = grad != nullptr || is_zeros || is_sent(i);
         jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
                    .weight = param.has_master ? own(StateKind::master)->data : data,
                    .moment = {},
@@ -54,14 +66,11 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .weight_type = param.has_master ? Dtype::f32 : Dtype(param.dtype),
                    .copy_type = Dtype(param.dtype),
                    .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
-                   // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
-                   .present = grad != nullptr ||
-                              (wrapped && (param.has_master || data != nullptr || param.numel == 0)) ||
-                              (exchanges && onebit->jobs[i].worker >= 0),
+                   .present = present,
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
-                   .onebit = onebit != nullptr && !onebit->jobs[i].averaged,
+                   .owner = present ? owner_of(param) : Owner::none,
                    .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr,
                    .reserved = {}};
         set_moment(jobs[i].moment[0], own(StateKind::first_moment));
@@ -117,7 +126,7 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     pieces.take(sums_b, shape.leaves);
     pieces.take(bad, shape.leaves);
     pieces.take(factors, lamb ? shape.leaves : 0);
-    pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots()}.bytes());
+    pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
     pieces.take_bytes(extra, device.loops().extra_bytes(shape));
     pieces.take_bytes(exchange, shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
     pieces.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
@@ -157,6 +166,8 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const bool looks =
         (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !request.initial;
     const bool reports_only = wrapped == Wrapper::fused && !scales && desc.nonfinite == DSOPT_NONFINITE_AUTO;
+    const bool exchanges = onebit != nullptr && onebit->stage != Stage::full;
+    const int64_t exchanged = exchanges ? optimizer.onebit()->setup().trust_slots : 0;
     PlannedScaler scaler{};
     if (scales)
         scaler = {entries.data<float>(state, StateKind::loss_scale),
@@ -190,7 +201,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
             .sums_a = memory.sums_a,
             .sums_b = memory.sums_b,
             .bad = memory.bad,
-            .shards = {memory.shards, optimizer.trust_slots()}};
+            .shards = {memory.shards, optimizer.trust_slots(), exchanged}};
 }
 
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {

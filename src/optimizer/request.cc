@@ -45,11 +45,12 @@ uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool fun
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
         const char *name = param.name.c_str();
-        bool present = accumulated ? param.accumulated : step.grads[i].data != nullptr;
-        if (present && !accumulated) check_beside(step.grads[i], param, "gradient of");
+        const bool has_gradient = accumulated ? param.accumulated : step.grads[i].data != nullptr;
+        if (has_gradient && !accumulated) check_beside(step.grads[i], param, "gradient of");
         // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
-        present = present || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
-                  optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;
+        // The same in every stage, so that no step of a training is the first to fail.
+        const bool is_used = has_gradient || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
+                             optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;
         if (step.params != nullptr) check_param(step.params[i], param);
         const void *const data = step.params != nullptr ? step.params[i].data : param.data;
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;
@@ -66,7 +67,7 @@ uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool fun
             optimizer.groups()[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "OUT_ONLY and DELTA with 0/1 Adam: its local steps add up in '%s', which has no master", name);
-        if (data == nullptr && param.numel != 0 && (present || wanted))
+        if (data == nullptr && param.numel != 0 && (is_used || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
     if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;

@@ -34,7 +34,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const bool own_schedule = onebit_ && request.own_schedule;
     PlannedOneBit onebit;
     if (onebit_)
-        onebit_->plan(state_, state, groups_, params_, table.onebit, memory.exchange, memory.factors, own_schedule,
+        onebit_->plan(state_, state, table.onebit, memory.exchange, memory.factors, own_schedule,
                       stream, onebit);
     StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr);
     if (request.remembers) {

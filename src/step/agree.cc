@@ -87,9 +87,7 @@ void agree_on_norms(const StepRun &run, StepLoops &loops) {
 
 bool begin_shards(const StepRun &run, bool frozen) {
     const StepPlan &plan = run.plan;
-    const bool apart = plan.onebit != nullptr && plan.onebit->stage != Stage::full;
-    const auto is_one = [&](const TensorJob &job) { return job.trust_slot >= 0 && (apart && job.onebit) == frozen; };
-    if (plan.shards.count == 0 || std::none_of(plan.jobs, plan.jobs + plan.count, is_one)) return false;
+    if ((frozen ? plan.shards.exchanged : plan.shards.count - plan.shards.exchanged) == 0) return false;
     run.context.device().clear(plan.shards.sums, plan.shards.bytes(), plan.how.stream);
     return true;
 }

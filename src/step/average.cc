@@ -14,9 +14,8 @@ void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Devic
         to_[count_++] = own;
     }
     if (padded != job.numel) device.clear(mean + job.numel, size_t(padded - job.numel) * sizeof(float), stream);
-    job.grad = mean; // where it was absent, another rank may have had one
+    job.grad = mean;
     job.grad_type = Dtype::f32;
-    job.present = true;
     job.zeroes = false;
     own.numel = padded;
     if (run_count_ != 0 && static_cast<float *>(runs_[run_count_ - 1].data) + runs_[run_count_ - 1].numel == mean)
