@@ -74,67 +74,6 @@ template <class Body> __device__ __forceinline__ void for_tensors(const StepPlan
         int32_t(plan.count), [&](int32_t i) INLINED { return int32_t(leaves_of(plan.jobs[i].numel)); }, body);
 }
 
-/// for_stretches() of decide.h by a whole block. body(stretch) may wait for all threads.
-struct Stretch {
-    int32_t begin, end, group;
-    int32_t last;   // counting_tensor()
-    unsigned types; // a bit for each counted_type() that takes part
-};
-__device__ __forceinline__ int counted_index(Dtype type) {
-    return type == Dtype::f16 ? 0 : type == Dtype::bf16 ? 1 : 2;
-}
-template <class Body> __device__ __forceinline__ void for_stretches_on_block(const StepPlan &plan, const Body &body) {
-    __shared__ int32_t end, last;
-    __shared__ unsigned types;
-    const auto count = int32_t(plan.count);
-    for (int32_t begin = 0; begin < count;) {
-        const int32_t group = plan.jobs[begin].group, own = begin + int32_t(threadIdx.x);
-        __syncthreads();
-        if (threadIdx.x == 0) end = count, last = -1, types = 0;
-        __syncthreads();
-        int32_t i = own;
-        while (i < count && plan.jobs[i].group == group) i += kThreads;
-        if (i < count) atomicMin(&end, i);
-        __syncthreads();
-        const int32_t stop = end;
-        for (i = own; i < stop; i += kThreads) {
-            if (!plan.jobs[i].present) continue;
-            atomicMax(&last, i);
-            atomicOr(&types, 1u << counted_index(plan.jobs[i].weight_type));
-        }
-        __syncthreads();
-        body(Stretch{begin, stop, group, last, types});
-        begin = stop;
-    }
-}
-
-/// make_all_scalars() of every stretch.
-__device__ inline void make_scalars_on_block(const StepPlan &plan) {
-    __shared__ Scalars scalars[kCountedTypes];
-    for_stretches_on_block(plan, [&](const Stretch &s) INLINED {
-        const bool together = counts_together(plan, plan.groups[s.group]);
-        if (together && threadIdx.x < kCountedTypes && (s.types >> threadIdx.x & 1u) != 0)
-            scalars[threadIdx.x] = make_scalars(
-                hyper_of(plan, s.group), int64_t(plan.step[s.last]) + __popc(s.types & ((2u << threadIdx.x) - 1)),
-                plan.divisors[s.group], plan.limits.max_value);
-        __syncthreads();
-        for (int32_t i = s.begin + int32_t(threadIdx.x); i < s.end; i += kThreads) {
-            const TensorJob &job = plan.jobs[i];
-            if (!job.present) continue;
-            plan.scalars[i] = together ? scalars[counted_index(job.weight_type)]
-                                       : make_scalars(hyper_of(plan, s.group), int64_t(plan.step[i]) + 1,
-                                                      plan.divisors[s.group], plan.limits.max_value);
-        }
-    });
-}
-/// count_together() of every stretch.
-__device__ inline void count_on_block(const StepPlan &plan) {
-    for_stretches_on_block(plan, [&](const Stretch &s) INLINED {
-        if (threadIdx.x != 0 || !counts_together(plan, plan.groups[s.group])) return;
-        for (unsigned types = s.types; types != 0; types &= types - 1) plan.step[s.last] = one_more(plan.step[s.last]);
-    });
-}
-
 /// Sum, and least, of what the threads of a block have, in all of them. At most once in a kernel between two barriers.
 struct BlockResult {
     int64_t sum, least;

@@ -110,14 +110,6 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     note_reasons(plan);
 }
 
-/// By a block, between the passes.
-__device__ inline void decide_on_block(const DevicePlan &d) {
-    if (threadIdx.x == 0) (void)decide_step(d.plan);
-    if (!d.together) return;
-    __syncthreads();
-    if (d.plan.control->skip == 0) make_scalars_on_block(d.plan);
-}
-
 /// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
 __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT const DevicePlan d, const bool decides) {
     begin_kernel(decides);
@@ -140,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     });
     if (!last_block(&d.plan.control->ticket[0])) return;
     fold_on_block(d);
-    if (decides && d.decided) decide_on_block(d);
+    if (decides && d.decided && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
 /// What the last block of pass 1 does, or a part of it: gradients are not read, or ranks add up their norms in between.
@@ -149,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     begin_kernel(decides);
     if (folds) fold_on_block(d);
     __syncthreads();
-    if (decides) decide_on_block(d);
+    if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
 } // namespace dsopt::gpu

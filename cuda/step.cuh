@@ -34,13 +34,9 @@ public:
               .tensor_squares = reinterpret_cast<double *>(workspace + extra.squares),
               .tensor_updates = reinterpret_cast<double *>(workspace + extra.updates),
               .tensor_cell = reinterpret_cast<int32_t *>(workspace + extra.cell),
-              .decided = needs_decision(plan),
-              .together = false};
+              .decided = needs_decision(plan)};
         d_.plan.jobs = table.jobs;
         d_.plan.groups = table.groups;
-        for (int64_t g = 0; g < plan.group_count; ++g)
-            d_.together = d_.together || counts_together(plan, plan.groups[g]);
-        d_.decided = d_.decided || d_.together;
         if (plan.onebit != nullptr)
             onebit_.emplace(plan, d_, table.onebit, shape.exchange != nullptr ? workspace + extra.layout : nullptr,
                             launcher);

@@ -22,14 +22,9 @@ struct SharedTensor {
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedTensor &s) {
     const StepPlan &plan = d.plan;
     const int32_t group = plan.jobs[tensor].group;
-    const int64_t step = int64_t(plan.step[tensor]) + 1;
+    const int64_t step = step_of(plan, plan.jobs[tensor]);
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
     s.rule = plan.groups[group].rule;
-    if (d.together) {
-        s.scalars = plan.scalars[tensor];
-        s.step = step;
-        return;
-    }
     if (s.step == step && s.group == group) return;
     const double divisor = d.decided ? plan.divisors[group] : 1.0;
     s.scalars = make_scalars(hyper_of(plan, group), step, divisor, plan.limits.max_value);
@@ -201,18 +196,17 @@ __device__ inline void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, cons
     __syncthreads();
 }
 
-/// Counters of tensors that count alone. Four at a time: each has to be asked about first.
+/// Counts of all tensors. Four at a time, whose loads overlap.
 __device__ inline void count_steps(const StepPlan &plan) {
     for (int64_t first = threadIdx.x; first < plan.count; first += 4 * kThreads) {
-        bool counts[4];
+        int32_t advance[4];
         unrolled<4>([&](int k) INLINED {
-            counts[k] = first + k * kThreads < plan.count && counts_alone(plan, first + k * kThreads);
+            const int64_t i = first + k * kThreads;
+            advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
         });
         unrolled<4>([&](int k) INLINED {
-            if (counts[k]) {
-                int32_t &step = plan.step[first + k * kThreads];
-                step = one_more(step);
-            }
+            int32_t &step = plan.step[first + k * kThreads];
+            if (advance[k] != 0) step = more(step, advance[k]);
         });
     }
 }
@@ -239,7 +233,6 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
             if (by.lead) d.tensor_updates[0] = updates;
         }
     }
-    if (!skip && d.together) count_on_block(plan);
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (!d.decided) {

@@ -133,7 +133,7 @@ public:
                           .sums_a = plan_.sums_a,
                           .sums_b = plan_.sums_b,
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,
-                          .step = int64_t(plan_.step[i]) + 1,
+                          .step = step_of(plan_, job),
                           .streaming = streaming_,
                           .bf16_instruction = bf16_instruction_,
                           .ahead = asks_ahead ? &share.ahead : nullptr});

@@ -46,7 +46,7 @@ public:
     void move_norms(const NormMove &move) override { move(); }
 
     void decide() override {
-        if (decide_step(plan_)) for_stretches(plan_, make_all_scalars);
+        if (decide_step(plan_)) make_all_scalars(plan_);
     }
 
     bool is_skipped() override { return plan_.control->skip != 0; }
@@ -88,9 +88,7 @@ public:
 
     void finish() override {
         if (!is_skipped()) {
-            for (int64_t i = 0; i < plan_.count; ++i)
-                if (counts_alone(plan_, i)) plan_.step[i] = one_more(plan_.step[i]);
-            for_stretches(plan_, count_together);
+            for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i);
             if (plan_.report_norms) fold_updates(plan_);
         }
         write_report(plan_);

@@ -269,78 +269,29 @@ DSOPT_HD bool needs_decision(const StepPlan &plan) {
            plan.onebit != nullptr;
 }
 
-/// The original's fused Adam counts in the state of the last tensor of the group that has a gradient, once for every
-/// parameter dtype present, in the order f16, bf16, f32, and uses that count for all tensors of the dtype; compat mode
-/// does the same. Under a wrapper the group is one fp32 tensor there, so every tensor has the count.
-DSOPT_HD bool counts_together(const StepPlan &plan, const Hyper &hyper) {
-    return hyper.compat && sweeps_of(hyper.rule) == 1 && plan.wrapper == Wrapper::none;
+/// The step that a tensor takes, counted from 1. Counts advance at the end of the step, when nothing can fail any more.
+DSOPT_HD int64_t step_of(const StepPlan &plan, const TensorJob &job) {
+    return int64_t(plan.step[job.counter]) + job.ordinal;
 }
-constexpr int kCountedTypes = 3;
-DSOPT_HD Dtype counted_type(int index) { return index == 0 ? Dtype::f16 : index == 1 ? Dtype::bf16 : Dtype::f32; }
-
-/// visit(plan, begin, end, group) for the stretches of tensors of one group that follow one another.
-inline void for_stretches(const StepPlan &plan, void (*visit)(const StepPlan &, int64_t, int64_t, int32_t)) {
-    for (int64_t begin = 0, end = 0; begin < plan.count; begin = end) {
-        const int32_t group = plan.jobs[begin].group;
-        for (end = begin; end < plan.count && plan.jobs[end].group == group; ++end) {}
-        visit(plan, begin, end, group);
-    }
-}
-
-/// Where the count of such a stretch is: at its last tensor that takes part; -1 without one.
-inline int64_t counting_tensor(const StepPlan &plan, int64_t begin, int64_t end) {
-    int64_t last = -1;
-    for (int64_t i = begin; i < end; ++i)
-        if (plan.jobs[i].present) last = i;
-    return last;
-}
-
-/// Scalars of the step that tensors [begin, end) of a group are about to take. Standard mode counts each tensor that
-/// has a gradient by itself. Counters move at the end of the step, when nothing can fail any more.
-inline void make_all_scalars(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
-    const Hyper hyper = hyper_of(plan, group);
-    const double divisor = plan.divisors[group];
-    if (!counts_together(plan, hyper)) {
-        Scalars scalars{};
-        int64_t step = -1; // the one that `scalars` is for: tensors of a group mostly step together
-        for (int64_t i = begin; i < end; ++i) {
-            if (!plan.jobs[i].present) continue;
-            if (int64_t(plan.step[i]) + 1 != step) {
-                step = int64_t(plan.step[i]) + 1;
-                scalars = make_scalars(hyper, step, divisor, plan.limits.max_value);
-            }
-            plan.scalars[i] = scalars;
+/// Scalars of all tensors that take part.
+inline void make_all_scalars(const StepPlan &plan) {
+    Scalars scalars{};
+    int32_t group = -1; // the group and the step that `scalars` is for: tensors of a group mostly step together
+    int64_t step = -1;
+    for (int64_t i = 0; i < plan.count; ++i) {
+        const TensorJob &job = plan.jobs[i];
+        if (!job.present) continue;
+        if (job.group != group || step_of(plan, job) != step) {
+            group = job.group;
+            step = step_of(plan, job);
+            scalars = make_scalars(hyper_of(plan, group), step, plan.divisors[group], plan.limits.max_value);
         }
-        return;
-    }
-    const int64_t last = counting_tensor(plan, begin, end);
-    int64_t step = last >= 0 ? plan.step[last] : 0;
-    for (int type = 0; type < kCountedTypes; ++type) {
-        bool counted = false;
-        Scalars scalars{};
-        for (int64_t i = begin; i < end; ++i) {
-            if (!plan.jobs[i].present || plan.jobs[i].weight_type != counted_type(type)) continue;
-            if (!counted) scalars = make_scalars(hyper, ++step, divisor, plan.limits.max_value);
-            counted = true;
-            plan.scalars[i] = scalars;
-        }
+        plan.scalars[i] = scalars;
     }
 }
-
-/// Whether the counter of a tensor moves by itself, at the end of a step that was taken.
-DSOPT_HD bool counts_alone(const StepPlan &plan, int64_t i) {
-    return plan.jobs[i].present && !counts_together(plan, plan.groups[plan.jobs[i].group]);
-}
-/// The counter of tensors that count together.
-inline void count_together(const StepPlan &plan, int64_t begin, int64_t end, int32_t group) {
-    if (!counts_together(plan, plan.groups[group])) return;
-    const int64_t last = counting_tensor(plan, begin, end);
-    for (int type = 0; type < kCountedTypes; ++type)
-        for (int64_t i = begin; i < end; ++i)
-            if (plan.jobs[i].present && plan.jobs[i].weight_type == counted_type(type)) {
-                plan.step[last] = one_more(plan.step[last]);
-                break;
-            }
+/// After a step that was taken.
+DSOPT_HD void advance_count(const StepPlan &plan, int64_t i) {
+    if (plan.jobs[i].advance != 0) plan.step[i] = more(plan.step[i], plan.jobs[i].advance);
 }
 
 /// The decision of a step, where all that ranks agree on is in the table. Leaves it in the control word.

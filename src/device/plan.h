@@ -41,6 +41,9 @@ struct TensorJob {
     int32_t group;
     int32_t expert;     // 0 = dense
     int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio
+    int32_t counter;    // the tensor in whose count StepPlan::step it steps; it takes step `ordinal` after that count
+    uint8_t ordinal;
+    uint8_t advance; // what its own count gains by a step that is taken
     Dtype grad_type, weight_type, copy_type, out_type;
     bool present;        // takes part in this step
     bool has_master;     // `weight` is one
@@ -48,9 +51,9 @@ struct TensorJob {
     bool stochastic;     // bf16 weights without a master are rounded at random
     Owner owner;         // none unless `present`
     bool zeroes;         // its gradient is set to zero once it has been read
-    uint8_t reserved[2]; // no padding: tables of these are compared byte by byte
+    uint8_t reserved[4]; // no padding: tables of these are compared byte by byte
 };
-static_assert(sizeof(TensorJob) == 120);
+static_assert(sizeof(TensorJob) == 128);
 
 /// What model ranks add up of a LAMB tensor that is sharded over them.
 struct ShardSums {
@@ -182,7 +185,7 @@ struct StepPlan {
     Limits limits;
     GivenScalars given;
     PlannedScaler scaler;
-    int32_t *step;            // one counter a tensor
+    int32_t *step;            // one count per tensor: see TensorJob::counter
     const OneBitPlan *onebit; // of the 1-bit family, or NULL
     float *trust_ratio;       // one a tensor, or NULL
     float *report;            // or NULL

@@ -62,6 +62,9 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .group = param.group,
                    .expert = param.expert,
                    .trust_slot = param.trust_slot,
+                   .counter = int32_t(i),
+                   .ordinal = 1,
+                   .advance = present,
                    .grad_type = grad != nullptr ? Dtype(grad->dtype) : Dtype::f32,
                    .weight_type = param.has_master ? Dtype::f32 : Dtype(param.dtype),
                    .copy_type = Dtype(param.dtype),
@@ -75,6 +78,30 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .reserved = {}};
         set_moment(jobs[i].moment[0], own(StateKind::first_moment));
         set_moment(jobs[i].moment[1], own(StateKind::second_moment));
+    }
+}
+
+/// The original's fused Adam counts in the state of the last tensor of a group that has a gradient, once for every
+/// parameter dtype that is there, in the order f16, bf16, f32, and all tensors of a dtype have that count. Under a
+/// wrapper the group is one fp32 tensor there, so every tensor counts by itself.
+void count_like_original(const Hyper *groups, TensorJob *jobs, int64_t count) {
+    for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+        int32_t last = -1;
+        bool is_there[3] = {};
+        const auto type = [&](int64_t i) {
+            return jobs[i].weight_type == Dtype::f16 ? 0 : jobs[i].weight_type == Dtype::bf16 ? 1 : 2;
+        };
+        for (end = begin; end < count && jobs[end].group == jobs[begin].group; ++end)
+            if (jobs[end].present) last = int32_t(end), is_there[type(end)] = true;
+        const Hyper &hyper = groups[jobs[begin].group];
+        if (last < 0 || !hyper.compat || sweeps_of(hyper.rule) == 2) continue;
+        const uint8_t ordinals[] = {1, uint8_t(1 + is_there[0]), uint8_t(1 + is_there[0] + is_there[1])};
+        for (int64_t i = begin; i < end; ++i) {
+            jobs[i].counter = last;
+            jobs[i].ordinal = ordinals[type(i)];
+            jobs[i].advance = 0;
+        }
+        jobs[last].advance = uint8_t(is_there[0] + is_there[1] + is_there[2]);
     }
 }
 
@@ -154,6 +181,8 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     } else if (request.repeats == Repeats::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
+        if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
+            count_like_original(table.groups, table.jobs, int64_t(optimizer.params().size()));
     }
     bool clips = desc.max_norm > 0, has_lamb = false;
     for (size_t i = 0; i < groups.size(); ++i) {
