@@ -30,7 +30,7 @@ template <class Visit> void for_kernels(const Visit &visit) {
         if (kernel != nullptr) visit(kernel);
     const auto all = [&](auto... kernels) { (visit(kernels), ...); };
     all(put_kernel, patch_kernel, map_kernel, inspect_kernel, move_norms_kernel, decide_kernel, update_kernel,
-        shared_trust_kernel, lamb_weights_kernel);
+        shared_trust_kernel, update_weights_kernel);
     all(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, add_up_rows_kernel, no_norm_kernel, norm_kernel,
         update_scaler_kernel, write_scaler_kernel, write_reduction_kernel);

@@ -75,12 +75,12 @@ public:
     OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
     void update() override {
         if (onebit_ && !leaves_work()) d_.leaves = 0;
-        const size_t tiles = plan_.has_lamb || plan_.report_norms ? 2 * kTileBytes : 0;
+        const size_t tiles = plan_.reduces || plan_.report_norms ? 2 * kTileBytes : 0;
         launcher_.over({d_.leaves, tiles}, "update", update_kernel, d_);
     }
     void update_weights(bool shared) override {
         if (shared) launcher_.over(plan_.count / kThreads + 1, "shared_trust", shared_trust_kernel, d_);
-        launcher_.over(d_.leaves, "lamb_weights", lamb_weights_kernel, d_);
+        launcher_.over(d_.leaves, "update_weights", update_weights_kernel, d_);
     }
     void finish() override {} // in the last block of the last kernel
 

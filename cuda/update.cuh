@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. LAMB takes a second sweep
-// for the weights, once the trust ratios are known.
+// Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. Passes::reduced takes a
+// second one for the weights, once the factors are known.
 #pragma once
 #include "fold.cuh"
 #include "rules/all.h"
@@ -171,7 +171,8 @@ __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const Sh
     unrolled<V>([&](int k) INLINED {
         visit(s.rule, [&](auto formula) INLINED {
             using R = typename decltype(formula)::type;
-            if constexpr (R::sweeps == 2) typename R::Weights{s.scalars, s.trust}(t.p.at[k], t.m.at[k], t.v.at[k]);
+            if constexpr (R::passes == Passes::reduced)
+                typename R::Weights{s.scalars, s.trust}(t.p.at[k], t.m.at[k], t.v.at[k]);
         });
     });
     publish(plan, s, t.p, old, i);
@@ -254,7 +255,7 @@ constexpr int kUpdateBlocks = 3;
 constexpr int kUpdateBlocks = 4;
 #endif
 __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel(d.plan.has_lamb && d.plan.shards.count == 0); // sums of shards go into a collective
+    begin_kernel(d.plan.reduces && d.plan.shards.count == 0); // sums of shards go into a collective
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
@@ -270,24 +271,24 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
                 for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
-                    if constexpr (R::sweeps == 2)
+                    if constexpr (R::passes == Passes::reduced)
                         lamb_moments_pack<R, V>(s, where, i, tiles);
                     else
                         update_pack<R, V>(plan, s, where, i, tiles);
                 });
             });
-            if (sweeps_of(s.rule) == 2 || plan.report_norms) sum_tiles(d, leaf, where.n, tiles);
+            if (passes_of(s.rule) == Passes::reduced || plan.report_norms) sum_tiles(d, leaf, where.n, tiles);
         });
     if (!last_block(&d.plan.control->ticket[1])) return;
     const bool skip = skipped(d);
-    if (!plan.has_lamb) {
+    if (!plan.reduces) {
         finish(d, skip);
         return;
     }
     if (skip) return;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        if (job.owner != Owner::update || sweeps_of(plan.groups[job.group].rule) == 1) return;
+        if (job.owner != Owner::update || passes_of(plan.groups[job.group].rule) != Passes::reduced) return;
         const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
                      updates = by.sum(plan.sums_b + job.first_leaf, leaves);
         if (by.lead) find_trust(plan, i, weights, updates);
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(GRID_CONSTANT
     for (int64_t i = grid_thread(); i < d.plan.count; i += grid_threads()) take_shared_trust(d.plan, i);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT const DevicePlan d) {
+__global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTANT const DevicePlan d) {
     begin_kernel();
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 4) lamb_weights_kernel(GRID_CONSTANT
         for_shared_leaves(
             d, s, [](int32_t) {},
             [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
-                if (s.job.owner != Owner::update || sweeps_of(s.rule) == 1) return;
+                if (s.job.owner != Owner::update || passes_of(s.rule) != Passes::reduced) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
                 for_packs(where.n, s.aligned,
                           [&]<int V>(Width<V>, int i) INLINED { lamb_weights_pack<V>(plan, s, where.begin + i); });

@@ -129,7 +129,7 @@ public:
                           .begin = begin,
                           .end = end,
                           .flags = plan_.flags,
-                          .sums = plan_.report_norms && sweeps_of(rule) == 1,
+                          .sums = plan_.report_norms && passes_of(rule) == Passes::elementwise,
                           .sums_a = plan_.sums_a,
                           .sums_b = plan_.sums_b,
                           .trust = plan_.trust_ratio != nullptr ? plan_.trust_ratio[i] : 1.0f,

@@ -100,7 +100,7 @@ template <class R> auto change_by(const R &rule) {
     };
     return Change<R::moments.count, true, decltype(change)>{change};
 }
-/// The second sweep of LAMB, which only reads the moments.
+/// The second pass of Passes::reduced, which only reads the moments.
 template <class R> auto change_by_moments(const R &rule) {
     const auto change = [rule](Floats, Floats & p, Floats * m) __attribute__((always_inline)) { rule(p, m[0], m[1]); };
     return Change<kMoments, false, decltype(change)>{change};
@@ -261,7 +261,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
     }
 }
 
-/// LAMB's first sweep over the tile of n elements from the i-th one on; `update` gets what the trust ratio needs.
+/// The first pass of Passes::reduced over the tile of n elements from the i-th one on; `update` gets what the factor
+/// needs.
 template <class R>
 void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *m, float *v,
                float *update) {
@@ -315,7 +316,7 @@ template <class R> void lamb_moments_with(const Span &span) {
 void update(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 1)
+        if constexpr (R::passes == Passes::elementwise)
             update_with(R{*span.scalars}, span);
         else
             lamb_moments_with<typename R::Moments>(span);
@@ -341,10 +342,10 @@ template <class R> void lamb_weights_with(const Span &span) {
     }
 }
 
-void lamb_weights(const Span &span) {
+void update_weights(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::sweeps == 2) lamb_weights_with<typename R::Weights>(span);
+        if constexpr (R::passes == Passes::reduced) lamb_weights_with<typename R::Weights>(span);
     });
 }
 
@@ -397,7 +398,7 @@ namespace {
 constexpr Kernels table(const char *name, bool bf16_instruction) {
     return {name,      DSOPT_JOIN(onebit_, DSOPT_ISA),
             inspect,   squares,
-            update,    lamb_weights,
+            update,    update_weights,
             unchanged, axpby,
             clamp,     bf16_instruction};
 }

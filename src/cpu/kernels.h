@@ -33,9 +33,9 @@ struct Span {
     Rule rule;
     int64_t begin, end;
     uint32_t flags;
-    bool sums;               // element-wise rules: also sum old^2 and (new - old)^2 of each leaf
+    bool sums;               // Passes::elementwise: also sum old^2 and (new - old)^2 of each leaf
     double *sums_a, *sums_b; // of all leaves of the step
-    float trust;             // LAMB, second sweep
+    float trust;             // Passes::reduced, second pass: the factor
     int64_t step;            // of the tensor, for stochastic rounding
     bool streaming;          // copies and outputs go past the caches; the caller fences them
     bool bf16_instruction;   // as in Kernels
@@ -50,11 +50,11 @@ struct Kernels {
     void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad,
                     float *largest, int64_t leaf);
     void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
-    /// Element-wise rules: everything in one read-modify-write. LAMB: moments, and sums of weight^2 and update^2 of each
-    /// leaf.
+    /// Passes::elementwise: everything in one read-modify-write. Passes::reduced, first pass: moments, and sums of
+    /// weight^2 and update^2 of each leaf.
     void (*update)(const Span &span);
-    /// LAMB, second sweep.
-    void (*lamb_weights)(const Span &span);
+    /// Passes::reduced, second pass.
+    void (*update_weights)(const Span &span);
     /// A tensor that stays as it is: outputs and zeroed gradients all the same.
     void (*unchanged)(const Span &span);
     /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.

@@ -68,10 +68,10 @@ public:
             },
             asks_ahead);
         if (trial != nullptr) trial->note(std::chrono::duration<double>(Clock::now() - begin).count());
-        if (skipped || !plan_.has_lamb) return;
+        if (skipped || !plan_.reduces) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
-            if (job.owner == Owner::update && sweeps_of(plan_.groups[job.group].rule) == 2)
+            if (job.owner == Owner::update && passes_of(plan_.groups[job.group].rule) == Passes::reduced)
                 find_trust(plan_, i, fold_leaves(plan_.sums_a, job), fold_leaves(plan_.sums_b, job));
         }
     }
@@ -80,7 +80,8 @@ public:
         if (is_skipped()) return;
         for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
         cut_.run([&](int64_t, const Span &span) {
-            if (span.job->owner == Owner::update && sweeps_of(span.rule) == 2) kernels_.lamb_weights(span);
+            if (span.job->owner == Owner::update && passes_of(span.rule) == Passes::reduced)
+                kernels_.update_weights(span);
         });
     }
 

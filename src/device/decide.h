@@ -38,8 +38,7 @@ DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
 }
 /// The trust ratio of a tensor: from its own sums of squares, or those of all model ranks.
 DSOPT_HD void take_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
-    const Hyper &hyper = plan.groups[plan.jobs[i].group];
-    plan.trust_ratio[i] = trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+    plan.trust_ratio[i] = factor_of(plan.groups[plan.jobs[i].group], weights, updates);
 }
 /// From a tensor's sums: its trust ratio, or what model ranks add up for it.
 DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
@@ -302,9 +301,9 @@ DSOPT_HD bool decide_step(const StepPlan &plan) {
     return taken;
 }
 
-/// Factor for a tensor's sum of update^2. LAMB sums the update before it is multiplied by lr and trust ratio.
+/// Factor for a tensor's sum of update^2. Passes::reduced sums the update before it is multiplied by lr and factor.
 DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
-    if (sweeps_of(plan.groups[plan.jobs[i].group].rule) == 1) return 1;
+    if (passes_of(plan.groups[plan.jobs[i].group].rule) != Passes::reduced) return 1;
     const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
     return factor * factor;
 }

@@ -88,7 +88,7 @@ DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &o
 
 DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     if (one.stage != Stage::full || one.trust_average == nullptr) return;
-    if (!moves_trust(plan, plan.jobs[i]) || sweeps_of(plan.groups[plan.jobs[i].group].rule) == 1) return;
+    if (!moves_trust(plan, plan.jobs[i]) || !has_trust(plan.groups[plan.jobs[i].group].rule)) return;
     average_trust(one.trust, plan.trust_ratio[i], one.trust_average[i],
                   one.trust_weight != nullptr ? one.trust_weight + i : nullptr);
 }

@@ -180,8 +180,8 @@ struct StepPlan {
     bool read_gradients; // pass 1: count non-finite elements, sum squares
     bool skip_nonfinite;
     bool report_norms;
-    bool has_lamb;
-    bool dry; // learning rates are 0
+    bool reduces; // there is a group whose rule has Passes::reduced
+    bool dry;     // learning rates are 0
     Limits limits;
     GivenScalars given;
     PlannedScaler scaler;

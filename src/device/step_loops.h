@@ -56,10 +56,11 @@ public:
     virtual void decide() = 0;
     /// Whether the decision was to skip. May wait for it.
     virtual bool is_skipped() = 0;
-    /// Everything of element-wise rules. Of rules with two sweeps the first one, and trust ratios of tensors that no
-    /// other rank has a part of.
+    /// Passes::elementwise; of Passes::reduced the first pass, and the factors of tensors that no other rank has a part
+    /// of.
     virtual void update() = 0;
-    /// The second sweep, after take_shared_trust() where model ranks have added up the sums of `shared` tensors.
+    /// The second pass of Passes::reduced, after take_shared_trust() where model ranks have added up the sums of `shared`
+    /// tensors.
     virtual void update_weights(bool shared) = 0;
     /// NULL where the plan has none.
     virtual OneBitLoops *onebit() = 0;

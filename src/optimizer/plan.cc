@@ -84,7 +84,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
 /// The original's fused Adam counts in the state of the last tensor of a group that has a gradient, once for every
 /// parameter dtype that is there, in the order f16, bf16, f32, and all tensors of a dtype have that count. Under a
 /// wrapper the group is one fp32 tensor there, so every tensor counts by itself.
-void count_like_original(const Hyper *groups, TensorJob *jobs, int64_t count) {
+void count_like_original(const std::vector<dsopt_group> &groups, TensorJob *jobs, int64_t count) {
     for (int64_t begin = 0, end = 0; begin < count; begin = end) {
         int32_t last = -1;
         bool is_there[3] = {};
@@ -93,8 +93,7 @@ void count_like_original(const Hyper *groups, TensorJob *jobs, int64_t count) {
         };
         for (end = begin; end < count && jobs[end].group == jobs[begin].group; ++end)
             if (jobs[end].present) last = int32_t(end), is_there[type(end)] = true;
-        const Hyper &hyper = groups[jobs[begin].group];
-        if (last < 0 || !hyper.compat || sweeps_of(hyper.rule) == 2) continue;
+        if (last < 0 || !info_of(groups[size_t(jobs[begin].group)].algorithm).one_count) continue;
         const uint8_t ordinals[] = {1, uint8_t(1 + is_there[0]), uint8_t(1 + is_there[0] + is_there[1])};
         for (int64_t i = begin; i < end; ++i) {
             jobs[i].counter = last;
@@ -182,12 +181,12 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
         if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
-            count_like_original(table.groups, table.jobs, int64_t(optimizer.params().size()));
+            count_like_original(groups, table.jobs, int64_t(optimizer.params().size()));
     }
-    bool clips = desc.max_norm > 0, has_lamb = false;
+    bool clips = desc.max_norm > 0, reduces = false;
     for (size_t i = 0; i < groups.size(); ++i) {
         clips = clips || table.groups[i].max_norm > 0;
-        has_lamb = has_lamb || sweeps_of(table.groups[i].rule) == 2;
+        reduces = reduces || passes_of(table.groups[i].rule) == Passes::reduced;
     }
     const Wrapper wrapped = optimizer.wrapper();
     const bool scales = with.scaler != nullptr && !request.initial;
@@ -210,7 +209,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
             .read_gradients = looks && step.grad_norms == nullptr,
             .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
             .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
-            .has_lamb = has_lamb,
+            .reduces = reduces,
             // In the call that the original spends on nothing, moments of groups that are not frozen do move.
             .dry = onebit != nullptr && onebit->stage == Stage::dry,
             .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},

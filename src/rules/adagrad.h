@@ -6,7 +6,7 @@
 namespace dsopt {
 
 template <bool EpsInside> struct Adagrad {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kEps | kLrDecay;
     static constexpr MomentList moments{1, {{"sum", &dsopt_group::initial_accumulator_value}}};
     Scalars s; // lr = lr / (1 + (t - 1) lr_decay)

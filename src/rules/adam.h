@@ -19,7 +19,7 @@ template <class F> DSOPT_HD void take_gradient(const Scalars &s, F g, F &m, F &v
 /// root: the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not by a
 /// factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
 template <bool Decoupled> struct Adam {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields | kStepSize;
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr / c1
@@ -35,7 +35,7 @@ template <bool Decoupled> struct Adam {
 /// The same as the original has it, whose order of operations is part of the result: both moments are divided by their
 /// correction first, then root, sum with eps, quotient.
 template <bool Decoupled> struct AdamCompat {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields;
     static constexpr MomentList moments = kMeans;
     Scalars s;
@@ -56,7 +56,7 @@ template <bool EpsInside, class F> DSOPT_HD F plain_update(const Scalars &s, F p
 }
 
 template <bool EpsInside> struct LegacyAdam {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields | kFoldedCorrection;
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr * sqrt(c2) / c1
@@ -93,6 +93,7 @@ constexpr RuleInfo adam_record(int32_t algorithm, const char *name, void (*defau
             .fields = kAdamFields,
             .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
             .compat = true,
+            .one_count = true,
             .defaults = defaults,
             .check = check_adam,
             .formula = formula};
@@ -106,6 +107,7 @@ inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .fields = kAdamFields,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT,
                                       .compat = true,
+                                      .one_count = true,
                                       .defaults = adam_defaults,
                                       .formula = by_eps<Rule::legacy, Rule::legacy_eps_inside>};
 

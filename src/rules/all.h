@@ -36,16 +36,27 @@ template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
     }
 }
 
-/// 2: the moments and the norms first, then the weights with a trust ratio.
-DSOPT_HD int sweeps_of(Rule rule) {
-    int sweeps = 0;
-    visit(rule, [&](auto formula) { sweeps = decltype(formula)::type::sweeps; });
-    return sweeps;
+DSOPT_HD Passes passes_of(Rule rule) {
+    Passes passes = Passes::elementwise;
+    visit(rule, [&](auto formula) { passes = decltype(formula)::type::passes; });
+    return passes;
 }
 DSOPT_HD uint32_t fields_of(Rule rule) {
     uint32_t fields = 0;
     visit(rule, [&](auto formula) { fields = decltype(formula)::type::fields; });
     return fields;
+}
+
+/// True for formulas that multiply an update by a trust ratio, in compressed steps of 1-bit LAMB too.
+DSOPT_HD bool has_trust(Rule rule) { return (fields_of(rule) & kTrust) != 0; }
+/// The factor of a tensor from its sums of squares, of a formula with Passes::reduced.
+DSOPT_HD float factor_of(const Hyper &hyper, double weights, double updates) {
+    float factor = 1;
+    visit(hyper.rule, [&](auto formula) {
+        using R = typename decltype(formula)::type;
+        if constexpr (R::passes == Passes::reduced) factor = R::factor(hyper, weights, updates);
+    });
+    return factor;
 }
 
 /// What a step needs of a group's formula beside the tensors. `step` counts this update too.

@@ -100,7 +100,7 @@ const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
     return nullptr;
 }
 
-bool has_trust(const dsopt_group &group) { return sweeps_of(formula_of(group, false)) == 2; }
+bool has_trust(const dsopt_group &group) { return (info_of(group.algorithm).fields & kTrust) != 0; }
 
 const GroupField *find_field(int32_t key) {
     for (const GroupField &field : kGroupFields)

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// LAMB (You et al. 2020) in two sweeps: the moments and both norms, then the weights. The update is formed again in the
-// second sweep from the new moments and the old weight, which is cheaper than storing it.
+// LAMB (You et al. 2020) in two passes: the moments and both norms, then the weights. The update is formed again in the
+// second pass from the new moments and the old weight, which is cheaper than storing it.
 #pragma once
 #include "rules/adam.h"
 
 namespace dsopt {
 
 template <bool EpsInside> struct Lamb {
-    static constexpr int sweeps = 2;
+    static constexpr Passes passes = Passes::reduced;
     static constexpr uint32_t fields = kAdamFields | kFoldedCorrection | kTrust;
     static constexpr MomentList moments = kMeans;
+    static DSOPT_HD float factor(const Hyper &hyper, double weights, double updates) {
+        return trust_ratio(weights, updates, hyper.min_trust, hyper.max_trust);
+    }
     struct Moments {
         Scalars s;
         /// Returns the update, whose norm the trust ratio needs.

@@ -6,7 +6,7 @@
 namespace dsopt {
 
 struct Lion {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kBeta1 | kBeta2;
     static constexpr MomentList moments{1, {{"exp_avg"}}};
     Scalars s;

@@ -26,6 +26,14 @@ enum class Rule : uint8_t {
     lion
 };
 
+/// What the driver runs for a formula, behind pass 1 over the gradients.
+enum class Passes : uint8_t {
+    elementwise, // one pass: the functor reads gradients and writes moments and weights
+    /// Two passes: the functor Moments leaves sums of squares of the weights and of what it returns; from these, added up
+    /// over model ranks, factor() follows for each tensor; the functor Weights is given the factor.
+    reduced
+};
+
 constexpr int kMoments = 2; // of any rule, at most
 
 /// A state tensor that a formula keeps beside each weight.
@@ -95,12 +103,13 @@ inline constexpr GroupFlag kGroupFlags[] = {
 
 /// The record of an algorithm.
 struct RuleInfo {
-    int32_t algorithm;                                              // DSOPT_ALGORITHM_...
-    const char *name;                                               // in checkpoints and messages
-    uint32_t fields;                                                // an OR of Field
-    int32_t flags = 0;                                              // of enum dsopt_group_flags that have an effect
-    bool compat = false;                                            // compat mode has it
-    void (*defaults)(dsopt_group &group);                           // of fields that do not start as 0
+    int32_t algorithm;                    // DSOPT_ALGORITHM_...
+    const char *name;                     // in checkpoints and messages
+    uint32_t fields;                      // an OR of Field
+    int32_t flags = 0;                    // of enum dsopt_group_flags that have an effect
+    bool compat = false;                  // compat mode has it
+    bool one_count = false;               // and counts steps per group there: see count_like_original()
+    void (*defaults)(dsopt_group &group); // of fields that do not start as 0
     void (*check)(const dsopt_group &group, bool compat) = nullptr; // what the tables above do not say
     Rule (*formula)(const dsopt_group &group, bool compat);         // which one its options choose
 };

@@ -7,7 +7,7 @@ namespace dsopt {
 
 /// Without momentum there is no state.
 struct Sgd {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = 0;
     static constexpr MomentList moments{0, {}};
     Scalars s;
@@ -19,7 +19,7 @@ struct Sgd {
 
 /// The buffer is the gradient itself at a tensor's first step.
 template <bool Nesterov> struct SgdMomentum {
-    static constexpr int sweeps = 1;
+    static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kMomentum;
     static constexpr MomentList moments{1, {{"momentum_buffer"}}};
     Scalars s;

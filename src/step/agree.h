@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the ranks of a step agree on: norms and whether to skip, between the passes; sums that trust ratios follow from,
-// between the sweeps of LAMB.
+// between the passes of LAMB.
 #pragma once
 #include "step/drive.h"
 

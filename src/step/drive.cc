@@ -33,11 +33,11 @@ void run_phases(const StepRun &run, StepLoops &loops) {
     loops.decide();
     loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
     if (loops.onebit() != nullptr) update_onebit(run, loops);
-    // Everything of rules with two sweeps happens in the order sums, trust ratios, weights.
+    // For Passes::reduced: sums, then factors, then weights.
     const bool shards = begin_shards(run, false);
     loops.update();
     if (shards) agree_on_shards(run, false);
-    if (run.plan.has_lamb) loops.update_weights(shards);
+    if (run.plan.reduces) loops.update_weights(shards);
     if (loops.onebit() != nullptr) end_onebit(run, loops);
     loops.finish();
     loops.mark(DSOPT_MS_BASIC_STEP);

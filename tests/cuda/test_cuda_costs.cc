@@ -50,7 +50,7 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfT
         Side lamb(true, s);
         lamb.fill_gradients(1);
         ASSERT_OK(lamb.step());
-        EXPECT_EQ(launches(lamb), (std::vector<std::string>{"inspect", "update", "lamb_weights"}));
+        EXPECT_EQ(launches(lamb), (std::vector<std::string>{"inspect", "update", "update_weights"}));
     }
 }
 
@@ -61,7 +61,7 @@ TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
         std::barrier together(2);
         std::vector<std::string> seen, wanted;
         for (int rank = 0; rank < 2; ++rank) {
-            for (const char *name : {"fold", "decide", "update", "lamb_weights"}) wanted.push_back(name);
+            for (const char *name : {"fold", "decide", "update", "update_weights"}) wanted.push_back(name);
             if (sharded) wanted.push_back("shared_trust");
         }
         group.run([&](int rank) {
@@ -121,8 +121,8 @@ Setting onebit(int32_t algorithm, size_t count) {
 TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
     allow_many_blocks();
     const std::vector<std::string> adam{"decide", "finish", "update", "end_onebit"},
-        lamb{"decide", "begin_onebit", "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
-             "update", "lamb_weights", "end_onebit"},
+        lamb{"decide", "begin_onebit",   "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
+             "update", "update_weights", "end_onebit"},
         local{"decide", "begin_onebit", "local", "update", "end_onebit"},
         sync{"decide", "begin_onebit", "feed", "finish", "update", "end_onebit"};
     for (const int32_t algorithm :

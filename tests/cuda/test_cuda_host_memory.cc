@@ -126,7 +126,7 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfSteps) {
         steps(s, 2);
         s = {};
         s.algorithm = algorithm;
-        s.desc.compat = DSOPT_COMPAT_DEEPSPEED; // scalars of all tensors are made together
+        s.desc.compat = DSOPT_COMPAT_DEEPSPEED; // tensors of a group have one count
         steps(s, 2);
     }
 }
