@@ -935,8 +935,8 @@ enum dsopt_hyper_place {
     DSOPT_HYPER_MAX_NORM = 6,
     /** SGD with momentum: above 0. NaN or 0 in the other groups. */
     DSOPT_HYPER_MOMENTUM = 7,
-    /** Length of a row. */
-    DSOPT_HYPER_FLOATS = 8,
+    /** Length of a row. Places 8 to 15 are for later versions: NaN or 0. */
+    DSOPT_HYPER_FLOATS = 16,
     DSOPT_HYPER_SIGNED = -1
 };
 
@@ -1109,8 +1109,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_next_reduction(dsopt_optimize
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT; _STATE: no groups.
  * Thread-safety: any number of readers. Since: 0.2
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule,
-                                                             int32_t *reduction, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_next_reduction_on_device(const dsopt_optimizer *opt,
+                                                                            const dsopt_tensor *schedule,
+                                                                            int32_t *reduction, void *stream);
 
 /**
  * The state tensor "schedule". Its words are, in this order, the members from `step` to `momentum_in_bits`. Since: 0.2
@@ -1314,7 +1315,7 @@ enum dsopt_scaler_flags {
     /** Takes FAIL_AT_MIN out of the DYNAMIC profile. Both together are refused. */
     DSOPT_SCALER_KEEP_AT_MIN = 8,
     /** For several optimizers: steps only record overflow. Once per iteration, after the last step,
-     * dsopt_scaler_update (on arrays dsopt_scaler_transition) moves the scale. */
+     * dsopt_scaler_update (on arrays dsopt_scaler_update_arrays) moves the scale. */
     DSOPT_SCALER_SHARED = 16,
     /** Grow in the step that makes `window` good ones (2023 form) and not in the one after it. */
     DSOPT_SCALER_GROWTH_AT_WINDOW = 32,
@@ -1458,8 +1459,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_init_state(const dsopt_scaler *s
  * @param[in]     overflow  as in dsopt_scaler_update. NULL = what dsopt_optimizer_apply recorded in "scaler".
  * @return as dsopt_scaler_init_state. Thread-safety: any number of threads, on different memory. Since: 0.2
  */
-DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_transition(const dsopt_scaler *scaler, const dsopt_tensor *state,
-                                                           int64_t count, const int32_t *overflow, void *stream);
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update_arrays(const dsopt_scaler *scaler, const dsopt_tensor *state,
+                                                              int64_t count, const int32_t *overflow, void *stream);
 
 /**
  * Decode the 12 words of "scaler".

@@ -68,8 +68,9 @@ typedef struct dsopt_dl {
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_accumulate)(dsopt_optimizer *opt, const dsopt_tensor *grads,
                                                            int64_t count, void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_next_reduction)(dsopt_optimizer *opt, int64_t call, int32_t *reduction);
-    DSOPT_CHECK dsopt_status (*dsopt_optimizer_reduction)(const dsopt_optimizer *opt, const dsopt_tensor *schedule,
-                                                          int32_t *reduction, void *stream);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_next_reduction_on_device)(const dsopt_optimizer *opt,
+                                                                         const dsopt_tensor *schedule,
+                                                                         int32_t *reduction, void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_schedule_decode)(const dsopt_optimizer *opt, const int32_t *words,
                                                       dsopt_schedule_info *info);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_report)(dsopt_optimizer *opt, dsopt_report *report);
@@ -87,8 +88,8 @@ typedef struct dsopt_dl {
                                                         void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_scaler_init_state)(const dsopt_scaler *scaler, const dsopt_tensor *state,
                                                         int64_t count, void *stream);
-    DSOPT_CHECK dsopt_status (*dsopt_scaler_transition)(const dsopt_scaler *scaler, const dsopt_tensor *state,
-                                                        int64_t count, const int32_t *overflow, void *stream);
+    DSOPT_CHECK dsopt_status (*dsopt_scaler_update_arrays)(const dsopt_scaler *scaler, const dsopt_tensor *state,
+                                                           int64_t count, const int32_t *overflow, void *stream);
     DSOPT_CHECK dsopt_status (*dsopt_scaler_decode)(const int32_t *words, dsopt_scaler_info *info);
     DSOPT_CHECK dsopt_status (*dsopt_comm_unique_id)(int32_t kind, void *id, size_t *bytes);
     DSOPT_CHECK dsopt_status (*dsopt_comm_create)(dsopt_context *ctx, const dsopt_comm_desc *desc, dsopt_comm **comm);
@@ -166,7 +167,7 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
         {"the library has no dsopt_optimizer_init_state", offsetof(dsopt_dl, dsopt_optimizer_init_state)},
         {"the library has no dsopt_optimizer_accumulate", offsetof(dsopt_dl, dsopt_optimizer_accumulate)},
         {"the library has no dsopt_optimizer_next_reduction", offsetof(dsopt_dl, dsopt_optimizer_next_reduction)},
-        {"the library has no dsopt_optimizer_reduction", offsetof(dsopt_dl, dsopt_optimizer_reduction)},
+        {"the library has no dsopt_optimizer_next_reduction_on_device", offsetof(dsopt_dl, dsopt_optimizer_next_reduction_on_device)},
         {"the library has no dsopt_schedule_decode", offsetof(dsopt_dl, dsopt_schedule_decode)},
         {"the library has no dsopt_optimizer_report", offsetof(dsopt_dl, dsopt_optimizer_report)},
         {"the library has no dsopt_optimizer_save", offsetof(dsopt_dl, dsopt_optimizer_save)},
@@ -180,7 +181,7 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
         {"the library has no dsopt_scaler_query", offsetof(dsopt_dl, dsopt_scaler_query)},
         {"the library has no dsopt_scaler_scale_loss", offsetof(dsopt_dl, dsopt_scaler_scale_loss)},
         {"the library has no dsopt_scaler_init_state", offsetof(dsopt_dl, dsopt_scaler_init_state)},
-        {"the library has no dsopt_scaler_transition", offsetof(dsopt_dl, dsopt_scaler_transition)},
+        {"the library has no dsopt_scaler_update_arrays", offsetof(dsopt_dl, dsopt_scaler_update_arrays)},
         {"the library has no dsopt_scaler_decode", offsetof(dsopt_dl, dsopt_scaler_decode)},
         {"the library has no dsopt_comm_unique_id", offsetof(dsopt_dl, dsopt_comm_unique_id)},
         {"the library has no dsopt_comm_create", offsetof(dsopt_dl, dsopt_comm_create)},

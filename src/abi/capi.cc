@@ -303,8 +303,8 @@ dsopt_status dsopt_scaler_init_state(const dsopt_scaler *scaler, const dsopt_ten
                                      void *stream) {
     return with(scaler, on_stream(stream, [&](Scaler &object) { object.init_state(state, count, stream); }));
 }
-dsopt_status dsopt_scaler_transition(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
-                                     const int32_t *overflow, void *stream) {
+dsopt_status dsopt_scaler_update_arrays(const dsopt_scaler *scaler, const dsopt_tensor *state, int64_t count,
+                                        const int32_t *overflow, void *stream) {
     return with(scaler, on_stream(stream, [&](Scaler &object) { object.transition(state, count, overflow, stream); }));
 }
 dsopt_status dsopt_scaler_decode(const int32_t *words, dsopt_scaler_info *info) {
@@ -442,8 +442,8 @@ dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_
                     optimizer.init_state(params, count, state, state_count, stream);
                 }));
 }
-dsopt_status dsopt_optimizer_reduction(const dsopt_optimizer *opt, const dsopt_tensor *schedule, int32_t *reduction,
-                                       void *stream) {
+dsopt_status dsopt_optimizer_next_reduction_on_device(const dsopt_optimizer *opt, const dsopt_tensor *schedule,
+                                                      int32_t *reduction, void *stream) {
     return with(opt, on_stream(stream, [&](const Optimizer &optimizer) {
                     write_reduction(optimizer, schedule, reduction, stream);
                 }));

@@ -113,6 +113,8 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
                 (hyper.momentum != 0) == has_momentum;
         if (plan.given.hyper == nullptr) continue;
         const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, of_all = row[DSOPT_HYPER_MAX_NORM];
+        for (int place = DSOPT_HYPER_MOMENTUM + 1; place < DSOPT_HYPER_FLOATS; ++place)
+            valid = valid && row_or(row, place, 0) == 0;
         // Clipping that the host has not switched on: gradients are not read for it.
         valid = valid && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
         const bool clips = of_all < 0 || of_all > 0;

@@ -165,7 +165,7 @@ static void reductions(dsopt_context *ctx) {
             int32_t told = 0;
             DSOPT_NEW(dsopt_schedule_info, info);
             must(dsopt_schedule_decode(opt, state.list[state.schedule].data, &info));
-            if (dsopt_optimizer_reduction(opt, &state.list[state.schedule], &told, NULL) != DSOPT_OK ||
+            if (dsopt_optimizer_next_reduction_on_device(opt, &state.list[state.schedule], &told, NULL) != DSOPT_OK ||
                 told != (call <= 2 ? DSOPT_REDUCTION_FULL : DSOPT_REDUCTION_COMPRESSED) || told != info.reduction)
                 defect(4, "the reduction of the next apply is not told");
             must(apply(opt, &param, &grad, &state, NULL));

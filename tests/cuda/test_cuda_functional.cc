@@ -208,7 +208,7 @@ TEST_F(CudaFunctional, ScalerOnArraysMovesAsTheHandleDoes) {
                 overflow.set({reinterpret_cast<const char *>(&bad), reinterpret_cast<const char *>(&bad + 1)});
                 const auto *flag = i % 5 == 4 ? nullptr : reinterpret_cast<const int32_t *>(overflow.data());
                 ASSERT_OK(dsopt_scaler_update(handle, flag, nullptr));
-                ASSERT_OK(dsopt_scaler_transition(other, list, 2, flag, nullptr));
+                ASSERT_OK(dsopt_scaler_update_arrays(other, list, 2, flag, nullptr));
                 int32_t host[12];
                 std::memcpy(host, words.get().data(), sizeof host);
                 DSOPT_NEW(dsopt_scaler_info, wanted);
@@ -244,8 +244,8 @@ TEST_F(CudaFunctional, TellsTheReductionOfTheNextCall) {
                 int32_t wanted = -1, got = -2;
                 ASSERT_OK(dsopt_optimizer_next_reduction(stepping.optimizer, compat == DSOPT_COMPAT_NONE ? call : 0,
                                                          &wanted));
-                ASSERT_OK(dsopt_optimizer_reduction(pure.optimizer, pure.find("schedule"),
-                                                    reinterpret_cast<int32_t *>(answer.data()), nullptr));
+                ASSERT_OK(dsopt_optimizer_next_reduction_on_device(
+                    pure.optimizer, pure.find("schedule"), reinterpret_cast<int32_t *>(answer.data()), nullptr));
                 std::memcpy(&got, answer.get().data(), 4);
                 ASSERT_EQ(got, wanted) << call;
                 DSOPT_NEW(dsopt_schedule_info, info);
@@ -265,7 +265,8 @@ TEST_F(CudaFunctional, TellsTheReductionOfTheNextCall) {
         }
     Pure plain(true, setting(DSOPT_ALGORITHM_ADAM, DSOPT_COMPAT_NONE));
     Bytes answer(true, 4, 0);
-    ASSERT_OK(dsopt_optimizer_reduction(plain.optimizer, nullptr, reinterpret_cast<int32_t *>(answer.data()), nullptr));
+    ASSERT_OK(dsopt_optimizer_next_reduction_on_device(plain.optimizer, nullptr,
+                                                       reinterpret_cast<int32_t *>(answer.data()), nullptr));
     EXPECT_EQ(answer.get()[0], DSOPT_REDUCTION_FULL);
 }
 
@@ -337,11 +338,12 @@ TEST_F(CudaFunctional, CapturesInitStateATransitionAndTheReduction) {
         Bytes answer(true, 4, 0);
         const Captured captured([&](cudaStream_t stream) {
             ASSERT_OK(graph.init(stream));
-            ASSERT_OK(dsopt_scaler_transition(graph.scaler, graph.find("loss_scale"), 2, nullptr, stream));
-            ASSERT_OK(dsopt_optimizer_reduction(graph.optimizer, family ? graph.find("schedule") : nullptr,
-                                                reinterpret_cast<int32_t *>(answer.data()), stream));
+            ASSERT_OK(dsopt_scaler_update_arrays(graph.scaler, graph.find("loss_scale"), 2, nullptr, stream));
+            ASSERT_OK(dsopt_optimizer_next_reduction_on_device(graph.optimizer,
+                                                               family ? graph.find("schedule") : nullptr,
+                                                               reinterpret_cast<int32_t *>(answer.data()), stream));
         });
-        ASSERT_OK(dsopt_scaler_transition(plain.scaler, plain.find("loss_scale"), 2, nullptr, nullptr));
+        ASSERT_OK(dsopt_scaler_update_arrays(plain.scaler, plain.find("loss_scale"), 2, nullptr, nullptr));
         for (int i = 0; i < 2; ++i) {
             captured.replay();
             EXPECT_TRUE(same(plain.raw(), graph.raw()));

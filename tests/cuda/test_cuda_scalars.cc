@@ -137,7 +137,7 @@ TEST_F(Cuda, MovesAndRecoversAScalerOnArraysLikeTheCpu) {
                                               {state.words(), 12, DSOPT_DTYPE_I32, 0}};
                 for (int t = 0; t < 3; ++t) {
                     ASSERT_OK(
-                        dsopt_scaler_transition(scaler, list, 2, t == 2 ? none.words() : overflow.words(), nullptr));
+                        dsopt_scaler_update_arrays(scaler, list, 2, t == 2 ? none.words() : overflow.words(), nullptr));
                     for (const auto &part : {state.get(), at.get()})
                         results[there].insert(results[there].end(), part.begin(), part.end());
                 }

@@ -460,7 +460,7 @@ private:
             if (choose.rarely(4)) fill_words(state[1]);
             const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
             (void)counted("scaler_transition",
-                          dsopt_scaler_transition(scaler, state.data(), count_of(state), overflow, nullptr));
+                          dsopt_scaler_update_arrays(scaler, state.data(), count_of(state), overflow, nullptr));
         }
         int32_t host[64];
         for (int32_t &word : host) word = choose.rarely(4) ? int32_t(choose.of(kWords)) : choose.byte();
@@ -569,8 +569,8 @@ private:
             must("state", dsopt_optimizer_state(o->handle.get(), int64_t(i), &info));
             if (std::strcmp(info.name, "schedule") != 0) continue;
             fill_words(state[i]);
-            (void)counted("reduction", dsopt_optimizer_reduction(o->handle.get(), &state[i],
-                                                                 static_cast<int32_t *>(allocate(4)), nullptr));
+            (void)counted("reduction", dsopt_optimizer_next_reduction_on_device(
+                                           o->handle.get(), &state[i], static_cast<int32_t *>(allocate(4)), nullptr));
         }
     }
     void retain() {

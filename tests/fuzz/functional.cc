@@ -497,7 +497,7 @@ private:
             const Block result(memory, Bytes(sizeof(int32_t), 0));
             const dsopt_status decoded = counted("schedule_decode", dsopt_schedule_decode(opt_, host.data(), &info)),
                                asked = counted("reduction",
-                                               dsopt_optimizer_reduction(
+                                               dsopt_optimizer_next_reduction_on_device(
                                                    opt_, &tensor, reinterpret_cast<int32_t *>(result.data()), nullptr));
             int32_t reduction = 0;
             memory.read(&reduction, result.data(), sizeof reduction);
@@ -509,7 +509,7 @@ private:
             const dsopt_tensor both[] = {owner.state.tensor(entry - 1), tensor}; // loss_scale comes before
             const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
             (void)counted("scaler_transition",
-                          dsopt_scaler_transition(scaler_, both, 2, choose.flip() ? overflow : nullptr, nullptr));
+                          dsopt_scaler_update_arrays(scaler_, both, 2, choose.flip() ? overflow : nullptr, nullptr));
         }
     }
 

@@ -194,8 +194,8 @@ public:
         return static_cast<reduction>(found);
     }
     /// Of the next apply with this schedule, to backend memory in stream order. nullptr without the 1-bit family.
-    void write_reduction(const tensor *schedule, std::int32_t *to, void *stream = nullptr) const {
-        detail::check(dsopt_optimizer_reduction(get(), schedule, to, stream));
+    void next_reduction_on_device(const tensor *schedule, std::int32_t *to, void *stream = nullptr) const {
+        detail::check(dsopt_optimizer_next_reduction_on_device(get(), schedule, to, stream));
     }
     /// The 8 words of state tensor "schedule", in host memory.
     schedule_info decode_schedule(span<const std::int32_t> words) const {

@@ -54,8 +54,8 @@ public:
     void init_state(span<const tensor> state, void *stream = nullptr) const {
         detail::check(dsopt_scaler_init_state(get(), state.data(), detail::count(state), stream));
     }
-    void transition(span<const tensor> state, const std::int32_t *overflow = nullptr, void *stream = nullptr) const {
-        detail::check(dsopt_scaler_transition(get(), state.data(), detail::count(state), overflow, stream));
+    void update_arrays(span<const tensor> state, const std::int32_t *overflow = nullptr, void *stream = nullptr) const {
+        detail::check(dsopt_scaler_update_arrays(get(), state.data(), detail::count(state), overflow, stream));
     }
     /// The 12 words of state tensor "scaler", in host memory.
     static scaler_info decode(span<const std::int32_t> words) {

@@ -438,7 +438,7 @@ template <class Connect> std::vector<float> onebit(Connect &&connect) {
             EXPECT_EQ(opt.decode_schedule(words).step, 4);
             EXPECT_EQ(opt.decode_schedule(words).frozen, 1);
             const dsopt::tensor schedule = dsopt::view(words);
-            opt.write_reduction(&schedule, &next);
+            opt.next_reduction_on_device(&schedule, &next);
             EXPECT_EQ(next, DSOPT_REDUCTION_COMPRESSED);
             EXPECT_REFUSED(opt.decode_schedule({words, 7}), dsopt::argument_error, "words has 7 entries");
         }

@@ -531,7 +531,7 @@ TEST(CppScaler, MovesOnArraysAsByItself) {
     const std::int32_t overflow = 1;
     for (int i = 0; i < 3; ++i) {
         scaler.update(&overflow);
-        scaler.transition(state, &overflow);
+        scaler.update_arrays(state, &overflow);
         const dsopt::scaler_info by_itself = scaler.info(), on_arrays = dsopt::scaler::decode(words);
         EXPECT_EQ(by_itself.scale, on_arrays.scale);
         EXPECT_EQ(by_itself.scale, scale);

@@ -23,7 +23,7 @@ RECIPE = _call.Recipe(
 VALUES = {
     "rank": jnp.int32(0),
     "lr": jnp.full(2, 0.1, jnp.float32),
-    "hyper": jnp.full((2, 8), np.nan, jnp.float32),
+    "hyper": jnp.full((2, 16), np.nan, jnp.float32),
     "grad_scale": jnp.float32(1),
     "skip": jnp.int32(0),
     "after": jnp.zeros(3),

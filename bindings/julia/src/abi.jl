@@ -144,7 +144,7 @@ const DSOPT_HYPER_WEIGHT_DECAY = Int32(4)
 const DSOPT_HYPER_GROUP_MAX_NORM = Int32(5)
 const DSOPT_HYPER_MAX_NORM = Int32(6)
 const DSOPT_HYPER_MOMENTUM = Int32(7)
-const DSOPT_HYPER_FLOATS = Int32(8)
+const DSOPT_HYPER_FLOATS = Int32(16)
 const DSOPT_REDUCTION_FULL = Int32(1)
 const DSOPT_REDUCTION_COMPRESSED = Int32(2)
 const DSOPT_REDUCTION_LOCAL = Int32(3)
@@ -462,13 +462,13 @@ const NAMES = (
     :dsopt_optimizer_get, :dsopt_optimizer_count, :dsopt_optimizer_state_count, :dsopt_optimizer_state,
     :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_bind, :dsopt_optimizer_reset,
     :dsopt_optimizer_step, :dsopt_optimizer_apply, :dsopt_optimizer_workspace, :dsopt_optimizer_init_state,
-    :dsopt_optimizer_accumulate, :dsopt_optimizer_next_reduction, :dsopt_optimizer_reduction, :dsopt_schedule_decode,
-    :dsopt_optimizer_report, :dsopt_optimizer_save, :dsopt_optimizer_load, :dsopt_scaler_create, :dsopt_scaler_destroy,
-    :dsopt_scaler_detach, :dsopt_scaler_device_scale, :dsopt_scaler_set, :dsopt_scaler_update, :dsopt_scaler_query,
-    :dsopt_scaler_scale_loss, :dsopt_scaler_init_state, :dsopt_scaler_transition, :dsopt_scaler_decode,
-    :dsopt_comm_unique_id, :dsopt_comm_create, :dsopt_comm_query, :dsopt_comm_all_reduce, :dsopt_comm_abort,
-    :dsopt_comm_destroy, :dsopt_zero_grad, :dsopt_tensors_norm, :dsopt_tensors_axpby, :dsopt_tensors_clamp,
-    :dsopt_compressed_sizes, :dsopt_compressed_allreduce, :dsopt_compressed_errors,
+    :dsopt_optimizer_accumulate, :dsopt_optimizer_next_reduction, :dsopt_optimizer_next_reduction_on_device,
+    :dsopt_schedule_decode, :dsopt_optimizer_report, :dsopt_optimizer_save, :dsopt_optimizer_load, :dsopt_scaler_create,
+    :dsopt_scaler_destroy, :dsopt_scaler_detach, :dsopt_scaler_device_scale, :dsopt_scaler_set, :dsopt_scaler_update,
+    :dsopt_scaler_query, :dsopt_scaler_scale_loss, :dsopt_scaler_init_state, :dsopt_scaler_update_arrays,
+    :dsopt_scaler_decode, :dsopt_comm_unique_id, :dsopt_comm_create, :dsopt_comm_query, :dsopt_comm_all_reduce,
+    :dsopt_comm_abort, :dsopt_comm_destroy, :dsopt_zero_grad, :dsopt_tensors_norm, :dsopt_tensors_axpby,
+    :dsopt_tensors_clamp, :dsopt_compressed_sizes, :dsopt_compressed_allreduce, :dsopt_compressed_errors,
 )
 
 function lookup(library)
@@ -591,7 +591,7 @@ function dsopt_optimizer_next_reduction(opt, call, reduction)
     return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
 end
 
-function dsopt_optimizer_reduction(opt, schedule, reduction, stream)
+function dsopt_optimizer_next_reduction_on_device(opt, schedule, reduction, stream)
     return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
                  reduction, stream)
 end
@@ -648,7 +648,7 @@ function dsopt_scaler_init_state(scaler, state, count, stream)
     return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
 end
 
-function dsopt_scaler_transition(scaler, state, count, overflow, stream)
+function dsopt_scaler_update_arrays(scaler, state, count, overflow, stream)
     return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
                  count, overflow, stream)
 end

@@ -333,7 +333,7 @@ class Optimizer(Handle):
                     those that are bound. On a device their memory belongs to the stream until it has passed the step.
         lr          a number is set for all groups, as `opt.lr = lr`; an array has one float32 per group in backend
                     memory
-        hyper       one row of 8 float32 per group, see enum dsopt_hyper_place
+        hyper       one row of DSOPT_HYPER_FLOATS (16) float32 per group, see enum dsopt_hyper_place
         grad_scale  gradients are this much too large
         skip        nonzero = skip this step
         grad_norms  norms of the gradients, one per group, where they are known

@@ -42,7 +42,7 @@ class Functional(unittest.TestCase):
         for name in p:
             np.testing.assert_array_equal(p[name], before[name])
             np.testing.assert_array_equal(out[name], before[name])  # the rate was 0
-        hyper = np.full((1, 8), np.nan, np.float32)
+        hyper = np.full((1, 16), np.nan, np.float32)
         hyper[0, 0] = -1
         opt.apply(p, values(1), state, hyper=hyper, report=report)
         self.assertEqual(report[0], 1)  # skipped: no such rate

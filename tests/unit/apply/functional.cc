@@ -238,7 +238,7 @@ int32_t reduction_by(const Stepper &side) {
     const Owned &owned = *side.owned;
     const dsopt_tensor schedule = owned.blocks[owned.index("schedule")].tensor();
     int32_t reduction = -1;
-    must(dsopt_optimizer_reduction(side.opt(), &schedule, &reduction, nullptr));
+    must(dsopt_optimizer_next_reduction_on_device(side.opt(), &schedule, &reduction, nullptr));
     const std::vector<int32_t> words = owned.values<int32_t>("schedule");
     DSOPT_NEW(dsopt_schedule_info, info);
     must(dsopt_schedule_decode(side.opt(), words.data(), &info));
@@ -312,19 +312,22 @@ TEST(ReductionOfAllOthers, IsFullWithoutASchedule) {
         form.algorithm = algorithm;
         const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
         int32_t reduction = -1;
-        ASSERT_OK(dsopt_optimizer_reduction(opt.get(), nullptr, &reduction, nullptr));
+        ASSERT_OK(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, &reduction, nullptr));
         EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);
         int32_t words[8] = {};
         const dsopt_tensor schedule{words, 8, DSOPT_DTYPE_I32, 0};
-        EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), &schedule, &reduction, nullptr), DSOPT_ERR_ARGUMENT));
-        EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
+        EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &schedule, &reduction, nullptr),
+                            DSOPT_ERR_ARGUMENT));
+        EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, nullptr, nullptr),
+                            DSOPT_ERR_ARGUMENT));
         DSOPT_NEW(dsopt_schedule_info, info);
         EXPECT_TRUE(refused(dsopt_schedule_decode(opt.get(), words, &info), DSOPT_ERR_UNSUPPORTED));
     }
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     const Trainer empty(ctx, desc);
     int32_t reduction = -1;
-    EXPECT_TRUE(refused(dsopt_optimizer_reduction(empty.opt(), nullptr, &reduction, nullptr), DSOPT_ERR_STATE));
+    EXPECT_TRUE(
+        refused(dsopt_optimizer_next_reduction_on_device(empty.opt(), nullptr, &reduction, nullptr), DSOPT_ERR_STATE));
     EXPECT_EQ(reduction, -1);
 }
 
@@ -335,16 +338,17 @@ TEST(ReductionOfTheFamily, RefusesSchedulesThatAreNone) {
     const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
     int32_t words[9] = {}, reduction = -1;
     const auto call = [&](dsopt_tensor schedule) {
-        return dsopt_optimizer_reduction(opt.get(), &schedule, &reduction, nullptr);
+        return dsopt_optimizer_next_reduction_on_device(opt.get(), &schedule, &reduction, nullptr);
     };
-    EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), nullptr, &reduction, nullptr), DSOPT_ERR_ARGUMENT));
+    EXPECT_TRUE(
+        refused(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, &reduction, nullptr), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(refused(call({words, 7, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_SHAPE));
     EXPECT_TRUE(refused(call({words, 8, DSOPT_DTYPE_F32, 0}), DSOPT_ERR_DTYPE));
     EXPECT_TRUE(refused(call({reinterpret_cast<char *>(words) + 2, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ALIGNMENT));
     EXPECT_TRUE(refused(call({nullptr, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ARGUMENT));
     const dsopt_tensor good{words, 8, DSOPT_DTYPE_I32, 0};
     auto *const odd = reinterpret_cast<int32_t *>(reinterpret_cast<uintptr_t>(words) + 1);
-    EXPECT_TRUE(refused(dsopt_optimizer_reduction(opt.get(), &good, odd, nullptr), DSOPT_ERR_ALIGNMENT));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &good, odd, nullptr), DSOPT_ERR_ALIGNMENT));
     EXPECT_EQ(reduction, -1);
     EXPECT_OK(call(good));
     EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);

@@ -104,7 +104,8 @@ TEST_P(ScalerArrays, MoveAsTheHandleDoes) {
             const int32_t overflow = random.below(one_in) == 0 ? random.below(3) - 1 : 0;
             const bool recorded = i % 9 == 4; // nothing was recorded: a good step
             must(dsopt_scaler_update(handle.scaler.get(), recorded ? nullptr : &overflow, nullptr));
-            must(dsopt_scaler_transition(other.scaler.get(), list.data(), 2, recorded ? nullptr : &overflow, nullptr));
+            must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, recorded ? nullptr : &overflow,
+                                            nullptr));
             ASSERT_EQ(arrays.text(), handle.text()) << i;
             ASSERT_TRUE(same_info(decoded(arrays), info_of(handle.scaler))) << i;
         }
@@ -120,7 +121,7 @@ TEST_P(ScalerArrays, TakeAnOverrideInTheirWords) {
     must(dsopt_scaler_init_state(other.scaler.get(), list.data(), 2, nullptr));
     const auto both = [&](int32_t overflow) {
         must(dsopt_scaler_update(handle.scaler.get(), &overflow, nullptr));
-        must(dsopt_scaler_transition(other.scaler.get(), list.data(), 2, &overflow, nullptr));
+        must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, &overflow, nullptr));
     };
     for (const int32_t overflow : {1, 0, 0, 1}) both(overflow);
     must(dsopt_scaler_set(handle.scaler.get(), DSOPT_SCALE_OVERRIDE, 12, nullptr));
@@ -171,7 +172,8 @@ TEST_P(ScalerArrays, MoveOnManyThreadsAtOnce) {
             failed += dsopt_scaler_init_state(handle.scaler.get(), list.data(), 2, nullptr) != DSOPT_OK;
             for (int32_t i = 0; i < 50; ++i) {
                 const int32_t overflow = i % 7 == 3;
-                failed += dsopt_scaler_transition(handle.scaler.get(), list.data(), 2, &overflow, nullptr) != DSOPT_OK;
+                failed +=
+                    dsopt_scaler_update_arrays(handle.scaler.get(), list.data(), 2, &overflow, nullptr) != DSOPT_OK;
             }
         });
     for (std::thread &thread : threads) thread.join();
@@ -229,7 +231,7 @@ TEST(SharedScaler, OnArraysServesTwoOptimizersAsTheHandleDoes) {
                 std::memcpy(words, arrays.words.text().data(), sizeof words);
                 EXPECT_EQ(words[9], bad != 3) << call;
                 must(dsopt_scaler_update(stepping.get(), nullptr, nullptr));
-                must(dsopt_scaler_transition(pure.get(), list.data(), 2, nullptr, nullptr));
+                must(dsopt_scaler_update_arrays(pure.get(), list.data(), 2, nullptr, nullptr));
                 ASSERT_TRUE(same_info(decoded(arrays), info_of(stepping))) << call;
                 EXPECT_EQ(info_of(pure).updates, 0);
                 EXPECT_EQ(info_of(pure).scale, 64);
@@ -247,7 +249,7 @@ TEST(ScalerArraysRefuse, ListsThatAreNoneAndWriteNothing) {
     const int32_t overflow[12] = {1, 1};
     for (const bool transition : {false, true}) {
         const auto call = [&](const dsopt_tensor *list, int64_t count) {
-            return transition ? dsopt_scaler_transition(scaler.get(), list, count, overflow, nullptr)
+            return transition ? dsopt_scaler_update_arrays(scaler.get(), list, count, overflow, nullptr)
                               : dsopt_scaler_init_state(scaler.get(), list, count, nullptr);
         };
         const auto good = arrays.list();
@@ -271,13 +273,13 @@ TEST(ScalerArraysRefuse, ListsThatAreNoneAndWriteNothing) {
             list[size_t(i)].data = static_cast<char *>(list[size_t(i)].data) + 2;
             EXPECT_TRUE(refused(call(list.data(), 2), DSOPT_ERR_ALIGNMENT, name));
         }
-        EXPECT_TRUE(refused(transition ? dsopt_scaler_transition(nullptr, good.data(), 2, overflow, nullptr)
+        EXPECT_TRUE(refused(transition ? dsopt_scaler_update_arrays(nullptr, good.data(), 2, overflow, nullptr)
                                        : dsopt_scaler_init_state(nullptr, good.data(), 2, nullptr),
                             DSOPT_ERR_ARGUMENT));
     }
     const auto good = arrays.list();
     auto *const odd = reinterpret_cast<const int32_t *>(reinterpret_cast<uintptr_t>(overflow) + 1);
-    EXPECT_TRUE(refused(dsopt_scaler_transition(scaler.get(), good.data(), 2, odd, nullptr), DSOPT_ERR_ALIGNMENT));
+    EXPECT_TRUE(refused(dsopt_scaler_update_arrays(scaler.get(), good.data(), 2, odd, nullptr), DSOPT_ERR_ALIGNMENT));
     EXPECT_EQ(arrays.text(), before);
     DSOPT_NEW(dsopt_scaler_info, info);
     EXPECT_TRUE(refused(dsopt_scaler_decode(nullptr, &info), DSOPT_ERR_ARGUMENT));

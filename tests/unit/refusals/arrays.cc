@@ -73,14 +73,14 @@ TEST(RefusedNull, EveryFunctionSaysWhichHandle) {
     const std::pair<dsopt_status, const char *> rows[] = {
         {dsopt_optimizer_add_params(nullptr, nullptr, 0), "the optimizer is NULL"},
         {dsopt_optimizer_init_state(nullptr, nullptr, 0, list, 2, nullptr), "the optimizer is NULL"},
-        {dsopt_optimizer_reduction(nullptr, list, &reduction, nullptr), "the optimizer is NULL"},
+        {dsopt_optimizer_next_reduction_on_device(nullptr, list, &reduction, nullptr), "the optimizer is NULL"},
         {dsopt_schedule_decode(nullptr, words, &schedule), "the optimizer is NULL"}};
     for (const auto &[status, text] : rows) EXPECT_EQ(status, DSOPT_ERR_ARGUMENT) << text;
     EXPECT_STREQ(dsopt_last_error(), "the optimizer is NULL");
     EXPECT_TRUE(refused(dsopt_scaler_detach(nullptr), DSOPT_ERR_ARGUMENT, "the scaler is NULL"));
     EXPECT_TRUE(refused(dsopt_scaler_init_state(nullptr, list, 2, nullptr), DSOPT_ERR_ARGUMENT, "the scaler is NULL"));
-    EXPECT_TRUE(
-        refused(dsopt_scaler_transition(nullptr, list, 2, nullptr, nullptr), DSOPT_ERR_ARGUMENT, "the scaler is NULL"));
+    EXPECT_TRUE(refused(dsopt_scaler_update_arrays(nullptr, list, 2, nullptr, nullptr), DSOPT_ERR_ARGUMENT,
+                        "the scaler is NULL"));
     EXPECT_TRUE(refused(dsopt_comm_all_reduce(nullptr, list, 1, DSOPT_OP_SUM, nullptr), DSOPT_ERR_ARGUMENT,
                         "the comm is NULL"));
     EXPECT_EQ(reduction, 7);
@@ -237,22 +237,22 @@ TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
     for (const Spoilt &spoilt : kSpoilt) {
         dsopt_tensor schedule = good;
         spoilt.spoil(schedule);
-        EXPECT_TRUE(
-            refused(dsopt_optimizer_reduction(onebit.opt(), &schedule, reduction, nullptr), spoilt.status, "schedule"));
+        EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &schedule, reduction, nullptr),
+                            spoilt.status, "schedule"));
     }
-    EXPECT_TRUE(
-        refused(dsopt_optimizer_reduction(onebit.opt(), nullptr, reduction, nullptr), DSOPT_ERR_ARGUMENT, "schedule"));
-    EXPECT_TRUE(
-        refused(dsopt_optimizer_reduction(plain.opt(), &good, reduction, nullptr), DSOPT_ERR_ARGUMENT, "schedule"));
-    EXPECT_TRUE(refused(dsopt_optimizer_reduction(onebit.opt(), &good, nullptr, nullptr), DSOPT_ERR_ARGUMENT,
-                        "reduction is NULL"));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), nullptr, reduction, nullptr),
+                        DSOPT_ERR_ARGUMENT, "schedule"));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(plain.opt(), &good, reduction, nullptr),
+                        DSOPT_ERR_ARGUMENT, "schedule"));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &good, nullptr, nullptr),
+                        DSOPT_ERR_ARGUMENT, "reduction is NULL"));
     auto *const odd = reinterpret_cast<int32_t *>(one_byte_on(reduction));
-    EXPECT_TRUE(
-        refused(dsopt_optimizer_reduction(onebit.opt(), &good, odd, nullptr), DSOPT_ERR_ALIGNMENT, "reduction"));
-    EXPECT_TRUE(
-        refused(dsopt_optimizer_reduction(empty.opt(), nullptr, reduction, nullptr), DSOPT_ERR_STATE, "no groups"));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &good, odd, nullptr),
+                        DSOPT_ERR_ALIGNMENT, "reduction"));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(empty.opt(), nullptr, reduction, nullptr),
+                        DSOPT_ERR_STATE, "no groups"));
     EXPECT_EQ(reduction[0], 7);
-    EXPECT_OK(dsopt_optimizer_reduction(plain.opt(), nullptr, reduction, nullptr));
+    EXPECT_OK(dsopt_optimizer_next_reduction_on_device(plain.opt(), nullptr, reduction, nullptr));
     EXPECT_EQ(reduction[0], DSOPT_REDUCTION_FULL);
     EXPECT_EQ(reduction[1], 7);
 }
@@ -320,7 +320,7 @@ TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
     const dsopt_tensor good[2] = {{scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
     const auto both = [&](const dsopt_tensor *list, int64_t count, dsopt_status status, const char *part) {
         EXPECT_TRUE(refused(dsopt_scaler_init_state(scaler.get(), list, count, nullptr), status, part));
-        EXPECT_TRUE(refused(dsopt_scaler_transition(scaler.get(), list, count, overflow, nullptr), status, part));
+        EXPECT_TRUE(refused(dsopt_scaler_update_arrays(scaler.get(), list, count, overflow, nullptr), status, part));
     };
     for (const int place : {0, 1})
         for (const Spoilt &spoilt : kSpoilt) {
@@ -333,7 +333,8 @@ TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
     both(nullptr, 2, DSOPT_ERR_ARGUMENT, "NULL");
     for (const int64_t count : {-1, 0, 1, 3}) both(good, count, DSOPT_ERR_SHAPE, std::to_string(count).c_str());
     auto *const odd = reinterpret_cast<int32_t *>(one_byte_on(overflow));
-    EXPECT_TRUE(refused(dsopt_scaler_transition(scaler.get(), good, 2, odd, nullptr), DSOPT_ERR_ALIGNMENT, "overflow"));
+    EXPECT_TRUE(
+        refused(dsopt_scaler_update_arrays(scaler.get(), good, 2, odd, nullptr), DSOPT_ERR_ALIGNMENT, "overflow"));
     EXPECT_EQ(scale[0], 3);
     for (const int32_t word : words) EXPECT_EQ(word, 9);
     EXPECT_OK(dsopt_scaler_init_state(scaler.get(), good, 2, nullptr));

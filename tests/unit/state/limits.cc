@@ -88,7 +88,7 @@ TEST(ScaleRange, WordsOfTheCallerPastItComeBackWithTheFirstOverflow) {
         const dsopt_tensor state[] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
         ASSERT_OK(dsopt_scaler_init_state(scaler.get(), state, 2, nullptr));
         std::memcpy(words, &spoilt, sizeof spoilt);
-        ASSERT_OK(dsopt_scaler_transition(scaler.get(), state, 2, &overflow, nullptr));
+        ASSERT_OK(dsopt_scaler_update_arrays(scaler.get(), state, 2, &overflow, nullptr));
         EXPECT_EQ(scale, FLT_MAX / 2);
     }
 }
@@ -167,7 +167,7 @@ TEST(ScaleRange, UpdatesPastTheirEndKeepTheWindow) {
         std::string text;
         for (int i = 0; i < 23; ++i) {
             const float before = scale;
-            must(dsopt_scaler_transition(scaler.get(), state, 2, &overflow, nullptr));
+            must(dsopt_scaler_update_arrays(scaler.get(), state, 2, &overflow, nullptr));
             text += scale > before ? '+' : '.';
         }
         return text;

@@ -470,6 +470,7 @@ class Hyper(NamedTuple):
                 0.0,
                 0.0 if g else given["max_norm"],
                 given["eps_root"],
+                *[0.0] * (abi.DSOPT_HYPER_FLOATS - abi.DSOPT_HYPER_MOMENTUM - 1),
             ]
             for g, decay in enumerate(decays)
         ]

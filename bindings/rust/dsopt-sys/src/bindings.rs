@@ -183,7 +183,7 @@ pub const DSOPT_HYPER_WEIGHT_DECAY: i32 = 4;
 pub const DSOPT_HYPER_GROUP_MAX_NORM: i32 = 5;
 pub const DSOPT_HYPER_MAX_NORM: i32 = 6;
 pub const DSOPT_HYPER_MOMENTUM: i32 = 7;
-pub const DSOPT_HYPER_FLOATS: i32 = 8;
+pub const DSOPT_HYPER_FLOATS: i32 = 16;
 
 // enum dsopt_reduction
 pub const DSOPT_REDUCTION_FULL: i32 = 1;
@@ -753,7 +753,7 @@ extern "C" {
         call: i64,
         reduction: *mut i32,
     ) -> dsopt_status;
-    pub fn dsopt_optimizer_reduction(
+    pub fn dsopt_optimizer_next_reduction_on_device(
         opt: *const dsopt_optimizer,
         schedule: *const dsopt_tensor,
         reduction: *mut i32,
@@ -806,7 +806,7 @@ extern "C" {
         count: i64,
         stream: *mut c_void,
     ) -> dsopt_status;
-    pub fn dsopt_scaler_transition(
+    pub fn dsopt_scaler_update_arrays(
         scaler: *const dsopt_scaler,
         state: *const dsopt_tensor,
         count: i64,
@@ -975,7 +975,7 @@ crate::dl::functions! {
         call: i64,
         reduction: *mut i32,
     ) -> dsopt_status;
-    fn dsopt_optimizer_reduction(
+    fn dsopt_optimizer_next_reduction_on_device(
         opt: *const dsopt_optimizer,
         schedule: *const dsopt_tensor,
         reduction: *mut i32,
@@ -1028,7 +1028,7 @@ crate::dl::functions! {
         count: i64,
         stream: *mut c_void,
     ) -> dsopt_status;
-    fn dsopt_scaler_transition(
+    fn dsopt_scaler_update_arrays(
         scaler: *const dsopt_scaler,
         state: *const dsopt_tensor,
         count: i64,

@@ -451,7 +451,7 @@ fn constants() {
     assert_eq!(DSOPT_HYPER_GROUP_MAX_NORM, 5);
     assert_eq!(DSOPT_HYPER_MAX_NORM, 6);
     assert_eq!(DSOPT_HYPER_MOMENTUM, 7);
-    assert_eq!(DSOPT_HYPER_FLOATS, 8);
+    assert_eq!(DSOPT_HYPER_FLOATS, 16);
     assert_eq!(DSOPT_REDUCTION_FULL, 1);
     assert_eq!(DSOPT_REDUCTION_COMPRESSED, 2);
     assert_eq!(DSOPT_REDUCTION_LOCAL, 3);

@@ -509,7 +509,9 @@ fn reduction_of(handle: &Handle, schedule: Option<&[i32; 8]>) -> Result<Reductio
     let tensor = schedule.as_ref().map_or(ptr::null(), |tensor| list(std::slice::from_ref(tensor)));
     let mut reduction = 0;
     // SAFETY: the handle lives, and the words are borrowed and only read.
-    check(unsafe { sys::dsopt_optimizer_reduction(handle.as_ptr(), tensor, &mut reduction, ptr::null_mut()) })?;
+    check(unsafe {
+        sys::dsopt_optimizer_next_reduction_on_device(handle.as_ptr(), tensor, &mut reduction, ptr::null_mut())
+    })?;
     Reduction::of(reduction)
 }
 

@@ -234,14 +234,19 @@ impl Scaler {
     }
 
     /// The functional form: one transition of the state tensors "loss_scale" and "scaler".
-    pub fn transition(&self, loss_scale: &mut [f32; 1], words: &mut [i32; 12], overflow: Option<bool>) -> Result<()> {
+    pub fn update_arrays(
+        &self,
+        loss_scale: &mut [f32; 1],
+        words: &mut [i32; 12],
+        overflow: Option<bool>,
+    ) -> Result<()> {
         self.inner.context.host_only("scaler state")?;
         let mut state = [loss_scale.into(), words.into()];
         let word = overflow.map(i32::from);
         let word = word.as_ref().map_or(ptr::null(), |word| word as *const i32);
         // SAFETY: both tensors are borrowed mutably, and the word outlives the call. The scaler's own memory is not
         // used.
-        check(unsafe { sys::dsopt_scaler_transition(self.as_ptr(), list_mut(&mut state), 2, word, ptr::null_mut()) })
+        check(unsafe { sys::dsopt_scaler_update_arrays(self.as_ptr(), list_mut(&mut state), 2, word, ptr::null_mut()) })
     }
 
     /// What the words of the state tensor "scaler" say.

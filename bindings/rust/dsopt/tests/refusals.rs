@@ -121,7 +121,7 @@ fn state_before_the_first_step_and_from_elsewhere() {
     assert_eq!(Scaler::decode(&copy).unwrap().scale, 64.0);
     let (mut scale, mut own) = ([0.0f32], [0i32; 12]);
     scaler.init_state(&mut scale, &mut own).unwrap();
-    scaler.transition(&mut scale, &mut own, Some(true)).unwrap();
+    scaler.update_arrays(&mut scale, &mut own, Some(true)).unwrap();
     assert_eq!((scale, Scaler::decode(&own).unwrap().last_overflow), ([32.0], Some(0)));
 
     // A second optimizer only once the scaler has let go.

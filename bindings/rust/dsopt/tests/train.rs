@@ -2,8 +2,8 @@
 //! Trains a small network beside AdamW written down in f64, and the same in half precision with a loss scale.
 mod support;
 use dsopt::{
-    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Lion, Nonfinite, Optimizer, Param, Scaler,
-    ScalerOptions, Sgd, Step, StepReport, TensorMut, TensorRef, BF16, F16,
+    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Lion, Nonfinite, Optimizer, Param,
+    Scaler, ScalerOptions, Sgd, Step, StepReport, TensorMut, TensorRef, BF16, F16,
 };
 use support::Random;
 
