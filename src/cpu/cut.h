@@ -3,6 +3,7 @@
 #pragma once
 #include "cpu/caches.h"
 #include "cpu/kernels.h"
+#include "device/decide.h"
 #include <algorithm>
 
 namespace dsopt::cpu {

@@ -155,7 +155,8 @@ void Optimizer::add_own_state(const OneBit *onebit) {
         add(StateKind::loss_scale, 1, with_.scaler->scale());
         add(StateKind::scaler, sizeof(ScalerState) / 4, with_.scaler->state());
     }
-    if (std::any_of(groups_.begin(), groups_.end(), has_trust)) add(StateKind::trust_ratio, count);
+    const auto with_trust = [](const dsopt_group &group) { return has_trust(group); };
+    if (std::any_of(groups_.begin(), groups_.end(), with_trust)) add(StateKind::trust_ratio, count);
     add(StateKind::step, count);
 }
 
