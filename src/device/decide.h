@@ -73,13 +73,10 @@ DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
     if (plan.given.lr != nullptr) hyper.lr = double(plan.given.lr[group]);
     if (plan.given.hyper != nullptr) {
         const float *row = plan.given.hyper + group * DSOPT_HYPER_FLOATS;
-        hyper.lr = row_or(row, DSOPT_HYPER_LR, hyper.lr);
-        hyper.beta1 = row_or(row, DSOPT_HYPER_BETA1, hyper.beta1);
-        hyper.beta2 = row_or(row, DSOPT_HYPER_BETA2, hyper.beta2);
-        hyper.eps = row_or(row, DSOPT_HYPER_EPS, hyper.eps);
-        hyper.weight_decay = row_or(row, DSOPT_HYPER_WEIGHT_DECAY, hyper.weight_decay);
-        hyper.max_norm = row_or(row, DSOPT_HYPER_GROUP_MAX_NORM, hyper.max_norm);
-        hyper.momentum = row_or(row, DSOPT_HYPER_MOMENTUM, hyper.momentum);
+        for_group_fields([&](auto index) {
+            constexpr GroupField field = kGroupFields[index];
+            if constexpr (field.place >= 0) hyper.*field.hyper = row_or(row, field.place, hyper.*field.hyper);
+        });
     }
     return hyper;
 }
@@ -105,16 +102,20 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     for (int64_t g = 0; g < plan.group_count; ++g) {
         const Hyper hyper = given_hyper(plan, g);
         const uint32_t fields = fields_of(hyper.rule);
-        const bool has_momentum = fields & kMomentum;
-        valid = valid && is_not_negative(hyper.lr) && (fields & kBeta1 ? is_beta(hyper.beta1) : hyper.beta1 == 0) &&
-                (fields & kBeta2 ? is_beta(hyper.beta2) : hyper.beta2 == 0) &&
-                (fields & kEps ? is_not_negative(hyper.eps) : hyper.eps == 0) && is_not_negative(hyper.weight_decay) &&
-                is_not_negative(hyper.max_norm) && is_not_negative(hyper.momentum) &&
-                (hyper.momentum != 0) == has_momentum;
+        for_group_fields([&](auto index) {
+            constexpr GroupField field = kGroupFields[index];
+            if constexpr (field.place >= 0) {
+                const double value = hyper.*field.hyper;
+                const bool has_effect = field.field == 0 || (fields & field.field) != 0;
+                const bool in_range = field.range == GroupField::below_one ? is_beta(value) : is_not_negative(value);
+                valid = valid && (has_effect ? in_range : value == 0);
+            }
+        });
+        // The formula was chosen by it.
+        valid = valid && (hyper.momentum != 0) == ((fields & kMomentum) != 0);
         if (plan.given.hyper == nullptr) continue;
         const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, of_all = row[DSOPT_HYPER_MAX_NORM];
-        for (int place = DSOPT_HYPER_MOMENTUM + 1; place < DSOPT_HYPER_FLOATS; ++place)
-            valid = valid && row_or(row, place, 0) == 0;
+        for (int place = kHyperPlaces; place < DSOPT_HYPER_FLOATS; ++place) valid = valid && row_or(row, place, 0) == 0;
         // Clipping that the host has not switched on: gradients are not read for it.
         valid = valid && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
         const bool clips = of_all < 0 || of_all > 0;

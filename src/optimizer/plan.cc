@@ -107,22 +107,13 @@ void count_like_original(const std::vector<dsopt_group> &groups, TensorJob *jobs
 void plan_groups(const std::vector<dsopt_group> &groups, bool compat, Hyper *hypers) {
     for (size_t i = 0; i < groups.size(); ++i) {
         const dsopt_group &g = groups[i];
-        hypers[i] = {g.lr,
-                     g.beta1,
-                     g.beta2,
-                     g.eps,
-                     g.weight_decay,
-                     g.max_norm,
-                     g.min_trust,
-                     g.max_trust,
-                     g.momentum,
-                     g.dampening,
-                     g.lr_decay,
-                     formula_of(g, compat),
-                     !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm),
-                     compat && !is_onebit(g.algorithm),
-                     (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0,
-                     {}};
+        Hyper &hyper = hypers[i] = {};
+        for (const GroupField &field : kGroupFields)
+            if (field.hyper != nullptr) hyper.*field.hyper = g.*field.value;
+        hyper.rule = formula_of(g, compat);
+        hyper.bias_correction = !(g.flags & DSOPT_GROUP_NO_BIAS_CORRECTION) && !is_onebit(g.algorithm);
+        hyper.compat = compat && !is_onebit(g.algorithm);
+        hyper.eps_uncorrected = (g.flags & DSOPT_GROUP_EPS_UNCORRECTED) != 0;
     }
 }
 

@@ -3,8 +3,12 @@
 // algorithm of dsopt.h with its record (RuleInfo), and one or several formulas, which are functors that the loops of
 // every device run. all.h lists them.
 #pragma once
+#include "base/hd.h"
 #include "dsopt.h"
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <utility>
 
 namespace dsopt {
 
@@ -60,32 +64,67 @@ enum Field : uint32_t {
     kStepSize = 256,        // 1 / c1 is in the learning rate
 };
 
+/// Hyper-parameters of a group as a step reads them.
+struct Hyper {
+    double lr, beta1, beta2, eps, weight_decay, max_norm, min_trust, max_trust, momentum, dampening, lr_decay;
+    Rule rule;
+    bool bias_correction;
+    bool compat;
+    bool eps_uncorrected; // standard mode, with bias correction
+    uint8_t reserved[4];  // no padding: tables of these are compared byte by byte
+};
+static_assert(offsetof(Hyper, reserved) + 4 == sizeof(Hyper) && offsetof(Hyper, rule) % sizeof(double) == 0);
+
 /// One hyper-parameter of dsopt_group.
 struct GroupField {
     enum Range : uint8_t { not_negative, below_one };
     const char *name; // in messages and checkpoints
     double dsopt_group::*value;
-    int32_t key;    // DSOPT_KEY_...
-    uint32_t field; // the Field that a rule must have, 0: every rule has it
+    double Hyper::*hyper; // nullptr: steps do not read it
+    int32_t place;        // in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: it is not there
+    int32_t key;          // DSOPT_KEY_...
+    uint32_t field;       // the Field that a rule must have, 0: every rule has it
     Range range;
     const char *whose; // for messages; NULL: of many
     bool always_saved; // also where the rule does not have it
 };
 inline constexpr GroupField kGroupFields[] = {
-    {"lr", &dsopt_group::lr, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, true},
-    {"beta1", &dsopt_group::beta1, DSOPT_KEY_BETA1, kBeta1, GroupField::below_one, nullptr, true},
-    {"beta2", &dsopt_group::beta2, DSOPT_KEY_BETA2, kBeta2, GroupField::below_one, nullptr, true},
-    {"eps", &dsopt_group::eps, DSOPT_KEY_EPS, kEps, GroupField::not_negative, nullptr, true},
-    {"weight_decay", &dsopt_group::weight_decay, DSOPT_KEY_WEIGHT_DECAY, 0, GroupField::not_negative, nullptr, true},
-    {"max_norm", &dsopt_group::max_norm, DSOPT_KEY_GROUP_MAX_NORM, 0, GroupField::not_negative, nullptr, true},
-    {"min_trust", &dsopt_group::min_trust, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative, "LAMB", true},
-    {"max_trust", &dsopt_group::max_trust, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative, "LAMB", true},
-    {"momentum", &dsopt_group::momentum, DSOPT_KEY_MOMENTUM, kMomentum, GroupField::not_negative, "SGD", false},
-    {"dampening", &dsopt_group::dampening, DSOPT_KEY_DAMPENING, kMomentum, GroupField::not_negative, "SGD", false},
-    {"lr_decay", &dsopt_group::lr_decay, DSOPT_KEY_LR_DECAY, kLrDecay, GroupField::not_negative, "Adagrad", false},
-    {"initial_accumulator_value", &dsopt_group::initial_accumulator_value, DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE,
-     kLrDecay, GroupField::not_negative, "Adagrad", false},
+    {"lr", &dsopt_group::lr, &Hyper::lr, DSOPT_HYPER_LR, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, true},
+    {"beta1", &dsopt_group::beta1, &Hyper::beta1, DSOPT_HYPER_BETA1, DSOPT_KEY_BETA1, kBeta1, GroupField::below_one,
+     nullptr, true},
+    {"beta2", &dsopt_group::beta2, &Hyper::beta2, DSOPT_HYPER_BETA2, DSOPT_KEY_BETA2, kBeta2, GroupField::below_one,
+     nullptr, true},
+    {"eps", &dsopt_group::eps, &Hyper::eps, DSOPT_HYPER_EPS, DSOPT_KEY_EPS, kEps, GroupField::not_negative, nullptr,
+     true},
+    {"weight_decay", &dsopt_group::weight_decay, &Hyper::weight_decay, DSOPT_HYPER_WEIGHT_DECAY, DSOPT_KEY_WEIGHT_DECAY,
+     0, GroupField::not_negative, nullptr, true},
+    {"max_norm", &dsopt_group::max_norm, &Hyper::max_norm, DSOPT_HYPER_GROUP_MAX_NORM, DSOPT_KEY_GROUP_MAX_NORM, 0,
+     GroupField::not_negative, nullptr, true},
+    {"min_trust", &dsopt_group::min_trust, &Hyper::min_trust, -1, DSOPT_KEY_MIN_TRUST, kTrust, GroupField::not_negative,
+     "LAMB", true},
+    {"max_trust", &dsopt_group::max_trust, &Hyper::max_trust, -1, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative,
+     "LAMB", true},
+    {"momentum", &dsopt_group::momentum, &Hyper::momentum, DSOPT_HYPER_MOMENTUM, DSOPT_KEY_MOMENTUM, kMomentum,
+     GroupField::not_negative, "SGD", false},
+    {"dampening", &dsopt_group::dampening, &Hyper::dampening, -1, DSOPT_KEY_DAMPENING, kMomentum,
+     GroupField::not_negative, "SGD", false},
+    {"lr_decay", &dsopt_group::lr_decay, &Hyper::lr_decay, -1, DSOPT_KEY_LR_DECAY, kLrDecay, GroupField::not_negative,
+     "Adagrad", false},
+    {"initial_accumulator_value", &dsopt_group::initial_accumulator_value, nullptr, -1,
+     DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, kLrDecay, GroupField::not_negative, "Adagrad", false},
 };
+
+/// call(index) with the index of each of them as a constant: device code cannot read the table at run time.
+template <class Call> DSOPT_HD void for_group_fields(const Call &call) {
+    [&]<size_t... I>(std::index_sequence<I...>) { (call(std::integral_constant<size_t, I>{}), ...); }
+    (std::make_index_sequence<std::size(kGroupFields)>{});
+}
+/// Named places of a row of dsopt_step.hyper. The others must be 0 or NaN.
+constexpr int kHyperPlaces = [] {
+    int places = DSOPT_HYPER_MAX_NORM + 1;
+    for (const GroupField &field : kGroupFields) places = field.place < places ? places : field.place + 1;
+    return places;
+}();
 
 /// One flag of dsopt_group.
 struct GroupFlag {

@@ -7,17 +7,6 @@
 
 namespace dsopt {
 
-/// Hyper-parameters of a group as a step reads them.
-struct Hyper {
-    double lr, beta1, beta2, eps, weight_decay, max_norm, min_trust, max_trust, momentum, dampening, lr_decay;
-    Rule rule;
-    bool bias_correction;
-    bool compat;
-    bool eps_uncorrected; // standard mode, with bias correction
-    uint8_t reserved[4];  // no padding: tables of these are compared byte by byte
-};
-static_assert(sizeof(Hyper) == 96);
-
 /// Everything a rule needs beside the tensors. `inverse` turns a gradient as given into an unscaled, clipped one.
 struct Scalars {
     float lr;           // by kFoldedCorrection and kStepSize with the bias correction in it
