@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kThreads)
                 x.values != nullptr ? load<V>(x.values, worker + i) : mean_at<V>(x, x.results, part, unit, where);
             const uint32_t active = active_from(x.active, worker + i);
             unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f; });
-            store(y, list[part].data, Dtype::f32, leaf.begin + i);
+            store(y, static_cast<float *>(list[part].data), leaf.begin + i);
         });
     });
 }

@@ -17,7 +17,7 @@ struct DeviceList {
 /// Up to N tensors of a list, or pairs of two lists, by value into a kernel.
 template <int N> struct ListBatch {
     int64_t first_leaf[N + 1]; // running numbers
-    const void *x[N];
+    void *x[N];
     void *y[N]; // the same memory as x where there is one list
     int64_t numel[N];
     Dtype x_type[N], y_type[N];
@@ -45,9 +45,7 @@ template <class Index> __device__ __forceinline__ Index find_stretch(const int64
 
 /// A tensor of a batch, or a pair.
 struct ListTensor {
-    const void *x;
-    void *y;
-    Dtype x_type, y_type;
+    Slot x, y;
 };
 
 /// body(Width<V>, tensor, i) for the block's share of a batch's elements, V neighbours from the i-th one of a tensor on.
@@ -59,17 +57,16 @@ __device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const B
     __syncthreads();
     for (int64_t leaf = blockIdx.x; leaf < first_leaf[list.count]; leaf += gridDim.x) {
         const int32_t tensor = find_stretch(first_leaf, list.count, leaf);
-        const ListTensor at{list.x[tensor], list.y[tensor], list.x_type[tensor], list.y_type[tensor]};
+        const ListTensor at{{list.x[tensor], list.x_type[tensor]}, {list.y[tensor], list.y_type[tensor]}};
         const Leaf where(list.numel[tensor], leaf - first_leaf[tensor]);
-        for_packs(where.n, all_aligned(at.x, at.y),
+        for_packs(where.n, all_aligned(at.x.data, at.y.data),
                   [&](auto width, int i) INLINED { body(width, at, where.begin + i); });
     }
 }
 
 template <int N> __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListBatch<N> list) {
     begin_kernel();
-    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i)
-                             INLINED { store(Pack<V>{}, at.y, at.y_type, i); });
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED { store(Pack<V>{}, at.y, i); });
 }
 
 /// The factor of x is at `factor`, or else `value`.
@@ -79,12 +76,12 @@ __global__ void __launch_bounds__(kThreads)
     begin_kernel();
     const float a = factor != nullptr ? *factor : value;
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
-        Pack<V> v = fetch<V>(at.x, at.x_type, i), old{};
-        if (b != 0) old = fetch<V>(at.y, at.y_type, i);
-        v = widen(v, at.x_type);
-        old = widen(old, at.y_type);
+        Pack<V> v = fetch<V>(at.x, i), old{};
+        if (b != 0) old = fetch<V>(at.y, i);
+        v = widen(v, at.x.format);
+        old = widen(old, at.y.format);
         unrolled<V>([&](int k) INLINED { v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k]; });
-        store(v, at.y, at.y_type, i);
+        store(v, at.y, i);
     });
 }
 
@@ -107,9 +104,9 @@ template <int N>
 __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListBatch<N> list, const float limit) {
     begin_kernel();
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
-        Pack<V> v = load<V>(at.y, at.y_type, i);
+        Pack<V> v = load<V>(at.y, i);
         unrolled<V>([&](int k) INLINED { v.at[k] = clamped(v.at[k], limit); });
-        store(v, at.y, at.y_type, i);
+        store(v, at.y, i);
     });
 }
 
@@ -138,12 +135,12 @@ __global__ void __launch_bounds__(kThreads, 3)
         const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
-        const double squares = leaf_squares(x.data, Dtype(x.dtype), begin, n, tiles[threadIdx.x / 32]);
-        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(x.data, Dtype(x.dtype), begin, n);
+        const double squares = leaf_squares(slot_of(x), begin, n, tiles[threadIdx.x / 32]);
+        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(slot_of(x), begin, n);
         uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
         if (kind == DSOPT_NORM_MAX) {
             for (int k = lane; k < n; k += 32)
-                most = larger_factor(most, bits_of(load<1>(x.data, Dtype(x.dtype), begin + k).at[0]) & 0x7fffffffu);
+                most = larger_factor(most, bits_of(load<1>(slot_of(x), begin + k).at[0]) & 0x7fffffffu);
             most = largest_of_lanes(most);
         }
         if (lane == 0) {

@@ -25,14 +25,14 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     Inputs<V> t{};
     const bool in_bits = F == Feed::momentum && b.one.momentum != nullptr && b.one.schedule->momentum_in_bits != 0;
     t.g = fetch_gradient<V>(job, i);
-    if (!in_bits) t.m = fetch_moment<V>(job, 0, i);
+    if (!in_bits) t.moment[0] = fetch<V>(job.moment(0), i);
     if constexpr (F == Feed::distance) {
-        t.p = fetch_weight<V>(job, i);
-        t.v = fetch_moment<V>(job, 1, i);
+        t.p = fetch<V>(job.weight(), i);
+        t.moment[1] = fetch<V>(job.moment(1), i);
         t.own = load<V>(one.track(), i);
     }
     t.widen_all(job);
-    if (in_bits) t.m = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
+    if (in_bits) t.moment[0] = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
     return t;
 }
 
@@ -72,7 +72,8 @@ template <int V, Feed F>
 __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const Inputs<V> &t) {
     Pack<V> y;
     unrolled<V>([&](int k) INLINED {
-        y.at[k] = feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+        y.at[k] =
+            feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
     });
     return y;
 }
@@ -87,9 +88,10 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
         y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
     else
         t.g = fetch_gradient<V>(s.job, i);
-    if (F != Feed::momentum || !b.one.exchanges) t.m = fetch_moment<V>(s.job, 0, i); // else the mean replaces it
-    t.p = fetch_weight<V>(s.job, i);
-    t.v = fetch_moment<V>(s.job, 1, i);
+    if (F != Feed::momentum || !b.one.exchanges)
+        t.moment[0] = fetch<V>(s.job.moment(0), i); // else the mean replaces it
+    t.p = fetch<V>(s.job.weight(), i);
+    t.moment[1] = fetch<V>(s.job.moment(1), i);
     if constexpr (F == Feed::distance) t.own = load<V>(one.track(), i);
     if constexpr (F == Feed::scaled) t.own = load<V>(one.fresh, i);
     t.widen_all(s.job);
@@ -114,10 +116,11 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
             if constexpr (F == Feed::distance) {
                 unrolled<V>([&](int k) INLINED {
-                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
+                               t.own.at[k]);
                 });
-                store(t.p, s.job.weight, s.job.weight_type, i);
-                store_moment(t.m, s.job.moment[0], i);
+                store(t.p, s.job.weight(), i);
+                store(t.moment[0], s.job.moment(0), i);
                 if (!o.one.anchored) store(t.own, one.track(), i);
             }
             if (kept == nullptr) return;
@@ -168,9 +171,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             unrolled<V>([&](int k) INLINED { t.g.at[k] *= one.mask[i + k]; });
         }
         unrolled<V>([&](int k) INLINED {
-            take_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+            take_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
         });
-        if (b.one.momentum == nullptr) store_moment(t.m, s.job.moment[0], i);
+        if (b.one.momentum == nullptr) store(t.moment[0], s.job.moment(0), i);
         if constexpr (F == Feed::distance) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, old, i);
     });
@@ -183,9 +186,9 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
     for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
         unrolled<V>([&](int k) INLINED {
-            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k], t.own.at[k]);
+            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
         });
-        store_moment(t.m, s.job.moment[0], i);
+        store(t.moment[0], s.job.moment(0), i);
         if (!o.one.anchored) store(t.own, one.track(), i);
         publish(b.d.plan, s, t.p, t.p, i);
     });
@@ -205,15 +208,15 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
             const int64_t i = where.begin + at;
             Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
             unrolled<V>([&](int k) INLINED {
-                const float value = o.one.anchored && t.v.at[k] == 0 ? 0.0f : t.g.at[k];
+                const float value = o.one.anchored && t.moment[1].at[k] == 0 ? 0.0f : t.g.at[k];
                 const LambUpdate u =
                     lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
-                                   t.m.at[k], t.v.at[k], t.own.at[k]);
+                                   t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;
                 most = larger_factor(most, bits_of(u.factor) & 0x7fffffffu);
             });
-            store_moment(t.m, s.job.moment[0], i);
+            store(t.moment[0], s.job.moment(0), i);
             store(t.own, one.fresh, i);
         });
         sum_tiles(b.d, leaf, where.n, tiles); // a barrier first
@@ -252,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
         const Pack<V> old = t.p;
         const float lr = s.scalars.lr * s.trust;
         unrolled<V>([&](int k) INLINED {
-            t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.m.at[k], t.v.at[k]);
+            t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.moment[0].at[k], t.moment[1].at[k]);
         });
         publish(b.d.plan, s, t.p, old, i);
     });
@@ -276,8 +279,7 @@ __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTAN
     for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
-        const double squares =
-            leaf_squares(job.moment[0].data, job.moment[0].type, where.begin, where.n, tiles[threadIdx.x / 32]);
+        const double squares = leaf_squares(job.moment(0), where.begin, where.n, tiles[threadIdx.x / 32]);
         if (threadIdx.x % 32 == 0) b.d.plan.sums_a[leaf] = squares;
     });
 }
@@ -334,7 +336,7 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
         if (worker < 0) return;
         for (int first = int(threadIdx.x) / 32 * 32; first < where.n; first += kThreads) {
             const int i = first + int(threadIdx.x % 32);
-            const bool has = i < where.n && load<1>(job.moment[1].data, job.moment[1].type, where.begin + i).at[0] != 0;
+            const bool has = i < where.n && load<1>(job.moment(1), where.begin + i).at[0] != 0;
             const unsigned word = __ballot_sync(0xffffffffu, has);
             if (threadIdx.x % 32 == 0) b.one.active[(worker + where.begin + first) / 32] = int32_t(word);
         }
@@ -350,12 +352,11 @@ __global__ void __launch_bounds__(kThreads)
         const TensorJob &job = b.d.plan.jobs[tensor];
         const OneBitJob &one = b.one.jobs[tensor];
         const Leaf where(job, leaf);
-        const bool aligned = all_aligned(job.weight, job.moment[1].data, one.fresh, one.anchor);
+        const bool aligned = all_aligned(job.data[kWeight], job.data[kMoment + 1], one.fresh, one.anchor);
         for_packs(where.n, aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
-            if (copies_variance && one.fresh != nullptr)
-                store(load<V>(job.moment[1].data, job.moment[1].type, i), one.fresh, i);
-            if (one.anchor != nullptr) store(load<V>(job.weight, job.weight_type, i), one.anchor, i);
+            if (copies_variance && one.fresh != nullptr) store(load<V>(job.moment(1), i), one.fresh, i);
+            if (one.anchor != nullptr) store(load<V>(job.weight(), i), one.anchor, i);
         });
     });
     if (!b.one.exchanges || b.x.values != nullptr) return; // nothing is owed

@@ -15,7 +15,7 @@ struct DevicePlan {
     double *tensor_squares; // one a tensor
     double *tensor_updates; // one a tensor
     int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
-    bool decided; // a kernel before the update has decided; else the update finds its own few scalars
+    bool decided;           // a kernel before the update has decided; else the update finds its own few scalars
 };
 
 /// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight:

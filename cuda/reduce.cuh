@@ -9,14 +9,14 @@ constexpr int kTile = 1024;  // elements that a warp has in shared memory
 constexpr int kInFlight = 4; // 16-byte loads of a thread that are under way at once
 
 /// n elements from `begin` on, at most a tile, to shared memory as fp32, by a warp.
-__device__ __forceinline__ void fill_tile(const void *data, Dtype type, int64_t begin, int n, float *tile) {
+__device__ __forceinline__ void fill_tile(const Slot &slot, int64_t begin, int n, float *tile) {
     const int lane = threadIdx.x % 32;
     int done = 0;
-    if (all_aligned(data)) {
-        const int each = type == Dtype::f32 ? 4 : 8,
+    if (all_aligned(slot.data)) {
+        const int each = wide_elements(slot.format),
                   wide = n / each; // elements of 16 bytes, and how many such there are
         const uint4 *from =
-            global(reinterpret_cast<const uint4 *>(static_cast<const char *>(data) + begin * (16 / each)));
+            global(reinterpret_cast<const uint4 *>(static_cast<const char *>(slot.data) + begin * (16 / each)));
         for (int first = lane; first < wide; first += 32 * kInFlight) {
             uint4 raw[kInFlight] = {};
 #pragma unroll
@@ -27,23 +27,23 @@ __device__ __forceinline__ void fill_tile(const void *data, Dtype type, int64_t 
                 if (first + 32 * k >= wide) break;
                 float *to = tile + (first + 32 * k) * each;
                 const Pack<4> low{{float_of(raw[k].x), float_of(raw[k].y), float_of(raw[k].z), float_of(raw[k].w)}};
-                *reinterpret_cast<float4 *>(to) = float4_of(widen(low, type));
+                *reinterpret_cast<float4 *>(to) = float4_of(widen(low, slot.format));
                 if (each == 8)
                     *reinterpret_cast<float4 *>(to + 4) =
-                        float4_of(widen(Pack<4>{{float_of(raw[k].z), float_of(raw[k].w), 0, 0}}, type));
+                        float4_of(widen(Pack<4>{{float_of(raw[k].z), float_of(raw[k].w), 0, 0}}, slot.format));
             }
         }
         done = wide * each;
     }
-    for (int i = done + lane; i < n; i += 32) tile[i] = load<1>(data, type, begin + i).at[0];
+    for (int i = done + lane; i < n; i += 32) tile[i] = load<1>(slot, begin + i).at[0];
 }
 
 /// n elements from `begin` on, at most a leaf, by one warp; the sum is in all of its lanes.
-__device__ __forceinline__ double leaf_squares(const void *data, Dtype type, int64_t begin, int n, float *tile) {
+__device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n, float *tile) {
     double sum = 0;
     for (int at = 0; at < n; at += kTile) {
         const int here = n - at < kTile ? n - at : kTile;
-        fill_tile(data, type, begin + at, here, tile);
+        fill_tile(slot, begin + at, here, tile);
         __syncwarp();
         sum = add_squares(tile, here, sum);
         __syncwarp();
@@ -53,10 +53,10 @@ __device__ __forceinline__ double leaf_squares(const void *data, Dtype type, int
 
 /// Non-finite elements of a leaf, NaNs times 2^32 on top. Only called where the sum of squares says that there are
 /// some.
-__device__ inline int64_t leaf_nonfinite(const void *data, Dtype type, int64_t begin, int n) {
+__device__ inline int64_t leaf_nonfinite(const Slot &slot, int64_t begin, int n) {
     unsigned bad = 0, nans = 0;
     for (int i = threadIdx.x % 32; i < n; i += 32) {
-        const uint32_t bits = bits_of(load<1>(data, type, begin + i).at[0]) & 0x7fffffffu;
+        const uint32_t bits = bits_of(load<1>(slot, begin + i).at[0]) & 0x7fffffffu;
         bad += bits >= 0x7f800000u;
         nans += bits > 0x7f800000u;
     }
@@ -70,7 +70,7 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     int64_t nonfinite = 0, first = INT64_MAX; // the least of: place of a tensor with one, doubled, and 1 more for a NaN
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        const bool read = plan.read_gradients && job.present && job.grad != nullptr;
+        const bool read = plan.read_gradients && job.present && job.grad();
         double squares = 0;
         if (read) {
             squares = by.sum(plan.sums_a + job.first_leaf, leaves);
@@ -117,14 +117,13 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
-        if (!job.present || job.grad == nullptr) return;
+        if (!job.present || !job.grad()) return;
         float *const tile = tiles[threadIdx.x / 32];
         const auto [begin, n] = Leaf(job, leaf);
-        double squares = leaf_squares(job.grad, job.grad_type, begin, n, tile);
-        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad, job.grad_type, begin, n);
+        double squares = leaf_squares(job.grad(), begin, n, tile);
+        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad(), begin, n);
         // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
-        if (plan.wrapper == Wrapper::fused && job.expert != 0)
-            squares = leaf_squares(job.weight, job.weight_type, begin, n, tile);
+        if (plan.wrapper == Wrapper::fused && job.expert != 0) squares = leaf_squares(job.weight(), begin, n, tile);
         if (threadIdx.x % 32 == 0) {
             plan.sums_a[leaf] = squares;
             plan.bad[leaf] = bad;

@@ -95,7 +95,7 @@ private:
     bool leaves_work() const {
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
-            if (job.owner == Owner::update || job.zeroes || job.out != nullptr) return true;
+            if (job.owner == Owner::update || job.zeroes || job.out()) return true;
         }
         return false;
     }

@@ -32,6 +32,13 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedT
     s.group = group;
 }
 
+/// True if all arrays of a tensor can be read and written by fours.
+__device__ __forceinline__ bool all_aligned(const TensorJob &job) {
+    uintptr_t all = 0;
+    unrolled<kSlots>([&](int k) INLINED { all |= reinterpret_cast<uintptr_t>(job.data[k]); });
+    return (all & 15) == 0;
+}
+
 /// body(leaf, tensor, where) for the block's leaves, with the tensor's job in shared memory and its scalars found;
 /// thread 0 then calls find(tensor), too. As long as the tensor is the same nobody waits for the others.
 template <class Find, class Body>
@@ -50,8 +57,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, SharedTen
             if (threadIdx.x == 0) {
                 const TensorJob &job = d.plan.jobs[tensor];
                 s.tensor = tensor;
-                s.aligned =
-                    all_aligned(job.grad, job.weight, job.moment[0].data, job.moment[1].data, job.copy, job.out);
+                s.aligned = all_aligned(job);
                 find_scalars(d, tensor, s);
                 find(tensor);
             }
@@ -73,28 +79,21 @@ struct Tiles {
 };
 
 template <int V> __device__ __forceinline__ Pack<V> fetch_gradient(const TensorJob &job, int64_t i) {
-    return job.grad != nullptr ? fetch<V>(job.grad, job.grad_type, i) : Pack<V>{};
-}
-template <int V> __device__ __forceinline__ Pack<V> fetch_weight(const TensorJob &job, int64_t i) {
-    return fetch<V>(job.weight, job.weight_type, i);
-}
-template <int V> __device__ __forceinline__ Pack<V> fetch_moment(const TensorJob &job, int index, int64_t i) {
-    return fetch<V>(job.moment[index].data, job.moment[index].type, i);
-}
-template <int V> __device__ __forceinline__ void store_moment(const Pack<V> &x, const Moment &moment, int64_t i) {
-    store(x, moment.data, moment.type, i);
+    return job.grad() ? fetch<V>(job.grad(), i) : Pack<V>{};
 }
 
 /// What a rule reads of V neighbours: first as it is in memory, so that all of it is under way before the first load is
 /// waited for.
 template <int V> struct Inputs {
-    Pack<V> g, p, m, v, own; // the last one is the 1-bit family's
-    /// What is not there is zero, of any type.
+    Pack<V> g, p, moment[kMoments], own; // the last one is the 1-bit family's
+    /// What is not there is zero, of any format.
     __device__ __forceinline__ void widen_all(const TensorJob &job) {
-        g = widen(g, job.grad_type);
-        p = widen(p, job.weight_type);
-        m = widen(m, job.moment[0].type);
-        v = widen(v, job.moment[1].type);
+        g = widen(g, job.grad().format);
+        p = widen(p, job.weight().format);
+        unrolled<kMoments>([&](int k) INLINED { moment[k] = widen(moment[k], job.moment(k).format); });
+    }
+    template <int Count> __device__ __forceinline__ void store_moments(const TensorJob &job, int64_t i) const {
+        unrolled<Count>([&](int k) INLINED { store(moment[k], job.moment(k), i); });
     }
 };
 /// A rule without a moment has neither registers nor traffic for it.
@@ -102,11 +101,16 @@ template <int V, int Moments, bool Gradient = true>
 __device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
     Inputs<V> t{};
     if constexpr (Gradient) t.g = fetch_gradient<V>(job, i);
-    t.p = fetch_weight<V>(job, i);
-    if constexpr (Moments > 0) t.m = fetch_moment<V>(job, 0, i);
-    if constexpr (Moments > 1) t.v = fetch_moment<V>(job, 1, i);
+    t.p = fetch<V>(job.weight(), i);
+    unrolled<Moments>([&](int k) INLINED { t.moment[k] = fetch<V>(job.moment(k), i); });
     t.widen_all(job);
     return t;
+}
+/// call(moment...) for the k-th neighbour.
+template <int Count, int V, class Call>
+__device__ __forceinline__ void with_moments_of(Inputs<V> &t, int k, const Call &call) {
+    [&]<int... M>(std::integer_sequence<int, M...>) INLINED { call(t.moment[M].at[k]...); }
+    (std::make_integer_sequence<int, Count>{});
 }
 
 /// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
@@ -120,21 +124,10 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.offset + i + k)));
         });
     }
-    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight, job.weight_type, i);
-    if (job.copy != nullptr) store(p, job.copy, job.copy_type, i);
-    if (job.out != nullptr) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, job.out, job.out_type, i);
-    if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
-}
-
-/// With the moments that a rule has.
-template <class R> __device__ __forceinline__ void update_one(const R &rule, float g, float &p, float &m, float &v) {
-    static_assert(R::moments.count >= 0 && R::moments.count <= kMoments);
-    if constexpr (R::moments.count == 0)
-        rule(g, p);
-    else if constexpr (R::moments.count == 1)
-        rule(g, p, m);
-    else
-        rule(g, p, m, v);
+    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight(), i);
+    if (job.copy()) store(p, job.copy(), i);
+    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, job.out(), i);
+    if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
 /// V neighbours of a leaf from its i-th one on.
@@ -143,9 +136,11 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
                                             const Tiles &tiles) {
     Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
     const Pack<V> old = t.p;
-    unrolled<V>([&](int k) INLINED { update_one(R{s.scalars}, t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k]); });
-    if constexpr (R::moments.count > 0) store_moment(t.m, s.job.moment[0], where.begin + i);
-    if constexpr (R::moments.count > 1) store_moment(t.v, s.job.moment[1], where.begin + i);
+    unrolled<V>([&](int k) INLINED {
+        with_moments_of<R::moments.count>(t, k,
+                                          [&](auto &...each) INLINED { R{s.scalars}(t.g.at[k], t.p.at[k], each...); });
+    });
+    t.template store_moments<R::moments.count>(s.job, where.begin + i);
     publish(plan, s, t.p, old, where.begin + i);
     if (plan.report_norms) {
         to_tile(old, tiles.a + i);
@@ -154,25 +149,28 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
 }
 
 template <class R, int V>
-__device__ __forceinline__ void lamb_moments_pack(const SharedTensor &s, const Leaf &where, int i, const Tiles &tiles) {
-    Inputs<V> t = load_inputs<V, 2>(s.job, where.begin + i);
+__device__ __forceinline__ void first_pass_pack(const SharedTensor &s, const Leaf &where, int i, const Tiles &tiles) {
+    Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
     unrolled<V>([&](int k) INLINED {
         tiles.a[i + k] = t.p.at[k];
-        tiles.b[i + k] = typename R::Moments{s.scalars}(t.g.at[k], t.p.at[k], t.m.at[k], t.v.at[k]);
+        with_moments_of<R::moments.count>(t, k, [&](auto &...each) INLINED {
+            tiles.b[i + k] = typename R::Moments{s.scalars}(t.g.at[k], t.p.at[k], each...);
+        });
     });
-    store_moment(t.m, s.job.moment[0], where.begin + i);
-    store_moment(t.v, s.job.moment[1], where.begin + i);
+    t.template store_moments<R::moments.count>(s.job, where.begin + i);
 }
 
 template <int V>
-__device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const SharedTensor &s, int64_t i) {
-    Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
+__device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const SharedTensor &s, int64_t i) {
+    Inputs<V> t = load_inputs<V, kReducedMoments, false>(s.job, i);
     const Pack<V> old = t.p;
     unrolled<V>([&](int k) INLINED {
         visit(s.rule, [&](auto formula) INLINED {
             using R = typename decltype(formula)::type;
             if constexpr (R::passes == Passes::reduced)
-                typename R::Weights{s.scalars, s.trust}(t.p.at[k], t.m.at[k], t.v.at[k]);
+                with_moments_of<R::moments.count>(t, k, [&](auto &...each) INLINED {
+                    typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
+                });
         });
     });
     publish(plan, s, t.p, old, i);
@@ -180,10 +178,8 @@ __device__ __forceinline__ void lamb_weights_pack(const StepPlan &plan, const Sh
 
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
 template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
-    if (job.out != nullptr)
-        store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight, job.weight_type, i), job.out,
-              job.out_type, i);
-    if (job.zeroes) store(Pack<V>{}, job.grad, job.grad_type, i);
+    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight(), i), job.out(), i);
+    if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
 /// Both sums of a leaf, by two warps; the tiles may be written again when it returns.
@@ -272,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
                 using R = typename decltype(formula)::type;
                 for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     if constexpr (R::passes == Passes::reduced)
-                        lamb_moments_pack<R, V>(s, where, i, tiles);
+                        first_pass_pack<R, V>(s, where, i, tiles);
                     else
                         update_pack<R, V>(plan, s, where, i, tiles);
                 });
@@ -313,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTA
                 if (s.job.owner != Owner::update || passes_of(s.rule) != Passes::reduced) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
                 for_packs(where.n, s.aligned,
-                          [&]<int V>(Width<V>, int i) INLINED { lamb_weights_pack<V>(plan, s, where.begin + i); });
+                          [&]<int V>(Width<V>, int i) INLINED { second_pass_pack<V>(plan, s, where.begin + i); });
             });
     if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }

@@ -2,7 +2,7 @@
 // Reading and writing elements of any float dtype as fp32: four neighbours by one access of 16 bytes, or 8 of 16-bit
 // elements, where arrays begin at multiples of 16 bytes; single ones elsewhere. A warp so touches whole sectors.
 #pragma once
-#include "base/dtype.h"
+#include "device/plan.h"
 #include "launch.h"
 
 namespace dsopt::gpu {
@@ -63,59 +63,102 @@ template <class... P> __device__ __forceinline__ bool all_aligned(const P *...da
     return ((reinterpret_cast<uintptr_t>(data) | ...) & 15) == 0;
 }
 
+/// Elements that one access of 16 bytes has.
+__device__ __forceinline__ int wide_elements(Dtype format) {
+    switch (format) {
+    case Dtype::f32: return 4;
+    case Dtype::f16:
+    case Dtype::bf16: return 8;
+    }
+    __builtin_unreachable();
+}
+
 /// Elements [i, i + V) as they are in memory, i a multiple of V: fp32, or 16-bit ones two to a word. Nothing here uses
 /// what is loaded, so that several of these are under way before widen() waits for the first one.
-template <int V> __device__ __forceinline__ Pack<V> fetch(const void *data, Dtype type, int64_t i) {
-    const float *const floats = global(static_cast<const float *>(data) + i);
-    const uint16_t *const halves = global(static_cast<const uint16_t *>(data) + i);
-    if constexpr (V == 1) {
-        return {{type == Dtype::f32 ? *floats : float_of(*halves)}};
-    } else if (type == Dtype::f32) {
-        const float4 f = *reinterpret_cast<const float4 *>(floats);
-        return {{f.x, f.y, f.z, f.w}};
-    } else {
-        const uint2 q = *reinterpret_cast<const uint2 *>(halves);
-        return {{float_of(q.x), float_of(q.y), 0, 0}};
+template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int64_t i) {
+    switch (slot.format) {
+    case Dtype::f32: {
+        const float *const from = global(static_cast<const float *>(slot.data) + i);
+        if constexpr (V == 1)
+            return {{*from}};
+        else {
+            const float4 f = *reinterpret_cast<const float4 *>(from);
+            return {{f.x, f.y, f.z, f.w}};
+        }
     }
+    case Dtype::f16:
+    case Dtype::bf16: {
+        const uint16_t *const from = global(static_cast<const uint16_t *>(slot.data) + i);
+        if constexpr (V == 1)
+            return {{float_of(*from)}};
+        else {
+            const uint2 q = *reinterpret_cast<const uint2 *>(from);
+            return {{float_of(q.x), float_of(q.y), 0, 0}};
+        }
+    }
+    }
+    __builtin_unreachable();
 }
-template <int V> __device__ __forceinline__ Pack<V> widen(const Pack<V> &x, Dtype type) {
-    if (type == Dtype::f32) return x;
+// One element of a 16-bit format.
+__device__ __forceinline__ float widen_half(uint16_t half, Dtype format) {
+    switch (format) {
+    case Dtype::f16: return F16::load(half);
+    case Dtype::bf16: return BF16::load(half);
+    case Dtype::f32: break;
+    }
+    __builtin_unreachable();
+}
+__device__ __forceinline__ uint32_t narrow_half(float value, Dtype format) {
+    switch (format) {
+    case Dtype::f16: return F16::store(value);
+    case Dtype::bf16: return BF16::store(value);
+    case Dtype::f32: break;
+    }
+    __builtin_unreachable();
+}
+/// To fp32.
+template <int V> __device__ __forceinline__ Pack<V> widen(const Pack<V> &x, Dtype format) {
+    if (format == Dtype::f32) return x;
     Pack<V> y;
-    unrolled<V>([&](int k) INLINED {
-        const uint16_t half = uint16_t(bits_of(x.at[k / 2]) >> (k % 2 * 16));
-        y.at[k] = type == Dtype::f16 ? f16_to_f32(half) : bf16_to_f32(half);
-    });
+    unrolled<V>([&](int k) INLINED { y.at[k] = widen_half(uint16_t(bits_of(x.at[k / 2]) >> (k % 2 * 16)), format); });
     return y;
 }
 __device__ __forceinline__ float4 float4_of(const Pack<4> &x) {
     return make_float4(x.at[0], x.at[1], x.at[2], x.at[3]);
 }
-template <int V> __device__ __forceinline__ Pack<V> load(const void *data, Dtype type, int64_t i) {
-    return widen(fetch<V>(data, type, i), type);
+__device__ __forceinline__ Slot floats(const float *data) { return {const_cast<float *>(data), Dtype::f32}; }
+template <int V> __device__ __forceinline__ Pack<V> load(const Slot &slot, int64_t i) {
+    return widen(fetch<V>(slot, i), slot.format);
 }
 template <int V> __device__ __forceinline__ Pack<V> load(const float *data, int64_t i) {
-    return fetch<V>(data, Dtype::f32, i);
+    return fetch<V>(floats(data), i);
 }
 
-template <int V> __device__ __forceinline__ void store(const Pack<V> &x, void *data, Dtype type, int64_t i) {
-    float *const floats = global(static_cast<float *>(data) + i);
-    uint16_t *const halves = global(static_cast<uint16_t *>(data) + i);
-    const auto narrow = [&](int k) -> uint32_t {
-        return type == Dtype::f16 ? f32_to_f16(x.at[k]) : f32_to_bf16(x.at[k]);
-    };
-    if constexpr (V == 1) {
-        if (type == Dtype::f32)
-            store_as_is(floats, x.at[0]);
+template <int V> __device__ __forceinline__ void store(const Pack<V> &x, const Slot &slot, int64_t i) {
+    switch (slot.format) {
+    case Dtype::f32: {
+        float *const to = global(static_cast<float *>(slot.data) + i);
+        if constexpr (V == 1)
+            store_as_is(to, x.at[0]);
         else
-            store_as_is(halves, uint16_t(narrow(0)));
-    } else if (type == Dtype::f32) {
-        store_as_is(reinterpret_cast<float4 *>(floats), float4_of(x));
-    } else {
-        store_as_is(reinterpret_cast<uint2 *>(halves), uint2{narrow(0) | narrow(1) << 16, narrow(2) | narrow(3) << 16});
+            store_as_is(reinterpret_cast<float4 *>(to), float4_of(x));
+        return;
     }
+    case Dtype::f16:
+    case Dtype::bf16: {
+        uint16_t *const to = global(static_cast<uint16_t *>(slot.data) + i);
+        const auto half = [&](int k) INLINED { return narrow_half(x.at[k], slot.format); };
+        if constexpr (V == 1)
+            store_as_is(to, uint16_t(half(0)));
+        else
+            store_as_is(reinterpret_cast<uint2 *>(to), uint2{half(0) | half(1) << 16, half(2) | half(3) << 16});
+        return;
+    }
+    }
+    __builtin_unreachable();
 }
 template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *data, int64_t i) {
-    store(x, data, Dtype::f32, i);
+    store(x, floats(data), i);
 }
 
 /// To shared memory.

@@ -148,11 +148,10 @@ private:
         int64_t numel(int64_t i) const { return jobs[i].numel; }
         int64_t bytes(int64_t i) const {
             const TensorJob &job = jobs[i];
-            int64_t bytes = 2 * int64_t(dtype_size(job.weight_type)) + int64_t(dtype_size(job.grad_type));
-            for (const Moment &moment : job.moment)
-                if (moment.data != nullptr) bytes += 2 * int64_t(dtype_size(moment.type));
-            if (job.copy != nullptr) bytes += int64_t(dtype_size(job.copy_type));
-            if (job.out != nullptr) bytes += int64_t(dtype_size(job.out_type));
+            const auto size = [](const Slot &slot) { return int64_t(dtype_size(slot.format)); };
+            int64_t bytes = 2 * size(job.weight()) + size(job.grad());
+            for (int k = 0; k < kMoments; ++k) bytes += job.moment(k) ? 2 * size(job.moment(k)) : 0;
+            for (const Slot &written : {job.copy(), job.out()}) bytes += written ? size(written) : 0;
             return bytes;
         }
     };

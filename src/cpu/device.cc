@@ -88,7 +88,7 @@ public:
         std::vector<int64_t> bad(leaves);
         std::vector<float> largest(leaves);
         ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
-            kernels_.inspect(list[i].data, Dtype(list[i].dtype), begin, end, squares.data(), bad.data(),
+            kernels_.inspect(slot_of(list[i]), begin, end, squares.data(), bad.data(),
                              kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
         });
         dsopt_norm_result r{};

@@ -18,9 +18,9 @@ int64_t count_nonfinite(const float *x, int64_t n) {
     return bad + (int64_t(nans) << 32);
 }
 
-void squares(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t index) {
-    visit(type, [&](auto tag) {
-        const auto *x = element<typename decltype(tag)::storage>(data, 0);
+void squares(const Slot &slot, int64_t begin, int64_t end, double *squares, int64_t index) {
+    visit(slot.format, [&](auto tag) {
+        const auto *x = element<typename decltype(tag)::storage>(slot.data, 0);
         for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
             // One stream a thread is too little for the hardware's prefetchers, so the next leaf is asked for here.
             const bool more = leaf + 2 * kLeaf <= end;
@@ -35,9 +35,8 @@ void squares(const void *data, Dtype type, int64_t begin, int64_t end, double *s
     });
 }
 
-void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *sums, int64_t *bad, float *largest,
-             int64_t index) {
-    squares(data, type, begin, end, sums, index);
+void inspect(const Slot &slot, int64_t begin, int64_t end, double *sums, int64_t *bad, float *largest, int64_t index) {
+    squares(slot, begin, end, sums, index);
     Buffer buffer;
     for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
         bad[index] = 0;
@@ -49,7 +48,7 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
         float most = 0;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
-            const float *x = view(data, type, i, n, buffer);
+            const float *x = open(slot, i, n, buffer);
             if (suspect) bad[index] += count_nonfinite(x, n);
             if (largest != nullptr) most = largest_magnitude(x, n, most);
         }
@@ -60,18 +59,8 @@ void inspect(const void *data, Dtype type, int64_t begin, int64_t end, double *s
 // ------------------------------------------------------------------------------------------------------------- rules
 DSOPT_HD bool moments_are_f32(const TensorJob &job) {
     bool all = true;
-    for (const Moment &moment : job.moment) all = all && (moment.data == nullptr || moment.type == Dtype::f32);
+    for (int k = 0; k < kMoments; ++k) all = all && (!job.moment(k) || job.moment(k).format == Dtype::f32);
     return all;
-}
-
-/// call(moment[0], ...) with as many as the rule has.
-template <class R, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
-    if constexpr (R::moments.count == 0)
-        call();
-    else if constexpr (R::moments.count == 1)
-        call(moment[0]);
-    else
-        call(moment[0], moment[1]);
 }
 
 #if DSOPT_HAS_REGISTERS
@@ -80,10 +69,11 @@ template <class R, class T, class Call> DSOPT_HD void with_moments(T *moment, co
 bool fits_registers(const Span &span) {
     const TensorJob &job = *span.job;
     const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
-    return job.grad != nullptr && !job.stochastic && !span.sums && moments_are_f32(job) &&
-           (job.weight_type == Dtype::f32 || job.grad_type == Dtype::f32 || job.weight_type == job.grad_type) &&
-           (!span.streaming || (on_line(job.copy) && on_line(job.out))) &&
-           !(kFewRegisters && job.copy != nullptr && job.copy_type == Dtype::bf16);
+    const Dtype grad = job.grad().format, weight = job.weight().format;
+    return job.grad() && !job.stochastic && !span.sums && moments_are_f32(job) &&
+           (weight == Dtype::f32 || grad == Dtype::f32 || weight == grad) &&
+           (!span.streaming || (on_line(job.data[kCopy]) && on_line(job.data[kOut]))) &&
+           !(kFewRegisters && job.copy() && job.copy().format == Dtype::bf16);
 }
 
 /// A change of weights as registers take it: change(g, p, m) with the moments in an array. A closure: of a struct with
@@ -95,15 +85,18 @@ template <int Count, bool WritesMoments, class F> struct Change {
 };
 template <class R> auto change_by(const R &rule) {
     const auto change = [rule](Floats g, Floats & p, Floats * m) __attribute__((always_inline)) {
-        with_moments<R>(
+        with_moments<R::moments.count>(
             m, [&](auto &...each) __attribute__((always_inline)) { rule(g, p, each...); });
     };
     return Change<R::moments.count, true, decltype(change)>{change};
 }
 /// The second pass of Passes::reduced, which only reads the moments.
-template <class R> auto change_by_moments(const R &rule) {
-    const auto change = [rule](Floats, Floats & p, Floats * m) __attribute__((always_inline)) { rule(p, m[0], m[1]); };
-    return Change<kMoments, false, decltype(change)>{change};
+template <int Count, class R> auto change_by_moments(const R &rule) {
+    const auto change = [rule](Floats, Floats & p, Floats * m) __attribute__((always_inline)) {
+        with_moments<Count>(
+            m, [&](const auto &...each) __attribute__((always_inline)) { rule(p, each...); });
+    };
+    return Change<Count, false, decltype(change)>{change};
 }
 
 // GCOVR_EXCL_BR_START: in each of some hundred loops, of which not all can have every type
@@ -119,13 +112,9 @@ template <class Tag, class Lanes> DSOPT_HD void put(Floats x, void *to, Tag tag,
     else
         write(rounded(x, tag, how.by_instruction), at, how.lanes);
 }
-template <class Lanes> DSOPT_HD void put(Floats x, void *to, Dtype type, int64_t i, const Stores<Lanes> &how) {
-    if (type == Dtype::f32)
-        put(x, to, F32{}, i, how);
-    else if (type == Dtype::f16)
-        put(x, to, F16{}, i, how);
-    else
-        put(x, to, BF16{}, i, how);
+template <class Lanes> DSOPT_HD void put(Floats x, const Slot &to, int64_t i, const Stores<Lanes> &how) {
+    visit(
+        to.format, [&](auto tag) __attribute__((always_inline)) { put(x, to.data, tag, i, how); });
 }
 
 /// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed,
@@ -138,10 +127,12 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
     const Stores<Lanes> weights{lanes, false, by_instruction};
     const Stores<Lanes> copies{lanes, span.streaming, by_instruction};
     // Over the gradients its lines are in the caches already.
-    const Stores<Lanes> outputs{lanes, span.streaming && job.out != job.grad, by_instruction};
-    const auto *const g = element<typename Grad::storage>(job.grad, 0);
-    auto *const w = element<typename Weight::storage>(job.weight, 0);
-    float *const moment[kMoments] = {element<float>(job.moment[0].data, 0), element<float>(job.moment[1].data, 0)};
+    const Stores<Lanes> outputs{lanes, span.streaming && job.data[kOut] != job.data[kGrad], by_instruction};
+    const Slot copy = job.copy(), out = job.out();
+    const auto *const g = element<typename Grad::storage>(job.grad().data, 0);
+    auto *const w = element<typename Weight::storage>(job.weight().data, 0);
+    float *moment[kMoments];
+    for (int k = 0; k < C::count; ++k) moment[k] = element<float>(job.moment(k).data, 0);
     for (int64_t i = begin; i < end; i += kWide) {
         const Floats old = load(w + i, weight, lanes);
         Floats p = old, m[kMoments];
@@ -150,10 +141,10 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
         for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i, lanes);
         if (!keeps) put(p, w, weight, i, weights);
         if constexpr (CopiesOnly) {
-            put(p, job.copy, grad, i, copies);
+            put(p, copy.data, grad, i, copies);
         } else {
-            if (job.copy != nullptr) put(p, job.copy, job.copy_type, i, copies);
-            if (job.out != nullptr) put(span.flags & DSOPT_STEP_DELTA ? p - old : p, job.out, job.out_type, i, outputs);
+            if (copy) put(p, copy, i, copies);
+            if (out) put(span.flags & DSOPT_STEP_DELTA ? p - old : p, out, i, outputs);
         }
     }
     if (job.zeroes) zero_gradients(job, begin, end - begin);
@@ -182,12 +173,13 @@ int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_
 /// Returns the first element that is left.
 template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
     const TensorJob &job = *span.job;
-    const bool copies_only = job.copy != nullptr && job.out == nullptr && job.copy_type == job.grad_type;
-    visit(job.grad_type, [&](auto grad) {
+    const Dtype weight_format = job.weight().format;
+    const bool copies_only = job.copy() && !job.out() && job.copy().format == job.grad().format;
+    visit(job.grad().format, [&](auto grad) {
         const auto run = [&](auto weight) { begin = update_in_registers<false>(by, span, begin, end, grad, weight); };
         if constexpr (std::is_same_v<decltype(grad), F32>) {
-            visit(job.weight_type, run);
-        } else if (job.weight_type != Dtype::f32) {
+            visit(weight_format, run);
+        } else if (weight_format != Dtype::f32) {
             run(grad);
         } else if (copies_only) {
             begin = update_in_registers<true>(by, span, begin, end, grad, F32{});
@@ -202,8 +194,8 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 /// Whether the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
-    return job.grad != nullptr && job.grad_type == Dtype::f32 && job.weight_type == Dtype::f32 && job.copy == nullptr &&
-           job.out == nullptr && !job.stochastic && !span.sums && !keeps_weights(span) && moments_are_f32(job);
+    return job.grad() && job.grad().format == Dtype::f32 && job.weight().format == Dtype::f32 && !job.copy() &&
+           !job.out() && !job.stochastic && !span.sums && !keeps_weights(span) && moments_are_f32(job);
 }
 template <class R> void update_plain(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
@@ -211,10 +203,10 @@ template <class R> void update_plain(const R &rule, const Span &span) {
     for (int64_t i = span.begin; i < span.end; i += tile) {
         const int64_t n = least(tile, span.end - i);
         ask_ahead(span, n);
-        const auto *g = element<float>(static_cast<const void *>(job.grad), i);
-        float *p = element<float>(job.weight, i), *moment[kMoments] = {};
-        for (int k = 0; k < R::moments.count; ++k) moment[k] = element<float>(job.moment[k].data, i);
-        with_moments<R>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
+        const float *g = element<float>(job.grad().data, i);
+        float *p = element<float>(job.weight().data, i), *moment[kMoments] = {};
+        for (int k = 0; k < R::moments.count; ++k) moment[k] = element<float>(job.moment(k).data, i);
+        with_moments<R::moments.count>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
     }
     if (job.zeroes) zero_gradients(job, span.begin, span.end - span.begin);
 }
@@ -247,10 +239,10 @@ template <class R> void update_with(const R &rule, const Span &span) {
             // Of any types, and what is left behind whole registers.
             const float *g = open_gradient(job, rest, n, g_buffer);
             float *p = weights.open(rest, n), *moment[kMoments] = {};
-            for (int k = 0; k < count; ++k) moment[k] = open(job.moment[k], rest, n, moment_buffer[k]);
+            for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), rest, n, moment_buffer[k]);
             if (span.sums) weight_sum.add(p, n);
-            with_moments<R>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
-            for (int k = 0; k < count; ++k) close(moment[k], job.moment[k], rest, n);
+            with_moments<count>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
+            for (int k = 0; k < count; ++k) close(moment[k], job.moment(k), rest, n);
             weights.close(rest, n);
             if (span.sums) change_sum.add(weights.change(), n);
         }
@@ -263,50 +255,54 @@ template <class R> void update_with(const R &rule, const Span &span) {
 
 /// The first pass of Passes::reduced over the tile of n elements from the i-th one on; `update` gets what the factor
 /// needs.
-template <class R>
-void lamb_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *m, float *v,
-               float *update) {
+template <int Count, class R>
+void reduced_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *const *moment,
+                  float *update) {
     int64_t done = 0;
 #if DSOPT_HAS_REGISTERS
-    if (!kFewRegisters && job.grad != nullptr && job.grad_type != Dtype::f32) // without a buffer for the gradient
-        visit(job.grad_type, [&](auto tag) {
-            const auto *const g = element<typename decltype(tag)::storage>(job.grad, i);
+    if (!kFewRegisters && job.grad() && job.grad().format != Dtype::f32) // without a buffer for the gradient
+        visit(job.grad().format, [&](auto tag) {
+            const auto *const g = element<typename decltype(tag)::storage>(job.grad().data, i);
             DSOPT_ARRAYS_APART
             for (; done + kWide <= n; done += kWide) {
-                Floats new_m = load(m + done, F32{}), new_v = load(v + done, F32{});
-                write(rule(load(g + done, tag), load(p + done, F32{}), new_m, new_v), update + done);
-                write(new_m, m + done);
-                write(new_v, v + done);
+                Floats next[Count];
+                for (int k = 0; k < Count; ++k) next[k] = load(moment[k] + done, F32{});
+                with_moments<Count>(
+                    next, [&](auto &...each) __attribute__((always_inline)) {
+                        write(rule(load(g + done, tag), load(p + done, F32{}), each...), update + done);
+                    });
+                for (int k = 0; k < Count; ++k) write(next[k], moment[k] + done);
             }
         });
     if (done == n) return;
 #endif
     Buffer buffer;
     const float *const g = open_gradient(job, i + done, n - done, buffer);
-    const auto moments = [rule](float g, float p, float &m, float &v, float &update) { update = rule(g, p, m, v); };
-    apply(moments, n - done, g, p + done, m + done, v + done, update + done);
+    const auto change = [rule](float g, float p, float &update, auto &...each) { update = rule(g, p, each...); };
+    with_moments<Count>(moment,
+                        [&](auto... each) { apply(change, n - done, g, p + done, update + done, each + done...); });
 }
 
-// The two loops of LAMB make their rules themselves: handed over in memory they would be written in small pieces, and wide
-// reads of them would wait for that.
-template <class R> void lamb_moments_with(const Span &span) {
-    const R rule{*span.scalars};
+// The two passes of Passes::reduced construct their functors: passed by reference, a functor is spilled with narrow stores
+// and loaded with wide ones (store-forwarding stall).
+template <class R> void reduced_first_pass(const Span &span) {
+    constexpr int count = R::moments.count;
+    const typename R::Moments rule{*span.scalars};
     const TensorJob &job = *span.job;
-    Buffer p_buffer, m_buffer, v_buffer, u;
+    Buffer p_buffer, moment_buffer[count], u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, update_sum;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
             ask_ahead(span, n);
-            const float *p = open(job.weight, job.weight_type, i, n, p_buffer);
-            float *m = open(job.moment[0], i, n, m_buffer);
-            float *v = open(job.moment[1], i, n, v_buffer);
-            lamb_tile(rule, job, i, n, p, m, v, u.at);
+            const float *p = open(job.weight(), i, n, p_buffer);
+            float *moment[count];
+            for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);
+            reduced_tile<count>(rule, job, i, n, p, moment, u.at);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
-            close(m, job.moment[0], i, n);
-            close(v, job.moment[1], i, n);
+            for (int k = 0; k < count; ++k) close(moment[k], job.moment(k), i, n);
         }
         span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
         span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();
@@ -319,25 +315,26 @@ void update(const Span &span) {
         if constexpr (R::passes == Passes::elementwise)
             update_with(R{*span.scalars}, span);
         else
-            lamb_moments_with<typename R::Moments>(span);
+            reduced_first_pass<R>(span);
     });
 }
 
-template <class R> void lamb_weights_with(const Span &span) {
-    const R rule{*span.scalars, span.trust};
+template <class R> void reduced_second_pass(const Span &span) {
+    constexpr int count = R::moments.count;
+    const typename R::Weights rule{*span.scalars, span.trust};
     const TensorJob &job = *span.job;
     WeightTile weights(span);
-    Buffer m_buffer, v_buffer;
+    Buffer moment_buffer[count];
     int64_t begin = span.begin;
 #if DSOPT_HAS_REGISTERS
-    if (fits_registers(span)) begin = update_in_registers(change_by_moments(rule), span, begin, span.end);
+    if (fits_registers(span)) begin = update_in_registers(change_by_moments<count>(rule), span, begin, span.end);
 #endif
     for (int64_t i = begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         float *p = weights.open(i, n);
-        const float *m = open(job.moment[0], i, n, m_buffer);
-        const float *v = open(job.moment[1], i, n, v_buffer);
-        apply(rule, n, p, m, v);
+        const float *moment[count];
+        for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);
+        with_moments<count>(moment, [&](auto... each) { apply(rule, n, p, each...); });
         weights.close(i, n);
     }
 }
@@ -345,18 +342,18 @@ template <class R> void lamb_weights_with(const Span &span) {
 void update_weights(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::passes == Passes::reduced) lamb_weights_with<typename R::Weights>(span);
+        if constexpr (R::passes == Passes::reduced) reduced_second_pass<R>(span);
     });
 }
 
 void unchanged(const Span &span) {
     const TensorJob &job = *span.job;
-    if (job.out == nullptr && !job.zeroes) return;
+    if (!job.out() && !job.zeroes) return;
     Buffer buffer;
     const Buffer no_change{};
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        const float *weights = job.out != nullptr ? view(job.weight, job.weight_type, i, n, buffer) : nullptr;
+        const float *weights = job.out() ? open(job.weight(), i, n, buffer) : nullptr;
         write_outputs(span, weights, no_change.at, i, n);
     }
 }
@@ -365,14 +362,14 @@ void axpby(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64
     Buffer x_buffer, y_buffer, result;
     for (int64_t i = begin; i < end; i += kTile) {
         const int64_t n = least(kTile, end - i);
-        const float *from = view(x.data, Dtype(x.dtype), i, n, x_buffer);
+        const float *from = open(slot_of(x), i, n, x_buffer);
         if (b == 0) {
             for (int64_t k = 0; k < n; ++k) result.at[k] = a * from[k];
         } else {
-            const float *old = view(y.data, Dtype(y.dtype), i, n, y_buffer);
+            const float *old = open(slot_of(y), i, n, y_buffer);
             for (int64_t k = 0; k < n; ++k) result.at[k] = a * from[k] + b * old[k];
         }
-        store(result.at, y.data, Dtype(y.dtype), i, n);
+        store(result.at, slot_of(y), i, n);
     }
 }
 
@@ -380,12 +377,12 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
     Buffer buffer;
     for (int64_t i = begin; i < end; i += kTile) {
         const int64_t n = least(kTile, end - i);
-        float *tile = open(x.data, Dtype(x.dtype), i, n, buffer);
+        float *tile = open(slot_of(x), i, n, buffer);
         for (int64_t k = 0; k < n; ++k) {
             const float value = tile[k] > limit ? limit : tile[k];
             tile[k] = value < -limit ? -limit : value;
         }
-        close(tile, x.data, Dtype(x.dtype), i, n);
+        close(tile, slot_of(x), i, n);
     }
 }
 

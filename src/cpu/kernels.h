@@ -47,9 +47,9 @@ struct Kernels {
     const OneBitKernels &onebit;
     /// Pass 1, of a piece as in Span. For each leaf: the sum of squares, the number of non-finite elements (NaNs times
     /// 2^32 on top) and, where wanted, the largest magnitude (NaN if there is one). `leaf` is the index of the first.
-    void (*inspect)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t *bad,
-                    float *largest, int64_t leaf);
-    void (*squares)(const void *data, Dtype type, int64_t begin, int64_t end, double *squares, int64_t leaf);
+    void (*inspect)(const Slot &slot, int64_t begin, int64_t end, double *squares, int64_t *bad, float *largest,
+                    int64_t leaf);
+    void (*squares)(const Slot &slot, int64_t begin, int64_t end, double *squares, int64_t leaf);
     /// Passes::elementwise: everything in one read-modify-write. Passes::reduced, first pass: moments, and sums of
     /// weight^2 and update^2 of each leaf.
     void (*update)(const Span &span);

@@ -231,8 +231,8 @@ struct Tile {
         if (!replaces_momentum && span.momentum.rows != nullptr)
             mean(span.momentum, span.worker + i, n, m);
         else if (!replaces_momentum)
-            m = open(job.moment[0], i, n, m_buffer);
-        v = open(job.moment[1], i, n, v_buffer);
+            m = open(job.moment(0), i, n, m_buffer);
+        v = open(job.moment(1), i, n, v_buffer);
         track = span.track != nullptr ? span.track + i : track_buffer.at;
     }
 };
@@ -294,8 +294,8 @@ void feed(const OneBitSpan &span) {
         t.open_all(span, i, n);
         if (span.feed == Feed::distance) {
             local_tile(span, t, n);
-            close(t.p, job.weight, job.weight_type, i, n);
-            close(t.m, job.moment[0], i, n);
+            close(t.p, job.weight(), i, n);
+            close(t.m, job.moment(0), i, n);
         }
         if (span.message != nullptr) {
             feed_tile(span, t, n, span.message + span.worker + i);
@@ -331,9 +331,9 @@ void finish(const OneBitSpan &span) {
             for (int64_t k = 0; k < n; ++k) y.at[k] *= span.mask[i + k];
         mean_tile(span, y.at, t, n);
         if (!span.momentum_goes && replaces)
-            store(t.m, job.moment[0].data, job.moment[0].type, i, n, span.streaming);
+            store(t.m, job.moment(0), i, n, span.streaming);
         else if (!span.momentum_goes)
-            close(t.m, job.moment[0], i, n);
+            close(t.m, job.moment(0), i, n);
         t.weights.close(i, n);
     }
 }
@@ -383,7 +383,7 @@ void lamb_mean(const OneBitSpan &span, double *factors) {
             sum_without.add(tile.without_decay.at, n);
             sum_with.add(tile.update.at, n);
             largest = largest_magnitude(tile.factor.at, n, largest); // they are not negative
-            close(t.m, job.moment[0], i, n);
+            close(t.m, job.moment(0), i, n);
         }
         const int64_t index = job.first_leaf + leaf / kLeaf;
         span.sums_a[index] = sum_without.fold();
@@ -411,7 +411,7 @@ void local(const OneBitSpan &span) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n);
         local_tile(span, t, n);
-        close(t.m, job.moment[0], i, n);
+        close(t.m, job.moment(0), i, n);
         t.weights.close(i, n);
     }
 }

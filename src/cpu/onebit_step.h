@@ -31,8 +31,7 @@ public:
         float *const scaling = onebit_.trust_scaling;
         if (is_skipped() || plan_.count == 0 || scaling[0] != 0) return;
         cut_.run([&](int64_t, const Span &span) {
-            const Moment &momentum = span.job->moment[0];
-            kernels_.squares(momentum.data, momentum.type, span.begin, span.end, plan_.sums_a,
+            kernels_.squares(span.job->moment(0), span.begin, span.end, plan_.sums_a,
                              span.job->first_leaf + span.begin / kLeaf);
         });
         for (int64_t i = 0; i < plan_.count; ++i)
@@ -114,7 +113,7 @@ public:
     void find_active() override {
         cut_.run([&](int64_t i, const Span &span) {
             const int64_t worker = onebit_.jobs[i].worker; // a whole word, as `span.begin` is
-            const auto *v = static_cast<const float *>(span.job->moment[1].data);
+            const auto *v = static_cast<const float *>(span.job->data[kMoment + 1]);
             for (int64_t k = span.begin; worker >= 0 && k < span.end; k += 32) {
                 uint32_t word = 0;
                 for (int64_t b = 0; b < 32 && k + b < span.end; ++b) word |= uint32_t(v[k + b] != 0) << b;
@@ -130,8 +129,8 @@ public:
             const OneBitJob &one = onebit_.jobs[i];
             const auto bytes = size_t(job.numel) * sizeof(float);
             if (bytes == 0) continue;
-            if (copies_variance && one.fresh != nullptr) std::memcpy(one.fresh, job.moment[1].data, bytes);
-            if (one.anchor != nullptr) std::memcpy(one.anchor, job.weight, bytes);
+            if (copies_variance && one.fresh != nullptr) std::memcpy(one.fresh, job.data[kMoment + 1], bytes);
+            if (one.anchor != nullptr) std::memcpy(one.anchor, job.data[kWeight], bytes);
         }
         if (!onebit_.exchanges || buffers_.layout->is_exact()) return; // nothing is owed
         // Either is NULL where there are no elements, which memset() may not be given.

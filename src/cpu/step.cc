@@ -32,13 +32,13 @@ public:
         if (plan_.read_gradients)
             cut_.run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
-                if (!job.present || job.grad == nullptr) return;
+                if (!job.present || !job.grad()) return;
                 const int64_t leaf = job.first_leaf + span.begin / kLeaf;
-                kernels_.inspect(job.grad, job.grad_type, span.begin, span.end, plan_.sums_a, plan_.bad, nullptr, leaf);
+                kernels_.inspect(job.grad(), span.begin, span.end, plan_.sums_a, plan_.bad, nullptr, leaf);
                 // The original takes the experts' part of the norm from their weights. What is bad stays the
                 // gradient's.
                 if (plan_.wrapper == Wrapper::fused && job.expert != 0)
-                    kernels_.squares(job.weight, job.weight_type, span.begin, span.end, plan_.sums_a, leaf);
+                    kernels_.squares(job.weight(), span.begin, span.end, plan_.sums_a, leaf);
             });
         fold_gradients(plan_);
     }

@@ -100,12 +100,14 @@ template <class Tag> void narrow_streaming(const float *from, typename Tag::stor
 template <class T> T *element(void *data, int64_t index) { return static_cast<T *>(data) + index; }
 template <class T> const T *element(const void *data, int64_t index) { return static_cast<const T *>(data) + index; }
 
-inline void load(const void *data, Dtype type, int64_t index, int64_t n, float *to) {
-    visit(type, [&](auto tag) { widen(element<typename decltype(tag)::storage>(data, index), to, n, tag); });
+/// The codec of a format: n elements of an array from the index-th one on, to and from fp32.
+inline void load(const Slot &from, int64_t index, int64_t n, float *to) {
+    visit(from.format,
+          [&](auto tag) { widen(element<typename decltype(tag)::storage>(from.data, index), to, n, tag); });
 }
-inline void store(const float *from, void *data, Dtype type, int64_t index, int64_t n, bool streaming = false) {
-    visit(type, [&](auto tag) {
-        auto *to = element<typename decltype(tag)::storage>(data, index);
+inline void store(const float *from, const Slot &slot, int64_t index, int64_t n, bool streaming = false) {
+    visit(slot.format, [&](auto tag) {
+        auto *to = element<typename decltype(tag)::storage>(slot.data, index);
         if (streaming)
             narrow_streaming(from, to, n, tag);
         else
@@ -114,36 +116,27 @@ inline void store(const float *from, void *data, Dtype type, int64_t index, int6
 }
 
 /// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
-inline float *open(void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
-    if (type == Dtype::f32 && !private_copy) return element<float>(data, index);
-    load(data, type, index, n, buffer.at);
+inline float *open(const Slot &slot, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
+    if (slot.format == Dtype::f32 && !private_copy) return element<float>(slot.data, index);
+    load(slot, index, n, buffer.at);
     return buffer.at;
 }
-inline void close(const float *tile, void *data, Dtype type, int64_t index, int64_t n) {
-    if (type != Dtype::f32) store(tile, data, type, index, n);
-}
-/// As `open`, for memory that is only read.
-inline const float *view(const void *data, Dtype type, int64_t index, int64_t n, Buffer &buffer) {
-    return open(const_cast<void *>(data), type, index, n, buffer);
-}
-inline float *open(const Moment &moment, int64_t index, int64_t n, Buffer &buffer) {
-    return open(moment.data, moment.type, index, n, buffer);
-}
-inline void close(const float *tile, const Moment &moment, int64_t index, int64_t n) {
-    close(tile, moment.data, moment.type, index, n);
+inline void close(const float *tile, const Slot &slot, int64_t index, int64_t n) {
+    if (slot.format != Dtype::f32) store(tile, slot, index, n);
 }
 inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
-    if (job.grad != nullptr) return view(job.grad, job.grad_type, index, n, buffer);
+    if (job.grad()) return open(job.grad(), index, n, buffer);
     __builtin_memset(buffer.at, 0, sizeof buffer.at);
     return buffer.at;
 }
 
 // ------------------------------------------------------------------------------------------------------- asking ahead
 /// Asks for the lines of elements [index, index + n).
-inline void ask_for(const void *data, Dtype type, int64_t index, int64_t n) {
-    if (data == nullptr) return;
-    const size_t size = dtype_size(type);
-    const char *line = static_cast<const char *>(data) + size_t(index) * size, *const end = line + size_t(n) * size;
+inline void ask_for(const Slot &slot, int64_t index, int64_t n) {
+    if (!slot) return;
+    const size_t size = dtype_size(slot.format);
+    const char *line = static_cast<const char *>(slot.data) + size_t(index) * size;
+    const char *const end = line + size_t(n) * size;
     for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line);
 }
 /// Called for each n elements that are worked on. What the loops of a step write past the caches is not asked for.
@@ -158,10 +151,10 @@ inline void ask_ahead(const Span &span, int64_t n) {
         const TensorJob &job = ahead.jobs[ahead.tensor];
         const int64_t end = last ? ahead.last_element : job.numel, size = least(n, end - ahead.element);
         if (job.present) {
-            ask_for(job.grad, job.grad_type, ahead.element, size);
-            ask_for(job.weight, job.weight_type, ahead.element, size);
-            for (const Moment &moment : job.moment) ask_for(moment.data, moment.type, ahead.element, size);
-            if (!span.streaming) ask_for(job.copy, job.copy_type, ahead.element, size);
+            ask_for(job.grad(), ahead.element, size);
+            ask_for(job.weight(), ahead.element, size);
+            for (int k = 0; k < kMoments; ++k) ask_for(job.moment(k), ahead.element, size);
+            if (!span.streaming) ask_for(job.copy(), ahead.element, size);
         }
         n -= size;
         ahead.element += size;
@@ -248,16 +241,16 @@ inline float largest_magnitude(const float *x, int64_t n, float so_far) {
 
 // ------------------------------------------------------------------------------------------------- where results go
 inline void zero_gradients(const TensorJob &job, int64_t index, int64_t n) {
-    const size_t size = dtype_size(job.grad_type);
-    __builtin_memset(static_cast<char *>(job.grad) + size_t(index) * size, 0, size_t(n) * size);
+    const auto [data, format] = job.grad();
+    const size_t size = dtype_size(format);
+    __builtin_memset(static_cast<char *>(data) + size_t(index) * size, 0, size_t(n) * size);
 }
 /// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
 inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
     // Over the gradients its lines are in the caches already.
-    const bool streaming = span.streaming && job.out != job.grad;
-    if (job.out != nullptr)
-        store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out, job.out_type, index, n, streaming);
+    const bool streaming = span.streaming && job.data[kOut] != job.data[kGrad];
+    if (job.out()) store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out(), index, n, streaming);
     if (job.zeroes) zero_gradients(job, index, n);
 }
 
@@ -278,7 +271,7 @@ public:
         compares_(sums_change || (span.flags & DSOPT_STEP_DELTA) != 0) {}
 
     float *open(int64_t index, int64_t n) {
-        at_ = dsopt::cpu::open(span_.job->weight, span_.job->weight_type, index, n, buffer_, keeps_);
+        at_ = dsopt::cpu::open(span_.job->weight(), index, n, buffer_, keeps_);
         if (compares_) widen(at_, change_.at, n, F32{});
         return at_;
     }
@@ -288,8 +281,8 @@ public:
         // Once they are rounded so, later stores are exact.
         if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.offset + index, n);
         if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
-        if (!keeps_) dsopt::cpu::close(at_, job.weight, job.weight_type, index, n);
-        if (job.copy != nullptr) store(at_, job.copy, job.copy_type, index, n, span_.streaming);
+        if (!keeps_) dsopt::cpu::close(at_, job.weight(), index, n);
+        if (job.copy()) store(at_, job.copy(), index, n, span_.streaming);
         write_outputs(span_, at_, change_.at, index, n);
     }
     const float *change() const { return change_.at; }

@@ -175,7 +175,7 @@ inline void fold_gradients(const StepPlan &plan) {
     for (int64_t i = 0; i < cells * kLanes; ++i) lanes[i] = 0;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        if (!job.present || job.grad == nullptr) continue;
+        if (!job.present || !job.grad()) continue;
         int64_t bad = 0, nans = 0;
         for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
             bad += plan.bad[leaf] & 0xffff;

@@ -5,6 +5,7 @@
 #include "rules/lane_sum.h"
 #include "rules/loss_scale.h"
 #include "rules/scalars.h"
+#include <type_traits>
 
 namespace dsopt {
 
@@ -12,13 +13,22 @@ namespace dsopt {
 constexpr int64_t kLeaf = 4096;
 DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
 
-/// One moment of a tensor; `data` NULL: the rule has none. A tensor's own dtype each.
-struct Moment {
-    void *data;
-    Dtype type;
-    uint8_t reserved[7]; // no padding, as in TensorJob
+/// How an array of a step is stored. Kernels load and store it through the codec of its format: visit(Dtype).
+struct Slot {
+    void *data; // NULL: the step has no such array
+    Dtype format;
+    explicit DSOPT_HD operator bool() const { return data != nullptr; }
 };
-static_assert(sizeof(Moment) == 16);
+DSOPT_HD Slot slot_of(const dsopt_tensor &tensor) { return {tensor.data, Dtype(tensor.dtype)}; }
+/// The arrays of a tensor in a step. Those of the rule's state begin at kMoment, in the order of its MomentList.
+enum SlotIndex : uint8_t {
+    kGrad,   // no array, but `present`: zeros
+    kWeight, // what the rule updates: the master, or the parameter itself
+    kCopy,   // the low-precision parameter of a master
+    kOut,
+    kMoment
+};
+constexpr int kSlots = kMoment + kMoments;
 
 /// Which kernels update a tensor in a step.
 enum class Owner : uint8_t {
@@ -27,13 +37,9 @@ enum class Owner : uint8_t {
     exchange, // OneBitLoops
 };
 
-/// One tensor of a step. `weight` is what the rule updates: the master, or the parameter itself.
+/// One tensor of a step.
 struct TensorJob {
-    void *grad; // NULL and `present`: zeros
-    void *weight;
-    Moment moment[kMoments];
-    void *copy; // low-precision parameter beside a master, or NULL
-    void *out;  // or NULL
+    void *data[kSlots];
     int64_t numel;
     int64_t first_leaf;
     int64_t offset;      // of its first element in the whole tensor, and
@@ -43,17 +49,27 @@ struct TensorJob {
     int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio
     int32_t counter;    // the tensor in whose count StepPlan::step it steps; it takes step `ordinal` after that count
     uint8_t ordinal;
-    uint8_t advance; // what its own count gains by a step that is taken
-    Dtype grad_type, weight_type, copy_type, out_type;
-    bool present;        // takes part in this step
-    bool has_master;     // `weight` is one
-    bool in_norm;        // its squares count on this rank
-    bool stochastic;     // bf16 weights without a master are rounded at random
-    Owner owner;         // none unless `present`
-    bool zeroes;         // its gradient is set to zero once it has been read
-    uint8_t reserved[4]; // no padding: tables of these are compared byte by byte
+    uint8_t advance;                     // what its own count gains by a step that is taken
+    Owner owner;                         // none unless `present`
+    bool present;                        // takes part in this step
+    bool has_master;                     // its weight is one
+    bool in_norm;                        // its squares count on this rank
+    bool stochastic;                     // bf16 weights without a master are rounded at random
+    bool zeroes;                         // its gradient is set to zero once it has been read
+    Dtype formats[(kSlots + 7) / 8 * 8]; // of the slots, then zeros: tables of jobs are compared byte by byte
+
+    DSOPT_HD Slot slot(int index) const { return {data[index], formats[index]}; }
+    DSOPT_HD Slot grad() const { return slot(kGrad); }
+    DSOPT_HD Slot weight() const { return slot(kWeight); }
+    DSOPT_HD Slot copy() const { return slot(kCopy); }
+    DSOPT_HD Slot out() const { return slot(kOut); }
+    DSOPT_HD Slot moment(int k) const { return slot(kMoment + k); }
+    void set(int index, Slot slot) {
+        data[index] = slot.data;
+        formats[index] = slot.format;
+    }
 };
-static_assert(sizeof(TensorJob) == 128);
+static_assert(std::has_unique_object_representations_v<TensorJob> && sizeof(TensorJob) <= 144);
 
 /// What model ranks add up of a LAMB tensor that is sharded over them.
 struct ShardSums {

@@ -138,7 +138,7 @@ void Optimizer::add_param_state(int64_t index) {
     const int32_t type = compat() && (desc_.flags & DSOPT_OPTIMIZER_NO_MASTER) ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
     for (int k = 0; k < moments.count; ++k)
-        state_.add({kMomentKinds[k], index, type, 0, param.numel, nullptr, &moments.at[k]});
+        state_.add({moment_kind(k), index, type, 0, param.numel, nullptr, &moments.at[k]});
     if (desc_.flags & DSOPT_OPTIMIZER_ACCUMULATE) state_.add(StateKind::grad_accum, index, param.numel);
     OneBit::add_param_state(param, index, group, desc_, state_);
 }

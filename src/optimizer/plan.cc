@@ -8,11 +8,9 @@
 namespace dsopt {
 namespace {
 
-/// `state` NULL: the rule has no such moment. Member by member: as a whole it would be read back before its bytes have
-/// arrived, which takes longer than all else that is done for a tensor.
-void set_moment(Moment &moment, const dsopt_tensor *state) {
-    moment.data = state != nullptr ? state->data : nullptr;
-    moment.type = state != nullptr ? Dtype(state->dtype) : Dtype::f32;
+/// NULL: no array.
+Slot slot_or_none(const dsopt_tensor *tensor) {
+    return tensor != nullptr ? slot_of(*tensor) : Slot{nullptr, Dtype::f32};
 }
 
 void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
@@ -50,11 +48,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
         const bool present = grad != nullptr || is_zeros || is_sent(i);
-        jobs[i] = {.grad = grad != nullptr ? grad->data : nullptr,
-                   .weight = param.has_master ? own(StateKind::master)->data : data,
-                   .moment = {},
-                   .copy = copies ? data : nullptr,
-                   .out = out != nullptr ? out->data : nullptr,
+        jobs[i] = {.data = {},
                    .numel = param.numel,
                    .first_leaf = param.first_leaf,
                    .offset = param.offset,
@@ -65,19 +59,19 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .counter = int32_t(i),
                    .ordinal = 1,
                    .advance = present,
-                   .grad_type = grad != nullptr ? Dtype(grad->dtype) : Dtype::f32,
-                   .weight_type = param.has_master ? Dtype::f32 : Dtype(param.dtype),
-                   .copy_type = Dtype(param.dtype),
-                   .out_type = out != nullptr ? Dtype(out->dtype) : Dtype::f32,
+                   .owner = present ? owner_of(param) : Owner::none,
                    .present = present,
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
-                   .owner = present ? owner_of(param) : Owner::none,
                    .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr,
-                   .reserved = {}};
-        set_moment(jobs[i].moment[0], own(StateKind::first_moment));
-        set_moment(jobs[i].moment[1], own(StateKind::second_moment));
+                   .formats = {}};
+        const Slot param_slot{data, Dtype(param.dtype)};
+        jobs[i].set(kGrad, slot_or_none(grad));
+        jobs[i].set(kWeight, param.has_master ? slot_of(*own(StateKind::master)) : param_slot);
+        jobs[i].set(kCopy, {copies ? data : nullptr, param_slot.format});
+        jobs[i].set(kOut, slot_or_none(out));
+        for (int k = 0; k < kMoments; ++k) jobs[i].set(kMoment + k, slot_or_none(own(moment_kind(k))));
     }
 }
 
@@ -89,7 +83,8 @@ void count_like_original(const std::vector<dsopt_group> &groups, TensorJob *jobs
         int32_t last = -1;
         bool is_there[3] = {};
         const auto type = [&](int64_t i) {
-            return jobs[i].weight_type == Dtype::f16 ? 0 : jobs[i].weight_type == Dtype::bf16 ? 1 : 2;
+            const Dtype format = jobs[i].weight().format;
+            return format == Dtype::f16 ? 0 : format == Dtype::bf16 ? 1 : 2;
         };
         for (end = begin; end < count && jobs[end].group == jobs[begin].group; ++end)
             if (jobs[end].present) last = int32_t(end), is_there[type(end)] = true;
@@ -167,7 +162,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const StateTable &entries = optimizer.state();
     const dsopt_step &step = request.step;
     if (request.repeats == Repeats::all_but_places) {
-        for (int64_t i = 0; i < step.count; ++i) table.jobs[i].grad = step.grads[i].data;
+        for (int64_t i = 0; i < step.count; ++i) table.jobs[i].data[kGrad] = step.grads[i].data;
     } else if (request.repeats == Repeats::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
@@ -227,16 +222,13 @@ void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
         const MomentList &moments = moments_of(optimizer.groups()[size_t(job.group)]);
-        const std::pair<const char *, const void *> pointers[] = {{"gradient", job.grad},
-                                                                  {"weight", job.weight},
-                                                                  {moments.at[0].name, job.moment[0].data},
-                                                                  {moments.at[1].name, job.moment[1].data},
-                                                                  {"parameter", job.copy},
-                                                                  {"output", job.out}};
-        for (const auto &[role, data] : pointers)
-            if (data != nullptr && job.numel != 0 && !optimizer.context().device().owns(data))
-                throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
-                            optimizer.params()[size_t(i)].name.c_str(), data);
+        constexpr const char *kNames[] = {"gradient", "weight", "parameter", "output"}; // of SlotIndex
+        static_assert(std::size(kNames) == kMoment);
+        for (int k = 0; k < kSlots; ++k)
+            if (job.slot(k) && job.numel != 0 && !optimizer.context().device().owns(job.data[k]))
+                throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device",
+                            k < kMoment ? kNames[k] : moments.at[k - kMoment].name,
+                            optimizer.params()[size_t(i)].name.c_str(), job.data[k]);
     }
 }
 

@@ -13,8 +13,8 @@ namespace dsopt {
 enum class StateKind : uint8_t {
     // of a parameter
     master,
-    first_moment, // these two have the names that the rule gives them
-    second_moment,
+    first_moment, // and those after it: moment_kind(). They have the names that the rule gives them.
+    last_moment = first_moment + kMoments - 1,
     grad_accum,
     anchor,
     momentum_accumulator,
@@ -38,8 +38,7 @@ enum class StateKind : uint8_t {
     step
 };
 
-constexpr StateKind kMomentKinds[] = {StateKind::first_moment, StateKind::second_moment};
-static_assert(std::size(kMomentKinds) == size_t(kMoments));
+constexpr StateKind moment_kind(int k) { return StateKind(int(StateKind::first_moment) + k); }
 
 /// What becomes of a tensor of the whole optimizer when parameters are added.
 enum class Growth : uint8_t {
@@ -59,10 +58,11 @@ struct StateRecord {
 constexpr StateRecord record_of(StateKind kind) {
     constexpr int32_t moments = DSOPT_RESET_MOMENTS, counters = DSOPT_RESET_COUNTERS, errors = DSOPT_RESET_ERRORS;
     constexpr int32_t f32 = DSOPT_DTYPE_F32, i32 = DSOPT_DTYPE_I32, local = DSOPT_STATE_RANK_LOCAL;
+    if (kind > StateKind::first_moment && kind < StateKind::last_moment) kind = StateKind::first_moment;
     switch (kind) {
     case StateKind::master: return {"master", DSOPT_RESET_MASTERS, Growth::anew, f32, DSOPT_STATE_FROM_PARAM};
     case StateKind::first_moment:
-    case StateKind::second_moment: return {"moment", moments};
+    case StateKind::last_moment: return {"moment", moments};
     case StateKind::grad_accum: return {"grad_accum", DSOPT_RESET_GRADS};
     case StateKind::anchor: return {"anchor", moments, Growth::anew, f32, local};
     case StateKind::momentum_accumulator: return {"momentum_accumulator", moments, Growth::anew, f32, local};

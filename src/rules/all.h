@@ -17,7 +17,7 @@ inline constexpr const RuleInfo *kRules[] = {&kAdam,        &kAdamW,      &kLamb
 template <class T> struct Formula { using type = T; };
 
 /// Calls `f` with the Formula of a rule. No default: -Werror=switch finds what a new one must touch.
-template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
+template <class F> DSOPT_HD constexpr void visit(Rule rule, F &&f) {
     switch (rule) {
     case Rule::adam: f(Formula<Adam<false>>{}); return;
     case Rule::adamw: f(Formula<Adam<true>>{}); return;
@@ -36,16 +36,27 @@ template <class F> DSOPT_HD void visit(Rule rule, F &&f) {
     }
 }
 
-DSOPT_HD Passes passes_of(Rule rule) {
+DSOPT_HD constexpr Passes passes_of(Rule rule) {
     Passes passes = Passes::elementwise;
     visit(rule, [&](auto formula) { passes = decltype(formula)::type::passes; });
     return passes;
 }
-DSOPT_HD uint32_t fields_of(Rule rule) {
+DSOPT_HD constexpr uint32_t fields_of(Rule rule) {
     uint32_t fields = 0;
     visit(rule, [&](auto formula) { fields = decltype(formula)::type::fields; });
     return fields;
 }
+
+/// Most moments of a formula with Passes::reduced.
+constexpr int kReducedMoments = [] {
+    int most = 0;
+    for (int rule = 0; rule <= UINT8_MAX; ++rule)
+        visit(Rule(rule), [&](auto formula) {
+            using R = typename decltype(formula)::type;
+            if (R::passes == Passes::reduced && R::moments.count > most) most = R::moments.count;
+        });
+    return most;
+}();
 
 /// True for formulas that multiply an update by a trust ratio, in compressed steps of 1-bit LAMB too.
 DSOPT_HD bool has_trust(Rule rule) { return (fields_of(rule) & kTrust) != 0; }

@@ -40,6 +40,12 @@ enum class Passes : uint8_t {
 
 constexpr int kMoments = 2; // of any rule, at most
 
+/// call(moment[0], ..., moment[Count - 1]), with what kernels have of the moments of a rule.
+template <int Count, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
+    [&]<int... K>(std::integer_sequence<int, K...>) { call(moment[K]...); }
+    (std::make_integer_sequence<int, Count>{});
+}
+
 /// A state tensor that a formula keeps beside each weight.
 struct MomentInfo {
     const char *name = "";                // in dsopt_state_info and in checkpoints

@@ -7,15 +7,14 @@ namespace dsopt {
 
 void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream) {
     dsopt_tensor own{mean, job.numel, DSOPT_DTYPE_F32, 0};
-    if (job.grad == nullptr) {
+    if (!job.grad()) {
         device.clear(mean, size_t(job.numel) * sizeof(float), stream);
     } else {
-        from_[count_] = {job.grad, job.numel, int32_t(job.grad_type), 0};
+        from_[count_] = {job.data[kGrad], job.numel, int32_t(job.grad().format), 0};
         to_[count_++] = own;
     }
     if (padded != job.numel) device.clear(mean + job.numel, size_t(padded - job.numel) * sizeof(float), stream);
-    job.grad = mean;
-    job.grad_type = Dtype::f32;
+    job.set(kGrad, {mean, Dtype::f32});
     job.zeroes = false;
     own.numel = padded;
     if (run_count_ != 0 && static_cast<float *>(runs_[run_count_ - 1].data) + runs_[run_count_ - 1].numel == mean)

@@ -297,7 +297,7 @@ public:
     int failures = 0;
 
 private:
-    static constexpr size_t kTensors = 280, kCount = 5, kBytes = kTensors * kCount * sizeof(float);
+    static constexpr size_t kTensors = 320, kCount = 5, kBytes = kTensors * kCount * sizeof(float);
     static dsopt_status copy(void *to, const void *from, size_t bytes) {
         return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess ? DSOPT_OK : DSOPT_ERR_BACKEND;
     }
