@@ -293,7 +293,7 @@ void lose_from(const CommSet &comms, int32_t k, FunctionRef<void()> body) {
     Comm *const others[] = {comms.data, comms.node, comms.model};
     constexpr auto first = int32_t(std::size(others));
     if (k == first + comms.expert_count) return body();
-    Comm *const comm = k < first ? others[k] : comms.experts[k - first];
+    Comm *const comm = k < first ? others[k] : comms.experts[k - first].get();
     if (comm == nullptr || comm->ranks() == 1) return lose_from(comms, k + 1, body);
     comm->lose_if_it_fails([&] { lose_from(comms, k + 1, body); });
 }

@@ -133,7 +133,7 @@ inline int64_t data_ranks(const Comm *data, const Comm *node) {
 /// Ranks that take a step together; NULL = one rank.
 struct CommSet {
     Comm *data, *model;
-    Comm *const *experts;
+    const std::shared_ptr<Comm> *experts;
     int32_t expert_count;
     /// With it the data ranks are those of all nodes, and `data` has the ranks of each node that have the same number.
     Comm *node;

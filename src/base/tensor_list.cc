@@ -83,4 +83,8 @@ void MemoryMap::add(const dsopt_tensor &tensor, Label label) {
     if (begin != end) by_begin_.emplace(begin, Stretch{end, label});
 }
 
+void MemoryMap::remove(const dsopt_tensor &tensor) noexcept {
+    if (begin_of(tensor) != end_of(tensor)) by_begin_.erase(begin_of(tensor));
+}
+
 } // namespace dsopt

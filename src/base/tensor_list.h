@@ -32,8 +32,8 @@ public:
     void check(const dsopt_tensor &tensor, Label label) const;
     /// The same, and then it is one of them. The label's text must outlive the map.
     void add(const dsopt_tensor &tensor, Label label);
-    /// Those of another map, which overlap none of these.
-    void merge(MemoryMap &other) noexcept { by_begin_.merge(other.by_begin_); }
+    /// No longer one of these. The caller has checked that no other tensor begins there.
+    void remove(const dsopt_tensor &tensor) noexcept;
 
 private:
     struct Stretch {

@@ -115,11 +115,9 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
     files.verify_others();
 }
 
-/// Everything is read and its checksum compared before the first byte of the optimizer changes. Here and below memory
-/// comes when nothing in the file can fail any more: masters are left for it to fill, and a load that fails must not
-/// leave such ones behind.
-void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, const std::vector<Transfer> &transfers,
-                         const std::vector<int64_t> &order, bool masters_follow) {
+/// Everything is read and its checksum compared before the first byte of the optimizer changes.
+void load_in_host_memory(Optimizer &optimizer, Loaded loaded, const SafetensorsReader &file,
+                         const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     size_t total = 0;
     for (const Transfer &transfer : transfers) total += transfer.bytes;
     const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
@@ -131,44 +129,45 @@ void load_in_host_memory(Optimizer &optimizer, const SafetensorsReader &file, co
             std::memcpy(staging.get() + at, transfer.made.data(), transfer.bytes);
         at += transfer.bytes;
     }
-    optimizer.ensure_state(nullptr, nullptr, masters_follow);
-    at = 0;
-    for (const Transfer &transfer : transfers) {
-        if (transfer.bytes != 0) std::memcpy(transfer.memory(), staging.get() + at, transfer.bytes);
-        at += transfer.bytes;
-    }
+    optimizer.adopt(std::move(loaded), [&] {
+        at = 0;
+        for (const Transfer &transfer : transfers) {
+            if (transfer.bytes != 0) std::memcpy(transfer.memory(), staging.get() + at, transfer.bytes);
+            at += transfer.bytes;
+        }
+    });
 }
 
 /// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two
 /// buffers. Only a source that fails or changes between the two can leave the state half loaded, and that is said.
-void load_through_pieces(Optimizer &optimizer, const SafetensorsReader &file, const std::vector<Transfer> &transfers,
-                         const std::vector<int64_t> &order, bool masters_follow) {
+void load_through_pieces(Optimizer &optimizer, Loaded loaded, const SafetensorsReader &file,
+                         const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
     for (const Transfer &transfer : transfers)
         if (transfer.from_file()) file.verify(transfer.index);
     optimizer.wait_for_tensors();
-    optimizer.ensure_state(nullptr, nullptr, masters_follow);
-    device.wait_for_default_stream();
-    const std::unique_ptr<HostWriter> writer = device.writer();
-    try {
-        for (const Transfer &transfer : transfers) {
-            char *const memory = static_cast<char *>(transfer.memory());
-            if (!transfer.from_file()) {
-                device.copy(memory, transfer.made.data(), transfer.bytes);
-            } else if (transfer.per_param()) {
-                fetch(file, transfer, order, words.data());
-                device.copy(memory, words.data(), transfer.bytes);
-            } else {
-                for (size_t at = 0; at < transfer.bytes; at += kPiece) {
-                    const size_t bytes = std::min(kPiece, transfer.bytes - at);
-                    file.read(transfer.index, at, writer->buffer(), bytes);
-                    writer->write(memory + at, bytes);
+    optimizer.adopt(std::move(loaded), [&] {
+        const std::unique_ptr<HostWriter> writer = device.writer();
+        try {
+            for (const Transfer &transfer : transfers) {
+                char *const memory = static_cast<char *>(transfer.memory());
+                if (!transfer.from_file()) {
+                    device.copy(memory, transfer.made.data(), transfer.bytes);
+                } else if (transfer.per_param()) {
+                    fetch(file, transfer, order, words.data());
+                    device.copy(memory, words.data(), transfer.bytes);
+                } else {
+                    for (size_t at = 0; at < transfer.bytes; at += kPiece) {
+                        const size_t bytes = std::min(kPiece, transfer.bytes - at);
+                        file.read(transfer.index, at, writer->buffer(), bytes);
+                        writer->write(memory + at, bytes);
+                    }
                 }
             }
-        }
-        writer->finish();
-    } catch (const Error &e) { throw Error(e.status(), "%s; the state is half loaded: load it again", e.what()); }
+            writer->finish();
+        } catch (const Error &e) { throw Error(e.status(), "%s; the state is half loaded: load it again", e.what()); }
+    });
 }
 
 void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool with_errors) {
@@ -209,24 +208,19 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     verify_others(files, transfers);
 
     const bool accumulates = optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE;
-    // Made before anything changes: what follows the tensors must not fail.
-    Restored restored{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
-                      .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
-                      .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
-                      .calls = wanted.state ? saved.calls : optimizer.calls(),
-                      .accumulated = accumulates && wanted.state ? read_accumulated(fields, saved.order) : "",
-                      .resharded_from = files.resharded() ? files.saved_ranks() : 0};
-    if (optimizer.context().device().is_host())
-        load_in_host_memory(optimizer, files.file(), transfers, saved.order, wanted.masters);
-    else
-        load_through_pieces(optimizer, files.file(), transfers, saved.order, wanted.masters);
-    if (!wanted.masters) optimizer.reset(DSOPT_RESET_MASTERS, nullptr);
-    if (wanted.scaler != nullptr && wanted.hyper) wanted.scaler->restore(rules);
-    if (wanted.scaler != nullptr) wanted.scaler->fit_to_rules();
-    optimizer.restore(std::move(restored));
-    if (wanted.state && optimizer.onebit() != nullptr) optimizer.onebit()->forget_like_original(optimizer.state());
-    if (io.flags & DSOPT_IO_RESET_ERRORS) optimizer.reset(DSOPT_RESET_ERRORS, nullptr);
-    optimizer.context().device().wait_for_default_stream();
+    Loaded loaded{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
+                  .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
+                  .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
+                  .calls = wanted.state ? saved.calls : optimizer.calls(),
+                  .accumulated = accumulates && wanted.state ? read_accumulated(fields, saved.order) : "",
+                  .resharded_from = files.resharded() ? files.saved_ranks() : 0,
+                  .state = wanted.state,
+                  .masters = wanted.masters,
+                  .resets_errors = (io.flags & DSOPT_IO_RESET_ERRORS) != 0,
+                  .has_scaler = wanted.scaler != nullptr,
+                  .rules = wanted.scaler != nullptr && wanted.hyper ? std::optional(rules) : std::nullopt};
+    const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_through_pieces;
+    load(optimizer, std::move(loaded), files.file(), transfers, saved.order);
     log_resharding(optimizer, files, wanted.errors);
 }
 

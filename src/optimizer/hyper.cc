@@ -56,7 +56,6 @@ void check_max_value(double value, const char *field) {
 }
 
 void Optimizer::set(int32_t group, int32_t key, double value) {
-    last_step_.forget();
     if (is_optimizer_key(key, group)) {
         const bool whole = value >= 0 && std::floor(value) == value;
         if (key == DSOPT_KEY_MAX_NORM) {
@@ -71,45 +70,47 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
             outcome_.change(context_->device(), [](Outcome &outcome) { outcome.skipped_in_row = 0; });
         } else {
             require(whole && value <= double(kMostCalls), "calls", value, "a whole number in [0, 2^53]");
-            calls_ = int64_t(value);
+            told_.calls = int64_t(value);
         }
         return;
     }
-    if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups_.size()))
-        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
+    if (group != DSOPT_ALL_GROUPS && (group < 0 || size_t(group) >= groups().size()))
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups().size());
     check_groups(*this);
-    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS && is_onebit(groups_[size_t(group)].algorithm))
+    if (key == DSOPT_KEY_FREEZE_STEP && group != DSOPT_ALL_GROUPS && is_onebit(groups()[size_t(group)].algorithm))
         throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
-    const size_t last = group == DSOPT_ALL_GROUPS ? groups_.size() : first + 1;
+    const size_t last = group == DSOPT_ALL_GROUPS ? groups().size() : first + 1;
     const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
-        return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || family_ < 0 || is_onebit(other.algorithm);
+        return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || registry_->family < 0 ||
+               is_onebit(other.algorithm);
     };
     for (size_t i = first; i < last; ++i) {
-        if (!takes(groups_[i])) continue;
-        const dsopt_group changed = changed_group(groups_[i], key, value);
+        if (!takes(groups()[i])) continue;
+        const dsopt_group changed = changed_group(groups()[i], key, value);
         check_group(changed, compat());
-        if (const MomentInfo *const moment = first_difference(moments_of(groups_[i]), moments_of(changed)))
+        if (const MomentInfo *const moment = first_difference(moments_of(groups()[i]), moments_of(changed)))
             throw Error(DSOPT_ERR_UNSUPPORTED,
                         "key %d of group %zu cannot become %g: state tensor %s is there with one of the values only",
                         key, i, value, moment->name);
     }
+    std::vector<dsopt_group> &changing = registry_.change().groups;
     for (size_t i = first; i < last; ++i)
-        if (takes(groups_[i])) groups_[i] = changed_group(groups_[i], key, value);
-    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->follow(groups_); // which looks at every group
+        if (takes(changing[i])) changing[i] = changed_group(changing[i], key, value);
+    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->follow(groups()); // which looks at every group
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {
     if (is_optimizer_key(key, group))
         return key == DSOPT_KEY_MAX_NORM    ? desc_.max_norm
                : key == DSOPT_KEY_MAX_VALUE ? desc_.max_value
-               : key == DSOPT_KEY_CALLS     ? double(calls_)
+               : key == DSOPT_KEY_CALLS     ? double(told_.calls)
                                             : double(desc_.skip_budget);
     check_groups(*this);
     const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
-    if (group < DSOPT_ALL_GROUPS || index >= groups_.size())
-        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups_.size());
-    const dsopt_group &g = groups_[index];
+    if (group < DSOPT_ALL_GROUPS || index >= groups().size())
+        throw Error(DSOPT_ERR_ARGUMENT, "group %d of %zu", group, groups().size());
+    const dsopt_group &g = groups()[index];
     const RuleInfo &info = info_of(g.algorithm);
     if (const GroupFlag *const flag = find_flag(key)) return (g.flags & flag->flag) != 0;
     switch (key) {

@@ -81,6 +81,10 @@ public:
     /// The memory may have been written to.
     void forget_schedule() const { known_.reset(); }
 
+    /// Whether the ranks have compared their lists of parameters in a step.
+    bool lists_compared() const { return lists_compared_; }
+    void set_lists_compared() { lists_compared_ = true; }
+
     /// What the next calls do with gradients, DSOPT_REDUCTION_...; `first_call_is_spent`: by a wrapper that was made.
     int32_t next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const;
     /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS. After work that uses the state, for
@@ -95,6 +99,7 @@ private:
     const Context &context_;
     const dsopt_optimizer_desc desc_;
     OneBitSetup setup_;
+    bool lists_compared_ = false;
     mutable std::optional<ScheduleState> known_; // `apply` may be given the memory that it is about
 };
 

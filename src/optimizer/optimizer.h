@@ -1,31 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include "base/in_use.h"
+#include "base/once.h"
 #include "base/scratch.h"
 #include "comm/comm.h"
 #include "device/context.h"
-#include "optimizer/last_step.h"
 #include "optimizer/onebit.h"
+#include "optimizer/registry.h"
 #include "optimizer/scaler.h"
 #include "step/drive.h"
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
 namespace dsopt {
 
-/// Comms and scaler that an optimizer keeps alive.
+/// What an optimizer shares with other objects and keeps alive.
 struct Attachments {
     std::shared_ptr<Scaler> scaler;
     std::shared_ptr<Comm> data, model, node;
     std::vector<std::shared_ptr<Comm>> experts;
+    std::shared_ptr<void> scaler_token;   // says whether the scaler was detached since
+    std::shared_ptr<PendingWork> pending; // with all that the scaler serves; NULL on backends that are the host
 };
 
 /// What the last steps came to: in backend memory, with a copy on the host where that is another. See report.cc.
@@ -48,13 +44,17 @@ private:
     HostBuffer mirror_;
 };
 
-/// What a checkpoint holds beside tensors; replaced as a whole by a load.
-struct Restored {
+/// What a load brings beside tensors.
+struct Loaded {
     std::vector<dsopt_group> groups;
     double max_norm, max_value;
     int64_t calls;
     std::string accumulated; // a digit per parameter; "": left as it is
     int resharded_from;      // ranks; 0 = as many as these
+    bool state, masters;     // among the tensors; masters that are not start from the parameters
+    bool resets_errors;
+    bool has_scaler;                  // its state is among the tensors, and
+    std::optional<ScalerRules> rules; // its rules are these; nullopt: they stay
 };
 
 /// Calls are counted so far: a double holds the number, as dsopt_optimizer_get returns it.
@@ -71,33 +71,33 @@ public:
     const dsopt_optimizer_desc &desc() const { return desc_; }
     bool compat() const { return desc_.compat != DSOPT_COMPAT_NONE; }
     const Attachments &attachments() const { return with_; }
-    const std::vector<dsopt_group> &groups() const { return groups_; }
-    const std::vector<Param> &params() const { return params_; }
-    const StateTable &state() const { return state_; }
+    const std::vector<dsopt_group> &groups() const { return registry_->groups; }
+    const std::vector<Param> &params() const { return registry_->params; }
+    const StateTable &state() const { return registry_->state; }
     /// NULL without a group of the 1-bit family, and before settle().
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     /// The work of calls on this optimizer and on its scaler; NULL on backends that are the host.
-    PendingWork *pending() const { return pending_.get(); }
+    PendingWork *pending() const { return with_.pending.get(); }
     /// Waits for the work that earlier calls on this optimizer and its scaler enqueued. `replays`: also for graphs that
     /// contain such calls.
     void wait_for_calls(bool replays = true) const {
-        if (pending_) pending_->wait(replays);
+        if (with_.pending) with_.pending->wait(replays);
     }
     /// Waits for earlier calls and for the default stream, where work of the caller may use the tensors. Throws
     /// DSOPT_ERR_STATE where CUDA forbids the use of the default stream.
     void wait_for_tensors() const;
     /// Makes missing state and decodes the momentum. Afterwards the host may read and write every state tensor.
     void prepare_for_host();
-    int64_t calls() const { return calls_; }
+    int64_t calls() const { return told_.calls; }
     DataRank data_rank() const { return data_rank_of(with_.data.get(), with_.node.get()); }
     /// Which of the original's wrappers compat mode stands for.
-    Wrapper wrapper() const { return wrapper_; }
+    Wrapper wrapper() const { return registry_->wrapper; }
     /// How many tensors have a trust ratio that other model ranks have a part in.
-    int32_t trust_slots() const { return trust_slots_; }
+    int32_t trust_slots() const { return registry_->trust_slots; }
     /// Throws DSOPT_ERR_STATE if the scaler was detached since.
     void check_scaler() const {
-        if (with_.scaler) with_.scaler->check_attached(scaler_token_);
+        if (with_.scaler) with_.scaler->check_attached(with_.scaler_token);
     }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
@@ -125,8 +125,10 @@ public:
     void state_changed() const {
         if (onebit_) onebit_->forget_schedule();
     }
-    /// After the tensors of a load. Does not fail.
-    void restore(Restored restored);
+    /// A load, by a caller who has read and checked everything: memory for all state tensors, then fill_tensors(), then
+    /// all else. Memory comes when nothing in the file can fail any more: masters that follow are left for
+    /// fill_tensors(), and a load that fails must not leave such ones behind.
+    void adopt(Loaded loaded, FunctionRef<void()> fill_tensors);
     void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
 
     void step(const dsopt_step &step);
@@ -134,80 +136,52 @@ public:
     /// With the slack for any alignment.
     size_t workspace_bytes() const;
     dsopt_report report() const;
-    /// Logs what a report has that the last one did not have: skipped steps, another loss scale.
+    /// Logs what a report has that the last one of this function did not have: skipped steps, another loss scale.
     void log_changes(const dsopt_report &report);
 
 private:
     void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
-    struct Added { // with parameters that are not there for good yet
-        std::set<std::string> names;
-        MemoryMap memory; // its labels point to the names
+    void check_not_frozen(const Registry::Mark &before) const;
+    struct Move { // of what a tensor of the whole optimizer holds, into its block
+        StateKind kind;
+        const void *from;
+        size_t kept, bytes; // of these the first ones have contents
     };
-    void append_params(const dsopt_param *given, int64_t count, bool named_groups, Added &added);
-    int64_t find_family(size_t first_new) const;
-    void add_param_state(int64_t index);
-    void add_own_state(const OneBit *onebit);
-    /// Contents of tensors of the whole optimizer, while groups or parameters come.
-    using Kept = std::map<StateKind, std::vector<char>>;
-    /// The engine's memory for a tensor of the whole optimizer, with room for parameters to come.
-    struct OwnBlock {
-        void *data = nullptr;
-        size_t capacity = 0;
-        int64_t generation = 0; // of the tensor while it is here; 0: it is elsewhere
-        /// Bytes of another block, for a tensor that has outgrown this one: geometric, so that all of them together
-        /// take memory in proportion to the last one.
-        size_t grown(size_t bytes) const { return std::max(bytes, capacity + capacity / 2); }
-    };
-    Kept keep_contents(const std::vector<StateEntry> &own) const;
-    void check_not_frozen(size_t first_new, const Kept &kept) const;
-    void carry_contents();
-    MemoryMap map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const;
+    void fill_blocks(const std::vector<Move> &moves, StateTable &state) const;
+    void keep_contents(const std::vector<StateEntry> &own, StateTable &state) const;
+    void carry_contents(StateTable &state) const;
     void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
+
     void take_step(const dsopt_step &step, bool &met);
+    void check_skip_budget(void *stream) const;
+    Repeats repeats_of(const dsopt_step &step);
+    void check_call(const dsopt_step &step) const;
+    const dsopt_tensor *find_state(const dsopt_step &step, bool *is_own);
+    void keep_call(const StepRequest &request);
+    void count_call(const dsopt_step &step);
     void take_apply(const dsopt_step &step, bool &met) const;
     void run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const;
     void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     CommSet comms() const {
-        return {with_.data.get(), with_.model.get(), experts_.data(), int32_t(experts_.size()), with_.node.get()};
+        return {with_.data.get(), with_.model.get(), with_.experts.data(), int32_t(with_.experts.size()),
+                with_.node.get()};
     }
 
-    std::shared_ptr<const Context> context_;
+    const std::shared_ptr<const Context> context_;
     dsopt_optimizer_desc desc_;
-    std::vector<dsopt_group> groups_;
-    int64_t family_ = -1;             // the first group of the 1-bit family; -1: there is none
-    std::atomic<bool> settled_{true}; // else `onebit_` and the state tensors of the whole optimizer are not there
-    std::mutex settling_;
     Attachments with_;
-    std::shared_ptr<void> scaler_token_; // says whether the scaler was detached since
-    std::shared_ptr<PendingWork> pending_;
-    std::vector<Comm *> experts_; // of with_, as a plan wants them
-    std::vector<Param> params_;
-    std::set<std::string> names_; // theirs; labels of memory_map_ point here
-    Wrapper wrapper_ = Wrapper::none;
-    int32_t trust_slots_ = 0;
-    StateTable state_;
-    std::vector<Memory> memory_; // what the engine owns of the state; none is freed, callers have pointers
-    Kept kept_;                  // until settle()
-    std::map<StateKind, OwnBlock> own_blocks_;
-    int64_t generations_ = 0;             // given to memory of state tensors so far
-    std::optional<MemoryMap> memory_map_; // of parameters and state; nullopt: to be made anew
-    Memory workspace_;
-    std::vector<dsopt_tensor> state_list_; // state_ as a list, made when memory is
-    std::vector<dsopt_tensor> call_list_;  // the same with what a call brings
-    LastStep last_step_;
-    std::vector<char> host_memory_; // StepMemory's of the host for last_step_
-    LastOutcome outcome_;
-    // dsopt_report.skipped and .loss_scale at the last log_changes(). Before the first one the scale may be unknown:
-    // reading it could wait.
-    int64_t logged_skips_ = 0;
-    std::optional<double> logged_scale_;
-    std::unique_ptr<StepCache> cache_;
+    Versioned<Registry> registry_;
+    Once settled_{true}; // else `onebit_` and the state tensors of the whole optimizer are not there
     std::unique_ptr<OneBit> onebit_;
-    bool lists_compared_ = false; // with those of other ranks, since the last group came
+    LastOutcome outcome_;
+    Memory workspace_;
+    std::vector<char> host_memory_; // HostMemory of step.cc
+    std::unique_ptr<StepCache> cache_;
+    dsopt_step last_call_{}; // without addresses of lists; these are in `host_memory_`
+    int64_t planned_ = 0;    // the version of the registry for which its tables are in the workspace; 0: of none
     mutable ScratchPool host_scratch_;
-    int64_t calls_ = 0;
-    int resharded_from_ = 0;
+    dsopt_report told_{}; // by log_changes(), where its loss scale 0 is unknown; `calls` and `resharded_from` as of now
     mutable InUse in_use_{0};
 };
 

@@ -17,8 +17,10 @@ struct StepRequest {
     char *host = nullptr;               // the engine's for StepMemory::host_bytes; NULL: some of the pool
     bool *met = nullptr;                // set once the ranks have compared what they do
 };
-/// Returns StepRequest::flags. `functional`: dsopt_optimizer_apply.
-uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
+/// StepRequest::flags of a call.
+uint32_t flags_of(const dsopt_step &step);
+/// `functional`: dsopt_optimizer_apply.
+void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
 /// What must be zero before the first step in a workspace: its first two pieces.
 constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);

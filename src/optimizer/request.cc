@@ -5,7 +5,14 @@
 
 namespace dsopt {
 
-uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
+uint32_t flags_of(const dsopt_step &step) {
+    uint32_t flags = step.flags;
+    if (flags & DSOPT_STEP_DELTA) flags |= DSOPT_STEP_OUT_ONLY;
+    if (flags & DSOPT_STEP_ACCUMULATED) flags |= DSOPT_STEP_ZERO_GRADS;
+    return flags;
+}
+
+void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional) {
     check_groups(optimizer);
     const std::vector<Param> &params = optimizer.params();
     constexpr int32_t known =
@@ -38,8 +45,7 @@ uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool fun
 
     const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
-    uint32_t flags = step.flags;
-    if (flags & DSOPT_STEP_DELTA) flags |= DSOPT_STEP_OUT_ONLY;
+    const uint32_t flags = flags_of(step);
     if ((flags & DSOPT_STEP_OUT_ONLY) && step.count > 0 && step.out == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_STEP_OUT_ONLY and _DELTA need dsopt_step.out");
     for (size_t i = 0; i < params.size(); ++i) {
@@ -49,7 +55,8 @@ uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool fun
         if (has_gradient && !accumulated) check_beside(step.grads[i], param, "gradient of");
         // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
         // The same in every stage, so that no step of a training is the first to fail.
-        const bool is_used = has_gradient || wrapped || (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
+        const bool is_used = has_gradient || wrapped ||
+                             (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
                              optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;
         if (step.params != nullptr) check_param(step.params[i], param);
         const void *const data = step.params != nullptr ? step.params[i].data : param.data;
@@ -70,8 +77,6 @@ uint32_t check_step(const Optimizer &optimizer, const dsopt_step &step, bool fun
         if (data == nullptr && param.numel != 0 && (is_used || wanted))
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: register, bind or pass it", name);
     }
-    if (accumulated) flags |= DSOPT_STEP_ZERO_GRADS;
-    return flags;
 }
 
 } // namespace dsopt

@@ -32,11 +32,11 @@ void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, 
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
         device.clear(data, entry.bytes(), stream);
         if (entry.moment == nullptr || entry.moment->start == nullptr) return;
-        const double start = groups_[size_t(params_[size_t(entry.param)].group)].*entry.moment->start;
+        const double start = groups()[size_t(this->params()[size_t(entry.param)].group)].*entry.moment->start;
         if (start != 0) fill(device, {data, entry.numel, entry.dtype, 0}, float(start), stream);
         return;
     }
-    const Param &param = params_[size_t(entry.param)];
+    const Param &param = this->params()[size_t(entry.param)];
     if (entry.numel == 0) return;
     void *const source = params != nullptr ? params[entry.param].data : param.data;
     if (source == nullptr)
@@ -52,9 +52,9 @@ void Optimizer::wait_for_tensors() const {
 }
 
 void Optimizer::decode_momentum() {
-    if (!onebit_ || state_.find(StateKind::exp_avg_bits) == nullptr) return;
+    if (!onebit_ || state().find(StateKind::exp_avg_bits) == nullptr) return;
     wait_for_tensors();
-    onebit_->decode_momentum(state_, params_);
+    onebit_->decode_momentum(state(), params());
 }
 
 void Optimizer::prepare_for_host() {
@@ -65,99 +65,157 @@ void Optimizer::prepare_for_host() {
 }
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
-    if (!state_.empty() && state_list_.size() == state_.size())
-        return; // made when everything had memory, dropped on any change
+    if (state().empty() || state().is_complete()) return;
     // Flat masters first, those of a group one behind the other; then the rest, each on its own cache line.
     constexpr int32_t apart = INT32_MAX;
     const auto flat_group = [&](size_t i) {
-        const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state_[i].flags & DSOPT_STATE_FROM_PARAM);
-        return flat ? params_[size_t(state_[i].param)].group : apart;
+        const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state()[i].flags & DSOPT_STATE_FROM_PARAM);
+        return flat ? this->params()[size_t(state()[i].param)].group : apart;
     };
     constexpr size_t in_block = SIZE_MAX; // in place of an offset: the tensor's block has room
     std::vector<size_t> missing, offsets;
-    for (size_t i = 0; i < state_.size(); ++i)
-        if (state_[i].data == nullptr) missing.push_back(i);
+    for (size_t i = 0; i < state().size(); ++i)
+        if (state()[i].data == nullptr) missing.push_back(i);
     std::stable_sort(missing.begin(), missing.end(), [&](size_t a, size_t b) { return flat_group(a) < flat_group(b); });
-    std::vector<dsopt_tensor> list = state_.list();
-    if (missing.empty()) {
-        state_list_.swap(list);
-        return;
-    }
     size_t bytes = 0;
-    const auto room_for = [&](const StateEntry &entry) {
-        return entry.param < 0 ? own_blocks_[entry.kind].grown(entry.bytes()) : entry.bytes();
-    };
     for (size_t k = 0; k < missing.size(); ++k) {
-        const StateEntry &entry = state_[missing[k]];
-        if (entry.param < 0 && own_blocks_[entry.kind].capacity >= entry.bytes() &&
-            own_blocks_[entry.kind].data != nullptr) {
+        const StateEntry &entry = state()[missing[k]];
+        const OwnBlock &block = state().block(entry.kind); // empty for a tensor of a parameter
+        if (block.data != nullptr && block.capacity >= entry.bytes()) {
             offsets.push_back(in_block);
             continue;
         }
         const int32_t group = flat_group(missing[k]);
         if (k == 0 || group == apart || group != flat_group(missing[k - 1])) bytes = round_up(bytes);
         offsets.push_back(bytes);
-        bytes += room_for(entry);
+        bytes += block.grown(entry.bytes());
     }
     state_changed();
     Memory arena(context_, std::max(round_up(bytes), kLine), stream);
+    std::vector<dsopt_tensor> list = state().list();
     bool counters = false;
     for (size_t k = 0; k < missing.size(); ++k) {
-        const StateEntry &entry = state_[missing[k]];
+        const StateEntry &entry = state()[missing[k]];
         void *const data = list[missing[k]].data =
-            offsets[k] == in_block ? own_blocks_[entry.kind].data : static_cast<char *>(arena.data()) + offsets[k];
+            offsets[k] == in_block ? state().block(entry.kind).data : static_cast<char *>(arena.data()) + offsets[k];
         counters = counters || entry.per_param();
         if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM)) initialize(entry, params, data, stream);
     }
-    const bool initial_step = counters && wrapper_ != Wrapper::none && !masters_follow;
-    memory_.reserve(memory_.size() + 1);
-    if (initial_step) {
+    Registry &registry = registry_.change();
+    registry.state.reserve_arena();
+    if (counters && wrapper() != Wrapper::none && !masters_follow) {
         ensure_workspace(stream);
         // It moves parameters that are their own masters: nothing after it may fail.
         take_initial_step(params, list.data(), workspace_.data(), stream);
     }
-    memory_.push_back(std::move(arena));
+    registry.state.add_arena(std::move(arena));
     for (size_t k = 0; k < missing.size(); ++k) {
-        StateEntry &entry = state_[missing[k]];
-        entry.data = list[missing[k]].data;
-        entry.generation = ++generations_;
-        if (entry.param >= 0) continue;
-        OwnBlock &block = own_blocks_[entry.kind];
-        if (offsets[k] != in_block) block = {entry.data, room_for(entry), 0};
-        block.generation = entry.generation;
+        const StateEntry &entry = state()[missing[k]];
+        if (entry.param >= 0) {
+            registry.state.place(missing[k], list[missing[k]].data);
+            continue;
+        }
+        OwnBlock &block = registry.state.block(entry.kind);
+        if (offsets[k] != in_block)
+            block = {.data = list[missing[k]].data, .capacity = block.grown(entry.bytes()), .kept = {}};
+        block.generation = 0; // it starts anew
+        registry.state.place_in_block(missing[k]);
     }
-    state_list_.swap(list);
-    memory_map_.reset();
-    last_step_.forget();
+    registry.memory.reset();
+}
+
+/// Contents of tensors of the whole optimizer into their blocks, or larger ones, with zeros behind them.
+void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) const {
+    if (moves.empty()) return;
+    const Device &device = context_->device();
+    const auto fits = [&](const Move &move) { return move.bytes <= state.block(move.kind).capacity; };
+    size_t bytes = 0;
+    for (const Move &move : moves)
+        if (!fits(move)) bytes += round_up(state.block(move.kind).grown(move.bytes));
+    state.reserve_arena();
+    if (bytes != 0) state.add_arena(Memory(context_, bytes, nullptr));
+    char *next = bytes != 0 ? static_cast<char *>(state.last_arena()) : nullptr;
+    std::vector<OwnBlock> blocks;
+    for (const Move &move : moves) {
+        blocks.push_back(state.block(move.kind));
+        OwnBlock &block = blocks.back();
+        if (!fits(move)) {
+            block.capacity = block.grown(move.bytes);
+            block.data = next;
+            next += round_up(block.capacity);
+        }
+        if (block.data != move.from) block.generation = 0;
+    }
+    device.wait_for_default_stream(); // refuses one that cannot be used now
+    for (size_t i = 0; i < moves.size(); ++i) {
+        const Move &move = moves[i];
+        if (blocks[i].data != move.from) device.enqueue_copy(blocks[i].data, move.from, move.kept, nullptr);
+        device.clear(static_cast<char *>(blocks[i].data) + move.kept, move.bytes - move.kept, nullptr);
+    }
+    device.wait_for_default_stream();
+    for (size_t i = 0; i < moves.size(); ++i) state.block(moves[i].kind) = blocks[i];
+}
+
+/// Before tensors of the whole optimizer leave the list, for longer ones to come: all but what starts anew is kept in
+/// its block. Memory that was bound is the caller's again.
+void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &state) const {
+    const auto is_kept = [](const StateEntry &entry) {
+        return entry.data != nullptr && !entry.of_scaler() && record_of(entry.kind).growth != Growth::anew;
+    };
+    std::vector<Move> moves;
+    for (const StateEntry &entry : own)
+        if (is_kept(entry) && entry.data != state.block(entry.kind).data)
+            moves.push_back({entry.kind, entry.data, entry.bytes(), entry.bytes()});
+    fill_blocks(moves, state);
+    for (const StateEntry &entry : own) {
+        OwnBlock &block = state.block(entry.kind);
+        if (entry.data != block.data || !is_kept(entry)) block.generation = 0;
+        block.kept = is_kept(entry) ? std::optional(entry.bytes()) : std::nullopt;
+    }
+}
+
+/// Into the tensors of the lists as they are now, in place where there is room. Each is still there: groups only come,
+/// and no option changes which tensors an algorithm has.
+void Optimizer::carry_contents(StateTable &state) const {
+    const std::vector<StateEntry> own = state.of_optimizer();
+    std::vector<Move> moves;
+    for (const StateEntry &entry : own)
+        if (const OwnBlock &block = state.block(entry.kind); block.kept)
+            moves.push_back({entry.kind, block.data, *block.kept, entry.bytes()});
+    fill_blocks(moves, state);
+    for (const Move &move : moves) {
+        state.place_in_block(size_t(state.slot(move.kind)));
+        state.block(move.kind).kept.reset();
+    }
 }
 
 void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsopt_tensor *state, int64_t state_count,
                            void *stream) const {
     check_groups(*this);
-    if (params != nullptr || count != 0) check_length(params, count, params_.size(), "the list of parameters");
+    if (params != nullptr || count != 0) check_length(params, count, this->params().size(), "the list of parameters");
     check_state_list(*this, state, state_count, true);
-    for (size_t i = 0; params != nullptr && i < params_.size(); ++i) check_param(params[i], params_[i]);
-    const bool initial_step = wrapper_ != Wrapper::none;
-    for (size_t i = 0; i < params_.size(); ++i) // wrappers move parameters that are their own masters
-        if (params_[i].numel != 0 && (params_[i].has_master || initial_step) &&
+    for (size_t i = 0; params != nullptr && i < this->params().size(); ++i) check_param(params[i], this->params()[i]);
+    const bool initial_step = wrapper() != Wrapper::none;
+    for (size_t i = 0; i < this->params().size(); ++i) // wrappers move parameters that are their own masters
+        if (this->params()[i].numel != 0 && (this->params()[i].has_master || initial_step) &&
             (params == nullptr || params[i].data == nullptr))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has no memory: its state starts from it",
-                        params_[i].name.c_str());
+                        this->params()[i].name.c_str());
     Memory workspace;
     const Enqueues work(pending(), stream);
     if (initial_step) {
         (void)context_->device().finished(stream); // refuses a stream that is being captured
         workspace = Memory(context_, workspace_bytes(), stream);
     }
-    for (size_t i = 0; i < state_.size(); ++i) {
-        const StateEntry &entry = state_[i];
+    for (size_t i = 0; i < this->state().size(); ++i) {
+        const StateEntry &entry = this->state()[i];
         if (entry.kind == StateKind::scaler) // and the loss scale, which stands before it
             with_.scaler->init_state(state + i - 1, 2, stream);
         else if (entry.kind != StateKind::loss_scale)
             initialize(entry, params, state[i].data, stream);
     }
-    const dsopt_tensor *const schedule = state_.find(state, StateKind::schedule);
-    if (schedule != nullptr && schedule->data == state_[size_t(schedule - state)].data) state_changed();
+    const dsopt_tensor *const schedule = this->state().find(state, StateKind::schedule);
+    if (schedule != nullptr && schedule->data == this->state()[size_t(schedule - state)].data) state_changed();
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
 }
 
@@ -175,34 +233,21 @@ void check_state_tensor(const Optimizer &optimizer, const dsopt_tensor &tensor, 
         throw Error(DSOPT_ERR_ARGUMENT, "%s '%s' has no memory", label.role, label.name);
 }
 
-/// Of parameters and state, or lists in their place; throws OVERLAP.
-MemoryMap Optimizer::map_memory(const dsopt_tensor *params, const dsopt_tensor *state) const {
-    MemoryMap map;
-    const auto name_of = [&](int64_t param) { return names_.find(params_[size_t(param)].name)->c_str(); };
-    for (size_t i = 0; i < params_.size(); ++i)
-        map.add(params != nullptr ? params[i] : params_[i].tensor(), {"parameter", name_of(int64_t(i))});
-    for (size_t i = 0; i < state_.size(); ++i)
-        map.add(state != nullptr ? state[i] : state_[i].tensor(),
-                {state_[i].name(), state_[i].param < 0 ? "the optimizer" : name_of(state_[i].param)});
-    return map;
-}
-
 void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
-    check_length(list, count, params_.size(), "the list of parameters");
+    check_length(list, count, params().size(), "the list of parameters");
     bool moves = false;
-    for (size_t i = 0; i < params_.size(); ++i) {
-        check_param(list[i], params_[i]);
-        moves = moves || (list[i].data != nullptr && list[i].data != params_[i].data);
+    for (size_t i = 0; i < params().size(); ++i) {
+        check_param(list[i], params()[i]);
+        moves = moves || (list[i].data != nullptr && list[i].data != params()[i].data);
     }
     // Unbinding must not fail for lack of memory, so overlaps are checked only where there are new addresses.
-    if (moves) {
-        settle();
-        memory_map_ = map_memory(list, nullptr);
-    } else {
-        memory_map_.reset();
-    }
-    last_step_.forget();
-    for (size_t i = 0; i < params_.size(); ++i) params_[i].data = list[i].data;
+    if (moves) settle();
+    Registry &registry = registry_.change();
+    if (moves)
+        registry.memory = registry.map_memory(list, nullptr);
+    else
+        registry.memory.reset();
+    for (size_t i = 0; i < registry.params.size(); ++i) registry.params[i].data = list[i].data;
 }
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
@@ -210,23 +255,21 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     check_state_list(*this, list, count, false);
     wait_for_tensors();
     std::vector<char> words;
-    for (size_t i = 0; i < state_.size(); ++i) {
-        if (list[i].data == nullptr || state_[i].numel == 0 || !has_meaning(state_[i].kind)) continue;
-        words.resize(state_[i].bytes());
+    for (size_t i = 0; i < state().size(); ++i) {
+        const StateEntry &entry = state()[i];
+        if (list[i].data == nullptr || entry.numel == 0 || !has_meaning(entry.kind)) continue;
+        words.resize(entry.bytes());
         context_->device().copy(words.data(), list[i].data, words.size());
-        check_contents(*this, state_[i], words.data(), "bound memory");
+        check_contents(*this, entry, words.data(), "bound memory");
     }
     decode_momentum();
-    std::vector<dsopt_tensor> bound = state_.list();
+    std::vector<dsopt_tensor> bound = state().list();
     for (size_t i = 0; i < bound.size(); ++i)
         if (list[i].data != nullptr) bound[i].data = list[i].data;
-    memory_map_ = map_memory(nullptr, bound.data());
-    for (size_t i = 0; i < bound.size(); ++i) { // callers hold pointers to dims of these
-        if (state_[i].data != bound[i].data) state_[i].generation = ++generations_;
-        state_[i].data = bound[i].data;
-    }
-    state_list_.clear();
-    last_step_.forget();
+    Registry &registry = registry_.change();
+    registry.memory = registry.map_memory(nullptr, bound.data());
+    for (size_t i = 0; i < bound.size(); ++i) // in place: callers hold pointers to dims
+        if (state()[i].data != bound[i].data) registry.state.place(i, bound[i].data);
     state_changed();
 }
 
@@ -235,27 +278,27 @@ void Optimizer::reset(int32_t what, void *stream) {
         DSOPT_RESET_MASTERS | DSOPT_RESET_MOMENTS | DSOPT_RESET_COUNTERS | DSOPT_RESET_GRADS | DSOPT_RESET_ERRORS;
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
     if (what & DSOPT_RESET_MASTERS)
-        for (const Param &param : params_)
+        for (const Param &param : params())
             if (param.has_master && param.numel != 0 && param.data == nullptr)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
                             param.name.c_str());
-    if ((what & DSOPT_RESET_COUNTERS) || state_.find(StateKind::exp_avg_bits) != nullptr) {
+    if ((what & DSOPT_RESET_COUNTERS) || state().find(StateKind::exp_avg_bits) != nullptr) {
         (void)context_->device().finished(stream); // refuses a stream that is being captured
         wait_for_calls();
     }
     decode_momentum(); // which counters tell
     const Enqueues work(pending(), stream);
-    for (const StateEntry &entry : state_)
+    for (const StateEntry &entry : state())
         if (entry.data != nullptr && (what & record_of(entry.kind).reset))
             initialize(entry, nullptr, entry.data, stream);
     state_changed();
     if (what & DSOPT_RESET_COUNTERS) {
-        calls_ = logged_skips_ = 0;
+        told_.calls = told_.skipped = 0;
         outcome_.change(context_->device(),
                         [](Outcome &outcome) { outcome.total_skipped = outcome.skipped_in_row = 0; });
     }
     if (what & DSOPT_RESET_GRADS)
-        for (Param &param : params_) param.accumulated = false;
+        for (Param &param : registry_.change().params) param.accumulated = false;
 }
 
 } // namespace dsopt

@@ -2,9 +2,11 @@
 // State tensors: what there can be, one of them, and all those of an optimizer.
 #pragma once
 #include "base/dtype.h"
+#include "device/context.h"
 #include "rules/rule.h"
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -52,7 +54,7 @@ struct StateRecord {
     const char *name;  // in dsopt_state_info and in checkpoints; of moments see StateEntry::name
     int32_t reset = 0; // DSOPT_RESET_..., which set it back
     Growth growth = Growth::anew;
-    int32_t dtype = DSOPT_DTYPE_F32; // of moments see Optimizer::add_param_state()
+    int32_t dtype = DSOPT_DTYPE_F32; // of moments see Registry::add_param_state()
     int32_t flags = 0;               // DSOPT_STATE_...
 };
 constexpr StateRecord record_of(StateKind kind) {
@@ -107,7 +109,19 @@ struct StateEntry {
     bool saved() const { return kind != StateKind::exp_avg_bits; }
 };
 
-/// All state tensors of an optimizer: those of its parameters, then those of the whole. Found by parameter and kind.
+/// The engine's memory for a tensor of the whole optimizer, with room for parameters to come.
+struct OwnBlock {
+    void *data = nullptr;
+    size_t capacity = 0;
+    int64_t generation = 0;     // of the tensor while it is here; 0: it is elsewhere
+    std::optional<size_t> kept; // bytes of contents that go on in the tensor which takes its place
+    /// Bytes of another block, for a tensor that has outgrown this one: geometric, so that all of them together take
+    /// memory in proportion to the last one.
+    size_t grown(size_t bytes) const { return std::max(bytes, capacity + capacity / 2); }
+};
+
+/// All state tensors of an optimizer: those of its parameters, then those of the whole. Found by parameter and kind. And
+/// what the engine owns of their memory: none is freed, callers have pointers.
 class StateTable {
 public:
     static constexpr int64_t kOptimizer = -1; // in place of a parameter
@@ -116,13 +130,29 @@ public:
     void add(const StateEntry &entry) {
         const auto owner = size_t(entry.param + 1);
         if (owner >= slots_.size()) slots_.resize(owner + 1);
+        list_.push_back(entry.tensor());
         entries_.push_back(entry);
+        missing_ += entry.data == nullptr;
         slots_[owner][size_t(entry.kind)] = int32_t(entries_.size());
     }
-    /// As its record has it.
+    /// As its record has it. Memory that it has from the start is never replaced by the engine.
     void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
-        add({kind, param, record_of(kind).dtype, record_of(kind).flags, numel, data});
+        add({kind, param, record_of(kind).dtype, record_of(kind).flags, numel, data, nullptr, data != nullptr});
     }
+    /// Memory of the i-th tensor, which it did not have before.
+    void place(size_t i, void *data) { place(i, data, ++generations_); }
+    /// The same in its block. Where it has been there all the time, its generation stays.
+    void place_in_block(size_t i) {
+        OwnBlock &at = block(entries_[i].kind);
+        if (at.generation == 0) at.generation = ++generations_;
+        place(i, at.data, at.generation);
+    }
+    OwnBlock &block(StateKind kind) { return blocks_[size_t(kind)]; }
+    const OwnBlock &block(StateKind kind) const { return blocks_[size_t(kind)]; }
+    /// Memory for tensors to be placed in. `reserve_arena()` first, so that it does not fail.
+    void reserve_arena() { arenas_.reserve(arenas_.size() + 1); }
+    void add_arena(Memory arena) { arenas_.push_back(std::move(arena)); }
+    void *last_arena() const { return arenas_.back().data(); }
     /// Those of the whole optimizer, which are the last ones.
     std::vector<StateEntry> of_optimizer() const {
         auto first = entries_.end();
@@ -130,8 +160,12 @@ public:
         return {first, entries_.end()};
     }
     /// Leaves the tensors of the first `params` parameters and no others.
-    void truncate(int64_t params) {
-        while (!entries_.empty() && (entries_.back().param < 0 || entries_.back().param >= params)) entries_.pop_back();
+    void truncate(int64_t params) noexcept {
+        while (!entries_.empty() && (entries_.back().param < 0 || entries_.back().param >= params)) {
+            missing_ -= entries_.back().data == nullptr;
+            entries_.pop_back();
+        }
+        list_.resize(entries_.size()); // one more where add() failed
         if (slots_.size() > size_t(params + 1)) slots_.resize(size_t(params + 1));
         slots_[0] = {};
     }
@@ -155,16 +189,12 @@ public:
         const dsopt_tensor *const tensor = find(list, kind, param);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     }
-    std::vector<dsopt_tensor> list() const {
-        std::vector<dsopt_tensor> tensors;
-        tensors.reserve(entries_.size());
-        for (const StateEntry &entry : entries_) tensors.push_back(entry.tensor());
-        return tensors;
-    }
+    const std::vector<dsopt_tensor> &list() const { return list_; }
+    /// Every tensor has memory, those of the whole optimizer included.
+    bool is_complete() const { return missing_ == 0 && slot(StateKind::step) >= 0; }
 
     size_t size() const { return entries_.size(); }
     bool empty() const { return entries_.empty(); }
-    StateEntry &operator[](size_t i) { return entries_[i]; }
     const StateEntry &operator[](size_t i) const { return entries_[i]; }
     auto begin() const { return entries_.begin(); }
     auto end() const { return entries_.end(); }
@@ -172,8 +202,19 @@ public:
 private:
     using Slots = std::array<int32_t, size_t(StateKind::step) + 1>; // one more than the index; 0: there is none
 
+    void place(size_t i, void *data, int64_t generation) {
+        missing_ += int64_t(data == nullptr) - int64_t(entries_[i].data == nullptr);
+        entries_[i].data = list_[i].data = data;
+        entries_[i].generation = generation;
+    }
+
     std::vector<StateEntry> entries_;
+    std::vector<dsopt_tensor> list_;                   // the same as a list, such as calls bring
     std::vector<Slots> slots_ = std::vector<Slots>(1); // of the optimizer, then of each parameter
+    std::array<OwnBlock, size_t(StateKind::step) + 1> blocks_;
+    std::vector<Memory> arenas_;
+    int64_t missing_ = 0;     // tensors without memory
+    int64_t generations_ = 0; // given to memory so far
 };
 
 } // namespace dsopt

@@ -4,10 +4,60 @@
 #include "optimizer/plan.h"
 #include "step/agree.h"
 #include <algorithm>
+#include <cstring>
 
 namespace dsopt {
 
 namespace {
+
+/// What an optimizer keeps on the host from step to step, beside tables in its workspace.
+struct HostMemory {
+    dsopt_tensor *grads, *params, *out, *state; // those of the last call
+    dsopt_tensor *all_state;                    // that state, filled up with the optimizer's own
+    char *tables;                               // StepMemory's part, last: its size takes longer to find
+    size_t bytes;
+
+    /// `memory` NULL: only to know the bytes before `tables`.
+    HostMemory(const Optimizer &optimizer, void *memory) {
+        Pieces pieces(memory);
+        const auto count = int64_t(optimizer.params().size()), all = int64_t(optimizer.state().size());
+        for (dsopt_tensor **list : {&grads, &params, &out}) pieces.take(*list, count);
+        for (dsopt_tensor **list : {&state, &all_state}) pieces.take(*list, all);
+        pieces.take(tables, 0);
+        bytes = pieces.bytes();
+    }
+};
+
+static_assert(sizeof(dsopt_tensor) == 24, "no padding: lists are compared byte by byte");
+
+/// What of a call is compared as it is: of lists, whether they are given. The stream says only when.
+dsopt_step without_addresses(dsopt_step step) {
+    static constexpr dsopt_tensor given{};
+    for (const dsopt_tensor **list : {&step.grads, &step.params, &step.out, &step.state})
+        if (*list != nullptr) *list = &given;
+    step.stream = nullptr;
+    return step;
+}
+
+bool same_list(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
+    return now == nullptr || count == 0 || std::memcmp(now, before, size_t(count) * sizeof *now) == 0;
+}
+
+void copy_list(dsopt_tensor *to, const dsopt_tensor *from, int64_t count) {
+    if (from != nullptr && count != 0) std::memcpy(to, from, size_t(count) * sizeof *to);
+}
+
+/// Whether a list differs in addresses alone, and these are legal.
+bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
+    bool may = now != nullptr;
+    for (int64_t i = 0; i < count && may; ++i) {
+        const dsopt_tensor &a = now[i], &b = before[i];
+        may = a.numel == b.numel && a.dtype == b.dtype && a.reserved == b.reserved &&
+              (a.data != nullptr) == (b.data != nullptr) &&
+              reinterpret_cast<uintptr_t>(a.data) % dtype_size(a.dtype) == 0;
+    }
+    return may;
+}
 
 /// With DSOPT_OPTIMIZER_CHECK_RANKS: a rank whose call fails before the ranks have compared tells the others.
 template <class F> void with_refusal(const Optimizer &optimizer, void *stream, F &&body) {
@@ -34,8 +84,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const bool own_schedule = onebit_ && request.own_schedule;
     PlannedOneBit onebit;
     if (onebit_)
-        onebit_->plan(state_, state, table.onebit, memory.exchange, memory.factors, own_schedule,
-                      stream, onebit);
+        onebit_->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, own_schedule, stream,
+                      onebit);
     StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr);
     if (request.remembers) {
         plan.outcome = outcome_.data();
@@ -50,7 +100,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (own_schedule) onebit_->forget_schedule(); // should it fail
     const bool checks = request.met != nullptr && checks_ranks(*this);
     const bool checks_lists = // other lists would be other messages
-        !checks && request.remembers && !lists_compared_ && onebit_ && onebit_->setup().compresses;
+        !checks && request.remembers && onebit_ && onebit_->setup().compresses && !onebit_->lists_compared();
     const auto compare = [&] {
         if (checks) *request.met = true;
         if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.remembers);
@@ -92,76 +142,119 @@ void Optimizer::apply(const dsopt_step &step) const {
 }
 
 void Optimizer::take_step(const dsopt_step &step, bool &met) {
-    // Uses the results of earlier steps that have arrived. The host waits for the others only if ranks must come to the
-    // same answer; such steps are in no graph.
-    if (desc_.skip_budget > 0 && outcome_.is_copied() && has_peers(comms())) {
-        (void)context_->device().finished(step.stream); // refuses a stream that is being captured
+    check_skip_budget(step.stream);
+    check_scaler();
+    const Repeats repeats = repeats_of(step);
+    if (repeats == Repeats::nothing) check_call(step);
+    const Enqueues work(pending(), step.stream);
+    ensure_workspace(step.stream);
+    bool own_schedule = false;
+    const dsopt_tensor *const state = find_state(step, &own_schedule);
+    const StepRequest request{.step = step,
+                              .flags = flags_of(step),
+                              .remembers = true,
+                              .own_schedule = own_schedule,
+                              .repeats = repeats,
+                              .host = HostMemory(*this, host_memory_.data()).tables,
+                              .met = &met};
+    planned_ = 0; // should it fail
+    run(request, state, workspace_.data());
+    keep_call(request);
+    count_call(step);
+}
+
+/// Uses the results of earlier steps that have arrived. The host waits for the others only if ranks must come to the
+/// same answer; such steps are in no graph.
+void Optimizer::check_skip_budget(void *stream) const {
+    if (desc_.skip_budget <= 0) return;
+    if (outcome_.is_copied() && has_peers(comms())) {
+        (void)context_->device().finished(stream); // refuses a stream that is being captured
         wait_for_calls(/*replays=*/false);
     }
     const Outcome *const known = outcome_.known();
-    if (known != nullptr && desc_.skip_budget > 0 && known->skipped_in_row >= desc_.skip_budget)
+    if (known != nullptr && known->skipped_in_row >= desc_.skip_budget)
         throw Error(DSOPT_ERR_SKIPS,
                     "%lld steps in a row were skipped, the budget is %d; the last one found %lld non-finite "
                     "elements",
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
-    check_scaler();
-    const Repeats repeats = last_step_.repeats(step);
-    const bool is_new = repeats == Repeats::nothing;
-    StepRequest request{step, is_new ? check_step(*this, step, false) : last_step_.request_flags()};
-    request.met = &met;
-    request.repeats = repeats;
+}
+
+/// How much of the call is that of the last one, whose tables are still there. Its lists are compared with the last
+/// call's and not with the tables, whose lines are five times as many.
+Repeats Optimizer::repeats_of(const dsopt_step &step) {
+    if (planned_ != registry_.version()) return Repeats::nothing;
+    const dsopt_step call = without_addresses(step);
+    const HostMemory last(*this, host_memory_.data());
+    if (std::memcmp(&call, &last_call_, sizeof call) != 0 || !same_list(step.params, last.params, step.count) ||
+        !same_list(step.out, last.out, step.count) || !same_list(step.state, last.state, step.state_count))
+        return Repeats::nothing;
+    if (same_list(step.grads, last.grads, step.count)) return Repeats::all;
+    return may_be_at(step.grads, last.grads, step.count) ? Repeats::all_but_places : Repeats::nothing;
+}
+
+/// Of a call that repeats none.
+void Optimizer::check_call(const dsopt_step &step) const {
+    check_step(*this, step, false);
     if (step.workspace != nullptr || step.workspace_bytes != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.workspace is for dsopt_optimizer_apply");
-    bool complete = false; // the caller's list covers everything: the engine needs no memory of its own
-    if (step.state != nullptr) {
-        if (is_new) check_state_list(*this, step.state, step.state_count, false);
-        complete = true;
-        for (size_t i = 0; i < state_.size(); ++i)
-            complete = complete && (step.state[i].data != nullptr || state_[i].numel == 0);
-    } else if (step.state_count != 0) {
+    if (step.state != nullptr)
+        check_state_list(*this, step.state, step.state_count, false);
+    else if (step.state_count != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.state_count is %lld without state", ll(step.state_count));
+}
+
+/// The state of a call: what it brings, and else the optimizer's, which has memory then. `is_own`: its schedule is the
+/// optimizer's.
+const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) {
+    const auto brings = [&](size_t i) { return step.state[i].data != nullptr || state()[i].numel == 0; };
+    bool complete = step.state != nullptr; // the engine needs no memory of its own
+    for (size_t i = 0; i < state().size() && complete; ++i) complete = brings(i);
+    const bool own = step.state == nullptr || state().data<void>(step.state, StateKind::schedule) == nullptr;
+    *is_own = own && !complete;
+    if (!complete) ensure_state(step.params, step.stream);
+    if (!*is_own) state_changed(); // the list may name the engine's own memory
+    if (complete) return step.state;
+    if (step.state == nullptr) return state().list().data();
+    dsopt_tensor *const list = HostMemory(*this, host_memory_.data()).all_state;
+    for (size_t i = 0; i < state().size(); ++i)
+        list[i] = step.state[i].data != nullptr ? step.state[i] : state().list()[i];
+    return list;
+}
+
+/// For repeats_of(). Jobs of the 1-bit family and accumulated gradients differ from step to step.
+void Optimizer::keep_call(const StepRequest &request) {
+    if (onebit_ || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
+    const dsopt_step &step = request.step;
+    const HostMemory last(*this, host_memory_.data());
+    if (request.repeats == Repeats::nothing) {
+        last_call_ = without_addresses(step);
+        copy_list(last.params, step.params, step.count);
+        copy_list(last.out, step.out, step.count);
+        copy_list(last.state, step.state, step.state_count);
     }
-    const Enqueues work(pending(), step.stream);
-    ensure_workspace(step.stream);
-    const dsopt_tensor *state = step.state;
-    if (!complete) {
-        ensure_state(step.params, step.stream);
-        if (step.state != nullptr && is_new) {
-            call_list_ = state_list_;
-            for (size_t i = 0; i < call_list_.size(); ++i)
-                if (step.state[i].data != nullptr) call_list_[i] = step.state[i];
-        }
-        state = step.state != nullptr ? call_list_.data() : state_list_.data();
-    }
-    const bool own = step.state == nullptr || state_.data<void>(step.state, StateKind::schedule) == nullptr;
-    if (complete || !own) state_changed(); // the list may name the engine's own memory
-    request.remembers = true;
-    request.host = host_memory_.data();
-    last_step_.forget(); // should it fail
-    request.own_schedule = !complete && own;
-    run(request, state, workspace_.data());
-    // Jobs of the 1-bit family and accumulated gradients differ from step to step.
-    if (!onebit_ && !(request.flags & DSOPT_STEP_ACCUMULATED) && !context_->checks_pointers())
-        last_step_.keep(step, request.flags, repeats);
-    lists_compared_ = true;
-    calls_ = std::min(calls_ + 1, kMostCalls);
-    if (request.flags & DSOPT_STEP_ACCUMULATED)
-        for (Param &param : params_) param.accumulated = false;
+    if (request.repeats != Repeats::all) copy_list(last.grads, step.grads, step.count);
+    planned_ = registry_.version();
+}
+
+void Optimizer::count_call(const dsopt_step &step) {
+    if (onebit_) onebit_->set_lists_compared();
+    told_.calls = std::min(told_.calls + 1, kMostCalls);
+    if (step.flags & DSOPT_STEP_ACCUMULATED)
+        for (Param &param : registry_.change().params) param.accumulated = false;
 }
 
 void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
-    StepRequest request{step, check_step(*this, step, true)};
-    request.met = &met;
+    check_step(*this, step, true);
     check_state_list(*this, step.state, step.state_count, true);
     const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + slack_of(step.workspace);
     if (step.workspace == nullptr || step.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     check_scaler();
-    const dsopt_tensor *const schedule = state_.find(step.state, StateKind::schedule);
-    if (schedule != nullptr && schedule->data == state_[size_t(schedule - step.state)].data) state_changed();
+    const dsopt_tensor *const schedule = state().find(step.state, StateKind::schedule);
+    if (schedule != nullptr && schedule->data == state()[size_t(schedule - step.state)].data) state_changed();
     const Enqueues work(pending(), step.stream);
-    run(request, step.state, step.workspace);
+    run({.step = step, .flags = flags_of(step), .met = &met}, step.state, step.workspace);
 }
 
 void Optimizer::ensure_workspace(void *stream) {
@@ -169,11 +262,10 @@ void Optimizer::ensure_workspace(void *stream) {
     if (workspace_.data() == nullptr) {
         Memory workspace(context_, workspace_bytes(), stream);
         device.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()), kZeroedBytes, stream);
-        host_memory_.resize(StepMemory(*this, nullptr, nullptr).host_bytes);
+        host_memory_.resize(HostMemory(*this, nullptr).bytes + StepMemory(*this, nullptr, nullptr).host_bytes);
         workspace_ = std::move(workspace);
     }
     if (!cache_) cache_ = device.loops().make_cache();
-    call_list_.reserve(state_.size());
     outcome_.make(context_, stream);
 }
 

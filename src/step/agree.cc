@@ -32,7 +32,7 @@ void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, 
         over(comms.data, values, count);
     };
     for (int32_t k = 0; k < comms.expert_count; ++k) {
-        Comm *const expert = comms.experts[k];
+        Comm *const expert = comms.experts[k].get();
         if (expert->ranks() > 1) run({NormMove::take, table, k + 1, 1});
         over(expert, table.message(), table.message_size());
         if (expert->ranks() > 1) run({NormMove::put, table, k + 1, 1});
@@ -65,7 +65,7 @@ void reserve_norms(const StepRun &run) {
         if (comm != nullptr) comm->reserve({.all_reduce = bytes}, run.plan.how.stream, place);
     };
     for (Comm *comm : {run.comms.data, run.comms.node, run.comms.model}) reserve(comm);
-    for (int32_t k = 0; k < run.comms.expert_count; ++k) reserve(run.comms.experts[k]);
+    for (int32_t k = 0; k < run.comms.expert_count; ++k) reserve(run.comms.experts[k].get());
 }
 
 void agree_on_norms(const StepRun &run, StepLoops &loops) {

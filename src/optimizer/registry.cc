@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "optimizer/registry.h"
+#include "optimizer/onebit.h"
+#include "rules/group.h"
+#include <algorithm>
+
+namespace dsopt {
+
+void Registry::truncate(const Mark &mark) noexcept {
+    for (size_t i = mark.params; i < params.size(); ++i) {
+        if (memory) memory->remove(params[i].tensor());
+        names.erase(params[i].name);
+    }
+    params.erase(params.begin() + int64_t(mark.params), params.end());
+    groups.erase(groups.begin() + int64_t(mark.groups), groups.end());
+    wrapper = mark.wrapper;
+    trust_slots = mark.trust_slots;
+    family = mark.family;
+    state.truncate(int64_t(mark.params));
+    for (const StateEntry &entry : mark.of_optimizer) state.add(entry); // the list has been as long
+}
+
+void Registry::add(const dsopt_group *group, const dsopt_param *given, int64_t count, const dsopt_optimizer_desc &desc,
+                   bool shares_trust) {
+    const size_t first_new = params.size();
+    if (!memory) memory = map_memory(nullptr, nullptr);
+    if (group != nullptr) groups.push_back(*group);
+    add_params(given, count, group == nullptr, desc, shares_trust);
+    family = find_family(first_new, desc);
+    state.truncate(int64_t(first_new));
+    for (size_t i = first_new; i < params.size(); ++i) add_param_state(int64_t(i), desc);
+}
+
+void Registry::add_params(const dsopt_param *given, int64_t count, bool named_groups, const dsopt_optimizer_desc &desc,
+                          bool shares_trust) {
+    if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count of parameters is %lld", ll(count));
+    if (count > 0 && given == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "params is NULL, count is %lld", ll(count));
+    if (count > INT32_MAX - int64_t(params.size()))
+        throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params.size(), ll(count));
+    const bool compat = desc.compat != DSOPT_COMPAT_NONE;
+    std::vector<bool> used(compat && named_groups ? groups.size() : 0); // the original's groups are in one piece
+    if (!used.empty())
+        for (const Param &param : params) used[size_t(param.group)] = true;
+    for (int64_t i = 0; i < count; ++i) {
+        const auto index = int64_t(params.size());
+        const int32_t group = named_groups ? given[i].group : int32_t(groups.size()) - 1;
+        if (!named_groups && given[i].group != 0)
+            throw Error(DSOPT_ERR_ARGUMENT,
+                        "dsopt_param.group of parameter %lld is %d: in dsopt_optimizer_add_group it must be 0",
+                        ll(index), given[i].group);
+        if (group < 0 || size_t(group) >= groups.size())
+            throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups",
+                        ll(index), group, groups.size());
+        Param param = make_param(given[i], index, group, desc);
+        if (names.contains(param.name))
+            throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
+        memory->check(param.tensor(), param.label());
+        // The original's wrappers step once when they are made, with all that a group has then.
+        if (named_groups && compat && state.is_complete())
+            throw Error(DSOPT_ERR_STATE,
+                        "in compat mode parameters come before the state is made: add a group for '%s'",
+                        param.name.c_str());
+        if (!used.empty()) {
+            if (used[size_t(group)] && params.back().group != group)
+                throw Error(DSOPT_ERR_UNSUPPORTED,
+                            "parameter '%s' goes to group %d, whose others do not stand before it: in compat mode the "
+                            "parameters of a group follow one another",
+                            param.name.c_str(), group);
+            used[size_t(group)] = true;
+        }
+        param.first_leaf = index == 0 ? 0 : params.back().first_leaf + leaves_of(params.back().numel);
+        // Each size is legal; their sums must be, too, in bytes of all state and workspace.
+        if (param.first_leaf + leaves_of(param.numel) > (int64_t(1) << 44))
+            throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
+                        param.name.c_str());
+        const bool shared =
+            shares_trust && (param.flags & DSOPT_PARAM_MODEL_PARALLEL) && has_trust(groups[size_t(group)]);
+        param.trust_slot = shared ? trust_slots++ : -1;
+        if (param.has_master && compat)
+            wrapper = desc.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
+        params.push_back(std::move(param)); // first, so that truncate() takes back what of the rest is there
+        const auto name = names.insert(params.back().name).first;
+        memory->add(params.back().tensor(), {"parameter", name->c_str()});
+    }
+}
+
+/// Its state tensors, in the order of the table in dsopt.h.
+void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) {
+    const Param &param = params[size_t(index)];
+    const dsopt_group &group = groups[size_t(param.group)];
+    if (param.has_master) state.add(StateKind::master, index, param.numel);
+    // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
+    const bool as_param = desc.compat != DSOPT_COMPAT_NONE && (desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
+    const int32_t type = as_param ? param.dtype : DSOPT_DTYPE_F32;
+    const MomentList &moments = moments_of(group);
+    for (int k = 0; k < moments.count; ++k)
+        state.add({moment_kind(k), index, type, 0, param.numel, nullptr, &moments.at[k]});
+    if (desc.flags & DSOPT_OPTIMIZER_ACCUMULATE) state.add(StateKind::grad_accum, index, param.numel);
+    OneBit::add_param_state(param, index, group, desc, state);
+}
+
+/// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
+void Registry::add_own_state(const OneBit *onebit, const Scaler *scaler) {
+    const auto count = int64_t(params.size());
+    const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
+        state.add(kind, StateTable::kOptimizer, numel, data);
+    };
+    if (onebit != nullptr) onebit->add_state(int64_t(groups.size()), count, state);
+    if (scaler != nullptr) {
+        add(StateKind::loss_scale, 1, scaler->scale());
+        add(StateKind::scaler, sizeof(ScalerState) / 4, scaler->state());
+    }
+    const auto with_trust = [](const dsopt_group &group) { return has_trust(group); };
+    if (std::any_of(groups.begin(), groups.end(), with_trust)) add(StateKind::trust_ratio, count);
+    add(StateKind::step, count);
+}
+
+/// The first group of the 1-bit family, or -1. Throws what the last group and the new parameters cannot have with it.
+int64_t Registry::find_family(size_t first_new, const dsopt_optimizer_desc &desc) const {
+    const bool joins = is_onebit(groups.back().algorithm), compat = desc.compat != DSOPT_COMPAT_NONE;
+    if (family < 0 && !joins) {
+        if (desc.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
+                        desc.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
+                                                              : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
+        return -1;
+    }
+    if (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+    const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
+    if (joins) check_family(groups[size_t(first)], groups.back(), compat);
+    for (size_t i = family >= 0 ? first_new : 0; compat && i < params.size(); ++i)
+        if (!is_onebit(groups[size_t(params[i].group)].algorithm))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "the original's 1-bit optimizers have one algorithm in all groups");
+    return first;
+}
+
+MemoryMap Registry::map_memory(const dsopt_tensor *in_place_of_params, const dsopt_tensor *in_place_of_state) const {
+    MemoryMap map;
+    const auto name_of = [&](int64_t param) { return names.find(params[size_t(param)].name)->c_str(); };
+    for (size_t i = 0; i < params.size(); ++i)
+        map.add(in_place_of_params != nullptr ? in_place_of_params[i] : params[i].tensor(),
+                {"parameter", name_of(int64_t(i))});
+    for (size_t i = 0; i < state.size(); ++i)
+        map.add(in_place_of_state != nullptr ? in_place_of_state[i] : state[i].tensor(),
+                {state[i].name(), state[i].param < 0 ? "the optimizer" : name_of(state[i].param)});
+    return map;
+}
+
+} // namespace dsopt
