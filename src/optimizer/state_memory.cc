@@ -108,7 +108,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         // It moves parameters that are their own masters: nothing after it may fail.
         take_initial_step(params, list.data(), workspace_.data(), stream);
     }
-    registry.state.add_arena(std::move(arena));
+    (void)registry.state.add_arena(std::move(arena));
     for (size_t k = 0; k < missing.size(); ++k) {
         const StateEntry &entry = state()[missing[k]];
         if (entry.param >= 0) {
@@ -132,9 +132,7 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
     size_t bytes = 0;
     for (const Move &move : moves)
         if (!fits(move)) bytes += round_up(state.block(move.kind).grown(move.bytes));
-    state.reserve_arena();
-    if (bytes != 0) state.add_arena(Memory(context_, bytes, nullptr));
-    char *next = bytes != 0 ? static_cast<char *>(state.last_arena()) : nullptr;
+    char *next = bytes != 0 ? state.add_arena(Memory(context_, bytes, nullptr)) : nullptr;
     std::vector<OwnBlock> blocks;
     for (const Move &move : moves) {
         blocks.push_back(state.block(move.kind));

@@ -120,8 +120,8 @@ struct OwnBlock {
     size_t grown(size_t bytes) const { return std::max(bytes, capacity + capacity / 2); }
 };
 
-/// All state tensors of an optimizer: those of its parameters, then those of the whole. Found by parameter and kind. And
-/// what the engine owns of their memory: none is freed, callers have pointers.
+/// All state tensors of an optimizer: those of its parameters, then those of the whole. They are found by parameter and
+/// kind. What the engine owns of their memory is here, too: none is freed, callers have pointers.
 class StateTable {
 public:
     static constexpr int64_t kOptimizer = -1; // in place of a parameter
@@ -149,10 +149,12 @@ public:
     }
     OwnBlock &block(StateKind kind) { return blocks_[size_t(kind)]; }
     const OwnBlock &block(StateKind kind) const { return blocks_[size_t(kind)]; }
-    /// Memory for tensors to be placed in. `reserve_arena()` first, so that it does not fail.
+    /// Memory for tensors to be placed in. After reserve_arena() it does not fail.
     void reserve_arena() { arenas_.reserve(arenas_.size() + 1); }
-    void add_arena(Memory arena) { arenas_.push_back(std::move(arena)); }
-    void *last_arena() const { return arenas_.back().data(); }
+    char *add_arena(Memory arena) {
+        arenas_.push_back(std::move(arena));
+        return static_cast<char *>(arenas_.back().data());
+    }
     /// Those of the whole optimizer, which are the last ones.
     std::vector<StateEntry> of_optimizer() const {
         auto first = entries_.end();
