@@ -403,4 +403,47 @@ TEST(StateGeneration, ChangesWhenMemoryIsBound) {
     for (size_t i = 0; i < bound.size(); ++i) EXPECT_EQ(bound[i].generation == before[i], i != 0) << bound[i].name;
 }
 
+TEST(AddingMore, LeavesBoundStateWhereItIsIfItFailsAndElseTakesItsContents) {
+    const Context context = make_context();
+    const Optimizer opt = make_optimizer(context);
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
+    std::vector<float> weights(8, 1.0f), ones(8, 1.0f), ratios{0.5f};
+    std::vector<int32_t> counts{7};
+    const auto add = [&](int64_t begin) {
+        const dsopt_param param = param_of({&weights[size_t(begin)], 4, DSOPT_DTYPE_F32, 0});
+        return dsopt_optimizer_add_group(opt.get(), &group, &param, 1);
+    };
+    must(add(0));
+    std::vector<dsopt_tensor> list;
+    for (const dsopt_state_info &info : state_of(opt.get())) list.push_back(info.tensor);
+    (list.end() - 2)->data = ratios.data();
+    list.back().data = counts.data();
+    must(dsopt_optimizer_bind(opt.get(), DSOPT_BIND_STATE, list.data(), int64_t(list.size())));
+    const int64_t generation = state_of(opt.get()).back().generation;
+    EXPECT_TRUE(refused(add(2), DSOPT_ERR_OVERLAP, "'p1' share memory"));
+    EXPECT_EQ(state_of(opt.get()).back().tensor.data, counts.data());
+    EXPECT_EQ(state_of(opt.get()).back().generation, generation);
+    ASSERT_OK(add(4));
+    counts[0] = -1; // the caller's again
+    ratios[0] = -1;
+    const std::vector<dsopt_state_info> after = state_of(opt.get());
+    const dsopt_state_info &step = after.back(), &ratio = *(after.end() - 2);
+    EXPECT_GT(step.generation, generation);
+    ASSERT_EQ(step.tensor.numel, 2);
+    const auto *const kept = static_cast<const int32_t *>(step.tensor.data);
+    EXPECT_EQ(kept[0], 7);
+    EXPECT_EQ(kept[1], 0);
+    EXPECT_EQ(static_cast<const float *>(ratio.tensor.data)[0], 0.5f);
+    const dsopt_tensor grads[] = {{&ones[0], 4, DSOPT_DTYPE_F32, 0}, {&ones[4], 4, DSOPT_DTYPE_F32, 0}};
+    DSOPT_NEW(dsopt_step, call);
+    call.grads = grads;
+    call.count = 2;
+    ASSERT_OK(dsopt_optimizer_step(opt.get(), &call));
+    const auto *const now = static_cast<const int32_t *>(state_of(opt.get()).back().tensor.data);
+    EXPECT_EQ(now, kept);
+    EXPECT_EQ(now[0], 8);
+    EXPECT_EQ(now[1], 1);
+    EXPECT_EQ(counts[0], -1);
+}
+
 } // namespace
