@@ -14,7 +14,7 @@ using against::Rule;
 using against::Shared;
 
 constexpr int kRanks = 8;
-constexpr int kWarmSteps = 16; // into the compressed stage, and past the trial of prefetching (cpu/step.h)
+constexpr int kWarmSteps = 16; // into the compressed stage, and past the trial of prefetching (cpu/prefetch.h)
 
 // The numbers of constants belong to a commit too.
 int32_t algorithm_of(Rule rule) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes of caches, from which loops choose how they ask for memory. No choice changes a bit of the result.
+// Sizes of caches, from which kernels choose how they read and write memory. No choice changes a bit of the result.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,7 @@ struct CacheSizes {
 };
 
 /// What the kernel says of the first processor; where it says nothing, usual sizes. DSOPT_CACHES=CORE,LAST in the
-/// environment, in bytes, comes before both; a CORE of 0 has every list asked for ahead.
+/// environment, in bytes, comes before both; with a CORE of 0 every list is prefetched.
 CacheSizes cache_sizes();
 
 } // namespace dsopt::cpu

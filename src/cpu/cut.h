@@ -3,6 +3,7 @@
 #pragma once
 #include "cpu/caches.h"
 #include "cpu/kernels.h"
+#include "cpu/prefetch.h"
 #include "device/decide.h"
 #include <algorithm>
 
@@ -105,6 +106,7 @@ class StepCut {
 public:
     StepCut(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
+        caches_(caches),
         cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), 1, plan.how.chunk, plan.how.parallel,
              plan.how.repeats != Repeats::nothing),
         streaming_(cut_.bytes() > caches.last),
@@ -112,16 +114,28 @@ public:
     /// Memory for StepPlan::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
-    int64_t bytes() const { return cut_.bytes(); }
-    int64_t bytes_of_part() const { return cut_.bytes_of_part(); }
+    /// visit(tensor, span) for every piece, on all threads.
+    template <class Visit> void run(const Visit &visit) const { run(visit, false); }
+    /// The same for the pass that reads and writes everything: kernels prefetch where that is faster.
+    template <class Visit> void run_whole(const Visit &visit) const {
+        const TimedPass pass(plan_.how.cache, caches_, cut_.bytes(), cut_.bytes_of_part());
+        run(visit, pass.prefetches());
+    }
 
-    /// visit(tensor, span) for every piece, on all threads. `asks_ahead`: spans have what kernels need to ask for
-    /// memory.
-    template <class Visit> void run(const Visit &visit, bool asks_ahead = false) const {
+private:
+    struct PartState { // of a thread
+        PrefetchCursor prefetch;
+        const bool streaming;
+        ~PartState() {
+            if (streaming) fence_streaming();
+        }
+    };
+    template <class Visit> void run(const Visit &visit, bool prefetches) const {
         const auto start = [&](const auto &first, const auto &last) {
-            return Share{{plan_.jobs, first.tensor, first.element, last.tensor, last.element}, streaming_};
+            return PartState{{plan_.jobs, first.tensor, first.element, last.tensor, last.element, !streaming_},
+                             streaming_};
         };
-        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, Share &share) {
+        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, PartState &state) {
             const TensorJob &job = plan_.jobs[i];
             const Rule rule = plan_.groups[job.group].rule;
             visit(i, Span{.job = &job,
@@ -137,11 +151,10 @@ public:
                           .step = step_of(plan_, job),
                           .streaming = streaming_,
                           .bf16_instruction = bf16_instruction_,
-                          .ahead = asks_ahead ? &share.ahead : nullptr});
+                          .prefetch = prefetches ? &state.prefetch : nullptr});
         });
     }
 
-private:
     struct List {
         const TensorJob *jobs;
         int64_t count;
@@ -155,14 +168,8 @@ private:
             return bytes;
         }
     };
-    struct Share { // of a thread
-        Ahead ahead;
-        const bool streaming;
-        ~Share() {
-            if (streaming) fence_streaming();
-        }
-    };
     const StepPlan &plan_;
+    const CacheSizes &caches_;
     const Cut<List> cut_;
     const bool streaming_, bf16_instruction_;
 };

@@ -4,6 +4,7 @@
 #include "cpu/compress.h"
 #include "cpu/cut.h"
 #include "cpu/kernels.h"
+#include "cpu/prefetch.h"
 #include "cpu/step.h"
 #include <algorithm>
 #include <cstdlib>
@@ -49,7 +50,7 @@ const Kernels &choose_kernels() {
 class CpuLoops final : public Loops {
 public:
     size_t extra_bytes(const StepShape &shape) const override { return cpu::StepCut::extra_bytes(shape.tensors); }
-    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::AheadTrial>(); }
+    std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::PrefetchTrial>(); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         cpu::run_step(plan, kernels_, caches_, body);
     }

@@ -22,7 +22,7 @@ void squares(const Slot &slot, int64_t begin, int64_t end, double *squares, int6
     visit(slot.format, [&](auto tag) {
         const auto *x = element<typename decltype(tag)::storage>(slot.data, 0);
         for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
-            // One stream a thread is too little for the hardware's prefetchers, so the next leaf is asked for here.
+            // One stream a thread is too little for the hardware's prefetchers, so the next leaf is prefetched here.
             const bool more = leaf + 2 * kLeaf <= end;
             LeafSum sum;
             for (int64_t i = leaf, stop = least(leaf + kLeaf, end); i < stop; i += kTile) {
@@ -199,10 +199,10 @@ bool is_plain(const Span &span) {
 }
 template <class R> void update_plain(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
-    const int64_t tile = span.ahead == nullptr ? span.end - span.begin : kTile;
+    const int64_t tile = span.prefetch == nullptr ? span.end - span.begin : kTile;
     for (int64_t i = span.begin; i < span.end; i += tile) {
         const int64_t n = least(tile, span.end - i);
-        ask_ahead(span, n);
+        prefetch_next(span.prefetch, n);
         const float *g = element<float>(job.grad().data, i);
         float *p = element<float>(job.weight().data, i), *moment[kMoments] = {};
         for (int k = 0; k < R::moments.count; ++k) moment[k] = element<float>(job.moment(k).data, i);
@@ -223,13 +223,13 @@ template <class R> void update_with(const R &rule, const Span &span) {
 #else
     constexpr bool in_registers = false;
 #endif
-    const int64_t tile = in_registers && span.ahead == nullptr ? kLeaf : kTile;
+    const int64_t tile = in_registers && span.prefetch == nullptr ? kLeaf : kTile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum, change_sum;
         for (int64_t i = leaf; i < stop; i += tile) {
             const int64_t end = least(i + tile, stop);
-            ask_ahead(span, end - i);
+            prefetch_next(span.prefetch, end - i);
             int64_t rest = i;
 #if DSOPT_HAS_REGISTERS
             if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
@@ -295,7 +295,7 @@ template <class R> void reduced_first_pass(const Span &span) {
         LeafSum weight_sum, update_sum;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
-            ask_ahead(span, n);
+            prefetch_next(span.prefetch, n);
             const float *p = open(job.weight(), i, n, p_buffer);
             float *moment[count];
             for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);

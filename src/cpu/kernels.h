@@ -15,16 +15,7 @@ __attribute__((always_inline)) inline void fence_streaming() {
 }
 
 struct OneBitKernels;
-
-/// Where the loop of a thread will be next. Kernels ask for memory that far in front of themselves, across the ends of
-/// tensors, which the processor's own prefetchers do not see coming.
-struct Ahead {
-    static constexpr int64_t kDistance = 512; // elements
-    const TensorJob *jobs;
-    int64_t tensor, element;           // nothing before it needs to be asked for
-    int64_t last_tensor, last_element; // the end of the thread's share
-    int64_t due = kDistance;           // elements that are still to be asked for beside those of the next call
-};
+struct PrefetchCursor;
 
 /// A piece of one tensor in a step. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
 struct Span {
@@ -33,13 +24,13 @@ struct Span {
     Rule rule;
     int64_t begin, end;
     uint32_t flags;
-    bool sums;               // Passes::elementwise: also sum old^2 and (new - old)^2 of each leaf
-    double *sums_a, *sums_b; // of all leaves of the step
-    float trust;             // Passes::reduced, second pass: the factor
-    int64_t step;            // of the tensor, for stochastic rounding
-    bool streaming;          // copies and outputs go past the caches; the caller fences them
-    bool bf16_instruction;   // as in Kernels
-    Ahead *ahead;            // NULL: no memory is asked for ahead
+    bool sums;                // Passes::elementwise: also sum old^2 and (new - old)^2 of each leaf
+    double *sums_a, *sums_b;  // of all leaves of the step
+    float trust;              // Passes::reduced, second pass: the factor
+    int64_t step;             // of the tensor, for stochastic rounding
+    bool streaming;           // copies and outputs go past the caches; the caller fences them
+    bool bf16_instruction;    // as in Kernels
+    PrefetchCursor *prefetch; // NULL: without prefetch
 };
 
 struct Kernels {

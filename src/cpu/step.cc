@@ -12,7 +12,6 @@ public:
     Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
         plan_(plan),
         kernels_(kernels),
-        caches_(caches),
         cut_(plan, caches, kernels.bf16_instruction) {
         if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
     }
@@ -52,23 +51,14 @@ public:
     bool is_skipped() override { return plan_.control->skip != 0; }
 
     void update() override {
-        const Clock::time_point begin = Clock::now();
-        // What is little longer than a core's own cache comes from the next one in time.
-        auto *const trial = !is_skipped() && cut_.bytes_of_part() > 4 * caches_.core
-                                ? static_cast<AheadTrial *>(plan_.how.cache)
-                                : nullptr;
-        const bool asks_ahead = caches_.core == 0 || (trial != nullptr && trial->asks(cut_.bytes()));
-        const bool skipped = is_skipped();
-        cut_.run(
-            [this, skipped](int64_t, const Span &span) {
-                if (skipped || span.job->owner == Owner::none)
-                    kernels_.unchanged(span);
-                else if (span.job->owner == Owner::update)
-                    kernels_.update(span);
-            },
-            asks_ahead);
-        if (trial != nullptr) trial->note(std::chrono::duration<double>(Clock::now() - begin).count());
-        if (skipped || !plan_.reduces) return;
+        if (is_skipped()) return cut_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
+        cut_.run_whole([this](int64_t, const Span &span) {
+            if (span.job->owner == Owner::none)
+                kernels_.unchanged(span);
+            else if (span.job->owner == Owner::update)
+                kernels_.update(span);
+        });
+        if (!plan_.reduces) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
             if (job.owner == Owner::update && passes_of(plan_.groups[job.group].rule) == Passes::reduced)
@@ -101,7 +91,6 @@ private:
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;
     const Kernels &kernels_;
-    const CacheSizes &caches_;
     const StepCut cut_;
     std::optional<OneBitStep> onebit_;
     Clock::time_point last_mark_;

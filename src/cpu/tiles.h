@@ -3,6 +3,7 @@
 // instruction set: everything is local to each of them.
 #pragma once
 #include "cpu/kernels.h"
+#include "cpu/prefetch.h"
 #include "cpu/registers.h"
 #include "rules/lane_sum.h"
 #include "rules/rounding.h"
@@ -128,38 +129,6 @@ inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n
     if (job.grad()) return open(job.grad(), index, n, buffer);
     __builtin_memset(buffer.at, 0, sizeof buffer.at);
     return buffer.at;
-}
-
-// ------------------------------------------------------------------------------------------------------- asking ahead
-/// Asks for the lines of elements [index, index + n).
-inline void ask_for(const Slot &slot, int64_t index, int64_t n) {
-    if (!slot) return;
-    const size_t size = dtype_size(slot.format);
-    const char *line = static_cast<const char *>(slot.data) + size_t(index) * size;
-    const char *const end = line + size_t(n) * size;
-    for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line);
-}
-/// Called for each n elements that are worked on. What the loops of a step write past the caches is not asked for.
-inline void ask_ahead(const Span &span, int64_t n) {
-    if (span.ahead == nullptr) return;
-    Ahead &ahead = *span.ahead;
-    n += ahead.due;
-    ahead.due = 0;
-    while (n > 0) {
-        const bool last = ahead.tensor == ahead.last_tensor;
-        if (ahead.tensor > ahead.last_tensor || (last && ahead.element == ahead.last_element)) return;
-        const TensorJob &job = ahead.jobs[ahead.tensor];
-        const int64_t end = last ? ahead.last_element : job.numel, size = least(n, end - ahead.element);
-        if (job.present) {
-            ask_for(job.grad(), ahead.element, size);
-            ask_for(job.weight(), ahead.element, size);
-            for (int k = 0; k < kMoments; ++k) ask_for(job.moment(k), ahead.element, size);
-            if (!span.streaming) ask_for(job.copy(), ahead.element, size);
-        }
-        n -= size;
-        ahead.element += size;
-        if (ahead.element == end) ++ahead.tensor, ahead.element = 0;
-    }
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
