@@ -2,7 +2,6 @@
 #include "device/device.h"
 #include "loops.cuh"
 #include "pending.h"
-#include "pinned.h"
 #include <string>
 
 namespace dsopt {
@@ -11,11 +10,12 @@ namespace {
 
 class CudaDevice final : public Device {
 public:
-    explicit CudaDevice(int device) : gpu_(device), loops_(gpu_), own_stream_(gpu_.stream()) {}
+    explicit CudaDevice(int device) :
+        Device("cuda", false, loops_),
+        gpu_(device),
+        loops_(gpu_),
+        copy_stream_(gpu_.stream()) {}
 
-    const char *name() const override { return "cuda"; }
-    const Loops &loops() const override { return loops_; }
-    bool is_host() const override { return false; }
     bool owns(const void *pointer) const override {
         const OnDevice on(gpu_);
         cudaPointerAttributes attributes{};
@@ -42,14 +42,7 @@ public:
         if (bytes != 0) check(cudaMemsetAsync(data, 0, bytes, as_stream(stream)), "cudaMemsetAsync");
     }
 
-    // Serves calls in which the host asks, and may wait. On a stream of its own: the default stream may be captured.
-    void copy(void *to, const void *from, size_t bytes) const override {
-        if (bytes == 0) return;
-        enqueue_copy(to, from, bytes, own_stream_.get());
-        wait(own_stream_.get());
-    }
-    std::unique_ptr<HostReader> reader() const override { return std::make_unique<PinnedReader>(gpu_); }
-    std::unique_ptr<HostWriter> writer() const override { return std::make_unique<PinnedWriter>(gpu_); }
+    void *copy_stream() const override { return copy_stream_.get(); }
     void check_stream(void *stream) const override { gpu_.check_stream(as_stream(stream)); }
     std::shared_ptr<PendingWork> make_pending_work() const override { return std::make_shared<CudaPendingWork>(gpu_); }
     void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const override {
@@ -65,12 +58,8 @@ public:
     }
     void wait(void *stream) const override {
         const OnDevice on(gpu_);
+        if (stream == nullptr) (void)capturing(nullptr); // throws where waiting would invalidate a capture
         check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
-    }
-    void wait_for_default_stream() const override {
-        const OnDevice on(gpu_);
-        (void)capturing(nullptr); // refuses it where its use would end a capture
-        check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
     }
     void on_device(FunctionRef<void()> body) const override {
         const OnDevice on(gpu_);
@@ -82,7 +71,7 @@ private:
 
     Gpu gpu_;
     CudaLoops loops_;
-    Stream own_stream_;
+    Stream copy_stream_;
 };
 
 /// Devices that can be used, or why there are none.

@@ -7,20 +7,9 @@
 
 namespace dsopt::gpu {
 
-__global__ void update_scaler_kernel(const ScalerRules rules, ScalerState *state, float *scale,
-                                     const int32_t *overflow) {
+template <class Function> __global__ void one_thread_kernel(const Function function) {
     begin_kernel();
-    scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
-    *scale = scale_in_use(*state);
-}
-__global__ void write_scaler_kernel(const ScalerState value, ScalerState *state, float *scale) {
-    begin_kernel();
-    *state = value;
-    *scale = scale_in_use(value);
-}
-__global__ void write_reduction_kernel(const ScheduleRules rules, const ScheduleState *schedule, int32_t *reduction) {
-    begin_kernel();
-    *reduction = next_reduction_of(rules, schedule);
+    function();
 }
 
 /// Every kernel.
@@ -33,7 +22,7 @@ template <class Visit> void for_kernels(const Visit &visit) {
         shared_trust_kernel, update_weights_kernel);
     all(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, add_up_rows_kernel, no_norm_kernel, norm_kernel,
-        update_scaler_kernel, write_scaler_kernel, write_reduction_kernel);
+        one_thread_kernel<UpdateScaler>, one_thread_kernel<WriteScaler>, one_thread_kernel<WriteReduction>);
     all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
         clear_gaps_kernel, fill_message_kernel, feed_slice_kernel, mean_slice_kernel);
     all(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
@@ -123,16 +112,12 @@ public:
         launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
         launcher.over(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
     }
-    void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
-                       void *stream) const override {
-        launcher_of(stream).thread("update_scaler", update_scaler_kernel, rules, state, scale, overflow);
-    }
-    void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *stream) const override {
-        launcher_of(stream).thread("write_scaler", write_scaler_kernel, value, state, scale);
-    }
-    void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
-                         void *stream) const override {
-        launcher_of(stream).thread("write_reduction", write_reduction_kernel, rules, schedule, reduction);
+    void run_in_one_thread(const OneThreadFunction &function, void *stream) const override {
+        std::visit(
+            [&]<class Function>(const Function &call) {
+                launcher_of(stream).thread(Function::name, one_thread_kernel<Function>, call);
+            },
+            function);
     }
     void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
                        void *stream) const override {

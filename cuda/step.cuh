@@ -65,14 +65,8 @@ public:
     void decide() override {
         if (!is_decided_) launcher_.block("decide", decide_kernel, d_, false, true);
     }
-    bool is_skipped() override {
-        int32_t skip = 0;
-        check(cudaMemcpyAsync(&skip, &plan_.control->skip, sizeof skip, cudaMemcpyDeviceToHost, launcher_.stream),
-              "cudaMemcpyAsync");
-        check(cudaStreamSynchronize(launcher_.stream), "cudaStreamSynchronize");
-        return skip != 0;
-    }
     OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
+    // The step ends in the last block of its last kernel.
     void update() override {
         if (onebit_ && !leaves_work()) d_.leaves = 0;
         const size_t tiles = plan_.reduces || plan_.report_norms ? 2 * kTileBytes : 0;
@@ -82,7 +76,6 @@ public:
         if (shared) launcher_.over(plan_.count / kThreads + 1, "shared_trust", shared_trust_kernel, d_);
         launcher_.over(d_.leaves, "update_weights", update_weights_kernel, d_);
     }
-    void finish() override {} // in the last block of the last kernel
 
 private:
     static StepShape shape_of(const StepPlan &plan) {

@@ -2,6 +2,7 @@
 #include "base/parallel.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/rank_files.h"
+#include "device/host_copies.h"
 #include "optimizer/contents.h"
 #include <algorithm>
 #include <cstring>
@@ -148,7 +149,7 @@ void load_through_pieces(Optimizer &optimizer, Loaded loaded, const SafetensorsR
         if (transfer.from_file()) file.verify(transfer.index);
     optimizer.wait_for_tensors();
     optimizer.adopt(std::move(loaded), [&] {
-        const std::unique_ptr<HostWriter> writer = device.writer();
+        HostWriter writer(device);
         try {
             for (const Transfer &transfer : transfers) {
                 char *const memory = static_cast<char *>(transfer.memory());
@@ -160,12 +161,12 @@ void load_through_pieces(Optimizer &optimizer, Loaded loaded, const SafetensorsR
                 } else {
                     for (size_t at = 0; at < transfer.bytes; at += kPiece) {
                         const size_t bytes = std::min(kPiece, transfer.bytes - at);
-                        file.read(transfer.index, at, writer->buffer(), bytes);
-                        writer->write(memory + at, bytes);
+                        file.read(transfer.index, at, writer.buffer(), bytes);
+                        writer.write(memory + at, bytes);
                     }
                 }
             }
-            writer->finish();
+            writer.finish();
         } catch (const Error &e) { throw Error(e.status(), "%s; the state is half loaded: load it again", e.what()); }
     });
 }

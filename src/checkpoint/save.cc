@@ -2,6 +2,7 @@
 #include "base/parallel.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/metadata.h"
+#include "device/host_copies.h"
 
 namespace dsopt {
 
@@ -29,10 +30,10 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (with_params)
         for (const Param &param : optimizer.params()) add(tensor_of(param), param.data);
 
-    const std::unique_ptr<HostReader> reader = optimizer.context().device().reader();
+    HostReader reader(optimizer.context().device());
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
     write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes) {
-        return reader->view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);
+        return reader.view(memory[index] + offset, bytes, size_t(tensors[index].bytes - offset) - bytes);
     });
 }
 

@@ -114,18 +114,8 @@ public:
             finish_norm(r, kind, value, max_norm);
         *result = r;
     }
-    void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
-                       void *) const override {
-        scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
-        *scale = scale_in_use(*state);
-    }
-    void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *) const override {
-        *state = value;
-        *scale = scale_in_use(value);
-    }
-    void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
-                         void *) const override {
-        *reduction = next_reduction_of(rules, schedule);
+    void run_in_one_thread(const OneThreadFunction &function, void *) const override {
+        std::visit([](const auto &call) { call(); }, function);
     }
     void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t, const Parallel &parallel,
                        void *) const override {
@@ -154,9 +144,7 @@ private:
 
 class CpuDevice final : public Device {
 public:
-    const char *name() const override { return "cpu"; }
-    const Loops &loops() const override { return loops_; }
-
+    CpuDevice() : Device("cpu", true, loops_) {}
     void *allocate(size_t bytes, void *) const override {
         // From 2 MiB on in whole huge pages: the step is bound by memory, and small pages cost a fifth of it.
         constexpr size_t huge = size_t(2) << 20;
@@ -170,29 +158,20 @@ public:
     }
     void release(void *memory, size_t, void *) const noexcept override { std::free(memory); }
 
-    bool is_host() const override { return true; }
     bool owns(const void *) const override { return true; }
     HostBuffer host_buffer(size_t) const override { return {}; }
 
     void clear(void *data, size_t bytes, void *) const override {
         if (bytes != 0) std::memset(data, 0, bytes); // an empty tensor may have no address
     }
-    void copy(void *to, const void *from, size_t bytes) const override {
+    void *copy_stream() const override { return nullptr; }
+    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override {
         if (bytes != 0) std::memmove(to, from, bytes);
     }
-    void enqueue_copy(void *to, const void *from, size_t bytes, void *) const override { copy(to, from, bytes); }
-    std::unique_ptr<HostReader> reader() const override {
-        struct InPlace final : HostReader {
-            const void *view(const void *from, size_t, size_t) override { return from; }
-        };
-        return std::make_unique<InPlace>();
-    }
-    std::unique_ptr<HostWriter> writer() const override { return nullptr; }
     void check_stream(void *) const override {}
     std::shared_ptr<PendingWork> make_pending_work() const override { return nullptr; }
     bool finished(void *) const override { return true; }
     void wait(void *) const override {}
-    void wait_for_default_stream() const override {}
     void on_device(FunctionRef<void()> body) const override { body(); }
 
 private:

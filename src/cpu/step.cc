@@ -48,17 +48,19 @@ public:
         if (decide_step(plan_)) make_all_scalars(plan_);
     }
 
-    bool is_skipped() override { return plan_.control->skip != 0; }
-
     void update() override {
-        if (is_skipped()) return cut_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
+        if (is_skipped()) {
+            cut_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
+            if (!plan_.reduces) finish();
+            return;
+        }
         cut_.run_whole([this](int64_t, const Span &span) {
             if (span.job->owner == Owner::none)
                 kernels_.unchanged(span);
             else if (span.job->owner == Owner::update)
                 kernels_.update(span);
         });
-        if (!plan_.reduces) return;
+        if (!plan_.reduces) return finish();
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
             if (job.owner == Owner::update && passes_of(plan_.groups[job.group].rule) == Passes::reduced)
@@ -67,26 +69,28 @@ public:
     }
 
     void update_weights(bool shared) override {
-        if (is_skipped()) return;
+        if (is_skipped()) return finish();
         for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
         cut_.run([&](int64_t, const Span &span) {
             if (span.job->owner == Owner::update && passes_of(span.rule) == Passes::reduced)
                 kernels_.update_weights(span);
         });
+        finish();
     }
 
     OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
 
-    void finish() override {
+private:
+    using Clock = std::chrono::steady_clock;
+
+    bool is_skipped() const { return plan_.control->skip != 0; }
+    void finish() {
         if (!is_skipped()) {
             for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i);
             if (plan_.report_norms) fold_updates(plan_);
         }
         write_report(plan_);
     }
-
-private:
-    using Clock = std::chrono::steady_clock;
 
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;

@@ -11,26 +11,6 @@ namespace dsopt {
 /// Host memory that the device can copy to and from while the host goes on.
 using HostBuffer = std::shared_ptr<void>;
 
-/// Device memory as the host reads it, piece by piece. Where there is a copy to make, the next piece is on its way
-/// while the caller works on this one.
-class HostReader {
-public:
-    virtual ~HostReader() = default;
-    /// [from, from + bytes) of an array that goes on for `rest` bytes after it. Valid until the next call. `bytes` is
-    /// at most 4 MiB.
-    virtual const void *view(const void *from, size_t bytes, size_t rest) = 0;
-};
-/// The other direction: the caller fills buffers that are copied while it fills the next one.
-class HostWriter {
-public:
-    virtual ~HostWriter() = default;
-    /// For a piece of at most 4 MiB.
-    virtual void *buffer() = 0;
-    /// Copies what is in the buffer to `to`.
-    virtual void write(void *to, size_t bytes) = 0;
-    virtual void finish() = 0; // all copies have arrived
-};
-
 /// The work that calls on an object have enqueued: the host can wait for it without waiting for the whole device. Any
 /// number of threads may call.
 class PendingWork {
@@ -57,38 +37,50 @@ private:
 };
 
 /// Memory, streams and copies of one kind of device.
-class Device {
+class Device : NotCopied {
 public:
+    /// `is_host`: the host reads and writes backend memory in place. `loops` may be constructed after this.
+    Device(const char *name, bool is_host, const Loops &loops) : name_(name), is_host_(is_host), loops_(loops) {}
     virtual ~Device() = default;
-    virtual const char *name() const = 0;
-    virtual const Loops &loops() const = 0;
+    const char *name() const { return name_; }
+    bool is_host() const { return is_host_; }
+    const Loops &loops() const { return loops_; }
     /// Memory when the caller brought no allocator. Throws on failure.
     virtual void *allocate(size_t bytes, void *stream) const = 0;
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
     /// False for memory that belongs elsewhere: another device's, or the host's only. Slow; for debugging.
     virtual bool owns(const void *pointer) const = 0;
-    /// True if the host reads and writes backend memory in place.
-    virtual bool is_host() const = 0;
     virtual HostBuffer host_buffer(size_t bytes) const = 0; // pinned; not for backends that are the host
-    virtual std::unique_ptr<HostReader> reader() const = 0;
-    virtual std::unique_ptr<HostWriter> writer() const = 0; // not for backends that are the host
     /// Throws DSOPT_ERR_DEVICE for a stream of the caller that is not this device's, or belongs to another context of the
     /// driver. Once a call, first; elsewhere NULL is the default stream of the device.
     virtual void check_stream(void *stream) const = 0;
     /// NULL on backends that are the host. Must not outlive the device.
     virtual std::shared_ptr<PendingWork> make_pending_work() const = 0;
-    /// Copies between host and backend memory in any direction, at once: the caller has waited for work that uses the
-    /// memory. Waits until the copy is done.
-    virtual void copy(void *to, const void *from, size_t bytes) const = 0;
-    /// The same in stream order. The host's memory may change after the call unless it is page-locked.
+    /// The device's own stream, for copies of calls in which the host asks and may wait: the default stream may be
+    /// captured. NULL on backends that are the host.
+    virtual void *copy_stream() const = 0;
+    /// Copies between host and backend memory in any direction, in stream order. The host's memory may change after the
+    /// call unless it is page-locked.
     virtual void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
+    /// The same at once: the caller has waited for work that uses the memory. Waits until the copy is done.
+    void copy(void *to, const void *from, size_t bytes) const {
+        if (bytes == 0) return;
+        enqueue_copy(to, from, bytes, copy_stream());
+        wait(copy_stream());
+    }
     virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
     /// Whether everything on `stream` is over. Throws if it failed, and DSOPT_ERR_STATE while it is being captured.
     virtual bool finished(void *stream) const = 0;
-    virtual void wait(void *stream) const = 0; // for everything on `stream` and nothing else
-    /// Waits for the legacy default stream. Throws DSOPT_ERR_STATE while a stream that it waits for is being captured.
-    virtual void wait_for_default_stream() const = 0;
+    /// Waits for everything on `stream` and nothing else. NULL is the legacy default stream: throws DSOPT_ERR_STATE while
+    /// a stream that it waits for is being captured.
+    virtual void wait(void *stream) const = 0;
+    void wait_for_default_stream() const { wait(nullptr); }
     virtual void on_device(FunctionRef<void()> body) const = 0; // with the device current in this thread
+
+private:
+    const char *const name_;
+    const bool is_host_;
+    const Loops &loops_;
 };
 
 /// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.

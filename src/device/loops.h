@@ -3,6 +3,7 @@
 // stream order.
 #pragma once
 #include "base/function_ref.h"
+#include "device/one_thread.h"
 #include "device/step_loops.h"
 #include "device/step_table.h"
 #include <memory>
@@ -45,15 +46,8 @@ public:
     /// A norm as it is before ranks add theirs: its parts, with which finish_norm() makes the result.
     virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
-    // Scalars in the device's memory.
-    /// One transition, with what is at `overflow` or, if NULL, what steps recorded.
-    virtual void update_scaler(const ScalerRules &rules, ScalerState *state, float *scale, const int32_t *overflow,
-                               void *stream) const = 0;
-    /// A scaler's words and its scale in stream order.
-    virtual void write_scaler(const ScalerState &value, ScalerState *state, float *scale, void *stream) const = 0;
-    /// What the next step does to gradients by this schedule, to backend memory. NULL: without the 1-bit family.
-    virtual void write_reduction(const ScheduleRules &rules, const ScheduleState *schedule, int32_t *reduction,
-                                 void *stream) const = 0;
+    /// Calls the function in one thread of the device.
+    virtual void run_in_one_thread(const OneThreadFunction &function, void *stream) const = 0;
     // Compression, device/compress.h.
     /// Adds the list to the kept sums and packs them into the rows to send. Two levels: copies the list to the message.
     virtual void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,

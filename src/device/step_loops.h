@@ -54,18 +54,14 @@ public:
     virtual void move_norms(const NormMove &move) = 0;
     /// decide_step(). Where ranks agree on the table, they have done so.
     virtual void decide() = 0;
-    /// Whether the decision was to skip. May wait for it.
-    virtual bool is_skipped() = 0;
     /// Passes::elementwise; of Passes::reduced the first pass, and the factors of tensors that no other rank has a part
-    /// of.
+    /// of. If the plan reduces nothing: counters of a step that is taken, norms and the report, too.
     virtual void update() = 0;
     /// The second pass of Passes::reduced, after take_shared_trust() where model ranks have added up the sums of `shared`
-    /// tensors.
+    /// tensors; then counters, norms and the report.
     virtual void update_weights(bool shared) = 0;
     /// NULL where the plan has none.
     virtual OneBitLoops *onebit() = 0;
-    /// Counters of a step that is taken, norms and the report.
-    virtual void finish() = 0;
 
 protected:
     ~StepLoops() = default;

@@ -105,9 +105,10 @@ void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, i
                     entry != nullptr ? "schedule is NULL" : "schedule is given, and no group is of the 1-bit family");
     if (entry != nullptr) check_state_tensor(optimizer, *schedule, *entry, true);
     const Enqueues work(optimizer.pending(), stream);
-    optimizer.context().device().loops().write_reduction(
-        entry != nullptr ? optimizer.onebit()->setup().rules : ScheduleRules{},
-        entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr, reduction, stream);
+    const WriteReduction function{entry != nullptr ? optimizer.onebit()->setup().rules : ScheduleRules{},
+                                  entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr,
+                                  reduction};
+    optimizer.context().device().loops().run_in_one_thread(function, stream);
 }
 
 dsopt_schedule_info decode_schedule(const Optimizer &optimizer, const int32_t *words) {

@@ -68,7 +68,8 @@ PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const Scaler
 
 void move_scale(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
     check_aligned(overflow, sizeof *overflow, "overflow");
-    context.device().loops().update_scaler(scaler.rules, scaler.state, scaler.scale, overflow, stream);
+    context.device().loops().run_in_one_thread(UpdateScaler{scaler.rules, scaler.state, scaler.scale, overflow},
+                                               stream);
 }
 
 } // namespace
@@ -176,7 +177,7 @@ void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) 
     const PlannedScaler scaler = check_arrays(state, count, rules());
     used_.store(true, std::memory_order_release);
     const Enqueues work(pending_.get(), stream);
-    context_->device().loops().write_scaler(first_state(), scaler.state, scaler.scale, stream);
+    context_->device().loops().run_in_one_thread(WriteScaler{first_state(), scaler.state, scaler.scale}, stream);
 }
 
 void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {

@@ -39,7 +39,6 @@ void run_phases(const StepRun &run, StepLoops &loops) {
     if (shards) agree_on_shards(run, false);
     if (run.plan.reduces) loops.update_weights(shards);
     if (loops.onebit() != nullptr) end_onebit(run, loops);
-    loops.finish();
     loops.mark(DSOPT_MS_BASIC_STEP);
 }
 

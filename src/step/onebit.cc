@@ -6,6 +6,15 @@
 namespace dsopt {
 namespace {
 
+/// Waits for the decision.
+bool is_skipped(const StepRun &run) {
+    const Device &device = run.context.device();
+    int32_t skip = 0;
+    device.enqueue_copy(&skip, &run.plan.control->skip, sizeof skip, run.plan.how.stream);
+    device.wait(run.plan.how.stream);
+    return skip != 0;
+}
+
 void feed_and_exchange(const StepRun &run, StepLoops &loops, Feed feed) {
     loops.onebit()->feed(feed);
     if (!run.plan.onebit->exchanges) return;
@@ -42,7 +51,7 @@ void update_onebit(const StepRun &run, StepLoops &loops) {
     const OneBitPlan &plan = *run.plan.onebit;
     if (plan.trust_factor != nullptr || steps_alone(plan)) loops.onebit()->begin();
     if (plan.stage == Stage::dry || plan.stage == Stage::full) return; // nothing goes into an exchange
-    if (plan.rules.compat && plan.exchanges && loops.is_skipped()) return;
+    if (plan.rules.compat && plan.exchanges && is_skipped(run)) return;
     if (plan.stage == Stage::local) return loops.onebit()->local();
     if (plan.stage == Stage::sync) return update_adam(run, loops, Feed::distance);
     switch (plan.rules.algorithm) {

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Functions on a few scalars in backend memory. One thread of the device calls each, in stream order: a new one is a
+// struct here and an alternative of OneThreadFunction, and no work for a device.
+#pragma once
+#include "device/decide.h"
+#include "rules/loss_scale.h"
+#include "rules/schedule.h"
+#include <variant>
+
+namespace dsopt {
+
+/// One transition of a scaler, with the overflow at `overflow` or, if NULL, the one that steps recorded.
+struct UpdateScaler {
+    static constexpr const char *name = "update_scaler";
+    ScalerRules rules;
+    ScalerState *state;
+    float *scale;
+    const int32_t *overflow;
+    DSOPT_HD void operator()() const {
+        scaler_transition(rules, *state, overflow != nullptr ? *overflow != 0 : state->recorded != 0);
+        *scale = scale_in_use(*state);
+    }
+};
+
+/// A scaler's words and its scale.
+struct WriteScaler {
+    static constexpr const char *name = "write_scaler";
+    ScalerState value;
+    ScalerState *state;
+    float *scale;
+    DSOPT_HD void operator()() const {
+        *state = value;
+        *scale = scale_in_use(value);
+    }
+};
+
+/// What the next step does to gradients by this schedule. `schedule` NULL: without the 1-bit family.
+struct WriteReduction {
+    static constexpr const char *name = "write_reduction";
+    ScheduleRules rules;
+    const ScheduleState *schedule;
+    int32_t *reduction;
+    DSOPT_HD void operator()() const { *reduction = next_reduction_of(rules, schedule); }
+};
+
+using OneThreadFunction = std::variant<UpdateScaler, WriteScaler, WriteReduction>;
+
+} // namespace dsopt
