@@ -22,7 +22,7 @@
     T *const name = reinterpret_cast<T *>(gpu_dynamic_shared)
 #endif
 
-namespace gpu {
+namespace dsopt::gpu {
 
 /// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name`
 /// is for tests, which list what was launched. `early`, for code compiled for capability 9.0 or more: blocks may start
@@ -56,4 +56,4 @@ cudaError_t launch(const char *name, bool early, void (*kernel)(P...), dim3 grid
 #endif
 }
 
-} // namespace gpu
+} // namespace dsopt::gpu

@@ -148,7 +148,7 @@ private:
         // The first kernel of a call waits for all work of the caller. After a collective of this call, a kernel may
         // start while the collective runs: begin_kernel() waits for the collective.
         const bool early = started && device.early;
-        check(::gpu::launch(name, early, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
+        check(gpu::launch(name, early, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
         started = true;
     }
 };

@@ -171,7 +171,7 @@ int expect(const float *x, int floats, float value, cudaStream_t stream) {
 }
 template <class Kernel, class... A>
 void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... arguments) {
-    check(gpu::launch("planted", false, kernel, unsigned(blocks), unsigned(threads), 0, stream, arguments...));
+    check(dsopt::gpu::launch("planted", false, kernel, unsigned(blocks), unsigned(threads), 0, stream, arguments...));
 }
 
 int run(const char *name) {
@@ -190,12 +190,13 @@ int run(const char *name) {
     }
     if (is("early-kernel") || is("early-kernel-reads-before-it-waits")) {
         launch(fill, 4, 64, s, x, 1.f, kCount);
-        check(gpu::launch("planted", true, is("early-kernel") ? early_waits : early_reads_first, 4, 64, 0, s, x, y));
+        check(dsopt::gpu::launch("planted", true, is("early-kernel") ? early_waits : early_reads_first, 4, 64, 0, s, x,
+                                 y));
         return expect(y, kCount, 2, s);
     }
     if (is("early-kernel-never-waits")) {
         launch(fill, 4, 64, s, x, 1.f, kCount);
-        check(gpu::launch("planted", true, early_without_wait, 4, 64, 0, s, x));
+        check(dsopt::gpu::launch("planted", true, early_without_wait, 4, 64, 0, s, x));
     }
     if (is("write-past-block")) {
         float *const z = device(100);
@@ -205,7 +206,7 @@ int run(const char *name) {
     }
     if (is("write-past-shared")) launch(past_shared, 1, 64, s, x);
     if (is("write-past-dynamic-shared"))
-        check(gpu::launch("planted", false, past_dynamic_shared, 1, 64, 64 * sizeof(float), s, x));
+        check(dsopt::gpu::launch("planted", false, past_dynamic_shared, 1, 64, 64 * sizeof(float), s, x));
     if (is("missing-barrier")) {
         launch(missing_barrier, 4, 64, s, x);
         return expect(x, kCount, 1, s);

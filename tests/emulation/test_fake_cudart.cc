@@ -279,7 +279,7 @@ __global__ void nothing_kernel() {}
 __global__ void waiting_kernel() { cudaGridDependencySynchronize(); }
 TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
     const auto launch = [](dim3 grid, dim3 block, size_t shared) {
-        return gpu::launch("nothing", false, nothing_kernel, grid, block, shared, nullptr);
+        return dsopt::gpu::launch("nothing", false, nothing_kernel, grid, block, shared, nullptr);
     };
     EXPECT_EQ(launch(1, 1024, 48 << 10), cudaSuccess);
     EXPECT_EQ(launch(0, 1, 0), cudaErrorInvalidConfiguration);
@@ -294,7 +294,7 @@ TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
               cudaErrorInvalidValue);
 }
 TEST_F(LazyRuntime, RefusesEarlyLaunchesOnADeviceThatHasNone) {
-    const auto launch = [] { return gpu::launch("nothing", true, waiting_kernel, 1, 32, 0, nullptr); };
+    const auto launch = [] { return dsopt::gpu::launch("nothing", true, waiting_kernel, 1, 32, 0, nullptr); };
     EXPECT_EQ(launch(), cudaSuccess);
     EXPECT_EQ(counters().early_launches, 1);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -315,8 +315,8 @@ __global__ void triggering_kernel() {
     cudaTriggerProgrammaticLaunchCompletion();
 }
 TEST_F(LazyRuntime, NamesKernelsThatLetTheNextOneBegin) {
-    ASSERT_EQ(gpu::launch("triggering", false, triggering_kernel, 2, 32, 0, nullptr), cudaSuccess);
-    ASSERT_EQ(gpu::launch("waiting", false, waiting_kernel, 2, 32, 0, nullptr), cudaSuccess);
+    ASSERT_EQ(dsopt::gpu::launch("triggering", false, triggering_kernel, 2, 32, 0, nullptr), cudaSuccess);
+    ASSERT_EQ(dsopt::gpu::launch("waiting", false, waiting_kernel, 2, 32, 0, nullptr), cudaSuccess);
     EXPECT_EQ(triggering_kernels(), std::vector<std::string>{}); // none has run
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     EXPECT_EQ(triggering_kernels(), std::vector<std::string>{"triggering"});
@@ -327,10 +327,10 @@ TEST_F(LazyRuntime, WaitsForTheDeviceAtTheFirstLaunchOfAKernelThatNobodyAskedAbo
     reset(config);
     cudaFuncAttributes attributes;
     ASSERT_EQ(cudaFuncGetAttributes(&attributes, waiting_kernel), cudaSuccess);
-    ASSERT_EQ(gpu::launch("waiting", false, waiting_kernel, 1, 32, 0, nullptr), cudaSuccess);
+    ASSERT_EQ(dsopt::gpu::launch("waiting", false, waiting_kernel, 1, 32, 0, nullptr), cudaSuccess);
     EXPECT_EQ(kernels_run(), 0);
     for (int round = 0; round < 2; ++round) {
-        ASSERT_EQ(gpu::launch("nothing", false, nothing_kernel, 1, 32, 0, nullptr), cudaSuccess);
+        ASSERT_EQ(dsopt::gpu::launch("nothing", false, nothing_kernel, 1, 32, 0, nullptr), cudaSuccess);
         EXPECT_EQ(kernels_run(), 1);
     }
     EXPECT_EQ(late_loads(), std::vector<std::string>{"nothing"});
