@@ -1,40 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit compression with error feedback, compress.h: the kept sums of a rank to rows of bits, rows of all ranks to a
-// row of results, results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in
+// 1-bit compression with error feedback, compress.h: the compensated values of a rank to messages, messages of all
+// ranks to one of results, results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in
 // the order that is part of the result and read once.
 #pragma once
-#include "device/compress.h"
+#include "device/step_loops.h"
 #include "launcher.cuh"
 #include "lists.cuh"
 
 namespace dsopt::gpu {
-
-/// A CompressLayout in device memory. Parts, and segments of the own chunk, are cut into leaves like tensors.
-struct DeviceLayout {
-    const CompressLayout::Unit *units;
-    const CompressLayout::Part *parts;
-    const CompressLayout::Segment *segments;
-    const int64_t *part_leaf, *segment_leaf; // running numbers, one more than there are
-    const int32_t *first_part, *slots;       // of every chunk: its scales in a row are those of that many parts
-    int64_t row_bytes, row_scales, worker_numel, server_numel, slice;
-    int32_t part_count, segment_count, ranks, rank, node_ranks;
-};
-
-/// ExchangeBuffers as kernels see them: `layout` is the host's, and what they need of it is in device memory.
-struct DeviceExchange : ExchangeBuffers {
-    DeviceLayout own, all;        // in two levels the own slice, and the whole list; otherwise the same
-    const int32_t *worker_active; // `active` of the worker's elements
-    const float *values;          // the mean itself, where nothing is compressed
-
-    __device__ __forceinline__ bool skipped() const { return skip != nullptr && *skip != 0; }
-    __device__ __forceinline__ float *worker_scales() const { return worker + own.worker_numel; }
-    __device__ __forceinline__ float *server_scales() const { return server + own.server_numel; }
-    __device__ __forceinline__ char *row(char *rows, int64_t index) const { return rows + index * own.row_bytes; }
-    __device__ __forceinline__ static float *scales(char *row) { return reinterpret_cast<float *>(row); }
-    __device__ __forceinline__ uint8_t *bits(char *row) const {
-        return reinterpret_cast<uint8_t *>(row) + own.row_scales * 4;
-    }
-};
 
 /// By one warp: how many of a stretch take part. It begins at a whole word.
 __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t begin, int n) {
@@ -58,7 +31,7 @@ struct InChunk {
     }
 };
 
-/// What of a leaf of a part is in the tensor; the rest is padding.
+/// What of a leaf of a scale group is in the tensor; the rest is padding.
 __device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const Leaf &leaf) {
     const int64_t left = tensor.numel - leaf.begin;
     return left < 0 ? 0 : left < leaf.n ? int(left) : leaf.n;
@@ -78,15 +51,15 @@ struct TileTurns {
 };
 /// The sum of squares of the leaf in the tile, whose first element is the `begin`-th of the own ones, and the number of
 /// those that take part, by two warps.
-__device__ __forceinline__ void sum_leaf(const DeviceExchange &x, const TileTurns &turns, int64_t begin, int n,
+__device__ __forceinline__ void sum_leaf(const Compression &own, const TileTurns &turns, int64_t begin, int n,
                                          int64_t leaf) {
     const bool lead = threadIdx.x % 32 == 0;
     if (turns.has_turn(0)) {
         const double sum = fold_lanes(add_squares(turns.tile(), n));
-        if (lead) x.sums[leaf] = sum;
+        if (lead) own.sums[leaf] = sum;
     } else if (turns.has_turn(kWarps / 2)) {
-        const int32_t count = count_active(x.worker_active, begin, n);
-        if (lead) x.counts[leaf] = count;
+        const int32_t count = count_active(own.active, begin, n);
+        if (lead) own.counts[leaf] = count;
     }
 }
 
@@ -112,139 +85,142 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
-/// The leaf of kept sums in the tile, which begins at `worker`: its signs to the rows, its sums to where those of `leaf`
-/// are. For a whole block; the other tile is next.
-__device__ inline void pack_leaf(const DeviceExchange &x, int32_t part, int64_t worker, int n, TileTurns &turns,
+/// The leaf of compensated values in the tile, which begins at `worker`: its signs to the messages, its sums to where
+/// those of `leaf` are. For a whole block; the other tile is next.
+__device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t worker, int n, TileTurns &turns,
                                  int64_t leaf) {
     __syncthreads();
-    const CompressLayout::Unit unit = x.own.units[x.own.parts[part].unit];
+    const CompressLayout::Unit unit = own.layout.groups[group].unit;
     pack_signs(turns.tile(), n, [&](int i, unsigned bits) INLINED {
         InChunk where(unit, worker + i);
         const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
         for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
-            uint8_t *const to = x.bits(x.row(x.send, where.chunk)) + (unit.server + where.at) / 8;
+            uint8_t *const to = own.layout.bits(own.message_to(where.chunk)) + (unit.server + where.at) / 8;
             if (whole) return write_signs(to, bits, n - i);
             write_signs(to, bits >> k, 8);
         }
     });
-    sum_leaf(x, turns, worker, n, leaf);
+    sum_leaf(own, turns, worker, n, leaf);
     ++turns.turn;
 }
 
-/// body(part, where, leaf) for every leaf of the block's share of the parts.
-template <class Body> __device__ __forceinline__ void for_part_leaves(const DeviceLayout &layout, const Body &body) {
-    const int64_t leaves = layout.part_leaf[layout.part_count];
+/// body(group, where, leaf) for every leaf of the block's share of the scale groups.
+template <class Body> __device__ __forceinline__ void for_group_leaves(const CompressLayout &layout, const Body &body) {
+    const int64_t leaves = layout.group_leaf[layout.group_count]; // from memory: fewer registers than the argument
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t part = find_stretch(layout.part_leaf, layout.part_count, leaf);
-        body(part, Leaf(layout.parts[part].numel, leaf - layout.part_leaf[part]), leaf);
+        const int32_t group = find_stretch(layout.group_leaf, layout.group_count, leaf);
+        body(group, Leaf(layout.groups[group].numel, leaf - layout.group_leaf[group]), leaf);
     }
 }
 
-/// fill(part, where, worker, tile) for the block's share of the leaves of the own parts: it puts the kept sums from the
-/// `worker`-th on to the tile. Each leaf is then packed.
-template <class Fill> __device__ __forceinline__ void pack_parts(const DeviceExchange &x, const Fill &fill) {
+/// fill(group, where, worker, tile) for the block's share of the leaves of the scale groups: it puts the compensated
+/// values from the `worker`-th on to the tile. Each leaf is then packed.
+template <class Fill> __device__ __forceinline__ void pack_groups(const Compression &own, const Fill &fill) {
     __shared__ float tiles[kTurns * kLeaf];
     TileTurns turns{tiles};
-    if (x.skipped()) return;
-    for_part_leaves(x.own, [&](int32_t part, const Leaf &where, int64_t leaf) INLINED {
-        const int64_t worker = x.own.parts[part].begin + where.begin;
-        fill(part, where, worker, turns.tile());
-        pack_leaf(x, part, worker, where.n, turns, leaf);
+    if (own.skipped()) return;
+    for_group_leaves(own.layout, [&](int32_t group, const Leaf &where, int64_t leaf) INLINED {
+        const int64_t worker = own.layout.groups[group].begin + where.begin;
+        fill(group, where, worker, turns.tile());
+        pack_leaf(own, group, worker, where.n, turns, leaf);
     });
 }
 
-/// The kept sums of V neighbours: new values and what is owed. Zero where `active` says that one takes no part.
+/// The compensated values of V neighbours: new values and the residual. Zero where `active` says that one takes no
+/// part.
 template <int V>
-__device__ __forceinline__ Pack<V> new_sums(const Pack<V> &x, const Pack<V> &kept, float scale, uint32_t active) {
+__device__ __forceinline__ Pack<V> compensate(const Pack<V> &x, const Pack<V> &last, float scale, uint32_t active) {
     Pack<V> y;
-    unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? x.at[k] + error_of(kept.at[k], scale) : 0.0f; });
+    unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? x.at[k] + error_of(last.at[k], scale) : 0.0f; });
     return y;
 }
 
-/// Kept sums that are there already.
-__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const DeviceExchange x) {
+/// Compensated values that are there already.
+__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel(true);
-    pack_parts(x, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
-        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.worker[worker + k];
+    pack_groups(x.own, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.own.worker[worker + k];
     });
 }
 
-/// A list, a tensor a part, to kept sums and rows.
-__global__ void __launch_bounds__(kThreads)
-    feed_list_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+/// A list, a tensor a scale group, to compensated values and messages.
+__global__ void __launch_bounds__(kThreads) feed_list_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
     begin_kernel(true);
-    pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
-        const float scale = x.worker_scales()[part];
-        const float *values = static_cast<const float *>(list[part].data);
-        const int real = real_elements(list[part], where);
-        for_packs(real, all_aligned(values, x.worker), [&]<int V>(Width<V>, int i) INLINED {
+    const Compression &own = x.own;
+    pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
+        const float scale = own.worker_scales()[group];
+        const float *values = static_cast<const float *>(list[group].data);
+        const int real = real_elements(list[group], where);
+        for_packs(real, all_aligned(values, own.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> value = load<V>(values, where.begin + i);
-            const Pack<V> sum = new_sums(value, load<V>(x.worker, worker + i), scale, ~0u);
+            const Pack<V> sum = compensate(value, load<V>(own.worker, worker + i), scale, ~0u);
             to_tile(sum, tile + i);
-            store(sum, x.worker, worker + i);
+            store(sum, own.worker, worker + i);
         });
         for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
-            tile[i] = x.worker[worker + i] = error_of(x.worker[worker + i], scale);
+            tile[i] = own.worker[worker + i] = error_of(own.worker[worker + i], scale);
     });
 }
 
 /// The scale of what leaves [begin, end) hold, by a warp; in all of its lanes.
-__device__ __forceinline__ float scale_of(const DeviceExchange &x, int64_t begin, int64_t end) {
+__device__ __forceinline__ float scale_of(const Compression &own, int64_t begin, int64_t end) {
     const LeafFold<true> by{threadIdx.x % 32 == 0};
-    const double sum = by.sum(x.sums + begin, int32_t(end - begin));
+    const double sum = by.sum(own.sums + begin, int32_t(end - begin));
     return rms_of(
-        sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(x.counts[begin + leaf]); }));
+        sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(own.counts[begin + leaf]); }));
 }
 
-/// Scales of all parts, to where they are kept and to the rows of the chunks in which the part has elements.
-__global__ void __launch_bounds__(kThreads, 4) row_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
+/// Scales of all groups, to where they are kept and to the messages of the chunks in which the group has elements.
+__global__ void __launch_bounds__(kThreads, 4) message_scales_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel();
-    const DeviceLayout &layout = x.own;
-    if (x.skipped()) return;
+    const Compression &own = x.own;
+    const CompressLayout &layout = own.layout;
+    if (own.skipped()) return;
     const int lane = int(threadIdx.x % 32);
-    for (int64_t i = grid_warp(); i < layout.part_count; i += grid_warps()) {
-        const float scale = scale_of(x, layout.part_leaf[i], layout.part_leaf[i + 1]);
-        if (lane == 0) x.worker_scales()[i] = scale;
-        const CompressLayout::Part part = layout.parts[i];
-        if (part.numel == 0) continue;
-        const CompressLayout::Unit unit = layout.units[part.unit];
-        const int64_t first = InChunk(unit, part.begin).chunk, last = InChunk(unit, part.begin + part.numel - 1).chunk;
+    for (int64_t i = grid_warp(); i < layout.group_count; i += grid_warps()) {
+        const float scale = scale_of(own, layout.group_leaf[i], layout.group_leaf[i + 1]);
+        if (lane == 0) own.worker_scales()[i] = scale;
+        const CompressLayout::ScaleGroup group = layout.groups[i];
+        if (group.numel == 0) continue;
+        const int64_t first = InChunk(group.unit, group.begin).chunk,
+                      last = InChunk(group.unit, group.begin + group.numel - 1).chunk;
         for (int64_t d = first + lane; d <= last; d += 32)
-            DeviceExchange::scales(x.row(x.send, d))[i - layout.first_part[d]] = scale;
+            CompressLayout::scales(own.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
-    // Places in rows that no part has.
-    const int64_t cells = layout.row_scales * layout.ranks;
+    // Places in messages that no group has.
+    const int64_t cells = layout.message_scales * layout.ranks;
     for (int64_t cell = grid_thread(); cell < cells; cell += grid_threads()) {
-        const int64_t d = cell / layout.row_scales, slot = cell - d * layout.row_scales;
-        if (slot >= layout.slots[d] || layout.parts[layout.first_part[d] + slot].numel == 0)
-            DeviceExchange::scales(x.row(x.send, d))[slot] = 0;
+        const int64_t d = cell / layout.message_scales, slot = cell - d * layout.message_scales;
+        if (slot >= layout.chunks[d].scales || layout.groups[layout.chunks[d].first_group + slot].numel == 0)
+            CompressLayout::scales(own.message_to(d))[slot] = 0;
     }
 }
 
 constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side, as far as there are registers
 
-/// The own chunk: the mean of what all ranks sent, in rank order, and what is owed, to the kept sums and the bits of
-/// the result.
-__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const DeviceExchange x) {
+/// The own chunk: the mean of what all ranks sent, in rank order, and the residual, to the compensated values and the
+/// bits of the result.
+__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel(true);
     __shared__ float tiles[kTurns * kLeaf];
     TileTurns turns{tiles};
-    const DeviceLayout &layout = x.own;
-    if (x.skipped()) return;
+    const Compression &own = x.own;
+    const CompressLayout &layout = own.layout;
+    if (own.skipped()) return;
     const float share = 1.0f / float(layout.ranks);
-    const int64_t leaves = layout.segment_leaf[layout.segment_count];
+    const int64_t leaves = layout.segment_leaf[layout.segment_count]; // as in for_group_leaves()
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
         const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
         const CompressLayout::Segment segment = layout.segments[index];
         const Leaf where(segment.numel, leaf - layout.segment_leaf[index]);
-        const int64_t slot = segment.part - layout.first_part[layout.rank], server = segment.server + where.begin;
-        const float scale = x.server_scales()[slot];
+        const int64_t server = segment.server + where.begin;
+        const float scale = own.server_scales()[index];
         float *const tile = turns.tile();
-        for_packs(where.n, all_aligned(x.server), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> old = load<V>(x.server, server + i);
+        for_packs(where.n, all_aligned(own.server), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> old = load<V>(own.server, server + i);
             Pack<V> sum{};
-            const uint8_t *bits_at = x.bits(x.recv) + (server + i) / 8;
-            const char *scale_at = x.recv + slot * 4;
+            const uint8_t *bits_at = layout.bits(own.recv) + (server + i) / 8;
+            const char *scale_at = own.recv + int64_t(index) * 4;
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
                 unsigned bits[kRanksAtOnce];
                 float values[kRanksAtOnce];
@@ -252,7 +228,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
                     bits[r] = *bits_at;
                     values[r] = *reinterpret_cast<const float *>(scale_at);
                     // The last rank is read again in place of those that are not there: no load waits for a branch.
-                    const int64_t next = first + r + 1 < layout.ranks ? layout.row_bytes : 0;
+                    const int64_t next = first + r + 1 < layout.ranks ? layout.message_bytes : 0;
                     bits_at += next;
                     scale_at += next;
                 });
@@ -266,233 +242,159 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Dev
                     });
                 });
             }
-            const uint32_t active = active_from(x.worker_active, segment.begin + where.begin + i);
-            sum = new_sums(sum, old, scale, active);
+            const uint32_t active = active_from(own.active, segment.begin + where.begin + i);
+            sum = compensate(sum, old, scale, active);
             to_tile(sum, tile + i);
-            store(sum, x.server, server + i);
+            store(sum, own.server, server + i);
         });
         __syncthreads();
         pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
-            write_signs(x.bits(x.result) + (server + i) / 8, bits, where.n - i);
+            write_signs(layout.bits(own.result) + (server + i) / 8, bits, where.n - i);
         });
-        sum_leaf(x, turns, segment.begin + where.begin, where.n, leaf);
+        sum_leaf(own, turns, segment.begin + where.begin, where.n, leaf);
         ++turns.turn;
     }
 }
 
-__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel();
-    const DeviceLayout &layout = x.own;
-    if (x.skipped()) return;
-    float *row = DeviceExchange::scales(x.result);
-    const int32_t first = layout.first_part[layout.rank];
+    const Compression &own = x.own;
+    const CompressLayout &layout = own.layout;
+    if (own.skipped()) return;
+    float *const scales = CompressLayout::scales(own.result);
     for (int64_t i = grid_warp(); i < layout.segment_count; i += grid_warps()) {
-        const float scale = scale_of(x, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
-        if (threadIdx.x % 32 != 0) continue;
-        const int32_t slot = layout.segments[i].part - first;
-        x.server_scales()[slot] = scale;
-        row[slot] = scale;
+        const float scale = scale_of(own, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
+        if (threadIdx.x % 32 == 0) own.server_scales()[i] = scales[i] = scale;
     }
-    for (int64_t slot = grid_thread(); slot < layout.row_scales; slot += grid_threads())
-        if (slot >= layout.slots[layout.rank] || layout.parts[first + slot].numel == 0) row[slot] = 0;
+    for (int64_t i = layout.segment_count + grid_thread(); i < layout.message_scales; i += grid_threads())
+        scales[i] = 0;
 }
 
-/// The mean of V neighbours of a part, from rows of results. For V = 4 or 8 their bits are in one byte.
+/// The mean of V neighbours of a scale group, from results. For V = 4 or 8 their bits are in one byte.
 template <int V>
-__device__ __forceinline__ Pack<V> mean_at(const DeviceExchange &x, char *rows, int32_t part,
+__device__ __forceinline__ Pack<V> mean_at(const ListMean &mean, const char *results, int32_t group,
                                            const CompressLayout::Unit &unit, const InChunk &place) {
-    char *row = x.row(rows, place.chunk);
-    const float scale = DeviceExchange::scales(row)[part - x.all.first_part[place.chunk]];
+    const char *message = results + place.chunk * mean.layout.message_bytes;
+    const float scale = CompressLayout::scales(message)[group - mean.layout.chunks[place.chunk].first_group];
     const int64_t bit = unit.server + place.at;
-    const unsigned bits = unsigned(x.bits(row)[bit / 8]) << (bit % 8);
+    const unsigned bits = unsigned(mean.layout.bits(message)[bit / 8]) << (bit % 8);
     Pack<V> y;
     unrolled<V>([&](int k) INLINED { y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale; });
     return y;
 }
 template <int V>
-__device__ __forceinline__ Pack<V> mean_of(const DeviceExchange &x, char *rows, int32_t part, int64_t worker) {
-    if (x.values != nullptr) return load<V>(x.values, worker);
-    const CompressLayout::Unit &unit = x.all.units[x.all.parts[part].unit];
-    return mean_at<V>(x, rows, part, unit, InChunk(unit, worker));
+__device__ __forceinline__ Pack<V> mean_of(const ListMean &mean, const char *results, int32_t group, int64_t worker) {
+    if (mean.values != nullptr) return load<V>(mean.values, worker);
+    const CompressLayout::Unit &unit = mean.layout.groups[group].unit;
+    return mean_at<V>(mean, results, group, unit, InChunk(unit, worker));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    decode_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+__global__ void __launch_bounds__(kThreads) decode_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
     begin_kernel();
-    for_part_leaves(x.all, [&](int32_t part, const Leaf &leaf, int64_t) INLINED {
-        const int64_t worker = x.all.parts[part].begin + leaf.begin;
-        const CompressLayout::Unit unit = x.all.units[x.all.parts[part].unit];
+    const ListMean &mean = x.mean;
+    for_group_leaves(mean.layout, [&](int32_t group, const Leaf &leaf, int64_t) INLINED {
+        const int64_t worker = mean.layout.groups[group].begin + leaf.begin;
+        const CompressLayout::Unit unit = mean.layout.groups[group].unit;
         const InChunk first(unit, worker);
-        const int real = real_elements(list[part], leaf);
-        for_packs(real, all_aligned(list[part].data, x.values), [&]<int V>(Width<V>, int i) INLINED {
+        const int real = real_elements(list[group], leaf);
+        for_packs(real, all_aligned(list[group].data, mean.values), [&]<int V>(Width<V>, int i) INLINED {
             InChunk where = first;
             where.move(unit, i);
-            Pack<V> y =
-                x.values != nullptr ? load<V>(x.values, worker + i) : mean_at<V>(x, x.results, part, unit, where);
-            const uint32_t active = active_from(x.active, worker + i);
+            Pack<V> y = mean.values != nullptr ? load<V>(mean.values, worker + i)
+                                               : mean_at<V>(mean, mean.results, group, unit, where);
+            const uint32_t active = active_from(mean.active, worker + i);
             unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f; });
-            store(y, static_cast<float *>(list[part].data), leaf.begin + i);
+            store(y, static_cast<float *>(list[group].data), leaf.begin + i);
         });
     });
 }
 
-/// Two levels: zeros between tensors of the message, and behind the last one.
-__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const DeviceExchange x) {
+/// Two levels: zeros between tensors of the vector, and behind the last one.
+__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel();
-    const DeviceLayout &layout = x.all;
-    for (int64_t i = grid_thread(); i + 1 < layout.part_count; i += grid_threads())
-        for (int64_t k = layout.parts[i].begin + layout.parts[i].numel; k < layout.parts[i + 1].begin; ++k)
-            x.message[k] = 0;
-    const CompressLayout::Part last = layout.parts[layout.part_count - 1];
+    const CompressLayout &layout = x.mean.layout;
+    float *const vector = x.node.vector;
+    for (int64_t i = grid_thread(); i + 1 < layout.group_count; i += grid_threads())
+        for (int64_t k = layout.groups[i].begin + layout.groups[i].numel; k < layout.groups[i + 1].begin; ++k)
+            vector[k] = 0;
+    const CompressLayout::ScaleGroup last = layout.groups[layout.group_count - 1];
     for (int64_t k = last.begin + last.numel + grid_thread(); k < layout.worker_numel; k += grid_threads())
-        x.message[k] = 0;
+        vector[k] = 0;
 }
 
-/// A list to the message.
-__global__ void __launch_bounds__(kThreads)
-    fill_message_kernel(GRID_CONSTANT const DeviceExchange x, const dsopt_tensor *list) {
+/// A list to the vector.
+__global__ void __launch_bounds__(kThreads) copy_list_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
     begin_kernel();
-    for_part_leaves(x.all, [&](int32_t part, const Leaf &where, int64_t) INLINED {
-        const float *values = static_cast<const float *>(list[part].data) + where.begin;
-        float *to = x.message + x.all.parts[part].begin + where.begin;
+    for_group_leaves(x.mean.layout, [&](int32_t group, const Leaf &where, int64_t) INLINED {
+        const float *values = static_cast<const float *>(list[group].data) + where.begin;
+        float *to = x.node.vector + x.mean.layout.groups[group].begin + where.begin;
         for (int k = int(threadIdx.x); k < where.n; k += kThreads) to[k] = values[k];
     });
 }
 
 /// V neighbours of the own slice: the mean of what the ranks of the node sent, in rank order.
-template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const DeviceExchange &x, int64_t i) {
-    const float share = 1.0f / float(x.own.node_ranks);
-    Pack<V> sum = load<V>(x.slices, i);
-    for (int rank = 1; rank < x.own.node_ranks; ++rank) {
-        const Pack<V> other = load<V>(x.slices + rank * x.own.slice, i); // slices are multiples of 32 elements
+template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSlices &node, int64_t i) {
+    const float share = 1.0f / float(node.ranks);
+    Pack<V> sum = load<V>(node.slices, i);
+    for (int rank = 1; rank < node.ranks; ++rank) {
+        const Pack<V> other = load<V>(node.slices + rank * node.numel, i); // slices are multiples of 32 elements
         unrolled<V>([&](int k) INLINED { sum.at[k] += other.at[k]; });
     }
     unrolled<V>([&](int k) INLINED { sum.at[k] *= share; });
     return sum;
 }
 
-/// That mean and what is owed to the kept sums, and their bits to the rows.
-__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
+/// That mean and the residual to the compensated values, and their bits to the messages.
+__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel(true);
-    pack_parts(x, [&](int32_t part, const Leaf &where, int64_t worker, float *tile) INLINED {
-        const float scale = x.worker_scales()[part];
-        for_packs(where.n, all_aligned(x.slices, x.worker), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> mean = mean_of_slices<V>(x, worker + i);
-            const uint32_t active = active_from(x.worker_active, worker + i); // `worker`: a multiple of 32
-            const Pack<V> sum = new_sums(mean, load<V>(x.worker, worker + i), scale, active);
+    const Compression &own = x.own;
+    pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
+        const float scale = own.worker_scales()[group];
+        for_packs(where.n, all_aligned(x.node.slices, own.worker), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> mean = mean_of_slices<V>(x.node, worker + i);
+            const uint32_t active = active_from(own.active, worker + i); // `worker`: a multiple of 32
+            const Pack<V> sum = compensate(mean, load<V>(own.worker, worker + i), scale, active);
             to_tile(sum, tile + i);
-            store(sum, x.worker, worker + i);
+            store(sum, own.worker, worker + i);
         });
     });
 }
 
 /// One node: the mean is all, and goes to the first of the slices.
-__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const DeviceExchange x) {
+__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel();
-    for (int64_t i = grid_thread() * 4; i < x.own.slice; i += grid_threads() * 4)
-        store(mean_of_slices<4>(x, i), x.slices, i);
+    for (int64_t i = grid_thread() * 4; i < x.node.numel; i += grid_threads() * 4)
+        store(mean_of_slices<4>(x.node, i), x.node.slices, i);
 }
 
-/// A layout as bytes for the device, each array on its own line. In two levels the slice's, with the whole list's
-/// behind it.
-class LayoutImage {
-public:
-    static size_t bytes(const CompressLayout &layout) {
-        return own_bytes(layout) + (layout.has_levels() ? own_bytes(*layout.whole) : 0);
-    }
-    /// To memory that is zero.
-    static void write(const CompressLayout &layout, char *to) {
-        const size_t own = for_arrays(layout, [&](auto, const auto &array, size_t at) {
-            if (!array.empty()) std::memcpy(to + at, array.data(), array.size() * sizeof array[0]);
-        });
-        if (layout.has_levels()) write(*layout.whole, to + own);
-    }
-    static DeviceLayout view(const CompressLayout &layout, const void *memory) {
-        DeviceLayout view{.row_bytes = layout.row_bytes(),
-                          .row_scales = layout.row_scales,
-                          .worker_numel = layout.worker_numel,
-                          .server_numel = layout.server_numel,
-                          .slice = layout.slice,
-                          .part_count = int32_t(layout.parts.size()),
-                          .segment_count = int32_t(layout.own_segments().size()),
-                          .ranks = layout.ranks,
-                          .rank = layout.rank,
-                          .node_ranks = layout.node_ranks};
-        for_arrays(layout, [&](auto member, const auto &array, size_t at) {
-            view.*member = reinterpret_cast<decltype(array.data())>(static_cast<const char *>(memory) + at);
-        });
-        return view;
-    }
-    static DeviceLayout view_all(const CompressLayout &layout, const void *memory) {
-        return layout.has_levels() ? view(*layout.whole, static_cast<const char *>(memory) + own_bytes(layout))
-                                   : view(layout, memory);
-    }
+/// The passes of one exchange, whose layout is in device memory. The list is, too; a step has none.
+struct ExchangeRun {
+    const Launcher &launcher;
+    Exchange x;
+    const dsopt_tensor *list = nullptr;
 
-private:
-    /// visit(member of DeviceLayout, vector, where its bytes begin). Returns the bytes of all.
-    template <class Visit> static size_t for_arrays(const CompressLayout &layout, const Visit &visit) {
-        Offsets offsets;
-        const auto each = [&](auto member, const auto &array) {
-            visit(member, array, offsets.add(array.size() * sizeof array[0]));
-        };
-        each(&DeviceLayout::units, layout.units);
-        each(&DeviceLayout::parts, layout.parts);
-        each(&DeviceLayout::segments, layout.own_segments());
-        each(&DeviceLayout::part_leaf, layout.part_leaf);
-        each(&DeviceLayout::segment_leaf, layout.segment_leaf);
-        each(&DeviceLayout::first_part, layout.first_part);
-        each(&DeviceLayout::slots, layout.slots);
-        return offsets.bytes();
-    }
-    static size_t own_bytes(const CompressLayout &layout) {
-        return for_arrays(layout, [](auto, const auto &, size_t) {});
+    void run(ExchangePass pass) const {
+        const CompressLayout &sent = x.own.layout, &all = x.mean.layout;
+        switch (pass) {
+        case ExchangePass::clear_messages: return launcher.fill(x.own.send, 0xff, size_t(sent.messages_bytes()));
+        case ExchangePass::pack_list: return launcher.over(sent.group_leaves, "feed_list", feed_list_kernel, x, list);
+        case ExchangePass::pack_values: return launcher.over(sent.group_leaves, "pack", pack_kernel, x);
+        case ExchangePass::message_scales:
+            return launcher.over(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
+        case ExchangePass::clear_result: return launcher.fill(x.own.result, 0xff, size_t(sent.message_bytes));
+        case ExchangePass::serve: return launcher.over(sent.segment_leaves, "serve", serve_kernel, x);
+        case ExchangePass::result_scales:
+            return launcher.over(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
+        case ExchangePass::decode: return launcher.over(all.group_leaves, "decode", decode_kernel, x, list);
+        case ExchangePass::clear_gaps:
+            if (all.group_count != 0) launcher.over(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
+            return;
+        case ExchangePass::copy_list: return launcher.over(all.group_leaves, "copy_list", copy_list_kernel, x, list);
+        case ExchangePass::pack_slice: return launcher.over(sent.group_leaves, "feed_slice", feed_slice_kernel, x);
+        case ExchangePass::average_slice:
+            return launcher.over(x.node.numel / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
+        }
     }
 };
-
-/// `table`: the layout in device memory, as LayoutImage has it.
-inline DeviceExchange device_exchange(const ExchangeBuffers &buffers, const void *table) {
-    const CompressLayout &layout = *buffers.layout;
-    return {buffers, LayoutImage::view(layout, table), LayoutImage::view_all(layout, table), buffers.own_active(),
-            layout.is_exact() ? buffers.message : nullptr};
-}
-
-// Which kernels run, in which order. Lists are in device memory.
-
-/// Bits between tensors are 1, too.
-inline void clear_rows(char *rows, int64_t bytes, const Launcher &launcher) {
-    launcher.fill(rows, 0xff, size_t(bytes));
-}
-inline void end_rows(const DeviceExchange &x, const Launcher &launcher) {
-    launcher.over(x.own.part_count / kWarps + 1, "row_scales", row_scales_kernel, x);
-}
-inline void clear_gaps(const DeviceExchange &x, const Launcher &launcher) {
-    if (x.all.part_count != 0) launcher.over(x.all.part_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
-}
-/// To rows, or with two levels to the message.
-inline void feed_list(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *list) {
-    if (x.layout->has_levels()) {
-        clear_gaps(x, launcher);
-        return launcher.over(x.layout->whole->part_leaf.back(), "fill_message", fill_message_kernel, x, list);
-    }
-    clear_rows(x.send, x.layout->rows_bytes(), launcher);
-    launcher.over(x.layout->part_leaf.back(), "feed_list", feed_list_kernel, x, list);
-    end_rows(x, launcher);
-}
-/// What the ranks of the node sent to the own slice of the mean, and that to rows.
-inline void feed_slice(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *) {
-    if (x.layout->is_exact())
-        return launcher.over(x.own.slice / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
-    clear_rows(x.send, x.layout->rows_bytes(), launcher);
-    launcher.over(x.layout->part_leaf.back(), "feed_slice", feed_slice_kernel, x);
-    end_rows(x, launcher);
-}
-inline void serve_rows(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *) {
-    clear_rows(x.result, x.own.row_bytes, launcher);
-    launcher.over(x.layout->segment_leaf.back(), "serve", serve_kernel, x);
-    launcher.over(x.own.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
-}
-inline void decode_list(const DeviceExchange &x, const Launcher &launcher, const dsopt_tensor *list) {
-    launcher.over(x.layout->all().part_leaf.back(), "decode", decode_kernel, x, list);
-}
 
 } // namespace dsopt::gpu

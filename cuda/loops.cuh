@@ -23,11 +23,11 @@ template <class Visit> void for_kernels(const Visit &visit) {
     all(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, add_up_rows_kernel, no_norm_kernel, norm_kernel,
         one_thread_kernel<UpdateScaler>, one_thread_kernel<WriteScaler>, one_thread_kernel<WriteReduction>);
-    all(pack_kernel, feed_list_kernel, row_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
-        clear_gaps_kernel, fill_message_kernel, feed_slice_kernel, mean_slice_kernel);
-    all(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
-        finish_padding_kernel, keep_momentum_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel,
-        onebit_shared_trust_kernel, onebit_lamb_weights_kernel, find_active_kernel, freeze_kernel, end_onebit_kernel);
+    all(pack_kernel, feed_list_kernel, message_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
+        clear_gaps_kernel, copy_list_kernel, feed_slice_kernel, mean_slice_kernel);
+    all(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel, take_padding_kernel,
+        keep_results_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel, onebit_shared_trust_kernel,
+        onebit_lamb_weights_kernel, find_active_kernel, freeze_kernel, end_onebit_kernel);
 }
 
 class CudaLoops final : public Loops {
@@ -54,7 +54,7 @@ public:
         // Not the capability of the device: the driver may have compiled PTX of an older one for it.
         shared_.early = ptx >= 90;
     }
-    size_t extra_bytes(const StepShape &shape) const override { return Extra(shape).offsets.bytes(); }
+    size_t extra_bytes(const StepShape &shape) const override { return Extra(nullptr, shape).bytes; }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<Cache>(gpu_); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         const Launcher launcher = launcher_of(plan.how.stream);
@@ -119,37 +119,30 @@ public:
             },
             function);
     }
-    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
-                       void *stream) const override {
-        with_exchange(buffers, list, count, stream, feed_list);
-    }
-    void compress_slice(const ExchangeBuffers &buffers, const Parallel &, void *stream) const override {
-        with_exchange(buffers, nullptr, 0, stream, feed_slice);
-    }
-    void compress_serve(const ExchangeBuffers &buffers, const Parallel &, void *stream) const override {
-        with_exchange(buffers, nullptr, 0, stream, serve_rows);
-    }
-    void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, const Parallel &,
-                         void *stream) const override {
-        with_exchange(buffers, list, count, stream, decode_list);
+    void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Parallel &, void *stream,
+                      FunctionRef<void(ExchangeLoops &)> body) const override {
+        class Run final : public ExchangeLoops {
+        public:
+            explicit Run(const ExchangeRun &run) : run_(run) {}
+            void run(ExchangePass pass) override { run_.run(pass); }
+
+        private:
+            const ExchangeRun run_;
+        };
+        const Launcher launcher = launcher_of(stream);
+        const size_t layout = buffers.layout->bytes, tensors = size_t(count) * sizeof(dsopt_tensor);
+        const Scratch memory(shared_.scratch, layout + tensors, launcher.stream); // as long as the work
+        launcher.upload(memory.get(), layout + tensors, [&](char *to) {
+            std::memcpy(to, buffers.layout->block.get(), layout);
+            if (count != 0) std::memcpy(to + layout, list, tensors);
+        });
+        const auto *const there = reinterpret_cast<const dsopt_tensor *>(memory.get() + layout);
+        Run loops({launcher, buffers.on_device(memory.get(), nullptr), there});
+        body(loops);
     }
 
 private:
     Launcher launcher_of(void *stream) const { return {OnDevice(gpu_), shared_, static_cast<cudaStream_t>(stream)}; }
-    /// `body` with everything in device memory: in a step the layout is there, otherwise it lives as long as the work.
-    void with_exchange(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count, void *stream,
-                       void (*body)(const DeviceExchange &, const Launcher &, const dsopt_tensor *)) const {
-        const Launcher launcher = launcher_of(stream);
-        if (buffers.table != nullptr) return body(device_exchange(buffers, buffers.table), launcher, nullptr);
-        const size_t layout = LayoutImage::bytes(*buffers.layout), tensors = size_t(count) * sizeof(dsopt_tensor);
-        const Scratch memory(shared_.scratch, layout + tensors, launcher.stream);
-        launcher.upload(memory.get(), layout + tensors, [&](char *to) {
-            LayoutImage::write(*buffers.layout, to);
-            if (count != 0) std::memcpy(to + layout, list, tensors);
-        });
-        body(device_exchange(buffers, memory.get()), launcher,
-             reinterpret_cast<const dsopt_tensor *>(memory.get() + layout));
-    }
     /// launch(launcher, batch) for the tensors that have data in both lists, as many at once as arguments hold.
     template <class Launch>
     void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, void *stream,

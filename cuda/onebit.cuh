@@ -12,9 +12,9 @@ namespace dsopt::gpu {
 struct DeviceOneBit {
     DevicePlan d;
     OneBitPlan one;
-    DeviceExchange x;
-    bool packs; // a part is one tensor: bits are made while its kept sums are at hand
-    /// Four neighbours of a tensor have their bits side by side; in compat mode a part may begin anywhere.
+    Exchange x;
+    bool packs; // a scale group is one tensor: bits are made while its compensated values are at hand
+    /// Four neighbours of a tensor have their bits side by side; in compat mode a tensor may begin anywhere.
     bool whole_vectors;
 };
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
         t.own = load<V>(one.track(), i);
     }
     t.widen_all(job);
-    if (in_bits) t.moment[0] = mean_of<V>(b.x, b.one.momentum, one.part, one.worker + i);
+    if (in_bits) t.moment[0] = mean_of<V>(b.x.mean, b.one.momentum, one.scale_group, one.worker + i);
     return t;
 }
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
 /// would think that each store may change everything.
 struct SharedOneBit {
     OneBitScalars one;
-    float scale;  // of its kept sums
+    float scale;  // of its compensated values
     bool aligned; // its arrays, and four neighbours have their bits side by side
 };
 
@@ -51,11 +51,11 @@ template <Feed F, class Body> __device__ __forceinline__ void for_own_leaves(con
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
-        const bool kept = b.one.exchanges && b.x.message == nullptr && one.worker >= 0;
+        const bool compensates = b.one.exchanges && b.x.node.vector == nullptr && one.worker >= 0;
         o.one = onebit_scalars(b.one, F, tensor, b.d.plan.jobs[tensor].group);
-        o.scale = kept ? b.x.worker_scales()[one.part] : 0.0f;
-        o.aligned =
-            b.whole_vectors && s.aligned && all_aligned(one.track(), one.fresh, b.x.worker, b.x.message, b.x.values);
+        o.scale = compensates ? b.x.own.worker_scales()[one.scale_group] : 0.0f;
+        o.aligned = b.whole_vectors && s.aligned &&
+                    all_aligned(one.track(), one.fresh, b.x.own.worker, b.x.node.vector, b.x.mean.values);
     };
     for_shared_leaves(b.d, s, find, [&](uint32_t leaf, int32_t tensor, const Leaf &where) INLINED {
         if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[tensor], where, leaf);
@@ -85,7 +85,7 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
     Inputs<V> t{};
     Pack<V> y;
     if (b.one.exchanges) // first: where it comes from needs registers, too
-        y = mean_of<V>(b.x, b.x.results, one.part, one.worker + i);
+        y = mean_of<V>(b.x.mean, b.x.mean.results, one.scale_group, one.worker + i);
     else
         t.g = fetch_gradient<V>(s.job, i);
     if (F != Feed::momentum || !b.one.exchanges)
@@ -99,20 +99,21 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
     return t;
 }
 
-/// Own values and what is owed to the kept sums, and their bits to the rows. Before a synchronisation 0/1 Adam takes
-/// its step here.
+/// Own values and the residual to the compensated values, and their bits to the messages. Before a synchronisation 0/1
+/// Adam takes its step here.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(b.one.exchanges && b.x.message == nullptr);
+    begin_kernel(b.one.exchanges && b.x.node.vector == nullptr);
     DYNAMIC_SHARED(float, tiles); // where bits are made here
     TileTurns turns{tiles};
     for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
-        float *kept = b.one.exchanges ? (b.x.message != nullptr ? b.x.message : b.x.worker) + one.worker : nullptr;
+        float *const vector = b.x.node.vector;
+        float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.own.worker) + one.worker : nullptr;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Pack<V> sum{};
-            if (kept != nullptr && b.x.message == nullptr) sum = load<V>(kept, i);
+            if (to != nullptr && vector == nullptr) sum = load<V>(to, i);
             Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
             if constexpr (F == Feed::distance) {
                 unrolled<V>([&](int k) INLINED {
@@ -123,40 +124,42 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
                 store(t.moment[0], s.job.moment(0), i);
                 if (!o.one.anchored) store(t.own, one.track(), i);
             }
-            if (kept == nullptr) return;
+            if (to == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
-            if (b.x.message != nullptr) return store(values, kept, i); // as they are
-            const uint32_t active = active_from(b.x.active, one.worker + i);
-            sum = new_sums(values, sum, o.scale, active);
+            if (vector != nullptr) return store(values, to, i); // as they are
+            const uint32_t active = active_from(b.x.own.active, one.worker + i);
+            sum = compensate(values, sum, o.scale, active);
             if (b.packs) to_tile(sum, turns.tile() + at);
-            store(sum, kept, i);
+            store(sum, to, i);
         });
         if (b.packs)
-            pack_leaf(b.x, one.part, one.worker + where.begin, where.n, turns,
-                      b.x.own.part_leaf[one.part] + where.begin / kLeaf);
+            pack_leaf(b.x.own, one.scale_group, one.worker + where.begin, where.n, turns,
+                      b.x.own.layout.group_leaf[one.scale_group] + where.begin / kLeaf);
     });
 }
 
-/// What is behind the tensors of a part.
+/// What is behind the tensors of a scale group.
 __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(true);
     if (skipped(b.d)) return;
-    for (int32_t i = int32_t(blockIdx.x); i < b.x.own.part_count; i += int32_t(gridDim.x)) {
-        const CompressLayout::Part part = b.x.own.parts[i];
-        const float scale = b.x.worker_scales()[i];
-        float *kept = b.x.worker + part.begin;
-        for (int64_t k = part.used + threadIdx.x; k < part.numel; k += kThreads) {
-            const float owed = error_of(kept[k], scale);
-            kept[k] = b.one.padding != nullptr ? b.one.padding[k - part.used] + owed : owed;
+    const Compression &own = b.x.own;
+    for (int32_t i = int32_t(blockIdx.x); i < own.layout.group_count; i += int32_t(gridDim.x)) {
+        const CompressLayout::ScaleGroup group = own.layout.groups[i];
+        const float scale = own.worker_scales()[i];
+        float *values = own.worker + group.begin;
+        for (int64_t k = group.used + threadIdx.x; k < group.numel; k += kThreads) {
+            const float residual = error_of(values[k], scale);
+            values[k] = b.one.padding != nullptr ? b.one.padding[k - group.used] + residual : residual;
         }
     }
 }
-__global__ void __launch_bounds__(kThreads, 4) finish_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
+__global__ void __launch_bounds__(kThreads, 4) take_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     if (skipped(b.d)) return;
-    const CompressLayout::Part part = b.x.own.parts[0];
-    for (int64_t k = part.used + grid_thread(); k < part.numel; k += grid_threads())
-        b.one.padding[k - part.used] = mean_of<1>(b.x, b.x.results, 0, part.begin + k).at[0];
+    const ListMean &mean = b.x.mean;
+    const CompressLayout::ScaleGroup group = mean.layout.groups[0];
+    for (int64_t k = group.used + grid_thread(); k < group.numel; k += grid_threads())
+        b.one.padding[k - group.used] = mean_of<1>(mean, mean.results, 0, group.begin + k).at[0];
 }
 
 /// From the mean, which without other ranks is the own values, to momentum and weights.
@@ -231,14 +234,7 @@ __global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT
     begin_kernel(b.d.plan.shards.count == 0); // as update_kernel()
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
-        const TensorJob &job = plan.jobs[i];
-        if (job.owner != Owner::exchange) return;
-        const double factor = by.most(b.one.factors + job.first_leaf, leaves),
-                     without_decay = by.sum(plan.sums_a + job.first_leaf, leaves),
-                     with_decay = by.sum(plan.sums_b + job.first_leaf, leaves);
-        if (by.lead) find_frozen_trust(plan, b.one, i, factor, without_decay, with_decay);
-    });
+    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_frozen_trust(plan, b.one, i, by); });
 }
 /// Those of sharded tensors, as shared_trust_kernel().
 __global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
@@ -270,12 +266,11 @@ __global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT
     for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) begin_group(plan, b.one, g);
 }
 
-/// The original's 1-bit LAMB has one scale for everything, so momenta are first brought to the same size: sums of
-/// squares a leaf, and then, in one block, the factors.
+/// Scaling of momenta: sums of squares of each leaf, and then, in one block, the factors.
 __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(true);
     __shared__ __align__(16) float tiles[kWarps][kTile];
-    if (skipped(b.d) || b.one.trust_scaling[0] != 0) return;
+    if (skipped(b.d) || knows_scaling(b.one)) return;
     for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
@@ -287,23 +282,18 @@ __global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONS
     begin_kernel(true);
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
-    const bool known = b.one.trust_scaling[0] != 0;
+    const bool known = knows_scaling(b.one);
     __syncthreads(); // it is written below
     if (skipped(b.d) || known) return;
-    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
-        const double squares = by.sum(plan.sums_a + plan.jobs[i].first_leaf, leaves);
-        if (by.lead) b.one.trust_scaling[i] = rms_of(squares, plan.jobs[i].numel);
-    });
+    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_size_of_momentum(plan, b.one, i, by); });
     __syncthreads();
     if (threadIdx.x < 32) {
-        const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
-            return double(b.one.trust_scaling[i]) / double(plan.count);
-        });
+        const double sum =
+            add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return share_of_size(plan, b.one, i); });
         if (threadIdx.x == 0) mean = sum;
     }
     __syncthreads();
-    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads)
-        b.one.trust_scaling[i] = b.one.trust_scaling[i] > 0 ? float(mean / double(b.one.trust_scaling[i])) : 1.0f;
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) scale_momentum(b.one, i, mean);
 }
 
 /// What every step ends with, also one that is skipped. One block.
@@ -316,12 +306,12 @@ __global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(GRID_CONSTANT c
     if (threadIdx.x == 0) end_schedule(b.one, taken);
 }
 
-/// Rows of results to where the momentum is kept.
-__global__ void __launch_bounds__(kThreads) keep_momentum_kernel(GRID_CONSTANT const DeviceOneBit b) {
+/// Results to where the momentum is kept.
+__global__ void __launch_bounds__(kThreads) keep_results_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     if (skipped(b.d)) return;
-    const int64_t words = b.x.all.row_bytes * b.x.all.ranks / 4;
-    const auto *from = reinterpret_cast<const int32_t *>(b.x.results);
+    const int64_t words = b.x.mean.layout.messages_bytes() / 4;
+    const auto *from = reinterpret_cast<const int32_t *>(b.x.mean.results);
     auto *to = reinterpret_cast<int32_t *>(b.one.momentum);
     for (int64_t k = grid_thread(); k < words; k += grid_threads()) to[k] = from[k];
 }
@@ -336,18 +326,18 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
         if (worker < 0) return;
         for (int first = int(threadIdx.x) / 32 * 32; first < where.n; first += kThreads) {
             const int i = first + int(threadIdx.x % 32);
-            const bool has = i < where.n && load<1>(job.moment(1), where.begin + i).at[0] != 0;
+            const bool has = i < where.n && has_variance(load<1>(job.moment(1), where.begin + i).at[0]);
             const unsigned word = __ballot_sync(0xffffffffu, has);
             if (threadIdx.x % 32 == 0) b.one.active[(worker + where.begin + first) / 32] = int32_t(word);
         }
     });
 }
 
-/// The step that froze the variance: copies are taken, and errors belong to another quantity from here on.
+/// The step that froze the variance: copies are taken, and residuals start anew.
 __global__ void __launch_bounds__(kThreads)
     freeze_kernel(GRID_CONSTANT const DeviceOneBit b, const bool copies_variance) {
     begin_kernel();
-    if (b.one.rules.compat && skipped(b.d)) return;
+    if (!freezes(b.one, skipped(b.d))) return;
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const OneBitJob &one = b.one.jobs[tensor];
@@ -359,11 +349,11 @@ __global__ void __launch_bounds__(kThreads)
             if (one.anchor != nullptr) store(load<V>(job.weight(), i), one.anchor, i);
         });
     });
-    if (!b.one.exchanges || b.x.values != nullptr) return; // nothing is owed
-    const int64_t workers = b.x.own.worker_numel + b.x.own.part_count,
-                  servers = b.x.own.server_numel + b.x.own.row_scales;
-    for (int64_t k = grid_thread(); k < workers; k += grid_threads()) b.x.worker[k] = 0;
-    for (int64_t k = grid_thread(); k < servers; k += grid_threads()) b.x.server[k] = 0;
+    if (!clears_residuals(b.one, b.x.mean)) return;
+    const Compression &own = b.x.own;
+    const int64_t workers = own.layout.worker_floats(), servers = own.layout.server_floats();
+    for (int64_t k = grid_thread(); k < workers; k += grid_threads()) own.worker[k] = 0;
+    for (int64_t k = grid_thread(); k < servers; k += grid_threads()) own.server[k] = 0;
 }
 
 } // namespace dsopt::gpu

@@ -25,21 +25,18 @@ public:
         if (shape.leaves > INT32_MAX)
             throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
                         static_cast<long long>(shape.leaves));
-        const Extra extra(shape);
+        const Extra extra(plan.how.extra, shape);
         const StepTable table = bring_table(plan, shape, extra, launcher);
-        char *workspace = static_cast<char *>(plan.how.extra);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
-              .tensor_of_leaf = reinterpret_cast<const int32_t *>(workspace + extra.map),
-              .tensor_squares = reinterpret_cast<double *>(workspace + extra.squares),
-              .tensor_updates = reinterpret_cast<double *>(workspace + extra.updates),
-              .tensor_cell = reinterpret_cast<int32_t *>(workspace + extra.cell),
+              .tensor_of_leaf = extra.tensor_of_leaf,
+              .tensor_squares = extra.squares,
+              .tensor_updates = extra.updates,
+              .tensor_cell = extra.cell,
               .decided = needs_decision(plan)};
         d_.plan.jobs = table.jobs;
         d_.plan.groups = table.groups;
-        if (plan.onebit != nullptr)
-            onebit_.emplace(plan, d_, table.onebit, shape.exchange != nullptr ? workspace + extra.layout : nullptr,
-                            launcher);
+        if (plan.onebit != nullptr) onebit_.emplace(plan, d_, table.onebit, extra.layout, launcher);
         if (plan.how.timing && plan.how.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
             marks_->reserve();
@@ -82,7 +79,7 @@ private:
         const TensorJob *const last = plan.count != 0 ? &plan.jobs[plan.count - 1] : nullptr;
         return {plan.count, plan.group_count, last != nullptr ? last->first_leaf + leaves_of(last->numel) : 0,
                 plan.onebit != nullptr,
-                plan.onebit != nullptr && plan.onebit->exchanges ? plan.onebit->buffers->layout : nullptr};
+                plan.onebit != nullptr && plan.onebit->exchanges ? plan.onebit->exchange->layout : nullptr};
     }
     /// True if the update has something to do. In a skipped step it writes the outputs of all tensors.
     bool leaves_work() const {

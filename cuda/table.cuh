@@ -6,17 +6,26 @@
 
 namespace dsopt::gpu {
 
-/// Where arrays are in Execution::extra.
+/// Arrays in Execution::extra.
 struct Extra {
-    Offsets offsets;
-    size_t table, map, squares, updates, cell, layout;
-    explicit Extra(const StepShape &shape) :
-        table(offsets.add(StepTable(nullptr, shape).bytes)),
-        map(offsets.add(size_t(shape.leaves) * sizeof(int32_t))),
-        squares(offsets.add(size_t(shape.tensors) * sizeof(double))),
-        updates(offsets.add(size_t(shape.tensors) * sizeof(double))),
-        cell(offsets.add(size_t(shape.tensors) * sizeof(int32_t))),
-        layout(offsets.add(shape.exchange != nullptr ? LayoutImage::bytes(*shape.exchange) : 0)) {}
+    char *table;
+    int32_t *tensor_of_leaf;
+    double *squares, *updates; // one a tensor
+    int32_t *cell;             // one a tensor
+    char *layout;              // the block of an exchange's layout
+    size_t bytes;
+
+    /// `memory` NULL: only to know the bytes.
+    Extra(void *memory, const StepShape &shape) {
+        Pieces pieces(memory);
+        pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
+        pieces.take(tensor_of_leaf, shape.leaves);
+        pieces.take(squares, shape.tensors);
+        pieces.take(updates, shape.tensors);
+        pieces.take(cell, shape.tensors);
+        pieces.take_bytes(layout, shape.exchange != nullptr ? shape.exchange->bytes : 0);
+        bytes = pieces.bytes();
+    }
 };
 
 /// Events between the phases of a step.
@@ -136,26 +145,23 @@ __global__ void __launch_bounds__(kThreads)
 /// from it.
 inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra,
                              const Launcher &launcher) {
-    char *const workspace = static_cast<char *>(plan.how.extra);
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
     const size_t bytes = StepTable(nullptr, shape).bytes;
     Cache *const cache = static_cast<Cache *>(plan.how.cache);
     const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
     if (fresh && cache != nullptr && capturing(launcher.stream))
         throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
-    void *table = workspace + extra.table;
+    void *table = extra.table;
     if (cache != nullptr)
         table = cache->bring(image, bytes, plan.how.repeats == Repeats::all, launcher);
     else
         launcher.upload(table, image, bytes);
     const StepTable there(table, shape);
     if (!fresh) return there;
-    launcher.over(plan.count, "map", map_kernel, there.jobs, reinterpret_cast<int32_t *>(workspace + extra.map),
-                  plan.count);
-    if (shape.exchange != nullptr) {
-        launcher.upload(workspace + extra.layout, LayoutImage::bytes(*shape.exchange),
-                        [&](char *to) { LayoutImage::write(*shape.exchange, to); });
-    }
+    launcher.over(plan.count, "map", map_kernel, there.jobs, extra.tensor_of_leaf, plan.count);
+    if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)
+        launcher.upload(extra.layout, layout->bytes,
+                        [&](char *to) { std::memcpy(to, layout->block.get(), layout->bytes); });
     if (cache != nullptr) cache->workspace = plan.how.extra; // last: a call that failed before is made again
     return there;
 }

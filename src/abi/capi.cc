@@ -498,10 +498,10 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
 dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compressed *args, int64_t *worker,
                                     int64_t *server, size_t *workspace) {
     return with(comm, args, [&](const Comm &data, const Comm *node, const dsopt_compressed &known) {
-        const CompressLayout layout = make_layout(data, node, known);
-        if (worker != nullptr) *worker = layout.worker_floats();
-        if (server != nullptr) *server = layout.server_floats();
-        if (workspace != nullptr) *workspace = with_slack(layout.workspace_bytes());
+        const OwnedLayout layout = make_layout(data, node, known);
+        if (worker != nullptr) *worker = layout.slice.worker_floats();
+        if (server != nullptr) *server = layout.slice.server_floats();
+        if (workspace != nullptr) *workspace = with_slack(Exchange::workspace_bytes(layout));
     });
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {

@@ -206,13 +206,13 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
     return bytes; // one rank or node alone owed nothing
 }
 
-CompressLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
+OwnedLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
     return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
 }
 
 /// Elements that take no part owe nothing, whatever their kept sum and its scale say.
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
-    const CompressLayout &layout = optimizer.onebit()->setup().layout;
+    const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
     if (saved_nodes() > 1) {
         const uint64_t bytes = words.size() * sizeof(int32_t);
@@ -241,23 +241,24 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
 
 /// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
 std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
-    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout;
+    const OwnedLayout saved = saved_layout(optimizer), &own = optimizer.onebit()->setup().layout;
+    const CompressLayout &from = saved.whole, &to = own.slice;
     const std::vector<int32_t> active_words = active(optimizer);
     const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
     const int64_t slice = from.server_numel * nodes;
     std::vector<Kept> ranks;
-    for (const auto &file : files_) ranks.emplace_back(*file, "worker_error", slice, int64_t(from.parts.size()));
+    for (const auto &file : files_) ranks.emplace_back(*file, "worker_error", slice, from.group_count);
     std::vector<float> result(size_t(to.worker_floats())), errors(size_t(kFloats), 0.0f);
     std::vector<double> sums(size_t(kFloats), 0.0);
-    for (size_t part = 0; part < to.parts.size(); ++part)
-        for (int64_t at = 0, count = 0; at < to.parts[part].numel; at += count) {
+    for (int32_t group = 0; group < to.group_count; ++group)
+        for (int64_t at = 0, count = 0; at < to.groups[group].numel; at += count) {
             // Tensors are at the same places of the whole vector for any number of ranks.
-            const int64_t begin = to.parts[part].begin + at, whole = to.slice_begin + begin,
+            const int64_t begin = to.groups[group].begin + at, whole = own.slice_begin() + begin,
                           node = whole / slice; // the element in the whole vector, and whose slice that is
-            count = std::min({kFloats, to.parts[part].numel - at, (node + 1) * slice - whole});
+            count = std::min({kFloats, to.groups[group].numel - at, (node + 1) * slice - whole});
             std::fill_n(sums.begin(), count, 0.0);
             for (int64_t rank = node * nodes; rank < (node + 1) * nodes; ++rank) {
-                ranks[size_t(rank)].errors(whole - node * slice, count, int64_t(part), errors.data());
+                ranks[size_t(rank)].errors(whole - node * slice, count, group, errors.data());
                 for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
             }
             for (int64_t k = 0; k < count; ++k)
@@ -269,27 +270,28 @@ std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
 
 /// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
 std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
-    const CompressLayout from = saved_layout(optimizer), &to = optimizer.onebit()->setup().layout.all();
+    const OwnedLayout saved = saved_layout(optimizer);
+    const CompressLayout &from = saved.whole, &to = optimizer.onebit()->setup().layout.whole;
     const std::vector<int32_t> active_words = active(optimizer);
     std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
-    std::vector<const CompressLayout::Segment *> own(to.parts.size()); // no more than one of a tensor in a chunk
-    for (const CompressLayout::Segment &segment : to.own_segments()) own[size_t(segment.part)] = &segment;
     for (size_t rank = 0; rank < files_.size(); ++rank) {
-        const Kept kept(*files_[rank], "server_error", from.server_numel, from.row_scales);
-        for (const CompressLayout::Segment &theirs : from.chunks[rank]) {
-            const CompressLayout::Segment *const mine = own[size_t(theirs.part)];
-            if (mine == nullptr) continue;
-            // Both as stretches of the tensor.
-            const int64_t their_begin = theirs.begin - from.parts[size_t(theirs.part)].begin,
-                          my_begin = mine->begin - to.parts[size_t(theirs.part)].begin;
-            const int64_t end = std::min(their_begin + theirs.numel, my_begin + mine->numel);
+        const Kept kept(*files_[rank], "server_error", from.server_numel, from.message_scales);
+        const CompressLayout::Chunk &chunk = from.chunks[rank];
+        for (int32_t k = 0; k < chunk.scales; ++k) {
+            const int32_t group = chunk.first_group + k, own = group - to.own_chunk().first_group;
+            if (own < 0 || own >= to.segment_count) continue;
+            const CompressLayout::Segment theirs = CompressLayout::segment_of(from.groups[group], int64_t(rank)),
+                                          mine = to.segments[own];
+            // Both are intervals of the tensor.
+            const int64_t their_begin = theirs.begin - from.groups[group].begin,
+                          my_begin = mine.begin - to.groups[group].begin;
+            const int64_t end = std::min(their_begin + theirs.numel, my_begin + mine.numel);
             for (int64_t at = std::max(their_begin, my_begin); at < end; at += kFloats) {
                 const int64_t count = std::min(kFloats, end - at);
-                kept.errors(theirs.server + at - their_begin, count, theirs.part - from.first_part[rank],
-                            errors.data());
-                for (int64_t k = 0; k < count; ++k)
-                    if (takes_part(active_words.data(), mine->begin + at - my_begin + k))
-                        result[size_t(mine->server + at - my_begin + k)] = errors[size_t(k)];
+                kept.errors(theirs.server + at - their_begin, count, k, errors.data());
+                for (int64_t e = 0; e < count; ++e)
+                    if (takes_part(active_words.data(), mine.begin + at - my_begin + e))
+                        result[size_t(mine.server + at - my_begin + e)] = errors[size_t(e)];
             }
         }
     }

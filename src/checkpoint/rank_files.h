@@ -37,7 +37,7 @@ private:
     std::vector<int32_t> active(const Optimizer &optimizer) const;
     /// The layout of the ranks that saved, as if they had one level: with two levels the chunks are the same, and each
     /// worker has kept one slice.
-    CompressLayout saved_layout(const Optimizer &optimizer) const;
+    OwnedLayout saved_layout(const Optimizer &optimizer) const;
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;

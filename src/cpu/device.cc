@@ -117,24 +117,19 @@ public:
     void run_in_one_thread(const OneThreadFunction &function, void *) const override {
         std::visit([](const auto &call) { call(); }, function);
     }
-    void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t, const Parallel &parallel,
-                       void *) const override {
-        if (buffers.layout->has_levels())
-            cpu::fill_message(buffers, list, parallel);
-        else
-            cpu::feed_and_pack(kernels_.onebit, buffers, list, parallel);
-    }
-    void compress_slice(const ExchangeBuffers &buffers, const Parallel &parallel, void *) const override {
-        cpu::pack_slice(kernels_.onebit, buffers, parallel);
-    }
-    void compress_serve(const ExchangeBuffers &buffers, const Parallel &parallel, void *) const override {
-        cpu::serve(kernels_.onebit, buffers, parallel);
-    }
-    void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
-                         const Parallel &parallel, void *) const override {
-        int64_t bytes = 0;
-        for (int64_t i = 0; i < count; ++i) bytes += list[i].numel * int64_t(sizeof(float));
-        cpu::decode(kernels_.onebit, buffers, list, bytes > caches_.last, parallel);
+    void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t, const Parallel &parallel, void *,
+                      FunctionRef<void(ExchangeLoops &)> body) const override {
+        class Run final : public ExchangeLoops {
+        public:
+            explicit Run(const cpu::ExchangeRun &run) : run_(run) {}
+            void run(ExchangePass pass) override { run_.run(pass); }
+
+        private:
+            const cpu::ExchangeRun &run_;
+        };
+        const cpu::ExchangeRun run{kernels_.onebit, parallel, buffers, list, caches_.last};
+        Run loops(run);
+        body(loops);
     }
 
 private:

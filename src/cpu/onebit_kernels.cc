@@ -6,11 +6,11 @@
 namespace dsopt::cpu {
 namespace {
 
-void add_error(const float *x, float *kept, float scale, int64_t n) {
+void add_residual(const float *x, float *value, float scale, int64_t n) {
     if (x == nullptr)
-        for (int64_t i = 0; i < n; ++i) kept[i] = error_of(kept[i], scale);
+        for (int64_t i = 0; i < n; ++i) value[i] = error_of(value[i], scale);
     else
-        apply([scale](float value, float &sum) { sum = value + error_of(sum, scale); }, n, x, kept);
+        apply([scale](float added, float &sum) { sum = added + error_of(sum, scale); }, n, x, value);
 }
 
 /// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
@@ -35,14 +35,14 @@ void add_up_rows(const float *rows, int64_t stride, int count, float share, int6
     }
 }
 
-void add_rows(const float *rows, int64_t stride, int ranks, int64_t n, float *kept, float scale,
-              const int32_t *active) {
+void add_slices(const float *slices, int64_t stride, int ranks, int64_t n, float *value, float scale,
+                const int32_t *active) {
     Buffer mean;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
-        add_up_rows(rows + i, stride, ranks, 1.0f / float(ranks), size, mean.at);
-        add_error(mean.at, kept + i, scale, size);
-        if (active != nullptr) leave_out(kept + i, size, active, i);
+        add_up_rows(slices + i, stride, ranks, 1.0f / float(ranks), size, mean.at);
+        add_residual(mean.at, value + i, scale, size);
+        if (active != nullptr) leave_out(value + i, size, active, i);
     }
 }
 
@@ -140,62 +140,59 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
     for (; i < n; ++i) single(i);
 }
 
-double pack(const Owed *owed, float *kept, int64_t n, uint8_t *bits) {
+double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
     LeafSum sum;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
-        if (owed != nullptr) {
-            const int64_t real = owed->numel > i ? least(size, owed->numel - i) : 0;
+        if (added != nullptr) {
+            const int64_t real = added->numel > i ? least(size, added->numel - i) : 0;
             // Two tiles ahead: the hardware's prefetchers stop at the end of a page, and callers' pages are often
             // small.
-            if (owed->numel >= i + 3 * kTile)
-                for (int64_t k = 0; k < kTile; k += 16) __builtin_prefetch(owed->x + i + 2 * kTile + k);
-            if (real > 0) add_error(owed->x + i, kept + i, owed->scale, real);
-            add_error(nullptr, kept + i + real, owed->scale, size - real);
+            if (added->numel >= i + 3 * kTile)
+                for (int64_t k = 0; k < kTile; k += 16) __builtin_prefetch(added->x + i + 2 * kTile + k);
+            if (real > 0) add_residual(added->x + i, value + i, added->scale, real);
+            add_residual(nullptr, value + i + real, added->scale, size - real);
         }
-        sum.add(kept + i, size);
-        pack_bits(kept + i, size, bits + i / 8);
+        sum.add(value + i, size);
+        pack_bits(value + i, size, bits + i / 8);
     }
     return sum.fold();
 }
 
-const float *scales_of(const char *row) { return reinterpret_cast<const float *>(row); }
-const uint8_t *bits_of_row(const char *row, int64_t row_scales) {
-    return reinterpret_cast<const uint8_t *>(row) + row_scales * 4;
-}
-
-double serve(const char *rows, int64_t row_bytes, int64_t row_scales, int ranks, int64_t slot, int64_t bit, int64_t n,
-             float *kept, float scale, const int32_t *active, uint8_t *bits) {
+double serve(const char *messages, int64_t message_bytes, int64_t message_scales, int ranks, int64_t slot, int64_t bit,
+             int64_t n, float *value, float scale, const int32_t *active, uint8_t *bits) {
     LeafSum total;
     Buffer sum;
     const float share = 1.0f / float(ranks);
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
         for (int rank = 0; rank < ranks; ++rank) {
-            const char *row = rows + rank * row_bytes;
-            const uint8_t *from = bits_of_row(row, row_scales);
-            const float value = scales_of(row)[slot] * share;
+            const char *message = messages + rank * message_bytes;
+            const auto *from = reinterpret_cast<const uint8_t *>(message) + message_scales * 4;
+            const float mean = CompressLayout::scales(message)[slot] * share;
             if (rank == 0)
-                unpack_bits<To::store>(from, bit + i, size, value, sum.at);
+                unpack_bits<To::store>(from, bit + i, size, mean, sum.at);
             else
-                unpack_bits<To::add>(from, bit + i, size, value, sum.at);
+                unpack_bits<To::add>(from, bit + i, size, mean, sum.at);
         }
-        add_error(sum.at, kept + i, scale, size);
-        if (active != nullptr) leave_out(kept + i, size, active, i);
-        total.add(kept + i, size);
-        pack_bits(kept + i, size, bits + (bit + i) / 8);
+        add_residual(sum.at, value + i, scale, size);
+        if (active != nullptr) leave_out(value + i, size, active, i);
+        total.add(value + i, size);
+        pack_bits(value + i, size, bits + (bit + i) / 8);
     }
     return total.fold();
 }
 
 template <To how = To::store> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
-    if (view.values != nullptr) return widen(view.values + worker, y, n, F32{});
+    if (view.of->values != nullptr) return widen(view.of->values + worker, y, n, F32{});
+    const CompressLayout &layout = view.of->layout;
+    const CompressLayout::Unit unit = layout.groups[view.group].unit;
     while (n > 0) {
-        const int64_t in_unit = worker - view.begin, d = in_unit / view.chunk, at = in_unit - d * view.chunk;
-        const int64_t size = least(n, view.chunk - at);
-        const char *row = view.rows + d * view.row_bytes;
-        unpack_bits<how>(bits_of_row(row, view.row_scales), view.server + at, size,
-                         scales_of(row)[view.part - view.first_part[d]], y);
+        const int64_t in_unit = worker - unit.begin, d = in_unit / unit.chunk, at = in_unit - d * unit.chunk;
+        const int64_t size = least(n, unit.chunk - at);
+        const char *const message = view.results + d * layout.message_bytes;
+        unpack_bits<how>(layout.bits(message), unit.server + at, size,
+                         CompressLayout::scales(message)[view.group - layout.chunks[d].first_group], y);
         worker += size;
         n -= size;
         y += size;
@@ -204,7 +201,8 @@ template <To how = To::store> void mean(const MeanView &view, int64_t worker, in
 
 void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming) {
     // Vectors that begin with a byte of bits, and whole ones in y.
-    if (streaming && active == nullptr && view.begin % 8 == 0 && view.chunk % 8 == 0 && view.server % 8 == 0 &&
+    const CompressLayout::Unit &unit = view.of->layout.groups[view.group].unit;
+    if (streaming && active == nullptr && unit.begin % 8 == 0 && unit.chunk % 8 == 0 && unit.server % 8 == 0 &&
         worker % 8 == 0 && reinterpret_cast<uintptr_t>(y) % 32 == 0) {
         mean<To::stream>(view, worker, n, y);
         return fence_streaming();
@@ -228,7 +226,7 @@ struct Tile {
         g = open_gradient(job, i, n, g_buffer);
         p = weights.open(i, n);
         m = m_buffer.at;
-        if (!replaces_momentum && span.momentum.rows != nullptr)
+        if (!replaces_momentum && span.momentum.of != nullptr)
             mean(span.momentum, span.worker + i, n, m);
         else if (!replaces_momentum)
             m = open(job.moment(0), i, n, m_buffer);
@@ -297,21 +295,21 @@ void feed(const OneBitSpan &span) {
             close(t.p, job.weight(), i, n);
             close(t.m, job.moment(0), i, n);
         }
-        if (span.message != nullptr) {
-            feed_tile(span, t, n, span.message + span.worker + i);
+        if (span.vector != nullptr) {
+            feed_tile(span, t, n, span.vector + span.worker + i);
             continue;
         }
-        if (span.kept == nullptr) continue;
-        float *const kept = span.kept + span.worker + i;
+        if (span.compensated == nullptr) continue;
+        float *const value = span.compensated + span.worker + i;
         feed_tile(span, t, n, x.at);
-        add_error(x.at, kept, span.kept_scale, n);
-        if (span.active != nullptr) leave_out(kept, n, span.active, span.worker + i);
+        add_residual(x.at, value, span.scale, n);
+        if (span.active != nullptr) leave_out(value, n, span.active, span.worker + i);
     }
 }
 
 /// The mean of a tile. Without an exchange the rank's own values are it.
 void mean_of(const OneBitSpan &span, const Tile &t, int64_t i, int64_t n, float *y) {
-    if (span.mean.is_own())
+    if (span.mean.of == nullptr)
         feed_tile(span, t, n, y);
     else
         mean(span.mean, span.worker + i, n, y);
@@ -319,7 +317,7 @@ void mean_of(const OneBitSpan &span, const Tile &t, int64_t i, int64_t n, float 
 
 void finish(const OneBitSpan &span) {
     const TensorJob &job = *span.job;
-    const bool replaces = span.feed == Feed::momentum && !span.mean.is_own();
+    const bool replaces = span.feed == Feed::momentum && span.mean.of != nullptr;
     Tile t(span);
     Buffer y;
     for (int64_t i = span.begin; i < span.end; i += kTile) {
@@ -420,6 +418,6 @@ void local(const OneBitSpan &span) {
 
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
-    add_error, add_up_rows, add_rows, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};
+    add_residual, add_up_rows, add_slices, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};
 
 } // namespace dsopt::cpu

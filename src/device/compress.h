@@ -1,123 +1,209 @@
 // SPDX-License-Identifier: Apache-2.0
 // Error-compensated 1-bit mean over the ranks of a comm (spec of Tang et al. 2021; DeepSpeed's compressed_allreduce).
 //
-// Every rank adds what earlier calls owe to its values and keeps the sum; one bit an element and one scale a tensor of
-// it go to the rank that serves the chunk in which the element lies. That rank averages, adds what it owes itself, and
-// sends one bit an element and its own scales to all.
+// Every rank adds the residual of earlier calls to its values and keeps the result, the compensated values. One bit an
+// element and one scale a scale group of them form the message to the rank that serves the chunk in which the elements
+// are. That rank averages the messages, adds its own residual, and sends one bit an element and its scales to all.
 //
-// What is owed, the error, is `kept - scale * sign(kept)`: with the kept sum and its scale at hand it is formed on the
-// fly in the next call, which saves a pass over it.
+// The residual is `value - scale * sign(value)` of a compensated value: with that and its scale at hand it is formed on
+// the fly in the next call, which saves a pass over it.
 //
-// Two levels: the ranks of a node first take their exact mean, each that of one slice of the vector; a slice is then
-// compressed and exchanged by the ranks that have it, one a node, and ends in every rank of the node as bits.
+// Two levels: the ranks of a node first take the exact mean of the vector, each that of one slice; a slice is then
+// compressed and exchanged by the ranks that have it, one a node, and its results go to every rank of the node.
 #pragma once
+#include "base/sizes.h"
 #include "rules/onebit.h"
 #include <memory>
-#include <vector>
 
 namespace dsopt {
 
-/// Where each element is: in a worker's buffer, in a server's buffer, and in the row that goes over the wire.
+/// Where each element of a vector is: among a worker's values, among a server's, and in a message. Plain numbers, and
+/// arrays that are all in one block of memory: a copy of the block and place() make the same layout on a device.
 struct CompressLayout {
     /// A vector that is cut into one chunk a rank.
     struct Unit {
         int64_t begin;  // first of the worker's elements
         int64_t chunk;  // elements a rank
-        int64_t server; // first of a server's elements, and of a row's bits
+        int64_t server; // first of a server's elements, and of a message's bits
     };
-    /// What has one scale among a worker's elements.
-    struct Part {
+    /// The worker's elements that have one scale.
+    struct ScaleGroup {
         int64_t begin, numel;
         int64_t used; // elements that are some tensor's; the rest is padding
-        int32_t unit;
+        Unit unit;    // in which they are
     };
-    /// The stretch of a part in one chunk.
+    /// The scales in front of a message are those of scale groups that follow one another.
+    struct Chunk {
+        int32_t first_group, scales;
+    };
+    /// The elements of a scale group that are in one chunk.
     struct Segment {
         int64_t begin, numel; // in the worker's elements
         int64_t server;       // as in Unit
-        int32_t part;
     };
-    int ranks, rank;
+    int32_t ranks = 1, rank = 0;
+    int32_t group_count = 0, segment_count = 0;
     int64_t worker_numel = 0, server_numel = 0;
-    int64_t row_scales = 0; // in front of the bits of every row
-    std::vector<Unit> units;
-    std::vector<Part> parts;
-    std::vector<std::vector<Segment>> chunks; // one a rank
-    std::vector<int32_t> first_part;          // of every chunk; its scale is the first in the row
-    std::vector<int32_t> slots;               // of every chunk: scales in the row
-    // Running numbers of leaves, one more than there are parts, and segments of the own chunk.
-    std::vector<int64_t> part_leaf{0}, segment_leaf{0};
-    /// Two levels: the layout of the whole vector, with one chunk for each rank of each node. The other members then
-    /// describe this rank's slice, with one chunk for each node; its parts are the stretches of tensors in the slice.
-    std::shared_ptr<const CompressLayout> whole;
-    int node_ranks = 1;
-    int64_t slice = 0, slice_begin = 0; // elements
+    int64_t message_scales = 0; // in front of the bits of every message
+    /// Whole vectors of 16 bytes: messages are contiguous, and NCCL copies what does not begin at one byte by byte.
+    int64_t message_bytes = 0;
+    int64_t group_leaves = 0, segment_leaves = 0; // of all groups, and of all segments
+    ScaleGroup *groups = nullptr;
+    Chunk *chunks = nullptr;     // one a rank
+    Segment *segments = nullptr; // of this rank's chunk, one for each of its scales, in their order
+    // Running numbers of leaves, one more than there are groups or segments.
+    int64_t *group_leaf = nullptr, *segment_leaf = nullptr;
 
-    explicit CompressLayout(int count = 1, int own = 0) :
-        ranks(count),
-        rank(own),
-        chunks(size_t(count)),
-        first_part(size_t(count)),
-        slots(size_t(count)) {}
-    /// The original's: every tensor is a vector of its own, padded to a multiple of ranks * lcm(ranks, 8) with elements
-    /// that count like any other.
-    static CompressLayout padded(int ranks, int rank, const std::vector<int64_t> &numels);
-    /// The whole list is one vector, with one scale a tensor. Tensors begin at multiples of 32 elements; what is
-    /// between them takes no part.
-    static CompressLayout bucket(int ranks, int rank, const std::vector<int64_t> &numels);
-    /// The same vector in slices. With one node nothing is compressed, and there is nothing to keep.
-    static CompressLayout two_level(int ranks, int rank, int node_ranks, int node_rank,
-                                    const std::vector<int64_t> &numels);
-
-    bool has_levels() const { return whole != nullptr; }
-    bool is_exact() const { return has_levels() && ranks == 1; }
-    /// Where tensors are in the list's vector.
-    const CompressLayout &all() const { return whole ? *whole : *this; }
-    /// Words of bits up to the last part's end: the same for any number of ranks.
-    int64_t used_words() const {
-        const std::vector<Part> &list = all().parts;
-        return list.empty() ? 0 : (list.back().begin + list.back().numel + 31) / 32;
+    /// Where the arrays are in a block.
+    void place(Pieces &block) {
+        block.take(groups, group_count);
+        block.take(chunks, ranks);
+        block.take(segments, segment_count);
+        block.take(group_leaf, group_count + 1);
+        block.take(segment_leaf, segment_count + 1);
     }
-    int64_t rows_bytes() const { return row_bytes() * ranks; }
-    /// Whole vectors of 16 bytes: rows follow one another, and NCCL copies what does not begin at one byte by byte.
-    int64_t row_bytes() const { return (row_scales * 4 + server_numel / 8 + 15) / 16 * 16; }
+    DSOPT_HD static Segment segment_of(const ScaleGroup &group, int64_t chunk) {
+        const int64_t first = group.unit.begin + chunk * group.unit.chunk, last = first + group.unit.chunk,
+                      own_end = group.begin + group.numel;
+        const int64_t begin = group.begin > first ? group.begin : first, end = own_end < last ? own_end : last;
+        return {begin, end > begin ? end - begin : 0, group.unit.server + begin - first};
+    }
+    DSOPT_HD const Chunk &own_chunk() const { return chunks[rank]; }
+    DSOPT_HD int64_t messages_bytes() const { return message_bytes * ranks; }
     /// Floats of the buffers that are kept from call to call: elements, then scales.
-    int64_t worker_floats() const { return worker_numel + int64_t(parts.size()); }
-    int64_t server_floats() const { return server_numel + row_scales; }
-    int64_t leaves() const { return part_leaf.back() > segment_leaf.back() ? part_leaf.back() : segment_leaf.back(); }
-    const std::vector<Segment> &own_segments() const { return chunks[size_t(rank)]; }
-    size_t workspace_bytes() const;
-
-private:
-    void count_leaves();
+    DSOPT_HD int64_t worker_floats() const { return worker_numel + group_count; }
+    DSOPT_HD int64_t server_floats() const { return server_numel + message_scales; }
+    // What is in a message.
+    DSOPT_HD static float *scales(char *message) { return reinterpret_cast<float *>(message); }
+    DSOPT_HD static const float *scales(const char *message) { return reinterpret_cast<const float *>(message); }
+    DSOPT_HD uint8_t *bits(char *message) const { return reinterpret_cast<uint8_t *>(message) + message_scales * 4; }
+    DSOPT_HD const uint8_t *bits(const char *message) const {
+        return reinterpret_cast<const uint8_t *>(message) + message_scales * 4;
+    }
 };
 
-/// One exchange: buffers and where the parts of the workspace are.
-struct ExchangeBuffers {
-    const CompressLayout *layout = nullptr;
-    float *worker = nullptr, *server = nullptr;
-    const int32_t *active = nullptr; // a bit for each element of the list, lowest first: it takes part; NULL = all do
-    char *send = nullptr;            // rows to each rank
-    char *recv = nullptr;            // rows from each rank
-    char *result = nullptr;          // the row that this rank makes as a server
-    char *results = nullptr;         // the results of all ranks; with two levels those of all slices
+/// Two levels: the vector of a whole list, and this rank's slice of it, which is what is compressed. With one level a
+/// node has one rank, and the slice is the whole.
+struct ExchangeLayout {
+    CompressLayout whole; // one chunk for each rank of each node
+    CompressLayout slice; // one chunk for each node; its scale groups are the elements of tensors in the slice
+    int32_t node_ranks = 1, node_rank = 0;
+
+    bool has_levels() const { return node_ranks > 1; }
+    /// One node: nothing is compressed, and there is nothing to keep. The slice's layout is empty.
+    bool is_exact() const { return has_levels() && slice.ranks == 1; }
+    int64_t slice_numel() const { return whole.worker_numel / node_ranks; }
+    int64_t slice_begin() const { return node_rank * slice_numel(); }
+    /// Words of bits up to the last tensor's end: the same for any number of ranks.
+    int64_t used_words() const {
+        if (whole.group_count == 0) return 0;
+        const CompressLayout::ScaleGroup &last = whole.groups[whole.group_count - 1];
+        return (last.begin + last.numel + 31) / 32;
+    }
+    /// Returns the bytes of the block. `block` NULL: only to know them.
+    size_t place(void *block) {
+        Pieces pieces(block);
+        whole.place(pieces);
+        if (has_levels())
+            slice.place(pieces);
+        else
+            slice = whole;
+        return pieces.bytes();
+    }
+};
+
+/// With the block, in host memory.
+struct OwnedLayout : ExchangeLayout {
+    std::unique_ptr<char[]> block;
+    size_t bytes = 0;
+};
+
+/// Compression of one vector by this rank, as a worker and as a server. Knows nothing of levels.
+struct Compression {
+    CompressLayout layout;
+    float *worker = nullptr, *server = nullptr; // compensated values, and their scales behind them
+    const int32_t *active = nullptr; // a bit for each of the worker's elements, lowest first: it takes part; NULL = all
+    char *send = nullptr;            // messages to each rank
+    char *recv = nullptr;            // messages from each rank
+    char *result = nullptr;          // the message that this rank makes as a server
+    char *results = nullptr;         // those of all servers
     double *sums = nullptr;          // sum of squares of each leaf
     int32_t *counts = nullptr;       // how many elements of each leaf take part
-    const void *table = nullptr;     // CUDA: the layout in device memory; NULL until it is uploaded
     const int32_t *skip = nullptr;   // in backend memory, nonzero = leave everything unchanged; NULL = never skipped
-    float *message = nullptr;        // two levels: the whole vector, one slice for each rank of the node
-    float *slices = nullptr;         // two levels: this rank's slice as each rank of the node sent it
-    char *slice_results = nullptr;   // the results of this rank's slice; with one level the same as `results`
-    ExchangeBuffers() = default;
-    ExchangeBuffers(const CompressLayout &layout, float *worker, float *server, void *workspace);
-    size_t take_from(void *workspace);
-    /// The same of the worker's elements. Slices begin at whole words.
-    const int32_t *own_active() const { return active != nullptr ? active + layout->slice_begin / 32 : nullptr; }
-    float *worker_scales() const { return worker + layout->worker_numel; }
-    float *server_scales() const { return server + layout->server_numel; }
-    char *row(char *rows, int64_t index) const { return rows + index * layout->row_bytes(); }
-    static float *scales(char *row) { return reinterpret_cast<float *>(row); }
-    uint8_t *bits(char *row) const { return reinterpret_cast<uint8_t *>(row) + layout->row_scales * 4; }
+
+    /// The exchange of a skipped step goes on, as other ranks expect, and changes nothing.
+    DSOPT_HD bool skipped() const { return skip != nullptr && *skip != 0; }
+    DSOPT_HD float *worker_scales() const { return worker + layout.worker_numel; }
+    DSOPT_HD float *server_scales() const { return server + layout.server_numel; }
+    DSOPT_HD char *message_to(int64_t rank) const { return send + rank * layout.message_bytes; }
+};
+
+/// The mean of a list, as an exchange leaves it on every rank.
+struct ListMean {
+    CompressLayout layout;
+    char *results = nullptr;         // messages of all servers
+    const float *values = nullptr;   // the mean itself, where nothing is compressed; else NULL
+    const int32_t *active = nullptr; // as in Compression, for all elements of the list
+};
+
+/// Two levels: full precision inside a node.
+struct NodeSlices {
+    int32_t ranks = 1;
+    int64_t numel = 0;       // of a slice
+    float *vector = nullptr; // a slice for each rank of the node; NULL: one level
+    float *slices = nullptr; // this rank's slice as each rank of the node sent it
+};
+
+/// One exchange, on the host and as kernels see it.
+struct Exchange {
+    const OwnedLayout *layout = nullptr; // the host's
+    Compression own;                     // of the list; with two levels of this rank's slice
+    ListMean mean;
+    NodeSlices node;
+
+    Exchange() = default;
+    Exchange(const OwnedLayout &of, float *worker, float *server, const int32_t *active, void *workspace) :
+        layout(&of),
+        own{.layout = of.slice,
+            .worker = worker,
+            .server = server,
+            .active = active != nullptr ? active + of.slice_begin() / 32 : nullptr}, // slices begin at whole words
+        mean{.layout = of.whole, .active = active},
+        node{.ranks = of.node_ranks, .numel = of.slice_numel()} {
+        (void)take_from(workspace);
+    }
+    static size_t workspace_bytes(const OwnedLayout &layout) {
+        return Exchange(layout, nullptr, nullptr, nullptr, nullptr).take_from(nullptr);
+    }
+    /// For a device that has a copy of the layout's block at `block`, and a word that says that the step is skipped.
+    Exchange on_device(void *block, const int32_t *skip) const {
+        Exchange there = *this;
+        ExchangeLayout copy = *layout;
+        (void)copy.place(block);
+        there.own.layout = copy.slice;
+        there.mean.layout = copy.whole;
+        there.own.skip = skip;
+        return there;
+    }
+
+private:
+    /// Returns how many bytes it takes. NULL: it only counts them.
+    size_t take_from(void *workspace) {
+        const CompressLayout &sent = own.layout;
+        const int64_t leaves = sent.group_leaves > sent.segment_leaves ? sent.group_leaves : sent.segment_leaves;
+        Pieces pieces(workspace);
+        for (char **messages : {&own.send, &own.recv, &own.results}) pieces.take(*messages, sent.messages_bytes());
+        pieces.take(own.result, sent.message_bytes);
+        pieces.take(own.sums, leaves);
+        pieces.take(own.counts, leaves);
+        mean.results = own.results;
+        if (!layout->has_levels()) return pieces.bytes();
+        pieces.take(mean.results, layout->is_exact() ? 0 : mean.layout.messages_bytes());
+        pieces.take(node.vector, mean.layout.worker_numel);
+        pieces.take(node.slices, mean.layout.worker_numel);
+        if (layout->is_exact()) mean.values = node.vector;
+        return pieces.bytes();
+    }
 };
 
 } // namespace dsopt

@@ -48,18 +48,10 @@ public:
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// Calls the function in one thread of the device.
     virtual void run_in_one_thread(const OneThreadFunction &function, void *stream) const = 0;
-    // Compression, device/compress.h.
-    /// Adds the list to the kept sums and packs them into the rows to send. Two levels: copies the list to the message.
-    virtual void compress_feed(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
-                               const Parallel &parallel, void *stream) const = 0;
-    /// Averages the rows that all ranks sent, adds what this server owes, and packs its row of results.
-    virtual void compress_serve(const ExchangeBuffers &buffers, const Parallel &parallel, void *stream) const = 0;
-    /// Writes the means that the rows of results hold to the list.
-    virtual void compress_decode(const ExchangeBuffers &buffers, const dsopt_tensor *list, int64_t count,
-                                 const Parallel &parallel, void *stream) const = 0;
-    /// Two levels: averages this rank's slice over the node, adds it to the kept sums and packs those. With one node it
-    /// stops after the average, which is then in the first of the slices.
-    virtual void compress_slice(const ExchangeBuffers &buffers, const Parallel &parallel, void *stream) const = 0;
+    /// Calls body(loops) with the loops of an exchange of this list, without an optimizer. They live as long as the call.
+    virtual void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count,
+                              const Parallel &parallel, void *stream,
+                              FunctionRef<void(ExchangeLoops &)> body) const = 0;
 };
 
 } // namespace dsopt

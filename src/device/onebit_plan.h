@@ -15,8 +15,8 @@ struct OneBitJob {
     float *drift;      // 0/1 Adam, compat mode: the way since then; or NULL
     float *fresh;      // 1-bit LAMB: the variance as it would be
     const float *mask; // or NULL
-    int64_t worker;    // index of its first element among the worker's; -1: never compressed
-    int32_t part;
+    int64_t worker;    // index of its first element in the list's vector; -1: never compressed
+    int32_t scale_group;
     uint8_t reserved[4]; // no padding, as in TensorJob
 
     /// 0/1 Adam's own array, whichever it is.
@@ -24,10 +24,10 @@ struct OneBitJob {
 };
 static_assert(sizeof(OneBitJob) == 48);
 
-/// One step. Pointers are to backend memory, except `jobs` and `buffers` as the host has them.
+/// One step. Pointers are to backend memory, except `jobs` and `exchange` as the host has them.
 struct OneBitPlan {
     const OneBitJob *jobs;
-    const ExchangeBuffers *buffers; // with `exchanges`
+    const Exchange *exchange; // with `exchanges`
     ScheduleRules rules;
     TrustRules trust;
     ScheduleState now; // before the step, as the host knows it
@@ -40,7 +40,7 @@ struct OneBitPlan {
     float *trust_scaling; // compat mode: what momenta are multiplied with before they are sent; or NULL
     float *trust_weight;  // standard mode: sum of the weights of the ratios in trust_average; or NULL
     double *factors;      // one a leaf; 1-bit LAMB: the largest factor of the leaf
-    int32_t *active;      // standard mode: whose variance is not 0, as ExchangeBuffers::active
+    int32_t *active;      // standard mode: whose variance is not 0, as ListMean::active
     float *padding;       // 1-bit LAMB of the original: the tail of its flat momentum
     char *momentum;       // exp_avg_bits, or NULL
 };
@@ -63,6 +63,35 @@ DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g
     if (steps_alone(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
 }
 
+// The original's 1-bit LAMB has one scale for everything, so momenta are first brought to the same size: to the mean of
+// what they are, weighted alike. Once; the tensors' factors are then known.
+
+DSOPT_HD bool knows_scaling(const OneBitPlan &one) { return one.trust_scaling[0] != 0; }
+template <class Fold>
+DSOPT_HD void find_size_of_momentum(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
+    const TensorJob &job = plan.jobs[i];
+    const double squares = fold.sum(plan.sums_a + job.first_leaf, int32_t(leaves_of(job.numel)));
+    if (fold.lead) one.trust_scaling[i] = rms_of(squares, job.numel);
+}
+/// What a tensor adds to their mean.
+DSOPT_HD double share_of_size(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
+    return double(one.trust_scaling[i]) / double(plan.count);
+}
+DSOPT_HD void scale_momentum(const OneBitPlan &one, int64_t i, double mean) {
+    float &scaling = one.trust_scaling[i];
+    scaling = scaling > 0 ? float(mean / double(scaling)) : 1.0f;
+}
+
+/// Whether the step in which the variance freezes takes anchors and copies. In standard mode it does so also if it is
+/// skipped: its call counts.
+DSOPT_HD bool freezes(const OneBitPlan &one, bool skipped) { return !one.rules.compat || !skipped; }
+/// Whether residuals, which belong to another quantity from here on, start anew.
+DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
+    return one.exchanges && mean.values == nullptr;
+}
+/// A bit of OneBitPlan::active.
+DSOPT_HD bool has_variance(float v) { return v != 0; }
+
 /// The trust ratio of a tensor in a compressed step: from its own sums, or those of all model ranks.
 DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
                                 double with) {
@@ -70,10 +99,18 @@ DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int
                                        hyper_of(plan, plan.jobs[i].group).weight_decay > 0, one.trust_average[i],
                                        one.trust_weight != nullptr ? one.trust_weight[i] : 1.0f, one.trust_factor[i]);
 }
-/// Sums and the largest factor of a tensor: its trust ratio, or what model ranks add up for it.
-DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
-                                double with) {
-    const int32_t slot = plan.jobs[i].trust_slot;
+/// From what the leaves of a tensor left: its trust ratio, or what model ranks add up for it. `fold` adds up leaves, by
+/// one thread or several, of which one is in the lead.
+template <class Fold>
+DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
+    const TensorJob &job = plan.jobs[i];
+    if (job.owner != Owner::exchange) return;
+    const auto leaves = int32_t(leaves_of(job.numel));
+    const double factor = fold.most(one.factors + job.first_leaf, leaves),
+                 without = fold.sum(plan.sums_a + job.first_leaf, leaves),
+                 with = fold.sum(plan.sums_b + job.first_leaf, leaves);
+    if (!fold.lead) return;
+    const int32_t slot = job.trust_slot;
     if (slot < 0) return take_frozen_trust(plan, one, i, factor, without, with);
     plan.shards.sums[slot] = {without, with, 1};
     plan.shards.factors()[slot] = factor_to_send(factor);

@@ -7,36 +7,67 @@
 
 namespace dsopt {
 
-/// Loops over the tensors that go into exchanges of the 1-bit family. In a skipped step they change nothing.
-class OneBitLoops {
+/// Passes of an exchange (device/compress.h). In a skipped step they leave what is kept as it is.
+enum class ExchangePass : uint8_t {
+    clear_messages, // bits between tensors are 1, too
+    pack_list,      // a list is added to the compensated values, and those are packed into messages
+    pack_values,    // compensated values that are complete are packed
+    message_scales, // when all values are packed: scales, to where they are kept and to the messages
+    clear_result,   // as clear_messages
+    serve,          // the mean of all ranks' messages is added to the server's compensated values, which are packed
+    result_scales,  // as message_scales
+    decode,         // the mean goes to the list
+    // Two levels.
+    clear_gaps,    // zeros between tensors of the vector
+    copy_list,     // the list goes to the vector
+    pack_slice,    // as pack_list, with the node's mean of this rank's slice
+    average_slice, // one node: that mean goes to the first of the slices
+};
+
+class ExchangeLoops {
 public:
-    /// Buffers of the exchange as the device wants them used.
-    virtual const ExchangeBuffers &buffers() const = 0;
-    /// Counters that the exchange reads: begin_tensor(), begin_group().
-    virtual void begin() = 0;
-    /// Compat mode of 1-bit LAMB: trust_scaling, unless it is known.
-    virtual void scale_momenta() = 0;
-    /// What this rank brings to the exchange, to rows, or with two levels to the message. Before a synchronisation 0/1
-    /// Adam takes its own step here.
-    virtual void feed(Feed feed) = 0;
-    /// From rows of results, or without other ranks from the own values, to moments and weights.
-    virtual void take(Feed feed) = 0;
-    /// 0/1 Adam between exchanges.
-    virtual void local() = 0;
-    /// 1-bit LAMB in place of take(): moments, with sums of squares of the updates and the largest factor of each leaf.
-    virtual void lamb_moments() = 0;
-    /// find_frozen_trust() of each tensor.
-    virtual void lamb_trust() = 0;
-    /// take_shared_frozen_trust() of each tensor.
-    virtual void lamb_shared_trust() = 0;
-    virtual void lamb_weights() = 0;
-    /// After everything else of the step: end_tensor(), end_group(), end_schedule().
-    virtual void end() = 0;
-    /// Standard mode: which elements have a variance.
-    virtual void find_active() = 0;
-    /// The variance is frozen by this step: anchors and, if wanted, copies of the variance are taken, and errors start
-    /// anew. Compat mode: not in a skipped step.
-    virtual void freeze(bool copies_variance) = 0;
+    /// Enqueues one pass. The order of passes is in src/exchange/exchange.cc.
+    virtual void run(ExchangePass pass) = 0;
+
+protected:
+    ~ExchangeLoops() = default;
+};
+
+/// Passes over the tensors that go into exchanges of the 1-bit family. Those before find_active change nothing in a
+/// skipped step.
+enum class OneBitPass : uint8_t {
+    momentum_squares, // compat mode of 1-bit LAMB: of each leaf, unless trust_scaling is known
+    /// What this rank brings to the exchange, to the compensated values, or with two levels to the vector. In standard
+    /// mode with one level it is packed, too. Before a synchronisation 0/1 Adam takes its own step here.
+    feed,
+    feed_padding,    // compat mode: the same for what is behind the tensors of a scale group
+    take,            // from results, or without other ranks from the own values, to moments and weights
+    keep_results,    // they go to where the momentum is kept
+    local,           // 0/1 Adam between exchanges
+    take_padding,    // 1-bit LAMB of the original: from results to the tail of its flat momentum
+    lamb_moments,    // 1-bit LAMB in place of `take`: moments, sums of squares and the largest factor of each leaf
+    lamb_weights,    // and weights
+    find_active,     // standard mode: which elements have a variance
+    freeze,          // the variance is frozen by this step: anchors are taken, and residuals start anew
+    freeze_variance, // the same, and copies of the variance are taken
+};
+
+/// Decisions that are one for a tensor or group, by the functions of device/onebit_plan.h. In a skipped step only
+/// `end` does anything.
+enum class OneBitDecision : uint8_t {
+    begin,         // begin_tensor(), begin_group()
+    scale_momenta, // compat mode of 1-bit LAMB: trust_scaling, unless it is known
+    trust,         // find_frozen_trust()
+    shared_trust,  // take_shared_frozen_trust()
+    end,           // end_tensor(), end_group(), end_schedule()
+};
+
+/// Loops of the 1-bit family, with those of its exchange. The order of passes is in src/step/onebit.cc.
+class OneBitLoops : public ExchangeLoops {
+public:
+    using ExchangeLoops::run;
+    virtual void run(OneBitPass pass, Feed feed) = 0;
+    virtual void decide(OneBitDecision decision) = 0;
 
 protected:
     ~OneBitLoops() = default;

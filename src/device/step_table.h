@@ -8,8 +8,8 @@ namespace dsopt {
 /// What the sizes of a step's memory follow from.
 struct StepShape {
     int64_t tensors, groups, leaves;
-    bool onebit;                    // with a group of the 1-bit family
-    const CompressLayout *exchange; // NULL: no other ranks
+    bool onebit;                 // with a group of the 1-bit family
+    const OwnedLayout *exchange; // NULL: no other ranks
 };
 
 /// What the host tells a device of tensors and groups, in one block of memory, so that it can be compared and copied as

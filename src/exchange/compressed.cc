@@ -7,7 +7,7 @@
 
 namespace dsopt {
 
-CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compressed &args) {
+OwnedLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compressed &args) {
     if (args.compat != DSOPT_COMPAT_NONE && args.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.compat is %d, which this library does not know", args.compat);
     if (args.reserved != 0)
@@ -29,45 +29,47 @@ CompressLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compr
 }
 
 void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) {
-    const CompressLayout layout = make_layout(comm, node, args);
+    const OwnedLayout layout = make_layout(comm, node, args);
     for (int64_t i = 0; i < args.count; ++i)
         if (args.tensors[i].data == nullptr && args.tensors[i].numel != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "compressed tensor '%lld' has no memory", ll(i));
-    if (layout.all().worker_numel == 0) return; // nothing to send, on any rank
+    if (layout.whole.worker_numel == 0) return; // nothing to send, on any rank
     if (!layout.is_exact() && (args.worker_error == nullptr || args.server_error == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     for (const float *buffer : {args.worker_error, args.server_error}) check_aligned(buffer, 4, "an error buffer");
-    const size_t slack = slack_of(args.workspace), needed = layout.workspace_bytes() + slack;
+    const size_t slack = slack_of(args.workspace), needed = Exchange::workspace_bytes(layout) + slack;
     if (args.workspace == nullptr || args.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
                     args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
     const Context &context = *comm.context();
     context.device().check_stream(args.stream);
-    const Loops &loops = context.device().loops();
-    const Parallel parallel = context.parallel();
-    const ExchangeBuffers buffers(layout, args.worker_error, args.server_error,
-                                  static_cast<char *>(args.workspace) + slack);
+    const Exchange buffers(layout, args.worker_error, args.server_error, nullptr,
+                           static_cast<char *>(args.workspace) + slack);
     Comm *const levels = layout.has_levels() ? node : nullptr;
     reserve_exchange(&comm, levels, layout, args.stream);
-    loops.compress_feed(buffers, args.tensors, args.count, parallel, args.stream);
-    // What fails between two collectives makes the comms unusable: ranks would pair different ones.
-    lose_if_it_fails({&comm, nullptr, nullptr, 0, levels}, [&] {
-        exchange(context, &comm, levels, buffers, parallel, args.stream);
-        loops.compress_decode(buffers, args.tensors, args.count, parallel, args.stream);
-    });
+    const auto run = [&](ExchangeLoops &loops) {
+        prepare_exchange(loops, buffers,
+                         [&] { loops.run(layout.has_levels() ? ExchangePass::copy_list : ExchangePass::pack_list); });
+        // What fails between two collectives makes the comms unusable: ranks would pair different ones.
+        lose_if_it_fails({&comm, nullptr, nullptr, 0, levels}, [&] {
+            exchange(&comm, levels, loops, buffers, args.stream);
+            loops.run(ExchangePass::decode);
+        });
+    };
+    context.device().loops().run_exchange(buffers, args.tensors, args.count, context.parallel(), args.stream, run);
 }
 
 void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server) {
-    const CompressLayout layout = make_layout(comm, node, args);
-    if (layout.worker_numel == 0) return; // or nothing is kept
+    const OwnedLayout layout = make_layout(comm, node, args);
+    if (layout.slice.worker_numel == 0) return; // or nothing is kept
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
-    const ExchangeBuffers buffers(layout, args.worker_error, args.server_error, nullptr);
+    const Exchange buffers(layout, args.worker_error, args.server_error, nullptr, nullptr);
     const Device &device = comm.context()->device();
     device.check_stream(args.stream);
     (void)device.finished(args.stream); // refuses a stream that is being captured
     device.wait(args.stream);
-    owed_errors(device, buffers, worker, server);
+    read_residuals(device, buffers, worker, server);
 }
 
 } // namespace dsopt

@@ -24,46 +24,54 @@ DataRank data_rank_of(const Comm *data, const Comm *node) {
     return {in_data + in_node * count, count * node_ranks, node_ranks};
 }
 
-CompressLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels) {
-    const auto [rank, ranks, node_ranks] = own;
-    const int nodes = ranks / node_ranks;
-    if (node_ranks > 1) return CompressLayout::two_level(nodes, rank % nodes, node_ranks, rank / nodes, numels);
-    return compat ? CompressLayout::padded(ranks, rank, numels) : CompressLayout::bucket(ranks, rank, numels);
+namespace {
+/// From messages to results on every rank of `comm`.
+void exchange_messages(Comm &comm, ExchangeLoops &loops, const Compression &own, void *stream) {
+    const int64_t bytes = own.layout.message_bytes;
+    comm.all_to_all(own.send, own.recv, bytes, stream, Place::backend);
+    loops.run(ExchangePass::clear_result);
+    loops.run(ExchangePass::serve);
+    loops.run(ExchangePass::result_scales);
+    comm.all_gather(own.result, own.results, bytes, stream, Place::backend);
 }
 
-namespace {
-/// From rows to rows of results on every rank of `comm`.
-void exchange_rows(const Device &device, Comm &comm, const ExchangeBuffers &buffers, const Parallel &parallel,
-                   void *stream) {
-    const int64_t bytes = buffers.layout->row_bytes();
-    comm.all_to_all(buffers.send, buffers.recv, bytes, stream, Place::backend);
-    device.loops().compress_serve(buffers, parallel, stream);
-    comm.all_gather(buffers.result, buffers.slice_results, bytes, stream, Place::backend);
+void pack_messages(ExchangeLoops &loops, FunctionRef<void()> feed) {
+    loops.run(ExchangePass::clear_messages);
+    feed();
+    loops.run(ExchangePass::message_scales);
 }
 } // namespace
 
-void exchange(const Context &context, Comm *data, Comm *node, const ExchangeBuffers &buffers, const Parallel &parallel,
-              void *stream) {
-    const Device &device = context.device();
-    if (node == nullptr) return exchange_rows(device, *data, buffers, parallel, stream);
-    const CompressLayout &layout = *buffers.layout;
-    const int64_t bytes = layout.slice * int64_t(sizeof(float));
-    // A reduce-scatter with the sum made here: the same bytes, and one order of additions with every provider.
-    node->all_to_all(buffers.message, buffers.slices, bytes, stream, Place::backend);
-    device.loops().compress_slice(buffers, parallel, stream);
-    if (layout.is_exact()) return node->all_gather(buffers.slices, buffers.message, bytes, stream, Place::backend);
-    exchange_rows(device, *data, buffers, parallel, stream);
-    node->all_gather(buffers.slice_results, buffers.results, layout.row_bytes() * layout.ranks, stream, Place::backend);
+void prepare_exchange(ExchangeLoops &loops, const Exchange &buffers, FunctionRef<void()> feed) {
+    if (!buffers.layout->has_levels()) return pack_messages(loops, feed);
+    loops.run(ExchangePass::clear_gaps);
+    feed();
 }
 
-void reserve_exchange(Comm *data, Comm *node, const CompressLayout &layout, void *stream) {
-    const int64_t row = layout.row_bytes();
+void exchange(Comm *data, Comm *node, ExchangeLoops &loops, const Exchange &buffers, void *stream) {
+    if (node == nullptr) return exchange_messages(*data, loops, buffers.own, stream);
+    const auto &[ranks, numel, vector, slices] = buffers.node;
+    const int64_t bytes = numel * int64_t(sizeof(float));
+    // A reduce-scatter with the sum made here: the same bytes, and one order of additions with every provider.
+    node->all_to_all(vector, slices, bytes, stream, Place::backend);
+    if (buffers.layout->is_exact()) {
+        loops.run(ExchangePass::average_slice);
+        return node->all_gather(slices, vector, bytes, stream, Place::backend);
+    }
+    pack_messages(loops, [&] { loops.run(ExchangePass::pack_slice); });
+    exchange_messages(*data, loops, buffers.own, stream);
+    node->all_gather(buffers.own.results, buffers.mean.results, buffers.own.layout.messages_bytes(), stream,
+                     Place::backend);
+}
+
+void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void *stream) {
+    const int64_t message = layout.slice.message_bytes;
     if (data != nullptr && !layout.is_exact())
-        data->reserve({.all_to_all = row, .all_gather = row}, stream, Place::backend);
+        data->reserve({.all_to_all = message, .all_gather = message}, stream, Place::backend);
     if (node == nullptr) return;
-    const int64_t slice = layout.slice * int64_t(sizeof(float));
-    node->reserve({.all_to_all = slice, .all_gather = layout.is_exact() ? slice : row * layout.ranks}, stream,
-                  Place::backend);
+    const int64_t slice = layout.slice_numel() * int64_t(sizeof(float)),
+                  results = layout.is_exact() ? slice : layout.slice.messages_bytes();
+    node->reserve({.all_to_all = slice, .all_gather = results}, stream, Place::backend);
 }
 
 void reserve_sum(Comm *data, Comm *node, int64_t numel, void *stream) {
@@ -83,8 +91,9 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
     node->all_gather(scratch, values, bytes, stream, Place::backend);
 }
 
-void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *worker, float *server) {
-    const CompressLayout &layout = *buffers.layout;
+void read_residuals(const Device &device, const Exchange &buffers, float *worker, float *server) {
+    const Compression &own = buffers.own;
+    const CompressLayout &layout = own.layout;
     const auto on_host = [&]<class T>(const T *data, int64_t count, std::vector<T> &copy) -> const T * {
         if (device.is_host() || data == nullptr) return data;
         copy.resize(size_t(count));
@@ -93,25 +102,27 @@ void owed_errors(const Device &device, const ExchangeBuffers &buffers, float *wo
     };
     std::vector<float> copy;
     std::vector<int32_t> copy_of_active;
-    const int32_t *const active = on_host(buffers.active, layout.used_words(), copy_of_active);
-    const auto owe = [&](const float *kept, float scale, int64_t begin, int64_t n, float *errors) {
+    const int32_t *const active = on_host(buffers.mean.active, buffers.layout->used_words(), copy_of_active);
+    const int64_t first = buffers.layout->slice_begin();
+    const auto read = [&](const float *values, float scale, int64_t begin, int64_t n, float *residuals) {
         for (int64_t k = 0; k < n; ++k) // what takes no part is kept at 0, and the others' scale is not its own
-            errors[k] = takes_part(active, layout.slice_begin + begin + k) ? error_of(kept[k], scale) : 0;
+            residuals[k] = takes_part(active, first + begin + k) ? error_of(values[k], scale) : 0;
     };
     if (worker != nullptr) {
-        const float *kept = on_host(buffers.worker, layout.worker_floats(), copy), *scales = kept + layout.worker_numel;
+        const float *values = on_host(own.worker, layout.worker_floats(), copy), *scales = values + layout.worker_numel;
         std::fill_n(worker, layout.worker_numel, 0.0f);
-        for (size_t i = 0; i < layout.parts.size(); ++i) {
-            const auto &[begin, numel, used, unit] = layout.parts[i];
-            owe(kept + begin, scales[i], begin, numel, worker + begin);
+        for (int32_t i = 0; i < layout.group_count; ++i) {
+            const auto &[begin, numel, used, unit] = layout.groups[i];
+            read(values + begin, scales[i], begin, numel, worker + begin);
         }
     }
     if (server == nullptr) return;
-    const float *kept = on_host(buffers.server, layout.server_floats(), copy), *scales = kept + layout.server_numel;
+    const float *values = on_host(own.server, layout.server_floats(), copy), *scales = values + layout.server_numel;
     std::fill_n(server, layout.server_numel, 0.0f);
-    for (const CompressLayout::Segment &segment : layout.own_segments())
-        owe(kept + segment.server, scales[segment.part - layout.first_part[size_t(layout.rank)]], segment.begin,
-            segment.numel, server + segment.server);
+    for (int32_t i = 0; i < layout.segment_count; ++i) {
+        const auto &[begin, numel, at] = layout.segments[i];
+        read(values + at, scales[i], begin, numel, server + at);
+    }
 }
 
 } // namespace dsopt

@@ -1,129 +1,142 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the elements of a list are in the buffers of an exchange, and where those are in a workspace.
-#include "base/sizes.h"
-#include "device/compress.h"
+#include "exchange/layout.h"
 #include "device/plan.h"
 #include <algorithm>
 #include <numeric>
 
 namespace dsopt {
+namespace {
 
+using ScaleGroup = CompressLayout::ScaleGroup;
+using Chunk = CompressLayout::Chunk;
 constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
 
-CompressLayout CompressLayout::padded(int ranks, int rank, const std::vector<int64_t> &numels) {
-    CompressLayout layout(ranks, rank);
+/// A layout before its arrays are in a block.
+struct Draft {
+    CompressLayout sizes;
+    std::vector<ScaleGroup> groups;
+    std::vector<Chunk> chunks;
+
+    Draft(int ranks, int rank) {
+        sizes.ranks = ranks;
+        sizes.rank = rank;
+    }
+    /// When all groups are there, in order. Chunks are in order, too, so every group is looked at in few of them.
+    void finish() {
+        sizes.group_count = int32_t(groups.size());
+        size_t first = 0;
+        for (int64_t d = 0; d < sizes.ranks; ++d) {
+            Chunk chunk{};
+            const auto end_of = [&](const ScaleGroup &group, int64_t chunks) {
+                return group.unit.begin + chunks * group.unit.chunk;
+            };
+            while (first < groups.size() && groups[first].begin + groups[first].numel <= end_of(groups[first], d))
+                ++first;
+            for (size_t i = first; i < groups.size() && groups[i].begin < end_of(groups[i], d + 1); ++i) {
+                if (CompressLayout::segment_of(groups[i], d).numel == 0) continue;
+                if (chunk.scales == 0) chunk.first_group = int32_t(i);
+                chunk.scales = int32_t(i) - chunk.first_group + 1;
+            }
+            add_chunk(chunk);
+        }
+    }
+    void add_chunk(const Chunk &chunk) {
+        if (int64_t(chunks.size()) == sizes.rank) sizes.segment_count = chunk.scales;
+        chunks.push_back(chunk);
+        sizes.message_scales = std::max<int64_t>(sizes.message_scales, chunk.scales);
+    }
+    /// To `layout`, which has memory for the arrays.
+    void write(CompressLayout &layout) const {
+        std::copy(groups.begin(), groups.end(), layout.groups);
+        std::copy(chunks.begin(), chunks.end(), layout.chunks);
+        for (int32_t i = 0; i < layout.segment_count; ++i)
+            layout.segments[i] =
+                CompressLayout::segment_of(layout.groups[layout.own_chunk().first_group + i], layout.rank);
+        const auto count_leaves = [](const auto *list, int32_t count, int64_t *first) {
+            first[0] = 0;
+            for (int32_t i = 0; i < count; ++i) first[i + 1] = first[i] + leaves_of(list[i].numel);
+            return first[count];
+        };
+        layout.group_leaves = count_leaves(layout.groups, layout.group_count, layout.group_leaf);
+        layout.segment_leaves = count_leaves(layout.segments, layout.segment_count, layout.segment_leaf);
+    }
+};
+
+Draft padded(int ranks, int rank, const std::vector<int64_t> &numels) {
+    Draft draft(ranks, rank);
+    CompressLayout &sizes = draft.sizes;
     const int64_t alignment = ranks * std::lcm<int64_t>(ranks, 8);
     for (const int64_t numel : numels) {
-        const int64_t padded = round_up(numel, alignment), chunk = padded / ranks;
-        const auto index = int32_t(layout.parts.size());
-        layout.units.push_back({layout.worker_numel, chunk, layout.server_numel});
-        layout.parts.push_back({layout.worker_numel, padded, numel, index});
-        for (int64_t d = 0; d < ranks; ++d)
-            layout.chunks[size_t(d)].push_back({layout.worker_numel + d * chunk, chunk, layout.server_numel, index});
-        layout.worker_numel += padded;
-        layout.server_numel += chunk;
+        const int64_t all = round_up(numel, alignment), chunk = all / ranks;
+        draft.groups.push_back({sizes.worker_numel, all, numel, {sizes.worker_numel, chunk, sizes.server_numel}});
+        sizes.worker_numel += all;
+        sizes.server_numel += chunk;
     }
-    layout.row_scales = int64_t(numels.size());
-    layout.count_leaves();
-    return layout;
+    sizes.group_count = int32_t(numels.size());
+    for (int d = 0; d < ranks; ++d) draft.add_chunk({0, sizes.group_count}); // each has elements of all groups
+    return draft;
 }
 
-CompressLayout CompressLayout::bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
-    CompressLayout layout(ranks, rank);
-    int64_t at = 0;
+Draft bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
+    Draft draft(ranks, rank);
+    int64_t end = 0;
     for (const int64_t numel : numels) {
-        layout.parts.push_back({at, numel, numel, 0});
-        at += round_up(numel, kWord);
+        draft.groups.push_back({end, numel, numel, {}});
+        end += round_up(numel, kWord);
     }
-    const int64_t chunk = round_up((at + ranks - 1) / ranks, kWord);
-    layout.units.push_back({0, chunk, 0});
-    layout.worker_numel = chunk * ranks;
-    layout.server_numel = chunk;
-    size_t part = 0;
-    for (int64_t d = 0; d < ranks; ++d) {
-        auto &segments = layout.chunks[size_t(d)];
-        while (part < layout.parts.size() && layout.parts[part].begin + layout.parts[part].numel <= d * chunk) ++part;
-        for (size_t i = part; i < layout.parts.size() && layout.parts[i].begin < (d + 1) * chunk; ++i) {
-            const Part &p = layout.parts[i];
-            const int64_t begin = std::max(p.begin, d * chunk), end = std::min(p.begin + p.numel, (d + 1) * chunk);
-            if (begin < end) segments.push_back({begin, end - begin, begin - d * chunk, int32_t(i)});
-        }
-        if (segments.empty()) continue;
-        layout.first_part[size_t(d)] = segments.front().part;
-        layout.row_scales = std::max<int64_t>(layout.row_scales, segments.back().part - segments.front().part + 1);
+    const int64_t chunk = round_up((end + ranks - 1) / ranks, kWord);
+    for (ScaleGroup &group : draft.groups) group.unit = {0, chunk, 0};
+    draft.sizes.worker_numel = chunk * ranks;
+    draft.sizes.server_numel = chunk;
+    draft.finish();
+    return draft;
+}
+
+/// The chunks of one node rank, in each node one.
+Draft slice_of(const Draft &whole, int nodes, int node, int node_rank) {
+    Draft draft(nodes, node);
+    if (nodes == 1) return draft; // nothing is compressed
+    draft.sizes.server_numel = whole.sizes.server_numel;
+    draft.sizes.worker_numel = draft.sizes.server_numel * nodes;
+    draft.sizes.message_scales = whole.sizes.message_scales; // messages of all slices have one size
+    const int64_t begin = node_rank * draft.sizes.worker_numel, end = begin + draft.sizes.worker_numel;
+    for (const ScaleGroup &group : whole.groups) { // all of them, so that a group has the same number everywhere
+        const int64_t first = std::clamp(group.begin, begin, end),
+                      last = std::clamp(group.begin + group.numel, begin, end);
+        draft.groups.push_back({first - begin, last - first, last - first, group.unit});
     }
-    layout.count_leaves();
+    draft.finish();
+    return draft;
+}
+
+OwnedLayout in_one_block(const Draft &whole, const Draft *slice, int node_ranks, int node_rank) {
+    OwnedLayout layout;
+    layout.whole = whole.sizes;
+    if (slice != nullptr) layout.slice = slice->sizes;
+    for (CompressLayout *part : {&layout.whole, &layout.slice})
+        part->message_bytes = round_up(part->message_scales * 4 + part->server_numel / 8, 16);
+    layout.node_ranks = node_ranks;
+    layout.node_rank = node_rank;
+    layout.bytes = layout.place(nullptr);
+    layout.block = std::make_unique<char[]>(layout.bytes); // zeros, also between the arrays
+    (void)layout.place(layout.block.get());
+    whole.write(layout.whole);
+    if (slice != nullptr)
+        slice->write(layout.slice);
+    else
+        layout.slice = layout.whole;
     return layout;
 }
 
-void CompressLayout::count_leaves() {
-    part_leaf.assign(1, 0);
-    for (const Part &part : parts) part_leaf.push_back(part_leaf.back() + leaves_of(part.numel));
-    segment_leaf.assign(1, 0);
-    for (const Segment &segment : own_segments())
-        segment_leaf.push_back(segment_leaf.back() + leaves_of(segment.numel));
-    for (size_t d = 0; d < chunks.size(); ++d)
-        slots[d] = chunks[d].empty() ? 0 : chunks[d].back().part - chunks[d].front().part + 1;
-}
+} // namespace
 
-ExchangeBuffers::ExchangeBuffers(const CompressLayout &of, float *worker_buffer, float *server_buffer,
-                                 void *workspace) :
-    layout(&of),
-    worker(worker_buffer),
-    server(server_buffer) {
-    (void)take_from(workspace);
-}
-
-/// Returns how many bytes it takes. NULL: it only counts them.
-size_t ExchangeBuffers::take_from(void *workspace) {
-    Pieces pieces(workspace);
-    for (char **rows : {&send, &recv, &slice_results}) pieces.take(*rows, layout->rows_bytes());
-    pieces.take(result, layout->row_bytes());
-    pieces.take(sums, layout->leaves());
-    pieces.take(counts, layout->leaves());
-    results = slice_results;
-    if (!layout->has_levels()) return pieces.bytes();
-    pieces.take(results, layout->row_bytes() * layout->whole->ranks);
-    pieces.take(message, layout->whole->worker_numel);
-    pieces.take(slices, layout->whole->worker_numel);
-    return pieces.bytes();
-}
-
-size_t CompressLayout::workspace_bytes() const {
-    ExchangeBuffers buffers;
-    buffers.layout = this;
-    return buffers.take_from(nullptr);
-}
-
-CompressLayout CompressLayout::two_level(int ranks, int rank, int node_ranks, int node_rank,
-                                         const std::vector<int64_t> &numels) {
-    const int first = node_rank * ranks; // chunk l * ranks + d is served by node rank l of node d
-    const auto whole = std::make_shared<CompressLayout>(bucket(ranks * node_ranks, first + rank, numels));
-    CompressLayout own(ranks, rank);
-    own.whole = whole;
-    own.node_ranks = node_ranks;
-    own.slice = ranks * whole->server_numel;
-    own.slice_begin = node_rank * own.slice;
-    if (ranks == 1) {
-        own.part_leaf.push_back(leaves_of(own.slice)); // how the slice is shared out among threads
-        return own;
-    }
-    own.worker_numel = own.slice;
-    own.server_numel = whole->server_numel;
-    own.row_scales = whole->row_scales;
-    own.units.push_back({0, whole->server_numel, 0});
-    for (const Part &part : whole->parts) { // all of them, so that a part has the same number everywhere
-        const int64_t end = own.slice_begin + own.slice, from = std::clamp(part.begin, own.slice_begin, end),
-                      to = std::clamp(part.begin + part.numel, own.slice_begin, end);
-        own.parts.push_back({from - own.slice_begin, to - from, to - from, 0});
-    }
-    for (int d = 0; d < ranks; ++d) {
-        own.chunks[size_t(d)] = whole->chunks[size_t(first + d)];
-        for (Segment &segment : own.chunks[size_t(d)]) segment.begin -= own.slice_begin;
-        own.first_part[size_t(d)] = whole->first_part[size_t(first + d)];
-    }
-    own.count_leaves();
-    return own;
+OwnedLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels) {
+    const auto [rank, ranks, node_ranks] = own;
+    const int nodes = ranks / node_ranks;
+    const Draft whole = compat && node_ranks == 1 ? padded(ranks, rank, numels) : bucket(ranks, rank, numels);
+    if (node_ranks == 1) return in_one_block(whole, nullptr, 1, 0);
+    const Draft slice = slice_of(whole, nodes, rank % nodes, rank / nodes);
+    return in_one_block(whole, &slice, node_ranks, rank / nodes);
 }
 
 } // namespace dsopt

@@ -55,7 +55,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
     compresses = own.ranks > 1;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
-    std::vector<int64_t> numels; // of parts
+    std::vector<int64_t> numels; // of scale groups
     int32_t group = -1;
     for (const Param &param : params) {
         const dsopt_group &g = groups[size_t(param.group)];
@@ -68,21 +68,21 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         }
         if (!goes || !compresses) {
             worker.push_back(-1);
-            part.push_back(0);
+            scale_group.push_back(0);
             continue;
         }
         // The original compresses what its optimizer sees as a tensor: the flat master of a group, in LAMB everything.
         const bool joins = compat && !numels.empty() && (lamb || (masters && param.has_master && param.group == group));
         group = param.group;
         if (!joins) numels.push_back(0);
-        part.push_back(int32_t(numels.size()) - 1);
-        worker.push_back(numels.back()); // within the part, whose begin is added below
+        scale_group.push_back(int32_t(numels.size()) - 1);
+        worker.push_back(numels.back()); // within the scale group, whose begin is added below
         numels.back() += param.numel;
     }
     if (compresses) layout = layout_for(own, compat, numels);
-    if (layout.has_levels() && layout.whole->worker_numel < mean_numel) mean_scratch = mean_numel;
+    if (layout.has_levels() && layout.whole.worker_numel < mean_numel) mean_scratch = mean_numel;
     for (size_t i = 0; i < params.size(); ++i)
-        if (worker[i] >= 0) worker[i] += layout.all().parts[size_t(part[i])].begin;
+        if (worker[i] >= 0) worker[i] += layout.whole.groups[scale_group[i]].begin;
 }
 
 void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_group &group,
@@ -111,13 +111,14 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
 
 void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const {
     const auto add = [&](StateKind kind, int64_t numel) { state.add(kind, StateTable::kOptimizer, numel); };
-    const CompressLayout &layout = setup_.layout;
+    const OwnedLayout &layout = setup_.layout;
     const bool compat = setup_.rules.compat;
     if (setup_.compresses && !layout.is_exact()) {
-        add(StateKind::worker_error, layout.worker_floats());
-        add(StateKind::server_error, layout.server_floats());
+        add(StateKind::worker_error, layout.slice.worker_floats());
+        add(StateKind::server_error, layout.slice.server_floats());
         if (!compat) add(StateKind::active, layout.used_words());
-        if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) add(StateKind::exp_avg_bits, layout.all().rows_bytes() / 4);
+        if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
+            add(StateKind::exp_avg_bits, layout.whole.messages_bytes() / 4);
     }
     add(StateKind::schedule, sizeof(ScheduleState) / 4);
     if (setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) add(StateKind::lr_sum, 2 * groups);
@@ -125,8 +126,8 @@ void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const 
     for (const StateKind kind : {StateKind::trust_average, StateKind::trust_factor,
                                  compat ? StateKind::trust_scaling : StateKind::trust_weight})
         add(kind, params);
-    if (compat && setup_.compresses && !layout.parts.empty())
-        add(StateKind::exp_avg_pad, layout.worker_numel - layout.parts[0].used);
+    if (compat && setup_.compresses && layout.whole.group_count != 0)
+        add(StateKind::exp_avg_pad, layout.whole.worker_numel - layout.whole.groups[0].used);
 }
 
 ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) const {
@@ -145,8 +146,8 @@ void OneBit::count_step(const OneBitPlan &plan) const {
     (void)advance_schedule(setup_.rules, *known_);
 }
 
-void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors, bool own,
-                  void *stream, PlannedOneBit &planned) const {
+void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
+                  bool own, void *stream, PlannedOneBit &planned) const {
     const auto floats = [&](StateKind kind) { return state.data<float>(list, kind); };
     auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
     const ScheduleState now = read_schedule(schedule, own, stream);
@@ -155,11 +156,10 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
     const StateEntry *const bits = state.find(StateKind::exp_avg_bits);
     const bool has_bits = bits != nullptr && bits->numel != 0;
     if (setup_.compresses)
-        planned.buffers =
-            ExchangeBuffers(setup_.layout, floats(StateKind::worker_error), floats(StateKind::server_error), workspace);
-    planned.buffers.active = active;
+        planned.exchange = Exchange(setup_.layout, floats(StateKind::worker_error), floats(StateKind::server_error),
+                                    active, workspace);
     planned.plan = {.jobs = jobs,
-                    .buffers = &planned.buffers,
+                    .exchange = &planned.exchange,
                     .rules = setup_.rules,
                     .trust = setup_.trust,
                     .now = now,
@@ -182,7 +182,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
                    .fresh = of_param(StateKind::exp_avg_sq_fresh),
                    .mask = of_param(StateKind::mask),
                    .worker = setup_.worker[i],
-                   .part = setup_.part[i],
+                   .scale_group = setup_.scale_group[i],
                    .reserved = {}};
     }
 }
@@ -224,10 +224,10 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     ScheduleState state;
     device.copy(&state, schedule->data, sizeof state);
     if (state.momentum_in_bits == 0) return;
-    ExchangeBuffers exchange(setup_.layout, nullptr, nullptr, nullptr);
-    exchange.results = static_cast<char *>(bits->data);
-    exchange.active = static_cast<const int32_t *>(table.find(StateKind::active)->data);
-    std::vector<dsopt_tensor> moments; // in standard mode a part is a parameter
+    Exchange exchange(setup_.layout, nullptr, nullptr,
+                      static_cast<const int32_t *>(table.find(StateKind::active)->data), nullptr);
+    exchange.mean.results = static_cast<char *>(bits->data);
+    std::vector<dsopt_tensor> moments; // in standard mode a scale group is a parameter
     for (size_t i = 0; i < params.size(); ++i) {
         if (setup_.worker[i] < 0) continue;
         moments.push_back(table.find(StateKind::first_moment, int64_t(i))->tensor());
@@ -235,7 +235,8 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params[i].name.c_str());
     }
-    device.loops().compress_decode(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr);
+    device.loops().run_exchange(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr,
+                                [](ExchangeLoops &loops) { loops.run(ExchangePass::decode); });
     state.momentum_in_bits = 0;
     device.enqueue_copy(schedule->data, &state, sizeof state, nullptr);
     device.wait_for_default_stream();
@@ -274,12 +275,12 @@ void OneBit::forget_like_original(const StateTable &table) const {
 void OneBit::export_errors(const StateTable &table, const StateEntry &entry, float *out) const {
     const bool worker = entry.kind == StateKind::worker_error;
     auto *data = static_cast<float *>(entry.data);
-    ExchangeBuffers exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data, nullptr);
-    if (const StateEntry *const active = table.find(StateKind::active))
-        exchange.active = static_cast<const int32_t *>(active->data);
-    owed_errors(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
+    const StateEntry *const active = table.find(StateKind::active);
+    const Exchange exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data,
+                            active != nullptr ? static_cast<const int32_t *>(active->data) : nullptr, nullptr);
+    read_residuals(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of zero the errors stand for themselves.
-    const int64_t elements = worker ? setup_.layout.worker_numel : setup_.layout.server_numel;
+    const int64_t elements = worker ? setup_.layout.slice.worker_numel : setup_.layout.slice.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
 }
 

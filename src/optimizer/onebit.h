@@ -15,10 +15,10 @@ namespace dsopt {
 struct OneBitSetup {
     ScheduleRules rules{};
     TrustRules trust{};
-    CompressLayout layout;
+    OwnedLayout layout;
     // Of every parameter, as in OneBitJob.
     std::vector<int64_t> worker;
-    std::vector<int32_t> part;
+    std::vector<int32_t> scale_group;
     std::vector<int64_t> mean; // where its averaged gradient is in the workspace, -1 = it has none
     int64_t mean_numel = 0;
     int64_t mean_scratch = 0; // behind them for sum_over_ranks(), where the exchange's own memory is too short for it
@@ -34,7 +34,7 @@ struct OneBitSetup {
 /// One step.
 struct PlannedOneBit {
     OneBitPlan plan{};
-    ExchangeBuffers buffers;
+    Exchange exchange;
 };
 
 inline bool goes_into_exchanges(const dsopt_group &group) {
@@ -63,8 +63,8 @@ public:
     void add_state(int64_t groups, int64_t params, StateTable &state) const;
 
     /// Fills `planned`, which must stay where it is, and `jobs`. `own`: the schedule in `list` is the engine's.
-    void plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors, bool own,
-              void *stream, PlannedOneBit &planned) const;
+    void plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
+              bool own, void *stream, PlannedOneBit &planned) const;
     /// True if the engine averages the gradient of this parameter in this step.
     bool averages(const OneBitPlan &plan, size_t param) const;
     /// Those of all such parameters.

@@ -140,7 +140,7 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     pieces.take(factors, lamb ? shape.leaves : 0);
     pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
     pieces.take_bytes(extra, device.loops().extra_bytes(shape));
-    pieces.take_bytes(exchange, shape.exchange != nullptr ? shape.exchange->workspace_bytes() : 0);
+    pieces.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
     pieces.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
     Pieces apart(host);
     Pieces &host_pieces = device.is_host() ? pieces : apart;

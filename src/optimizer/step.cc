@@ -113,7 +113,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .host_norms = memory.host_norms,
            .means = averages ? &means : nullptr,
            .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
-                                                                         : onebit.buffers.slices});
+                                                                         : onebit.exchange.node.slices});
     if (request.remembers && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
     if (own_schedule) onebit_->count_step(onebit.plan);
 }

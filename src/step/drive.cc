@@ -19,7 +19,7 @@ void reserve_messages(const StepRun &run) {
         model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);
     if (run.means != nullptr) reserve_sum(data, node, run.means->longest(), stream);
     if (plan.onebit != nullptr && plan.onebit->exchanges)
-        reserve_exchange(data, node, *plan.onebit->buffers->layout, stream);
+        reserve_exchange(data, node, *plan.onebit->exchange->layout, stream);
 }
 
 void run_phases(const StepRun &run, StepLoops &loops) {

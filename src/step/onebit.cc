@@ -15,44 +15,62 @@ bool is_skipped(const StepRun &run) {
     return skip != 0;
 }
 
+/// From the own values to results on every rank.
 void feed_and_exchange(const StepRun &run, StepLoops &loops, Feed feed) {
-    loops.onebit()->feed(feed);
-    if (!run.plan.onebit->exchanges) return;
-    const Execution &how = run.plan.how;
+    OneBitLoops &own = *loops.onebit();
+    const OneBitPlan &plan = *run.plan.onebit;
+    if (!plan.exchanges) {
+        if (feed == Feed::distance) own.run(OneBitPass::feed, feed); // it takes a step, too
+        return;
+    }
+    prepare_exchange(own, *plan.exchange, [&] {
+        own.run(OneBitPass::feed, feed);
+        if (!plan.rules.compat) return;
+        own.run(OneBitPass::feed_padding, feed);
+        own.run(ExchangePass::pack_values);
+    });
     loops.mark(DSOPT_MS_COMPRESS);
-    exchange(run.context, run.comms.data, run.comms.node, loops.onebit()->buffers(), how.parallel, how.stream);
+    exchange(run.comms.data, run.comms.node, own, *plan.exchange, run.plan.how.stream);
     loops.mark(DSOPT_MS_EXCHANGE);
 }
 
 void update_adam(const StepRun &run, StepLoops &loops, Feed feed) {
+    const OneBitPlan &plan = *run.plan.onebit;
     feed_and_exchange(run, loops, feed);
-    loops.onebit()->take(feed);
-    if (run.plan.onebit->exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
+    loops.onebit()->run(OneBitPass::take, feed);
+    if (plan.momentum != nullptr) loops.onebit()->run(OneBitPass::keep_results, feed);
+    if (plan.exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
 }
 
 void update_lamb(const StepRun &run, StepLoops &loops) {
+    constexpr Feed feed = Feed::scaled;
     OneBitLoops &own = *loops.onebit();
-    if (run.plan.onebit->rules.compat) own.scale_momenta();
-    feed_and_exchange(run, loops, Feed::scaled);
-    own.lamb_moments();
+    const OneBitPlan &plan = *run.plan.onebit;
+    if (plan.rules.compat && run.plan.count != 0) {
+        own.run(OneBitPass::momentum_squares, feed);
+        own.decide(OneBitDecision::scale_momenta);
+    }
+    feed_and_exchange(run, loops, feed);
+    if (plan.padding != nullptr && plan.exchange->mean.layout.group_count != 0) own.run(OneBitPass::take_padding, feed);
+    own.run(OneBitPass::lamb_moments, feed);
     const bool shards = begin_shards(run, true);
-    own.lamb_trust();
+    own.decide(OneBitDecision::trust);
     if (shards) {
         agree_on_shards(run, true);
-        own.lamb_shared_trust();
+        own.decide(OneBitDecision::shared_trust);
     }
-    own.lamb_weights();
-    if (run.plan.onebit->exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
+    own.run(OneBitPass::lamb_weights, feed);
+    if (plan.exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
 }
 
 } // namespace
 
 void update_onebit(const StepRun &run, StepLoops &loops) {
     const OneBitPlan &plan = *run.plan.onebit;
-    if (plan.trust_factor != nullptr || steps_alone(plan)) loops.onebit()->begin();
+    if (plan.trust_factor != nullptr || steps_alone(plan)) loops.onebit()->decide(OneBitDecision::begin);
     if (plan.stage == Stage::dry || plan.stage == Stage::full) return; // nothing goes into an exchange
     if (plan.rules.compat && plan.exchanges && is_skipped(run)) return;
-    if (plan.stage == Stage::local) return loops.onebit()->local();
+    if (plan.stage == Stage::local) return loops.onebit()->run(OneBitPass::local, Feed::distance);
     if (plan.stage == Stage::sync) return update_adam(run, loops, Feed::distance);
     switch (plan.rules.algorithm) {
     case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return update_adam(run, loops, Feed::gradient);
@@ -65,13 +83,16 @@ void end_onebit(const StepRun &run, StepLoops &loops) {
     const OneBitPlan &plan = *run.plan.onebit;
     ScheduleState next = plan.now; // in compat mode: if the step is taken
     const bool froze = advance_schedule(plan.rules, next);
-    loops.onebit()->end();
+    OneBitLoops &own = *loops.onebit();
+    own.decide(OneBitDecision::end);
     // Only where an exchange follows: this reads the whole variance.
     if (plan.stage == Stage::full && plan.active != nullptr && stage_of(plan.rules, next) != Stage::full)
-        loops.onebit()->find_active();
+        own.run(OneBitPass::find_active, Feed::momentum);
+    if (!froze) return;
     // The original forgets the copies when it was resumed past the freeze.
     const bool late = plan.rules.compat && next.step != plan.rules.freeze_step;
-    if (froze) loops.onebit()->freeze(plan.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late);
+    const bool copies = plan.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late;
+    own.run(copies ? OneBitPass::freeze_variance : OneBitPass::freeze, Feed::momentum);
 }
 
 } // namespace dsopt

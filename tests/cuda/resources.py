@@ -41,7 +41,7 @@ BUDGET = [
     ("decode_kernel", 64, 4, 0, 0, 1),
     ("feed_slice_kernel", 64, 4, 0, 2, 1),
     ("mean_slice_kernel", 64, 4, 0, 2, 1),
-    ("row_scales_kernel", 64, 4, 0, 0, 0),
+    ("message_scales_kernel", 64, 4, 0, 0, 0),
     ("result_scales_kernel", 64, 4, 0, 0, 0),
     ("feed_kernelILNS.*4FeedE[012]E", 64, 4, 2 * LEAF, 2, 1),  # the gradient, or the momentum
     ("feed_kernelILNS.*4FeedE3E", 80, 3, 2 * LEAF, 6, 4),  # the distance, after a step
@@ -58,7 +58,7 @@ OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
                          "feed_kernelILNS.*4FeedE[012]E")}
 # Kernels that add up values of a leaf, or what leaves left: of the latter so many are under way to each lane, at least.
 SUMS = {"inspect_kernel": 16, "decide_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
-        "row_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
+        "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
         "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
 RANKS_AT_ONCE = 4  # whose bits, a byte each, serve_kernel has asked for before it waits for any, at least
