@@ -9,16 +9,6 @@
 
 namespace dsopt::gpu {
 
-/// Arrays in one block of memory, each on its own line.
-class Offsets {
-public:
-    size_t add(size_t bytes) { return std::exchange(bytes_, bytes_ + round_up(bytes)); }
-    size_t bytes() const { return bytes_; }
-
-private:
-    size_t bytes_ = 0;
-};
-
 /// What all streams of a device share.
 class Shared {
 public:

@@ -12,6 +12,28 @@ template <class Function> __global__ void one_thread_kernel(const Function funct
     function();
 }
 
+/// Memory of a list's norm: the list, which is uploaded, and what leaves and tensors leave.
+struct NormMemory {
+    int64_t *first_leaf;
+    dsopt_tensor *tensors;
+    NormParts parts;
+    size_t image, bytes;
+
+    /// `memory` NULL: only to know the bytes.
+    NormMemory(void *memory, int64_t count, int64_t leaves) {
+        Pieces pieces(memory);
+        pieces.take(first_leaf, count + 1);
+        pieces.take(tensors, count);
+        image = pieces.bytes();
+        pieces.take(parts.squares, leaves);
+        pieces.take(parts.bad, leaves);
+        pieces.take(parts.largest, leaves);
+        pieces.take(parts.sums, count);
+        pieces.take(parts.ticket, 1);
+        bytes = pieces.bytes();
+    }
+};
+
 /// Every kernel.
 template <class Visit> void for_kernels(const Visit &visit) {
     for (const auto kernel : kFeedKernels) visit(kernel);
@@ -89,26 +111,18 @@ public:
         for (int64_t i = 0; i < count; ++i) leaves += list[i].data != nullptr ? leaves_of(list[i].numel) : 0;
         if (leaves == 0) return;
         const Launcher launcher = launcher_of(stream);
-        Offsets offsets;
-        const size_t first_leaf = offsets.add(size_t(count + 1) * sizeof(int64_t)),
-                     tensors = offsets.add(size_t(count) * sizeof(dsopt_tensor)), image = offsets.bytes(),
-                     squares = offsets.add(size_t(leaves) * sizeof(double)),
-                     bad = offsets.add(size_t(leaves) * sizeof(int64_t)),
-                     largest = offsets.add(size_t(leaves) * sizeof(float)),
-                     sums = offsets.add(size_t(count) * sizeof(double)), ticket = offsets.add(sizeof(uint32_t));
-        const Scratch memory(shared_.scratch, offsets.bytes(), launcher.stream);
-        launcher.upload(memory.get(), image, [&](char *to) {
-            auto *const first = reinterpret_cast<int64_t *>(to + first_leaf);
+        const size_t bytes = NormMemory(nullptr, count, leaves).bytes;
+        const Scratch scratch(shared_.scratch, bytes, launcher.stream);
+        const NormMemory memory(scratch.get(), count, leaves);
+        launcher.upload(scratch.get(), memory.image, [&](char *to) {
+            const NormMemory image(to, count, leaves);
             for (int64_t i = 0; i < count; ++i)
-                first[i + 1] = first[i] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
-            std::memcpy(to + tensors, list, size_t(count) * sizeof *list);
+                image.first_leaf[i + 1] =
+                    image.first_leaf[i] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
+            std::memcpy(image.tensors, list, size_t(count) * sizeof *list);
         });
-        const DeviceList there{reinterpret_cast<const dsopt_tensor *>(memory.get() + tensors),
-                               reinterpret_cast<const int64_t *>(memory.get() + first_leaf), count, leaves};
-        const NormParts parts{
-            reinterpret_cast<double *>(memory.get() + squares), reinterpret_cast<int64_t *>(memory.get() + bad),
-            reinterpret_cast<float *>(memory.get() + largest), reinterpret_cast<double *>(memory.get() + sums),
-            reinterpret_cast<uint32_t *>(memory.get() + ticket)};
+        const DeviceList there{memory.tensors, memory.first_leaf, count, leaves};
+        const NormParts &parts = memory.parts;
         launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
         launcher.over(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
     }
