@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTAN
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
         const double squares = leaf_squares(job.moment(0), where.begin, where.n, tiles[threadIdx.x / 32]);
-        if (threadIdx.x % 32 == 0) b.d.plan.sums_a[leaf] = squares;
+        if (threadIdx.x % 32 == 0) b.d.plan.leaf.sums_a[leaf] = squares;
     });
 }
 __global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONSTANT const DeviceOneBit b) {

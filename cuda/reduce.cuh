@@ -70,13 +70,13 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     int64_t nonfinite = 0, first = INT64_MAX; // the least of: place of a tensor with one, doubled, and 1 more for a NaN
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        const bool read = plan.read_gradients && job.present && job.grad();
+        const bool read = plan.policy.read_gradients && job.present && job.grad();
         double squares = 0;
         if (read) {
-            squares = by.sum(plan.sums_a + job.first_leaf, leaves);
-            const int64_t *bad = plan.bad + job.first_leaf;
+            squares = by.sum(plan.leaf.sums_a + job.first_leaf, leaves);
+            const int64_t *bad = plan.leaf.bad + job.first_leaf;
             // What is not finite shows in the squares, unless these are of something else.
-            const bool may = !is_finite(squares) || (plan.wrapper == Wrapper::fused && job.expert != 0);
+            const bool may = !is_finite(squares) || (plan.policy.wrapper == Wrapper::fused && job.expert != 0);
             const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
             if (here != 0) { // all lanes of a warp agree
                 const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
@@ -123,10 +123,11 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
         double squares = leaf_squares(job.grad(), begin, n, tile);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad(), begin, n);
         // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
-        if (plan.wrapper == Wrapper::fused && job.expert != 0) squares = leaf_squares(job.weight(), begin, n, tile);
+        if (plan.policy.wrapper == Wrapper::fused && job.expert != 0)
+            squares = leaf_squares(job.weight(), begin, n, tile);
         if (threadIdx.x % 32 == 0) {
-            plan.sums_a[leaf] = squares;
-            plan.bad[leaf] = bad;
+            plan.leaf.sums_a[leaf] = squares;
+            plan.leaf.bad[leaf] = bad;
         }
     });
     if (!last_block(&d.plan.control->ticket[0])) return;

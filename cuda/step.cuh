@@ -50,7 +50,7 @@ public:
     }
     void inspect(bool agrees) override {
         d_.decided = d_.decided || agrees;
-        if (plan_.read_gradients)
+        if (plan_.policy.read_gradients)
             launcher_.over(d_.leaves / kWarps + 1, "inspect", inspect_kernel, d_, !agrees);
         else if (agrees)
             launcher_.block("fold", decide_kernel, d_, true, false);
@@ -66,7 +66,7 @@ public:
     // The step ends in the last block of its last kernel.
     void update() override {
         if (onebit_ && !leaves_work()) d_.leaves = 0;
-        const size_t tiles = plan_.reduces || plan_.report_norms ? 2 * kTileBytes : 0;
+        const size_t tiles = plan_.policy.reduces || plan_.policy.report_norms ? 2 * kTileBytes : 0;
         launcher_.over({d_.leaves, tiles}, "update", update_kernel, d_);
     }
     void update_weights(bool shared) override {

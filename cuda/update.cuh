@@ -142,7 +142,7 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
     });
     t.template store_moments<R::moments.count>(s.job, where.begin + i);
     publish(plan, s, t.p, old, where.begin + i);
-    if (plan.report_norms) {
+    if (plan.policy.report_norms) {
         to_tile(old, tiles.a + i);
         to_tile(t.p - old, tiles.b + i);
     }
@@ -188,7 +188,7 @@ __device__ inline void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, cons
     const int warp = int(threadIdx.x / 32);
     if (warp < 2) {
         const double sum = fold_lanes(add_squares(warp == 0 ? tiles.a : tiles.b, n));
-        if (threadIdx.x % 32 == 0) (warp == 0 ? d.plan.sums_a : d.plan.sums_b)[leaf] = sum;
+        if (threadIdx.x % 32 == 0) (warp == 0 ? d.plan.leaf.sums_a : d.plan.leaf.sums_b)[leaf] = sum;
     }
     __syncthreads();
 }
@@ -212,13 +212,13 @@ __device__ inline void count_steps(const StepPlan &plan) {
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
     if (!skip) count_steps(plan);
-    if (!skip && plan.report_norms && plan.count != 0) { // as fold_updates() adds them up
+    if (!skip && plan.policy.report_norms && plan.count != 0) { // as fold_updates() adds them up
         for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
             const bool counts = job.present && leaves != 0;
-            const double weights = counts ? by.sum(plan.sums_a + job.first_leaf, leaves) : 0.0;
+            const double weights = counts ? by.sum(plan.leaf.sums_a + job.first_leaf, leaves) : 0.0;
             if (by.lead) d.tensor_squares[i] = weights;
-            const double updates = counts ? by.sum(plan.sums_b + job.first_leaf, leaves) : 0.0;
+            const double updates = counts ? by.sum(plan.leaf.sums_b + job.first_leaf, leaves) : 0.0;
             if (by.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
         });
         __syncthreads();
@@ -236,7 +236,7 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         fold_nothing(plan);
         decide(plan);
     }
-    if (!skip && plan.report_norms) {
+    if (!skip && plan.policy.report_norms) {
         d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
         d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
     }
@@ -251,7 +251,7 @@ constexpr int kUpdateBlocks = 3;
 constexpr int kUpdateBlocks = 4;
 #endif
 __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel(d.plan.reduces && d.plan.shards.count == 0); // sums of shards go into a collective
+    begin_kernel(d.plan.policy.reduces && d.plan.shards.count == 0); // sums of shards go into a collective
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
@@ -273,11 +273,11 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
                         update_pack<R, V>(plan, s, where, i, tiles);
                 });
             });
-            if (passes_of(s.rule) == Passes::reduced || plan.report_norms) sum_tiles(d, leaf, where.n, tiles);
+            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(d, leaf, where.n, tiles);
         });
     if (!last_block(&d.plan.control->ticket[1])) return;
     const bool skip = skipped(d);
-    if (!plan.reduces) {
+    if (!plan.policy.reduces) {
         finish(d, skip);
         return;
     }
@@ -285,8 +285,8 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
         if (job.owner != Owner::update || passes_of(plan.groups[job.group].rule) != Passes::reduced) return;
-        const double weights = by.sum(plan.sums_a + job.first_leaf, leaves),
-                     updates = by.sum(plan.sums_b + job.first_leaf, leaves);
+        const double weights = by.sum(plan.leaf.sums_a + job.first_leaf, leaves),
+                     updates = by.sum(plan.leaf.sums_b + job.first_leaf, leaves);
         if (by.lead) find_trust(plan, i, weights, updates);
     });
 }

@@ -102,7 +102,7 @@ private:
     void momentum_squares() const {
         if (knows_scaling(onebit_)) return;
         cut_.run([&](int64_t, const Span &span) {
-            kernels_.squares(span.job->moment(0), span.begin, span.end, plan_.sums_a,
+            kernels_.squares(span.job->moment(0), span.begin, span.end, plan_.leaf.sums_a,
                              span.job->first_leaf + span.begin / kLeaf);
         });
     }

@@ -28,16 +28,16 @@ public:
     }
 
     void inspect(bool) override {
-        if (plan_.read_gradients)
+        if (plan_.policy.read_gradients)
             cut_.run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
                 if (!job.present || !job.grad()) return;
                 const int64_t leaf = job.first_leaf + span.begin / kLeaf;
-                kernels_.inspect(job.grad(), span.begin, span.end, plan_.sums_a, plan_.bad, nullptr, leaf);
+                kernels_.inspect(job.grad(), span.begin, span.end, plan_.leaf.sums_a, plan_.leaf.bad, nullptr, leaf);
                 // The original takes the experts' part of the norm from their weights. What is bad stays the
                 // gradient's.
-                if (plan_.wrapper == Wrapper::fused && job.expert != 0)
-                    kernels_.squares(job.weight(), span.begin, span.end, plan_.sums_a, leaf);
+                if (plan_.policy.wrapper == Wrapper::fused && job.expert != 0)
+                    kernels_.squares(job.weight(), span.begin, span.end, plan_.leaf.sums_a, leaf);
             });
         fold_gradients(plan_);
     }
@@ -51,7 +51,7 @@ public:
     void update() override {
         if (is_skipped()) {
             cut_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
-            if (!plan_.reduces) finish();
+            if (!plan_.policy.reduces) finish();
             return;
         }
         cut_.run_whole([this](int64_t, const Span &span) {
@@ -60,11 +60,11 @@ public:
             else if (span.job->owner == Owner::update)
                 kernels_.update(span);
         });
-        if (!plan_.reduces) return finish();
+        if (!plan_.policy.reduces) return finish();
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
             if (job.owner == Owner::update && passes_of(plan_.groups[job.group].rule) == Passes::reduced)
-                find_trust(plan_, i, fold_leaves(plan_.sums_a, job), fold_leaves(plan_.sums_b, job));
+                find_trust(plan_, i, fold_leaves(plan_.leaf.sums_a, job), fold_leaves(plan_.leaf.sums_b, job));
         }
     }
 
@@ -87,7 +87,7 @@ private:
     void finish() {
         if (!is_skipped()) {
             for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i);
-            if (plan_.report_norms) fold_updates(plan_);
+            if (plan_.policy.report_norms) fold_updates(plan_);
         }
         write_report(plan_);
     }

@@ -83,7 +83,7 @@ DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
 /// The same as the step uses them. Every reader of them comes through here.
 DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
     Hyper hyper = given_hyper(plan, group);
-    if (plan.dry) hyper.lr = 0;
+    if (plan.policy.dry) hyper.lr = 0;
     return hyper;
 }
 DSOPT_HD double max_norm_of(const StepPlan &plan) {
@@ -142,9 +142,9 @@ DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
 DSOPT_HD void note_reasons(const StepPlan &plan) {
     Found &found = plan.control->found;
     int32_t reasons = 0;
-    if (plan.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
+    if (plan.policy.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // Given norms are this rank's: the others have to hear of them.
-    for (int64_t g = 0; plan.skip_nonfinite && plan.given.grad_norms != nullptr && g < plan.group_count; ++g)
+    for (int64_t g = 0; plan.policy.skip_nonfinite && plan.given.grad_norms != nullptr && g < plan.group_count; ++g)
         if (!is_not_negative(double(plan.given.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
@@ -164,7 +164,7 @@ DSOPT_HD void fold_nothing(const StepPlan &plan) {
 /// the lane that its index in the list says. Tensors of other cells count as zeros.
 inline void fold_gradients(const StepPlan &plan) {
     fold_nothing(plan);
-    if (!plan.read_gradients) return;
+    if (!plan.policy.read_gradients) return;
     const NormTable &table = plan.norms;
     Found &found = plan.control->found;
     double *const lanes = table.lanes();
@@ -178,11 +178,11 @@ inline void fold_gradients(const StepPlan &plan) {
         if (!job.present || !job.grad()) continue;
         int64_t bad = 0, nans = 0;
         for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
-            bad += plan.bad[leaf] & 0xffff;
-            nans += plan.bad[leaf] >> 32;
+            bad += plan.leaf.bad[leaf] & 0xffff;
+            nans += plan.leaf.bad[leaf] >> 32;
         }
         if (job.in_norm) {
-            const double squares = fold_leaves(plan.sums_a, job);
+            const double squares = fold_leaves(plan.leaf.sums_a, job);
             lane_of(job.group, job.expert, i) += squares;
             lane_of(table.groups, job.expert, i) += squares;
         }
@@ -214,14 +214,14 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     Outcome &outcome = *plan.outcome;
     static_cast<Found &>(outcome) = plan.control->found;
-    const bool have_norms = plan.read_gradients || plan.given.grad_norms != nullptr;
-    const bool wrapped = plan.wrapper != Wrapper::none;
+    const bool have_norms = plan.policy.read_gradients || plan.given.grad_norms != nullptr;
+    const bool wrapped = plan.policy.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
     // Through the ranks of an expert comm a rank hears of its own reason too.
     const bool echoes = table.classes > 1 && outcome.reasons != 0;
     if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
-    if (!wrapped && plan.skip_nonfinite && have_norms && !is_finite(total)) {
+    if (!wrapped && plan.policy.skip_nonfinite && have_norms && !is_finite(total)) {
         outcome.reasons |= DSOPT_SKIP_NORM;
         skip = true;
     }
@@ -240,7 +240,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
             // Summed by itself: a difference to the dense part would be NaN where that is not finite.
-            const double experts = plan.wrapper == Wrapper::fused ? table.total(g, 1) : 0.0;
+            const double experts = plan.policy.wrapper == Wrapper::fused ? table.total(g, 1) : 0.0;
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
         }
     }
@@ -250,7 +250,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         const double own = clip_divisor(scale, sqrt(table.total(g)), hyper_of(plan, g).max_norm);
         plan.divisors[g] = own > all ? own : all;
     }
-    const double shown = plan.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
+    const double shown = plan.policy.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
     outcome.skipped = skip;
     outcome.grad_norm = have_norms ? norm / shown : NAN;
     outcome.dense_norm = have_norms ? sqrt(table.of_all(0)) / shown : NAN;
@@ -266,7 +266,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
 /// Whether a step has something to decide before its update, by one of `plan` alone: `agrees` adds that ranks agree on
 /// it.
 DSOPT_HD bool needs_decision(const StepPlan &plan) {
-    return plan.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
+    return plan.policy.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
            plan.given.lr != nullptr || plan.given.hyper != nullptr || plan.scaler.state != nullptr ||
            plan.onebit != nullptr;
 }
@@ -317,8 +317,8 @@ inline void fold_updates(const StepPlan &plan) {
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
         if (!job.present || job.numel == 0) continue;
-        weights[i % kLanes] += fold_leaves(plan.sums_a, job);
-        updates[i % kLanes] += update_weight(plan, i) * fold_leaves(plan.sums_b, job);
+        weights[i % kLanes] += fold_leaves(plan.leaf.sums_a, job);
+        updates[i % kLanes] += update_weight(plan, i) * fold_leaves(plan.leaf.sums_b, job);
     }
     plan.outcome->weight_norm = sqrt(fold_lanes<kLanes>(weights));
     plan.outcome->update_norm = sqrt(fold_lanes<kLanes>(updates));

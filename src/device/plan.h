@@ -183,6 +183,22 @@ struct Execution {
 
 struct OneBitPlan;
 
+/// What a step does, by the options of the optimizer.
+struct StepPolicy {
+    Wrapper wrapper;
+    bool read_gradients; // pass 1: count non-finite elements, sum squares
+    bool skip_nonfinite;
+    bool report_norms;
+    bool reduces; // there is a group whose rule has Passes::reduced
+    bool dry;     // learning rates are 0
+};
+
+/// What the leaves of all tensors leave, one of each a leaf.
+struct LeafResults {
+    double *sums_a, *sums_b;
+    int64_t *bad; // non-finite elements, and those that are NaN times 2^32
+};
+
 /// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory
 /// (StepTable), all else is in the backend's.
 struct StepPlan {
@@ -192,12 +208,7 @@ struct StepPlan {
     int64_t group_count;
     /// DSOPT_STEP_... OUT_ONLY: `weight` is read only, `copy` is NULL; with a master only the copy is left alone.
     uint32_t flags;
-    Wrapper wrapper;
-    bool read_gradients; // pass 1: count non-finite elements, sum squares
-    bool skip_nonfinite;
-    bool report_norms;
-    bool reduces; // there is a group whose rule has Passes::reduced
-    bool dry;     // learning rates are 0
+    StepPolicy policy;
     Limits limits;
     GivenScalars given;
     PlannedScaler scaler;
@@ -212,8 +223,7 @@ struct StepPlan {
     Scalars *scalars; // one a tensor
     double *divisors; // one a group
     NormTable norms;
-    double *sums_a, *sums_b; // one a leaf
-    int64_t *bad;            // one a leaf: non-finite elements, and those that are NaN times 2^32
+    LeafResults leaf;
     ShardTable shards;
 };
 

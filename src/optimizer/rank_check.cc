@@ -110,7 +110,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     // concerns one rank alone.
     const bool full = plan.onebit == nullptr ||
                       (plan.onebit->stage == Stage::full && !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
-    const auto counts = [&](size_t i) { return full && plan.wrapper == Wrapper::none && params[i].expert == 0; };
+    const auto counts = [&](size_t i) { return full && plan.policy.wrapper == Wrapper::none && params[i].expert == 0; };
     for (size_t i = 0; i < params.size(); ++i)
         if (counts(i)) gradients = mix(gradients, 2 * i + plan.jobs[i].present);
     words.set(Words::params, uint64_t(plan.count));

@@ -47,7 +47,7 @@ void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, 
     }
     // The original trusts data-parallel ranks to have the same averaged gradients. What else may skip a step, it does
     // not have.
-    if (plan.wrapper == Wrapper::none || local || plan.given.any()) over_data(&table.reasons(), 1);
+    if (plan.policy.wrapper == Wrapper::none || local || plan.given.any()) over_data(&table.reasons(), 1);
 }
 
 } // namespace

@@ -37,7 +37,7 @@ void run_phases(const StepRun &run, StepLoops &loops) {
     const bool shards = begin_shards(run, false);
     loops.update();
     if (shards) agree_on_shards(run, false);
-    if (run.plan.reduces) loops.update_weights(shards);
+    if (run.plan.policy.reduces) loops.update_weights(shards);
     if (loops.onebit() != nullptr) end_onebit(run, loops);
     loops.mark(DSOPT_MS_BASIC_STEP);
 }
