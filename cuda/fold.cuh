@@ -74,20 +74,16 @@ template <class Body> __device__ __forceinline__ void for_tensors(const StepPlan
         int32_t(plan.count), [&](int32_t i) INLINED { return int32_t(leaves_of(plan.jobs[i].numel)); }, body);
 }
 
-/// Sum, and least, of what the threads of a block have, in all of them. At most once in a kernel between two barriers.
-struct BlockResult {
-    int64_t sum, least;
-};
-__device__ inline BlockResult over_block(int64_t sum, int64_t least) {
-    __shared__ int64_t sums[kWarps], leasts[kWarps];
-    sum = fold_lanes(sum);
-    least = -largest_of_lanes(-least);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, leasts[threadIdx.x / 32] = least;
+/// What the threads of a block found together, in all of them. At most once in a kernel between two barriers.
+__device__ inline NonFinite over_block(const NonFinite &found) {
+    __shared__ int64_t counts[kWarps], firsts[kWarps];
+    const int64_t count = fold_lanes(found.count), first = -largest_of_lanes(-found.first);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count, firsts[threadIdx.x / 32] = first;
     __syncthreads();
-    BlockResult all{0, INT64_MAX};
+    NonFinite all;
     for (int warp = 0; warp < kWarps; ++warp) {
-        all.sum += sums[warp];
-        all.least = leasts[warp] < all.least ? leasts[warp] : all.least;
+        all.count += counts[warp];
+        all.first = firsts[warp] < all.first ? firsts[warp] : all.first;
     }
     return all;
 }

@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         }
     }
     if (!last_block(parts.ticket)) return;
-    int64_t nonfinite = 0, first = INT64_MAX;
+    NonFinite found;
     for_tensors(
         int32_t(list.count), [&](int32_t i) INLINED { return int32_t(list.first_leaf[i + 1] - list.first_leaf[i]); },
         [&](int32_t i, int32_t leaves, auto by) INLINED {
@@ -159,27 +159,18 @@ __global__ void __launch_bounds__(kThreads, 3)
             const int64_t *bad = parts.bad + list.first_leaf[i];
             const int64_t here =
                 is_finite(sum) ? 0 : by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
-            if (here != 0 && i < first) first = i;
-            if (by.lead) nonfinite += here;
+            found.add(i, by.lead ? here : 0, false);
         });
     uint32_t most = 0;
     for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads)
         most = larger_factor(most, bits_of(parts.largest[leaf]));
-    const BlockResult found = over_block(nonfinite, first); // a barrier too
+    found = over_block(found); // a barrier too
     __syncthreads();
-    most = uint32_t(-over_block(0, -int64_t(most)).least);
+    most = uint32_t(-over_block(NonFinite{0, -int64_t(most)}).first);
     if (threadIdx.x >= 32) return;
     const double total = add_by_warp(int32_t(list.count), [&](int32_t i) INLINED { return parts.sums[i]; });
     if (threadIdx.x != 0) return;
-    dsopt_norm_result r{};
-    r.nonfinite = found.sum;
-    r.first_bad = found.least == INT64_MAX ? -1 : found.least;
-    const double value = kind == DSOPT_NORM_MAX ? double(float_of(most)) : total;
-    if (raw)
-        r.norm = value; // ranks add theirs before the root is taken
-    else
-        finish_norm(r, kind, value, max_norm);
-    *result = r;
+    *result = norm_result(kind, raw, total, double(float_of(most)), found, max_norm);
 }
 
 } // namespace dsopt::gpu

@@ -67,10 +67,10 @@ __device__ inline int64_t leaf_nonfinite(const Slot &slot, int64_t begin, int n)
 __device__ inline void fold_on_block(const DevicePlan &d) {
     const StepPlan &plan = d.plan;
     const NormTable &table = plan.norms;
-    int64_t nonfinite = 0, first = INT64_MAX; // the least of: place of a tensor with one, doubled, and 1 more for a NaN
+    NonFinite found;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        const bool read = plan.policy.read_gradients && job.present && job.grad();
+        const bool read = is_inspected(plan, job);
         double squares = 0;
         if (read) {
             squares = by.sum(plan.leaf.sums_a + job.first_leaf, leaves);
@@ -80,17 +80,15 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
             const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
             if (here != 0) { // all lanes of a warp agree
                 const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
-                const int64_t found = int64_t(i) * 2 + (nans != 0);
-                first = found < first ? found : first;
-                nonfinite += by.lead ? here : 0;
+                found.add(i, by.lead ? here : 0, nans != 0);
             }
         }
         if (by.lead) {
             d.tensor_squares[i] = squares;
-            d.tensor_cell[i] = read && job.in_norm ? int32_t(job.group * table.classes + job.expert) : -1;
+            d.tensor_cell[i] = read ? int32_t(norm_cell(table, job)) : -1;
         }
     });
-    const BlockResult found = over_block(nonfinite, first); // a barrier too
+    found = over_block(found); // a barrier too
     const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
     for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
         const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
@@ -103,11 +101,7 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
-    Found &seen = plan.control->found;
-    seen.nonfinite = found.sum;
-    seen.first_bad = found.least == INT64_MAX ? -1 : found.least / 2;
-    seen.kind = found.least == INT64_MAX ? 0 : found.least % 2 != 0 ? 2 : 1;
-    note_reasons(plan);
+    note_nonfinite(plan, found);
 }
 
 /// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
@@ -117,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
-        if (!job.present || !job.grad()) return;
+        if (!is_inspected(plan, job)) return;
         float *const tile = tiles[threadIdx.x / 32];
         const auto [begin, n] = Leaf(job, leaf);
         double squares = leaf_squares(job.grad(), begin, n, tile);

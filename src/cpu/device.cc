@@ -92,27 +92,19 @@ public:
             kernels_.inspect(slot_of(list[i]), begin, end, squares.data(), bad.data(),
                              kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
         });
-        dsopt_norm_result r{};
-        r.first_bad = -1;
-        float most = 0;
+        NonFinite found;
+        double most = 0;
         for (int64_t i = 0; i < count; ++i)
             for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
-                r.nonfinite += bad[size_t(leaf)] & 0xffff;
-                if (r.nonfinite != 0 && r.first_bad < 0) r.first_bad = i;
-                const float magnitude = largest[size_t(leaf)];
-                most = magnitude > most || magnitude != magnitude ? magnitude : most;
+                found.add(i, bad[size_t(leaf)] & 0xffff, false);
+                most = larger_factor(most, double(largest[size_t(leaf)]));
             }
         const double total = add_in_lanes(count, [&](int64_t i) {
             const int64_t begin = first[size_t(i)];
             return add_in_lanes(first[size_t(i) + 1] - begin,
                                 [&](int64_t leaf) { return squares[size_t(begin + leaf)]; });
         });
-        const double value = kind == DSOPT_NORM_MAX ? double(most) : total;
-        if (raw)
-            r.norm = value; // ranks add theirs before the root is taken
-        else
-            finish_norm(r, kind, value, max_norm);
-        *result = r;
+        *result = norm_result(kind, raw, total, most, found, max_norm);
     }
     void run_in_one_thread(const OneThreadFunction &function, void *) const override {
         std::visit([](const auto &call) { call(); }, function);

@@ -31,7 +31,7 @@ public:
         if (plan_.policy.read_gradients)
             cut_.run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
-                if (!job.present || !job.grad()) return;
+                if (!is_inspected(plan_, job)) return;
                 const int64_t leaf = job.first_leaf + span.begin / kLeaf;
                 kernels_.inspect(job.grad(), span.begin, span.end, plan_.leaf.sums_a, plan_.leaf.bad, nullptr, leaf);
                 // The original takes the experts' part of the norm from their weights. What is bad stays the

@@ -54,11 +54,38 @@ DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
     take_trust(plan, i, sums.weights, sums.updates);
 }
 
-/// The last line of dsopt_tensors_norm: `value` is the sum of squares, or the largest magnitude.
+/// Non-finite elements of a list of tensors.
+struct NonFinite {
+    int64_t count = 0;
+    int64_t first = INT64_MAX; // the first tensor that has some, doubled, and 1 more if one of its elements is a NaN
+    DSOPT_HD void add(int64_t tensor, int64_t bad, bool has_nans) {
+        count += bad;
+        const int64_t found = tensor * 2 + has_nans;
+        if (bad != 0 && found < first) first = found;
+    }
+    DSOPT_HD int64_t first_tensor() const { return first == INT64_MAX ? -1 : first / 2; }
+    /// As Found::kind.
+    DSOPT_HD int32_t kind() const { return first == INT64_MAX ? 0 : first % 2 != 0 ? 2 : 1; }
+};
+
+/// From a norm to what follows of it: `value` is the sum of squares, or the largest magnitude.
 DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value, double max_norm) {
     result.norm = kind == DSOPT_NORM_MAX ? value : sqrt(value);
     const double coefficient = max_norm > 0 ? max_norm / (result.norm + 1e-6) : 1.0;
     result.coefficient = coefficient < 1 ? float(coefficient) : 1.0f;
+}
+/// What dsopt_tensors_norm writes. `raw`: ranks add theirs before finish_norm().
+DSOPT_HD dsopt_norm_result norm_result(int32_t kind, bool raw, double squares, double largest, const NonFinite &found,
+                                       double max_norm) {
+    dsopt_norm_result result{};
+    const double value = kind == DSOPT_NORM_MAX ? largest : squares;
+    result.nonfinite = found.count;
+    result.first_bad = found.first_tensor();
+    if (raw)
+        result.norm = value;
+    else
+        finish_norm(result, kind, value, max_norm);
+    return result;
 }
 
 /// A value of a row of dsopt_step.hyper, or what the host has where the row says NaN.
@@ -153,11 +180,27 @@ DSOPT_HD void note_reasons(const StepPlan &plan) {
     plan.norms.reasons() = reasons != 0;
 }
 
+/// True for a tensor whose gradient pass 1 reads.
+DSOPT_HD bool is_inspected(const StepPlan &plan, const TensorJob &job) {
+    return plan.policy.read_gradients && job.present && job.grad();
+}
+/// The cell of the table in which the squares of such a tensor count; -1: in none. They also count in the cell of the
+/// last row, over all groups, in the same column.
+DSOPT_HD int64_t norm_cell(const NormTable &table, const TensorJob &job) {
+    return job.in_norm ? job.group * table.classes + job.expert : -1;
+}
+DSOPT_HD void note_nonfinite(const StepPlan &plan, const NonFinite &all) {
+    Found &found = plan.control->found;
+    found.nonfinite = all.count;
+    found.first_bad = all.first_tensor();
+    found.kind = all.kind();
+    note_reasons(plan);
+}
+
 /// Where pass 1 did not run.
 DSOPT_HD void fold_nothing(const StepPlan &plan) {
     for (int64_t i = 0; i < plan.norms.cells(); ++i) plan.norms.at[i] = 0;
-    plan.control->found = {0, -1, 0, 0};
-    note_reasons(plan);
+    note_nonfinite(plan, {});
 }
 
 /// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table. A tensor is in
@@ -166,34 +209,27 @@ inline void fold_gradients(const StepPlan &plan) {
     fold_nothing(plan);
     if (!plan.policy.read_gradients) return;
     const NormTable &table = plan.norms;
-    Found &found = plan.control->found;
+    NonFinite found;
     double *const lanes = table.lanes();
     const int64_t cells = table.cells();
-    const auto lane_of = [&](int64_t group, int64_t type, int64_t i) -> double & {
-        return lanes[(group * table.classes + type) * kLanes + i % kLanes];
-    };
     for (int64_t i = 0; i < cells * kLanes; ++i) lanes[i] = 0;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        if (!job.present || !job.grad()) continue;
+        if (!is_inspected(plan, job)) continue;
         int64_t bad = 0, nans = 0;
         for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
             bad += plan.leaf.bad[leaf] & 0xffff;
             nans += plan.leaf.bad[leaf] >> 32;
         }
-        if (job.in_norm) {
+        if (const int64_t cell = norm_cell(table, job); cell >= 0) {
             const double squares = fold_leaves(plan.leaf.sums_a, job);
-            lane_of(job.group, job.expert, i) += squares;
-            lane_of(table.groups, job.expert, i) += squares;
+            for (const int64_t row : {cell, table.groups * table.classes + cell % table.classes})
+                lanes[row * kLanes + i % kLanes] += squares;
         }
-        found.nonfinite += bad;
-        if (bad != 0 && found.first_bad < 0) {
-            found.first_bad = i;
-            found.kind = nans != 0 ? 2 : 1;
-        }
+        found.add(i, bad, nans != 0);
     }
     for (int64_t cell = 0; cell < cells; ++cell) table.at[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
-    note_reasons(plan);
+    note_nonfinite(plan, found);
 }
 
 /// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.
