@@ -7,7 +7,7 @@ namespace dsopt {
 
 /// The value that a bit stands for. Zeros of both signs and NaN count as positive, everywhere.
 DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : scale; }
-/// What a kept sum still owes: nothing is lost, so the next message makes up for it.
+/// The residual of a compensated value, which error feedback adds to the next message.
 DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
 
 /// The scale of a part: so that signs have its mean square.
