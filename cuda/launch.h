@@ -24,6 +24,9 @@
 
 namespace dsopt::gpu {
 
+constexpr int kThreads = 256; // a block
+constexpr int kWarps = kThreads / 32;
+
 /// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name`
 /// is for tests, which list what was launched. `early`, for code compiled for capability 9.0 or more: blocks may start
 /// while the preceding kernel still runs, and the kernel must begin with begin_kernel().

@@ -1,22 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step as kernels see it.
+// Positions in a step, for kernels: leaves and their tensors, the last block, sums of lanes.
 #pragma once
 #include "device/decide.h"
+#include "device_plan.h"
 #include "rules/onebit.h"
 #include "vec.cuh"
 
 namespace dsopt::gpu {
-
-/// By value into every kernel. The pointers of `plan` are device pointers here.
-struct DevicePlan {
-    StepPlan plan;
-    uint32_t leaves;
-    const int32_t *tensor_of_leaf;
-    double *tensor_squares; // one a tensor
-    double *tensor_updates; // one a tensor
-    int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
-    bool decided;           // a kernel before the update has decided; else the update finds its own few scalars
-};
 
 /// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight:
 /// docs/last-block.md.
@@ -84,6 +74,20 @@ template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
     for (int width = 16; width != 0; width /= 2)
         value = larger_factor(value, __shfl_xor_sync(0xffffffffu, value, width));
     return value;
+}
+
+/// The last of `count` stretches, at least one, that begins at `at` or before; the first one begins at 0. Empty ones
+/// begin where the next one does. By a warp, which looks at 32 of them at once.
+template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
+    Index low = 0;
+    while (count > 1) {
+        const Index each = (count + 31) / 32, mine = Index(threadIdx.x % 32) * each;
+        const unsigned begun = __ballot_sync(0xffffffffu, mine < count && first[low + mine] <= at);
+        const Index skipped = Index(31 - __clz(int(begun))) * each;
+        low += skipped;
+        count = count - skipped < each ? count - skipped : each;
+    }
+    return low;
 }
 
 } // namespace dsopt::gpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass 1: squares and finiteness of every gradient in one read, then, in the last block, the decision.
+// Squares and finiteness of the elements of a leaf, by a warp.
 #pragma once
 #include "fold.cuh"
 
@@ -61,81 +61,6 @@ __device__ inline int64_t leaf_nonfinite(const Slot &slot, int64_t begin, int n)
         nans += bits > 0x7f800000u;
     }
     return int64_t(fold_lanes(bad)) + (int64_t(fold_lanes(nans)) << 32);
-}
-
-/// The same result as fold_gradients(), with tensors and then the cells of the table side by side.
-__device__ inline void fold_on_block(const DevicePlan &d) {
-    const StepPlan &plan = d.plan;
-    const NormTable &table = plan.norms;
-    NonFinite found;
-    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
-        const TensorJob &job = plan.jobs[i];
-        const bool read = is_inspected(plan, job);
-        double squares = 0;
-        if (read) {
-            squares = by.sum(plan.leaf.sums_a + job.first_leaf, leaves);
-            const int64_t *bad = plan.leaf.bad + job.first_leaf;
-            // What is not finite shows in the squares, unless these are of something else.
-            const bool may = !is_finite(squares) || (plan.policy.wrapper == Wrapper::fused && job.expert != 0);
-            const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
-            if (here != 0) { // all lanes of a warp agree
-                const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
-                found.add(i, by.lead ? here : 0, nans != 0);
-            }
-        }
-        if (by.lead) {
-            d.tensor_squares[i] = squares;
-            d.tensor_cell[i] = read ? int32_t(norm_cell(table, job)) : -1;
-        }
-    });
-    found = over_block(found); // a barrier too
-    const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
-    for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
-        const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
-            const int32_t own = d.tensor_cell[i];
-            // The last row is over all groups.
-            const bool in = own >= 0 && (cell < own_cells ? own == cell : own % classes == cell - own_cells);
-            return in ? d.tensor_squares[i] : 0.0;
-        });
-        if (threadIdx.x % 32 == 0) table.at[cell] = sum;
-    }
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    note_nonfinite(plan, found);
-}
-
-/// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
-__global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT const DevicePlan d, const bool decides) {
-    begin_kernel(decides);
-    __shared__ __align__(16) float tiles[kWarps][kTile];
-    const StepPlan &plan = d.plan;
-    for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
-        const TensorJob &job = plan.jobs[tensor];
-        if (!is_inspected(plan, job)) return;
-        float *const tile = tiles[threadIdx.x / 32];
-        const auto [begin, n] = Leaf(job, leaf);
-        double squares = leaf_squares(job.grad(), begin, n, tile);
-        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad(), begin, n);
-        // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
-        if (plan.policy.wrapper == Wrapper::fused && job.expert != 0)
-            squares = leaf_squares(job.weight(), begin, n, tile);
-        if (threadIdx.x % 32 == 0) {
-            plan.leaf.sums_a[leaf] = squares;
-            plan.leaf.bad[leaf] = bad;
-        }
-    });
-    if (!last_block(&d.plan.control->ticket[0])) return;
-    fold_on_block(d);
-    if (decides && d.decided && threadIdx.x == 0) (void)decide_step(d.plan);
-}
-
-/// What the last block of pass 1 does, or a part of it: gradients are not read, or ranks add up their norms in between.
-__global__ void __launch_bounds__(kThreads, 1)
-    decide_kernel(GRID_CONSTANT const DevicePlan d, const bool folds, const bool decides) {
-    begin_kernel(decides);
-    if (folds) fold_on_block(d);
-    __syncthreads();
-    if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
 } // namespace dsopt::gpu

@@ -7,9 +7,6 @@
 
 namespace dsopt::gpu {
 
-constexpr int kThreads = 256; // a block
-constexpr int kWarps = kThreads / 32;
-
 // Where a thread, and its warp, are in the grid, and how many of them there are.
 __device__ __forceinline__ int64_t grid_thread() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * kThreads; }

@@ -11,6 +11,7 @@ namespace dsopt {
 /// What is done to the table between the all-reduces of agree_on_norms. Where it is on a device, one thread does it
 /// there.
 struct NormMove {
+    static constexpr const char *name = "move_norms";
     /// take: copy a column and the number of reasons to skip into the message. put: copy them back. mean: divide the
     /// squares by `ranks`.
     enum Kind : uint8_t { take, put, mean } kind;

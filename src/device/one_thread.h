@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions on a few scalars in backend memory. One thread of the device calls each, in stream order: a new one is a
-// struct here and an alternative of OneThreadFunction, and no work for a device.
+// struct here and an alternative of OneThreadFunction; no device changes.
 #pragma once
 #include "device/decide.h"
 #include "rules/loss_scale.h"
@@ -43,6 +43,6 @@ struct WriteReduction {
     DSOPT_HD void operator()() const { *reduction = next_reduction_of(rules, schedule); }
 };
 
-using OneThreadFunction = std::variant<UpdateScaler, WriteScaler, WriteReduction>;
+using OneThreadFunction = std::variant<NormMove, UpdateScaler, WriteScaler, WriteReduction>;
 
 } // namespace dsopt

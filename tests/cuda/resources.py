@@ -220,8 +220,9 @@ def judge_machine_code(judge, arch, usage, code):
             judge.say(False, "%s: a kernel is called %s" % (arch, kernel))
         for name in names:
             have = int(re.search(r"REG:(\d+)", usage[name]).group(1))
-            # From sm_90 on the compiler counts what a block takes for itself.
-            shared = int(re.search(r"SHARED:(\d+)", usage[name]).group(1)) + dynamic + (0 if number >= 90 else 1024)
+            # From sm_90 on the compiler counts what a block takes for itself, if the kernel has any shared memory.
+            static = int(re.search(r"SHARED:(\d+)", usage[name]).group(1))
+            shared = (max(static, 1024) if number >= 90 else static + 1024) + dynamic
             spills = len(re.findall(r"\b(?:LDL|STL)\b", code[name]))
             generic = len(re.findall(r"\b(?:LD|ST)\.E(?:\.\w+)*\.128\b", code[name]))
             wide = len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code[name]))
@@ -248,11 +249,10 @@ def main():
         sources, folders = sys.argv[2], sys.argv[3:]
         find_tools(("nvcc", "cuobjdump", "nvdisasm"), folders)
         folder = tempfile.TemporaryDirectory()
-        library = os.path.join(folder.name, "device.o")
+        library = os.path.join(folder.name, "device.a")
         includes = ["-I" + os.path.join(sources, name) for name in ("include", "src", ".")]
-        run("nvcc", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--extended-lambda", "-O3", "-gencode",
-            "arch=compute_90,code=[sm_90,compute_90]", *includes, "-c", os.path.join(sources, "cuda", "device.cu"), "-o",
-            library)
+        run("nvcc", "-lib", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--extended-lambda", "-O3", "-gencode",
+            "arch=compute_90,code=[sm_90,compute_90]", *includes, *glob.glob(os.path.join(sources, "cuda", "*.cu")), "-o", library)
     else:
         library, folders = sys.argv[1], sys.argv[2:]
         find_tools(("cuobjdump", "nvdisasm"), folders)

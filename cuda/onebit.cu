@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of the 1-bit family: what goes into an exchange, what comes out of it, and what every step ends with. Whether
 // the step is taken is the device's to know: every kernel asks, and the host launches them all the same.
-#pragma once
 #include "compress.cuh"
 #include "device/onebit_plan.h"
+#include "kernels.h"
+#include "reduce.cuh"
 #include "update.cuh"
 
 namespace dsopt::gpu {
@@ -354,6 +355,86 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t workers = own.layout.worker_floats(), servers = own.layout.server_floats();
     for (int64_t k = grid_thread(); k < workers; k += grid_threads()) own.worker[k] = 0;
     for (int64_t k = grid_thread(); k < servers; k += grid_threads()) own.server[k] = 0;
+}
+
+// By Feed. The mean of what is `scaled` is taken by OneBitPass::lamb_moments.
+using OneBitKernel = void (*)(DeviceOneBit);
+constexpr OneBitKernel kFeedKernels[] = {feed_kernel<Feed::momentum>, feed_kernel<Feed::scaled>,
+                                         feed_kernel<Feed::gradient>, feed_kernel<Feed::distance>};
+constexpr OneBitKernel kFinishKernels[] = {finish_kernel<Feed::momentum>, nullptr, finish_kernel<Feed::gradient>,
+                                           finish_kernel<Feed::distance>};
+
+class OneBitStep final : public OneBitLoops {
+public:
+    /// `plan` as the host has it, `d` as kernels do. `jobs`, `layout`: in device memory; no layout where nothing is
+    /// exchanged.
+    OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
+               const Launcher &launcher) :
+        launcher_(launcher),
+        b_{.d = d, .one = *plan.onebit, .x = {}, .packs = false, .whole_vectors = !plan.onebit->rules.compat} {
+        b_.one.jobs = jobs;
+        if (!b_.one.exchanges) return;
+        b_.x = plan.onebit->exchange->on_device(layout, &plan.control->skip);
+        b_.packs = !b_.one.rules.compat && !b_.x.layout->has_levels();
+    }
+
+    void run(ExchangePass pass) override { run_pass(pass, b_.x, nullptr, launcher_); }
+
+    void run(OneBitPass pass, Feed feed) override {
+        switch (pass) {
+        case OneBitPass::momentum_squares:
+            return launcher_.over(b_.d.leaves / kWarps + 1, "momentum_squares", momentum_squares_kernel, b_);
+        case OneBitPass::feed:
+            return over_leaves("feed", kFeedKernels[size_t(feed)], b_.packs ? kTurns * kTileBytes : 0);
+        case OneBitPass::feed_padding:
+            return launcher_.over(b_.x.own.layout.group_count, "feed_padding", feed_padding_kernel, b_);
+        case OneBitPass::take: return over_leaves("finish", kFinishKernels[size_t(feed)]);
+        case OneBitPass::keep_results: return over_leaves("keep_results", keep_results_kernel);
+        case OneBitPass::local: return over_leaves("local", local_kernel);
+        case OneBitPass::take_padding:
+            return launcher_.over(b_.x.own.layout.ranks, "take_padding", take_padding_kernel, b_);
+        case OneBitPass::lamb_moments:
+            return over_leaves("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kTileBytes);
+        case OneBitPass::lamb_weights: return over_leaves("onebit_lamb_weights", onebit_lamb_weights_kernel);
+        case OneBitPass::find_active: return over_leaves("find_active", find_active_kernel);
+        case OneBitPass::freeze: return launcher_.over(b_.d.leaves, "freeze", freeze_kernel, b_, false);
+        case OneBitPass::freeze_variance: return launcher_.over(b_.d.leaves, "freeze", freeze_kernel, b_, true);
+        }
+    }
+
+    void decide(OneBitDecision decision) override {
+        switch (decision) {
+        case OneBitDecision::begin: return launcher_.block("begin_onebit", begin_onebit_kernel, b_);
+        case OneBitDecision::scale_momenta: return launcher_.block("momentum_scaling", momentum_scaling_kernel, b_);
+        case OneBitDecision::trust: return launcher_.block("onebit_trust", onebit_trust_kernel, b_);
+        case OneBitDecision::shared_trust:
+            return launcher_.block("onebit_shared_trust", onebit_shared_trust_kernel, b_);
+        case OneBitDecision::end: return launcher_.block("end_onebit", end_onebit_kernel, b_);
+        }
+    }
+
+private:
+    void over_leaves(const char *name, OneBitKernel kernel, size_t shared = 0) {
+        launcher_.over({b_.d.leaves, shared}, name, kernel, b_);
+    }
+
+    const Launcher &launcher_;
+    DeviceOneBit b_;
+};
+
+void with_onebit_loops(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
+                       const Launcher &launcher, FunctionRef<void(OneBitLoops &)> body) {
+    OneBitStep step(plan, d, jobs, layout, launcher);
+    body(step);
+}
+
+void load_onebit_kernels(KernelLoader &load) {
+    for (const auto kernel : kFeedKernels) load(kernel);
+    for (const auto kernel : kFinishKernels)
+        if (kernel != nullptr) load(kernel);
+    load(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
+         take_padding_kernel, keep_results_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel,
+         onebit_shared_trust_kernel, onebit_lamb_weights_kernel, find_active_kernel, freeze_kernel, end_onebit_kernel);
 }
 
 } // namespace dsopt::gpu

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lists without an optimizer. Tensors travel in kernel arguments, which allocates nothing; norms alone, whose last block
 // reads the whole list, have it in device memory.
-#pragma once
+#include "kernels.h"
 #include "reduce.cuh"
 
 namespace dsopt::gpu {
@@ -28,20 +28,6 @@ template <int N> struct ListBatch {
 // kernel may take.
 constexpr int kFewTensors = 16, kManyTensors = 512;
 static_assert(sizeof(ListBatch<kManyTensors>) < 20000);
-
-/// The last of `count` stretches, at least one, that begins at `at` or before; the first one begins at 0. Empty ones
-/// begin where the next one does. By a warp, which looks at 32 of them at once.
-template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
-    Index low = 0;
-    while (count > 1) {
-        const Index each = (count + 31) / 32, mine = Index(threadIdx.x % 32) * each;
-        const unsigned begun = __ballot_sync(0xffffffffu, mine < count && first[low + mine] <= at);
-        const Index skipped = Index(31 - __clz(int(begun))) * each;
-        low += skipped;
-        count = count - skipped < each ? count - skipped : each;
-    }
-    return low;
-}
 
 /// A tensor of a batch, or a pair.
 struct ListTensor {
@@ -110,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const Lis
     });
 }
 
-/// The norm of nothing, until there is more.
+/// The norm of a list without elements.
 __global__ void no_norm_kernel(dsopt_norm_result *result) {
     begin_kernel();
     *result = {.norm = 0, .coefficient = 1, .reserved = 0, .nonfinite = 0, .first_bad = -1};
@@ -171,6 +157,104 @@ __global__ void __launch_bounds__(kThreads, 3)
     const double total = add_by_warp(int32_t(list.count), [&](int32_t i) INLINED { return parts.sums[i]; });
     if (threadIdx.x != 0) return;
     *result = norm_result(kind, raw, total, double(float_of(most)), found, max_norm);
+}
+
+template <int N, class Launch>
+void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launcher &launcher,
+                   const Launch &launch) {
+    ListBatch<N> batch;
+    batch.count = 0;
+    batch.first_leaf[0] = 0;
+    const auto flush = [&] {
+        if (batch.count != 0) launch(launcher, batch);
+        batch.count = 0;
+    };
+    for (int64_t i = 0; i < count; ++i) {
+        if (x[i].data == nullptr || y[i].data == nullptr || x[i].numel == 0) continue;
+        const int32_t at = batch.count++;
+        batch.first_leaf[at + 1] = batch.first_leaf[at] + leaves_of(x[i].numel);
+        batch.x[at] = x[i].data;
+        batch.y[at] = y[i].data;
+        batch.numel[at] = x[i].numel;
+        batch.x_type[at] = Dtype(x[i].dtype);
+        batch.y_type[at] = Dtype(y[i].dtype);
+        if (batch.count == N) flush();
+    }
+    flush();
+}
+/// launch(launcher, batch) for the tensors that have data in both lists, as many at once as arguments hold.
+template <class Launch>
+void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launcher &launcher,
+                const Launch &launch) {
+    if (count <= kFewTensors) return in_batches_of<kFewTensors>(x, y, count, launcher, launch);
+    in_batches_of<kManyTensors>(x, y, count, launcher, launch);
+}
+
+void zero(const dsopt_tensor *list, int64_t count, const Launcher &launcher) {
+    in_batches(list, list, count, launcher, []<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
+        launcher.over(batch.leaves(), "zero", zero_kernel<N>, batch);
+    });
+}
+void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
+           const Launcher &launcher) {
+    in_batches(x, y, count, launcher, [&]<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
+        launcher.over(batch.leaves(), "axpby", axpby_kernel<N>, batch, a.data, a.value, b);
+    });
+}
+void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {
+    launcher.over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
+}
+void clamp(const dsopt_tensor *list, int64_t count, float limit, const Launcher &launcher) {
+    in_batches(list, list, count, launcher, [&]<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
+        launcher.over(batch.leaves(), "clamp", clamp_kernel<N>, batch, limit);
+    });
+}
+
+/// Memory of a list's norm: the list, which is uploaded, and what leaves and tensors leave.
+struct NormMemory {
+    int64_t *first_leaf;
+    dsopt_tensor *tensors;
+    NormParts parts;
+    size_t image, bytes;
+
+    /// `memory` NULL: only to know the bytes.
+    NormMemory(void *memory, int64_t count, int64_t leaves) {
+        Pieces pieces(memory);
+        pieces.take(first_leaf, count + 1);
+        pieces.take(tensors, count);
+        image = pieces.bytes();
+        pieces.take(parts.squares, leaves);
+        pieces.take(parts.bad, leaves);
+        pieces.take(parts.largest, leaves);
+        pieces.take(parts.sums, count);
+        pieces.take(parts.ticket, 1);
+        bytes = pieces.bytes();
+    }
+};
+
+void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw, dsopt_norm_result *result,
+          const Launcher &launcher) {
+    int64_t leaves = 0;
+    for (int64_t i = 0; i < count; ++i) leaves += list[i].data != nullptr ? leaves_of(list[i].numel) : 0;
+    if (leaves == 0) return launcher.thread("no_norm", no_norm_kernel, result);
+    const size_t bytes = NormMemory(nullptr, count, leaves).bytes;
+    const Scratch scratch(launcher.device.scratch, bytes, launcher.stream);
+    const NormMemory memory(scratch.get(), count, leaves);
+    launcher.upload(scratch.get(), memory.image, [&](char *to) {
+        const NormMemory image(to, count, leaves);
+        for (int64_t i = 0; i < count; ++i)
+            image.first_leaf[i + 1] = image.first_leaf[i] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
+        std::memcpy(image.tensors, list, size_t(count) * sizeof *list);
+    });
+    const DeviceList there{memory.tensors, memory.first_leaf, count, leaves};
+    const NormParts &parts = memory.parts;
+    launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
+    launcher.over(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
+}
+
+void load_list_kernels(KernelLoader &load) {
+    load(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
+         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, add_up_rows_kernel, no_norm_kernel, norm_kernel);
 }
 
 } // namespace dsopt::gpu

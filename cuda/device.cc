@@ -1,12 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.h"
-#include "loops.cuh"
+#include "kernels.h"
 #include "pending.h"
 #include <string>
 
 namespace dsopt {
 namespace gpu {
 namespace {
+
+/// Every kernel. tests/cuda/kernels.py finds one that is forgotten.
+void load_kernels(KernelLoader &load) {
+    load_upload_kernels(load);
+    load_one_thread_kernels(load);
+    load_list_kernels(load);
+    load_inspect_kernels(load);
+    load_update_kernels(load);
+    load_compress_kernels(load);
+    load_onebit_kernels(load);
+}
+
+class CudaLoops final : public Loops {
+public:
+    explicit CudaLoops(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {
+        const OnDevice on(gpu_);
+        KernelLoader load(gpu_, shared_);
+        load_kernels(load);
+        shared_.early = load.ptx() >= 90;
+    }
+    size_t extra_bytes(const StepShape &shape) const override { return gpu::extra_bytes(shape); }
+    std::unique_ptr<StepCache> make_cache() const override { return gpu::make_cache(gpu_); }
+    void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
+        gpu::run_step(plan, launcher_of(plan.how.stream), body);
+    }
+    void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
+        gpu::zero(list, count, launcher_of(stream));
+    }
+    void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
+               void *stream) const override {
+        gpu::axpby(a, x, b, y, count, launcher_of(stream));
+    }
+    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
+                     void *stream) const override {
+        gpu::add_up_rows(rows, stride, count, n, y, launcher_of(stream));
+    }
+    void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
+        gpu::clamp(list, count, limit, launcher_of(stream));
+    }
+    void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
+              dsopt_norm_result *result, const Parallel &, void *stream) const override {
+        gpu::norm(list, count, kind, max_norm, raw, result, launcher_of(stream));
+    }
+    void run_in_one_thread(const OneThreadFunction &function, void *stream) const override {
+        gpu::run_in_one_thread(function, launcher_of(stream));
+    }
+    void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Parallel &, void *stream,
+                      FunctionRef<void(ExchangeLoops &)> body) const override {
+        gpu::run_exchange(buffers, list, count, launcher_of(stream), body);
+    }
+
+private:
+    Launcher launcher_of(void *stream) const { return {OnDevice(gpu_), shared_, static_cast<cudaStream_t>(stream)}; }
+
+    const Gpu &gpu_;
+    mutable Shared shared_;
+};
 
 class CudaDevice final : public Device {
 public:

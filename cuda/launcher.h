@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the host starts kernels on a stream, and brings tables to the device.
 #pragma once
-#include "plan.cuh"
+#include "base/sizes.h"
+#include "device/plan.h"
 #include "runtime.h"
+#include <algorithm>
+#include <climits>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -53,10 +56,6 @@ constexpr int kPutWords = 1024; // 8 KiB of kernel arguments
 struct Bytes {
     uint64_t words[kPutWords];
 };
-__global__ void __launch_bounds__(kThreads) put_kernel(uint64_t *to, GRID_CONSTANT const Bytes bytes, const int count) {
-    begin_kernel();
-    for (int i = int(threadIdx.x); i < count; i += kThreads) to[i] = bytes.words[i];
-}
 
 /// What kernels that keep values of a leaf have in dynamic shared memory, once or twice.
 constexpr size_t kTileBytes = kLeaf * sizeof(float);
@@ -66,6 +65,9 @@ struct Work {
     size_t shared = 0;
     Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most have none
 };
+
+struct Launcher;
+void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher);
 
 /// One stream, in one call of the engine, with the device current. The names of kernels are for messages and tests.
 struct Launcher {
@@ -129,7 +131,7 @@ private:
             Bytes piece;
             const size_t here = bytes - at < sizeof piece ? bytes - at : sizeof piece;
             std::memcpy(piece.words, static_cast<const char *>(from) + at, here);
-            block("put", put_kernel, reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8));
+            put_words(reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8), *this);
         }
     }
     template <class... P, class... A>
@@ -141,6 +143,36 @@ private:
         check(gpu::launch(name, early, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
         started = true;
     }
+};
+
+/// Loads kernels now: at its first launch the driver may wait for everything on the device, and so for other ranks that
+/// wait for this one.
+class KernelLoader : NotCopied {
+public:
+    KernelLoader(const Gpu &gpu, Shared &shared) : gpu_(gpu), shared_(shared) {}
+    /// The oldest PTX of all kernels. The device may have a higher capability: the driver compiles PTX of an older one.
+    int ptx() const { return ptx_; }
+    template <class... P> void operator()(void (*kernel)(P...)) {
+        cudaFuncAttributes attributes;
+        const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+        if (error == cudaErrorNoKernelImageForDevice) {
+            (void)cudaGetLastError();
+            throw Error(DSOPT_ERR_MISSING,
+                        "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());
+        }
+        check(error, "cudaFuncGetAttributes");
+        // Asked now for each size of dynamic shared memory: a step allocates nothing to remember it.
+        for (const size_t tiles : {0, 1, 2}) (void)shared_.resident_blocks(kernel, tiles * kTileBytes);
+        ptx_ = std::min(ptx_, attributes.ptxVersion);
+    }
+    template <class... Kernels> void operator()(Kernels... kernels) requires(sizeof...(Kernels) > 1) {
+        ((*this)(kernels), ...);
+    }
+
+private:
+    const Gpu &gpu_;
+    Shared &shared_;
+    int ptx_ = INT_MAX;
 };
 
 } // namespace dsopt::gpu

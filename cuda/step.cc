@@ -1,18 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step on a device. Calls of the driver enqueue kernels; the decision is made in the last block of pass 1, and what a
 // step ends with in the last block of its last kernel.
-#pragma once
-#include "onebit_step.cuh"
-#include "reduce.cuh"
-#include "update.cuh"
-#include <optional>
+#include "device/decide.h"
+#include "kernels.h"
+#include "table.h"
 
 namespace dsopt::gpu {
-
-__global__ void move_norms_kernel(const NormMove move) {
-    begin_kernel();
-    move();
-}
+namespace {
 
 class Step final : public StepLoops {
 public:
@@ -36,11 +30,21 @@ public:
               .decided = needs_decision(plan)};
         d_.plan.jobs = table.jobs;
         d_.plan.groups = table.groups;
-        if (plan.onebit != nullptr) onebit_.emplace(plan, d_, table.onebit, extra.layout, launcher);
+        onebit_jobs_ = table.onebit;
+        layout_ = extra.layout;
         if (plan.how.timing && plan.how.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
             marks_->reserve();
         }
+    }
+
+    /// Calls body(this step), with the loops of the 1-bit family where the plan has a group of it.
+    void run(FunctionRef<void(StepLoops &)> body) {
+        if (plan_.onebit == nullptr) return body(*this);
+        with_onebit_loops(plan_, d_, onebit_jobs_, layout_, launcher_, [&](OneBitLoops &loops) {
+            onebit_ = &loops;
+            body(*this);
+        });
     }
 
     void mark(int phase) override {
@@ -51,27 +55,26 @@ public:
     void inspect(bool agrees) override {
         d_.decided = d_.decided || agrees;
         if (plan_.policy.read_gradients)
-            launcher_.over(d_.leaves / kWarps + 1, "inspect", inspect_kernel, d_, !agrees);
+            gpu::inspect(d_, !agrees, launcher_);
         else if (agrees)
-            launcher_.block("fold", decide_kernel, d_, true, false);
+            gpu::decide(d_, true, false, launcher_);
         else if (d_.decided)
-            launcher_.block("decide", decide_kernel, d_, true, true);
+            gpu::decide(d_, true, true, launcher_);
         is_decided_ = !agrees;
     }
-    void move_norms(const NormMove &move) override { launcher_.thread("move_norms", move_norms_kernel, move); }
+    void move_norms(const NormMove &move) override { run_in_one_thread(move, launcher_); }
     void decide() override {
-        if (!is_decided_) launcher_.block("decide", decide_kernel, d_, false, true);
+        if (!is_decided_) gpu::decide(d_, false, true, launcher_);
     }
-    OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
+    OneBitLoops *onebit() override { return onebit_; }
     // The step ends in the last block of its last kernel.
     void update() override {
-        if (onebit_ && !leaves_work()) d_.leaves = 0;
-        const size_t tiles = plan_.policy.reduces || plan_.policy.report_norms ? 2 * kTileBytes : 0;
-        launcher_.over({d_.leaves, tiles}, "update", update_kernel, d_);
+        if (onebit_ != nullptr && !leaves_work()) d_.leaves = 0;
+        gpu::update(d_, launcher_);
     }
     void update_weights(bool shared) override {
-        if (shared) launcher_.over(plan_.count / kThreads + 1, "shared_trust", shared_trust_kernel, d_);
-        launcher_.over(d_.leaves, "update_weights", update_weights_kernel, d_);
+        if (shared) share_trust(d_, launcher_);
+        gpu::update_weights(d_, launcher_);
     }
 
 private:
@@ -93,9 +96,19 @@ private:
     const StepPlan &plan_;
     const Launcher &launcher_;
     DevicePlan d_{};
-    bool is_decided_ = false; // in inspect()
-    std::optional<OneBitStep> onebit_;
+    bool is_decided_ = false;                // in inspect()
+    const OneBitJob *onebit_jobs_ = nullptr; // in device memory, and so is
+    void *layout_ = nullptr;
+    OneBitLoops *onebit_ = nullptr;
     Marks *marks_ = nullptr;
 };
+
+} // namespace
+
+size_t extra_bytes(const StepShape &shape) { return Extra(nullptr, shape).bytes; }
+std::unique_ptr<StepCache> make_cache(const Gpu &gpu) { return std::make_unique<Cache>(gpu); }
+void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepLoops &)> body) {
+    Step(plan, launcher).run(body);
+}
 
 } // namespace dsopt::gpu

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What kernels of a step read about tensors and groups: brought to the device, and kept there while it stays the same.
 #pragma once
-#include "compress.cuh"
 #include "device/device.h"
+#include "launcher.h"
 
 namespace dsopt::gpu {
 
@@ -70,10 +70,8 @@ struct Patch {
     uint32_t at[kPatchWords]; // in words
     int32_t count;
 };
-__global__ void __launch_bounds__(kThreads) patch_kernel(uint64_t *table, GRID_CONSTANT const Patch patch) {
-    begin_kernel();
-    for (int i = int(threadIdx.x); i < patch.count; i += kThreads) table[patch.at[i]] = patch.words[i];
-}
+void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher);
+void map_leaves(const TensorJob *jobs, int32_t *tensor_of_leaf, int64_t count, const Launcher &launcher);
 
 /// The table that the steps of one optimizer read, and what the host knows of its contents. It has memory of its own:
 /// steps that do not come here write theirs to the workspace.
@@ -123,7 +121,7 @@ private:
             std::memcpy(&patch.words[patch.count], image + at, sizeof(uint64_t));
             patch.at[patch.count++] = uint32_t(at / sizeof(uint64_t));
         }
-        launcher.block("patch", patch_kernel, static_cast<uint64_t *>(tables_.back().get()), patch);
+        patch_words(static_cast<uint64_t *>(tables_.back().get()), patch, launcher);
         return true;
     }
 
@@ -132,14 +130,6 @@ private:
     std::vector<char> contents_;       // of that one; empty = unknown
     bool captured_ = false;            // a graph reads it: it must stay as it is
 };
-
-__global__ void __launch_bounds__(kThreads)
-    map_kernel(const TensorJob *jobs, int32_t *tensor_of_leaf, const int64_t count) {
-    begin_kernel();
-    for (int64_t i = blockIdx.x; i < count; i += gridDim.x)
-        for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].numel); leaf += kThreads)
-            tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
-}
 
 /// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows
 /// from it.
@@ -158,7 +148,7 @@ inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const
         launcher.upload(table, image, bytes);
     const StepTable there(table, shape);
     if (!fresh) return there;
-    launcher.over(plan.count, "map", map_kernel, there.jobs, extra.tensor_of_leaf, plan.count);
+    map_leaves(there.jobs, extra.tensor_of_leaf, plan.count, launcher);
     if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)
         launcher.upload(extra.layout, layout->bytes,
                         [&](char *to) { std::memcpy(to, layout->block.get(), layout->bytes); });

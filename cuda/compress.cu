@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+// 1-bit compression with error feedback, device/compress.h: the compensated values of a rank to messages, messages of
+// all ranks to one of results, results back to values.
+#include "compress.cuh"
+#include "kernels.h"
+
+namespace dsopt::gpu {
+
+/// Compensated values that are there already.
+__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel(true);
+    pack_groups(x.own, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.own.worker[worker + k];
+    });
+}
+
+/// A list, a tensor a scale group, to compensated values and messages.
+__global__ void __launch_bounds__(kThreads) feed_list_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
+    begin_kernel(true);
+    const Compression &own = x.own;
+    pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
+        const float scale = own.worker_scales()[group];
+        const float *values = static_cast<const float *>(list[group].data);
+        const int real = real_elements(list[group], where);
+        for_packs(real, all_aligned(values, own.worker), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> value = load<V>(values, where.begin + i);
+            const Pack<V> sum = compensate(value, load<V>(own.worker, worker + i), scale, ~0u);
+            to_tile(sum, tile + i);
+            store(sum, own.worker, worker + i);
+        });
+        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
+            tile[i] = own.worker[worker + i] = error_of(own.worker[worker + i], scale);
+    });
+}
+
+/// The scale of what leaves [begin, end) hold, by a warp; in all of its lanes.
+__device__ __forceinline__ float scale_of(const Compression &own, int64_t begin, int64_t end) {
+    const LeafFold<true> by{threadIdx.x % 32 == 0};
+    const double sum = by.sum(own.sums + begin, int32_t(end - begin));
+    return rms_of(
+        sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(own.counts[begin + leaf]); }));
+}
+
+/// Scales of all groups, to where they are kept and to the messages of the chunks in which the group has elements.
+__global__ void __launch_bounds__(kThreads, 4) message_scales_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel();
+    const Compression &own = x.own;
+    const CompressLayout &layout = own.layout;
+    if (own.skipped()) return;
+    const int lane = int(threadIdx.x % 32);
+    for (int64_t i = grid_warp(); i < layout.group_count; i += grid_warps()) {
+        const float scale = scale_of(own, layout.group_leaf[i], layout.group_leaf[i + 1]);
+        if (lane == 0) own.worker_scales()[i] = scale;
+        const CompressLayout::ScaleGroup group = layout.groups[i];
+        if (group.numel == 0) continue;
+        const int64_t first = InChunk(group.unit, group.begin).chunk,
+                      last = InChunk(group.unit, group.begin + group.numel - 1).chunk;
+        for (int64_t d = first + lane; d <= last; d += 32)
+            CompressLayout::scales(own.message_to(d))[i - layout.chunks[d].first_group] = scale;
+    }
+    // Places in messages that no group has.
+    const int64_t cells = layout.message_scales * layout.ranks;
+    for (int64_t cell = grid_thread(); cell < cells; cell += grid_threads()) {
+        const int64_t d = cell / layout.message_scales, slot = cell - d * layout.message_scales;
+        if (slot >= layout.chunks[d].scales || layout.groups[layout.chunks[d].first_group + slot].numel == 0)
+            CompressLayout::scales(own.message_to(d))[slot] = 0;
+    }
+}
+
+constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side, as far as there are registers
+
+/// The own chunk: the mean of what all ranks sent, in rank order, and the residual, to the compensated values and the
+/// bits of the result.
+__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel(true);
+    __shared__ float tiles[kTurns * kLeaf];
+    TileTurns turns{tiles};
+    const Compression &own = x.own;
+    const CompressLayout &layout = own.layout;
+    if (own.skipped()) return;
+    const float share = 1.0f / float(layout.ranks);
+    const int64_t leaves = layout.segment_leaf[layout.segment_count]; // as in for_group_leaves()
+    for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
+        const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
+        const CompressLayout::Segment segment = layout.segments[index];
+        const Leaf where(segment.numel, leaf - layout.segment_leaf[index]);
+        const int64_t server = segment.server + where.begin;
+        const float scale = own.server_scales()[index];
+        float *const tile = turns.tile();
+        for_packs(where.n, all_aligned(own.server), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> old = load<V>(own.server, server + i);
+            Pack<V> sum{};
+            const uint8_t *bits_at = layout.bits(own.recv) + (server + i) / 8;
+            const char *scale_at = own.recv + int64_t(index) * 4;
+            for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
+                unsigned bits[kRanksAtOnce];
+                float values[kRanksAtOnce];
+                unrolled<kRanksAtOnce>([&](int r) INLINED {
+                    bits[r] = *bits_at;
+                    values[r] = *reinterpret_cast<const float *>(scale_at);
+                    // The last rank is read again in place of those that are not there: no load waits for a branch.
+                    const int64_t next = first + r + 1 < layout.ranks ? layout.message_bytes : 0;
+                    bits_at += next;
+                    scale_at += next;
+                });
+                unrolled<kRanksAtOnce>([&](int r) INLINED {
+                    const bool there = first + r < layout.ranks;
+                    const float value = values[r] * share;
+                    unrolled<V>([&](int k) INLINED {
+                        const float signed_value = (bits[r] << (i % 8) >> (7 - k)) & 1u ? value : -value;
+                        const float added = first + r == 0 ? signed_value : sum.at[k] + signed_value;
+                        sum.at[k] = there ? added : sum.at[k];
+                    });
+                });
+            }
+            const uint32_t active = active_from(own.active, segment.begin + where.begin + i);
+            sum = compensate(sum, old, scale, active);
+            to_tile(sum, tile + i);
+            store(sum, own.server, server + i);
+        });
+        __syncthreads();
+        pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
+            write_signs(layout.bits(own.result) + (server + i) / 8, bits, where.n - i);
+        });
+        sum_leaf(own, turns, segment.begin + where.begin, where.n, leaf);
+        ++turns.turn;
+    }
+}
+
+__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel();
+    const Compression &own = x.own;
+    const CompressLayout &layout = own.layout;
+    if (own.skipped()) return;
+    float *const scales = CompressLayout::scales(own.result);
+    for (int64_t i = grid_warp(); i < layout.segment_count; i += grid_warps()) {
+        const float scale = scale_of(own, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
+        if (threadIdx.x % 32 == 0) own.server_scales()[i] = scales[i] = scale;
+    }
+    for (int64_t i = layout.segment_count + grid_thread(); i < layout.message_scales; i += grid_threads())
+        scales[i] = 0;
+}
+
+__global__ void __launch_bounds__(kThreads) decode_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
+    begin_kernel();
+    const ListMean &mean = x.mean;
+    for_group_leaves(mean.layout, [&](int32_t group, const Leaf &leaf, int64_t) INLINED {
+        const int64_t worker = mean.layout.groups[group].begin + leaf.begin;
+        const CompressLayout::Unit unit = mean.layout.groups[group].unit;
+        const InChunk first(unit, worker);
+        const int real = real_elements(list[group], leaf);
+        for_packs(real, all_aligned(list[group].data, mean.values), [&]<int V>(Width<V>, int i) INLINED {
+            InChunk where = first;
+            where.move(unit, i);
+            Pack<V> y = mean.values != nullptr ? load<V>(mean.values, worker + i)
+                                               : mean_at<V>(mean, mean.results, group, unit, where);
+            const uint32_t active = active_from(mean.active, worker + i);
+            unrolled<V>([&](int k) INLINED { y.at[k] = (active >> k) & 1u ? y.at[k] : 0.0f; });
+            store(y, static_cast<float *>(list[group].data), leaf.begin + i);
+        });
+    });
+}
+
+/// Two levels: zeros between tensors of the vector, and behind the last one.
+__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel();
+    const CompressLayout &layout = x.mean.layout;
+    float *const vector = x.node.vector;
+    for (int64_t i = grid_thread(); i + 1 < layout.group_count; i += grid_threads())
+        for (int64_t k = layout.groups[i].begin + layout.groups[i].numel; k < layout.groups[i + 1].begin; ++k)
+            vector[k] = 0;
+    const CompressLayout::ScaleGroup last = layout.groups[layout.group_count - 1];
+    for (int64_t k = last.begin + last.numel + grid_thread(); k < layout.worker_numel; k += grid_threads())
+        vector[k] = 0;
+}
+
+/// A list to the vector.
+__global__ void __launch_bounds__(kThreads) copy_list_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
+    begin_kernel();
+    for_group_leaves(x.mean.layout, [&](int32_t group, const Leaf &where, int64_t) INLINED {
+        const float *values = static_cast<const float *>(list[group].data) + where.begin;
+        float *to = x.node.vector + x.mean.layout.groups[group].begin + where.begin;
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) to[k] = values[k];
+    });
+}
+
+/// V neighbours of the own slice: the mean of what the ranks of the node sent, in rank order.
+template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSlices &node, int64_t i) {
+    const float share = 1.0f / float(node.ranks);
+    Pack<V> sum = load<V>(node.slices, i);
+    for (int rank = 1; rank < node.ranks; ++rank) {
+        const Pack<V> other = load<V>(node.slices + rank * node.numel, i); // slices are multiples of 32 elements
+        unrolled<V>([&](int k) INLINED { sum.at[k] += other.at[k]; });
+    }
+    unrolled<V>([&](int k) INLINED { sum.at[k] *= share; });
+    return sum;
+}
+
+/// That mean and the residual to the compensated values, and their bits to the messages.
+__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel(true);
+    const Compression &own = x.own;
+    pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
+        const float scale = own.worker_scales()[group];
+        for_packs(where.n, all_aligned(x.node.slices, own.worker), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> mean = mean_of_slices<V>(x.node, worker + i);
+            const uint32_t active = active_from(own.active, worker + i); // `worker`: a multiple of 32
+            const Pack<V> sum = compensate(mean, load<V>(own.worker, worker + i), scale, active);
+            to_tile(sum, tile + i);
+            store(sum, own.worker, worker + i);
+        });
+    });
+}
+
+/// One node: the mean is all, and goes to the first of the slices.
+__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const Exchange x) {
+    begin_kernel();
+    for (int64_t i = grid_thread() * 4; i < x.node.numel; i += grid_threads() * 4)
+        store(mean_of_slices<4>(x.node, i), x.node.slices, i);
+}
+
+void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) {
+    const CompressLayout &sent = x.own.layout, &all = x.mean.layout;
+    switch (pass) {
+    case ExchangePass::clear_messages: return launcher.fill(x.own.send, 0xff, size_t(sent.messages_bytes()));
+    case ExchangePass::pack_list: return launcher.over(sent.group_leaves, "feed_list", feed_list_kernel, x, list);
+    case ExchangePass::pack_values: return launcher.over(sent.group_leaves, "pack", pack_kernel, x);
+    case ExchangePass::message_scales:
+        return launcher.over(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
+    case ExchangePass::clear_result: return launcher.fill(x.own.result, 0xff, size_t(sent.message_bytes));
+    case ExchangePass::serve: return launcher.over(sent.segment_leaves, "serve", serve_kernel, x);
+    case ExchangePass::result_scales:
+        return launcher.over(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
+    case ExchangePass::decode: return launcher.over(all.group_leaves, "decode", decode_kernel, x, list);
+    case ExchangePass::clear_gaps:
+        if (all.group_count != 0) launcher.over(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
+        return;
+    case ExchangePass::copy_list: return launcher.over(all.group_leaves, "copy_list", copy_list_kernel, x, list);
+    case ExchangePass::pack_slice: return launcher.over(sent.group_leaves, "feed_slice", feed_slice_kernel, x);
+    case ExchangePass::average_slice:
+        return launcher.over(x.node.numel / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
+    }
+}
+
+void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Launcher &launcher,
+                  FunctionRef<void(ExchangeLoops &)> body) {
+    class Run final : public ExchangeLoops {
+    public:
+        Run(const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) :
+            x_(x),
+            list_(list),
+            launcher_(launcher) {}
+        void run(ExchangePass pass) override { run_pass(pass, x_, list_, launcher_); }
+
+    private:
+        const Exchange x_;
+        const dsopt_tensor *const list_;
+        const Launcher &launcher_;
+    };
+    const size_t layout = buffers.layout->bytes, tensors = size_t(count) * sizeof(dsopt_tensor);
+    const Scratch memory(launcher.device.scratch, layout + tensors, launcher.stream); // as long as the work
+    launcher.upload(memory.get(), layout + tensors, [&](char *to) {
+        std::memcpy(to, buffers.layout->block.get(), layout);
+        if (count != 0) std::memcpy(to + layout, list, tensors);
+    });
+    const auto *const there = reinterpret_cast<const dsopt_tensor *>(memory.get() + layout);
+    Run loops(buffers.on_device(memory.get(), nullptr), there, launcher);
+    body(loops);
+}
+
+void load_compress_kernels(KernelLoader &load) {
+    load(pack_kernel, feed_list_kernel, message_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
+         clear_gaps_kernel, copy_list_kernel, feed_slice_kernel, mean_slice_kernel);
+}
+
+} // namespace dsopt::gpu
