@@ -32,19 +32,13 @@ public:
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         gpu::run_step(plan, launcher_of(plan.how.stream), body);
     }
-    void zero(const dsopt_tensor *list, int64_t count, const Parallel &, void *stream) const override {
-        gpu::zero(list, count, launcher_of(stream));
-    }
-    void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count, const Parallel &,
-               void *stream) const override {
-        gpu::axpby(a, x, b, y, count, launcher_of(stream));
+    void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
+                      const Parallel &, void *stream) const override {
+        gpu::for_elements(op, x, y, count, launcher_of(stream));
     }
     void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
                      void *stream) const override {
         gpu::add_up_rows(rows, stride, count, n, y, launcher_of(stream));
-    }
-    void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &, void *stream) const override {
-        gpu::clamp(list, count, limit, launcher_of(stream));
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &, void *stream) const override {

@@ -16,11 +16,9 @@ void run_in_one_thread(const OneThreadFunction &function, const Launcher &launch
 void load_one_thread_kernels(KernelLoader &load);
 
 // lists.cu, as Loops has them.
-void zero(const dsopt_tensor *list, int64_t count, const Launcher &launcher);
-void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
-           const Launcher &launcher);
+void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
+                  const Launcher &launcher);
 void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher);
-void clamp(const dsopt_tensor *list, int64_t count, float limit, const Launcher &launcher);
 void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw, dsopt_norm_result *result,
           const Launcher &launcher);
 void load_list_kernels(KernelLoader &load);

@@ -190,24 +190,26 @@ void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, con
     in_batches_of<kManyTensors>(x, y, count, launcher, launch);
 }
 
-void zero(const dsopt_tensor *list, int64_t count, const Launcher &launcher) {
-    in_batches(list, list, count, launcher, []<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
-        launcher.over(batch.leaves(), "zero", zero_kernel<N>, batch);
-    });
+template <int N> void launch(const Zero &, const Launcher &launcher, const ListBatch<N> &batch) {
+    launcher.over(batch.leaves(), "zero", zero_kernel<N>, batch);
 }
-void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
-           const Launcher &launcher) {
-    in_batches(x, y, count, launcher, [&]<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
-        launcher.over(batch.leaves(), "axpby", axpby_kernel<N>, batch, a.data, a.value, b);
-    });
+template <int N> void launch(const Axpby &op, const Launcher &launcher, const ListBatch<N> &batch) {
+    launcher.over(batch.leaves(), "axpby", axpby_kernel<N>, batch, op.a.data, op.a.value, op.b);
+}
+template <int N> void launch(const Clamp &op, const Launcher &launcher, const ListBatch<N> &batch) {
+    launcher.over(batch.leaves(), "clamp", clamp_kernel<N>, batch, op.limit);
+}
+void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
+                  const Launcher &launcher) {
+    std::visit(
+        [&](const auto &known) {
+            in_batches(x, y, count, launcher,
+                       [&](const Launcher &here, const auto &batch) { launch(known, here, batch); });
+        },
+        op);
 }
 void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {
     launcher.over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
-}
-void clamp(const dsopt_tensor *list, int64_t count, float limit, const Launcher &launcher) {
-    in_batches(list, list, count, launcher, [&]<int N>(const Launcher &launcher, const ListBatch<N> &batch) {
-        launcher.over(batch.leaves(), "clamp", clamp_kernel<N>, batch, limit);
-    });
 }
 
 /// Memory of a list's norm: the list, which is uploaded, and what leaves and tensors leave.

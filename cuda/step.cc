@@ -66,7 +66,6 @@ public:
     void decide() override {
         if (!is_decided_) gpu::decide(d_, false, true, launcher_);
     }
-    OneBitLoops *onebit() override { return onebit_; }
     // The step ends in the last block of its last kernel.
     void update() override {
         if (onebit_ != nullptr && !leaves_work()) d_.leaves = 0;
@@ -99,7 +98,6 @@ private:
     bool is_decided_ = false;                // in inspect()
     const OneBitJob *onebit_jobs_ = nullptr; // in device memory, and so is
     void *layout_ = nullptr;
-    OneBitLoops *onebit_ = nullptr;
     Marks *marks_ = nullptr;
 };
 

@@ -54,29 +54,16 @@ public:
     void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
         cpu::run_step(plan, kernels_, caches_, body);
     }
-    void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *) const override {
-        ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
-            const size_t size = dtype_size(list[i].dtype);
-            std::memset(static_cast<char *>(list[i].data) + size_t(begin) * size, 0, size_t(end - begin) * size);
-        });
-    }
-    void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
-               const Parallel &parallel, void *) const override {
-        const float factor = a.data != nullptr ? *a.data : a.value; // read once: it may be an element of y
-        ListCut(x, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
-            if (y[i].data != nullptr) kernels_.axpby(factor, x[i], b, y[i], begin, end);
-        });
+    void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
+                      const Parallel &parallel, void *) const override {
+        const ListCut cut(x, count, parallel);
+        std::visit([&](const auto &known) { apply(known, cut, x, y); }, op);
     }
     void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
                      void *) const override {
         const dsopt_tensor whole{y, n, DSOPT_DTYPE_F32, 0};
         ListCut(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
             kernels_.onebit.add_up_rows(rows + begin, stride, count, 1, end - begin, y + begin);
-        });
-    }
-    void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *) const override {
-        ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
-            kernels_.clamp(list[i], limit, begin, end);
         });
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
@@ -125,6 +112,22 @@ public:
     }
 
 private:
+    static void apply(const Zero &, const ListCut &cut, const dsopt_tensor *, const dsopt_tensor *y) {
+        cut.run([&](int64_t i, int64_t begin, int64_t end) {
+            const size_t size = dtype_size(y[i].dtype);
+            std::memset(static_cast<char *>(y[i].data) + size_t(begin) * size, 0, size_t(end - begin) * size);
+        });
+    }
+    void apply(const Axpby &op, const ListCut &cut, const dsopt_tensor *x, const dsopt_tensor *y) const {
+        const float factor = op.a.data != nullptr ? *op.a.data : op.a.value; // read once: it may be an element of y
+        cut.run([&](int64_t i, int64_t begin, int64_t end) {
+            if (y[i].data != nullptr) kernels_.axpby(factor, x[i], op.b, y[i], begin, end);
+        });
+    }
+    void apply(const Clamp &op, const ListCut &cut, const dsopt_tensor *, const dsopt_tensor *y) const {
+        cut.run([&](int64_t i, int64_t begin, int64_t end) { kernels_.clamp(y[i], op.limit, begin, end); });
+    }
+
     const Kernels &kernels_ = choose_kernels();
     const cpu::CacheSizes caches_ = cpu::cache_sizes();
 };

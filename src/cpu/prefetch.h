@@ -2,9 +2,10 @@
 // Software prefetch in the pass of a step that reads and writes everything: how far in front of the loop, what of a
 // tensor, and whether it pays on this machine. Nothing here changes a bit of the result.
 #pragma once
+#include "base/not_copied.h"
 #include "cpu/caches.h"
-#include "device/loops.h"
 #include "device/plan.h"
+#include "device/step_cache.h"
 #include <chrono>
 
 namespace dsopt::cpu {

@@ -13,7 +13,7 @@ public:
         plan_(plan),
         kernels_(kernels),
         cut_(plan, caches, kernels.bf16_instruction) {
-        if (plan.onebit != nullptr) onebit_.emplace(plan, kernels, cut_);
+        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, cut_);
     }
 
     void mark(int phase) override {
@@ -78,8 +78,6 @@ public:
         finish();
     }
 
-    OneBitLoops *onebit() override { return onebit_ ? &*onebit_ : nullptr; }
-
 private:
     using Clock = std::chrono::steady_clock;
 
@@ -96,7 +94,7 @@ private:
     const StepPlan &plan_;
     const Kernels &kernels_;
     const StepCut cut_;
-    std::optional<OneBitStep> onebit_;
+    std::optional<OneBitStep> onebit_step_;
     Clock::time_point last_mark_;
 };
 

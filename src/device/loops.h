@@ -4,9 +4,11 @@
 #pragma once
 #include "base/function_ref.h"
 #include "device/one_thread.h"
+#include "device/step_cache.h"
 #include "device/step_loops.h"
 #include "device/step_table.h"
 #include <memory>
+#include <variant>
 
 namespace dsopt {
 
@@ -16,13 +18,17 @@ struct Factor {
     float value = 1;
 };
 
-/// What a device keeps for one optimizer between steps, such as tables in its memory.
-class StepCache {
-public:
-    virtual ~StepCache() = default;
-    /// Adds the times of the phases of the last step, which is over.
-    virtual void add_phase_times(double *ms) const = 0;
+// Element-wise operations on lists.
+struct Zero {};
+/// y = a x + b y in fp32.
+struct Axpby {
+    Factor a;
+    float b;
 };
+struct Clamp {
+    float limit;
+};
+using ElementOp = std::variant<Zero, Axpby, Clamp>;
 
 class Loops {
 public:
@@ -34,15 +40,22 @@ public:
     /// Calls body(loops) with the loops of a step, which live as long as the call.
     virtual void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const = 0;
     // Lists; entries without data are passed over.
-    virtual void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const = 0;
-    /// y = a x + b y in fp32.
-    virtual void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
-                       const Parallel &parallel, void *stream) const = 0;
+    /// One operation on every element. Lists of one operand are passed twice.
+    virtual void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
+                              const Parallel &parallel, void *stream) const = 0;
+    void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const {
+        for_elements(Zero{}, list, list, count, parallel, stream);
+    }
+    void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
+               const Parallel &parallel, void *stream) const {
+        for_elements(Axpby{a, b}, x, y, count, parallel, stream);
+    }
+    void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *stream) const {
+        for_elements(Clamp{limit}, list, list, count, parallel, stream);
+    }
     /// y = the sum of `count` rows of n floats, in their order, `stride` apart. y may be the first row.
     virtual void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y,
                              const Parallel &parallel, void *stream) const = 0;
-    virtual void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel,
-                       void *stream) const = 0;
     /// A norm as it is before ranks add theirs: its parts, with which finish_norm() makes the result.
     virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;

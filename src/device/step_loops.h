@@ -92,10 +92,11 @@ public:
     /// tensors; then counters, norms and the report.
     virtual void update_weights(bool shared) = 0;
     /// NULL where the plan has none.
-    virtual OneBitLoops *onebit() = 0;
+    OneBitLoops *onebit() const { return onebit_; }
 
 protected:
     ~StepLoops() = default;
+    OneBitLoops *onebit_ = nullptr;
 };
 
 } // namespace dsopt

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-LIMIT = 48
+LIMIT = 32
 
 
 def main():
