@@ -71,7 +71,7 @@ __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_
 /// The same for the tensors of a step.
 template <class Body> __device__ __forceinline__ void for_tensors(const StepPlan &plan, const Body &body) {
     for_tensors(
-        int32_t(plan.count), [&](int32_t i) INLINED { return int32_t(leaves_of(plan.jobs[i].numel)); }, body);
+        int32_t(plan.count), [&](int32_t i) INLINED { return int32_t(plan.jobs[i].leaves.count()); }, body);
 }
 
 /// What the threads of a block found together, in all of them. At most once in a kernel between two barriers.

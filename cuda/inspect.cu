@@ -15,8 +15,8 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
         const bool read = is_inspected(plan, job);
         double squares = 0;
         if (read) {
-            squares = by.sum(plan.leaf.sums_a + job.first_leaf, leaves);
-            const int64_t *bad = plan.leaf.bad + job.first_leaf;
+            squares = by.sum(plan.leaf.sums_a + job.leaves.first, leaves);
+            const int64_t *bad = plan.leaf.bad + job.leaves.first;
             // What is not finite shows in the squares, unless these are of something else.
             const bool may = !is_finite(squares) || (plan.policy.wrapper == Wrapper::fused && job.expert != 0);
             const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;

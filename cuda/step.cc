@@ -79,7 +79,7 @@ public:
 private:
     static StepShape shape_of(const StepPlan &plan) {
         const TensorJob *const last = plan.count != 0 ? &plan.jobs[plan.count - 1] : nullptr;
-        return {plan.count, plan.group_count, last != nullptr ? last->first_leaf + leaves_of(last->numel) : 0,
+        return {plan.count, plan.group_count, last != nullptr ? last->first_leaf + leaves_of(last->range.numel) : 0,
                 plan.onebit != nullptr,
                 plan.onebit != nullptr && plan.onebit->exchanges ? plan.onebit->exchange->layout : nullptr};
     }

@@ -81,9 +81,9 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
         for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
             const bool counts = job.present && leaves != 0;
-            const double weights = counts ? by.sum(plan.leaf.sums_a + job.first_leaf, leaves) : 0.0;
+            const double weights = counts ? by.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
             if (by.lead) d.tensor_squares[i] = weights;
-            const double updates = counts ? by.sum(plan.leaf.sums_b + job.first_leaf, leaves) : 0.0;
+            const double updates = counts ? by.sum(plan.leaf.sums_b + job.leaves.first, leaves) : 0.0;
             if (by.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
         });
         __syncthreads();
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
         if (job.owner != Owner::update || passes_of(plan.groups[job.group].rule) != Passes::reduced) return;
-        const double weights = by.sum(plan.leaf.sums_a + job.first_leaf, leaves),
-                     updates = by.sum(plan.leaf.sums_b + job.first_leaf, leaves);
+        const double weights = by.sum(plan.leaf.sums_a + job.leaves.first, leaves),
+                     updates = by.sum(plan.leaf.sums_b + job.leaves.first, leaves);
         if (by.lead) find_trust(plan, i, weights, updates);
     });
 }

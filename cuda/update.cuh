@@ -121,7 +121,7 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     if (job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);
         unrolled<V>([&](int k) INLINED {
-            p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.offset + i + k)));
+            p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.range.begin + i + k)));
         });
     }
     if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight(), i);

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
     map_kernel(const TensorJob *jobs, int32_t *tensor_of_leaf, const int64_t count) {
     begin_kernel();
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x)
-        for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].numel); leaf += kThreads)
+        for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].range.numel); leaf += kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
 }
 

@@ -158,7 +158,7 @@ private:
     struct List {
         const TensorJob *jobs;
         int64_t count;
-        int64_t numel(int64_t i) const { return jobs[i].numel; }
+        int64_t numel(int64_t i) const { return jobs[i].range.numel; }
         int64_t bytes(int64_t i) const {
             const TensorJob &job = jobs[i];
             const auto size = [](const Slot &slot) { return int64_t(dtype_size(slot.format)); };

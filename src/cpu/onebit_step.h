@@ -147,7 +147,7 @@ private:
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
             const OneBitJob &one = onebit_.jobs[i];
-            const auto bytes = size_t(job.numel) * sizeof(float);
+            const auto bytes = size_t(job.range.numel) * sizeof(float);
             if (bytes == 0) continue;
             if (copies_variance && one.fresh != nullptr) std::memcpy(one.fresh, job.data[kMoment + 1], bytes);
             if (one.anchor != nullptr) std::memcpy(one.anchor, job.data[kWeight], bytes);

@@ -41,7 +41,8 @@ inline void prefetch_next(PrefetchCursor *cursor, int64_t n) {
         const bool last = at.tensor == at.last_tensor;
         if (at.tensor > at.last_tensor || (last && at.element == at.last_element)) return;
         const TensorJob &job = at.jobs[at.tensor];
-        const int64_t end = last ? at.last_element : job.numel, left = end - at.element, size = n < left ? n : left;
+        const int64_t end = last ? at.last_element : job.range.numel, left = end - at.element,
+                      size = n < left ? n : left;
         if (job.present) {
             prefetch_lines(job.grad(), at.element, size);
             prefetch_lines(job.weight(), at.element, size);

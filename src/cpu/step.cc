@@ -64,7 +64,8 @@ public:
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
             if (job.owner == Owner::update && passes_of(plan_.groups[job.group].rule) == Passes::reduced)
-                find_trust(plan_, i, fold_leaves(plan_.leaf.sums_a, job), fold_leaves(plan_.leaf.sums_b, job));
+                find_trust(plan_, i, fold_leaves(plan_.leaf.sums_a, job.leaves),
+                           fold_leaves(plan_.leaf.sums_b, job.leaves));
         }
     }
 

@@ -248,7 +248,7 @@ public:
     void close(int64_t index, int64_t n) {
         const TensorJob &job = *span_.job;
         // Once they are rounded so, later stores are exact.
-        if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.offset + index, n);
+        if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
         if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
         if (!keeps_) dsopt::cpu::close(at_, job.weight(), index, n);
         if (job.copy()) store(at_, job.copy(), index, n, span_.streaming);

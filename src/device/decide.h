@@ -29,8 +29,8 @@ struct NormMove {
 };
 DSOPT_HD bool is_finite(double value) { return value - value == 0; }
 
-inline double fold_leaves(const double *sums, const TensorJob &job) {
-    return add_in_lanes(leaves_of(job.numel), [&](int64_t leaf) { return sums[job.first_leaf + leaf]; });
+inline double fold_leaves(const double *sums, const TensorLeaves &leaves) {
+    return add_in_lanes(leaves.count(), [&](int64_t leaf) { return sums[leaves.first + leaf]; });
 }
 
 /// Whether a LAMB tensor takes part in the step, with any of its shards.
@@ -218,12 +218,12 @@ inline void fold_gradients(const StepPlan &plan) {
         const TensorJob &job = plan.jobs[i];
         if (!is_inspected(plan, job)) continue;
         int64_t bad = 0, nans = 0;
-        for (int64_t leaf = job.first_leaf; leaf < job.first_leaf + leaves_of(job.numel); ++leaf) {
+        for (int64_t leaf = job.leaves.first; leaf < job.leaves.end(); ++leaf) {
             bad += plan.leaf.bad[leaf] & 0xffff;
             nans += plan.leaf.bad[leaf] >> 32;
         }
         if (const int64_t cell = norm_cell(table, job); cell >= 0) {
-            const double squares = fold_leaves(plan.leaf.sums_a, job);
+            const double squares = fold_leaves(plan.leaf.sums_a, job.leaves);
             for (const int64_t row : {cell, table.groups * table.classes + cell % table.classes})
                 lanes[row * kLanes + i % kLanes] += squares;
         }
@@ -353,9 +353,9 @@ inline void fold_updates(const StepPlan &plan) {
     double weights[kLanes] = {}, updates[kLanes] = {};
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        if (!job.present || job.numel == 0) continue;
-        weights[i % kLanes] += fold_leaves(plan.leaf.sums_a, job);
-        updates[i % kLanes] += update_weight(plan, i) * fold_leaves(plan.leaf.sums_b, job);
+        if (!job.present || job.leaves.numel == 0) continue;
+        weights[i % kLanes] += fold_leaves(plan.leaf.sums_a, job.leaves);
+        updates[i % kLanes] += update_weight(plan, i) * fold_leaves(plan.leaf.sums_b, job.leaves);
     }
     plan.outcome->weight_norm = sqrt(fold_lanes<kLanes>(weights));
     plan.outcome->update_norm = sqrt(fold_lanes<kLanes>(updates));

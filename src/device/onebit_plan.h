@@ -70,8 +70,8 @@ DSOPT_HD bool knows_scaling(const OneBitPlan &one) { return one.trust_scaling[0]
 template <class Fold>
 DSOPT_HD void find_size_of_momentum(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
-    const double squares = fold.sum(plan.leaf.sums_a + job.first_leaf, int32_t(leaves_of(job.numel)));
-    if (fold.lead) one.trust_scaling[i] = rms_of(squares, job.numel);
+    const double squares = fold.sum(plan.leaf.sums_a + job.leaves.first, int32_t(job.leaves.count()));
+    if (fold.lead) one.trust_scaling[i] = rms_of(squares, job.leaves.numel);
 }
 /// What a tensor adds to their mean.
 DSOPT_HD double share_of_size(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
@@ -105,10 +105,10 @@ template <class Fold>
 DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
     if (job.owner != Owner::exchange) return;
-    const auto leaves = int32_t(leaves_of(job.numel));
-    const double factor = fold.most(one.factors + job.first_leaf, leaves),
-                 without = fold.sum(plan.leaf.sums_a + job.first_leaf, leaves),
-                 with = fold.sum(plan.leaf.sums_b + job.first_leaf, leaves);
+    const auto leaves = int32_t(job.leaves.count());
+    const double factor = fold.most(one.factors + job.leaves.first, leaves),
+                 without = fold.sum(plan.leaf.sums_a + job.leaves.first, leaves),
+                 with = fold.sum(plan.leaf.sums_b + job.leaves.first, leaves);
     if (!fold.lead) return;
     const int32_t slot = job.trust_slot;
     if (slot < 0) return take_frozen_trust(plan, one, i, factor, without, with);

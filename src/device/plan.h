@@ -2,6 +2,7 @@
 // What one step is, as every backend reads it: plain data, nothing owned.
 #pragma once
 #include "base/parallel.h"
+#include "base/range.h"
 #include "rules/lane_sum.h"
 #include "rules/loss_scale.h"
 #include "rules/scalars.h"
@@ -12,6 +13,14 @@ namespace dsopt {
 /// All reductions are cut into leaves of this many elements from each tensor's start, whatever the thread count.
 constexpr int64_t kLeaf = 4096;
 DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
+
+/// The leaves of a tensor of `numel` elements, whose sums are folded. `first` is the number of the first one among the
+/// leaves of all tensors.
+struct TensorLeaves {
+    int64_t first, numel;
+    DSOPT_HD int64_t count() const { return leaves_of(numel); }
+    DSOPT_HD int64_t end() const { return first + count(); }
+};
 
 /// How an array of a step is stored. Kernels load and store it through the codec of its format: visit(Dtype).
 struct Slot {
@@ -40,10 +49,12 @@ enum class Owner : uint8_t {
 /// One tensor of a step.
 struct TensorJob {
     void *data[kSlots];
-    int64_t numel;
-    int64_t first_leaf;
-    int64_t offset;      // of its first element in the whole tensor, and
-    uint64_t random_key; // the tensor's key: for stochastic rounding
+    // Kernels loop over the range, which begins with a leaf of the registered tensor, and sums are folded over all of
+    // that tensor. These are equal today, and neither kernels nor folds rely on it.
+    Range range;         // of the tensor of that name: the elements of `data`
+    int64_t first_leaf;  // of the range
+    TensorLeaves leaves; // of the registered tensor
+    uint64_t random_key; // the tensor's key, for stochastic rounding
     int32_t group;
     int32_t expert;     // 0 = dense
     int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio

@@ -197,7 +197,7 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
                         void *stream) const {
     for (size_t i = 0; i < setup_.mean.size(); ++i)
         if (averages(onebit, i))
-            means.add(jobs[i], mean + setup_.mean[i], round_up(jobs[i].numel, int64_t(setup_.layout.node_ranks)),
+            means.add(jobs[i], mean + setup_.mean[i], round_up(jobs[i].range.numel, int64_t(setup_.layout.node_ranks)),
                       context_.device(), stream);
 }
 

@@ -51,16 +51,20 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
     if (given.offset < 0 || (given.offset != 0 && !random))
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding has a use for one",
                     name, ll(given.offset));
+    if (given.offset > INT64_MAX - given.tensor.numel)
+        throw Error(DSOPT_ERR_SHAPE, "parameter '%s' has offset %lld and %lld elements: its tensor has 2^63 at most",
+                    name, ll(given.offset), ll(given.tensor.numel));
     if (random && given.tensor.dtype == DSOPT_DTYPE_F16)
         throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: stochastic rounding is for BF16", name);
     param.random_key = desc.seed;
     for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
+    param.begin = given.offset;
+    param.numel = given.tensor.numel;
+    param.whole = param.end();
     param.dims = param_dims(given, name);
     param.data = given.tensor.data;
-    param.numel = given.tensor.numel;
     param.dtype = given.tensor.dtype;
     param.group = group;
-    param.offset = given.offset;
     param.flags = given.flags;
     param.expert = given.expert;
     param.has_master = param.dtype != DSOPT_DTYPE_F32 && !(desc.flags & DSOPT_OPTIMIZER_NO_MASTER);

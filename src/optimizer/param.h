@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include "base/tensor_list.h"
+#include "device/plan.h"
 #include <string>
 #include <vector>
 
 namespace dsopt {
 
-/// A parameter as registered.
-struct Param {
+/// A parameter as registered: a range of the tensor of its name, whose random numbers it takes. dsopt_param does not
+/// have the size of that tensor, so `whole` is the least that it can be.
+struct Param : Range {
     std::string name;
     std::vector<int64_t> dims;
     void *data;
-    int64_t numel;
     int32_t dtype;
     int32_t group;
     int64_t first_leaf;
-    int64_t offset;
     uint64_t random_key; // of stochastic rounding: name and seed
     int32_t flags;       // DSOPT_PARAM_...
     int32_t expert;
@@ -23,6 +23,7 @@ struct Param {
     bool has_master;
     bool accumulated; // its accumulator got something since the last step
 
+    TensorLeaves leaves() const { return {first_leaf, numel}; }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
     Label label() const { return {"parameter", name.c_str()}; }
 };

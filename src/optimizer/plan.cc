@@ -49,9 +49,9 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
         const bool present = grad != nullptr || is_zeros || is_sent(i);
         jobs[i] = {.data = {},
-                   .numel = param.numel,
+                   .range = param,
                    .first_leaf = param.first_leaf,
-                   .offset = param.offset,
+                   .leaves = param.leaves(),
                    .random_key = param.random_key,
                    .group = param.group,
                    .expert = param.expert,
@@ -117,7 +117,7 @@ void plan_groups(const std::vector<dsopt_group> &groups, bool compat, Hyper *hyp
 StepShape shape_of(const Optimizer &optimizer) {
     const std::vector<Param> &params = optimizer.params();
     const OneBit *const onebit = optimizer.onebit();
-    const int64_t leaves = params.empty() ? 0 : params.back().first_leaf + leaves_of(params.back().numel);
+    const int64_t leaves = params.empty() ? 0 : params.back().leaves().end();
     return {int64_t(params.size()), int64_t(optimizer.groups().size()), leaves, onebit != nullptr,
             onebit != nullptr && onebit->setup().compresses ? &onebit->setup().layout : nullptr};
 }
@@ -224,7 +224,7 @@ void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {
         constexpr const char *kNames[] = {"gradient", "weight", "parameter", "output"}; // of SlotIndex
         static_assert(std::size(kNames) == kMoment);
         for (int k = 0; k < kSlots; ++k)
-            if (job.slot(k) && job.numel != 0 && !optimizer.context().device().owns(job.data[k]))
+            if (job.slot(k) && job.range.numel != 0 && !optimizer.context().device().owns(job.data[k]))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device",
                             k < kMoment ? kNames[k] : moments.at[k - kMoment].name,
                             optimizer.params()[size_t(i)].name.c_str(), job.data[k]);

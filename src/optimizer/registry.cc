@@ -68,9 +68,9 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
                             param.name.c_str(), group);
             used[size_t(group)] = true;
         }
-        param.first_leaf = index == 0 ? 0 : params.back().first_leaf + leaves_of(params.back().numel);
+        param.first_leaf = index == 0 ? 0 : params.back().leaves().end();
         // Each size is legal; their sums must be, too, in bytes of all state and workspace.
-        if (param.first_leaf + leaves_of(param.numel) > (int64_t(1) << 44))
+        if (param.leaves().end() > (int64_t(1) << 44))
             throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
                         param.name.c_str());
         const bool shared =
@@ -94,7 +94,7 @@ void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) 
     const int32_t type = as_param ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
     for (int k = 0; k < moments.count; ++k)
-        state.add({moment_kind(k), index, type, 0, param.numel, nullptr, &moments.at[k]});
+        state.add({whole_range(param.numel), moment_kind(k), index, type, 0, nullptr, &moments.at[k]});
     if (desc.flags & DSOPT_OPTIMIZER_ACCUMULATE) state.add(StateKind::grad_accum, index, param.numel);
     OneBit::add_param_state(param, index, group, desc, state);
 }

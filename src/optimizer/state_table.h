@@ -2,6 +2,7 @@
 // State tensors: what there can be, one of them, and all those of an optimizer.
 #pragma once
 #include "base/dtype.h"
+#include "base/range.h"
 #include "device/context.h"
 #include "rules/rule.h"
 #include <algorithm>
@@ -89,13 +90,12 @@ constexpr StateRecord record_of(StateKind kind) {
     return {""};
 }
 
-/// One state tensor. `data` is NULL until allocated or bound.
-struct StateEntry {
+/// One state tensor: the range of its parameter that it covers. `data` is NULL until allocated or bound.
+struct StateEntry : Range {
     StateKind kind;
     int64_t param; // -1: of the whole optimizer
     int32_t dtype;
     int32_t flags;
-    int64_t numel;
     void *data = nullptr;
     const MomentInfo *moment = nullptr; // of its rule, if it is one
     int64_t generation = 0;             // of `data`, as in dsopt_state_info
@@ -137,7 +137,8 @@ public:
     }
     /// As its record has it. Memory that it has from the start is never replaced by the engine.
     void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
-        add({kind, param, record_of(kind).dtype, record_of(kind).flags, numel, data, nullptr, data != nullptr});
+        const StateRecord record = record_of(kind);
+        add({whole_range(numel), kind, param, record.dtype, record.flags, data, nullptr, data != nullptr});
     }
     /// Memory of the i-th tensor, which it did not have before.
     void place(size_t i, void *data) { place(i, data, ++generations_); }

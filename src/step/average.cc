@@ -6,14 +6,15 @@
 namespace dsopt {
 
 void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream) {
-    dsopt_tensor own{mean, job.numel, DSOPT_DTYPE_F32, 0};
+    dsopt_tensor own{mean, job.range.numel, DSOPT_DTYPE_F32, 0};
     if (!job.grad()) {
-        device.clear(mean, size_t(job.numel) * sizeof(float), stream);
+        device.clear(mean, size_t(job.range.numel) * sizeof(float), stream);
     } else {
-        from_[count_] = {job.data[kGrad], job.numel, int32_t(job.grad().format), 0};
+        from_[count_] = {job.data[kGrad], job.range.numel, int32_t(job.grad().format), 0};
         to_[count_++] = own;
     }
-    if (padded != job.numel) device.clear(mean + job.numel, size_t(padded - job.numel) * sizeof(float), stream);
+    if (padded != job.range.numel)
+        device.clear(mean + job.range.numel, size_t(padded - job.range.numel) * sizeof(float), stream);
     job.set(kGrad, {mean, Dtype::f32});
     job.zeroes = false;
     own.numel = padded;

@@ -241,6 +241,9 @@ TEST(StochasticRounding, IsRefusedWhereItHasNoEffect) {
         refused(nearest.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_BF16, 4, 1), "w", 0, 0, 8}}),
                 DSOPT_ERR_UNSUPPORTED, "offset"));
     Trainer random(ctx, rounding());
+    EXPECT_TRUE(refused(
+        random.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_BF16, 4, 1), "w", 0, 0, INT64_MAX - 3}}),
+        DSOPT_ERR_SHAPE, "offset"));
     EXPECT_TRUE(refused(random.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F16, 4, 1), "half"}}),
                         DSOPT_ERR_UNSUPPORTED, "half"));
     EXPECT_NE(random.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_BF16, 4, 1), "w", 0, 0, -8}}),
