@@ -156,7 +156,7 @@ void ExchangeRun::clear_gaps() const {
     for (int32_t i = 0; i < layout.group_count; ++i) {
         const CompressLayout::ScaleGroup &group = layout.groups[i];
         std::fill(vector + at, vector + group.begin, 0.0f);
-        at = group.begin + group.numel;
+        at = group.end();
     }
     std::fill(vector + at, vector + layout.worker_numel, 0.0f);
 }

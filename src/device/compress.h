@@ -11,6 +11,7 @@
 // Two levels: the ranks of a node first take the exact mean of the vector, each that of one slice; a slice is then
 // compressed and exchanged by the ranks that have it, one a node, and its results go to every rank of the node.
 #pragma once
+#include "base/range.h"
 #include "base/sizes.h"
 #include "rules/onebit.h"
 #include <memory>
@@ -27,8 +28,7 @@ struct CompressLayout {
         int64_t server; // first of a server's elements, and of a message's bits
     };
     /// The worker's elements that have one scale.
-    struct ScaleGroup {
-        int64_t begin, numel;
+    struct ScaleGroup : Range {
         int64_t used; // elements that are some tensor's; the rest is padding
         Unit unit;    // in which they are
     };
@@ -37,9 +37,8 @@ struct CompressLayout {
         int32_t first_group, scales;
     };
     /// The elements of a scale group that are in one chunk.
-    struct Segment {
-        int64_t begin, numel; // in the worker's elements
-        int64_t server;       // as in Unit
+    struct Segment : Range { // of the worker's elements
+        int64_t server;      // as in Unit
     };
     int32_t ranks = 1, rank = 0;
     int32_t group_count = 0, segment_count = 0;
@@ -63,10 +62,9 @@ struct CompressLayout {
         block.take(segment_leaf, segment_count + 1);
     }
     DSOPT_HD static Segment segment_of(const ScaleGroup &group, int64_t chunk) {
-        const int64_t first = group.unit.begin + chunk * group.unit.chunk, last = first + group.unit.chunk,
-                      own_end = group.begin + group.numel;
-        const int64_t begin = group.begin > first ? group.begin : first, end = own_end < last ? own_end : last;
-        return {begin, end > begin ? end - begin : 0, group.unit.server + begin - first};
+        const Range all{group.unit.begin + chunk * group.unit.chunk, group.unit.chunk, group.whole};
+        const Range range = intersection(group, all);
+        return {range, group.unit.server + range.begin - all.begin};
     }
     DSOPT_HD const Chunk &own_chunk() const { return chunks[rank]; }
     DSOPT_HD int64_t messages_bytes() const { return message_bytes * ranks; }
@@ -92,13 +90,16 @@ struct ExchangeLayout {
     bool has_levels() const { return node_ranks > 1; }
     /// One node: nothing is compressed, and there is nothing to keep. The slice's layout is empty.
     bool is_exact() const { return has_levels() && slice.ranks == 1; }
-    int64_t slice_numel() const { return whole.worker_numel / node_ranks; }
-    int64_t slice_begin() const { return node_rank * slice_numel(); }
+    /// Of the whole vector.
+    Range slice_range() const {
+        const int64_t numel = whole.worker_numel / node_ranks;
+        return {node_rank * numel, numel, whole.worker_numel};
+    }
     /// Words of bits up to the last tensor's end: the same for any number of ranks.
     int64_t used_words() const {
         if (whole.group_count == 0) return 0;
         const CompressLayout::ScaleGroup &last = whole.groups[whole.group_count - 1];
-        return (last.begin + last.numel + 31) / 32;
+        return (last.end() + 31) / 32;
     }
     /// Returns the bytes of the block. `block` NULL: only to know them.
     size_t place(void *block) {
@@ -167,9 +168,10 @@ struct Exchange {
         own{.layout = of.slice,
             .worker = worker,
             .server = server,
-            .active = active != nullptr ? active + of.slice_begin() / 32 : nullptr}, // slices begin at whole words
+            .active =
+                active != nullptr ? active + of.slice_range().begin / 32 : nullptr}, // slices begin at whole words
         mean{.layout = of.whole, .active = active},
-        node{.ranks = of.node_ranks, .numel = of.slice_numel()} {
+        node{.ranks = of.node_ranks, .numel = of.slice_range().numel} {
         (void)take_from(workspace);
     }
     static size_t workspace_bytes(const OwnedLayout &layout) {

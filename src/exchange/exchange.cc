@@ -69,7 +69,7 @@ void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void
     if (data != nullptr && !layout.is_exact())
         data->reserve({.all_to_all = message, .all_gather = message}, stream, Place::backend);
     if (node == nullptr) return;
-    const int64_t slice = layout.slice_numel() * int64_t(sizeof(float)),
+    const int64_t slice = layout.slice_range().numel * int64_t(sizeof(float)),
                   results = layout.is_exact() ? slice : layout.slice.messages_bytes();
     node->reserve({.all_to_all = slice, .all_gather = results}, stream, Place::backend);
 }
@@ -103,7 +103,7 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
     std::vector<float> copy;
     std::vector<int32_t> copy_of_active;
     const int32_t *const active = on_host(buffers.mean.active, buffers.layout->used_words(), copy_of_active);
-    const int64_t first = buffers.layout->slice_begin();
+    const int64_t first = buffers.layout->slice_range().begin;
     const auto read = [&](const float *values, float scale, int64_t begin, int64_t n, float *residuals) {
         for (int64_t k = 0; k < n; ++k) // what takes no part is kept at 0, and the others' scale is not its own
             residuals[k] = takes_part(active, first + begin + k) ? error_of(values[k], scale) : 0;
@@ -112,16 +112,16 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
         const float *values = on_host(own.worker, layout.worker_floats(), copy), *scales = values + layout.worker_numel;
         std::fill_n(worker, layout.worker_numel, 0.0f);
         for (int32_t i = 0; i < layout.group_count; ++i) {
-            const auto &[begin, numel, used, unit] = layout.groups[i];
-            read(values + begin, scales[i], begin, numel, worker + begin);
+            const Range &group = layout.groups[i];
+            read(values + group.begin, scales[i], group.begin, group.numel, worker + group.begin);
         }
     }
     if (server == nullptr) return;
     const float *values = on_host(own.server, layout.server_floats(), copy), *scales = values + layout.server_numel;
     std::fill_n(server, layout.server_numel, 0.0f);
     for (int32_t i = 0; i < layout.segment_count; ++i) {
-        const auto &[begin, numel, at] = layout.segments[i];
-        read(values + at, scales[i], begin, numel, server + at);
+        const CompressLayout::Segment &segment = layout.segments[i];
+        read(values + segment.server, scales[i], segment.begin, segment.numel, server + segment.server);
     }
 }
 

@@ -30,8 +30,7 @@ struct Draft {
             const auto end_of = [&](const ScaleGroup &group, int64_t chunks) {
                 return group.unit.begin + chunks * group.unit.chunk;
             };
-            while (first < groups.size() && groups[first].begin + groups[first].numel <= end_of(groups[first], d))
-                ++first;
+            while (first < groups.size() && groups[first].end() <= end_of(groups[first], d)) ++first;
             for (size_t i = first; i < groups.size() && groups[i].begin < end_of(groups[i], d + 1); ++i) {
                 if (CompressLayout::segment_of(groups[i], d).numel == 0) continue;
                 if (chunk.scales == 0) chunk.first_group = int32_t(i);
@@ -68,10 +67,11 @@ Draft padded(int ranks, int rank, const std::vector<int64_t> &numels) {
     const int64_t alignment = ranks * std::lcm<int64_t>(ranks, 8);
     for (const int64_t numel : numels) {
         const int64_t all = round_up(numel, alignment), chunk = all / ranks;
-        draft.groups.push_back({sizes.worker_numel, all, numel, {sizes.worker_numel, chunk, sizes.server_numel}});
+        draft.groups.push_back({{sizes.worker_numel, all, 0}, numel, {sizes.worker_numel, chunk, sizes.server_numel}});
         sizes.worker_numel += all;
         sizes.server_numel += chunk;
     }
+    for (ScaleGroup &group : draft.groups) group.whole = sizes.worker_numel;
     sizes.group_count = int32_t(numels.size());
     for (int d = 0; d < ranks; ++d) draft.add_chunk({0, sizes.group_count}); // each has elements of all groups
     return draft;
@@ -81,11 +81,14 @@ Draft bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
     Draft draft(ranks, rank);
     int64_t end = 0;
     for (const int64_t numel : numels) {
-        draft.groups.push_back({end, numel, numel, {}});
+        draft.groups.push_back({{end, numel, 0}, numel, {}});
         end += round_up(numel, kWord);
     }
     const int64_t chunk = round_up((end + ranks - 1) / ranks, kWord);
-    for (ScaleGroup &group : draft.groups) group.unit = {0, chunk, 0};
+    for (ScaleGroup &group : draft.groups) {
+        group.whole = chunk * ranks;
+        group.unit = {0, chunk, 0};
+    }
     draft.sizes.worker_numel = chunk * ranks;
     draft.sizes.server_numel = chunk;
     draft.finish();
@@ -99,11 +102,11 @@ Draft slice_of(const Draft &whole, int nodes, int node, int node_rank) {
     draft.sizes.server_numel = whole.sizes.server_numel;
     draft.sizes.worker_numel = draft.sizes.server_numel * nodes;
     draft.sizes.message_scales = whole.sizes.message_scales; // messages of all slices have one size
-    const int64_t begin = node_rank * draft.sizes.worker_numel, end = begin + draft.sizes.worker_numel;
+    const int64_t numel = draft.sizes.worker_numel;
+    const Range slice{node_rank * numel, numel, whole.sizes.worker_numel};
     for (const ScaleGroup &group : whole.groups) { // all of them, so that a group has the same number everywhere
-        const int64_t first = std::clamp(group.begin, begin, end),
-                      last = std::clamp(group.begin + group.numel, begin, end);
-        draft.groups.push_back({first - begin, last - first, last - first, group.unit});
+        const Range range = intersection(group, slice).within(slice);
+        draft.groups.push_back({range, range.numel, group.unit});
     }
     draft.finish();
     return draft;
