@@ -17,26 +17,54 @@ void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_
     file.read(index, uint64_t(at) * sizeof(float), to, size_t(count) * sizeof(float));
 }
 
-/// What one rank kept of one side of the exchange, read piece by piece.
-class Kept {
-public:
-    Kept(const SafetensorsReader &file, const char *name, int64_t elements, int64_t scales) :
-        file_(file),
-        index_(find_floats(file, std::string("optimizer.") + name, elements + scales)),
-        scales_(size_t(scales)) {
-        file.verify(index_);
-        if (scales != 0) read_floats(file, index_, elements, scales, scales_.data());
+/// The elements of a scale group whose errors a rank keeps.
+struct Kept {
+    Range range;          // of the group
+    int64_t index, scale; // of the first of these elements, and of their scale, in the rank's list
+};
+/// `layout` is the rank's, `kind` that of the list: worker_error or server_error.
+Kept kept_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
+    const CompressLayout &vector = layout.whole;
+    const CompressLayout::ScaleGroup &all = vector.groups[group];
+    if (kind == StateKind::worker_error) {
+        const Range slice = layout.slice_range(), range = intersection(all, slice);
+        return {range.within(all), range.begin - slice.begin, group};
     }
-    /// Errors of elements [at, at + count), whose scale is the one at `slot`.
-    void errors(int64_t at, int64_t count, int64_t slot, float *to) const {
-        read_floats(file_, index_, at, count, to);
-        const float scale = scales_[size_t(slot)];
-        for (int64_t i = 0; i < count; ++i) to[i] = error_of(to[i], scale);
+    const CompressLayout::Segment segment = CompressLayout::segment_of(all, vector.rank);
+    return {segment.within(all), segment.server, group - vector.own_chunk().first_group};
+}
+
+/// One rank's list of errors in its file, read piece by piece.
+class ErrorList {
+public:
+    ErrorList(const SafetensorsReader &file, const StateEntry &entry, const ExchangeLayout &layout) :
+        file_(file),
+        layout_(layout),
+        kind_(entry.kind),
+        index_(find_floats(file, std::string("optimizer.") + entry.name(), elements() + scales())),
+        scales_(size_t(scales())) {
+        file.verify(index_);
+        if (!scales_.empty()) read_floats(file, index_, elements(), scales(), scales_.data());
+    }
+    /// Adds the errors of those elements of a range of a scale group that the rank has. `sums` are the range's.
+    void add(int32_t group, const Range &range, float *errors, double *sums) const {
+        const Kept kept = kept_of(layout_, kind_, group);
+        const Range both = intersection(range, kept.range);
+        if (both.numel == 0) return;
+        read_floats(file_, index_, kept.index + both.begin - kept.range.begin, both.numel, errors);
+        for (int64_t i = 0; i < both.numel; ++i)
+            sums[both.begin - range.begin + i] += double(error_of(errors[i], scales_[size_t(kept.scale)]));
     }
 
 private:
+    bool of_worker() const { return kind_ == StateKind::worker_error; }
+    int64_t elements() const { return of_worker() ? layout_.slice_range().numel : layout_.whole.server_numel; }
+    int64_t scales() const { return of_worker() ? layout_.whole.group_count : layout_.whole.message_scales; }
+
     const SafetensorsReader &file_;
-    size_t index_;
+    const ExchangeLayout layout_;
+    const StateKind kind_;
+    const size_t index_;
     std::vector<float> scales_;
 };
 
@@ -194,20 +222,13 @@ bool RankFiles::makes(const StateEntry &entry) const {
 
 std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &entry) const {
     std::vector<char> bytes(entry.bytes());
-    const auto take = [&](const auto &list) {
-        if (!bytes.empty()) std::memcpy(bytes.data(), list.data(), bytes.size());
-    };
+    const auto take = [&](const auto &list) { std::memcpy(bytes.data(), list.data(), bytes.size()); };
+    if (bytes.empty()) return bytes;
     if (entry.kind == StateKind::active)
         take(active(optimizer));
-    else if (saved_nodes() > 1 && entry.kind == StateKind::worker_error)
-        take(worker_errors(optimizer));
     else if (saved_nodes() > 1)
-        take(server_errors(optimizer));
+        take(errors(optimizer, entry));
     return bytes; // one rank or node alone owed nothing
-}
-
-OwnedLayout RankFiles::saved_layout(const Optimizer &optimizer) const {
-    return OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
 }
 
 /// Elements that take no part owe nothing, whatever their kept sum and its scale say.
@@ -239,60 +260,34 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     return words;
 }
 
-/// The mean of what the ranks owed that had an element: in double, in the order of ranks, rounded once.
-std::vector<float> RankFiles::worker_errors(const Optimizer &optimizer) const {
-    const OwnedLayout saved = saved_layout(optimizer), &own = optimizer.onebit()->setup().layout;
-    const CompressLayout &from = saved.whole, &to = own.slice;
+/// Tensors are at the same places of the whole vector for any number of ranks.
+std::vector<float> RankFiles::errors(const Optimizer &optimizer, const StateEntry &entry) const {
+    const OwnedLayout saved =
+        OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
+    const ExchangeLayout &own = optimizer.onebit()->setup().layout;
     const std::vector<int32_t> active_words = active(optimizer);
-    const int nodes = saved_nodes(); // ranks that have a slice; all have all of it with one level
-    const int64_t slice = from.server_numel * nodes;
-    std::vector<Kept> ranks;
-    for (const auto &file : files_) ranks.emplace_back(*file, "worker_error", slice, from.group_count);
-    std::vector<float> result(size_t(to.worker_floats())), errors(size_t(kFloats), 0.0f);
-    std::vector<double> sums(size_t(kFloats), 0.0);
-    for (int32_t group = 0; group < to.group_count; ++group)
-        for (int64_t at = 0, count = 0; at < to.groups[group].numel; at += count) {
-            // Tensors are at the same places of the whole vector for any number of ranks.
-            const int64_t begin = to.groups[group].begin + at, whole = own.slice_begin() + begin,
-                          node = whole / slice; // the element in the whole vector, and whose slice that is
-            count = std::min({kFloats, to.groups[group].numel - at, (node + 1) * slice - whole});
-            std::fill_n(sums.begin(), count, 0.0);
-            for (int64_t rank = node * nodes; rank < (node + 1) * nodes; ++rank) {
-                ranks[size_t(rank)].errors(whole - node * slice, count, group, errors.data());
-                for (int64_t k = 0; k < count; ++k) sums[size_t(k)] += double(errors[size_t(k)]);
-            }
-            for (int64_t k = 0; k < count; ++k)
-                if (takes_part(active_words.data(), whole + k))
-                    result[size_t(begin + k)] = float(sums[size_t(k)] / nodes);
-        }
-    return result;
-}
-
-/// What the servers owed, joined in the order of elements, of which this rank's chunk is its own.
-std::vector<float> RankFiles::server_errors(const Optimizer &optimizer) const {
-    const OwnedLayout saved = saved_layout(optimizer);
-    const CompressLayout &from = saved.whole, &to = optimizer.onebit()->setup().layout.whole;
-    const std::vector<int32_t> active_words = active(optimizer);
-    std::vector<float> result(size_t(to.server_floats())), errors(size_t(kFloats), 0.0f);
+    // Ranks that have an error of the same element.
+    const int owners = entry.kind == StateKind::worker_error ? saved_nodes() : 1;
+    std::vector<ErrorList> lists;
     for (size_t rank = 0; rank < files_.size(); ++rank) {
-        const Kept kept(*files_[rank], "server_error", from.server_numel, from.message_scales);
-        const CompressLayout::Chunk &chunk = from.chunks[rank];
-        for (int32_t k = 0; k < chunk.scales; ++k) {
-            const int32_t group = chunk.first_group + k, own = group - to.own_chunk().first_group;
-            if (own < 0 || own >= to.segment_count) continue;
-            const CompressLayout::Segment theirs = CompressLayout::segment_of(from.groups[group], int64_t(rank)),
-                                          mine = to.segments[own];
-            // Both are intervals of the tensor.
-            const int64_t their_begin = theirs.begin - from.groups[group].begin,
-                          my_begin = mine.begin - to.groups[group].begin;
-            const int64_t end = std::min(their_begin + theirs.numel, my_begin + mine.numel);
-            for (int64_t at = std::max(their_begin, my_begin); at < end; at += kFloats) {
-                const int64_t count = std::min(kFloats, end - at);
-                kept.errors(theirs.server + at - their_begin, count, k, errors.data());
-                for (int64_t e = 0; e < count; ++e)
-                    if (takes_part(active_words.data(), mine.begin + at - my_begin + e))
-                        result[size_t(mine.server + at - my_begin + e)] = errors[size_t(e)];
-            }
+        ExchangeLayout layout = saved; // with two levels the chunks are the same, and each worker has kept one slice
+        layout.whole.rank = int32_t(rank);
+        layout.node_ranks = saved_.node_ranks;
+        layout.node_rank = int32_t(rank) / saved_nodes();
+        lists.emplace_back(*files_[rank], entry, layout);
+    }
+    std::vector<float> result(size_t(entry.numel)), errors(size_t(kFloats), 0.0f);
+    std::vector<double> sums(size_t(kFloats), 0.0);
+    for (int32_t group = 0; group < own.whole.group_count; ++group) {
+        const Kept kept = kept_of(own, entry.kind, group);
+        for (Range piece = kept.range; piece.begin < kept.range.end(); piece.begin += kFloats) {
+            piece.numel = std::min(kFloats, kept.range.end() - piece.begin);
+            std::fill_n(sums.begin(), piece.numel, owners > 1 ? 0.0 : -0.0); // -0 + x has the bits of x
+            for (const ErrorList &list : lists) list.add(group, piece, errors.data(), sums.data());
+            float *const to = result.data() + kept.index + piece.begin - kept.range.begin;
+            for (int64_t i = 0; i < piece.numel; ++i)
+                if (takes_part(active_words.data(), own.whole.groups[group].begin + piece.begin + i))
+                    to[i] = float(sums[size_t(i)] / owners);
         }
     }
     return result;

@@ -32,12 +32,10 @@ public:
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 
 private:
-    std::vector<float> worker_errors(const Optimizer &optimizer) const;
-    std::vector<float> server_errors(const Optimizer &optimizer) const;
+    /// Of worker_error and server_error: the mean of what the ranks owed that had an element, in double, in the order of
+    /// ranks, rounded once.
+    std::vector<float> errors(const Optimizer &optimizer, const StateEntry &entry) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
-    /// The layout of the ranks that saved, as if they had one level: with two levels the chunks are the same, and each
-    /// worker has kept one slice.
-    OwnedLayout saved_layout(const Optimizer &optimizer) const;
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
     bool list_;
