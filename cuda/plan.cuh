@@ -30,7 +30,8 @@ struct Leaf {
     __device__ __forceinline__ Leaf(int64_t numel, int64_t index) :
         begin(index * kLeaf),
         n(int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
-    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) : Leaf(job.range.numel, leaf - job.first_leaf) {}
+    __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
+        Leaf(job.range.numel, leaf - job.first_leaf) {}
 };
 
 /// body(leaf, tensor) for every `stride`-th leaf from `first` on. Which tensor the next one is of is read ahead.

@@ -338,7 +338,8 @@ def dl_text(abi):
         members += [line.replace("\0", " ") for line in lines]
     names = [function["name"] for function in abi["functions"]]
     for name in sorted(names, key=lambda name: name != "dsopt_abi_version"):
-        rows.append('        {"the library has no %s", offsetof(dsopt_dl, %s)},' % (name, name))
+        row = '        {"the library has no %s", offsetof(dsopt_dl, %s)},' % (name, name)
+        rows.append(row if len(row) <= 120 else row.replace(", offsetof", ",\n         offsetof"))
     text = DL.replace("@members@", "\n".join(members)).replace("@rows@", "\n".join(rows))
     return text.replace("@soname@", "libdsopt.so.%d" % abi["abi_version"])
 
