@@ -49,12 +49,12 @@ enum class Owner : uint8_t {
 /// One tensor of a step.
 struct TensorJob {
     void *data[kSlots];
+    uint64_t random_key; // the tensor's key, for stochastic rounding: in front of range.begin, one load on CUDA
     // Kernels loop over the range, which begins with a leaf of the registered tensor, and sums are folded over all of
     // that tensor. These are equal today, and neither kernels nor folds rely on it.
     Range range;         // of the tensor of that name: the elements of `data`
     int64_t first_leaf;  // of the range
     TensorLeaves leaves; // of the registered tensor
-    uint64_t random_key; // the tensor's key, for stochastic rounding
     int32_t group;
     int32_t expert;     // 0 = dense
     int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio

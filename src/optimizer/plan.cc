@@ -49,10 +49,10 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
         const bool present = grad != nullptr || is_zeros || is_sent(i);
         jobs[i] = {.data = {},
+                   .random_key = param.random_key,
                    .range = param,
                    .first_leaf = param.first_leaf,
                    .leaves = param.leaves(),
-                   .random_key = param.random_key,
                    .group = param.group,
                    .expert = param.expert,
                    .trust_slot = param.trust_slot,
