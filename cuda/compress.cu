@@ -21,15 +21,15 @@ __global__ void __launch_bounds__(kThreads) feed_list_kernel(GRID_CONSTANT const
     pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = own.worker_scales()[group];
         const float *values = static_cast<const float *>(list[group].data);
+        float *const kept = own.worker + worker;
         const int real = real_elements(list[group], where);
-        for_packs(real, all_aligned(values, own.worker), [&]<int V>(Width<V>, int i) INLINED {
+        for_packs(real, all_aligned(values, kept), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> value = load<V>(values, where.begin + i);
-            const Pack<V> sum = compensate(value, load<V>(own.worker, worker + i), scale, ~0u);
+            const Pack<V> sum = compensate(value, load<V>(kept, i), scale, ~0u);
             to_tile(sum, tile + i);
-            store(sum, own.worker, worker + i);
+            store(sum, kept, i);
         });
-        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
-            tile[i] = own.worker[worker + i] = error_of(own.worker[worker + i], scale);
+        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads) tile[i] = kept[i] = error_of(kept[i], scale);
     });
 }
 
