@@ -31,6 +31,9 @@ pub struct Hyper {
     pub max_norm: f32,
     /// Of [`Sgd`](crate::Sgd) with momentum, above 0. NaN or 0 for the other groups.
     pub momentum: f32,
+    /// Places of the row that later versions may name: 0.
+    #[doc(hidden)]
+    pub reserved: [f32; sys::DSOPT_HYPER_FLOATS as usize - 8],
 }
 
 impl Default for Hyper {
@@ -45,6 +48,7 @@ impl Default for Hyper {
             group_max_norm: nan,
             max_norm: nan,
             momentum: nan,
+            reserved: [0.0; sys::DSOPT_HYPER_FLOATS as usize - 8],
         }
     }
 }
