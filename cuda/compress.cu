@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kThreads, 4) message_scales_kernel(GRID_CONSTA
 
 constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side, as far as there are registers
 
-/// The own chunk: the mean of what all ranks sent, in rank order, and the residual, to the compensated values and the
-/// bits of the result.
+/// Adds the mean of all ranks' messages, in rank order, to the residual of this rank's chunk; stores the compensated
+/// values and packs the result.
 __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Exchange x) {
     begin_kernel(true);
     __shared__ float tiles[kTurns * kLeaf];
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads) copy_list_kernel(GRID_CONSTANT const
     });
 }
 
-/// V neighbours of the own slice: the mean of what the ranks of the node sent, in rank order.
+/// Returns the mean, in rank order, of V elements of this rank's slice over the ranks of the node.
 template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSlices &node, int64_t i) {
     const float share = 1.0f / float(node.ranks);
     Pack<V> sum = load<V>(node.slices, i);

@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
     });
 }
 
-/// The step that froze the variance: copies are taken, and residuals start anew.
+/// After the step that froze the variance: stores anchors and copies of the variance, and zeroes the residuals.
 __global__ void __launch_bounds__(kThreads)
     freeze_kernel(GRID_CONSTANT const DeviceOneBit b, const bool copies_variance) {
     begin_kernel();

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
     for_shared_leaves(
         d, s, [](int32_t) {},
         [&](uint32_t leaf, int32_t, const Leaf &where) INLINED {
-            if (skipped(d) || s.job.owner == Owner::none) // asked anew each time: one register less in the loop
+            if (skipped(d) || s.job.owner == Owner::none) // tested in each iteration: one register less in the loop
                 return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     unchanged_pack<V>(plan, s.job, where.begin + i);
                 });

@@ -6,8 +6,8 @@
 
 namespace dsopt {
 
-/// Something is made when it is first needed, by one of the threads that need it; the others wait for it. It may have
-/// to be made anew, and a failure leaves it to the next one.
+/// Lazy initialization by the first thread that needs a value; the other threads wait. It can be repeated after
+/// forget(), and after a failure the next thread tries again.
 class Once : NotCopied {
 public:
     explicit Once(bool is_made) : state_(is_made ? made : missing) {}

@@ -32,8 +32,8 @@ public:
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 
 private:
-    /// Of worker_error and server_error: the mean of what the ranks owed that had an element, in double, in the order of
-    /// ranks, rounded once.
+    /// Returns a worker_error or server_error: each element is the mean of the residuals of the ranks that have it,
+    /// added in double in rank order and rounded once.
     std::vector<float> errors(const Optimizer &optimizer, const StateEntry &entry) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
 

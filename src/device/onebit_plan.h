@@ -82,10 +82,10 @@ DSOPT_HD void scale_momentum(const OneBitPlan &one, int64_t i, double mean) {
     scaling = scaling > 0 ? float(mean / double(scaling)) : 1.0f;
 }
 
-/// Whether the step in which the variance freezes takes anchors and copies. In standard mode it does so also if it is
+/// True if the step in which the variance freezes stores anchors and copies. In standard mode it does so also if it is
 /// skipped: its call counts.
 DSOPT_HD bool freezes(const OneBitPlan &one, bool skipped) { return !one.rules.compat || !skipped; }
-/// Whether residuals, which belong to another quantity from here on, start anew.
+/// True if the step in which the variance freezes zeroes the residuals: they belong to another quantity after it.
 DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
     return one.exchanges && mean.values == nullptr;
 }

@@ -48,7 +48,7 @@ enum class OneBitPass : uint8_t {
     lamb_moments,    // 1-bit LAMB in place of `take`: moments, sums of squares and the largest factor of each leaf
     lamb_weights,    // and weights
     find_active,     // standard mode: which elements have a variance
-    freeze,          // the variance is frozen by this step: anchors are taken, and residuals start anew
+    freeze,          // the variance is frozen by this step: anchors are stored, residuals are zeroed
     freeze_variance, // the same, and copies of the variance are taken
 };
 

@@ -35,7 +35,7 @@ struct Registry {
     std::vector<Param> params;
     std::set<std::string> names; // of the parameters; labels of `memory` point here
     StateTable state;
-    std::optional<MemoryMap> memory; // of parameters and state; nullopt: it is made anew when the next ones come
+    std::optional<MemoryMap> memory; // of parameters and state; nullopt: it is computed again for the next ones
     Wrapper wrapper = Wrapper::none; // of the original's, which compat mode stands for
     int32_t trust_slots = 0;         // tensors with a trust ratio that other model ranks have a part in
     int64_t family = -1;             // the first group of the 1-bit family; -1: there is none
