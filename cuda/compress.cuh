@@ -37,9 +37,10 @@ __device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const L
 }
 
 constexpr int kTurns = 2;
-/// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be split
-/// without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take turns at
-/// adding. Whoever passes a barrier behind filling a tile knows that the adder of the other one is done: it filled, too.
+/// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be
+/// split without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take
+/// turns at adding. A thread that passes the barrier behind filling a tile knows that the adder of the other tile is
+/// done, because that warp filled this one, too.
 struct TileTurns {
     float *at;
     int turn = 0;

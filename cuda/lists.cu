@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists without an optimizer. Tensors travel in kernel arguments, which allocates nothing; norms alone, whose last block
-// reads the whole list, have it in device memory.
+// Lists without an optimizer. Tensors travel in kernel arguments, which allocates nothing; norms alone, whose last
+// block reads the whole list, have it in device memory.
 #include "kernels.h"
 #include "reduce.cuh"
 

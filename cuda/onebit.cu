@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of the 1-bit family: what goes into an exchange, what comes out of it, and what every step ends with. Whether
-// the step is taken is the device's to know: every kernel asks, and the host launches them all the same.
+// Steps of the 1-bit family: what goes into an exchange, what comes out of it, and what every step ends with. Only the
+// device knows whether the step is taken: every kernel reads that, and the host launches all of them in any case.
 #include "compress.cuh"
 #include "device/onebit_plan.h"
 #include "kernels.h"

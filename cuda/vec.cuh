@@ -55,7 +55,7 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
 /// knew that a store does not change it.
 template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
 
-/// Whether all of these arrays can be read and written by fours. NULL is no obstacle.
+/// True if all of these arrays can be read and written by fours. NULL is no obstacle.
 template <class... P> __device__ __forceinline__ bool all_aligned(const P *...data) {
     return ((reinterpret_cast<uintptr_t>(data) | ...) & 15) == 0;
 }

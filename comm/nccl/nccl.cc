@@ -155,7 +155,7 @@ private:
             return result == success ? DSOPT_OK : refused(result);
         });
     }
-    /// Whether the communicator has come upon an error.
+    /// Returns DSOPT_OK, or the error of the communicator.
     dsopt_status look() {
         const Result state = session_->state();
         return state == success || state == in_progress ? DSOPT_OK : refused(state);

@@ -32,8 +32,8 @@ public:
 std::unique_ptr<Sink> file_sink(const char *path);
 std::unique_ptr<Source> file_source(const char *path);
 
-/// Whether a path and what the caller set in `io` go together, and its flags are among `known`. `callback`: it has the
-/// function for this direction.
+/// Throws DSOPT_ERR_ARGUMENT unless a path and what the caller set in `io` go together and its flags are among `known`.
+/// `callback`: it has the function for this direction.
 void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known);
 
 /// The caller's functions; `io` is copied. A return other than 0 is DSOPT_ERR_IO naming the number.

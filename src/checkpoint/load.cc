@@ -25,13 +25,13 @@ bool forgets_errors(const Optimizer &optimizer) {
 
 Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
     const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
-    const bool owes = onebit != nullptr && onebit->compresses && !onebit->layout.is_exact();
+    const bool has_residuals = onebit != nullptr && onebit->compresses && !onebit->layout.is_exact();
     const bool state = !(flags & DSOPT_IO_NO_STATE);
     return {.state = state,
             .masters = !(flags & DSOPT_IO_NO_MASTERS),
             .hyper = !(flags & DSOPT_IO_NO_HYPER),
             .params = (flags & DSOPT_IO_PARAMS) != 0,
-            .errors = owes && !forgets_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
+            .errors = has_residuals && !forgets_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
             .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.attachments().scaler.get()};
 }
 
@@ -176,7 +176,7 @@ void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool wit
     optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
                             files.saved_ranks(), optimizer.data_rank().rank, optimizer.data_rank().ranks,
                             !with_errors               ? "error feedback is dropped"
-                            : files.saved_nodes() == 1 ? "nothing was owed, error feedback begins with zeros"
+                            : files.saved_nodes() == 1 ? "no residuals were saved, error feedback begins with zeros"
                                                        : "the mean of the worker errors and this rank's part of the "
                                                          "joined server errors");
 }

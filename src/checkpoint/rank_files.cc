@@ -228,10 +228,10 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
         take(active(optimizer));
     else if (saved_nodes() > 1)
         take(errors(optimizer, entry));
-    return bytes; // one rank or node alone owed nothing
+    return bytes; // one rank or node alone has no residuals
 }
 
-/// Elements that take no part owe nothing, whatever their kept sum and its scale say.
+/// Elements that take no part have no residual, whatever their compensated value and its scale say.
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The files that one load reads, of one rank or of all ranks that saved together, and what another number of ranks
-// makes of them: whatever ranks have alike is taken from one, error feedback is joined and cut anew.
+// makes of them: whatever ranks have alike is taken from one, residuals are joined and divided again.
 #pragma once
 #include "checkpoint/metadata.h"
 
@@ -16,7 +16,7 @@ public:
     /// Saved by another number of ranks, or by as many in other nodes.
     bool resharded() const { return saved_.ranks != own_.ranks || saved_.node_ranks != own_.node_ranks; }
     int saved_ranks() const { return saved_.ranks; }
-    /// Two levels: one node owed nothing, as one rank; else there were as many as ranks.
+    /// The ranks or, with two levels, nodes that exchanged compressed values. One alone has no residuals.
     int saved_nodes() const { return saved_.ranks / saved_.node_ranks; }
 
     /// Refuses what cannot be taken over by another number of ranks, or by another rank. `errors`: the error feedback
@@ -27,7 +27,7 @@ public:
     /// Every tensor's checksum in the files beside file().
     void verify_others() const;
 
-    /// Whether the entry has another size, or is not there, with another number of ranks; make() then has its contents.
+    /// True if the entry has another size, or does not exist, with another number of ranks: make() returns its contents.
     bool makes(const StateEntry &entry) const;
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 

@@ -64,7 +64,7 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
 }
 
 #if DSOPT_HAS_REGISTERS
-/// Whether all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
+/// True if all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
 /// fp32, nothing that is made of whole tiles.
 bool fits_registers(const Span &span) {
     const TensorJob &job = *span.job;
@@ -191,7 +191,7 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
-/// Whether the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
+/// True if the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
     return job.grad() && job.grad().format == Dtype::f32 && job.weight().format == Dtype::f32 && !job.copy() &&
@@ -283,8 +283,8 @@ void reduced_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, con
                         [&](auto... each) { apply(change, n - done, g, p + done, update + done, each + done...); });
 }
 
-// The two passes of Passes::reduced construct their functors: passed by reference, a functor is spilled with narrow stores
-// and loaded with wide ones (store-forwarding stall).
+// The two passes of Passes::reduced construct their functors: passed by reference, a functor is spilled with narrow
+// stores and loaded with wide ones (store-forwarding stall).
 template <class R> void reduced_first_pass(const Span &span) {
     constexpr int count = R::moments.count;
     const typename R::Moments rule{*span.scalars};

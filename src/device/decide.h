@@ -33,7 +33,7 @@ inline double fold_leaves(const double *sums, const TensorLeaves &leaves) {
     return add_in_lanes(leaves.count(), [&](int64_t leaf) { return sums[leaves.first + leaf]; });
 }
 
-/// Whether a LAMB tensor takes part in the step, with any of its shards.
+/// True if a LAMB tensor takes part in the step, with any of its shards.
 DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
@@ -300,8 +300,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     return !skip;
 }
 
-/// Whether a step has something to decide before its update, by one of `plan` alone: `agrees` adds that ranks agree on
-/// it.
+/// True if a step has something to decide before its update, by `plan` alone: `agrees` adds that ranks agree on it.
 DSOPT_HD bool needs_decision(const StepPlan &plan) {
     return plan.policy.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
            plan.given.lr != nullptr || plan.given.hyper != nullptr || plan.scaler.state != nullptr ||

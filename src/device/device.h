@@ -51,8 +51,8 @@ public:
     /// False for memory that belongs elsewhere: another device's, or the host's only. Slow; for debugging.
     virtual bool owns(const void *pointer) const = 0;
     virtual HostBuffer host_buffer(size_t bytes) const = 0; // pinned; not for backends that are the host
-    /// Throws DSOPT_ERR_DEVICE for a stream of the caller that is not this device's, or belongs to another context of the
-    /// driver. Once a call, first; elsewhere NULL is the default stream of the device.
+    /// Throws DSOPT_ERR_DEVICE for a stream of the caller that is not this device's, or belongs to another context of
+    /// the driver. Once a call, first; elsewhere NULL is the default stream of the device.
     virtual void check_stream(void *stream) const = 0;
     /// NULL on backends that are the host. Must not outlive the device.
     virtual std::shared_ptr<PendingWork> make_pending_work() const = 0;
@@ -69,10 +69,11 @@ public:
         wait(copy_stream());
     }
     virtual void clear(void *data, size_t bytes, void *stream) const = 0; // zeros
-    /// Whether everything on `stream` is over. Throws if it failed, and DSOPT_ERR_STATE while it is being captured.
+    /// Returns true if everything on `stream` has completed. Throws if it failed, and DSOPT_ERR_STATE while the stream
+    /// is being captured.
     virtual bool finished(void *stream) const = 0;
-    /// Waits for everything on `stream` and nothing else. NULL is the legacy default stream: throws DSOPT_ERR_STATE while
-    /// a stream that it waits for is being captured.
+    /// Waits for everything on `stream` and nothing else. NULL is the legacy default stream: throws DSOPT_ERR_STATE
+    /// while a stream that it waits for is being captured.
     virtual void wait(void *stream) const = 0;
     void wait_for_default_stream() const { wait(nullptr); }
     virtual void on_device(FunctionRef<void()> body) const = 0; // with the device current in this thread

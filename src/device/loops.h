@@ -61,7 +61,8 @@ public:
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// Calls the function in one thread of the device.
     virtual void run_in_one_thread(const OneThreadFunction &function, void *stream) const = 0;
-    /// Calls body(loops) with the loops of an exchange of this list, without an optimizer. They live as long as the call.
+    /// Calls body(loops) with the loops of an exchange of this list, without an optimizer. They live as long as the
+    /// call.
     virtual void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count,
                               const Parallel &parallel, void *stream,
                               FunctionRef<void(ExchangeLoops &)> body) const = 0;

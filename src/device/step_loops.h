@@ -88,8 +88,8 @@ public:
     /// Passes::elementwise; of Passes::reduced the first pass, and the factors of tensors that no other rank has a part
     /// of. If the plan reduces nothing: counters of a step that is taken, norms and the report, too.
     virtual void update() = 0;
-    /// The second pass of Passes::reduced, after take_shared_trust() where model ranks have added up the sums of `shared`
-    /// tensors; then counters, norms and the report.
+    /// The second pass of Passes::reduced, after take_shared_trust() where model ranks have added up the sums of
+    /// `shared` tensors; then counters, norms and the report.
     virtual void update_weights(bool shared) = 0;
     /// NULL where the plan has none.
     OneBitLoops *onebit() const { return onebit_; }

@@ -4,7 +4,7 @@
 
 namespace dsopt {
 
-/// Whether a state tensor counts or scales, so that not every word in it has a meaning.
+/// True if a state tensor is a counter or a scale, so that not every word in it has a meaning.
 bool has_meaning(StateKind kind);
 /// Throws `status` unless a step can have left these words, in host memory, in such a tensor. `where` comes first in
 /// the message. `rules`: of the scaler, NULL = as they are.

@@ -7,7 +7,7 @@
 namespace dsopt {
 namespace {
 
-/// Whether the key is of the whole optimizer and not of its groups.
+/// True if the key is of the whole optimizer and not of its groups.
 bool is_optimizer_key(int32_t key, int32_t group) {
     if (key != DSOPT_KEY_MAX_NORM && key != DSOPT_KEY_MAX_VALUE && key != DSOPT_KEY_SKIP_BUDGET &&
         key != DSOPT_KEY_CALLS)

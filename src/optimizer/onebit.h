@@ -81,7 +81,7 @@ public:
     /// The memory may have been written to.
     void forget_schedule() const { known_.reset(); }
 
-    /// Whether the ranks have compared their lists of parameters in a step.
+    /// True once the ranks have compared their lists of parameters in a step.
     bool lists_compared() const { return lists_compared_; }
     void set_lists_compared() { lists_compared_ = true; }
 
@@ -90,7 +90,7 @@ public:
     /// exp_avg becomes what it stands for, also with DSOPT_OPTIMIZER_MOMENTUM_BITS. After work that uses the state, for
     /// which the caller has waited; done when it returns. The same holds for the two below.
     void decode_momentum(const StateTable &state, const std::vector<Param> &params) const;
-    /// After a load: what the original forgets or decides anew there.
+    /// After a load: what the original forgets or decides again there.
     void forget_like_original(const StateTable &state) const;
     /// Errors as what they stand for, to host memory.
     void export_errors(const StateTable &state, const StateEntry &entry, float *host) const;

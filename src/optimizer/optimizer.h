@@ -29,7 +29,7 @@ class LastOutcome {
 public:
     void make(const std::shared_ptr<const Context> &context, void *stream);
     Outcome *data() const { return static_cast<Outcome *>(memory_.data()); }
-    /// Whether the host has a copy, which lags behind.
+    /// True if the host has a copy, which lags behind.
     bool is_copied() const { return mirror_ != nullptr; }
     /// What the host knows without waiting; NULL before the first step.
     const Outcome *known() const { return is_copied() ? static_cast<const Outcome *>(mirror_.get()) : data(); }
@@ -103,7 +103,7 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// To the groups that the parameters name.
     void add_params(const dsopt_param *params, int64_t count);
-    /// What depends on all groups together is made when a call first asks for it, not anew with each group. To be
+    /// What depends on all groups together is made when a call first asks for it, not again with each group. To be
     /// called before everything but the two above, set(), get() and what only reads groups and parameters; any number
     /// of threads at once.
     void settle();

@@ -118,7 +118,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         OwnBlock &block = registry.state.block(entry.kind);
         if (offsets[k] != in_block)
             block = {.data = list[missing[k]].data, .capacity = block.grown(entry.bytes()), .kept = {}};
-        block.generation = 0; // it starts anew
+        block.generation = 0; // its contents are lost
         registry.state.place_in_block(missing[k]);
     }
     registry.memory.reset();
@@ -154,11 +154,11 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
     for (size_t i = 0; i < moves.size(); ++i) state.block(moves[i].kind) = blocks[i];
 }
 
-/// Before tensors of the whole optimizer leave the list, for longer ones to come: all but what starts anew is kept in
+/// Before tensors of the whole optimizer leave the list, for longer ones to come: all but what is reset is kept in
 /// its block. Memory that was bound is the caller's again.
 void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &state) const {
     const auto is_kept = [](const StateEntry &entry) {
-        return entry.data != nullptr && !entry.of_scaler() && record_of(entry.kind).growth != Growth::anew;
+        return entry.data != nullptr && !entry.of_scaler() && record_of(entry.kind).growth != Growth::reset;
     };
     std::vector<Move> moves;
     for (const StateEntry &entry : own)

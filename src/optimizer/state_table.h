@@ -45,7 +45,7 @@ constexpr StateKind moment_kind(int k) { return StateKind(int(StateKind::first_m
 
 /// What becomes of a tensor of the whole optimizer when parameters are added.
 enum class Growth : uint8_t {
-    anew,     // it starts again
+    reset,    // it is set back
     carried,  // it keeps its contents
     per_param // it has one element per parameter, and keeps those that are there
 };
@@ -54,7 +54,7 @@ enum class Growth : uint8_t {
 struct StateRecord {
     const char *name;  // in dsopt_state_info and in checkpoints; of moments see StateEntry::name
     int32_t reset = 0; // DSOPT_RESET_..., which set it back
-    Growth growth = Growth::anew;
+    Growth growth = Growth::reset;
     int32_t dtype = DSOPT_DTYPE_F32; // of moments see Registry::add_param_state()
     int32_t flags = 0;               // DSOPT_STATE_...
 };
@@ -63,18 +63,18 @@ constexpr StateRecord record_of(StateKind kind) {
     constexpr int32_t f32 = DSOPT_DTYPE_F32, i32 = DSOPT_DTYPE_I32, local = DSOPT_STATE_RANK_LOCAL;
     if (kind > StateKind::first_moment && kind < StateKind::last_moment) kind = StateKind::first_moment;
     switch (kind) {
-    case StateKind::master: return {"master", DSOPT_RESET_MASTERS, Growth::anew, f32, DSOPT_STATE_FROM_PARAM};
+    case StateKind::master: return {"master", DSOPT_RESET_MASTERS, Growth::reset, f32, DSOPT_STATE_FROM_PARAM};
     case StateKind::first_moment:
     case StateKind::last_moment: return {"moment", moments};
     case StateKind::grad_accum: return {"grad_accum", DSOPT_RESET_GRADS};
-    case StateKind::anchor: return {"anchor", moments, Growth::anew, f32, local};
-    case StateKind::momentum_accumulator: return {"momentum_accumulator", moments, Growth::anew, f32, local};
+    case StateKind::anchor: return {"anchor", moments, Growth::reset, f32, local};
+    case StateKind::momentum_accumulator: return {"momentum_accumulator", moments, Growth::reset, f32, local};
     case StateKind::exp_avg_sq_fresh: return {"exp_avg_sq_fresh", moments};
     case StateKind::mask: return {"mask"}; // the caller's
-    case StateKind::worker_error: return {"worker_error", errors, Growth::anew, f32, local};
-    case StateKind::server_error: return {"server_error", errors, Growth::anew, f32, local};
+    case StateKind::worker_error: return {"worker_error", errors, Growth::reset, f32, local};
+    case StateKind::server_error: return {"server_error", errors, Growth::reset, f32, local};
     case StateKind::active: return {"active", moments | counters, Growth::carried, i32}; // whose variance is not 0
-    case StateKind::exp_avg_bits: return {"exp_avg_bits", counters, Growth::anew, i32};
+    case StateKind::exp_avg_bits: return {"exp_avg_bits", counters, Growth::reset, i32};
     case StateKind::schedule: return {"schedule", counters, Growth::carried, i32};
     case StateKind::lr_sum: return {"lr_sum", counters, Growth::carried, i32};
     case StateKind::trust_average: return {"trust_average", counters, Growth::per_param};
@@ -83,7 +83,7 @@ constexpr StateRecord record_of(StateKind kind) {
     case StateKind::trust_weight: return {"trust_weight", counters, Growth::per_param};
     case StateKind::exp_avg_pad: return {"exp_avg_pad", counters};
     case StateKind::loss_scale: return {"loss_scale"}; // the scaler is its own
-    case StateKind::scaler: return {"scaler", 0, Growth::anew, i32};
+    case StateKind::scaler: return {"scaler", 0, Growth::reset, i32};
     case StateKind::trust_ratio: return {"trust_ratio", counters, Growth::per_param};
     case StateKind::step: return {"step", counters, Growth::per_param, i32};
     }

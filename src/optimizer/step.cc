@@ -47,7 +47,7 @@ void copy_list(dsopt_tensor *to, const dsopt_tensor *from, int64_t count) {
     if (from != nullptr && count != 0) std::memcpy(to, from, size_t(count) * sizeof *to);
 }
 
-/// Whether a list differs in addresses alone, and these are legal.
+/// True if the lists differ in addresses alone, and the new addresses are legal.
 bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
     bool may = now != nullptr;
     for (int64_t i = 0; i < count && may; ++i) {

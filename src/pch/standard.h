@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Precompiled under the sanitizers, where a third of the time of most files goes into reading these. Other builds read them
-// file by file, so that none lacks an include.
+// Precompiled under the sanitizers, where a third of the time of most files goes into reading these. Other builds read
+// them file by file, so that none lacks an include.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -16,8 +16,8 @@ template <class F> DSOPT_HD void take_gradient(const Scalars &s, F g, F &m, F &v
 }
 
 /// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one quotient and one
-/// root: the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not by a
-/// factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
+/// root: the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not
+/// by a factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
 template <bool Decoupled> struct Adam {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields | kStepSize;

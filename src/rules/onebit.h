@@ -15,8 +15,8 @@ DSOPT_HD float rms_of(double squares, int64_t numel) {
     return numel == 0 ? 0.0f : float(sqrt(squares) / sqrt(double(numel)));
 }
 
-/// A bit for each element, lowest first: it takes part. NULL: all do. Here those of `element` and of what is behind it up
-/// to the end of the word.
+/// A bit for each element, lowest first: it takes part. NULL: all do. Returns those of `element` and of the elements
+/// behind it up to the end of the word.
 DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
     return active == nullptr ? 0xffffffffu : uint32_t(active[element / 32]) >> (element % 32);
 }

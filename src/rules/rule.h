@@ -33,8 +33,8 @@ enum class Rule : uint8_t {
 /// What the driver runs for a formula, behind pass 1 over the gradients.
 enum class Passes : uint8_t {
     elementwise, // one pass: the functor reads gradients and writes moments and weights
-    /// Two passes: the functor Moments leaves sums of squares of the weights and of what it returns; from these, added up
-    /// over model ranks, factor() follows for each tensor; the functor Weights is given the factor.
+    /// Two passes: the functor Moments leaves sums of squares of the weights and of what it returns; from these, added
+    /// up over model ranks, factor() follows for each tensor; the functor Weights is given the factor.
     reduced
 };
 

@@ -57,7 +57,7 @@ DSOPT_HD int32_t next_reduction_of(const ScheduleRules &rules, const ScheduleSta
     return schedule != nullptr ? reduction_of(stage_of(rules, *schedule)) : DSOPT_REDUCTION_FULL;
 }
 
-/// After a step. True if the variance was frozen by it: errors then belong to another quantity and start anew.
+/// After a step. True if the variance was frozen by it: error feedback then is of another quantity and is reset.
 DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
     const Stage stage = stage_of(rules, s);
     s.step = one_more(s.step);

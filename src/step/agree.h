@@ -16,8 +16,8 @@ void reserve_norms(const StepRun &run);
 /// Bytes of the largest all-reduce with which ranks compare what they are about to do.
 constexpr int64_t kComparedBytes = 8192;
 
-/// Whether there are tensors that are sharded over model ranks, of those whose variance is frozen, which have loops of
-/// their own, or of the others. If so their sums become zeros: what takes no part counts with them.
+/// Returns true if tensors are sharded over model ranks: of those whose variance is frozen, which have loops of their
+/// own, or of the others. If so, their sums become zeros: what takes no part counts with them.
 bool begin_shards(const StepRun &run, bool frozen);
 /// Model ranks add up their sums, and of frozen tensors take the largest factor.
 void agree_on_shards(const StepRun &run, bool frozen);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rule with three moments and one more beta than any that ships, on both devices: what edit.py changes is all that the
-// engine needs to know of it.
+// A rule with three moments and one more beta than any that ships, on both devices: what edit.py changes is all that
+// the engine needs to know of it.
 #include "../cuda/side.h"
 #include "support/file.h"
 
