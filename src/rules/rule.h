@@ -42,7 +42,7 @@ constexpr int kMoments = 2; // of any rule, at most
 
 /// call(moment[0], ..., moment[Count - 1]), with what kernels have of the moments of a rule.
 template <int Count, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
-    [&]<int... K>(std::integer_sequence<int, K...>) { call(moment[K]...); }
+    [&]<int... K>(std::integer_sequence<int, K...>) __attribute__((always_inline)) { call(moment[K]...); }
     (std::make_integer_sequence<int, Count>{});
 }
 
