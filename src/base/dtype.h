@@ -118,7 +118,6 @@ template <class F> DSOPT_HD void visit(Dtype dtype, F &&f) {
     case Dtype::f16: f(F16{}); return;
     case Dtype::bf16: f(BF16{}); return;
     }
-    __builtin_unreachable();
 }
 
 } // namespace dsopt
