@@ -65,8 +65,9 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
 
 #if DSOPT_HAS_REGISTERS
 /// True if all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
-/// fp32, nothing that is made of whole tiles.
+/// fp32, nothing that is made of whole tiles. Without masks a span that is shorter than a register cannot.
 bool fits_registers(const Span &span) {
+    if (!DSOPT_HAS_MASKS && span.end - span.begin < kWide) return false;
     const TensorJob &job = *span.job;
     const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
     const Dtype grad = job.grad().format, weight = job.weight().format;
