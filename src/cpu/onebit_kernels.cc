@@ -151,7 +151,7 @@ double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
             if (added->numel >= i + 3 * kTile)
                 for (int64_t k = 0; k < kTile; k += 16) __builtin_prefetch(added->x + i + 2 * kTile + k);
             if (real > 0) add_residual(added->x + i, value + i, added->scale, real);
-            add_residual(nullptr, value + i + real, added->scale, size - real);
+            if (real < size) add_residual(nullptr, value + i + real, added->scale, size - real);
         }
         sum.add(value + i, size);
         pack_bits(value + i, size, bits + i / 8);
