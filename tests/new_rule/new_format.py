@@ -4,9 +4,10 @@
 
 usage: new_format.py SOURCES COMPILER...
 
-Adds a format of one byte to src/base/dtype.h, first without and then with its codec, and compiles what converts elements:
-the CPU's kernels of one instruction set, and those of CUDA as the emulated device has them.
+Adds a format of one byte to src/base/dtype.h, first without and then with its codec, and compiles what distinguishes
+formats: the CPU's kernels of one instruction set, those of CUDA as the emulated device has them, and the plan of a step.
 """
+import os
 import pathlib
 import re
 import subprocess
@@ -22,9 +23,10 @@ CODEC = ENUMERATOR + [
      "    DSOPT_HD static uint8_t store(float value) { return uint8_t(value); }\n"
      "};\n"
      "/// Calls `f` with the storage tag of a dtype."),
-    ("    case Dtype::bf16: f(BF16{}); return;\n", "    case Dtype::bf16: f(BF16{}); return;\n    case Dtype::byte: f(Byte{}); return;\n"),
+    ("    case Dtype::bf16: f(BF16{}); return;\n",
+     "    case Dtype::bf16: f(BF16{}); return;\n    case Dtype::byte: f(Byte{}); return;\n"),
 ]
-# Functions of cuda/vec.cuh with a case for each format.
+# Functions of cuda/vec.cuh with a switch over formats.
 CUDA = ["fetch", "store", "wide_elements", "widen_half", "narrow_half"]
 CUDA_SOURCE = """#include "vec.cuh"
 namespace dsopt::gpu {
@@ -48,10 +50,17 @@ def errors_of(folder, edits, source, *flags):
         text = text.replace(old, new)
     (folder / "base").mkdir(exist_ok=True)
     (folder / "base/dtype.h").write_text(text, encoding="utf-8")
-    done = subprocess.run(compiler + ["-std=c++20", "-fsyntax-only", "-Werror=switch", "-Wno-psabi", "-Wno-unknown-pragmas", *flags,
-                                      f"-I{folder}", f"-I{sources}/include", f"-I{sources}/src", str(source)],
+    options = ["-std=c++20", "-fsyntax-only", "-Werror=switch", "-Wno-psabi", "-Wno-unknown-pragmas", *flags]
+    folders = [f"-I{folder}", f"-I{sources}/include", f"-I{sources}/src", f"-I{sources}"]
+    done = subprocess.run([*compiler, *options, *folders, str(source)], env={**os.environ, "LC_ALL": "C"},
                           capture_output=True, text=True, check=False)
     return done.stderr if done.returncode != 0 else None
+
+
+def switch_of(function, path):
+    """The line of the first switch in the function."""
+    found = re.search(rf"\b{function}\([^;{{]*\)[^;{{]*{{.*?\bswitch\b", path.read_text(encoding="utf-8"), re.DOTALL)
+    return found.string.count("\n", 0, found.end()) + 1
 
 
 def expect(what, text, pattern):
@@ -75,11 +84,14 @@ with tempfile.TemporaryDirectory() as name:
     expect("the tree compiles as it is (CPU)", errors_of(folder, [], cpu, *cpu_flags), None)
     expect("the tree compiles as it is (CUDA)", errors_of(folder, [], cuda, *cuda_flags), None)
     expect("visit() needs a case", errors_of(folder, ENUMERATOR, cpu, *cpu_flags), r"dtype\.h.*\n?.*byte.*not handled")
-    expect("the CPU's registers need conversions", errors_of(folder, CODEC, cpu, *cpu_flags), r"(registers|tiles|kernels)\.(h|cc).*error")
+    expect("the CPU's registers need conversions", errors_of(folder, CODEC, cpu, *cpu_flags),
+           r"(registers|tiles|kernels)\.(h|cc).*error")
+    expect("the count of steps in compat mode needs a case", errors_of(folder, CODEC, sources / "src/optimizer/plan.cc"),
+           r"plan\.cc:\d+:\d+: error: .*byte.*not handled")
     said = errors_of(folder, CODEC, cuda, *cuda_flags)
     for function in CUDA:
-        # The name of the function is in the line before its first error.
-        expect(f"{function}() needs a case", said, rf"In (instantiation of|function)[^\n]*\b{function}\b[\s\S]*?byte")
+        line = switch_of(function, sources / "cuda/vec.cuh")
+        expect(f"{function}() needs a case", said, rf"vec\.cuh:{line}:\d+: error: .*byte.*not handled")
 
 print(f"{len(failures)} failures")
 sys.exit(bool(failures))
