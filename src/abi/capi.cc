@@ -391,7 +391,7 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.generation = entry.generation;
         const bool own = entry.param < 0;
         known.ndim = own ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
-        known.dims = own ? &entry.numel : optimizer.params()[size_t(entry.param)].dims.data();
+        known.dims = own ? optimizer.state().own_dims(entry.kind) : optimizer.params()[size_t(entry.param)].dims.data();
         write_struct(info, known, "dsopt_state_info");
     });
 }

@@ -39,7 +39,6 @@ constexpr const char *dtype_name(int32_t dtype) {
         if (info.dtype == dtype) return info.name;
     return nullptr;
 }
-constexpr size_t dtype_size(Dtype dtype) { return dtype_size(static_cast<int32_t>(dtype)); }
 constexpr bool is_float_dtype(int32_t dtype) {
     return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16;
 }
@@ -112,12 +111,17 @@ struct BF16 {
 };
 
 /// Calls `f` with the storage tag of a dtype. No default: -Werror=switch finds what a new dtype must touch.
-template <class F> DSOPT_HD void visit(Dtype dtype, F &&f) {
+template <class F> DSOPT_HD constexpr void visit(Dtype dtype, F &&f) {
     switch (dtype) {
     case Dtype::f32: f(F32{}); return;
     case Dtype::f16: f(F16{}); return;
     case Dtype::bf16: f(BF16{}); return;
     }
+}
+constexpr size_t dtype_size(Dtype dtype) {
+    size_t size = 0;
+    visit(dtype, [&](auto tag) { size = sizeof(typename decltype(tag)::storage); });
+    return size;
 }
 
 } // namespace dsopt

@@ -27,7 +27,8 @@ public:
     /// Every tensor's checksum in the files beside file().
     void verify_others() const;
 
-    /// True if the entry has another size, or does not exist, with another number of ranks: make() returns its contents.
+    /// True if the entry has another size, or does not exist, with another number of ranks: make() returns its
+    /// contents.
     bool makes(const StateEntry &entry) const;
     std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
 

@@ -71,7 +71,7 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
     grow(nullptr, params, count);
 }
 
-/// What the additions are measured against comes first, what may fail is one append(), and what no longer fits goes.
+/// Appends to the registry, which a failure restores. Then drops what was made for the shorter lists.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
     decode_momentum(); // its rows are those of the list as it is
     Registry &registry = registry_.change();
@@ -115,7 +115,7 @@ void Optimizer::settle() {
             if (registry.family >= 0)
                 onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
             registry.add_own_state(onebit.get(), with_.scaler.get());
-            carry_contents(registry.state);
+            carry_contents(registry);
             onebit_ = std::move(onebit);
         });
     });

@@ -149,7 +149,7 @@ private:
     };
     void fill_blocks(const std::vector<Move> &moves, StateTable &state) const;
     void keep_contents(const std::vector<StateEntry> &own, StateTable &state) const;
-    void carry_contents(StateTable &state) const;
+    void carry_contents(Registry &registry) const;
     void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
 

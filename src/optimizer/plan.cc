@@ -83,8 +83,12 @@ void count_like_original(const std::vector<dsopt_group> &groups, TensorJob *jobs
         int32_t last = -1;
         bool is_there[3] = {};
         const auto type = [&](int64_t i) {
-            const Dtype format = jobs[i].weight().format;
-            return format == Dtype::f16 ? 0 : format == Dtype::bf16 ? 1 : 2;
+            switch (jobs[i].weight().format) {
+            case Dtype::f16: return 0;
+            case Dtype::bf16: return 1;
+            case Dtype::f32: break;
+            }
+            return 2;
         };
         for (end = begin; end < count && jobs[end].group == jobs[begin].group; ++end)
             if (jobs[end].present) last = int32_t(end), is_there[type(end)] = true;

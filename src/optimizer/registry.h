@@ -12,8 +12,8 @@ namespace dsopt {
 
 class OneBit;
 
-/// A value that is reached for writing in one way only, which raises its version. What was computed from it is still
-/// right as long as the version is the same.
+/// A value whose version rises with each write access: what was computed from it is right as long as the version is
+/// the same.
 template <class T> class Versioned {
 public:
     const T &operator*() const { return value_; }
@@ -68,7 +68,7 @@ struct Registry {
     void add(const dsopt_group *group, const dsopt_param *given, int64_t count, const dsopt_optimizer_desc &desc,
              bool shares_trust);
     void add_own_state(const OneBit *onebit, const Scaler *scaler);
-    /// Of parameters and state, or lists in their place; throws OVERLAP.
+    /// Returns the memory of parameters and state, or of lists in their place; throws OVERLAP.
     MemoryMap map_memory(const dsopt_tensor *in_place_of_params, const dsopt_tensor *in_place_of_state) const;
 
 private:

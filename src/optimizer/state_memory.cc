@@ -124,7 +124,8 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     registry.memory.reset();
 }
 
-/// Contents of tensors of the whole optimizer into their blocks, or larger ones, with zeros behind them.
+/// Copies contents of tensors of the whole optimizer to their blocks, or to larger ones, with zeros behind them. If it
+/// fails, `state` is as before.
 void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) const {
     if (moves.empty()) return;
     const Device &device = context_->device();
@@ -132,7 +133,12 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
     size_t bytes = 0;
     for (const Move &move : moves)
         if (!fits(move)) bytes += round_up(state.block(move.kind).grown(move.bytes));
-    char *next = bytes != 0 ? state.add_arena(Memory(context_, bytes, nullptr)) : nullptr;
+    Memory arena;
+    if (bytes != 0) {
+        arena = Memory(context_, bytes, nullptr);
+        state.reserve_arena();
+    }
+    auto *next = static_cast<char *>(arena.data());
     std::vector<OwnBlock> blocks;
     for (const Move &move : moves) {
         blocks.push_back(state.block(move.kind));
@@ -151,6 +157,7 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
         device.clear(static_cast<char *>(blocks[i].data) + move.kept, move.bytes - move.kept, nullptr);
     }
     device.wait_for_default_stream();
+    if (bytes != 0) (void)state.add_arena(std::move(arena));
     for (size_t i = 0; i < moves.size(); ++i) state.block(moves[i].kind) = blocks[i];
 }
 
@@ -172,9 +179,10 @@ void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &st
     }
 }
 
-/// Into the tensors of the lists as they are now, in place where there is room. Each is still there: groups only come,
-/// and no option changes which tensors an algorithm has.
-void Optimizer::carry_contents(StateTable &state) const {
+/// Copies kept contents to the tensors of the list as it is now, in place where there is room. Each of them still
+/// exists: groups are only added, and no option changes which tensors an algorithm has.
+void Optimizer::carry_contents(Registry &registry) const {
+    StateTable &state = registry.state;
     const std::vector<StateEntry> own = state.of_optimizer();
     std::vector<Move> moves;
     for (const StateEntry &entry : own)
@@ -182,9 +190,10 @@ void Optimizer::carry_contents(StateTable &state) const {
             moves.push_back({entry.kind, block.data, *block.kept, entry.bytes()});
     fill_blocks(moves, state);
     for (const Move &move : moves) {
-        state.place_in_block(size_t(state.slot(move.kind)));
+        state.place_in_block(size_t(state.index_of(move.kind)));
         state.block(move.kind).kept.reset();
     }
+    if (!moves.empty()) registry.memory.reset(); // it lacks the tensors that have memory now
 }
 
 void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsopt_tensor *state, int64_t state_count,
@@ -212,8 +221,7 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
         else if (entry.kind != StateKind::loss_scale)
             initialize(entry, params, state[i].data, stream);
     }
-    const dsopt_tensor *const schedule = this->state().find(state, StateKind::schedule);
-    if (schedule != nullptr && schedule->data == this->state()[size_t(schedule - state)].data) state_changed();
+    if (this->state().names_own(state, StateKind::schedule)) state_changed();
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
 }
 

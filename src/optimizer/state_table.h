@@ -129,11 +129,12 @@ public:
     /// Tensors of a parameter follow one another, and those of the optimizer follow all parameters'.
     void add(const StateEntry &entry) {
         const auto owner = size_t(entry.param + 1);
-        if (owner >= slots_.size()) slots_.resize(owner + 1);
+        if (owner >= places_.size()) places_.resize(owner + 1);
         list_.push_back(entry.tensor());
         entries_.push_back(entry);
         missing_ += entry.data == nullptr;
-        slots_[owner][size_t(entry.kind)] = int32_t(entries_.size());
+        places_[owner][size_t(entry.kind)] = int32_t(entries_.size());
+        if (owner == 0) own_numel_[size_t(entry.kind)] = entry.numel;
     }
     /// As its record has it. Memory that it has from the start is never replaced by the engine.
     void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
@@ -169,32 +170,40 @@ public:
             entries_.pop_back();
         }
         list_.resize(entries_.size()); // one more where add() failed
-        if (slots_.size() > size_t(params + 1)) slots_.resize(size_t(params + 1));
-        slots_[0] = {};
+        if (places_.size() > size_t(params + 1)) places_.resize(size_t(params + 1));
+        places_[0] = {};
     }
 
-    /// Its index in lists of all state tensors; -1: there is none.
-    int64_t slot(StateKind kind, int64_t param = kOptimizer) const {
+    /// Returns the tensor's index in lists of all state tensors; -1: there is none.
+    int64_t index_of(StateKind kind, int64_t param = kOptimizer) const {
         const auto owner = size_t(param + 1);
-        return owner < slots_.size() ? slots_[owner][size_t(kind)] - 1 : -1;
+        return owner < places_.size() ? places_[owner][size_t(kind)] - 1 : -1;
     }
     const StateEntry *find(StateKind kind, int64_t param = kOptimizer) const {
-        const int64_t at = slot(kind, param);
+        const int64_t at = index_of(kind, param);
         return at >= 0 ? &entries_[size_t(at)] : nullptr;
     }
-    /// In such a list.
+    /// Returns the tensor in such a list.
     const dsopt_tensor *find(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
-        const int64_t at = slot(kind, param);
+        const int64_t at = index_of(kind, param);
         return at >= 0 ? list + at : nullptr;
     }
+    /// Returns the only dimension of a tensor of the whole optimizer. The pointer stays valid when entries move, as
+    /// dsopt_state_info.dims promises.
+    const int64_t *own_dims(StateKind kind) const { return &own_numel_[size_t(kind)]; }
     /// Its memory in such a list; NULL: there is no such tensor.
     template <class T> T *data(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
         const dsopt_tensor *const tensor = find(list, kind, param);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     }
+    /// True if the tensor of the whole optimizer in such a list is in the table's own memory.
+    bool names_own(const dsopt_tensor *list, StateKind kind) const {
+        const int64_t at = index_of(kind);
+        return at >= 0 && list[at].data == entries_[size_t(at)].data;
+    }
     const std::vector<dsopt_tensor> &list() const { return list_; }
     /// Every tensor has memory, those of the whole optimizer included.
-    bool is_complete() const { return missing_ == 0 && slot(StateKind::step) >= 0; }
+    bool is_complete() const { return missing_ == 0 && index_of(StateKind::step) >= 0; }
 
     size_t size() const { return entries_.size(); }
     bool empty() const { return entries_.empty(); }
@@ -203,7 +212,8 @@ public:
     auto end() const { return entries_.end(); }
 
 private:
-    using Slots = std::array<int32_t, size_t(StateKind::step) + 1>; // one more than the index; 0: there is none
+    static constexpr size_t kKinds = size_t(StateKind::step) + 1;
+    using Places = std::array<int32_t, kKinds>; // one more than the index; 0: there is none
 
     void place(size_t i, void *data, int64_t generation) {
         missing_ += int64_t(data == nullptr) - int64_t(entries_[i].data == nullptr);
@@ -212,9 +222,10 @@ private:
     }
 
     std::vector<StateEntry> entries_;
-    std::vector<dsopt_tensor> list_;                   // the same as a list, such as calls bring
-    std::vector<Slots> slots_ = std::vector<Slots>(1); // of the optimizer, then of each parameter
-    std::array<OwnBlock, size_t(StateKind::step) + 1> blocks_;
+    std::vector<dsopt_tensor> list_;                      // the same as a list, such as calls bring
+    std::vector<Places> places_ = std::vector<Places>(1); // of the optimizer, then of each parameter
+    std::array<int64_t, kKinds> own_numel_{};
+    std::array<OwnBlock, kKinds> blocks_;
     std::vector<Memory> arenas_;
     int64_t missing_ = 0;     // tensors without memory
     int64_t generations_ = 0; // given to memory so far

@@ -30,7 +30,7 @@ struct HostMemory {
 
 static_assert(sizeof(dsopt_tensor) == 24, "no padding: lists are compared byte by byte");
 
-/// What of a call is compared as it is: of lists, whether they are given. The stream says only when.
+/// Returns the call without the addresses of its lists and without its stream, for a comparison byte by byte.
 dsopt_step without_addresses(dsopt_step step) {
     static constexpr dsopt_tensor given{};
     for (const dsopt_tensor **list : {&step.grads, &step.params, &step.out, &step.state})
@@ -192,7 +192,7 @@ Repeats Optimizer::repeats_of(const dsopt_step &step) {
     return may_be_at(step.grads, last.grads, step.count) ? Repeats::all_but_places : Repeats::nothing;
 }
 
-/// Of a call that repeats none.
+/// Checks a call that is not a repetition of the last one.
 void Optimizer::check_call(const dsopt_step &step) const {
     check_step(*this, step, false);
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -221,7 +221,7 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) 
     return list;
 }
 
-/// For repeats_of(). Jobs of the 1-bit family and accumulated gradients differ from step to step.
+/// Keeps the call for repeats_of(). Jobs of the 1-bit family and accumulated gradients differ from step to step.
 void Optimizer::keep_call(const StepRequest &request) {
     if (onebit_ || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
     const dsopt_step &step = request.step;
@@ -251,8 +251,7 @@ void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     check_scaler();
-    const dsopt_tensor *const schedule = state().find(step.state, StateKind::schedule);
-    if (schedule != nullptr && schedule->data == state()[size_t(schedule - step.state)].data) state_changed();
+    if (state().names_own(step.state, StateKind::schedule)) state_changed();
     const Enqueues work(pending(), step.stream);
     run({.step = step, .flags = flags_of(step), .met = &met}, step.state, step.workspace);
 }

@@ -789,8 +789,11 @@ TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
                     dsopt_param param{};
                     param.tensor = late.tensor();
                     param.name = "c";
+                    const std::vector<dsopt_state_info> before = trainer.state();
                     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_STATE,
                                         "frozen"));
+                    for (const dsopt_state_info &info : before) // nothing was added, so dims are still valid
+                        EXPECT_EQ(info.ndim == 1 ? *info.dims : info.tensor.numel, info.tensor.numel) << info.name;
                     must(trainer.step(grads));
                     if (compat != DSOPT_COMPAT_NONE) continue;
                     must(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 10, 1), "d"}}));

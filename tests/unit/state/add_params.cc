@@ -446,4 +446,15 @@ TEST(AddingMore, LeavesBoundStateWhereItIsIfItFailsAndElseTakesItsContents) {
     EXPECT_EQ(counts[0], -1);
 }
 
+TEST(AddingMore, TwiceWithoutACallBetweenStillFindsOverlapsWithTheOptimizersOwnState) {
+    Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
+    must(trainer.step(trainer.arguments()));
+    for (const char *name : {"second", "third"})
+        must(trainer.add_group(make_group(DSOPT_ALGORITHM_ADAMW), {{Array(DSOPT_DTYPE_F32, 3, 1), name}}));
+    const dsopt_state_info step = trainer.state().back();
+    const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
+    const dsopt_param param = param_of({step.tensor.data, 1, DSOPT_DTYPE_F32, 0});
+    EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_OVERLAP, "'step'"));
+}
+
 } // namespace
