@@ -9,7 +9,7 @@
 //   Sgd, Adagrad, Lion   on fp32 weights: 12, 20 and 20
 // and what one of 8 ranks does by itself with one bit an element, on fp32 weights. Its collectives give it its own rows
 // back, in the order of the stream:
-//   Compressed           dsopt_compressed_allreduce: 12 of the worker (value, kept sum in and out), 1 of the server,
+//   Compressed           dsopt_compressed_allreduce: 12 of the worker (value, compensated value in and out), 1 of the server,
 //                        4 decoded, bits: 17
 //   OnebitAdam           a step that exchanges: worker 16 (gradient and momentum in place of the value), server 1,
 //                        update 16 (weight, variance, momentum): 33

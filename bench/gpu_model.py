@@ -105,7 +105,7 @@ def kernel_seconds(name, sizes, machine):
     streaming = at_speed(rounds * grid * bytes_of_leaf, 1) + (at_speed(rest * bytes_of_leaf, rest / grid) if rest else 0)
     # Each round a thread takes the pieces of a leaf one after the other, and finds the tensor where that is a new one.
     pieces = -(-min(LEAF, -(-numel // count)) // step)
-    waits = 2 if name == "serve" else 1  # the bits of all ranks come behind the kept sums
+    waits = 2 if name == "serve" else 1  # the bits of all ranks come behind the compensated values
     waiting = -(-count // grid) * pieces * (waits * latency + WORK) + min(-(-count // grid), tensors) * FIND
     return max(streaming, waiting) + folds
 

@@ -749,7 +749,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *
  * (*) In compat mode with NO_MASTER the moments have the parameter's dtype.
  * Engine-owned loss_scale and scaler are the attached scaler's own memory.
- * An export of worker_error and server_error is what is owed, followed by scales of 0.
+ * An export of worker_error and server_error has the residuals, followed by scales of 0.
  */
 enum dsopt_state_flags {
     /** Starts as a copy of the parameter. */
@@ -1800,9 +1800,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const
 /**
  * Error-compensated 1-bit mean of a list over the ranks of a comm: one bit per element in each direction, two
  * collectives for the whole list (Tang et al. 2021; DeepSpeed's compressed_allreduce).
- *  - Each rank adds what it still owes from earlier calls, and sends signs and one scale (root mean square) per tensor.
- *  - The rank that serves a chunk averages them, adds what it owes itself, and sends signs and scales of the mean to
- *    all.
+ *  - Each rank adds the residual of earlier calls, and sends signs and one scale (root mean square) per tensor.
+ *  - The rank that serves a chunk averages them, adds its own residual, and sends signs and scales of the mean to all.
  *  - All ranks get the same bits. Zeros and NaN count as positive. A NaN or Inf spoils the buffers for good: look
  *    for them before.
  * With `node` the exchange has two levels: full precision inside a node, bits between nodes. docs/onebit.md
@@ -1812,9 +1811,9 @@ typedef struct dsopt_compressed {
     /** F32, overwritten with the mean. The same sizes on all ranks. */
     const dsopt_tensor *tensors;
     int64_t count;
-    /** What this rank owes as a worker and as a server. Backend memory of the caller, kept from call to call, zeros at
-     * the start; sizes in floats from dsopt_compressed_sizes. They hold sums and scales, from which
-     * dsopt_compressed_errors makes the errors. */
+    /** Error feedback of this rank as a worker and as a server. Backend memory of the caller, kept from call to call,
+     * zeros at the start; sizes in floats from dsopt_compressed_sizes. They hold compensated values and scales, from
+     * which dsopt_compressed_errors computes the residuals. */
     float *worker_error;
     float *server_error;
     /** Backend memory of any alignment. Nothing is kept in it. */
@@ -1822,7 +1821,7 @@ typedef struct dsopt_compressed {
     size_t workspace_bytes;
     void *stream;
     /** enum dsopt_compat. NONE: one scale per tensor and chunk, padding takes no part. DEEPSPEED: each tensor is padded
-     * to a multiple of ranks * lcm(ranks, 8) elements, which count and owe like the others. */
+     * to a multiple of ranks * lcm(ranks, 8) elements, which count in scales and have residuals like the others. */
     int32_t compat;
     int32_t reserved;
     /** Optional: the ranks of this node, as many in each node. The ranks of the comm, one per node, must all have the
@@ -1850,7 +1849,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args);
 
 /**
- * What a worker and a server still owe: one float per element, without the scales. With two levels a worker has its
+ * Copy the residuals of a worker and a server: one float per element, without the scales. With two levels a worker has its
  * own slice. Waits for `args->stream`.
  * @param[out] worker  host memory. NULL = not wanted.
  * @param[out] server  host memory. NULL = not wanted.

@@ -459,7 +459,7 @@ private:
             DSOPT_OK) {
             if (choose.rarely(4)) fill_words(state[1]);
             const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
-            (void)counted("scaler_transition",
+            (void)counted("scaler_update_arrays",
                           dsopt_scaler_update_arrays(scaler, state.data(), count_of(state), overflow, nullptr));
         }
         int32_t host[64];

@@ -508,7 +508,7 @@ private:
             (void)counted("scaler_decode", dsopt_scaler_decode(host.data(), &info));
             const dsopt_tensor both[] = {owner.state.tensor(entry - 1), tensor}; // loss_scale comes before
             const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
-            (void)counted("scaler_transition",
+            (void)counted("scaler_update_arrays",
                           dsopt_scaler_update_arrays(scaler_, both, 2, choose.flip() ? overflow : nullptr, nullptr));
         }
     }

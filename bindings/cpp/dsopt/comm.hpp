@@ -227,7 +227,7 @@ public:
         check_sizes(arguments);
         detail::check(dsopt_compressed_allreduce(get(), &desc));
     }
-    /// What is still owed, worker_elements and server_elements floats, to host memory. Empty: not wanted.
+    /// Copies the residuals, worker_elements and server_elements floats, to host memory. Empty: not wanted.
     void compressed_errors(const compressed_arguments &arguments, span<float> worker, span<float> server) const {
         const dsopt_compressed desc = desc_of(arguments);
         const dsopt::compressed_sizes sizes = check_sizes(arguments);

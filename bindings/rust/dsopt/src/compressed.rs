@@ -4,7 +4,7 @@ use crate::tensor::list_mut;
 use crate::{sys, Comm, Error, Result, TensorMut};
 use std::ptr;
 
-/// The error-compensated 1-bit mean of a list over the ranks of a comm, and what this rank still owes.
+/// The error-compensated 1-bit mean of a list over the ranks of a comm, and the residuals of this rank.
 ///
 /// ```
 /// # use dsopt::{Comm, Compressed, Context};
@@ -24,7 +24,7 @@ pub struct Compressed {
     deepspeed: bool,
 }
 
-/// What a rank owes, one number per element: [`Compressed::errors`].
+/// The residuals of a rank, one number per element: [`Compressed::errors`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Errors {
@@ -35,7 +35,7 @@ pub struct Errors {
 }
 
 impl Compressed {
-    /// Nothing is owed. The first exchange says for which list this is.
+    /// Without residuals. The first exchange says for which list this is.
     pub fn new() -> Compressed {
         Compressed::default()
     }
@@ -81,7 +81,7 @@ impl Compressed {
 
     /// The exchange: the list becomes its mean. `node` has the ranks of this node, if there are two levels.
     ///
-    /// After [`ErrorKind::Comm`](crate::ErrorKind::Comm) and its kin what is owed is spoilt: begin with a new one.
+    /// After [`ErrorKind::Comm`](crate::ErrorKind::Comm) and its kin the residuals are spoilt: begin with a new one.
     pub fn all_reduce(
         &mut self,
         comm: &mut Comm,
@@ -94,7 +94,7 @@ impl Compressed {
         check(unsafe { sys::dsopt_compressed_allreduce(comm.as_ptr(), &args) })
     }
 
-    /// What this rank owes, for the list of the exchanges. Not a collective.
+    /// Returns the residuals of this rank, for the list of the exchanges. Not a collective.
     pub fn errors(
         &mut self,
         comm: &mut Comm,
