@@ -15,7 +15,8 @@ struct DeviceOneBit {
     OneBitPlan one;
     Exchange x;
     bool packs; // a scale group is one tensor: bits are made while its compensated values are at hand
-    /// Four neighbours of a tensor have their bits side by side; in compat mode a tensor may begin anywhere.
+    /// Four neighbours of a tensor have their bits side by side, or there are no bits. In the exchanges of compat mode a
+    /// tensor may begin anywhere.
     bool whole_vectors;
 };
 
@@ -371,7 +372,11 @@ public:
     OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
                const Launcher &launcher) :
         launcher_(launcher),
-        b_{.d = d, .one = *plan.onebit, .x = {}, .packs = false, .whole_vectors = !plan.onebit->rules.compat} {
+        b_{.d = d,
+           .one = *plan.onebit,
+           .x = {},
+           .packs = false,
+           .whole_vectors = !(plan.onebit->exchanges && plan.onebit->rules.compat)} {
         b_.one.jobs = jobs;
         if (!b_.one.exchanges) return;
         b_.x = plan.onebit->exchange->on_device(layout, &plan.control->skip);
