@@ -36,18 +36,13 @@ __device__ __forceinline__ void first_pass_pack(const SharedTensor &s, const Lea
     t.template store_moments<R::moments.count>(s.job, where.begin + i);
 }
 
-template <int V>
+template <class R, int V>
 __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const SharedTensor &s, int64_t i) {
-    Inputs<V> t = load_inputs<V, kReducedMoments, false>(s.job, i);
+    Inputs<V> t = load_inputs<V, R::moments.count, false>(s.job, i);
     const Pack<V> old = t.p;
     unrolled<V>([&](int k) INLINED {
-        visit(s.rule, [&](auto formula) INLINED {
-            using R = typename decltype(formula)::type;
-            if constexpr (R::passes == Passes::reduced)
-                with_moments_of<R::moments.count>(t, k, [&](auto &...each) INLINED {
-                    typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
-                });
-        });
+        with_moments_of<R::moments.count>(
+            t, k, [&](auto &...each) INLINED { typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...); });
     });
     publish(plan, s, t.p, old, i);
 }
@@ -173,8 +168,13 @@ __global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTA
             [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
                 if (s.job.owner != Owner::update || passes_of(s.rule) != Passes::reduced) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
-                for_packs(where.n, s.aligned,
-                          [&]<int V>(Width<V>, int i) INLINED { second_pass_pack<V>(plan, s, where.begin + i); });
+                visit(s.rule, [&](auto formula) INLINED {
+                    using R = typename decltype(formula)::type;
+                    if constexpr (R::passes == Passes::reduced)
+                        for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
+                            second_pass_pack<R, V>(plan, s, where.begin + i);
+                        });
+                });
             });
     if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
 }

@@ -47,17 +47,6 @@ DSOPT_HD constexpr uint32_t fields_of(Rule rule) {
     return fields;
 }
 
-/// Most moments of a formula with Passes::reduced.
-constexpr int kReducedMoments = [] {
-    int most = 0;
-    for (int rule = 0; rule <= UINT8_MAX; ++rule)
-        visit(Rule(rule), [&](auto formula) {
-            using R = typename decltype(formula)::type;
-            if (R::passes == Passes::reduced && R::moments.count > most) most = R::moments.count;
-        });
-    return most;
-}();
-
 /// True for formulas that multiply an update by a trust ratio, in compressed steps of 1-bit LAMB too.
 DSOPT_HD bool has_trust(Rule rule) { return (fields_of(rule) & kTrust) != 0; }
 /// The factor of a tensor from its sums of squares, of a formula with Passes::reduced.

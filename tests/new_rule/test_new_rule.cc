@@ -12,6 +12,12 @@ constexpr int32_t kBoth[] = {DSOPT_ALGORITHM_ADEMAMIX, DSOPT_ALGORITHM_ADEMAMIX_
 
 void with_beta3(dsopt_group &group, int index) { group.beta3 = index == 0 ? 0.95 : 0.5; }
 
+/// The second group has a rule with fewer moments.
+void with_lamb(dsopt_group &group, int index) {
+    if (index == 0) return with_beta3(group, index);
+    ASSERT_OK(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_LAMB));
+}
+
 Setting plain(int32_t algorithm) {
     Setting setting;
     setting.algorithm = algorithm;
@@ -87,6 +93,15 @@ TEST_F(NewRule, HasTheBitsOfTheCpuOnTheDevice) {
         setting.desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
         expect_same_bits(setting, "no masters");
     }
+}
+
+TEST_F(NewRule, HasTheBitsOfTheCpuOnTheDeviceNextToLamb) {
+    Setting setting = plain(DSOPT_ALGORITHM_ADEMAMIX_TRUST);
+    setting.change = with_lamb;
+    expect_same_bits(setting, "fp32");
+    setting = mixed(DSOPT_ALGORITHM_ADEMAMIX_TRUST);
+    setting.change = with_lamb;
+    expect_same_bits(setting, "masters");
 }
 
 TEST_F(NewRule, HasTheBitsOfStepsInTheFunctionalForm) {
