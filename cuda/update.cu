@@ -127,10 +127,12 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
                 for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
-                    if constexpr (R::passes == Passes::reduced)
+                    if constexpr (R::passes == Passes::reduced) {
                         first_pass_pack<R, V>(s, where, i, tiles);
-                    else
+                    } else {
+                        static_assert(R::passes == Passes::elementwise);
                         update_pack<R, V>(plan, s, where, i, tiles);
+                    }
                 });
             });
             if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(d, leaf, where.n, tiles);

@@ -313,10 +313,12 @@ template <class R> void reduced_first_pass(const Span &span) {
 void update(const Span &span) {
     visit(span.rule, [&](auto formula) {
         using R = typename decltype(formula)::type;
-        if constexpr (R::passes == Passes::elementwise)
+        if constexpr (R::passes == Passes::elementwise) {
             update_with(R{*span.scalars}, span);
-        else
+        } else {
+            static_assert(R::passes == Passes::reduced);
             reduced_first_pass<R>(span);
+        }
     });
 }
 
