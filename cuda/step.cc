@@ -11,7 +11,7 @@ namespace {
 class Step final : public StepLoops {
 public:
     Step(const StepPlan &plan, const Launcher &launcher) : plan_(plan), launcher_(launcher) {
-        const StepShape shape = shape_of(plan);
+        const StepShape &shape = plan.how.shape;
         const bool in_capture = capturing(launcher.stream);
         if (plan.onebit != nullptr && in_capture)
             throw Error(DSOPT_ERR_STATE, "the host chooses the stage of a 1-bit step: it cannot be captured");
@@ -20,7 +20,7 @@ public:
             throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
                         static_cast<long long>(shape.leaves));
         const Extra extra(plan.how.extra, shape);
-        const StepTable table = bring_table(plan, shape, extra, launcher);
+        const StepTable table = bring_table(plan, extra, launcher);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
               .tensor_of_leaf = extra.tensor_of_leaf,
@@ -77,12 +77,6 @@ public:
     }
 
 private:
-    static StepShape shape_of(const StepPlan &plan) {
-        const TensorJob *const last = plan.count != 0 ? &plan.jobs[plan.count - 1] : nullptr;
-        return {plan.count, plan.group_count, last != nullptr ? last->first_leaf + leaves_of(last->range.numel) : 0,
-                plan.onebit != nullptr,
-                plan.onebit != nullptr && plan.onebit->exchanges ? plan.onebit->exchange->layout : nullptr};
-    }
     /// True if the update has something to do. In a skipped step it writes the outputs of all tensors.
     bool leaves_work() const {
         for (int64_t i = 0; i < plan_.count; ++i) {

@@ -133,8 +133,8 @@ private:
 
 /// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows
 /// from it.
-inline StepTable bring_table(const StepPlan &plan, const StepShape &shape, const Extra &extra,
-                             const Launcher &launcher) {
+inline StepTable bring_table(const StepPlan &plan, const Extra &extra, const Launcher &launcher) {
+    const StepShape &shape = plan.how.shape;
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
     const size_t bytes = StepTable(nullptr, shape).bytes;
     Cache *const cache = static_cast<Cache *>(plan.how.cache);

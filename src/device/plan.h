@@ -51,7 +51,8 @@ struct TensorJob {
     void *data[kSlots];
     uint64_t random_key; // the tensor's key, for stochastic rounding: in front of range.begin, one load on CUDA
     // Kernels loop over the range, which begins with a leaf of the registered tensor, and sums are folded over all of
-    // that tensor. These are equal today, and neither kernels nor folds rely on it.
+    // that tensor. These are equal today. CUDA kernels rely on it: they visit every leaf of the step, and the map from
+    // leaves to tensors has only leaves of ranges.
     Range range;         // of the tensor of that name: the elements of `data`
     int64_t first_leaf;  // of the range
     TensorLeaves leaves; // of the registered tensor
@@ -173,6 +174,14 @@ struct Limits {
 };
 
 class StepCache;
+struct OwnedLayout;
+
+/// The memory of a step has sizes that follow from these numbers.
+struct StepShape {
+    int64_t tensors, groups, leaves;
+    bool onebit;                 // with a group of the 1-bit family
+    const OwnedLayout *exchange; // NULL: no other ranks
+};
 
 /// How much of a call is that of the call before it.
 enum class Repeats : uint8_t {
@@ -186,7 +195,8 @@ struct Execution {
     void *stream;
     Parallel parallel;
     int64_t chunk;    // elements that a thread takes at once, at least
-    void *extra;      // workspace of the device, Loops::extra_bytes() long
+    void *extra;      // workspace of the device, Loops::extra_bytes(shape) long
+    StepShape shape;
     StepCache *cache; // what the device keeps between steps; NULL in `apply`
     bool timing;
     Repeats repeats; // tables of tensors and groups, and what of them is in `extra`, from the last step in `cache`

@@ -5,13 +5,6 @@
 
 namespace dsopt {
 
-/// What the sizes of a step's memory follow from.
-struct StepShape {
-    int64_t tensors, groups, leaves;
-    bool onebit;                 // with a group of the 1-bit family
-    const OwnedLayout *exchange; // NULL: no other ranks
-};
-
 /// What the host tells a device of tensors and groups, in one block of memory, so that it can be compared and copied as
 /// a whole. Each table begins on its own line.
 struct StepTable {

@@ -212,7 +212,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .report = step.report,
         .outcome = memory.outcome,
         .how = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(), memory.extra,
-                nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
+                shape_of(optimizer), nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
         .control = memory.control,
         .scalars = memory.scalars,
         .divisors = memory.divisors,
