@@ -12,13 +12,13 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     NonFinite found;
     for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
         const TensorJob &job = plan.jobs[i];
-        const bool read = is_inspected(plan, job);
+        const bool read = is_inspected(job);
         double squares = 0;
         if (read) {
             squares = by.sum(plan.leaf.sums_a + job.leaves.first, leaves);
             const int64_t *bad = plan.leaf.bad + job.leaves.first;
             // What is not finite shows in the squares, unless these are of something else.
-            const bool may = !is_finite(squares) || (plan.policy.wrapper == Wrapper::fused && job.expert != 0);
+            const bool may = !is_finite(squares) || sums_weights(plan, job);
             const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
             if (here != 0) { // all lanes of a warp agree
                 const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
@@ -53,14 +53,12 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
-        if (!is_inspected(plan, job)) return;
+        if (!is_inspected(job)) return;
         float *const tile = tiles[threadIdx.x / 32];
         const auto [begin, n] = Leaf(job, leaf);
         double squares = leaf_squares(job.grad(), begin, n, tile);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad(), begin, n);
-        // The original takes the experts' part of the norm from their weights. What is bad stays the gradient's.
-        if (plan.policy.wrapper == Wrapper::fused && job.expert != 0)
-            squares = leaf_squares(job.weight(), begin, n, tile);
+        if (sums_weights(plan, job)) squares = leaf_squares(job.weight(), begin, n, tile);
         if (threadIdx.x % 32 == 0) {
             plan.leaf.sums_a[leaf] = squares;
             plan.leaf.bad[leaf] = bad;
@@ -68,23 +66,22 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
     });
     if (!last_block(&d.plan.control->ticket[0])) return;
     fold_on_block(d);
-    if (decides && d.decided && threadIdx.x == 0) (void)decide_step(d.plan);
+    if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
-/// What the last block of pass 1 does, or a part of it: gradients are not read, or ranks add up their norms in between.
-__global__ void __launch_bounds__(kThreads, 1)
-    decide_kernel(GRID_CONSTANT const DevicePlan d, const bool folds, const bool decides) {
+/// Does what is left of pass 1, in one thread. `folds`: pass 1 did not run, because gradients are not read. `decides`:
+/// ranks have added up their norms, or there are no other ranks.
+__global__ void decide_kernel(GRID_CONSTANT const DevicePlan d, const bool folds, const bool decides) {
     begin_kernel(decides);
-    if (folds) fold_on_block(d);
-    __syncthreads();
-    if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
+    if (folds) fold_nothing(d.plan);
+    if (decides) (void)decide_step(d.plan);
 }
 
 void inspect(const DevicePlan &d, bool decides, const Launcher &launcher) {
     launcher.over(d.leaves / kWarps + 1, "inspect", inspect_kernel, d, decides);
 }
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
-    launcher.block(decides ? "decide" : "fold", decide_kernel, d, folds, decides);
+    launcher.thread(decides ? "decide" : "fold", decide_kernel, d, folds, decides);
 }
 
 void load_inspect_kernels(KernelLoader &load) { load(inspect_kernel, decide_kernel); }

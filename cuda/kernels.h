@@ -26,7 +26,7 @@ void load_list_kernels(KernelLoader &load);
 // inspect.cu
 /// Pass 1. `decides`: the last block also decides.
 void inspect(const DevicePlan &d, bool decides, const Launcher &launcher);
-/// What the last block of pass 1 does, or a part of it.
+/// Does what is left of pass 1, as Step::inspect() and Step::decide() ask.
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher);
 void load_inspect_kernels(KernelLoader &load);
 

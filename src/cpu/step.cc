@@ -31,12 +31,10 @@ public:
         if (plan_.policy.read_gradients)
             cut_.run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
-                if (!is_inspected(plan_, job)) return;
+                if (!is_inspected(job)) return;
                 const int64_t leaf = job.first_leaf + span.begin / kLeaf;
                 kernels_.inspect(job.grad(), span.begin, span.end, plan_.leaf.sums_a, plan_.leaf.bad, nullptr, leaf);
-                // The original takes the experts' part of the norm from their weights. What is bad stays the
-                // gradient's.
-                if (plan_.policy.wrapper == Wrapper::fused && job.expert != 0)
+                if (sums_weights(plan_, job))
                     kernels_.squares(job.weight(), span.begin, span.end, plan_.leaf.sums_a, leaf);
             });
         fold_gradients(plan_);

@@ -182,8 +182,11 @@ DSOPT_HD void note_reasons(const StepPlan &plan) {
 }
 
 /// True for a tensor whose gradient pass 1 reads.
-DSOPT_HD bool is_inspected(const StepPlan &plan, const TensorJob &job) {
-    return plan.policy.read_gradients && job.present && job.grad();
+DSOPT_HD bool is_inspected(const TensorJob &job) { return job.present && job.grad(); }
+/// True if pass 1 sums squares of the tensor's weights: the original's fused wrapper takes the experts' part of the norm
+/// from them. Non-finite elements are those of the gradient all the same.
+DSOPT_HD bool sums_weights(const StepPlan &plan, const TensorJob &job) {
+    return plan.policy.wrapper == Wrapper::fused && job.expert != 0;
 }
 /// The cell of the table in which the squares of such a tensor count; -1: in none. They also count in the cell of the
 /// last row, over all groups, in the same column.
@@ -216,7 +219,7 @@ inline void fold_gradients(const StepPlan &plan) {
     for (int64_t i = 0; i < cells * kLanes; ++i) lanes[i] = 0;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
-        if (!is_inspected(plan, job)) continue;
+        if (!is_inspected(job)) continue;
         int64_t bad = 0, nans = 0;
         for (int64_t leaf = job.leaves.first; leaf < job.leaves.end(); ++leaf) {
             bad += plan.leaf.bad[leaf] & 0xffff;

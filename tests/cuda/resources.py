@@ -57,7 +57,7 @@ OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
           for kernel in ("update_kernel", "pack_kernel", "feed_list_kernel", "serve_kernel", "feed_slice_kernel",
                          "feed_kernelILNS.*4FeedE[012]E")}
 # Kernels that add up values of a leaf, or what leaves left: of the latter so many are under way to each lane, at least.
-SUMS = {"inspect_kernel": 16, "decide_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
+SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
         "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
