@@ -144,13 +144,7 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
         return;
     }
     if (skip) return;
-    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
-        const TensorJob &job = plan.jobs[i];
-        if (job.owner != Owner::update || passes_of(plan.groups[job.group].rule) != Passes::reduced) return;
-        const double weights = by.sum(plan.leaf.sums_a + job.leaves.first, leaves),
-                     updates = by.sum(plan.leaf.sums_b + job.leaves.first, leaves);
-        if (by.lead) find_trust(plan, i, weights, updates);
-    });
+    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
 }
 
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
@@ -168,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTA
         for_shared_leaves(
             d, s, [](int32_t) {},
             [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
-                if (s.job.owner != Owner::update || passes_of(s.rule) != Passes::reduced) return;
+                if (!is_reduced(s.job, s.rule)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
                 visit(s.rule, [&](auto formula) INLINED {
                     using R = typename decltype(formula)::type;

@@ -59,20 +59,14 @@ public:
                 kernels_.update(span);
         });
         if (!plan_.policy.reduces) return finish();
-        for (int64_t i = 0; i < plan_.count; ++i) {
-            const TensorJob &job = plan_.jobs[i];
-            if (job.owner == Owner::update && passes_of(plan_.groups[job.group].rule) == Passes::reduced)
-                find_trust(plan_, i, fold_leaves(plan_.leaf.sums_a, job.leaves),
-                           fold_leaves(plan_.leaf.sums_b, job.leaves));
-        }
+        for (int64_t i = 0; i < plan_.count; ++i) find_trust(plan_, i, LeafFold());
     }
 
     void update_weights(bool shared) override {
         if (is_skipped()) return finish();
         for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
         cut_.run([&](int64_t, const Span &span) {
-            if (span.job->owner == Owner::update && passes_of(span.rule) == Passes::reduced)
-                kernels_.update_weights(span);
+            if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
         });
         finish();
     }

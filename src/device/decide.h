@@ -41,9 +41,20 @@ DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
 DSOPT_HD void take_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
     plan.trust_ratio[i] = factor_of(plan.groups[plan.jobs[i].group], weights, updates);
 }
-/// From a tensor's sums: its trust ratio, or what model ranks add up for it.
-DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
-    const int32_t slot = plan.jobs[i].trust_slot;
+/// True for a tensor that the passes of Passes::reduced update. `rule`: of its group.
+DSOPT_HD bool is_reduced(const TensorJob &job, Rule rule) {
+    return job.owner == Owner::update && passes_of(rule) == Passes::reduced;
+}
+/// Finds the trust ratio of such a tensor from the sums that its leaves left, or what model ranks add up for it. `fold`
+/// adds up leaves, by one thread or several, of which one is in the lead.
+template <class Fold> DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, const Fold &fold) {
+    const TensorJob &job = plan.jobs[i];
+    if (!is_reduced(job, plan.groups[job.group].rule)) return;
+    const auto leaves = int32_t(job.leaves.count());
+    const double weights = fold.sum(plan.leaf.sums_a + job.leaves.first, leaves),
+                 updates = fold.sum(plan.leaf.sums_b + job.leaves.first, leaves);
+    if (!fold.lead) return;
+    const int32_t slot = job.trust_slot;
     if (slot < 0) return take_trust(plan, i, weights, updates);
     plan.shards.sums[slot] = {weights, updates, 1};
 }

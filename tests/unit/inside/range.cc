@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Intervals: src/base/range.h, and steps on ranges of a tensor whose sums are folded as a whole.
 #include "base/range.h"
+#include "cpu/onebit_step.h"
 #include "device/device.h"
 #include "device/loops.h"
 #include "support/harness.h"
@@ -138,7 +139,6 @@ struct RangeStep {
         plan.norms = {norms.data(), 1, 1};
         plan.leaf = {tensor.sums_a.data(), tensor.sums_b.data(), tensor.bad.data()};
     }
-    double fold(const double *sums) const { return dsopt::fold_leaves(sums, job.leaves); }
 };
 
 /// One step of each, pass by pass: what a fold reads is there when all have run the pass before it.
@@ -154,8 +154,7 @@ void run(const dsopt::Loops &loops, const std::vector<RangeStep *> &steps,
         for (dsopt::StepLoops *own : running) own->inspect(true);
     for (dsopt::StepLoops *own : running) own->decide();
     for (dsopt::StepLoops *own : running) own->update();
-    for (RangeStep *step : steps)
-        dsopt::find_trust(step->plan, 0, step->fold(step->plan.leaf.sums_a), step->fold(step->plan.leaf.sums_b));
+    for (RangeStep *step : steps) dsopt::find_trust(step->plan, 0, dsopt::cpu::LeafFold());
     for (dsopt::StepLoops *own : running) own->update_weights(false);
 }
 
