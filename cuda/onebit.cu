@@ -213,9 +213,8 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
             const int64_t i = where.begin + at;
             Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
             unrolled<V>([&](int k) INLINED {
-                const float value = o.one.anchored && t.moment[1].at[k] == 0 ? 0.0f : t.g.at[k];
                 const LambUpdate u =
-                    lamb_take_mean(s.scalars, o.one, value, one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
+                    lamb_take_mean(s.scalars, o.one, t.g.at[k], one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
                                    t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;

@@ -344,9 +344,8 @@ void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restr
                     const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
                     LambTile &out, int64_t n) {
     const auto take = [&](int64_t i, float factor) {
-        const float value = o.anchored && v[i] == 0 ? 0.0f : y[i];
         float momentum = m[i], variance = fresh[i]; // copies, as in apply_once()
-        const LambUpdate u = lamb_take_mean(s, o, value, factor, p[i], momentum, v[i], variance);
+        const LambUpdate u = lamb_take_mean(s, o, y[i], factor, p[i], momentum, v[i], variance);
         m[i] = momentum;
         fresh[i] = variance;
         out.without_decay.at[i] = u.without_decay;

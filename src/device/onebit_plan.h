@@ -89,8 +89,6 @@ DSOPT_HD bool freezes(const OneBitPlan &one, bool skipped) { return !one.rules.c
 DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
     return one.exchanges && mean.values == nullptr;
 }
-/// A bit of OneBitPlan::active.
-DSOPT_HD bool has_variance(float v) { return v != 0; }
 
 /// The trust ratio of a tensor in a compressed step: from its own sums, or those of all model ranks.
 DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,

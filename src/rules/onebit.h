@@ -22,6 +22,9 @@ DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
 }
 DSOPT_HD bool takes_part(const int32_t *active, int64_t element) { return (active_from(active, element) & 1u) != 0; }
 
+/// A bit of such an array.
+DSOPT_HD bool has_variance(float v) { return v != 0; }
+
 /// What a rank brings to the exchange of a step.
 enum class Feed : uint8_t {
     momentum, // 1-bit Adam: the momentum with the own gradient in it
@@ -35,10 +38,13 @@ struct OneBitScalars {
     float lr_sum;  // 0/1 Adam: learning rates since ranks last agreed
     bool drops;    // 0/1 Adam of the original on one rank: the momentum does not see the gradient
     /// Standard mode: `track` is the anchor, the weights on which ranks last agreed. Compat mode: it is the drift, the
-    /// way since then. And in standard mode an element whose variance is 0 when it freezes stays where it is: a sign
-    /// has no zero, and would be divided by eps.
+    /// way since then.
     bool anchored;
 };
+
+/// True for an element whose gradients or mean change it. In standard mode one whose variance is 0 when it freezes stays
+/// as it is: a sign has no zero, and would be divided by eps.
+DSOPT_HD bool moves(const OneBitScalars &o, float v) { return !o.anchored || has_variance(v); }
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
                           float track) {
@@ -60,7 +66,7 @@ DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
 /// After the exchange, with `y` the mean that all ranks have.
 DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
                         float &track) {
-    if (o.anchored && v == 0) y = 0;
+    if (!moves(o, v)) y = 0;
     if (feed == Feed::distance) {
         if (o.lr_sum != 0) m = -(y / o.lr_sum); // no rate at all: nobody moved, the momentum stays
         const float common = o.anchored ? track : p - track;
@@ -83,6 +89,7 @@ struct LambUpdate {
 DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, float y, float mask, float p, float &m,
                                    float v, float &fresh) {
     const float old = m;
+    if (!moves(o, v)) y = 0;
     m = y / o.scaling * mask;
     const float gradient = (m - old * s.beta1) / s.a1;
     fresh = s.beta2 * fresh + (s.a2 * gradient) * gradient;
@@ -129,7 +136,7 @@ DSOPT_HD double factor_to_send(double factor) { return factor != factor ? double
 
 /// 0/1 Adam between exchanges: a step by this rank alone.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &track) {
-    m = s.beta1 * m + s.a1 * (o.anchored && v == 0 ? 0.0f : unscale(s, g));
+    m = s.beta1 * m + s.a1 * (moves(o, v) ? unscale(s, g) : 0.0f);
     const float change = -s.lr * frozen_update(s, p, m, v);
     p = p + change;
     if (!o.anchored) track = track + change;
