@@ -61,10 +61,7 @@ __device__ inline void count_steps(const StepPlan &plan) {
             const int64_t i = first + k * kThreads;
             advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
         });
-        unrolled<4>([&](int k) INLINED {
-            int32_t &step = plan.step[first + k * kThreads];
-            if (advance[k] != 0) step = more(step, advance[k]);
-        });
+        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * kThreads, advance[k]); });
     }
 }
 

@@ -77,7 +77,7 @@ private:
     bool is_skipped() const { return plan_.control->skip != 0; }
     void finish() {
         if (!is_skipped()) {
-            for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i);
+            for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i, plan_.jobs[i].advance);
             if (plan_.policy.report_norms) fold_updates(plan_);
         }
         write_report(plan_);

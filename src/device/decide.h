@@ -341,9 +341,9 @@ inline void make_all_scalars(const StepPlan &plan) {
         plan.scalars[i] = scalars;
     }
 }
-/// After a step that was taken.
-DSOPT_HD void advance_count(const StepPlan &plan, int64_t i) {
-    if (plan.jobs[i].advance != 0) plan.step[i] = more(plan.step[i], plan.jobs[i].advance);
+/// Adds TensorJob::advance to the count of a tensor, after a step that was taken.
+DSOPT_HD void advance_count(const StepPlan &plan, int64_t i, int32_t advance) {
+    if (advance != 0) plan.step[i] = more(plan.step[i], advance);
 }
 
 /// The decision of a step, where all that ranks agree on is in the table. Leaves it in the control word.
