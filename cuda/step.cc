@@ -62,7 +62,6 @@ public:
             gpu::decide(d_, true, true, launcher_);
         is_decided_ = !agrees;
     }
-    void move_norms(const NormMove &move) override { run_in_one_thread(move, launcher_); }
     void decide() override {
         if (!is_decided_) gpu::decide(d_, false, true, launcher_);
     }

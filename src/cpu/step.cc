@@ -40,8 +40,6 @@ public:
         fold_gradients(plan_);
     }
 
-    void move_norms(const NormMove &move) override { move(); }
-
     void decide() override {
         if (decide_step(plan_)) make_all_scalars(plan_);
     }

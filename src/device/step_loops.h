@@ -81,8 +81,6 @@ public:
     /// Pass 1, where the plan reads gradients, and the fold into the table of norms with this rank's reasons to skip.
     /// Without `agrees` a device may decide at once.
     virtual void inspect(bool agrees) = 0;
-    /// A move of the table of norms, which is in backend memory.
-    virtual void move_norms(const NormMove &move) = 0;
     /// decide_step(). Where ranks agree on the table, they have done so.
     virtual void decide() = 0;
     /// Passes::elementwise; of Passes::reduced the first pass, and the factors of tensors that no other rank has a part

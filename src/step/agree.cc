@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/agree.h"
-#include <algorithm>
 #include <cmath>
 
 namespace dsopt {
@@ -68,12 +67,13 @@ void reserve_norms(const StepRun &run) {
     for (int32_t k = 0; k < run.comms.expert_count; ++k) reserve(run.comms.experts[k].get());
 }
 
-void agree_on_norms(const StepRun &run, StepLoops &loops) {
+void agree_on_norms(const StepRun &run) {
     const StepPlan &plan = run.plan;
     const Device &device = run.context.device();
     if (agrees_in_place(run))
-        return add_up(plan, run.comms, plan.norms, Place::backend,
-                      [&](const NormMove &move) { loops.move_norms(move); });
+        return add_up(plan, run.comms, plan.norms, Place::backend, [&](const NormMove &move) {
+            device.loops().run_in_one_thread(move, plan.how.stream);
+        });
     NormTable host = plan.norms;
     host.at = run.host_norms;
     const size_t bytes = size_t(host.size()) * sizeof(double);

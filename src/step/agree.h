@@ -9,7 +9,7 @@ namespace dsopt {
 /// Ranks add up their norms: experts' columns over their comms, then everything over the model ranks; the reasons to
 /// skip travel along, and go over the data ranks as well. On the device if all comms work there, else through
 /// StepRun::host_norms, and then the host waits.
-void agree_on_norms(const StepRun &run, StepLoops &loops);
+void agree_on_norms(const StepRun &run);
 /// Memory of the comms for that.
 void reserve_norms(const StepRun &run);
 

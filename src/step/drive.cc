@@ -28,7 +28,7 @@ void run_phases(const StepRun &run, StepLoops &loops) {
     loops.mark(-1);
     loops.inspect(agrees);
     loops.mark(DSOPT_MS_OVERFLOW_CHECK);
-    if (agrees) agree_on_norms(run, loops);
+    if (agrees) agree_on_norms(run);
     loops.mark(DSOPT_MS_COMPUTE_NORM);
     loops.decide();
     loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);

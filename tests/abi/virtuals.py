@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-LIMIT = 32
+LIMIT = 31
 
 
 def main():
