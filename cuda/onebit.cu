@@ -14,7 +14,7 @@ struct DeviceOneBit {
     DevicePlan d;
     OneBitPlan one;
     Exchange x;
-    bool packs; // a scale group is one tensor: bits are made while its compensated values are at hand
+    bool packs; // feed_packs()
     /// Four neighbours of a tensor have their bits side by side, or there are no bits. In the exchanges of compat mode a
     /// tensor may begin anywhere.
     bool whole_vectors;
@@ -47,14 +47,14 @@ struct SharedOneBit {
 };
 
 /// body(s, o, one, where, leaf) for the block's leaves of tensors that go into exchanges. Once in a kernel.
-template <Feed F, class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
+template <class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
         const OneBitJob &one = b.one.jobs[tensor];
         const bool compensates = b.one.exchanges && b.x.node.vector == nullptr && one.worker >= 0;
-        o.one = onebit_scalars(b.one, F, tensor, b.d.plan.jobs[tensor].group);
+        o.one = onebit_scalars(b.one, tensor, b.d.plan.jobs[tensor].group);
         o.scale = compensates ? b.x.own.worker_scales()[one.scale_group] : 0.0f;
         o.aligned = b.whole_vectors && s.aligned &&
                     all_aligned(one.track(), one.fresh, b.x.own.worker, b.x.node.vector, b.x.mean.values);
@@ -64,8 +64,8 @@ template <Feed F, class Body> __device__ __forceinline__ void for_own_leaves(con
     });
 }
 /// body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from its i-th one on.
-template <Feed F, class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
-    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
+template <class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
+    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
         for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
     });
 }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     begin_kernel(b.one.exchanges && b.x.node.vector == nullptr);
     DYNAMIC_SHARED(float, tiles); // where bits are made here
     TileTurns turns{tiles};
-    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
+    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
         float *const vector = b.x.node.vector;
         float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.own.worker) + one.worker : nullptr;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
@@ -169,7 +169,7 @@ template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
+    for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
         const Pack<V> old = t.p;
         if (one.mask != nullptr) {
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
     constexpr Feed F = Feed::distance;
-    for_own_packs<F>(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
+    for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
         unrolled<V>([&](int k) INLINED {
             local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
     __shared__ uint32_t most_of_block;
     const Tiles tiles{memory, memory + kLeaf};
     constexpr Feed F = Feed::scaled;
-    for_own_leaves<F>(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t leaf) INLINED {
+    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t leaf) INLINED {
         uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
         if (threadIdx.x == 0) most_of_block = 0;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_C
 
 __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel();
-    for_own_packs<Feed::scaled>(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
+    for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
         const Pack<V> old = t.p;
         const float lr = s.scalars.lr * s.trust;
@@ -379,20 +379,20 @@ public:
         b_.one.jobs = jobs;
         if (!b_.one.exchanges) return;
         b_.x = plan.onebit->exchange->on_device(layout, &plan.control->skip);
-        b_.packs = !b_.one.rules.compat && !b_.x.layout->has_levels();
+        b_.packs = feed_packs(b_.one);
     }
 
     void run(ExchangePass pass) override { run_pass(pass, b_.x, nullptr, launcher_); }
 
-    void run(OneBitPass pass, Feed feed) override {
+    void run(OneBitPass pass) override {
         switch (pass) {
         case OneBitPass::momentum_squares:
             return launcher_.over(b_.d.leaves / kWarps + 1, "momentum_squares", momentum_squares_kernel, b_);
         case OneBitPass::feed:
-            return over_leaves("feed", kFeedKernels[size_t(feed)], b_.packs ? kTurns * kTileBytes : 0);
+            return over_leaves("feed", kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTurns * kTileBytes : 0);
         case OneBitPass::feed_padding:
             return launcher_.over(b_.x.own.layout.group_count, "feed_padding", feed_padding_kernel, b_);
-        case OneBitPass::take: return over_leaves("finish", kFinishKernels[size_t(feed)]);
+        case OneBitPass::take: return over_leaves("finish", kFinishKernels[size_t(b_.one.feed)]);
         case OneBitPass::keep_results: return over_leaves("keep_results", keep_results_kernel);
         case OneBitPass::local: return over_leaves("local", local_kernel);
         case OneBitPass::take_padding:

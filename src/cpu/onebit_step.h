@@ -34,29 +34,29 @@ public:
 
     void run(ExchangePass pass) override { exchange_.run(pass); }
 
-    void run(OneBitPass pass, Feed feed) override {
+    void run(OneBitPass pass) override {
         // A skipped step may freeze the variance, too.
         const bool always =
             pass == OneBitPass::find_active || pass == OneBitPass::freeze || pass == OneBitPass::freeze_variance;
         if (!always && is_skipped()) return;
         switch (pass) {
         case OneBitPass::momentum_squares: return momentum_squares();
-        case OneBitPass::feed: return feeds(feed);
+        case OneBitPass::feed: return feeds();
         case OneBitPass::feed_padding: return feed_padding();
-        case OneBitPass::take: return for_own(feed, false, kernels_.onebit.finish);
+        case OneBitPass::take: return for_own(false, kernels_.onebit.finish);
         case OneBitPass::keep_results:
             std::memcpy(onebit_.momentum, mean().results, size_t(mean().layout.messages_bytes()));
             return;
-        case OneBitPass::local: return for_own(Feed::distance, false, kernels_.onebit.local);
+        case OneBitPass::local: return for_own(false, kernels_.onebit.local);
         case OneBitPass::take_padding: {
             const CompressLayout::ScaleGroup &group = mean().layout.groups[0];
             return kernels_.onebit.mean(view_of(0), group.begin + group.used, group.numel - group.used, onebit_.padding,
                                         nullptr, false);
         }
         case OneBitPass::lamb_moments:
-            return for_own(Feed::scaled, false,
+            return for_own(false,
                            [&](const OneBitSpan &span) { kernels_.onebit.lamb_mean(span, onebit_.factors); });
-        case OneBitPass::lamb_weights: return for_own(Feed::scaled, false, kernels_.onebit.lamb_weights);
+        case OneBitPass::lamb_weights: return for_own(false, kernels_.onebit.lamb_weights);
         case OneBitPass::find_active: return find_active();
         case OneBitPass::freeze: return freeze(false);
         case OneBitPass::freeze_variance: return freeze(true);
@@ -107,11 +107,10 @@ private:
         });
     }
 
-    void feeds(Feed feed) const {
-        if (!onebit_.exchanges || onebit_.rules.compat || exchange_.x.node.vector != nullptr)
-            return for_own(feed, true, kernels_.onebit.feed);
+    void feeds() const {
+        if (!feed_packs(onebit_)) return for_own(true, kernels_.onebit.feed);
         // A scale group is one tensor and begins with its leaves: they are packed while they are in the cache.
-        for_own(feed, true, [&](OneBitSpan &span) {
+        for_own(true, [&](OneBitSpan &span) {
             for (const int64_t end = span.end; span.begin < end; span.begin += kLeaf) {
                 span.end = std::min(span.begin + kLeaf, end);
                 kernels_.onebit.feed(span);
@@ -159,11 +158,11 @@ private:
     }
 
     /// `feeding`: before the exchange, when the momentum may still be in the results of the last one.
-    OneBitSpan span_of(int64_t i, const Span &plain, Feed feed, bool feeding) const {
+    OneBitSpan span_of(int64_t i, const Span &plain, bool feeding) const {
         const OneBitJob &job = onebit_.jobs[i];
         OneBitSpan span(plain);
-        span.feed = feed;
-        span.onebit = onebit_scalars(onebit_, feed, i, plain.job->group);
+        span.feed = onebit_.feed;
+        span.onebit = onebit_scalars(onebit_, i, plain.job->group);
         span.track = job.track();
         span.fresh = job.fresh;
         span.mask = job.mask;
@@ -182,10 +181,10 @@ private:
         return span;
     }
 
-    template <class Visit> void for_own(Feed feed, bool feeding, const Visit &visit) const {
+    template <class Visit> void for_own(bool feeding, const Visit &visit) const {
         cut_.run([&](int64_t i, const Span &span) {
             if (span.job->owner != Owner::exchange) return;
-            OneBitSpan own = span_of(i, span, feed, feeding);
+            OneBitSpan own = span_of(i, span, feeding);
             visit(own);
         });
     }

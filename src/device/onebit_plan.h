@@ -32,6 +32,7 @@ struct OneBitPlan {
     TrustRules trust;
     ScheduleState now; // before the step, as the host knows it
     Stage stage;       // which follows from it
+    Feed feed;         // which follows from the stage and the algorithm
     bool exchanges;    // there are other ranks
     ScheduleState *schedule;
     DoubleWords *lr_sum; // one a group; 0/1 Adam
@@ -45,11 +46,26 @@ struct OneBitPlan {
     char *momentum;       // exp_avg_bits, or NULL
 };
 
-/// What the rules take beside Scalars for a tensor of the exchange.
-DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, Feed feed, int64_t tensor, int32_t group) {
+/// Returns the feed of a stage in which tensors go into exchanges.
+inline Feed feed_of(const ScheduleRules &rules, Stage stage) {
+    if (stage == Stage::local || stage == Stage::sync) return Feed::distance;
+    switch (rules.algorithm) {
+    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return Feed::gradient;
+    case DSOPT_ALGORITHM_ONEBIT_LAMB: return Feed::scaled;
+    default: return Feed::momentum;
+    }
+}
+/// True if OneBitPass::feed packs the compensated values, too: a scale group is one tensor, so its bits are made while
+/// the values are at hand. `one` as the host has it.
+inline bool feed_packs(const OneBitPlan &one) {
+    return one.exchanges && !one.rules.compat && !one.exchange->layout->has_levels();
+}
+
+/// Returns what the rules take beside Scalars for a tensor of the exchange.
+DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, int64_t tensor, int32_t group) {
     return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
             one.lr_sum != nullptr ? float(one.lr_sum[group]) : 0.0f,
-            one.rules.compat && !one.exchanges && feed == Feed::gradient, !one.rules.compat};
+            one.rules.compat && !one.exchanges && one.feed == Feed::gradient, !one.rules.compat};
 }
 
 // The family's counters. begin_...: before the exchange of a step that is taken. end_...: after everything else of it.

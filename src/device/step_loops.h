@@ -37,8 +37,8 @@ protected:
 /// skipped step.
 enum class OneBitPass : uint8_t {
     momentum_squares, // compat mode of 1-bit LAMB: of each leaf, unless trust_scaling is known
-    /// What this rank brings to the exchange, to the compensated values, or with two levels to the vector. In standard
-    /// mode with one level it is packed, too. Before a synchronisation 0/1 Adam takes its own step here.
+    /// OneBitPlan::feed goes to the compensated values, or with two levels to the vector. It is packed, too, if
+    /// feed_packs(). Before a synchronisation 0/1 Adam takes its own step here.
     feed,
     feed_padding,    // compat mode: the same for what is behind the tensors of a scale group
     take,            // from results, or without other ranks from the own values, to moments and weights
@@ -66,7 +66,7 @@ enum class OneBitDecision : uint8_t {
 class OneBitLoops : public ExchangeLoops {
 public:
     using ExchangeLoops::run;
-    virtual void run(OneBitPass pass, Feed feed) = 0;
+    virtual void run(OneBitPass pass) = 0;
     virtual void decide(OneBitDecision decision) = 0;
 
 protected:

@@ -151,6 +151,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
     const auto floats = [&](StateKind kind) { return state.data<float>(list, kind); };
     auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
     const ScheduleState now = read_schedule(schedule, own, stream);
+    const Stage stage = stage_of(setup_.rules, now);
     auto *const active = state.data<int32_t>(list, StateKind::active);
     // Without elements a caller's tensor has no memory and the engine's has an address: both are the same to a step.
     const StateEntry *const bits = state.find(StateKind::exp_avg_bits);
@@ -163,7 +164,8 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
                     .rules = setup_.rules,
                     .trust = setup_.trust,
                     .now = now,
-                    .stage = stage_of(setup_.rules, now),
+                    .stage = stage,
+                    .feed = feed_of(setup_.rules, stage),
                     .exchanges = setup_.compresses,
                     .schedule = schedule,
                     .lr_sum = state.data<DoubleWords>(list, StateKind::lr_sum),

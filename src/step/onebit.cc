@@ -15,18 +15,18 @@ bool is_skipped(const StepRun &run) {
     return skip != 0;
 }
 
-/// From the own values to results on every rank.
-void feed_and_exchange(const StepRun &run, StepLoops &loops, Feed feed) {
+/// Exchanges the values of this rank, so that every rank has the results.
+void feed_and_exchange(const StepRun &run, StepLoops &loops) {
     OneBitLoops &own = *loops.onebit();
     const OneBitPlan &plan = *run.plan.onebit;
     if (!plan.exchanges) {
-        if (feed == Feed::distance) own.run(OneBitPass::feed, feed); // it takes a step, too
+        if (plan.feed == Feed::distance) own.run(OneBitPass::feed); // it takes a step, too
         return;
     }
     prepare_exchange(own, *plan.exchange, [&] {
-        own.run(OneBitPass::feed, feed);
-        if (!plan.rules.compat) return;
-        own.run(OneBitPass::feed_padding, feed);
+        own.run(OneBitPass::feed);
+        if (!plan.rules.compat) return; // packed by `feed`, or with two levels after the exchange in the node
+        own.run(OneBitPass::feed_padding);
         own.run(ExchangePass::pack_values);
     });
     loops.mark(DSOPT_MS_COMPRESS);
@@ -34,32 +34,31 @@ void feed_and_exchange(const StepRun &run, StepLoops &loops, Feed feed) {
     loops.mark(DSOPT_MS_EXCHANGE);
 }
 
-void update_adam(const StepRun &run, StepLoops &loops, Feed feed) {
+void update_adam(const StepRun &run, StepLoops &loops) {
     const OneBitPlan &plan = *run.plan.onebit;
-    feed_and_exchange(run, loops, feed);
-    loops.onebit()->run(OneBitPass::take, feed);
-    if (plan.momentum != nullptr) loops.onebit()->run(OneBitPass::keep_results, feed);
+    feed_and_exchange(run, loops);
+    loops.onebit()->run(OneBitPass::take);
+    if (plan.momentum != nullptr) loops.onebit()->run(OneBitPass::keep_results);
     if (plan.exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
 }
 
 void update_lamb(const StepRun &run, StepLoops &loops) {
-    constexpr Feed feed = Feed::scaled;
     OneBitLoops &own = *loops.onebit();
     const OneBitPlan &plan = *run.plan.onebit;
     if (plan.rules.compat && run.plan.count != 0) {
-        own.run(OneBitPass::momentum_squares, feed);
+        own.run(OneBitPass::momentum_squares);
         own.decide(OneBitDecision::scale_momenta);
     }
-    feed_and_exchange(run, loops, feed);
-    if (plan.padding != nullptr && plan.exchange->mean.layout.group_count != 0) own.run(OneBitPass::take_padding, feed);
-    own.run(OneBitPass::lamb_moments, feed);
+    feed_and_exchange(run, loops);
+    if (plan.padding != nullptr) own.run(OneBitPass::take_padding);
+    own.run(OneBitPass::lamb_moments);
     const bool shards = begin_shards(run, true);
     own.decide(OneBitDecision::trust);
     if (shards) {
         agree_on_shards(run, true);
         own.decide(OneBitDecision::shared_trust);
     }
-    own.run(OneBitPass::lamb_weights, feed);
+    own.run(OneBitPass::lamb_weights);
     if (plan.exchanges) loops.mark(DSOPT_MS_DECOMPRESS);
 }
 
@@ -70,13 +69,8 @@ void update_onebit(const StepRun &run, StepLoops &loops) {
     if (plan.trust_factor != nullptr || steps_alone(plan)) loops.onebit()->decide(OneBitDecision::begin);
     if (plan.stage == Stage::dry || plan.stage == Stage::full) return; // nothing goes into an exchange
     if (plan.rules.compat && plan.exchanges && is_skipped(run)) return;
-    if (plan.stage == Stage::local) return loops.onebit()->run(OneBitPass::local, Feed::distance);
-    if (plan.stage == Stage::sync) return update_adam(run, loops, Feed::distance);
-    switch (plan.rules.algorithm) {
-    case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return update_adam(run, loops, Feed::gradient);
-    case DSOPT_ALGORITHM_ONEBIT_LAMB: return update_lamb(run, loops);
-    default: return update_adam(run, loops, Feed::momentum);
-    }
+    if (plan.stage == Stage::local) return loops.onebit()->run(OneBitPass::local);
+    return plan.feed == Feed::scaled ? update_lamb(run, loops) : update_adam(run, loops);
 }
 
 void end_onebit(const StepRun &run, StepLoops &loops) {
@@ -87,12 +81,12 @@ void end_onebit(const StepRun &run, StepLoops &loops) {
     own.decide(OneBitDecision::end);
     // Only where an exchange follows: this reads the whole variance.
     if (plan.stage == Stage::full && plan.active != nullptr && stage_of(plan.rules, next) != Stage::full)
-        own.run(OneBitPass::find_active, Feed::momentum);
+        own.run(OneBitPass::find_active);
     if (!froze) return;
     // The original forgets the copies when it was resumed past the freeze.
     const bool late = plan.rules.compat && next.step != plan.rules.freeze_step;
     const bool copies = plan.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late;
-    own.run(copies ? OneBitPass::freeze_variance : OneBitPass::freeze, Feed::momentum);
+    own.run(copies ? OneBitPass::freeze_variance : OneBitPass::freeze);
 }
 
 } // namespace dsopt
