@@ -34,7 +34,8 @@ struct ListTensor {
     Slot x, y;
 };
 
-/// body(Width<V>, tensor, i) for the block's share of a batch's elements, V neighbours from the i-th one of a tensor on.
+/// Calls body(Width<V>, tensor, i) for the block's share of a batch's elements: V neighbours from the i-th one of a
+/// tensor on.
 template <int N, class Body>
 __device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const Body &body) {
     // The search reads another number in each thread, for which arguments are slow.
@@ -160,13 +161,12 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <int N, class Launch>
-void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launcher &launcher,
-                   const Launch &launch) {
+void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launch &launch) {
     ListBatch<N> batch;
     batch.count = 0;
     batch.first_leaf[0] = 0;
     const auto flush = [&] {
-        if (batch.count != 0) launch(launcher, batch);
+        if (batch.count != 0) launch(batch);
         batch.count = 0;
     };
     for (int64_t i = 0; i < count; ++i) {
@@ -182,12 +182,11 @@ void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, 
     }
     flush();
 }
-/// launch(launcher, batch) for the tensors that have data in both lists, as many at once as arguments hold.
+/// Calls launch(batch) for the tensors that have data in both lists, as many at once as arguments hold.
 template <class Launch>
-void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launcher &launcher,
-                const Launch &launch) {
-    if (count <= kFewTensors) return in_batches_of<kFewTensors>(x, y, count, launcher, launch);
-    in_batches_of<kManyTensors>(x, y, count, launcher, launch);
+void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launch &launch) {
+    if (count <= kFewTensors) return in_batches_of<kFewTensors>(x, y, count, launch);
+    in_batches_of<kManyTensors>(x, y, count, launch);
 }
 
 template <int N> void launch(const Zero &, const Launcher &launcher, const ListBatch<N> &batch) {
@@ -203,8 +202,7 @@ void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor
                   const Launcher &launcher) {
     std::visit(
         [&](const auto &known) {
-            in_batches(x, y, count, launcher,
-                       [&](const Launcher &here, const auto &batch) { launch(known, here, batch); });
+            in_batches(x, y, count, [&](const auto &batch) { launch(known, launcher, batch); });
         },
         op);
 }

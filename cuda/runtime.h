@@ -124,8 +124,8 @@ inline void Gpu::check_stream(cudaStream_t stream) const {
 }
 
 /// While this object lives, the device's primary context is current in this thread, and the thread may allocate memory
-/// and query streams without invalidating captures of other threads. The context is pushed: cudaSetDevice(), which would
-/// give the caller's device back, makes a context on a device that the caller may never have used.
+/// and query streams without invalidating captures of other threads. The context is pushed: cudaSetDevice(), which
+/// would give the caller's device back, makes a context on a device that the caller may never have used.
 class OnDevice : NotCopied {
 public:
     explicit OnDevice(const Gpu &gpu) : gpu_(gpu) {
@@ -215,8 +215,8 @@ public:
         Block block = find_free(bytes, exists);
         return block.memory ? std::move(block) : make(bytes);
     }
-    /// Without memory while work uses all blocks that are large enough: the caller then uses none, so that a device that
-    /// lags behind makes no call allocate. Where there are none yet it makes two.
+    /// Without memory while work uses all blocks that are large enough: the caller then uses none, so that a device
+    /// that lags behind makes no call allocate. Where there are none yet it makes two.
     Block take_if_free(size_t bytes) {
         const std::lock_guard lock(mutex_);
         bool exists = false;
