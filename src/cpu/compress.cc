@@ -12,8 +12,7 @@ namespace {
 /// of which there are `leaves`.
 template <class Visit>
 void for_each_leaf(const int64_t *first, int64_t count, int64_t leaves, const Parallel &parallel, const Visit &visit) {
-    // A thread below 256 KiB is done before another one has woken up.
-    const int64_t threads = std::clamp<int64_t>(leaves * kLeaf * 4 >> 18, 1, parallel.threads);
+    const int64_t threads = threads_for(leaves * kLeaf * int64_t(sizeof(float)), parallel);
     parallel.run(threads, [&](int64_t thread) {
         const DefaultFloatEnvironment environment;
         const int64_t begin = leaves * thread / threads, end = leaves * (thread + 1) / threads;
@@ -180,7 +179,7 @@ void ExchangeRun::average_slice() const {
         });
 }
 
-void ExchangeRun::run(ExchangePass pass) const {
+void ExchangeRun::run(ExchangePass pass) {
     const CompressLayout &sent = x.own.layout;
     switch (pass) {
     case ExchangePass::clear_messages: std::memset(x.own.send, 0xff, size_t(sent.messages_bytes())); return;

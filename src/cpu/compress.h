@@ -11,14 +11,17 @@ void pack_leaf(const OneBitKernels &kernels, const Compression &own, int64_t gro
                const Added *added = nullptr);
 
 /// The passes of one exchange.
-struct ExchangeRun {
+struct ExchangeRun final : ExchangeLoops {
     const OneBitKernels &kernels;
     const Parallel &parallel;
     Exchange x;
-    const dsopt_tensor *list = nullptr; // a tensor for each scale group; NULL in a step, which reads none
-    int64_t last_cache = 0;             // bytes of the last cache: a longer list is written past it
+    const dsopt_tensor *list; // a tensor for each scale group; NULL in a step, which reads none
+    int64_t last_cache;       // bytes of the last cache: a longer list is written past it
 
-    void run(ExchangePass pass) const;
+    ExchangeRun(const OneBitKernels &by, const Parallel &on, const Exchange &of, const dsopt_tensor *tensors = nullptr,
+                int64_t cache = 0) :
+        kernels(by), parallel(on), x(of), list(tensors), last_cache(cache) {}
+    void run(ExchangePass pass) override;
 
 private:
     void pack(const float *slices, bool adds_list) const;

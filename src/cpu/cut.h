@@ -9,6 +9,11 @@
 
 namespace dsopt::cpu {
 
+/// Returns how many threads share so many bytes. A part below 256 KiB is done before another thread has woken up.
+inline int64_t threads_for(int64_t bytes, const Parallel &parallel) {
+    return std::clamp<int64_t>(bytes >> 18, 1, parallel.threads);
+}
+
 /// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
 /// the number of parts alone, so nothing has to be handed out while it runs. A List has `count`, numel(i), and
 /// bytes(i): how many an element of tensor i moves.
@@ -29,8 +34,7 @@ public:
             for (int64_t i = mark * stride; i < end_of(mark); ++i) at += list.numel(i) * list.bytes(i);
         }
         if (!repeats) ruler[marks_] = at;
-        // A part below 256 KiB is done before another thread has woken up.
-        parts_ = std::clamp<int64_t>(bytes() >> 18, 1, parallel.threads);
+        parts_ = threads_for(bytes(), parallel);
     }
 
     struct Position {

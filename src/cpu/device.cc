@@ -98,17 +98,8 @@ public:
     }
     void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t, const Parallel &parallel, void *,
                       FunctionRef<void(ExchangeLoops &)> body) const override {
-        class Run final : public ExchangeLoops {
-        public:
-            explicit Run(const cpu::ExchangeRun &run) : run_(run) {}
-            void run(ExchangePass pass) override { run_.run(pass); }
-
-        private:
-            const cpu::ExchangeRun &run_;
-        };
-        const cpu::ExchangeRun run{kernels_.onebit, parallel, buffers, list, caches_.last};
-        Run loops(run);
-        body(loops);
+        cpu::ExchangeRun run(kernels_.onebit, parallel, buffers, list, caches_.last);
+        body(run);
     }
 
 private:

@@ -28,7 +28,7 @@ public:
         onebit_(*plan.onebit),
         kernels_(kernels),
         cut_(cut),
-        exchange_{kernels.onebit, plan.how.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()} {
+        exchange_(kernels.onebit, plan.how.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()) {
         exchange_.x.own.skip = &plan.control->skip;
     }
 
