@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adding up what leaves left, by one block, in the order of rules/lane_sum.h: a lane of a warp is a lane of the sum.
+// One block adds up what leaves left, in the order of rules/lane_sum.h: a lane of a warp is a lane of the sum.
 #pragma once
 #include "plan.cuh"
 #include "rules/lane_sum.h"

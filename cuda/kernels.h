@@ -47,7 +47,7 @@ void load_compress_kernels(KernelLoader &load);
 
 // onebit.cu
 /// Calls body(loops of the 1-bit family). `plan` as the host has it, `d` as kernels do. `jobs`, `layout`: in device
-/// memory; no layout where nothing is exchanged.
+/// memory; `layout` is read only if OneBitPlan::exchanges.
 void with_onebit_loops(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
                        const Launcher &launcher, FunctionRef<void(OneBitLoops &)> body);
 void load_onebit_kernels(KernelLoader &load);

@@ -15,8 +15,8 @@ struct DeviceOneBit {
     OneBitPlan one;
     Exchange x;
     bool packs; // feed_packs()
-    /// Four neighbours of a tensor have their bits side by side, or there are no bits. In the exchanges of compat mode a
-    /// tensor may begin anywhere.
+    /// Four neighbours of a tensor have their bits side by side, or there are no bits. In the exchanges of compat mode
+    /// a tensor may begin anywhere.
     bool whole_vectors;
 };
 
@@ -366,8 +366,6 @@ constexpr OneBitKernel kFinishKernels[] = {finish_kernel<Feed::momentum>, nullpt
 
 class OneBitStep final : public OneBitLoops {
 public:
-    /// `plan` as the host has it, `d` as kernels do. `jobs`, `layout`: in device memory; no layout where nothing is
-    /// exchanged.
     OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
                const Launcher &launcher) :
         launcher_(launcher),

@@ -115,7 +115,7 @@ public:
              plan.how.repeats != Repeats::nothing),
         streaming_(cut_.bytes() > caches.last),
         bf16_instruction_(bf16_instruction) {}
-    /// Memory for StepPlan::extra.
+    /// Returns the bytes of Execution::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
     /// visit(tensor, span) for every piece, on all threads.

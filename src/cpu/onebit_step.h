@@ -96,7 +96,7 @@ private:
     bool is_skipped() const { return plan_.control->skip != 0; }
     const Compression &own() const { return exchange_.x.own; }
     const ListMean &mean() const { return exchange_.x.mean; }
-    /// Nowhere without other ranks.
+    /// Returns where the mean of a scale group is. Without other ranks there is none: MeanView::of is NULL.
     MeanView view_of(int32_t group) const { return {onebit_.exchanges ? &mean() : nullptr, mean().results, group}; }
 
     void momentum_squares() const {

@@ -113,7 +113,7 @@ struct ExchangeLayout {
     }
 };
 
-/// With the block, in host memory.
+/// A layout that owns its block, in host memory.
 struct OwnedLayout : ExchangeLayout {
     std::unique_ptr<char[]> block;
     size_t bytes = 0;

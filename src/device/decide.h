@@ -58,7 +58,7 @@ template <class Fold> DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, 
     if (slot < 0) return take_trust(plan, i, weights, updates);
     plan.shards.sums[slot] = {weights, updates, 1};
 }
-/// From the sums of all shards, on every model rank alike.
+/// Takes the trust ratio from the sums of all shards: every model rank gets the same.
 DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
     const TensorJob &job = plan.jobs[i];
     if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
@@ -194,8 +194,8 @@ DSOPT_HD void note_reasons(const StepPlan &plan) {
 
 /// True for a tensor whose gradient pass 1 reads.
 DSOPT_HD bool is_inspected(const TensorJob &job) { return job.present && job.grad(); }
-/// True if pass 1 sums squares of the tensor's weights: the original's fused wrapper takes the experts' part of the norm
-/// from them. Non-finite elements are those of the gradient all the same.
+/// True if pass 1 sums squares of the tensor's weights: the original's fused wrapper takes the experts' part of the
+/// norm from them. Non-finite elements are those of the gradient all the same.
 DSOPT_HD bool sums_weights(const StepPlan &plan, const TensorJob &job) {
     return plan.policy.wrapper == Wrapper::fused && job.expert != 0;
 }
@@ -238,8 +238,8 @@ inline void fold_gradients(const StepPlan &plan) {
         }
         if (const int64_t cell = norm_cell(table, job); cell >= 0) {
             const double squares = fold_leaves(plan.leaf.sums_a, job.leaves);
-            for (const int64_t row : {cell, table.groups * table.classes + cell % table.classes})
-                lanes[row * kLanes + i % kLanes] += squares;
+            for (const int64_t sum : {cell, table.groups * table.classes + cell % table.classes})
+                lanes[sum * kLanes + i % kLanes] += squares;
         }
         found.add(i, bad, nans != 0);
     }

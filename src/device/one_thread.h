@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions on a few scalars in backend memory. One thread of the device calls each, in stream order: a new one is a
-// struct here and an alternative of OneThreadFunction; no device changes.
+// struct and an alternative of OneThreadFunction; no device changes.
 #pragma once
 #include "device/decide.h"
 #include "rules/loss_scale.h"

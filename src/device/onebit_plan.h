@@ -9,7 +9,7 @@
 
 namespace dsopt {
 
-/// One tensor, beside its TensorJob.
+/// A tensor of the family has this next to its TensorJob.
 struct OneBitJob {
     float *anchor;     // 0/1 Adam, standard mode: the weights when ranks last agreed; or NULL
     float *drift;      // 0/1 Adam, compat mode: the way since then; or NULL
@@ -79,8 +79,8 @@ DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g
     if (steps_alone(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
 }
 
-// The original's 1-bit LAMB has one scale for everything, so momenta are first brought to the same size: to the mean of
-// what they are, weighted alike. Once; the tensors' factors are then known.
+// The original's 1-bit LAMB has one scale for everything, so momenta are first scaled to the same size: to the mean of
+// their sizes, in which all tensors have the same weight. This happens once; the tensors' factors are then known.
 
 DSOPT_HD bool knows_scaling(const OneBitPlan &one) { return one.trust_scaling[0] != 0; }
 template <class Fold>
@@ -89,7 +89,7 @@ DSOPT_HD void find_size_of_momentum(const StepPlan &plan, const OneBitPlan &one,
     const double squares = fold.sum(plan.leaf.sums_a + job.leaves.first, int32_t(job.leaves.count()));
     if (fold.lead) one.trust_scaling[i] = rms_of(squares, job.leaves.numel);
 }
-/// What a tensor adds to their mean.
+/// Returns what a tensor adds to the mean of the sizes.
 DSOPT_HD double share_of_size(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     return double(one.trust_scaling[i]) / double(plan.count);
 }
@@ -106,15 +106,15 @@ DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
     return one.exchanges && mean.values == nullptr;
 }
 
-/// The trust ratio of a tensor in a compressed step: from its own sums, or those of all model ranks.
+/// Computes the trust ratio of a tensor in a compressed step from its own sums, or those of all model ranks.
 DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
                                 double with) {
     plan.trust_ratio[i] = frozen_trust(one.trust, factor, without, with,
                                        hyper_of(plan, plan.jobs[i].group).weight_decay > 0, one.trust_average[i],
                                        one.trust_weight != nullptr ? one.trust_weight[i] : 1.0f, one.trust_factor[i]);
 }
-/// From what the leaves of a tensor left: its trust ratio, or what model ranks add up for it. `fold` adds up leaves, by
-/// one thread or several, of which one is in the lead.
+/// Finds the trust ratio of a tensor from what its leaves left, or what model ranks add up for it. `fold`: as for
+/// find_trust().
 template <class Fold>
 DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
@@ -129,7 +129,7 @@ DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int
     plan.shards.sums[slot] = {without, with, 1};
     plan.shards.factors()[slot] = factor_to_send(factor);
 }
-/// From what model ranks have added up.
+/// Computes the trust ratio of a sharded tensor from what model ranks have added up.
 DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0 || !moves_trust(plan, plan.jobs[i])) return;
@@ -146,7 +146,7 @@ DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i)
 DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
     if (one.stage == Stage::sync) one.lr_sum[g] = 0;
 }
-/// Of a skipped step, too: the original alone never hears of one.
+/// Counts the step, also if it is skipped: only the original does not count it then.
 DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {
     if (taken && one.stage == Stage::exchange && one.momentum != nullptr) one.schedule->momentum_in_bits = 1;
     if (taken || !one.rules.compat) (void)advance_schedule(one.rules, *one.schedule);

@@ -59,7 +59,9 @@ struct TensorJob {
     int32_t group;
     int32_t expert;     // 0 = dense
     int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio
-    int32_t counter;    // the tensor in whose count StepPlan::step it steps; it takes step `ordinal` after that count
+    /// Index of the tensor whose entry of StepPlan::step this one counts in; this is its step number
+    /// step[counter] + ordinal.
+    int32_t counter;
     uint8_t ordinal;
     uint8_t advance;                     // what its own count gains by a step that is taken
     Owner owner;                         // none unless `present`
@@ -83,7 +85,7 @@ struct TensorJob {
 };
 static_assert(std::has_unique_object_representations_v<TensorJob> && sizeof(TensorJob) <= 144);
 
-/// What model ranks add up of a LAMB tensor that is sharded over them.
+/// Sums that model ranks add up for a LAMB tensor that is sharded over them.
 struct ShardSums {
     double weights, updates; // of squares; in compressed steps of 1-bit LAMB of the update without and with decay
     double shards;           // that take part in the step; none: the trust ratio stays

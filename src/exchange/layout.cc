@@ -44,7 +44,7 @@ struct Draft {
         chunks.push_back(chunk);
         sizes.message_scales = std::max<int64_t>(sizes.message_scales, chunk.scales);
     }
-    /// To `layout`, which has memory for the arrays.
+    /// Copies the arrays to `layout`, which has memory for them, and counts their leaves.
     void write(CompressLayout &layout) const {
         std::copy(groups.begin(), groups.end(), layout.groups);
         std::copy(chunks.begin(), chunks.end(), layout.chunks);

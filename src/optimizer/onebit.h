@@ -67,7 +67,7 @@ public:
               bool own, void *stream, PlannedOneBit &planned) const;
     /// True if the engine averages the gradient of this parameter in this step.
     bool averages(const OneBitPlan &plan, size_t param) const;
-    /// Those of all such parameters.
+    /// Adds all such parameters to `means`, and their jobs get the averaged gradients.
     void plan_means(const OneBitPlan &plan, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
 
     /// Which stage a step is in is the host's to know. Where memory is a device's it keeps count: in standard mode

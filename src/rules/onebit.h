@@ -10,7 +10,7 @@ DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : sc
 /// The residual of a compensated value, which error feedback adds to the next message.
 DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
 
-/// The scale of a part: so that signs have its mean square.
+/// Returns the scale of a scale group: its signs times the scale have its mean square.
 DSOPT_HD float rms_of(double squares, int64_t numel) {
     return numel == 0 ? 0.0f : float(sqrt(squares) / sqrt(double(numel)));
 }
@@ -42,8 +42,8 @@ struct OneBitScalars {
     bool anchored;
 };
 
-/// True for an element whose gradients or mean change it. In standard mode one whose variance is 0 when it freezes stays
-/// as it is: a sign has no zero, and would be divided by eps.
+/// True for an element that gradients and means change. In standard mode an element whose variance is 0 when it freezes
+/// stays as it is: a sign has no zero, and would be divided by eps.
 DSOPT_HD bool moves(const OneBitScalars &o, float v) { return !o.anchored || has_variance(v); }
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,

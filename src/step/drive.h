@@ -18,7 +18,7 @@ struct StepRun {
     float *mean_scratch;        // for sum_over_ranks()
 };
 
-/// Compare ranks, average gradients, inspect, agree over comms, decide, exchange, update, finish.
+/// Compare ranks, average gradients, inspect, agree over comms, decide, exchange, update.
 ///
 /// All memory that a step needs, tables and messages included, is allocated before ranks compare. So a step that fails
 /// for lack of memory has sent nothing, and the same call can be repeated. A failure after that makes the comms of the
