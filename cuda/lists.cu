@@ -201,9 +201,7 @@ template <int N> void launch(const Clamp &op, const Launcher &launcher, const Li
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher) {
     std::visit(
-        [&](const auto &known) {
-            in_batches(x, y, count, [&](const auto &batch) { launch(known, launcher, batch); });
-        },
+        [&](const auto &known) { in_batches(x, y, count, [&](const auto &batch) { launch(known, launcher, batch); }); },
         op);
 }
 void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {

@@ -41,8 +41,9 @@ __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const Sha
     Inputs<V> t = load_inputs<V, R::moments.count, false>(s.job, i);
     const Pack<V> old = t.p;
     unrolled<V>([&](int k) INLINED {
-        with_moments_of<R::moments.count>(
-            t, k, [&](auto &...each) INLINED { typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...); });
+        with_moments_of<R::moments.count>(t, k, [&](auto &...each) INLINED {
+            typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
+        });
     });
     publish(plan, s, t.p, old, i);
 }

@@ -20,7 +20,11 @@ struct ExchangeRun final : ExchangeLoops {
 
     ExchangeRun(const OneBitKernels &by, const Parallel &on, const Exchange &of, const dsopt_tensor *tensors = nullptr,
                 int64_t cache = 0) :
-        kernels(by), parallel(on), x(of), list(tensors), last_cache(cache) {}
+        kernels(by),
+        parallel(on),
+        x(of),
+        list(tensors),
+        last_cache(cache) {}
     void run(ExchangePass pass) override;
 
 private:

@@ -54,8 +54,7 @@ public:
                                         nullptr, false);
         }
         case OneBitPass::lamb_moments:
-            return for_own(false,
-                           [&](const OneBitSpan &span) { kernels_.onebit.lamb_mean(span, onebit_.factors); });
+            return for_own(false, [&](const OneBitSpan &span) { kernels_.onebit.lamb_mean(span, onebit_.factors); });
         case OneBitPass::lamb_weights: return for_own(false, kernels_.onebit.lamb_weights);
         case OneBitPass::find_active: return find_active();
         case OneBitPass::freeze: return freeze(false);

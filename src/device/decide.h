@@ -238,8 +238,8 @@ inline void fold_gradients(const StepPlan &plan) {
         }
         if (const int64_t cell = norm_cell(table, job); cell >= 0) {
             const double squares = fold_leaves(plan.leaf.sums_a, job.leaves);
-            for (const int64_t sum : {cell, table.groups * table.classes + cell % table.classes})
-                lanes[sum * kLanes + i % kLanes] += squares;
+            for (const int64_t index : {cell, table.groups * table.classes + cell % table.classes})
+                lanes[index * kLanes + i % kLanes] += squares;
         }
         found.add(i, bad, nans != 0);
     }

@@ -146,7 +146,7 @@ DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i)
 DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
     if (one.stage == Stage::sync) one.lr_sum[g] = 0;
 }
-/// Counts the step, also if it is skipped: only the original does not count it then.
+/// Advances the schedule, except in a skipped step of compat mode: the original does not see such a step.
 DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {
     if (taken && one.stage == Stage::exchange && one.momentum != nullptr) one.schedule->momentum_in_bits = 1;
     if (taken || !one.rules.compat) (void)advance_schedule(one.rules, *one.schedule);

@@ -196,8 +196,8 @@ enum class Repeats : uint8_t {
 struct Execution {
     void *stream;
     Parallel parallel;
-    int64_t chunk;    // elements that a thread takes at once, at least
-    void *extra;      // workspace of the device, Loops::extra_bytes(shape) long
+    int64_t chunk; // elements that a thread takes at once, at least
+    void *extra;   // workspace of the device, Loops::extra_bytes(shape) long
     StepShape shape;
     StepCache *cache; // what the device keeps between steps; NULL in `apply`
     bool timing;

@@ -71,9 +71,8 @@ void agree_on_norms(const StepRun &run) {
     const StepPlan &plan = run.plan;
     const Device &device = run.context.device();
     if (agrees_in_place(run))
-        return add_up(plan, run.comms, plan.norms, Place::backend, [&](const NormMove &move) {
-            device.loops().run_in_one_thread(move, plan.how.stream);
-        });
+        return add_up(plan, run.comms, plan.norms, Place::backend,
+                      [&](const NormMove &move) { device.loops().run_in_one_thread(move, plan.how.stream); });
     NormTable host = plan.norms;
     host.at = run.host_norms;
     const size_t bytes = size_t(host.size()) * sizeof(double);
