@@ -454,7 +454,8 @@ TEST(AddingMore, TwiceWithoutACallBetweenStillFindsOverlapsWithTheOptimizersOwnS
     const dsopt_state_info step = trainer.state().back();
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     const dsopt_param param = param_of({step.tensor.data, 1, DSOPT_DTYPE_F32, 0});
-    EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_OVERLAP, "'step'"));
+    EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_OVERLAP,
+                        "step 'the optimizer' share memory"));
 }
 
 } // namespace
