@@ -47,6 +47,12 @@ from_source() { # what has no wheel
     exit 0
 }
 
+# Tests that need the same environment may run at the same time: the first one makes it.
+mkdir -p "$(dirname "$folder")"
+if command -v flock >/dev/null; then
+    exec 9>"$folder.lock"
+    flock 9
+fi
 ! cmp -s "$requirements/$name.txt" "$folder/ready" || from_source
 oldest=$(sed -n 's/^# python \([0-9.]*\)$/\1/p' "$requirements/$name.in")
 newest=$(sed -n 's/^# newest python \([0-9.]*\)$/\1/p' "$requirements/$name.in")
@@ -57,7 +63,6 @@ for python; do
     python=
 done
 [ -n "$python" ] || skip "there is no Python $oldest${newest:+ to $newest} or a later one with venv (Debian: python3-venv)"
-mkdir -p "$(dirname "$folder")"
 "$python" -m venv --clear "$folder" || skip "$python makes no virtual environment (Debian: python3-venv)"
 status=0
 install "$requirements/$name.txt" --only-binary :all: || status=$?
