@@ -37,10 +37,10 @@ __device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const L
 }
 
 constexpr int kTurns = 2;
-/// Two leaves in shared memory, in turns. The squares of a leaf are added by one warp, in 32 chains that cannot be
-/// split without another order of additions. So the other warps go on to the next leaf meanwhile, and the warps take
-/// turns at adding. A thread that passes the barrier behind filling a tile knows that the adder of the other tile is
-/// done, because that warp filled this one, too.
+/// A double buffer of leaves in shared memory. One warp adds the squares of a leaf in 32 partial sums: more of them
+/// would be another order of additions. Meanwhile the other warps fill the other buffer, and the warps alternate in
+/// adding. Behind the barrier after a buffer is filled, the sum of the other buffer is complete, because the warp that
+/// added it has filled this one, too.
 struct TileTurns {
     float *at;
     int turn = 0;
