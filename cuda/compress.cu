@@ -7,16 +7,17 @@
 namespace dsopt::gpu {
 
 /// Compensated values that are there already.
-__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     pack_groups(x.own, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
         for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.own.worker[worker + k];
     });
 }
 
 /// A list, a tensor a scale group, to compensated values and messages.
-__global__ void __launch_bounds__(kThreads) feed_list_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads)
+    feed_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
+    const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
     pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = own.worker_scales()[group];
@@ -42,8 +43,9 @@ __device__ __forceinline__ float scale_of(const Compression &own, int64_t begin,
 }
 
 /// Scales of all groups, to where they are kept and to the messages of the chunks in which the group has elements.
-__global__ void __launch_bounds__(kThreads, 4) message_scales_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 4)
+    message_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
     const CompressLayout &layout = own.layout;
     if (own.skipped()) return;
@@ -71,8 +73,8 @@ constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side
 
 /// Adds the mean of all ranks' messages, in rank order, to the residual of this rank's chunk; stores the compensated
 /// values and packs the result.
-__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     __shared__ float tiles[kTurns * kLeaf];
     TileTurns turns{tiles};
     const Compression &own = x.own;
@@ -127,8 +129,9 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Exc
     }
 }
 
-__global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 4)
+    result_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
     const CompressLayout &layout = own.layout;
     if (own.skipped()) return;
@@ -141,8 +144,9 @@ __global__ void __launch_bounds__(kThreads, 4) result_scales_kernel(GRID_CONSTAN
         scales[i] = 0;
 }
 
-__global__ void __launch_bounds__(kThreads) decode_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
+    const Exchange &x = argument.begin_kernel();
     const ListMean &mean = x.mean;
     for_group_leaves(mean.layout, [&](int32_t group, const Leaf &leaf, int64_t) INLINED {
         const int64_t worker = mean.layout.groups[group].begin + leaf.begin;
@@ -162,8 +166,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(GRID_CONSTANT const Ex
 }
 
 /// Two levels: zeros between tensors of the vector, and behind the last one.
-__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     const CompressLayout &layout = x.mean.layout;
     float *const vector = x.node.vector;
     for (int64_t i = grid_thread(); i + 1 < layout.group_count; i += grid_threads())
@@ -175,8 +179,9 @@ __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT cons
 }
 
 /// A list to the vector.
-__global__ void __launch_bounds__(kThreads) copy_list_kernel(GRID_CONSTANT const Exchange x, const dsopt_tensor *list) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads)
+    copy_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
+    const Exchange &x = argument.begin_kernel();
     for_group_leaves(x.mean.layout, [&](int32_t group, const Leaf &where, int64_t) INLINED {
         const float *values = static_cast<const float *>(list[group].data) + where.begin;
         float *to = x.node.vector + x.mean.layout.groups[group].begin + where.begin;
@@ -197,8 +202,8 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSli
 }
 
 /// That mean and the residual to the compensated values, and their bits to the messages.
-__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
     pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = own.worker_scales()[group];
@@ -213,22 +218,24 @@ __global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT cons
 }
 
 /// One node: the mean is all, and goes to the first of the slices.
-__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const Exchange x) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+    const Exchange &x = argument.begin_kernel();
     for (int64_t i = grid_thread() * 4; i < x.node.numel; i += grid_threads() * 4)
         store(mean_of_slices<4>(x.node, i), x.node.slices, i);
 }
 
+// The successors are those of src/exchange/exchange.cc.
 void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) {
     const CompressLayout &sent = x.own.layout, &all = x.mean.layout;
     switch (pass) {
     case ExchangePass::clear_messages: return launcher.fill(x.own.send, 0xff, size_t(sent.messages_bytes()));
-    case ExchangePass::pack_list: return launcher.over(sent.group_leaves, "feed_list", feed_list_kernel, x, list);
-    case ExchangePass::pack_values: return launcher.over(sent.group_leaves, "pack", pack_kernel, x);
+    case ExchangePass::pack_list:
+        return launcher.over(sent.group_leaves, {"feed_list", Next::kernel}, feed_list_kernel, x, list);
+    case ExchangePass::pack_values: return launcher.over(sent.group_leaves, {"pack", Next::kernel}, pack_kernel, x);
     case ExchangePass::message_scales:
         return launcher.over(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
     case ExchangePass::clear_result: return launcher.fill(x.own.result, 0xff, size_t(sent.message_bytes));
-    case ExchangePass::serve: return launcher.over(sent.segment_leaves, "serve", serve_kernel, x);
+    case ExchangePass::serve: return launcher.over(sent.segment_leaves, {"serve", Next::kernel}, serve_kernel, x);
     case ExchangePass::result_scales:
         return launcher.over(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
     case ExchangePass::decode: return launcher.over(all.group_leaves, "decode", decode_kernel, x, list);
@@ -236,7 +243,8 @@ void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, co
         if (all.group_count != 0) launcher.over(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
         return;
     case ExchangePass::copy_list: return launcher.over(all.group_leaves, "copy_list", copy_list_kernel, x, list);
-    case ExchangePass::pack_slice: return launcher.over(sent.group_leaves, "feed_slice", feed_slice_kernel, x);
+    case ExchangePass::pack_slice:
+        return launcher.over(sent.group_leaves, {"feed_slice", Next::kernel}, feed_slice_kernel, x);
     case ExchangePass::average_slice:
         return launcher.over(x.node.numel / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
     }

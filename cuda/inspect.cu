@@ -47,8 +47,9 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
 }
 
 /// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
-__global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT const DevicePlan d, const bool decides) {
-    begin_kernel(decides);
+__global__ void __launch_bounds__(kThreads, 3)
+    inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool decides) {
+    const DevicePlan &d = argument.begin_kernel();
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
@@ -71,17 +72,22 @@ __global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT cons
 
 /// Does what is left of pass 1, in one thread. `folds`: pass 1 did not run, because gradients are not read. `decides`:
 /// ranks have added up their norms, or there are no other ranks.
-__global__ void decide_kernel(GRID_CONSTANT const DevicePlan d, const bool folds, const bool decides) {
-    begin_kernel(decides);
+__global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool folds,
+                              const bool decides) {
+    const DevicePlan &d = argument.begin_kernel();
     if (folds) fold_nothing(d.plan);
     if (decides) (void)decide_step(d.plan);
 }
 
 void inspect(const DevicePlan &d, bool decides, const Launcher &launcher) {
-    launcher.over(d.leaves / kWarps + 1, "inspect", inspect_kernel, d, decides);
+    // Ranks that do not agree exchange nothing in this step: a kernel follows.
+    launcher.over(d.leaves / kWarps + 1, {"inspect", kernel_if(decides)}, inspect_kernel, d, decides);
 }
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
-    launcher.thread(decides ? "decide" : "fold", decide_kernel, d, folds, decides);
+    // Behind an agreement of ranks the update may begin with a memset, a copy or a collective.
+    const bool alone = folds && decides, updates = decides && d.plan.onebit == nullptr && d.plan.shards.count == 0;
+    const Next next = kernel_if(alone || updates);
+    launcher.thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
 }
 
 void load_inspect_kernels(KernelLoader &load) { load(inspect_kernel, decide_kernel); }

@@ -27,36 +27,84 @@ namespace dsopt::gpu {
 constexpr int kThreads = 256; // a block
 constexpr int kWarps = kThreads / 32;
 
-/// Puts one run of `kernel` into `stream`. The arguments are converted to what the kernel takes and copied now. `name`
-/// is for tests, which list what was launched. `early`, for code compiled for capability 9.0 or more: blocks may start
-/// while the preceding kernel still runs, and the kernel must begin with begin_kernel().
-template <class... P, class... A>
-cudaError_t launch(const char *name, bool early, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared,
-                   cudaStream_t stream, A &&...arguments) {
-    static_assert(sizeof...(P) == sizeof...(A), "the kernel takes another number of arguments");
-    static_assert((std::is_convertible_v<A, P> && ...), "the kernel takes other types");
-#if defined(CUDA_EMU)
-    return fakert::launch(name, kernel, grid, block, shared, stream, early, std::forward<A>(arguments)...);
-#else
-    static_cast<void>(name);
-    std::tuple<P...> values(std::forward<A>(arguments)...);
-    return std::apply(
-        [&](P &...value) {
-            void *addresses[sizeof...(P) + 1] = {const_cast<void *>(static_cast<const void *>(&value))...};
-            cudaLaunchAttribute attribute{};
-            attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-            attribute.val.programmaticStreamSerializationAllowed = 1;
-            cudaLaunchConfig_t config{};
-            config.gridDim = grid;
-            config.blockDim = block;
-            config.dynamicSmemBytes = shared;
-            config.stream = stream;
-            config.attrs = &attribute;
-            config.numAttrs = early ? 1 : 0;
-            return cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), addresses);
-        },
-        values);
+/// The first parameter of a kernel that may be launched early, and the kernel's only way to the value.
+template <class T> class PdlArgument {
+public:
+    PdlArgument(const T &value, bool triggers) : value_(value), triggers_(triggers) {}
+    /// The first statement of such a kernel. Returns when the writes of the preceding kernel are visible.
+    __device__ __forceinline__ const T &begin_kernel() const {
+#if defined(CUDA_EMU) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+        cudaGridDependencySynchronize();
+        if (triggers_) cudaTriggerProgrammaticLaunchCompletion();
 #endif
-}
+        return value_;
+    }
+
+private:
+    T value_;
+    bool triggers_;
+};
+
+template <class... P> constexpr bool kTakesPdlArgument = false;
+template <class T, class... P> constexpr bool kTakesPdlArgument<PdlArgument<T>, P...> = true;
+
+/// Programmatic dependent launch: only of code that was compiled for capability 9.0 or more.
+struct Pdl {
+    bool early = false;    // blocks may start before the preceding kernel has ended
+    bool triggers = false; // blocks of the next kernel may start before this one has ended: it is launched early
+};
+
+/// A kernel's place in a stream. `name` is for tests, which list the kernels that were launched.
+struct Launch {
+    const char *name;
+    dim3 grid, block;
+    size_t shared; // bytes of dynamic shared memory per block
+    cudaStream_t stream;
+
+    /// Launches a kernel that starts when the preceding one has ended. The arguments are converted to the kernel's
+    /// parameters and copied now.
+    template <class... P, class... A> cudaError_t operator()(void (*kernel)(P...), A &&...arguments) const {
+        return enqueue(false, kernel, std::forward<A>(arguments)...);
+    }
+    /// The same, or early. The kernel waits for the preceding one itself.
+    template <class T, class... P, class... A>
+    cudaError_t operator()(Pdl pdl, void (*kernel)(PdlArgument<T>, P...), const std::type_identity_t<T> &first,
+                           A &&...others) const {
+        return enqueue(pdl.early, kernel, PdlArgument<T>(first, pdl.triggers), std::forward<A>(others)...);
+    }
+
+    template <class... P, class... A>
+    cudaError_t operator()(Pdl, void (*)(P...), A &&...) const requires(!kTakesPdlArgument<P...>) {
+        static_assert(kTakesPdlArgument<P...>, "a kernel that may be launched early takes a PdlArgument first");
+        return cudaSuccess;
+    }
+
+private:
+    template <class... P, class... A> cudaError_t enqueue(bool early, void (*kernel)(P...), A &&...arguments) const {
+        static_assert(sizeof...(P) == sizeof...(A), "the kernel takes another number of arguments");
+        static_assert((std::is_convertible_v<A, P> && ...), "the kernel takes other types");
+#if defined(CUDA_EMU)
+        return fakert::launch(name, kernel, grid, block, shared, stream, early, std::forward<A>(arguments)...);
+#else
+        std::tuple<P...> values(std::forward<A>(arguments)...);
+        return std::apply(
+            [&](P &...value) {
+                void *addresses[sizeof...(P) + 1] = {const_cast<void *>(static_cast<const void *>(&value))...};
+                cudaLaunchAttribute attribute{};
+                attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+                attribute.val.programmaticStreamSerializationAllowed = 1;
+                cudaLaunchConfig_t config{};
+                config.gridDim = grid;
+                config.blockDim = block;
+                config.dynamicSmemBytes = shared;
+                config.stream = stream;
+                config.attrs = &attribute;
+                config.numAttrs = early ? 1 : 0;
+                return cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), addresses);
+            },
+            values);
+#endif
+    }
+};
 
 } // namespace dsopt::gpu

@@ -21,8 +21,8 @@ public:
         check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, gpu.ordinal()), "cudaDeviceGetAttribute");
         multiprocessors_ = unsigned(count);
     }
-    /// True if blocks of a kernel may start before the preceding kernel has ended. Set once, after all kernels are
-    /// loaded: only code for capability 9.0 or more waits, see begin_kernel().
+    /// True if kernels may be launched early. Set once, after all kernels are loaded: only code for capability 9.0 or
+    /// more waits, see PdlArgument::begin_kernel().
     bool early = false;
     /// Blocks of a kernel that are on the device at once: a second wave would leave most of it idle.
     template <class... P> unsigned resident_blocks(void (*kernel)(P...), size_t shared) {
@@ -66,10 +66,24 @@ struct Work {
     Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most have none
 };
 
+/// What comes behind a kernel in the stream.
+enum class Next : uint8_t {
+    unknown, // a kernel of the caller or of another call, a collective, a copy, a memset
+    kernel,  // a kernel of the same Launcher, which is launched early; events may be between
+};
+constexpr Next kernel_if(bool known) { return known ? Next::kernel : Next::unknown; }
+/// The name of a kernel, for messages and tests, and what the call knows of the kernel's successor.
+struct Label {
+    const char *name;
+    Next next;
+    Label(const char *text, Next follows = Next::unknown) : name(text), next(follows) {} // implicit: most know nothing
+};
+
 struct Launcher;
 void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher);
 
-/// One stream, in one call of the engine, with the device current. The names of kernels are for messages and tests.
+/// One stream, in one call of the engine, with the device current. Whether a kernel is launched early, and whether it
+/// triggers the next one, follows from the loaded code, from the place in the call, and from Label::next.
 struct Launcher {
     OnDevice on;
     Shared &device;
@@ -77,17 +91,16 @@ struct Launcher {
     mutable bool started = false; // a kernel of this call is before the next one
 
     /// As many blocks as are resident, or fewer where there are fewer pieces.
-    template <class... P, class... A>
-    void over(Work work, const char *name, void (*kernel)(P...), A &&...arguments) const {
+    template <class... P, class... A> void over(Work work, Label label, void (*kernel)(P...), A &&...arguments) const {
         const int64_t most = device.resident_blocks(kernel, work.shared);
         const unsigned blocks = unsigned(work.pieces < 1 ? 1 : work.pieces > most ? most : work.pieces);
-        run(name, kernel, blocks, kThreads, work.shared, std::forward<A>(arguments)...);
+        run(label, kernel, blocks, kThreads, work.shared, std::forward<A>(arguments)...);
     }
-    template <class... P, class... A> void block(const char *name, void (*kernel)(P...), A &&...arguments) const {
-        run(name, kernel, 1, kThreads, 0, std::forward<A>(arguments)...);
+    template <class... P, class... A> void block(Label label, void (*kernel)(P...), A &&...arguments) const {
+        run(label, kernel, 1, kThreads, 0, std::forward<A>(arguments)...);
     }
-    template <class... P, class... A> void thread(const char *name, void (*kernel)(P...), A &&...arguments) const {
-        run(name, kernel, 1, 1, 0, std::forward<A>(arguments)...);
+    template <class... P, class... A> void thread(Label label, void (*kernel)(P...), A &&...arguments) const {
+        run(label, kernel, 1, 1, 0, std::forward<A>(arguments)...);
     }
     void fill(void *to, int value, size_t bytes) const {
         if (bytes != 0) check(cudaMemsetAsync(to, value, bytes, stream), "cudaMemsetAsync");
@@ -135,12 +148,12 @@ private:
         }
     }
     template <class... P, class... A>
-    void run(const char *name, void (*kernel)(P...), unsigned blocks, int threads, size_t shared,
-             A &&...arguments) const {
+    void run(Label label, void (*kernel)(P...), unsigned blocks, int threads, size_t shared, A &&...arguments) const {
         // The first kernel of a call waits for all work of the caller. After a collective of this call, a kernel may
         // start while the collective runs: begin_kernel() waits for the collective.
-        const bool early = started && device.early;
-        check(gpu::launch(name, early, kernel, blocks, threads, shared, stream, std::forward<A>(arguments)...), name);
+        const Pdl pdl{.early = started && device.early, .triggers = label.next == Next::kernel && device.early};
+        check(Launch{label.name, blocks, threads, shared, stream}(pdl, kernel, std::forward<A>(arguments)...),
+              label.name);
         started = true;
     }
 };

@@ -51,16 +51,17 @@ __device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const B
     }
 }
 
-template <int N> __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const ListBatch<N> list) {
-    begin_kernel();
+template <int N>
+__global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument) {
+    const ListBatch<N> &list = argument.begin_kernel();
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED { store(Pack<V>{}, at.y, i); });
 }
 
 /// The factor of x is at `factor`, or else `value`.
 template <int N>
-__global__ void __launch_bounds__(kThreads)
-    axpby_kernel(GRID_CONSTANT const ListBatch<N> list, const float *factor, const float value, const float b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads) axpby_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument,
+                                                         const float *factor, const float value, const float b) {
+    const ListBatch<N> &list = argument.begin_kernel();
     const float a = factor != nullptr ? *factor : value;
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
         Pack<V> v = fetch<V>(at.x, i), old{};
@@ -74,8 +75,9 @@ __global__ void __launch_bounds__(kThreads)
 
 /// y may be the first of the rows.
 __global__ void __launch_bounds__(kThreads)
-    add_up_rows_kernel(const float *rows, const int64_t stride, const int count, const int64_t n, float *y) {
-    begin_kernel();
+    add_up_rows_kernel(const PdlArgument<const float *> argument, const int64_t stride, const int count,
+                       const int64_t n, float *y) {
+    const float *const rows = argument.begin_kernel();
     for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
         float sum = rows[i];
         for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
@@ -88,8 +90,9 @@ __device__ __forceinline__ float clamped(float x, float limit) {
     return x < -limit ? -limit : x;
 }
 template <int N>
-__global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const ListBatch<N> list, const float limit) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads)
+    clamp_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument, const float limit) {
+    const ListBatch<N> &list = argument.begin_kernel();
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
         Pack<V> v = load<V>(at.y, i);
         unrolled<V>([&](int k) INLINED { v.at[k] = clamped(v.at[k], limit); });
@@ -98,8 +101,8 @@ __global__ void __launch_bounds__(kThreads) clamp_kernel(GRID_CONSTANT const Lis
 }
 
 /// The norm of a list without elements.
-__global__ void no_norm_kernel(dsopt_norm_result *result) {
-    begin_kernel();
+__global__ void no_norm_kernel(const PdlArgument<dsopt_norm_result *> argument) {
+    dsopt_norm_result *const result = argument.begin_kernel();
     *result = {.norm = 0, .coefficient = 1, .reserved = 0, .nonfinite = 0, .first_bad = -1};
 }
 
@@ -113,9 +116,9 @@ struct NormParts {
 };
 
 __global__ void __launch_bounds__(kThreads, 3)
-    norm_kernel(GRID_CONSTANT const DeviceList list, const NormParts parts, const int32_t kind, const bool raw,
-                const double max_norm, dsopt_norm_result *result) {
-    begin_kernel();
+    norm_kernel(GRID_CONSTANT const PdlArgument<DeviceList> argument, const NormParts parts, const int32_t kind,
+                const bool raw, const double max_norm, dsopt_norm_result *result) {
+    const DeviceList &list = argument.begin_kernel();
     __shared__ __align__(16) float tiles[kWarps][kTile];
     const int lane = int(threadIdx.x % 32);
     for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {

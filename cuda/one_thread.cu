@@ -5,8 +5,8 @@
 
 namespace dsopt::gpu {
 
-template <class Function> __global__ void one_thread_kernel(GRID_CONSTANT const Function function) {
-    begin_kernel();
+template <class Function> __global__ void one_thread_kernel(GRID_CONSTANT const PdlArgument<Function> argument) {
+    const Function &function = argument.begin_kernel();
     function();
 }
 

@@ -105,8 +105,8 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
 /// Adam takes its step here.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
-    feed_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(b.one.exchanges && b.x.node.vector == nullptr);
+    feed_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     DYNAMIC_SHARED(float, tiles); // where bits are made here
     TileTurns turns{tiles};
     for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
@@ -141,8 +141,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 }
 
 /// What is behind the tensors of a scale group.
-__global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads, 4)
+    feed_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
     const Compression &own = b.x.own;
     for (int32_t i = int32_t(blockIdx.x); i < own.layout.group_count; i += int32_t(gridDim.x)) {
@@ -155,8 +156,9 @@ __global__ void __launch_bounds__(kThreads, 4) feed_padding_kernel(GRID_CONSTANT
         }
     }
 }
-__global__ void __launch_bounds__(kThreads, 4) take_padding_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 4)
+    take_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
     const ListMean &mean = b.x.mean;
     const CompressLayout::ScaleGroup group = mean.layout.groups[0];
@@ -167,8 +169,8 @@ __global__ void __launch_bounds__(kThreads, 4) take_padding_kernel(GRID_CONSTANT
 /// From the mean, which without other ranks is the own values, to momentum and weights.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
-    finish_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+    finish_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
         const Pack<V> old = t.p;
@@ -185,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 }
 
 /// 0/1 Adam between exchanges.
-__global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     constexpr Feed F = Feed::distance;
     for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
@@ -200,8 +202,9 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
 }
 
 /// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor.
-__global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads, 3)
+    onebit_lamb_moments_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     DYNAMIC_SHARED(float, memory);
     __shared__ uint32_t most_of_block;
     const Tiles tiles{memory, memory + kLeaf};
@@ -231,22 +234,25 @@ __global__ void __launch_bounds__(kThreads, 3) onebit_lamb_moments_kernel(GRID_C
     });
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
-__global__ void __launch_bounds__(kThreads, 1) onebit_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(b.d.plan.shards.count == 0); // as update_kernel()
+__global__ void __launch_bounds__(kThreads, 1)
+    onebit_trust_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_frozen_trust(plan, b.one, i, by); });
 }
 /// Those of sharded tensors, as shared_trust_kernel().
-__global__ void __launch_bounds__(kThreads, 1) onebit_shared_trust_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads, 1)
+    onebit_shared_trust_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) take_shared_frozen_trust(plan, b.one, i);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 4)
+    onebit_lamb_weights_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
         const Pack<V> old = t.p;
@@ -259,8 +265,9 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
 }
 
 /// Before anything else of a step that is taken. One block.
-__global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads, 1)
+    begin_onebit_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) begin_tensor(b.one, i);
@@ -268,8 +275,9 @@ __global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT
 }
 
 /// Scaling of momenta: sums of squares of each leaf, and then, in one block, the factors.
-__global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads)
+    momentum_squares_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     __shared__ __align__(16) float tiles[kWarps][kTile];
     if (skipped(b.d) || knows_scaling(b.one)) return;
     for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
@@ -279,8 +287,9 @@ __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTAN
         if (threadIdx.x % 32 == 0) b.d.plan.leaf.sums_a[leaf] = squares;
     });
 }
-__global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads, 1)
+    momentum_scaling_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
     const bool known = knows_scaling(b.one);
@@ -298,8 +307,9 @@ __global__ void __launch_bounds__(kThreads, 1) momentum_scaling_kernel(GRID_CONS
 }
 
 /// What every step ends with, also one that is skipped. One block.
-__global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 1)
+    end_onebit_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     const bool taken = !skipped(b.d);
     for (int64_t i = threadIdx.x; taken && i < plan.count; i += kThreads) end_tensor(plan, b.one, i);
@@ -308,8 +318,9 @@ __global__ void __launch_bounds__(kThreads, 1) end_onebit_kernel(GRID_CONSTANT c
 }
 
 /// Results to where the momentum is kept.
-__global__ void __launch_bounds__(kThreads) keep_results_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads)
+    keep_results_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
     const int64_t words = b.x.mean.layout.messages_bytes() / 4;
     const auto *from = reinterpret_cast<const int32_t *>(b.x.mean.results);
@@ -318,8 +329,8 @@ __global__ void __launch_bounds__(kThreads) keep_results_kernel(GRID_CONSTANT co
 }
 
 /// Standard mode, after the variance has moved: which elements have one.
-__global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const DeviceOneBit b) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    const DeviceOneBit &b = argument.begin_kernel();
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const int64_t worker = b.one.jobs[tensor].worker;
@@ -336,8 +347,8 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
 
 /// After the step that froze the variance: stores anchors and copies of the variance, and zeroes the residuals.
 __global__ void __launch_bounds__(kThreads)
-    freeze_kernel(GRID_CONSTANT const DeviceOneBit b, const bool copies_variance) {
-    begin_kernel();
+    freeze_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument, const bool copies_variance) {
+    const DeviceOneBit &b = argument.begin_kernel();
     if (!freezes(b.one, skipped(b.d))) return;
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
@@ -358,7 +369,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // By Feed. The mean of what is `scaled` is taken by OneBitPass::lamb_moments.
-using OneBitKernel = void (*)(DeviceOneBit);
+using OneBitKernel = void (*)(PdlArgument<DeviceOneBit>);
 constexpr OneBitKernel kFeedKernels[] = {feed_kernel<Feed::momentum>, feed_kernel<Feed::scaled>,
                                          feed_kernel<Feed::gradient>, feed_kernel<Feed::distance>};
 constexpr OneBitKernel kFinishKernels[] = {finish_kernel<Feed::momentum>, nullptr, finish_kernel<Feed::gradient>,
@@ -385,18 +396,21 @@ public:
     void run(OneBitPass pass) override {
         switch (pass) {
         case OneBitPass::momentum_squares:
-            return launcher_.over(b_.d.leaves / kWarps + 1, "momentum_squares", momentum_squares_kernel, b_);
-        case OneBitPass::feed:
-            return over_leaves("feed", kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTurns * kTileBytes : 0);
+            return launcher_.over(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel}, momentum_squares_kernel,
+                                  b_);
+        case OneBitPass::feed: {
+            const Next next = kernel_if(b_.one.exchanges && b_.x.node.vector == nullptr); // the rest of the messages
+            return over_leaves({"feed", next}, kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTurns * kTileBytes : 0);
+        }
         case OneBitPass::feed_padding:
-            return launcher_.over(b_.x.own.layout.group_count, "feed_padding", feed_padding_kernel, b_);
+            return launcher_.over(b_.x.own.layout.group_count, {"feed_padding", Next::kernel}, feed_padding_kernel, b_);
         case OneBitPass::take: return over_leaves("finish", kFinishKernels[size_t(b_.one.feed)]);
         case OneBitPass::keep_results: return over_leaves("keep_results", keep_results_kernel);
         case OneBitPass::local: return over_leaves("local", local_kernel);
         case OneBitPass::take_padding:
             return launcher_.over(b_.x.own.layout.ranks, "take_padding", take_padding_kernel, b_);
         case OneBitPass::lamb_moments:
-            return over_leaves("onebit_lamb_moments", onebit_lamb_moments_kernel, 2 * kTileBytes);
+            return over_leaves({"onebit_lamb_moments", unless_shards()}, onebit_lamb_moments_kernel, 2 * kTileBytes);
         case OneBitPass::lamb_weights: return over_leaves("onebit_lamb_weights", onebit_lamb_weights_kernel);
         case OneBitPass::find_active: return over_leaves("find_active", find_active_kernel);
         case OneBitPass::freeze: return launcher_.over(b_.d.leaves, "freeze", freeze_kernel, b_, false);
@@ -406,18 +420,27 @@ public:
 
     void decide(OneBitDecision decision) override {
         switch (decision) {
-        case OneBitDecision::begin: return launcher_.block("begin_onebit", begin_onebit_kernel, b_);
-        case OneBitDecision::scale_momenta: return launcher_.block("momentum_scaling", momentum_scaling_kernel, b_);
-        case OneBitDecision::trust: return launcher_.block("onebit_trust", onebit_trust_kernel, b_);
+        case OneBitDecision::begin: return launcher_.block({"begin_onebit", after_begin()}, begin_onebit_kernel, b_);
+        case OneBitDecision::scale_momenta: // an exchange begins with a memset
+            return launcher_.block({"momentum_scaling", kernel_if(!b_.one.exchanges)}, momentum_scaling_kernel, b_);
+        case OneBitDecision::trust: return launcher_.block({"onebit_trust", unless_shards()}, onebit_trust_kernel, b_);
         case OneBitDecision::shared_trust:
-            return launcher_.block("onebit_shared_trust", onebit_shared_trust_kernel, b_);
+            return launcher_.block({"onebit_shared_trust", Next::kernel}, onebit_shared_trust_kernel, b_);
         case OneBitDecision::end: return launcher_.block("end_onebit", end_onebit_kernel, b_);
         }
     }
 
 private:
-    void over_leaves(const char *name, OneBitKernel kernel, size_t shared = 0) {
-        launcher_.over({b_.d.leaves, shared}, name, kernel, b_);
+    void over_leaves(Label label, OneBitKernel kernel, size_t shared = 0) {
+        launcher_.over({b_.d.leaves, shared}, label, kernel, b_);
+    }
+    // The order of passes is that of src/step/onebit.cc. Shards are zeroed before their sums are made, and go into a
+    // collective then.
+    Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0); }
+    /// An exchange begins with a memset, or with a copy to the host; so does the update of shards.
+    Next after_begin() const {
+        const bool local = b_.one.stage == Stage::local && !b_.one.rules.compat;
+        return kernel_if(local || (!b_.one.exchanges && b_.d.plan.shards.count == 0));
     }
 
     const Launcher &launcher_;

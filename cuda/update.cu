@@ -108,8 +108,9 @@ constexpr int kUpdateBlocks = 3;
 #else
 constexpr int kUpdateBlocks = 4;
 #endif
-__global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel(d.plan.policy.reduces && d.plan.shards.count == 0); // sums of shards go into a collective
+__global__ void __launch_bounds__(kThreads, kUpdateBlocks)
+    update_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
@@ -146,13 +147,15 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
 }
 
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
-__global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel(true);
+__global__ void __launch_bounds__(kThreads, 4)
+    shared_trust_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
     for (int64_t i = grid_thread(); i < d.plan.count; i += grid_threads()) take_shared_trust(d.plan, i);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads, 4)
+    update_weights_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
     const bool skip = skipped(d);
@@ -175,10 +178,12 @@ __global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTA
 
 void update(const DevicePlan &d, const Launcher &launcher) {
     const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
-    launcher.over({d.leaves, tiles}, "update", update_kernel, d);
+    // With shards a collective follows; without a second pass, the end of the step.
+    const Next next = kernel_if(d.plan.policy.reduces && d.plan.shards.count == d.plan.shards.exchanged);
+    launcher.over({d.leaves, tiles}, {"update", next}, update_kernel, d);
 }
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
-    launcher.over(d.plan.count / kThreads + 1, "shared_trust", shared_trust_kernel, d);
+    launcher.over(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
 }
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
     launcher.over(d.leaves, "update_weights", update_weights_kernel, d);

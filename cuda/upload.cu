@@ -6,19 +6,21 @@
 
 namespace dsopt::gpu {
 
-__global__ void __launch_bounds__(kThreads) put_kernel(uint64_t *to, GRID_CONSTANT const Bytes bytes, const int count) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads)
+    put_kernel(const PdlArgument<uint64_t *> argument, GRID_CONSTANT const Bytes bytes, const int count) {
+    uint64_t *const to = argument.begin_kernel();
     for (int i = int(threadIdx.x); i < count; i += kThreads) to[i] = bytes.words[i];
 }
 
-__global__ void __launch_bounds__(kThreads) patch_kernel(uint64_t *table, GRID_CONSTANT const Patch patch) {
-    begin_kernel();
+__global__ void __launch_bounds__(kThreads)
+    patch_kernel(const PdlArgument<uint64_t *> argument, GRID_CONSTANT const Patch patch) {
+    uint64_t *const table = argument.begin_kernel();
     for (int i = int(threadIdx.x); i < patch.count; i += kThreads) table[patch.at[i]] = patch.words[i];
 }
 
 __global__ void __launch_bounds__(kThreads)
-    map_kernel(const TensorJob *jobs, int32_t *tensor_of_leaf, const int64_t count) {
-    begin_kernel();
+    map_kernel(const PdlArgument<const TensorJob *> argument, int32_t *tensor_of_leaf, const int64_t count) {
+    const TensorJob *const jobs = argument.begin_kernel();
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x)
         for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].range.numel); leaf += kThreads)
             tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);

@@ -13,19 +13,6 @@ __device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * 
 __device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ __forceinline__ int64_t grid_warps() { return int64_t(gridDim.x) * kWarps; }
 
-/// Every kernel begins with this call. It returns when what the previous kernel wrote is visible: the launcher starts
-/// blocks while that kernel still runs (programmatic dependent launch). `next_may_come` is true if another kernel of
-/// the same call follows: its blocks may start as soon as those of this one leave room. Kernels of the caller may not,
-/// because they do not wait for this one's writes.
-__device__ __forceinline__ void begin_kernel(bool next_may_come = false) {
-#if defined(CUDA_EMU) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
-    cudaGridDependencySynchronize();
-    if (next_may_come) cudaTriggerProgrammaticLaunchCompletion();
-#else
-    static_cast<void>(next_may_come);
-#endif
-}
-
 /// body(0), body(1), ... body(Count - 1) in a row: arrays that they index stay in registers.
 template <int Count, class Body> __device__ __forceinline__ void unrolled(const Body &body) {
 #pragma unroll

@@ -1,18 +1,27 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel is loaded when a device is made.
+"""Every kernel is loaded when a device is made, and begins with the wait for the preceding kernel.
 
 usage: kernels.py SOURCE-FOLDER
 
 At its first launch a kernel that is not loaded may wait for everything on the device. So each .cu file has a function
 load_..._kernels() that names its kernels, and device.cc calls all of these. Kernels are defined in .cu files alone. The
 instances of a template are seen by the emulated device: a kernel that is launched before it is loaded fails a test.
+
+The launcher takes only kernels whose first parameter is a PdlArgument. That they read nothing through their other
+parameters before they have waited is seen here: the first statement calls begin_kernel().
 """
 import pathlib
 import re
 import sys
 
 KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\(")
+BEGIN = re.compile(r"\s*(?:const [\w<> ]+&|[\w ]+\*const )\w+ = argument\.begin_kernel\(\);")
+
+
+def body_of(text, kernel):
+    """The text behind the opening brace of a kernel."""
+    return re.search(rf"__global__[^;{{}}]*\b{kernel}\([^;{{}}]*\) \{{(.*)", text, re.DOTALL).group(1)
 
 
 def arrays(text):
@@ -40,6 +49,8 @@ def main():
         loaded = " ".join(body for _, body in loads)
         loaded += " ".join(named for name, named in arrays(text).items() if name in loaded)
         loaded += " ".join(re.findall(r"^static void load_each\(.*?\n\}$", text, re.MULTILINE | re.DOTALL))
+        wrong += [f"{path.name}: {kernel} does not begin with begin_kernel()" for kernel in kernels
+                  if not BEGIN.match(body_of(text, kernel))]
         wrong += [f"{path.name}: {kernel} is not loaded" for kernel in kernels if not re.search(rf"\b{kernel}\b", loaded)]
     print("\n".join(wrong + [f"{count} kernels, {len(wrong)} wrong"]))
     return 1 if wrong or count < 30 else 0

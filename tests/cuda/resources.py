@@ -11,6 +11,7 @@ Of the machine code and the PTX that ship, or of those that nvcc makes of the so
   have: the grid is made of those;
 - loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes;
 - the bits of several ranks that an exchange has asked for before it waits for the first;
+- from sm_90 on, the wait for the preceding kernel before anything else that uses memory;
 - chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop.
 Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
 without them the test is skipped.
@@ -181,6 +182,17 @@ def addition_chains(code):
     return found, worst, through_lanes, most_ahead
 
 
+def waits_first(code):
+    """True if the wait for the preceding kernel comes before any access of memory but constants, any barrier and any jump."""
+    for line in instructions(code):
+        opcode = re.sub(r"^@\S+\s+", "", line).split()[0]
+        if opcode == "ACQBULK":
+            return not line.startswith("@")
+        if re.match(r"(LD(?!C)|ST|AT|RED|BAR|MEMBAR|FENCE|ERRBAR|SHFL|VOTE|BRA|BRX|CALL|EXIT|RET|PREEXIT)", opcode):
+            return False
+    return False
+
+
 def resident_blocks(arch, registers, shared):
     """`shared` with what the block takes for itself."""
     threads, kilobytes = MULTIPROCESSOR[arch]
@@ -233,6 +245,10 @@ def judge_machine_code(judge, arch, usage, code):
             good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
             judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
                       "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
+    if number >= 90:
+        late = [name for name in code if not waits_first(code[name])]
+        judge.say(len(code) > 30 and not late, "%s %d kernels wait for the preceding one before they use memory, others: %s" %
+                  (arch, len(code) - len(late), " ".join(late) or "none"))
     for name in [name for name in code if re.search(r"\d+serve_kernel", name)] or ["serve_kernel"]:
         ranks = loads_under_way(code.get(name, ""), "U8", 1)
         judge.say(ranks >= RANKS_AT_ONCE, "%s serve_kernel: the bits of %d ranks under way" % (arch, ranks))

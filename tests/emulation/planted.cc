@@ -128,17 +128,20 @@ __global__ void dropped_tail(float *x, int n) { // what does not fill a vector i
     if (i < n / 4) reinterpret_cast<float4 *>(x)[i] = make_float4(1, 1, 1, 1);
 }
 
-__global__ void early_without_wait(float *x) { // its argument is there before the kernel before has ended
-    if (x == nullptr) cudaGridDependencySynchronize();
+using Early = dsopt::gpu::PdlArgument<const float *>; // of kernels that may be launched early
+__global__ void early_without_wait(const Early) {}
+__global__ void early_waits(const Early argument, float *y) {
+    const float *const x = argument.begin_kernel();
+    y[global_index()] = x[global_index()] + 1;
 }
-__global__ void early_reads_first(const float *x, float *y) {
+__global__ void early_reads_first(const Early argument, const float *x, float *y) {
     const float v = x[global_index()];
-    cudaGridDependencySynchronize();
+    (void)argument.begin_kernel();
     y[global_index()] = v + 1;
 }
-__global__ void early_waits(const float *x, float *y) {
-    cudaGridDependencySynchronize();
-    y[global_index()] = x[global_index()] + 1;
+__global__ void early_has_a_barrier_first(const Early argument) {
+    __syncthreads();
+    (void)argument.begin_kernel();
 }
 
 int found(const char *how) {
@@ -171,7 +174,30 @@ int expect(const float *x, int floats, float value, cudaStream_t stream) {
 }
 template <class Kernel, class... A>
 void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... arguments) {
-    check(dsopt::gpu::launch("planted", false, kernel, unsigned(blocks), unsigned(threads), 0, stream, arguments...));
+    check(dsopt::gpu::Launch{"planted", unsigned(blocks), unsigned(threads), 0, stream}(kernel, arguments...));
+}
+
+/// A kernel that was launched early behind the one that writes what it reads.
+int run_early(bool reads_first, bool protect, bool in_graph) {
+    fakert::Config config;
+    config.mode = fakert::Mode::lazy;
+    config.protect = protect;
+    fakert::reset(config);
+    float *const x = device(kCount), *const y = device(kCount);
+    const cudaStream_t s = new_stream();
+    check(cudaMemsetAsync(x, 0, kCount * sizeof(float), s));
+    if (in_graph) check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+    launch(fill, 4, 64, s, x, 1.f, kCount);
+    const dsopt::gpu::Launch early{"planted", 4, 64, 0, s};
+    check(reads_first ? early({.early = true}, early_reads_first, x, x, y) : early({.early = true}, early_waits, x, y));
+    if (in_graph) {
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t exec = nullptr;
+        check(cudaStreamEndCapture(s, &graph));
+        check(cudaGraphInstantiate(&exec, graph));
+        check(cudaGraphLaunch(exec, s));
+    }
+    return expect(y, kCount, 2, s);
 }
 
 int run(const char *name) {
@@ -188,15 +214,20 @@ int run(const char *name) {
         launch(reverse, 4, 64, s, x, kCount);
         return expect(x, kCount, 32, s);
     }
-    if (is("early-kernel") || is("early-kernel-reads-before-it-waits")) {
-        launch(fill, 4, 64, s, x, 1.f, kCount);
-        check(dsopt::gpu::launch("planted", true, is("early-kernel") ? early_waits : early_reads_first, 4, 64, 0, s, x,
-                                 y));
-        return expect(y, kCount, 2, s);
-    }
+    const dsopt::gpu::Launch early{"planted", 4, 64, 0, s};
+    if (is("early-kernel") || is("early-kernel-in-graph")) return run_early(false, true, is("early-kernel-in-graph"));
+    if (is("early-kernel-reads-before-it-waits")) return run_early(true, true, false);
+    if (is("early-kernel-reads-old-values")) return run_early(true, false, false);
+    if (is("early-kernel-in-graph-reads-old-values")) return run_early(true, false, true);
     if (is("early-kernel-never-waits")) {
         launch(fill, 4, 64, s, x, 1.f, kCount);
-        check(dsopt::gpu::launch("planted", true, early_without_wait, 4, 64, 0, s, x));
+        check(early({.early = true}, early_without_wait, x));
+    }
+    if (is("early-kernel-has-a-barrier-first")) check(early({.early = true}, early_has_a_barrier_first, x));
+    if (is("triggers-before-a-copy") || is("triggers-before-a-kernel-of-another")) {
+        check(early({.triggers = true}, early_waits, x, y));
+        if (is("triggers-before-a-copy")) return expect(y, kCount, 1, s);
+        launch(fill, 4, 64, s, x, 1.f, kCount);
     }
     if (is("write-past-block")) {
         float *const z = device(100);
@@ -206,7 +237,7 @@ int run(const char *name) {
     }
     if (is("write-past-shared")) launch(past_shared, 1, 64, s, x);
     if (is("write-past-dynamic-shared"))
-        check(dsopt::gpu::launch("planted", false, past_dynamic_shared, 1, 64, 64 * sizeof(float), s, x));
+        check(dsopt::gpu::Launch{"planted", 1, 64, 64 * sizeof(float), s}(past_dynamic_shared, x));
     if (is("missing-barrier")) {
         launch(missing_barrier, 4, 64, s, x);
         return expect(x, kCount, 1, s);

@@ -87,25 +87,25 @@ unsigned blocks(int64_t n) { return n < 1 ? 1 : n > 8 * kThreads ? 8 : unsigned(
 } // namespace
 
 cudaError_t add(const float *x, const float *y, float *sum, int64_t n, cudaStream_t stream) {
-    return dsopt::gpu::launch("add", false, add_kernel, blocks(n), kThreads, 0, stream, x, y, sum, n);
+    return dsopt::gpu::Launch{"add", blocks(n), kThreads, 0, stream}(add_kernel, x, y, sum, n);
 }
 cudaError_t scale(float *x, float factor, int64_t n, cudaStream_t stream) {
-    return dsopt::gpu::launch("scale", false, scale_kernel, blocks(n / 4), kThreads, 0, stream, x, factor, n);
+    return dsopt::gpu::Launch{"scale", blocks(n / 4), kThreads, 0, stream}(scale_kernel, x, factor, n);
 }
 cudaError_t sum_squares(const float *x, int64_t n, double *partial, unsigned *ticket, double *result,
                         cudaStream_t stream) {
-    return dsopt::gpu::launch("sum_squares", false, sum_squares_kernel, blocks(n), kThreads, 0, stream, x, n, partial,
-                              ticket, result);
+    return dsopt::gpu::Launch{"sum_squares", blocks(n), kThreads, 0, stream}(sum_squares_kernel, x, n, partial, ticket,
+                                                                             result);
 }
 cudaError_t sign_pack(const float *x, uint32_t *words, int64_t n, cudaStream_t stream) {
-    return dsopt::gpu::launch("sign_pack", false, sign_pack_kernel, blocks(n), kThreads, 0, stream, x, words, n);
+    return dsopt::gpu::Launch{"sign_pack", blocks(n), kThreads, 0, stream}(sign_pack_kernel, x, words, n);
 }
 cudaError_t histogram(const uint8_t *x, int64_t n, unsigned *bins, cudaStream_t stream) {
-    return dsopt::gpu::launch("histogram", false, histogram_kernel, blocks(n), kThreads, 64 * sizeof(unsigned), stream,
-                              x, n, bins);
+    return dsopt::gpu::Launch{"histogram", blocks(n), kThreads, 64 * sizeof(unsigned), stream}(histogram_kernel, x, n,
+                                                                                               bins);
 }
 cudaError_t increment_all(const Addresses &addresses, cudaStream_t stream) {
-    return dsopt::gpu::launch("increment", false, increment_kernel, 2, kThreads, 0, stream, addresses);
+    return dsopt::gpu::Launch{"increment", 2, kThreads, 0, stream}(increment_kernel, addresses);
 }
 
 } // namespace sample

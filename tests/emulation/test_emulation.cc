@@ -165,7 +165,7 @@ TEST_P(Kernels, TakeBigStructsByValue) {
 
 template <class... P, class... A>
 cudaError_t run(void (*kernel)(P...), unsigned blocks, unsigned threads, A... arguments) {
-    if (const cudaError_t error = dsopt::gpu::launch("test", false, kernel, blocks, threads, 0, nullptr, arguments...))
+    if (const cudaError_t error = dsopt::gpu::Launch{"test", blocks, threads, 0, nullptr}(kernel, arguments...))
         return error;
     return cudaDeviceSynchronize();
 }
@@ -218,8 +218,8 @@ __global__ void shape_kernel(unsigned *at) {
 TEST(Grids, HaveThreeDimensions) {
     fakert::reset();
     const DeviceArray<unsigned> at(24 * 24);
-    ASSERT_EQ(dsopt::gpu::launch("shape", false, shape_kernel, dim3(2, 3, 4), dim3(4, 3, 2), 0, nullptr, at.data()),
-              cudaSuccess);
+    const dsopt::gpu::Launch launch{"shape", dim3(2, 3, 4), dim3(4, 3, 2), 0, nullptr};
+    ASSERT_EQ(launch(shape_kernel, at.data()), cudaSuccess);
     std::vector<unsigned> expected(24 * 24);
     std::iota(expected.begin(), expected.end(), 0u);
     EXPECT_EQ(at.get(), expected);
@@ -283,8 +283,8 @@ __global__ void unwritten_kernel(float *x) {
 TEST(SharedMemory, ReadsAsNanUntilWritten) {
     fakert::reset();
     const DeviceArray<float> x(32);
-    ASSERT_EQ(dsopt::gpu::launch("unwritten", false, unwritten_kernel, 1, 32, 32 * sizeof(float), nullptr, x.data()),
-              cudaSuccess);
+    const dsopt::gpu::Launch launch{"unwritten", 1, 32, 32 * sizeof(float), nullptr};
+    ASSERT_EQ(launch(unwritten_kernel, x.data()), cudaSuccess);
     for (const float value : x.get()) EXPECT_TRUE(std::isnan(value));
 }
 

@@ -276,10 +276,9 @@ TEST_F(LazyRuntime, RefusesWhatIsNotThere) {
 }
 
 __global__ void nothing_kernel() {}
-__global__ void waiting_kernel() { cudaGridDependencySynchronize(); }
 TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
     const auto launch = [](dim3 grid, dim3 block, size_t shared) {
-        return dsopt::gpu::launch("nothing", false, nothing_kernel, grid, block, shared, nullptr);
+        return dsopt::gpu::Launch{"nothing", grid, block, shared, nullptr}(nothing_kernel);
     };
     EXPECT_EQ(launch(1, 1024, 48 << 10), cudaSuccess);
     EXPECT_EQ(launch(0, 1, 0), cudaErrorInvalidConfiguration);
@@ -293,44 +292,17 @@ TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
     EXPECT_EQ(cudaFuncSetAttribute(nothing_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 300 << 10),
               cudaErrorInvalidValue);
 }
-TEST_F(LazyRuntime, RefusesEarlyLaunchesOnADeviceThatHasNone) {
-    const auto launch = [] { return dsopt::gpu::launch("nothing", true, waiting_kernel, 1, 32, 0, nullptr); };
-    EXPECT_EQ(launch(), cudaSuccess);
-    EXPECT_EQ(counters().early_launches, 1);
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    Config config;
-    config.capability = 89;
-    reset(config);
-    EXPECT_EQ(launch(), cudaErrorInvalidValue);
-    config.capability = 90;
-    config.ptx = 80; // such code would not wait
-    reset(config);
-    EXPECT_EQ(launch(), cudaErrorInvalidValue);
-    cudaFuncAttributes attributes;
-    EXPECT_EQ(cudaFuncGetAttributes(&attributes, waiting_kernel), cudaSuccess);
-    EXPECT_EQ(attributes.ptxVersion, 80);
-}
-__global__ void triggering_kernel() {
-    cudaGridDependencySynchronize();
-    cudaTriggerProgrammaticLaunchCompletion();
-}
-TEST_F(LazyRuntime, NamesKernelsThatLetTheNextOneBegin) {
-    ASSERT_EQ(dsopt::gpu::launch("triggering", false, triggering_kernel, 2, 32, 0, nullptr), cudaSuccess);
-    ASSERT_EQ(dsopt::gpu::launch("waiting", false, waiting_kernel, 2, 32, 0, nullptr), cudaSuccess);
-    EXPECT_EQ(triggering_kernels(), std::vector<std::string>{}); // none has run
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    EXPECT_EQ(triggering_kernels(), std::vector<std::string>{"triggering"});
-}
+__global__ void asked_about_kernel() {}
 TEST_F(LazyRuntime, WaitsForTheDeviceAtTheFirstLaunchOfAKernelThatNobodyAskedAbout) {
     Config config;
     config.first_launch_waits = true;
     reset(config);
     cudaFuncAttributes attributes;
-    ASSERT_EQ(cudaFuncGetAttributes(&attributes, waiting_kernel), cudaSuccess);
-    ASSERT_EQ(dsopt::gpu::launch("waiting", false, waiting_kernel, 1, 32, 0, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaFuncGetAttributes(&attributes, asked_about_kernel), cudaSuccess);
+    ASSERT_EQ((dsopt::gpu::Launch{"asked_about", 1, 32, 0, nullptr}(asked_about_kernel)), cudaSuccess);
     EXPECT_EQ(kernels_run(), 0);
     for (int round = 0; round < 2; ++round) {
-        ASSERT_EQ(dsopt::gpu::launch("nothing", false, nothing_kernel, 1, 32, 0, nullptr), cudaSuccess);
+        ASSERT_EQ((dsopt::gpu::Launch{"nothing", 1, 32, 0, nullptr}(nothing_kernel)), cudaSuccess);
         EXPECT_EQ(kernels_run(), 1);
     }
     EXPECT_EQ(late_loads(), std::vector<std::string>{"nothing"});
