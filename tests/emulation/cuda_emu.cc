@@ -1,23 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The scheduler of the emulated threads. Compiled without sanitizers; see sanitizer.h.
+// The scheduler of the emulated threads, and grids. Compiled without sanitizers; see sanitizer.h.
 //
 // What orders memory for the thread sanitizer is what CUDA promises and no more: barriers, __syncwarp(), fences.
 // Shuffles, votes and the emulator's own switches order nothing. Every CUDA thread is a logical thread of the sanitizer
 // then, and every block has an OS thread of its own, for shared memory without a history.
-#include "cuda_emu.h"
-#include "fence_order.h"
-#include "fiber.h"
-#include "sanitizer.h"
-#include <atomic>
+#include "quiet_mutex.h"
+#include "scheduler.h"
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <thread>
 #include <utility>
-#include <vector>
 
 __thread uint3 threadIdx CUDA_EMU_TLS;
 __thread uint3 blockIdx CUDA_EMU_TLS;
@@ -25,39 +20,10 @@ __thread dim3 blockDim CUDA_EMU_TLS;
 __thread dim3 gridDim CUDA_EMU_TLS;
 
 namespace cuemu {
+
+__thread Worker *t_worker CUDA_EMU_TLS = nullptr;
+
 namespace {
-
-constexpr unsigned kLanes = 32;
-constexpr unsigned kMaxThreads = 1024;
-
-enum class State : uint8_t { fresh, ready, running, at_barrier, at_warp, done };
-
-struct Thread {
-    uint3 index;
-    unsigned number;
-    State state;
-    bool waited; // for the kernel before
-    Fiber *fiber;
-    // The collective it waits in, or the barrier round.
-    Op op;
-    uint32_t mask;
-    int argument, width;
-    uint64_t in, out;
-};
-
-struct Warp {
-    uint32_t exists, exited, waiting;
-};
-
-/// Where orders of memory are booked. Made anew for each block: a place keeps its history as long as it is allocated.
-struct BlockPlaces {
-    uint64_t barrier[2];
-    uint64_t warp[kMaxThreads / kLanes];
-};
-struct GridPlaces {
-    uint64_t end = 0;
-    FenceOrder fences{};
-};
 
 struct Spin { // uninstrumented, so that it orders nothing
     std::atomic_flag taken = ATOMIC_FLAG_INIT;
@@ -70,41 +36,8 @@ Spin g_lock;
 char g_error[512];
 std::mutex g_one_grid; // under the address sanitizer, where shared memory is the process's
 
-struct Grid {
-    const Launch &launch;
-    void (*body)(const void *);
-    const void *argument;
-    uint64_t count;
-    uint64_t stride = 1;
-    std::atomic<uint64_t> next{0};
-    std::atomic<bool> failed{false};
-    std::once_flag waited{};
-    std::unique_ptr<GridPlaces> places{}; // only for the thread sanitizer, here and there
-};
-
-struct Worker { // runs one block at a time
-    Fiber scheduler{};
-    std::vector<Fiber *> all{}, spare{};
-    std::vector<Thread> threads{};
-    std::vector<Warp> warps{};
-    std::vector<Thread *> order{}, ready{};
-    Grid *grid = nullptr;
-    Thread *current = nullptr;
-    BlockPlaces *places = nullptr;
-    dim3 shape{0, 0, 0};
-    unsigned count = 0, next = 0, done = 0, at_barrier = 0;
-    unsigned round = 0, yes = 0;
-    unsigned votes[2] = {0, 0}; // of the last two rounds: a thread may be a round late in reading its result
-    void *dynamic = nullptr;
-    size_t dynamic_bytes = 0;
-    uint64_t random = 0;
-    bool aborted = false;
-    Worker *next_idle = nullptr;
-};
-
 /// Idle ones, with the stacks they own, outlive the OS threads that used them.
 Worker *g_idle = nullptr;
-__thread Worker *t_worker CUDA_EMU_TLS = nullptr;
 
 Worker &take_worker() {
     sanitizer::Quiet quiet;
@@ -141,7 +74,9 @@ uint64_t random_number(Worker &w) {
     return w.random;
 }
 
-[[gnu::format(printf, 2, 3)]] void fail(Worker &w, const char *format, ...) {
+} // namespace
+
+void fail(Worker &w, const char *format, ...) {
     sanitizer::Quiet quiet;
     char message[sizeof g_error];
     int used =
@@ -159,8 +94,7 @@ uint64_t random_number(Worker &w) {
     if (!g_error[0]) std::memcpy(g_error, message, sizeof message);
 }
 
-/// From inside a thread: the block is given up, and this never resumes. Kernels own nothing that would leak.
-[[noreturn]] void abandon(Worker &w) {
+void abandon(Worker &w) {
     for (;;) switch_fiber(*w.current->fiber, w.scheduler);
 }
 
@@ -169,88 +103,17 @@ void wait(Worker &w, Thread &self) {
     switch_fiber(*self.fiber, w.scheduler);
 }
 
-void run_as(Worker &w, Thread &thread) {
-    w.current = &thread;
-    threadIdx = thread.index;
-    thread.state = State::running;
-}
-
 void wake(Worker &w, Thread &thread) {
     thread.state = State::ready;
     w.ready.push_back(&thread);
 }
 
-void finish_barrier(Worker &w, Thread &self) {
-    w.votes[w.round & 1] = w.yes;
-    for (unsigned i = 0; i < w.count; ++i)
-        if (Thread &thread = w.threads[i]; &thread != &self) wake(w, thread);
-    w.yes = 0;
-    w.at_barrier = 0;
-    ++w.round;
-    if (w.places) w.grid->places->fences.barrier();
-}
+namespace {
 
-uint64_t combine(Op op, const Thread *lanes, uint32_t need) {
-    uint64_t result = 0;
-    bool first = true;
-    for (uint32_t m = need; m; m &= m - 1, first = false) {
-        const unsigned lane = unsigned(__builtin_ctz(m));
-        const uint32_t v = uint32_t(lanes[lane].in), r = uint32_t(result);
-        switch (op) {
-        case Op::ballot: result |= uint64_t(v) << lane; break;
-        case Op::add_u32: result = uint32_t(r + v); break;
-        case Op::min_u32: result = first || v < r ? v : r; break;
-        case Op::max_u32: result = first || v > r ? v : r; break;
-        case Op::and_u32: result = first ? v : r & v; break;
-        case Op::or_u32: result = r | v; break;
-        case Op::xor_u32: result = r ^ v; break;
-        default: return 0;
-        }
-    }
-    return result;
-}
-
-/// The lane that a shuffle reads; its own where the lane would be outside its group.
-int source_lane(const Thread &thread, int lane) {
-    const int low = lane & ~(thread.width - 1), high = low + thread.width;
-    int source = lane;
-    switch (thread.op) {
-    case Op::shfl_idx: return low + (thread.argument & (thread.width - 1));
-    case Op::shfl_up: source = lane - thread.argument; break;
-    case Op::shfl_down: source = lane + thread.argument; break;
-    default: return (lane ^ thread.argument) < high ? lane ^ thread.argument : lane;
-    }
-    return source < low || source >= high ? lane : source;
-}
-
-/// Completes the collective on `mask` if all of its lanes that still run have arrived.
-bool complete(Worker &w, unsigned number, uint32_t mask, const Thread *self) {
-    Warp &warp = w.warps[number];
-    const uint32_t need = mask & warp.exists & ~warp.exited;
-    if (!need || (warp.waiting & need) != need) return false;
-    Thread *const lanes = &w.threads[number * kLanes];
-    const Op op = lanes[__builtin_ctz(need)].op;
-    for (uint32_t m = need; m; m &= m - 1) {
-        const int lane = __builtin_ctz(m);
-        if (lanes[lane].mask == mask && lanes[lane].op == op) continue;
-        fail(w, "warp %u: lane %d is at another collective (%d, mask %08x) than its partners (%d, mask %08x)", number,
-             lane, int(lanes[lane].op), lanes[lane].mask, int(op), mask);
-        return false;
-    }
-    const uint64_t combined = combine(op, lanes, need);
-    const bool shuffle = op >= Op::shfl_idx && op <= Op::shfl_xor;
-    for (uint32_t m = need; m; m &= m - 1) {
-        Thread &thread = lanes[__builtin_ctz(m)];
-        thread.out = combined;
-        if (!shuffle) continue;
-        const int source = source_lane(thread, __builtin_ctz(m));
-        // What a lane without a part gives is undefined: NaN, as float and as double.
-        thread.out = need >> source & 1u ? lanes[source].in : 0x7fffdead7fffdeadull;
-    }
-    warp.waiting &= ~need;
-    for (uint32_t m = need; m; m &= m - 1)
-        if (Thread &thread = lanes[__builtin_ctz(m)]; &thread != self) wake(w, thread);
-    return true;
+void run_as(Worker &w, Thread &thread) {
+    w.current = &thread;
+    threadIdx = thread.index;
+    thread.state = State::running;
 }
 
 void returned(Worker &w, Thread &self) {
@@ -360,8 +223,10 @@ void report_deadlock(Worker &w) {
          collective ? " (this one too)" : "", w.done);
 }
 
-void run_block(Worker &w, uint64_t block) {
+void begin_block(Worker &w, uint64_t block) {
     const uint64_t seed = options().seed;
+    const dim3 size = w.grid->launch.grid;
+    w.block = {unsigned(block % size.x), unsigned(block / size.x % size.y), unsigned(block / size.x / size.y)};
     for (unsigned i = 0; i < w.count; ++i) {
         w.threads[i].state = State::fresh;
         w.threads[i].waited = false;
@@ -374,13 +239,20 @@ void run_block(Worker &w, uint64_t block) {
         for (unsigned i = 0; i < w.count; ++i) w.order.push_back(&w.threads[i]);
         for (unsigned i = w.count; i > 1; --i) std::swap(w.order[i - 1], w.order[random_number(w) % i]);
     }
-    w.next = w.done = w.at_barrier = w.round = w.yes = 0;
+    w.next = w.done = w.at_barrier = w.at_dependency = w.round = w.yes = 0;
     w.aborted = false;
     prepare_dynamic_shared(w, w.grid->launch.shared);
     if (sanitizer::tsan()) {
         w.places = new BlockPlaces{};
         w.grid->places->fences.begin_block(w.count);
     }
+}
+
+/// Until all threads have returned, or wait for the kernel before.
+void run_threads(Worker &w) {
+    const uint64_t seed = options().seed;
+    t_worker = &w;
+    blockIdx = w.block;
     while (w.done < w.count && !w.aborted) {
         bool resume = !w.ready.empty();
         if (resume && seed && w.next < w.count) resume = random_number(w) & 1;
@@ -393,6 +265,8 @@ void run_block(Worker &w, uint64_t block) {
             Thread &thread = next_fresh(w);
             thread.fiber = take_fiber(w);
             run_as(w, thread);
+        } else if (w.at_dependency != 0) {
+            return;
         } else {
             report_deadlock(w);
             break;
@@ -401,6 +275,9 @@ void run_block(Worker &w, uint64_t block) {
         switch_fiber(w.scheduler, *fiber);
         if (w.current->state == State::done && !fiber->tsan) w.spare.push_back(fiber);
     }
+}
+
+void end_block(Worker &w) {
     if (w.aborted) { // take back the stacks of threads that never came home
         w.spare = w.all;
         for (Fiber *fiber : w.all) forget_frames(*fiber);
@@ -410,25 +287,36 @@ void run_block(Worker &w, uint64_t block) {
     delete std::exchange(w.places, nullptr);
 }
 
-void run_share(Grid &grid, uint64_t limit) {
+/// A worker for blocks of the grid on this OS thread.
+Worker &take_worker_for(Grid &grid) {
     Worker &w = take_worker();
-    t_worker = &w;
     w.grid = &grid;
     w.scheduler.stack = nullptr;
     w.scheduler.tsan = sanitizer::tsan() ? __tsan_get_current_fiber() : nullptr;
-    const dim3 size = grid.launch.grid, shape = grid.launch.block;
+    const dim3 shape = grid.launch.block;
     blockDim = shape;
-    gridDim = size;
+    gridDim = grid.launch.grid;
     if (w.shape.x != shape.x || w.shape.y != shape.y || w.shape.z != shape.z) {
         sanitizer::Quiet quiet;
         prepare_threads(w, shape);
     }
-    for (uint64_t k = 0; k < limit && !grid.failed; ++k) {
-        const uint64_t i = grid.next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= grid.count) break;
-        const uint64_t block = grid.stride == 1 ? i : (i * grid.stride + options().seed) % grid.count;
-        blockIdx = {unsigned(block % size.x), unsigned(block / size.x % size.y), unsigned(block / size.x / size.y)};
-        run_block(w, block);
+    return w;
+}
+
+bool take_block(Grid &grid, uint64_t &block) {
+    if (grid.failed) return false;
+    const uint64_t i = grid.next.fetch_add(1, std::memory_order_relaxed);
+    block = grid.stride == 1 ? i : (i * grid.stride + options().seed) % grid.count;
+    return i < grid.count;
+}
+
+void run_share(Grid &grid, uint64_t limit) {
+    Worker &w = take_worker_for(grid);
+    uint64_t block = 0;
+    for (uint64_t k = 0; k < limit && take_block(grid, block); ++k) {
+        begin_block(w, block);
+        run_threads(w);
+        end_block(w);
     }
     t_worker = nullptr;
     return_worker(w);
@@ -470,26 +358,134 @@ void clear_error() {
     g_error[0] = 0;
 }
 
-bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument) {
-    Grid grid{launch, body, argument, uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z};
-    const uint64_t seed = options().seed;
-    if (seed && grid.count > 1) {
-        grid.stride = (seed * 2654435761u) % grid.count | 1;
-        while (std::gcd(grid.stride, grid.count) != 1) grid.stride += 2;
+namespace {
+
+Grid make_grid(const Launch &launch, void (*body)(const void *), const void *argument) {
+    const uint64_t count = uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z, seed = options().seed;
+    uint64_t stride = 1;
+    if (seed && count > 1) {
+        stride = (seed * 2654435761u) % count | 1;
+        while (std::gcd(stride, count) != 1) stride += 2;
     }
-    if (sanitizer::tsan()) grid.places = std::make_unique<GridPlaces>();
-    {
-        std::unique_lock<std::mutex> hold(g_one_grid, std::defer_lock);
-        if (sanitizer::asan()) hold.lock();
-        run_blocks(grid);
-    }
+    return {launch, body, argument, count, stride, sanitizer::tsan() ? std::make_unique<GridPlaces>() : nullptr};
+}
+
+/// Under the address sanitizer, where shared memory is the process's, one block runs at a time.
+std::unique_lock<std::mutex> one_grid() {
+    std::unique_lock<std::mutex> hold(g_one_grid, std::defer_lock);
+    if (sanitizer::asan()) hold.lock();
+    return hold;
+}
+
+bool end_grid(Grid &grid, bool &triggered) {
     if (sanitizer::tsan()) {
         sanitizer::acquire(&grid.places->end);
         bury(nullptr, 0);
         sanitizer::Quiet quiet;
         grid.places.reset();
     }
+    triggered = grid.triggered;
     return !grid.failed;
+}
+
+} // namespace
+
+bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument, bool &triggered) {
+    Grid grid = make_grid(launch, body, argument);
+    {
+        const auto hold = one_grid();
+        run_blocks(grid);
+    }
+    return end_grid(grid, triggered);
+}
+
+/// It runs on an OS thread of its own: shared memory and threadIdx are the OS thread's.
+struct EarlyGrid::State {
+    enum class Phase { begins, holds, goes_on, given_up };
+
+    Launch launch;
+    size_t blocks;
+    Grid grid;
+    std::vector<Worker *> held{};
+    QuietMutex mutex{};
+    Phase phase = Phase::begins;
+    std::thread thread{};
+
+    State(const Launch &l, void (*body)(const void *), const void *argument, size_t count) :
+        launch(l),
+        blocks(count),
+        grid(make_grid(launch, body, argument)) {}
+    void enter(Phase next) {
+        mutex.lock();
+        phase = next;
+        mutex.notify();
+        mutex.unlock();
+    }
+    Phase leave(Phase before) {
+        mutex.lock();
+        while (phase == before) mutex.wait();
+        const Phase now = phase;
+        mutex.unlock();
+        return now;
+    }
+
+    /// The first blocks, up to their wait.
+    void begin() {
+        const auto hold = one_grid();
+        // The thread sanitizer has an OS thread for each block.
+        const size_t most = sanitizer::tsan() ? 1 : blocks;
+        uint64_t block = 0;
+        while (held.size() < most && take_block(grid, block)) {
+            Worker &w = take_worker_for(grid);
+            held.push_back(&w);
+            begin_block(w, block);
+            run_threads(w);
+        }
+    }
+    void go_on(bool given_up) {
+        const auto hold = one_grid();
+        for (Worker *w : held) {
+            w->aborted = w->aborted || given_up;
+            w->at_dependency = 0;
+            for (unsigned i = w->count; i > 0; --i)
+                if (Thread &thread = w->threads[i - 1]; thread.state == cuemu::State::at_dependency) wake(*w, thread);
+            run_threads(*w);
+            end_block(*w);
+            return_worker(*w);
+        }
+        t_worker = nullptr;
+        if (!given_up) run_blocks(grid);
+    }
+    void run() {
+        grid.holds = true;
+        begin();
+        grid.holds = false;
+        enter(Phase::holds);
+        const bool given_up = leave(Phase::holds) == Phase::given_up;
+        if (sanitizer::tsan()) sanitizer::acquire(&grid.places->dependency); // for blocks that have not begun
+        go_on(given_up);
+    }
+};
+
+EarlyGrid::EarlyGrid(const Launch &launch, void (*body)(const void *), const void *argument, size_t blocks) :
+    state_(new State(launch, body, argument, blocks)) {
+    state_->thread = std::thread([this] { state_->run(); });
+    state_->leave(State::Phase::begins);
+}
+EarlyGrid::~EarlyGrid() {
+    bool triggered = false;
+    if (state_->thread.joinable()) {
+        state_->enter(State::Phase::given_up);
+        state_->thread.join();
+        end_grid(state_->grid, triggered);
+    }
+    delete state_;
+}
+bool EarlyGrid::finish(bool &triggered) {
+    if (sanitizer::tsan()) sanitizer::release(&state_->grid.places->dependency);
+    state_->enter(State::Phase::goes_on);
+    state_->thread.join();
+    return end_grid(state_->grid, triggered);
 }
 
 void trap(const char *why) {
@@ -515,63 +511,17 @@ void note_store(const void *address, size_t bytes) {
 }
 
 void wait_for_previous() {
-    t_worker->current->waited = true;
-    const Launch &launch = t_worker->grid->launch;
-    if (launch.waited != nullptr) std::call_once(t_worker->grid->waited, launch.waited, launch.argument);
-}
-
-void let_next_begin() {
-    bool *const triggered = t_worker->grid->launch.triggered;
-    if (triggered != nullptr) std::atomic_ref(*triggered).store(true, std::memory_order_relaxed);
-}
-
-int block_barrier(bool predicate, Vote vote) {
     Worker &w = *t_worker;
     Thread &self = *w.current;
-    if (w.done) {
-        fail(w, "__syncthreads() after %u threads of the block returned", w.done);
-        abandon(w);
-    }
-    const unsigned round = w.round & 1;
-    if (w.places) sanitizer::release(&w.places->barrier[round]);
-    w.yes += predicate;
-    if (++w.at_barrier == w.count) {
-        finish_barrier(w, self);
-    } else {
-        self.state = State::at_barrier;
+    if (w.grid->holds && !self.waited) {
+        self.state = State::at_dependency;
+        ++w.at_dependency;
         wait(w, self);
     }
-    if (w.places) sanitizer::acquire(&w.places->barrier[round]);
-    const unsigned yes = w.votes[round];
-    return vote == Vote::count ? int(yes) : vote == Vote::all ? yes == w.count : vote == Vote::any ? yes != 0 : 0;
+    self.waited = true;
+    if (w.places) sanitizer::acquire(&w.grid->places->dependency);
 }
 
-uint64_t warp_op(Op op, uint32_t mask, uint64_t in, int argument, int width) {
-    Worker &w = *t_worker;
-    Thread &self = *w.current;
-    const unsigned number = self.number / kLanes, lane = self.number % kLanes;
-    if (!(mask >> lane & 1u)) {
-        fail(w, "a warp collective with mask %08x, which leaves out the caller, lane %u", mask, lane);
-        abandon(w);
-    }
-    if (width <= 0 || width > int(kLanes) || (width & (width - 1))) {
-        fail(w, "a shuffle of width %d", width);
-        abandon(w);
-    }
-    self.op = op;
-    self.mask = mask;
-    self.in = in;
-    self.argument = argument;
-    self.width = width;
-    w.warps[number].waiting |= 1u << lane;
-    if (op == Op::syncwarp && w.places) sanitizer::release(&w.places->warp[number]);
-    if (!complete(w, number, mask, &self)) {
-        if (w.aborted) abandon(w);
-        self.state = State::at_warp;
-        wait(w, self);
-    }
-    if (op == Op::syncwarp && w.places) sanitizer::acquire(&w.places->warp[number]);
-    return self.out;
-}
+void let_next_begin() { t_worker->grid->triggered.store(true, std::memory_order_relaxed); }
 
 } // namespace cuemu

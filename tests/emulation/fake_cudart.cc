@@ -54,38 +54,50 @@ uint64_t from_environment(const char *name, uint64_t otherwise) {
     return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
-class Kernel { // owns the arguments
-public:
-    Kernel(const KernelCall &call, int device) : call_(call), device_(device) {}
-    Kernel(Kernel &&other) noexcept : call_(other.call_), device_(other.device_) { other.call_.data = nullptr; }
-    Kernel &operator=(Kernel &&) = delete;
-    ~Kernel() {
-        if (call_.data) call_.drop(call_.data);
+struct OwnCall : KernelCall { // owns the arguments
+    explicit OwnCall(const KernelCall &call) : KernelCall(call) {}
+    OwnCall(OwnCall &&other) noexcept : KernelCall(other) { other.data = nullptr; }
+    OwnCall &operator=(OwnCall &&) = delete;
+    ~OwnCall() {
+        if (data) drop(data);
     }
-    cudaError_t operator()() {
+};
+class Kernel final : public Task {
+public:
+    Kernel(OwnCall &&call, int device) :
+        Task(std::string("kernel ") + call.launch.name, call.launch.early),
+        call_(std::move(call)),
+        device_(device) {}
+
+    void begin(Run &run) override {
+        // At its first launch several blocks of a kernel begin, and find no device memory until they have waited for the
+        // kernel before. Later it is one block, whose reads are of old values: to change the access takes long.
+        bool first = false, hidden = false;
+        {
+            const Lock lock;
+            first = g_early.insert(call_.function).second;
+            hidden = first && hide(device_);
+        }
+        run.early = std::make_unique<cuemu::EarlyGrid>(call_.launch, call_.body, call_.data, first ? 4 : 1);
+        if (!hidden) return;
+        const Lock lock;
+        show(device_);
+    }
+    cudaError_t run(Run &run) override {
         {
             const Lock lock;
             if (g_kernels_run++ == g_config.fail_kernel) return g_config.fail_kernel_with;
-            // Until it has waited for the kernel before, an early one finds no device memory. Once for each kernel: to
-            // change the access takes long.
-            if (call_.launch.early && g_early.insert(call_.function).second && hide(device_)) {
-                call_.launch.waited = [](void *self) {
-                    const Lock inner;
-                    show(static_cast<Kernel *>(self)->device_);
-                };
-                call_.launch.argument = this;
-            }
         }
-        bool triggered = false;
-        call_.launch.triggered = &triggered;
-        const bool ran = cuemu::run_grid(call_.launch, call_.body, call_.data);
+        if (early && !run.early) begin(run);
+        const bool ran = early ? run.early->finish(run.triggered)
+                               : cuemu::run_grid(call_.launch, call_.body, call_.data, run.triggered);
         const Lock lock;
-        if (triggered) g_triggering.push_back(call_.launch.name);
+        if (run.triggered) g_triggering.push_back(call_.launch.name);
         return ran ? cudaSuccess : cudaErrorLaunchFailure;
     }
 
 private:
-    KernelCall call_;
+    OwnCall call_;
     int device_;
 };
 
@@ -353,7 +365,7 @@ void *take_memory(size_t bytes) { return std::malloc(bytes); }
 void give_memory(void *memory) { std::free(memory); }
 bool launches() { return g_config.launches; }
 cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
-    Kernel kernel(kernel_call, t_device);
+    OwnCall own(kernel_call);
     return call("cudaLaunchKernel", [&] {
         FakeStream *stream = nullptr;
         if (!launchable(kernel_call.launch, kernel_call.function)) return cudaErrorInvalidConfiguration;
@@ -369,7 +381,7 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
                 if (const cudaError_t error = wait_for_device(t_device)) return error;
         }
         g_launched.push_back({kernel_call.launch.name});
-        return put(stream, make_task(std::string("kernel ") + kernel_call.launch.name, std::move(kernel)));
+        return put(stream, Share(new Kernel(std::move(own), t_device)));
     });
 }
 

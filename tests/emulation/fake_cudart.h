@@ -7,10 +7,9 @@
 // waits.
 #pragma once
 #include "fakert.h"
-#include "sanitizer.h"
+#include "quiet_mutex.h"
 #include <deque>
 #include <memory>
-#include <pthread.h>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,17 +17,24 @@
 
 namespace fakert {
 
+/// One run of a task.
+struct Run {
+    std::unique_ptr<cuemu::EarlyGrid> early{}; // of a kernel that has begun before its turn
+    bool triggered = false;                    // the kernel let the next one begin
+};
 struct Task { // queues and graphs share it, under the lock
     std::string label;
+    bool early; // a kernel that may begin before the work before it has ended
     int holders = 0;
-    explicit Task(std::string what) : label(std::move(what)) {}
+    explicit Task(std::string what, bool is_early = false) : label(std::move(what)), early(is_early) {}
     virtual ~Task() = default;
-    virtual cudaError_t run() = 0;
+    virtual void begin(Run &) {} // of an early one
+    virtual cudaError_t run(Run &run) = 0;
 };
 template <class F> struct TaskOf final : Task {
     F work;
     TaskOf(std::string what, F &&f) : Task(std::move(what)), work(std::move(f)) {}
-    cudaError_t run() override { return work(); }
+    cudaError_t run(Run &) override { return work(); }
 };
 class Share {
 public:
@@ -61,7 +67,9 @@ struct Dependency {
 struct Work {
     Share task;
     std::vector<Dependency> after;
-    uint64_t *called = nullptr; // place of the host's order before the call
+    std::thread::id thread; // of the host, that put it there
+    uint64_t *called;       // place of the host's order before the call; NULL where there is no thread sanitizer
+    Run run{};
 };
 
 /// A stream that joined a capture, and how much of it is recorded.
@@ -105,6 +113,10 @@ struct FakeStream {
     bool busy = false, quit = false;
     uint64_t queued = 0, done = 0;
     std::deque<fakert::Work> queue{};
+    struct Trigger {
+        std::string kernel{};
+        std::thread::id thread{};
+    } trigger{};        // by the kernel that ran last; "": none
     uint64_t place = 0; // where the thread sanitizer books its order
     std::thread worker{};
     fakert::Capture *capture = nullptr;
@@ -130,23 +142,6 @@ struct FakeGraphExec {
 
 namespace fakert {
 
-class QuietMutex {
-public:
-    void lock() {
-        sanitizer::begin_quiet();
-        pthread_mutex_lock(&mutex_);
-    }
-    void unlock() {
-        pthread_mutex_unlock(&mutex_);
-        sanitizer::end_quiet();
-    }
-    void wait() { pthread_cond_wait(&changed_, &mutex_); }
-    void notify() { pthread_cond_broadcast(&changed_); }
-
-private:
-    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
-};
 extern QuietMutex g_mutex;
 extern thread_local int t_locks;
 struct Lock {

@@ -4,6 +4,7 @@
 #include "fiber.h"
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <unordered_map>
 
 namespace fakert {
@@ -46,47 +47,24 @@ private:
     std::deque<Dead> dead_{};
 } g_threads;
 
-/// A work on a logical thread, and on a stack, of its own: on the host's stack it would meet what the host left there.
+/// What runs on a logical thread, and on a stack, of its own: on the host's stack it would meet what the host left there.
 struct Job {
-    const Work &work;
-    FakeStream *stream;
-    cudaError_t error;
+    void (*body)(const void *);
+    const void *data;
     cuemu::Fiber *fiber = nullptr;
     cuemu::Fiber host{};
 };
 thread_local Job *t_job = nullptr;
 
-void run_job(Job &job) {
-    sanitizer::acquire(job.work.called);
-    sanitizer::acquire(&job.stream->place);
-    for (const Dependency &dependency : job.work.after) sanitizer::acquire(&dependency.stream->place);
-    if (!job.error) job.error = job.work.task->run();
-    sanitizer::release(&job.stream->place);
-}
 void job_main() {
     Job &job = *t_job;
-    run_job(job);
+    job.body(job.data);
     for (;;) cuemu::switch_fiber(*job.fiber, job.host);
 }
 
-bool threads_mode() { return g_config.mode == Mode::threads; }
-
-uint64_t random_number() {
-    g_random ^= g_random << 13;
-    g_random ^= g_random >> 7;
-    g_random ^= g_random << 17;
-    return g_random;
-}
-
-void run_one(FakeStream *stream) {
-    stream->busy = true;
-    Work work = std::move(stream->queue.front());
-    stream->queue.pop_front();
-    cudaError_t error = cudaSuccess;
-    for (const Dependency &dependency : work.after)
-        if (const cudaError_t failed = run_until(dependency.stream, dependency.upto)) error = failed;
-    expose(stream->device, true);
-    Job job{work, stream, g_sticky ? g_sticky : error};
+/// Calls body(), without the lock.
+template <class Body> void run_job(const Body &body) {
+    Job job{[](const void *data) { (*static_cast<const Body *>(data))(); }, &body};
     if (sanitizer::tsan()) {
         job.fiber = cuemu::new_fiber(size_t(512) << 10);
         cuemu::prepare(*job.fiber, job_main, g_threads.create());
@@ -98,17 +76,75 @@ void run_one(FakeStream *stream) {
         cuemu::switch_fiber(job.host, *job.fiber);
         t_job = outer;
     } else {
-        run_job(job);
+        body();
     }
     g_mutex.lock();
-    error = job.error;
-    if (job.fiber) {
-        g_threads.end(job.fiber->tsan);
-        cuemu::delete_fiber(job.fiber);
-    }
+    if (!job.fiber) return;
+    g_threads.end(job.fiber->tsan);
+    cuemu::delete_fiber(job.fiber);
+}
+
+bool threads_mode() { return g_config.mode == Mode::threads; }
+
+uint64_t random_number() {
+    g_random ^= g_random << 13;
+    g_random ^= g_random >> 7;
+    g_random ^= g_random << 17;
+    return g_random;
+}
+
+/// A kernel may trigger the launch of its successor only if the same thread of the host puts a kernel there that waits:
+/// one that is launched early. Events may be between, and what other threads put into the stream. A call that failed in
+/// the middle, as configured, leaves other work behind such a kernel.
+cudaError_t check_successor(FakeStream &stream, const Work &work) {
+    const std::string &label = work.task->label;
+    if (stream.trigger.kernel.empty() || work.thread != stream.trigger.thread || label == "event" || label == "wait")
+        return cudaSuccess;
+    const std::string kernel = std::exchange(stream.trigger.kernel, {});
+    if (work.task->early || g_config.fail_call >= 0 || g_config.fail_kernel >= 0) return cudaSuccess;
+    std::fprintf(stderr, "fakert: %s triggered the launch of its successor, which does not wait for it: %s\n",
+                 kernel.c_str(), label.c_str());
+    return cudaErrorLaunchFailure;
+}
+
+bool ready(const Work &work) {
+    return std::all_of(work.after.begin(), work.after.end(),
+                       [](const Dependency &dependency) { return dependency.stream->done >= dependency.upto; });
+}
+/// Runs the next work up to its wait, if it is a kernel that was launched early.
+void begin_next(FakeStream *stream) {
+    if (stream->queue.empty()) return;
+    Work &next = stream->queue.front(); // stays where it is while others are put behind it
+    if (!next.task->early || !ready(next)) return;
+    run_job([&] {
+        sanitizer::acquire(next.called);
+        sanitizer::acquire(&stream->place);
+        next.task->begin(next.run);
+    });
+}
+
+void run_one(FakeStream *stream) {
+    stream->busy = true;
+    Work work = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    cudaError_t error = cudaSuccess;
+    for (const Dependency &dependency : work.after)
+        if (const cudaError_t failed = run_until(dependency.stream, dependency.upto)) error = failed;
+    if (!error) error = check_successor(*stream, work);
+    expose(stream->device, true);
+    if (g_sticky) error = g_sticky;
+    if (!error) begin_next(stream);
+    run_job([&] {
+        sanitizer::acquire(work.called);
+        sanitizer::acquire(&stream->place);
+        for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->place);
+        if (!error) error = work.task->run(work.run);
+        sanitizer::release(&stream->place);
+    });
+    if (work.run.triggered) stream->trigger = {work.task->label, work.thread};
     expose(stream->device, false);
     delete work.called;
-    work = Work{};
+    work = {};
     ++stream->done;
     stream->busy = false;
     if (error && !g_sticky) g_sticky = error;
@@ -209,7 +245,7 @@ cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after) {
     }
     uint64_t *const called = sanitizer::tsan() ? new uint64_t(0) : nullptr;
     if (called) host_precedes(called);
-    stream->queue.push_back({std::move(task), std::move(after), called});
+    stream->queue.push_back({std::move(task), std::move(after), std::this_thread::get_id(), called});
     ++stream->queued;
     if (g_config.mode == Mode::eager) return run_until(stream, stream->queued);
     if (!threads_mode()) return cudaSuccess;

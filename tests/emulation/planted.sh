@@ -33,7 +33,7 @@ expect() { # KINDS NAME PATTERN
     judge "$2" $good "status $status, no '$3' in: $(echo "$output" | head -n 12)"
 }
 
-for name in clean both-fences fences-and-barriers early-kernel; do
+for name in clean both-fences fences-and-barriers early-kernel early-kernel-in-graph; do
     run $name
     [ "$status" = 0 ] && good=yes || good=no
     judge $name $good "false alarm: $output"
@@ -67,7 +67,12 @@ expect all page-locked-memory-refilled 'wrong value\|data race'
 expect thread result-read-by-luck 'data race'
 expect all unwritten-memory 'wrong value'
 expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV\|stack-overflow' # as above
+expect all early-kernel-reads-old-values 'wrong value\|data race'
+expect all early-kernel-in-graph-reads-old-values 'wrong value\|data race'
 expect all early-kernel-never-waits 'without having waited'
+expect all early-kernel-has-a-barrier-first 'has waited for the kernel before'
+expect all triggers-before-a-copy 'triggered the launch of its successor, which does not wait for it: copy'
+expect all triggers-before-a-kernel-of-another 'triggered the launch of its successor, which does not wait for it: kernel'
 
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]

@@ -89,13 +89,26 @@ struct Launch {
     const char *name;
     dim3 grid, block;
     size_t shared;
-    bool early = false;               // may begin before the kernel before it in the stream has ended
-    void (*waited)(void *) = nullptr; // called once, when a thread has waited for that
-    bool *triggered = nullptr;        // set when a thread lets the next kernel begin
-    void *argument = nullptr;
+    bool early = false; // may begin before the kernel before it in the stream has ended
 };
 /// Runs every block of a grid; `body` is called once per CUDA thread. False if the execution model was broken.
-bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument);
+/// `triggered` becomes true when a thread lets the next kernel begin.
+bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument, bool &triggered);
+/// A grid that was launched early, in two parts: the constructor returns when all threads of the first `blocks` blocks
+/// wait for the kernel before.
+class EarlyGrid {
+public:
+    EarlyGrid(const Launch &launch, void (*body)(const void *), const void *argument, size_t blocks);
+    ~EarlyGrid(); // without finish(): the grid is given up
+    EarlyGrid(const EarlyGrid &) = delete;
+    EarlyGrid &operator=(const EarlyGrid &) = delete;
+    /// The kernel before has ended. Runs the rest, as run_grid().
+    bool finish(bool &triggered);
+
+private:
+    struct State;
+    State *state_;
+};
 
 enum class Op : uint8_t {
     syncwarp,
@@ -194,9 +207,10 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
     return unsigned(cuemu::warp_op(cuemu::Op::xor_u32, mask, v, 0, 32));
 }
 
-/// Every thread of a kernel that may begin early has to call this before it touches memory; elsewhere it does nothing.
+/// Every thread of a kernel that may begin early has to call this before it touches memory, and before barriers and
+/// collectives; elsewhere it does nothing.
 inline void cudaGridDependencySynchronize() { cuemu::wait_for_previous(); }
-/// The next kernel may begin, which is what the emulator does with it in any case.
+/// The next kernel may begin: the fake runtime begins one that is launched early in any case, and refuses others.
 inline void cudaTriggerProgrammaticLaunchCompletion() { cuemu::let_next_begin(); }
 
 inline void __trap() { cuemu::trap("__trap()"); }
