@@ -174,7 +174,6 @@ Fiber *take_fiber(Worker &w) {
 /// race.
 void drop_fibers(Worker &w) {
     if (!sanitizer::tsan()) return;
-    sanitizer::Quiet quiet;
     for (Fiber *fiber : w.all) {
         bury(fiber->tsan, 6000);
         delete_fiber(fiber);
@@ -278,12 +277,12 @@ void run_threads(Worker &w) {
 }
 
 void end_block(Worker &w) {
+    sanitizer::Quiet quiet;
     if (w.aborted) { // take back the stacks of threads that never came home
         w.spare = w.all;
         for (Fiber *fiber : w.all) forget_frames(*fiber);
     }
     drop_fibers(w);
-    sanitizer::Quiet quiet;
     delete std::exchange(w.places, nullptr);
 }
 
