@@ -29,9 +29,9 @@ LEAF = 4096 * 4  # bytes of a leaf in shared memory
 BUDGET = [
     ("update_kernel", 64, 4, 0, 4, 3),
     ("update_weights_kernel", 64, 4, 0, 3, 1),
-    ("inspect_kernel", 80, 3, 0, 4, 0),
-    ("momentum_squares_kernel", 64, 3, 0, 4, 0),
-    ("norm_kernel", 80, 3, 0, 4, 0),
+    ("inspect_kernel", 64, 4, 0, 4, 0),
+    ("momentum_squares_kernel", 64, 4, 0, 4, 0),
+    ("norm_kernel", 64, 4, 0, 4, 0),
     ("axpby_kernel", 64, 4, 0, 1, 1),
     ("zero_kernel", 64, 4, 0, 0, 1),
     ("clamp_kernel", 64, 4, 0, 1, 1),
@@ -43,8 +43,8 @@ BUDGET = [
     ("mean_slice_kernel", 64, 4, 0, 2, 1),
     ("message_scales_kernel", 64, 4, 0, 0, 0),
     ("result_scales_kernel", 64, 4, 0, 0, 0),
-    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, 2 * LEAF, 2, 1),  # the gradient, or the momentum
-    ("feed_kernelILNS.*4FeedE3E", 80, 3, 2 * LEAF, 6, 4),  # the distance, after a step
+    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, LEAF, 2, 1),  # the gradient, or the momentum
+    ("feed_kernelILNS.*4FeedE3E", 80, 3, LEAF, 6, 4),  # the distance, after a step
     ("finish_kernelILNS.*4FeedE[012]E", 64, 4, 0, 3, 2),
     ("finish_kernelILNS.*4FeedE3E", 80, 3, 0, 4, 3),
     ("local_kernel", 64, 4, 0, 5, 3),
@@ -71,6 +71,7 @@ THREADS = 256
 ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|64)|(neg|abs|min|max)\.f(32|64)|"
                         r"(set|setp|selp|slct|testp|copysign|mov|ld|st|shfl|vote|cvta)\b[\w.:]*|"
                         r"fma\.rn\.f64|"  # of squares only, see judge_ptx()
+                        r"cvt\.f32\.f16|cvt\.rn\.b?f16\.f32|"
                         r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
 
 
