@@ -46,19 +46,21 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     note_nonfinite(plan, found);
 }
 
-/// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
-__global__ void __launch_bounds__(kThreads, 3) inspect_kernel(GRID_CONSTANT const DevicePlan d, const bool decides) {
+__global__ void __launch_bounds__(kThreads, 4) inspect_kernel(GRID_CONSTANT const DevicePlan d, const bool decides) {
     begin_kernel(decides);
-    __shared__ __align__(16) float tiles[kWarps][kTile];
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
         if (!is_inspected(job)) return;
-        float *const tile = tiles[threadIdx.x / 32];
         const auto [begin, n] = Leaf(job, leaf);
-        double squares = leaf_squares(job.grad(), begin, n, tile);
-        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad(), begin, n);
-        if (sums_weights(plan, job)) squares = leaf_squares(job.weight(), begin, n, tile);
+        // Of weights, too, in compat mode: one copy of the loops in the code for both.
+        const int reads = sums_weights(plan, job) ? 2 : 1;
+        double squares = 0;
+        int64_t bad = 0;
+        for (int read = 0; read < reads; ++read) {
+            squares = leaf_squares(read == 0 ? job.grad() : job.weight(), begin, n);
+            if (read == 0 && !is_finite(squares)) bad = leaf_nonfinite(job.grad(), begin, n);
+        }
         if (threadIdx.x % 32 == 0) {
             plan.leaf.sums_a[leaf] = squares;
             plan.leaf.bad[leaf] = bad;

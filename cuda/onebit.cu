@@ -107,8 +107,7 @@ template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(b.one.exchanges && b.x.node.vector == nullptr);
-    DYNAMIC_SHARED(float, tiles); // where bits are made here
-    TileTurns turns{tiles};
+    DYNAMIC_SHARED(float, tile); // where bits are made here
     for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
         float *const vector = b.x.node.vector;
         float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.own.worker) + one.worker : nullptr;
@@ -131,11 +130,11 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if (vector != nullptr) return store(values, to, i); // as they are
             const uint32_t active = active_from(b.x.own.active, one.worker + i);
             sum = compensate(values, sum, o.scale, active);
-            if (b.packs) to_tile(sum, turns.tile() + at);
+            if (b.packs) to_tile(sum, tile + at);
             store(sum, to, i);
         });
         if (b.packs)
-            pack_leaf(b.x.own, one.scale_group, one.worker + where.begin, where.n, turns,
+            pack_leaf(b.x.own, one.scale_group, one.worker + where.begin, where.n, tile,
                       b.x.own.layout.group_leaf[one.scale_group] + where.begin / kLeaf);
     });
 }
@@ -270,12 +269,11 @@ __global__ void __launch_bounds__(kThreads, 1) begin_onebit_kernel(GRID_CONSTANT
 /// Scaling of momenta: sums of squares of each leaf, and then, in one block, the factors.
 __global__ void __launch_bounds__(kThreads) momentum_squares_kernel(GRID_CONSTANT const DeviceOneBit b) {
     begin_kernel(true);
-    __shared__ __align__(16) float tiles[kWarps][kTile];
     if (skipped(b.d) || knows_scaling(b.one)) return;
     for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
-        const double squares = leaf_squares(job.moment(0), where.begin, where.n, tiles[threadIdx.x / 32]);
+        const double squares = leaf_squares(job.moment(0), where.begin, where.n);
         if (threadIdx.x % 32 == 0) b.d.plan.leaf.sums_a[leaf] = squares;
     });
 }
@@ -386,8 +384,7 @@ public:
         switch (pass) {
         case OneBitPass::momentum_squares:
             return launcher_.over(b_.d.leaves / kWarps + 1, "momentum_squares", momentum_squares_kernel, b_);
-        case OneBitPass::feed:
-            return over_leaves("feed", kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTurns * kTileBytes : 0);
+        case OneBitPass::feed: return over_leaves("feed", kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTileBytes : 0);
         case OneBitPass::feed_padding:
             return launcher_.over(b_.x.own.layout.group_count, "feed_padding", feed_padding_kernel, b_);
         case OneBitPass::take: return over_leaves("finish", kFinishKernels[size_t(b_.one.feed)]);

@@ -51,20 +51,6 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_warp(const D
     for_leaves(d, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps, body);
 }
 
-/// Sum of squares of one leaf in shared memory by one warp, in the order of rules/lane_sum.h: add_squares() by each
-/// lane, from the sum that it has, then fold_lanes().
-__device__ __forceinline__ double add_squares(const float *x, int n, double sum = 0) {
-    for (int i = threadIdx.x % 32; i < n; i += 32) {
-        const double wide = x[i];
-#if defined(__CUDA_ARCH__)
-        // The same bits: the square of a float is exact in double, so one rounding is left.
-        sum = __fma_rn(wide, wide, sum);
-#else
-        sum += wide * wide;
-#endif
-    }
-    return sum;
-}
 /// Five folds add the upper half of the lanes to the lower one; the sum is in all of them.
 template <class T> __device__ __forceinline__ T fold_lanes(T sum) {
     for (int width = 16; width != 0; width /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);

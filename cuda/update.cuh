@@ -2,7 +2,7 @@
 // What the kernels of pass 2 share with those of the 1-bit family: the tensor of a leaf in shared memory, packs of its
 // arrays, and where new weights go.
 #pragma once
-#include "fold.cuh"
+#include "reduce.cuh"
 #include "rules/all.h"
 #include "rules/rounding.h"
 
@@ -73,7 +73,7 @@ __device__ inline bool skipped(const DevicePlan &d) {
     return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
-/// Where a leaf's values go for its sums, when they are wanted.
+/// Where a leaf's values go for its sums, when they are wanted. One behind the other.
 struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
 };
@@ -130,15 +130,11 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
-/// Both sums of a leaf, by two warps; the tiles may be written again when it returns.
-__device__ inline void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, const Tiles &tiles) {
+/// Both sums of a leaf; the tiles may be written again when it returns.
+__device__ __forceinline__ void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, const Tiles &tiles) {
     __syncthreads();
-    const int warp = int(threadIdx.x / 32);
-    if (warp < 2) {
-        const double sum = fold_lanes(add_squares(warp == 0 ? tiles.a : tiles.b, n));
-        if (threadIdx.x % 32 == 0) (warp == 0 ? d.plan.leaf.sums_a : d.plan.leaf.sums_b)[leaf] = sum;
-    }
-    __syncthreads();
+    sum_tiles<2>(tiles.a, n,
+                 [&](int k, double sum) INLINED { (k == 0 ? d.plan.leaf.sums_a : d.plan.leaf.sums_b)[leaf] = sum; });
 }
 
 } // namespace dsopt::gpu
