@@ -67,11 +67,11 @@ template <int Tiles, class Store>
 __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store &store) {
     static_assert(Tiles * kLeafLanes <= kThreads);
     __shared__ double sums[Tiles][kLanes];
-    const int k = int(threadIdx.x) / kLeafLanes, lane = int(threadIdx.x) % kLeafLanes;
+    const unsigned k = threadIdx.x / kLeafLanes, lane = threadIdx.x % kLeafLanes;
     if (k < Tiles) {
         double sum = 0;
 #pragma unroll 8
-        for (int i = lane; i < n; i += kLeafLanes) sum = plus_square(sum, tiles[k * int(kLeaf) + i]);
+        for (unsigned i = lane; i < unsigned(n); i += kLeafLanes) sum = plus_square(sum, tiles[k * kLeaf + i]);
         // Of four neighbours, as add_neighbours(): the order of two summands is free.
         for (int width = 1; width <= 2; width *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
         if (lane % 4 == 0) sums[k][lane / 4] = sum;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store
     __syncthreads();
     if (k < Tiles && lane < kLanes) {
         const double sum = fold_lanes(sums[k][lane]);
-        if (lane == 0) store(k, sum);
+        if (lane == 0) store(int(k), sum);
     }
 }
 

@@ -54,24 +54,20 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
-/// Counts of all tensors. Four at a time, whose loads overlap.
-__device__ inline void count_steps(const StepPlan &plan) {
-    for (int64_t first = threadIdx.x; first < plan.count; first += 4 * kThreads) {
-        int32_t advance[4];
-        unrolled<4>([&](int k) INLINED {
-            const int64_t i = first + k * kThreads;
-            advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
-        });
-        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * kThreads, advance[k]); });
-    }
+/// Counts of all tensors, by the threads [first, first + stride, ...) of one block or of a grid.
+__device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
+    for (int64_t i = first; i < plan.count; i += stride) advance_count(plan, i, plan.jobs[i].advance);
 }
+/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with 40 loads from the
+/// table of jobs, one after the other.
+__host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > kThreads; }
 
-/// By the last block of the last kernel: counters, the report.
+/// By the last block of the last kernel: counters of few tensors, the report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
-    if (!skip) count_steps(plan);
+    if (!skip && !counts_apart(plan)) count_steps(plan, threadIdx.x, kThreads);
     if (!skip && plan.policy.report_norms && plan.count != 0) { // as fold_updates() adds them up
-        for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
             const bool counts = job.present && leaves != 0;
             const double weights = counts ? by.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
@@ -109,14 +105,15 @@ constexpr int kUpdateBlocks = 3;
 constexpr int kUpdateBlocks = 4;
 #endif
 __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel(d.plan.policy.reduces && d.plan.shards.count == 0); // sums of shards go into a collective
+    // Sums of shards go into a collective.
+    begin_kernel(d.plan.policy.reduces ? d.plan.shards.count == 0 : counts_apart(d.plan));
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
     const Tiles tiles{memory, memory + kLeaf};
     for_shared_leaves(
-        d, s, [](int32_t) {},
-        [&](uint32_t leaf, int32_t, const Leaf &where) INLINED {
+        d, {&plan.control->update.taken}, s, [](int32_t) {},
+        [&](const Leaf &where) INLINED {
             if (skipped(d) || s.job.owner == Owner::none) // tested in each iteration: one register less in the loop
                 return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     unchanged_pack<V>(plan, s.job, where.begin + i);
@@ -133,16 +130,16 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
                     }
                 });
             });
-            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(d, leaf, where.n, tiles);
+            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(plan, s.job, where, tiles);
         });
-    if (!last_block(&d.plan.control->ticket[1])) return;
+    if (!last_block(plan.control->update)) return;
     const bool skip = skipped(d);
     if (!plan.policy.reduces) {
         finish(d, skip);
         return;
     }
     if (skip) return;
-    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
+    for_tensors(d, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
 }
 
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
@@ -152,16 +149,16 @@ __global__ void __launch_bounds__(kThreads, 4) shared_trust_kernel(GRID_CONSTANT
 }
 
 __global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTANT const DevicePlan d) {
-    begin_kernel();
+    begin_kernel(counts_apart(d.plan));
     __shared__ SharedTensor s;
     const StepPlan &plan = d.plan;
     const bool skip = skipped(d);
     if (!skip)
         for_shared_leaves(
-            d, s, [](int32_t) {},
-            [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
+            d, {&plan.control->update_weights.taken}, s, [](int32_t) {},
+            [&](const Leaf &where) INLINED {
                 if (!is_reduced(s.job, s.rule)) return;
-                if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
+                if (threadIdx.x == 0 && where.begin == 0) plan.scalars[s.tensor] = s.scalars; // for update_weight()
                 visit(s.rule, [&](auto formula) INLINED {
                     using R = typename decltype(formula)::type;
                     if constexpr (R::passes == Passes::reduced)
@@ -170,20 +167,33 @@ __global__ void __launch_bounds__(kThreads, 4) update_weights_kernel(GRID_CONSTA
                         });
                 });
             });
-    if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
+    if (last_block(plan.control->update_weights)) finish(d, skip);
+}
+
+/// Behind the last kernel of a step: counts of many tensors.
+__global__ void __launch_bounds__(kThreads) count_kernel(GRID_CONSTANT const DevicePlan d) {
+    begin_kernel();
+    if (!skipped(d)) count_steps(d.plan, grid_thread(), grid_threads());
+}
+void count(const DevicePlan &d, const Launcher &launcher) {
+    if (counts_apart(d.plan)) launcher.over(d.plan.count / kThreads + 1, "count", count_kernel, d);
 }
 
 void update(const DevicePlan &d, const Launcher &launcher) {
     const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
     launcher.over({d.leaves, tiles}, "update", update_kernel, d);
+    if (!d.plan.policy.reduces) count(d, launcher);
 }
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
     launcher.over(d.plan.count / kThreads + 1, "shared_trust", shared_trust_kernel, d);
 }
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
     launcher.over(d.leaves, "update_weights", update_weights_kernel, d);
+    count(d, launcher);
 }
 
-void load_update_kernels(KernelLoader &load) { load(update_kernel, shared_trust_kernel, update_weights_kernel); }
+void load_update_kernels(KernelLoader &load) {
+    load(update_kernel, shared_trust_kernel, update_weights_kernel, count_kernel);
+}
 
 } // namespace dsopt::gpu

@@ -8,6 +8,17 @@
 
 namespace dsopt::gpu {
 
+/// The leaves that follow the one at which a block is, by round: in round r the block works on a leaf, copies the job of
+/// the tensor of leaf r + 1, asks which tensor leaf r + 2 is of, and takes leaf r + 3. So a tensor costs a block no wait
+/// for its table, which long lists drive out of the L2 cache.
+struct LeavesAhead {
+    static constexpr unsigned rounds = 4, words = sizeof(TensorJob) / sizeof(uint64_t);
+    static_assert(words * sizeof(uint64_t) == sizeof(TensorJob) && words <= 32);
+    uint32_t leaf[rounds]; // counted from the last one if DevicePlan::backwards
+    int32_t tensor[rounds];
+    uint64_t job[words]; // of the next tensor
+};
+
 /// What a block has in shared memory of the tensor whose leaf it is at.
 struct SharedTensor {
     TensorJob job;
@@ -16,18 +27,19 @@ struct SharedTensor {
     int64_t step;
     int32_t tensor, group;
     Rule rule;
-    bool aligned; // all arrays of the job
+    bool aligned;      // all arrays of the job
+    LeavesAhead ahead; // in here so that one register has the address of all
 };
 
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedTensor &s) {
     const StepPlan &plan = d.plan;
-    const int32_t group = plan.jobs[tensor].group;
-    const int64_t step = step_of(plan, plan.jobs[tensor]);
+    const int32_t group = s.job.group;
+    const int64_t step = step_of(plan, s.job);
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
-    s.rule = plan.groups[group].rule;
     if (s.step == step && s.group == group) return;
     const double divisor = d.decided ? plan.divisors[group] : 1.0;
     s.scalars = make_scalars(hyper_of(plan, group), step, divisor, plan.limits.max_value);
+    s.rule = plan.groups[group].rule;
     s.step = step;
     s.group = group;
 }
@@ -39,32 +51,68 @@ __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
     return (all & 15) == 0;
 }
 
-/// body(leaf, tensor, where) for the block's leaves, with the tensor's job in shared memory and its scalars found;
-/// thread 0 then calls find(tensor), too. As long as the tensor is the same nobody waits for the others.
+__device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t turn) {
+    return d.backwards ? d.leaves - 1 - turn : turn;
+}
+
+/// body(where) for the leaves that the block takes in turns, with the tensor's job in shared memory and its scalars found; thread 0 then calls find(tensor), too.
 template <class Find, class Body>
-__device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, SharedTensor &s, const Find &find,
-                                                  const Body &body) {
-    if (threadIdx.x == 0) s.tensor = s.group = -1, s.step = -1, s.trust = 1;
+__device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const LeafTurns &turns, SharedTensor &s,
+                                                  const Find &find, const Body &body) {
+    LeavesAhead &ahead = s.ahead;
+    constexpr unsigned rounds = LeavesAhead::rounds;
+    const auto copy_job = [&](int32_t tensor) INLINED {
+        if (threadIdx.x < LeavesAhead::words)
+            copy_async<8>(ahead.job + threadIdx.x,
+                          reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + threadIdx.x);
+    };
+    const auto ask_tensor = [&](unsigned round) INLINED {
+        const uint32_t turn = ahead.leaf[round % rounds];
+        if (turn < d.leaves) copy_async<4>(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, turn));
+    };
+    if (threadIdx.x == 0) {
+        s.tensor = s.group = -1, s.step = -1, s.trust = 1;
+        for (unsigned round = 0; round < 3; ++round) ahead.leaf[round] = blockIdx.x + round * gridDim.x;
+        ask_tensor(0);
+        ask_tensor(1);
+        wait_for_copies();
+    }
     __syncthreads();
-    for_leaves_by_block(d, [&](uint32_t leaf, int32_t tensor) INLINED {
+    if (ahead.leaf[0] < d.leaves) copy_job(ahead.tensor[0]);
+    wait_for_copies();
+    for (unsigned round = 0; ahead.leaf[round % rounds] < d.leaves; ++round) {
+        const uint32_t leaf = leaf_at(d, ahead.leaf[round % rounds]);
+        const int32_t tensor = ahead.tensor[round % rounds];
         if (tensor != s.tensor) {
-            __syncthreads(); // all are done with the one before
-            constexpr unsigned words = sizeof(TensorJob) / sizeof(uint64_t);
-            static_assert(words * sizeof(uint64_t) == sizeof(TensorJob) && words <= 32);
-            if (threadIdx.x < words)
-                reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] =
-                    reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor)[threadIdx.x];
-            if (threadIdx.x == 0) {
-                const TensorJob &job = d.plan.jobs[tensor];
-                s.tensor = tensor;
-                s.aligned = all_aligned(job);
-                find_scalars(d, tensor, s);
-                find(tensor);
+            __syncthreads(); // all have compared, and the copies of warp 0 are complete
+            if (threadIdx.x < 32) {
+                if (threadIdx.x < LeavesAhead::words)
+                    reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] = ahead.job[threadIdx.x];
+                __syncwarp();
+                if (threadIdx.x == 0) {
+                    s.tensor = tensor;
+                    s.aligned = all_aligned(s.job);
+                    find_scalars(d, tensor, s);
+                    find(tensor);
+                }
             }
             __syncthreads();
         }
-        body(leaf, tensor, Leaf(s.job, leaf));
-    });
+        uint32_t taken = 0;
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) {
+                const uint32_t last = ahead.leaf[(round + 2) % rounds];
+                taken = last < d.leaves ? turns.after(last, gridDim.x, 3) : UINT32_MAX;
+                ask_tensor(round + 2);
+            }
+            if (ahead.leaf[(round + 1) % rounds] < d.leaves && ahead.tensor[(round + 1) % rounds] != tensor)
+                copy_job(ahead.tensor[(round + 1) % rounds]);
+        }
+        body(Leaf(s.job, leaf));
+        if (threadIdx.x == 0) ahead.leaf[(round + 3) % rounds] = taken;
+        wait_for_copies();
+        __syncthreads();
+    }
 }
 
 /// A step that nobody had to decide about is skipped for these reasons alone.
@@ -130,11 +178,18 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
+/// The number of a leaf among those of all tensors. Made of what is there: one register less in the loop of a step.
+__device__ __forceinline__ int64_t leaf_number(const TensorJob &job, const Leaf &where) {
+    return job.first_leaf + where.begin / kLeaf;
+}
+
 /// Both sums of a leaf; the tiles may be written again when it returns.
-__device__ __forceinline__ void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, const Tiles &tiles) {
+__device__ __forceinline__ void sum_tiles(const StepPlan &plan, const TensorJob &job, const Leaf &where,
+                                          const Tiles &tiles) {
     __syncthreads();
-    sum_tiles<2>(tiles.a, n,
-                 [&](int k, double sum) INLINED { (k == 0 ? d.plan.leaf.sums_a : d.plan.leaf.sums_b)[leaf] = sum; });
+    sum_tiles<2>(tiles.a, where.n, [&](int k, double sum) INLINED {
+        (k == 0 ? plan.leaf.sums_a : plan.leaf.sums_b)[leaf_number(job, where)] = sum;
+    });
 }
 
 } // namespace dsopt::gpu
