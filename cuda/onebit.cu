@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
         });
         if (b.one.momentum == nullptr) store(t.moment[0], s.job.moment(0), i);
         if constexpr (F == Feed::distance) store(t.own, one.track(), i);
-        publish(b.d.plan, s, t.p, old, i);
+        publish(b.d.plan, s, s.job, t.p, old, i);
     });
 }
 
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
         });
         store(t.moment[0], s.job.moment(0), i);
         if (!o.one.anchored) store(t.own, one.track(), i);
-        publish(b.d.plan, s, t.p, t.p, i);
+        publish(b.d.plan, s, s.job, t.p, t.p, i);
     });
 }
 
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 4) onebit_lamb_weights_kernel(GRID_C
         unrolled<V>([&](int k) INLINED {
             t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.moment[0].at[k], t.moment[1].at[k]);
         });
-        publish(b.d.plan, s, t.p, old, i);
+        publish(b.d.plan, s, s.job, t.p, old, i);
     });
 }
 

@@ -6,34 +6,51 @@
 
 namespace dsopt::gpu {
 
+/// body(Width<V>, slots, i) for i in [0, n), as for_packs(): fours by a loop that knows the formats of the arrays.
+template <class Body> __device__ __forceinline__ void for_known_packs(const SharedTensor &s, int n, const Body &body) {
+    const int whole = s.aligned ? n / 4 * 4 : 0;
+    const auto fours = [&]<FormatSet Set>(std::integral_constant<FormatSet, Set>) INLINED {
+        const KnownSlots<Set> slots{s.job};
+        for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(Width<4>{}, slots, i);
+    };
+    switch (s.formats) {
+    case FormatSet::any: fours(std::integral_constant<FormatSet, FormatSet::any>{}); break;
+    case FormatSet::f32: fours(std::integral_constant<FormatSet, FormatSet::f32>{}); break;
+    case FormatSet::f16: fours(std::integral_constant<FormatSet, FormatSet::f16>{}); break;
+    case FormatSet::bf16: fours(std::integral_constant<FormatSet, FormatSet::bf16>{}); break;
+    }
+    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(Width<1>{}, s.job, i);
+}
+
 /// V neighbours of a leaf from its i-th one on.
-template <class R, int V>
-__device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTensor &s, const Leaf &where, int i,
-                                            const Tiles &tiles) {
-    Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
+template <class R, int V, class Slots>
+__device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTensor &s, const Slots &slots,
+                                            const Leaf &where, int i, const Tiles &tiles) {
+    Inputs<V> t = load_inputs<V, R::moments.count>(slots, where.begin + i);
     const Pack<V> old = t.p;
     unrolled<V>([&](int k) INLINED {
         with_moments_of<R::moments.count>(t, k,
                                           [&](auto &...each) INLINED { R{s.scalars}(t.g.at[k], t.p.at[k], each...); });
     });
-    t.template store_moments<R::moments.count>(s.job, where.begin + i);
-    publish(plan, s, t.p, old, where.begin + i);
+    t.template store_moments<R::moments.count>(slots, where.begin + i);
+    publish(plan, s, slots, t.p, old, where.begin + i);
     if (plan.policy.report_norms) {
         to_tile(old, tiles.a + i);
         to_tile(t.p - old, tiles.b + i);
     }
 }
 
-template <class R, int V>
-__device__ __forceinline__ void first_pass_pack(const SharedTensor &s, const Leaf &where, int i, const Tiles &tiles) {
-    Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
+template <class R, int V, class Slots>
+__device__ __forceinline__ void first_pass_pack(const SharedTensor &s, const Slots &slots, const Leaf &where, int i,
+                                                const Tiles &tiles) {
+    Inputs<V> t = load_inputs<V, R::moments.count>(slots, where.begin + i);
     unrolled<V>([&](int k) INLINED {
         tiles.a[i + k] = t.p.at[k];
         with_moments_of<R::moments.count>(t, k, [&](auto &...each) INLINED {
             tiles.b[i + k] = typename R::Moments{s.scalars}(t.g.at[k], t.p.at[k], each...);
         });
     });
-    t.template store_moments<R::moments.count>(s.job, where.begin + i);
+    t.template store_moments<R::moments.count>(slots, where.begin + i);
 }
 
 template <class R, int V>
@@ -45,7 +62,7 @@ __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const Sha
             typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
         });
     });
-    publish(plan, s, t.p, old, i);
+    publish(plan, s, s.job, t.p, old, i);
 }
 
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
@@ -54,13 +71,21 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
-/// Counts of all tensors, by the threads [first, first + stride, ...) of one block or of a grid.
+/// Counts of all tensors, by the threads first, first + stride, ... of a block or of a grid. Four tensors at a time, whose
+/// loads overlap.
 __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
-    for (int64_t i = first; i < plan.count; i += stride) advance_count(plan, i, plan.jobs[i].advance);
+    for (; first < plan.count; first += 4 * stride) {
+        int32_t advance[4];
+        unrolled<4>([&](int k) INLINED {
+            const int64_t i = first + k * stride;
+            advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
+        });
+        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
+    }
 }
-/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with 40 loads from the
-/// table of jobs, one after the other.
-__host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > kThreads; }
+/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with ten rounds of loads
+/// from the table of jobs, one after the other.
+__host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > 4 * kThreads; }
 
 /// By the last block of the last kernel: counters of few tensors, the report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
@@ -121,12 +146,12 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks) update_kernel(GRID_CO
             if (s.job.owner != Owner::update) return;
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
-                for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
+                for_known_packs(s, where.n, [&]<int V>(Width<V>, const auto &slots, int i) INLINED {
                     if constexpr (R::passes == Passes::reduced) {
-                        first_pass_pack<R, V>(s, where, i, tiles);
+                        first_pass_pack<R, V>(s, slots, where, i, tiles);
                     } else {
                         static_assert(R::passes == Passes::elementwise);
-                        update_pack<R, V>(plan, s, where, i, tiles);
+                        update_pack<R, V>(plan, s, slots, where, i, tiles);
                     }
                 });
             });

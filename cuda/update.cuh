@@ -19,6 +19,37 @@ struct LeavesAhead {
     uint64_t job[words]; // of the next tensor
 };
 
+/// Formats of a tensor's arrays that loops are compiled for, beside one loop for any of them. f32: all of them. The
+/// others: gradient, copy and output in 16 bits, weights and moments in fp32, as in mixed precision.
+enum class FormatSet : uint8_t { any, f32, f16, bf16 };
+/// The arrays of a job in the formats of such a set, which the compiler knows.
+template <FormatSet Set> struct KnownSlots {
+    static constexpr Dtype low = Set == FormatSet::f16 ? Dtype::f16 : Set == FormatSet::bf16 ? Dtype::bf16 : Dtype::f32;
+    const TensorJob &job;
+    __device__ __forceinline__ Slot slot(int index, Dtype known) const {
+        return {job.data[index], Set == FormatSet::any ? job.formats[index] : known};
+    }
+    __device__ __forceinline__ Slot grad() const { return slot(kGrad, low); }
+    __device__ __forceinline__ Slot weight() const { return slot(kWeight, Dtype::f32); }
+    __device__ __forceinline__ Slot copy() const { return slot(kCopy, low); }
+    __device__ __forceinline__ Slot out() const { return slot(kOut, low); }
+    __device__ __forceinline__ Slot moment(int k) const { return slot(kMoment + k, Dtype::f32); }
+};
+/// bf16 weights without a master are rounded at random, and no set but `any` has those.
+template <class Slots> constexpr bool kRoundsAtRandom = true;
+template <FormatSet Set> constexpr bool kRoundsAtRandom<KnownSlots<Set>> = Set == FormatSet::any;
+/// The set that all arrays of a job are of; those that are not there are of any format.
+__device__ inline FormatSet formats_of(const TensorJob &job) {
+    const Dtype low = job.grad() ? job.grad().format : Dtype::f32;
+    bool known = true;
+    unrolled<kSlots>([&](int k) INLINED {
+        const bool is_low = k == kGrad || k == kCopy || k == kOut;
+        known = known && (!job.slot(k) || job.formats[k] == (is_low ? low : Dtype::f32));
+    });
+    if (!known) return FormatSet::any;
+    return low == Dtype::f32 ? FormatSet::f32 : low == Dtype::f16 ? FormatSet::f16 : FormatSet::bf16;
+}
+
 /// What a block has in shared memory of the tensor whose leaf it is at.
 struct SharedTensor {
     TensorJob job;
@@ -28,6 +59,7 @@ struct SharedTensor {
     int32_t tensor, group;
     Rule rule;
     bool aligned;      // all arrays of the job
+    FormatSet formats; // of its arrays
     LeavesAhead ahead; // in here so that one register has the address of all
 };
 
@@ -92,6 +124,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
                 if (threadIdx.x == 0) {
                     s.tensor = tensor;
                     s.aligned = all_aligned(s.job);
+                    s.formats = formats_of(s.job);
                     find_scalars(d, tensor, s);
                     find(tensor);
                 }
@@ -126,8 +159,9 @@ struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
 };
 
-template <int V> __device__ __forceinline__ Pack<V> fetch_gradient(const TensorJob &job, int64_t i) {
-    return job.grad() ? fetch<V>(job.grad(), i) : Pack<V>{};
+// `slots`: a TensorJob, or its KnownSlots.
+template <int V, class Slots> __device__ __forceinline__ Pack<V> fetch_gradient(const Slots &slots, int64_t i) {
+    return slots.grad() ? fetch<V>(slots.grad(), i) : Pack<V>{};
 }
 
 /// What a rule reads of V neighbours: first as it is in memory, so that all of it is under way before the first load is
@@ -135,23 +169,24 @@ template <int V> __device__ __forceinline__ Pack<V> fetch_gradient(const TensorJ
 template <int V> struct Inputs {
     Pack<V> g, p, moment[kMoments], own; // the last one is the 1-bit family's
     /// What is not there is zero, of any format.
-    __device__ __forceinline__ void widen_all(const TensorJob &job) {
-        g = widen(g, job.grad().format);
-        p = widen(p, job.weight().format);
-        unrolled<kMoments>([&](int k) INLINED { moment[k] = widen(moment[k], job.moment(k).format); });
+    template <class Slots> __device__ __forceinline__ void widen_all(const Slots &slots) {
+        g = widen(g, slots.grad().format);
+        p = widen(p, slots.weight().format);
+        unrolled<kMoments>([&](int k) INLINED { moment[k] = widen(moment[k], slots.moment(k).format); });
     }
-    template <int Count> __device__ __forceinline__ void store_moments(const TensorJob &job, int64_t i) const {
-        unrolled<Count>([&](int k) INLINED { store(moment[k], job.moment(k), i); });
+    template <int Count, class Slots>
+    __device__ __forceinline__ void store_moments(const Slots &slots, int64_t i) const {
+        unrolled<Count>([&](int k) INLINED { store(moment[k], slots.moment(k), i); });
     }
 };
 /// A rule without a moment has neither registers nor traffic for it.
-template <int V, int Moments, bool Gradient = true>
-__device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
+template <int V, int Moments, bool Gradient = true, class Slots>
+__device__ __forceinline__ Inputs<V> load_inputs(const Slots &slots, int64_t i) {
     Inputs<V> t{};
-    if constexpr (Gradient) t.g = fetch_gradient<V>(job, i);
-    t.p = fetch<V>(job.weight(), i);
-    unrolled<Moments>([&](int k) INLINED { t.moment[k] = fetch<V>(job.moment(k), i); });
-    t.widen_all(job);
+    if constexpr (Gradient) t.g = fetch_gradient<V>(slots, i);
+    t.p = fetch<V>(slots.weight(), i);
+    unrolled<Moments>([&](int k) INLINED { t.moment[k] = fetch<V>(slots.moment(k), i); });
+    t.widen_all(slots);
     return t;
 }
 /// call(moment...) for the k-th neighbour.
@@ -162,20 +197,20 @@ __device__ __forceinline__ void with_moments_of(Inputs<V> &t, int k, const Call 
 }
 
 /// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
-template <int V>
-__device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor &s, Pack<V> &p, const Pack<V> &old,
-                                        int64_t i) {
+template <int V, class Slots>
+__device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor &s, const Slots &slots, Pack<V> &p,
+                                        const Pack<V> &old, int64_t i) {
     const TensorJob &job = s.job;
-    if (job.stochastic) {
+    if (kRoundsAtRandom<Slots> && job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);
         unrolled<V>([&](int k) INLINED {
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.range.begin + i + k)));
         });
     }
-    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight(), i);
-    if (job.copy()) store(p, job.copy(), i);
-    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, job.out(), i);
-    if (job.zeroes) store(Pack<V>{}, job.grad(), i);
+    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, slots.weight(), i);
+    if (job.copy()) store(p, slots.copy(), i);
+    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, slots.out(), i);
+    if (job.zeroes) store(Pack<V>{}, slots.grad(), i);
 }
 
 /// The number of a leaf among those of all tensors. Made of what is there: one register less in the loop of a step.

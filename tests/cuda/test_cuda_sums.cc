@@ -114,6 +114,32 @@ TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
             }
 }
 
+/// As many as a block counts by itself, and as it asks for the leaves of at once; some with two leaves, one without
+/// elements. The last but one is not finite in the first step.
+TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
+        for (const size_t tensors : {256, 257, 1024, 1025}) {
+            if (algorithm == DSOPT_ALGORITHM_LAMB && tensors != 1025) continue;
+            allow_many_blocks();
+            Setting s;
+            s.algorithm = algorithm;
+            s.sizes.assign(tensors, 3);
+            s.sizes[1] = s.sizes[tensors / 2] = s.sizes[tensors - 1] = 4099;
+            s.sizes[5] = 0;
+            s.desc.max_norm = 0.5;
+            s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
+            s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
+            Side host(false, s), device(true, s);
+            for (int t = 0; t < 2; ++t) {
+                for (Side *side : {&host, &device}) {
+                    side->fill_gradients(t, t == 0 ? int(tensors) - 2 : -1);
+                    good(side->step());
+                }
+                EXPECT_TRUE(same(host.everything(), device.everything())) << tensors << " tensors, step " << t;
+            }
+        }
+}
+
 /// Scales of 1-bit compression are roots of means of squares, also of what a rank serves.
 TEST_F(CudaSums, OfScalesHaveTheBitsOfTheCpu) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
