@@ -16,8 +16,8 @@ from lists import shapes
 # Rows of bench_cuda, bytes an element, PyTorch's counterpart, and the model's name of the step.
 ROWS = [
     ("Fp32", 28, "fused", "Fp32"), ("Fp32/graph", 28, None, "Fp32"), ("Chunked", 28, "foreach", None),
-    ("Mixed/f16", 30, "mixed f16", "Mixed"), ("Mixed/f16/graph", 30, "deepspeed f16", "Mixed"),
-    ("Mixed/bf16", 30, "mixed bf16", "Mixed"), ("Mixed/bf16/graph", 30, None, "Mixed"),
+    ("Mixed/f16", 30, "mixed f16", "Mixed/f16"), ("Mixed/f16/graph", 30, "deepspeed f16", "Mixed/f16"),
+    ("Mixed/bf16", 30, "mixed bf16", "Mixed/bf16"), ("Mixed/bf16/graph", 30, None, "Mixed/bf16"),
     ("MixedUpdate/f16", 28, None, None), ("MixedUpdate/bf16", 28, None, None), ("Pass1/f16", 2, None, None),
     ("Pass1/bf16", 2, None, None), ("Memset", 4, None, None), ("Lamb", 40, None, "Lamb"),
     ("Lamb/graph", 40, None, "Lamb"), ("Lamb/clip", 44, None, "Lamb/clip"), ("Sgd", 12, None, "Sgd"),
@@ -88,12 +88,11 @@ def bench_tables(seen, machine):
             copies = times.get("Copy/%d" % size)
             copy = statistics.median(copies) if copies else None
             mode = "graph" if row.endswith("/graph") else "plain"
-            predicted = step and quotient(gpu_model.copy_seconds(step, sizes, machine),
-                                          gpu_model.step_seconds(step, sizes, machine, mode))
+            predicted = gpu_model.span(gpu_model.share_of_copy(step, sizes, machine, mode), "%.2f") if step else "-"
             other = peers["ms"].get(peer) if peer else None
             lines.append("| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s |" % (
                 row, number(mine), spread(times[row]), number(copy), number(quotient(copy, mine), "%.2f"),
-                number(predicted or None, "%.2f"), number(quotient(size * sum(sizes) / 1e6, mine), "%.0f"),
+                predicted, number(quotient(size * sum(sizes) / 1e6, mine), "%.0f"),
                 number(statistics.median(host[row]), "%.0f"),
                 "-" if other is None else "%.3f (%s)" % (other, peer), number(quotient(other, mine), "%.2f")))
         lines.append("")

@@ -11,7 +11,8 @@ Of the machine code and the PTX that ship, or of those that nvcc makes of the so
   have: the grid is made of those;
 - loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes;
 - the bits of several ranks that an exchange has asked for before it waits for the first;
-- chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop.
+- chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop;
+- instructions for an element, registers and resident blocks are those that bench/gpu_model.py has in its table.
 Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
 without them the test is skipped.
 """
@@ -22,6 +23,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+
+import loops
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench"))
+import gpu_model
 
 LEAF = 4096 * 4  # bytes of a leaf in shared memory
 # Kernel or kernels; registers at most; resident blocks per multiprocessor at least, with so many bytes of dynamic shared
@@ -245,6 +251,19 @@ def judge_machine_code(judge, arch, usage, code):
                           arch, kernel, loops, chain, ", through other lanes" if through_lanes else "", ahead))
 
 
+def judge_model(judge, usage, code):
+    """Compilers differ somewhat."""
+    for name, count in loops.counted(code).items():
+        kernel = gpu_model.KERNELS[name]
+        registers = max(int(re.search(r"REG:(\d+)", usage[function]).group(1))
+                        for function in usage if re.search(r"\d" + loops.LOOPS[name][0], function))
+        good = (count is not None and abs(count - kernel.issued) <= 0.1 * kernel.issued
+                and abs(registers - kernel.registers) <= 8 and kernel.blocks <= resident_blocks(90, registers, 1024))
+        judge.say(good, "sm_90 %-21s %s instructions for an element, %d registers; gpu_model.py has %.1f, %d and %d blocks" % (
+            name, "no loop that is known has" if count is None else "%.1f" % count, registers, kernel.issued,
+            kernel.registers, kernel.blocks))
+
+
 def main():
     if sys.argv[1] == "--compile":
         sources, folders = sys.argv[2], sys.argv[3:]
@@ -263,8 +282,11 @@ def main():
     if not archs:
         sys.exit("no machine code in " + library)
     for arch in archs:
-        judge_machine_code(judge, arch, sections(run("cuobjdump", "-res-usage", "-arch", arch, library), r"Function (\S+):"),
-                           sections(run("cuobjdump", "-sass", "-arch", arch, library), r"Function : (\S+)"))
+        usage = sections(run("cuobjdump", "-res-usage", "-arch", arch, library), r"Function (\S+):")
+        code = sections(run("cuobjdump", "-sass", "-arch", arch, library), r"Function : (\S+)")
+        judge_machine_code(judge, arch, usage, code)
+        if arch == "sm_90":
+            judge_model(judge, usage, code)
     print("%d passed, %d failed" % (judge.passed, judge.failed))
     sys.exit(judge.failed != 0)
 
