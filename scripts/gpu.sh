@@ -225,7 +225,8 @@ watch_clocks() { # writes clocks and power down five times a second, until unwat
 
 unwatch_clocks() {
     [ -n "$watcher" ] || return 0
-    kill "$watcher" 2>/dev/null || :
+    # With its group, which timeout makes: a signal that comes as it has just forked would leave nvidia-smi running.
+    kill -- "-$watcher" 2>/dev/null || kill "$watcher" 2>/dev/null || :
     wait "$watcher" 2>/dev/null || :
     watcher=
 }
