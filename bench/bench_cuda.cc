@@ -4,7 +4,7 @@
 //   Fp32             AdamW on fp32 weights, 28
 //   Mixed            16-bit gradients and weights, fp32 masters, loss scale, norm and clipping: 30
 //   MixedUpdate      the second pass of that alone: 28
-//   Pass1            the first pass alone, as dsopt_tensors_norm of 16-bit gradients: 2
+//   Pass1/f16, /bf16 the first pass alone, as dsopt_tensors_norm of 16-bit gradients: 2
 //   Lamb, Lamb/clip  LAMB on fp32 weights: 40, and 44 with the norm of the gradients
 //   Sgd, Adagrad, Lion   on fp32 weights: 12, 20 and 20
 // and what one of 8 ranks does by itself with one bit an element, on fp32 weights. Its collectives give it its own rows
@@ -16,6 +16,7 @@
 //   OnebitAdam/bits      the same with MOMENTUM_BITS: 25
 //   ZeroOneAdam/local    0/1 Adam between exchanges: gradient, variance, momentum and weight: 24
 //   OnebitLamb           worker 16, server 1, moments 24 (the fresh variance too), weights 16: 57
+// Memset writes 4 bytes an element and reads none, which is what decoding an exchange is measured against.
 // Peers: Chunked is AdamW by a launcher of apex's form (cuda_peers.h); PyTorch's are in torch_cuda.py.
 //
 // Every row is set up once for a list, all on the same parameters, gradients and moments. A repetition is one batch of
@@ -165,12 +166,21 @@ struct Copy final : Job {
     DeviceMemory &from, &to;
     size_t bytes;
     Copy(Fixture &f, int of_element) :
-        from(f.memory("from", size_t(f.numel) * kMost / 2 + 4)),
-        to(f.memory("to", size_t(f.numel) * kMost / 2 + 4)),
+        from(f.memory("from", bytes_of(f))),
+        to(f.memory("to", bytes_of(f))),
         bytes(size_t(f.numel) * size_t(of_element) / 2) {}
+    static size_t bytes_of(const Fixture &f) { return size_t(f.numel) * kMost / 2 + 4; } // each of the two blocks
     void run(cudaStream_t stream) override {
         check_cuda(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, stream));
     }
+};
+
+struct Memset final : Job {
+    static constexpr int kBytes = 4; // an element
+    DeviceMemory &to;
+    size_t bytes;
+    explicit Memset(Fixture &f) : to(f.memory("to", Copy::bytes_of(f))), bytes(size_t(f.numel) * kBytes) {}
+    void run(cudaStream_t stream) override { check_cuda(cudaMemsetAsync(to.data(), 0, bytes, stream)); }
 };
 
 struct Chunked final : Job {
@@ -293,7 +303,7 @@ struct Pass1 final : Job {
     dsopt_context *context = make_context();
     const std::vector<dsopt_tensor> &grads;
     DeviceMemory result{sizeof(dsopt_norm_result), 0};
-    explicit Pass1(Fixture &f) : grads(f.grads(DSOPT_DTYPE_F16).tensors) {}
+    Pass1(Fixture &f, int32_t dtype) : grads(f.grads(dtype).tensors) {}
     ~Pass1() override { dsopt_context_destroy(context); }
     void run(cudaStream_t stream) override {
         check(dsopt_tensors_norm(context, grads.data(), int64_t(grads.size()), DSOPT_NORM_L2, 1.0, nullptr,
@@ -406,6 +416,7 @@ void add_rows(const std::string &list) {
     };
     for (const int bytes : {2, 12, 17, 20, 24, 25, 28, 30, 33, 40, 44, 57})
         add("Copy/" + std::to_string(bytes), bytes, makes<Copy>(bytes));
+    add("Memset", Memset::kBytes, makes<Memset>());
     const auto step = [&](const std::string &name, int bytes, const Setting &how, bool replays = true) {
         add(name, bytes, makes<Step>(how), replays);
     };
@@ -414,8 +425,8 @@ void add_rows(const std::string &list) {
         const std::string of = dtype == DSOPT_DTYPE_F16 ? "/f16" : "/bf16";
         step("Mixed" + of, 30, {.dtype = dtype, .clips = true});
         step("MixedUpdate" + of, 28, {.dtype = dtype}, false);
+        add("Pass1" + of, 2, makes<Pass1>(dtype));
     }
-    add("Pass1", 2, makes<Pass1>());
     step("Lamb", 40, {.algorithm = DSOPT_ALGORITHM_LAMB});
     step("Lamb/clip", 44, {.algorithm = DSOPT_ALGORITHM_LAMB, .clips = true}, false);
     step("Sgd", 12, {.algorithm = DSOPT_ALGORITHM_SGD}, false);

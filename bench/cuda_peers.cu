@@ -70,10 +70,8 @@ cudaError_t ChunkedAdamW::run(int64_t step, cudaStream_t stream) const {
     Batch batch{};
     int tensors = 0, blocks = 0;
     const auto flush = [&] {
-        const cudaError_t error =
-            blocks == 0 ? cudaSuccess
-                        : dsopt::gpu::launch("chunked_adamw", false, chunked_adamw, dim3(unsigned(blocks)),
-                                             dim3(unsigned(kThreads)), 0, stream, batch, c);
+        const dsopt::gpu::Launch launch{"chunked_adamw", unsigned(blocks), unsigned(kThreads), 0, stream};
+        const cudaError_t error = blocks == 0 ? cudaSuccess : launch(chunked_adamw, batch, c);
         tensors = blocks = 0;
         return error;
     };

@@ -1,148 +1,285 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""gpu_model.py [--machine NAME | --page] [LIST...]: predicted times of the CUDA backend's steps, as a Markdown table beside the
-goals. --page: both machines, as bench/results/gpu-model.md has them.
+"""gpu_model.py [--machine NAME | --page] [LIST...]: predicted times of the CUDA backend's steps, as a Markdown table
+beside the goals. --page: all machines, as bench/results/gpu-model.md has them.
 
-A step is a chain of kernels. A kernel takes the longer of two times: its bytes at the bandwidth that a copy on the device
-reaches, less where too little is in flight to hide the latency of memory; and the leaves of one block (of one warp in pass 1), round
-by round, each with the latency of its loads and, at a new tensor, of finding that. Then come what its last block does alone
-(sums of leaves, in 32 lanes by 8 warps) and the gap to the next kernel, which is shorter where its blocks come early.
-`./dev gpu` prints measured times beside these, so what the model does not know shows.
+Nothing here was measured. Every constant that is not counted is a range, the better end first, so every prediction is.
+
+A step is a chain of kernels. A kernel takes the longest of three times, or somewhat more, as they overlap imperfectly:
+- its bytes, at a share of the speed of a copy;
+- its instructions, by the issue slots of the multiprocessors;
+- the leaves of a block, round by round: loads that are in flight together, one latency for all of them; the arithmetic
+  on them; sums that all warps wait for; and finding the tensor of a leaf if that is a new one.
+Then come what the last block does alone (sums over leaves and tensors, step counts, the report) and the gap to the next
+kernel, which is shorter if that may start early. A memset of an exchange is a launch of its own, and a kernel behind it
+does not start early. `./dev gpu` prints measured times beside these, so what the model does not know shows.
 """
 import sys
+from typing import NamedTuple
 
 from lists import shapes
 
 LISTS = ["gpt2-124m", "bert-large", "resnet50", "vit-b-16", "10000x1000", "1x67108864"]
-LEAF = 4096
+LEAF = 4096  # elements
 WARPS, LANES, THREADS = 8, 32, 256
-STREAMS = 0.95  # of a copy's bandwidth, where a kernel reads and writes several arrays at once: what such kernels reach elsewhere
+SERVED = 8  # ranks: a server has so much less than a worker
 
-# Bytes per second of a copy, read and written; multiprocessors; Hz; seconds of a load from memory with the queue half full.
-MACHINES = {"h200": (4.3e12, 132, 1.98e9, 0.65e-6), "h100": (3.0e12, 132, 1.98e9, 0.65e-6)}
-# Between two kernels of a stream: before the first one of a call, and before those whose blocks come early.
-GAP = {"plain": (2.5e-6, 1.2e-6), "graph": (1.3e-6, 0.9e-6)}
-ADD = 8  # cycles between two dependent additions in double
-FOLD = 5 * (ADD + 25)  # five shuffles and additions, cycles
-L2 = 300  # cycles of a load that the second-level cache has
-AHEAD = 16  # such loads of a lane that are under way at once while leaves are added up
-FEW = 8  # leaves of a tensor that one thread adds up
-FIND = 1.2e-6  # job of a new tensor and its scalars: two dependent loads and a barrier
-WORK = 0.15e-6  # arithmetic and stores of a thread's 4 elements, while nothing of it is loaded
 
-# Kernel: bytes an element, resident blocks on a multiprocessor, bytes of loads that a thread has in flight, sums that its last block
-# folds; elements of a leaf that are under way at once, and whether a warp has a leaf for itself. tests/cuda/resources.py holds the
-# kernels to the resident blocks and the loads.
-BLOCK, WARP = (1024, False), (1024, True)
+class Kernel(NamedTuple):
+    """What depends on the code of a kernel."""
+    bytes: float  # moved for an element
+    issued: float  # instructions for an element in loops
+    registers: int
+    blocks: int  # resident on a multiprocessor
+    in_flight: int  # elements of a thread whose loads are in flight together
+    leaves: int = 1  # of a block in a round: one, or one for each warp
+    outside: float = 0  # instructions for an element outside of those loops, counted by hand
+    sums: int = 0  # of a leaf, one after the other, for which all warps of a block wait
+    loads: tuple = (1, 1)  # of an element that depend on one another, at the better end and at the worse one
+    last: tuple = ()  # what the last block does
+
+
+# Instructions in loops are counted by tests/cuda/loops.py from machine code for sm_90, and tests/cuda/resources.py
+# fails where they or the registers are others. Outside of loops: a vote and what makes bits of it; what pass 1 does
+# around the loops of a tile.
+SIGNS, TILE = 18, 3.9
 KERNELS = {
-    "update fp32": (28, 4, 64, 0, BLOCK), "update mixed": (28, 4, 64, 0, BLOCK), "update one moment": (20, 4, 48, 0, BLOCK),
-    "update plain": (12, 4, 32, 0, BLOCK), "inspect 16-bit": (2, 4, 64, 1, WARP), "inspect fp32": (4, 4, 64, 1, (512, True)),
-    "lamb moments": (24, 4, 64, 2, BLOCK), "lamb weights": (16, 4, 48, 0, BLOCK), "feed": (12.125, 4, 32, 0, BLOCK),
-    "feed momentum": (16.125, 4, 48, 0, BLOCK), "serve": (1.25, 4, 48, 0, BLOCK), "decode": (4.125, 8, None, 0, BLOCK),
-    "finish momentum": (16.125, 4, 48, 0, BLOCK), "finish bits": (8.25, 4, 32, 0, BLOCK),
-    "moments of 1-bit LAMB": (24, 3, 64, 0, BLOCK), "trust": (0, 1, 0, 2, BLOCK), "scales": (0, 4, 0, 0, BLOCK), "small": (0, 4, 0, 0, BLOCK)}
-SERVED = 8  # ranks: so much less a server has than a worker
+    "update fp32": Kernel(28, 62.8, 64, 4, 4, last=("finish",)),
+    "update f16": Kernel(28, 90.3, 64, 4, 4, last=("finish",)),
+    "update bf16": Kernel(28, 74, 64, 4, 4, last=("finish",)),
+    "update one moment": Kernel(20, 31.5, 64, 4, 4, last=("finish",)),
+    "update plain": Kernel(12, 26.8, 64, 4, 4, last=("finish",)),
+    "inspect f16": Kernel(2, 21, 64, 4, 32, WARPS, TILE, last=("fold", "decide")),
+    "inspect bf16": Kernel(2, 8.3, 64, 4, 32, WARPS, TILE, last=("fold", "decide")),
+    "inspect fp32": Kernel(4, 8.8, 64, 4, 16, WARPS, TILE, last=("fold", "decide")),
+    "lamb moments": Kernel(24, 62.2, 64, 4, 4, sums=1, last=("fold", "fold")),
+    "lamb weights": Kernel(16, 43, 62, 4, 4, last=("finish",)),
+    "feed": Kernel(12.125, 9.5, 64, 4, 4, outside=SIGNS),
+    "feed momentum": Kernel(16.125, 45.6, 56, 4, 4, outside=SIGNS),
+    "serve": Kernel(10, 75.9, 59, 4, 4, outside=SIGNS, loads=(2, 2)),  # the bits of all ranks behind the residual
+    "decode": Kernel(4.125, 13.5, 32, 8, 4, loads=(1, 2)),
+    "finish momentum": Kernel(16.125, 72, 62, 4, 4, loads=(1, 2)),
+    "finish bits": Kernel(8.25, 83.5, 62, 4, 4, loads=(1, 2)),
+    "moments of 1-bit LAMB": Kernel(24, 108.8, 72, 3, 4, sums=1, loads=(1, 2)),
+    "trust": Kernel(0, 0, 64, 1, 0, last=("fold", "fold")),
+    "message scales": Kernel(0, 0, 48, 5, 0, last=("scales",)),
+    "result scales": Kernel(0, 0, 48, 5, 0, last=("scales",)),
+    "end of step": Kernel(0, 0, 64, 4, 0, last=("finish",)),
+    "one thread": Kernel(0, 0, 64, 1, 0)}
 
 # Step: bytes an element that it is measured against, its kernels, and the least share of a copy's speed on GPT-2.
+EXCHANGE = ["message scales", "memset", "serve", "result scales"]
 STEPS = {
     "Fp32": (28, ["update fp32"], 0.93),
-    "Mixed": (30, ["inspect 16-bit", "update mixed"], 0.92),
+    "Mixed/f16": (30, ["inspect f16", "update f16"], 0.92),
+    "Mixed/bf16": (30, ["inspect bf16", "update bf16"], 0.92),
     "Lamb": (40, ["lamb moments", "lamb weights"], 0.92),
     "Lamb/clip": (44, ["inspect fp32", "lamb moments", "lamb weights"], 0.92),
     "Sgd": (12, ["update plain"], None),
     "Lion": (20, ["update one moment"], None),
-    "Compressed": (17, ["feed", "scales", "serve", "scales", "decode"], 0.80),
-    "OnebitAdam": (33, ["small", "feed momentum", "scales", "serve", "scales", "finish momentum", "small", "small"], None),
-    "OnebitAdam/bits": (25, ["small", "feed momentum", "scales", "serve", "scales", "finish bits", "small", "small", "small"], None),
-    "OnebitLamb": (57, ["small", "small", "feed momentum", "scales", "serve", "scales", "moments of 1-bit LAMB", "trust", "lamb weights",
-                        "small", "small", "small"], None)}
-GRAPH_GOAL = {"10000x1000": 90e-6}  # seconds of Fp32
+    "Compressed": (17, ["memset", "feed", *EXCHANGE, "decode"], 0.85),
+    "OnebitAdam": (33, ["one thread", "memset", "feed momentum", *EXCHANGE, "finish momentum", "one thread",
+                        "end of step"], None),
+    "OnebitAdam/bits": (25, ["one thread", "memset", "feed momentum", *EXCHANGE, "finish bits", "one thread",
+                             "one thread", "end of step"], None),
+    "OnebitLamb": (57, ["one thread", "one thread", "memset", "feed momentum", *EXCHANGE, "moments of 1-bit LAMB",
+                        "trust", "lamb weights", "one thread", "one thread", "end of step"], None)}
+GRAPH_GOAL = {"10000x1000": 75e-6}  # seconds of Fp32
+
+# What follows is taken from what such kernels reach elsewhere and from the vendor's documents: better end, worse end.
+BEST, WORST = 0, 1
+# Of a copy's bandwidth, for a kernel that reads and writes several arrays. Where nothing else limits a step, this is
+# the result.
+STREAMS = (0.96, 0.88)
+SLOTS = (0.9, 0.7)  # of issue slots that can be used; a multiprocessor has 4 a clock
+OVERLAP = (None, 4)  # the three times: the longest of them, or the root of the sum of such powers
+GAPS = {"plain": ((2.0e-6, 3.5e-6), (0.8e-6, 1.5e-6)),  # before a kernel, and before one that may start early
+        "graph": ((1.0e-6, 1.6e-6), (0.7e-6, 1.2e-6))}
+DEPENDENT = (2.5, 3.5)  # cycles between two instructions of a thread: many depend on the one before
+BARRIER = (0.1e-6, 0.2e-6)
+HANDSHAKE = (0.7e-6, 1.5e-6)  # fence, ticket and fence of a grid's last block
+DECIDE = REPORT = (0.5e-6, 1.2e-6)  # by one thread
+L2 = (250, 350)  # cycles of a load that the second-level cache has
+CHAIN = (8, 12)  # cycles between two dependent additions in double
+AHEAD = 16  # loads of a lane that are in flight at once while leaves are added up
+FEW = 8  # leaves of a tensor that one thread adds up
+COUNTED = 4 * THREADS  # tensors whose steps the last block counts in a round
+JOB = 120  # bytes of a tensor's job
 
 
-def fold_seconds(leaves, machine):
-    """The last block adds the leaves of each tensor: few by a thread, many in 32 lanes of a warp, tensors in turns by warps. Then
-    a warp adds what the tensors have."""
-    hertz = machine[2]
-    few = [count for count in leaves if count < FEW]
-    threads = -(-len(few) // THREADS) * (3 * L2 + max(few, default=0) * ADD)
-    warps = [0] * WARPS
-    for i, count in enumerate(leaves):
-        if count >= FEW:
-            lane = -(-count // LANES)
-            warps[i % WARPS] += -(-lane // AHEAD) * L2 + lane * ADD + FOLD + 2 * L2
-    lane = -(-len(leaves) // LANES)
-    tensors = -(-lane // AHEAD) * L2 + lane * ADD + FOLD
-    return (threads + max(warps) + tensors) / hertz
+class Machine(NamedTuple):
+    bandwidth: float  # of a copy, bytes per second, read and written
+    processors: int
+    hertz: float
+    latency: tuple  # seconds of a load from memory
+    cache: float  # bytes of the second-level cache
 
 
-def scales_seconds(leaves, machine):
-    """The same by a grid, a warp a part."""
-    lane = -(-max(leaves, default=0) // LANES)
-    rounds = -(-len(leaves) // (machine[1] * 4 * WARPS))
-    return rounds * (-(-lane // AHEAD) * L2 + lane * ADD + FOLD + 4 * L2) / machine[2]
+MACHINES = {"h200": Machine(4.3e12, 132, 1.98e9, (0.6e-6, 0.7e-6), 50e6),
+            "h100": Machine(3.0e12, 132, 1.98e9, (0.6e-6, 0.7e-6), 50e6)}
 
 
-def kernel_seconds(name, sizes, machine):
-    bandwidth, processors, _, latency = machine
-    size, resident, in_flight, sums, (step, by_warp) = KERNELS[name]
+class List(NamedTuple):
+    sizes: list
+    numel: int
+    tensors: int
+    leaves: list  # of each tensor
+    cold: bool  # a step moves more than the second-level cache has, so it does not have the jobs at the next step
+
+
+def list_of(sizes, size, machine):
     leaves = [-(-n // LEAF) for n in sizes]
-    count, numel, tensors = sum(leaves), sum(sizes), sum(n > 0 for n in sizes)
-    if count == 0:
+    cold = size * sum(sizes) + JOB * len(sizes) > machine.cache
+    return List(sizes, sum(sizes), sum(n > 0 for n in sizes), leaves, cold)
+
+
+def load_seconds(of, machine, end):
+    """A load from the table of jobs."""
+    return machine.latency[end] if of.cold else L2[end] / machine.hertz
+
+
+def lane_cycles(count, end):
+    """A warp adds up so many values."""
+    lane = -(-count // LANES)
+    return -(-lane // AHEAD) * L2[end] + lane * CHAIN[end] + 5 * (CHAIN[end] + 25)  # five shuffles and additions
+
+
+def fold_seconds(of, machine, end):
+    """The last block adds the leaves of each tensor: few by a thread, many by a warp, tensors in turn by warps. Then a
+    warp adds what the tensors have."""
+    few = [count for count in of.leaves if count < FEW]
+    threads = -(-len(few) // THREADS) * (2 * L2[end] + max(few, default=0) * CHAIN[end])
+    warps = [0] * WARPS
+    for i, count in enumerate(count for count in of.leaves if count >= FEW):
+        warps[i % WARPS] += lane_cycles(count, end) + 2 * L2[end]
+    rounds = -(-len(of.leaves) // THREADS)
+    cycles = threads + max(warps) + lane_cycles(len(of.leaves), end)
+    return cycles / machine.hertz + rounds * load_seconds(of, machine, end)
+
+
+def scales_seconds(of, machine, end):
+    """The same by a grid, a warp a scale group."""
+    rounds = -(-len(of.leaves) // (machine.processors * 4 * WARPS))
+    return rounds * (lane_cycles(max(of.leaves, default=0), end) + 4 * L2[end]) / machine.hertz
+
+
+def last_seconds(what, of, machine, end):
+    """What the last block does, or a kernel that does nothing else."""
+    if what == "fold":
+        return fold_seconds(of, machine, end)
+    if what == "scales":
+        return scales_seconds(of, machine, end)
+    if what == "decide":
+        return DECIDE[end]
+    return -(-len(of.leaves) // COUNTED) * 2 * load_seconds(of, machine, end) + REPORT[end]  # "finish"
+
+
+def pieces_of(numel, piece):
+    """Parts of a tensor whose loads are in flight together: they end where a leaf does."""
+    return numel // LEAF * -(-LEAF // piece) + -(-(numel % LEAF) // piece)
+
+
+def limits(name, of, machine, end):
+    """Seconds of a kernel's bytes, of its instructions and of a block's rounds."""
+    kernel, share = KERNELS[name], SERVED if name == "serve" else 1
+    if kernel.bytes == 0 or of.numel == 0:
+        return 0, 0, 0
+    processors, threads = machine.processors, LANES if kernel.leaves == WARPS else THREADS
+    numel = of.numel / share
+    moved = numel * kernel.bytes / (machine.bandwidth * STREAMS[end])
+    issued = numel * (kernel.issued + kernel.outside) / (LANES * 4 * processors * machine.hertz * SLOTS[end])
+    piece = kernel.in_flight * threads
+    cycles = kernel.in_flight * (kernel.issued + kernel.outside) * DEPENDENT[end]
+    cycles += kernel.sums * piece / LANES * CHAIN[end]
+    trip = kernel.loads[end] * machine.latency[end] + cycles / machine.hertz + kernel.sums * BARRIER[end]
+    find = 2 * load_seconds(of, machine, end) + 2 * BARRIER[end]
+    grid = processors * kernel.blocks * kernel.leaves * share
+    trips = max(pieces_of(min(LEAF, max(of.sizes)), piece), -(-sum(pieces_of(n, piece) for n in of.sizes) // grid))
+    return moved, issued, trips * trip + min(-(-sum(of.leaves) // grid), of.tensors) * find
+
+
+def kernel_seconds(name, of, machine, end):
+    if sum(of.leaves) == 0:
         return 0
-    folds = sums * fold_seconds(leaves, machine) + (scales_seconds(leaves, machine) if name == "scales" else 0)
-    if size == 0:
-        return folds
-    if name == "serve":
-        count, tensors = -(-count // SERVED), -(-tensors // SERVED)
-    grid = processors * resident * (WARPS if by_warp else 1)
-    rounds, rest = divmod(count, grid)
-    bytes_of_leaf = size * numel / count
-
-    def at_speed(bytes_moved, share_of_grid):
-        # Stores need nobody to wait for them.
-        reach = processors * resident * THREADS * in_flight * share_of_grid / latency if in_flight else bandwidth
-        return bytes_moved / min(bandwidth * STREAMS, reach)
-    streaming = at_speed(rounds * grid * bytes_of_leaf, 1) + (at_speed(rest * bytes_of_leaf, rest / grid) if rest else 0)
-    # Each round a thread takes the pieces of a leaf one after the other, and finds the tensor where that is a new one.
-    pieces = -(-min(LEAF, -(-numel // count)) // step)
-    waits = 2 if name == "serve" else 1  # the bits of all ranks come behind the compensated values
-    waiting = -(-count // grid) * pieces * (waits * latency + WORK) + min(-(-count // grid), tensors) * FIND
-    return max(streaming, waiting) + folds
+    last = sum(last_seconds(what, of, machine, end) for what in KERNELS[name].last)
+    if KERNELS[name].bytes == 0:
+        return last
+    times, power = limits(name, of, machine, end), OVERLAP[end]
+    together = max(times) if power is None else sum(time ** power for time in times) ** (1 / power)
+    return together + last + (HANDSHAKE[end] if last else 0)
 
 
-def step_seconds(step, sizes, machine="h200", mode="plain"):
-    kernels = STEPS[step][1]
-    first, later = GAP[mode]
-    return first + later * (len(kernels) - 1) + sum(kernel_seconds(name, sizes, MACHINES[machine]) for name in kernels)
+def step_seconds(step, sizes, machine="h200", mode="plain", end=BEST):
+    size, kernels, _ = STEPS[step]
+    machine, gaps = MACHINES[machine], GAPS[mode]
+    of, seconds, early = list_of(sizes, size, machine), 0, False
+    for name in kernels:
+        if name == "memset":  # of the messages, a bit an element
+            seconds += gaps[0][end] + of.numel / 8 / (machine.bandwidth / 2)
+        else:
+            seconds += gaps[early][end] + kernel_seconds(name, of, machine, end)
+        early = name != "memset"
+    return seconds
 
 
-def copy_seconds(step, sizes, machine="h200"):
-    return STEPS[step][0] * sum(sizes) / MACHINES[machine][0] + GAP["plain"][0]
+def copy_seconds(step, sizes, machine="h200", mode="plain"):
+    """A copy of as many bytes, launched as the step is."""
+    return STEPS[step][0] * sum(sizes) / MACHINES[machine].bandwidth + GAPS[mode][0][BEST]
+
+
+def share_of_copy(step, sizes, machine="h200", mode="plain"):
+    """Copy / step, the lower end first."""
+    copy = copy_seconds(step, sizes, machine, mode)
+    return tuple(copy / step_seconds(step, sizes, machine, mode, end) for end in (WORST, BEST))
+
+
+def span(values, form):
+    """A range as text."""
+    low, high = (form % value for value in values)
+    return low if low == high else low + " to " + high
 
 
 def table(machine, names):
-    lines = ["| list | step | predicted µs | by graph | copy µs | copy / step | goal |", "|" + " --- |" * 7]
+    lines = ["| list | step | predicted µs | predicted µs by graph | copy µs | predicted copy / step | goal |",
+             "|" + " --- |" * 7]
     for name in names:
         sizes = shapes(name)
         for step, (_, _, goal) in STEPS.items():
-            plain, graph = (step_seconds(step, sizes, machine, mode) for mode in ("plain", "graph"))
-            copy = copy_seconds(step, sizes, machine)
+            plain, graph = ([step_seconds(step, sizes, machine, mode, end) * 1e6 for end in (BEST, WORST)]
+                            for mode in ("plain", "graph"))
             goal_text = "%.2f" % goal if goal and name == "gpt2-124m" else ""
             if step == "Fp32" and name in GRAPH_GOAL:
                 goal_text = "by graph %.0f µs" % (GRAPH_GOAL[name] * 1e6)
-            lines.append("| %s | %s | %.0f | %.0f | %.0f | %.2f | %s |" % (name, step, plain * 1e6, graph * 1e6, copy * 1e6,
-                                                                         copy / plain, goal_text))
+            lines.append("| %s | %s | %s | %s | %.0f | %s | %s |" % (
+                name, step, span(plain, "%.0f"), span(graph, "%.0f"), copy_seconds(step, sizes, machine) * 1e6,
+                span(share_of_copy(step, sizes, machine), "%.2f"), goal_text))
+    return lines
+
+
+def kernel_table(machine, name):
+    """What limits each kernel."""
+    lines = ["| kernel | bytes, predicted µs | instructions, predicted µs | rounds of a block, predicted µs |",
+             "|" + " --- |" * 4]
+    for kernel, properties in KERNELS.items():
+        if properties.bytes:
+            of = list_of(shapes(name), properties.bytes, MACHINES[machine])
+            ends = [limits(kernel, of, MACHINES[machine], end) for end in (BEST, WORST)]
+            spans = [span([time * 1e6 for time in times], "%.0f") for times in zip(*ends)]
+            lines.append("| %s | %s |" % (kernel, " | ".join(spans)))
     return lines
 
 
 PAGE = """# Predicted, not measured: steps on an %s
 
-Made by `bench/gpu_model.py --page`; nothing on this page was timed. The model knows bytes, resident blocks, loads in flight, chains of
-additions and the number of kernels, as `tests/cuda/resources.py` reads them from the machine code for sm_90, and takes the machines' copy
-bandwidth, latencies and gaps between kernels as given (constants at its top). It knows no contention and no clock that falls. `./dev gpu`
-writes a page of measured times with these predictions beside them, and the constants are set by the first such run.
+Made by `bench/gpu_model.py --page`; nothing on this page was timed. The model knows bytes, instructions, resident
+blocks, loads in flight, chains of additions, what a last block does alone, and the number of kernels and memsets.
+`tests/cuda/resources.py` compares what it says of the kernels with the machine code for sm_90. The rest is taken as
+given, by ranges: the machines' copy bandwidth and latencies, the share of bandwidth and of issue slots that kernels
+reach, and the gaps between kernels (constants at its top). It knows no contention and no clock that falls.
+`./dev gpu` writes a page of measured times with these predictions beside them.
 
-"copy" is a copy on the device of as many bytes as the step has to move. Goals are for an H200.
+"copy" is a copy on the device of as many bytes as the step has to move. Ranges are from the better end to the worse one
+of all constants at once; copy / step has the worse end first. Goals are for an H200.
 """
 
 
@@ -151,7 +288,9 @@ def main():
     if words[:1] == ["--page"]:
         lines = [PAGE % " and an ".join(name.upper() for name in MACHINES)]
         for machine in MACHINES:
-            lines += ["## " + machine.upper(), ""] + table(machine, words[1:] or LISTS) + [""]
+            names = words[1:] or LISTS
+            lines += ["## " + machine.upper(), "", *table(machine, names), "",
+                      "What limits the kernels on %s:" % names[0], "", *kernel_table(machine, names[0]), ""]
         print("\n".join(lines).rstrip())
         return
     if words[:1] == ["--machine"]:

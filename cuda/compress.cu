@@ -75,8 +75,7 @@ constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side
 /// values and packs the result.
 __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
+    __shared__ float tile[kLeaf];
     const Compression &own = x.own;
     const CompressLayout &layout = own.layout;
     if (own.skipped()) return;
@@ -88,7 +87,6 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Pdl
         const Leaf where(segment.numel, leaf - layout.segment_leaf[index]);
         const int64_t server = segment.server + where.begin;
         const float scale = own.server_scales()[index];
-        float *const tile = turns.tile();
         for_packs(where.n, all_aligned(own.server), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> old = load<V>(own.server, server + i);
             Pack<V> sum{};
@@ -124,8 +122,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Pdl
         pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
             write_signs(layout.bits(own.result) + (server + i) / 8, bits, where.n - i);
         });
-        sum_leaf(own, turns, segment.begin + where.begin, where.n, leaf);
-        ++turns.turn;
+        sum_leaf(own, tile, segment.begin + where.begin, where.n, leaf);
     }
 }
 

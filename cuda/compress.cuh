@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Device code of 1-bit compression with error feedback, device/compress.h: compensated values of a rank to messages,
-// results back to values. A block has a leaf at a time, in shared memory, so that it is summed up in the order that is
-// part of the result and read once.
+// results back to values. A block has a leaf at a time in shared memory, which packs its signs and sums its squares.
 #pragma once
 #include "device/compress.h"
-#include "fold.cuh"
+#include "reduce.cuh"
 
 namespace dsopt::gpu {
 
@@ -36,31 +35,15 @@ __device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const L
     return left < 0 ? 0 : left < leaf.n ? int(left) : leaf.n;
 }
 
-constexpr int kTurns = 2;
-/// A double buffer of leaves in shared memory. One warp adds the squares of a leaf in 32 partial sums: more of them
-/// would be another order of additions. Meanwhile the other warps fill the other buffer, and the warps alternate in
-/// adding. Behind the barrier after a buffer is filled, the sum of the other buffer is complete, because the warp that
-/// added it has filled this one, too.
-struct TileTurns {
-    float *at;
-    int turn = 0;
-    __device__ __forceinline__ float *tile() const { return at + turn % kTurns * kLeaf; }
-    __device__ __forceinline__ bool has_turn(int offset) const {
-        return int(threadIdx.x / 32) == (turn + offset) % kWarps;
-    }
-};
 /// The sum of squares of the leaf in the tile, whose first element is the `begin`-th of the own ones, and the number of
-/// those that take part, by two warps.
-__device__ __forceinline__ void sum_leaf(const Compression &own, const TileTurns &turns, int64_t begin, int n,
+/// those that take part. The tile may be written again when it returns.
+__device__ __forceinline__ void sum_leaf(const Compression &own, const float *tile, int64_t begin, int n,
                                          int64_t leaf) {
-    const bool lead = threadIdx.x % 32 == 0;
-    if (turns.has_turn(0)) {
-        const double sum = fold_lanes(add_squares(turns.tile(), n));
-        if (lead) own.sums[leaf] = sum;
-    } else if (turns.has_turn(kWarps / 2)) {
+    if (threadIdx.x / 32 == kWarps - 1) { // it has no lane of the sum
         const int32_t count = count_active(own.active, begin, n);
-        if (lead) own.counts[leaf] = count;
+        if (threadIdx.x % 32 == 0) own.counts[leaf] = count;
     }
+    sum_tiles<1>(tile, n, [&](int, double sum) INLINED { own.sums[leaf] = sum; });
 }
 
 /// write(i, bits) by one thread for each 32 of the n signs in `tile` from the i-th one on: a byte for eight of them,
@@ -86,12 +69,12 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
 }
 
 /// The leaf of compensated values in the tile, which begins at `worker`: its signs to the messages, its sums to where
-/// those of `leaf` are. For a whole block; the other tile is next.
-__device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t worker, int n, TileTurns &turns,
+/// those of `leaf` are. For a whole block.
+__device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t worker, int n, const float *tile,
                                  int64_t leaf) {
     __syncthreads();
     const CompressLayout::Unit unit = own.layout.groups[group].unit;
-    pack_signs(turns.tile(), n, [&](int i, unsigned bits) INLINED {
+    pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
         InChunk where(unit, worker + i);
         const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
         for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
@@ -100,8 +83,7 @@ __device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t 
             write_signs(to, bits >> k, 8);
         }
     });
-    sum_leaf(own, turns, worker, n, leaf);
-    ++turns.turn;
+    sum_leaf(own, tile, worker, n, leaf);
 }
 
 /// body(group, where, leaf) for every leaf of the block's share of the scale groups.
@@ -116,13 +98,12 @@ template <class Body> __device__ __forceinline__ void for_group_leaves(const Com
 /// fill(group, where, worker, tile) for the block's share of the leaves of the scale groups: it puts the compensated
 /// values from the `worker`-th on to the tile. Each leaf is then packed.
 template <class Fill> __device__ __forceinline__ void pack_groups(const Compression &own, const Fill &fill) {
-    __shared__ float tiles[kTurns * kLeaf];
-    TileTurns turns{tiles};
+    __shared__ float tile[kLeaf];
     if (own.skipped()) return;
     for_group_leaves(own.layout, [&](int32_t group, const Leaf &where, int64_t leaf) INLINED {
         const int64_t worker = own.layout.groups[group].begin + where.begin;
-        fill(group, where, worker, turns.tile());
-        pack_leaf(own, group, worker, where.n, turns, leaf);
+        fill(group, where, worker, tile);
+        pack_leaf(own, group, worker, where.n, tile, leaf);
     });
 }
 

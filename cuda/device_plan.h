@@ -10,10 +10,13 @@ struct DevicePlan {
     StepPlan plan;
     uint32_t leaves;
     const int32_t *tensor_of_leaf;
-    double *tensor_squares; // one a tensor
-    double *tensor_updates; // one a tensor
-    int32_t *tensor_cell;   // one a tensor: where its squares count in the table of norms, -1 = nowhere
-    bool decided;           // a kernel before the update has decided; else the update finds its own few scalars
+    // One a tensor.
+    const int32_t *tensor_leaves; // how many it has: a table in which neighbouring threads read neighbouring words
+    double *tensor_squares;
+    double *tensor_updates;
+    int32_t *tensor_cell; // where its squares count in the table of norms, -1 = nowhere
+    bool backwards;       // pass 2 begins with the last leaf: what pass 1 read last is still in the L2 cache
+    bool decided;         // a kernel before the update has decided; else the update finds its own few scalars
 };
 
 } // namespace dsopt::gpu

@@ -51,27 +51,37 @@ template <bool Warp> struct LeafFold {
 };
 
 /// body(tensor, leaves, by) for every tensor of a list: by one thread where `leaves_in(tensor)` are few, by a warp
-/// elsewhere. Neighbours in the list go to different warps: large tensors come in a row.
+/// elsewhere. Neighbours in the list go to different warps: large tensors come in a row. A thread asks for the leaves of
+/// several tensors at once.
 template <class Leaves, class Body>
 __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_in, const Body &body) {
+    constexpr int ahead = 4;
     const int32_t first = int32_t(threadIdx.x % 32) * kWarps + int32_t(threadIdx.x / 32);
-    for (int32_t base = 0; base < count; base += kThreads) {
-        const int32_t mine = base + first;
-        const int32_t own = mine < count ? leaves_in(mine) : -1;
-        if (own >= 0 && own < kFewLeaves) body(mine, own, LeafFold<false>{true});
-        unsigned many = __ballot_sync(0xffffffffu, own >= kFewLeaves);
-        for (; many != 0; many &= many - 1) {
-            const int lane = __ffs(int(many)) - 1;
-            body(base + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, own, lane),
-                 LeafFold<true>{threadIdx.x % 32 == 0});
+    for (int32_t base = 0; base < count; base += ahead * kThreads) {
+        int32_t leaves[ahead];
+        unrolled<ahead>([&](int k) INLINED {
+            const int32_t i = base + k * kThreads + first;
+            leaves[k] = i < count ? leaves_in(i) : -1;
+        });
+#pragma unroll 1 // one copy of the body
+        for (int32_t begin = base; begin < base + ahead * kThreads && begin < count; begin += kThreads) {
+            const int32_t own = leaves[0];
+            unrolled<ahead - 1>([&](int k) INLINED { leaves[k] = leaves[k + 1]; });
+            if (own >= 0 && own < kFewLeaves) body(begin + first, own, LeafFold<false>{true});
+            unsigned many = __ballot_sync(0xffffffffu, own >= kFewLeaves);
+            for (; many != 0; many &= many - 1) {
+                const int lane = __ffs(int(many)) - 1;
+                body(begin + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, own, lane),
+                     LeafFold<true>{threadIdx.x % 32 == 0});
+            }
         }
     }
 }
 
 /// The same for the tensors of a step.
-template <class Body> __device__ __forceinline__ void for_tensors(const StepPlan &plan, const Body &body) {
+template <class Body> __device__ __forceinline__ void for_tensors(const DevicePlan &d, const Body &body) {
     for_tensors(
-        int32_t(plan.count), [&](int32_t i) INLINED { return int32_t(plan.jobs[i].leaves.count()); }, body);
+        int32_t(d.plan.count), [&](int32_t i) INLINED { return d.tensor_leaves[i]; }, body);
 }
 
 /// What the threads of a block found together, in all of them. At most once in a kernel between two barriers.

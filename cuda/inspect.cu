@@ -5,67 +5,77 @@
 
 namespace dsopt::gpu {
 
-/// The same result as fold_gradients(), with tensors and then the cells of the table side by side.
+/// The same result as fold_gradients(), with tensors and then the cells of the table side by side. The kernel has left
+/// the cells of tensors, and the squares of those that have one leaf.
 __device__ inline void fold_on_block(const DevicePlan &d) {
     const StepPlan &plan = d.plan;
     const NormTable &table = plan.norms;
-    NonFinite found;
-    for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
+    for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        if (leaves == 1) return;
         const TensorJob &job = plan.jobs[i];
-        const bool read = is_inspected(job);
-        double squares = 0;
-        if (read) {
-            squares = by.sum(plan.leaf.sums_a + job.leaves.first, leaves);
-            const int64_t *bad = plan.leaf.bad + job.leaves.first;
-            // What is not finite shows in the squares, unless these are of something else.
-            const bool may = !is_finite(squares) || sums_weights(plan, job);
-            const int64_t here = may ? by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; }) : 0;
-            if (here != 0) { // all lanes of a warp agree
-                const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
-                found.add(i, by.lead ? here : 0, nans != 0);
-            }
-        }
-        if (by.lead) {
-            d.tensor_squares[i] = squares;
-            d.tensor_cell[i] = read ? int32_t(norm_cell(table, job)) : -1;
-        }
+        const double squares = is_inspected(job) ? by.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
+        if (by.lead) d.tensor_squares[i] = squares;
     });
-    found = over_block(found); // a barrier too
+    __syncthreads();
+    bool suspect = plan.policy.wrapper == Wrapper::fused && table.classes > 1; // squares may be those of weights
     const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
     for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
         const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
             const int32_t own = d.tensor_cell[i];
+            const double squares = d.tensor_squares[i];
+            suspect = suspect || !is_finite(squares);
             // The last row is over all groups.
             const bool in = own >= 0 && (cell < own_cells ? own == cell : own % classes == cell - own_cells);
-            return in ? d.tensor_squares[i] : 0.0;
+            return in ? squares : 0.0;
         });
         if (threadIdx.x % 32 == 0) table.at[cell] = sum;
     }
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    note_nonfinite(plan, found);
+    NonFinite found;
+    if (__syncthreads_or(suspect)) { // what is not finite shows in the squares
+        for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
+            const TensorJob &job = plan.jobs[i];
+            if (!is_inspected(job)) return;
+            const int64_t *bad = plan.leaf.bad + job.leaves.first;
+            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
+            if (here == 0) return; // all lanes of a warp agree
+            const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
+            found.add(i, by.lead ? here : 0, nans != 0);
+        });
+        found = over_block(found);
+    }
+    if (threadIdx.x == 0) note_nonfinite(plan, found);
 }
 
-/// Three blocks per multiprocessor: with a fourth one, 64 registers would be too few for the decision.
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 4)
     inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool decides) {
     const DevicePlan &d = argument.begin_kernel();
-    __shared__ __align__(16) float tiles[kWarps][kTile];
     const StepPlan &plan = d.plan;
-    for_leaves_by_warp(d, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_warp(d, {&plan.control->inspect.taken}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
-        if (!is_inspected(job)) return;
-        float *const tile = tiles[threadIdx.x / 32];
         const auto [begin, n] = Leaf(job, leaf);
-        double squares = leaf_squares(job.grad(), begin, n, tile);
-        const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(job.grad(), begin, n);
-        if (sums_weights(plan, job)) squares = leaf_squares(job.weight(), begin, n, tile);
-        if (threadIdx.x % 32 == 0) {
-            plan.leaf.sums_a[leaf] = squares;
+        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1;
+        if (lead && begin == 0) d.tensor_cell[tensor] = is_inspected(job) ? int32_t(norm_cell(plan.norms, job)) : -1;
+        if (!is_inspected(job)) {
+            if (lead && alone) d.tensor_squares[tensor] = 0;
+            return;
+        }
+        // Of weights, too, in compat mode: one copy of the loops in the code for both.
+        const int reads = sums_weights(plan, job) ? 2 : 1;
+        double squares = 0;
+        int64_t bad = 0;
+        for (int read = 0; read < reads; ++read) {
+            squares = leaf_squares(read == 0 ? job.grad() : job.weight(), begin, n);
+            if (read == 0 && !is_finite(squares)) bad = leaf_nonfinite(job.grad(), begin, n);
+        }
+        if (lead) {
+            if (alone)
+                d.tensor_squares[tensor] = squares;
+            else
+                plan.leaf.sums_a[leaf] = squares;
             plan.leaf.bad[leaf] = bad;
         }
     });
-    if (!last_block(&d.plan.control->ticket[0])) return;
+    if (!last_block(plan.control->inspect)) return;
     fold_on_block(d);
     if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
 }

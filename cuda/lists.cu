@@ -115,17 +115,16 @@ struct NormParts {
     uint32_t *ticket;
 };
 
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 4)
     norm_kernel(GRID_CONSTANT const PdlArgument<DeviceList> argument, const NormParts parts, const int32_t kind,
                 const bool raw, const double max_norm, dsopt_norm_result *result) {
     const DeviceList &list = argument.begin_kernel();
-    __shared__ __align__(16) float tiles[kWarps][kTile];
     const int lane = int(threadIdx.x % 32);
     for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {
         const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
-        const double squares = leaf_squares(slot_of(x), begin, n, tiles[threadIdx.x / 32]);
+        const double squares = leaf_squares(slot_of(x), begin, n);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(slot_of(x), begin, n);
         uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
         if (kind == DSOPT_NORM_MAX) {

@@ -46,7 +46,7 @@ struct SharedOneBit {
     bool aligned; // its arrays, and four neighbours have their bits side by side
 };
 
-/// body(s, o, one, where, leaf) for the block's leaves of tensors that go into exchanges. Once in a kernel.
+/// body(s, o, one, where) for the block's leaves of tensors that go into exchanges. Once in a kernel.
 template <class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
@@ -59,13 +59,13 @@ template <class Body> __device__ __forceinline__ void for_own_leaves(const Devic
         o.aligned = b.whole_vectors && s.aligned &&
                     all_aligned(one.track(), one.fresh, b.x.own.worker, b.x.node.vector, b.x.mean.values);
     };
-    for_shared_leaves(b.d, s, find, [&](uint32_t leaf, int32_t tensor, const Leaf &where) INLINED {
-        if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[tensor], where, leaf);
+    for_shared_leaves(b.d, {nullptr}, s, find, [&](const Leaf &where) INLINED {
+        if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[s.tensor], where);
     });
 }
 /// body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from its i-th one on.
 template <class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
-    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
+    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
     });
 }
@@ -107,9 +107,8 @@ template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    DYNAMIC_SHARED(float, tiles); // where bits are made here
-    TileTurns turns{tiles};
-    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t) INLINED {
+    DYNAMIC_SHARED(float, tile); // where bits are made here
+    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         float *const vector = b.x.node.vector;
         float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.own.worker) + one.worker : nullptr;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
@@ -131,11 +130,11 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if (vector != nullptr) return store(values, to, i); // as they are
             const uint32_t active = active_from(b.x.own.active, one.worker + i);
             sum = compensate(values, sum, o.scale, active);
-            if (b.packs) to_tile(sum, turns.tile() + at);
+            if (b.packs) to_tile(sum, tile + at);
             store(sum, to, i);
         });
         if (b.packs)
-            pack_leaf(b.x.own, one.scale_group, one.worker + where.begin, where.n, turns,
+            pack_leaf(b.x.own, one.scale_group, one.worker + where.begin, where.n, tile,
                       b.x.own.layout.group_leaf[one.scale_group] + where.begin / kLeaf);
     });
 }
@@ -182,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
         });
         if (b.one.momentum == nullptr) store(t.moment[0], s.job.moment(0), i);
         if constexpr (F == Feed::distance) store(t.own, one.track(), i);
-        publish(b.d.plan, s, t.p, old, i);
+        publish(b.d.plan, s, s.job, t.p, old, i);
     });
 }
 
@@ -197,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
         });
         store(t.moment[0], s.job.moment(0), i);
         if (!o.one.anchored) store(t.own, one.track(), i);
-        publish(b.d.plan, s, t.p, t.p, i);
+        publish(b.d.plan, s, s.job, t.p, t.p, i);
     });
 }
 
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     __shared__ uint32_t most_of_block;
     const Tiles tiles{memory, memory + kLeaf};
     constexpr Feed F = Feed::scaled;
-    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where, uint32_t leaf) INLINED {
+    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
         if (threadIdx.x == 0) most_of_block = 0;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
@@ -226,11 +225,11 @@ __global__ void __launch_bounds__(kThreads, 3)
             store(t.moment[0], s.job.moment(0), i);
             store(t.own, one.fresh, i);
         });
-        sum_tiles(b.d, leaf, where.n, tiles); // a barrier first
+        sum_tiles(b.d.plan, s.job, where, tiles); // a barrier first
         most = largest_of_lanes(most);
         if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, most);
         __syncthreads();
-        if (threadIdx.x == 0) b.one.factors[leaf] = double(float_of(most_of_block));
+        if (threadIdx.x == 0) b.one.factors[leaf_number(s.job, where)] = double(float_of(most_of_block));
     });
 }
 /// The trust ratios that follow, or what other ranks need for theirs. One block.
@@ -239,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_frozen_trust(plan, b.one, i, by); });
+    for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_frozen_trust(plan, b.one, i, by); });
 }
 /// Those of sharded tensors, as shared_trust_kernel().
 __global__ void __launch_bounds__(kThreads, 1)
@@ -260,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         unrolled<V>([&](int k) INLINED {
             t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.moment[0].at[k], t.moment[1].at[k]);
         });
-        publish(b.d.plan, s, t.p, old, i);
+        publish(b.d.plan, s, s.job, t.p, old, i);
     });
 }
 
@@ -278,12 +277,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 __global__ void __launch_bounds__(kThreads)
     momentum_squares_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    __shared__ __align__(16) float tiles[kWarps][kTile];
     if (skipped(b.d) || knows_scaling(b.one)) return;
-    for_leaves_by_warp(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_warp(b.d, {nullptr}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
-        const double squares = leaf_squares(job.moment(0), where.begin, where.n, tiles[threadIdx.x / 32]);
+        const double squares = leaf_squares(job.moment(0), where.begin, where.n);
         if (threadIdx.x % 32 == 0) b.d.plan.leaf.sums_a[leaf] = squares;
     });
 }
@@ -295,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool known = knows_scaling(b.one);
     __syncthreads(); // it is written below
     if (skipped(b.d) || known) return;
-    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_size_of_momentum(plan, b.one, i, by); });
+    for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_size_of_momentum(plan, b.one, i, by); });
     __syncthreads();
     if (threadIdx.x < 32) {
         const double sum =
@@ -400,7 +398,7 @@ public:
                                   b_);
         case OneBitPass::feed: {
             const Next next = kernel_if(b_.one.exchanges && b_.x.node.vector == nullptr); // the rest of the messages
-            return over_leaves({"feed", next}, kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTurns * kTileBytes : 0);
+            return over_leaves({"feed", next}, kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTileBytes : 0);
         }
         case OneBitPass::feed_padding:
             return launcher_.over(b_.x.own.layout.group_count, {"feed_padding", Next::kernel}, feed_padding_kernel, b_);

@@ -22,6 +22,12 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     __syncthreads();
     return last;
 }
+/// The same for a kernel that takes its leaves in turns.
+__device__ __forceinline__ bool last_block(Control::Blocks &blocks) {
+    const bool last = last_block(&blocks.done);
+    if (last && threadIdx.x == 0) atomicExch(&blocks.taken, 0u);
+    return last;
+}
 
 /// The elements that the index-th leaf of a tensor, or of anything else that is cut like one, has.
 struct Leaf {
@@ -34,37 +40,45 @@ struct Leaf {
         Leaf(job.range.numel, leaf - job.first_leaf) {}
 };
 
-/// body(leaf, tensor) for every `stride`-th leaf from `first` on. Which tensor the next one is of is read ahead.
-template <class Body>
-__device__ __forceinline__ void for_leaves(const DevicePlan &d, uint32_t first, uint32_t stride, const Body &body) {
-    int32_t next = first < d.leaves ? d.tensor_of_leaf[first] : 0;
-    for (uint32_t leaf = first; leaf < d.leaves; leaf += stride) {
+/// body(leaf, tensor) for every gridDim.x-th leaf, by a block. Which tensor the next one is of is read ahead.
+template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
+    int32_t next = blockIdx.x < d.leaves ? d.tensor_of_leaf[blockIdx.x] : 0;
+    for (uint32_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
         const int32_t tensor = next;
-        if (leaf + stride < d.leaves) next = d.tensor_of_leaf[leaf + stride];
+        if (leaf + gridDim.x < d.leaves) next = d.tensor_of_leaf[leaf + gridDim.x];
         body(leaf, tensor);
     }
 }
-template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
-    for_leaves(d, blockIdx.x, gridDim.x, body);
-}
-template <class Body> __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const Body &body) {
-    for_leaves(d, blockIdx.x * kWarps + threadIdx.x / 32, gridDim.x * kWarps, body);
+
+/// Where blocks or warps take their leaves: the first `given` of each are fixed, further ones come from a counter in the
+/// order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed share the slowest
+/// one would end the kernel. Which block works on a leaf changes no bit.
+struct LeafTurns {
+    uint32_t *taken; // NULL: every leaf is fixed
+    /// The leaf behind `last`, which is the last one of this block or warp so far, of `all` that there are.
+    __device__ __forceinline__ uint32_t after(uint32_t last, uint32_t all, uint32_t given) const {
+        return taken != nullptr ? given * all + atomicAdd(taken, 1u) : last + all;
+    }
+};
+
+/// body(leaf, tensor) for the leaves that a warp takes in turns. The next leaf is known, and its tensor and the leaf
+/// behind it are asked for, while the warp works on one.
+template <class Body>
+__device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafTurns &turns, const Body &body) {
+    const uint32_t warps = gridDim.x * kWarps, first = blockIdx.x * kWarps + threadIdx.x / 32;
+    const auto tensor_of = [&](uint32_t leaf) INLINED { return leaf < d.leaves ? d.tensor_of_leaf[leaf] : 0; };
+    uint32_t leaf = first, next = first + warps;
+    int32_t tensor = tensor_of(leaf);
+    while (leaf < d.leaves) {
+        const int32_t next_tensor = tensor_of(next);
+        const uint32_t behind = threadIdx.x % 32 == 0 && next < d.leaves ? turns.after(next, warps, 2) : UINT32_MAX;
+        body(leaf, tensor);
+        leaf = next;
+        tensor = next_tensor;
+        next = __shfl_sync(0xffffffffu, behind, 0);
+    }
 }
 
-/// Sum of squares of one leaf in shared memory by one warp, in the order of rules/lane_sum.h: add_squares() by each
-/// lane, from the sum that it has, then fold_lanes().
-__device__ __forceinline__ double add_squares(const float *x, int n, double sum = 0) {
-    for (int i = threadIdx.x % 32; i < n; i += 32) {
-        const double wide = x[i];
-#if defined(__CUDA_ARCH__)
-        // The same bits: the square of a float is exact in double, so one rounding is left.
-        sum = __fma_rn(wide, wide, sum);
-#else
-        sum += wide * wide;
-#endif
-    }
-    return sum;
-}
 /// Five folds add the upper half of the lanes to the lower one; the sum is in all of them.
 template <class T> __device__ __forceinline__ T fold_lanes(T sum) {
     for (int width = 16; width != 0; width /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);

@@ -1,54 +1,86 @@
 // SPDX-License-Identifier: Apache-2.0
-// Squares and finiteness of the elements of a leaf, by a warp.
+// Sums of squares of the elements of a leaf, in the order of rules/lane_sum.h: by a warp that reads the leaf from memory,
+// or by a block that has it in shared memory. Which elements are not finite, by a warp.
 #pragma once
 #include "fold.cuh"
 
 namespace dsopt::gpu {
 
-constexpr int kTile = 1024;  // elements that a warp has in shared memory
-constexpr int kInFlight = 4; // 16-byte loads of a thread that are under way at once
-
-/// n elements from `begin` on, at most a tile, to shared memory as fp32, by a warp.
-__device__ __forceinline__ void fill_tile(const Slot &slot, int64_t begin, int n, float *tile) {
-    const int lane = threadIdx.x % 32;
-    int done = 0;
-    if (all_aligned(slot.data)) {
-        const int each = wide_elements(slot.format),
-                  wide = n / each; // elements of 16 bytes, and how many such there are
-        const uint4 *from =
-            global(reinterpret_cast<const uint4 *>(static_cast<const char *>(slot.data) + begin * (16 / each)));
-        for (int first = lane; first < wide; first += 32 * kInFlight) {
-            uint4 raw[kInFlight] = {};
-#pragma unroll
-            for (int k = 0; k < kInFlight; ++k)
-                if (first + 32 * k < wide) raw[k] = from[first + 32 * k];
-#pragma unroll
-            for (int k = 0; k < kInFlight; ++k) {
-                if (first + 32 * k >= wide) break;
-                float *to = tile + (first + 32 * k) * each;
-                const Pack<4> low{{float_of(raw[k].x), float_of(raw[k].y), float_of(raw[k].z), float_of(raw[k].w)}};
-                *reinterpret_cast<float4 *>(to) = float4_of(widen(low, slot.format));
-                if (each == 8)
-                    *reinterpret_cast<float4 *>(to + 4) =
-                        float4_of(widen(Pack<4>{{float_of(raw[k].z), float_of(raw[k].w), 0, 0}}, slot.format));
-            }
-        }
-        done = wide * each;
-    }
-    for (int i = done + lane; i < n; i += 32) tile[i] = load<1>(slot, begin + i).at[0];
+__device__ __forceinline__ double plus_square(double sum, float x) {
+    const double wide = x;
+#if defined(__CUDA_ARCH__)
+    return __fma_rn(wide, wide, sum); // the same bits: the square of a float is exact in double
+#else
+    return sum + wide * wide;
+#endif
 }
 
-/// n elements from `begin` on, at most a leaf, by one warp; the sum is in all of its lanes.
-__device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n, float *tile) {
-    double sum = 0;
-    for (int at = 0; at < n; at += kTile) {
-        const int here = n - at < kTile ? n - at : kTile;
-        fill_tile(slot, begin + at, here, tile);
-        __syncwarp();
-        sum = add_squares(tile, here, sum);
-        __syncwarp();
+/// Four lanes of a leaf, in each thread of a warp.
+struct LeafSquares {
+    double lane[4] = {};
+    __device__ __forceinline__ void add(int k, float x) { lane[k] = plus_square(lane[k], x); }
+    __device__ __forceinline__ void add(const Pack<4> &x) {
+        unrolled<4>([&](int k) INLINED { add(k, x.at[k]); });
     }
-    return fold_lanes(sum);
+    /// In all threads of the warp.
+    __device__ __forceinline__ double fold() const {
+        return fold_lanes(add_neighbours(lane[0], lane[1], lane[2], lane[3]));
+    }
+};
+
+constexpr int kBytesInFlight = 64; // that a thread has asked for before it waits for the first of them
+
+/// n elements from `begin` on, at most a leaf, by one warp; the sum is in all of its lanes. Each thread adds up the four
+/// neighbours that it loads, row after row of 128 elements.
+__device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n) {
+    LeafSquares sum;
+    const int own = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
+    visit(slot.format, [&](auto tag) INLINED {
+        using Tag = decltype(tag);
+        constexpr int rows = kBytesInFlight / int(4 * sizeof(typename Tag::storage));
+        const Slot known{slot.data, Tag::format};
+        const auto add_rows = [&](int i, auto all) INLINED {
+            Pack<4> row[rows];
+            unrolled<rows>([&](int k) INLINED {
+                const int at = i + k * kLeafLanes;
+                row[k] = all || at < whole ? fetch<4>(known, begin + at) : Pack<4>{}; // zeros change no sum
+            });
+            unrolled<rows>([&](int k) INLINED { sum.add(widen(row[k], Tag::format)); });
+        };
+        int i = own;
+        for (; i - own + rows * kLeafLanes <= whole; i += rows * kLeafLanes) add_rows(i, std::true_type{});
+        if (i < whole) add_rows(i, std::false_type{});
+        // Single elements: behind the last four, or of an array that begins anywhere.
+        for (i = whole / kLeafLanes * kLeafLanes + own; i < n; i += kLeafLanes)
+            unrolled<4>([&](int k) INLINED {
+                if (i + k >= whole && i + k < n) sum.add(k, load<1>(known, begin + i + k).at[0]);
+            });
+    });
+    return sum.fold();
+}
+
+/// store(k, sum) by one thread for each of `Tiles` leaves of n elements in shared memory, the k-th at tiles + k * kLeaf.
+/// By a whole block after a barrier. A thread has one lane: those of a leaf's neighbours are in eight warps, because each
+/// leaf is shared by all warps of the block, so that short lists occupy all multiprocessors. The tiles may be written
+/// again when it returns.
+template <int Tiles, class Store>
+__device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store &store) {
+    static_assert(Tiles * kLeafLanes <= kThreads);
+    __shared__ double sums[Tiles][kLanes];
+    const unsigned k = threadIdx.x / kLeafLanes, lane = threadIdx.x % kLeafLanes;
+    if (k < Tiles) {
+        double sum = 0;
+#pragma unroll 8
+        for (unsigned i = lane; i < unsigned(n); i += kLeafLanes) sum = plus_square(sum, tiles[k * kLeaf + i]);
+        // Of four neighbours, as add_neighbours(): the order of two summands is free.
+        for (int width = 1; width <= 2; width *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
+        if (lane % 4 == 0) sums[k][lane / 4] = sum;
+    }
+    __syncthreads();
+    if (k < Tiles && lane < kLanes) {
+        const double sum = fold_lanes(sums[k][lane]);
+        if (lane == 0) store(int(k), sum);
+    }
 }
 
 /// Non-finite elements of a leaf, NaNs times 2^32 on top. Only called where the sum of squares says that there are

@@ -23,7 +23,8 @@ public:
         const StepTable table = bring_table(plan, extra, launcher);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
-              .tensor_of_leaf = extra.tensor_of_leaf,
+              .tensor_of_leaf = extra.map.tensor_of_leaf,
+              .tensor_leaves = extra.map.tensor_leaves,
               .tensor_squares = extra.squares,
               .tensor_updates = extra.updates,
               .tensor_cell = extra.cell,
@@ -67,6 +68,7 @@ public:
     }
     // The step ends in the last block of its last kernel.
     void update() override {
+        d_.backwards = plan_.policy.read_gradients;
         if (onebit_ != nullptr && !leaves_work()) d_.leaves = 0;
         gpu::update(d_, launcher_);
     }

@@ -6,10 +6,16 @@
 
 namespace dsopt::gpu {
 
+/// From leaves to their tensors, and back.
+struct LeafMap {
+    int32_t *tensor_of_leaf;
+    int32_t *tensor_leaves; // how many leaves each tensor has
+};
+
 /// Arrays in Execution::extra.
 struct Extra {
     char *table;
-    int32_t *tensor_of_leaf;
+    LeafMap map;
     double *squares, *updates; // one a tensor
     int32_t *cell;             // one a tensor
     char *layout;              // the block of an exchange's layout
@@ -19,7 +25,8 @@ struct Extra {
     Extra(void *memory, const StepShape &shape) {
         Pieces pieces(memory);
         pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
-        pieces.take(tensor_of_leaf, shape.leaves);
+        pieces.take(map.tensor_of_leaf, shape.leaves);
+        pieces.take(map.tensor_leaves, shape.tensors);
         pieces.take(squares, shape.tensors);
         pieces.take(updates, shape.tensors);
         pieces.take(cell, shape.tensors);
@@ -71,7 +78,8 @@ struct Patch {
     int32_t count;
 };
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher);
-void map_leaves(const TensorJob *jobs, int32_t *tensor_of_leaf, int64_t count, const Launcher &launcher);
+/// Makes the map, and puts tensors without elements into no cell of the table of norms: no kernel visits them again.
+void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher);
 
 /// The table that the steps of one optimizer read, and what the host knows of its contents. It has memory of its own:
 /// steps that do not come here write theirs to the workspace.
@@ -148,7 +156,7 @@ inline StepTable bring_table(const StepPlan &plan, const Extra &extra, const Lau
         launcher.upload(table, image, bytes);
     const StepTable there(table, shape);
     if (!fresh) return there;
-    map_leaves(there.jobs, extra.tensor_of_leaf, plan.count, launcher);
+    map_leaves(there.jobs, extra.map, extra.cell, plan.count, launcher);
     if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)
         launcher.upload(extra.layout, layout->bytes,
                         [&](char *to) { std::memcpy(to, layout->block.get(), layout->bytes); });

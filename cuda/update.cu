@@ -6,34 +6,51 @@
 
 namespace dsopt::gpu {
 
+/// body(Width<V>, slots, i) for i in [0, n), as for_packs(): fours by a loop that knows the formats of the arrays.
+template <class Body> __device__ __forceinline__ void for_known_packs(const SharedTensor &s, int n, const Body &body) {
+    const int whole = s.aligned ? n / 4 * 4 : 0;
+    const auto fours = [&]<FormatSet Set>(std::integral_constant<FormatSet, Set>) INLINED {
+        const KnownSlots<Set> slots{s.job};
+        for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(Width<4>{}, slots, i);
+    };
+    switch (s.formats) {
+    case FormatSet::any: fours(std::integral_constant<FormatSet, FormatSet::any>{}); break;
+    case FormatSet::f32: fours(std::integral_constant<FormatSet, FormatSet::f32>{}); break;
+    case FormatSet::f16: fours(std::integral_constant<FormatSet, FormatSet::f16>{}); break;
+    case FormatSet::bf16: fours(std::integral_constant<FormatSet, FormatSet::bf16>{}); break;
+    }
+    for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(Width<1>{}, s.job, i);
+}
+
 /// V neighbours of a leaf from its i-th one on.
-template <class R, int V>
-__device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTensor &s, const Leaf &where, int i,
-                                            const Tiles &tiles) {
-    Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
+template <class R, int V, class Slots>
+__device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTensor &s, const Slots &slots,
+                                            const Leaf &where, int i, const Tiles &tiles) {
+    Inputs<V> t = load_inputs<V, R::moments.count>(slots, where.begin + i);
     const Pack<V> old = t.p;
     unrolled<V>([&](int k) INLINED {
         with_moments_of<R::moments.count>(t, k,
                                           [&](auto &...each) INLINED { R{s.scalars}(t.g.at[k], t.p.at[k], each...); });
     });
-    t.template store_moments<R::moments.count>(s.job, where.begin + i);
-    publish(plan, s, t.p, old, where.begin + i);
+    t.template store_moments<R::moments.count>(slots, where.begin + i);
+    publish(plan, s, slots, t.p, old, where.begin + i);
     if (plan.policy.report_norms) {
         to_tile(old, tiles.a + i);
         to_tile(t.p - old, tiles.b + i);
     }
 }
 
-template <class R, int V>
-__device__ __forceinline__ void first_pass_pack(const SharedTensor &s, const Leaf &where, int i, const Tiles &tiles) {
-    Inputs<V> t = load_inputs<V, R::moments.count>(s.job, where.begin + i);
+template <class R, int V, class Slots>
+__device__ __forceinline__ void first_pass_pack(const SharedTensor &s, const Slots &slots, const Leaf &where, int i,
+                                                const Tiles &tiles) {
+    Inputs<V> t = load_inputs<V, R::moments.count>(slots, where.begin + i);
     unrolled<V>([&](int k) INLINED {
         tiles.a[i + k] = t.p.at[k];
         with_moments_of<R::moments.count>(t, k, [&](auto &...each) INLINED {
             tiles.b[i + k] = typename R::Moments{s.scalars}(t.g.at[k], t.p.at[k], each...);
         });
     });
-    t.template store_moments<R::moments.count>(s.job, where.begin + i);
+    t.template store_moments<R::moments.count>(slots, where.begin + i);
 }
 
 template <class R, int V>
@@ -45,7 +62,7 @@ __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const Sha
             typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
         });
     });
-    publish(plan, s, t.p, old, i);
+    publish(plan, s, s.job, t.p, old, i);
 }
 
 /// A tensor that stays as it is: outputs and zeroed gradients all the same.
@@ -54,24 +71,28 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
-/// Counts of all tensors. Four at a time, whose loads overlap.
-__device__ inline void count_steps(const StepPlan &plan) {
-    for (int64_t first = threadIdx.x; first < plan.count; first += 4 * kThreads) {
+/// Counts of all tensors, by the threads first, first + stride, ... of a block or of a grid. Four tensors at a time, whose
+/// loads overlap.
+__device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
+    for (; first < plan.count; first += 4 * stride) {
         int32_t advance[4];
         unrolled<4>([&](int k) INLINED {
-            const int64_t i = first + k * kThreads;
+            const int64_t i = first + k * stride;
             advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
         });
-        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * kThreads, advance[k]); });
+        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
     }
 }
+/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with ten rounds of loads
+/// from the table of jobs, one after the other.
+__host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > 4 * kThreads; }
 
-/// By the last block of the last kernel: counters, the report.
+/// By the last block of the last kernel: counters of few tensors, the report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
-    if (!skip) count_steps(plan);
+    if (!skip && !counts_apart(plan)) count_steps(plan, threadIdx.x, kThreads);
     if (!skip && plan.policy.report_norms && plan.count != 0) { // as fold_updates() adds them up
-        for_tensors(plan, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
             const bool counts = job.present && leaves != 0;
             const double weights = counts ? by.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
@@ -116,8 +137,8 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks)
     const StepPlan &plan = d.plan;
     const Tiles tiles{memory, memory + kLeaf};
     for_shared_leaves(
-        d, s, [](int32_t) {},
-        [&](uint32_t leaf, int32_t, const Leaf &where) INLINED {
+        d, {&plan.control->update.taken}, s, [](int32_t) {},
+        [&](const Leaf &where) INLINED {
             if (skipped(d) || s.job.owner == Owner::none) // tested in each iteration: one register less in the loop
                 return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     unchanged_pack<V>(plan, s.job, where.begin + i);
@@ -125,25 +146,25 @@ __global__ void __launch_bounds__(kThreads, kUpdateBlocks)
             if (s.job.owner != Owner::update) return;
             visit(s.rule, [&](auto formula) INLINED {
                 using R = typename decltype(formula)::type;
-                for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
+                for_known_packs(s, where.n, [&]<int V>(Width<V>, const auto &slots, int i) INLINED {
                     if constexpr (R::passes == Passes::reduced) {
-                        first_pass_pack<R, V>(s, where, i, tiles);
+                        first_pass_pack<R, V>(s, slots, where, i, tiles);
                     } else {
                         static_assert(R::passes == Passes::elementwise);
-                        update_pack<R, V>(plan, s, where, i, tiles);
+                        update_pack<R, V>(plan, s, slots, where, i, tiles);
                     }
                 });
             });
-            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(d, leaf, where.n, tiles);
+            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(plan, s.job, where, tiles);
         });
-    if (!last_block(&d.plan.control->ticket[1])) return;
+    if (!last_block(plan.control->update)) return;
     const bool skip = skipped(d);
     if (!plan.policy.reduces) {
         finish(d, skip);
         return;
     }
     if (skip) return;
-    for_tensors(plan, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
+    for_tensors(d, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
 }
 
 /// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
@@ -161,10 +182,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     const bool skip = skipped(d);
     if (!skip)
         for_shared_leaves(
-            d, s, [](int32_t) {},
-            [&](uint32_t, int32_t tensor, const Leaf &where) INLINED {
+            d, {&plan.control->update_weights.taken}, s, [](int32_t) {},
+            [&](const Leaf &where) INLINED {
                 if (!is_reduced(s.job, s.rule)) return;
-                if (threadIdx.x == 0 && where.begin == 0) plan.scalars[tensor] = s.scalars; // for update_weight()
+                if (threadIdx.x == 0 && where.begin == 0) plan.scalars[s.tensor] = s.scalars; // for update_weight()
                 visit(s.rule, [&](auto formula) INLINED {
                     using R = typename decltype(formula)::type;
                     if constexpr (R::passes == Passes::reduced)
@@ -173,22 +194,36 @@ __global__ void __launch_bounds__(kThreads, 4)
                         });
                 });
             });
-    if (last_block(&d.plan.control->ticket[2])) finish(d, skip);
+    if (last_block(plan.control->update_weights)) finish(d, skip);
+}
+
+/// Behind the last kernel of a step: counts of many tensors.
+__global__ void __launch_bounds__(kThreads) count_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
+    if (!skipped(d)) count_steps(d.plan, grid_thread(), grid_threads());
+}
+void count(const DevicePlan &d, const Launcher &launcher) {
+    if (counts_apart(d.plan)) launcher.over(d.plan.count / kThreads + 1, "count", count_kernel, d);
 }
 
 void update(const DevicePlan &d, const Launcher &launcher) {
     const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
-    // With shards a collective follows; without a second pass, the end of the step.
-    const Next next = kernel_if(d.plan.policy.reduces && d.plan.shards.count == d.plan.shards.exchanged);
+    const StepPlan &plan = d.plan;
+    // Sums of shards go into a collective.
+    const Next next = kernel_if(plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : counts_apart(plan));
     launcher.over({d.leaves, tiles}, {"update", next}, update_kernel, d);
+    if (!plan.policy.reduces) count(d, launcher);
 }
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
     launcher.over(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
 }
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
-    launcher.over(d.leaves, "update_weights", update_weights_kernel, d);
+    launcher.over(d.leaves, {"update_weights", kernel_if(counts_apart(d.plan))}, update_weights_kernel, d);
+    count(d, launcher);
 }
 
-void load_update_kernels(KernelLoader &load) { load(update_kernel, shared_trust_kernel, update_weights_kernel); }
+void load_update_kernels(KernelLoader &load) {
+    load(update_kernel, shared_trust_kernel, update_weights_kernel, count_kernel);
+}
 
 } // namespace dsopt::gpu

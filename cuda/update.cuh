@@ -2,11 +2,53 @@
 // What the kernels of pass 2 share with those of the 1-bit family: the tensor of a leaf in shared memory, packs of its
 // arrays, and where new weights go.
 #pragma once
-#include "fold.cuh"
+#include "reduce.cuh"
 #include "rules/all.h"
 #include "rules/rounding.h"
 
 namespace dsopt::gpu {
+
+/// The leaves that follow the one at which a block is, by round: in round r the block works on a leaf, copies the job of
+/// the tensor of leaf r + 1, asks which tensor leaf r + 2 is of, and takes leaf r + 3. So a tensor costs a block no wait
+/// for its table, which long lists drive out of the L2 cache.
+struct LeavesAhead {
+    static constexpr unsigned rounds = 4, words = sizeof(TensorJob) / sizeof(uint64_t);
+    static_assert(words * sizeof(uint64_t) == sizeof(TensorJob) && words <= 32);
+    uint32_t leaf[rounds]; // counted from the last one if DevicePlan::backwards
+    int32_t tensor[rounds];
+    uint64_t job[words]; // of the next tensor
+};
+
+/// Formats of a tensor's arrays that loops are compiled for, beside one loop for any of them. f32: all of them. The
+/// others: gradient, copy and output in 16 bits, weights and moments in fp32, as in mixed precision.
+enum class FormatSet : uint8_t { any, f32, f16, bf16 };
+/// The arrays of a job in the formats of such a set, which the compiler knows.
+template <FormatSet Set> struct KnownSlots {
+    static constexpr Dtype low = Set == FormatSet::f16 ? Dtype::f16 : Set == FormatSet::bf16 ? Dtype::bf16 : Dtype::f32;
+    const TensorJob &job;
+    __device__ __forceinline__ Slot slot(int index, Dtype known) const {
+        return {job.data[index], Set == FormatSet::any ? job.formats[index] : known};
+    }
+    __device__ __forceinline__ Slot grad() const { return slot(kGrad, low); }
+    __device__ __forceinline__ Slot weight() const { return slot(kWeight, Dtype::f32); }
+    __device__ __forceinline__ Slot copy() const { return slot(kCopy, low); }
+    __device__ __forceinline__ Slot out() const { return slot(kOut, low); }
+    __device__ __forceinline__ Slot moment(int k) const { return slot(kMoment + k, Dtype::f32); }
+};
+/// bf16 weights without a master are rounded at random, and no set but `any` has those.
+template <class Slots> constexpr bool kRoundsAtRandom = true;
+template <FormatSet Set> constexpr bool kRoundsAtRandom<KnownSlots<Set>> = Set == FormatSet::any;
+/// The set that all arrays of a job are of; those that are not there are of any format.
+__device__ inline FormatSet formats_of(const TensorJob &job) {
+    const Dtype low = job.grad() ? job.grad().format : Dtype::f32;
+    bool known = true;
+    unrolled<kSlots>([&](int k) INLINED {
+        const bool is_low = k == kGrad || k == kCopy || k == kOut;
+        known = known && (!job.slot(k) || job.formats[k] == (is_low ? low : Dtype::f32));
+    });
+    if (!known) return FormatSet::any;
+    return low == Dtype::f32 ? FormatSet::f32 : low == Dtype::f16 ? FormatSet::f16 : FormatSet::bf16;
+}
 
 /// What a block has in shared memory of the tensor whose leaf it is at.
 struct SharedTensor {
@@ -16,18 +58,20 @@ struct SharedTensor {
     int64_t step;
     int32_t tensor, group;
     Rule rule;
-    bool aligned; // all arrays of the job
+    bool aligned;      // all arrays of the job
+    FormatSet formats; // of its arrays
+    LeavesAhead ahead; // in here so that one register has the address of all
 };
 
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedTensor &s) {
     const StepPlan &plan = d.plan;
-    const int32_t group = plan.jobs[tensor].group;
-    const int64_t step = step_of(plan, plan.jobs[tensor]);
+    const int32_t group = s.job.group;
+    const int64_t step = step_of(plan, s.job);
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
-    s.rule = plan.groups[group].rule;
     if (s.step == step && s.group == group) return;
     const double divisor = d.decided ? plan.divisors[group] : 1.0;
     s.scalars = make_scalars(hyper_of(plan, group), step, divisor, plan.limits.max_value);
+    s.rule = plan.groups[group].rule;
     s.step = step;
     s.group = group;
 }
@@ -39,32 +83,69 @@ __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
     return (all & 15) == 0;
 }
 
-/// body(leaf, tensor, where) for the block's leaves, with the tensor's job in shared memory and its scalars found;
-/// thread 0 then calls find(tensor), too. As long as the tensor is the same nobody waits for the others.
+__device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t turn) {
+    return d.backwards ? d.leaves - 1 - turn : turn;
+}
+
+/// body(where) for the leaves that the block takes in turns, with the tensor's job in shared memory and its scalars found; thread 0 then calls find(tensor), too.
 template <class Find, class Body>
-__device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, SharedTensor &s, const Find &find,
-                                                  const Body &body) {
-    if (threadIdx.x == 0) s.tensor = s.group = -1, s.step = -1, s.trust = 1;
+__device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const LeafTurns &turns, SharedTensor &s,
+                                                  const Find &find, const Body &body) {
+    LeavesAhead &ahead = s.ahead;
+    constexpr unsigned rounds = LeavesAhead::rounds;
+    const auto copy_job = [&](int32_t tensor) INLINED {
+        if (threadIdx.x < LeavesAhead::words)
+            copy_async<8>(ahead.job + threadIdx.x,
+                          reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + threadIdx.x);
+    };
+    const auto ask_tensor = [&](unsigned round) INLINED {
+        const uint32_t turn = ahead.leaf[round % rounds];
+        if (turn < d.leaves) copy_async<4>(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, turn));
+    };
+    if (threadIdx.x == 0) {
+        s.tensor = s.group = -1, s.step = -1, s.trust = 1;
+        for (unsigned round = 0; round < 3; ++round) ahead.leaf[round] = blockIdx.x + round * gridDim.x;
+        ask_tensor(0);
+        ask_tensor(1);
+        wait_for_copies();
+    }
     __syncthreads();
-    for_leaves_by_block(d, [&](uint32_t leaf, int32_t tensor) INLINED {
+    if (ahead.leaf[0] < d.leaves) copy_job(ahead.tensor[0]);
+    wait_for_copies();
+    for (unsigned round = 0; ahead.leaf[round % rounds] < d.leaves; ++round) {
+        const uint32_t leaf = leaf_at(d, ahead.leaf[round % rounds]);
+        const int32_t tensor = ahead.tensor[round % rounds];
         if (tensor != s.tensor) {
-            __syncthreads(); // all are done with the one before
-            constexpr unsigned words = sizeof(TensorJob) / sizeof(uint64_t);
-            static_assert(words * sizeof(uint64_t) == sizeof(TensorJob) && words <= 32);
-            if (threadIdx.x < words)
-                reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] =
-                    reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor)[threadIdx.x];
-            if (threadIdx.x == 0) {
-                const TensorJob &job = d.plan.jobs[tensor];
-                s.tensor = tensor;
-                s.aligned = all_aligned(job);
-                find_scalars(d, tensor, s);
-                find(tensor);
+            __syncthreads(); // all have compared, and the copies of warp 0 are complete
+            if (threadIdx.x < 32) {
+                if (threadIdx.x < LeavesAhead::words)
+                    reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] = ahead.job[threadIdx.x];
+                __syncwarp();
+                if (threadIdx.x == 0) {
+                    s.tensor = tensor;
+                    s.aligned = all_aligned(s.job);
+                    s.formats = formats_of(s.job);
+                    find_scalars(d, tensor, s);
+                    find(tensor);
+                }
             }
             __syncthreads();
         }
-        body(leaf, tensor, Leaf(s.job, leaf));
-    });
+        uint32_t taken = 0;
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) {
+                const uint32_t last = ahead.leaf[(round + 2) % rounds];
+                taken = last < d.leaves ? turns.after(last, gridDim.x, 3) : UINT32_MAX;
+                ask_tensor(round + 2);
+            }
+            if (ahead.leaf[(round + 1) % rounds] < d.leaves && ahead.tensor[(round + 1) % rounds] != tensor)
+                copy_job(ahead.tensor[(round + 1) % rounds]);
+        }
+        body(Leaf(s.job, leaf));
+        if (threadIdx.x == 0) ahead.leaf[(round + 3) % rounds] = taken;
+        wait_for_copies();
+        __syncthreads();
+    }
 }
 
 /// A step that nobody had to decide about is skipped for these reasons alone.
@@ -73,13 +154,14 @@ __device__ inline bool skipped(const DevicePlan &d) {
     return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
-/// Where a leaf's values go for its sums, when they are wanted.
+/// Where a leaf's values go for its sums, when they are wanted. One behind the other.
 struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
 };
 
-template <int V> __device__ __forceinline__ Pack<V> fetch_gradient(const TensorJob &job, int64_t i) {
-    return job.grad() ? fetch<V>(job.grad(), i) : Pack<V>{};
+// `slots`: a TensorJob, or its KnownSlots.
+template <int V, class Slots> __device__ __forceinline__ Pack<V> fetch_gradient(const Slots &slots, int64_t i) {
+    return slots.grad() ? fetch<V>(slots.grad(), i) : Pack<V>{};
 }
 
 /// What a rule reads of V neighbours: first as it is in memory, so that all of it is under way before the first load is
@@ -87,23 +169,24 @@ template <int V> __device__ __forceinline__ Pack<V> fetch_gradient(const TensorJ
 template <int V> struct Inputs {
     Pack<V> g, p, moment[kMoments], own; // the last one is the 1-bit family's
     /// What is not there is zero, of any format.
-    __device__ __forceinline__ void widen_all(const TensorJob &job) {
-        g = widen(g, job.grad().format);
-        p = widen(p, job.weight().format);
-        unrolled<kMoments>([&](int k) INLINED { moment[k] = widen(moment[k], job.moment(k).format); });
+    template <class Slots> __device__ __forceinline__ void widen_all(const Slots &slots) {
+        g = widen(g, slots.grad().format);
+        p = widen(p, slots.weight().format);
+        unrolled<kMoments>([&](int k) INLINED { moment[k] = widen(moment[k], slots.moment(k).format); });
     }
-    template <int Count> __device__ __forceinline__ void store_moments(const TensorJob &job, int64_t i) const {
-        unrolled<Count>([&](int k) INLINED { store(moment[k], job.moment(k), i); });
+    template <int Count, class Slots>
+    __device__ __forceinline__ void store_moments(const Slots &slots, int64_t i) const {
+        unrolled<Count>([&](int k) INLINED { store(moment[k], slots.moment(k), i); });
     }
 };
 /// A rule without a moment has neither registers nor traffic for it.
-template <int V, int Moments, bool Gradient = true>
-__device__ __forceinline__ Inputs<V> load_inputs(const TensorJob &job, int64_t i) {
+template <int V, int Moments, bool Gradient = true, class Slots>
+__device__ __forceinline__ Inputs<V> load_inputs(const Slots &slots, int64_t i) {
     Inputs<V> t{};
-    if constexpr (Gradient) t.g = fetch_gradient<V>(job, i);
-    t.p = fetch<V>(job.weight(), i);
-    unrolled<Moments>([&](int k) INLINED { t.moment[k] = fetch<V>(job.moment(k), i); });
-    t.widen_all(job);
+    if constexpr (Gradient) t.g = fetch_gradient<V>(slots, i);
+    t.p = fetch<V>(slots.weight(), i);
+    unrolled<Moments>([&](int k) INLINED { t.moment[k] = fetch<V>(slots.moment(k), i); });
+    t.widen_all(slots);
     return t;
 }
 /// call(moment...) for the k-th neighbour.
@@ -114,31 +197,34 @@ __device__ __forceinline__ void with_moments_of(Inputs<V> &t, int k, const Call 
 }
 
 /// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
-template <int V>
-__device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor &s, Pack<V> &p, const Pack<V> &old,
-                                        int64_t i) {
+template <int V, class Slots>
+__device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor &s, const Slots &slots, Pack<V> &p,
+                                        const Pack<V> &old, int64_t i) {
     const TensorJob &job = s.job;
-    if (job.stochastic) {
+    if (kRoundsAtRandom<Slots> && job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);
         unrolled<V>([&](int k) INLINED {
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.range.begin + i + k)));
         });
     }
-    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, job.weight(), i);
-    if (job.copy()) store(p, job.copy(), i);
-    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, job.out(), i);
-    if (job.zeroes) store(Pack<V>{}, job.grad(), i);
+    if (!(plan.flags & DSOPT_STEP_OUT_ONLY) || job.has_master) store(p, slots.weight(), i);
+    if (job.copy()) store(p, slots.copy(), i);
+    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? p - old : p, slots.out(), i);
+    if (job.zeroes) store(Pack<V>{}, slots.grad(), i);
 }
 
-/// Both sums of a leaf, by two warps; the tiles may be written again when it returns.
-__device__ inline void sum_tiles(const DevicePlan &d, uint32_t leaf, int n, const Tiles &tiles) {
+/// The number of a leaf among those of all tensors. Made of what is there: one register less in the loop of a step.
+__device__ __forceinline__ int64_t leaf_number(const TensorJob &job, const Leaf &where) {
+    return job.first_leaf + where.begin / kLeaf;
+}
+
+/// Both sums of a leaf; the tiles may be written again when it returns.
+__device__ __forceinline__ void sum_tiles(const StepPlan &plan, const TensorJob &job, const Leaf &where,
+                                          const Tiles &tiles) {
     __syncthreads();
-    const int warp = int(threadIdx.x / 32);
-    if (warp < 2) {
-        const double sum = fold_lanes(add_squares(warp == 0 ? tiles.a : tiles.b, n));
-        if (threadIdx.x % 32 == 0) (warp == 0 ? d.plan.leaf.sums_a : d.plan.leaf.sums_b)[leaf] = sum;
-    }
-    __syncthreads();
+    sum_tiles<2>(tiles.a, where.n, [&](int k, double sum) INLINED {
+        (k == 0 ? plan.leaf.sums_a : plan.leaf.sums_b)[leaf_number(job, where)] = sum;
+    });
 }
 
 } // namespace dsopt::gpu

@@ -19,11 +19,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    map_kernel(const PdlArgument<const TensorJob *> argument, int32_t *tensor_of_leaf, const int64_t count) {
+    map_kernel(const PdlArgument<const TensorJob *> argument, const LeafMap map, int32_t *cell, const int64_t count) {
     const TensorJob *const jobs = argument.begin_kernel();
-    for (int64_t i = blockIdx.x; i < count; i += gridDim.x)
+    for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
         for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].range.numel); leaf += kThreads)
-            tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
+            map.tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
+        if (threadIdx.x != 0) continue;
+        map.tensor_leaves[i] = int32_t(jobs[i].leaves.count());
+        if (jobs[i].range.numel == 0) cell[i] = -1;
+    }
 }
 
 void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher) {
@@ -32,8 +36,8 @@ void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &laun
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher) {
     launcher.block("patch", patch_kernel, table, patch);
 }
-void map_leaves(const TensorJob *jobs, int32_t *tensor_of_leaf, int64_t count, const Launcher &launcher) {
-    launcher.over(count, "map", map_kernel, jobs, tensor_of_leaf, count);
+void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher) {
+    launcher.over(count, "map", map_kernel, jobs, map, cell, count);
 }
 
 void load_upload_kernels(KernelLoader &load) { load(put_kernel, patch_kernel, map_kernel); }

@@ -42,6 +42,22 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
 /// knew that a store does not change it.
 template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
 
+/// From global to shared memory, without a register between. Complete for this thread behind wait_for_copies().
+template <int Size> __device__ __forceinline__ void copy_async(void *shared, const void *from) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+                 "l"(from), "n"(Size)
+                 : "memory");
+#else
+    std::memcpy(shared, from, Size);
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
 /// True if all of these arrays can be read and written by fours. NULL is no obstacle.
 template <class... P> __device__ __forceinline__ bool all_aligned(const P *...data) {
     return ((reinterpret_cast<uintptr_t>(data) | ...) & 15) == 0;

@@ -1715,9 +1715,10 @@ enum dsopt_norm { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1, DSOPT_NORM_SIGNED = -1 
 
 /** What dsopt_tensors_norm finds. */
 typedef struct dsopt_norm_result {
-    /** L2: squares and sums in double. Each tensor is cut into leaves of 4096 elements. The elements of a leaf, the
-     *  leaves of a tensor and the tensors of the list are added up alike: lane l of 32 adds values l, l + 32, ..., then
-     *  the upper half of the lanes is added to the lower half, five times.
+    /** L2: squares and sums in double. Each tensor is cut into leaves of 4096 elements. Elements of a leaf: lane l of
+     *  128 adds elements l, l + 128, ..., lanes 4t to 4t + 3 are added as (a + b) + (c + d), and the upper half of these
+     *  32 sums is added to the lower half, five times. Leaves of a tensor, and tensors of the list: lane l of 32 adds
+     *  values l, l + 32, ..., then halves as above.
      *  MAX: largest magnitude, NaN if there is a NaN. */
     double norm;
     /** What to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0. */

@@ -1,26 +1,33 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# usage: gpu.sh [--packages DIR] [PART...]     PART: tests, digests, nccl, bench, sanitizer, profile; all of them if none is named
+# usage: gpu.sh [--packages DIR] [PART...]     PART: those below, in this order; all of them if none is named
 #        gpu.sh --emulated BUILD [PART...]
 #        gpu.sh --pack DIR
-# What needs an NVIDIA GPU, without a network. Builds in build-gpu. Each part ends within ten minutes and writes the page
-# bench/results/<gpu>.md anew from all that build-gpu/seen has, so that parts can be run one by one:
+# What needs an NVIDIA GPU, without a network. Each part ends within ten minutes, all of them within half an hour: the
+# last ones are the least important. After each part, and after each list of the benches, the page
+# bench/results/<gpu>.md is written anew from all that build-gpu/seen has, so that parts can be run one by one:
+#   build      in build-gpu; goes first whichever parts are named, and has nothing to do if it is up to date
 #   tests      the suite and the recorded cases on the device
-#   digests    parameters and state after 100 steps of each rule at the size of GPT-2, compared with the CPU's
 #   nccl       one rank with the real NCCL: init, capture, finalize, abort
-#   bench      bench_cuda and PyTorch on every list of LISTS
+#   bench      bench_cuda and PyTorch on every list of LISTS; clocks and power meanwhile, if there is nvidia-smi
 #   sanitizer  compute-sanitizer on the small suite
-#   profile    what ncu counts: bytes of device memory and time of each kernel
+#   profile    what ncu counts: bytes of device memory and time of each kernel, step by step
+#   digests    parameters and state after 100 steps of each rule at the size of GPT-2, compared with the CPU's
+# A tool that is missing, or that the machine does not let work, is reported as not available, which is no failure.
 # --emulated rehearses that with the emulated device of a build folder and tiny lists; its page goes to BUILD/rehearsal.
-# DIR has the headers and libraries that the CUDA toolkit, Meson, ninja and g++ do not bring; --pack copies them there from this
-# machine's packages. TORCH_PYTHON is the Python with PyTorch.
+# DIR has the headers and libraries that the CUDA toolkit, Meson, ninja and g++ do not bring; --pack copies them there
+# from this machine's packages. TORCH_PYTHON is the Python with PyTorch.
+# shellcheck disable=SC2317 # the functions of the parts are called by the parts' names
 set -eu
 say() { echo "dev: $*"; }
 
 pack() { # DIR
     mkdir -p "$1/include" "$1/lib"
     for header in gtest benchmark rapidjson xxhash.h; do
-        [ -e "/usr/include/$header" ] || { say "/usr/include/$header is missing: its package is not installed"; return 1; }
+        [ -e "/usr/include/$header" ] || {
+            say "/usr/include/$header is missing: its package is not installed"
+            return 1
+        }
         cp -RL "/usr/include/$header" "$1/include/"
     done
     for library in libgtest.a libgtest_main.a libbenchmark.so; do # files, not links: those get lost on the way
@@ -33,8 +40,8 @@ pack() { # DIR
     say "packed $(du -sh "$1" | cut -f1) into $1"
 }
 
-all="tests digests nccl bench sanitizer profile"
-packages=carry parts= emulated=
+all="build tests nccl bench sanitizer profile digests"
+packages=carry parts='' emulated=''
 while [ $# != 0 ]; do
     case $1 in
     --pack)
@@ -55,68 +62,124 @@ while [ $# != 0 ]; do
 done
 parts=${parts:-$all}
 failed=0
+unavailable='' # parts that the machine's tools did not let run
+watcher=''     # the process that writes clocks down
+end=$(($(date +%s) + 1770))
 
 if [ -n "$emulated" ]; then
-    build=$emulated results=$emulated/rehearsal gpu="emulated device, none, 9.0" toolkit=none
+    build=$emulated results=$emulated/rehearsal gpu="emulated device, 9.0, none, none," driver=none toolkit=none
     suite="$build/tests/cuda/test_cuda --gtest_filter=CudaSmall.*" golden="--backend emulated"
     digests="$build/tests/cuda/digests_emulated" digest_size="3x5000 6"
     nccl="$build/tests/cuda/test_nccl_single_emulated"
     bench="$build/bench/bench_cuda_emulated" LISTS=${LISTS:-5x300 2x5000} repetitions=3
-    export DSOPT_BENCH_STEPS=2 LD_LIBRARY_PATH="$build/tests/cuda:$build/tests/doubles/nccl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    export DSOPT_BENCH_STEPS=2
+    export LD_LIBRARY_PATH="$build/tests/cuda:$build/tests/doubles/nccl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 else
     PATH=$PATH:/usr/local/cuda/bin
-    gpu=$(nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader 2>/dev/null | head -n 1) || gpu=
-    case $gpu in
-    *,*,*.*) ;;
-    *) say "no NVIDIA GPU that nvidia-smi can see: nothing was run" && exit 1 ;;
-    esac
     command -v nvcc >/dev/null || { say "no nvcc: the CUDA toolkit is missing, nothing was run"; exit 1; }
+    build=build-gpu results=bench/results
+    toolkit=$(nvcc --version | sed -n 's/.*release \([^,]*\),.*/\1/p')
+    # Before anything else: with a driver that is too old every test would be skipped.
+    mkdir -p $build
+    nvcc -o $build/device_versions tests/cuda/device_versions.cc >$build/device_versions.log 2>&1 || {
+        say "nvcc cannot compile a program, nothing was run"
+        tail -n 20 $build/device_versions.log
+        exit 1
+    }
+    gpu=$($build/device_versions) || { say "${gpu:-no answer from the CUDA runtime}: nothing was run"; exit 1; }
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=
     if [ -d "$packages/include" ]; then
         packages=$(cd "$packages" && pwd)
         # As system headers, and for every compiler alike; no pkg-config is needed.
         export CPLUS_INCLUDE_PATH="$packages/include" LIBRARY_PATH="$packages/lib" LD_LIBRARY_PATH="$packages/lib"
     fi
-    build=build-gpu results=bench/results
-    toolkit=$(nvcc --version | sed -n 's/.*release \([^,]*\),.*/\1/p')
     suite="$build/tests/cuda/test_cuda_device" golden="--backend cuda"
     digests="$build/tests/cuda/digests_device" digest_size="gpt2-124m 100"
     nccl="$build/tests/cuda/test_nccl_single"
-    bench="$build/bench/bench_cuda" LISTS=${LISTS:-gpt2-124m resnet50 10000x1000 1x67108864 vit-b-16 bert-large} repetitions=11
-    set --
-    [ ! -f $build/build.ninja ] || set -- --reconfigure
-    # A compiler that nobody here has seen may warn of something new.
-    log=$(meson setup "$@" $build --buildtype=release -Dwerror=false -Dcuda=enabled -Dtests=enabled -Dbench=enabled \
-        -Dbindings=disabled -Ddevice_archs="$(echo "$gpu" | sed 's/.*, *//; s/\.//')" 2>&1 &&
-        ninja -C $build ${suite#"$build/"} tests/dsopt-replay ${digests#"$build/"} ${nccl#"$build/"} ${bench#"$build/"} 2>&1) || {
-        echo "$log" | grep -iE '(error|failed):' | head -n 20
-        echo "$log" | tail -n 20
-        say "the build failed"
-        exit 1
-    }
+    bench="$build/bench/bench_cuda" repetitions=11
+    LISTS=${LISTS:-gpt2-124m resnet50 10000x1000 1x67108864 vit-b-16 bert-large}
     # NCCL may come with a framework only.
-    [ -n "${DSOPT_NCCL_LIBRARY-}" ] || DSOPT_NCCL_LIBRARY=$(${TORCH_PYTHON:-python3} -c \
-        'import nvidia.nccl, glob; print(glob.glob(list(nvidia.nccl.__path__)[0] + "/lib/libnccl.so*")[0])' 2>/dev/null) || :
+    [ -n "${DSOPT_NCCL_LIBRARY-}" ] || DSOPT_NCCL_LIBRARY=$("${TORCH_PYTHON:-python3}" -c \
+        'import nvidia.nccl as n, glob; print(glob.glob(list(n.__path__)[0] + "/lib/libnccl.so*")[0])' 2>/dev/null) || :
     [ -z "${DSOPT_NCCL_LIBRARY-}" ] || export DSOPT_NCCL_LIBRARY
+    case " $parts " in
+    *" build "*) ;;
+    *) parts="build $parts" ;;
+    esac
 fi
 seen=$build/seen
-mkdir -p $seen $results
-echo "$gpu" >$seen/gpu
-echo "$toolkit" >$seen/toolkit
-date -u +%Y-%m-%d >$seen/date
+mkdir -p "$seen" "$results"
+echo "$gpu" >"$seen/gpu"
+echo "${driver:-unknown}" >"$seen/driver"
+echo "$toolkit" >"$seen/toolkit"
+date -u +%Y-%m-%d >"$seen/date"
 
-verdict() { # FILE WORDS...: kept for the report, and shown
+verdict() { # FILE WORDS...: kept for the page, and shown
     file=$1
     shift
     echo "$*" >>"$seen/$file"
     echo "$*"
 }
 
+report() { python3 scripts/gpu_report.py "$seen" "$results"; }
+
+seconds_left() { # [SHARES]: of this part, or one of as many equal shares of that; 0 would be no limit to timeout
+    left=$(((deadline - $(date +%s)) / ${1:-1}))
+    [ "$left" -ge 1 ] || left=1
+    echo "$left"
+}
+
+limited() { # SECONDS COMMAND...
+    limit=$1
+    shift
+    timeout -k 5 "$limit" "$@"
+}
+
+stopped() { # STATUS SECONDS: true if the time limit ended a command with that status; says so
+    case $1 in
+    124) echo "stopped after $2 s" ;;
+    137) echo "killed" ;; # by the time limit, or for its memory
+    *) return 1 ;;
+    esac
+}
+
+not_available() { # PART WHY
+    unavailable="$unavailable $1"
+    verdict "$1" "not available: $2"
+}
+
+build() {
+    rm -f "$seen/build"
+    [ -z "$emulated" ] || { verdict build "by the caller"; return 0; }
+    set --
+    [ ! -f "$build/build.ninja" ] || set -- --reconfigure
+    capability=$(echo "$gpu" | cut -d , -f 2 | tr -d ' .')
+    status=0
+    # A compiler that nobody here has seen may warn of something new.
+    limited "$(seconds_left)" meson setup "$@" "$build" --buildtype=release -Dwerror=false -Dcuda=enabled \
+        -Dtests=enabled -Dbench=enabled -Dbindings=disabled -Ddevice_archs="$capability" \
+        >"$seen/build.log" 2>&1 || status=$?
+    limit=$(seconds_left)
+    [ "$status" != 0 ] || limited "$limit" ninja -C "$build" "${suite#"$build/"}" tests/dsopt-replay \
+        "${digests#"$build/"}" "${nccl#"$build/"}" "${bench#"$build/"}" >>"$seen/build.log" 2>&1 || status=$?
+    [ "$status" != 0 ] || { verdict build "done"; return 0; }
+    grep -iE '(error|failed):' "$seen/build.log" | head -n 20
+    tail -n 20 "$seen/build.log"
+    if words=$(stopped "$status" "$limit"); then
+        verdict build "$words, not finished: another call goes on where it stopped"
+    else
+        verdict build "failed, nothing else was run"
+    fi
+    report
+    exit 1
+}
+
 counted() { # NAME SECONDS COMMAND...: runs it; its closing line is the verdict
-    name=$1 limit=$2
+    name=$1 seconds=$2
     shift 2
     rm -f "$seen/$name"
     status=0
-    timeout "$limit" "$@" >"$seen/$name.log" 2>&1 || status=$?
+    limited "$seconds" "$@" >"$seen/$name.log" 2>&1 || status=$?
     # GoogleTest ends with other words than the rest.
     ran=$(sed -n 's/^\[  PASSED  \] \([0-9]*\) tests\{0,1\}\..*/\1/p' "$seen/$name.log")
     words=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$seen/$name.log" | tail -n 1) || words=
@@ -125,7 +188,7 @@ counted() { # NAME SECONDS COMMAND...: runs it; its closing line is the verdict
         skips=$(grep -c '^\[  SKIPPED \] .*(.* ms)' "$seen/$name.log") || :
         words="${ran:-0} passed, $failures failed, $skips skipped"
     fi
-    [ $status = 0 ] || words="$words, status $status"
+    [ "$status" = 0 ] || words="$words, $(stopped "$status" "$seconds" || echo "status $status")"
     verdict "$name" "$words"
     # There is a device, so a test that finds none is wrong; single tests may want a second one.
     case $status,$words in
@@ -137,32 +200,70 @@ counted() { # NAME SECONDS COMMAND...: runs it; its closing line is the verdict
 }
 
 tests() {
+    rm -f "$seen/golden"
     # shellcheck disable=SC2086 # a program and its arguments
     counted tests 400 $suite
     # shellcheck disable=SC2086
-    counted golden 150 tests/replay/golden.sh tests/golden "*" -- $build/tests/dsopt-replay $golden
+    counted golden "$(seconds_left)" tests/replay/golden.sh tests/golden "*" -- "$build"/tests/dsopt-replay $golden
 }
 
 digests() {
     # shellcheck disable=SC2086
-    counted digests 560 $digests $digest_size
+    counted digests "$(seconds_left)" $digests $digest_size
 }
 
 nccl() { counted nccl 120 "$nccl"; }
 
+watch_clocks() { # writes clocks and power down five times a second, until unwatch_clocks
+    command -v nvidia-smi >/dev/null || return 0
+    bus=$(echo "$gpu" | cut -d , -f 5 | tr -d ' ')
+    # What no caller stops ends by itself.
+    timeout 600 nvidia-smi ${bus:+-i "$bus"} --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu \
+        --format=csv,noheader,nounits -lms 200 >>"$seen/clocks" 2>/dev/null &
+    watcher=$!
+}
+
+unwatch_clocks() {
+    [ -n "$watcher" ] || return 0
+    # With its group, which timeout makes: a signal that comes as it has just forked would leave nvidia-smi running.
+    kill -- "-$watcher" 2>/dev/null || kill "$watcher" 2>/dev/null || :
+    wait "$watcher" 2>/dev/null || :
+    watcher=
+}
+trap unwatch_clocks EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
 bench() {
-    begin=$(date +%s)
+    rm -f "$seen/bench" "$seen/clocks"
     for list in $LISTS; do
-        left=$((560 - $(date +%s) + begin))
-        # What does not fit is said in the page, and another call begins with it.
-        [ $left -gt 60 ] || { say "no time is left for $list: LISTS=\"$list\" ./dev gpu bench"; break; }
-        timeout $left "$bench" --benchmark_out="$seen/part.json" --benchmark_out_format=json --benchmark_repetitions=$repetitions \
-            --benchmark_enable_random_interleaving=true "$list" >$seen/bench.log 2>&1 && mv $seen/part.json "$seen/bench.$list.json" || {
+        # What does not fit is on the page, and another call begins with it.
+        [ "$(seconds_left)" -gt 30 ] || {
             failed=1
-            tail -n 20 $seen/bench.log
+            verdict bench "$list: no time was left, LISTS=\"$list\" ./dev gpu bench"
+            continue
         }
-        [ -n "$emulated" ] || timeout 200 ${TORCH_PYTHON:-python3} bench/torch_cuda.py "$list" >"$seen/torch.$list.json" ||
+        rm -f "$seen/bench.$list.json" "$seen/torch.$list.json"
+        limit=$(seconds_left)
+        status=0
+        watch_clocks
+        limited "$limit" "$bench" --benchmark_out="$seen/part.json" --benchmark_out_format=json \
+            --benchmark_repetitions="$repetitions" --benchmark_enable_random_interleaving=true "$list" \
+            >"$seen/bench.log" 2>&1 || status=$?
+        unwatch_clocks
+        if [ "$status" = 0 ]; then
+            mv "$seen/part.json" "$seen/bench.$list.json"
+        else
+            failed=1
+            tail -n 20 "$seen/bench.log"
+            verdict bench "$list: $(stopped "$status" "$limit" || echo "status $status")"
+        fi
+        limit=$(seconds_left)
+        [ "$limit" -le 200 ] || limit=200
+        [ -n "$emulated" ] || [ "$limit" -lt 10 ] ||
+            limited "$limit" "${TORCH_PYTHON:-python3}" bench/torch_cuda.py "$list" >"$seen/torch.$list.json" ||
             say "no figures of PyTorch for $list"
+        report
     done
 }
 
@@ -174,43 +275,96 @@ find_tool() { # NAME FOLDER: a tool of the toolkit
     return 1
 }
 
+cannot_work() { # LOG...: prints the line that says that a tool of the toolkit may not or cannot watch programs here
+    grep -hiE -e 'ERR_NVGPUCTRPERM|insufficient permission|driver resource was unavailable|driver is not compatible' \
+        -e 'device not supported|internal sanitizer error|(unable|failed) to (initialize|load|connect|attach|inject)' \
+        "$@" 2>/dev/null | sed 's/^[= ]*\(ERROR\)\{0,1\}[= ]*//' | head -n 1 | grep .
+}
+
 sanitizer() {
-    : >$seen/sanitizer
+    rm -f "$seen/sanitizer"
     [ -z "$emulated" ] || { verdict sanitizer "not of the emulated device"; return 0; }
-    tool=$(find_tool compute-sanitizer compute-sanitizer) || { verdict sanitizer "compute-sanitizer was not found" && failed=1 && return; }
+    tool=$(find_tool compute-sanitizer compute-sanitizer) || {
+        not_available sanitizer "compute-sanitizer was not found"
+        return 0
+    }
+    checks=4
     for check in memcheck racecheck initcheck synccheck; do
-        status=0
-        timeout 135 "$tool" --tool $check --error-exitcode 9 $build/tests/cuda/test_cuda_device --gtest_filter='CudaSmall.*' \
-            >$seen/$check.log 2>&1 || status=$?
-        # The tool's last word as well: it may find something and a test still pass, or it may not run at all.
-        words=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' $seen/$check.log | tail -n 1 | sed 's/=* *//') || words="no summary"
-        verdict sanitizer "$check: status $status, ${words:-no summary}"
+        limit=$(seconds_left "$checks")
+        checks=$((checks - 1)) status=0
+        limited "$limit" "$tool" --tool "$check" --error-exitcode 9 "$build/tests/cuda/test_cuda_device" \
+            --gtest_filter='CudaSmall.*' >"$seen/$check.log" 2>&1 || status=$?
+        # The summary and the tests both count: some versions report no errors of a program that they never ran.
+        words=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$seen/$check.log" | tail -n 1 | sed 's/=* *//') || :
+        ran=$(sed -n 's/^\[  PASSED  \] \([1-9][0-9]* tests\{0,1\}\)\..*/\1/p' "$seen/$check.log")
         case $status,$words in
-        0,*" 0 errors"* | 0,*" 0 hazards"*) ;;
-        *)
-            failed=1
-            tail -n 40 $seen/$check.log
+        0,*" 0 errors"* | 0,*" 0 hazards"*)
+            [ -z "$ran" ] || { verdict sanitizer "$check: $ran, $words"; continue; }
             ;;
         esac
+        if [ -z "$ran" ] && why=$(cannot_work "$seen/$check.log"); then
+            not_available sanitizer "$why"
+            return
+        fi
+        failed=1
+        tail -n 40 "$seen/$check.log"
+        words="${ran:-no test passed}, ${words:-no summary}"
+        verdict sanitizer "$check: $(stopped "$status" "$limit" || echo "status $status"), $words"
     done
 }
 
+# With the list's name behind it neither /graph nor another row that begins so is selected.
+row_filter() { echo "^$1/gpt2-124m/"; }
+
 profile() {
-    rm -f $seen/profile.csv
+    rm -f "$seen/profile" "$seen"/profile.*
+    rows="Fp32 Mixed/f16 Lamb/clip Compressed OnebitAdam" count=5
+    for row in $rows; do # a name that the benches no longer have is a failure, not an empty table
+        found=$("$bench" --benchmark_filter="$(row_filter "$row")" --benchmark_list_tests gpt2-124m) || found=
+        if [ "$found" != "$row/gpt2-124m/iterations:1/manual_time" ]; then
+            failed=1
+            verdict profile "$row: the benches' rows of that name are: ${found:-none}"
+        fi
+    done
     [ -z "$emulated" ] || return 0
-    tool=$(find_tool ncu nsight-compute) || { say "ncu was not found" && failed=1 && return; }
-    DSOPT_BENCH_STEPS=1 timeout 560 "$tool" --clock-control none --csv --page raw --log-file $seen/profile.csv --launch-skip 40 \
-        --metrics gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum,launch__registers_per_thread,launch__grid_size \
-        "$bench" --benchmark_filter='^(Fp32|Mixed/f16|Lamb/clip|Compressed|OnebitAdam)/[^g]' gpt2-124m >$seen/profile.log 2>&1 || {
+    tool=$(find_tool ncu nsight-compute) || { not_available profile "ncu was not found"; return 0; }
+    metrics=gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_write.sum
+    metrics=$metrics,launch__registers_per_thread,launch__grid_size
+    for row in $rows; do
+        name=profile.$(echo "$row" | tr / -)
+        limit=$(seconds_left "$count")
+        count=$((count - 1)) status=0
+        limited "$limit" env DSOPT_BENCH_STEPS=1 "$tool" --clock-control none --csv --page raw --print-units base \
+            --print-kernel-base function \
+            --log-file "$seen/$name.csv" --metrics "$metrics" \
+            "$bench" --benchmark_filter="$(row_filter "$row")" gpt2-124m >"$seen/$name.log" 2>&1 || status=$?
+        # Without counters ncu lets the program run to its end all the same.
+        [ "$status" != 0 ] || ! grep -q '^"0"' "$seen/$name.csv" || continue
+        if why=$(cannot_work "$seen/$name.csv" "$seen/$name.log"); then
+            not_available profile "$why"
+            return
+        fi
         failed=1
-        tail -n 20 $seen/profile.log
-    }
+        tail -n 20 "$seen/$name.log" "$seen/$name.csv" || : # one may be missing
+        verdict profile "$row: $(stopped "$status" "$limit" || echo "status $status, no kernel was counted")"
+    done
 }
 
 for part in $parts; do
+    now=$(date +%s)
+    # Less than ten minutes: a command that ignores its limit is killed five seconds later, and the page takes time.
+    deadline=$((now + 580))
+    [ $deadline -le $end ] || deadline=$end
     say "$part"
-    $part
-    python3 scripts/gpu_report.py $seen $results
+    if [ $((deadline - now)) -lt 20 ]; then
+        failed=1
+        rm -f "$seen/$part"
+        verdict "$part" "no time was left: ./dev gpu $part"
+    else
+        $part
+    fi
+    report
 done
+[ -z "$unavailable" ] || say "not available on this machine:$unavailable"
 [ $failed = 0 ] || say "something failed, see above"
 exit $failed

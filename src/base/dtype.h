@@ -56,31 +56,48 @@ struct DoubleWords {
 
 DSOPT_HD float bf16_to_f32(uint16_t value) { return float_of(uint32_t(value) << 16); }
 
+// On a GPU these conversions are instructions. They give the same bits, but for the payload of a NaN.
+
 /// To nearest, ties to even. A NaN keeps its upper payload bits and becomes quiet, so it cannot round to infinity.
 DSOPT_HD uint16_t f32_to_bf16(float value) {
+#if defined(__CUDA_ARCH__)
+    uint16_t result;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+#else
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     return uint16_t(((bits & 0x7fffffffu) > 0x7f800000u ? (bits | 0x00400000u) : rounded) >> 16);
+#endif
 }
 
 /// Exact. The multiplication by 2^112 re-biases the exponent and normalises subnormals in one rounding-free operation.
 DSOPT_HD float f16_to_f32(uint16_t value) {
-#if defined(__aarch64__) && !defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__)
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
+    return result;
+#elif defined(__aarch64__)
     return float(__builtin_bit_cast(__fp16, value)); // an instruction there, with the same result, which gcc vectorises
-#endif
+#else
     const uint32_t magnitude = uint32_t(value & 0x7fffu) << 13;
     const float scaled = float_of(magnitude) * float_of(0x77800000u /* 2^112 */);
     const uint32_t nonfinite = magnitude | 0x7f800000u;
     const uint32_t quiet = magnitude > 0x0f800000u ? 0x00400000u : 0u;
     const uint32_t bits = magnitude >= 0x0f800000u ? (nonfinite | quiet) : bits_of(scaled);
     return float_of(bits | (uint32_t(value & 0x8000u) << 16));
+#endif
 }
 
 /// To nearest, ties to even, overflow to infinity; a NaN keeps its upper payload bits and becomes quiet.
 DSOPT_HD uint16_t f32_to_f16(float value) {
-#if defined(__aarch64__) && !defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__)
+    uint16_t result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
+    return result;
+#elif defined(__aarch64__)
     return __builtin_bit_cast(uint16_t, __fp16(value));
-#endif
+#else
     const uint32_t bits = bits_of(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
@@ -91,21 +108,25 @@ DSOPT_HD uint16_t f32_to_f16(float value) {
     const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
     const uint32_t large = magnitude > 0x7f800000u ? nan : 0x7c00u;
     return uint16_t(sign | (magnitude >= 0x477ff000u ? large : finite));
+#endif
 }
 
 /// Storage tags: what a loop over one array needs to know.
 struct F32 {
     using storage = float;
+    static constexpr Dtype format = Dtype::f32;
     DSOPT_HD static float load(float value) { return value; }
     DSOPT_HD static float store(float value) { return value; }
 };
 struct F16 {
     using storage = uint16_t;
+    static constexpr Dtype format = Dtype::f16;
     DSOPT_HD static float load(uint16_t value) { return f16_to_f32(value); }
     DSOPT_HD static uint16_t store(float value) { return f32_to_f16(value); }
 };
 struct BF16 {
     using storage = uint16_t;
+    static constexpr Dtype format = Dtype::bf16;
     DSOPT_HD static float load(uint16_t value) { return bf16_to_f32(value); }
     DSOPT_HD static uint16_t store(float value) { return f32_to_bf16(value); }
 };

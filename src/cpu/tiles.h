@@ -13,10 +13,11 @@ namespace {
 
 // Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
 // back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
-// short so that the loops of one run while the next one's memory is on its way. What goes through registers instead is
-// in kernels.cc: the forms of a step that most programs have.
-constexpr int64_t kTile = 256;
-static_assert(kLeaf % kTile == 0 && kTile % 32 == 0);
+// short so that the loops of one run while the next one's memory is on its way, and long enough for sums: each stripe of
+// lanes of a tile is loaded into registers and stored once. What goes through registers instead is in kernels.cc: the
+// forms of a step that most programs have.
+constexpr int64_t kTile = 1024;
+static_assert(kLeaf % kTile == 0 && kTile % kLeafLanes == 0);
 
 struct alignas(64) Buffer {
     float at[kTile];
@@ -160,21 +161,29 @@ inline Double8 doubles8(Float8 x) {
 
 /// Sum of squares of a leaf in the order of rules/lane_sum.h.
 struct LeafSum {
-    Double8 lane[4];
+    Double8 lane[kLeafLanes / 8];
 
-    LeafSum() { lane[0] = lane[1] = lane[2] = lane[3] = Double8{}; } // gcc clears an array by a slow loop in microcode
+    LeafSum() {
+        // gcc clears an array by a slow loop in microcode.
+        for (Double8 &each : lane) each = Double8{};
+    }
 
-    /// `x` starts at a multiple of 32 in its leaf.
+    /// `x` starts at a multiple of 128 in its leaf.
     template <class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
-        int64_t i = 0;
-        Double8 l0 = lane[0], l1 = lane[1], l2 = lane[2], l3 = lane[3];
-        for (; i + 32 <= n; i += 32) {
-            l0 = plus_square(l0, doubles8(floats8(x + i, tag)));
-            l1 = plus_square(l1, doubles8(floats8(x + i + 8, tag)));
-            l2 = plus_square(l2, doubles8(floats8(x + i + 16, tag)));
-            l3 = plus_square(l3, doubles8(floats8(x + i + 24, tag)));
+        const int64_t whole = n & -kLeafLanes;
+        // A stripe after the other: registers hold the lanes of one.
+        for (int stripe = 0; stripe < kLeafLanes && whole != 0; stripe += 32) {
+            Double8 *const own = lane + stripe / 8;
+            Double8 l0 = own[0], l1 = own[1], l2 = own[2], l3 = own[3];
+            for (int64_t i = stripe; i < whole; i += kLeafLanes) {
+                l0 = plus_square(l0, doubles8(floats8(x + i, tag)));
+                l1 = plus_square(l1, doubles8(floats8(x + i + 8, tag)));
+                l2 = plus_square(l2, doubles8(floats8(x + i + 16, tag)));
+                l3 = plus_square(l3, doubles8(floats8(x + i + 24, tag)));
+            }
+            own[0] = l0, own[1] = l1, own[2] = l2, own[3] = l3;
         }
-        lane[0] = l0, lane[1] = l1, lane[2] = l2, lane[3] = l3;
+        int64_t i = whole;
         int k = 0;
         for (; i + 8 <= n; i += 8, ++k) lane[k] = plus_square(lane[k], doubles8(floats8(x + i, tag)));
         for (int j = 0; i < n; ++i, ++j) {
@@ -184,9 +193,9 @@ struct LeafSum {
     }
     void add(const float *x, int64_t n) { add(x, n, F32{}); }
     double fold() const {
-        double sum[32];
+        double sum[kLeafLanes];
         __builtin_memcpy(sum, lane, sizeof sum);
-        return fold_lanes<kLanes>(sum);
+        return fold_leaf_lanes(sum);
     }
     /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
     static Double8 plus_square(Double8 sum, Double8 x) {

@@ -147,9 +147,13 @@ struct Outcome : Found {
 
 /// Words that the loops of a step share, in backend memory.
 struct Control {
-    uint32_t ticket[4]; // of a device: blocks that are done. The last one sets it back to 0.
-    int32_t skip;       // nonzero: the step changes nothing
-    int32_t reserved[3];
+    // Of a device, for each kernel that has a last block: blocks that are done, and leaves that are taken. The last
+    // block sets them back to 0.
+    struct Blocks {
+        uint32_t done, taken;
+    } inspect, update, update_weights;
+    int32_t skip; // nonzero: the step changes nothing
+    int32_t reserved;
     Found found;
 };
 

@@ -12,7 +12,8 @@ Of the machine code and the PTX that ship, or of those that nvcc makes of the so
 - loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes;
 - the bits of several ranks that an exchange has asked for before it waits for the first;
 - from sm_90 on, the wait for the preceding kernel before anything else that uses memory;
-- chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop.
+- chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop;
+- instructions for an element, registers and resident blocks are those that bench/gpu_model.py has in its table.
 Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
 without them the test is skipped.
 """
@@ -24,15 +25,20 @@ import subprocess
 import sys
 import tempfile
 
+import loops
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench"))
+import gpu_model
+
 LEAF = 4096 * 4  # bytes of a leaf in shared memory
 # Kernel or kernels; registers at most; resident blocks per multiprocessor at least, with so many bytes of dynamic shared
 # memory; 16-byte loads under way at once, and 16-byte stores, at least.
 BUDGET = [
     ("update_kernel", 64, 4, 0, 4, 3),
     ("update_weights_kernel", 64, 4, 0, 3, 1),
-    ("inspect_kernel", 80, 3, 0, 4, 0),
-    ("momentum_squares_kernel", 64, 3, 0, 4, 0),
-    ("norm_kernel", 80, 3, 0, 4, 0),
+    ("inspect_kernel", 64, 4, 0, 4, 0),
+    ("momentum_squares_kernel", 64, 4, 0, 4, 0),
+    ("norm_kernel", 64, 4, 0, 4, 0),
     ("axpby_kernel", 64, 4, 0, 1, 1),
     ("zero_kernel", 64, 4, 0, 0, 1),
     ("clamp_kernel", 64, 4, 0, 1, 1),
@@ -44,8 +50,8 @@ BUDGET = [
     ("mean_slice_kernel", 64, 4, 0, 2, 1),
     ("message_scales_kernel", 64, 4, 0, 0, 0),
     ("result_scales_kernel", 64, 4, 0, 0, 0),
-    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, 2 * LEAF, 2, 1),  # the gradient, or the momentum
-    ("feed_kernelILNS.*4FeedE3E", 80, 3, 2 * LEAF, 6, 4),  # the distance, after a step
+    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, LEAF, 2, 1),  # the gradient, or the momentum
+    ("feed_kernelILNS.*4FeedE3E", 80, 3, LEAF, 6, 4),  # the distance, after a step
     ("finish_kernelILNS.*4FeedE[012]E", 64, 4, 0, 3, 2),
     ("finish_kernelILNS.*4FeedE3E", 80, 3, 0, 4, 3),
     ("local_kernel", 64, 4, 0, 5, 3),
@@ -72,6 +78,7 @@ THREADS = 256
 ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|64)|(neg|abs|min|max)\.f(32|64)|"
                         r"(set|setp|selp|slct|testp|copysign|mov|ld|st|shfl|vote|cvta)\b[\w.:]*|"
                         r"fma\.rn\.f64|"  # of squares only, see judge_ptx()
+                        r"cvt\.f32\.f16|cvt\.rn\.b?f16\.f32|"
                         r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
 
 
@@ -260,6 +267,19 @@ def judge_machine_code(judge, arch, usage, code):
                           arch, kernel, loops, chain, ", through other lanes" if through_lanes else "", ahead))
 
 
+def judge_model(judge, usage, code):
+    """Compilers differ somewhat."""
+    for name, count in loops.counted(code).items():
+        kernel = gpu_model.KERNELS[name]
+        registers = max(int(re.search(r"REG:(\d+)", usage[function]).group(1))
+                        for function in usage if re.search(r"\d" + loops.LOOPS[name][0], function))
+        good = (count is not None and abs(count - kernel.issued) <= 0.1 * kernel.issued
+                and abs(registers - kernel.registers) <= 8 and kernel.blocks <= resident_blocks(90, registers, 1024))
+        judge.say(good, "sm_90 %-21s %s instructions for an element, %d registers; gpu_model.py has %.1f, %d and %d blocks" % (
+            name, "no loop that is known has" if count is None else "%.1f" % count, registers, kernel.issued,
+            kernel.registers, kernel.blocks))
+
+
 def main():
     if sys.argv[1] == "--compile":
         sources, folders = sys.argv[2], sys.argv[3:]
@@ -278,8 +298,11 @@ def main():
     if not archs:
         sys.exit("no machine code in " + library)
     for arch in archs:
-        judge_machine_code(judge, arch, sections(run("cuobjdump", "-res-usage", "-arch", arch, library), r"Function (\S+):"),
-                           sections(run("cuobjdump", "-sass", "-arch", arch, library), r"Function : (\S+)"))
+        usage = sections(run("cuobjdump", "-res-usage", "-arch", arch, library), r"Function (\S+):")
+        code = sections(run("cuobjdump", "-sass", "-arch", arch, library), r"Function : (\S+)")
+        judge_machine_code(judge, arch, usage, code)
+        if arch == "sm_90":
+            judge_model(judge, usage, code)
     print("%d passed, %d failed" % (judge.passed, judge.failed))
     sys.exit(judge.failed != 0)
 

@@ -26,31 +26,36 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     for (int t = 0; t < 3; ++t) {
-        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "update"}));
+        EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "update", "count"}));
         const fakert::Counters c = fakert::counters();
         EXPECT_EQ(c.host_waits + c.device_allocations + c.copies_to_device + c.copies_to_host + c.host_allocations, 0);
     }
     ASSERT_OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
-    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "inspect", "update"}));
+    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "inspect", "update", "count"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
 }
 
-TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClippingWhateverTheNumberOfTensors) {
+/// Another one advances the counts of more than 1,024 tensors.
+TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClipping) {
     allow_many_blocks();
-    for (const size_t count : {size_t(1), size_t(100), size_t(5000)}) {
+    for (const size_t count : {size_t(1), size_t(100), size_t(1024), size_t(1025), size_t(5000)}) {
+        const auto with_counts = [&](std::vector<std::string> kernels) {
+            if (count > 1024) kernels.push_back("count");
+            return kernels;
+        };
         Setting s;
         s.sizes.assign(count, 3);
         {
             Side adam(true, s);
             ASSERT_OK(adam.step());
-            EXPECT_EQ(launches(adam), (std::vector<std::string>{"update"}));
+            EXPECT_EQ(launches(adam), with_counts({"update"}));
         }
         s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.desc.max_norm = 1;
         Side lamb(true, s);
         lamb.fill_gradients(1);
         ASSERT_OK(lamb.step());
-        EXPECT_EQ(launches(lamb), (std::vector<std::string>{"inspect", "update", "update_weights"}));
+        EXPECT_EQ(launches(lamb), with_counts({"inspect", "update", "update_weights"}));
     }
 }
 
@@ -96,11 +101,11 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     std::swap(side.gradients[0].data, side.gradients[1].data);
-    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "update"}));
+    EXPECT_EQ(launches(side), (std::vector<std::string>{"patch", "update", "count"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
     for (size_t i = 0; i + 1 < side.gradients.size(); i += 2)
         std::swap(side.gradients[i].data, side.gradients[i + 1].data);
-    EXPECT_EQ(launches(side), (std::vector<std::string>{"update"}));
+    EXPECT_EQ(launches(side), (std::vector<std::string>{"update", "count"}));
     EXPECT_EQ(fakert::counters().copies_to_device, 1);
     EXPECT_EQ(fakert::counters().host_waits, 0);
 }

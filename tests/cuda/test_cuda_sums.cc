@@ -29,17 +29,17 @@ protected:
         }();
         return desc;
     }
-    /// Of a list in device memory.
-    double norm(const std::vector<std::vector<float>> &list) {
+    /// Of a list in device memory, whose tensors begin `skipped` elements behind a multiple of 16 bytes.
+    double norm(const std::vector<std::vector<float>> &list, int32_t dtype = DSOPT_DTYPE_F32, size_t skipped = 0) {
         std::vector<Bytes> memory;
         std::vector<dsopt_tensor> tensors;
+        const size_t size = test::size_of(dtype);
         for (const std::vector<float> &values : list) {
-            const size_t bytes = values.size() * sizeof(float);
-            memory.emplace_back(true, bytes, 0);
-            std::vector<char> raw(bytes);
-            if (bytes != 0) std::memcpy(raw.data(), values.data(), bytes);
+            std::vector<char> raw((skipped + values.size()) * size);
+            for (size_t i = 0; i < values.size(); ++i) test::store(&raw[(skipped + i) * size], dtype, values[i]);
+            memory.emplace_back(true, raw.size(), 0);
             memory.back().set(raw);
-            tensors.push_back({memory.back().data(), int64_t(values.size()), DSOPT_DTYPE_F32, 0});
+            tensors.push_back({memory.back().data() + skipped * size, int64_t(values.size()), dtype, 0});
         }
         Bytes room(true, sizeof(dsopt_norm_result), 0);
         good(dsopt_tensors_norm(context_, tensors.data(), int64_t(tensors.size()), DSOPT_NORM_L2, 0, nullptr,
@@ -57,6 +57,21 @@ protected:
     dsopt_context *context_ = nullptr;
     uint64_t state_ = 1;
 };
+
+/// Rows of 128 elements, the loads that are under way at once, and a leaf; fours, and single elements behind them.
+TEST_F(CudaSums, OfElementsAreInTheOrderOfLanes) {
+    for (const size_t most : {0, 128, 512, 1024, 4096})
+        for (const int more : {-5, -4, -3, -1, 0, 1, 2, 4, 5, 127, 128, 129}) {
+            if (int(most) + more < 1) continue;
+            for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
+                std::vector<float> values(most + size_t(more));
+                for (float &value : values) value = test::rounded(uneven(), dtype);
+                for (const size_t skipped : {0, 1, 3})
+                    EXPECT_EQ(norm({values}, dtype, skipped), std::sqrt(lanes::squares(values)))
+                        << values.size() << " of " << test::dtype_name(dtype) << " from the " << skipped << "th";
+            }
+        }
+}
 
 TEST_F(CudaSums, OfLeavesAreInTheOrderOfLanes) {
     for (const int leaves : kCounts) {
@@ -97,6 +112,32 @@ TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
                 }
                 EXPECT_TRUE(same(host.everything(), device.everything())) << tensors << " tensors";
             }
+}
+
+/// As many as a block counts by itself, and as it asks for the leaves of at once; some with two leaves, one without
+/// elements. The last but one is not finite in the first step.
+TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
+        for (const size_t tensors : {256, 257, 1024, 1025}) {
+            if (algorithm == DSOPT_ALGORITHM_LAMB && tensors != 1025) continue;
+            allow_many_blocks();
+            Setting s;
+            s.algorithm = algorithm;
+            s.sizes.assign(tensors, 3);
+            s.sizes[1] = s.sizes[tensors / 2] = s.sizes[tensors - 1] = 4099;
+            s.sizes[5] = 0;
+            s.desc.max_norm = 0.5;
+            s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
+            s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
+            Side host(false, s), device(true, s);
+            for (int t = 0; t < 2; ++t) {
+                for (Side *side : {&host, &device}) {
+                    side->fill_gradients(t, t == 0 ? int(tensors) - 2 : -1);
+                    good(side->step());
+                }
+                EXPECT_TRUE(same(host.everything(), device.everything())) << tensors << " tensors, step " << t;
+            }
+        }
 }
 
 /// Scales of 1-bit compression are roots of means of squares, also of what a rank serves.

@@ -53,12 +53,16 @@ TEST(Norm, KeepsItsOrderInEveryTail) {
     for (const char *isa : kIsas) {
         const Context ctx = make_context(1, isa);
         Random random(17);
-        for (size_t size = 1; size < 140; ++size) {
-            std::vector<float> values(size);
-            for (float &value : values) value = float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12)));
-            const std::vector<Array> list = {Array(DSOPT_DTYPE_F32, values)};
-            ASSERT_EQ(norm_of(ctx, list).norm, std::sqrt(lanes::squares_of_list(list))) << isa << ", " << size;
-        }
+        std::vector<size_t> sizes = {1023, 1024, 1025, 1151, 1152, 1153, 4095, 4096, 4097, 4096 + 129};
+        for (size_t size = 1; size < 270; ++size) sizes.push_back(size);
+        for (const size_t size : sizes)
+            for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
+                std::vector<float> values(size);
+                for (float &value : values) value = float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12)));
+                const std::vector<Array> list = {Array(dtype, values)};
+                ASSERT_EQ(norm_of(ctx, list).norm, std::sqrt(lanes::squares_of_list(list)))
+                    << isa << ", " << size << " of " << dtype_name(dtype);
+            }
     }
 }
 

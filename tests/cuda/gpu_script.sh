@@ -1,0 +1,156 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# usage: gpu_script.sh SOURCES
+# scripts/gpu.sh on machines that it will meet, played by small programs in place of the toolkit's, the builders and the
+# benches: a driver that is too old, a build that takes too long, tools that may not watch programs, tools that find
+# something, and a bench that is killed. The kernels and the real benches are for the rehearsal on the emulated device.
+# shellcheck disable=SC2016 # what the programs expand, not this script
+set -eu
+sources=$1
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+passed=0 failed=0
+
+program() { # FILE LINE...
+    file=$1
+    shift
+    { echo '#!/bin/sh' && printf '%s\n' "$@"; } >"$file"
+    chmod +x "$file"
+}
+
+machine() { # NAME: a machine on which everything works, and the current folder there
+    mkdir -p "$folder/$1/bin" "$folder/$1/bench"
+    cd "$folder/$1"
+    ln -s "$sources/scripts" "$sources/tests" .
+    ln -s "$sources"/bench/*.py "$sources/bench/shapes" bench/
+    program device_versions 'echo "NVIDIA Played, 9.0, 13.0, 13.0, 0000:01:00.0"'
+    program bin/nvcc 'case $1 in -o) cp device_versions "$2" ;; *) echo "Cuda tools, release 13.0, V13.0.88" ;; esac'
+    program bin/nvidia-smi 'case "$*" in' \
+        '*driver_version*) echo 580.1 ;;' \
+        '*) printf "1900, 2600, 650.5, 60\n1980, 2600, [N/A], 70\n1700, 2600, 700.1, 65\n"; exec sleep 600 ;;' 'esac'
+    program bin/meson 'mkdir -p build-gpu/bench build-gpu/tests/cuda' 'cp bench_cuda build-gpu/bench/' \
+        'cp test_cuda_device build-gpu/tests/cuda/'
+    program bin/ninja 'touch built'
+    program test_cuda_device 'echo "[  PASSED  ] 6 tests."'
+    # Its time for a list is 2 ms. It waits until the clocks were written, however slow the machine is.
+    program bench_cuda 'for last; do :; done' \
+        'for word; do case $word in' \
+        '--benchmark_out=*) out=${word#*=} ;;' \
+        '--benchmark_filter=*) filter=${word#*=^} ;;' \
+        '--benchmark_list_tests) echo "${filter}iterations:1/manual_time"; exit ;;' \
+        'esac; done' \
+        '[ -n "${out-}" ] || exit 0' \
+        '[ ! -x on_list ] || ./on_list "$last"' \
+        '[ -n "${NO_CLOCKS-}" ] || until [ -s build-gpu/seen/clocks ]; do sleep 0.1; done' \
+        'row="\"run_type\": \"iteration\", \"run_name\": \"Fp32/$last/iterations:1/manual_time\""' \
+        'echo "{\"benchmarks\": [{$row, \"real_time\": 2.0, \"host_us\": 3.0}]}" >"$out"'
+    program bin/compute-sanitizer 'echo "[  PASSED  ] 6 tests."' \
+        'case $2 in racecheck) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ;;' \
+        '*) echo "========= ERROR SUMMARY: 0 errors" ;; esac'
+    program bin/ncu 'while [ "$1" != --log-file ]; do shift; done' '{' \
+        'echo "==PROF== Connected to process 1"' \
+        'echo "\"ID\",\"Kernel Name\",\"$(echo "$4" | sed "s/,/\",\"/g")\""' \
+        'echo "\"\",\"\",\"ns\",\"byte\",\"byte\",\"register/thread\",\"\""' \
+        'echo "\"0\",\"update_kernel\",\"1,000\",\"2,000\",\"1,000\",\"64\",\"528\""' '} >"$2"'
+}
+
+run() { # STATUS PART...: gpu.sh with these parts; its words are in the file `said`
+    expected=$1 status=0
+    shift
+    LISTS=${LISTS-5x300} TORCH_PYTHON=false PATH="$PWD/bin:$PATH" scripts/gpu.sh "$@" >said 2>&1 || status=$?
+    [ "$status" = "$expected" ] && return
+    cat said
+    fail "status $status in place of $expected"
+}
+
+fail() {
+    failed=$((failed + 1))
+    echo "FAILED: $(basename "$PWD"): $*"
+}
+
+has() { # FILE PATTERN: a line of it
+    if grep -qe "$2" "$1"; then
+        passed=$((passed + 1))
+    else
+        cat "$1"
+        fail "$1 has no line $2"
+    fi
+}
+page=bench/results/nvidia-played.md
+
+
+machine works
+run 0 bench sanitizer profile
+has "$page" '^# NVIDIA Played, '
+has "$page" '^Compute capability 9.0, driver 580.1 for CUDA 13.0, CUDA toolkit 13.0 with runtime 13.0'
+has "$page" '^| build | done |'
+has "$page" '^| compute-sanitizer, initcheck | 6 tests, ERROR SUMMARY: 0 errors |'
+has "$page" 'of 3 samples: SM clock 1700/1900/1980 MHz, memory clock 2600/2600/2600 MHz, power 650/675/700 W, '
+has "$page" '^| Fp32 | 2.000 |'
+has "$page" '^| Lamb/clip | update_kernel | 1 | 1.0 | 0.002 | 0.001 | 3 | 64 | 528 |'
+
+machine old-driver
+program device_versions 'echo "the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old"; exit 1'
+run 1
+head -n 1 said >first
+has first '^dev: the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old'
+[ ! -e built ] || fail "it was built all the same"
+
+machine slow-build # timeout ends with the same status
+program bin/ninja 'exit 124'
+run 1 tests
+has "$page" '^| build | stopped after [0-9]* s, not finished'
+has "$page" '^| suite on the device | not run |'
+
+machine without-nvidia-smi
+program bin/nvidia-smi 'echo "NVIDIA-SMI has failed" >&2; exit 9'
+NO_CLOCKS=yes run 0 bench
+has "$page" '^Clocks and power are not known'
+has "$page" '^Compute capability 9.0, driver unknown for CUDA 13.0'
+has "$page" '^| Fp32 | 2.000 |'
+
+machine without-counters
+program bin/compute-sanitizer 'echo "========= Error: Device not supported. Please refer to the manual"; exit 1'
+program bin/ncu 'while [ "$1" != --log-file ]; do shift; done' \
+    'echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters" >"$2"'
+run 0 sanitizer profile
+has said '^dev: not available on this machine: sanitizer profile'
+has "$page" '^| compute-sanitizer, not available | Error: Device not supported'
+has "$page" '^not available: ERR_NVGPUCTRPERM'
+
+machine with-findings
+program bin/compute-sanitizer 'echo "[  PASSED  ] 6 tests."; echo "========= ERROR SUMMARY: 2 errors"; exit 9'
+run 1 sanitizer
+has "$page" '^| compute-sanitizer, memcheck | status 9, 6 tests, ERROR SUMMARY: 2 errors |'
+
+machine false-pass # some versions of compute-sanitizer end so where they do not start the program
+program bin/compute-sanitizer 'echo "========= ERROR SUMMARY: 0 errors"'
+run 1 sanitizer
+has "$page" '^| compute-sanitizer, memcheck | status 0, no test passed, ERROR SUMMARY: 0 errors |'
+
+machine failed-profile
+program bin/ncu 'echo "==ERROR== Failed to find metric"; exit 1'
+run 1 profile
+has "$page" '^Fp32: status 1, no kernel was counted'
+
+machine killed-bench # on the second of three lists; the page has the first one by then
+program on_list 'case $1 in 2x50) cp bench/results/nvidia-played.md early.md; kill -KILL $PPID ;; esac'
+LISTS='5x300 2x50 3x10' run 1 bench
+has early.md '^### 5x300'
+has "$page" '^Not measured: 2x50: killed'
+has "$page" '^### 5x300'
+has "$page" '^### 3x10'
+! grep -q '^### 2x50' "$page" || fail "figures of a list that was not measured"
+
+machine out-of-time # a clock that runs ahead by 100 s whenever it is read, and a timeout that only notes its limit
+program bin/date 'case $1 in +%s) ;; *) exec env PATH=/usr/bin:/bin date "$@" ;; esac' \
+    'now=$(cat clock 2>/dev/null || echo 1000000)' 'echo $((now + 100)) >clock' 'echo "$now"'
+program bin/timeout '[ "$1" != -k ] || shift 2' '[ "$2" = nvidia-smi ] || echo "$1" >>limits' 'shift' 'exec "$@"'
+LISTS='5x300 2x50 3x10' run 1 bench sanitizer profile digests
+has "$page" '^### 5x300'
+has "$page" '^Not measured: 3x10: no time was left, LISTS="3x10" ./dev gpu bench'
+has "$page" "^| trainings compared with the CPU's | no time was left: ./dev gpu digests |"
+[ "$(sort -n limits | tail -n 1)" -lt 590 ] || fail "a command may take ten minutes"
+
+echo "$passed passed, $failed failed"
+[ $failed = 0 ]

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""loops.py OBJECT...: instructions that the loops of the kernels issue for each element, counted from machine code.
+
+An iteration is found by what it moves: the shortest path from the head of a loop back to it that has as many loads,
+stores, roots and conversions as elements of these dtypes need. So a case that the pattern does not name, such as random
+rounding, is left out. An instruction that is predicated off takes an issue slot and counts. bench/gpu_model.py has the
+numbers in its table; resources.py, which is a test, compares them. Needs cuobjdump.
+"""
+import heapq
+import re
+import subprocess
+import sys
+
+F16_LOAD = r"HADD2\.F32|5\.192296858534827\d*e\+33"  # by the hardware, or by arithmetic on integers
+F16_STORE = r"F2FP\.F16|FADD \S+, \S+, 0\.5$"
+BF16_STORE = r"F2FP\.BF16|IADD3 .*\b0x7fff\b"
+
+
+def accesses(loads, stores, **more):
+    """16-byte ones, and no other stores. Each load has one of 16-bit elements next to it, and one is predicated off."""
+    return {r"LDG\S*\.128": (loads, loads), r"STG\S*\.128": (stores, stores), r"STG": (stores, stores), **more}
+
+
+ADAM = {**accesses(4, 3), r"MUFU\.RSQ": (4, 4), r"MUFU\.RCP": (4, 4)}
+MIXED = {**ADAM, r"STG": (4, 4), r"STG\S*\.64": (1, 1)}
+SQUARES = (16, {r"DFMA": (16, 16), r"LDS": (16, 16)})  # of a tile in shared memory
+TILE = {r"LDG\S*\.128": (4, 4), r"STS\S*\.128": (8, 8)}
+# By the names of gpu_model.py: the kernel, and for each of its loops the elements of an iteration and, for each
+# pattern, how many instructions of it the iteration has, at least and at most.
+LOOPS = {
+    "update fp32": ("update_kernel", [(4, ADAM)]),
+    "update f16": ("update_kernel", [(4, {**MIXED, F16_LOAD: (4, 4), F16_STORE: (2, 4)})]),
+    "update bf16": ("update_kernel", [(4, {**MIXED, F16_LOAD: (0, 0), BF16_STORE: (2, 4)})]),
+    "update one moment": ("update_kernel", [(4, {**accesses(3, 2), r"MUFU": (0, 0)})]),
+    "update plain": ("update_kernel", [(4, {**accesses(2, 1), r"MUFU": (0, 0)})]),
+    "inspect f16": ("inspect_kernel", [(32, {**TILE, F16_LOAD: (32, 32)}), SQUARES]),
+    "inspect bf16": ("inspect_kernel", [(32, {**TILE, F16_LOAD: (0, 0)}), SQUARES]),
+    "inspect fp32": ("inspect_kernel", [(16, {**TILE, r"STS\S*\.128": (4, 4)}), SQUARES]),
+    "feed": ("feed_list_kernel", [(16, accesses(8, 4)), SQUARES]),
+    "serve": ("serve_kernel", [(4, accesses(1, 1, **{r"LDG\S*\.U8": (8, 8)})), SQUARES]),
+    "decode": ("decode_kernel", [(4, {r"STG": (1, 1), r"STG\S*\.128": (1, 1)})]),
+    "lamb moments": ("update_kernel", [(4, {**ADAM, **accesses(4, 2, **{r"STS\S*\.128": (2, 2)})}), SQUARES, SQUARES]),
+    "lamb weights": ("update_weights_kernel", [(4, accesses(3, 1))]),
+    "feed momentum": ("feed_kernelILNS.*4FeedE0E", [(4, accesses(3, 1, **{r"STS\S*\.128": (1, 1)})), SQUARES]),
+    "finish momentum": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(3, 2), r"LDG\S*\.U8": (1, 1)})]),
+    "finish bits": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.U8": (1, 2)})]),
+    "moments of 1-bit LAMB": ("onebit_lamb_moments_kernel", [(4, accesses(4, 2)), SQUARES, SQUARES]),
+}
+
+
+def basic_blocks(code):
+    """Of a function: instructions of each block, and the numbers of the blocks that may follow it."""
+    lines = [(int(at, 16), line.strip()) for at, line in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
+    index = {at: i for i, (at, _) in enumerate(lines)}
+    follow, first = [], {0}  # of instructions; those that begin a block
+    for i, (_, line) in enumerate(lines):
+        predicate, opcode, operands = re.match(r"(@\S+\s+)?(\S+)\s*(.*)", line).groups()
+        jump = re.search(r"0x([0-9a-f]+)$", operands)
+        ends = re.match(r"(BRA|EXIT|RET|BRX)\b", opcode)
+        to = [] if ends and not predicate and not re.match(r"!?U?P\d", operands) else [i + 1]
+        if opcode.startswith("BRA") and jump:
+            to.append(index[int(jump.group(1), 16)])
+        follow.append([j for j in to if j < len(lines)])
+        if ends:
+            first |= {i + 1, *follow[i]}
+    begins = sorted(i for i in first if i < len(lines))
+    number = {begin: k for k, begin in enumerate(begins)}
+    blocks = []
+    for begin, end in zip(begins, begins[1:] + [len(lines)]):
+        texts = [re.sub(r"^@\S+\s+", "", line) for _, line in lines[begin:end]]
+        blocks.append((texts, [number[j] for j in follow[end - 1]]))
+    return blocks
+
+
+def shortest_iteration(blocks, wanted):
+    """Instructions of the shortest iteration of any loop that has what is wanted; None: there is none."""
+    most = tuple(high for _, high in wanted.values())
+    least = tuple(low for low, _ in wanted.values())
+    worth = [tuple(sum(bool(re.search(pattern, line)) for line in texts) for pattern in wanted) for texts, _ in blocks]
+    loops = sorted({(i - j, j, i) for i, (_, follow) in enumerate(blocks) for j in follow if j <= i})
+    best = None
+    for _, head, end in loops:  # short ones first: what they have bounds the search in the loops around them
+        if any(sum(column) < low for column, low in zip(zip(*worth[head:end + 1]), least)):
+            continue
+        heap, seen = [(0, head, (0,) * len(most))], set()
+        while heap:
+            length, i, have = heapq.heappop(heap)
+            if best is not None and length >= best:
+                break
+            if i == head and length != 0:
+                if all(a >= b for a, b in zip(have, least)):
+                    best = length
+                    break
+                continue
+            if (i, have) in seen:
+                continue
+            seen.add((i, have))
+            have = tuple(a + b for a, b in zip(have, worth[i]))
+            if all(a <= b for a, b in zip(have, most)):
+                for j in blocks[i][1]:
+                    if head <= j <= end:
+                        heapq.heappush(heap, (length + len(blocks[i][0]), j, have))
+    return best
+
+
+def instructions_of_element(code, parts):
+    """Sum over the loops of a kernel; None if one of them is not there."""
+    blocks = basic_blocks(code)
+    counts = [(elements, shortest_iteration(blocks, wanted)) for elements, wanted in parts]
+    return None if any(count is None for _, count in counts) else sum(count / elements for elements, count in counts)
+
+
+def functions(text):
+    parts = re.split(r"Function : (\S+)", text)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def counted(code):
+    """By the names of gpu_model.py, of a library's functions."""
+    found = {}
+    for name, (kernel, parts) in LOOPS.items():
+        of_kernel = [code[function] for function in code if re.search(r"\d" + kernel, function)]
+        found[name] = instructions_of_element(of_kernel[0], parts) if of_kernel else None
+    return found
+
+
+def main():
+    code = {}
+    for path in sys.argv[1:]:
+        code.update(functions(subprocess.run(["cuobjdump", "-sass", path], check=True, stdout=subprocess.PIPE,
+                                             text=True).stdout))
+    for name, count in counted(code).items():
+        print("%-24s %s" % (name, "not found" if count is None else "%.1f" % count))
+
+
+if __name__ == "__main__":
+    main()
