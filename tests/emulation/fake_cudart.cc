@@ -70,8 +70,8 @@ public:
         device_(device) {}
 
     void begin(Run &run) override {
-        // At its first launch several blocks of a kernel begin, and find no device memory until they have waited for the
-        // kernel before. Later it is one block, whose reads are of old values: to change the access takes long.
+        // At its first launch several blocks of a kernel begin, and find no device memory until they have waited for
+        // the kernel before. Later it is one block, which reads old values: to change the access takes long.
         bool first = false, hidden = false;
         {
             const Lock lock;

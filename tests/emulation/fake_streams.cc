@@ -47,7 +47,7 @@ private:
     std::deque<Dead> dead_{};
 } g_threads;
 
-/// What runs on a logical thread, and on a stack, of its own: on the host's stack it would meet what the host left there.
+/// A call on a logical thread, and on a stack, of its own: on the host's stack it would meet what the host left there.
 struct Job {
     void (*body)(const void *);
     const void *data;
