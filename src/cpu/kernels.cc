@@ -24,8 +24,9 @@ void squares(const Slot &slot, int64_t begin, int64_t end, double *squares, int6
         for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
             // One stream a thread is too little for the hardware's prefetchers, so the next leaf is prefetched here.
             const bool more = leaf + 2 * kLeaf <= end;
-            LeafSum sum;
-            for (int64_t i = leaf, stop = least(leaf + kLeaf, end); i < stop; i += kTile) {
+            const int64_t stop = least(leaf + kLeaf, end);
+            LeafSum sum(stop - leaf);
+            for (int64_t i = leaf; i < stop; i += kTile) {
                 if (more)
                     for (int64_t k = 0; k < kTile; k += int64_t(64 / sizeof *x)) __builtin_prefetch(x + i + kLeaf + k);
                 sum.add(x + i, least(kTile, stop - i), tag);
@@ -227,7 +228,7 @@ template <class R> void update_with(const R &rule, const Span &span) {
     const int64_t tile = in_registers && span.prefetch == nullptr ? kLeaf : kTile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
-        LeafSum weight_sum, change_sum;
+        LeafSum weight_sum(stop - leaf), change_sum(stop - leaf);
         for (int64_t i = leaf; i < stop; i += tile) {
             const int64_t end = least(i + tile, stop);
             prefetch_next(span.prefetch, end - i);
@@ -293,7 +294,7 @@ template <class R> void reduced_first_pass(const Span &span) {
     Buffer p_buffer, moment_buffer[count], u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
-        LeafSum weight_sum, update_sum;
+        LeafSum weight_sum(stop - leaf), update_sum(stop - leaf);
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
             prefetch_next(span.prefetch, n);

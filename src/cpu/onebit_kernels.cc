@@ -141,7 +141,7 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
 }
 
 double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
-    LeafSum sum;
+    LeafSum sum(n);
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
         if (added != nullptr) {
@@ -161,7 +161,7 @@ double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
 
 double serve(const char *messages, int64_t message_bytes, int64_t message_scales, int ranks, int64_t slot, int64_t bit,
              int64_t n, float *value, float scale, const int32_t *active, uint8_t *bits) {
-    LeafSum total;
+    LeafSum total(n);
     Buffer sum;
     const float share = 1.0f / float(ranks);
     for (int64_t i = 0; i < n; i += kTile) {
@@ -369,7 +369,7 @@ void lamb_mean(const OneBitSpan &span, double *factors) {
     LambTile tile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
-        LeafSum sum_without, sum_with;
+        LeafSum sum_without(stop - leaf), sum_with(stop - leaf);
         float largest = 0;
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);

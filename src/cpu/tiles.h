@@ -160,12 +160,14 @@ inline Double8 doubles8(Float8 x) {
 }
 
 /// Sum of squares of a leaf in the order of rules/lane_sum.h.
-struct LeafSum {
-    Double8 lane[kLeafLanes / 8];
-
-    LeafSum() {
-        // gcc clears an array by a slow loop in microcode.
-        for (Double8 &each : lane) each = Double8{};
+class LeafSum {
+public:
+    /// `numel` elements of the leaf are added. Lanes that a short leaf does not reach would stay zero, which changes no
+    /// sum: they are neither cleared nor folded, which would take longer than all else for tensors of a few elements.
+    explicit LeafSum(int64_t numel) : registers_(numel <= 8 ? 1 : numel <= 32 ? 4 : kRegisters) {
+        lane_[0] = Double8{};
+        if (registers_ > 1) clear(std::integer_sequence<int, 1, 2, 3>{});
+        if (registers_ > 4) clear(std::integer_sequence<int, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>{});
     }
 
     /// `x` starts at a multiple of 128 in its leaf.
@@ -173,7 +175,7 @@ struct LeafSum {
         const int64_t whole = n & -kLeafLanes;
         // A stripe after the other: registers hold the lanes of one.
         for (int stripe = 0; stripe < kLeafLanes && whole != 0; stripe += 32) {
-            Double8 *const own = lane + stripe / 8;
+            Double8 *const own = lane_ + stripe / 8;
             Double8 l0 = own[0], l1 = own[1], l2 = own[2], l3 = own[3];
             for (int64_t i = stripe; i < whole; i += kLeafLanes) {
                 l0 = plus_square(l0, doubles8(floats8(x + i, tag)));
@@ -185,16 +187,26 @@ struct LeafSum {
         }
         int64_t i = whole;
         int k = 0;
-        for (; i + 8 <= n; i += 8, ++k) lane[k] = plus_square(lane[k], doubles8(floats8(x + i, tag)));
+        for (; i + 8 <= n; i += 8, ++k) lane_[k] = plus_square(lane_[k], doubles8(floats8(x + i, tag)));
         for (int j = 0; i < n; ++i, ++j) {
             const double element = double(Tag::load(x[i]));
-            lane[k][j] += element * element;
+            lane_[k][j] += element * element;
         }
     }
     void add(const float *x, int64_t n) { add(x, n, F32{}); }
     double fold() const {
-        double sum[kLeafLanes];
-        __builtin_memcpy(sum, lane, sizeof sum);
+        if (registers_ == 1) return fold_first<8>();
+        return registers_ == 4 ? fold_first<32>() : fold_first<kLeafLanes>();
+    }
+
+private:
+    static constexpr int kRegisters = kLeafLanes / 8;
+
+    /// One by one: gcc would clear an array by a slow loop in microcode.
+    template <int... K> void clear(std::integer_sequence<int, K...>) { ((lane_[K] = Double8{}), ...); }
+    template <int Lanes> double fold_first() const {
+        double sum[Lanes];
+        __builtin_memcpy(sum, lane_, sizeof sum);
         return fold_leaf_lanes(sum);
     }
     /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
@@ -205,6 +217,9 @@ struct LeafSum {
         return sum + x * x;
 #endif
     }
+
+    Double8 lane_[kRegisters];
+    const int registers_;
 };
 
 /// Magnitudes compare as integers, and a NaN is above them all.

@@ -21,12 +21,12 @@ template <int Lanes> DSOPT_HD double fold_lanes(double *lane) {
 
 /// What a thread of a GPU has of a leaf: lanes 4t to 4t + 3.
 DSOPT_HD double add_neighbours(double a, double b, double c, double d) { return (a + b) + (c + d); }
-/// The sum of the lanes of a leaf.
-DSOPT_HD double fold_leaf_lanes(const double (&lane)[kLeafLanes]) {
-    double sum[kLanes];
-    for (int t = 0; t < kLanes; ++t)
+/// The sum of the lanes of a leaf, or of the first ones where the others are zeros.
+template <int Lanes> DSOPT_HD double fold_leaf_lanes(const double (&lane)[Lanes]) {
+    double sum[Lanes / 4];
+    for (int t = 0; t < Lanes / 4; ++t)
         sum[t] = add_neighbours(lane[4 * t], lane[4 * t + 1], lane[4 * t + 2], lane[4 * t + 3]);
-    return fold_lanes<kLanes>(sum);
+    return fold_lanes<Lanes / 4>(sum);
 }
 
 /// value(0), value(1), ... value(count - 1) by one thread, at most `Lanes` of them. The lanes that are left out would
