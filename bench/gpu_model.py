@@ -22,6 +22,7 @@ from lists import shapes
 LISTS = ["gpt2-124m", "bert-large", "resnet50", "vit-b-16", "10000x1000", "1x67108864"]
 LEAF = 4096  # elements
 WARPS, LANES, THREADS = 8, 32, 256
+LEAF_LANES = 128  # of the sum of a leaf
 SERVED = 8  # ranks: a server has so much less than a worker
 
 
@@ -40,28 +41,27 @@ class Kernel(NamedTuple):
 
 
 # Instructions in loops are counted by tests/cuda/loops.py from machine code for sm_90, and tests/cuda/resources.py
-# fails where they or the registers are others. Outside of loops: a vote and what makes bits of it; what pass 1 does
-# around the loops of a tile.
-SIGNS, TILE = 18, 3.9
+# fails where they or the registers are others. Outside of loops: a vote and what makes bits of it.
+SIGNS = 18
 KERNELS = {
-    "update fp32": Kernel(28, 62.8, 64, 4, 4, last=("finish",)),
-    "update f16": Kernel(28, 90.3, 64, 4, 4, last=("finish",)),
-    "update bf16": Kernel(28, 74, 64, 4, 4, last=("finish",)),
-    "update one moment": Kernel(20, 31.5, 64, 4, 4, last=("finish",)),
-    "update plain": Kernel(12, 26.8, 64, 4, 4, last=("finish",)),
-    "inspect f16": Kernel(2, 21, 64, 4, 32, WARPS, TILE, last=("fold", "decide")),
-    "inspect bf16": Kernel(2, 8.3, 64, 4, 32, WARPS, TILE, last=("fold", "decide")),
-    "inspect fp32": Kernel(4, 8.8, 64, 4, 16, WARPS, TILE, last=("fold", "decide")),
-    "lamb moments": Kernel(24, 62.2, 64, 4, 4, sums=1, last=("fold", "fold")),
-    "lamb weights": Kernel(16, 43, 62, 4, 4, last=("finish",)),
-    "feed": Kernel(12.125, 9.5, 64, 4, 4, outside=SIGNS),
-    "feed momentum": Kernel(16.125, 45.6, 56, 4, 4, outside=SIGNS),
-    "serve": Kernel(10, 75.9, 59, 4, 4, outside=SIGNS, loads=(2, 2)),  # the bits of all ranks behind the residual
+    "update fp32": Kernel(28, 64, 64, 4, 4, last=("finish",)),
+    "update f16": Kernel(28, 54.5, 64, 4, 4, last=("finish",)),
+    "update bf16": Kernel(28, 54.5, 64, 4, 4, last=("finish",)),
+    "update one moment": Kernel(20, 32.5, 64, 4, 4, last=("finish",)),
+    "update plain": Kernel(12, 27.8, 64, 4, 4, last=("finish",)),
+    "inspect f16": Kernel(2, 3.5, 64, 4, 32, WARPS, last=("fold", "decide")),
+    "inspect bf16": Kernel(2, 3.5, 64, 4, 32, WARPS, last=("fold", "decide")),
+    "inspect fp32": Kernel(4, 2.8, 64, 4, 16, WARPS, last=("fold", "decide")),
+    "lamb moments": Kernel(24, 59, 64, 4, 4, sums=1, last=("trust", "trust")),
+    "lamb weights": Kernel(16, 44.2, 62, 4, 4, last=("finish",)),
+    "feed": Kernel(12.125, 13.8, 58, 4, 4, outside=SIGNS, sums=1),
+    "feed momentum": Kernel(16.125, 50.4, 56, 4, 4, outside=SIGNS, sums=1),
+    "serve": Kernel(10, 77.9, 64, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),  # all ranks' bits behind the residual
     "decode": Kernel(4.125, 13.5, 32, 8, 4, loads=(1, 2)),
-    "finish momentum": Kernel(16.125, 72, 62, 4, 4, loads=(1, 2)),
-    "finish bits": Kernel(8.25, 83.5, 62, 4, 4, loads=(1, 2)),
-    "moments of 1-bit LAMB": Kernel(24, 108.8, 72, 3, 4, sums=1, loads=(1, 2)),
-    "trust": Kernel(0, 0, 64, 1, 0, last=("fold", "fold")),
+    "finish momentum": Kernel(16.125, 74.8, 64, 4, 4, loads=(1, 2)),
+    "finish bits": Kernel(8.25, 73, 64, 4, 4, loads=(1, 2)),
+    "moments of 1-bit LAMB": Kernel(24, 121.2, 66, 3, 4, sums=1, loads=(1, 2)),
+    "trust": Kernel(0, 0, 60, 1, 0, last=("trust", "trust")),
     "message scales": Kernel(0, 0, 48, 5, 0, last=("scales",)),
     "result scales": Kernel(0, 0, 48, 5, 0, last=("scales",)),
     "end of step": Kernel(0, 0, 64, 4, 0, last=("finish",)),
@@ -103,8 +103,8 @@ L2 = (250, 350)  # cycles of a load that the second-level cache has
 CHAIN = (8, 12)  # cycles between two dependent additions in double
 AHEAD = 16  # loads of a lane that are in flight at once while leaves are added up
 FEW = 8  # leaves of a tensor that one thread adds up
-COUNTED = 4 * THREADS  # tensors whose steps the last block counts in a round
-JOB = 120  # bytes of a tensor's job
+COUNTED = 4 * THREADS  # tensors whose steps the last block counts, and whose leaves it asks for, in a round
+JOB = 136  # bytes of a tensor's job
 
 
 class Machine(NamedTuple):
@@ -144,17 +144,16 @@ def lane_cycles(count, end):
     return -(-lane // AHEAD) * L2[end] + lane * CHAIN[end] + 5 * (CHAIN[end] + 25)  # five shuffles and additions
 
 
-def fold_seconds(of, machine, end):
-    """The last block adds the leaves of each tensor: few by a thread, many by a warp, tensors in turn by warps. Then a
-    warp adds what the tensors have."""
-    few = [count for count in of.leaves if count < FEW]
+def fold_seconds(of, machine, end, least):
+    """The last block adds the leaves of each tensor that has at least so many: few by a thread, many by a warp, tensors
+    in turn by warps. Then a warp adds what the tensors have."""
+    few = [count for count in of.leaves if least <= count < FEW]
     threads = -(-len(few) // THREADS) * (2 * L2[end] + max(few, default=0) * CHAIN[end])
     warps = [0] * WARPS
     for i, count in enumerate(count for count in of.leaves if count >= FEW):
         warps[i % WARPS] += lane_cycles(count, end) + 2 * L2[end]
-    rounds = -(-len(of.leaves) // THREADS)
-    cycles = threads + max(warps) + lane_cycles(len(of.leaves), end)
-    return cycles / machine.hertz + rounds * load_seconds(of, machine, end)
+    rounds = -(-len(of.leaves) // COUNTED) * L2[end]  # how many leaves each tensor has: a table of its own
+    return (threads + max(warps) + lane_cycles(len(of.leaves), end) + rounds) / machine.hertz
 
 
 def scales_seconds(of, machine, end):
@@ -165,13 +164,16 @@ def scales_seconds(of, machine, end):
 
 def last_seconds(what, of, machine, end):
     """What the last block does, or a kernel that does nothing else."""
-    if what == "fold":
-        return fold_seconds(of, machine, end)
+    if what == "fold":  # pass 1 has folded tensors of one leaf already
+        return fold_seconds(of, machine, end, 2)
+    if what == "trust":
+        return fold_seconds(of, machine, end, 1) + load_seconds(of, machine, end)
     if what == "scales":
         return scales_seconds(of, machine, end)
     if what == "decide":
         return DECIDE[end]
-    return -(-len(of.leaves) // COUNTED) * 2 * load_seconds(of, machine, end) + REPORT[end]  # "finish"
+    counts = 2 * load_seconds(of, machine, end) if of.tensors <= COUNTED else 0  # of more, by another kernel
+    return counts + REPORT[end]  # "finish"
 
 
 def pieces_of(numel, piece):
@@ -190,9 +192,10 @@ def limits(name, of, machine, end):
     issued = numel * (kernel.issued + kernel.outside) / (LANES * 4 * processors * machine.hertz * SLOTS[end])
     piece = kernel.in_flight * threads
     cycles = kernel.in_flight * (kernel.issued + kernel.outside) * DEPENDENT[end]
-    cycles += kernel.sums * piece / LANES * CHAIN[end]
+    cycles += kernel.sums * piece / LEAF_LANES * CHAIN[end]
     trip = kernel.loads[end] * machine.latency[end] + cycles / machine.hertz + kernel.sums * BARRIER[end]
-    find = 2 * load_seconds(of, machine, end) + 2 * BARRIER[end]
+    # The count of a tensor's steps; its job is copied while the block works on the tensor before it.
+    find = load_seconds(of, machine, end) + 3 * BARRIER[end]
     grid = processors * kernel.blocks * kernel.leaves * share
     trips = max(pieces_of(min(LEAF, max(of.sizes)), piece), -(-sum(pieces_of(n, piece) for n in of.sizes) // grid))
     return moved, issued, trips * trip + min(-(-sum(of.leaves) // grid), of.tensors) * find
@@ -219,6 +222,8 @@ def step_seconds(step, sizes, machine="h200", mode="plain", end=BEST):
         else:
             seconds += gaps[early][end] + kernel_seconds(name, of, machine, end)
         early = name != "memset"
+    if of.tensors > COUNTED:  # a kernel for the counts
+        seconds += gaps[early][end] + 2 * load_seconds(of, machine, end)
     return seconds
 
 

@@ -61,6 +61,10 @@ __global__ void __launch_bounds__(kThreads, 4)
             CompressLayout::scales(own.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
     // Places in messages that no group has.
+    for (int64_t d = 0; d < layout.ranks; ++d) {
+        const int64_t used = layout.whole_words ? layout.used_numel - d * layout.server_numel : layout.server_numel;
+        fill_message(layout, own.message_to(d), used < 0 ? 0 : used, grid_thread(), grid_threads());
+    }
     const int64_t cells = layout.message_scales * layout.ranks;
     for (int64_t cell = grid_thread(); cell < cells; cell += grid_threads()) {
         const int64_t d = cell / layout.message_scales, slot = cell - d * layout.message_scales;
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const Pdl
         });
         __syncthreads();
         pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
-            write_signs(layout.bits(own.result) + (server + i) / 8, bits, where.n - i);
+            write_signs(layout.bits(own.result) + (server + i) / 8, bits, int(layout.bits_of_elements(where.n)) - i);
         });
         sum_leaf(own, tile, segment.begin + where.begin, where.n, leaf);
     }
@@ -139,6 +143,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     for (int64_t i = layout.segment_count + grid_thread(); i < layout.message_scales; i += grid_threads())
         scales[i] = 0;
+    fill_message(layout, own.result, layout.used_by_server(), grid_thread(), grid_threads());
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -225,13 +230,13 @@ __global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT cons
 void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) {
     const CompressLayout &sent = x.own.layout, &all = x.mean.layout;
     switch (pass) {
-    case ExchangePass::clear_messages: return launcher.fill(x.own.send, 0xff, size_t(sent.messages_bytes()));
+    case ExchangePass::clear_messages: return; // bits are written with those of tensors, or with the scales
     case ExchangePass::pack_list:
         return launcher.over(sent.group_leaves, {"feed_list", Next::kernel}, feed_list_kernel, x, list);
     case ExchangePass::pack_values: return launcher.over(sent.group_leaves, {"pack", Next::kernel}, pack_kernel, x);
     case ExchangePass::message_scales:
         return launcher.over(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
-    case ExchangePass::clear_result: return launcher.fill(x.own.result, 0xff, size_t(sent.message_bytes));
+    case ExchangePass::clear_result: return;
     case ExchangePass::serve: return launcher.over(sent.segment_leaves, {"serve", Next::kernel}, serve_kernel, x);
     case ExchangePass::result_scales:
         return launcher.over(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);

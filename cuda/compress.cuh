@@ -68,18 +68,30 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
+/// Bits of a message that no group has are 1: those of its elements from the `begin`-th on, a multiple of 32 if there are
+/// any, and what makes whole vectors of it. By the threads first, first + stride, ...
+__device__ __forceinline__ void fill_message(const CompressLayout &layout, char *message, int64_t begin, int64_t first,
+                                             int64_t stride) {
+    uint8_t *const bits = layout.bits(message);
+    const int64_t end = layout.message_bytes - layout.message_scales * 4;
+    for (int64_t k = begin / 8 + first * 4; k < layout.server_numel / 8; k += stride * 4)
+        *reinterpret_cast<uint32_t *>(bits + k) = ~0u;
+    for (int64_t k = layout.server_numel / 8 + first; k < end; k += stride) bits[k] = 0xff;
+}
+
 /// The leaf of compensated values in the tile, which begins at `worker`: its signs to the messages, its sums to where
 /// those of `leaf` are. For a whole block.
 __device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t worker, int n, const float *tile,
                                  int64_t leaf) {
     __syncthreads();
     const CompressLayout::Unit unit = own.layout.groups[group].unit;
+    const auto written = int(own.layout.bits_of_elements(n));
     pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
         InChunk where(unit, worker + i);
         const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
         for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
             uint8_t *const to = own.layout.bits(own.message_to(where.chunk)) + (unit.server + where.at) / 8;
-            if (whole) return write_signs(to, bits, n - i);
+            if (whole) return write_signs(to, bits, written - i);
             write_signs(to, bits >> k, 8);
         }
     });

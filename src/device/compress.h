@@ -43,6 +43,10 @@ struct CompressLayout {
     int32_t ranks = 1, rank = 0;
     int32_t group_count = 0, segment_count = 0;
     int64_t worker_numel = 0, server_numel = 0;
+    /// Every scale group has whole words of bits of its own, and so has what is behind the last one: the worker's
+    /// elements from `used_numel` on, a multiple of 32. Else groups end at any byte, and nothing is behind them.
+    bool whole_words = false;
+    int64_t used_numel = 0;
     int64_t message_scales = 0; // in front of the bits of every message
     /// Whole vectors of 16 bytes: messages are contiguous, and NCCL copies what does not begin at one byte by byte.
     int64_t message_bytes = 0;
@@ -66,6 +70,14 @@ struct CompressLayout {
         const Range range = intersection(group, all);
         return {range, group.unit.server + range.begin - all.begin};
     }
+    /// Of a server's elements: the end of the last word that is a segment's.
+    DSOPT_HD int64_t used_by_server() const {
+        if (segment_count == 0) return 0;
+        const Segment &last = segments[segment_count - 1];
+        return bits_of_elements(last.server + last.numel);
+    }
+    /// Signs that are written where a group has so many elements: those behind them are 1, as all that no group has.
+    DSOPT_HD int64_t bits_of_elements(int64_t numel) const { return whole_words ? round_up(numel, 32) : numel; }
     DSOPT_HD const Chunk &own_chunk() const { return chunks[rank]; }
     DSOPT_HD int64_t messages_bytes() const { return message_bytes * ranks; }
     /// Floats of the buffers that are kept from call to call: elements, then scales.

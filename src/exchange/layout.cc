@@ -56,6 +56,9 @@ struct Draft {
             for (int32_t i = 0; i < count; ++i) first[i + 1] = first[i] + leaves_of(list[i].numel);
             return first[count];
         };
+        layout.used_numel = layout.whole_words ? 0 : layout.worker_numel;
+        for (const ScaleGroup &group : groups)
+            if (layout.whole_words && group.numel != 0) layout.used_numel = round_up(group.end(), kWord);
         layout.group_leaves = count_leaves(layout.groups, layout.group_count, layout.group_leaf);
         layout.segment_leaves = count_leaves(layout.segments, layout.segment_count, layout.segment_leaf);
     }
@@ -91,6 +94,7 @@ Draft bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
     }
     draft.sizes.worker_numel = chunk * ranks;
     draft.sizes.server_numel = chunk;
+    draft.sizes.whole_words = true;
     draft.finish();
     return draft;
 }
@@ -101,6 +105,7 @@ Draft slice_of(const Draft &whole, int nodes, int node, int node_rank) {
     if (nodes == 1) return draft; // nothing is compressed
     draft.sizes.server_numel = whole.sizes.server_numel;
     draft.sizes.worker_numel = draft.sizes.server_numel * nodes;
+    draft.sizes.whole_words = true;
     draft.sizes.message_scales = whole.sizes.message_scales; // messages of all slices have one size
     const int64_t numel = draft.sizes.worker_numel;
     const Range slice{node_rank * numel, numel, whole.sizes.worker_numel};

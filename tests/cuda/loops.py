@@ -18,14 +18,17 @@ BF16_STORE = r"F2FP\.BF16|IADD3 .*\b0x7fff\b"
 
 
 def accesses(loads, stores, **more):
-    """16-byte ones, and no other stores. Each load has one of 16-bit elements next to it, and one is predicated off."""
+    """16-byte ones, and no other stores. Where a loop is for any format, each load has one of 16-bit elements next to it,
+    and one of the two is predicated off."""
     return {r"LDG\S*\.128": (loads, loads), r"STG\S*\.128": (stores, stores), r"STG": (stores, stores), **more}
 
 
-ADAM = {**accesses(4, 3), r"MUFU\.RSQ": (4, 4), r"MUFU\.RCP": (4, 4)}
-MIXED = {**ADAM, r"STG": (4, 4), r"STG\S*\.64": (1, 1)}
-SQUARES = (16, {r"DFMA": (16, 16), r"LDS": (16, 16)})  # of a tile in shared memory
-TILE = {r"LDG\S*\.128": (4, 4), r"STS\S*\.128": (8, 8)}
+ROOTS = {r"MUFU\.RSQ": (4, 4), r"MUFU\.RCP": (4, 4)}
+ADAM = {**accesses(4, 3), **ROOTS}
+# One more store, of the zeros of a gradient, is predicated off or jumped over.
+MIXED = {**accesses(3, 3), **ROOTS, r"LDG\S*\.64": (1, 1), r"STG": (4, 5), r"STG\S*\.64": (1, 2)}
+SQUARES = (8, {r"DFMA": (8, 8), r"LDS": (8, 8)})  # of a tile in shared memory
+ROWS = {r"LDG\S*\.64": (8, 8), r"DFMA": (32, 32)}  # eight of 128 elements in 16 bits
 # By the names of gpu_model.py: the kernel, and for each of its loops the elements of an iteration and, for each
 # pattern, how many instructions of it the iteration has, at least and at most.
 LOOPS = {
@@ -34,9 +37,9 @@ LOOPS = {
     "update bf16": ("update_kernel", [(4, {**MIXED, F16_LOAD: (0, 0), BF16_STORE: (2, 4)})]),
     "update one moment": ("update_kernel", [(4, {**accesses(3, 2), r"MUFU": (0, 0)})]),
     "update plain": ("update_kernel", [(4, {**accesses(2, 1), r"MUFU": (0, 0)})]),
-    "inspect f16": ("inspect_kernel", [(32, {**TILE, F16_LOAD: (32, 32)}), SQUARES]),
-    "inspect bf16": ("inspect_kernel", [(32, {**TILE, F16_LOAD: (0, 0)}), SQUARES]),
-    "inspect fp32": ("inspect_kernel", [(16, {**TILE, r"STS\S*\.128": (4, 4)}), SQUARES]),
+    "inspect f16": ("inspect_kernel", [(32, {**ROWS, F16_LOAD: (32, 32)})]),
+    "inspect bf16": ("inspect_kernel", [(32, {**ROWS, F16_LOAD: (0, 0)})]),
+    "inspect fp32": ("inspect_kernel", [(16, {r"LDG\S*\.128": (4, 4), r"DFMA": (16, 16)})]),
     "feed": ("feed_list_kernel", [(16, accesses(8, 4)), SQUARES]),
     "serve": ("serve_kernel", [(4, accesses(1, 1, **{r"LDG\S*\.U8": (8, 8)})), SQUARES]),
     "decode": ("decode_kernel", [(4, {r"STG": (1, 1), r"STG\S*\.128": (1, 1)})]),
@@ -44,7 +47,7 @@ LOOPS = {
     "lamb weights": ("update_weights_kernel", [(4, accesses(3, 1))]),
     "feed momentum": ("feed_kernelILNS.*4FeedE0E", [(4, accesses(3, 1, **{r"STS\S*\.128": (1, 1)})), SQUARES]),
     "finish momentum": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(3, 2), r"LDG\S*\.U8": (1, 1)})]),
-    "finish bits": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.U8": (1, 2)})]),
+    "finish bits": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.128": (2, 3), r"LDG\S*\.U8": (1, 2)})]),
     "moments of 1-bit LAMB": ("onebit_lamb_moments_kernel", [(4, accesses(4, 2)), SQUARES, SQUARES]),
 }
 
