@@ -419,8 +419,8 @@ public:
     void decide(OneBitDecision decision) override {
         switch (decision) {
         case OneBitDecision::begin: return launcher_.block({"begin_onebit", after_begin()}, begin_onebit_kernel, b_);
-        case OneBitDecision::scale_momenta: // an exchange begins with a memset
-            return launcher_.block({"momentum_scaling", kernel_if(!b_.one.exchanges)}, momentum_scaling_kernel, b_);
+        case OneBitDecision::scale_momenta:
+            return launcher_.block({"momentum_scaling", Next::kernel}, momentum_scaling_kernel, b_);
         case OneBitDecision::trust: return launcher_.block({"onebit_trust", unless_shards()}, onebit_trust_kernel, b_);
         case OneBitDecision::shared_trust:
             return launcher_.block({"onebit_shared_trust", Next::kernel}, onebit_shared_trust_kernel, b_);
@@ -435,10 +435,10 @@ private:
     // The order of passes is that of src/step/onebit.cc. Shards are zeroed before their sums are made, and go into a
     // collective then.
     Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0); }
-    /// An exchange begins with a memset, or with a copy to the host; so does the update of shards.
+    /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {
-        const bool local = b_.one.stage == Stage::local && !b_.one.rules.compat;
-        return kernel_if(local || (!b_.one.exchanges && b_.d.plan.shards.count == 0));
+        const bool asks_host = b_.one.exchanges && b_.one.rules.compat;
+        return kernel_if(!asks_host && (b_.one.stage == Stage::local || b_.d.plan.shards.count == 0));
     }
 
     const Launcher &launcher_;
