@@ -7,7 +7,7 @@
 namespace dsopt::gpu {
 
 /// Compensated values that are there already.
-__global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads, kBlocks) pack_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     pack_groups(x.own, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
         for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.own.worker[worker + k];
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(GRID_CONSTANT const PdlA
 }
 
 /// A list, a tensor a scale group, to compensated values and messages.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     feed_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
     const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
@@ -77,7 +77,7 @@ constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side
 
 /// Adds the mean of all ranks' messages, in rank order, to the residual of this rank's chunk; stores the compensated
 /// values and packs the result.
-__global__ void __launch_bounds__(kThreads) serve_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads, kBlocks) serve_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     __shared__ float tile[kLeaf];
     const Compression &own = x.own;
@@ -204,7 +204,7 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSli
 }
 
 /// That mean and the residual to the compensated values, and their bits to the messages.
-__global__ void __launch_bounds__(kThreads) feed_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads, 3) feed_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
     pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {

@@ -67,11 +67,18 @@ template <int Tiles, class Store>
 __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store &store) {
     static_assert(Tiles * kLeafLanes <= kThreads);
     __shared__ double sums[Tiles][kLanes];
-    const unsigned k = threadIdx.x / kLeafLanes, lane = threadIdx.x % kLeafLanes;
+    const unsigned thread = thread_read_here(), k = thread / kLeafLanes, lane = thread % kLeafLanes;
     if (k < Tiles) {
         double sum = 0;
-#pragma unroll 8
-        for (unsigned i = lane; i < unsigned(n); i += kLeafLanes) sum = plus_square(sum, tiles[k * kLeaf + i]);
+        constexpr int ahead = 8; // values that are asked for at once; zeros behind the end change no sum
+        for (unsigned i = lane; i < unsigned(n); i += ahead * kLeafLanes) {
+            float x[ahead];
+            unrolled<ahead>([&](int a) INLINED {
+                const unsigned at = i + unsigned(a) * kLeafLanes;
+                x[a] = at < unsigned(n) ? tiles[k * kLeaf + at] : 0.0f;
+            });
+            unrolled<ahead>([&](int a) INLINED { sum = plus_square(sum, x[a]); });
+        }
         // Of four neighbours, as add_neighbours(): the order of two summands is free.
         for (int width = 1; width <= 2; width *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
         if (lane % 4 == 0) sums[k][lane / 4] = sum;

@@ -122,14 +122,7 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     write_report(plan);
 }
 
-/// Resident blocks per multiprocessor. On consumer devices of the last generation the compiler spills with 64
-/// registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kUpdateBlocks = 3;
-#else
-constexpr int kUpdateBlocks = 4;
-#endif
-__global__ void __launch_bounds__(kThreads, kUpdateBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     update_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     DYNAMIC_SHARED(float, memory);

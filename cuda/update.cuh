@@ -94,9 +94,9 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
     LeavesAhead &ahead = s.ahead;
     constexpr unsigned rounds = LeavesAhead::rounds;
     const auto copy_job = [&](int32_t tensor) INLINED {
-        if (threadIdx.x < LeavesAhead::words)
-            copy_async<8>(ahead.job + threadIdx.x,
-                          reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + threadIdx.x);
+        const unsigned word = thread_read_here();
+        if (word < LeavesAhead::words)
+            copy_async<8>(ahead.job + word, reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + word);
     };
     const auto ask_tensor = [&](unsigned round) INLINED {
         const uint32_t turn = ahead.leaf[round % rounds];
@@ -121,10 +121,13 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
                 if (threadIdx.x < LeavesAhead::words)
                     reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] = ahead.job[threadIdx.x];
                 __syncwarp();
-                if (threadIdx.x == 0) {
-                    s.tensor = tensor;
+                if (threadIdx.x == 1) { // another thread than the one below, which needs all of its registers
                     s.aligned = all_aligned(s.job);
                     s.formats = formats_of(s.job);
+                }
+                __syncwarp();
+                if (threadIdx.x == 0) {
+                    s.tensor = tensor;
                     find_scalars(d, tensor, s);
                     find(tensor);
                 }

@@ -7,11 +7,31 @@
 
 namespace dsopt::gpu {
 
+/// Resident blocks per multiprocessor of kernels that read and write several arrays. On consumer devices of the last
+/// generation the compiler spills with 64 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kBlocks = 3;
+#else
+constexpr int kBlocks = 4;
+#endif
+
 // Where a thread, and its warp, are in the grid, and how many of them there are.
 __device__ __forceinline__ int64_t grid_thread() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * kThreads; }
 __device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ __forceinline__ int64_t grid_warps() { return int64_t(gridDim.x) * kWarps; }
+
+/// threadIdx.x, read here: what a loop over leaves makes of it is made again for each leaf. Else the compiler keeps it in
+/// registers, which the loop over elements needs.
+__device__ __forceinline__ unsigned thread_read_here() {
+#if defined(__CUDA_ARCH__)
+    unsigned thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+#else
+    return threadIdx.x;
+#endif
+}
 
 /// body(0), body(1), ... body(Count - 1) in a row: arrays that they index stay in registers.
 template <int Count, class Body> __device__ __forceinline__ void unrolled(const Body &body) {

@@ -46,7 +46,7 @@ BUDGET = [
     ("pack_kernel", 64, 4, 0, 0, 0),
     ("serve_kernel", 64, 4, 0, 1, 1),
     ("decode_kernel", 64, 4, 0, 0, 1),
-    ("feed_slice_kernel", 64, 4, 0, 2, 1),
+    ("feed_slice_kernel", 80, 3, 0, 2, 1),
     ("mean_slice_kernel", 64, 4, 0, 2, 1),
     ("message_scales_kernel", 64, 4, 0, 0, 0),
     ("result_scales_kernel", 64, 4, 0, 0, 0),
@@ -68,6 +68,8 @@ SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, 
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
         "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
+# Instructions of a kernel that has a loop for each rule, and for each set of formats: they come from memory, too.
+MOST_INSTRUCTIONS = {"update_kernel": 31000}
 RANKS_AT_ONCE = 4  # whose bits, a byte each, serve_kernel has asked for before it waits for any, at least
 REGISTERS = 65536
 # Threads, and bytes of shared memory, of a multiprocessor; of the latter each block takes 1024 for itself.
@@ -180,8 +182,8 @@ def addition_chains(code):
         if any(other != (begin, end) and begin <= other[0] and other[1] <= end for other in loops):
             continue
         body = [line for at, line in lines if begin <= at <= end]
-        if any("MUFU" in line for line in body):
-            continue  # it divides
+        if any("MUFU" in line or "BAR" in line for line in body):
+            continue  # it divides, or is over leaves
         values, chain, crosses, ahead = follow(body)
         if chain:
             found, worst, through_lanes = found + 1, max(worst, chain / values), through_lanes or crosses
@@ -256,6 +258,10 @@ def judge_machine_code(judge, arch, usage, code):
         late = [name for name in code if not waits_first(code[name])]
         judge.say(len(code) > 30 and not late, "%s %d kernels wait for the preceding one before they use memory, others: %s" %
                   (arch, len(code) - len(late), " ".join(late) or "none"))
+    for kernel, most in MOST_INSTRUCTIONS.items():
+        for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
+            count = len(instructions(code.get(name, "")))
+            judge.say(0 < count <= most, "%s %s: %d instructions" % (arch, kernel, count))
     for name in [name for name in code if re.search(r"\d+serve_kernel", name)] or ["serve_kernel"]:
         ranks = loads_under_way(code.get(name, ""), "U8", 1)
         judge.say(ranks >= RANKS_AT_ONCE, "%s serve_kernel: the bits of %d ranks under way" % (arch, ranks))
