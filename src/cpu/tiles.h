@@ -13,15 +13,16 @@ namespace {
 
 // Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
 // back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
-// short so that the loops of one run while the next one's memory is on its way, and long enough for sums: each stripe of
-// lanes of a tile is loaded into registers and stored once. What goes through registers instead is in kernels.cc: the
-// forms of a step that most programs have.
-constexpr int64_t kTile = 1024;
-static_assert(kLeaf % kTile == 0 && kTile % kLeafLanes == 0);
+// short so that the loops of one run while the next one's memory is on its way. What goes through registers instead is
+// in kernels.cc: the forms of a step that most programs have.
+constexpr int64_t kTile = 256;
+/// Squares are added up for several tiles at once: lanes of a sum are loaded into registers and stored for each.
+constexpr int64_t kSumTile = 1024;
+static_assert(kLeaf % kSumTile == 0 && kSumTile % kTile == 0 && kTile % kLeafLanes == 0);
 
-struct alignas(64) Buffer {
-    float at[kTile];
-};
+template <int64_t N> struct alignas(64) BufferOf { float at[N]; };
+using Buffer = BufferOf<kTile>;
+using SumBuffer = BufferOf<kSumTile>;
 
 /// Before a loop over arrays that do not overlap. What gcc inlines loses __restrict, and then compares the addresses of
 /// the arrays before each tile, which costs LAMB a tenth of its time in cache.
@@ -118,7 +119,8 @@ inline void store(const float *from, const Slot &slot, int64_t index, int64_t n,
 }
 
 /// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
-inline float *open(const Slot &slot, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
+template <int64_t N>
+float *open(const Slot &slot, int64_t index, int64_t n, BufferOf<N> &buffer, bool private_copy = false) {
     if (slot.format == Dtype::f32 && !private_copy) return element<float>(slot.data, index);
     load(slot, index, n, buffer.at);
     return buffer.at;
@@ -194,6 +196,11 @@ public:
         }
     }
     void add(const float *x, int64_t n) { add(x, n, F32{}); }
+    /// Of a leaf of `numel` elements, `done` of which are there: those behind what was added so far, a kSumTile at once.
+    void add_behind(const float *leaf, int64_t done, int64_t numel) {
+        const int64_t first = (done - 1) / kSumTile * kSumTile;
+        if (done == numel || done == first + kSumTile) add(leaf + first, done - first);
+    }
     double fold() const {
         if (registers_ == 1) return fold_first<8>();
         return registers_ == 4 ? fold_first<32>() : fold_first<kLeafLanes>();
