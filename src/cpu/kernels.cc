@@ -19,19 +19,18 @@ int64_t count_nonfinite(const float *x, int64_t n) {
 }
 
 void squares(const Slot &slot, int64_t begin, int64_t end, double *squares, int64_t index) {
-    // So few that memory is read in order but for 2 KiB, so many that lanes stay in registers for four rows.
-    constexpr int64_t tile = 4 * kLeafLanes;
     visit(slot.format, [&](auto tag) {
         const auto *x = element<typename decltype(tag)::storage>(slot.data, 0);
         for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
-            // One stream a thread is too little for the hardware's prefetchers, so the next leaf is prefetched here.
-            const bool more = leaf + 2 * kLeaf <= end;
             const int64_t stop = least(leaf + kLeaf, end);
             LeafSum sum(stop - leaf);
-            for (int64_t i = leaf; i < stop; i += tile) {
+            // One stream a thread is too little for the hardware's prefetchers, so the next leaf is prefetched here.
+            const bool more = leaf + 2 * kLeaf <= end;
+            for (int64_t i = leaf; i < stop; i += kTile) {
                 if (more)
-                    for (int64_t k = 0; k < tile; k += int64_t(64 / sizeof *x)) __builtin_prefetch(x + i + kLeaf + k);
-                sum.add(x + i, least(tile, stop - i), tag);
+                    sum.add<kLeaf>(x + i, kTile, tag);
+                else
+                    sum.add(x + i, least(kTile, stop - i), tag);
             }
             squares[index] = sum.fold();
         }
@@ -230,7 +229,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
     const int64_t tile = in_registers && span.prefetch == nullptr ? kLeaf : kTile;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
-        LeafSum weight_sum(stop - leaf), change_sum(stop - leaf);
+        const int64_t summed = span.sums ? stop - leaf : 0;
+        LeafSum weight_sum(summed), change_sum(summed);
         for (int64_t i = leaf; i < stop; i += tile) {
             const int64_t end = least(i + tile, stop);
             prefetch_next(span.prefetch, end - i);
@@ -293,24 +293,20 @@ template <class R> void reduced_first_pass(const Span &span) {
     constexpr int count = R::moments.count;
     const typename R::Moments rule{*span.scalars};
     const TensorJob &job = *span.job;
-    SumBuffer p_buffer, u;
-    Buffer moment_buffer[count];
+    Buffer p_buffer, moment_buffer[count], u;
     for (int64_t leaf = span.begin; leaf < span.end; leaf += kLeaf) {
         const int64_t stop = least(leaf + kLeaf, span.end);
         LeafSum weight_sum(stop - leaf), update_sum(stop - leaf);
-        for (int64_t begin = leaf; begin < stop; begin += kSumTile) {
-            const int64_t end = least(begin + kSumTile, stop);
-            const float *p = open(job.weight(), begin, end - begin, p_buffer);
-            for (int64_t i = begin; i < end; i += kTile) {
-                const int64_t n = least(kTile, end - i);
-                prefetch_next(span.prefetch, n);
-                float *moment[count];
-                for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);
-                reduced_tile<count>(rule, job, i, n, p + (i - begin), moment, u.at + (i - begin));
-                for (int k = 0; k < count; ++k) close(moment[k], job.moment(k), i, n);
-            }
-            weight_sum.add(p, end - begin);
-            update_sum.add(u.at, end - begin);
+        for (int64_t i = leaf; i < stop; i += kTile) {
+            const int64_t n = least(kTile, stop - i);
+            prefetch_next(span.prefetch, n);
+            const float *p = open(job.weight(), i, n, p_buffer);
+            float *moment[count];
+            for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);
+            reduced_tile<count>(rule, job, i, n, p, moment, u.at);
+            weight_sum.add(p, n);
+            update_sum.add(u.at, n);
+            for (int k = 0; k < count; ++k) close(moment[k], job.moment(k), i, n);
         }
         span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
         span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();

@@ -153,8 +153,8 @@ double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
             if (real > 0) add_residual(added->x + i, value + i, added->scale, real);
             if (real < size) add_residual(nullptr, value + i + real, added->scale, size - real);
         }
+        sum.add(value + i, size);
         pack_bits(value + i, size, bits + i / 8);
-        sum.add_behind(value, i + size, n);
     }
     return sum.fold();
 }
@@ -177,8 +177,8 @@ double serve(const char *messages, int64_t message_bytes, int64_t message_scales
         }
         add_residual(sum.at, value + i, scale, size);
         if (active != nullptr) leave_out(value + i, size, active, i);
+        total.add(value + i, size);
         pack_bits(value + i, size, bits + (bit + i) / 8);
-        total.add_behind(value, i + size, n);
     }
     return total.fold();
 }

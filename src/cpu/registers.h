@@ -48,6 +48,9 @@ DSOPT_HD Floats widened(__m256i x, F16) { return Floats(_mm512_maskz_cvtph_ps(0x
 #if defined(__AVX2__)
 DSOPT_HD __m256 widened(__m128i x, BF16) { return __m256(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 DSOPT_HD __m256 widened(__m128i x, F16) { return _mm256_cvtph_ps(x); }
+// The first four.
+DSOPT_HD __m128 widened4(__m128i x, BF16) { return __m128(_mm_slli_epi32(_mm_cvtepu16_epi32(x), 16)); }
+DSOPT_HD __m128 widened4(__m128i x, F16) { return _mm_cvtph_ps(x); }
 #else
 DSOPT_HD Floats widened(uint16x4_t x, BF16) { return Floats(__builtin_convertvector(Halves(x), Words) << 16); }
 DSOPT_HD Floats widened(uint16x4_t x, F16) { return Floats(vcvt_f32_f16(vreinterpret_f16_u16(x))); }

@@ -16,13 +16,11 @@ namespace {
 // short so that the loops of one run while the next one's memory is on its way. What goes through registers instead is
 // in kernels.cc: the forms of a step that most programs have.
 constexpr int64_t kTile = 256;
-/// Squares are added up for several tiles at once: lanes of a sum are loaded into registers and stored for each.
-constexpr int64_t kSumTile = 1024;
-static_assert(kLeaf % kSumTile == 0 && kSumTile % kTile == 0 && kTile % kLeafLanes == 0);
+static_assert(kLeaf % kTile == 0 && kTile % kLeafLanes == 0);
 
-template <int64_t N> struct alignas(64) BufferOf { float at[N]; };
-using Buffer = BufferOf<kTile>;
-using SumBuffer = BufferOf<kSumTile>;
+struct alignas(64) Buffer {
+    float at[kTile];
+};
 
 /// Before a loop over arrays that do not overlap. What gcc inlines loses __restrict, and then compares the addresses of
 /// the arrays before each tile, which costs LAMB a tenth of its time in cache.
@@ -119,8 +117,7 @@ inline void store(const float *from, const Slot &slot, int64_t index, int64_t n,
 }
 
 /// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
-template <int64_t N>
-float *open(const Slot &slot, int64_t index, int64_t n, BufferOf<N> &buffer, bool private_copy = false) {
+inline float *open(const Slot &slot, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
     if (slot.format == Dtype::f32 && !private_copy) return element<float>(slot.data, index);
     load(slot, index, n, buffer.at);
     return buffer.at;
@@ -135,29 +132,36 @@ inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
-typedef float Float8 __attribute__((vector_size(32), aligned(4)));
-typedef double Double8 __attribute__((vector_size(64)));
-
-inline Float8 floats8(const float *x, F32) { return *reinterpret_cast<const Float8 *>(x); }
-template <class Tag> Float8 floats8(const uint16_t *x, Tag tag) {
-#if defined(__AVX2__)
-    return Float8(widened(read<__m128i>(x), tag));
-#elif DSOPT_HAS_REGISTERS
-    const Floats halves[] = {load(x, tag), load(x + kWide, tag)};
-    return read<Float8>(halves);
-#else
-    Float8 all;
-    for (int i = 0; i < 8; ++i) all[i] = tag.load(x[i]);
-    return all;
-#endif
-}
-
-/// gcc 12 makes four instructions of the AVX-512 one when left to itself, and warns of its own header without a mask.
-inline Double8 doubles8(Float8 x) {
+// A register of doubles: what is wider the compiler keeps in memory, as it does with arrays whose elements are.
 #if defined(__AVX512F__)
-    return Double8(_mm512_maskz_cvtps_pd(0xff, __m256(x)));
+constexpr int kDoubles = 8;
+#elif defined(__AVX2__)
+constexpr int kDoubles = 4;
 #else
-    return __builtin_convertvector(x, Double8);
+constexpr int kDoubles = 2;
+#endif
+typedef double Doubles __attribute__((vector_size(kDoubles * 8)));
+
+/// That many elements of an array.
+template <class Tag> Doubles doubles(const typename Tag::storage *x, [[maybe_unused]] Tag tag) {
+#if defined(__AVX512F__) // with masks: gcc 12 makes four instructions of this one when left to itself
+    if constexpr (std::is_same_v<Tag, F32>)
+        return Doubles(_mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x)));
+    else
+        return Doubles(_mm512_maskz_cvtps_pd(0xff, widened(read<__m128i>(x), tag)));
+#elif defined(__AVX2__)
+    if constexpr (std::is_same_v<Tag, F32>)
+        return Doubles(_mm256_cvtps_pd(_mm_loadu_ps(x)));
+    else
+        return Doubles(_mm256_cvtps_pd(widened4(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(x)), tag)));
+#elif defined(__aarch64__)
+    if constexpr (std::is_same_v<Tag, F32>)
+        return Doubles(vcvt_f64_f32(vld1_f32(x)));
+    else
+        return Doubles(
+            vcvt_f64_f32(vget_low_f32(float32x4_t(widened(vreinterpret_u16_u32(vdup_n_u32(read<uint32_t>(x))), tag)))));
+#else
+    return Doubles{double(Tag::load(x[0])), double(Tag::load(x[1]))};
 #endif
 }
 
@@ -166,67 +170,103 @@ class LeafSum {
 public:
     /// `numel` elements of the leaf are added. Lanes that a short leaf does not reach would stay zero, which changes no
     /// sum: they are neither cleared nor folded, which would take longer than all else for tensors of a few elements.
-    explicit LeafSum(int64_t numel) : registers_(numel <= 8 ? 1 : numel <= 32 ? 4 : kRegisters) {
-        lane_[0] = Double8{};
-        if (registers_ > 1) clear(std::integer_sequence<int, 1, 2, 3>{});
-        if (registers_ > 4) clear(std::integer_sequence<int, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15>{});
+    explicit LeafSum(int64_t numel) : used_(numel <= 8 ? 8 : numel <= 32 ? 32 : kLeafLanes) {
+        clear<0, 8>();
+        if (used_ > 8) clear<8, 32>();
+        if (used_ > 32) clear<32, kLeafLanes>();
     }
 
-    /// `x` starts at a multiple of 128 in its leaf.
-    template <class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
+    /// `x` starts at a multiple of 128 in its leaf. Elements that are `Ahead` elements behind are prefetched, unless it is
+    /// 0.
+    template <int64_t Ahead = 0, class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
         const int64_t whole = n & -kLeafLanes;
-        // A stripe after the other: registers hold the lanes of one.
-        for (int stripe = 0; stripe < kLeafLanes && whole != 0; stripe += 32) {
-            Double8 *const own = lane_ + stripe / 8;
-            Double8 l0 = own[0], l1 = own[1], l2 = own[2], l3 = own[3];
-            for (int64_t i = stripe; i < whole; i += kLeafLanes) {
-                l0 = plus_square(l0, doubles8(floats8(x + i, tag)));
-                l1 = plus_square(l1, doubles8(floats8(x + i + 8, tag)));
-                l2 = plus_square(l2, doubles8(floats8(x + i + 16, tag)));
-                l3 = plus_square(l3, doubles8(floats8(x + i + 24, tag)));
-            }
-            own[0] = l0, own[1] = l1, own[2] = l2, own[3] = l3;
-        }
+        for (int lane = 0; lane < kLeafLanes && whole != 0; lane += kHeld) add_rows<Ahead>(x, whole, lane, tag);
         int64_t i = whole;
         int k = 0;
-        for (; i + 8 <= n; i += 8, ++k) lane_[k] = plus_square(lane_[k], doubles8(floats8(x + i, tag)));
+        for (; i + kDoubles <= n; i += kDoubles, ++k) lane_[k] = plus_square(lane_[k], doubles(x + i, tag));
         for (int j = 0; i < n; ++i, ++j) {
             const double element = double(Tag::load(x[i]));
             lane_[k][j] += element * element;
         }
     }
     void add(const float *x, int64_t n) { add(x, n, F32{}); }
-    /// Of a leaf of `numel` elements, `done` of which are there: those behind what was added so far, a kSumTile at once.
-    void add_behind(const float *leaf, int64_t done, int64_t numel) {
-        const int64_t first = (done - 1) / kSumTile * kSumTile;
-        if (done == numel || done == first + kSumTile) add(leaf + first, done - first);
-    }
     double fold() const {
-        if (registers_ == 1) return fold_first<8>();
-        return registers_ == 4 ? fold_first<32>() : fold_first<kLeafLanes>();
+        if (used_ == 8) return fold_first<8>();
+        return used_ == 32 ? fold_first<32>() : fold_all();
     }
 
 private:
-    static constexpr int kRegisters = kLeafLanes / 8;
+    /// Lanes that are added to at once; the others are in memory meanwhile, and the rows of a tile are visited stripe by
+    /// stripe. AVX-512 has registers for all of them, but then they are stored and loaded again where nothing else is to
+    /// do, which took pass 1 in the second-level cache 1.4 times as long.
+#if defined(__AVX2__) || defined(__aarch64__)
+    static constexpr int kHeld = 32;
+#else
+    static constexpr int kHeld = 16;
+#endif
 
+    template <class Call, int... K> static void with_each(const Call &call, std::integer_sequence<int, K...>) {
+        (call.template operator()<K>(), ...);
+    }
     /// One by one: gcc would clear an array by a slow loop in microcode.
-    template <int... K> void clear(std::integer_sequence<int, K...>) { ((lane_[K] = Double8{}), ...); }
+    template <int Begin, int End> void clear() {
+        with_each([&]<int K>() { lane_[Begin / kDoubles + K] = Doubles{}; },
+                  std::make_integer_sequence<int, (End - Begin) / kDoubles>{});
+    }
+    /// Lanes `lane` to `lane` + kHeld of whole rows.
+    template <int64_t Ahead, class Tag> void add_rows(const typename Tag::storage *x, int64_t n, int lane, Tag tag) {
+        constexpr int line = int(64 / sizeof *x);
+        Doubles *const own = lane_ + lane / kDoubles;
+        [&]<int... K>(std::integer_sequence<int, K...>) {
+            Doubles held[] = {own[K]...};
+            for (int64_t i = lane; i < n; i += kLeafLanes) {
+                for (int k = 0; Ahead != 0 && k < kHeld; k += line) __builtin_prefetch(x + i + Ahead + k);
+                ((held[K] = plus_square(held[K], doubles(x + i + K * kDoubles, tag))), ...);
+            }
+            ((own[K] = held[K]), ...);
+        }
+        (std::make_integer_sequence<int, kHeld / kDoubles>{});
+    }
+    /// Sums of pairs of neighbours: those of a, then those of b.
+    static Doubles add_pairs(Doubles a, Doubles b) {
+#if defined(__AVX512F__)
+        return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+               __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#elif defined(__AVX2__)
+        return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+#else
+        return __builtin_shufflevector(a, b, 0, 2) + __builtin_shufflevector(a, b, 1, 3);
+#endif
+    }
+    /// As fold_leaf_lanes(). So few are quicker one by one.
     template <int Lanes> double fold_first() const {
-        double sum[Lanes];
-        __builtin_memcpy(sum, lane_, sizeof sum);
-        return fold_leaf_lanes(sum);
+        double lane[Lanes];
+        __builtin_memcpy(lane, lane_, sizeof lane);
+        return fold_leaf_lanes(lane);
+    }
+    /// As fold_leaf_lanes().
+    double fold_all() const {
+        double sum[kLanes];
+        with_each(
+            [&]<int K>() {
+                const Doubles *const own = lane_ + 4 * K;
+                const Doubles four = add_pairs(add_pairs(own[0], own[1]), add_pairs(own[2], own[3]));
+                __builtin_memcpy(sum + K * kDoubles, &four, sizeof four);
+            },
+            std::make_integer_sequence<int, kLanes / kDoubles>{});
+        return fold_lanes<kLanes>(sum);
     }
     /// The square of a float is exact in double, so a fused multiply-add rounds once like the two operations do.
-    static Double8 plus_square(Double8 sum, Double8 x) {
+    static Doubles plus_square(Doubles sum, Doubles x) {
 #if defined(__AVX512F__)
-        return Double8(_mm512_fmadd_pd(__m512d(x), __m512d(x), __m512d(sum)));
+        return Doubles(_mm512_fmadd_pd(__m512d(x), __m512d(x), __m512d(sum)));
 #else
         return sum + x * x;
 #endif
     }
 
-    Double8 lane_[kRegisters];
-    const int registers_;
+    Doubles lane_[kLeafLanes / kDoubles];
+    const int used_;
 };
 
 /// Magnitudes compare as integers, and a NaN is above them all.
