@@ -13,6 +13,13 @@
 /// Behind the parameters of a lambda in a kernel. One that is called would have what it captures in local memory.
 #define INLINED __attribute__((always_inline))
 
+/// The same on a device only: a host's compiler takes minutes for a function with the loops of all rules and formats.
+#if defined(CUDA_EMU)
+#define INLINED_ON_DEVICE __attribute__((noinline))
+#else
+#define INLINED_ON_DEVICE INLINED
+#endif
+
 /// In a kernel: `T *name`, the shared memory whose size the launch says.
 #if defined(CUDA_EMU)
 #define DYNAMIC_SHARED(T, name) T *const name = static_cast<T *>(cuemu::dynamic_shared())

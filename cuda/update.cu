@@ -9,7 +9,7 @@ namespace dsopt::gpu {
 /// body(Width<V>, slots, i) for i in [0, n), as for_packs(): fours by a loop that knows the formats of the arrays.
 template <class Body> __device__ __forceinline__ void for_known_packs(const SharedTensor &s, int n, const Body &body) {
     const int whole = s.aligned ? n / 4 * 4 : 0;
-    const auto fours = [&]<FormatSet Set>(std::integral_constant<FormatSet, Set>) INLINED {
+    const auto fours = [&]<FormatSet Set>(std::integral_constant<FormatSet, Set>) INLINED_ON_DEVICE {
         const KnownSlots<Set> slots{s.job};
         for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(Width<4>{}, slots, i);
     };
