@@ -68,8 +68,8 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
-/// Bits of a message that no group has are 1: those of its elements from the `begin`-th on, a multiple of 32 if there are
-/// any, and what makes whole vectors of it. By the threads first, first + stride, ...
+/// Bits of a message that no group has are 1: those of its elements from the `begin`-th on, a multiple of 32 if there
+/// are any, and what makes whole vectors of it. By the threads first, first + stride, ...
 __device__ __forceinline__ void fill_message(const CompressLayout &layout, char *message, int64_t begin, int64_t first,
                                              int64_t stride) {
     uint8_t *const bits = layout.bits(message);

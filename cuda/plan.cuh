@@ -50,9 +50,9 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_block(const 
     }
 }
 
-/// Where blocks or warps take their leaves: the first `given` of each are fixed, further ones come from a counter in the
-/// order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed share the slowest
-/// one would end the kernel. Which block works on a leaf changes no bit.
+/// Where blocks or warps take their leaves: the first `given` of each are fixed, further ones come from a counter in
+/// the order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed share the
+/// slowest one would end the kernel. Which block works on a leaf changes no bit.
 struct LeafTurns {
     uint32_t *taken; // NULL: every leaf is fixed
     /// The leaf behind `last`, which is the last one of this block or warp so far, of `all` that there are.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of squares of the elements of a leaf, in the order of rules/lane_sum.h: by a warp that reads the leaf from memory,
-// or by a block that has it in shared memory. Which elements are not finite, by a warp.
+// Sums of squares of the elements of a leaf, in the order of rules/lane_sum.h: by a warp that reads the leaf from
+// memory, or by a block that has it in shared memory. Which elements are not finite, by a warp.
 #pragma once
 #include "fold.cuh"
 
@@ -30,8 +30,8 @@ struct LeafSquares {
 
 constexpr int kBytesInFlight = 64; // that a thread has asked for before it waits for the first of them
 
-/// n elements from `begin` on, at most a leaf, by one warp; the sum is in all of its lanes. Each thread adds up the four
-/// neighbours that it loads, row after row of 128 elements.
+/// n elements from `begin` on, at most a leaf, by one warp; the sum is in all of its lanes. Each thread adds up the
+/// four neighbours that it loads, row after row of 128 elements.
 __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n) {
     LeafSquares sum;
     const int own = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
@@ -59,10 +59,10 @@ __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, 
     return sum.fold();
 }
 
-/// store(k, sum) by one thread for each of `Tiles` leaves of n elements in shared memory, the k-th at tiles + k * kLeaf.
-/// By a whole block after a barrier. A thread has one lane: those of a leaf's neighbours are in eight warps, because each
-/// leaf is shared by all warps of the block, so that short lists occupy all multiprocessors. The tiles may be written
-/// again when it returns.
+/// store(k, sum) by one thread for each of `Tiles` leaves of n elements in shared memory, the k-th at tiles + k *
+/// kLeaf. By a whole block after a barrier. A thread has one lane: those of a leaf's neighbours are in eight warps,
+/// because each leaf is shared by all warps of the block, so that short lists occupy all multiprocessors. The tiles may
+/// be written again when it returns.
 template <int Tiles, class Store>
 __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store &store) {
     static_assert(Tiles * kLeafLanes <= kThreads);

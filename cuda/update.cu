@@ -71,8 +71,8 @@ template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
-/// Counts of all tensors, by the threads first, first + stride, ... of a block or of a grid. Four tensors at a time, whose
-/// loads overlap.
+/// Counts of all tensors, by the threads first, first + stride, ... of a block or of a grid. Four tensors at a time,
+/// whose loads overlap.
 __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
     for (; first < plan.count; first += 4 * stride) {
         int32_t advance[4];
@@ -83,8 +83,8 @@ __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first,
         unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
     }
 }
-/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with ten rounds of loads
-/// from the table of jobs, one after the other.
+/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with ten rounds of
+/// loads from the table of jobs, one after the other.
 __host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > 4 * kThreads; }
 
 /// By the last block of the last kernel: counters of few tensors, the report.

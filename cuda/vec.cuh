@@ -21,8 +21,8 @@ __device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * 
 __device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ __forceinline__ int64_t grid_warps() { return int64_t(gridDim.x) * kWarps; }
 
-/// threadIdx.x, read here: what a loop over leaves makes of it is made again for each leaf. Else the compiler keeps it in
-/// registers, which the loop over elements needs.
+/// threadIdx.x, read here: what a loop over leaves makes of it is made again for each leaf. Else the compiler keeps it
+/// in registers, which the loop over elements needs.
 __device__ __forceinline__ unsigned thread_read_here() {
 #if defined(__CUDA_ARCH__)
     unsigned thread;

@@ -176,8 +176,7 @@ public:
         if (used_ > 32) clear<32, kLeafLanes>();
     }
 
-    /// `x` starts at a multiple of 128 in its leaf. Elements that are `Ahead` elements behind are prefetched, unless it is
-    /// 0.
+    /// `x` starts at a multiple of 128 in its leaf. What is `Ahead` elements further on is prefetched, unless that is 0.
     template <int64_t Ahead = 0, class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
         const int64_t whole = n & -kLeafLanes;
         for (int lane = 0; lane < kLeafLanes && whole != 0; lane += kHeld) add_rows<Ahead>(x, whole, lane, tag);
@@ -196,9 +195,9 @@ public:
     }
 
 private:
-    /// Lanes that are added to at once; the others are in memory meanwhile, and the rows of a tile are visited stripe by
-    /// stripe. AVX-512 has registers for all of them, but then they are stored and loaded again where nothing else is to
-    /// do, which took pass 1 in the second-level cache 1.4 times as long.
+    /// Lanes that are added to at once; the others are in memory meanwhile, and the rows of a tile are visited stripe
+    /// by stripe. AVX-512 has registers for all of them, but then they are stored and loaded again where nothing else
+    /// is to do, which took pass 1 in the second-level cache 1.4 times as long.
 #if defined(__AVX2__) || defined(__aarch64__)
     static constexpr int kHeld = 32;
 #else

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order of additions in every sum of squares. It is part of the result.
-// Leaves of a tensor, and tensors of a list: lane l of 32 adds values l, l + 32, ... one after the other, then the upper
-// half of the lanes is added to the lower half, five times. Elements of a leaf: 128 lanes, each in order, too; lanes 4t
-// to 4t + 3 are then added as (a + b) + (c + d), and these 32 sums by halves as above. So a thread of a GPU adds up the
-// four neighbours that it loads, and a CPU has four stripes of 32 lanes.
+// Leaves of a tensor, and tensors of a list: lane l of 32 adds values l, l + 32, ... one after the other, then the
+// upper half of the lanes is added to the lower half, five times. Elements of a leaf: 128 lanes, each in order, too;
+// lanes 4t to 4t + 3 are then added as (a + b) + (c + d), and these 32 sums by halves as above. So a thread of a GPU
+// adds up the four neighbours that it loads, and a CPU has four stripes of 32 lanes.
 #pragma once
 #include "base/hd.h"
 #include <stdint.h>
