@@ -74,6 +74,7 @@ public:
     }
     void update_weights(bool shared) override {
         if (shared) share_trust(d_, launcher_);
+        d_.backwards = !d_.backwards;
         gpu::update_weights(d_, launcher_);
     }
 
