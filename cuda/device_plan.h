@@ -15,7 +15,7 @@ struct DevicePlan {
     double *tensor_squares;
     double *tensor_updates;
     int32_t *tensor_cell; // where its squares count in the table of norms, -1 = nowhere
-    bool backwards;       // pass 2 begins with the last leaf: what pass 1 read last is still in the L2 cache
+    bool backwards;       // the last leaf first: a pass begins with what the one before left in the L2 cache
     bool decided;         // a kernel before the update has decided; else the update finds its own few scalars
 };
 

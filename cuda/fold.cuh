@@ -51,8 +51,8 @@ template <bool Warp> struct LeafFold {
 };
 
 /// body(tensor, leaves, by) for every tensor of a list: by one thread where `leaves_in(tensor)` are few, by a warp
-/// elsewhere. Neighbours in the list go to different warps: large tensors come in a row. A thread asks for the leaves
-/// of several tensors at once.
+/// elsewhere. Neighbours in the list go to different warps: large tensors come in a row. A thread loads the
+/// numbers of leaves of several tensors at once.
 template <class Leaves, class Body>
 __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_in, const Body &body) {
     constexpr int ahead = 4;

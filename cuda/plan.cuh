@@ -22,7 +22,7 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     __syncthreads();
     return last;
 }
-/// The same for a kernel that takes its leaves in turns.
+/// The same for a kernel that distributes its leaves dynamically.
 __device__ __forceinline__ bool last_block(Control::Blocks &blocks) {
     const bool last = last_block(&blocks.done);
     if (last && threadIdx.x == 0) atomicExch(&blocks.taken, 0u);
@@ -50,9 +50,9 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_block(const 
     }
 }
 
-/// Where blocks or warps take their leaves: the first `given` of each are fixed, further ones come from a counter in
-/// the order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed share the
-/// slowest one would end the kernel. Which block works on a leaf changes no bit.
+/// Dynamic distribution of leaves over blocks or warps: the first `given` of each are fixed, further ones come from a
+/// counter in the order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed
+/// share the slowest one would end the kernel. Which block works on a leaf changes no bit.
 struct LeafTurns {
     uint32_t *taken; // NULL: every leaf is fixed
     /// The leaf behind `last`, which is the last one of this block or warp so far, of `all` that there are.
@@ -61,8 +61,8 @@ struct LeafTurns {
     }
 };
 
-/// body(leaf, tensor) for the leaves that a warp takes in turns. The next leaf is known, and its tensor and the leaf
-/// behind it are asked for, while the warp works on one.
+/// body(leaf, tensor) for the leaves of a warp, distributed dynamically. The next leaf is known, and its tensor and the
+/// leaf behind it are asked for, while the warp works on one.
 template <class Body>
 __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafTurns &turns, const Body &body) {
     const uint32_t warps = gridDim.x * kWarps, first = blockIdx.x * kWarps + threadIdx.x / 32;

@@ -9,8 +9,8 @@
 namespace dsopt::gpu {
 
 /// The leaves that follow the one at which a block is, by round: in round r the block works on a leaf, copies the job
-/// of the tensor of leaf r + 1, asks which tensor leaf r + 2 is of, and takes leaf r + 3. So a tensor costs a block no
-/// wait for its table, which long lists drive out of the L2 cache.
+/// of the tensor of leaf r + 1, loads the index of the tensor of leaf r + 2, and takes leaf r + 3. So a tensor costs a
+/// block no wait for its table, which long lists drive out of the L2 cache.
 struct LeavesAhead {
     static constexpr unsigned rounds = 4, words = sizeof(TensorJob) / sizeof(uint64_t);
     static_assert(words * sizeof(uint64_t) == sizeof(TensorJob) && words <= 32);
@@ -87,8 +87,8 @@ __device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t turn) 
     return d.backwards ? d.leaves - 1 - turn : turn;
 }
 
-/// body(where) for the leaves that the block takes in turns, with the tensor's job in shared memory and its scalars
-/// found; thread 0 then calls find(tensor), too.
+/// body(where) for the leaves of the block, distributed dynamically, with the tensor's job in shared memory and its
+/// scalars found; thread 0 then calls find(tensor), too.
 template <class Find, class Body>
 __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const LeafTurns &turns, SharedTensor &s,
                                                   const Find &find, const Body &body) {
@@ -158,7 +158,7 @@ __device__ inline bool skipped(const DevicePlan &d) {
     return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
-/// Where a leaf's values go for its sums, when they are wanted. One behind the other.
+/// Where a leaf's values go for its sums, when they are wanted. The two tiles are contiguous.
 struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
 };

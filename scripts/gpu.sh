@@ -5,7 +5,7 @@
 #        gpu.sh --pack DIR
 # What needs an NVIDIA GPU, without a network. Each part ends within ten minutes, all of them within half an hour: the
 # last ones are the least important. After each part, and after each list of the benches, the page
-# bench/results/<gpu>.md is written anew from all that build-gpu/seen has, so that parts can be run one by one:
+# bench/results/<gpu>.md is rewritten from all results in build-gpu/seen, so that parts can be run one by one:
 #   build      in build-gpu; goes first whichever parts are named, and has nothing to do if it is up to date
 #   tests      the suite and the recorded cases on the device
 #   nccl       one rank with the real NCCL: init, capture, finalize, abort
@@ -155,7 +155,7 @@ build() {
     [ ! -f "$build/build.ninja" ] || set -- --reconfigure
     capability=$(echo "$gpu" | cut -d , -f 2 | tr -d ' .')
     status=0
-    # A compiler that nobody here has seen may warn of something new.
+    # A newer compiler may have warnings that the sources were never checked for.
     limited "$(seconds_left)" meson setup "$@" "$build" --buildtype=release -Dwerror=false -Dcuda=enabled \
         -Dtests=enabled -Dbench=enabled -Dbindings=disabled -Ddevice_archs="$capability" \
         >"$seen/build.log" 2>&1 || status=$?
