@@ -53,7 +53,7 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_block(const 
 /// Dynamic distribution of leaves over blocks or warps: the first `given` of each are fixed, further ones come from a
 /// counter in the order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed
 /// share the slowest one would end the kernel. Which block works on a leaf changes no bit.
-struct LeafTurns {
+struct LeafDistribution {
     uint32_t *taken; // NULL: every leaf is fixed
     /// The leaf behind `last`, which is the last one of this block or warp so far, of `all` that there are.
     __device__ __forceinline__ uint32_t after(uint32_t last, uint32_t all, uint32_t given) const {
@@ -64,14 +64,16 @@ struct LeafTurns {
 /// body(leaf, tensor) for the leaves of a warp, distributed dynamically. The next leaf is known, and its tensor and the
 /// leaf behind it are asked for, while the warp works on one.
 template <class Body>
-__device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafTurns &turns, const Body &body) {
+__device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafDistribution &distribution,
+                                                   const Body &body) {
     const uint32_t warps = gridDim.x * kWarps, first = blockIdx.x * kWarps + threadIdx.x / 32;
     const auto tensor_of = [&](uint32_t leaf) INLINED { return leaf < d.leaves ? d.tensor_of_leaf[leaf] : 0; };
     uint32_t leaf = first, next = first + warps;
     int32_t tensor = tensor_of(leaf);
     while (leaf < d.leaves) {
         const int32_t next_tensor = tensor_of(next);
-        const uint32_t behind = threadIdx.x % 32 == 0 && next < d.leaves ? turns.after(next, warps, 2) : UINT32_MAX;
+        const uint32_t behind =
+            threadIdx.x % 32 == 0 && next < d.leaves ? distribution.after(next, warps, 2) : UINT32_MAX;
         body(leaf, tensor);
         leaf = next;
         tensor = next_tensor;

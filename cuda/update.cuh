@@ -19,8 +19,8 @@ struct LeavesAhead {
     uint64_t job[words]; // of the next tensor
 };
 
-/// Formats of a tensor's arrays that loops are compiled for, beside one loop for any of them. f32: all of them. The
-/// others: gradient, copy and output in 16 bits, weights and moments in fp32, as in mixed precision.
+/// Formats of a tensor's arrays for which loops are compiled. any: each array's format is read from the job. f32: all
+/// are fp32. f16, bf16: gradient, copy and output have 16 bits, weights and moments are fp32, as in mixed precision.
 enum class FormatSet : uint8_t { any, f32, f16, bf16 };
 /// The arrays of a job in the formats of such a set, which the compiler knows.
 template <FormatSet Set> struct KnownSlots {
@@ -83,15 +83,15 @@ __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
     return (all & 15) == 0;
 }
 
-__device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t turn) {
-    return d.backwards ? d.leaves - 1 - turn : turn;
+__device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t position) {
+    return d.backwards ? d.leaves - 1 - position : position;
 }
 
 /// body(where) for the leaves of the block, distributed dynamically, with the tensor's job in shared memory and its
 /// scalars found; thread 0 then calls find(tensor), too.
 template <class Find, class Body>
-__device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const LeafTurns &turns, SharedTensor &s,
-                                                  const Find &find, const Body &body) {
+__device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const LeafDistribution &distribution,
+                                                  SharedTensor &s, const Find &find, const Body &body) {
     LeavesAhead &ahead = s.ahead;
     constexpr unsigned rounds = LeavesAhead::rounds;
     const auto copy_job = [&](int32_t tensor) INLINED {
@@ -99,15 +99,15 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
         if (word < LeavesAhead::words)
             copy_async<8>(ahead.job + word, reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + word);
     };
-    const auto ask_tensor = [&](unsigned round) INLINED {
-        const uint32_t turn = ahead.leaf[round % rounds];
-        if (turn < d.leaves) copy_async<4>(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, turn));
+    const auto load_tensor = [&](unsigned round) INLINED {
+        const uint32_t position = ahead.leaf[round % rounds];
+        if (position < d.leaves) copy_async<4>(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, position));
     };
     if (threadIdx.x == 0) {
         s.tensor = s.group = -1, s.step = -1, s.trust = 1;
         for (unsigned round = 0; round < 3; ++round) ahead.leaf[round] = blockIdx.x + round * gridDim.x;
-        ask_tensor(0);
-        ask_tensor(1);
+        load_tensor(0);
+        load_tensor(1);
         wait_for_copies();
     }
     __syncthreads();
@@ -139,8 +139,8 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
         if (threadIdx.x < 32) {
             if (threadIdx.x == 0) {
                 const uint32_t last = ahead.leaf[(round + 2) % rounds];
-                taken = last < d.leaves ? turns.after(last, gridDim.x, 3) : UINT32_MAX;
-                ask_tensor(round + 2);
+                taken = last < d.leaves ? distribution.after(last, gridDim.x, 3) : UINT32_MAX;
+                load_tensor(round + 2);
             }
             if (ahead.leaf[(round + 1) % rounds] < d.leaves && ahead.tensor[(round + 1) % rounds] != tensor)
                 copy_job(ahead.tensor[(round + 1) % rounds]);
