@@ -157,10 +157,18 @@ void thread_main() {
     }
 }
 
+const size_t kStack = size_t(sanitizer::asan() ? 256 : 128) << 10; // kernels take up to 32 KiB by value
+
+Fiber *add_fiber(Worker &w) {
+    if (!sanitizer::tsan()) return new_fiber(kStack);
+    if (w.stacks == nullptr) w.stacks = map_stack(w.count * kStack);
+    return new_fiber(w.stacks + w.all.size() * kStack, kStack);
+}
+
 Fiber *take_fiber(Worker &w) {
     if (w.spare.empty()) {
         sanitizer::Quiet quiet;
-        w.spare.push_back(new_fiber(size_t(sanitizer::asan() ? 256 : 128) << 10)); // kernels take up to 32 KiB by value
+        w.spare.push_back(add_fiber(w));
         w.all.push_back(w.spare.back());
     }
     Fiber *const fiber = w.spare.back();
@@ -175,9 +183,10 @@ Fiber *take_fiber(Worker &w) {
 void drop_fibers(Worker &w) {
     if (!sanitizer::tsan()) return;
     for (Fiber *fiber : w.all) {
-        bury(fiber->tsan, 6000);
+        bury(fiber->tsan, 4000); // of 8,128; the rest for blocks that run
         delete_fiber(fiber);
     }
+    if (w.stacks != nullptr) unmap_stack(std::exchange(w.stacks, nullptr), w.count * kStack);
     w.all.clear();
     w.spare.clear();
 }

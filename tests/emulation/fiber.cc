@@ -39,20 +39,37 @@ constexpr size_t kGuard = 4096;
 
 } // namespace
 
-Fiber *new_fiber(size_t size) {
-    Fiber *const fiber = new Fiber;
-    fiber->size = size;
+char *map_stack(size_t size) {
     void *const stack = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE)) {
+    if (stack == MAP_FAILED) {
         std::perror("cuemu: stack of a thread");
         std::abort();
     }
-    fiber->stack = static_cast<char *>(stack);
+    return static_cast<char *>(stack);
+}
+
+void unmap_stack(char *stack, size_t size) { munmap(stack, size); }
+
+Fiber *new_fiber(char *stack, size_t size) {
+    Fiber *const fiber = new Fiber;
+    fiber->size = size;
+    fiber->stack = stack;
+    fiber->owns_stack = false;
+    return fiber;
+}
+
+Fiber *new_fiber(size_t size) {
+    Fiber *const fiber = new_fiber(map_stack(size), size);
+    fiber->owns_stack = true;
+    if (mprotect(fiber->stack, kGuard, PROT_NONE)) {
+        std::perror("cuemu: guard of a stack");
+        std::abort();
+    }
     return fiber;
 }
 
 void delete_fiber(Fiber *fiber) {
-    munmap(fiber->stack, fiber->size);
+    if (fiber->owns_stack) unmap_stack(fiber->stack, fiber->size);
     delete fiber;
 }
 

@@ -21,9 +21,16 @@ struct Fiber {
     size_t size = 0;
     void *tsan = nullptr;
     void *fake_stack = nullptr; // of the address sanitizer, while the fiber is away
+    bool owns_stack = true;
 };
 
-Fiber *new_fiber(size_t stack);
+/// With a page below its stack that nothing may touch.
+Fiber *new_fiber(size_t size);
+/// On memory that the caller keeps: map_stack().
+Fiber *new_fiber(char *stack, size_t size);
+/// The memory of a stack, or of several in a row: Linux allows a process 65,530 mappings.
+char *map_stack(size_t size);
+void unmap_stack(char *stack, size_t size);
 void delete_fiber(Fiber *fiber);
 /// The next switch to it enters `main`, which never returns. `tsan`: the logical thread of the thread sanitizer.
 void prepare(Fiber &fiber, void (*main)(), void *tsan);

@@ -58,6 +58,7 @@ struct Grid {
 struct Worker { // runs one block at a time
     Fiber scheduler{};
     std::vector<Fiber *> all{}, spare{};
+    char *stacks = nullptr; // under the thread sanitizer: those of all threads of the block
     std::vector<Thread> threads{};
     std::vector<Warp> warps{};
     std::vector<Thread *> order{}, ready{};
