@@ -4,7 +4,8 @@
 
 usage: progress.py [--durations LOG] NAME PHASE COMMAND...
 
-On a terminal one line is written over and over; elsewhere there is a line every 30 seconds. What the command says is
+On a terminal one line is rewritten; elsewhere there is a line every 30 seconds. It names the last target that was built, or the
+last test that ended. What the command says is
 shown only if a build fails: errors first, then the end. Exits as the command does. LOG (meson-logs/testlog.json of an
 earlier run, if it is there) has how long each test took, which makes the time left a better guess.
 """
@@ -17,7 +18,7 @@ import threading
 import time
 
 EVERY = 30  # seconds between two lines where there is no terminal
-NINJA = re.compile(r"\[(\d+)/(\d+)\]")
+NINJA = re.compile(r"\[(\d+)/(\d+)\].* (\S+)$")
 MESON = re.compile(r"\s*(\d+)/(\d+)\s+(?:\S+ / )?(\S+)\s")
 ERRORS = re.compile(r"(error|failed):", re.IGNORECASE)
 
@@ -43,12 +44,14 @@ class Progress:
         self.finished = 0.0  # seconds that the tests which have ended took in the earlier run
         self.terminal = sys.stdout.isatty()
         self.shown = 0.0 if self.terminal else self.begin
+        self.last = ""  # what was built or tested last
 
     def read(self, line):
         found = NINJA.match(line) or MESON.match(line)
         if not found:
             return
         self.done, self.total = int(found[1]), int(found[2])
+        self.last = found[3].rpartition("/")[2]
         if found.re is MESON:
             self.finished += self.durations.get(found[3], 0)
 
@@ -66,6 +69,8 @@ class Progress:
             return
         self.shown = now
         text = f"{self.name}: {self.phase} {self.done} of {self.total or '?'}"
+        if self.last:
+            text += f" ({self.last})"
         left = self.left()
         if left is not None and self.done < self.total:
             text += f", about {spell(left)} left"
