@@ -18,7 +18,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$root/scripts/venv.sh" "$venvs/wheel" wheel python3 || fail "no environment to build a wheel in"
 python=$venvs/wheel/bin/python
-jax=$("$root/bindings/jax/venv") || fail "no JAX to compile the handler for"
+jax=$("$root/scripts/jax_python.sh") || fail "no JAX to compile the handler for"
 headers=$("$jax" -c 'import jax; print(jax.ffi.include_dir())')
 ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
 export ZIG_GLOBAL_CACHE_DIR ZIG_LOCAL_CACHE_DIR

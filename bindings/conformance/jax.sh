@@ -3,5 +3,5 @@
 # conformance/jax.sh LIBDSOPT.SO: the digest of dsopt.jax; 77 and a reason where it cannot run.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-python=$("$here/../jax/venv") || exit $?
+python=$("$here/../../scripts/jax_python.sh") || exit $?
 DSOPT_LIBRARY=$(realpath "$1") PYTHONPATH=$here/../python exec "$python" "$here/jax_cases.py"

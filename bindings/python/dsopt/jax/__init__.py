@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dsopt inside jax.jit: optax transformations, steps in place, and the 1-bit family. See bindings/jax/README.md."""
+"""dsopt inside jax.jit: optax transformations, steps in place, and the 1-bit family. See README.md in this folder."""
 
 from ._build import handler_path, library as register
 from ._comms import register_comm

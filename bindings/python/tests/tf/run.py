@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [TEST...]: runs the tests in this Python, or those of these names (tests.test_step), and counts them.
+"""run.py [TEST...]: runs the tests in this Python, or those of these names (test_step), and counts them.
 
 The library is found as dsopt finds it (DSOPT_LIBRARY). Exit status 77 if there is no TensorFlow here."""
 import os
@@ -12,7 +12,7 @@ SKIPPED = 77
 
 
 def main(names):
-    paths = [os.path.join(HERE, "..", "python"), HERE]
+    paths = [os.path.join(HERE, "..", ".."), HERE]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths + os.environ.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:0] = paths
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -24,7 +24,7 @@ def main(names):
         return SKIPPED
     begin = time.time()
     loader = unittest.defaultTestLoader
-    suite = loader.loadTestsFromNames(names) if names else loader.discover(HERE + "/tests", top_level_dir=HERE)
+    suite = loader.loadTestsFromNames(names) if names else loader.discover(HERE)
     result = unittest.TextTestRunner(stream=sys.stdout, verbosity=1).run(suite)
     for test, reason in result.skipped:
         print("skipped: %s: %s" % (test, reason))

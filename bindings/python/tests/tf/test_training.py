@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import dsopt.tf
-from tests.support import data, distance, fit, make_model, same, variables, weights
+from support import data, distance, fit, make_model, same, variables, weights
 
 # Keras takes powers of the betas in fp32, which is off by 1e-5 in the first steps; see test_step.py for what is exact.
 TOLERANCE = 2e-4

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import unittest
 
-CASES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "conformance")
+CASES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "conformance")
 
 
 class Conformance(unittest.TestCase):

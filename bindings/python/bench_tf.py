@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench.py [CALL_COST] [SHAPES.CSV]: the time of a step of dsopt.tf.AdamW beside keras.optimizers.AdamW.
+"""bench_tf.py [CALL_COST] [SHAPES.CSV]: the time of a step of dsopt.tf.AdamW beside keras.optimizers.AdamW.
 
 Two models: 148 variables of 4 elements, where only the cost of a call counts, and the shapes of a file (GPT-2's).
 Steps of the two optimizers alternate; printed are medians. CALL_COST is the program bench/call_cost, the same step from
@@ -13,7 +13,7 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, "..", "python"))
+sys.path.insert(0, HERE)
 
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import unittest
 
-README = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "README.md")
+README = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "dsopt", "tf", "README.md")
 
 
 class Readme(unittest.TestCase):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step inside jax.jit beside optax.adamw: medians of rounds that take turns, in one process.
 
-    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/jax/bench.py [--shapes FILE.csv] [--rounds
+    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/python/bench_jax.py [--shapes FILE.csv] [--rounds
     N]
 
 A row is `name, milliseconds per step, optax / name`. Donated: parameters and state are given up to the step.

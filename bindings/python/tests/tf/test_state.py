@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 import dsopt.tf
-from tests.support import distance, fit, gradients, make_model, same, variables, weights
+from support import distance, fit, gradients, make_model, same, variables, weights
 
 
 def everything(model):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import unittest
 
-README = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "README.md")
+README = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "dsopt", "jax", "README.md")
 
 
 class Readme(unittest.TestCase):

@@ -1,10 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# jax/venv: print a Python that has JAX and optax: $DSOPT_JAX_PYTHON, or that of a venv with the versions of
+# jax_python.sh: prints a Python that has JAX and optax: $DSOPT_JAX_PYTHON, or that of a venv with the versions of
 # scripts/requirements/jax.txt, made under ${DSOPT_VENVS:-build/venvs} if it is not there. Exits with 77 and a reason where there
 # can be none.
 set -eu
-root=$(cd "$(dirname "$0")/../.." && pwd)
+root=$(cd "$(dirname "$0")/.." && pwd)
 skip() { echo "jax: skipped: $1" >&2; exit 77; }
 
 if [ -n "${DSOPT_JAX_PYTHON:-}" ]; then

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import dsopt.tf
-from tests.support import Reference, distance, gradients, same, variables, weights
+from support import Reference, distance, gradients, same, variables, weights
 
 SHAPES = ((7, 3), (1,), (), (0,), (5000,), (33, 64))
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 import dsopt
 import dsopt.tf
 from dsopt.tf import _build
-from tests.support import fit, gradients, make_model, same, variables, weights
+from support import fit, gradients, make_model, same, variables, weights
 
 
 def text_of(shape):
