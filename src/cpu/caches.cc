@@ -9,7 +9,7 @@
 namespace dsopt::cpu {
 namespace {
 
-/// The first word of a file that describes a cache; empty if there is none.
+/// First word of a sysfs file that describes a cache; empty if the file cannot be read.
 struct Word {
     char text[32] = "";
     Word(int cache, const char *what) {
@@ -21,7 +21,7 @@ struct Word {
     }
 };
 
-/// "1024K"
+/// Parses a size as in sysfs, e.g. "1024K".
 int64_t bytes_of(const char *size) {
     char *unit = nullptr;
     const int64_t number = std::strtoll(size, &unit, 10);
@@ -30,7 +30,7 @@ int64_t bytes_of(const char *size) {
 
 CacheSizes read_sizes() {
     int64_t core = 0, last = 0;
-    // Not sysconf(): glibc 2.36 adds up the third levels of all of a processor's dies.
+    // sysconf() is not used: in glibc 2.36 its size of the third level is the sum over all dies of a processor.
     int core_level = 0, last_level = 0;
     for (int cache = 0; cache < 16; ++cache) {
         const Word level(cache, "level"), type(cache, "type"), size(cache, "size");
@@ -50,7 +50,7 @@ CacheSizes cache_sizes() {
     long long core = 0, last = 0;
     const char *const wanted = secure_getenv("DSOPT_CACHES");
     if (wanted != nullptr && std::sscanf(wanted, "%lld,%lld", &core, &last) == 2) return {core, last};
-    static constinit Lazy<CacheSizes> found; // in fifty files
+    static constinit Lazy<CacheSizes> found; // cached: read_sizes() opens some fifty files
     return found.get(read_sizes);
 }
 

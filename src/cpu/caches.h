@@ -6,12 +6,13 @@
 namespace dsopt::cpu {
 
 struct CacheSizes {
-    int64_t core; // bytes of the second level, which mostly is a core's own
+    int64_t core; // bytes of the second level, which is private to a core on most processors
     int64_t last; // bytes of the last level
 };
 
-/// What the kernel says of the first processor; where it says nothing, usual sizes. DSOPT_CACHES=CORE,LAST in the
-/// environment, in bytes, comes before both; with a CORE of 0 every list is prefetched.
+/// Returns the sizes that the operating system reports for the first processor, or typical sizes where it reports none.
+/// The environment variable DSOPT_CACHES=CORE,LAST, in bytes, overrides both; with a CORE of 0 every list is
+/// prefetched.
 CacheSizes cache_sizes();
 
 } // namespace dsopt::cpu

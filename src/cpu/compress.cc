@@ -8,8 +8,8 @@
 namespace dsopt::cpu {
 namespace {
 
-/// visit(index, leaf) for leaf numbers of many stretches, shared out evenly. `first`: running numbers of their leaves,
-/// of which there are `leaves`.
+/// Calls visit(index, leaf) for every leaf of `count` ranges, partitioned evenly among threads. `leaf` is counted from
+/// the start of range `index`. `first`: prefix sums of the ranges' leaf counts, whose total is `leaves`.
 template <class Visit>
 void for_each_leaf(const int64_t *first, int64_t count, int64_t leaves, const Parallel &parallel, const Visit &visit) {
     const int64_t threads = threads_for(leaves * kLeaf * int64_t(sizeof(float)), parallel);
@@ -23,7 +23,7 @@ void for_each_leaf(const int64_t *first, int64_t count, int64_t leaves, const Pa
         }
     });
 }
-/// Leaves of the scale groups.
+/// The same for the leaves of all scale groups.
 template <class Visit> void for_each_leaf(const CompressLayout &layout, const Parallel &parallel, const Visit &visit) {
     for_each_leaf(layout.group_leaf, layout.group_count, layout.group_leaves, parallel, visit);
 }
@@ -31,8 +31,9 @@ template <class Visit> void for_each_leaf(const CompressLayout &layout, const Pa
 int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
     if (active == nullptr) return int32_t(numel);
     int32_t count = 0;
-    int64_t at = begin; // at a whole word
-    // Most words are full, and this file is for any processor: without the instruction the compiler calls a function.
+    int64_t at = begin; // a multiple of 32
+    // Most words have all bits set. They skip the population count, which is a function call: this file is compiled for
+    // any processor, so without the instruction.
     for (; at + 32 <= begin + numel; at += 32) {
         const uint32_t word = active_from(active, at);
         count += word == ~0u ? 32 : __builtin_popcount(word);
@@ -42,7 +43,7 @@ int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
     return count;
 }
 
-/// Of what leaves [begin, end) found.
+/// Returns the root mean square over leaves [begin, end), from their sums of squares and counts of active elements.
 float rms(const Compression &own, int64_t begin, int64_t end) {
     int64_t count = 0;
     for (int64_t leaf = begin; leaf < end; ++leaf) count += own.counts[leaf];
@@ -69,7 +70,8 @@ void pack_leaf(const OneBitKernels &kernels, const Compression &own, int64_t i, 
     }
 }
 
-/// A list or the slices of a node are added while a leaf is in the first-level cache.
+/// Packs every leaf. A list or a node's slices are added to a leaf first, so that packing finds the leaf in the
+/// first-level cache.
 void ExchangeRun::pack(const float *slices, bool adds_list) const {
     const Compression &own = x.own;
     const CompressLayout &layout = own.layout;
@@ -77,7 +79,7 @@ void ExchangeRun::pack(const float *slices, bool adds_list) const {
     for_each_leaf(layout, parallel, [&](int64_t i, int64_t leaf) {
         const int64_t begin = leaf * kLeaf;
         if (adds_list) {
-            const bool any = begin < list[i].numel; // padding behind the tensor is kept, too
+            const bool any = begin < list[i].numel; // the padding after the tensor has a residual, too
             const Added added{.x = any ? static_cast<const float *>(list[i].data) + begin : nullptr,
                               .numel = any ? list[i].numel - begin : 0,
                               .scale = own.worker_scales()[i]};

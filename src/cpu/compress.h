@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit compression on the CPU: work is cut at leaves, so bits do not depend on the number of threads.
+// 1-bit compression on the CPU. Work is partitioned into leaves, so results are bitwise identical for any number of
+// threads.
 #pragma once
 #include "cpu/onebit_kernels.h"
 #include "device/step_loops.h"
 
 namespace dsopt::cpu {
 
-/// Packs one leaf of a scale group, after what `added` adds to its compensated values.
+/// Adds `added` and the residual to form the compensated values of one leaf of a scale group, then packs the leaf into
+/// the messages. `added` NULL: the compensated values are already complete.
 void pack_leaf(const OneBitKernels &kernels, const Compression &own, int64_t group, int64_t leaf,
                const Added *added = nullptr);
 
@@ -15,8 +17,8 @@ struct ExchangeRun final : ExchangeLoops {
     const OneBitKernels &kernels;
     const Parallel &parallel;
     Exchange x;
-    const dsopt_tensor *list; // a tensor for each scale group; NULL in a step, which reads none
-    int64_t last_cache;       // bytes of the last cache: a longer list is written past it
+    const dsopt_tensor *list; // one tensor per scale group; NULL in a step, which uses no list
+    int64_t last_cache;       // bytes of the last-level cache: longer lists are written with non-temporal stores
 
     ExchangeRun(const OneBitKernels &by, const Parallel &on, const Exchange &of, const dsopt_tensor *tensors = nullptr,
                 int64_t cache = 0) :

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How lists are shared out among threads.
+// Partitioning of lists among threads.
 #pragma once
 #include "cpu/caches.h"
 #include "cpu/kernels.h"
@@ -9,17 +9,19 @@
 
 namespace dsopt::cpu {
 
-/// Returns how many threads share so many bytes. A part below 256 KiB is done before another thread has woken up.
+/// Returns the number of threads for work on `bytes` bytes. Each has at least 256 KiB: less work takes no longer than
+/// waking a thread.
 inline int64_t threads_for(int64_t bytes, const Parallel &parallel) {
     return std::clamp<int64_t>(bytes >> 18, 1, parallel.threads);
 }
 
-/// A list laid out as one line of bytes and cut into equal parts at chunk borders. The cut follows from the list and
-/// the number of parts alone, so nothing has to be handed out while it runs. A List has `count`, numel(i), and
-/// bytes(i): how many an element of tensor i moves.
+/// Static partition of a list into parts of equal bytes, which begin at multiples of a chunk. The partition depends
+/// only on the list and the number of parts, so threads need no work queue. A List has `count`, numel(i) and bytes(i),
+/// the bytes that are moved per element of tensor i.
 template <class List> class Cut {
 public:
-    /// `ruler` gets a mark for every `stride` tensors, and one for the end. `repeats`: it holds those of the same list.
+    /// `ruler` receives the byte offset of every `stride`-th tensor, and of the list's end. `repeats`: `ruler` already
+    /// has the offsets of an identical list.
     Cut(const List &list, int64_t *ruler, int64_t stride, int64_t chunk, const Parallel &parallel,
         bool repeats = false) :
         list_(list),
@@ -41,8 +43,8 @@ public:
         int64_t tensor, element;
     };
 
-    /// On all threads: start(first, last) of a thread's part, then visit(tensor, begin, end, what start gave) for every
-    /// piece of it.
+    /// Calls, on each thread, state = start(first, last) with the bounds of the thread's part, then visit(tensor,
+    /// begin, end, state) for each piece, which is the elements of one tensor in that part.
     template <class Start, class Visit> void run(const Start &start, const Visit &visit) const {
         parallel_.run(parts_, [&](int64_t part) {
             const DefaultFloatEnvironment environment;
@@ -81,13 +83,13 @@ private:
     int64_t parts_;
 };
 
-/// A plain list of any length. Allocates nothing, so that it cannot fail between two collectives. Skips entries without
-/// data.
+/// Partition of a plain list of any length. Allocates nothing, so that it cannot fail between two collectives. Skips
+/// entries without data.
 class ListCut {
 public:
     ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
         cut_({list, count}, ruler_, std::max<int64_t>((count + kMarks - 1) / kMarks, 1), kLeaf, parallel) {}
-    /// visit(tensor, begin, end) for every piece, on all threads.
+    /// Calls visit(tensor, begin, end) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
         cut_.run([](auto, auto) { return 0; },
                  [&](int64_t i, int64_t begin, int64_t end, int) { visit(i, begin, end); });
@@ -105,7 +107,7 @@ private:
     Cut<List> cut_;
 };
 
-/// The tensors of a step.
+/// Partition of a step's tensors.
 class StepCut {
 public:
     StepCut(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
@@ -118,16 +120,16 @@ public:
     /// Returns the bytes of Execution::extra.
     static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
-    /// visit(tensor, span) for every piece, on all threads.
+    /// Calls visit(tensor, span) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const { run(visit, false); }
-    /// The same for the pass that reads and writes everything: kernels prefetch where that is faster.
+    /// The same for the pass that reads and writes all arrays: its kernels prefetch if that is faster.
     template <class Visit> void run_whole(const Visit &visit) const {
         const TimedPass pass(plan_.how.cache, caches_, cut_.bytes(), cut_.bytes_of_part());
         run(visit, pass.prefetches());
     }
 
 private:
-    struct PartState { // of a thread
+    struct PartState { // one per thread
         PrefetchCursor prefetch;
         const bool streaming;
         ~PartState() {

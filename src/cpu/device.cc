@@ -33,7 +33,7 @@ const Kernels &choose_kernels() {
 #if defined(__x86_64__)
     const char *wanted = secure_getenv("DSOPT_ISA");
     const auto allowed = [&](const char *isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
-    static constinit Lazy<bool> known; // hypervisors take microseconds to answer
+    static constinit Lazy<bool> known; // cached: with a hypervisor the query takes microseconds
     const bool f16c = known.get(ask_for_f16c);
     const bool avx2 = f16c && __builtin_cpu_supports("avx2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -127,7 +127,8 @@ class CpuDevice final : public Device {
 public:
     CpuDevice() : Device("cpu", true, loops_) {}
     void *allocate(size_t bytes, void *) const override {
-        // From 2 MiB on in whole huge pages: the step is bound by memory, and small pages cost a fifth of it.
+        // Blocks of 2 MiB and more use whole huge pages: a step is bound by memory, and small pages make it a fifth
+        // slower.
         constexpr size_t huge = size_t(2) << 20;
         const size_t alignment = bytes >= huge ? huge : 64;
         if (bytes > SIZE_MAX - huge) throw std::bad_alloc();

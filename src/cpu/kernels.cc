@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags. Everything but the table is local to this file,
-// and no function of the standard library is used: the linker keeps one copy of a shared inline function, and it could
-// be this one.
+// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags. Everything except the table is local to this file,
+// and no function of the standard library is used: of an inline function that several files define, the linker keeps
+// one copy, which could be this file's, with instructions that the processor does not have.
 #include "cpu/tiles.h"
 #include "rules/all.h"
 #include <type_traits>
@@ -24,7 +24,7 @@ void squares(const Slot &slot, int64_t begin, int64_t end, double *squares, int6
         for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
             const int64_t stop = least(leaf + kLeaf, end);
             LeafSum sum(stop - leaf);
-            // One stream a thread is too little for the hardware's prefetchers, so the next leaf is prefetched here.
+            // With one stream per thread the hardware prefetchers do not keep up, so the next leaf is prefetched here.
             const bool more = leaf + 2 * kLeaf <= end;
             for (int64_t i = leaf; i < stop; i += kTile) {
                 if (more)
@@ -42,8 +42,8 @@ void inspect(const Slot &slot, int64_t begin, int64_t end, double *sums, int64_t
     Buffer buffer;
     for (int64_t leaf = begin; leaf < end; leaf += kLeaf, ++index) {
         bad[index] = 0;
-        // Squares of floats and 4,096 of them cannot overflow a double, so a finite sum means finite elements. Only a
-        // leaf with a non-finite one is read again to count them.
+        // The sum of 4,096 squares of finite floats does not overflow a double, so a finite sum means finite elements.
+        // Only a leaf with a non-finite sum is read again, to count its non-finite elements.
         const bool suspect = !__builtin_isfinite(sums[index]);
         if (!suspect && largest == nullptr) continue;
         const int64_t stop = least(leaf + kLeaf, end);
@@ -66,8 +66,9 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
 }
 
 #if DSOPT_HAS_REGISTERS
-/// True if all that a step moves of a tensor can go through registers: weights and gradients of these types, moments in
-/// fp32, nothing that is made of whole tiles. Without masks a span that is shorter than a register cannot.
+/// True if the span can be updated in vector registers, without buffers: the types of weight and gradient have a
+/// kernel, moments are fp32, non-temporal stores are aligned, and neither sums nor stochastic rounding need whole
+/// tiles. Without masked loads and stores, a span that is shorter than a register does not qualify.
 bool fits_registers(const Span &span) {
     if (!DSOPT_HAS_MASKS && span.end - span.begin < kWide) return false;
     const TensorJob &job = *span.job;
@@ -79,8 +80,8 @@ bool fits_registers(const Span &span) {
            !(kFewRegisters && job.copy() && job.copy().format == Dtype::bf16);
 }
 
-/// A change of weights as registers take it: change(g, p, m) with the moments in an array. A closure: of a struct with
-/// the rule in it gcc 12 copies each number apart, which a small tensor feels.
+/// Update of one register of weights: change(g, p, m), with an array of moments in `m`. The rule is in a closure: gcc
+/// 12 copies a struct that contains the rule member by member, which slows down small tensors.
 template <int Count, bool WritesMoments, class F> struct Change {
     static constexpr int count = Count;
     static constexpr bool writes_moments = WritesMoments;
@@ -102,8 +103,8 @@ template <int Count, class R> auto change_by_moments(const R &rule) {
     return Change<Count, false, decltype(change)>{change};
 }
 
-// GCOVR_EXCL_BR_START: in each of some hundred loops, of which not all can have every type
-/// How registers are stored.
+// GCOVR_EXCL_BR_START: some hundred instantiations, not all of which have every type
+/// How a register is stored.
 template <class Lanes> struct Stores {
     const Lanes lanes;
     const bool streaming, by_instruction;
@@ -120,8 +121,8 @@ template <class Lanes> DSOPT_HD void put(Floats x, const Slot &to, int64_t i, co
         to.format, [&](auto tag) __attribute__((always_inline)) { put(x, to.data, tag, i, how); });
 }
 
-/// Elements [begin, end), by registers of which these lanes are used: everything is read once, converted, changed,
-/// rounded and written once. `CopiesOnly`: there is a copy, in the type of the gradient, and no output.
+/// Updates elements [begin, end) with these lanes of each register: each array is read once, converted to fp32,
+/// updated, rounded and written once. `CopiesOnly`: the tensor has a copy, of the gradient's type, and no output.
 template <bool CopiesOnly, class C, class Grad, class Weight, class Lanes>
 DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
                            Lanes lanes) {
@@ -129,7 +130,7 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
     const bool keeps = keeps_weights(span), by_instruction = span.bf16_instruction;
     const Stores<Lanes> weights{lanes, false, by_instruction};
     const Stores<Lanes> copies{lanes, span.streaming, by_instruction};
-    // Over the gradients its lines are in the caches already.
+    // An output that overwrites the gradients is already in the caches.
     const Stores<Lanes> outputs{lanes, span.streaming && job.data[kOut] != job.data[kGrad], by_instruction};
     const Slot copy = job.copy(), out = job.out();
     const auto *const g = element<typename Grad::storage>(job.grad().data, 0);
@@ -153,14 +154,15 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
     if (job.zeroes) zero_gradients(job, begin, end - begin);
 }
 #if DSOPT_HAS_MASKS
-/// What is left behind whole registers. Not inlined: beside it the compiler makes less of the loop over those.
+/// Updates the elements after the last whole register. Not inlined: inlining makes the loop over whole registers
+/// slower.
 template <bool CopiesOnly, class C, class Grad, class Weight>
 __attribute__((noinline)) void update_rest(const C &by, const Span &span, int64_t begin, int64_t end, Grad grad,
                                            Weight weight) {
     update_lanes<CopiesOnly>(by, span, begin, end, grad, weight, FirstLanes(end - begin));
 }
 #endif
-/// Whole registers, and the rest where there are masks. Returns the first element that is left.
+/// Updates whole registers and, with masks, the rest. Returns the index of the first element that is not updated.
 template <bool CopiesOnly, class C, class Grad, class Weight>
 int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
     const int64_t whole = begin + ((end - begin) & -kWide);
@@ -173,7 +175,7 @@ int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_
 #endif
 }
 // GCOVR_EXCL_BR_STOP
-/// Returns the first element that is left.
+/// Returns the index of the first element that is not updated.
 template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
     const TensorJob &job = *span.job;
     const Dtype weight_format = job.weight().format;
@@ -194,7 +196,7 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
-/// True if the rule's loop over fp32 arrays is all that there is to do, as in most programs in fp32.
+/// True if the step consists only of the rule's loop over fp32 arrays, as in most fp32 programs.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
     return job.grad() && job.grad().format == Dtype::f32 && job.weight().format == Dtype::f32 && !job.copy() &&
@@ -215,7 +217,7 @@ template <class R> void update_plain(const R &rule, const Span &span) {
 }
 
 template <class R> void update_with(const R &rule, const Span &span) {
-    // The compiler's loop is as good as registers, and ends in smaller ones.
+    // The compiler's loop is as fast as update_in_registers(), and handles the rest in smaller registers.
     if (is_plain(span)) return update_plain(rule, span);
     constexpr int count = R::moments.count;
     const TensorJob &job = *span.job;
@@ -240,7 +242,7 @@ template <class R> void update_with(const R &rule, const Span &span) {
 #endif
             const int64_t n = end - rest;
             if (n == 0) continue;
-            // Of any types, and what is left behind whole registers.
+            // Any types, and the elements after the last whole register.
             const float *g = open_gradient(job, rest, n, g_buffer);
             float *p = weights.open(rest, n), *moment[kMoments] = {};
             for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), rest, n, moment_buffer[k]);
@@ -257,8 +259,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
     }
 }
 
-/// The first pass of Passes::reduced over the tile of n elements from the i-th one on; `update` gets what the factor
-/// needs.
+/// First pass of Passes::reduced over elements [i, i + n) of a tile. `update` receives the rule's update, whose norm
+/// the trust ratio needs.
 template <int Count, class R>
 void reduced_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, const float *p, float *const *moment,
                   float *update) {
@@ -397,7 +399,7 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 
 namespace {
-// Evaluated at compile time: nothing of this file may run on a processor without its instruction set.
+// Evaluated at compile time: no code of this file may run on a processor without its instruction set.
 constexpr Kernels table(const char *name, bool bf16_instruction) {
     return {name,      DSOPT_JOIN(onebit_, DSOPT_ISA),
             inspect,   squares,

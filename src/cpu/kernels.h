@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of the CPU backend. kernels.cc is compiled once per instruction set; all of them give the same bits.
+// Kernels of the CPU backend. kernels.cc is compiled once per instruction set; the results are bitwise identical.
 #pragma once
 #include "device/plan.h"
 #include "rules/all.h"
 
 namespace dsopt::cpu {
 
-/// Streaming stores are visible to other threads only after this. It waits for all stores before it, so a thread calls
-/// it once, behind all its tensors.
+/// Makes non-temporal stores visible to other threads. Waits for all earlier stores, so a thread calls it once, after
+/// its last tensor.
 __attribute__((always_inline)) inline void fence_streaming() {
 #if defined(__x86_64__)
     __builtin_ia32_sfence();
@@ -17,47 +17,49 @@ __attribute__((always_inline)) inline void fence_streaming() {
 struct OneBitKernels;
 struct PrefetchCursor;
 
-/// A piece of one tensor in a step. `begin` is a multiple of kLeaf and `end` too, or the tensor's end.
+/// Elements [begin, end) of one tensor in a step. `begin` is a multiple of kLeaf. `end` is a multiple of kLeaf or the
+/// tensor's end.
 struct Span {
     const TensorJob *job;
     const Scalars *scalars;
     Rule rule;
     int64_t begin, end;
     uint32_t flags;
-    bool sums;                // Passes::elementwise: also sum old^2 and (new - old)^2 of each leaf
-    double *sums_a, *sums_b;  // of all leaves of the step
-    float trust;              // Passes::reduced, second pass: the factor
-    int64_t step;             // of the tensor, for stochastic rounding
-    bool streaming;           // copies and outputs go past the caches; the caller fences them
+    bool sums;                // Passes::elementwise: also sums old^2 and (new - old)^2 of each leaf's weights
+    double *sums_a, *sums_b;  // indexed by leaf, for all leaves of the step
+    float trust;              // Passes::reduced, second pass: trust ratio
+    int64_t step;             // step number of the tensor, for stochastic rounding
+    bool streaming;           // copies and outputs use non-temporal stores; the caller calls fence_streaming()
     bool bf16_instruction;    // as in Kernels
-    PrefetchCursor *prefetch; // NULL: without prefetch
+    PrefetchCursor *prefetch; // NULL: no prefetch
 };
 
 struct Kernels {
     const char *name;
     const OneBitKernels &onebit;
-    /// Pass 1, of a piece as in Span. For each leaf: the sum of squares, the number of non-finite elements (NaNs times
-    /// 2^32 on top) and, where wanted, the largest magnitude (NaN if there is one). `leaf` is the index of the first.
+    /// Pass 1, over elements [begin, end) as in Span. Writes, for each leaf, the sum of squares, the number of
+    /// non-finite elements plus 2^32 times the number of NaNs and, if `largest` is not NULL, the largest magnitude (NaN
+    /// if there is one). `leaf` is the index of the first leaf.
     void (*inspect)(const Slot &slot, int64_t begin, int64_t end, double *squares, int64_t *bad, float *largest,
                     int64_t leaf);
     void (*squares)(const Slot &slot, int64_t begin, int64_t end, double *squares, int64_t leaf);
-    /// Passes::elementwise: everything in one read-modify-write. Passes::reduced, first pass: moments, and sums of
-    /// weight^2 and update^2 of each leaf.
+    /// Passes::elementwise: updates everything in one read-modify-write. Passes::reduced: the first pass, which updates
+    /// the moments and sums weight^2 and update^2 of each leaf.
     void (*update)(const Span &span);
-    /// Passes::reduced, second pass.
+    /// Passes::reduced: the second pass, which updates the weights.
     void (*update_weights)(const Span &span);
-    /// A tensor that stays as it is: outputs and zeroed gradients all the same.
+    /// Handles a tensor that the step does not update: writes its output and zeroes its gradient, if requested.
     void (*unchanged)(const Span &span);
     /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.
     void (*axpby)(float a, const dsopt_tensor &x, float b, const dsopt_tensor &y, int64_t begin, int64_t end);
     void (*clamp)(const dsopt_tensor &x, float limit, int64_t begin, int64_t end);
-    bool bf16_instruction; // spans may round by it
+    bool bf16_instruction; // spans may round to bf16 with the processor's instruction
 };
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2;   // and F16C
-extern const Kernels kernels_avx512; // F, BW, DQ, VL
+extern const Kernels kernels_avx2;   // with F16C
+extern const Kernels kernels_avx512; // with F, BW, DQ and VL
 extern const Kernels kernels_avx512_bf16;
 #endif
 

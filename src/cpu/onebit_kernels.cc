@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags, under the rules that kernels.cc names.
+// Compiled with -DDSOPT_ISA=<name> and that instruction set's flags, under the same rules as kernels.cc.
 #include "cpu/onebit_kernels.h"
 #include "cpu/tiles.h"
 
@@ -13,7 +13,8 @@ void add_residual(const float *x, float *value, float scale, int64_t n) {
         apply([scale](float added, float &sum) { sum = added + error_of(sum, scale); }, n, x, value);
 }
 
-/// `first`: of x[0] among the bits, at a whole word. Most words are full: nothing is read for them.
+/// Sets inactive elements to 0. `first`: index of the bit of x[0], a multiple of 32. Most words have all bits set:
+/// their elements are not read.
 void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
     for (int64_t i = 0; i < n; i += 32) {
         const uint32_t word = active_from(active, first + i);
@@ -46,11 +47,11 @@ void add_slices(const float *slices, int64_t stride, int ranks, int64_t n, float
     }
 }
 
-/// Most significant bit first, 1 = not negative.
+/// Packs signs: most significant bit first, 1 = not negative.
 void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     int64_t i = 0;
 #if defined(__AVX512F__)
-    // Masks have the lowest bit first: elements change places before they are compared.
+    // A mask has the lowest bit first, so the elements of each byte are reversed before the comparison.
     const __m512i backwards = _mm512_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
     for (; i + 16 <= n; i += 16) {
         const __m512 value = _mm512_maskz_permutexvar_ps(0xffff, backwards, _mm512_loadu_ps(x + i));
@@ -80,8 +81,8 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
 
 enum class To { store, stream, add };
 
-/// Values of n bits from `first` on are stored to y, or added to it. Past the caches: y must be at a multiple of 32
-/// bytes and `first` of 8.
+/// Stores the values of n bits, from bit `first` on, to y, or adds them to y. To::stream, with non-temporal stores,
+/// requires that y is aligned to 32 bytes and `first` is a multiple of 8.
 template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
     const auto single = [&](int64_t k) {
@@ -146,7 +147,7 @@ double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
         const int64_t size = least(kTile, n - i);
         if (added != nullptr) {
             const int64_t real = added->numel > i ? least(size, added->numel - i) : 0;
-            // Two tiles ahead: the hardware's prefetchers stop at the end of a page, and callers' pages are often
+            // Prefetches two tiles ahead: hardware prefetchers stop at the end of a page, and callers' pages are often
             // small.
             if (added->numel >= i + 3 * kTile)
                 for (int64_t k = 0; k < kTile; k += 16) __builtin_prefetch(added->x + i + 2 * kTile + k);
@@ -200,7 +201,7 @@ template <To how = To::store> void mean(const MeanView &view, int64_t worker, in
 }
 
 void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming) {
-    // Vectors that begin with a byte of bits, and whole ones in y.
+    // Non-temporal stores need aligned vectors in y whose bits begin at whole bytes.
     const CompressLayout::Unit &unit = view.of->layout.groups[view.group].unit;
     if (streaming && active == nullptr && unit.begin % 8 == 0 && unit.chunk % 8 == 0 && unit.server % 8 == 0 &&
         worker % 8 == 0 && reinterpret_cast<uintptr_t>(y) % 32 == 0) {
@@ -211,8 +212,8 @@ void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, con
     if (active != nullptr) leave_out(y, n, active, worker);
 }
 
-// ------------------------------------------------------------------------------------------------- pieces of a step
-/// One tile of everything that the rules read, as floats.
+// ------------------------------------------------------------------------------------------------ kernels of a step
+/// One tile of all arrays that the rules read, as fp32.
 struct Tile {
     Buffer g_buffer, m_buffer, v_buffer, track_buffer;
     const float *g, *v;
@@ -220,7 +221,7 @@ struct Tile {
     WeightTile weights;
 
     explicit Tile(const OneBitSpan &span) : weights(span) {}
-    /// `replaces_momentum`: whoever asks writes it and does not read it.
+    /// `replaces_momentum`: the caller writes the momentum without reading it.
     void open_all(const OneBitSpan &span, int64_t i, int64_t n, bool replaces_momentum = false) {
         const TensorJob &job = *span.job;
         g = open_gradient(job, i, n, g_buffer);
@@ -235,11 +236,11 @@ struct Tile {
     }
 };
 
-/// For arrays that a rule leaves as they are.
+/// Passes an array to apply() as read-only, so that its elements are not written back.
 const float *only_read(const float *x) { return x; }
 
 template <Feed F> struct FeedTag { static constexpr Feed value = F; };
-/// Calls `f` with the tag of what goes into an exchange. No default: -Werror=switch finds what a new one must touch.
+/// Calls `f` with the tag of `feed`. No default: -Werror=switch finds the code that a new Feed must extend.
 template <class F> void visit(Feed feed, const F &f) {
     switch (feed) {
     case Feed::momentum: return f(FeedTag<Feed::momentum>{});
@@ -307,7 +308,7 @@ void feed(const OneBitSpan &span) {
     }
 }
 
-/// The mean of a tile. Without an exchange the rank's own values are it.
+/// Writes the mean of a tile to y. Without an exchange the mean is this rank's values.
 void mean_of(const OneBitSpan &span, const Tile &t, int64_t i, int64_t n, float *y) {
     if (span.mean.of == nullptr)
         feed_tile(span, t, n, y);
@@ -339,7 +340,7 @@ void finish(const OneBitSpan &span) {
 struct LambTile {
     Buffer without_decay, update, factor;
 };
-/// A tile of LAMB with the mean momentum `y`. `mask` NULL: all ones.
+/// 1-bit LAMB for one tile, with the mean momentum `y`. `mask` NULL: all ones.
 void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restrict y, const float *__restrict mask,
                     const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
                     LambTile &out, int64_t n) {
@@ -379,7 +380,7 @@ void lamb_mean(const OneBitSpan &span, double *factors) {
                            span.fresh + i, tile, n);
             sum_without.add(tile.without_decay.at, n);
             sum_with.add(tile.update.at, n);
-            largest = largest_magnitude(tile.factor.at, n, largest); // they are not negative
+            largest = largest_magnitude(tile.factor.at, n, largest); // factors are not negative
             close(t.m, job.moment(0), i, n);
         }
         const int64_t index = job.first_leaf + leaf / kLeaf;

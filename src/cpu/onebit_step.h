@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loops of the 1-bit family on the CPU, beside those of cpu/step.cc.
+// A step of the 1-bit family on the CPU, in addition to cpu/step.cc.
 #pragma once
 #include "cpu/compress.h"
 #include "cpu/cut.h"
@@ -8,7 +8,7 @@
 
 namespace dsopt::cpu {
 
-/// What the leaves of a tensor add up to, as LeafFold in cuda/fold.cuh.
+/// Folds the results of a tensor's leaves, like LeafFold in cuda/fold.cuh.
 struct LeafFold {
     static constexpr bool lead = true;
     static double sum(const double *leaves, int32_t count) {
@@ -95,7 +95,7 @@ private:
     bool is_skipped() const { return plan_.control->skip != 0; }
     const Compression &own() const { return exchange_.x.own; }
     const ListMean &mean() const { return exchange_.x.mean; }
-    /// Returns where the mean of a scale group is. Without other ranks there is none: MeanView::of is NULL.
+    /// Returns the location of a scale group's mean. MeanView::of is NULL if there are no other ranks.
     MeanView view_of(int32_t group) const { return {onebit_.exchanges ? &mean() : nullptr, mean().results, group}; }
 
     void momentum_squares() const {
@@ -108,7 +108,7 @@ private:
 
     void feeds() const {
         if (!feed_packs(onebit_)) return for_own(true, kernels_.onebit.feed);
-        // A scale group is one tensor and begins with its leaves: they are packed while they are in the cache.
+        // A scale group is one tensor and has the same leaves, so each leaf is packed while it is in the cache.
         for_own(true, [&](OneBitSpan &span) {
             for (const int64_t end = span.end; span.begin < end; span.begin += kLeaf) {
                 span.end = std::min(span.begin + kLeaf, end);
@@ -130,7 +130,7 @@ private:
 
     void find_active() const {
         cut_.run([&](int64_t i, const Span &span) {
-            const int64_t worker = onebit_.jobs[i].worker; // a whole word, as `span.begin` is
+            const int64_t worker = onebit_.jobs[i].worker; // a multiple of 32, like `span.begin`
             const auto *v = static_cast<const float *>(span.job->data[kMoment + 1]);
             for (int64_t k = span.begin; worker >= 0 && k < span.end; k += 32) {
                 uint32_t word = 0;
@@ -151,12 +151,12 @@ private:
             if (one.anchor != nullptr) std::memcpy(one.anchor, job.data[kWeight], bytes);
         }
         if (!clears_residuals(onebit_, mean())) return;
-        // Either is NULL where there are no elements, which memset() may not be given.
+        // A buffer without elements is NULL, which must not be passed to memset().
         std::fill_n(own().worker, own().layout.worker_floats(), 0.0f);
         std::fill_n(own().server, own().layout.server_floats(), 0.0f);
     }
 
-    /// `feeding`: before the exchange, when the momentum may still be in the results of the last one.
+    /// `feeding`: before the exchange, when the momentum may still be in the results of the previous exchange.
     OneBitSpan span_of(int64_t i, const Span &plain, bool feeding) const {
         const OneBitJob &job = onebit_.jobs[i];
         OneBitSpan span(plain);
@@ -165,7 +165,7 @@ private:
         span.track = job.track();
         span.fresh = job.fresh;
         span.mask = job.mask;
-        if (job.worker < 0) return span; // one rank
+        if (job.worker < 0) return span; // no other ranks
         span.worker = job.worker;
         span.vector = exchange_.x.node.vector;
         if (span.vector == nullptr) {

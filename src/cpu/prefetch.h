@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Software prefetch in the pass of a step that reads and writes everything: how far in front of the loop, what of a
-// tensor, and whether it pays on this machine. Nothing here changes a bit of the result.
+// Software prefetch in the pass of a step that reads and writes all arrays: the distance, the arrays, and whether
+// prefetch is faster on this machine. Nothing here changes a bit of the result.
 #pragma once
 #include "base/not_copied.h"
 #include "cpu/caches.h"
@@ -10,18 +10,18 @@
 
 namespace dsopt::cpu {
 
-/// The next elements that a thread prefetches. They are kDistance in front of the loop, across the ends of tensors,
-/// which the processor's own prefetchers do not see coming.
+/// Position of a thread's next prefetch. It is kDistance elements ahead of the loop, also across the ends of tensors,
+/// which hardware prefetchers cannot predict.
 struct PrefetchCursor {
     static constexpr int64_t kDistance = 512; // elements
     const TensorJob *jobs;
-    int64_t tensor, element;           // of the next one
+    int64_t tensor, element;           // next element to prefetch
     int64_t last_tensor, last_element; // the end of the thread's part of the list
-    bool copies;                       // low-precision copies, too; those that are stored non-temporally are not read
+    bool copies;                       // also prefetches low-precision copies, unless they use non-temporal stores
     int64_t due = kDistance;           // elements to prefetch in addition to those of the next call
 };
 
-// In files that are compiled once per instruction set: local to each of them.
+// Local to each file that includes this one: some are compiled once per instruction set.
 namespace {
 
 inline void prefetch_lines(const Slot &slot, int64_t index, int64_t n) {
@@ -31,7 +31,7 @@ inline void prefetch_lines(const Slot &slot, int64_t index, int64_t n) {
     const char *const end = line + size_t(n) * size;
     for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line);
 }
-/// Called before each n elements that a kernel works on. `cursor` NULL: without prefetch.
+/// Called before each n elements that a kernel processes. `cursor` NULL: no prefetch.
 inline void prefetch_next(PrefetchCursor *cursor, int64_t n) {
     if (cursor == nullptr) return;
     PrefetchCursor &at = *cursor;
@@ -57,13 +57,13 @@ inline void prefetch_next(PrefetchCursor *cursor, int64_t n) {
 
 } // namespace
 
-/// Decides whether the steps of an optimizer prefetch. Where a list does not fit the caches, an Intel Xeon is up to a
-/// fifth faster with it and an AMD EPYC up to a third slower. So the first steps alternate between both, and prefetch
-/// stays on only if it was clearly faster each time: other work on the machine disturbs some of them.
+/// Decides whether the steps of an optimizer prefetch. With lists larger than the caches, prefetch makes an Intel Xeon
+/// up to a fifth faster and an AMD EPYC up to a third slower. The first kPasses passes alternate between both. Prefetch
+/// stays on only if it was clearly faster each time, because other work on the machine disturbs some measurements.
 class PrefetchTrial final : public StepCache {
 public:
     explicit PrefetchTrial(int64_t bytes = 0) : bytes_(bytes) {}
-    /// True if the next pass, over a list of so many bytes, is to prefetch.
+    /// True if the next pass, over a list of `bytes` bytes, prefetches.
     bool prefetches(int64_t bytes) {
         if (bytes != bytes_) *this = PrefetchTrial(bytes);
         return passes_ < kPasses ? passes_ % 2 == 1 : wins_;
@@ -71,12 +71,12 @@ public:
     /// Records the time of that pass.
     void record(double seconds) {
         if (passes_ == kPasses) return;
-        const bool with = passes_ % 2 == 1, counts = passes_ >= 2; // the first pair may meet pages for the first time
+        const bool with = passes_ % 2 == 1, counts = passes_ >= 2; // the first pair may include page faults
         if (with && counts) wins_ = wins_ && seconds < 0.97 * last_;
         last_ = seconds;
         ++passes_;
     }
-    void add_phase_times(double *) const override {} // they are in the outcome
+    void add_phase_times(double *) const override {} // StepLoops::mark() writes Outcome::ms
 
 private:
     static constexpr int kPasses = 12;
@@ -86,10 +86,11 @@ private:
     bool wins_ = true;
 };
 
-/// One pass of the trial in `cache`, which lives as long as the pass runs.
+/// One pass of the trial in `cache`; lives as long as the pass runs.
 class TimedPass : NotCopied {
 public:
-    /// A thread's part of the list that is little longer than the core's own cache comes from the next level in time.
+    /// Does not prefetch if a thread's part is at most 4 times the core's cache, because the next level then delivers
+    /// it in time. A core cache of 0 bytes always prefetches.
     TimedPass(StepCache *cache, const CacheSizes &caches, int64_t bytes, int64_t bytes_of_part) :
         trial_(bytes_of_part > 4 * caches.core ? static_cast<PrefetchTrial *>(cache) : nullptr),
         prefetches_(caches.core == 0 || (trial_ != nullptr && trial_->prefetches(bytes))) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Registers of floats, and the 16-bit types that are widened and rounded on their way from and to memory. Included by
-// files that are compiled once per instruction set: everything is local to each of them.
+// Vector registers of floats, with conversion of 16-bit types on loads and rounding on stores. Included by files that
+// are compiled once per instruction set, so everything is local to the including file.
 #pragma once
 #include "base/dtype.h"
 #include <type_traits>
@@ -11,14 +11,14 @@
 #include <arm_neon.h>
 #define DSOPT_HAS_REGISTERS 1
 #else
-#define DSOPT_HAS_REGISTERS 0 // without conversions of fp16 loops over floats are as good
+#define DSOPT_HAS_REGISTERS 0 // without fp16 conversion instructions, loops over floats are as fast
 #endif
 
 #if DSOPT_HAS_REGISTERS
 namespace dsopt::cpu {
 namespace {
 
-// `Packed`: a register's elements as 16-bit ones.
+// `Packed`: the elements of a register in 16 bits each.
 #if defined(__AVX512F__)
 constexpr int kWide = 16;
 using Packed = __m256i;
@@ -29,7 +29,7 @@ using Packed = __m128i;
 constexpr int kWide = 4;
 using Packed = uint16x4_t;
 #endif
-/// Sixteen registers do not hold the constants of a rule beside those of rounding to bf16.
+/// Sixteen registers do not hold both the constants of a rule and those of rounding to bf16.
 constexpr bool kFewRegisters = kWide == 8;
 typedef float Floats __attribute__((vector_size(kWide * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWide * 4)));
@@ -41,14 +41,14 @@ template <class T> DSOPT_HD T read(const void *from) {
     return value;
 }
 
-#if defined(__AVX512F__) // with masks: gcc 12 warns of its own header without
+#if defined(__AVX512F__) // masked: gcc 12 warns about its own header otherwise
 DSOPT_HD Floats widened(__m256i x, BF16) { return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, x)) << 16); }
 DSOPT_HD Floats widened(__m256i x, F16) { return Floats(_mm512_maskz_cvtph_ps(0xffff, x)); }
 #endif
 #if defined(__AVX2__)
 DSOPT_HD __m256 widened(__m128i x, BF16) { return __m256(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 DSOPT_HD __m256 widened(__m128i x, F16) { return _mm256_cvtph_ps(x); }
-// The first four.
+// Converts the first four elements.
 DSOPT_HD __m128 widened4(__m128i x, BF16) { return __m128(_mm_slli_epi32(_mm_cvtepu16_epi32(x), 16)); }
 DSOPT_HD __m128 widened4(__m128i x, F16) { return _mm_cvtph_ps(x); }
 #else
@@ -61,7 +61,7 @@ template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag) {
     return Floats(widened(read<Packed>(from), tag));
 }
 
-/// As the type is stored.
+/// Rounds a register to the storage type.
 DSOPT_HD Floats rounded(Floats x, F32) { return x; }
 DSOPT_HD Halves rounded(Floats x, F16) {
 #if defined(__AVX512F__)
@@ -72,13 +72,13 @@ DSOPT_HD Halves rounded(Floats x, F16) {
     return Halves(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x))));
 #endif
 }
-DSOPT_HD Halves rounded(Floats x, BF16) { // f32_to_bf16
+DSOPT_HD Halves rounded(Floats x, BF16) { // as f32_to_bf16()
     const Words bits = Words(x), even = bits + ((bits >> 16) & 1) + 0x7fff;
-    const Words word = x == x ? even : bits | 0x400000; // its upper half is wanted
+    const Words word = x == x ? even : bits | 0x400000; // the result is the upper half of a word
 #if defined(__AVX512F__)
     typedef uint16_t Pairs __attribute__((vector_size(64)));
     return __builtin_shufflevector(Pairs(word), Pairs(word), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#elif defined(__AVX2__) // what is packed stays in its half of the register
+#elif defined(__AVX2__) // packing works within each half of the register
     const __m256i halves = __m256i(word >> 16), packed = _mm256_packus_epi32(halves, halves);
     return Halves(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0xd8)));
 #else
@@ -86,15 +86,17 @@ DSOPT_HD Halves rounded(Floats x, BF16) { // f32_to_bf16
 #endif
 }
 
-/// `by_instruction`: the processor has one for bf16. It takes subnormals for zeros, so a register that holds one is
-/// rounded as ever. The check needs such numbers to be on: see DefaultFloatEnvironment.
+/// `by_instruction`: the processor has an instruction for bf16. The instruction treats subnormals as zeros, so a
+/// register that holds a subnormal is rounded without it. The test requires that denormals are not flushed: see
+/// DefaultFloatEnvironment.
 template <class Tag> DSOPT_HD auto rounded(Floats x, Tag tag, [[maybe_unused]] bool by_instruction) {
 #if defined(__AVX512F__)
     constexpr int kSubnormal = 0x20;
     if constexpr (std::is_same_v<Tag, BF16>)
         if (by_instruction && _mm512_fpclass_ps_mask(__m512(x), kSubnormal) == 0) {
             Halves halves;
-            // This file is also for processors without it, so it must not be moved before the test.
+            // Assembly, which the compiler does not move before the test: this code also runs on processors without the
+            // instruction.
             asm volatile("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(x));
             return halves;
         }
@@ -103,7 +105,7 @@ template <class Tag> DSOPT_HD auto rounded(Floats x, Tag tag, [[maybe_unused]] b
 }
 
 template <class Register> DSOPT_HD void write(Register x, void *to) { __builtin_memcpy(to, &x, sizeof x); }
-/// Past the caches. `to` is at a multiple of the register's size.
+/// Writes with a non-temporal store. `to` is aligned to the register's size.
 template <class Register> DSOPT_HD void write_streaming(Register x, void *to) {
 #if defined(__AVX2__)
     if constexpr (sizeof x == 64) {
@@ -119,13 +121,13 @@ template <class Register> DSOPT_HD void write_streaming(Register x, void *to) {
 #endif
 }
 
-/// Which lanes of a register are in memory.
+/// All lanes of a register are in memory.
 struct AllLanes {};
 template <class T, class Tag> DSOPT_HD Floats load(const T *from, Tag tag, AllLanes) { return load(from, tag); }
 template <class Register> DSOPT_HD void write(Register x, void *to, AllLanes) { write(x, to); }
 #if defined(__AVX512F__)
 #define DSOPT_HAS_MASKS 1
-/// Others are zero when they are loaded, and their memory is neither read nor written.
+/// The first `count` lanes are in memory. Other lanes are loaded as zeros; their memory is neither read nor written.
 struct FirstLanes {
     __mmask16 mask;
     explicit FirstLanes(int64_t count) : mask(__mmask16((1u << count) - 1)) {}

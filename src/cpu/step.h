@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step on the CPU: each call of the driver runs at once, on all threads.
+// A step on the CPU: each call of the driver runs synchronously, on all threads.
 #pragma once
 #include "base/function_ref.h"
 #include "cpu/caches.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loops of kernels.cc and onebit_kernels.cc are made of. Included by files that are compiled once per
-// instruction set: everything is local to each of them.
+// Building blocks of the kernels in kernels.cc and onebit_kernels.cc. Included by files that are compiled once per
+// instruction set, so everything is local to the including file.
 #pragma once
 #include "cpu/kernels.h"
 #include "cpu/prefetch.h"
@@ -11,10 +11,10 @@
 namespace dsopt::cpu {
 namespace {
 
-// Arrays are worked on in tiles that stay in the first-level cache: 16-bit ones are widened into a buffer and rounded
-// back, fp32 ones are used where they are. So a rule is one loop over floats, whatever the storage types. Tiles are
-// short so that the loops of one run while the next one's memory is on its way. What goes through registers instead is
-// in kernels.cc: the forms of a step that most programs have.
+// Arrays are processed in tiles that stay in the first-level cache: 16-bit arrays are converted to fp32 in a buffer and
+// rounded back, fp32 arrays are used in place. So a rule is one loop over floats for all storage types. Tiles are
+// short, so that the arithmetic of one tile overlaps with the loads of the next. The most common forms of a step use
+// registers in place of tiles: see kernels.cc.
 constexpr int64_t kTile = 256;
 static_assert(kLeaf % kTile == 0 && kTile % kLeafLanes == 0);
 
@@ -22,8 +22,8 @@ struct alignas(64) Buffer {
     float at[kTile];
 };
 
-/// Before a loop over arrays that do not overlap. What gcc inlines loses __restrict, and then compares the addresses of
-/// the arrays before each tile, which costs LAMB a tenth of its time in cache.
+/// Goes before a loop over arrays that do not overlap. gcc drops __restrict when it inlines a function, and then tests
+/// for overlap before each tile, which costs LAMB a tenth of its time in cache.
 #if defined(__GNUC__) && !defined(__clang__)
 #define DSOPT_ARRAYS_APART _Pragma("GCC ivdep")
 #else
@@ -34,25 +34,26 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline void put(float &to, float value) { to = value; }
 inline void put(const float &, float) {}
-/// The rule for one element of each array. It works on copies: everything is read before anything is written, so no
-/// array is read again because another one could lie over it. Arrays that are not const are written, whether or not
-/// the rule changed the copy.
+/// Applies the rule to one element of each array. The rule works on copies: all elements are read before any is
+/// written, so possible overlap forces no second read. Arrays that are not const are written even if the rule did not
+/// change the copy.
 template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
     [&](auto... value) {
         rule(value...);
         (put(x, value), ...);
     }(x...);
 }
-/// As many elements as a small register has. Not inlined, which would make one loop of several. The rule is read where
-/// it is: by value it would be written in small pieces and read in large ones at once, and such a read waits until all
-/// stores before it, those of the loop included, have reached the cache.
+/// Applies the rule to the N elements of a small register. Not inlined: the compiler would merge several of these
+/// loops. The rule is passed by reference: passed by value, it would be spilled with narrow stores and loaded with wide
+/// ones (store-forwarding stall), which wait for all earlier stores, including the main loop's.
 template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R &rule, T *__restrict... x) {
     for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
 }
-/// rule(x[i]...) for n elements of arrays that do not overlap: the compiler has only loops to vectorise. What is left
-/// behind whole registers goes into smaller ones: one by one it would take as long as four times as many elements.
+/// Calls rule(x[i]...) for n elements of arrays that do not overlap, in loops that the compiler vectorises. The
+/// elements after the last whole register use smaller registers: one by one, they would take as long as four times as
+/// many elements.
 template <class R, class... T> void apply(const R &rule, int64_t n, T *__restrict... x) {
-    const R own = rule; // which no other function can know: it stays in registers
+    const R own = rule; // a local copy whose address does not escape: it stays in registers
     const int64_t whole = n & -16;
     DSOPT_ARRAYS_APART
     for (int64_t i = 0; i < whole; ++i) apply_once(own, x[i]...);
@@ -83,8 +84,8 @@ template <class Tag> void narrow(const float *from, typename Tag::storage *to, i
 }
 inline void narrow(const float *from, float *to, int64_t n, F32 tag) { widen(from, to, n, tag); }
 
-/// As `narrow`, past the caches: for arrays that are only written, and too long to be read again before they fall out.
-/// Without it every line is read before it is overwritten.
+/// Like narrow(), with non-temporal stores: for arrays that are only written and longer than the caches. Plain stores
+/// read every cache line before they overwrite it.
 template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
 #if DSOPT_HAS_REGISTERS
     constexpr int64_t size = sizeof *to, line = 64 / size;
@@ -101,7 +102,7 @@ template <class Tag> void narrow_streaming(const float *from, typename Tag::stor
 template <class T> T *element(void *data, int64_t index) { return static_cast<T *>(data) + index; }
 template <class T> const T *element(const void *data, int64_t index) { return static_cast<const T *>(data) + index; }
 
-/// The codec of a format: n elements of an array from the index-th one on, to and from fp32.
+/// Codec of a format: load() converts n elements of an array, from `index` on, to fp32; store() converts them back.
 inline void load(const Slot &from, int64_t index, int64_t n, float *to) {
     visit(from.format,
           [&](auto tag) { widen(element<typename decltype(tag)::storage>(from.data, index), to, n, tag); });
@@ -116,7 +117,7 @@ inline void store(const float *from, const Slot &slot, int64_t index, int64_t n,
     });
 }
 
-/// The tile as floats: in place for fp32 unless a private copy is wanted, else widened into `buffer`.
+/// Returns the tile as fp32: in place for fp32 arrays unless `private_copy`, else converted into `buffer`.
 inline float *open(const Slot &slot, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
     if (slot.format == Dtype::f32 && !private_copy) return element<float>(slot.data, index);
     load(slot, index, n, buffer.at);
@@ -132,7 +133,7 @@ inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n
 }
 
 // -------------------------------------------------------------------------------------------------------- reductions
-// A register of doubles: what is wider the compiler keeps in memory, as it does with arrays whose elements are.
+// Register of doubles. The compiler keeps wider vectors, and arrays of them, in memory.
 #if defined(__AVX512F__)
 constexpr int kDoubles = 8;
 #elif defined(__AVX2__)
@@ -142,9 +143,9 @@ constexpr int kDoubles = 2;
 #endif
 typedef double Doubles __attribute__((vector_size(kDoubles * 8)));
 
-/// That many elements of an array.
+/// Loads kDoubles elements of an array.
 template <class Tag> Doubles doubles(const typename Tag::storage *x, [[maybe_unused]] Tag tag) {
-#if defined(__AVX512F__) // with masks: gcc 12 makes four instructions of this one when left to itself
+#if defined(__AVX512F__) // masked: gcc 12 makes four instructions of the plain form
     if constexpr (std::is_same_v<Tag, F32>)
         return Doubles(_mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x)));
     else
@@ -168,15 +169,15 @@ template <class Tag> Doubles doubles(const typename Tag::storage *x, [[maybe_unu
 /// Sum of squares of a leaf in the order of rules/lane_sum.h.
 class LeafSum {
 public:
-    /// `numel` elements of the leaf are added. Lanes that a short leaf does not reach would stay zero, which changes no
-    /// sum: they are neither cleared nor folded, which would take longer than all else for tensors of a few elements.
+    /// `numel`: number of elements of the leaf. Lanes that a short leaf does not reach are neither cleared nor folded:
+    /// as zeros they would not change the sum, and for tensors of a few elements they would take most of the time.
     explicit LeafSum(int64_t numel) : used_(numel <= 8 ? 8 : numel <= 32 ? 32 : kLeafLanes) {
         clear<0, 8>();
         if (used_ > 8) clear<8, 32>();
         if (used_ > 32) clear<32, kLeafLanes>();
     }
 
-    /// `x` starts at a multiple of 128 in its leaf. What is `Ahead` elements further on is prefetched, unless that is 0.
+    /// `x` starts at a multiple of kLeafLanes in its leaf. Prefetches `Ahead` elements ahead, unless `Ahead` is 0.
     template <int64_t Ahead = 0, class Tag> void add(const typename Tag::storage *x, int64_t n, Tag tag) {
         const int64_t whole = n & -kLeafLanes;
         for (int lane = 0; lane < kLeafLanes && whole != 0; lane += kHeld) add_rows<Ahead>(x, whole, lane, tag);
@@ -195,9 +196,9 @@ public:
     }
 
 private:
-    /// Lanes that are added to at once; the others are in memory meanwhile, and the rows of a tile are visited stripe
-    /// by stripe. AVX-512 has registers for all of them, but then they are stored and loaded again where nothing else
-    /// is to do, which took pass 1 in the second-level cache 1.4 times as long.
+    /// Number of lanes that are held in registers at once. The other lanes are in memory meanwhile, and the rows of a
+    /// tile are processed in stripes of kHeld columns. AVX-512 has registers for all lanes, but all would be stored and
+    /// loaded with no other work to overlap, which made pass 1 in the second-level cache take 1.4 times as long.
 #if defined(__AVX2__) || defined(__aarch64__)
     static constexpr int kHeld = 32;
 #else
@@ -207,12 +208,12 @@ private:
     template <class Call, int... K> static void with_each(const Call &call, std::integer_sequence<int, K...>) {
         (call.template operator()<K>(), ...);
     }
-    /// One by one: gcc would clear an array by a slow loop in microcode.
+    /// Clears lanes one by one: gcc would clear an array with a slow loop in microcode.
     template <int Begin, int End> void clear() {
         with_each([&]<int K>() { lane_[Begin / kDoubles + K] = Doubles{}; },
                   std::make_integer_sequence<int, (End - Begin) / kDoubles>{});
     }
-    /// Lanes `lane` to `lane` + kHeld of whole rows.
+    /// Adds columns [lane, lane + kHeld) of whole rows to their lanes.
     template <int64_t Ahead, class Tag> void add_rows(const typename Tag::storage *x, int64_t n, int lane, Tag tag) {
         constexpr int line = int(64 / sizeof *x);
         Doubles *const own = lane_ + lane / kDoubles;
@@ -226,7 +227,7 @@ private:
         }
         (std::make_integer_sequence<int, kHeld / kDoubles>{});
     }
-    /// Sums of pairs of neighbours: those of a, then those of b.
+    /// Returns the sums of pairs of neighbours: first of a, then of b.
     static Doubles add_pairs(Doubles a, Doubles b) {
 #if defined(__AVX512F__)
         return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
@@ -237,13 +238,13 @@ private:
         return __builtin_shufflevector(a, b, 0, 2) + __builtin_shufflevector(a, b, 1, 3);
 #endif
     }
-    /// As fold_leaf_lanes(). So few are quicker one by one.
+    /// The same as fold_leaf_lanes(). Scalar additions are faster for so few lanes.
     template <int Lanes> double fold_first() const {
         double lane[Lanes];
         __builtin_memcpy(lane, lane_, sizeof lane);
         return fold_leaf_lanes(lane);
     }
-    /// As fold_leaf_lanes().
+    /// The same as fold_leaf_lanes().
     double fold_all() const {
         double sum[kLanes];
         with_each(
@@ -268,7 +269,7 @@ private:
     const int used_;
 };
 
-/// Magnitudes compare as integers, and a NaN is above them all.
+/// Returns the largest magnitude. Magnitudes are compared as integers, in which NaNs are the largest.
 inline float largest_magnitude(const float *x, int64_t n, float so_far) {
     uint32_t most = bits_of(so_far);
     for (int64_t i = 0; i < n; ++i) {
@@ -278,16 +279,16 @@ inline float largest_magnitude(const float *x, int64_t n, float so_far) {
     return float_of(most);
 }
 
-// ------------------------------------------------------------------------------------------------- where results go
+// ---------------------------------------------------------------------------------------------------------- outputs
 inline void zero_gradients(const TensorJob &job, int64_t index, int64_t n) {
     const auto [data, format] = job.grad();
     const size_t size = dtype_size(format);
     __builtin_memset(static_cast<char *>(data) + size_t(index) * size, 0, size_t(n) * size);
 }
-/// Outputs and zeroed gradients, of a tile that has new weights or keeps the old ones.
+/// Writes the output and zeroes the gradients of a tile, whose weights are new or unchanged.
 inline void write_outputs(const Span &span, const float *weights, const float *change, int64_t index, int64_t n) {
     const TensorJob &job = *span.job;
-    // Over the gradients its lines are in the caches already.
+    // An output that overwrites the gradients is already in the caches.
     const bool streaming = span.streaming && job.data[kOut] != job.data[kGrad];
     if (job.out()) store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out(), index, n, streaming);
     if (job.zeroes) zero_gradients(job, index, n);
@@ -297,13 +298,14 @@ inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
 
-/// OUT_ONLY leaves parameters alone, but a master is state.
+/// True if the weights must not be written: DSOPT_STEP_OUT_ONLY leaves parameters unchanged. A master is state and is
+/// written.
 inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & DSOPT_STEP_OUT_ONLY) != 0; }
 
-/// A tile of the weights of a span, which a rule changes in place.
+/// Tile of a span's weights, which a rule updates in place.
 class WeightTile {
 public:
-    /// `sums_change`: change() is wanted even where no output is.
+    /// `sums_change`: change() is needed even if no output is a delta.
     explicit WeightTile(const Span &span, bool sums_change = false) :
         span_(span),
         keeps_(keeps_weights(span)),
@@ -314,10 +316,10 @@ public:
         if (compares_) widen(at_, change_.at, n, F32{});
         return at_;
     }
-    /// New weights go to where they are wanted: to the tensor, its low-precision copy, the output.
+    /// Stores the new weights to the tensor, its low-precision copy and the output, if present.
     void close(int64_t index, int64_t n) {
         const TensorJob &job = *span_.job;
-        // Once they are rounded so, later stores are exact.
+        // After stochastic rounding the stores below are exact.
         if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
         if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
         if (!keeps_) dsopt::cpu::close(at_, job.weight(), index, n);
@@ -336,7 +338,7 @@ private:
 } // namespace
 } // namespace dsopt::cpu
 
-// What each instruction set calls its table.
+// Names of the kernel table of each instruction set.
 #define DSOPT_JOIN_(a, b) a##b
 #define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
 #define DSOPT_TEXT_(x) #x
