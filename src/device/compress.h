@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Error-compensated 1-bit mean over the ranks of a comm (spec of Tang et al. 2021; DeepSpeed's compressed_allreduce).
 //
-// Every rank adds the residual of earlier calls to its values and keeps the result, the compensated values. One bit an
-// element and one scale a scale group of them form the message to the rank that serves the chunk in which the elements
-// are. That rank averages the messages, adds its own residual, and sends one bit an element and its scales to all.
+// Every rank adds the residual of its earlier messages to its values. The sums are the compensated values, which are
+// kept for the next call. One sign bit per element and one scale per scale group form the message to the rank that
+// serves the chunk with these elements. That rank averages the messages, adds its own residual, and sends one bit per
+// element and its scales to all ranks.
 //
-// The residual is `value - scale * sign(value)` of a compensated value: with that and its scale at hand it is formed on
-// the fly in the next call, which saves a pass over it.
+// The residual is `value - scale * sign(value)` of a compensated value. The next call computes the residual from the
+// stored value and its scale, which saves a pass.
 //
-// Two levels: the ranks of a node first take the exact mean of the vector, each that of one slice; a slice is then
-// compressed and exchanged by the ranks that have it, one a node, and its results go to every rank of the node.
+// Two levels: the ranks of a node first average the vector in full precision, each rank one slice. A slice is then
+// compressed and exchanged by the ranks that have it, one per node, and its results are sent to every rank of the node.
 #pragma once
 #include "base/range.h"
 #include "base/sizes.h"
@@ -18,46 +19,48 @@
 
 namespace dsopt {
 
-/// Where each element of a vector is: among a worker's values, among a server's, and in a message. Plain numbers, and
-/// arrays that are all in one block of memory: a copy of the block and place() make the same layout on a device.
+/// Maps each element of a vector to its index among a worker's values, among a server's values, and in a message. Plain
+/// numbers, and arrays that are all in one block of memory: a copy of the block and place() make the same layout on a
+/// device.
 struct CompressLayout {
-    /// A vector that is cut into one chunk a rank.
+    /// A vector that is partitioned into one chunk per rank.
     struct Unit {
-        int64_t begin;  // first of the worker's elements
-        int64_t chunk;  // elements a rank
-        int64_t server; // first of a server's elements, and of a message's bits
+        int64_t begin;  // index of its first element among the worker's
+        int64_t chunk;  // elements per rank
+        int64_t server; // index of the first element among a server's, and of the first bit in a message
     };
-    /// The worker's elements that have one scale.
+    /// Elements of the worker that share one scale.
     struct ScaleGroup : Range {
-        int64_t used; // elements that are some tensor's; the rest is padding
-        Unit unit;    // in which they are
+        int64_t used; // elements that belong to tensors; the rest is padding
+        Unit unit;    // that contains the elements
     };
-    /// The scales in front of a message are those of scale groups that follow one another.
+    /// The scales at the start of a message are those of consecutive scale groups.
     struct Chunk {
         int32_t first_group, scales;
     };
     /// The elements of a scale group that are in one chunk.
-    struct Segment : Range { // of the worker's elements
+    struct Segment : Range { // in elements of the worker
         int64_t server;      // as in Unit
     };
     int32_t ranks = 1, rank = 0;
     int32_t group_count = 0, segment_count = 0;
     int64_t worker_numel = 0, server_numel = 0;
-    /// Every scale group has whole words of bits of its own, and so has what is behind the last one: the worker's
-    /// elements from `used_numel` on, a multiple of 32. Else groups end at any byte, and nothing is behind them.
+    /// True: every scale group begins at a whole word of bits, and so do the elements after the last group, from
+    /// `used_numel` on, a multiple of 32. False: groups end at any byte, and no elements follow the last group.
     bool whole_words = false;
     int64_t used_numel = 0;
-    int64_t message_scales = 0; // in front of the bits of every message
-    /// Whole vectors of 16 bytes: messages are contiguous, and NCCL copies what does not begin at one byte by byte.
+    int64_t message_scales = 0; // at the start of every message, before the bits
+    /// A multiple of 16: messages are contiguous, and NCCL copies a message that is not aligned to 16 bytes byte by
+    /// byte.
     int64_t message_bytes = 0;
-    int64_t group_leaves = 0, segment_leaves = 0; // of all groups, and of all segments
+    int64_t group_leaves = 0, segment_leaves = 0; // total of all groups, and of all segments
     ScaleGroup *groups = nullptr;
-    Chunk *chunks = nullptr;     // one a rank
-    Segment *segments = nullptr; // of this rank's chunk, one for each of its scales, in their order
-    // Running numbers of leaves, one more than there are groups or segments.
+    Chunk *chunks = nullptr;     // one per rank
+    Segment *segments = nullptr; // of this rank's chunk: one per scale, in the same order
+    // Prefix sums of leaf counts, with one entry more than there are groups or segments.
     int64_t *group_leaf = nullptr, *segment_leaf = nullptr;
 
-    /// Where the arrays are in a block.
+    /// Sets the pointers to the arrays in a block.
     void place(Pieces &block) {
         block.take(groups, group_count);
         block.take(chunks, ranks);
@@ -70,20 +73,21 @@ struct CompressLayout {
         const Range range = intersection(group, all);
         return {range, group.unit.server + range.begin - all.begin};
     }
-    /// Of a server's elements: the end of the last word that is a segment's.
+    /// Returns the number of a server's elements up to the end of the last segment's last word.
     DSOPT_HD int64_t used_by_server() const {
         if (segment_count == 0) return 0;
         const Segment &last = segments[segment_count - 1];
         return bits_of_elements(last.server + last.numel);
     }
-    /// Signs that are written where a group has so many elements: those behind them are 1, as all that no group has.
+    /// Returns the number of bits that are written for `numel` elements of a group. Bits after the elements are 1, like
+    /// all bits that belong to no group.
     DSOPT_HD int64_t bits_of_elements(int64_t numel) const { return whole_words ? round_up(numel, 32) : numel; }
     DSOPT_HD const Chunk &own_chunk() const { return chunks[rank]; }
     DSOPT_HD int64_t messages_bytes() const { return message_bytes * ranks; }
-    /// Floats of the buffers that are kept from call to call: elements, then scales.
+    /// Number of floats in the buffers that are kept between calls: elements, then scales.
     DSOPT_HD int64_t worker_floats() const { return worker_numel + group_count; }
     DSOPT_HD int64_t server_floats() const { return server_numel + message_scales; }
-    // What is in a message.
+    // Contents of a message: scales, then bits.
     DSOPT_HD static float *scales(char *message) { return reinterpret_cast<float *>(message); }
     DSOPT_HD static const float *scales(const char *message) { return reinterpret_cast<const float *>(message); }
     DSOPT_HD uint8_t *bits(char *message) const { return reinterpret_cast<uint8_t *>(message) + message_scales * 4; }
@@ -92,28 +96,28 @@ struct CompressLayout {
     }
 };
 
-/// Two levels: the vector of a whole list, and this rank's slice of it, which is what is compressed. With one level a
-/// node has one rank, and the slice is the whole.
+/// Two levels: the vector of a whole list, and this rank's slice of the vector, which is compressed. With one level a
+/// node has one rank, and the slice is the whole vector.
 struct ExchangeLayout {
-    CompressLayout whole; // one chunk for each rank of each node
-    CompressLayout slice; // one chunk for each node; its scale groups are the elements of tensors in the slice
+    CompressLayout whole; // one chunk per rank of all nodes
+    CompressLayout slice; // one chunk per node; its scale groups contain the elements of tensors in the slice
     int32_t node_ranks = 1, node_rank = 0;
 
     bool has_levels() const { return node_ranks > 1; }
-    /// One node: nothing is compressed, and there is nothing to keep. The slice's layout is empty.
+    /// True if there is a single node: nothing is compressed, and no buffers are kept. The slice's layout is empty.
     bool is_exact() const { return has_levels() && slice.ranks == 1; }
-    /// Of the whole vector.
+    /// Returns the range of the slice in the whole vector.
     Range slice_range() const {
         const int64_t numel = whole.worker_numel / node_ranks;
         return {node_rank * numel, numel, whole.worker_numel};
     }
-    /// Words of bits up to the last tensor's end: the same for any number of ranks.
+    /// Returns the number of words of bits up to the last tensor's end, which is the same for any number of ranks.
     int64_t used_words() const {
         if (whole.group_count == 0) return 0;
         const CompressLayout::ScaleGroup &last = whole.groups[whole.group_count - 1];
         return (last.end() + 31) / 32;
     }
-    /// Returns the bytes of the block. `block` NULL: only to know them.
+    /// Sets the pointers of both layouts and returns the bytes of the block. `block` NULL: only returns the bytes.
     size_t place(void *block) {
         Pieces pieces(block);
         whole.place(pieces);
@@ -131,46 +135,46 @@ struct OwnedLayout : ExchangeLayout {
     size_t bytes = 0;
 };
 
-/// Compression of one vector by this rank, as a worker and as a server. Knows nothing of levels.
+/// Compression of one vector by this rank, as a worker and as a server. Does not depend on the number of levels.
 struct Compression {
     CompressLayout layout;
-    float *worker = nullptr, *server = nullptr; // compensated values, and their scales behind them
-    const int32_t *active = nullptr; // a bit for each of the worker's elements, lowest first: it takes part; NULL = all
+    float *worker = nullptr, *server = nullptr; // compensated values, followed by their scales
+    const int32_t *active = nullptr; // one bit per element of the worker, lowest first, 1 = active; NULL = all active
     char *send = nullptr;            // messages to each rank
     char *recv = nullptr;            // messages from each rank
-    char *result = nullptr;          // the message that this rank makes as a server
-    char *results = nullptr;         // those of all servers
+    char *result = nullptr;          // the message that this rank sends as a server
+    char *results = nullptr;         // messages of all servers
     double *sums = nullptr;          // sum of squares of each leaf
-    int32_t *counts = nullptr;       // how many elements of each leaf take part
+    int32_t *counts = nullptr;       // number of active elements of each leaf
     const int32_t *skip = nullptr;   // in backend memory, nonzero = leave everything unchanged; NULL = never skipped
 
-    /// The exchange of a skipped step goes on, as other ranks expect, and changes nothing.
+    /// True if the step is skipped. The exchange still runs, because other ranks take part in it, and changes nothing.
     DSOPT_HD bool skipped() const { return skip != nullptr && *skip != 0; }
     DSOPT_HD float *worker_scales() const { return worker + layout.worker_numel; }
     DSOPT_HD float *server_scales() const { return server + layout.server_numel; }
     DSOPT_HD char *message_to(int64_t rank) const { return send + rank * layout.message_bytes; }
 };
 
-/// The mean of a list, as an exchange leaves it on every rank.
+/// Mean of a list after an exchange, the same on every rank.
 struct ListMean {
     CompressLayout layout;
     char *results = nullptr;         // messages of all servers
-    const float *values = nullptr;   // the mean itself, where nothing is compressed; else NULL
+    const float *values = nullptr;   // the mean itself if nothing is compressed; else NULL
     const int32_t *active = nullptr; // as in Compression, for all elements of the list
 };
 
-/// Two levels: full precision inside a node.
+/// Two levels: the full-precision mean inside a node.
 struct NodeSlices {
     int32_t ranks = 1;
-    int64_t numel = 0;       // of a slice
+    int64_t numel = 0;       // elements per slice
     float *vector = nullptr; // a slice for each rank of the node; NULL: one level
-    float *slices = nullptr; // this rank's slice as each rank of the node sent it
+    float *slices = nullptr; // this rank's slice, from each rank of the node
 };
 
-/// One exchange, on the host and as kernels see it.
+/// Layouts and buffers of one exchange, for the host or, from on_device(), for kernels.
 struct Exchange {
-    const OwnedLayout *layout = nullptr; // the host's
-    Compression own;                     // of the list; with two levels of this rank's slice
+    const OwnedLayout *layout = nullptr; // in host memory
+    Compression own;                     // of the list; with two levels, of this rank's slice
     ListMean mean;
     NodeSlices node;
 
@@ -189,7 +193,7 @@ struct Exchange {
     static size_t workspace_bytes(const OwnedLayout &layout) {
         return Exchange(layout, nullptr, nullptr, nullptr, nullptr).take_from(nullptr);
     }
-    /// For a device that has a copy of the layout's block at `block`, and a word that says that the step is skipped.
+    /// Returns the exchange for kernels. `block`: copy of the layout's block in device memory. `skip`: see Compression.
     Exchange on_device(void *block, const int32_t *skip) const {
         Exchange there = *this;
         ExchangeLayout copy = *layout;
@@ -201,7 +205,7 @@ struct Exchange {
     }
 
 private:
-    /// Returns how many bytes it takes. NULL: it only counts them.
+    /// Sets the buffers in `workspace` and returns the bytes that they use. NULL: only returns the bytes.
     size_t take_from(void *workspace) {
         const CompressLayout &sent = own.layout;
         const int64_t leaves = sent.group_leaves > sent.segment_leaves ? sent.group_leaves : sent.segment_leaves;

@@ -5,14 +5,15 @@
 
 namespace dsopt {
 
-/// Device and hooks, shared by every object made from it. Immutable after construction, hence safe from any thread.
+/// Device and hooks, shared by every object that is created from the context. Immutable after construction, so any
+/// thread may use it.
 class Context {
 public:
     explicit Context(const dsopt_context_desc &desc);
 
     const Device &device() const { return *device_; }
     int ordinal() const { return desc_.device; }
-    /// The pool of a call: the one it brings, else the context's.
+    /// Returns the thread pool of a call: `hook` unless it is NULL, else the context's pool.
     Parallel parallel(dsopt_parallel_for hook = nullptr, void *user = nullptr) const;
     int64_t chunk() const { return chunk_; }
     bool checks_pointers() const { return desc_.flags & DSOPT_CONTEXT_CHECK_POINTERS; }
@@ -34,7 +35,7 @@ private:
     int64_t generation_ = 0;
 };
 
-/// A block of backend memory that goes back when its owner does.
+/// A block of backend memory, released by the destructor.
 class Memory {
 public:
     Memory() = default;

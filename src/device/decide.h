@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between the two passes: is the step taken, what are gradients divided by, which step is it for each tensor, where
-// does the loss scale go. A handful of scalars; the CUDA backend runs the same functions in one thread, so the host
-// never has to look.
+// Decisions between the two passes: whether the step is taken, the divisors of gradients, the step number of each
+// tensor, the next loss scale. All work on a few scalars. The CUDA backend runs the same functions in one thread, so
+// the host does not wait for the device.
 #pragma once
 #include "device/plan.h"
 #include "rules/all.h"
 
 namespace dsopt {
 
-/// What is done to the table between the all-reduces of agree_on_norms. Where it is on a device, one thread does it
-/// there.
+/// An operation on the table of norms between the all-reduces of agree_on_norms(). If the table is on a device, one
+/// thread of the device runs it.
 struct NormMove {
     static constexpr const char *name = "move_norms";
-    /// take: copy a column and the number of reasons to skip into the message. put: copy them back. mean: divide the
-    /// squares by `ranks`.
+    /// take: copies a column and the number of ranks with a reason to skip into the message. put: copies them back.
+    /// mean: divides the squares by `ranks`.
     enum Kind : uint8_t { take, put, mean } kind;
     NormTable table;
     int64_t column; // of take and put
@@ -33,20 +33,21 @@ inline double fold_leaves(const double *sums, const TensorLeaves &leaves) {
     return add_in_lanes(leaves.count(), [&](int64_t leaf) { return sums[leaves.first + leaf]; });
 }
 
-/// True if a LAMB tensor takes part in the step, with any of its shards.
+/// True if any shard of a LAMB tensor takes part in the step.
 DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
-/// The trust ratio of a tensor: from its own sums of squares, or those of all model ranks.
+/// Computes the trust ratio of a tensor, from its own sums of squares or those of all model ranks.
 DSOPT_HD void take_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
     plan.trust_ratio[i] = factor_of(plan.groups[plan.jobs[i].group], weights, updates);
 }
-/// True for a tensor that the passes of Passes::reduced update. `rule`: of its group.
+/// True for a tensor that the passes of Passes::reduced update. `rule`: rule of its group.
 DSOPT_HD bool is_reduced(const TensorJob &job, Rule rule) {
     return job.owner == Owner::update && passes_of(rule) == Passes::reduced;
 }
-/// Finds the trust ratio of such a tensor from the sums that its leaves left, or what model ranks add up for it. `fold`
-/// adds up leaves, by one thread or several, of which one is in the lead.
+/// Computes the trust ratio of a tensor of Passes::reduced from the sums of its leaves. If the tensor is sharded,
+/// stores the sums for the all-reduce over model ranks instead. `fold` adds up leaves, with one or several threads;
+/// fold.lead is true in the thread that stores the result.
 template <class Fold> DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
     if (!is_reduced(job, plan.groups[job.group].rule)) return;
@@ -58,7 +59,7 @@ template <class Fold> DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, 
     if (slot < 0) return take_trust(plan, i, weights, updates);
     plan.shards.sums[slot] = {weights, updates, 1};
 }
-/// Takes the trust ratio from the sums of all shards: every model rank gets the same.
+/// Computes the trust ratio from the sums of all shards. Every model rank computes the same value.
 DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
     const TensorJob &job = plan.jobs[i];
     if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
@@ -69,24 +70,25 @@ DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
 /// Non-finite elements of a list of tensors.
 struct NonFinite {
     int64_t count = 0;
-    int64_t first = INT64_MAX; // the first tensor that has some, doubled, and 1 more if one of its elements is a NaN
+    // 2 * index of the first tensor with a non-finite element, plus 1 if any of its elements is a NaN
+    int64_t first = INT64_MAX;
     DSOPT_HD void add(int64_t tensor, int64_t bad, bool has_nans) {
         count += bad;
         const int64_t found = tensor * 2 + has_nans;
         if (bad != 0 && found < first) first = found;
     }
     DSOPT_HD int64_t first_tensor() const { return first == INT64_MAX ? -1 : first / 2; }
-    /// As Found::kind.
+    /// Returns Found::kind.
     DSOPT_HD int32_t kind() const { return first == INT64_MAX ? 0 : first % 2 != 0 ? 2 : 1; }
 };
 
-/// From a norm to what follows of it: `value` is the sum of squares, or the largest magnitude.
+/// Computes a norm and its clipping coefficient. `value`: the sum of squares, or the largest magnitude.
 DSOPT_HD void finish_norm(dsopt_norm_result &result, int32_t kind, double value, double max_norm) {
     result.norm = kind == DSOPT_NORM_MAX ? value : sqrt(value);
     const double coefficient = max_norm > 0 ? max_norm / (result.norm + 1e-6) : 1.0;
     result.coefficient = coefficient < 1 ? float(coefficient) : 1.0f;
 }
-/// What dsopt_tensors_norm writes. `raw`: ranks add theirs before finish_norm().
+/// Returns the result of dsopt_tensors_norm. `raw`: ranks combine their values before finish_norm().
 DSOPT_HD dsopt_norm_result norm_result(int32_t kind, bool raw, double squares, double largest, const NonFinite &found,
                                        double max_norm) {
     dsopt_norm_result result{};
@@ -100,13 +102,13 @@ DSOPT_HD dsopt_norm_result norm_result(int32_t kind, bool raw, double squares, d
     return result;
 }
 
-/// A value of a row of dsopt_step.hyper, or what the host has where the row says NaN.
+/// Returns a value of a row of dsopt_step.hyper, or the host's value if the row has a NaN.
 DSOPT_HD double row_or(const float *row, int column, double host) {
     const float value = row[column];
     return value == value ? double(value) : host;
 }
 
-/// Hyper-parameters of a group with what the caller has in backend memory.
+/// Returns the hyper-parameters of a group, in which values from backend memory replace the host's.
 DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
     Hyper hyper = plan.groups[group];
     if (plan.given.lr != nullptr) hyper.lr = double(plan.given.lr[group]);
@@ -119,7 +121,7 @@ DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
     }
     return hyper;
 }
-/// The same as the step uses them. Every reader of them comes through here.
+/// Returns the hyper-parameters that the step uses. All code reads them through this function.
 DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
     Hyper hyper = given_hyper(plan, group);
     if (plan.policy.dry) hyper.lr = 0;
@@ -133,8 +135,8 @@ DSOPT_HD double max_norm_of(const StepPlan &plan) {
 DSOPT_HD bool is_not_negative(double value) { return value >= 0 && is_finite(value); }
 DSOPT_HD bool is_beta(double value) { return value >= 0 && value < 1; }
 
-/// False if backend memory has a hyper-parameter that dsopt_optimizer_set would refuse, or one without effect. What the
-/// host has was checked when it was set.
+/// False if backend memory has a hyper-parameter that dsopt_optimizer_set rejects, or one without effect that is not 0.
+/// The host's values were checked when they were set.
 DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     if (plan.given.lr == nullptr && plan.given.hyper == nullptr) return true;
     bool valid = true;
@@ -150,12 +152,12 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
                 valid = valid && (has_effect ? in_range : value == 0);
             }
         });
-        // The formula was chosen by it.
+        // The host has chosen the formula by whether the momentum is 0.
         valid = valid && (hyper.momentum != 0) == ((fields & kMomentum) != 0);
         if (plan.given.hyper == nullptr) continue;
         const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, of_all = row[DSOPT_HYPER_MAX_NORM];
         for (int place = kHyperPlaces; place < DSOPT_HYPER_FLOATS; ++place) valid = valid && row_or(row, place, 0) == 0;
-        // Clipping that the host has not switched on: gradients are not read for it.
+        // Clipping that the host has not enabled is invalid: gradients are not read for it.
         valid = valid && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
         const bool clips = of_all < 0 || of_all > 0;
         valid = valid && (!clips || (g == 0 && is_not_negative(of_all) && plan.limits.max_norm > 0));
@@ -163,26 +165,27 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     return valid;
 }
 
-/// What gradients are divided by before clipping must be a number of fp32, as must 1 by it.
+/// True if the divisor of gradients before clipping, and its reciprocal, are finite in fp32.
 DSOPT_HD bool can_divide_by(double scale) {
     return scale > 0 && is_finite(double(float(scale))) && is_finite(double(float(1.0 / scale)));
 }
-/// In one of the two orders of events the step divides by the scale that it comes with, in the other one by the next.
+/// True if the current and the next loss scale are valid. A step with a wrapper divides by the next scale, other steps
+/// divide by the current scale.
 DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
     const double given = plan.given.grad_scale != nullptr ? double(*plan.given.grad_scale) : 1.0;
-    if (!(given > 0)) return false; // with another negative one it would be positive again
+    if (!(given > 0)) return false; // the product with another negative factor would be positive
     if (plan.scaler.state == nullptr) return can_divide_by(given);
     return *plan.scaler.scale > 0 && can_divide_by(given * double(*plan.scaler.scale)) &&
            scale_can_be_used(*plan.scaler.state) && can_divide_by(given * double(scale_in_use(*plan.scaler.state)));
 }
 
-/// Why this rank would skip the step, before norms are known; and for the table as ranks add it up, how many of them
-/// have a reason.
+/// Records this rank's reasons to skip the step, before norms are known. The table receives 1 if there is a reason: the
+/// all-reduce counts the ranks that have one.
 DSOPT_HD void note_reasons(const StepPlan &plan) {
     Found &found = plan.control->found;
     int32_t reasons = 0;
     if (plan.policy.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
-    // Given norms are this rank's: the others have to hear of them.
+    // The caller's norms are this rank's: an invalid norm is a reason that other ranks receive.
     for (int64_t g = 0; plan.policy.skip_nonfinite && plan.given.grad_norms != nullptr && g < plan.group_count; ++g)
         if (!is_not_negative(double(plan.given.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
@@ -194,13 +197,13 @@ DSOPT_HD void note_reasons(const StepPlan &plan) {
 
 /// True for a tensor whose gradient pass 1 reads.
 DSOPT_HD bool is_inspected(const TensorJob &job) { return job.present && job.grad(); }
-/// True if pass 1 sums squares of the tensor's weights: the original's fused wrapper takes the experts' part of the
-/// norm from them. Non-finite elements are those of the gradient all the same.
+/// True if pass 1 sums the squares of the tensor's weights: the original's fused wrapper computes the experts' norm
+/// from weights. Non-finite elements are still those of the gradient.
 DSOPT_HD bool sums_weights(const StepPlan &plan, const TensorJob &job) {
     return plan.policy.wrapper == Wrapper::fused && job.expert != 0;
 }
-/// The cell of the table in which the squares of such a tensor count; -1: in none. They also count in the cell of the
-/// last row, over all groups, in the same column.
+/// Returns the cell of the table to which the squares of such a tensor are added; -1: none. They are also added to the
+/// cell of the last row, over all groups, in the same column.
 DSOPT_HD int64_t norm_cell(const NormTable &table, const TensorJob &job) {
     return job.in_norm ? job.group * table.classes + job.expert : -1;
 }
@@ -212,14 +215,14 @@ DSOPT_HD void note_nonfinite(const StepPlan &plan, const NonFinite &all) {
     note_reasons(plan);
 }
 
-/// Where pass 1 did not run.
+/// Zeroes the table of norms and records reasons to skip, for a step without pass 1.
 DSOPT_HD void fold_nothing(const StepPlan &plan) {
     for (int64_t i = 0; i < plan.norms.cells(); ++i) plan.norms.at[i] = 0;
     note_nonfinite(plan, {});
 }
 
-/// Adds up what pass 1 left: the leaves of every tensor, then the tensors of every cell of the table. A tensor is in
-/// the lane that its index in the list says. Tensors of other cells count as zeros.
+/// Folds the results of pass 1: the leaves of every tensor, then the tensors of every cell of the table. Tensor i of
+/// the list is in lane i % kLanes. Tensors of other cells count as zeros.
 inline void fold_gradients(const StepPlan &plan) {
     fold_nothing(plan);
     if (!plan.policy.read_gradients) return;
@@ -247,7 +250,7 @@ inline void fold_gradients(const StepPlan &plan) {
     note_nonfinite(plan, found);
 }
 
-/// Norms that the caller already had, in place of pass 1. A negative or non-finite one means overflow.
+/// Stores the caller's norms to the table, in place of pass 1. A negative or non-finite norm means overflow.
 DSOPT_HD void take_given_norms(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     for (int64_t g = 0; g < table.groups; ++g) {
@@ -257,10 +260,11 @@ DSOPT_HD void take_given_norms(const StepPlan &plan) {
     }
 }
 
-/// The square of a norm as the original's wrappers have it: taken in fp32, and -1 in place of what is not finite there.
+/// Returns the square of a norm as in the original's wrappers: computed in fp32, with a norm of -1 if that is not
+/// finite.
 DSOPT_HD double wrapper_square(double squares) { return squares <= 3.4028234663852886e38 ? squares : 1.0; }
 
-/// True if the step is taken. Writes one divisor a group, moves the scaler, and notes the outcome.
+/// Returns true if the step is taken. Writes one divisor per group, updates the scaler and records the outcome.
 DSOPT_HD bool decide(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     Outcome &outcome = *plan.outcome;
@@ -269,7 +273,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     const bool wrapped = plan.policy.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
-    // Through the ranks of an expert comm a rank hears of its own reason too.
+    // With expert comms, the count may include this rank's own reason more than once.
     const bool echoes = table.classes > 1 && outcome.reasons != 0;
     if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
     if (!wrapped && plan.policy.skip_nonfinite && have_norms && !is_finite(total)) {
@@ -277,7 +281,7 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         skip = true;
     }
 
-    // The original moves the scale before it divides by it; the standard divides by the scale that backward used.
+    // The original updates the scale before it divides by it; standard mode divides by the scale of the backward pass.
     const double used = plan.scaler.state != nullptr ? double(*plan.scaler.scale) : 1.0;
     const bool moves = plan.scaler.state != nullptr && !(plan.scaler.rules.flags & DSOPT_SCALER_SHARED);
     if (plan.scaler.state != nullptr && skip) plan.scaler.state->recorded = 1;
@@ -287,10 +291,10 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     const double scale =
         (wrapped ? next : used) * (plan.given.grad_scale != nullptr ? double(*plan.given.grad_scale) : 1.0);
 
-    if (wrapped && have_norms) { // one norm a group there
+    if (wrapped && have_norms) { // the original has one norm per group
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
-            // Summed by itself: a difference to the dense part would be NaN where that is not finite.
+            // Summed separately: the difference to the dense sum would be NaN if the dense sum is not finite.
             const double experts = plan.policy.wrapper == Wrapper::fused ? table.total(g, 1) : 0.0;
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
         }
@@ -314,21 +318,23 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     return !skip;
 }
 
-/// True if a step has something to decide before its update, by `plan` alone: `agrees` adds that ranks agree on it.
+/// True if the plan alone requires a decision before the update. An agreement of ranks requires one, too.
 DSOPT_HD bool needs_decision(const StepPlan &plan) {
     return plan.policy.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
            plan.given.lr != nullptr || plan.given.hyper != nullptr || plan.scaler.state != nullptr ||
            plan.onebit != nullptr;
 }
 
-/// The step that a tensor takes, counted from 1. Counts advance at the end of the step, when nothing can fail any more.
+/// Returns the number of the tensor's step, counted from 1. Counts advance at the end of the step, when nothing can
+/// fail.
 DSOPT_HD int64_t step_of(const StepPlan &plan, const TensorJob &job) {
     return int64_t(plan.step[job.counter]) + job.ordinal;
 }
-/// Scalars of all tensors that take part.
+/// Computes the scalars of all tensors that take part in the step.
 inline void make_all_scalars(const StepPlan &plan) {
     Scalars scalars{};
-    int32_t group = -1; // the group and the step that `scalars` is for: tensors of a group mostly step together
+    // Group and step of `scalars`, which the next tensor mostly shares.
+    int32_t group = -1;
     int64_t step = -1;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
@@ -346,7 +352,7 @@ DSOPT_HD void advance_count(const StepPlan &plan, int64_t i, int32_t advance) {
     if (advance != 0) plan.step[i] = more(plan.step[i], advance);
 }
 
-/// The decision of a step, where all that ranks agree on is in the table. Leaves it in the control word.
+/// Makes the decision of a step, once the table has the values that ranks agree on. Writes Control::skip.
 DSOPT_HD bool decide_step(const StepPlan &plan) {
     if (plan.given.grad_norms != nullptr) take_given_norms(plan);
     const bool taken = decide(plan);
@@ -354,14 +360,15 @@ DSOPT_HD bool decide_step(const StepPlan &plan) {
     return taken;
 }
 
-/// Factor for a tensor's sum of update^2. Passes::reduced sums the update before it is multiplied by lr and factor.
+/// Returns the factor for a tensor's sum of update^2. Passes::reduced sums the update before it is multiplied by lr and
+/// trust ratio.
 DSOPT_HD double update_weight(const StepPlan &plan, int64_t i) {
     if (passes_of(plan.groups[plan.jobs[i].group].rule) != Passes::reduced) return 1;
     const double factor = double(plan.scalars[i].lr) * double(plan.trust_ratio[i]);
     return factor * factor;
 }
 
-/// Weight and update norm from the sums that pass 2 left.
+/// Computes the weight norm and the update norm from the sums of pass 2.
 inline void fold_updates(const StepPlan &plan) {
     double weights[kLanes] = {}, updates[kLanes] = {};
     for (int64_t i = 0; i < plan.count; ++i) {
@@ -374,7 +381,7 @@ inline void fold_updates(const StepPlan &plan) {
     plan.outcome->update_norm = sqrt(fold_lanes<kLanes>(updates));
 }
 
-/// Where the caller wants one.
+/// Writes the report if the caller requested it.
 DSOPT_HD void write_report(const StepPlan &plan) {
     const Outcome &outcome = *plan.outcome;
     float *const report = plan.report;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The line between what a step means and where it runs. One Device per kind of memory.
+// Interface between the engine, which defines steps, and the devices that run them. One Device per kind of memory.
 #pragma once
 #include "base/not_copied.h"
 #include "base/sizes.h"
@@ -8,10 +8,10 @@
 
 namespace dsopt {
 
-/// Host memory that the device can copy to and from while the host goes on.
+/// Page-locked host memory, which the device copies to and from asynchronously.
 using HostBuffer = std::shared_ptr<void>;
 
-/// The work that calls on an object have enqueued: the host can wait for it without waiting for the whole device. Any
+/// Work that calls on an object have enqueued. The host can wait for it without waiting for the whole device. Any
 /// number of threads may call.
 class PendingWork {
 public:
@@ -23,7 +23,7 @@ public:
     virtual void wait(bool replays) const = 0;
 };
 
-/// Adds what a scope enqueues on a stream, also if the scope fails halfway. `work` NULL: the backend is the host.
+/// Adds the work that a scope enqueues on a stream, even if the scope throws. `work` NULL: the backend is the host.
 class Enqueues : NotCopied {
 public:
     Enqueues(PendingWork *work, void *stream) : work_(work), stream_(stream) {}
@@ -45,24 +45,24 @@ public:
     const char *name() const { return name_; }
     bool is_host() const { return is_host_; }
     const Loops &loops() const { return loops_; }
-    /// Memory when the caller brought no allocator. Throws on failure.
+    /// Allocates memory for a context without an allocator hook. Throws on failure.
     virtual void *allocate(size_t bytes, void *stream) const = 0;
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
-    /// False for memory that belongs elsewhere: another device's, or the host's only. Slow; for debugging.
+    /// False for memory of another device, or of the host only. Slow; for debugging.
     virtual bool owns(const void *pointer) const = 0;
     virtual HostBuffer host_buffer(size_t bytes) const = 0; // pinned; not for backends that are the host
-    /// Throws DSOPT_ERR_DEVICE for a stream of the caller that is not this device's, or belongs to another context of
-    /// the driver. Once a call, first; elsewhere NULL is the default stream of the device.
+    /// Throws DSOPT_ERR_DEVICE if a stream of the caller does not belong to this device, or belongs to another context
+    /// of the driver. Called once per call, first. In other functions NULL is the default stream of the device.
     virtual void check_stream(void *stream) const = 0;
-    /// NULL on backends that are the host. Must not outlive the device.
+    /// Returns NULL on backends that are the host. The object must not outlive the device.
     virtual std::shared_ptr<PendingWork> make_pending_work() const = 0;
-    /// The device's own stream, for copies of calls in which the host asks and may wait: the default stream may be
-    /// captured. NULL on backends that are the host.
+    /// Returns the device's own stream, for copies in calls in which the host may wait: the default stream may be
+    /// captured. Returns NULL on backends that are the host.
     virtual void *copy_stream() const = 0;
     /// Copies between host and backend memory in any direction, in stream order. The host's memory may change after the
     /// call unless it is page-locked.
     virtual void enqueue_copy(void *to, const void *from, size_t bytes, void *stream) const = 0;
-    /// The same at once: the caller has waited for work that uses the memory. Waits until the copy is done.
+    /// Copies synchronously. The caller has waited for work that uses the memory.
     void copy(void *to, const void *from, size_t bytes) const {
         if (bytes == 0) return;
         enqueue_copy(to, from, bytes, copy_stream());
@@ -76,7 +76,7 @@ public:
     /// while a stream that it waits for is being captured.
     virtual void wait(void *stream) const = 0;
     void wait_for_default_stream() const { wait(nullptr); }
-    virtual void on_device(FunctionRef<void()> body) const = 0; // with the device current in this thread
+    virtual void on_device(FunctionRef<void()> body) const = 0; // calls body with the device current in this thread
 
 private:
     const char *const name_;
@@ -84,14 +84,14 @@ private:
     const Loops &loops_;
 };
 
-/// The instruction set that the CPU backend will use: the best of this machine, lowered by DSOPT_ISA.
+/// Returns the name of the CPU backend's instruction set: the best of this machine, limited by DSOPT_ISA.
 const char *cpu_isa_name();
-/// What DSOPT_ISA asks for that is no instruction set; NULL: nothing. The generic loops run then.
+/// Returns the value of DSOPT_ISA if it is not a known instruction set, else NULL. The generic kernels then run.
 const char *unknown_isa();
 std::unique_ptr<Device> make_cpu_device();
 /// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
 std::unique_ptr<Device> make_cuda_device(int device);
-/// "cuda" where the backend is in the build and a device is there, else why not.
+/// Returns "cuda" if the backend is in the build and there is a device, else the reason why not.
 const char *cuda_state();
 
 } // namespace dsopt

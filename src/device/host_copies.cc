@@ -11,7 +11,7 @@ PinnedPair::PinnedPair(const Device &device) : device_(device) {
 PinnedPair::~PinnedPair() {
     for (int half = 0; half < 2; ++half) try {
             wait(half);
-        } catch (const std::exception &) {} // the device is lost
+        } catch (const std::exception &) {} // the device has failed
 }
 void PinnedPair::copy(int half, void *to, const void *from, size_t bytes) {
     const Enqueues work(halves_[half].copies.get(), device_.copy_stream());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loops of a device: those of a step, of lists, of scalars in its memory, of compression. Everything is enqueued in
+// A device's kernels: for steps, for lists, for scalars in its memory, for compression. Everything is enqueued in
 // stream order.
 #pragma once
 #include "base/function_ref.h"
@@ -12,7 +12,7 @@
 
 namespace dsopt {
 
-/// A factor that the host knows, or one in backend memory.
+/// A factor in backend memory if `data` is not NULL, else `value`.
 struct Factor {
     const float *data = nullptr;
     float value = 1;
@@ -34,13 +34,13 @@ class Loops {
 public:
     virtual ~Loops() = default;
     // Steps.
-    /// Memory for Execution::extra.
+    /// Returns the size of Execution::extra in bytes.
     virtual size_t extra_bytes(const StepShape &shape) const = 0;
     virtual std::unique_ptr<StepCache> make_cache() const = 0;
-    /// Calls body(loops) with the loops of a step, which live as long as the call.
+    /// Calls body(loops) with the kernels of a step, which are valid during the call.
     virtual void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const = 0;
-    // Lists; entries without data are passed over.
-    /// One operation on every element. Lists of one operand are passed twice.
+    // Lists. Entries without data are ignored.
+    /// Applies one operation to every element. Lists of one operand are passed twice.
     virtual void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                               const Parallel &parallel, void *stream) const = 0;
     void zero(const dsopt_tensor *list, int64_t count, const Parallel &parallel, void *stream) const {
@@ -53,15 +53,17 @@ public:
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *stream) const {
         for_elements(Clamp{limit}, list, list, count, parallel, stream);
     }
-    /// y = the sum of `count` rows of n floats, in their order, `stride` apart. y may be the first row.
+    /// Computes y = sum of `count` rows of n floats, in order. Row k begins at rows + k * stride. y may be the first
+    /// row.
     virtual void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y,
                              const Parallel &parallel, void *stream) const = 0;
-    /// A norm as it is before ranks add theirs: its parts, with which finish_norm() makes the result.
+    /// Computes a norm. `raw`: result->norm is this rank's sum of squares or largest magnitude, and finish_norm()
+    /// computes the norm after ranks have combined their values.
     virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// Calls the function in one thread of the device.
     virtual void run_in_one_thread(const OneThreadFunction &function, void *stream) const = 0;
-    /// Calls body(loops) with the loops of an exchange of this list, without an optimizer. They live as long as the
+    /// Calls body(loops) with the kernels of an exchange of this list, without an optimizer. They are valid during the
     /// call.
     virtual void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count,
                               const Parallel &parallel, void *stream,

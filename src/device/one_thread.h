@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions on a few scalars in backend memory. One thread of the device calls each, in stream order: a new one is a
-// struct and an alternative of OneThreadFunction; no device changes.
+// Functions on a few scalars in backend memory. One thread of the device calls each of them, in stream order. A new
+// function is a struct and an alternative of OneThreadFunction; devices need no change.
 #pragma once
 #include "device/decide.h"
 #include "rules/loss_scale.h"
@@ -9,7 +9,7 @@
 
 namespace dsopt {
 
-/// One transition of a scaler, with the overflow at `overflow` or, if NULL, the one that steps recorded.
+/// One transition of a scaler, with the overflow at `overflow` or, if NULL, the overflow that steps recorded.
 struct UpdateScaler {
     static constexpr const char *name = "update_scaler";
     ScalerRules rules;
@@ -22,7 +22,7 @@ struct UpdateScaler {
     }
 };
 
-/// A scaler's words and its scale.
+/// Writes a scaler's state and its scale.
 struct WriteScaler {
     static constexpr const char *name = "write_scaler";
     ScalerState value;
@@ -34,7 +34,7 @@ struct WriteScaler {
     }
 };
 
-/// What the next step does to gradients by this schedule. `schedule` NULL: without the 1-bit family.
+/// Writes the next step's reduction of gradients, DSOPT_REDUCTION_... `schedule` NULL: without the 1-bit family.
 struct WriteReduction {
     static constexpr const char *name = "write_reduction";
     ScheduleRules rules;

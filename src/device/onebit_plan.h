@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step of the 1-bit family as devices read it: 1-bit Adam (Tang et al. 2021), 0/1 Adam (Lu et al. 2022), 1-bit LAMB
-// (Li et al. 2021). What becomes of the family's own counters is here, once for all devices.
+// (Li et al. 2021). The functions that update the family's counters are here, shared by all devices.
 #pragma once
 #include "device/compress.h"
 #include "device/decide.h"
@@ -9,40 +9,40 @@
 
 namespace dsopt {
 
-/// A tensor of the family has this next to its TensorJob.
+/// Data of a tensor of the family, in addition to its TensorJob.
 struct OneBitJob {
-    float *anchor;     // 0/1 Adam, standard mode: the weights when ranks last agreed; or NULL
-    float *drift;      // 0/1 Adam, compat mode: the way since then; or NULL
-    float *fresh;      // 1-bit LAMB: the variance as it would be
-    const float *mask; // or NULL
+    float *anchor;     // 0/1 Adam, standard mode: the weights at the last synchronisation; or NULL
+    float *drift;      // 0/1 Adam, compat mode: change of the weights since the last synchronisation; or NULL
+    float *fresh;      // 1-bit LAMB: estimate of the unfrozen variance
+    const float *mask; // state tensor "mask", or NULL
     int64_t worker;    // index of its first element in the list's vector; -1: never compressed
     int32_t scale_group;
     uint8_t reserved[4]; // no padding, as in TensorJob
 
-    /// 0/1 Adam's own array, whichever it is.
+    /// Returns the array of 0/1 Adam, anchor or drift.
     DSOPT_HD float *track() const { return anchor != nullptr ? anchor : drift; }
 };
 static_assert(sizeof(OneBitJob) == 48);
 
-/// One step. Pointers are to backend memory, except `jobs` and `exchange` as the host has them.
+/// One step of the family. Pointers are to backend memory, except `jobs` and `exchange` in the host's plan.
 struct OneBitPlan {
     const OneBitJob *jobs;
-    const Exchange *exchange; // with `exchanges`
+    const Exchange *exchange; // set if `exchanges`
     ScheduleRules rules;
     TrustRules trust;
-    ScheduleState now; // before the step, as the host knows it
-    Stage stage;       // which follows from it
-    Feed feed;         // which follows from the stage and the algorithm
+    ScheduleState now; // state before the step, as known to the host
+    Stage stage;       // derived from `now`
+    Feed feed;         // derived from the stage and the algorithm
     bool exchanges;    // there are other ranks
     ScheduleState *schedule;
-    DoubleWords *lr_sum; // one a group; 0/1 Adam
-    // One a tensor; 1-bit LAMB.
+    DoubleWords *lr_sum; // one per group; 0/1 Adam
+    // One entry per tensor; 1-bit LAMB.
     float *trust_average, *trust_factor;
-    float *trust_scaling; // compat mode: what momenta are multiplied with before they are sent; or NULL
+    float *trust_scaling; // compat mode: factor of momenta before they are sent; or NULL
     float *trust_weight;  // standard mode: sum of the weights of the ratios in trust_average; or NULL
-    double *factors;      // one a leaf; 1-bit LAMB: the largest factor of the leaf
-    int32_t *active;      // standard mode: whose variance is not 0, as ListMean::active
-    float *padding;       // 1-bit LAMB of the original: the tail of its flat momentum
+    double *factors;      // one per leaf; 1-bit LAMB: the largest factor of the leaf
+    int32_t *active;      // standard mode: bits of the elements whose variance is not 0, as ListMean::active
+    float *padding;       // 1-bit LAMB of the original: the padding of its flat momentum
     char *momentum;       // exp_avg_bits, or NULL
 };
 
@@ -55,20 +55,20 @@ inline Feed feed_of(const ScheduleRules &rules, Stage stage) {
     default: return Feed::momentum;
     }
 }
-/// True if OneBitPass::feed packs the compensated values, too: a scale group is one tensor, so its bits are made while
-/// the values are at hand. `one` as the host has it.
+/// True if OneBitPass::feed also packs the compensated values: a scale group is then one tensor, whose bits are made
+/// while its values are in registers or cache. `one`: the host's plan.
 inline bool feed_packs(const OneBitPlan &one) {
     return one.exchanges && !one.rules.compat && !one.exchange->layout->has_levels();
 }
 
-/// Returns what the rules take beside Scalars for a tensor of the exchange.
+/// Returns the scalars that rules use in addition to Scalars, for a tensor of the exchange.
 DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, int64_t tensor, int32_t group) {
     return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
             one.lr_sum != nullptr ? float(one.lr_sum[group]) : 0.0f,
             one.rules.compat && !one.exchanges && one.feed == Feed::gradient, !one.rules.compat};
 }
 
-// The family's counters. begin_...: before the exchange of a step that is taken. end_...: after everything else of it.
+// The family's counters. begin_...() runs before the exchange of a step that is taken, end_...() after everything else.
 
 DSOPT_HD bool steps_alone(const OneBitPlan &one) { return one.stage == Stage::local || one.stage == Stage::sync; }
 
@@ -79,8 +79,8 @@ DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g
     if (steps_alone(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
 }
 
-// The original's 1-bit LAMB has one scale for everything, so momenta are first scaled to the same size: to the mean of
-// their sizes, in which all tensors have the same weight. This happens once; the tensors' factors are then known.
+// The original's 1-bit LAMB has one scale for all tensors, so momenta are first scaled to the same size: the mean of
+// their sizes, in which all tensors have the same weight. This happens once; the tensors' factors are then kept.
 
 DSOPT_HD bool knows_scaling(const OneBitPlan &one) { return one.trust_scaling[0] != 0; }
 template <class Fold>
@@ -89,7 +89,7 @@ DSOPT_HD void find_size_of_momentum(const StepPlan &plan, const OneBitPlan &one,
     const double squares = fold.sum(plan.leaf.sums_a + job.leaves.first, int32_t(job.leaves.count()));
     if (fold.lead) one.trust_scaling[i] = rms_of(squares, job.leaves.numel);
 }
-/// Returns what a tensor adds to the mean of the sizes.
+/// Returns the contribution of a tensor to the mean of the sizes.
 DSOPT_HD double share_of_size(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     return double(one.trust_scaling[i]) / double(plan.count);
 }
@@ -98,23 +98,23 @@ DSOPT_HD void scale_momentum(const OneBitPlan &one, int64_t i, double mean) {
     scaling = scaling > 0 ? float(mean / double(scaling)) : 1.0f;
 }
 
-/// True if the step in which the variance freezes stores anchors and copies. In standard mode it does so also if it is
-/// skipped: its call counts.
+/// True if the step that freezes the variance stores anchors and copies. In standard mode a skipped step does so, too,
+/// because skipped calls count.
 DSOPT_HD bool freezes(const OneBitPlan &one, bool skipped) { return !one.rules.compat || !skipped; }
-/// True if the step in which the variance freezes zeroes the residuals: they belong to another quantity after it.
+/// True if the step that freezes the variance zeroes the residuals: afterwards another quantity is exchanged.
 DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
     return one.exchanges && mean.values == nullptr;
 }
 
-/// Computes the trust ratio of a tensor in a compressed step from its own sums, or those of all model ranks.
+/// Computes the trust ratio of a tensor in a compressed step, from its own sums or those of all model ranks.
 DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
                                 double with) {
     plan.trust_ratio[i] = frozen_trust(one.trust, factor, without, with,
                                        hyper_of(plan, plan.jobs[i].group).weight_decay > 0, one.trust_average[i],
                                        one.trust_weight != nullptr ? one.trust_weight[i] : 1.0f, one.trust_factor[i]);
 }
-/// Finds the trust ratio of a tensor from what its leaves left, or what model ranks add up for it. `fold`: as for
-/// find_trust().
+/// Computes the trust ratio of a tensor from the results of its leaves. If the tensor is sharded, stores its sums for
+/// the all-reduce over model ranks instead. `fold`: as for find_trust().
 template <class Fold>
 DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
@@ -129,7 +129,7 @@ DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int
     plan.shards.sums[slot] = {without, with, 1};
     plan.shards.factors()[slot] = factor_to_send(factor);
 }
-/// Computes the trust ratio of a sharded tensor from what model ranks have added up.
+/// Computes the trust ratio of a sharded tensor from the sums over model ranks.
 DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0 || !moves_trust(plan, plan.jobs[i])) return;
@@ -146,7 +146,7 @@ DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i)
 DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
     if (one.stage == Stage::sync) one.lr_sum[g] = 0;
 }
-/// Advances the schedule, except in a skipped step of compat mode: the original does not see such a step.
+/// Advances the schedule, except in a skipped step of compat mode: the original does not count such a step.
 DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {
     if (taken && one.stage == Stage::exchange && one.momentum != nullptr) one.schedule->momentum_in_bits = 1;
     if (taken || !one.rules.compat) (void)advance_schedule(one.rules, *one.schedule);

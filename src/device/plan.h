@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one step is, as every backend reads it: plain data, nothing owned.
+// Description of one step for all backends: plain data that owns nothing.
 #pragma once
 #include "base/parallel.h"
 #include "base/range.h"
@@ -10,11 +10,12 @@
 
 namespace dsopt {
 
-/// All reductions are cut into leaves of this many elements from each tensor's start, whatever the thread count.
+/// Number of elements of a leaf. Every reduction is partitioned into leaves from each tensor's start, for any thread
+/// count.
 constexpr int64_t kLeaf = 4096;
 DSOPT_HD constexpr int64_t leaves_of(int64_t numel) { return (numel + kLeaf - 1) / kLeaf; }
 
-/// The leaves of a tensor of `numel` elements, whose sums are folded. `first` is the number of the first one among the
+/// Leaves of a tensor of `numel` elements, whose sums are folded. `first` is the index of the first leaf among the
 /// leaves of all tensors.
 struct TensorLeaves {
     int64_t first, numel;
@@ -22,16 +23,16 @@ struct TensorLeaves {
     DSOPT_HD int64_t end() const { return first + count(); }
 };
 
-/// How an array of a step is stored. Kernels load and store it through the codec of its format: visit(Dtype).
+/// An array of a step and its format. Kernels load and store it through the codec of its format: visit(Dtype).
 struct Slot {
     void *data; // NULL: the step has no such array
     Dtype format;
     explicit DSOPT_HD operator bool() const { return data != nullptr; }
 };
 DSOPT_HD Slot slot_of(const dsopt_tensor &tensor) { return {tensor.data, Dtype(tensor.dtype)}; }
-/// The arrays of a tensor in a step. Those of the rule's state begin at kMoment, in the order of its MomentList.
+/// Arrays of a tensor in a step. The arrays of the rule's state begin at kMoment, in the order of its MomentList.
 enum SlotIndex : uint8_t {
-    kGrad,   // no array, but `present`: zeros
+    kGrad,   // NULL with `present`: the gradient is zero
     kWeight, // what the rule updates: the master, or the parameter itself
     kCopy,   // the low-precision parameter of a master
     kOut,
@@ -39,9 +40,9 @@ enum SlotIndex : uint8_t {
 };
 constexpr int kSlots = kMoment + kMoments;
 
-/// Which kernels update a tensor in a step.
+/// The kernels that update a tensor in a step.
 enum class Owner : uint8_t {
-    none,     // none: it has no gradient, or this step leaves its algorithm out. Outputs are written all the same.
+    none,     // not updated: no gradient, or the step does not include its algorithm. Outputs are still written.
     update,   // StepLoops
     exchange, // OneBitLoops
 };
@@ -49,26 +50,26 @@ enum class Owner : uint8_t {
 /// One tensor of a step.
 struct TensorJob {
     void *data[kSlots];
-    uint64_t random_key; // the tensor's key, for stochastic rounding: in front of range.begin, one load on CUDA
-    // Kernels loop over the range, which begins with a leaf of the registered tensor, and sums are folded over all of
-    // that tensor. These are equal today. CUDA kernels rely on it: they visit every leaf of the step, and the map from
-    // leaves to tensors has only leaves of ranges.
-    Range range;         // of the tensor of that name: the elements of `data`
-    int64_t first_leaf;  // of the range
+    uint64_t random_key; // the tensor's key, for stochastic rounding; adjacent to range.begin: one load on CUDA
+    // Kernels process the range, which begins at a leaf of the registered tensor, and sums are folded over all leaves
+    // of that tensor. Today the range is the whole tensor. CUDA kernels rely on this: they visit every leaf of the
+    // step, and the map from leaves to tensors has only leaves of ranges.
+    Range range;         // elements of the registered tensor that are in `data`
+    int64_t first_leaf;  // index of the range's first leaf
     TensorLeaves leaves; // of the registered tensor
     int32_t group;
     int32_t expert;     // 0 = dense
-    int32_t trust_slot; // of StepPlan::shards; -1: no other rank has a part in its trust ratio
-    /// Index of the tensor whose entry of StepPlan::step this one counts in; this is its step number
-    /// step[counter] + ordinal.
+    int32_t trust_slot; // slot in StepPlan::shards; -1: its trust ratio needs no other rank
+    /// Index of the entry of StepPlan::step that counts this tensor's steps: its step number is step[counter] +
+    /// ordinal.
     int32_t counter;
     uint8_t ordinal;
-    uint8_t advance;                     // what its own count gains by a step that is taken
+    uint8_t advance;                     // added to its own entry of StepPlan::step by a step that is taken
     Owner owner;                         // none unless `present`
     bool present;                        // takes part in this step
-    bool has_master;                     // its weight is one
-    bool in_norm;                        // its squares count on this rank
-    bool stochastic;                     // bf16 weights without a master are rounded at random
+    bool has_master;                     // its weight is a master
+    bool in_norm;                        // its squares are added to the norm on this rank
+    bool stochastic;                     // bf16 weights without a master: stochastic rounding
     bool zeroes;                         // its gradient is set to zero once it has been read
     Dtype formats[(kSlots + 7) / 8 * 8]; // of the slots, then zeros: tables of jobs are compared byte by byte
 
@@ -85,23 +86,24 @@ struct TensorJob {
 };
 static_assert(std::has_unique_object_representations_v<TensorJob> && sizeof(TensorJob) <= 144);
 
-/// Sums that model ranks add up for a LAMB tensor that is sharded over them.
+/// Sums of a LAMB tensor that is sharded over model ranks, which all-reduce them.
 struct ShardSums {
-    double weights, updates; // of squares; in compressed steps of 1-bit LAMB of the update without and with decay
-    double shards;           // that take part in the step; none: the trust ratio stays
+    double weights, updates; // sums of squares; in compressed steps of 1-bit LAMB, of the update without and with decay
+    double shards;           // number of shards that take part in the step; 0: the trust ratio is unchanged
 };
-/// Of all such tensors, one slot each.
+/// Sums of all such tensors, one slot per tensor.
 struct ShardTable {
     ShardSums *sums;
-    int64_t count;     // 0 where no tensor is sharded, or they all are on one rank
-    int64_t exchanged; // of these, the tensors that OneBitLoops update in this step
-    /// 1-bit LAMB, behind the sums: of every slot the largest counts.
+    int64_t count;     // 0 if no tensor is sharded, or all shards are on one rank
+    int64_t exchanged; // number of slots whose tensors OneBitLoops updates in this step
+    /// 1-bit LAMB: one factor per slot, after the sums. The all-reduce takes the largest factor of each slot.
     DSOPT_HD double *factors() const { return reinterpret_cast<double *>(sums + count); }
     size_t bytes() const { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
 };
 
-/// Sums of squares of gradients as given: a row for each group and one for all of them, a column for dense parameters
-/// and one for each expert comm. Behind them, what ranks agree on: how many have a reason to skip.
+/// Sums of squares of gradients before unscaling: one row per group and a last row over all groups; one column for
+/// dense parameters and one per expert comm. The table is followed by a value that ranks agree on: the number of ranks
+/// with a reason to skip.
 struct NormTable {
     double *at;
     int64_t groups, classes;
@@ -110,17 +112,17 @@ struct NormTable {
     DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
     DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
     DSOPT_HD double &reasons() const { return at[cells()]; }
-    /// Of a row; from column 1 on: of the experts.
+    /// Returns the sum of a row, from column `first` on. `first` = 1: experts only.
     DSOPT_HD double total(int64_t group, int64_t first = 0) const {
         double sum = 0;
         for (int64_t type = first; type < classes; ++type) sum += square(group, type);
         return sum;
     }
-    /// Behind the table: what agree_on_norms() sends of it, a column and the reasons.
+    /// Returns the message of agree_on_norms(), which is after the table: a column and the reasons.
     DSOPT_HD double *message() const { return at + size(); }
     int64_t message_size() const { return groups + 2; }
     int64_t size_with_message() const { return size() + message_size(); }
-    /// Behind the message: kLanes for each cell, for fold_gradients().
+    /// Returns kLanes lanes per cell, after the message, for fold_gradients().
     double *lanes() const { return at + size_with_message(); }
     int64_t size_with_lanes() const { return size_with_message() + cells() * kLanes; }
 };
@@ -128,27 +130,27 @@ struct NormTable {
 /// The original's fp16 wrappers, whose order of events compat mode follows.
 enum class Wrapper : uint8_t { none, fused, unfused };
 
-/// What pass 1 found on this rank, and why the rank would skip the step.
+/// Results of pass 1 on this rank, and this rank's reasons to skip the step.
 struct Found {
     int64_t nonfinite, first_bad;
-    int32_t kind;    // of what is not finite in the first bad tensor: 0 nothing, 1 Inf, 2 NaN
+    int32_t kind;    // of the non-finite elements in the first bad tensor: 0 none, 1 Inf, 2 NaN
     int32_t reasons; // DSOPT_SKIP_...
 };
 
-/// What a step tells, in backend memory. Written by the step, read by the host when it asks. Its reasons are those for
-/// which it was skipped.
+/// Results of a step, in backend memory. Written by the step, read by the host on request. `reasons` are those for
+/// which the step was skipped.
 struct Outcome : Found {
-    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; carried on from step to step
+    int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; kept from step to step
     double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
     double ms[DSOPT_MS_PHASES];
     int32_t skipped;
     int32_t reserved;
 };
 
-/// Words that the loops of a step share, in backend memory.
+/// Words that the kernels of a step share, in backend memory.
 struct Control {
-    // Of a device, for each kernel that has a last block: blocks that are done, and leaves that are taken. The last
-    // block sets them back to 0.
+    // Devices: for each kernel with a last block, the number of blocks that are done, and of leaves that are
+    // distributed dynamically so far. The last block resets them to 0.
     struct Blocks {
         uint32_t done, taken;
     } inspect, update, update_weights;
@@ -166,14 +168,14 @@ struct GivenScalars {
     }
 };
 
-/// The scaler of a step, in backend memory; all NULL without one.
+/// The scaler of a step, in backend memory; all NULL without a scaler.
 struct PlannedScaler {
     float *scale;
     ScalerState *state;
     ScalerRules rules;
 };
 
-/// Gradients are clipped to these.
+/// Limits to which gradients are clipped.
 struct Limits {
     double max_norm; // 0 = off
     float max_value; // INFINITY = off
@@ -182,35 +184,37 @@ struct Limits {
 class StepCache;
 struct OwnedLayout;
 
-/// The memory of a step has sizes that follow from these numbers.
+/// Numbers that determine the sizes of a step's memory.
 struct StepShape {
     int64_t tensors, groups, leaves;
-    bool onebit;                 // with a group of the 1-bit family
+    bool onebit;                 // there is a group of the 1-bit family
     const OwnedLayout *exchange; // NULL: no other ranks
 };
 
-/// How much of a call is that of the call before it.
+/// How much of a call's plan is identical to the previous call's.
 enum class Repeats : uint8_t {
-    nothing,        // that is known
-    all_but_places, // of gradients, which are as many, and of the same types
+    nothing,        // nothing is known to be identical
+    all_but_places, // all except the addresses of gradients; their number and types are the same
     all
 };
 
-/// How a step runs. What it does to tensors does not follow from this.
+/// How a step runs. The results do not depend on this.
 struct Execution {
     void *stream;
     Parallel parallel;
-    int64_t chunk; // elements that a thread takes at once, at least
-    void *extra;   // workspace of the device, Loops::extra_bytes(shape) long
+    int64_t chunk; // minimum number of elements that a thread processes at once
+    void *extra;   // workspace of the device, of Loops::extra_bytes(shape) bytes
     StepShape shape;
-    StepCache *cache; // what the device keeps between steps; NULL in `apply`
+    StepCache *cache; // data that the device keeps between steps; NULL in `apply`
     bool timing;
-    Repeats repeats; // tables of tensors and groups, and what of them is in `extra`, from the last step in `cache`
+    /// How much of the tables of tensors and groups, and of the data in `extra` that is derived from them, is identical
+    /// to the last step in `cache`.
+    Repeats repeats;
 };
 
 struct OneBitPlan;
 
-/// What a step does, by the options of the optimizer.
+/// Options of the optimizer that determine what a step does.
 struct StepPolicy {
     Wrapper wrapper;
     bool read_gradients; // pass 1: count non-finite elements, sum squares
@@ -220,35 +224,35 @@ struct StepPolicy {
     bool dry;     // learning rates are 0
 };
 
-/// What the leaves of all tensors leave, one of each a leaf.
+/// Results of the leaves of all tensors, one entry per leaf.
 struct LeafResults {
     double *sums_a, *sums_b;
-    int64_t *bad; // non-finite elements, and those that are NaN times 2^32
+    int64_t *bad; // number of non-finite elements, plus 2^32 times the number of NaNs
 };
 
-/// Everything that the loops of one step need; nothing here is owned. `jobs` and `groups` are in host memory
-/// (StepTable), all else is in the backend's.
+/// Everything that the kernels of one step need; owns nothing. `jobs` and `groups` are in host memory (StepTable),
+/// everything else is in backend memory.
 struct StepPlan {
-    TensorJob *jobs; // StepTable: what else there is of it is behind them
+    TensorJob *jobs; // begins a StepTable, whose other arrays follow
     int64_t count;
     const Hyper *groups;
     int64_t group_count;
-    /// DSOPT_STEP_... OUT_ONLY: `weight` is read only, `copy` is NULL; with a master only the copy is left alone.
+    /// DSOPT_STEP_... With OUT_ONLY, copy() is NULL, and weight() is written only if it is a master.
     uint32_t flags;
     StepPolicy policy;
     Limits limits;
     GivenScalars given;
     PlannedScaler scaler;
     int32_t *step;            // one count per tensor: see TensorJob::counter
-    const OneBitPlan *onebit; // of the 1-bit family, or NULL
-    float *trust_ratio;       // one a tensor, or NULL
+    const OneBitPlan *onebit; // plan of the 1-bit family, or NULL
+    float *trust_ratio;       // one per tensor, or NULL
     float *report;            // or NULL
     Outcome *outcome;
     Execution how;
-    // Workspace, cut by StepMemory.
+    // Workspace, partitioned by StepMemory.
     Control *control;
-    Scalars *scalars; // one a tensor
-    double *divisors; // one a group
+    Scalars *scalars; // one per tensor
+    double *divisors; // one per group
     NormTable norms;
     LeafResults leaf;
     ShardTable shards;

@@ -3,11 +3,11 @@
 
 namespace dsopt {
 
-/// What a device keeps for one optimizer between steps, such as tables in its memory.
+/// Data that a device keeps for one optimizer between steps, such as tables in its memory.
 class StepCache {
 public:
     virtual ~StepCache() = default;
-    /// Adds the times of the phases of the last step, which is over.
+    /// Adds the phase times of the last step, which has completed, to `ms`.
     virtual void add_phase_times(double *ms) const = 0;
 };
 

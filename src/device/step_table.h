@@ -5,15 +5,15 @@
 
 namespace dsopt {
 
-/// What the host tells a device of tensors and groups, in one block of memory, so that it can be compared and copied as
-/// a whole. Each table begins on its own line.
+/// Tables of tensors and groups from the host to a device, in one block of memory that is compared and copied as a
+/// whole. Each table begins on its own cache line.
 struct StepTable {
     TensorJob *jobs;
     Hyper *groups;
-    OneBitJob *onebit = nullptr; // NULL without the family
+    OneBitJob *onebit = nullptr; // NULL without the 1-bit family
     size_t bytes;
 
-    /// `memory` NULL: only to know the bytes.
+    /// `memory` NULL: only computes `bytes`.
     StepTable(void *memory, const StepShape &shape) {
         Pieces pieces(memory);
         pieces.take(jobs, shape.tensors);
