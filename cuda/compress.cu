@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit compression with error feedback, device/compress.h: the compensated values of a rank to messages, messages of
-// all ranks to one of results, results back to values.
+// Kernels of 1-bit compression with error feedback, device/compress.h. They compress a rank's compensated values to
+// messages, reduce the messages of all ranks to a result, and decompress results.
 #include "compress.cuh"
 #include "kernels.h"
 
 namespace dsopt::gpu {
 
-/// Compensated values that are there already.
+/// Packs compensated values that are already complete.
 __global__ void __launch_bounds__(kThreads, kBlocks) pack_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     pack_groups(x.own, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) pack_kernel(GRID_CONSTANT c
     });
 }
 
-/// A list, a tensor a scale group, to compensated values and messages.
+/// Adds a list, one tensor per scale group, to the residual, and packs the compensated values into messages.
 __global__ void __launch_bounds__(kThreads, kBlocks)
     feed_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
     const Exchange &x = argument.begin_kernel();
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     });
 }
 
-/// The scale of what leaves [begin, end) hold, by a warp; in all of its lanes.
+/// Returns the scale of leaves [begin, end). Computed by a warp; the result is in all of its lanes.
 __device__ __forceinline__ float scale_of(const Compression &own, int64_t begin, int64_t end) {
     const LeafFold<true> by{threadIdx.x % 32 == 0};
     const double sum = by.sum(own.sums + begin, int32_t(end - begin));
@@ -42,7 +42,8 @@ __device__ __forceinline__ float scale_of(const Compression &own, int64_t begin,
         sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(own.counts[begin + leaf]); }));
 }
 
-/// Scales of all groups, to where they are kept and to the messages of the chunks in which the group has elements.
+/// Computes the scales of all groups. Stores them with the compensated values, and in the messages of the chunks that
+/// have elements of the group.
 __global__ void __launch_bounds__(kThreads, 4)
     message_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         for (int64_t d = first + lane; d <= last; d += 32)
             CompressLayout::scales(own.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
-    // Places in messages that no group has.
+    // Fills the bits and scales of messages that belong to no group.
     for (int64_t d = 0; d < layout.ranks; ++d) {
         const int64_t used = layout.whole_words ? layout.used_numel - d * layout.server_numel : layout.server_numel;
         fill_message(layout, own.message_to(d), used < 0 ? 0 : used, grid_thread(), grid_threads());
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
 }
 
-constexpr int kRanksAtOnce = 8; // whose bits serve_kernel asks for side by side, as far as there are registers
+constexpr int kRanksAtOnce = 8; // ranks whose bits a thread of serve_kernel loads at once; limited by registers
 
 /// Adds the mean of all ranks' messages, in rank order, to the residual of this rank's chunk; stores the compensated
 /// values and packs the result.
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve_kernel(GRID_CONSTANT 
                 unrolled<kRanksAtOnce>([&](int r) INLINED {
                     bits[r] = *bits_at;
                     values[r] = *reinterpret_cast<const float *>(scale_at);
-                    // The last rank is read again in place of those that are not there: no load waits for a branch.
+                    // After the last rank, the last rank is read again, so that no load depends on a branch.
                     const int64_t next = first + r + 1 < layout.ranks ? layout.message_bytes : 0;
                     bits_at += next;
                     scale_at += next;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-/// Two levels: zeros between tensors of the vector, and behind the last one.
+/// Two levels: zeroes the vector between tensors and after the last one.
 __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     const CompressLayout &layout = x.mean.layout;
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT cons
         vector[k] = 0;
 }
 
-/// A list to the vector.
+/// Copies a list to the vector.
 __global__ void __launch_bounds__(kThreads)
     copy_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
     const Exchange &x = argument.begin_kernel();
@@ -203,7 +204,7 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSli
     return sum;
 }
 
-/// That mean and the residual to the compensated values, and their bits to the messages.
+/// Adds that mean to the residual, stores the compensated values and packs them into messages.
 __global__ void __launch_bounds__(kThreads, 3) feed_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     const Compression &own = x.own;
@@ -219,18 +220,18 @@ __global__ void __launch_bounds__(kThreads, 3) feed_slice_kernel(GRID_CONSTANT c
     });
 }
 
-/// One node: the mean is all, and goes to the first of the slices.
+/// One node: that mean is the result. Stores it to the first of the slices.
 __global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     for (int64_t i = grid_thread() * 4; i < x.node.numel; i += grid_threads() * 4)
         store(mean_of_slices<4>(x.node, i), x.node.slices, i);
 }
 
-// The successors are those of src/exchange/exchange.cc.
+// Label::next follows the order of passes in src/exchange/exchange.cc.
 void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) {
     const CompressLayout &sent = x.own.layout, &all = x.mean.layout;
     switch (pass) {
-    case ExchangePass::clear_messages: return; // bits are written with those of tensors, or with the scales
+    case ExchangePass::clear_messages: return; // unused bits are written with tensors' bits or with the scales
     case ExchangePass::pack_list:
         return launcher.over(sent.group_leaves, {"feed_list", Next::kernel}, feed_list_kernel, x, list);
     case ExchangePass::pack_values: return launcher.over(sent.group_leaves, {"pack", Next::kernel}, pack_kernel, x);
@@ -268,7 +269,7 @@ void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t cou
         const Launcher &launcher_;
     };
     const size_t layout = buffers.layout->bytes, tensors = size_t(count) * sizeof(dsopt_tensor);
-    const Scratch memory(launcher.device.scratch, layout + tensors, launcher.stream); // as long as the work
+    const Scratch memory(launcher.device.scratch, layout + tensors, launcher.stream); // until the work is done
     launcher.upload(memory.get(), layout + tensors, [&](char *to) {
         std::memcpy(to, buffers.layout->block.get(), layout);
         if (count != 0) std::memcpy(to + layout, list, tensors);

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device code of 1-bit compression with error feedback, device/compress.h: compensated values of a rank to messages,
-// results back to values. A block has a leaf at a time in shared memory, which packs its signs and sums its squares.
+// Device code of 1-bit compression with error feedback, device/compress.h: packs a rank's compensated values into
+// messages, and decompresses results. A block has one leaf at a time in shared memory, packs its signs and sums its
+// squares.
 #pragma once
 #include "device/compress.h"
 #include "reduce.cuh"
 
 namespace dsopt::gpu {
 
-/// By one warp: how many of a stretch take part. It begins at a whole word.
+/// Returns the number of active elements of [begin, begin + n). `begin` is a multiple of 32. Computed by a warp.
 __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t begin, int n) {
     if (active == nullptr) return n;
     int32_t count = 0;
@@ -18,7 +19,8 @@ __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t b
     return fold_lanes(count);
 }
 
-/// Where an element of a unit is: its chunk, and its place there. Neighbours are found without dividing again.
+/// Position of an element in a unit: its chunk, and its offset in the chunk. Neighbours are found without another
+/// division.
 struct InChunk {
     int64_t chunk, at;
     __device__ __forceinline__ InChunk(const CompressLayout::Unit &unit, int64_t worker) :
@@ -29,28 +31,28 @@ struct InChunk {
     }
 };
 
-/// What of a leaf of a scale group is in the tensor; the rest is padding.
+/// Returns the number of elements of a scale group's leaf that are in the tensor; the rest is padding.
 __device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const Leaf &leaf) {
     const int64_t left = tensor.numel - leaf.begin;
     return left < 0 ? 0 : left < leaf.n ? int(left) : leaf.n;
 }
 
-/// The sum of squares of the leaf in the tile, whose first element is the `begin`-th of the own ones, and the number of
-/// those that take part. The tile may be written again when it returns.
+/// Stores the sum of squares of the leaf in the tile, and the number of its active elements. `begin`: index of its
+/// first element among the worker's. The tile may be overwritten after the call.
 __device__ __forceinline__ void sum_leaf(const Compression &own, const float *tile, int64_t begin, int n,
                                          int64_t leaf) {
-    if (threadIdx.x / 32 == kWarps - 1) { // it has no lane of the sum
+    if (threadIdx.x / 32 == kWarps - 1) { // this warp has no lane of the sum
         const int32_t count = count_active(own.active, begin, n);
         if (threadIdx.x % 32 == 0) own.counts[leaf] = count;
     }
     sum_tiles<1>(tile, n, [&](int, double sum) INLINED { own.sums[leaf] = sum; });
 }
 
-/// write(i, bits) by one thread for each 32 of the n signs in `tile` from the i-th one on: a byte for eight of them,
-/// most significant bit first, the first byte lowest. Bits behind the end are 1. A warp has 512 neighbours, and lane l
-/// the l-th 32 of them, so that all are written at once.
+/// Calls write(i, bits), in one thread, for each word of 32 of the n signs in `tile`, from the i-th on. A byte has
+/// eight signs, most significant bit first; the first byte is the lowest. Bits after the end are 1. A warp packs 512
+/// neighbours, and lane l writes the l-th word, so that all words are written at once.
 template <class Write> __device__ __forceinline__ void pack_signs(const float *tile, int n, const Write &write) {
-    constexpr int words = int(kLeaf) / kThreads; // a warp
+    constexpr int words = int(kLeaf) / kThreads; // per warp
     const int lane = int(threadIdx.x % 32), begin = int(threadIdx.x / 32) * words * 32;
     unsigned own = 0;
     for (int k = 0; k < words && begin + k * 32 < n; ++k) {
@@ -60,7 +62,7 @@ template <class Write> __device__ __forceinline__ void pack_signs(const float *t
     }
     if (lane < words && begin + lane * 32 < n) write(begin + lane * 32, own);
 }
-/// Bytes of such a word that hold any of `n` signs, at once where that is possible.
+/// Writes the bytes of such a word that hold any of `n` signs, in one store if possible.
 __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
     if (n >= 32 && reinterpret_cast<uintptr_t>(to) % 4 == 0)
         *reinterpret_cast<uint32_t *>(to) = bits;
@@ -68,8 +70,9 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
-/// Bits of a message that no group has are 1: those of its elements from the `begin`-th on, a multiple of 32 if there
-/// are any, and what makes whole vectors of it. By the threads first, first + stride, ...
+/// Sets the bits of a message that belong to no group to 1: those of elements from `begin` on, a multiple of 32 if
+/// there are any, and the padding of the message. `first`, `stride`: index of the calling thread, and number of
+/// threads.
 __device__ __forceinline__ void fill_message(const CompressLayout &layout, char *message, int64_t begin, int64_t first,
                                              int64_t stride) {
     uint8_t *const bits = layout.bits(message);
@@ -79,8 +82,8 @@ __device__ __forceinline__ void fill_message(const CompressLayout &layout, char 
     for (int64_t k = layout.server_numel / 8 + first; k < end; k += stride) bits[k] = 0xff;
 }
 
-/// The leaf of compensated values in the tile, which begins at `worker`: its signs to the messages, its sums to where
-/// those of `leaf` are. For a whole block.
+/// Packs the signs of the leaf of compensated values in the tile into the messages, and stores its sum and count.
+/// `worker`: index of its first element. Called by a whole block.
 __device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t worker, int n, const float *tile,
                                  int64_t leaf) {
     __syncthreads();
@@ -98,7 +101,7 @@ __device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t 
     sum_leaf(own, tile, worker, n, leaf);
 }
 
-/// body(group, where, leaf) for every leaf of the block's share of the scale groups.
+/// Calls body(group, where, leaf) for every leaf of the scale groups that belongs to this block.
 template <class Body> __device__ __forceinline__ void for_group_leaves(const CompressLayout &layout, const Body &body) {
     const int64_t leaves = layout.group_leaf[layout.group_count]; // from memory: fewer registers than the argument
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
@@ -107,8 +110,8 @@ template <class Body> __device__ __forceinline__ void for_group_leaves(const Com
     }
 }
 
-/// fill(group, where, worker, tile) for the block's share of the leaves of the scale groups: it puts the compensated
-/// values from the `worker`-th on to the tile. Each leaf is then packed.
+/// Calls fill(group, where, worker, tile), which stores the compensated values from index `worker` on to the tile, and
+/// then packs the leaf, for every leaf of the scale groups that belongs to this block.
 template <class Fill> __device__ __forceinline__ void pack_groups(const Compression &own, const Fill &fill) {
     __shared__ float tile[kLeaf];
     if (own.skipped()) return;
@@ -119,8 +122,7 @@ template <class Fill> __device__ __forceinline__ void pack_groups(const Compress
     });
 }
 
-/// The compensated values of V neighbours: new values and the residual. Zero where `active` says that one takes no
-/// part.
+/// Returns the compensated values of V neighbours: new values plus the residual, or 0 where the bit of `active` is 0.
 template <int V>
 __device__ __forceinline__ Pack<V> compensate(const Pack<V> &x, const Pack<V> &last, float scale, uint32_t active) {
     Pack<V> y;
@@ -128,7 +130,7 @@ __device__ __forceinline__ Pack<V> compensate(const Pack<V> &x, const Pack<V> &l
     return y;
 }
 
-/// The mean of V neighbours of a scale group, from results. For V = 4 or 8 their bits are in one byte.
+/// Returns the mean of V neighbours of a scale group, from results. For V = 4 or 8 their bits are in one byte.
 template <int V>
 __device__ __forceinline__ Pack<V> mean_at(const ListMean &mean, const char *results, int32_t group,
                                            const CompressLayout::Unit &unit, const InChunk &place) {

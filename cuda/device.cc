@@ -8,7 +8,7 @@ namespace dsopt {
 namespace gpu {
 namespace {
 
-/// Every kernel. tests/cuda/kernels.py finds one that is forgotten.
+/// Loads every kernel. tests/cuda/kernels.py finds a kernel that is missing here.
 void load_kernels(KernelLoader &load) {
     load_upload_kernels(load);
     load_one_thread_kernels(load);
@@ -109,7 +109,7 @@ public:
     }
     void wait(void *stream) const override {
         const OnDevice on(gpu_);
-        if (stream == nullptr) (void)capturing(nullptr); // throws where waiting would invalidate a capture
+        if (stream == nullptr) (void)capturing(nullptr); // throws if waiting would invalidate a capture
         check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
     }
     void on_device(FunctionRef<void()> body) const override {
@@ -125,7 +125,7 @@ private:
     Stream copy_stream_;
 };
 
-/// Devices that can be used, or why there are none.
+/// Returns the number of devices that can be used. If there are none, `reason` receives the reason.
 int count_devices(std::string &reason) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);

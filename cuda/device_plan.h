@@ -5,18 +5,18 @@
 
 namespace dsopt::gpu {
 
-/// By value into every kernel. The pointers of `plan` are device pointers here.
+/// Passed by value to every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
     StepPlan plan;
     uint32_t leaves;
     const int32_t *tensor_of_leaf;
-    // One a tensor.
-    const int32_t *tensor_leaves; // how many it has: a table in which neighbouring threads read neighbouring words
+    // One entry per tensor.
+    const int32_t *tensor_leaves; // number of leaves; neighbouring threads read neighbouring words (coalesced)
     double *tensor_squares;
     double *tensor_updates;
-    int32_t *tensor_cell; // where its squares count in the table of norms, -1 = nowhere
-    bool backwards;       // the last leaf first: a pass begins with what the one before left in the L2 cache
-    bool decided;         // a kernel before the update has decided; else the update finds its own few scalars
+    int32_t *tensor_cell; // index of its cell in the table of norms, -1 = none
+    bool backwards;       // last leaf first: a pass begins with data that the previous pass left in the L2 cache
+    bool decided;         // a kernel before the update makes the decision; else the update computes its own scalars
 };
 
 } // namespace dsopt::gpu

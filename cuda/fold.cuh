@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// One block adds up what leaves left, in the order of rules/lane_sum.h: a lane of a warp is a lane of the sum.
+// Folds the results of leaves in one block, in the order of rules/lane_sum.h: a lane of a warp is a lane of the sum.
 #pragma once
 #include "plan.cuh"
 #include "rules/lane_sum.h"
 
 namespace dsopt::gpu {
 
-// Places are 32 bits wide here, for the sake of registers: a list has fewer than 2^31 leaves, and so have its tensors.
+// Indices are 32-bit here to save registers: a list has fewer than 2^31 leaves, and so have its tensors.
 
-constexpr int32_t kFewLeaves = 8; // fewer than that are quicker by one thread
+constexpr int32_t kFewLeaves = 8; // with fewer leaves, one thread is faster than a warp
 
-constexpr int kAhead = 16; // loads of a lane that are under way at once: one takes as long as some 40 additions
+constexpr int kAhead = 16; // loads in flight per lane: the latency of a load is that of some 40 additions
 
-/// value(0), value(1), ... value(count - 1) by a warp; the sum is in all of its lanes.
+/// Returns value(0) + value(1) + ... + value(count - 1), computed by a warp, in all of its lanes.
 template <class Value> __device__ __forceinline__ double add_by_warp(int32_t count, const Value &value) {
     double sum = 0;
     int32_t i = int32_t(threadIdx.x % 32);
@@ -26,9 +26,9 @@ template <class Value> __device__ __forceinline__ double add_by_warp(int32_t cou
     return fold_lanes(sum);
 }
 
-/// What the leaves of a tensor add up to: any number of them by a warp, fewer than kFewLeaves by one thread.
+/// Folds the results of a tensor's leaves: any number by a warp, fewer than kFewLeaves by one thread.
 template <bool Warp> struct LeafFold {
-    bool lead; // the one that writes what comes out
+    bool lead; // true in the thread that stores the result
     static constexpr int32_t stride = Warp ? 32 : 1;
     __device__ __forceinline__ static int32_t first() { return Warp ? int32_t(threadIdx.x % 32) : 0; }
     __device__ __forceinline__ double sum(const double *values, int32_t count) const {
@@ -50,9 +50,9 @@ template <bool Warp> struct LeafFold {
     }
 };
 
-/// body(tensor, leaves, by) for every tensor of a list: by one thread where `leaves_in(tensor)` are few, by a warp
-/// elsewhere. Neighbours in the list go to different warps: large tensors come in a row. A thread loads the
-/// numbers of leaves of several tensors at once.
+/// Calls body(tensor, leaves, by) for every tensor of a list: in one thread if leaves_in(tensor) < kFewLeaves, else in
+/// a warp. Neighbours in the list are processed by different warps, because large tensors are often adjacent. A thread
+/// loads the leaf counts of several tensors at once.
 template <class Leaves, class Body>
 __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_in, const Body &body) {
     constexpr int ahead = 4;
@@ -84,7 +84,8 @@ template <class Body> __device__ __forceinline__ void for_tensors(const DevicePl
         int32_t(d.plan.count), [&](int32_t i) INLINED { return d.tensor_leaves[i]; }, body);
 }
 
-/// What the threads of a block found together, in all of them. At most once in a kernel between two barriers.
+/// Combines the findings of a block's threads, and returns the result in all of them. Called at most once between two
+/// barriers of a kernel.
 __device__ inline NonFinite over_block(const NonFinite &found) {
     __shared__ int64_t counts[kWarps], firsts[kWarps];
     const int64_t count = fold_lanes(found.count), first = -largest_of_lanes(-found.first);

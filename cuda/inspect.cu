@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass 1: squares and finiteness of every gradient in one read, then, in the last block, the decision.
+// Pass 1: sums the squares of every gradient and counts non-finite elements, in one read. The last block then makes the
+// decision.
 #include "kernels.h"
 #include "reduce.cuh"
 
 namespace dsopt::gpu {
 
-/// The same result as fold_gradients(), with tensors and then the cells of the table side by side. The kernel has left
-/// the cells of tensors, and the squares of those that have one leaf.
+/// Computes the same result as fold_gradients(), in parallel over tensors and then over the cells of the table. The
+/// kernel has already stored the cells of tensors, and the squares of tensors with one leaf.
 __device__ inline void fold_on_block(const DevicePlan &d) {
     const StepPlan &plan = d.plan;
     const NormTable &table = plan.norms;
@@ -31,13 +32,13 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
         if (threadIdx.x % 32 == 0) table.at[cell] = sum;
     }
     NonFinite found;
-    if (__syncthreads_or(suspect)) { // what is not finite shows in the squares
+    if (__syncthreads_or(suspect)) { // a non-finite element makes the squares non-finite
         for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
             if (!is_inspected(job)) return;
             const int64_t *bad = plan.leaf.bad + job.leaves.first;
             const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
-            if (here == 0) return; // all lanes of a warp agree
+            if (here == 0) return; // the same in all lanes of a warp
             const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
             found.add(i, by.lead ? here : 0, nans != 0);
         });
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 4)
             if (lead && alone) d.tensor_squares[tensor] = 0;
             return;
         }
-        // Of weights, too, in compat mode: one copy of the loops in the code for both.
+        // Compat mode also sums squares of weights. A loop, so that the code has one copy of leaf_squares() for both.
         const int reads = sums_weights(plan, job) ? 2 : 1;
         double squares = 0;
         int64_t bad = 0;
@@ -80,8 +81,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
-/// Does what is left of pass 1, in one thread. `folds`: pass 1 did not run, because gradients are not read. `decides`:
-/// ranks have added up their norms, or there are no other ranks.
+/// Completes pass 1 in one thread. `folds`: pass 1 did not run, because gradients are not read. `decides`: ranks have
+/// added up their norms, or there are no other ranks.
 __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool folds,
                               const bool decides) {
     const DevicePlan &d = argument.begin_kernel();
@@ -90,11 +91,11 @@ __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argume
 }
 
 void inspect(const DevicePlan &d, bool decides, const Launcher &launcher) {
-    // Ranks that do not agree exchange nothing in this step: a kernel follows.
+    // `decides`: ranks do not agree in this step, so the next operation is a kernel, not a collective.
     launcher.over(d.leaves / kWarps + 1, {"inspect", kernel_if(decides)}, inspect_kernel, d, decides);
 }
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
-    // Behind an agreement of ranks the update may begin with a memset, a copy or a collective.
+    // After an agreement of ranks the update may begin with a memset, a copy or a collective.
     const bool alone = folds && decides, updates = decides && d.plan.onebit == nullptr && d.plan.shards.count == 0;
     const Next next = kernel_if(alone || updates);
     launcher.thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);

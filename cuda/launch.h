@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the host starts a kernel, and what nvcc and the emulation of CUDA on the CPU (tests/emulation) spell differently,
-// so that both compile the same sources. No <<<>>> anywhere.
+// Kernel launches, and what nvcc and the emulation of CUDA on the CPU (tests/emulation) spell differently, so that both
+// compile the same sources. <<<>>> is not used.
 #pragma once
 #include <cuda_runtime.h>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
-/// Before a const parameter of a kernel that is big: threads read it where the launch put it.
+/// Goes before a large const parameter of a kernel: threads read it in parameter memory, without a local copy.
 #define GRID_CONSTANT __grid_constant__
 
-/// Behind the parameters of a lambda in a kernel. One that is called would have what it captures in local memory.
+/// Goes after the parameters of a lambda in a kernel. A lambda that is not inlined has its captures in local memory.
 #define INLINED __attribute__((always_inline))
 
-/// The same on a device only: a host's compiler takes minutes for a function with the loops of all rules and formats.
+/// The same, on devices only: a host compiler takes minutes for a function with the loops of all rules and formats.
 #if defined(CUDA_EMU)
 #define INLINED_ON_DEVICE __attribute__((noinline))
 #else
 #define INLINED_ON_DEVICE INLINED
 #endif
 
-/// In a kernel: `T *name`, the shared memory whose size the launch says.
+/// In a kernel: declares `T *name`, the dynamic shared memory, whose size the launch sets.
 #if defined(CUDA_EMU)
 #define DYNAMIC_SHARED(T, name) T *const name = static_cast<T *>(cuemu::dynamic_shared())
 #else
@@ -31,10 +31,11 @@
 
 namespace dsopt::gpu {
 
-constexpr int kThreads = 256; // a block
+constexpr int kThreads = 256; // per block
 constexpr int kWarps = kThreads / 32;
 
-/// The first parameter of a kernel that may be launched early, and the kernel's only way to the value.
+/// First parameter of a kernel that may be launched early (PDL). The kernel reads the value only through
+/// begin_kernel().
 template <class T> class PdlArgument {
 public:
     PdlArgument(const T &value, bool triggers) : value_(value), triggers_(triggers) {}
@@ -55,13 +56,13 @@ private:
 template <class... P> constexpr bool kTakesPdlArgument = false;
 template <class T, class... P> constexpr bool kTakesPdlArgument<PdlArgument<T>, P...> = true;
 
-/// Programmatic dependent launch: only of code that was compiled for capability 9.0 or more.
+/// Programmatic dependent launch (PDL), only for code that was compiled for capability 9.0 or more.
 struct Pdl {
     bool early = false;    // blocks may start before the preceding kernel has ended
-    bool triggers = false; // blocks of the next kernel may start before this one has ended: it is launched early
+    bool triggers = false; // blocks of the next kernel, which is launched early, may start before this one has ended
 };
 
-/// A kernel's place in a stream. `name` is for tests, which list the kernels that were launched.
+/// Launch configuration of a kernel. `name` is for tests, which list the kernels that were launched.
 struct Launch {
     const char *name;
     dim3 grid, block;
@@ -73,7 +74,7 @@ struct Launch {
     template <class... P, class... A> cudaError_t operator()(void (*kernel)(P...), A &&...arguments) const {
         return enqueue(false, kernel, std::forward<A>(arguments)...);
     }
-    /// The same, or early. The kernel waits for the preceding one itself.
+    /// The same, or launched early if `pdl` says so: the kernel itself then waits for the preceding kernel.
     template <class T, class... P, class... A>
     cudaError_t operator()(Pdl pdl, void (*kernel)(PdlArgument<T>, P...), const std::type_identity_t<T> &first,
                            A &&...others) const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the host starts kernels on a stream, and brings tables to the device.
+// Launches kernels on a stream, and uploads tables to the device.
 #pragma once
 #include "base/sizes.h"
 #include "device/plan.h"
@@ -12,7 +12,7 @@
 
 namespace dsopt::gpu {
 
-/// What all streams of a device share.
+/// Data that all streams of a device share.
 class Shared {
 public:
     explicit Shared(const Gpu &gpu) : pinned(gpu), scratch(gpu) {
@@ -22,17 +22,18 @@ public:
         multiprocessors_ = unsigned(count);
     }
     /// True if kernels may be launched early. Set once, after all kernels are loaded: only code for capability 9.0 or
-    /// more waits, see PdlArgument::begin_kernel().
+    /// more waits for the preceding kernel, see PdlArgument::begin_kernel().
     bool early = false;
-    /// Blocks of a kernel that are on the device at once: a second wave would leave most of it idle.
+    /// Returns the number of resident blocks of a kernel on the device: a second wave would leave most of the device
+    /// idle.
     template <class... P> unsigned resident_blocks(void (*kernel)(P...), size_t shared) {
         const std::lock_guard lock(mutex_);
         const std::pair key(reinterpret_cast<const void *>(kernel), shared);
         const auto known = resident_.find(key);
         if (known != resident_.end()) return known->second;
         int blocks = 0;
-        // Some kernels are never launched with as much shared memory as this asks about: static and dynamic memory are
-        // more than a block may have. The answer is 0 blocks or, from some drivers, an error.
+        // Some kernels are never launched with this much dynamic shared memory: with their static shared memory it
+        // exceeds the limit of a block. The query then returns 0 blocks or, with some drivers, an error.
         const cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared);
         if (error == cudaErrorInvalidValue) {
             (void)cudaGetLastError();
@@ -57,40 +58,40 @@ struct Bytes {
     uint64_t words[kPutWords];
 };
 
-/// What kernels that keep values of a leaf have in dynamic shared memory, once or twice.
+/// Bytes of a leaf's values in dynamic shared memory. Kernels use none, one or two of these.
 constexpr size_t kTileBytes = kLeaf * sizeof(float);
-/// Pieces of work for the blocks of a kernel, and the dynamic shared memory of each block.
+/// Number of work items of a kernel, and the dynamic shared memory per block.
 struct Work {
     int64_t pieces;
     size_t shared = 0;
-    Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most have none
+    Work(int64_t count, size_t bytes = 0) : pieces(count), shared(bytes) {} // implicit: most kernels have none
 };
 
-/// What comes behind a kernel in the stream.
+/// The operation after a kernel in the stream.
 enum class Next : uint8_t {
     unknown, // a kernel of the caller or of another call, a collective, a copy, a memset
-    kernel,  // a kernel of the same Launcher, which is launched early; events may be between
+    kernel,  // a kernel of the same Launcher, which is launched early; events may be in between
 };
 constexpr Next kernel_if(bool known) { return known ? Next::kernel : Next::unknown; }
-/// The name of a kernel, for messages and tests, and what the call knows of the kernel's successor.
+/// Name of a kernel, for error texts and tests, and the operation after the kernel.
 struct Label {
     const char *name;
     Next next;
-    Label(const char *text, Next follows = Next::unknown) : name(text), next(follows) {} // implicit: most know nothing
+    Label(const char *text, Next follows = Next::unknown) : name(text), next(follows) {} // implicit: mostly unknown
 };
 
 struct Launcher;
 void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher);
 
-/// One stream, in one call of the engine, with the device current. Whether a kernel is launched early, and whether it
-/// triggers the next one, follows from the loaded code, from the place in the call, and from Label::next.
+/// A stream during one call of the engine, with the device current. The loaded code, the position in the call and
+/// Label::next determine whether a kernel is launched early, and whether it triggers the next kernel.
 struct Launcher {
     OnDevice on;
     Shared &device;
     cudaStream_t stream;
-    mutable bool started = false; // a kernel of this call is before the next one
+    mutable bool started = false; // a kernel of this call has been launched
 
-    /// As many blocks as are resident, or fewer where there are fewer pieces.
+    /// Launches as many blocks as are resident, or one per work item if there are fewer.
     template <class... P, class... A> void over(Work work, Label label, void (*kernel)(P...), A &&...arguments) const {
         const int64_t most = device.resident_blocks(kernel, work.shared);
         const unsigned blocks = unsigned(work.pieces < 1 ? 1 : work.pieces > most ? most : work.pieces);
@@ -105,8 +106,8 @@ struct Launcher {
     void fill(void *to, int value, size_t bytes) const {
         if (bytes != 0) check(cudaMemsetAsync(to, value, bytes, stream), "cudaMemsetAsync");
     }
-    /// Host bytes, a multiple of 8: in kernel arguments where they are few, else through page-locked memory. While the
-    /// stream is being captured always in arguments, which the graph keeps.
+    /// Uploads host bytes, a multiple of 8: in kernel arguments if they are few, else through page-locked memory. While
+    /// the stream is being captured, always in arguments, which the graph keeps.
     void upload(void *to, const void *from, size_t bytes) const {
         PinnedPool::Block block;
         if (bytes > 4 * sizeof(Bytes) && !capturing(stream)) block = device.pinned.take_if_free(bytes);
@@ -117,7 +118,7 @@ struct Launcher {
         }
         put(to, from, bytes);
     }
-    /// Bytes that fill(memory) writes to memory that is zero. Allocates nothing on the heap.
+    /// Uploads the bytes that fill(memory) writes to zeroed memory. Allocates nothing on the heap.
     template <class Fill> void upload(void *to, size_t bytes, const Fill &fill) const {
         if (bytes <= kOnStack) {
             alignas(8) char image[kOnStack];
@@ -138,7 +139,7 @@ struct Launcher {
 
 private:
     static constexpr size_t kOnStack = sizeof(Bytes);
-    /// In kernel arguments.
+    /// Uploads bytes in kernel arguments.
     void put(void *to, const void *from, size_t bytes) const {
         for (size_t at = 0; at < bytes; at += sizeof(Bytes)) {
             Bytes piece;
@@ -158,12 +159,13 @@ private:
     }
 };
 
-/// Loads kernels now: at its first launch the driver may wait for everything on the device, and so for other ranks that
-/// wait for this one.
+/// Loads kernels before their first launch, at which the driver may wait for all work on the device, and so for
+/// collectives that wait for this rank.
 class KernelLoader : NotCopied {
 public:
     KernelLoader(const Gpu &gpu, Shared &shared) : gpu_(gpu), shared_(shared) {}
-    /// The oldest PTX of all kernels. The device may have a higher capability: the driver compiles PTX of an older one.
+    /// Returns the oldest PTX version of all kernels. The device may have a higher capability: the driver compiles PTX
+    /// of an older version for it.
     int ptx() const { return ptx_; }
     template <class... P> void operator()(void (*kernel)(P...)) {
         cudaFuncAttributes attributes;
@@ -174,7 +176,7 @@ public:
                         "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());
         }
         check(error, "cudaFuncGetAttributes");
-        // Asked now for each size of dynamic shared memory: a step allocates nothing to remember it.
+        // Queries the occupancy now, for each size of dynamic shared memory, so that a step does not allocate an entry.
         for (const size_t tiles : {0, 1, 2}) (void)shared_.resident_blocks(kernel, tiles * kTileBytes);
         ptx_ = std::min(ptx_, attributes.ptxVersion);
     }

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists without an optimizer. Tensors travel in kernel arguments, which allocates nothing; norms alone, whose last
-// block reads the whole list, have it in device memory.
+// Lists without an optimizer. Tensors are passed in kernel arguments, which needs no allocation. Norms have the list in
+// device memory, because their last block reads the whole list.
 #include "kernels.h"
 #include "reduce.cuh"
 
 namespace dsopt::gpu {
 
-/// A list in device memory, cut into leaves like everything else.
+/// A list in device memory, partitioned into leaves.
 struct DeviceList {
     const dsopt_tensor *x;
-    const int64_t *first_leaf; // count + 1
+    const int64_t *first_leaf; // count + 1 entries
     int64_t count;
     int64_t leaves;
 };
 
-/// Up to N tensors of a list, or pairs of two lists, by value into a kernel.
+/// Up to N tensors of a list, or N pairs of two lists, passed by value to a kernel.
 template <int N> struct ListBatch {
-    int64_t first_leaf[N + 1]; // running numbers
+    int64_t first_leaf[N + 1]; // prefix sums of leaf counts
     void *x[N];
-    void *y[N]; // the same memory as x where there is one list
+    void *y[N]; // the same as x for operations on one list
     int64_t numel[N];
     Dtype x_type[N], y_type[N];
     int32_t count;
     int64_t leaves() const { return first_leaf[count]; }
 };
-// Short lists take the small one, because a launch copies its arguments. The large one is below the 32,764 bytes that a
-// kernel may take.
+// Short lists use the small batch, because a launch copies its arguments. The large batch is below the limit of 32,764
+// bytes of kernel arguments.
 constexpr int kFewTensors = 16, kManyTensors = 512;
 static_assert(sizeof(ListBatch<kManyTensors>) < 20000);
 
@@ -34,11 +34,11 @@ struct ListTensor {
     Slot x, y;
 };
 
-/// Calls body(Width<V>, tensor, i) for the block's share of a batch's elements: V neighbours from the i-th one of a
-/// tensor on.
+/// Calls body(Width<V>, tensor, i) for the leaves of a batch that belong to this block: V neighbours of a tensor, from
+/// element i on.
 template <int N, class Body>
 __device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const Body &body) {
-    // The search reads another number in each thread, for which arguments are slow.
+    // In the search each thread reads a different entry, for which kernel arguments (constant memory) are slow.
     __shared__ int64_t first_leaf[N + 1];
     for (int i = int(threadIdx.x); i <= list.count; i += kThreads) first_leaf[i] = list.first_leaf[i];
     __syncthreads();
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const PdlA
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED { store(Pack<V>{}, at.y, i); });
 }
 
-/// The factor of x is at `factor`, or else `value`.
+/// The factor of x is *factor or, if `factor` is NULL, `value`.
 template <int N>
 __global__ void __launch_bounds__(kThreads) axpby_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument,
                                                          const float *factor, const float value, const float b) {
@@ -100,18 +100,18 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-/// The norm of a list without elements.
+/// Writes the norm of a list without elements.
 __global__ void no_norm_kernel(const PdlArgument<dsopt_norm_result *> argument) {
     dsopt_norm_result *const result = argument.begin_kernel();
     *result = {.norm = 0, .coefficient = 1, .reserved = 0, .nonfinite = 0, .first_bad = -1};
 }
 
-/// Partial results of dsopt_tensors_norm, one a leaf.
+/// Partial results of dsopt_tensors_norm, one entry per leaf.
 struct NormParts {
     double *squares;
     int64_t *bad;
     float *largest;
-    double *sums; // one a tensor
+    double *sums; // one per tensor
     uint32_t *ticket;
 };
 
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
         const double squares = leaf_squares(slot_of(x), begin, n);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(slot_of(x), begin, n);
-        uint32_t most = 0; // magnitudes compare as integers, and a NaN is above them all
+        uint32_t most = 0; // magnitudes are compared as integers, in which NaNs are the largest
         if (kind == DSOPT_NORM_MAX) {
             for (int k = lane; k < n; k += 32)
                 most = larger_factor(most, bits_of(load<1>(slot_of(x), begin + k).at[0]) & 0x7fffffffu);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     uint32_t most = 0;
     for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads)
         most = larger_factor(most, bits_of(parts.largest[leaf]));
-    found = over_block(found); // a barrier too
+    found = over_block(found); // includes a barrier
     __syncthreads();
     most = uint32_t(-over_block(NonFinite{0, -int64_t(most)}).first);
     if (threadIdx.x >= 32) return;
@@ -184,7 +184,7 @@ void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, 
     }
     flush();
 }
-/// Calls launch(batch) for the tensors that have data in both lists, as many at once as arguments hold.
+/// Calls launch(batch) for the tensors that have data in both lists, in batches that fit in kernel arguments.
 template <class Launch>
 void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Launch &launch) {
     if (count <= kFewTensors) return in_batches_of<kFewTensors>(x, y, count, launch);
@@ -210,14 +210,14 @@ void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float 
     launcher.over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
 }
 
-/// Memory of a list's norm: the list, which is uploaded, and what leaves and tensors leave.
+/// Memory of a list's norm: the list, which is uploaded, and the results of leaves and tensors.
 struct NormMemory {
     int64_t *first_leaf;
     dsopt_tensor *tensors;
     NormParts parts;
     size_t image, bytes;
 
-    /// `memory` NULL: only to know the bytes.
+    /// `memory` NULL: only computes the bytes.
     NormMemory(void *memory, int64_t count, int64_t leaves) {
         Pieces pieces(memory);
         pieces.take(first_leaf, count + 1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of the 1-bit family: what goes into an exchange, what comes out of it, and what every step ends with. Only the
-// device knows whether the step is taken: every kernel reads that, and the host launches all of them in any case.
+// Steps of the 1-bit family: kernels before an exchange, after it, and at the end of every step. Only the device knows
+// whether the step is skipped. The host launches all kernels in any case, and every kernel tests for that.
 #include "compress.cuh"
 #include "device/onebit_plan.h"
 #include "kernels.h"
@@ -9,18 +9,18 @@
 
 namespace dsopt::gpu {
 
-/// By value into every kernel of such a step. Pointers of `one` are device pointers here.
+/// Passed by value to every kernel of such a step. Pointers of `one` are device pointers here.
 struct DeviceOneBit {
     DevicePlan d;
     OneBitPlan one;
     Exchange x;
     bool packs; // feed_packs()
-    /// Four neighbours of a tensor have their bits side by side, or there are no bits. In the exchanges of compat mode
-    /// a tensor may begin anywhere.
+    /// True if the bits of four neighbours of a tensor are in one byte, or there are no bits. In exchanges of compat
+    /// mode a tensor may begin at any bit.
     bool whole_vectors;
 };
 
-/// What the values to feed are made of.
+/// Loads the inputs of feed_values().
 template <int V, Feed F>
 __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job, const OneBitJob &one,
                                                  int64_t i) {
@@ -38,15 +38,15 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     return t;
 }
 
-/// Scalars of a tensor that go beside those of find_scalars(). Apart from them: in one struct with the job the compiler
-/// would think that each store may change everything.
+/// Scalars of a tensor in addition to those of find_scalars(). In a struct of their own: if they were in one struct
+/// with the job, the compiler would assume that each store may change everything.
 struct SharedOneBit {
     OneBitScalars one;
-    float scale;  // of its compensated values
-    bool aligned; // its arrays, and four neighbours have their bits side by side
+    float scale;  // scale of its compensated values
+    bool aligned; // all arrays are aligned, and DeviceOneBit::whole_vectors
 };
 
-/// body(s, o, one, where) for the block's leaves of tensors that go into exchanges. Once in a kernel.
+/// Calls body(s, o, one, where) for this block's leaves of tensors in exchanges. Called once per kernel.
 template <class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
@@ -63,7 +63,7 @@ template <class Body> __device__ __forceinline__ void for_own_leaves(const Devic
         if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[s.tensor], where);
     });
 }
-/// body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from its i-th one on.
+/// Calls body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from element i on.
 template <class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
     for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
@@ -80,13 +80,13 @@ __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const Shar
     return y;
 }
 
-/// The mean, which without other ranks is the own values, in place of the gradient, and what is read to take it.
+/// Loads the inputs of take_mean(). The mean is in place of the gradient; without other ranks it is this rank's values.
 template <int V, Feed F>
 __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
                                                const OneBitJob &one, int64_t i) {
     Inputs<V> t{};
     Pack<V> y;
-    if (b.one.exchanges) // first: where it comes from needs registers, too
+    if (b.one.exchanges) // first: its addresses need registers, too
         y = mean_of<V>(b.x.mean, b.x.mean.results, one.scale_group, one.worker + i);
     else
         t.g = fetch_gradient<V>(s.job, i);
@@ -101,13 +101,13 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
     return t;
 }
 
-/// Own values and the residual to the compensated values, and their bits to the messages. Before a synchronisation 0/1
-/// Adam takes its step here.
+/// Adds this rank's values to the residual, stores the compensated values and, if b.packs, packs them into messages.
+/// Before a synchronisation, also makes the local step of 0/1 Adam.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    DYNAMIC_SHARED(float, tile); // where bits are made here
+    DYNAMIC_SHARED(float, tile); // used if b.packs
     for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         float *const vector = b.x.node.vector;
         float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.own.worker) + one.worker : nullptr;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             }
             if (to == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
-            if (vector != nullptr) return store(values, to, i); // as they are
+            if (vector != nullptr) return store(values, to, i); // not compensated
             const uint32_t active = active_from(b.x.own.active, one.worker + i);
             sum = compensate(values, sum, o.scale, active);
             if (b.packs) to_tile(sum, tile + at);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     });
 }
 
-/// What is behind the tensors of a scale group.
+/// The same for the padding after the tensors of a scale group.
 __global__ void __launch_bounds__(kThreads, 4)
     feed_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         b.one.padding[k - group.used] = mean_of<1>(mean, mean.results, 0, group.begin + k).at[0];
 }
 
-/// From the mean, which without other ranks is the own values, to momentum and weights.
+/// Updates momentum and weights from the mean, which without other ranks is this rank's values.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     finish_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     });
 }
 
-/// 0/1 Adam between exchanges.
+/// Local step of 0/1 Adam between exchanges.
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     constexpr Feed F = Feed::distance;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const 
     });
 }
 
-/// 1-bit LAMB: the moments and, a leaf each, the sums of squares of the update and the largest factor.
+/// 1-bit LAMB: updates the moments and computes, per leaf, the sums of squares of the update and the largest factor.
 __global__ void __launch_bounds__(kThreads, 3)
     onebit_lamb_moments_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const Tiles tiles{memory, memory + kLeaf};
     constexpr Feed F = Feed::scaled;
     for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
-        uint32_t most = 0; // factors are not negative, so they compare as integers, and a NaN is above them all
+        uint32_t most = 0; // factors are not negative: compared as integers, in which NaNs are the largest
         if (threadIdx.x == 0) most_of_block = 0;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
@@ -225,14 +225,14 @@ __global__ void __launch_bounds__(kThreads, 3)
             store(t.moment[0], s.job.moment(0), i);
             store(t.own, one.fresh, i);
         });
-        sum_tiles(b.d.plan, s.job, where, tiles); // a barrier first
+        sum_tiles(b.d.plan, s.job, where, tiles); // begins with a barrier
         most = largest_of_lanes(most);
         if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, most);
         __syncthreads();
         if (threadIdx.x == 0) b.one.factors[leaf_number(s.job, where)] = double(float_of(most_of_block));
     });
 }
-/// The trust ratios that follow, or what other ranks need for theirs. One block.
+/// Computes the trust ratios from these results or, for sharded tensors, stores the sums for the all-reduce. One block.
 __global__ void __launch_bounds__(kThreads, 1)
     onebit_trust_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (skipped(b.d)) return;
     for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_frozen_trust(plan, b.one, i, by); });
 }
-/// Those of sharded tensors, as shared_trust_kernel().
+/// Computes the trust ratios of sharded tensors, like shared_trust_kernel.
 __global__ void __launch_bounds__(kThreads, 1)
     onebit_shared_trust_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     });
 }
 
-/// Before anything else of a step that is taken. One block.
+/// Runs before everything else in a step that is taken. One block.
 __global__ void __launch_bounds__(kThreads, 1)
     begin_onebit_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -273,7 +273,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) begin_group(plan, b.one, g);
 }
 
-/// Scaling of momenta: sums of squares of each leaf, and then, in one block, the factors.
+/// Scaling of momenta: this kernel sums the squares of each leaf; momentum_scaling_kernel computes the factors in one
+/// block.
 __global__ void __launch_bounds__(kThreads)
     momentum_squares_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
     const bool known = knows_scaling(b.one);
-    __syncthreads(); // it is written below
+    __syncthreads(); // trust_scaling is written below
     if (skipped(b.d) || known) return;
     for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_size_of_momentum(plan, b.one, i, by); });
     __syncthreads();
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) scale_momentum(b.one, i, mean);
 }
 
-/// What every step ends with, also one that is skipped. One block.
+/// Runs at the end of every step, skipped or not. One block.
 __global__ void __launch_bounds__(kThreads, 1)
     end_onebit_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -315,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) end_schedule(b.one, taken);
 }
 
-/// Results to where the momentum is kept.
+/// Copies the results to OneBitPlan::momentum.
 __global__ void __launch_bounds__(kThreads)
     keep_results_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t k = grid_thread(); k < words; k += grid_threads()) to[k] = from[k];
 }
 
-/// Standard mode, after the variance has moved: which elements have one.
+/// Standard mode, after an update of the variance: finds the elements whose variance is not 0.
 __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t k = grid_thread(); k < servers; k += grid_threads()) own.server[k] = 0;
 }
 
-// By Feed. The mean of what is `scaled` is taken by OneBitPass::lamb_moments.
+// Indexed by Feed. OneBitPass::lamb_moments handles the mean of Feed::scaled.
 using OneBitKernel = void (*)(PdlArgument<DeviceOneBit>);
 constexpr OneBitKernel kFeedKernels[] = {feed_kernel<Feed::momentum>, feed_kernel<Feed::scaled>,
                                          feed_kernel<Feed::gradient>, feed_kernel<Feed::distance>};
@@ -397,7 +398,7 @@ public:
             return launcher_.over(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel}, momentum_squares_kernel,
                                   b_);
         case OneBitPass::feed: {
-            const Next next = kernel_if(b_.one.exchanges && b_.x.node.vector == nullptr); // the rest of the messages
+            const Next next = kernel_if(b_.one.exchanges && b_.x.node.vector == nullptr); // completes the messages
             return over_leaves({"feed", next}, kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTileBytes : 0);
         }
         case OneBitPass::feed_padding:
@@ -432,8 +433,8 @@ private:
     void over_leaves(Label label, OneBitKernel kernel, size_t shared = 0) {
         launcher_.over({b_.d.leaves, shared}, label, kernel, b_);
     }
-    // The order of passes is that of src/step/onebit.cc. Shards are zeroed before their sums are made, and go into a
-    // collective then.
+    // The order of passes is in src/step/onebit.cc. The sums of shards are zeroed before a kernel computes them, and
+    // all-reduced afterwards.
     Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0); }
     /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {

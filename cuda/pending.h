@@ -41,7 +41,7 @@ public:
             return check(error, "cudaDeviceSynchronize");
         }
         if (default_unknown_) {
-            (void)capturing(nullptr); // throws where the default stream cannot be waited for
+            (void)capturing(nullptr); // throws if the default stream cannot be waited for
             default_unknown_ = false;
             const cudaError_t error = cudaStreamSynchronize(nullptr);
             if (error != cudaSuccess) default_unknown_ = true;
@@ -64,9 +64,9 @@ private:
         cudaStream_t stream = nullptr;
         bool used = false;
     };
-    /// Returns the mark of earlier work on the stream, or one that is unused or done. If more streams have pending work
-    /// than there are marks, the stream waits for one of the marks, which then covers both streams. A new stream may
-    /// have the handle of a destroyed one and takes its mark: the caller has ordered calls on the same memory.
+    /// Returns the mark of earlier work on the stream, or a mark that is unused or done. If more streams have pending
+    /// work than there are marks, the stream waits for one of the marks, which then covers both streams. A new stream
+    /// may have the handle of a destroyed stream and reuses its mark: the caller has ordered calls on the same memory.
     Mark &mark_for(cudaStream_t stream) {
         for (Mark &mark : marks_)
             if (mark.used && mark.stream == stream) return mark;

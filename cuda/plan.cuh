@@ -8,16 +8,16 @@
 
 namespace dsopt::gpu {
 
-/// True for exactly one block of the grid, the last one to come, with everything that the others wrote in sight:
+/// True in exactly one block of the grid, the last to arrive, to which the writes of all other blocks are visible:
 /// docs/last-block.md.
 __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence(); // what this block wrote comes before its ticket
+        __threadfence(); // orders this block's writes before its ticket
         last = atomicAdd(ticket, 1u) + 1 == gridDim.x;
         if (last) atomicExch(ticket, 0u);
-        __threadfence(); // and what the last block reads after all tickets
+        __threadfence(); // orders the last block's reads after all tickets
     }
     __syncthreads();
     return last;
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool last_block(Control::Blocks &blocks) {
     return last;
 }
 
-/// The elements that the index-th leaf of a tensor, or of anything else that is cut like one, has.
+/// Elements of the index-th leaf of a tensor, or of another range that is partitioned into leaves.
 struct Leaf {
     int64_t begin;
     int n;
@@ -40,7 +40,7 @@ struct Leaf {
         Leaf(job.range.numel, leaf - job.first_leaf) {}
 };
 
-/// body(leaf, tensor) for every gridDim.x-th leaf, by a block. Which tensor the next one is of is read ahead.
+/// Calls body(leaf, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in advance.
 template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
     int32_t next = blockIdx.x < d.leaves ? d.tensor_of_leaf[blockIdx.x] : 0;
     for (uint32_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
@@ -50,19 +50,19 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_block(const 
     }
 }
 
-/// Dynamic distribution of leaves over blocks or warps: the first `given` of each are fixed, further ones come from a
-/// counter in the order in which they are asked for. Multiprocessors do not get the same bandwidth, and with a fixed
-/// share the slowest one would end the kernel. Which block works on a leaf changes no bit.
+/// Dynamic distribution of leaves over blocks or warps. The first `given` leaves of each are fixed; further leaves come
+/// from an atomic counter, in the order of requests. Multiprocessors do not have the same bandwidth, and with a static
+/// distribution the slowest would determine the kernel's time. The distribution does not change a bit of the result.
 struct LeafDistribution {
     uint32_t *taken; // NULL: every leaf is fixed
-    /// The leaf behind `last`, which is the last one of this block or warp so far, of `all` that there are.
+    /// Returns the leaf after `last`, the latest leaf of this block or warp. `all`: number of blocks or warps.
     __device__ __forceinline__ uint32_t after(uint32_t last, uint32_t all, uint32_t given) const {
         return taken != nullptr ? given * all + atomicAdd(taken, 1u) : last + all;
     }
 };
 
-/// body(leaf, tensor) for the leaves of a warp, distributed dynamically. The next leaf is known, and its tensor and the
-/// leaf behind it are asked for, while the warp works on one.
+/// Calls body(leaf, tensor) for the leaves of a warp, distributed dynamically. During a call, the tensor of the next
+/// leaf and the index of the leaf after it are being loaded.
 template <class Body>
 __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafDistribution &distribution,
                                                    const Body &body) {
@@ -81,20 +81,20 @@ __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const Le
     }
 }
 
-/// Five folds add the upper half of the lanes to the lower one; the sum is in all of them.
+/// Adds the upper half of the lanes to the lower half, five times. Returns the sum in all lanes.
 template <class T> __device__ __forceinline__ T fold_lanes(T sum) {
     for (int width = 16; width != 0; width /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
     return sum;
 }
-/// In all lanes, too.
+/// Returns the largest value of a warp, in all lanes.
 template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
     for (int width = 16; width != 0; width /= 2)
         value = larger_factor(value, __shfl_xor_sync(0xffffffffu, value, width));
     return value;
 }
 
-/// The last of `count` stretches, at least one, that begins at `at` or before; the first one begins at 0. Empty ones
-/// begin where the next one does. By a warp, which looks at 32 of them at once.
+/// Returns the index of the last of `count` ranges, at least one, that begins at or before `at`. The first range begins
+/// at 0, and an empty range begins where the next one does. Called by a warp, which tests 32 ranges at once.
 template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
     Index low = 0;
     while (count > 1) {

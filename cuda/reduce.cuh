@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of squares of the elements of a leaf, in the order of rules/lane_sum.h: by a warp that reads the leaf from
-// memory, or by a block that has it in shared memory. Which elements are not finite, by a warp.
+// memory, or by a block that has it in shared memory. Counts of non-finite elements, by a warp.
 #pragma once
 #include "fold.cuh"
 
@@ -22,16 +22,16 @@ struct LeafSquares {
     __device__ __forceinline__ void add(const Pack<4> &x) {
         unrolled<4>([&](int k) INLINED { add(k, x.at[k]); });
     }
-    /// In all threads of the warp.
+    /// Returns the sum in all threads of the warp.
     __device__ __forceinline__ double fold() const {
         return fold_lanes(add_neighbours(lane[0], lane[1], lane[2], lane[3]));
     }
 };
 
-constexpr int kBytesInFlight = 64; // that a thread has asked for before it waits for the first of them
+constexpr int kBytesInFlight = 64; // of a thread's loads
 
-/// n elements from `begin` on, at most a leaf, by one warp; the sum is in all of its lanes. Each thread adds up the
-/// four neighbours that it loads, row after row of 128 elements.
+/// Returns the sum of squares of n elements from `begin` on, at most a leaf. Computed by one warp; the sum is in all of
+/// its lanes. Each thread adds the squares of the four neighbours that it loads from each row of 128 elements.
 __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n) {
     LeafSquares sum;
     const int own = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
@@ -50,7 +50,7 @@ __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, 
         int i = own;
         for (; i - own + rows * kLeafLanes <= whole; i += rows * kLeafLanes) add_rows(i, std::true_type{});
         if (i < whole) add_rows(i, std::false_type{});
-        // Single elements: behind the last four, or of an array that begins anywhere.
+        // Single elements: after the last group of four, or of an array that is not aligned.
         for (i = whole / kLeafLanes * kLeafLanes + own; i < n; i += kLeafLanes)
             unrolled<4>([&](int k) INLINED {
                 if (i + k >= whole && i + k < n) sum.add(k, load<1>(known, begin + i + k).at[0]);
@@ -59,10 +59,10 @@ __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, 
     return sum.fold();
 }
 
-/// store(k, sum) by one thread for each of `Tiles` leaves of n elements in shared memory, the k-th at tiles + k *
-/// kLeaf. By a whole block after a barrier. A thread has one lane: those of a leaf's neighbours are in eight warps,
-/// because each leaf is shared by all warps of the block, so that short lists occupy all multiprocessors. The tiles may
-/// be written again when it returns.
+/// Calls store(k, sum) in one thread for each of `Tiles` leaves of n elements in shared memory, the k-th at tiles + k *
+/// kLeaf. Called by a whole block, after a barrier. Each thread has one lane. The values of a lane come from several
+/// warps, because all warps of the block share each leaf, so that short lists occupy all multiprocessors. The tiles may
+/// be overwritten after the call.
 template <int Tiles, class Store>
 __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store &store) {
     static_assert(Tiles * kLeafLanes <= kThreads);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store
     const unsigned thread = thread_read_here(), k = thread / kLeafLanes, lane = thread % kLeafLanes;
     if (k < Tiles) {
         double sum = 0;
-        constexpr int ahead = 8; // values that are asked for at once; zeros behind the end change no sum
+        constexpr int ahead = 8; // values that are loaded at once; zeros after the end change no sum
         for (unsigned i = lane; i < unsigned(n); i += ahead * kLeafLanes) {
             float x[ahead];
             unrolled<ahead>([&](int a) INLINED {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store
             });
             unrolled<ahead>([&](int a) INLINED { sum = plus_square(sum, x[a]); });
         }
-        // Of four neighbours, as add_neighbours(): the order of two summands is free.
+        // Adds four neighbouring lanes, as add_neighbours(): the order of two summands does not change a bit.
         for (int width = 1; width <= 2; width *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, width);
         if (lane % 4 == 0) sums[k][lane / 4] = sum;
     }
@@ -90,8 +90,8 @@ __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store
     }
 }
 
-/// Non-finite elements of a leaf, NaNs times 2^32 on top. Only called where the sum of squares says that there are
-/// some.
+/// Returns the number of non-finite elements of a leaf, plus 2^32 times the number of NaNs. Only called if the sum of
+/// squares is not finite.
 __device__ inline int64_t leaf_nonfinite(const Slot &slot, int64_t begin, int n) {
     unsigned bad = 0, nans = 0;
     for (int i = threadIdx.x % 32; i < n; i += 32) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small things around the CUDA runtime: errors, the current device, memory with owners.
+// Helpers for the CUDA runtime: errors, the current device, memory with owners.
 #pragma once
 #include "base/not_copied.h"
 #include "base/status.h"
@@ -15,7 +15,7 @@ namespace dsopt::gpu {
 
 inline void check(cudaError_t error, const char *what) {
     if (error == cudaSuccess) return;
-    (void)cudaGetLastError(); // it has been told; it must not show up again in the caller's own calls
+    (void)cudaGetLastError(); // clears the error, so that the caller's own calls do not report it
     throw Error(error == cudaErrorMemoryAllocation ? DSOPT_ERR_NOMEM : DSOPT_ERR_BACKEND, "%s: %s", what,
                 cudaGetErrorString(error));
 }
@@ -27,7 +27,8 @@ inline void check(cudaError_t error, const char *what) {
 
 class Gpu;
 
-/// Frees what a unique_ptr owns, in the device's context: a thread that has none would make one on device 0.
+/// Frees the object of a unique_ptr in the device's context: in a thread without a context, one would be created on
+/// device 0.
 template <auto Free> struct FreedBy {
     const Gpu *gpu = nullptr;
     template <class T> void operator()(T *handle) const noexcept;
@@ -62,8 +63,8 @@ public:
         void *context = nullptr;
         (void)pop_(&context);
     }
-    /// Throws DSOPT_ERR_DEVICE for a stream of the caller that does not belong to the primary context: its work could
-    /// not use the engine's memory and events. Before enter(), because a default stream belongs to the context that is
+    /// Throws DSOPT_ERR_DEVICE if a stream of the caller does not belong to the primary context: its work could not use
+    /// the engine's memory and events. Called before enter(), because a default stream belongs to the context that is
     /// current in the caller's thread.
     void check_stream(cudaStream_t stream) const;
 
@@ -75,7 +76,7 @@ public:
 private:
     using Status = int; // of the driver; 0 is success
     static constexpr Status kInvalidContext = 201;
-    static constexpr int kGreenContexts = 12050; // the version of the driver that tells them apart
+    static constexpr int kGreenContexts = 12050; // the first driver version that reports them
     template <class F> static F *function(const char *name, unsigned version = 12000) {
         void *found = nullptr;
         cudaDriverEntryPointQueryResult result{};
@@ -103,10 +104,10 @@ inline void Gpu::check_stream(cudaStream_t stream) const {
         green_context_of_ != nullptr ? green_context_of_(stream, &context, &green) : context_of_(stream, &context);
     const bool is_default = stream == nullptr || stream == cudaStreamLegacy || stream == cudaStreamPerThread;
     if (is_default && status == kInvalidContext) return;                   // no context is current in this thread
-    if (status == cudaErrorStreamCaptureImplicit) refuse_default_stream(); // the number is the driver's, too
+    if (status == cudaErrorStreamCaptureImplicit) refuse_default_stream(); // the driver uses the same number
     check_driver(status, "cuStreamGetCtx");
-    // A stream of a green context works in the primary one. The default stream of a green context is not the default
-    // stream of the primary one.
+    // A stream of a green context works in the primary context. The default stream of a green context is not the
+    // default stream of the primary context.
     if (context == context_ && !(is_default && green != nullptr)) return;
     if (!is_default)
         throw Error(DSOPT_ERR_DEVICE,
@@ -124,12 +125,12 @@ inline void Gpu::check_stream(cudaStream_t stream) const {
 }
 
 /// While this object lives, the device's primary context is current in this thread, and the thread may allocate memory
-/// and query streams without invalidating captures of other threads. The context is pushed: cudaSetDevice(), which
-/// would give the caller's device back, makes a context on a device that the caller may never have used.
+/// and query streams without invalidating captures of other threads. The context is pushed: restoring the caller's
+/// device with cudaSetDevice() would create a context on a device that the caller may never have used.
 class OnDevice : NotCopied {
 public:
     explicit OnDevice(const Gpu &gpu) : gpu_(gpu) {
-        gpu.enter(); // first: a call of the runtime makes a context in a thread that has none
+        gpu.enter(); // first: a call of the runtime creates a context in a thread without one
         const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode_);
         if (error == cudaSuccess) return;
         gpu.leave();
@@ -149,7 +150,7 @@ template <auto Free> template <class T> void FreedBy<Free>::operator()(T *handle
     try {
         const OnDevice on(*gpu);
         (void)Free(handle);
-    } catch (const std::exception &) {} // the device is lost, and what it has with it
+    } catch (const std::exception &) {} // the device has failed, and its memory with it
 }
 inline DeviceMemory Gpu::device_memory(size_t bytes) const {
     const OnDevice on(*this);
@@ -176,7 +177,7 @@ inline Stream Gpu::stream() const {
     return Stream(stream, {this});
 }
 
-/// True if a query found its work done. "Not ready" must not show up in the caller's own calls.
+/// True if a query found its work completed. Clears "not ready", so that the caller's own calls do not report it.
 inline bool is_done(cudaError_t error, const char *what) {
     if (error == cudaErrorNotReady) {
         (void)cudaGetLastError();
@@ -197,10 +198,10 @@ inline bool capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-/// Blocks of memory that the work of streams uses for a while. A block returns to the pool while that work is pending,
-/// with an event behind the work, and is used again when the event has passed. Sizes are powers of two, so that
-/// requests that grow leave little unused memory behind. No block is freed before the pool: cudaFree() waits for the
-/// whole device, and so for collectives that wait for this thread.
+/// Pool of memory blocks for the work of streams. A block returns to the pool while its work is pending, with an event
+/// that is recorded after the work, and is used again when the event has completed. Sizes are powers of two, so that
+/// growing requests leave little unused memory. No block is freed before the pool: cudaFree() waits for the whole
+/// device, and so for collectives that wait for this thread.
 template <class Memory, Memory (Gpu::*allocate)(size_t) const> class BlockPool {
 public:
     struct Block {
@@ -215,8 +216,8 @@ public:
         Block block = find_free(bytes, exists);
         return block.memory ? std::move(block) : make(bytes);
     }
-    /// Without memory while work uses all blocks that are large enough: the caller then uses none, so that a device
-    /// that lags behind makes no call allocate. Where there are none yet it makes two.
+    /// Returns no memory if work uses all blocks that are large enough. The caller then uses no block, so that a call
+    /// does not allocate because the device lags behind. If no block is large enough, makes two.
     Block take_if_free(size_t bytes) {
         const std::lock_guard lock(mutex_);
         bool exists = false;
@@ -235,7 +236,7 @@ public:
             kept_.push_back(std::move(block.memory));
         check(error, "cudaEventRecord");
     }
-    /// A block that a graph uses, as long as the pool lives.
+    /// Keeps a block that a graph uses for the life of the pool. Returns the block's memory.
     void *keep(Block block) {
         const std::lock_guard lock(mutex_);
         kept_.push_back(std::move(block.memory));
@@ -243,7 +244,7 @@ public:
     }
 
 private:
-    // With the lock held.
+    // Called with the lock held.
     Block find_free(size_t bytes, bool &exists) {
         for (size_t i = 0; i < blocks_.size(); ++i) {
             if (blocks_[i].bytes < bytes) continue;
@@ -256,7 +257,7 @@ private:
         return {};
     }
     Block make(size_t bytes) {
-        // give_back() and keep() must not allocate: a block that they lost would be freed while work may use it.
+        // give_back() and keep() must not allocate: if that failed, the block would be freed while work may use it.
         blocks_.reserve(++made_);
         kept_.reserve(made_);
         bytes = std::bit_ceil(bytes);
@@ -272,7 +273,7 @@ private:
 using PinnedPool = BlockPool<PinnedMemory, &Gpu::pinned_memory>;
 using ScratchPool = BlockPool<DeviceMemory, &Gpu::device_memory>;
 
-/// Device memory for what a call enqueues on a stream.
+/// Device memory for the work that a call enqueues on a stream.
 class Scratch : NotCopied {
 public:
     Scratch(ScratchPool &pool, size_t bytes, cudaStream_t stream) : pool_(pool), stream_(stream) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step on a device. Calls of the driver enqueue kernels; the decision is made in the last block of pass 1, and what a
-// step ends with in the last block of its last kernel.
+// A step on a device. Calls of the driver enqueue kernels. The last block of pass 1 makes the decision; the last block
+// of the last kernel advances counters and writes the report.
 #include "device/decide.h"
 #include "kernels.h"
 #include "table.h"
@@ -39,7 +39,7 @@ public:
         }
     }
 
-    /// Calls body(this step), with the loops of the 1-bit family where the plan has a group of it.
+    /// Calls body(*this), with the kernels of the 1-bit family if the plan has a group of it.
     void run(FunctionRef<void(StepLoops &)> body) {
         if (plan_.onebit == nullptr) return body(*this);
         with_onebit_loops(plan_, d_, onebit_jobs_, layout_, launcher_, [&](OneBitLoops &loops) {
@@ -79,7 +79,7 @@ public:
     }
 
 private:
-    /// True if the update has something to do. In a skipped step it writes the outputs of all tensors.
+    /// True if the update has something to do. In a skipped step the update writes the outputs of all tensors.
     bool leaves_work() const {
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
@@ -91,8 +91,8 @@ private:
     const StepPlan &plan_;
     const Launcher &launcher_;
     DevicePlan d_{};
-    bool is_decided_ = false;                // in inspect()
-    const OneBitJob *onebit_jobs_ = nullptr; // in device memory, and so is
+    bool is_decided_ = false;                // inspect() makes the decision
+    const OneBitJob *onebit_jobs_ = nullptr; // in device memory, like `layout_`
     void *layout_ = nullptr;
     Marks *marks_ = nullptr;
 };

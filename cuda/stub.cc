@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of the CUDA backend in a build without it.
+// Replaces the CUDA backend in a build without it.
 #include "device/device.h"
 
 namespace dsopt {

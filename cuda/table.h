@@ -1,27 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels of a step read about tensors and groups: brought to the device, and kept there while it stays the same.
+// Tables of tensors and groups that kernels of a step read: uploaded to the device, and reused while they are
+// unchanged.
 #pragma once
 #include "device/device.h"
 #include "launcher.h"
 
 namespace dsopt::gpu {
 
-/// From leaves to their tensors, and back.
+/// Map from leaves to their tensors, and the leaf counts of tensors.
 struct LeafMap {
     int32_t *tensor_of_leaf;
-    int32_t *tensor_leaves; // how many leaves each tensor has
+    int32_t *tensor_leaves; // number of leaves of each tensor
 };
 
 /// Arrays in Execution::extra.
 struct Extra {
     char *table;
     LeafMap map;
-    double *squares, *updates; // one a tensor
-    int32_t *cell;             // one a tensor
+    double *squares, *updates; // one per tensor
+    int32_t *cell;             // one per tensor
     char *layout;              // the block of an exchange's layout
     size_t bytes;
 
-    /// `memory` NULL: only to know the bytes.
+    /// `memory` NULL: only computes `bytes`.
     Extra(void *memory, const StepShape &shape) {
         Pieces pieces(memory);
         pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
@@ -45,7 +46,7 @@ public:
             if (!mark.event) mark.event = gpu_.event(cudaEventDefault);
     }
     void clear() { count_ = 0; }
-    /// Time since the last mark belongs to this phase.
+    /// Adds the time since the last mark to this phase.
     void add(int phase, cudaStream_t stream) {
         Mark &mark = marks_[count_];
         check(cudaEventRecord(mark.event.get(), stream), "cudaEventRecord");
@@ -67,25 +68,25 @@ private:
         int phase;
     };
     const Gpu &gpu_;
-    Mark marks_[DSOPT_MS_PHASES + 1]; // no phase comes twice
+    Mark marks_[DSOPT_MS_PHASES + 1]; // each phase occurs at most once
     int count_ = 0;
 };
 
 constexpr int kPatchWords = 1024; // 12 KiB of kernel arguments
 struct Patch {
     uint64_t words[kPatchWords];
-    uint32_t at[kPatchWords]; // in words
+    uint32_t at[kPatchWords]; // offsets, in words
     int32_t count;
 };
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher);
-/// Makes the map, and puts tensors without elements into no cell of the table of norms: no kernel visits them again.
+/// Makes the map. Sets the cell of tensors without elements to -1 (none), because no other kernel visits them.
 void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher);
 
-/// The table that the steps of one optimizer read, and what the host knows of its contents. It has memory of its own:
-/// steps that do not come here write theirs to the workspace.
+/// The table that the steps of one optimizer read, and the host's copy of its contents. The table has its own memory:
+/// steps without a cache upload theirs to the workspace.
 class Cache final : public StepCache {
 public:
-    const void *workspace = nullptr; // whose map and layout are written
+    const void *workspace = nullptr; // the workspace whose map and layout are written
     Marks marks;
 
     explicit Cache(const Gpu &gpu) : marks(gpu), gpu_(gpu) {}
@@ -94,8 +95,8 @@ public:
         marks.add_times(ms);
     }
 
-    /// `image` where kernels read it. `repeats`: it is that of the last step here. A table that stays the same costs
-    /// nothing, up to kPatchWords changed words one small kernel, more than that an upload.
+    /// Returns `image` in device memory. `repeats`: `image` is identical to that of the last step. An unchanged table
+    /// costs nothing, up to kPatchWords changed words cost one small kernel, more changes cost an upload.
     void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
         const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
         if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
@@ -105,21 +106,21 @@ public:
         if (captured_ && in_capture)
             throw Error(DSOPT_ERR_STATE,
                         "the lists changed since an earlier capture: take one plain step before capturing again");
-        // A graph keeps the table as it was captured, and plain steps go on with another one.
+        // A graph keeps its table as it was captured; later steps use another table.
         const bool fresh = tables_.empty() || captured_;
         if (fresh) tables_.push_back(gpu_.device_memory(bytes));
         if (fresh || !known || !patch(image, launcher)) {
             contents_.clear();
             launcher.upload(tables_.back().get(), image, bytes);
         }
-        // What is captured is not done yet, and may never be.
+        // A captured upload has not run yet, and may never run.
         contents_.assign(image, image + (in_capture ? 0 : bytes));
         captured_ = in_capture;
         return tables_.back().get();
     }
 
 private:
-    /// False where too many words have changed.
+    /// Returns false if too many words have changed.
     bool patch(const char *image, const Launcher &launcher) const {
         Patch patch;
         patch.count = 0;
@@ -135,12 +136,12 @@ private:
 
     const Gpu &gpu_;
     std::vector<DeviceMemory> tables_; // the last one is in use, graphs read the others
-    std::vector<char> contents_;       // of that one; empty = unknown
-    bool captured_ = false;            // a graph reads it: it must stay as it is
+    std::vector<char> contents_;       // of the last table; empty = unknown
+    bool captured_ = false;            // a graph reads the last table, which must not change
 };
 
-/// The StepTable that begins with StepPlan::jobs, where kernels read it, and, in a workspace that is new, what follows
-/// from it.
+/// Returns the StepTable that begins at StepPlan::jobs, in device memory. In a new workspace, also writes the data that
+/// is derived from the table.
 inline StepTable bring_table(const StepPlan &plan, const Extra &extra, const Launcher &launcher) {
     const StepShape &shape = plan.how.shape;
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
@@ -160,7 +161,7 @@ inline StepTable bring_table(const StepPlan &plan, const Extra &extra, const Lau
     if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)
         launcher.upload(extra.layout, layout->bytes,
                         [&](char *to) { std::memcpy(to, layout->block.get(), layout->bytes); });
-    if (cache != nullptr) cache->workspace = plan.how.extra; // last: a call that failed before is made again
+    if (cache != nullptr) cache->workspace = plan.how.extra; // last: if a call above fails, the next step repeats it
     return there;
 }
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pass 2: one read-modify-write of everything, all tensors, groups and rules in one launch. Passes::reduced takes a
-// second one for the weights, once the factors are known.
+// Pass 2: one read-modify-write of all arrays, with all tensors, groups and rules in one launch. Passes::reduced needs
+// a second launch for the weights, after the trust ratios are known.
 #include "kernels.h"
 #include "update.cuh"
 
 namespace dsopt::gpu {
 
-/// body(Width<V>, slots, i) for i in [0, n), as for_packs(): fours by a loop that knows the formats of the arrays.
+/// Calls body(Width<V>, slots, i) for i in [0, n), like for_packs(). In the loop over groups of four the formats of the
+/// arrays are compile-time constants.
 template <class Body> __device__ __forceinline__ void for_known_packs(const SharedTensor &s, int n, const Body &body) {
     const int whole = s.aligned ? n / 4 * 4 : 0;
     const auto fours = [&]<FormatSet Set>(std::integral_constant<FormatSet, Set>) INLINED_ON_DEVICE {
@@ -22,7 +23,7 @@ template <class Body> __device__ __forceinline__ void for_known_packs(const Shar
     for (int i = whole + int(threadIdx.x); i < n; i += kThreads) body(Width<1>{}, s.job, i);
 }
 
-/// V neighbours of a leaf from its i-th one on.
+/// Updates V neighbours of a leaf, from element i on.
 template <class R, int V, class Slots>
 __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTensor &s, const Slots &slots,
                                             const Leaf &where, int i, const Tiles &tiles) {
@@ -65,14 +66,15 @@ __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const Sha
     publish(plan, s, s.job, t.p, old, i);
 }
 
-/// A tensor that stays as it is: outputs and zeroed gradients all the same.
+/// Handles V neighbours of a tensor that the step does not update: writes the output and zeroes the gradient, if
+/// requested.
 template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
     if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight(), i), job.out(), i);
     if (job.zeroes) store(Pack<V>{}, job.grad(), i);
 }
 
-/// Counts of all tensors, by the threads first, first + stride, ... of a block or of a grid. Four tensors at a time,
-/// whose loads overlap.
+/// Advances the counts of all tensors. `first`, `stride`: index of the calling thread and number of threads, in a block
+/// or in the grid. Processes four tensors at a time, so that their loads overlap.
 __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
     for (; first < plan.count; first += 4 * stride) {
         int32_t advance[4];
@@ -83,15 +85,16 @@ __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first,
         unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
     }
 }
-/// True if counts are left to a kernel of their own: one block would end a step of 10,000 tensors with ten rounds of
-/// loads from the table of jobs, one after the other.
+/// True if a separate kernel advances the counts: in a step of 10,000 tensors, one block would take ten rounds of loads
+/// from the table of jobs, one after the other.
 __host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > 4 * kThreads; }
 
-/// By the last block of the last kernel: counters of few tensors, the report.
+/// Runs in the last block of the last kernel: advances the counters of few tensors, computes norms and writes the
+/// report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
     if (!skip && !counts_apart(plan)) count_steps(plan, threadIdx.x, kThreads);
-    if (!skip && plan.policy.report_norms && plan.count != 0) { // as fold_updates() adds them up
+    if (!skip && plan.policy.report_norms && plan.count != 0) { // in the order of fold_updates()
         for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
             const bool counts = job.present && leaves != 0;
@@ -101,7 +104,7 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
             if (by.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
         });
         __syncthreads();
-        if (threadIdx.x < 32) { // back to where they are from: held in registers, they would be spilled
+        if (threadIdx.x < 32) { // stored to memory: in registers the sums would be spilled
             const LeafFold<true> by{threadIdx.x == 0};
             const double weights = by.sum(d.tensor_squares, int32_t(plan.count));
             if (by.lead) d.tensor_squares[0] = weights;
@@ -160,7 +163,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for_tensors(d, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
 }
 
-/// Trust ratios of sharded tensors, once the model ranks have added up their sums. Those of a skipped step are zeros.
+/// Computes the trust ratios of sharded tensors, after model ranks have all-reduced their sums. In a skipped step the
+/// sums are zeros.
 __global__ void __launch_bounds__(kThreads, 4)
     shared_trust_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
@@ -190,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (last_block(plan.control->update_weights)) finish(d, skip);
 }
 
-/// Behind the last kernel of a step: counts of many tensors.
+/// Runs after the last kernel of a step: advances the counts of many tensors.
 __global__ void __launch_bounds__(kThreads) count_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     if (!skipped(d)) count_steps(d.plan, grid_thread(), grid_threads());
@@ -202,7 +206,7 @@ void count(const DevicePlan &d, const Launcher &launcher) {
 void update(const DevicePlan &d, const Launcher &launcher) {
     const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
     const StepPlan &plan = d.plan;
-    // Sums of shards go into a collective.
+    // The sums of shards are all-reduced after this kernel.
     const Next next = kernel_if(plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : counts_apart(plan));
     launcher.over({d.leaves, tiles}, {"update", next}, update_kernel, d);
     if (!plan.policy.reduces) count(d, launcher);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of pass 2 share with those of the 1-bit family: the tensor of a leaf in shared memory, packs of its
-// arrays, and where new weights go.
+// Code that the kernels of pass 2 share with those of the 1-bit family: the tensor of a leaf in shared memory, packs of
+// its arrays, and stores of new weights.
 #pragma once
 #include "reduce.cuh"
 #include "rules/all.h"
@@ -8,13 +8,13 @@
 
 namespace dsopt::gpu {
 
-/// The leaves that follow the one at which a block is, by round: in round r the block works on a leaf, copies the job
-/// of the tensor of leaf r + 1, loads the index of the tensor of leaf r + 2, and takes leaf r + 3. So a tensor costs a
-/// block no wait for its table, which long lists drive out of the L2 cache.
+/// Software pipeline of a block's leaves. In round r the block processes leaf r, copies the job of the tensor of leaf r
+/// + 1, loads the tensor index of leaf r + 2, and receives the index of leaf r + 3. So a block does not wait for the
+/// table of jobs, which long lists evict from the L2 cache.
 struct LeavesAhead {
     static constexpr unsigned rounds = 4, words = sizeof(TensorJob) / sizeof(uint64_t);
     static_assert(words * sizeof(uint64_t) == sizeof(TensorJob) && words <= 32);
-    uint32_t leaf[rounds]; // counted from the last one if DevicePlan::backwards
+    uint32_t leaf[rounds]; // counted from the last leaf if DevicePlan::backwards
     int32_t tensor[rounds];
     uint64_t job[words]; // of the next tensor
 };
@@ -22,7 +22,7 @@ struct LeavesAhead {
 /// Formats of a tensor's arrays for which loops are compiled. any: each array's format is read from the job. f32: all
 /// are fp32. f16, bf16: gradient, copy and output have 16 bits, weights and moments are fp32, as in mixed precision.
 enum class FormatSet : uint8_t { any, f32, f16, bf16 };
-/// The arrays of a job in the formats of such a set, which the compiler knows.
+/// The arrays of a job, with the formats of such a set as compile-time constants.
 template <FormatSet Set> struct KnownSlots {
     static constexpr Dtype low = Set == FormatSet::f16 ? Dtype::f16 : Set == FormatSet::bf16 ? Dtype::bf16 : Dtype::f32;
     const TensorJob &job;
@@ -35,10 +35,10 @@ template <FormatSet Set> struct KnownSlots {
     __device__ __forceinline__ Slot out() const { return slot(kOut, low); }
     __device__ __forceinline__ Slot moment(int k) const { return slot(kMoment + k, Dtype::f32); }
 };
-/// bf16 weights without a master are rounded at random, and no set but `any` has those.
+/// True if a tensor may need stochastic rounding: only bf16 weights without a master do, which no set except `any` has.
 template <class Slots> constexpr bool kRoundsAtRandom = true;
 template <FormatSet Set> constexpr bool kRoundsAtRandom<KnownSlots<Set>> = Set == FormatSet::any;
-/// The set that all arrays of a job are of; those that are not there are of any format.
+/// Returns the set that matches the formats of all arrays of a job; a missing array matches any format.
 __device__ inline FormatSet formats_of(const TensorJob &job) {
     const Dtype low = job.grad() ? job.grad().format : Dtype::f32;
     bool known = true;
@@ -50,17 +50,17 @@ __device__ inline FormatSet formats_of(const TensorJob &job) {
     return low == Dtype::f32 ? FormatSet::f32 : low == Dtype::f16 ? FormatSet::f16 : FormatSet::bf16;
 }
 
-/// What a block has in shared memory of the tensor whose leaf it is at.
+/// Data of the tensor of a block's current leaf, in shared memory.
 struct SharedTensor {
     TensorJob job;
-    Scalars scalars; // of `group` at `step`: neighbouring tensors often have the same
+    Scalars scalars; // for `group` and `step`, which neighbouring tensors often share
     float trust;
     int64_t step;
     int32_t tensor, group;
     Rule rule;
-    bool aligned;      // all arrays of the job
+    bool aligned;      // all arrays of the job are aligned
     FormatSet formats; // of its arrays
-    LeavesAhead ahead; // in here so that one register has the address of all
+    LeavesAhead ahead; // in here so that one register has the address of everything
 };
 
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedTensor &s) {
@@ -76,7 +76,7 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedT
     s.group = group;
 }
 
-/// True if all arrays of a tensor can be read and written by fours.
+/// True if all arrays of a tensor are aligned to 16 bytes, for accesses of four elements.
 __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
     uintptr_t all = 0;
     unrolled<kSlots>([&](int k) INLINED { all |= reinterpret_cast<uintptr_t>(job.data[k]); });
@@ -87,8 +87,8 @@ __device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t positi
     return d.backwards ? d.leaves - 1 - position : position;
 }
 
-/// body(where) for the leaves of the block, distributed dynamically, with the tensor's job in shared memory and its
-/// scalars found; thread 0 then calls find(tensor), too.
+/// Calls body(where) for this block's leaves, distributed dynamically, with the tensor's job and scalars in `s`. For a
+/// new tensor, thread 0 also calls find(tensor).
 template <class Find, class Body>
 __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const LeafDistribution &distribution,
                                                   SharedTensor &s, const Find &find, const Body &body) {
@@ -117,12 +117,12 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
         const uint32_t leaf = leaf_at(d, ahead.leaf[round % rounds]);
         const int32_t tensor = ahead.tensor[round % rounds];
         if (tensor != s.tensor) {
-            __syncthreads(); // all have compared, and the copies of warp 0 are complete
+            __syncthreads(); // all threads have compared, and the copies of warp 0 are complete
             if (threadIdx.x < 32) {
                 if (threadIdx.x < LeavesAhead::words)
                     reinterpret_cast<uint64_t *>(&s.job)[threadIdx.x] = ahead.job[threadIdx.x];
                 __syncwarp();
-                if (threadIdx.x == 1) { // another thread than the one below, which needs all of its registers
+                if (threadIdx.x == 1) { // not thread 0, which needs all of its registers below
                     s.aligned = all_aligned(s.job);
                     s.formats = formats_of(s.job);
                 }
@@ -152,13 +152,13 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
     }
 }
 
-/// A step that nobody had to decide about is skipped for these reasons alone.
+/// True if the step is skipped. In a step without a decision kernel, GivenScalars::skip is the only reason.
 __device__ inline bool skipped(const DevicePlan &d) {
     if (d.decided) return d.plan.control->skip != 0;
     return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
 }
 
-/// Where a leaf's values go for its sums, when they are wanted. The two tiles are contiguous.
+/// Shared memory for a leaf's values, for its sums if they are needed. The two tiles are contiguous.
 struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
 };
@@ -168,11 +168,11 @@ template <int V, class Slots> __device__ __forceinline__ Pack<V> fetch_gradient(
     return slots.grad() ? fetch<V>(slots.grad(), i) : Pack<V>{};
 }
 
-/// What a rule reads of V neighbours: first as it is in memory, so that all of it is under way before the first load is
-/// waited for.
+/// Inputs of a rule for V neighbours. Loaded in the format of memory first, so that all loads are in flight before the
+/// first conversion waits.
 template <int V> struct Inputs {
-    Pack<V> g, p, moment[kMoments], own; // the last one is the 1-bit family's
-    /// What is not there is zero, of any format.
+    Pack<V> g, p, moment[kMoments], own; // `own`: array of the 1-bit family
+    /// Converts everything to fp32. A missing array is zero in any format.
     template <class Slots> __device__ __forceinline__ void widen_all(const Slots &slots) {
         g = widen(g, slots.grad().format);
         p = widen(p, slots.weight().format);
@@ -183,7 +183,7 @@ template <int V> struct Inputs {
         unrolled<Count>([&](int k) INLINED { store(moment[k], slots.moment(k), i); });
     }
 };
-/// A rule without a moment has neither registers nor traffic for it.
+/// Loads the inputs of a rule. A moment that the rule does not have costs neither registers nor memory traffic.
 template <int V, int Moments, bool Gradient = true, class Slots>
 __device__ __forceinline__ Inputs<V> load_inputs(const Slots &slots, int64_t i) {
     Inputs<V> t{};
@@ -193,14 +193,15 @@ __device__ __forceinline__ Inputs<V> load_inputs(const Slots &slots, int64_t i) 
     t.widen_all(slots);
     return t;
 }
-/// call(moment...) for the k-th neighbour.
+/// Calls call(moment...) for the k-th neighbour.
 template <int Count, int V, class Call>
 __device__ __forceinline__ void with_moments_of(Inputs<V> &t, int k, const Call &call) {
     [&]<int... M>(std::integer_sequence<int, M...>) INLINED { call(t.moment[M].at[k]...); }
     (std::make_integer_sequence<int, Count>{});
 }
 
-/// The new weights of a pack: rounded at random if so wanted, then to where they go. `old` is for the delta.
+/// Rounds the new weights of a pack stochastically if required, and stores them to weight, copy and output. Zeroes the
+/// gradient if required. `old`: the previous weights, for DSOPT_STEP_DELTA.
 template <int V, class Slots>
 __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor &s, const Slots &slots, Pack<V> &p,
                                         const Pack<V> &old, int64_t i) {
@@ -217,12 +218,13 @@ __device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor
     if (job.zeroes) store(Pack<V>{}, slots.grad(), i);
 }
 
-/// The number of a leaf among those of all tensors. Made of what is there: one register less in the loop of a step.
+/// Returns the index of a leaf among the leaves of all tensors. Computed from existing values: saves a register in the
+/// loop of a step.
 __device__ __forceinline__ int64_t leaf_number(const TensorJob &job, const Leaf &where) {
     return job.first_leaf + where.begin / kLeaf;
 }
 
-/// Both sums of a leaf; the tiles may be written again when it returns.
+/// Stores both sums of a leaf. The tiles may be overwritten after the call.
 __device__ __forceinline__ void sum_tiles(const StepPlan &plan, const TensorJob &job, const Leaf &where,
                                           const Tiles &tiles) {
     __syncthreads();

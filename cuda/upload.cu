@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Words from kernel arguments to device memory, and the map from leaves to tensors.
+// Copies words from kernel arguments to device memory, and makes the map from leaves to tensors.
 #include "kernels.h"
 #include "table.h"
 #include "vec.cuh"

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reading and writing elements of any float dtype as fp32: four neighbours by one access of 16 bytes, or 8 of 16-bit
-// elements, where arrays begin at multiples of 16 bytes; single ones elsewhere. A warp so touches whole sectors.
+// Loads and stores elements of any float dtype as fp32. If arrays are aligned to 16 bytes, four neighbours by one
+// access of 16 bytes, or of 8 bytes for 16-bit elements; else single elements. So a warp accesses whole sectors.
 #pragma once
 #include "device/plan.h"
 #include "launch.h"
 
 namespace dsopt::gpu {
 
-/// Resident blocks per multiprocessor of kernels that read and write several arrays. On consumer devices of the last
-/// generation the compiler spills with 64 registers.
+/// Resident blocks per multiprocessor of kernels that read and write several arrays. For capability 12.0 and later
+/// (consumer devices) the compiler spills with 64 registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = 3;
 #else
 constexpr int kBlocks = 4;
 #endif
 
-// Where a thread, and its warp, are in the grid, and how many of them there are.
+// Indices of a thread and of its warp in the grid, and the numbers of threads and warps, for grid-stride loops.
 __device__ __forceinline__ int64_t grid_thread() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * kThreads; }
 __device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
 __device__ __forceinline__ int64_t grid_warps() { return int64_t(gridDim.x) * kWarps; }
 
-/// threadIdx.x, read here: what a loop over leaves makes of it is made again for each leaf. Else the compiler keeps it
-/// in registers, which the loop over elements needs.
+/// Returns threadIdx.x, read again at each call: values that a loop over leaves derives from it are recomputed for each
+/// leaf. Else the compiler keeps them in registers, which the loop over elements needs.
 __device__ __forceinline__ unsigned thread_read_here() {
 #if defined(__CUDA_ARCH__)
     unsigned thread;
@@ -33,7 +33,7 @@ __device__ __forceinline__ unsigned thread_read_here() {
 #endif
 }
 
-/// body(0), body(1), ... body(Count - 1) in a row: arrays that they index stay in registers.
+/// Calls body(0), body(1), ... body(Count - 1), unrolled: arrays that are indexed by the argument stay in registers.
 template <int Count, class Body> __device__ __forceinline__ void unrolled(const Body &body) {
 #pragma unroll
     for (int k = 0; k < Count; ++k) body(k);
@@ -41,7 +41,7 @@ template <int Count, class Body> __device__ __forceinline__ void unrolled(const 
 
 /// V neighbours, 4 or 1.
 template <int V> struct Pack { float at[V]; };
-template <int V> using Width = std::integral_constant<int, V>; // says V to a lambda
+template <int V> using Width = std::integral_constant<int, V>; // passes V to a lambda
 
 template <int V> __device__ __forceinline__ Pack<V> operator-(const Pack<V> &a, const Pack<V> &b) {
     Pack<V> y;
@@ -49,8 +49,8 @@ template <int V> __device__ __forceinline__ Pack<V> operator-(const Pack<V> &a, 
     return y;
 }
 
-/// Addresses that come out of a table in memory look generic to the compiler; told that they are global, it emits the
-/// faster instructions.
+/// Tells the compiler that a pointer is global. Pointers from a table in memory are generic for the compiler, which
+/// then emits slower instructions.
 template <class T> __device__ __forceinline__ T *global(T *pointer) {
 #if defined(__CUDA_ARCH__)
     __builtin_assume(__isGlobal(pointer));
@@ -58,11 +58,11 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
     return pointer;
 }
 
-/// A store as it is written. The compiler would make single ones of a wide one, and keep a whole job in registers if it
-/// knew that a store does not change it.
+/// Stores `value` as it is. The compiler would otherwise split a wide store, and keep a whole job in registers if it
+/// knew that the store does not change it.
 template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
 
-/// From global to shared memory, without a register between. Complete for this thread behind wait_for_copies().
+/// Copies from global to shared memory without a register. Complete for this thread after wait_for_copies().
 template <int Size> __device__ __forceinline__ void copy_async(void *shared, const void *from) {
 #if defined(__CUDA_ARCH__)
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
@@ -78,12 +78,12 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-/// True if all of these arrays can be read and written by fours. NULL is no obstacle.
+/// True if all of these arrays are aligned to 16 bytes, for accesses of four elements. NULL counts as aligned.
 template <class... P> __device__ __forceinline__ bool all_aligned(const P *...data) {
     return ((reinterpret_cast<uintptr_t>(data) | ...) & 15) == 0;
 }
 
-/// Elements that one access of 16 bytes has.
+/// Returns the number of elements in one access of 16 bytes.
 __device__ __forceinline__ int wide_elements(Dtype format) {
     switch (format) {
     case Dtype::f32: return 4;
@@ -93,8 +93,8 @@ __device__ __forceinline__ int wide_elements(Dtype format) {
     __builtin_unreachable();
 }
 
-/// Elements [i, i + V) as they are in memory, i a multiple of V: fp32, or 16-bit ones two to a word. Nothing here uses
-/// what is loaded, so that several of these are under way before widen() waits for the first one.
+/// Loads elements [i, i + V) in the format of memory, i a multiple of V: fp32, or 16-bit elements, two per word.
+/// Nothing here uses the loaded values, so that several loads are in flight before widen() waits for the first.
 template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int64_t i) {
     switch (slot.format) {
     case Dtype::f32: {
@@ -119,7 +119,7 @@ template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int6
     }
     __builtin_unreachable();
 }
-// One element of a 16-bit format.
+// Convert one element of a 16-bit format.
 __device__ __forceinline__ float widen_half(uint16_t half, Dtype format) {
     switch (format) {
     case Dtype::f16: return F16::load(half);
@@ -136,7 +136,7 @@ __device__ __forceinline__ uint32_t narrow_half(float value, Dtype format) {
     }
     __builtin_unreachable();
 }
-/// To fp32.
+/// Converts to fp32.
 template <int V> __device__ __forceinline__ Pack<V> widen(const Pack<V> &x, Dtype format) {
     if (format == Dtype::f32) return x;
     Pack<V> y;
@@ -181,13 +181,13 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *
     store(x, floats(data), i);
 }
 
-/// To shared memory.
+/// Stores to shared memory.
 template <int V> __device__ __forceinline__ void to_tile(const Pack<V> &x, float *tile) {
     unrolled<V>([&](int k) INLINED { tile[k] = x.at[k]; });
 }
 
-/// body(Width<V>, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time where arrays are
-/// `aligned`, and single ones behind them.
+/// Calls body(Width<V>, i) for i in [0, n), over the threads of a block: V = 4 neighbours at a time if the arrays are
+/// `aligned`, and V = 1 after them.
 template <class Body> __device__ __forceinline__ void for_packs(int n, bool aligned, const Body &body) {
     const int whole = aligned ? n / 4 * 4 : 0;
     for (int i = int(threadIdx.x) * 4; i < whole; i += kThreads * 4) body(Width<4>{}, i);
