@@ -4,7 +4,7 @@ readme.py programs|mpi|cuda README caller_c.c INCLUDE LIBRARY COMPILER... [-- RU
 readme.py same TEXT PROGRAM
 readme.py skip REASON
 
-links: every relative link of README.md and docs/*.md leads to a file, and to a heading if it names one.
+links: every relative link of *.md and docs/*.md leads to a file, and to a heading if it names one.
 same: the first C program of a text is a file that other tests compile and run.
 programs, mpi, cuda: every C program of README.md compiles without a warning and prints what the README says. Which programs those are
 follows from what they include. The first program must be caller_c.c, which other tests use too.
@@ -35,7 +35,7 @@ def links(root):
         return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
     wrong = []
-    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+    for page in [*sorted(root.glob("*.md")), *sorted((root / "docs").glob("*.md"))]:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             if re.match(r"[a-z]+:", link):
