@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every public function, one fence each. Nothing is decided here.
+// All public functions. Each has one fence, checks its arguments and forwards to the engine.
 #include "base/fork.h"
 #include "base/sizes.h"
 #include "base/struct_io.h"
@@ -22,7 +22,7 @@
 using namespace dsopt;
 
 namespace {
-/// Ownership is shared: an object lives as long as one made from it.
+/// A handle shares ownership: an object lives as long as any handle to it, and any object made from it.
 template <class T> struct Handle { std::shared_ptr<T> object; };
 } // namespace
 struct dsopt_context : Handle<const Context> {};
@@ -36,14 +36,14 @@ namespace {
 class NotCancelled : NotCopied {
 public:
     NotCancelled() { (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
-    /// Unwinds a thread whose cancellation is asynchronous.
+    /// May unwind a thread whose cancellation is asynchronous.
     ~NotCancelled() noexcept(false) { (void)pthread_setcancelstate(before_, nullptr); }
 
 private:
     int before_ = PTHREAD_CANCEL_ENABLE;
 };
 
-/// Turns exceptions into a status and a text.
+/// Converts exceptions to a status and the text of dsopt_last_error().
 template <class F> dsopt_status status_of(F &&body) noexcept {
     try {
         std::forward<F>(body)();
@@ -63,13 +63,14 @@ template <class F> dsopt_status status_of(F &&body) noexcept {
     }
 }
 
-/// For functions without a status. They are not cancellation points: destructors and cleanup handlers call them.
+/// Runs a function that has no status. Such functions are not cancellation points: destructors and cleanup handlers
+/// call them.
 template <class F> void run_whole(F &&body) {
     const NotCancelled whole;
     (void)status_of(std::forward<F>(body));
 }
 
-/// The C boundary: no exception passes it. At its end it is a cancellation point.
+/// The C boundary: no exception passes it. Its end is a cancellation point.
 template <class F> dsopt_status fence(F &&body) {
     dsopt_status status;
     {
@@ -84,15 +85,15 @@ const Context &context_of(const Context &context) { return context; }
 const Context &context_of(const Comm &comm) { return *comm.context(); }
 template <class T> const Context &context_of(const T &object) { return object.context(); }
 
-/// What is behind a handle, which in a child of fork() can only be destroyed.
+/// Returns the object of a handle. Throws FORKED in a child of fork(), where a handle can only be destroyed.
 template <class T> const std::shared_ptr<T> &object_of(const Handle<T> *handle, const char *what) {
     context_of(*not_null(handle, what)->object).check_process();
     return handle->object;
 }
 
-/// What a call asks of an optimizer: groups and parameters alone, or also what follows from all of them.
+/// What a call uses of an optimizer: groups and parameters only, or also what Optimizer::settle() derives from them.
 enum class Asks { groups, everything };
-/// For calls that change an optimizer.
+/// Runs a call that changes an optimizer.
 template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
@@ -101,7 +102,7 @@ template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer 
         body(optimizer);
     });
 }
-/// For readers, any number at once.
+/// Runs a call that only reads an optimizer. Any number of these may run at the same time.
 template <Asks A = Asks::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
@@ -123,7 +124,7 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
     if (bytes != entry.bytes())
         throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
     if (bytes != 0) not_null(host, "host");
-    if (entry.of_scaler()) // has its memory from the start
+    if (entry.of_scaler()) // has memory from the start
         optimizer.wait_for_tensors();
     else
         optimizer.prepare_for_host();
@@ -134,7 +135,7 @@ template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) {
     return fence([&] { body(*object_of(handle, "the scaler")); });
 }
 
-/// `body` after a check of the caller's stream.
+/// Returns a function that checks the caller's stream and then calls `body`.
 template <class F> auto on_stream(void *stream, F body) {
     return [=](auto &object) {
         context_of(object).device().check_stream(stream);
@@ -146,7 +147,7 @@ std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) {
     return handle != nullptr ? object_of(handle, "the comm") : nullptr;
 }
 
-/// For exchanges that stand alone.
+/// Runs a call on dsopt_compressed, that is an exchange without an optimizer.
 template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compressed *args, F &&body) {
     return fence([&] {
         Comm &data = *object_of(handle, "the comm");
@@ -170,7 +171,7 @@ Attachments attachments_of(const dsopt_optimizer_desc &desc) {
     return with;
 }
 
-/// Checks of a list that stands alone; tensors are called by their index.
+/// Checks a list that belongs to no optimizer. Messages name its tensors by index.
 void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count < 0) throw Error(DSOPT_ERR_ARGUMENT, "count is %lld", ll(count));
     if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));
@@ -182,10 +183,10 @@ void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
 }
 
 std::string make_build_info() {
-    // Loading NCCL only to say so would put it before the copy that the caller may bring later.
+    // NCCL is not loaded only for this report: it would take precedence over a copy that the caller may load later.
     const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
     const bool can_hccl = std::strcmp(hccl_state(), "loaded") == 0;
-    std::string unknown; // what is asked for may be anything, and the text is JSON
+    std::string unknown; // DSOPT_ISA may have any bytes, and the text is JSON
     if (const char *const isa = unknown_isa()) {
         unknown = std::string(isa, strnlen(isa, 32));
         for (char &c : unknown)
@@ -267,7 +268,7 @@ dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, i
 }
 void dsopt_comm_abort(dsopt_comm *comm) {
     if (comm != nullptr)
-        run_whole([&] { object_of(comm, "the comm")->abort(); }); // not after fork(): the parent's ranks go on
+        run_whole([&] { object_of(comm, "the comm")->abort(); }); // refused after fork(): the parent's ranks continue
 }
 void dsopt_comm_destroy(dsopt_comm *comm) {
     run_whole([&] { delete comm; });
@@ -346,7 +347,7 @@ void dsopt_optimizer_destroy(dsopt_optimizer *opt) {
 dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
     return fence([&] {
         const auto &object = object_of(opt, "the optimizer");
-        not_null(other, "other"); // before there is a handle that nobody would get
+        not_null(other, "other"); // checked first: a new handle would leak
         *other = new dsopt_optimizer{object};
     });
 }

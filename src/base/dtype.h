@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Storage types and their conversions to and from fp32, bit for bit the same on host and device.
+// Storage types and their conversions to and from fp32. Host and device give the same bits, except for the payload of a
+// NaN.
 #pragma once
 #include "base/hd.h"
 #include "base/status.h"
@@ -11,10 +12,10 @@ namespace dsopt {
 
 enum class Dtype : uint8_t { f32 = DSOPT_DTYPE_F32, f16 = DSOPT_DTYPE_F16, bf16 = DSOPT_DTYPE_BF16 };
 
-/// Dtypes of safetensors files that no tensor of the ABI has.
+/// Dtypes that occur only in safetensors files: no tensor of the ABI has them.
 constexpr int32_t kU8 = 101, kI64 = 102;
 
-/// Every dtype of the ABI and of files, those of state tensors included.
+/// A dtype of the ABI, of state tensors or of files.
 struct DtypeInfo {
     int32_t dtype;
     size_t size;
@@ -27,13 +28,13 @@ inline constexpr DtypeInfo kDtypes[] = {{DSOPT_DTYPE_F32, 4, "F32"},
                                         {DSOPT_DTYPE_F64, 8, "F64"},
                                         {kU8, 1, "U8"},
                                         {kI64, 8, "I64"}};
-/// 0 for an unknown one.
+/// Returns the size of an element in bytes; 0 for an unknown dtype.
 constexpr size_t dtype_size(int32_t dtype) {
     for (const DtypeInfo &info : kDtypes)
         if (info.dtype == dtype) return info.size;
     return 0;
 }
-/// NULL for an unknown one.
+/// Returns NULL for an unknown dtype.
 constexpr const char *dtype_name(int32_t dtype) {
     for (const DtypeInfo &info : kDtypes)
         if (info.dtype == dtype) return info.name;
@@ -43,11 +44,12 @@ constexpr bool is_float_dtype(int32_t dtype) {
     return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16;
 }
 
-// The builtin of std::bit_cast, which as a function of the library must not be in files for one instruction set.
+// The builtin behind std::bit_cast: an out-of-line copy of the function itself, from a file that is compiled for one
+// instruction set, could be the copy that the linker keeps for all.
 DSOPT_HD uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 DSOPT_HD float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-/// A double in memory that is aligned for I32 only, as state that a caller owns may be.
+/// A double in memory that is aligned to 4 bytes only, such as I32 state in memory of the caller.
 struct DoubleWords {
     int32_t words[2];
     DSOPT_HD operator double() const { return __builtin_bit_cast(double, *this); }
@@ -56,9 +58,10 @@ struct DoubleWords {
 
 DSOPT_HD float bf16_to_f32(uint16_t value) { return float_of(uint32_t(value) << 16); }
 
-// On a GPU these conversions are instructions. They give the same bits, but for the payload of a NaN.
+// On a GPU each of these conversions is one instruction.
 
-/// To nearest, ties to even. A NaN keeps its upper payload bits and becomes quiet, so it cannot round to infinity.
+/// Rounds to nearest, ties to even. A NaN keeps its upper payload bits and becomes quiet, so it cannot round to
+/// infinity.
 DSOPT_HD uint16_t f32_to_bf16(float value) {
 #if defined(__CUDA_ARCH__)
     uint16_t result;
@@ -78,7 +81,7 @@ DSOPT_HD float f16_to_f32(uint16_t value) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
     return result;
 #elif defined(__aarch64__)
-    return float(__builtin_bit_cast(__fp16, value)); // an instruction there, with the same result, which gcc vectorises
+    return float(__builtin_bit_cast(__fp16, value)); // one instruction with the same result, which gcc vectorises
 #else
     const uint32_t magnitude = uint32_t(value & 0x7fffu) << 13;
     const float scaled = float_of(magnitude) * float_of(0x77800000u /* 2^112 */);
@@ -89,7 +92,7 @@ DSOPT_HD float f16_to_f32(uint16_t value) {
 #endif
 }
 
-/// To nearest, ties to even, overflow to infinity; a NaN keeps its upper payload bits and becomes quiet.
+/// Rounds to nearest, ties to even. Overflow becomes infinity. A NaN keeps its upper payload bits and becomes quiet.
 DSOPT_HD uint16_t f32_to_f16(float value) {
 #if defined(__CUDA_ARCH__)
     uint16_t result;
@@ -101,7 +104,7 @@ DSOPT_HD uint16_t f32_to_f16(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7fffffffu;
-    // Below 2^-14 the sum with 0.5 puts the wanted bits at the end of the fraction, rounded by the addition itself.
+    // Below 2^-14 adding 0.5 aligns the subnormal's bits to the end of the fraction, and the addition rounds them.
     const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
     const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
@@ -111,7 +114,7 @@ DSOPT_HD uint16_t f32_to_f16(float value) {
 #endif
 }
 
-/// Storage tags: what a loop over one array needs to know.
+/// Storage tags: the storage type, dtype and fp32 conversions of an array's elements.
 struct F32 {
     using storage = float;
     static constexpr Dtype format = Dtype::f32;

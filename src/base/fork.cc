@@ -16,7 +16,7 @@ int64_t fork_generation() noexcept { return generation.load(std::memory_order_re
 
 void watch_forks() {
     if (watched.load(std::memory_order_acquire)) return;
-    // Threads that come here at the same time register it several times, and the number then rises by more than one.
+    // Threads that get here at the same time register the handler several times; then a fork adds more than one.
     const int failed = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
     if (failed != 0) throw Error(DSOPT_ERR_NOMEM, "pthread_atfork failed: %s", std::strerror(failed));
     watched.store(true, std::memory_order_release);

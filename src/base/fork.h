@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Global variables and fork(). A child has the parent's memory as its threads left it at that moment. A mutex that one
-// of them held stays locked for ever, and so does the guard of a function's static that one of them was initializing.
-// Hence every global of the library is initialized by the compiler, and what is made at run time is one of these two
-// templates. tests/abi/symbols.py refuses guards.
+// Global variables and fork(). A child starts with the parent's memory as of the fork, and without the parent's other
+// threads. A mutex that another thread held stays locked for ever, and so does the guard of a function-local static
+// that another thread was initializing. Hence every global of the library is initialized at compile time (constinit),
+// and values that are made at run time are in one of the two templates below. tests/abi/symbols.py rejects guards.
 #pragma once
 #include "base/not_copied.h"
 #include <atomic>
@@ -12,10 +12,10 @@
 
 namespace dsopt {
 
-/// Rises in every child of fork(), once watch_forks() was called: memory is copied, but worker threads and device
-/// contexts are not.
+/// Returns a number that rises in every child of fork() once watch_forks() was called. It identifies objects of the
+/// parent: their memory is copied, but worker threads and device contexts are not.
 int64_t fork_generation() noexcept;
-/// Must run before anything is made that must not be used in a child.
+/// Must be called before any object is created that must not be used in a child.
 void watch_forks();
 
 /// A constant that is computed when it is first needed. Threads that need it at the same time all compute it, and the
@@ -35,8 +35,9 @@ private:
     std::atomic<const T *> value_{nullptr};
 };
 
-/// Data that all threads of a process share, under a lock. A child starts with empty data and a free lock. May be
-/// used only after watch_forks(), hence where there is a context. Never destroyed: users may outlive static destructors.
+/// Data shared by all threads of a process, protected by a lock. A child starts with empty data and an unlocked mutex.
+/// May be used only after watch_forks(), which creating a context calls. Never destroyed: users may outlive static
+/// destructors.
 template <class T> class PerProcess : NotCopied {
 public:
     /// Calls use(T &) with the lock held.
@@ -50,7 +51,7 @@ private:
     struct Shared {
         Shared(int64_t in, const Shared *before) : generation(in), of_parent(before) {}
         const int64_t generation;
-        const Shared *const of_parent; // unused, but reachable: a leak checker reports nothing
+        const Shared *const of_parent; // unused; keeps the memory reachable for leak checkers
         std::mutex mutex;
         T data{};
     };
@@ -61,7 +62,7 @@ private:
         auto made = std::make_unique<Shared>(generation, shared);
         if (shared_.compare_exchange_strong(shared, made.get(), std::memory_order_acq_rel, std::memory_order_acquire))
             shared = made.release();
-        return *shared; // where another thread was first, its own
+        return *shared; // that of another thread if the exchange failed
     }
     std::atomic<Shared *> shared_{nullptr};
 };

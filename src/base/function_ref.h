@@ -5,7 +5,7 @@
 
 namespace dsopt {
 
-/// Refers to something that can be called and outlives it: std::function would allocate in every step.
+/// Non-owning reference to a callable, which must outlive it. std::function would allocate in every step.
 template <class Signature> class FunctionRef;
 template <class R, class... A> class FunctionRef<R(A...)> {
 public:

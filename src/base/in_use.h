@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// An object that one call at a time may change: whoever comes second is told, and nobody waits.
+// Non-blocking reader-writer lock of an optimizer: a conflicting call gets DSOPT_ERR_BUSY.
 #pragma once
 #include "base/not_copied.h"
 #include "base/status.h"
@@ -7,13 +7,13 @@
 
 namespace dsopt {
 
-/// Who is in an optimizer: 0 = nobody, -1 = one call that changes it, n > 0 = as many that read it.
+/// State of the lock: 0 = free, -1 = held by one call that changes the optimizer, n > 0 = held by n readers.
 using InUse = std::atomic<int32_t>;
 [[noreturn]] inline void refuse_second() {
     throw Error(DSOPT_ERR_BUSY, "the optimizer is in use by another thread, or by the call whose callback this is");
 }
 
-/// Nobody else: whoever comes second gets DSOPT_ERR_BUSY instead of a race.
+/// Holds the lock exclusively. Throws BUSY if the lock is held.
 class Exclusive : NotCopied {
 public:
     explicit Exclusive(InUse &in_use) : in_use_(in_use) {
@@ -27,7 +27,7 @@ private:
     InUse &in_use_;
 };
 
-/// Nobody who changes it; readers never stand in each other's way.
+/// Holds the lock as a reader. Throws BUSY if the lock is held exclusively.
 class Shared : NotCopied {
 public:
     explicit Shared(InUse &in_use) : in_use_(in_use) {

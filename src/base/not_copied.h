@@ -3,7 +3,8 @@
 
 namespace dsopt {
 
-/// Base of classes that own something alone, or whose address others keep: they are neither copied nor moved.
+/// Base of classes that own a resource exclusively, or whose address is stored elsewhere: they are neither copied nor
+/// moved.
 class NotCopied {
 public:
     NotCopied() = default;

@@ -28,7 +28,7 @@ public:
             }
         }
     }
-    /// To be called by a thread that is alone with the object.
+    /// May be called only while no other thread uses the object.
     void forget() { state_.store(missing, std::memory_order_release); }
 
 private:

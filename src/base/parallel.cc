@@ -17,13 +17,14 @@ namespace {
 
 using Body = FunctionRef<void(int64_t i)>;
 
-/// The parts of one call in the hands of the caller's pool. Each runs once at most, whatever the pool does, and in the
-/// end it is known what did not happen. A binding's pool cannot throw through C: it prints an exception and comes back.
+/// Runs the parts of one call on the caller's pool. Each part runs at most once, whatever the pool does, and check()
+/// reports what went wrong. An exception alone would not: the pool of a binding cannot throw through C, so it prints
+/// the exception and returns.
 class Handout {
 public:
     Handout(int64_t parts, Body body) : parts_(parts), body_(body) {}
 
-    /// In place of the body.
+    /// Is passed to the pool in place of the body.
     static void run(void *handout, int64_t i) {
         Handout &self = *static_cast<Handout *>(handout);
         if (i < 0 || i >= self.parts_) {
@@ -39,13 +40,14 @@ public:
         self.done_.fetch_add(1, std::memory_order_release);
     }
 
-    /// After the pool came back, or threw `thrown`.
+    /// Throws HOOK if the pool threw an exception (`thrown`: its text, else NULL) or did not run each part exactly
+    /// once. Must be called after the pool returned or threw.
     void check(const char *thrown) {
         const int64_t done = done_.load(std::memory_order_acquire);
         const int64_t again = again_.load(std::memory_order_relaxed),
                       outside = outside_.load(std::memory_order_relaxed);
         if (done == parts_ && again < 0 && outside == 0 && thrown == nullptr) return;
-        // What it left running uses this frame and the caller's memory.
+        // Waits for parts that still run: they use this stack frame and the caller's memory.
         while (done_.load(std::memory_order_acquire) != begun()) std::this_thread::yield();
         char twice[80] = "", none[96] = "";
         if (again >= 0) std::snprintf(twice, sizeof twice, "; it handed out piece %lld twice", ll(again));
@@ -66,9 +68,10 @@ private:
 
     const int64_t parts_;
     const Body body_;
-    std::atomic<uint64_t> begun_[Parallel::kMaxThreads / 64] = {}; // a bit a part
+    std::atomic<uint64_t> begun_[Parallel::kMaxThreads / 64] = {}; // one bit per part
     std::atomic<int64_t> done_{0};
-    std::atomic<int64_t> again_{-1}, outside_{0}; // the last of those that should not have come; 0 is never outside
+    // The last index that the pool passed twice, -1 = none, and the last one outside [0, parts), 0 = none.
+    std::atomic<int64_t> again_{-1}, outside_{0};
 };
 
 } // namespace
@@ -95,7 +98,7 @@ void Parallel::run_parts(int64_t parts, Body body) const {
 int default_threads() {
     const auto number = [](const char *variable) {
         const char *const text = secure_getenv(variable);
-        int value = 0; // the first number of a list, which is for the outermost level
+        int value = 0; // the first number of a list, which is that of the outermost level
         return text != nullptr && std::sscanf(text, "%9d", &value) == 1 ? std::max(value, 0) : 0;
     };
     const int wanted = number("OMP_NUM_THREADS"), most = number("OMP_THREAD_LIMIT");

@@ -11,7 +11,7 @@ struct Range {
     int64_t begin, numel, whole;
 
     DSOPT_HD constexpr int64_t end() const { return begin + numel; }
-    /// Returns the same elements, which are in `outer`, as a range of those of `outer`.
+    /// Returns the same elements, which must be in `outer`, with indices relative to the begin of `outer`.
     DSOPT_HD constexpr Range within(const Range &outer) const { return {begin - outer.begin, numel, outer.numel}; }
 };
 DSOPT_HD constexpr Range whole_range(int64_t numel) { return {0, numel, numel}; }

@@ -9,8 +9,8 @@
 
 namespace dsopt {
 
-/// Host memory for the duration of a call. `apply` may run on several threads at once, so there is a pool of it; it
-/// grows to their number and stays.
+/// Pool of host memory blocks, each in use for the duration of a call. `apply` may run on several threads at once: the
+/// pool grows to their number of blocks and keeps them.
 class ScratchPool {
 public:
     using Block = std::vector<char>;
@@ -27,7 +27,7 @@ public:
         const std::lock_guard lock(mutex_);
         try {
             free_.push_back(std::move(block));
-        } catch (const std::bad_alloc &) { // then it is freed
+        } catch (const std::bad_alloc &) { // the block is freed
         }
     }
 

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes and limits that more than one folder knows.
+// Sizes and limits that several folders use.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace dsopt {
 
-/// Arrays that different threads write begin on cache lines of their own.
+/// Size of a cache line in bytes. Arrays that different threads write are aligned to it, to avoid false sharing.
 constexpr size_t kLine = 64;
 
 constexpr size_t round_up(size_t bytes, size_t to = kLine) { return (bytes + to - 1) / to * to; }
 constexpr int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-/// No read, write or copy between a file, the host and a device is larger.
+/// Largest size in bytes of a read, write or copy between a file, the host and a device.
 constexpr size_t kPiece = size_t(4) << 20;
 
-/// A block of memory in pieces that begin on lines of their own. NULL: they are counted, and are nowhere.
+/// Partitions a block of memory into arrays that are aligned to kLine. With NULL memory it only counts bytes, and the
+/// arrays are NULL.
 class Pieces {
 public:
     explicit Pieces(void *memory) : memory_(static_cast<char *>(memory)) {}
@@ -31,20 +32,21 @@ private:
     size_t bytes_ = 0;
 };
 
-/// The first line of a workspace begins at a multiple of this. The caller's memory may begin anywhere.
+/// Alignment in bytes of the first array in a workspace. The caller's memory may have any alignment.
 constexpr size_t kWorkspaceAlignment = 256;
 
-/// What to ask of the caller, so that `bytes` fit behind any address.
+/// Returns the size to request from the caller, so that `bytes` aligned bytes fit whatever the memory's alignment.
 constexpr size_t with_slack(size_t bytes) { return bytes == 0 ? 0 : bytes + kWorkspaceAlignment - 1; }
-/// How far the first line is from `memory`.
+/// Returns the number of bytes from `memory` to the next multiple of kWorkspaceAlignment.
 inline size_t slack_of(const void *memory) {
     const auto address = size_t(reinterpret_cast<uintptr_t>(memory));
     return round_up(address, kWorkspaceAlignment) - address;
 }
 
-/// Ranks of one comm, and files of one save. No machine has so many; sizes that are made from them do not overflow.
+/// Largest number of ranks of a comm, and of files of a checkpoint. It exceeds every machine, and sizes computed from
+/// it do not overflow.
 constexpr int32_t kMostRanks = 65536;
-/// Data-parallel ranks of all nodes: fp32 counts no further, one by one.
+/// Largest number of data-parallel ranks of all nodes: fp32 represents every integer up to 2^24.
 constexpr int64_t kMostDataRanks = int64_t(1) << 24;
 
 } // namespace dsopt

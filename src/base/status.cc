@@ -8,10 +8,10 @@ namespace dsopt {
 namespace {
 thread_local char last_error_text[1024];
 
-/// Of a text that was cut off: the bytes of a UTF-8 character at its end that has not all of them.
+/// Removes an incomplete UTF-8 character from the end of a truncated text.
 void drop_cut_character(char *text) {
     const size_t length = std::strlen(text);
-    size_t begin = length; // of the last character
+    size_t begin = length; // index of the first byte of the last character
     while (begin > 0 && length - begin < 4 && (static_cast<unsigned char>(text[begin - 1]) & 0xc0) == 0x80) --begin;
     if (begin == 0) return;
     const auto first = static_cast<unsigned char>(text[--begin]);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Structs of dsopt.h that grow: reading those of an older or newer caller, and writing back to them.
+// Reads and writes growable structs of dsopt.h, whose size in the caller's header may be smaller or larger.
 #pragma once
 #include "base/status.h"
 #include <cstring>
 
 namespace dsopt {
 
-/// sizeof of every growable struct in version 0.2, the first of ABI 1. A shorter one is refused.
+/// sizeof of every growable struct in version 0.2, the first of ABI 1. A shorter struct is refused.
 template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };
@@ -30,7 +30,7 @@ template <class T> T *not_null(T *pointer, const char *what) {
 
 template <class T> void check_size(size_t size, const char *type) {
     static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
-    // What is not initialised is mostly far larger: nobody shall read or clear so many bytes.
+    // An uninitialized size is mostly far larger. Without the limit that many bytes would be read or cleared.
     constexpr size_t most = 4096;
     if (size > most)
         throw Error(DSOPT_ERR_VERSION, "%s.size is %zu: no version has more than %zu bytes", type, size, most);
@@ -38,8 +38,8 @@ template <class T> void check_size(size_t size, const char *type) {
         throw Error(DSOPT_ERR_VERSION, "%s.size is %zu, version 0.2 has %zu bytes", type, size, FirstSize<T>::value);
 }
 
-/// Copy of a caller's struct as this library knows it: fields that the caller's header lacks are zero, and fields that
-/// this library lacks must be.
+/// Returns a copy of a caller's struct, with the fields that this library knows. Fields that the caller's header lacks
+/// are zero in the copy. Fields that this library lacks must be zero in the caller's struct.
 template <class T> T read_struct(const T *user, const char *type) {
     T known{};
     if (user == nullptr) {
@@ -56,7 +56,7 @@ template <class T> T read_struct(const T *user, const char *type) {
     return known;
 }
 
-/// Write `known` into a caller's struct, no further than the caller's size.
+/// Writes `known` to a caller's struct, at most `user->size` bytes.
 template <class T> void write_struct(T *user, T known, const char *type) {
     const size_t size = not_null(user, type)->size;
     check_size<T>(size, type);

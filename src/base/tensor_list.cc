@@ -29,7 +29,7 @@ void check_tensor(const dsopt_tensor &tensor, Label label) {
                     tensor.reserved);
     if (tensor.numel < 0)
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld", label.role, label.name, ll(tensor.numel));
-    // 2^62 bytes: sums of two such sizes still fit, and no machine has them.
+    // The limit is 2^62 bytes: the sum of two such sizes does not overflow.
     if (tensor.numel > (int64_t(1) << 62) / int64_t(size))
         throw Error(DSOPT_ERR_SHAPE, "%s '%s' has numel %lld: its size overflows", label.role, label.name,
                     ll(tensor.numel));

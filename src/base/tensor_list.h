@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of the lists that callers hand in. Every failure names the tensor and the value.
+// Checks of the lists that callers pass. Every error names the tensor and the value.
 #pragma once
 #include "base/dtype.h"
 #include <map>
@@ -7,32 +7,32 @@
 
 namespace dsopt {
 
-/// How a message calls a tensor: "gradient of 'layer.weight'".
+/// Names a tensor in a message: role "gradient of" and name "layer.weight" give "gradient of 'layer.weight'".
 struct Label {
     const char *role;
     const char *name;
 };
 
-/// numel, dtype and reserved words; data may be NULL. Throws SHAPE, DTYPE, ALIGNMENT, ARGUMENT.
+/// Checks numel, dtype, alignment and the reserved word; data may be NULL. Throws SHAPE, DTYPE, ALIGNMENT, ARGUMENT.
 void check_tensor(const dsopt_tensor &tensor, Label label);
-/// The same, and float only.
+/// Calls check_tensor(), and throws DTYPE unless the dtype is F32, F16 or BF16.
 void check_float_tensor(const dsopt_tensor &tensor, Label label);
-/// check_tensor(), and this dtype and numel.
+/// Calls check_tensor(), and throws unless the tensor has this dtype and numel.
 void check_like(const dsopt_tensor &tensor, int32_t dtype, int64_t registered, Label label);
-/// The same numel as registered.
+/// Throws SHAPE unless numel is as registered.
 void check_numel(const dsopt_tensor &tensor, int64_t registered, Label label);
 
-/// A list of this length; an empty one may be NULL. Throws SHAPE, ARGUMENT.
+/// Throws SHAPE unless `count` is `wanted`, and ARGUMENT if the list is NULL. An empty list may be NULL.
 void check_length(const dsopt_tensor *list, int64_t count, size_t wanted, const char *what);
 
-/// Tensors that share no bytes. Empty ones and those without memory take up nothing.
+/// A set of tensors that share no bytes. Empty tensors and tensors without memory are ignored.
 class MemoryMap {
 public:
-    /// Throws OVERLAP naming both if the tensor shares bytes with one of these.
+    /// Throws OVERLAP naming both tensors if `tensor` shares bytes with one in the set.
     void check(const dsopt_tensor &tensor, Label label) const;
-    /// The same, and then it is one of them. The label's text must outlive the map.
+    /// Calls check() and adds the tensor. The label's text must outlive the map.
     void add(const dsopt_tensor &tensor, Label label);
-    /// No longer one of these. The caller has checked that no other tensor begins there.
+    /// Removes the tensor. The caller must have checked that no other tensor of the set begins at its address.
     void remove(const dsopt_tensor &tensor) noexcept;
 
 private:

@@ -21,21 +21,21 @@ namespace {
 
 using Body = FunctionRef<void(int64_t)>;
 
-/// A waiting thread spins for so long before it sleeps. A spinning thread begins its part within a microsecond; waking
-/// a sleeping one takes 5 to 50 us. The parallel sections of a step follow each other after a few microseconds, hence
-/// threads spin between them. The steps of a training follow each other after milliseconds, in which threads must not
-/// occupy cores.
+/// Time for which a waiting thread spins before it sleeps. A spinning thread begins its part within a microsecond;
+/// waking a sleeping thread takes 5 to 50 us. The parallel sections of a step follow each other after a few
+/// microseconds, hence threads spin between them. The steps of a training follow each other after milliseconds, in
+/// which threads must not occupy cores.
 constexpr std::chrono::microseconds kSpin{50};
 
 void pause() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory"); // as long as a pause of x86; `yield` takes one cycle on most cores
+    asm volatile("isb" ::: "memory"); // takes as long as a pause of x86; `yield` takes one cycle on most cores
 #endif
 }
 
-/// The processors on which this thread may run. Empty if there are more than a cpu_set_t has.
+/// Returns the processors on which this thread may run; an empty set if the machine has more than a cpu_set_t can hold.
 cpu_set_t affinity() {
     cpu_set_t set;
     if (::sched_getaffinity(0, sizeof set, &set) != 0) CPU_ZERO(&set);
@@ -49,15 +49,15 @@ public:
     bool replace(uint32_t value, uint32_t by) {
         return value_.compare_exchange_strong(value, by, std::memory_order_acq_rel, std::memory_order_relaxed);
     }
-    /// For use while nothing waits and nothing else changes it.
+    /// May be called only while no thread waits and no other thread changes the number.
     void reset(uint32_t value) { value_.store(value, std::memory_order_relaxed); }
-    /// Returns the new value. The waiting thread sees it no sooner than at the next wake().
+    /// Returns the new value. A thread that sleeps in wait_while() sees it only after wake().
     uint32_t add(uint32_t by) { return value_.fetch_add(by) + by; } // sequentially consistent: see wait_while()
     void wake() {
         if (asleep_.load()) ::syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
     }
 
-    /// Returns once `waits(value)` is false, with that value.
+    /// Waits until `waits(value)` is false, and returns that value.
     template <class Waits> uint32_t wait_while(const Waits &waits, bool spins) {
         uint32_t value = load();
         if (spins && waits(value)) {
@@ -86,17 +86,17 @@ private:
 };
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is a 32-bit word");
 
-/// Threads that one call at a time uses. They are numbered from 1; 0 is the caller. A share of a call is the parts of
-/// one thread. Thread i offers the shares of threads 2i + 1 and 2i + 2 before it begins its own, so that the last of
-/// many threads begins after a few wake-ups. What a thread has not accepted when the caller's share is done, the caller
-/// runs.
+/// A group of threads that one call at a time uses. They are numbered from 1; 0 is the caller. A share is the set of
+/// parts that one thread runs. Thread i offers the shares of threads 2i + 1 and 2i + 2 before it begins its own share,
+/// so that the last of many threads begins after a few wake-ups. The caller runs each share that its thread has not
+/// accepted when the caller's own share is done.
 class Team {
 public:
     Team *next = nullptr; // in the list of all teams
-    // Under the lock of that list:
-    int busy = 0;       // threads of the call that uses it, or 0
-    pthread_t caller{}; // of the last call
-    /// Where the threads may run: as the first caller at the time of its call.
+    // Protected by the lock of that list:
+    int busy = 0;       // number of threads of the running call, or 0
+    pthread_t caller{}; // the thread that made the last call
+    /// Processors on which the threads may run: those of the first caller at the time of its call.
     const cpu_set_t processors;
 
     explicit Team(const cpu_set_t &usable) : processors(usable) {}
@@ -131,8 +131,8 @@ private:
             offers.add(1);
             offers.wake();
         }
-        /// The scheduler may wake this thread on the processor of the thread that offered the share, which then cannot
-        /// go on, while others are idle.
+        /// Moves this thread off the processor of the thread that offered the share. The scheduler may wake this thread
+        /// there even though other processors are idle, and the offering thread could not continue.
         void leave_processor() const {
             const int processor = ::sched_getcpu();
             if (processor < 0 || processor != offered_on.load(std::memory_order_relaxed)) return;
@@ -143,7 +143,7 @@ private:
             ::sched_setaffinity(0, sizeof others, &others);
             ::sched_setaffinity(0, sizeof usable, &usable);
         }
-        /// True for one of the threads that call it after offer().
+        /// True for exactly one of the threads that call this function after offer().
         bool accept() {
             const uint32_t offered = offers.load();
             return !is_none(offered) && offers.replace(offered, offered + 1);
@@ -152,7 +152,7 @@ private:
 
     void grow(int count) noexcept {
         if (int(workers_.size()) >= count) return;
-        // Signals are for the threads of the program, except those that the thread itself causes and those of profilers.
+        // Signals go to the program's threads, except those that a thread itself causes and those of profilers.
         sigset_t blocked, before;
         ::sigfillset(&blocked);
         for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF})
@@ -181,7 +181,8 @@ private:
             worker.leave_processor();
             if (!worker.accept()) continue; // the caller runs the share
             team.run_share(worker.share);
-            // Here the call may end. Teams are never destroyed, so at worst this wakes the caller of the next one.
+            // After add() the call may end. Teams are never destroyed, so at worst wake() wakes the caller of the next
+            // call.
             if (team.running_.add(uint32_t(-1)) == 0) team.running_.wake();
         }
         return nullptr;
@@ -194,20 +195,20 @@ private:
     }
 
     std::vector<std::unique_ptr<Worker>> workers_;
-    // The call. Written before the first share is offered.
+    // The running call. These members are written before the first share is offered.
     const Body *body_ = nullptr;
     int64_t parts_ = 0;
     int shares_ = 0;
     std::atomic<bool> spins_{false}; // also read between calls
-    Signal running_;                 // shares that are not done, except the caller's
+    Signal running_;                 // number of shares that are not done, without the caller's
 };
 
-/// All of a process, for calls to choose from. Their number is that of the calls that ran at the same time.
+/// All teams of a process: as many as calls ran at the same time.
 class Teams {
 public:
-    /// A team for a call on this many threads. Prefers the team of this thread's last call, whose threads have parts
-    /// of the same tensors in their caches, then a team that may run where this thread may. `spins`: there is a
-    /// processor for each thread of all calls.
+    /// Returns a team for a call on `threads` threads. Prefers the team of this thread's last call, whose threads have
+    /// parts of the same tensors in their caches, then a team with this thread's processors. Sets `spins` if there is a
+    /// processor for each thread of all running calls.
     Team &take(int threads, bool &spins) {
         const pthread_t self = ::pthread_self();
         Team *team = first_;

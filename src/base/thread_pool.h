@@ -12,7 +12,7 @@ namespace dsopt {
 /// May be called only after watch_forks(): a child of fork() starts threads of its own.
 void run_on_pool(int threads, int64_t parts, FunctionRef<void(int64_t)> body) noexcept;
 
-/// Logical processors on which the calling thread may run, at least 1.
+/// Returns the number of logical processors on which the calling thread may run, at least 1.
 int usable_processors() noexcept;
 
 } // namespace dsopt
