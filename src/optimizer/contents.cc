@@ -6,7 +6,7 @@
 namespace dsopt {
 namespace {
 
-/// Checks of one tensor, which know how to begin a message.
+/// The words of one state tensor, and checks whose messages begin with `where`.
 struct Words {
     const StateEntry &entry;
     const void *words;
@@ -66,7 +66,7 @@ void check_contents(const Optimizer &optimizer, const StateEntry &entry, const v
                     dsopt_status status, const ScalerRules *rules) {
     const Words words{entry, contents, status, where};
     if (entry.kind == StateKind::schedule)
-        // A file has the momentum itself.
+        // A file has the decoded momentum.
         check_schedule(words, status != DSOPT_ERR_FORMAT && optimizer.state().find(StateKind::exp_avg_bits) != nullptr);
     if (entry.kind == StateKind::scaler)
         check_scaler(words, rules != nullptr ? *rules : optimizer.attachments().scaler->rules());

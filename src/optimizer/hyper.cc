@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hyper-parameters by key.
+// Reads and sets hyper-parameters by key.
 #include "optimizer/optimizer.h"
 #include "rules/group.h"
 #include <cmath>
@@ -81,7 +81,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
         throw Error(DSOPT_ERR_ARGUMENT, "freeze_step is the same in all groups: use DSOPT_ALL_GROUPS");
     const size_t first = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);
     const size_t last = group == DSOPT_ALL_GROUPS ? groups().size() : first + 1;
-    const auto takes = [&](const dsopt_group &other) { // a group of another algorithm may stand beside the 1-bit family
+    const auto takes = [&](const dsopt_group &other) { // freeze_step skips groups outside the 1-bit family
         return key != DSOPT_KEY_FREEZE_STEP || group != DSOPT_ALL_GROUPS || registry_->family < 0 ||
                is_onebit(other.algorithm);
     };
@@ -97,7 +97,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     std::vector<dsopt_group> &changing = registry_.change().groups;
     for (size_t i = first; i < last; ++i)
         if (takes(changing[i])) changing[i] = changed_group(changing[i], key, value);
-    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->follow(groups()); // which looks at every group
+    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->follow(groups()); // last: it checks every group
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {

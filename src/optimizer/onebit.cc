@@ -71,7 +71,8 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
             scale_group.push_back(0);
             continue;
         }
-        // The original compresses what its optimizer sees as a tensor: the flat master of a group, in LAMB everything.
+        // The original compresses each tensor of its optimizer: the flat master of a group; in LAMB all parameters
+        // together.
         const bool joins = compat && !numels.empty() && (lamb || (masters && param.has_master && param.group == group));
         group = param.group;
         if (!joins) numels.push_back(0);
@@ -153,7 +154,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
     const ScheduleState now = read_schedule(schedule, own, stream);
     const Stage stage = stage_of(setup_.rules, now);
     auto *const active = state.data<int32_t>(list, StateKind::active);
-    // Without elements a caller's tensor has no memory and the engine's has an address: both are the same to a step.
+    // An empty tensor of the caller has no memory, one of the engine has an address. A step must treat both the same.
     const StateEntry *const bits = state.find(StateKind::exp_avg_bits);
     const bool has_bits = bits != nullptr && bits->numel != 0;
     if (setup_.compresses)
@@ -192,7 +193,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
 bool OneBit::averages(const OneBitPlan &onebit, size_t param) const {
     if (setup_.mean[param] < 0) return false;
     if (onebit.stage == Stage::full) return (desc_.flags & DSOPT_OPTIMIZER_AVERAGES) != 0;
-    return setup_.worker[param] < 0; // in the other stages every tensor whose own gradient is not sent
+    return setup_.worker[param] < 0; // in the other stages every tensor that is never compressed
 }
 
 void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means,
@@ -208,7 +209,7 @@ int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first
     if (call == 0) {
         const void *const data = state.find(StateKind::schedule)->data;
         if (data != nullptr) now = read_schedule(data, true, nullptr);
-        // What the original's wrapper does when it is made, the engine does when its state is first needed.
+        // The original's wrapper takes its first step when it is constructed, the engine when state is first needed.
         if (now.step == 0 && first_call_is_spent) now.step = 1;
     } else if (setup_.rules.compat) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
@@ -253,7 +254,7 @@ void OneBit::forget_like_original(const StateTable &table) const {
     device.copy(&schedule, entry.data, sizeof schedule);
     ScheduleState kept{};
     kept.step = schedule.step;
-    // 0/1 Adam writes the answer to an attribute that nothing reads.
+    // The original's 0/1 Adam writes this decision to an attribute that nothing reads.
     kept.frozen = setup_.rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM && schedule.step >= setup_.rules.freeze_step;
     device.copy(entry.data, &kept, sizeof kept);
     const auto forgets = [&](StateKind kind) {
@@ -281,7 +282,7 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     const Exchange exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data,
                             active != nullptr ? static_cast<const int32_t *>(active->data) : nullptr, nullptr);
     read_residuals(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
-    // With scales of zero the errors stand for themselves.
+    // With scales of 0 the values in the buffer are the residuals themselves.
     const int64_t elements = worker ? setup_.layout.slice.worker_numel : setup_.layout.slice.server_numel;
     std::memset(out + elements, 0, size_t(entry.numel - elements) * sizeof(float));
 }

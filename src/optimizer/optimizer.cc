@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an optimizer is made of, and how groups and parameters come. The lists themselves are in registry.cc,
-// hyper-parameters in hyper.cc, the state's memory is in state_memory.cc, the step in step.cc.
+// Construction of an optimizer, and addition of groups and parameters. The lists are in registry.cc, hyper-parameters
+// in hyper.cc, the state's memory in state_memory.cc, the step in step.cc.
 #include "optimizer/optimizer.h"
 #include "base/sizes.h"
 #include "base/struct_io.h"
@@ -48,12 +48,13 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
     if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
     if (with_.scaler) with_.scaler_token = with_.scaler->attach();
-    // A scaler is moved by steps of all its optimizers: they share what is waited for.
+    // Steps of all optimizers of a scaler update its scale, so these optimizers share their pending work.
     with_.pending = with_.scaler ? with_.scaler->pending() : context_->device().make_pending_work();
 }
 
 Optimizer::~Optimizer() {
-    // Before memory goes, which waits for the device: their last owner ends what a peer that is gone holds up there.
+    // Comms are released before memory, because releasing memory waits for the device: the last owner of a comm ends
+    // collectives that wait on the device for a peer that is gone.
     for (auto *comm : {&with_.data, &with_.model, &with_.node}) comm->reset();
     with_.experts.clear();
 }
@@ -71,30 +72,31 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
     grow(nullptr, params, count);
 }
 
-/// Appends to the registry, which a failure restores. Then drops what was made for the shorter lists.
+/// Appends to the registry, which is restored on failure. Then drops objects that were made for the shorter lists.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
-    decode_momentum(); // its rows are those of the list as it is
+    decode_momentum(); // the layout of exp_avg_bits is that of the current list
     Registry &registry = registry_.change();
     registry.append([&](const Registry::Mark &before) {
-        const bool shares_trust = !compat() && with_.model && with_.model->ranks() > 1; // the original has one a shard
+        // The original has one trust ratio per shard.
+        const bool shares_trust = !compat() && with_.model && with_.model->ranks() > 1;
         registry.add(group, given, count, desc_, shares_trust);
         const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
         const bool had_memory = std::any_of(before.of_optimizer.begin(), before.of_optimizer.end(), has_memory);
         if (had_memory) wait_for_tensors();
         check_not_frozen(before);
         keep_contents(before.of_optimizer, registry.state);
-        if (had_memory) registry.memory.reset(); // some of it is not the optimizer's any more
+        if (had_memory) registry.memory.reset(); // memory that was bound is the caller's again
     });
     settled_.forget();
     onebit_.reset();
     workspace_ = Memory();
-    cache_.reset(); // it describes that
+    cache_.reset(); // it describes the workspace
 }
 
-/// Throws STATE for a parameter that would go into exchanges whose variance is frozen.
+/// Throws STATE if a new parameter would go into exchanges and the variance is frozen.
 void Optimizer::check_not_frozen(const Registry::Mark &before) const {
     const OwnBlock &block = state().block(StateKind::schedule);
-    const void *schedule = block.kept ? block.data : nullptr; // of an addition before this one
+    const void *schedule = block.kept ? block.data : nullptr; // kept by an earlier addition
     for (const StateEntry &entry : before.of_optimizer)
         if (entry.kind == StateKind::schedule) schedule = entry.data;
     for (size_t i = before.params; schedule != nullptr && i < params().size(); ++i) {

@@ -7,8 +7,8 @@
 
 namespace dsopt {
 
-/// A parameter as registered: a range of the tensor of its name, whose random numbers it takes. dsopt_param does not
-/// have the size of that tensor, so `whole` is the least that it can be.
+/// A parameter as registered: a range of the tensor of its name. Random numbers follow the indices of that tensor.
+/// dsopt_param does not have the tensor's size, so `whole` is the smallest possible one.
 struct Param : Range {
     std::string name;
     std::vector<int64_t> dims;
@@ -16,27 +16,28 @@ struct Param : Range {
     int32_t dtype;
     int32_t group;
     int64_t first_leaf;
-    uint64_t random_key; // of stochastic rounding: name and seed
+    uint64_t random_key; // of stochastic rounding: a hash of name and seed
     int32_t flags;       // DSOPT_PARAM_...
     int32_t expert;
     int32_t trust_slot; // as in TensorJob
     bool has_master;
-    bool accumulated; // its accumulator got something since the last step
+    bool accumulated; // gradients were accumulated since the last step
 
     TensorLeaves leaves() const { return {first_leaf, numel}; }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
     Label label() const { return {"parameter", name.c_str()}; }
 };
 
-/// One parameter, checked by itself. `first_leaf` and `trust_slot` follow from others and are left to the caller.
+/// Checks one parameter on its own and returns it. The caller sets `first_leaf` and `trust_slot`, which depend on other
+/// parameters.
 Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_optimizer_desc &desc);
-/// A float tensor with as many elements, such as a gradient. `role` as in Label.
+/// Throws unless `given` is a float tensor with as many elements as `param`, such as a gradient. `role` as in Label.
 inline void check_beside(const dsopt_tensor &given, const Param &param, const char *role) {
     const Label label{role, param.name.c_str()};
     check_float_tensor(given, label);
     check_numel(given, param.numel, label);
 }
-/// A tensor in place of the registered one.
+/// Throws unless `given` can take the place of the registered tensor.
 void check_param(const dsopt_tensor &given, const Param &param);
 
 } // namespace dsopt

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From checked lists to the plan of a step.
+// Makes the plan of a step from checked lists.
 #include "optimizer/plan.h"
 #include "rules/group.h"
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace dsopt {
 namespace {
 
-/// NULL: no array.
+/// Returns an empty slot for NULL.
 Slot slot_or_none(const dsopt_tensor *tensor) {
     return tensor != nullptr ? slot_of(*tensor) : Slot{nullptr, Dtype::f32};
 }
@@ -22,7 +22,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     const bool rounds_at_random = optimizer.desc().flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const bool first_model_rank = !model || model->rank() == 0;
-    // Where ranks exchange or average, an absent gradient is one of zeros: all must send the same.
+    // If ranks exchange or average, an absent gradient counts as zeros: all ranks must send messages of the same size.
     const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
     const auto is_sent = [&](size_t i) {
         return (exchanges && onebit->jobs[i].worker >= 0) ||
@@ -45,7 +45,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         else if (!request.initial && step.grads[i].data != nullptr)
             grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
-        // A wrapper takes an absent gradient for zeros; what has no memory yet cannot take part even so.
+        // With a wrapper an absent gradient counts as zeros, unless the parameter has no memory yet.
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
         const bool present = grad != nullptr || is_zeros || is_sent(i);
         jobs[i] = {.data = {},
@@ -75,9 +75,10 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     }
 }
 
-/// The original's fused Adam counts in the state of the last tensor of a group that has a gradient, once for every
-/// parameter dtype that is there, in the order f16, bf16, f32, and all tensors of a dtype have that count. Under a
-/// wrapper the group is one fp32 tensor there, so every tensor counts by itself.
+/// The original's fused Adam has one step counter per group: that of the group's last tensor with a gradient. A step
+/// advances it once per parameter dtype that is present, in the order f16, bf16, f32, and all tensors of a dtype use
+/// the value after the advance for that dtype. With a wrapper the original's group is one fp32 tensor, so every tensor
+/// has its own counter.
 void count_like_original(const std::vector<dsopt_group> &groups, TensorJob *jobs, int64_t count) {
     for (int64_t begin = 0, end = 0; begin < count; begin = end) {
         int32_t last = -1;
@@ -180,7 +181,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     }
     const Wrapper wrapped = optimizer.wrapper();
     const bool scales = with.scaler != nullptr && !request.initial;
-    // The fused wrapper looks at every gradient, but without a scaler it only reports; the other one skips.
+    // The fused wrapper inspects every gradient; without a scaler it only reports. The unfused wrapper also skips.
     const bool looks =
         (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !request.initial;
     const bool reports_only = wrapped == Wrapper::fused && !scales && desc.nonfinite == DSOPT_NONFINITE_AUTO;
@@ -201,7 +202,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
                    .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
                    .reduces = reduces,
-                   // In the call that the original spends on nothing, moments of groups that are not frozen do move.
+                   // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
                    .dry = onebit != nullptr && onebit->stage == Stage::dry},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},

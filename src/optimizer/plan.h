@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the phases of a step's preparation hand on: request.cc checks, plan.cc plans, rank_check.cc compares with other
-// ranks, step.cc runs.
+// Data of the phases in which a step is prepared: request.cc checks the call, plan.cc makes the plan, rank_check.cc
+// compares it with other ranks, step.cc runs it.
 #pragma once
 #include "optimizer/optimizer.h"
 
 namespace dsopt {
 
-/// A call after checking.
+/// A call whose arguments were checked.
 struct StepRequest {
     const dsopt_step &step;
-    uint32_t flags;                     // those of `step`, and what follows from them
-    bool initial = false;               // the original's step on zero gradients when a wrapper is made
+    uint32_t flags;                     // flags of `step`, and flags that they imply
+    bool initial = false;               // the original's step on zero gradients when a wrapper is constructed
     bool remembers = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
-    bool own_schedule = false;          // and so is the schedule
-    Repeats repeats = Repeats::nothing; // of the last step, whose tables are still there
-    char *host = nullptr;               // the engine's for StepMemory::host_bytes; NULL: some of the pool
-    bool *met = nullptr;                // set once the ranks have compared what they do
+    bool own_schedule = false;          // the schedule is the engine's, too
+    Repeats repeats = Repeats::nothing; // what is unchanged since the last step, whose tables are reused
+    char *host = nullptr;               // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
+    bool *met = nullptr;                // is set to true when this rank begins to compare its step with other ranks
 };
-/// StepRequest::flags of a call.
+/// Returns StepRequest::flags of a call.
 uint32_t flags_of(const dsopt_step &step);
-/// `functional`: dsopt_optimizer_apply.
+/// Throws if an argument of the call is wrong. `functional`: the call is dsopt_optimizer_apply.
 void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
-/// What must be zero before the first step in a workspace: its first two pieces.
+/// Bytes that must be zero before the first step in a workspace: Control and Outcome, which come first.
 constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);
 
-/// The memory of one step, cut into pieces that begin on lines of their own. Their order depends on nothing except
-/// parameters and groups, so sizes are constant. What the host writes comes behind the rest where backend memory is
-/// host memory, and in memory of its own otherwise.
+/// The memory of one step, partitioned into arrays that are aligned to kLine. The partition depends on parameters and
+/// groups only, so sizes are constant. Arrays that the host writes come last if backend memory is host memory;
+/// otherwise they are in a separate block.
 struct StepMemory {
     Control *control;
-    Outcome *outcome; // of calls that bring none
+    Outcome *outcome; // used unless StepRequest::remembers
     Scalars *scalars;
     double *divisors, *norms, *sums_a, *sums_b;
     int64_t *bad;
@@ -40,29 +40,30 @@ struct StepMemory {
     char *exchange;
     float *mean;
     size_t bytes;
-    // The host's.
+    // Written by the host.
     char *table;
     dsopt_tensor *lists;
     double *host_norms;
-    size_t host_bytes; // 0 where it comes behind the rest
+    size_t host_bytes; // 0 if backend memory is host memory
 
-    /// Both NULL: for the sizes.
+    /// With both NULL only the sizes are computed.
     StepMemory(const Optimizer &optimizer, void *workspace, void *host);
 };
 
 StepShape shape_of(const Optimizer &optimizer);
-/// `state`: a list of all state tensors. Fills the tables of tensors and groups.
+/// Fills the tables of tensors and groups, and returns the plan. `state`: a list of all state tensors.
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
-/// DSOPT_CONTEXT_CHECK_POINTERS.
+/// Throws DEVICE if a tensor of the step is not in memory of the context's device (DSOPT_CONTEXT_CHECK_POINTERS).
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
 
-/// DSOPT_OPTIMIZER_CHECK_RANKS: whether every step is compared.
+/// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);
-/// `lists_only`: the lists of parameters and nothing of the step. `remembers`: calls are counted, as in
-/// dsopt_optimizer_step. Throws MISMATCH naming what differs.
+/// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `lists_only`: compares
+/// nothing except the lists of parameters. `remembers`: calls are counted, as in dsopt_optimizer_step.
 void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers);
-/// In place of check_ranks() where this rank takes no part: the others must not wait for it.
+/// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), where they
+/// would wait for this rank.
 void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept;
 
 } // namespace dsopt

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare what they are about to do before the first
-// collective of a step; where they will exchange bits, they compare their lists before the first step in any case.
+// collective of a step. Ranks that exchange bits compare their parameter lists before the first step even without the
+// flag.
 //
-// One all-reduce of a few integers; only if they differ, one more finds the tensor. A maximum of x and one of ~x tell
-// every rank whether all have the same x, and so all come to the same end.
+// The comparison is one all-reduce of a few integers. Only if these differ, more all-reduces find the tensor. The
+// maxima of x and of ~x show every rank if all ranks have the same x, so all ranks come to the same result.
 #include "optimizer/plan.h"
 #include "rules/rounding.h"
 #include "step/agree.h"
@@ -18,8 +19,8 @@ uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e377
 /// Everything that ranks compare, as words.
 struct Words {
     enum : int { params, list, calls, schedule, stage, gradients, count };
-    int32_t refused = 0;                             // rank + 1 of one that takes no part in the step
-    int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x: maxima become the largest x and ~ the smallest one
+    int32_t refused = 0;                             // rank + 1 of a rank that refused its arguments, 0 = none
+    int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x; their maxima are the largest x and ~ the smallest x
     void set(int word, uint64_t value) {
         for (int half = 0; half < 2; ++half) {
             high[word][half] = int32_t(uint32_t(value >> (32 * half)));
@@ -32,7 +33,7 @@ struct Words {
 };
 static_assert(sizeof(Words) == (1 + 4 * Words::count) * sizeof(int32_t));
 
-/// How ranks know a parameter. Experts of ranks differ, and so may their names.
+/// Returns a hash of what ranks compare of a parameter. Ranks have different experts, whose names may differ.
 uint64_t key_of(const Param &param, const dsopt_group &group) {
     uint64_t key = mix(uint64_t(param.numel), uint64_t(param.dtype) << 32 | uint32_t(param.group));
     key = mix(key, uint64_t(group.algorithm) << 32 | (group.flags & DSOPT_GROUP_NON_FREEZE));
@@ -58,23 +59,25 @@ void reduce_words(const Optimizer &optimizer, void *words, size_t bytes, void *s
             comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
 }
 
-/// The first parameter whose key is not the same on all ranks, -1 if none.
+/// Returns the first parameter whose key is not the same on all ranks, -1 if there is none.
 int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)> key, void *stream) {
     const size_t count = optimizer.params().size();
     constexpr size_t most = kComparedBytes / sizeof(uint64_t) / 2;
     uint64_t keys[most], inverse[most];
-    // A piece at a time, because other ranks wait in an all-reduce if this one fails to allocate memory for all.
+    // Compares the list in pieces that fit on the stack: if one rank failed to allocate memory for all keys, the others
+    // would wait in the all-reduce.
     for (size_t begin = 0; begin < count; begin += most) {
         const size_t n = std::min(most, count - begin);
         for (size_t k = 0; k < n; ++k) inverse[k] = ~(keys[k] = key(begin + k));
         for (uint64_t *words : {keys, inverse}) reduce_words(optimizer, words, n * sizeof(uint64_t), stream);
-        for (size_t k = 0; k < n; ++k) // halves are compared as integers, each by itself
+        for (size_t k = 0; k < n; ++k) // the all-reduce takes the maximum of each 32-bit half
             if (keys[k] != ~inverse[k]) return int64_t(begin + k);
     }
     return -1;
 }
 
-/// Two levels: those that exchange a slice must have the same one, or the mean is one of different tensors.
+/// Two levels: ranks that exchange a slice with one another must have the same rank in their nodes. Otherwise they
+/// would average different tensors.
 void check_nodes(const Optimizer &optimizer, void *stream) {
     const auto &[own, ranks, node_ranks] = optimizer.data_rank();
     const Attachments &with = optimizer.attachments();
@@ -106,8 +109,8 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     Words words;
     uint64_t list = 0, gradients = 0;
     for (size_t i = 0; i < params.size(); ++i) list = mix(list, key(i));
-    // Where the caller averages, what is absent on one rank must be absent on all. Elsewhere it counts as zeros, or
-    // concerns one rank alone.
+    // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent gradient
+    // counts as zeros, or affects this rank only.
     const bool full = plan.onebit == nullptr ||
                       (plan.onebit->stage == Stage::full && !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
     const auto counts = [&](size_t i) { return full && plan.policy.wrapper == Wrapper::none && params[i].expert == 0; };
@@ -164,7 +167,7 @@ void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {
     try {
         Words words;
         words.refused = optimizer.data_rank().rank + 1;
-        // The least of integers, so that it is never the maximum of two.
+        // INT32_MIN leaves the other ranks' maxima as they are.
         for (auto *side : {&words.high, &words.low})
             for (auto &word : *side) word[0] = word[1] = INT32_MIN;
         const Device &device = optimizer.context().device();
@@ -172,11 +175,11 @@ void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {
             try {
                 device.check_stream(stream);
             } catch (const Error &) {
-                stream = nullptr; // the refused call's stream is unusable; here NULL is the device's own default stream
+                stream = nullptr; // the refused call's stream is unusable; NULL is the default stream of the device
             }
             reduce_words(optimizer, &words, sizeof words, stream);
         });
-    } catch (const std::exception &) { // the error that the call failed with is the one that it returns
+    } catch (const std::exception &) { // ignored: the call returns the error that it failed with
     }
 }
 

@@ -17,7 +17,7 @@ void Registry::truncate(const Mark &mark) noexcept {
     trust_slots = mark.trust_slots;
     family = mark.family;
     state.truncate(int64_t(mark.params));
-    for (const StateEntry &entry : mark.of_optimizer) state.add(entry); // the list has been as long
+    for (const StateEntry &entry : mark.of_optimizer) state.add(entry); // no allocation: the capacity is there
 }
 
 void Registry::add(const dsopt_group *group, const dsopt_param *given, int64_t count, const dsopt_optimizer_desc &desc,
@@ -38,7 +38,7 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
     if (count > INT32_MAX - int64_t(params.size()))
         throw Error(DSOPT_ERR_SHAPE, "%zu and %lld parameters are more than 2^31", params.size(), ll(count));
     const bool compat = desc.compat != DSOPT_COMPAT_NONE;
-    std::vector<bool> used(compat && named_groups ? groups.size() : 0); // the original's groups are in one piece
+    std::vector<bool> used(compat && named_groups ? groups.size() : 0); // the original's groups are contiguous
     if (!used.empty())
         for (const Param &param : params) used[size_t(param.group)] = true;
     for (int64_t i = 0; i < count; ++i) {
@@ -55,7 +55,7 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
         if (names.contains(param.name))
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
         memory->check(param.tensor(), param.label());
-        // The original's wrappers step once when they are made, with all that a group has then.
+        // The original's wrappers take a step when they are constructed, with the parameters that a group has then.
         if (named_groups && compat && state.is_complete())
             throw Error(DSOPT_ERR_STATE,
                         "in compat mode parameters come before the state is made: add a group for '%s'",
@@ -69,7 +69,7 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
             used[size_t(group)] = true;
         }
         param.first_leaf = index == 0 ? 0 : params.back().leaves().end();
-        // Each size is legal; their sums must be, too, in bytes of all state and workspace.
+        // Each size is legal on its own. This limit keeps the total bytes of state and workspace from overflowing.
         if (param.leaves().end() > (int64_t(1) << 44))
             throw Error(DSOPT_ERR_SHAPE, "with parameter '%s' the optimizer has more than 2^56 elements",
                         param.name.c_str());
@@ -78,18 +78,18 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
         param.trust_slot = shared ? trust_slots++ : -1;
         if (param.has_master && compat)
             wrapper = desc.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
-        params.push_back(std::move(param)); // first, so that truncate() takes back what of the rest is there
+        params.push_back(std::move(param)); // first, so that truncate() reverts the rest if it fails
         const auto name = names.insert(params.back().name).first;
         memory->add(params.back().tensor(), {"parameter", name->c_str()});
     }
 }
 
-/// Its state tensors, in the order of the table in dsopt.h.
+/// Adds the parameter's state tensors, in the order of the table in dsopt.h.
 void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) {
     const Param &param = params[size_t(index)];
     const dsopt_group &group = groups[size_t(param.group)];
     if (param.has_master) state.add(StateKind::master, index, param.numel);
-    // The original keeps moments in the dtype of what it updates; halves lose the second moment there.
+    // The original stores moments in the dtype of the tensor that it updates. In fp16 the second moment underflows.
     const bool as_param = desc.compat != DSOPT_COMPAT_NONE && (desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
     const int32_t type = as_param ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
@@ -99,7 +99,7 @@ void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) 
     OneBit::add_param_state(param, index, group, desc, state);
 }
 
-/// The state tensors of the whole optimizer, in the order of the table in dsopt.h.
+/// Adds the state tensors of the whole optimizer, in the order of the table in dsopt.h.
 void Registry::add_own_state(const OneBit *onebit, const Scaler *scaler) {
     const auto count = int64_t(params.size());
     const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
@@ -115,7 +115,8 @@ void Registry::add_own_state(const OneBit *onebit, const Scaler *scaler) {
     add(StateKind::step, count);
 }
 
-/// The first group of the 1-bit family, or -1. Throws what the last group and the new parameters cannot have with it.
+/// Returns the index of the first group of the 1-bit family, or -1. Throws if the last group, the new parameters or an
+/// option cannot be combined with the family.
 int64_t Registry::find_family(size_t first_new, const dsopt_optimizer_desc &desc) const {
     const bool joins = is_onebit(groups.back().algorithm), compat = desc.compat != DSOPT_COMPAT_NONE;
     if (family < 0 && !joins) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an optimizer has been told: its groups, its parameters, and the state tensors that follow from them.
+// Groups and parameters of an optimizer, and the state tensors that follow from them.
 #pragma once
 #include "device/plan.h"
 #include "optimizer/param.h"
@@ -12,7 +12,7 @@ namespace dsopt {
 
 class OneBit;
 
-/// A value whose version rises with each write access: what was computed from it is right as long as the version is
+/// A value whose version rises with each write access: data computed from the value is valid as long as the version is
 /// the same.
 template <class T> class Versioned {
 public:
@@ -29,19 +29,19 @@ private:
     int64_t version_ = 1;
 };
 
-/// Groups and parameters are only ever appended; append() takes a failed addition back.
+/// Groups and parameters of an optimizer. They are only appended; append() reverts a failed addition.
 struct Registry {
     std::vector<dsopt_group> groups;
     std::vector<Param> params;
-    std::set<std::string> names; // of the parameters; labels of `memory` point here
+    std::set<std::string> names; // of the parameters; labels in `memory` point to them
     StateTable state;
-    std::optional<MemoryMap> memory; // of parameters and state; nullopt: it is computed again for the next ones
-    Wrapper wrapper = Wrapper::none; // of the original's, which compat mode stands for
-    int32_t trust_slots = 0;         // tensors with a trust ratio that other model ranks have a part in
-    int64_t family = -1;             // the first group of the 1-bit family; -1: there is none
+    std::optional<MemoryMap> memory; // of parameters and state; nullopt: the next addition computes it again
+    Wrapper wrapper = Wrapper::none; // of the original, whose order of events compat mode follows
+    int32_t trust_slots = 0;         // number of tensors whose trust ratio depends on other model ranks
+    int64_t family = -1;             // index of the first group of the 1-bit family; -1: there is none
 
-    /// How far the lists go. State tensors of the whole optimizer stand behind those of the parameters and follow from
-    /// all of them, so they are here as they were.
+    /// Lengths of the lists at one time. State tensors of the whole optimizer come after those of the parameters and
+    /// depend on all parameters, so a mark has copies of them.
     struct Mark {
         size_t groups, params;
         Wrapper wrapper;
@@ -51,7 +51,7 @@ struct Registry {
     };
     Mark mark() const { return {groups.size(), params.size(), wrapper, trust_slots, family, state.of_optimizer()}; }
     void truncate(const Mark &mark) noexcept;
-    /// body(the mark before it), which appends. If it fails, the registry is as before.
+    /// Calls body(mark), which appends. If it throws, the registry is truncated to the mark.
     template <class F> void append(F &&body) {
         const Mark before = mark();
         try {
@@ -62,13 +62,13 @@ struct Registry {
         }
     }
 
-    /// For append(): a group unless NULL, and parameters of it, or else of the groups that they name. The state tensors
-    /// of the whole optimizer go: add_own_state() makes them when all groups are there. `shares_trust`: model ranks
-    /// have one trust ratio for a sharded tensor.
+    /// Adds `group` and its parameters; if `group` is NULL, adds parameters to the groups that they name. Removes the
+    /// state tensors of the whole optimizer: add_own_state() adds them when all groups are there. Both must be called
+    /// inside append(). `shares_trust`: model ranks have one trust ratio per sharded tensor.
     void add(const dsopt_group *group, const dsopt_param *given, int64_t count, const dsopt_optimizer_desc &desc,
              bool shares_trust);
     void add_own_state(const OneBit *onebit, const Scaler *scaler);
-    /// Returns the memory of parameters and state, or of lists in their place; throws OVERLAP.
+    /// Returns the map of parameters and state, or of lists in their place. Throws OVERLAP.
     MemoryMap map_memory(const dsopt_tensor *in_place_of_params, const dsopt_tensor *in_place_of_state) const;
 
 private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the last steps came to, and what the next one does with gradients.
+// The outcome of the last steps, and what the next step does with gradients.
 #include "base/struct_io.h"
 #include "optimizer/optimizer.h"
 #include <cmath>

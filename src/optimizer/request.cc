@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call brings is checked before anything is enqueued.
+// Checks of a call's arguments, before anything is enqueued.
 #include "base/struct_io.h"
 #include "optimizer/plan.h"
 
@@ -53,8 +53,8 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         const char *name = param.name.c_str();
         const bool has_gradient = accumulated ? param.accumulated : step.grads[i].data != nullptr;
         if (has_gradient && !accumulated) check_beside(step.grads[i], param, "gradient of");
-        // Ranks exchange and average what an absent gradient stands for, zeros; 0/1 Adam keeps a copy of every weight.
-        // The same in every stage, so that no step of a training is the first to fail.
+        // An absent gradient counts as zeros if ranks exchange or average it, and 0/1 Adam keeps a copy of every
+        // weight. The check is the same in every stage, so that it fails in the first step of a training, not later.
         const bool is_used = has_gradient || wrapped ||
                              (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
                              optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;

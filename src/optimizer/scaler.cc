@@ -54,7 +54,7 @@ ScalerRules make_rules(const dsopt_scaler_desc &desc, double &init) {
     return rules;
 }
 
-/// From a list of the two state tensors, "loss_scale" and "scaler".
+/// Checks a list of the two state tensors "loss_scale" and "scaler", and returns their memory.
 PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const ScalerRules &rules) {
     check_length(list, count, 2, "the list of the scaler's state");
     const auto check = [](const dsopt_tensor &tensor, const char *name, int32_t dtype, int64_t numel) {
@@ -90,7 +90,7 @@ Scaler::Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &
     const Device &device = context_->device();
     pending_ = device.make_pending_work();
     memory_ = Memory(context_, 128, nullptr);
-    device.wait_for_default_stream(); // a hook may allocate in the order of the stream
+    device.wait_for_default_stream(); // the allocation hook may be stream-ordered
     write(first_state());
 }
 

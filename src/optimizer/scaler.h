@@ -9,33 +9,35 @@
 
 namespace dsopt {
 
-/// A loss scale and the machine that moves it, in backend memory.
+/// A loss scale and the state machine that updates it, in backend memory.
 class Scaler {
 public:
     Scaler(std::shared_ptr<const Context> context, const dsopt_scaler_desc &desc);
 
     const Context &context() const { return *context_; }
-    /// A copy: appliers read them while another optimizer of a shared scaler may load a checkpoint.
+    /// Returns a copy: dsopt_optimizer_apply reads the rules while another optimizer of a shared scaler may load a
+    /// checkpoint.
     ScalerRules rules() const {
         const std::lock_guard lock(mutex_);
         return rules_;
     }
-    /// The scale that the host wrote last, without waiting. None once something may have changed it on the backend: an
-    /// optimizer, update(), or a call on arrays, which may be the scaler's own memory.
+    /// Returns the scale that the host wrote last, without waiting; nullopt once something may have changed it on the
+    /// backend: an optimizer, update(), or a call on arrays, which may be the scaler's own memory.
     std::optional<double> unused_scale() const {
         if (used_.load(std::memory_order_acquire)) return std::nullopt;
         return written_scale_.load(std::memory_order_relaxed);
     }
     float *scale() const { return static_cast<float *>(memory_.data()); }
-    /// The work of calls on this scaler and on its optimizers; NULL on backends that are the host.
+    /// Returns the work that calls on this scaler and on its optimizers enqueued; NULL on backends that are the host.
     const std::shared_ptr<PendingWork> &pending() const { return pending_; }
     ScalerState *state() const { return reinterpret_cast<ScalerState *>(static_cast<char *>(memory_.data()) + 64); }
 
-    /// For an optimizer to keep as long as it has the scaler. Throws DSOPT_ERR_STATE for a second one unless SHARED.
+    /// Returns a token that an optimizer keeps as long as it has the scaler. Throws DSOPT_ERR_STATE for a second
+    /// optimizer unless the scaler is SHARED.
     std::shared_ptr<void> attach() const;
-    /// Lets go of all optimizers.
+    /// Detaches all optimizers.
     void detach_all();
-    /// Throws DSOPT_ERR_STATE if the optimizer with this token was let go.
+    /// Throws DSOPT_ERR_STATE if the optimizer with this token was detached.
     void check_attached(const std::shared_ptr<void> &token) const;
 
     /// Waits for earlier calls and for `stream`, where kernels of the caller may read the scale.
@@ -44,21 +46,21 @@ public:
     void scale_loss(const dsopt_tensor &loss, void *stream) const;
     dsopt_scaler_info info() const;
     static dsopt_scaler_info decode(const ScalerState &state);
-    /// Starting values, and a transition, on a list of the two state tensors of the caller.
+    /// Writes starting values to the caller's two state tensors; transition() updates them.
     void init_state(const dsopt_tensor *state, int64_t count, void *stream) const;
     void transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const;
     ScalerState first_state() const;
-    /// From a checkpoint.
+    /// Sets the rules from a checkpoint.
     void restore(const ScalerRules &rules) {
         const std::lock_guard lock(mutex_);
         rules_ = rules;
     }
-    /// From a checkpoint with other rules, where these stay: no more overflows are left than they have.
+    /// Limits the hysteresis counter to the rules. A loaded counter may exceed them, because the rules may have stayed.
     void fit_to_rules();
     static void check(const ScalerRules &rules);
 
 private:
-    /// Waits for calls on the scaler and on its optimizers.
+    /// Waits for calls on the scaler and on its optimizers, and returns the state.
     ScalerState read() const;
     void write(const ScalerState &state);
 
@@ -69,7 +71,7 @@ private:
     mutable std::atomic<bool> used_{false};
     Memory memory_;
     std::shared_ptr<PendingWork> pending_;
-    mutable std::mutex mutex_; // of the rules and the token
+    mutable std::mutex mutex_; // protects `rules_` and `token_`
     std::shared_ptr<void> token_ = std::make_shared<char>();
 };
 

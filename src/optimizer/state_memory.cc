@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of state tensors and parameters: allocated, bound, checked, set back to its starting values.
+// Memory of state tensors and parameters: allocation, binding, checks, and reset to starting values.
 #include "base/sizes.h"
 #include "base/struct_io.h"
 #include "optimizer/contents.h"
@@ -12,7 +12,8 @@ const char *owner_of(const Optimizer &optimizer, const StateEntry &entry) {
     return entry.param < 0 ? "the optimizer" : optimizer.params()[size_t(entry.param)].name.c_str();
 }
 
-/// By copies, each twice as long as the last one. The first one comes from the host's stack.
+/// Fills a tensor by copies within the device, each twice as long as the last one. Only the first copy is from the
+/// host.
 void fill(const Device &device, const dsopt_tensor &tensor, float value, void *stream) {
     const size_t total = size_t(tensor.numel) * sizeof value;
     float block[256];
@@ -66,7 +67,7 @@ void Optimizer::prepare_for_host() {
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
     if (state().empty() || state().is_complete()) return;
-    // Flat masters first, those of a group one behind the other; then the rest, each on its own cache line.
+    // Flat masters come first, contiguous per group. All other tensors follow, each aligned to kLine.
     constexpr int32_t apart = INT32_MAX;
     const auto flat_group = [&](size_t i) {
         const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state()[i].flags & DSOPT_STATE_FROM_PARAM);
@@ -105,7 +106,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     registry.state.reserve_arena();
     if (counters && wrapper() != Wrapper::none && !masters_follow) {
         ensure_workspace(stream);
-        // It moves parameters that are their own masters: nothing after it may fail.
+        // The initial step changes parameters that have no separate master: nothing after it may fail.
         take_initial_step(params, list.data(), workspace_.data(), stream);
     }
     (void)registry.state.add_arena(std::move(arena));
@@ -124,8 +125,8 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     registry.memory.reset();
 }
 
-/// Copies contents of tensors of the whole optimizer to their blocks, or to larger ones, with zeros behind them. If it
-/// fails, `state` is as before.
+/// Copies contents of tensors of the whole optimizer to their blocks, or to larger blocks, and zeroes the rest of the
+/// tensors. If it fails, `state` is unchanged.
 void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) const {
     if (moves.empty()) return;
     const Device &device = context_->device();
@@ -150,7 +151,7 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
         }
         if (block.data != move.from) block.generation = 0;
     }
-    device.wait_for_default_stream(); // refuses one that cannot be used now
+    device.wait_for_default_stream(); // throws if the default stream cannot be used now
     for (size_t i = 0; i < moves.size(); ++i) {
         const Move &move = moves[i];
         if (blocks[i].data != move.from) device.enqueue_copy(blocks[i].data, move.from, move.kept, nullptr);
@@ -161,8 +162,8 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
     for (size_t i = 0; i < moves.size(); ++i) state.block(moves[i].kind) = blocks[i];
 }
 
-/// Before tensors of the whole optimizer leave the list, for longer ones to come: all but what is reset is kept in
-/// its block. Memory that was bound is the caller's again.
+/// Keeps the contents of tensors of the whole optimizer in their blocks, except tensors with Growth::reset. Must be
+/// called before longer tensors replace these in the list. Memory that was bound is the caller's again.
 void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &state) const {
     const auto is_kept = [](const StateEntry &entry) {
         return entry.data != nullptr && !entry.of_scaler() && record_of(entry.kind).growth != Growth::reset;
@@ -179,7 +180,7 @@ void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &st
     }
 }
 
-/// Copies kept contents to the tensors of the list as it is now, in place where there is room. Each of them still
+/// Copies kept contents to the tensors of the current list, in place if the block has room. Each of these tensors still
 /// exists: groups are only added, and no option changes which tensors an algorithm has.
 void Optimizer::carry_contents(Registry &registry) const {
     StateTable &state = registry.state;
@@ -203,7 +204,7 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
     check_state_list(*this, state, state_count, true);
     for (size_t i = 0; params != nullptr && i < this->params().size(); ++i) check_param(params[i], this->params()[i]);
     const bool initial_step = wrapper() != Wrapper::none;
-    for (size_t i = 0; i < this->params().size(); ++i) // wrappers move parameters that are their own masters
+    for (size_t i = 0; i < this->params().size(); ++i) // the initial step changes parameters without a master
         if (this->params()[i].numel != 0 && (this->params()[i].has_master || initial_step) &&
             (params == nullptr || params[i].data == nullptr))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has no memory: its state starts from it",
@@ -216,7 +217,7 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
     }
     for (size_t i = 0; i < this->state().size(); ++i) {
         const StateEntry &entry = this->state()[i];
-        if (entry.kind == StateKind::scaler) // and the loss scale, which stands before it
+        if (entry.kind == StateKind::scaler) // also writes the loss scale, which is the entry before
             with_.scaler->init_state(state + i - 1, 2, stream);
         else if (entry.kind != StateKind::loss_scale)
             initialize(entry, params, state[i].data, stream);
@@ -246,7 +247,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
         check_param(list[i], params()[i]);
         moves = moves || (list[i].data != nullptr && list[i].data != params()[i].data);
     }
-    // Unbinding must not fail for lack of memory, so overlaps are checked only where there are new addresses.
+    // Unbinding must not fail for lack of memory, so overlaps are checked only if there are new addresses.
     if (moves) settle();
     Registry &registry = registry_.change();
     if (moves)
@@ -292,7 +293,7 @@ void Optimizer::reset(int32_t what, void *stream) {
         (void)context_->device().finished(stream); // refuses a stream that is being captured
         wait_for_calls();
     }
-    decode_momentum(); // which counters tell
+    decode_momentum(); // first: counters say where the momentum is
     const Enqueues work(pending(), stream);
     for (const StateEntry &entry : state())
         if (entry.data != nullptr && (what & record_of(entry.kind).reset))

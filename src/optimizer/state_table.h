@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// State tensors: what there can be, one of them, and all those of an optimizer.
+// State tensors: their kinds, one state tensor, and the table of all state tensors of an optimizer.
 #pragma once
 #include "base/dtype.h"
 #include "base/range.h"
@@ -16,7 +16,7 @@ namespace dsopt {
 enum class StateKind : uint8_t {
     // of a parameter
     master,
-    first_moment, // and those after it: moment_kind(). They have the names that the rule gives them.
+    first_moment, // the first of kMoments kinds, see moment_kind(); their names are in the rule's record
     last_moment = first_moment + kMoments - 1,
     grad_accum,
     anchor,
@@ -43,19 +43,19 @@ enum class StateKind : uint8_t {
 
 constexpr StateKind moment_kind(int k) { return StateKind(int(StateKind::first_moment) + k); }
 
-/// What becomes of a tensor of the whole optimizer when parameters are added.
+/// What happens to a tensor of the whole optimizer when parameters are added.
 enum class Growth : uint8_t {
-    reset,    // it is set back
+    reset,    // it gets its starting values
     carried,  // it keeps its contents
-    per_param // it has one element per parameter, and keeps those that are there
+    per_param // it has one element per parameter, and keeps the existing elements
 };
 
-/// What a kind of state tensor is, beside what steps do with it.
+/// Properties of a kind of state tensor.
 struct StateRecord {
-    const char *name;  // in dsopt_state_info and in checkpoints; of moments see StateEntry::name
-    int32_t reset = 0; // DSOPT_RESET_..., which set it back
+    const char *name;  // in dsopt_state_info and in checkpoints; for moments see StateEntry::name
+    int32_t reset = 0; // flags DSOPT_RESET_... that reset it
     Growth growth = Growth::reset;
-    int32_t dtype = DSOPT_DTYPE_F32; // of moments see Registry::add_param_state()
+    int32_t dtype = DSOPT_DTYPE_F32; // for moments see Registry::add_param_state()
     int32_t flags = 0;               // DSOPT_STATE_...
 };
 constexpr StateRecord record_of(StateKind kind) {
@@ -70,10 +70,10 @@ constexpr StateRecord record_of(StateKind kind) {
     case StateKind::anchor: return {"anchor", moments, Growth::reset, f32, local};
     case StateKind::momentum_accumulator: return {"momentum_accumulator", moments, Growth::reset, f32, local};
     case StateKind::exp_avg_sq_fresh: return {"exp_avg_sq_fresh", moments};
-    case StateKind::mask: return {"mask"}; // the caller's
+    case StateKind::mask: return {"mask"}; // filled by the caller
     case StateKind::worker_error: return {"worker_error", errors, Growth::reset, f32, local};
     case StateKind::server_error: return {"server_error", errors, Growth::reset, f32, local};
-    case StateKind::active: return {"active", moments | counters, Growth::carried, i32}; // whose variance is not 0
+    case StateKind::active: return {"active", moments | counters, Growth::carried, i32}; // bits: variance is not 0
     case StateKind::exp_avg_bits: return {"exp_avg_bits", counters, Growth::reset, i32};
     case StateKind::schedule: return {"schedule", counters, Growth::carried, i32};
     case StateKind::lr_sum: return {"lr_sum", counters, Growth::carried, i32};
@@ -82,7 +82,7 @@ constexpr StateRecord record_of(StateKind kind) {
     case StateKind::trust_scaling: return {"trust_scaling", counters, Growth::per_param};
     case StateKind::trust_weight: return {"trust_weight", counters, Growth::per_param};
     case StateKind::exp_avg_pad: return {"exp_avg_pad", counters};
-    case StateKind::loss_scale: return {"loss_scale"}; // the scaler is its own
+    case StateKind::loss_scale: return {"loss_scale"}; // reset by the scaler only
     case StateKind::scaler: return {"scaler", 0, Growth::reset, i32};
     case StateKind::trust_ratio: return {"trust_ratio", counters, Growth::per_param};
     case StateKind::step: return {"step", counters, Growth::per_param, i32};
@@ -93,11 +93,11 @@ constexpr StateRecord record_of(StateKind kind) {
 /// One state tensor: the range of its parameter that it covers. `data` is NULL until allocated or bound.
 struct StateEntry : Range {
     StateKind kind;
-    int64_t param; // -1: of the whole optimizer
+    int64_t param; // -1: the whole optimizer's
     int32_t dtype;
     int32_t flags;
     void *data = nullptr;
-    const MomentInfo *moment = nullptr; // of its rule, if it is one
+    const MomentInfo *moment = nullptr; // its record in the rule, if it is a moment
     int64_t generation = 0;             // of `data`, as in dsopt_state_info
     const char *name() const { return moment != nullptr ? moment->name : record_of(kind).name; }
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
@@ -105,28 +105,29 @@ struct StateEntry : Range {
     bool is_error() const { return kind == StateKind::worker_error || kind == StateKind::server_error; }
     bool of_scaler() const { return kind == StateKind::loss_scale || kind == StateKind::scaler; }
     bool per_param() const { return record_of(kind).growth == Growth::per_param; }
-    /// exp_avg_bits is not saved: exp_avg is, decoded first.
+    /// False for exp_avg_bits, which is not saved: it is decoded to exp_avg first.
     bool saved() const { return kind != StateKind::exp_avg_bits; }
 };
 
-/// The engine's memory for a tensor of the whole optimizer, with room for parameters to come.
+/// The engine's memory for a tensor of the whole optimizer, with room for parameters that are added later.
 struct OwnBlock {
     void *data = nullptr;
     size_t capacity = 0;
-    int64_t generation = 0;     // of the tensor while it is here; 0: it is elsewhere
-    std::optional<size_t> kept; // bytes of contents that go on in the tensor which takes its place
-    /// Bytes of another block, for a tensor that has outgrown this one: geometric, so that all of them together take
-    /// memory in proportion to the last one.
+    int64_t generation = 0;     // of the tensor while it is in this block; 0: it is elsewhere
+    std::optional<size_t> kept; // bytes of kept contents, for the tensor that replaces this one
+    /// Returns the capacity of the next block, for a tensor that does not fit into this one. Growth is geometric, so
+    /// the total size of all blocks is proportional to that of the last one.
     size_t grown(size_t bytes) const { return std::max(bytes, capacity + capacity / 2); }
 };
 
-/// All state tensors of an optimizer: those of its parameters, then those of the whole. They are found by parameter and
-/// kind. What the engine owns of their memory is here, too: none is freed, callers have pointers.
+/// All state tensors of an optimizer: first those of its parameters, then those of the whole optimizer. They are found
+/// by parameter and kind. The table also owns the engine's memory for them. It frees none of that memory before it is
+/// destroyed, because callers have pointers.
 class StateTable {
 public:
-    static constexpr int64_t kOptimizer = -1; // in place of a parameter
+    static constexpr int64_t kOptimizer = -1; // in place of a parameter's index
 
-    /// Tensors of a parameter follow one another, and those of the optimizer follow all parameters'.
+    /// Appends a tensor. The tensors of a parameter are contiguous; those of the whole optimizer come last.
     void add(const StateEntry &entry) {
         const auto owner = size_t(entry.param + 1);
         if (owner >= places_.size()) places_.resize(owner + 1);
@@ -136,14 +137,14 @@ public:
         places_[owner][size_t(entry.kind)] = int32_t(entries_.size());
         if (owner == 0) own_numel_[size_t(entry.kind)] = entry.numel;
     }
-    /// As its record has it. Memory that it has from the start is never replaced by the engine.
+    /// Appends a tensor with dtype and flags of its record. The engine never replaces the memory `data`.
     void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
         const StateRecord record = record_of(kind);
         add({whole_range(numel), kind, param, record.dtype, record.flags, data, nullptr, data != nullptr});
     }
-    /// Memory of the i-th tensor, which it did not have before.
+    /// Sets the memory of the i-th tensor, which must be other memory than before.
     void place(size_t i, void *data) { place(i, data, ++generations_); }
-    /// The same in its block. Where it has been there all the time, its generation stays.
+    /// Places the i-th tensor in its block. Its generation stays if it has been there all the time.
     void place_in_block(size_t i) {
         OwnBlock &at = block(entries_[i].kind);
         if (at.generation == 0) at.generation = ++generations_;
@@ -151,25 +152,25 @@ public:
     }
     OwnBlock &block(StateKind kind) { return blocks_[size_t(kind)]; }
     const OwnBlock &block(StateKind kind) const { return blocks_[size_t(kind)]; }
-    /// Memory for tensors to be placed in. After reserve_arena() it does not fail.
+    /// Reserves an entry for add_arena(), which then does not throw. Tensors are placed in arenas.
     void reserve_arena() { arenas_.reserve(arenas_.size() + 1); }
     char *add_arena(Memory arena) {
         arenas_.push_back(std::move(arena));
         return static_cast<char *>(arenas_.back().data());
     }
-    /// Those of the whole optimizer, which are the last ones.
+    /// Returns the tensors of the whole optimizer, which are the last ones.
     std::vector<StateEntry> of_optimizer() const {
         auto first = entries_.end();
         while (first != entries_.begin() && (first - 1)->param < 0) --first;
         return {first, entries_.end()};
     }
-    /// Leaves the tensors of the first `params` parameters and no others.
+    /// Removes all tensors except those of the first `params` parameters.
     void truncate(int64_t params) noexcept {
         while (!entries_.empty() && (entries_.back().param < 0 || entries_.back().param >= params)) {
             missing_ -= entries_.back().data == nullptr;
             entries_.pop_back();
         }
-        list_.resize(entries_.size()); // one more where add() failed
+        list_.resize(entries_.size()); // it has one entry more if add() failed
         if (places_.size() > size_t(params + 1)) places_.resize(size_t(params + 1));
         places_[0] = {};
     }
@@ -183,7 +184,7 @@ public:
         const int64_t at = index_of(kind, param);
         return at >= 0 ? &entries_[size_t(at)] : nullptr;
     }
-    /// Returns the tensor in such a list.
+    /// Returns the tensor's entry in a list of all state tensors; NULL: there is none.
     const dsopt_tensor *find(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
         const int64_t at = index_of(kind, param);
         return at >= 0 ? list + at : nullptr;
@@ -191,18 +192,18 @@ public:
     /// Returns the only dimension of a tensor of the whole optimizer. The pointer stays valid when entries move, as
     /// dsopt_state_info.dims promises.
     const int64_t *own_dims(StateKind kind) const { return &own_numel_[size_t(kind)]; }
-    /// Its memory in such a list; NULL: there is no such tensor.
+    /// Returns the tensor's memory in a list of all state tensors; NULL: there is no such tensor.
     template <class T> T *data(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
         const dsopt_tensor *const tensor = find(list, kind, param);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     }
-    /// True if the tensor of the whole optimizer in such a list is in the table's own memory.
+    /// True if a list of all state tensors has the table's own memory for a tensor of the whole optimizer.
     bool names_own(const dsopt_tensor *list, StateKind kind) const {
         const int64_t at = index_of(kind);
         return at >= 0 && list[at].data == entries_[size_t(at)].data;
     }
     const std::vector<dsopt_tensor> &list() const { return list_; }
-    /// Every tensor has memory, those of the whole optimizer included.
+    /// True if every tensor has memory, including those of the whole optimizer.
     bool is_complete() const { return missing_ == 0 && index_of(StateKind::step) >= 0; }
 
     size_t size() const { return entries_.size(); }
@@ -222,13 +223,13 @@ private:
     }
 
     std::vector<StateEntry> entries_;
-    std::vector<dsopt_tensor> list_;                      // the same as a list, such as calls bring
+    std::vector<dsopt_tensor> list_;                      // the same tensors, as callers pass lists
     std::vector<Places> places_ = std::vector<Places>(1); // of the optimizer, then of each parameter
     std::array<int64_t, kKinds> own_numel_{};
     std::array<OwnBlock, kKinds> blocks_;
     std::vector<Memory> arenas_;
-    int64_t missing_ = 0;     // tensors without memory
-    int64_t generations_ = 0; // given to memory so far
+    int64_t missing_ = 0;     // number of tensors without memory
+    int64_t generations_ = 0; // the last generation that was assigned
 };
 
 } // namespace dsopt

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step: check the lists, make the plan, hand it to the driver.
+// One step: checks the lists, makes the plan, passes it to the driver.
 #include "base/sizes.h"
 #include "optimizer/plan.h"
 #include "step/agree.h"
@@ -10,14 +10,14 @@ namespace dsopt {
 
 namespace {
 
-/// What an optimizer keeps on the host from step to step, beside tables in its workspace.
+/// Host memory that an optimizer keeps between steps, in addition to its workspace.
 struct HostMemory {
-    dsopt_tensor *grads, *params, *out, *state; // those of the last call
-    dsopt_tensor *all_state;                    // that state, filled up with the optimizer's own
-    char *tables;                               // StepMemory's part, last: its size takes longer to find
+    dsopt_tensor *grads, *params, *out, *state; // the lists of the last call
+    dsopt_tensor *all_state;                    // `state`, completed with the optimizer's own tensors
+    char *tables;                               // StepMemory's; last, because its size takes longer to compute
     size_t bytes;
 
-    /// `memory` NULL: only to know the bytes before `tables`.
+    /// With `memory` NULL only the bytes before `tables` are counted.
     HostMemory(const Optimizer &optimizer, void *memory) {
         Pieces pieces(memory);
         const auto count = int64_t(optimizer.params().size()), all = int64_t(optimizer.state().size());
@@ -47,7 +47,7 @@ void copy_list(dsopt_tensor *to, const dsopt_tensor *from, int64_t count) {
     if (from != nullptr && count != 0) std::memcpy(to, from, size_t(count) * sizeof *to);
 }
 
-/// True if the lists differ in addresses alone, and the new addresses are legal.
+/// True if the lists differ in addresses only, and the new addresses are legal.
 bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
     bool may = now != nullptr;
     for (int64_t i = 0; i < count && may; ++i) {
@@ -59,7 +59,7 @@ bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t coun
     return may;
 }
 
-/// With DSOPT_OPTIMIZER_CHECK_RANKS: a rank whose call fails before the ranks have compared tells the others.
+/// With DSOPT_OPTIMIZER_CHECK_RANKS: reports a call that fails before the ranks compare their steps to the other ranks.
 template <class F> void with_refusal(const Optimizer &optimizer, void *stream, F &&body) {
     bool met = false;
     try {
@@ -97,9 +97,9 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const bool averages = onebit_ && onebit_->setup().mean_numel != 0 && !request.initial;
     GradientMeans means(memory.lists, plan.count);
     if (averages) onebit_->plan_means(onebit.plan, table.jobs, memory.mean, means, stream);
-    if (own_schedule) onebit_->forget_schedule(); // should it fail
+    if (own_schedule) onebit_->forget_schedule(); // in case the step fails
     const bool checks = request.met != nullptr && checks_ranks(*this);
-    const bool checks_lists = // other lists would be other messages
+    const bool checks_lists = // ranks with different lists would send different messages
         !checks && request.remembers && onebit_ && onebit_->setup().compresses && !onebit_->lists_compared();
     const auto compare = [&] {
         if (checks) *request.met = true;
@@ -118,8 +118,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (own_schedule) onebit_->count_step(onebit.plan);
 }
 
-/// The original's wrappers take one step of the base optimizer on zero gradients when they are made: counters become 1
-/// and decay is applied to the masters, not to the parameters.
+/// The original's wrappers take one step of the base optimizer on zero gradients when they are constructed: counters
+/// become 1, and decay is applied to the masters, not to the parameters.
 void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace,
                                   void *stream) const {
     dsopt_step step{};
@@ -157,14 +157,14 @@ void Optimizer::take_step(const dsopt_step &step, bool &met) {
                               .repeats = repeats,
                               .host = HostMemory(*this, host_memory_.data()).tables,
                               .met = &met};
-    planned_ = 0; // should it fail
+    planned_ = 0; // in case the step fails
     run(request, state, workspace_.data());
     keep_call(request);
     count_call(step);
 }
 
-/// Uses the results of earlier steps that have arrived. The host waits for the others only if ranks must come to the
-/// same answer; such steps are in no graph.
+/// Throws SKIPS if the skip budget is used up. Uses the outcomes that have arrived on the host. It waits for the others
+/// only if ranks must come to the same result; such steps are in no graph.
 void Optimizer::check_skip_budget(void *stream) const {
     if (desc_.skip_budget <= 0) return;
     if (outcome_.is_copied() && has_peers(comms())) {
@@ -179,8 +179,8 @@ void Optimizer::check_skip_budget(void *stream) const {
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
 }
 
-/// How much of the call is that of the last one, whose tables are still there. Its lists are compared with the last
-/// call's and not with the tables, whose lines are five times as many.
+/// Returns how much of the call is the same as in the last call, whose tables can be reused. Lists are compared with
+/// the last call's lists and not with the tables, which occupy five times as many cache lines.
 Repeats Optimizer::repeats_of(const dsopt_step &step) {
     if (planned_ != registry_.version()) return Repeats::nothing;
     const dsopt_step call = without_addresses(step);
@@ -203,8 +203,8 @@ void Optimizer::check_call(const dsopt_step &step) const {
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_step.state_count is %lld without state", ll(step.state_count));
 }
 
-/// The state of a call: what it brings, and else the optimizer's, which has memory then. `is_own`: its schedule is the
-/// optimizer's.
+/// Returns the state list of a call: the caller's tensors, and for all others the optimizer's, which are allocated if
+/// need be. Sets `is_own` if the schedule is the optimizer's.
 const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) {
     const auto brings = [&](size_t i) { return step.state[i].data != nullptr || state()[i].numel == 0; };
     bool complete = step.state != nullptr; // the engine needs no memory of its own
@@ -221,7 +221,8 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) 
     return list;
 }
 
-/// Keeps the call for repeats_of(). Jobs of the 1-bit family and accumulated gradients differ from step to step.
+/// Stores the call for repeats_of(), unless its jobs differ from step to step, as those of the 1-bit family and of
+/// accumulated gradients do.
 void Optimizer::keep_call(const StepRequest &request) {
     if (onebit_ || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
     const dsopt_step &step = request.step;
