@@ -53,19 +53,21 @@ private:
 
 constinit std::atomic<unsigned> temporary_counter{0};
 
-/// With the slash behind it; "" where there is none.
+/// Returns the folder with a trailing slash; "" if the path has no slash.
 std::string folder_of(const std::string &path) { return path.substr(0, path.rfind('/') + 1); }
 
-/// The file behind a symlink is what gets replaced: such a link often leads to the disk meant for checkpoints. In a
-/// folder where everybody may put links (writable for all, sticky) only those of this user and of the folder's owner
-/// are followed. That is the kernel's rule where fs.protected_symlinks is set, which it cannot apply to what is read
-/// here: somebody else's link could make this process replace any file that it may.
+/// Resolves symlinks, so that a save replaces the target of a link and not the link, which often leads to the disk
+/// meant for checkpoints. In a sticky folder that is writable for all users, only links of this user and of the
+/// folder's owner are followed: another user's link could make this process replace any file that it may write. That is
+/// the kernel's rule of fs.protected_symlinks, which the kernel cannot apply here, because this function resolves the
+/// links itself.
 std::string follow_links(std::string path) {
     for (int depth = 0; depth < 40; ++depth) {
         const Fd link(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
-        if (!link && errno == ENAMETOOLONG) throw_io("cannot save", path, errno); // piece by piece it might still work
+        // A path that is too long is refused, although opening its folder first might work.
+        if (!link && errno == ENAMETOOLONG) throw_io("cannot save", path, errno);
         struct stat now, around;
-        // Not a link; what else may be wrong shows up when the directory is opened.
+        // Not a link. Other errors are reported when the directory is opened.
         if (!link || ::fstat(link.get(), &now) != 0 || !S_ISLNK(now.st_mode)) return path;
         const std::string folder = folder_of(path);
         if (::stat(folder.empty() ? "." : folder.c_str(), &around) != 0) throw_io("cannot save", path, errno);
@@ -97,7 +99,7 @@ public:
         } else if (errno != ENOENT) {
             fail(errno);
         }
-        // A hash in place of the name: the temporary's name must not be too long where the target's is not.
+        // A hash in place of the name: the temporary file's name must not be too long if the target's name is not.
         char prefix[32];
         std::snprintf(prefix, sizeof prefix, ".dsopt-%016llx-", ull(XXH3_64bits(name_.data(), name_.size())));
         prefix_ = prefix;
@@ -109,8 +111,8 @@ public:
     void begin(uint64_t total) override {
         sweep();
         create();
-        // A full disk is noticed here and not after an hour of writing. Not posix_fallocate: where the file system
-        // cannot do it, that one writes a byte to every block.
+        // Reports a full disk now and not after an hour of writing. Not posix_fallocate, which writes a byte to every
+        // block if the file system does not support fallocate.
         int result;
         do result = ::fallocate(file_.get(), 0, 0, off_t(total));
         while (result != 0 && errno == EINTR);
@@ -130,11 +132,11 @@ public:
 
     void commit() override {
         if (old_mode_ >= 0) (void)!::fchmod(file_.get(), mode_t(old_mode_)); // some file systems have no modes
-        // Never a second try: after a failure the kernel has dropped the dirty pages, and fsync would report success.
+        // No retry: after a failure the kernel has dropped the dirty pages, and a second fsync would report success.
         if (::fsync(file_.get()) != 0) fail(errno);
         if (::renameat(directory_.get(), temporary_.c_str(), directory_.get(), name_.c_str()) != 0) fail(errno);
         temporary_.clear();
-        file_ = Fd(); // and with it the lock, only now: a sweep must not find the temporary unlocked
+        file_ = Fd(); // releases the lock, only now: sweep() must not find the temporary file unlocked
         // EINVAL: this file system does not flush directories.
         if (::fsync(directory_.get()) != 0 && errno != EINVAL)
             throw_io("saved, but may not survive a power loss:", path_, errno);
@@ -143,9 +145,9 @@ public:
 private:
     [[noreturn]] void fail(int error) const { throw_io("cannot save", path_, error); }
 
-    /// Readable for others as the umask says, like any output file; whoever wants it private says so by umask or
-    /// directory. If the target exists, its mode is kept. The lock says that the writer lives: other than a pid it
-    /// holds across containers and is not reused.
+    /// Creates and locks the temporary file. Its mode is that of the target if the target exists, else 0666 less the
+    /// umask, as for any output file. The lock shows that the writer is alive: unlike a pid, it is valid across
+    /// containers and is not reused.
     void create() {
         const mode_t mode = old_mode_ < 0 ? 0666 : mode_t(old_mode_ | 0600);
         for (int attempt = 0; attempt < 1000; ++attempt) {
@@ -154,20 +156,20 @@ private:
             Fd file(::openat(directory_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
             if (!file && (errno == EEXIST || errno == EINTR)) continue;
             if (!file) fail(errno);
-            // A sweep can come between open and flock; then the file is gone or about to be. Other failures: no locks
-            // here, hence no sweeps either.
+            // A sweep can come between open and flock, and then the file is removed or about to be. On other errors the
+            // file system has no locks, so there are no sweeps either.
             struct stat now;
             if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;
             if (::fstat(file.get(), &now) == 0 && now.st_nlink == 0) continue;
             file_ = std::move(file);
-            temporary_ = std::move(name); // a copy could fail, and leave the file behind
+            temporary_ = std::move(name); // a copy could throw and leave the file behind
             return;
         }
         fail(EEXIST);
     }
 
-    /// Removes what savers of the same target left behind when they were killed. Best effort: failures are the next
-    /// save's matter.
+    /// Removes temporary files that killed savers of the same target left behind. Ignores failures: the next save tries
+    /// again.
     void sweep() const {
         const int copy = ::openat(directory_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (copy < 0) return;
@@ -182,7 +184,7 @@ private:
             const Fd file(::openat(directory_.get(), entry->d_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
             struct stat now;
             if (!file || ::flock(file.get(), LOCK_EX | LOCK_NB) != 0 || ::fstat(file.get(), &now) != 0) continue;
-            // Without a link another sweep was faster, and the name may already be a new saver's.
+            // With a link count of 0 another sweep removed the file, and the name may already be a new saver's.
             if (S_ISREG(now.st_mode) && now.st_nlink > 0) ::unlinkat(directory_.get(), entry->d_name, 0);
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a checkpoint's bytes go and come from: files, replaced as a whole, and the caller's functions.
+// Reads and writes a checkpoint's bytes: files, which are replaced as a whole, or the caller's functions.
 #pragma once
 #include "base/status.h"
 #include <cstddef>
@@ -8,35 +8,36 @@
 
 namespace dsopt {
 
-/// Takes bytes in order. Destroyed without commit() it leaves nothing behind.
+/// Receives bytes in order. If it is destroyed without commit(), it leaves nothing behind.
 class Sink {
 public:
     virtual ~Sink() = default;
-    virtual void begin(uint64_t total) = 0; ///< once, first: how many bytes will come
+    virtual void begin(uint64_t total) = 0; ///< must be called once, first; `total`: number of bytes to come
     virtual void write(const void *data, size_t bytes) = 0;
-    virtual void commit() = 0; ///< once, last: makes what was written visible and durable
+    virtual void commit() = 0; ///< must be called once, last; makes the bytes visible and durable
 };
 
-/// Gives bytes from anywhere.
+/// Random access to bytes.
 class Source {
 public:
     virtual ~Source() = default;
     virtual uint64_t size() const = 0;
-    virtual void read(uint64_t offset, void *data, size_t bytes) const = 0; ///< all of them, or throws
+    virtual void read(uint64_t offset, void *data, size_t bytes) const = 0; ///< reads all bytes or throws
 };
 
-/// Replaces a file, as a whole and durably: a crash at any time leaves the old file or the new one. Errors are
-/// DSOPT_ERR_IO with the old file untouched; the one exception is a failing flush of the directory, after which the new
-/// file is in place. The temporary is ".dsopt-<hash of the name>-<pid>-<counter>.tmp" beside the target; what killed
-/// savers left of these is removed at the next save of the same target.
+/// Replaces a file as a whole and durably: a crash at any time leaves the old file or the new file. Errors are
+/// DSOPT_ERR_IO with the old file unchanged. The only exception is a failed flush of the directory, after which the new
+/// file is in place. The temporary file is ".dsopt-<hash of the name>-<pid>-<counter>.tmp" in the target's directory.
+/// The next save of the same target removes temporary files of killed savers.
 std::unique_ptr<Sink> file_sink(const char *path);
 std::unique_ptr<Source> file_source(const char *path);
 
-/// Throws DSOPT_ERR_ARGUMENT unless a path and what the caller set in `io` go together and its flags are among `known`.
-/// `callback`: it has the function for this direction.
+/// Throws DSOPT_ERR_ARGUMENT unless `path` and the fields of `io` are consistent and its flags are among `known`.
+/// `callback`: `io` has the function for this direction.
 void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known);
 
-/// The caller's functions; `io` is copied. A return other than 0 is DSOPT_ERR_IO naming the number.
+/// A sink and a source that call the caller's functions; `io` is copied. A result other than 0 is DSOPT_ERR_IO with the
+/// number in the text.
 std::unique_ptr<Sink> callback_sink(const dsopt_io &io);
 std::unique_ptr<Source> callback_source(const dsopt_io &io);
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints of an optimizer: which tensors and metadata go into the container, and what must fit before they come
-// back.
+// Checkpoints of an optimizer: selects the tensors and metadata to save, and checks that they fit before a load.
 #pragma once
 #include "optimizer/optimizer.h"
 

@@ -11,14 +11,15 @@
 namespace dsopt {
 namespace {
 
-/// What a load brings, by its flags and what the optimizer has.
+/// What to load, according to the caller's flags and the optimizer.
 struct Wanted {
     bool state, masters, hyper, params;
     bool errors;    // of the 1-bit family
-    Scaler *scaler; // NULL: left alone
+    Scaler *scaler; // NULL: stays unchanged
 };
 
-/// The original forgets errors when it loads, Optimizer::forget_like_original(); so their sizes do not matter.
+/// True if a load drops error feedback, as the original does: OneBit::forget_like_original(). Sizes of saved errors
+/// then do not matter.
 bool forgets_errors(const Optimizer &optimizer) {
     return optimizer.onebit() != nullptr && optimizer.onebit()->setup().rules.compat;
 }
@@ -35,16 +36,16 @@ Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
             .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.attachments().scaler.get()};
 }
 
-/// A tensor between file and memory.
+/// A tensor to be copied from a file to memory.
 struct Transfer {
     size_t index;            // in the file
     const StateEntry *entry; // NULL: the parameter at `param`
     void *param;
     size_t bytes;
-    std::vector<char> made{}; // what is in no file as it is wanted; then `index` means nothing
+    std::vector<char> made{}; // contents that no file has in this form; `index` is then unused
     bool from_file() const { return made.empty(); }
     bool per_param() const { return entry != nullptr && entry->per_param(); }
-    /// That of a state tensor is found late, by Optimizer::ensure_state().
+    /// Returns the destination. State tensors have memory only after Optimizer::ensure_state().
     void *memory() const { return entry != nullptr ? entry->data : param; }
 };
 
@@ -64,7 +65,8 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
     return transfers;
 }
 
-/// The parameters, or what their masters are made from.
+/// Adds the parameters if they are to be loaded. Throws STATE for a parameter without memory that is to be loaded, or
+/// from which a master is made.
 void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const Wanted &wanted,
                 std::vector<Transfer> &transfers) {
     for (const Param &param : optimizer.params()) {
@@ -79,8 +81,8 @@ void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const
     }
 }
 
-/// A whole tensor of the file, its checksum compared. One with one element a parameter follows the file's order of
-/// parameters, and is brought into this optimizer's.
+/// Reads a whole tensor and compares its checksum. A tensor with one element per parameter is permuted from the file's
+/// order of parameters to this optimizer's.
 void fetch(const SafetensorsReader &file, const Transfer &transfer, const std::vector<int64_t> &order, char *to) {
     file.verify(transfer.index, to);
     if (!transfer.per_param()) return;
@@ -88,13 +90,14 @@ void fetch(const SafetensorsReader &file, const Transfer &transfer, const std::v
     for (size_t i = 0; i < order.size(); ++i) std::memcpy(to + size_t(order[i]) * 4, saved.data() + i * 4, 4);
 }
 
-/// What ranks must have alike they have alike, and what counts or scales is as a step can have left it.
+/// Checks that tensors that ranks share are identical in all files, and that counters and scales are valid.
 void check_transfers(const Optimizer &optimizer, const RankFiles &files, const std::vector<Transfer> &transfers,
                      const std::vector<int64_t> &order, const ScalerRules &rules) {
     std::vector<char> words;
     for (const Transfer &transfer : transfers) {
         const StateEntry *const entry = transfer.entry;
-        // A rank of 0/1 Adam counts the gradients that it had in steps by itself; nothing depends on that.
+        // Ranks of 0/1 Adam may differ in "step": each rank counts the gradients that it had in local steps, and
+        // nothing depends on that count.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
@@ -105,7 +108,7 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
     }
 }
 
-/// Checksums of the tensors that nobody asked for.
+/// Compares the checksums of all tensors that are not loaded.
 void verify_others(const RankFiles &files, const std::vector<Transfer> &transfers) {
     const SafetensorsReader &file = files.file();
     std::vector<bool> wanted(file.tensors().size());
@@ -116,7 +119,7 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
     files.verify_others();
 }
 
-/// Everything is read and its checksum compared before the first byte of the optimizer changes.
+/// Reads all tensors and compares their checksums before the first byte of the optimizer changes.
 void load_in_host_memory(Optimizer &optimizer, Loaded loaded, const SafetensorsReader &file,
                          const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     size_t total = 0;
@@ -139,8 +142,9 @@ void load_in_host_memory(Optimizer &optimizer, Loaded loaded, const SafetensorsR
     });
 }
 
-/// Device memory may be larger than the host's: one pass compares every checksum, a second one copies through two
-/// buffers. Only a source that fails or changes between the two can leave the state half loaded, and that is said.
+/// Loads in two passes, because device memory may be larger than host memory: the first pass compares every checksum,
+/// the second one copies through two buffers. If the source fails or changes between the passes, the state is half
+/// loaded, and the error text says so.
 void load_through_pieces(Optimizer &optimizer, Loaded loaded, const SafetensorsReader &file,
                          const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     const Device &device = optimizer.context().device();
@@ -184,7 +188,7 @@ void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool wit
 } // namespace
 
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
-    const DefaultFloatEnvironment environment; // numbers as text are rounded too
+    const DefaultFloatEnvironment environment; // conversion of text to numbers rounds, too
     constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
                                DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
     check_io(path, io, io.read != nullptr, known);
@@ -198,7 +202,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     files.check(optimizer, wanted.errors);
     std::vector<Transfer> transfers = state_transfers(optimizer, files, wanted);
     add_params(optimizer, files.file(), wanted, transfers);
-    // After the tensors: a checkpoint without a loss scale does not fit, but nothing is wrong with it.
+    // After the tensors, so that a checkpoint without a loss scale is a MISMATCH and not a FORMAT error.
     const ScalerRules rules =
         wanted.scaler != nullptr ? read_scaler_rules(fields, wanted.scaler->rules()) : ScalerRules{};
     if (optimizer.compat() && rules.hysteresis > 1 && wanted.hyper)

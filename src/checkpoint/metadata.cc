@@ -10,7 +10,7 @@ namespace {
 
 constexpr char kFormatVersion[] = "1";
 
-/// Calls f(name, number) for everything that a file has of a group: to write it, and to read it back.
+/// Calls f(name, number) for every number that a file has of a group, for writing and for reading.
 template <class Group, class F> void for_fields(Group &group, F &&f) {
     const RuleInfo &info = info_of(group.algorithm);
     for (const GroupField &field : kGroupFields)
@@ -35,20 +35,20 @@ template <class Rules, class F> void for_scaler_fields(Rules &rules, F &&f) {
     f("scaler.flags", rules.flags);
 }
 
-/// The shortest text that reads back as the same number, whatever the locale.
+/// Returns the shortest text that converts back to the same number, whatever the locale.
 template <class T> std::string to_text(T value) {
     char text[32];
     return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
-/// Applies a check that callers' values pass to values of a file, whose failure is a FORMAT error.
+/// Runs a check of arguments on values of a file, and converts its error to FORMAT.
 template <class Check> void check_saved(const std::string &what, const Check &check) {
     try {
         check();
     } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "%s of the checkpoint: %s", what.c_str(), e.what()); }
 }
 
-/// Parameter names in order, each behind its length: names may hold any character.
+/// Returns the parameter names in order, each after its length, because names may have any character.
 std::string join_names(const std::vector<Param> &params) {
     std::string text;
     for (const Param &param : params) text += to_text(param.name.size()) + ":" + param.name;
@@ -68,8 +68,8 @@ std::vector<std::string> split_names(const std::string &text) {
     return names;
 }
 
-/// The group of each parameter, where the parameters do not stand in the order of the groups; else "", and the file is
-/// as it was before they could.
+/// Returns the group of each parameter; "" if the parameters are in the order of their groups, so that the file has the
+/// form of earlier versions, which required that order.
 std::string join_groups(const std::vector<Param> &params) {
     if (std::is_sorted(params.begin(), params.end(), [](const Param &a, const Param &b) { return a.group < b.group; }))
         return "";
@@ -77,7 +77,8 @@ std::string join_groups(const std::vector<Param> &params) {
     for (const Param &param : params) text += to_text(param.group) + ",";
     return text;
 }
-/// Of as many parameters as the groups' sizes add up to.
+/// Returns the group of each of the file's `count` parameters. Throws FORMAT unless the groups' sizes add up to
+/// `count`.
 std::vector<size_t> split_groups(const Fields &fields, const std::vector<int64_t> &sizes, size_t count) {
     constexpr char key[] = "param_groups";
     std::vector<size_t> groups;
@@ -103,7 +104,8 @@ std::vector<size_t> split_groups(const Fields &fields, const std::vector<int64_t
     return groups;
 }
 
-/// Saved groups against live ones: the same number, algorithms and sizes. Returns them with the saved hyper-parameters.
+/// Checks that the saved groups have the number and the algorithms of the optimizer's groups. Returns the optimizer's
+/// groups with the saved hyper-parameters, and the saved sizes.
 std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &fields, std::vector<int64_t> &sizes) {
     const auto count = fields.number<int64_t>("groups");
     if (count != int64_t(optimizer.groups().size()))
@@ -119,7 +121,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
                         info.name);
         for_fields(groups[i], [&](const char *name, auto &value) { fields.read(prefix + name, value); });
         const auto flags = fields.number<uint32_t>(prefix + "flags");
-        if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // it decided what is compressed
+        if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // the saved state depends on it
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint and of this optimizer differ in NON_FREEZE",
                         i);
         groups[i].flags = flags;
@@ -133,7 +135,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
     return groups;
 }
 
-/// The index in this optimizer of each parameter of the file.
+/// Returns the index in this optimizer of each parameter of the file. Throws MISMATCH unless names and groups agree.
 std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fields, const std::vector<int64_t> &sizes) {
     const std::vector<std::string> names = split_names(fields.text("params"));
     const std::vector<Param> &params = optimizer.params();
@@ -155,7 +157,7 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
             throw Error(DSOPT_ERR_MISMATCH, "parameter %s is in group %lld of the checkpoint and in group %d here",
                         shown(name).c_str(), ll(group), params[size_t(found->second)].group);
         order.push_back(found->second);
-        found->second = -1; // a name counts once
+        found->second = -1; // each name may occur once
     }
     for (const Param &param : params)
         if (indices[param.name] >= 0)
@@ -209,9 +211,9 @@ Metadata metadata_of(const Optimizer &optimizer) {
 }
 
 uint64_t longest_header(const Optimizer &optimizer) {
-    // A byte of a name may be written as \u00xx. Of a tensor there are its name, again with its checksum, its dtype,
-    // shape and place; of a parameter all state tensors that any algorithm has, the parameter itself, and its name in
-    // the list of parameters.
+    // A byte of a name may be written as \u00xx. A tensor has its name twice, the second time with its checksum, and
+    // dtype, shape and offsets. A parameter has at most all state tensors of all algorithms, the parameter itself, and
+    // its name in the list of parameters.
     constexpr uint64_t escaped = 6, suffix = 32, numbers = 512, tensors_of_param = 16, tensors_of_optimizer = 32;
     constexpr uint64_t group_bytes = 4096, other_bytes = 65536;
     const auto tensor_bytes = [](uint64_t name) { return 2 * escaped * (name + suffix) + numbers; };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a checkpoint says of an optimizer beside its tensors, how the tensors are called, and reading both back.
+// Metadata of a checkpoint and names of its tensors, for saving and loading.
 #pragma once
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
@@ -8,7 +8,7 @@
 
 namespace dsopt {
 
-/// Reads metadata; everything missing or malformed is a FORMAT error that names the key.
+/// Reads metadata. A missing or malformed field is a FORMAT error that names the key.
 class Fields {
 public:
     explicit Fields(const SafetensorsReader &file) : file_(file) {}
@@ -35,27 +35,27 @@ private:
 };
 
 Metadata metadata_of(const Optimizer &optimizer);
-/// The longest header that a checkpoint of this optimizer can have, and room for what others add to it.
+/// Returns an upper bound of the header length of this optimizer's checkpoints, with room for keys of other programs.
 uint64_t longest_header(const Optimizer &optimizer);
 
-/// What metadata_of() wrote.
+/// The metadata of an optimizer as read from a file.
 struct SavedOptimizer {
     std::vector<dsopt_group> groups; // this optimizer's, with the saved hyper-parameters
     double max_norm, max_value;
     int64_t calls;
     std::vector<int64_t> order; // the index in this optimizer of each parameter of the file
 };
-/// Throws FORMAT: it cannot have been saved so; MISMATCH: it does not fit this optimizer.
+/// Throws FORMAT if the metadata is invalid, MISMATCH if it does not fit this optimizer.
 SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields);
-/// The saved rules of the loss scale. What makes it static or shared is a matter of this process and stays.
+/// Returns the saved rules of the loss scale, with the flags STATIC and SHARED of `live`.
 ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live);
-/// Which accumulators hold something: a digit for each parameter of this optimizer.
+/// Returns one digit per parameter of this optimizer, as in Param::accumulated.
 std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &order);
 
-/// What a state tensor and a parameter are in a file.
+/// Returns the entry of a state tensor, or of a parameter, in a file.
 TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry);
 TensorEntry tensor_of(const Param &param);
-/// Index of a tensor that fits, or MISMATCH naming it.
+/// Returns the index of a tensor with this name, dtype and size. Throws MISMATCH naming the tensor.
 size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted);
 
 } // namespace dsopt

@@ -17,12 +17,13 @@ void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_
     file.read(index, uint64_t(at) * sizeof(float), to, size_t(count) * sizeof(float));
 }
 
-/// The elements of a scale group whose errors a rank keeps.
+/// The elements of a scale group for which a rank keeps errors.
 struct Kept {
-    Range range;          // of the group
-    int64_t index, scale; // of the first of these elements, and of their scale, in the rank's list
+    Range range;          // relative to the group
+    int64_t index, scale; // indices of the first of these elements, and of their scale, in the rank's error buffer
 };
-/// `layout` is the rank's, `kind` that of the list: worker_error or server_error.
+/// Returns the elements of a group that are in a rank's error buffer. `layout`: the rank's. `kind`: worker_error or
+/// server_error.
 Kept kept_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
     const CompressLayout &vector = layout.whole;
     const CompressLayout::ScaleGroup &all = vector.groups[group];
@@ -34,7 +35,7 @@ Kept kept_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
     return {segment.within(all), segment.server, group - vector.own_chunk().first_group};
 }
 
-/// One rank's list of errors in its file, read piece by piece.
+/// One rank's error buffer in its file, read in pieces.
 class ErrorList {
 public:
     ErrorList(const SafetensorsReader &file, const StateEntry &entry, const ExchangeLayout &layout) :
@@ -46,7 +47,8 @@ public:
         file.verify(index_);
         if (!scales_.empty()) read_floats(file, index_, elements(), scales(), scales_.data());
     }
-    /// Adds the errors of those elements of a range of a scale group that the rank has. `sums` are the range's.
+    /// Adds this rank's residuals of the elements in `range`, which is relative to the scale group, to `sums`, which
+    /// has one element per element of `range`. `errors`: scratch memory of that size.
     void add(int32_t group, const Range &range, float *errors, double *sums) const {
         const Kept kept = kept_of(layout_, kind_, group);
         const Range both = intersection(range, kept.range);
@@ -86,7 +88,7 @@ Files open_files(const Optimizer &optimizer, const char *path, const dsopt_io &i
     return files;
 }
 
-/// Who saved a file.
+/// Returns the rank that saved a file.
 DataRank origin_of(const SafetensorsReader &file) {
     const Fields fields(file);
     const auto ranks = fields.number<int32_t>("ranks");
@@ -94,7 +96,8 @@ DataRank origin_of(const SafetensorsReader &file) {
     return {fields.number<int32_t>("rank"), ranks, node_ranks};
 }
 
-/// A list of files, of which the first was saved by `first`: every rank once.
+/// Returns the files in the order of ranks. Throws MISMATCH unless there is exactly one file per rank, and all files
+/// have the numbers of ranks of `first`, the rank that saved the first file.
 Files sort_by_rank(Files files, const DataRank &first) {
     Files sorted{size_t(first.ranks)};
     for (size_t i = 0; i < files.size(); ++i) {
@@ -117,13 +120,13 @@ Files sort_by_rank(Files files, const DataRank &first) {
     return sorted;
 }
 
-/// A list of files: the same metadata.
+/// Throws MISMATCH unless all files have the same metadata.
 void check_one_save(const Files &files) {
     const auto &first = files[0]->metadata();
     for (size_t rank = 1; rank < files.size(); ++rank) {
         const auto &other = files[rank]->metadata();
         for (const auto &[key, value] : first) {
-            if (key == "rank" || key == "accumulated") continue; // what accumulators hold is looked at by check()
+            if (key == "rank" || key == "accumulated") continue; // check() handles accumulators
             const auto found = other.find(key);
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
@@ -163,14 +166,14 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
 }
 
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
-    if (optimizer.onebit() == nullptr && !list_) return; // ranks have everything alike
+    if (optimizer.onebit() == nullptr && !list_) return; // all ranks have identical state
     if (!resharded()) {
         if (errors && !list_ && saved_.rank != own_.rank)
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_.rank,
                         saved_.ranks, own_.rank);
         return;
     }
-    // One rank alone always has the common parameters, and all gradients.
+    // With one rank its parameters are those of all ranks, and its accumulators have all gradients.
     if (saved_.ranks > 1 && !is_zero(file(), "optimizer.lr_sum"))
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
@@ -228,10 +231,11 @@ std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &
         take(active(optimizer));
     else if (saved_nodes() > 1)
         take(errors(optimizer, entry));
-    return bytes; // one rank or node alone has no residuals
+    return bytes; // zeros if one rank or one node saved: it has no residuals
 }
 
-/// Elements that take no part have no residual, whatever their compensated value and its scale say.
+/// Returns the bits of elements that take part in exchanges. Other elements have no residual, whatever their
+/// compensated value and scale are.
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
@@ -240,7 +244,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
         file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());
         return words;
     }
-    // One rank or node has none: they follow from the variance, as in the step that last changed it.
+    // One rank or one node saves no such bits: computes them from the variance, as the step that last changed it would.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];
@@ -260,17 +264,17 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     return words;
 }
 
-/// Tensors are at the same places of the whole vector for any number of ranks.
+/// Relies on tensors having the same indices in the whole vector for any number of ranks.
 std::vector<float> RankFiles::errors(const Optimizer &optimizer, const StateEntry &entry) const {
     const OwnedLayout saved =
         OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
     const ExchangeLayout &own = optimizer.onebit()->setup().layout;
     const std::vector<int32_t> active_words = active(optimizer);
-    // Ranks that have an error of the same element.
+    // Number of ranks that have an error of the same element.
     const int owners = entry.kind == StateKind::worker_error ? saved_nodes() : 1;
     std::vector<ErrorList> lists;
     for (size_t rank = 0; rank < files_.size(); ++rank) {
-        ExchangeLayout layout = saved; // with two levels the chunks are the same, and each worker has kept one slice
+        ExchangeLayout layout = saved; // with two levels chunks are the same, and a worker has one slice
         layout.whole.rank = int32_t(rank);
         layout.node_ranks = saved_.node_ranks;
         layout.node_rank = int32_t(rank) / saved_nodes();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The files that one load reads, of one rank or of all ranks that saved together, and what another number of ranks
-// makes of them: whatever ranks have alike is taken from one, residuals are joined and divided again.
+// The files that one load reads: one rank's file, or the files of all ranks that saved together. For another number of
+// ranks, identical state is read from one file, and residuals are gathered from all files and partitioned again.
 #pragma once
 #include "checkpoint/metadata.h"
 
@@ -8,23 +8,24 @@ namespace dsopt {
 
 class RankFiles {
 public:
-    /// Opens them and checks that a list of them is all of one save: every rank once, and the same metadata.
+    /// Opens the files. Checks that a list has all files of one save: every rank once, and the same metadata.
     RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io);
 
-    /// Where what ranks have alike comes from: the own rank's where as many ranks saved as load.
+    /// Returns the file from which identical state is read: this rank's own file if as many ranks saved as load.
     const SafetensorsReader &file() const { return *files_[size_t(main_)]; }
-    /// Saved by another number of ranks, or by as many in other nodes.
+    /// True if another number of ranks saved, or as many ranks in nodes of another size.
     bool resharded() const { return saved_.ranks != own_.ranks || saved_.node_ranks != own_.node_ranks; }
     int saved_ranks() const { return saved_.ranks; }
-    /// The ranks or, with two levels, nodes that exchanged compressed values. One alone has no residuals.
+    /// Returns the number of ranks or, with two levels, of nodes that exchanged compressed values. With 1 there are no
+    /// residuals.
     int saved_nodes() const { return saved_.ranks / saved_.node_ranks; }
 
-    /// Refuses what cannot be taken over by another number of ranks, or by another rank. `errors`: the error feedback
-    /// is wanted.
+    /// Throws MISMATCH for state that another number of ranks, or another rank, cannot load. `errors`: error feedback
+    /// is to be loaded.
     void check(const Optimizer &optimizer, bool errors) const;
-    /// Refuses a tensor of file() that other ranks have in another form.
+    /// Throws MISMATCH unless a tensor of file() is identical in the files of all ranks.
     void check_alike(size_t index) const;
-    /// Every tensor's checksum in the files beside file().
+    /// Compares the checksums of all tensors in the files other than file().
     void verify_others() const;
 
     /// True if the entry has another size, or does not exist, with another number of ranks: make() returns its
@@ -38,10 +39,10 @@ private:
     std::vector<float> errors(const Optimizer &optimizer, const StateEntry &entry) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
 
-    std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks where a list was given
+    std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks if the caller passed a list
     bool list_;
-    DataRank own_;     // of this process
-    DataRank saved_{}; // who saved the first file that was given
+    DataRank own_;     // this process's
+    DataRank saved_{}; // the rank that saved the first file
     int main_ = 0;
 };
 

@@ -12,15 +12,15 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-// RapidJSON in an unnamed namespace: none of its symbols can meet those of another copy in the process. A broken
-// promise inside it must not abort the caller's process.
+// RapidJSON in an unnamed namespace: its symbols cannot clash with those of another copy in the process. A failed
+// assertion in it throws and does not abort the caller's process.
 // clang-format off
 #define RAPIDJSON_NAMESPACE dsopt::rapidjson
 #define RAPIDJSON_NAMESPACE_BEGIN namespace dsopt { namespace { namespace rapidjson {
 #define RAPIDJSON_NAMESPACE_END }}}
 // clang-format on
 #define RAPIDJSON_ASSERT(x) (static_cast<bool>(x) ? void(0) : throw ::dsopt::Error(DSOPT_ERR_INTERNAL, "JSON: %s", #x))
-#if defined(__clang__) // its stack adds to a null pointer while it is empty, which clang's sanitizer reports
+#if defined(__clang__) // RapidJSON's empty stack adds to a null pointer, which clang's sanitizer reports
 #pragma clang attribute push(__attribute__((no_sanitize("pointer-overflow"))), apply_to = function)
 #endif
 #include <rapidjson/memorystream.h>
@@ -38,7 +38,7 @@ using ull = unsigned long long; // for printf
 
 constexpr uint64_t kMaxHeader = SafetensorsReader::kLongestHeader;
 constexpr size_t kMaxDims = 8;
-constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; more need more memory than their header
+constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; more keys need more memory than their header
 constexpr size_t kDigits = 32;
 constexpr std::string_view kMetadataKey = "__metadata__";
 constexpr std::string_view kHeaderKey = "header_xxh3";
@@ -68,7 +68,7 @@ private:
     XXH3_state_t state_;
 };
 
-/// Of the length field and the header, its own digits taken as zeros.
+/// Returns the checksum of the length field and the header, with zeros in place of the checksum's own digits.
 std::string header_digest(std::string_view length_and_header) {
     const size_t digits = 8 + kStart.size();
     Digest digest;
@@ -124,7 +124,7 @@ void check_names(std::vector<std::string_view> names, const char *what) {
 
 void check_lists(const Metadata &metadata, const std::vector<TensorEntry> &tensors) {
     std::vector<std::string_view> names;
-    if (metadata.size() + tensors.size() >= kMaxKeys) // one more is the header's own
+    if (metadata.size() + tensors.size() >= kMaxKeys) // the header adds one more key
         throw Error(DSOPT_ERR_UNSUPPORTED, "%zu tensors and metadata keys are too many",
                     metadata.size() + tensors.size());
     for (const auto &[key, value] : metadata) {
@@ -147,11 +147,12 @@ void check_lists(const Metadata &metadata, const std::vector<TensorEntry> &tenso
 
 struct Header {
     std::string text;            // length field included
-    std::vector<size_t> digests; // where in `text` the digits of the i-th tensor of the file are
+    std::vector<size_t> digests; // offset in `text` of the digits of the i-th tensor of the file
     uint64_t data_bytes = 0;
 };
 
-/// With zeros for the checksums: so the size of the file is known before the first tensor is read.
+/// Makes a header with zeros in place of checksums, so that the size of the file is known before the first tensor is
+/// read.
 Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &tensors,
                    const std::vector<size_t> &order) {
     Header header;
@@ -180,7 +181,7 @@ Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &ten
         text += R"(],"data_offsets":[)" + std::to_string(begin) + ',' + std::to_string(header.data_bytes) + "]}";
     }
     text += '}';
-    // Data at page boundaries can be mapped or read directly; for small files that would be mostly padding.
+    // Page-aligned data can be mapped, or read with direct I/O. A small file would be mostly padding.
     const size_t alignment = header.data_bytes < (size_t(1) << 20) ? 64 : 4096;
     text.resize((text.size() + alignment - 1) / alignment * alignment, ' ');
     const uint64_t length = text.size() - 8;
@@ -193,7 +194,7 @@ Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &ten
 
 // ---- reading ----
 
-/// malloc that throws: RapidJSON, which only makes memory larger with it, does not look at the result.
+/// realloc that throws on failure: RapidJSON does not check the result. It only grows memory.
 struct JsonAllocator {
     void *Realloc(void *memory, size_t, size_t bytes) {
         void *const moved = std::realloc(memory, bytes);
@@ -203,8 +204,8 @@ struct JsonAllocator {
     static void Free(void *memory) { std::free(memory); }
 };
 
-/// Gets the header's JSON event by event and lets only the layout of safetensors through. What it does not expect ends
-/// the parse at once, so nesting is never deeper than three.
+/// Receives the header's JSON event by event and accepts only the layout of safetensors. Anything else throws at once,
+/// so nesting is never deeper than three.
 class HeaderHandler : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, HeaderHandler> {
 public:
     SortedMetadata metadata;
@@ -219,7 +220,7 @@ public:
             bounds_.push_back(value);
             if (bounds_.size() > 2) fail("more than two data_offsets");
         } else {
-            tensors.back().shape.push_back(int64_t(value)); // from 2^63 on negative, which tensor_bytes() refuses
+            tensors.back().shape.push_back(int64_t(value)); // 2^63 or more is negative: tensor_bytes() refuses it
             if (tensors.back().shape.size() > kMaxDims) fail("too many dimensions");
         }
         return true;
@@ -288,12 +289,12 @@ private:
 
     int depth_ = 0; // 1: in the header, 2: in the metadata or a tensor, 3: in shape or data_offsets
     bool in_metadata_ = false;
-    std::string key_;              // the last one
-    unsigned fields_ = 0;          // of the tensor being read, a bit each
-    std::vector<uint64_t> bounds_; // its data_offsets
+    std::string key_;              // the last key
+    unsigned fields_ = 0;          // one bit per field of the current tensor that was read
+    std::vector<uint64_t> bounds_; // data_offsets of the current tensor
 };
 
-/// Length field and header, checksum compared.
+/// Returns the length field and the header, after comparing the checksum.
 std::string read_header(const Source &source, uint64_t longest) {
     const uint64_t total = source.size();
     uint64_t length = 0;
@@ -310,7 +311,7 @@ std::string read_header(const Source &source, uint64_t longest) {
     const std::string_view header = std::string_view(text).substr(sizeof length);
     if (!header.starts_with(kStart) || header.size() < kStart.size() + kDigits)
         refuse("not a dsopt checkpoint: the header has no checksum");
-    // Compared as text: each bit counts, so "AB" is not "ab".
+    // Compared as text: "AB" differs from "ab", so every bit of the file is covered.
     if (header.substr(kStart.size(), kDigits) != header_digest(text))
         refuse("header: damaged, checksum does not match");
     return text;
@@ -337,7 +338,7 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
         });
         return digest.hex();
     };
-    // Twice over the tensors: a sink takes bytes in order only, and the checksums come first.
+    // Reads the tensors twice: the sink receives bytes in order, and the checksums come first.
     for (size_t i = 0; i < order.size(); ++i)
         header.text.replace(header.digests[i], kDigits, digest_of(order[i], [](const void *, size_t) {}));
     header.text.replace(8 + kStart.size(), kDigits, header_digest(header.text));
@@ -345,7 +346,7 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
     for (size_t i = 0; i < order.size(); ++i) {
         const std::string digest =
             digest_of(order[i], [&](const void *data, size_t bytes) { sink.write(data, bytes); });
-        // Otherwise a good old file would be replaced by one that is refused on the day it is needed.
+        // Otherwise a valid old file would be replaced by one that cannot be loaded.
         if (header.text.compare(header.digests[i], kDigits, digest) != 0)
             throw Error(DSOPT_ERR_BUSY, "tensor %s changed while it was saved", shown(tensors[order[i]].name).c_str());
     }
@@ -372,7 +373,7 @@ SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source, uint6
     tensors_ = std::move(handler.tensors);
     metadata_.erase(metadata_.find(kHeaderKey));
     std::string key;
-    uint64_t offset = text.size(); // nothing is between tensors, or before them
+    uint64_t offset = text.size(); // the tensors are contiguous
     for (size_t i = 0; i < tensors_.size(); ++i) {
         const std::string &name = tensors_[i].name;
         if (!index_.emplace(name, i).second) refuse("header: tensor " + shown(name) + " is there twice");

@@ -6,7 +6,7 @@
 //   header    JSON, padded with spaces so that the data begin at a multiple of 64 (4096 from 1 MiB of data on):
 //             {"__metadata__":{"header_xxh3":"<32 hex digits>", <metadata>, "xxh3.<name>":"<32 hex digits>", ...},
 //              "<name>":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}, ...}
-//   data      the tensors one behind the other, those with large elements first, so that each is aligned
+//   data      the tensors, contiguous, those with large elements first, so that each is aligned
 //
 // The digits are XXH3-128 in its canonical byte order. "header_xxh3" comes first and is taken over the length field and
 // the header with its own digits as '0'. Any safetensors reader can read the file; only files with these checksums are
@@ -34,19 +34,19 @@ struct TensorEntry {
     uint64_t bytes;             ///< elements times element size
 };
 
-/// Where bytes [offset, offset + bytes) of tensor `index` of the list are in host memory, until the next call. `bytes`
-/// is 1 to 4 MiB, pieces of a tensor come in order, and every tensor is asked for twice.
+/// Returns host memory with bytes [offset, offset + bytes) of tensor `index` of the list, valid until the next call.
+/// `bytes` is from 1 byte to 4 MiB. The pieces of a tensor are requested in order, and every tensor twice.
 using Deliver = std::function<const void *(size_t index, uint64_t offset, size_t bytes)>;
 using Metadata = std::vector<std::pair<std::string, std::string>>;
 using SortedMetadata = std::map<std::string, std::string, std::less<>>;
 
-/// Writes a container. Everything is checked and begin() called before the first tensor is asked for.
+/// Writes a container. Checks everything and calls begin() before it requests the first tensor.
 /// Throws DSOPT_ERR_ARGUMENT, _DTYPE, _SHAPE: a wrong entry; _UNSUPPORTED: header over the format's limit; _BUSY: a
 /// tensor changed meanwhile; and what the sink and `deliver` throw.
 void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<TensorEntry> &tensors,
                        const Deliver &deliver);
 
-/// An open container. Const calls may come from several threads if the source allows it (the one of a file does).
+/// An open container. Several threads may call const methods if the source allows it (that of a file does).
 class SafetensorsReader {
 public:
     /// Reads and checks the whole header; throws DSOPT_ERR_IO or DSOPT_ERR_FORMAT. Needs memory for the header, not for
@@ -60,10 +60,10 @@ public:
     size_t find(std::string_view name) const;                                        ///< index of a tensor, or npos
     const std::string &checksum(size_t index) const { return checksums_.at(index); } ///< as saved
 
-    /// Reads a tensor piece by piece and compares the checksum: DSOPT_ERR_CHECKSUM. `data`, if given, gets the bytes,
-    /// good or not.
+    /// Reads a tensor in pieces. Throws DSOPT_ERR_CHECKSUM if the checksum differs. If `data` is not NULL, the bytes
+    /// are stored there, even if the checksum differs.
     void verify(size_t index, void *data = nullptr) const;
-    /// Part of a tensor, unchecked.
+    /// Reads a part of a tensor without comparing the checksum.
     void read(size_t index, uint64_t offset, void *data, size_t bytes) const;
 
 private:

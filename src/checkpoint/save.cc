@@ -7,7 +7,7 @@
 namespace dsopt {
 
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
-    const DefaultFloatEnvironment environment; // numbers as text are rounded too
+    const DefaultFloatEnvironment environment; // conversion of numbers to text rounds, too
     if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files has an effect in loading only");
     check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
     check_groups(optimizer);
