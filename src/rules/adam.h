@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam and AdamW, and apex's first fused Adam. One element each; `g` is as given, unscaled here.
+// Adam and AdamW, and apex's first fused Adam. The functors update one element; they unscale `g`, which is as given.
 #pragma once
 #include "rules/scalars.h"
 
@@ -9,15 +9,16 @@ namespace dsopt {
 inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
 inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
 
-/// What an unscaled gradient does to both.
+/// Updates both running means with an unscaled gradient.
 template <class F> DSOPT_HD void take_gradient(const Scalars &s, F g, F &m, F &v) {
     m = s.beta1 * m + s.a1 * g;
     v = s.beta2 * v + (s.a2 * g) * g;
 }
 
-/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one quotient and one
-/// root: the corrections are in the step size and beside the root. lr wd p is subtracted together with the step and not
-/// by a factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in every step.
+/// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one division and one
+/// square root: the bias corrections are factors of the step size and of the root. lr wd p is subtracted together with
+/// the step and not by a factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in
+/// every step.
 template <bool Decoupled> struct Adam {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields | kStepSize;
@@ -32,8 +33,8 @@ template <bool Decoupled> struct Adam {
     }
 };
 
-/// The same as the original has it, whose order of operations is part of the result: both moments are divided by their
-/// correction first, then root, sum with eps, quotient.
+/// The same rule in the original's order of operations, which determines the bits of the result: both moments are
+/// divided by their correction first, then root, sum with eps, quotient.
 template <bool Decoupled> struct AdamCompat {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields;
@@ -49,7 +50,8 @@ template <bool Decoupled> struct AdamCompat {
     }
 };
 
-/// The quotient that LAMB, the legacy Adam and the 1-bit family share: moments without bias correction, decay added.
+/// Returns the update that LAMB, the legacy Adam and the 1-bit family share: the quotient of moments without bias
+/// correction, with decay added.
 template <bool EpsInside, class F> DSOPT_HD F plain_update(const Scalars &s, F p, F m, F v) {
     const F denominator = EpsInside ? square_root(v + s.eps) : square_root(v) + s.eps;
     return m / denominator + s.wd * p;
@@ -72,7 +74,7 @@ inline void adam_defaults(dsopt_group &group) {
     group.beta2 = 0.999;
     group.eps = 1e-8;
 }
-/// Without decay AdamW would be Adam. torch.optim has this value.
+/// Sets a weight decay, without which AdamW would be Adam. torch.optim has this value.
 inline void adamw_defaults(dsopt_group &group) {
     adam_defaults(group);
     group.weight_decay = 0.01;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every rule that there is: its record and its formulas.
+// The list of all rules, with their records and formulas.
 #pragma once
 #include "rules/adagrad.h"
 #include "rules/adam.h"
@@ -13,10 +13,10 @@ namespace dsopt {
 inline constexpr const RuleInfo *kRules[] = {&kAdam,        &kAdamW,      &kLamb, &kLegacyAdam, &kOneBitAdam,
                                              &kZeroOneAdam, &kOneBitLamb, &kSgd,  &kAdagrad,    &kLion};
 
-/// What visit() gives for a formula.
+/// The tag that visit() passes for a formula.
 template <class T> struct Formula { using type = T; };
 
-/// Calls `f` with the Formula of a rule. No default: -Werror=switch finds what a new one must touch.
+/// Calls `f` with the Formula of a rule. No default: -Werror=switch finds what a new formula must touch.
 template <class F> DSOPT_HD constexpr void visit(Rule rule, F &&f) {
     switch (rule) {
     case Rule::adam: f(Formula<Adam<false>>{}); return;
@@ -49,7 +49,7 @@ DSOPT_HD constexpr uint32_t fields_of(Rule rule) {
 
 /// True for formulas that multiply an update by a trust ratio, in compressed steps of 1-bit LAMB too.
 DSOPT_HD bool has_trust(Rule rule) { return (fields_of(rule) & kTrust) != 0; }
-/// The factor of a tensor from its sums of squares, of a formula with Passes::reduced.
+/// Returns the factor of a tensor from its sums of squares, for a formula with Passes::reduced.
 DSOPT_HD float factor_of(const Hyper &hyper, double weights, double updates) {
     float factor = 1;
     visit(hyper.rule, [&](auto formula) {
@@ -59,7 +59,7 @@ DSOPT_HD float factor_of(const Hyper &hyper, double weights, double updates) {
     return factor;
 }
 
-/// What a step needs of a group's formula beside the tensors. `step` counts this update too.
+/// Returns the scalars of a group's formula in a step. `step` includes this update.
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, int64_t step, double divisor, float limit) {
     return make_scalars(hyper, fields_of(hyper.rule), step, divisor, limit);
 }

@@ -25,7 +25,7 @@ void check_field(const GroupField &field, double value, const RuleInfo &info) {
     check_range(field.name, value, field.range);
 }
 
-/// Fields that only the 1-bit family has. Where the algorithm does not use them they must be 0.
+/// Checks the fields that only the 1-bit family has. Fields that the algorithm does not use must be 0.
 void check_onebit_fields(const dsopt_group &g) {
     const bool onebit = is_onebit(g.algorithm), zero_one = g.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
     const bool lamb = g.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups by their records: defaults, checks, hyper-parameters by key.
+// Functions of groups that use the records of algorithms: defaults, checks, hyper-parameters by key.
 #pragma once
 #include "rules/rule.h"
 
 namespace dsopt {
 
-/// Throws DSOPT_ERR_ARGUMENT for an algorithm that there is not.
+/// Throws DSOPT_ERR_ARGUMENT for an unknown algorithm.
 const RuleInfo &info_of(int32_t algorithm);
-/// Every field as dsopt_group_init gives it, `size` aside.
+/// Returns every field as dsopt_group_init sets it, except `size`.
 dsopt_group default_group(int32_t algorithm);
 void check_group(const dsopt_group &group, bool compat);
 
-/// The formula that a group runs, and the moments that it keeps, which are the same in both modes.
+/// Returns the formula of a group; moments_of() returns its moments, which are the same in both modes.
 Rule formula_of(const dsopt_group &group, bool compat);
 const MomentList &moments_of(const dsopt_group &group);
-/// Which one is in one of the two lists only, NULL if none.
+/// Returns a moment that is in only one of the two lists, NULL if there is none.
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b);
 bool has_trust(const dsopt_group &group);
 
-/// NULL if no hyper-parameter that is a number has this key.
+/// Returns NULL if no numeric hyper-parameter has this key.
 const GroupField *find_field(int32_t key);
-/// NULL if no flag has this key.
+/// Returns NULL if no flag has this key.
 const GroupFlag *find_flag(int32_t key);
 
 } // namespace dsopt

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LAMB (You et al. 2020) in two passes: the moments and both norms, then the weights. The update is formed again in the
-// second pass from the new moments and the old weight, which is cheaper than storing it.
+// LAMB (You et al. 2020) in two passes: the moments and both norms, then the weights. The second pass computes the
+// update again from the new moments and the old weight, which is cheaper than storing the update.
 #pragma once
 #include "rules/adam.h"
 

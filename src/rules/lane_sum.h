@@ -12,16 +12,16 @@ namespace dsopt {
 
 constexpr int kLanes = 32, kLeafLanes = 128;
 
-/// The sum of all lanes, in lane[0].
+/// Returns the sum of all lanes, which is also in lane[0].
 template <int Lanes> DSOPT_HD double fold_lanes(double *lane) {
     for (int l = 0; l < Lanes / 2; ++l) lane[l] += lane[l + Lanes / 2];
     if constexpr (Lanes > 2) fold_lanes<Lanes / 2>(lane);
     return lane[0];
 }
 
-/// What a thread of a GPU has of a leaf: lanes 4t to 4t + 3.
+/// Returns the sum of lanes 4t to 4t + 3 of a leaf, which one GPU thread has.
 DSOPT_HD double add_neighbours(double a, double b, double c, double d) { return (a + b) + (c + d); }
-/// The sum of the lanes of a leaf, or of the first ones where the others are zeros.
+/// Returns the sum of the lanes of a leaf, or of its first lanes if the other lanes are zeros.
 template <int Lanes> DSOPT_HD double fold_leaf_lanes(const double (&lane)[Lanes]) {
     double sum[Lanes / 4];
     for (int t = 0; t < Lanes / 4; ++t)
@@ -29,15 +29,15 @@ template <int Lanes> DSOPT_HD double fold_leaf_lanes(const double (&lane)[Lanes]
     return fold_lanes<Lanes / 4>(sum);
 }
 
-/// value(0), value(1), ... value(count - 1) by one thread, at most `Lanes` of them. The lanes that are left out would
-/// hold zeros, which change no bit of a sum of squares.
+/// Returns the sum of value(0), value(1), ... value(count - 1), computed by one thread. `count` is at most `Lanes`. The
+/// other lanes of kLanes would be zeros, which change no bit of a sum of squares.
 template <int Lanes, class Value> DSOPT_HD double add_few(int64_t count, const Value &value) {
     double lane[Lanes];
     for (int l = 0; l < Lanes; ++l) lane[l] = l < count ? value(l) : 0.0;
     return fold_lanes<Lanes>(lane);
 }
 
-/// Any number of values, on the host.
+/// Returns the sum of any number of values, on the host.
 template <class Value> double add_in_lanes(int64_t count, const Value &value) {
     if (count <= 1) return count == 1 ? value(0) : 0.0; // most tensors of a long list
     if (count <= 8) return add_few<8>(count, value);

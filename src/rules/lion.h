@@ -13,7 +13,7 @@ struct Lion {
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m) const {
         g = unscale(s, g);
         const F c = s.beta1 * m + s.a1 * g;
-        const F sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // of 0 it is 0, and a NaN stays one
+        const F sign = c > 0 ? 1.0f : c < 0 ? -1.0f : c; // the sign of 0 is 0, NaN stays NaN
         p = p - s.lr * (sign + s.wd * p);
         m = s.beta2 * m + s.a2 * g;
     }

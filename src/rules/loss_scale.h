@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss-scale machine. It lives in backend memory and moves there, so no step waits for it.
+// The state machine of the loss scale. Its state is in backend memory and is updated there, so no step waits for it.
 #pragma once
 #include "base/dtype.h"
 #include "dsopt.h"
@@ -16,29 +16,29 @@ struct ScalerRules {
 
 /// State tensor "scaler", as 12 I32 words.
 struct ScalerState {
-    DoubleWords dynamic; // the machine's own value
+    DoubleWords dynamic; // the scale of the state machine
     DoubleWords forced;  // used while overridden
     int32_t updates, last_overflow, hysteresis, failures, overridden, recorded, skipped_in_row, reserved;
 };
 static_assert(sizeof(ScalerState) == 12 * sizeof(int32_t) && alignof(ScalerState) == alignof(int32_t));
 
-/// A scale that fp32 holds: one of Inf would turn gradients of zero into NaN, one of 0 divides by zero.
+/// True if the scale is positive and finite in fp32: Inf would turn gradients of zero into NaN, 0 would divide by zero.
 DSOPT_HD bool is_loss_scale(double scale) { return float(scale) > 0 && scale <= double(FLT_MAX); }
-/// The largest that a scale grows to: a power of two, so that it goes on to divide gradients without rounding.
+/// Largest scale that is reached by growth: a power of two, so that division of gradients by it does not round.
 constexpr double kLargestGrown = 0x1p127;
 
-/// The float that backward multiplies by. The machine counts in double as the original does, and a caller's words may
-/// hold anything.
+/// Returns the scale that the backward pass multiplies by, at most FLT_MAX. The state is in double as in the original,
+/// and words in the caller's memory may have any value.
 DSOPT_HD float scale_in_use(const ScalerState &s) {
     const double scale = s.overridden ? s.forced : s.dynamic;
     return scale < double(FLT_MAX) ? float(scale) : FLT_MAX;
 }
 
-/// False for words that no transition leaves behind, such as zeros or those of another array.
+/// False for words that no transition writes, such as zeros or the contents of another array.
 DSOPT_HD bool scale_can_be_used(const ScalerState &s) { return s.overridden ? s.forced > 0 : s.dynamic > 0; }
 
-/// After an overflow: words that were spoilt become the smallest scale, and one that has left the doubles comes back.
-/// A static scale is the caller's to know.
+/// Repairs a scale after an overflow: a corrupted scale becomes the smallest one, and a scale above FLT_MAX becomes
+/// FLT_MAX. A corrupted override is cleared. A static scale stays as the caller set it.
 DSOPT_HD void restore_scale(const ScalerRules &rules, ScalerState &s) {
     if (s.overridden && !(s.forced > 0 && s.forced <= double(FLT_MAX))) {
         s.overridden = 0;
@@ -49,14 +49,15 @@ DSOPT_HD void restore_scale(const ScalerRules &rules, ScalerState &s) {
     if (!(s.dynamic <= double(FLT_MAX))) s.dynamic = double(FLT_MAX);
 }
 
-/// The larger scale after a window without overflow.
+/// Returns the larger scale after a window without overflow.
 DSOPT_HD double grown_scale(const ScalerRules &rules, double scale) {
     const double grown = scale * rules.factor < rules.max ? scale * rules.factor : rules.max;
     if (grown <= kLargestGrown) return grown;
     return scale > kLargestGrown && scale <= double(FLT_MAX) ? scale : kLargestGrown;
 }
 
-/// At the end of their range both counts go back by whole windows: only what lies between them matters.
+/// Counts an update. At the end of their range `updates` and `last_overflow` are reduced by whole windows: only their
+/// difference matters.
 DSOPT_HD void count_update(const ScalerRules &rules, ScalerState &s) {
     if (s.updates == INT32_MAX) {
         const int64_t good = (int64_t(s.updates) - s.last_overflow - 1) % rules.window;
@@ -66,8 +67,8 @@ DSOPT_HD void count_update(const ScalerRules &rules, ScalerState &s) {
     s.updates = one_more(s.updates);
 }
 
-/// One transition (DeepSpeed's DynamicLossScaler and the machine inside its wrappers, which is the same without
-/// hysteresis).
+/// Makes one transition, as DeepSpeed's DynamicLossScaler does. The state machine inside its wrappers is the same
+/// without hysteresis.
 DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool overflow) {
     s.skipped_in_row = overflow ? one_more(s.skipped_in_row) : 0;
     s.recorded = 0;

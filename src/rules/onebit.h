@@ -1,49 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit compression with error feedback, and the rules of the optimizers that use it. One element each.
+// 1-bit compression with error feedback, and the formulas of the optimizers that use it, per element or per tensor.
 #pragma once
 #include "rules/scalars.h"
 
 namespace dsopt {
 
-/// The value that a bit stands for. Zeros of both signs and NaN count as positive, everywhere.
+/// Returns the decoded value of the sign of `of`. Zeros of both signs and NaN count as positive, everywhere.
 DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : scale; }
-/// The residual of a compensated value, which error feedback adds to the next message.
+/// Returns the residual of a compensated value, which error feedback adds to the next message.
 DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
 
-/// Returns the scale of a scale group: its signs times the scale have its mean square.
+/// Returns the scale of a scale group: signs times the scale have the same mean square as the group.
 DSOPT_HD float rms_of(double squares, int64_t numel) {
     return numel == 0 ? 0.0f : float(sqrt(squares) / sqrt(double(numel)));
 }
 
-/// A bit for each element, lowest first: it takes part. NULL: all do. Returns those of `element` and of the elements
-/// behind it up to the end of the word.
+/// Returns the bits of `element` and of the elements after it up to the end of the word. `active` has one bit per
+/// element, lowest first: 1 = the element takes part. NULL: all elements take part.
 DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
     return active == nullptr ? 0xffffffffu : uint32_t(active[element / 32]) >> (element % 32);
 }
 DSOPT_HD bool takes_part(const int32_t *active, int64_t element) { return (active_from(active, element) & 1u) != 0; }
 
-/// A bit of such an array.
+/// Returns the bit of an element in such an array.
 DSOPT_HD bool has_variance(float v) { return v != 0; }
 
-/// What a rank brings to the exchange of a step.
+/// The values that a rank adds to an exchange.
 enum class Feed : uint8_t {
-    momentum, // 1-bit Adam: the momentum with the own gradient in it
-    scaled,   // 1-bit LAMB: that, brought to the same size in all tensors
-    gradient, // 0/1 Adam while the variance still moves
-    distance, // 0/1 Adam afterwards: how far the weights went since ranks last agreed, in units of the momentum
+    momentum, // 1-bit Adam: the momentum, updated with this rank's gradient
+    scaled,   // 1-bit LAMB: the same momentum, scaled to the same size in all tensors
+    gradient, // 0/1 Adam until the variance is frozen
+    distance, // 0/1 Adam afterwards: change of the weights since the last synchronisation, in units of the momentum
 };
-/// What becomes of the mean.
+/// Scalars of the family's formulas for one tensor, in addition to Scalars.
 struct OneBitScalars {
-    float scaling; // 1-bit LAMB: brings momenta of all tensors to the same size
-    float lr_sum;  // 0/1 Adam: learning rates since ranks last agreed
-    bool drops;    // 0/1 Adam of the original on one rank: the momentum does not see the gradient
-    /// Standard mode: `track` is the anchor, the weights on which ranks last agreed. Compat mode: it is the drift, the
-    /// way since then.
+    float scaling; // 1-bit LAMB: factor that scales the momenta of all tensors to the same size
+    float lr_sum;  // 0/1 Adam: sum of the learning rates since the last synchronisation
+    bool drops;    // 0/1 Adam of the original on one rank: the momentum ignores the gradient
+    /// True in standard mode: `track` is the anchor, the weights after the last synchronisation. False in compat mode:
+    /// `track` is the drift, the change of the weights since then.
     bool anchored;
 };
 
-/// True for an element that gradients and means change. In standard mode an element whose variance is 0 when it freezes
-/// stays as it is: a sign has no zero, and would be divided by eps.
+/// True for an element that gradients and means change. In standard mode an element whose variance is 0 when the
+/// variance freezes stays as it is: a sign is never 0, and it would be divided by eps.
 DSOPT_HD bool moves(const OneBitScalars &o, float v) { return !o.anchored || has_variance(v); }
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
@@ -57,18 +57,18 @@ DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, f
     return (o.anchored ? p - track : track) * (sqrtf(v) + s.eps);
 }
 
-/// Adam's step with a variance that stays: the same order as in plain_update().
+/// Returns Adam's update with a frozen variance, in the same order of operations as plain_update().
 DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
     const float update = m / (sqrtf(v) + s.eps);
     return s.wd > 0 ? update + s.wd * p : update;
 }
 
-/// After the exchange, with `y` the mean that all ranks have.
+/// Updates moments and weights after the exchange. `y`: the mean, which is identical on all ranks.
 DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
                         float &track) {
     if (!moves(o, v)) y = 0;
     if (feed == Feed::distance) {
-        if (o.lr_sum != 0) m = -(y / o.lr_sum); // no rate at all: nobody moved, the momentum stays
+        if (o.lr_sum != 0) m = -(y / o.lr_sum); // lr_sum 0: no weights changed, m stays
         const float common = o.anchored ? track : p - track;
         p = common + y / (sqrtf(v) + s.eps);
         track = o.anchored ? p : 0;
@@ -81,8 +81,9 @@ DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, flo
     p = p + -s.lr * frozen_update(s, p, m, v);
 }
 
-/// 1-bit LAMB after the exchange: the momentum, the variance as it would have gone on, and the update, of which norms
-/// are taken. `factor` is how much smaller that variance would have made a step.
+/// 1-bit LAMB after the exchange: lamb_take_mean() updates the momentum and `fresh`, the estimate of the unfrozen
+/// variance, and returns the update without and with decay, whose norms are needed. `factor` is the ratio of a step
+/// with the unfrozen variance to a step with the frozen variance.
 struct LambUpdate {
     float without_decay, update, factor;
 };
@@ -98,22 +99,24 @@ DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, flo
     return {without_decay, s.wd > 0 ? without_decay + s.wd * p : without_decay, denominator / (sqrtf(fresh) + s.eps)};
 }
 
-/// 1-bit LAMB: how trust ratios go on when nobody knows the gradient's mean any more.
+/// 1-bit LAMB: constants of the trust ratio in compressed steps, in which no rank has the mean gradient.
 struct TrustRules {
     double beta, threshold, min_change, max_change;
     bool compat;
 
     bool operator==(const TrustRules &) const = default;
 };
-/// The running mean that compressed steps go on with. In the original it begins at 0 and a ratio of exactly 1 does not
-/// count; here it is divided by `weight`, the sum of the weights of its ratios, when it is used. NULL in compat mode.
+/// Updates the running mean of the trust ratio, which compressed steps use. In the original the mean begins at 0, and a
+/// ratio of exactly 1 does not count. In standard mode the mean is divided by `weight`, the sum of the weights of its
+/// terms, when it is used. `weight` is NULL in compat mode.
 DSOPT_HD void average_trust(const TrustRules &rules, double ratio, float &average, float *weight) {
     if (rules.compat && ratio == 1) return;
     average = float(rules.beta * average + (1 - rules.beta) * ratio);
     if (weight != nullptr) *weight = float(rules.beta * *weight + (1 - rules.beta));
 }
-/// The trust ratio of a compressed step. `factor`: the largest of the tensor. `without`, `with`: sums of squares of the
-/// update, without and with decay. `last` is the factor of the step before, and becomes this one's.
+/// Returns the trust ratio of a compressed step. `factor`: the tensor's largest factor. `without`, `with`: sums of
+/// squares of the update, without and with decay. `last`: the factor of the last step; is set to the factor of this
+/// step.
 DSOPT_HD float frozen_trust(const TrustRules &rules, double factor, double without, double with, bool decays,
                             float average, float weight, float &last) {
     if (decays) {
@@ -128,13 +131,14 @@ DSOPT_HD float frozen_trust(const TrustRules &rules, double factor, double witho
     const double mean = !rules.compat && weight > 0 ? double(average) / double(weight) : double(average);
     return float(mean * factor);
 }
-/// The largest of two factors, of which NaN is the largest.
+/// Returns the larger one of two factors. NaN counts as the largest.
 template <class T> DSOPT_HD T larger_factor(T most, T other) { return other > most || other != other ? other : most; }
 
-/// For an exchange of the largest ones, which may lose a NaN: to frozen_trust() infinity is the same.
+/// Replaces NaN by infinity for an all-reduce of the maximum, which may drop a NaN. frozen_trust() treats both the
+/// same.
 DSOPT_HD double factor_to_send(double factor) { return factor != factor ? double(INFINITY) : factor; }
 
-/// 0/1 Adam between exchanges: a step by this rank alone.
+/// Takes a step of 0/1 Adam between exchanges, with this rank's gradient only.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &track) {
     m = s.beta1 * m + s.a1 * (moves(o, v) ? unscale(s, g) : 0.0f);
     const float change = -s.lr * frozen_update(s, p, m, v);

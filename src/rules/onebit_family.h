@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The records of the algorithms that exchange one bit per element. Steps without an exchange run AdamW's formula
-// without bias correction, in compat mode as the legacy Adam has it, or LAMB's; what the others do is in onebit.h, and
-// when in schedule.h.
+// without bias correction (in compat mode the legacy Adam's), or LAMB's. The formulas of the other steps are in
+// onebit.h, the schedule is in schedule.h.
 #pragma once
 #include "rules/lamb.h"
 

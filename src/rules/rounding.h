@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stochastic rounding to bf16. The random number of an element is a function of seed, parameter name, step and the
-// element's place in its tensor: nothing is stored, and however a list is sharded the bits are the same.
+// element's index in its tensor: nothing is stored, and the bits are the same for any sharding.
 #pragma once
 #include "base/dtype.h"
 
 namespace dsopt {
 
-/// Finaliser of MurmurHash3 (Appleby, public domain), 64 bit: one changed bit in, half of the bits out.
+/// 64-bit finaliser of MurmurHash3 (Appleby, public domain): one changed input bit changes half of the output bits.
 DSOPT_HD uint64_t mix64(uint64_t x) {
     x ^= x >> 33;
     x *= 0xff51afd7ed558ccdull;
@@ -15,12 +15,12 @@ DSOPT_HD uint64_t mix64(uint64_t x) {
     return x ^ (x >> 33);
 }
 
-/// Key of a tensor in a step.
+/// Returns the key of a tensor in a step.
 DSOPT_HD uint64_t rounding_key(uint64_t tensor_key, int64_t step) {
     return mix64(tensor_key + uint64_t(step) * 0x9e3779b97f4a7c15ull);
 }
 
-/// Sixteen random bits for an element, with 32-bit operations only, which vectorise.
+/// Returns 16 random bits for an element. Uses 32-bit operations only, which vectorise.
 DSOPT_HD uint32_t random_bits(uint64_t key, uint64_t element) {
     uint32_t h = uint32_t(element) * 0x9e3779b1u + uint32_t(key);
     h ^= h >> 16;
@@ -31,7 +31,7 @@ DSOPT_HD uint32_t random_bits(uint64_t key, uint64_t element) {
     return (h ^ (h >> 16)) & 0xffffu;
 }
 
-/// The bf16 number below or above, as a float. Inf and NaN as in ordinary rounding.
+/// Returns the bf16 number below or above `value`, as a float. Inf and NaN are converted by f32_to_bf16().
 DSOPT_HD float round_stochastic_bf16(float value, uint32_t random) {
     const uint32_t bits = bits_of(value);
     const bool finite = (bits & 0x7f800000u) != 0x7f800000u;

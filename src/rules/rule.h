@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine knows of an update rule beside its arithmetic. A rule is two things, both in its own header: an
-// algorithm of dsopt.h with its record (RuleInfo), and one or several formulas, which are functors that the loops of
-// every device run. all.h lists them.
+// Records of update rules. A rule has two parts, both in the rule's own header: an algorithm of dsopt.h with its record
+// (RuleInfo), and one or several formulas, which are functors that the kernels of every device run. all.h lists all
+// rules.
 #pragma once
 #include "base/hd.h"
 #include "dsopt.h"
@@ -12,7 +12,7 @@
 
 namespace dsopt {
 
-/// The formulas as loops know them: an algorithm with the options that change what it computes.
+/// The formulas: algorithms with the options that change their arithmetic.
 enum class Rule : uint8_t {
     adam,
     adamw,
@@ -30,34 +30,35 @@ enum class Rule : uint8_t {
     lion
 };
 
-/// What the driver runs for a formula, behind pass 1 over the gradients.
+/// The passes that the driver runs for a formula, after pass 1 over the gradients.
 enum class Passes : uint8_t {
     elementwise, // one pass: the functor reads gradients and writes moments and weights
-    /// Two passes: the functor Moments leaves sums of squares of the weights and of what it returns; from these, added
-    /// up over model ranks, factor() follows for each tensor; the functor Weights is given the factor.
+    /// Two passes. The first pass runs the functor Moments, and sums squares of the weights and of the results of
+    /// Moments. factor() computes the factor of each tensor from these sums, which are reduced over model ranks. The
+    /// second pass runs the functor Weights with the factor.
     reduced
 };
 
-constexpr int kMoments = 2; // of any rule, at most
+constexpr int kMoments = 2; // largest number of moments of a rule
 
-/// call(moment[0], ..., moment[Count - 1]), with what kernels have of the moments of a rule.
+/// Calls call(moment[0], ..., moment[Count - 1]). `moment`: values or pointers of a rule's moments.
 template <int Count, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
     [&]<int... K>(std::integer_sequence<int, K...>) __attribute__((always_inline)) { call(moment[K]...); }
     (std::make_integer_sequence<int, Count>{});
 }
 
-/// A state tensor that a formula keeps beside each weight.
+/// A state tensor of a formula, with one element per weight.
 struct MomentInfo {
     const char *name = "";                // in dsopt_state_info and in checkpoints
-    double dsopt_group::*start = nullptr; // the value that it starts with; nullptr: zeros
+    double dsopt_group::*start = nullptr; // its starting value; nullptr: 0
 };
-/// All of them, in the order in which the functor takes them. What is not listed has no name, memory or traffic.
+/// All moments of a formula, in the order of the functor's arguments. Entries from `count` on have no name or memory.
 struct MomentList {
     int count;
     MomentInfo at[kMoments];
 };
 
-/// What some rules have and others do not: hyper-parameters, and where they go.
+/// Hyper-parameters that only some rules have, and forms of bias correction.
 enum Field : uint32_t {
     kBeta1 = 1,
     kBeta2 = 2,
@@ -87,12 +88,12 @@ struct GroupField {
     const char *name; // in messages and checkpoints
     double dsopt_group::*value;
     double Hyper::*hyper; // nullptr: steps do not read it
-    int32_t place;        // in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: it is not there
+    int32_t place;        // index in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: not in rows
     int32_t key;          // DSOPT_KEY_...
     uint32_t field;       // the Field that a rule must have, 0: every rule has it
     Range range;
-    const char *whose; // for messages; NULL: of many
-    bool always_saved; // also where the rule does not have it
+    const char *whose; // name of the algorithm that has it, for messages; NULL: several have it
+    bool always_saved; // also if the rule does not have it
 };
 inline constexpr GroupField kGroupFields[] = {
     {"lr", &dsopt_group::lr, &Hyper::lr, DSOPT_HYPER_LR, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, true},
@@ -120,12 +121,12 @@ inline constexpr GroupField kGroupFields[] = {
      DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, kLrDecay, GroupField::not_negative, "Adagrad", false},
 };
 
-/// call(index) with the index of each of them as a constant: device code cannot read the table at run time.
+/// Calls call(index) with each index of kGroupFields as a constant: device code cannot read the table at run time.
 template <class Call> DSOPT_HD void for_group_fields(const Call &call) {
     [&]<size_t... I>(std::index_sequence<I...>) { (call(std::integral_constant<size_t, I>{}), ...); }
     (std::make_index_sequence<std::size(kGroupFields)>{});
 }
-/// Named places of a row of dsopt_step.hyper. The others must be 0 or NaN.
+/// Number of named entries in a row of dsopt_step.hyper. The other entries must be 0 or NaN.
 constexpr int kHyperPlaces = [] {
     int places = DSOPT_HYPER_MAX_NORM + 1;
     for (const GroupField &field : kGroupFields) places = field.place < places ? places : field.place + 1;
@@ -139,7 +140,7 @@ struct GroupFlag {
     int32_t key; // DSOPT_KEY_..., 0: it cannot change
 };
 inline constexpr GroupFlag kGroupFlags[] = {
-    {DSOPT_GROUP_NO_BIAS_CORRECTION, "no_bias_correction", 0}, // its key says the opposite
+    {DSOPT_GROUP_NO_BIAS_CORRECTION, "no_bias_correction", 0}, // DSOPT_KEY_BIAS_CORRECTION is the opposite
     {DSOPT_GROUP_EPS_INSIDE_SQRT, "eps_inside_sqrt", DSOPT_KEY_EPS_INSIDE_SQRT},
     {DSOPT_GROUP_EPS_UNCORRECTED, "eps_uncorrected", DSOPT_KEY_EPS_UNCORRECTED},
     {DSOPT_GROUP_NON_FREEZE, "non_freeze", 0},
@@ -151,15 +152,15 @@ struct RuleInfo {
     int32_t algorithm;                    // DSOPT_ALGORITHM_...
     const char *name;                     // in checkpoints and messages
     uint32_t fields;                      // an OR of Field
-    int32_t flags = 0;                    // of enum dsopt_group_flags that have an effect
-    bool compat = false;                  // compat mode has it
-    bool one_count = false;               // and counts steps per group there: see count_like_original()
-    void (*defaults)(dsopt_group &group); // of fields that do not start as 0
-    void (*check)(const dsopt_group &group, bool compat) = nullptr; // what the tables above do not say
-    Rule (*formula)(const dsopt_group &group, bool compat);         // which one its options choose
+    int32_t flags = 0;                    // flags of enum dsopt_group_flags that have an effect
+    bool compat = false;                  // compat mode supports it
+    bool one_count = false;               // compat mode counts steps per group: see count_like_original()
+    void (*defaults)(dsopt_group &group); // sets fields whose default is not 0
+    void (*check)(const dsopt_group &group, bool compat) = nullptr; // checks what the tables above do not cover
+    Rule (*formula)(const dsopt_group &group, bool compat);         // returns the formula for a group's options
 };
 
-/// RuleInfo::formula of an algorithm with one formula, and of one that may have eps inside the root.
+/// RuleInfo::formula of an algorithm with one formula. by_eps: of an algorithm that may have eps inside the root.
 template <Rule Only> Rule always(const dsopt_group &, bool) { return Only; }
 template <Rule Outside, Rule Inside> Rule by_eps(const dsopt_group &group, bool) {
     return group.flags & DSOPT_GROUP_EPS_INSIDE_SQRT ? Inside : Outside;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step computes once per tensor, in double, from the hyper-parameters and the integer step.
+// Scalars that a step computes once per tensor, in double, from the hyper-parameters and the integer step.
 #pragma once
 #include "base/dtype.h"
 #include "rules/rule.h"
@@ -7,22 +7,22 @@
 
 namespace dsopt {
 
-/// Everything a rule needs beside the tensors. `inverse` turns a gradient as given into an unscaled, clipped one.
+/// Everything that a formula reads in addition to tensors. Multiplication by `inverse` unscales and clips a gradient.
 struct Scalars {
-    float lr;           // by kFoldedCorrection and kStepSize with the bias correction in it
+    float lr;           // includes the bias correction if the formula has kFoldedCorrection or kStepSize
     float beta1, beta2; // decay of the moments
-    float a1, a2;       // what is new counts in them: 1 - beta, or 1 - dampening
+    float a1, a2;       // weights of the gradient in the moments: 1 - beta, or 1 - dampening
     float eps, wd;
-    float lr_wd;        // lr times wd, as given
-    float c1, c2;       // bias corrections; 1 without
+    float lr_wd;        // learning rate times weight decay, without bias correction
+    float c1, c2;       // bias corrections; 1 if there is none
     float inverse_root; // 1 / sqrt(c2)
     float inverse;
     bool first;  // this is the tensor's first step
     float limit; // unscaled gradients are clipped to [-limit, limit]; INFINITY = off
 };
 
-// Formulas are written for one element of each array, of a type F: float, or a register of several floats, with which
-// the operators and ?: work on each.
+// Formulas are templates over the type F of one element of each array: float, or a vector register of several floats,
+// on which the operators and ?: work element by element.
 
 template <class F> DSOPT_HD F square_root(F x) {
     if constexpr (sizeof(F) == sizeof(float)) {
@@ -33,7 +33,7 @@ template <class F> DSOPT_HD F square_root(F x) {
     }
 }
 
-/// The gradient that a rule sees. A NaN stays one.
+/// Returns the unscaled and clipped gradient. NaN stays NaN.
 template <class F> DSOPT_HD F unscale(const Scalars &s, F g) {
     g = g * s.inverse;
     if constexpr (sizeof(F) > sizeof(float)) // with a branch the compiler would not vectorise a loop over floats
@@ -50,10 +50,10 @@ DSOPT_HD double power(double base, int64_t n) {
     return result;
 }
 
-/// `step` counts this update too. `fields`: what the formula has. Compat mode rounds the betas to fp32 before anything
-/// else, as the original kernels do.
+/// Returns the scalars of a step. `step` includes this update. `fields`: an OR of Field, of the formula. Compat mode
+/// first rounds the betas to fp32, as the original kernels do.
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step, double divisor, float limit) {
-    const bool dampens = fields & kMomentum; // the decay of the moment has its own name there, and no part of 1
+    const bool dampens = fields & kMomentum; // SGD: beta1 is the momentum, and a1 does not depend on it
     const double given = dampens ? hyper.momentum : hyper.beta1;
     const double beta1 = hyper.compat ? double(float(given)) : given;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
@@ -70,7 +70,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
     s.c1 = float(c1);
     s.c2 = float(c2);
     s.inverse_root = float(1.0 / root);
-    // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the rule stays as it is.
+    // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the formula stays the same.
     s.eps = float(hyper.eps_uncorrected ? hyper.eps / root : hyper.eps);
     s.inverse = float(1.0 / divisor);
     s.limit = limit;
@@ -87,7 +87,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
     return s;
 }
 
-/// Trust ratio of LAMB from the sums of squares; 1 where a norm is 0. A NaN passes through.
+/// Returns the trust ratio of LAMB from the sums of squares; 1 if a norm is 0. NaN stays NaN.
 DSOPT_HD float trust_ratio(double weight_squares, double update_squares, double lower, double upper) {
     const double weight = sqrt(weight_squares), update = sqrt(update_squares);
     if (weight == 0 || update == 0) return 1.0f;
@@ -97,8 +97,8 @@ DSOPT_HD float trust_ratio(double weight_squares, double update_squares, double 
     return float(ratio);
 }
 
-/// What gradients are divided by: the scale they carry, times the clip coefficient where it is above 1. `squares` are
-/// of gradients as given.
+/// Returns the divisor of gradients: their scale, times the clip coefficient if that is above 1. `norm_as_given` is the
+/// norm of gradients as given.
 DSOPT_HD double clip_divisor(double scale, double norm_as_given, double max_norm) {
     if (!(max_norm > 0)) return scale;
     const double coefficient = (norm_as_given / scale + 1e-6) / max_norm;
