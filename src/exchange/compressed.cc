@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_compressed_allreduce and what belongs to it: exchanges without an optimizer.
+// dsopt_compressed_allreduce and the functions around it: exchanges without an optimizer.
 #include "base/sizes.h"
 #include "base/struct_io.h"
 #include "base/tensor_list.h"
@@ -50,7 +50,7 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
     const auto run = [&](ExchangeLoops &loops) {
         prepare_exchange(loops, buffers,
                          [&] { loops.run(layout.has_levels() ? ExchangePass::copy_list : ExchangePass::pack_list); });
-        // What fails between two collectives makes the comms unusable: ranks would pair different ones.
+        // A failure between two collectives makes the comms unusable: ranks would pair different collectives.
         lose_if_it_fails({&comm, nullptr, nullptr, 0, levels}, [&] {
             exchange(&comm, levels, loops, buffers, args.stream);
             loops.run(ExchangePass::decode);
@@ -61,7 +61,7 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
 
 void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server) {
     const OwnedLayout layout = make_layout(comm, node, args);
-    if (layout.slice.worker_numel == 0) return; // or nothing is kept
+    if (layout.slice.worker_numel == 0) return; // there are no residuals
     if (args.worker_error == nullptr || args.server_error == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     const Exchange buffers(layout, args.worker_error, args.server_error, nullptr, nullptr);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// With two comms values go in full precision inside a node, and as one bit an element between nodes. Of the vector only
-// a slice a rank leaves its node, so the bytes on the link that a node's ranks share fall by their number.
+// With two comms, values are sent in full precision inside a node, and as one bit per element between nodes. Each rank
+// sends only its slice of the vector to other nodes, so the bytes on the link that a node's ranks share are divided by
+// their number.
 #include "exchange/exchange.h"
 #include "base/sizes.h"
 #include "rules/onebit.h"
@@ -25,7 +26,7 @@ DataRank data_rank_of(const Comm *data, const Comm *node) {
 }
 
 namespace {
-/// From messages to results on every rank of `comm`.
+/// Exchanges packed messages, so that every rank of `comm` has the results.
 void exchange_messages(Comm &comm, ExchangeLoops &loops, const Compression &own, void *stream) {
     const int64_t bytes = own.layout.message_bytes;
     comm.all_to_all(own.send, own.recv, bytes, stream, Place::backend);
@@ -52,7 +53,8 @@ void exchange(Comm *data, Comm *node, ExchangeLoops &loops, const Exchange &buff
     if (node == nullptr) return exchange_messages(*data, loops, buffers.own, stream);
     const auto &[ranks, numel, vector, slices] = buffers.node;
     const int64_t bytes = numel * int64_t(sizeof(float));
-    // A reduce-scatter with the sum made here: the same bytes, and one order of additions with every provider.
+    // A reduce-scatter whose sum is computed by the engine's kernels: it sends the same bytes, and the order of
+    // additions is the same with every provider.
     node->all_to_all(vector, slices, bytes, stream, Place::backend);
     if (buffers.layout->is_exact()) {
         loops.run(ExchangePass::average_slice);
@@ -105,7 +107,7 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
     const int32_t *const active = on_host(buffers.mean.active, buffers.layout->used_words(), copy_of_active);
     const int64_t first = buffers.layout->slice_range().begin;
     const auto read = [&](const float *values, float scale, int64_t begin, int64_t n, float *residuals) {
-        for (int64_t k = 0; k < n; ++k) // what takes no part is kept at 0, and the others' scale is not its own
+        for (int64_t k = 0; k < n; ++k) // elements that take no part have no residual, although error_of() is not 0
             residuals[k] = takes_part(active, first + begin + k) ? error_of(values[k], scale) : 0;
     };
     if (worker != nullptr) {

@@ -21,7 +21,8 @@ struct Draft {
         sizes.ranks = ranks;
         sizes.rank = rank;
     }
-    /// When all groups are there, in order. Chunks are in order, too, so every group is looked at in few of them.
+    /// Computes the chunks, once all groups are there, in order. Chunks are in order, too, so each group is visited for
+    /// few chunks.
     void finish() {
         sizes.group_count = int32_t(groups.size());
         size_t first = 0;
@@ -76,7 +77,7 @@ Draft padded(int ranks, int rank, const std::vector<int64_t> &numels) {
     }
     for (ScaleGroup &group : draft.groups) group.whole = sizes.worker_numel;
     sizes.group_count = int32_t(numels.size());
-    for (int d = 0; d < ranks; ++d) draft.add_chunk({0, sizes.group_count}); // each has elements of all groups
+    for (int d = 0; d < ranks; ++d) draft.add_chunk({0, sizes.group_count}); // each chunk has elements of all groups
     return draft;
 }
 
@@ -99,17 +100,17 @@ Draft bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
     return draft;
 }
 
-/// The chunks of one node rank, in each node one.
+/// Returns the draft of a slice, which has one chunk per node: that of the node's rank `node_rank`.
 Draft slice_of(const Draft &whole, int nodes, int node, int node_rank) {
     Draft draft(nodes, node);
     if (nodes == 1) return draft; // nothing is compressed
     draft.sizes.server_numel = whole.sizes.server_numel;
     draft.sizes.worker_numel = draft.sizes.server_numel * nodes;
     draft.sizes.whole_words = true;
-    draft.sizes.message_scales = whole.sizes.message_scales; // messages of all slices have one size
+    draft.sizes.message_scales = whole.sizes.message_scales; // messages of all slices have the same size
     const int64_t numel = draft.sizes.worker_numel;
     const Range slice{node_rank * numel, numel, whole.sizes.worker_numel};
-    for (const ScaleGroup &group : whole.groups) { // all of them, so that a group has the same number everywhere
+    for (const ScaleGroup &group : whole.groups) { // all groups, so that a group has the same index in all slices
         const Range range = intersection(group, slice).within(slice);
         draft.groups.push_back({range, range.numel, group.unit});
     }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the tensors of a list are laid out for exchanges. Layouts are made once, when the sizes are known.
+// Layouts of tensor lists in exchanges. A layout is computed once, when the sizes are known.
 #pragma once
 #include "device/compress.h"
 #include <vector>
 
 namespace dsopt {
 
-/// A rank among the data-parallel ones, which come in nodes. Two levels: in the order of the chunks that they serve, so
-/// those that share a slice follow one another.
+/// The index of a data-parallel rank, the number of ranks, and the number of ranks per node. With two levels ranks are
+/// ordered by the chunks that they average, so the ranks that share a slice are contiguous.
 struct DataRank {
     int rank, ranks, node_ranks;
 };
 
-/// How such a rank exchanges tensors of these sizes. `compat`: as the original does, every tensor is a vector of its
-/// own, padded to a multiple of ranks * lcm(ranks, 8) with elements that count like any other. Otherwise the whole list
-/// is one vector, with one scale a tensor: tensors begin at multiples of 32 elements, and what is between them takes no
-/// part. With two levels each rank of a node has a slice of that vector.
+/// Returns the layout of tensors of these sizes on a rank. `compat`: as in the original, each tensor is a vector of its
+/// own, padded to a multiple of ranks * lcm(ranks, 8) with elements that count like all others. Otherwise the whole
+/// list is one vector, with one scale per tensor: tensors begin at multiples of 32 elements, and elements between
+/// tensors take no part. With two levels each rank of a node has a slice of that vector.
 OwnedLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels);
 
 } // namespace dsopt

@@ -5,7 +5,7 @@
 namespace dsopt {
 namespace {
 
-/// Comms of a step that have other ranks.
+/// Calls `look` for each comm of a step that has other ranks.
 template <class Look> void for_each_with_peers(const CommSet &comms, const Look &look) {
     for (const Comm *comm : {comms.data, comms.node, comms.model})
         if (comm != nullptr && comm->ranks() > 1) look(*comm);
@@ -13,14 +13,14 @@ template <class Look> void for_each_with_peers(const CommSet &comms, const Look 
         if (comms.experts[k]->ranks() > 1) look(*comms.experts[k]);
 }
 
-/// True if the table of norms is agreed on where the backend has it.
+/// True if the table of norms is all-reduced in backend memory.
 bool agrees_in_place(const StepRun &run) {
     bool in_place = true;
     for_each_with_peers(run.comms, [&](const Comm &comm) { in_place = in_place && comm.on_device(); });
     return run.context.device().is_host() || in_place;
 }
 
-/// `table` is in memory that `place` names; run(move) does a move there.
+/// All-reduces `table`, which is in memory of kind `place`. run(move) makes a move of the table there.
 void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
             FunctionRef<void(const NormMove &)> run) {
     const auto over = [&](Comm *comm, double *values, int64_t count) {
@@ -39,13 +39,13 @@ void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, 
     over(comms.model, table.at, table.size());
     const int64_t ranks = data_ranks(comms.data, comms.node);
     const bool local = plan.onebit != nullptr && plan.onebit->stage != Stage::full && plan.onebit->stage != Stage::dry;
-    // Where gradients were not averaged all ranks clip by one norm: the root mean square of theirs.
+    // If gradients were not averaged, all ranks clip by the same norm: the root mean square of the ranks' norms.
     if (local && !plan.onebit->rules.compat && ranks > 1) {
         over_data(table.at, table.size());
         return run({NormMove::mean, table, 0, double(ranks)});
     }
-    // The original trusts data-parallel ranks to have the same averaged gradients. What else may skip a step, it does
-    // not have.
+    // The original assumes that data-parallel ranks have the same averaged gradients. It has no other reasons to skip a
+    // step.
     if (plan.policy.wrapper == Wrapper::none || local || plan.given.any()) over_data(&table.reasons(), 1);
 }
 
@@ -119,7 +119,7 @@ void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *lis
     comm->all_reduce(&value, 1, DSOPT_DTYPE_F64, kind == DSOPT_NORM_MAX ? DSOPT_OP_MAX : DSOPT_OP_SUM, stream);
     comm->all_reduce(counts, 2, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream);
     r.nonfinite = int64_t(counts[0]);
-    if (kind == DSOPT_NORM_MAX && counts[1] > 0) value = NAN; // MAX loses the NaN of a rank
+    if (kind == DSOPT_NORM_MAX && counts[1] > 0) value = NAN; // MAX may drop the NaN of a rank
     finish_norm(r, kind, value, max_norm);
     device.enqueue_copy(result, &r, sizeof r, stream);
     device.wait(stream);

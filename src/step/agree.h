@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks of a step agree on: norms and whether to skip, between the passes; sums that trust ratios follow from,
-// between the passes of LAMB.
+// Reductions over the ranks of a step: norms and reasons to skip, between the passes; sums for trust ratios, between
+// the passes of LAMB.
 #pragma once
 #include "step/drive.h"
 
 namespace dsopt {
 
-/// Ranks add up their norms: experts' columns over their comms, then everything over the model ranks; the reasons to
-/// skip travel along, and go over the data ranks as well. On the device if all comms work there, else through
-/// StepRun::host_norms, and then the host waits.
+/// All-reduces the table of norms: experts' columns over the expert comms, then the whole table over the model ranks.
+/// The number of ranks with a reason to skip is part of the table, and is all-reduced over the data ranks, too. The
+/// table stays on the device if all comms can reduce there; otherwise it goes through StepRun::host_norms, and the host
+/// waits.
 void agree_on_norms(const StepRun &run);
-/// Memory of the comms for that.
+/// Reserves memory of the comms for agree_on_norms().
 void reserve_norms(const StepRun &run);
 
 /// Bytes of the largest all-reduce with which ranks compare what they are about to do.
 constexpr int64_t kComparedBytes = 8192;
 
-/// Returns true if tensors are sharded over model ranks: of those whose variance is frozen, which have loops of their
-/// own, or of the others. If so, their sums become zeros: what takes no part counts with them.
+/// True if a LAMB tensor of this kind is sharded over the model ranks. `frozen`: tensors with a frozen variance, which
+/// OneBitLoops update; otherwise all other tensors. If true, zeroes the sums of shards, so that absent shards
+/// contribute 0.
 bool begin_shards(const StepRun &run, bool frozen);
-/// Model ranks add up their sums, and of frozen tensors take the largest factor.
+/// All-reduces the sums of shards over the model ranks, and for frozen tensors the largest factors.
 void agree_on_shards(const StepRun &run, bool frozen);
 
-/// dsopt_tensors_norm.
+/// Implements dsopt_tensors_norm.
 void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *list, int64_t count, int32_t kind,
                      double max_norm, dsopt_norm_result *result, void *stream);
 

@@ -7,7 +7,7 @@
 namespace dsopt {
 namespace {
 
-/// Memory of the comms for every collective of a step.
+/// Reserves memory of the comms for every collective of a step.
 void reserve_messages(const StepRun &run) {
     const StepPlan &plan = run.plan;
     void *const stream = plan.how.stream;

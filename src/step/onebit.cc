@@ -6,7 +6,7 @@
 namespace dsopt {
 namespace {
 
-/// Waits for the decision.
+/// Waits for the decision and returns true if the step is skipped.
 bool is_skipped(const StepRun &run) {
     const Device &device = run.context.device();
     int32_t skip = 0;
@@ -20,7 +20,7 @@ void feed_and_exchange(const StepRun &run, StepLoops &loops) {
     OneBitLoops &own = *loops.onebit();
     const OneBitPlan &plan = *run.plan.onebit;
     if (!plan.exchanges) {
-        if (plan.feed == Feed::distance) own.run(OneBitPass::feed); // it takes a step, too
+        if (plan.feed == Feed::distance) own.run(OneBitPass::feed); // it also takes the local step
         return;
     }
     prepare_exchange(own, *plan.exchange, [&] {
@@ -79,11 +79,11 @@ void end_onebit(const StepRun &run, StepLoops &loops) {
     const bool froze = advance_schedule(plan.rules, next);
     OneBitLoops &own = *loops.onebit();
     own.decide(OneBitDecision::end);
-    // Only where an exchange follows: this reads the whole variance.
+    // Only if an exchange follows, because this pass reads the whole variance.
     if (plan.stage == Stage::full && plan.active != nullptr && stage_of(plan.rules, next) != Stage::full)
         own.run(OneBitPass::find_active);
     if (!froze) return;
-    // The original forgets the copies when it was resumed past the freeze.
+    // The original makes no copies of the variance if it was resumed past the freeze.
     const bool late = plan.rules.compat && next.step != plan.rules.freeze_step;
     const bool copies = plan.rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB && !late;
     own.run(copies ? OneBitPass::freeze_variance : OneBitPass::freeze);

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of the 1-bit family: which loops run in a stage, and what goes over the wire between them.
+// Steps of the 1-bit family: the kernels of each stage, and the communication between them.
 #pragma once
 #include "step/drive.h"
 
 namespace dsopt {
 
-/// What tensors that go into exchanges get, once the step is decided. In standard mode a skipped step makes its
-/// exchange, too, and drops the result: no rank waits to find out. In compat mode the host waits, and nothing is sent.
+/// Updates the tensors that go into exchanges, after the decision. In standard mode a skipped step exchanges, too, and
+/// drops the result, so that the host need not wait for the decision. In compat mode the host waits for it, and a
+/// skipped step sends nothing.
 void update_onebit(const StepRun &run, StepLoops &loops);
-/// After everything else of the step.
+/// Advances counters and schedule, and freezes the variance when it is due. Must be called after everything else of the
+/// step.
 void end_onebit(const StepRun &run, StepLoops &loops);
 
 } // namespace dsopt
