@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls into libraries that may never come back.
+// Bounded waits for library calls that may never return.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -11,14 +11,14 @@
 
 namespace dsopt {
 
-/// A point in time; far away for a negative number of milliseconds.
+/// A point in time; never reached for a negative number of milliseconds.
 class Deadline {
 public:
     explicit Deadline(int timeout_ms) :
         bounded_(timeout_ms >= 0),
         at_(std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded_ ? timeout_ms : 0)) {}
     bool over() const { return bounded_ && std::chrono::steady_clock::now() >= at_; }
-    /// Waits for done(), which changes with `lock` held. False: it was not by then.
+    /// Waits for done(), which changes with `lock` held. Returns false if done() was still false at the deadline.
     template <class Done>
     bool wait(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, const Done &done) const {
         if (bounded_) return changed.wait_until(lock, at_, done);
@@ -36,11 +36,11 @@ private:
     std::chrono::steady_clock::time_point at_;
 };
 
-/// Calls look() until it says that what it looks at is over. False: it was not by then.
+/// Calls look() until it returns true. Returns false if the deadline passed first.
 template <class Look> bool poll(const Deadline &deadline, const Look &look) {
     for (int looks = 1; !look(); ++looks) {
         if (deadline.over()) return false;
-        // No naps at first, because most exchanges are short; of a millisecond in the end.
+        // Yields at first, because most exchanges are short; later sleeps 50 us and finally 1 ms per look.
         if (looks < 200)
             std::this_thread::yield();
         else
@@ -49,8 +49,8 @@ template <class Look> bool poll(const Deadline &deadline, const Look &look) {
     return true;
 }
 
-/// Runs `body` on a thread of its own. Nothing if it has not returned by then, where the thread and what `body` holds
-/// are left behind, or has thrown, or no thread could be had.
+/// Runs `body` on a separate thread. Returns nullopt if `body` throws, if no thread can be created, or if `body` has
+/// not returned by the deadline. In the last case the thread is detached and keeps what `body` holds.
 template <class Body> auto run_bounded(const Deadline &deadline, Body body) -> std::optional<decltype(body())> {
     try {
         std::packaged_task<decltype(body())()> task(std::move(body));

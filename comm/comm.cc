@@ -10,7 +10,8 @@ namespace dsopt {
 char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream) {
     if (bytes > bytes_) {
         bytes = round_up(bytes, 256);
-        if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_)); // a graph may have it
+        // a graph may use the old memory
+        if (device && device_.data() != nullptr) outgrown_.push_back(std::move(device_));
         if (device)
             device_ = Memory(context, bytes, stream);
         else if (context->device().is_host())
@@ -22,7 +23,7 @@ char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool dev
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
 void Comm::Scratch::leave_behind() {
-    static constinit PerProcess<std::vector<Memory>> kept; // for ever
+    static constinit PerProcess<std::vector<Memory>> kept; // never freed
     bytes_ = 0;
     if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
     kept.with([&](auto &memories) {
@@ -42,7 +43,7 @@ Comm::~Comm() {
     try {
         if (!provider_.of_caller) context_->check_process();
     } catch (const Error &) {
-        return; // after fork() it is the parent's, and may be locked by threads that did not come along: kept
+        return; // after fork() the table is the parent's and may be locked by threads that do not exist here: leaked
     }
     table_.destroy(table_.self);
 }
@@ -80,12 +81,12 @@ void Comm::fail(int result, const char *what, void *stream) {
     else if (table_.error != nullptr)
         (void)result_of([&] { return table_.error(table_.self, text, sizeof text); });
     if (device_) {
-        // What is still on the stream may write to scratch memory, and giving that back would wait for it. A library
-        // that does not use CUDA streams may write to it at any time.
+        // Pending work on the stream may still write to scratch memory, and freeing that memory would wait for the
+        // work. A library that does not use CUDA streams may write to scratch memory at any time.
         bool over = !provider_.synchronizes;
         try {
             over = over && poll(Deadline(200), [&] { return context_->device().finished(stream); });
-        } catch (const std::exception &) {} // the stream has failed: nothing runs any more
+        } catch (const std::exception &) {} // the stream has failed: no work is pending
         if (!over)
             for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leave_behind();
     }
@@ -120,19 +121,20 @@ template <class Function> int Comm::call_table(void *stream, const Function &fun
     return result;
 }
 
-/// Waits for what was enqueued. Before copies from and to the host, which on a device may wait too, and for longer.
+/// Waits for enqueued exchanges, with the comm's time-out. Called before copies from and to the host, because on a
+/// device such copies may wait for the stream too, and longer.
 int Comm::wait_for_enqueued(void *stream) {
     if (!provider_.enqueues) return 0;
-    if (provider_.wait != nullptr) return provider_.wait(table_.self, stream); // the engine's own
+    if (provider_.wait != nullptr) return provider_.wait(table_.self, stream); // of the engine's providers
     context_->device().wait(stream);
     char text[1];
     if (table_.error == nullptr) return 0;
     return result_of([&] { return table_.error(table_.self, text, sizeof text); });
 }
 
-/// Calls call(send, recv) with both in memory that the provider takes, in place if they are the same. With
-/// DSOPT_COMM_FLAG_SYNCHRONIZE it is memory of this comm: after a failure the library may still use it, and the engine
-/// does not know for how long.
+/// Calls call(send, recv) with both pointers in the provider's kind of memory; in place if `send` and `recv` are the
+/// same. With DSOPT_COMM_FLAG_SYNCHRONIZE both are always scratch memory of this comm, because the library may use it
+/// after a failure for an unknown time.
 template <class Call>
 void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place,
                void *stream, const Call &call) {
@@ -156,8 +158,8 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
             if (result == 0) {
                 device.enqueue_copy(recv, staged + second, size_t(received), stream);
                 if (elsewhere) {
-                    device.wait(stream); // the next call takes the same memory, or the host reads the result
-                    begin();             // an abort ends that wait, too
+                    device.wait(stream); // the next call uses the same memory, or the host reads the result
+                    begin();             // throws if an abort has ended that wait
                 }
             }
         }
@@ -178,7 +180,8 @@ int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
                     call_table(stream, [&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
     char *const rows = static_cast<char *>(recv);
-    // Every rank adds its row to the zeros of the others; as integers, so that no bit changes.
+    // Composes the all-gather from an all-reduce: each rank adds its message to zeros of the other ranks. The sum is of
+    // integers, so no bit changes.
     const int64_t row = round_up(bytes, 4);
     char *const sums = spare_.get(context_, device_, size_t(row * ranks()), stream);
     if (device_)
@@ -197,7 +200,8 @@ int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
         return done(DSOPT_COLLECTIVE_ALL_TO_ALL,
                     call_table(stream, [&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
                     bytes * (ranks() - 1));
-    // Row by row, so that no more memory is needed than for the result. gather() may use `spare_` itself.
+    // Gathers the messages to one rank at a time, so that no more memory is needed than for the result. gather() may
+    // use `spare_` itself.
     const char *const rows = static_cast<const char *>(send);
     char *const gathered = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
     for (int to = 0; to < ranks(); ++to) {
@@ -235,7 +239,7 @@ void Comm::reserve(const Messages &messages, void *stream, Place place) {
     const auto take = [&](Scratch &scratch, int64_t bytes) {
         if (bytes != 0) (void)scratch.get(context_, device_, size_t(bytes), stream);
     };
-    const auto spare_rows = [&](int64_t row) { // of gather()
+    const auto spare_rows = [&](int64_t row) { // for gather()
         if (table_.all_gather == nullptr) take(spare_, round_up(row, 4) * ranks());
     };
     const bool elsewhere = !context_->device().is_host() && (place == Place::backend) != device_;
@@ -257,13 +261,13 @@ void Comm::reserve(const Messages &messages, void *stream, Place place) {
 
 void Comm::check_stream(void *stream, Place place) const {
     const bool enqueues = provider_.enqueues && device_ && place == Place::backend;
-    if (!enqueues) (void)context_->device().finished(stream); // refuses a stream that is being captured
+    if (!enqueues) (void)context_->device().finished(stream); // throws if the stream is being captured
 }
 
 float *Comm::bucket(int64_t numel, void *stream) {
     const Device &device = context_->device();
     const size_t bytes = size_t(numel) * sizeof(float);
-    if (!bucket_.holds(bytes)) (void)device.finished(stream); // memory cannot be had in a capture
+    if (!bucket_.holds(bytes)) (void)device.finished(stream); // no allocation in a capture
     return reinterpret_cast<float *>(bucket_.get(context_, !device.is_host(), bytes, stream));
 }
 
@@ -288,7 +292,7 @@ dsopt_comm_info Comm::info() const {
 }
 
 namespace {
-/// From the k-th of the comms on.
+/// Handles the comms from the k-th on.
 void lose_from(const CommSet &comms, int32_t k, FunctionRef<void()> body) {
     Comm *const others[] = {comms.data, comms.node, comms.model};
     constexpr auto first = int32_t(std::size(others));

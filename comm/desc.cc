@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From what a caller describes to a comm: the checks that all providers share, and which one makes it. One rank needs
-// none, and the caller's own table is one.
+// Creation of a comm from the caller's description: the checks that all providers share, and the choice of the
+// provider. A single rank needs no provider. The caller's own table is a provider.
 #include "base/struct_io.h"
 #include "comm/provider.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Libraries that are found at run time. Nothing here links to them or needs their headers.
+// Libraries that are loaded at run time. Nothing here links to them or needs their headers.
 #pragma once
 #include "base/status.h"
 #include <cstdlib>
@@ -8,26 +8,28 @@
 
 namespace dsopt {
 
-/// Where a library is looked for.
+/// Names by which a library is found.
 struct LibraryNames {
     const char *file;
-    const char *known;    // a function of it
-    const char *variable; // of the environment, with the path of another file
+    const char *known;    // a function of the library
+    const char *variable; // environment variable with the path of another file
 };
 
 class Library {
 public:
-    /// A copy that the process has: in its global scope, which `known` is looked up in, or loaded under its name.
+    /// Returns the copy that the process has already: in its global scope, if `known` is found there, or loaded by
+    /// name.
     static std::optional<Library> loaded(const LibraryNames &names) {
         if (dlsym(RTLD_DEFAULT, names.known) != nullptr) return Library(RTLD_DEFAULT);
         if (void *const handle = dlopen(names.file, RTLD_NOW | RTLD_NOLOAD)) return Library(handle);
         return {};
     }
-    /// That one, else the one that the environment names, else `file`. Throws DSOPT_ERR_MISSING.
+    /// Returns the copy that is loaded already, otherwise loads the file that the environment names, otherwise `file`.
+    /// Throws DSOPT_ERR_MISSING.
     static Library any(const LibraryNames &names) {
         if (const auto library = loaded(names)) return *library;
         const char *const path = secure_getenv(names.variable);
-        // A relative path would be another library in another folder.
+        // A relative path would name another library in another working directory.
         if (path != nullptr && path[0] != '/')
             throw Error(DSOPT_ERR_ARGUMENT, "%s is '%s', not an absolute path", names.variable, path);
         const char *const wanted = path != nullptr ? path : names.file;
@@ -37,24 +39,24 @@ public:
         throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s", wanted,
                     reason != nullptr ? reason : "unknown", names.variable);
     }
-    /// For a comm. The caller's own communicator, if there is one, is of the copy that the process has.
+    /// Returns the library for a comm. The caller's own communicator, if any, belongs to the copy that the process has.
     static Library for_comm(const LibraryNames &names, const dsopt_comm_desc &desc) {
         if (desc.native == nullptr) return any(names);
         if (const auto library = loaded(names)) return *library;
         throw Error(DSOPT_ERR_MISSING, "dsopt_comm_desc.native: this process has loaded no %s to use it with",
                     names.file);
     }
-    /// What dsopt_build_info tells; nothing is loaded to find out.
+    /// Returns the text for dsopt_build_info; loads nothing.
     static const char *state(const LibraryNames &names) {
         return loaded(names) ? "loaded" : "looked for when a comm is made";
     }
 
-    /// Becomes a pointer to whatever kind of function it is assigned to.
+    /// Converts to a function pointer of any type.
     struct Symbol {
         void *address;
         template <class F> operator F *() const { return reinterpret_cast<F *>(address); }
     };
-    /// NULL if it is not there.
+    /// Returns NULL if the library has no such function.
     Symbol find(const char *name) const { return {dlsym(handle_, name)}; }
     Symbol need(const char *name) const {
         const Symbol symbol = find(name);

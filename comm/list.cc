@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_comm_all_reduce: a list over the ranks of a comm. Small tensors and those of 16 bits go through a bucket of
-// fp32, so that a list of hundreds takes a few collectives and sums are rounded once; large fp32 tensors go as they
-// are.
+// dsopt_comm_all_reduce: reduces a list over the ranks of a comm. Small fp32 tensors and 16-bit tensors are packed into
+// an fp32 bucket, so that a list of hundreds of tensors takes a few collectives and sums are rounded once. Large fp32
+// tensors are reduced in place.
 #include "comm/comm.h"
 #include "device/device.h"
 #include <algorithm>
@@ -10,9 +10,9 @@
 namespace dsopt {
 namespace {
 
-// Floats: 4 MiB, a collective for which latency is small, and still in a cache.
+// Number of floats in the bucket: 4 MiB, large enough to hide latency and small enough for a cache.
 constexpr int64_t kBucket = int64_t(1) << 20;
-// fp32 tensors from here on are worth a collective of their own.
+// Minimum size of an fp32 tensor that gets a collective of its own.
 constexpr int64_t kAlone = int64_t(1) << 18;
 
 bool goes_alone(const dsopt_tensor &tensor) { return tensor.dtype == DSOPT_DTYPE_F32 && tensor.numel >= kAlone; }
@@ -24,11 +24,12 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     const Parallel parallel = comm.context()->parallel();
     const int32_t adds = op == DSOPT_OP_MEAN ? DSOPT_OP_SUM : op;
     const Factor factor{.value = op == DSOPT_OP_MEAN ? 1.0f / float(comm.ranks()) : 1.0f};
-    comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream); // refuses an unusable comm, for an empty list too
+    // throws if the comm is unusable, also for an empty list
+    comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream);
     if (comm.ranks() == 1) return;
-    comm.check_stream(stream, Place::backend); // before the first piece of work is on it
-    int64_t capacity = 0, small = 0;           // of the bucket, and tensors that go there
-    int64_t alone = 0;                         // elements of the largest other one
+    comm.check_stream(stream, Place::backend); // before any work is enqueued
+    int64_t capacity = 0, small = 0;           // elements of the bucket, and tensors that are packed
+    int64_t alone = 0;                         // elements of the largest other tensor
     for (int64_t i = 0; i < count; ++i) {
         if (list[i].data == nullptr) continue;
         if (goes_alone(list[i])) {
@@ -41,8 +42,8 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     capacity = std::min(capacity, kBucket);
     float *const bucket = capacity != 0 ? comm.bucket(capacity, stream) : nullptr;
     int64_t used = 0;
-    std::vector<dsopt_tensor> stretches, packed; // of tensors: what is in the bucket, and where
-    // Nothing is allocated once something has been sent.
+    std::vector<dsopt_tensor> stretches, packed; // the slices of tensors that are in the bucket, and their copies there
+    // Nothing is allocated after the first collective.
     for (auto *entries : {&stretches, &packed}) entries->reserve(size_t(small) + 1);
     comm.reserve({.all_reduce = std::max(capacity, alone) * int64_t(sizeof(float))}, stream, Place::backend);
 

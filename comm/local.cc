@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks are threads of one process. In a collective every rank shows the others where its data is, and none leaves
-// before all are done. Values are added up in rank order, each by one rank for all. So all have the same bits, and no
-// collective allocates memory.
+// Ranks that are threads of one process. In a collective each rank publishes the addresses of its data, and no rank
+// returns before all are done. One rank adds up each element, in rank order, and writes the result for all ranks. So
+// all ranks get the same bits, and no collective allocates memory.
 #include "base/fork.h"
 #include "comm/bounded.h"
 #include "comm/provider.h"
@@ -15,7 +15,7 @@
 namespace dsopt {
 namespace {
 
-/// What a rank brings to a collective; all ranks must bring the same kind and size.
+/// One rank's arguments of a collective; kind and size must be the same on all ranks.
 struct Offer {
     enum Kind : int32_t { reduce, to_all, gather } kind;
     int32_t dtype, op; // of reduce
@@ -27,7 +27,7 @@ struct Offer {
     }
 };
 
-/// Where the ranks of a group meet.
+/// Rendezvous of the ranks of a group.
 class Meeting {
 public:
     explicit Meeting(int ranks) : ranks_(ranks), offers_(size_t(ranks)), present_(size_t(ranks)) {}
@@ -55,7 +55,7 @@ public:
         copy_text(reason_, text, capacity);
     }
 
-    /// Shows `offer`, waits for all, calls read(offers), waits until all have read.
+    /// Publishes `offer`, waits for all ranks, calls read(offers), and waits until all ranks have read.
     template <class Read> dsopt_status collect(int rank, const Offer &offer, int timeout_ms, const Read &read) {
         {
             const std::lock_guard lock(mutex_);
@@ -82,7 +82,7 @@ private:
         changed_.notify_all();
     }
 
-    /// True for the last rank to come, which lets the others go. With the lock held.
+    /// Returns true on the last rank to arrive, which releases the others. Called with the lock held.
     bool ends_round() {
         if (++arrived_ != ranks_) return false;
         arrived_ = 0;
@@ -100,13 +100,13 @@ private:
                 return round_ != round || failed_ != DSOPT_OK || gone_ >= 0;
             }))
             fail(DSOPT_ERR_TIMEOUT, not_all_came(ranks_, timeout_ms));
-        if (round_ != round) return DSOPT_OK; // all came, whatever happened since
+        if (round_ != round) return DSOPT_OK; // all arrived, whatever happened later
         if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
         return failed_;
     }
 
-    /// The memory that a rank shows is gone when it returns, so nobody returns while another one reads: not after an
-    /// abort or a time-out either. All ranks are here, and reading does not block, so this wait is short.
+    /// The published memory may be freed when a rank returns. So no rank returns while another rank reads, not even
+    /// after an abort or a time-out. All ranks have arrived and reading does not block, so this wait is short.
     void depart() {
         std::unique_lock lock(mutex_);
         const int64_t round = round_;
@@ -125,7 +125,7 @@ private:
     std::string reason_;
 };
 
-/// The meeting of an id. One is kept alive by its ranks, so the map never outgrows them.
+/// Returns the rendezvous of an id. Ranks keep it alive, so the map never has more entries than there are live groups.
 std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
     static constinit PerProcess<std::map<std::string, std::weak_ptr<Meeting>>> known;
     const auto meeting = known.with([&](auto &meetings) {
@@ -140,7 +140,7 @@ std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
     return meeting;
 }
 
-/// One rank's end, of a meeting that it has joined.
+/// Endpoint of one rank, which has joined the rendezvous.
 class Endpoint : NotCopied {
 public:
     Endpoint(std::shared_ptr<Meeting> meeting, int rank, int timeout_ms) :
@@ -169,7 +169,7 @@ public:
     void abort() const { meeting_->abort(); }
 
 private:
-    /// This rank's slice of the result, block by block, to every rank. No other rank reads or writes that slice.
+    /// Reduces this rank's slice block by block and writes the result to every rank. No other rank accesses that slice.
     template <class T> dsopt_status reduce(const Offer &own) const {
         return meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
             const auto ranks = int64_t(offers.size());
@@ -185,7 +185,7 @@ private:
             }
         });
     }
-    /// A row from every rank, at `offset` of what it shows.
+    /// Copies one message from every rank, which is at `offset` of the rank's data.
     dsopt_status collect_rows(const Offer &own, int64_t offset, void *recv) const {
         const auto bytes = size_t(own.count);
         return meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ends of comms share whose library is asked again and again instead of waited for.
+// Base of the endpoints whose library is polled instead of waited for.
 #pragma once
 #include "comm/bounded.h"
 #include "comm/provider.h"
 
 namespace dsopt {
 
-/// One rank's end. Waits until its library is done, the time-out is over, or abort() was called by any thread.
+/// Endpoint of one rank. Waits until its library is done, the time-out has passed, or any thread has called abort().
 class PolledEndpoint : NotCopied {
 public:
     PolledEndpoint(int ranks, int timeout_ms) : ranks_(ranks), timeout_ms_(timeout_ms) {}
 
     void abort() noexcept { asked_to_abort_.store(true); }
-    /// Why the last call failed.
+    /// Copies the reason why the last call failed.
     void describe(char *text, size_t capacity) {
         const std::lock_guard lock(text_mutex_);
         copy_text(text_, text, capacity);
@@ -20,7 +20,7 @@ public:
 
 protected:
     int ranks() const { return ranks_; }
-    void set_ranks(int ranks) { ranks_ = ranks; } // once a library has told them
+    void set_ranks(int ranks) { ranks_ = ranks; } // once the library has reported the number
     int timeout_ms() const { return timeout_ms_; }
     bool asked_to_abort() const noexcept { return asked_to_abort_.load(); }
     Deadline deadline() const { return Deadline(timeout_ms_); }
@@ -28,7 +28,7 @@ protected:
         const std::lock_guard lock(text_mutex_);
         text_ = std::move(text);
     }
-    /// look() gives a status once the library is done, and nothing before.
+    /// Polls until look() returns a status; look() returns nullopt while the library is busy.
     template <class Look> dsopt_status poll_until(const Deadline &deadline, const Look &look) {
         std::optional<dsopt_status> status;
         const bool over = poll(deadline, [&] {

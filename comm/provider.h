@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a provider of comms gives, and what providers share. Each one fills the table of dsopt.h; Comm does the rest.
+// Functions that each provider of comms defines, and helpers that providers share. Each provider fills the table of
+// dsopt.h; Comm does the rest.
 #pragma once
 #include "base/sizes.h"
 #include "comm/comm.h"
@@ -8,25 +9,25 @@
 
 namespace dsopt {
 
-// One per provider. rank, ranks, id and time-out of `desc` were checked by make_comm().
+// One function per provider. make_comm() has checked rank, ranks, id and time-out of `desc`.
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc);
 
-// Ids under which ranks meet.
+// Ids by which ranks find each other.
 constexpr size_t kLocalIdBytes = 16, kNcclIdBytes = 128, kHcclIdBytes = 4108;
 void make_local_id(void *id);
 void make_nccl_id(void *id);
 void make_hccl_id(void *id);
 
-/// As Library::state() says it, or why there can be none.
+/// These return Library::state(), or the reason why the library cannot be used.
 const char *nccl_state();
 const char *hccl_state();
 
 /// Longest wait in milliseconds, -1 = none. dsopt_mpi.h has the same default.
 inline int timeout_of(const dsopt_comm_desc &desc) { return desc.timeout_ms == 0 ? 600000 : desc.timeout_ms; }
 
-/// Why a wait for other ranks ended.
+/// Returns the text of a time-out while waiting for other ranks.
 inline std::string not_all_came(int ranks, int timeout_ms) {
     return "not all of the " + std::to_string(ranks) + " ranks came within " + std::to_string(timeout_ms) + " ms";
 }
@@ -34,18 +35,18 @@ inline std::string not_all_came(int ranks, int timeout_ms) {
     throw Error(DSOPT_ERR_TIMEOUT, "%s", not_all_came(ranks, timeout_ms).c_str());
 }
 
-/// For the table's `error`: as much as fits.
+/// Copies as much of `from` as fits, for the table's `error`.
 inline void copy_text(const std::string &from, char *to, size_t capacity) {
     if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
 }
 
-/// A rank's elements to those of the ranks before it: in the order of ranks every rank computes the same bits.
+/// Reduces the elements of the next rank into `result`. Called in rank order, so every rank computes the same bits.
 template <class T> void reduce_into(T *result, const T *next, int64_t count, int32_t op) {
     for (int64_t i = 0; i < count; ++i)
         result[i] = op == DSOPT_OP_SUM ? result[i] + next[i] : std::max(result[i], next[i]);
 }
 
-/// A comm whose functions are methods of `endpoint`, which it keeps. `table` has rank, ranks and memory.
+/// Creates a comm whose functions are methods of `endpoint`, which the comm owns. `table` has rank, ranks and memory.
 template <class Endpoint>
 std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::unique_ptr<Endpoint> endpoint,
                               dsopt_comm_table table, Provider provider = {}) {
@@ -69,7 +70,7 @@ std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::uniqu
     table.abort = [](void *self) { static_cast<Endpoint *>(self)->abort(); };
     table.destroy = [](void *self) { delete static_cast<Endpoint *>(self); };
     auto comm = std::make_unique<Comm>(std::move(context), table, provider);
-    (void)endpoint.release(); // the table's destroy has it now
+    (void)endpoint.release(); // the table's destroy owns it now
     return comm;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of HCCL and of Ascend's runtime that are used, in our own words: no header is needed to build.
+// Own declarations of the parts of HCCL and of Ascend's runtime that are used, so that the build needs no headers.
 #pragma once
 #include "comm/library.h"
 #include <cstddef>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks over HCCL, the collectives of Ascend. The engine has no backend there, so data come from host memory and are
-// copied to and from buffers on the device that was current when the comm was made. The host waits by looking, so that
-// a dead peer costs no more than the time-out. HCCL has no abort: a communicator that failed is left behind.
+// Ranks over HCCL, the collectives of Ascend. The engine has no backend there, so data are in host memory and are
+// copied to and from buffers on the device that was current when the comm was created. The host polls instead of
+// waiting, so that a dead peer costs no more than the time-out. HCCL has no abort: a failed communicator is leaked.
 #include "comm/hccl/api.h"
 #include "comm/polled.h"
 #include <algorithm>
@@ -16,7 +16,7 @@ using namespace hccl;
 
 constexpr int kDestroyMs = 5000;
 
-/// Makes a context current in this thread and gives the thread's own back.
+/// Makes a context current in this thread and restores the previous context on destruction.
 class MadeCurrent : NotCopied {
 public:
     MadeCurrent(const Api &api, hccl::Current context) : api_(api) {
@@ -55,13 +55,13 @@ public:
         check(api_.create_stream(&stream_), "aclrtCreateStream");
     }
     ~Endpoint() {
-        if (lost_) return; // what still runs on the device uses them
+        if (lost_) return; // pending work on the device may use the buffers and the stream
         try {
             const MadeCurrent current(api_, context_);
             for (Buffer &buffer : buffers_)
                 if (buffer.memory != nullptr) (void)api_.release(buffer.memory);
             if (stream_ != nullptr) (void)api_.destroy_stream(stream_);
-        } catch (const Error &) { // the device is gone
+        } catch (const Error &) { // the device is unusable
             return;
         }
         if (owned_ && comm_ != nullptr)
@@ -91,13 +91,13 @@ public:
     }
 
 private:
-    /// On the device, kept for the next call.
+    /// Device memory, kept for the next call.
     struct Buffer {
         void *memory = nullptr;
         size_t bytes = 0;
     };
 
-    /// enqueue(send, recv) between a copy to the device and a copy back.
+    /// Copies data to the device, calls enqueue(send, recv), waits, and copies the result back.
     template <class Enqueue>
     dsopt_status call(const void *from, int64_t sent, void *to, int64_t received, const Enqueue &enqueue) {
         if (asked_to_abort()) return DSOPT_ERR_ABORTED;
@@ -107,7 +107,7 @@ private:
             const Deadline end = deadline();
             void *const send = grow(buffers_[0], size_t(sent)), *const recv = grow(buffers_[1], size_t(received));
             if (sent != 0) check(api_.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
-            lost_ = true; // unless it ends well
+            lost_ = true; // until the exchange has succeeded
             check(enqueue(send, recv), "the call");
             if (const dsopt_status status = wait(end)) return status;
             lost_ = false;
@@ -118,7 +118,7 @@ private:
             return error.status();
         }
     }
-    /// HCCL adds up no doubles: the rows of all ranks come here, and are added up in rank order.
+    /// HCCL does not reduce fp64: gathers the values of all ranks and reduces them in rank order on the host.
     dsopt_status reduce_doubles(const void *from, double *to, int64_t count, int32_t op) {
         rows_.resize(size_t(count) * size_t(ranks()));
         const dsopt_status status = all_gather(from, rows_.data(), count * int64_t(sizeof(double)), nullptr);
@@ -130,7 +130,7 @@ private:
     void join(const dsopt_comm_desc &desc) {
         RootInfo info;
         std::memcpy(info.bytes, desc.id, sizeof info.bytes);
-        // Blocks until all are there; a thread that waits for ever stays behind with what it uses.
+        // Blocks until all ranks have joined. A thread that never returns keeps what it uses.
         const auto joined = run_bounded(deadline(), [functions = api_, context = context_, info, desc] {
             Communicator comm = nullptr;
             Result result = functions.set_context(context);
@@ -172,8 +172,8 @@ private:
     hccl::Current context_ = nullptr;
     Communicator comm_ = nullptr;
     hccl::Stream stream_ = nullptr;
-    Buffer buffers_[2];        // to send, and received
-    std::vector<double> rows_; // of an all-reduce that the host adds up
+    Buffer buffers_[2];        // for sending and for receiving
+    std::vector<double> rows_; // gathered values of reduce_doubles()
     bool owned_ = false, lost_ = false;
 };
 

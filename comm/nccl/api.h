@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of NCCL's ABI that is used, in our own words: it has been stable since 2.4, and no header is needed to
-// build. tests/doubles/nccl/abi_check.cc compares it with <nccl.h> where there is one.
+// Own declarations of the part of NCCL's ABI that is used, so that the build needs no header. The ABI has been stable
+// since 2.4. tests/doubles/nccl/abi_check.cc compares these declarations with <nccl.h> if it is installed.
 #pragma once
 #include "comm/library.h"
 #include <cstddef>
@@ -16,7 +16,7 @@ enum Operation : int { sum = 0, max = 2 };
 struct UniqueId {
     char bytes[128];
 };
-/// As in 2.14. Later libraries read the size and the version, and take defaults for what came after.
+/// Layout of 2.14. Later libraries read the size and the version, and use defaults for members added later.
 struct Config {
     size_t size = sizeof(Config);
     unsigned magic = 0xcafebeef;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks over NCCL. The host waits for every collective by looking, never by a wait that a dead peer makes endless, and
-// looks at the communicator, the clock and the abort flag meanwhile; or, with DSOPT_COMM_FLAG_ENQUEUE, not at all.
+// Ranks over NCCL. The host polls every collective, because a dead peer would make a blocking wait endless, and checks
+// the communicator, the clock and the abort flag meanwhile. With DSOPT_COMM_FLAG_ENQUEUE the host does not wait at all.
 //
-// NCCL allows no other thread inside while a communicator is aborted. So a thread that aborts sets a flag; the
-// communicator is ended by whoever holds `busy_`: the call that sees the flag, or the aborting thread if there is none.
+// While a communicator is aborted, NCCL allows no other thread to use it. So a thread that aborts only sets a flag. The
+// thread that holds `busy_` ends the communicator: the call that sees the flag, or the aborting thread if there is no
+// call.
 #include "comm/nccl/api.h"
 #include "comm/polled.h"
 #include <cstring>
@@ -30,15 +31,16 @@ struct Session {
         if (last != nullptr && last[0] != 0) text += std::string(", ") + last;
         return text;
     }
-    /// What the communicator has come to, or why it cannot say.
+    /// Returns the state of the communicator, or the error of the query.
     Result state() const {
         Result state = success;
         const Result looked = api.async_error(comm, &state);
         return looked != success ? looked : state;
     }
-    /// Politely, which takes the other ranks, or by force.
+    /// Finalizes and destroys the communicator, which needs the other ranks, or aborts it.
     void end(bool politely, const Deadline &deadline) const {
-        // Where there is no other way to be polite, destroying waits for the stream, and nothing could end that.
+        // Without ncclCommFinalize, ncclCommDestroy waits for the stream if collectives are only enqueued. Nothing
+        // could end that wait, so such a communicator is aborted.
         if (politely && (api.finalize != nullptr || !enqueues)) {
             Result state = success;
             if (api.finalize != nullptr) {
@@ -56,7 +58,7 @@ struct Session {
     }
 };
 
-/// Both can block for ever, so a thread does it, and stays behind if they do.
+/// Ends the communicator on a separate thread, because both ways can block forever. A thread that blocks is detached.
 void end_bounded(const std::shared_ptr<const Session> &session, bool politely, int limit_ms) noexcept {
     const Deadline polite(limit_ms / 2);
     (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
@@ -104,7 +106,7 @@ public:
                 result = api.send(from, size_t(bytes), uint8, peer, comm, stream);
                 if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, comm, stream);
             }
-            const Result ended = api.group_end(); // also after a failure: the group is the thread's
+            const Result ended = api.group_end(); // also after a failure: the group belongs to the thread
             return goes_on(result) ? ended : result;
         });
     }
@@ -117,7 +119,8 @@ public:
     }
 
 private:
-    /// enqueue() puts the collective on the stream. Whoever only enqueues hears of an earlier one's failure here.
+    /// enqueue() enqueues the collective on the stream. If the comm only enqueues, this call also reports the failure
+    /// of an earlier collective.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
         return inside([&](const Deadline &deadline) {
             const dsopt_status status = until_called(enqueue(session_->api, session_->comm), deadline);
@@ -125,7 +128,7 @@ private:
             return session_->enqueues ? look() : wait(stream, deadline);
         });
     }
-    /// Nobody else is in the communicator; after a failure nobody will be.
+    /// Calls body() while no other thread uses the communicator. A failure ends the communicator.
     template <class Body> dsopt_status inside(const Body &body) {
         dsopt_status status = DSOPT_ERR_INTERNAL;
         {
@@ -139,7 +142,7 @@ private:
             }
             if (status != DSOPT_OK) stop();
         }
-        stop_if_asked(); // in the moment in which the flag had been looked at and `busy_` was still held
+        stop_if_asked(); // for an abort() that set the flag after it was read and while `busy_` was still held
         return status;
     }
     dsopt_status refused(Result result) {
@@ -147,7 +150,7 @@ private:
         return DSOPT_ERR_COMM;
     }
 
-    /// Waits until a call of a communicator that does not block has been made.
+    /// Waits until a call of a non-blocking communicator has completed.
     dsopt_status until_called(Result result, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             if (result == in_progress) result = session_->state();
@@ -163,7 +166,7 @@ private:
     dsopt_status wait(void *stream, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             const bool over = session_->context->device().finished(stream);
-            // Afterwards: a collective that an error ended is over too.
+            // Checked after `over`: a collective that an error has ended is over too.
             const dsopt_status status = look();
             if (status != DSOPT_OK || over) return status;
             return {};
@@ -185,7 +188,7 @@ private:
     bool ended_ = false;
 };
 
-// ------------------------------------------------------------------------------------------------------------- making
+// ------------------------------------------------------------------------------------------------------------- setup
 /// Fills `session->comm`.
 void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc, int timeout_ms) {
     const Deadline deadline(timeout_ms);
@@ -194,13 +197,13 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
     std::memcpy(id.bytes, desc.id, sizeof id.bytes);
     Result result = success;
     if (api.init_config == nullptr) {
-        // Blocks until all are there. A thread that waits for ever keeps what it uses.
+        // Blocks until all ranks have joined. A thread that never returns keeps what it uses.
         const auto made =
             run_bounded(deadline, [api, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
                 std::pair<Communicator, Result> own{nullptr, remote_error};
                 try {
                     context->device().on_device([&] { own.second = api.init(&own.first, ranks, id, rank); });
-                } catch (const std::exception &) {} // the device is lost
+                } catch (const std::exception &) {} // the device has failed
                 return own;
             });
         if (!made) throw_not_all_came(desc.ranks, timeout_ms);
@@ -209,7 +212,7 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
         session->context->device().on_device([&] {
             Config config;
             result = api.init_config(&session->comm, desc.ranks, id, desc.rank, &config);
-            // Success, too, only means that it has begun.
+            // Even success means only that the initialization has begun.
             if ((result != success && result != in_progress) || session->comm == nullptr) return;
             (void)poll(deadline, [&] {
                 result = session->state();
@@ -224,7 +227,7 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
     throw Error(DSOPT_ERR_COMM, "NCCL made no communicator: %s", text.c_str());
 }
 
-/// Fills rank and ranks from the caller's communicator.
+/// Reads rank and ranks from the caller's communicator.
 void borrow(const Session &session, dsopt_comm_table &table) {
     const auto check = [&](Result result) {
         if (result != success)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of the NCCL provider in a build without it.
+// Replaces the NCCL provider in a build without it.
 #include "comm/provider.h"
 
 namespace dsopt {
