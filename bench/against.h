@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Between bench_against and the adapters through which it calls libraries. An adapter is against_adapter.cc, compiled against
-// the dsopt_dl.h of the commit that its library was built from, so two libraries whose structs differ can run in one process.
-// Nothing here may depend on dsopt.h, because the two sides would be compiled with different versions of it.
+// Interface between bench_against and its adapters, through which it calls libraries. An adapter is against_adapter.cc,
+// compiled against the dsopt_dl.h of the commit that its library was built from, so two libraries whose structs differ
+// can run in one process. Nothing here may depend on dsopt.h, because the two sides would be compiled with different
+// versions of it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,10 +16,10 @@ enum class Dtype { f32, f16, bf16 };
 struct Case {
     const char *name;
     Rule rule;
-    Dtype dtype; // of parameters and gradients; 16 bits: with masters, loss scale and clipping
+    Dtype dtype; // of parameters and gradients; 16-bit: with fp32 masters, loss scale and clipping
     double momentum = 0;
-    bool exchanges = false; // compressed steps of one rank of 8
-    bool delta = false;     // writes the change and leaves the parameters alone
+    bool exchanges = false; // compressed steps of one of 8 ranks
+    bool delta = false;     // writes the change and does not modify the parameters
 };
 
 struct Tensor {
@@ -26,26 +27,27 @@ struct Tensor {
     int64_t numel;
 };
 
-/// The memory that both libraries work on.
+/// Memory that both libraries work on.
 class Shared {
 public:
     std::vector<Tensor> params, grads;
     std::vector<Tensor> outs; // empty unless the case writes changes
-    /// Memory for the state tensor of this name of one parameter: as many elements as the parameter has. The same for both.
+    /// Returns the memory for the state tensor `name` of one parameter, with as many elements as the parameter. It is
+    /// the same for both libraries.
     virtual void *state_memory(const char *name, size_t param, size_t element_bytes) = 0;
 
 protected:
     ~Shared() = default;
 };
 
-/// The step of one library.
+/// Steps of one library.
 class Engine {
 public:
     virtual ~Engine() = default;
     virtual void step() = 0;
 };
 
-/// `against_open` of an adapter. NULL: this library does not know the rule. Other failures end the program.
+/// `against_open` of an adapter. Returns NULL if the library does not know the rule. Other failures end the program.
 using Open = Engine *(const char *library, const Case &what, Shared &shared);
 
 } // namespace against

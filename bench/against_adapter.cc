@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of bench_against by one library, compiled against the header that belongs to it: see against.h.
+// Steps of one library for bench_against, compiled against the header of that library: see against.h.
 #include "against.h"
 #include "dsopt_dl.h"
 #include <cstdio>
@@ -14,9 +14,9 @@ using against::Rule;
 using against::Shared;
 
 constexpr int kRanks = 8;
-constexpr int kWarmSteps = 16; // into the compressed stage, and past the trial of prefetching (cpu/prefetch.h)
+constexpr int kWarmSteps = 16; // reaches the compressed stage, and ends the trial of prefetching (cpu/prefetch.h)
 
-// The numbers of constants belong to a commit too.
+// Values of constants may differ between commits too.
 int32_t algorithm_of(Rule rule) {
     switch (rule) {
     case Rule::adamw: return DSOPT_ALGORITHM_ADAMW;
@@ -66,7 +66,7 @@ public:
     Engine(const Engine &) = delete;
     Engine &operator=(const Engine &) = delete;
 
-    /// False: this library does not know the algorithm.
+    /// Returns false if the library does not know the algorithm.
     bool open(const Case &what, Shared &shared) {
         dsopt_group group;
         if (dl_.dsopt_group_init(&group, sizeof group, algorithm_of(what.rule)) != DSOPT_OK) return false;
@@ -78,7 +78,7 @@ public:
         if (what.dtype != Dtype::f32) {
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
-            scaling.window = 1 << 30; // no growth, which would turn moments to denormals
+            scaling.window = 1 << 30; // no growth, which would make moments denormal
             check(dl_.dsopt_scaler_create(context_, &scaling, &scaler_));
             desc.scaler = scaler_;
             desc.max_norm = 1;
@@ -114,7 +114,8 @@ private:
         std::fprintf(stderr, "%s: %s\n", dl_.dsopt_status_name(status), dl_.dsopt_last_error());
         std::exit(1);
     }
-    /// To the shared memory, as far as a state tensor is as long as its parameter; the engine keeps the others itself.
+    /// Binds state tensors that have as many elements as their parameter to the shared memory. The engine allocates the
+    /// others.
     void bind_state(Shared &shared) {
         int64_t count = 0;
         check(dl_.dsopt_optimizer_state_count(optimizer_, &count));
@@ -130,7 +131,7 @@ private:
         }
         check(dl_.dsopt_optimizer_bind(optimizer_, DSOPT_BIND_STATE, state.data(), count));
     }
-    /// A rank whose peers all send what it sends.
+    /// Creates a comm of one rank whose peers all send the same data as this rank.
     dsopt_comm *make_comm() {
         DSOPT_NEW(dsopt_comm_table, table);
         table.ranks = kRanks;

@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """alpha_beta.py TIMES.json... [--node-gbyte 100] [LIST...]: step times of 8 to 4,096 ranks as Markdown tables.
 
-TIMES.json is what `local_times gpt2-124m` printed on a machine: the measured part, nanoseconds an element of what a rank
-does by itself; of several runs the least counts. The rest is a model: a message takes alpha seconds and beta seconds a byte, a rank can start another one
-after a gap. Ranks that share a link add up their bytes on it. Nothing overlaps, with backward or with each other.
+TIMES.json is the output of `local_times gpt2-124m` on a machine. It is the measured part: nanoseconds per element of a
+rank's local work; of several runs the minimum is used. The rest is a model. A message takes alpha seconds plus beta
+seconds per byte, and a rank can start another message after a gap. Ranks that share a link add up their bytes on it.
+Nothing overlaps, neither with backward nor with each other.
 
-  all-reduce   the best of a ring, a double tree, and both after a reduce-scatter inside the node; its additions are free
+  all-reduce   the best of a ring, a double tree, and both after a reduce-scatter inside the node; its additions are
+               free
   1-bit flat   all-to-all (one latency, a gap for every further message), all-gather (log steps or a ring)
-  two levels   reduce-scatter of fp32 in the node, those two between nodes for a slice a rank, all-gather of bits in it
+  two levels   reduce-scatter of fp32 in the node, the two steps of 1-bit flat between nodes for one slice per rank,
+               all-gather of bits in the node
 """
 import json
 import math
@@ -17,7 +20,7 @@ import sys
 
 PER_NODE = 8
 RANKS = [8 << k for k in range(10)]
-# Gbit/s of the link, alpha and gap in seconds: TCP for the slow ones, RDMA for the others.
+# Gbit/s of the link, alpha and gap in seconds: TCP for the slow links, RDMA for the others.
 LINKS = [(10, 30e-6, 5e-6), (25, 30e-6, 5e-6), (100, 4e-6, 0.5e-6), (400, 4e-6, 0.5e-6)]
 NODE_ALPHA = 2e-6
 
@@ -30,7 +33,8 @@ def shapes(name):
 
 
 class Layout:
-    """A list as src/exchange/exchange.h lays it out for so many ranks: chunks of whole words, a scale a tensor in each."""
+    """Layout of src/exchange/exchange.h for a list and a number of ranks: chunks of whole words, a scale per tensor and
+    chunk."""
 
     def __init__(self, numels, ranks):
         begin, total = [], 0
@@ -49,7 +53,7 @@ class Layout:
 
 
 def all_reduce_bytes(payload, ranks):
-    """Sent by a rank."""
+    """Returns the bytes that a rank sends."""
     return 2 * (ranks - 1) * payload // ranks
 
 
@@ -58,7 +62,7 @@ def flat_bytes(numels, ranks):
 
 
 def two_level_bytes(numels, per_node, nodes):
-    """Sent by a rank between nodes, and inside its node."""
+    """Returns the bytes that a rank sends between nodes, and inside its node."""
     layout = Layout(numels, per_node * nodes)
     out = layout.chunk * nodes * 4
     back = nodes * layout.row if nodes > 1 else out
@@ -76,7 +80,7 @@ class Net:
         return min(ring, 2 * math.ceil(math.log2(ranks)) * self.alpha + 2 * payload * self.beta)
 
     def in_node(self, payload):
-        """A rank's way out or back inside its node."""
+        """Returns the seconds of a rank's exchange inside its node, in one direction."""
         return 0 if self.per_node == 1 else NODE_ALPHA + payload * self.node_beta
 
     def all_reduce(self, payload, ranks):
@@ -84,14 +88,15 @@ class Net:
         inside = 2 * self.in_node(payload * (self.per_node - 1) / self.per_node)
         if nodes == 1:
             return inside
-        # Rings in the order of nodes cross a link once; so do the slices of all ranks of a node together.
+        # A ring in the order of nodes crosses each link once. So do the slices of all ranks of a node together.
         return min(self.ring_or_tree(payload, ranks), inside + self.ring_or_tree(payload, nodes))
 
     def flat(self, numels, ranks):
         row, per_node = Layout(numels, ranks).row, self.per_node
         if ranks == per_node:
             return 2 * self.in_node((ranks - 1) * row)
-        link = per_node * (ranks - per_node) * row * self.beta  # every rank of the node to every rank elsewhere
+        # from every rank of the node to every rank of other nodes
+        link = per_node * (ranks - per_node) * row * self.beta
         log_steps = math.ceil(math.log2(ranks)) * self.alpha + link
         ring = (ranks - 1) * (self.alpha + row * self.beta)
         return self.alpha + (ranks - 1) * self.gap + link + min(log_steps, ring)
@@ -108,7 +113,7 @@ class Net:
 
 
 def steps(times, numels, net, ranks):
-    """Seconds of a step by scheme."""
+    """Returns the seconds of a step by scheme."""
     elements = sum(numels)
 
     def local(name):
@@ -153,7 +158,8 @@ def tables(times, name, per_node, node_gbyte):
 
 
 def pays_below(times, numels, per_node, node_gbyte, ranks, scheme):
-    """Gbit/s of the link at which a scheme takes as long as the fp16 all-reduce; None: it never does better."""
+    """Returns the Gbit/s of the link at which a scheme takes as long as the fp16 all-reduce, or None if it is never
+    faster."""
     def gain(gbit):
         column = steps(times, numels, Net((gbit,) + LINKS[2][1:], per_node, node_gbyte), ranks)
         return column["fp16 all-reduce"] - column[scheme]
@@ -184,7 +190,7 @@ def local_table(data):
     names = [("AdamW, fp32 gradients", "full_f32"), ("AdamW, fp16 gradients", "full_f16")]
     for ranks in (8, 64, 512, 4096):
         names.append(("1-bit Adam, %d ranks" % ranks, "flat_%d" % ranks))
-        if "momentum_bits_%d" % ranks in times:  # older files have none
+        if "momentum_bits_%d" % ranks in times:  # missing in older files
             names.append(("1-bit Adam, %d ranks, MOMENTUM_BITS" % ranks, "momentum_bits_%d" % ranks))
         if ranks > PER_NODE:
             names.append(("1-bit Adam, %d ranks, %d a node" % (ranks, PER_NODE), "two_level_%d" % ranks))

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench_against OLD-ADAPTER.so OLD.so NEW-ADAPTER.so NEW.so [--rounds N] [--only TEXT] [LIST...]: one step of each rule and
-// dtype by two builds of the library, alternating in one process, on the same parameters, gradients and state. Prints a
-// Markdown table of the medians of old time / new time with the quartiles, and the ratio of the best times: above 1 the new one
-// is faster. Each library is called through an adapter that was compiled against its own header (against.h).
+// bench_against OLD-ADAPTER.so OLD.so NEW-ADAPTER.so NEW.so [--rounds N] [--only TEXT] [LIST...]: times one step of
+// each rule and dtype by two builds of the library, alternating in one process, on the same parameters, gradients and
+// state. Prints a Markdown table of the medians of old time / new time with the quartiles, and the ratio of the best
+// times: above 1 the new build is faster. Each library is called through an adapter that was compiled against its own
+// header (against.h).
 //
 // The memory bandwidth of a shared machine drifts by half within a minute, and pages differ from allocation to
 // allocation. So both libraries work on the same memory, and a ratio is formed within a round of old, new, new, old.
@@ -34,7 +35,7 @@ constexpr Case kCases[] = {
     {"onebit_adam/f16", Rule::onebit_adam, Dtype::f16, 0, true},
 };
 
-/// A list with elements of so many bytes. What they mean is the adapters' business.
+/// Returns a list with elements of `element_bytes`. The adapters define the dtype.
 std::unique_ptr<List> list_of(const std::vector<int64_t> &sizes, size_t element_bytes) {
     return std::make_unique<List>(sizes, element_bytes == 4 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_F16);
 }
@@ -51,7 +52,7 @@ public:
         params = add(bytes);
         grads = add(bytes);
         if (what.delta) outs = add(bytes);
-        for (const against::Tensor &grad : grads) // about 1e-3, so that nothing is a denormal
+        for (const against::Tensor &grad : grads) // about 1e-3, so that no value is denormal
             for (int64_t i = 0; i < grad.numel; ++i) {
                 const int low = int(i & 0x7f);
                 if (what.dtype == Dtype::f32)
@@ -74,10 +75,10 @@ private:
     }
     const std::vector<int64_t> sizes_;
     std::vector<std::unique_ptr<List>> lists_;
-    std::map<std::string, std::unique_ptr<List>> state_; // by the name of a state tensor of each parameter
+    std::map<std::string, std::unique_ptr<List>> state_; // key: name of a per-parameter state tensor
 };
 
-/// A library and the function of its adapter that opens it.
+/// A library, and the function of its adapter that opens the library.
 struct Build {
     std::string library;
     against::Open *open;
@@ -91,7 +92,7 @@ struct Build {
     }
 };
 
-/// Seconds of a step; the first one of the block brings caches and branches back and is not counted.
+/// Returns the seconds per step. The first step of a block refills caches and branch predictors and is not counted.
 double time(against::Engine &engine, int steps) {
     if (steps > 1) engine.step();
     const auto begin = std::chrono::steady_clock::now();
@@ -109,7 +110,7 @@ void run(const Case &what, const std::string &list, const Build &old_build, cons
     const std::unique_ptr<against::Engine> before(old_build.open(old_build.library.c_str(), what, shared)),
         now(new_build.open(new_build.library.c_str(), what, shared));
     if (before == nullptr || now == nullptr) return;
-    // Blocks of about 5 ms, so that the clock and the first step of a block count for nothing.
+    // A block takes about 5 ms, so that the clock's resolution and the first step of a block do not matter.
     const int steps = std::clamp(int(0.005 / time(*now, 1)), 1, 2000);
     std::vector<double> ratios, old_times, new_times;
     for (int i = 0; i < rounds; ++i) {

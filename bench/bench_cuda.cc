@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps on a GPU beside a copy on the device that moves as many bytes, timed by events on the stream. Rows of the
-// engine, with their bytes per element; `/graph` is the same step captured once and replayed:
+// Steps on a GPU, and copies on the device that move as many bytes, timed by events on the stream. Rows of the engine,
+// with their bytes per element; `/graph` is the same step captured once and replayed:
 //   Fp32             AdamW on fp32 weights, 28
 //   Mixed            16-bit gradients and weights, fp32 masters, loss scale, norm and clipping: 30
-//   MixedUpdate      the second pass of that alone: 28
+//   MixedUpdate      the second pass of Mixed alone: 28
 //   Pass1/f16, /bf16 the first pass alone, as dsopt_tensors_norm of 16-bit gradients: 2
 //   Lamb, Lamb/clip  LAMB on fp32 weights: 40, and 44 with the norm of the gradients
 //   Sgd, Adagrad, Lion   on fp32 weights: 12, 20 and 20
-// and what one of 8 ranks does by itself with one bit an element, on fp32 weights. Its collectives give it its own rows
-// back, in the order of the stream:
-//   Compressed           dsopt_compressed_allreduce: 12 of the worker (value, compensated value in and out), 1 of the server,
-//                        4 decoded, bits: 17
+// and the local work of one of 8 ranks with one bit per element, on fp32 weights. Its collectives return its own
+// messages, in stream order:
+//   Compressed           dsopt_compressed_allreduce: 12 of the worker (value, compensated value read and written), 1 of
+//                        the server, 4 decoded, bits: 17
 //   OnebitAdam           a step that exchanges: worker 16 (gradient and momentum in place of the value), server 1,
 //                        update 16 (weight, variance, momentum): 33
 //   OnebitAdam/bits      the same with MOMENTUM_BITS: 25
 //   ZeroOneAdam/local    0/1 Adam between exchanges: gradient, variance, momentum and weight: 24
 //   OnebitLamb           worker 16, server 1, moments 24 (the fresh variance too), weights 16: 57
-// Memset writes 4 bytes an element and reads none, which is what decoding an exchange is measured against.
-// Peers: Chunked is AdamW by a launcher of apex's form (cuda_peers.h); PyTorch's are in torch_cuda.py.
+// Memset writes 4 bytes per element and reads none; it is the reference for decoding an exchange.
+// Peers: Chunked is AdamW by a launcher in the form of apex's (cuda_peers.h); PyTorch's are in torch_cuda.py.
 //
-// Every row is set up once for a list, all on the same parameters, gradients and moments. A repetition is one batch of
-// steps, and Google Benchmark takes the rows in random turns, so a copy stands beside each step.
+// Every row is set up once per list, all on the same parameters, gradients and moments. A repetition is one batch of
+// steps. Google Benchmark interleaves the rows at random, so a copy is timed close to each step.
 #include "bench_util.h"
 #include "cuda_peers.h"
 #include <algorithm>
@@ -35,7 +35,7 @@ namespace {
 using bench::check;
 
 constexpr int kRanks = 8;
-/// Steps between two events: the queue stays filled, as in training. DSOPT_BENCH_STEPS shortens rehearsals.
+/// Number of steps between two events: the queue stays filled, as in training. DSOPT_BENCH_STEPS shortens rehearsals.
 int steps_of_batch() {
     const char *const text = std::getenv("DSOPT_BENCH_STEPS");
     return text == nullptr ? 10 : std::max(1, std::atoi(text));
@@ -48,7 +48,7 @@ void check_cuda(cudaError_t error) {
     std::exit(1);
 }
 
-/// Device memory with a pattern in it: `word`, with the low bits of its two halves stirred.
+/// Device memory filled with `word`, in which the low bits of both halves vary.
 class DeviceMemory {
 public:
     DeviceMemory(size_t bytes, uint32_t word) {
@@ -69,7 +69,7 @@ private:
     void *data_ = nullptr;
 };
 
-/// A list over one block: tensors lie one behind the other, each on a 256-byte line, as frameworks allocate them.
+/// A list in one block of memory: consecutive tensors, each aligned to 256 bytes, as frameworks allocate them.
 struct DeviceList {
     DeviceMemory memory;
     std::vector<dsopt_tensor> tensors;
@@ -91,16 +91,16 @@ struct DeviceList {
     }
 };
 
-/// Bits of two 16-bit numbers, or of one float, of about 1e-3.
+/// Returns the bits of two 16-bit numbers, or of one float, of about 1e-3.
 uint32_t small(int32_t dtype) {
     return dtype == DSOPT_DTYPE_F32 ? 0x3a800000u : dtype == DSOPT_DTYPE_F16 ? 0x14001400u : 0x3a803a80u;
 }
 
-/// What is put into a stream again and again.
+/// Work that is enqueued on a stream repeatedly.
 struct Job {
     virtual ~Job() = default;
     virtual void run(cudaStream_t stream) = 0;
-    /// What is wrong with the runs so far; NULL: nothing.
+    /// Returns what was wrong with the runs so far, or NULL.
     virtual const char *problem() { return nullptr; }
 };
 
@@ -122,7 +122,7 @@ public:
     Fixture(const Fixture &) = delete;
     Fixture &operator=(const Fixture &) = delete;
 
-    /// The same list for every job that asks for the name and dtype.
+    /// Returns the same list to every job with the same name and dtype.
     DeviceList &tensors(const std::string &name, int32_t dtype, uint32_t word) {
         auto &entry = lists_[name + std::to_string(dtype)];
         if (!entry) entry = std::make_unique<DeviceList>(sizes, dtype, word);
@@ -140,12 +140,12 @@ public:
         auto &entry = jobs_[name];
         if (!entry) {
             entry = make(*this);
-            for (int i = 0; i < 6; ++i) entry->run(stream); // past first steps, and into the compressed stage
+            for (int i = 0; i < 6; ++i) entry->run(stream); // past the first steps, into the compressed stage
             check_cuda(cudaStreamSynchronize(stream));
         }
         return *entry;
     }
-    /// One list at a time: the largest takes tens of gigabytes.
+    /// Keeps one list at a time: the largest takes tens of gigabytes.
     static Fixture &of(const std::string &name) {
         static std::unique_ptr<Fixture> current;
         if (!current || current->list != name) {
@@ -162,7 +162,7 @@ private:
 };
 
 struct Copy final : Job {
-    static constexpr int kMost = 57; // bytes an element, half of them read
+    static constexpr int kMost = 57; // bytes per element, half of them read
     DeviceMemory &from, &to;
     size_t bytes;
     Copy(Fixture &f, int of_element) :
@@ -176,7 +176,7 @@ struct Copy final : Job {
 };
 
 struct Memset final : Job {
-    static constexpr int kBytes = 4; // an element
+    static constexpr int kBytes = 4; // per element
     DeviceMemory &to;
     size_t bytes;
     explicit Memset(Fixture &f) : to(f.memory("to", Copy::bytes_of(f))), bytes(size_t(f.numel) * kBytes) {}
@@ -203,7 +203,8 @@ dsopt_context *make_context() {
     check(dsopt_context_create(&desc, &context));
     return context;
 }
-/// To one of kRanks all send what it sends itself: scales and signs are those of real data.
+/// All-to-all and all-gather in which all of the kRanks ranks send the same data: scales and signs are those of real
+/// data.
 int mirror(void *, const void *send, void *recv, int64_t bytes, void *stream) {
     for (int rank = 0; rank < kRanks; ++rank)
         check_cuda(cudaMemcpyAsync(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes),
@@ -215,7 +216,7 @@ dsopt_comm *make_mirror(dsopt_context *context) { return bench::idle_comm(contex
 struct Setting {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW, dtype = DSOPT_DTYPE_F32;
     bool clips = false;
-    int32_t reduction = DSOPT_REDUCTION_FULL; // another one: a step of the 1-bit family in that stage
+    int32_t reduction = DSOPT_REDUCTION_FULL; // with another value: a step of the 1-bit family in that stage
     uint32_t flags = 0;
 };
 
@@ -236,7 +237,7 @@ struct Step final : Job {
             desc.max_norm = 1.0;
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
-            scaling.window = 1 << 30; // no growth, which would turn moments to denormals
+            scaling.window = 1 << 30; // no growth, which would make moments denormal
             if (how.dtype != DSOPT_DTYPE_F32) check(dsopt_scaler_create(context, &scaling, &scaler));
             desc.scaler = scaler;
         }
@@ -280,7 +281,7 @@ private:
     static DeviceList &state_list(Fixture &f, const std::string &name) {
         return f.tensors(name, DSOPT_DTYPE_F32, name == "master" ? small(DSOPT_DTYPE_F32) : 0);
     }
-    /// Moments and masters are memory of the fixture's; what else there is the engine has itself.
+    /// Binds moments and masters to the fixture's memory. The engine allocates all other state.
     void bind_state(Fixture &f) const {
         int64_t count = 0;
         check(dsopt_optimizer_state_count(optimizer, &count));
@@ -339,7 +340,7 @@ struct Compressed final : Job {
     }
 };
 
-/// A job captured once.
+/// A job that is captured once.
 class Graph {
 public:
     Graph(Job &job, cudaStream_t stream) {
@@ -361,7 +362,7 @@ private:
 
 using Make = std::function<std::unique_ptr<Job>(Fixture &)>;
 
-/// One repetition: a batch of steps between two events. host_us: what a call takes on the host.
+/// Runs one repetition: a batch of steps between two events. host_us: time of a call on the host.
 void run_row(benchmark::State &state, const std::string &list, const std::string &name, const Make &make, int bytes,
              bool replays) {
     Fixture &f = Fixture::of(list);
@@ -371,7 +372,7 @@ void run_row(benchmark::State &state, const std::string &list, const std::string
         graph = std::make_unique<Graph>(job, f.stream);
         graph->run(f.stream);
     } else {
-        job.run(f.stream); // brings back what other rows drove out
+        job.run(f.stream); // reloads the caches after other rows
     }
     cudaEvent_t begin, end;
     check_cuda(cudaEventCreate(&begin));
@@ -411,7 +412,7 @@ void add_rows(const std::string &list) {
                                          bytes,
                                          graph != 0)
                 ->UseManualTime()
-                ->Iterations(1) // the time of a batch decides nothing about how often it is run
+                ->Iterations(1) // the time of a batch must not change the number of runs
                 ->Unit(benchmark::kMillisecond);
     };
     for (const int bytes : {2, 12, 17, 20, 24, 25, 28, 30, 33, 40, 44, 57})
@@ -454,7 +455,7 @@ int main(int argc, char **argv) {
         std::fprintf(stderr, "bench_cuda: no CUDA device: %s\n", cudaGetErrorString(error));
         return 77;
     }
-    if (argc != 2) { // random turns across lists would bring each list's gigabytes back again and again
+    if (argc != 2) { // interleaving across lists would allocate each list's gigabytes again and again
         std::fprintf(stderr, "usage: bench_cuda [--benchmark_...] LIST\n");
         return 2;
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank does itself in dsopt_comm_all_reduce: 16-bit tensors and small ones to a bucket of fp32 and back. The comm's
-// collectives do nothing here. Beside it a copy that moves as many bytes, and one collective and two conversions a tensor.
+// Local work of a rank in dsopt_comm_all_reduce: 16-bit and small tensors are packed into an fp32 bucket and unpacked.
+// The comm's collectives do nothing here. Compared with a copy that moves as many bytes, and with one collective and
+// two conversions per tensor.
 #include "bench_util.h"
 #include <benchmark/benchmark.h>
 #include <cstring>
@@ -40,7 +41,7 @@ void BM_AllReduceList(benchmark::State &state, const std::string &name, int32_t 
     done(state, f.bytes(dtype));
 }
 
-/// What a caller without lists would write.
+/// The loop that a caller without lists would write.
 void BM_TensorByTensor(benchmark::State &state, const std::string &name, int32_t dtype) {
     Fixture f(name, dtype);
     int64_t most = 0;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mixed-precision step beside what bounds it and what it replaces, interleaved in one run on the same machine:
-//   BM_Probe30     the step's own memory traffic without its arithmetic: 2 + 28 bytes an element
+// The mixed-precision step, its lower bound and the passes that it replaces, interleaved in one run on one machine:
+//   BM_Probe30     the step's memory traffic without its arithmetic: 2 + 28 bytes per element
 //   BM_Mixed       fp16 or bf16 gradients and weights, fp32 masters: overflow check, norm, clip, AdamW, 16-bit copy
 //   BM_MixedUpdate the second pass alone: no scaling, no clipping
-//   BM_Fp32        AdamW on fp32 weights, 28 bytes an element
-//   BM_SevenPass   the original's order of passes, each one vectorised and on all threads: 70 bytes an element
+//   BM_Fp32        AdamW on fp32 weights, 28 bytes per element
+//   BM_SevenPass   the original's order of passes, each vectorized and on all threads: 70 bytes per element
 #include "bench_util.h"
 #include <benchmark/benchmark.h>
 #include <cmath>
@@ -22,8 +22,8 @@ using bench::List;
 
 struct Engine;
 
-/// Everything for one list of shapes; kept for the whole run, so that no row pays for page faults and a repetition can
-/// be as short as one step.
+/// Arrays and engines of one list of shapes, kept for the whole run. So no row includes page faults, and a repetition
+/// can be as short as one step.
 struct Fixture {
     std::map<int, std::unique_ptr<Engine>> engines;
     ~Fixture();
@@ -71,7 +71,7 @@ struct Engine {
         if (mixed && clip) {
             DSOPT_NEW(dsopt_scaler_desc, how);
             how.init = 1024;
-            how.window = 1 << 30; // no growth, which would turn moments to denormals
+            how.window = 1 << 30; // no growth, which would make moments denormal
             check(dsopt_scaler_create(context, &how, &scaler));
             desc.scaler = scaler;
             desc.max_norm = 1.0;
@@ -128,7 +128,7 @@ void run_step(benchmark::State &state, Fixture &f, bool mixed, int32_t dtype, bo
     if (mixed)
         for (dsopt_tensor &grad : grads) {
             grad.dtype = dtype;
-            // About 1e-3 in either dtype: bits of the other one would be denormals, which nothing here is about.
+            // About 1e-3 in either dtype. With the other dtype's bits the values would be denormal.
             for (int64_t k = 0; k < grad.numel; ++k)
                 static_cast<uint16_t *>(grad.data)[k] =
                     uint16_t((dtype == DSOPT_DTYPE_F16 ? 0x1400 : 0x3a80) + (k & 0x7f));
@@ -151,7 +151,7 @@ void BM_Fp32(benchmark::State &state, const std::string &list) {
     run_step(state, Fixture::of(list), false, DSOPT_DTYPE_F32);
 }
 
-/// The whole list as one stretch a thread: fewer borders than the engine has, the same bytes.
+/// Splits the whole list into one range per thread: fewer borders than the engine has, the same number of bytes.
 template <class Body> void on_all(const Fixture &f, const Body &body) {
 #pragma omp parallel
     {
@@ -192,7 +192,7 @@ void BM_Probe30(benchmark::State &state, const std::string &list) {
             auto *__restrict c = static_cast<uint16_t *>(f.params16.tensors[i].data);
             int64_t k = b;
 #if defined(__AVX512F__)
-            // Non-temporal stores on the one array that is only written, as the fastest variant has them.
+            // Non-temporal stores to the one array that is only written, as in the engine's fastest variant.
             for (; k < e && reinterpret_cast<uintptr_t>(c + k) % 64 != 0; ++k)
                 p[k] += 1, m[k] += 1, v[k] += 1, c[k] = g[k];
             for (; k + 32 <= e; k += 32) {
@@ -226,8 +226,8 @@ float half(uint16_t h) { return float(h) * 1e-8f; }
 uint16_t to_half(float x) { return uint16_t(x * 1e8f); }
 #endif
 
-/// FP16_Optimizer.step: overflow check through an fp32 copy and its sum (10 bytes), cast (6), flatten (8), norm (4),
-/// unscale (8), AdamW (28), copy back (6).
+/// The passes of FP16_Optimizer.step: overflow check through an fp32 copy and its sum (10 bytes per element), cast (6),
+/// flatten (8), norm (4), unscale (8), AdamW (28), copy back (6).
 void BM_SevenPass(benchmark::State &state, const std::string &list) {
     Fixture &f = Fixture::of(list);
     const auto g16 = [&](size_t i) { return static_cast<const uint16_t *>(f.grads16.tensors[i].data); };

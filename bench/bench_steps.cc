@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// bench_steps [LIST...]: a step of each rule in each precision on each list (Step/RULE/DTYPE/LIST), and beside it the same
-// memory traffic without the arithmetic (Probe/RULE/DTYPE/LIST), on the same memory. bench/ratios.py takes them in turns.
+// bench_steps [LIST...]: times a step of each rule in each precision on each list (Step/RULE/DTYPE/LIST), and the same
+// memory traffic without the arithmetic (Probe/RULE/DTYPE/LIST), on the same memory. bench/ratios.py interleaves them.
 //   f32        weights and gradients in fp32
 //   f16, bf16  both in 16 bits with fp32 masters: overflow check, loss scale, norm, clipping, step, 16-bit copy
-//   delta      fp32, the change of the weights into an output in place of the weights
-// 1-bit Adam is in its compressed stage, one rank of 8 whose collectives do nothing; its server's share is not in the probe.
+//   delta      fp32; writes the change of the weights to an output and does not modify the weights
+// 1-bit Adam is in its compressed stage, as one rank of 8 whose collectives do nothing. The probe does not include the
+// server's part.
 #include "bench_util.h"
 #include <benchmark/benchmark.h>
 #include <cstring>
@@ -20,7 +21,8 @@ namespace {
 using bench::check;
 using bench::List;
 
-/// One pass over a list: how many arrays it reads, changes and only writes; 16-bit gradients and copies apart.
+/// One pass over a list: number of arrays that are read, read and written, and only written. 16-bit gradients and
+/// copies are counted separately.
 struct Pass {
     int reads = 0, changes = 0, writes = 0, reads16 = 0, writes16 = 0;
     int bytes() const { return 4 * (reads + 2 * changes + writes) + 2 * (reads16 + writes16); }
@@ -38,7 +40,7 @@ const std::vector<Rule> kRules = {
     {"lion", DSOPT_ALGORITHM_LION, 0, {{.reads = 1, .changes = 2}}},
     {"adagrad", DSOPT_ALGORITHM_ADAGRAD, 0, {{.reads = 1, .changes = 2}}},
     {"lamb", DSOPT_ALGORITHM_LAMB, 0, {{.reads = 2, .changes = 2}, {.reads = 2, .changes = 1}}},
-    // Gradient, momentum and kept error to the sign bits; the decoded momentum and the weights.
+    // Pass 1: gradient, momentum and residual to sign bits. Pass 2: decoded momentum and weights.
     {"onebit_adam",
      DSOPT_ALGORITHM_ONEBIT_ADAM,
      0,
@@ -49,7 +51,7 @@ constexpr const char *kForms[] = {"f32", "f16", "bf16", "delta"};
 int32_t dtype_of(const std::string &form) {
     return form == "f16" ? DSOPT_DTYPE_F16 : form == "bf16" ? DSOPT_DTYPE_BF16 : DSOPT_DTYPE_F32;
 }
-/// The passes of a rule in a form.
+/// Returns the passes of a rule in a form.
 std::vector<Pass> passes_of(const Rule &rule, const std::string &form) {
     std::vector<Pass> passes = rule.passes;
     if (form == "delta") { // the weights are read, the output is written
@@ -63,18 +65,18 @@ std::vector<Pass> passes_of(const Rule &rule, const std::string &form) {
 }
 
 constexpr int kFloats = 4;
-/// The memory of all steps of a form on a list.
+/// Memory of all steps of a form on a list.
 struct Arrays {
     std::vector<int64_t> sizes;
     int64_t numel;
-    std::vector<std::unique_ptr<List>> f32; // weights or masters, moments and whatever else a step keeps
+    std::vector<std::unique_ptr<List>> f32; // weights or masters, moments and other state
     std::optional<List> grads, half;
     Arrays(const std::string &list, int32_t dtype) : sizes(bench::shapes(list)), numel(bench::total(sizes)) {
         for (int i = 0; i < kFloats; ++i) f32.push_back(std::make_unique<List>(sizes, DSOPT_DTYPE_F32));
         grads.emplace(sizes, dtype);
         if (dtype != DSOPT_DTYPE_F32) half.emplace(sizes, dtype);
         for (size_t t = 0; t < sizes.size(); ++t)
-            for (int64_t i = 0; i < sizes[t]; ++i) { // about 1e-3, so that nothing is a denormal
+            for (int64_t i = 0; i < sizes[t]; ++i) { // about 1e-3, so that no value is denormal
                 const int low = int(i & 0x7f);
                 void *const grad = grads->tensors[t].data;
                 if (dtype == DSOPT_DTYPE_F32)
@@ -106,7 +108,7 @@ void fence() {}
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
 
-/// One pass over elements [begin, end) of a tensor; begin and all arrays are on 64-byte lines.
+/// Processes elements [begin, end) of a tensor; `begin` and all arrays are aligned to 64 bytes.
 template <int Reads, int Changes, int Writes, int Reads16, int Writes16>
 void move(const Arrays &arrays, size_t tensor, int64_t begin, int64_t end) {
     const float *read[Reads + 1];
@@ -163,7 +165,7 @@ Move move_of(const Pass &p) {
     std::exit(1);
 }
 
-/// The whole list as one stretch a thread: fewer borders than the engine has, the same bytes.
+/// Splits the whole list into one range per thread: fewer borders than the engine has, the same number of bytes.
 void sweep(const Arrays &arrays, Move move) {
 #pragma omp parallel
     {
@@ -172,7 +174,7 @@ void sweep(const Arrays &arrays, Move move) {
         int64_t at = 0;
         for (size_t i = 0; i < arrays.sizes.size() && at < end; ++i) {
             const int64_t n = arrays.sizes[i];
-            const auto within = [&](int64_t place) { // of this tensor, on a line
+            const auto within = [&](int64_t place) { // element of this tensor, aligned to 64 bytes
                 return place <= at ? 0 : place >= at + n ? n : (place - at) / 16 * 16;
             };
             if (const int64_t b = within(begin), e = within(end); b < e) move(arrays, i, b, e);
@@ -191,7 +193,7 @@ public:
         if (mixed) {
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
-            scaling.window = 1 << 30; // no growth, which would turn moments to denormals
+            scaling.window = 1 << 30; // no growth, which would make moments denormal
             check(dsopt_scaler_create(context_, &scaling, &scaler_));
             desc.scaler = scaler_;
             desc.max_norm = 1;
@@ -216,7 +218,7 @@ public:
             step_.flags = DSOPT_STEP_DELTA;
         }
         for (int i = 0; i < 16; ++i)
-            run(); // into the compressed stage, and past the trial of asking ahead (cpu/step.h)
+            run(); // reaches the compressed stage, and ends the trial of prefetching (cpu/prefetch.h)
     }
     ~Engine() {
         dsopt_optimizer_destroy(optimizer_);
@@ -229,7 +231,8 @@ public:
     void run() { check(dsopt_optimizer_step(optimizer_, &step_)); }
 
 private:
-    /// State as long as the parameters lies in the arrays of the probe; the rest is the engine's own.
+    /// Binds state with as many elements as the parameters to the arrays of the probe. The engine allocates all other
+    /// state.
     void bind() {
         std::vector<dsopt_tensor> state;
         std::map<std::string, size_t> array = {{"master", 0}};
@@ -259,8 +262,8 @@ private:
     dsopt_step step_ = {};
 };
 
-/// Memory of one list and form at a time, since the largest takes gigabytes, and its engines, so that no row pays for
-/// page faults and a repetition can be as short as one step.
+/// Memory of one list and form, and engines on it. Only one at a time is kept, since the largest takes gigabytes. The
+/// engines are kept too, so that no row includes page faults and a repetition can be as short as one step.
 struct Fixture {
     Arrays arrays;
     std::map<std::string, std::unique_ptr<Engine>> engines;
@@ -315,7 +318,8 @@ int main(int argc, char **argv) {
     for (const std::string &list : lists)
         for (const std::string form : kForms)
             for (const Rule &rule : kRules) {
-                if (form == "delta" && rule.algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM) continue; // refused
+                // an unsupported combination
+                if (form == "delta" && rule.algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM) continue;
                 const std::string name = std::string(rule.name) + "/" + form + "/" + list;
                 const auto add = [&](const char *kind, auto function) {
                     benchmark::RegisterBenchmark(

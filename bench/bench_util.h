@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor lists of real models, and memory laid out like theirs.
+// Tensor lists of real models, and memory laid out as theirs.
 #pragma once
 #include "dsopt.h"
 #include <cstdint>
@@ -20,7 +20,7 @@ inline void check(dsopt_status status) {
     std::exit(1);
 }
 
-/// Element counts: "gpt2-124m" and so on from bench/shapes, or "NxM" for N tensors of M elements.
+/// Returns element counts: of a list of bench/shapes such as "gpt2-124m", or "NxM" for N tensors of M elements.
 inline std::vector<int64_t> shapes(const std::string &name) {
     std::vector<int64_t> sizes;
     long long count = 0, numel = 0;
@@ -41,7 +41,7 @@ inline int64_t total(const std::vector<int64_t> &sizes) {
     return sum;
 }
 
-/// Zeroed memory in huge pages, as frameworks' allocators and this engine give it.
+/// Zeroed memory in huge pages, as the allocators of frameworks and of this engine provide.
 class Memory {
 public:
     explicit Memory(size_t bytes) : bytes_((bytes + kHuge - 1) / kHuge * kHuge) {
@@ -62,7 +62,7 @@ private:
     size_t bytes_;
 };
 
-/// A list over one block: tensors lie one behind the other, each on a 64-byte line.
+/// A list in one block of memory: consecutive tensors, each aligned to 64 bytes.
 struct List {
     Memory memory;
     std::vector<dsopt_tensor> tensors;
@@ -84,7 +84,7 @@ struct List {
 
 using Exchange = int (*)(void *self, const void *send, void *recv, int64_t bytes, void *stream);
 inline int no_exchange(void *, const void *, void *, int64_t, void *) { return 0; }
-/// One of so many ranks, in whatever memory the context has. Its all-reduce does nothing.
+/// Creates a comm of rank 0 of `ranks`, for memory of the context's device. Its all-reduce does nothing.
 inline dsopt_comm *idle_comm(dsopt_context *context, int ranks, Exchange exchange = no_exchange) {
     DSOPT_NEW(dsopt_comm_table, table);
     table.ranks = ranks;

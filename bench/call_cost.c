@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// call_cost [STEPS]: what a call costs before there is anything to compute. One dsopt_optimizer_step of AdamW over 148 F32
-// tensors of 4 elements, as many tensors as GPT-2 has; prints `c MEDIAN`, in microseconds. The benches of the bindings time
-// the same step beside it.
+// call_cost [STEPS]: the fixed cost of a call. Times one dsopt_optimizer_step of AdamW over 148 fp32 tensors of 4
+// elements, as many tensors as GPT-2 has, and prints `c MEDIAN`, in microseconds. The benches of the bindings time the
+// same step.
 #include <dsopt.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -78,7 +78,7 @@ cudaError_t ChunkedAdamW::run(int64_t step, cudaStream_t stream) const {
     for (const Tensor &tensor : tensors_) {
         const int64_t chunks = (tensor.numel + kChunk - 1) / kChunk;
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            if (chunk == 0 || tensors == 0) { // also where a launch ended within the tensor
+            if (chunk == 0 || tensors == 0) { // also after a flush within the tensor
                 for (int k = 0; k < 4; ++k) batch.at[k][tensors] = tensor.at[k];
                 batch.numel[tensors++] = tensor.numel;
             }

@@ -7,12 +7,12 @@
 
 namespace bench {
 
-/// AdamW on fp32 tensors as apex's multi-tensor launcher does it: chunks of 65,536 elements, at most 36 tensors and 320
-/// blocks of 512 threads in a launch, the addresses in the launch's arguments, four elements of 32 bits a thread.
+/// AdamW on fp32 tensors in the form of apex's multi-tensor launcher: chunks of 65,536 elements, at most 36 tensors and
+/// 320 blocks of 512 threads per launch, addresses in the kernel's arguments, and four fp32 elements per thread.
 class ChunkedAdamW {
 public:
     void add(float *grad, float *param, float *exp_avg, float *exp_avg_sq, int64_t numel);
-    /// One step; `step` counts from 1.
+    /// Enqueues one step; `step` counts from 1.
     cudaError_t run(int64_t step, cudaStream_t stream) const;
 
 private:

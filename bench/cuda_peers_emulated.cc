@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
-// The peers' kernels for the emulated device.
+// Kernels of the peers for the emulated device.
 #include "cuda_peers.cu" // NOLINT

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""gpu_model.py [--machine NAME | --page] [LIST...]: predicted times of the CUDA backend's steps, as a Markdown table
-beside the goals. --page: all machines, as bench/results/gpu-model.md has them.
+"""gpu_model.py [--machine NAME | --page] [LIST...]: predicted times of the CUDA backend's steps and the goals, as a
+Markdown table. --page: prints bench/results/gpu-model.md, with all machines.
 
-Nothing here was measured. Every constant that is not counted is a range, the better end first, so every prediction is.
+Nothing here was measured. Every constant that is not counted is a range, the better end first, so every prediction is a
+range too.
 
 A step is a chain of kernels. A kernel takes the longest of three times, or somewhat more, as they overlap imperfectly:
-- its bytes, at a share of the speed of a copy;
-- its instructions, by the issue slots of the multiprocessors;
-- the leaves of a block, round by round: loads that are in flight together, one latency for all of them; the arithmetic
-  on them; sums that all warps wait for; and finding the tensor of a leaf if that is a new one.
-Then come what the last block does alone (sums over leaves and tensors, step counts, the report) and the gap to the next
-kernel, which is shorter if that may start early. A memset of an exchange is a launch of its own, and a kernel behind it
-does not start early. `./dev gpu` prints measured times beside these, so what the model does not know shows.
+- memory: its bytes, at a share of the speed of a copy;
+- issue: its instructions, by the issue slots of the multiprocessors;
+- latency: the leaves of a block, round by round. A round has loads that are in flight together (one latency for all of
+  them), the arithmetic on them, sums that all warps wait for, and finding the tensor of a leaf if it is a new one.
+Then the last block works alone (sums over leaves and tensors, step counts, the report). Last comes the gap to the next
+kernel, which is shorter if that kernel may be launched early (PDL). A memset of an exchange is a launch of its own, and
+a kernel after it is not launched early. `./dev gpu` prints measured times next to these, which shows what the model
+lacks.
 """
 import sys
 from typing import NamedTuple
@@ -23,25 +25,25 @@ LISTS = ["gpt2-124m", "bert-large", "resnet50", "vit-b-16", "10000x1000", "1x671
 LEAF = 4096  # elements
 WARPS, LANES, THREADS = 8, 32, 256
 LEAF_LANES = 128  # of the sum of a leaf
-SERVED = 8  # ranks: a server has so much less than a worker
+SERVED = 8  # number of ranks: a server has this factor less work than a worker
 
 
 class Kernel(NamedTuple):
-    """What depends on the code of a kernel."""
-    bytes: float  # moved for an element
-    issued: float  # instructions for an element in loops
+    """Properties of a kernel's code."""
+    bytes: float  # moved per element
+    issued: float  # instructions per element in loops
     registers: int
     blocks: int  # resident on a multiprocessor
-    in_flight: int  # elements of a thread whose loads are in flight together
-    leaves: int = 1  # of a block in a round: one, or one for each warp
-    outside: float = 0  # instructions for an element outside of those loops, counted by hand
-    sums: int = 0  # of a leaf, one after the other, for which all warps of a block wait
-    loads: tuple = (1, 1)  # of an element that depend on one another, at the better end and at the worse one
-    last: tuple = ()  # what the last block does
+    in_flight: int  # elements per thread whose loads are in flight together
+    leaves: int = 1  # of a block per round: one, or one per warp
+    outside: float = 0  # instructions per element outside of those loops, counted by hand
+    sums: int = 0  # sequential sums per leaf for which all warps of a block wait
+    loads: tuple = (1, 1)  # dependent loads per element, at the better end and at the worse end
+    last: tuple = ()  # work of the last block
 
 
-# Instructions in loops are counted by tests/cuda/loops.py from machine code for sm_90, and tests/cuda/resources.py
-# fails where they or the registers are others. Outside of loops: a vote and what makes bits of it.
+# tests/cuda/loops.py counts instructions in loops from machine code for sm_90. tests/cuda/resources.py fails if these
+# numbers or the registers differ from the code. Outside of loops: a vote and the packing of its bits.
 SIGNS = 18
 KERNELS = {
     "update fp32": Kernel(28, 64, 64, 4, 4, last=("finish",)),
@@ -56,7 +58,7 @@ KERNELS = {
     "lamb weights": Kernel(16, 44.2, 62, 4, 4, last=("finish",)),
     "feed": Kernel(12.125, 11.9, 62, 4, 4, outside=SIGNS, sums=1),
     "feed momentum": Kernel(16.125, 48.6, 56, 4, 4, outside=SIGNS, sums=1),
-    "serve": Kernel(10, 76.4, 60, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),  # all ranks' bits behind the residual
+    "serve": Kernel(10, 76.4, 60, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),  # all ranks' bits, then the residual
     "decode": Kernel(4.125, 13.5, 32, 8, 4, loads=(1, 2)),
     "finish momentum": Kernel(16.125, 74.2, 57, 4, 4, loads=(1, 2)),
     "finish bits": Kernel(8.25, 72.5, 57, 4, 4, loads=(1, 2)),
@@ -67,7 +69,8 @@ KERNELS = {
     "end of step": Kernel(0, 0, 64, 4, 0, last=("finish",)),
     "one thread": Kernel(0, 0, 64, 1, 0)}
 
-# Step: bytes an element that it is measured against, its kernels, and the least share of a copy's speed on GPT-2.
+# Per step: bytes per element of the copy that is the reference, the kernels, and the goal for the share of a copy's
+# speed on GPT-2.
 EXCHANGE = ["message scales", "memset", "serve", "result scales"]
 STEPS = {
     "Fp32": (28, ["update fp32"], 0.93),
@@ -86,33 +89,33 @@ STEPS = {
                         "trust", "lamb weights", "one thread", "one thread", "end of step"], None)}
 GRAPH_GOAL = {"10000x1000": 75e-6}  # seconds of Fp32
 
-# What follows is taken from what such kernels reach elsewhere and from the vendor's documents: better end, worse end.
+# The constants below are taken from results of similar kernels and from the vendor's documents: better end, worse end.
 BEST, WORST = 0, 1
-# Of a copy's bandwidth, for a kernel that reads and writes several arrays. Where nothing else limits a step, this is
+# Share of a copy's bandwidth, for a kernel that reads and writes several arrays. If nothing else limits a step, this is
 # the result.
 STREAMS = (0.96, 0.88)
-SLOTS = (0.9, 0.7)  # of issue slots that can be used; a multiprocessor has 4 a clock
-OVERLAP = (None, 4)  # the three times: the longest of them, or the root of the sum of such powers
-GAPS = {"plain": ((2.0e-6, 3.5e-6), (0.8e-6, 1.5e-6)),  # before a kernel, and before one that may start early
+SLOTS = (0.9, 0.7)  # share of usable issue slots; a multiprocessor has 4 per clock
+OVERLAP = (None, 4)  # of the three times: their maximum, or their norm with this exponent
+GAPS = {"plain": ((2.0e-6, 3.5e-6), (0.8e-6, 1.5e-6)),  # before a kernel, and before one that may be launched early
         "graph": ((1.0e-6, 1.6e-6), (0.7e-6, 1.2e-6))}
 DEPENDENT = (2.5, 3.5)  # cycles between two instructions of a thread: many depend on the one before
 BARRIER = (0.1e-6, 0.2e-6)
 HANDSHAKE = (0.7e-6, 1.5e-6)  # fence, ticket and fence of a grid's last block
 DECIDE = REPORT = (0.5e-6, 1.2e-6)  # by one thread
-L2 = (250, 350)  # cycles of a load that the second-level cache has
-CHAIN = (8, 12)  # cycles between two dependent additions in double
-AHEAD = 16  # loads of a lane that are in flight at once while leaves are added up
-FEW = 8  # leaves of a tensor that one thread adds up
-COUNTED = 4 * THREADS  # tensors whose steps the last block counts, and whose leaves it asks for, in a round
+L2 = (250, 350)  # cycles of a load that hits the L2 cache
+CHAIN = (8, 12)  # cycles between two dependent additions in fp64
+AHEAD = 16  # loads per lane that are in flight at once during sums over leaves
+FEW = 8  # one thread adds up tensors with fewer leaves
+COUNTED = 4 * THREADS  # tensors whose steps the last block counts, and whose leaf counts it loads, per round
 JOB = 136  # bytes of a tensor's job
 
 
 class Machine(NamedTuple):
-    bandwidth: float  # of a copy, bytes per second, read and written
+    bandwidth: float  # of a copy, bytes per second, reads plus writes
     processors: int
     hertz: float
     latency: tuple  # seconds of a load from memory
-    cache: float  # bytes of the second-level cache
+    cache: float  # bytes of the L2 cache
 
 
 MACHINES = {"h200": Machine(4.3e12, 132, 1.98e9, (0.6e-6, 0.7e-6), 50e6),
@@ -124,7 +127,7 @@ class List(NamedTuple):
     numel: int
     tensors: int
     leaves: list  # of each tensor
-    cold: bool  # a step moves more than the second-level cache has, so it does not have the jobs at the next step
+    cold: bool  # a step moves more bytes than the L2 cache holds, so the next step misses the jobs
 
 
 def list_of(sizes, size, machine):
@@ -134,36 +137,38 @@ def list_of(sizes, size, machine):
 
 
 def load_seconds(of, machine, end):
-    """A load from the table of jobs."""
+    """Returns the seconds of a load from the table of jobs."""
     return machine.latency[end] if of.cold else L2[end] / machine.hertz
 
 
 def lane_cycles(count, end):
-    """A warp adds up so many values."""
+    """Returns the cycles in which a warp adds up `count` values."""
     lane = -(-count // LANES)
     return -(-lane // AHEAD) * L2[end] + lane * CHAIN[end] + 5 * (CHAIN[end] + 25)  # five shuffles and additions
 
 
 def fold_seconds(of, machine, end, least):
-    """The last block adds the leaves of each tensor that has at least so many: few by a thread, many by a warp, tensors
-    in turn by warps. Then a warp adds what the tensors have."""
+    """Returns the seconds in which the last block adds up the leaves of each tensor with at least `least` leaves.
+
+    A thread adds up few leaves and a warp many; tensors are assigned to warps round-robin. Then a warp adds up the sums
+    of tensors."""
     few = [count for count in of.leaves if least <= count < FEW]
     threads = -(-len(few) // THREADS) * (2 * L2[end] + max(few, default=0) * CHAIN[end])
     warps = [0] * WARPS
     for i, count in enumerate(count for count in of.leaves if count >= FEW):
         warps[i % WARPS] += lane_cycles(count, end) + 2 * L2[end]
-    rounds = -(-len(of.leaves) // COUNTED) * L2[end]  # how many leaves each tensor has: a table of its own
+    rounds = -(-len(of.leaves) // COUNTED) * L2[end]  # loads each tensor's number of leaves from a separate table
     return (threads + max(warps) + lane_cycles(len(of.leaves), end) + rounds) / machine.hertz
 
 
 def scales_seconds(of, machine, end):
-    """The same by a grid, a warp a scale group."""
+    """Returns the seconds of the same sums by a grid, with a warp per scale group."""
     rounds = -(-len(of.leaves) // (machine.processors * 4 * WARPS))
     return rounds * (lane_cycles(max(of.leaves, default=0), end) + 4 * L2[end]) / machine.hertz
 
 
 def last_seconds(what, of, machine, end):
-    """What the last block does, or a kernel that does nothing else."""
+    """Returns the seconds of the last block's work, or of a kernel that does nothing else."""
     if what == "fold":  # pass 1 has folded tensors of one leaf already
         return fold_seconds(of, machine, end, 2)
     if what == "trust":
@@ -172,17 +177,18 @@ def last_seconds(what, of, machine, end):
         return scales_seconds(of, machine, end)
     if what == "decide":
         return DECIDE[end]
-    counts = 2 * load_seconds(of, machine, end) if of.tensors <= COUNTED else 0  # of more, by another kernel
+    # for more tensors, another kernel counts
+    counts = 2 * load_seconds(of, machine, end) if of.tensors <= COUNTED else 0
     return counts + REPORT[end]  # "finish"
 
 
 def pieces_of(numel, piece):
-    """Parts of a tensor whose loads are in flight together: they end where a leaf does."""
+    """Returns the number of pieces of a tensor whose loads are in flight together. None spans two leaves."""
     return numel // LEAF * -(-LEAF // piece) + -(-(numel % LEAF) // piece)
 
 
 def limits(name, of, machine, end):
-    """Seconds of a kernel's bytes, of its instructions and of a block's rounds."""
+    """Returns the seconds of a kernel's bytes, of its instructions and of a block's rounds."""
     kernel, share = KERNELS[name], SERVED if name == "serve" else 1
     if kernel.bytes == 0 or of.numel == 0:
         return 0, 0, 0
@@ -194,7 +200,7 @@ def limits(name, of, machine, end):
     cycles = kernel.in_flight * (kernel.issued + kernel.outside) * DEPENDENT[end]
     cycles += kernel.sums * piece / LEAF_LANES * CHAIN[end]
     trip = kernel.loads[end] * machine.latency[end] + cycles / machine.hertz + kernel.sums * BARRIER[end]
-    # The count of a tensor's steps; its job is copied while the block works on the tensor before it.
+    # Load of the tensor's step count. Its job is copied while the block works on the tensor before it.
     find = load_seconds(of, machine, end) + 3 * BARRIER[end]
     grid = processors * kernel.blocks * kernel.leaves * share
     trips = max(pieces_of(min(LEAF, max(of.sizes)), piece), -(-sum(pieces_of(n, piece) for n in of.sizes) // grid))
@@ -217,7 +223,7 @@ def step_seconds(step, sizes, machine="h200", mode="plain", end=BEST):
     machine, gaps = MACHINES[machine], GAPS[mode]
     of, seconds, early = list_of(sizes, size, machine), 0, False
     for name in kernels:
-        if name == "memset":  # of the messages, a bit an element
+        if name == "memset":  # of the messages, one bit per element
             seconds += gaps[0][end] + of.numel / 8 / (machine.bandwidth / 2)
         else:
             seconds += gaps[early][end] + kernel_seconds(name, of, machine, end)
@@ -228,18 +234,18 @@ def step_seconds(step, sizes, machine="h200", mode="plain", end=BEST):
 
 
 def copy_seconds(step, sizes, machine="h200", mode="plain"):
-    """A copy of as many bytes, launched as the step is."""
+    """Returns the seconds of a copy of as many bytes, launched in the same way."""
     return STEPS[step][0] * sum(sizes) / MACHINES[machine].bandwidth + GAPS[mode][0][BEST]
 
 
 def share_of_copy(step, sizes, machine="h200", mode="plain"):
-    """Copy / step, the lower end first."""
+    """Returns copy / step, the lower end first."""
     copy = copy_seconds(step, sizes, machine, mode)
     return tuple(copy / step_seconds(step, sizes, machine, mode, end) for end in (WORST, BEST))
 
 
 def span(values, form):
-    """A range as text."""
+    """Returns a range as text."""
     low, high = (form % value for value in values)
     return low if low == high else low + " to " + high
 
@@ -262,7 +268,7 @@ def table(machine, names):
 
 
 def kernel_table(machine, name):
-    """What limits each kernel."""
+    """Returns a table of what limits each kernel."""
     lines = ["| kernel | bytes, predicted µs | instructions, predicted µs | rounds of a block, predicted µs |",
              "|" + " --- |" * 4]
     for kernel, properties in KERNELS.items():

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// host_step [BATCHES]: the host's part of a step on the CUDA device whose lists stay bound and unchanged. Built with the
-// emulated CUDA runtime, whose launches do nothing here: what is left is the engine's own work and the emulator's
-// answers to the few other calls of the runtime. Prints a row per list and kind of step: calls of the runtime, and the
-// least and the median of CPU microseconds per step over batches of 100 steps.
+// host_step [BATCHES]: the host's part of a step on the CUDA device with bound, unchanged lists. Built with the
+// emulated CUDA runtime, in which launches do nothing here: what is left is the engine's work and the emulator's
+// handling of the few other runtime calls. Prints a row per list and kind of step: number of runtime calls, and the
+// minimum and the median of CPU microseconds per step over batches of 100 steps.
 #include "bench_util.h"
 #include "fakert.h"
 #include <algorithm>
@@ -21,7 +21,7 @@ double cpu_microseconds() {
 struct Kind {
     const char *name;
     int32_t algorithm, dtype;
-    bool mixed; // loss scale and clipping
+    bool mixed; // with loss scale and clipping
 };
 
 class HostStep {

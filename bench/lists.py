@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of tensors for the benches: those of bench/shapes by name, and NxM for N tensors of M elements."""
+"""Lists of tensors for the benches: the lists of bench/shapes by name, and NxM for N tensors of M elements."""
 import os
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shapes")
 
 
 def shapes(name):
-    """Element counts."""
+    """Returns element counts."""
     if "x" in name and name.replace("x", "").isdigit():
         count, numel = name.split("x")
         return [int(numel)] * int(count)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// local_times LIST [ROUNDS]: what a rank does by itself in a step of AdamW and of 1-bit Adam, as JSON for
-// alpha_beta.py. The comms have the wanted number of ranks and functions that do nothing, so what is left is this
-// machine's work: nanoseconds an element of the whole list, the least of the rounds.
+// local_times LIST [ROUNDS]: local work of a rank in a step of AdamW and of 1-bit Adam, as JSON for alpha_beta.py. The
+// comms have the wanted number of ranks and functions that do nothing, so only this machine's work is timed. Prints
+// nanoseconds per element of the whole list, the minimum of the rounds.
 #include "bench_util.h"
 #include <algorithm>
 #include <chrono>
@@ -15,10 +15,10 @@ constexpr int kPerNode = 8;
 
 struct Times {
     double step = std::numeric_limits<double>::infinity();
-    double compress = 0, exchange = 0, decompress = 0; // of that step
+    double compress = 0, exchange = 0, decompress = 0; // of the same step
 };
 
-/// `node` 0: no node comm; `data` 0: no comm at all.
+/// Times a step. `node` 0: no node comm. `data` 0: no comm at all.
 Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const List &grads, int data, int node,
               int rounds, uint32_t flags = 0) {
     dsopt_comm *const across = data > 0 ? idle_comm(ctx, data) : nullptr, *const inside =
@@ -38,7 +38,8 @@ Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const L
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads.tensors.data();
     step.count = int64_t(grads.tensors.size());
-    for (int i = 0; i < 2; ++i) check(dsopt_optimizer_step(opt, &step)); // the full one, and one that allocates nothing
+    // the full-precision step and one that allocates nothing
+    for (int i = 0; i < 2; ++i) check(dsopt_optimizer_step(opt, &step));
     Times best;
     for (int i = 0; i < rounds; ++i) {
         const auto begin = std::chrono::steady_clock::now();

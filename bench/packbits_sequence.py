@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""packbits_sequence.py LIBDSOPT [NUMEL...]: local work of the compressed all-reduce beside the original's operations.
+"""packbits_sequence.py LIBDSOPT [NUMEL...]: compares local work of the compressed all-reduce with the original's.
 
-Needs PyTorch and NumPy (Debian: python3-torch). Rank 0 of 8 on both sides, with collectives that do nothing, in turns, in one
-process: what is timed is the worker's part, the server's part of an eighth, and decoding, not the network.
+Needs PyTorch and NumPy (Debian: python3-torch). Both sides are rank 0 of 8 with collectives that do nothing, alternating
+in one process. So the worker's part, the server's part of one eighth and decoding are timed, and not the network.
   dsopt      dsopt_compressed_allreduce, standard mode, one tensor
-  framework  compressed_allreduce of the original with its cupy packbits replaced by NumPy's: add error, norm, sign, pack, new
-             error; unpack to a matrix, weighted sum, the same again; unpack and multiply
+  framework  compressed_allreduce of the original with its cupy packbits replaced by NumPy's: add error, norm, sign,
+             pack, new error; unpack to a matrix, weighted sum, the same again; unpack and multiply
 """
 import ctypes
 import mmap
@@ -31,14 +31,14 @@ torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def huge(size):
-    """Zeros in huge pages, which is where the engine keeps an optimizer's errors."""
+    """Returns zeros in huge pages, in which the engine keeps an optimizer's errors too."""
     memory = mmap.mmap(-1, (size >> 21) + 2 << 21)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return (ctypes.c_char * len(memory)).from_buffer(memory)
 
 
 class Idle:
-    """Collectives of a rank whose peers' rows stay as they are."""
+    """Collectives of a rank whose peers' messages never change."""
 
     def all_reduce(self, *_):
         pass

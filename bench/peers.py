@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""peers.py LIBDSOPT [LIST...]: one fp32 AdamW step on the CPU beside other libraries' steps, on the same lists, in turns, in one process.
+"""peers.py LIBDSOPT [LIST...]: compares one fp32 AdamW step on the CPU with other libraries' steps.
 
-Peers are what can be imported: PyTorch (torch.optim.AdamW fused, foreach and as a loop over tensors; Debian: python3-torch),
-DeepSpeed's CPU Adam (pip install deepspeed; built by its own builder when it is first used), optax inside jax.jit with donated
-buffers (pip install "jax[cpu]" optax). Nothing is installed here. Prints a Markdown table: times of dsopt, and of each peer the
-median of peer / dsopt over the rounds, with its quartiles: above 1, dsopt is faster.
+All steps are on the same lists, alternating in one process. Peers are the libraries that can be imported: PyTorch
+(torch.optim.AdamW fused, foreach and as a loop over tensors; Debian: python3-torch), DeepSpeed's CPU Adam (pip install
+deepspeed; built by its own builder on first use), optax inside jax.jit with donated buffers (pip install "jax[cpu]"
+optax). Nothing is installed here. Prints a Markdown table: times of dsopt, and for each peer the median of peer / dsopt
+over the rounds, with its quartiles: above 1, dsopt is faster.
 Environment: ROUNDS (default 15), OMP_NUM_THREADS.
 """
 import os
@@ -79,7 +80,7 @@ def milliseconds(step, repeat):
 
 
 def open_peers(params):
-    """Peers that work here; of the others, why not, once."""
+    """Returns the peers that work here; reports why a peer does not, once."""
     steps = []
     for name, make in PEERS:
         try:
@@ -109,7 +110,7 @@ def main():
         times, ratios = [], {peer: [] for peer, _ in peers}
         for round_ in range(ROUNDS):
             for peer, step in peers if round_ % 2 else peers[::-1]:
-                step()  # what the last one drove out of the caches comes back
+                step()  # reloads the caches after the other step
                 theirs = milliseconds(step, repeat)
                 ours()
                 mine = milliseconds(ours, repeat)

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""ratios.py FOLDER [LIST...]: run the benches in FOLDER (build/bench) in rounds and print medians and ratios as Markdown.
+"""ratios.py FOLDER [LIST...]: runs the benches in FOLDER (build/bench) in rounds; medians and ratios as Markdown.
 
-First bench_steps: each rule in each precision beside a probe that moves the same memory without the arithmetic; then
-bench_mixed: the mixed-precision step beside fp32 and the original's passes.
+First bench_steps: each rule in each precision and a probe that moves the same memory without the arithmetic; then
+bench_mixed: the mixed-precision step, fp32 and the original's passes.
 
 Absolute times of a shared machine are worth little, and its bandwidth drifts by half within a minute. So a round is
-short, its rows are taken in turns, and ratios are formed within it; the tables have the medians of the rounds.
+short, its rows are interleaved, and ratios are formed within it; the tables have the medians of the rounds.
 Environment: ROUNDS (default 5 and 11), REPETITIONS of one step in a round (default 9), ONLY (a regular expression, of
 rows like adamw/f32), OMP_NUM_THREADS.
 """
@@ -25,7 +25,7 @@ ONLY = os.environ.get("ONLY", "")
 
 
 def one_round(bench, name, rows):
-    """Median milliseconds of each row that the expression matches, in turns in one process."""
+    """Returns the median milliseconds of each row that the expression matches, interleaved in one process."""
     command = [bench, name, "--benchmark_filter=" + rows, "--benchmark_enable_random_interleaving=true",
                "--benchmark_repetitions=" + os.environ.get("REPETITIONS", "9"), "--benchmark_min_time=0.001",
                "--benchmark_format=json"]
@@ -42,7 +42,7 @@ def rounds(bench, name, rows, default):
 
 
 def known(bench):
-    """Rule and precision of the rows of a bench."""
+    """Returns rule and precision of the rows of a bench."""
     listed = subprocess.run([bench, "1x16", "--benchmark_list_tests"], check=True, stdout=subprocess.PIPE,
                             universal_newlines=True).stdout
     return [case for case in re.findall(r"^Step/(\w+/\w+)/", listed, re.M) if re.search(ONLY, case)]

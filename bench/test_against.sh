@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test_against.sh ROOT BENCH-AGAINST ADAPTER LIBDSOPT CXX...: bench_against runs every case through the adapters of its two
-# libraries; the adapter compiles against the header of an older commit; and it is the adapter's header, not the bench's, that
-# lays out what a library is passed.
+# test_against.sh ROOT BENCH-AGAINST ADAPTER LIBDSOPT CXX...: tests that bench_against runs every case through the
+# adapters of its two libraries, that the adapter compiles against the header of an older commit, and that the adapter's
+# header, not the bench's, defines the structs that are passed to a library.
 set -eu
 root=$1 bench=$2 adapter=$3 library=$4
 shift 4
@@ -19,7 +19,7 @@ adapt() { # INCLUDE-DIR OUTPUT CXX...
 run() { # OLD-ADAPTER
     "$bench" "$1" "$folder/libdsopt.so" "$adapter" "$library" --rounds 1 3x64
 }
-cp -L "$library" "$folder/libdsopt.so" # two files, or the process has one library
+cp -L "$library" "$folder/libdsopt.so" # needs two files: dlopen() of the same file twice returns one library
 cases=$(grep -c '^    {"' "$root/bench/bench_against.cc")
 
 rows=$(run "$adapter" | grep -c '^| 3x64 | ') || rows=0
@@ -31,7 +31,7 @@ echo '#include "against.h"' | "$@" -std=c++20 -fsyntax-only -x c++ -I "$root/ben
 ! grep -q '^#include "dsopt' "$root/bench/against.h" || fail "against.h includes a header that differs between commits"
 pass
 
-# The oldest commit that ./dev bench --against has to serve.
+# The oldest commit that ./dev bench --against must support.
 old=6953c55
 if git -C "$root" cat-file -e "$old:include/dsopt_dl.h" 2>/dev/null; then
     mkdir "$folder/old"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What holds whatever the constants of gpu_model.py are: the better end of a prediction is not worse than the other, no
-step is faster than a copy of its bytes, and more elements, tensors, bytes or instructions are never faster. The page
-bench/results/gpu-model.md is that of the constants."""
+"""Checks properties of gpu_model.py that hold for all constants: the better end of a prediction is not worse than the
+other end, no step is faster than a copy of its bytes, and more elements, tensors, bytes or instructions are never
+faster."""
 import subprocess
 import sys
 

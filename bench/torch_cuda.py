@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""torch_cuda.py LIST: torch.optim.AdamW on a GPU over a list of bench_cuda, timed by events, as JSON on standard output.
+"""torch_cuda.py LIST: torch.optim.AdamW on a GPU over a list of bench_cuda, timed by events, as JSON on stdout.
 
-Rows: fused and foreach, on fp32 weights; a mixed-precision step as programs write it (unscale and check, norm and clip, fused
-AdamW on fp32 masters, copy back); the order of operations of DeepSpeed's FP16_Optimizer, which asks the device about each
-tensor; compression to one bit by tensor operations. One line says so, with status 77, where PyTorch or a GPU is missing.
+Rows: fused and foreach, on fp32 weights; a mixed-precision step as programs write it (unscale and check, norm and clip,
+fused AdamW on fp32 masters, copy back); the order of operations of DeepSpeed's FP16_Optimizer, which synchronizes with
+the device for each tensor; compression to one bit by tensor operations. Without PyTorch or a GPU, prints one line and
+exits with status 77.
 """
 import json
 import os
@@ -50,7 +51,7 @@ def plain(sizes, **how):
 
 
 def mixed(sizes, dtype):
-    """AdamW on fp32 masters with 16-bit gradients and weights; nothing here waits for the device."""
+    """AdamW on fp32 masters with 16-bit gradients and weights; does not wait for the device."""
     weights = masters(sizes)
     grads = [torch.full((n,), 1e-3, device="cuda", dtype=dtype) for n in sizes]
     copies = [torch.zeros_like(g) for g in grads]
@@ -70,7 +71,8 @@ def mixed(sizes, dtype):
 
 
 def wrapper_sequence(sizes):
-    """FP16_Optimizer.step: a sum of every gradient read by the host, cast, flatten, norm, unscale, Adam on one flat master, copy back."""
+    """FP16_Optimizer.step: a sum of each gradient that the host reads, cast, flatten, norm, unscale, Adam on one flat
+    master, copy back."""
     total = sum(sizes)
     grads = [torch.full((n,), 1e-3, device="cuda", dtype=torch.float16) for n in sizes]
     params = [torch.zeros_like(g) for g in grads]
@@ -97,7 +99,8 @@ def wrapper_sequence(sizes):
 
 
 def compress(sizes):
-    """Error feedback, scale and sign bits of the worker and the decoded result, each as its own operation, for one flat tensor."""
+    """Error feedback, scale and sign bits of the worker and the decoded result, each as a separate operation, for one
+    flat tensor."""
     total = (sum(sizes) + 7) // 8 * 8
     value, error = torch.full((total,), 1e-3, device="cuda"), torch.zeros(total, device="cuda")
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], device="cuda", dtype=torch.uint8)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""torch_sequence.py LIBDSOPT [LIST...]: the mixed-precision step beside the original's sequence of framework operations.
+"""torch_sequence.py LIBDSOPT [LIST...]: compares the mixed-precision step with the original's framework operations.
 
-Needs PyTorch (Debian: python3-torch). Both sides work on the same shapes, in turns, in one process:
+Needs PyTorch (Debian: python3-torch). Both sides work on the same shapes, alternating in one process:
   dsopt      one dsopt_optimizer_step: overflow check, norm, clip, AdamW on fp32 masters, fp16 copy
-  framework  FP16_Optimizer.step in its order: sum of every fp32 copy for overflow, cast, flatten, norm, unscale and clip, AdamW
-             in framework operations on the flat master, copy back tensor by tensor
+  framework  FP16_Optimizer.step in its order: sum of every fp32 copy for overflow, cast, flatten, norm, unscale and
+             clip, AdamW in framework operations on the flat master, copy back tensor by tensor
 """
 import os
 import statistics
@@ -22,7 +22,7 @@ import dsopt  # noqa: E402
 from lists import shapes  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "7"))
-# Some builds take hyper-threads for none and start with half of them; the engine starts one for each processor.
+# Some builds do not count hyper-threads and start with half of the threads; the engine starts a thread per processor.
 torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
