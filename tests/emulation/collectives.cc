@@ -5,7 +5,8 @@
 namespace cuemu {
 namespace {
 
-/// The shared memory of the blocks that have begun before the kernel before has ended is one.
+/// Fails if an early thread reaches a barrier or collective before it has waited for the preceding kernel: until then,
+/// all blocks that were launched early share one `__shared__` memory.
 void require_wait(Worker &w, const Thread &self, const char *what) {
     if (!w.grid->launch.early || self.waited) return;
     fail(w, "%s before the kernel, which was launched early, has waited for the kernel before", what);
@@ -42,7 +43,7 @@ uint64_t combine(Op op, const Thread *lanes, uint32_t need) {
     return result;
 }
 
-/// The lane that a shuffle reads; its own where the lane would be outside its group.
+/// Returns the lane that a shuffle reads: the calling lane if the source would be outside its group.
 int source_lane(const Thread &thread, int lane) {
     const int low = lane & ~(thread.width - 1), high = low + thread.width;
     int source = lane;
@@ -77,7 +78,7 @@ bool complete(Worker &w, unsigned number, uint32_t mask, const Thread *self) {
         thread.out = combined;
         if (!shuffle) continue;
         const int source = source_lane(thread, __builtin_ctz(m));
-        // What a lane without a part gives is undefined: NaN, as float and as double.
+        // The value of a lane that does not participate is undefined: NaN, as float and as double.
         thread.out = need >> source & 1u ? lanes[source].in : 0x7fffdead7fffdeadull;
     }
     warp.waiting &= ~need;

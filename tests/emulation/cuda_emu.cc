@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The scheduler of the emulated threads, and grids. Compiled without sanitizers; see sanitizer.h.
 //
-// What orders memory for the thread sanitizer is what CUDA promises and no more: barriers, __syncwarp(), fences.
-// Shuffles, votes and the emulator's own switches order nothing. Every CUDA thread is a logical thread of the sanitizer
-// then, and every block has an OS thread of its own, for shared memory without a history.
+// Only what CUDA guarantees is a happens-before edge for the thread sanitizer: barriers, __syncwarp() and fences.
+// Shuffles, votes and the emulator's own switches are not. So each CUDA thread is a logical thread of the sanitizer,
+// and each block has its own OS thread, whose shared memory has no access history.
 #include "quiet_mutex.h"
 #include "scheduler.h"
 #include <cstdarg>
@@ -25,7 +25,7 @@ __thread Worker *t_worker CUDA_EMU_TLS = nullptr;
 
 namespace {
 
-struct Spin { // uninstrumented, so that it orders nothing
+struct Spin { // uninstrumented, so that it is no synchronization for the sanitizer
     std::atomic_flag taken = ATOMIC_FLAG_INIT;
     void lock() {
         while (taken.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
@@ -34,9 +34,9 @@ struct Spin { // uninstrumented, so that it orders nothing
 };
 Spin g_lock;
 char g_error[512];
-std::mutex g_one_grid; // under the address sanitizer, where shared memory is the process's
+std::mutex g_one_grid; // used under the address sanitizer, where shared memory belongs to the process
 
-/// Idle ones, with the stacks they own, outlive the OS threads that used them.
+/// Idle workers. They own stacks and outlive the OS threads that used them.
 Worker *g_idle = nullptr;
 
 Worker &take_worker() {
@@ -51,8 +51,9 @@ void return_worker(Worker &w) {
     w.next_idle = std::exchange(g_idle, &w);
 }
 
-/// Fibers of the thread sanitizer that ended. It gives the identity of a dead one to the next, and takes the two for
-/// one thread: they are kept to the end of the grid, as far as its own limit allows.
+/// Ended fibers of the thread sanitizer. The sanitizer reuses the identity of a destroyed fiber for the next one and
+/// takes both for one thread. So ended fibers are kept until the end of the grid, as far as the sanitizer's limit
+/// allows.
 struct Grave {
     void *fiber;
 };
@@ -99,7 +100,8 @@ void abandon(Worker &w) {
 }
 
 void wait(Worker &w, Thread &self) {
-    if (w.places) sanitizer::release(&w.grid->places->end); // in case the block is given up and this never resumes
+    // the block may be abandoned, and then this thread never resumes
+    if (w.places) sanitizer::release(&w.grid->places->end);
     switch_fiber(*self.fiber, w.scheduler);
 }
 
@@ -125,7 +127,8 @@ void returned(Worker &w, Thread &self) {
     const unsigned number = self.number / kLanes;
     Warp &warp = w.warps[number];
     warp.exited |= 1u << self.number % kLanes;
-    for (uint32_t left = warp.waiting; left && !w.aborted; left &= left - 1) { // it may be the last one waited for
+    // this may have been the last lane they wait for
+    for (uint32_t left = warp.waiting; left && !w.aborted; left &= left - 1) {
         const unsigned lane = unsigned(__builtin_ctz(left));
         if (warp.waiting >> lane & 1u) complete(w, number, w.threads[number * kLanes + lane].mask, nullptr);
     }
@@ -147,7 +150,8 @@ void thread_main() {
         Thread &self = *w.current;
         Fiber &fiber = *self.fiber;
         returned(w, self);
-        if (w.ready.empty() && w.next < w.count && !w.aborted && !fiber.tsan) { // nobody waits: the next, on this stack
+        // If no thread is ready, the next one runs on this stack.
+        if (w.ready.empty() && w.next < w.count && !w.aborted && !fiber.tsan) {
             Thread &following = next_fresh(w);
             following.fiber = &fiber;
             run_as(w, following);
@@ -173,17 +177,17 @@ Fiber *take_fiber(Worker &w) {
     }
     Fiber *const fiber = w.spare.back();
     w.spare.pop_back();
-    // Not quiet: a thread follows what was before the launch.
+    // Synchronization is visible to the sanitizer here: a thread happens after everything before the launch.
     prepare(*fiber, thread_main, sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr);
     return fiber;
 }
 
-/// Under the thread sanitizer a stack has no second use in a block: it would take what two threads write there for a
-/// race.
+/// Frees the fibers under the thread sanitizer. A stack is not reused within a block, because the sanitizer would
+/// report a race between the writes of two threads to it.
 void drop_fibers(Worker &w) {
     if (!sanitizer::tsan()) return;
     for (Fiber *fiber : w.all) {
-        bury(fiber->tsan, 4000); // of 8,128; the rest for blocks that run
+        bury(fiber->tsan, 4000); // the limit is 8,128; the rest is for running blocks
         delete_fiber(fiber);
     }
     if (w.stacks != nullptr) unmap_stack(std::exchange(w.stacks, nullptr), w.count * kStack);
@@ -206,12 +210,12 @@ void prepare_threads(Worker &w, dim3 shape) {
 
 void prepare_dynamic_shared(Worker &w, size_t bytes) {
     sanitizer::Quiet quiet;
-    // Anew for each block under a sanitizer: red zones where it ends, and no history.
+    // A sanitizer needs a new allocation per block: red zones at its end, and no access history.
     if (w.dynamic == nullptr || w.dynamic_bytes != bytes || sanitizer::tsan() || sanitizer::asan()) {
         std::free(w.dynamic);
         w.dynamic = nullptr;
         w.dynamic_bytes = bytes;
-        // No bytes have an address, too, as on a device: kernels make others from it.
+        // An empty allocation has an address too, as on a device: kernels compute other addresses from it.
         if (posix_memalign(&w.dynamic, 128, bytes != 0 ? bytes : 1)) std::abort();
     }
     if (bytes) std::memset(w.dynamic, 0xff, bytes); // unwritten floats read as NaN
@@ -256,7 +260,7 @@ void begin_block(Worker &w, uint64_t block) {
     }
 }
 
-/// Until all threads have returned, or wait for the kernel before.
+/// Runs until all threads have returned or wait for the preceding kernel.
 void run_threads(Worker &w) {
     const uint64_t seed = options().seed;
     t_worker = &w;
@@ -287,7 +291,7 @@ void run_threads(Worker &w) {
 
 void end_block(Worker &w) {
     sanitizer::Quiet quiet;
-    if (w.aborted) { // take back the stacks of threads that never came home
+    if (w.aborted) { // reuse the stacks of threads that did not return
         w.spare = w.all;
         for (Fiber *fiber : w.all) forget_frames(*fiber);
     }
@@ -295,7 +299,7 @@ void end_block(Worker &w) {
     delete std::exchange(w.places, nullptr);
 }
 
-/// A worker for blocks of the grid on this OS thread.
+/// Returns a worker for blocks of the grid on this OS thread.
 Worker &take_worker_for(Grid &grid) {
     Worker &w = take_worker();
     w.grid = &grid;
@@ -378,7 +382,7 @@ Grid make_grid(const Launch &launch, void (*body)(const void *), const void *arg
     return {launch, body, argument, count, stride, sanitizer::tsan() ? std::make_unique<GridPlaces>() : nullptr};
 }
 
-/// Under the address sanitizer, where shared memory is the process's, one block runs at a time.
+/// Locks the process under the address sanitizer: shared memory belongs to the process, so only one block may run.
 std::unique_lock<std::mutex> one_grid() {
     std::unique_lock<std::mutex> hold(g_one_grid, std::defer_lock);
     if (sanitizer::asan()) hold.lock();
@@ -407,7 +411,8 @@ bool run_grid(const Launch &launch, void (*body)(const void *), const void *argu
     return end_grid(grid, triggered);
 }
 
-/// It runs on an OS thread of its own: shared memory and threadIdx are the OS thread's.
+/// State of a grid that was launched early. It has its own OS thread, because shared memory and threadIdx are per OS
+/// thread.
 struct EarlyGrid::State {
     enum class Phase { begins, holds, goes_on, given_up };
 
@@ -437,10 +442,10 @@ struct EarlyGrid::State {
         return now;
     }
 
-    /// The first blocks, up to their wait.
+    /// Runs the first blocks up to their wait.
     void begin() {
         const auto hold = one_grid();
-        // The thread sanitizer has an OS thread for each block.
+        // The thread sanitizer needs an OS thread per block.
         const size_t most = sanitizer::tsan() ? 1 : blocks;
         uint64_t block = 0;
         while (held.size() < most && take_block(grid, block)) {

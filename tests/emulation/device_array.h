@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device memory and streams with owners, for tests.
+// Owners of device memory and streams for tests.
 #pragma once
 #include "fakert.h"
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ public:
 
     T *data() const { return data_; }
     size_t bytes() const { return count_ * sizeof(T); }
-    /// Waits for the whole device.
+    /// Copies to the host after a synchronization with the whole device.
     std::vector<T> get() const {
         std::vector<T> host(count_);
         EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cuemu::last_error();

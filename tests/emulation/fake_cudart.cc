@@ -19,7 +19,7 @@ struct CallCount {
 struct LaunchedKernel {
     std::string name;
 };
-struct Allowance { // of dynamic shared memory
+struct Allowance { // for dynamic shared memory
     const void *function;
     size_t bytes;
 };
@@ -27,18 +27,18 @@ std::vector<CallCount> g_calls;
 std::vector<LaunchedKernel> g_launched, g_late;
 std::set<const void *> g_loaded, g_early;
 std::vector<Allowance> g_allowances;
-std::vector<bool> g_contexts; // primary ones, of devices
+std::vector<bool> g_contexts; // devices with a primary context
 std::vector<int> g_others;    // devices of the other contexts
 std::vector<std::string> g_triggering;
 long g_all_calls = 0;
-bool g_begun = false, g_forked = false; // a call was made; and then this process was forked off
+bool g_begun = false, g_forked = false; // a call was made; after that, this process was created by fork()
 thread_local cudaError_t t_last = cudaSuccess;
 struct Current {
     int device, context;
     bool bound;
 };
-// What was current before contexts were pushed. Without a destructor, because destructors of static objects that free
-// device memory at the end of a process run after those of the main thread's variables.
+// Contexts that were current before a push. The array has no destructor, because static objects may free device memory
+// at the end of the process, after variables of the main thread were destroyed.
 thread_local std::array<Current, 64> t_before;
 thread_local size_t t_pushed = 0;
 
@@ -70,8 +70,9 @@ public:
         device_(device) {}
 
     void begin(Run &run) override {
-        // At its first launch several blocks of a kernel begin, and find no device memory until they have waited for
-        // the kernel before. Later it is one block, which reads old values: to change the access takes long.
+        // At its first launch, several blocks of a kernel begin, and cannot access device memory until they have waited
+        // for the preceding kernel. At later launches one block begins and may read old values, because changing the
+        // page protection is slow.
         bool first = false, hidden = false;
         {
             const Lock lock;
@@ -121,9 +122,9 @@ void make_context(int device) {
     g_contexts[size_t(device)] = true;
 }
 
-// Handles of primary contexts are numbers from 1 on, by device; those of others begin behind kOthers. The driver's own
-// errors: 1 invalid value, 101 invalid device, 201 invalid context, 400 invalid handle; what cannot fail in the runtime
-// fails here as configured, with 999.
+// Handles of primary contexts are numbers from 1 on, by device; handles of other contexts follow kOthers. The driver's
+// own errors are 1 invalid value, 101 invalid device, 201 invalid context, 400 invalid handle. Functions of the driver
+// also fail as configured, always with 999.
 constexpr int kOthers = 4096, kGreen = 8192;
 template <class F> int driver(const char *function, const F &body) {
     const cudaError_t error = call(function, [&] { return cudaError_t(body()); });
@@ -164,7 +165,7 @@ int push(void *context) {
     });
 }
 int pop(void **context) {
-    const Lock lock; // it cannot fail: what was pushed is there
+    const Lock lock; // cannot fail: the pushed context exists
     if (t_pushed == 0) return 201;
     *context = handle_of(t_device, t_context);
     pop_context();
@@ -200,7 +201,7 @@ int context_of_before_12_5(cudaStream_t stream, void **context) {
 struct DriverFunction {
     const char *name;
     void *address;
-    int since = 12000; // versions are in the order of this list
+    int since = 12000; // ascending in this list
 };
 const DriverFunction kDriver[] = {{"cuDevicePrimaryCtxRetain", reinterpret_cast<void *>(retain)},
                                   {"cuDevicePrimaryCtxRelease", reinterpret_cast<void *>(release)},
@@ -210,17 +211,18 @@ const DriverFunction kDriver[] = {{"cuDevicePrimaryCtxRetain", reinterpret_cast<
                                   {"cuStreamGetCtx", reinterpret_cast<void *>(context_of_before_12_5)},
                                   {"cuStreamGetCtx", reinterpret_cast<void *>(context_of), 12050}};
 
-/// Calls that need no context. All others make the primary one of the thread's device current where none is.
+/// Returns true for calls that need a context. If no context is current, such a call makes the primary context of the
+/// thread's device current.
 bool needs_context(const char *function) {
     for (const char *name : {"cudaRuntimeGetVersion", "cudaDriverGetVersion", "cudaGetDeviceCount", "cudaGetDevice",
                              "cudaSetDevice", "cudaDeviceGetAttribute", "cudaGetDriverEntryPointByVersion"})
         if (!std::strcmp(function, name)) return false;
-    return !std::strncmp(function, "cuda", 4); // not those of the driver
+    return !std::strncmp(function, "cuda", 4); // false for functions of the driver
 }
 
 int ptx_version() { return g_config.ptx ? g_config.ptx : g_config.capability; }
 
-struct AtExit { // the workers of streams must not outlive what they use
+struct AtExit { // ends the workers of streams before the objects that they use are destroyed
     ~AtExit() { reset(Config{}); }
 };
 
@@ -241,7 +243,7 @@ cudaError_t begin_call(const char *function) {
     static const AtExit at_exit;
     static const int watches = pthread_atfork(nullptr, nullptr, [] { g_forked = g_begun; });
     g_begun = watches == 0;
-    if (g_forked) return cudaErrorInitializationError; // a driver that was begun is of no use to a child
+    if (g_forked) return cudaErrorInitializationError; // a driver that the parent initialized cannot be used in a child
     if (t_in_host_function) return cudaErrorNotPermitted;
     if (needs_context(function)) need_context();
     const bool counted = !g_config.fail_function || !std::strcmp(g_config.fail_function, function);
@@ -372,7 +374,8 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (stream->device != t_device) return cudaErrorInvalidResourceHandle;
         ++g_counters.kernel_launches;
-        // A device of capability 90 takes a kernel from older PTX; that kernel would not wait for the one before.
+        // A device of capability 90 accepts a kernel from older PTX, but that kernel would not wait for the preceding
+        // one.
         if (kernel_call.launch.early && (g_config.capability < 90 || ptx_version() < 90)) return cudaErrorInvalidValue;
         g_counters.early_launches += kernel_call.launch.early;
         if (g_loaded.insert(kernel_call.function).second) {
@@ -465,7 +468,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
     return call("cudaGetDriverEntryPointByVersion", [&] {
         if (!symbol || !function || version < 12000 || flags != cudaEnableDefault) return cudaErrorInvalidValue;
         *function = nullptr;
-        for (const DriverFunction &known : kDriver) // the newest one that the caller and the driver know
+        for (const DriverFunction &known : kDriver) // the newest version that both the caller and the driver support
             if (!std::strcmp(known.name, symbol) && known.since <= std::min(int(version), g_config.driver))
                 *function = known.address;
         if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
@@ -482,7 +485,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; return cudaSuccess;
         case cudaDevAttrComputeCapabilityMajor: *value = g_config.capability / 10; return cudaSuccess;
         case cudaDevAttrComputeCapabilityMinor: *value = g_config.capability % 10; return cudaSuccess;
-        case cudaDevAttrCooperativeLaunch: *value = 0; return cudaSuccess; // there are no grid-wide barriers
+        case cudaDevAttrCooperativeLaunch: *value = 0; return cudaSuccess; // no grid-wide barriers
         case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(kSharedOptin); return cudaSuccess;
         case cudaDevAttrMemoryPoolsSupported: *value = 1; return cudaSuccess;
         }

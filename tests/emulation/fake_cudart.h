@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inside the fake runtime: what fake_cudart.cc, fake_streams.cc, fake_memory.cc and fake_graphs.cc share. Everything is
-// under one lock, which is let go only while the work of a stream runs.
+// Internals of the fake runtime, shared by fake_cudart.cc, fake_streams.cc, fake_memory.cc and fake_graphs.cc. One lock
+// protects everything; it is released only while the work of a stream runs.
 //
-// For the thread sanitizer the work of a stream is a logical thread. It follows what the host did before the call that
-// put it there, what its stream did before, and the events it waits for; the host follows it only after a call that
-// waits.
+// For the thread sanitizer, the work of a stream is a logical thread. It happens after what the host did before the
+// call that enqueued the work, after earlier work of its stream, and after the events it waits for. The host happens
+// after the work only after a call that waits.
 #pragma once
 #include "fakert.h"
 #include "quiet_mutex.h"
@@ -17,18 +17,18 @@
 
 namespace fakert {
 
-/// One run of a task.
+/// State of one execution of a task.
 struct Run {
-    std::unique_ptr<cuemu::EarlyGrid> early{}; // of a kernel that has begun before its turn
-    bool triggered = false;                    // the kernel let the next one begin
+    std::unique_ptr<cuemu::EarlyGrid> early{}; // of a kernel that has begun early
+    bool triggered = false;                    // the kernel allowed the next one to begin
 };
-struct Task { // queues and graphs share it, under the lock
+struct Task { // reference-counted by queues and graphs, under the lock
     std::string label;
-    bool early; // a kernel that may begin before the work before it has ended
+    bool early; // a kernel that may begin before preceding work has ended
     int holders = 0;
     explicit Task(std::string what, bool is_early = false) : label(std::move(what)), early(is_early) {}
     virtual ~Task() = default;
-    virtual void begin(Run &) {} // of an early one
+    virtual void begin(Run &) {} // starts a kernel that was launched early
     virtual cudaError_t run(Run &run) = 0;
 };
 template <class F> struct TaskOf final : Task {
@@ -62,17 +62,17 @@ template <class F> Share make_task(std::string label, F work) {
 
 struct Dependency {
     FakeStream *stream;
-    uint64_t upto; // that many of its works are done
+    uint64_t upto; // the stream must have completed this many works
 };
 struct Work {
     Share task;
     std::vector<Dependency> after;
-    std::thread::id thread; // of the host, that put it there
-    uint64_t *called;       // place of the host's order before the call; NULL where there is no thread sanitizer
+    std::thread::id thread; // host thread that enqueued the work
+    uint64_t *called;       // address that orders the host before the call; NULL without the thread sanitizer
     Run run{};
 };
 
-/// A stream that joined a capture, and how much of it is recorded.
+/// A stream that joined a capture, and the number of its recorded nodes.
 struct Branch {
     FakeStream *stream;
     uint64_t length;
@@ -91,44 +91,44 @@ struct Capture {
     cudaStreamCaptureMode mode;
     std::thread::id thread;
     bool valid;
-    std::vector<Branch> branches; // the first one is where it began
+    std::vector<Branch> branches; // the first one is the stream where the capture began
     std::vector<Node> nodes;
 };
 
 struct Block {
     size_t bytes, mapped;
     int device;
-    bool alive;      // between its allocation and its release in stream order
-    int context = 0; // as FakeStream's
+    bool alive;      // between allocation and release in stream order
+    int context = 0; // same values as FakeStream::context
 };
 
 } // namespace fakert
 
 struct FakeStream {
     int device = 0;
-    int context = 0;    // 0: the primary one of its device; others have numbers from 1 on
-    bool green = false; // of a green context, which works in the primary one
+    int context = 0;    // 0: the primary context of its device; other contexts are numbered from 1
+    bool green = false; // of a green context; used with the primary context current
     bool blocking = true;
-    bool handle = true; // the program has it
+    bool handle = true; // the program holds the handle
     bool busy = false, quit = false;
     uint64_t queued = 0, done = 0;
     std::deque<fakert::Work> queue{};
     struct Trigger {
         std::string kernel{};
         std::thread::id thread{};
-    } trigger{};        // by the kernel that ran last; "": none
-    uint64_t place = 0; // where the thread sanitizer books its order
+    } trigger{};        // of the kernel that ran last; "": none
+    uint64_t place = 0; // address that represents the stream's order for the thread sanitizer
     std::thread worker{};
     fakert::Capture *capture = nullptr;
-    unsigned branch = 0; // in that capture
+    unsigned branch = 0; // of that capture
 };
 struct FakeEvent {
     bool timing;
-    int device, context;          // where it was made
+    int device, context;          // where the event was created
     FakeStream *stream = nullptr; // NULL: never recorded
     uint64_t at = 0;
     double milliseconds = 0;
-    uint64_t capture = 0; // recorded last in that capture, at `at` of `branch`
+    uint64_t capture = 0; // the capture in which it was recorded last, at position `at` of `branch`
     unsigned branch = 0;
 };
 struct FakeGraph {
@@ -136,8 +136,9 @@ struct FakeGraph {
     std::vector<fakert::Branch> branches;
 };
 struct FakeGraphExec {
-    FakeGraph graph;         // its branches are streams of its own, but for the first: that is the stream of the launch
-    fakert::Dependency last; // two launches of one never overlap
+    // Branches are streams of the graph, except the first, which is replaced by the stream of the launch.
+    FakeGraph graph;
+    fakert::Dependency last; // two launches of one graph never overlap
 };
 
 namespace fakert {
@@ -159,19 +160,21 @@ struct Lock {
 
 extern Config g_config;
 extern Counters g_counters;
-extern cudaError_t g_sticky; // what broke the device
+extern cudaError_t g_sticky; // the error that made the device unusable
 extern long g_kernels_run;
 extern thread_local int t_device;
-extern thread_local int t_context; // that is current, as FakeStream's
-extern thread_local bool t_bound;  // else none is current, and a call that needs one makes that of the device current
+extern thread_local int t_context; // the current context, as in FakeStream::context
+// False: no context is current, and a call that needs one makes the primary context of the device current.
+extern thread_local bool t_bound;
 void need_context();
 extern thread_local bool t_in_host_function;
 
-/// The order of the host for the thread sanitizer, told in spite of the quiet under the lock.
+/// Acquire and release for the host under the thread sanitizer, which otherwise ignores synchronization under the lock.
 void host_follows(uint64_t *place);
 void host_precedes(uint64_t *place);
 
-/// Every call that can fail: faults as configured, then a broken device, then the call itself under the lock.
+/// Begin and end of every call that can fail: the configured fault, then a broken device's error, then the call itself
+/// under the lock.
 cudaError_t begin_call(const char *function);
 cudaError_t end_call(cudaError_t error);
 template <class F> cudaError_t call(const char *function, F &&body) {
@@ -180,7 +183,7 @@ template <class F> cudaError_t call(const char *function, F &&body) {
     if (!error) error = body();
     return end_call(error);
 }
-/// A call that gives something back. On a broken device it does so too, and says that the device is broken.
+/// Runs a call that releases something. On a broken device it releases too, and returns the device's error.
 template <class F> cudaError_t give_back(const char *function, F &&body) {
     const Lock lock;
     cudaError_t error = begin_call(function);
@@ -189,33 +192,35 @@ template <class F> cudaError_t give_back(const char *function, F &&body) {
     return end_call(error);
 }
 
-// Streams. All of these under the lock.
+// Streams. All of these are called under the lock.
 FakeStream *null_stream(int device);
 FakeStream *new_stream(int device, bool blocking, bool handle);
-void destroy_stream(FakeStream *stream); // when its work is done
-/// All work of a device, and the host follows.
+void destroy_stream(FakeStream *stream); // once its work is done
+/// Waits for all work of a device; the host happens after it.
 cudaError_t wait_for_device(int device);
-/// The stream behind a handle, for work: 400 if there is none, else what captures say about it.
+/// Finds the stream of a handle for work. Returns 400 if there is none, otherwise the error of the captures, if any.
 cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream);
-bool is_stream(const FakeStream *stream); // one that the program has
-/// Into the queue, or into the capture.
+bool is_stream(const FakeStream *stream); // true if the program holds its handle
+/// Appends to the queue, or to the capture.
 cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after = {});
 cudaError_t run_until(FakeStream *stream, uint64_t upto);
-/// As run_until(), and the host follows.
+/// Same as run_until(); the host happens after the work.
 cudaError_t wait_for(FakeStream *stream, uint64_t upto);
-/// The state of a stream or event as a query sees it; polling makes progress.
+/// Returns the state of a stream or event as a query reports it; polling makes progress.
 cudaError_t query(FakeStream *stream, uint64_t upto);
-/// Mode::random: some of what is queued.
+/// Mode::random: runs some of the queued work.
 void run_some();
-long live_streams(); // and events
+long live_streams(); // includes events
 void reset_streams();
 
-// Memory. Under the lock but for copy_bytes().
+// Memory. Called under the lock, except copy_bytes().
 const Block *find_device(const void *p);
-/// While work of a device runs, its memory can be reached. It stays so until close_idle(), at the end of every call, or
-/// until work of another device begins: the pages are switched once for all that a call runs.
+/// Makes the memory of a device accessible while its work runs. The memory stays accessible until close_idle(), at the
+/// end of every call, or until work of another device begins. So page protection changes only once for all work that a
+/// call runs.
 void expose(int device, bool on);
-/// Takes that back while one work alone runs on the device; false where another one does, or nothing is protected.
+/// Makes the memory inaccessible again if only one work runs on the device. Returns false if another work runs or
+/// nothing is protected.
 bool hide(int device);
 void show(int device);
 void close_idle();
@@ -223,20 +228,20 @@ void copy_bytes(void *to, const void *from, size_t bytes);
 long live_memory();
 void reset_memory();
 
-// Captures. Under the lock.
-/// A call that may wait or allocate: refused, and the capture spoilt, if this thread captures (or any, in global mode).
-/// `relaxed_too`: also where the capture is relaxed, for what waits.
+// Captures. Called under the lock.
+/// Refuses a call that may wait or allocate, and invalidates the capture, if this thread captures (in global mode: any
+/// thread). `relaxed_too`: also if the capture is relaxed, for calls that wait.
 cudaError_t refuse_in_capture(bool relaxed_too);
 /// Refuses a call that waits for a whole device, and invalidates every capture there, whatever its mode and thread.
 cudaError_t refuse_captures_on(int device);
-/// Use of the null stream of a device while a stream captures that it would wait for.
+/// Refuses the use of a device's null stream during a capture of a stream that the null stream would wait for.
 cudaError_t refuse_null_stream(int device);
-/// Something with a capturing stream that cannot be recorded.
+/// Refuses an operation on a capturing stream that cannot be recorded.
 cudaError_t refuse(Capture &capture, cudaError_t why = cudaErrorStreamCaptureUnsupported);
 cudaError_t record(FakeStream *stream, Share task, std::vector<NodeDependency> after = {});
 cudaError_t record_event(FakeEvent *event, FakeStream *stream);
 cudaError_t wait_event(FakeStream *stream, const FakeEvent *event);
-/// For events that are asked about: 907 if recorded in a capture.
+/// Refuses queries of an event: 907 if it was recorded in a capture.
 cudaError_t refuse_captured(const FakeEvent *event);
 void drop_captures_of(const FakeStream *stream);
 long live_graphs();

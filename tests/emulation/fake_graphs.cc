@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Capture of streams into graphs, and their launch. A graph is what was put into each captured stream, with the waits
-// between them; a launch puts the same into the stream of the launch and into streams of the graph's own. So a replay
-// runs as every other work does, in every mode and for every sanitizer.
+// Capture of streams into graphs, and their launch. A graph is the work of each captured stream, with the waits between
+// them. A launch enqueues that work in the stream of the launch and in streams of the graph. So a replay runs like all
+// other work, in every mode and under every sanitizer.
 #include "fake_cudart.h"
 #include <algorithm>
 
@@ -17,11 +17,12 @@ struct KnownGraph {
 struct KnownExec {
     FakeGraphExec *exec;
 };
-std::vector<KnownCapture> g_captures; // that have begun and not ended
+std::vector<KnownCapture> g_captures; // captures that have begun and not ended
 std::vector<KnownGraph> g_graphs;
 std::vector<KnownExec> g_execs;
 uint64_t g_last_id = 0;
-thread_local cudaStreamCaptureMode t_mode = cudaStreamCaptureModeGlobal; // whose captures this thread's calls respect
+// Determines which captures the calls of this thread invalidate.
+thread_local cudaStreamCaptureMode t_mode = cudaStreamCaptureModeGlobal;
 
 bool is_graph(const FakeGraph *graph) {
     return std::any_of(g_graphs.begin(), g_graphs.end(), [&](const KnownGraph &known) { return known.graph == graph; });
@@ -49,7 +50,7 @@ void end(Capture *capture) {
     delete capture;
 }
 
-/// Whether all that was recorded comes before the end of the stream where the capture began.
+/// Returns true if everything recorded comes before the end of the stream where the capture began.
 bool joined(const Capture &capture) {
     std::vector<Branch> reached(capture.branches), position(capture.branches);
     for (size_t i = 1; i < reached.size(); ++i) reached[i].length = 0;
@@ -97,7 +98,7 @@ cudaError_t end_capture(cudaStream_t handle, cudaGraph_t *graph) {
 
 cudaError_t launch_graph(FakeGraphExec &exec, FakeStream *stream) {
     if (stream->device != exec.graph.branches[0].stream->device) return cudaErrorInvalidValue;
-    // Every branch begins after what the stream waits for here, and after the launch before this one.
+    // Every branch begins after what the stream waits for here, and after the previous launch of this graph.
     std::vector<Dependency> before;
     if (exec.last.stream) before.push_back(exec.last);
     if (const cudaError_t error = put(stream, make_task("graph", [] { return cudaSuccess; }), before)) return error;
@@ -172,7 +173,7 @@ cudaError_t record_event(FakeEvent *event, FakeStream *stream) {
 }
 
 cudaError_t wait_event(FakeStream *stream, const FakeEvent *event) {
-    if (!event->capture) // what was recorded outside is not part of the graph
+    if (!event->capture) // work recorded outside of the capture is not part of the graph
         return event->stream ? refuse(*stream->capture, cudaErrorStreamCaptureIsolation) : cudaSuccess;
     Capture *const capture = find_capture(event->capture);
     if (!capture) return stream->capture ? refuse(*stream->capture, cudaErrorCapturedEvent) : cudaErrorCapturedEvent;
@@ -199,7 +200,7 @@ void drop_captures_of(const FakeStream *stream) {
     Capture *const capture = stream->capture;
     if (!capture) return;
     capture->valid = false;
-    if (capture->branches[0].stream == stream) end(capture); // nobody can end it any more
+    if (capture->branches[0].stream == stream) end(capture); // no call can end it any more
 }
 
 long live_graphs() { return long(g_graphs.size() + g_execs.size()); }
@@ -237,7 +238,8 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus *
         if (!status) return cudaErrorInvalidValue;
         *status = cudaStreamCaptureStatusNone;
         FakeStream *stream = nullptr;
-        if (!handle || handle == cudaStreamLegacy) { // the only use of the null stream that spoils no capture
+        // The only use of the null stream that does not invalidate captures.
+        if (!handle || handle == cudaStreamLegacy) {
             for (const auto &[capture] : g_captures)
                 for (const Branch &branch : capture->branches)
                     if (branch.stream->blocking && branch.stream->device == t_device)
@@ -272,7 +274,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
         FakeStream *stream = nullptr;
         if (!is_exec(exec)) return cudaErrorInvalidValue;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
-        if (stream->capture) return refuse(*stream->capture); // CUDA makes a node of it; nothing here does that
+        // CUDA would record a node; the fake runtime does not support that.
+        if (stream->capture) return refuse(*stream->capture);
         ++g_counters.graph_launches;
         return launch_graph(*exec, stream);
     });

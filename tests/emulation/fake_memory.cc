@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the fake runtime. Device memory is memory of the host that cannot be reached but by work of its device,
-// starts as NaN, ends in a red zone, and is never given out twice.
+// Memory of the fake runtime. Device memory is host memory that is accessible only to work of its device, contains NaN
+// at first, ends in a red zone, and is never reused.
 #include "fake_cudart.h"
 #include <cstdio>
 #include <cstring>
@@ -19,8 +19,8 @@ struct Grave {
     size_t mapped;
 };
 struct Device {
-    int working = 0;   // streams whose work runs now
-    bool open = false; // its memory can be reached
+    int working = 0;   // number of streams whose work runs now
+    bool open = false; // its memory is accessible
     size_t used = 0;
 };
 Blocks g_device_blocks, g_host_blocks;
@@ -43,7 +43,8 @@ Blocks::const_iterator find(const Blocks &blocks, const void *p) {
     --found;
     return at < found->first + found->second.bytes ? found : blocks.end();
 }
-/// Memory of that kind, wholly inside its block; `is` is false where there is none.
+/// Returns true if the bytes lie wholly inside the block that contains `p`, or if no block contains it. `is` becomes
+/// true if a block contains it.
 bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &is) {
     const auto found = find(blocks, p);
     is = found != blocks.end();
@@ -53,7 +54,8 @@ bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &is) {
 void open(int number, bool on) {
     device(number).open = on;
     if (!g_config.protect) return;
-    char *begin = nullptr, *end = nullptr; // of neighbours: thousands of small blocks are a few system calls
+    // Of adjacent blocks: a few system calls suffice for thousands of small blocks.
+    char *begin = nullptr, *end = nullptr;
     for (const auto &[memory, block] : g_device_blocks) {
         if (block.device != number || !block.alive) continue;
         if (memory != end) {
@@ -150,7 +152,7 @@ void close_idle() {
         if (g_devices[i].open && !g_devices[i].working) open(int(i), false);
 }
 
-/// A copy reaches the memory of every device; other work that of its own only.
+/// Copies bytes. A copy can access the memory of all devices; other work only that of its own device.
 void copy_bytes(void *to, const void *from, size_t bytes) {
     int devices[2] = {-1, -1};
     const auto expose_both = [&](bool on) {
@@ -163,7 +165,7 @@ void copy_bytes(void *to, const void *from, size_t bytes) {
         if (const Block *block = find_device(from)) devices[1] = block->device;
         expose_both(true);
     }
-    std::memmove(to, from, bytes); // seen by the sanitizers
+    std::memmove(to, from, bytes); // visible to the sanitizers
     const Lock lock;
     expose_both(false);
 }
@@ -205,7 +207,7 @@ cudaError_t cudaFree(void *p) {
         ++g_counters.host_waits;
         const cudaError_t error = wait_for_device(at->second.device);
         at = g_device_blocks.find(static_cast<char *>(p));
-        if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // cudaFreeAsync() was before
+        if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // cudaFreeAsync() freed it already
         release(at);
         return error;
     });
@@ -214,7 +216,7 @@ cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t handle) {
     return call("cudaMallocAsync", [&] {
         FakeStream *stream = nullptr;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
-        // CUDA would make the memory the graph's; for the engine that is always a mistake.
+        // CUDA would make the memory part of the graph; in the engine that is always a mistake.
         if (stream->capture) return refuse(*stream->capture);
         ++g_counters.device_allocations;
         if (const cudaError_t error = allocate(p, bytes, false)) return error;
@@ -239,7 +241,7 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t handle) {
         return put(stream, make_task("release", [p] {
                        const Lock lock;
                        const auto at = g_device_blocks.find(static_cast<char *>(p));
-                       if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // released twice
+                       if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // freed twice
                        release(at);
                        return cudaSuccess;
                    }));
@@ -274,7 +276,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpy
         if (!bytes) return cudaSuccess;
         if (const cudaError_t error = copy(to, from, bytes, kind, stream, pageable)) return error;
         if (!pageable) return cudaSuccess;
-        ++g_counters.host_waits; // it is staged at the call
+        ++g_counters.host_waits; // a copy from or to pageable memory is staged during the call
         return wait_for(stream, stream->queued);
     });
 }

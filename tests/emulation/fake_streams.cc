@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streams and events of the fake runtime: what is queued where, and when it runs.
+// Streams and events of the fake runtime: queues of work, and when the work runs.
 #include "fake_cudart.h"
 #include "fiber.h"
 #include <algorithm>
@@ -13,15 +13,15 @@ namespace {
 struct Known {
     FakeStream *stream;
 };
-std::vector<Known> g_null;    // streams, by device
-std::vector<Known> g_streams; // the others
-std::vector<Known> g_retired; // destroyed: events and queues still point to them
-/// Whether an event is alive. Destroyed ones stay: queued work still writes to them.
+std::vector<Known> g_null;    // null streams by device
+std::vector<Known> g_streams; // other streams
+std::vector<Known> g_retired; // destroyed streams: events and queues may still point to them
+/// True for events that are alive. Destroyed events are kept, because queued work still writes to them.
 std::unordered_map<FakeEvent *, bool> g_events;
 uint64_t g_random = 1;
 
-/// What the work of streams is for the thread sanitizer: logical threads that descend from one made before main(), so
-/// that they know nothing of what the host does. The last ones are kept, see Grave in cuda_emu.cc.
+/// Threads of streams' work for the thread sanitizer: logical threads whose parent was created before main(), so that
+/// no host work happens before theirs. The last ones are kept, see Grave in cuda_emu.cc.
 class DeviceThreads {
 public:
     DeviceThreads() : root_(sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr) {}
@@ -47,7 +47,7 @@ private:
     std::deque<Dead> dead_{};
 } g_threads;
 
-/// A call on a logical thread, and on a stack, of its own: on the host's stack it would meet what the host left there.
+/// A call on a separate logical thread and stack. On the host's stack the sanitizer would see the host's old accesses.
 struct Job {
     void (*body)(const void *);
     const void *data;
@@ -62,7 +62,7 @@ void job_main() {
     for (;;) cuemu::switch_fiber(*job.fiber, job.host);
 }
 
-/// Calls body(), without the lock.
+/// Calls body() without the lock.
 template <class Body> void run_job(const Body &body) {
     Job job{[](const void *data) { (*static_cast<const Body *>(data))(); }, &body};
     if (sanitizer::tsan()) {
@@ -93,9 +93,9 @@ uint64_t random_number() {
     return g_random;
 }
 
-/// A kernel may trigger the launch of its successor only if the same thread of the host puts a kernel there that waits:
-/// one that is launched early. Events may be between, and what other threads put into the stream. A call that failed in
-/// the middle, as configured, leaves other work behind such a kernel.
+/// A kernel may trigger the launch of its successor only if the same host thread enqueues a kernel next that waits,
+/// that is, one that is launched early. Events, and work that other threads enqueue, may be between. If a call fails as
+/// configured, other work may follow such a kernel.
 cudaError_t check_successor(FakeStream &stream, const Work &work) {
     const std::string &label = work.task->label;
     if (stream.trigger.kernel.empty() || work.thread != stream.trigger.thread || label == "event" || label == "wait")
@@ -114,7 +114,7 @@ bool ready(const Work &work) {
 /// Runs the next work up to its wait, if it is a kernel that was launched early.
 void begin_next(FakeStream *stream) {
     if (stream->queue.empty()) return;
-    Work &next = stream->queue.front(); // stays where it is while others are put behind it
+    Work &next = stream->queue.front(); // its address does not change while others are appended
     if (!next.task->early || !ready(next)) return;
     run_job([&] {
         sanitizer::acquire(next.called);
@@ -215,7 +215,7 @@ FakeStream *new_stream(int device, bool blocking, bool handle) {
 }
 
 void destroy_stream(FakeStream *stream) {
-    run_until(stream, stream->queued); // a device finishes the work later; nothing can tell the difference
+    run_until(stream, stream->queued); // a device finishes the work later, which cannot be observed
     stop_worker(stream);
     g_streams.erase(position(stream));
     g_retired.push_back({stream});
@@ -325,7 +325,7 @@ void reset_streams() {
 
 namespace fakert {
 namespace {
-/// The argument of a host function, as long as a queue or a graph has that.
+/// Argument of a host function; it lives as long as a queue or a graph refers to it.
 struct Argument {
     void *value;
     cudaHostFn_t drop;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What fences and atomics order between blocks, told to the thread sanitizer. Atomics alone order nothing, as on the
-// device: a fence before the atomic of one thread gives, a fence after the atomic of another takes. A barrier carries
-// both to the other threads of the block: all may fence before it and one draw the ticket after it.
+// Reports to the thread sanitizer how fences and atomics order blocks. Atomics alone order nothing, as on the device: a
+// fence before the atomic of one thread releases, and a fence after the atomic of another thread acquires. A barrier
+// extends both to the other threads of the block: all threads may fence before it, and one may draw the ticket after
+// it.
 #pragma once
 #include "sanitizer.h"
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace cuemu {
 
-/// Of one grid, whose blocks run one after the other under the thread sanitizer.
+/// Order within one grid, whose blocks run one after the other under the thread sanitizer.
 class FenceOrder {
 public:
     void begin_block(unsigned threads);
@@ -24,14 +25,14 @@ private:
     struct Place {
         uint64_t booked;
     };
-    struct Published { // by the atomics on one address
+    struct Published { // by atomics on one address
         std::vector<Place *> places;
     };
-    struct Seen { // by an atomic: what had been published then
+    struct Seen { // by an atomic: what had been published at that time
         const Published *published;
         size_t count;
     };
-    struct Own { // of a thread, since the last barrier
+    struct Own { // state of a thread since the last barrier
         Place *fenced = nullptr;
         std::vector<Seen> seen{};
     };
@@ -43,7 +44,7 @@ private:
     std::vector<Own> threads_;
     Place *round_fenced_ = nullptr; // by any thread since the last barrier
     std::vector<Seen> round_seen_;
-    std::vector<Place *> block_fenced_; // before the last barrier
+    std::vector<Place *> block_fenced_; // by any thread before the last barrier
     std::vector<Seen> block_seen_;
     std::vector<Place *> taken_;
 };

@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 
 #ifndef CUDA_EMU_UCONTEXT
-// What a function call must keep, and the stack: ucontext makes two system calls more.
+// Saves callee-saved registers and switches the stack. ucontext makes two more system calls.
 extern "C" void cuda_emu_switch(void **save_sp, void *load_sp);
 asm(R"(
 .text
@@ -83,7 +83,7 @@ void prepare(Fiber &fiber, void (*main)(), void *tsan) {
     makecontext(&fiber.context, main, 0);
 #else
     void **sp = reinterpret_cast<void **>(fiber.stack + fiber.size);
-    *--sp = nullptr; // aligns the stack as a call would
+    *--sp = nullptr; // aligns the stack as a call does
     *--sp = reinterpret_cast<void *>(main);
     sp -= 6;
     std::memset(sp, 0, 6 * sizeof *sp);
@@ -112,7 +112,8 @@ void entered(Fiber &self, Fiber &from) {
     if (!sanitizer::asan()) return;
     const void *bottom = nullptr;
     size_t size = 0;
-    __sanitizer_finish_switch_fiber(self.fake_stack, &bottom, &size); // that of the thread before is used again
+    // Continues on the fake stack of the previous thread.
+    __sanitizer_finish_switch_fiber(self.fake_stack, &bottom, &size);
     self.fake_stack = nullptr;
     if (from.stack) return;
     from.stack = const_cast<char *>(static_cast<const char *>(bottom));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stacks to switch between, with the sanitizers told of every switch.
+// Fibers: stacks to switch between. Every switch is reported to the sanitizers.
 #pragma once
 #include <cstddef>
 #if !defined(__x86_64__) && !defined(CUDA_EMU_UCONTEXT)
@@ -20,24 +20,24 @@ struct Fiber {
     char *stack = nullptr;
     size_t size = 0;
     void *tsan = nullptr;
-    void *fake_stack = nullptr; // of the address sanitizer, while the fiber is away
+    void *fake_stack = nullptr; // the address sanitizer's, while the fiber does not run
     bool owns_stack = true;
 };
 
-/// With a page below its stack that nothing may touch.
+/// Creates a fiber with a guard page below its stack.
 Fiber *new_fiber(size_t size);
-/// On memory that the caller keeps: map_stack().
+/// Creates a fiber on memory that the caller owns: map_stack().
 Fiber *new_fiber(char *stack, size_t size);
-/// The memory of a stack, or of several in a row: Linux allows a process 65,530 mappings.
+/// Maps a stack, or several contiguous stacks: Linux allows a process 65,530 mappings.
 char *map_stack(size_t size);
 void unmap_stack(char *stack, size_t size);
 void delete_fiber(Fiber *fiber);
-/// The next switch to it enters `main`, which never returns. `tsan`: the logical thread of the thread sanitizer.
+/// The next switch to the fiber enters `main`, which never returns. `tsan`: the logical thread of the thread sanitizer.
 void prepare(Fiber &fiber, void (*main)(), void *tsan);
-/// After a fiber was given up in the middle: the marks that its frames left on the stack.
+/// Removes the address sanitizer's marks of stack frames after a fiber was abandoned.
 void forget_frames(Fiber &fiber);
 void switch_fiber(Fiber &from, Fiber &to);
-/// First thing in `main`: where it came from is learned from the address sanitizer.
+/// Must be called first in `main`: it reads from the address sanitizer which stack the fiber came from.
 void entered(Fiber &self, Fiber &from);
 
 } // namespace cuemu

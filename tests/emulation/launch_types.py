@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel that does not wait for the preceding one cannot be launched early: such a launch does not compile.
+"""Tests that the early launch of a kernel that does not wait for the preceding one does not compile.
 
 usage: launch_types.py SOURCES COMPILER...
 """
@@ -22,7 +22,7 @@ USES, READS = "float *const x = argument.begin_kernel(); *x = 1;", "*x = 1;"
 EARLY, LATE = "Pdl{.early = true}, kernel, x", "kernel, x"
 LAUNCHER = 'launcher.thread("kernel", kernel, x);'
 MESSAGE = "a kernel that may be launched early takes a PdlArgument first"
-# Description, the parts of the source, what the compiler says; None: it has no complaint.
+# Description, parts of the source, and the expected text of the compiler; None: it compiles.
 CASES = [
     ("a kernel that waits is launched early", (WAITS, USES, EARLY, LAUNCHER), None),
     ("a kernel that does not wait is launched late", (PLAIN, READS, LATE, ""), None),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Planted defects: `planted NAME` commits one and ends with status 1 if the emulation, or a test's look at the values,
-// finds it; a sanitizer has its own words. planted.sh says who must find what.
+// Planted defects: `planted NAME` runs one and exits with status 1 if the emulation or a check of the values finds it.
+// A sanitizer reports in its own words. planted.sh lists which build must find which defect.
 #include "fakert.h"
 #include "launch.h"
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kCount = 256; // floats of most blocks of memory here; 256 threads under TSan are enough too
+constexpr int kCount = 256; // floats of most blocks of memory here; 256 threads are enough for TSan too
 
 __device__ int global_index() { return int(blockIdx.x * blockDim.x + threadIdx.x); }
 
@@ -34,7 +34,7 @@ __global__ void past_block(float *x, int n) {
 }
 __global__ void past_shared(float *x) {
     __shared__ float s[8];
-    float *const p = s; // or the compiler sees the end
+    float *const p = s; // hides the array's end from the compiler
     p[threadIdx.x / 7] = 1;
     __syncthreads();
     x[threadIdx.x] = s[0];
@@ -123,12 +123,12 @@ __global__ void misaligned_cached(float *x) {
     __stcs(&reinterpret_cast<float4 *>(x + 1)[threadIdx.x], make_float4(1, 2, 3, 4));
 }
 __global__ void index_overflow(float *x, int rows, int columns) { x[threadIdx.x] = rows * columns > 0 ? 1 : 0; }
-__global__ void dropped_tail(float *x, int n) { // what does not fill a vector is forgotten
+__global__ void dropped_tail(float *x, int n) { // ignores the elements that do not fill a vector
     const int i = global_index();
     if (i < n / 4) reinterpret_cast<float4 *>(x)[i] = make_float4(1, 1, 1, 1);
 }
 
-using Early = dsopt::gpu::PdlArgument<const float *>; // of kernels that may be launched early
+using Early = dsopt::gpu::PdlArgument<const float *>; // for kernels that may be launched early
 __global__ void early_without_wait(const Early) {}
 __global__ void early_waits(const Early argument, float *y) {
     const float *const x = argument.begin_kernel();
@@ -163,7 +163,7 @@ cudaStream_t new_stream() {
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
 }
-/// The look that every test takes at the result.
+/// Checks the result as every test does.
 int expect(const float *x, int floats, float value, cudaStream_t stream) {
     std::vector<float> host(size_t(floats), NAN);
     check(cudaMemcpyAsync(host.data(), x, size_t(floats) * sizeof(float), cudaMemcpyDeviceToHost, stream));
@@ -177,7 +177,7 @@ void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... ar
     check(dsopt::gpu::Launch{"planted", unsigned(blocks), unsigned(threads), 0, stream}(kernel, arguments...));
 }
 
-/// A kernel that was launched early behind the one that writes what it reads.
+/// Launches a kernel early after the kernel that writes its input.
 int run_early(bool reads_first, bool protect, bool in_graph) {
     fakert::Config config;
     config.mode = fakert::Mode::lazy;
@@ -202,7 +202,7 @@ int run_early(bool reads_first, bool protect, bool in_graph) {
 
 int run(const char *name) {
     const auto is = [&](const char *other) { return !std::strcmp(name, other); };
-    const bool luck = std::strstr(name, "by-luck") != nullptr; // the order comes out right all the same
+    const bool luck = std::strstr(name, "by-luck") != nullptr; // the order happens to be right
     fakert::Config config;
     config.mode = luck ? fakert::Mode::eager : fakert::Mode::lazy;
     fakert::reset(config);
@@ -310,7 +310,7 @@ int run(const char *name) {
         check(cudaEventRecord(forked, s));
         check(cudaStreamWaitEvent(other, forked));
         launch(fill, 4, 64, s, x, 1.f, kCount);
-        launch(add_one, 4, 64, other, x, y, kCount); // beside the kernel before, not after it
+        launch(add_one, 4, 64, other, x, y, kCount); // parallel to the kernel before, not after it
         check(cudaEventRecord(joined, other));
         check(cudaStreamWaitEvent(s, joined));
         check(cudaStreamEndCapture(s, &graph));
@@ -332,7 +332,7 @@ int run(const char *name) {
         check(cudaMallocHost(&result, sizeof(float)));
         launch(fill, 4, 64, s, x, 1.f, kCount);
         check(cudaMemcpyAsync(result, x, sizeof(float), cudaMemcpyDeviceToHost, s));
-        return *result == 1 ? 0 : 2; // before a wait
+        return *result == 1 ? 0 : 2; // without a wait
     }
     if (is("unwritten-memory")) return expect(x, 1, 0, s);
 

@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # usage: planted.sh PROGRAM SANITIZERS COMPILER
-# Runs every planted defect that this kind of build must find, and looks for the words that say so. SANITIZERS as in
-# b_sanitize: none, or address, undefined, thread joined by commas.
+# Runs every planted defect that this kind of build must find, and checks the reported text. SANITIZERS has the values
+# of b_sanitize: none, or address, undefined, thread joined by commas.
 set -u
 program=$1 kinds=",$2," passed=0 failed=0
-# clang leaves the alignment of structs that are written whole unchecked
+# clang does not check the alignment of structs that are written as a whole
 case $2,$3 in *undefined*,gcc) kinds=",$2,undefined-gcc," ;; esac
 export ASAN_OPTIONS=halt_on_error=1:detect_leaks=0:symbolize=0 UBSAN_OPTIONS=halt_on_error=1
 export TSAN_OPTIONS=halt_on_error=1:symbolize=0:atexit_sleep_ms=0
@@ -17,7 +17,7 @@ judge() { # NAME GOOD WHAT
     fi
 }
 
-run() { # NAME: output and status; the inner shell says how the program died
+run() { # sets output and status; the inner shell reports the signal that ended the program
     output=$(sh -c '"$0" "$1"; exit $?' "$program" "$1" 2>&1)
     status=$?
 }
@@ -58,7 +58,7 @@ expect all misaligned-cached-vector 'misaligned address'
 expect undefined index-overflow 'signed integer overflow'
 expect all dropped-tail 'wrong value'
 expect all host-reads-device-memory 'Segmentation fault\|SEGV'
-expect all memory-of-another-device 'Segmentation fault\|SEGV\|stack-overflow' # it may be beside a stack
+expect all memory-of-another-device 'Segmentation fault\|SEGV\|stack-overflow' # the memory may be next to a stack
 expect all use-after-free 'Segmentation fault\|SEGV\|AddressSanitizer: use-after-poison'
 expect all missing-event 'wrong value\|data race'
 expect thread missing-event-by-luck 'data race'

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lock of the emulator itself, which orders nothing for the thread sanitizer. It calls the C library: functions of
-// the C++ library are templates that instrumented code instantiates, too.
+// A lock of the emulator that is no synchronization for the thread sanitizer. It calls the C library, because functions
+// of the C++ library are templates that instrumented code instantiates too.
 #pragma once
 #include "sanitizer.h"
 #include <pthread.h>

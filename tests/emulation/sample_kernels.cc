@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way a .cu file becomes part of a test: the same text, compiled for the host.
+// Shows how a .cu file becomes part of a test: the same text, compiled for the host.
 #include "sample_kernels.cu" // NOLINT

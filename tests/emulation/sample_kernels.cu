@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) scale_kernel(float *x, float factor,
     if (tail < n) x[tail] *= factor;
 }
 
-__device__ double block_sum(double value) { // the same order of additions always; the result in thread 0
+__device__ double block_sum(double value) { // always in the same order of additions; the result is in thread 0
     __shared__ double warps[kThreads / 32];
     for (int lanes = 16; lanes; lanes >>= 1) value += __shfl_down_sync(0xffffffffu, value, unsigned(lanes));
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
@@ -36,7 +36,7 @@ __device__ double block_sum(double value) { // the same order of additions alway
     double sum = 0;
     if (threadIdx.x == 0)
         for (const double warp : warps) sum += warp;
-    __syncthreads(); // the next call writes there again
+    __syncthreads(); // the next call writes to it again
     return sum;
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sanitizers as the emulator sees them. It is compiled without any, and finds the one of the program by weak
-// symbols.
+// Interface of the emulator to the sanitizers. The emulator is compiled without sanitizers, and finds the program's
+// sanitizer by weak symbols.
 //
-// Its containers hold types of its own only: an inline function of the library that instrumented code instantiates too
-// would be merged by the linker, and one of the two kinds lost.
+// The emulator's containers hold only types of its own. Otherwise the linker would merge an inline library function
+// with the instrumented instantiation of the same function, and one of the two would be lost.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,7 +37,8 @@ inline bool asan() { return __asan_poison_memory_region != nullptr; }
 
 constexpr unsigned kNoOrder = 1; // flag of __tsan_switch_to_fiber: the switch orders nothing
 
-/// An order that CUDA promises: what comes after acquire() follows everything before the release() of the same place.
+/// A happens-before edge that CUDA guarantees: code after acquire() follows everything before release() of the same
+/// address.
 inline void acquire(void *place) {
     if (__tsan_acquire) __tsan_acquire(place);
 }
@@ -45,8 +46,8 @@ inline void release(void *place) {
     if (__tsan_release) __tsan_release(place);
 }
 
-/// While one lives, nothing that this thread does is an access or an order: locks, malloc() and memcpy() of the
-/// emulator itself are seen by the interceptors of the thread sanitizer.
+/// While such an object lives, the thread sanitizer ignores accesses and synchronization of this thread. Otherwise its
+/// interceptors would see the emulator's own locks, malloc() and memcpy().
 inline void begin_quiet() {
     if (!AnnotateIgnoreSyncBegin) return;
     AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
@@ -59,7 +60,7 @@ inline void end_quiet() {
     AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
     AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
 }
-/// Releases and acquires are not heard while quiet.
+/// Releases and acquires are ignored during its lifetime too.
 struct Quiet {
     Quiet() { begin_quiet(); }
     ~Quiet() { end_quiet(); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Inside the emulator: what its scheduler (cuda_emu.cc) and the barriers and collectives (collectives.cc) share.
+// Internals of the emulator, shared by its scheduler (cuda_emu.cc) and the barriers and collectives (collectives.cc).
 #pragma once
 #include "cuda_emu.h"
 #include "fence_order.h"
@@ -20,9 +20,9 @@ struct Thread {
     uint3 index;
     unsigned number;
     State state;
-    bool waited; // for the kernel before
+    bool waited; // for the preceding kernel
     Fiber *fiber;
-    // The collective it waits in, or the barrier round.
+    // The collective or barrier round in which the thread waits.
     Op op;
     uint32_t mask;
     int argument, width;
@@ -33,7 +33,8 @@ struct Warp {
     uint32_t exists, exited, waiting;
 };
 
-/// Where orders of memory are booked. Made anew for each block: a place keeps its history as long as it is allocated.
+/// Addresses of happens-before edges for the thread sanitizer. Allocated per block, because an address keeps its
+/// history as long as it is allocated.
 struct BlockPlaces {
     uint64_t barrier[2];
     uint64_t warp[kMaxThreads / kLanes];
@@ -48,17 +49,17 @@ struct Grid {
     void (*body)(const void *);
     const void *argument;
     uint64_t count, stride;
-    std::unique_ptr<GridPlaces> places; // only for the thread sanitizer, here and there
+    std::unique_ptr<GridPlaces> places; // only under the thread sanitizer, also below
     std::atomic<uint64_t> next{0};
     std::atomic<bool> failed{false};
     std::atomic<bool> triggered{false};
-    bool holds = false; // threads stop at their wait for the kernel before
+    bool holds = false; // threads stop at their wait for the preceding kernel
 };
 
 struct Worker { // runs one block at a time
     Fiber scheduler{};
     std::vector<Fiber *> all{}, spare{};
-    char *stacks = nullptr; // under the thread sanitizer: those of all threads of the block
+    char *stacks = nullptr; // under the thread sanitizer: the stacks of all threads of the block
     std::vector<Thread> threads{};
     std::vector<Warp> warps{};
     std::vector<Thread *> order{}, ready{};
@@ -69,7 +70,7 @@ struct Worker { // runs one block at a time
     uint3 block{0, 0, 0};
     unsigned count = 0, next = 0, done = 0, at_barrier = 0, at_dependency = 0;
     unsigned round = 0, yes = 0;
-    unsigned votes[2] = {0, 0}; // of the last two rounds: a thread may be a round late in reading its result
+    unsigned votes[2] = {0, 0}; // of the last two rounds: a thread may read its result one round late
     void *dynamic = nullptr;
     size_t dynamic_bytes = 0;
     uint64_t random = 0;
@@ -79,11 +80,11 @@ struct Worker { // runs one block at a time
 
 extern __thread Worker *t_worker CUDA_EMU_TLS;
 
-/// Notes what broke the execution model. The block of `w` is given up.
+/// Records a violation of the execution model. The block of `w` is abandoned.
 [[gnu::format(printf, 2, 3)]] void fail(Worker &w, const char *format, ...);
-/// From inside a thread: the block is given up, and this never resumes. Kernels own nothing that would leak.
+/// Called in a thread: abandons the block; the thread never resumes. Kernels own nothing that would leak.
 [[noreturn]] void abandon(Worker &w);
-/// The thread goes on when another one calls wake().
+/// Suspends the thread until another one calls wake().
 void wait(Worker &w, Thread &self);
 void wake(Worker &w, Thread &thread);
 /// Completes the collective on `mask` if all of its lanes that still run have arrived.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launches of the fake runtime: a kernel that is launched early runs up to its wait before the
-// preceding kernel runs, and a kernel triggers only before such a kernel.
+// Programmatic dependent launches of the fake runtime. A kernel that is launched early runs up to its wait before the
+// preceding kernel runs, and a kernel may trigger only if such a kernel follows.
 #include "fakert.h"
 #include "launch.h"
 #include <gtest/gtest.h>
@@ -12,13 +12,13 @@ using dsopt::gpu::PdlArgument;
 
 namespace {
 
-/// What kernels say of themselves, in memory of the host.
+/// Records of the kernels, in host memory.
 struct Log {
     unsigned begun = 0, begun_before_end = 0, ended = 0;
 };
 __global__ void waiting_kernel(const PdlArgument<int> argument) { (void)argument.begin_kernel(); }
 __global__ void counting_kernel(const PdlArgument<Log *> argument, Log *log) {
-    atomicAdd(&log->begun, 1u); // too early, if a kernel before wrote it
+    atomicAdd(&log->begun, 1u); // too early, if a preceding kernel wrote it
     atomicAdd(&argument.begin_kernel()->ended, 1u);
 }
 __global__ void reading_kernel(Log *log) { log->begun_before_end = atomicAdd(&log->begun, 0u); }
@@ -48,7 +48,7 @@ protected:
 };
 
 TEST_F(EarlyLaunches, RunUpToTheirWaitBeforeThePrecedingKernel) {
-    for (int round = 0; round < 2; ++round) { // the first time with more blocks
+    for (int round = 0; round < 2; ++round) { // the first round runs more blocks early
         *log_ = {};
         ASSERT_EQ(read(), cudaSuccess);
         ASSERT_EQ(count(), cudaSuccess);
@@ -75,7 +75,7 @@ TEST_F(EarlyLaunches, FollowOneAnotherInAGraph) {
     }
 }
 TEST_F(EarlyLaunches, AreGivenUpWithTheirStream) {
-    static Log lasting; // for the thread sanitizer nothing orders the end of the test behind such a kernel
+    static Log lasting; // under the thread sanitizer, nothing orders the end of the test after such a kernel
     log_ = &lasting;
     cudaEvent_t event = nullptr;
     ASSERT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
@@ -88,7 +88,7 @@ TEST_F(EarlyLaunches, AreGivenUpWithTheirStream) {
     EXPECT_EQ(log_->ended, 0u);
 }
 TEST_F(EarlyLaunches, AreGivenUpWhereThePrecedingKernelFails) {
-    static Log lasting; // for the thread sanitizer nothing orders the end of the test behind such a kernel
+    static Log lasting; // under the thread sanitizer, nothing orders the end of the test after such a kernel
     log_ = &lasting;
     ASSERT_EQ((Launch{"trapping", 1, 1, 0, stream_}(trapping_kernel)), cudaSuccess);
     ASSERT_EQ(count(), cudaSuccess);
@@ -119,7 +119,7 @@ TEST_F(EarlyLaunches, FollowKernelsThatTrigger) {
     ASSERT_EQ(launch({.triggers = true}), cudaSuccess);
     ASSERT_EQ(cudaEventRecord(event, stream_), cudaSuccess);
     ASSERT_EQ(launch({.early = true}), cudaSuccess);
-    EXPECT_EQ(triggering_kernels(), std::vector<std::string>{}); // none has run
+    EXPECT_EQ(triggering_kernels(), std::vector<std::string>{}); // no kernel has run yet
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     EXPECT_EQ(triggering_kernels(), std::vector<std::string>{"waiting"});
 }

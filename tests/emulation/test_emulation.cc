@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated execution model: kernels give what they give on a device, in any order that a device may take, and what
-// no device promises is an error.
+// The emulated execution model: kernels compute the same as on a device, in any order that a device allows. What a
+// device does not guarantee is an error.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <algorithm>
@@ -16,7 +16,7 @@ using fakert::Stream;
 
 namespace {
 
-#ifdef EMULATION_TSAN // it is slow at making threads
+#ifdef EMULATION_TSAN // TSan creates threads slowly
 const std::vector<int64_t> kSizes{33, 130};
 const std::vector<uint64_t> kSeeds{7};
 const std::vector<Mode> kModes{Mode::lazy, Mode::threads};
@@ -101,7 +101,7 @@ TEST_P(Kernels, SumInTheLastBlockWithTheSameBitsInAnyOrder) {
     for (const int64_t n : kSizes) {
         const auto x = random_floats(n, 4);
         const DeviceArray<float> dx(x);
-        // As the kernel: a stride of the grid for each thread, warps by halves, warps of a block, blocks by halves.
+        // Same order as the kernel: a grid stride per thread, warps by halves, warps of a block, blocks by halves.
         const size_t blocks = std::clamp<size_t>((x.size() + 63) / 64, 1, 8);
         std::vector<double> threads(blocks * 64, 0.0);
         for (size_t i = 0; i < x.size(); ++i) threads[i % threads.size()] += double(x[i]) * double(x[i]);
@@ -159,7 +159,7 @@ TEST_P(Kernels, TakeBigStructsByValue) {
     addresses->count = 300;
     for (int i = 0; i < 300; ++i) addresses->data[i] = x.data() + i;
     ASSERT_EQ(sample::increment_all(*addresses, nullptr), cudaSuccess);
-    addresses.reset(); // what was launched has its own
+    addresses.reset(); // the launch has a copy
     EXPECT_EQ(x.get(), std::vector<float>(300, 2.0f));
 }
 
@@ -288,7 +288,7 @@ TEST(SharedMemory, ReadsAsNanUntilWritten) {
     for (const float value : x.get()) EXPECT_TRUE(std::isnan(value));
 }
 
-// Broken kernels: the report names the thread, and the emulation goes on with the next launch.
+// Broken kernels: the report names the thread, and the emulation continues with the next launch.
 __global__ void barrier_in_branch_kernel(int *x, int limit) {
     if (int(threadIdx.x) < limit) __syncthreads();
     x[threadIdx.x] = 1;
@@ -339,15 +339,15 @@ TEST_P(BrokenKernels, AreReportedAndStopTheDevice) {
     fakert::reset();
     int *x = nullptr;
     ASSERT_EQ(cudaMalloc(&x, 64 * sizeof(int)), cudaSuccess);
-    if (!*GetParam().report) { // nothing wrong: nobody waits
+    if (!*GetParam().report) { // no error: no thread waits
         EXPECT_EQ(GetParam().run(x), cudaSuccess);
         fakert::reset();
         return;
     }
     EXPECT_EQ(GetParam().run(x), cudaErrorLaunchFailure);
     EXPECT_NE(std::string(cuemu::last_error()).find(GetParam().report), std::string::npos) << cuemu::last_error();
-    EXPECT_EQ(cudaMemsetAsync(x, 0, 4), cudaErrorLaunchFailure); // as a device that failed
-    EXPECT_EQ(cudaFree(x), cudaErrorLaunchFailure);              // but it is given back
+    EXPECT_EQ(cudaMemsetAsync(x, 0, 4), cudaErrorLaunchFailure); // as on a device that failed
+    EXPECT_EQ(cudaFree(x), cudaErrorLaunchFailure);              // the memory is freed anyway
     EXPECT_EQ(fakert::live_objects(), 0);
 
     fakert::reset();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contexts of the fake runtime: which calls make one, and what belongs to it.
+// Contexts of the fake runtime: which calls create one, and which objects belong to it.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <thread>
@@ -15,7 +15,7 @@ protected:
         EXPECT_EQ(live_objects(), 0);
         reset();
     }
-    /// x *= 2, and the first element of x.
+    /// Multiplies x by 2 and returns its first element.
     static float doubled(float *x, cudaStream_t stream) {
         float value = 0;
         EXPECT_EQ(sample::scale(x, 2, 1, stream), cudaSuccess);

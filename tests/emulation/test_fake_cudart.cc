@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake runtime: streams, events, memory, graphs, counters and faults behave as CUDA's do where it promises
-// something, and badly where it promises nothing.
+// The fake runtime: streams, events, memory, graphs, counters and faults behave as in CUDA where CUDA guarantees
+// something, and as badly as possible where it guarantees nothing.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <cmath>
@@ -31,7 +31,7 @@ std::string mode_name(const testing::TestParamInfo<Mode> &info) {
     const char *const names[] = {"eager", "lazy", "random", "threads"};
     return names[int(info.param)];
 }
-#ifdef EMULATION_TSAN // it is slow at making threads
+#ifdef EMULATION_TSAN // TSan creates threads slowly
 const auto kModes = testing::Values(Mode::lazy, Mode::threads);
 constexpr long kEvery = 4;
 #else
@@ -49,7 +49,7 @@ protected:
     }
 };
 
-/// x *= factor in a stream: not the same in another order.
+/// Multiplies x by `factor` in a stream. The result depends on the order of such calls.
 void scale(const DeviceArray<float> &x, float factor, cudaStream_t stream) {
     ASSERT_EQ(sample::scale(x.data(), factor, int64_t(x.bytes() / sizeof(float)), stream), cudaSuccess);
 }
@@ -102,7 +102,7 @@ TEST_P(Runtime, QueryBecomesReady) {
     cudaError_t state = cudaErrorNotReady;
     while (state == cudaErrorNotReady) state = cudaStreamQuery(stream);
     EXPECT_EQ(state, cudaSuccess);
-    EXPECT_EQ(cudaGetLastError(), cudaSuccess); // "not ready" is no error
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess); // "not ready" is not recorded as an error
 }
 
 TEST_P(Runtime, TimedEventsComeInOrder) {
@@ -184,7 +184,7 @@ TEST_P(Runtime, GraphRunsAgainWithTheArgumentsOfItsCapture) {
     ASSERT_EQ(cudaGraphInstantiate(&exec, graph), cudaSuccess);
     ASSERT_EQ(cudaGraphDestroy(graph), cudaSuccess);
     ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-    ASSERT_EQ(cudaGraphLaunch(exec, other), cudaSuccess); // after the launch before, in any stream
+    ASSERT_EQ(cudaGraphLaunch(exec, other), cudaSuccess); // after the previous launch, in any stream
     EXPECT_EQ(first_of(x, other), 13);
     add_one(x, ones, other);
     ASSERT_EQ(cudaGraphLaunch(exec, other), cudaSuccess);
@@ -230,7 +230,7 @@ TEST_P(Runtime, GraphForksAndJoins) {
     ASSERT_EQ(cudaStreamWaitEvent(side, forked), cudaSuccess);
     cudaStreamCaptureStatus status{};
     ASSERT_EQ(cudaStreamIsCapturing(side, &status), cudaSuccess);
-    EXPECT_EQ(status, cudaStreamCaptureStatusActive); // the wait took it in
+    EXPECT_EQ(status, cudaStreamCaptureStatusActive); // the wait added the stream to the capture
     ASSERT_EQ(sample::add(x.data(), y.data(), y.data(), kCount, side), cudaSuccess);
     ASSERT_EQ(cudaEventRecord(joined, side), cudaSuccess);
     ASSERT_EQ(cudaStreamWaitEvent(stream, joined), cudaSuccess);
@@ -245,8 +245,8 @@ TEST_P(Runtime, GraphForksAndJoins) {
     EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
-// What lazy streams show.
-#ifndef EMULATION_TSAN // to it that is a race
+// Behavior of lazy streams.
+#ifndef EMULATION_TSAN // a race for TSan
 TEST_F(LazyRuntime, MissingWaitGivesOldData) {
     const DeviceArray<float> x(kOnes);
     const Stream one, two;
@@ -333,7 +333,7 @@ TEST_F(LazyRuntime, RunsOutOfMemory) {
     EXPECT_EQ(cudaFree(two), cudaSuccess);
 }
 
-// Captures refuse what CUDA refuses, and are of no use then.
+// Captures refuse the same calls as CUDA and are invalid afterwards.
 struct Refused {
     const char *name;
     cudaStreamCaptureMode mode;
@@ -424,7 +424,7 @@ TEST_P(Captures, Refuse) {
         cudaGraph_t graph = nullptr;
         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
         EXPECT_EQ(graph, nullptr);
-        scale(x, 2, stream); // and the stream is as before
+        scale(x, 2, stream); // the stream works as before
         EXPECT_EQ(first_of(x, stream), 2);
         EXPECT_EQ(cudaFreeHost(pinned), cudaSuccess);
     }
@@ -468,7 +468,7 @@ TEST_F(LazyRuntime, CaptureOfThisThreadLeavesOthersAlone) {
 TEST_F(LazyRuntime, DeviceSynchronizeEndsCapturesOfEveryModeAndThread) {
     const Stream stream, side;
     const Event event;
-    const auto elsewhere = [](const auto &body) { // in a thread that has done what it can
+    const auto elsewhere = [](const auto &body) { // in a thread with the most permissive capture mode
         cudaError_t error = cudaSuccess;
         std::thread([&] {
             cudaStreamCaptureMode mode = kRelaxed;
@@ -485,7 +485,7 @@ TEST_F(LazyRuntime, DeviceSynchronizeEndsCapturesOfEveryModeAndThread) {
         EXPECT_EQ(elsewhere([&] { return cudaEventSynchronize(event); }), cudaSuccess);
         EXPECT_EQ(elsewhere([&] { return cudaStreamSynchronize(side); }), cudaSuccess);
         EXPECT_EQ(elsewhere([] {
-                      EXPECT_EQ(cudaSetDevice(1), cudaSuccess); // of which no stream is captured
+                      EXPECT_EQ(cudaSetDevice(1), cudaSuccess); // no stream of this device is captured
                       return cudaDeviceSynchronize();
                   }),
                   cudaSuccess);
@@ -529,7 +529,7 @@ TEST_F(LazyRuntime, NullStreamIsUnusableBesideABlockingCapture) {
     cudaGraph_t graph = nullptr;
     ASSERT_EQ(cudaStreamBeginCapture(stream, kLocal), cudaSuccess);
     EXPECT_EQ(cudaStreamIsCapturing(nullptr, &status), cudaErrorStreamCaptureImplicit);
-    EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess); // asking spoilt nothing
+    EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess); // the query did not invalidate it
     EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
@@ -552,7 +552,7 @@ TEST_F(LazyRuntime, CountsWhatAStepAsksFor) {
     EXPECT_EQ(counters().host_waits, 0);
     EXPECT_EQ(cudaMemcpyAsync(x.data(), kOnes.data(), 400, cudaMemcpyHostToDevice, stream), cudaSuccess);
     EXPECT_EQ(counters().copies_to_device, 2);
-    EXPECT_EQ(counters().host_waits, 1); // pageable
+    EXPECT_EQ(counters().host_waits, 1); // pageable memory
     EXPECT_EQ(cudaMemcpyAsync(x.data(), ones.data(), 400, cudaMemcpyDeviceToDevice, stream), cudaSuccess);
     EXPECT_EQ(cudaMemsetAsync(x.data(), 0, 400, stream), cudaSuccess);
     (void)cudaStreamQuery(stream);
@@ -571,7 +571,7 @@ TEST_F(LazyRuntime, CountsWhatAStepAsksFor) {
     EXPECT_EQ(cudaFreeHost(staging), cudaSuccess);
 }
 
-// A small life in which every call fails in turn.
+// A short program in which each call fails in turn.
 cudaError_t life(float *result) {
     const auto deleter = [](void *p) { (void)cudaFree(p); };
     const auto ender = [](cudaStream_t s) { (void)cudaStreamDestroy(s); };
@@ -596,7 +596,7 @@ TEST_P(Runtime, FailsAtTheNthCallAndRecovers) {
     EXPECT_EQ(calls("cudaLaunchKernel"), 2);
     for (config.fail_call = 0; config.fail_call < all; config.fail_call += kEvery) {
         reset(config);
-        const bool at_the_end = config.fail_call >= 7; // giving back is what failed
+        const bool at_the_end = config.fail_call >= 7; // a release failed
         EXPECT_EQ(life(&result), at_the_end ? cudaSuccess : cudaErrorMemoryAllocation) << config.fail_call;
         EXPECT_EQ(live_objects(), at_the_end ? 1 : 0) << config.fail_call;
         reset(in(GetParam()));
@@ -614,7 +614,7 @@ TEST_P(Runtime, FailsAtTheNthCallOfAFunction) {
     EXPECT_EQ(life(&result), cudaErrorLaunchFailure);
     EXPECT_EQ(calls("cudaLaunchKernel"), 2);
     EXPECT_EQ(cudaGetLastError(), cudaErrorLaunchFailure);
-    EXPECT_EQ(life(&result), cudaSuccess); // it was that call, not the device
+    EXPECT_EQ(life(&result), cudaSuccess); // the call failed, not the device
 }
 TEST_P(Runtime, FailsWhenTheNthKernelRuns) {
     Config config = in(GetParam());
@@ -623,7 +623,7 @@ TEST_P(Runtime, FailsWhenTheNthKernelRuns) {
     float result = 0;
     EXPECT_EQ(life(&result), cudaErrorIllegalAddress);
     EXPECT_EQ(kernels_run(), 2);
-    EXPECT_EQ(life(&result), cudaErrorIllegalAddress); // the device stays broken
+    EXPECT_EQ(life(&result), cudaErrorIllegalAddress); // the device stays unusable
     EXPECT_EQ(live_objects(), 0);
 }
 

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA execution model on an ordinary CPU, for tests: a kernel source that keeps to what is declared here and in
-// cuda_runtime.h compiles unchanged with a host compiler, and runs with every block, warp, barrier and collective.
+// The CUDA execution model on an ordinary CPU, for tests. A kernel source that uses only declarations of this file and
+// of cuda_runtime.h compiles unchanged with a host compiler, and runs with all blocks, warps, barriers and collectives.
 //
 // A CUDA thread is a fiber. The fibers of a block share one OS thread and are switched only where a thread has to wait,
 // so a kernel without barriers and collectives costs no switch at all.
 //
-//   here      threadIdx, blockIdx, blockDim, gridDim, __shared__, dynamic shared memory (DYNAMIC_SHARED of launch.h),
+//   provided  threadIdx, blockIdx, blockDim, gridDim, __shared__, dynamic shared memory (DYNAMIC_SHARED of launch.h),
 //             __syncthreads[_count|_and|_or], __syncwarp, __shfl*_sync, votes, reductions, integer atomics, fences,
 //             vector types, cached loads and stores, bit and rounding intrinsics (cuda_emu_math.h)
 //   missing   fused multiply-add and approximate intrinsics, float atomics (the engine's bits must not depend on them
-//   or
-//             on an order), grid-wide barriers, inline PTX, textures, clusters, __activemask
+//             or on an order), grid-wide barriers, inline PTX, textures, clusters, __activemask
 //
-// Stricter than a device: a thread that returned never counts as arrived at a barrier; a collective must name its
-// caller.
+// Stricter than a device: a thread that has returned never counts as arrived at a barrier, and the mask of a collective
+// must include its caller.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -40,8 +39,8 @@
 #define CUDA_EMU_ASAN 1
 #endif
 #endif
-// One block at a time runs on an OS thread, so its shared memory is the thread's. The address sanitizer puts red zones
-// round ordinary statics only; one block at a time runs in the whole process then.
+// One block at a time runs on an OS thread, so __shared__ memory is thread-local. The address sanitizer puts red zones
+// around ordinary statics only; with it, one block at a time runs in the whole process.
 #ifdef CUDA_EMU_ASAN
 #define __shared__ static
 #else
@@ -56,7 +55,7 @@ struct dim3 {
     constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
 
-// The fast model of thread-local storage: these are read in every kernel, also from a shared library.
+// The fast model of thread-local storage: every kernel reads these, also in a shared library.
 #define CUDA_EMU_TLS __attribute__((tls_model("initial-exec")))
 extern __thread uint3 threadIdx CUDA_EMU_TLS;
 extern __thread uint3 blockIdx CUDA_EMU_TLS;
@@ -66,7 +65,7 @@ constexpr int warpSize = 32;
 
 namespace cuemu {
 
-/// A store of a thread of a block, numbered in the order of each thread.
+/// A store by a thread of a block; the stores of each thread are in program order.
 struct Store {
     const char *kernel;
     unsigned block, thread;
@@ -75,13 +74,16 @@ struct Store {
 };
 struct Options {
     unsigned workers = 1; // OS threads that run the blocks of a grid; 1 under the address sanitizer
-    uint64_t seed = 0;    // 0: natural order; else blocks, threads and wake-ups are permuted, the same way for one seed
-    std::vector<Store> *stores = nullptr; // where cached stores (__stwb) are noted; with one worker only
+    // 0: natural order. Otherwise blocks, threads and wake-ups are permuted, in the same way for the same seed.
+    uint64_t seed = 0;
+    // If set, cached stores (__stwb) are appended here; with one worker only.
+    std::vector<Store> *stores = nullptr;
 };
-/// From CUEMU_WORKERS and CUEMU_SEED at first use. Change it while no kernel runs.
+/// Options are read from CUEMU_WORKERS and CUEMU_SEED at first use. They may change only while no kernel runs.
 Options &options();
 
-/// What broke the execution model first since clear_error(): a deadlock, a divergent collective, a trap. "" if nothing.
+/// Returns the first violation of the execution model since clear_error(), or "": a deadlock, a divergent collective, a
+/// trap.
 const char *last_error();
 void clear_error();
 
@@ -89,20 +91,20 @@ struct Launch {
     const char *name;
     dim3 grid, block;
     size_t shared;
-    bool early = false; // may begin before the kernel before it in the stream has ended
+    bool early = false; // may begin before the preceding kernel of the stream has ended
 };
-/// Runs every block of a grid; `body` is called once per CUDA thread. False if the execution model was broken.
-/// `triggered` becomes true when a thread lets the next kernel begin.
+/// Runs every block of a grid; `body` is called once per CUDA thread. Returns false if the execution model was
+/// violated. `triggered` becomes true if a thread allowed the next kernel to begin.
 bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument, bool &triggered);
-/// A grid that was launched early, in two parts: the constructor returns when all threads of the first `blocks` blocks
-/// wait for the kernel before.
+/// A grid that was launched early and runs in two parts. The constructor returns when all threads of the first `blocks`
+/// blocks wait for the preceding kernel.
 class EarlyGrid {
 public:
     EarlyGrid(const Launch &launch, void (*body)(const void *), const void *argument, size_t blocks);
-    ~EarlyGrid(); // without finish(): the grid is given up
+    ~EarlyGrid(); // without finish(): the grid is abandoned
     EarlyGrid(const EarlyGrid &) = delete;
     EarlyGrid &operator=(const EarlyGrid &) = delete;
-    /// The kernel before has ended. Runs the rest, as run_grid().
+    /// Called when the preceding kernel has ended. Runs the rest, as run_grid() does.
     bool finish(bool &triggered);
 
 private:
@@ -147,14 +149,14 @@ template <class T> inline T from_bits(uint64_t bits) {
     return value;
 }
 
-/// What a shuffle moves: one or two registers.
+/// True for types that a shuffle can move: one or two registers.
 template <class T> constexpr bool shuffled = std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8);
 template <class T> inline T shuffle(Op op, unsigned mask, T value, int argument, int width) {
     static_assert(shuffled<T>, "shuffles move arithmetic types of 4 and 8 bytes");
     return from_bits<T>(warp_op(op, mask, to_bits(value), argument, width));
 }
 
-/// Relaxed as on the device: another thread's plain stores are seen only after fences or a barrier.
+/// Relaxed, as on the device: plain stores of another thread become visible only after fences or a barrier.
 template <class T, class F> inline T modify(T *address, F next) {
     T old = __atomic_load_n(address, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(address, &old, next(old), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -207,22 +209,23 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
     return unsigned(cuemu::warp_op(cuemu::Op::xor_u32, mask, v, 0, 32));
 }
 
-/// Every thread of a kernel that may begin early has to call this before it touches memory, and before barriers and
-/// collectives; elsewhere it does nothing.
+/// Every thread of a kernel that was launched early must call this before it accesses memory, and before barriers and
+/// collectives. In other kernels the call does nothing.
 inline void cudaGridDependencySynchronize() { cuemu::wait_for_previous(); }
-/// The next kernel may begin: the fake runtime begins one that is launched early in any case, and refuses others.
+/// Allows the next kernel to begin. The fake runtime starts a kernel that is launched early in any case, and refuses
+/// other work as successor.
 inline void cudaTriggerProgrammaticLaunchCompletion() { cuemu::let_next_begin(); }
 
 inline void __trap() { cuemu::trap("__trap()"); }
 
-// The thread sanitizer orders blocks by these and atomics as the device does: "the last block finishes" needs a fence
-// before the ticket is drawn and one after it. A ticket that all blocks draw has to be put back by an atomic too
-// (atomicInc() does both): nothing orders their draws, which come after their fences, before a plain store.
+// The thread sanitizer orders blocks by these and atomics, as the device does: "the last block finishes" needs a fence
+// before the ticket is drawn and another after it. A ticket that all blocks draw must also be reset by an atomic
+// (atomicInc() does both): the draws come after the fences, so nothing orders them before a plain store.
 inline void __threadfence() { cuemu::fence(); }
 inline void __threadfence_block() { cuemu::fence(); }
 inline void __threadfence_system() { cuemu::fence(); }
 
-// Overloads, as nvcc has them; of the float types none.
+// Overloads, as in nvcc; none for floating-point types.
 #define CUDA_EMU_ATOMICS(T)                                                                                            \
     inline T atomicAdd(T *p, T v) {                                                                                    \
         return cuemu::modify(p, [v](T old) {                                                                           \

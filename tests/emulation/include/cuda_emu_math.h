@@ -31,12 +31,12 @@ CUDA_EMU_VECTOR2(ulonglong2, unsigned long long)
 
 namespace cuemu {
 
-/// A device traps on a misaligned access; the host's processor may not.
+/// Traps on a misaligned access, as a device does and the host's processor may not.
 template <class T> inline T *aligned(T *p) {
     if (reinterpret_cast<uintptr_t>(p) % alignof(T)) trap("misaligned address");
     return p;
 }
-/// Saturates, and turns a NaN into 0, as the device's conversions do; plain C++ leaves both undefined.
+/// Saturates, and converts NaN to 0, as the device's conversions do; plain C++ leaves both undefined.
 template <class I, class F> inline I saturate(F value) {
     using Limits = std::numeric_limits<I>;
     if (value != value) return 0;
@@ -48,12 +48,12 @@ inline float as_of_device(float value) { return value == value ? value : from_bi
 
 } // namespace cuemu
 
-// Caching hints have no meaning here, but the alignment that the access needs is checked.
+// Caching hints have no effect here, but the alignment that the access needs is checked.
 template <class T> inline T __ldg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldca(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcs(const T *p) { return *cuemu::aligned(p); }
-/// Arithmetic of a GPU knows one NaN. Here it is the host's, so the one that comes of it is put in where it is stored.
+/// A GPU's arithmetic produces only one NaN. Host arithmetic produces others, so a store replaces them by the device's.
 inline void __stwb(float *p, float value) {
     cuemu::note_store(p, sizeof *p);
     *cuemu::aligned(p) = cuemu::as_of_device(value);
@@ -70,7 +70,7 @@ template <class T> inline void __stwb(T *p, std::type_identity_t<T> value) {
 template <class T> inline void __stcg(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 template <class T> inline void __stcs(T *p, std::type_identity_t<T> value) { *cuemu::aligned(p) = value; }
 
-// What tells nvcc that a pointer from a table is not to shared memory. Nothing is checked.
+// A hint to nvcc that a pointer from a table does not point to shared memory. Nothing is checked.
 inline unsigned __isGlobal(const void *) { return 1; }
 #define __builtin_assume(condition) static_cast<void>(0)
 
@@ -86,7 +86,7 @@ inline unsigned __brev(unsigned v) {
     return reversed;
 }
 
-/// Four of the eight bytes of y and x, x being the lower one, as the lowest digits of `selector` say.
+/// Selects four of the eight bytes of y and x (x is the lower half), by the lowest digits of `selector`.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
     unsigned result = 0;
@@ -121,7 +121,7 @@ inline float __uint2float_rn(unsigned v) { return float(v); }
 inline float __ll2float_rn(long long v) { return float(v); }
 inline double __ll2double_rn(long long v) { return double(v); }
 
-// Rounded one by one, which also the plain operators are under -ffp-contract=off.
+// Each is rounded separately; under -ffp-contract=off so are the plain operators.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for <cuda_runtime.h> in tests: first on the include path, the same names and values, its own text. Only what
-// the engine is allowed to call is here; a call of anything else does not compile.
+// Replaces <cuda_runtime.h> in tests: first on the include path, with the same names and values, independently written.
+// Declares only what the engine may call; a call of anything else does not compile.
 #pragma once
 #include "cuda_emu.h"
 #include <tuple>
@@ -96,8 +96,7 @@ cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel);
-/// The functions of the driver that the engine uses: primary contexts, which context is current, and the context of a
-/// stream.
+/// Functions of the driver that the engine uses: primary contexts, the current context, and the context of a stream.
 cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version,
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult *result = nullptr);
@@ -147,8 +146,8 @@ const char *cudaGetErrorString(cudaError_t error);
 
 namespace fakert {
 
-/// A kernel and its arguments, by value. `function` is the kernel's address. With launch.early it may begin before the
-/// kernel before it has ended, as with cudaLaunchAttributeProgrammaticStreamSerialization.
+/// A kernel and its arguments, by value. `function` is the kernel's address. With launch.early the kernel may begin
+/// before the preceding kernel has ended, as with cudaLaunchAttributeProgrammaticStreamSerialization.
 struct KernelCall {
     cuemu::Launch launch;
     const void *function;
@@ -156,7 +155,7 @@ struct KernelCall {
     void (*drop)(void *data);
     void *data;
 };
-/// Takes over call.data, also when it fails.
+/// Takes ownership of call.data, also if it fails.
 cudaError_t launch_kernel(const KernelCall &call, cudaStream_t stream);
 bool launches(); // Config::launches
 void *take_memory(size_t bytes);
@@ -172,7 +171,8 @@ template <class... P> struct Arguments {
         std::apply(self.kernel, self.values);
     }
     static void drop(void *data) { delete static_cast<Arguments *>(data); }
-    // The driver's memory, not the program's: tests count that, and take it away while kernels run.
+    // Memory of the driver, not of the program: tests count allocations of the program, and make them fail while
+    // kernels run.
     static void *operator new(size_t bytes) { return take_memory(bytes); }
     static void operator delete(void *memory) { give_memory(memory); }
 };
@@ -192,7 +192,7 @@ cudaError_t launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block
 
 } // namespace fakert
 
-// The forms with a type, which the toolkit has for C++.
+// Typed forms, which the toolkit has for C++.
 template <class T> inline cudaError_t cudaMalloc(T **p, size_t bytes) {
     return cudaMalloc(reinterpret_cast<void **>(p), bytes);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a test sets, and asks, of the fake CUDA runtime. Product code has no use for it.
+// Controls of the fake CUDA runtime for tests. Product code does not use them.
 #pragma once
 #include "cuda_runtime.h"
 #include <string>
@@ -10,70 +10,72 @@ namespace fakert {
 /// When the work of streams runs.
 enum class Mode {
     eager,  // at the call
-    lazy,   // only when something waits for it: a missing wait gives old data
-    random, // as lazy, but every call may also run some of the work, in any order that the streams allow
-    threads // a worker for each stream, as on a device: needed where work itself can wait, as collectives do
+    lazy,   // only if something waits for it: a missing wait reads old data
+    random, // as lazy, but each call may also run some of the work, in any order that the streams allow
+    threads // a worker per stream, as on a device: needed if work itself can wait, as collectives do
 };
 
 struct Config {
     Mode mode = Mode::lazy;
-    uint64_t seed = 1; // of Mode::random
+    uint64_t seed = 1; // for Mode::random
     int devices = 2;
-    int multiprocessors = 4; // a few: persistent grids stay small
+    int multiprocessors = 4; // a small number, so that persistent grids stay small
     int blocks_per_multiprocessor = 2;
-    size_t memory = size_t(1) << 40; // of each device, bytes
-    bool protect = true;             // device memory can be reached only while work of its device runs
-    bool images = true;              // there is code of the kernels for the devices
-    bool launches = true;            // else kernels are accepted and forgotten, for what times the host
+    size_t memory = size_t(1) << 40; // bytes per device
+    bool protect = true;             // device memory is accessible only while work of its device runs
+    bool images = true;              // the program has code of the kernels for the devices
+    bool launches = true;            // false: kernels are accepted and dropped, for timing the host
     bool first_launch_waits =
-        false;           // lazy loading: the first launch of a kernel nobody asked about waits for the device
-    int capability = 90; // of the devices, major and minor number
-    int ptx = 0;         // the PTX version that the kernels' code was compiled from; 0: that of the devices
+        false;           // lazy loading: the first launch of a kernel waits for the device unless it was queried before
+    int capability = 90; // of the devices: major and minor number
+    int ptx = 0;         // PTX version from which the kernels' code was compiled; 0: the devices' version
     int driver = 13000;  // version of the driver
-    // Dynamic shared memory above this makes the occupancy query an invalid value, not 0 blocks.
+    // For more dynamic shared memory than this, the occupancy query returns an error instead of 0 blocks.
     size_t occupancy_shared = SIZE_MAX;
 
-    // One failing call. -1: none. `fail_function` as "cudaMalloc"; NULL counts all calls; launches are
-    // "cudaLaunchKernel".
+    // One failing call; -1: none. `fail_function` is a name such as "cudaMalloc". NULL counts all calls. Launches count
+    // as "cudaLaunchKernel".
     long fail_call = -1;
     const char *fail_function = nullptr;
     cudaError_t fail_with = cudaErrorMemoryAllocation;
-    // The n-th kernel, as they run, fails and with it the device: every later call returns the error.
+    // The n-th kernel that runs fails, and the device with it: every later call returns the error.
     long fail_kernel = -1;
     cudaError_t fail_kernel_with = cudaErrorIllegalAddress;
 };
-/// The default with what the environment says: CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED,
+/// Returns the defaults, changed by the environment: CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED,
 /// CUEMU_DEVICES, CUEMU_MULTIPROCESSORS, CUEMU_PROTECT (0, 1).
 Config config_from_environment();
-/// Forgets everything, leaks too, and begins anew. Before the first call it is config_from_environment() that holds.
+/// Resets all state, leaked objects too. Before the first reset, config_from_environment() is in effect.
 void reset(const Config &config = config_from_environment());
 
-/// Calls since reset() that could have been made to fail, of one function or of all; kernels run since reset().
+/// Return the number of calls since reset() that could have been configured to fail, of one function or of all, and the
+/// number of kernels that ran since reset().
 long calls(const char *function = nullptr);
 long kernels_run();
-/// Not given back: device blocks, page-locked blocks, streams, events, graphs.
+/// Returns the number of objects not released: device blocks, page-locked blocks, streams, events, graphs.
 long live_objects();
 
-/// What was asked of the runtime since mark(). In a captured stream too: what a graph runs later counts as one launch.
+/// Calls to the runtime since mark(). Calls in a captured stream count too; a launch of a graph counts once.
 struct Counters {
     long kernel_launches, graph_launches;
-    long early_launches; // of those kernels that may begin before the one before has ended
-    long host_waits; // synchronisations, and what synchronises on the side: cudaFree, pageable and synchronous copies
+    long early_launches; // kernels that may begin before the preceding kernel has ended
+    long host_waits;     // synchronizations, also implicit ones: cudaFree, pageable and synchronous copies
     long host_queries;
     long copies_to_device, copies_to_host, copies_on_device, fills;
     long device_allocations, device_frees, host_allocations, host_frees;
     long host_functions;
 };
 void mark();
-/// Whether this thread is in the runtime now, and not in what called it.
+/// Returns true if this thread executes the runtime now, not its caller.
 bool works();
 Counters counters();
-/// Whether a device has its primary context: from cudaSetDevice() on, or since it was retained, or since any call of the
-/// runtime, frees included, in a thread in which no context was current and the device was chosen, or was device 0.
+/// Returns true if a device has its primary context. The context exists from cudaSetDevice() on, or since it was
+/// retained, or since any runtime call, frees included, of a thread without a current context whose device it is
+/// (device 0 by default).
 bool has_context(int device);
-/// A context of a device that is not the primary one, current in this thread as long as the object lives. Streams, events
-/// and device memory belong to the context that was current when they were made, and are refused in others. Such a
-/// context has no default stream here.
+/// A non-primary context of a device, current in this thread during the object's lifetime. Streams, events and device
+/// memory belong to the context that was current when they were created, and are refused in others. Such a context has
+/// no default stream here.
 class Context {
 public:
     explicit Context(int device);
@@ -81,19 +83,20 @@ public:
     Context(const Context &) = delete;
     Context &operator=(const Context &) = delete;
 };
-/// A non-blocking stream of a green context of the current device: it is used while the primary context is current.
+/// Creates a non-blocking stream of a green context of the current device. It is used with the primary context current.
 cudaStream_t green_stream();
-/// Names of the kernels that ran since mark() and called cudaTriggerProgrammaticLaunchCompletion(), in alphabetical
-/// order.
+/// Returns the names of the kernels that ran since mark() and called cudaTriggerProgrammaticLaunchCompletion(), in
+/// alphabetical order.
 std::vector<std::string> triggering_kernels();
-/// Kernels launched since reset() without cudaFuncGetAttributes() before: with lazy loading the driver may wait then.
+/// Returns the kernels that were launched since reset() without an earlier cudaFuncGetAttributes(): with lazy loading,
+/// the driver may wait at such a launch.
 std::vector<std::string> late_loads();
-/// cudaLaunchHostFunc, which also calls drop(argument) once no queue and no graph has it any more: what a library learns
-/// by cudaUserObjectCreate and cudaGraphRetainUserObject. `drop` must not call the runtime.
+/// Same as cudaLaunchHostFunc, but also calls drop(argument) when no queue and no graph refers to the argument any
+/// more. A library gets this with cudaUserObjectCreate and cudaGraphRetainUserObject. `drop` must not call the runtime.
 cudaError_t launch_host_function(cudaStream_t stream, cudaHostFn_t function, void *argument, cudaHostFn_t drop);
-/// Names of the kernels launched since mark(), in order.
+/// Returns the names of the kernels launched since mark(), in order.
 std::vector<std::string> launched_kernels();
-/// Nodes of a graph in the order of their capture: "kernel norm", "copy to device", "fill", "host function", "wait".
+/// Returns the nodes of a graph in capture order: "kernel norm", "copy to device", "fill", "host function", "wait".
 std::vector<std::string> nodes(cudaGraph_t graph);
 
 } // namespace fakert
