@@ -15,7 +15,7 @@ constexpr int kBad = 100000;
 thread_local void *t_context = nullptr;
 int g_device = 0; // its address is the context
 
-/// Blocks of the device; never destroyed, as streams may be left behind.
+/// Memory of the device; never destroyed, because streams may be leaked.
 struct Blocks {
     std::mutex mutex;
     std::map<uintptr_t, size_t> all;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A test double of libhccl.so. Ranks are threads of one process. DSOPT_FAKE_HCCL_FAULT is "rank:call:kind": hang, the
-// rank never arrives; error, the call returns one; async, the communicator reports one later. Doubles are not added up,
-// as by the library.
+// A test double of libhccl.so. Ranks are threads of one process. DSOPT_FAKE_HCCL_FAULT is "rank:call:kind"; kind is
+//   hang   the rank never arrives
+//   error  the call returns an error
+//   async  the communicator reports an error later
+// The double does not reduce fp64, as the library does not.
 #include "fake_ascend.h"
 #include <atomic>
 #include <condition_variable>
@@ -52,10 +54,10 @@ struct Comm {
 struct Groups {
     std::mutex mutex;
     std::map<std::string, std::shared_ptr<Group>> all;
-    std::vector<Comm *> comms; // those of ranks that hang are still used
+    std::vector<Comm *> comms; // also those of hanging ranks, which are still in use
 };
 Groups &groups() {
-    static auto *const one = new Groups; // never destroyed: ranks may be left behind
+    static auto *const one = new Groups; // never destroyed: ranks may be leaked
     return *one;
 }
 
@@ -106,7 +108,7 @@ int post(Comm *comm, const Offer &offer, size_t sent, char *to, size_t received,
                 if (offer.kind == 3)
                     std::memcpy(&result[from * offer.count], theirs + comm->rank * offer.count, offer.count);
             }
-        group.meet(lock); // all have read
+        group.meet(lock); // all ranks have read
         if (same && received != 0) std::memcpy(to, result.data(), received);
         group.meet(lock);
     });

@@ -16,7 +16,7 @@ namespace {
 using dsopt::Comm;
 using Clock = std::chrono::steady_clock;
 
-/// The program's own part: to choose a device.
+/// Selects a device, which is the program's task.
 void set_device() {
     void *const runtime = dlopen("libascendcl.so", RTLD_NOW);
     auto *const choose =

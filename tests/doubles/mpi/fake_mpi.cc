@@ -23,20 +23,20 @@ struct Call {
 
 struct FakeMpiPart {
     FakeMpiEnd *end = nullptr;
-    int64_t number = 0; // of the collective
+    int64_t number = 0; // sequence number of the collective
     Call call{};
-    std::vector<char> sent;     // a copy: in its own time each rank takes what it needs
-    const void *from = nullptr; // of a message that is sent
+    std::vector<char> sent;     // a copy: ranks read it at different times
+    const void *from = nullptr; // of a message to send
     void *to = nullptr;
     bool seen = false; // MPI_Test was called
-    bool over = false; // of a message
+    bool over = false; // the message is complete
     int error = MPI_SUCCESS;
 };
-/// Messages from one rank to another. A message moves when both ranks have posted it, however late, and whatever has
-/// become of the calls that posted it: only then is the sender's memory read, and the send over.
+/// Messages from one rank to another. A message moves when both ranks have posted it, however late, even if the posting
+/// calls have failed in the meantime. Only then is the sender's memory read and the send complete.
 struct Channel {
     std::list<FakeMpiPart> parts;
-    std::deque<FakeMpiPart *> sends, receives; // whose other side is not there yet
+    std::deque<FakeMpiPart *> sends, receives; // not matched yet
 };
 struct Meeting {
     std::vector<FakeMpiPart> parts;
@@ -47,9 +47,9 @@ struct FakeMpiEnd {
     struct FakeMpiShared *shared;
     int rank;
     int64_t calls = 0;
-    int64_t open = 0; // requests that MPI_Test has not found over
-    /// Memory that a collective was given. Until the communicator is freed one that was left behind may use it: to a
-    /// sanitizer it is no leak.
+    int64_t open = 0; // requests that MPI_Test has not reported as complete
+    /// Buffers passed to collectives. An abandoned collective may use its buffer until the communicator is freed, so a
+    /// leak checker must not report the buffer.
     std::set<const void *> given;
 };
 struct FakeMpiShared {
@@ -57,22 +57,22 @@ struct FakeMpiShared {
         for (int rank = 0; rank < ranks; ++rank) ends.push_back({this, rank, 0, 0, {}});
     }
     std::vector<FakeMpiEnd> ends;
-    std::map<int64_t, Meeting> meetings;             // that not all ranks are done with
-    std::map<std::pair<int, int>, Channel> channels; // from and to
-    bool broken = false;                             // a call has failed, and the network tells
+    std::map<int64_t, Meeting> meetings;             // collectives that some rank has not completed
+    std::map<std::pair<int, int>, Channel> channels; // key: sender and receiver
+    bool broken = false;                             // a call has failed and the network reports it
 };
 
 namespace {
 
-std::mutex g_mutex; // of everything
+std::mutex g_mutex; // protects everything
 thread_local MPI_Comm t_world = nullptr;
 void copy_on_host(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
 void (*g_copy)(void *to, const void *from, size_t bytes) = copy_on_host;
-std::set<const void *> g_given; // to messages of all communicators
+std::set<const void *> g_given; // buffers passed to messages of all communicators
 thread_local int64_t t_calls = 0, t_fail_at = 0;
 
 FakeMpiShared *new_shared(int ranks) {
-    static auto &all = *new std::vector<std::unique_ptr<FakeMpiShared>>; // for ever, FakeMpi::enter()
+    static auto &all = *new std::vector<std::unique_ptr<FakeMpiShared>>; // never freed, see FakeMpi::enter()
     all.push_back(std::make_unique<FakeMpiShared>(ranks));
     return all.back().get();
 }
@@ -95,7 +95,7 @@ int post(MPI_Comm comm, const Call &call, const void *from, size_t bytes, void *
     Meeting &meeting = shared.meetings[number];
     meeting.parts.resize(shared.ends.size());
     FakeMpiPart &part = meeting.parts[size_t(comm->rank)];
-    comm->given.insert({from, to}); // also of a call that fails: who knows what is under way then
+    comm->given.insert({from, to}); // also for a call that fails: a real library may already use the buffers
     if (planted(comm)) return MPI_ERR_OTHER;
     const auto *const bytes_from = static_cast<const char *>(from);
     part.end = comm;
@@ -115,7 +115,7 @@ void deliver(FakeMpiPart &send, FakeMpiPart &receive) {
         receive.error = MPI_ERR_TRUNCATE;
         return;
     }
-    std::vector<char> message(size_t(send.call.count)); // between devices too
+    std::vector<char> message(size_t(send.call.count)); // also between devices
     if (message.empty()) return;
     g_copy(message.data(), send.from, message.size());
     g_copy(receive.to, message.data(), message.size());
@@ -185,7 +185,7 @@ void take(Meeting &meeting, const FakeMpiPart &part) {
         for (size_t r = 0; r < meeting.parts.size(); ++r) copy(r * bytes, meeting.parts[r].sent, 0);
         return;
     case Kind::send:
-    case Kind::receive: return; // post_message()
+    case Kind::receive: return; // handled by post_message()
     }
 }
 

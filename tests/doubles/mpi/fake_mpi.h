@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// A world of ranks that are threads, and which of their calls fails.
+// A world whose ranks are threads, and a plan of which call fails.
 #pragma once
 #include "mpi.h"
 
 class FakeMpi {
 public:
     explicit FakeMpi(int ranks);
-    /// The calling thread is that rank from now on. Nothing of a world goes before the process ends: a collective that
-    /// was left behind may still be written to.
+    /// Makes the calling thread the rank `rank`. A world is not destroyed before the process ends, because abandoned
+    /// collectives may still write to it.
     void enter(int rank) const;
-    /// The n-th call from now on of this thread fails, and with it what other ranks wait for there. 0: none. Looking at
-    /// a request again does not count.
+    /// The n-th call of this thread from now on fails, and what other ranks wait for there fails too. 0: none. Repeated
+    /// tests of a request do not count.
     static void fail_at(int64_t n);
-    /// Of this thread, since then.
+    /// Returns the number of calls of this thread since fail_at().
     static int64_t calls();
-    /// Copies what a message between two ranks moves: memcpy, or another function that also knows memory of a device.
-    /// Collectives read and write memory of the host alone, as those of Open MPI that do not block.
+    /// Sets the function that copies the data of messages between two ranks: memcpy, or a function that also handles
+    /// device memory. Collectives access host memory alone, as Open MPI's non-blocking ones do.
     static void copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes));
-    /// True if a message was given memory that begins in this range, since the last world was made.
+    /// Returns true if memory that begins in this range was passed to a message since the last world was created.
     static bool was_given(const void *begin, size_t bytes);
 
 private:

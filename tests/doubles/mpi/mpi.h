@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A test double of MPI, as much of it as dsopt_mpi.h calls. Ranks are threads of one process.
+// A test double of the part of MPI that dsopt_mpi.h calls. Ranks are threads of one process.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-struct FakeMpiEnd;  // one rank's end of a communicator
-struct FakeMpiPart; // what one rank has given to a collective
+struct FakeMpiEnd;  // one rank's endpoint of a communicator
+struct FakeMpiPart; // one rank's arguments of a collective, or a message
 struct MPI_Status;
 using MPI_Comm = FakeMpiEnd *;
 using MPI_Request = FakeMpiPart *;
@@ -21,7 +21,7 @@ enum { MPI_ERRORS_RETURN = 1 };
 #define MPI_COMM_WORLD fake_mpi_world()
 #define MPI_STATUS_IGNORE nullptr
 
-/// Of the calling thread: see FakeMpi.
+/// Returns the communicator of the calling thread: see FakeMpi.
 MPI_Comm fake_mpi_world();
 
 double MPI_Wtime();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks with the double of MPI between them, for tests of every kind of comm.
+// Ranks connected by the double of MPI, for tests of all kinds of comms.
 #pragma once
 #define DSOPT_MPI_PIECE 4096
 #include "dsopt_mpi.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt_mpi_comm_device: memory of emulated devices over the double of MPI. The double copies messages as a CUDA-aware
-// MPI does. Memory of a device is protected from the host: whatever else reads or writes it ends the program.
+// MPI does. Device memory is protected from the host: any other access to it ends the program.
 #include "mpi_fabric.h"
 #include "support/cuda_memory.h"
 #include "support/fault_life.h"
@@ -147,7 +147,7 @@ TEST(MpiDevice, CallInACaptureIsRefusedAndTheCommStaysUsable) {
     });
 }
 
-/// A context whose memory is counted where it is released although MPI has been given it.
+/// A context that counts releases of memory that was passed to MPI.
 struct Watched {
     std::atomic<int> released{0};
     Context context;
@@ -166,7 +166,7 @@ struct Watched {
     }
 };
 
-/// MPI may still write to memory of a call that failed, whichever call of MPI it was and whatever is released since.
+/// MPI may still write to the memory of a failed call, whichever MPI call failed and whatever is released later.
 TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
     DeviceMpiFabric fabric;
     bool failed = true;
@@ -174,7 +174,7 @@ TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
     for (; failed && calls < 1000; ++calls) {
         fabric.renew(2);
         std::array<dsopt_status, 2> statuses{};
-        static std::vector<std::unique_ptr<Watched>> kept; // for ever: what is left behind keeps its context
+        static std::vector<std::unique_ptr<Watched>> kept; // never freed: leaked memory keeps its context
         std::array<Watched *, 2> watched{};
         for (int rank = 0; rank < 2; ++rank)
             watched[size_t(rank)] = kept.emplace_back(std::make_unique<Watched>(rank)).get();
@@ -187,7 +187,7 @@ TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
             onebit_run::Rank trainer(watched[size_t(rank)]->context.get(), comm.get(), rank, setting, memory);
             must(trainer.step(1));
             if (rank == 0) fabric.fail_at(calls + 1);
-            statuses[size_t(rank)] = trainer.step(2); // an exchange
+            statuses[size_t(rank)] = trainer.step(2); // a step that exchanges
             if (rank == 0) fabric.fail_at(0);
             EXPECT_EQ(info_of(comm).status, statuses[size_t(rank)]);
         });

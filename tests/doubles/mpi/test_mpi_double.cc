@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The adapter of dsopt_mpi.h over a double of MPI, whose ranks are threads, and which fails on request.
+// The adapter of dsopt_mpi.h over a double of MPI whose ranks are threads and whose calls fail on request.
 #include "mpi_fabric.h"
 #include "support/fault_life.h"
 #include "support/misdeeds.h"
@@ -20,7 +20,7 @@ TEST_P(MpiFaults, OfEveryCallInTurnGiveAStatusAndTheSameCallSucceedsWithANewComm
     fail_each_call(fabric, GetParam(), GetParam() < DSOPT_ALGORITHM_ZERO_ONE_ADAM);
 }
 
-/// What the tests of the adapter rely on.
+/// Properties of the double that the tests of the adapter rely on.
 TEST(MpiDouble, ASendIsOverWhenItsReceiveIsPostedAndReadsItsMemoryThen) {
     const FakeMpi world(1);
     world.enter(0);
@@ -56,7 +56,7 @@ TEST(MpiDouble, FailsAProgramThatFreesACommunicatorWithARequest) {
     const FakeMpi world(1);
     world.enter(0);
     MPI_Request request = nullptr;
-    static MPI_Comm comm = nullptr; // EXPECT_NONFATAL_FAILURE has no locals
+    static MPI_Comm comm = nullptr; // EXPECT_NONFATAL_FAILURE cannot use locals
     int over = 0, value = 0;
     ASSERT_EQ(MPI_Comm_idup(MPI_COMM_WORLD, &comm, &request), MPI_SUCCESS);
     ASSERT_EQ(MPI_Test(&request, &over, MPI_STATUS_IGNORE), MPI_SUCCESS);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled where <nccl.h> is found: what nccl_api.h says in its own words.
+// Compiled if <nccl.h> is found: checks the declarations of comm/nccl/api.h.
 #include "comm/nccl/api.h"
 #include <cstddef>
 #include <nccl.h>

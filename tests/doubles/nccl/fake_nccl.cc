@@ -76,7 +76,8 @@ void nap(int &looks) {
 thread_local std::string t_last;
 std::atomic<int> g_made{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0}, g_sizes{0};
 
-/// The ids made here; where not all ranks came, what the others left behind under one goes when this process ends.
+/// Ids created by this process. If not all ranks join, the shared memory of the others is removed when this process
+/// ends.
 class Names {
 public:
     ~Names() {
@@ -92,16 +93,16 @@ private:
     std::vector<std::string> names_;
 } g_names;
 
-/// The call of the library that fails, fake_nccl_fail_at().
+/// The call that fails, see fake_nccl_fail_at().
 struct Plan {
     std::mutex mutex;
     std::string id;
     int rank = 0;
     long at = 0, calls = 0;
-    bool told = false; // a rank that waits for others to come is told of it
+    bool told = false; // ranks that wait for others to join get an error
 } g_plan;
 
-/// Whether this call of a rank fails.
+/// Returns true if this call of a rank fails.
 bool planted(const std::string &id, int rank) {
     const std::lock_guard lock(g_plan.mutex);
     if (g_plan.id != id || g_plan.rank != rank || ++g_plan.calls != g_plan.at) return false;
@@ -119,16 +120,16 @@ struct FakeComm {
     int rank, ranks, device = 0;
     Shared *shared = nullptr;
     std::string name, message;
-    std::mutex mutex; // of the message
+    std::mutex mutex; // protects the message
     std::atomic<int> state{in_progress}, users{0}, pending{0};
-    std::atomic<int> graphs{0}; // groups that graphs have
+    std::atomic<int> graphs{0}; // number of groups in graphs
     std::atomic<bool> aborted{false}, stuck{false}, ending{false};
     uint64_t meetings = 0;
     int calls = 0;
-    std::atomic<bool> looked_at{false}; // since the last other call: looking again does not count as a call
+    std::atomic<bool> looked_at{false}; // since the last other call: repeated queries do not count as calls
     std::thread joiner;
 
-    /// Whether this call of the library fails.
+    /// Returns true if this call fails.
     bool fails() {
         looked_at = false;
         return planted(name, rank);
@@ -151,7 +152,7 @@ namespace {
     va_end(arguments);
     if (comm == nullptr) {
         t_last = text;
-    } else { // no thread_local here: to the thread sanitizer the work of streams is on threads of its own
+    } else { // no thread_local here: under the thread sanitizer the work of streams has threads of its own
         const std::lock_guard lock(comm->mutex);
         comm->message = text;
         int before = success;
@@ -160,7 +161,7 @@ namespace {
     return result;
 }
 
-/// Counts a thread that is inside with a communicator.
+/// Counts the threads that use a communicator.
 class Inside {
 public:
     explicit Inside(FakeComm *comm) : comm_(comm) {
@@ -175,7 +176,7 @@ private:
     FakeComm *comm_;
 };
 
-/// False once the communicator has failed or was aborted.
+/// Returns false if the communicator failed or was aborted.
 bool wait_until(FakeComm *comm, const std::function<bool()> &ready) {
     for (int looks = 0; !ready(); nap(looks)) {
         if (comm->aborted || comm->state != success) return false;
@@ -223,7 +224,7 @@ struct Posted {
     int number;
 };
 
-/// All copy a piece in, meet, take what they need, and meet again.
+/// Each rank copies a piece to shared memory, waits for all ranks, reads what it needs, and waits again.
 void run_collective(const Posted &posted) {
     FakeComm *const comm = posted.comm;
     const Call &call = posted.call;
@@ -260,7 +261,7 @@ void run_collective(const Posted &posted) {
     (void)meet(comm);
 }
 
-/// Sends and receives of one group advance together.
+/// Runs the sends and receives of one group concurrently.
 void run_exchange(const std::vector<Posted> &group) {
     FakeComm *const comm = group[0].comm;
     std::vector<size_t> done(group.size(), 0);
@@ -319,13 +320,13 @@ void run_posted(void *argument) {
     const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
     run_group(*group);
 }
-/// As often as a graph is launched.
+/// Runs at each launch of a graph.
 void run_captured(void *argument) {
     const auto &group = *static_cast<const std::vector<Posted> *>(argument);
     ++group[0].comm->pending;
     run_group(group);
 }
-/// No graph has it any more.
+/// Runs when no graph refers to the group any more.
 void drop_captured(void *argument) {
     const std::unique_ptr<std::vector<Posted>> group(static_cast<std::vector<Posted> *>(argument));
     --(*group)[0].comm->graphs;
@@ -333,8 +334,8 @@ void drop_captured(void *argument) {
 
 thread_local int t_depth = 0;
 thread_local std::vector<Posted> t_group;
-// The functions of groups have no communicator: a group begins as a call of the one that this thread looked at or used
-// last, and ends as a call of the one whose exchanges are in it.
+// Group functions have no communicator. A group begins as a call of the communicator that this thread queried or used
+// last, and ends as a call of the communicator whose exchanges are in it.
 struct Used {
     std::string name;
     int rank;
@@ -353,7 +354,7 @@ Result flush() {
     cudaStreamCaptureStatus state = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(stream, &state) == cudaSuccess && state != cudaStreamCaptureStatusNone) {
         ++comm->graphs;
-        // Where it fails, too, the argument is dropped.
+        // The argument is dropped also if the call fails.
         if (fakert::launch_host_function(stream, run_captured, group.release(), drop_captured) != cudaSuccess)
             return fail(comm, cuda_error, "the stream takes no work");
         return comm->stuck ? in_progress : success;
@@ -387,7 +388,7 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
 void join(FakeComm *comm) {
     ++comm->shared->joined;
     for (int looks = 0; comm->shared->joined < comm->ranks && !comm->aborted && !told(comm->name);) nap(looks);
-    shm_unlink(comm->name.c_str()); // everybody has it, or nobody will come: nothing stays behind
+    shm_unlink(comm->name.c_str()); // either all ranks have mapped it, or no other rank will: nothing is leaked
     int before = in_progress;
     const bool came = comm->shared->joined >= comm->ranks;
     if (!comm->aborted) comm->state.compare_exchange_strong(before, came ? success : remote_error);
@@ -447,7 +448,7 @@ API long fake_nccl_calls() {
 
 API Result ncclGetUniqueId(UniqueId *id) {
     if (planted("", 0)) return fail(nullptr, system_error, "a planted error");
-    // Random: a process id comes back, and with it what a killed process left under its name.
+    // Random, because a process id can be reused while files of a killed process with that id still exist.
     uint64_t random = 0;
     if (getrandom(&random, sizeof random, 0) != sizeof random) return fail(nullptr, system_error, "no random number");
     std::memset(id, 0, sizeof *id);
@@ -459,13 +460,13 @@ API Result ncclCommInitRank(FakeComm **comm, int ranks, UniqueId id, int rank) {
     return make(comm, ranks, id, rank, true);
 }
 API Result ncclCommAbort(FakeComm *comm) {
-    const Result said = comm->fails() ? system_error : success; // and is done all the same
+    const Result said = comm->fails() ? system_error : success; // the abort is done anyway
     if (comm->users != 0) ++g_inside;
     comm->aborted = true;
     if (set_to("DSOPT_FAKE_NCCL_ABORT", "hang")) sleep(20);
     ++g_aborted;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks); // what is on the stream sees the flag
+    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks); // pending work checks the flag
     leave(comm);
     return said;
 }
@@ -525,7 +526,7 @@ API Result ncclGroupEnd() {
     return fail(comm, system_error, "a planted error");
 }
 
-#if !defined(FAKE_NCCL_OLD) // what 2.4 does not have
+#if !defined(FAKE_NCCL_OLD) // not in 2.4
 API Result ncclCommInitRankConfig(FakeComm **comm, int ranks, UniqueId id, int rank, const void *config) {
     struct Head {
         size_t size;
@@ -542,9 +543,9 @@ API Result ncclCommFinalize(FakeComm *comm) {
     if (comm->fails()) return system_error;
     comm->ending = true;
     ++comm->pending;
-    std::thread([comm] { // until what was enqueued is over, and the others are here too
+    std::thread([comm] { // waits until enqueued work is done and the other ranks have arrived
         for (int looks = 0; comm->pending > 1 && !comm->aborted;) nap(looks);
-        for (int looks = 0; comm->graphs != 0;) nap(looks); // an abort does not end this, it waits for it
+        for (int looks = 0; comm->graphs != 0;) nap(looks); // an abort waits for this loop and does not end it
         comm->shared->slots[comm->rank].leaves = true;
         for (int looks = 0, other = 0; other < comm->ranks && !comm->aborted;)
             if (comm->shared->slots[other].leaves || comm->shared->slots[other].pid == -1)

@@ -1,28 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// A test double of libnccl.so.2. Ranks are threads or processes that share memory; collectives run as host functions on
-// the streams of tests/emulation. Other than the library it says which rank made another call, and fails on request:
+// A test double of libnccl.so.2. Ranks are threads or processes with shared memory; collectives run as host functions
+// on the streams of tests/emulation. In contrast to the library, the double reports which rank made a different call,
+// and fails on request:
 //
 //   DSOPT_FAKE_NCCL_FAULT  "rank:call:kind", separated by commas; `call` counts a rank's collectives from 0
-//                            kill   the process dies by SIGKILL        hang   the rank never arrives, until aborted
-//                            error  the call returns an error          async  the communicator reports one later
-//                            init   making the communicator fails      busy   the call stays "in progress" until
-//                            aborted
-//                            slow   in a group the call says "in progress", and all is well
-//   DSOPT_FAKE_NCCL_DEAD   "error": peers see a dead rank as over a network; else nothing, as over NVLink
+//                            kill   the process dies by SIGKILL
+//                            hang   the rank never arrives, until aborted
+//                            error  the call returns an error
+//                            async  the communicator reports an error later
+//                            init   the creation of the communicator fails
+//                            busy   the call stays "in progress" until aborted
+//                            slow   in a group the call returns "in progress", and succeeds
+//   DSOPT_FAKE_NCCL_DEAD   "error": peers see a dead rank as an error, as over a network; otherwise they see nothing,
+//                          as over NVLink
 //   DSOPT_FAKE_NCCL_ABORT  "hang": ncclCommAbort takes 20 s
 #pragma once
 
-/// How often, in this process, since it began.
+/// Numbers of events in this process.
 struct FakeNcclCounts {
     int made, destroyed, aborted, ids;
-    int inside_while_aborted; // calls of other threads during an abort: the library allows none
+    int inside_while_aborted; // calls of other threads during an abort, which the library does not allow
     int sizes;                // calls of ncclCommCount()
 };
 extern "C" FakeNcclCounts fake_nccl_counts();
 
-/// The n-th call of the library by a rank of the communicator with an id fails, counted from 1: in any function that
-/// returns a result, once. Looking for an error again does not count, nor does a text. 0: none. The id "" is for ids
-/// themselves. Ranks that wait for this one to come are told.
+/// The n-th call, counted from 1, of a rank of the communicator with the id `id` fails once, in any function that
+/// returns a result. Repeated queries for an error do not count, and neither do texts. 0: none. The id "" selects the
+/// creation of ids. Ranks that wait for the failing rank to join get an error.
 extern "C" void fake_nccl_fail_at(const char *id, int rank, long n);
-/// By that rank, since then.
+/// Returns the number of calls of that rank since fake_nccl_fail_at().
 extern "C" long fake_nccl_calls();

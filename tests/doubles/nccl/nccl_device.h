@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks through the C header, on emulated devices.
+// Ranks on emulated devices, used through the C header.
 #pragma once
 #include "nccl_ranks.h"
 #include "support/onebit_run.h"
 
 namespace nccl_test {
 
-/// One rank's context, comm and stream.
+/// Context, comm and stream of one rank.
 class Device {
 public:
     Device(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {

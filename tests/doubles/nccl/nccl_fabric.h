@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks on emulated devices with the double of NCCL between them, for tests that serve every kind of comm.
+// Ranks on emulated devices connected by the double of NCCL, for tests of all kinds of comms.
 #pragma once
 #include "nccl_ranks.h"
 #include "support/fabric.h"
@@ -17,7 +17,7 @@ public:
     ~NcclFabric() override {
         for (const cudaStream_t stream : streams_) (void)cudaStreamDestroy(stream);
     }
-    /// Each rank has a device of its own, from this one on.
+    /// Each rank has its own device; their numbers start at `first_device`.
     explicit NcclFabric(int first_device = 0) : first_(first_device) {}
     void renew(int ranks) override {
         ranks_ = ranks;
@@ -30,7 +30,7 @@ public:
     test::Context context(int rank) const override {
         return test::make_context(test::context_desc(1, DSOPT_BACKEND_CUDA, first_ + rank));
     }
-    int farewell_ms() const override { return 5000; } // as dsopt.h says
+    int farewell_ms() const override { return 5000; } // documented in dsopt.h
     int work_factor() const override { return 4; }
     test::Memory memory(int rank) const override {
         cudaStream_t &stream = streams_[size_t(rank)];
@@ -38,7 +38,7 @@ public:
         if (stream == nullptr) { EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess); }
         return test::cuda_memory(stream);
     }
-    /// Of one fabric at a time.
+    /// Works for one fabric at a time.
     void fail_at(int64_t n) override { nccl_test::fail_at(id_, 0, n); }
     int64_t calls() const override { return in_double<long()>("fake_nccl_calls")(); }
 

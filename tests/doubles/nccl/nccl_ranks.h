@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks of a comm on the emulated device, each with a context and a stream of its own.
+// Ranks of a comm on emulated devices, each with its own context and stream.
 #pragma once
 #include "comm/provider.h"
 #include "cuda_runtime.h"
@@ -24,7 +24,7 @@ using dsopt::Place;
 using Bytes = std::vector<char>;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kDevices = 12; // for three ranks of some comms at once
+constexpr int kDevices = 12; // for three ranks of several comms at once
 
 inline int milliseconds_since(Clock::time_point begin) {
     return int(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count());
@@ -33,13 +33,13 @@ inline void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(
 
 inline void run_ranks(int ranks, const std::function<void(int rank)> &body) {
     test::run_ranks(ranks, [&body](int rank) {
-        // One device each, as the library wants it: cudaFree waits for all of a device, peers' work included.
+        // One device per rank, as the library needs: cudaFree waits for all work of a device, including that of peers.
         if (cudaSetDevice(rank) != cudaSuccess) throw std::runtime_error("no device");
         body(rank);
     });
 }
 
-/// What `body` throws, as at the C boundary.
+/// The status and text that the C boundary makes of an exception of `body`.
 struct Outcome {
     dsopt_status status = DSOPT_OK;
     std::string text;
@@ -74,7 +74,7 @@ inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int t
     return desc;
 }
 
-/// Bytes on the device, filled and read by the host.
+/// Bytes on the device, written and read by the host.
 class DeviceBytes : public test::Block {
 public:
     explicit DeviceBytes(const Bytes &from) : Block(memory(), from.size()) {
@@ -92,7 +92,7 @@ private:
     }
 };
 
-/// A comm and the stream that its calls go to.
+/// A comm, and the stream of its calls.
 class Rank {
 public:
     Rank(const std::shared_ptr<const dsopt::Context> &context, const dsopt_comm_desc &desc) :
@@ -107,7 +107,7 @@ public:
     Rank(const Rank &) = delete;
     Rank &operator=(const Rank &) = delete;
 
-    /// Runs call(data, result) on copies in `place`, and gives what is in the result afterwards.
+    /// Runs call(data, result) on copies in `place`, and returns the contents of the result.
     template <class Call> Bytes on(Place place, const Bytes &from, size_t result_bytes, const Call &call) const {
         Bytes to(result_bytes, 0x55);
         if (place == Place::host) {
@@ -120,7 +120,7 @@ public:
         EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
         return there.get();
     }
-    /// Adds up one number over the ranks.
+    /// Returns the sum of one number over the ranks.
     double add(double value) const {
         comm->all_reduce(&value, 1, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream);
         return value;
@@ -135,7 +135,7 @@ class World {
 public:
     explicit World(int ranks, int timeout_ms = 60000, uint32_t flags = 0) : ranks_(static_cast<size_t>(ranks)) {
         const std::string id = new_id();
-        std::barrier together(ranks); // the time-out counts for creating too
+        std::barrier together(ranks); // creation is subject to the time-out too
         run_ranks(ranks, [&](int rank) {
             const auto context = cuda_context(rank);
             together.arrive_and_wait();
@@ -154,7 +154,7 @@ private:
     std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-/// A setting of the double, for one test.
+/// Sets a variable of the double for one test.
 class Environment {
 public:
     Environment(const char *name, const char *value) : name_(name) { setenv(name, value, 1); }
@@ -166,7 +166,7 @@ private:
     const char *name_;
 };
 
-/// A function of the library that the engine has loaded.
+/// Returns a function of the library that the engine has loaded.
 template <class F> F *in_double(const char *name) {
     const char *const path = std::getenv("DSOPT_NCCL_LIBRARY");
     void *const library = dlopen(path != nullptr ? path : "libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
@@ -176,7 +176,7 @@ template <class F> F *in_double(const char *name) {
 }
 inline FakeNcclCounts counts() { return in_double<FakeNcclCounts()>("fake_nccl_counts")(); }
 
-/// Every collective, in both kinds of memory, with sizes around a word and a piece.
+/// Runs every collective in both kinds of memory, with sizes around a word and a piece.
 void exercise(const Rank &rank);
 
 } // namespace nccl_test

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The NCCL provider on the emulated device, over a test double of the library. --rank: one rank as a process.
+// The NCCL provider on emulated devices, over a test double of the library. --rank: runs one rank as a process.
 #include "comm/nccl/api.h"
 #include "fakert.h"
 #include "nccl_ranks.h"
@@ -120,7 +120,7 @@ TEST(Nccl, CountsCallsAndBytes) {
     });
 }
 
-// A communicator that is in progress would answer so, and nothing would be sent.
+// A communicator that is in progress would return "in progress", and nothing would be sent.
 TEST(Nccl, AllToAllDoesNotAskForTheNumberOfRanks) {
     const World world(2);
     const int before = counts().sizes;
@@ -346,9 +346,9 @@ TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
         EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
         mine->comm->abort();
         const auto begin = Clock::now();
-        mine->comm.reset(); // what the collective may still write to is left behind
+        mine->comm.reset(); // leaks what the collective may still write to
         EXPECT_LT(milliseconds_since(begin), 10000);
-        // The other one comes after all, so that the stream ends.
+        // The other rank calls now, so that the stream completes.
         const Rank other(cuda_context(1), desc(theirs[1], 60000, flags));
         EXPECT_EQ(other.add(1), 2);
     }
@@ -357,7 +357,7 @@ TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
 TEST_F(Borrowed, AbortFreesAHostThatWaitsThoughItsExchangeStaysOnTheStream) {
     const Rank mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     std::thread aborts([&] {
-        while (mine.comm->info().calls == 0) give_time(); // it is enqueued
+        while (mine.comm->info().calls == 0) give_time(); // the exchange is enqueued
         mine.comm->abort();
     });
     EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), DSOPT_ERR_ABORTED));
@@ -418,7 +418,7 @@ TEST(NcclHeader, RefusesWhatDoesNotFit) {
     dsopt_context_destroy(gpu);
 }
 
-/// One rank's optimizer on the device: a gradient of `grad` everywhere, clipped to a norm of 1 over the model's ranks.
+/// One rank's optimizer on the device: every gradient is `grad`, clipped to a norm of 1 over the ranks of the model.
 class Trainer {
 public:
     Trainer(const std::string &id, int rank, int ranks, int timeout_ms) : param_(values(0.5f)), grad_(values(3)) {
@@ -515,7 +515,7 @@ std::string from_hex(const char *text) {
     return bytes;
 }
 
-/// Three sums; the exit code is the status.
+/// Adds up three times; the exit code is the status.
 int run_process(char **argv) {
     const int rank = std::atoi(argv[0]), ranks = std::atoi(argv[1]);
     const std::string id = from_hex(argv[2]);
@@ -527,7 +527,7 @@ int run_process(char **argv) {
     return outcome.status;
 }
 
-/// Their exit codes, or minus the signal that ended them.
+/// Returns exit codes, or the negative number of the signal that ended the process.
 std::vector<int> run_processes(int ranks) {
     const std::string id = hex(new_id());
     std::vector<pid_t> children;
@@ -559,7 +559,7 @@ TEST(NcclProcesses, KilledRankTimesTheOthersOutWhereNothingIsSeenOfIt) {
 TEST(NcclProcesses, KilledRankIsAnErrorToTheOthersWhereTheNetworkTells) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:2:kill");
     const Environment seen("DSOPT_FAKE_NCCL_DEAD", "error");
-    // A rank that waits for its parent to collect it still has a process id, so the last one may only see the time-out.
+    // A killed process keeps its id until its parent waits for it, so the last rank may only see the time-out.
     for (const int code : run_processes(2))
         EXPECT_TRUE(code == -SIGKILL || code == DSOPT_ERR_COMM || code == DSOPT_ERR_TIMEOUT) << code;
 }
@@ -610,7 +610,7 @@ int main(int argc, char **argv) {
     fakert::Config config = fakert::config_from_environment();
     config.devices = nccl_test::kDevices;
     config.mode = fakert::Mode::threads; // collectives wait inside a stream
-    config.first_launch_waits = true;    // and a driver that loads a kernel would wait for them
+    config.first_launch_waits = true;    // a driver that loads a kernel waits for those collectives
     fakert::reset(config);
     if (argc == 5 && std::strcmp(argv[1], "--rank") == 0) return nccl_test::run_process(argv + 2);
     testing::InitGoogleTest(&argc, argv);

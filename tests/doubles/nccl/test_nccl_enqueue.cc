@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// DSOPT_COMM_FLAG_ENQUEUE: exchanges in the order of the stream. What ranks come to is what they come to with a host that
-// waits, and with threads on the CPU.
+// DSOPT_COMM_FLAG_ENQUEUE: exchanges in stream order. Ranks get the same results as with a host that waits, and as with
+// threads on the CPU.
 #include "fakert.h"
 #include "nccl_device.h"
 #include <barrier>
@@ -16,8 +16,8 @@ constexpr int kRanks = 2;
 constexpr int64_t kCalls = 7;
 using Comms = std::vector<dsopt_comm *>; // data, model, experts
 
-/// AdamW, or LAMB on shards, with everything that ranks agree on in a step: norms of a model in parts and of experts,
-/// clipping, overflow; trust ratios.
+/// AdamW, or LAMB on shards, with everything that ranks agree on in a step: norms of a sharded model and of experts,
+/// clipping, overflow, trust ratios.
 class Trainer {
 public:
     Trainer(dsopt_context *context, const Comms &comms, int rank, Memory memory, int32_t algorithm) :
@@ -82,7 +82,7 @@ public:
         step.stream = memory_.stream;
         must(dsopt_optimizer_step(opt_, &step));
     }
-    /// Memory for apply().
+    /// Allocates memory for apply().
     void init_state() {
         const std::vector<dsopt_tensor> params = list_of(weights_);
         int64_t count = 0;
@@ -120,7 +120,7 @@ public:
         }
         return all;
     }
-    /// Weights, and what the report says.
+    /// Returns the weights and the report.
     std::string bytes() {
         std::string all = weights();
         DSOPT_NEW(dsopt_report, report);
@@ -156,7 +156,7 @@ private:
     dsopt_optimizer *opt_ = nullptr;
 };
 
-/// A context, a stream and three comms of one rank.
+/// Context, stream and three comms of one rank.
 class ThreeComms {
 public:
     ThreeComms(const std::vector<std::string> &ids, int rank, uint32_t flags) :
@@ -182,7 +182,7 @@ public:
     Comms comms;
 };
 
-/// A rank that fails leaves the others at no barrier.
+/// A rank that throws leaves the barrier, so that other ranks do not wait for it.
 class Leaving {
 public:
     explicit Leaving(std::barrier<> &barrier) : barrier_(barrier), thrown_(std::uncaught_exceptions()) {}
@@ -196,7 +196,7 @@ private:
     std::barrier<> &barrier_;
     int thrown_;
 };
-/// A graph of what body() enqueues.
+/// A graph of the work that body() enqueues.
 class Graph {
 public:
     template <class Body> Graph(cudaStream_t stream, const Body &body) : stream_(stream) {
@@ -225,11 +225,11 @@ void expect_busy(cudaStream_t stream) {
 
 constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB};
 
-/// What threads on the CPU come to.
+/// Returns the results of threads on the CPU.
 std::vector<std::vector<std::string>> on_the_host(int32_t algorithm) {
     std::vector<std::vector<std::string>> all(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
-        // One comm thrice: its calls come in the same order on both ranks.
+        // The same comm three times: its calls are in the same order on both ranks.
         all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, test::host_memory(), algorithm).run();
     });
     return all;
@@ -269,7 +269,7 @@ TEST_P(NcclEnqueuedStep, ReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
         Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
         trainer.fill(1);
         trainer.step();
-        trainer.fill(2); // waits for the first one
+        trainer.fill(2); // waits for the first step
         together.arrive_and_wait();
         if (rank == 0) {
             fakert::mark();
@@ -333,13 +333,14 @@ TEST_P(NcclEnqueuedStep, FirstApplyCanBeCaptured) {
     EXPECT_TRUE(got == wanted);
 }
 
-/// What a graph of an all-reduce keeps, as a program has it.
+/// A graph of an all-reduce and its resources, as a program would keep them.
 struct GraphOfSum {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     GraphOfSum(const Device &device, void *value) {
         dsopt_tensor list{value, 1, DSOPT_DTYPE_F32, 0};
-        must(dsopt_comm_all_reduce(device.comm, &list, 1, DSOPT_OP_SUM, device.stream)); // the first one makes memory
+        // The first call allocates memory.
+        must(dsopt_comm_all_reduce(device.comm, &list, 1, DSOPT_OP_SUM, device.stream));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         EXPECT_EQ(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
         must(dsopt_comm_all_reduce(device.comm, &list, 1, DSOPT_OP_SUM, device.stream));
@@ -352,8 +353,8 @@ struct GraphOfSum {
     }
 };
 
-// The library does not end a communicator while a graph refers to it (docs/graphs.md): whoever destroys the comm first
-// gets it back in bounded time, and the thread that ends the communicator goes on once the graph is gone.
+// The library does not end a communicator while a graph refers to it (docs/graphs.md). If the comm is destroyed first,
+// the call returns in bounded time, and the thread that ends the communicator continues once the graph is destroyed.
 TEST(NcclEnqueued, DestroyBeforeTheGraphOfItsExchangesReturnsAndTheLibraryEndsWithTheGraph) {
     for (const bool graph_first : {true, false}) {
         const std::string id = new_id();
@@ -378,14 +379,14 @@ TEST(NcclEnqueued, DestroyBeforeTheGraphOfItsExchangesReturnsAndTheLibraryEndsWi
         };
         for (int waits = 0; ended() < kRanks && waits < 600; ++waits) give_time();
         EXPECT_EQ(ended(), kRanks);
-        // An old library has no polite end for a comm in stream order.
+        // An old library can only abort a comm in stream order.
         const int aborted = graph_first && has_finalize ? 0 : kRanks;
         EXPECT_EQ(counts().aborted - before.aborted, aborted);
     }
 }
 
-// The driver may wait for the whole device when a kernel is launched for the first time. Behind an exchange that waits
-// for the other rank, which has not begun, that would be for ever.
+// The driver may wait for the whole device at the first launch of a kernel. After an exchange that waits for another
+// rank that has not begun, that would be a deadlock.
 TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
     std::barrier together(kRanks);
     const std::string id = new_id();
@@ -400,7 +401,7 @@ TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
             EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
             together.arrive_and_wait();
             if (rank == 0) must(trainer.step(call));
-            together.arrive_and_wait(); // rank 1 begins when rank 0 has enqueued everything
+            together.arrive_and_wait(); // rank 1 begins after rank 0 has enqueued everything
             if (rank == 1) must(trainer.step(call));
         }
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
@@ -422,7 +423,7 @@ TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
     }
 }
 
-/// Two model ranks of 1-bit LAMB, with a skipped step before and after the freeze.
+/// Settings of two model ranks of 1-bit LAMB, with a skipped step before and after the freeze.
 onebit_run::Setting shards_of_onebit_lamb(dsopt_comm *model, const int32_t *skip) {
     onebit_run::Setting setting;
     setting.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -468,7 +469,7 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
         setting.change = [&](int64_t call, dsopt_step &) {
             if (call != 5) return;
             together.arrive_and_wait();                // gradients are written
-            if (rank == 1) together.arrive_and_wait(); // rank 0's call is over
+            if (rank == 1) together.arrive_and_wait(); // rank 0's call has returned
             if (rank == 0) fakert::mark();
         };
         onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
@@ -493,7 +494,7 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
         onebit_run::Rank trainer(device.context, device.comm, rank, {}, test::cuda_memory(device.stream));
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
-        if (rank == 1) return over.arrive_and_wait(); // never takes the second
+        if (rank == 1) return over.arrive_and_wait(); // never makes the second step
         must(trainer.step(2));
         expect_busy(device.stream);
         std::thread other([&] {
@@ -562,7 +563,7 @@ TEST(NcclEnqueued, FailureOnTheStreamComesWithALaterCall) {
         };
         add();
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);
-        // Fails while it runs: the call itself may be back by then.
+        // The failure happens on the stream: the call itself may have returned by then.
         const Outcome second = outcome_of(add);
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);
         EXPECT_TRUE(second.status == DSOPT_OK || second.status == DSOPT_ERR_COMM) << second.text;

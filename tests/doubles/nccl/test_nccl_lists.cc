@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt_comm_all_reduce of lists in device memory: staged through a comm of threads, by the library, in stream order,
-// and in a graph. The bits are those of the CPU.
+// and in a graph. The bits are the same as on the CPU.
 #include "fakert.h"
 #include "nccl_device.h"
 #include <array>
@@ -14,12 +14,12 @@ struct Entry {
     int64_t numel;
     int32_t dtype;
 };
-// Small ones of each dtype, one that goes alone, and one without data.
+// Small tensors of each dtype, one that gets a collective of its own, and one without data.
 const std::vector<Entry> kEntries{{7, DSOPT_DTYPE_F32},       {700, DSOPT_DTYPE_F16}, {0, DSOPT_DTYPE_F32},
                                   {1 << 18, DSOPT_DTYPE_F32}, {33, DSOPT_DTYPE_BF16}, {5, DSOPT_DTYPE_F32}};
 size_t bytes_of_entry(const Entry &entry) { return size_t(entry.numel) * (entry.dtype == DSOPT_DTYPE_F32 ? 4 : 2); }
 
-/// Bit patterns of small numbers.
+/// Returns bit patterns of small numbers.
 Bytes content(int rank, size_t t, int round) {
     const Entry &entry = kEntries[t];
     Bytes bytes(bytes_of_entry(entry));
@@ -57,7 +57,7 @@ std::array<char, 16> local_id() {
 }
 
 using Lists = std::vector<Bytes>;
-/// On the CPU, what rank 0 gets; the others get the same.
+/// Returns the result of rank 0 on the CPU; the other ranks get the same.
 Lists on_the_host(int32_t op, int round) {
     std::vector<Lists> all(kRanks);
     const std::array<char, 16> id = local_id();
@@ -161,7 +161,7 @@ TEST(NcclLists, ALocalCommServesDeviceMemory) {
         {
             DeviceList lists(rank);
             lists.fill(1);
-            // It goes through the host, and says so before anything of it is captured.
+            // The call is staged through host memory, so it fails before any work is captured.
             cudaGraph_t graph = nullptr;
             EXPECT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
             EXPECT_EQ(lists.reduce(comm, DSOPT_OP_MEAN, stream), DSOPT_ERR_STATE) << dsopt_last_error();
@@ -188,13 +188,13 @@ TEST(NcclLists, AreRefusedInACaptureBeforeTheFirstCallMadeTheBucket) {
         EXPECT_EQ(lists.reduce(device.comm, DSOPT_OP_SUM, device.stream), DSOPT_ERR_STATE) << dsopt_last_error();
         EXPECT_EQ(cudaStreamEndCapture(device.stream, &graph), cudaSuccess);
         (void)cudaGraphDestroy(graph);
-        onebit_run::must(lists.reduce(device.comm, DSOPT_OP_SUM, device.stream)); // the comm is as good as new
+        onebit_run::must(lists.reduce(device.comm, DSOPT_OP_SUM, device.stream)); // the comm is still usable
         EXPECT_TRUE(lists.get(device.stream) == wanted) << "rank " << rank;
     });
 }
 
-// What goes through the bucket takes memory in stream order, in a graph too. The emulated device has no nodes for that,
-// so this is a list of large tensors.
+// The bucket is allocated in stream order, in a graph too. The emulated device has no allocation nodes, so this list
+// has only large tensors.
 TEST(NcclLists, InAGraphGiveTheBitsOfPlainCalls) {
     constexpr size_t large = 3;
     const std::string id = new_id();

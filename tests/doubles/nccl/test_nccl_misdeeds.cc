@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks of NCCL of which one does what the others do not expect.
+// Ranks of NCCL, one of which makes calls that the others do not expect.
 #include "nccl_fabric.h"
 #include "support/misdeeds.h"
 
@@ -7,7 +7,7 @@ namespace nccl_test {
 namespace {
 
 TEST(Misdeeds, OfAnNcclRankGiveEveryRankAStatusInBoundedTime) {
-    (void)new_id(); // loads the library: to the thread sanitizer loading it is no barrier
+    (void)new_id(); // loads the library: under the thread sanitizer, loading orders nothing
     std::vector<std::unique_ptr<test::Fabric>> fabrics;
     for (int i = 0; i < kDevices / kMostRanks; ++i) fabrics.push_back(std::make_unique<NcclFabric>(i * kMostRanks));
     test::commit_all_misdeeds(fabrics, 1, kMostRanks, test::kSanitized);

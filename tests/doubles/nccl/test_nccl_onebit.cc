@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 1-bit family on emulated devices with the double of NCCL between them: the bits of ranks that are threads on the
+// The 1-bit family on emulated devices connected by the double of NCCL: the bits are the same as with threads on the
 // CPU.
 #include "nccl_device.h"
 
@@ -7,7 +7,7 @@ namespace nccl_test {
 namespace {
 
 TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
-    constexpr int ranks = 3; // as many as there are devices
+    constexpr int ranks = 3; // one per device
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.sizes = {300, 1, 33, 4100};
         setting.calls = 12;
@@ -31,8 +31,8 @@ TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
 TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.sizes = {300, 1, 33, 4100};
-        setting.calls = 6; // not between two synchronisations
-        // The original's synchronisations leave ranks apart by roundings.
+        setting.calls = 6; // not between two synchronizations
+        // After synchronizations of the original, ranks differ by rounding.
         if (setting.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && setting.compat != DSOPT_COMPAT_NONE) continue;
         for (const int from : {1, 2}) {
             std::vector<std::string> files(static_cast<size_t>(from));
@@ -67,11 +67,11 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
     }
 }
 
-/// Long, beside what a step takes where devices are emulated.
+/// Long, compared with a step on emulated devices.
 constexpr int kTimeout = test::kSanitized ? 3000 : 1000;
 
 TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
-    // Of a rank: one call in the first step, then norms, all-to-all and all-gather.
+    // Calls of a rank: one in the first step, then norms, all-to-all and all-gather.
     for (const char *where : {"1:2:hang", "1:3:hang"})
         for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
             const Environment fault("DSOPT_FAKE_NCCL_FAULT", where);
@@ -95,7 +95,7 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
 }
 
 TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeOut) {
-    // Of a rank: norms and sums in the first step; norms, sums and the largest factors in the second.
+    // Calls of a rank: norms and sums in the first step; norms, sums and the largest factors in the second.
     for (const char *where : {"1:1:hang", "1:3:hang", "1:4:hang"}) {
         const Environment fault("DSOPT_FAKE_NCCL_FAULT", where);
         const int64_t good = where[2] == '1' ? 0 : 1;

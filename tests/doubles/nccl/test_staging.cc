@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the engine makes up for: data in other memory than a comm works in, and functions that a table does not have.
+// Features that the engine adds to a comm: data in memory that the comm does not work in, and functions that a table
+// does not have.
 #include "nccl_ranks.h"
 
 namespace nccl_test {
 namespace {
 
-/// Another comm behind a table of the caller.
+/// A comm used through a table of the caller.
 struct Behind {
     std::unique_ptr<Comm> comm;
     Place place;
@@ -100,7 +101,7 @@ TEST(MissingFunctions, FailureInsideOneIsAFailureOfTheCall) {
         fails(outcome_of([&] { mine.comm->all_gather(from, to, 6, mine.stream); }), DSOPT_ERR_COMM, "unusable"));
 }
 
-/// A table of two ranks whose functions see what they are called with.
+/// A table of two ranks whose functions record their arguments.
 struct Seen {
     int calls = 0;
     cudaStream_t stream = nullptr;
@@ -149,7 +150,7 @@ TEST(Synchronize, FunctionsGetMemoryOfTheCommWhenTheStreamIsDone) {
         const DeviceBytes from(Bytes(1 << 20, 1)), to(Bytes(1 << 20, 2));
         seen.of_caller = {from.data(), to.data()};
         ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-        const auto busy = [&] { // so that a call that does not wait is early
+        const auto busy = [&] { // a call that does not wait comes too early
             EXPECT_EQ(cudaMemsetAsync(to.data(), 3, 1 << 20, mine.stream), cudaSuccess);
         };
         busy();
