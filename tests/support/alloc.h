@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Allocations seen and refused: global operator new of the program, which the shared library's calls resolve to as
-// well, and the allocator hook of a context. A program that uses this links alloc.cc, which defines the operators.
+// Counts allocations and makes them fail: global operator new of the program, to which calls of the shared library
+// resolve too, and the allocator hook of a context. A program that uses this header links alloc.cc, which defines the
+// operators.
 #pragma once
 #include "dsopt.h"
 #include <atomic>
@@ -11,21 +12,21 @@
 
 namespace test {
 
-/// Which call fails, counted from 0; `lasting`: and every one after it.
+/// The call that fails, counted from 0; `lasting`: all later calls fail too.
 struct Failure {
     int64_t at = -1;
     bool lasting = false;
     bool hits(int64_t call) const { return at >= 0 && (lasting ? call >= at : call == at); }
 };
 
-/// What goes through operator new while `armed` in this thread: calls, and bytes in all of them. `live` counts
-/// everything that is not deleted yet.
+/// Calls of operator new, and their bytes, in threads with `armed` set. `live` counts all allocations that are not
+/// deleted yet.
 struct NewWatch {
     static inline thread_local bool armed = false;
     static inline std::atomic<int64_t> calls{0}, bytes{0}, live{0};
     static inline Failure failure;
-    static inline void (*instead)() = nullptr;     // of failing
-    static inline bool (*passed_over)() = nullptr; // true in a thread whose calls do not count
+    static inline void (*instead)() = nullptr;     // called in place of failing
+    static inline bool (*passed_over)() = nullptr; // returns true in a thread whose calls do not count
     static bool counts() { return armed && (passed_over == nullptr || !passed_over()); }
 };
 struct Armed {
@@ -33,7 +34,7 @@ struct Armed {
     ~Armed() { NewWatch::armed = false; }
 };
 
-/// Hooks for a context.
+/// Allocator hooks for a context.
 struct HookWatch {
     std::atomic<int64_t> calls{0}, live{0}, live_bytes{0}, wrong{0};
     Failure failure;
@@ -46,7 +47,7 @@ struct HookWatch {
             ++self->live;
             self->live_bytes += int64_t(bytes);
             void *memory = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-            std::memset(memory, 0xd7, bytes); // whoever expects zeros shall see it
+            std::memset(memory, 0xd7, bytes); // not zeros, so that code that expects zeros fails
             return memory;
         };
         desc.release = [](void *user, void *memory, size_t bytes, void *) {

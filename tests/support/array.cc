@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "array.h"
 #include <cstdlib>
-#if __has_include(<sanitizer/asan_interface.h>) // which does nothing without the sanitizer
+#if __has_include(<sanitizer/asan_interface.h>) // no effect without the sanitizer
 #include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(begin, bytes) ((void)(begin), (void)(bytes))

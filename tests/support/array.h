@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors in the host's memory with known contents, between bytes that nobody may touch.
+// Tensors in host memory with known contents, between guard bytes.
 #pragma once
 #include "numbers.h"
 #include <memory>
@@ -8,14 +8,14 @@
 
 namespace test {
 
-/// Begins `offset` bytes behind a 64-byte line. Nobody may write before or behind it, and the address sanitizer sees it
-/// if somebody reads there. Not const to the engine: a step may zero gradients.
+/// A tensor that begins `offset` bytes after a multiple of 64. Writes before or after it are detected, and so are reads
+/// with the address sanitizer. Not const to the engine: a step may zero gradients.
 class Array {
 public:
     Array() : Array(DSOPT_DTYPE_F32, 0, 0) {}
     Array(int32_t dtype, size_t numel, float value, size_t offset = 0);
     Array(int32_t dtype, const std::vector<float> &values);
-    /// A place in a gradient list for "no gradient this time".
+    /// Entry of a gradient list for "no gradient this time".
     static Array absent(size_t numel, int32_t dtype = DSOPT_DTYPE_F32);
     Array(const Array &other);
     Array(Array &&) noexcept = default;
@@ -32,13 +32,13 @@ public:
     float operator[](size_t i) const { return loaded(data() + i * size_of(dtype_), dtype_); }
     void set(size_t i, float value) const { store(data() + i * size_of(dtype_), dtype_, value); }
     std::vector<float> floats() const;
-    /// The bytes of its elements.
+    /// Returns the bytes of the elements.
     std::string text() const { return {data(), bytes()}; }
     void write(const std::string &text) const { std::memcpy(data(), text.data(), text.size()); }
     void spoil(int byte) const { std::memset(data(), byte, bytes()); }
-    /// Signs and fractions of all kinds, exponents from 2^-8 to 1, exact in the storage type.
+    /// Fills with signs and fractions of all kinds and exponents from 2^-8 to 1, exact in the storage type.
     void fill(uint64_t seed) const;
-    /// The bytes before and behind are as they were.
+    /// Returns true if the guard bytes before and after are unchanged.
     bool intact() const;
 
 private:
@@ -51,7 +51,7 @@ private:
     int64_t numel_;
     int32_t dtype_;
     bool absent_ = false;
-    size_t begin_, tail_ = 0; // bytes before the first element, and behind the last
+    size_t begin_, tail_ = 0; // bytes before the first element, and after the last
     std::unique_ptr<char, Free> memory_;
 };
 
@@ -60,20 +60,20 @@ std::vector<dsopt_tensor> list_of(const std::vector<Array> &arrays);
 struct Shape {
     int64_t numel;
     int32_t param = DSOPT_DTYPE_F32, grad = DSOPT_DTYPE_F32;
-    size_t offset = 0;    // bytes behind a 64-byte line
-    int64_t content = -1; // which numbers it holds; -1: those of its place in the list
+    size_t offset = 0;    // bytes after a multiple of 64
+    int64_t content = -1; // selects the numbers; -1: by index in the list
 };
 std::vector<Shape> shapes_of(const std::vector<int64_t> &sizes, int32_t param = DSOPT_DTYPE_F32,
                              int32_t grad = DSOPT_DTYPE_F32);
 
-/// Parameters and gradients of some tensors.
+/// Parameters and gradients of several tensors.
 class Model {
 public:
     Model() = default;
     explicit Model(const std::vector<Shape> &shapes);
     void make_gradients(uint64_t seed) const;
     std::vector<dsopt_param> registered(size_t begin = 0, size_t end = SIZE_MAX) const;
-    /// The bytes of the parameters.
+    /// Returns the bytes of the parameters.
     std::string text() const;
     bool intact() const;
     std::vector<Array> params, grads;

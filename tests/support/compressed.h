@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank of the error-compensated 1-bit mean.
+// One rank of the error-compensated 1-bit all-reduce.
 #pragma once
 #include "harness.h"
 
 namespace test {
 
-using Values = std::vector<std::vector<float>>; // one vector a tensor
+using Values = std::vector<std::vector<float>>; // one vector per tensor
 
-/// One rank's side: a list and what is kept from call to call.
+/// One rank's list, and the errors that it keeps between calls.
 class Mean {
 public:
     /// `node` NULL: one level.

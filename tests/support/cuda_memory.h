@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the device that is current, real or emulated.
+// Memory of the current device, real or emulated.
 #pragma once
 #include "memory.h"
 #include <cuda_runtime.h>
@@ -8,16 +8,16 @@
 
 namespace test {
 
-/// `stream` NULL: nothing that works on the memory is under way when it is read or written.
+/// Returns device memory. `stream` NULL: no work on the memory is pending when it is read or written.
 inline Memory cuda_memory(cudaStream_t stream) {
     const auto good = [](cudaError_t error, const char *what) {
         if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
     };
     const auto copy = [good, stream](void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-        if (stream != nullptr) good(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); // a step may be on it
+        if (stream != nullptr) good(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); // a step may be pending
         if (bytes != 0) good(cudaMemcpy(to, from, bytes, kind), "cudaMemcpy");
 #ifdef ON_A_GPU
-        // cudaMemcpy() alone returns while small pageable copies are under way, and streams that do not block would not
+        // cudaMemcpy() alone may return while small pageable copies are pending, and non-blocking streams would not
         // wait for them.
         if (stream == nullptr) good(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 #endif

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GoogleTest says about statuses, texts and bits.
+// GoogleTest assertions on statuses, texts and bits.
 #pragma once
 #include "handles.h"
 #include "trainer.h"
@@ -12,19 +12,19 @@ namespace test {
 #define EXPECT_OK(call) EXPECT_EQ(dsopt_status(DSOPT_OK), (call)) << dsopt_last_error()
 #define ASSERT_OK(call) ASSERT_EQ(dsopt_status(DSOPT_OK), (call)) << dsopt_last_error()
 
-/// The status, and a last error that has every one of `words`, separated by '|'.
+/// Checks the status, and that the last error contains each of `words`, which are separated by '|'.
 testing::AssertionResult refused(dsopt_status got, dsopt_status wanted, const std::string &words = "");
 
-/// Equality of long byte strings without printing them.
+/// Compares long byte strings for equality without printing them.
 testing::AssertionResult same(const std::string &a, const std::string &b);
 testing::AssertionResult same(const Snapshot &a, const Snapshot &b);
-/// Equal bits, or both NaN.
+/// Compares bits for equality; all NaN are equal.
 testing::AssertionResult same_bits(const std::vector<float> &a, const std::vector<float> &b);
 
-/// For INSTANTIATE_TEST_SUITE_P over algorithms.
+/// Returns names for INSTANTIATE_TEST_SUITE_P over algorithms.
 std::string algorithm_name(const testing::TestParamInfo<int32_t> &info);
 
-/// One meeting of all ranks: the norm of one element.
+/// Calls a collective of all ranks: the norm of one element.
 dsopt_status meet(const Context &context, const Comm &comm, float value = 1, dsopt_norm_result *result = nullptr);
 
 } // namespace test

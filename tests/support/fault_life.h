@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The life of two ranks in which the n-th call of a comm's library fails: from the comm over the first step, a step, an
-// exchange, a save and a load to the end. Each call gives a status and changes nothing, or what dsopt.h says. With a new
-// comm and the last checkpoint the same call succeeds, and then there are the bits of a life without failure.
+// A run of two ranks in which the n-th call of a comm's library fails. The run creates a comm and makes steps, an
+// exchange, a save and a load. Each call returns a status and changes nothing, or only what dsopt.h documents. With a
+// new comm and the last checkpoint the same call succeeds, with the same bits as in a run without failure.
 #pragma once
 #include "fabric.h"
 #include "onebit_run.h"
@@ -14,10 +14,10 @@ namespace test {
 class FaultLife {
 public:
     static constexpr int kRanks = 2;
-    /// What it comes to if nothing fails.
+    /// Results of a run in which nothing fails.
     struct Record {
         std::vector<int64_t> calls;                         // of rank 0, up to the end of each attempt
-        std::vector<std::array<std::string, kRanks>> bytes; // behind each attempt
+        std::vector<std::array<std::string, kRanks>> bytes; // after each attempt
         int64_t all_calls = 0;
     };
 
@@ -27,7 +27,7 @@ public:
         algorithm_(algorithm),
         fail_at_(fail_at),
         healthy_(healthy) {}
-    /// Throws what went wrong.
+    /// Throws if a check fails.
     Record run() {
         fabric_.renew(kRanks);
         run_ranks(kRanks, [&](int rank) {
@@ -87,11 +87,12 @@ private:
         if (attempt("step 4", step)) return;
         let_go(own);
         if (rank == 0) record_.all_calls = fabric_.calls();
-        begin_anew(own, rank); // a failure in letting go is nobody's to see
+        begin_anew(own, rank); // a failure while releasing is not reported
         must(all_reduce(own, rank), "with another comm");
     }
 
-    /// On all ranks. In a life that fails here: once more, and true, because that is its end.
+    /// Runs body() on all ranks. If the failing call is in body(), runs it a second time with a new comm and returns
+    /// true, which ends the run.
     bool attempt(Member &own, int rank, size_t count, const char *what, const std::function<dsopt_status()> &body) {
         const int64_t begin_calls = healthy_ == nullptr || count == 0 ? 0 : healthy_->calls.at(count - 1);
         if (healthy_ == nullptr || fail_at_ <= begin_calls || fail_at_ > healthy_->calls.at(count)) {
@@ -122,7 +123,7 @@ private:
         check(took < std::chrono::milliseconds(kTimeout / 2), "it came late");
         if (status != DSOPT_OK) {
             check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !own.comm), "another status");
-            // 0/1 Adam moves by itself before a synchronisation.
+            // 0/1 Adam changes weights before a synchronization.
             if (algorithm_ != DSOPT_ALGORITHM_ZERO_ONE_ADAM) check(bytes(false) == part, "something has changed");
             if (own.comm) check(body() == status, "the comm is not lost");
         }
@@ -195,10 +196,11 @@ private:
         args.worker_error = reinterpret_cast<float *>(workers.data());
         args.server_error = reinterpret_cast<float *>(servers.data());
         args.workspace = workspace.data();
-        return wanted(block, dsopt_compressed_allreduce(own.comm.get(), &args), 1.5f, 64); // equal numbers: exact
+        // Equal numbers, so the result is exact.
+        return wanted(block, dsopt_compressed_allreduce(own.comm.get(), &args), 1.5f, 64);
     }
 
-    static constexpr int kTimeout = 60000; // nobody waits for it: what fails tells the others
+    static constexpr int kTimeout = 60000; // never reached: the failing rank informs the others
     FailingFabric &fabric_;
     const int32_t algorithm_;
     const int64_t fail_at_;
@@ -209,8 +211,8 @@ private:
     Record record_;
 };
 
-/// With every call of the library in turn. `all` false: of those that steps make, because the others are the same with
-/// every algorithm.
+/// Runs with a failure in each call of the library in turn. `all` false: only in calls that steps make, because the
+/// other calls are the same for every algorithm.
 inline void fail_each_call(FailingFabric &fabric, int32_t algorithm, bool all) {
     const FaultLife::Record healthy = FaultLife(fabric, algorithm).run();
     const int64_t first = all ? 1 : healthy.calls[0] + 1, last = all ? healthy.all_calls : healthy.calls[3];

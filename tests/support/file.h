@@ -11,11 +11,11 @@ namespace test {
 
 class Trainer;
 
-/// Both ends of the callbacks. `fail_at` is the call that fails, counted over writes and reads.
+/// Read and write callbacks on memory. `fail_at` is the call that fails, counted over writes and reads.
 struct Tape {
     std::string data;
     int calls = 0, fail_at = -1;
-    /// Its number. Several ranks may read one tape at once.
+    /// Returns the number of the call. Several ranks may read one tape at once.
     int count_call() { return std::atomic_ref(calls)++; }
     static int write(void *user, const void *bytes, size_t size);
     static int read(void *user, uint64_t offset, void *bytes, size_t size);
@@ -24,10 +24,10 @@ struct Tape {
     dsopt_status save(const Trainer &from, uint32_t flags = 0);
     dsopt_status load(const Trainer &into, uint32_t flags = 0);
 };
-/// The files of several ranks, in the order given.
+/// Loads the files of several ranks, in the given order.
 dsopt_status load_all(dsopt_optimizer *into, const std::vector<const Tape *> &files, uint32_t flags = 0);
 
-/// Of one test, gone when it ends.
+/// A folder of one test, removed on destruction.
 struct Folder {
     Folder();
     ~Folder();

@@ -11,8 +11,8 @@
 
 namespace test {
 
-/// body(expect) in a child, where no assertion can be written: its exit code is the number of the first expect(false).
-/// A child that hangs is ended. `make_child` may be _Fork().
+/// Runs body(expect) in a child, where assertions do not work: its exit code is the number of the first expect(false).
+/// A child that hangs is killed. `make_child` may be _Fork().
 template <class Body> testing::AssertionResult holds_in_child(const Body &body, pid_t (*make_child)() = ::fork) {
     constexpr int thrown = 255;
     const pid_t child = make_child();

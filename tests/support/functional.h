@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both ways to step on the same problem: an optimizer that remembers, and memory of the caller that is handed to
+// Both ways to step on the same problem: an optimizer with state, and caller's memory that is passed to
 // dsopt_optimizer_apply.
 #pragma once
 #include "onebit.h"
@@ -8,7 +8,7 @@
 
 namespace test {
 
-/// Those that have a compat mode.
+/// Algorithms that have a compat mode.
 inline constexpr int32_t kBothModes[] = {
     DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,         DSOPT_ALGORITHM_LAMB,       DSOPT_ALGORITHM_ADAM_LEGACY,
     DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
@@ -25,10 +25,10 @@ inline bool is_lamb(int32_t algorithm) {
     return algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
 }
 
-/// What the parameters are: all F32, or a mixture with and without masters.
+/// Types of the parameters: all F32, or a mixture with and without masters.
 enum class Kind { f32, no_master, per_tensor, flat };
 
-/// An optimizer to be made, more than once.
+/// Settings from which an optimizer can be created several times.
 struct Form {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
     int32_t compat = DSOPT_COMPAT_NONE;
@@ -51,7 +51,7 @@ struct Form {
 
 inline void PrintTo(const Form &form, std::ostream *out) { *out << form.name(); }
 
-/// The numbers that training starts from.
+/// Returns the initial weights.
 inline std::vector<Array> weights_of(const Form &form) {
     constexpr int32_t mixture[] = {DSOPT_DTYPE_F16, DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32};
     Random random(17);
@@ -71,7 +71,8 @@ inline std::vector<Array> gradients_of(const Form &form, int rank, int64_t call)
     return list;
 }
 
-/// Two groups of different numbers. `with_memory` false: where the parameters are is said by each call.
+/// Creates an optimizer with two groups of different hyper-parameters. `with_memory` false: each call passes the
+/// parameters' memory.
 inline Optimizer make_optimizer(const Context &ctx, const Form &form, const std::vector<Array> &weights,
                                 bool with_memory, dsopt_scaler *scaler = nullptr, dsopt_comm *comm = nullptr) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -91,7 +92,7 @@ inline Optimizer make_optimizer(const Context &ctx, const Form &form, const std:
         if (form.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) group.local_interval_steps = 2;
         if (second) group.lr = 2e-2, group.weight_decay = 0.05;
         if (second && group.beta1 != 0) group.beta1 = 0.8;
-        if (second && form.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = 0.8; // the first has no state
+        if (second && form.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = 0.8; // the first group has no state
         if (second && form.algorithm == DSOPT_ALGORITHM_ADAGRAD) group.initial_accumulator_value = 0.1;
         std::vector<dsopt_param> params;
         for (size_t i = second ? half : 0; i < (second ? weights.size() : half); ++i) {
@@ -105,7 +106,7 @@ inline Optimizer make_optimizer(const Context &ctx, const Form &form, const std:
     return opt;
 }
 
-/// Bytes of the engine's own state as they lie there, and of parameters. Everything must have been allocated.
+/// Returns the raw bytes of the engine's own state and of parameters. All of it must be allocated.
 inline Snapshot raw_snapshot(const dsopt_optimizer *opt, const std::vector<Array> &weights) {
     Snapshot all;
     for (size_t i = 0; i < weights.size(); ++i) all["param " + std::to_string(i)] = weights[i].text();
@@ -115,10 +116,10 @@ inline Snapshot raw_snapshot(const dsopt_optimizer *opt, const std::vector<Array
     return all;
 }
 
-/// One way to step or the other: what a test does to both alike.
+/// One of the two ways to step, with a common interface for tests.
 class Stepper {
 public:
-    /// `pure`: by dsopt_optimizer_apply. `passed`: the parameters' memory is given at each call.
+    /// `pure`: by dsopt_optimizer_apply. `passed`: each call passes the parameters' memory.
     Stepper(const Context &ctx, const Form &form, bool pure, bool passed = false, const CommId *id = nullptr,
             int rank = 0) :
         weights_(weights_of(form)),
@@ -142,7 +143,7 @@ public:
         return dsopt_optimizer_step(opt(), &step);
     }
     Snapshot snapshot() const { return owned ? owned->snapshot() : raw_snapshot(opt(), weights_); }
-    /// The engine's own state is there, as before the first step.
+    /// Makes the engine allocate its own state, with the values before the first step.
     void allocate() const {
         const int64_t last = int64_t(state_of(opt()).size()) - 1;
         std::vector<int32_t> steps(weights_.size());
@@ -159,7 +160,7 @@ private:
     bool passed_;
 };
 
-/// body(rank, context, two ids) on a thread for each rank.
+/// Runs body(rank, context, two ids) on one thread per rank.
 inline void with_form(const Form &form, const std::function<void(int, const Context &, const CommId *)> &body) {
     if (form.ranks == 1) return body(0, make_context(1), nullptr);
     const CommId ids[2] = {new_id(), new_id()};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Objects of dsopt.h with owners, and their descriptions. A call that fails throws, with the engine's own text. Knows no
-// test framework: dsopt-replay and the programs of MPI have none.
+// Owners of the objects of dsopt.h, and their descriptions. A call that fails throws with the engine's text. Depends on
+// no test framework, because dsopt-replay and the programs of MPI have none.
 #pragma once
 #include "dsopt.h"
 #include <array>
@@ -14,7 +14,8 @@
 
 namespace test {
 
-/// For calls that only prepare a test, and where no assertion can be written; GoogleTest reports the exception.
+/// Throws if a call failed. For calls that only prepare a test, and where assertions do not work; GoogleTest reports
+/// the exception.
 inline void must(dsopt_status status, const char *what = nullptr) {
     if (status != DSOPT_OK)
         throw std::runtime_error((what != nullptr ? std::string(what) + ": " : std::string()) +
@@ -36,37 +37,37 @@ using Comm = Handle<dsopt_comm>;
 // ------------------------------------------------------------------------------------------------------------ contexts
 dsopt_context_desc context_desc(int32_t threads = 1, int32_t backend = DSOPT_BACKEND_CPU, int32_t device = 0);
 Context make_context(const dsopt_context_desc &desc = context_desc());
-/// What DSOPT_ISA can be. A processor without one of them runs the loops of the one before it that it has.
+/// Values of DSOPT_ISA. A processor without one of them uses the kernels of the next lower one that it has.
 inline constexpr const char *kAllIsas[] = {"generic", "avx2", "avx512", "avx512_bf16"};
-/// Those whose bits are compared. To the thread sanitizer other code in the same threads is the same.
+/// Instruction sets whose bits are compared. The thread sanitizer gains nothing from other code on the same threads.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr const char *kIsas[] = {"generic", "avx512"};
 #else
 inline constexpr const auto &kIsas = kAllIsas;
 #endif
-/// The environment's DSOPT_ISA while it lives; read when a context is made.
+/// Sets DSOPT_ISA during its lifetime; the variable is read when a context is created.
 struct Isa {
     explicit Isa(const char *name) { setenv("DSOPT_ISA", name, 1); }
     ~Isa() { unsetenv("DSOPT_ISA"); }
 };
-/// With an instruction set, by its name in DSOPT_ISA.
+/// Creates a context with an instruction set, named as in DSOPT_ISA.
 Context make_context(int32_t threads, const char *isa = nullptr);
 
 // ---------------------------------------------------------------------------------------------------------- optimizers
 dsopt_optimizer_desc optimizer_desc(double max_norm = 0, uint32_t flags = 0);
 dsopt_optimizer_desc desc_with(const Comm &comm, int32_t compat = DSOPT_COMPAT_NONE, uint32_t flags = 0);
 Optimizer make_optimizer(const Context &context, const dsopt_optimizer_desc &desc = optimizer_desc());
-/// With the engine's defaults but for these.
+/// Returns a group with the engine's defaults except for these values.
 dsopt_group make_group(int32_t algorithm, double weight_decay = 0.01, uint32_t flags = 0);
-/// With steps and decay that are large enough to be seen after a few calls.
+/// Returns a group with steps and decay that are large enough to be visible after a few calls.
 dsopt_group group_of(int32_t algorithm, double lr = 1e-2, double weight_decay = 0.1);
 dsopt_param param_of(const dsopt_tensor &tensor, const char *name = nullptr);
-/// As in the names of tests: "AdamW", "OneBitLamb".
+/// Returns the name for names of tests: "AdamW", "OneBitLamb".
 std::string name_of(int32_t algorithm);
 
 inline constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
                                           DSOPT_ALGORITHM_ADAM_LEGACY};
-/// With those that have no compat mode.
+/// Includes the algorithms that have no compat mode.
 inline constexpr int32_t kStandardRules[] = {
     DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW,   DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY,
     DSOPT_ALGORITHM_SGD,  DSOPT_ALGORITHM_ADAGRAD, DSOPT_ALGORITHM_LION};
@@ -78,7 +79,7 @@ inline constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DT
 
 // ------------------------------------------------------------------------------------------------------------- scalers
 Scaler make_scaler(const Context &context, const dsopt_scaler_desc &desc);
-/// A dynamic one with the numbers that most tests want; a static one with DSOPT_SCALER_STATIC.
+/// Creates a dynamic scaler with the numbers that most tests need, or a static one with DSOPT_SCALER_STATIC.
 Scaler make_scaler(const Context &context, double init, int window = 1000, uint32_t flags = 0);
 dsopt_scaler_info info_of(const Scaler &scaler);
 
@@ -92,9 +93,9 @@ Comm local_comm(const Context &context, const CommId &id, int rank, int ranks, i
 Comm self_comm(const Context &context);
 dsopt_comm_info info_of(const Comm &comm);
 
-/// body(rank) on a thread each. Throws what the ranks threw, one behind the other, when all have ended.
+/// Runs body(rank) on one thread per rank. When all have ended, throws the concatenated texts of what the ranks threw.
 void run_ranks(int ranks, const std::function<void(int rank)> &body);
-/// body(rank, context, comm) on a thread each, with a local comm.
+/// Runs body(rank, context, comm) on one thread per rank, with a local comm.
 void with_ranks(int ranks, const std::function<void(int rank, const Context &, const Comm &)> &body);
 
 } // namespace test

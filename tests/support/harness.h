@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every unit test has. Precompiled: a test program reads it once.
+// Common headers of all unit tests. Precompiled, so that a test program parses them once.
 #pragma once
 #include "array.h"
 #include "expect.h"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of additions in a norm, written down a second time. Squares of a leaf's 4,096 elements: lane l of 128 adds
-// values l, l + 128, ... one after the other, then lanes 4t to 4t + 3 are added as (a + b) + (c + d), then the upper half
-// of these 32 sums is added to the lower half, five times. A tensor's leaves, and a list's tensors: 32 lanes, and halves
-// as above.
+// An independent implementation of the order of additions in a norm. In a leaf of 4,096 elements, lane l of 128 adds
+// the squares of values l, l + 128, ... sequentially. Then lanes 4t to 4t + 3 are added as (a + b) + (c + d), and the
+// upper half of these 32 sums is added to the lower half, five times. The leaves of a tensor, and the tensors of a
+// list, are added by 32 lanes, then by halves as above.
 #pragma once
 #include <cstddef>
 #include <vector>
@@ -10,7 +10,7 @@
 namespace lanes {
 
 inline double add(const std::vector<double> &values) {
-    volatile double lane[32] = {}; // each addition is rounded by itself
+    volatile double lane[32] = {}; // volatile: each addition is rounded separately
     for (size_t i = 0; i < values.size(); ++i) lane[i % 32] = lane[i % 32] + values[i];
     for (int width = 16; width > 0; width /= 2)
         for (int i = 0; i < width; ++i) lane[i] = lane[i] + lane[i + width];
@@ -24,10 +24,10 @@ inline double add_leaf(const std::vector<double> &squares) {
         volatile const double left = lane[4 * t] + lane[4 * t + 1], right = lane[4 * t + 2] + lane[4 * t + 3];
         sums.push_back(left + right);
     }
-    return add(sums); // 32 values: the halves alone
+    return add(sums); // for 32 values only the additions by halves remain
 }
 
-/// `tensor`: anything with size() and an operator[] that gives floats.
+/// Returns the sum of squares. `tensor` may be any type with size() and an operator[] that returns floats.
 template <class Tensor> double squares(const Tensor &tensor) {
     std::vector<double> leaves, leaf;
     for (size_t i = 0; i < tensor.size(); ++i) {

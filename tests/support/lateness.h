@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How late a machine is that does other things too, for bounds on the time of calls that hold on any machine. Knows no
-// test framework.
+// Measures the scheduling delay of a loaded machine, for bounds on the time of calls that hold on any machine. Depends
+// on no test framework.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -10,8 +10,8 @@
 
 namespace test {
 
-/// A thread that sleeps and works a little in turns. Whatever it takes beyond that, other threads would have had to
-/// wait for as well.
+/// A thread that alternately sleeps and works a little. Any additional time is scheduling delay, which other threads
+/// would have had too.
 class Lateness {
 public:
     Lateness() : due_(now() + kSleep), thread_([this] { beat(); }) {}
@@ -22,9 +22,9 @@ public:
     Lateness(const Lateness &) = delete;
     Lateness &operator=(const Lateness &) = delete;
 
-    /// Milliseconds from the beginning until now, the delay that still lasts included.
+    /// Returns the total delay in milliseconds since the beginning, including a delay that is not over yet.
     int64_t total_ms() const {
-        const int64_t due = due_; // first: what is added meanwhile counts twice rather than not at all
+        const int64_t due = due_; // read first: a concurrent addition then counts twice rather than not at all
         const int64_t lasts = now() - due;
         return (sum_ + (lasts > 0 ? lasts : 0)) / 1000;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// main() of the unit tests: a program is many subjects, and Meson runs one at a time.
+// main() of the unit tests: one program contains many subjects, and Meson runs one subject at a time.
 //
 //     test_unit [--gtest_...] [FOLDER...]: the tests whose source is in one of these folders, or all
 #include <cstdio>
@@ -22,7 +22,7 @@ int main(int argc, char **argv) {
         std::fprintf(stderr, "no test is in %s\n", argv[1]);
         return 1;
     }
-    // What the caller filtered stays filtered; of a folder, too, tests may be left out: --gtest_filter=-A.B:C.D
+    // The caller's filter is kept. Tests of a folder can be excluded too: --gtest_filter=-A.B:C.D
     const std::string wanted = testing::GTEST_FLAG(filter);
     testing::GTEST_FLAG(filter) = wanted == "*" ? filter : wanted[0] == '-' ? filter + wanted : wanted;
     return RUN_ALL_TESTS();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tensors of a test are: in the host's memory or on a device. Knows no test framework.
+// Memory for the tensors of a test: host memory or device memory. Depends on no test framework.
 #pragma once
 #include <cstddef>
 #include <cstdlib>
@@ -11,16 +11,17 @@
 
 namespace test {
 
-/// Functions that throw if they fail. `write` and `read` copy from and to the host and are done when they return, after
-/// what was enqueued on `stream`.
+/// Functions that throw if they fail. `write` and `read` copy from and to the host; they return after the copy, which
+/// runs after the work that was enqueued on `stream`.
 struct Memory {
     std::function<void *(size_t bytes)> allocate;
     std::function<void(void *memory)> release;
     std::function<void(void *to, const void *from, size_t bytes)> write, read;
-    void *stream = nullptr; // that steps are enqueued on
+    void *stream = nullptr; // of the steps
 };
 
-/// malloc with exact sizes, so that a sanitizer sees an engine that runs past the end of a tensor.
+/// Returns malloc with exact sizes, so that a sanitizer detects an engine that accesses memory past the end of a
+/// tensor.
 inline Memory host_memory() {
     const auto copy = [](void *to, const void *from, size_t bytes) {
         if (bytes != 0) std::memcpy(to, from, bytes);
@@ -33,8 +34,8 @@ inline Memory host_memory() {
     return {allocate, [](void *memory) { std::free(memory); }, copy, copy};
 }
 
-/// Bytes in a memory that outlives them. They begin `shift` bytes behind what was allocated, and have an address even if
-/// there are none.
+/// Bytes in a memory that outlives them. They begin `shift` bytes after the start of the allocation, and have an
+/// address even if there are none.
 class Block {
 public:
     Block(const Memory &memory, size_t bytes, size_t shift = 0) :

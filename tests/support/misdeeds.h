@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks of which one does something that the others do not expect. Whatever it is, each call of each rank comes back
-// with a status in bounded time, a call that fails has changed nothing, and who is left can save and load.
+// Runs in which one rank does something that the others do not expect. In all of them, each call of each rank returns a
+// status in bounded time, a call that fails changes nothing, and the remaining ranks can save and load.
 #pragma once
 #include "fabric.h"
 #include "lateness.h"
@@ -17,19 +17,19 @@
 namespace test {
 
 enum class Misdeed {
-    leaves,       // is still there, and silent
+    leaves,       // makes no more calls, but exists
     aborts,       // its comm
     is_aborted,   // by another thread, while it steps or waits
-    destroys,     // its optimizer and comm in the middle
-    never_comes,  // not even for the comm
-    comes_late,   // by half as much as the others wait
+    destroys,     // its optimizer and comm before the last step
+    never_comes,  // not even to create the comm
+    comes_late,   // after 1.5 times the time-out of the others
     steps_twice,  // in place of once
-    skips_a_step, // of those that the others take
+    skips_a_step, // that the others take
     calls_other,  // another collective in place of a step
     has_less,     // one tensor less in its list
     other_size,   // of one tensor
     other_rule,   // another algorithm
-    other_hyper,  // freezes and clips otherwise
+    other_hyper,  // other freeze step and no clipping
     no_gradients, // in one step
     saves,        // while the others step
     two_threads   // step at once
@@ -49,7 +49,7 @@ struct MisdeedCase {
                (averages ? ", averages" : "");
     }
 };
-/// All misdeeds with all algorithms; what else there is, is drawn.
+/// Returns all misdeeds with all algorithms; the other members are random.
 inline std::vector<MisdeedCase> misdeed_cases(uint64_t seed, int most_ranks) {
     std::vector<MisdeedCase> cases;
     const auto draw = [&seed](int below) {
@@ -67,7 +67,7 @@ inline std::vector<MisdeedCase> misdeed_cases(uint64_t seed, int most_ranks) {
     return cases;
 }
 
-/// The largest of what several threads saw.
+/// Maximum over several threads.
 class Longest {
 public:
     void add(int64_t value) {
@@ -96,13 +96,13 @@ public:
 
 private:
     using Clock = std::chrono::steady_clock;
-    /// A second, for what a call works; sanitizers make that longer.
+    /// Allowed time for the work of a call: one second, more with sanitizers.
     int64_t slack_ms() const { return 1000 * (kSanitized ? 4 : 1) * fabric_.work_factor(); }
     bool does(int rank, Misdeed misdeed) const { return rank == how_.who && how_.misdeed == misdeed; }
     void nap(double timeouts) const {
         std::this_thread::sleep_for(std::chrono::milliseconds(int(timeouts * timeout_ms_)));
     }
-    /// No call may take longer than `most_ms`, a second, and what the machine was late meanwhile.
+    /// Checks that a call takes no longer than `most_ms` plus slack_ms() plus the scheduling delay of the machine.
     template <class Body> auto timed(const char *what, int64_t most_ms, const Body &body) {
         struct Watch {
             MisdeedRun &run;
@@ -157,7 +157,7 @@ private:
             return;
         }
         std::optional<std::thread> second;
-        std::vector<dsopt_tensor> list; // of gradients, which outlives a step
+        std::vector<dsopt_tensor> list; // of gradients; outlives a step
         dsopt_optimizer *opt = nullptr;
         onebit_run::Setting setting = setting_of(rank);
         setting.change = [&](int64_t call, dsopt_step &step) {
@@ -188,14 +188,14 @@ private:
             const std::string before = trainer->bytes(false);
             const dsopt_status status = timed("step", [&] { return trainer->step(call); });
             if (second) second->join();
-            const bool two = second.has_value(); // at once, and nobody knows which of them came to what
+            const bool two = second.has_value(); // two steps at once: it is undefined which of them returned what
             second.reset();
             if (status == DSOPT_OK) continue;
-            // 0/1 Adam moves by itself before a synchronisation.
+            // 0/1 Adam changes weights before a synchronization.
             if (!two && setting.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
                 EXPECT_EQ(trainer->bytes(false), before) << how_.text() << ": " << dsopt_status_name(status);
             }
-            if (status == DSOPT_ERR_MISMATCH || (two && status == DSOPT_ERR_BUSY)) continue; // the comm is as it was
+            if (status == DSOPT_ERR_MISMATCH || (two && status == DSOPT_ERR_BUSY)) continue; // the comm is still usable
             expect_lost(status, "step");
             lost = status;
         }
@@ -216,7 +216,7 @@ private:
         EXPECT_TRUE(status == DSOPT_ERR_COMM || status == DSOPT_ERR_TIMEOUT || status == DSOPT_ERR_ABORTED)
             << what << ": " << dsopt_status_name(status) << ": " << dsopt_last_error() << "; " << how_.text();
     }
-    /// A sum of another size, which nobody else calls.
+    /// Calls a sum of another size, which no other rank calls.
     static void call_other(const onebit_run::Rank &, const Comm &comm, const Memory &memory) {
         const Block block(memory, std::string(5 * sizeof(float), '\0'));
         const dsopt_tensor tensor = {block.data(), 5, DSOPT_DTYPE_F32, 0};
@@ -227,17 +227,18 @@ private:
     const MisdeedCase how_;
     const int timeout_ms_;
     const Lateness &lateness_;
-    Longest &longest_; // call beyond what it may wait and what the machine was late
+    Longest &longest_; // time of a call beyond its bound and the scheduling delay
 };
 
-/// All cases of so many seeds, each on the fabric of its worker, several at once: most of the time is spent waiting.
+/// Runs all cases of `seeds` seeds on one worker per fabric. The workers run in parallel, because most of the time is
+/// spent waiting.
 inline void commit_all_misdeeds(const std::vector<std::unique_ptr<Fabric>> &fabrics, uint64_t seeds, int most_ranks,
                                 bool fewer = false) {
     std::vector<MisdeedCase> cases;
-    const auto first = 1 + uint64_t(testing::GTEST_FLAG(random_seed)); // others by --gtest_random_seed
+    const auto first = 1 + uint64_t(testing::GTEST_FLAG(random_seed)); // --gtest_random_seed selects others
     for (uint64_t seed = first; seed < first + seeds; ++seed)
         for (const MisdeedCase &one : misdeed_cases(seed, most_ranks)) cases.push_back(one);
-    if (fewer) // each misdeed with one algorithm
+    if (fewer) // one algorithm per misdeed
         std::erase_if(cases, [&, i = 0](const MisdeedCase &one) mutable { return (i++ + int(one.misdeed)) % 4 != 0; });
     const int timeout_ms = kSanitized ? 600 : 200;
     const Lateness lateness;

@@ -4,7 +4,7 @@
 namespace test {
 namespace {
 
-/// What a 16-bit format is made of. The exponent field `special` is that of infinity and of NaN.
+/// Layout of a 16-bit format. `special` is the exponent field of infinity and NaN.
 struct Format {
     int fraction_bits, bias, special;
     explicit Format(int32_t dtype) : fraction_bits(dtype == DSOPT_DTYPE_F16 ? 10 : 7) {
@@ -38,8 +38,7 @@ uint16_t narrowed(float value, int32_t dtype) {
     if (x == 0) return uint16_t(sign);
     if (std::isinf(x)) return uint16_t(sign | format.special << format.fraction_bits);
     const int exponent = std::max(std::ilogb(x), 1 - format.bias);
-    // In units of the last place. A carry into the next binade, or from the subnormals, is what the addition below makes
-    // of it.
+    // In units of the last place. The addition below handles a carry into the next binade, or from the subnormals.
     const auto units = int64_t(std::nearbyint(std::ldexp(x, format.fraction_bits - exponent)));
     const int64_t magnitude = (int64_t(exponent + format.bias - 1) << format.fraction_bits) + units;
     return uint16_t(sign | std::min(magnitude, int64_t(format.special) << format.fraction_bits));

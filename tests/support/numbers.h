@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Storage types written down a second time, from the definition of each format, and numbers that are the same on every
-// machine. Knows no test framework.
+// An independent implementation of the storage types, from the definition of each format, and random numbers that are
+// the same on every machine. Depends on no test framework.
 #pragma once
 #include "dsopt.h"
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace test {
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-/// Bytes of an element.
+/// Returns the bytes of an element.
 inline size_t size_of(int32_t dtype) {
     switch (dtype) {
     case DSOPT_DTYPE_F64: return 8;
@@ -46,18 +46,18 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
-/// The value of a 16-bit pattern.
+/// Converts a 16-bit pattern to fp32.
 float widened(uint16_t bits, int32_t dtype);
-/// The nearest 16-bit pattern, ties to even, by arithmetic in double. A NaN keeps sign and upper payload and becomes
-/// quiet.
+/// Converts to the nearest 16-bit pattern, ties to even, with arithmetic in double. A NaN keeps sign and upper payload
+/// and becomes quiet.
 uint16_t narrowed(float value, int32_t dtype);
-/// What storing `value` as `dtype` leaves of it.
+/// Returns `value` rounded to `dtype`.
 float rounded(float value, int32_t dtype);
-/// One element of F32 or of a 16-bit type.
+/// Loads one element of F32 or of a 16-bit type as fp32.
 float loaded(const void *from, int32_t dtype);
 void store(void *to, int32_t dtype, float value);
 
-/// Whether a sanitizer watches. Repetitions of one path cost ten times as much there, and tell no more.
+/// True if a sanitizer is active. Repetitions of one path cost ten times as much then, and find nothing new.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kSanitized = true;
 #elif defined(__has_feature)
@@ -79,7 +79,7 @@ public:
     int below(int n) { return int(next() % uint64_t(n)); }
     double uniform(double low = 0, double high = 1) { return low + (high - low) * double(next() >> 11) * 0x1p-53; }
     std::vector<float> floats(size_t n, double low = -1, double high = 1);
-    /// Sign and fraction uniform, binary exponent uniform in [low, high].
+    /// Returns a number with uniform sign and fraction and a uniform binary exponent in [low, high].
     float number(int low, int high) {
         const uint64_t r = next();
         const double fraction = 1 + double(r & 0x7fffffu) / 0x800000;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of the 1-bit family share: groups, gradients that every rank can make, ranks as threads.
+// Common parts of the tests of the 1-bit family: groups, gradients that every rank can compute, ranks as threads.
 #pragma once
 #include "harness.h"
 
@@ -29,7 +29,7 @@ inline std::string schedule(const Trainer &trainer, int64_t calls) {
     return text;
 }
 
-/// Gradients that every rank can make, so that the mean needs no comm.
+/// Gradients that every rank can compute, so that the mean needs no comm.
 struct Problem {
     std::vector<size_t> sizes;
     int ranks;
@@ -48,7 +48,7 @@ struct Problem {
         for (const size_t n : sizes) list.emplace_back(dtype, random.floats(n, -size, 1.2 * size));
         return list;
     }
-    /// As the engine has it: the sum in rank order, times the share.
+    /// Returns the mean with the engine's roundings: the sum in rank order, times 1 / ranks.
     std::vector<Array> mean(int64_t call) const {
         std::vector<std::vector<float>> sums;
         for (int rank = 0; rank < ranks; ++rank) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's training with the 1-bit family through the C header alone, so that every kind of comm can be held against
-// ranks that are threads, bit for bit. Knows no test framework: MPI's programs have none.
+// Training of one rank with the 1-bit family through the C header alone, so that every kind of comm can be compared bit
+// by bit with ranks that are threads. Depends on no test framework, because MPI's programs have none.
 #pragma once
 #include "handles.h"
 #include "memory.h"
@@ -20,10 +20,10 @@ struct Setting {
     int32_t algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, compat = DSOPT_COMPAT_NONE;
     std::vector<int64_t> sizes = {700, 1, 33, 5000, 4096};
     int64_t freeze_step = 4, calls = 16;
-    bool averages = true;        // the engine does, in full steps
-    double max_norm = 0;         // in compat mode there is none without a wrapper
-    int32_t flags = 0;           // of the optimizer, beside that
-    dsopt_comm *model = nullptr; // with one, all parameters are sharded over its ranks
+    bool averages = true;        // the engine averages gradients in full steps
+    double max_norm = 0;         // 0 in compat mode, where clipping needs a wrapper
+    int32_t flags = 0;           // additional flags of the optimizer
+    dsopt_comm *model = nullptr; // if set, all parameters are sharded over its ranks
     std::function<void(int64_t call, dsopt_step &step)> change = {};
 };
 inline std::vector<Setting> settings() {
@@ -46,8 +46,8 @@ inline std::string name_of(const Setting &setting) {
     return name + (setting.compat == DSOPT_COMPAT_NONE ? "" : ", compat");
 }
 
-/// An optimizer and the memory it works on. Gradients are such that their sums and those of their squares are exact, so
-/// that the order in which a comm adds up does not show.
+/// An optimizer and its memory. Sums of gradients, and of their squares, are exact, so that the order in which a comm
+/// adds up does not matter.
 class Rank {
 public:
     Rank(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting,
@@ -112,8 +112,8 @@ public:
         if (setting_.change) setting_.change(call, step);
         return dsopt_optimizer_step(opt_, &step);
     }
-    /// Weights and all state, errors as what is owed. `whole` false: without errors and the tensors' step counters,
-    /// which an exchange that fails half-way has changed.
+    /// Returns weights and all state; errors are exported as residuals. `whole` false: without errors and the tensors'
+    /// step counters, which an exchange changes even if it fails half-way.
     std::string bytes(bool whole = true) {
         std::string all;
         for (size_t t = 0; t < weights_.size(); ++t) {
@@ -128,7 +128,7 @@ public:
             must(dsopt_optimizer_state(opt_, i, &info));
             const bool errors = (info.flags & DSOPT_STATE_RANK_LOCAL) && info.param < 0;
             if (!whole && (errors || std::strcmp(info.name, "step") == 0)) continue;
-            std::string part(size_t(info.tensor.numel) * 4, '\0'); // no state here has another element
+            std::string part(size_t(info.tensor.numel) * 4, '\0'); // all state here has 4-byte elements
             must(dsopt_optimizer_export(opt_, i, part.data(), part.size()));
             all += part;
         }
@@ -146,7 +146,7 @@ public:
         must(dsopt_optimizer_save(opt_, nullptr, &io));
         return file;
     }
-    /// This rank's own file.
+    /// Loads this rank's own file.
     void load(std::string &file) {
         DSOPT_NEW(dsopt_io, io);
         io.flags = DSOPT_IO_PARAMS;
@@ -155,7 +155,7 @@ public:
         io.total = file.size();
         must(dsopt_optimizer_load(opt_, nullptr, &io));
     }
-    /// The files of all ranks that saved.
+    /// Loads the files of all ranks that saved.
     void load(std::vector<std::string> &files) {
         std::vector<void *> users;
         std::vector<uint64_t> totals;
@@ -171,7 +171,7 @@ public:
         io.totals = totals.data();
         must(dsopt_optimizer_load(opt_, nullptr, &io));
     }
-    /// What every call leaves behind.
+    /// Returns the bytes after every call.
     std::vector<std::string> run() {
         std::vector<std::string> all;
         for (int64_t call = 1; call <= setting_.calls; ++call) {
@@ -186,7 +186,7 @@ private:
         std::memcpy(data, static_cast<std::string *>(user)->data() + offset, size);
         return 0;
     }
-    /// A multiple of 1/64 in [-4, 4.2].
+    /// Returns a multiple of 1/64 in [-4, 4.2].
     static float number(size_t tensor, size_t i, int64_t of) {
         uint64_t x = (uint64_t(of) * 1000003u + tensor) * 0x9e3779b97f4a7c15u + i * 0xbf58476d1ce4e5b9u;
         x ^= x >> 31;
@@ -201,13 +201,13 @@ private:
     dsopt_optimizer *opt_ = nullptr;
 };
 
-/// body(context, comm, rank) on a thread each, with a local comm.
+/// Runs body(context, comm, rank) on one thread per rank, with a local comm.
 inline void with_threads(int ranks, const std::function<void(dsopt_context *, dsopt_comm *, int rank)> &body) {
     test::with_ranks(ranks, [&](int rank, const test::Context &context, const test::Comm &comm) {
         body(context.get(), comm.get(), rank);
     });
 }
-/// What they come to: a list for each rank, of every call.
+/// Returns the results of threads: for each rank a list of the bytes after every call.
 inline std::vector<std::vector<std::string>> run_threads(const Setting &setting, int ranks) {
     std::vector<std::vector<std::string>> all{size_t(ranks)};
     with_threads(ranks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {

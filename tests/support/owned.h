@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The caller's side of dsopt_optimizer_apply: everything that it reads and writes.
+// Caller's memory for dsopt_optimizer_apply: everything that the call reads and writes.
 #pragma once
 #include "harness.h"
 
 namespace test {
 
-/// Bytes on a 256-byte border, with a guard behind them.
+/// Bytes aligned to 256, with a guard after them.
 class Workspace {
 public:
     explicit Workspace(const dsopt_optimizer *opt);
@@ -24,32 +24,33 @@ private:
 
 class Owned {
 public:
-    /// Made from the list that the optimizer gives, by the rules of dsopt.h: zeros, and what begins as its parameter.
+    /// Allocates state from the optimizer's list, initialized by the rules of dsopt.h: zeros, or a copy of the
+    /// parameter.
     Owned(const dsopt_optimizer *opt, const std::vector<Shape> &shapes);
-    /// With garbage that init() replaces.
+    /// Allocates state with garbage, which init() replaces.
     Owned(const dsopt_optimizer *opt, std::vector<Array> weights, int garbage = 0xee);
 
     dsopt_status init();
-    /// One call with the lists as they are now.
+    /// Returns the arguments of a call with the current lists.
     dsopt_step arguments() const;
-    /// One call with the memory that is there now, and a workspace full of garbage.
+    /// Makes one call with the current memory and a workspace full of garbage.
     [[nodiscard]] dsopt_status apply(const std::vector<Array> &gradients,
                                      const std::function<void(dsopt_step &)> &change = {});
 
-    /// Place of a state tensor in the list.
+    /// Returns the index of a state tensor in the list.
     size_t index(const char *name, int64_t param = -1) const;
     template <class T> std::vector<T> values(const char *name, int64_t param = -1) const {
         const Array &block = blocks[index(name, param)];
         return {block.as<T>(), block.as<T>() + block.bytes() / sizeof(T)};
     }
     Snapshot snapshot() const;
-    /// The bytes of parameters and state.
+    /// Returns the bytes of parameters and state.
     std::string text() const;
     bool intact() const;
 
     Model model;
     Workspace workspace;
-    std::vector<Array> blocks; // of state, aligned to an element and no further
+    std::vector<Array> blocks; // for state, aligned only to an element
     std::vector<dsopt_tensor> params, grads, state;
 
 private:
@@ -60,7 +61,7 @@ private:
     int garbage_ = 0;
 };
 
-/// An optimizer that knows sizes and hyper-parameters alone, as one made without a device would.
+/// Creates an optimizer that has only sizes and hyper-parameters, as one created without a device would.
 Optimizer make_pure(const Context &context, const std::vector<Shape> &shapes, int32_t algorithm,
                     const dsopt_optimizer_desc &desc);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The update rules in double precision, written from their formulas, with what a rounding error analysis needs beside
-// the values.
+// The update rules in double precision, written from their formulas, with the terms that a rounding error analysis
+// needs.
 #pragma once
 #include "dsopt.h"
 #include <algorithm>
@@ -9,37 +9,38 @@
 
 namespace test {
 
-/// Spacing of the fp32 numbers at x.
+/// Returns the spacing of fp32 numbers at x.
 inline double ulp(double x) { return std::ldexp(1.0, (x == 0 ? -126 : std::max(std::ilogb(x), -126)) - 23); }
-/// Half of it at 1: the largest relative error of one rounding.
+/// Half of the spacing at 1: the largest relative error of one rounding.
 constexpr double kRounding = 0x1p-24;
 
 struct ReferenceState {
     std::vector<double> p, m, v;
 };
 
-/// One step. The `size` of a number is the sum of the absolute values of the terms that it is made of: what rounding
-/// errors are relative to where terms cancel.
+/// One step. The `size` of a number is the sum of the absolute values of its terms: rounding errors are relative to
+/// `size` if terms cancel.
 struct ReferenceStep {
     ReferenceState now;
     std::vector<double> update, size; // p_old - p_new
-    std::vector<double> roundings;    // how many unit roundings of `size` the update may be off, at the worst
+    std::vector<double> roundings;    // maximum error of the update, in unit roundings of `size`
     std::vector<double> m_budget, v_budget;
     double weight_norm = 0, update_norm = 0, trust = 1; // update_norm: of LAMB's update before lr and trust
 };
 
-/// How often each rule rounds, at the worst. One unit for each operation and for each hyper-parameter rounded to fp32;
-/// a sum of positive terms has the larger error of its terms and one unit more; a square root halves what it is given.
+/// Bounds of each rule's rounding errors, in units. An operation and a hyper-parameter rounded to fp32 count one unit
+/// each. A sum of positive terms has the larger error of its terms and one unit more. A square root halves the error.
 ///   m: beta1 m and a1 g are 2 units each, their sum is 3.     v: 4.     sqrt(v) 3, + eps 4; sqrt(v + eps) 4.
 ///      The 4 ulp that the specification allows are at least 4 units.
-///   AdamW:  sqrt(v) 3, by sqrt(c2) 5, + eps 6; quotient 10; times lr/c1 12; + lr wd p 13. In compat mode m/c1 5;
-///   sqrt(v/c2) 4, + eps 5; quotient 11; + wd p 12; times lr 14. With EPS_UNCORRECTED the same: eps is divided by sqrt(c2)
-///   in double before its one rounding.
+///   AdamW:  sqrt(v) 3, by sqrt(c2) 5, + eps 6; quotient 10; times lr/c1 12; + lr wd p 13.
+///           In compat mode m/c1 5; sqrt(v/c2) 4, + eps 5; quotient 11; + wd p 12; times lr 14.
+///           With EPS_UNCORRECTED the same: eps is divided by sqrt(c2) in double before its one rounding.
 ///   Adam:   the gradient itself is a sum with 3 units of |g| + |wd p|, so m is 6, v 10 and the quotient 14 and more:
-///   see below. legacy: quotient 3 + 4 + 1 = 8; + wd p 9; times the step size 11. LAMB:   update 9 as before; the trust
-///   ratio has the error of the norm, at most 9 units of the norm of the sizes, and 1;
-///           times the step size 3 more.
-/// 14 units of 2^-24 are below the 8 * 2^-23 that the design allows for AdamW; the budget of the test adds one ULP of p
+///           see below.
+///   legacy: quotient 3 + 4 + 1 = 8; + wd p 9; times the step size 11.
+///   LAMB:   update 9 as before; the trust ratio has the error of the norm, at most 9 units of the norm of the sizes,
+///           and 1; times the step size 3 more.
+/// 14 units of 2^-24 are below the 8 * 2^-23 that the design allows for AdamW. The budget of the test adds one ULP of p
 /// for the last subtraction, of which half is used.
 inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceState &old,
                                     const std::vector<double> &gradient, int64_t step) {
@@ -68,7 +69,7 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
         const double m_size = std::fabs(group.beta1 * old.m[i]) + (1 - group.beta1) * g_size;
         const double v_size = group.beta2 * old.v[i] + (1 - group.beta2) * g_size * g_size;
         const bool l2 = group.algorithm == DSOPT_ALGORITHM_ADAM;
-        // As the header has it: sqrt(c2)/c1 outside, eps beside the root of v itself.
+        // As documented in dsopt.h: sqrt(c2)/c1 is outside, and eps is added to sqrt(v) itself.
         const double size_of_step = uncorrected ? std::sqrt(c2) / c1 : 1 / c1;
         const double denominator = (uncorrected ? std::sqrt(v) : std::sqrt(v / c2)) + group.eps;
         result.m_budget[i] = std::max(4 * ulp(m_size), (l2 ? 6 : 3) * kRounding * m_size);
@@ -77,7 +78,7 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
         case DSOPT_ALGORITHM_ADAM: {
             direction[i] = size_of_step * m / denominator;
             size[i] = size_of_step * m_size / denominator;
-            // Where g and wd p cancel, v has their error twice, the root once.
+            // If g and wd p cancel, v has twice their relative error, and the root has it once.
             const double cancelled = v > 0 ? 3 * (1 - group.beta2) * std::fabs(g) * g_size / v : 0;
             result.roundings[i] = 17 + cancelled;
             break;
@@ -119,7 +120,7 @@ inline ReferenceStep reference_step(const dsopt_group &group, const ReferenceSta
     return result;
 }
 
-/// The hyper-parameters as the original's kernels see them.
+/// Returns the hyper-parameters rounded to fp32, as the original's kernels use them.
 inline dsopt_group rounded_to_float(dsopt_group group) {
     for (double dsopt_group::*field : {&dsopt_group::lr, &dsopt_group::beta1, &dsopt_group::beta2, &dsopt_group::eps,
                                        &dsopt_group::weight_decay, &dsopt_group::min_trust, &dsopt_group::max_trust})

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of element-wise rules with one moment or none share: each step against the rule's formula in double
-// precision, from the engine's own state before it; and properties that hold for every rule.
+// Common parts of the tests of element-wise rules with one moment or none: each step is compared with the rule's
+// formula in double precision, from the engine's own state before the step. Also properties that hold for every rule.
 #pragma once
 #include "harness.h"
 #include "owned.h"
@@ -9,8 +9,8 @@
 
 namespace test {
 
-/// One element of a step in double. Returns by how much the result may differ: the sum of the magnitudes that went into
-/// the weight, each of which is rounded a few times.
+/// Computes one element of a step in double. Returns the scale of the allowed error: the sum of the magnitudes of the
+/// weight's terms, each of which is rounded a few times.
 using Formula = std::function<double(const dsopt_group &group, int64_t t, double g, double &p, double &m)>;
 
 struct RuleCase {
@@ -18,7 +18,7 @@ struct RuleCase {
     dsopt_group group;
     std::string moment; // "": none
     Formula formula;
-    double start = 0; // of the moment
+    double start = 0; // initial value of the moment
     friend void PrintTo(const RuleCase &c, std::ostream *out) { *out << c.name; }
 };
 
@@ -27,7 +27,7 @@ struct RuleUse {
     dsopt_optimizer_desc desc = optimizer_desc();
 };
 
-/// Around every edge: empty, single, a vector, a leaf.
+/// Sizes around every edge: empty, single, a vector, a leaf.
 inline const std::vector<int64_t> kRuleSizes = {0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 4095, 4096, 4097, 8193};
 
 inline std::vector<double> as_doubles(const std::vector<float> &values) { return {values.begin(), values.end()}; }
@@ -70,7 +70,7 @@ inline void expect_formula(const RuleCase &c, const RuleUse &use) {
     EXPECT_TRUE(trainer.model.intact());
 }
 
-/// All dtypes of weights and gradients, with masters and without, clipped and not.
+/// Tests all dtypes of weights and gradients, with and without masters, with and without clipping.
 inline void expect_formula_everywhere(const RuleCase &c) {
     for (const int32_t param : kDtypes)
         for (const int32_t grad : kDtypes) expect_formula(c, {param, grad});
@@ -80,7 +80,7 @@ inline void expect_formula_everywhere(const RuleCase &c) {
     expect_formula(c, {DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16, optimizer_desc(0.1)});
 }
 
-/// A missing moment has no entry and no byte.
+/// Tests that a missing moment has no entry and no memory.
 inline void expect_state(const RuleCase &c) {
     const Trainer trainer(shapes_of({1000, 0, 24}), c.group);
     const int64_t counters = 3 * 4, moments = c.moment.empty() ? 0 : 1024 * 4;
@@ -90,7 +90,7 @@ inline void expect_state(const RuleCase &c) {
     for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(state_info(trainer.opt(), i).name, c.moment);
 }
 
-/// However the work is cut, and in which form it is asked for.
+/// Tests that the bits do not depend on instruction set, number of threads or form of the call.
 inline void expect_same_bits_any_way(const RuleCase &c) {
     std::string wanted;
     const auto note = [&](const std::string &text, const std::string &what) {
@@ -108,7 +108,7 @@ inline void expect_same_bits_any_way(const RuleCase &c) {
             trainer.train(1, 4);
             note(trainer.text(), std::string(isa) + ", " + std::to_string(threads) + " threads");
         }
-    // The functional form, on state that dsopt_optimizer_init_state has made from garbage.
+    // The functional form, on state that dsopt_optimizer_init_state initialized over garbage.
     const Trainer trainer(shapes, c.group);
     Owned owned(trainer.opt(), trainer.model.params, 0x7f);
     must(owned.init());
@@ -120,7 +120,7 @@ inline void expect_same_bits_any_way(const RuleCase &c) {
     note(owned.text(), "apply");
 }
 
-/// Interrupted after three of six steps by a file.
+/// Tests that six steps are the same if a checkpoint file is saved and loaded after three.
 inline void expect_resumed(const RuleCase &c) {
     const Folder folder;
     const std::string path = folder / "rule.safetensors";
@@ -139,7 +139,7 @@ inline void expect_resumed(const RuleCase &c) {
     EXPECT_EQ(get(second.opt(), 0, DSOPT_KEY_LR), c.group.lr);
 }
 
-/// Scales, accumulators, outputs, deltas and random rounding do with this rule what they do with every other.
+/// Tests that scales, accumulators, outputs, deltas and random rounding work as with other rules.
 inline void expect_options(const RuleCase &c) {
     const std::vector<int64_t> sizes = {4097, 9};
     const Trainer plain(shapes_of(sizes), c.group), scaled(shapes_of(sizes), c.group),
@@ -186,7 +186,7 @@ inline void expect_options(const RuleCase &c) {
     const Trainer random(shapes_of({5000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32), c.group, desc);
     const std::vector<double> before = as_doubles(random.model.params[0].floats());
     random.train(1);
-    int64_t off = 0; // further than to one of the two neighbours
+    int64_t off = 0; // not one of the two neighbors
     double error = 0;
     for (size_t k = 0; k < before.size(); ++k) {
         double p = before[k], m = c.start;
@@ -196,12 +196,12 @@ inline void expect_options(const RuleCase &c) {
         error += (got - p) / step;
     }
     EXPECT_EQ(off, 0) << c.name;
-    EXPECT_LT(std::fabs(error / 5000), 0.05) << c.name; // to nearest or downwards it would be up to 0.5
+    EXPECT_LT(std::fabs(error / 5000), 0.05) << c.name; // rounding to nearest or down would give up to 0.5
 }
 
 class RuleTest : public testing::TestWithParam<RuleCase> {};
 
-/// The suite of one rule, for a vector of cases.
+/// The test suite of one rule, for a vector of cases.
 #define RULE_SUITE(suite, cases)                                                                                       \
     class suite : public RuleTest {};                                                                                  \
     INSTANTIATE_TEST_SUITE_P(, suite, testing::ValuesIn(cases), [](const auto &info) { return info.param.name; });     \
@@ -211,7 +211,7 @@ class RuleTest : public testing::TestWithParam<RuleCase> {};
     TEST_P(suite, GoesOnFromACheckpoint) { expect_resumed(GetParam()); }                                               \
     TEST_P(suite, TakesEveryOptionOfAStep) { expect_options(GetParam()); }
 
-/// A group that dsopt_optimizer_add_group refuses, with these words in the reason.
+/// Expects that dsopt_optimizer_add_group refuses a group, with these words in the error text.
 inline void expect_refused(const dsopt_group &group, dsopt_status status, const std::string &words,
                            int32_t compat = DSOPT_COMPAT_NONE) {
     dsopt_optimizer_desc desc = optimizer_desc();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Containers to write, and what reading one gives.
+// Containers for writing, and results of reading them.
 #pragma once
 #include "checkpoint/safetensors.h"
 #include "harness.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lists on whose edges an exchange can go wrong: words of bits, leaves, chunks that begin inside a tensor.
+// Lists with edges that an exchange must handle: words of bits, leaves, chunks that begin inside a tensor.
 #pragma once
 #include <cstdint>
 #include <vector>

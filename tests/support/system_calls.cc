@@ -15,7 +15,7 @@ namespace {
 
 template <class F> F next(const char *name) { return reinterpret_cast<F>(::dlsym(RTLD_NEXT, name)); }
 mode_t mode_of(int flags, va_list list) { return flags & (O_CREAT | O_TMPFILE) ? mode_t(va_arg(list, int)) : 0; }
-/// Without a fault.
+/// Bypasses the fault injection.
 struct stat64 information(int descriptor) {
     static const auto real = next<int (*)(int, struct stat64 *)>("fstat64");
     struct stat64 now {};
@@ -97,7 +97,7 @@ void DiskLog::written(int descriptor, const void *data, size_t bytes) {
 using test::DiskLog;
 using test::Faults;
 
-// The library is compiled with 64-bit offsets, so these are the names that it calls.
+// The library is compiled with 64-bit offsets, so it calls these names.
 extern "C" {
 int open64(const char *path, int flags, ...) {
     static const auto real = next<int (*)(const char *, int, ...)>("open64");

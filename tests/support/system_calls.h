@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The system calls that this thread makes while it saves or loads: they can be made to fail, and what they do to a disk
-// is written down. system_calls.cc stands before the C library, for the shared library too; one program has it.
+// System calls that this thread makes while it saves or loads. They can be made to fail, and their effects on a disk
+// are recorded. system_calls.cc overrides functions of the C library, for the shared library too; only one program
+// links it.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -10,15 +11,16 @@
 
 namespace test {
 
-/// Which call fails.
+/// Selects the call that fails.
 struct Faults {
     static inline thread_local bool armed = false;
     static inline thread_local int calls = 0, at = -1, error = 0;
     static inline thread_local bool lasting = false;
-    static inline thread_local const char *failed = nullptr; // the name of the first one that failed
+    static inline thread_local const char *failed = nullptr; // name of the first call that failed
     static bool hit(const char *name);
 };
-/// `call` with its system call number `at` failing, and from then on if `lasting`. -1: none fails, and they are counted.
+/// Runs `call` with its system call number `at` failing, and all later ones too if `lasting`. -1: none fails, and they
+/// are counted.
 template <class F> auto with_fault(int at, bool lasting, int error, const F &call) {
     Faults::calls = 0;
     Faults::at = at;
@@ -31,24 +33,24 @@ template <class F> auto with_fault(int at, bool lasting, int error, const F &cal
     return result;
 }
 
-/// A change of a folder, or a flush. Files are told apart by numbers of the log's own: a disk uses its numbers anew.
+/// A change of a folder, or a flush. Files have ids of the log, because a disk reuses inode numbers.
 struct DiskChange {
     enum Kind { create, resize, write, flush_file, flush_folder, rename, unlink };
     Kind kind;
-    int file = -1;         // of all but flush_folder
-    std::string name = ""; // of create, rename (the new one), unlink
-    std::string from = ""; // of rename
-    uint64_t offset = 0;   // of write; of resize the size
-    std::string data = ""; // of write
+    int file = -1;         // for all except flush_folder
+    std::string name = ""; // for create, rename (the new name) and unlink
+    std::string from = ""; // for rename
+    uint64_t offset = 0;   // for write; the size for resize
+    std::string data = ""; // for write
 };
-/// What was in a folder, and what became of it.
+/// Contents of a folder at the beginning, and the changes to it.
 struct DiskRecord {
     std::map<std::string, int> names;
     std::map<int, std::string> contents;
     std::vector<DiskChange> changes;
 };
 
-/// What the calls of this thread do to one folder while it lives.
+/// Records the changes that calls of this thread make to one folder during its lifetime.
 class DiskLog {
 public:
     explicit DiskLog(const std::string &folder);
@@ -58,7 +60,7 @@ public:
 
     DiskRecord record;
 
-    // Of system_calls.cc.
+    // Called by system_calls.cc.
     static DiskLog *current();
     void created(int descriptor, int folder, const char *name);
     void renamed(int folder, const char *from, const char *to);
@@ -72,8 +74,8 @@ private:
     void add(DiskChange change) { record.changes.push_back(std::move(change)); }
 
     uint64_t folder_;
-    std::map<std::string, int> names_; // as they are now
-    std::map<uint64_t, int> files_;    // by number on the disk
+    std::map<std::string, int> names_; // current names
+    std::map<uint64_t, int> files_;    // by inode number
     int next_ = 0;
 };
 

@@ -46,7 +46,7 @@ double get(const dsopt_optimizer *opt, int32_t group, int32_t key) {
 
 namespace {
 
-/// Whether the algorithm has this hyper-parameter.
+/// Returns true if the algorithm has this hyper-parameter.
 bool has(int32_t algorithm, int32_t key) {
     const bool sgd = algorithm == DSOPT_ALGORITHM_SGD, adagrad = algorithm == DSOPT_ALGORITHM_ADAGRAD;
     switch (key) {
@@ -59,7 +59,7 @@ bool has(int32_t algorithm, int32_t key) {
     case DSOPT_KEY_DAMPENING: return sgd;
     case DSOPT_KEY_LR_DECAY:
     case DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE: return adagrad;
-    case DSOPT_KEY_FREEZE_STEP: return false; // of the 1-bit family
+    case DSOPT_KEY_FREEZE_STEP: return false; // 1-bit family only
     }
     return true;
 }
@@ -115,7 +115,7 @@ dsopt_status Trainer::add_group(const dsopt_group &group, std::vector<Param> par
         list.push_back({param.weight.tensor(), param.name.empty() ? nullptr : param.name.c_str(), nullptr, 0,
                         param.flags, param.offset, param.expert, 0});
     const dsopt_status status = dsopt_optimizer_add_group(opt(), &group, list.data(), int64_t(list.size()));
-    for (Param &param : params) model.params.push_back(std::move(param.weight)); // the memory stays where it is
+    for (Param &param : params) model.params.push_back(std::move(param.weight)); // the memory does not move
     return status;
 }
 void Trainer::add(const dsopt_group &group, size_t count) {

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of exchanges in two levels share: ranks in nodes as threads, and where elements are.
+// Common parts of the tests of two-level exchanges: ranks in nodes as threads, and the partition of elements.
 #pragma once
 #include "onebit.h"
 
 namespace test {
 
 inline int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
-/// One rank's place and its comms.
+/// Indices and comms of one rank.
 struct Seat {
-    int l, d; // in its node, and which node
+    int l, d; // rank in its node, and number of the node
     const Context &ctx;
     const Comm &node, &data;
 };
-/// body(seat) for `nodes` nodes of `per_node` ranks. `make` makes the context of a rank.
+/// Runs body(seat) for `nodes` nodes of `per_node` ranks. `make` creates the context of a rank.
 inline void with_nodes(
     int per_node, int nodes, const std::function<void(const Seat &)> &body,
     const std::function<Context(int)> &make = [](int) { return make_context(1); }) {
@@ -28,7 +28,7 @@ inline void with_nodes(
     });
 }
 
-/// A vector in slices, one a rank of a node, and each in chunks, one a node.
+/// Partition of a vector into one slice per rank of a node, and of each slice into one chunk per node.
 struct Places {
     int64_t per_node, nodes, total = 0, chunk = 0, scales = 0;
     std::vector<int64_t> begin, numel;
@@ -50,7 +50,7 @@ struct Places {
     }
     int64_t slice() const { return chunk * nodes; }
     int64_t row_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
-    /// The part of tensor t at or behind, and before, a place.
+    /// Return the first element of tensor t at or after `place`, and the end of its elements before `place`.
     int64_t from(size_t t, int64_t place) const { return std::max(begin[t], place); }
     int64_t to(size_t t, int64_t place) const { return std::min(begin[t] + numel[t], place); }
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters that have no memory yet, or no gradient, in every stage of every algorithm: a call ends with a status, and
-// never reads through NULL. On any device.
+// Parameters without memory or without gradient, in every stage of every algorithm: a call returns a status and never
+// dereferences NULL. Runs on any device.
 #pragma once
 #include "expect.h"
 #include "handles.h"
@@ -11,7 +11,7 @@
 
 namespace test {
 
-/// A second group beside that of an algorithm of the 1-bit family, with the second parameter.
+/// Second group, with the second parameter, in addition to a group of the 1-bit family.
 enum class Beside { nothing, adamw, lamb, not_frozen };
 
 struct Unbound {
@@ -49,7 +49,7 @@ inline std::vector<Unbound> unbound_cases() {
                 for (const bool apply : {false, true})
                     for (const Beside beside : {Beside::nothing, Beside::adamw, Beside::lamb, Beside::not_frozen})
                         for (const bool averages : {false, true})
-                            for (const int memory : {0, 1, 2}) { // none and no gradient, none, no gradient
+                            for (const int memory : {0, 1, 2}) { // neither memory nor gradient, no memory, no gradient
                                 const bool other = beside != Beside::nothing;
                                 if ((other || averages) && !is_family(algorithm)) continue;
                                 if (other && compat != DSOPT_COMPAT_NONE) continue;
@@ -61,7 +61,7 @@ inline std::vector<Unbound> unbound_cases() {
     return cases;
 }
 
-/// One rank's eleven calls, through every stage. What they return, and what became of the first parameter.
+/// Eleven calls of one rank, through every stage, with their results and whether the parameters changed.
 class UnboundRank {
 public:
     UnboundRank(const Memory &memory, const Context &context, const Comm &comm, const Unbound &how) :
@@ -107,7 +107,7 @@ public:
         workspace_ = blocks_.back().data();
     }
 
-    /// Throws what the test is to report.
+    /// Throws if a check fails.
     void run() {
         for (int call = 1; call <= 11; ++call) {
             DSOPT_NEW(dsopt_step, step);
@@ -153,13 +153,13 @@ private:
     const Memory &memory_;
     const Unbound how_;
     Optimizer opt_;
-    std::deque<Block> blocks_; // weight and gradient of the first parameter, those of the second, state, workspace
+    std::deque<Block> blocks_; // weight and gradient of the first parameter, of the second, state, workspace
     std::vector<dsopt_tensor> params_, grads_, state_;
     size_t workspace_bytes_ = 0;
     char *workspace_ = nullptr;
 };
 
-/// Where a parameter without memory is not refused, the others move as if it were not there.
+/// If a parameter without memory is not refused, the other parameters change as if it did not exist.
 inline void expect_status_or_untouched(const Memory &memory, const dsopt_context_desc &desc, const Unbound &how) {
     SCOPED_TRACE(how.text());
     const CommId id = new_id();

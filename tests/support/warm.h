@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls on long lists whose allocations are counted or refused, on the CPU and on the emulated device alike. A program
-// that uses this links alloc.cc.
+// Calls on long lists whose allocations are counted or fail, on the CPU and on the emulated device. A program that uses
+// this header links alloc.cc.
 #pragma once
 #include "alloc.h"
 #include "handles.h"
@@ -34,7 +34,7 @@ public:
     }
     const std::vector<dsopt_param> &params() const { return params_; }
     const std::vector<dsopt_tensor> &weights() const { return list_; }
-    /// Every third gradient is absent, others in each call. Valid until the next call.
+    /// Returns gradients of which every third is absent, different ones in each call. Valid until the next call.
     const dsopt_tensor *gradients(int call) {
         for (size_t i = 0; i < some_.size(); ++i)
             some_[i].data = (i + size_t(call)) % 3 == 0 && some_.size() > 1 ? nullptr : present_[i].data;
@@ -44,12 +44,12 @@ public:
     int64_t count() const { return int64_t(params_.size()); }
 
 private:
-    Block weights_, grads_; // four floats a tensor
+    Block weights_, grads_; // four floats per tensor
     std::vector<dsopt_param> params_;
     std::vector<dsopt_tensor> list_, present_, some_;
 };
 
-/// What call() allocates with operator new in this thread and in other armed ones.
+/// Returns the number of calls of operator new during call(), in this thread and in other armed ones.
 template <class Call> int64_t news_of(const Call &call) {
     const int64_t before = NewWatch::calls;
     dsopt_status status;
@@ -61,8 +61,8 @@ template <class Call> int64_t news_of(const Call &call) {
     return NewWatch::calls - before;
 }
 
-/// Steps with gradients that the engine averages over two ranks, in every stage of 1-bit Adam. The lists differ from
-/// call to call in which gradients are absent.
+/// Tests steps with gradients that the engine averages over two ranks, in every stage of 1-bit Adam. Different
+/// gradients are absent in each call.
 inline void expect_no_news_in_averaging_steps(int32_t backend, const Memory &memory, size_t tensors, int calls) {
     NewWatch::calls = 0;
     const CommId id = new_id();
@@ -79,7 +79,7 @@ inline void expect_no_news_in_averaging_steps(int32_t backend, const Memory &mem
             step.grads = lists.gradients(call);
             step.count = lists.count();
             step.flags = call % 2 == 1 ? DSOPT_STEP_ZERO_GRADS : 0;
-            NewWatch::armed = call > 0; // in this thread: the other rank may be in its first call still
+            NewWatch::armed = call > 0; // set per thread: the other rank may still be in its first call
             const dsopt_status status = dsopt_optimizer_step(opt.get(), &step);
             NewWatch::armed = false;
             must(status);
@@ -88,7 +88,7 @@ inline void expect_no_news_in_averaging_steps(int32_t backend, const Memory &mem
     EXPECT_EQ(NewWatch::calls, 0) << tensors << " tensors";
 }
 
-/// step, accumulate, zero_grad and apply without other ranks.
+/// Tests step, accumulate, zero_grad and apply without other ranks.
 inline void expect_no_news_in_warm_calls(int32_t backend, const Memory &memory, size_t tensors, int calls) {
     const Context context = make_context(context_desc(1, backend));
     SmallTensors lists(memory, tensors);
@@ -145,8 +145,8 @@ inline void expect_no_news_in_warm_calls(int32_t backend, const Memory &memory, 
     }
 }
 
-/// The n-th allocation of rank 0's first step fails, for every n. That call has sent nothing: repeated, it is the same
-/// step as that of rank 1, which waits for it.
+/// Makes the n-th allocation of rank 0's first step fail, for every n. The failed call has sent nothing, so a repeated
+/// call is the step that rank 1 waits for.
 inline void expect_first_step_repeatable(int32_t backend, const Memory &memory, int32_t algorithm, uint32_t flags) {
     const auto train = [&](int64_t failing, bool &reached) {
         std::string text[2];

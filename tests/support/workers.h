@@ -10,7 +10,7 @@ namespace test {
 
 using Body = void (*)(void *arg, int64_t i);
 
-/// A hook with threads of its own; the caller works too. `enter` runs first in each thread.
+/// A hook with its own threads; the caller works too. Each thread calls `enter` first.
 struct Workers {
     int count = 3;
     void (*enter)() = nullptr;
