@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Captures of other threads, which calls of the engine must leave as they are.
+// Captures of other threads, which calls of the engine must not invalidate.
 #pragma once
 #include "runtime.h"
 #include <barrier>
@@ -7,7 +7,7 @@
 
 namespace cuda_test {
 
-/// Runs body() while another thread captures a stream, which has these flags, in this mode.
+/// Runs body() while another thread captures a stream created with `flags`, in this mode.
 template <class Body> void beside_a_capture(cudaStreamCaptureMode mode, unsigned flags, const Body &body) {
     std::barrier together(2);
     std::thread other([&] {
@@ -26,7 +26,7 @@ template <class Body> void beside_a_capture(cudaStreamCaptureMode mode, unsigned
     together.arrive_and_wait();
     other.join();
 }
-/// In the mode in which every call of any thread counts.
+/// Runs body() during a capture in global mode, in which calls of every thread count.
 template <class Body> void beside_a_global_capture(const Body &body) {
     beside_a_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, body);
 }

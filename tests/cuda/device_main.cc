@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ends with the status that means "skipped" where no GPU can be used.
+// Exits with the status for "skipped" if no GPU can be used.
 #include <cstdio>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// One line: name, compute capability, CUDA version of the driver, that of the runtime, and the bus address of the first
-// GPU; or why the runtime can use none, with status 1. scripts/gpu.sh compiles it by nvcc alone, before it builds
-// anything: a driver that is older than the static runtime makes every test skip.
+// Prints one line: name, compute capability, CUDA version of the driver and of the runtime, and bus address of the
+// first GPU; or, with status 1, the reason why the runtime can use none. scripts/gpu.sh compiles this file with nvcc
+// alone before it builds anything, because with a driver that is older than the static runtime every test is skipped.
 #include <cstdio>
 #include <cuda_runtime.h>
 
 int main() {
     int driver = 0, runtime = 0, devices = 0;
-    (void)cudaDriverGetVersion(&driver); // 0: there is none
+    (void)cudaDriverGetVersion(&driver); // 0: no driver
     (void)cudaRuntimeGetVersion(&runtime);
     const auto major = [](int version) { return version / 1000; };
     const auto minor = [](int version) { return version % 1000 / 10; };

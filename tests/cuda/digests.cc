@@ -48,7 +48,7 @@ void copy(void *, const void *, size_t) { std::abort(); }
 void enqueue_copy(void *, const void *, size_t, void *) { std::abort(); }
 #endif
 
-/// Order matters, and so does every bit.
+/// A digest that depends on order and on every bit.
 class Digest {
 public:
     void add(const void *data, size_t bytes) {
@@ -67,7 +67,7 @@ private:
     uint64_t value_ = 0x243f6a8885a308d3u;
 };
 
-/// The list's elements in one block of host or device memory, each tensor on a 256-byte line.
+/// The list's elements in one block of host or device memory, each tensor aligned to 256 bytes.
 class Block {
 public:
     std::vector<dsopt_tensor> tensors;
@@ -102,7 +102,7 @@ private:
     void *data_ = nullptr;
 };
 
-/// Values of about `size`, both signs; `seed` sets which.
+/// Returns values of about `size` with both signs; `seed` selects them.
 std::vector<char> values(size_t bytes, int32_t dtype, float size, uint64_t seed) {
     std::vector<char> result(bytes);
     uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
@@ -118,9 +118,9 @@ struct Rule {
     const char *name;
     int32_t algorithm, dtype;
     uint32_t flags = 0; // of the optimizer
-    bool clips = false; // with a loss scale where dtype has 16 bits
+    bool clips = false; // with a loss scale if dtype has 16 bits
     double momentum = 0;
-    bool exchanges = false; // one of 8 ranks, to whom all send what it sends itself
+    bool exchanges = false; // one of 8 ranks that all send the same data
 };
 
 constexpr Rule kRules[] = {
@@ -192,7 +192,8 @@ uint64_t train(bool device, const Rule &rule, const std::vector<int64_t> &sizes,
     if (rule.exchanges) group.freeze_step = steps / 4 + 1;
     check(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(list.size())));
 
-    std::vector<std::vector<char>> gradients; // in turns: making new ones would take longer than the steps
+    // Used in rotation, because generating new ones would take longer than the steps.
+    std::vector<std::vector<char>> gradients;
     for (uint64_t seed = 0; seed < 4; ++seed) gradients.push_back(values(grads.bytes(), rule.dtype, 0.01f, seed + 11));
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads.tensors.data();

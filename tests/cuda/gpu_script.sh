@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # usage: gpu_script.sh SOURCES
-# scripts/gpu.sh on machines that it will meet, played by small programs in place of the toolkit's, the builders and the
-# benches: a driver that is too old, a build that takes too long, tools that may not watch programs, tools that find
-# something, and a bench that is killed. The kernels and the real benches are for the rehearsal on the emulated device.
+# Tests scripts/gpu.sh on simulated machines: small programs replace the toolkit, the build tools and the benches. Cases
+# are a driver that is too old, a build that takes too long, tools that may not trace programs, tools that report
+# errors, and a bench that is killed. The rehearsal on the emulated device covers the kernels and the real benches.
 # shellcheck disable=SC2016 # what the programs expand, not this script
 set -eu
 sources=$1
@@ -18,7 +18,7 @@ program() { # FILE LINE...
     chmod +x "$file"
 }
 
-machine() { # NAME: a machine on which everything works, and the current folder there
+machine() { # NAME: creates a machine on which everything works, and changes to its folder
     mkdir -p "$folder/$1/bin" "$folder/$1/bench"
     cd "$folder/$1"
     ln -s "$sources/scripts" "$sources/tests" .
@@ -32,7 +32,7 @@ machine() { # NAME: a machine on which everything works, and the current folder 
         'cp test_cuda_device build-gpu/tests/cuda/'
     program bin/ninja 'touch built'
     program test_cuda_device 'echo "[  PASSED  ] 6 tests."'
-    # Its time for a list is 2 ms. It waits until the clocks were written, however slow the machine is.
+    # Reports 2 ms for a list. Waits until the clocks were written, however slow the machine is.
     program bench_cuda 'for last; do :; done' \
         'for word; do case $word in' \
         '--benchmark_out=*) out=${word#*=} ;;' \
@@ -54,7 +54,7 @@ machine() { # NAME: a machine on which everything works, and the current folder 
         'echo "\"0\",\"update_kernel\",\"1,000\",\"2,000\",\"1,000\",\"64\",\"528\""' '} >"$2"'
 }
 
-run() { # STATUS PART...: gpu.sh with these parts; its words are in the file `said`
+run() { # STATUS PART...: runs gpu.sh with these parts; writes its output to the file `said`
     expected=$1 status=0
     shift
     LISTS=${LISTS-5x300} TORCH_PYTHON=false PATH="$PWD/bin:$PATH" scripts/gpu.sh "$@" >said 2>&1 || status=$?
@@ -68,7 +68,7 @@ fail() {
     echo "FAILED: $(basename "$PWD"): $*"
 }
 
-has() { # FILE PATTERN: a line of it
+has() { # FILE PATTERN: checks that a line of the file matches
     if grep -qe "$2" "$1"; then
         passed=$((passed + 1))
     else
@@ -96,7 +96,7 @@ head -n 1 said >first
 has first '^dev: the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old'
 [ ! -e built ] || fail "it was built all the same"
 
-machine slow-build # timeout ends with the same status
+machine slow-build # timeout exits with the same status
 program bin/ninja 'exit 124'
 run 1 tests
 has "$page" '^| build | stopped after [0-9]* s, not finished'
@@ -123,7 +123,7 @@ program bin/compute-sanitizer 'echo "[  PASSED  ] 6 tests."; echo "========= ERR
 run 1 sanitizer
 has "$page" '^| compute-sanitizer, memcheck | status 9, 6 tests, ERROR SUMMARY: 2 errors |'
 
-machine false-pass # some versions of compute-sanitizer end so where they do not start the program
+machine false-pass # some versions of compute-sanitizer end like this if they do not start the program
 program bin/compute-sanitizer 'echo "========= ERROR SUMMARY: 0 errors"'
 run 1 sanitizer
 has "$page" '^| compute-sanitizer, memcheck | status 0, no test passed, ERROR SUMMARY: 0 errors |'
@@ -133,7 +133,7 @@ program bin/ncu 'echo "==ERROR== Failed to find metric"; exit 1'
 run 1 profile
 has "$page" '^Fp32: status 1, no kernel was counted'
 
-machine killed-bench # on the second of three lists; the page has the first one by then
+machine killed-bench # on the second of three lists, when the page already has the first one
 program on_list 'case $1 in 2x50) cp bench/results/nvidia-played.md early.md; kill -KILL $PPID ;; esac'
 LISTS='5x300 2x50 3x10' run 1 bench
 has early.md '^### 5x300'
@@ -142,7 +142,7 @@ has "$page" '^### 5x300'
 has "$page" '^### 3x10'
 ! grep -q '^### 2x50' "$page" || fail "figures of a list that was not measured"
 
-machine out-of-time # a clock that runs ahead by 100 s whenever it is read, and a timeout that only notes its limit
+machine out-of-time # a clock that advances by 100 s per read, and a timeout that only records its limit
 program bin/date 'case $1 in +%s) ;; *) exec env PATH=/usr/bin:/bin date "$@" ;; esac' \
     'now=$(cat clock 2>/dev/null || echo 1000000)' 'echo $((now + 100)) >clock' 'echo "$now"'
 program bin/timeout '[ "$1" != -k ] || shift 2' '[ "$2" = nvidia-smi ] || echo "$1" >>limits' 'shift' 'exec "$@"'

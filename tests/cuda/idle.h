@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A table of two ranks in device memory whose functions enqueue nothing, which is in stream order.
+// A comm table of two ranks in device memory. Its functions enqueue nothing, which is valid in stream order.
 #pragma once
 #include "dsopt.h"
 #include "support/expect.h"

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel is loaded when a device is made, and begins with the wait for the preceding kernel.
+"""Tests that each kernel is loaded when a device is created, and begins with the wait for the preceding kernel.
 
 usage: kernels.py SOURCE-FOLDER
 
-At its first launch a kernel that is not loaded may wait for everything on the device. So each .cu file has a function
-load_..._kernels() that names its kernels, and device.cc calls all of these. Kernels are defined in .cu files alone. The
-instances of a template are seen by the emulated device: a kernel that is launched before it is loaded fails a test.
+At its first launch a kernel that is not loaded may wait for all work of the device. So each .cu file has a function
+load_..._kernels() that names its kernels, and device.cc calls all of these functions. Kernels are defined in .cu files
+alone. The emulated device checks the instances of templates: a kernel that is launched before it is loaded fails a
+test.
 
-The launcher takes only kernels whose first parameter is a PdlArgument. That they read nothing through their other
-parameters before they have waited is seen here: the first statement calls begin_kernel().
+The launcher accepts only kernels whose first parameter is a PdlArgument. This test checks that they read nothing
+through their other parameters before they have waited: the first statement must call begin_kernel().
 """
 import pathlib
 import re
@@ -20,12 +21,12 @@ BEGIN = re.compile(r"\s*(?:const [\w<> ]+&|[\w ]+\*const )\w+ = argument\.begin_
 
 
 def body_of(text, kernel):
-    """The text behind the opening brace of a kernel."""
+    """Returns the text after the opening brace of a kernel."""
     return re.search(rf"__global__[^;{{}}]*\b{kernel}\([^;{{}}]*\) \{{(.*)", text, re.DOTALL).group(1)
 
 
 def arrays(text):
-    """Text of the constant arrays of kernels, by their names."""
+    """Returns the text of the constant arrays of kernels by name."""
     return dict(re.findall(r"(k\w+Kernels)\[\] = \{(.*?)\};", text, re.DOTALL))
 
 

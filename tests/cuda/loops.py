@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""loops.py OBJECT...: instructions that the loops of the kernels issue for each element, counted from machine code.
+"""loops.py OBJECT...: instructions per element that the loops of the kernels issue, counted from machine code.
 
-An iteration is found by what it moves: the shortest path from the head of a loop back to it that has as many loads,
-stores, roots and conversions as elements of these dtypes need. So a case that the pattern does not name, such as random
-rounding, is left out. An instruction that is predicated off takes an issue slot and counts. bench/gpu_model.py has the
-numbers in its table; resources.py, which is a test, compares them. Needs cuobjdump.
+An iteration is found by the data it moves: the shortest path from the head of a loop back to it that has as many loads,
+stores, roots and conversions as elements of these dtypes need. So cases that the pattern does not name, such as random
+rounding, are not counted. An instruction that is predicated off takes an issue slot and counts. bench/gpu_model.py has
+the numbers in its table; resources.py, which is a test, compares them. Needs cuobjdump.
 """
 import heapq
 import re
@@ -18,19 +18,19 @@ BF16_STORE = r"F2FP\.BF16|IADD3 .*\b0x7fff\b"
 
 
 def accesses(loads, stores, **more):
-    """16-byte ones, and no other stores. Where a loop is for any format, each load has one of 16-bit elements next to it,
-    and one of the two is predicated off."""
+    """Returns patterns of 16-byte accesses, and of no other stores. In a loop for any format, each load has a load of
+    16-bit elements next to it, and one of the two is predicated off."""
     return {r"LDG\S*\.128": (loads, loads), r"STG\S*\.128": (stores, stores), r"STG": (stores, stores), **more}
 
 
 ROOTS = {r"MUFU\.RSQ": (4, 4), r"MUFU\.RCP": (4, 4)}
 ADAM = {**accesses(4, 3), **ROOTS}
-# One more store, of the zeros of a gradient, is predicated off or jumped over.
+# There may be one more store, of zeros to a gradient, which is predicated off or jumped over.
 MIXED = {**accesses(3, 3), **ROOTS, r"LDG\S*\.64": (1, 1), r"STG": (4, 5), r"STG\S*\.64": (1, 2)}
 SQUARES = (8, {r"DFMA": (8, 8), r"LDS": (8, 8)})  # of a tile in shared memory
-ROWS = {r"LDG\S*\.64": (8, 8), r"DFMA": (32, 32)}  # eight of 128 elements in 16 bits
-# By the names of gpu_model.py: the kernel, and for each of its loops the elements of an iteration and, for each
-# pattern, how many instructions of it the iteration has, at least and at most.
+ROWS = {r"LDG\S*\.64": (8, 8), r"DFMA": (32, 32)}  # eight rows of 128 16-bit elements
+# By the names of gpu_model.py: the kernel, and for each of its loops the elements per iteration and, per pattern, the
+# minimum and maximum number of instructions in an iteration.
 LOOPS = {
     "update fp32": ("update_kernel", [(4, ADAM)]),
     "update f16": ("update_kernel", [(4, {**MIXED, F16_LOAD: (4, 4), F16_STORE: (2, 4)})]),
@@ -53,10 +53,10 @@ LOOPS = {
 
 
 def basic_blocks(code):
-    """Of a function: instructions of each block, and the numbers of the blocks that may follow it."""
+    """Returns for each basic block of a function its instructions, and the indices of the blocks that may follow."""
     lines = [(int(at, 16), line.strip()) for at, line in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
     index = {at: i for i, (at, _) in enumerate(lines)}
-    follow, first = [], {0}  # of instructions; those that begin a block
+    follow, first = [], {0}  # successors of instructions; instructions that begin a block
     for i, (_, line) in enumerate(lines):
         predicate, opcode, operands = re.match(r"(@\S+\s+)?(\S+)\s*(.*)", line).groups()
         jump = re.search(r"0x([0-9a-f]+)$", operands)
@@ -77,13 +77,13 @@ def basic_blocks(code):
 
 
 def shortest_iteration(blocks, wanted):
-    """Instructions of the shortest iteration of any loop that has what is wanted; None: there is none."""
+    """Returns the number of instructions of the shortest iteration of any loop with the wanted ones, or None."""
     most = tuple(high for _, high in wanted.values())
     least = tuple(low for low, _ in wanted.values())
     worth = [tuple(sum(bool(re.search(pattern, line)) for line in texts) for pattern in wanted) for texts, _ in blocks]
     loops = sorted({(i - j, j, i) for i, (_, follow) in enumerate(blocks) for j in follow if j <= i})
     best = None
-    for _, head, end in loops:  # short ones first: what they have bounds the search in the loops around them
+    for _, head, end in loops:  # short loops first: their result bounds the search in the loops around them
         if any(sum(column) < low for column, low in zip(zip(*worth[head:end + 1]), least)):
             continue
         heap, seen = [(0, head, (0,) * len(most))], set()
@@ -108,7 +108,7 @@ def shortest_iteration(blocks, wanted):
 
 
 def instructions_of_element(code, parts):
-    """Sum over the loops of a kernel; None if one of them is not there."""
+    """Returns the sum over the loops of a kernel, or None if one of them is missing."""
     blocks = basic_blocks(code)
     counts = [(elements, shortest_iteration(blocks, wanted)) for elements, wanted in parts]
     return None if any(count is None for _, count in counts) else sum(count / elements for elements, count in counts)
@@ -120,7 +120,7 @@ def functions(text):
 
 
 def counted(code):
-    """By the names of gpu_model.py, of a library's functions."""
+    """Returns the counts for a library's functions, by the names of gpu_model.py."""
     found = {}
     for name, (kernel, parts) in LOOPS.items():
         of_kernel = [code[function] for function in code if re.search(r"\d" + kernel, function)]

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiler made of the kernels.
+"""Tests the code that the compiler generates from the kernels.
 
 usage: resources.py LIBDSOPT FOLDER...
        resources.py --compile SOURCES FOLDER...
 
-Of the machine code and the PTX that ship, or of those that nvcc makes of the sources for sm_90:
-- the PTX has no arithmetic but the kinds whose result IEEE 754 defines, one rounding each;
-- registers within budget, nothing spilled to memory, and as many blocks on a multiprocessor as each kernel is meant to
-  have: the grid is made of those;
-- loads of 16 bytes that are under way before the first of them is waited for, and stores of 16 bytes;
-- the bits of several ranks that an exchange has asked for before it waits for the first;
-- from sm_90 on, the wait for the preceding kernel before anything else that uses memory;
-- chains of additions in double: a value that is loaded costs one addition, and lanes are added up behind the loop;
-- instructions for an element, registers and resident blocks are those that bench/gpu_model.py has in its table.
-Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip puts them;
-without them the test is skipped.
+Checks the machine code and the PTX that ship, or the code that nvcc generates from the sources for sm_90:
+- the PTX has only arithmetic whose result IEEE 754 defines, with one rounding each;
+- registers are within budget, nothing is spilled, and as many blocks are resident on a multiprocessor as each kernel is
+  designed for, because the grid size depends on it;
+- number of 16-byte loads in flight before the first one is waited for, and of 16-byte stores;
+- number of ranks whose bits an exchange loads before it waits for the first load;
+- from sm_90 on, the wait for the preceding kernel comes before anything else that uses memory;
+- chains of additions in fp64: a loaded value costs one addition, and lanes are added up after the loop;
+- instructions per element, registers and resident blocks match the table of bench/gpu_model.py.
+Needs no GPU, but cuobjdump and nvdisasm (and nvcc), from PATH or from `FOLDER` or its nvidia/*/bin, where pip installs
+them; without them the test is skipped.
 """
 import glob
 import os
@@ -31,8 +31,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import gpu_model
 
 LEAF = 4096 * 4  # bytes of a leaf in shared memory
-# Kernel or kernels; registers at most; resident blocks per multiprocessor at least, with so many bytes of dynamic shared
-# memory; 16-byte loads under way at once, and 16-byte stores, at least.
+# Kernel or pattern of kernels; maximum of registers; minimum of resident blocks per multiprocessor with this many bytes
+# of dynamic shared memory; minimum of 16-byte loads in flight at once, and of 16-byte stores.
 BUDGET = [
     ("update_kernel", 64, 4, 0, 4, 3),
     ("update_weights_kernel", 64, 4, 0, 3, 1),
@@ -50,42 +50,42 @@ BUDGET = [
     ("mean_slice_kernel", 64, 4, 0, 2, 1),
     ("message_scales_kernel", 64, 4, 0, 0, 0),
     ("result_scales_kernel", 64, 4, 0, 0, 0),
-    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, LEAF, 2, 1),  # the gradient, or the momentum
-    ("feed_kernelILNS.*4FeedE3E", 80, 3, LEAF, 6, 4),  # the distance, after a step
+    ("feed_kernelILNS.*4FeedE[012]E", 64, 4, LEAF, 2, 1),  # of the gradient, or of the momentum
+    ("feed_kernelILNS.*4FeedE3E", 80, 3, LEAF, 6, 4),  # of the distance, after a step
     ("finish_kernelILNS.*4FeedE[012]E", 64, 4, 0, 3, 2),
     ("finish_kernelILNS.*4FeedE3E", 80, 3, 0, 4, 3),
     ("local_kernel", 64, 4, 0, 5, 3),
     ("onebit_lamb_moments_kernel", 80, 3, 2 * LEAF, 4, 2),
     ("onebit_lamb_weights_kernel", 64, 4, 0, 3, 1),
 ]
-# Where a device has its own registers and resident blocks. Two leaves in shared memory leave room for three blocks on
+# Devices with other limits of registers and resident blocks. With two leaves in shared memory, three blocks fit on
 # multiprocessors with 100 KiB of it.
 OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
           for kernel in ("update_kernel", "pack_kernel", "feed_list_kernel", "serve_kernel", "feed_slice_kernel",
                          "feed_kernelILNS.*4FeedE[012]E")}
-# Kernels that add up values of a leaf, or what leaves left: of the latter so many are under way to each lane, at least.
+# Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
         "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
-# Instructions of a kernel that has a loop for each rule, and for each set of formats: they come from memory, too.
+# Kernels with a loop per rule and per set of formats: their instructions are loaded from memory too.
 MOST_INSTRUCTIONS = {"update_kernel": 31000}
-RANKS_AT_ONCE = 4  # whose bits, a byte each, serve_kernel has asked for before it waits for any, at least
+RANKS_AT_ONCE = 4  # minimum number of ranks whose bits, one byte each, serve_kernel loads before it waits for any
 REGISTERS = 65536
-# Threads, and bytes of shared memory, of a multiprocessor; of the latter each block takes 1024 for itself.
+# Threads and KiB of shared memory of a multiprocessor; each block reserves another 1024 bytes.
 MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
                   110: (2048, 228), 120: (1536, 100), 121: (1536, 100)}
 THREADS = 256
-# Arithmetic of floating-point numbers: exact, or rounded once, to nearest, with denormals.
+# Floating-point arithmetic that is exact, or rounded once to nearest, with denormals.
 ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|64)|(neg|abs|min|max)\.f(32|64)|"
                         r"(set|setp|selp|slct|testp|copysign|mov|ld|st|shfl|vote|cvta)\b[\w.:]*|"
-                        r"fma\.rn\.f64|"  # of squares only, see judge_ptx()
+                        r"fma\.rn\.f64|"  # for squares only, see judge_ptx()
                         r"cvt\.f32\.f16|cvt\.rn\.b?f16\.f32|"
                         r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
 
 
 def find_tools(names, folders):
-    """Their places, with the others where they look for them."""
+    """Finds the tools, and adds the folders to PATH, because the tools search there for others."""
     places = []
     for folder in folders + sorted(glob.glob("/usr/local/cuda*/bin")):
         places += [folder] + sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin")))
@@ -101,13 +101,13 @@ def run(*command):
 
 
 def sections(text, pattern):
-    """Text of every function by its name."""
+    """Returns the text of every function by name."""
     parts = re.split(pattern, text)
     return dict(zip(parts[1::2], parts[2::2]))
 
 
 def instructions(code):
-    """Of a function: what is between the address and the encoding."""
+    """Returns the instructions of a function, without addresses and encodings."""
     return [line.strip() for line in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", code)]
 
 
@@ -117,7 +117,8 @@ def registers_of(operand, width=1):
 
 
 def loads_under_way(code, kind=r"128", registers=4):
-    """The most loads of global memory of this kind that follow one another before one is used: of 16 bytes, or others."""
+    """Returns the maximum number of such loads of global memory in sequence before one is used; 16-byte loads by
+    default."""
     most, under_way, count = 0, set(), 0
     for line in instructions(code):
         words = re.sub(r"^@\S+\s+", "", line).split(None, 1)
@@ -138,9 +139,10 @@ def loads_under_way(code, kind=r"128", registers=4):
 
 
 def addition_chains(code):
-    """Of the loops without another one inside that add what they load in double: how many there are, the most dependent
-    additions of an iteration for each value that it loads, and whether other lanes are in such a chain; and the most loads of global memory before an
-    addition in one of them."""
+    """Analyzes the innermost loops that add loaded values in fp64.
+
+    Returns the number of these loops; the maximum number of dependent additions per loaded value of an iteration;
+    whether other lanes are in such a chain; and the maximum number of global loads before an addition in a loop."""
     lines = [(int(at, 16), line.strip()) for at, line in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(.*?);", code)]
     loops = set()
     for at, line in lines:
@@ -149,7 +151,7 @@ def addition_chains(code):
             loops.add((int(jump.group(1), 16), at))
 
     def follow(body):
-        """Values loaded, chain of additions of loaded values, whether lanes are in it, loads before the first one."""
+        """Returns loaded values, their chain of additions, whether lanes are in it, and loads before the first one."""
         source, depth = {}, {}  # by register
         values, chain, crosses, ahead = 0, 0, False, 0
         for line in body:
@@ -183,7 +185,7 @@ def addition_chains(code):
             continue
         body = [line for at, line in lines if begin <= at <= end]
         if any("MUFU" in line or "BAR" in line for line in body):
-            continue  # it divides, or is over leaves
+            continue  # a loop that divides, or a loop over leaves
         values, chain, crosses, ahead = follow(body)
         if chain:
             found, worst, through_lanes = found + 1, max(worst, chain / values), through_lanes or crosses
@@ -192,7 +194,8 @@ def addition_chains(code):
 
 
 def waits_first(code):
-    """True if the wait for the preceding kernel comes before any access of memory but constants, any barrier and any jump."""
+    """Returns true if the wait for the preceding kernel comes before any access of memory except constants, any barrier
+    and any jump."""
     for line in instructions(code):
         opcode = re.sub(r"^@\S+\s+", "", line).split()[0]
         if opcode == "ACQBULK":
@@ -203,7 +206,7 @@ def waits_first(code):
 
 
 def resident_blocks(arch, registers, shared):
-    """`shared` with what the block takes for itself."""
+    """`shared` includes the bytes that the block reserves."""
     threads, kilobytes = MULTIPROCESSOR[arch]
     return min(REGISTERS // (THREADS * -(-registers // 8) * 8), threads // THREADS, kilobytes * 1024 // shared)
 
@@ -223,7 +226,7 @@ def judge_ptx(judge, text):
     bad |= {opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|nc|sat)\b", opcode)}
     judge.say(len(floats) > 20 and not bad, "%d kinds of PTX instructions on floating-point numbers, not allowed: %s" %
               (len(floats), " ".join(sorted(bad)) or "none"))
-    # The square of a float is exact in double: that multiplication and the addition round once together, as apart.
+    # The square of a float is exact in double, so the fused operation rounds as the separate ones do.
     squares = others = 0
     for function in re.split(r"^\s*\.(?:visible|weak)?\s*\.?entry", text, flags=re.M):
         wide = set(re.findall(r"cvt\.f64\.f32\s+(%fd\d+)", function))
@@ -241,7 +244,7 @@ def judge_machine_code(judge, arch, usage, code):
             judge.say(False, "%s: a kernel is called %s" % (arch, kernel))
         for name in names:
             have = int(re.search(r"REG:(\d+)", usage[name]).group(1))
-            # From sm_90 on the compiler counts what a block takes for itself, if the kernel has any shared memory.
+            # From sm_90 on, the compiler's number includes the reserved bytes if the kernel has any shared memory.
             static = int(re.search(r"SHARED:(\d+)", usage[name]).group(1))
             shared = (max(static, 1024) if number >= 90 else static + 1024) + dynamic
             spills = len(re.findall(r"\b(?:LDL|STL)\b", code[name]))
@@ -249,7 +252,7 @@ def judge_machine_code(judge, arch, usage, code):
             wide = len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code[name]))
             under_way = loads_under_way(code[name])
             blocks = resident_blocks(number, have, shared)
-            # Multiprocessors with less shared memory have room for fewer blocks than the registers would allow.
+            # Multiprocessors with less shared memory hold fewer blocks than the registers would allow.
             enough = blocks >= min(resident, MULTIPROCESSOR[number][1] * 1024 // shared)
             good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
             judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
@@ -274,7 +277,7 @@ def judge_machine_code(judge, arch, usage, code):
 
 
 def judge_model(judge, usage, code):
-    """Compilers differ somewhat."""
+    """Compares with gpu_model.py, with a tolerance, because compilers differ."""
     for name, count in loops.counted(code).items():
         kernel = gpu_model.KERNELS[name]
         registers = max(int(re.search(r"REG:(\d+)", usage[function]).group(1))

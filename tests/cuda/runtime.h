@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which device the tests of the CUDA backend run on: the emulated one, or with ON_A_GPU the first of the CUDA runtime.
+// Selects the device of the tests of the CUDA backend: the emulated one, or with ON_A_GPU the first device of the CUDA
+// runtime.
 #pragma once
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -25,7 +26,7 @@ inline void end_test() {
 #endif
 }
 
-/// Thousands of blocks of device memory: protecting each one around each call would take the emulator minutes.
+/// Disables page protection, because with thousands of blocks of device memory it would take the emulator minutes.
 inline void allow_many_blocks() {
 #ifndef ON_A_GPU
     fakert::Config config = fakert::config_from_environment();
@@ -34,8 +35,8 @@ inline void allow_many_blocks() {
 #endif
 }
 
-/// In place when it returns, for every stream. cudaMemcpy() alone returns while small pageable copies are under way,
-/// and streams that do not block would not wait for them.
+/// Copies to the device and waits, for all streams. cudaMemcpy() alone may return while small pageable copies are
+/// pending, and non-blocking streams would not wait for them.
 inline void to_device(void *to, const void *from, size_t bytes) {
     EXPECT_EQ(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), cudaSuccess);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);

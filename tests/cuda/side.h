@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An optimizer with its lists on the CPU or on a CUDA device, and what a test compares of it. The sources that include
-// this are compiled twice: with the emulated device, and with the CUDA runtime for a GPU.
+// An optimizer with its lists on the CPU or on a CUDA device, and the values that tests compare. Sources that include
+// this header are compiled twice: with the emulated device, and with the CUDA runtime for a GPU.
 #pragma once
 #include "dsopt.h"
 #include "runtime.h"
@@ -28,7 +28,7 @@ inline const test::Memory &memory_of(bool device) {
     return device ? there : host;
 }
 
-/// Makes one NaN of every NaN, as numbers compare: which one a device has is its own affair.
+/// Replaces every NaN by the same one, because devices may produce different NaNs.
 inline void unite_nans(std::vector<char> &values, int32_t dtype) {
     const auto unite = [&](auto exponent, auto all) {
         using Word = decltype(all);
@@ -63,18 +63,18 @@ struct Setting {
     uint32_t group_flags = 0;
     bool scaler = false;
     uint32_t step_flags = 0;
-    int32_t out = 0; // dtype, 0 = none
+    int32_t out = 0; // dtype; 0: none
     bool shifted = false;
     bool mixed = false; // dtypes differ from tensor to tensor
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
     uint32_t param_flags = 0;
-    std::vector<uint32_t> flags_of = {}; // in place of that, of every parameter
-    const Ranks *model = nullptr;        // model-parallel ranks, and which of them this is
+    std::vector<uint32_t> flags_of = {}; // per parameter, in place of `param_flags`
+    const Ranks *model = nullptr;        // model-parallel ranks; `model_rank` is this rank's index
     int model_rank = 0;
-    bool gaps = false;                                       // every fifth gradient is zero, always
+    bool gaps = false;                                       // every fifth gradient is zero in all steps
     int exports_every = 1;                                   // steps
-    void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
-    dsopt_context *context = nullptr;                        // NULL: one of its own
+    void (*change)(dsopt_group &group, int index) = nullptr; // called for both groups before they are added
+    dsopt_context *context = nullptr;                        // NULL: creates its own
 };
 
 /// Ranks that are threads of this process.
@@ -95,7 +95,7 @@ struct Ranks {
 /// Nodes of ranks: the comms of two levels.
 struct Nodes {
     int per_node, nodes;
-    std::deque<Ranks> inside, across; // one a node, one a place in it
+    std::deque<Ranks> inside, across; // one per node; one per rank of a node
     Nodes(int of, int number) : per_node(of), nodes(number) {
         for (int d = 0; d < nodes; ++d) inside.emplace_back(per_node);
         for (int l = 0; l < per_node; ++l) across.emplace_back(nodes);
@@ -194,7 +194,7 @@ public:
         const dsopt_step arguments_ = arguments();
         return dsopt_optimizer_step(optimizer, &arguments_);
     }
-    /// Where the state is now.
+    /// Returns the current addresses of the state.
     std::vector<dsopt_tensor> state() {
         std::vector<dsopt_tensor> list;
         int64_t count = 0;
@@ -206,7 +206,7 @@ public:
         }
         return list;
     }
-    /// Everything that a step changes, and its report.
+    /// Returns everything that a step changes, and its report.
     std::vector<std::vector<char>> everything() {
         std::vector<std::vector<char>> all;
         int64_t count = 0;
@@ -256,7 +256,7 @@ private:
     Setting setting_;
 };
 
-/// Which list differs first, and where; the lists themselves would fill pages.
+/// Reports the first list that differs and the byte, because the lists themselves would fill pages.
 inline testing::AssertionResult same(const std::vector<std::vector<char>> &a, const std::vector<std::vector<char>> &b) {
     if (a.size() != b.size()) return testing::AssertionFailure() << a.size() << " and " << b.size() << " arrays";
     for (size_t i = 0; i < a.size(); ++i)
@@ -272,7 +272,7 @@ inline testing::AssertionResult same(const std::vector<std::vector<char>> &a, co
     return testing::AssertionSuccess();
 }
 
-/// A captured call: it has its stream, and gives everything back.
+/// A captured call, with its own stream; releases everything on destruction.
 class Captured {
 public:
     template <class Call> explicit Captured(const Call &call) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: the bits of the CPU backend, graphs, checkpoints, lists, ranks. On the emulated device or on a GPU.
+// The CUDA backend: same bits as the CPU backend, graphs, checkpoints, lists, ranks. On the emulated device or on a
+// GPU.
 #include "side.h"
 #include <array>
 #include <thread>
@@ -57,7 +58,7 @@ TEST_F(Cuda, GivesTheBitsOfTheCpuForMixedListsUnalignedArraysAndEveryOption) {
         uncorrected.algorithm = algorithm;
         uncorrected.group_flags = DSOPT_GROUP_EPS_UNCORRECTED;
         expect_same_bits(uncorrected, "eps beside the uncorrected variance");
-        uncorrected.desc.max_norm = 0.5; // scalars are then made elsewhere
+        uncorrected.desc.max_norm = 0.5; // with clipping, other code computes the scalars
         uncorrected.param = uncorrected.grad = DSOPT_DTYPE_BF16;
         expect_same_bits(uncorrected, "eps beside the uncorrected variance, clipped");
     }
@@ -108,7 +109,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
             set_lr(t);
             run(plain);
             if (t == 0) {
-                run(graph); // makes tables
+                run(graph); // creates tables
                 ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
                 run(graph);
                 ASSERT_EQ(cudaStreamEndCapture(stream, &recorded), cudaSuccess);
@@ -149,7 +150,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     cudaGraphExec_t replay = nullptr;
     ASSERT_EQ(cudaStreamEndCapture(stream, &recorded), cudaSuccess);
     ASSERT_EQ(cudaGraphInstantiate(&replay, recorded, 0), cudaSuccess);
-    // A plain step with another learning rate and without one gradient; the graph must not see either.
+    // A plain step with another learning rate and one gradient less; the graph must not see either change.
     for (Side *each : {&side, &reference}) {
         each->gradients[4].data = nullptr;
         ASSERT_OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
@@ -164,7 +165,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     ASSERT_OK(dsopt_optimizer_set(reference.optimizer, 1, DSOPT_KEY_LR, 2e-3));
     ASSERT_OK(reference.step());
     EXPECT_TRUE(same(side.everything(), reference.everything()));
-    // Capturing again needs a plain step with the lists as they are now.
+    // A second capture needs a plain step with the current lists.
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
     cudaGraph_t second = nullptr;
@@ -179,7 +180,7 @@ TEST_F(Cuda, RefusesACaptureBeforeTheFirstStep) {
     Side side(true, Setting{});
     side.fill_gradients(0);
     const Captured captured([&](cudaStream_t stream) { EXPECT_EQ(step_on(side, stream), DSOPT_ERR_STATE); });
-    ASSERT_OK(side.step()); // the capture is not spoilt, and the optimizer is as before
+    ASSERT_OK(side.step()); // the capture is still valid, and the optimizer is unchanged
 }
 
 TEST_F(Cuda, StepsWithItsListsAfterACaptureWithOthersThatIsNotReplayed) {
@@ -188,7 +189,7 @@ TEST_F(Cuda, StepsWithItsListsAfterACaptureWithOthersThatIsNotReplayed) {
     for (Side *each : {&side, &reference}) {
         each->fill_gradients(1);
         ASSERT_OK(each->step());
-        each->gradients[3].data = each->grads[7].data(); // which is longer
+        each->gradients[3].data = each->grads[7].data(); // a longer tensor
         each->gradients[8].data = nullptr;
         ASSERT_OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
     }
@@ -234,7 +235,7 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     ASSERT_OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
     DSOPT_NEW(dsopt_io, io);
     ASSERT_OK(dsopt_optimizer_load(again.optimizer, path.c_str(), &io));
-    // What one backend wrote the other one reads, and both go on alike.
+    // Each backend loads what the other one saved, and both continue identically.
     ASSERT_OK(dsopt_optimizer_load(host.optimizer, path.c_str(), &io));
     for (Side *side : {&device, &host}) {
         side->fill_gradients(1);
@@ -293,7 +294,7 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
     allow_many_blocks();
     Setting s;
     s.sizes.clear();
-    for (int i = 0; i < 300; ++i) // few leaves and many, on either side of what one thread adds up, and none
+    for (int i = 0; i < 300; ++i) // numbers of leaves around the limit of what one thread adds up, and none
         s.sizes.push_back(i % 50 == 0 ? 0 : i % 37 == 5 ? 4096 * 7 + i : i % 41 == 3 ? 4096 * (7 + i / 8) + i : i % 9);
     s.desc.max_norm = 0.5;
     s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
@@ -325,7 +326,7 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
 TEST_F(Cuda, KeepsANanThatOneRankAloneHasInTheNormsOfAllRanks) {
     constexpr int ranks = 2;
     const Ranks group(ranks);
-    // Which rank has it matters: the maximum of two numbers keeps a NaN on one side only.
+    // The rank matters: a maximum of two numbers may lose a NaN on one side only.
     for (const int bad : {-1, 0, 1}) {
         dsopt_norm_result results[ranks][2] = {};
         group.run([&](int rank) {

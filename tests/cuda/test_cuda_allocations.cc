@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the emulated device a warm step allocates nothing on the host either, though its lists move from call to call.
+// On the emulated device a warm step allocates nothing on the host, even if its lists are at other addresses in each
+// call.
 #include "side.h"
 #include "support/warm.h"
 
@@ -35,7 +36,7 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
             }
             for (int call = 0; call < 12; ++call) {
                 dsopt_step step = side.arguments();
-                // Twice the same, then other pointers, all of them or one.
+                // The same list twice, then other pointers: all of them or one.
                 if (call % 4 >= 2) step.grads = moved.data();
                 if (call % 6 == 5) std::swap(moved[4].data, side.gradients[4].data);
                 test::NewWatch::calls = 0;

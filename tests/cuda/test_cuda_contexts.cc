@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contexts of the CUDA driver: all of the engine's memory, streams and events are in the primary one, whatever context
-// is current in the thread that calls or destroys. Only on the emulated device, which refuses them in other contexts.
+// Contexts of the CUDA driver: all of the engine's memory, streams and events are in the primary context, whatever
+// context is current in the thread that calls or destroys. Only on the emulated device, which refuses their use in
+// other contexts.
 #include "idle.h"
 #include "side.h"
 #include <barrier>
@@ -22,7 +23,7 @@ protected:
         EXPECT_OK(dsopt_context_create(&where, &context));
         return context;
     }
-    /// In a thread that has chosen no device.
+    /// Runs body() in a thread that has selected no device.
     template <class Body> static void in_new_thread(const Body &body) { std::thread(body).join(); }
     static cudaStream_t make_stream() {
         cudaStream_t stream = nullptr;
@@ -35,8 +36,8 @@ protected:
         s.context = context;
         s.scaler = true;
         s.desc.max_norm = 1;
-        s.desc.skip_budget = 5;                // page-locked memory
-        s.desc.flags = DSOPT_OPTIMIZER_TIMING; // events
+        s.desc.skip_budget = 5;                // needs page-locked memory
+        s.desc.flags = DSOPT_OPTIMIZER_TIMING; // needs events
         return s;
     }
 };
@@ -83,7 +84,7 @@ TEST_F(CudaContexts, ObjectsAreDestroyedWithoutAContextOnDevice0) {
         side->fill_gradients(0);
         ASSERT_OK(side->step());
         ASSERT_OK(dsopt_zero_grad(context, side->gradients.data(), int64_t(side->gradients.size()), DSOPT_ZERO_FILL,
-                                  nullptr)); // blocks of the pools
+                                  nullptr)); // uses blocks of the pools
         DSOPT_NEW(dsopt_comm_table, table);  // in host memory: gradients are staged
         table.ranks = 2;
         table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
@@ -122,7 +123,7 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
     reference.fill_gradients(0);
     for (int t = 0; t < 3; ++t) ASSERT_OK(step_on(reference, stream));
     const auto expected = reference.everything();
-    for (const bool created_there : {false, true}) { // the objects, and the first step
+    for (const bool created_there : {false, true}) { // the objects and the first step
         SCOPED_TRACE(created_there);
         dsopt_context *context = nullptr;
         std::optional<fakert::Context> other(std::in_place, 0);
@@ -160,7 +161,7 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
-/// Every kind of call that takes a stream.
+/// Makes every kind of call that has a stream, and returns the results.
 std::vector<dsopt_status> calls_on(Side &side, dsopt_comm *comm, cudaStream_t stream) {
     const auto count = int64_t(side.gradients.size());
     dsopt_tensor *const grads = side.gradients.data();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only the emulated device can tell: what a step costs in launches, waits, copies and memory, and that it survives
-// every call of the runtime that can fail.
+// Tests that only the emulated device allows: the cost of a step in launches, waits, copies and memory, and that the
+// engine survives a failure of every runtime call.
 #include "idle.h"
 #include "side.h"
 #include <algorithm>
@@ -35,7 +35,7 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
 }
 
-/// Another one advances the counts of more than 1,024 tensors.
+/// Another kernel advances the counts of more than 1,024 tensors.
 TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClipping) {
     allow_many_blocks();
     for (const size_t count : {size_t(1), size_t(100), size_t(1024), size_t(1025), size_t(5000)}) {
@@ -87,7 +87,7 @@ TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
             if (rank == 0) seen = fakert::launched_kernels();
             together.arrive_and_wait();
         });
-        std::sort(seen.begin(), seen.end()); // of two ranks at once
+        std::sort(seen.begin(), seen.end()); // of two ranks running concurrently
         std::sort(wanted.begin(), wanted.end());
         EXPECT_EQ(seen, wanted);
     }
@@ -110,7 +110,7 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     EXPECT_EQ(fakert::counters().host_waits, 0);
 }
 
-/// Settings with which 1-bit steps begin soon.
+/// Returns settings with which 1-bit steps begin soon.
 Setting onebit(int32_t algorithm, size_t count) {
     Setting s;
     s.algorithm = algorithm;
@@ -167,7 +167,7 @@ TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
                 together.arrive_and_wait();
                 if (rank == 0) seen[many] = fakert::launched_kernels();
             });
-            std::sort(seen[many].begin(), seen[many].end()); // of two ranks at once
+            std::sort(seen[many].begin(), seen[many].end()); // of two ranks running concurrently
         }
         EXPECT_EQ(seen[0], seen[1]);
         EXPECT_LE(seen[0].size(), 2 * 13u);
@@ -203,7 +203,7 @@ TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) 
         }
         (void)cudaGraphDestroy(graph);
         (void)cudaStreamDestroy(stream);
-        ASSERT_OK(side.step()); // refused or not, the comm is as good as before
+        ASSERT_OK(side.step()); // refused or not, the comm stays usable
     }
 }
 
@@ -258,7 +258,7 @@ TEST_F(Cuda, SurvivesEveryFailingRuntimeCallAndGivesEverythingBack) {
     for (long n = 0; n < calls; ++n) {
         config.fail_call = n;
         fakert::reset(config);
-        (void)scenario(); // a failing free at the very end is nobody's status; nothing may crash or hang
+        (void)scenario(); // a failing free at the end returns no status; nothing may crash or hang
     }
     fakert::reset();
     EXPECT_EQ(scenario(), DSOPT_OK);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One driver for both backends: what goes over the wire, also in skipped steps, and what a failed exchange leaves.
+// The driver of a step on both backends: what ranks send, also in skipped steps, and the state after a failed exchange.
 #include "side.h"
 #include <algorithm>
 #include <memory>
@@ -39,7 +39,7 @@ Counts counts_of(const dsopt_comm *comm) {
 
 class CudaDriver : public Cuda {
 protected:
-    /// Of every step, on rank 0. Every third one is skipped.
+    /// Returns the counts of every step on rank 0. Every third step is skipped.
     static std::vector<Counts> wire(bool device, const Setting &setting, bool model) {
         const Ranks ranks(2);
         std::vector<Counts> all;
@@ -74,8 +74,9 @@ TEST_F(CudaDriver, SendsAsMuchAsTheCpuAlsoInSkippedSteps) {
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
             const std::vector<Counts> host = wire(false, setting_of(algorithm, compat), false);
             EXPECT_EQ(wire(true, setting_of(algorithm, compat), false), host) << algorithm << ", " << compat;
-            // In standard mode nobody waits to find out that a step is skipped; in compat mode nothing is sent for one.
-            if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) continue; // its steps differ by themselves
+            // In standard mode the host does not wait to find out that a step is skipped. In compat mode a skipped step
+            // sends nothing.
+            if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) continue; // its steps differ from each other
             const size_t skipped = 7, taken = 8;
             if (compat == DSOPT_COMPAT_NONE)
                 EXPECT_EQ(host[skipped], host[taken]);
@@ -90,7 +91,7 @@ TEST_F(CudaDriver, SendsAsMuchAsTheCpuForTensorsThatAreSharded) {
     EXPECT_EQ(wire(true, s, true), wire(false, s, true));
 }
 
-/// Collectives with another rank that sends what this one does, until they fail.
+/// Collectives with another rank that sends the same data as this rank, until they fail.
 struct Failing {
     int left = INT32_MAX; // calls until one fails
     int call() { return --left < 0 ? 7 : 0; }
@@ -103,7 +104,7 @@ struct Failing {
     }
 };
 
-/// With a group of 1-bit Adam or LAMB and one of AdamW, whose gradients the engine averages.
+/// A group of 1-bit Adam or LAMB and a group of AdamW, whose gradients the engine averages.
 class FailingSide {
 public:
     FailingSide(bool device, int32_t algorithm) : FailingSide(device, setting_of(algorithm, DSOPT_COMPAT_NONE)) {}
@@ -134,7 +135,7 @@ public:
         dsopt_comm_destroy(comm);
         dsopt_context_destroy(context_);
     }
-    /// Parameters and state, without errors, which hold sums that were to be sent.
+    /// Returns parameters and state, except errors: these hold the sums that were to be sent.
     std::vector<std::vector<char>> state() const {
         std::vector<std::vector<char>> all;
         int64_t count = 0;
@@ -160,7 +161,7 @@ private:
 TEST_F(CudaDriver, FailureOfAnyCollectiveLeavesParametersMomentsAndCountersOfAllGroupsOnBothBackends) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const bool device : {false, true}) {
-            constexpr int collectives = 4; // gradients that are averaged, norms, rows to servers, rows of results
+            constexpr int collectives = 4; // averaged gradients, norms, messages to servers, result messages
             for (int good = 0; good <= collectives; ++good) {
                 FailingSide it(device, algorithm);
                 for (int t = 0; t < kFreeze + 2; ++t) {
@@ -192,7 +193,7 @@ TEST_F(CudaDriver, ZeroesGradientsThatItAveragedInOneLaunchWhateverTheirNumber) 
         s.desc.flags = DSOPT_OPTIMIZER_AVERAGES;
         s.step_flags = DSOPT_STEP_ZERO_GRADS;
         FailingSide it(true, s);
-        for (int t = 0; t < 2; ++t) { // full steps; the first one makes tables
+        for (int t = 0; t < 2; ++t) { // full steps; the first one creates tables
             it.side->fill_gradients(t);
             fakert::mark();
             EXPECT_OK(it.side->step());

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functional form on the device: the bits of the CPU and of the step mode, on lists of the caller, and what of it
-// can be captured in a graph.
+// The functional form on the device: same bits as on the CPU and as in step mode, on lists of the caller. Also which of
+// its calls can be captured in a graph.
 #include "side.h"
 
 using namespace cuda_test;
 
 namespace {
 
-/// An optimizer with everything that dsopt_optimizer_apply reads and writes, state at addresses that suit its elements
-/// and nothing more.
+/// An optimizer with everything that dsopt_optimizer_apply reads and writes. State is aligned only to its elements.
 class Pure : public Side {
 public:
     Pure(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0) :
@@ -45,14 +44,14 @@ public:
         const dsopt_step step = pure_arguments();
         return dsopt_optimizer_apply(optimizer, &step);
     }
-    /// State and parameters as they lie there.
+    /// Returns the raw bytes of state and parameters.
     std::vector<std::vector<char>> raw() const {
         std::vector<std::vector<char>> all;
         for (const Bytes &bytes : lists_) all.push_back(bytes.get());
         for (const Bytes &bytes : params) all.push_back(bytes.get());
         return all;
     }
-    /// The same of the engine's own state.
+    /// Returns the raw bytes of the engine's own state.
     std::vector<std::vector<char>> own() {
         std::vector<std::vector<char>> all;
         for (const dsopt_tensor &tensor : Side::state()) {
@@ -113,7 +112,7 @@ protected:
     }
     static bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 
-    /// Starting values and steps: on the CPU, on the device, and by the device's step mode.
+    /// Compares initial values and steps: on the CPU, on the device, and in the device's step mode.
     static void expect_same_bits(const Setting &s, int count, int bad_step) {
         SCOPED_TRACE("algorithm " + std::to_string(s.algorithm) + ", compat " + std::to_string(s.desc.compat) +
                      ", ranks " + std::to_string(count) + (s.mixed ? ", mixed" : ""));
@@ -200,7 +199,8 @@ TEST_F(CudaFunctional, ScalerOnArraysMovesAsTheHandleDoes) {
         ASSERT_OK(dsopt_scaler_create(context, &desc, &handle));
         ASSERT_OK(dsopt_scaler_create(context, &desc, &other));
         {
-            Bytes scale(true, 4, 4), words(true, 48, 4), overflow(true, 4, 0); // words at 4 beyond a line
+            // Words at an offset of 4 from an aligned address.
+            Bytes scale(true, 4, 4), words(true, 48, 4), overflow(true, 4, 0);
             const dsopt_tensor list[] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
             ASSERT_OK(dsopt_scaler_init_state(other, list, 2, nullptr));
             for (int i = 0; i < 40; ++i) {
@@ -410,7 +410,7 @@ TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
                 step.stream = stream;
                 EXPECT_OK(dsopt_optimizer_apply(optimizer, &step));
             });
-            EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the state was made on another stream
+            EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the state was created on another stream
             captured.replay();
         } else {
             EXPECT_OK(dsopt_optimizer_apply(optimizer, &step));
@@ -439,7 +439,7 @@ TEST_F(CudaFunctional, StepsWithStateOfTheCallerAfterTheEngineMadeItsOwn) {
             ASSERT_OK(dsopt_optimizer_step(side->optimizer, &step));
         }
         ASSERT_TRUE(same(host.raw(), device.raw())) << t;
-        // The engine's own state begins with a step on zero gradients, in the workspace of the steps.
+        // The engine's own state starts with a step on zero gradients, in the workspace of the steps.
         if (t == 0)
             for (Pure *side : {&host, &device}) (void)side->everything();
     }
@@ -453,7 +453,7 @@ TEST_F(CudaFunctional, RefusesToCaptureTheStepOnZeroGradientsAndChangesNothing) 
             EXPECT_EQ(side.init(stream), DSOPT_ERR_STATE);
             EXPECT_NE(std::string(dsopt_last_error()).find("captured"), std::string::npos) << dsopt_last_error();
         });
-        captured.replay(); // of nothing
+        captured.replay(); // replays an empty graph
         EXPECT_TRUE(same(before, side.raw()));
         ASSERT_OK(side.init());
         EXPECT_FALSE(same(before, side.raw()));

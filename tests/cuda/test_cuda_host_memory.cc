@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels read nothing of the host's. On a GPU that is an illegal access, or with some drivers a slow one; the emulated
-// device is this process, where it would go unseen. So whatever the engine allocates here has pages of its own, its
-// calls are made on a stack of their own, and both are gone while kernels run.
+// Kernels read no host memory. On a GPU such an access is illegal, or slow with some drivers; on the emulated device,
+// which is this process, it would not be noticed. So the engine's allocations here have pages of their own and its
+// calls run on a separate stack, and both are inaccessible while kernels run.
 #include "idle.h"
 #include "side.h"
 #include <csignal>
@@ -51,7 +51,7 @@ void release(void *memory) {
     }
     std::free(memory);
 }
-/// Runs everything that is enqueued, without the engine's memory.
+/// Runs all enqueued work while the engine's memory is inaccessible.
 void run_kernels() {
     const auto allow = [](int access) {
         const std::lock_guard lock(g_mutex);
@@ -65,7 +65,7 @@ void run_kernels() {
     EXPECT_GT(fakert::kernels_run(), before) << "they ran before: the host waited";
 }
 
-/// On a stack that is gone when this returns.
+/// Runs body() on a stack that is unmapped afterwards.
 template <class Body> void in_engine(const Body &body) {
     constexpr size_t bytes = size_t(1) << 20;
     void *const stack = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -126,7 +126,7 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfSteps) {
         steps(s, 2);
         s = {};
         s.algorithm = algorithm;
-        s.desc.compat = DSOPT_COMPAT_DEEPSPEED; // tensors of a group have one count
+        s.desc.compat = DSOPT_COMPAT_DEEPSPEED; // tensors of a group share one count
         steps(s, 2);
     }
 }
@@ -155,7 +155,7 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfLists) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     in_engine([&] {
         const auto count = int64_t(side.gradients.size());
-        std::vector<dsopt_tensor> weights = side.gradients; // gone before the kernels run
+        std::vector<dsopt_tensor> weights = side.gradients; // destroyed before the kernels run
         for (size_t i = 0; i < weights.size(); ++i) weights[i].data = side.params[i].data();
         EXPECT_OK(
             dsopt_tensors_axpby(side.context, nullptr, side.gradients.data(), 0.5f, weights.data(), count, nullptr));

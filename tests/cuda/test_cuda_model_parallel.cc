@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// LAMB and 1-bit LAMB on tensors that are sharded over model-parallel ranks: the bits of the CPU backend on every rank.
+// LAMB and 1-bit LAMB on tensors that are sharded over model-parallel ranks: same bits as the CPU backend on every
+// rank.
 #include "side.h"
 
 using namespace cuda_test;
@@ -9,7 +10,8 @@ namespace {
 class CudaModelParallel : public Cuda {
 protected:
     static constexpr uint32_t kSharded = DSOPT_PARAM_MODEL_PARALLEL;
-    /// Shards of sizes that differ, one of nothing, one of many leaves; and what is whole on both ranks.
+    /// Returns settings with shards of different sizes, an empty one and one of many leaves, and a tensor that is whole
+    /// on both ranks.
     static Setting setting(int32_t algorithm, int rank) {
         Setting s;
         s.algorithm = algorithm;
@@ -23,8 +25,8 @@ protected:
         };
         return s;
     }
-    using Snapshots = std::vector<std::vector<std::vector<char>>>; // of every step
-    /// Two model ranks, and as many data ranks as wanted. `bad_step`: with an overflow on one rank.
+    using Snapshots = std::vector<std::vector<std::vector<char>>>; // per step
+    /// Trains two model ranks and `data_ranks` data ranks. `bad_step`: a step with an overflow on one rank.
     static std::vector<Snapshots> train(bool device, const std::function<void(Setting &)> &change, int32_t algorithm,
                                         int data_ranks, int bad_step) {
         std::deque<Ranks> model_groups, data_groups;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit compression and the 1-bit family on the device: the bits of the CPU backend, rank by rank and step by step.
+// 1-bit compression and the 1-bit family on the device: same bits as the CPU backend, for each rank and step.
 #include "side.h"
 
 using namespace cuda_test;
 
 namespace {
 
-using Snapshots = std::vector<std::vector<std::vector<char>>>; // of every step
+using Snapshots = std::vector<std::vector<std::vector<char>>>; // per step
 
 class CudaOneBit : public Cuda {
 protected:
-    /// Sizes on both sides of words, leaves and, with two or three ranks, chunks.
+    /// Returns settings with sizes around words, leaves and, with two or three ranks, chunks.
     static Setting setting(int32_t algorithm) {
         Setting s;
         s.algorithm = algorithm;
@@ -32,7 +32,7 @@ protected:
         if (index == 1) g.flags |= DSOPT_GROUP_NON_FREEZE;
     }
 
-    /// Ranks of one comm, or of nodes.
+    /// Trains ranks of one comm, or of nodes.
     static std::vector<Snapshots> train(bool device, const Setting &setting, int ranks, int bad_step,
                                         int per_node = 0) {
         const Nodes nodes(per_node > 0 ? per_node : 1, per_node > 0 ? ranks / per_node : ranks);
@@ -99,7 +99,7 @@ TEST_F(CudaOneBit, GivesTheBitsOfTheCpuInBothModes) {
 
 TEST_F(CudaOneBit, GivesTheBitsOfTheCpuWithMastersAScalerClippingAndSkippedSteps) {
     for (const int32_t algorithm : kFamily)
-        for (const int bad_step : {1, 3, 8}) { // before the variance freezes, as it does, afterwards
+        for (const int bad_step : {1, 3, 8}) { // before, at and after the freeze of the variance
             Setting s = setting(algorithm);
             s.param = DSOPT_DTYPE_F16;
             s.grad = DSOPT_DTYPE_BF16;
@@ -325,7 +325,7 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
                     side->fill_gradients(t);
                     dsopt_step step = side->arguments();
                     std::vector<dsopt_tensor> state, params;
-                    if (t >= 1 && t <= 5) { // over the freeze
+                    if (t >= 1 && t <= 5) { // before and after the freeze
                         state = side->state();
                         step.state = state.data();
                         step.state_count = int64_t(state.size());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rules with one moment or none on a device: the bits of the CPU, whatever they are mixed with.
+// Rules with one moment or none on a device: same bits as on the CPU, in all combinations.
 #include "side.h"
 
 using namespace cuda_test;
@@ -12,7 +12,7 @@ void with_momentum(dsopt_group &group, int index) {
     group.momentum = 0.9;
     group.dampening = 0.25;
 }
-void with_nesterov(dsopt_group &group, int index) { // beside a group that has no state
+void with_nesterov(dsopt_group &group, int index) { // next to a group without state
     momentum_free(group, index);
     group.momentum = index == 0 ? 0.8 : 0;
     group.flags = index == 0 ? DSOPT_GROUP_NESTEROV : 0;

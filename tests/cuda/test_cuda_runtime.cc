@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CUDA device asks of the runtime besides work: primary contexts, captures of other threads, images, memory.
-// Only on the emulated device, which counts.
+// Runtime calls of the CUDA device apart from work: primary contexts, captures of other threads, images, memory. Only
+// on the emulated device, which counts them.
 #include "captures.h"
 #include "side.h"
 #include "support/fork.h"
@@ -14,7 +14,7 @@ namespace {
 TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
     allow_many_blocks();
     Setting s;
-    s.sizes.assign(3000, 4); // tables of which are uploaded
+    s.sizes.assign(3000, 4); // enough for tables that are uploaded
     Side side(true, s), reference(true, s);
     for (Side *each : {&side, &reference}) each->fill_gradients(0);
     const auto steps = [](Side &on) {
@@ -60,7 +60,7 @@ TEST_F(Cuda, MakesNoContextOnADeviceThatTheCallerNeverChose) {
         EXPECT_EQ(cudaSetDevice(1), cudaSuccess);
         EXPECT_EQ(cudaMalloc(&memory, 4000), cudaSuccess);
     }).join();
-    std::thread([&] { // such a thread has device 0
+    std::thread([&] { // device 0 is current in a new thread
         dsopt_tensor tensor{memory, 1000, DSOPT_DTYPE_F32, 0};
         EXPECT_OK(dsopt_zero_grad(context, &tensor, 1, DSOPT_ZERO_FILL, nullptr));
         int current = -1;
@@ -88,7 +88,7 @@ TEST_F(Cuda, SaysAtItsCreationThatThereIsNoCodeForTheDevice) {
 }
 
 TEST_F(Cuda, LaunchesLaterKernelsOfACallEarlyWhereTheirCodeWaits) {
-    // The version of PTX is what counts: code of an older one, compiled by the driver, does not wait.
+    // The PTX version matters: code of an older version, compiled by the driver, does not wait.
     struct Case {
         int capability, ptx;
         bool early;
@@ -157,7 +157,7 @@ TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
 
 TEST_F(Cuda, CreatesAContextWhereTheOccupancyQueryRefusesSharedMemory) {
     fakert::Config config = fakert::config_from_environment();
-    config.occupancy_shared = 20000; // two tiles of a leaf are more
+    config.occupancy_shared = 20000; // less than two tiles of a leaf
     fakert::reset(config);
     Setting s;
     s.algorithm = DSOPT_ALGORITHM_LAMB;
@@ -187,7 +187,7 @@ TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
         ASSERT_OK(dsopt_zero_grad(side.context, side.gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     }
-    // Tables are of 100 bytes to 20,000: 9 powers of two, on the device and on the host.
+    // Tables have 100 to 20,000 bytes: 9 powers of two, on the device and on the host.
     EXPECT_LE(fakert::counters().device_allocations, 10);
     EXPECT_LE(fakert::counters().host_allocations, 10);
     EXPECT_EQ(fakert::counters().device_frees, 0) << "a free waits for the whole device";
@@ -204,7 +204,7 @@ TEST_F(Cuda, KeepsTheLastErrorOfTheCaller) {
     EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidDevice);
 }
 
-// dsopt_build_info asks the driver, which so begins.
+// dsopt_build_info queries the driver, which initializes it.
 TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
     ASSERT_NE(std::string(dsopt_build_info()).find("cuda"), std::string::npos);
     EXPECT_TRUE(test::holds_in_child([](const auto &expect) {
@@ -247,7 +247,7 @@ TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {
     EXPECT_EQ(c.device_allocations + c.host_allocations + c.device_frees, 0);
 }
 
-/// Calls on one context, each of which is made again where it fails, and what they leave in the parameters.
+/// Calls on one context, and the resulting parameters. Each call is repeated if it fails.
 class Persistent {
 public:
     std::vector<float> run() {
@@ -281,7 +281,7 @@ public:
         step.grads = grads.data();
         step.count = int64_t(kTensors);
         for (int t = 0; t < 3; ++t) {
-            if (t == 1) std::swap(grads[0].data, grads[1].data); // a patch
+            if (t == 1) std::swap(grads[0].data, grads[1].data); // patches the table
             again([&] { return dsopt_optimizer_step(optimizer, &step); });
         }
         DSOPT_NEW(dsopt_report, report);
@@ -331,7 +331,7 @@ TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
         ASSERT_GT(calls, 0) << function;
         int failures = 0;
         for (long n = 0; n < calls; ++n) {
-            if (n == 4 && calls > 12) n = calls - 8; // between them are many of a kind
+            if (n == 4 && calls > 12) n = calls - 8; // the calls between are similar
             SCOPED_TRACE(std::string(function) + " fails the " + std::to_string(n + 1) + "th time");
             fakert::Config failing = config;
             failing.fail_function = function;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers in device memory that the host would have refused: the step is skipped there as on the CPU, with equal bits
-// and the same reasons, and the scaler recovers alike. The functions on arrays, too.
+// Values in device memory that the host would have refused: the step is skipped as on the CPU, with equal bits and the
+// same reasons, and the scaler recovers identically. Also the functions on arrays.
 #include "side.h"
 
 namespace cuda_test {
@@ -26,7 +26,7 @@ private:
 
 struct Case {
     const char *name;
-    std::vector<float> grad_scale, lr, hyper, grad_norms, skip, loss_scale; // empty = not given
+    std::vector<float> grad_scale, lr, hyper, grad_norms, skip, loss_scale; // empty: not passed
     int32_t reasons;
 };
 std::vector<float> rows(int row, int place, float value) {
@@ -47,7 +47,7 @@ std::vector<Case> cases(bool scaler) {
         {"last place", {}, {}, rows(0, 7, 1), {}, {}, {}, DSOPT_SKIP_HYPER},
         {"skip", {}, {}, {}, {}, {1}, {}, DSOPT_SKIP_CALLER},
         {"two", {0}, {1, -1}, {}, {}, {1}, {}, DSOPT_SKIP_SCALE | DSOPT_SKIP_HYPER | DSOPT_SKIP_CALLER}};
-    if (!scaler) return list; // there the policy lets norms through
+    if (!scaler) return list; // without a scaler the policy accepts norms
     list.push_back({"norm", {}, {}, {}, {1, -1}, {}, {}, DSOPT_SKIP_NORM});
     for (const float bad : {0.0f, -8.0f, NAN, INFINITY, 1e-42f})
         list.push_back({"loss scale", {}, {}, {}, {}, {}, {bad}, DSOPT_SKIP_SCALE});
@@ -91,7 +91,7 @@ void expect_skipped_alike(const Setting &setting) {
                 EXPECT_TRUE(places[DSOPT_REPORT_SCALE_NEXT] > 0 && std::isfinite(places[DSOPT_REPORT_SCALE_NEXT]));
             }
             auto a = host.everything(), b = device.everything();
-            if (!c.loss_scale.empty()) a.pop_back(), b.pop_back(); // scale_used: NaN there
+            if (!c.loss_scale.empty()) a.pop_back(), b.pop_back(); // scale_used, which is NaN
             ASSERT_TRUE(same(a, b)) << "step " << t;
         }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every kernel once, on lists as short as they can be with two blocks at work: for the thread sanitizer on the emulated
+// Runs every kernel once, on the shortest lists that occupy two blocks: for the thread sanitizer on the emulated
 // device, and for compute-sanitizer on a GPU, where a long suite would take hours.
 #include "side.h"
 
@@ -9,7 +9,8 @@ namespace {
 
 class CudaSmall : public Cuda {
 protected:
-    /// Ten leaves, so that two blocks of eight warps read gradients; one tensor ends inside a vector.
+    /// Returns settings with ten leaves, so that two blocks of eight warps read gradients; one tensor ends inside a
+    /// vector.
     static Setting small(int32_t algorithm) {
         Setting s;
         s.algorithm = algorithm;
@@ -78,7 +79,7 @@ TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
 }
 
 TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
-    for (const size_t count : {size_t(2), size_t(1200)}) { // words in arguments, and more than those hold
+    for (const size_t count : {size_t(2), size_t(1200)}) { // as many words as arguments hold, and more
         allow_many_blocks();
         Setting s;
         s.sizes.assign(count, 3);

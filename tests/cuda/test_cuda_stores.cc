@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where lanes of a warp write: neighbours write neighbouring words, so that every sector of 32 bytes is written whole.
-// Only the emulated device tells.
+// Coalescing of stores: neighboring lanes of a warp write neighboring words, so that every 32-byte sector is written
+// completely. Only the emulated device can show this.
 #include "idle.h"
 #include "side.h"
 #include <map>
@@ -11,7 +11,7 @@ using namespace cuda_test;
 
 namespace {
 
-/// Notes the stores of all kernels while it lives.
+/// Records the stores of all kernels during its lifetime.
 class Stores {
 public:
     Stores() { cuemu::options().stores = &all_; }
@@ -19,8 +19,8 @@ public:
     Stores(const Stores &) = delete;
     Stores &operator=(const Stores &) = delete;
 
-    /// The n-th stores of the lanes of a warp are one behind the other, of the same size. Returns the kernels that
-    /// stored anything.
+    /// Checks that the n-th stores of the lanes of a warp are contiguous and have the same size. Returns the kernels
+    /// that stored anything.
     std::set<std::string> check() const {
         std::map<std::tuple<std::string, unsigned, unsigned>, std::vector<cuemu::Store>> by_thread;
         for (const cuemu::Store &store : all_) by_thread[{store.kernel, store.block, store.thread}].push_back(store);
@@ -51,7 +51,7 @@ private:
     std::vector<cuemu::Store> all_;
 };
 
-/// Tensors that whole blocks take without a rest.
+/// Returns settings with tensors that fill whole blocks.
 Setting whole(int32_t algorithm) {
     Setting s;
     s.algorithm = algorithm;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of leaves and of tensors: the bits of the CPU, and those of the documented order, for numbers on either side of
-// what one thread, a row of lanes and a warp add up.
+// Sums of leaves and of tensors: same bits as on the CPU and in the documented order, for counts around what one
+// thread, a row of lanes and a warp add up.
 #include "side.h"
 #include "support/lanes.h"
 
@@ -29,7 +29,7 @@ protected:
         }();
         return desc;
     }
-    /// Of a list in device memory, whose tensors begin `skipped` elements behind a multiple of 16 bytes.
+    /// Returns the norm of a list in device memory whose tensors begin `skipped` elements after a multiple of 16 bytes.
     double norm(const std::vector<std::vector<float>> &list, int32_t dtype = DSOPT_DTYPE_F32, size_t skipped = 0) {
         std::vector<Bytes> memory;
         std::vector<dsopt_tensor> tensors;
@@ -48,7 +48,7 @@ protected:
         std::memcpy(&result, room.get().data(), sizeof result);
         return result.norm;
     }
-    /// Numbers of all sizes: sums of their squares depend on the order.
+    /// Returns numbers of very different sizes: sums of their squares depend on the order.
     float uneven() {
         state_ = state_ * 6364136223846793005u + 1442695040888963407u;
         return std::ldexp(1.0f + float(state_ >> 40) * 0x1p-24f, int(state_ >> 33 & 15) - 8);
@@ -58,7 +58,8 @@ protected:
     uint64_t state_ = 1;
 };
 
-/// Rows of 128 elements, the loads that are under way at once, and a leaf; fours, and single elements behind them.
+/// Sizes around rows of 128 elements, the loads in flight at once, and a leaf; groups of four, and single elements
+/// after them.
 TEST_F(CudaSums, OfElementsAreInTheOrderOfLanes) {
     for (const size_t most : {0, 128, 512, 1024, 4096})
         for (const int more : {-5, -4, -3, -1, 0, 1, 2, 4, 5, 127, 128, 129}) {
@@ -81,7 +82,7 @@ TEST_F(CudaSums, OfLeavesAreInTheOrderOfLanes) {
     }
 }
 
-/// Empty ones have their place in the list, too.
+/// Empty tensors count as entries of the list too.
 TEST_F(CudaSums, OfTensorsAreInTheOrderOfLanes) {
     for (const int tensors : kCounts)
         for (const int gap : {1, 3}) {
@@ -92,7 +93,7 @@ TEST_F(CudaSums, OfTensorsAreInTheOrderOfLanes) {
         }
 }
 
-/// Of the groups, of all of them, of weights and updates, and of LAMB's trust ratios.
+/// Sums of the groups, of all groups, of weights and updates, and of LAMB's trust ratios.
 TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
         for (const int tensors : kCounts)
@@ -114,8 +115,8 @@ TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
             }
 }
 
-/// As many as a block counts by itself, and as it asks for the leaves of at once; some with two leaves, one without
-/// elements. The last but one is not finite in the first step.
+/// Numbers of tensors around what a block counts itself and whose leaf counts it loads at once. Some have two leaves,
+/// one has no elements, and the last but one is not finite in the first step.
 TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
         for (const size_t tensors : {256, 257, 1024, 1025}) {
@@ -140,7 +141,7 @@ TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
         }
 }
 
-/// Scales of 1-bit compression are roots of means of squares, also of what a rank serves.
+/// Scales of 1-bit compression are roots of means of squares, also of the results of a server.
 TEST_F(CudaSums, OfScalesHaveTheBitsOfTheCpu) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The full mean over nodes: one pass over what the ranks of a node sent, however many they are, and sums in rank order.
+// The full mean over nodes: one pass over the messages of all ranks of a node, and sums in rank order.
 #include "side.h"
 #include <algorithm>
 #include <barrier>
@@ -18,7 +18,7 @@ Setting averaging() {
     s.change = [](dsopt_group &group, int) {
         group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
         group.freeze_step = 4;
-        group.beta1 = 0; // so that the momentum is the mean itself
+        group.beta1 = 0; // the momentum is the mean itself
     };
     return s;
 }
@@ -42,12 +42,12 @@ std::vector<float> momentum(Side &side, int64_t param) {
     return floats(bytes);
 }
 
-/// Runs two steps on nodes of `per_node` ranks. The kernels of all ranks in the second one.
+/// Runs two steps on nodes of `per_node` ranks. Returns the kernels of all ranks in the second step.
 std::vector<std::string> train(bool device, int per_node) {
     const Nodes nodes(per_node, kNodes);
     const int ranks = nodes.count();
     const Setting setting = averaging();
-    std::vector<std::vector<std::vector<float>>> grads(static_cast<size_t>(ranks)); // of a rank, of a tensor
+    std::vector<std::vector<std::vector<float>>> grads(static_cast<size_t>(ranks)); // by rank and tensor
     std::vector<std::string> kernels;
     std::barrier together(ranks);
     Ranks::run(ranks, [&](int rank) {
@@ -88,7 +88,8 @@ TEST_F(Cuda, AddsUpTheRanksOfANodeInOnePassAndInTheirOrder) {
         const std::vector<std::string> kernels = train(true, per_node);
         const auto launches = [&](const char *name) { return std::count(kernels.begin(), kernels.end(), name); };
         EXPECT_EQ(launches("add_up_rows"), per_node * kNodes);
-        // Gradients to the buffer, and the buffer by the number of ranks: no pass for each rank of the node.
+        // One pass copies gradients to the buffer, and one divides the buffer by the number of ranks: no pass per rank
+        // of the node.
         EXPECT_EQ(launches("axpby"), 2 * per_node * kNodes);
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls without a stream wait for the work of earlier calls, on all streams that these used, and for nothing else on
-// the device, so that captures of other threads go on. These tests need the emulated device, which runs work when it
-// is waited for and refuses what CUDA refuses.
+// Calls without a stream wait for the work of earlier calls, on all streams of those calls. They wait for nothing else
+// on the device, so that captures of other threads stay valid. These tests need the emulated device, which runs work
+// only when something waits for it, and refuses what CUDA refuses.
 #include "captures.h"
 #include "idle.h"
 #include "side.h"
@@ -68,7 +68,7 @@ protected:
     static std::string path() {
         return testing::TempDir() + "/dsopt-cuda-waits-" + std::to_string(getpid()) + ".safetensors";
     }
-    /// Makes steps and every call without a stream that any optimizer has.
+    /// Makes steps, and every call without a stream that any optimizer has.
     static void call_everything(Side &side) {
         for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
         (void)report_of(side);
@@ -204,7 +204,7 @@ TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
     EXPECT_EQ(owed[0], 0);
 }
 
-// CUDA forbids all use of the default stream during such a capture.
+// CUDA forbids any use of the default stream during such a capture.
 TEST_F(CudaWaits, CapturesOfBlockingStreamsAreNotInvalidated) {
     Side side(true, mixed_precision());
     side.fill_gradients(0);
@@ -303,7 +303,7 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
             sides.back()->fill_gradients(0);
             ASSERT_OK(step_on(*sides.back(), *streams.back()));
         }
-        constexpr size_t kRecorded = 9; // the word of "scaler" that says that a step has found an overflow
+        constexpr size_t kRecorded = 9; // index of the word of "scaler" that records an overflow
         const auto recorded = [&](const Side &side) {
             int32_t words[12];
             std::memcpy(words, export_of(side, "scaler").data(), sizeof words);
@@ -318,7 +318,8 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
         const Bytes other(true, 64, 0);
         for (int k = 0; k < kMany; ++k) {
             sides[size_t(k)]->fill_gradients(0, k == 0 ? 1 : -1);
-            for (int t = 0; t < 100; ++t) // each query of an event runs one of these, so no event passes by queries
+            // Each query of an event runs one of these, so queries alone never complete an event.
+            for (int t = 0; t < 100; ++t)
                 ASSERT_EQ(cudaMemsetAsync(other.data(), 0, 64, *streams[size_t(k)]), cudaSuccess);
             ASSERT_OK(step_on(*sides[size_t(k)], *streams[size_t(k)]));
         }
@@ -451,7 +452,7 @@ TEST_F(CudaWaits, ReportLogsSkippedStepsAndStepsDoNotWaitForThat) {
     lines.clear();
     Setting setting = mixed_precision();
     setting.context = context.get();
-    Side side(true, setting); // its scale begins at 8 and grows after two good steps
+    Side side(true, setting); // the scale begins at 8 and grows after two good steps
     const OwnStream stream;
     side.fill_gradients(0, 1);
     ASSERT_OK(step_on(side, stream));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank with the real NCCL, as far as one GPU goes: communicators are made, used, captured, finalized and aborted.
-// Compiled also for the emulated device and the double of the library, which rehearses it.
+// One rank with the real NCCL, as far as one GPU allows: communicators are created, used, captured, finalized and
+// aborted. A build with the emulated device and the double of the library rehearses this test.
 #include "dsopt.h"
 #include "runtime.h"
 #include "support/cuda_memory.h"
@@ -111,7 +111,7 @@ TEST_F(NcclSingle, AStepWithNormsOverTheCommIsCapturedAndReplayed) {
     for (int i = 0; i < 3; ++i) ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     EXPECT_LT(weights.last(), first);
-    // Graphs with nodes of NCCL go before its communicator.
+    // Graphs with nodes of NCCL must be destroyed before its communicator.
     EXPECT_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
     EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
     dsopt_optimizer_destroy(optimizer);
