@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt-info: what the installed library is, and what of it this machine can use. Everything comes through dsopt.h,
-// except what the processor is, which the ABI has no word for.
+// dsopt-info: reports the properties of the installed library, and what this machine can use of it. Everything comes
+// through dsopt.h, except the properties of the processor, which the ABI does not provide.
 #include <dsopt.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,8 +22,8 @@ static const char usage[] = "usage: dsopt-info [--json | --version | --help]\n"
 
 static void line(const char *name, const char *value) { printf("%-16s %s\n", name, value); }
 
-/// The value of a member of a flat JSON object as plain text, with no quotes, and blanks between the entries of a list.
-/// The library's texts have no escapes.
+/// Returns the value of a member of a flat JSON object as plain text, without quotes, and with blanks between the
+/// entries of a list. The library's texts have no escapes.
 static const char *member(const char *json, const char *key) {
     static char text[256];
     char quoted[32];
@@ -48,7 +48,7 @@ static const char *member(const char *json, const char *key) {
     return text;
 }
 
-/// The instruction sets that the library has kernels for, as far as this processor has them.
+/// Prints the instruction sets that the library has kernels for and that this processor has.
 static void instruction_sets(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     const int avx2 = __builtin_cpu_supports("avx2");
@@ -66,7 +66,7 @@ static void instruction_sets(void) {
     if (wanted != NULL) line("DSOPT_ISA", wanted);
 }
 
-/// One device of a backend: whether a context can be made on it. @return the status of that.
+/// Prints whether a context can be created on a device of a backend. @return the status of that.
 static dsopt_status device(const char *name, int32_t backend, int32_t ordinal) {
     DSOPT_NEW(dsopt_context_desc, desc);
     dsopt_context *ctx = NULL;
@@ -77,14 +77,14 @@ static dsopt_status device(const char *name, int32_t backend, int32_t ordinal) {
     snprintf(label, sizeof label, "device %s:%d", name, (int)ordinal);
     if (status == DSOPT_OK)
         line(label, "usable");
-    else if (ordinal == 0 || status != DSOPT_ERR_ARGUMENT) // an ordinal behind the last device is no news
+    else if (ordinal == 0 || status != DSOPT_ERR_ARGUMENT) // an ordinal after the last device is not reported
         line(label, dsopt_last_error());
     dsopt_context_destroy(ctx);
     return status;
 }
 
-/// A collective library, by what dsopt says of it. If that is no reason against it, making bootstrap bytes loads it or
-/// tells one.
+/// Prints the state of a collective library. If the state that dsopt reports is no obstacle, creates an id, which loads
+/// the library or fails with a reason.
 static void collectives(const char *name, int32_t kind, const char *state) {
     size_t bytes = 0;
     if (strncmp(state, "loaded", 6) != 0 && strncmp(state, "looked for", 10) != 0) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""test_info.py DSOPT-INFO dsopt.json MAN-PAGE: what dsopt-info prints agrees with itself and with the header."""
+"""test_info.py DSOPT-INFO dsopt.json MAN-PAGE: tests that dsopt-info is consistent and agrees with the header."""
 
 import json
 import os

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trains a small character language model with dsopt, once for each row of a table of optimizers, and compares the
-// rows.
+// Trains a small character language model with dsopt, once per row of a table of optimizers, and compares the rows.
 //
 //     demo [--quick] [--out DIR] [FILE]
 //
-// Every row starts from the same random parameters and sees the same batches, so that what differs is the optimizer's
-// doing.
+// Every row starts from the same random parameters and sees the same batches, so only the optimizers cause differences.
 #include "demo_model.h"
 #include "demo_pool.h"
 #include "demo_report.h"
@@ -21,18 +19,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// A global batch is cut into quarters whose gradients are made apart from each other and added in a fixed order. So the
-// result does not depend on who makes them: one thread or several.
+// A global batch is partitioned into quarters. Their gradients are computed independently and added in a fixed order,
+// so the result does not depend on the number of threads.
 enum { QUARTERS = 4, QUARTER_BATCH = MAX_ROWS, BATCH = QUARTERS * QUARTER_BATCH };
 enum { SEED = 1, SAMPLE = 200 };
 
 struct row {
     const char *name;  // short, for the table
-    const char *title; // wherever else there is room
+    const char *title; // long form
     int32_t algorithm;
-    double lr;              // at its highest
-    double loss_scale;      // weights and gradients are F16, with this scale to begin with; 0: they are F32
-    int ranks;              // a rank for each quarter of the batch, with weights of its own; they talk through a comm
+    double lr; // the maximum
+    // If not 0, weights and gradients are F16 and this is the initial scale. 0: they are F32.
+    double loss_scale;
+    // One rank per quarter of the batch, with its own weights and connected by a comm.
+    int ranks;
     const char *checkpoint; // file name
 };
 static const struct row rows[] = {
@@ -41,7 +41,7 @@ static const struct row rows[] = {
      .algorithm = DSOPT_ALGORITHM_ADAMW,
      .lr = 2e-3,
      .checkpoint = "adamw.safetensors"},
-    // So large a scale that the first steps overflow: the scaler has to find the right one.
+    // The scale is so large that the first steps overflow: the scaler must find the right one.
     {.name = "fp16 AdamW",
      .title = "fp16 AdamW: fp16 weights, f32 masters, dynamic loss scaling",
      .algorithm = DSOPT_ALGORITHM_ADAMW,
@@ -64,15 +64,16 @@ static const struct row rows[] = {
 enum { ROWS = sizeof rows / sizeof rows[0] };
 
 struct plan {
-    int64_t steps, warm_up, points; // points: of the held-out curve, after the one before the first step
-    size_t held_out;                // at most so many characters, evenly spaced, when there are more
-    int32_t scale_window;           // good steps until the loss scale is doubled
-    int64_t freeze_step;            // of 1-bit Adam: the variance moves until then
+    int64_t steps, warm_up, points; // points: of the held-out curve, in addition to the one before the first step
+    // Maximum number of characters; if there are more, evenly spaced ones are used.
+    size_t held_out;
+    int32_t scale_window; // good steps until the loss scale is doubled
+    int64_t freeze_step;  // 1-bit Adam: the variance is updated until this step
     int64_t zero_one_freeze_step;
-    int64_t var_interval_steps;   // 0/1 Adam: so many changes of the variance until they become half as frequent
-    int64_t local_interval_steps; // 0/1 Adam: ranks then meet in ever fewer steps, up to every fourth
+    int64_t var_interval_steps;   // 0/1 Adam: number of updates of the variance until they become half as frequent
+    int64_t local_interval_steps; // 0/1 Adam: then ranks exchange in ever fewer steps, down to every fourth
 };
-// Training that lasts for days waits for 1000 good steps; in as few as here the loss scale would then hardly move.
+// Training that runs for days uses 1000 good steps; in a run as short as this one, the loss scale would hardly change.
 static const struct plan full_plan = {.steps = 3000,
                                       .warm_up = 150,
                                       .points = 24,
@@ -92,7 +93,7 @@ static const struct plan quick_plan = {.steps = 40,
                                        .var_interval_steps = 8,
                                        .local_interval_steps = 10};
 
-// One of several ranks: a thread that steps on a quarter of the batch. The first one has the trainer's own weights.
+// One of several ranks: a thread that steps on a quarter of the batch. The first rank uses the trainer's own weights.
 struct rank {
     struct trainer *trainer;
     int index;
@@ -107,15 +108,15 @@ struct trainer {
     const struct text *text;
     const struct plan *plan;
     dsopt_context *context;
-    struct tensors *parameters, *gradient[QUARTERS]; // the first one becomes the sum
+    struct tensors *parameters, *gradient[QUARTERS]; // the first gradient becomes the sum
     struct activations *activations[QUARTERS];
     struct pool *pool;
-    int64_t step;          // that the pool works on
-    double loss[QUARTERS]; // what it found
+    int64_t step;          // current step of the pool
+    double loss[QUARTERS]; // results of the pool
     dsopt_optimizer *optimizer;
-    dsopt_tensor params[TENSORS], grads[TENSORS]; // what the model computes with, always F32
-    // With loss scaling the optimizer has these F16 tensors instead. The model stands for one that computes in F16: it
-    // sees weights, and the optimizer sees gradients, that have been through F16.
+    dsopt_tensor params[TENSORS], grads[TENSORS]; // tensors of the model's computation, always F32
+    // With loss scaling the optimizer works on these F16 tensors instead. The model simulates one that computes in F16:
+    // its weights, and the gradients that it passes to the optimizer, are rounded to F16.
     dsopt_tensor half_params[TENSORS], half_grads[TENSORS];
     uint16_t *half; // memory of both lists
     dsopt_scaler *scaler;
@@ -174,7 +175,7 @@ static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *ro
     }
     group.weight_decay = 0.01;
     check(dsopt_optimizer_add_group(optimizer, &group, params, WEIGHTS));
-    group.weight_decay = 0; // a bias has nothing to be pulled to zero for
+    group.weight_decay = 0; // a bias needs no decay
     check(dsopt_optimizer_add_group(optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
     return optimizer;
 }
@@ -197,7 +198,7 @@ static void *join_comm(void *argument) {
     desc.ranks = QUARTERS;
     desc.id = r->trainer->id;
     desc.id_bytes = r->trainer->id_bytes;
-    check(dsopt_comm_create(r->trainer->context, &desc, &r->comm)); // returns when all are there
+    check(dsopt_comm_create(r->trainer->context, &desc, &r->comm)); // returns when all ranks have joined
     r->optimizer = create_optimizer(r->trainer, r->trainer->row, r->params, r->comm);
     return NULL;
 }
@@ -251,7 +252,7 @@ static void create_half(struct trainer *t, const struct row *row) {
     desc.init = row->loss_scale;
     desc.window = t->plan->scale_window;
     check(dsopt_scaler_create(t->context, &desc, &t->scaler));
-    t->loss_scale = dsopt_scaler_device_scale(t->scaler); // the backend is the CPU, so it can simply be read
+    t->loss_scale = dsopt_scaler_device_scale(t->scaler); // readable by the host, because the backend is the CPU
 }
 
 static void trainer_create(struct trainer *t, const struct row *row, const struct text *text, const struct plan *plan,
@@ -296,8 +297,8 @@ static void trainer_destroy(struct trainer *t) {
 }
 
 /* ------------------------------------------------------------------------------------------------------ training */
-// Adds a quarter's share of the mean gradient over the global batch, times the loss scale, to gradient[q]; and of the
-// mean loss to loss[q]. A rank wants the mean over its own quarter.
+// Adds a quarter's part of the mean gradient over the global batch, times the loss scale, to gradient[q], and its part
+// of the mean loss to loss[q]. A rank computes the mean over its own quarter.
 static void quarter_gradient(void *trainer, int q) {
     struct trainer *t = trainer;
     uint64_t random = SEED + (uint64_t)t->step * QUARTERS + (uint64_t)q;
@@ -310,7 +311,7 @@ static void quarter_gradient(void *trainer, int q) {
                   BATCH;
 }
 
-// Runs `body` for every quarter. Returns the sum of what they added to `loss`.
+// Runs `body` for every quarter. Returns the sum of the values added to `loss`.
 static double run_quarters(struct trainer *t, void (*body)(void *trainer, int q)) {
     double sum = 0;
     memset(t->loss, 0, sizeof t->loss);
@@ -352,30 +353,32 @@ static void quarter_held_out(void *trainer, int q) {
     }
 }
 
-// Gives the model the weights that the optimizer has.
+// Converts the optimizer's weights to fp32 for the model.
 static void widen_params(struct trainer *t) {
     if (t->scaler) check(dsopt_tensors_axpby(t->context, NULL, t->half_params, 0, t->params, TENSORS, NULL));
 }
 
-// Gives the optimizer the gradients that the model has. What is too large for F16 becomes infinite, and what is too
-// small zero: the former is why a step is skipped, the latter why gradients are scaled.
+// Converts the model's gradients to 16 bits for the optimizer. Values too large for F16 become infinite, which is why
+// steps are skipped. Values too small become zero, which is why gradients are scaled.
 static void narrow_grads(struct trainer *t) {
     if (!t->scaler) return;
     check(dsopt_tensors_axpby(t->context, NULL, t->grads, 0, t->half_grads, TENSORS, NULL));
-    check(dsopt_zero_grad(t->context, t->grads, TENSORS, DSOPT_ZERO_FILL, NULL)); // the backward pass adds
+    // The backward pass adds to the gradients.
+    check(dsopt_zero_grad(t->context, t->grads, TENSORS, DSOPT_ZERO_FILL, NULL));
 }
 
-// Mean loss over the last tenth of the text, or over evenly spaced characters of it.
+// Returns the mean loss over the last tenth of the text, or over evenly spaced characters of it.
 static double held_out_loss(struct trainer *t) { return run_quarters(t, quarter_held_out) / (double)held_out_count(t); }
 
-// Linear warm-up, then half a cosine down to a twentieth.
+// Returns the learning rate: linear warm-up, then half a cosine down to a twentieth.
 static double learning_rate(const struct plan *plan, double highest, int64_t step) {
     if (step < plan->warm_up) return highest * (double)(step + 1) / (double)plan->warm_up;
     const double done = (double)(step - plan->warm_up) / (double)(plan->steps - plan->warm_up);
     return highest * (0.05 + 0.95 * (0.5 + 0.5 * cos(3.14159265358979 * done)));
 }
 
-// The steps after which the held-out loss is measured lie closer together at the beginning, where the curve bends.
+// Returns the step after which the held-out loss is measured; these steps are denser at the beginning, where the curve
+// bends.
 static int64_t point_step(const struct plan *plan, size_t point) {
     return (int64_t)ceil((double)plan->steps * pow((double)point / (double)plan->points, 2));
 }
@@ -400,7 +403,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
             result->curve_loss[result->curve_size++] = result->final_loss = held_out_loss(t);
         }
         if (step > 0 && progress_due(&progress, step)) {
-            check(dsopt_optimizer_report(t->optimizer, &report)); // may wait, so only when something is shown
+            check(dsopt_optimizer_report(t->optimizer, &report)); // may wait, so called only if something is printed
             if (t->scaler)
                 snprintf(detail, sizeof detail, "skipped %lld", (long long)report.skipped);
             else
@@ -412,13 +415,13 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
         const double loss = batch_gradient(t, step);
         smooth = 0.98 * smooth + loss;
         weight = 0.98 * weight + 1;
-        narrow_grads(t); // outside the optimizer's time: a model that computes in F16 has no such pass
+        narrow_grads(t); // not part of the optimizer's time: a model that computes in F16 has no such pass
 
         const double before = now();
         DSOPT_NEW(dsopt_step, args);
         args.grads = t->scaler ? t->half_grads : t->grads;
         args.count = TENSORS;
-        args.flags = t->scaler ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds
+        args.flags = t->scaler ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds to the gradients
         const double lr = learning_rate(plan, row->lr, step);
         for (int q = 1; q < t->ranks; ++q)
             check(dsopt_optimizer_set(t->rank[q].optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr));
@@ -438,7 +441,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
         DSOPT_NEW(dsopt_comm_info, info);
         check(dsopt_comm_query(t->rank[0].comm, &info));
         result->bytes_sent = (double)info.bytes_sent / (double)plan->steps;
-        // What a ring all-reduce of fp32 gradients sends.
+        // Bytes that a ring all-reduce of fp32 gradients sends.
         const double full = 2.0 * (QUARTERS - 1) / QUARTERS * 4.0 * (double)t->parameters->size;
         result->reduction = full / result->bytes_sent;
     }
@@ -455,13 +458,13 @@ static char *join(const char *folder, const char *name) {
 static void save(const struct trainer *t, const struct row *row, const char *folder) {
     char *path = join(folder, row->checkpoint);
     DSOPT_NEW(dsopt_io, io);
-    io.flags = DSOPT_IO_PARAMS; // with the model, so that the file is all that is needed to go on
+    io.flags = DSOPT_IO_PARAMS; // includes the model, so that training can continue from this file alone
     check(dsopt_optimizer_save(t->optimizer, path, &io));
     printf("checkpoint: %s\n", path);
     free(path);
 }
 
-// Continues the text from where the held-out part begins.
+// Prints a continuation of the text from where the held-out part begins.
 static void print_sample(const struct trainer *t, const struct row *row) {
     uint8_t context[CONTEXT];
     uint64_t random = SEED;
@@ -473,7 +476,7 @@ static void print_sample(const struct trainer *t, const struct row *row) {
         if (byte == '\n' || (byte >= 32 && byte < 127))
             putchar(byte);
         else
-            printf("\\x%02x", (unsigned)byte); // any byte can come, and a terminal obeys some of them
+            printf("\\x%02x", (unsigned)byte); // any byte may occur, and some control a terminal
         memmove(context, context + 1, CONTEXT - 1);
         context[CONTEXT - 1] = (uint8_t)symbol;
     }
@@ -509,7 +512,7 @@ static int write_curves(const struct result *results, const struct text *text, s
 }
 
 /* -------------------------------------------------------------------------------------------------- command line */
-// Made before the training, not after it, so that a folder that cannot be written to costs no time.
+// Creates the folder before the training, so that a folder that cannot be written to costs no time.
 static int make_folder(const char *folder) {
     char *path = join(folder, "");
     int status = 0;
@@ -561,7 +564,7 @@ int main(int argc, char **argv) {
     printf("a uniform guess over %d different bytes costs ln %d = %.3f nats a character\n\n", text.vocabulary,
            text.vocabulary, log(text.vocabulary));
 
-    // So few parameters are updated in less time than it takes to wake a second thread.
+    // Updating so few parameters takes less time than waking a second thread.
     DSOPT_NEW(dsopt_context_desc, desc);
     desc.threads = 1;
     check(dsopt_context_create(&desc, &context));
@@ -574,7 +577,7 @@ int main(int argc, char **argv) {
         parameters = trainer.parameters->size;
         train(&trainer, &rows[i], &results[i]);
         if (!isfinite(results[i].final_loss)) {
-            // The other rows are still worth seeing; a checkpoint of this one is not.
+            // The other rows are still useful; a checkpoint of this row is not.
             fprintf(stderr, "demo: %s: the held-out loss is not finite at the end\n", rows[i].name);
             failed = 1;
         } else {

@@ -68,7 +68,7 @@ void model_init(struct tensors *parameters, uint64_t seed) {
 }
 
 /* ---------------------------------------------------------------------------------------------- matrix product */
-// A matrix seen through strides, element (i, j) at data[i * row + j * column]: a transpose costs nothing to say.
+// A matrix with strides; element (i, j) is at data[i * row + j * column]. A transposed view costs nothing.
 struct view {
     const float *data;
     size_t row, column;
@@ -76,8 +76,7 @@ struct view {
 
 enum { TILE_ROWS = 4, TILE_COLUMNS = 16 };
 
-// out = 4 rows of A times a panel of 16 columns of B. The 64 sums stay in registers; that is where the speed comes
-// from.
+// Computes out = 4 rows of A times a panel of 16 columns of B. The 64 sums stay in registers, which makes it fast.
 static void multiply_tile(size_t inner, const float *const a[TILE_ROWS], size_t stride, const float *restrict panel,
                           float *restrict out) {
     float sum[TILE_ROWS][TILE_COLUMNS];
@@ -96,8 +95,8 @@ static void multiply_tile(size_t inner, const float *const a[TILE_ROWS], size_t 
     memcpy(out, sum, sizeof sum);
 }
 
-// c += a b, with c row-major, rows x columns. Each panel of B is copied side by side first: then the inner loop reads
-// it in order, whatever the strides, and columns past the edge are zeros instead of special cases.
+// Computes c += a b, with c row-major, rows x columns. Each panel of B is packed first: then the inner loop reads
+// contiguous memory whatever the strides are, and columns past the edge are zeros instead of special cases.
 static void multiply_add(float *restrict c, size_t rows, size_t columns, size_t inner, struct view a, struct view b) {
     float panel[(INPUTS > MAX_VOCABULARY ? INPUTS : MAX_VOCABULARY) * TILE_COLUMNS];
     float out[TILE_ROWS * TILE_COLUMNS];
@@ -107,7 +106,7 @@ static void multiply_add(float *restrict c, size_t rows, size_t columns, size_t 
             for (size_t j = 0; j < TILE_COLUMNS; ++j)
                 panel[p * TILE_COLUMNS + j] = j < width ? b.data[p * b.row + (j0 + j) * b.column] : 0;
         for (size_t i0 = 0; i0 < rows; i0 += TILE_ROWS) {
-            const float *tile[TILE_ROWS]; // past the edge the last row again; its sums are dropped
+            const float *tile[TILE_ROWS]; // the last row is repeated past the edge; its sums are dropped
             for (size_t i = 0; i < TILE_ROWS; ++i) tile[i] = a.data + (i0 + i < rows ? i0 + i : rows - 1) * a.row;
             multiply_tile(inner, tile, a.column, panel, out);
             for (size_t i = 0; i < TILE_ROWS && i0 + i < rows; ++i)
@@ -141,7 +140,7 @@ static void place_factors(float factors[CONTEXT]) {
     for (int k = CONTEXT - 2; k >= 0; --k) factors[k] = 0.7f * factors[k + 1];
 }
 
-// From the CONTEXT symbols before each place to logits, which `output` holds as rows of `vocabulary` floats.
+// Computes logits from the CONTEXT symbols before each position. `output` receives rows of `vocabulary` floats.
 static void forward(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int row_count,
                     struct activations *a) {
     const size_t rows = (size_t)row_count, vocabulary = (size_t)parameters->vocabulary;
@@ -161,7 +160,7 @@ static void forward(const struct tensors *parameters, const uint8_t *symbols, co
                  (struct view){parameters->tensor[OUTPUT_WEIGHT], vocabulary, 1});
 }
 
-// Logits to probabilities, in place. Returns log(sum of exp(logit)), so that -log p of a symbol is the result minus its
+// Converts logits to probabilities in place. Returns log(sum of exp(logit)); -log p of a symbol is the result minus its
 // logit.
 static double softmax(float *logits, int vocabulary) {
     float largest = logits[0];

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A character language model with one hidden layer, forward and backward written by hand:
 //
-//     the last CONTEXT characters -> an embedding each, side by side -> HIDDEN units, ReLU -> softmax over the
+//     the last CONTEXT characters -> one embedding each, concatenated -> HIDDEN units, ReLU -> softmax over the
 //     vocabulary
 //
-// All of it is single-threaded and adds in a fixed order, so equal arguments give equal bits; the caller brings the
-// threads.
+// All of it is single-threaded and adds in a fixed order, so equal arguments give equal bits. The caller may use
+// several threads.
 #ifndef DEMO_MODEL_H
 #define DEMO_MODEL_H
 #include <stddef.h>
@@ -13,7 +13,7 @@
 
 enum { CONTEXT = 16, EMBED = 24, HIDDEN = 256, MAX_ROWS = 64 };
 
-// Weights first, then biases: the optimizer gets a group of each, and its lists have this order.
+// Weights first, then biases: the optimizer has one group of each, and its lists have this order.
 enum { EMBEDDING, HIDDEN_WEIGHT, OUTPUT_WEIGHT, HIDDEN_BIAS, OUTPUT_BIAS, TENSORS, WEIGHTS = HIDDEN_BIAS };
 
 struct shape {
@@ -24,15 +24,15 @@ struct shape {
 };
 void model_shapes(int vocabulary, struct shape shapes[TENSORS]);
 
-// A set of tensors in the model's shapes: its parameters, or a gradient. They lie in one block, `size` floats from
-// `all` on.
+// A set of tensors in the model's shapes: parameters or a gradient. The tensors are in one block of `size` floats,
+// which begins at `all`.
 struct tensors {
     int vocabulary;
     size_t size;
     float *all;
     float *tensor[TENSORS];
 };
-struct tensors *tensors_create(int vocabulary); // all zero; NULL = out of memory
+struct tensors *tensors_create(int vocabulary); // zeroed; NULL = out of memory
 void tensors_destroy(struct tensors *tensors);
 
 void model_init(struct tensors *parameters, uint64_t seed);
@@ -46,10 +46,10 @@ void activations_destroy(struct activations *activations);
 // losses in nats.
 double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
                   struct activations *a);
-// The same, and adds `weight` times the gradient of that sum to `gradient`.
+// Same as model_loss(), and adds `weight` times the gradient of the sum to `gradient`.
 double model_gradient(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
                       float weight, struct tensors *gradient, struct activations *a);
-// Draws a symbol to follow `context`; a temperature below 1 makes likely ones likelier.
+// Draws the symbol after `context`; a temperature below 1 makes likely symbols more likely.
 int model_sample(const struct tensors *parameters, const uint8_t context[CONTEXT], double temperature, uint64_t *random,
                  struct activations *a);
 

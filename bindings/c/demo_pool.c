@@ -10,14 +10,13 @@ struct pool {
     pthread_cond_t work, done;
     void (*body)(void *arg, int i);
     void *arg;
-    int n, next, finished; // of the present job
+    int n, next, finished; // of the current job
     int stop, workers;
     pthread_t thread[MAX_WORKERS];
 };
 
-// Takes piece after piece until none is left. Called and left with the lock held. A worker that the system does not let
-// run takes no piece, and then nobody waits for it: on a machine with other work that is much faster than fixed shares
-// and a barrier.
+// Runs pieces until none is left. Called and left with the lock held. If a worker is not scheduled, other threads run
+// its pieces and no thread waits for it: on a loaded machine that is much faster than fixed shares and a barrier.
 static void take_pieces(struct pool *pool) {
     while (pool->next < pool->n) {
         const int i = pool->next++;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that wait for work.
+// A pool of threads.
 #ifndef DEMO_POOL_H
 #define DEMO_POOL_H
 

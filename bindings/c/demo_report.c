@@ -37,7 +37,7 @@ void progress_show(struct progress *progress, int64_t step, double train_loss, d
     snprintf(line, sizeof line, "[%s] %*lld/%lld  train %.3f  held-out %.3f  %s  ETA %.0f s", bar,
              snprintf(NULL, 0, "%lld", (long long)progress->steps), (long long)step, (long long)progress->steps,
              train_loss, held_out_loss, detail, left);
-    // Padded, so that a shorter line hides the longer one before it; below 80 columns, because a wrapped line would not
+    // The line is padded to overwrite a longer previous line. It is below 80 columns, because a wrapped line could not
     // be redrawn.
     if (progress->terminal)
         printf("\r%-79.79s%s", line, step == progress->steps ? "\n" : "");

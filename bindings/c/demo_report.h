@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the demo prints: a progress bar for each row and the table at the end.
+// Output of the demo: a progress bar per row, and the table at the end.
 #ifndef DEMO_REPORT_H
 #define DEMO_REPORT_H
 #include <stddef.h>
@@ -7,29 +7,29 @@
 
 struct result {
     const char *name;
-    double first_loss, final_loss; // held-out, nats a character
+    double first_loss, final_loss; // held-out, nats per character
     int64_t skipped;               // steps
-    double bytes_sent;             // a rank and step; 0 without ranks
-    double reduction;              // how many times more averaging fp32 gradients would send
+    double bytes_sent;             // per rank and step; 0 without ranks
+    double reduction;              // bytes of averaging fp32 gradients / bytes_sent
     int64_t steps;
     double optimizer_seconds, total_seconds;
-    double *curve_step, *curve_loss; // held-out loss after so many steps
+    double *curve_step, *curve_loss; // held-out loss after this number of steps
     size_t curve_size;
 };
 
 struct progress {
     int64_t steps;
     double started, drawn; // seconds
-    int64_t tenths;        // of the way that have been printed
+    int64_t tenths;        // printed tenths of the run
     int terminal;
 };
 
-double now(void); // seconds since some fixed moment
+double now(void); // seconds since a fixed moment
 
 void progress_start(struct progress *progress, const char *name, int64_t steps);
-// Whether a line is wanted after `step`: on a terminal often enough to look alive, elsewhere every tenth of the way.
+// Returns true if a line should be printed after `step`: often on a terminal, elsewhere after each tenth of the run.
 int progress_due(const struct progress *progress, int64_t step);
-// `detail`: what matters in this row beside the losses; a dozen characters.
+// `detail`: the row's most important value in addition to the losses; a dozen characters.
 void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss,
                    const char *detail);
 

@@ -6,7 +6,7 @@
 
 enum { WIDTH = 860, HEIGHT = 520, LEFT = 76, RIGHT = 32, TOP = 84, BOTTOM = 64, LEGEND_LINE = 22 };
 
-// Distinct for colour-blind eyes too (Okabe and Ito). The dashes keep curves apart that lie on each other.
+// Distinguishable for color-blind readers too (Okabe and Ito). The dashes keep overlapping curves apart.
 static const struct {
     const char *colour, *dashes;
 } styles[] = {{"#0072b2", "none"}, {"#d55e00", "9 4"}, {"#009e73", "3 3"}, {"#aa4499", "10 3 2 3"}, {"#7a6a00", "6 2"}};
@@ -17,7 +17,7 @@ struct axis {
     int decimals;
 };
 
-// Ticks of 1, 2 or 5 times a power of ten, about `wanted` of them; the axis begins and ends on a tick.
+// Returns an axis with about `wanted` ticks of 1, 2 or 5 times a power of ten; it begins and ends on a tick.
 static struct axis make_axis(double low, double high, int wanted) {
     struct axis axis;
     if (!(high - low > 1e-9)) high = low + 1;
@@ -118,8 +118,8 @@ int svg_write(const char *path, const struct chart *chart) {
             if (isfinite(y) && y > high) high = y;
         }
     const struct axis x = make_axis(0, last, 8), y = make_axis(low, high, 7);
-    // Loss curves fall away from the reference at the top, so the corner below it on the right is free; but one may
-    // also climb.
+    // Loss curves usually fall from the reference at the top, so the corner below it on the right is free; but a curve
+    // may also rise.
     const double line = place_y(&y, chart->reference);
     const int below = line < (double)(TOP + HEIGHT - BOTTOM) / 2;
 

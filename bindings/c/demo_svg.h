@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Draws curves with axes, ticks and a legend as one SVG file that needs nothing else.
+// Draws curves with axes, ticks and a legend as one self-contained SVG file.
 #ifndef DEMO_SVG_H
 #define DEMO_SVG_H
 #include <stddef.h>
 
 struct curve {
     const char *name;
-    const double *x, *y; // points whose y is not finite leave a gap
+    const double *x, *y; // points with a non-finite y leave a gap
     size_t count;
 };
 

@@ -15,7 +15,7 @@ struct bytes {
     size_t size, capacity;
 };
 
-// Appends a file. Reads to the end instead of asking for the length, so that pipes work too.
+// Appends a file. Reads to the end without querying the length, so that pipes work too.
 static int append_file(struct bytes *bytes, const char *path) {
     FILE *file = fopen(path, "rb");
     size_t got = 0;
@@ -52,8 +52,8 @@ static int complain(const char *path) {
 
 static int compare_names(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-// Regular files only: the symbolic links there name the newest version of a licence a second time. Sorted by strcmp, so
-// that neither the file system nor the locale decides what the text is.
+// Lists regular files only: symbolic links there name the newest version of a licence a second time. Sorts by strcmp,
+// so that the text depends neither on the file system nor on the locale.
 static int list_licences(char ***names, size_t *count) {
     DIR *folder = opendir(licences);
     size_t capacity = 0;
@@ -89,7 +89,7 @@ static int list_licences(char ***names, size_t *count) {
     return 0;
 }
 
-// A licence that is there twice under two names is taken once: a text seen in training must not come back in the
+// Appends the licences. A licence that exists under two names is used once: text seen in training must not occur in the
 // held-out part.
 static int append_licences(struct bytes *bytes, char **names, size_t count, size_t *files) {
     size_t *start = malloc((count + 1) * sizeof *start);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// host PLUGIN.so: loads the plugin and lets it fit four numbers. It is not linked to dsopt.
+// host PLUGIN.so: loads the plugin and calls it to fit four numbers. The host is not linked to dsopt.
 #include "plugin.h"
 #include <cstdio>
 #include <dlfcn.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plugin with a static copy of dsopt. The host knows nothing of it, may have another version of its own, and sees one
-// function. No exception leaves it.
+// A plugin with a static copy of dsopt. The host does not depend on dsopt, may contain another version of it, and sees
+// only one function. No exception leaves the plugin.
 #include "plugin.h"
 #include <cstdio>
 #include <dsopt.hpp>

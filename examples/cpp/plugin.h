@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the plugin exports: one function in C. Fits w to target by gradient descent with AdamW; 0 on success, else the
-// text of the failure is in `error`.
+// The plugin's only export, a C function. Fits w to target by gradient descent with AdamW. Returns 0 on success;
+// otherwise the text of the failure is in `error`.
 #pragma once
 #include <stddef.h>
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 weights with fp32 masters, trained twice in C++: once in one go, once interrupted and resumed from a checkpoint
-// in memory. Both end with the same bits.
+// bf16 weights with fp32 masters, trained twice in C++: once without interruption, once interrupted and resumed from a
+// checkpoint in memory. Both end with the same bits.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kInputs = 16, kSteps = 1000;
 
-/// A checkpoint in memory; a class with these members can stand for a socket or an object store as well.
+/// A checkpoint in memory; a class with these members can also write to a socket or an object store.
 class Memory {
 public:
     void write(const void *data, std::size_t bytes) {
@@ -27,7 +27,7 @@ private:
     std::vector<char> bytes_;
 };
 
-/// y = sum of x_i cos(i), in bf16.
+/// Fits y = sum of x_i cos(i), in bf16.
 class Regression {
 public:
     explicit Regression(const dsopt::context &ctx) : ctx_(ctx), opt_(ctx, clipped()) {
@@ -57,7 +57,7 @@ public:
         with_weights.params = true;
         opt_.load_from(memory, with_weights);
     }
-    /// The largest distance of a weight from the solution.
+    /// Returns the largest distance of a weight from the solution.
     float distance() const {
         std::vector<float> wide(kInputs);
         ctx_.axpby(nullptr, {dsopt::read_only(weights_)}, 0, {dsopt::view(wide)});

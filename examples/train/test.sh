@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test.sh PROGRAM SOURCE CC: PROGRAM, built from SOURCE, learns and leaves a checkpoint; fewer than 25 lines put the
-# optimizer in; and without them it is the training program that it was before, which needs no dsopt.
+# test.sh PROGRAM SOURCE CC: tests that PROGRAM, built from SOURCE, learns and writes a checkpoint; that fewer than 25
+# lines add the optimizer; and that without them SOURCE is the original training program, which needs no dsopt.
 set -eu
 program=$(realpath "$1") source=$2 cc=$3
 folder=$(mktemp -d)

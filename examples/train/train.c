@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training program of the usual kind: one flat array of parameters, one of gradients, a loop. A small network learns
-// to spell: from three letters it predicts the fourth. The optimizer is put in by the lines between `dsopt {` and
-// `dsopt }`: AdamW with decay for matrices alone, clipping, a learning rate per step, a checkpoint. They replace a
-// loop that does
+// A common form of training program: one flat array of parameters, one of gradients, a loop. A small network learns to
+// spell: it predicts the fourth letter from three letters. The lines between `dsopt {` and `dsopt }` add the optimizer:
+// AdamW with decay for matrices alone, clipping, a learning rate per step, a checkpoint. They replace a loop with
 // `params[i] -= lr * grads[i]`.
 #include <math.h>
 // dsopt {
@@ -22,7 +21,7 @@ static const char text[] =
 enum { EMBEDDING, W1, B1, W2, B2, TENSORS };
 static const struct {
     const char *name;
-    int rows, columns; // 0 rows: a bias
+    int rows, columns; // 0 rows for a bias
 } shapes[TENSORS] = {
     {"embedding", VOCAB, EMBED}, {"w1", HIDDEN, INPUT}, {"b1", 0, HIDDEN}, {"w2", VOCAB, HIDDEN}, {"b2", 0, VOCAB}};
 
@@ -30,7 +29,7 @@ typedef struct model {
     int sizes[TENSORS];
     int parameters;
     float *params, *grads;                                  // flat
-    float *param_of[TENSORS], *grad_of[TENSORS];            // into them
+    float *param_of[TENSORS], *grad_of[TENSORS];            // pointers into `params` and `grads`
     float input[INPUT], hidden[HIDDEN], probability[VOCAB]; // of one example
 } model;
 
@@ -60,7 +59,7 @@ static void model_init(model *m) {
 
 static int letter(char c) { return c == ' ' ? 26 : c - 'a'; }
 
-// Loss of the letter behind three others.
+// Returns the loss of the letter after three others.
 static float forward(model *m, const char *at) {
     for (int c = 0; c < CONTEXT; ++c) {
         memcpy(m->input + c * EMBED, m->param_of[EMBEDDING] + letter(at[c]) * EMBED, EMBED * sizeof(float));
@@ -82,7 +81,7 @@ static float forward(model *m, const char *at) {
     return -logf(m->probability[letter(at[CONTEXT])]);
 }
 
-// Adds the gradients of the example that `forward` has just seen.
+// Adds the gradients of the example of the last call of `forward`.
 static void backward(model *m, const char *at) {
     float d_hidden[HIDDEN] = {0}, d_input[INPUT] = {0};
     for (int v = 0; v < VOCAB; ++v) {
@@ -127,7 +126,7 @@ int main(int argc, char **argv) {
     check(dsopt_optimizer_create(ctx, &desc, &opt));
     check(dsopt_group_init(&matrices, sizeof matrices, DSOPT_ALGORITHM_ADAMW));
     biases = matrices;
-    biases.weight_decay = 0; // of matrices it is 0.01
+    biases.weight_decay = 0; // 0.01 for matrices
     for (int t = 0; t < TENSORS; ++t) {
         const dsopt_param param = {{m.param_of[t], m.sizes[t], DSOPT_DTYPE_F32, 0}, .name = shapes[t].name};
         grads[t] = (dsopt_tensor){m.grad_of[t], m.sizes[t], DSOPT_DTYPE_F32, 0};
