@@ -87,7 +87,7 @@ def open_peers(params):
             step = make(params)
             step()
             steps.append((name, step))
-        except Exception as error:  # noqa: BLE001 whatever a peer raises where it cannot be used
+        except Exception as error:  # noqa: BLE001 any exception of a peer that cannot be used
             if name not in open_peers.missing:
                 print("peers.py: no %s: %s" % (name, str(error).splitlines()[0] if str(error) else type(error).__name__), file=sys.stderr)
             open_peers.missing.add(name)

@@ -54,7 +54,7 @@ bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &is) {
 void open(int number, bool on) {
     device(number).open = on;
     if (!g_config.protect) return;
-    // Of adjacent blocks: a few system calls suffice for thousands of small blocks.
+    // Bounds of adjacent blocks: a few system calls suffice for thousands of small blocks.
     char *begin = nullptr, *end = nullptr;
     for (const auto &[memory, block] : g_device_blocks) {
         if (block.device != number || !block.alive) continue;
