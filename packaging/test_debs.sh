@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/caller_c.c
+# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/fp32.c
 # against them, runs dsopt-info and reads manual pages, and removes the packages again. Nothing of them must be left.
 set -eu
 cd "$1"
@@ -22,9 +22,9 @@ quietly apt-get install -y --no-install-recommends ./libdsopt1_*.deb
 quietly apt-get install -y --no-install-recommends ./*.deb
 
 strict="-std=c99 -pedantic -Wall -Wextra -Werror"
-gcc $strict caller_c.c -o shared $(pkg-config --cflags --libs dsopt)
-gcc $strict caller_c.c -o archive $(pkg-config --static --cflags --libs dsopt | sed 's/-ldsopt/-l:libdsopt.a/')
-gcc $strict caller_c.c -o static -static $(pkg-config --static --cflags --libs dsopt)
+gcc $strict fp32.c -o shared $(pkg-config --cflags --libs dsopt)
+gcc $strict fp32.c -o archive $(pkg-config --static --cflags --libs dsopt | sed 's/-ldsopt/-l:libdsopt.a/')
+gcc $strict fp32.c -o static -static $(pkg-config --static --cflags --libs dsopt)
 ldd shared | grep -q 'libdsopt.so.1 => /' || fail "shared: not linked to libdsopt.so.1"
 ! ldd archive | grep libdsopt || fail "archive: linked to the shared library"
 for program in shared archive static; do sh ./caller.sh ./$program || fail "$program"; done

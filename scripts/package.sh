@@ -71,7 +71,7 @@ test_debs() {
     needs mmdebstrap mmdebstrap
     ls "$packages"/*.deb >/dev/null 2>&1 || fail "no packages to test: package.sh deb"
     mkdir "$work/into"
-    cp "$packages"/*.deb packaging/test_debs.sh tests/abi/caller_c.c tests/abi/caller.sh "$work/into"
+    cp "$packages"/*.deb packaging/test_debs.sh examples/fp32.c tests/abi/caller.sh "$work/into"
     needed=gcc,libc6-dev,pkg-config,libstdc++-12-dev,man-db
     mmdebstrap --quiet --variant=apt --include=$needed \
         --customize-hook="copy-in $work/into /root" \

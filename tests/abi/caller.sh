@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# caller.sh PROGRAM: does the shortest program, built from caller_c.c, learn its line and leave a checkpoint?
+# caller.sh PROGRAM: PROGRAM, built from examples/fp32.c, prints its weights and leaves a checkpoint.
 set -eu
 program=$(realpath "$1")
 folder=$(mktemp -d)

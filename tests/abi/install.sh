@@ -5,6 +5,7 @@
 # of the CUDA toolkit that a static link needs, or `none`.
 set -eu
 here=$(dirname "$(realpath "$0")")
+example=$(realpath "$here/../../examples/fp32.c")
 how=$1 source=$2 build=$3 toolkit=$4 cc=$5
 shift 5
 tools=pkg-config
@@ -42,7 +43,7 @@ done
 compile() { # PROGRAM SOURCE FLAGS...
     program=$1 source=$2
     shift 2
-    $cc -std=c99 -pedantic -Wall -Wextra -Werror "$here/$source" "$@" -o "$folder/$program" || fail "$program: compiler"
+    $cc -std=c99 -pedantic -Wall -Wextra -Werror "$source" "$@" -o "$folder/$program" || fail "$program: compiler"
 }
 # Without the ends of sections, which gold puts into every shared object.
 exports() { nm -D --defined-only "$folder/$1" | awk '$3 !~ /^(__bss_start|_edata|_end)$/ { print $3 }'; }
@@ -53,7 +54,7 @@ runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
 
 case $how in
 shared)
-    compile shared caller_c.c $(flags --cflags --libs)
+    compile shared "$example" $(flags --cflags --libs)
     needs_library shared || fail "shared: not linked to the shared library"
     LD_LIBRARY_PATH=$(flags --variable=libdir) runs shared
     # What other languages and programs that are not linked take.
@@ -66,12 +67,12 @@ shared)
     grep -q '"spdxVersion"' "$moved/share/dsopt/dsopt.spdx.json" || fail "shared: no bill of materials"
     ;;
 plugin) # the functions are declared with default visibility: it is the archive that keeps them inside
-    compile plugins plugins.c $(flags --cflags --libs) -ldl
-    compile close_plugin close_plugin.c -ldl
+    compile plugins "$here/plugins.c" $(flags --cflags --libs) -ldl
+    compile close_plugin "$here/close_plugin.c" -ldl
     for linker in bfd gold lld; do
         $cc -fuse-ld=$linker -x c -shared -o /dev/null /dev/null 2>/dev/null || continue
         for entry in first second; do
-            compile $entry.so plugin.c -fPIC -shared -fuse-ld=$linker -DENTRY=$entry $(static_flags)
+            compile $entry.so "$here/plugin.c" -fPIC -shared -fuse-ld=$linker -DENTRY=$entry $(static_flags)
             ! needs_library $entry.so || fail "$entry.so: linked to the shared library"
             [ "$(exports $entry.so)" = $entry ] || fail "$entry.so, linked by $linker, exports $(exports $entry.so | tr '\n' ' ')"
         done
@@ -83,8 +84,8 @@ plugin) # the functions are declared with default visibility: it is the archive 
     [ "${tried-}" = yes ] || fail "no linker was tried"
     ;;
 static) # -l:libdsopt.a, because plain -ldsopt prefers the shared library; -static takes every archive
-    compile archive caller_c.c $(static_flags)
-    compile all-static caller_c.c -static $(flags --static --cflags --libs)
+    compile archive "$example" $(static_flags)
+    compile all-static "$example" -static $(flags --static --cflags --libs)
     for program in archive all-static; do
         ! needs_library $program || fail "$program: linked to the shared library"
         runs $program
@@ -102,7 +103,7 @@ rust)
     runs rust-static
     ;;
 cmake)
-    cp "$here/caller_c.c" "$folder"
+    cp "$example" "$folder"
     cat >"$folder/CMakeLists.txt" <<'END'
 cmake_minimum_required(VERSION 3.13)
 project(caller C)
@@ -113,9 +114,9 @@ foreach(version 0.1 0.3 1.0)
   endif()
 endforeach()
 find_package(dsopt 0.2 REQUIRED CONFIG COMPONENTS shared static)
-add_executable(cmake-shared caller_c.c)
+add_executable(cmake-shared fp32.c)
 target_link_libraries(cmake-shared dsopt::dsopt)
-add_executable(cmake-static caller_c.c)
+add_executable(cmake-static fp32.c)
 target_link_libraries(cmake-static dsopt::static)
 END
     mkdir "$folder/without"

@@ -33,7 +33,7 @@ def run(user, n, body, arg):
         body(arg, i)
 
 
-# y = 2 x0 - 3 x1 + 1 as in caller_c.c
+# y = 2 x0 - 3 x1 + 1 as in examples/fp32.c
 pieces = []
 desc = abi.dsopt_context_desc(parallel_for=abi.dsopt_parallel_for(run), user=123, threads=2)
 context, optimizer, group = ctypes.c_void_p(), ctypes.c_void_p(), abi.dsopt_group()

@@ -34,7 +34,7 @@ compiler cxx "$cxx"
 
 mkdir -p "$folder/user/subprojects"
 ln -s "$source" "$folder/user/subprojects/dsopt"
-cp "$here/caller_c.c" "$here/subproject.cc" "$folder/user"
+cp "$source/examples/fp32.c" "$here/subproject.cc" "$folder/user"
 cat >"$folder/user/meson.build" <<'END'
 project('user', 'c', 'cpp', default_options: ['c_std=c99', 'cpp_std=c++20'])
 dsopt = dependency('dsopt', version: '>=0.2', fallback: ['dsopt', 'dsopt_dep'])
@@ -43,8 +43,8 @@ fs = import('fs')
 if not fs.is_file(dsopt.get_variable('abi_json')) or not fs.is_file(static.get_variable('abi_json'))
   error('abi_json is no file')
 endif
-executable('shared', 'caller_c.c', dependencies: dsopt)
-executable('static', 'caller_c.c', dependencies: static)
+executable('shared', 'fp32.c', dependencies: dsopt)
+executable('static', 'fp32.c', dependencies: static)
 executable('shared-cpp', 'subproject.cc', dependencies: dsopt)
 executable('static-cpp', 'subproject.cc', dependencies: static)
 END

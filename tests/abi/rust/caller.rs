@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear regression, y = 2 x0 - 3 x1 + 1, in fp32 with AdamW: caller_c.c in Rust, with no crate but the standard library.
+// Linear regression, y = 2 x0 - 3 x1 + 1, in fp32 with AdamW: examples/fp32.c in Rust, with no crate but the standard library.
 // Structs and functions are those of dsopt.h.
 #![allow(dead_code)] // fields that are there for their place only
 use std::ffi::{c_void, CStr};
