@@ -12,7 +12,7 @@
  *     if (dl.dsopt_context_create(NULL, &ctx) != DSOPT_OK) fprintf(stderr, "%s\n", dl.dsopt_last_error());
  *
  * Everything here is static; link with -ldl where dlopen has a library of its own. C99 and C++11, systems with dlfcn.h.
- * Written by scripts/abi.py from dsopt.h: change that. Since: 0.2
+ * Written by scripts/generate/abi.py from dsopt.h: change that. Since: 0.2
  */
 #include "dsopt.h"
 #include <dlfcn.h>

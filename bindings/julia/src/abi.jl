@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# dsopt.h as Julia sees it. Written by scripts/julia_structs.py from dsopt.json: change that.
+# dsopt.h as Julia sees it. Written by scripts/generate/julia_structs.py from dsopt.json: change that.
 module ABI
 
 using Libdl

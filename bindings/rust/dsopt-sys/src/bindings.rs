@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Written by scripts/rust_sys.py from include/dsopt.json: change that.
+// Written by scripts/generate/rust_sys.py from include/dsopt.json: change that.
 use std::os::raw::{c_char, c_int, c_void};
 
 pub const DSOPT_VERSION_MAJOR: i32 = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Written by scripts/rust_sys.py from include/dsopt.json: change that.
+// Written by scripts/generate/rust_sys.py from include/dsopt.json: change that.
 //! Size and offset of every field, and every constant, as in dsopt.json. Tests of the header
 //! compare that with C.
 use dsopt_sys::*;

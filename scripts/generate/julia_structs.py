@@ -10,7 +10,7 @@ import os
 import sys
 import textwrap
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 TARGET = os.path.join(ROOT, "bindings", "julia", "src", "abi.jl")
 SCALARS = {
     "void": ("Cvoid", None, 0),
@@ -26,7 +26,7 @@ SCALARS = {
 
 HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
-# dsopt.h as Julia sees it. Written by scripts/julia_structs.py from dsopt.json: change that.
+# dsopt.h as Julia sees it. Written by scripts/generate/julia_structs.py from dsopt.json: change that.
 module ABI
 
 using Libdl
@@ -135,7 +135,7 @@ def main(arguments):
         return
     with open(TARGET, encoding="utf-8") as file:
         if file.read() != wanted:
-            sys.exit("bindings/julia/src/abi.jl is not what scripts/julia_structs.py writes: run it")
+            sys.exit("bindings/julia/src/abi.jl is not what scripts/generate/julia_structs.py writes: run it")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "include")
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "include")
 SIZES = {"char": 1, "int": 4, "int32_t": 4, "float": 4, "int64_t": 8, "uint64_t": 8, "size_t": 8, "double": 8}
 POINTER = 8
 # As C compilers without __cplusplus see it; of the visibility macros only the names matter.
@@ -247,7 +247,7 @@ DL = """\
  *     if (dl.dsopt_context_create(NULL, &ctx) != DSOPT_OK) fprintf(stderr, "%s\\n", dl.dsopt_last_error());
  *
  * Everything here is static; link with -ldl where dlopen has a library of its own. C99 and C++11, systems with dlfcn.h.
- * Written by scripts/abi.py from dsopt.h: change that. Since: 0.2
+ * Written by scripts/generate/abi.py from dsopt.h: change that. Since: 0.2
  */
 #include "dsopt.h"
 #include <dlfcn.h>
@@ -358,7 +358,7 @@ def main(arguments):
         elif not os.path.exists(path) or open(path, encoding="utf-8").read() != text:
             stale.append(name)
     if stale:
-        sys.exit("%s: not what scripts/abi.py makes of dsopt.h. Run it." % ", ".join(stale))
+        sys.exit("%s: not what scripts/generate/abi.py makes of dsopt.h. Run it." % ", ".join(stale))
 
 
 if __name__ == "__main__":

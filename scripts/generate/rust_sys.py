@@ -9,10 +9,10 @@ import os
 import re
 import sys
 
-TOP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+TOP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 CRATE = os.path.join(TOP, "bindings", "rust", "dsopt-sys")
 HEAD = "// SPDX-License-Identifier: Apache-2.0\n" \
-    "// Written by scripts/rust_sys.py from include/dsopt.json: change that.\n"
+    "// Written by scripts/generate/rust_sys.py from include/dsopt.json: change that.\n"
 SCALARS = {"void": "c_void", "char": "c_char", "int": "c_int", "int32_t": "i32", "int64_t": "i64", "uint64_t": "u64",
            "size_t": "usize", "float": "f32", "double": "f64"}
 RESERVED = {"self": "self_", "type": "type_"}
@@ -172,7 +172,7 @@ def main():
             if file.read() != text:
                 wrong.append(name)
     if wrong:
-        sys.exit("%s: not what include/dsopt.json gives: run scripts/rust_sys.py" % ", ".join(wrong))
+        sys.exit("%s: not what include/dsopt.json gives: run scripts/generate/rust_sys.py" % ", ".join(wrong))
 
 
 if __name__ == "__main__":
