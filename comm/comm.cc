@@ -22,7 +22,7 @@ char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool dev
     }
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
-void Comm::Scratch::leave_behind() {
+void Comm::Scratch::leak() {
     static constinit PerProcess<std::vector<Memory>> kept; // never freed
     bytes_ = 0;
     if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
@@ -55,7 +55,7 @@ void Comm::begin() {
     if (status != DSOPT_OK) throw Error(status, "the comm failed earlier and is unusable");
 }
 
-void Comm::lose(dsopt_status status) noexcept {
+void Comm::set_unusable(dsopt_status status) noexcept {
     dsopt_status first = DSOPT_OK;
     status_.compare_exchange_strong(first, status);
 }
@@ -73,7 +73,7 @@ void Comm::fail(int result, const char *what, void *stream) {
         status = result;
     else if (result <= -DSOPT_ERR_COMM && result >= -DSOPT_ERR_ABORTED)
         status = -result;
-    lose(status);
+    set_unusable(status);
     if (status_.load() == DSOPT_ERR_ABORTED) status = DSOPT_ERR_ABORTED;
     char text[256] = "";
     if (thrown_[0] != 0)
@@ -88,7 +88,7 @@ void Comm::fail(int result, const char *what, void *stream) {
             over = over && poll(Deadline(200), [&] { return context_->device().finished(stream); });
         } catch (const std::exception &) {} // the stream has failed: no work is pending
         if (!over)
-            for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leave_behind();
+            for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leak();
     }
     throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
                 text[0] != 0 ? text : status_name(status), result);
@@ -140,13 +140,13 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
                void *stream, const Call &call) {
     const Device &device = context_->device();
     check_stream(stream, place);
-    lose_if_it_fails([&] {
+    unusable_on_failure([&] {
         int result = 0;
         const bool elsewhere = !device.is_host() && (place == Place::backend) != device_;
         if (!elsewhere && !provider_.synchronizes) {
             result = call(send, recv);
         } else {
-            const int64_t second = send == recv ? 0 : round_up(sent, int64_t(kLine));
+            const int64_t second = send == recv ? 0 : round_up(sent, int64_t(kCacheLine));
             char *const staged = staging_.get(context_, device_, size_t(second + received), stream);
             result = wait_for_enqueued(stream);
             if (result == 0) {
@@ -247,14 +247,14 @@ void Comm::reserve(const Messages &messages, void *stream, Place place) {
     if (ranks() != 1 && staged) take(staging_, messages.all_reduce);
     if (messages.all_to_all != 0 && (ranks() != 1 || table_.all_to_all != nullptr)) {
         const int64_t rows = messages.all_to_all * ranks();
-        if (staged) take(staging_, round_up(rows, int64_t(kLine)) + rows);
+        if (staged) take(staging_, round_up(rows, int64_t(kCacheLine)) + rows);
         if (table_.all_to_all == nullptr) {
             take(gathered_, rows);
             spare_rows(messages.all_to_all);
         }
     }
     if (messages.all_gather != 0 && (ranks() != 1 || table_.all_gather != nullptr)) {
-        if (staged) take(staging_, round_up(messages.all_gather, int64_t(kLine)) + messages.all_gather * ranks());
+        if (staged) take(staging_, round_up(messages.all_gather, int64_t(kCacheLine)) + messages.all_gather * ranks());
         spare_rows(messages.all_gather);
     }
 }
@@ -272,7 +272,7 @@ float *Comm::bucket(int64_t numel, void *stream) {
 }
 
 void Comm::abort() noexcept {
-    lose(DSOPT_ERR_ABORTED);
+    set_unusable(DSOPT_ERR_ABORTED);
     if (table_.abort != nullptr) table_.abort(table_.self);
 }
 
@@ -293,16 +293,16 @@ dsopt_comm_info Comm::info() const {
 
 namespace {
 /// Handles the comms from the k-th on.
-void lose_from(const CommSet &comms, int32_t k, FunctionRef<void()> body) {
+void set_unusable_from(const CommSet &comms, int32_t k, FunctionRef<void()> body) {
     Comm *const others[] = {comms.data, comms.node, comms.model};
     constexpr auto first = int32_t(std::size(others));
     if (k == first + comms.expert_count) return body();
     Comm *const comm = k < first ? others[k] : comms.experts[k - first].get();
-    if (comm == nullptr || comm->ranks() == 1) return lose_from(comms, k + 1, body);
-    comm->lose_if_it_fails([&] { lose_from(comms, k + 1, body); });
+    if (comm == nullptr || comm->ranks() == 1) return set_unusable_from(comms, k + 1, body);
+    comm->unusable_on_failure([&] { set_unusable_from(comms, k + 1, body); });
 }
 } // namespace
 
-void lose_if_it_fails(const CommSet &comms, FunctionRef<void()> body) { lose_from(comms, 0, body); }
+void unusable_on_failure(const CommSet &comms, FunctionRef<void()> body) { set_unusable_from(comms, 0, body); }
 
 } // namespace dsopt

@@ -60,17 +60,17 @@ public:
     float *bucket(int64_t numel, void *stream);
     /// Calls body(). A failure makes the comm unusable, because ranks may then be at different calls. DSOPT_ERR_STATE
     /// (the stream is being captured) does not.
-    template <class Body> void lose_if_it_fails(const Body &body) {
+    template <class Body> void unusable_on_failure(const Body &body) {
         try {
             body();
         } catch (const Error &error) {
-            if (error.status() != DSOPT_ERR_STATE) lose(error.status());
+            if (error.status() != DSOPT_ERR_STATE) set_unusable(error.status());
             throw;
         } catch (const std::bad_alloc &) {
-            lose(DSOPT_ERR_NOMEM);
+            set_unusable(DSOPT_ERR_NOMEM);
             throw;
         } catch (...) {
-            lose(DSOPT_ERR_INTERNAL); // the status that the call returns
+            set_unusable(DSOPT_ERR_INTERNAL); // the status that the call returns
             throw;
         }
     }
@@ -84,7 +84,7 @@ private:
         bool holds(size_t bytes) const { return bytes <= bytes_; }
         char *get(const std::shared_ptr<const Context> &context, bool device, size_t bytes, void *stream);
         /// Keeps device memory to which a failed exchange may still write until the process ends.
-        void leave_behind();
+        void leak();
 
     private:
         Memory device_;
@@ -95,7 +95,7 @@ private:
     };
 
     void begin();
-    void lose(dsopt_status status) noexcept;
+    void set_unusable(dsopt_status status) noexcept;
     template <class Call>
     void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
              const Call &call);
@@ -144,7 +144,7 @@ struct CommSet {
 
 /// Calls body(). A failure makes all comms with more than one rank unusable, because their ranks may be at different
 /// collectives.
-void lose_if_it_fails(const CommSet &comms, FunctionRef<void()> body);
+void unusable_on_failure(const CommSet &comms, FunctionRef<void()> body);
 
 /// Reduces in place over all ranks, in fp32, rounded once. `op` may be DSOPT_OP_MEAN here.
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream);

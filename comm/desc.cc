@@ -46,7 +46,7 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
     if (desc.native != nullptr && by_id)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native knows its ranks: id, rank and ranks must be 0");
     if (meets && desc.native == nullptr) {
-        if (desc.ranks < 1 || desc.ranks > kMostRanks || desc.rank < 0 || desc.rank >= desc.ranks)
+        if (desc.ranks < 1 || desc.ranks > kMaxRanks || desc.rank < 0 || desc.rank >= desc.ranks)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
         const size_t bytes = make_comm_id(desc.kind, nullptr, 0);
         if (desc.id == nullptr || desc.id_bytes != bytes)

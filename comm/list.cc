@@ -13,14 +13,16 @@ namespace {
 // Number of floats in the bucket: 4 MiB, large enough to hide latency and small enough for a cache.
 constexpr int64_t kBucket = int64_t(1) << 20;
 // Minimum size of an fp32 tensor that gets a collective of its own.
-constexpr int64_t kAlone = int64_t(1) << 18;
+constexpr int64_t kUnbucketed = int64_t(1) << 18;
 
-bool goes_alone(const dsopt_tensor &tensor) { return tensor.dtype == DSOPT_DTYPE_F32 && tensor.numel >= kAlone; }
+bool bypasses_bucket(const dsopt_tensor &tensor) {
+    return tensor.dtype == DSOPT_DTYPE_F32 && tensor.numel >= kUnbucketed;
+}
 
 } // namespace
 
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream) {
-    const Loops &loops = comm.context()->device().loops();
+    const DeviceKernels &kernels = comm.context()->device().kernels();
     const Parallel parallel = comm.context()->parallel();
     const int32_t adds = op == DSOPT_OP_MEAN ? DSOPT_OP_SUM : op;
     const Factor factor{.value = op == DSOPT_OP_MEAN ? 1.0f / float(comm.ranks()) : 1.0f};
@@ -32,7 +34,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
     int64_t alone = 0;                         // elements of the largest other tensor
     for (int64_t i = 0; i < count; ++i) {
         if (list[i].data == nullptr) continue;
-        if (goes_alone(list[i])) {
+        if (bypasses_bucket(list[i])) {
             alone = std::max(alone, list[i].numel);
         } else {
             capacity += list[i].numel;
@@ -49,20 +51,20 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
 
     const auto flush = [&] {
         if (used == 0) return;
-        loops.axpby({}, stretches.data(), 0, packed.data(), int64_t(packed.size()), parallel, stream);
+        kernels.axpby({}, stretches.data(), 0, packed.data(), int64_t(packed.size()), parallel, stream);
         comm.all_reduce(bucket, used, DSOPT_DTYPE_F32, adds, stream, Place::backend);
-        loops.axpby(factor, packed.data(), 0, stretches.data(), int64_t(packed.size()), parallel, stream);
+        kernels.axpby(factor, packed.data(), 0, stretches.data(), int64_t(packed.size()), parallel, stream);
         stretches.clear();
         packed.clear();
         used = 0;
     };
-    comm.lose_if_it_fails([&] {
+    comm.unusable_on_failure([&] {
         for (int64_t i = 0; i < count; ++i) {
             const dsopt_tensor &tensor = list[i];
             if (tensor.data == nullptr) continue;
-            if (goes_alone(tensor)) {
+            if (bypasses_bucket(tensor)) {
                 comm.all_reduce(tensor.data, tensor.numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
-                if (op == DSOPT_OP_MEAN) loops.axpby(factor, &tensor, 0, &tensor, 1, parallel, stream);
+                if (op == DSOPT_OP_MEAN) kernels.axpby(factor, &tensor, 0, &tensor, 1, parallel, stream);
                 continue;
             }
             for (int64_t begin = 0, numel = 0; begin < tensor.numel; begin += numel) {

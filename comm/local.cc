@@ -16,21 +16,21 @@ namespace dsopt {
 namespace {
 
 /// One rank's arguments of a collective; kind and size must be the same on all ranks.
-struct Offer {
+struct Contribution {
     enum Kind : int32_t { reduce, to_all, gather } kind;
     int32_t dtype, op; // of reduce
     int64_t count;     // elements, or bytes for each rank
     const void *data;
     void *result; // of reduce
-    bool same_call(const Offer &other) const {
+    bool same_call(const Contribution &other) const {
         return kind == other.kind && dtype == other.dtype && op == other.op && count == other.count;
     }
 };
 
 /// Rendezvous of the ranks of a group.
-class Meeting {
+class Rendezvous {
 public:
-    explicit Meeting(int ranks) : ranks_(ranks), offers_(size_t(ranks)), present_(size_t(ranks)) {}
+    explicit Rendezvous(int ranks) : ranks_(ranks), contributions_(size_t(ranks)), present_(size_t(ranks)) {}
     int ranks() const { return ranks_; }
 
     dsopt_status join(int rank, int timeout_ms) {
@@ -56,20 +56,20 @@ public:
     }
 
     /// Publishes `offer`, waits for all ranks, calls read(offers), and waits until all ranks have read.
-    template <class Read> dsopt_status collect(int rank, const Offer &offer, int timeout_ms, const Read &read) {
+    template <class Read> dsopt_status collect(int rank, const Contribution &offer, int timeout_ms, const Read &read) {
         {
             const std::lock_guard lock(mutex_);
-            offers_[size_t(rank)] = offer;
+            contributions_[size_t(rank)] = offer;
         }
         if (const dsopt_status status = arrive(timeout_ms)) return status;
         for (int other = 0; other < ranks_; ++other)
-            if (!offers_[size_t(other)].same_call(offer)) {
+            if (!contributions_[size_t(other)].same_call(offer)) {
                 const std::lock_guard lock(mutex_);
                 fail(DSOPT_ERR_COMM, "ranks " + std::to_string(rank) + " and " + std::to_string(other) +
                                          " called different collectives or sizes");
                 return DSOPT_ERR_COMM;
             }
-        read(offers_);
+        read(contributions_);
         depart();
         return DSOPT_OK;
     }
@@ -99,7 +99,7 @@ private:
         if (!Deadline(timeout_ms).wait(changed_, lock, [&] {
                 return round_ != round || failed_ != DSOPT_OK || gone_ >= 0;
             }))
-            fail(DSOPT_ERR_TIMEOUT, not_all_came(ranks_, timeout_ms));
+            fail(DSOPT_ERR_TIMEOUT, ranks_are_missing(ranks_, timeout_ms));
         if (round_ != round) return DSOPT_OK; // all arrived, whatever happened later
         if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
         return failed_;
@@ -116,7 +116,7 @@ private:
     const int ranks_;
     std::mutex mutex_;
     std::condition_variable changed_;
-    std::vector<Offer> offers_;
+    std::vector<Contribution> contributions_;
     std::vector<bool> present_;
     int arrived_ = 0;
     int gone_ = -1;
@@ -126,13 +126,13 @@ private:
 };
 
 /// Returns the rendezvous of an id. Ranks keep it alive, so the map never has more entries than there are live groups.
-std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
-    static constinit PerProcess<std::map<std::string, std::weak_ptr<Meeting>>> known;
+std::shared_ptr<Rendezvous> find_rendezvous(const std::string &id, int ranks) {
+    static constinit PerProcess<std::map<std::string, std::weak_ptr<Rendezvous>>> known;
     const auto meeting = known.with([&](auto &meetings) {
         std::erase_if(meetings, [](const auto &item) { return item.second.expired(); });
-        std::weak_ptr<Meeting> &entry = meetings[id];
-        std::shared_ptr<Meeting> found = entry.lock();
-        if (!found) entry = found = std::make_shared<Meeting>(ranks);
+        std::weak_ptr<Rendezvous> &entry = meetings[id];
+        std::shared_ptr<Rendezvous> found = entry.lock();
+        if (!found) entry = found = std::make_shared<Rendezvous>(ranks);
         return found;
     });
     if (meeting->ranks() != ranks)
@@ -143,61 +143,61 @@ std::shared_ptr<Meeting> find_meeting(const std::string &id, int ranks) {
 /// Endpoint of one rank, which has joined the rendezvous.
 class Endpoint : NotCopied {
 public:
-    Endpoint(std::shared_ptr<Meeting> meeting, int rank, int timeout_ms) :
-        meeting_(std::move(meeting)),
+    Endpoint(std::shared_ptr<Rendezvous> meeting, int rank, int timeout_ms) :
+        rendezvous_(std::move(meeting)),
         rank_(rank),
         timeout_ms_(timeout_ms) {}
-    ~Endpoint() { meeting_->leave(rank_); }
+    ~Endpoint() { rendezvous_->leave(rank_); }
 
     dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) const {
-        const Offer own{Offer::reduce, dtype, op, count, send, recv};
+        const Contribution local{Contribution::reduce, dtype, op, count, send, recv};
         switch (dtype) {
-        case DSOPT_DTYPE_F32: return reduce<float>(own);
-        case DSOPT_DTYPE_F64: return reduce<double>(own);
-        case DSOPT_DTYPE_I32: return reduce<int32_t>(own);
+        case DSOPT_DTYPE_F32: return reduce<float>(local);
+        case DSOPT_DTYPE_F64: return reduce<double>(local);
+        case DSOPT_DTYPE_I32: return reduce<int32_t>(local);
         default: return DSOPT_ERR_DTYPE;
         }
     }
     bool has_all_to_all() const { return true; }
     dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *) const {
-        return collect_rows({Offer::to_all, 0, 0, bytes, send, nullptr}, rank_ * bytes, recv);
+        return gather_messages({Contribution::to_all, 0, 0, bytes, send, nullptr}, rank_ * bytes, recv);
     }
     dsopt_status all_gather(const void *send, void *recv, int64_t bytes, void *) const {
-        return collect_rows({Offer::gather, 0, 0, bytes, send, nullptr}, 0, recv);
+        return gather_messages({Contribution::gather, 0, 0, bytes, send, nullptr}, 0, recv);
     }
-    void describe(char *text, size_t capacity) const { meeting_->describe(text, capacity); }
-    void abort() const { meeting_->abort(); }
+    void describe(char *text, size_t capacity) const { rendezvous_->describe(text, capacity); }
+    void abort() const { rendezvous_->abort(); }
 
 private:
     /// Reduces this rank's slice block by block and writes the result to every rank. No other rank accesses that slice.
-    template <class T> dsopt_status reduce(const Offer &own) const {
-        return meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
+    template <class T> dsopt_status reduce(const Contribution &local) const {
+        return rendezvous_->collect(rank_, local, timeout_ms_, [&](const auto &offers) {
             const auto ranks = int64_t(offers.size());
-            const int64_t end = own.count / ranks * (rank_ + 1) + own.count % ranks * (rank_ + 1) / ranks;
-            int64_t begin = own.count / ranks * rank_ + own.count % ranks * rank_ / ranks;
+            const int64_t end = local.count / ranks * (rank_ + 1) + local.count % ranks * (rank_ + 1) / ranks;
+            int64_t begin = local.count / ranks * rank_ + local.count % ranks * rank_ / ranks;
             T block[1024];
             for (int64_t n = 0; begin < end; begin += n) {
                 n = std::min<int64_t>(end - begin, std::size(block));
                 std::copy_n(static_cast<const T *>(offers[0].data) + begin, n, block);
                 for (size_t rank = 1; rank < offers.size(); ++rank)
-                    reduce_into(block, static_cast<const T *>(offers[rank].data) + begin, n, own.op);
-                for (const Offer &offer : offers) std::copy_n(block, n, static_cast<T *>(offer.result) + begin);
+                    reduce_into(block, static_cast<const T *>(offers[rank].data) + begin, n, local.op);
+                for (const Contribution &offer : offers) std::copy_n(block, n, static_cast<T *>(offer.result) + begin);
             }
         });
     }
     /// Copies one message from every rank, which is at `offset` of the rank's data.
-    dsopt_status collect_rows(const Offer &own, int64_t offset, void *recv) const {
-        const auto bytes = size_t(own.count);
-        return meeting_->collect(rank_, own, timeout_ms_, [&](const auto &offers) {
+    dsopt_status gather_messages(const Contribution &local, int64_t offset, void *recv) const {
+        const auto bytes = size_t(local.count);
+        return rendezvous_->collect(rank_, local, timeout_ms_, [&](const auto &offers) {
             char *to = static_cast<char *>(recv);
-            for (const Offer &offer : offers) {
+            for (const Contribution &offer : offers) {
                 std::memcpy(to, static_cast<const char *>(offer.data) + offset, bytes);
                 to += bytes;
             }
         });
     }
 
-    const std::shared_ptr<Meeting> meeting_;
+    const std::shared_ptr<Rendezvous> rendezvous_;
     const int rank_, timeout_ms_;
 };
 
@@ -213,15 +213,16 @@ void make_local_id(void *id) {
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const int timeout_ms = timeout_of(desc);
     const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
-    const auto meeting = find_meeting(id, desc.ranks);
+    const auto meeting = find_rendezvous(id, desc.ranks);
     const dsopt_status status = meeting->join(desc.rank, timeout_ms);
     if (status == DSOPT_ERR_ARGUMENT) throw Error(status, "rank %d of this id exists already", desc.rank);
-    if (status != DSOPT_OK) throw Error(status, "%s", not_all_came(desc.ranks, timeout_ms).c_str());
+    if (status != DSOPT_OK) throw Error(status, "%s", ranks_are_missing(desc.ranks, timeout_ms).c_str());
     dsopt_comm_table table{};
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_HOST;
-    return comm_of(std::move(context), std::make_unique<Endpoint>(meeting, desc.rank, timeout_ms), table);
+    return make_comm_from_endpoint(std::move(context), std::make_unique<Endpoint>(meeting, desc.rank, timeout_ms),
+                                   table);
 }
 
 } // namespace dsopt

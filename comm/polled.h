@@ -11,7 +11,7 @@ class PolledEndpoint : NotCopied {
 public:
     PolledEndpoint(int ranks, int timeout_ms) : ranks_(ranks), timeout_ms_(timeout_ms) {}
 
-    void abort() noexcept { asked_to_abort_.store(true); }
+    void abort() noexcept { abort_requested_.store(true); }
     /// Copies the reason why the last call failed.
     void describe(char *text, size_t capacity) {
         const std::lock_guard lock(text_mutex_);
@@ -22,7 +22,7 @@ protected:
     int ranks() const { return ranks_; }
     void set_ranks(int ranks) { ranks_ = ranks; } // once the library has reported the number
     int timeout_ms() const { return timeout_ms_; }
-    bool asked_to_abort() const noexcept { return asked_to_abort_.load(); }
+    bool abort_requested() const noexcept { return abort_requested_.load(); }
     Deadline deadline() const { return Deadline(timeout_ms_); }
     void explain(std::string text) {
         const std::lock_guard lock(text_mutex_);
@@ -33,21 +33,21 @@ protected:
         std::optional<dsopt_status> status;
         const bool over = poll(deadline, [&] {
             status = look();
-            if (!status && asked_to_abort()) {
+            if (!status && abort_requested()) {
                 explain("the comm was aborted");
                 status = DSOPT_ERR_ABORTED;
             }
             return status.has_value();
         });
         if (over) return *status;
-        explain(not_all_came(ranks_, timeout_ms_));
+        explain(ranks_are_missing(ranks_, timeout_ms_));
         return DSOPT_ERR_TIMEOUT;
     }
 
 private:
     int ranks_;
     const int timeout_ms_;
-    std::atomic<bool> asked_to_abort_{false};
+    std::atomic<bool> abort_requested_{false};
     std::mutex text_mutex_;
     std::string text_;
 };

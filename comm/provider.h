@@ -28,11 +28,11 @@ const char *hccl_state();
 inline int timeout_of(const dsopt_comm_desc &desc) { return desc.timeout_ms == 0 ? 600000 : desc.timeout_ms; }
 
 /// Returns the text of a time-out while waiting for other ranks.
-inline std::string not_all_came(int ranks, int timeout_ms) {
+inline std::string ranks_are_missing(int ranks, int timeout_ms) {
     return "not all of the " + std::to_string(ranks) + " ranks came within " + std::to_string(timeout_ms) + " ms";
 }
-[[noreturn]] inline void throw_not_all_came(int ranks, int timeout_ms) {
-    throw Error(DSOPT_ERR_TIMEOUT, "%s", not_all_came(ranks, timeout_ms).c_str());
+[[noreturn]] inline void throw_ranks_missing(int ranks, int timeout_ms) {
+    throw Error(DSOPT_ERR_TIMEOUT, "%s", ranks_are_missing(ranks, timeout_ms).c_str());
 }
 
 /// Copies as much of `from` as fits, for the table's `error`.
@@ -48,8 +48,9 @@ template <class T> void reduce_into(T *result, const T *next, int64_t count, int
 
 /// Creates a comm whose functions are methods of `endpoint`, which the comm owns. `table` has rank, ranks and memory.
 template <class Endpoint>
-std::unique_ptr<Comm> comm_of(std::shared_ptr<const Context> context, std::unique_ptr<Endpoint> endpoint,
-                              dsopt_comm_table table, Provider provider = {}) {
+std::unique_ptr<Comm> make_comm_from_endpoint(std::shared_ptr<const Context> context,
+                                              std::unique_ptr<Endpoint> endpoint, dsopt_comm_table table,
+                                              Provider provider = {}) {
     table.size = sizeof table;
     table.self = endpoint.get();
     table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,

@@ -7,23 +7,24 @@
 namespace dsopt::gpu {
 
 /// Packs compensated values that are already complete.
-__global__ void __launch_bounds__(kThreads, kBlocks) pack_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    pack_values_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
-    pack_groups(x.own, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
-        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.own.worker[worker + k];
+    pack_groups(x.local, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.local.worker[worker + k];
     });
 }
 
 /// Adds a list, one tensor per scale group, to the residual, and packs the compensated values into messages.
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    feed_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
+    pack_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
     const Exchange &x = argument.begin_kernel();
-    const Compression &own = x.own;
-    pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
-        const float scale = own.worker_scales()[group];
+    const Compression &local = x.local;
+    pack_groups(local, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
+        const float scale = local.worker_scales()[group];
         const float *values = static_cast<const float *>(list[group].data);
-        float *const kept = own.worker + worker;
-        const int real = real_elements(list[group], where);
+        float *const kept = local.worker + worker;
+        const int real = unpadded_elements(list[group], where);
         for_packs(real, all_aligned(values, kept), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> value = load<V>(values, where.begin + i);
             const Pack<V> sum = compensate(value, load<V>(kept, i), scale, ~0u);
@@ -35,11 +36,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 /// Returns the scale of leaves [begin, end). Computed by a warp; the result is in all of its lanes.
-__device__ __forceinline__ float scale_of(const Compression &own, int64_t begin, int64_t end) {
+__device__ __forceinline__ float scale_of(const Compression &local, int64_t begin, int64_t end) {
     const LeafFold<true> by{threadIdx.x % 32 == 0};
-    const double sum = by.sum(own.sums + begin, int32_t(end - begin));
-    return rms_of(
-        sum, by.number(int32_t(end - begin), [&](int32_t leaf) INLINED { return int64_t(own.counts[begin + leaf]); }));
+    const double sum = by.sum(local.sums + begin, int32_t(end - begin));
+    return rms_of(sum, by.number(int32_t(end - begin),
+                                 [&](int32_t leaf) INLINED { return int64_t(local.counts[begin + leaf]); }));
 }
 
 /// Computes the scales of all groups. Stores them with the compensated values, and in the messages of the chunks that
@@ -47,56 +48,58 @@ __device__ __forceinline__ float scale_of(const Compression &own, int64_t begin,
 __global__ void __launch_bounds__(kThreads, 4)
     message_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
     const int lane = int(threadIdx.x % 32);
     for (int64_t i = grid_warp(); i < layout.group_count; i += grid_warps()) {
-        const float scale = scale_of(own, layout.group_leaf[i], layout.group_leaf[i + 1]);
-        if (lane == 0) own.worker_scales()[i] = scale;
+        const float scale = scale_of(local, layout.group_leaf[i], layout.group_leaf[i + 1]);
+        if (lane == 0) local.worker_scales()[i] = scale;
         const CompressLayout::ScaleGroup group = layout.groups[i];
         if (group.numel == 0) continue;
         const int64_t first = InChunk(group.unit, group.begin).chunk,
                       last = InChunk(group.unit, group.begin + group.numel - 1).chunk;
         for (int64_t d = first + lane; d <= last; d += 32)
-            CompressLayout::scales(own.message_to(d))[i - layout.chunks[d].first_group] = scale;
+            CompressLayout::scales(local.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
     // Fills the bits and scales of messages that belong to no group.
     for (int64_t d = 0; d < layout.ranks; ++d) {
         const int64_t used = layout.whole_words ? layout.used_numel - d * layout.server_numel : layout.server_numel;
-        fill_message(layout, own.message_to(d), used < 0 ? 0 : used, grid_thread(), grid_threads());
+        fill_message(layout, local.message_to(d), used < 0 ? 0 : used, grid_thread(), grid_threads());
     }
     const int64_t cells = layout.message_scales * layout.ranks;
     for (int64_t cell = grid_thread(); cell < cells; cell += grid_threads()) {
         const int64_t d = cell / layout.message_scales, slot = cell - d * layout.message_scales;
         if (slot >= layout.chunks[d].scales || layout.groups[layout.chunks[d].first_group + slot].numel == 0)
-            CompressLayout::scales(own.message_to(d))[slot] = 0;
+            CompressLayout::scales(local.message_to(d))[slot] = 0;
     }
 }
 
-constexpr int kRanksAtOnce = 8; // ranks whose bits a thread of serve_kernel loads at once; limited by registers
+constexpr int kRanksAtOnce =
+    8; // ranks whose bits a thread of reduce_messages_kernel loads at once; limited by registers
 
 /// Adds the mean of all ranks' messages, in rank order, to the residual of this rank's chunk; stores the compensated
 /// values and packs the result.
-__global__ void __launch_bounds__(kThreads, kBlocks) serve_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    reduce_messages_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     __shared__ float tile[kLeaf];
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
     const float share = 1.0f / float(layout.ranks);
     const int64_t leaves = layout.segment_leaf[layout.segment_count]; // as in for_group_leaves()
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t index = find_stretch(layout.segment_leaf, layout.segment_count, leaf);
+        const int32_t index = find_range(layout.segment_leaf, layout.segment_count, leaf);
         const CompressLayout::Segment segment = layout.segments[index];
         const Leaf where(segment.numel, leaf - layout.segment_leaf[index]);
         const int64_t server = segment.server + where.begin;
-        const float scale = own.server_scales()[index];
-        for_packs(where.n, all_aligned(own.server), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> old = load<V>(own.server, server + i);
+        const float scale = local.server_scales()[index];
+        for_packs(where.n, all_aligned(local.server), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> old = load<V>(local.server, server + i);
             Pack<V> sum{};
-            const uint8_t *bits_at = layout.bits(own.recv) + (server + i) / 8;
-            const char *scale_at = own.recv + int64_t(index) * 4;
+            const uint8_t *bits_at = layout.bits(local.recv) + (server + i) / 8;
+            const char *scale_at = local.recv + int64_t(index) * 4;
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
                 unsigned bits[kRanksAtOnce];
                 float values[kRanksAtOnce];
@@ -118,33 +121,33 @@ __global__ void __launch_bounds__(kThreads, kBlocks) serve_kernel(GRID_CONSTANT 
                     });
                 });
             }
-            const uint32_t active = active_from(own.active, segment.begin + where.begin + i);
+            const uint32_t active = active_from(local.active, segment.begin + where.begin + i);
             sum = compensate(sum, old, scale, active);
             to_tile(sum, tile + i);
-            store(sum, own.server, server + i);
+            store(sum, local.server, server + i);
         });
         __syncthreads();
         pack_signs(tile, where.n, [&](int i, unsigned bits) INLINED {
-            write_signs(layout.bits(own.result) + (server + i) / 8, bits, int(layout.bits_of_elements(where.n)) - i);
+            write_signs(layout.bits(local.result) + (server + i) / 8, bits, int(layout.bits_of_elements(where.n)) - i);
         });
-        sum_leaf(own, tile, segment.begin + where.begin, where.n, leaf);
+        sum_leaf(local, tile, segment.begin + where.begin, where.n, leaf);
     }
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
     result_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
-    float *const scales = CompressLayout::scales(own.result);
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
+    float *const scales = CompressLayout::scales(local.result);
     for (int64_t i = grid_warp(); i < layout.segment_count; i += grid_warps()) {
-        const float scale = scale_of(own, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
-        if (threadIdx.x % 32 == 0) own.server_scales()[i] = scales[i] = scale;
+        const float scale = scale_of(local, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
+        if (threadIdx.x % 32 == 0) local.server_scales()[i] = scales[i] = scale;
     }
     for (int64_t i = layout.segment_count + grid_thread(); i < layout.message_scales; i += grid_threads())
         scales[i] = 0;
-    fill_message(layout, own.result, layout.used_by_server(), grid_thread(), grid_threads());
+    fill_message(layout, local.result, layout.server_used_words(), grid_thread(), grid_threads());
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t worker = mean.layout.groups[group].begin + leaf.begin;
         const CompressLayout::Unit unit = mean.layout.groups[group].unit;
         const InChunk first(unit, worker);
-        const int real = real_elements(list[group], leaf);
+        const int real = unpadded_elements(list[group], leaf);
         for_packs(real, all_aligned(list[group].data, mean.values), [&]<int V>(Width<V>, int i) INLINED {
             InChunk where = first;
             where.move(unit, i);
@@ -205,23 +208,23 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSli
 }
 
 /// Adds that mean to the residual, stores the compensated values and packs them into messages.
-__global__ void __launch_bounds__(kThreads, 3) feed_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads, 3) pack_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
-    const Compression &own = x.own;
-    pack_groups(own, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
-        const float scale = own.worker_scales()[group];
-        for_packs(where.n, all_aligned(x.node.slices, own.worker), [&]<int V>(Width<V>, int i) INLINED {
+    const Compression &local = x.local;
+    pack_groups(local, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
+        const float scale = local.worker_scales()[group];
+        for_packs(where.n, all_aligned(x.node.slices, local.worker), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> mean = mean_of_slices<V>(x.node, worker + i);
-            const uint32_t active = active_from(own.active, worker + i); // `worker`: a multiple of 32
-            const Pack<V> sum = compensate(mean, load<V>(own.worker, worker + i), scale, active);
+            const uint32_t active = active_from(local.active, worker + i); // `worker`: a multiple of 32
+            const Pack<V> sum = compensate(mean, load<V>(local.worker, worker + i), scale, active);
             to_tile(sum, tile + i);
-            store(sum, own.worker, worker + i);
+            store(sum, local.worker, worker + i);
         });
     });
 }
 
 /// One node: that mean is the result. Stores it to the first of the slices.
-__global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
+__global__ void __launch_bounds__(kThreads) average_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
     const Exchange &x = argument.begin_kernel();
     for (int64_t i = grid_thread() * 4; i < x.node.numel; i += grid_threads() * 4)
         store(mean_of_slices<4>(x.node, i), x.node.slices, i);
@@ -229,33 +232,36 @@ __global__ void __launch_bounds__(kThreads) mean_slice_kernel(GRID_CONSTANT cons
 
 // Label::next follows the order of passes in src/exchange/exchange.cc.
 void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) {
-    const CompressLayout &sent = x.own.layout, &all = x.mean.layout;
+    const CompressLayout &sent = x.local.layout, &all = x.mean.layout;
     switch (pass) {
     case ExchangePass::clear_messages: return; // unused bits are written with tensors' bits or with the scales
     case ExchangePass::pack_list:
-        return launcher.over(sent.group_leaves, {"feed_list", Next::kernel}, feed_list_kernel, x, list);
-    case ExchangePass::pack_values: return launcher.over(sent.group_leaves, {"pack", Next::kernel}, pack_kernel, x);
+        return launcher.launch_grid(sent.group_leaves, {"pack_list", Next::kernel}, pack_list_kernel, x, list);
+    case ExchangePass::pack_values:
+        return launcher.launch_grid(sent.group_leaves, {"pack_values", Next::kernel}, pack_values_kernel, x);
     case ExchangePass::message_scales:
-        return launcher.over(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
+        return launcher.launch_grid(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
     case ExchangePass::clear_result: return;
-    case ExchangePass::serve: return launcher.over(sent.segment_leaves, {"serve", Next::kernel}, serve_kernel, x);
+    case ExchangePass::reduce_messages:
+        return launcher.launch_grid(sent.segment_leaves, {"reduce_messages", Next::kernel}, reduce_messages_kernel, x);
     case ExchangePass::result_scales:
-        return launcher.over(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
-    case ExchangePass::decode: return launcher.over(all.group_leaves, "decode", decode_kernel, x, list);
+        return launcher.launch_grid(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
+    case ExchangePass::decode: return launcher.launch_grid(all.group_leaves, "decode", decode_kernel, x, list);
     case ExchangePass::clear_gaps:
-        if (all.group_count != 0) launcher.over(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
+        if (all.group_count != 0)
+            launcher.launch_grid(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
         return;
-    case ExchangePass::copy_list: return launcher.over(all.group_leaves, "copy_list", copy_list_kernel, x, list);
+    case ExchangePass::copy_list: return launcher.launch_grid(all.group_leaves, "copy_list", copy_list_kernel, x, list);
     case ExchangePass::pack_slice:
-        return launcher.over(sent.group_leaves, {"feed_slice", Next::kernel}, feed_slice_kernel, x);
+        return launcher.launch_grid(sent.group_leaves, {"pack_slice", Next::kernel}, pack_slice_kernel, x);
     case ExchangePass::average_slice:
-        return launcher.over(x.node.numel / (kThreads * 4) + 1, "mean_slice", mean_slice_kernel, x);
+        return launcher.launch_grid(x.node.numel / (kThreads * 4) + 1, "average_slice", average_slice_kernel, x);
     }
 }
 
 void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Launcher &launcher,
-                  FunctionRef<void(ExchangeLoops &)> body) {
-    class Run final : public ExchangeLoops {
+                  FunctionRef<void(ExchangeKernels &)> body) {
+    class Run final : public ExchangeKernels {
     public:
         Run(const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) :
             x_(x),
@@ -275,13 +281,13 @@ void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t cou
         if (count != 0) std::memcpy(to + layout, list, tensors);
     });
     const auto *const there = reinterpret_cast<const dsopt_tensor *>(memory.get() + layout);
-    Run loops(buffers.on_device(memory.get(), nullptr), there, launcher);
-    body(loops);
+    Run kernels(buffers.on_device(memory.get(), nullptr), there, launcher);
+    body(kernels);
 }
 
 void load_compress_kernels(KernelLoader &load) {
-    load(pack_kernel, feed_list_kernel, message_scales_kernel, serve_kernel, result_scales_kernel, decode_kernel,
-         clear_gaps_kernel, copy_list_kernel, feed_slice_kernel, mean_slice_kernel);
+    load(pack_values_kernel, pack_list_kernel, message_scales_kernel, reduce_messages_kernel, result_scales_kernel,
+         decode_kernel, clear_gaps_kernel, copy_list_kernel, pack_slice_kernel, average_slice_kernel);
 }
 
 } // namespace dsopt::gpu

@@ -32,20 +32,20 @@ struct InChunk {
 };
 
 /// Returns the number of elements of a scale group's leaf that are in the tensor; the rest is padding.
-__device__ __forceinline__ int real_elements(const dsopt_tensor &tensor, const Leaf &leaf) {
+__device__ __forceinline__ int unpadded_elements(const dsopt_tensor &tensor, const Leaf &leaf) {
     const int64_t left = tensor.numel - leaf.begin;
     return left < 0 ? 0 : left < leaf.n ? int(left) : leaf.n;
 }
 
 /// Stores the sum of squares of the leaf in the tile, and the number of its active elements. `begin`: index of its
 /// first element among the worker's. The tile may be overwritten after the call.
-__device__ __forceinline__ void sum_leaf(const Compression &own, const float *tile, int64_t begin, int n,
+__device__ __forceinline__ void sum_leaf(const Compression &local, const float *tile, int64_t begin, int n,
                                          int64_t leaf) {
     if (threadIdx.x / 32 == kWarps - 1) { // this warp has no lane of the sum
-        const int32_t count = count_active(own.active, begin, n);
-        if (threadIdx.x % 32 == 0) own.counts[leaf] = count;
+        const int32_t count = count_active(local.active, begin, n);
+        if (threadIdx.x % 32 == 0) local.counts[leaf] = count;
     }
-    sum_tiles<1>(tile, n, [&](int, double sum) INLINED { own.sums[leaf] = sum; });
+    sum_tiles<1>(tile, n, [&](int, double sum) INLINED { local.sums[leaf] = sum; });
 }
 
 /// Calls write(i, bits), in one thread, for each word of 32 of the n signs in `tile`, from the i-th on. A byte has
@@ -54,13 +54,13 @@ __device__ __forceinline__ void sum_leaf(const Compression &own, const float *ti
 template <class Write> __device__ __forceinline__ void pack_signs(const float *tile, int n, const Write &write) {
     constexpr int words = int(kLeaf) / kThreads; // per warp
     const int lane = int(threadIdx.x % 32), begin = int(threadIdx.x / 32) * words * 32;
-    unsigned own = 0;
+    unsigned local = 0;
     for (int k = 0; k < words && begin + k * 32 < n; ++k) {
         const int i = begin + k * 32 + lane;
         const unsigned word = __ballot_sync(0xffffffffu, i >= n || !(tile[i] < 0));
-        if (lane == k) own = __byte_perm(__brev(word), 0, 0x0123);
+        if (lane == k) local = __byte_perm(__brev(word), 0, 0x0123);
     }
-    if (lane < words && begin + lane * 32 < n) write(begin + lane * 32, own);
+    if (lane < words && begin + lane * 32 < n) write(begin + lane * 32, local);
 }
 /// Writes the bytes of such a word that hold any of `n` signs, in one store if possible.
 __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
@@ -84,41 +84,41 @@ __device__ __forceinline__ void fill_message(const CompressLayout &layout, char 
 
 /// Packs the signs of the leaf of compensated values in the tile into the messages, and stores its sum and count.
 /// `worker`: index of its first element. Called by a whole block.
-__device__ inline void pack_leaf(const Compression &own, int32_t group, int64_t worker, int n, const float *tile,
+__device__ inline void pack_leaf(const Compression &local, int32_t group, int64_t worker, int n, const float *tile,
                                  int64_t leaf) {
     __syncthreads();
-    const CompressLayout::Unit unit = own.layout.groups[group].unit;
-    const auto written = int(own.layout.bits_of_elements(n));
+    const CompressLayout::Unit unit = local.layout.groups[group].unit;
+    const auto written = int(local.layout.bits_of_elements(n));
     pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
         InChunk where(unit, worker + i);
         const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
         for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
-            uint8_t *const to = own.layout.bits(own.message_to(where.chunk)) + (unit.server + where.at) / 8;
+            uint8_t *const to = local.layout.bits(local.message_to(where.chunk)) + (unit.server + where.at) / 8;
             if (whole) return write_signs(to, bits, written - i);
             write_signs(to, bits >> k, 8);
         }
     });
-    sum_leaf(own, tile, worker, n, leaf);
+    sum_leaf(local, tile, worker, n, leaf);
 }
 
 /// Calls body(group, where, leaf) for every leaf of the scale groups that belongs to this block.
 template <class Body> __device__ __forceinline__ void for_group_leaves(const CompressLayout &layout, const Body &body) {
     const int64_t leaves = layout.group_leaf[layout.group_count]; // from memory: fewer registers than the argument
     for (int64_t leaf = blockIdx.x; leaf < leaves; leaf += gridDim.x) {
-        const int32_t group = find_stretch(layout.group_leaf, layout.group_count, leaf);
+        const int32_t group = find_range(layout.group_leaf, layout.group_count, leaf);
         body(group, Leaf(layout.groups[group].numel, leaf - layout.group_leaf[group]), leaf);
     }
 }
 
 /// Calls fill(group, where, worker, tile), which stores the compensated values from index `worker` on to the tile, and
 /// then packs the leaf, for every leaf of the scale groups that belongs to this block.
-template <class Fill> __device__ __forceinline__ void pack_groups(const Compression &own, const Fill &fill) {
+template <class Fill> __device__ __forceinline__ void pack_groups(const Compression &local, const Fill &fill) {
     __shared__ float tile[kLeaf];
-    if (own.skipped()) return;
-    for_group_leaves(own.layout, [&](int32_t group, const Leaf &where, int64_t leaf) INLINED {
-        const int64_t worker = own.layout.groups[group].begin + where.begin;
+    if (local.skipped()) return;
+    for_group_leaves(local.layout, [&](int32_t group, const Leaf &where, int64_t leaf) INLINED {
+        const int64_t worker = local.layout.groups[group].begin + where.begin;
         fill(group, where, worker, tile);
-        pack_leaf(own, group, worker, where.n, tile, leaf);
+        pack_leaf(local, group, worker, where.n, tile, leaf);
     });
 }
 

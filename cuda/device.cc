@@ -19,26 +19,26 @@ void load_kernels(KernelLoader &load) {
     load_onebit_kernels(load);
 }
 
-class CudaLoops final : public Loops {
+class CudaKernels final : public DeviceKernels {
 public:
-    explicit CudaLoops(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {
+    explicit CudaKernels(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {
         const OnDevice on(gpu_);
         KernelLoader load(gpu_, shared_);
         load_kernels(load);
         shared_.early = load.ptx() >= 90;
     }
-    size_t extra_bytes(const StepShape &shape) const override { return gpu::extra_bytes(shape); }
+    size_t device_workspace_bytes(const StepShape &shape) const override { return gpu::device_workspace_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return gpu::make_cache(gpu_); }
-    void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
+    void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
         gpu::run_step(plan, launcher_of(plan.how.stream), body);
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &, void *stream) const override {
         gpu::for_elements(op, x, y, count, launcher_of(stream));
     }
-    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
-                     void *stream) const override {
-        gpu::add_up_rows(rows, stride, count, n, y, launcher_of(stream));
+    void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
+                    void *stream) const override {
+        gpu::sum_slices(rows, stride, count, n, y, launcher_of(stream));
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &, void *stream) const override {
@@ -48,7 +48,7 @@ public:
         gpu::run_in_one_thread(function, launcher_of(stream));
     }
     void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Parallel &, void *stream,
-                      FunctionRef<void(ExchangeLoops &)> body) const override {
+                      FunctionRef<void(ExchangeKernels &)> body) const override {
         gpu::run_exchange(buffers, list, count, launcher_of(stream), body);
     }
 
@@ -62,9 +62,9 @@ private:
 class CudaDevice final : public Device {
 public:
     explicit CudaDevice(int device) :
-        Device("cuda", false, loops_),
+        Device("cuda", false, kernels_),
         gpu_(device),
-        loops_(gpu_),
+        kernels_(gpu_),
         copy_stream_(gpu_.stream()) {}
 
     bool owns(const void *pointer) const override {
@@ -121,7 +121,7 @@ private:
     static cudaStream_t as_stream(void *stream) { return static_cast<cudaStream_t>(stream); }
 
     Gpu gpu_;
-    CudaLoops loops_;
+    CudaKernels kernels_;
     Stream copy_stream_;
 };
 

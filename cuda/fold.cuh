@@ -65,13 +65,13 @@ __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_
         });
 #pragma unroll 1 // one copy of the body
         for (int32_t begin = base; begin < base + ahead * kThreads && begin < count; begin += kThreads) {
-            const int32_t own = leaves[0];
+            const int32_t local = leaves[0];
             unrolled<ahead - 1>([&](int k) INLINED { leaves[k] = leaves[k + 1]; });
-            if (own >= 0 && own < kFewLeaves) body(begin + first, own, LeafFold<false>{true});
-            unsigned many = __ballot_sync(0xffffffffu, own >= kFewLeaves);
+            if (local >= 0 && local < kFewLeaves) body(begin + first, local, LeafFold<false>{true});
+            unsigned many = __ballot_sync(0xffffffffu, local >= kFewLeaves);
             for (; many != 0; many &= many - 1) {
                 const int lane = __ffs(int(many)) - 1;
-                body(begin + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, own, lane),
+                body(begin + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, local, lane),
                      LeafFold<true>{threadIdx.x % 32 == 0});
             }
         }

@@ -22,11 +22,11 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
     const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
     for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
         const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
-            const int32_t own = d.tensor_cell[i];
+            const int32_t local = d.tensor_cell[i];
             const double squares = d.tensor_squares[i];
             suspect = suspect || !is_finite(squares);
             // The last row is over all groups.
-            const bool in = own >= 0 && (cell < own_cells ? own == cell : own % classes == cell - own_cells);
+            const bool in = local >= 0 && (cell < own_cells ? local == cell : local % classes == cell - own_cells);
             return in ? squares : 0.0;
         });
         if (threadIdx.x % 32 == 0) table.at[cell] = sum;
@@ -92,13 +92,13 @@ __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argume
 
 void inspect(const DevicePlan &d, bool decides, const Launcher &launcher) {
     // `decides`: ranks do not agree in this step, so the next operation is a kernel, not a collective.
-    launcher.over(d.leaves / kWarps + 1, {"inspect", kernel_if(decides)}, inspect_kernel, d, decides);
+    launcher.launch_grid(d.leaves / kWarps + 1, {"inspect", kernel_if(decides)}, inspect_kernel, d, decides);
 }
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
     // After an agreement of ranks the update may begin with a memset, a copy or a collective.
     const bool alone = folds && decides, updates = decides && d.plan.onebit == nullptr && d.plan.shards.count == 0;
     const Next next = kernel_if(alone || updates);
-    launcher.thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
+    launcher.launch_thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
 }
 
 void load_inspect_kernels(KernelLoader &load) { load(inspect_kernel, decide_kernel); }

@@ -2,7 +2,7 @@
 // Host functions of each .cu file: some launch its kernels, in stream order, and one loads them.
 #pragma once
 #include "base/function_ref.h"
-#include "device/loops.h"
+#include "device/kernels.h"
 #include "device_plan.h"
 #include "launcher.h"
 
@@ -18,7 +18,7 @@ void load_one_thread_kernels(KernelLoader &load);
 // lists.cu. These functions implement those of Loops.
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher);
-void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher);
+void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher);
 void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw, dsopt_norm_result *result,
           const Launcher &launcher);
 void load_list_kernels(KernelLoader &load);
@@ -40,21 +40,21 @@ void load_update_kernels(KernelLoader &load);
 // compress.cu
 /// Launches one pass of an exchange. The layout and the list are in device memory; a step has no list.
 void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher);
-/// Implements Loops::run_exchange().
+/// Implements DeviceKernels::run_exchange().
 void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Launcher &launcher,
-                  FunctionRef<void(ExchangeLoops &)> body);
+                  FunctionRef<void(ExchangeKernels &)> body);
 void load_compress_kernels(KernelLoader &load);
 
 // onebit.cu
 /// Calls body() with the kernels of the 1-bit family. `plan` has host pointers, `d` has device pointers. `jobs` and
 /// `layout` are in device memory; `layout` is only used if OneBitPlan::exchanges.
-void with_onebit_loops(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
-                       const Launcher &launcher, FunctionRef<void(OneBitLoops &)> body);
+void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
+                         const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body);
 void load_onebit_kernels(KernelLoader &load);
 
 // step.cc
-size_t extra_bytes(const StepShape &shape);
+size_t device_workspace_bytes(const StepShape &shape);
 std::unique_ptr<StepCache> make_cache(const Gpu &gpu);
-void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepLoops &)> body);
+void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepKernels &)> body);
 
 } // namespace dsopt::gpu

@@ -81,7 +81,7 @@ struct Label {
 };
 
 struct Launcher;
-void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher);
+void store_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher);
 
 /// A stream during one call of the engine, with the device current. The loaded code, the position in the call and
 /// Label::next determine whether a kernel is launched early, and whether it triggers the next kernel.
@@ -92,15 +92,16 @@ struct Launcher {
     mutable bool started = false; // a kernel of this call has been launched
 
     /// Launches as many blocks as are resident, or one per work item if there are fewer.
-    template <class... P, class... A> void over(Work work, Label label, void (*kernel)(P...), A &&...arguments) const {
+    template <class... P, class... A>
+    void launch_grid(Work work, Label label, void (*kernel)(P...), A &&...arguments) const {
         const int64_t most = device.resident_blocks(kernel, work.shared);
         const unsigned blocks = unsigned(work.pieces < 1 ? 1 : work.pieces > most ? most : work.pieces);
         run(label, kernel, blocks, kThreads, work.shared, std::forward<A>(arguments)...);
     }
-    template <class... P, class... A> void block(Label label, void (*kernel)(P...), A &&...arguments) const {
+    template <class... P, class... A> void launch_block(Label label, void (*kernel)(P...), A &&...arguments) const {
         run(label, kernel, 1, kThreads, 0, std::forward<A>(arguments)...);
     }
-    template <class... P, class... A> void thread(Label label, void (*kernel)(P...), A &&...arguments) const {
+    template <class... P, class... A> void launch_thread(Label label, void (*kernel)(P...), A &&...arguments) const {
         run(label, kernel, 1, 1, 0, std::forward<A>(arguments)...);
     }
     void fill(void *to, int value, size_t bytes) const {
@@ -114,7 +115,7 @@ struct Launcher {
         if (block.memory) {
             std::memcpy(block.memory.get(), from, bytes);
             check(cudaMemcpyAsync(to, block.memory.get(), bytes, cudaMemcpyHostToDevice, stream), "upload");
-            return device.pinned.give_back(std::move(block), stream);
+            return device.pinned.return_block(std::move(block), stream);
         }
         put(to, from, bytes);
     }
@@ -134,7 +135,7 @@ struct Launcher {
         if (capturing(stream)) // a replay reads the block again
             (void)device.pinned.keep(std::move(block));
         else
-            device.pinned.give_back(std::move(block), stream);
+            device.pinned.return_block(std::move(block), stream);
     }
 
 private:
@@ -145,7 +146,7 @@ private:
             Bytes piece;
             const size_t here = bytes - at < sizeof piece ? bytes - at : sizeof piece;
             std::memcpy(piece.words, static_cast<const char *>(from) + at, here);
-            put_words(reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8), *this);
+            store_words(reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8), *this);
         }
     }
     template <class... P, class... A>

@@ -43,7 +43,7 @@ __device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const B
     for (int i = int(threadIdx.x); i <= list.count; i += kThreads) first_leaf[i] = list.first_leaf[i];
     __syncthreads();
     for (int64_t leaf = blockIdx.x; leaf < first_leaf[list.count]; leaf += gridDim.x) {
-        const int32_t tensor = find_stretch(first_leaf, list.count, leaf);
+        const int32_t tensor = find_range(first_leaf, list.count, leaf);
         const ListTensor at{{list.x[tensor], list.x_type[tensor]}, {list.y[tensor], list.y_type[tensor]}};
         const Leaf where(list.numel[tensor], leaf - first_leaf[tensor]);
         for_packs(where.n, all_aligned(at.x.data, at.y.data),
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kThreads) axpby_kernel(GRID_CONSTANT const Pdl
     for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
         Pack<V> v = fetch<V>(at.x, i), old{};
         if (b != 0) old = fetch<V>(at.y, i);
-        v = widen(v, at.x.format);
-        old = widen(old, at.y.format);
+        v = convert_to_f32(v, at.x.format);
+        old = convert_to_f32(old, at.y.format);
         unrolled<V>([&](int k) INLINED { v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k]; });
         store(v, at.y, i);
     });
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const DeviceList &list = argument.begin_kernel();
     const int lane = int(threadIdx.x % 32);
     for (int64_t leaf = grid_warp(); leaf < list.leaves; leaf += grid_warps()) {
-        const int64_t i = find_stretch(list.first_leaf, list.count, leaf);
+        const int64_t i = find_range(list.first_leaf, list.count, leaf);
         const dsopt_tensor &x = list.x[i];
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
         const double squares = leaf_squares(slot_of(x), begin, n);
@@ -192,13 +192,13 @@ void in_batches(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, con
 }
 
 template <int N> void launch(const Zero &, const Launcher &launcher, const ListBatch<N> &batch) {
-    launcher.over(batch.leaves(), "zero", zero_kernel<N>, batch);
+    launcher.launch_grid(batch.leaves(), "zero", zero_kernel<N>, batch);
 }
 template <int N> void launch(const Axpby &op, const Launcher &launcher, const ListBatch<N> &batch) {
-    launcher.over(batch.leaves(), "axpby", axpby_kernel<N>, batch, op.a.data, op.a.value, op.b);
+    launcher.launch_grid(batch.leaves(), "axpby", axpby_kernel<N>, batch, op.a.data, op.a.value, op.b);
 }
 template <int N> void launch(const Clamp &op, const Launcher &launcher, const ListBatch<N> &batch) {
-    launcher.over(batch.leaves(), "clamp", clamp_kernel<N>, batch, op.limit);
+    launcher.launch_grid(batch.leaves(), "clamp", clamp_kernel<N>, batch, op.limit);
 }
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher) {
@@ -206,8 +206,8 @@ void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor
         [&](const auto &known) { in_batches(x, y, count, [&](const auto &batch) { launch(known, launcher, batch); }); },
         op);
 }
-void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {
-    launcher.over(n / kThreads + 1, "add_up_rows", add_up_rows_kernel, rows, stride, count, n, y);
+void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {
+    launcher.launch_grid(n / kThreads + 1, "sum_slices", add_up_rows_kernel, rows, stride, count, n, y);
 }
 
 /// Memory of a list's norm: the list, which is uploaded, and the results of leaves and tensors.
@@ -219,7 +219,7 @@ struct NormMemory {
 
     /// `memory` NULL: only computes the bytes.
     NormMemory(void *memory, int64_t count, int64_t leaves) {
-        Pieces pieces(memory);
+        Arena pieces(memory);
         pieces.take(first_leaf, count + 1);
         pieces.take(tensors, count);
         image = pieces.bytes();
@@ -236,7 +236,7 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
           const Launcher &launcher) {
     int64_t leaves = 0;
     for (int64_t i = 0; i < count; ++i) leaves += list[i].data != nullptr ? leaves_of(list[i].numel) : 0;
-    if (leaves == 0) return launcher.thread("no_norm", no_norm_kernel, result);
+    if (leaves == 0) return launcher.launch_thread("no_norm", no_norm_kernel, result);
     const size_t bytes = NormMemory(nullptr, count, leaves).bytes;
     const Scratch scratch(launcher.device.scratch, bytes, launcher.stream);
     const NormMemory memory(scratch.get(), count, leaves);
@@ -249,7 +249,7 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
     const DeviceList there{memory.tensors, memory.first_leaf, count, leaves};
     const NormParts &parts = memory.parts;
     launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
-    launcher.over(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
+    launcher.launch_grid(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
 }
 
 void load_list_kernels(KernelLoader &load) {

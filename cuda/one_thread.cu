@@ -12,7 +12,7 @@ template <class Function> __global__ void one_thread_kernel(GRID_CONSTANT const 
 
 void run_in_one_thread(const OneThreadFunction &function, const Launcher &launcher) {
     std::visit([&]<class Function>(
-                   const Function &call) { launcher.thread(Function::name, one_thread_kernel<Function>, call); },
+                   const Function &call) { launcher.launch_thread(Function::name, one_thread_kernel<Function>, call); },
                function);
 }
 

@@ -14,7 +14,7 @@ struct DeviceOneBit {
     DevicePlan d;
     OneBitPlan one;
     Exchange x;
-    bool packs; // feed_packs()
+    bool packs; // feed_also_packs()
     /// True if the bits of four neighbours of a tensor are in one byte, or there are no bits. In exchanges of compat
     /// mode a tensor may begin at any bit.
     bool whole_vectors;
@@ -31,9 +31,9 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     if constexpr (F == Feed::distance) {
         t.p = fetch<V>(job.weight(), i);
         t.moment[1] = fetch<V>(job.moment(1), i);
-        t.own = load<V>(one.track(), i);
+        t.local = load<V>(one.track(), i);
     }
-    t.widen_all(job);
+    t.convert_all(job);
     if (in_bits) t.moment[0] = mean_of<V>(b.x.mean, b.one.momentum, one.scale_group, one.worker + i);
     return t;
 }
@@ -47,7 +47,7 @@ struct SharedOneBit {
 };
 
 /// Calls body(s, o, one, where) for this block's leaves of tensors in exchanges. Called once per kernel.
-template <class Body> __device__ __forceinline__ void for_own_leaves(const DeviceOneBit &b, const Body &body) {
+template <class Body> __device__ __forceinline__ void for_local_leaves(const DeviceOneBit &b, const Body &body) {
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     if (skipped(b.d)) return;
@@ -55,17 +55,17 @@ template <class Body> __device__ __forceinline__ void for_own_leaves(const Devic
         const OneBitJob &one = b.one.jobs[tensor];
         const bool compensates = b.one.exchanges && b.x.node.vector == nullptr && one.worker >= 0;
         o.one = onebit_scalars(b.one, tensor, b.d.plan.jobs[tensor].group);
-        o.scale = compensates ? b.x.own.worker_scales()[one.scale_group] : 0.0f;
+        o.scale = compensates ? b.x.local.worker_scales()[one.scale_group] : 0.0f;
         o.aligned = b.whole_vectors && s.aligned &&
-                    all_aligned(one.track(), one.fresh, b.x.own.worker, b.x.node.vector, b.x.mean.values);
+                    all_aligned(one.track(), one.fresh, b.x.local.worker, b.x.node.vector, b.x.mean.values);
     };
     for_shared_leaves(b.d, {nullptr}, s, find, [&](const Leaf &where) INLINED {
         if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[s.tensor], where);
     });
 }
 /// Calls body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from element i on.
-template <class Body> __device__ __forceinline__ void for_own_packs(const DeviceOneBit &b, const Body &body) {
-    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
+template <class Body> __device__ __forceinline__ void for_local_packs(const DeviceOneBit &b, const Body &body) {
+    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
     });
 }
@@ -75,12 +75,12 @@ __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const Shar
     Pack<V> y;
     unrolled<V>([&](int k) INLINED {
         y.at[k] =
-            feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
+            feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
     });
     return y;
 }
 
-/// Loads the inputs of take_mean(). The mean is in place of the gradient; without other ranks it is this rank's values.
+/// Loads the inputs of apply_mean(). The mean is in place of the gradient; without other ranks it is this rank's values.
 template <int V, Feed F>
 __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
                                                const OneBitJob &one, int64_t i) {
@@ -94,9 +94,9 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
         t.moment[0] = fetch<V>(s.job.moment(0), i); // else the mean replaces it
     t.p = fetch<V>(s.job.weight(), i);
     t.moment[1] = fetch<V>(s.job.moment(1), i);
-    if constexpr (F == Feed::distance) t.own = load<V>(one.track(), i);
-    if constexpr (F == Feed::scaled) t.own = load<V>(one.fresh, i);
-    t.widen_all(s.job);
+    if constexpr (F == Feed::distance) t.local = load<V>(one.track(), i);
+    if constexpr (F == Feed::scaled) t.local = load<V>(one.fresh, i);
+    t.convert_all(s.job);
     t.g = b.one.exchanges ? y : feed_values<V, F>(s, o, t);
     return t;
 }
@@ -108,9 +108,9 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     DYNAMIC_SHARED(float, tile); // used if b.packs
-    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
+    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         float *const vector = b.x.node.vector;
-        float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.own.worker) + one.worker : nullptr;
+        float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.local.worker) + one.worker : nullptr;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
             const int64_t i = where.begin + at;
             Pack<V> sum{};
@@ -119,23 +119,23 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
             if constexpr (F == Feed::distance) {
                 unrolled<V>([&](int k) INLINED {
                     local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
-                               t.own.at[k]);
+                               t.local.at[k]);
                 });
                 store(t.p, s.job.weight(), i);
                 store(t.moment[0], s.job.moment(0), i);
-                if (!o.one.anchored) store(t.own, one.track(), i);
+                if (!o.one.anchored) store(t.local, one.track(), i);
             }
             if (to == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
             if (vector != nullptr) return store(values, to, i); // not compensated
-            const uint32_t active = active_from(b.x.own.active, one.worker + i);
+            const uint32_t active = active_from(b.x.local.active, one.worker + i);
             sum = compensate(values, sum, o.scale, active);
             if (b.packs) to_tile(sum, tile + at);
             store(sum, to, i);
         });
         if (b.packs)
-            pack_leaf(b.x.own, one.scale_group, one.worker + where.begin, where.n, tile,
-                      b.x.own.layout.group_leaf[one.scale_group] + where.begin / kLeaf);
+            pack_leaf(b.x.local, one.scale_group, one.worker + where.begin, where.n, tile,
+                      b.x.local.layout.group_leaf[one.scale_group] + where.begin / kLeaf);
     });
 }
 
@@ -144,11 +144,11 @@ __global__ void __launch_bounds__(kThreads, 4)
     feed_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
-    const Compression &own = b.x.own;
-    for (int32_t i = int32_t(blockIdx.x); i < own.layout.group_count; i += int32_t(gridDim.x)) {
-        const CompressLayout::ScaleGroup group = own.layout.groups[i];
-        const float scale = own.worker_scales()[i];
-        float *values = own.worker + group.begin;
+    const Compression &local = b.x.local;
+    for (int32_t i = int32_t(blockIdx.x); i < local.layout.group_count; i += int32_t(gridDim.x)) {
+        const CompressLayout::ScaleGroup group = local.layout.groups[i];
+        const float scale = local.worker_scales()[i];
+        float *values = local.worker + group.begin;
         for (int64_t k = group.used + threadIdx.x; k < group.numel; k += kThreads) {
             const float residual = error_of(values[k], scale);
             values[k] = b.one.padding != nullptr ? b.one.padding[k - group.used] + residual : residual;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
 }
 __global__ void __launch_bounds__(kThreads, 4)
-    take_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    decompress_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
     const ListMean &mean = b.x.mean;
@@ -168,20 +168,20 @@ __global__ void __launch_bounds__(kThreads, 4)
 /// Updates momentum and weights from the mean, which without other ranks is this rank's values.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
-    finish_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    apply_mean_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
+    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
         const Pack<V> old = t.p;
         if (one.mask != nullptr) {
             unrolled<V>([&](int k) INLINED { t.g.at[k] *= one.mask[i + k]; });
         }
         unrolled<V>([&](int k) INLINED {
-            take_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
+            apply_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
         });
         if (b.one.momentum == nullptr) store(t.moment[0], s.job.moment(0), i);
-        if constexpr (F == Feed::distance) store(t.own, one.track(), i);
-        publish(b.d.plan, s, s.job, t.p, old, i);
+        if constexpr (F == Feed::distance) store(t.local, one.track(), i);
+        store_weights(b.d.plan, s, s.job, t.p, old, i);
     });
 }
 
@@ -189,14 +189,14 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     constexpr Feed F = Feed::distance;
-    for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
+    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
         unrolled<V>([&](int k) INLINED {
-            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
+            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
         });
         store(t.moment[0], s.job.moment(0), i);
-        if (!o.one.anchored) store(t.own, one.track(), i);
-        publish(b.d.plan, s, s.job, t.p, t.p, i);
+        if (!o.one.anchored) store(t.local, one.track(), i);
+        store_weights(b.d.plan, s, s.job, t.p, t.p, i);
     });
 }
 
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     __shared__ uint32_t most_of_block;
     const Tiles tiles{memory, memory + kLeaf};
     constexpr Feed F = Feed::scaled;
-    for_own_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
+    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
         uint32_t most = 0; // factors are not negative: compared as integers, in which NaNs are the largest
         if (threadIdx.x == 0) most_of_block = 0;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
@@ -216,14 +216,14 @@ __global__ void __launch_bounds__(kThreads, 3)
             Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
             unrolled<V>([&](int k) INLINED {
                 const LambUpdate u =
-                    lamb_take_mean(s.scalars, o.one, t.g.at[k], one.mask != nullptr ? one.mask[i + k] : 1.0f, t.p.at[k],
-                                   t.moment[0].at[k], t.moment[1].at[k], t.own.at[k]);
+                    lamb_apply_mean(s.scalars, o.one, t.g.at[k], one.mask != nullptr ? one.mask[i + k] : 1.0f,
+                                    t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
                 tiles.a[at + k] = u.without_decay;
                 tiles.b[at + k] = u.update;
                 most = larger_factor(most, bits_of(u.factor) & 0x7fffffffu);
             });
             store(t.moment[0], s.job.moment(0), i);
-            store(t.own, one.fresh, i);
+            store(t.local, one.fresh, i);
         });
         sum_tiles(b.d.plan, s.job, where, tiles); // begins with a barrier
         most = largest_of_lanes(most);
@@ -246,20 +246,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) take_shared_frozen_trust(plan, b.one, i);
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) store_shared_frozen_trust_ratio(plan, b.one, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
     onebit_lamb_weights_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    for_own_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
+    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &, const auto &, int64_t i) INLINED {
         Inputs<V> t = load_inputs<V, 2, false>(s.job, i);
         const Pack<V> old = t.p;
         const float lr = s.scalars.lr * s.trust;
         unrolled<V>([&](int k) INLINED {
             t.p.at[k] = t.p.at[k] - lr * frozen_update(s.scalars, t.p.at[k], t.moment[0].at[k], t.moment[1].at[k]);
         });
-        publish(b.d.plan, s, s.job, t.p, old, i);
+        store_weights(b.d.plan, s, s.job, t.p, old, i);
     });
 }
 
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 __global__ void __launch_bounds__(kThreads)
     momentum_squares_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    if (skipped(b.d) || knows_scaling(b.one)) return;
+    if (skipped(b.d) || has_momentum_scaling(b.one)) return;
     for_leaves_by_warp(b.d, {nullptr}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
-    const bool known = knows_scaling(b.one);
+    const bool known = has_momentum_scaling(b.one);
     __syncthreads(); // trust_scaling is written below
     if (skipped(b.d) || known) return;
     for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_size_of_momentum(plan, b.one, i, by); });
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 /// Copies the results to OneBitPlan::momentum.
 __global__ void __launch_bounds__(kThreads)
-    keep_results_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
+    store_results_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
     const int64_t words = b.x.mean.layout.messages_bytes() / 4;
@@ -361,20 +361,20 @@ __global__ void __launch_bounds__(kThreads)
         });
     });
     if (!clears_residuals(b.one, b.x.mean)) return;
-    const Compression &own = b.x.own;
-    const int64_t workers = own.layout.worker_floats(), servers = own.layout.server_floats();
-    for (int64_t k = grid_thread(); k < workers; k += grid_threads()) own.worker[k] = 0;
-    for (int64_t k = grid_thread(); k < servers; k += grid_threads()) own.server[k] = 0;
+    const Compression &local = b.x.local;
+    const int64_t workers = local.layout.worker_floats(), servers = local.layout.server_floats();
+    for (int64_t k = grid_thread(); k < workers; k += grid_threads()) local.worker[k] = 0;
+    for (int64_t k = grid_thread(); k < servers; k += grid_threads()) local.server[k] = 0;
 }
 
 // Indexed by Feed. OneBitPass::lamb_moments handles the mean of Feed::scaled.
 using OneBitKernel = void (*)(PdlArgument<DeviceOneBit>);
 constexpr OneBitKernel kFeedKernels[] = {feed_kernel<Feed::momentum>, feed_kernel<Feed::scaled>,
                                          feed_kernel<Feed::gradient>, feed_kernel<Feed::distance>};
-constexpr OneBitKernel kFinishKernels[] = {finish_kernel<Feed::momentum>, nullptr, finish_kernel<Feed::gradient>,
-                                           finish_kernel<Feed::distance>};
+constexpr OneBitKernel kApplyMeanKernels[] = {apply_mean_kernel<Feed::momentum>, nullptr,
+                                              apply_mean_kernel<Feed::gradient>, apply_mean_kernel<Feed::distance>};
 
-class OneBitStep final : public OneBitLoops {
+class OneBitStep final : public OneBitStepKernels {
 public:
     OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
                const Launcher &launcher) :
@@ -387,7 +387,7 @@ public:
         b_.one.jobs = jobs;
         if (!b_.one.exchanges) return;
         b_.x = plan.onebit->exchange->on_device(layout, &plan.control->skip);
-        b_.packs = feed_packs(b_.one);
+        b_.packs = feed_also_packs(b_.one);
     }
 
     void run(ExchangePass pass) override { run_pass(pass, b_.x, nullptr, launcher_); }
@@ -395,43 +395,46 @@ public:
     void run(OneBitPass pass) override {
         switch (pass) {
         case OneBitPass::momentum_squares:
-            return launcher_.over(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel}, momentum_squares_kernel,
-                                  b_);
+            return launcher_.launch_grid(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel},
+                                         momentum_squares_kernel, b_);
         case OneBitPass::feed: {
             const Next next = kernel_if(b_.one.exchanges && b_.x.node.vector == nullptr); // completes the messages
             return over_leaves({"feed", next}, kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTileBytes : 0);
         }
         case OneBitPass::feed_padding:
-            return launcher_.over(b_.x.own.layout.group_count, {"feed_padding", Next::kernel}, feed_padding_kernel, b_);
-        case OneBitPass::take: return over_leaves("finish", kFinishKernels[size_t(b_.one.feed)]);
-        case OneBitPass::keep_results: return over_leaves("keep_results", keep_results_kernel);
+            return launcher_.launch_grid(b_.x.local.layout.group_count, {"feed_padding", Next::kernel},
+                                         feed_padding_kernel, b_);
+        case OneBitPass::apply_mean: return over_leaves("apply_mean", kApplyMeanKernels[size_t(b_.one.feed)]);
+        case OneBitPass::store_results: return over_leaves("store_results", store_results_kernel);
         case OneBitPass::local: return over_leaves("local", local_kernel);
-        case OneBitPass::take_padding:
-            return launcher_.over(b_.x.own.layout.ranks, "take_padding", take_padding_kernel, b_);
+        case OneBitPass::decompress_padding:
+            return launcher_.launch_grid(b_.x.local.layout.ranks, "decompress_padding", decompress_padding_kernel, b_);
         case OneBitPass::lamb_moments:
             return over_leaves({"onebit_lamb_moments", unless_shards()}, onebit_lamb_moments_kernel, 2 * kTileBytes);
         case OneBitPass::lamb_weights: return over_leaves("onebit_lamb_weights", onebit_lamb_weights_kernel);
         case OneBitPass::find_active: return over_leaves("find_active", find_active_kernel);
-        case OneBitPass::freeze: return launcher_.over(b_.d.leaves, "freeze", freeze_kernel, b_, false);
-        case OneBitPass::freeze_variance: return launcher_.over(b_.d.leaves, "freeze", freeze_kernel, b_, true);
+        case OneBitPass::freeze: return launcher_.launch_grid(b_.d.leaves, "freeze", freeze_kernel, b_, false);
+        case OneBitPass::freeze_variance: return launcher_.launch_grid(b_.d.leaves, "freeze", freeze_kernel, b_, true);
         }
     }
 
     void decide(OneBitDecision decision) override {
         switch (decision) {
-        case OneBitDecision::begin: return launcher_.block({"begin_onebit", after_begin()}, begin_onebit_kernel, b_);
+        case OneBitDecision::begin:
+            return launcher_.launch_block({"begin_onebit", after_begin()}, begin_onebit_kernel, b_);
         case OneBitDecision::scale_momenta:
-            return launcher_.block({"momentum_scaling", Next::kernel}, momentum_scaling_kernel, b_);
-        case OneBitDecision::trust: return launcher_.block({"onebit_trust", unless_shards()}, onebit_trust_kernel, b_);
+            return launcher_.launch_block({"momentum_scaling", Next::kernel}, momentum_scaling_kernel, b_);
+        case OneBitDecision::trust:
+            return launcher_.launch_block({"onebit_trust", unless_shards()}, onebit_trust_kernel, b_);
         case OneBitDecision::shared_trust:
-            return launcher_.block({"onebit_shared_trust", Next::kernel}, onebit_shared_trust_kernel, b_);
-        case OneBitDecision::end: return launcher_.block("end_onebit", end_onebit_kernel, b_);
+            return launcher_.launch_block({"onebit_shared_trust", Next::kernel}, onebit_shared_trust_kernel, b_);
+        case OneBitDecision::end: return launcher_.launch_block("end_onebit", end_onebit_kernel, b_);
         }
     }
 
 private:
     void over_leaves(Label label, OneBitKernel kernel, size_t shared = 0) {
-        launcher_.over({b_.d.leaves, shared}, label, kernel, b_);
+        launcher_.launch_grid({b_.d.leaves, shared}, label, kernel, b_);
     }
     // The order of passes is in src/step/onebit.cc. The sums of shards are zeroed before a kernel computes them, and
     // all-reduced afterwards.
@@ -446,18 +449,18 @@ private:
     DeviceOneBit b_;
 };
 
-void with_onebit_loops(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
-                       const Launcher &launcher, FunctionRef<void(OneBitLoops &)> body) {
+void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
+                         const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body) {
     OneBitStep step(plan, d, jobs, layout, launcher);
     body(step);
 }
 
 void load_onebit_kernels(KernelLoader &load) {
     for (const auto kernel : kFeedKernels) load(kernel);
-    for (const auto kernel : kFinishKernels)
+    for (const auto kernel : kApplyMeanKernels)
         if (kernel != nullptr) load(kernel);
     load(begin_onebit_kernel, momentum_squares_kernel, momentum_scaling_kernel, feed_padding_kernel,
-         take_padding_kernel, keep_results_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel,
+         decompress_padding_kernel, store_results_kernel, local_kernel, onebit_lamb_moments_kernel, onebit_trust_kernel,
          onebit_shared_trust_kernel, onebit_lamb_weights_kernel, find_active_kernel, freeze_kernel, end_onebit_kernel);
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     return last;
 }
 /// The same for a kernel that distributes its leaves dynamically.
-__device__ __forceinline__ bool last_block(Control::Blocks &blocks) {
+__device__ __forceinline__ bool last_block(StepFlags::Blocks &blocks) {
     const bool last = last_block(&blocks.done);
     if (last && threadIdx.x == 0) atomicExch(&blocks.taken, 0u);
     return last;
@@ -95,7 +95,7 @@ template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
 
 /// Returns the index of the last of `count` ranges, at least one, that begins at or before `at`. The first range begins
 /// at 0, and an empty range begins where the next one does. Called by a warp, which tests 32 ranges at once.
-template <class Index> __device__ __forceinline__ Index find_stretch(const int64_t *first, Index count, int64_t at) {
+template <class Index> __device__ __forceinline__ Index find_range(const int64_t *first, Index count, int64_t at) {
     Index low = 0;
     while (count > 1) {
         const Index each = (count + 31) / 32, mine = Index(threadIdx.x % 32) * each;

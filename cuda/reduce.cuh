@@ -34,7 +34,7 @@ constexpr int kBytesInFlight = 64; // of a thread's loads
 /// its lanes. Each thread adds the squares of the four neighbours that it loads from each row of 128 elements.
 __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n) {
     LeafSquares sum;
-    const int own = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
+    const int local = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
     visit(slot.format, [&](auto tag) INLINED {
         using Tag = decltype(tag);
         constexpr int rows = kBytesInFlight / int(4 * sizeof(typename Tag::storage));
@@ -45,13 +45,13 @@ __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, 
                 const int at = i + k * kLeafLanes;
                 row[k] = all || at < whole ? fetch<4>(known, begin + at) : Pack<4>{}; // zeros change no sum
             });
-            unrolled<rows>([&](int k) INLINED { sum.add(widen(row[k], Tag::format)); });
+            unrolled<rows>([&](int k) INLINED { sum.add(convert_to_f32(row[k], Tag::format)); });
         };
-        int i = own;
-        for (; i - own + rows * kLeafLanes <= whole; i += rows * kLeafLanes) add_rows(i, std::true_type{});
+        int i = local;
+        for (; i - local + rows * kLeafLanes <= whole; i += rows * kLeafLanes) add_rows(i, std::true_type{});
         if (i < whole) add_rows(i, std::false_type{});
         // Single elements: after the last group of four, or of an array that is not aligned.
-        for (i = whole / kLeafLanes * kLeafLanes + own; i < n; i += kLeafLanes)
+        for (i = whole / kLeafLanes * kLeafLanes + local; i < n; i += kLeafLanes)
             unrolled<4>([&](int k) INLINED {
                 if (i + k >= whole && i + k < n) sum.add(k, load<1>(known, begin + i + k).at[0]);
             });

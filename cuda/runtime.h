@@ -227,7 +227,7 @@ public:
         blocks_.push_back(make(bytes));
         return block;
     }
-    void give_back(Block block, cudaStream_t stream) {
+    void return_block(Block block, cudaStream_t stream) {
         const cudaError_t error = cudaEventRecord(block.used.get(), stream);
         const std::lock_guard lock(mutex_);
         if (error == cudaSuccess)
@@ -257,7 +257,7 @@ private:
         return {};
     }
     Block make(size_t bytes) {
-        // give_back() and keep() must not allocate: if that failed, the block would be freed while work may use it.
+        // return_block() and keep() must not allocate: if that failed, the block would be freed while work may use it.
         blocks_.reserve(++made_);
         kept_.reserve(made_);
         bytes = std::bit_ceil(bytes);
@@ -283,7 +283,7 @@ public:
     ~Scratch() {
         if (!block_.memory) return;
         try {
-            pool_.give_back(std::move(block_), stream_);
+            pool_.return_block(std::move(block_), stream_);
         } catch (const std::exception &) { // cudaFree() waits for the work
         }
     }

@@ -8,7 +8,7 @@
 namespace dsopt::gpu {
 namespace {
 
-class Step final : public StepLoops {
+class Step final : public StepKernels {
 public:
     Step(const StepPlan &plan, const Launcher &launcher) : plan_(plan), launcher_(launcher) {
         const StepShape &shape = plan.how.shape;
@@ -19,20 +19,20 @@ public:
         if (shape.leaves > INT32_MAX)
             throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
                         static_cast<long long>(shape.leaves));
-        const Extra extra(plan.how.extra, shape);
-        const StepTable table = bring_table(plan, extra, launcher);
+        const DeviceWorkspace device_workspace(plan.how.device_workspace, shape);
+        const StepTable table = upload_table(plan, device_workspace, launcher);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
-              .tensor_of_leaf = extra.map.tensor_of_leaf,
-              .tensor_leaves = extra.map.tensor_leaves,
-              .tensor_squares = extra.squares,
-              .tensor_updates = extra.updates,
-              .tensor_cell = extra.cell,
+              .tensor_of_leaf = device_workspace.map.tensor_of_leaf,
+              .tensor_leaves = device_workspace.map.tensor_leaves,
+              .tensor_squares = device_workspace.squares,
+              .tensor_updates = device_workspace.updates,
+              .tensor_cell = device_workspace.cell,
               .decided = needs_decision(plan)};
         d_.plan.jobs = table.jobs;
         d_.plan.groups = table.groups;
         onebit_jobs_ = table.onebit;
-        layout_ = extra.layout;
+        layout_ = device_workspace.layout;
         if (plan.how.timing && plan.how.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
             marks_->reserve();
@@ -40,10 +40,10 @@ public:
     }
 
     /// Calls body(*this), with the kernels of the 1-bit family if the plan has a group of it.
-    void run(FunctionRef<void(StepLoops &)> body) {
+    void run(FunctionRef<void(StepKernels &)> body) {
         if (plan_.onebit == nullptr) return body(*this);
-        with_onebit_loops(plan_, d_, onebit_jobs_, layout_, launcher_, [&](OneBitLoops &loops) {
-            onebit_ = &loops;
+        with_onebit_kernels(plan_, d_, onebit_jobs_, layout_, launcher_, [&](OneBitStepKernels &kernels) {
+            onebit_ = &kernels;
             body(*this);
         });
     }
@@ -99,9 +99,9 @@ private:
 
 } // namespace
 
-size_t extra_bytes(const StepShape &shape) { return Extra(nullptr, shape).bytes; }
+size_t device_workspace_bytes(const StepShape &shape) { return DeviceWorkspace(nullptr, shape).bytes; }
 std::unique_ptr<StepCache> make_cache(const Gpu &gpu) { return std::make_unique<Cache>(gpu); }
-void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepLoops &)> body) {
+void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepKernels &)> body) {
     Step(plan, launcher).run(body);
 }
 

@@ -14,7 +14,7 @@ struct LeafMap {
 };
 
 /// Arrays in Execution::extra.
-struct Extra {
+struct DeviceWorkspace {
     char *table;
     LeafMap map;
     double *squares, *updates; // one per tensor
@@ -23,8 +23,8 @@ struct Extra {
     size_t bytes;
 
     /// `memory` NULL: only computes `bytes`.
-    Extra(void *memory, const StepShape &shape) {
-        Pieces pieces(memory);
+    DeviceWorkspace(void *memory, const StepShape &shape) {
+        Arena pieces(memory);
         pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
         pieces.take(map.tensor_of_leaf, shape.leaves);
         pieces.take(map.tensor_leaves, shape.tensors);
@@ -97,7 +97,7 @@ public:
 
     /// Returns `image` in device memory. `repeats`: `image` is identical to that of the last step. An unchanged table
     /// costs nothing, up to kPatchWords changed words cost one small kernel, more changes cost an upload.
-    void *bring(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
+    void *upload_if_changed(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
         const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
         if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
             captured_ = captured_ || in_capture;
@@ -142,26 +142,27 @@ private:
 
 /// Returns the StepTable that begins at StepPlan::jobs, in device memory. In a new workspace, also writes the data that
 /// is derived from the table.
-inline StepTable bring_table(const StepPlan &plan, const Extra &extra, const Launcher &launcher) {
+inline StepTable upload_table(const StepPlan &plan, const DeviceWorkspace &device_workspace, const Launcher &launcher) {
     const StepShape &shape = plan.how.shape;
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
     const size_t bytes = StepTable(nullptr, shape).bytes;
     Cache *const cache = static_cast<Cache *>(plan.how.cache);
-    const bool fresh = cache == nullptr || cache->workspace != plan.how.extra;
+    const bool fresh = cache == nullptr || cache->workspace != plan.how.device_workspace;
     if (fresh && cache != nullptr && capturing(launcher.stream))
         throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
-    void *table = extra.table;
+    void *table = device_workspace.table;
     if (cache != nullptr)
-        table = cache->bring(image, bytes, plan.how.repeats == Repeats::all, launcher);
+        table = cache->upload_if_changed(image, bytes, plan.how.repeats == Reuse::all, launcher);
     else
         launcher.upload(table, image, bytes);
     const StepTable there(table, shape);
     if (!fresh) return there;
-    map_leaves(there.jobs, extra.map, extra.cell, plan.count, launcher);
+    map_leaves(there.jobs, device_workspace.map, device_workspace.cell, plan.count, launcher);
     if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)
-        launcher.upload(extra.layout, layout->bytes,
+        launcher.upload(device_workspace.layout, layout->bytes,
                         [&](char *to) { std::memcpy(to, layout->block.get(), layout->bytes); });
-    if (cache != nullptr) cache->workspace = plan.how.extra; // last: if a call above fails, the next step repeats it
+    if (cache != nullptr)
+        cache->workspace = plan.how.device_workspace; // last: if a call above fails, the next step repeats it
     return there;
 }
 

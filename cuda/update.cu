@@ -34,7 +34,7 @@ __device__ __forceinline__ void update_pack(const StepPlan &plan, const SharedTe
                                           [&](auto &...each) INLINED { R{s.scalars}(t.g.at[k], t.p.at[k], each...); });
     });
     t.template store_moments<R::moments.count>(slots, where.begin + i);
-    publish(plan, s, slots, t.p, old, where.begin + i);
+    store_weights(plan, s, slots, t.p, old, where.begin + i);
     if (plan.policy.report_norms) {
         to_tile(old, tiles.a + i);
         to_tile(t.p - old, tiles.b + i);
@@ -63,7 +63,7 @@ __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const Sha
             typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
         });
     });
-    publish(plan, s, s.job, t.p, old, i);
+    store_weights(plan, s, s.job, t.p, old, i);
 }
 
 /// Handles V neighbours of a tensor that the step does not update: writes the output and zeroes the gradient, if
@@ -87,13 +87,13 @@ __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first,
 }
 /// True if a separate kernel advances the counts: in a step of 10,000 tensors, one block would take ten rounds of loads
 /// from the table of jobs, one after the other.
-__host__ __device__ __forceinline__ bool counts_apart(const StepPlan &plan) { return plan.count > 4 * kThreads; }
+__host__ __device__ __forceinline__ bool has_count_kernel(const StepPlan &plan) { return plan.count > 4 * kThreads; }
 
 /// Runs in the last block of the last kernel: advances the counters of few tensors, computes norms and writes the
 /// report.
 __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
-    if (!skip && !counts_apart(plan)) count_steps(plan, threadIdx.x, kThreads);
+    if (!skip && !has_count_kernel(plan)) count_steps(plan, threadIdx.x, kThreads);
     if (!skip && plan.policy.report_norms && plan.count != 0) { // in the order of fold_updates()
         for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
             const TensorJob &job = plan.jobs[i];
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 __global__ void __launch_bounds__(kThreads, 4)
     shared_trust_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
-    for (int64_t i = grid_thread(); i < d.plan.count; i += grid_threads()) take_shared_trust(d.plan, i);
+    for (int64_t i = grid_thread(); i < d.plan.count; i += grid_threads()) store_shared_trust_ratio(d.plan, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
@@ -200,22 +200,23 @@ __global__ void __launch_bounds__(kThreads) count_kernel(GRID_CONSTANT const Pdl
     if (!skipped(d)) count_steps(d.plan, grid_thread(), grid_threads());
 }
 void count(const DevicePlan &d, const Launcher &launcher) {
-    if (counts_apart(d.plan)) launcher.over(d.plan.count / kThreads + 1, "count", count_kernel, d);
+    if (has_count_kernel(d.plan)) launcher.launch_grid(d.plan.count / kThreads + 1, "count", count_kernel, d);
 }
 
 void update(const DevicePlan &d, const Launcher &launcher) {
     const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
     const StepPlan &plan = d.plan;
     // The sums of shards are all-reduced after this kernel.
-    const Next next = kernel_if(plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : counts_apart(plan));
-    launcher.over({d.leaves, tiles}, {"update", next}, update_kernel, d);
+    const Next next =
+        kernel_if(plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : has_count_kernel(plan));
+    launcher.launch_grid({d.leaves, tiles}, {"update", next}, update_kernel, d);
     if (!plan.policy.reduces) count(d, launcher);
 }
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
-    launcher.over(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
+    launcher.launch_grid(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
 }
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
-    launcher.over(d.leaves, {"update_weights", kernel_if(counts_apart(d.plan))}, update_weights_kernel, d);
+    launcher.launch_grid(d.leaves, {"update_weights", kernel_if(has_count_kernel(d.plan))}, update_weights_kernel, d);
     count(d, launcher);
 }
 

@@ -152,7 +152,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
     }
 }
 
-/// True if the step is skipped. In a step without a decision kernel, GivenScalars::skip is the only reason.
+/// True if the step is skipped. In a step without a decision kernel, CallerScalars::skip is the only reason.
 __device__ inline bool skipped(const DevicePlan &d) {
     if (d.decided) return d.plan.control->skip != 0;
     return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
@@ -171,12 +171,12 @@ template <int V, class Slots> __device__ __forceinline__ Pack<V> fetch_gradient(
 /// Inputs of a rule for V neighbours. Loaded in the format of memory first, so that all loads are in flight before the
 /// first conversion waits.
 template <int V> struct Inputs {
-    Pack<V> g, p, moment[kMoments], own; // `own`: array of the 1-bit family
+    Pack<V> g, p, moment[kMoments], local; // `own`: array of the 1-bit family
     /// Converts everything to fp32. A missing array is zero in any format.
-    template <class Slots> __device__ __forceinline__ void widen_all(const Slots &slots) {
-        g = widen(g, slots.grad().format);
-        p = widen(p, slots.weight().format);
-        unrolled<kMoments>([&](int k) INLINED { moment[k] = widen(moment[k], slots.moment(k).format); });
+    template <class Slots> __device__ __forceinline__ void convert_all(const Slots &slots) {
+        g = convert_to_f32(g, slots.grad().format);
+        p = convert_to_f32(p, slots.weight().format);
+        unrolled<kMoments>([&](int k) INLINED { moment[k] = convert_to_f32(moment[k], slots.moment(k).format); });
     }
     template <int Count, class Slots>
     __device__ __forceinline__ void store_moments(const Slots &slots, int64_t i) const {
@@ -190,7 +190,7 @@ __device__ __forceinline__ Inputs<V> load_inputs(const Slots &slots, int64_t i) 
     if constexpr (Gradient) t.g = fetch_gradient<V>(slots, i);
     t.p = fetch<V>(slots.weight(), i);
     unrolled<Moments>([&](int k) INLINED { t.moment[k] = fetch<V>(slots.moment(k), i); });
-    t.widen_all(slots);
+    t.convert_all(slots);
     return t;
 }
 /// Calls call(moment...) for the k-th neighbour.
@@ -203,8 +203,8 @@ __device__ __forceinline__ void with_moments_of(Inputs<V> &t, int k, const Call 
 /// Rounds the new weights of a pack stochastically if required, and stores them to weight, copy and output. Zeroes the
 /// gradient if required. `old`: the previous weights, for DSOPT_STEP_DELTA.
 template <int V, class Slots>
-__device__ __forceinline__ void publish(const StepPlan &plan, const SharedTensor &s, const Slots &slots, Pack<V> &p,
-                                        const Pack<V> &old, int64_t i) {
+__device__ __forceinline__ void store_weights(const StepPlan &plan, const SharedTensor &s, const Slots &slots,
+                                              Pack<V> &p, const Pack<V> &old, int64_t i) {
     const TensorJob &job = s.job;
     if (kRoundsAtRandom<Slots> && job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);

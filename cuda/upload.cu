@@ -30,14 +30,14 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-void put_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher) {
-    launcher.block("put", put_kernel, to, bytes, count);
+void store_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher) {
+    launcher.launch_block("put", put_kernel, to, bytes, count);
 }
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher) {
-    launcher.block("patch", patch_kernel, table, patch);
+    launcher.launch_block("patch", patch_kernel, table, patch);
 }
 void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher) {
-    launcher.over(count, "map", map_kernel, jobs, map, cell, count);
+    launcher.launch_grid(count, "map", map_kernel, jobs, map, cell, count);
 }
 
 void load_upload_kernels(KernelLoader &load) { load(put_kernel, patch_kernel, map_kernel); }

@@ -15,7 +15,7 @@ constexpr int kBlocks = 3;
 constexpr int kBlocks = 4;
 #endif
 
-// Indices of a thread and of its warp in the grid, and the numbers of threads and warps, for grid-stride loops.
+// Indices of a thread and of its warp in the grid, and the numbers of threads and warps, for grid-stride kernels.
 __device__ __forceinline__ int64_t grid_thread() { return int64_t(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t grid_threads() { return int64_t(gridDim.x) * kThreads; }
 __device__ __forceinline__ int64_t grid_warp() { return int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; }
@@ -84,7 +84,7 @@ template <class... P> __device__ __forceinline__ bool all_aligned(const P *...da
 }
 
 /// Returns the number of elements in one access of 16 bytes.
-__device__ __forceinline__ int wide_elements(Dtype format) {
+__device__ __forceinline__ int elements_per_load(Dtype format) {
     switch (format) {
     case Dtype::f32: return 4;
     case Dtype::f16:
@@ -94,7 +94,7 @@ __device__ __forceinline__ int wide_elements(Dtype format) {
 }
 
 /// Loads elements [i, i + V) in the format of memory, i a multiple of V: fp32, or 16-bit elements, two per word.
-/// Nothing here uses the loaded values, so that several loads are in flight before widen() waits for the first.
+/// Nothing here uses the loaded values, so that several loads are in flight before convert_to_f32() waits for the first.
 template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int64_t i) {
     switch (slot.format) {
     case Dtype::f32: {
@@ -120,7 +120,7 @@ template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int6
     __builtin_unreachable();
 }
 // Convert one element of a 16-bit format.
-__device__ __forceinline__ float widen_half(uint16_t half, Dtype format) {
+__device__ __forceinline__ float half_to_f32(uint16_t half, Dtype format) {
     switch (format) {
     case Dtype::f16: return F16::load(half);
     case Dtype::bf16: return BF16::load(half);
@@ -128,7 +128,7 @@ __device__ __forceinline__ float widen_half(uint16_t half, Dtype format) {
     }
     __builtin_unreachable();
 }
-__device__ __forceinline__ uint32_t narrow_half(float value, Dtype format) {
+__device__ __forceinline__ uint32_t f32_to_half(float value, Dtype format) {
     switch (format) {
     case Dtype::f16: return F16::store(value);
     case Dtype::bf16: return BF16::store(value);
@@ -137,10 +137,10 @@ __device__ __forceinline__ uint32_t narrow_half(float value, Dtype format) {
     __builtin_unreachable();
 }
 /// Converts to fp32.
-template <int V> __device__ __forceinline__ Pack<V> widen(const Pack<V> &x, Dtype format) {
+template <int V> __device__ __forceinline__ Pack<V> convert_to_f32(const Pack<V> &x, Dtype format) {
     if (format == Dtype::f32) return x;
     Pack<V> y;
-    unrolled<V>([&](int k) INLINED { y.at[k] = widen_half(uint16_t(bits_of(x.at[k / 2]) >> (k % 2 * 16)), format); });
+    unrolled<V>([&](int k) INLINED { y.at[k] = half_to_f32(uint16_t(bits_of(x.at[k / 2]) >> (k % 2 * 16)), format); });
     return y;
 }
 __device__ __forceinline__ float4 float4_of(const Pack<4> &x) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ float4 float4_of(const Pack<4> &x) {
 }
 __device__ __forceinline__ Slot floats(const float *data) { return {const_cast<float *>(data), Dtype::f32}; }
 template <int V> __device__ __forceinline__ Pack<V> load(const Slot &slot, int64_t i) {
-    return widen(fetch<V>(slot, i), slot.format);
+    return convert_to_f32(fetch<V>(slot, i), slot.format);
 }
 template <int V> __device__ __forceinline__ Pack<V> load(const float *data, int64_t i) {
     return fetch<V>(floats(data), i);
@@ -167,7 +167,7 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, const S
     case Dtype::f16:
     case Dtype::bf16: {
         uint16_t *const to = global(static_cast<uint16_t *>(slot.data) + i);
-        const auto half = [&](int k) INLINED { return narrow_half(x.at[k], slot.format); };
+        const auto half = [&](int k) INLINED { return f32_to_half(x.at[k], slot.format); };
         if constexpr (V == 1)
             store_as_is(to, uint16_t(half(0)));
         else

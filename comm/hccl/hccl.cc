@@ -17,14 +17,14 @@ using namespace hccl;
 constexpr int kDestroyMs = 5000;
 
 /// Makes a context current in this thread and restores the previous context on destruction.
-class MadeCurrent : NotCopied {
+class ScopedContext : NotCopied {
 public:
-    MadeCurrent(const Api &api, hccl::Current context) : api_(api) {
+    ScopedContext(const Api &api, hccl::Current context) : api_(api) {
         if (api_.get_context(&before_) != 0) before_ = nullptr; // the thread has none
         if (before_ != context && api_.set_context(context) != 0)
             throw Error(DSOPT_ERR_BACKEND, "the Ascend context cannot be made current");
     }
-    ~MadeCurrent() {
+    ~ScopedContext() {
         if (before_ != nullptr) (void)api_.set_context(before_);
     }
 
@@ -55,9 +55,9 @@ public:
         check(api_.create_stream(&stream_), "aclrtCreateStream");
     }
     ~Endpoint() {
-        if (lost_) return; // pending work on the device may use the buffers and the stream
+        if (unusable_) return; // pending work on the device may use the buffers and the stream
         try {
-            const MadeCurrent current(api_, context_);
+            const ScopedContext current(api_, context_);
             for (Buffer &buffer : buffers_)
                 if (buffer.memory != nullptr) (void)api_.release(buffer.memory);
             if (stream_ != nullptr) (void)api_.destroy_stream(stream_);
@@ -100,17 +100,17 @@ private:
     /// Copies data to the device, calls enqueue(send, recv), waits, and copies the result back.
     template <class Enqueue>
     dsopt_status call(const void *from, int64_t sent, void *to, int64_t received, const Enqueue &enqueue) {
-        if (asked_to_abort()) return DSOPT_ERR_ABORTED;
-        if (lost_) return DSOPT_ERR_COMM;
+        if (abort_requested()) return DSOPT_ERR_ABORTED;
+        if (unusable_) return DSOPT_ERR_COMM;
         try {
-            const MadeCurrent current(api_, context_);
+            const ScopedContext current(api_, context_);
             const Deadline end = deadline();
             void *const send = grow(buffers_[0], size_t(sent)), *const recv = grow(buffers_[1], size_t(received));
             if (sent != 0) check(api_.copy(send, size_t(sent), from, size_t(sent), to_device), "aclrtMemcpy");
-            lost_ = true; // until the exchange has succeeded
+            unusable_ = true; // until the exchange has succeeded
             check(enqueue(send, recv), "the call");
             if (const dsopt_status status = wait(end)) return status;
-            lost_ = false;
+            unusable_ = false;
             check(api_.copy(to, size_t(received), recv, size_t(received), to_host), "aclrtMemcpy");
             return DSOPT_OK;
         } catch (const Error &error) {
@@ -137,7 +137,7 @@ private:
             if (result == 0) result = functions.init(uint32_t(desc.ranks), &info, uint32_t(desc.rank), &comm);
             return std::pair(result, comm);
         });
-        if (!joined) throw_not_all_came(desc.ranks, timeout_ms());
+        if (!joined) throw_ranks_missing(desc.ranks, timeout_ms());
         check(joined->first, "HcclCommInitRootInfo");
         comm_ = joined->second;
     }
@@ -174,7 +174,7 @@ private:
     hccl::Stream stream_ = nullptr;
     Buffer buffers_[2];        // for sending and for receiving
     std::vector<double> rows_; // gathered values of reduce_doubles()
-    bool owned_ = false, lost_ = false;
+    bool owned_ = false, unusable_ = false;
 };
 
 } // namespace
@@ -189,7 +189,7 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
     auto endpoint = std::make_unique<Endpoint>(Api{Library::for_comm(kLibrary, desc)}, desc);
     dsopt_comm_table table{};
     endpoint->open(desc, table);
-    return comm_of(std::move(context), std::move(endpoint), table);
+    return make_comm_from_endpoint(std::move(context), std::move(endpoint), table);
 }
 
 const char *hccl_state() { return Library::state(kLibrary); }

@@ -38,10 +38,10 @@ struct Session {
         return looked != success ? looked : state;
     }
     /// Finalizes and destroys the communicator, which needs the other ranks, or aborts it.
-    void end(bool politely, const Deadline &deadline) const {
+    void end(bool graceful, const Deadline &deadline) const {
         // Without ncclCommFinalize, ncclCommDestroy waits for the stream if collectives are only enqueued. Nothing
         // could end that wait, so such a communicator is aborted.
-        if (politely && (api.finalize != nullptr || !enqueues)) {
+        if (graceful && (api.finalize != nullptr || !enqueues)) {
             Result state = success;
             if (api.finalize != nullptr) {
                 state = api.finalize(comm);
@@ -59,10 +59,10 @@ struct Session {
 };
 
 /// Ends the communicator on a separate thread, because both ways can block forever. A thread that blocks is detached.
-void end_bounded(const std::shared_ptr<const Session> &session, bool politely, int limit_ms) noexcept {
+void end_bounded(const std::shared_ptr<const Session> &session, bool graceful, int limit_ms) noexcept {
     const Deadline polite(limit_ms / 2);
-    (void)run_bounded(Deadline(limit_ms), [session, politely, polite] {
-        session->context->device().on_device([&] { session->end(politely, polite); });
+    (void)run_bounded(Deadline(limit_ms), [session, graceful, polite] {
+        session->context->device().on_device([&] { session->end(graceful, polite); });
         return true;
     });
 }
@@ -115,7 +115,7 @@ public:
     }
     void abort() noexcept {
         PolledEndpoint::abort();
-        stop_if_asked();
+        stop_if_aborted();
     }
 
 private:
@@ -123,7 +123,7 @@ private:
     /// of an earlier collective.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
         return inside([&](const Deadline &deadline) {
-            const dsopt_status status = until_called(enqueue(session_->api, session_->comm), deadline);
+            const dsopt_status status = wait_until_called(enqueue(session_->api, session_->comm), deadline);
             if (status != DSOPT_OK) return status;
             return session_->enqueues ? look() : wait(stream, deadline);
         });
@@ -135,14 +135,14 @@ private:
             const std::lock_guard lock(busy_);
             try {
                 session_->context->device().on_device(
-                    [&] { status = asked_to_abort() ? DSOPT_ERR_ABORTED : body(deadline()); });
+                    [&] { status = abort_requested() ? DSOPT_ERR_ABORTED : body(deadline()); });
             } catch (const Error &error) {
                 explain(error.what());
                 status = error.status();
             }
             if (status != DSOPT_OK) stop();
         }
-        stop_if_asked(); // for an abort() that set the flag after it was read and while `busy_` was still held
+        stop_if_aborted(); // for an abort() that set the flag after it was read and while `busy_` was still held
         return status;
     }
     dsopt_status refused(Result result) {
@@ -151,7 +151,7 @@ private:
     }
 
     /// Waits until a call of a non-blocking communicator has completed.
-    dsopt_status until_called(Result result, const Deadline &deadline) {
+    dsopt_status wait_until_called(Result result, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             if (result == in_progress) result = session_->state();
             if (result == in_progress) return {};
@@ -177,8 +177,8 @@ private:
         if (session_->owned && !ended_) end_bounded(session_, false, kAbortMs);
         ended_ = true;
     }
-    void stop_if_asked() noexcept {
-        if (!asked_to_abort() || !busy_.try_lock()) return;
+    void stop_if_aborted() noexcept {
+        if (!abort_requested() || !busy_.try_lock()) return;
         stop();
         busy_.unlock();
     }
@@ -200,13 +200,13 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
         // Blocks until all ranks have joined. A thread that never returns keeps what it uses.
         const auto made =
             run_bounded(deadline, [api, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
-                std::pair<Communicator, Result> own{nullptr, remote_error};
+                std::pair<Communicator, Result> local{nullptr, remote_error};
                 try {
-                    context->device().on_device([&] { own.second = api.init(&own.first, ranks, id, rank); });
+                    context->device().on_device([&] { local.second = api.init(&local.first, ranks, id, rank); });
                 } catch (const std::exception &) {} // the device has failed
-                return own;
+                return local;
             });
-        if (!made) throw_not_all_came(desc.ranks, timeout_ms);
+        if (!made) throw_ranks_missing(desc.ranks, timeout_ms);
         std::tie(session->comm, result) = *made;
     } else {
         session->context->device().on_device([&] {
@@ -223,7 +223,7 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
     if (result == success && session->comm != nullptr) return;
     const std::string text = session->describe(result);
     if (session->comm != nullptr) end_bounded(session, false, kAbortMs);
-    if (result == in_progress) throw_not_all_came(desc.ranks, timeout_ms);
+    if (result == in_progress) throw_ranks_missing(desc.ranks, timeout_ms);
     throw Error(DSOPT_ERR_COMM, "NCCL made no communicator: %s", text.c_str());
 }
 
@@ -266,10 +266,10 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
-    return comm_of(std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms), table,
-                   Provider{.enqueues = enqueues, .wait = [](void *self, void *stream) -> int {
-                                return static_cast<Endpoint *>(self)->wait(stream);
-                            }});
+    return make_comm_from_endpoint(std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms),
+                                   table, Provider{.enqueues = enqueues, .wait = [](void *self, void *stream) -> int {
+                                                       return static_cast<Endpoint *>(self)->wait(stream);
+                                                   }});
 }
 
 const char *nccl_state() {

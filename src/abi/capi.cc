@@ -91,23 +91,23 @@ template <class T> const std::shared_ptr<T> &object_of(const Handle<T> *handle, 
     return handle->object;
 }
 
-/// What a call uses of an optimizer: groups and parameters only, or also what Optimizer::settle() derives from them.
-enum class Asks { groups, everything };
+/// What a call uses of an optimizer: groups and parameters only, or also what Optimizer::finalize_groups() derives from them.
+enum class Needs { groups, everything };
 /// Runs a call that changes an optimizer.
-template <Asks A = Asks::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) {
+template <Needs A = Needs::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Exclusive alone(optimizer.in_use());
-        if (A == Asks::everything) optimizer.settle();
+        if (A == Needs::everything) optimizer.finalize_groups();
         body(optimizer);
     });
 }
 /// Runs a call that only reads an optimizer. Any number of these may run at the same time.
-template <Asks A = Asks::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) {
+template <Needs A = Needs::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
         const Shared with_others(optimizer.in_use());
-        if (A == Asks::everything) optimizer.settle();
+        if (A == Needs::everything) optimizer.finalize_groups();
         body(std::as_const(optimizer));
     });
 }
@@ -354,23 +354,23 @@ dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **othe
 
 dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group, const dsopt_param *params,
                                        int64_t count) {
-    return with<Asks::groups>(opt, [&](Optimizer &optimizer) {
+    return with<Needs::groups>(opt, [&](Optimizer &optimizer) {
         optimizer.add_group(read_struct(not_null(group, "group"), "dsopt_group"), params, count);
     });
 }
 dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params, int64_t count) {
-    return with<Asks::groups>(opt, [&](Optimizer &optimizer) { optimizer.add_params(params, count); });
+    return with<Needs::groups>(opt, [&](Optimizer &optimizer) { optimizer.add_params(params, count); });
 }
 
 dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value) {
-    return with<Asks::groups>(opt, [&](Optimizer &optimizer) { optimizer.set(group, key, value); });
+    return with<Needs::groups>(opt, [&](Optimizer &optimizer) { optimizer.set(group, key, value); });
 }
 dsopt_status dsopt_optimizer_get(const dsopt_optimizer *opt, int32_t group, int32_t key, double *value) {
-    return with<Asks::groups>(
+    return with<Needs::groups>(
         opt, [&](const Optimizer &optimizer) { *not_null(value, "value") = optimizer.get(group, key); });
 }
 dsopt_status dsopt_optimizer_count(const dsopt_optimizer *opt, int64_t *groups, int64_t *params) {
-    return with<Asks::groups>(opt, [&](const Optimizer &optimizer) {
+    return with<Needs::groups>(opt, [&](const Optimizer &optimizer) {
         if (groups != nullptr) *groups = int64_t(optimizer.groups().size());
         if (params != nullptr) *params = int64_t(optimizer.params().size());
     });
@@ -390,9 +390,10 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.tensor = entry.tensor();
         known.flags = entry.flags;
         known.generation = entry.generation;
-        const bool own = entry.param < 0;
-        known.ndim = own ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
-        known.dims = own ? optimizer.state().own_dims(entry.kind) : optimizer.params()[size_t(entry.param)].dims.data();
+        const bool local = entry.param < 0;
+        known.ndim = local ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
+        known.dims =
+            local ? optimizer.state().flat_dims(entry.kind) : optimizer.params()[size_t(entry.param)].dims.data();
         write_struct(info, known, "dsopt_state_info");
     });
 }
@@ -416,7 +417,7 @@ dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const v
     });
 }
 dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list, int64_t count) {
-    return with<Asks::groups>(opt, [&](Optimizer &optimizer) {
+    return with<Needs::groups>(opt, [&](Optimizer &optimizer) {
         if (what == DSOPT_BIND_PARAMS)
             optimizer.bind_params(list, count);
         else if (what == DSOPT_BIND_STATE)
@@ -491,7 +492,7 @@ dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_tensor *grads, int64_t co
         check_list(grads, count, "gradient");
         context.device().check_stream(stream);
         if (how == DSOPT_ZERO_FILL)
-            context.device().loops().zero(grads, count, context.parallel(), stream);
+            context.device().kernels().zero(grads, count, context.parallel(), stream);
         else
             for (int64_t i = 0; i < count; ++i) grads[i].data = nullptr;
     });
@@ -502,7 +503,7 @@ dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm, const dsopt_compress
         const OwnedLayout layout = make_layout(data, node, known);
         if (worker != nullptr) *worker = layout.slice.worker_floats();
         if (server != nullptr) *server = layout.slice.server_floats();
-        if (workspace != nullptr) *workspace = with_slack(Exchange::workspace_bytes(layout));
+        if (workspace != nullptr) *workspace = with_alignment_padding(Exchange::workspace_bytes(layout));
     });
 }
 dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args) {
@@ -539,7 +540,7 @@ dsopt_status dsopt_tensors_axpby(dsopt_context *ctx, const float *a, const dsopt
                 throw Error(DSOPT_ERR_SHAPE, "x '%lld' has numel %lld, y has %lld", ll(i), ll(x[i].numel),
                             ll(y[i].numel));
         context.device().check_stream(stream);
-        context.device().loops().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
+        context.device().kernels().axpby({.data = a}, x, b, y, count, context.parallel(), stream);
     });
 }
 dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, int64_t count, double limit,
@@ -549,6 +550,6 @@ dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const dsopt_tensor *list, i
         require(limit > 0, "limit", limit, "above 0");
         check_list(list, count, "tensor");
         context.device().check_stream(stream);
-        context.device().loops().clamp(list, count, float(limit), context.parallel(), stream);
+        context.device().kernels().clamp(list, count, float(limit), context.parallel(), stream);
     });
 }

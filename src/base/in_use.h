@@ -9,7 +9,7 @@ namespace dsopt {
 
 /// State of the lock: 0 = free, -1 = held by one call that changes the optimizer, n > 0 = held by n readers.
 using InUse = std::atomic<int32_t>;
-[[noreturn]] inline void refuse_second() {
+[[noreturn]] inline void throw_busy() {
     throw Error(DSOPT_ERR_BUSY, "the optimizer is in use by another thread, or by the call whose callback this is");
 }
 
@@ -19,7 +19,7 @@ public:
     explicit Exclusive(InUse &in_use) : in_use_(in_use) {
         int32_t nobody = 0;
         if (!in_use.compare_exchange_strong(nobody, -1, std::memory_order_acquire, std::memory_order_relaxed))
-            refuse_second();
+            throw_busy();
     }
     ~Exclusive() { in_use_.store(0, std::memory_order_release); }
 
@@ -33,7 +33,7 @@ public:
     explicit Shared(InUse &in_use) : in_use_(in_use) {
         int32_t readers = in_use.load(std::memory_order_relaxed);
         do {
-            if (readers < 0) refuse_second();
+            if (readers < 0) throw_busy();
         } while (
             !in_use.compare_exchange_weak(readers, readers + 1, std::memory_order_acquire, std::memory_order_relaxed));
     }

@@ -20,13 +20,13 @@ using Body = FunctionRef<void(int64_t i)>;
 /// Runs the parts of one call on the caller's pool. Each part runs at most once, whatever the pool does, and check()
 /// reports what went wrong. An exception alone would not: the pool of a binding cannot throw through C, so it prints
 /// the exception and returns.
-class Handout {
+class PoolRun {
 public:
-    Handout(int64_t parts, Body body) : parts_(parts), body_(body) {}
+    PoolRun(int64_t parts, Body body) : parts_(parts), body_(body) {}
 
     /// Is passed to the pool in place of the body.
     static void run(void *handout, int64_t i) {
-        Handout &self = *static_cast<Handout *>(handout);
+        PoolRun &self = *static_cast<PoolRun *>(handout);
         if (i < 0 || i >= self.parts_) {
             self.outside_.store(i, std::memory_order_relaxed);
             return;
@@ -78,9 +78,9 @@ private:
 
 void Parallel::run_parts(int64_t parts, Body body) const {
     if (hook != nullptr) {
-        Handout handout(parts, body);
+        PoolRun handout(parts, body);
         try {
-            hook(user, parts, Handout::run, &handout);
+            hook(user, parts, PoolRun::run, &handout);
         } catch (const std::exception &error) { handout.check(error.what()); } catch (...) {
             handout.check("something that is no std::exception");
         }

@@ -80,7 +80,7 @@ void MemoryMap::check(const dsopt_tensor &tensor, Label label) const {
 void MemoryMap::add(const dsopt_tensor &tensor, Label label) {
     check(tensor, label);
     const uintptr_t begin = begin_of(tensor), end = end_of(tensor);
-    if (begin != end) by_begin_.emplace(begin, Stretch{end, label});
+    if (begin != end) by_begin_.emplace(begin, AddressRange{end, label});
 }
 
 void MemoryMap::remove(const dsopt_tensor &tensor) noexcept {

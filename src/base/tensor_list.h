@@ -36,11 +36,11 @@ public:
     void remove(const dsopt_tensor &tensor) noexcept;
 
 private:
-    struct Stretch {
+    struct AddressRange {
         uintptr_t end;
         Label label;
     };
-    std::map<uintptr_t, Stretch> by_begin_;
+    std::map<uintptr_t, AddressRange> by_begin_;
 };
 
 } // namespace dsopt

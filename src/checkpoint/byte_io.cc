@@ -272,7 +272,7 @@ void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t know
     if (io.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
     if (io.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved is %u, must be 0", io.reserved);
-    require_in(0, kMostRanks, "dsopt_io.files", io.files);
+    require_in(0, kMaxRanks, "dsopt_io.files", io.files);
     if (io.reserved2 != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved2 is %d, must be 0", io.reserved2);
     if (io.files == 0) {
         if (io.paths != nullptr || io.users != nullptr || io.totals != nullptr)

@@ -12,19 +12,19 @@ namespace dsopt {
 namespace {
 
 /// What to load, according to the caller's flags and the optimizer.
-struct Wanted {
+struct LoadSelection {
     bool state, masters, hyper, params;
     bool errors;    // of the 1-bit family
     Scaler *scaler; // NULL: stays unchanged
 };
 
-/// True if a load drops error feedback, as the original does: OneBit::forget_like_original(). Sizes of saved errors
+/// True if a load drops error feedback, as the original does: OneBit::reset_as_original_load(). Sizes of saved errors
 /// then do not matter.
 bool forgets_errors(const Optimizer &optimizer) {
     return optimizer.onebit() != nullptr && optimizer.onebit()->setup().rules.compat;
 }
 
-Wanted wanted_of(const Optimizer &optimizer, uint32_t flags) {
+LoadSelection selection_of(const Optimizer &optimizer, uint32_t flags) {
     const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
     const bool has_residuals = onebit != nullptr && onebit->compresses && !onebit->layout.is_exact();
     const bool state = !(flags & DSOPT_IO_NO_STATE);
@@ -49,7 +49,7 @@ struct Transfer {
     void *memory() const { return entry != nullptr ? entry->data : param; }
 };
 
-std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFiles &files, const Wanted &wanted) {
+std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFiles &files, const LoadSelection &wanted) {
     std::vector<Transfer> transfers;
     for (const StateEntry &entry : optimizer.state()) {
         if (!entry.saved() || (entry.is_error() && !wanted.errors)) continue;
@@ -67,7 +67,7 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
 
 /// Adds the parameters if they are to be loaded. Throws STATE for a parameter without memory that is to be loaded, or
 /// from which a master is made.
-void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const Wanted &wanted,
+void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const LoadSelection &wanted,
                 std::vector<Transfer> &transfers) {
     for (const Param &param : optimizer.params()) {
         const bool missing = param.data == nullptr && param.numel != 0;
@@ -100,7 +100,7 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
         // nothing depends on that count.
         const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
-        if (transfer.from_file() && !own_count) files.check_alike(transfer.index);
+        if (transfer.from_file() && !own_count) files.check_identical(transfer.index);
         if (entry == nullptr || !has_meaning(entry->kind) || entry->numel == 0) continue;
         words.resize(transfer.bytes);
         fetch(files.file(), transfer, order, words.data());
@@ -120,7 +120,7 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
 }
 
 /// Reads all tensors and compares their checksums before the first byte of the optimizer changes.
-void load_in_host_memory(Optimizer &optimizer, Loaded loaded, const SafetensorsReader &file,
+void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
                          const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     size_t total = 0;
     for (const Transfer &transfer : transfers) total += transfer.bytes;
@@ -145,7 +145,7 @@ void load_in_host_memory(Optimizer &optimizer, Loaded loaded, const SafetensorsR
 /// Loads in two passes, because device memory may be larger than host memory: the first pass compares every checksum,
 /// the second one copies through two buffers. If the source fails or changes between the passes, the state is half
 /// loaded, and the error text says so.
-void load_through_pieces(Optimizer &optimizer, Loaded loaded, const SafetensorsReader &file,
+void load_through_pieces(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
                          const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
@@ -193,7 +193,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                                DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
     check_io(path, io, io.read != nullptr, known);
     check_groups(optimizer);
-    const Wanted wanted = wanted_of(optimizer, io.flags);
+    const LoadSelection wanted = selection_of(optimizer, io.flags);
     if (wanted.scaler != nullptr) optimizer.check_scaler();
 
     const RankFiles files(optimizer, path, io);
@@ -213,17 +213,17 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     verify_others(files, transfers);
 
     const bool accumulates = optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE;
-    Loaded loaded{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
-                  .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
-                  .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
-                  .calls = wanted.state ? saved.calls : optimizer.calls(),
-                  .accumulated = accumulates && wanted.state ? read_accumulated(fields, saved.order) : "",
-                  .resharded_from = files.resharded() ? files.saved_ranks() : 0,
-                  .state = wanted.state,
-                  .masters = wanted.masters,
-                  .resets_errors = (io.flags & DSOPT_IO_RESET_ERRORS) != 0,
-                  .has_scaler = wanted.scaler != nullptr,
-                  .rules = wanted.scaler != nullptr && wanted.hyper ? std::optional(rules) : std::nullopt};
+    LoadedMetadata loaded{.groups = wanted.hyper ? std::move(saved.groups) : optimizer.groups(),
+                          .max_norm = wanted.hyper ? saved.max_norm : optimizer.desc().max_norm,
+                          .max_value = wanted.hyper ? saved.max_value : optimizer.desc().max_value,
+                          .calls = wanted.state ? saved.calls : optimizer.calls(),
+                          .accumulated = accumulates && wanted.state ? read_accumulated(fields, saved.order) : "",
+                          .resharded_from = files.resharded() ? files.saved_ranks() : 0,
+                          .state = wanted.state,
+                          .masters = wanted.masters,
+                          .resets_errors = (io.flags & DSOPT_IO_RESET_ERRORS) != 0,
+                          .has_scaler = wanted.scaler != nullptr,
+                          .rules = wanted.scaler != nullptr && wanted.hyper ? std::optional(rules) : std::nullopt};
     const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_through_pieces;
     load(optimizer, std::move(loaded), files.file(), transfers, saved.order);
     log_resharding(optimizer, files, wanted.errors);

@@ -175,16 +175,16 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
 } // namespace
 
 Metadata metadata_of(const Optimizer &optimizer) {
-    const DataRank own = optimizer.data_rank();
+    const DataRank local = optimizer.data_rank();
     Metadata metadata{{"format", "dsopt"},
                       {"format_version", kFormatVersion},
-                      {"rank", to_text(own.rank)},
-                      {"ranks", to_text(own.ranks)},
+                      {"rank", to_text(local.rank)},
+                      {"ranks", to_text(local.ranks)},
                       {"calls", to_text(optimizer.calls())},
                       {"max_norm", to_text(optimizer.desc().max_norm)},
                       {"max_value", to_text(optimizer.desc().max_value)},
                       {"groups", to_text(optimizer.groups().size())}};
-    if (own.node_ranks > 1) metadata.emplace_back("node_ranks", to_text(own.node_ranks));
+    if (local.node_ranks > 1) metadata.emplace_back("node_ranks", to_text(local.node_ranks));
     for (size_t i = 0; i < optimizer.groups().size(); ++i) {
         const dsopt_group &group = optimizer.groups()[i];
         const std::string prefix = "group." + std::to_string(i) + ".";
@@ -236,7 +236,7 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     check_saved("metadata", [&] {
         check_max_norm(saved.max_norm, "max_norm");
         check_max_value(saved.max_value, "max_value");
-        require_in(0, kMostCalls, "calls", saved.calls);
+        require_in(0, kMaxCalls, "calls", saved.calls);
     });
     saved.order = match_params(optimizer, fields, sizes);
     if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))

@@ -18,13 +18,13 @@ void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_
 }
 
 /// The elements of a scale group for which a rank keeps errors.
-struct Kept {
+struct StoredErrors {
     Range range;          // relative to the group
     int64_t index, scale; // indices of the first of these elements, and of their scale, in the rank's error buffer
 };
 /// Returns the elements of a group that are in a rank's error buffer. `layout`: the rank's. `kind`: worker_error or
 /// server_error.
-Kept kept_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
+StoredErrors stored_errors_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
     const CompressLayout &vector = layout.whole;
     const CompressLayout::ScaleGroup &all = vector.groups[group];
     if (kind == StateKind::worker_error) {
@@ -32,7 +32,7 @@ Kept kept_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
         return {range.within(all), range.begin - slice.begin, group};
     }
     const CompressLayout::Segment segment = CompressLayout::segment_of(all, vector.rank);
-    return {segment.within(all), segment.server, group - vector.own_chunk().first_group};
+    return {segment.within(all), segment.server, group - vector.local_chunk().first_group};
 }
 
 /// One rank's error buffer in its file, read in pieces.
@@ -50,7 +50,7 @@ public:
     /// Adds this rank's residuals of the elements in `range`, which is relative to the scale group, to `sums`, which
     /// has one element per element of `range`. `errors`: scratch memory of that size.
     void add(int32_t group, const Range &range, float *errors, double *sums) const {
-        const Kept kept = kept_of(layout_, kind_, group);
+        const StoredErrors kept = stored_errors_of(layout_, kind_, group);
         const Range both = intersection(range, kept.range);
         if (both.numel == 0) return;
         read_floats(file_, index_, kept.index + both.begin - kept.range.begin, both.numel, errors);
@@ -77,13 +77,13 @@ Files open_files(const Optimizer &optimizer, const char *path, const dsopt_io &i
     Files files;
     for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
         const char *const name = io.paths != nullptr ? io.paths[i] : path;
-        dsopt_io own = io;
+        dsopt_io local = io;
         if (io.users != nullptr) {
-            own.user = io.users[i];
-            own.total = io.totals[i];
+            local.user = io.users[i];
+            local.total = io.totals[i];
         }
         files.push_back(
-            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(own), longest));
+            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(local), longest));
     }
     return files;
 }
@@ -155,7 +155,7 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
         if (Fields(*file).text("format") != "dsopt")
             throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
     saved_ = origin_of(*files_[0]);
-    if (saved_.ranks < 1 || saved_.ranks > kMostRanks || saved_.rank < 0 || saved_.rank >= saved_.ranks)
+    if (saved_.ranks < 1 || saved_.ranks > kMaxRanks || saved_.rank < 0 || saved_.rank >= saved_.ranks)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_.rank, saved_.ranks);
     if (saved_.node_ranks < 1 || saved_.ranks % saved_.node_ranks != 0)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_.ranks, saved_.node_ranks);
@@ -196,7 +196,7 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
                     saved_.rank, saved_.ranks, own_.rank, own_.ranks);
 }
 
-void RankFiles::check_alike(size_t index) const {
+void RankFiles::check_identical(size_t index) const {
     if (!list_ || !resharded()) return;
     const TensorEntry &tensor = file().tensors()[index];
     for (size_t rank = 0; rank < files_.size(); ++rank) {
@@ -268,7 +268,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
 std::vector<float> RankFiles::errors(const Optimizer &optimizer, const StateEntry &entry) const {
     const OwnedLayout saved =
         OneBitSetup(optimizer.groups(), optimizer.params(), optimizer.desc(), {0, saved_.ranks, 1}).layout;
-    const ExchangeLayout &own = optimizer.onebit()->setup().layout;
+    const ExchangeLayout &local = optimizer.onebit()->setup().layout;
     const std::vector<int32_t> active_words = active(optimizer);
     // Number of ranks that have an error of the same element.
     const int owners = entry.kind == StateKind::worker_error ? saved_nodes() : 1;
@@ -282,15 +282,15 @@ std::vector<float> RankFiles::errors(const Optimizer &optimizer, const StateEntr
     }
     std::vector<float> result(size_t(entry.numel)), errors(size_t(kFloats), 0.0f);
     std::vector<double> sums(size_t(kFloats), 0.0);
-    for (int32_t group = 0; group < own.whole.group_count; ++group) {
-        const Kept kept = kept_of(own, entry.kind, group);
+    for (int32_t group = 0; group < local.whole.group_count; ++group) {
+        const StoredErrors kept = stored_errors_of(local, entry.kind, group);
         for (Range piece = kept.range; piece.begin < kept.range.end(); piece.begin += kFloats) {
             piece.numel = std::min(kFloats, kept.range.end() - piece.begin);
             std::fill_n(sums.begin(), piece.numel, owners > 1 ? 0.0 : -0.0); // -0 + x has the bits of x
             for (const ErrorList &list : lists) list.add(group, piece, errors.data(), sums.data());
             float *const to = result.data() + kept.index + piece.begin - kept.range.begin;
             for (int64_t i = 0; i < piece.numel; ++i)
-                if (takes_part(active_words.data(), own.whole.groups[group].begin + piece.begin + i))
+                if (is_active(active_words.data(), local.whole.groups[group].begin + piece.begin + i))
                     to[i] = float(sums[size_t(i)] / owners);
         }
     }

@@ -24,7 +24,7 @@ public:
     /// is to be loaded.
     void check(const Optimizer &optimizer, bool errors) const;
     /// Throws MISMATCH unless a tensor of file() is identical in the files of all ranks.
-    void check_alike(size_t index) const;
+    void check_identical(size_t index) const;
     /// Compares the checksums of all tensors in the files other than file().
     void verify_others() const;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/compress.h"
-#include "cpu/cut.h"
+#include "cpu/partition.h"
 #include "rules/lane_sum.h"
 #include <algorithm>
 #include <cstring>
@@ -44,26 +44,27 @@ int32_t count_active(const int32_t *active, int64_t begin, int64_t numel) {
 }
 
 /// Returns the root mean square over leaves [begin, end), from their sums of squares and counts of active elements.
-float rms(const Compression &own, int64_t begin, int64_t end) {
+float rms(const Compression &local, int64_t begin, int64_t end) {
     int64_t count = 0;
-    for (int64_t leaf = begin; leaf < end; ++leaf) count += own.counts[leaf];
-    return rms_of(add_in_lanes(end - begin, [&](int64_t leaf) { return own.sums[begin + leaf]; }), count);
+    for (int64_t leaf = begin; leaf < end; ++leaf) count += local.counts[leaf];
+    return rms_of(add_in_lanes(end - begin, [&](int64_t leaf) { return local.sums[begin + leaf]; }), count);
 }
 
 } // namespace
 
-void pack_leaf(const OneBitKernels &kernels, const Compression &own, int64_t i, int64_t leaf, const Added *added) {
-    const CompressLayout &layout = own.layout;
+void pack_leaf(const OneBitKernels &kernels, const Compression &local, int64_t i, int64_t leaf,
+               const FeedInputs *added) {
+    const CompressLayout &layout = local.layout;
     const CompressLayout::ScaleGroup &group = layout.groups[i];
     const CompressLayout::Unit &unit = group.unit;
     int64_t at = group.begin + leaf * kLeaf, n = std::min(kLeaf, group.numel - leaf * kLeaf);
     uint8_t bits[kLeaf / 8];
-    own.sums[layout.group_leaf[i] + leaf] = kernels.pack(added, own.worker + at, n, bits);
-    own.counts[layout.group_leaf[i] + leaf] = count_active(own.active, at, n);
+    local.sums[layout.group_leaf[i] + leaf] = kernels.pack(added, local.worker + at, n, bits);
+    local.counts[layout.group_leaf[i] + leaf] = count_active(local.active, at, n);
     for (const uint8_t *from = bits; n > 0;) { // chunks begin at whole bytes
         const int64_t d = (at - unit.begin) / unit.chunk, in_chunk = at - unit.begin - d * unit.chunk;
         const int64_t size = std::min(n, unit.chunk - in_chunk), bytes = (size + 7) / 8;
-        std::memcpy(layout.bits(own.message_to(d)) + (unit.server + in_chunk) / 8, from, size_t(bytes));
+        std::memcpy(layout.bits(local.message_to(d)) + (unit.server + in_chunk) / 8, from, size_t(bytes));
         from += bytes;
         at += size;
         n -= size;
@@ -73,69 +74,69 @@ void pack_leaf(const OneBitKernels &kernels, const Compression &own, int64_t i, 
 /// Packs every leaf. A list or a node's slices are added to a leaf first, so that packing finds the leaf in the
 /// first-level cache.
 void ExchangeRun::pack(const float *slices, bool adds_list) const {
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
     for_each_leaf(layout, parallel, [&](int64_t i, int64_t leaf) {
         const int64_t begin = leaf * kLeaf;
         if (adds_list) {
             const bool any = begin < list[i].numel; // the padding after the tensor has a residual, too
-            const Added added{.x = any ? static_cast<const float *>(list[i].data) + begin : nullptr,
-                              .numel = any ? list[i].numel - begin : 0,
-                              .scale = own.worker_scales()[i]};
-            return pack_leaf(kernels, own, i, leaf, &added);
+            const FeedInputs added{.x = any ? static_cast<const float *>(list[i].data) + begin : nullptr,
+                                   .numel = any ? list[i].numel - begin : 0,
+                                   .scale = local.worker_scales()[i]};
+            return pack_leaf(kernels, local, i, leaf, &added);
         }
         if (slices != nullptr) {
             const CompressLayout::ScaleGroup &group = layout.groups[i];
             const int64_t at = group.begin + begin, n = std::min(kLeaf, group.numel - begin);
-            kernels.add_slices(slices + at, x.node.numel, x.node.ranks, n, own.worker + at, own.worker_scales()[i],
-                               own.active != nullptr ? own.active + at / 32 : nullptr);
+            kernels.add_slices(slices + at, x.node.numel, x.node.ranks, n, local.worker + at, local.worker_scales()[i],
+                               local.active != nullptr ? local.active + at / 32 : nullptr);
         }
-        pack_leaf(kernels, own, i, leaf);
+        pack_leaf(kernels, local, i, leaf);
     });
 }
 
 void ExchangeRun::message_scales() const {
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
-    float *scales = own.worker_scales();
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
+    float *scales = local.worker_scales();
     for (int32_t i = 0; i < layout.group_count; ++i)
-        scales[i] = rms(own, layout.group_leaf[i], layout.group_leaf[i + 1]);
+        scales[i] = rms(local, layout.group_leaf[i], layout.group_leaf[i + 1]);
     for (int32_t d = 0; d < layout.ranks; ++d) {
-        float *const to = CompressLayout::scales(own.message_to(d));
+        float *const to = CompressLayout::scales(local.message_to(d));
         const CompressLayout::Chunk &chunk = layout.chunks[d];
         std::copy_n(scales + chunk.first_group, chunk.scales, to);
         std::fill(to + chunk.scales, to + layout.message_scales, 0.0f);
     }
 }
 
-void ExchangeRun::serve() const {
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
-    uint8_t *const bits = layout.bits(own.result);
+void ExchangeRun::reduce_messages() const {
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
+    uint8_t *const bits = layout.bits(local.result);
     const auto visit = [&](int64_t i, int64_t leaf) {
         const CompressLayout::Segment &segment = layout.segments[i];
         const int64_t begin = leaf * kLeaf, n = std::min(kLeaf, segment.numel - begin), at = segment.begin + begin;
         const int64_t index = layout.segment_leaf[i] + leaf;
-        own.counts[index] = count_active(own.active, at, n);
-        own.sums[index] =
-            kernels.serve(own.recv, layout.message_bytes, layout.message_scales, layout.ranks, i,
-                          segment.server + begin, n, own.server + segment.server + begin, own.server_scales()[i],
-                          own.active != nullptr ? own.active + at / 32 : nullptr, bits);
+        local.counts[index] = count_active(local.active, at, n);
+        local.sums[index] = kernels.reduce_messages(local.recv, layout.message_bytes, layout.message_scales,
+                                                    layout.ranks, i, segment.server + begin, n,
+                                                    local.server + segment.server + begin, local.server_scales()[i],
+                                                    local.active != nullptr ? local.active + at / 32 : nullptr, bits);
     };
     for_each_leaf(layout.segment_leaf, layout.segment_count, layout.segment_leaves, parallel, visit);
 }
 
 void ExchangeRun::result_scales() const {
-    const Compression &own = x.own;
-    const CompressLayout &layout = own.layout;
-    if (own.skipped()) return;
-    float *const to = CompressLayout::scales(own.result);
+    const Compression &local = x.local;
+    const CompressLayout &layout = local.layout;
+    if (local.skipped()) return;
+    float *const to = CompressLayout::scales(local.result);
     std::fill_n(to, layout.message_scales, 0.0f);
     for (int32_t i = 0; i < layout.segment_count; ++i)
-        to[i] = own.server_scales()[i] = rms(own, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
+        to[i] = local.server_scales()[i] = rms(local, layout.segment_leaf[i], layout.segment_leaf[i + 1]);
 }
 
 void ExchangeRun::decode() const {
@@ -177,19 +178,19 @@ void ExchangeRun::average_slice() const {
     for_each_leaf(
         first, 1, first[1], parallel, [&, ranks = ranks, numel = numel, slices = slices](int64_t, int64_t leaf) {
             float *const at = slices + leaf * kLeaf;
-            kernels.add_up_rows(at, numel, ranks, 1.0f / float(ranks), std::min(kLeaf, numel - leaf * kLeaf), at);
+            kernels.sum_slices(at, numel, ranks, 1.0f / float(ranks), std::min(kLeaf, numel - leaf * kLeaf), at);
         });
 }
 
 void ExchangeRun::run(ExchangePass pass) {
-    const CompressLayout &sent = x.own.layout;
+    const CompressLayout &sent = x.local.layout;
     switch (pass) {
-    case ExchangePass::clear_messages: std::memset(x.own.send, 0xff, size_t(sent.messages_bytes())); return;
+    case ExchangePass::clear_messages: std::memset(x.local.send, 0xff, size_t(sent.messages_bytes())); return;
     case ExchangePass::pack_list: return pack(nullptr, true);
     case ExchangePass::pack_values: return pack(nullptr, false);
     case ExchangePass::message_scales: return message_scales();
-    case ExchangePass::clear_result: std::memset(x.own.result, 0xff, size_t(sent.message_bytes)); return;
-    case ExchangePass::serve: return serve();
+    case ExchangePass::clear_result: std::memset(x.local.result, 0xff, size_t(sent.message_bytes)); return;
+    case ExchangePass::reduce_messages: return reduce_messages();
     case ExchangePass::result_scales: return result_scales();
     case ExchangePass::decode: return decode();
     case ExchangePass::clear_gaps: return clear_gaps();

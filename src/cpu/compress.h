@@ -3,17 +3,17 @@
 // threads.
 #pragma once
 #include "cpu/onebit_kernels.h"
-#include "device/step_loops.h"
+#include "device/step_kernels.h"
 
 namespace dsopt::cpu {
 
 /// Adds `added` and the residual to form the compensated values of one leaf of a scale group, then packs the leaf into
 /// the messages. `added` NULL: the compensated values are already complete.
-void pack_leaf(const OneBitKernels &kernels, const Compression &own, int64_t group, int64_t leaf,
-               const Added *added = nullptr);
+void pack_leaf(const OneBitKernels &kernels, const Compression &local, int64_t group, int64_t leaf,
+               const FeedInputs *added = nullptr);
 
 /// The passes of one exchange.
-struct ExchangeRun final : ExchangeLoops {
+struct ExchangeRun final : ExchangeKernels {
     const OneBitKernels &kernels;
     const Parallel &parallel;
     Exchange x;
@@ -32,7 +32,7 @@ struct ExchangeRun final : ExchangeLoops {
 private:
     void pack(const float *slices, bool adds_list) const;
     void message_scales() const;
-    void serve() const;
+    void reduce_messages() const;
     void result_scales() const;
     void decode() const;
     void clear_gaps() const;

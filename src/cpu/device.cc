@@ -2,8 +2,8 @@
 #include "device/device.h"
 #include "base/fork.h"
 #include "cpu/compress.h"
-#include "cpu/cut.h"
 #include "cpu/kernels.h"
+#include "cpu/partition.h"
 #include "cpu/prefetch.h"
 #include "cpu/step.h"
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace dsopt {
 namespace {
 
 using cpu::Kernels;
-using cpu::ListCut;
+using cpu::ListPartition;
 
 #if defined(__x86_64__)
 bool ask_for_f16c() {
@@ -47,23 +47,25 @@ const Kernels &choose_kernels() {
     return cpu::kernels_generic;
 }
 
-class CpuLoops final : public Loops {
+class CpuKernels final : public DeviceKernels {
 public:
-    size_t extra_bytes(const StepShape &shape) const override { return cpu::StepCut::extra_bytes(shape.tensors); }
+    size_t device_workspace_bytes(const StepShape &shape) const override {
+        return cpu::StepPartition::device_workspace_bytes(shape.tensors);
+    }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::PrefetchTrial>(); }
-    void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const override {
+    void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
         cpu::run_step(plan, kernels_, caches_, body);
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &parallel, void *) const override {
-        const ListCut cut(x, count, parallel);
+        const ListPartition cut(x, count, parallel);
         std::visit([&](const auto &known) { apply(known, cut, x, y); }, op);
     }
-    void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
-                     void *) const override {
+    void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
+                    void *) const override {
         const dsopt_tensor whole{y, n, DSOPT_DTYPE_F32, 0};
-        ListCut(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
-            kernels_.onebit.add_up_rows(rows + begin, stride, count, 1, end - begin, y + begin);
+        ListPartition(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
+            kernels_.onebit.sum_slices(rows + begin, stride, count, 1, end - begin, y + begin);
         });
     }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
@@ -75,7 +77,7 @@ public:
         std::vector<double> squares(leaves);
         std::vector<int64_t> bad(leaves);
         std::vector<float> largest(leaves);
-        ListCut(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
+        ListPartition(list, count, parallel).run([&](int64_t i, int64_t begin, int64_t end) {
             kernels_.inspect(slot_of(list[i]), begin, end, squares.data(), bad.data(),
                              kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
         });
@@ -97,25 +99,25 @@ public:
         std::visit([](const auto &call) { call(); }, function);
     }
     void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t, const Parallel &parallel, void *,
-                      FunctionRef<void(ExchangeLoops &)> body) const override {
+                      FunctionRef<void(ExchangeKernels &)> body) const override {
         cpu::ExchangeRun run(kernels_.onebit, parallel, buffers, list, caches_.last);
         body(run);
     }
 
 private:
-    static void apply(const Zero &, const ListCut &cut, const dsopt_tensor *, const dsopt_tensor *y) {
+    static void apply(const Zero &, const ListPartition &cut, const dsopt_tensor *, const dsopt_tensor *y) {
         cut.run([&](int64_t i, int64_t begin, int64_t end) {
             const size_t size = dtype_size(y[i].dtype);
             std::memset(static_cast<char *>(y[i].data) + size_t(begin) * size, 0, size_t(end - begin) * size);
         });
     }
-    void apply(const Axpby &op, const ListCut &cut, const dsopt_tensor *x, const dsopt_tensor *y) const {
+    void apply(const Axpby &op, const ListPartition &cut, const dsopt_tensor *x, const dsopt_tensor *y) const {
         const float factor = op.a.data != nullptr ? *op.a.data : op.a.value; // read once: it may be an element of y
         cut.run([&](int64_t i, int64_t begin, int64_t end) {
             if (y[i].data != nullptr) kernels_.axpby(factor, x[i], op.b, y[i], begin, end);
         });
     }
-    void apply(const Clamp &op, const ListCut &cut, const dsopt_tensor *, const dsopt_tensor *y) const {
+    void apply(const Clamp &op, const ListPartition &cut, const dsopt_tensor *, const dsopt_tensor *y) const {
         cut.run([&](int64_t i, int64_t begin, int64_t end) { kernels_.clamp(y[i], op.limit, begin, end); });
     }
 
@@ -125,7 +127,7 @@ private:
 
 class CpuDevice final : public Device {
 public:
-    CpuDevice() : Device("cpu", true, loops_) {}
+    CpuDevice() : Device("cpu", true, kernels_) {}
     void *allocate(size_t bytes, void *) const override {
         // Blocks of 2 MiB and more use whole huge pages: a step is bound by memory, and small pages make it a fifth
         // slower.
@@ -157,7 +159,7 @@ public:
     void on_device(FunctionRef<void()> body) const override { body(); }
 
 private:
-    CpuLoops loops_;
+    CpuKernels kernels_;
 };
 
 } // namespace

@@ -127,7 +127,7 @@ template <bool CopiesOnly, class C, class Grad, class Weight, class Lanes>
 DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
                            Lanes lanes) {
     const TensorJob &job = *span.job;
-    const bool keeps = keeps_weights(span), by_instruction = span.bf16_instruction;
+    const bool keeps = skips_weight_store(span), by_instruction = span.bf16_instruction;
     const Stores<Lanes> weights{lanes, false, by_instruction};
     const Stores<Lanes> copies{lanes, span.streaming, by_instruction};
     // An output that overwrites the gradients is already in the caches.
@@ -200,7 +200,7 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
     return job.grad() && job.grad().format == Dtype::f32 && job.weight().format == Dtype::f32 && !job.copy() &&
-           !job.out() && !job.stochastic && !span.sums && !keeps_weights(span) && moments_are_f32(job);
+           !job.out() && !job.stochastic && !span.sums && !skips_weight_store(span) && moments_are_f32(job);
 }
 template <class R> void update_plain(const R &rule, const Span &span) {
     const TensorJob &job = *span.job;
@@ -269,7 +269,7 @@ void reduced_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, con
     if (!kFewRegisters && job.grad() && job.grad().format != Dtype::f32) // without a buffer for the gradient
         visit(job.grad().format, [&](auto tag) {
             const auto *const g = element<typename decltype(tag)::storage>(job.grad().data, i);
-            DSOPT_ARRAYS_APART
+            DSOPT_LOOP_NO_ALIAS
             for (; done + kWide <= n; done += kWide) {
                 Floats next[Count];
                 for (int k = 0; k < Count; ++k) next[k] = load(moment[k] + done, F32{});

@@ -15,7 +15,7 @@ void add_residual(const float *x, float *value, float scale, int64_t n) {
 
 /// Sets inactive elements to 0. `first`: index of the bit of x[0], a multiple of 32. Most words have all bits set:
 /// their elements are not read.
-void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
+void zero_inactive(float *__restrict x, int64_t n, const int32_t *active, int64_t first) {
     for (int64_t i = 0; i < n; i += 32) {
         const uint32_t word = active_from(active, first + i);
         if (word == ~0u) continue;
@@ -23,11 +23,11 @@ void leave_out(float *__restrict x, int64_t n, const int32_t *active, int64_t fi
     }
 }
 
-void add_up_rows(const float *rows, int64_t stride, int count, float share, int64_t n, float *y) {
+void sum_slices(const float *rows, int64_t stride, int count, float share, int64_t n, float *y) {
     Buffer sum;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
-        widen(rows + i, sum.at, size, F32{});
+        convert_to_f32(rows + i, sum.at, size, F32{});
         for (int row = 1; row < count; ++row) {
             const float *next = rows + row * stride + i;
             for (int64_t k = 0; k < size; ++k) sum.at[k] += next[k];
@@ -41,9 +41,9 @@ void add_slices(const float *slices, int64_t stride, int ranks, int64_t n, float
     Buffer mean;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
-        add_up_rows(slices + i, stride, ranks, 1.0f / float(ranks), size, mean.at);
+        sum_slices(slices + i, stride, ranks, 1.0f / float(ranks), size, mean.at);
         add_residual(mean.at, value + i, scale, size);
-        if (active != nullptr) leave_out(value + i, size, active, i);
+        if (active != nullptr) zero_inactive(value + i, size, active, i);
     }
 }
 
@@ -79,15 +79,16 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
     }
 }
 
-enum class To { store, stream, add };
+enum class StoreMode { store, stream, add };
 
-/// Stores the values of n bits, from bit `first` on, to y, or adds them to y. To::stream, with non-temporal stores,
+/// Stores the values of n bits, from bit `first` on, to y, or adds them to y. StoreMode::stream, with non-temporal stores,
 /// requires that y is aligned to 32 bytes and `first` is a multiple of 8.
-template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
+template <StoreMode how>
+void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
     const auto single = [&](int64_t k) {
         const float value = (bits[(first + k) / 8] >> (7 - (first + k) % 8)) & 1 ? scale : -scale;
-        y[k] = how == To::add ? y[k] + value : value;
+        y[k] = how == StoreMode::add ? y[k] + value : value;
     };
     for (; i < n && (first + i) % 8 != 0; ++i) single(i);
 #if defined(__AVX2__)
@@ -96,10 +97,10 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
         const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[(first + i) / 8]), place8);
         const __m256 negative = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, _mm256_setzero_si256()));
         const __m256 values = _mm256_blendv_ps(_mm256_set1_ps(scale), _mm256_set1_ps(-scale), negative);
-        if (how == To::stream)
+        if (how == StoreMode::stream)
             _mm256_stream_ps(y + i, values);
         else
-            _mm256_storeu_ps(y + i, how == To::add ? _mm256_add_ps(_mm256_loadu_ps(y + i), values) : values);
+            _mm256_storeu_ps(y + i, how == StoreMode::add ? _mm256_add_ps(_mm256_loadu_ps(y + i), values) : values);
         i += 8;
     };
 #endif
@@ -110,13 +111,13 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
     const __m512i high = _mm512_slli_epi32(low, 16);
     const auto sixteen = [&](__m512i word, __m512i place) {
         const __m512 values = _mm512_mask_blend_ps(_mm512_test_epi32_mask(word, place), minus, plus);
-        if (how == To::stream)
+        if (how == StoreMode::stream)
             _mm512_stream_ps(y + i, values);
         else
-            _mm512_storeu_ps(y + i, how == To::add ? _mm512_add_ps(_mm512_loadu_ps(y + i), values) : values);
+            _mm512_storeu_ps(y + i, how == StoreMode::add ? _mm512_add_ps(_mm512_loadu_ps(y + i), values) : values);
         i += 16;
     };
-    if (how == To::stream && i + 8 <= n && reinterpret_cast<uintptr_t>(y + i) % 64 != 0) eight();
+    if (how == StoreMode::stream && i + 8 <= n && reinterpret_cast<uintptr_t>(y + i) % 64 != 0) eight();
     while (i + 32 <= n) {
         int32_t word;
         __builtin_memcpy(&word, bits + (first + i) / 8, sizeof word);
@@ -131,7 +132,7 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
         for (const uint32x4_t place : places) {
             const uint32x4_t byte = vdupq_n_u32(bits[(first + i) / 8]);
             const float32x4_t values = vbslq_f32(vtstq_u32(byte, place), plus, minus);
-            vst1q_f32(y + i, how == To::add ? vaddq_f32(vld1q_f32(y + i), values) : values);
+            vst1q_f32(y + i, how == StoreMode::add ? vaddq_f32(vld1q_f32(y + i), values) : values);
             i += 4;
         }
 #endif
@@ -141,7 +142,7 @@ template <To how> void unpack_bits(const uint8_t *bits, int64_t first, int64_t n
     for (; i < n; ++i) single(i);
 }
 
-double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
+double pack(const FeedInputs *added, float *value, int64_t n, uint8_t *bits) {
     LeafSum sum(n);
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
@@ -160,8 +161,8 @@ double pack(const Added *added, float *value, int64_t n, uint8_t *bits) {
     return sum.fold();
 }
 
-double serve(const char *messages, int64_t message_bytes, int64_t message_scales, int ranks, int64_t slot, int64_t bit,
-             int64_t n, float *value, float scale, const int32_t *active, uint8_t *bits) {
+double reduce_messages(const char *messages, int64_t message_bytes, int64_t message_scales, int ranks, int64_t slot,
+                       int64_t bit, int64_t n, float *value, float scale, const int32_t *active, uint8_t *bits) {
     LeafSum total(n);
     Buffer sum;
     const float share = 1.0f / float(ranks);
@@ -172,20 +173,20 @@ double serve(const char *messages, int64_t message_bytes, int64_t message_scales
             const auto *from = reinterpret_cast<const uint8_t *>(message) + message_scales * 4;
             const float mean = CompressLayout::scales(message)[slot] * share;
             if (rank == 0)
-                unpack_bits<To::store>(from, bit + i, size, mean, sum.at);
+                unpack_bits<StoreMode::store>(from, bit + i, size, mean, sum.at);
             else
-                unpack_bits<To::add>(from, bit + i, size, mean, sum.at);
+                unpack_bits<StoreMode::add>(from, bit + i, size, mean, sum.at);
         }
         add_residual(sum.at, value + i, scale, size);
-        if (active != nullptr) leave_out(value + i, size, active, i);
+        if (active != nullptr) zero_inactive(value + i, size, active, i);
         total.add(value + i, size);
         pack_bits(value + i, size, bits + (bit + i) / 8);
     }
     return total.fold();
 }
 
-template <To how = To::store> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
-    if (view.of->values != nullptr) return widen(view.of->values + worker, y, n, F32{});
+template <StoreMode how = StoreMode::store> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
+    if (view.of->values != nullptr) return convert_to_f32(view.of->values + worker, y, n, F32{});
     const CompressLayout &layout = view.of->layout;
     const CompressLayout::Unit unit = layout.groups[view.group].unit;
     while (n > 0) {
@@ -205,11 +206,11 @@ void mean_of_list(const MeanView &view, int64_t worker, int64_t n, float *y, con
     const CompressLayout::Unit &unit = view.of->layout.groups[view.group].unit;
     if (streaming && active == nullptr && unit.begin % 8 == 0 && unit.chunk % 8 == 0 && unit.server % 8 == 0 &&
         worker % 8 == 0 && reinterpret_cast<uintptr_t>(y) % 32 == 0) {
-        mean<To::stream>(view, worker, n, y);
+        mean<StoreMode::stream>(view, worker, n, y);
         return fence_streaming();
     }
     mean(view, worker, n, y);
-    if (active != nullptr) leave_out(y, n, active, worker);
+    if (active != nullptr) zero_inactive(y, n, active, worker);
 }
 
 // ------------------------------------------------------------------------------------------------ kernels of a step
@@ -237,7 +238,7 @@ struct Tile {
 };
 
 /// Passes an array to apply() as read-only, so that its elements are not written back.
-const float *only_read(const float *x) { return x; }
+const float *read_only(const float *x) { return x; }
 
 template <Feed F> struct FeedTag { static constexpr Feed value = F; };
 /// Calls `f` with the tag of `feed`. No default: -Werror=switch finds the code that a new Feed must extend.
@@ -257,7 +258,7 @@ void feed_tile(const OneBitSpan &span, const Tile &t, int64_t n, float *to) {
                                                                float &x) {
             x = feed_value(feed, s, o, g, p, m, v, track);
         };
-        apply(rule, n, t.g, only_read(t.p), only_read(t.m), t.v, only_read(t.track), to);
+        apply(rule, n, t.g, read_only(t.p), read_only(t.m), t.v, read_only(t.track), to);
     });
 }
 
@@ -265,12 +266,12 @@ void mean_tile(const OneBitSpan &span, const float *mean, const Tile &t, int64_t
     visit(span.feed, [&](auto tag) {
         constexpr Feed feed = decltype(tag)::value;
         const auto rule = [s = *span.scalars, o = span.onebit](float y, float &p, float &m, float v, float &track) {
-            take_mean(feed, s, o, y, p, m, v, track);
+            apply_mean(feed, s, o, y, p, m, v, track);
         };
         if constexpr (feed == Feed::distance)
             apply(rule, n, mean, t.p, t.m, t.v, t.track);
         else
-            apply(rule, n, mean, t.p, t.m, t.v, only_read(t.track));
+            apply(rule, n, mean, t.p, t.m, t.v, read_only(t.track));
     });
 }
 
@@ -279,7 +280,7 @@ void local_tile(const OneBitSpan &span, const Tile &t, int64_t n) {
         local_step(s, o, g, p, m, v, track);
     };
     if (span.onebit.anchored)
-        apply(rule, n, t.g, t.p, t.m, t.v, only_read(t.track));
+        apply(rule, n, t.g, t.p, t.m, t.v, read_only(t.track));
     else
         apply(rule, n, t.g, t.p, t.m, t.v, t.track);
 }
@@ -304,7 +305,7 @@ void feed(const OneBitSpan &span) {
         float *const value = span.compensated + span.worker + i;
         feed_tile(span, t, n, x.at);
         add_residual(x.at, value, span.scale, n);
-        if (span.active != nullptr) leave_out(value, n, span.active, span.worker + i);
+        if (span.active != nullptr) zero_inactive(value, n, span.active, span.worker + i);
     }
 }
 
@@ -316,7 +317,7 @@ void mean_of(const OneBitSpan &span, const Tile &t, int64_t i, int64_t n, float 
         mean(span.mean, span.worker + i, n, y);
 }
 
-void finish(const OneBitSpan &span) {
+void apply_mean(const OneBitSpan &span) {
     const TensorJob &job = *span.job;
     const bool replaces = span.feed == Feed::momentum && span.mean.of != nullptr;
     Tile t(span);
@@ -324,14 +325,14 @@ void finish(const OneBitSpan &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n, replaces);
-        if (span.momentum_goes) t.m = t.m_buffer.at;
+        if (span.momentum_in_results) t.m = t.m_buffer.at;
         mean_of(span, t, i, n, y.at);
         if (span.mask != nullptr)
             for (int64_t k = 0; k < n; ++k) y.at[k] *= span.mask[i + k];
         mean_tile(span, y.at, t, n);
-        if (!span.momentum_goes && replaces)
+        if (!span.momentum_in_results && replaces)
             store(t.m, job.moment(0), i, n, span.streaming);
-        else if (!span.momentum_goes)
+        else if (!span.momentum_in_results)
             close(t.m, job.moment(0), i, n);
         t.weights.close(i, n);
     }
@@ -341,12 +342,12 @@ struct LambTile {
     Buffer without_decay, update, factor;
 };
 /// 1-bit LAMB for one tile, with the mean momentum `y`. `mask` NULL: all ones.
-void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restrict y, const float *__restrict mask,
-                    const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
-                    LambTile &out, int64_t n) {
+void apply_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restrict y, const float *__restrict mask,
+                     const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
+                     LambTile &out, int64_t n) {
     const auto take = [&](int64_t i, float factor) {
         float momentum = m[i], variance = fresh[i]; // copies, as in apply_once()
-        const LambUpdate u = lamb_take_mean(s, o, y[i], factor, p[i], momentum, v[i], variance);
+        const LambUpdate u = lamb_apply_mean(s, o, y[i], factor, p[i], momentum, v[i], variance);
         m[i] = momentum;
         fresh[i] = variance;
         out.without_decay.at[i] = u.without_decay;
@@ -354,10 +355,10 @@ void take_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restr
         out.factor.at[i] = u.factor;
     };
     if (mask == nullptr) {
-        DSOPT_ARRAYS_APART
+        DSOPT_LOOP_NO_ALIAS
         for (int64_t i = 0; i < n; ++i) take(i, 1.0f);
     } else {
-        DSOPT_ARRAYS_APART
+        DSOPT_LOOP_NO_ALIAS
         for (int64_t i = 0; i < n; ++i) take(i, mask[i]);
     }
 }
@@ -376,8 +377,8 @@ void lamb_mean(const OneBitSpan &span, double *factors) {
             const int64_t n = least(kTile, stop - i);
             t.open_all(span, i, n);
             mean_of(span, t, i, n, y.at);
-            take_lamb_mean(s, span.onebit, y.at, span.mask != nullptr ? span.mask + i : nullptr, t.p, t.m, t.v,
-                           span.fresh + i, tile, n);
+            apply_lamb_mean(s, span.onebit, y.at, span.mask != nullptr ? span.mask + i : nullptr, t.p, t.m, t.v,
+                            span.fresh + i, tile, n);
             sum_without.add(tile.without_decay.at, n);
             sum_with.add(tile.update.at, n);
             largest = largest_magnitude(tile.factor.at, n, largest); // factors are not negative
@@ -397,7 +398,7 @@ void lamb_weights(const OneBitSpan &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n);
-        apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, only_read(t.m), t.v);
+        apply([=](float &p, float m, float v) { p = p - lr * frozen_update(s, p, m, v); }, n, t.p, read_only(t.m), t.v);
         t.weights.close(i, n);
     }
 }
@@ -417,7 +418,8 @@ void local(const OneBitSpan &span) {
 } // namespace
 
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
-const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {
-    add_residual, add_up_rows, add_slices, pack, serve, mean_of_list, feed, finish, lamb_mean, lamb_weights, local};
+const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA) = {add_residual,    sum_slices,   add_slices, pack,
+                                                      reduce_messages, mean_of_list, feed,       apply_mean,
+                                                      lamb_mean,       lamb_weights, local};
 
 } // namespace dsopt::cpu

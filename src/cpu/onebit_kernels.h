@@ -27,12 +27,12 @@ struct OneBitSpan : Span {
     const float *mask = nullptr;     // OneBitJob::mask, or NULL
     float *fresh = nullptr;          // OneBitJob::fresh
     MeanView mean;
-    MeanView momentum;          // `of` NULL: the momentum is in exp_avg
-    bool momentum_goes = false; // the new momentum stays in the results; exp_avg is not written
+    MeanView momentum;                // `of` NULL: the momentum is in exp_avg
+    bool momentum_in_results = false; // the new momentum stays in the results; exp_avg is not written
 };
 
 /// Values that are added to the residual before the compensated values are packed.
-struct Added {
+struct FeedInputs {
     const float *x;
     int64_t numel; // elements of x from here on, possibly more than a leaf; elements after them are 0
     float scale;   // scale of the compensated values before the addition
@@ -44,23 +44,24 @@ struct OneBitKernels {
     /// Computes value = x + residual. x NULL: x = 0.
     void (*add_residual)(const float *x, float *value, float scale, int64_t n);
     /// Computes y = share * (sum of `count` rows, in order). Row k begins at rows + k * stride. y may be the first row.
-    void (*add_up_rows)(const float *rows, int64_t stride, int count, float share, int64_t n, float *y);
+    void (*sum_slices)(const float *rows, int64_t stride, int count, float share, int64_t n, float *y);
     /// Two levels: computes value = mean of the slices of `ranks` ranks + residual.
     void (*add_slices)(const float *slices, int64_t stride, int ranks, int64_t n, float *value, float scale,
                        const int32_t *active);
     /// Computes value = x + residual, unless `added` is NULL. Packs the signs of the leaf into whole bytes, in which
     /// bits after its end are 1. Returns the leaf's sum of squares.
-    double (*pack)(const Added *added, float *value, int64_t n, uint8_t *bits);
+    double (*pack)(const FeedInputs *added, float *value, int64_t n, uint8_t *bits);
     /// Computes, for a leaf of a server's segment, value = mean over the messages of `ranks` ranks, in rank order, +
     /// residual. Packs the signs and returns the sum of squares. `slot`: index of the scale in a message. `bit`: index
     /// of the leaf's first bit in a message.
-    double (*serve)(const char *messages, int64_t message_bytes, int64_t message_scales, int ranks, int64_t slot,
-                    int64_t bit, int64_t n, float *value, float scale, const int32_t *active, uint8_t *bits);
+    double (*reduce_messages)(const char *messages, int64_t message_bytes, int64_t message_scales, int ranks,
+                              int64_t slot, int64_t bit, int64_t n, float *value, float scale, const int32_t *active,
+                              uint8_t *bits);
     /// Writes the mean of n elements, from the worker's element `worker` on. `active`: bits of the whole list.
     /// `streaming`: y is long and not read again soon, so non-temporal stores are used if it is aligned.
     void (*mean)(const MeanView &view, int64_t worker, int64_t n, float *y, const int32_t *active, bool streaming);
     void (*feed)(const OneBitSpan &span);
-    void (*finish)(const OneBitSpan &span);
+    void (*apply_mean)(const OneBitSpan &span);
     /// 1-bit LAMB. lamb_mean updates the moments and writes, for each leaf, the sums of squares of the update without
     /// and with decay (to sums_a and sums_b) and the largest factor. lamb_weights then updates the weights.
     void (*lamb_mean)(const OneBitSpan &span, double *factors);

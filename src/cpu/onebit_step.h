@@ -2,8 +2,8 @@
 // A step of the 1-bit family on the CPU, in addition to cpu/step.cc.
 #pragma once
 #include "cpu/compress.h"
-#include "cpu/cut.h"
-#include "device/step_loops.h"
+#include "cpu/partition.h"
+#include "device/step_kernels.h"
 #include <cstring>
 
 namespace dsopt::cpu {
@@ -21,15 +21,15 @@ struct LeafFold {
     }
 };
 
-class OneBitStep final : public OneBitLoops {
+class OneBitStep final : public OneBitStepKernels {
 public:
-    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepCut &cut) :
+    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &cut) :
         plan_(plan),
         onebit_(*plan.onebit),
         kernels_(kernels),
-        cut_(cut),
+        partition_(cut),
         exchange_(kernels.onebit, plan.how.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()) {
-        exchange_.x.own.skip = &plan.control->skip;
+        exchange_.x.local.skip = &plan.control->skip;
     }
 
     void run(ExchangePass pass) override { exchange_.run(pass); }
@@ -43,19 +43,19 @@ public:
         case OneBitPass::momentum_squares: return momentum_squares();
         case OneBitPass::feed: return feeds();
         case OneBitPass::feed_padding: return feed_padding();
-        case OneBitPass::take: return for_own(false, kernels_.onebit.finish);
-        case OneBitPass::keep_results:
+        case OneBitPass::apply_mean: return for_local(false, kernels_.onebit.apply_mean);
+        case OneBitPass::store_results:
             std::memcpy(onebit_.momentum, mean().results, size_t(mean().layout.messages_bytes()));
             return;
-        case OneBitPass::local: return for_own(false, kernels_.onebit.local);
-        case OneBitPass::take_padding: {
+        case OneBitPass::local: return for_local(false, kernels_.onebit.local);
+        case OneBitPass::decompress_padding: {
             const CompressLayout::ScaleGroup &group = mean().layout.groups[0];
             return kernels_.onebit.mean(view_of(0), group.begin + group.used, group.numel - group.used, onebit_.padding,
                                         nullptr, false);
         }
         case OneBitPass::lamb_moments:
-            return for_own(false, [&](const OneBitSpan &span) { kernels_.onebit.lamb_mean(span, onebit_.factors); });
-        case OneBitPass::lamb_weights: return for_own(false, kernels_.onebit.lamb_weights);
+            return for_local(false, [&](const OneBitSpan &span) { kernels_.onebit.lamb_mean(span, onebit_.factors); });
+        case OneBitPass::lamb_weights: return for_local(false, kernels_.onebit.lamb_weights);
         case OneBitPass::find_active: return find_active();
         case OneBitPass::freeze: return freeze(false);
         case OneBitPass::freeze_variance: return freeze(true);
@@ -75,7 +75,7 @@ public:
             for_tensors([&](int64_t i) { begin_tensor(onebit_, i); });
             return for_groups([&](int64_t g) { begin_group(plan_, onebit_, g); });
         case OneBitDecision::scale_momenta: {
-            if (skipped || knows_scaling(onebit_)) return;
+            if (skipped || has_momentum_scaling(onebit_)) return;
             for_tensors([&](int64_t i) { find_size_of_momentum(plan_, onebit_, i, LeafFold()); });
             const double mean = add_in_lanes(plan_.count, [&](int64_t i) { return share_of_size(plan_, onebit_, i); });
             return for_tensors([&](int64_t i) { scale_momentum(onebit_, i, mean); });
@@ -83,7 +83,7 @@ public:
         case OneBitDecision::trust:
             return for_tensors([&](int64_t i) { find_frozen_trust(plan_, onebit_, i, LeafFold()); });
         case OneBitDecision::shared_trust:
-            return for_tensors([&](int64_t i) { take_shared_frozen_trust(plan_, onebit_, i); });
+            return for_tensors([&](int64_t i) { store_shared_frozen_trust_ratio(plan_, onebit_, i); });
         case OneBitDecision::end:
             for_tensors([&](int64_t i) { end_tensor(plan_, onebit_, i); });
             for_groups([&](int64_t g) { end_group(onebit_, g); });
@@ -93,43 +93,43 @@ public:
 
 private:
     bool is_skipped() const { return plan_.control->skip != 0; }
-    const Compression &own() const { return exchange_.x.own; }
+    const Compression &local() const { return exchange_.x.local; }
     const ListMean &mean() const { return exchange_.x.mean; }
     /// Returns the location of a scale group's mean. MeanView::of is NULL if there are no other ranks.
     MeanView view_of(int32_t group) const { return {onebit_.exchanges ? &mean() : nullptr, mean().results, group}; }
 
     void momentum_squares() const {
-        if (knows_scaling(onebit_)) return;
-        cut_.run([&](int64_t, const Span &span) {
+        if (has_momentum_scaling(onebit_)) return;
+        partition_.run([&](int64_t, const Span &span) {
             kernels_.squares(span.job->moment(0), span.begin, span.end, plan_.leaf.sums_a,
                              span.job->first_leaf + span.begin / kLeaf);
         });
     }
 
     void feeds() const {
-        if (!feed_packs(onebit_)) return for_own(true, kernels_.onebit.feed);
+        if (!feed_also_packs(onebit_)) return for_local(true, kernels_.onebit.feed);
         // A scale group is one tensor and has the same leaves, so each leaf is packed while it is in the cache.
-        for_own(true, [&](OneBitSpan &span) {
+        for_local(true, [&](OneBitSpan &span) {
             for (const int64_t end = span.end; span.begin < end; span.begin += kLeaf) {
                 span.end = std::min(span.begin + kLeaf, end);
                 kernels_.onebit.feed(span);
-                pack_leaf(kernels_.onebit, own(), span.mean.group, span.begin / kLeaf);
+                pack_leaf(kernels_.onebit, local(), span.mean.group, span.begin / kLeaf);
             }
         });
     }
 
     void feed_padding() const {
-        const CompressLayout &layout = own().layout;
+        const CompressLayout &layout = local().layout;
         for (int32_t i = 0; i < layout.group_count; ++i) {
             const CompressLayout::ScaleGroup &group = layout.groups[i];
             if (group.numel > group.used)
-                kernels_.onebit.add_residual(onebit_.padding, own().worker + group.begin + group.used,
-                                             own().worker_scales()[i], group.numel - group.used);
+                kernels_.onebit.add_residual(onebit_.padding, local().worker + group.begin + group.used,
+                                             local().worker_scales()[i], group.numel - group.used);
         }
     }
 
     void find_active() const {
-        cut_.run([&](int64_t i, const Span &span) {
+        partition_.run([&](int64_t i, const Span &span) {
             const int64_t worker = onebit_.jobs[i].worker; // a multiple of 32, like `span.begin`
             const auto *v = static_cast<const float *>(span.job->data[kMoment + 1]);
             for (int64_t k = span.begin; worker >= 0 && k < span.end; k += 32) {
@@ -152,8 +152,8 @@ private:
         }
         if (!clears_residuals(onebit_, mean())) return;
         // A buffer without elements is NULL, which must not be passed to memset().
-        std::fill_n(own().worker, own().layout.worker_floats(), 0.0f);
-        std::fill_n(own().server, own().layout.server_floats(), 0.0f);
+        std::fill_n(local().worker, local().layout.worker_floats(), 0.0f);
+        std::fill_n(local().server, local().layout.server_floats(), 0.0f);
     }
 
     /// `feeding`: before the exchange, when the momentum may still be in the results of the previous exchange.
@@ -169,29 +169,29 @@ private:
         span.worker = job.worker;
         span.vector = exchange_.x.node.vector;
         if (span.vector == nullptr) {
-            span.compensated = own().worker;
-            span.scale = own().worker_scales()[job.scale_group];
+            span.compensated = local().worker;
+            span.scale = local().worker_scales()[job.scale_group];
         }
         span.active = mean().active;
         span.mean = view_of(job.scale_group);
-        span.momentum_goes = onebit_.momentum != nullptr;
-        if (feeding && span.momentum_goes && onebit_.schedule->momentum_in_bits != 0)
+        span.momentum_in_results = onebit_.momentum != nullptr;
+        if (feeding && span.momentum_in_results && onebit_.schedule->momentum_in_bits != 0)
             span.momentum = {&mean(), onebit_.momentum, job.scale_group};
         return span;
     }
 
-    template <class Visit> void for_own(bool feeding, const Visit &visit) const {
-        cut_.run([&](int64_t i, const Span &span) {
+    template <class Visit> void for_local(bool feeding, const Visit &visit) const {
+        partition_.run([&](int64_t i, const Span &span) {
             if (span.job->owner != Owner::exchange) return;
-            OneBitSpan own = span_of(i, span, feeding);
-            visit(own);
+            OneBitSpan local = span_of(i, span, feeding);
+            visit(local);
         });
     }
 
     const StepPlan &plan_;
     const OneBitPlan &onebit_;
     const Kernels &kernels_;
-    const StepCut &cut_;
+    const StepPartition &partition_;
     ExchangeRun exchange_;
 };
 

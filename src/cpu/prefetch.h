@@ -76,7 +76,7 @@ public:
         last_ = seconds;
         ++passes_;
     }
-    void add_phase_times(double *) const override {} // StepLoops::mark() writes Outcome::ms
+    void add_phase_times(double *) const override {} // StepKernels::mark() writes Outcome::ms
 
 private:
     static constexpr int kPasses = 12;

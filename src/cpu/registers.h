@@ -42,23 +42,23 @@ template <class T> DSOPT_HD T read(const void *from) {
 }
 
 #if defined(__AVX512F__) // masked: gcc 12 warns about its own header otherwise
-DSOPT_HD Floats widened(__m256i x, BF16) { return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, x)) << 16); }
-DSOPT_HD Floats widened(__m256i x, F16) { return Floats(_mm512_maskz_cvtph_ps(0xffff, x)); }
+DSOPT_HD Floats as_f32(__m256i x, BF16) { return Floats(Words(_mm512_maskz_cvtepu16_epi32(0xffff, x)) << 16); }
+DSOPT_HD Floats as_f32(__m256i x, F16) { return Floats(_mm512_maskz_cvtph_ps(0xffff, x)); }
 #endif
 #if defined(__AVX2__)
-DSOPT_HD __m256 widened(__m128i x, BF16) { return __m256(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
-DSOPT_HD __m256 widened(__m128i x, F16) { return _mm256_cvtph_ps(x); }
+DSOPT_HD __m256 as_f32(__m128i x, BF16) { return __m256(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+DSOPT_HD __m256 as_f32(__m128i x, F16) { return _mm256_cvtph_ps(x); }
 // Converts the first four elements.
-DSOPT_HD __m128 widened4(__m128i x, BF16) { return __m128(_mm_slli_epi32(_mm_cvtepu16_epi32(x), 16)); }
-DSOPT_HD __m128 widened4(__m128i x, F16) { return _mm_cvtph_ps(x); }
+DSOPT_HD __m128 as_f32x4(__m128i x, BF16) { return __m128(_mm_slli_epi32(_mm_cvtepu16_epi32(x), 16)); }
+DSOPT_HD __m128 as_f32x4(__m128i x, F16) { return _mm_cvtph_ps(x); }
 #else
-DSOPT_HD Floats widened(uint16x4_t x, BF16) { return Floats(__builtin_convertvector(Halves(x), Words) << 16); }
-DSOPT_HD Floats widened(uint16x4_t x, F16) { return Floats(vcvt_f32_f16(vreinterpret_f16_u16(x))); }
+DSOPT_HD Floats as_f32(uint16x4_t x, BF16) { return Floats(__builtin_convertvector(Halves(x), Words) << 16); }
+DSOPT_HD Floats as_f32(uint16x4_t x, F16) { return Floats(vcvt_f32_f16(vreinterpret_f16_u16(x))); }
 #endif
 
 DSOPT_HD Floats load(const float *from, F32) { return read<Floats>(from); }
 template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag) {
-    return Floats(widened(read<Packed>(from), tag));
+    return Floats(as_f32(read<Packed>(from), tag));
 }
 
 /// Rounds a register to the storage type.
@@ -134,7 +134,7 @@ struct FirstLanes {
 };
 DSOPT_HD Floats load(const float *from, F32, FirstLanes some) { return Floats(_mm512_maskz_loadu_ps(some.mask, from)); }
 template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag, FirstLanes some) {
-    return widened(_mm256_maskz_loadu_epi16(some.mask, from), tag);
+    return as_f32(_mm256_maskz_loadu_epi16(some.mask, from), tag);
 }
 DSOPT_HD void write(Floats x, void *to, FirstLanes some) { _mm512_mask_storeu_ps(to, some.mask, __m512(x)); }
 DSOPT_HD void write(Halves x, void *to, FirstLanes some) { _mm256_mask_storeu_epi16(to, some.mask, __m256i(x)); }

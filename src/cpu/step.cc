@@ -7,13 +7,13 @@
 namespace dsopt::cpu {
 namespace {
 
-class Step final : public StepLoops {
+class Step final : public StepKernels {
 public:
     Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
         plan_(plan),
         kernels_(kernels),
-        cut_(plan, caches, kernels.bf16_instruction) {
-        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, cut_);
+        partition_(plan, caches, kernels.bf16_instruction) {
+        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, partition_);
     }
 
     void mark(int phase) override {
@@ -29,7 +29,7 @@ public:
 
     void inspect(bool) override {
         if (plan_.policy.read_gradients)
-            cut_.run([&](int64_t, const Span &span) {
+            partition_.run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
                 if (!is_inspected(job)) return;
                 const int64_t leaf = job.first_leaf + span.begin / kLeaf;
@@ -46,11 +46,11 @@ public:
 
     void update() override {
         if (is_skipped()) {
-            cut_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
+            partition_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
             if (!plan_.policy.reduces) finish();
             return;
         }
-        cut_.run_whole([this](int64_t, const Span &span) {
+        partition_.run_whole([this](int64_t, const Span &span) {
             if (span.job->owner == Owner::none)
                 kernels_.unchanged(span);
             else if (span.job->owner == Owner::update)
@@ -62,8 +62,8 @@ public:
 
     void update_weights(bool shared) override {
         if (is_skipped()) return finish();
-        for (int64_t i = 0; shared && i < plan_.count; ++i) take_shared_trust(plan_, i);
-        cut_.run([&](int64_t, const Span &span) {
+        for (int64_t i = 0; shared && i < plan_.count; ++i) store_shared_trust_ratio(plan_, i);
+        partition_.run([&](int64_t, const Span &span) {
             if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
         });
         finish();
@@ -84,7 +84,7 @@ private:
     const DefaultFloatEnvironment environment_;
     const StepPlan &plan_;
     const Kernels &kernels_;
-    const StepCut cut_;
+    const StepPartition partition_;
     std::optional<OneBitStep> onebit_step_;
     Clock::time_point last_mark_;
 };
@@ -92,7 +92,7 @@ private:
 } // namespace
 
 void run_step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches,
-              FunctionRef<void(StepLoops &)> body) {
+              FunctionRef<void(StepKernels &)> body) {
     Step step(plan, kernels, caches);
     body(step);
 }

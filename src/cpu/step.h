@@ -4,11 +4,11 @@
 #include "base/function_ref.h"
 #include "cpu/caches.h"
 #include "cpu/kernels.h"
-#include "device/loops.h"
+#include "device/kernels.h"
 
 namespace dsopt::cpu {
 
 void run_step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches,
-              FunctionRef<void(StepLoops &)> body);
+              FunctionRef<void(StepKernels &)> body);
 
 } // namespace dsopt::cpu

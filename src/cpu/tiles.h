@@ -25,9 +25,9 @@ struct alignas(64) Buffer {
 /// Goes before a loop over arrays that do not overlap. gcc drops __restrict when it inlines a function, and then tests
 /// for overlap before each tile, which costs LAMB a tenth of its time in cache.
 #if defined(__GNUC__) && !defined(__clang__)
-#define DSOPT_ARRAYS_APART _Pragma("GCC ivdep")
+#define DSOPT_LOOP_NO_ALIAS _Pragma("GCC ivdep")
 #else
-#define DSOPT_ARRAYS_APART
+#define DSOPT_LOOP_NO_ALIAS
 #endif
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -44,7 +44,7 @@ template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
     }(x...);
 }
 /// Applies the rule to the N elements of a small register. Not inlined: the compiler would merge several of these
-/// loops. The rule is passed by reference: passed by value, it would be spilled with narrow stores and loaded with wide
+/// kernels. The rule is passed by reference: passed by value, it would be spilled with narrow stores and loaded with wide
 /// ones (store-forwarding stall), which wait for all earlier stores, including the main loop's.
 template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R &rule, T *__restrict... x) {
     for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
@@ -53,49 +53,49 @@ template <int N, class R, class... T> __attribute__((noinline)) void apply_to(co
 /// elements after the last whole register use smaller registers: one by one, they would take as long as four times as
 /// many elements.
 template <class R, class... T> void apply(const R &rule, int64_t n, T *__restrict... x) {
-    const R own = rule; // a local copy whose address does not escape: it stays in registers
+    const R local = rule; // a local copy whose address does not escape: it stays in registers
     const int64_t whole = n & -16;
-    DSOPT_ARRAYS_APART
-    for (int64_t i = 0; i < whole; ++i) apply_once(own, x[i]...);
+    DSOPT_LOOP_NO_ALIAS
+    for (int64_t i = 0; i < whole; ++i) apply_once(local, x[i]...);
     if (whole == n) return;
     if (n & 8) apply_to<8>(rule, x + whole...);
     if (n & 4) apply_to<4>(rule, x + (n & -8)...);
-    DSOPT_ARRAYS_APART
-    for (int64_t i = 0, rest = n & 3; i < rest; ++i) apply_once(own, x[n - rest + i]...);
+    DSOPT_LOOP_NO_ALIAS
+    for (int64_t i = 0, rest = n & 3; i < rest; ++i) apply_once(local, x[n - rest + i]...);
 }
 
 // ------------------------------------------------------------------------------------------------------- conversions
-template <class Tag> void widen(const typename Tag::storage *from, float *to, int64_t n, Tag tag) {
+template <class Tag> void convert_to_f32(const typename Tag::storage *from, float *to, int64_t n, Tag tag) {
     int64_t i = 0;
 #if DSOPT_HAS_REGISTERS
     for (; i + kWide <= n; i += kWide) write(load(from + i, tag), to + i);
 #endif
     for (; i < n; ++i) to[i] = tag.load(from[i]);
 }
-inline void widen(const float *from, float *to, int64_t n, F32) {
+inline void convert_to_f32(const float *from, float *to, int64_t n, F32) {
     if (from != to) __builtin_memmove(to, from, size_t(n) * sizeof(float));
 }
-template <class Tag> void narrow(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
+template <class Tag> void convert_from_f32(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
     int64_t i = 0;
 #if DSOPT_HAS_REGISTERS
     for (; i + kWide <= n; i += kWide) write(rounded(load(from + i, F32{}), tag), to + i);
 #endif
     for (; i < n; ++i) to[i] = tag.store(from[i]);
 }
-inline void narrow(const float *from, float *to, int64_t n, F32 tag) { widen(from, to, n, tag); }
+inline void convert_from_f32(const float *from, float *to, int64_t n, F32 tag) { convert_to_f32(from, to, n, tag); }
 
-/// Like narrow(), with non-temporal stores: for arrays that are only written and longer than the caches. Plain stores
+/// Like convert_from_f32(), with non-temporal stores: for arrays that are only written and longer than the caches. Plain stores
 /// read every cache line before they overwrite it.
-template <class Tag> void narrow_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
+template <class Tag> void convert_from_f32_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
 #if DSOPT_HAS_REGISTERS
     constexpr int64_t size = sizeof *to, line = 64 / size;
     const int64_t head = least(n, int64_t(-(reinterpret_cast<uintptr_t>(to) / size) & (line - 1)));
     const int64_t whole = head + ((n - head) & -line);
-    narrow(from, to, head, tag);
+    convert_from_f32(from, to, head, tag);
     for (int64_t i = head; i < whole; i += kWide) write_streaming(rounded(load(from + i, F32{}), tag), to + i);
-    narrow(from + whole, to + whole, n - whole, tag);
+    convert_from_f32(from + whole, to + whole, n - whole, tag);
 #else
-    narrow(from, to, n, tag);
+    convert_from_f32(from, to, n, tag);
 #endif
 }
 
@@ -105,15 +105,15 @@ template <class T> const T *element(const void *data, int64_t index) { return st
 /// Codec of a format: load() converts n elements of an array, from `index` on, to fp32; store() converts them back.
 inline void load(const Slot &from, int64_t index, int64_t n, float *to) {
     visit(from.format,
-          [&](auto tag) { widen(element<typename decltype(tag)::storage>(from.data, index), to, n, tag); });
+          [&](auto tag) { convert_to_f32(element<typename decltype(tag)::storage>(from.data, index), to, n, tag); });
 }
 inline void store(const float *from, const Slot &slot, int64_t index, int64_t n, bool streaming = false) {
     visit(slot.format, [&](auto tag) {
         auto *to = element<typename decltype(tag)::storage>(slot.data, index);
         if (streaming)
-            narrow_streaming(from, to, n, tag);
+            convert_from_f32_streaming(from, to, n, tag);
         else
-            narrow(from, to, n, tag);
+            convert_from_f32(from, to, n, tag);
     });
 }
 
@@ -149,18 +149,18 @@ template <class Tag> Doubles doubles(const typename Tag::storage *x, [[maybe_unu
     if constexpr (std::is_same_v<Tag, F32>)
         return Doubles(_mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x)));
     else
-        return Doubles(_mm512_maskz_cvtps_pd(0xff, widened(read<__m128i>(x), tag)));
+        return Doubles(_mm512_maskz_cvtps_pd(0xff, as_f32(read<__m128i>(x), tag)));
 #elif defined(__AVX2__)
     if constexpr (std::is_same_v<Tag, F32>)
         return Doubles(_mm256_cvtps_pd(_mm_loadu_ps(x)));
     else
-        return Doubles(_mm256_cvtps_pd(widened4(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(x)), tag)));
+        return Doubles(_mm256_cvtps_pd(as_f32x4(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(x)), tag)));
 #elif defined(__aarch64__)
     if constexpr (std::is_same_v<Tag, F32>)
         return Doubles(vcvt_f64_f32(vld1_f32(x)));
     else
         return Doubles(
-            vcvt_f64_f32(vget_low_f32(float32x4_t(widened(vreinterpret_u16_u32(vdup_n_u32(read<uint32_t>(x))), tag)))));
+            vcvt_f64_f32(vget_low_f32(float32x4_t(as_f32(vreinterpret_u16_u32(vdup_n_u32(read<uint32_t>(x))), tag)))));
 #else
     return Doubles{double(Tag::load(x[0])), double(Tag::load(x[1]))};
 #endif
@@ -216,14 +216,14 @@ private:
     /// Adds columns [lane, lane + kHeld) of whole rows to their lanes.
     template <int64_t Ahead, class Tag> void add_rows(const typename Tag::storage *x, int64_t n, int lane, Tag tag) {
         constexpr int line = int(64 / sizeof *x);
-        Doubles *const own = lane_ + lane / kDoubles;
+        Doubles *const local = lane_ + lane / kDoubles;
         [&]<int... K>(std::integer_sequence<int, K...>) {
-            Doubles held[] = {own[K]...};
+            Doubles held[] = {local[K]...};
             for (int64_t i = lane; i < n; i += kLeafLanes) {
                 for (int k = 0; Ahead != 0 && k < kHeld; k += line) __builtin_prefetch(x + i + Ahead + k);
                 ((held[K] = plus_square(held[K], doubles(x + i + K * kDoubles, tag))), ...);
             }
-            ((own[K] = held[K]), ...);
+            ((local[K] = held[K]), ...);
         }
         (std::make_integer_sequence<int, kHeld / kDoubles>{});
     }
@@ -249,8 +249,8 @@ private:
         double sum[kLanes];
         with_each(
             [&]<int K>() {
-                const Doubles *const own = lane_ + 4 * K;
-                const Doubles four = add_pairs(add_pairs(own[0], own[1]), add_pairs(own[2], own[3]));
+                const Doubles *const local = lane_ + 4 * K;
+                const Doubles four = add_pairs(add_pairs(local[0], local[1]), add_pairs(local[2], local[3]));
                 __builtin_memcpy(sum + K * kDoubles, &four, sizeof four);
             },
             std::make_integer_sequence<int, kLanes / kDoubles>{});
@@ -300,7 +300,9 @@ inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
 
 /// True if the weights must not be written: DSOPT_STEP_OUT_ONLY leaves parameters unchanged. A master is state and is
 /// written.
-inline bool keeps_weights(const Span &span) { return !span.job->has_master && (span.flags & DSOPT_STEP_OUT_ONLY) != 0; }
+inline bool skips_weight_store(const Span &span) {
+    return !span.job->has_master && (span.flags & DSOPT_STEP_OUT_ONLY) != 0;
+}
 
 /// Tile of a span's weights, which a rule updates in place.
 class WeightTile {
@@ -308,12 +310,12 @@ public:
     /// `sums_change`: change() is needed even if no output is a delta.
     explicit WeightTile(const Span &span, bool sums_change = false) :
         span_(span),
-        keeps_(keeps_weights(span)),
+        skips_store_(skips_weight_store(span)),
         compares_(sums_change || (span.flags & DSOPT_STEP_DELTA) != 0) {}
 
     float *open(int64_t index, int64_t n) {
-        at_ = dsopt::cpu::open(span_.job->weight(), index, n, buffer_, keeps_);
-        if (compares_) widen(at_, change_.at, n, F32{});
+        at_ = dsopt::cpu::open(span_.job->weight(), index, n, buffer_, skips_store_);
+        if (compares_) convert_to_f32(at_, change_.at, n, F32{});
         return at_;
     }
     /// Stores the new weights to the tensor, its low-precision copy and the output, if present.
@@ -322,7 +324,7 @@ public:
         // After stochastic rounding the stores below are exact.
         if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
         if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
-        if (!keeps_) dsopt::cpu::close(at_, job.weight(), index, n);
+        if (!skips_store_) dsopt::cpu::close(at_, job.weight(), index, n);
         if (job.copy()) store(at_, job.copy(), index, n, span_.streaming);
         write_outputs(span_, at_, change_.at, index, n);
     }
@@ -330,7 +332,7 @@ public:
 
 private:
     const Span &span_;
-    const bool keeps_, compares_;
+    const bool skips_store_, compares_;
     float *at_ = nullptr;
     Buffer buffer_, change_;
 };

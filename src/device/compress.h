@@ -61,7 +61,7 @@ struct CompressLayout {
     int64_t *group_leaf = nullptr, *segment_leaf = nullptr;
 
     /// Sets the pointers to the arrays in a block.
-    void place(Pieces &block) {
+    void place(Arena &block) {
         block.take(groups, group_count);
         block.take(chunks, ranks);
         block.take(segments, segment_count);
@@ -74,7 +74,7 @@ struct CompressLayout {
         return {range, group.unit.server + range.begin - all.begin};
     }
     /// Returns the number of a server's elements up to the end of the last segment's last word.
-    DSOPT_HD int64_t used_by_server() const {
+    DSOPT_HD int64_t server_used_words() const {
         if (segment_count == 0) return 0;
         const Segment &last = segments[segment_count - 1];
         return bits_of_elements(last.server + last.numel);
@@ -82,7 +82,7 @@ struct CompressLayout {
     /// Returns the number of bits that are written for `numel` elements of a group. Bits after the elements are 1, like
     /// all bits that belong to no group.
     DSOPT_HD int64_t bits_of_elements(int64_t numel) const { return whole_words ? round_up(numel, 32) : numel; }
-    DSOPT_HD const Chunk &own_chunk() const { return chunks[rank]; }
+    DSOPT_HD const Chunk &local_chunk() const { return chunks[rank]; }
     DSOPT_HD int64_t messages_bytes() const { return message_bytes * ranks; }
     /// Number of floats in the buffers that are kept between calls: elements, then scales.
     DSOPT_HD int64_t worker_floats() const { return worker_numel + group_count; }
@@ -119,7 +119,7 @@ struct ExchangeLayout {
     }
     /// Sets the pointers of both layouts and returns the bytes of the block. `block` NULL: only returns the bytes.
     size_t place(void *block) {
-        Pieces pieces(block);
+        Arena pieces(block);
         whole.place(pieces);
         if (has_levels())
             slice.place(pieces);
@@ -174,18 +174,18 @@ struct NodeSlices {
 /// Layouts and buffers of one exchange, for the host or, from on_device(), for kernels.
 struct Exchange {
     const OwnedLayout *layout = nullptr; // in host memory
-    Compression own;                     // of the list; with two levels, of this rank's slice
+    Compression local;                   // of the list; with two levels, of this rank's slice
     ListMean mean;
     NodeSlices node;
 
     Exchange() = default;
     Exchange(const OwnedLayout &of, float *worker, float *server, const int32_t *active, void *workspace) :
         layout(&of),
-        own{.layout = of.slice,
-            .worker = worker,
-            .server = server,
-            .active =
-                active != nullptr ? active + of.slice_range().begin / 32 : nullptr}, // slices begin at whole words
+        local{.layout = of.slice,
+              .worker = worker,
+              .server = server,
+              .active =
+                  active != nullptr ? active + of.slice_range().begin / 32 : nullptr}, // slices begin at whole words
         mean{.layout = of.whole, .active = active},
         node{.ranks = of.node_ranks, .numel = of.slice_range().numel} {
         (void)take_from(workspace);
@@ -198,23 +198,24 @@ struct Exchange {
         Exchange there = *this;
         ExchangeLayout copy = *layout;
         (void)copy.place(block);
-        there.own.layout = copy.slice;
+        there.local.layout = copy.slice;
         there.mean.layout = copy.whole;
-        there.own.skip = skip;
+        there.local.skip = skip;
         return there;
     }
 
 private:
     /// Sets the buffers in `workspace` and returns the bytes that they use. NULL: only returns the bytes.
     size_t take_from(void *workspace) {
-        const CompressLayout &sent = own.layout;
+        const CompressLayout &sent = local.layout;
         const int64_t leaves = sent.group_leaves > sent.segment_leaves ? sent.group_leaves : sent.segment_leaves;
-        Pieces pieces(workspace);
-        for (char **messages : {&own.send, &own.recv, &own.results}) pieces.take(*messages, sent.messages_bytes());
-        pieces.take(own.result, sent.message_bytes);
-        pieces.take(own.sums, leaves);
-        pieces.take(own.counts, leaves);
-        mean.results = own.results;
+        Arena pieces(workspace);
+        for (char **messages : {&local.send, &local.recv, &local.results})
+            pieces.take(*messages, sent.messages_bytes());
+        pieces.take(local.result, sent.message_bytes);
+        pieces.take(local.sums, leaves);
+        pieces.take(local.counts, leaves);
+        mean.results = local.results;
         if (!layout->has_levels()) return pieces.bytes();
         pieces.take(mean.results, layout->is_exact() ? 0 : mean.layout.messages_bytes());
         pieces.take(node.vector, mean.layout.worker_numel);

@@ -8,7 +8,7 @@
 
 namespace dsopt {
 
-/// An operation on the table of norms between the all-reduces of agree_on_norms(). If the table is on a device, one
+/// An operation on the table of norms between the all-reduces of all_reduce_norms(). If the table is on a device, one
 /// thread of the device runs it.
 struct NormMove {
     static constexpr const char *name = "move_norms";
@@ -34,11 +34,11 @@ inline double fold_leaves(const double *sums, const TensorLeaves &leaves) {
 }
 
 /// True if any shard of a LAMB tensor takes part in the step.
-DSOPT_HD bool moves_trust(const StepPlan &plan, const TensorJob &job) {
+DSOPT_HD bool updates_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
 /// Computes the trust ratio of a tensor, from its own sums of squares or those of all model ranks.
-DSOPT_HD void take_trust(const StepPlan &plan, int64_t i, double weights, double updates) {
+DSOPT_HD void store_trust_ratio(const StepPlan &plan, int64_t i, double weights, double updates) {
     plan.trust_ratio[i] = factor_of(plan.groups[plan.jobs[i].group], weights, updates);
 }
 /// True for a tensor that the passes of Passes::reduced update. `rule`: rule of its group.
@@ -56,15 +56,15 @@ template <class Fold> DSOPT_HD void find_trust(const StepPlan &plan, int64_t i, 
                  updates = fold.sum(plan.leaf.sums_b + job.leaves.first, leaves);
     if (!fold.lead) return;
     const int32_t slot = job.trust_slot;
-    if (slot < 0) return take_trust(plan, i, weights, updates);
+    if (slot < 0) return store_trust_ratio(plan, i, weights, updates);
     plan.shards.sums[slot] = {weights, updates, 1};
 }
 /// Computes the trust ratio from the sums of all shards. Every model rank computes the same value.
-DSOPT_HD void take_shared_trust(const StepPlan &plan, int64_t i) {
+DSOPT_HD void store_shared_trust_ratio(const StepPlan &plan, int64_t i) {
     const TensorJob &job = plan.jobs[i];
-    if (job.trust_slot < 0 || !moves_trust(plan, job)) return;
+    if (job.trust_slot < 0 || !updates_trust(plan, job)) return;
     const ShardSums &sums = plan.shards.sums[job.trust_slot];
-    take_trust(plan, i, sums.weights, sums.updates);
+    store_trust_ratio(plan, i, sums.weights, sums.updates);
 }
 
 /// Non-finite elements of a list of tensors.
@@ -78,7 +78,7 @@ struct NonFinite {
         if (bad != 0 && found < first) first = found;
     }
     DSOPT_HD int64_t first_tensor() const { return first == INT64_MAX ? -1 : first / 2; }
-    /// Returns Found::kind.
+    /// Returns InspectResult::kind.
     DSOPT_HD int32_t kind() const { return first == INT64_MAX ? 0 : first % 2 != 0 ? 2 : 1; }
 };
 
@@ -109,7 +109,7 @@ DSOPT_HD double row_or(const float *row, int column, double host) {
 }
 
 /// Returns the hyper-parameters of a group, in which values from backend memory replace the host's.
-DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
+DSOPT_HD Hyper caller_hyper(const StepPlan &plan, int64_t group) {
     Hyper hyper = plan.groups[group];
     if (plan.given.lr != nullptr) hyper.lr = double(plan.given.lr[group]);
     if (plan.given.hyper != nullptr) {
@@ -123,7 +123,7 @@ DSOPT_HD Hyper given_hyper(const StepPlan &plan, int64_t group) {
 }
 /// Returns the hyper-parameters that the step uses. All code reads them through this function.
 DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
-    Hyper hyper = given_hyper(plan, group);
+    Hyper hyper = caller_hyper(plan, group);
     if (plan.policy.dry) hyper.lr = 0;
     return hyper;
 }
@@ -141,7 +141,7 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
     if (plan.given.lr == nullptr && plan.given.hyper == nullptr) return true;
     bool valid = true;
     for (int64_t g = 0; g < plan.group_count; ++g) {
-        const Hyper hyper = given_hyper(plan, g);
+        const Hyper hyper = caller_hyper(plan, g);
         const uint32_t fields = fields_of(hyper.rule);
         for_group_fields([&](auto index) {
             constexpr GroupField field = kGroupFields[index];
@@ -182,7 +182,7 @@ DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
 /// Records this rank's reasons to skip the step, before norms are known. The table receives 1 if there is a reason: the
 /// all-reduce counts the ranks that have one.
 DSOPT_HD void note_reasons(const StepPlan &plan) {
-    Found &found = plan.control->found;
+    InspectResult &found = plan.control->found;
     int32_t reasons = 0;
     if (plan.policy.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // The caller's norms are this rank's: an invalid norm is a reason that other ranks receive.
@@ -208,7 +208,7 @@ DSOPT_HD int64_t norm_cell(const NormTable &table, const TensorJob &job) {
     return job.in_norm ? job.group * table.classes + job.expert : -1;
 }
 DSOPT_HD void note_nonfinite(const StepPlan &plan, const NonFinite &all) {
-    Found &found = plan.control->found;
+    InspectResult &found = plan.control->found;
     found.nonfinite = all.count;
     found.first_bad = all.first_tensor();
     found.kind = all.kind();
@@ -251,7 +251,7 @@ inline void fold_gradients(const StepPlan &plan) {
 }
 
 /// Stores the caller's norms to the table, in place of pass 1. A negative or non-finite norm means overflow.
-DSOPT_HD void take_given_norms(const StepPlan &plan) {
+DSOPT_HD void store_given_norms(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     for (int64_t g = 0; g < table.groups; ++g) {
         const double norm = plan.given.grad_norms[g];
@@ -268,7 +268,7 @@ DSOPT_HD double wrapper_square(double squares) { return squares <= 3.40282346638
 DSOPT_HD bool decide(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     Outcome &outcome = *plan.outcome;
-    static_cast<Found &>(outcome) = plan.control->found;
+    static_cast<InspectResult &>(outcome) = plan.control->found;
     const bool have_norms = plan.policy.read_gradients || plan.given.grad_norms != nullptr;
     const bool wrapped = plan.policy.wrapper != Wrapper::none;
     double total = table.total(table.groups);
@@ -302,8 +302,8 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     const double norm = sqrt(total);
     for (int64_t g = 0; g < table.groups; ++g) {
         const double all = clip_divisor(scale, norm, max_norm_of(plan));
-        const double own = clip_divisor(scale, sqrt(table.total(g)), hyper_of(plan, g).max_norm);
-        plan.divisors[g] = own > all ? own : all;
+        const double local = clip_divisor(scale, sqrt(table.total(g)), hyper_of(plan, g).max_norm);
+        plan.divisors[g] = local > all ? local : all;
     }
     const double shown = plan.policy.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
     outcome.skipped = skip;
@@ -352,9 +352,9 @@ DSOPT_HD void advance_count(const StepPlan &plan, int64_t i, int32_t advance) {
     if (advance != 0) plan.step[i] = more(plan.step[i], advance);
 }
 
-/// Makes the decision of a step, once the table has the values that ranks agree on. Writes Control::skip.
+/// Makes the decision of a step, once the table has the values that ranks agree on. Writes StepFlags::skip.
 DSOPT_HD bool decide_step(const StepPlan &plan) {
-    if (plan.given.grad_norms != nullptr) take_given_norms(plan);
+    if (plan.given.grad_norms != nullptr) store_given_norms(plan);
     const bool taken = decide(plan);
     plan.control->skip = !taken;
     return taken;

@@ -3,7 +3,7 @@
 #pragma once
 #include "base/not_copied.h"
 #include "base/sizes.h"
-#include "device/loops.h"
+#include "device/kernels.h"
 #include <memory>
 
 namespace dsopt {
@@ -39,12 +39,15 @@ private:
 /// Memory, streams and copies of one kind of device.
 class Device : NotCopied {
 public:
-    /// `is_host`: the host reads and writes backend memory in place. `loops` may be constructed after this.
-    Device(const char *name, bool is_host, const Loops &loops) : name_(name), is_host_(is_host), loops_(loops) {}
+    /// `is_host`: the host reads and writes backend memory in place. `kernels` may be constructed after this.
+    Device(const char *name, bool is_host, const DeviceKernels &kernels) :
+        name_(name),
+        is_host_(is_host),
+        kernels_(kernels) {}
     virtual ~Device() = default;
     const char *name() const { return name_; }
     bool is_host() const { return is_host_; }
-    const Loops &loops() const { return loops_; }
+    const DeviceKernels &kernels() const { return kernels_; }
     /// Allocates memory for a context without an allocator hook. Throws on failure.
     virtual void *allocate(size_t bytes, void *stream) const = 0;
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
@@ -81,7 +84,7 @@ public:
 private:
     const char *const name_;
     const bool is_host_;
-    const Loops &loops_;
+    const DeviceKernels &kernels_;
 };
 
 /// Returns the name of the CPU backend's instruction set: the best of this machine, limited by DSOPT_ISA.

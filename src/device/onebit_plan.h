@@ -57,7 +57,7 @@ inline Feed feed_of(const ScheduleRules &rules, Stage stage) {
 }
 /// True if OneBitPass::feed also packs the compensated values: a scale group is then one tensor, whose bits are made
 /// while its values are in registers or cache. `one`: the host's plan.
-inline bool feed_packs(const OneBitPlan &one) {
+inline bool feed_also_packs(const OneBitPlan &one) {
     return one.exchanges && !one.rules.compat && !one.exchange->layout->has_levels();
 }
 
@@ -70,19 +70,19 @@ DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, int64_t tensor, int
 
 // The family's counters. begin_...() runs before the exchange of a step that is taken, end_...() after everything else.
 
-DSOPT_HD bool steps_alone(const OneBitPlan &one) { return one.stage == Stage::local || one.stage == Stage::sync; }
+DSOPT_HD bool makes_local_step(const OneBitPlan &one) { return one.stage == Stage::local || one.stage == Stage::sync; }
 
 DSOPT_HD void begin_tensor(const OneBitPlan &one, int64_t i) {
     if (one.trust_factor != nullptr && one.trust_factor[i] == 0) one.trust_factor[i] = 1;
 }
 DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g) {
-    if (steps_alone(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
+    if (makes_local_step(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
 }
 
 // The original's 1-bit LAMB has one scale for all tensors, so momenta are first scaled to the same size: the mean of
 // their sizes, in which all tensors have the same weight. This happens once; the tensors' factors are then kept.
 
-DSOPT_HD bool knows_scaling(const OneBitPlan &one) { return one.trust_scaling[0] != 0; }
+DSOPT_HD bool has_momentum_scaling(const OneBitPlan &one) { return one.trust_scaling[0] != 0; }
 template <class Fold>
 DSOPT_HD void find_size_of_momentum(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
@@ -107,8 +107,8 @@ DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
 }
 
 /// Computes the trust ratio of a tensor in a compressed step, from its own sums or those of all model ranks.
-DSOPT_HD void take_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor, double without,
-                                double with) {
+DSOPT_HD void store_frozen_trust_ratio(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor,
+                                       double without, double with) {
     plan.trust_ratio[i] = frozen_trust(one.trust, factor, without, with,
                                        hyper_of(plan, plan.jobs[i].group).weight_decay > 0, one.trust_average[i],
                                        one.trust_weight != nullptr ? one.trust_weight[i] : 1.0f, one.trust_factor[i]);
@@ -125,21 +125,21 @@ DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int
                  with = fold.sum(plan.leaf.sums_b + job.leaves.first, leaves);
     if (!fold.lead) return;
     const int32_t slot = job.trust_slot;
-    if (slot < 0) return take_frozen_trust(plan, one, i, factor, without, with);
+    if (slot < 0) return store_frozen_trust_ratio(plan, one, i, factor, without, with);
     plan.shards.sums[slot] = {without, with, 1};
-    plan.shards.factors()[slot] = factor_to_send(factor);
+    plan.shards.factors()[slot] = replace_nan_by_infinity(factor);
 }
 /// Computes the trust ratio of a sharded tensor from the sums over model ranks.
-DSOPT_HD void take_shared_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
+DSOPT_HD void store_shared_frozen_trust_ratio(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     const int32_t slot = plan.jobs[i].trust_slot;
-    if (slot < 0 || !moves_trust(plan, plan.jobs[i])) return;
+    if (slot < 0 || !updates_trust(plan, plan.jobs[i])) return;
     const ShardSums &sums = plan.shards.sums[slot];
-    take_frozen_trust(plan, one, i, plan.shards.factors()[slot], sums.weights, sums.updates);
+    store_frozen_trust_ratio(plan, one, i, plan.shards.factors()[slot], sums.weights, sums.updates);
 }
 
 DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
     if (one.stage != Stage::full || one.trust_average == nullptr) return;
-    if (!moves_trust(plan, plan.jobs[i]) || !has_trust(plan.groups[plan.jobs[i].group].rule)) return;
+    if (!updates_trust(plan, plan.jobs[i]) || !has_trust(plan.groups[plan.jobs[i].group].rule)) return;
     average_trust(one.trust, plan.trust_ratio[i], one.trust_average[i],
                   one.trust_weight != nullptr ? one.trust_weight + i : nullptr);
 }

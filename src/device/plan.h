@@ -43,8 +43,8 @@ constexpr int kSlots = kMoment + kMoments;
 /// The kernels that update a tensor in a step.
 enum class Owner : uint8_t {
     none,     // not updated: no gradient, or the step does not include its algorithm. Outputs are still written.
-    update,   // StepLoops
-    exchange, // OneBitLoops
+    update,   // StepKernels
+    exchange, // OneBitStepKernels
 };
 
 /// One tensor of a step.
@@ -95,7 +95,7 @@ struct ShardSums {
 struct ShardTable {
     ShardSums *sums;
     int64_t count;     // 0 if no tensor is sharded, or all shards are on one rank
-    int64_t exchanged; // number of slots whose tensors OneBitLoops updates in this step
+    int64_t exchanged; // number of slots whose tensors OneBitStepKernels updates in this step
     /// 1-bit LAMB: one factor per slot, after the sums. The all-reduce takes the largest factor of each slot.
     DSOPT_HD double *factors() const { return reinterpret_cast<double *>(sums + count); }
     size_t bytes() const { return size_t(count) * (sizeof(ShardSums) + sizeof(double)); }
@@ -118,7 +118,7 @@ struct NormTable {
         for (int64_t type = first; type < classes; ++type) sum += square(group, type);
         return sum;
     }
-    /// Returns the message of agree_on_norms(), which is after the table: a column and the reasons.
+    /// Returns the message of all_reduce_norms(), which is after the table: a column and the reasons.
     DSOPT_HD double *message() const { return at + size(); }
     int64_t message_size() const { return groups + 2; }
     int64_t size_with_message() const { return size() + message_size(); }
@@ -131,7 +131,7 @@ struct NormTable {
 enum class Wrapper : uint8_t { none, fused, unfused };
 
 /// Results of pass 1 on this rank, and this rank's reasons to skip the step.
-struct Found {
+struct InspectResult {
     int64_t nonfinite, first_bad;
     int32_t kind;    // of the non-finite elements in the first bad tensor: 0 none, 1 Inf, 2 NaN
     int32_t reasons; // DSOPT_SKIP_...
@@ -139,7 +139,7 @@ struct Found {
 
 /// Results of a step, in backend memory. Written by the step, read by the host on request. `reasons` are those for
 /// which the step was skipped.
-struct Outcome : Found {
+struct Outcome : InspectResult {
     int64_t total_skipped, skipped_in_row; // of dsopt_optimizer_step; kept from step to step
     double grad_norm, dense_norm, expert_norm, weight_norm, update_norm, divisor, scale_used;
     double ms[DSOPT_MS_PHASES];
@@ -148,7 +148,7 @@ struct Outcome : Found {
 };
 
 /// Words that the kernels of a step share, in backend memory.
-struct Control {
+struct StepFlags {
     // Devices: for each kernel with a last block, the number of blocks that are done, and of leaves that are
     // distributed dynamically so far. The last block resets them to 0.
     struct Blocks {
@@ -156,11 +156,11 @@ struct Control {
     } inspect, update, update_weights;
     int32_t skip; // nonzero: the step changes nothing
     int32_t reserved;
-    Found found;
+    InspectResult found;
 };
 
 /// Scalars that the caller has in backend memory, as in dsopt_step; NULL = not given.
-struct GivenScalars {
+struct CallerScalars {
     const float *lr, *hyper, *grad_scale, *grad_norms;
     const int32_t *skip;
     bool any() const {
@@ -192,9 +192,9 @@ struct StepShape {
 };
 
 /// How much of a call's plan is identical to the previous call's.
-enum class Repeats : uint8_t {
-    nothing,        // nothing is known to be identical
-    all_but_places, // all except the addresses of gradients; their number and types are the same
+enum class Reuse : uint8_t {
+    nothing,           // nothing is known to be identical
+    all_but_addresses, // all except the addresses of gradients; their number and types are the same
     all
 };
 
@@ -202,14 +202,14 @@ enum class Repeats : uint8_t {
 struct Execution {
     void *stream;
     Parallel parallel;
-    int64_t chunk; // minimum number of elements that a thread processes at once
-    void *extra;   // workspace of the device, of Loops::extra_bytes(shape) bytes
+    int64_t chunk;          // minimum number of elements that a thread processes at once
+    void *device_workspace; // workspace of the device, of DeviceKernels::device_workspace_bytes(shape) bytes
     StepShape shape;
     StepCache *cache; // data that the device keeps between steps; NULL in `apply`
     bool timing;
     /// How much of the tables of tensors and groups, and of the data in `extra` that is derived from them, is identical
     /// to the last step in `cache`.
-    Repeats repeats;
+    Reuse repeats;
 };
 
 struct OneBitPlan;
@@ -241,7 +241,7 @@ struct StepPlan {
     uint32_t flags;
     StepPolicy policy;
     Limits limits;
-    GivenScalars given;
+    CallerScalars given;
     PlannedScaler scaler;
     int32_t *step;            // one count per tensor: see TensorJob::counter
     const OneBitPlan *onebit; // plan of the 1-bit family, or NULL
@@ -250,7 +250,7 @@ struct StepPlan {
     Outcome *outcome;
     Execution how;
     // Workspace, partitioned by StepMemory.
-    Control *control;
+    StepFlags *control;
     Scalars *scalars; // one per tensor
     double *divisors; // one per group
     NormTable norms;

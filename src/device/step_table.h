@@ -15,7 +15,7 @@ struct StepTable {
 
     /// `memory` NULL: only computes `bytes`.
     StepTable(void *memory, const StepShape &shape) {
-        Pieces pieces(memory);
+        Arena pieces(memory);
         pieces.take(jobs, shape.tensors);
         pieces.take(groups, shape.groups);
         if (shape.onebit) pieces.take(onebit, shape.tensors);

@@ -37,7 +37,7 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
     if (!layout.is_exact() && (args.worker_error == nullptr || args.server_error == nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_compressed.worker_error or server_error is NULL");
     for (const float *buffer : {args.worker_error, args.server_error}) check_aligned(buffer, 4, "an error buffer");
-    const size_t slack = slack_of(args.workspace), needed = Exchange::workspace_bytes(layout) + slack;
+    const size_t slack = alignment_padding(args.workspace), needed = Exchange::workspace_bytes(layout) + slack;
     if (args.workspace == nullptr || args.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_compressed.workspace has %zu bytes, %zu are needed",
                     args.workspace == nullptr ? size_t(0) : args.workspace_bytes, needed);
@@ -47,16 +47,16 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
                            static_cast<char *>(args.workspace) + slack);
     Comm *const levels = layout.has_levels() ? node : nullptr;
     reserve_exchange(&comm, levels, layout, args.stream);
-    const auto run = [&](ExchangeLoops &loops) {
-        prepare_exchange(loops, buffers,
-                         [&] { loops.run(layout.has_levels() ? ExchangePass::copy_list : ExchangePass::pack_list); });
+    const auto run = [&](ExchangeKernels &kernels) {
+        prepare_exchange(kernels, buffers,
+                         [&] { kernels.run(layout.has_levels() ? ExchangePass::copy_list : ExchangePass::pack_list); });
         // A failure between two collectives makes the comms unusable: ranks would pair different collectives.
-        lose_if_it_fails({&comm, nullptr, nullptr, 0, levels}, [&] {
-            exchange(&comm, levels, loops, buffers, args.stream);
-            loops.run(ExchangePass::decode);
+        unusable_on_failure({&comm, nullptr, nullptr, 0, levels}, [&] {
+            exchange(&comm, levels, kernels, buffers, args.stream);
+            kernels.run(ExchangePass::decode);
         });
     };
-    context.device().loops().run_exchange(buffers, args.tensors, args.count, context.parallel(), args.stream, run);
+    context.device().kernels().run_exchange(buffers, args.tensors, args.count, context.parallel(), args.stream, run);
 }
 
 void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server) {

@@ -14,7 +14,7 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat) {
     if (node == data) throw Error(DSOPT_ERR_ARGUMENT, "one comm is given for the ranks of a node and for the nodes");
     if (compat != DSOPT_COMPAT_NONE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no exchange in two levels: no node comm in compat mode");
-    if (data_ranks(data, node) > kMostDataRanks)
+    if (data_ranks(data, node) > kMaxDataRanks)
         throw Error(DSOPT_ERR_UNSUPPORTED, "%lld data-parallel ranks: more than 2^24", ll(data_ranks(data, node)));
     return node->ranks() > 1 ? node : nullptr;
 }
@@ -27,42 +27,42 @@ DataRank data_rank_of(const Comm *data, const Comm *node) {
 
 namespace {
 /// Exchanges packed messages, so that every rank of `comm` has the results.
-void exchange_messages(Comm &comm, ExchangeLoops &loops, const Compression &own, void *stream) {
-    const int64_t bytes = own.layout.message_bytes;
-    comm.all_to_all(own.send, own.recv, bytes, stream, Place::backend);
-    loops.run(ExchangePass::clear_result);
-    loops.run(ExchangePass::serve);
-    loops.run(ExchangePass::result_scales);
-    comm.all_gather(own.result, own.results, bytes, stream, Place::backend);
+void exchange_messages(Comm &comm, ExchangeKernels &kernels, const Compression &local, void *stream) {
+    const int64_t bytes = local.layout.message_bytes;
+    comm.all_to_all(local.send, local.recv, bytes, stream, Place::backend);
+    kernels.run(ExchangePass::clear_result);
+    kernels.run(ExchangePass::reduce_messages);
+    kernels.run(ExchangePass::result_scales);
+    comm.all_gather(local.result, local.results, bytes, stream, Place::backend);
 }
 
-void pack_messages(ExchangeLoops &loops, FunctionRef<void()> feed) {
-    loops.run(ExchangePass::clear_messages);
+void pack_messages(ExchangeKernels &kernels, FunctionRef<void()> feed) {
+    kernels.run(ExchangePass::clear_messages);
     feed();
-    loops.run(ExchangePass::message_scales);
+    kernels.run(ExchangePass::message_scales);
 }
 } // namespace
 
-void prepare_exchange(ExchangeLoops &loops, const Exchange &buffers, FunctionRef<void()> feed) {
-    if (!buffers.layout->has_levels()) return pack_messages(loops, feed);
-    loops.run(ExchangePass::clear_gaps);
+void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, FunctionRef<void()> feed) {
+    if (!buffers.layout->has_levels()) return pack_messages(kernels, feed);
+    kernels.run(ExchangePass::clear_gaps);
     feed();
 }
 
-void exchange(Comm *data, Comm *node, ExchangeLoops &loops, const Exchange &buffers, void *stream) {
-    if (node == nullptr) return exchange_messages(*data, loops, buffers.own, stream);
+void exchange(Comm *data, Comm *node, ExchangeKernels &kernels, const Exchange &buffers, void *stream) {
+    if (node == nullptr) return exchange_messages(*data, kernels, buffers.local, stream);
     const auto &[ranks, numel, vector, slices] = buffers.node;
     const int64_t bytes = numel * int64_t(sizeof(float));
     // A reduce-scatter whose sum is computed by the engine's kernels: it sends the same bytes, and the order of
     // additions is the same with every provider.
     node->all_to_all(vector, slices, bytes, stream, Place::backend);
     if (buffers.layout->is_exact()) {
-        loops.run(ExchangePass::average_slice);
+        kernels.run(ExchangePass::average_slice);
         return node->all_gather(slices, vector, bytes, stream, Place::backend);
     }
-    pack_messages(loops, [&] { loops.run(ExchangePass::pack_slice); });
-    exchange_messages(*data, loops, buffers.own, stream);
-    node->all_gather(buffers.own.results, buffers.mean.results, buffers.own.layout.messages_bytes(), stream,
+    pack_messages(kernels, [&] { kernels.run(ExchangePass::pack_slice); });
+    exchange_messages(*data, kernels, buffers.local, stream);
+    node->all_gather(buffers.local.results, buffers.mean.results, buffers.local.layout.messages_bytes(), stream,
                      Place::backend);
 }
 
@@ -88,14 +88,14 @@ void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *value
     if (numel == 0) return;
     const int64_t slice = numel / node->ranks(), bytes = slice * int64_t(sizeof(float));
     node->all_to_all(values, scratch, bytes, stream, Place::backend);
-    context.device().loops().add_up_rows(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
+    context.device().kernels().sum_slices(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
     if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
     node->all_gather(scratch, values, bytes, stream, Place::backend);
 }
 
 void read_residuals(const Device &device, const Exchange &buffers, float *worker, float *server) {
-    const Compression &own = buffers.own;
-    const CompressLayout &layout = own.layout;
+    const Compression &local = buffers.local;
+    const CompressLayout &layout = local.layout;
     const auto on_host = [&]<class T>(const T *data, int64_t count, std::vector<T> &copy) -> const T * {
         if (device.is_host() || data == nullptr) return data;
         copy.resize(size_t(count));
@@ -108,10 +108,11 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
     const int64_t first = buffers.layout->slice_range().begin;
     const auto read = [&](const float *values, float scale, int64_t begin, int64_t n, float *residuals) {
         for (int64_t k = 0; k < n; ++k) // elements that take no part have no residual, although error_of() is not 0
-            residuals[k] = takes_part(active, first + begin + k) ? error_of(values[k], scale) : 0;
+            residuals[k] = is_active(active, first + begin + k) ? error_of(values[k], scale) : 0;
     };
     if (worker != nullptr) {
-        const float *values = on_host(own.worker, layout.worker_floats(), copy), *scales = values + layout.worker_numel;
+        const float *values = on_host(local.worker, layout.worker_floats(), copy),
+                    *scales = values + layout.worker_numel;
         std::fill_n(worker, layout.worker_numel, 0.0f);
         for (int32_t i = 0; i < layout.group_count; ++i) {
             const Range &group = layout.groups[i];
@@ -119,7 +120,7 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
         }
     }
     if (server == nullptr) return;
-    const float *values = on_host(own.server, layout.server_floats(), copy), *scales = values + layout.server_numel;
+    const float *values = on_host(local.server, layout.server_floats(), copy), *scales = values + layout.server_numel;
     std::fill_n(server, layout.server_numel, 0.0f);
     for (int32_t i = 0; i < layout.segment_count; ++i) {
         const CompressLayout::Segment &segment = layout.segments[i];

@@ -3,7 +3,7 @@
 // pack, and runs the kernels that average received messages.
 #pragma once
 #include "comm/comm.h"
-#include "device/loops.h"
+#include "device/kernels.h"
 #include "exchange/layout.h"
 
 namespace dsopt {
@@ -12,10 +12,10 @@ DataRank data_rank_of(const Comm *data, const Comm *node);
 
 /// Prepares the messages of this rank, or with two levels its vector. `feed` runs the kernels that compute compensated
 /// values and pack them, or with two levels store values to the vector.
-void prepare_exchange(ExchangeLoops &loops, const Exchange &buffers, FunctionRef<void()> feed);
+void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, FunctionRef<void()> feed);
 /// Sends what was prepared, so that every rank has the results. With one node the result is the exact mean, in the
 /// vector. `data` is NULL with one node, `node` is NULL with one level.
-void exchange(Comm *data, Comm *node, ExchangeLoops &loops, const Exchange &buffers, void *stream);
+void exchange(Comm *data, Comm *node, ExchangeKernels &kernels, const Exchange &buffers, void *stream);
 
 /// Reserves memory of the comms for exchange(); reserve_sum() reserves it for sum_over_ranks() of `numel` values.
 void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void *stream);

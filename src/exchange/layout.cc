@@ -51,7 +51,7 @@ struct Draft {
         std::copy(chunks.begin(), chunks.end(), layout.chunks);
         for (int32_t i = 0; i < layout.segment_count; ++i)
             layout.segments[i] =
-                CompressLayout::segment_of(layout.groups[layout.own_chunk().first_group + i], layout.rank);
+                CompressLayout::segment_of(layout.groups[layout.local_chunk().first_group + i], layout.rank);
         const auto count_leaves = [](const auto *list, int32_t count, int64_t *first) {
             first[0] = 0;
             for (int32_t i = 0; i < count; ++i) first[i + 1] = first[i] + leaves_of(list[i].numel);
@@ -139,8 +139,8 @@ OwnedLayout in_one_block(const Draft &whole, const Draft *slice, int node_ranks,
 
 } // namespace
 
-OwnedLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels) {
-    const auto [rank, ranks, node_ranks] = own;
+OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels) {
+    const auto [rank, ranks, node_ranks] = local;
     const int nodes = ranks / node_ranks;
     const Draft whole = compat && node_ranks == 1 ? padded(ranks, rank, numels) : bucket(ranks, rank, numels);
     if (node_ranks == 1) return in_one_block(whole, nullptr, 1, 0);

@@ -16,6 +16,6 @@ struct DataRank {
 /// own, padded to a multiple of ranks * lcm(ranks, 8) with elements that count like all others. Otherwise the whole
 /// list is one vector, with one scale per tensor: tensors begin at multiples of 32 elements, and elements between
 /// tensors take no part. With two levels each rank of a node has a slice of that vector.
-OwnedLayout layout_for(const DataRank &own, bool compat, const std::vector<int64_t> &numels);
+OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels);
 
 } // namespace dsopt

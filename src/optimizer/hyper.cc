@@ -69,7 +69,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
             desc_.skip_budget = int32_t(value);
             outcome_.change(context_->device(), [](Outcome &outcome) { outcome.skipped_in_row = 0; });
         } else {
-            require(whole && value <= double(kMostCalls), "calls", value, "a whole number in [0, 2^53]");
+            require(whole && value <= double(kMaxCalls), "calls", value, "a whole number in [0, 2^53]");
             told_.calls = int64_t(value);
         }
         return;

@@ -49,22 +49,22 @@ void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
 }
 
 OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                         const dsopt_optimizer_desc &desc, DataRank own) {
+                         const dsopt_optimizer_desc &desc, DataRank local) {
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
     follow(groups, compat);
-    compresses = own.ranks > 1;
+    compresses = local.ranks > 1;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of scale groups
     int32_t group = -1;
     for (const Param &param : params) {
         const dsopt_group &g = groups[size_t(param.group)];
-        const bool goes = goes_into_exchanges(g);
+        const bool goes = is_exchanged(g);
         if (goes && param.trust_slot >= 0) ++trust_slots;
         mean.push_back(-1);
         if (compresses && param.numel != 0 && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
-            mean_numel += round_up(param.numel, int64_t(own.node_ranks));
+            mean_numel += round_up(param.numel, int64_t(local.node_ranks));
         }
         if (!goes || !compresses) {
             worker.push_back(-1);
@@ -80,7 +80,7 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         worker.push_back(numels.back()); // within the scale group, whose begin is added below
         numels.back() += param.numel;
     }
-    if (compresses) layout = layout_for(own, compat, numels);
+    if (compresses) layout = layout_for(local, compat, numels);
     if (layout.has_levels() && layout.whole.worker_numel < mean_numel) mean_scratch = mean_numel;
     for (size_t i = 0; i < params.size(); ++i)
         if (worker[i] >= 0) worker[i] += layout.whole.groups[scale_group[i]].begin;
@@ -131,10 +131,10 @@ void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const 
         add(StateKind::exp_avg_pad, layout.whole.worker_numel - layout.whole.groups[0].used);
 }
 
-ScheduleState OneBit::read_schedule(const void *data, bool own, void *stream) const {
+ScheduleState OneBit::read_schedule(const void *data, bool local, void *stream) const {
     ScheduleState state;
     const Device &device = context_.device();
-    if (own && known_) return *known_;
+    if (local && known_) return *known_;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     device.enqueue_copy(&state, data, sizeof state, stream);
     device.wait(stream);
@@ -148,10 +148,10 @@ void OneBit::count_step(const OneBitPlan &plan) const {
 }
 
 void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
-                  bool own, void *stream, PlannedOneBit &planned) const {
+                  bool local, void *stream, PlannedOneBit &planned) const {
     const auto floats = [&](StateKind kind) { return state.data<float>(list, kind); };
     auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
-    const ScheduleState now = read_schedule(schedule, own, stream);
+    const ScheduleState now = read_schedule(schedule, local, stream);
     const Stage stage = stage_of(setup_.rules, now);
     auto *const active = state.data<int32_t>(list, StateKind::active);
     // An empty tensor of the caller has no memory, one of the engine has an address. A step must treat both the same.
@@ -238,15 +238,15 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params[i].name.c_str());
     }
-    device.loops().run_exchange(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr,
-                                [](ExchangeLoops &loops) { loops.run(ExchangePass::decode); });
+    device.kernels().run_exchange(exchange, moments.data(), int64_t(moments.size()), context_.parallel(), nullptr,
+                                  [](ExchangeKernels &kernels) { kernels.run(ExchangePass::decode); });
     state.momentum_in_bits = 0;
     device.enqueue_copy(schedule->data, &state, sizeof state, nullptr);
     device.wait_for_default_stream();
-    forget_schedule();
+    invalidate_schedule();
 }
 
-void OneBit::forget_like_original(const StateTable &table) const {
+void OneBit::reset_as_original_load(const StateTable &table) const {
     if (!setup_.rules.compat) return;
     const Device &device = context_.device();
     ScheduleState schedule;

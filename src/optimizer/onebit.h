@@ -26,7 +26,7 @@ struct OneBitSetup {
     int32_t trust_slots = 0;  // number of parameters in exchanges that have a trust slot
 
     OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-                const dsopt_optimizer_desc &desc, DataRank own);
+                const dsopt_optimizer_desc &desc, DataRank local);
     /// Copies the rules from the groups.
     void follow(const std::vector<dsopt_group> &groups, bool compat);
 };
@@ -37,7 +37,7 @@ struct PlannedOneBit {
     Exchange exchange;
 };
 
-inline bool goes_into_exchanges(const dsopt_group &group) {
+inline bool is_exchanged(const dsopt_group &group) {
     return is_onebit(group.algorithm) && !(group.flags & DSOPT_GROUP_NON_FREEZE);
 }
 
@@ -51,10 +51,10 @@ const dsopt_group *check_family(const std::vector<dsopt_group> &groups, bool com
 class OneBit {
 public:
     OneBit(const Context &context, const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
-           const dsopt_optimizer_desc &desc, DataRank own) :
+           const dsopt_optimizer_desc &desc, DataRank local) :
         context_(context),
         desc_(desc),
-        setup_(groups, params, desc, own) {}
+        setup_(groups, params, desc, local) {}
     const OneBitSetup &setup() const { return setup_; }
     void follow(const std::vector<dsopt_group> &groups) { setup_.follow(groups, setup_.rules.compat); }
 
@@ -65,7 +65,7 @@ public:
 
     /// Fills `planned`, which must not be moved afterwards, and `jobs`. `own`: the schedule in `list` is the engine's.
     void plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
-              bool own, void *stream, PlannedOneBit &planned) const;
+              bool local, void *stream, PlannedOneBit &planned) const;
     /// True if the engine averages the gradient of this parameter in this step.
     bool averages(const OneBitPlan &plan, size_t param) const;
     /// Adds all parameters whose gradients the engine averages to `means`. Their jobs then use the averaged gradients.
@@ -75,13 +75,13 @@ public:
     /// counts, so the host counts steps itself and need not wait. The host waits for `stream` and reads the schedule in
     /// compat mode, where only the device knows if the last step was skipped, and if the schedule is not the engine's
     /// (`own` is false).
-    ScheduleState read_schedule(const void *data, bool own, void *stream) const;
+    ScheduleState read_schedule(const void *data, bool local, void *stream) const;
     /// Counts a step in the host's copy of the schedule. Must be called after a step with the engine's schedule.
     void count_step(const OneBitPlan &plan) const;
     /// True if the next read_schedule() of the engine's schedule does not wait.
     bool knows_schedule() const { return known_.has_value(); }
     /// Drops the host's copy of the schedule. Must be called when the schedule's memory may have been written to.
-    void forget_schedule() const { known_.reset(); }
+    void invalidate_schedule() const { known_.reset(); }
 
     /// True once the ranks have compared their lists of parameters in a step.
     bool lists_compared() const { return lists_compared_; }
@@ -94,7 +94,7 @@ public:
     /// methods need a caller that has waited for work that uses the state, and their own work is done when they return.
     void decode_momentum(const StateTable &state, const std::vector<Param> &params) const;
     /// Compat mode, after a load: resets what the original does not load, and decides again if the variance is frozen.
-    void forget_like_original(const StateTable &state) const;
+    void reset_as_original_load(const StateTable &state) const;
     /// Writes the residuals of an error buffer, and scales of 0, to host memory.
     void export_errors(const StateTable &state, const StateEntry &entry, float *host) const;
 

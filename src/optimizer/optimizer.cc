@@ -15,7 +15,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     context_(std::move(context)),
     desc_(desc),
     with_(std::move(attachments)) {
-    told_.loss_scale = with_.scaler ? with_.scaler->unused_scale().value_or(0) : 1;
+    told_.loss_scale = with_.scaler ? with_.scaler->host_written_scale().value_or(0) : 1;
     if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);
@@ -84,10 +84,10 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         const bool had_memory = std::any_of(before.of_optimizer.begin(), before.of_optimizer.end(), has_memory);
         if (had_memory) wait_for_tensors();
         check_not_frozen(before);
-        keep_contents(before.of_optimizer, registry.state);
+        save_contents(before.of_optimizer, registry.state);
         if (had_memory) registry.memory.reset(); // memory that was bound is the caller's again
     });
-    settled_.forget();
+    finalized_.forget();
     onebit_.reset();
     workspace_ = Memory();
     cache_.reset(); // it describes the workspace
@@ -95,12 +95,12 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
 
 /// Throws STATE if a new parameter would go into exchanges and the variance is frozen.
 void Optimizer::check_not_frozen(const Registry::Mark &before) const {
-    const OwnBlock &block = state().block(StateKind::schedule);
+    const EngineBlock &block = state().block(StateKind::schedule);
     const void *schedule = block.kept ? block.data : nullptr; // kept by an earlier addition
     for (const StateEntry &entry : before.of_optimizer)
         if (entry.kind == StateKind::schedule) schedule = entry.data;
     for (size_t i = before.params; schedule != nullptr && i < params().size(); ++i) {
-        if (!goes_into_exchanges(groups()[size_t(params()[i].group)])) continue;
+        if (!is_exchanged(groups()[size_t(params()[i].group)])) continue;
         ScheduleState now;
         context_->device().copy(&now, schedule, sizeof now);
         if (now.frozen == 0) return;
@@ -109,28 +109,28 @@ void Optimizer::check_not_frozen(const Registry::Mark &before) const {
     }
 }
 
-void Optimizer::settle() {
-    settled_.get([&] {
+void Optimizer::finalize_groups() {
+    finalized_.get([&] {
         Registry &registry = registry_.change();
         registry.append([&](const Registry::Mark &) {
             std::unique_ptr<OneBit> onebit;
             if (registry.family >= 0)
                 onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
-            registry.add_own_state(onebit.get(), with_.scaler.get());
-            carry_contents(registry);
+            registry.add_optimizer_state(onebit.get(), with_.scaler.get());
+            restore_contents(registry);
             onebit_ = std::move(onebit);
         });
     });
 }
 
-void Optimizer::adopt(Loaded loaded, FunctionRef<void()> fill_tensors) {
+void Optimizer::adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors) {
     const Device &device = context_->device();
     ensure_state(nullptr, nullptr, loaded.masters);
     device.wait_for_default_stream();
     fill_tensors();
     if (!loaded.masters) reset(DSOPT_RESET_MASTERS, nullptr);
     if (loaded.rules) with_.scaler->restore(*loaded.rules);
-    if (loaded.has_scaler) with_.scaler->fit_to_rules();
+    if (loaded.has_scaler) with_.scaler->clamp_hysteresis();
     Registry &registry = registry_.change();
     registry.groups.swap(loaded.groups);
     for (size_t i = 0; i < loaded.accumulated.size(); ++i)
@@ -141,7 +141,7 @@ void Optimizer::adopt(Loaded loaded, FunctionRef<void()> fill_tensors) {
     told_.resharded_from = loaded.resharded_from;
     if (onebit_) onebit_->follow(registry.groups);
     state_changed();
-    if (loaded.state && onebit_) onebit_->forget_like_original(state());
+    if (loaded.state && onebit_) onebit_->reset_as_original_load(state());
     if (loaded.resets_errors) reset(DSOPT_RESET_ERRORS, nullptr);
     device.wait_for_default_stream();
 }
@@ -151,14 +151,14 @@ void Optimizer::accumulate(const dsopt_tensor *grads, int64_t count, void *strea
         throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
     check_length(grads, count, params().size(), "the list of gradients");
     for (size_t i = 0; i < params().size(); ++i)
-        if (grads[i].data != nullptr) check_beside(grads[i], params()[i], "gradient of");
+        if (grads[i].data != nullptr) check_same_numel(grads[i], params()[i], "gradient of");
     const Enqueues work(pending(), stream);
     ensure_state(nullptr, stream);
     HostScratch scratch(host_scratch_, size_t(count) * sizeof(dsopt_tensor));
     auto *const sums = reinterpret_cast<dsopt_tensor *>(scratch.data());
     for (size_t i = 0; i < params().size(); ++i)
         sums[i] = *state().find(state().list().data(), StateKind::grad_accum, int64_t(i));
-    context_->device().loops().axpby({}, grads, 1, sums, count, context_->parallel(), stream);
+    context_->device().kernels().axpby({}, grads, 1, sums, count, context_->parallel(), stream);
     Registry &registry = registry_.change();
     for (size_t i = 0; i < registry.params.size(); ++i)
         registry.params[i].accumulated = registry.params[i].accumulated || grads[i].data != nullptr;

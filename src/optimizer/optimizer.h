@@ -46,7 +46,7 @@ private:
 };
 
 /// Data of a loaded checkpoint, except its tensors.
-struct Loaded {
+struct LoadedMetadata {
     std::vector<dsopt_group> groups;
     double max_norm, max_value;
     int64_t calls;
@@ -59,7 +59,7 @@ struct Loaded {
 };
 
 /// Largest count of calls: dsopt_optimizer_get returns the count as a double, which is exact up to 2^53.
-constexpr int64_t kMostCalls = int64_t(1) << 53;
+constexpr int64_t kMaxCalls = int64_t(1) << 53;
 
 struct StepRequest;
 
@@ -75,7 +75,7 @@ public:
     const std::vector<dsopt_group> &groups() const { return registry_->groups; }
     const std::vector<Param> &params() const { return registry_->params; }
     const StateTable &state() const { return registry_->state; }
-    /// Returns NULL without a group of the 1-bit family, and before settle().
+    /// Returns NULL without a group of the 1-bit family, and before finalize_groups().
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     /// Returns the work that calls on this optimizer and on its scaler enqueued; NULL on backends that are the host.
@@ -107,10 +107,10 @@ public:
     /// Builds lazily what depends on all groups: onebit() and the state tensors of the whole optimizer. Must be called
     /// before every other method except add_group(), add_params(), set(), get() and methods that only read groups and
     /// parameters. Any number of threads may call it at the same time.
-    void settle();
+    void finalize_groups();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
-    /// bind_params() and bind_state() call settle() themselves, bind_params() only if a parameter gets new memory.
+    /// bind_params() and bind_state() call finalize_groups() themselves, bind_params() only if a parameter gets new memory.
     void bind_params(const dsopt_tensor *list, int64_t count);
     void bind_state(const dsopt_tensor *list, int64_t count);
     void reset(int32_t what, void *stream);
@@ -125,12 +125,12 @@ public:
     void decode_momentum();
     /// Must be called when state tensors may have been written to, except by steps.
     void state_changed() const {
-        if (onebit_) onebit_->forget_schedule();
+        if (onebit_) onebit_->invalidate_schedule();
     }
     /// Finishes a load after the caller has read and checked the file: allocates all state tensors, calls
     /// fill_tensors(), then applies `loaded`. Allocation comes after all checks of the file, because loaded masters are
     /// uninitialized until fill_tensors(), and a failed load must not leave uninitialized masters.
-    void adopt(Loaded loaded, FunctionRef<void()> fill_tensors);
+    void adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors);
     void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
 
     void step(const dsopt_step &step);
@@ -150,19 +150,19 @@ private:
         size_t kept, bytes; // the first `kept` of `bytes` are copied, the rest is zeroed
     };
     void fill_blocks(const std::vector<Move> &moves, StateTable &state) const;
-    void keep_contents(const std::vector<StateEntry> &own, StateTable &state) const;
-    void carry_contents(Registry &registry) const;
+    void save_contents(const std::vector<StateEntry> &local, StateTable &state) const;
+    void restore_contents(Registry &registry) const;
     void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
 
-    void take_step(const dsopt_step &step, bool &met);
+    void take_step(const dsopt_step &step, bool &ranks_compared);
     void check_skip_budget(void *stream) const;
-    Repeats repeats_of(const dsopt_step &step);
+    Reuse reuse_of(const dsopt_step &step);
     void check_call(const dsopt_step &step) const;
     const dsopt_tensor *find_state(const dsopt_step &step, bool *is_own);
     void keep_call(const StepRequest &request);
     void count_call(const dsopt_step &step);
-    void take_apply(const dsopt_step &step, bool &met) const;
+    void take_apply(const dsopt_step &step, bool &ranks_compared) const;
     void run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const;
     void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     CommSet comms() const {
@@ -174,7 +174,7 @@ private:
     dsopt_optimizer_desc desc_;
     Attachments with_;
     Versioned<Registry> registry_;
-    Once settled_{true}; // `onebit_` and the state tensors of the whole optimizer are built
+    Once finalized_{true}; // `onebit_` and the state tensors of the whole optimizer are built
     std::unique_ptr<OneBit> onebit_;
     LastOutcome outcome_;
     Memory workspace_;

@@ -32,7 +32,7 @@ struct Param : Range {
 /// parameters.
 Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_optimizer_desc &desc);
 /// Throws unless `given` is a float tensor with as many elements as `param`, such as a gradient. `role` as in Label.
-inline void check_beside(const dsopt_tensor &given, const Param &param, const char *role) {
+inline void check_same_numel(const dsopt_tensor &given, const Param &param, const char *role) {
     const Label label{role, param.name.c_str()};
     check_float_tensor(given, label);
     check_numel(given, param.numel, label);

@@ -29,19 +29,19 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                (onebit != nullptr && !request.initial && optimizer.onebit()->averages(*onebit, i));
     };
     const auto owner_of = [&](const Param &param) {
-        const bool goes = onebit != nullptr && goes_into_exchanges(optimizer.groups()[size_t(param.group)]);
+        const bool goes = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
         if (!goes || onebit->stage == Stage::full) return Owner::update;
         return onebit->stage == Stage::dry ? Owner::none : Owner::exchange;
     };
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
-        const auto own = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
+        const auto local = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
         void *data = step.params != nullptr ? step.params[i].data : param.data;
         const dsopt_tensor *out = step.out != nullptr && step.out[i].data != nullptr ? &step.out[i] : nullptr;
         const bool copies = param.has_master && !(request.flags & DSOPT_STEP_OUT_ONLY) && !request.initial;
         const dsopt_tensor *grad = nullptr;
         if (accumulated)
-            grad = param.accumulated ? own(StateKind::grad_accum) : nullptr;
+            grad = param.accumulated ? local(StateKind::grad_accum) : nullptr;
         else if (!request.initial && step.grads[i].data != nullptr)
             grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
@@ -68,10 +68,10 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .formats = {}};
         const Slot param_slot{data, Dtype(param.dtype)};
         jobs[i].set(kGrad, slot_or_none(grad));
-        jobs[i].set(kWeight, param.has_master ? slot_of(*own(StateKind::master)) : param_slot);
+        jobs[i].set(kWeight, param.has_master ? slot_of(*local(StateKind::master)) : param_slot);
         jobs[i].set(kCopy, {copies ? data : nullptr, param_slot.format});
         jobs[i].set(kOut, slot_or_none(out));
-        for (int k = 0; k < kMoments; ++k) jobs[i].set(kMoment + k, slot_or_none(own(moment_kind(k))));
+        for (int k = 0; k < kMoments; ++k) jobs[i].set(kMoment + k, slot_or_none(local(moment_kind(k))));
     }
 }
 
@@ -79,7 +79,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
 /// advances it once per parameter dtype that is present, in the order f16, bf16, f32, and all tensors of a dtype use
 /// the value after the advance for that dtype. With a wrapper the original's group is one fp32 tensor, so every tensor
 /// has its own counter.
-void count_like_original(const std::vector<dsopt_group> &groups, TensorJob *jobs, int64_t count) {
+void assign_group_counters(const std::vector<dsopt_group> &groups, TensorJob *jobs, int64_t count) {
     for (int64_t begin = 0, end = 0; begin < count; begin = end) {
         int32_t last = -1;
         bool is_there[3] = {};
@@ -133,7 +133,7 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     const OneBitSetup *const onebit = shape.onebit ? &optimizer.onebit()->setup() : nullptr;
     const bool lamb = onebit != nullptr && onebit->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const Device &device = optimizer.context().device();
-    Pieces pieces(workspace);
+    Arena pieces(workspace);
     pieces.take(control, 1);
     pieces.take(outcome, 1);
     pieces.take(scalars, shape.tensors);
@@ -144,11 +144,11 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     pieces.take(bad, shape.leaves);
     pieces.take(factors, lamb ? shape.leaves : 0);
     pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
-    pieces.take_bytes(extra, device.loops().extra_bytes(shape));
+    pieces.take_bytes(device_workspace, device.kernels().device_workspace_bytes(shape));
     pieces.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
     pieces.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
-    Pieces apart(host);
-    Pieces &host_pieces = device.is_host() ? pieces : apart;
+    Arena apart(host);
+    Arena &host_pieces = device.is_host() ? pieces : apart;
     host_pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
     host_pieces.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * shape.tensors : 0);
     host_pieces.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
@@ -156,7 +156,7 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     host_bytes = apart.bytes();
 }
 
-size_t Optimizer::workspace_bytes() const { return with_slack(StepMemory(*this, nullptr, nullptr).bytes); }
+size_t Optimizer::workspace_bytes() const { return with_alignment_padding(StepMemory(*this, nullptr, nullptr).bytes); }
 
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit) {
@@ -166,13 +166,13 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const Attachments &with = optimizer.attachments();
     const StateTable &entries = optimizer.state();
     const dsopt_step &step = request.step;
-    if (request.repeats == Repeats::all_but_places) {
+    if (request.repeats == Reuse::all_but_addresses) {
         for (int64_t i = 0; i < step.count; ++i) table.jobs[i].data[kGrad] = step.grads[i].data;
-    } else if (request.repeats == Repeats::nothing) {
+    } else if (request.repeats == Reuse::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
         if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
-            count_like_original(groups, table.jobs, int64_t(optimizer.params().size()));
+            assign_group_counters(groups, table.jobs, int64_t(optimizer.params().size()));
     }
     bool clips = desc.max_norm > 0, reduces = false;
     for (size_t i = 0; i < groups.size(); ++i) {
@@ -212,8 +212,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .trust_ratio = entries.data<float>(state, StateKind::trust_ratio),
         .report = step.report,
         .outcome = memory.outcome,
-        .how = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(), memory.extra,
-                shape_of(optimizer), nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0, request.repeats},
+        .how = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(),
+                memory.device_workspace, shape_of(optimizer), nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+                request.repeats},
         .control = memory.control,
         .scalars = memory.scalars,
         .divisors = memory.divisors,

@@ -9,13 +9,13 @@ namespace dsopt {
 /// A call whose arguments were checked.
 struct StepRequest {
     const dsopt_step &step;
-    uint32_t flags;                     // flags of `step`, and flags that they imply
-    bool initial = false;               // the original's step on zero gradients when a wrapper is constructed
-    bool remembers = false;             // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
-    bool own_schedule = false;          // the schedule is the engine's, too
-    Repeats repeats = Repeats::nothing; // what is unchanged since the last step, whose tables are reused
-    char *host = nullptr;               // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
-    bool *met = nullptr;                // is set to true when this rank begins to compare its step with other ranks
+    uint32_t flags;                 // flags of `step`, and flags that they imply
+    bool initial = false;           // the original's step on zero gradients when a wrapper is constructed
+    bool remembers = false;         // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
+    bool engine_schedule = false;   // the schedule is the engine's, too
+    Reuse repeats = Reuse::nothing; // what is unchanged since the last step, whose tables are reused
+    char *host = nullptr;           // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
+    bool *ranks_compared = nullptr; // is set to true when this rank begins to compare its step with other ranks
 };
 /// Returns StepRequest::flags of a call.
 uint32_t flags_of(const dsopt_step &step);
@@ -23,19 +23,19 @@ uint32_t flags_of(const dsopt_step &step);
 void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
 /// Bytes that must be zero before the first step in a workspace: Control and Outcome, which come first.
-constexpr size_t kZeroedBytes = round_up(sizeof(Control)) + sizeof(Outcome);
+constexpr size_t kZeroedBytes = round_up(sizeof(StepFlags)) + sizeof(Outcome);
 
-/// The memory of one step, partitioned into arrays that are aligned to kLine. The partition depends on parameters and
+/// The memory of one step, partitioned into arrays that are aligned to kCacheLine. The partition depends on parameters and
 /// groups only, so sizes are constant. Arrays that the host writes come last if backend memory is host memory;
 /// otherwise they are in a separate block.
 struct StepMemory {
-    Control *control;
+    StepFlags *control;
     Outcome *outcome; // used unless StepRequest::remembers
     Scalars *scalars;
     double *divisors, *norms, *sums_a, *sums_b;
     int64_t *bad;
     ShardSums *shards;
-    char *extra;
+    char *device_workspace;
     double *factors;
     char *exchange;
     float *mean;
@@ -64,6 +64,6 @@ bool checks_ranks(const Optimizer &optimizer);
 void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers);
 /// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), where they
 /// would wait for this rank.
-void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept;
+void report_refusal(const Optimizer &optimizer, void *stream) noexcept;
 
 } // namespace dsopt

@@ -79,7 +79,7 @@ int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)
 /// Two levels: ranks that exchange a slice with one another must have the same rank in their nodes. Otherwise they
 /// would average different tensors.
 void check_nodes(const Optimizer &optimizer, void *stream) {
-    const auto &[own, ranks, node_ranks] = optimizer.data_rank();
+    const auto &[local, ranks, node_ranks] = optimizer.data_rank();
     const Attachments &with = optimizer.attachments();
     const int nodes = ranks / node_ranks, index = with.node->rank();
     int32_t indices[2] = {index, ~index};
@@ -125,7 +125,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
         words.set(Words::stage, plan.onebit != nullptr ? uint32_t(plan.onebit->stage) : 0);
         words.set(Words::gradients, gradients);
     }
-    const Words own = words;
+    const Words local = words;
     reduce_words(optimizer, &words, sizeof words, plan.how.stream);
 
     const int rank = optimizer.data_rank().rank;
@@ -146,10 +146,10 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     }
     if (!words.same(Words::calls))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps: %d to %d are behind them, behind rank %d %d",
-                    words.least(Words::calls), words.most(Words::calls), rank, own.most(Words::calls));
+                    words.least(Words::calls), words.most(Words::calls), rank, local.most(Words::calls));
     if (!words.same(Words::schedule))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps of the schedule: %d to %d, rank %d at %d",
-                    words.least(Words::schedule), words.most(Words::schedule), rank, own.most(Words::schedule));
+                    words.least(Words::schedule), words.most(Words::schedule), rank, local.most(Words::schedule));
     if (!words.same(Words::stage))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are about to do different things: '%s' and '%s', rank %d '%s'",
                     name_of(Stage(words.least(Words::stage))), name_of(Stage(words.most(Words::stage))), rank,
@@ -163,7 +163,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     if (optimizer.attachments().node) check_nodes(optimizer, plan.how.stream);
 }
 
-void refuse_to_ranks(const Optimizer &optimizer, void *stream) noexcept {
+void report_refusal(const Optimizer &optimizer, void *stream) noexcept {
     try {
         Words words;
         words.refused = optimizer.data_rank().rank + 1;

@@ -26,7 +26,7 @@ void Registry::add(const dsopt_group *group, const dsopt_param *given, int64_t c
     if (!memory) memory = map_memory(nullptr, nullptr);
     if (group != nullptr) groups.push_back(*group);
     add_params(given, count, group == nullptr, desc, shares_trust);
-    family = find_family(first_new, desc);
+    family = find_onebit(first_new, desc);
     state.truncate(int64_t(first_new));
     for (size_t i = first_new; i < params.size(); ++i) add_param_state(int64_t(i), desc);
 }
@@ -100,7 +100,7 @@ void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) 
 }
 
 /// Adds the state tensors of the whole optimizer, in the order of the table in dsopt.h.
-void Registry::add_own_state(const OneBit *onebit, const Scaler *scaler) {
+void Registry::add_optimizer_state(const OneBit *onebit, const Scaler *scaler) {
     const auto count = int64_t(params.size());
     const auto add = [&](StateKind kind, int64_t numel, void *data = nullptr) {
         state.add(kind, StateTable::kOptimizer, numel, data);
@@ -117,7 +117,7 @@ void Registry::add_own_state(const OneBit *onebit, const Scaler *scaler) {
 
 /// Returns the index of the first group of the 1-bit family, or -1. Throws if the last group, the new parameters or an
 /// option cannot be combined with the family.
-int64_t Registry::find_family(size_t first_new, const dsopt_optimizer_desc &desc) const {
+int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc) const {
     const bool joins = is_onebit(groups.back().algorithm), compat = desc.compat != DSOPT_COMPAT_NONE;
     if (family < 0 && !joins) {
         if (desc.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))

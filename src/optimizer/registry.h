@@ -63,11 +63,11 @@ struct Registry {
     }
 
     /// Adds `group` and its parameters; if `group` is NULL, adds parameters to the groups that they name. Removes the
-    /// state tensors of the whole optimizer: add_own_state() adds them when all groups are there. Both must be called
+    /// state tensors of the whole optimizer: add_optimizer_state() adds them when all groups are there. Both must be called
     /// inside append(). `shares_trust`: model ranks have one trust ratio per sharded tensor.
     void add(const dsopt_group *group, const dsopt_param *given, int64_t count, const dsopt_optimizer_desc &desc,
              bool shares_trust);
-    void add_own_state(const OneBit *onebit, const Scaler *scaler);
+    void add_optimizer_state(const OneBit *onebit, const Scaler *scaler);
     /// Returns the map of parameters and state, or of lists in their place. Throws OVERLAP.
     MemoryMap map_memory(const dsopt_tensor *in_place_of_params, const dsopt_tensor *in_place_of_state) const;
 
@@ -75,7 +75,7 @@ private:
     void add_params(const dsopt_param *given, int64_t count, bool named_groups, const dsopt_optimizer_desc &desc,
                     bool shares_trust);
     void add_param_state(int64_t index, const dsopt_optimizer_desc &desc);
-    int64_t find_family(size_t first_new, const dsopt_optimizer_desc &desc) const;
+    int64_t find_onebit(size_t first_new, const dsopt_optimizer_desc &desc) const;
 };
 
 } // namespace dsopt

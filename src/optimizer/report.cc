@@ -108,7 +108,7 @@ void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, i
     const WriteReduction function{entry != nullptr ? optimizer.onebit()->setup().rules : ScheduleRules{},
                                   entry != nullptr ? static_cast<const ScheduleState *>(schedule->data) : nullptr,
                                   reduction};
-    optimizer.context().device().loops().run_in_one_thread(function, stream);
+    optimizer.context().device().kernels().run_in_one_thread(function, stream);
 }
 
 dsopt_schedule_info decode_schedule(const Optimizer &optimizer, const int32_t *words) {

@@ -52,7 +52,7 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         const Param &param = params[i];
         const char *name = param.name.c_str();
         const bool has_gradient = accumulated ? param.accumulated : step.grads[i].data != nullptr;
-        if (has_gradient && !accumulated) check_beside(step.grads[i], param, "gradient of");
+        if (has_gradient && !accumulated) check_same_numel(step.grads[i], param, "gradient of");
         // An absent gradient counts as zeros if ranks exchange or average it, and 0/1 Adam keeps a copy of every
         // weight. The check is the same in every stage, so that it fails in the first step of a training, not later.
         const bool is_used = has_gradient || wrapped ||
@@ -62,7 +62,7 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         const void *const data = step.params != nullptr ? step.params[i].data : param.data;
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;
         if (wanted)
-            check_beside(step.out[i], param, "output of");
+            check_same_numel(step.out[i], param, "output of");
         else if ((flags & DSOPT_STEP_OUT_ONLY) && param.numel != 0)
             throw Error(DSOPT_ERR_ARGUMENT, "output of '%s' has no memory: OUT_ONLY and DELTA need every one", name);
         if ((flags & DSOPT_STEP_DELTA) && param.has_master)

@@ -68,8 +68,8 @@ PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const Scaler
 
 void move_scale(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
     check_aligned(overflow, sizeof *overflow, "overflow");
-    context.device().loops().run_in_one_thread(UpdateScaler{scaler.rules, scaler.state, scaler.scale, overflow},
-                                               stream);
+    context.device().kernels().run_in_one_thread(UpdateScaler{scaler.rules, scaler.state, scaler.scale, overflow},
+                                                 stream);
 }
 
 } // namespace
@@ -133,7 +133,7 @@ void Scaler::write(const ScalerState &state) {
     written_scale_.store(double(scale), std::memory_order_relaxed);
 }
 
-void Scaler::fit_to_rules() {
+void Scaler::clamp_hysteresis() {
     ScalerState state = read();
     if (state.hysteresis <= rules().hysteresis) return;
     state.hysteresis = rules().hysteresis;
@@ -177,7 +177,7 @@ void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) 
     const PlannedScaler scaler = check_arrays(state, count, rules());
     used_.store(true, std::memory_order_release);
     const Enqueues work(pending_.get(), stream);
-    context_->device().loops().run_in_one_thread(WriteScaler{first_state(), scaler.state, scaler.scale}, stream);
+    context_->device().kernels().run_in_one_thread(WriteScaler{first_state(), scaler.state, scaler.scale}, stream);
 }
 
 void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
@@ -185,7 +185,7 @@ void Scaler::scale_loss(const dsopt_tensor &loss, void *stream) const {
     check_numel(loss, 1, {"loss", ""});
     if (loss.data == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "the loss has no memory");
     const Enqueues work(pending_.get(), stream);
-    context_->device().loops().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
+    context_->device().kernels().axpby({.data = scale()}, &loss, 0, &loss, 1, context_->parallel(), stream);
 }
 
 dsopt_scaler_info Scaler::info() const { return decode(read()); }

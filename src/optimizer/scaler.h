@@ -23,7 +23,7 @@ public:
     }
     /// Returns the scale that the host wrote last, without waiting; nullopt once something may have changed it on the
     /// backend: an optimizer, update(), or a call on arrays, which may be the scaler's own memory.
-    std::optional<double> unused_scale() const {
+    std::optional<double> host_written_scale() const {
         if (used_.load(std::memory_order_acquire)) return std::nullopt;
         return written_scale_.load(std::memory_order_relaxed);
     }
@@ -56,7 +56,7 @@ public:
         rules_ = rules;
     }
     /// Limits the hysteresis counter to the rules. A loaded counter may exceed them, because the rules may have stayed.
-    void fit_to_rules();
+    void clamp_hysteresis();
     static void check(const ScalerRules &rules);
 
 private:

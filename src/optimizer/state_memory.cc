@@ -44,7 +44,7 @@ void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, 
         throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
                     param.name.c_str());
     const dsopt_tensor from{source, entry.numel, param.dtype, 0}, to{data, entry.numel, DSOPT_DTYPE_F32, 0};
-    device.loops().axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
+    device.kernels().axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
 }
 
 void Optimizer::wait_for_tensors() const {
@@ -67,7 +67,7 @@ void Optimizer::prepare_for_host() {
 
 void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
     if (state().empty() || state().is_complete()) return;
-    // Flat masters come first, contiguous per group. All other tensors follow, each aligned to kLine.
+    // Flat masters come first, contiguous per group. All other tensors follow, each aligned to kCacheLine.
     constexpr int32_t apart = INT32_MAX;
     const auto flat_group = [&](size_t i) {
         const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state()[i].flags & DSOPT_STATE_FROM_PARAM);
@@ -81,7 +81,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     size_t bytes = 0;
     for (size_t k = 0; k < missing.size(); ++k) {
         const StateEntry &entry = state()[missing[k]];
-        const OwnBlock &block = state().block(entry.kind); // empty for a tensor of a parameter
+        const EngineBlock &block = state().block(entry.kind); // empty for a tensor of a parameter
         if (block.data != nullptr && block.capacity >= entry.bytes()) {
             offsets.push_back(in_block);
             continue;
@@ -92,7 +92,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         bytes += block.grown(entry.bytes());
     }
     state_changed();
-    Memory arena(context_, std::max(round_up(bytes), kLine), stream);
+    Memory arena(context_, std::max(round_up(bytes), kCacheLine), stream);
     std::vector<dsopt_tensor> list = state().list();
     bool counters = false;
     for (size_t k = 0; k < missing.size(); ++k) {
@@ -116,7 +116,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
             registry.state.place(missing[k], list[missing[k]].data);
             continue;
         }
-        OwnBlock &block = registry.state.block(entry.kind);
+        EngineBlock &block = registry.state.block(entry.kind);
         if (offsets[k] != in_block)
             block = {.data = list[missing[k]].data, .capacity = block.grown(entry.bytes()), .kept = {}};
         block.generation = 0; // its contents are lost
@@ -140,10 +140,10 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
         state.reserve_arena();
     }
     auto *next = static_cast<char *>(arena.data());
-    std::vector<OwnBlock> blocks;
+    std::vector<EngineBlock> blocks;
     for (const Move &move : moves) {
         blocks.push_back(state.block(move.kind));
-        OwnBlock &block = blocks.back();
+        EngineBlock &block = blocks.back();
         if (!fits(move)) {
             block.capacity = block.grown(move.bytes);
             block.data = next;
@@ -164,17 +164,17 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
 
 /// Keeps the contents of tensors of the whole optimizer in their blocks, except tensors with Growth::reset. Must be
 /// called before longer tensors replace these in the list. Memory that was bound is the caller's again.
-void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &state) const {
+void Optimizer::save_contents(const std::vector<StateEntry> &local, StateTable &state) const {
     const auto is_kept = [](const StateEntry &entry) {
         return entry.data != nullptr && !entry.of_scaler() && record_of(entry.kind).growth != Growth::reset;
     };
     std::vector<Move> moves;
-    for (const StateEntry &entry : own)
+    for (const StateEntry &entry : local)
         if (is_kept(entry) && entry.data != state.block(entry.kind).data)
             moves.push_back({entry.kind, entry.data, entry.bytes(), entry.bytes()});
     fill_blocks(moves, state);
-    for (const StateEntry &entry : own) {
-        OwnBlock &block = state.block(entry.kind);
+    for (const StateEntry &entry : local) {
+        EngineBlock &block = state.block(entry.kind);
         if (entry.data != block.data || !is_kept(entry)) block.generation = 0;
         block.kept = is_kept(entry) ? std::optional(entry.bytes()) : std::nullopt;
     }
@@ -182,12 +182,12 @@ void Optimizer::keep_contents(const std::vector<StateEntry> &own, StateTable &st
 
 /// Copies kept contents to the tensors of the current list, in place if the block has room. Each of these tensors still
 /// exists: groups are only added, and no option changes which tensors an algorithm has.
-void Optimizer::carry_contents(Registry &registry) const {
+void Optimizer::restore_contents(Registry &registry) const {
     StateTable &state = registry.state;
-    const std::vector<StateEntry> own = state.of_optimizer();
+    const std::vector<StateEntry> local = state.of_optimizer();
     std::vector<Move> moves;
-    for (const StateEntry &entry : own)
-        if (const OwnBlock &block = state.block(entry.kind); block.kept)
+    for (const StateEntry &entry : local)
+        if (const EngineBlock &block = state.block(entry.kind); block.kept)
             moves.push_back({entry.kind, block.data, *block.kept, entry.bytes()});
     fill_blocks(moves, state);
     for (const Move &move : moves) {
@@ -222,7 +222,7 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
         else if (entry.kind != StateKind::loss_scale)
             initialize(entry, params, state[i].data, stream);
     }
-    if (this->state().names_own(state, StateKind::schedule)) state_changed();
+    if (this->state().uses_engine_memory(state, StateKind::schedule)) state_changed();
     if (initial_step) take_initial_step(params, state, workspace.data(), stream);
 }
 
@@ -248,7 +248,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
         moves = moves || (list[i].data != nullptr && list[i].data != params()[i].data);
     }
     // Unbinding must not fail for lack of memory, so overlaps are checked only if there are new addresses.
-    if (moves) settle();
+    if (moves) finalize_groups();
     Registry &registry = registry_.change();
     if (moves)
         registry.memory = registry.map_memory(list, nullptr);
@@ -258,7 +258,7 @@ void Optimizer::bind_params(const dsopt_tensor *list, int64_t count) {
 }
 
 void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
-    settle();
+    finalize_groups();
     check_state_list(*this, list, count, false);
     wait_for_tensors();
     std::vector<char> words;

@@ -110,7 +110,7 @@ struct StateEntry : Range {
 };
 
 /// The engine's memory for a tensor of the whole optimizer, with room for parameters that are added later.
-struct OwnBlock {
+struct EngineBlock {
     void *data = nullptr;
     size_t capacity = 0;
     int64_t generation = 0;     // of the tensor while it is in this block; 0: it is elsewhere
@@ -135,7 +135,7 @@ public:
         entries_.push_back(entry);
         missing_ += entry.data == nullptr;
         places_[owner][size_t(entry.kind)] = int32_t(entries_.size());
-        if (owner == 0) own_numel_[size_t(entry.kind)] = entry.numel;
+        if (owner == 0) flat_numel_[size_t(entry.kind)] = entry.numel;
     }
     /// Appends a tensor with dtype and flags of its record. The engine never replaces the memory `data`.
     void add(StateKind kind, int64_t param, int64_t numel, void *data = nullptr) {
@@ -146,12 +146,12 @@ public:
     void place(size_t i, void *data) { place(i, data, ++generations_); }
     /// Places the i-th tensor in its block. Its generation stays if it has been there all the time.
     void place_in_block(size_t i) {
-        OwnBlock &at = block(entries_[i].kind);
+        EngineBlock &at = block(entries_[i].kind);
         if (at.generation == 0) at.generation = ++generations_;
         place(i, at.data, at.generation);
     }
-    OwnBlock &block(StateKind kind) { return blocks_[size_t(kind)]; }
-    const OwnBlock &block(StateKind kind) const { return blocks_[size_t(kind)]; }
+    EngineBlock &block(StateKind kind) { return blocks_[size_t(kind)]; }
+    const EngineBlock &block(StateKind kind) const { return blocks_[size_t(kind)]; }
     /// Reserves an entry for add_arena(), which then does not throw. Tensors are placed in arenas.
     void reserve_arena() { arenas_.reserve(arenas_.size() + 1); }
     char *add_arena(Memory arena) {
@@ -191,14 +191,14 @@ public:
     }
     /// Returns the only dimension of a tensor of the whole optimizer. The pointer stays valid when entries move, as
     /// dsopt_state_info.dims promises.
-    const int64_t *own_dims(StateKind kind) const { return &own_numel_[size_t(kind)]; }
+    const int64_t *flat_dims(StateKind kind) const { return &flat_numel_[size_t(kind)]; }
     /// Returns the tensor's memory in a list of all state tensors; NULL: there is no such tensor.
     template <class T> T *data(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
         const dsopt_tensor *const tensor = find(list, kind, param);
         return tensor != nullptr ? static_cast<T *>(tensor->data) : nullptr;
     }
     /// True if a list of all state tensors has the table's own memory for a tensor of the whole optimizer.
-    bool names_own(const dsopt_tensor *list, StateKind kind) const {
+    bool uses_engine_memory(const dsopt_tensor *list, StateKind kind) const {
         const int64_t at = index_of(kind);
         return at >= 0 && list[at].data == entries_[size_t(at)].data;
     }
@@ -225,8 +225,8 @@ private:
     std::vector<StateEntry> entries_;
     std::vector<dsopt_tensor> list_;                      // the same tensors, as callers pass lists
     std::vector<Places> places_ = std::vector<Places>(1); // of the optimizer, then of each parameter
-    std::array<int64_t, kKinds> own_numel_{};
-    std::array<OwnBlock, kKinds> blocks_;
+    std::array<int64_t, kKinds> flat_numel_{};
+    std::array<EngineBlock, kKinds> blocks_;
     std::vector<Memory> arenas_;
     int64_t missing_ = 0;     // number of tensors without memory
     int64_t generations_ = 0; // the last generation that was assigned

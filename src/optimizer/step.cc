@@ -19,7 +19,7 @@ struct HostMemory {
 
     /// With `memory` NULL only the bytes before `tables` are counted.
     HostMemory(const Optimizer &optimizer, void *memory) {
-        Pieces pieces(memory);
+        Arena pieces(memory);
         const auto count = int64_t(optimizer.params().size()), all = int64_t(optimizer.state().size());
         for (dsopt_tensor **list : {&grads, &params, &out}) pieces.take(*list, count);
         for (dsopt_tensor **list : {&state, &all_state}) pieces.take(*list, all);
@@ -61,11 +61,11 @@ bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t coun
 
 /// With DSOPT_OPTIMIZER_CHECK_RANKS: reports a call that fails before the ranks compare their steps to the other ranks.
 template <class F> void with_refusal(const Optimizer &optimizer, void *stream, F &&body) {
-    bool met = false;
+    bool ranks_compared = false;
     try {
-        body(met);
+        body(ranks_compared);
     } catch (...) {
-        if (checks_ranks(optimizer) && !met) refuse_to_ranks(optimizer, stream);
+        if (checks_ranks(optimizer) && !ranks_compared) report_refusal(optimizer, stream);
         throw;
     }
 }
@@ -75,16 +75,16 @@ template <class F> void with_refusal(const Optimizer &optimizer, void *stream, F
 void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const {
     const Device &device = context_->device();
     void *const stream = request.step.stream;
-    char *const begin = static_cast<char *>(workspace) + slack_of(workspace);
+    char *const begin = static_cast<char *>(workspace) + alignment_padding(workspace);
     HostScratch scratch(host_scratch_, request.host ? 0 : StepMemory(*this, nullptr, nullptr).host_bytes);
     const StepMemory memory(*this, begin, request.host ? request.host : scratch.data());
     if (!request.remembers) device.clear(memory.control, kZeroedBytes, stream);
 
     const StepTable table(memory.table, shape_of(*this));
-    const bool own_schedule = onebit_ && request.own_schedule;
+    const bool engine_schedule = onebit_ && request.engine_schedule;
     PlannedOneBit onebit;
     if (onebit_)
-        onebit_->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, own_schedule, stream,
+        onebit_->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
                       onebit);
     StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr);
     if (request.remembers) {
@@ -97,12 +97,12 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const bool averages = onebit_ && onebit_->setup().mean_numel != 0 && !request.initial;
     GradientMeans means(memory.lists, plan.count);
     if (averages) onebit_->plan_means(onebit.plan, table.jobs, memory.mean, means, stream);
-    if (own_schedule) onebit_->forget_schedule(); // in case the step fails
-    const bool checks = request.met != nullptr && checks_ranks(*this);
+    if (engine_schedule) onebit_->invalidate_schedule(); // in case the step fails
+    const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = // ranks with different lists would send different messages
         !checks && request.remembers && onebit_ && onebit_->setup().compresses && !onebit_->lists_compared();
     const auto compare = [&] {
-        if (checks) *request.met = true;
+        if (checks) *request.ranks_compared = true;
         if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.remembers);
     };
     drive({.context = *context_,
@@ -115,7 +115,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
                                                                          : onebit.exchange.node.slices});
     if (request.remembers && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
-    if (own_schedule) onebit_->count_step(onebit.plan);
+    if (engine_schedule) onebit_->count_step(onebit.plan);
 }
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are constructed: counters
@@ -129,34 +129,34 @@ void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor
 }
 
 void Optimizer::step(const dsopt_step &step) {
-    with_refusal(*this, step.stream, [&](bool &met) {
+    with_refusal(*this, step.stream, [&](bool &ranks_compared) {
         context_->device().check_stream(step.stream);
-        take_step(step, met);
+        take_step(step, ranks_compared);
     });
 }
 void Optimizer::apply(const dsopt_step &step) const {
-    with_refusal(*this, step.stream, [&](bool &met) {
+    with_refusal(*this, step.stream, [&](bool &ranks_compared) {
         context_->device().check_stream(step.stream);
-        take_apply(step, met);
+        take_apply(step, ranks_compared);
     });
 }
 
-void Optimizer::take_step(const dsopt_step &step, bool &met) {
+void Optimizer::take_step(const dsopt_step &step, bool &ranks_compared) {
     check_skip_budget(step.stream);
     check_scaler();
-    const Repeats repeats = repeats_of(step);
-    if (repeats == Repeats::nothing) check_call(step);
+    const Reuse repeats = reuse_of(step);
+    if (repeats == Reuse::nothing) check_call(step);
     const Enqueues work(pending(), step.stream);
     ensure_workspace(step.stream);
-    bool own_schedule = false;
-    const dsopt_tensor *const state = find_state(step, &own_schedule);
+    bool engine_schedule = false;
+    const dsopt_tensor *const state = find_state(step, &engine_schedule);
     const StepRequest request{.step = step,
                               .flags = flags_of(step),
                               .remembers = true,
-                              .own_schedule = own_schedule,
+                              .engine_schedule = engine_schedule,
                               .repeats = repeats,
                               .host = HostMemory(*this, host_memory_.data()).tables,
-                              .met = &met};
+                              .ranks_compared = &ranks_compared};
     planned_ = 0; // in case the step fails
     run(request, state, workspace_.data());
     keep_call(request);
@@ -181,15 +181,15 @@ void Optimizer::check_skip_budget(void *stream) const {
 
 /// Returns how much of the call is the same as in the last call, whose tables can be reused. Lists are compared with
 /// the last call's lists and not with the tables, which occupy five times as many cache lines.
-Repeats Optimizer::repeats_of(const dsopt_step &step) {
-    if (planned_ != registry_.version()) return Repeats::nothing;
+Reuse Optimizer::reuse_of(const dsopt_step &step) {
+    if (planned_ != registry_.version()) return Reuse::nothing;
     const dsopt_step call = without_addresses(step);
     const HostMemory last(*this, host_memory_.data());
     if (std::memcmp(&call, &last_call_, sizeof call) != 0 || !same_list(step.params, last.params, step.count) ||
         !same_list(step.out, last.out, step.count) || !same_list(step.state, last.state, step.state_count))
-        return Repeats::nothing;
-    if (same_list(step.grads, last.grads, step.count)) return Repeats::all;
-    return may_be_at(step.grads, last.grads, step.count) ? Repeats::all_but_places : Repeats::nothing;
+        return Reuse::nothing;
+    if (same_list(step.grads, last.grads, step.count)) return Reuse::all;
+    return may_be_at(step.grads, last.grads, step.count) ? Reuse::all_but_addresses : Reuse::nothing;
 }
 
 /// Checks a call that is not a repetition of the last one.
@@ -209,8 +209,8 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) 
     const auto brings = [&](size_t i) { return step.state[i].data != nullptr || state()[i].numel == 0; };
     bool complete = step.state != nullptr; // the engine needs no memory of its own
     for (size_t i = 0; i < state().size() && complete; ++i) complete = brings(i);
-    const bool own = step.state == nullptr || state().data<void>(step.state, StateKind::schedule) == nullptr;
-    *is_own = own && !complete;
+    const bool local = step.state == nullptr || state().data<void>(step.state, StateKind::schedule) == nullptr;
+    *is_own = local && !complete;
     if (!complete) ensure_state(step.params, step.stream);
     if (!*is_own) state_changed(); // the list may name the engine's own memory
     if (complete) return step.state;
@@ -221,51 +221,51 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) 
     return list;
 }
 
-/// Stores the call for repeats_of(), unless its jobs differ from step to step, as those of the 1-bit family and of
+/// Stores the call for reuse_of(), unless its jobs differ from step to step, as those of the 1-bit family and of
 /// accumulated gradients do.
 void Optimizer::keep_call(const StepRequest &request) {
     if (onebit_ || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
     const dsopt_step &step = request.step;
     const HostMemory last(*this, host_memory_.data());
-    if (request.repeats == Repeats::nothing) {
+    if (request.repeats == Reuse::nothing) {
         last_call_ = without_addresses(step);
         copy_list(last.params, step.params, step.count);
         copy_list(last.out, step.out, step.count);
         copy_list(last.state, step.state, step.state_count);
     }
-    if (request.repeats != Repeats::all) copy_list(last.grads, step.grads, step.count);
+    if (request.repeats != Reuse::all) copy_list(last.grads, step.grads, step.count);
     planned_ = registry_.version();
 }
 
 void Optimizer::count_call(const dsopt_step &step) {
     if (onebit_) onebit_->set_lists_compared();
-    told_.calls = std::min(told_.calls + 1, kMostCalls);
+    told_.calls = std::min(told_.calls + 1, kMaxCalls);
     if (step.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : registry_.change().params) param.accumulated = false;
 }
 
-void Optimizer::take_apply(const dsopt_step &step, bool &met) const {
+void Optimizer::take_apply(const dsopt_step &step, bool &ranks_compared) const {
     check_step(*this, step, true);
     check_state_list(*this, step.state, step.state_count, true);
-    const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + slack_of(step.workspace);
+    const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + alignment_padding(step.workspace);
     if (step.workspace == nullptr || step.workspace_bytes < needed)
         throw Error(DSOPT_ERR_WORKSPACE, "dsopt_step.workspace has %zu bytes, %zu are needed",
                     step.workspace == nullptr ? size_t(0) : step.workspace_bytes, needed);
     check_scaler();
-    if (state().names_own(step.state, StateKind::schedule)) state_changed();
+    if (state().uses_engine_memory(step.state, StateKind::schedule)) state_changed();
     const Enqueues work(pending(), step.stream);
-    run({.step = step, .flags = flags_of(step), .met = &met}, step.state, step.workspace);
+    run({.step = step, .flags = flags_of(step), .ranks_compared = &ranks_compared}, step.state, step.workspace);
 }
 
 void Optimizer::ensure_workspace(void *stream) {
     const Device &device = context_->device();
     if (workspace_.data() == nullptr) {
         Memory workspace(context_, workspace_bytes(), stream);
-        device.clear(static_cast<char *>(workspace.data()) + slack_of(workspace.data()), kZeroedBytes, stream);
+        device.clear(static_cast<char *>(workspace.data()) + alignment_padding(workspace.data()), kZeroedBytes, stream);
         host_memory_.resize(HostMemory(*this, nullptr).bytes + StepMemory(*this, nullptr, nullptr).host_bytes);
         workspace_ = std::move(workspace);
     }
-    if (!cache_) cache_ = device.loops().make_cache();
+    if (!cache_) cache_ = device.kernels().make_cache();
     outcome_.make(context_, stream);
 }
 

@@ -20,7 +20,7 @@ DSOPT_HD float rms_of(double squares, int64_t numel) {
 DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
     return active == nullptr ? 0xffffffffu : uint32_t(active[element / 32]) >> (element % 32);
 }
-DSOPT_HD bool takes_part(const int32_t *active, int64_t element) { return (active_from(active, element) & 1u) != 0; }
+DSOPT_HD bool is_active(const int32_t *active, int64_t element) { return (active_from(active, element) & 1u) != 0; }
 
 /// Returns the bit of an element in such an array.
 DSOPT_HD bool has_variance(float v) { return v != 0; }
@@ -64,8 +64,8 @@ DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
 }
 
 /// Updates moments and weights after the exchange. `y`: the mean, which is identical on all ranks.
-DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
-                        float &track) {
+DSOPT_HD void apply_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
+                         float &track) {
     if (!moves(o, v)) y = 0;
     if (feed == Feed::distance) {
         if (o.lr_sum != 0) m = -(y / o.lr_sum); // lr_sum 0: no weights changed, m stays
@@ -81,14 +81,14 @@ DSOPT_HD void take_mean(Feed feed, const Scalars &s, const OneBitScalars &o, flo
     p = p + -s.lr * frozen_update(s, p, m, v);
 }
 
-/// 1-bit LAMB after the exchange: lamb_take_mean() updates the momentum and `fresh`, the estimate of the unfrozen
+/// 1-bit LAMB after the exchange: lamb_apply_mean() updates the momentum and `fresh`, the estimate of the unfrozen
 /// variance, and returns the update without and with decay, whose norms are needed. `factor` is the ratio of a step
 /// with the unfrozen variance to a step with the frozen variance.
 struct LambUpdate {
     float without_decay, update, factor;
 };
-DSOPT_HD LambUpdate lamb_take_mean(const Scalars &s, const OneBitScalars &o, float y, float mask, float p, float &m,
-                                   float v, float &fresh) {
+DSOPT_HD LambUpdate lamb_apply_mean(const Scalars &s, const OneBitScalars &o, float y, float mask, float p, float &m,
+                                    float v, float &fresh) {
     const float old = m;
     if (!moves(o, v)) y = 0;
     m = y / o.scaling * mask;
@@ -136,7 +136,7 @@ template <class T> DSOPT_HD T larger_factor(T most, T other) { return other > mo
 
 /// Replaces NaN by infinity for an all-reduce of the maximum, which may drop a NaN. frozen_trust() treats both the
 /// same.
-DSOPT_HD double factor_to_send(double factor) { return factor != factor ? double(INFINITY) : factor; }
+DSOPT_HD double replace_nan_by_infinity(double factor) { return factor != factor ? double(INFINITY) : factor; }
 
 /// Takes a step of 0/1 Adam between exchanges, with this rank's gradient only.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &track) {

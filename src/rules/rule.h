@@ -154,7 +154,7 @@ struct RuleInfo {
     uint32_t fields;                      // an OR of Field
     int32_t flags = 0;                    // flags of enum dsopt_group_flags that have an effect
     bool compat = false;                  // compat mode supports it
-    bool one_count = false;               // compat mode counts steps per group: see count_like_original()
+    bool one_count = false;               // compat mode counts steps per group: see assign_group_counters()
     void (*defaults)(dsopt_group &group); // sets fields whose default is not 0
     void (*check)(const dsopt_group &group, bool compat) = nullptr; // checks what the tables above do not cover
     Rule (*formula)(const dsopt_group &group, bool compat);         // returns the formula for a group's options

@@ -21,8 +21,8 @@ bool agrees_in_place(const StepRun &run) {
 }
 
 /// All-reduces `table`, which is in memory of kind `place`. run(move) makes a move of the table there.
-void add_up(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
-            FunctionRef<void(const NormMove &)> run) {
+void all_reduce_table(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
+                      FunctionRef<void(const NormMove &)> run) {
     const auto over = [&](Comm *comm, double *values, int64_t count) {
         if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.how.stream, place);
     };
@@ -67,31 +67,32 @@ void reserve_norms(const StepRun &run) {
     for (int32_t k = 0; k < run.comms.expert_count; ++k) reserve(run.comms.experts[k].get());
 }
 
-void agree_on_norms(const StepRun &run) {
+void all_reduce_norms(const StepRun &run) {
     const StepPlan &plan = run.plan;
     const Device &device = run.context.device();
     if (agrees_in_place(run))
-        return add_up(plan, run.comms, plan.norms, Place::backend,
-                      [&](const NormMove &move) { device.loops().run_in_one_thread(move, plan.how.stream); });
+        return all_reduce_table(plan, run.comms, plan.norms, Place::backend, [&](const NormMove &move) {
+            device.kernels().run_in_one_thread(move, plan.how.stream);
+        });
     NormTable host = plan.norms;
     host.at = run.host_norms;
     const size_t bytes = size_t(host.size()) * sizeof(double);
     (void)device.finished(plan.how.stream); // refuses a stream that is being captured
     device.enqueue_copy(host.at, plan.norms.at, bytes, plan.how.stream);
     device.wait(plan.how.stream);
-    add_up(plan, run.comms, host, Place::host, [](const NormMove &move) { move(); });
+    all_reduce_table(plan, run.comms, host, Place::host, [](const NormMove &move) { move(); });
     device.enqueue_copy(plan.norms.at, host.at, bytes, plan.how.stream);
     device.wait(plan.how.stream); // the next step writes to `host`
 }
 
-bool begin_shards(const StepRun &run, bool frozen) {
+bool clear_shard_sums(const StepRun &run, bool frozen) {
     const StepPlan &plan = run.plan;
     if ((frozen ? plan.shards.exchanged : plan.shards.count - plan.shards.exchanged) == 0) return false;
     run.context.device().clear(plan.shards.sums, plan.shards.bytes(), plan.how.stream);
     return true;
 }
 
-void agree_on_shards(const StepRun &run, bool frozen) {
+void all_reduce_shards(const StepRun &run, bool frozen) {
     const StepPlan &plan = run.plan;
     const ShardTable &shards = plan.shards;
     constexpr int64_t doubles = sizeof(ShardSums) / sizeof(double);
@@ -109,7 +110,7 @@ void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *lis
     if (comm != nullptr)
         comm->all_reduce(nullptr, 0, DSOPT_DTYPE_F64, DSOPT_OP_SUM, stream); // refuses an unusable comm
     if (peers) (void)device.finished(stream);                                // refuses a stream that is being captured
-    device.loops().norm(list, count, kind, max_norm, peers, result, context.parallel(), stream);
+    device.kernels().norm(list, count, kind, max_norm, peers, result, context.parallel(), stream);
     if (!peers) return;
     dsopt_norm_result r;
     device.enqueue_copy(&r, result, sizeof r, stream);

@@ -10,19 +10,19 @@ namespace dsopt {
 /// The number of ranks with a reason to skip is part of the table, and is all-reduced over the data ranks, too. The
 /// table stays on the device if all comms can reduce there; otherwise it goes through StepRun::host_norms, and the host
 /// waits.
-void agree_on_norms(const StepRun &run);
-/// Reserves memory of the comms for agree_on_norms().
+void all_reduce_norms(const StepRun &run);
+/// Reserves memory of the comms for all_reduce_norms().
 void reserve_norms(const StepRun &run);
 
 /// Bytes of the largest all-reduce with which ranks compare what they are about to do.
 constexpr int64_t kComparedBytes = 8192;
 
 /// True if a LAMB tensor of this kind is sharded over the model ranks. `frozen`: tensors with a frozen variance, which
-/// OneBitLoops update; otherwise all other tensors. If true, zeroes the sums of shards, so that absent shards
+/// OneBitStepKernels update; otherwise all other tensors. If true, zeroes the sums of shards, so that absent shards
 /// contribute 0.
-bool begin_shards(const StepRun &run, bool frozen);
+bool clear_shard_sums(const StepRun &run, bool frozen);
 /// All-reduces the sums of shards over the model ranks, and for frozen tensors the largest factors.
-void agree_on_shards(const StepRun &run, bool frozen);
+void all_reduce_shards(const StepRun &run, bool frozen);
 
 /// Implements dsopt_tensors_norm.
 void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *list, int64_t count, int32_t kind,

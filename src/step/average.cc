@@ -6,32 +6,32 @@
 namespace dsopt {
 
 void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream) {
-    dsopt_tensor own{mean, job.range.numel, DSOPT_DTYPE_F32, 0};
+    dsopt_tensor local{mean, job.range.numel, DSOPT_DTYPE_F32, 0};
     if (!job.grad()) {
         device.clear(mean, size_t(job.range.numel) * sizeof(float), stream);
     } else {
         from_[count_] = {job.data[kGrad], job.range.numel, int32_t(job.grad().format), 0};
-        to_[count_++] = own;
+        to_[count_++] = local;
     }
     if (padded != job.range.numel)
         device.clear(mean + job.range.numel, size_t(padded - job.range.numel) * sizeof(float), stream);
     job.set(kGrad, {mean, Dtype::f32});
     job.zeroes = false;
-    own.numel = padded;
+    local.numel = padded;
     if (run_count_ != 0 && static_cast<float *>(runs_[run_count_ - 1].data) + runs_[run_count_ - 1].numel == mean)
         runs_[run_count_ - 1].numel += padded;
     else
-        runs_[run_count_++] = own;
+        runs_[run_count_++] = local;
 }
 
 void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const {
     const Device &device = context.device();
-    if (count_ != 0) device.loops().axpby({}, from_, 0, to_, count_, how.parallel, how.stream);
+    if (count_ != 0) device.kernels().axpby({}, from_, 0, to_, count_, how.parallel, how.stream);
     for (int64_t i = 0; i < run_count_; ++i)
         sum_over_ranks(context, comms.data, comms.node, static_cast<float *>(runs_[i].data), runs_[i].numel, scratch,
                        how.parallel, how.stream);
     const Factor share{.value = 1.0f / float(data_ranks(comms.data, comms.node))};
-    if (run_count_ != 0) device.loops().axpby(share, runs_, 0, runs_, run_count_, how.parallel, how.stream);
+    if (run_count_ != 0) device.kernels().axpby(share, runs_, 0, runs_, run_count_, how.parallel, how.stream);
 }
 
 int64_t GradientMeans::longest() const {
@@ -41,7 +41,7 @@ int64_t GradientMeans::longest() const {
 }
 
 void GradientMeans::zero_originals(const Device &device, const Execution &how) const {
-    if (count_ != 0) device.loops().zero(from_, count_, how.parallel, how.stream);
+    if (count_ != 0) device.kernels().zero(from_, count_, how.parallel, how.stream);
 }
 
 } // namespace dsopt

@@ -22,24 +22,24 @@ void reserve_messages(const StepRun &run) {
         reserve_exchange(data, node, *plan.onebit->exchange->layout, stream);
 }
 
-void run_phases(const StepRun &run, StepLoops &loops) {
+void run_phases(const StepRun &run, StepKernels &kernels) {
     if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, run.plan.how);
     const bool agrees = has_peers(run.comms);
-    loops.mark(-1);
-    loops.inspect(agrees);
-    loops.mark(DSOPT_MS_OVERFLOW_CHECK);
-    if (agrees) agree_on_norms(run);
-    loops.mark(DSOPT_MS_COMPUTE_NORM);
-    loops.decide();
-    loops.mark(DSOPT_MS_UNSCALE_AND_CLIP);
-    if (loops.onebit() != nullptr) update_onebit(run, loops);
+    kernels.mark(-1);
+    kernels.inspect(agrees);
+    kernels.mark(DSOPT_MS_OVERFLOW_CHECK);
+    if (agrees) all_reduce_norms(run);
+    kernels.mark(DSOPT_MS_COMPUTE_NORM);
+    kernels.decide();
+    kernels.mark(DSOPT_MS_UNSCALE_AND_CLIP);
+    if (kernels.onebit() != nullptr) update_onebit(run, kernels);
     // For Passes::reduced: sums, then factors, then weights.
-    const bool shards = begin_shards(run, false);
-    loops.update();
-    if (shards) agree_on_shards(run, false);
-    if (run.plan.policy.reduces) loops.update_weights(shards);
-    if (loops.onebit() != nullptr) end_onebit(run, loops);
-    loops.mark(DSOPT_MS_BASIC_STEP);
+    const bool shards = clear_shard_sums(run, false);
+    kernels.update();
+    if (shards) all_reduce_shards(run, false);
+    if (run.plan.policy.reduces) kernels.update_weights(shards);
+    if (kernels.onebit() != nullptr) end_onebit(run, kernels);
+    kernels.mark(DSOPT_MS_BASIC_STEP);
 }
 
 } // namespace
@@ -48,11 +48,11 @@ void drive(const StepRun &run) {
     const Device &device = run.context.device();
     const auto &[data, model, experts, expert_count, node] = run.comms;
     const bool alone = data == nullptr && model == nullptr && expert_count == 0 && node == nullptr;
-    device.loops().run_step(run.plan, [&](StepLoops &loops) {
-        if (alone) return run_phases(run, loops);
+    device.kernels().run_step(run.plan, [&](StepKernels &kernels) {
+        if (alone) return run_phases(run, kernels);
         reserve_messages(run);
         run.compare();
-        lose_if_it_fails(run.comms, [&] { run_phases(run, loops); });
+        unusable_on_failure(run.comms, [&] { run_phases(run, kernels); });
     });
     if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS))
         run.means->zero_originals(device, run.plan.how);

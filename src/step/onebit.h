@@ -8,9 +8,9 @@ namespace dsopt {
 /// Updates the tensors that go into exchanges, after the decision. In standard mode a skipped step exchanges, too, and
 /// drops the result, so that the host need not wait for the decision. In compat mode the host waits for it, and a
 /// skipped step sends nothing.
-void update_onebit(const StepRun &run, StepLoops &loops);
+void update_onebit(const StepRun &run, StepKernels &kernels);
 /// Advances counters and schedule, and freezes the variance when it is due. Must be called after everything else of the
 /// step.
-void end_onebit(const StepRun &run, StepLoops &loops);
+void end_onebit(const StepRun &run, StepKernels &kernels);
 
 } // namespace dsopt

@@ -87,7 +87,7 @@ TEST_F(Cuda, AddsUpTheRanksOfANodeInOnePassAndInTheirOrder) {
         (void)train(false, per_node);
         const std::vector<std::string> kernels = train(true, per_node);
         const auto launches = [&](const char *name) { return std::count(kernels.begin(), kernels.end(), name); };
-        EXPECT_EQ(launches("add_up_rows"), per_node * kNodes);
+        EXPECT_EQ(launches("sum_slices"), per_node * kNodes);
         // One pass copies gradients to the buffer, and one divides the buffer by the number of ranks: no pass per rank
         // of the node.
         EXPECT_EQ(launches("axpby"), 2 * per_node * kNodes);

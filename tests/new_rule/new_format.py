@@ -27,7 +27,7 @@ CODEC = ENUMERATOR + [
      "    case Dtype::bf16: f(BF16{}); return;\n    case Dtype::byte: f(Byte{}); return;\n"),
 ]
 # Functions of cuda/vec.cuh with a switch over formats.
-CUDA = ["fetch", "store", "wide_elements", "widen_half", "narrow_half"]
+CUDA = ["fetch", "store", "elements_per_load", "half_to_f32", "f32_to_half"]
 CUDA_SOURCE = """#include "vec.cuh"
 namespace dsopt::gpu {
 template Pack<4> fetch<4>(const Slot &, int64_t);

@@ -8,8 +8,8 @@ using namespace test;
 
 namespace {
 
-constexpr size_t kAlone = size_t(1) << 18;  // from here on fp32 tensors go by themselves
-constexpr size_t kBucket = size_t(1) << 20; // floats that travel together
+constexpr size_t kUnbucketed = size_t(1) << 18; // from here on fp32 tensors go by themselves
+constexpr size_t kBucket = size_t(1) << 20;     // floats that travel together
 constexpr int32_t kOps[] = {DSOPT_OP_SUM, DSOPT_OP_MEAN, DSOPT_OP_MAX};
 
 struct Entry {
@@ -97,13 +97,14 @@ TEST(AllReduce, AddsAveragesAndTakesTheLargestOfMixedDtypes) {
 }
 
 TEST(AllReduce, OneTensorOfEverySizeAroundTheEdge) {
-    for (const size_t numel : {size_t(0), size_t(1), kAlone - 1, kAlone, kAlone + 1})
+    for (const size_t numel : {size_t(0), size_t(1), kUnbucketed - 1, kUnbucketed, kUnbucketed + 1})
         for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
             for (const int32_t op : kOps) EXPECT_EQ(expect_right({{numel, dtype}}, 2, op), numel == 0 ? 0 : 1);
 }
 
 TEST(AllReduce, LargeAndSmallTensorsInAnyOrder) {
-    EXPECT_EQ(expect_right({{5}, {kAlone + 3}, {7, DSOPT_DTYPE_F16}, {kAlone}, {0}, {9}}, 3, DSOPT_OP_MEAN), 3);
+    EXPECT_EQ(expect_right({{5}, {kUnbucketed + 3}, {7, DSOPT_DTYPE_F16}, {kUnbucketed}, {0}, {9}}, 3, DSOPT_OP_MEAN),
+              3);
 }
 
 TEST(AllReduce, BucketsAreFilledToTheLastFloatAndNotPastIt) {
@@ -129,7 +130,7 @@ TEST(AllReduce, ManyTinyTensorsTakeOneCollective) {
 }
 
 TEST(AllReduce, EntriesWithoutDataArePassedOver) {
-    Entries entries{{10}, {11, DSOPT_DTYPE_F32, true}, {12, DSOPT_DTYPE_F16}, {kAlone, DSOPT_DTYPE_F32, true}};
+    Entries entries{{10}, {11, DSOPT_DTYPE_F32, true}, {12, DSOPT_DTYPE_F16}, {kUnbucketed, DSOPT_DTYPE_F32, true}};
     EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), 1);
     for (Entry &entry : entries) entry.absent = true;
     EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), 0);
@@ -252,7 +253,7 @@ TEST(AllReduceTable, GetsFloatsAndSumsAlone) {
     const Comm comm = other.comm(ctx);
     for (const int32_t op : kOps) {
         other.calls.clear();
-        const Entries entries{{7}, {9, DSOPT_DTYPE_F16}, {kAlone}};
+        const Entries entries{{7}, {9, DSOPT_DTYPE_F16}, {kUnbucketed}};
         const std::vector<Array> arrays = arrays_of(entries, 0);
         ASSERT_OK(all_reduce(comm, arrays, op));
         const float factor = op == DSOPT_OP_SUM ? 2 : 1;
@@ -260,7 +261,7 @@ TEST(AllReduceTable, GetsFloatsAndSumsAlone) {
             for (size_t i = 0; i < arrays[t].size(); i += 5) ASSERT_EQ(arrays[t][i], factor * value_of(0, t, i));
         using Calls = std::vector<std::pair<int64_t, int32_t>>;
         const int32_t asked = op == DSOPT_OP_MEAN ? int32_t(DSOPT_OP_SUM) : op;
-        EXPECT_EQ(other.calls, (Calls{{int64_t(kAlone), asked}, {16, asked}}));
+        EXPECT_EQ(other.calls, (Calls{{int64_t(kUnbucketed), asked}, {16, asked}}));
     }
 }
 
@@ -276,7 +277,7 @@ TEST(AllReduceTable, AFailureGivesItsStatusAndLosesTheComm) {
             other.fails_at = at;
             other.code = code;
             const Comm comm = other.comm(ctx);
-            const std::vector<Array> arrays = arrays_of({{7}, {kAlone}}, 0);
+            const std::vector<Array> arrays = arrays_of({{7}, {kUnbucketed}}, 0);
             EXPECT_TRUE(refused(all_reduce(comm, arrays, DSOPT_OP_MEAN), status));
             EXPECT_EQ(info_of(comm).status, status);
             EXPECT_TRUE(refused(all_reduce(comm, arrays, DSOPT_OP_MEAN), status));

@@ -3,7 +3,7 @@
 #include "base/range.h"
 #include "cpu/onebit_step.h"
 #include "device/device.h"
-#include "device/loops.h"
+#include "device/kernels.h"
 #include "support/harness.h"
 #include <vector>
 
@@ -85,13 +85,13 @@ struct RangeStep {
     dsopt::TensorJob job{};
     dsopt::Hyper hyper{};
     dsopt::Scalars scalars{};
-    dsopt::Control control{};
+    dsopt::StepFlags control{};
     dsopt::Outcome outcome{};
     int32_t count = 0;
     float trust = 1;
     double divisor = 1;
     std::vector<double> norms = std::vector<double>(256);
-    std::vector<int64_t> extra = std::vector<int64_t>(256);
+    std::vector<int64_t> device_workspace = std::vector<int64_t>(256);
     dsopt::StepPlan plan{};
 
     RangeStep(Tensor &tensor, int64_t begin, int64_t numel) {
@@ -132,7 +132,7 @@ struct RangeStep {
         plan.trust_ratio = &trust;
         plan.outcome = &outcome;
         plan.how.chunk = kLeaf;
-        plan.how.extra = extra.data();
+        plan.how.device_workspace = device_workspace.data();
         plan.control = &control;
         plan.scalars = &scalars;
         plan.divisors = &divisor;
@@ -142,20 +142,20 @@ struct RangeStep {
 };
 
 /// One step of each, pass by pass: what a fold reads is there when all have run the pass before it.
-void run(const dsopt::Loops &loops, const std::vector<RangeStep *> &steps,
-         std::vector<dsopt::StepLoops *> running = {}) {
+void run(const dsopt::DeviceKernels &loops, const std::vector<RangeStep *> &steps,
+         std::vector<dsopt::StepKernels *> running = {}) {
     if (running.size() < steps.size())
-        return loops.run_step(steps[running.size()]->plan, [&](dsopt::StepLoops &own) {
+        return loops.run_step(steps[running.size()]->plan, [&](dsopt::StepKernels &own) {
             auto more = running;
             more.push_back(&own);
             run(loops, steps, more);
         });
     for (int twice = 0; twice < 2; ++twice)
-        for (dsopt::StepLoops *own : running) own->inspect(true);
-    for (dsopt::StepLoops *own : running) own->decide();
-    for (dsopt::StepLoops *own : running) own->update();
+        for (dsopt::StepKernels *own : running) own->inspect(true);
+    for (dsopt::StepKernels *own : running) own->decide();
+    for (dsopt::StepKernels *own : running) own->update();
     for (RangeStep *step : steps) dsopt::find_trust(step->plan, 0, dsopt::cpu::LeafFold());
-    for (dsopt::StepLoops *own : running) own->update_weights(false);
+    for (dsopt::StepKernels *own : running) own->update_weights(false);
 }
 
 TEST(TensorJob, StepsOfRangesHaveTheBitsOfTheWholeTensor) {

@@ -5,7 +5,7 @@
 #include "base/function_ref.h"
 #include "device/one_thread.h"
 #include "device/step_cache.h"
-#include "device/step_loops.h"
+#include "device/step_kernels.h"
 #include "device/step_table.h"
 #include <memory>
 #include <variant>
@@ -30,15 +30,15 @@ struct Clamp {
 };
 using ElementOp = std::variant<Zero, Axpby, Clamp>;
 
-class Loops {
+class DeviceKernels {
 public:
-    virtual ~Loops() = default;
+    virtual ~DeviceKernels() = default;
     // Steps.
     /// Returns the size of Execution::extra in bytes.
-    virtual size_t extra_bytes(const StepShape &shape) const = 0;
+    virtual size_t device_workspace_bytes(const StepShape &shape) const = 0;
     virtual std::unique_ptr<StepCache> make_cache() const = 0;
-    /// Calls body(loops) with the kernels of a step, which are valid during the call.
-    virtual void run_step(const StepPlan &plan, FunctionRef<void(StepLoops &)> body) const = 0;
+    /// Calls body(kernels) with the kernels of a step, which are valid during the call.
+    virtual void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const = 0;
     // Lists. Entries without data are ignored.
     /// Applies one operation to every element. Lists of one operand are passed twice.
     virtual void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
@@ -55,19 +55,19 @@ public:
     }
     /// Computes y = sum of `count` rows of n floats, in order. Row k begins at rows + k * stride. y may be the first
     /// row.
-    virtual void add_up_rows(const float *rows, int64_t stride, int count, int64_t n, float *y,
-                             const Parallel &parallel, void *stream) const = 0;
+    virtual void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
+                            void *stream) const = 0;
     /// Computes a norm. `raw`: result->norm is this rank's sum of squares or largest magnitude, and finish_norm()
     /// computes the norm after ranks have combined their values.
     virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// Calls the function in one thread of the device.
     virtual void run_in_one_thread(const OneThreadFunction &function, void *stream) const = 0;
-    /// Calls body(loops) with the kernels of an exchange of this list, without an optimizer. They are valid during the
+    /// Calls body(kernels) with the kernels of an exchange of this list, without an optimizer. They are valid during the
     /// call.
     virtual void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count,
                               const Parallel &parallel, void *stream,
-                              FunctionRef<void(ExchangeLoops &)> body) const = 0;
+                              FunctionRef<void(ExchangeKernels &)> body) const = 0;
 };
 
 } // namespace dsopt

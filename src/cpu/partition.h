@@ -18,12 +18,12 @@ inline int64_t threads_for(int64_t bytes, const Parallel &parallel) {
 /// Static partition of a list into parts of equal bytes, which begin at multiples of a chunk. The partition depends
 /// only on the list and the number of parts, so threads need no work queue. A List has `count`, numel(i) and bytes(i),
 /// the bytes that are moved per element of tensor i.
-template <class List> class Cut {
+template <class List> class Partition {
 public:
     /// `ruler` receives the byte offset of every `stride`-th tensor, and of the list's end. `repeats`: `ruler` already
     /// has the offsets of an identical list.
-    Cut(const List &list, int64_t *ruler, int64_t stride, int64_t chunk, const Parallel &parallel,
-        bool repeats = false) :
+    Partition(const List &list, int64_t *ruler, int64_t stride, int64_t chunk, const Parallel &parallel,
+              bool repeats = false) :
         list_(list),
         ruler_(ruler),
         stride_(stride),
@@ -85,14 +85,14 @@ private:
 
 /// Partition of a plain list of any length. Allocates nothing, so that it cannot fail between two collectives. Skips
 /// entries without data.
-class ListCut {
+class ListPartition {
 public:
-    ListCut(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        cut_({list, count}, ruler_, std::max<int64_t>((count + kMarks - 1) / kMarks, 1), kLeaf, parallel) {}
+    ListPartition(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
+        partition_({list, count}, ruler_, std::max<int64_t>((count + kMarks - 1) / kMarks, 1), kLeaf, parallel) {}
     /// Calls visit(tensor, begin, end) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
-        cut_.run([](auto, auto) { return 0; },
-                 [&](int64_t i, int64_t begin, int64_t end, int) { visit(i, begin, end); });
+        partition_.run([](auto, auto) { return 0; },
+                       [&](int64_t i, int64_t begin, int64_t end, int) { visit(i, begin, end); });
     }
 
 private:
@@ -104,27 +104,27 @@ private:
     };
     static constexpr int64_t kMarks = 64;
     int64_t ruler_[kMarks + 1];
-    Cut<List> cut_;
+    Partition<List> partition_;
 };
 
 /// Partition of a step's tensors.
-class StepCut {
+class StepPartition {
 public:
-    StepCut(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
+    StepPartition(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
         caches_(caches),
-        cut_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.extra), 1, plan.how.chunk, plan.how.parallel,
-             plan.how.repeats != Repeats::nothing),
-        streaming_(cut_.bytes() > caches.last),
+        partition_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.device_workspace), 1, plan.how.chunk,
+                   plan.how.parallel, plan.how.repeats != Reuse::nothing),
+        streaming_(partition_.bytes() > caches.last),
         bf16_instruction_(bf16_instruction) {}
     /// Returns the bytes of Execution::extra.
-    static size_t extra_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
+    static size_t device_workspace_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
     /// Calls visit(tensor, span) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const { run(visit, false); }
     /// The same for the pass that reads and writes all arrays: its kernels prefetch if that is faster.
     template <class Visit> void run_whole(const Visit &visit) const {
-        const TimedPass pass(plan_.how.cache, caches_, cut_.bytes(), cut_.bytes_of_part());
+        const TimedPass pass(plan_.how.cache, caches_, partition_.bytes(), partition_.bytes_of_part());
         run(visit, pass.prefetches());
     }
 
@@ -141,7 +141,7 @@ private:
             return PartState{{plan_.jobs, first.tensor, first.element, last.tensor, last.element, !streaming_},
                              streaming_};
         };
-        cut_.run(start, [&](int64_t i, int64_t begin, int64_t end, PartState &state) {
+        partition_.run(start, [&](int64_t i, int64_t begin, int64_t end, PartState &state) {
             const TensorJob &job = plan_.jobs[i];
             const Rule rule = plan_.groups[job.group].rule;
             visit(i, Span{.job = &job,
@@ -176,7 +176,7 @@ private:
     };
     const StepPlan &plan_;
     const CacheSizes &caches_;
-    const Cut<List> cut_;
+    const Partition<List> partition_;
     const bool streaming_, bf16_instruction_;
 };
 
