@@ -105,7 +105,7 @@ public:
         }
         if (captured_ && in_capture)
             throw Error(DSOPT_ERR_STATE,
-                        "the lists changed since an earlier capture: take one plain step before capturing again");
+                        "the lists changed since an earlier capture: run one step without capture first");
         // A graph keeps its table as it was captured; later steps use another table.
         const bool fresh = tables_.empty() || captured_;
         if (fresh) tables_.push_back(gpu_.device_memory(bytes));
@@ -149,7 +149,7 @@ inline StepTable upload_table(const StepPlan &plan, const DeviceWorkspace &devic
     Cache *const cache = static_cast<Cache *>(plan.how.cache);
     const bool fresh = cache == nullptr || cache->workspace != plan.how.device_workspace;
     if (fresh && cache != nullptr && capturing(launcher.stream))
-        throw Error(DSOPT_ERR_STATE, "take one step before capturing: the first one makes tables");
+        throw Error(DSOPT_ERR_STATE, "run one step before capturing: the first step allocates tables");
     void *table = device_workspace.table;
     if (cache != nullptr)
         table = cache->upload_if_changed(image, bytes, plan.how.repeats == Reuse::all, launcher);

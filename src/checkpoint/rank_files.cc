@@ -110,7 +110,7 @@ Files sort_by_rank(Files files, const DataRank &first) {
                         first.node_ranks);
         auto &slot = sorted[size_t(origin.rank)];
         if (slot)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is of rank %d, of which there is another one", i, origin.rank);
+            throw Error(DSOPT_ERR_MISMATCH, "file %zu is a second file of rank %d", i, origin.rank);
         slot = std::move(files[i]);
     }
     for (size_t rank = 0; rank < sorted.size(); ++rank)
@@ -130,7 +130,7 @@ void check_one_save(const Files &files) {
             const auto found = other.find(key);
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
-                            "the files are not of one moment: %s is %s on rank 0 and %s on rank %zu",
+                            "the files are from different saves: %s is %s on rank 0 and %s on rank %zu",
                             shown(key).c_str(), shown(value).c_str(),
                             found == other.end() ? "absent" : shown(found->second).c_str(), rank);
         }
@@ -207,7 +207,7 @@ void RankFiles::check_identical(size_t index) const {
         if (entry.dtype != tensor.dtype || entry.bytes != tensor.bytes ||
             files_[rank]->checksum(other) != file().checksum(index))
             throw Error(DSOPT_ERR_MISMATCH,
-                        "tensor %s is not the same in the files of ranks %d and %zu: they are not of one moment",
+                        "tensor %s is not the same in the files of ranks %d and %zu: they are from different saves",
                         shown(tensor.name).c_str(), main_, rank);
     }
 }

@@ -66,11 +66,12 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
             desc_.max_value = value;
         } else if (key == DSOPT_KEY_SKIP_BUDGET) {
             require(whole && value <= INT32_MAX, "skip budget", value, "a whole number in [0, 2^31)");
-            desc_.skip_budget = int32_t(value);
+            wait_for_calls(); // a step in flight would overwrite the count
             outcome_.change(context_->device(), [](Outcome &outcome) { outcome.skipped_in_row = 0; });
+            desc_.skip_budget = int32_t(value); // last: a call that fails changes nothing
         } else {
             require(whole && value <= double(kMaxCalls), "calls", value, "a whole number in [0, 2^53]");
-            told_.calls = int64_t(value);
+            calls_ = int64_t(value);
         }
         return;
     }
@@ -104,7 +105,7 @@ double Optimizer::get(int32_t group, int32_t key) const {
     if (is_optimizer_key(key, group))
         return key == DSOPT_KEY_MAX_NORM    ? desc_.max_norm
                : key == DSOPT_KEY_MAX_VALUE ? desc_.max_value
-               : key == DSOPT_KEY_CALLS     ? double(told_.calls)
+               : key == DSOPT_KEY_CALLS     ? double(calls_)
                                             : double(desc_.skip_budget);
     check_groups(*this);
     const size_t index = group == DSOPT_ALL_GROUPS ? 0 : size_t(group);

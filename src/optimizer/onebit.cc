@@ -92,7 +92,7 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
     const char *const name = param.name.c_str();
     if (!is_onebit(group.algorithm)) {
         if (masked)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family has a use for a mask",
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family uses masks",
                         name);
         return;
     }
@@ -105,7 +105,7 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
     if (masked) state.add(StateKind::mask, index, param.numel);
     if (!(desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)) return;
     if (masked)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not go with", name);
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has a mask, which MOMENTUM_BITS does not support", name);
     if (group.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for 1-bit Adam");
 }

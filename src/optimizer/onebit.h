@@ -31,8 +31,8 @@ struct OneBitSetup {
     void follow(const std::vector<dsopt_group> &groups, bool compat);
 };
 
-/// The plan of one step and its exchange, to which the plan points: must not be copied.
-struct PlannedOneBit {
+/// The plan of one step and its exchange, to which the plan points.
+struct PlannedOneBit : NotCopied {
     OneBitPlan plan{};
     Exchange exchange;
 };

@@ -15,7 +15,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     context_(std::move(context)),
     desc_(desc),
     with_(std::move(attachments)) {
-    told_.loss_scale = with_.scaler ? with_.scaler->host_written_scale().value_or(0) : 1;
+    logged_.loss_scale = with_.scaler ? with_.scaler->host_written_scale().value_or(0) : 1;
     if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);
@@ -137,8 +137,8 @@ void Optimizer::adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors) {
         registry.params[i].accumulated = loaded.accumulated[i] == '1';
     desc_.max_norm = loaded.max_norm;
     desc_.max_value = loaded.max_value;
-    told_.calls = loaded.calls;
-    told_.resharded_from = loaded.resharded_from;
+    calls_ = loaded.calls;
+    resharded_from_ = loaded.resharded_from;
     if (onebit_) onebit_->follow(registry.groups);
     state_changed();
     if (loaded.state && onebit_) onebit_->reset_as_original_load(state());

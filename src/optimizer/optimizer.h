@@ -90,7 +90,7 @@ public:
     void wait_for_tensors() const;
     /// Allocates missing state and decodes the momentum. Afterwards the host may read and write every state tensor.
     void prepare_for_host();
-    int64_t calls() const { return told_.calls; }
+    int64_t calls() const { return calls_; }
     DataRank data_rank() const { return data_rank_of(with_.data.get(), with_.node.get()); }
     /// Returns the wrapper of the original whose order of events compat mode follows.
     Wrapper wrapper() const { return registry_->wrapper; }
@@ -183,8 +183,12 @@ private:
     dsopt_step last_call_{}; // without addresses of lists; these are in `host_memory_`
     int64_t planned_ = 0;    // version of the registry for which the tables of the last call are valid; 0: none
     mutable ScratchPool host_scratch_;
-    // As of the last log_changes(), loss scale 0 = unknown; `calls` and `resharded_from` are current.
-    dsopt_report told_{};
+    int64_t calls_ = 0;          // of dsopt_optimizer_step
+    int32_t resharded_from_ = 0; // as in dsopt_report
+    struct {
+        int64_t skipped = 0;
+        double loss_scale = 0; // 0: unknown
+    } logged_{};               // what log_changes() compares the next report with
     mutable InUse in_use_{0};
 };
 

@@ -46,8 +46,8 @@ const char *name_of(Stage stage) {
     switch (stage) {
     case Stage::dry: return "nothing";
     case Stage::full: return "full precision";
-    case Stage::exchange: return "one bit an element";
-    case Stage::local: return "a step by itself";
+    case Stage::exchange: return "one bit per element";
+    case Stage::local: return "a local step";
     case Stage::sync: break;
     }
     return "a synchronisation";
@@ -92,7 +92,7 @@ void check_nodes(const Optimizer &optimizer, void *stream) {
                     all[3]);
     if (all[0] != 0)
         throw Error(DSOPT_ERR_MISMATCH,
-                    "dsopt_optimizer_desc.data has ranks of different places in their nodes, in this rank's from %d "
+                    "dsopt_optimizer_desc.data has ranks with different ranks in their nodes, in this rank's from %d "
                     "to %d: they must be the same in each",
                     ~indices[1], indices[0]);
 }
@@ -122,7 +122,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     if (!lists_only) {
         words.set(Words::calls, remembers ? uint32_t(optimizer.calls()) : 0);
         words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
-        words.set(Words::stage, plan.onebit != nullptr ? uint32_t(plan.onebit->stage) : 0);
+        words.set(Words::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
         words.set(Words::gradients, gradients);
     }
     const Words local = words;
@@ -140,20 +140,20 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
-            "ranks have other lists: parameter %lld is '%s' on rank %d, with %lld elements of dtype %d in group "
+            "ranks have different lists: parameter %lld is '%s' on rank %d, with %lld elements of dtype %d in group "
             "%d, and something else on another rank",
             ll(i), param.name.c_str(), rank, ll(param.numel), param.dtype, param.group);
     }
     if (!words.same(Words::calls))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps: %d to %d are behind them, behind rank %d %d",
+        throw Error(DSOPT_ERR_MISMATCH, "ranks have made different numbers of calls: from %d to %d, rank %d %d",
                     words.least(Words::calls), words.most(Words::calls), rank, local.most(Words::calls));
     if (!words.same(Words::schedule))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps of the schedule: %d to %d, rank %d at %d",
                     words.least(Words::schedule), words.most(Words::schedule), rank, local.most(Words::schedule));
     if (!words.same(Words::stage))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks are about to do different things: '%s' and '%s', rank %d '%s'",
+        throw Error(DSOPT_ERR_MISMATCH, "ranks are at different stages: '%s' and '%s', rank %d '%s'",
                     name_of(Stage(words.least(Words::stage))), name_of(Stage(words.most(Words::stage))), rank,
-                    name_of(plan.onebit->stage));
+                    name_of(Stage(local.most(Words::stage))));
     if (!words.same(Words::gradients)) {
         const auto present = [&](size_t i) { return counts(i) && plan.jobs[i].present; };
         const int64_t i = std::max<int64_t>(first_different(optimizer, present, plan.how.stream), 0);

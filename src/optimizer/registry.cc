@@ -127,7 +127,7 @@ int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc
         return -1;
     }
     if (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not there for the 1-bit family");
+        throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not available for the 1-bit family");
     const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
     if (joins) check_family(groups[size_t(first)], groups.back(), compat);
     for (size_t i = family >= 0 ? first_new : 0; compat && i < params.size(); ++i)

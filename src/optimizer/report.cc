@@ -55,7 +55,7 @@ dsopt_report Optimizer::report() const {
     dsopt_report r{};
     wait_for_calls();
     const Outcome outcome = outcome_.read(context_->device());
-    r.calls = told_.calls;
+    r.calls = calls_;
     r.skipped = outcome.total_skipped;
     r.skipped_in_row = outcome.skipped_in_row;
     r.nonfinite = outcome.nonfinite;
@@ -74,15 +74,15 @@ dsopt_report Optimizer::report() const {
     r.divisor = outcome.divisor;
     std::memcpy(r.ms, outcome.ms, sizeof r.ms);
     if (cache_) cache_->add_phase_times(r.ms);
-    r.resharded_from = told_.resharded_from;
+    r.resharded_from = resharded_from_;
     for (const StateEntry &entry : state()) r.state_bytes += int64_t(entry.bytes());
     r.workspace_bytes = groups().empty() ? 0 : int64_t(workspace_bytes());
     return r;
 }
 
 void Optimizer::log_changes(const dsopt_report &report) {
-    const int64_t skips = report.skipped - told_.skipped;
-    const double before = told_.loss_scale != 0 ? told_.loss_scale : report.loss_scale;
+    const int64_t skips = report.skipped - logged_.skipped;
+    const double before = logged_.loss_scale != 0 ? logged_.loss_scale : report.loss_scale;
     const bool moved = report.loss_scale != before && !(std::isnan(report.loss_scale) && std::isnan(before));
     char skipped[64] = "", scale[96] = "";
     if (skips > 0)
@@ -90,8 +90,8 @@ void Optimizer::log_changes(const dsopt_report &report) {
                       skips == 1 ? "step was" : "steps were", moved ? "; " : "");
     if (moved)
         std::snprintf(scale, sizeof scale, "the loss scale changed from %.10g to %.10g", before, report.loss_scale);
-    told_.skipped = report.skipped;
-    told_.loss_scale = report.loss_scale;
+    logged_.skipped = report.skipped;
+    logged_.loss_scale = report.loss_scale;
     if (skips > 0 || moved) context_->log(DSOPT_LOG_INFO, "call %lld: %s%s", ll(report.calls), skipped, scale);
 }
 

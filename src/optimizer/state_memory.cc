@@ -300,7 +300,7 @@ void Optimizer::reset(int32_t what, void *stream) {
             initialize(entry, nullptr, entry.data, stream);
     state_changed();
     if (what & DSOPT_RESET_COUNTERS) {
-        told_.calls = told_.skipped = 0;
+        calls_ = logged_.skipped = 0;
         outcome_.change(context_->device(),
                         [](Outcome &outcome) { outcome.total_skipped = outcome.skipped_in_row = 0; });
     }

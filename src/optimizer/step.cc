@@ -239,7 +239,7 @@ void Optimizer::keep_call(const StepRequest &request) {
 
 void Optimizer::count_call(const dsopt_step &step) {
     if (onebit_) onebit_->set_lists_compared();
-    told_.calls = std::min(told_.calls + 1, kMaxCalls);
+    calls_ = std::min(calls_ + 1, kMaxCalls);
     if (step.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : registry_.change().params) param.accumulated = false;
 }

@@ -92,7 +92,7 @@ for name in ("gpt2-124m", "bert-large"):  # rows from the sizes of buffers: no m
         expect((worker, server), (nodes * layout.chunk + len(numels), layout.chunk + layout.scales),
                "%s, %d nodes of %d ranks" % (name, nodes, per_node))
         checked += 1
-    for ranks in (8,):  # one bit an element each way, at most 0.1% more
+    for ranks in (8,):  # one bit per element each way, at most 0.1% more
         bits = 8 * ranks * model.Layout(numels, ranks).row / sum(numels)
         if not 1 <= bits <= 1.001:
             sys.exit("%s at %d ranks: %.5f bits an element each way" % (name, ranks, bits))

@@ -422,7 +422,7 @@ TEST_F(Load, RefusesFilesOfRanksThatDoNotFitTogether) {
         EXPECT_TRUE(same(fingerprint(), before_)) << words;
     };
     expect_pair_refused("file 1|nodes of 2", [](Content &c) { c.metadata.emplace_back("node_ranks", "2"); });
-    expect_pair_refused("not of one moment|calls", [](Content &c) { c.field("calls") = "7"; });
+    expect_pair_refused("different saves|calls", [](Content &c) { c.field("calls") = "7"; });
     expect_pair_refused("no tensor \"p0.exp_avg\"", [](Content &c) { c.drop_tensor("p0.exp_avg"); });
     expect_pair_refused("not the same|p0.exp_avg", [](Content &c) { c.bytes[0][0] ^= 1; });
 }

@@ -89,7 +89,7 @@ TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
          [&](Trainer &trainer, bool odd) {
              add(trainer, named(arrays(1)), odd ? group_of(DSOPT_ALGORITHM_ADAMW) : group_of(DSOPT_ALGORITHM_ADAM));
          }},
-        {"the number of calls", "2 to 7 are behind them", usual,
+        {"the number of calls", "from 2 to 7, rank", usual,
          [](Trainer &trainer, std::vector<Array> &, bool odd) {
              must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, odd ? 7 : 2));
          }},
@@ -101,7 +101,7 @@ TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
                  if (std::strcmp(list[i].name, "schedule") == 0)
                      must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
          }},
-        {"the stage", "'full precision' and 'one bit an element'", usual,
+        {"the stage", "'full precision' and 'one bit per element'", usual,
          [](Trainer &trainer, std::vector<Array> &, bool odd) {
              const std::vector<dsopt_state_info> list = trainer.state();
              const int32_t words[8] = {9, odd};
@@ -109,6 +109,12 @@ TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
                  if (std::strcmp(list[i].name, "schedule") == 0)
                      must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
          }},
+        {"a group of the 1-bit family without parameters", "different steps of the schedule: 0 to 1",
+         [&](Trainer &trainer, bool odd) {
+             add(trainer, named(arrays(1)), group_of(DSOPT_ALGORITHM_ADAMW));
+             if (odd) add(trainer, {}, group);
+         },
+         [](Trainer &trainer, std::vector<Array> &grads, bool) { must(trainer.step(grads)); }},
         {"an absent gradient", "the gradient of 'layer1' is", usual,
          [](Trainer &, std::vector<Array> &grads, bool odd) {
              if (odd) grads[1] = Array::absent(700);
