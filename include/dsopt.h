@@ -19,66 +19,66 @@
  *
  *   dsopt_optimizer_step    The optimizer remembers parameters, state and counters. One thread at a time.
  *   dsopt_optimizer_apply   The optimizer is constant. Everything that changes is in tensors of the caller. Any number
- *                           of threads. docs/functional.md has the whole functional form.
+ *                           of threads. docs/functional.md describes the functional form.
  *
  * Rules that hold for every function:
  *
  *  - Units. Counts are elements or tensors. Sizes are bytes. Times are milliseconds.
  *  - Memory. "Backend memory" is host memory on the CPU backend, and memory of the context's device on CUDA.
  *  - Streams. `stream` is a cudaStream_t of the context's device; NULL is the legacy default stream. The CPU backend
- *    ignores it: its work is done when the call returns. On CUDA all work is in the primary context of the device, which
- *    is that of the CUDA runtime, whatever context is current in the calling thread. A stream of another device or
- *    context is refused with DSOPT_ERR_DEVICE and nothing is changed; so is NULL while another context of that device is
+ *    ignores it: the work is done when the call returns. On CUDA all work runs in the primary context of the device,
+ *    which the CUDA runtime uses too, whatever context is current in the calling thread. A stream of another device or
+ *    context is refused with DSOPT_ERR_DEVICE and changes nothing; so is NULL while another context of that device is
  *    current. Streams of green contexts are accepted from driver 12.5 on.
- *  - Waiting. On CUDA a call that "waits for earlier calls" waits for the work that calls on the same object enqueued,
- *    on every stream, and its own work is done when it returns. A scaler and all its optimizers count as one object. If
- *    the call uses tensors, it also waits for the legacy default stream, and returns DSOPT_ERR_STATE if CUDA forbids
- *    that: while another thread captures a stream that was made without cudaStreamNonBlocking. It does not wait for
- *    kernels of the caller on other streams: synchronise these first if they use the same tensors. Captures of other
- *    threads go on. Once a call on the object was captured, it waits for the whole device, because graphs may be
- *    replayed on any stream, and that ends captures of other threads. docs/graphs.md
+ *  - Waiting. On CUDA a call that "waits for earlier calls" waits for all work that earlier calls on the same object
+ *    enqueued, on every stream, and its own work is done when it returns. A scaler and all its optimizers count as one
+ *    object. If the call uses tensors, it also waits for the legacy default stream, and returns DSOPT_ERR_STATE if CUDA
+ *    forbids that: while another thread captures a stream that was made without cudaStreamNonBlocking. The call does
+ *    not wait for kernels of the caller on other streams: synchronise these first if they use the same tensors.
+ *    Captures of other threads continue. Once a call on the object was captured, such calls wait for the whole device,
+ *    because graphs may be replayed on any stream; that invalidates captures of other threads. docs/graphs.md
  *  - Structs that begin with `size` can grow. Set every byte to zero, set `size`, then set the fields you need. A field
  *    that is 0 or NULL has its default; only dsopt_group is different, and dsopt_group_init fills it. DSOPT_NEW does
  *    both steps in C and C++. A struct shorter than in version 0.2 is refused with DSOPT_ERR_VERSION, and so are
- *    non-zero bytes behind the last field that this library knows. A NULL desc is a desc with every default.
- *    Structs without `size` travel in arrays and never change.
+ *    non-zero bytes after the last field that this library knows. A NULL desc means every default. Structs without
+ *    `size` are passed in arrays and never change.
  *  - Reserved fields must be 0.
  *  - Integers. Fields and arguments that take a constant of this header are int32_t, and so is every enum: its last
  *    member, *_SIGNED = -1, only makes the type signed for all compilers and generators of bindings.
  *  - Ownership. Pointers in arguments are borrowed for the call, tensor memory until the stream has passed the call.
- *    Exceptions are said at the function. Tensors of a list that is documented as an input are only read.
+ *    Exceptions are documented at the function. Tensors of a list that is documented as an input are only read.
  *  - Handles. An object lives as long as a handle to it, or an object that was made from it. Handles may be destroyed
  *    in any order. Destroying NULL does nothing. A handle must not be destroyed while another thread is in a call with
- *    that same handle; dsopt_optimizer_retain gives each owner its own.
- *  - Failure. Every function that can fail returns a dsopt_status; dsopt_last_error has the reason in words. A failed
- *    call changes nothing and leaves its outputs as they were. Exceptions are said at the function.
+ *    that same handle; dsopt_optimizer_retain makes a handle for each owner.
+ *  - Failure. Every function that can fail returns a dsopt_status; dsopt_last_error returns the reason as text. A
+ *    failed call changes nothing, outputs included. Exceptions are documented at the function.
  *  - An option that would have no effect is refused with DSOPT_ERR_UNSUPPORTED.
  *  - Every function can also return DSOPT_ERR_ARGUMENT, _VERSION, _NOMEM, _BUSY, _FORKED, _HOOK and _INTERNAL, and with
  *    a stream DSOPT_ERR_DEVICE.
- *  - Threads. Calls on different objects may run at the same time. One object takes one call at a time, except where
- *    "Thread-safety" says otherwise; an optimizer answers a second call with DSOPT_ERR_BUSY. Stepping an optimizer is
- *    also a call on its scaler and on its comms. A context serves any number of threads.
+ *  - Threads. Calls on different objects may run at the same time. An object allows one call at a time, except where
+ *    "Thread-safety" says otherwise; a second call on an optimizer returns DSOPT_ERR_BUSY. Stepping an optimizer is
+ *    also a call on its scaler and on its comms. Any number of threads may use a context.
  *  - Hooks are the caller's functions in dsopt_context_desc, dsopt_step, dsopt_comm_table and dsopt_io. A hook must
- *    return: no longjmp, no pthread_exit, and no exception except where the hook's documentation says what follows. It
- *    must not destroy a handle that the running call was given. It may call what another thread may call at that time:
- *    the optimizer of the running call returns DSOPT_ERR_BUSY, and its comms take dsopt_comm_query and dsopt_comm_abort
- *    only.
- *  - pthread_cancel. The running call completes first, so objects stay usable; its status is lost. Functions that return
- *    a dsopt_status are cancellation points, at their end; the others are none. Hooks run with cancellation disabled and
- *    must not enable it. A call that waits for other ranks ends early by dsopt_comm_abort, else by its time-out.
+ *    return: no longjmp, no pthread_exit, and no exception except where the hook's documentation defines the effect. It
+ *    must not destroy a handle that was passed to the running call. It may make every call that another thread may make
+ *    at that time: calls on the optimizer of the running call return DSOPT_ERR_BUSY, and its comms allow
+ *    dsopt_comm_query and dsopt_comm_abort only.
+ *  - pthread_cancel. The running call completes first, so objects stay usable; its status is lost. Functions with a
+ *    dsopt_status are cancellation points, at their end; other functions are not. Hooks run with cancellation disabled
+ *    and must not enable it. A call that waits for other ranks ends by dsopt_comm_abort or by its time-out.
  *  - fork(). In the child, objects made before the fork can only be destroyed; every other call returns
  *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
- *    create new contexts, whatever other threads of the parent were doing in dsopt. It starts threads of its own. An id
- *    of dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
- *  - Threads. CPU work runs on the calling thread and on threads of the library, which the first call that needs them
- *    starts. They spin for at most 50 us after their work, then sleep, and last as long as the process. They block all
- *    signals except those that they cause themselves and SIGPROF, and may run where the thread that started them may.
- *    Their name is "dsopt". Calls at the same time use different threads. If a thread cannot be started, or is not
- *    scheduled in time, the calling thread does its work, with the same results.
+ *    create new contexts, whatever other threads of the parent were doing in dsopt. It starts new library threads. An
+ *    id of dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
+ *  - Library threads. CPU work runs on the calling thread and on threads of the library, which are started by the first
+ *    call that needs them. They spin for at most 50 us after their work, then sleep, and live as long as the process.
+ *    They block all signals except SIGPROF and synchronous ones such as SIGSEGV, and inherit the CPU affinity of the
+ *    thread that starts them. Their name is "dsopt". Concurrent calls use different threads. If a thread cannot be
+ *    started, or is not scheduled in time, the calling thread does that work, with the same results.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
- *    any number of threads. Denormals are kept. Arithmetic is fp32 whatever the storage dtype; multiply and add are
- *    rounded separately.
+ *    any number of threads. Denormals are not flushed. Arithmetic is fp32 for all storage dtypes; multiply and add
+ *    round separately.
  *  - Since: 0.1, unless a line says otherwise. Nothing is frozen before 1.0.
  */
 #include <stddef.h>
@@ -118,17 +118,17 @@ extern "C" {
 DSOPT_API int32_t dsopt_version(void);
 
 /**
- * DSOPT_ABI_VERSION of the loaded library. Header and library fit together if their numbers are equal. Cannot fail.
+ * DSOPT_ABI_VERSION of the loaded library. Header and library are compatible if their numbers are equal. Cannot fail.
  * Thread-safety: any.
  */
 DSOPT_API int32_t dsopt_abi_version(void);
 
 /**
- * What the loaded library is, as a JSON object: "version", "abi", "compiler", "backends" and "comms" that are built in
- * and usable on this machine, "isa" (the CPU instruction set in use), "isa_unknown" (what DSOPT_ISA asks for, only if
- * that is none), "threads", "checkpoint_format". In a build with CUDA it counts the devices, which starts the CUDA
- * driver: a child of a later fork() cannot use CUDA then.
- * @return static storage, "{}" if memory is short. Thread-safety: any.
+ * Description of the loaded library as a JSON object: "version", "abi", "compiler", "backends" and "comms" that are
+ * built in and usable on this machine, "isa" (the CPU instruction set in use), "isa_unknown" (the value of DSOPT_ISA,
+ * only if it is not an instruction set), "threads", "checkpoint_format". In a build with CUDA the call counts the
+ * devices, which starts the CUDA driver: a child of a later fork() then cannot use CUDA.
+ * @return static storage, "{}" if out of memory. Thread-safety: any.
  */
 DSOPT_API const char *dsopt_build_info(void);
 
@@ -166,9 +166,9 @@ enum dsopt_status_code {
     DSOPT_ERR_FORKED = 21,
     /** The skip budget is used up: that many steps in a row were skipped. */
     DSOPT_ERR_SKIPS = 22,
-    /** `parallel_for` did not run every piece exactly once, or threw. Weights, state and outputs of the call are then
-     * undefined in part, counters too: load them again. The objects stay usable. Other ranks may wait in a collective
-     * of that call: abort its comms, and do not simply call again. Since: 0.2 */
+    /** `parallel_for` did not run every index exactly once, or threw. Weights, state, counters and outputs of the call
+     * are then partly undefined: load a checkpoint. The objects stay usable. Other ranks may wait in a collective of
+     * that call: abort its comms instead of repeating the call. Since: 0.2 */
     DSOPT_ERR_HOOK = 23,
     /* The system is at fault. */
     /** Out of host or backend memory. */
@@ -184,7 +184,7 @@ enum dsopt_status_code {
     /* Communication. The comm is unusable: each later call on it returns the same status. */
     /** A collective failed. The text has the provider's reason. */
     DSOPT_ERR_COMM = 50,
-    /** A peer did not come within the comm's time-out. */
+    /** A peer did not join a collective within the comm's time-out. */
     DSOPT_ERR_TIMEOUT = 51,
     /** dsopt_comm_abort was called. */
     DSOPT_ERR_ABORTED = 52,
@@ -215,9 +215,9 @@ enum dsopt_dtype {
     DSOPT_DTYPE_F32 = 1,
     DSOPT_DTYPE_F16 = 2,
     DSOPT_DTYPE_BF16 = 3,
-    /** State tensors that count. */
+    /** Integer state tensors. */
     DSOPT_DTYPE_I32 = 4,
-    /** Only as an argument of dsopt_comm_table.all_reduce: no tensor has it. */
+    /** Only as an argument of dsopt_comm_table.all_reduce: no tensor has this dtype. */
     DSOPT_DTYPE_F64 = 5,
     DSOPT_DTYPE_SIGNED = -1
 };
@@ -227,7 +227,7 @@ enum dsopt_dtype {
  * In a list of gradients, NULL data means "no gradient this time".
  */
 typedef struct dsopt_tensor {
-    /** Aligned to its element. Not written to where the tensor is an input. */
+    /** Aligned to its element. Not written to if the tensor is an input. */
     void *data;
     /** Number of elements. */
     int64_t numel;
@@ -237,13 +237,13 @@ typedef struct dsopt_tensor {
 } dsopt_tensor;
 
 /* ---------------------------------------------------------------------------------------------------------- handles */
-/** Backend, device and hooks. Serves any number of threads. */
+/** Backend, device and hooks. Any number of threads may use it. */
 typedef struct dsopt_context dsopt_context;
-/** Groups, parameters, and the state that belongs to them. */
+/** Groups, parameters and their state. */
 typedef struct dsopt_optimizer dsopt_optimizer;
-/** A loss scale. May serve several optimizers. */
+/** A loss scale. Several optimizers may share it. */
 typedef struct dsopt_scaler dsopt_scaler;
-/** One rank's end of a set of ranks that communicate. */
+/** One rank's handle to a group of ranks that communicate. */
 typedef struct dsopt_comm dsopt_comm;
 
 /* ---------------------------------------------------------------------------------------------------------- context */
@@ -258,17 +258,17 @@ enum dsopt_log_level {
 };
 
 enum dsopt_context_flags {
-    /** CUDA, for debugging: each step asks the driver to which device each pointer belongs. Memory of another device or
-     * of the host is DSOPT_ERR_DEVICE. Costs one driver call per pointer. */
+    /** CUDA, for debugging: each step checks the device of each pointer. Memory of another device or of the host gives
+     * DSOPT_ERR_DEVICE. Costs one driver call per pointer. */
     DSOPT_CONTEXT_CHECK_POINTERS = 1,
     DSOPT_CONTEXT_SIGNED = -1
 };
 
 /**
  * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
- * when all of them are done. The calling thread should run pieces too: a pool whose threads all wait inside dsopt would
- * otherwise never finish. If it returns too early, hands out a piece twice, or throws, the call returns DSOPT_ERR_HOOK.
- * A piece that begins after the function has returned is undefined behaviour.
+ * when all of them are done. The calling thread should run some of them: otherwise a pool whose threads all wait inside
+ * dsopt deadlocks. If the function returns too early, runs an index twice, or throws, the call into dsopt returns
+ * DSOPT_ERR_HOOK. Calling `body` after the function has returned is undefined behaviour.
  */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
@@ -282,23 +282,23 @@ typedef struct dsopt_context_desc {
     int32_t backend;
     /** CUDA ordinal; 0 on the CPU. */
     int32_t device;
-    /** Into how many pieces a step is cut, and how many threads run them, the calling one included. 0 = the environment
-     * variable OMP_NUM_THREADS, else the number of processors on which the calling thread may run, but at most
+    /** Number of work items per step, and of threads that run them, calling thread included. 0 = the environment
+     * variable OMP_NUM_THREADS, else the number of processors on which the calling thread may run; at most
      * OMP_THREAD_LIMIT. Both are read when the context is created. */
     int32_t threads;
     /** Highest level passed to `log`. 0 = the environment's DSOPT_LOG (error, warn, info, trace), else warn. */
     int32_t log_level;
     /** Backend memory, at least 64-byte aligned. Returns NULL when out of memory. */
     void *(*allocate)(void *user, size_t bytes, size_t alignment, void *stream);
-    /** Given together with `allocate`. */
+    /** Set if and only if `allocate` is set. */
     void (*release)(void *user, void *memory, size_t bytes, void *stream);
-    /** Thread pool that replaces the library's threads. dsopt_step can bring another one for its call. */
+    /** Thread pool that replaces the library's threads. dsopt_step.parallel_for replaces it for one call. */
     dsopt_parallel_for parallel_for;
     /** NULL: nothing is ever printed. */
     void (*log)(void *user, int32_t level, const char *text);
     /** First argument of the four hooks. */
     void *user;
-    /** Smallest piece of work in elements: a multiple of 4096, which is the leaf of all reductions. 0 = 4096. */
+    /** Smallest work item in elements: a multiple of 4096, the leaf size of all reductions. 0 = 4096. */
     int64_t chunk;
     /** enum dsopt_context_flags. */
     int32_t flags;
@@ -306,7 +306,7 @@ typedef struct dsopt_context_desc {
 } dsopt_context_desc;
 
 /**
- * Create a context. The environment's DSOPT_ISA (generic, avx2, avx512, avx512_bf16) lowers the CPU instruction set.
+ * Create a context. The environment's DSOPT_ISA (generic, avx2, avx512, avx512_bf16) limits the CPU instruction set.
  * @param[in]  desc  NULL = CPU with every default.
  * @param[out] ctx   release with dsopt_context_destroy.
  * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the backend is not in this build; DSOPT_ERR_MISSING: no driver or device.
@@ -320,8 +320,8 @@ DSOPT_API void dsopt_context_destroy(dsopt_context *ctx);
 /* -------------------------------------------------------------------------------------------- groups and parameters */
 /**
  * Algorithms. In the formulas g is the unscaled, clipped gradient, t the step of the tensor, m and v the running means
- * of g and g^2, c1 = 1 - beta1^t, c2 = 1 - beta2^t, wd the weight decay. What a formula has of lr, c1, c2 and lr wd is
- * made once per step in double and rounded once.
+ * of g and g^2, c1 = 1 - beta1^t, c2 = 1 - beta2^t, wd the weight decay. Factors that depend only on lr, wd, c1 and c2
+ * are computed once per step in double and rounded once to fp32.
  */
 enum dsopt_algorithm {
     /** Kingma and Ba 2015, decay as L2: g += wd p; p -= lr/c1 m / (sqrt(v) / sqrt(c2) + eps). Compat mode divides
@@ -331,9 +331,9 @@ enum dsopt_algorithm {
      * p -= lr ((m/c1) / (sqrt(v/c2) + eps) + wd p). */
     DSOPT_ALGORITHM_ADAMW = 3,
     /** You et al. 2020, as in DeepSpeed's FusedLamb: u = m / (sqrt(v) + eps) + wd p; p -= lr sqrt(c2)/c1 r u.
-     * The trust ratio r = clamp(|p| / |u|, min_trust, max_trust) is one number per tensor, and 1 where a norm is 0.
-     * For a DSOPT_PARAM_MODEL_PARALLEL tensor both norms are those of the whole tensor, over all model ranks. Compat
-     * mode takes one ratio per shard, as the original does. */
+     * The trust ratio r = clamp(|p| / |u|, min_trust, max_trust) is one number per tensor, and 1 if a norm is 0. For a
+     * DSOPT_PARAM_MODEL_PARALLEL tensor both norms are those of the whole tensor, over all model ranks. Compat mode
+     * computes one ratio per shard, as the original does. */
     DSOPT_ALGORITHM_LAMB = 4,
     /**
      * The first fused Adam of apex: p -= lr sqrt(c2)/c1 (m / (sqrt(v) + eps) + wd p). eps acts on the uncorrected v.
@@ -352,36 +352,36 @@ enum dsopt_algorithm {
      * m = beta2 m + (1 - beta2) g. The sign of 0 is 0. Standard mode only. Since: 0.2 */
     DSOPT_ALGORITHM_LION = 10,
     /* The 1-bit family: data-parallel ranks exchange one bit per element. None has bias correction. docs/onebit.md */
-    /** 1-bit Adam, Tang et al. 2021. Up to freeze_step it is AdamW on averaged gradients. After that v stays, each rank
-     * adds its own gradient to m, m becomes the 1-bit mean over the ranks, and p -= lr (m / (sqrt(v) + eps) + wd p). */
+    /** 1-bit Adam, Tang et al. 2021. Up to freeze_step it is AdamW on averaged gradients. After that v is frozen, each
+     * rank adds its gradient to m, m becomes the 1-bit mean over ranks, and p -= lr (m / (sqrt(v) + eps) + wd p). */
     DSOPT_ALGORITHM_ONEBIT_ADAM = 16,
-    /** 0/1 Adam, Lu et al. 2022. Up to freeze_step, v moves only in some steps, at an interval that doubles every
-     * var_interval_steps of them; those steps average gradients in full, and in the others m takes the 1-bit mean of
-     * the gradients. After freeze_step each rank steps alone. At an interval that doubles every local_interval_steps
-     * steps, up to max_local_interval, the 1-bit mean of the distances they went brings the ranks together again. */
+    /** 0/1 Adam, Lu et al. 2022. Up to freeze_step, v changes only in variance steps, whose interval doubles after
+     * every var_interval_steps of them. These average gradients in full precision; other steps update m with the 1-bit
+     * mean of the gradients. After freeze_step ranks step locally. At an interval that doubles every
+     * local_interval_steps steps, up to max_local_interval, they synchronise: each applies the 1-bit mean of these
+     * local weight changes. */
     DSOPT_ALGORITHM_ZERO_ONE_ADAM = 17,
-    /** 1-bit LAMB, Li et al. 2021. Up to freeze_step it is LAMB. After that it is as 1-bit Adam, with the running mean
-     * of the trust ratio times a factor that follows how the variance would have gone on. Sharded tensors as in LAMB:
-     * mean, factor and ratio are one number per tensor. */
+    /** 1-bit LAMB, Li et al. 2021. Up to freeze_step it is LAMB. After that it is 1-bit Adam with a trust ratio: the
+     * running mean times a factor computed from an estimate of the unfrozen variance. Sharded tensors as in LAMB: mean,
+     * factor and ratio are one number per tensor. */
     DSOPT_ALGORITHM_ONEBIT_LAMB = 18,
     DSOPT_ALGORITHM_SIGNED = -1
 };
 
-/** There is no AMSGrad: no algorithm has it, as in the originals, whose fused classes refuse `amsgrad`. */
+/** No algorithm has AMSGrad, as in the originals, whose fused classes refuse `amsgrad`. */
 enum dsopt_group_flags {
     /** c1 = c2 = 1. */
     DSOPT_GROUP_NO_BIAS_CORRECTION = 1,
     /** sqrt(v + eps) in place of sqrt(v) + eps. LAMB, ADAM_LEGACY and ADAGRAD only. */
     DSOPT_GROUP_EPS_INSIDE_SQRT = 2,
     /**
-     * eps beside the uncorrected variance, as in the last paragraph of Kingma and Ba 2015, section 2, and in Keras:
-     * lr sqrt(c2)/c1 m / (sqrt(v) + eps). That is the formula above with eps / sqrt(c2) for eps. Decay is the
-     * algorithm's own, so that of ADAMW is not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard
-     * mode only. Since: 0.2
+     * eps next to the uncorrected variance, as in the last paragraph of Kingma and Ba 2015, section 2, and in Keras:
+     * lr sqrt(c2)/c1 m / (sqrt(v) + eps). That is the formula above with eps / sqrt(c2) for eps. The decay of ADAMW is
+     * not scaled by sqrt(c2)/c1. ADAM and ADAMW with bias correction, standard mode only. Since: 0.2
      */
     DSOPT_GROUP_EPS_UNCORRECTED = 4,
     /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the
-     * engine averages its gradients itself, so dsopt_optimizer_next_reduction holds for all groups. */
+     * engine averages the group's gradients, so dsopt_optimizer_next_reduction holds for all groups. */
     DSOPT_GROUP_NON_FREEZE = 16,
     /** SGD: Nesterov's momentum. Needs a momentum above 0 and a dampening of 0. Since: 0.2 */
     DSOPT_GROUP_NESTEROV = 32,
@@ -389,8 +389,8 @@ enum dsopt_group_flags {
 };
 
 /**
- * Algorithm and hyper-parameters of some parameters. dsopt_group_init fills it. Fields that the algorithm does not use
- * are 0 and must stay 0. The groups of an optimizer may have different algorithms, of the 1-bit family one at most.
+ * Algorithm and hyper-parameters of a group of parameters, filled by dsopt_group_init. Fields that the algorithm does
+ * not use are 0 and must stay 0. Groups of an optimizer may have different algorithms, at most one of the 1-bit family.
  */
 typedef struct dsopt_group {
     size_t size;
@@ -410,7 +410,7 @@ typedef struct dsopt_group {
     double max_norm;
     /** LAMB: bounds of the trust ratio, 0 <= min_trust <= max_trust. */
     double min_trust, max_trust;
-    /* The 1-bit family. The rest must be the same in all its groups. */
+    /* The 1-bit family: the fields up to trust_max_change must be the same in all its groups. */
     /** Number of the last step that changes the variance, >= 1. */
     int64_t freeze_step;
     /** 0/1 Adam, >= 1. The original's var_update_scaler. */
@@ -425,15 +425,15 @@ typedef struct dsopt_group {
     double trust_threshold;
     /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
     double trust_min_change, trust_max_change;
-    /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer is there only
-     * with momentum. Since: 0.2 */
+    /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer exists only with
+     * momentum. Since: 0.2 */
     double momentum;
-    /** SGD with momentum: share of the gradient that the momentum leaves out after the first step, in [0, 1].
+    /** SGD with momentum: fraction of the gradient that is not added to the momentum after the first step, in [0, 1].
      * Since: 0.2 */
     double dampening;
     /** Adagrad: finite, >= 0. Since: 0.2 */
     double lr_decay;
-    /** Adagrad: what the sum of squares starts as, where state is made or reset from now on. Finite in fp32, >= 0.
+    /** Adagrad: initial sum of squares of state that is created or reset from now on. Finite in fp32, >= 0.
      * Since: 0.2 */
     double initial_accumulator_value;
 } dsopt_group;
@@ -441,22 +441,22 @@ typedef struct dsopt_group {
 enum dsopt_param_flags {
     /** Sharded over the model comm: this rank has one shard, and each rank's shard counts in norms. The gradients of
      * parameters without this flag count in norms on model rank 0 only.
-     * LAMB takes one trust ratio for all shards (standard mode). All model ranks then register the same LAMB tensors
-     * with this flag in the same order, empty ones where a rank holds nothing, and give gradients for the same ones. A
-     * shard without a gradient counts as zeros. So a model comm of LAMB must not span pipeline stages, whose ranks hold
-     * different tensors. */
+     * LAMB computes one trust ratio for all shards (standard mode). All model ranks must then register the same LAMB
+     * tensors with this flag in the same order, empty if a rank has no elements, and pass gradients for the same ones.
+     * A shard without a gradient counts as zeros. So a model comm of LAMB must not span pipeline stages with different
+     * tensors. */
     DSOPT_PARAM_MODEL_PARALLEL = 1,
-    /** Another pipeline stage has the same parameter and counts it: left out of norms here. */
+    /** Another pipeline stage has the same parameter and counts it in norms: it is excluded from norms here. */
     DSOPT_PARAM_REPLICATED = 2,
-    /** The 1-bit family: the exchanged mean is multiplied with state tensor "mask". A 0 there keeps an element that
-     * never has a gradient from being moved by noise. The mask starts as zeros: fill it before the first step. */
+    /** The 1-bit family: the exchanged mean is multiplied with state tensor "mask". A 0 stops compression noise from
+     * changing an element that never has a gradient. The mask is initially 0: fill it before the first step. */
     DSOPT_PARAM_MASKED = 4,
     DSOPT_PARAM_SIGNED = -1
 };
 
-/** One parameter as registered. It travels in arrays and has no `size`. */
+/** One parameter as registered. It is passed in arrays and has no `size`. */
 typedef struct dsopt_param {
-    /** F32, F16 or BF16. NULL data: bound later, or given at each call. */
+    /** F32, F16 or BF16. NULL data: bound later, or passed to each call. */
     dsopt_tensor tensor;
     /** Copied. UTF-8, 1 to 1000 bytes, unique in the optimizer. NULL = "p<index>". */
     const char *name;
@@ -466,11 +466,11 @@ typedef struct dsopt_param {
     int32_t ndim;
     /** enum dsopt_param_flags. */
     int32_t flags;
-    /** Where this piece begins if it is a slice of a tensor of that name. Used by stochastic rounding, else 0. */
+    /** First element if the parameter is a slice of a tensor of that name. Used by stochastic rounding, else 0. */
     int64_t offset;
     /** 0 = dense. k: the ranks of expert comm k - 1 hold different experts, and the squares of their gradients add up,
-     * as in DeepSpeed 0.19.6 (get_norm_with_moe_layers). The form of 2023, which is the mean of the ranks' norms, is
-     * not there. Compat mode: docs/compat.md, "norm of experts". */
+     * as in DeepSpeed 0.19.6 (get_norm_with_moe_layers). The form of 2023, the mean of the ranks' norms, is not
+     * supported. Compat mode: docs/compat.md, "norm of experts". */
     int32_t expert;
     /** dsopt_optimizer_add_params: index of the parameter's group. dsopt_optimizer_add_group: 0. Since: 0.2 */
     int32_t group;
@@ -478,9 +478,9 @@ typedef struct dsopt_param {
 
 /**
  * Fill `group` with every default of an algorithm, as the original documents them: lr 1e-3, betas 0.9 and 0.999, eps
- * 1e-8, trust ratio 0.01 to 10. Weight decay is 0.01 in ADAMW and 0 elsewhere. SGD: lr 1e-3, no momentum. Adagrad: lr 1e-2, eps 1e-10, starting at 0. Lion:
- * lr 1e-4, betas 0.9 and 0.99. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta 0.9,
- * trust_threshold 0.1, change 0.5 to 4.
+ * 1e-8, trust ratio 0.01 to 10. Weight decay is 0.01 in ADAMW and 0 elsewhere. SGD: lr 1e-3, no momentum. Adagrad: lr
+ * 1e-2, eps 1e-10, initial sum 0. Lion: lr 1e-4, betas 0.9 and 0.99. The 1-bit family: freeze_step 100000, intervals
+ * 16, 32678 and 16, trust_beta 0.9, trust_threshold 0.1, change 0.5 to 4.
  * @param[out] group      every byte is written.
  * @param[in]  size       sizeof(dsopt_group) in the caller's header.
  * @param[in]  algorithm  enum dsopt_algorithm.
@@ -497,12 +497,12 @@ enum dsopt_compat {
     DSOPT_COMPAT_SIGNED = -1
 };
 
-/** What a step does about Inf and NaN in gradients. */
+/** Policy for Inf and NaN in gradients. */
 enum dsopt_nonfinite {
     /** Skip the step if the gradients are read for scaling or clipping anyway, else apply them. With the 1-bit family
-     * prefer SKIP: a NaN that is applied stays in the error feedback for good. */
+     * prefer SKIP: a NaN that is applied stays in the error feedback permanently. */
     DSOPT_NONFINITE_AUTO = 0,
-    /** Always look, which is one more read of the gradients, and skip. */
+    /** Always check, at the cost of one more read of the gradients, and skip. */
     DSOPT_NONFINITE_SKIP = 1,
     /** Apply them. */
     DSOPT_NONFINITE_APPLY = 2,
@@ -521,29 +521,30 @@ enum dsopt_optimizer_flags {
     DSOPT_OPTIMIZER_ACCUMULATE = 8,
     /** Times per phase in the report. */
     DSOPT_OPTIMIZER_TIMING = 16,
-    /** The 1-bit family: when dsopt_optimizer_next_reduction says FULL, the step averages the gradients over the
+    /** The 1-bit family: if dsopt_optimizer_next_reduction returns FULL, the step averages the gradients over the
      * data-parallel ranks itself, into F32 workspace. The caller's gradients are not changed. */
     DSOPT_OPTIMIZER_AVERAGES = 32,
-    /** Before each step the data-parallel ranks compare what they are about to do: parameter lists, number of calls,
-     * stage of the 1-bit family, and (where the caller averages) which gradients are present. The values of gradients
-     * are not compared. If ranks differ, each gets DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If
-     * one rank refuses its arguments, it gets that reason and the others get DSOPT_ERR_MISMATCH. Without this flag such
-     * ranks hang, fail as the comm does, or drift apart. Cost: one all-reduce of 100 bytes per step, two more with a
-     * node comm. The 1-bit family compares parameter lists at the first step after each new group even without it. */
+    /** Before each step the data-parallel ranks compare their calls: parameter lists, number of calls, stage of the
+     * 1-bit family, and (where the caller averages) which gradients are present. The values of gradients are not
+     * compared. If ranks differ, each gets DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
+     * arguments of one rank are invalid, it returns that status and the others return DSOPT_ERR_MISMATCH. Without this
+     * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 100 bytes per step, two
+     * more with a node comm. The 1-bit family compares parameter lists at the first step after each new group even
+     * without it. */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
     /** 1-bit Adam in standard mode: keep the frozen stage's momentum as the bits of the last exchange, in
-     * exp_avg_bits, so that a step moves 8 bytes per element less. The weights get the same bits. Then exp_avg holds an
-     * older momentum between calls; dsopt_optimizer_export, _import, _save, _bind, _reset and _add_group bring it up to
-     * date. Not with masks. No effect with one rank or one node. */
+     * exp_avg_bits, which saves 8 bytes of memory traffic per element and step. The weights get the same bits. Between
+     * calls exp_avg is stale; dsopt_optimizer_export, _import, _save, _bind, _reset and _add_group update it. Not with
+     * masks. No effect with one rank or one node. */
     DSOPT_OPTIMIZER_MOMENTUM_BITS = 128,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
 
 enum dsopt_masters {
-    /** Each master by itself. Compat mode: FP16_UnfusedOptimizer. */
+    /** Masters are separate tensors. Compat mode: FP16_UnfusedOptimizer. */
     DSOPT_MASTERS_PER_TENSOR = 0,
-    /** The masters of a group lie one behind the other without gaps, except for parameters that are added once the
-     * state is made. Compat mode: FP16_Optimizer. */
+    /** The masters of a group are contiguous, except for parameters added after the state was allocated. Compat mode:
+     * FP16_Optimizer. */
     DSOPT_MASTERS_FLAT = 1,
     DSOPT_MASTERS_SIGNED = -1
 };
@@ -558,20 +559,20 @@ typedef struct dsopt_optimizer_desc {
     int32_t nonfinite;
     /** enum dsopt_masters. */
     int32_t masters;
-    /** Clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm). 0 = off. Where a group has a
-     * max_norm of its own too, the larger of the two divisors counts. */
+    /** Clip by the L2 norm of all gradients: g /= max(1, (norm + 1e-6) / max_norm). 0 = off. If a group has a max_norm
+     * too, the larger of the two divisors is used. */
     double max_norm;
     /** Clip every element of the unscaled gradient to [-max_value, max_value], after clipping by norm. 0 = off. */
     double max_value;
-    /** Kept. NULL = no loss scaling. */
+    /** Retained. NULL = no loss scaling. */
     dsopt_scaler *scaler;
-    /** Kept. Data-parallel ranks, which agree on skipping; in compat mode as the original does (docs/compat.md). NULL =
-     * one rank. */
+    /** Retained. Data-parallel ranks, which agree on skipping; in compat mode as the original (docs/compat.md). NULL =
+     * one. */
     dsopt_comm *data;
-    /** Kept. Model-parallel ranks, which add up norms, agree on skipping, and find LAMB's trust ratios of sharded
-     * tensors together: one more all-reduce per step of 24 bytes per such tensor. NULL = one rank. */
+    /** Retained. Model-parallel ranks, which sum norms, agree on skipping, and compute LAMB's trust ratios of sharded
+     * tensors with one more all-reduce per step of 24 bytes per such tensor. NULL = one rank. */
     dsopt_comm *model;
-    /** The comms are kept, the array is not. Expert-parallel ranks, see dsopt_param.expert. */
+    /** The comms are retained, the array is not. Expert-parallel ranks, see dsopt_param.expert. */
     dsopt_comm *const *experts;
     /** Length of `experts`, at most 1024. */
     int32_t expert_count;
@@ -579,9 +580,9 @@ typedef struct dsopt_optimizer_desc {
     int32_t skip_budget;
     /** Seed of STOCHASTIC_ROUNDING. */
     uint64_t seed;
-    /** Kept. The ranks of this node, as in dsopt_compressed; NULL = one. Then the data-parallel ranks are those of all
-     * nodes, and `data` has the ranks with the same rank in their node. The 1-bit family exchanges in two levels, and
-     * skipping and norms are agreed over both comms. */
+    /** Retained. The ranks of this node, as in dsopt_compressed; NULL = one. With `node` the data-parallel ranks are
+     * those of all nodes, and `data` has the ranks with the same rank in their node. The 1-bit family exchanges in two
+     * levels, and skipping and norms are agreed over both comms. */
     dsopt_comm *node;
 } dsopt_optimizer_desc;
 
@@ -596,27 +597,27 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_create(dsopt_context *ctx, co
                                                           dsopt_optimizer **opt);
 
 /**
- * Release the handle. The last one also frees the state tensors that the engine owns. On CUDA that waits for the
+ * Release the handle. Destroying the last handle frees the state tensors of the engine and, on CUDA, waits for the
  * device.
  */
 DSOPT_API void dsopt_optimizer_destroy(dsopt_optimizer *opt);
 
 /**
  * Make one more handle to the same optimizer. Each handle is destroyed by its owner, in any order and by any thread.
- * For owners that do not know of one another, such as a compiled program whose asynchronous calls of
- * dsopt_optimizer_apply may outlive the object that made it.
+ * For independent owners, such as a compiled program whose asynchronous calls of dsopt_optimizer_apply may outlive the
+ * object that made it.
  * @param[out] other  release with dsopt_optimizer_destroy.
- * @return DSOPT_OK. Thread-safety: any, beside every other call. Since: 0.2
+ * @return DSOPT_OK. Thread-safety: any, concurrently with every other call. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other);
 
 /**
  * Append a group and its parameters. The parameters of all calls, in the order of registration, are the flat order of
  * every list of this API. May be called between steps: existing state is kept, except that error feedback of the 1-bit
- * family starts anew. Lists of later calls are longer, and a state list that was bound must be bound again. Once there
- * is state, this call waits for earlier calls. So does the next one other than dsopt_optimizer_add_group, _add_params,
- * _set and _get, a query too: it makes memory for what the whole optimizer keeps, so it cannot be captured, and it may
- * be made again if it fails with DSOPT_ERR_NOMEM or _BACKEND.
+ * family is reset. Lists of later calls are longer, and a state list that was bound must be bound again. Once there is
+ * state, this call waits for earlier calls. So does the next call other than dsopt_optimizer_add_group, _add_params,
+ * _set and _get, even a query: it allocates the state of the whole optimizer, so it cannot be captured. It can be
+ * repeated if it fails with DSOPT_ERR_NOMEM or _BACKEND.
  * @param[in] group   copied.
  * @param[in] params  copied, names and dims too. Tensor memory is borrowed until the optimizer is destroyed or bound to
  *                    other memory. NULL if count is 0.
@@ -629,13 +630,13 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *op
                                                              const dsopt_param *params, int64_t count);
 
 /**
- * Append parameters to existing groups: dsopt_param.group says to which. A model whose groups alternate (decay for
- * weights, none for biases) adds its groups without parameters first, and then all parameters in its own order.
- * Standard mode; in compat mode the parameters of a group must follow one another, as in the original.
+ * Append parameters to existing groups: dsopt_param.group is the group's index. A model whose groups alternate (decay
+ * for weights, none for biases) adds its groups without parameters first, and then all parameters in model order.
+ * Standard mode; in compat mode the parameters of a group must be consecutive, as in the original.
  * @param[in] params  as in dsopt_optimizer_add_group.
  * @return as dsopt_optimizer_add_group. DSOPT_ERR_ARGUMENT also for an unknown group; DSOPT_ERR_STATE also without
- * groups, or in compat mode once the state is made; DSOPT_ERR_UNSUPPORTED also in compat mode for an order that is
- * none. Since: 0.2
+ * groups, or in compat mode once there is state; DSOPT_ERR_UNSUPPORTED also in compat mode for parameters that are not
+ * consecutive. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_params(dsopt_optimizer *opt, const dsopt_param *params,
                                                               int64_t count);
@@ -681,7 +682,7 @@ enum dsopt_key {
     /** Number of steps so far, skipped ones included. Set by callers that keep their own checkpoints. */
     DSOPT_KEY_CALLS = 33,
     DSOPT_KEY_MAX_VALUE = 34,
-    /** Setting it also forgives the skips so far. */
+    /** Setting it also resets the count of consecutive skips. */
     DSOPT_KEY_SKIP_BUDGET = 35,
     DSOPT_KEY_SIGNED = -1
 };
@@ -691,7 +692,7 @@ enum dsopt_key {
  * @param[in] group  index, or DSOPT_ALL_GROUPS: every group, or none on failure.
  * @param[in] key    enum dsopt_key.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm
- * has no such hyper-parameter, or with this value it would keep other state tensors; DSOPT_ERR_STATE: no groups.
+ * has no such hyper-parameter, or this value needs other state tensors; DSOPT_ERR_STATE: no groups.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value);
 
@@ -715,8 +716,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
 /*
  * Everything that a step changes, apart from the parameters, is a list of state tensors. Their names, sizes and order
  * follow from the groups, so a framework can allocate the list before the first step, keep it in its own checkpoints,
- * bind it or pass it to dsopt_optimizer_apply. First come those of parameter 0, then of parameter 1 and so on, then
- * those of the whole optimizer; within each the order is that of this table. A tensor is there only where it is used.
+ * bind it or pass it to dsopt_optimizer_apply. The tensors of parameter 0 are first, then those of parameter 1 and so
+ * on, then those of the whole optimizer, each in the order of this table. A tensor exists only where it is used.
  *
  *   of each parameter (numel and dims of the parameter)      present
  *   master                F32  copy in full precision         16-bit parameters, without NO_MASTER
@@ -726,9 +727,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *   sum                   F32  sum of squares                 Adagrad; starts as initial_accumulator_value
  *   grad_accum            F32  sum of gradients               ACCUMULATE
  *   anchor                F32  weights at the last exchange   0/1 Adam, standard mode; rank local
- *   momentum_accumulator  F32  changes since the exchange     0/1 Adam, compat mode; rank local
- *   exp_avg_sq_fresh      F32  variance as it would be        1-bit LAMB
- *   mask                  F32  0 = do not move                DSOPT_PARAM_MASKED
+ *   momentum_accumulator  F32  updates since the exchange     0/1 Adam, compat mode; rank local
+ *   exp_avg_sq_fresh      F32  unfrozen variance              1-bit LAMB
+ *   mask                  F32  0 = do not change              DSOPT_PARAM_MASKED
  *
  *   of the optimizer      elements                            present
  *   worker_error          F32  see dsopt_compressed           1-bit family with several ranks; rank local
@@ -748,11 +749,11 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *   step                  I32  1 per parameter                always
  *
  * (*) In compat mode with NO_MASTER the moments have the parameter's dtype.
- * Engine-owned loss_scale and scaler are the attached scaler's own memory.
+ * Engine-owned loss_scale and scaler are memory of the attached scaler.
  * An export of worker_error and server_error has the residuals, followed by scales of 0.
  */
 enum dsopt_state_flags {
-    /** Starts as a copy of the parameter. */
+    /** Initially a copy of the parameter. */
     DSOPT_STATE_FROM_PARAM = 1,
     /** Differs between data-parallel ranks. */
     DSOPT_STATE_RANK_LOCAL = 2,
@@ -767,23 +768,23 @@ typedef struct dsopt_state_info {
     /** Index of the parameter; -1: of the whole optimizer. */
     int64_t param;
     /**
-     * dtype, numel, and where it is now: NULL while it is neither allocated nor bound. The engine frees none of its
-     * memory before the optimizer is gone, so until then the pointer can be read. It stays this tensor
-     *  - of a parameter, and of the scaler: until dsopt_optimizer_bind names other memory;
-     *  - of the whole optimizer, such as "step" or the errors: until `generation` is another one. These grow with the
-     *    list: mostly in place, with room for half as much again, else into other memory. Those that start again when
-     *    parameters are added ("worker_error", "server_error", "exp_avg_bits", "exp_avg_pad") are another tensor each
-     *    time.
+     * dtype, numel and current memory: NULL while the entry is neither allocated nor bound. The engine frees none of
+     * its memory before the optimizer is destroyed, so the pointer stays readable until then. It points to this tensor
+     *  - if it is a parameter's or the scaler's: until dsopt_optimizer_bind names other memory;
+     *  - if it is the whole optimizer's, such as "step" or the errors: until `generation` changes. These tensors grow
+     *    with the list: mostly in place, with spare capacity for half as much again, else into other memory. Those that
+     *    are reset when parameters are added ("worker_error", "server_error", "exp_avg_bits", "exp_avg_pad") are new
+     *    tensors then.
      */
     dsopt_tensor tensor;
     /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else one dimension. Owned
-     * by the optimizer, valid until parameters are added or the optimizer is gone. Since: 0.2 */
+     * by the optimizer, valid until parameters are added or the optimizer is destroyed. Since: 0.2 */
     const int64_t *dims;
     int32_t ndim;
     /** enum dsopt_state_flags. */
     int32_t flags;
-    /** Another number whenever `tensor.data` is other memory than before: allocated, bound, or outgrown. With the same
-     * number an earlier pointer still is this tensor, which may have more elements by now. 0: no memory. Since: 0.2 */
+    /** Changes whenever `tensor.data` becomes other memory: allocated, bound, or reallocated. While it is the same, an
+     * earlier pointer still points to this tensor, which may have more elements by now. 0 = no memory. Since: 0.2 */
     int64_t generation;
 } dsopt_state_info;
 
@@ -799,20 +800,19 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
                                                          dsopt_state_info *info);
 
 /**
- * Copy one entry to host memory. Before the first step this allocates the state and gives it its starting values,
- * except for loss_scale and scaler, which are there from the start.
- * Waits for earlier calls.
+ * Copy one entry to host memory. Before the first step the call allocates and initializes the state, except for
+ * loss_scale and scaler, which exist from the start. Waits for earlier calls.
  * @param[out] host   numel * size bytes.
- * @param[in]  bytes  exactly that number.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE: bytes; DSOPT_ERR_STATE: a master whose parameter has no memory yet, or the default
- * stream cannot be used.
+ * @param[in]  bytes  must be numel * size.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE: wrong `bytes`; DSOPT_ERR_STATE: a master whose parameter has no memory yet, or the
+ * default stream cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host,
                                                           size_t bytes);
 
-/** Copy host memory to one entry. Engines with fp32 initial weights import "master". Waits for earlier calls.
- * @return as dsopt_optimizer_export; DSOPT_ERR_ARGUMENT: step, schedule, lr_sum, loss_scale or scaler with a word that
- * no step leaves behind.
+/** Copy host memory to one entry. To start from fp32 weights, import "master". Waits for earlier calls.
+ * @return as dsopt_optimizer_export; DSOPT_ERR_ARGUMENT: step, schedule, lr_sum, loss_scale or scaler with a value that
+ * no step produces.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
                                                           size_t bytes);
@@ -820,23 +820,22 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, 
 enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED = -1 };
 
 /**
- * Say where parameters or state are from now on. dtype and numel stay as registered. Contents are neither copied nor
- * changed: bound state must hold its values, from dsopt_optimizer_init_state or a saved state. If you overwrite bound
- * state, bind it again: for the 1-bit family on CUDA the host caches the schedule and would not notice. Binding state
- * waits for earlier calls.
- * Parameters with NULL data have no memory from then on. A list in which each parameter has NULL data, or the memory
- * that it has already, allocates nothing: such a call cannot fail with DSOPT_ERR_NOMEM.
+ * Set the memory of parameters or state from now on. dtype and numel stay as registered. Contents are neither copied
+ * nor changed: bound state must hold its values, from dsopt_optimizer_init_state or a saved state. If you overwrite
+ * bound state, bind it again: for the 1-bit family on CUDA the host caches the schedule and would miss the change.
+ * Binding state waits for earlier calls. Parameters with NULL data have no memory from then on. A list in which each
+ * parameter has NULL data, or its current memory, allocates nothing: that call cannot fail with DSOPT_ERR_NOMEM.
  * @param[in] what   enum dsopt_bind.
- * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data stay with the engine.
+ * @param[in] list   borrowed memory until it is bound elsewhere. State entries with NULL data keep theirs.
  * @param[in] count  number of parameters, or of state entries.
- * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each named; _ARGUMENT as in dsopt_optimizer_import;
- * _STATE: the default stream cannot be used.
+ * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _OVERLAP, each naming the tensor; _ARGUMENT as in
+ * dsopt_optimizer_import; _STATE: the default stream cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
                                                         int64_t count);
 
 enum dsopt_reset {
-    /** Masters, from the parameters: after new weights were loaded (the original's refresh_fp32_params). */
+    /** Copies parameters to masters: after new weights were loaded (the original's refresh_fp32_params). */
     DSOPT_RESET_MASTERS = 1,
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
@@ -848,8 +847,8 @@ enum dsopt_reset {
 };
 
 /**
- * Give parts of the state their starting values, in stream order. With DSOPT_RESET_COUNTERS or MOMENTUM_BITS the call
- * waits for earlier calls and cannot be captured.
+ * Reset parts of the state to their initial values, in stream order. With DSOPT_RESET_COUNTERS or MOMENTUM_BITS the
+ * call waits for earlier calls and cannot be captured.
  * @param[in] what  an OR of enum dsopt_reset.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: unknown bits; DSOPT_ERR_STATE: a parameter has no memory to copy from, or this
  * call cannot be captured.
@@ -860,21 +859,21 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, i
 enum dsopt_step_flags {
     /** Set gradients to zero in the same pass, also when the step is skipped. Gradients are then written to. */
     DSOPT_STEP_ZERO_GRADS = 1,
-    /** Do not write `params`: new values go only to `out`, which must then have memory for every parameter. Refused for
-     * 0/1 Adam without masters, whose local steps add up in the parameters. In compat mode with masters the first use
-     * of the state writes F32 parameters all the same (docs/compat.md, "construction"). */
+    /** Do not write `params`: new values are written only to `out`, which must then have memory for every parameter.
+     * Refused for 0/1 Adam without masters, whose local steps accumulate in the parameters. In compat mode with masters
+     * the first use of the state still writes F32 parameters (docs/compat.md, "construction"). */
     DSOPT_STEP_OUT_ONLY = 2,
-    /** As OUT_ONLY, and `out` gets new - old; zeros when skipped. Refused for parameters with a master. */
+    /** As OUT_ONLY, but `out` receives new - old; zeros if skipped. Refused for parameters with a master. */
     DSOPT_STEP_DELTA = 4,
     /** dsopt_optimizer_step: the gradients are the accumulators of dsopt_optimizer_accumulate; `grads` is NULL. The
      * accumulators are zeroed. In `apply` pass the accumulators as gradients instead. */
     DSOPT_STEP_ACCUMULATED = 8,
-    /** `report` has -1 in every place that would be NaN. For tools that stop at any NaN. Since: 0.2 */
+    /** `report` has -1 in place of every NaN. For tools that stop at any NaN. Since: 0.2 */
     DSOPT_STEP_NO_NAN = 16,
     DSOPT_STEP_SIGNED = -1
 };
 
-/** Places in dsopt_step.report. Norms are of unscaled gradients before clipping, NaN if not computed. */
+/** Indices of dsopt_step.report. Norms are of unscaled gradients before clipping, NaN if not computed. */
 enum dsopt_report_place {
     /** 1 if this step was skipped. */
     DSOPT_REPORT_SKIPPED = 0,
@@ -883,23 +882,23 @@ enum dsopt_report_place {
     DSOPT_REPORT_WEIGHT_NORM = 2,
     /** |new - old|. With REPORT_NORMS. */
     DSOPT_REPORT_UPDATE_NORM = 3,
-    /** Number of Inf and NaN elements found on this rank. 0 if nobody looked. */
+    /** Number of Inf and NaN elements found on this rank. 0 if not checked. */
     DSOPT_REPORT_NONFINITE = 4,
-    /** Index of the first parameter with one, -1 = none. */
+    /** Index of the first parameter with such an element, -1 = none. */
     DSOPT_REPORT_FIRST_BAD = 5,
-    /** What gradients were divided by: scale and clipping. Group 0's if groups clip by themselves. 0 if skipped. */
+    /** Divisor of the gradients: scale and clipping. Group 0's if groups clip separately. 0 if skipped. */
     DSOPT_REPORT_DIVISOR = 6,
-    /** Loss scale that the gradients carried; 1 without a scaler. */
+    /** Loss scale of the gradients; 1 without a scaler. */
     DSOPT_REPORT_SCALE_USED = 7,
     /** Loss scale for the next backward pass. */
     DSOPT_REPORT_SCALE_NEXT = 8,
-    /** The experts' part of the norm, over all their ranks. */
+    /** Norm of the experts' gradients, over all their ranks. */
     DSOPT_REPORT_EXPERT_NORM = 9,
-    /** Steps skipped in a row by the scaler's count; 0 without a scaler. */
+    /** Consecutive skipped steps as counted by the scaler; 0 without a scaler. */
     DSOPT_REPORT_SKIPPED_IN_ROW = 10,
     /** Why the step was skipped: an OR of enum dsopt_skip. Since: 0.2 */
     DSOPT_REPORT_REASONS = 11,
-    /** Length of the report. Places without a name are 0. */
+    /** Length of the report. Entries without a name are 0. */
     DSOPT_REPORT_FLOATS = 16,
     DSOPT_REPORT_SIGNED = -1
 };
@@ -910,19 +909,19 @@ enum dsopt_skip {
     DSOPT_SKIP_GRADIENTS = 1,
     /** A norm is not finite, or one of `grad_norms` is negative. */
     DSOPT_SKIP_NORM = 2,
-    /** The loss scale, `grad_scale` or their product is not positive, not finite in fp32, or so small that 1 divided by
-     * it overflows fp32; or the words of state tensor "scaler" hold no such scale. */
+    /** The loss scale, `grad_scale` or their product is not positive, not finite in fp32, or its reciprocal overflows
+     * fp32; or the state tensor "scaler" is invalid. */
     DSOPT_SKIP_SCALE = 4,
     /** `lr` or `hyper` has a value that dsopt_optimizer_set would refuse. */
     DSOPT_SKIP_HYPER = 8,
     /** `skip` is not 0. */
     DSOPT_SKIP_CALLER = 16,
-    /** Another rank had a reason. With expert comms not said by a rank that has one itself. */
+    /** Another rank had a reason. With expert comms, a rank with a reason of its own does not report this one. */
     DSOPT_SKIP_PEER = 32,
     DSOPT_SKIP_SIGNED = -1
 };
 
-/** Places in a row of dsopt_step.hyper. Since: 0.2 */
+/** Indices in a row of dsopt_step.hyper. Since: 0.2 */
 enum dsopt_hyper_place {
     DSOPT_HYPER_LR = 0,
     DSOPT_HYPER_BETA1 = 1,
@@ -935,7 +934,7 @@ enum dsopt_hyper_place {
     DSOPT_HYPER_MAX_NORM = 6,
     /** SGD with momentum: above 0. NaN or 0 in the other groups. */
     DSOPT_HYPER_MOMENTUM = 7,
-    /** Length of a row. Places 8 to 15 are for later versions: NaN or 0. */
+    /** Length of a row. Indices 8 to 15 are reserved: NaN or 0. */
     DSOPT_HYPER_FLOATS = 16,
     DSOPT_HYPER_SIGNED = -1
 };
@@ -943,45 +942,45 @@ enum dsopt_hyper_place {
 /**
  * Arguments of one step. Lists have one entry per parameter, in flat order. `grads` and `count` are always needed, all
  * else is optional unless it says otherwise. The members from `lr` to `grad_norms` are in backend memory and are read
- * when the stream gets there. A scale or hyper-parameter there that the host would refuse skips the step
- * (DSOPT_SKIP_SCALE, _HYPER), whatever the policy for non-finite gradients.
+ * in stream order. A scale or hyper-parameter there that the host would refuse skips the step (DSOPT_SKIP_SCALE,
+ * _HYPER), whatever the policy for non-finite gradients.
  */
 typedef struct dsopt_step {
     size_t size;
-    /** F32, F16 or BF16, free per tensor. NULL data = no gradient: the tensor and its counter are left alone. Only
-     * read, unless ZERO_GRADS is set. */
+    /** F32, F16 or BF16, chosen per tensor. NULL data = no gradient: the parameter, its state and its counter do not
+     * change. Only read, unless ZERO_GRADS is set. */
     const dsopt_tensor *grads;
     /** Number of parameters. */
     int64_t count;
-    /** Where the parameters are. NULL = where they are bound. Required in `apply`. */
+    /** Memory of the parameters. NULL = as bound. Required in `apply`. */
     const dsopt_tensor *params;
     /** New weights, rounded to the entry's dtype. NULL data = not wanted. Also written when the step is skipped or the
-     * gradient is absent: then with the unchanged weight. May be the parameter's own memory, or without ZERO_GRADS and
-     * outside the 1-bit family that of its gradient, of the same dtype. */
+     * gradient is absent: then with the unchanged weight. May be the parameter's memory, or, without ZERO_GRADS and
+     * outside the 1-bit family, memory of its gradient of the same dtype. */
     const dsopt_tensor *out;
-    /** Where the state is. In `apply` required: every entry, in list order, with memory unless it is empty. In `step`
-     * NULL, or entries with NULL data, mean where it is bound. */
+    /** Memory of the state. Required in `apply`: every entry, in list order, with memory unless it is empty. In `step`,
+     * NULL or entries with NULL data mean the bound memory. */
     const dsopt_tensor *state;
     int64_t state_count;
     /** Learning rate, one per group. NULL = the value set on the host. Not together with `hyper`. */
     const float *lr;
-    /** Gradients are this much too large, in addition to the scaler's scale, and are divided by both: the number of
-     * accumulated micro-batches, or a scale that the caller keeps. NULL = 1. */
+    /** Additional factor by which the gradients are scaled, such as the number of accumulated micro-batches or a scale
+     * of the caller; they are divided by it and by the loss scale. NULL = 1. */
     const float *grad_scale;
-    /** Nonzero = skip: write nothing except `out`, `report` and zeroed gradients. Counters stay. A scaler takes it for
-     * an overflow, as it takes every reason to skip. */
+    /** Nonzero = skip: write nothing except `out`, `report` and zeroed gradients. Counters do not change. The scaler
+     * treats it as an overflow, like every other reason. */
     const int32_t *skip;
-    /** L2 norms of the gradients as given (scaled), one per group. Saves reading the gradients for the norm. A negative
-     * or non-finite one counts as an overflow: it skips the step unless the policy is APPLY. */
+    /** L2 norms of the gradients as passed (scaled), one per group. Saves reading the gradients for the norm. A
+     * negative or non-finite norm counts as an overflow: it skips the step unless the policy is APPLY. */
     const float *grad_norms;
     /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_place. */
     float *report;
-    /** `apply`: backend memory of any alignment; nothing is kept in it. `step`: NULL, the engine has its own. */
+    /** `apply`: backend memory of any alignment; holds no state. `step`: NULL, the engine allocates it. */
     void *workspace;
-    /** At least the number that dsopt_optimizer_workspace says, or 255 less if the memory is 256-byte aligned. */
+    /** At least the number that dsopt_optimizer_workspace returns, or 255 less if the memory is 256-byte aligned. */
     size_t workspace_bytes;
     void *stream;
-    /** Thread pool for this call, CPU backend. State that a first call makes is made with the context's pool. */
+    /** Thread pool for this call, CPU backend. The first call initializes state with the context's pool. */
     dsopt_parallel_for parallel_for;
     /** First argument of `parallel_for`. */
     void *parallel_user;
@@ -989,53 +988,53 @@ typedef struct dsopt_step {
     int32_t flags;
     int32_t reserved;
     /** Hyper-parameters: one row of DSOPT_HYPER_FLOATS floats per group, enum dsopt_hyper_place. NaN = the value set on
-     * the host, which is also more exact than a float. A max_norm other than 0 needs the same max_norm to be positive
-     * on the host, which switches that clipping on; else the step is skipped (DSOPT_SKIP_HYPER). Since: 0.2 */
+     * the host, which is also more exact than a float. A max_norm other than 0 requires that the same max_norm is
+     * positive on the host, which enables that clipping; else the step is skipped (DSOPT_SKIP_HYPER). Since: 0.2 */
     const float *hyper;
 } dsopt_step;
 
 /**
  * Update every parameter that has a gradient, once. Checks the lists, enqueues on `stream`, and returns before the
- * device is done. The first call allocates, later ones of an unchanged optimizer do not, whatever gradients are absent.
- * A call that returns DSOPT_ERR_NOMEM has sent nothing to other ranks and can be repeated; without CHECK_RANKS they
- * wait for it.
+ * device is done. The first call allocates; later calls on an unchanged optimizer do not, whichever gradients are
+ * absent. A call that returns DSOPT_ERR_NOMEM has sent nothing to other ranks and can be repeated; without CHECK_RANKS
+ * they wait for that.
  *
  * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
- * this rank or another one. `out`, `report`, ZERO_GRADS and the scaler are served all the same. In standard mode the
- * schedule of the 1-bit family counts it, and freezes the variance if its turn has come; ranks exchange as much as in a
- * step that is taken, and drop the result. In compat mode nothing is exchanged after the decision to skip.
+ * this rank or another one. `out` and `report` are still written, gradients are still zeroed (ZERO_GRADS), and the
+ * scaler is still updated. In standard mode the schedule of the 1-bit family counts the step and freezes the variance
+ * if that is due; ranks exchange as much as in an executed step and discard the result. In compat mode nothing is
+ * exchanged after the decision to skip.
  *
  * The host waits in four cases only. It waits for `stream` in the first three, and for earlier calls in the last one:
  *  - a comm of several ranks without DSOPT_COMM_FLAG_ENQUEUE;
- *  - with ENQUEUE: values that the host needs, see there;
+ *  - with ENQUEUE: values that the host needs, see DSOPT_COMM_FLAG_ENQUEUE;
  *  - the 1-bit family on CUDA, in compat mode or when the schedule is in memory of the caller;
  *  - a skip budget and comms of several ranks.
  *
  * The originals call a closure first. Call it before this function instead. The originals' fp16 wrappers ignore a
  * closure.
  *
- * Gradients that overlap one another or parameters are not looked for, nor is one array given twice.
- * CUDA graphs: docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
+ * Overlap among gradients, or of gradients and parameters, is not checked, nor is an array passed twice. CUDA graphs:
+ * docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
- * CHECK_RANKS; _NOMEM; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are lost. So they are after any other
- * failure between two collectives, such as DSOPT_ERR_HOOK. Parameters, moments and counters of
- * all groups are unchanged, on every backend, with three exceptions: what 0/1 Adam moves by itself before a
- * synchronisation; the model comm fails between LAMB's two sweeps, when LAMB's moments and other groups have moved; or
- * a comm was made with ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose errors hold sums
- * that were to be sent, load a checkpoint (docs/onebit.md).
+ * CHECK_RANKS; _NOMEM; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are unusable, as after any other failure
+ * between two collectives, such as DSOPT_ERR_HOOK. Parameters, moments and counters of all groups are unchanged, on
+ * every backend, with three exceptions: the local update of 0/1 Adam before a synchronisation; a failure of the model
+ * comm between LAMB's two passes, when LAMB's moments and other groups are already updated; and comms made with
+ * ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose error feedback then holds unsent
+ * sums, load a checkpoint (docs/onebit.md).
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
 
 /**
- * The same as a pure function: reads and writes only what `step` names, and remembers nothing. Nothing is allocated
- * except host memory for tables, which is kept and grows to the number of threads that call at once. The host waits
- * only where dsopt_optimizer_step says that it does; the schedule of the 1-bit family is always in memory of the caller
- * here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
- * After dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must not see them passes
- * `hyper`.
+ * dsopt_optimizer_step as a pure function: reads and writes only what `step` names, and keeps no state. Nothing is
+ * allocated except host memory for tables, which is cached and grows with the number of concurrent calls. The host
+ * waits only in the cases that dsopt_optimizer_step lists; the schedule of the 1-bit family is always in memory of the
+ * caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call. After
+ * dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must ignore them passes `hyper`.
  * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads, on different memory.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
@@ -1047,14 +1046,13 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimizer *opt, size_t *bytes);
 
 /**
- * Write the starting values of every state tensor into the caller's list, in stream order: masters from `params`,
- * zeros, the scaler's starting scale and counters as its desc says. In compat mode with masters this includes the step
- * on zero gradients that the original takes when it is made, which also decays F32 parameters in place. After it
- * dsopt_optimizer_apply gives the bits that dsopt_optimizer_step gives. Nothing is read from state that the optimizer
- * owns.
- * Where that step is taken the call allocates workspace and frees it, the host may wait for the device, and the call
- * cannot be captured in a graph. Nor can it be captured where a state tensor starts as a value other than 0.
- * @param[in,out] params  one entry per parameter, only read unless that step is taken. NULL is legal if there are no
+ * Write the initial values of every state tensor into the caller's list, in stream order: masters from `params`, zeros,
+ * the scaler's initial scale and counters from its desc. In compat mode with masters this includes the step on zero
+ * gradients that the original executes when it is constructed, which also decays F32 parameters in place. Afterwards
+ * dsopt_optimizer_apply gives the same bits as dsopt_optimizer_step. State that the optimizer owns is not read. If that
+ * step is executed, the call allocates and frees workspace, the host may wait for the device, and the call cannot be
+ * captured in a graph. Nor can it be captured if a state tensor has an initial value other than 0.
+ * @param[in,out] params  one entry per parameter, only read unless that step is executed. NULL is legal if there are no
  *                        masters.
  * @param[in]     count   number of parameters; 0 with params NULL.
  * @param[out]    state   every entry, in list order, with memory unless it is empty.
@@ -1067,9 +1065,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_init_state(const dsopt_optimi
                                                               int64_t state_count, void *stream);
 
 /**
- * Add gradients to the accumulators: grad_accum += g, in fp32, as given. The next step with DSOPT_STEP_ACCUMULATED uses
- * and zeroes them. A parameter that got nothing since then has no gradient in that step. The accumulators are used up
- * even if that step is skipped.
+ * Add gradients to the accumulators: grad_accum += g, in fp32, as passed. The next step with DSOPT_STEP_ACCUMULATED
+ * uses and zeroes them, even if it is skipped. A parameter to which nothing was added has no gradient in that step.
  * @param[in] grads  F32, F16 or BF16, only read. NULL data = nothing to add.
  * @param[in] count  number of parameters.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _ARGUMENT: no list; _UNSUPPORTED: made without
@@ -1078,7 +1075,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_init_state(const dsopt_optimi
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads,
                                                               int64_t count, void *stream);
 
-/** What happens to the gradients of a step. Without the 1-bit family: FULL. */
+/** Reduction of the gradients of a step. Without the 1-bit family: FULL. */
 enum dsopt_reduction {
     /** They must be averaged over the data-parallel ranks before the step. */
     DSOPT_REDUCTION_FULL = 1,
@@ -1091,9 +1088,9 @@ enum dsopt_reduction {
 
 /**
  * The reduction of a call of dsopt_optimizer_step, known before the backward pass.
- * @param[in]  call       1, 2, ...: the answer is a pure function of it, because calls count whether skipped or not.
- *                        0 = the next call. In compat mode only 0, because skipped calls do not count there: on CUDA
- *                        it waits for earlier calls, as it does where the state was imported, bound or loaded.
+ * @param[in]  call       1, 2, ...: the result is a pure function of it, because calls count whether skipped or not. 0
+ * = the next call. In compat mode only 0, because skipped calls do not count there: on CUDA it waits for earlier calls,
+ * as it does after state was imported, bound or loaded.
  * @param[out] reduction  enum dsopt_reduction.
  * @return DSOPT_OK; DSOPT_ERR_STATE: no groups, or the default stream cannot be used; DSOPT_ERR_UNSUPPORTED: a number
  * in compat mode. Thread-safety: if `call` is 0 one thread per optimizer, else any number of readers.
@@ -1120,11 +1117,11 @@ typedef struct dsopt_schedule_info {
     size_t size;
     /** Calls so far; in compat mode executed steps. */
     int32_t step;
-    /** 1 once the variance does not change any more. */
+    /** 1 once the variance is frozen. */
     int32_t frozen;
-    /** 0/1 Adam: interval of variance steps, 0 = not begun, which counts as 1; and how many of them it has had. */
+    /** 0/1 Adam: interval of variance steps, 0 = not started, which counts as 1; and number of them in it. */
     int32_t var_interval, var_counter;
-    /** 0/1 Adam: interval of exchanges after the freeze, 0 as above; and how many steps it has had. */
+    /** 0/1 Adam: interval of exchanges after the freeze, 0 as above; and number of steps in it. */
     int32_t local_interval, local_counter;
     /** 1 while exp_avg_bits has the momentum in place of exp_avg. */
     int32_t momentum_in_bits;
@@ -1142,22 +1139,22 @@ typedef struct dsopt_schedule_info {
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *words,
                                                          dsopt_schedule_info *info);
 
-/** Places in dsopt_report.ms: phases, most of them under the original's timer names. */
+/** Indices of dsopt_report.ms: phases, most of them with the original's timer names. */
 enum dsopt_phase {
     /** Pass 1: finite check and squares, in one read of the gradients. */
     DSOPT_MS_OVERFLOW_CHECK = 0,
-    /** Adding up leaves and ranks. With one rank, CUDA does this in OVERFLOW_CHECK. */
+    /** Sums over leaves and ranks. With one rank, CUDA computes them in OVERFLOW_CHECK. */
     DSOPT_MS_COMPUTE_NORM = 1,
-    /** The divisor; the division is in BASIC_STEP. On CUDA it is made in OVERFLOW_CHECK. */
+    /** The divisor, which CUDA computes in OVERFLOW_CHECK; the division is in BASIC_STEP. */
     DSOPT_MS_UNSCALE_AND_CLIP = 2,
     /** Pass 2, which also writes 16-bit parameters. */
     DSOPT_MS_BASIC_STEP = 3,
     /* Of steps with an exchange, and not part of BASIC_STEP. */
-    /** This rank's values to bits. */
+    /** Compression. */
     DSOPT_MS_COMPRESS = 4,
-    /** The collectives, and what the rank does between them. */
+    /** The collectives, and the work of the rank between them. */
     DSOPT_MS_EXCHANGE = 5,
-    /** Bits to means, and with them the update. */
+    /** Decompression and update. */
     DSOPT_MS_DECOMPRESS = 6,
     /** Length of dsopt_report.ms. */
     DSOPT_MS_PHASES = 8,
@@ -1174,27 +1171,27 @@ enum dsopt_nonfinite_kind {
 
 typedef struct dsopt_report {
     size_t size;
-    /** Calls of dsopt_optimizer_step: all, those skipped, those skipped in a row up to now. */
+    /** Calls of dsopt_optimizer_step: all, skipped, and skipped in a row up to now. */
     int64_t calls, skipped, skipped_in_row;
     /** Inf and NaN elements found in the last call on this rank, whether the step was skipped or applied them. Counted
      * where the gradients are read before the update: with a scaler, max_norm, or DSOPT_NONFINITE_SKIP. Elsewhere 0,
      * and grad_norm is NaN, whatever the gradients are. */
     int64_t nonfinite;
-    /** First parameter with one in the last call, -1 = none. */
+    /** Index of the first parameter with such an element in the last call, -1 = none. */
     int64_t first_bad;
-    /** Its name, owned by the optimizer, valid until parameters are added. NULL = none. */
+    /** Name of that parameter, owned by the optimizer, valid until parameters are added. NULL = none. */
     const char *first_bad_name;
     /** 1 if the last call was skipped. */
     int32_t last_skipped;
     /** enum dsopt_nonfinite_kind: what was found in the first bad parameter. */
     int32_t kind;
-    /** For the next backward pass; 1 without a scaler. */
+    /** Loss scale for the next backward pass; 1 without a scaler. */
     double loss_scale;
-    /** That the gradients of the last call carried. */
+    /** Loss scale of the last call's gradients. */
     double scale_used;
     /** Of the last call, as in enum dsopt_report_place. NaN if not computed. */
     double grad_norm, weight_norm, update_norm;
-    /** Parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2. The second one is over the ranks of all expert
+    /** Parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2. expert_norm is over the ranks of all expert
      * comms, see dsopt_param.expert. */
     double dense_norm, expert_norm;
     /** As DSOPT_REPORT_DIVISOR. */
@@ -1202,19 +1199,19 @@ typedef struct dsopt_report {
     /** Milliseconds of the last call, enum dsopt_phase. With DSOPT_OPTIMIZER_TIMING. */
     double ms[8];
     int64_t state_bytes, workspace_bytes;
-    /** How many ranks saved what was last loaded, if it was another number than now; else 0. */
+    /** Number of ranks that saved the last loaded checkpoint, if it differs from the present number; else 0. */
     int32_t resharded_from;
     /** Why the last call was skipped: an OR of enum dsopt_skip. Since: 0.2 */
     int32_t reasons;
 } dsopt_report;
 
 /**
- * What happened so far. Waits for earlier calls, and not for the default stream; stepping does not wait. Replays of
- * captured steps that were launched before this call are included, whatever their stream.
- * Logs one line (INFO) if steps were skipped or the loss scale changed since the last report of this optimizer, such as
- * "call 12: 3 steps were skipped since the last report; the loss scale changed from 65536 to 8192"; otherwise nothing.
- * The first report has no earlier scale to compare with if the scaler was in use before the optimizer was made. Steps
- * log nothing: they would have to wait. dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
+ * Statistics of the steps so far. Waits for earlier calls, but not for the default stream. Replays of captured steps
+ * that were launched before this call are included, whatever their stream. Logs one line (INFO) if steps were skipped
+ * or the loss scale changed since the last report of this optimizer, such as "call 12: 3 steps were skipped since the
+ * last report; the loss scale changed from 65536 to 8192"; otherwise nothing. The first report has no earlier scale to
+ * compare with if the scaler was in use before the optimizer was made. Steps log nothing: they would have to wait.
+ * dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
  * @param[out] report  `report->size` must be set.
  * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */
@@ -1224,20 +1221,20 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, 
 enum dsopt_io_flags {
     /** Load: leave moments, counters, schedule and error feedback as they are. */
     DSOPT_IO_NO_STATE = 1,
-    /** Load: leave saved masters out and make them from the parameters. */
+    /** Load: ignore saved masters and copy them from the parameters. */
     DSOPT_IO_NO_MASTERS = 2,
-    /** Load: keep the hyper-parameters that are set now, those of the optimizer and the scaler's rules included. */
+    /** Load: keep the current hyper-parameters, including those of the optimizer and the scaler's rules. */
     DSOPT_IO_NO_HYPER = 4,
     /** Save and load the parameters as well. */
     DSOPT_IO_PARAMS = 8,
     /** Load: keep the loss scale and its counters. */
     DSOPT_IO_NO_SCALER = 16,
-    /** Load: error feedback of the 1-bit family starts anew, whoever saved it. */
+    /** Load: reset error feedback of the 1-bit family, whichever ranks saved it. */
     DSOPT_IO_RESET_ERRORS = 32,
     DSOPT_IO_SIGNED = -1
 };
 
-/** Where bytes go when not to a file, and the files of several ranks. The functions return 0 or an error number. */
+/** Read and write callbacks, and the list of files of several ranks. The functions return 0 or an error number. */
 typedef struct dsopt_io {
     size_t size;
     /** enum dsopt_io_flags. */
@@ -1249,13 +1246,12 @@ typedef struct dsopt_io {
     int (*write)(void *user, const void *data, size_t bytes);
     /** Load: called in any order. */
     int (*read)(void *user, uint64_t offset, void *data, size_t bytes);
-    /** Load: length of what `read` reads. */
+    /** Load: total bytes that `read` can read. */
     uint64_t total;
-    /** Load at another number of ranks: how many files there are, one of each rank that saved, in any order. 0 = one
-     * file, the argument `path`. */
+    /** Load with another number of ranks: number of files, one per rank that saved, in any order. 0 = one, `path`. */
     int32_t files;
     int32_t reserved2;
-    /** With `files`: their paths, or NULL to use `read`. */
+    /** With `files`: the paths, or NULL to use `read`. */
     const char *const *paths;
     /** With `files` and `read`: the first argument of `read` for each file. */
     void *const *users;
@@ -1268,11 +1264,11 @@ typedef struct dsopt_io {
  * those of the whole optimizer, "<param>.param" with DSOPT_IO_PARAMS. Algorithm, hyper-parameters and an XXH3-128
  * checksum per tensor are in the metadata. A file is written under a temporary name, flushed and renamed, and its
  * folder is flushed: a crash leaves the old file or the new one. Waits for earlier calls. docs/checkpoints.md
- * Symbolic links are followed and the file behind them is replaced, also for /dev/stdout or /proc/self/fd/N: the open
- * descriptor keeps the old file. To write to a descriptor, use `io->write`.
+ * Symbolic links are followed and their target is replaced, also for /dev/stdout or /proc/self/fd/N: the open
+ * descriptor still refers to the old file. To write to a descriptor, use `io->write`.
  * @param[in] path  NULL = to `io->write`.
  * @param[in] io    NULL = defaults.
- * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unharmed; DSOPT_ERR_STATE: no groups, or the default stream
+ * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unchanged; DSOPT_ERR_STATE: no groups, or the default stream
  * cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
@@ -1280,19 +1276,19 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
 /**
  * Read a checkpoint. Everything, checksums included, is checked before anything changes. Waits for earlier calls.
  *
- * Each data-parallel rank saves a file of its own. With the same number of ranks each loads its own file and goes on
- * with the same bits. With another number, every rank gets the files of all ranks that saved (dsopt_io.files):
- * moments, masters, counters and schedule are exact, and the 1-bit family's error feedback is shared out anew as
- * docs/checkpoints.md says. dsopt_report.resharded_from and the log (INFO) tell.
+ * Each data-parallel rank saves one file. With the same number of ranks each loads the file that it saved and continues
+ * with the same bits. With another number, every rank reads the files of all ranks that saved (dsopt_io.files):
+ * moments, masters, counters and schedule are exact, and the 1-bit family's error feedback is repartitioned as
+ * docs/checkpoints.md says. dsopt_report.resharded_from and an INFO log message report it.
  *
- * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: not this optimizer's, files that are
- * not all of one save, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
+ * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: a checkpoint of another optimizer,
+ * files of different saves, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
  * gradients in accumulators). The text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
 /* ------------------------------------------------------------------------------------------------------ loss scaler */
-/** Where zero fields of dsopt_scaler_desc come from. */
+/** Defaults of dsopt_scaler_desc's zero fields. */
 enum dsopt_profile {
     /** init 2^16, factor 2, window 1000, min 1, hysteresis 1. */
     DSOPT_PROFILE_DEFAULT = 0,
@@ -1306,18 +1302,18 @@ enum dsopt_profile {
 };
 
 enum dsopt_scaler_flags {
-    /** The scale never changes by itself. An overflow skips the step all the same. */
+    /** The scale never changes automatically. An overflow still skips the step. */
     DSOPT_SCALER_STATIC = 1,
     /** Consecutive hysteresis: every good step refills the budget. */
     DSOPT_SCALER_REFILL = 2,
     /** An overflow at the minimum counts in dsopt_scaler_info.failures and changes nothing else. */
     DSOPT_SCALER_FAIL_AT_MIN = 4,
-    /** Takes FAIL_AT_MIN out of the DYNAMIC profile. Both together are refused. */
+    /** Removes FAIL_AT_MIN from the DYNAMIC profile. Both flags together are refused. */
     DSOPT_SCALER_KEEP_AT_MIN = 8,
     /** For several optimizers: steps only record overflow. Once per iteration, after the last step,
-     * dsopt_scaler_update (on arrays dsopt_scaler_update_arrays) moves the scale. */
+     * dsopt_scaler_update (on arrays dsopt_scaler_update_arrays) updates the scale. */
     DSOPT_SCALER_SHARED = 16,
-    /** Grow in the step that makes `window` good ones (2023 form) and not in the one after it. */
+    /** Grow in the step that completes `window` good steps (2023 form) and not in the next one. */
     DSOPT_SCALER_GROWTH_AT_WINDOW = 32,
     DSOPT_SCALER_SIGNED = -1
 };
@@ -1344,9 +1340,9 @@ typedef struct dsopt_scaler_desc {
 
 typedef struct dsopt_scaler_info {
     size_t size;
-    /** What the next backward pass must use, override included. */
+    /** Scale for the next backward pass, override included. */
     double scale;
-    /** The scaler's own value. */
+    /** The dynamic scale, without override. */
     double dynamic;
     /** Transitions so far (cur_iter). */
     int64_t updates;
@@ -1362,11 +1358,11 @@ typedef struct dsopt_scaler_info {
     int32_t skipped_in_row;
 } dsopt_scaler_info;
 
-/** What dsopt_scaler_set sets. */
+/** Values that dsopt_scaler_set sets. */
 enum dsopt_scale {
-    /** The scaler's own value. */
+    /** The dynamic scale. */
     DSOPT_SCALE_VALUE = 0,
-    /** A scale that is used in its place; meanwhile transitions change nothing. */
+    /** A scale that replaces it; meanwhile transitions change nothing. */
     DSOPT_SCALE_OVERRIDE = 1,
     DSOPT_SCALE_CLEAR_OVERRIDE = 2,
     DSOPT_SCALE_SIGNED = -1
@@ -1374,8 +1370,8 @@ enum dsopt_scale {
 
 /**
  * Create a scaler. A transition is that of DeepSpeed's loss_scaler.py, with i = updates and l = last_overflow:
- *  - On overflow with 1 left in the hysteresis budget, scale = max(scale / factor, min); with more, one is taken from
- *    the budget. Then l = i.
+ *  - On overflow with 1 left in the hysteresis budget, scale = max(scale / factor, min); with more, the budget shrinks
+ *    by 1. Then l = i.
  *  - On a good step with k = i - l - 1 > 0 and k a multiple of `window`, scale = min(scale * factor, max) and the
  *    budget is refilled. The scale grows no further than 2^127, the largest power of two in fp32.
  *  - Then i = i + 1.
@@ -1390,15 +1386,14 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_create(dsopt_context *ctx, const
 DSOPT_API void dsopt_scaler_destroy(dsopt_scaler *scaler);
 
 /**
- * Let go of the optimizers that were created with this scaler, so that a new optimizer can have it. A step of one of
- * the old ones then returns DSOPT_ERR_STATE. For garbage-collected languages, where an optimizer that nobody uses any
- * more may not be destroyed yet.
+ * Detach the scaler from the optimizers that were created with it, so that a new optimizer can use it. A step of the
+ * old optimizers then returns DSOPT_ERR_STATE. For garbage-collected languages, whose unused optimizers may live on.
  * @return DSOPT_OK. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
 
 /**
- * One float in backend memory, at the same address for the scaler's life: the loss or its gradient is multiplied by it.
+ * The loss scale: one float in backend memory, at a fixed address. Multiply the loss or its gradient by it.
  * NULL only for NULL.
  */
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
@@ -1437,13 +1432,12 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_scale_loss(const dsopt_scaler *s
 
 /*
  * The scaler on arrays, for the functional form. `state` is a list of the two state tensors "loss_scale" (F32, 1) and
- * "scaler" (I32, 12), in this order. The rules are those of the handle; its own scale is neither read nor written.
- * Words of "scaler": 0-1 the scaler's own value, 2-3 the override (doubles, low word first), 4 updates,
- * 5 last_overflow, 6 hysteresis, 7 failures, 8 overridden, 9 overflow recorded since the last transition,
- * 10 skipped_in_row, 11 reserved.
+ * "scaler" (I32, 12), in this order. The rules are those of the handle, whose scale is neither read nor written. Words
+ * of "scaler": 0-1 the dynamic scale, 2-3 the override (doubles, low word first), 4 updates, 5 last_overflow, 6
+ * hysteresis, 7 failures, 8 overridden, 9 overflow recorded since the last transition, 10 skipped_in_row, 11 reserved.
  */
 /**
- * Starting values as the desc says. dsopt_optimizer_init_state does it too.
+ * Write the initial values of the desc. dsopt_optimizer_init_state does this too.
  * @param[out] state  both tensors.
  * @param[in]  count  2.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _ARGUMENT: no memory.
@@ -1475,11 +1469,10 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_decode(const int32_t *words, dso
  * Every rank makes the same calls in the same order. One thread at a time uses a comm; only dsopt_comm_query and
  * dsopt_comm_abort may be called by any thread at any time.
  *
- * The first failure loses the comm: later calls return its status without trying. A rank that does not come, has died,
- * or makes another call gives the others DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once where the
- * provider notices. All calls of a comm go to one stream, or to several that the caller keeps in order.
- * Every kind works with every context unless it says otherwise: data in other memory than the kind
- * works in are copied there and back by the engine.
+ * The first failure makes the comm unusable: later calls return its status at once. If a rank does not join, has died,
+ * or makes another call, the others return DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once if the
+ * provider detects it. All calls on a comm use one stream, or several that the caller keeps in order. Every kind works
+ * with every context unless documented otherwise: the engine copies data to and from the memory that the kind works in.
  *
  * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
  * (DSOPT_ERR_STATE, the comm stays usable) unless all of them were made with DSOPT_COMM_FLAG_ENQUEUE.
@@ -1490,14 +1483,16 @@ enum dsopt_comm_kind {
     /** Ranks are threads of this process. Host memory. */
     DSOPT_COMM_KIND_LOCAL = 1,
     /** NCCL 2.4 or later; needs a CUDA context and works in device memory. Found at run time: a copy that the process
-     * has loaded, else what the environment's DSOPT_NCCL_LIBRARY (an absolute path) names, else libnccl.so.2.
-     * DSOPT_ERR_MISSING without one. The time-out starts at the call and includes work already on the stream. It can
-     * interrupt a call inside NCCL only for communicators that do not block: those made here with NCCL 2.14 or later.
+     * has loaded, else the library that the environment's DSOPT_NCCL_LIBRARY (an absolute path) names, else
+     * libnccl.so.2. DSOPT_ERR_MISSING without one. The time-out starts at the call and includes work already on the
+     * stream. It can interrupt a call inside NCCL only for non-blocking communicators: those made here, with
+     * NCCL 2.14 or later.
      */
     DSOPT_COMM_KIND_NCCL = 2,
-    /** HCCL of Ascend, found at run time as NCCL is: libhccl.so and libascendcl.so, or what DSOPT_HCCL_LIBRARY and
-     * DSOPT_ASCENDCL_LIBRARY name. Takes host memory and uses the Ascend device that is current in the creating thread
-     * (DSOPT_ERR_STATE: none). Tested against a double of both libraries, never on that hardware. */
+    /** HCCL of Ascend, found at run time as NCCL is: libhccl.so and libascendcl.so, or the libraries that
+     * DSOPT_HCCL_LIBRARY and DSOPT_ASCENDCL_LIBRARY name. Works in host memory and uses the Ascend device that is
+     * current in the creating thread (DSOPT_ERR_STATE: none). Tested with doubles of both libraries only, not on
+     * hardware. */
     DSOPT_COMM_KIND_HCCL = 3,
     /** Functions of the caller. For MPI see dsopt_mpi.h. */
     DSOPT_COMM_KIND_TABLE = 4,
@@ -1507,31 +1502,30 @@ enum dsopt_comm_kind {
 enum dsopt_comm_flags {
     /**
      * Exchanges of device memory are enqueued on the stream and the host does not wait for them. For NCCL, and for a
-     * TABLE that takes memory of a CUDA context: its functions return once the exchange is enqueued, and can be
+     * TABLE that works in memory of a CUDA context: its functions return once the exchange is enqueued, and can be
      * captured.
      *  - A step does not block, with three exceptions: the rank comparison (before the first compressed exchange,
      *    and before every step with CHECK_RANKS), a skip budget, and the 1-bit cases listed at dsopt_optimizer_step.
-     *  - `timeout_ms` bounds enqueueing, and waits for results that the host needs. A peer that hangs holds up the
-     *    stream, and everybody who waits for it, until dsopt_comm_abort is called (from any thread) or, with `native`,
-     *    until its owner aborts it.
-     *  - A failure comes with a later call. Steps that were enqueued behind the failed exchange leave undefined weights
-     *    and state: load a checkpoint.
-     *  - Synchronise the stream, or abort its comms, before anything is destroyed that steps on it use.
-     *    dsopt_comm_destroy may abort what is still there.
-     *  - Destroy graphs that hold exchanges of NCCL before the comm: NCCL waits for them, and the comm is aborted.
+     *  - `timeout_ms` bounds enqueueing, and waits for results that the host needs. A peer that hangs blocks the
+     *    stream, and all waits for the stream, until dsopt_comm_abort is called (from any thread) or, with `native`,
+     *    until the caller aborts the native communicator.
+     *  - A failure is returned by a later call. Steps that were enqueued after the failed exchange leave undefined
+     *    weights and state: load a checkpoint.
+     *  - Synchronise the stream, or abort its comms, before destroying anything that steps on the stream use.
+     *    dsopt_comm_destroy may abort pending exchanges.
+     *  - Destroy graphs that contain NCCL exchanges before the comm: else NCCL waits for them and the comm is aborted.
      *  - Counters count what is enqueued or captured, not replays.
      */
     DSOPT_COMM_FLAG_ENQUEUE = 1,
     /**
-     * For a TABLE that takes memory of a CUDA context and passes it to a library that does not use CUDA streams,
+     * For a TABLE that works in memory of a CUDA context and passes it to a library that does not use CUDA streams,
      * such as a CUDA-aware MPI (dsopt_mpi_comm_device).
-     *  - Before each collective the host waits for `stream`: the data are there when a function of the table is called,
-     *    and the context of the device is current in the calling thread. The result must be there when it returns.
-     *  - The functions get memory of the comm only. The engine copies data there and back on the device. After a failure
-     *    that memory is neither used again nor freed, because the library may still read and write it.
-     *  - It takes as much memory as the largest message, sent and received, and keeps it until the comm is destroyed.
-     *    Memory that a larger message has outgrown is kept as well.
-     * Not together with ENQUEUE. Since: 0.2
+     *  - Before each collective the host waits for `stream`: the data are complete when a function of the table is
+     *    called, and the device's context is current in the calling thread. The result must be complete on return.
+     *  - The functions receive memory of the comm only. The engine copies data there and back on the device. After a
+     *    failure that memory is neither used again nor freed, because the library may still read and write it.
+     *  - The comm allocates as much memory as the largest message, sent and received. That memory, and smaller buffers
+     * that it replaced, are freed when the comm is destroyed. Not together with ENQUEUE. Since: 0.2
      */
     DSOPT_COMM_FLAG_SYNCHRONIZE = 2,
     DSOPT_COMM_FLAG_SIGNED = -1
@@ -1554,13 +1548,13 @@ enum dsopt_memory {
 };
 
 /**
- * Collectives of the caller (MPI, Gloo, ...). The functions return 0, or an error code of their own; where they know
- * the status, -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when they are done. With
- * DSOPT_MEMORY_BACKEND the data are there in the order of `stream`, and it is enough to be done in that order; see
+ * Collectives of the caller (MPI, Gloo, ...). The functions return 0 or any error code; if they know the status,
+ * -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when the collective is complete. With
+ * DSOPT_MEMORY_BACKEND the data are ready in the order of `stream`, and completion in that order is enough; see
  * DSOPT_COMM_FLAG_SYNCHRONIZE for functions that cannot use a stream. An exception of all_reduce, all_to_all,
  * all_gather or error is a failed collective, whatever is thrown: DSOPT_ERR_COMM, and the comm is unusable.
- * Optional functions may be NULL. The engine then makes all_to_all from all_gather, and all_gather from all_reduce of
- * I32, at a price in bytes.
+ * Optional functions may be NULL. The engine then builds all_to_all from all_gather, and all_gather from I32
+ * all_reduce, with more bytes.
  */
 typedef struct dsopt_comm_table {
     size_t size;
@@ -1568,19 +1562,19 @@ typedef struct dsopt_comm_table {
     void *self;
     int32_t rank;
     int32_t ranks;
-    /** F32, F64 and I32; SUM and MAX. `send` may be `recv`. Every rank must get the same bits. */
+    /** F32, F64 and I32; SUM and MAX. `send` may be `recv`. Every rank must receive the same bits. */
     int (*all_reduce)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *stream);
-    /** Optional. Row d of `send` goes to rank d; row s of `recv` comes from rank s. */
+    /** Optional. Message d of `send` goes to rank d; message s of `recv` comes from rank s. */
     int (*all_to_all)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream);
-    /** Optional. Row s of `recv` is what rank s sends. */
+    /** Optional. Message s of `recv` comes from rank s. */
     int (*all_gather)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream);
     /** Optional, any thread: 0 if the communicator is fine, else its error and a text. */
     int (*error)(void *self, char *text, size_t capacity);
     /** Optional, any thread, more than once: make blocked calls return. */
     void (*abort)(void *self);
-    /** Optional, the last call. Must not wait for other ranks for ever. */
+    /** Optional, the last call. Must not wait for other ranks forever. */
     void (*destroy)(void *self);
-    /** enum dsopt_memory: what the functions take. */
+    /** enum dsopt_memory of `send` and `recv`. */
     int32_t memory;
     int32_t reserved;
 } dsopt_comm_table;
@@ -1594,8 +1588,8 @@ typedef struct dsopt_comm_desc {
     /** With `id`: number of ranks. */
     int32_t ranks;
     /**
-     * Longest wait in any call, except with ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0, the functions see to
-     * it.
+     * Longest wait in any call, except with ENQUEUE. 0 = 600000, -1 = no limit. TABLE: must be 0; the table's functions
+     * implement their time-out.
      */
     int32_t timeout_ms;
     /** The bytes of dsopt_comm_unique_id, the same on all ranks. Creating is then collective. */
@@ -1603,24 +1597,24 @@ typedef struct dsopt_comm_desc {
     size_t id_bytes;
     /** TABLE: copied. */
     const dsopt_comm_table *table;
-    /** In place of `id`. NCCL: an ncclComm_t of the caller on the context's device. HCCL: an HcclComm. From a copy of
-     * the library that the process has loaded. Borrowed until the comm, and everything made with it, is gone; never
-     * aborted or destroyed here. After a time-out its collective stays on the stream. */
+    /** In place of `id`. NCCL: an ncclComm_t of the caller on the context's device. HCCL: an HcclComm. It must be from
+     * the copy of the library that the process has loaded. Borrowed until the comm, and everything made with it, is
+     * destroyed; dsopt never aborts or destroys it. After a time-out its collective stays on the stream. */
     void *native;
     /** enum dsopt_comm_flags. */
     int32_t flags;
     int32_t reserved;
 } dsopt_comm_desc;
 
-/** Collectives, and what each adds to the counters of a rank. Counted is payload: no headers, no retries. */
+/** Collectives, and the payload that each adds to the counters of a rank: no headers, no retries. */
 enum dsopt_collective {
     /** 2 (ranks - 1) / ranks of the data in each direction, the minimum of a ring. */
     DSOPT_COLLECTIVE_ALL_REDUCE = 0,
-    /** One row to each other rank, one row from each. */
+    /** One message to each other rank, one message from each. */
     DSOPT_COLLECTIVE_ALL_TO_ALL = 1,
-    /** This rank's row to each other rank, theirs from them. */
+    /** This rank's message to each other rank, one message from each. */
     DSOPT_COLLECTIVE_ALL_GATHER = 2,
-    /** Length of the lists. Places without a name are 0. */
+    /** Length of the arrays. Entries without a name are 0. */
     DSOPT_COLLECTIVE_SLOTS = 8,
     DSOPT_COLLECTIVE_SIGNED = -1
 };
@@ -1631,8 +1625,8 @@ typedef struct dsopt_comm_info {
     /** DSOPT_OK, or the first failure of this comm. */
     dsopt_status status;
     int32_t reserved;
-    /** Calls of the provider's functions since creation. A collective that is made from another counts as that one.
-     * With one rank next to nothing is called. */
+    /** Calls of the provider's functions since creation. A collective that is built from another counts as the other.
+     * With one rank almost nothing is called. */
     int64_t calls;
     /** Payload that this rank sent and received, in calls that did not fail. */
     int64_t bytes_sent;
@@ -1644,23 +1638,23 @@ typedef struct dsopt_comm_info {
 } dsopt_comm_info;
 
 /**
- * Make the bootstrap bytes of a comm on one rank; carry them to the others by any means.
+ * Make the bootstrap bytes of a comm on one rank; send them to the others by any means.
  * @param[in]     kind   LOCAL (16 bytes), NCCL (128) or HCCL (4108).
- * @param[out]    id     NULL to ask for the size only.
+ * @param[out]    id     NULL = query the size only.
  * @param[in,out] bytes  capacity of `id`; then the size.
- * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no such bytes, or is not in this build; DSOPT_ERR_SHAPE:
- * capacity; DSOPT_ERR_MISSING: its library is not on this machine; DSOPT_ERR_COMM: the library refused. Thread-safety:
- * any.
+ * @return DSOPT_OK; DSOPT_ERR_UNSUPPORTED: the kind has no id, or is not in this build; DSOPT_ERR_SHAPE: `bytes` is too
+ * small; DSOPT_ERR_MISSING: its library is not on this machine; DSOPT_ERR_COMM: the library failed.
+ * Thread-safety: any.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_unique_id(int32_t kind, void *id, size_t *bytes);
 
 /**
  * Create a comm. Collective if `id` is given.
  * @param[out] comm  release with dsopt_comm_destroy.
- * @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks came; DSOPT_ERR_COMM: the provider refused, or the ranks do not
- * fit together; DSOPT_ERR_MISSING: its library is not on this machine, or too old; DSOPT_ERR_UNSUPPORTED: not with this
+ * @return DSOPT_OK; DSOPT_ERR_TIMEOUT: not all ranks joined; DSOPT_ERR_COMM: the provider failed, or the ranks
+ * disagree; DSOPT_ERR_MISSING: its library is not on this machine, or too old; DSOPT_ERR_UNSUPPORTED: not with this
  * context, not in this build, or an option without effect; DSOPT_ERR_DEVICE: `native` belongs to another device;
- * DSOPT_ERR_BACKEND. On failure the caller keeps the table and what `native` is.
+ * DSOPT_ERR_BACKEND. On failure the caller still owns the table and `native`.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_create(dsopt_context *ctx, const dsopt_comm_desc *desc,
                                                      dsopt_comm **comm);
@@ -1670,8 +1664,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsop
 
 /**
  * All-reduce a list in place, such as the gradients before a step. Collective: the same list on all ranks. Sums are in
- * fp32 and rounded once to the dtype of the tensor; every rank gets the same bits. Small tensors travel together in
- * buckets, which the comm keeps. Entries without data are passed over, and must be so on all ranks.
+ * fp32 and rounded once to the dtype of the tensor; every rank gets the same bits. Small tensors are sent together in
+ * buckets, which the comm caches. Entries without data are ignored, and must be the same on all ranks.
  * @param[in,out] list  F32, F16 or BF16 in backend memory.
  * @param[in]     op    enum dsopt_op.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE with nothing changed; _STATE: it cannot be captured
@@ -1682,14 +1676,14 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const
                                                          int32_t op, void *stream);
 
 /**
- * Make every blocked or later call on this comm return DSOPT_ERR_ABORTED; of a LOCAL comm on all ranks. Other ranks of
- * other kinds see it as they see a rank that died. Never blocks for long. Thread-safety: any.
+ * Make every blocked or later call on this comm return DSOPT_ERR_ABORTED; for a LOCAL comm on all ranks. For other
+ * kinds the other ranks fail as if this rank had died. Never blocks for long. Thread-safety: any.
  */
 DSOPT_API void dsopt_comm_abort(dsopt_comm *comm);
 
 /**
- * Release the handle. The last owner of an NCCL comm waits for the other ranks to let go of theirs, 5 seconds at most;
- * a comm that the library takes longer to end is left behind.
+ * Release the handle. Destroying the last handle of an NCCL comm waits for the other ranks to do so, 5 seconds at most;
+ * if NCCL takes longer, the communicator is leaked.
  */
 DSOPT_API void dsopt_comm_destroy(dsopt_comm *comm);
 
@@ -1703,7 +1697,7 @@ enum dsopt_zero {
 };
 
 /**
- * Zero-grad of a list. Entries without data are passed over.
+ * Zero-grad of a list. Entries without data are ignored.
  * @param[in,out] grads  the entries are written to with DSOPT_ZERO_NONE, their memory with DSOPT_ZERO_FILL.
  * @param[in]     how    enum dsopt_zero.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT with nothing changed. Thread-safety: any, on different lists.
@@ -1713,25 +1707,25 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_zero_grad(dsopt_context *ctx, dsopt_ten
 
 enum dsopt_norm { DSOPT_NORM_L2 = 0, DSOPT_NORM_MAX = 1, DSOPT_NORM_SIGNED = -1 };
 
-/** What dsopt_tensors_norm finds. */
+/** Result of dsopt_tensors_norm. */
 typedef struct dsopt_norm_result {
-    /** L2: squares and sums in double. Each tensor is cut into leaves of 4096 elements. Elements of a leaf: lane l of
-     *  128 adds elements l, l + 128, ..., lanes 4t to 4t + 3 are added as (a + b) + (c + d), and the upper half of these
+    /** L2: squares and sums in double. Each tensor is split into leaves of 4096 elements. Elements of a leaf: lane l of
+     *  128 adds elements l, l + 128, ..., lanes 4t to 4t + 3 are added as (a + b) + (c + d), and the upper half of the
      *  32 sums is added to the lower half, five times. Leaves of a tensor, and tensors of the list: lane l of 32 adds
      *  values l, l + 32, ..., then halves as above.
      *  MAX: largest magnitude, NaN if there is a NaN. */
     double norm;
-    /** What to multiply by to clip: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0. */
+    /** Factor that clips: min(1, max_norm / (norm + 1e-6)); 1 if max_norm is 0. */
     float coefficient;
     int32_t reserved;
     /** Number of Inf and NaN elements. */
     int64_t nonfinite;
-    /** First tensor with one, -1 = none. */
+    /** Index of the first tensor with such an element, -1 = none. */
     int64_t first_bad;
 } dsopt_norm_result;
 
 /**
- * Norm and finite check of a list in one read. Entries without data are passed over, here and below.
+ * Norm and finite check of a list in one read. Entries without data are ignored, here and below.
  * @param[in]  list    only read.
  * @param[in]  norm    enum dsopt_norm.
  * @param[in]  comm    optional: `norm` and `nonfinite` are over all its ranks; `first_bad` stays local.
@@ -1739,7 +1733,7 @@ typedef struct dsopt_norm_result {
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT; _COMM, _TIMEOUT, _ABORTED. Thread-safety: any, on different
  * lists.
  *
- * The norm over model and expert ranks, as the originals' get_grad_norm and get_weight_norm with mpu take it. `list`
+ * The norm over model and expert ranks, as the originals' get_grad_norm and get_weight_norm with mpu compute it. `list`
  * has the gradients or the weights of `params`. A parameter that every model rank has counts on model rank 0. With
  * DSOPT_PARAM_MODEL_PARALLEL the shard of each model rank counts, also of an expert. With DSOPT_PARAM_REPLICATED the
  * parameter is left out, because another pipeline stage counts it. The squares of experts add up over the ranks of
@@ -1802,38 +1796,38 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const
  * Error-compensated 1-bit mean of a list over the ranks of a comm: one bit per element in each direction, two
  * collectives for the whole list (Tang et al. 2021; DeepSpeed's compressed_allreduce).
  *  - Each rank adds the residual of earlier calls, and sends signs and one scale (root mean square) per tensor.
- *  - The rank that serves a chunk averages them, adds its own residual, and sends signs and scales of the mean to all.
- *  - All ranks get the same bits. Zeros and NaN count as positive. A NaN or Inf spoils the buffers for good: look
- *    for them before.
- * With `node` the exchange has two levels: full precision inside a node, bits between nodes. docs/onebit.md
+ *  - The server rank of a chunk averages them, adds its residual, and sends signs and scales of the mean to all.
+ *  - All ranks get the same bits. Zeros and NaN count as positive. A NaN or Inf corrupts the buffers permanently: check
+ * for them first. With `node` the exchange has two levels: full precision inside a node, bits between nodes.
+ * docs/onebit.md
  */
 typedef struct dsopt_compressed {
     size_t size;
     /** F32, overwritten with the mean. The same sizes on all ranks. */
     const dsopt_tensor *tensors;
     int64_t count;
-    /** Error feedback of this rank as a worker and as a server. Backend memory of the caller, kept from call to call,
-     * zeros at the start; sizes in floats from dsopt_compressed_sizes. They hold compensated values and scales, from
-     * which dsopt_compressed_errors computes the residuals. */
+    /** Error feedback of this rank as a worker and as a server. Backend memory of the caller, kept between calls,
+     * initially zero; sizes in floats from dsopt_compressed_sizes. They hold compensated values and scales, from which
+     * dsopt_compressed_errors computes the residuals. */
     float *worker_error;
     float *server_error;
-    /** Backend memory of any alignment. Nothing is kept in it. */
+    /** Backend memory of any alignment. Holds no state. */
     void *workspace;
     size_t workspace_bytes;
     void *stream;
-    /** enum dsopt_compat. NONE: one scale per tensor and chunk, padding takes no part. DEEPSPEED: each tensor is padded
-     * to a multiple of ranks * lcm(ranks, 8) elements, which count in scales and have residuals like the others. */
+    /** enum dsopt_compat. NONE: one scale per tensor and chunk, without padding. DEEPSPEED: each tensor is padded to a
+     * multiple of ranks * lcm(ranks, 8) elements, which enter scales and have residuals like all others. */
     int32_t compat;
     int32_t reserved;
-    /** Optional: the ranks of this node, as many in each node. The ranks of the comm, one per node, must all have the
-     * same rank here. One rank is as NULL. Refused in compat mode. */
+    /** Optional: the ranks of this node, the same number in every node. The ranks of the comm, one per node, must all
+     * have the same rank in `node`. A comm of one rank is treated as NULL. Refused in compat mode. */
     dsopt_comm *node;
 } dsopt_compressed;
 
 /**
  * Sizes for a list. Reads `tensors` (without their data), `count`, `compat` and `node`.
- * A buffer has its elements first and its scales behind them. A worker has `count` scales, and as many elements as a
- * server times the ranks of the comm.
+ * A buffer has elements first and scales after them. A worker has `count` scales, and as many elements as a server
+ * times the ranks of the comm.
  * @param[out] worker     floats of worker_error. NULL = not wanted.
  * @param[out] server     floats of server_error. NULL = not wanted.
  * @param[out] workspace  bytes, enough for any alignment. NULL = not wanted.
@@ -1843,15 +1837,15 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm
                                                           int64_t *worker, int64_t *server, size_t *workspace);
 
 /**
- * The exchange. Collective: the same list on all ranks.
+ * Exchange and average the list. Collective: the same list on all ranks.
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ARGUMENT, _ALIGNMENT, _WORKSPACE with nothing changed; _COMM, _TIMEOUT,
- * _ABORTED: the buffers are spoilt; _UNSUPPORTED: the backend or the comm cannot. Thread-safety: one thread per comm.
+ * _ABORTED: the buffers are corrupted; _UNSUPPORTED by the backend or the comm. Thread-safety: one thread per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args);
 
 /**
- * Copy the residuals of a worker and a server: one float per element, without the scales. With two levels a worker has its
- * own slice. Waits for `args->stream`.
+ * Copy the residuals of a worker and a server: one float per element, without the scales. With two levels a worker has
+ * the residuals of its slice only. Waits for `args->stream`.
  * @param[out] worker  host memory. NULL = not wanted.
  * @param[out] server  host memory. NULL = not wanted.
  * @return as dsopt_compressed_allreduce. Thread-safety: any.

@@ -2,22 +2,22 @@
 #ifndef DSOPT_MPI_H
 #define DSOPT_MPI_H
 /**
- * A dsopt_comm over MPI (3.0 or later), compiled by the program with its own MPI, so that one libdsopt serves them all:
+ * A dsopt_comm over MPI (3.0 or later), compiled by the program with its MPI, so one libdsopt works with all of them:
  *
  *     MPI_Init(&argc, &argv);
  *     dsopt_comm *comm; dsopt_mpi_comm(ctx, MPI_COMM_WORLD, &comm);
  *
- * Everything here is static and built on the table of dsopt.h. The table takes host memory; data of a CUDA context are
- * staged by the engine. dsopt_mpi_comm_device makes a comm that gives device memory to a CUDA-aware MPI.
+ * Everything here is static and built on dsopt_comm_table. The table works in host memory; the engine stages data of a
+ * CUDA context. dsopt_mpi_comm_device makes a comm that passes device memory to a CUDA-aware MPI.
  *
- *  - Calls that use the comm, and the release of its last owner, call MPI: from the thread, or threads, that
- * MPI_Init_thread allows. dsopt_comm_abort calls no MPI and may come from any thread.
- *  - MPI is asked again and again, never waited for, so a rank that hangs gives the others DSOPT_ERR_TIMEOUT. What such
- * a call has begun cannot be taken back: buffers and communicator are left behind, and MPI_Finalize may wait for the
- * rank that hangs; MPI_Abort does not. When a rank dies most launchers end the job, before anybody can report anything.
- *  - Ranks that make different calls, or with different sizes, get DSOPT_ERR_COMM. So do ranks of which some have made
- * the comm with dsopt_mpi_comm_device and others with dsopt_mpi_comm: all of them must call the same function.
- *  - Released after MPI_Finalize, or in a child of fork(), the comm gives back its memory alone.
+ *  - Calls that use the comm, and destroying its last handle, call MPI: make them from threads that MPI_Init_thread
+ *    allows. dsopt_comm_abort does not call MPI and may be called from any thread.
+ *  - Requests are polled, never waited for, so if a rank hangs, the others return DSOPT_ERR_TIMEOUT. Requests of such a
+ *    call cannot be cancelled: buffers and communicator are leaked, and MPI_Finalize may wait for the rank that hangs;
+ *    MPI_Abort does not. If a rank dies, most launchers end the job before another rank can report it.
+ *  - Ranks that make different calls, or calls with different sizes, get DSOPT_ERR_COMM. So do ranks if some of them
+ *    made the comm with dsopt_mpi_comm_device and others with dsopt_mpi_comm: all ranks must call the same function.
+ *  - Destroyed after MPI_Finalize, or in a child of fork(), the comm only frees its memory.
  */
 #include "dsopt.h"
 #include <mpi.h>
@@ -32,7 +32,7 @@
 extern "C" {
 #endif
 
-/** Bytes that go to MPI at once; more go in pieces, because its counts are int. */
+/** Largest number of bytes per call of MPI; more are sent in pieces, because MPI's counts are int. */
 #ifndef DSOPT_MPI_PIECE
 #define DSOPT_MPI_PIECE (4 << 20)
 #endif
@@ -40,17 +40,18 @@ extern "C" {
 #error "DSOPT_MPI_PIECE: 4096 at least, and no less than there are ranks"
 #endif
 
-/* What follows up to dsopt_mpi_comm_timeout is private. */
+/* Private up to dsopt_mpi_comm_timeout. */
 typedef struct dsopt_mpi_ {
     MPI_Comm comm;
     int rank, ranks;
     int timeout_ms;
-    int aborted; /* by any thread */
+    int aborted; /* set by any thread */
     int lost;    /* MPI may still write to `send` and `recv` */
     long process;
-    double begin;      /* of the call, for the time-out */
-    char *send, *recv; /* pieces: the caller's own memory may be gone when MPI comes back to a call that timed out */
-    MPI_Request *requests; /* NULL: the table takes host memory; else two for each rank */
+    double begin; /* start of the call, for the time-out */
+    /* Pieces. After a time-out MPI may still access its buffers, and the caller's memory may be freed. */
+    char *send, *recv;
+    MPI_Request *requests; /* NULL: the table works in host memory; else two per rank */
     char text[256];
 } dsopt_mpi_;
 
@@ -63,7 +64,7 @@ static inline int dsopt_mpi_fail_(dsopt_mpi_ *self, int code) {
     return code;
 }
 
-/* 0 when the request is over. */
+/* Returns 0 when the request is complete. */
 static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int started) {
     const double begin = MPI_Wtime();
     if (started != MPI_SUCCESS) return dsopt_mpi_fail_(self, started);
@@ -80,21 +81,21 @@ static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int st
             return dsopt_mpi_fail_(self, -DSOPT_ERR_TIMEOUT);
         }
         if (now - begin < 0.05)
-            (void)sched_yield(); /* MPI moves data only while it is asked */
+            (void)sched_yield(); /* MPI makes progress only while it is polled */
         else
             (void)poll(NULL, 0, 1);
     }
 }
 
-/* Row d of `send` to rank d, row s of `recv` from rank s, for `count` ranks starting with this rank. A step is the
- * distance of rows in bytes. Device memory goes into point-to-point messages only: every CUDA-aware MPI takes it there.
- * Open MPI's non-blocking collectives do not take it. */
+/* Sends message d of `send` to rank d and receives message s of `recv` from rank s, for `count` ranks starting with
+ * this rank. A step is the stride of messages in bytes. Device memory is used in point-to-point messages only: every
+ * CUDA-aware MPI supports that. Open MPI's non-blocking collectives do not. */
 static inline int dsopt_mpi_messages_(dsopt_mpi_ *self, int count, const char *send, int64_t send_step, char *recv,
                                       int64_t recv_step, int bytes) {
     int i, started = 0, code = MPI_SUCCESS;
     for (i = 0; code == MPI_SUCCESS && i < 2 * count; ++i) {
         MPI_Request *const request = &self->requests[started];
-        const int receives = i < count; /* all of them first */
+        const int receives = i < count; /* posted first */
         const int rank = (self->rank + (receives ? self->ranks - i : i - count)) % self->ranks;
         if (receives)
             code = MPI_Irecv(recv + rank * recv_step, bytes, MPI_BYTE, rank, 0, self->comm, request);
@@ -107,17 +108,17 @@ static inline int dsopt_mpi_messages_(dsopt_mpi_ *self, int count, const char *s
     return code;
 }
 
-/* Between a piece and memory of the table. From and to a device MPI copies: a message to this rank. */
+/* Copies between a piece and memory of the table. From and to a device MPI copies: a message to this rank. */
 static inline int dsopt_mpi_copy_(dsopt_mpi_ *self, void *to, const void *from, size_t bytes) {
     if (self->requests) return dsopt_mpi_messages_(self, 1, (const char *)from, 0, (char *)to, 0, (int)bytes);
     memcpy(to, from, bytes);
     return 0;
 }
 
-/* Do all ranks make this call? MPI itself would mix up calls that differ, or wait for ever. */
+/* Fails if ranks make different calls. MPI itself would mix these up or wait forever. */
 static inline int dsopt_mpi_begin_(dsopt_mpi_ *self, int kind, int64_t count, int32_t dtype, int32_t op) {
     int64_t *const mine = (int64_t *)(void *)self->send, *const most = (int64_t *)(void *)self->recv;
-    /* A comm for host memory sends by collectives, one for device memory by messages. */
+    /* A comm for host memory uses collectives, a comm for device memory uses point-to-point messages. */
     const int64_t call[4] = {self->requests ? -kind : kind, count, dtype, op};
     MPI_Request request;
     int i, code;
@@ -160,7 +161,7 @@ static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, 
             code = MPI_Iallreduce(self->send, self->recv, part, type, what, self->comm, &request);
             code = dsopt_mpi_wait_(self, &request, code);
         } else {
-            /* MPI leaves open whether an all-reduce adds up in the same order on every rank. */
+            /* MPI does not guarantee that an all-reduce sums in the same order on every rank. */
             code = MPI_Ireduce(self->send, self->recv, part, type, what, 0, self->comm, &request);
             code = dsopt_mpi_wait_(self, &request, code);
             if (code) break;
@@ -172,7 +173,7 @@ static inline int dsopt_mpi_all_reduce_(void *of, const void *send, void *recv, 
     return code;
 }
 
-/* Rows of `bytes` from or for every rank, a few columns at a time. */
+/* Exchanges messages of `bytes` with every rank, in slices of at most `most` bytes per message. */
 static inline int dsopt_mpi_rows_(dsopt_mpi_ *self, const void *send, void *recv, int64_t bytes, int all_to_all) {
     const int64_t shared = DSOPT_MPI_PIECE / self->ranks > 0 ? DSOPT_MPI_PIECE / self->ranks : 1;
     const int64_t most = self->requests ? DSOPT_MPI_PIECE : shared;
@@ -216,7 +217,7 @@ static inline void dsopt_mpi_destroy_(void *of) {
     dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
     int finalized = 1;
     if (self->process == (long)getpid()) (void)MPI_Finalized(&finalized);
-    /* The communicator of a lost one has a collective under way: freeing it is not allowed then. */
+    /* The communicator of an unusable comm has a collective under way: it must not be freed. */
     if (!finalized && !self->lost && self->comm != MPI_COMM_NULL) (void)MPI_Comm_free(&self->comm);
     if (!self->lost || finalized) {
         free(self->send);
@@ -285,30 +286,30 @@ static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, i
     return status;
 }
 
-/** dsopt_mpi_comm with a longest wait: milliseconds, 0 = 600000, -1 = none; for this call too. */
+/** dsopt_mpi_comm with a time-out in milliseconds, 0 = 600000, -1 = none; it bounds this call too. */
 static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
                                                   dsopt_comm **comm) {
     return dsopt_mpi_create_(ctx, mpi, timeout_ms, 0, comm);
 }
 
 /**
- * dsopt_mpi_comm_timeout for a CUDA-aware MPI, which gets device memory of the context. All ranks must call this
+ * dsopt_mpi_comm_timeout for a CUDA-aware MPI, which receives device memory of the context. All ranks must call this
  * function.
- *  - The MPI library must be CUDA-aware. There is no portable way to find out, so this is not checked. An MPI library
- *    that is not CUDA-aware reads device memory as host memory, which ends most programs. Ranks may be on devices of
+ *  - The MPI library must be CUDA-aware. There is no portable way to check this, so it is not checked. An MPI library
+ *    that is not CUDA-aware reads device memory as host memory, which crashes most programs. Ranks may be on devices of
  *    different machines.
  *  - All-to-all and all-gather do not use host memory unless MPI does. They are point-to-point messages of at most
  *    DSOPT_MPI_PIECE bytes between device memory of two ranks.
- *  - An all-reduce adds up in host memory, in the order of dsopt_mpi_comm and with its bits; MPI copies each piece from
+ *  - An all-reduce sums in host memory, in the order of dsopt_mpi_comm and with its bits; MPI copies each piece from
  *    the device and back, as a message of the rank to itself.
- *  - Order: the host waits for the stream of the call before MPI gets the data, and for MPI before the call goes on.
- *    Steps with such a comm of several ranks cannot be captured in a graph.
+ *  - Order: the host waits for the stream of the call before MPI receives the data, and for MPI before the call
+ *    continues. Steps with such a comm of several ranks cannot be captured in a graph.
  *  - The device's primary context is current while a collective calls MPI. It need not be when this function calls MPI
- *    (MPI_Comm_idup and queries), nor when the comm is released (MPI_Comm_free) or its error text is read.
- *  - Ownership: MPI gets memory that belongs to the comm, not the caller's. If a collective fails with
- *    DSOPT_ERR_TIMEOUT, _ABORTED or _COMM, that device memory is left behind with the host's pieces, because MPI may
- *    still read and write it. Tensors, workspaces and optimizers can be freed. A call that is refused because the comm
- *    is lost already leaves nothing behind. See also DSOPT_COMM_FLAG_SYNCHRONIZE.
+ *    (MPI_Comm_idup and queries), nor when the comm is destroyed (MPI_Comm_free) or its error text is read.
+ *  - Ownership: MPI receives memory that belongs to the comm, not to the caller. If a collective fails with
+ *    DSOPT_ERR_TIMEOUT, _ABORTED or _COMM, that device memory and the host buffers are leaked, because MPI may still
+ *    read and write them. Tensors, workspaces and optimizers can be freed. A call that is refused because the comm is
+ *    already unusable leaks nothing. See also DSOPT_COMM_FLAG_SYNCHRONIZE.
  * @return as dsopt_mpi_comm; DSOPT_ERR_UNSUPPORTED: not a CUDA context. Since: 0.2
  */
 static inline dsopt_status dsopt_mpi_comm_device(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
@@ -317,10 +318,10 @@ static inline dsopt_status dsopt_mpi_comm_device(dsopt_context *ctx, MPI_Comm mp
 }
 
 /**
- * Make a comm over the ranks of `mpi`, which is duplicated; all of them must call. Its errors do not end the program,
- * as those of other communicators do by default.
+ * Make a comm over the ranks of `mpi`, which is duplicated; all of them must call. MPI errors of the duplicate do not
+ * end the program, as they do by default.
  * @return as dsopt_comm_create; DSOPT_ERR_STATE: before MPI_Init or after MPI_Finalize; DSOPT_ERR_TIMEOUT;
- * DSOPT_ERR_COMM: MPI refused. dsopt_last_error() has a text for failures of dsopt_comm_create alone.
+ * DSOPT_ERR_COMM: MPI failed. dsopt_last_error() has a text only for failures of dsopt_comm_create.
  */
 static inline dsopt_status dsopt_mpi_comm(dsopt_context *ctx, MPI_Comm mpi, dsopt_comm **comm) {
     return dsopt_mpi_comm_timeout(ctx, mpi, 0, comm);
