@@ -13,7 +13,7 @@ namespace dsopt {
 
 namespace detail {
 
-/// Runs one function of a class that communicates. What it throws is kept, and the library is told the status.
+/// Runs one function of a class that communicates. Stores its exception and returns the status to the library.
 template <class F> int communicate(F &&function) noexcept {
     try {
         function();
@@ -73,7 +73,7 @@ template <class C> dsopt_comm_table table_of(C *collectives, memory where) {
         table.abort = [](void *self) {
             try {
                 static_cast<C *>(self)->abort();
-            } catch (...) {} // any thread may be here, and it aborts in any case
+            } catch (...) {} // any thread may call this, and the comm is aborted in any case
         };
     }
     table.destroy = [](void *self) { delete static_cast<C *>(self); };
@@ -82,17 +82,17 @@ template <class C> dsopt_comm_table table_of(C *collectives, memory where) {
 } // namespace detail
 
 struct comm_options {
-    /// Longest wait in a call. 0 = ten minutes, negative = no limit.
+    /// Time-out of a call. 0 = ten minutes, negative = no limit.
     std::chrono::milliseconds timeout{0};
     /// Exchanges are enqueued on the stream: DSOPT_COMM_FLAG_ENQUEUE.
     bool enqueue = false;
 };
 
-/// Of comm::of.
+/// Options of comm::of.
 struct table_options {
-    /// Where the memory is that the collectives take.
+    /// Memory of the arguments of the collectives.
     memory where = memory::host;
-    /// They enqueue on the stream and come back before the exchange is done: DSOPT_COMM_FLAG_ENQUEUE.
+    /// They enqueue on the stream and return before the exchange is done: DSOPT_COMM_FLAG_ENQUEUE.
     bool enqueue = false;
     /// They pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
     bool synchronize = false;
@@ -104,9 +104,9 @@ using comm_info = dsopt_comm_info;
 struct compressed_arguments {
     /// F32, overwritten with the mean. The same sizes on all ranks.
     span<const tensor> tensors = {};
-    /// Backend memory that is kept from call to call, zeros at the start.
+    /// Backend memory that is kept between calls, initially zero.
     span<float> worker_error = {}, server_error = {};
-    /// Backend memory; nothing is kept in it.
+    /// Backend memory; holds no state.
     span<std::byte> workspace = {};
     dsopt::compat compat = dsopt::compat::none;
     /// The ranks of this node.
@@ -117,16 +117,16 @@ struct compressed_arguments {
 struct compressed_sizes {
     /// In floats: elements, then scales.
     std::int64_t worker_error = 0, server_error = 0;
-    /// The elements of them.
+    /// Elements of these buffers.
     std::int64_t worker_elements = 0, server_elements = 0;
     /// In bytes.
     std::size_t workspace = 0;
 };
 
-/// One rank's end of a set of ranks that communicate.
+/// One rank's handle to a group of ranks that communicate.
 class comm {
 public:
-    /// The bootstrap bytes of a LOCAL, NCCL or HCCL comm. One rank makes them and carries them to the others.
+    /// The bootstrap bytes of a LOCAL, NCCL or HCCL comm. One rank makes them and sends them to the others.
     static std::vector<std::byte> unique_id(comm_kind kind) {
         std::size_t bytes = 0;
         detail::check(dsopt_comm_unique_id(static_cast<std::int32_t>(kind), nullptr, &bytes));
@@ -153,7 +153,7 @@ public:
                      const comm_options &options = {}) {
         return comm(ctx, comm_kind::hccl, id, rank, ranks, options);
     }
-    /// An ncclComm_t or HcclComm of the caller, borrowed until this comm and everything made with it is gone.
+    /// An ncclComm_t or HcclComm of the caller, borrowed until this comm and everything made with it are destroyed.
     static comm native(const context &ctx, comm_kind kind, void *communicator, const comm_options &options = {}) {
         if (communicator == nullptr) detail::fail(DSOPT_ERR_ARGUMENT, "communicator is null");
         dsopt_comm_desc desc = desc_of(kind, options);
@@ -161,17 +161,17 @@ public:
         return create(ctx, desc);
     }
     /**
-     * Collectives of any class, which the comm owns. It needs the members
+     * Collectives of any class; the comm owns the object. The class needs the members
      *
      *     std::int32_t rank();
      *     std::int32_t ranks();
      *     void all_reduce(const void *send, void *recv, std::int64_t count, dsopt::dtype, dsopt::op, void *stream);
      *
-     * and may have these; dsopt_comm_table says what each must do:
+     * and may have these; dsopt_comm_table documents each:
      *
      *     void all_to_all(const void *send, void *recv, std::int64_t bytes_per_rank, void *stream);
      *     void all_gather(const void *send, void *recv, std::int64_t bytes_per_rank, void *stream);
-     *     std::string error();    // any thread; empty: all is well
+     *     std::string error();    // any thread; empty: no error
      *     void abort();           // any thread: makes blocked calls return
      *
      * A collective throws when it fails: dsopt::timeout, dsopt::aborted, or anything.
@@ -212,7 +212,7 @@ public:
     /// Any thread: blocked and later calls throw dsopt::aborted.
     void abort() const noexcept { dsopt_comm_abort(get()); }
 
-    /// What a list needs; of `arguments` it reads tensors, compat and node.
+    /// Sizes for a list; reads only tensors, compat and node of `arguments`.
     dsopt::compressed_sizes compressed_sizes(const compressed_arguments &arguments) const {
         const dsopt_compressed desc = desc_of(arguments);
         dsopt::compressed_sizes sizes;
@@ -227,7 +227,7 @@ public:
         check_sizes(arguments);
         detail::check(dsopt_compressed_allreduce(get(), &desc));
     }
-    /// Copies the residuals, worker_elements and server_elements floats, to host memory. Empty: not wanted.
+    /// Copies the residuals, worker_elements and server_elements floats, to host memory. An empty span is not written.
     void compressed_errors(const compressed_arguments &arguments, span<float> worker, span<float> server) const {
         const dsopt_compressed desc = desc_of(arguments);
         const dsopt::compressed_sizes sizes = check_sizes(arguments);
@@ -270,7 +270,7 @@ private:
         desc.node = detail::get_or_null("node", arguments.node);
         return desc;
     }
-    /// The library takes the errors without their lengths.
+    /// Checks the lengths of the errors, which are not passed to the library.
     dsopt::compressed_sizes check_sizes(const compressed_arguments &arguments) const {
         const dsopt::compressed_sizes sizes = compressed_sizes(arguments);
         detail::at_least("worker_error", arguments.worker_error, sizes.worker_error);

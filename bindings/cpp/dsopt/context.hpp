@@ -12,15 +12,15 @@ class comm;
 /// Version of the loaded library: major * 10000 + minor * 100 + patch.
 inline std::int32_t version() noexcept { return dsopt_version(); }
 inline std::int32_t abi_version() noexcept { return dsopt_abi_version(); }
-/// What the loaded library is, as a JSON object. Static storage.
+/// Description of the loaded library as a JSON object. Static storage.
 inline const char *build_info() noexcept { return dsopt_build_info(); }
 
 /* ------------------------------------------------------------------------------------------------------------ hooks */
-/// What a thread pool is given to run. A copy is two words; it is valid until the pool has returned.
+/// Work of a thread pool. A copy is two words; it is valid until the pool has returned.
 class pieces {
 public:
     pieces(void (*body)(void *, std::int64_t), void *argument) noexcept : body_(body), argument_(argument) {}
-    /// Runs piece i. Does not throw.
+    /// Runs index i. Does not throw.
     void operator()(std::int64_t i) const noexcept { body_(argument_, i); }
 
 private:
@@ -46,7 +46,7 @@ private:
     static void call(void *pool, std::int64_t n, void (*body)(void *, std::int64_t), void *argument) {
         try {
             (*static_cast<Pool *>(pool))(n, pieces(body, argument));
-        } catch (...) { detail::keep_exception(); } // the library counts the pieces that have not run
+        } catch (...) { detail::keep_exception(); } // the library counts the indices that have not run
     }
     dsopt_parallel_for call_ = nullptr;
     void *pool_ = nullptr;
@@ -63,7 +63,7 @@ template <class H>
 using parallel_for_of = decltype(std::declval<H &>().parallel_for(std::int64_t{}, std::declval<pieces>()));
 template <class H> using log_of = decltype(std::declval<H &>().log(log_level{}, static_cast<const char *>(nullptr)));
 
-/// The hooks of dsopt_context_desc by the members of an object.
+/// Sets the hooks of dsopt_context_desc to members of an object.
 template <class Hooks> void set_hooks(dsopt_context_desc &desc, Hooks &hooks) noexcept {
     static_assert(has<allocate_of, Hooks> || has<parallel_for_of, Hooks> || has<log_of, Hooks>,
                   "no member of the hooks has the name and arguments of a hook");
@@ -106,7 +106,7 @@ struct context_options {
     /// 0 = number of cores.
     std::int32_t threads = 0;
     dsopt::log_level log_level = dsopt::log_level::automatic;
-    /// Smallest piece of work in elements, 0 = 4096.
+    /// Smallest work item in elements, 0 = 4096.
     std::int64_t chunk = 0;
     bool check_pointers = false;
 };
@@ -114,12 +114,12 @@ struct context_options {
 struct norm_options {
     norm_kind kind = norm_kind::l2;
     double max_norm = 0;
-    /// The norm is over all ranks of it.
+    /// If set, the norm is over all its ranks.
     dsopt::comm *comm = nullptr;
     void *stream = nullptr;
 };
 
-/// Backend, device and hooks, and functions of lists. Serves any number of threads.
+/// Backend, device and hooks, and functions on lists. Any number of threads may use it.
 class context {
 public:
     explicit context(const context_options &options = {}) : handle_(create(desc_of(options))) {}
@@ -144,7 +144,7 @@ public:
     void zero_grad(span<const tensor> grads, void *stream = nullptr) const {
         zero(const_cast<tensor *>(grads.data()), grads.size(), DSOPT_ZERO_FILL, stream);
     }
-    /// Sets `data` of the entries to nullptr, "no gradient" for the next step, and leaves their memory alone.
+    /// Sets `data` of the entries to nullptr, "no gradient" for the next step. Their memory is not touched.
     void set_to_none(span<tensor> grads) const { zero(grads.data(), grads.size(), DSOPT_ZERO_NONE, nullptr); }
     /// `result` is in backend memory, written in stream order.
     void norm(span<const tensor> list, dsopt_norm_result *result, const norm_options &options = {}) const;
@@ -153,7 +153,7 @@ public:
         if (x.size() != y.size()) detail::refuse_size("y", y.size(), "x has", detail::count(x));
         detail::check(dsopt_tensors_axpby(get(), a, x.data(), b, y.data(), detail::count(x), stream));
     }
-    /// Every element to [-limit, limit].
+    /// Clips every element to [-limit, limit].
     void clamp(span<const tensor> list, double limit, void *stream = nullptr) const {
         detail::check(dsopt_tensors_clamp(get(), list.data(), detail::count(list), limit, stream));
     }

@@ -3,7 +3,7 @@
 #define DSOPT_GROUPS_HPP
 /**
  * Groups: a struct per algorithm with its hyper-parameters and their defaults; dsopt.h has the formulas. Each converts
- * to dsopt_group, which optimizer::add_group takes. Programs include dsopt.hpp.
+ * to dsopt_group, the argument of optimizer::add_group. Programs include dsopt.hpp.
  */
 #include "types.hpp"
 #include <string>
@@ -17,7 +17,7 @@ inline dsopt_group group_of(std::int32_t algorithm) {
     check(dsopt_group_init(&group, sizeof group, algorithm));
     return group;
 }
-/// The fields that every algorithm has.
+/// Sets the fields that every algorithm has.
 template <class Options> dsopt_group group_of(std::int32_t algorithm, const Options &from) {
     dsopt_group group = group_of(algorithm);
     group.lr = from.lr;
@@ -25,7 +25,7 @@ template <class Options> dsopt_group group_of(std::int32_t algorithm, const Opti
     group.max_norm = from.max_norm;
     return group;
 }
-/// And those of two moments: Adam, LAMB and the 1-bit family.
+/// Sets the fields of algorithms with two moments too: Adam, LAMB and the 1-bit family.
 template <class Options> dsopt_group adaptive_group_of(std::int32_t algorithm, const Options &from) {
     dsopt_group group = group_of(algorithm, from);
     group.beta1 = from.beta1;
@@ -97,7 +97,7 @@ struct lamb {
 
 struct sgd {
     double lr = 1e-3, weight_decay = 0, max_norm = 0;
-    /// 0 = none, and no state. Not to be changed between 0 and another value later.
+    /// 0 = none, and no state. Cannot change between 0 and another value later.
     double momentum = 0;
     /// Needs momentum.
     double dampening = 0;
@@ -115,7 +115,7 @@ struct sgd {
 struct adagrad {
     double lr = 1e-2, eps = 1e-10, weight_decay = 0, max_norm = 0;
     double lr_decay = 0;
-    /// What the sum of squares starts as.
+    /// Initial sum of squares.
     double initial_accumulator_value = 0;
     /// As in optax.
     bool eps_inside_sqrt = false;
@@ -190,9 +190,9 @@ struct param {
     /// Shape, for checkpoints; empty = flat.
     std::vector<std::int64_t> dims = {};
     bool model_parallel = false, replicated = false, masked = false;
-    /// Where this piece begins if it is a slice of a tensor of that name.
+    /// First element if the parameter is a slice of a tensor of that name.
     std::int64_t offset = 0;
-    /// 0 = dense; k: of expert comm k - 1.
+    /// 0 = dense; k: an expert of expert comm k - 1.
     std::int32_t expert = 0;
     /// optimizer::add_params: index of the group.
     std::int32_t group = 0;

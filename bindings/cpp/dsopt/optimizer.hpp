@@ -27,17 +27,17 @@ struct optimizer_options {
     bool averages = false, check_ranks = false, momentum_bits = false;
 };
 
-/// Arguments of step and apply; dsopt_step has them in full. Lists are as long as that of the gradients.
+/// Arguments of step and apply, documented at dsopt_step. Lists have the length of the gradients' list.
 struct step_options {
-    /// Empty = where they are bound. apply needs it.
+    /// Empty = the bound memory. Required by apply.
     span<const tensor> params = {};
     /// New weights. Empty = not wanted.
     span<const tensor> out = {};
-    /// Empty = where it is bound. apply needs every entry.
+    /// Empty = the bound memory. apply needs every entry.
     span<const tensor> state = {};
     /// apply: optimizer::workspace bytes of backend memory.
     span<std::byte> workspace = {};
-    /* Backend memory, optional, read when the stream gets there. */
+    /* Backend memory, optional, read in stream order. */
     /// One per group.
     span<const float> lr = {};
     /// DSOPT_HYPER_FLOATS per group, NaN = the value set on the host.
@@ -60,14 +60,14 @@ struct save_options {
 };
 struct load_options {
     bool params = false;
-    /// Leave these out of what is loaded.
+    /// Exclude these from the load.
     bool no_state = false, no_masters = false, no_hyper = false, no_scaler = false;
     bool reset_errors = false;
 };
 
 using schedule_info = dsopt_schedule_info;
 
-/// One entry of the state list. It keeps the optimizer's memory alive, and asks where its tensor is at each use.
+/// One entry of the state list. It keeps the optimizer's memory alive, and queries its tensor at each use.
 class state_entry {
 public:
     /// Static storage.
@@ -80,8 +80,8 @@ public:
     std::int64_t numel() const noexcept { return info_.tensor.numel; }
     /// The parameter's, or one dimension.
     const std::vector<std::int64_t> &dims() const noexcept { return dims_; }
-    /// With the memory of the tensor, nullptr while there is none. Throws state_error if that is other memory than when
-    /// the entry was made: allocated, bound, or outgrown when parameters were added. Ask the optimizer again then.
+    /// The tensor with its memory, nullptr while there is none. Throws state_error if that is other memory than when
+    /// the entry was made: allocated, bound, or reallocated when parameters were added. Query the optimizer again then.
     dsopt::tensor tensor() const {
         if (current().generation != info_.generation)
             throw state_error(DSOPT_ERR_STATE, "state tensor '" + std::string(name()) +
@@ -101,7 +101,7 @@ private:
         detail::check(dsopt_optimizer_state(owner_.get(), index, &info));
         return info;
     }
-    /// The same entry now. Those of parameters stay where they are in the list, the others are its end.
+    /// Current info of the same entry. Entries of parameters keep their index; the other entries follow them.
     dsopt_state_info current() const {
         if (param() >= 0) return info_at(index_);
         std::int64_t at = 0;
@@ -117,13 +117,13 @@ private:
     std::vector<std::int64_t> dims_;
 };
 
-/// Groups, parameters, and the state that belongs to them.
+/// Groups, parameters and their state.
 class optimizer {
 public:
     explicit optimizer(const context &ctx, const optimizer_options &options = {}) : handle_(create(ctx, options)) {}
     /// Takes over a handle that was made in C.
     static optimizer adopt(dsopt_optimizer *handle) noexcept { return optimizer(handle); }
-    /// One more handle to the same optimizer, for an owner who does not know of this one.
+    /// One more handle to the same optimizer, for an independent owner.
     optimizer retain() const { return optimizer(another()); }
     dsopt_optimizer *get() const noexcept { return handle_.get(); }
     explicit operator bool() const noexcept { return handle_ != nullptr; }
@@ -167,7 +167,7 @@ public:
         arguments.flags |= DSOPT_STEP_ACCUMULATED;
         detail::check(dsopt_optimizer_step(get(), &arguments));
     }
-    /// The pure function: any number of threads, on different memory.
+    /// The step as a pure function: any number of threads, on different memory.
     void apply(span<const tensor> grads, const step_options &options) const {
         const dsopt_step arguments = arguments_of(grads, detail::count(grads), options);
         detail::check(dsopt_optimizer_apply(get(), &arguments));
@@ -182,18 +182,19 @@ public:
         detail::check(dsopt_optimizer_workspace(get(), &bytes));
         return bytes;
     }
-    /// Starting values of every state tensor. `params` may be empty if there are no masters.
+    /// Writes the initial values of every state tensor. `params` may be empty if there are no masters.
     void init_state(span<const tensor> params, span<const tensor> state, void *stream = nullptr) const {
         detail::check(dsopt_optimizer_init_state(get(), detail::exactly("params", params, param_count()),
                                                  detail::count(params), state.data(), detail::count(state), stream));
     }
-    /// Of call 1, 2, ..., or of the next one.
+    /// Reduction of call 1, 2, ..., or of the next one.
     reduction next_reduction(std::int64_t call = 0) {
         std::int32_t found = 0;
         detail::check(dsopt_optimizer_next_reduction(get(), call, &found));
         return static_cast<reduction>(found);
     }
-    /// Of the next apply with this schedule, to backend memory in stream order. nullptr without the 1-bit family.
+    /// Writes the reduction of the next apply with this schedule to backend memory, in stream order. nullptr without
+    /// the 1-bit family.
     void next_reduction_on_device(const tensor *schedule, std::int32_t *to, void *stream = nullptr) const {
         detail::check(dsopt_optimizer_next_reduction_on_device(get(), schedule, to, stream));
     }
@@ -241,7 +242,7 @@ public:
         import_state(index, span<std::remove_pointer_t<decltype(std::data(from))>>(from));
     }
     void bind_params(span<const tensor> list) { bind(DSOPT_BIND_PARAMS, list); }
-    /// Entries with nullptr stay with the engine.
+    /// Entries with nullptr keep their memory.
     void bind_state(span<const tensor> list) { bind(DSOPT_BIND_STATE, list); }
     void reset(parts what, void *stream = nullptr) {
         detail::check(dsopt_optimizer_reset(get(), static_cast<std::int32_t>(what), stream));
@@ -252,7 +253,7 @@ public:
         const dsopt_io io = io_of(options);
         detail::check(dsopt_optimizer_save(get(), detail::text_of("path", path), &io));
     }
-    /// To an object with `void write(const void *data, std::size_t bytes)`, which throws if it cannot.
+    /// Saves to an object with `void write(const void *data, std::size_t bytes)`, which throws if it cannot.
     template <class Sink> void save_to(Sink &sink, const save_options &options = {}) {
         dsopt_io io = io_of(options);
         io.user = std::addressof(sink);
@@ -269,7 +270,7 @@ public:
         const dsopt_io io = io_of(options);
         detail::check(dsopt_optimizer_load(get(), detail::text_of("path", path), &io));
     }
-    /// At another number of ranks: the files of all ranks that saved.
+    /// Loads with another number of ranks: the files of all ranks that saved.
     void load(span<const std::string> paths, const load_options &options = {}) {
         std::vector<const char *> names;
         for (const std::string &path : paths) names.push_back(detail::text_of("path", path));
@@ -278,8 +279,8 @@ public:
         io.paths = names.data();
         detail::check(dsopt_optimizer_load(get(), nullptr, &io));
     }
-    /// From an object with `std::uint64_t size()` and `void read(std::uint64_t offset, void *data, std::size_t bytes)`,
-    /// which throws if it cannot.
+    /// Loads from an object with `std::uint64_t size()` and `void read(std::uint64_t offset, void *data, std::size_t
+    /// bytes)`, which throws if it cannot.
     template <class Source> void load_from(Source &source, const load_options &options = {}) {
         dsopt_io io = io_of(options);
         io.user = std::addressof(source);
@@ -287,7 +288,7 @@ public:
         io.total = source.size();
         detail::check(dsopt_optimizer_load(get(), nullptr, &io));
     }
-    /// The same from all ranks that saved.
+    /// Loads from one such object per rank that saved.
     template <class Source> void load_from(span<Source> sources, const load_options &options = {}) {
         std::vector<void *> users;
         std::vector<std::uint64_t> totals;

@@ -11,10 +11,10 @@ struct scaler_options {
     dsopt::profile profile = dsopt::profile::standard;
     double init = 0, factor = 0, min = 0, max = 0;
     std::int32_t window = 0, hysteresis = 0;
-    /// The scale never changes by itself.
+    /// The scale never changes automatically.
     bool fixed = false;
     bool refill = false, fail_at_min = false, keep_at_min = false;
-    /// For several optimizers; update() moves the scale.
+    /// For several optimizers; update() updates the scale.
     bool shared = false;
     bool growth_at_window = false;
 };
@@ -28,14 +28,14 @@ public:
     dsopt_scaler *get() const noexcept { return handle_.get(); }
     explicit operator bool() const noexcept { return handle_ != nullptr; }
 
-    /// Lets go of the optimizers, so that a new one can have it.
+    /// Detaches the scaler from its optimizers, so that a new one can use it.
     void detach() { detail::check(dsopt_scaler_detach(get())); }
-    /// One float in backend memory, at the same address for the scaler's life. nullptr if this was moved from.
+    /// The loss scale: one float in backend memory, at a fixed address. nullptr if this object was moved from.
     const float *device_scale() const noexcept { return dsopt_scaler_device_scale(get()); }
     void set(double value, void *stream = nullptr) { set(DSOPT_SCALE_VALUE, value, stream); }
     void set_override(double value, void *stream = nullptr) { set(DSOPT_SCALE_OVERRIDE, value, stream); }
     void clear_override(void *stream = nullptr) { set(DSOPT_SCALE_CLEAR_OVERRIDE, 0, stream); }
-    /// One transition. `overflow` is in backend memory; nullptr = what the optimizers recorded.
+    /// Executes one transition. `overflow` is in backend memory; nullptr = what the optimizers recorded.
     void update(const std::int32_t *overflow = nullptr, void *stream = nullptr) {
         detail::check(dsopt_scaler_update(get(), overflow, stream));
     }

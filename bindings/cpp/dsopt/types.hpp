@@ -40,7 +40,7 @@ struct argument_error : error {
 struct unsupported_error : error {
     using error::error;
 };
-/// Not possible now: the order of calls, another thread, a fork, the skip budget, a pool that left pieces out.
+/// Not possible now: the order of calls, another thread, a fork, the skip budget, a pool that did not run every index.
 struct state_error : error {
     using error::error;
 };
@@ -64,7 +64,7 @@ struct backend_error : error {
 struct comm_error : error {
     using error::error;
 };
-/// A peer did not come within the comm's time-out.
+/// A peer did not join a collective within the comm's time-out.
 struct timeout : comm_error {
     using comm_error::comm_error;
 };
@@ -79,8 +79,8 @@ struct checkpoint_error : error {
 
 namespace detail {
 
-/// The first exception of a hook in this thread's call. The flag is apart so that a call without one reads a plain
-/// bool.
+/// The first exception of a hook in this thread's call. The flag is separate so that a call without an exception only
+/// reads a bool.
 inline thread_local bool hook_threw = false;
 inline std::exception_ptr &hook_exception() noexcept {
     thread_local std::exception_ptr first;
@@ -127,7 +127,7 @@ inline void check(dsopt_status status) {
     if (status != DSOPT_OK || hook_threw) fail_call(status);
 }
 
-/// Destroys through `Destroy`. Hooks that are called meanwhile have nobody to throw to.
+/// Destroys with `Destroy`. Exceptions of hooks that are called meanwhile are dropped.
 template <class T, void (*Destroy)(T *)> struct destroyer {
     void operator()(T *object) const noexcept {
         const bool before = hook_threw;
@@ -139,11 +139,11 @@ template <class T, void (*Destroy)(T *)> struct destroyer {
 };
 template <class T, void (*Destroy)(T *)> using handle = std::unique_ptr<T, destroyer<T, Destroy>>;
 
-/// Makes a handle by `create(T **)`.
+/// Makes a handle with `create(T **)`.
 template <class Handle, class Create> Handle make(Create &&create) {
     typename Handle::pointer made = nullptr;
     const dsopt_status status = create(&made);
-    Handle owner(made); // a hook may have thrown although the call went well
+    Handle owner(made); // a hook may have thrown although the call succeeded
     check(status);
     return owner;
 }
@@ -159,7 +159,7 @@ template <class Size> std::int64_t count(const Size &list) noexcept { return sta
 template <class, template <class> class Expression, class T> struct detector : std::false_type {};
 template <template <class> class Expression, class T>
 struct detector<std::void_t<Expression<T>>, Expression, T> : std::true_type {};
-/// Is `Expression<T>` a type, such as that of a call of a member that T may have?
+/// True if `Expression<T>` is a type, such as the type of a call of a member that T may have.
 template <template <class> class Expression, class T> constexpr bool has = detector<void, Expression, T>::value;
 
 } // namespace detail
@@ -245,12 +245,12 @@ enum class memory : std::int32_t { host = DSOPT_MEMORY_HOST, backend = DSOPT_MEM
 enum class norm_kind : std::int32_t { l2 = DSOPT_NORM_L2, max = DSOPT_NORM_MAX };
 
 /* ----------------------------------------------------------------------------------------------- spans and tensors */
-/// Contiguous values of somebody else.
+/// A view of contiguous values that it does not own.
 template <class T> class span {
     template <class C> using element = std::remove_pointer_t<decltype(std::data(std::declval<C &>()))>;
     template <class C> using sized = decltype(std::size(std::declval<C &>()));
-    // As std::span does it: from C * to T * no more than const may come in, and what does not outlive the call is read
-    // only.
+    // As in std::span: the conversion from C * to T * may only add const, and a list that does not outlive the call is
+    // const.
     template <class C, class = void> struct fits : std::false_type {};
     template <class C>
     struct fits<C, std::void_t<element<std::remove_reference_t<C>>, sized<std::remove_reference_t<C>>>>
@@ -260,14 +260,14 @@ template <class T> class span {
 public:
     constexpr span() noexcept = default;
     constexpr span(T *data, std::size_t size) noexcept : data_(data), size_(size) {}
-    /// Of a vector, an array, a std::span and the like.
+    /// A span of a vector, an array, a std::span and the like.
     template <class C, class = std::enable_if_t<!std::is_same_v<std::decay_t<C>, span> && fits<C>::value>>
     constexpr span(C &&list) noexcept : data_(std::data(list)), size_(std::size(list)) {}
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Winit-list-lifetime" // a span of a braced list is an argument
 #endif
-    /// Of a braced list; it lives until the end of the call.
+    /// A span of a braced list, which lives until the end of the call.
     template <class U = T, class = std::enable_if_t<std::is_const_v<U>>>
     constexpr span(std::initializer_list<std::remove_const_t<T>> list) noexcept :
         data_(list.begin()),
@@ -301,8 +301,8 @@ template <> struct dtype_of<std::int32_t> { static constexpr dtype value = dtype
 using tensor = dsopt_tensor;
 
 namespace detail {
-/// Does the memory of an argument of this type outlive it? That of a temporary vector or array does not, that of a span
-/// does: const spans give out what can be written to, because the elements are not theirs.
+/// True if the memory of an argument of this type outlives it. The memory of a temporary vector or array does not, the
+/// memory of a span does: const spans return writable elements, because they do not own them.
 template <class C>
 constexpr bool outlives = std::is_lvalue_reference_v<C> ||
                           std::is_convertible_v<decltype(std::data(std::declval<const std::remove_reference_t<C> &>())),
@@ -317,7 +317,7 @@ template <class T> tensor view(T *data, std::int64_t numel) noexcept {
     static_assert(!std::is_const_v<T>, "read_only makes tensors of constants");
     return view(static_cast<void *>(data), numel, dtype_of<T>::value);
 }
-/// All of an array, a vector, a span.
+/// A tensor of all elements of an array, a vector or a span.
 template <class C, class = std::enable_if_t<detail::outlives<C>>>
 auto view(C &&list) -> decltype(view(std::data(list), std::int64_t{})) {
     return view(std::data(list), detail::count(span<std::remove_pointer_t<decltype(std::data(list))>>(list)));
@@ -333,12 +333,12 @@ auto read_only(C &&list) -> decltype(read_only(std::data(list), std::int64_t{}))
 }
 
 namespace detail {
-/// The handle of an object that may be absent, and may not have been moved from: the call would go on without it.
+/// The handle of an optional object. Fails if it was moved from: the call would ignore it.
 template <class Object> auto get_or_null(const char *name, const Object *object) {
     if (object != nullptr && !*object) fail(DSOPT_ERR_ARGUMENT, std::string(name) + " was moved from");
     return object != nullptr ? object->get() : nullptr;
 }
-/// Text for C, which would end at a zero byte.
+/// Text for C. Fails if it has a zero byte, where C would end it.
 inline const char *text_of(const std::string &name, const std::string &text) {
     if (text.find('\0') != std::string::npos) fail(DSOPT_ERR_ARGUMENT, name + " has a zero byte");
     return text.c_str();
@@ -347,12 +347,12 @@ inline const char *text_of(const std::string &name, const std::string &text) {
     fail(DSOPT_ERR_SHAPE,
          std::string(name) + " has " + std::to_string(size) + " entries, " + needed + " " + std::to_string(number));
 }
-/// An optional list, which the library takes without a length of its own.
+/// Data of an optional list, whose length is checked because it is not passed to the library.
 template <class T> T *exactly(const char *name, span<T> list, std::int64_t needed) {
     if (!list.empty() && count(list) != needed) refuse_size(name, list.size(), "needed are", needed);
     return list.empty() ? nullptr : list.data();
 }
-/// The same for an array.
+/// The same for an array, which may be longer.
 template <class T> T *at_least(const char *name, span<T> list, std::int64_t needed) {
     if (!list.empty() && count(list) < needed) refuse_size(name, list.size(), "needed are", needed);
     return list.empty() ? nullptr : list.data();
