@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer side of training, on arrays of NumPy and of everything that speaks DLPack. See README.md."""
+"""The optimizer side of training, on arrays of NumPy and of every library that supports DLPack. See README.md."""
 
 from ._comm import Comm
 from ._errors import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library as ctypes sees it: functions, structs and constants by their names in dsopt.h, made from dsopt.json.
+"""The library through ctypes: functions, structs and constants under their names in dsopt.h, generated from dsopt.json.
 
     from dsopt import _abi as abi
     group = abi.dsopt_group(lr=1e-3)            # a ctypes.Structure; `size` is filled in
@@ -44,12 +44,12 @@ def _missing(text: str) -> MissingError:
 
 
 def shown(value: Any) -> str:
-    """A value in an error's text, which a large array must not fill."""
+    """Returns a value as text for an error. Large arrays are abbreviated."""
     return reprlib.repr(value)
 
 
 def number(value: Any, kind: Any, name: str) -> Any:
-    """`value` for an argument of a type of ctypes, which by itself drops the upper bits of an int without a word."""
+    """Returns `value` for an argument of a ctypes type. ctypes itself silently drops the upper bits of an int."""
     text = "%s is %s, and must be %s"
     try:
         if kind in _FLOATS:
@@ -75,7 +75,7 @@ def assign(struct: Any, field: str, value: Any, name: str = "") -> None:
 
 
 def _type_of(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
-    """Of a field or an argument."""
+    """Returns the type of a field or an argument."""
     if "signature" in entry:
         return _function_type(entry["signature"], known)
     kind = entry["type"]
@@ -85,7 +85,7 @@ def _type_of(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
 
 
 def _signature_of(entry: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, List[Any]]:
-    """Of a function: result and arguments."""
+    """Returns the types of the result and of the arguments of a function."""
     return _type_of({"type": entry["result"]}, known), [_type_of(argument, known) for argument in entry["arguments"]]
 
 
@@ -110,7 +110,7 @@ def _struct_type(entry: Dict[str, Any], known: Dict[str, Any]) -> Any:
 
 
 def types(description: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """Every type by its name in C, and what this module offers: structs, callbacks and constants."""
+    """Returns every type by its name in C, and the public names of this module: structs, callbacks and constants."""
     known = dict(_SCALARS)
     for new in description["typedefs"]:
         known[new["name"]] = _type_of(new, known)
@@ -140,7 +140,7 @@ def find_description() -> str:
 
 
 def candidates(abi_version: int) -> List[str]:
-    """Where the library may be, best first: DSOPT_LIBRARY alone, or the package's own, then the system's."""
+    """Returns the paths to try, best first: only DSOPT_LIBRARY, or the package's library, then the system's."""
     chosen = os.environ.get("DSOPT_LIBRARY")
     if chosen:
         return [chosen]
@@ -149,7 +149,7 @@ def candidates(abi_version: int) -> List[str]:
 
 
 def _reason(place: str, said: str) -> Tuple[str, str]:
-    """Why dlopen failed, and what to do about it, for what dlerror says: nothing where `place` does not exist."""
+    """Returns why dlopen failed and what to do about it, from the text of dlerror. Empty if `place` does not exist."""
     missing = re.match(r"(?P<name>[^:]+): cannot open shared object file: No such file", said)
     if missing:
         name = missing.group("name")
@@ -169,7 +169,7 @@ def _reason(place: str, said: str) -> Tuple[str, str]:
 
 
 def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:
-    """The library and where it was found, or MissingError with every place that was tried."""
+    """Returns the library and its path. Raises MissingError with every path that was tried."""
     problems: List[str] = []
     advice: List[str] = []
     for place in candidates(description["abi_version"]):
@@ -181,7 +181,7 @@ def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:
             problems.append(
                 "%s has ABI version %d, and this package needs %d" % (place, version, description["abi_version"])
             )
-        except AttributeError as problem:  # a function is not in it
+        except AttributeError as problem:  # it lacks a function
             problems.append(str(problem))
         except OSError as problem:
             for text, texts in zip(_reason(place, str(problem)), (problems, advice)):
@@ -201,23 +201,23 @@ _known, _named = types(description)
 globals().update(_named)
 lib, path = load(description, _known)
 
-# What hooks raised during a call that is not over, by thread. An exception cannot pass through C, so the hook keeps it
-# here and reports failure, and `check` raises it after the call.
+# Exceptions of hooks in a running call, by thread. An exception cannot pass through C, so the hook stores it here and
+# reports failure, and `check` raises it after the call.
 raised: Dict[int, BaseException] = {}
 
 
-def __getattr__(name: str) -> Any:  # for type checkers too: the names above are made at run time
+def __getattr__(name: str) -> Any:  # for type checkers too: the names above are created at run time
     raise AttributeError("dsopt.h has no %r (version %s)" % (name, description["version"]))
 
 
 def last_error(status: int, prefix: str = "") -> Exception:
-    """The exception for a status that a call returned just now, in this thread."""
+    """Returns the exception for a status that the last call of this thread returned."""
     text = lib.dsopt_last_error().decode("utf-8", "replace")
     return error_of(status, lib.dsopt_status_name(status).decode(), prefix + text)
 
 
 def check(status: int, prefix: str = "") -> None:
-    """Raise the reason if a call failed, in the thread that called: what a hook raised, else the library's text."""
+    """Raises the reason if the thread's last call failed: the exception of a hook, else the library's text."""
     if status or raised:
         kept: Optional[BaseException] = raised.pop(threading.get_ident(), None)
         if kept is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of an array of any library: address, number of elements, dtype and device, without a copy.
+"""Reads the memory of an array of any library: address, number of elements, dtype and device, without a copy.
 
 Protocols, in this order: __array_interface__ (NumPy), DLPack (PyTorch, JAX, CuPy, ...), __cuda_array_interface__, and
 the buffer protocol (array.array, ctypes, bytearray views).
@@ -60,13 +60,13 @@ _DEVICE_NAMES = {CPU: "cpu", CUDA_HOST: "cpu", CUDA: "cuda", CUDA_MANAGED: "cuda
 def refuse(
     name: str, problem: str, status: int = abi.DSOPT_ERR_ARGUMENT, kind: Optional[Type[ArgumentError]] = None
 ) -> NoReturn:
-    """Raise what is wrong with an argument: a sentence whose subject is its name, and what to do."""
+    """Raises an error for an argument: a sentence whose subject is its name, and what to do."""
     label, text = abi.lib.dsopt_status_name(status).decode(), "%s %s" % (name, problem)
     raise error_of(status, label, text) if kind is None else kind("%s (%s)" % (text, label), status, label)
 
 
 class Tensor:
-    """Where an array is. `owner` keeps its memory."""
+    """The memory of an array. `owner` keeps it alive."""
 
     __slots__ = ("address", "numel", "dtype", "shape", "device", "index", "writable", "owner")
 
@@ -78,19 +78,19 @@ class Tensor:
         self.index, self.writable, self.owner = index, writable, owner
 
     def struct(self) -> Any:
-        """As a dsopt_tensor. An array without elements has no memory."""
+        """Returns a dsopt_tensor. An array without elements has no memory."""
         return abi.dsopt_tensor(self.address if self.numel else None, self.numel, self.dtype)
 
 
 def require_stream(stream: Any) -> Optional[int]:
-    """None, or the address of a stream."""
+    """Returns None, or the address of a stream."""
     if stream is not None and (not isinstance(stream, int) or not 0 <= stream < 1 << 64):
         refuse("stream", "is %r, and must be the address of a stream" % (stream,), kind=ArgumentTypeError)
     return stream
 
 
 def _at(address: Any, offset: int, shape: Tuple[int, ...], number: int, name: str) -> int:
-    """The address of an array of these sizes, once it is found to be one."""
+    """Returns the address of an array of these sizes, after checking that it is valid."""
     try:
         start = 0 if address is None else operator.index(address)
     except TypeError:
@@ -113,7 +113,7 @@ def _sizes(shape: Any, name: str) -> Tuple[int, ...]:
 
 
 def tensor_of(array: Any, name: str, *, stream: Optional[int] = None) -> Tensor:
-    """Of any array. Errors call it `name`. `stream` is the CUDA stream on which the array will be used."""
+    """Returns the Tensor of any array. Errors call it `name`. `stream` is the CUDA stream on which it will be used."""
     if isinstance(array, Tensor):
         return array
     interface = getattr(array, "__array_interface__", None)
@@ -139,7 +139,7 @@ def require(
     shape: Optional[Tuple[int, ...]] = None,
     dtype: Optional[int] = None,
 ) -> Tensor:
-    """Refuse a tensor that cannot be used so."""
+    """Refuses a tensor that does not have these properties."""
     if dtype is not None:
         dtypes = (dtype,)
     if tensor.dtype not in dtypes:
@@ -181,7 +181,7 @@ def _refuse_dtype(name: str, dtype: str, dtypes: Sequence[int]) -> NoReturn:
 
 
 def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: str) -> None:
-    """Refuses what is not row-major without gaps. `unit` is what strides count."""
+    """Refuses arrays that are not contiguous in row-major order. `unit` is the unit of the strides."""
     expected = unit
     try:
         strides = tuple(strides)
@@ -200,7 +200,8 @@ def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: s
 
 
 def _refuse_copies(array: Any, name: str) -> None:
-    """Things of NumPy whose memory is not what they are: a scalar reports that of a copy, which is gone by now."""
+    """Refuses objects of NumPy whose memory is not their value: a scalar reports the memory of a copy, which is already
+    freed."""
     numpy = sys.modules.get("numpy")
     if numpy is None or type(array) is numpy.ndarray:
         return
@@ -212,7 +213,7 @@ def _refuse_copies(array: Any, name: str) -> None:
 
 
 def _from_interface(array: Any, interface: Any, name: str, device: str) -> Tensor:
-    """NumPy's __array_interface__, or __cuda_array_interface__, which has the same keys."""
+    """Reads NumPy's __array_interface__, or __cuda_array_interface__, which has the same keys."""
     try:
         typestr, shape, data = interface["typestr"], interface["shape"], interface.get("data")
         strides, mask, kind = interface.get("strides"), interface.get("mask"), typestr[1:2]
@@ -258,7 +259,7 @@ class _Versioned(ctypes.Structure):
 
 
 _READ_ONLY, _IS_COPIED = 1, 2
-_MOST_DIMENSIONS = 64  # as NumPy has; a producer with more is taken for wrong memory
+_MOST_DIMENSIONS = 64  # as in NumPy; more dimensions mean that the memory is invalid
 _capsule_name = ctypes.pythonapi.PyCapsule_GetName
 _capsule_name.restype, _capsule_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -266,12 +267,12 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
-    """The capsule is not consumed, only kept: it releases the memory when it is collected itself."""
+    """The capsule is not consumed, only kept: it releases the memory when the capsule is collected."""
     try:
         kind, index = array.__dlpack_device__()
         if int(kind) not in _DEVICE_NAMES:
             refuse(name, "is on a device of DLPack kind %d, and must be on cpu or cuda" % kind, abi.DSOPT_ERR_DEVICE)
-        # Of CUDA the producer makes `stream` wait for its own work; 1 is the legacy default stream.
+        # On CUDA the producer makes `stream` wait for the producer's work; 1 is the legacy default stream.
         on = {"stream": stream or 1} if int(kind) in (CUDA, CUDA_MANAGED) else {}
         try:
             capsule = array.__dlpack__(max_version=(1, 0), **on)
@@ -279,7 +280,7 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
             capsule = array.__dlpack__(**on)
     except ArgumentError:
         raise
-    except Exception as problem:  # of a kind that the producer chose
+    except Exception as problem:  # of any type
         raise error_of(
             abi.DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT", "%s cannot be shared by DLPack: %s" % (name, problem)
         ) from problem
@@ -293,7 +294,7 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
         tensor, writable = _DLTensor.from_address(_capsule_pointer(capsule, label)), True
     else:
         refuse(name, "comes by DLPack in %r, and must come in a capsule of that protocol" % (label,))
-    if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):  # immutable, which the capsule does not say
+    if type(array).__module__.partition(".")[0] in ("jax", "jaxlib"):  # immutable, which the capsule does not report
         writable = False
     if not 0 <= tensor.ndim <= _MOST_DIMENSIONS or tensor.ndim and not tensor.shape:
         refuse(name, "comes by DLPack with %d dimensions, and has sizes for none" % tensor.ndim)
@@ -315,7 +316,7 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
 
 
 def _from_buffer(array: Any, name: str) -> Tensor:
-    """An export of the buffer is kept, while which the array cannot be resized."""
+    """An export of the buffer is kept; meanwhile the array cannot be resized."""
     try:
         view = memoryview(array)
     except TypeError:

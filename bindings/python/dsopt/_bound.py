@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays of an optimizer whose addresses the library keeps from call to call."""
+"""The arrays of an optimizer whose addresses the library keeps between calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ._state import BoundState, structs_of
 
 
 class Bound:
-    """Parameters, and the gradients and the state that were bound. It keeps the arrays, exports of their buffers and
-    DLPack capsules, and it binds an array of NumPy again whose `data` was assigned."""
+    """Parameters, and bound gradients and state. Keeps the arrays, exports of their buffers and DLPack capsules, and
+    binds an array of NumPy again if its `data` was assigned."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -36,16 +36,16 @@ class Bound:
         self._call: Optional[Tuple[TensorList, Any, Any]] = None
 
     def list(self, label: str, write: bool = False) -> TensorList:
-        """An empty list with an entry for each parameter."""
+        """Returns an empty list with an entry for each parameter."""
         return TensorList(label, self.names, self.shapes, self._context, write=write)
 
     def _with_step(self, grads: TensorList) -> Tuple[TensorList, Any, Any]:
-        """The list, a dsopt_step with these gradients, and a reference to it."""
+        """Returns the list, a dsopt_step with these gradients, and a reference to the struct."""
         step = abi.dsopt_step(grads=ctypes.addressof(grads.struct), count=len(self.names))
         return grads, step, byref(step)
 
     def add(self, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], arrays: Sequence[Any], kept: Any) -> None:
-        """These parameters were registered. Bound gradients and state are too short from now on."""
+        """Adds parameters that were registered. Bound gradients and state are too short from now on."""
         self.names += names
         self.shapes += shapes
         self.params += arrays
@@ -57,24 +57,24 @@ class Bound:
 
     # ---------------------------------------------------------------------------------------------------------- in use
     def unchanged(self) -> bool:
-        """True if parameters and state are where they were bound."""
+        """Returns True if parameters and state have the memory that was bound."""
         return self._params_watch.unchanged() and self.state.watch.unchanged()
 
     def follow(self, optimizer: Any) -> None:
-        """Bind arrays again that have other memory now."""
+        """Binds arrays again whose memory has changed."""
         if not self._params_watch.unchanged():
             self._bind_params(optimizer, self.params, *self._filled("params", self.params))
         if self._state_given is not None and not self.state.watch.unchanged():
             self._bind_state(optimizer, self._state_given, *structs_of(optimizer, self._state_given))
 
     def call_list(self) -> Tuple[TensorList, Any, Any]:
-        """For the gradients of one call: as _with_step returns it, kept from call to call."""
+        """Returns the result of _with_step for the gradients of one call, reused by later calls."""
         if self._call is None:
             self._call = self._with_step(self.list("grads"))
         return self._call
 
     def bound_list(self, stream: Optional[int], write: bool = False) -> Tuple[TensorList, Any, Any]:
-        """For the gradients that are bound."""
+        """Returns the result of _with_step for the bound gradients."""
         if self._grads is None:
             refuse("grads", "are neither given nor bound: pass them, or bind them first with bind(grads=...)")
         if write or not self._grads_watch.unchanged():
@@ -86,7 +86,7 @@ class Bound:
     def bind(
         self, optimizer: Any, params: Optional[Arrays], grads: Optional[Arrays], state: Optional[Mapping[str, Any]]
     ) -> None:
-        """As Optimizer.bind. Everything is looked at before anything is bound."""
+        """As Optimizer.bind. Everything is checked before anything is bound."""
         before = self.params
         if params is not None:
             arrays = in_order("params", params, self.names)

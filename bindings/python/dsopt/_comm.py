@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comms, and collectives that are methods of a Python object."""
+"""Comms, and comms whose collectives are methods of a Python object."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ MEMORY = {"host": abi.DSOPT_MEMORY_HOST, "backend": abi.DSOPT_MEMORY_BACKEND}
 
 
 class Comm(Handle):
-    """One rank's end of a set of ranks that communicate. Made by one of the class methods, which fill a description.
+    """One rank's handle to a group of ranks that communicate. Made by one of the class methods, which fill a
+    description.
 
-    context  where the arrays of its collectives are
+    context  the arrays of its collectives are in its memory
     desc     a dsopt_comm_desc
     needed   objects that are kept as long as the comm
     hooked   True if calls may lead to a Python function
@@ -53,12 +54,12 @@ class Comm(Handle):
 
     @classmethod
     def single(cls, context: Context) -> Comm:
-        """The comm of one rank, on the device of `context`."""
+        """Returns a comm of one rank, on the device of `context`."""
         return cls(context, abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_SELF))
 
     @staticmethod
     def unique_id(kind: str = "local") -> bytes:
-        """The bytes that one rank makes and all ranks need. `kind` is "local", "nccl" or "hccl"."""
+        """Returns the bytes that one rank creates and all ranks need. `kind` is "local", "nccl" or "hccl"."""
         number = choice("kind", kind, KINDS)
         size = ctypes.c_size_t()
         abi.check(abi.lib.dsopt_comm_unique_id(number, None, byref(size)))
@@ -92,11 +93,11 @@ class Comm(Handle):
     def local(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
         """Ranks are threads of this process. Collective.
 
-        context     this rank's; ranks may share it
+        context     the context of this rank; ranks may share it
         id          the bytes of unique_id("local"), the same on all ranks
         rank        number of this rank, from 0 on
-        ranks       how many there are
-        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        ranks       number of ranks
+        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
         """
         return cls._from_id(context, abi.DSOPT_COMM_KIND_LOCAL, id, rank, ranks, timeout_ms)
 
@@ -106,11 +107,11 @@ class Comm(Handle):
     ) -> Comm:
         """Ranks are processes, one per GPU, and NCCL is made here. Collective.
 
-        context     of CUDA
+        context     a CUDA context
         id          the bytes of unique_id("nccl"), the same on all ranks
         rank        number of this rank, from 0 on
-        ranks       how many there are
-        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        ranks       number of ranks
+        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
         enqueue     exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
         """
         return cls._from_id(
@@ -121,11 +122,11 @@ class Comm(Handle):
     def hccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
         """Ranks are processes, one per Ascend NPU, and HCCL is made here. Collective.
 
-        context     of the CPU; the exchange is staged through device memory
+        context     a CPU context; the exchange is staged through device memory
         id          the bytes of unique_id("hccl"), the same on all ranks
         rank        number of this rank, from 0 on
-        ranks       how many there are
-        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        ranks       number of ranks
+        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
         """
         return cls._from_id(context, abi.DSOPT_COMM_KIND_HCCL, id, rank, ranks, timeout_ms)
 
@@ -142,11 +143,11 @@ class Comm(Handle):
     ) -> Comm:
         """A communicator of the caller.
 
-        context     where the arrays of its collectives are
+        context     the arrays of its collectives are in its memory
         kind        "nccl" or "hccl"
-        address     of the communicator, such as an ncclComm_t, as a number
-        owner       any object, kept as long as the comm: one that keeps the communicator alive
-        timeout_ms  longest wait in any call; 0 = 600000, -1 = no limit
+        address     address of the communicator, such as an ncclComm_t, as a number
+        owner       any object, kept as long as the comm, such as one that keeps the communicator alive
+        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
         enqueue     NCCL: exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
         """
         if not isinstance(address, int):
@@ -179,10 +180,10 @@ class Comm(Handle):
     ) -> Comm:
         """Collectives that are methods of a Python object.
 
-        context      where the arrays of its collectives are
+        context      the arrays of its collectives are in its memory
         collectives  the object, with the methods below
         rank         number of this rank, from 0 on
-        ranks        how many there are
+        ranks        number of ranks
         memory       "host" or "backend": where `send` and `recv` are
         enqueue      with memory of a device: methods enqueue, and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
         synchronize  with memory of a device: for methods that cannot use the stream; the host waits for the stream
@@ -193,12 +194,12 @@ class Comm(Handle):
         all_reduce(send, recv, count, dtype, op, stream)   dtype F32, F64 or I32 and op SUM or MAX as numbers of dsopt.h
         all_to_all(send, recv, bytes_per_rank, stream)     optional
         all_gather(send, recv, bytes_per_rank, stream)     optional
-        error()    optional, any thread: None if all is well, else a text
+        error()    optional, any thread: None if there is no error, else a text
         abort()    optional, any thread, more than once: makes blocked calls return
         destroy()  optional, the last call
 
-        `send` and `recv` are addresses, and may be the same. A method returns when it is done. What it raises is
-        raised again by the call that led to it, and makes the comm unusable; a TimeoutError counts as one.
+        `send` and `recv` are addresses, and may be the same. A method returns when it is done. An exception of a method
+        is raised again by the call that led to it, and makes the comm unusable; a TimeoutError counts as a time-out.
         """
         table = _table(collectives, rank, ranks, choice("memory", memory, MEMORY))
         key = table.self
@@ -218,8 +219,8 @@ class Comm(Handle):
             raise
 
     def query(self) -> Any:
-        """The dsopt_comm_info of now: rank, ranks, status, calls, bytes_sent, bytes_received, and lists by collective.
-        Any thread."""
+        """Returns the current dsopt_comm_info: rank, ranks, status, calls, bytes_sent, bytes_received, and lists by
+        collective. Any thread may call it."""
         info = abi.dsopt_comm_info()
         abi.check(abi.lib.dsopt_comm_query(self.handle, byref(info)))
         return info
@@ -236,13 +237,13 @@ class Comm(Handle):
         all_reduce(self, arrays, op, stream=stream)
 
     def abort(self) -> None:
-        """Make every blocked or later call on this comm fail. Any thread."""
+        """Make every blocked or later call on this comm fail. Any thread may call it."""
         abi.lib.dsopt_comm_abort(self.handle)
 
 
 # Tables whose `destroy` was not called yet, by the number that is their `self`: the library keeps a comm that an
-# optimizer uses, whatever becomes of its owner here. A function must not be freed while it runs, so those of destroyed
-# comms wait in `_done` for the next one.
+# optimizer uses, even if its owner here is collected. A function must not be freed while it runs, so tables of
+# destroyed comms stay in `_done` until the next table is made.
 _tables: Dict[int, Any] = {}
 _done: List[Any] = []
 _numbers = itertools.count(1)
@@ -257,8 +258,8 @@ def _nothing(_: object) -> None:
 
 
 def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
-    """The dsopt_comm_table of an object. It lives until its `destroy`, in _tables. What `abort` and `destroy` raise,
-    which come at any time, goes to sys.unraisablehook, as ctypes has it."""
+    """Returns the dsopt_comm_table of an object. It lives in _tables until its `destroy`. Exceptions of `abort` and
+    `destroy`, which are called at any time, go to sys.unraisablehook, as in ctypes."""
     _done.clear()
     number = next(_numbers)
     table = abi.dsopt_comm_table(self=number, rank=rank, ranks=ranks, memory=memory)

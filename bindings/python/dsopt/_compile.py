@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A library of C++ between libdsopt and a framework: the package's if it fits the framework that is installed, else
-compiled against it on first use."""
+"""A C++ library between libdsopt and a framework: the package's if it matches the installed framework, else compiled
+against it on first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def missing(text: str) -> MissingError:
 
 
 def headers() -> str:
-    """The folder of dsopt.h and dsopt_dl.h: in the package, the source tree, or next to an installed library."""
+    """Returns the folder of dsopt.h and dsopt_dl.h: in the package, the source tree, or next to an installed
+    library."""
     library = os.path.dirname(os.path.realpath(abi.path))
     places = [
         os.path.join(abi.HERE, "include"),
@@ -48,8 +49,8 @@ def _cache() -> str:
 
 @dataclass
 class Extension:
-    """What is compiled, for what, and how. `variable` names the environment's path of one that is there already,
-    `prebuilt` is the path of one in the package."""
+    """Sources, target and flags of a library. `variable` names the environment variable with the path of an existing
+    library, `prebuilt` is the path of the library in the package."""
 
     module: str
     what: str
@@ -63,7 +64,7 @@ class Extension:
     prebuilt: Optional[str] = None
 
     def path(self) -> str:
-        """Of the library for the installed framework, compiled if it is not there yet."""
+        """Returns the path of the library for the installed framework, which is compiled if it does not exist yet."""
         chosen = os.environ.get(self.variable)
         if chosen:
             return chosen
@@ -76,7 +77,7 @@ class Extension:
         return path
 
     def _file_name(self, include: str) -> str:
-        """Versions, and a hash of everything that is compiled and how."""
+        """Returns a name with the versions and a hash of sources and flags."""
         digest = hashlib.sha256("\0".join([*self.flags, "", *self.libraries]).encode())
         for path in (__file__, self.source, *self.other_sources, *(os.path.join(include, name) for name in _HEADERS)):
             with open(path, "rb") as file:
@@ -103,7 +104,7 @@ class Extension:
         )
 
     def _build(self, path: str, include: str) -> None:
-        """The library appears under `path` at once and whole, so processes may compile at the same time."""
+        """The library is renamed to `path` when it is complete, so processes may compile concurrently."""
         try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             folder = tempfile.TemporaryDirectory(dir=os.path.dirname(path))

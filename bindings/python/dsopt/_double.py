@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules in double, for float64 parameters: the engine's arithmetic is fp32.
+"""Update rules in double, for float64 parameters: the engine's arithmetic is fp32.
 
-Arrays are NumPy's or torch's, and `ops` has the functions for them. Operations and their order are those of torch.optim
+Arrays are NumPy's or torch's, and `ops` has the functions for them. Operations and their order are as in torch.optim
 without foreach and fused.
 
 ops.add(x, y, a)         x += a y
@@ -40,13 +40,13 @@ class Hyper(NamedTuple):
 
 
 def squares(array: Any) -> float:
-    """The sum of squares, over all ranks that have a shard of a DTensor."""
+    """Returns the sum of squares, over all ranks that have a shard of a DTensor."""
     total = (array * array).sum()
     return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
 
 
 def norm(array: Any) -> float:
-    """The L2 norm."""
+    """Returns the L2 norm."""
     return math.sqrt(squares(array))
 
 
@@ -119,7 +119,7 @@ def _adagrad(ops: Any, h: Hyper, step: int, g: Any, p: Any, total: Any) -> None:
         g = ops.sum(g, p, h.weight_decay)
     ops.addcmul(total, g, g, 1.0)
     lr = h.lr / (1 + (step - 1) * h.lr_decay)
-    if h.eps_inside_sqrt:  # eps may be 0, and then so may the sum
+    if h.eps_inside_sqrt:  # eps may be 0, and then the sum may be 0 too
         ops.addcdiv(p, g, ops.sqrt(ops.where(total == 0, total + 1, total + h.eps)), -lr)
     else:
         ops.addcdiv(p, g, ops.sqrt(total) + h.eps, -lr)
@@ -129,7 +129,7 @@ def _lion(ops: Any, h: Hyper, step: int, g: Any, p: Any, m: Any) -> None:
     if h.weight_decay:
         p *= 1 - h.lr * h.weight_decay
     c = ops.sum(h.beta1 * m, g, 1 - h.beta1)
-    ops.add(p, ops.where(c != c, c, ops.sign(c)), -h.lr)  # a NaN stays one
+    ops.add(p, ops.where(c != c, c, ops.sign(c)), -h.lr)  # keeps NaN
     m *= h.beta2
     ops.add(m, g, 1 - h.beta2)
 
@@ -152,13 +152,13 @@ def supports(algorithm: int) -> bool:
 
 
 def moments_of(algorithm: int, momentum: float) -> Tuple[str, ...]:
-    """The names of a parameter's state tensors."""
+    """Returns the names of a parameter's state tensors."""
     names = _RULES[algorithm][1]
     return names if algorithm != abi.DSOPT_ALGORITHM_SGD or momentum else ()
 
 
 def clipping(total: float, largest: float) -> float:
-    """What gradients with the norm `total` are divided by, so that the norm is `largest`; 0 = off."""
+    """Returns the divisor that clips gradients of norm `total` to `largest`; 0 = off."""
     return max(1.0, (total + 1e-6) / largest) if largest else 1.0
 
 

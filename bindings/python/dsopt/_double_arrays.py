@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """float64 parameters of an Optimizer, stepped by NumPy in double.
 
-In the engine's list each has a placeholder: one float32 element whose value and gradient are 0. So the engine has its
-group, its step count and its place in every list, and decides about scaling, clipping and skipping.
+Each has a placeholder in the engine's list: one float32 element whose value and gradient are 0. So the engine keeps its
+group, its step count and its index in every list, and decides about scaling, clipping and skipping.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._params import Param, in_order, unboxed
 
 try:
     import numpy
-except ImportError:  # then there are no arrays of float64 that could be stepped
+except ImportError:  # then there are no float64 arrays to step
     numpy = None  # type: ignore[assignment]
 
 _KEYS = {name: getattr(abi, "DSOPT_KEY_" + name.upper()) for name in Hyper._fields}
@@ -32,15 +32,15 @@ def dtype_of(array: Any) -> str:
 
 
 def is_double(array: Any) -> bool:
-    """True for arrays in host memory and tensors of float64."""
+    """True for float64 arrays in host memory and float64 tensors."""
     return numpy is not None and dtype_of(array) == "float64" and not isinstance(array, numpy.generic)
 
 
 def _view(array: Any, name: str, shape: Optional[Tuple[int, ...]], write: bool) -> Any:
-    """The array as one of NumPy with the same memory."""
+    """Returns a NumPy array with the same memory."""
     try:
         view = numpy.asarray(array)
-    except Exception as problem:  # of a kind that the other library chose
+    except Exception as problem:  # of any type
         refuse(name, "has dtype float64, and cannot be used as an array of NumPy: %s" % problem)
     if isinstance(array, numpy.ma.MaskedArray):
         refuse(name, "has a mask, which is not supported; pass its data alone, such as array.filled(0)")
@@ -86,18 +86,18 @@ class Operations:
 
 
 class Doubles:
-    """Those of one optimizer, by their places in the flat order."""
+    """The float64 parameters of an optimizer, by index in the flat order."""
 
     def __init__(self, looks: bool, reports: bool) -> None:
         self._looks, self._reports = looks, reports
         self.arrays: Dict[int, Any] = {}
-        self.groups: List[int] = []  # of all parameters
+        self.groups: List[int] = []  # group of each parameter
         self.state: Dict[str, Any] = {}
-        self.known: Dict[str, Any] = {}  # what a report says differently
+        self.known: Dict[str, Any] = {}  # values that a report replaces
         self._fields: Dict[int, List[str]] = {}  # hyper-parameters of each algorithm
 
     def add(self, optimizer: Any, first: int, arrays: Sequence[Any], groups: Sequence[int]) -> None:
-        """These parameters were registered, None = one of the engine's."""
+        """Adds registered parameters; None = a parameter of the engine."""
         self.groups += groups
         for i, array in enumerate(arrays):
             if array is not None:
@@ -112,7 +112,7 @@ class Doubles:
             self.state["%s.%s" % (optimizer.names[i], name)] = numpy.full(self.arrays[i].shape, start)
 
     def reset(self, optimizer: Any) -> None:
-        """Moments begin again."""
+        """Resets the moments."""
         for i in self.arrays:
             self._start(optimizer, i)
 
@@ -124,7 +124,7 @@ class Doubles:
         self.state[name][...] = view
 
     def shapes(self, shapes: Sequence[Tuple[int, ...]]) -> List[Tuple[int, ...]]:
-        """The list with the shapes of float64 parameters."""
+        """Returns the list of shapes with the shapes of float64 parameters."""
         return [self.arrays[i].shape if i in self.arrays else shape for i, shape in enumerate(shapes)]
 
     # ------------------------------------------------------------------------------------------------------------ step
@@ -145,7 +145,7 @@ class Doubles:
         if norms is None and looks:
             norms = self.norms(optimizer, theirs, mine)
         before = optimizer.state.copy("optimizer.step")
-        optimizer._doubles = None  # from here on the engine's own step
+        optimizer._doubles = None  # from here on step() is the engine's
         try:
             optimizer.step(theirs, **{**options, "grad_norms": norms})
             taken = {i: grad for i, grad in mine.items() if optimizer.state.copy("optimizer.step")[i] != before[i]}
@@ -168,7 +168,7 @@ class Doubles:
             self.known.update(grad_norm=total, dense_norm=total)
 
     def report(self, report: Any) -> Any:
-        """A Report with what it says of float64 parameters too."""
+        """Returns a Report that includes float64 parameters."""
         known = dict(self.known)
         for name in ("weight_norm", "update_norm"):
             if name in known:
@@ -176,7 +176,7 @@ class Doubles:
         return replace(report, **known)
 
     def gradients(self, optimizer: Any, arrays: Sequence[Any], write: bool) -> Tuple[List[Any], Dict[int, Any]]:
-        """The engine's list with gradients of placeholders, and the gradients of float64 parameters."""
+        """Returns the engine's list with gradients of placeholders, and the gradients of float64 parameters."""
         if len(arrays) != len(optimizer.names):
             text = "has %d arrays, and must have %d" % (len(arrays), len(optimizer.names))
             refuse("grads", text, abi.DSOPT_ERR_SHAPE)
@@ -187,7 +187,7 @@ class Doubles:
         return theirs, mine
 
     def norms(self, optimizer: Any, theirs: Sequence[Any], mine: Dict[int, Any]) -> List[float]:
-        """The norm of each group, as given. Inf where one has Inf or NaN."""
+        """Returns the norm of each group's gradients as passed: Inf if the group has an Inf or NaN."""
         sums, bad, first = [0.0] * len(optimizer.groups), 0, None
         for i, grad in enumerate(theirs):
             if grad is None:
@@ -207,7 +207,7 @@ class Doubles:
     def update(
         self, optimizer: Any, mine: Dict[int, Any], lr: Any, scale: float, norms: Optional[Sequence[float]]
     ) -> None:
-        """The step of those that the engine has counted. `norms` are those of the gradients as given."""
+        """Steps the parameters whose step the engine has counted. `norms` are the norms of the gradients as passed."""
         whole, limit = clipping(self.known.get("grad_norm", 0.0), optimizer.max_norm), optimizer.max_value
         hypers = [self._hyper(view, lr, g) for g, view in enumerate(optimizer.groups)]
         weights = changes = 0.0
@@ -223,7 +223,7 @@ class Doubles:
             before = param.copy() if self._reports else None
             names = moments_of(algorithm, hyper.momentum)
             moments = tuple(self.state["%s.%s" % (optimizer.names[i], name)].reshape(-1) for name in names)
-            with numpy.errstate(all="ignore"):  # as the engine, which says nothing about Inf and NaN
+            with numpy.errstate(all="ignore"):  # like the engine, which does not warn about Inf and NaN
                 ratio = update(Operations, algorithm, hyper, int(steps[i]), param, grad, moments)
             if ratio is not None:
                 optimizer.state["optimizer.trust_ratio"][i] = ratio
@@ -253,8 +253,8 @@ class Doubles:
 def placed(
     pairs: Sequence[Tuple[str, Param]], algorithms: Sequence[int], refused: Dict[str, bool]
 ) -> Tuple[List[Tuple[str, Param]], List[Any]]:
-    """Parameters with placeholders for those of float64, and the arrays of these, None = one of the engine's.
-    `algorithms` are those of their groups, `refused` what does not go with them."""
+    """Returns parameters with placeholders for float64 ones, and the float64 arrays; None = a parameter of the engine.
+    `algorithms` are the algorithms of their groups, `refused` the options that float64 does not support."""
     new: List[Tuple[str, Param]] = []
     arrays: List[Any] = []
     for (name, param), algorithm in zip(pairs, algorithms):

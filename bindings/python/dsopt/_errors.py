@@ -8,8 +8,8 @@ from typing import Any, Dict, Tuple, Type
 
 
 class Error(Exception):
-    """A call of the library failed. `status` is its number, `name` its name, such as "DSOPT_ERR_SHAPE", `text` what
-    happened."""
+    """A call of the library failed. `status` is its number, `name` its name, such as "DSOPT_ERR_SHAPE", `text` the
+    reason."""
 
     status: int
     name: Any  # str; ImportError has an optional one
@@ -18,7 +18,7 @@ class Error(Exception):
         super().__init__(text)
         self.status, self.name = status, name
 
-    def __str__(self) -> str:  # OSError and ImportError have forms of their own
+    def __str__(self) -> str:  # OSError and ImportError format differently
         return Exception.__str__(self)
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -43,7 +43,7 @@ class UnsupportedError(Error, NotImplementedError):
 
 
 class AssertedError(UnsupportedError, AssertionError):
-    """What is not supported where DeepSpeed has an assert statement."""
+    """An unsupported option for which DeepSpeed has an assert statement."""
 
 
 class StateError(Error, RuntimeError):
@@ -71,11 +71,11 @@ class CommError(Error, ConnectionError):
 
 
 class TimeoutError(CommError, builtins.TimeoutError):  # noqa: A001 - the standard class is a base of it
-    """A peer did not arrive within the comm's time-out."""
+    """A peer did not join a collective within the comm's time-out."""
 
 
 class CheckpointError(Error, ValueError):
-    """A file is no dsopt checkpoint, is damaged, or belongs to another optimizer."""
+    """A file is not a dsopt checkpoint, is damaged, or belongs to another optimizer."""
 
 
 _KINDS: Dict[int, Type[Error]] = {
@@ -96,6 +96,6 @@ _DECADES: Dict[int, Type[Error]] = {1: ArgumentError, 2: StateError, 7: Checkpoi
 
 
 def error_of(status: int, name: str, text: str) -> Error:
-    """The exception for a status."""
+    """Returns the exception for a status."""
     kind = _KINDS.get(status) or _DECADES.get(status // 10, Error)
     return kind("%s (%s)" % (text, name), status, name)

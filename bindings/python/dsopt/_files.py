@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in files, and in anything that reads and writes like a binary file."""
+"""Checkpoints in files, and in objects that read and write like a binary file."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def save(optimizer: Any, file: Any, flags: int) -> None:
     _require(file, "write")
 
     def write(_user: Any, data: int, size: int) -> int:
-        # Released at the end: a file that keeps what it was given must not see the memory when it is something else.
+        # Released at the end: a file that keeps the view must not access the memory after it was reused.
         with memoryview((ctypes.c_char * size).from_address(data)) as memory, memory.toreadonly() as all_of_it:
             place = 0
             while place < size:
                 with all_of_it[place:] as left:
                     done = file.write(left)
-                if done is None and not hasattr(file, "fileno"):  # an object whose write returns nothing takes all
+                if done is None and not hasattr(file, "fileno"):  # returning None means all was written
                     break
                 if not done:
                     raise BlockingIOError("the file took nothing of %d bytes" % (size - place))
@@ -102,7 +102,7 @@ def _from_objects(optimizer: Any, files: List[Any], several: bool, flags: int) -
     begins_and_sizes: List[Tuple[int, int]] = []
     for file in files:
         begin = file.tell()
-        file.seek(0, os.SEEK_END)  # what it returns is None in some
+        file.seek(0, os.SEEK_END)  # some objects return None
         end = file.tell()
         if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
             raise _wrong("file.tell returned %r at the place where it is read and %r at its end" % (begin, end))

@@ -24,13 +24,13 @@ OPS = {"sum": abi.DSOPT_OP_SUM, "max": abi.DSOPT_OP_MAX, "mean": abi.DSOPT_OP_ME
 
 
 def version() -> str:
-    """Version of the library that is loaded, such as "0.2.0"."""
+    """Returns the version of the loaded library, such as "0.2.0"."""
     number = int(abi.lib.dsopt_version())
     return "%d.%d.%d" % (number // 10000, number // 100 % 100, number % 100)
 
 
 def build_info() -> Dict[str, Any]:
-    """What the library is: version, backends and comms that work here, instruction set, ..."""
+    """Returns a description of the library: version, backends and comms that work here, instruction set, ..."""
     info: Dict[str, Any] = json.loads(abi.lib.dsopt_build_info())
     return {**info, "library": abi.path}
 
@@ -51,7 +51,7 @@ def tensors(
     dtypes: Sequence[int] = FLOATS,
     stream: Optional[int] = None,
 ) -> Tuple[Any, List[Any]]:
-    """A dsopt_tensor list of any arrays, and what must be kept; None is an entry without data."""
+    """Returns a dsopt_tensor list of any arrays, and objects that must be kept alive; None is an entry without data."""
     arrays, stream = _listed(arrays, label), require_stream(stream)
     structs, kept = (abi.dsopt_tensor * len(arrays))(), []
     for i, array in enumerate(arrays):
@@ -75,10 +75,10 @@ def _context(context: Optional[Context], comm: Optional[Comm] = None) -> Context
 
 @dataclass(frozen=True)
 class NormResult:
-    """What dsopt.norm returns.
+    """Result of dsopt.norm.
 
-    norm         of all arrays; with a comm of those of all ranks
-    coefficient  what to multiply by to clip: min(1, max_norm / (norm + 1e-6))
+    norm         norm of all arrays; with a comm, of the arrays of all ranks
+    coefficient  factor that clips: min(1, max_norm / (norm + 1e-6))
     nonfinite    number of elements that are Inf or NaN
     first_bad    index of the first array with an Inf or NaN, None without one
     """
@@ -99,11 +99,11 @@ def norm(
 ) -> NormResult:
     """Norm and finite check of a list in one read. CPU backend.
 
-    arrays    float32, float16 or bfloat16; None = passed over
+    arrays    float32, float16 or bfloat16; None = ignored
     kind      "l2" or "max"
-    max_norm  what the `coefficient` of the result clips to; 0 = 1 is the coefficient
-    comm      the norm is that of the arrays of all its ranks. Collective
-    context   None = that of the comm, else the CPU with every default
+    max_norm  norm to which the `coefficient` of the result clips; 0 = the coefficient is 1
+    comm      the norm is over the arrays of all its ranks. Collective
+    context   None = the comm's, else the CPU with every default
     """
     result = _norm(arrays, kind, max_norm, comm, context)
     return NormResult(
@@ -140,9 +140,9 @@ def clip(
 ) -> float:
     """Scale a list in place so that its L2 norm is at most `max_norm`. Returns the norm before. CPU backend.
 
-    arrays   float32, float16 or bfloat16; None = passed over
-    comm     the norm is that of the arrays of all its ranks. Collective
-    context  None = that of the comm, else the CPU with every default
+    arrays   float32, float16 or bfloat16; None = ignored
+    comm     the norm is over the arrays of all its ranks. Collective
+    context  None = the comm's, else the CPU with every default
     """
     if not abi.number(max_norm, ctypes.c_double, "max_norm") > 0:
         refuse("max_norm", "is %r, and must be positive" % (max_norm,))
@@ -173,7 +173,7 @@ def axpby(
     """y = a * x + b * y, element by element in fp32, between any float dtypes.
 
     a        a number on the CPU backend, elsewhere an array of one float32; None = 1
-    x        list of arrays; None = passed over
+    x        list of arrays; None = ignored
     b        a number; with 0 y is not read
     y        list of arrays of the sizes of x, which are overwritten
     context  None = the CPU with every default
@@ -195,7 +195,7 @@ def clamp(
 ) -> None:
     """Clip every element to [-limit, limit], in place. NaN stays.
 
-    arrays   float32, float16 or bfloat16; None = passed over
+    arrays   float32, float16 or bfloat16; None = ignored
     limit    positive
     context  None = the CPU with every default
     stream   the CUDA stream on which they are used
@@ -209,7 +209,7 @@ def clamp(
 def zero(arrays: Sequence[Any], *, context: Optional[Context] = None, stream: Optional[int] = None) -> None:
     """Set every element to zero.
 
-    arrays   float32, float16 or bfloat16; None = passed over
+    arrays   float32, float16 or bfloat16; None = ignored
     context  None = the CPU with every default
     stream   the CUDA stream on which they are used
     """
@@ -230,10 +230,10 @@ def all_reduce(comm: Comm, arrays: Sequence[Any], op: str = "sum", *, stream: Op
 class CompressedAllReduce:
     """Error-compensated 1-bit mean over the ranks of a comm of lists with the sizes of `arrays`: docs/onebit.md.
 
-    It keeps the residuals of this rank from call to call, in host memory. CPU backend.
+    It keeps the residuals of this rank between calls, in host memory. CPU backend.
 
     comm    the ranks
-    arrays  float32, of the sizes that all calls will have; they are not kept
+    arrays  float32, with the sizes of all later calls; they are not kept
     compat  "none" or "deepspeed" (docs/compat.md)
     node    optional: the ranks of this node, which exchange among themselves first
     """

@@ -31,7 +31,7 @@ _KEYS = {
     for name, number in abi.description["constants"].items()
     if name.startswith("DSOPT_KEY_")
 }
-_DEFAULT: Any = object()  # of the library, which is put in when the class is made
+_DEFAULT: Any = object()  # replaced by the library's default when the class is created
 _MEANING = {
     "lr": "learning rate",
     "betas": "decay of the first and of the second moment per step; for Lion of the update and of the moment",
@@ -93,12 +93,12 @@ def _default_of(group: Any, field: str) -> Any:
 
 @dataclass_transform(kw_only_default=True)
 class Group:
-    """Hyper-parameters of some parameters. The algorithms are its subclasses. Their fields are given by name, and can
-    be changed until the group is passed to an Optimizer. `values` without a name are refused."""
+    """Hyper-parameters of a group of parameters. The algorithms are its subclasses. Their fields are passed by name,
+    and can be changed until the group is passed to an Optimizer. Positional `values` are refused."""
 
     algorithm: ClassVar[int]
 
-    if not TYPE_CHECKING:  # checkers have the arguments from the fields
+    if not TYPE_CHECKING:  # type checkers derive the arguments from the fields
 
         def __new__(cls, *values, **named):
             name = cls.__name__
@@ -129,10 +129,10 @@ class Group:
         cls.__doc__ = "%s\n\n    Fields and their defaults:\n\n    %s\n" % (cls.__doc__, "\n    ".join(rows))
 
     def __post_init__(self) -> None:
-        self.struct()  # refuses fields of a wrong type
+        self.struct()  # refuses fields of the wrong type
 
     def struct(self) -> Any:
-        """As a dsopt_group."""
+        """Returns a dsopt_group."""
         group = _initial(self.algorithm)
         for field in fields(self):  # type: ignore[arg-type]
             value, label = getattr(self, field.name), "%s of %s" % (field.name, type(self).__name__)
@@ -218,7 +218,7 @@ class OnebitAdam(Group):
 
 
 class ZeroOneAdam(Group):
-    """0/1 Adam: as 1-bit Adam, with steps between which nothing is exchanged (docs/onebit.md)."""
+    """0/1 Adam: like 1-bit Adam, with local steps in which nothing is exchanged (docs/onebit.md)."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
     lr: float = _DEFAULT
@@ -286,13 +286,13 @@ class Lion(Group):
 
 
 class GroupView:
-    """The hyper-parameters of one group, or of all, as they are set now. A change counts from the next step on.
+    """The current hyper-parameters of one group, or of all. A change takes effect with the next step.
 
     optimizer  the Optimizer; `opt.groups` passes it
-    index      of the group; -1 = all
+    index      index of the group; -1 = all
     """
 
-    __slots__ = ("_optimizer", "_index")  # a name that is none is refused
+    __slots__ = ("_optimizer", "_index")  # unknown names are refused
 
     def __init__(self, optimizer: Any, index: int) -> None:
         self._optimizer, self._index = optimizer, index
@@ -372,7 +372,7 @@ class GroupView:
 
     @property
     def min_trust(self) -> float:
-        """LAMB: least trust ratio of a tensor."""
+        """LAMB: smallest trust ratio of a tensor."""
         return self._get(abi.DSOPT_KEY_MIN_TRUST)
 
     @min_trust.setter
@@ -426,7 +426,7 @@ class GroupView:
 
     @property
     def dampening(self) -> float:
-        """SGD: share of the gradient that the momentum leaves out."""
+        """SGD: fraction of the gradient that is not added to the momentum."""
         return self._get(abi.DSOPT_KEY_DAMPENING)
 
     @dampening.setter
@@ -453,7 +453,7 @@ class GroupView:
 
     @property
     def initial_accumulator_value(self) -> float:
-        """Adagrad: what sums of squares start as that are made or reset from now on."""
+        """Adagrad: initial sum of squares of state that is created or reset from now on."""
         return self._get(abi.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE)
 
     @initial_accumulator_value.setter

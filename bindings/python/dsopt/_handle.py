@@ -2,7 +2,8 @@
 """The owner of a handle of the library.
 
 A handle is destroyed when its owner is closed or collected. The library keeps alive what a handle was made from, so
-owners may go in any order. Nothing is destroyed at interpreter exit, because a thread may be inside a call then.
+owners may be collected in any order. Nothing is destroyed at interpreter exit, because a thread may then be inside a
+call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ H = TypeVar("H", bound="Handle")
 
 
 def choice(parameter: str, value: Any, choices: Dict[str, int]) -> int:
-    """The number of a word."""
+    """Returns the number of a word."""
     if isinstance(value, str) and value in choices:
         return choices[value]
     raise ArgumentError(
@@ -28,7 +29,7 @@ def choice(parameter: str, value: Any, choices: Dict[str, int]) -> int:
 
 
 def require_handle(owner: Any, kind: Type[H], name: str) -> H:
-    """The library cannot tell one handle from another."""
+    """Checks the type of an owner: the library cannot distinguish handles."""
     if not isinstance(owner, kind):
         raise ArgumentTypeError(
             "%s is %s, and must be a dsopt.%s" % (name, type(owner).__name__, kind.__name__), 10, "DSOPT_ERR_ARGUMENT"
@@ -37,7 +38,7 @@ def require_handle(owner: Any, kind: Type[H], name: str) -> H:
 
 
 def counted(count: int, word: str) -> str:
-    """A number of things."""
+    """Returns a count with its noun."""
     return "%d %s%s" % (count, word, "" if count == 1 else "s")
 
 
@@ -52,10 +53,10 @@ class Handle:
         self.uses = []
         return self
 
-    uses: List[None]  # as many as there are calls with this handle now; appending is atomic
+    uses: List[None]  # one entry per running call with this handle; appending is atomic
 
     def _own(self, handle: ctypes.c_void_p, destroy: Callable[[int], None], *needed: object) -> None:
-        """`needed` is kept until the handle is gone: functions of Python that the library calls, memory that it
+        """`needed` is kept until the handle is destroyed: Python functions that the library calls, memory that it
         borrows."""
         assert handle.value is not None
         self._handle = handle.value
@@ -65,16 +66,16 @@ class Handle:
     def _create(
         self, create: Callable[..., int], *arguments: Any, destroy: Callable[[int], None], needed: Tuple[object, ...]
     ) -> None:
-        """Own what `create` makes with these arguments."""
+        """Owns the handle that `create` makes with these arguments."""
         handle = ctypes.c_void_p()
         status = create(*arguments, ctypes.byref(handle))
         if not status:
             self._own(handle, destroy, *needed)
-        abi.check(status)  # a hook may have raised even so
+        abi.check(status)  # a hook may have raised although the call succeeded
 
     @property
     def handle(self) -> int:
-        """Address for the library. StateError once it is closed."""
+        """Address for the library. Raises StateError once it is closed."""
         if self._handle is None:
             raise StateError("this %s is closed; make a new one" % type(self).__name__, 19, "DSOPT_ERR_STATE")
         return self._handle
@@ -85,8 +86,8 @@ class Handle:
         return self._handle is None
 
     def close(self) -> None:
-        """Release the handle now. StateError in a call with it, such as in a hook."""
-        handle, self._handle = self._handle, None  # from here on no call begins
+        """Release the handle now. Raises StateError during a call with it, such as in a hook."""
+        handle, self._handle = self._handle, None  # from here on no call starts
         if handle is None:
             return
         if self.uses:
@@ -120,7 +121,7 @@ class Handle:
 
 
 class Exclusive:
-    """One thread at a time in calls that change an optimizer, and no call within a call: its lists have one owner."""
+    """Allows one call at a time that changes an optimizer, also within a thread: its lists have one user."""
 
     __slots__ = ("_lock",)
 

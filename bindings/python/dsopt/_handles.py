@@ -20,17 +20,17 @@ ParallelFor = _hooks.ParallelFor
 
 
 class Context(Handle):
-    """Backend, device and hooks. Serves any number of threads.
+    """Backend, device and hooks. Any number of threads may use it.
 
     backend         "cpu" or "cuda"; CUDA needs a library that was built with it
     device          CUDA ordinal
     threads         workers of a step; 0 = number of cores
     parallel_for    thread pool: called as parallel_for(n, body), it runs body(i) once for every i in range(n), in any
-                    order and on any thread, and returns when all are done. The calling thread must run pieces too.
+                    order and on any thread, and returns when all are done. The calling thread must run some of them.
     log             called as log(level, text); level 1 = error, 2 = warn, 3 = info, 4 = trace
     log_level       highest level passed to log; 0 = the environment's DSOPT_LOG, else warn
-    chunk           smallest piece of work in elements, a multiple of 4096
-    check_pointers  CUDA, for debugging: each step asks the driver to which device each pointer belongs
+    chunk           smallest work item in elements, a multiple of 4096
+    check_pointers  CUDA, for debugging: each step checks the device of each pointer
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Context(Handle):
                 hooks.append(make(function))
                 setattr(desc, name, hooks[-1])
         self.hooked = bool(hooks)
-        self.hooks = tuple(hooks)  # what is made from a context has it as `needed`, and with it these
+        self.hooks = tuple(hooks)  # objects made from a context keep the context, and so these
         self._create(
             abi.lib.dsopt_context_create, byref(desc), destroy=abi.lib.dsopt_context_destroy, needed=self.hooks
         )
@@ -87,22 +87,22 @@ PROFILES = {
 
 
 class Scaler(Handle):
-    """A loss scale: gradients are divided by it, and it adapts so that they neither overflow nor vanish. For every
-    number 0 = the profile's value.
+    """A loss scale: gradients are divided by it, and it adapts so that they neither overflow nor underflow. For every
+    number, 0 = the profile's value.
 
     context           where the scale is kept
     profile           "default", or DeepSpeed's "fused", "unfused" or "dynamic"
-    init              starting scale; 2^16 in the default profile
-    factor            the scale grows and shrinks by it
+    init              initial scale; 2^16 in the default profile
+    factor            factor by which the scale grows and shrinks
     min, max          bounds of the scale
-    window            good steps after which it grows
-    hysteresis        overflows after which it shrinks
-    static            the scale never changes by itself; steps with an overflow are skipped all the same
-    refill            each good step sets the count of `hysteresis` back
+    window            number of good steps after which it grows
+    hysteresis        number of overflows after which it shrinks
+    static            the scale never changes automatically; steps with an overflow are still skipped
+    refill            each good step resets the count of `hysteresis`
     fail_at_min       an overflow at the minimum counts in query().failures
-    keep_at_min       takes fail_at_min out of the profile "dynamic"
-    shared            for several optimizers: steps record overflows, and `update` moves the scale once per iteration
-    growth_at_window  it grows in the last step of the window, not in the one after it
+    keep_at_min       removes fail_at_min from the profile "dynamic"
+    shared            for several optimizers: steps record overflows, and `update` updates the scale once per iteration
+    growth_at_window  the scale grows in the last step of the window, not in the next one
     """
 
     def __init__(
@@ -152,15 +152,15 @@ class Scaler(Handle):
         return "profile %r on %s" % (self._profile, self.context._shown())
 
     def query(self) -> Any:
-        """The dsopt_scaler_info of now: scale, dynamic, updates, last_overflow, hysteresis, overridden, failures,
-        skipped_in_row. Waits for earlier calls on the scaler and its optimizers."""
+        """Returns the current dsopt_scaler_info: scale, dynamic, updates, last_overflow, hysteresis, overridden,
+        failures, skipped_in_row. Waits for earlier calls on the scaler and its optimizers."""
         info = abi.dsopt_scaler_info()
         abi.check(abi.lib.dsopt_scaler_query(self.handle, byref(info)))
         return info
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by. Setting it sets the scaler's own value."""
+        """Scale of the next loss. Setting it sets the dynamic scale."""
         return float(self.query().scale)
 
     @scale.setter
@@ -168,20 +168,20 @@ class Scaler(Handle):
         abi.check(abi.lib.dsopt_scaler_set(self.handle, abi.DSOPT_SCALE_VALUE, _scale(value), None))
 
     def override(self, value: Optional[float], *, stream: Optional[int] = None) -> None:
-        """Use `value` in place of the scaler's own scale; None ends that. `stream` is the CUDA stream."""
+        """Use `value` instead of the dynamic scale; None ends that. `stream` is the CUDA stream."""
         what = abi.DSOPT_SCALE_CLEAR_OVERRIDE if value is None else abi.DSOPT_SCALE_OVERRIDE
         scale = 0.0 if value is None else _scale(value)
         abi.check(abi.lib.dsopt_scaler_set(self.handle, what, scale, require_stream(stream)))
 
     def detach(self) -> None:
-        """Release the optimizers that were made with this scaler. They can step no more."""
+        """Detach the optimizers that were made with this scaler. They can no longer step."""
         abi.check(abi.lib.dsopt_scaler_detach(self.handle))
 
     def update(self, overflow: Optional[bool] = None, *, stream: Optional[int] = None) -> None:
-        """One transition of a shared scaler, once per iteration.
+        """Execute one transition of a shared scaler, once per iteration.
 
         overflow  True or False; None = what the optimizers recorded, the only value on CUDA
-        stream    the CUDA stream on which the steps were
+        stream    the CUDA stream of the steps
         """
         word = None if overflow is None else ctypes.c_int32(bool(overflow))
         if word is not None and self.context.backend != "cpu":
@@ -192,7 +192,7 @@ class Scaler(Handle):
 
     @property
     def device_scale(self) -> int:
-        """Address of the scale, one float in backend memory, for the life of the scaler."""
+        """Address of the scale, one float in backend memory, fixed for the life of the scaler."""
         return int(abi.lib.dsopt_scaler_device_scale(self.handle))
 
 
@@ -204,7 +204,7 @@ _default: Tuple[int, Optional[Context]] = (0, None)
 
 
 def default_context() -> Context:
-    """The CPU with every default, one per process: that of the parent is of no use after a fork."""
+    """Returns the CPU context with every default, one per process: the parent's cannot be used after a fork."""
     global _default
     pid, context = _default
     if context is None or pid != os.getpid() or context.closed:

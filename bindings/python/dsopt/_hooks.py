@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python functions that the library calls: what they raise, and the end of the interpreter.
+"""Python functions that the library calls: their exceptions, and interpreter shutdown.
 
-A Python function cannot be entered once the interpreter shuts down: CPython ends the thread that tries, in the middle
-of the library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit it
-closes, and exit waits for those inside.
+A Python function cannot be entered once the interpreter shuts down: CPython ends the calling thread in the middle of
+the library's frames, and the process aborts. So calls that may lead to a Python function pass a gate. At exit the gate
+is closed, and exit waits for the calls inside.
 
 An interrupt (Ctrl-C) that arrives as the library enters a Python function would be raised before the first line of that
-function, where ctypes drops it and returns 0: to the library, success. So while the main thread is inside the gate,
-interrupts are raised inside the functions of the caller only, and else after the call.
+function, where ctypes drops it and returns 0, which the library reads as success. So while the main thread is inside
+the gate, interrupts are raised only inside the caller's functions, otherwise after the call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece(Protocol):
     """The second argument of a context's `parallel_for`, which calls it once for every number in range(n)."""
 
     def __call__(self, i: int, /) -> None:
-        """Run piece number `i`. Any thread, before `parallel_for` returns."""
+        """Run index `i`, on any thread, before `parallel_for` returns."""
 
 
 ParallelFor = Callable[[int, Piece], object]
@@ -39,10 +39,11 @@ EXIT_WAIT = 30.0  # seconds; exit does not wait longer for a call
 
 
 class Interrupts:
-    """SIGINT while the main thread is in a call that may lead to a Python function. Used by that thread alone."""
+    """Handles SIGINT while the main thread is in a call that may lead to a Python function. Used only by that
+    thread."""
 
     def __init__(self) -> None:
-        self.inside = False  # a function of the caller
+        self.inside = False  # in a function of the caller
         self._arrived = False
         self._outer: List[bool] = []
         self._previous: Any = None
@@ -54,7 +55,7 @@ class Interrupts:
                 try:
                     signal.signal(signal.SIGINT, self._handle)
                 except ValueError:
-                    pass  # an interpreter that gets no signals
+                    pass  # an interpreter that receives no signals
         self._outer.append(self.inside)
         self.inside = False
 
@@ -118,12 +119,12 @@ class Gate:
 
 gate = Gate()
 atexit.register(gate.close)
-os.register_at_fork(after_in_child=gate._reset)  # the threads that were inside are not in the child
+os.register_at_fork(after_in_child=gate._reset)  # threads inside the gate do not exist in the child
 
 
 class Using:
-    """`with Using(handles):` around a call: meanwhile they refuse to be closed, as a hook or a thread might try. It
-    passes the gate if the call may lead to a Python function."""
+    """`with Using(handles):` around a call: a hook or another thread cannot close the handles meanwhile. It passes the
+    gate if the call may lead to a Python function."""
 
     __slots__ = ("_owners", "_gated")
 
@@ -145,17 +146,17 @@ class Using:
 
 
 def gated(*owners: Any) -> Using:
-    """For a call with these handles."""
+    """Returns a Using for a call with these handles."""
     return Using(owners)
 
 
 def keep(problem: BaseException) -> None:
-    """For a hook that may not raise: `abi.check` raises it after the call. The first one counts."""
+    """Stores an exception of a hook, which may not raise: `abi.check` raises the first one after the call."""
     abi.raised.setdefault(threading.get_ident(), problem)
 
 
 def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) -> Callable[..., T]:
-    """`function`, with what it raises kept, and the result that tells the library of it."""
+    """Wraps `function`: stores its exceptions and returns `failed(problem)` to the library."""
 
     @functools.wraps(function)
     def hook(*arguments: Any) -> T:
@@ -167,7 +168,7 @@ def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) ->
                 return function(*arguments)
             finally:
                 interrupts.inside = False
-        except BaseException as problem:  # KeyboardInterrupt and SystemExit too: nothing may pass through C
+        except BaseException as problem:  # KeyboardInterrupt and SystemExit too: no exception may pass through C
             keep(problem)
             return failed(problem)
 
@@ -175,7 +176,7 @@ def guarded(function: Callable[..., T], failed: Callable[[BaseException], T]) ->
 
 
 def parallel_for(run: ParallelFor) -> Any:
-    """A dsopt_parallel_for that calls run(n, body), where body(i) runs piece i."""
+    """Returns a dsopt_parallel_for that calls run(n, body), where body(i) runs index i."""
 
     def hook(_user: Any, n: int, body: Callable[[Any, int], None], arg: Any) -> None:
         changed = threading.Condition(threading.Lock())
@@ -202,17 +203,17 @@ def parallel_for(run: ParallelFor) -> Any:
         finally:
             with changed:
                 active = False
-                while running:  # pieces that a thread still has work on memory of this call, whatever `run` says
+                while running:  # running indices use memory of this call, even if `run` has returned
                     try:
                         changed.wait()
-                    except BaseException as problem:  # an interrupt does not end them either
+                    except BaseException as problem:  # an interrupt does not end them
                         keep(problem)
 
     return abi.dsopt_parallel_for(guarded(hook, lambda problem: None))
 
 
 def log(write: Callable[[int, str], object]) -> Any:
-    """The `log` of a context that calls write(level, text)."""
+    """Returns the `log` of a context that calls write(level, text)."""
     kinds = dict(abi.dsopt_context_desc._fields_)
     return kinds["log"](
         guarded(

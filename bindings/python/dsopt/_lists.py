@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of arrays as the library takes them, quickly."""
+"""Fast conversion of lists of arrays to dsopt_tensor arrays."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 from . import _abi as abi
 from ._arrays import FLOATS, refuse, require, tensor_of
 
-_first_byte = ctypes.c_char.from_buffer  # refuses what is read-only or not contiguous
+_first_byte = ctypes.c_char.from_buffer  # refuses read-only and non-contiguous memory
 _dtype_of, _shape_of = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_HEAD = object.__basicsize__  # of every object; its own fields follow
+_HEAD = object.__basicsize__  # header of every object; the fields of its type follow
 _FIELDS = 6 * 8 + 4  # data, nd, dimensions, strides, base, descr and flags of PyArrayObject_fields in ndarraytypes.h
 
 
 @functools.lru_cache(maxsize=None)
 def _layout_is_known(ndarray: Any) -> bool:
-    """True if an array of NumPy is the struct that extensions compiled against NumPy read."""
+    """True if an array of NumPy has the struct layout that extensions compiled against NumPy use."""
     if sys.implementation.name != "cpython" or ndarray.__basicsize__ < _HEAD + _FIELDS:
         return False
     probe = sys.modules["numpy"].zeros((4, 6), "f4")[1:, 2:]
@@ -39,23 +39,23 @@ def _layout_is_known(ndarray: Any) -> bool:
 
 
 class Watch:
-    """Detects if pinned arrays of NumPy no longer have the address, size, dtype and strides that they had.
+    """Detects changes of address, size, dtype or strides of pinned arrays of NumPy.
 
-    Assigning to `data`, `dtype`, `shape` or `strides` changes an array in place. Asking 148 arrays for their attributes
-    would cost ten times a small step, so their structs are compared as bytes. Strides other than contiguous ones clear
-    a flag there, and the number of elements changes with the dtype only, or in ndarray.resize, which refuses pinned
-    arrays. Other arrays in the list are passed over.
+    Assigning to `data`, `dtype`, `shape` or `strides` changes an array in place. Reading the attributes of 148 arrays
+    would cost ten times a small step, so their structs are compared as bytes. Non-contiguous strides clear a flag in
+    the struct, and the number of elements changes only with the dtype, or in ndarray.resize, which refuses pinned
+    arrays. Arrays of other libraries are ignored.
     """
 
     def __init__(self, arrays: Sequence[Any] = ()) -> None:
         self._fields: List[memoryview] = []
         self._before = b""
-        self._dtypes: List[Any] = []  # the address of a dtype that is kept cannot become another's
+        self._dtypes: List[Any] = []  # keeps dtypes alive, so that their addresses are not reused
         self._known = True
         self.extend(arrays)
 
     def extend(self, arrays: Sequence[Any]) -> None:
-        """Watch these too, from now on."""
+        """Watches these arrays too, from now on."""
         new = numpy_arrays(arrays)
         if not new or not self._known:
             return
@@ -68,18 +68,19 @@ class Watch:
             self._dtypes += map(ndarray.dtype.__get__, new)
 
     def unchanged(self) -> bool:
-        """The arrays must be alive. False if the arrays of this interpreter cannot be compared so."""
+        """Returns True if no array has changed; all must be alive. False if arrays of this interpreter cannot be
+        compared this way."""
         return self._known and b"".join(self._fields) == self._before
 
 
 def numpy_arrays(arrays: Sequence[Any]) -> List[Any]:
-    """Those of NumPy."""
+    """Returns the arrays of NumPy."""
     numpy = sys.modules.get("numpy")
     return [] if numpy is None else [array for array in arrays if isinstance(array, numpy.ndarray)]
 
 
 def pins_of(arrays: Sequence[Any]) -> List[Any]:
-    """References that make NumPy refuse to resize its arrays, and those whose memory they show."""
+    """Returns references that make NumPy refuse to resize its arrays and their base arrays."""
     return list(map(weakref.ref, [*numpy_arrays(arrays), *_bases_of(arrays)]))
 
 
@@ -96,13 +97,13 @@ def _bases_of(arrays: Sequence[Any]) -> List[Any]:
 class TensorList:
     """The dsopt_tensor array of a list of arrays of known sizes.
 
-    `fill` fetches all addresses again. Two cases are quick, because 148 conversions would cost more than a small step:
-     - The arrays of the last call, alive and unchanged: their addresses are still right. Only for arrays of NumPy that
-       are pinned.
+    `fill` reads all addresses again. Two cases are fast, because 148 conversions would cost more than a small step:
+     - The arrays of the last call, alive and unchanged: their addresses are still valid. Only for pinned arrays of
+       NumPy.
      - Other arrays of NumPy with the dtypes and shapes of the last ones.
 
     A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it. Pinning costs a quarter of a
-    call, so arrays that follow others are pinned once they come a second time.
+    call, so new arrays are pinned when they are passed a second time.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class TensorList:
         self._label, self._names, self._shapes = label, names, shapes
         self._context, self._write = context, write
         count = len(names)
-        self._words = words_of("Q", bytes(24 * count))  # data, numel, dtype of each
+        self._words = words_of("Q", bytes(24 * count))  # data, numel, dtype per array
         self.struct = (abi.dsopt_tensor * count).from_buffer(self._words) if count else (abi.dsopt_tensor * 0)()
         self._pins: List[Any] = []
         self._first: Optional[int] = None  # id of the first array of the last call
-        self._types: Optional[List[Any]] = None  # of the last arrays if all were of NumPy, and what they were:
+        self._types: Optional[List[Any]] = None  # types of the last arrays if all were NumPy's; with their properties:
         self._dtypes: List[Any] = []
         self._shapes_seen: List[Any] = []
         self._ndarray: Any = None
@@ -126,13 +127,13 @@ class TensorList:
         return "%s[%r]" % (self._label, self._names[i])
 
     def _forget(self) -> None:
-        """The next arrays are not those of the last call."""
+        """Forgets the arrays of the last call."""
         self._seen: Optional[List[Callable[[], Any]]] = None
-        self._died: List[Any] = []  # references whose arrays are gone: they return None, as those of "no array" do
+        self._died: List[Any] = []  # references to dead arrays: they return None, as references to "no array" do
         self._watch: Optional[Watch] = None
 
     def fill(self, arrays: Sequence[Any], stream: Optional[int] = None, write: bool = False) -> Any:
-        """Take the addresses of `arrays`, None = no memory. What is returned must be kept for the call."""
+        """Reads the addresses of `arrays`, None = no memory. The result must be kept alive during the call."""
         seen = self._seen
         if seen is not None and write <= self._writes and len(arrays) == len(seen):
             alive = [get() for get in seen]
@@ -148,7 +149,7 @@ class TensorList:
     def _quickly(self, arrays: Sequence[Any]) -> bool:
         if list(map(type, arrays)) != self._types:
             return False
-        # Two lists, each compared at once, are quicker than one of pairs.
+        # Comparing two lists is faster than comparing a list of pairs.
         if list(map(_dtype_of, arrays)) != self._dtypes or list(map(_shape_of, arrays)) != self._shapes_seen:
             return False
         try:
@@ -162,7 +163,7 @@ class TensorList:
         return True
 
     def _one_by_one(self, arrays: Sequence[Any], stream: Optional[int], write: bool) -> List[Any]:
-        self._types = None  # from the first entry on the list is not that of the last call, also if one is refused
+        self._types = None  # the list no longer matches the last call, even if an entry is refused
         kept: List[Any] = [arrays]
         for i, array in enumerate(arrays):
             place = self.struct[i]

@@ -61,30 +61,30 @@ class Optimizer(Handle):
 
     params               dict of names and arrays, or a list of arrays; float32, float16, bfloat16 or float64. The
                          arrays are kept. float64 ones are stepped by NumPy, in double
-    group                algorithm and hyper-parameters of `params`, such as AdamW(lr=1e-3). Further ones: add_group.
+    group                algorithm and hyper-parameters of `params`, such as AdamW(lr=1e-3). add_group adds more groups.
     context              None = CPU with every default
     scaler               loss scaling; None = none
     data                 comm of the data-parallel ranks, which agree on skipping and exchange compressed momentum
-    model                comm of the model-parallel ranks, which add up norms
+    model                comm of the model-parallel ranks, which sum norms
     experts              list of comms of expert-parallel ranks, see Param
     node                 comm of the ranks of this node, where `data` has one rank per node
     max_norm             clip by the norm of all gradients; 0 = off
-    max_value            clip every element after that; 0 = off
+    max_value            clip every element after clipping by norm; 0 = off
     compat               "none" or "deepspeed" (docs/compat.md)
     nonfinite            Inf and NaN in gradients: "auto" skips the step if they are read before the update anyway, for
                          a scaler or clipping; "skip" always reads them, and skips; "apply" uses them
-    masters              of 16-bit parameters: "per_tensor", or "flat" = those of a group are contiguous
+    masters              masters of 16-bit parameters: "per_tensor", or "flat" = contiguous per group
     no_master            16-bit parameters without fp32 masters
     report_norms         norms of weights and updates in the report
-    stochastic_rounding  bfloat16 without masters is rounded at random; `seed` is of the random numbers
-    accumulate           an fp32 accumulator per parameter, for the method of that name
+    stochastic_rounding  bfloat16 without masters is rounded at random; `seed` is the seed
+    accumulate           an fp32 accumulator per parameter, for the method `accumulate`
     timing               times of the phases in the report
-    averages             1-bit family: steps average full gradients over the ranks themselves
-    check_ranks          ranks compare before each step what they are about to do
-    momentum_bits        1-bit Adam: the frozen momentum is kept as bits
+    averages             1-bit family: steps average full gradients over the ranks
+    check_ranks          ranks compare their calls before each step
+    momentum_bits        1-bit Adam: after the freeze, momentum is kept as bits
     skip_budget          skipped steps in a row after which `step` raises StateError; 0 = never
 
-    One thread at a time; another one gets StateError.
+    One thread at a time; a concurrent call raises StateError.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Optimizer(Handle):
             node=_handle(node),
         )
         self._exclusive = Exclusive()
-        # The library keeps comms and the scaler; their owners here keep the functions of Python that they call.
+        # The library keeps comms and the scaler; their Python owners keep the Python functions that they call.
         self._needed = (self.context, scaler, *comms)
         with gated(self):
             self._create(
@@ -165,7 +165,7 @@ class Optimizer(Handle):
                 destroy=abi.lib.dsopt_optimizer_destroy,
                 needed=self._needed,
             )
-        # float64 parameters, which the engine does not have
+        # float64 parameters, which the engine does not support
         self._doubles: Optional[Doubles] = None
         self._looks, self._reports_norms = nonfinite == "skip", bool(report_norms)
         self._refuses_doubles = {
@@ -176,8 +176,8 @@ class Optimizer(Handle):
             "a context on " + self.context.backend: self.context.backend != "cpu",
         }
         self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
-        self._algorithms: List[str] = []  # of each group
-        self._groups_of: List[int] = []  # of each parameter
+        self._algorithms: List[str] = []  # one per group
+        self._groups_of: List[int] = []  # one per parameter
         self._bound = Bound(self.context)
         if params is not None:
             if group is None:
@@ -186,7 +186,7 @@ class Optimizer(Handle):
 
     # ------------------------------------------------------------------------------------------- groups and parameters
     def add_group(self, group: Group, params: Arrays = ()) -> None:
-        """Append a group and its parameters. State that is there is kept.
+        """Append a group and its parameters. Existing state is kept.
 
         group   algorithm and hyper-parameters
         params  dict of names and arrays, or a list of arrays; may be empty
@@ -207,7 +207,7 @@ class Optimizer(Handle):
             self._registered(pairs, kept, doubles, [len(self._algorithms) - 1] * len(pairs))
 
     def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
-        """Append parameters to groups that are there.
+        """Append parameters to existing groups.
 
         params  dict of names and arrays, or a list of arrays
         group   index of their group, or a list with an index per parameter
@@ -273,7 +273,7 @@ class Optimizer(Handle):
 
     @property
     def lr(self) -> float:
-        """Learning rate of group 0. Setting it sets that of all groups."""
+        """Learning rate of group 0. Setting it sets all groups."""
         return self._all.lr
 
     @lr.setter
@@ -296,12 +296,12 @@ class Optimizer(Handle):
         grads: Optional[Arrays] = None,
         state: Optional[Mapping[str, Any]] = None,
     ) -> None:
-        """Use these arrays for parameters, gradients or state from now on. They are kept, and so are their addresses:
-        an array that its owner moves or resizes must be bound again. NumPy refuses to resize bound arrays, and
-        assigning to their `data` is noticed.
+        """Use these arrays for parameters, gradients or state from now on. Arrays and their addresses are kept: an
+        array that is moved or resized must be bound again. NumPy refuses to resize bound arrays, and assigning to their
+        `data` is detected.
 
-        params  a dict by name or a list; None = those that are bound
-        grads   a dict by name (those that lack have no gradient) or a list; None = those that are bound
+        params  a dict by name or a list; None = the bound ones
+        grads   a dict by name (missing names have no gradient) or a list; None = the bound ones
         state   all of it by name, with its values: from init_state or from a saved state
         """
         self._without_doubles("bind", "pass gradients to step, and make a new optimizer for other parameters")
@@ -329,26 +329,26 @@ class Optimizer(Handle):
     ) -> None:
         """Update every parameter that has a gradient, once.
 
-        grads       dict by name (those that lack stay as they are) or list in flat order (None = no gradient). None =
-                    those that are bound. On a device their memory belongs to the stream until it has passed the step.
+        grads       dict by name (missing names have no gradient) or list in flat order (None = no gradient). None = the
+        bound ones. On a device their memory belongs to the stream until it has passed the step.
         lr          a number is set for all groups, as `opt.lr = lr`; an array has one float32 per group in backend
                     memory
         hyper       one row of DSOPT_HYPER_FLOATS (16) float32 per group, see enum dsopt_hyper_place
-        grad_scale  gradients are this much too large
+        grad_scale  additional factor by which the gradients are scaled; they are divided by it
         skip        nonzero = skip this step
-        grad_norms  norms of the gradients, one per group, where they are known
-        out         new weights, also rounded to these arrays' dtypes; with out_only they go nowhere else, with delta
-                    it gets new - old
-        params      where the parameters are in this call
-        report      gets DSOPT_REPORT_FLOATS float32
+        grad_norms  norms of the gradients, one per group, if they are known
+        out         receives new weights, rounded to the dtypes of these arrays; with out_only they are written only
+        here, with delta it receives new - old
+        params      memory of the parameters in this call
+        report      receives DSOPT_REPORT_FLOATS float32
         zero_grads  set gradients to zero in the same pass
-        out_only    new weights go to `out` alone
-        delta       `out` gets new - old, and parameters stay as they are
-        accumulated the gradients are those of `accumulate`
+        out_only    new weights are written only to `out`
+        delta       `out` receives new - old, and parameters are not changed accumulated the gradients are those of
+        `accumulate`
         no_nan      `report` has -1 in place of NaN
         stream      the CUDA stream of the step
 
-        What is a scalar may be a number on the CPU backend, and is an array in memory of the device elsewhere.
+        Scalars may be numbers on the CPU backend, and are arrays in device memory otherwise.
         """
         if self._doubles is not None:
             options = dict(lr=lr, hyper=hyper, grad_scale=grad_scale, skip=skip, grad_norms=grad_norms, out=out)
@@ -411,7 +411,7 @@ class Optimizer(Handle):
         params: Optional[Arrays],
         report: Any,
     ) -> Any:
-        """Fill in what a step need not have. What is returned must be kept for the call."""
+        """Fills in the optional fields of a step. The result must be kept during the call."""
         groups, context, stream, kept = len(self._algorithms), self.context, args.stream, []
         for field, value, count, dtype in (
             ("lr", lr, groups, abi.DSOPT_DTYPE_F32),
@@ -447,7 +447,7 @@ class Optimizer(Handle):
     def zero_grad(self, grads: Optional[Arrays] = None, *, stream: Optional[int] = None) -> None:
         """Set gradients to zero.
 
-        grads   as in `step`; None = those that are bound
+        grads   as in `step`; None = the bound ones
         stream  the CUDA stream on which they are used
         """
         if self._doubles is not None and grads is not None:
@@ -470,7 +470,7 @@ class Optimizer(Handle):
                 )
 
     def report(self) -> Report:
-        """What happened so far. Waits for earlier calls on the optimizer."""
+        """Return statistics of the steps so far. Waits for earlier calls on the optimizer."""
         struct = abi.dsopt_report()
         with gated(self):
             abi.check(abi.lib.dsopt_optimizer_report(self.handle, byref(struct)))
@@ -478,8 +478,8 @@ class Optimizer(Handle):
         return report if self._doubles is None else self._doubles.report(report)
 
     def next_reduction(self, call: int = 0) -> str:
-        """What happens to the gradients of step number `call` (0 = the next one): "full" = they must be averaged over
-        the data-parallel ranks before the step, "compressed" or "local" = leave them local."""
+        """Return the reduction of the gradients of step number `call` (0 = the next one): "full" = they must be
+        averaged over the data-parallel ranks before the step, "compressed" or "local" = leave them local."""
         reduction, call = ctypes.c_int32(), abi.number(call, ctypes.c_int64, "call")
         abi.check(abi.lib.dsopt_optimizer_next_reduction(self.handle, call, byref(reduction)))
         return REDUCTIONS[reduction.value]
@@ -497,7 +497,7 @@ class Optimizer(Handle):
 
     @property
     def engine_shapes(self) -> List[Tuple[int, ...]]:
-        """The same with the placeholders of float64 parameters."""
+        """Shapes with the placeholders of float64 parameters."""
         return self._bound.shapes
 
     @property
@@ -506,7 +506,7 @@ class Optimizer(Handle):
         return State(self)
 
     def reset(self, *parts: str, stream: Optional[int] = None) -> None:
-        """Reset parts of the state to their starting values.
+        """Reset parts of the state to their initial values.
 
         parts   any of "masters" (from the parameters), "moments", "counters", "grads", "errors"
         stream  the CUDA stream of the next step
@@ -544,12 +544,12 @@ class Optimizer(Handle):
     ) -> None:
         """Read a checkpoint. Everything is checked before anything is changed.
 
-        file          a path, a binary file that can seek, or a list of either, one of each rank that saved
+        file          a path, a binary file that can seek, or a list of either, one per rank that saved
         params        load the parameters as well
-        state         False = moments, counters, schedule and error feedback stay as they are
-        masters       False = masters are made from the parameters
-        hyper         False = the hyper-parameters that are set now stay
-        scaler        False = the loss scale and its counters stay
+        state         False = moments, counters, schedule and error feedback are not loaded
+        masters       False = masters are copied from the parameters
+        hyper         False = the current hyper-parameters are kept
+        scaler        False = the current loss scale and its counters are kept
         reset_errors  error feedback of the 1-bit family starts at zero
         """
         self._without_doubles("load", "assign to opt.state by name")
@@ -576,10 +576,10 @@ class Optimizer(Handle):
     def init_state(
         self, params: Arrays, state: Optional[Dict[str, Any]] = None, *, stream: Optional[int] = None
     ) -> Dict[str, Any]:
-        """Starting values of the state of these parameters. Returns the state by name.
+        """Initialize the state of these parameters. Returns the state by name.
 
         params  a dict by name or a list
-        state   arrays by name for the values; None = new host memory
+        state   arrays by name that receive the values; None = new host memory
         stream  the CUDA stream on which they are used
         """
         self._without_doubles("init_state", "use step")
@@ -618,12 +618,12 @@ class Optimizer(Handle):
         no_nan: bool = False,
         stream: Optional[int] = None,
     ) -> None:
-        """A step on memory of the caller, and nothing else: the optimizer stays as it is. Any number of threads.
+        """Step on memory of the caller only: the optimizer does not change. Any number of threads may call it.
 
-        params     where the parameters are; new weights go there or to `out`
-        state      all of it by name, from init_state; new state goes there
+        params     memory of the parameters; new weights are written there or to `out`
+        state      all of it by name, from init_state; new state is written there
         lr         a number for all groups in this call, or an array as in `step`
-        workspace  an array of float32 or int32 with Optimizer.workspace bytes; on the CPU it may be left out
+        workspace  an array of float32 or int32 with Optimizer.workspace bytes; optional on the CPU
 
         All other arguments are as in `step`.
         """
@@ -659,20 +659,20 @@ class Optimizer(Handle):
     # --------------------------------------------------------------------------------------------------------- handles
     @property
     def needed(self) -> Tuple[Any, ...]:
-        """What every handle to this optimizer needs."""
+        """Objects that every handle to this optimizer needs."""
         return self._needed
 
     @property
     def bound_state(self) -> BoundState:
-        """What keeps the memory that is bound as state."""
+        """Owner of the memory that is bound as state."""
         return self._bound.state
 
     def follow(self) -> None:
-        """Bind arrays again that have other memory now."""
+        """Bind arrays again whose memory has changed."""
         self._bound.follow(self)
 
     def close(self) -> None:
-        """Release the handle now. StateError in a call with it, such as in a hook."""
+        """Release the handle now. Raises StateError during a call with it, such as in a hook."""
         with self._exclusive:
             super().close()
 
@@ -682,5 +682,5 @@ def _handle(owner: Optional[Handle]) -> Optional[int]:
 
 
 def _flags(*flags: Any) -> int:
-    """Those of a step, in the order of their bits."""
+    """Returns the flags of a step, in the order of their bits."""
     return sum(1 << bit for bit, flag in enumerate(flags) if flag)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and state as they are registered, and what is given for them."""
+"""Registration of parameters, and arrays passed by name or in order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Param:
     shape, dtype    without an array: its shape, and "float32", "float16" or "bfloat16"
     model_parallel  this rank has a shard; the shards of all ranks of the comm `model` count in norms
     replicated      another pipeline stage counts the same parameter in norms
-    masked          1-bit family: the exchanged mean is multiplied with state "<param>.mask", which starts as zeros
-    offset          element where this slice of a tensor begins; used by stochastic rounding
+    masked          1-bit family: the exchanged mean is multiplied with state "<param>.mask", which is initially zero
+    offset          first element of this slice of a tensor; used by stochastic rounding
     expert          0 = dense; k = the ranks of experts[k - 1] hold different experts
     """
 
@@ -39,8 +39,8 @@ class Param:
     expert: int = 0
 
     def struct(self, name: str, context: Any, group: int = 0) -> Tuple[Any, Any]:
-        """As a dsopt_param, and what must be kept for the call: `name` of the parameter, `context` of the optimizer,
-        index of its `group`."""
+        """Returns a dsopt_param, and objects that must be kept during the call: `name` of the parameter, `context` of
+        the optimizer, index of its `group`."""
         label = "params[%r]" % name
         if self.array is not None:
             tensor = require(tensor_of(self.array, label), label, context=context, write=True, dtypes=FLOATS)
@@ -84,7 +84,7 @@ def _shape(shape: Any, label: str) -> Tuple[int, ...]:
 
 
 def _encoded(name: str) -> bytes:
-    """The library's strings end at a NUL."""
+    """Encodes a name; strings of the library end at a NUL."""
     try:
         encoded = name.encode()
     except UnicodeEncodeError as problem:
@@ -95,7 +95,7 @@ def _encoded(name: str) -> bytes:
 
 
 def named(params: Arrays, first: int = 0) -> List[Tuple[str, Param]]:
-    """Names and parameters of a dict or a list; those of a list are p<index>."""
+    """Returns names and parameters of a dict or a list; names of a list are p<index>."""
     if isinstance(params, Mapping):
         for name in params:
             if not isinstance(name, str):
@@ -109,7 +109,7 @@ def named(params: Arrays, first: int = 0) -> List[Tuple[str, Param]]:
 
 
 def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool = False) -> Sequence[Any]:
-    """One array per name, in the order of the names. With `missing`, None where a dict has none."""
+    """Returns one array per name, in the order of the names. With `missing`, None for names that a dict lacks."""
     if isinstance(arrays, list):
         return arrays
     if isinstance(arrays, tuple):
@@ -135,7 +135,7 @@ def in_order(label: str, arrays: Arrays, names: Sequence[str], *, missing: bool 
 
 
 def unboxed(value: Any) -> Any:
-    """A scalar of NumPy as a number of Python; all else as it is."""
+    """Returns a scalar of NumPy as a Python number; other values unchanged."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
@@ -150,7 +150,7 @@ def scalars(
     write: bool = False,
     stream: Optional[int] = None,
 ) -> Tuple[Optional[int], Any]:
-    """Address of so many values in backend memory, and what keeps it: of an array, or on the CPU of numbers."""
+    """Returns the address of `count` values in backend memory, and their owner: an array, or on the CPU numbers."""
     if value is None:
         return None, None
     value = unboxed(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened so far."""
+"""The report of an optimizer."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Report:
-    """What happened so far. Norms are those of the last call, and NaN if they were not computed.
+    """Statistics of the steps so far. Norms are those of the last call, and NaN if they were not computed.
 
     calls            steps so far, skipped ones included
-    skipped          how many of them were skipped
-    skipped_in_row   how many up to now in a row
-    last_skipped     True if the last one was
-    reasons          why it was: "gradients", "norm", "scale", "hyper", "caller", "peer"
+    skipped          number of skipped steps
+    skipped_in_row   number of consecutive skipped steps up to now
+    last_skipped     True if the last step was skipped
+    reasons          why the last step was skipped: "gradients", "norm", "scale", "hyper", "caller", "peer"
     nonfinite        elements that are Inf or NaN in the gradients of the last call on this rank, where gradients are
                      read before the update: with a scaler, clipping or nonfinite="skip"
-    first_bad        name of the first parameter with one
-    kind             "inf" or "nan": what was found there
-    loss_scale       for the next backward pass; 1 without a scaler
-    scale_used       of the gradients of the last call
-    grad_norm        of the unscaled gradients before clipping
-    weight_norm      before the step, with Optimizer(report_norms=True)
-    update_norm      of new - old, with Optimizer(report_norms=True)
-    dense_norm       share of the parameters that are no experts: grad_norm^2 = dense_norm^2 + expert_norm^2
-    expert_norm      share of the experts, over all their ranks
-    divisor          gradients were divided by it: scale and clipping; 0 if skipped
+    first_bad        name of the first parameter with such an element
+    kind             "inf" or "nan": the value found there
+    loss_scale       loss scale for the next backward pass; 1 without a scaler
+    scale_used       loss scale of the gradients of the last call
+    grad_norm        norm of the unscaled gradients before clipping
+    weight_norm      norm of the weights before the step, with Optimizer(report_norms=True)
+    update_norm      norm of new - old, with Optimizer(report_norms=True)
+    dense_norm       norm of the parameters that are not experts: grad_norm^2 = dense_norm^2 + expert_norm^2
+    expert_norm      norm of the experts, over all their ranks
+    divisor          divisor of the gradients: scale and clipping; 0 if skipped
     ms               milliseconds of the phases of the last call, with Optimizer(timing=True)
     state_bytes      memory of the state
     workspace_bytes  memory that a step needs in addition to the state
-    resharded_from   ranks that saved what was loaded last, if they were others in number than now; else 0
+    resharded_from   number of ranks that saved the last loaded checkpoint, if it differs from the present number; else
+    0
     """
 
     calls: int
@@ -89,7 +90,7 @@ _SAME = (
 
 
 def report_of(struct: Any) -> Report:
-    """Of a dsopt_report."""
+    """Returns the Report of a dsopt_report."""
     name = struct.first_bad_name
     return Report(
         last_skipped=bool(struct.last_skipped),

@@ -18,7 +18,7 @@ from ._lists import Watch
 
 try:
     import numpy
-except ImportError:  # then arrays are those of ctypes
+except ImportError:  # then arrays are ctypes arrays
     numpy = None  # type: ignore[assignment]
 
 _CTYPES: Dict[int, Any] = {
@@ -35,19 +35,19 @@ _TYPESTRS = {
 }
 
 
-# What libraries ask an array for. No other name that begins with "_" is looked up in the array of a view: Python asks
-# for special methods before a copy has its fields.
+# Array protocols of libraries. No other name that begins with "_" is looked up in the array of a view: Python looks up
+# special methods before a copy has its fields.
 _PROTOCOLS = frozenset(
     "__%s__" % name
     for name in ("array", "array_interface", "array_struct", "cuda_array_interface", "dlpack", "dlpack_device")
 )
-WHOLE = "optimizer."  # begins the names of what belongs to no single parameter
+WHOLE = "optimizer."  # prefix of the names of tensors of the whole optimizer
 _Operators: Any = object if numpy is None else numpy.lib.mixins.NDArrayOperatorsMixin
 
 
 def array_at(address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> Any:
-    """Host memory as an array of NumPy, or of ctypes where there is none. `owner` lives as long as the array. Without
-    ml_dtypes, bfloat16 comes as uint16."""
+    """Returns host memory as a NumPy array, or as a ctypes array without NumPy. `owner` lives as long as the array.
+    Without ml_dtypes, bfloat16 is uint16."""
     count = math.prod(shape)
     memory = (_CTYPES[dtype] * count).from_address(address) if count else (_CTYPES[dtype] * 0)()
     memory._owner = owner
@@ -67,7 +67,7 @@ def numpy_dtype(dtype: int) -> Any:
 
 
 def aligned_zeros(sizes: List[int]) -> Tuple[List[int], Any]:
-    """Addresses of pieces of one allocation, each 64-byte aligned."""
+    """Returns addresses in one allocation, each 64-byte aligned, and the allocation."""
     steps = [-(-size // 64) * 64 for size in sizes]
     memory = (ctypes.c_char * (sum(steps) + 64))()
     place, places = -(-ctypes.addressof(memory) // 64) * 64, []
@@ -78,7 +78,7 @@ def aligned_zeros(sizes: List[int]) -> Tuple[List[int], Any]:
 
 
 def exported(handle: int, index: int, dtype: int, shape: Tuple[int, ...]) -> Any:
-    """A copy of an entry of the state list in host memory."""
+    """Returns a copy of an entry of the state list in host memory."""
     size = math.prod(shape) * DTYPE_SIZES[dtype]
     (place,), memory = aligned_zeros([size])
     abi.check(abi.lib.dsopt_optimizer_export(handle, index, place, size))
@@ -86,7 +86,7 @@ def exported(handle: int, index: int, dtype: int, shape: Tuple[int, ...]) -> Any
 
 
 class DeviceArray:
-    """Memory of a device, for every library that reads __cuda_array_interface__."""
+    """Device memory, for every library that reads __cuda_array_interface__."""
 
     def __init__(self, address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> None:
         self.shape, self._owner = shape, owner
@@ -116,10 +116,10 @@ class Retained(Handle):
 
 
 class BoundState:
-    """What keeps the memory that is bound as state, which `bind` replaces.
+    """Owner of the memory that is bound as state; `bind` replaces the memory.
 
-    An optimizer shares it with its views of tensors. They look up where their tensor is now, so they keep that memory,
-    and not what was bound when they were made.
+    An optimizer shares it with its views of tensors. Views look up the current memory of their tensor, so they keep
+    that memory alive, not the memory that was bound when they were made.
     """
 
     __slots__ = ("kept", "watch")
@@ -152,7 +152,7 @@ class Info:
 
 
 def info_at(optimizer: Any, index: int) -> Info:
-    """One entry by its place in the list."""
+    """Returns one entry by its index in the list."""
     info = abi.dsopt_state_info()
     abi.check(abi.lib.dsopt_optimizer_state(optimizer.handle, index, byref(info)))
     return Info(index, info, optimizer)
@@ -165,12 +165,12 @@ def _count(optimizer: Any) -> int:
 
 
 def infos(optimizer: Any) -> List[Info]:
-    """Every entry, in list order."""
+    """Returns every entry, in list order."""
     return [info_at(optimizer, index) for index in range(_count(optimizer))]
 
 
 def whole_infos(optimizer: Any) -> Iterator[Info]:
-    """The entries of the whole optimizer, which are the last ones, from the last one on."""
+    """Yields the entries of the whole optimizer, which are at the end of the list, in reverse order."""
     for index in range(_count(optimizer) - 1, -1, -1):
         info = info_at(optimizer, index)
         if info.param >= 0:
@@ -179,12 +179,12 @@ def whole_infos(optimizer: Any) -> Iterator[Info]:
 
 
 class TensorView(_Operators):  # type: ignore[misc]
-    """A state tensor of the whole optimizer, such as "optimizer.step", where it is now.
+    """A state tensor of the whole optimizer, such as "optimizer.step", at its current address.
 
-    It has an element or more for each parameter, so adding parameters may move it. Every use looks it up again:
+    Its size depends on the number of parameters, so adding parameters may move it. Every use looks it up again:
     indexing, operators, functions of NumPy, and the attributes of an array. numpy.asarray(view) is an array of the
-    memory of now, which stays valid, and is no longer the optimizer's after the tensor has moved. A copy or a pickle of
-    a view is that of an array in host memory.
+    current memory, which stays valid, but is no longer the optimizer's after the tensor has moved. A copy or a pickle
+    of a view is an array in host memory.
     """
 
     __slots__ = ("_name", "_backend", "_index", "_retained", "_bound", "_optimizer")
@@ -202,7 +202,7 @@ class TensorView(_Operators):  # type: ignore[misc]
         handle, info, name = self._retained.handle, abi.dsopt_state_info(), self._name[len(WHOLE) :].encode()
         count = ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_state_count(handle, byref(count)))
-        for index in (self._index, *range(count.value - 1, -1, -1)):  # these entries are the last ones
+        for index in (self._index, *range(count.value - 1, -1, -1)):  # these entries are at the end
             if index < count.value:
                 abi.check(abi.lib.dsopt_optimizer_state(handle, index, byref(info)))
                 if info.param < 0 and info.name == name:
@@ -213,7 +213,7 @@ class TensorView(_Operators):  # type: ignore[misc]
     def _now(self) -> Any:
         info = self._info()
         if info.tensor.data is None and info.tensor.numel:
-            self.__copy__()  # which makes the state
+            self.__copy__()  # which allocates the state
             info = self._info()
         make = array_at if self._backend == "cpu" else DeviceArray
         owner = self._retained, self._bound.kept
@@ -280,8 +280,8 @@ class State(Mapping[str, Any]):
     """State tensors by the names that they have in checkpoints: "<param>.exp_avg", "optimizer.step".
 
     Values are views of the memory that the optimizer works on: NumPy arrays, on a device objects with
-    __cuda_array_interface__. They stay valid when the optimizer is gone. Those of the whole optimizer follow their
-    tensor when parameters are added. Assigning copies from host memory.
+    __cuda_array_interface__. They stay valid after the optimizer is destroyed. Views of the whole optimizer follow
+    their tensor when parameters are added. Assigning copies from host memory.
 
     optimizer  the Optimizer; `opt.state` passes it
     """
@@ -293,7 +293,7 @@ class State(Mapping[str, Any]):
         self._params = -1
 
     def _index(self) -> Dict[str, int]:
-        """Places in the list, which move when parameters are added."""
+        """Returns indices in the list, which change when parameters are added."""
         params = len(self._optimizer.names)
         if params != self._params:
             self._indices = {info.name: info.index for info in infos(self._optimizer)}
@@ -301,7 +301,7 @@ class State(Mapping[str, Any]):
         return self._indices
 
     def _info(self, name: str) -> Info:
-        """As it is now: the memory is another one after `bind`."""
+        """Returns the current entry: `bind` changes the memory."""
         self._optimizer.follow()
         if isinstance(name, str) and name.startswith(WHOLE):
             for info in whole_infos(self._optimizer):
@@ -327,7 +327,7 @@ class State(Mapping[str, Any]):
             return self._doubles()[name]
         info = self._info(name)
         if info.address is None and info.bytes:
-            self.copy(name)  # which makes the state
+            self.copy(name)  # which allocates the state
             info = self._info(name)
         if info.param < 0:
             return TensorView(info, self._optimizer)
@@ -336,8 +336,8 @@ class State(Mapping[str, Any]):
         return make(info.address or 0, info.dtype, info.shape, owner)
 
     def copy(self, name: str) -> Any:
-        """A copy of the tensor `name` in host memory. Waits for earlier calls on the optimizer and for the default
-        stream."""
+        """Return a copy of the tensor `name` in host memory. Waits for earlier calls on the optimizer and for the
+        default stream."""
         if name in self._doubles():
             return self._doubles()[name].copy()
         info = self._info(name)
@@ -362,7 +362,7 @@ class State(Mapping[str, Any]):
 
 
 def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> Tuple[Any, Any]:
-    """A dsopt_tensor list of a state by name, and what must be kept."""
+    """Returns a dsopt_tensor list of a state by name, and objects that must be kept alive."""
     entries = infos(optimizer)
     structs = (abi.dsopt_tensor * len(entries))()
     kept: List[Any] = []
@@ -381,7 +381,7 @@ def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> 
 
 
 def allocate(optimizer: Any) -> Dict[str, Any]:
-    """Zeros for the whole state, in host memory."""
+    """Returns zeros for the whole state, in host memory."""
     entries = infos(optimizer)
     places, memory = aligned_zeros([entry.bytes for entry in entries])
     return {entry.name: array_at(place, entry.dtype, entry.shape, memory) for place, entry in zip(places, entries)}

@@ -24,12 +24,12 @@ def api_version() -> Tuple[int, int]:
     with open(os.path.join(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h"), encoding="utf-8") as file:
         text = file.read()
     major, minor = (re.search(r"^#define XLA_FFI_API_%s (\d+)$" % part, text, re.M) for part in ("MAJOR", "MINOR"))
-    return (int(major[1]), int(minor[1])) if major and minor else (-1, 0)  # for which no handler is compiled
+    return (int(major[1]), int(minor[1])) if major and minor else (-1, 0)  # no handler is compiled for it
 
 
 def prebuilt(folder: str, version: Tuple[int, int]) -> Optional[str]:
-    """Returns the path of the handler in `folder` for a version of XLA's FFI. XLA takes handlers that were compiled with
-    its own version or with an earlier minor one, and refuses those of a later one."""
+    """Returns the path of the handler in `folder` for a version of XLA's FFI. XLA accepts handlers that were compiled
+    with its version or with an earlier minor version, and refuses later ones."""
     best = None
     for name in os.listdir(folder):
         found = re.fullmatch(r"_handler-(\d+)\.(\d+)\.so", name)
@@ -39,7 +39,7 @@ def prebuilt(folder: str, version: Tuple[int, int]) -> Optional[str]:
 
 
 def handler_path() -> str:
-    """Returns the path of the handler for this jaxlib, and compiles it if it is not there yet."""
+    """Returns the path of the handler for this jaxlib, and compiles it if it does not exist yet."""
     return _compile.Extension(
         module="dsopt.jax",
         what="XLA handler",
@@ -63,7 +63,7 @@ def _capsule(address: int):
 @functools.lru_cache(maxsize=None)
 def library() -> ctypes.CDLL:
     """Loads the handler and registers its calls with JAX, once per process. A process that runs a program of jax.export
-    calls it before."""
+    must call it first."""
     path = handler_path()
     try:
         handler = ctypes.CDLL(path)
@@ -77,7 +77,7 @@ def library() -> ctypes.CDLL:
     problem = handler.dsopt_jax_open(os.fsencode(abi.path))
     if problem:
         raise _compile.missing("the handler of dsopt.jax cannot open libdsopt: %s" % problem.decode("utf-8", "replace"))
-    jax.devices()  # before its backends are there, JAX would register the calls ahead of the type of their state
+    jax.devices()  # before its backends exist, JAX would register the calls ahead of the type of their state
     _register(handler)
     return handler
 
@@ -98,5 +98,5 @@ def _register(handler: ctypes.CDLL) -> None:
             )
 
 
-if __name__ == "__main__":  # python -m dsopt.jax._build: compile now, such as into an image, and say where it is
+if __name__ == "__main__":  # python -m dsopt.jax._build: compiles now, such as into an image, and prints the path
     sys.stdout.write(handler_path() + "\n")

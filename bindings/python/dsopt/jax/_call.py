@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe of an optimizer, the state that it has, and the custom calls that it travels in."""
+"""The description of an optimizer (Recipe), its state, and the custom calls whose attributes carry it."""
 
 import ctypes
 import dataclasses
@@ -23,7 +23,7 @@ _STATE_DTYPES = {
     abi.DSOPT_DTYPE_I32: jnp.int32,
 }
 
-# enum Option of _handler.cc, by the name of the operand where there is one
+# enum Option of _handler.cc, by the name of the operand if it has one
 OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128, "grad_norms": 512}
 OUT, HYPER_IS_ERROR, ZEROS, NORMS = 32, 64, 256, 1024
 _SCALARS = ("rank", "grad_scale", "skip")
@@ -61,7 +61,7 @@ def unsupported(text: str) -> UnsupportedError:
 
 
 class Param(NamedTuple):
-    """As registered: `dtype` is a name such as "float32"."""
+    """A parameter as registered: `dtype` is a name such as "float32"."""
 
     name: str
     shape: tuple
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
 
 
 def names_of(tree, is_leaf=None) -> list:
-    """A name for each leaf: its path, such as "['dense']['kernel']"."""
+    """Returns a name for each leaf: its path, such as "['dense']['kernel']"."""
     names, seen = [], set()
     for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         name = jax.tree_util.keystr(path) or "params"
@@ -92,7 +92,7 @@ def names_of(tree, is_leaf=None) -> list:
 
 
 def group(algorithm: int, flags: int = 0, **fields) -> tuple:
-    """A dsopt_group with the library's defaults, as a hashable tuple: algorithm, flags, then its numbers and reals."""
+    """Returns a dsopt_group with the library's defaults, as a hashable tuple: algorithm, flags, integers, reals."""
     made = abi.dsopt_group()
     abi.check(abi.lib.dsopt_group_init(ctypes.byref(made), ctypes.sizeof(made), algorithm))
     for name, value in fields.items():
@@ -105,7 +105,7 @@ def group(algorithm: int, flags: int = 0, **fields) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that the optimizer of a call is made from. Hashable; holds no addresses."""
+    """Everything from which the optimizer of a call is made. Hashable; holds no addresses."""
 
     groups: tuple
     params: tuple
@@ -117,22 +117,22 @@ class Recipe:
     scaler: tuple = ()  # () = none, else the fields of dsopt_scaler_desc by name
     ranks: int = 1
     timeout_ms: int = 0
-    comm: str = ""  # "" = the program makes a LOCAL comm of its own
-    offsets: tuple = ()  # where the shards of each rank begin in their parameters, a row per rank; () = whole
+    comm: str = ""  # "" = the program makes a LOCAL comm
+    offsets: tuple = ()  # offsets of each rank's shards in their parameters, a row per rank; () = whole
 
     def of_shards(self, shapes, offsets=()) -> "Recipe":
-        """The same for parameters of other shapes."""
+        """Returns this recipe for parameters of other shapes."""
         params = tuple(param._replace(shape=shape) for param, shape in zip(self.params, shapes))
         return dataclasses.replace(self, params=params, offsets=offsets)
 
     @property
     def needs_whole_tensors(self) -> bool:
-        """True if a step is not element by element."""
+        """True if a step is not element-wise."""
         return self.looks or self.is_lamb or self.reports_norms or self.rounds_at_random
 
     @property
     def looks(self) -> bool:
-        """True if a step reads all gradients before it decides what to do."""
+        """True if a step reads all gradients before it decides whether to skip."""
         return self.nonfinite == abi.DSOPT_NONFINITE_SKIP or self.max_norm > 0 or bool(self.scaler)
 
     @property
@@ -179,7 +179,7 @@ class Recipe:
 
 
 class Layout(NamedTuple):
-    """What the library says about a recipe."""
+    """State entries and workspace of a recipe, from the library."""
 
     entries: tuple
     workspace: int
@@ -187,7 +187,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)  # an optax update can have a recipe for each leaf
 def _layout(recipe: Recipe) -> Layout:
-    """Make the optimizer for a moment, on the CPU and without memory. What is wrong with it is raised here."""
+    """Makes a temporary optimizer, on the CPU and without memory. Raises the errors of the recipe."""
     lib, handles = abi.lib, []
 
     def create(function, destroy, *arguments):
@@ -270,7 +270,7 @@ def _refuse(*_):
 
 
 def _silent_comm(ranks: int):
-    """A comm that only knows how many ranks there are, which is all that sizes depend on."""
+    """Returns a comm that only has a number of ranks: sizes depend on nothing else."""
     table = abi.dsopt_comm_table(rank=0, ranks=ranks, all_reduce=_refuse)
     desc = abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table))
     desc.keep = table
@@ -279,7 +279,7 @@ def _silent_comm(ranks: int):
 
 # --------------------------------------------------------------------------------------------------------------- calls
 def like(x, dtype=None):
-    """Shape, dtype and, in a mesh with explicit axes, the sharding of an array, for a result that is as it is."""
+    """Returns shape, dtype and, in a mesh with explicit axes, the sharding of an array, for a result like it."""
     kind = jax.typeof(x)
     dtype = kind.dtype if dtype is None else dtype
     sharding = getattr(kind, "sharding", None)
@@ -294,7 +294,7 @@ class Init:
 
     recipe: Recipe
     has_rank: bool = False
-    gradient = out = None  # as of Step
+    gradient = out = None  # as in Step
     needs_whole_tensors = False
 
     def __call__(self, *arrays) -> list:
@@ -310,7 +310,7 @@ class Init:
         return list(call(*arrays, options=np.int64(OPTIONS["rank"] * self.has_rank), **self.recipe.attributes))
 
     def owners(self) -> tuple:
-        """The parameter whose shape each operand and each result has; None for the others."""
+        """Returns the parameter whose shape each operand and each result has; None for the others."""
         operands = [None] * self.has_rank + list(range(len(self.recipe.params)))
         return operands, [None if entry.param < 0 else entry.param for entry in self.recipe.layout.entries]
 
@@ -319,9 +319,9 @@ class Init:
 class Step:
     """dsopt_step without its arrays: [values] [parameters] gradients state -> parameters or `out`, state, report.
 
-    out     dtypes of new arrays for the results; None = the parameters' own memory
-    over    the results that have the memory of their gradients
-    zeros   the parameters are zeros, and the state is without "step", which counts as 1: on the CPU, with `out`
+    out     dtypes of new arrays for the results; None = in place in the parameters
+    over    the results that reuse the memory of their gradients
+    zeros   the parameters are zeros, and the state has no "step", which counts as 1: on the CPU, with `out`
     values  operands by the names of OPTIONS, in that order
     """
 
@@ -357,13 +357,13 @@ class Step:
         return list(call(*arrays, options=np.int64(options), **attributes))[:-1]
 
     def split(self, arrays) -> tuple:
-        """The values by name, parameters, gradients and state of a list of operands."""
+        """Returns the values by name, parameters, gradients and state of a list of operands."""
         n, begin = len(self.recipe.params), len(self.values)
         middle = begin if self.zeros else begin + n
         return dict(zip(self.values, arrays)), arrays[begin:middle], arrays[middle : middle + n], arrays[middle + n :]
 
     def entries(self) -> list:
-        """The state among the operands."""
+        """Returns the state entries among the operands."""
         return [entry for entry in self.recipe.layout.entries if not (self.zeros and entry.name == "step")]
 
     @property
@@ -376,7 +376,7 @@ class Step:
         return 0 if self.zeros else 1
 
     def owners(self) -> tuple:
-        """As of Init."""
+        """As in Init."""
         leaves = list(range(len(self.recipe.params)))
         state = [None if entry.param < 0 else entry.param for entry in self.entries()]
         given = [] if self.zeros else leaves
@@ -384,7 +384,7 @@ class Step:
 
 
 def norms(arrays, each: bool) -> jax.Array:
-    """dsopt_norm_result of the list of arrays, or of each one, as rows of 32-bit words."""
+    """Returns the dsopt_norm_result of the list of arrays, or of each array, as rows of 32-bit words."""
     _build.library()
     recipe = Recipe(
         groups=(group(abi.DSOPT_ALGORITHM_SGD),),
@@ -397,7 +397,7 @@ def norms(arrays, each: bool) -> jax.Array:
 
 
 def one_number(name: str, value) -> jax.Array:
-    """The array as a scalar. Refused are several numbers, none, and what is not real."""
+    """Returns the array as a scalar. Refuses arrays that do not have one element, and values that are not real."""
     array = jnp.asarray(value)
     if array.size != 1 or not jnp.isdtype(array.dtype, ("bool", "integral", "real floating")):
         raise argument_error("%s is %s%s: pass one real number" % (name, array.dtype, list(array.shape)))
@@ -408,25 +408,25 @@ def operand(name: str, value) -> jax.Array:
     if name in _SCALARS:
         value = one_number(name, value)
     if name == "skip":
-        value = value != 0  # a conversion would make 0.5 a 0
+        value = value != 0  # a conversion would turn 0.5 into 0
     return value if name == "after" else jnp.asarray(value, np.int32 if name in ("rank", "skip") else np.float32)
 
 
 def temporary(x) -> bool:
-    """Whether an array is made by the program that is traced. XLA would copy one that is given to the program, to keep
-    it; in a function inside of that one it cannot be seen which it is."""
+    """True if the array is computed by the traced program. XLA would copy an argument of the program to preserve it; in
+    a function inside the program the two cannot be distinguished."""
     return isinstance(x, jax.core.Tracer) and getattr(x, "parent", x) is not None
 
 
 def fixed(value):
-    """A number that is known now and goes into the program in double; None for what only the program knows."""
+    """Returns a number that is known at trace time, in double; None for values that only the program knows."""
     if isinstance(value, (bool, int, float, np.number)) or (isinstance(value, np.ndarray) and value.ndim == 0):
         return float(value)
     return None
 
 
 class Hyper(NamedTuple):
-    """Hyper-parameters of a step by optax's names: numbers, or arrays for what only the program knows."""
+    """Hyper-parameters of a step by optax's names: numbers, or arrays for values that only the program knows."""
 
     lr: object
     b1: object
@@ -434,10 +434,10 @@ class Hyper(NamedTuple):
     eps: object
     weight_decay: object
     max_norm: float = 0.0
-    eps_root: object = 0.0  # place 7 of a row, which must be 0 without momentum
+    eps_root: object = 0.0  # index 7 of a row, which must be 0 without momentum
 
     def known(self) -> dict:
-        """Fields of dsopt_group."""
+        """Returns the fields of dsopt_group."""
         fields = (
             ("lr", self.lr),
             ("beta1", self.b1),
@@ -448,7 +448,7 @@ class Hyper(NamedTuple):
         return {name: fixed(value) for name, value in fields if fixed(value) is not None}
 
     def values(self, decays) -> dict:
-        """The others, as arrays of `step`. `decays` says of each group whether it has a weight decay."""
+        """Returns the other values, as arrays of `step`. `decays`: for each group, True if it has a weight decay."""
         unknown = {
             name: one_number("learning_rate" if name == "lr" else name, value)
             for name, value in self._asdict().items()
@@ -458,7 +458,7 @@ class Hyper(NamedTuple):
             return {}
         if list(unknown) == ["lr"]:
             return {"lr": jnp.full((len(decays),), unknown["lr"], jnp.float32)}
-        # What is known stays the recipe's, in double: NaN
+        # NaN = the recipe's value, in double, for numbers known at trace time
         given = {name: unknown.get(name, np.nan) for name in self._fields}
         rows = [
             [
@@ -478,7 +478,8 @@ class Hyper(NamedTuple):
 
 
 def decay_groups(mask, tree, count: int) -> list:
-    """For each leaf 0, or 1 where `mask` says no decay. As in optax: bools for a prefix of the tree, or a function."""
+    """Returns 0 for each leaf, or 1 if `mask` disables decay. As in optax: bools for a prefix of the tree, or a
+    function."""
     if mask is None:
         return [0] * count
     chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)

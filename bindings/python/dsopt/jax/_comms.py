@@ -12,12 +12,12 @@ FAMILY = (abi.DSOPT_ALGORITHM_ONEBIT_ADAM, abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM, ab
 
 
 def rank(axis):
-    """This device's place on the axis, as an array; None without one."""
+    """Returns this device's index on the axis, as an array; None without an axis."""
     return None if axis is None else jax.lax.axis_index(axis)
 
 
 def ranks(axis, comm: str) -> int:
-    """How many there are on the axis."""
+    """Returns the number of ranks on the axis."""
     if axis is None:
         return 1
     try:
@@ -35,24 +35,24 @@ def ranks(axis, comm: str) -> int:
 
 
 def register_comm(name: str, rank: int, comm: int) -> None:  # pylint: disable=redefined-outer-name
-    """Let programs find a comm under a name, as the `comm` of FusedStep says it.
+    """Let programs find a comm under a name, which is the `comm` of FusedStep.
 
     name  any text
     rank  the rank whose comm it is
-    comm  address of a dsopt_comm, which must live until no program that names it can run any more; 0 takes it out
+    comm  address of a dsopt_comm, which must live as long as a program that names it can run; 0 removes the name
     """
     _build.library().dsopt_jax_register_comm(name.encode(), rank, comm or None)
 
 
-# XLA promises no order of custom calls that do not depend on each other, and ranks that make two exchanges in different
-# orders wait for one another for ever. So each call has a result of the one before it in the same trace as an operand.
-# Only weak references are kept: a traced array must not outlive its trace.
+# XLA does not order custom calls that do not depend on each other, and ranks that run two exchanges in different orders
+# deadlock. So each call has a result of the previous call in the same trace as an operand. Only weak references are
+# kept: a traced array must not outlive its trace.
 _last = weakref.WeakKeyDictionary()
 _NO_TRACE = type("NoTrace", (), {})()
 
 
 def previous(operands):
-    """A result of the last call in the trace of these operands, or None."""
+    """Returns a result of the last call in the trace of these operands, or None."""
     for operand in operands:
         for result in _last.get(getattr(operand, "_trace", _NO_TRACE), ()):
             if result() is not None:
@@ -61,7 +61,7 @@ def previous(operands):
 
 
 def remember(results) -> None:
-    """Note the results of a call, best first."""
+    """Stores the results of a call, preferred ones first."""
     trace = getattr(results[0], "_trace", None)
     if trace is not None:
         _last[trace] = [weakref.ref(result) for result in results]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that update parameters and state in their own memory, with all other functions of the engine."""
+"""Steps that update parameters and state in place, with all other functions of the engine."""
 
 import dataclasses
 from typing import Any, NamedTuple, Optional, Union
@@ -39,7 +39,7 @@ class DynamicScale(NamedTuple):
     """A loss scale that shrinks after overflows and grows after good steps.
 
     init        scale of the first step
-    factor      the scale is divided or multiplied by it
+    factor      factor by which the scale is divided or multiplied
     window      number of good steps before the scale grows
     min, max    bounds of the scale; a max of 0 = none
     hysteresis  number of overflows before the scale shrinks
@@ -56,9 +56,7 @@ class DynamicScale(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a step did.
-
-    values  array with a place for each of enum dsopt_report_place, -1 where nothing was computed
+    """Report of a step. values array indexed by enum dsopt_report_place, -1 where nothing was computed
     """
 
     values: jax.Array
@@ -90,7 +88,8 @@ class Report:
 
 
 class FusedStep:
-    """An optimizer whose step writes new parameters and state over the old ones. Donate them, and XLA copies nothing.
+    """An optimizer whose step writes new parameters and state over the old ones. Donate them, so that XLA does not
+    copy.
 
         opt = FusedStep("adamw", 3e-4, weight_decay=0.1, max_norm=1.0)
         state = opt.init(params)
@@ -112,29 +111,28 @@ class FusedStep:
     algorithm            "adamw", "adam", "lamb", "adam_legacy", "sgd", "adagrad", "lion", "onebit_adam",
                          "zero_one_adam" or "onebit_lamb"
     mask                 which parameters decay: a tree of bools, a prefix of one, or a function of the parameters
-    max_norm             clip by the L2 norm of the gradients that the call gets, in a shard_map of the shard; 0 = off
+    max_norm             clip by the L2 norm of the gradients of the call, in a shard_map of the shard; 0 = off
     max_value            clip every element of the gradients; 0 = off
     loss_scale           a number or a DynamicScale: gradients are those of opt.loss_scale(state) * loss
-    masters              fp32 copies of 16-bit parameters in the state, which the steps update
+    masters              True = fp32 copies of 16-bit parameters in the state, which steps update
     stochastic_rounding  round 16-bit parameters without masters up or down at random
     seed                 of the stochastic rounding
-    nonfinite            what to do about Inf and NaN: None (skip where the gradients are read anyway), "skip" or
-                         "apply"
+    nonfinite            policy for Inf and NaN: None (skip if the gradients are read anyway), "skip" or "apply"
     report_norms         report.weight_norm and report.update_norm are computed
-    check_ranks          ranks of the 1-bit family compare their lists before they exchange, and fail together
+    check_ranks          ranks of the 1-bit family compare their lists before an exchange, and all fail if they differ
     axis_name            1-bit family: mesh axis of the ranks, inside a shard_map or pmap
     comm                 1-bit family: name of a comm from register_comm; "" = the program makes one
-    timeout_ms           1-bit family: longest wait for another rank; 0 = 600000, -1 = no limit
+    timeout_ms           1-bit family: time-out of waits for other ranks; 0 = 600000, -1 = no limit
 
     `options`, numbers that some algorithms have; an option without effect is refused:
 
     momentum                   SGD: decay of the momentum; 0 = none
-    dampening                  SGD: share of the gradient that the momentum leaves out after the first step
+    dampening                  SGD: fraction of the gradient that is not added to the momentum after the first step
     nesterov                   SGD: True = Nesterov's momentum
     lr_decay                   Adagrad: learning rate / (1 + lr_decay * steps)
-    initial_accumulator_value  Adagrad: start of the sum of squares
+    initial_accumulator_value  Adagrad: initial sum of squares
     eps_inside_sqrt            Adagrad and adam_legacy: True = eps is added under the root
-    no_bias_correction         Adam and LAMB: True = moments as they are
+    no_bias_correction         Adam and LAMB: True = moments without bias correction
     min_trust, max_trust       LAMB: bounds of the trust ratio
     freeze_step                1-bit family: number of the last step that changes the variance
     var_interval_steps         0/1 Adam: DeepSpeed's var_update_scaler
@@ -208,7 +206,7 @@ class FusedStep:
 
     # ------------------------------------------------------------------------------------------------------------ state
     def init(self, params, masters=None) -> dict:
-        """The starting state. In the 1-bit family inside the shard_map or pmap of the steps.
+        """Return the initial state. In the 1-bit family inside the shard_map or pmap of the steps.
 
         params   tree of float32, float16 or bfloat16 arrays
         masters  tree of fp32 weights that 16-bit parameters were rounded from; None = the parameters are exact
@@ -225,8 +223,8 @@ class FusedStep:
         return state
 
     def specs(self, params, param_specs=PartitionSpec(), *, ranks: int = 1) -> dict:
-        """The PartitionSpec of each state array: that of its parameter; along the axis for what differs between ranks,
-        which has an axis of its own in front; replicated for the rest.
+        """Return the PartitionSpec of each state array: its parameter's; along the axis for state that differs between
+        ranks, which has an additional leading axis; replicated for the rest.
 
         params       the parameters, or their shapes
         param_specs  the PartitionSpec of all, or a tree of them
@@ -251,7 +249,7 @@ class FusedStep:
         )
 
     def loss_scale(self, state) -> jax.Array:
-        """What to multiply the loss with: a scalar.
+        """Return the factor of the loss: a scalar.
 
         state  from init or step
         """
@@ -261,16 +259,16 @@ class FusedStep:
 
     # ------------------------------------------------------------------------------------------------------------- step
     def step(self, params, grads, state, *, learning_rate=None, grad_scale=None, skip=None, after=None):
-        """One step: (params, state, report).
+        """Step once. Returns (params, state, report).
 
         params         tree of arrays; donate it
         grads          tree of gradients of the same structure and shapes, of any of the three float dtypes
         state          from init or the step before; donate it
-        learning_rate  replaces that of the optimizer; None = keep it
+        learning_rate  replaces the optimizer's; None = keep it
         grad_scale     gradients are divided by this number, such as the number of micro-batches; None = 1
         skip           a number or bool: the step is skipped unless it is 0; None = 0
         after          an array of an earlier call: in the 1-bit family every rank then makes the two calls in that
-                       order, which steps in one function do by themselves
+                       order, as steps in one function always do
         """
         tree = _Tree(params)
         recipe_values = self._values(state, learning_rate)
@@ -289,11 +287,11 @@ class FusedStep:
             values["after"] = _comms.previous(gradients)
         leaves, entries, report = _step.step(recipe, tree.leaves, gradients, entries, values)
         if self._axis is not None:
-            _comms.remember([report, *entries, *leaves])  # the report first: no later call writes over it
+            _comms.remember([report, *entries, *leaves])  # the report first: no later call overwrites it
         return tree.treedef.unflatten(leaves), tree.pack(recipe, entries), Report(report)
 
     def _values(self, state, learning_rate=None) -> _call.Hyper:
-        """Hyper-parameters of a step; before there is a state those that are numbers."""
+        """Returns the hyper-parameters of a step; without a state only those that are numbers."""
         default = dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), _call.group(self._algorithm)[1]))
         given = list(self._hyper)
         if learning_rate is not None:
@@ -332,7 +330,7 @@ class FusedStep:
 
 
 def _names() -> str:
-    """The algorithms of FusedStep."""
+    """Returns the algorithms of FusedStep."""
     found = ((value, name) for name, value in abi.description["constants"].items() if value > 0)
     prefix = "DSOPT_ALGORITHM_"
     return ", ".join(name[len(prefix) :].lower() for _, name in sorted(found) if name.startswith(prefix))
@@ -390,7 +388,7 @@ class _Tree:
         return sorted(set(self.groups(mask)))
 
     def pack(self, recipe, values, expand=True) -> dict:
-        """The list of state as a dict."""
+        """Returns the list of state as a dict."""
         state = {}
         for entry, value in zip(recipe.layout.entries, values):
             value = value[None] if expand and entry.rank_local else value
@@ -403,7 +401,7 @@ class _Tree:
         }
 
     def unpack(self, recipe, state) -> list:
-        """The dict as the list that the engine has."""
+        """Returns the dict as a list in the engine's order."""
         values, flat = [], {}
         for entry in recipe.layout.entries:
             if entry.name not in state:
@@ -424,7 +422,7 @@ class _Tree:
 
 
 def onebit_adam(learning_rate: Any = None, *, axis_name: str, **options: Any) -> FusedStep:
-    """1-bit Adam over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them.
+    """1-bit Adam over the devices of a mesh axis, in place. Gradients are local to the rank: do not average them.
 
     learning_rate  as in FusedStep
     axis_name      mesh axis of the ranks, inside a shard_map or pmap
@@ -434,7 +432,7 @@ def onebit_adam(learning_rate: Any = None, *, axis_name: str, **options: Any) ->
 
 
 def zero_one_adam(learning_rate: Any = None, *, axis_name: str, **options: Any) -> FusedStep:
-    """0/1 Adam over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them.
+    """0/1 Adam over the devices of a mesh axis, in place. Gradients are local to the rank: do not average them.
 
     learning_rate  as in FusedStep
     axis_name      mesh axis of the ranks, inside a shard_map or pmap
@@ -444,7 +442,7 @@ def zero_one_adam(learning_rate: Any = None, *, axis_name: str, **options: Any) 
 
 
 def onebit_lamb(learning_rate: Any = None, *, axis_name: str, **options: Any) -> FusedStep:
-    """1-bit LAMB over the devices of a mesh axis, in place. Gradients are those of the rank: do not average them.
+    """1-bit LAMB over the devices of a mesh axis, in place. Gradients are local to the rank: do not average them.
 
     learning_rate  as in FusedStep
     axis_name      mesh axis of the ranks, inside a shard_map or pmap

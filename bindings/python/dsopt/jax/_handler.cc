@@ -6,8 +6,8 @@
 //   dsopt_step  [values] [params] grads state -> params (or out) state report workspace
 //               with option NORMS: grads      -> norms
 //
-// The program text holds no addresses: the instantiate stage reads the attributes, and what it makes lives as long as
-// the compiled program. _build.py compiles this file against the headers of the installed jaxlib.
+// The program text holds no addresses: the instantiate stage reads the attributes, and its objects live as long as the
+// compiled program. _build.py compiles this file against the headers of the installed jaxlib.
 #include "_memory.h"
 #include "_operands.h"
 #include "_program.h"
@@ -33,8 +33,8 @@ template <Backend backend> ffi::ErrorOr<std::unique_ptr<Program>> instantiate(ff
 }
 
 // --------------------------------------------------------------------------------------------------------- thread pool
-// XLA's pool as dsopt_parallel_for. The caller runs pieces too, so a pool whose threads all wait in custom calls
-// finishes; helpers that start late find nothing left, and so may outlive the call.
+// XLA's pool as dsopt_parallel_for. The caller runs indices too, so a pool whose threads all wait in custom calls does
+// not deadlock; helpers that start late find no index left, and so may outlive the call.
 struct Job {
     Job(int64_t n_, void (*body_)(void *, int64_t), void *arg_) : n(n_), body(body_), arg(arg_) {}
 
@@ -76,7 +76,7 @@ void parallel_for(void *user, int64_t n, void (*body)(void *, int64_t), void *ar
 }
 
 // --------------------------------------------------------------------------------------------------------------- calls
-// The operand of a call that says which rank it is: 0 if there is none.
+// Returns the rank operand of a call: 0 if there is none.
 int32_t read_rank(Program &program, int64_t options, Reader<ffi::RemainingArgs> &in) {
     if (!(options & kRank)) return 0;
     if (program.backend != kCpu) refuse("operand 'rank' is there on the CPU only, which can read it");
@@ -90,7 +90,7 @@ std::vector<ffi::AnyBuffer> read_params(const Program &program, Reader<ffi::Rema
     return params;
 }
 
-// The next buffer as this entry of the state, where `shapes` are those of the parameters.
+// Returns the next buffer as this entry of the state. `shapes` has the shapes of the parameters.
 template <class Buffers>
 ffi::AnyBuffer read_state(const Program &program, const Program::Entry &entry,
                           const std::vector<ffi::AnyBuffer> &shapes, Reader<Buffers> &from) {
@@ -122,7 +122,7 @@ void init(Program &program, int32_t device, void *stream, const ffi::RemainingAr
                                         state.data(), static_cast<int64_t>(state.size()), stream));
 }
 
-// Norm and finite check of the gradients: one dsopt_norm_result for all of them, or one for each.
+// Computes norm and finite check of the gradients: one dsopt_norm_result for all of them, or one for each.
 void norms(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
            const ffi::RemainingRets &rets, int64_t options) {
     if (options != kNorms) refuse("attribute options is " + std::to_string(options) + ", NORMS goes with no other one");
@@ -260,7 +260,7 @@ ffi::Error step_cpu(Program *program, ffi::ThreadPool pool, ffi::RemainingArgs a
     return fence([&] { step(*program, 0, nullptr, &pool, args, rets, attrs); });
 }
 
-// Before the program runs, and so outside of a capture: what the first call of a device allocates.
+// Runs before the program, and so outside of a capture: allocates what the first call on a device needs.
 ffi::Error prepare_cuda(Program *program, int32_t device) {
     return fence([&] {
         if (program->ranks() > 1) refuse("the 1-bit family runs on the CPU devices of JAX only");
@@ -310,11 +310,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dsopt_jax_step_cuda, step_cuda,
                               {ffi::Traits::kCmdBufferCompatible});
 
 extern "C" {
-// Functions for _build.py. The first one comes before all others; it returns NULL or what is wrong.
+// Functions for _build.py. The first one must be called before all others; it returns NULL or an error text.
 const char *dsopt_jax_open(const char *path) { return dl.library ? nullptr : dsopt_dl_load(&dl, path); }
 void *dsopt_jax_type_id(void) { return &Program::id; }
 void *dsopt_jax_type_info(void) { return &program_info; }
-// NULL takes the comm out of the registry.
+// NULL removes the comm from the registry.
 void dsopt_jax_register_comm(const char *name, int64_t rank, dsopt_comm *comm) {
     std::lock_guard<std::mutex> lock(registry->mutex);
     if (comm)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The system's memory as the handler uses it: zeros that take no pages, and advice for huge ones.
+// Virtual memory: zeros that need no physical pages, and advice for huge pages.
 #pragma once
 
 #include "dsopt.h"
@@ -15,8 +15,8 @@
 
 namespace {
 
-// Zeros to read: pages that were never written are all the system's one page of zeros. They take no memory and little
-// of its bandwidth, whereas an array of zeros among XLA's temporaries is written in every run.
+// Zeros to read: pages that were never written all map the system's zero page. They need no memory and little
+// bandwidth, whereas an array of zeros among XLA's temporaries is written in every run.
 class Zeros {
 public:
     Zeros() = default;
@@ -43,8 +43,8 @@ private:
     size_t bytes = 0;
 };
 
-// XLA's temporary memory is new in every run, so results there fault page by page, which can take longer than the step.
-// Huge pages make it 512 times fewer. Only advice: where the system does not take it nothing changes.
+// XLA's temporary memory is new in every run, so results there cause a page fault per page, which can take longer than
+// the step. Huge pages cause 512 times fewer faults. Only advice: nothing changes if the system ignores it.
 void advise_huge_pages(const std::vector<dsopt_tensor> &list) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t kHuge = uintptr_t{1} << 21, kBetween = 4096;

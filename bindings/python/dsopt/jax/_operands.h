@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operands and results of a custom call. A program may come from elsewhere (exported or edited), so type and shape of
-// each buffer are compared with what the attributes say before the buffer is read or written.
+// Operands and results of a custom call. A program may be exported or edited, so type and shape of each buffer are
+// compared with the attributes before the buffer is read or written.
 #pragma once
 
 #include "dsopt.h"
@@ -27,7 +27,7 @@ struct Failure {
 
 using Dims = ffi::AnyBuffer::Dimensions;
 
-// A buffer's name in error texts: a role, and the name of a parameter where there is one.
+// A buffer's name in error texts: a role, and optionally the name of a parameter.
 struct Label {
     const char *role;
     const std::string *name = nullptr;
@@ -41,7 +41,7 @@ std::string text_of(Dims dims) {
     return text + "]";
 }
 
-// As in the text of an HLO program, such as f32[64,8].
+// Returns the type as in the text of an HLO program, such as f32[64,8].
 std::string text_of(ffi::DataType type, Dims dims) {
     std::ostringstream stream;
     stream << type;
@@ -50,7 +50,7 @@ std::string text_of(ffi::DataType type, Dims dims) {
     return text + text_of(dims);
 }
 
-// 0 = the library has no such dtype.
+// Returns 0 if the library has no such dtype.
 int32_t dtype_of(ffi::DataType type) {
     switch (type) {
     case ffi::DataType::F32: return DSOPT_DTYPE_F32;
@@ -61,7 +61,7 @@ int32_t dtype_of(ffi::DataType type) {
     }
 }
 
-// INVALID: XLA has no such type, or no call of dsopt.jax uses it.
+// Returns INVALID if XLA has no such type, or no call of dsopt.jax uses it.
 ffi::DataType type_of(int32_t dtype) {
     switch (dtype) {
     case DSOPT_DTYPE_F32: return ffi::DataType::F32;
@@ -85,7 +85,7 @@ bool is_float(const ffi::AnyBuffer &buffer) {
     return dtype != 0 && dtype != DSOPT_DTYPE_I32;
 }
 
-// Operands or results, read one after the other. Each function returns the next one, or refuses it by its label.
+// Reads operands or results sequentially. Each function returns the next one, or refuses it by its label.
 template <class Buffers> class Reader {
 public:
     explicit Reader(const Buffers &buffers_) : buffers(buffers_) {}
@@ -109,7 +109,7 @@ public:
         return exact(label, type, Dims(dims.begin(), dims.size()));
     }
 
-    // This type and number of elements, in any shape.
+    // A buffer of this type and number of elements, in any shape.
     ffi::AnyBuffer elements(Label label, ffi::DataType type, int64_t numel) {
         const auto buffer = any(label);
         if (buffer.element_type() != type || numel_of(buffer) != numel)
@@ -117,7 +117,7 @@ public:
         return buffer;
     }
 
-    // A float of 16 or 32 bits, in this shape.
+    // A buffer of 16-bit or 32-bit floats, in this shape.
     ffi::AnyBuffer floats(Label label, Dims dims) {
         const auto buffer = any(label);
         if (!is_float(buffer) || !same(buffer.dimensions(), dims))
@@ -125,7 +125,7 @@ public:
         return buffer;
     }
 
-    // Such floats, in any shape.
+    // A buffer of 16-bit or 32-bit floats, in any shape.
     ffi::AnyBuffer float_elements(Label label, int64_t numel) {
         const auto buffer = any(label);
         if (!is_float(buffer) || numel_of(buffer) != numel)
@@ -133,7 +133,7 @@ public:
         return buffer;
     }
 
-    // A result that the call aliases to this operand: the same type, shape and memory. XLA copies where it must.
+    // A result that the call aliases to this operand: the same type, shape and memory. XLA copies if necessary.
     void aliased(Label label, const ffi::AnyBuffer &operand) {
         const auto buffer = exact(label, operand.element_type(), operand.dimensions());
         if (numel_of(buffer) && buffer.untyped_data() != operand.untyped_data())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers as optax.GradientTransformation: optax's arguments, formulas, dtypes, and its very state."""
+"""Optimizers as optax.GradientTransformation: with optax's arguments, formulas, dtypes and state."""
 
 from typing import Any, Callable, NamedTuple, Optional, Union
 
@@ -11,7 +11,7 @@ from .. import _abi as abi
 from . import _call, _partition, _step
 
 _LARGE = 1 << 23  # elements of a leaf: 32 MiB of fp32
-_PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB of fp32, which a last-level cache holds
+_PART = 1 << 20  # elements of a call whose directions are new memory: 4 MiB of fp32, which fit in a last-level cache
 
 Scalar = Union[float, jax.Array]
 ScalarOrSchedule = Union[Scalar, Callable]
@@ -34,7 +34,7 @@ def adam(
     b2             decay of the second moment
     eps            added to the root of the second moment
     eps_root       must be 0: use optax for another value
-    mu_dtype       dtype of the first moment in the state; None = that of the parameter
+    mu_dtype       dtype of the first moment in the state; None = the parameter's
     nesterov       must be False: use optax for True
     """
     return optax.chain(
@@ -62,7 +62,7 @@ def adamw(
     b2             decay of the second moment
     eps            added to the root of the second moment
     eps_root       must be 0: use optax for another value
-    mu_dtype       dtype of the first moment in the state; None = that of the parameter
+    mu_dtype       dtype of the first moment in the state; None = the parameter's
     weight_decay   decoupled decay, times the learning rate: a number, an array, or a schedule
     mask           which parameters decay: a tree of bools, a prefix of one, or a function of the parameters; None = all
     nesterov       must be False: use optax for True
@@ -107,12 +107,12 @@ def sgd(
     nesterov: bool = False,
     accumulator_dtype: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.sgd over the engine. Without momentum the engine has nothing to do, and the transformation is optax's.
+    """optax.sgd over the engine. Without momentum the engine is not used, and the transformation is optax's.
 
     learning_rate      step size: a number, an array, or a function of the number of steps (a schedule)
     momentum           decay of the trace; None = no trace
     nesterov           True = Nesterov's momentum
-    accumulator_dtype  dtype of the trace in the state; None = that of the parameter
+    accumulator_dtype  dtype of the trace in the state; None = the parameter's
     """
     return optax.chain(
         optax.identity() if momentum is None else trace(momentum, nesterov, accumulator_dtype),
@@ -126,7 +126,7 @@ def adagrad(
     """optax.adagrad over the engine, with the arguments and the state of optax.
 
     learning_rate              step size: a number, an array, or a function of the number of steps (a schedule)
-    initial_accumulator_value  start of the sum of squares
+    initial_accumulator_value  initial sum of squares
     eps                        added to the sum of squares, under the root
     """
     return optax.chain(
@@ -148,7 +148,7 @@ def lion(
     learning_rate  step size: a number, an array, or a function of the number of steps (a schedule)
     b1             weight of the moment in the direction
     b2             decay of the moment
-    mu_dtype       dtype of the moment in the state; None = that of the parameter
+    mu_dtype       dtype of the moment in the state; None = the parameter's
     weight_decay   decoupled decay, times the learning rate: a number, an array, or a schedule
     mask           which parameters decay: a tree of bools, a prefix of one, or a function of the parameters; None = all
     """
@@ -168,14 +168,14 @@ def scale_by_adam(
     *,
     nesterov: bool = False,
 ) -> optax.GradientTransformation:
-    """optax.scale_by_adam over the engine: moments and direction in one call, which writes the direction over the
-    gradients. Decay, learning rate and trust ratio are left to XLA, which does them where the update is added.
+    """optax.scale_by_adam over the engine: moments and direction in one call, which overwrites the gradients with the
+    direction. XLA computes decay, learning rate and trust ratio where the update is added.
 
     b1        decay of the first moment
     b2        decay of the second moment
     eps       added to the root of the second moment
     eps_root  must be 0: use optax for another value
-    mu_dtype  dtype of the first moment in the state; None = that of the parameter
+    mu_dtype  dtype of the first moment in the state; None = the parameter's
     nesterov  must be False: use optax for True
     """
     for name, refused in (("nesterov=True", nesterov), ("an eps_root other than 0", _call.fixed(eps_root))):
@@ -187,10 +187,11 @@ def scale_by_adam(
     hyper = _call.Hyper(1.0, b1, b2, eps, 0.0, eps_root=eps_root)
 
     def engine(leaves, state):
-        """The bias correction is optax's, in fp32, where 1 - b2**1 has an error of 1e-5: with c1 and c2 of the moments
-        the direction is sqrt(c2) / c1 * m / (sqrt(v) + sqrt(c2) eps), whose first factor is the learning rate of the
-        engine. It is not left to XLA, which would add the product to that of the decay, and in code for the CPU fuses
-        one of the two with the sum: which one depends on the shape, so that shards had other bits than whole arrays."""
+        """Uses optax's bias correction in fp32, where 1 - b2**1 has an error of 1e-5. With the corrections c1 and c2
+        the direction is sqrt(c2) / c1 * m / (sqrt(v) + sqrt(c2) eps); its first factor is the engine's learning rate.
+        If XLA computed that factor, it would add two products, this one and the decay's. Its CPU code contracts one of
+        the two with the sum, and which one depends on the shape, so that shards would have other bits than whole
+        arrays."""
         step, one = optax.safe_increment(state.count), jnp.float32(1)
         root = jnp.sqrt(one / optax.tree.bias_correction(one, hyper.b2, step))
         factor = root * optax.tree.bias_correction(one, hyper.b1, step)
@@ -203,9 +204,9 @@ def scale_by_adam(
 def trace(decay: Scalar, nesterov: bool = False, accumulator_dtype: Any = None) -> optax.GradientTransformation:
     """optax.trace over the engine.
 
-    decay              decay of the trace; 0, or one that only the program knows, is left to optax
+    decay              decay of the trace; optax computes 0 and values that only the program knows
     nesterov           True = Nesterov's momentum
-    accumulator_dtype  dtype of the trace in the state; None = that of the parameter
+    accumulator_dtype  dtype of the trace in the state; None = the parameter's
     """
     theirs = optax.trace(decay, nesterov, accumulator_dtype)
     known = _call.fixed(decay)
@@ -220,7 +221,7 @@ def trace(decay: Scalar, nesterov: bool = False, accumulator_dtype: Any = None) 
 def scale_by_rss(initial_accumulator_value: Scalar = 0.1, eps: Scalar = 1e-7) -> optax.GradientTransformation:
     """optax.scale_by_rss over the engine.
 
-    initial_accumulator_value  start of the sum of squares
+    initial_accumulator_value  initial sum of squares
     eps                        added to the sum of squares, under the root
     """
     rule = _Rule(abi.DSOPT_ALGORITHM_ADAGRAD, abi.DSOPT_GROUP_EPS_INSIDE_SQRT, ("sum",))
@@ -236,9 +237,9 @@ def scale_by_lion(
 
     b1           weight of the moment in the direction
     b2           decay of the moment
-    mu_dtype     dtype of the moment in the state; None = that of the parameter
-    mode         "hard" is the sign; other modes are left to optax
-    smooth_beta  for the modes that are left to optax
+    mu_dtype     dtype of the moment in the state; None = the parameter's
+    mode         "hard" is the sign; optax computes other modes
+    smooth_beta  for the modes that optax computes
     """
     if mode != "hard":
         return optax.scale_by_lion(b1, b2, mu_dtype, mode=mode, smooth_beta=smooth_beta)
@@ -249,7 +250,8 @@ def scale_by_lion(
 
 
 class _Rule(NamedTuple):
-    """What a direction is made by: `moments` are the engine's names of the state, `fields` more of dsopt_group."""
+    """Algorithm of a direction: `moments` are the engine's names of the state, `fields` further fields of
+    dsopt_group."""
 
     algorithm: int
     flags: int
@@ -258,12 +260,12 @@ class _Rule(NamedTuple):
 
 
 def _over_engine(theirs, moments, engine):
-    """optax's transformation `theirs` by the engine. `moments` are the trees of its state; engine(leaves, state) gives
-    direction and moments of each leaf. State is made by optax and has its structure, so a checkpoint of one goes on
-    with the other."""
+    """Returns optax's transformation `theirs`, computed by the engine. `moments` are the trees of its state;
+    engine(leaves, state) returns direction and moments of each leaf. optax makes the state, so checkpoints of either
+    continue with the other."""
 
     def init(params):
-        state = theirs.init(params)  # in a program made of zeros, in which XLA sees no sharding
+        state = theirs.init(params)  # in a program these are constants without a sharding
         placed = {name: jax.tree.map(_partition.alike, params, getattr(state, name)) for name in moments}
         return state._replace(**placed)
 
@@ -301,7 +303,7 @@ def _over_engine(theirs, moments, engine):
             changed["count"] = optax.safe_increment(state.count)
         return new, state._replace(**changed)
 
-    in_program = jax.jit(plain_update)  # where devices have shards, which they keep only in a program
+    in_program = jax.jit(plain_update)  # for sharded arrays, which stay sharded only in a program
     return optax.GradientTransformation(init, update)
 
 
@@ -319,21 +321,21 @@ class _Leaf:
             raise _call.argument_error(
                 "the gradient of %s has shape %s: it must be that of the parameter, %s" % (name, self.grad.shape, shape)
             )
-        # The engine is fp32 inside. Other leaves (double, complex, integer) are left to optax, with the same state.
+        # The engine computes in fp32. optax computes other leaves (double, complex, integer), with the same state.
         self.known = all(x.dtype.name in _call.DTYPES for x in (self.grad, *moments))
         # As in optax: the dtype of a sum of old moment and new gradient
         self.dtype = jnp.promote_types(self.grad.dtype, moments[0].dtype)
-        # Of a gradient that is dead by then: new memory costs more than the arithmetic. It is found out here, as in a
-        # branch of platform_dependent every array looks like one that the program makes.
+        # True if the memory of a dead gradient can be reused: new memory costs more than the arithmetic. Determined
+        # here, because in a branch of platform_dependent every array looks like a temporary of the program.
         self.gives_memory = self.dtype == self.grad.dtype and _call.temporary(self.grad)
         self.grad = _partition.gradient(moments[0], self.grad)
-        # A direction that no cache holds goes to memory that is new in every run, and comes back. XLA has none: it
-        # computes the update where it is added. So such a leaf is left to optax on the CPU.
+        # A direction larger than the caches is written to new memory in every run, and read again. XLA needs no such
+        # array: it computes the update where it is added. So optax computes such a leaf on the CPU.
         self.is_large = not self.gives_memory and self.grad.size > _LARGE
 
 
 def _direction(rule, hyper, leaves):
-    """Direction and moments of each leaf."""
+    """Returns direction and moments of each leaf."""
     values = hyper.values([True])
     over = [leaf.gives_memory for leaf in leaves]
     parts = [slice(len(leaves))] if all(over) else list(_parts([leaf.grad.size for leaf in leaves]))
@@ -341,8 +343,8 @@ def _direction(rule, hyper, leaves):
     moments = [leaf.moments for leaf in leaves]
 
     def on_cpu(values, grads, moments):
-        """In parts, one after the other: XLA adds the updates of a part while its directions are in the cache, and
-        a later part has their memory. One call would write all of them to memory that is new in every run."""
+        """Computes the parts sequentially: XLA adds the updates of a part while its directions are in the cache, and a
+        later part reuses their memory. One call would write all directions to new memory in every run."""
         done, after = [], None
         for part in parts:
             ordered = {**values, "after": after}
@@ -363,7 +365,7 @@ def _direction(rule, hyper, leaves):
 
 
 def _parts(sizes):
-    """Slices of neighbours with at most _PART elements together, or of one that has more."""
+    """Yields slices of consecutive leaves with at most _PART elements in total, or of one larger leaf."""
     begin, total = 0, 0
     for end, size in enumerate(sizes):
         if end > begin and total + size > _PART:
@@ -374,11 +376,11 @@ def _parts(sizes):
 
 
 def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
-    """Direction and moments of each leaf, and an array that a later call can wait for.
+    """Returns direction and moments of each leaf, and an array that a later call can wait for.
 
-    The engine steps from zeros, whose change is the direction to the last bit, which the difference of two weights is
-    not. They are 16-bit zeros, half as much to read. With `zeros` they and the count of steps are operands, without the
-    handler has both. The count is 1: past the first step no rule here depends on it."""
+    The engine steps parameters that are zero, whose change is exactly the direction; the difference of two weights is
+    rounded. The zeros are 16-bit, which halves the reads. With `zeros` they and the count of steps are operands,
+    without `zeros` the handler provides both. The count is 1: after the first step no rule here depends on it."""
     recipe = _call.Recipe(
         groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **dict(rule.fields)),),
         params=tuple(_call.Param(leaf.name, leaf.grad.shape, "bfloat16", 0) for leaf in leaves),

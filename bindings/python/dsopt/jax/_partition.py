@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls whose arrays are sharded over the devices of a program: each device calls the engine for its shards.
 
-XLA knows nothing of what a custom call does, and would gather every operand. Here XLA learns which dimensions of
-operands and results belong together, and asks for the program of one device after it has chosen all shardings."""
+XLA does not know what a custom call does, and would gather every operand. This module tells XLA which dimensions of
+operands and results correspond, and returns the program of one device after XLA has chosen all shardings."""
 
 import functools
 import hashlib
@@ -31,28 +31,29 @@ def is_spread(arrays) -> bool:
 
 
 def _manual_axes() -> tuple:
-    """Axes of the mesh that the shard_map around a call is over, and the other ones."""
+    """Returns the mesh axes of the shard_map around a call, and the other axes of the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.manual_axes, tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 def alike(of, x):
-    """The array x, in a program with the sharding of `of`, where XLA could choose another one."""
+    """Returns x, in a program with the sharding of `of`, where XLA could choose another sharding."""
     can = isinstance(of, jax.core.Tracer) and jnp.ndim(x) and jnp.shape(of) == jnp.shape(x)
     if not can or _call.like(x).sharding is not None or _manual_axes()[0]:
-        return x  # with axes that have it in its type, or in a shard_map
+        return x  # with explicit axes, whose types have the sharding, or in a shard_map
     return shard_alike(of, x)[1]
 
 
 def gradient(of, grad):
-    """A gradient that the program makes, with the sharding of `of`, its parameter or state. XLA looks at a custom call
-    last, when it has chosen shardings of matrix products by their operands, and would reshard what comes out."""
+    """Returns a gradient that the program computes, with the sharding of `of`, its parameter or state. XLA considers
+    custom calls last, after it has chosen the shardings of matrix products by their operands, and would reshard their
+    results."""
     return alike(of, grad) if _call.temporary(grad) else grad
 
 
 def partitioned(call):
-    """A _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map JAX
-    uses the call itself."""
+    """Returns a _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map
+    JAX uses the call itself."""
     if call.recipe.ranks > 1:
         return call  # the 1-bit family, whose ranks are in a shard_map or pmap
     manual, automatic = _manual_axes()
@@ -73,8 +74,8 @@ def partitioned(call):
 
 
 def _named_by(call, function):
-    """The function with a digest of the call in its name. JAX's persistent cache compares programs before they are
-    partitioned, where nothing else says which call is behind the address of a custom_partitioning."""
+    """Returns the function with a digest of the call in its name. JAX's persistent cache compares programs before
+    partitioning, where nothing else identifies the call behind the address of a custom_partitioning."""
 
     def named(*arrays):
         return function(*arrays)
@@ -84,8 +85,8 @@ def _named_by(call, function):
 
 
 def _rule(call, _mesh, operands, results) -> SdyShardingRule:
-    """A factor for each dimension of a parameter, which its gradient and state share. Other arrays are whole on every
-    device."""
+    """Returns a factor for each dimension of a parameter, which its gradient and state share. Other arrays are
+    replicated."""
     alone = []
 
     def mapping(owner, value):
@@ -106,12 +107,13 @@ class Place(NamedTuple):
     sharding: object
     shape: tuple  # of a shard
     copies: int  # number of devices that have the same shard
-    padded: bool = False  # XLA fills up the last shard of a dimension that its axes do not divide
+    padded: bool = False  # XLA pads the last shard of a dimension that its axes do not divide
 
 
 def _places(call, operands, results, devices) -> list:
-    """For each parameter the sharding with the smallest shards, of itself and its state. Where several are as small the
-    parameter's. XLA reshards the others. An optax update has no parameters: there its gradient and results count."""
+    """Returns for each parameter the sharding with the smallest shards, among those of the parameter and its state; if
+    several are as small, the parameter's. XLA reshards the other arrays. For an optax update, which has no parameters,
+    gradients and results are used."""
     owners, owners_of_results = call.owners()
     places = []
     for leaf, param in enumerate(call.recipe.params):
@@ -147,7 +149,7 @@ def _replicated(devices) -> NamedSharding:
 
 
 def _devices(operands) -> tuple:
-    """The devices of the program, in its order."""
+    """Returns the devices of the program, in its order."""
     for x in operands:
         if x.sharding is not None:
             return x.sharding._device_assignment  # pylint: disable=protected-access

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a compiled program keeps for one custom call: its attributes, and the optimizers that are made from them.
+// State of one custom call of a compiled program: its attributes, and the optimizers that are made from them.
 #pragma once
 
 #include "_memory.h"
@@ -24,23 +24,23 @@ dsopt_dl dl;
 
 enum Backend { kCpu = DSOPT_BACKEND_CPU, kCuda = DSOPT_BACKEND_CUDA };
 
-// What dsopt_step has in front of the parameters, and what it does. The same numbers are in _call.py.
+// Operands of dsopt_step before the parameters, and variants of the call. The same numbers are in _call.py.
 enum Option : int64_t {
     kRank = 1,          // i32: rank of this device in the comm
     kLr = 2,            // f32 per group
     kHyper = 4,         // f32 rows, dsopt_step.hyper
     kGradScale = 8,     // f32
     kSkip = 16,         // i32
-    kOut = 32,          // results are new arrays in place of the parameters' own memory
+    kOut = 32,          // results are new arrays instead of the parameters' memory
     kHyperIsError = 64, // on the CPU: a refused hyper-parameter fails the call
-    kAfter = 128,       // an operand that is not read: this call runs after the one that wrote it
+    kAfter = 128,       // an operand that is not read: this call runs after the call that wrote it
     kZeros = 256,       // on the CPU: parameters are zeros and counts of steps are ones, and neither is an operand
     kGradNorms = 512,   // f32 per group, dsopt_step.grad_norms
     kNorms = 1024,      // no step: the norms of the gradients, which are the only operands
     kOptions = 2047
 };
 
-// The library's text as an error of XLA. Called in the thread that failed.
+// Throws the library's text as an error of XLA. Called in the thread whose call failed.
 void check(dsopt_status status) {
     if (status == DSOPT_OK) return;
     const bool caller = status / 10 == 1;
@@ -86,7 +86,7 @@ using Optimizer = std::unique_ptr<dsopt_optimizer, Destroyer<dsopt_optimizer, &d
 using Scaler = std::unique_ptr<dsopt_scaler, Destroyer<dsopt_scaler, &dsopt_dl::dsopt_scaler_destroy>>;
 using Comm = std::unique_ptr<dsopt_comm, Destroyer<dsopt_comm, &dsopt_dl::dsopt_comm_destroy>>;
 
-// Comms that Python registered, by name and rank. They are borrowed: Python keeps them while a program may run.
+// Comms that Python registered, by name and rank. They are borrowed: Python keeps them alive while a program may run.
 struct Registry {
     std::mutex mutex;
     std::map<std::pair<std::string, int64_t>, dsopt_comm *> comms;
@@ -117,7 +117,7 @@ struct Program {
             size_t bytes = unique.size();
             check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, unique.data(), &bytes));
         }
-        if (ranks() == 1 && backend == kCpu) at(0, 0); // what is wrong with the attributes fails the compilation
+        if (ranks() == 1 && backend == kCpu) at(0, 0); // wrong attributes fail the compilation
         if (attribute<int64_t>(attrs, "options") & kZeros) {
             if (backend != kCpu || ranks() > 1)
                 refuse("zeros in place of parameters are there on the CPU and for one rank only");
@@ -126,7 +126,7 @@ struct Program {
         }
     }
 
-    // One state tensor, as the library lists it.
+    // One state tensor, as in the library's list.
     struct Entry {
         std::string role; // in error texts
         int64_t param;    // -1 = of the whole optimizer
@@ -135,7 +135,7 @@ struct Program {
         bool is_step;
     };
 
-    // The optimizer of a device and rank. Ranks of a LOCAL comm meet here at their first call.
+    // Returns the optimizer of a device and rank. Ranks of a LOCAL comm synchronize here at their first call.
     dsopt_optimizer *at(int32_t device, int64_t rank) { return made_at(device, rank).optimizer.get(); }
     const std::vector<Entry> &entries(int32_t device, int64_t rank) { return made_at(device, rank).entries; }
     dsopt_context *context(int32_t device) { return made_at(device, 0).context.get(); }
@@ -147,7 +147,7 @@ struct Program {
     int64_t numel(size_t param) const { return params[param * kParam + kNumel]; }
     ffi::DataType type(size_t param) const { return type_of(static_cast<int32_t>(params[param * kParam + kDtype])); }
 
-    // A state tensor's name in error texts.
+    // Returns a state tensor's name for error texts.
     Label label(const Entry &entry) const {
         return {entry.role.c_str(), entry.param < 0 ? nullptr : &names[static_cast<size_t>(entry.param)]};
     }
@@ -167,7 +167,7 @@ struct Program {
     const Backend backend;
 
 private:
-    // The order of the attribute lists, as _call.py writes them.
+    // Order of the attribute lists, as in _call.py.
     enum {
         kFlags,
         kNonfinite,
@@ -387,13 +387,13 @@ private:
     const std::vector<int64_t> group_numbers;
     const std::vector<double> group_reals;
     const std::vector<int64_t> params;
-    const std::vector<int64_t> offsets; // of the shards of a rank in their parameters, a row per rank; empty = whole
+    const std::vector<int64_t> offsets; // offsets of a rank's shards in their parameters, a row per rank; empty = whole
     std::vector<std::string> names;     // of the parameters
     const std::string comm_name;
     std::vector<char> unique; // id of the LOCAL comm
     Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
     std::vector<dsopt_tensor> zero_params;
-    int64_t step_place = -1; // in the state
+    int64_t step_place = -1; // index in the state
     dsopt_tensor step_tensor{};
     std::mutex mutex;
     std::map<std::pair<int32_t, int64_t>, std::unique_ptr<Made>> all; // by device and rank

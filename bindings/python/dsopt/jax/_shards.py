@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one device of a program does with its shards.
+"""The program of one device on its shards.
 
-Update rules are element by element, so a step of shards is a step of smaller parameters. What depends on whole tensors
-(overflow, clipping, norms of the report, trust ratios) is summed over the devices, in one all-reduce of a few floats
-per tensor before the step, and in another one after it for LAMB and for norms of the report."""
+Update rules are element-wise, so a step of shards is a step of smaller parameters. Everything that depends on whole
+tensors (overflow, clipping, norms of the report, trust ratios) is summed over the devices, in one all-reduce of a few
+floats per tensor before the step, and in another one after it for LAMB and for norms of the report."""
 
 import dataclasses
 import math
@@ -15,11 +15,11 @@ import numpy as np
 from .. import _abi as abi
 from . import _call
 
-_FAR = 68  # norms are squared as they are, and times 2^-68 and 2^68: one of the three is in the range of fp32
+_FAR = 68  # norms are squared unscaled, and times 2^-68 and 2^68: one of the three squares is in the range of fp32
 
 
 def program(call, places, axis):
-    """The function of one device's shards for a _call.Init or _call.Step. `axis` is over all devices."""
+    """Returns the function of one device's shards for a _call.Init or _call.Step. `axis` is over all devices."""
     recipe = call.recipe
     local = dataclasses.replace(call, recipe=recipe.of_shards([place.shape for place in places]))
     is_spread = any(place.shape != param.shape for place, param in zip(places, recipe.params))
@@ -70,7 +70,7 @@ class _Shards:
 
     # ----------------------------------------------------------------------------------------------------------- norms
     def whole(self, arrays):
-        """L2 norm and number of Inf and NaN of each tensor, whose shards are `arrays`: two vectors."""
+        """Returns L2 norm and number of Inf and NaN of each tensor, whose shards are `arrays`: two vectors."""
         copies = [place.copies for place in self.places] * (len(arrays) // len(self.places))
         mantissa, exponent, bad = _decoded(_call.norms(arrays, each=True))
         squares = [jnp.ldexp(mantissa * mantissa, 2 * (exponent + far)) for far in (0, -_FAR, _FAR)]
@@ -81,7 +81,7 @@ class _Shards:
         return jnp.where(in_range, jnp.sqrt(plain), far), jnp.round(bad)
 
     def with_bad(self, report, bad):
-        """The report with the Inf and NaN of all devices, of which the engine saw but the norms."""
+        """Returns the report with the Inf and NaN of all devices; the engine received only norms."""
         found = jnp.sum(bad)
         report = report.at[abi.DSOPT_REPORT_NONFINITE].set(found)
         report = report.at[abi.DSOPT_REPORT_FIRST_BAD].set(
@@ -92,7 +92,7 @@ class _Shards:
         return report.at[abi.DSOPT_REPORT_REASONS].add(jnp.where(found > 0, float(abi.DSOPT_SKIP_GRADIENTS), 0.0))
 
     def with_norms(self, report, weights, updates):
-        """The report with the norms of all weights and updates, from those of each tensor."""
+        """Returns the report with the norms of all weights and updates, from the norms of each tensor."""
         skipped = report[abi.DSOPT_REPORT_SKIPPED] != 0
         for place, norms in ((abi.DSOPT_REPORT_WEIGHT_NORM, weights), (abi.DSOPT_REPORT_UPDATE_NORM, updates)):
             report = report.at[place].set(jnp.where(skipped, report[place], _hypot(norms)))
@@ -100,7 +100,7 @@ class _Shards:
 
     # ----------------------------------------------------------------------------------------------------------- steps
     def plain(self, values, params, grads, state):
-        """A step of the engine, with the values that were found here."""
+        """Runs a step of the engine, with the values computed here."""
         names = tuple(name for name in _call.OPTIONS if name in values)
         local = dataclasses.replace(self.local, values=names)
         done = local(*(values[name] for name in names), *params, *grads, *state)
@@ -114,7 +114,7 @@ class _Shards:
         return new, moved, report
 
     def weights(self, params, state):
-        """Masters, and parameters that have none."""
+        """Returns masters, and parameters without a master."""
         masters = self.by_name(state, "master")
         return [masters.get(i, param) for i, param in enumerate(params)]
 
@@ -123,8 +123,8 @@ class _Shards:
         return {entry.param: x for entry, x in zip(entries, state) if entry.name == name}
 
     def lamb(self, values, params, grads, state):
-        """The engine's update with a trust ratio and a learning rate of 1, from which the norms of whole tensors are
-        summed. The weights follow here."""
+        """Runs the engine's update with a trust ratio and a learning rate of 1, sums the norms of whole tensors from
+        it, and updates the weights."""
         n, entries, step = len(params), self.recipe.layout.entries, self.by_name(state, "step")[-1]
         recipe, given = _with_trust_of_1(self.local.recipe), _with_rate_of_1(values)
         names = tuple(name for name in _call.OPTIONS if name in given)
@@ -156,12 +156,12 @@ class _Shards:
         return new, [ours[entry.name, entry.param] for entry in entries], report
 
     def of_group(self, name):
-        """A number of the group of each parameter."""
+        """Returns the field `name` of the group of each parameter."""
         place = _call.GROUP_REALS.index(name)
         return np.array([self.recipe.groups[param.group][1][place] for param in self.recipe.params], np.float32)
 
     def rates(self, values, step):
-        """Learning rate times bias correction for each parameter."""
+        """Returns learning rate times bias correction for each parameter."""
         groups = np.array([param.group for param in self.recipe.params])
 
         def value(place, name, in_double):
@@ -182,7 +182,7 @@ class _Shards:
 
 
 def _with_trust_of_1(recipe):
-    """A LAMB whose update is the direction: masters are its parameters."""
+    """Returns a LAMB recipe whose update is the direction: its parameters are the masters."""
     groups = []
     for numbers, reals in recipe.groups:
         fields = dict(zip(_call.GROUP_REALS, reals), lr=1.0, min_trust=1.0, max_trust=1.0)
@@ -195,7 +195,7 @@ def _with_trust_of_1(recipe):
 
 
 def _with_rate_of_1(values):
-    """The values with 1 for each learning rate, except one for which the engine skips the step."""
+    """Returns the values with 1 for each learning rate, except rates for which the engine skips the step."""
     one = lambda rate: jnp.where((rate >= 0) & jnp.isfinite(rate), 1.0, rate)
     given = dict(values)
     if "lr" in given:
@@ -206,7 +206,7 @@ def _with_rate_of_1(values):
 
 
 def _offsets(params, places):
-    """A row per device: where its shard begins in each parameter."""
+    """Returns a row per device: the offset of its shard in each parameter."""
     devices = places[0].sharding._device_assignment  # pylint: disable=protected-access
     columns = []
     for param, place in zip(params, places):
@@ -227,7 +227,7 @@ def _offsets(params, places):
 
 
 def _decoded(words):
-    """Mantissa and exponent of the norms in rows of dsopt_norm_result, and the numbers of Inf and NaN."""
+    """Returns mantissa and exponent of the norms in rows of dsopt_norm_result, and the numbers of Inf and NaN."""
     low, high = words[:, 0], words[:, 1]
     exponent = ((high >> 20) & 0x7FF).astype(jnp.int32)
     fraction = (high & 0xFFFFF).astype(jnp.float32) * 2.0**-20 + low.astype(jnp.float32) * 2.0**-52
@@ -237,7 +237,7 @@ def _decoded(words):
 
 
 def _hypot(norms):
-    """The norm of several tensors from theirs, without overflow of their squares."""
+    """Returns the norm of several tensors from their norms, without overflow of the squares."""
     largest = jnp.max(norms, initial=0.0)
     usual = (largest > 0) & jnp.isfinite(largest)
     scale = jnp.where(usual, largest, 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and starting values, of whole arrays and of arrays that the devices of a program have shards of."""
+"""Steps and initial values, of whole arrays and of sharded arrays."""
 
 import functools
 from typing import Optional, Sequence
@@ -10,7 +10,7 @@ from . import _call, _partition
 
 
 def _only_call(function):
-    """Say in our words what JAX would refuse in its own."""
+    """Raises dsopt's error for transformations that JAX would refuse with its own error."""
 
     def refuse(what):
         raise _call.unsupported("dsopt.jax: a step cannot be %s" % what)
@@ -33,18 +33,18 @@ def _function(call):
 
 @functools.lru_cache(maxsize=256)
 def _compiled(call):
-    """A program of the call alone: outside of a program each device would get whole arrays."""
+    """Returns a program of the call alone: outside a program each device would receive whole arrays."""
     return jax.jit(_function(call))
 
 
 def init(recipe: _call.Recipe, params: list, rank=None) -> list:
-    """The starting values of every state tensor, in list order."""
+    """Returns the initial values of every state tensor, in list order."""
     call = _call.Init(recipe, rank is not None)
     return _run(call, ([] if rank is None else [rank]) + params)
 
 
 def _owners(call, params, state) -> list:
-    """What a gradient has the sharding of: the state of its parameter, or else that itself."""
+    """Returns the arrays whose sharding the gradients have: the state of the parameter, else the parameter."""
     owners = list(params)
     for entry, x in zip(call.entries(), state):
         if entry.param >= 0 and entry.shape == call.recipe.params[entry.param].shape:
@@ -64,10 +64,10 @@ def step(
     out: Optional[list] = None,
     over: Sequence[int] = (),
 ):
-    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not given. Without `out` parameters are
-    updated in their own memory. With `out` results go to new arrays of those dtypes; result i takes the memory of
-    gradient i for each i in `over`. params=None (with `out`, on the CPU): the parameters are zeros, and `state` leaves
-    out "step", which counts as 1. Returns parameters or out, state, report."""
+    """dsopt_optimizer_apply. `values`: arrays by the names of OPTIONS, None = not passed. Without `out` parameters are
+    updated in place. With `out` results are new arrays of those dtypes; result i reuses the memory of gradient i for
+    each i in `over`. params=None (with `out`, on the CPU): the parameters are zeros, and `state` has no "step", which
+    counts as 1. Returns parameters or out, state, report."""
     names = tuple(name for name in _call.OPTIONS if values.get(name) is not None)  # in the order of the handler
     call = _call.Step(
         recipe, names, flags, options, None if out is None else tuple(out), tuple(over), zeros=params is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op's library: compiled against the installed TensorFlow on first use, or found by DSOPT_TF_OP."""
+"""The op's library: compiled against the installed TensorFlow on first use, or named by DSOPT_TF_OP."""
 
 import ctypes
 import functools
@@ -16,9 +16,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def op_path() -> str:
-    """Of the op for this TensorFlow, compiled if it is not there yet.
+    """Returns the path of the op for this TensorFlow, compiled if it does not exist yet.
 
-    TensorFlow's types must keep their default visibility: it compares the addresses of what they have.
+    TensorFlow's types must keep their default visibility: TensorFlow compares addresses of their members.
     """
     given = tf.sysconfig.get_compile_flags()
     return _compile.Extension(
@@ -36,7 +36,7 @@ def op_path() -> str:
 
 @functools.lru_cache(maxsize=None)
 def ops() -> Any:
-    """The module of TensorFlow with the op `dsopt_adam`. Once per process."""
+    """Returns the module of TensorFlow with the op `dsopt_adam`, loaded once per process."""
     path = op_path()
     try:
         module = tf.load_op_library(path)
@@ -52,5 +52,5 @@ def ops() -> Any:
     return module
 
 
-if __name__ == "__main__":  # python -m dsopt.tf._build: compile now, such as into an image, and say where it is
+if __name__ == "__main__":  # python -m dsopt.tf._build: compiles now, such as into an image, and prints the path
     sys.stdout.write(op_path() + "\n")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op of dsopt.tf: one step of Adam or AdamW as Keras has it, on resource variables and in place. It is compiled
-// against the TensorFlow that is installed (_build.py) and opens libdsopt at run time.
+// The op of dsopt.tf: one step of Adam or AdamW as in Keras, in place on resource variables. It is compiled against the
+// installed TensorFlow (_build.py) and opens libdsopt at run time.
 #include "dsopt_dl.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/device.h"
@@ -44,7 +44,7 @@ absl::Status status_of(dsopt_status status, absl::string_view text) {
     return status < DSOPT_ERR_UNSUPPORTED ? absl::InvalidArgumentError(message) : absl::InternalError(message);
 }
 
-/// Of a call in this thread.
+/// Converts the status of a call in this thread.
 absl::Status check(dsopt_status status) {
     return status == DSOPT_OK ? absl::OkStatus() : status_of(status, dl.dsopt_last_error());
 }
@@ -57,7 +57,7 @@ dsopt_tensor view(const Tensor &tensor, int32_t dtype) {
     return {const_cast<char *>(tensor.tensor_data().data()), tensor.NumElements(), dtype, 0};
 }
 
-/// The pieces of one parallel_for. Whoever comes takes the next one, so the caller finishes alone if the pool is full.
+/// Indices of one parallel_for. Each thread claims the next index, so the caller finishes alone if the pool is full.
 class Pieces {
 public:
     Pieces(void (*body)(void *, int64_t), void *arg, int64_t count) : body_(body), arg_(arg), count_(count) {}
@@ -76,7 +76,7 @@ private:
     absl::Notification all_;
 };
 
-/// dsopt_parallel_for on TensorFlow's pool. A helper that the pool runs late finds no piece left.
+/// dsopt_parallel_for on TensorFlow's pool. A helper that the pool runs late finds no index left.
 void run_on_pool(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
     auto *const pool = static_cast<thread::ThreadPool *>(user);
     if (n <= 0) return;
@@ -94,7 +94,7 @@ struct DestroyOptimizer {
     void operator()(dsopt_optimizer *optimizer) const { dl.dsopt_optimizer_destroy(optimizer); }
 };
 
-/// Attributes describe the optimizer, which is made with the kernel; the variables come with each call.
+/// Attributes describe the optimizer, which is created with the kernel; the variables are inputs of each call.
 class DsoptAdam : public OpKernel {
 public:
     explicit DsoptAdam(OpKernelConstruction *ctx) : OpKernel(ctx) {
@@ -128,7 +128,7 @@ public:
         OP_REQUIRES_OK(ctx, check_shape(*lr, TensorShape({kGroups}), "lr"));
         for (const Tensor &scale : scales) OP_REQUIRES_OK(ctx, check_shape(scale, TensorShape({}), "grad_scale"));
 
-        // In the order of the parameters, their momentums, their velocities.
+        // Order: parameters, their momentums, their velocities.
         std::vector<core::RefCountPtr<Var>> variables(size_t(3 * count()));
         for (int i = 0; i < 3 * count(); ++i) {
             const auto name = [&] { return absl::StrCat(kWhat[i / count()], " '", names_[size_t(i % count())], "'"); };
@@ -143,7 +143,7 @@ public:
         }
         std::vector<Var *> order;
         for (const auto &variable : variables) order.push_back(variable.get());
-        // As every op of TensorFlow that locks several: two steps at once then cannot wait for each other.
+        // As in every TensorFlow op that locks several variables: two concurrent steps then cannot deadlock.
         std::sort(order.begin(), order.end(), [](Var *a, Var *b) { return std::less<>()(a->mu(), b->mu()); });
         OP_REQUIRES(ctx, std::adjacent_find(order.begin(), order.end()) == order.end(),
                     absl::InvalidArgumentError("a variable is given twice"));
@@ -159,7 +159,7 @@ public:
             OP_REQUIRES_OK(ctx, check_shape(grads[i], i, "gradient of"));
             gradients.push_back(view(grads[i], dtype_of(grads[i].dtype())));
         }
-        // The step counts into its copy. What lasts is the caller's own counter.
+        // The step increments a copy. The caller updates the persistent counter.
         Tensor counters, workspace;
         OP_REQUIRES_OK(ctx, ctx->allocate_temp(DT_INT32, steps->shape(), &counters));
         OP_REQUIRES_OK(ctx, copy(ctx, *steps, counters));
@@ -198,7 +198,7 @@ private:
 
     absl::Status make_optimizer(OpKernelConstruction *ctx) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
-        // Keras has neither masters nor a look at the gradients.
+        // Keras has no masters and does not check gradients.
         desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
         desc.nonfinite = DSOPT_NONFINITE_APPLY;
         TF_RETURN_IF_ERROR(read(ctx, "clipvalue", desc.max_value));
@@ -221,7 +221,7 @@ private:
         return absl::OkStatus();
     }
 
-    /// TensorFlow's own float attributes have 32 bits, of which 1 - beta_2 would have 14 left.
+    /// TensorFlow's float attributes have 32 bits, which would leave 14 bits for 1 - beta_2.
     static absl::Status read(OpKernelConstruction *ctx, const char *name, double &value) {
         std::string text;
         TF_RETURN_IF_ERROR(ctx->GetAttr(name, &text));
@@ -276,8 +276,8 @@ private:
                                                        shapes_[size_t(i)].DebugString()));
     }
 
-    /// Appends the memory of a locked variable, after a look whether it is what the attributes say, and a copy if a
-    /// read of an earlier value still has it.
+    /// Appends the memory of a locked variable. Checks it against the attributes first, and copies it if an earlier
+    /// read still references the buffer.
     absl::Status add(OpKernelContext *ctx, Var &variable, int i, const char *what, DataType type,
                      std::vector<dsopt_tensor> &list) const {
         Tensor &tensor = *variable.tensor();
@@ -305,7 +305,7 @@ private:
         absl::Status result;
         const size_t bytes = from.TotalBytes();
         if (bytes == 0) return result;
-        if (on_gpu_) // on the stream; `done` is called once it is there
+        if (on_gpu_) // on the stream; `done` is called once the copy is enqueued
             ctx->op_device_context()->CopyTensorInSameDevice(&from, static_cast<Device *>(ctx->device()), &to,
                                                              [&](const absl::Status &status) { result = status; });
         else
@@ -324,7 +324,7 @@ private:
 
 } // namespace
 
-/// Opens libdsopt for all ops of the process. Called once, by _build.py. Returns NULL, or what is wrong.
+/// Opens libdsopt for all ops of the process. Called once, by _build.py. Returns NULL, or an error text.
 extern "C" DSOPT_API const char *dsopt_tf_load(const char *path) { return dsopt_dl_load(&dl, path); }
 
 REGISTER_OP("DsoptAdam")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam and AdamW with the arguments, the formula and the variables of Keras', and one op per step."""
+"""Adam and AdamW with Keras' arguments, formula and variables, and one op per step."""
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import keras
@@ -15,7 +15,7 @@ _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
 def _error(status: int, text: str) -> Exception:
     problem = error_of(status, abi.lib.dsopt_status_name(status).decode(), text)
-    problem.ag_pass_through = True  # AutoGraph would put a class of its own in place of one that it does not know
+    problem.ag_pass_through = True  # AutoGraph would replace an unknown class by its own
     return problem
 
 
@@ -33,13 +33,13 @@ def _name(variable: Any) -> str:
 
 
 def _in_xla() -> bool:
-    """Whether a function with jit_compile=True is being traced."""
+    """True while a function with jit_compile=True is being traced."""
     graph = tf.compat.v1.get_default_graph()
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 class _Plan:
-    """What the op needs to know of one list of variables, found once."""
+    """Arguments of the op for one list of variables, computed once."""
 
     def __init__(self, optimizer: "Adam", variables: Sequence[tf.Variable]) -> None:
         places = [optimizer._get_variable_index(variable) for variable in variables]
@@ -58,7 +58,7 @@ class _Plan:
 
 
 class _Lists:
-    """Plain lists of an optimizer. As its own attributes TensorFlow would take them for a part of its checkpoints."""
+    """Plain lists of an optimizer. TensorFlow would save attributes of the optimizer itself in its checkpoints."""
 
     def __init__(self) -> None:
         self.names: List[str] = []
@@ -67,10 +67,10 @@ class _Lists:
 
 @keras.saving.register_keras_serializable(package="dsopt")
 class Adam(keras.optimizers.Optimizer):
-    """keras.optimizers.Adam by dsopt: the same arguments and defaults, and the same formula to rounding.
+    """keras.optimizers.Adam with dsopt: the same arguments and defaults, and the same formula up to rounding.
 
     Its variables have the names, shapes and meaning of Keras', so checkpoints of either continue with the other.
-    Moments are float32 whatever the variable is. A step is one op, which updates all variables in place.
+    Moments are float32 for all variable dtypes. A step is one op, which updates all variables in place.
 
     learning_rate                a number, a keras.optimizers.schedules.LearningRateSchedule, or a function without
                                  arguments
@@ -83,11 +83,12 @@ class Adam(keras.optimizers.Optimizer):
     global_clipnorm              all gradients are clipped to this L2 norm together; None = off
     use_ema                      keep a moving average of the variables
     ema_momentum                 decay of that average
-    ema_overwrite_frequency      variables become their average after so many steps; None = at the end of fit
+    ema_overwrite_frequency      number of steps after which variables are set to their average; None = at the end of
+    fit
     loss_scale_factor            multiplies the loss, and gradients are divided by it; None = 1
-    gradient_accumulation_steps  variables are updated once in so many calls, by the mean gradient; None = 1
-    name                         of the optimizer; None = that of the class
-    kwargs                       none are known: Keras refuses them by name
+    gradient_accumulation_steps  number of calls per update, which uses the mean gradient; None = 1
+    name                         name of the optimizer; None = name of the class
+    kwargs                       Keras refuses all further arguments by name
     """
 
     def __init__(self, learning_rate: Any = 0.001, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7,
@@ -108,9 +109,9 @@ class Adam(keras.optimizers.Optimizer):
         self._lists = _Lists()
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the moments. The first step does it too.
+        """Create the moments. The first step does this too.
 
-        variables  the trainable ones, of float32, float16 or bfloat16
+        variables  trainable variables of float32, float16 or bfloat16
         """
         if self.built:
             return
@@ -128,7 +129,7 @@ class Adam(keras.optimizers.Optimizer):
         names = self._lists.names
         slots: Tuple[List[Any], List[Any]] = ([], [])
         for index, variable in enumerate(variables):
-            name = _name(variable)  # which need not be unique outside of models
+            name = _name(variable)  # names need not be unique outside of models
             names.append(name if name not in names else "%s (number %d)" % (name, index))
             for slot, suffix in zip(slots, ("momentum", "velocity")):
                 overwritten = self._overwrite_variable_with_gradient(variable)
@@ -141,15 +142,15 @@ class Adam(keras.optimizers.Optimizer):
                                      name="%s_%s" % (name.replace("/", "_").replace(":", "_"), suffix))
 
     def _clip_gradients(self, grads: List[Any]) -> List[Any]:
-        # Sparse gradients become dense, as in Keras, whose moments move in every row too.
+        # Sparse gradients become dense, as in Keras, which also updates the moments of every row.
         grads = [tf.convert_to_tensor(grad) for grad in grads]
-        return super()._clip_gradients(grads) if self.clipnorm else grads  # the op does the other two
+        return super()._clip_gradients(grads) if self.clipnorm else grads  # the op applies the other two
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        """The op does."""
+        """Does nothing: the op applies weight decay."""
 
     def _global_divisor(self, grads: List[tf.Tensor]) -> List[tf.Tensor]:
-        """What global_clipnorm divides gradients by, as a list of one or none."""
+        """Returns the divisor of global_clipnorm, as a list of one or no element."""
         if not self.global_clipnorm:
             return []
         norm = tf.linalg.global_norm([tf.cast(grad, tf.float32) for grad in grads])
@@ -189,7 +190,7 @@ class Adam(keras.optimizers.Optimizer):
             weight_decay=repr(float(self.weight_decay or 0)), clipvalue=repr(float(self.clipvalue or 0)))
 
     def get_config(self) -> Dict[str, Any]:
-        """The arguments of a new optimizer with the same hyper-parameters."""
+        """Return the arguments of a new optimizer with the same hyper-parameters."""
         config = super().get_config()
         config.update(beta_1=self.beta_1, beta_2=self.beta_2, epsilon=self.epsilon, amsgrad=self.amsgrad)
         return config
@@ -197,7 +198,7 @@ class Adam(keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(package="dsopt")
 class AdamW(Adam):
-    """keras.optimizers.AdamW by dsopt. See `Adam`.
+    """keras.optimizers.AdamW with dsopt. See `Adam`.
 
     weight_decay  decoupled decay, times the learning rate; it must be a number
 
