@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# jax_python.sh: prints a Python that has JAX and optax: $DSOPT_JAX_PYTHON, or that of a venv with the versions of
-# scripts/requirements/jax.txt, made under ${DSOPT_VENVS:-build/venvs} if it is not there. Exits with 77 and a reason where there
-# can be none.
+# jax/venv: prints a Python that has JAX and optax: $DSOPT_JAX_PYTHON, or the Python of a venv with the versions of
+# scripts/requirements/jax.txt, created under ${DSOPT_VENVS:-build/venvs} if missing. Exits with 77 and a reason if
+# there is none.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 skip() { echo "jax: skipped: $1" >&2; exit 77; }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step inside jax.jit beside optax.adamw: medians of rounds that take turns, in one process.
+"""Times a step inside jax.jit and optax.adamw: medians of alternating rounds, in one process.
 
     PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/python/bench_jax.py [--shapes FILE.csv] [--rounds
     N]
 
-A row is `name, milliseconds per step, optax / name`. Donated: parameters and state are given up to the step.
+A row is `name, milliseconds per step, optax / name`. Donated: the step may overwrite parameters and state.
 """
 
 import argparse
@@ -26,13 +26,13 @@ SETTINGS = {"weight_decay": 0.1, "b1": 0.9, "b2": 0.95}
 
 
 def read_shapes(path):
-    """Shapes of a model: rows of name, dimensions joined by "x", number of elements."""
+    """Returns the shapes of a model: rows of name, dimensions joined by "x", number of elements."""
     with open(path, encoding="utf-8", newline="") as file:
         return [tuple(map(int, row["shape"].split("x"))) for row in csv.DictReader(file)]
 
 
 def by_transformation(tx):
-    """Step and state of an optax transformation."""
+    """Returns step and state of an optax transformation."""
 
     def step(params, grads, state):
         updates, state = tx.update(grads, state, params)
@@ -42,7 +42,7 @@ def by_transformation(tx):
 
 
 def by_fused(optimizer):
-    """Step and state of a FusedStep."""
+    """Returns step and state of a FusedStep."""
 
     def step(params, grads, state):
         params, state, _ = optimizer.step(params, grads, state)
@@ -52,7 +52,7 @@ def by_fused(optimizer):
 
 
 def contestants():
-    """Optax first: the others are compared with it."""
+    """Returns the optimizers; optax is the first, with which the others are compared."""
     return {
         "optax.adamw": by_transformation(optax.adamw(1e-3, **SETTINGS)),
         "dsopt.jax.FusedStep": by_fused(dsopt.jax.FusedStep("adamw", 1e-3, **SETTINGS)),
@@ -61,12 +61,12 @@ def contestants():
 
 
 def backward(param):
-    """A gradient as that of a dense layer, by a product, which XLA cannot fuse into the update."""
+    """Returns a gradient like a dense layer's, from a product, which XLA cannot fuse into the update."""
     return param * 0.01 if param.ndim < 2 else (param[:, :8] * 0.01) @ param[:8, :]
 
 
 class Runner:
-    """One optimizer, compiled, with arrays of its own."""
+    """One compiled optimizer with its arrays."""
 
     def __init__(self, step, init, shapes, donate, loops=1, inside=False):
         def run(params, grads, state):
@@ -92,14 +92,14 @@ class Runner:
 
 
 def copies_in(text):
-    """Copies that a program makes: a copy at the end of a fusion is how the array is written in the first place."""
+    """Counts the copies of a program. A copy at the end of a fusion is not counted: it writes the array."""
     computations = text.split("\n\n")
     fused = set(re.findall(r"kind=k\w+, calls=(%[\w.-]+)", text))
     return sum(part.count(" copy(") for part in computations if part.split(" ")[0] not in fused)
 
 
 def compare(title, shapes, rounds, donate, loops=1, inside=False):
-    """Print a row for each contestant."""
+    """Prints a row for each optimizer."""
     runners = {name: Runner(step, init, shapes, donate, loops, inside) for name, (step, init) in contestants().items()}
     times = {name: [] for name in runners}
     for _ in range(rounds):

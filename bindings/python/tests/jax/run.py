@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every test here; the last line counts them."""
+"""Runs every test of this folder; the last line counts them."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with shards on the devices of meshes, and what programs over them are asked."""
+"""Parameters with shards on the devices of meshes, and properties of programs over them."""
 
 import collections
 import re
@@ -14,13 +14,13 @@ SHAPES = {
     "columns": (5, 8),
     "tuple": (16,),
     "both": (8, 4),
-    "uneven": (7, 3),  # no axis divides it: whole on every device
+    "uneven": (7, 3),  # no axis divides it: replicated
     "one": (1,),
     "scalar": (),
     "empty": (0, 4),
 }
 
-# Name of a mesh: its shape, its axes, and the specs of the leaves that are not whole
+# Name of a mesh: its shape, its axes, and the specs of the leaves that are not replicated
 MESHES = {
     "4": ((4,), ("x",), {"rows": P("x"), "columns": P(None, "x"), "tuple": P("x"), "both": P("x", None)}),
     "8": ((8,), ("x",), {"rows": P("x"), "columns": P(None, "x"), "tuple": P("x"), "empty": P(None, None)}),
@@ -48,7 +48,7 @@ def shardings(name):
 
 
 def tree(seed, dtype=np.float32, scale=1.0):
-    """Whole arrays on the first device."""
+    """Returns unsharded arrays on the first device."""
     random = np.random.default_rng(seed)
     return {
         leaf: jnp.asarray(scale * random.standard_normal(shape).astype(np.float32), dtype)
@@ -57,17 +57,17 @@ def tree(seed, dtype=np.float32, scale=1.0):
 
 
 def placed(values, name):
-    """Copies with the shardings of a mesh."""
+    """Returns copies with the shardings of a mesh."""
     return jax.device_put(values, shardings(name))
 
 
 def replicated(values, name):
-    """Copies on all devices of a mesh."""
+    """Returns copies on all devices of a mesh."""
     return jax.device_put(values, NamedSharding(mesh_of(name), P()))
 
 
 def bytes_per_device(values):
-    """Of the device that has most."""
+    """Returns the bytes of the device that has the most."""
     sizes = collections.Counter()
     for leaf in jax.tree.leaves(values):
         for shard in leaf.addressable_shards:
@@ -76,7 +76,7 @@ def bytes_per_device(values):
 
 
 def collectives(function, *arguments):
-    """How many of each kind a compiled program has, by sizes: {kind: [elements of each]}."""
+    """Returns the collectives of a compiled program: {kind: [elements of each]}."""
     text = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments).compile().as_text()
     found = collections.defaultdict(list)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
@@ -87,7 +87,7 @@ def collectives(function, *arguments):
 
 
 def misplaced(values, name):
-    """Names of the leaves whose sharding differs from that of the mesh's parameters."""
+    """Returns the names of the leaves whose sharding differs from that of the mesh's parameters."""
     wanted = shardings(name)
     return [
         leaf for leaf, x in values.items() if not x.sharding.is_equivalent_to(wanted[leaf], np.ndim(x))

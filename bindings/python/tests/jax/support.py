@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eight devices on the CPU, a small model, and the engine by ctypes to compare with. Import it before jax."""
+"""Eight CPU devices, a small model, and the engine through ctypes as the reference. Import it before jax."""
 
 import ctypes
 import os
@@ -22,24 +22,24 @@ DTYPES = {
     "int32": abi.DSOPT_DTYPE_I32,
 }
 
-# They take minutes, most of it to compile programs of several devices.
+# They take minutes, mostly to compile programs of several devices.
 sharded_tests = unittest.skipIf(
     os.environ.get("DSOPT_SHARDED_TESTS") == "0", "sharded arrays; ./dev bindings jax runs these tests"
 )
 
 
 def copy(tree):
-    """Arrays of its own, to be donated."""
+    """Returns copies of the arrays, to be donated."""
     return jax.tree.map(jnp.copy, tree)
 
 
 def bits(tree):
-    """The bytes of every leaf."""
+    """Returns the bytes of every leaf."""
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
 def model(seed=0):
-    """A multilayer perceptron: parameters, and its loss on a batch."""
+    """Returns a multilayer perceptron: parameters, and its loss on a batch."""
     keys = jax.random.split(jax.random.key(seed), 3)
     params = {
         "first": {"kernel": jax.random.normal(keys[0], (8, 32)) * 0.3, "bias": jnp.zeros(32)},
@@ -56,7 +56,7 @@ def model(seed=0):
 
 
 def tensors(arrays):
-    """A list of dsopt_tensor over NumPy arrays."""
+    """Returns a list of dsopt_tensor over NumPy arrays."""
     made = (abi.dsopt_tensor * len(arrays))()
     for place, array in zip(made, arrays):
         place.data, place.numel, place.dtype = array.ctypes.data, array.size, DTYPES[array.dtype.name]
@@ -64,7 +64,7 @@ def tensors(arrays):
 
 
 class Engine:
-    """dsopt_optimizer_step by ctypes: what the handler must agree with to the bit."""
+    """dsopt_optimizer_step through ctypes: the reference that the handler must match bit for bit."""
 
     def __init__(self, params, algorithm, comm=None, flags=0, max_norm=0.0, group_flags=0, **fields):
         self.params = [np.array(p) for p in params]
@@ -98,7 +98,7 @@ class Engine:
 
 
 def local_comms(ranks, timeout_ms=60000):
-    """A LOCAL comm per rank; call in as many threads with the id."""
+    """Returns a function that creates the LOCAL comm of a rank; call it in one thread per rank."""
     size = ctypes.c_size_t(16)
     ident = ctypes.create_string_buffer(16)
     abi.check(abi.lib.dsopt_comm_unique_id(abi.DSOPT_COMM_KIND_LOCAL, ident, ctypes.byref(size)))

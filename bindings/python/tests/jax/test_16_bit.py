@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why 16-bit parameters and moments differ from optax: each of its operations is reproduced, and then replaced.
+"""Why 16-bit parameters and moments differ from optax: each operation of optax is reproduced, and then replaced.
 
 optax computes in the dtype of the parameter, or of the moment, and rounds after each operation. The engine converts to
 fp32, and rounds each result once."""
@@ -23,12 +23,12 @@ def f32(x):
 
 
 def bf16(x):
-    """Rounded to bfloat16, as float32."""
+    """Returns x rounded to bfloat16, as float32."""
     return np.asarray(x).astype(jnp.bfloat16).astype(np.float32)
 
 
 def corrections(t):
-    """optax's, in fp32."""
+    """Returns optax's bias corrections, in fp32."""
     count, one = jnp.int32(t), jnp.float32(1)
     return [f32(optax.tree.bias_correction(one, beta, count)) ** -1 for beta in (B1, B2)]
 
@@ -70,7 +70,7 @@ def add(p, update, lr):
 
 
 def double_steps(p, grads, lr, dtype=np.float64):
-    """In double, with weights that are kept in `dtype`."""
+    """AdamW in double, with weights stored in `dtype`."""
     p = np.asarray(p).astype(np.float64)
     m = v = 0 * p
     for t, g in enumerate(grads, 1):
@@ -97,7 +97,7 @@ def rms(a, b):
 
 
 def problem(steps, dtype, n=4000):
-    """Weights, and gradients that are the same whatever the weights become."""
+    """Returns weights, and gradients that do not depend on the weights."""
     random = np.random.RandomState(0)
     mean = 0.3 * random.randn(n)
     grads = [jnp.asarray(0.01 * (mean + random.randn(n)), dtype) for _ in range(steps)]
@@ -118,7 +118,7 @@ class Bfloat16Parameters(unittest.TestCase):
         np.testing.assert_array_equal(f32(ours), dsopt_steps(params, grads, self.LR))
 
     def test_moments_in_bfloat16_make_the_difference(self):
-        """Where optax's products and sums in the moments are those of fp32, it comes near to dsopt."""
+        """With products and sums of the moments in fp32, optax is close to dsopt."""
         params, grads = problem(200, jnp.bfloat16)
         ours, theirs = (f32(run(make(self.LR), params, grads)) for make in (dsopt.jax.adamw, optax.adamw))
         exact = double_steps(params, grads, self.LR, jnp.bfloat16)
@@ -184,7 +184,7 @@ class Bfloat16Moments(unittest.TestCase):
 
 
 class Feedback(unittest.TestCase):
-    """A gradient that is 0 in exact arithmetic is rounding noise, of which Adam makes steps of the learning rate."""
+    """A gradient that is 0 in exact arithmetic is rounding noise, which Adam scales to steps of the learning rate."""
 
     def test_key_bias_of_attention_moves_by_rounding_noise(self):
         keys = jax.random.split(jax.random.key(0), 6)
@@ -211,7 +211,7 @@ class Feedback(unittest.TestCase):
             noise, signal = (float(jnp.abs(grads[name].astype(jnp.float32)).max()) for name in ("bk", "bq"))
             self.assertLess(noise, share * signal)
         self.assertGreater(noise, 0)
-        # optax twice, where one weight of "v" begins one unit in the last place further
+        # optax twice; the second run starts with one weight of "v" changed by one unit in the last place
         other = {**half, "v": half["v"].at[3, 4].set(jnp.nextafter(half["v"][3, 4], jnp.bfloat16(9)))}
         a, b = fit(half), fit(other)
         self.assertGreater(float(jnp.abs(a["bk"].astype(jnp.float32) - b["bk"].astype(jnp.float32)).max()), 3e-3)

@@ -27,7 +27,7 @@ def grads_at(params, i):
 
 class Bits(unittest.TestCase):
     def test_same_as_the_engine(self):
-        """The leaves of a dict are sorted by key: so are the engine's parameters here."""
+        """The leaves of a dict are sorted by key, and so are the engine's parameters here."""
         leaves = jax.tree.leaves(PARAMS)
         for name, fields in (
             ("adam", {}),
@@ -95,7 +95,7 @@ class Bits(unittest.TestCase):
                 self.assertEqual(program.as_text().count(" copy("), 0)
 
     def test_stochastic_rounding(self):
-        """A step that is too small for bfloat16 moves the mean, and the seed decides how."""
+        """A step that is too small for bfloat16 changes the mean; the result depends on the seed."""
         params = {"w": jnp.ones(20000, jnp.bfloat16)}
         ends = []
         for seed in (1, 1, 2):
@@ -159,7 +159,7 @@ class MixedPrecision(unittest.TestCase):
             np.testing.assert_allclose(x, y, atol=1e-4)
 
     def test_other_rules_train_as_optax(self):
-        """The decay is given by a function, so that a row of hyper-parameters is read: momentum stays."""
+        """The decay is a function, so that a row of hyper-parameters is read: momentum is unchanged."""
         params, loss = model()
         decay = lambda count: 0.01 / (1 + count)  # noqa: E731
         start = {"initial_accumulator_value": 0.1}
@@ -213,7 +213,7 @@ class MixedPrecision(unittest.TestCase):
 
 class Sharded(unittest.TestCase):
     def test_shard_map(self):
-        """Shards of parameters and state step as the whole does."""
+        """Shards of parameters and state step like whole arrays."""
         mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
         params = {"w": PARAMS["w"], "b": PARAMS["b"]}
         spec = {"w": PartitionSpec("x"), "b": PartitionSpec()}
@@ -300,7 +300,7 @@ class Exported(unittest.TestCase):
         state, grads = opt.init(PARAMS), grads_at(PARAMS, 0)
         program = jax.export.export(
             jax.jit(lambda p, g, s: opt.step(p, g, s)[:2]),
-            # JAX exports only the custom calls that it knows, unless others are named.
+            # JAX exports only known custom calls, unless others are named.
             disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("dsopt_step")],
         )(PARAMS, grads, state)
         script = (

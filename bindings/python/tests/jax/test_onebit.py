@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 1-bit family over devices of this process, beside threads that use the engine by ctypes."""
+"""The 1-bit family over devices of this process, compared with threads that use the engine through ctypes."""
 
 import threading
 import unittest
@@ -29,7 +29,7 @@ def grads_at(i, rank):
 
 
 def all_grads(ranks):
-    """Of every step and rank, made in one place: each form of a program may round a cosine in its own way."""
+    """Returns the gradients of every step and rank, computed once: each program may round a cosine differently."""
     return jax.tree.map(
         lambda *x: jnp.stack(x),
         *[jax.tree.map(lambda *x: jnp.stack(x), *[grads_at(i, r) for r in range(ranks)]) for i in range(STEPS)],
@@ -37,7 +37,7 @@ def all_grads(ranks):
 
 
 def by_threads(name, ranks, grads):
-    """The parameters of every rank after the steps."""
+    """Returns the parameters of every rank after the steps."""
     create, results, problems = local_comms(ranks), [None] * ranks, []
 
     def work(rank):
@@ -71,7 +71,7 @@ def mesh_of(ranks):
 
 
 def start(opt, ranks, params=None):
-    """State over a mesh, and its specs."""
+    """Returns state over a mesh, and its specs."""
     specs = opt.specs(PARAMS if params is None else params, ranks=ranks)
     init = jax.jit(jax.shard_map(opt.init, mesh=mesh_of(ranks), in_specs=P(), out_specs=specs, check_vma=False))
     return init(PARAMS if params is None else params), specs
@@ -83,7 +83,7 @@ class Family(unittest.TestCase):
             grads = all_grads(ranks)
             for name, options in CASES.items():
                 if ranks == 4 and name == "onebit_lamb":
-                    continue  # 2 ranks tell as much, and each program costs seconds
+                    continue  # 2 ranks are enough, and each program costs seconds
                 with self.subTest(name=name, ranks=ranks):
                     opt = getattr(dsopt.jax, name)(1e-2, axis_name="dp", timeout_ms=60000, **options)
                     state, specs = start(opt, ranks)
@@ -114,7 +114,7 @@ class Family(unittest.TestCase):
                         self.assertEqual(mine, expected[rank])
 
     def test_two_in_one_program_are_ordered(self):
-        """The second exchange reads the report of the first one, so every rank makes them in one order."""
+        """The second exchange reads the report of the first one, so every rank runs them in the same order."""
         opts = [dsopt.jax.onebit_adam(1e-2, axis_name="dp", freeze_step=2, timeout_ms=60000) for _ in range(2)]
         (state, specs), _ = start(opts[0], 2), None
 
@@ -174,7 +174,7 @@ class Refusals(unittest.TestCase):
             jax.block_until_ready(start(opt, 2)[0])
 
     def test_registered_comms(self):
-        """Comms of the caller, one per rank, which must be made by as many threads."""
+        """Comms of the caller, one per rank, which must be created by one thread per rank."""
         create, comms = local_comms(2), [None, None]
         threads = [threading.Thread(target=lambda r=r: comms.__setitem__(r, create(r))) for r in range(2)]
         for thread in threads:

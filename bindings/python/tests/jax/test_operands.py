@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The custom calls with operands, results and attributes that are not what the others say."""
+"""Custom calls with operands, results and attributes that do not match each other."""
 
 import unittest
 
@@ -37,7 +37,7 @@ def hlo(dtype, shape):
 
 
 class Call:
-    """dsopt_step or dsopt_init, as a program of another origin makes it: arrays and results by name, in order."""
+    """dsopt_step or dsopt_init as in a program that dsopt.jax did not make: arrays and results by name, in order."""
 
     def __init__(self, name="dsopt_step", values=(), recipe=RECIPE, out=False, zeros=False):
         _build.library()
@@ -74,7 +74,7 @@ class Call:
         self.results["result 'workspace'"] = jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8)
 
     def change(self, role, dtype, shape):
-        """Another operand, with the result in its memory, or another result."""
+        """Replaces an operand, with the result in its memory, or a result."""
         if role in self.operands:
             self.operands[role] = jnp.ones(shape, dtype)
             role = self.aliases.get(role)
@@ -126,10 +126,10 @@ class Operands(unittest.TestCase):
             roles = {**Call(**options).results, **Call(**options).operands}
             for role, x in roles.items():
                 other = jnp.float32 if x.dtype in (jnp.int32, jnp.uint8) else jnp.int32
-                # A parameter's number of elements is registered; its shape is that of its gradient and state.
+                # The number of elements of a parameter is registered; its shape must be that of its gradient and state.
                 shapes = [tuple(n - 1 for n in x.shape), tuple(n + 1 for n in x.shape), x.shape + (2,), (0,) + x.shape]
                 if role == "result 'workspace'":
-                    shapes[:2] = [(x.size - 256,)]  # a larger one is good, and 255 bytes are for alignment
+                    shapes[:2] = [(x.size - 256,)]  # a larger one is valid, and 255 bytes are for alignment
                 cases = [(other, x.shape)] + [(x.dtype, shape) for shape in shapes if shape != x.shape]
                 if x.dtype == jnp.float32:
                     cases.append((jnp.complex64, x.shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformations beside optax's own."""
+"""The transformations compared with optax's."""
 
 import unittest
 from unittest import mock
@@ -21,7 +21,7 @@ def grads_at(params, i):
 
 
 def run(tx, params, steps=20, jit=True):
-    """Parameters and state after steps along made-up gradients."""
+    """Returns parameters and state after steps with synthetic gradients."""
     state = tx.init(params)
     update = jax.jit(tx.update) if jit else tx.update
     for i in range(steps):
@@ -107,7 +107,7 @@ class BesideOptax(unittest.TestCase):
                 a, state_a = ours.update(grads, state, params)
                 b, state_b = theirs.update(grads, state, params)
                 self.assertLess(worst(a, b), 1e-6)
-                # And back
+                # and back
                 params = optax.apply_updates(params, a)
                 a, b = theirs.update(grads, state_a, params)[0], theirs.update(grads, state_b, params)[0]
                 self.assertLess(worst(a, b), 1e-6)
@@ -241,7 +241,8 @@ class BesideOptax(unittest.TestCase):
         np.testing.assert_array_equal(grads["w"], 3 * params["w"] ** 2)
 
     def test_zeros_are_an_operand_on_cuda_only(self):
-        """There the engine steps from an array of zeros; on the CPU the handler has them. Lowered only, not run."""
+        """On CUDA the engine steps from an array of zeros; on the CPU the handler provides them. Lowered only, not
+        run."""
         tx, params = dsopt.jax.adam(1e-2), {"w": jnp.ones(8), "b": jnp.ones(5)}
         traced = jax.jit(tx.update).trace(params, tx.init(params), params)
         for platform, zeros in (("cpu", 0), ("cuda", 2)):
@@ -310,7 +311,7 @@ class BesideOptax(unittest.TestCase):
         state = tx.init(params)
 
         def update(grads, state):
-            """Every second one is an array of the program's own, and may be written over."""
+            """Every second gradient is a temporary of the program, and may be overwritten."""
             return tx.update({name: x + 0.5 if int(name[1]) % 2 else x for name, x in grads.items()}, state)
 
         whole = jax.jit(update)(params, state)
@@ -333,7 +334,7 @@ class BesideOptax(unittest.TestCase):
             np.testing.assert_allclose(update, -1e-2, rtol=1e-5)
 
     def test_parts_take_less_memory(self):
-        """Directions of gradients that are arguments need memory; XLA gives that of a part to a later one."""
+        """Directions of gradients that are arguments need memory; XLA reuses the memory of a part for a later one."""
         part = dsopt.jax._optax._PART
         params = {"p%d" % i: jax.ShapeDtypeStruct((part // 4,), jnp.float32) for i in range(32)}
         tx = dsopt.jax.adamw(1e-2, weight_decay=0.1)
@@ -349,7 +350,7 @@ class BesideOptax(unittest.TestCase):
         self.assertNotIn(" copy(", compiled.as_text())
 
     def test_as_in_place(self):
-        """Old plus the update is new, but for the last bit."""
+        """Old plus the update is new, except for the last bit."""
         params, loss = model()
         tx, fused = dsopt.jax.adamw(5e-3, weight_decay=0.1), dsopt.jax.FusedStep("adamw", 5e-3, weight_decay=0.1)
         state = tx.init(params)

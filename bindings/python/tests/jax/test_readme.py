@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of README.md run as they stand."""
+"""The programs of README.md run unchanged."""
 
 import os
 import re

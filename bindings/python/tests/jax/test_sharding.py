@@ -25,7 +25,7 @@ OPTAX = {
 
 
 def updating(tx):
-    """Steps with a transformation; gradients are made in the program."""
+    """Returns a step with a transformation; gradients are computed in the program."""
 
     def step(params, grads, state):
         updates, state = tx.update(jax.tree.map(lambda g, p: g + 0.1 * p, grads, params), state, params)
@@ -42,7 +42,7 @@ def steps(step, params, grads, state, count=3):
 
 
 def trees_of(state):
-    """The trees of a state that have the structure of the parameters."""
+    """Returns the trees of a state that have the structure of the parameters."""
     is_tree = lambda x: isinstance(x, dict) and set(x) == set(sharded.SHAPES)
     return [x for x in jax.tree.leaves(state, is_leaf=is_tree) if is_tree(x)]
 
@@ -68,7 +68,8 @@ class Updates(unittest.TestCase):
                             np.testing.assert_allclose(x, whole[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
     def test_keep_bits_where_loops_of_shards_are_compiled_in_another_way(self):
-        """XLA vectorises and fuses a sum of two products by the shape: shapes in which it did so for shards only."""
+        """XLA vectorises and fuses a sum of two products depending on the shape. With these shapes it did so for shards
+        only."""
         random = np.random.default_rng(0)
         tx = dsopt.jax.adamw(0.01, weight_decay=0.1)
         for mesh, shape, spec in (("4", (16, 8), P("x")), ("2 x 2", (3, 3, 8, 16), P(None, None, "y", "x"))):
@@ -140,7 +141,7 @@ class Updates(unittest.TestCase):
                 )
 
     def test_place_results_as_optax_where_the_state_alone_is_sharded(self):
-        """As of ZeRO-1."""
+        """As in ZeRO-1."""
         mesh = sharded.mesh_of("2 x 2")
         whole, over = (NamedSharding(mesh, spec) for spec in (P(), P("x")))
         p = g = jax.device_put(jnp.arange(48.0).reshape(8, 6) / 48, whole)
@@ -156,7 +157,8 @@ class Updates(unittest.TestCase):
         self.assertEqual(found, allowed)
 
     def test_keep_placements_where_gradients_have_others(self):
-        """Made by the program, or given to it. optax gives parameters or state those of the gradients."""
+        """Gradients are computed by the program or passed to it. With optax, parameters or state receive the gradients'
+        placements."""
         mesh, tx = sharded.mesh_of("2 x 2"), dsopt.jax.adamw(0.01)
         values = jnp.arange(48.0).reshape(8, 6) / 48
         specs = ((P("x"), P(None, "x")), (P("x"), P(None, "y")), (P("x", "y"), P("y", "x")), (P(), P("x")))

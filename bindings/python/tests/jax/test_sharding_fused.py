@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded parameters in FusedStep under plain jit: bits, norms of whole tensors, overflow, and what is refused."""
+"""Sharded parameters in FusedStep under plain jit: bits, norms of whole tensors, overflow, and refused options."""
 
 import re
 import unittest
@@ -16,7 +16,7 @@ from dsopt.jax import DynamicScale, FusedStep
 
 
 def steps(opt, params, grads, count=3, **options):
-    """Parameters, state and reports of some steps."""
+    """Returns parameters, state and reports of some steps."""
     made = lambda p, g: jax.tree.map(lambda g, p: g + (0.1 * p).astype(g.dtype), g, p)
     step = jax.jit(lambda p, g, s: opt.step(p, made(p, g), s, **options))
     state, reports = jax.jit(opt.init)(params), []
@@ -27,7 +27,7 @@ def steps(opt, params, grads, count=3, **options):
 
 
 def both(opt, mesh, params, grads, **options):
-    """Such steps of whole arrays and of shards."""
+    """Returns the results of `steps` on whole arrays and on shards."""
     whole = steps(opt, params, grads, **options)
     return whole, steps(opt, sharded.placed(params, mesh), sharded.placed(grads, mesh), **options)
 
@@ -122,7 +122,7 @@ class Steps(unittest.TestCase):
                     whole, parts = both(opt, mesh, params, grads)
                     self.check_placements(mesh, *parts[:2])
                     self.check_close(parts[1:], whole[1:], rtol=2e-6)
-                    # A master that differs by 1e-7 can be on the other side of a tie.
+                    # Masters that differ by 1e-7 can be on different sides of a tie.
                     self.check_close(parts[0], whole[0], 1e-6 if dtype == jnp.float32 else 2.0**-7)
 
     def test_report_norms_of_whole_tensors(self):
@@ -194,7 +194,7 @@ class Steps(unittest.TestCase):
         self.assertEqual(support.bits(new), support.bits(wanted))
 
     def test_divide_whole_parameters_by_sharded_state(self):
-        """As ZeRO-1: parameters are whole, and each device steps the shard that it has state of."""
+        """As in ZeRO-1: parameters are replicated, and each device steps the shard of which it has state."""
         mesh = sharded.mesh_of("4")
         whole, x = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
         opt, p = FusedStep("adamw", 0.01), jax.device_put(jnp.ones((8, 4)), whole)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded steps inside of other transformations of JAX: loops, shard_map, donation, explicit axes, its caches."""
+"""Sharded steps inside other transformations of JAX: loops, shard_map, donation, explicit axes, and JAX's caches."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ class Programs(unittest.TestCase):
         self.placed_grads = sharded.placed(self.grads, MESH)
 
     def check(self, opt, new, state, count):
-        """Placements, and bits of as many unsharded steps."""
+        """Checks placements, and bits against the same number of unsharded steps."""
         wanted, kept = self.whole, opt.init(self.whole)
         for _ in range(count):
             wanted, kept, _ = jax.jit(opt.step)(wanted, self.grads, kept)
@@ -162,7 +162,7 @@ class Programs(unittest.TestCase):
                 jax.jit(transformed)(self.params["both"])
 
     def test_compiled_programs_of_other_optimizers_are_not_taken_from_the_cache(self):
-        """What is called is in no instruction of a program before it is partitioned."""
+        """Before partitioning, no instruction of a program identifies the call."""
         with tempfile.TemporaryDirectory() as cache:
             for _ in range(2):
                 done = subprocess.run(

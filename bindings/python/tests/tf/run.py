@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """run.py [TEST...]: runs the tests in this Python, or those of these names (test_step), and counts them.
 
-The library is found as dsopt finds it (DSOPT_LIBRARY). Exit status 77 if there is no TensorFlow here."""
+dsopt finds the library (DSOPT_LIBRARY). Exits with 77 if TensorFlow is not installed."""
 import os
 import sys
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: a small model and its data, variables with known contents, the formula in double precision."""
+"""Shared by the tests: a small model and its data, variables with known contents, the formula in double precision."""
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -19,7 +19,8 @@ def data(batches=BATCHES, size=32):
 
 
 def make_model(optimizer, seed=1, **compile_options):
-    """The same weights for the same seed. Smooth: a last bit decides nowhere on which side of a kink a sample is."""
+    """Returns a model with the same weights for the same seed. It is smooth, so that a last bit cannot move a sample
+    across a kink."""
     keras.utils.set_random_seed(seed)
     model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(48, "tanh"), keras.layers.Dense(32, "tanh"),
                               keras.layers.Dense(3, dtype="float32")])
@@ -37,7 +38,7 @@ def weights(model_or_variables):
 
 
 def distance(a, b):
-    """Largest difference of two lists of arrays, relative to the largest element of each array."""
+    """Returns the largest difference of two lists of arrays, relative to the largest element of each array."""
     return max(float(np.abs(x.astype("float64") - y).max() / max(np.abs(y).max(), 1e-30)) for x, y in zip(a, b))
 
 
@@ -51,7 +52,7 @@ def variables(*shapes, dtype="float32", seed=5):
 
 
 def gradients(like, step, scale=1.0):
-    """Of magnitudes from 1e-9 to 1, where eps counts."""
+    """Returns gradients of magnitudes from 1e-9 to 1, where eps matters."""
     random = np.random.RandomState(100 + step)
     return [tf.cast(scale * random.randn(*v.shape) * 10.0 ** random.uniform(-9, 0, v.shape), v.dtype) for v in like]
 

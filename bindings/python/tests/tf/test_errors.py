@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused, and how: by name, before anything changes."""
+"""Invalid arguments are refused by name, before anything changes."""
 import os
 import re
 import subprocess
@@ -17,7 +17,7 @@ from support import fit, gradients, make_model, same, variables, weights
 
 
 def text_of(shape):
-    """As TensorFlow writes it."""
+    """Returns the shape as TensorFlow formats it."""
     return str(shape).replace(" ", "")
 
 
@@ -130,7 +130,7 @@ class Optimizer(unittest.TestCase):
 
 
 class Op(unittest.TestCase):
-    """The op by itself, for those who write graphs by hand."""
+    """The op alone, for graphs that are written by hand."""
 
     def call(self, variables_of_op=None, **changed):
         params, momentums, velocities = variables_of_op or (variables((5,))[0] for _ in range(3))
@@ -188,7 +188,7 @@ class Op(unittest.TestCase):
                             ("lr", tf.zeros([2], tf.float64)), ("lr", tf.zeros([2], tf.int32)),
                             ("grad_scale", [tf.ones([], tf.float16)]), ("grads", [tf.ones(5, tf.float64)]),
                             ("grads", [tf.ones(5, tf.int32)]), ("params", [tf.ones(5)])):
-            # TensorFlow's own words, which name the attribute in place of the input for lists
+            # TensorFlow's text, which for lists names the attribute instead of the input
             self.refused("cannot compute|not in the list of allowed values|Value for attr", **{name: value})
         for index, what in enumerate(("variable", "momentum of", "velocity of")):
             given = [variables((5,))[0] for _ in range(3)]
@@ -248,7 +248,7 @@ class Building(unittest.TestCase):
         self.assertIn("KERAS_BACKEND", said)
 
     def test_a_process_that_forks(self):
-        """The child may not step with what the parent made, and says so."""
+        """The child cannot step with the parent's optimizer, and reports that."""
         said = self.run_program("""
             import dsopt.tf, tensorflow as tf, os, sys
             w = tf.Variable([1.0]); optimizer = dsopt.tf.Adam(); optimizer.apply([tf.ones(1)], [w])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why weights differ from Keras': the operation is found by replacing it, and the rest is feedback of the model."""
+"""Why weights differ from Keras': the operation is identified by replacing it; the rest is feedback of the model."""
 import unittest
 
 import keras
@@ -49,7 +49,7 @@ IN_DOUBLE = Arithmetic("float64", "float64")
 
 
 def train(make, gradients=None, learning_rate=LR, steps=24):
-    """Weights and gradients of a model in mixed_bfloat16, from its own gradients or from these."""
+    """Returns weights and gradients of a model in mixed_bfloat16, from its gradients or from the passed ones."""
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.Input((16,)), keras.layers.Dense(64, "relu"),
@@ -82,7 +82,7 @@ def worst(a, b):
 
 class MixedBfloat16(unittest.TestCase):
     def test_bias_correction_makes_the_difference_from_keras(self):
-        """From equal gradients. 1 - beta_2^t in fp32 has an error of 1e-5 in the first steps."""
+        """With equal gradients. 1 - beta_2^t in fp32 has an error of 1e-5 in the first steps."""
         theirs, gradients = train(KERAS)
         ours, exact = train(DSOPT, gradients)[0], train(IN_DOUBLE, gradients)[0]
         self.assertLess(worst(train(Arithmetic("float32", "float32"), gradients)[0], theirs), 1e-7)
@@ -93,7 +93,7 @@ class MixedBfloat16(unittest.TestCase):
 
     def test_model_in_bfloat16_amplifies_last_bits(self):
         """Keras differs from itself as much if the learning rate differs by 1e-5, a thousand times the difference of
-        the optimizers: where a sum changes its sign a gradient of a relu comes or goes."""
+        the optimizers: where a sum changes its sign, the gradient of a relu switches on or off."""
         theirs, gradients = train(KERAS)
         shares = [sign * share for share in (1e-6, 5e-6, 1e-5, 2e-5) for sign in (1, -1)]
         chaos = max(worst(train(KERAS, learning_rate=LR * (1 + share))[0], theirs) for share in shares)

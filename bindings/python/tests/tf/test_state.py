@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved and continued: tf.train.Checkpoint, Keras' files, configurations, and Keras' own optimizer in between."""
+"""Saving and continuing: tf.train.Checkpoint, Keras' files, configurations, and alternating with Keras' optimizer."""
 import os
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step: the formula, in eager mode and in tf.function, and what becomes of the variables' memory."""
+"""One step: the formula, in eager mode and in tf.function, and the memory of the variables."""
 import threading
 import unittest
 
@@ -94,7 +94,7 @@ class Formula(unittest.TestCase):
             self.assertLess(distance(weights(params), reference.p), 1e-6)
 
     def test_sparse_gradients_become_dense(self):
-        """A row that comes twice counts as the sum. Keras squares the two parts by themselves."""
+        """A row that occurs twice counts as the sum. Keras squares the two parts separately."""
         for twice in (False, True):
             ours, theirs = variables((30, 4)), variables((30, 4))
             a, b = dsopt.tf.Adam(0.01), keras.optimizers.Adam(0.01)
@@ -199,7 +199,7 @@ class Memory(unittest.TestCase):
             try:
                 for step in range(30):
                     optimizers[index].apply_gradients(zip(gradients(order, step), order))
-            except Exception as problem:  # noqa: BLE001 - of any kind
+            except Exception as problem:  # noqa: BLE001 - of any type
                 failures.append(problem)
 
         threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(4)]

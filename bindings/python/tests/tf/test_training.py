@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training beside Keras' own optimizers, with what Keras puts around an optimizer."""
+"""Training compared with Keras' optimizers, with the features that Keras adds to an optimizer."""
 import unittest
 
 import keras
@@ -9,7 +9,7 @@ import tensorflow as tf
 import dsopt.tf
 from support import data, distance, fit, make_model, same, variables, weights
 
-# Keras takes powers of the betas in fp32, which is off by 1e-5 in the first steps; see test_step.py for what is exact.
+# Keras computes powers of the betas in fp32, with an error of 1e-5 in the first steps; test_step.py has exact tests.
 TOLERANCE = 2e-4
 
 
@@ -87,7 +87,7 @@ class BesideKeras(unittest.TestCase):
             model = make_model(dsopt.tf.AdamW(0.01), run_eagerly=eager)
             fit(model, 1)
             results.append(weights(model.optimizer.variables))
-        self.assertLess(distance(*results), 1e-5)  # TensorFlow's own kernels differ a little between the two
+        self.assertLess(distance(*results), 1e-5)  # TensorFlow's kernels differ slightly between the two
 
     def test_a_learning_rate_that_is_set_counts_from_the_next_step(self):
         model = make_model(dsopt.tf.AdamW(0.01))
