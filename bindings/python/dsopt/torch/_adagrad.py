@@ -23,7 +23,7 @@ class Adagrad(Torch, TorchAdagrad):
     lr                         learning rate; a number, or a tensor that is read in each step
     lr_decay                   lr is divided by 1 + lr_decay times the steps before
     weight_decay               times the weights is added to the gradient
-    initial_accumulator_value  what the sums of squares start as
+    initial_accumulator_value  initial sums of squares
     eps                        added to the root of a sum
     foreach                    no effect: the step is the same
     maximize                   must be False
@@ -64,7 +64,7 @@ class Adagrad(Torch, TorchAdagrad):
                    fused=fused,
                    stochastic_rounding=stochastic_rounding,
                    seed=seed)
-        for group in self.param_groups:  # torch has rounded the sums of 16-bit parameters to their dtype
+        for group in self.param_groups:  # torch rounds the sums of 16-bit parameters to their dtype
             for param in group["params"]:
                 if param.dtype in (torch.float16, torch.bfloat16):
                     start = group["initial_accumulator_value"]
@@ -77,9 +77,10 @@ class Adagrad(Torch, TorchAdagrad):
         return tuple(number(group[key], g, key) for key in self._fields)
 
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
-        # torch makes state before the first step. A master is made by the engine, and with it the loss scale.
+        # torch creates state before the first step. The engine creates the master, and with it the loss scale.
         return bool(state) and ("master" in state or self._steps_of(state) > 0)
 
     def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
-        """torch makes the sums of the first groups only; those of groups that are added begin in the same way."""
+        """torch creates only the sums of the first groups; sums of groups that are added later have the same initial
+        value."""
         return float(group["initial_accumulator_value"])

@@ -13,14 +13,15 @@ from ._base import REFUSED, EngineOptimizer
 from ._rounding import defaults_of
 from ._tensors import DEVICES, refused, unsupported
 
-# As they are on import: a caller may put the classes here in their place.
+# Saved on import: a caller may replace them by the classes here.
 TorchAdam, TorchAdamW = torch.optim.Adam, torch.optim.AdamW
 
 
 class Torch(EngineOptimizer):
-    """The base of torch.optim checks the arguments and has the groups. `foreach`, `fused` and `capturable` choose
-    among torch's implementations; here they are accepted, and the step is the same with each. As in torch, fused=True
-    leaves unscaling and skipping to the step, for GradScaler, and raises a RuntimeError for a device without engine."""
+    """The base class of torch.optim checks the arguments and holds the groups. `foreach`, `fused` and `capturable`
+    choose among torch's implementations; here they are accepted and do not change the step. As in torch, with
+    fused=True the step does GradScaler's unscaling and skipping, and a device that the engine does not support raises a
+    RuntimeError."""
 
     def _init(self, base: Any, params: Any, **options: Any) -> None:
         for name in REFUSED:
@@ -38,7 +39,7 @@ class Torch(EngineOptimizer):
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own."""
+        """Add a group, as torch's. `param_group` is a dict of its parameters and its hyper-parameters."""
         for name in REFUSED:
             if isinstance(param_group, dict) and param_group.get(name):
                 raise refused("param_groups[%d]" % len(self.param_groups), name)
@@ -125,7 +126,7 @@ class Adam(Torch, TorchAdam):
     differentiable          must be False
     fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
                             be clipped between. Else GradScaler does both. The step is the same
-    decoupled_weight_decay  decay as AdamW does
+    decoupled_weight_decay  True: decoupled decay, as in AdamW
     stochastic_rounding     True: bfloat16 parameters are rounded up or down at random, in proportion to
                             the distance, so that small updates are not lost; float32 ones are exact
     seed                    of the random numbers, a whole number in [0, 2^64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 1-bit family notices gradients that were averaged before a step which exchanges them itself."""
+"""The 1-bit family detects gradients that were averaged before a step that exchanges them itself."""
 from __future__ import annotations
 
 import warnings
@@ -14,7 +14,7 @@ from ._parallel import data_group_of
 
 CHUNK = 2**20  # elements that are hashed at a time
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd numbers without structure, so that equal values at different places have different products.
+# Odd numbers without structure, so that equal values at different indices have different products.
 PLACE, TENSOR = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
 AVERAGED = ("%s: in the first step that takes each rank's own gradients they are equal on all %d ranks. So they were "
@@ -33,8 +33,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(tensors: Iterable[Tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """A hash of 64 bits of numbered tensors, as a tensor on the device. The order in which sums are made does not
-    matter, so it is equal for equal bits."""
+    """Returns a 64-bit hash of numbered tensors, as a tensor on the device. It does not depend on the order of the
+    sums, so it is equal for equal bits."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, tensor in tensors:
         for i, part in enumerate(_flat(tensor).split(CHUNK)):
@@ -52,19 +52,19 @@ def _any(tests: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 class Averaged(EngineOptimizer):
-    """What the 1-bit family does for this: one all-reduce of six numbers, before the first step whose gradients are
-    those of each rank, and again after a load. It tells nothing where all gradients are 0, and where one is not finite;
-    then the next such step takes it. All ranks are in the same stage, so all take part, with gradients or without."""
+    """The check of the 1-bit family: one all-reduce of six numbers, before the first step with local gradients, and
+    again after a load. It is inconclusive if all gradients are 0 or one is not finite; then the next such step repeats
+    it. All ranks are in the same stage, so all take part, with or without gradients."""
 
     _unchecked = True
-    _calls_left = 0  # steps that are sure to need averaged gradients: a device is not asked for the stage in each
+    _calls_left = 0  # steps that certainly need averaged gradients: they do not read the stage from the device
     _rank_key = ""
     _algorithm = 0
     _schedule: Any
     _schedule_fields: Any
 
     def _calls_to_come(self, info: Any) -> int:
-        """How many steps after the next one need averaged gradients too, at least."""
+        """Returns a lower bound of the number of steps after the next one that need averaged gradients too."""
         if self._algorithm == abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM:
             return 0
         return max(0, int(self._schedule_fields()["freeze_step"]) - int(info.step) - 2)
@@ -83,11 +83,11 @@ class Averaged(EngineOptimizer):
         if info.reduction == abi.DSOPT_REDUCTION_FULL:
             self._calls_left = self._calls_to_come(info) if self._plans[0].device.type == "cuda" else 0
             return
-        whole = not (info.frozen and self._plans[0].whole.get("lr_sum") is not None)  # else ranks have local steps
+        whole = not (info.frozen and self._plans[0].whole.get("lr_sum") is not None)  # otherwise ranks step locally
         self._unchecked = not self._compare(whole)
 
     def _compare(self, weights: bool) -> bool:
-        """True if it is known now how the gradients came. Collective."""
+        """Returns True if the check was conclusive. Collective."""
         plan, group = self._plans[0], data_group_of(self)  # type: ignore[index]
         given = self._given
         grads = [(i, grad) for i, grad in enumerate(p.grad if given is None else given.grads.get(p)

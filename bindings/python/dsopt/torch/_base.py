@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all optimizers here have in common: torch.optim.Optimizer with the engine's step."""
+"""Base class of all optimizers here: torch.optim.Optimizer with the engine's step."""
 from __future__ import annotations
 
 import os
@@ -23,12 +23,12 @@ REFUSED = ("amsgrad", "maximize", "differentiable")
 SHAPED = ("master", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator", "momentum_buffer",
           "sum")  # state tensors of the parameter's shape
 WRAPPED = ("master", "loss_scale", "scaler")  # under the keys of a wrapper in its state dict
-WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for the state that belongs to no single parameter
+WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for state of the whole optimizer
 _params_of = itemgetter("params")
 
 
 def number(value: Any, g: int, key: str) -> float:
-    """A hyper-parameter of a group: a number, or a tensor of one element."""
+    """Returns a hyper-parameter of a group, which is a number or a tensor of one element, as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -40,11 +40,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     _fields: Tuple[str, ...] = ("lr", "beta1", "beta2", "eps", "weight_decay")  # of dsopt_group, in the order of _hyper
     _counts = True  # "step" is in the state of each parameter
-    _at_once = False  # state for all parameters from the first step on, with or without a gradient
-    _reports = False  # dsopt_step.report is wanted
+    _at_once = False  # True: all parameters have state from the first step on, with or without a gradient
+    _reports = False  # True: steps write dsopt_step.report
     _rounds = True  # groups may have stochastic_rounding
-    _report: Optional[torch.Tensor] = None  # of the last step; all plans use the same tensor
-    _rank_key = ""  # ends the names of state tensors that differ between ranks
+    _report: Optional[torch.Tensor] = None  # report of the last step; all plans use the same tensor
+    _rank_key = ""  # suffix of the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Any]] = None  # each a Plan or a DoublePlan
     _loading: Optional[Dict[str, Any]] = None
@@ -52,22 +52,22 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if GradScaler leaves unscaling and skipping to the step: with fused=True only, as in torch. Then
-        accelerate does not see a skipped step, and Lightning refuses to clip. Before torch 2.0 GradScaler had another
+        """True if the step does GradScaler's unscaling and skipping: with fused=True only, as in torch. Then accelerate
+        does not detect a skipped step, and Lightning refuses to clip. Before torch 2.0 GradScaler had another
         protocol."""
         return VERSION >= (2, 0) and bool(self.__dict__.get("defaults", {}).get("fused"))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """torch's constructors set what follows from `fused` here."""
+        """Ignores the value that torch's constructors set; the property follows from `fused`."""
 
     # ----------------------------------------------------------------------------------- descriptions for the engine
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
-        """Of a group: algorithm, flags, and the fields that do not change."""
+        """Returns algorithm, flags and constant fields of a group."""
         raise NotImplementedError
 
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
-        """Of a group: the values of `_fields`."""
+        """Returns the values of `_fields` of a group."""
         lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         if type(lr) is float and type(beta1) is float and type(beta2) is float and type(eps) is float:
             return lr, beta1, beta2, eps, float(decay)
@@ -75,7 +75,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 number(decay, g, "weight_decay"))
 
     def _steps_of(self, state: Dict[str, Any]) -> float:
-        """How many steps a parameter has made, by its state."""
+        """Returns the step count of a parameter, from its state."""
         return float(state.get("step", 0))
 
     def _starts_at(self, group: Dict[str, Any], g: int) -> float:
@@ -83,27 +83,27 @@ class EngineOptimizer(torch.optim.Optimizer):
         return 0.0
 
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
-        """Is this the state of a parameter that has made a step?"""
+        """True for the state of a parameter that has been stepped."""
         return bool(state)
 
     def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
-        """What a state tensor that is missing starts as."""
+        """Returns the initial value of a missing state tensor."""
         return 0.0
 
     def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
-        """dsopt_optimizer_desc, what it refers to, and whether steps call functions of Python."""
+        """Returns dsopt_optimizer_desc, the objects that it refers to, and True if steps call Python functions."""
         return abi.dsopt_optimizer_desc(flags=abi.DSOPT_OPTIMIZER_NO_MASTER), (), False
 
     def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
         return 0
 
     def _fixed(self) -> List[Any]:
-        """What is read when plans are made, and not in each step. A change makes other plans."""
+        """Returns values that are read when plans are made, not in each step. If they change, plans are made again."""
         return []
 
     # ---------------------------------------------------------------------------------------------------------- step
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """One step. Returns what `closure` returns, which is called first."""
+        """Step once. Calls `closure` first and returns its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -130,7 +130,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             plan.check_params()
         self._given = with_norms(self, scale, found_inf)
         try:
-            # All plans find what is wrong before any of them steps: an error leaves the weights as they were.
+            # All plans check their arguments before any of them steps: an error does not change weights.
             prepared = [plan.prepare(self, *self._on(plan, scale, found_inf)) for plan in plans]
             for plan, step in zip(plans, prepared):
                 plan.step(self, step)
@@ -142,14 +142,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         plan.step(self, plan.prepare(self, *self._on(plan, scale, found_inf)))
 
     def _on(self, plan: Any, *values: Optional[torch.Tensor]) -> List[Optional[torch.Tensor]]:
-        """Numbers for a step on the device of a plan. Any bit of a float that is not 0 makes the engine skip."""
+        """Returns numbers for a step on the device of a plan. The engine skips if any bit of the float is set."""
         return [None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in values]
 
     def _has_grad(self, param: torch.Tensor) -> bool:
         return param.grad is not None if self._given is None else param in self._given.grads
 
     def _is_current(self) -> bool:
-        """Are groups, parameters and state tensors those that the plans were made for?"""
+        """True if groups, parameters and state tensors are those for which the plans were made."""
         groups, seen = self.param_groups, self._seen
         try:
             return (seen.process == os.getpid() and seen.sizes == [len(group["params"]) for group in groups] and
@@ -160,11 +160,11 @@ class EngineOptimizer(torch.optim.Optimizer):
                      not any(map(self._has_grad, seen.idle))) and
                     self._fixed() == seen.fixed and raw_seeds(groups) == seen.seeds and
                     agrees_over_data(self) == seen.agrees)
-        except TypeError:  # something else than tensors in the state
+        except TypeError:  # the state has other values than tensors
             return False
 
     def _plan(self) -> None:
-        """Make the plans, and state for parameters that have their first gradient."""
+        """Makes the plans, and state for parameters with their first gradient."""
         self._plans = None
         seeds = seeds_of(self)
         check_dtypes(self, seeds)
@@ -189,7 +189,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _parted(self, entries: List[Entry],
                 seeds: List[Optional[int]]) -> Dict[Tuple[torch.device, Optional[int], bool], List[Entry]]:
-        """The entries of each plan, which has one device, one seed or none, and float64 parameters or others."""
+        """Returns the entries of each plan: one device, one seed or none, and either float64 parameters or others."""
         parts: Dict[Tuple[torch.device, Optional[int], bool], List[Entry]] = {}
         for entry in entries:
             double = is_double(entry.param)
@@ -198,14 +198,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         return parts
 
     def _report_on(self, device: torch.device) -> torch.Tensor:
-        """The tensor of the report. It stays where plans are made again, as nothing has been stepped then."""
+        """Returns the tensor of the report. It is kept if plans are made again, because nothing was stepped then."""
         if self._report is None or self._report.device != device:
             self._report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device)
         return self._report
 
     def _entries(self, at_once: bool) -> Tuple[List[Entry], List[torch.Tensor]]:
-        """The parameters that have a gradient, or state from an earlier one, or with at_once that are trained; and all
-        others."""
+        """Returns the parameters to step: those with a gradient, with state, or, with at_once, all trained ones. Also
+        returns the other parameters."""
         entries: List[Entry] = []
         idle: List[torch.Tensor] = []
         known: Dict[torch.Tensor, str] = {}
@@ -230,13 +230,13 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------------- groups and state
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own."""
+        """Add a group, as torch's. `param_group` is a dict of its parameters and its hyper-parameters."""
         super().add_param_group(param_group)
         self._plans = None
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Load `state_dict`, as torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its
-        own. A load that fails changes nothing."""
+        dtype. A load that fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
         before = self.state, self.param_groups
@@ -257,7 +257,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 last.remove()
 
     def _keep_wrapped(self, before: Dict[Any, Any]) -> None:
-        """Masters and the loss scale that the state dict does not have stay: the originals save them elsewhere."""
+        """Keeps masters and the loss scale if the state dict lacks them: the originals save them elsewhere."""
         params = list(chain.from_iterable(map(_params_of, self.param_groups)))
         for param in params:  # also without other state: SGD without momentum has only the master
             if "master" in before.get(param, {}):
@@ -268,7 +268,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 states[0].update({name: state[name] for state in before.values() if name in state})
 
     def _after_load(self) -> None:
-        """What follows a load, which fails with it."""
+        """Runs after a load; if it fails, the load fails."""
         if self._wrapper is not None:
             self._plan()
 
@@ -298,7 +298,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     state[name] = value.detach().to(param.device, copy=True)
 
     def _adopt(self, whole: Optional[Dict[str, torch.Tensor]]) -> None:
-        """State of the whole optimizer, as versions before 0.2 had it, goes to where it is now."""
+        """Converts state of the whole optimizer from versions before 0.2."""
         states = [self.state[p] for p in chain.from_iterable(map(_params_of, self.param_groups)) if self.state.get(p)]
         for name, value in (whole or {}).items() if states else ():
             if name in PER_PARAM and value.numel() == len(states):
@@ -308,20 +308,20 @@ class EngineOptimizer(torch.optim.Optimizer):
                 states[0][name] = value.detach().clone()
 
     def _reset_errors(self) -> None:
-        """Error feedback starts again with zeros."""
+        """Resets error feedback to zero."""
         for state in self.state.values():
             for key in [key for key in state if key.startswith(ERRORS)]:
                 del state[key]
 
 
 def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:
-    """The last of the hooks: what is really loaded."""
+    """Stores the state dict that is finally loaded: the last of the hooks."""
     optimizer._loading = state_dict
 
 
 class Seen:
-    """What plans depend on, to notice a change. It keeps the memory of the state tensors, also where a caller gives
-    them other memory, so that no other tensor can come to the same addresses."""
+    """Everything on which plans depend, to detect changes. It keeps the memory of the state tensors alive, even if a
+    caller replaces it, so that no other tensor can have the same addresses."""
 
     def __init__(self, owner: EngineOptimizer, idle: List[torch.Tensor], sharded: bool) -> None:
         self.sharded = sharded  # state tensors may be DTensors, which have no addresses
@@ -331,7 +331,7 @@ class Seen:
         self.states = list(owner.state.values())
         tensors = self._tensors()
         self.state_at: Optional[List[int]] = None
-        if all(map(torch.is_tensor, tensors)):  # else nothing is taken for granted
+        if all(map(torch.is_tensor, tensors)):  # otherwise nothing is assumed
             self.state_at = list(map(torch.Tensor.data_ptr, tensors))
             self.layouts = Layouts(tensors)
             self.memory = list(map(torch.Tensor.detach, tensors))
@@ -343,6 +343,6 @@ class Seen:
         return local_tensors(tensors) if self.sharded else tensors
 
     def has_state(self) -> bool:
-        """True if the state tensors have the addresses and layouts of the time of the plans."""
+        """True if the state tensors have the addresses and layouts that they had when the plans were made."""
         tensors = self._tensors()
         return self.state_at == list(map(torch.Tensor.data_ptr, tensors)) and self.layouts.equal(tensors)

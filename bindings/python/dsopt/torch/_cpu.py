@@ -14,7 +14,7 @@ from ._lion import Lion
 from ._rounding import defaults_of
 from ._tensors import refused, unsupported, wrong
 
-CHUNK = 2**20  # elements that a rollback has in double at a time
+CHUNK = 2**20  # elements that a rollback converts to double at a time
 STATES = """
     fp32_optimizer_states  must be True: the moments are float32, whatever the dtype of the parameters
     stochastic_rounding    True: bfloat16 parameters are rounded up or down at random, in proportion to the distance, so
@@ -35,9 +35,9 @@ def _called(closure: Optional[Callable[[], Any]]) -> Any:
 
 
 class Offload(EngineOptimizer):
-    """What the two classes have in common."""
+    """Base class of both classes."""
 
-    optimizer_id = 0  # of the next optimizer of the class
+    optimizer_id = 0  # id of the next optimizer of the class
     opt_id = 0
 
     def _number(self, fp32_optimizer_states: bool) -> None:
@@ -87,7 +87,7 @@ class DeepSpeedCPUAdam(Offload, Named):
         return abi.DSOPT_ALGORITHM_ADAMW if self.adam_w_mode else abi.DSOPT_ALGORITHM_ADAM, self._flags(group), {}
 
     def state_dict(self) -> Dict[str, Any]:
-        """As torch's. Refused with state of step_subgroup, whose numbers torch would take for those of parameters."""
+        """As torch's. Refused with state of step_subgroup, whose numbers torch would mistake for parameter numbers."""
         keys = [key for key in self.state if not torch.is_tensor(key)]
         if keys:
             raise StateError("state_dict: the state of subgroups %s belongs to no parameter, so a state dict cannot "
@@ -97,7 +97,7 @@ class DeepSpeedCPUAdam(Offload, Named):
 
     # ----------------------------------------------------------------------------------------------------- subgroups
     def _subgroup_param(self, where: str) -> Tuple[Optional[int], Optional[torch.Tensor]]:
-        """The group and the one parameter with a gradient."""
+        """Returns the group and the only parameter with a gradient."""
         found = [(g, param) for g, group in enumerate(self.param_groups) for param in group["params"]
                  if param.grad is not None]
         if len(found) > 1:
@@ -106,9 +106,9 @@ class DeepSpeedCPUAdam(Offload, Named):
         return found[0] if found else (None, None)
 
     def step_subgroup(self, subgroup_id: int, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """One step of the one parameter that has a gradient, with the state of the subgroup: `state[subgroup_id]`. So
-        the parameter may be another tensor in each call. Without a gradient nothing is stepped. `subgroup_id` is any
-        key that is no tensor, such as a number. Returns what `closure` returns, which is called first."""
+        """Step the only parameter that has a gradient, with the state of the subgroup: `state[subgroup_id]`. So the
+        parameter may be another tensor in each call. Without a gradient nothing is stepped. `subgroup_id` is any key
+        that is not a tensor, such as a number. Calls `closure` first and returns its result."""
         loss = _called(closure)
         g, param = self._subgroup_param("step_subgroup(%r)" % (subgroup_id, ))
         if g is None or param is None:
@@ -119,7 +119,7 @@ class DeepSpeedCPUAdam(Offload, Named):
         if own:
             alone[param] = own
         try:
-            # In all groups, so that errors have the group's number.
+            # Keeps all groups, so that errors have the group's number.
             self.state = alone
             self.param_groups = [{**group, "params": [param] if i == g else []} for i, group in enumerate(groups)]
             self._plans = None
@@ -131,14 +131,14 @@ class DeepSpeedCPUAdam(Offload, Named):
         return loss
 
     def rollback_subgroup(self, sub_group_id: int, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """Undo the last step_subgroup of the one parameter that has a gradient, which must be that step's. Weights and
-        moments are computed back in double, so they are those before the step up to rounding. `sub_group_id` is the key
-        that step_subgroup was given. Returns what `closure` returns, which is called first."""
+        """Undo the last step_subgroup of the only parameter that has a gradient, which must be that step's. Weights and
+        moments are inverted in double, so they equal those before the step up to rounding. `sub_group_id` is the key
+        that was passed to step_subgroup. Calls `closure` first and returns its result."""
         loss = _called(closure)
         where = "rollback_subgroup(%r)" % (sub_group_id, )
         own = self.state[sub_group_id] if sub_group_id in self.state else {}
         step = self._steps_of(own)
-        if step <= 0:  # with the beginning of the original's texts
+        if step <= 0:  # the texts begin as in the original
             text = ("sub_group_id %r: step count is 0" if own else
                     "optimizer state for sub_group_id %r, as no step_subgroup has made it")
             raise StateError("Cannot rollback %s (DSOPT_ERR_STATE)" % (text % (sub_group_id, )), abi.DSOPT_ERR_STATE,
@@ -162,7 +162,7 @@ class DeepSpeedCPUAdam(Offload, Named):
             raise wrong("%s: a step with betas=%r, lr=%r and weight_decay=%r cannot be undone: it multiplies what was "
                         "there by 0" % (where, group["betas"], group["lr"], group["weight_decay"]))
         c1, c2 = (1 - beta1**step, 1 - beta2**step) if correction else (1.0, 1.0)
-        beta1, beta2, a1, a2 = [float(torch.tensor(x, dtype=torch.float32))  # as the step has them
+        beta1, beta2, a1, a2 = [float(torch.tensor(x, dtype=torch.float32))  # as in the step
                                 for x in (beta1, beta2, 1 - beta1, 1 - beta2)]
         flat = [tensor.detach().contiguous().reshape(-1).split(CHUNK) for tensor in tensors.values()]
         new: List[List[torch.Tensor]] = [[], [], []]
@@ -173,7 +173,7 @@ class DeepSpeedCPUAdam(Offload, Named):
                 p /= 1 - lr * decay
             else:
                 gradient += decay * p
-            # Rounding may leave a variance a little below 0, whose root is NaN.
+            # Rounding may make a variance slightly negative, and its root NaN.
             both = (m - a1 * gradient) / beta1, ((v - a2 * gradient**2) / beta2).clamp_(min=0)
             for values, value in zip(new, (p, *both)):
                 values.append(value.float())

@@ -16,7 +16,7 @@ from ._tensors import refused, unsupported, wrong
 
 
 class ReadOnly(property):
-    """A property whose refusal to be set names it, as Python's own does from 3.11 on only."""
+    """A property whose error on assignment names it, as Python's property does from 3.11 on."""
 
     _name = ""
 
@@ -28,10 +28,10 @@ class ReadOnly(property):
 
 
 class Named(EngineOptimizer):
-    """DeepSpeed's defaults and attributes. compat="deepspeed" also takes its quirks (docs/compat.md)."""
+    """DeepSpeed's defaults and attributes. compat="deepspeed" also reproduces its quirks (docs/compat.md)."""
 
     _fields = EngineOptimizer._fields + ("bias_correction",)
-    _kept: Tuple[str, ...] = ("_compat",)  # attributes that copies and pickles have
+    _kept: Tuple[str, ...] = ("_compat",)  # attributes that copies and pickles keep
     _compat: Optional[str] = None
 
     def _start(self, params: Any, compat: Optional[str], amsgrad: bool, defaults: Dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class Named(EngineOptimizer):
 
     def _step(self, closure: Optional[Callable[[], Any]], grads: Any, output_params: Any = None, scale: Any = 1.0,
               grad_norms: Any = None) -> Any:
-        """step() with the arguments of the originals."""
+        """Runs step() with the arguments of the originals."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,7 +85,7 @@ class Named(EngineOptimizer):
         return 0 if group["bias_correction"] else int(abi.DSOPT_GROUP_NO_BIAS_CORRECTION)
 
 
-# What the docstrings below have in common.
+# Shared by the docstrings below.
 COMMON = """
     params           parameters, or dicts of parameters with their own values of what follows
     lr               learning rate
@@ -108,14 +108,14 @@ COMPAT = """
 
 
 class StepArguments(EngineOptimizer):
-    """Optimizers whose original's step has arguments that it refuses."""
+    """Optimizers whose original's step refuses its arguments."""
 
     set_grad_none: bool = True
 
     def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
         """Set the gradients to None, or to zero.
 
-        set_to_none  True: to None; False: to zero; None: as the attribute set_grad_none has it
+        set_to_none  True: to None; False: to zero; None: as the attribute set_grad_none
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
@@ -126,7 +126,7 @@ class StepArguments(EngineOptimizer):
              scale: Any = None,
              grad_norms: Any = None,
              grad_scaler: Any = None) -> Any:
-        """One step. Returns what `closure` returns, which is called first.
+        """Step once. Calls `closure` first and returns its result.
 
         grads, output_params, scale, grad_norms  must be None, as in the original: use FP16_Optimizer
         grad_scaler                              no effect
@@ -157,7 +157,7 @@ class FusedAdam(StepArguments, Named):
                                                   weight_decay=weight_decay, **defaults_of(stochastic_rounding, seed)))
 
     def _starts_at(self, group: Dict[str, Any], g: int) -> float:
-        """Old checkpoints have the number of steps in the group."""
+        """Returns the number of steps of the group, which old checkpoints have."""
         step = number(group.get("step", 0), g, "step")
         if not 0 <= step < 2**31 - 1 or step != int(step):
             raise wrong("param_groups[%d]: step is %r, and must be a whole number in [0, 2^31 - 1)" %
@@ -191,7 +191,7 @@ class FusedLion(StepArguments, Lion):
 
 
 class TrustRatios(EngineOptimizer):
-    """What the two LAMBs report."""
+    """Trust ratios of the two LAMB classes."""
 
     def get_lamb_coeffs(self) -> List[float]:
         """The trust ratios of the last step, one per parameter that has had a gradient. Waits for the device."""
@@ -203,7 +203,7 @@ class TrustRatios(EngineOptimizer):
         return self._in_order([plan.whole["trust_ratio"].unbind() for plan in self._plans or ()])
 
     def _in_order(self, values: List[Any]) -> List[Any]:
-        """The values of each plan's parameters, in the order of the groups."""
+        """Returns the values of each plan's parameters, in the order of the groups."""
         if len(values) < 2:
             return [value for of_plan in values for value in of_plan]
         of_param = {param: value for plan, of_plan in zip(self._plans or (), values)
@@ -261,15 +261,15 @@ class FusedLamb(TrustRatios, Named):
 
     def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None, output_params: Any = None,
              scale: float = 1., grad_norms: Any = None) -> Any:
-        """One step. Returns what `closure` returns, which is called first.
+        """Step once. Calls `closure` first and returns its result.
 
         grads          gradients: None: those of the parameters; a list or generator for group 0; a list of such lists,
-                       one per group. For an entry None the parameter's own is taken. Parameters past the end of
-                       a list are left alone
+                       one per group. An entry None means the parameter's gradient. Parameters past the end of a list
+        are not stepped
         output_params  tensors for the new weights, in the same forms, of any floating dtype of the engine. They are
-                       written where there is a gradient
+                       written for parameters with a gradient
         scale          gradients are divided by it
         grad_norms     L2 norms of the gradients, with their scale, one per group, for max_grad_norm. None: the step
-                       takes them
+                       computes them
         """
         return self._step(closure, grads, output_params, scale, grad_norms)

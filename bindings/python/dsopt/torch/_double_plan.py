@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """float64 and complex128 parameters of an optimizer that are on one device, stepped by operations of torch.
 
-The engine is fp32. It still checks the hyper-parameters: a plan without parameters has them. Of DTensors the local
-tensors are stepped.
+The engine is fp32. It still checks the hyper-parameters, in a plan without parameters. For DTensors the local tensors
+are stepped.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_double(param: torch.Tensor) -> bool:
 
 
 def parts_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A real view of a tensor, for element-wise arithmetic."""
+    """Returns a real view of a tensor, for element-wise arithmetic."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
@@ -37,7 +37,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def squares_of(grad: torch.Tensor) -> float:
-    """The sum of squares of a gradient of any dtype, in double."""
+    """Returns the sum of squares of a gradient of any dtype, in double."""
     return squares(parts_of(grad.detach()).to(torch.float64))
 
 
@@ -79,7 +79,7 @@ class DoublePlan:
             self.rules.setdefault(entry.group, owner._rule(owner.param_groups[entry.group]))
         self._take_steps(owner)
         self.moments = [self._moments_of(owner, entry) for entry in entries]
-        # What LAMB reports, as Plan.whole has it.
+        # LAMB's report, as in Plan.whole.
         self.whole = {"trust_ratio": torch.ones(len(entries), dtype=torch.float64)}
 
     def _refuse(self, owner: EngineOptimizer) -> None:
@@ -103,7 +103,7 @@ class DoublePlan:
                             type(owner).__name__, "DTYPE")
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
-        """As Plan's. They are in host memory, as torch has them, because the host needs them."""
+        """As in Plan. Steps are in host memory, as in torch, because the host needs them."""
         groups, states = owner.param_groups, [owner.state[p] for p in self.params]
         old = [owner._steps_of(state) if state else owner._starts_at(groups[entry.group], entry.group)
                for entry, state in zip(self.entries, states)]
@@ -131,7 +131,7 @@ class DoublePlan:
         return list(names)
 
     def check_params(self) -> None:
-        """As Plan's."""
+        """As in Plan."""
         for param, dtype, shape, spec in zip(self.params, self.dtypes, self.shapes, self.specs):
             if (param.dtype != dtype or param.shape != shape or param.device != self.device or
                     not is_placed_as(spec_of(param), spec)):
@@ -139,7 +139,7 @@ class DoublePlan:
 
     # ---------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
-        """As Plan.prepare. Waits for the device where `scale` or `skip` is on one, and for norms."""
+        """As Plan.prepare. Waits for the device if `scale` or `skip` is on a device, and for norms."""
         self.check_params()
         for g, group in enumerate(owner.param_groups):
             now = owner._hyper(group, g)
@@ -172,7 +172,7 @@ class DoublePlan:
         return Hyper(**known, eps_inside_sqrt=bool(flags & abi.DSOPT_GROUP_EPS_INSIDE_SQRT))
 
     def _largest(self, owner: EngineOptimizer) -> List[float]:
-        """max_norm of each group."""
+        """Returns max_norm of each group."""
         if "max_norm" not in owner._fields:
             return [0.0] * len(owner.param_groups)
         place = owner._fields.index("max_norm")
@@ -180,7 +180,7 @@ class DoublePlan:
 
     def _divisors(self, owner: EngineOptimizer, scale: Optional[torch.Tensor],
                   grads: List[Optional[torch.Tensor]]) -> Optional[List[float]]:
-        """What the gradients of each group are divided by. None: the step is skipped, as the engine skips one."""
+        """Returns the divisor of each group's gradients. None: the step is skipped, as by the engine."""
         given, largest = owner._given, self._largest(owner)
         factor = (1.0 if scale is None else float(scale)) * (1.0 if given is None else given.scale)
         if not 0 < factor < math.inf:
@@ -230,7 +230,7 @@ class DoublePlan:
             ratio = update(Operations, self.rules[entry.group][0], hypers[entry.group], int(counts[i]) + 1,
                            parts_of(local_of(entry.param).detach()), grad if divisor == 1 else grad / divisor,
                            tuple(parts_of(local_of(state[name])) for name in self.moments[i]))
-            if self.specs[i] is not None and bump is not None:  # the local tensor has a version of its own
+            if self.specs[i] is not None and bump is not None:  # the version of the local tensor is separate
                 bump([entry.param])
             if ratio is not None:
                 ratios[i] = ratio

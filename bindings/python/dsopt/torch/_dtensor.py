@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are DTensors: the engine steps the local tensors of this rank.
 
-An element-wise rule needs no communication for that. LAMB's trust ratios and max_grad_norm are those of whole tensors,
-and their sums are added up over the ranks of the meshes (_mesh.py). State tensors are DTensors with the placements of
-their parameter.
+An element-wise rule needs no communication for that. LAMB's trust ratios and max_grad_norm are over whole tensors, and
+their sums are reduced over the ranks of the meshes (_mesh.py). State tensors are DTensors with the placements of their
+parameter.
 """
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """The local tensor of a DTensor; any other tensor is its own. Without to_local(), which may make a view of it."""
+    """Returns the local tensor of a DTensor, and any other tensor itself. Does not call to_local(), which may make a
+    view."""
     local = getattr(tensor, "_local_tensor", tensor)
-    if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the result of a collective that still runs
+    if type(local) is not torch.Tensor and hasattr(local, "wait"):  # the result of a running collective
         local = local.wait()
     return local  # type: ignore[no-any-return]
 
@@ -37,20 +38,20 @@ def local_tensors(tensors: List[Any]) -> List[Any]:
 
 
 def spec_of(tensor: Any) -> Any:
-    """Mesh, placements and shape of a DTensor in one object; None for a plain tensor."""
+    """Returns mesh, placements and shape of a DTensor in one object; None for a plain tensor."""
     return getattr(tensor, "_spec", None)
 
 
 def takes_norms(owner: EngineOptimizer) -> bool:
-    """True if ranks must add up norms, because a rule uses those of whole tensors and some parameter is a DTensor. The
-    lists of all ranks are then equal: each has all parameters that are trained."""
+    """True if ranks must sum norms, because a rule uses norms of whole tensors and some parameter is a DTensor. The
+    lists of all ranks are then equal: each has all trained parameters."""
     if "max_norm" not in owner._fields and not any(owner._rule(group)[0] in LAMBS for group in owner.param_groups):
         return False
     return any(is_dtensor(param) for group in owner.param_groups for param in group["params"])
 
 
 def refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
-    """Raise for a DTensor that cannot be stepped."""
+    """Raises for a DTensor that cannot be stepped."""
     kind = type(owner).__name__
     if hasattr(owner, "_group"):
         raise unsupported("%s is a DTensor, and %s exchanges momenta of whole tensors between data-parallel ranks, "
@@ -67,7 +68,7 @@ def refuse(owner: EngineOptimizer, name: str, param: Any) -> None:
         raise unsupported("%s is a DTensor with placements %s, and a parameter cannot be a Partial; redistribute it" %
                           (name, _placed(param)))
     local = local_of(param)
-    if hasattr(local, "__tensor_flatten__"):  # made of other tensors, without memory of its own
+    if hasattr(local, "__tensor_flatten__"):  # made of other tensors, without its own memory
         raise unsupported("the local tensor of %s is a %s, and must be a plain tensor; leave this parameter to "
                           "torch.optim" % (name, type(local).__name__))
 
@@ -77,13 +78,13 @@ def _placed(tensor: Any) -> str:
 
 
 def is_placed_as(now: Any, before: Any) -> bool:
-    """True if two results of spec_of() say the same."""
+    """True if two results of spec_of() are equal."""
     return now is before or (now is not None and before is not None and now.mesh == before.mesh and
                              tuple(now.placements) == tuple(before.placements) and now.shape == before.shape)
 
 
 def like(key: Any, tensor: Any, what: str) -> Any:
-    """`tensor` with the placements of a parameter. That communicates where it has others."""
+    """Returns `tensor` with the placements of a parameter. Communicates if the placements differ."""
     if tensor.shape != key.shape:
         raise wrong("%s has shape %s, and the parameter %s" % (what, tuple(tensor.shape), tuple(key.shape)), "SHAPE")
     if tensor.device_mesh != key.device_mesh:
@@ -96,13 +97,14 @@ def like(key: Any, tensor: Any, what: str) -> Any:
 
 
 def local_grad(key: Any, grad: Any, name: str, redistributed: List[torch.Tensor]) -> torch.Tensor:
-    """The local tensor of the gradient of a DTensor. One that had other placements is appended to `redistributed`."""
+    """Returns the local tensor of the gradient of a DTensor. A redistributed gradient is appended to
+    `redistributed`."""
     if spec_of(grad) is not spec_of(key):
         what = "the gradient of " + name
         if not is_dtensor(grad):
             raise unsupported("%s is a plain tensor, and the parameter a DTensor; make the gradient one with "
                               "DTensor.from_local" % what)
-        placed = like(key, grad, what)  # of other placements, as with torch.optim
+        placed = like(key, grad, what)  # redistributes other placements, as torch.optim does
         if placed is not grad:
             redistributed.append(placed)
         grad = placed
@@ -110,7 +112,7 @@ def local_grad(key: Any, grad: Any, name: str, redistributed: List[torch.Tensor]
 
 
 class MeshNorms:
-    """What Parallel is for plain parameters: the comm over which norms are added up, and how a shard counts."""
+    """Parallel for DTensors: the comm over which norms are summed, and the flags of shards."""
 
     def __init__(self, owner: EngineOptimizer, context: Context, device: torch.device, tensors: Dict[str, Any],
                  desc: Any) -> None:
@@ -126,14 +128,15 @@ class MeshNorms:
         self.hooked = bool(self.comms)
 
     def describe(self, place: Any, entry: Entry) -> None:
-        """Complete a dsopt_param."""
+        """Completes a dsopt_param."""
         param = self.tensors.get(entry.name)
         if param is None:
             return
         if self.comms:
             place.flags |= self.spread.flags(param)  # type: ignore[union-attr]
         if self.desc.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING and param.dtype == torch.bfloat16:
-            # The random number of an element depends on its place in the whole tensor, so any sharding has its bits.
+            # The random number of an element depends on its index in the whole tensor, so any sharding gives the same
+            # bits.
             offset = interval_of(param)
             if offset is None:
                 raise unsupported("%s has shape %s, strides %s and placements %s, and stochastic_rounding needs shards "
@@ -144,15 +147,15 @@ class MeshNorms:
 
 
 class ShardedPlan(Plan):
-    """A plan some of whose parameters are DTensors. `params` are their local tensors, which are read in each step:
-    FSDP2 may replace them."""
+    """A plan with DTensor parameters. `params` are their local tensors, which are read in each step: FSDP2 may replace
+    them."""
 
     def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
         for entry in entries:
             if is_dtensor(entry.param):
                 refuse(owner, entry.name, entry.param)
         self.specs = [spec_of(entry.param) for entry in entries]
-        self.redistributed: List[torch.Tensor] = []  # gradients; they live until the step has been enqueued
+        self.redistributed: List[torch.Tensor] = []  # gradients, kept until the step is enqueued
         super().__init__(owner, device, seed, entries)
         self._note_written()
 

@@ -21,7 +21,7 @@ from ._tensors import unsupported, wrong
 from ._watch import Watched, measures, overflowed
 
 
-# The end of the docstrings of both wrappers.
+# End of the docstrings of both wrappers.
 EXPERTS = """expert_groups         a dict of process groups in which ranks hold different experts. Parameters with the
                           attribute allreduce=False name theirs by their attribute group_name (ep_size_2), or by 'name'
                           of their group with 'moe': True. None: those of deepspeed.utils.groups, if that is imported.
@@ -30,26 +30,26 @@ EXPERTS = """expert_groups         a dict of process groups in which ranks hold 
 
 
 class Wrapper(Scaled, Watched):
-    """Around an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters,
-    in one pass. Masters are in `state` of the optimizer, as "master".
+    """Wraps an optimizer of this package. Steps read the 16-bit gradients, and write masters and 16-bit parameters, in
+    one pass. Masters are in `state` of the optimizer, as "master".
 
     init_optimizer        an optimizer of dsopt.torch over parameters of low_precision_dtype
     deepspeed             an engine. While its enable_backward_allreduce is False, all data-parallel ranks agree on
                           overflow. With an mpu that is pipeline_enable_backward_allreduce, if the engine has it
-    loss_scale_config     a number counts as static_loss_scale, which was here in older versions of DeepSpeed. Otherwise
-                          a LossScaleConfig, as DeepSpeed's engine passes it; it takes the place of static_loss_scale,
-                          dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused next to it.
-                          The attribute has the current loss scale
+    loss_scale_config     a number counts as static_loss_scale, which had this position in older versions of DeepSpeed.
+                          Otherwise a LossScaleConfig, as DeepSpeed's engine passes it; it replaces static_loss_scale,
+                          dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused together
+                          with it. The attribute has the current loss scale
     low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters,
                           for clipping
     static_loss_scale     the scale, without dynamic_loss_scale
-    dynamic_loss_scale    the scale is halved where a gradient is not finite, and doubled after scale_window good steps
+    dynamic_loss_scale    the scale is halved if a gradient is not finite, and doubled after scale_window good steps
     dynamic_loss_args     a dict of init_scale, scale_window, min_scale, delayed_shift and consecutive_hysteresis
     verbose               skipped steps and changes of the loss scale are logged by the logger "dsopt", at INFO
-    mpu                   gives the model-parallel process group by get_model_parallel_group(). Norms and overflow are
-                          agreed over it. Parameters with `model_parallel` or `tensor_model_parallel` are shards; those
-                          with `ds_pipe_replicated` count in another pipeline stage. Set them before
-                          the wrapper is made: a step does not look for them
+    mpu                   its get_model_parallel_group() returns the model-parallel process group, over which norms and
+                          overflow are agreed. Parameters with `model_parallel` or `tensor_model_parallel` are shards;
+                          those with `ds_pipe_replicated` count in another pipeline stage. Set these before the wrapper
+    is made: a step does not read them
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time, on all ranks before the
                           same step.
     """
@@ -70,7 +70,7 @@ class Wrapper(Scaled, Watched):
                         type(init_optimizer).__name__)
         if init_optimizer._wrapper is not None:
             raise wrong("init_optimizer is in another wrapper; give each wrapper its own optimizer")
-        if not isinstance(low_precision_dtype, torch.dtype):  # dynamic_loss_scale had this place once
+        if not isinstance(low_precision_dtype, torch.dtype):  # dynamic_loss_scale once had this position
             raise wrong("low_precision_dtype is %r, and must be torch.float16, bfloat16 or float32; pass "
                         "dynamic_loss_scale and what follows it by name" % (low_precision_dtype, ))
         if low_precision_dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -78,13 +78,13 @@ class Wrapper(Scaled, Watched):
                 "low_precision_dtype is %s, and must be torch.float16, bfloat16 or float32" % low_precision_dtype,
                 "DTYPE")
         if isinstance(loss_scale_config, Real) and not isinstance(loss_scale_config, bool):
-            if static_loss_scale != 1:  # static_loss_scale had the place of loss_scale_config once
+            if static_loss_scale != 1:  # static_loss_scale once had the position of loss_scale_config
                 raise wrong("loss_scale_config is %r, which counts as static_loss_scale, and static_loss_scale is %r; "
                             "give one of them" % (loss_scale_config, static_loss_scale))
             static_loss_scale, loss_scale_config = float(loss_scale_config), None
         self.mpu, self.optimizer, self.low_precision_dtype = mpu, init_optimizer, low_precision_dtype
         self.deepspeed, self.verbose = deepspeed, verbose
-        self._external: Optional[float] = None  # an override of the backward pass alone, as compat mode has it
+        self._external: Optional[float] = None  # an override of only the backward pass, as in compat mode
         self.using_pipeline = bool(getattr(deepspeed, "pipeline_parallelism", False))
         self._clip_grad = float(clip_grad)
         if loss_scale_config is None:
@@ -110,7 +110,7 @@ class Wrapper(Scaled, Watched):
                                last_overflow=-1 if last is None else last)
 
     def _options(self, static: float, initial: float, arguments: Optional[Dict[str, Any]]) -> Optional[Dict[str, Any]]:
-        """Of dsopt.Scaler. None: no scale."""
+        """Returns arguments of dsopt.Scaler. None: no scale."""
         if self.low_precision_dtype != torch.float16:
             return None
         if not self.dynamic_loss_scale:
@@ -119,7 +119,7 @@ class Wrapper(Scaled, Watched):
         options = {"profile": self._profile, "init": arguments.pop("init_scale", initial), "factor": 2.0,
                    "window": arguments.pop("scale_window", 1000), "min": arguments.pop("min_scale", 0)}
         shift, refill = arguments.pop("delayed_shift", 1), arguments.pop("consecutive_hysteresis", False)
-        if shift != 1:  # the profiles of the original do not have it
+        if shift != 1:  # the profiles of the original do not support it
             options.update(profile="default", hysteresis=shift, refill=bool(refill),
                            min=options["min"] or (1 if self._profile == "fused" else 0.25))
         if arguments:
@@ -150,14 +150,14 @@ class Wrapper(Scaled, Watched):
         return needed, hooked
 
     def _plan(self) -> Plan:
-        """The plan; it is made if need be, and with it the masters."""
+        """Returns the plan. Makes it, and the masters, if necessary."""
         optimizer = self.optimizer
         if optimizer._plans is None or not optimizer._is_current():
             optimizer._plan()
         return self._only_plan()
 
     def _only_plan(self) -> Plan:
-        """The plan of the last step, also where something has changed since."""
+        """Returns the plan of the last step, even if something has changed since."""
         plans = self.optimizer._plans
         if len(plans) != 1:
             raise unsupported("%s has parameters on several devices, or none, and must have them on one" %
@@ -166,7 +166,7 @@ class Wrapper(Scaled, Watched):
 
     # ---------------------------------------------------------------------------------------------------------- step
     def backward(self, loss: torch.Tensor, create_graph: bool = False, retain_graph: bool = False) -> None:
-        """Backward of the loss times the loss scale.
+        """Run the backward pass of the loss times the loss scale.
 
         loss          a scalar
         create_graph  as in torch.Tensor.backward
@@ -175,7 +175,7 @@ class Wrapper(Scaled, Watched):
         self._scaled(loss).backward(create_graph=create_graph, retain_graph=retain_graph)
 
     def _scaled(self, value: torch.Tensor) -> torch.Tensor:
-        """A value times the loss scale, in float32. Does not wait for the device."""
+        """Returns a value times the loss scale, in float32. Does not wait for the device."""
         if self._external is not None:
             return value.float() * self._external
         if self._scale_args is None:
@@ -183,9 +183,9 @@ class Wrapper(Scaled, Watched):
         return value.float() * self._plan().whole["loss_scale"].reshape(()).to(value.device)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """One step, or none if a gradient is not finite. Returns `overflow`.
+        """Step once, or skip if a gradient is not finite. Returns `overflow`.
 
-        closure  must be None; another one is not called, as in the original, and there is a warning
+        closure  must be None; any other value is not called, as in the original, and causes a warning
         """
         return overflowed(self._step(closure, False))
 
@@ -198,22 +198,22 @@ class Wrapper(Scaled, Watched):
                 elif param.grad is not None:
                     if param.grad.grad_fn is not None:
                         param.grad = param.grad.detach()
-                    param.grad.requires_grad_(False).zero_()  # detach_() is not for views
+                    param.grad.requires_grad_(False).zero_()  # detach_() does not support views
 
     def _reported(self, place: int) -> float:
         return float(self._plan().report[place])  # type: ignore[index]
 
     @property
     def overflow(self) -> bool:
-        """The last step found a gradient that is not finite, and was skipped. Without a loss scale and without
-        clip_grad, gradients are checked by the 1-bit family and with compat="deepspeed" only. FP16_Optimizer with
-        compat and without a loss scale takes the step, except of the 1-bit family. `overflow` is then that of this
-        rank's gradients (docs/compat.md). Waits for the device, as all of these do."""
+        """True if the last step found a gradient that is not finite, and was skipped. Without a loss scale and without
+        clip_grad, gradients are checked only by the 1-bit family and with compat="deepspeed". FP16_Optimizer with
+        compat and without a loss scale executes the step, except with the 1-bit family. `overflow` is then that of this
+        rank's gradients (docs/compat.md). Waits for the device, like the other properties."""
         return overflowed(self._plan().report.tolist())  # type: ignore[union-attr]
 
     @property
     def _global_grad_norm(self) -> float:
-        """Of the last step, without the loss scale; NaN if nothing needed it."""
+        """Norm of the last step's gradients, without the loss scale; NaN if it was not needed."""
         return self._reported(abi.DSOPT_REPORT_GRAD_NORM)
 
     # ----------------------------------------------------------------------------------------------- groups and state
@@ -225,7 +225,7 @@ class Wrapper(Scaled, Watched):
     @clip_grad.setter
     def clip_grad(self, value: float) -> None:
         value = float(value)
-        if value != self._clip_grad:  # a new plan takes one more collective with timers and the 1-bit family
+        if value != self._clip_grad:  # a new plan costs one more collective with timers and the 1-bit family
             self._clip_grad = value
             self.optimizer._plans = None
 
@@ -250,12 +250,12 @@ class Wrapper(Scaled, Watched):
         self.optimizer._plans = None
 
     def initialize_optimizer_states(self) -> None:
-        """Make the state tensors that are missing. The constructor has done so; no step is taken."""
+        """Create missing state tensors. The constructor has done so already; no step is executed."""
         self._plan()
 
     @property
     def fp16_groups(self) -> List[List[torch.Tensor]]:
-        """The parameters of each group that are trained."""
+        """The trained parameters of each group."""
         return [[param for param in group["params"] if param.requires_grad] for group in self.param_groups]
 
     def set_lr(self, lr: float) -> None:
@@ -277,7 +277,7 @@ class Wrapper(Scaled, Watched):
                 for group in self.param_groups]
 
     def refresh_fp32_params(self) -> None:
-        """Masters from the parameters, after new weights were loaded without state."""
+        """Copy the parameters to the masters, after new weights were loaded without state."""
         self._plan()
         for group in self.param_groups:
             for param in group["params"]:
@@ -293,7 +293,7 @@ class Wrapper(Scaled, Watched):
     _masters_key = ""
 
     def state_dict(self) -> Dict[str, Any]:
-        """The original's keys. Masters are apart from the optimizer's state."""
+        """Returns a state dict with the original's keys. Masters are separate from the optimizer's state."""
         masters = self.masters()
         optimizer = self.optimizer.state_dict()
         optimizer["state"] = {key: {name: value for name, value in state.items() if name != "master"}
@@ -302,8 +302,8 @@ class Wrapper(Scaled, Watched):
                 self._masters_key: [self._pack(group) for group in masters]}
 
     def _saved_scaler(self) -> Dict[str, Any]:
-        """The keys that the original writes: FP16_Optimizer none without gradient scaling, both none of a dynamic scale
-        with a static one."""
+        """Returns the keys that the original writes: none in FP16_Optimizer without gradient scaling, and none of a
+        dynamic scale in either class with a static scale."""
         if self._scale_args is None and self._profile == "fused":
             return {}
         saved = {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.cur_scale, "cur_iter": self.cur_iter}
@@ -316,7 +316,7 @@ class Wrapper(Scaled, Watched):
         """Load a state dict. A scale that override_loss_scale has set stays in use. A load that fails changes nothing.
 
         state_dict             from state_dict() of this class, or of the original
-        load_optimizer_states  False: the masters and the loss scale are loaded, and moments and counters stay
+        load_optimizer_states  False: only the masters and the loss scale are loaded, not moments and counters
         """
         if not isinstance(state_dict, dict):
             raise mismatch("the state dict is %s, and must be a dict" % kind_of(state_dict))
@@ -328,14 +328,14 @@ class Wrapper(Scaled, Watched):
         arguments, scaler = self._scale_args, None
         if arguments is not None:
             arguments, scaler = saved_scale(state_dict, arguments, self._words().tolist())
-            Scaler(self._plan().context, **arguments)  # refuses what no scaler can have
+            Scaler(self._plan().context, **arguments)  # refuses values that a scaler does not support
         if load_optimizer_states:
             if "optimizer_state_dict" not in state_dict:
                 raise mismatch("the state dict has no 'optimizer_state_dict'; give load_optimizer_states=False to load "
                                "the masters alone")
             inner = per_parameter(state_dict["optimizer_state_dict"], [group["params"] for group in self.param_groups],
                                   self._masters == abi.DSOPT_MASTERS_FLAT)
-            # The wrapper's own keys have these.
+            # The wrapper's keys have these.
             inner["state"] = {key: {name: value for name, value in state.items() if name not in WRAPPED}
                               if isinstance(state, dict) else state for key, state in inner["state"].items()}
             self.optimizer.load_state_dict(inner)
@@ -352,7 +352,7 @@ class Wrapper(Scaled, Watched):
             whole["loss_scale"].fill_(info.scale)
 
     def _saved_masters(self, state_dict: Dict[str, Any]) -> Tuple[List[List[torch.Tensor]], List[List[torch.Tensor]]]:
-        """The masters, and their values in a state dict."""
+        """Returns the masters, and their values in a state dict."""
         key, masters = self._masters_key, self.masters()
         if key not in state_dict:
             raise mismatch("the state dict has no %r, so it is not one of %s; it has %s" %
@@ -366,7 +366,8 @@ class Wrapper(Scaled, Watched):
         values = []
         for g, (new, old) in enumerate(zip(saved, masters)):
             check_masters("%s[%d]" % (key, g), new, self._masters == abi.DSOPT_MASTERS_FLAT)
-            if not old and len(new) and self.low_precision_dtype == torch.float32:  # of the original, which has copies
+            # A state dict of the original with float32 parameters has copies of them.
+            if not old and len(new) and self.low_precision_dtype == torch.float32:
                 old = masters[g] = [param.detach() for param in self.fp16_groups[g]]
             values.append(self._unpack(new, old))
             shapes = [tuple(x.shape) for x in values[-1] if torch.is_tensor(x)]
@@ -376,7 +377,7 @@ class Wrapper(Scaled, Watched):
         return masters, values
 
     def __getattr__(self, name: str) -> Any:
-        """Of what is not there."""
+        """Raises AttributeError for missing attributes."""
         raise AttributeError("%s has no %s%s" % (type(self).__name__, name, GONE.get(name, "")))
 
     def __reduce__(self) -> Any:
@@ -409,7 +410,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 
     @property
     def loss_scale(self) -> Optional[float]:
-        """What the loss is multiplied by; None without gradient scaling."""
+        """Factor of the loss; None without gradient scaling."""
         return None if self._scale_args is None else super().loss_scale
 
     @loss_scale.setter
@@ -417,25 +418,25 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         self.cur_scale = value
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """One step, or none if a gradient is not finite. Returns `overflow`. Sets the gradients to None, except with
+        """Step once, or skip if a gradient is not finite. Returns `overflow`. Sets the gradients to None, except with
         fused_adam_legacy.
 
-        closure  must be None; another one is not called, as in the original, and there is a warning
+        closure  must be None; any other value is not called, as in the original, and causes a warning
         """
         report = self._step(closure, not self.fused_adam_legacy)
         self.has_executed_step |= not (self.fused_adam_legacy or report[abi.DSOPT_REPORT_SKIPPED])
         return overflowed(report)
 
     def step_fused_adam(self, closure: Optional[Callable[[], Any]] = None) -> bool:
-        """A step that leaves the gradients as they are.
+        """Step without changing the gradients.
 
-        closure  must be None; another one is not called, as in the original, and there is a warning
+        closure  must be None; any other value is not called, as in the original, and causes a warning
         """
         return overflowed(self._step(closure, False))
 
     def unscale_and_clip_grads(self, grad_groups_flat: List[torch.Tensor], total_norm: Any,
                                apply_scale: bool = True) -> float:
-        """Returns what gradients with the norm `total_norm` must be divided by. step() divides in its own pass.
+        """Returns the divisor of gradients with the norm `total_norm`. step() divides in its pass.
 
         grad_groups_flat  gradients of the caller
         total_norm        their L2 norm, with the loss scale
@@ -447,8 +448,8 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         return scale
 
     def _get_norm_with_moe_layers(self, all_groups_norm: Any) -> float:
-        """The mean of the data-parallel ranks' norms, by which DeepSpeed clipped in 2023 with experts. Collective.
-        Steps have a norm over all experts in its place (docs/compat.md)."""
+        """Returns the mean of the data-parallel ranks' norms, by which DeepSpeed clipped in 2023 with experts.
+        Collective. Steps use a norm over all experts instead (docs/compat.md)."""
         return mean_of_data_ranks(all_groups_norm, self)
 
     def _pack(self, masters: List[torch.Tensor]) -> torch.Tensor:
@@ -463,12 +464,12 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 
     @property
     def fp32_groups_flat(self) -> List[torch.Tensor]:
-        """The masters of each group in one tensor: a copy."""
+        """The masters of each group, copied into one tensor."""
         return [self._pack(group) for group in self.masters()]
 
     @property
     def fp16_groups_flat(self) -> List[torch.Tensor]:
-        """The trained parameters of each group in one tensor: a copy."""
+        """The trained parameters of each group, copied into one tensor."""
         return [self._pack([param.detach() for param in group]) for group in self.fp16_groups]
 
 
@@ -500,15 +501,15 @@ class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     def step_fused_lamb(self, closure: Optional[Callable[[], Any]] = None) -> bool:
         """The same as step().
 
-        closure  must be None; another one is not called, as in the original, and there is a warning
+        closure  must be None; any other value is not called, as in the original, and causes a warning
         """
         return overflowed(self._step(closure, False))
 
     def unscale_and_clip_grads(self, total_norm: Any, apply_scale: bool = True) -> float:
-        """Returns what gradients with the norm `total_norm` must be divided by. step() divides in its own pass.
+        """Returns the divisor of gradients with the norm `total_norm`. step() divides in its pass.
 
         total_norm   their L2 norm, with the loss scale
-        apply_scale  True: the gradients of the masters, where a caller has set them, are divided in place
+        apply_scale  True: the gradients of the masters, if a caller has set them, are divided in place
         """
         scale = self._combined_scale(total_norm)
         for grad in [master.grad for group in self.masters() for master in group] if apply_scale else ():

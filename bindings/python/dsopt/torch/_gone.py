@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes of DeepSpeed's wrappers that the ones here do not have, and how an AttributeError goes on."""
+"""Attributes of DeepSpeed's wrappers that the wrappers here do not have, and how the text of their AttributeError
+continues."""
 from __future__ import annotations
 
 from typing import Dict

@@ -10,7 +10,7 @@ from ._rounding import defaults_of
 
 
 class Lion(EngineOptimizer):
-    """Chen et al. 2023, with decoupled decay. State is the authors': exp_avg alone. FusedLion has DeepSpeed's defaults.
+    """Chen et al. 2023, with decoupled decay. State is the authors': only exp_avg. FusedLion has DeepSpeed's defaults.
 
     params               parameters, or dicts of parameters with their own values of what follows
     lr                   learning rate: the size of a step, as an update is a sign

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss scale of FP16_Optimizer and FP16_UnfusedOptimizer as DeepSpeed's engine gives and reads it."""
+"""The loss scale of FP16_Optimizer and FP16_UnfusedOptimizer as DeepSpeed's engine passes and reads it."""
 from __future__ import annotations
 
 import struct
@@ -18,7 +18,7 @@ READ = ("use_grad_scaling", "dynamic_loss_scale", "cur_scale", "cur_iter", "last
 
 
 class LossScaleConfig:
-    """deepspeed.runtime.fp16.loss_scaler.LossScaleConfig of a wrapper. Each attribute is what holds now, so reading
+    """deepspeed.runtime.fp16.loss_scaler.LossScaleConfig of a wrapper. Each attribute is the current value, so reading
     cur_scale, cur_iter and last_overflow_iter waits for the device. cur_scale can be set."""
 
     def __init__(self, wrapper: Wrapper) -> None:
@@ -32,17 +32,17 @@ class LossScaleConfig:
 
     @property
     def use_grad_scaling(self) -> bool:
-        """Gradients carry a loss scale: float16 parameters."""
+        """True if gradients have a loss scale: with float16 parameters."""
         return self._wrapper._scale_args is not None
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """The scale follows the overflows."""
+        """True if the scale adapts to overflows."""
         return self._wrapper.dynamic_loss_scale
 
     @property
     def cur_scale(self) -> float:
-        """The scaler's own value; 1 without gradient scaling."""
+        """The dynamic scale without an override; 1 without gradient scaling."""
         return self._wrapper.cur_scale
 
     @cur_scale.setter
@@ -56,27 +56,27 @@ class LossScaleConfig:
 
     @property
     def last_overflow_iter(self) -> Optional[int]:
-        """Number of the last step that was skipped, -1 if none was; None with a static scale."""
+        """Number of the last skipped step, -1 = none; None with a static scale."""
         return self._wrapper.last_overflow_iter if self.dynamic_loss_scale else None
 
     @property
     def scale_factor(self) -> Optional[float]:
-        """What the scale grows and shrinks by; None with a static scale."""
+        """Factor by which the scale grows and shrinks; None with a static scale."""
         return self._option("factor", 2.0)
 
     @property
     def scale_window(self) -> Optional[int]:
-        """Good steps until the scale grows; None with a static scale."""
+        """Number of good steps until the scale grows; None with a static scale."""
         return self._option("window", 1000)
 
     @property
     def min_loss_scale(self) -> Optional[float]:
-        """The scale shrinks no further; None with a static scale."""
+        """Lower bound of the scale; None with a static scale."""
         return self._option("min", 1.0 if self._wrapper._profile == "fused" else 0.25)
 
 
 def options_of(config: Any, profile: str, dtype: torch.dtype) -> Optional[Dict[str, Any]]:
-    """The arguments of dsopt.Scaler for a LossScaleConfig, ours or DeepSpeed's. None: no scale."""
+    """Returns the arguments of dsopt.Scaler for a LossScaleConfig, ours or DeepSpeed's. None: no scale."""
     for name in READ:
         if not hasattr(config, name):
             raise wrong("loss_scale_config is a %s without %s, and must be a LossScaleConfig of DeepSpeed" %
@@ -93,7 +93,7 @@ def options_of(config: Any, profile: str, dtype: torch.dtype) -> Optional[Dict[s
 
 
 def more_of_scale(wrapper: Wrapper) -> Dict[str, Any]:
-    """What a state dict has of a dynamic scale beyond the keys of the original: all that the next steps depend on."""
+    """Returns the entries of a dynamic scale that the original does not save, and on which the next steps depend."""
     if not wrapper.dynamic_loss_scale:
         return {}
     return {"min_loss_scale": wrapper.loss_scale_config.min_loss_scale,
@@ -102,8 +102,8 @@ def more_of_scale(wrapper: Wrapper) -> Dict[str, Any]:
 
 def saved_scale(saved: Dict[str, Any], arguments: Dict[str, Any],
                 words: List[int]) -> Tuple[Dict[str, Any], List[int]]:
-    """The scale of a wrapper's state dict: arguments of dsopt.Scaler, and the words of the state tensor "scaler". Those
-    given are the current ones, of which an override and what the state dict does not have stay."""
+    """Returns the scale of a wrapper's state dict: arguments of dsopt.Scaler, and the words of the state tensor
+    "scaler". `words` are the current words: an override, and values that the state dict lacks, are kept."""
     def value(key: str, least: float, most: float = 3.4e38, above: bool = False) -> Any:
         if key not in saved:
             raise mismatch("the state dict has no %r, and this wrapper has a %s loss scale" %
@@ -132,7 +132,7 @@ def saved_scale(saved: Dict[str, Any], arguments: Dict[str, Any],
         arguments["window"] = int(value("scale_window", 1, 2 ** 31 - 1))
         if "min_loss_scale" in saved:
             arguments["min"] = value("min_loss_scale", 0)
-        arguments["init"] = max(scale, arguments["min"] or 1)  # of no use any more, but must not be below the minimum
+        arguments["init"] = max(scale, arguments["min"] or 1)  # no longer used, but must not be below the minimum
         budget = arguments.get("hysteresis", 1)
         words[6] = min(int(value("cur_hysteresis", 1)), budget) if "cur_hysteresis" in saved else budget
     return arguments, words

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How DTensors are distributed over the ranks of their meshes: over which process groups norms are added up, which rank
-counts a shard, and where a shard begins in its tensor."""
+"""Distribution of DTensors over the ranks of their meshes: the process groups over which norms are summed, the rank
+that counts a shard, and the offset of a shard in its tensor."""
 from __future__ import annotations
 
 from math import prod
@@ -23,7 +23,7 @@ class Named(NamedTuple):
 
 
 def _root_of(mesh: Any) -> Any:
-    """The mesh that `mesh` was sliced from; itself if it was not. The name of the function is not public."""
+    """Returns the mesh from which `mesh` was sliced, or `mesh` itself. The name of the function is not public."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     resources = getattr(torch.distributed.device_mesh, "_mesh_resources", None)
@@ -37,9 +37,9 @@ def is_shard(placement: Any) -> bool:
 
 
 class Spread:
-    """The ranks over which some DTensors are distributed: dims of one mesh that all of their meshes are sliced from, or
-    have the ranks of. Norms are added up over these dims only. Other dims have other tensors, such as those of another
-    pipeline stage."""
+    """The ranks over which some DTensors are distributed: dims of one mesh from which all of their meshes are sliced,
+    or whose ranks they have. Norms are summed over these dims only. Other dims have other tensors, such as those of
+    another pipeline stage."""
 
     def __init__(self, tensors: Sequence[Named]) -> None:
         meshes: Dict[int, Named] = {}
@@ -68,7 +68,7 @@ class Spread:
         self.here = self.place.get(dist.get_rank())
 
     def _spans(self, mesh: Any) -> List[Optional[FrozenSet[int]]]:
-        """For each dim of a mesh the dims of the root that it is made of; None where it is no product of some."""
+        """Returns for each dim of a mesh the dims of the root of which it is the product; None if there are none."""
         return [self._span(dist.get_process_group_ranks(mesh.get_group(d))) for d in range(mesh.ndim)]
 
     def _span(self, ranks: List[int]) -> Optional[FrozenSet[int]]:
@@ -81,7 +81,7 @@ class Spread:
         return prod(self.sizes[d] for d in self.dims) == dist.get_world_size()
 
     def comm(self, context: Context, device: torch.device) -> Optional[Comm]:
-        """Over these ranks; None if this is the only one."""
+        """Returns a comm over these ranks; None if this is the only rank."""
         if not self.dims:
             return None
         if self._has_all_ranks():
@@ -95,8 +95,8 @@ class Spread:
                           memory="backend" if own else "host")
 
     def flags(self, param: Any) -> int:
-        """Flags of dsopt_param. A shard is counted on one of the ranks that have it. What is whole on each rank has no
-        flags: the engine counts it on rank 0 of the comm."""
+        """Returns the flags of dsopt_param. A shard is counted on one of the ranks that have it. A replicated tensor
+        has no flags: the engine counts it on rank 0 of the comm."""
         spans = self.spans[id(param.device_mesh)]
         sharded = frozenset().union(*(span for span, placement in zip(spans, param.placements)
                                       if span is not None and is_shard(placement)))
@@ -107,8 +107,8 @@ class Spread:
 
 
 class OverDims(Collectives):
-    """Sums and maxima over several dims of a mesh, one after the other: there may be no process group of all ranks, and
-    making one needs ranks that have none of the tensors."""
+    """Sums and maxima over several dims of a mesh, sequentially: there may be no process group of all ranks, and
+    creating one needs ranks that have none of the tensors."""
 
     all_gather = all_to_all = None  # type: ignore[assignment]
 
@@ -123,20 +123,20 @@ class OverDims(Collectives):
         for one in self.each:
             one.all_reduce(send, recv, count, dtype, op, stream)
             send = recv
-        # Every rank must get the same bits, and the groups of the last dim may have added in another order each.
+        # Every rank must receive the same bits, and the groups of the last dim may sum in different orders.
         for one in self.each[:-1]:
             one.broadcast(recv, count, dtype)
 
 
 def interval_of(param: Any) -> Optional[int]:
-    """Index in the whole tensor of the first element of this rank's shard; None if the shards are not intervals of the
-    elements in memory, which is the same on all ranks."""
+    """Returns the index in the whole tensor of the first element of this rank's shard; None if the shards are not
+    intervals of the elements in memory. All ranks return None or none does."""
     shape = tuple(param.shape)
     if prod(shape) and strides_of(param) != strides_of(torch.empty(shape, device="meta")):
         return None  # the elements of the unsharded tensor are not in the order of its shape
-    begins, sizes, largest = [0] * len(shape), list(shape), list(shape)  # of this rank's shard; of the largest one
+    begins, sizes, largest = [0] * len(shape), list(shape), list(shape)  # this rank's shard; the largest shard
     plain = [(d, p) for d, p in enumerate(param.placements) if is_shard(p) and not hasattr(p, "split_factor")]
-    # FSDP shards what tensor parallelism has sharded, on a dim of the mesh that stands before: those come last.
+    # FSDP shards the shards of tensor parallelism, on an earlier dim of the mesh: these are applied last.
     strided = [(d, p) for d, p in enumerate(param.placements) if is_shard(p) and hasattr(p, "split_factor")]
     for mesh_dim, placement in plain + strided[::-1]:
         d = placement.dim

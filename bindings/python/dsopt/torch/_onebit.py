@@ -22,14 +22,14 @@ from ._tensors import is_dense, strides_of, unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
-# Arguments that the originals accept and ignore. Standard mode refuses what has no effect.
+# Arguments that the originals accept and ignore. Standard mode refuses arguments without effect.
 IGNORED = {"eps_inside_sqrt": "eps is added to the root", "max_grad_norm": "use clip_grad of FP16_Optimizer"}
 
 
-# Attributes of DeepSpeed's engines for "average the gradients", by using_pipeline.
+# Attributes of DeepSpeed's engines that enable averaging of gradients, by using_pipeline.
 ENGINE_FLAGS = ("enable_backward_allreduce", "pipeline_enable_backward_allreduce")
 
-# What the docstrings below have in common.
+# Shared by the docstrings below.
 NOTES = """
     DeepSpeed 0.19.8 does not have these optimizers any more. Here the step averages the gradients itself, in the steps
     that need it: do not use DistributedDataParallel, and do not average elsewhere (docs/onebit.md). Gradients with Inf
@@ -75,19 +75,19 @@ def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
 
 
 class Onebit(OnebitNames, Averaged):
-    """What the 1-bit family has in common."""
+    """Base class of the 1-bit family."""
 
-    # GradScaler would skip the step of the one rank whose gradients are not finite, and the others would wait for it in
-    # the exchange. With this it leaves skipping to the step, which agrees on it.
+    # GradScaler would skip the step on a rank whose gradients are not finite, and the other ranks would wait for it in
+    # the exchange. With this attribute the step decides about skipping, and ranks agree on it.
     _step_supports_amp_scaling = VERSION >= (2, 0)
     _fields = Named._fields[:-1]
     _kept = Named._kept + ("_eps_mode", "_comm_backend_name")
     _at_once = True
     _rounds = False
     _algorithm = 0
-    _own_masks: List[Dict[str, Any]] = []  # of the groups, during a load
+    _own_masks: List[Dict[str, Any]] = []  # masks of the groups, during a load
     _masked: List[int] = []  # indices of the groups that had a mask when the plans were made
-    _no_anchors = False  # the state that was loaded has no weights of the last exchange
+    _no_anchors = False  # the loaded state lacks the weights of the last exchange
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
                weight_decay: float, bias_correction: bool, eps_inside_sqrt: bool, max_grad_norm: float, amsgrad: bool,
@@ -117,11 +117,11 @@ class Onebit(OnebitNames, Averaged):
         return super()._hyper(group, g)[:5]
 
     def _schedule_fields(self) -> Dict[str, Any]:
-        """Fields of dsopt_group that are attributes here."""
+        """Returns the fields of dsopt_group that are attributes here."""
         raise NotImplementedError
 
     def _value(self, name: str, low: float, below: float, whole: bool = False) -> Any:
-        """An attribute that a program may have set, checked."""
+        """Returns an attribute that a program may have set, after a check."""
         value = getattr(self, name)
         try:
             found = float("nan") if isinstance(value, (str, bytes)) else float(value)
@@ -138,7 +138,7 @@ class Onebit(OnebitNames, Averaged):
     def _freeze_step(self, name: str) -> int:
         if not self._compat:
             return self._count(name)
-        # The original tests it after its second call at the earliest, so all numbers below 1 act as 1.
+        # The original first checks it after its second call, so all numbers below 1 act as 1.
         return max(1, self._value(name, -2**31, 2**31 - 1, whole=True))
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
@@ -153,8 +153,8 @@ class Onebit(OnebitNames, Averaged):
 
     def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
         desc, needed, hooked = super()._engine_desc(context)
-        desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER  # the family has none without
-        desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # what enters an exchange stays in its errors
+        desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER  # the family always has masters
+        desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # non-finite values would stay in the error feedback
         group = data_group_of(self)
         check_backend(self._comm_backend_name, group)
         self._comm = comm = comm_of(group, context, torch.device(context.backend, context.device)
@@ -175,7 +175,7 @@ class Onebit(OnebitNames, Averaged):
                 continue
             for param in group["params"]:
                 if "mask" in self.state.get(param, {}):
-                    del self.state[param]["mask"]  # of a mask that was removed
+                    del self.state[param]["mask"]  # its mask was removed
         self._calls_left = 0
         super()._plan()
         if not has_active:
@@ -189,7 +189,7 @@ class Onebit(OnebitNames, Averaged):
             raise
 
     def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
-        # In each step: a write through `.data` or NumPy does not raise the tensor's version.
+        # In each step: a write through `.data` or NumPy does not change the tensor's version.
         self._fill_masks()
         super()._run(i, scale, found_inf)
 
@@ -199,7 +199,7 @@ class Onebit(OnebitNames, Averaged):
 
     def _fill_mask(self, g: int) -> None:
         """Copy exp_avg_mask of a group to the state. With FP16_Optimizer, whose original has one flat master per group,
-        it may have one dimension for all parameters of the group, one after the other."""
+        it may be one flat tensor for all parameters of the group."""
         params = [param for param in self.param_groups[g]["params"] if "mask" in self.state.get(param, {})]
         mask = self.param_groups[g]["exp_avg_mask"]
         if not torch.is_tensor(mask):
@@ -224,8 +224,8 @@ class Onebit(OnebitNames, Averaged):
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Load `state_dict`, which may be one of the original. The stage follows from `step`. The groups keep their
-        exp_avg_mask, as with the original: a run that goes on with longer sequences trains positions that the run
-        before had masked."""
+        exp_avg_mask, as in the original: a run that continues with longer sequences trains positions that were masked
+        before."""
         self._own_masks = [{key: group[key] for key in group if key == "exp_avg_mask"} for group in self.param_groups]
         if is_original(state_dict):
             fields = self._schedule_fields()
@@ -246,7 +246,7 @@ class Onebit(OnebitNames, Averaged):
         self._update_engine_flag()
 
     def __getstate__(self) -> Dict[str, Any]:
-        """What pickles have. A process group or an engine belongs to this process."""
+        """Returns the state for pickling. A process group or an engine belongs to this process."""
         if self._engine is not None or data_group_of(self) is not None:
             raise StateError("a %s with %s cannot be pickled; use state_dict (DSOPT_ERR_STATE)" %
                              (type(self).__name__, "a process group" if self._engine is None else "deepspeed=..."),
@@ -254,7 +254,7 @@ class Onebit(OnebitNames, Averaged):
         return super().__getstate__()
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> Any:
-        """A copy that exchanges over the same process group and has the same engine."""
+        """Returns a copy that exchanges over the same process group and has the same engine."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
         copied._engine = self._engine
@@ -282,11 +282,11 @@ class Onebit(OnebitNames, Averaged):
         if changed:
             self._reset_errors()
         for state in states:
-            state.pop("active", None)  # it follows from the variance, and a run of one rank has none
+            state.pop("active", None)  # it follows from the variance, and a run of one rank does not save it
         self._no_anchors = not all("anchor" in state for state in states)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own. Once
+        """Add a group, as torch's. `param_group` is a dict of its parameters and its hyper-parameters. Once
         the variance is frozen, only groups with non_freeze=True can be added."""
         if param_group.get("max_grad_norm") and not self._compat:
             raise self._ignored("a group of " + type(self).__name__, "max_grad_norm", param_group["max_grad_norm"])
@@ -297,16 +297,16 @@ class Onebit(OnebitNames, Averaged):
         super().add_param_group(param_group)
 
     def step(self, closure: Optional[Callable[[], Any]] = None, grads: Any = None) -> Any:
-        """One step. Returns what `closure` returns, which is called first. `grads` are gradients: None: those of the
-        parameters; a list or generator for group 0; a list of such lists, one per group. For an entry None the
-        parameter's own is taken. Parameters past the end of a list have no gradient."""
+        """Step once. Calls `closure` first and returns its result. `grads` are gradients: None: those of the
+        parameters; a list or generator for group 0; a list of such lists, one per group. An entry None means the
+        parameter's gradient. Parameters past the end of a list have no gradient."""
         if grads is not None and getattr(self, "grad_scale", None) is not None:
             raise unsupported("%s.step: grads is not supported with GradScaler, which looks at the gradients of the "
                               "parameters; use FP16_Optimizer" % type(self).__name__)
         return self._step(closure, grads)
 
     def _advance(self) -> None:
-        if self._no_anchors:  # of these weights: they may have been loaded after the state
+        if self._no_anchors:  # set from the current weights, which may have been loaded after the state
             if self._plans is None or not self._is_current():
                 self._plan()
             self._set_anchors()
@@ -317,7 +317,7 @@ class Onebit(OnebitNames, Averaged):
         self._update_engine_flag()
 
     def _unscale(self) -> None:
-        """Each rank's GradScaler has its own scale, and an exchange takes gradients without one."""
+        """Unscales gradients: each rank's GradScaler has its own scale, and an exchange needs unscaled gradients."""
         if self._plans is None or not self._is_current():
             self._plan()
         if self._rank_key:
@@ -333,8 +333,8 @@ class Onebit(OnebitNames, Averaged):
             self.grad_scale = None
 
     def _find_active(self) -> None:
-        """The elements that exchanges include are those with a variance, found where it last changed: a bit for each,
-        lowest first. Parameters begin at whole words."""
+        """Computes "active": exchanges include the elements whose variance is not 0, determined when it last changed.
+        One bit per element, lowest first; each parameter starts at a new word."""
         for plan in self._plans or ():
             if "active" not in plan.whole:
                 continue
@@ -355,13 +355,14 @@ class Onebit(OnebitNames, Averaged):
                 begin += count
 
     def _set_anchors(self) -> None:
-        """0/1 Adam: the weights, as after an exchange. The originals do not save any."""
+        """0/1 Adam: sets the anchors to the weights, as after an exchange. The originals do not save anchors."""
         for state, param in [(self.state[param], param) for group in self.param_groups for param in group["params"]
                              if "anchor" in self.state.get(param, {})]:
             state["anchor"].copy_(state.get("master", param.detach()))
 
     def _reset_engine_flag(self) -> None:
-        """The first step needs averaged gradients, and an optimizer before this one may have left the flag False."""
+        """Resets the engine's flag: the first step needs averaged gradients, and an earlier optimizer may have left the
+        flag False."""
         name = ENGINE_FLAGS[self.using_pipeline]
         if hasattr(self._engine, name):
             setattr(self._engine, name, True)
@@ -371,7 +372,7 @@ class Onebit(OnebitNames, Averaged):
             setattr(self._engine, ENGINE_FLAGS[self.using_pipeline], self.next_reduction() == "full")
 
     def _schedule(self) -> Any:
-        """dsopt_schedule_info. Waits for the device."""
+        """Returns dsopt_schedule_info. Waits for the device."""
         if not self._plans or not self._is_current():
             self._plan()
         info = abi.dsopt_schedule_info()
@@ -384,13 +385,13 @@ class Onebit(OnebitNames, Averaged):
         return info
 
     def next_reduction(self) -> str:
-        """What the next step needs. "full": averaged gradients. "compressed" or "local": the gradients of each rank.
-        Without `deepspeed` the step averages by itself, and always takes the gradients of each rank."""
+        """Returns the reduction of the next step. "full": it needs averaged gradients. "compressed" or "local": it
+        needs local gradients. Without `deepspeed` the step averages, and always needs local gradients."""
         return REDUCTIONS[self._schedule().reduction]
 
     @ReadOnly
     def frozen(self) -> bool:
-        """The variance does not change any more."""
+        """True once the variance is frozen."""
         return bool(self.state) and bool(self._schedule().frozen)
 
 
@@ -426,7 +427,7 @@ class OnebitAdam(Onebit):
     def _schedule_fields(self) -> Dict[str, Any]:
         return {"freeze_step": self._freeze_step("freeze_step")}
 
-    # The original sets these once, and never again.
+    # Constants, as in the original.
     comm_time = step_time = bk_time = 0.0
     ave_step = 1
 
@@ -489,7 +490,7 @@ class ZeroOneAdam(Onebit):
 
     @ReadOnly
     def reinitial_error_buffer(self) -> bool:
-        """Errors began again with zeros, as they do when the variance freezes."""
+        """True if error feedback was reset, which happens when the variance freezes."""
         return self.frozen
 
 

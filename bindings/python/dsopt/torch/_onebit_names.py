@@ -13,7 +13,7 @@ NCCL = Default("nccl")
 
 
 class OnebitNames(Named):
-    """What the three classes have in common."""
+    """Base class of the three classes."""
 
     _group: Any = None
     _engine: Any = None
@@ -32,7 +32,7 @@ class OnebitNames(Named):
 
     @ReadOnly
     def initialize(self) -> bool:
-        """A step has been made."""
+        """True after the first step."""
         return bool(self.state) and self._schedule().step > 0
 
     @ReadOnly
@@ -72,13 +72,13 @@ class OnebitNames(Named):
 
     @property
     def deepspeed(self) -> Any:
-        """The argument. Setting it sets the engine's flag to what the next step needs."""
+        """The argument. Setting it sets the engine's flag as the next step requires."""
         return self._engine
 
     @deepspeed.setter
     def deepspeed(self, value: Any) -> None:
         self._engine = value
-        self._plans = None  # whether the step averages is a flag of the engine's optimizer
+        self._plans = None  # a flag of the engine's optimizer determines if the step averages
         if self.state:
             self._update_engine_flag()
         else:

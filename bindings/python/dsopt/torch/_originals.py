@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of DeepSpeed's own classes as those of the classes here.
+"""Converts state dicts of DeepSpeed's classes to those of the classes here.
 
 The originals keep counters of the schedule as numbers in the state of each parameter, and FP16_Optimizer keeps one flat
 tensor per group. Here the schedule is one tensor, and moments have the shapes of the parameters.
@@ -15,7 +15,7 @@ from .._errors import CheckpointError
 from ._tensors import wrong
 
 State = Dict[str, Any]
-# Entries that only one of the originals has. "step", "exp_avg" and "exp_avg_sq" are in all of them.
+# Entries that only one of the originals has. All have "step", "exp_avg" and "exp_avg_sq".
 OWN = {"ZeroOneAdam": ("var_interval", "var_counter", "local_step_interval", "local_step_counter"),
        "OnebitLamb": ("lamb_coeff_freeze", "last_factor", "exp_avg_sq_fresh")}
 # Names of state tensors that only one of the classes here has.
@@ -24,7 +24,7 @@ OURS = {"ZeroOneAdam": ("lr_sum", "anchor", "momentum_accumulator"),
 NAMES = {abi.DSOPT_ALGORITHM_ONEBIT_ADAM: "OnebitAdam", abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM: "ZeroOneAdam",
          abi.DSOPT_ALGORITHM_ONEBIT_LAMB: "OnebitLamb"}
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
-WRAPPED = "optimizer_state_dict"  # of a wrapper's state dict
+WRAPPED = "optimizer_state_dict"  # key of a wrapper's state dict
 COMMON = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -37,7 +37,7 @@ def kind_of(value: Any) -> str:
 
 
 def check_masters(name: str, saved: Any, flat: bool) -> None:
-    """Refuse masters of a group in a wrapper's state dict that are no tensors."""
+    """Refuses masters of a group in a wrapper's state dict that are not tensors."""
     if not flat and not isinstance(saved, (list, tuple)):
         raise mismatch("%s of the state dict is %s, and must be a list of tensors" % (name, kind_of(saved)))
     for i, value in enumerate([saved] if flat else saved):
@@ -63,7 +63,7 @@ def is_original(state_dict: Dict[str, Any]) -> bool:
 
 
 def check_class(state_dict: Dict[str, Any], algorithm: int) -> None:
-    """Refuse state of another class of the 1-bit family here."""
+    """Refuses state of another class of the 1-bit family here."""
     name = NAMES[algorithm]
     states = [state for state in state_dict["state"].values() if isinstance(state, dict) and state]
     keys = [key for state in states for key in state if isinstance(key, str)]
@@ -75,7 +75,7 @@ def check_class(state_dict: Dict[str, Any], algorithm: int) -> None:
     if name == "OnebitLamb" and states and "exp_avg_sq_fresh" not in keys:
         raise mismatch("the state dict has no 'exp_avg_sq_fresh', so it is not state of OnebitLamb")
     if name == "ZeroOneAdam" and states and "lr_sum" not in keys:
-        # State of the original, which was loaded and saved before a step, has the intervals without lr_sum.
+        # State of the original that was loaded and saved before a step has the intervals without lr_sum.
         words = next(state["schedule"] for state in states if "schedule" in state)
         if not torch.is_tensor(words) or not bool(words.reshape(-1)[2:6].any()):
             raise mismatch("the state dict has neither 'lr_sum' nor intervals in 'schedule', so it is not state of "
@@ -84,8 +84,9 @@ def check_class(state_dict: Dict[str, Any], algorithm: int) -> None:
 
 def converted(state_dict: Dict[str, Any], algorithm: int, frozen_after: int, trust_beta: Optional[float],
               compat: bool) -> Dict[str, Any]:
-    """State of OnebitAdam, ZeroOneAdam or OnebitLamb of DeepSpeed for the class of this algorithm. `frozen_after` is
-    freeze_step or var_freeze_step. Error feedback is that of one rank and is dropped, as the originals do."""
+    """Converts state of DeepSpeed's OnebitAdam, ZeroOneAdam or OnebitLamb for the class of this algorithm.
+    `frozen_after` is freeze_step or var_freeze_step. Error feedback belongs to one rank and is dropped, as by the
+    originals."""
     name = NAMES[algorithm]
     order = [place for group in state_dict["param_groups"] for place in group["params"]]
     old = {place: state for place, state in state_dict["state"].items() if isinstance(state, dict) and state}
@@ -120,8 +121,8 @@ def _check(name: str, old: Dict[Any, State]) -> None:
 
 
 def _trust(state: State, step: int, frozen: bool, beta: Optional[float], compat: bool) -> State:
-    """1-bit LAMB. The running mean of trust ratios begins at 0 in the original. Standard mode divides it by the sum of
-    its weights. Once frozen the original goes on with the mean as it is, so the divisor is 1."""
+    """1-bit LAMB. The running mean of trust ratios is initially 0 in the original. Standard mode divides it by the sum
+    of its weights. Once frozen the original uses the mean without that correction, so the divisor is 1."""
     fresh = state["exp_avg_sq_fresh"]
     new = {"trust_average": torch.tensor(float(state["lamb_coeff_freeze"])),
            "trust_factor": torch.tensor(float(state["last_factor"]))}
@@ -137,8 +138,8 @@ def _trust(state: State, step: int, frozen: bool, beta: Optional[float], compat:
 
 def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Tensor]],
                   flat: bool) -> Dict[str, Any]:
-    """The optimizer's part of a wrapper's state dict for `groups`, the parameters of this optimizer. The originals
-    leave out parameters that are not trained; with `flat` all others of a group are one tensor."""
+    """Returns the optimizer's part of a wrapper's state dict for `groups`, the parameters of this optimizer. The
+    originals omit parameters that are not trained; with `flat` the others of a group are one tensor."""
     _check_keys("optimizer_state_dict", state_dict)
     saved = state_dict["param_groups"]
     if len(saved) != len(groups):
@@ -173,8 +174,8 @@ def _is_flat(state: Any, trained: List[Tuple[int, torch.Tensor]]) -> bool:
 
 
 def _split(g: int, state: Any, trained: List[Tuple[int, torch.Tensor]]) -> Dict[int, State]:
-    """Each tensor of the flat master's size is split into those of the parameters. Numbers are copied."""
-    if not isinstance(state, dict):  # the original has made no step
+    """Splits each tensor of the flat master's size into tensors of the parameters. Numbers are copied."""
+    if not isinstance(state, dict):  # the original has not stepped
         return {}
     sizes = [param.numel() for _, param in trained]
     new: Dict[int, State] = {place: {} for place, _ in trained}

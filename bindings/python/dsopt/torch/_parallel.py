@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model and expert parallelism: the process groups over which ranks agree on norms and on skipping a step, and how the
-parameters are divided over them."""
+"""Model and expert parallelism: the process groups over which ranks agree on norms and on skipping a step, and the
+distribution of parameters over them."""
 from __future__ import annotations
 
 import ctypes
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from ._plan import Entry
 
 LAMBS = (abi.DSOPT_ALGORITHM_LAMB, abi.DSOPT_ALGORITHM_ONEBIT_LAMB)
-# Names of a number in mpu objects: those of Megatron, of DeepSpeed's pipelines, and of both before pipelines.
+# Names of a method of mpu objects: Megatron's, DeepSpeed's with pipelines, and both before pipelines.
 TENSOR_RANK = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
 TENSOR_RANKS = ("get_tensor_model_parallel_world_size", "get_slice_parallel_world_size",
                 "get_model_parallel_world_size")
 
 
 def _mpus(owner: EngineOptimizer) -> Tuple[Any, Any]:
-    """The mpu of the wrapper's arguments, and that of the optimizer's argument `deepspeed`, or None."""
+    """Returns the mpu of the wrapper's arguments, and the mpu of the optimizer's argument `deepspeed`, or None."""
     return getattr(owner._wrapper, "mpu", None), getattr(getattr(owner, "_engine", None), "mpu", None)
 
 
@@ -38,7 +38,7 @@ def _first(mpu: Any, names: Tuple[str, ...], otherwise: int) -> int:
 
 
 class Planned:
-    """An attribute of a wrapper that is read when a plan is made. Setting it has the next step make a new plan."""
+    """An attribute of a wrapper that is read when a plan is made. After it is set, the next step makes a new plan."""
 
     def __init__(self, default: Any = None) -> None:
         self._default, self._name = default, ""
@@ -51,12 +51,12 @@ class Planned:
 
     def __set__(self, wrapper: Any, value: Any) -> None:
         vars(wrapper)[self._name] = value
-        if "optimizer" in vars(wrapper):  # else the constructor has set it
+        if "optimizer" in vars(wrapper):  # otherwise the constructor sets it
             wrapper.optimizer._plans = None
 
 
 def _group_of(mpu: Any, remedy: str = "") -> Any:
-    """The data-parallel group of an mpu. None: all ranks."""
+    """Returns the data-parallel group of an mpu. None: all ranks."""
     if mpu is None:
         return None
     if not hasattr(mpu, "get_data_parallel_group"):
@@ -66,8 +66,8 @@ def _group_of(mpu: Any, remedy: str = "") -> Any:
 
 
 def data_group_of(owner: Any) -> Any:
-    """The process group of an optimizer's exchange: `group`, else the data-parallel group of the engine's mpu, else
-    that of the wrapper's. None: all ranks."""
+    """Returns the process group of an optimizer's exchange: `group`, else the data-parallel group of the engine's mpu,
+    else of the wrapper's mpu. None: all ranks."""
     if owner._group is not None:
         return owner._group
     wrapper, engine = _mpus(owner)
@@ -77,7 +77,7 @@ def data_group_of(owner: Any) -> Any:
 
 def agrees_over_data(owner: EngineOptimizer) -> bool:
     """True while the engine of a wrapper does not average gradients in its backward pass. Data-parallel ranks may then
-    differ in what overflows, and agree on it, as in DeepSpeed's CheckOverflow. The 1-bit family does so by itself."""
+    have different overflows, and agree on skipping, as in DeepSpeed's CheckOverflow. The 1-bit family always agrees."""
     engine = getattr(owner._wrapper, "deepspeed", None)
     if engine is None or hasattr(owner, "_group"):
         return False
@@ -88,17 +88,19 @@ def agrees_over_data(owner: EngineOptimizer) -> bool:
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """True if ranks of an expert-parallel group hold different parameters in this place, as DeepSpeed marks them."""
+    """True if ranks of an expert-parallel group hold different parameters under this name, by DeepSpeed's mark."""
     return not getattr(param, "allreduce", True)
 
 
 def _loaded(name: str, otherwise: Any) -> Any:
-    """A global of deepspeed.utils.groups, if the program has imported it. It has the groups that MoE layers made."""
+    """Returns a global of deepspeed.utils.groups, if the program has imported it. It has the groups that MoE layers
+    made."""
     return getattr(sys.modules.get("deepspeed.utils.groups"), name, otherwise)
 
 
 def mean_of_data_ranks(value: Any, wrapper: Any) -> float:
-    """The mean of a number over the data-parallel ranks: those of the wrapper's mpu or of its engine's; else all."""
+    """Returns the mean of a number over the data-parallel ranks: those of the wrapper's mpu or of its engine's; else
+    all."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return float(value)
     mpu = getattr(wrapper.deepspeed, "mpu", None) if wrapper.mpu is None else wrapper.mpu
@@ -110,7 +112,7 @@ def mean_of_data_ranks(value: Any, wrapper: Any) -> float:
 
 
 class Parallel:
-    """Of a plan: adds the comms to a dsopt_optimizer_desc, and describes parameters to match."""
+    """Adds the comms of a plan to a dsopt_optimizer_desc, and describes parameters accordingly."""
 
     def __init__(self, owner: EngineOptimizer, context: Any, device: torch.device, entries: List[Entry],
                  desc: Any) -> None:
@@ -124,7 +126,7 @@ class Parallel:
         if agrees_over_data(owner):
             self._add_data(owner._wrapper.mpu)
         self._add_model()
-        self.index: Dict[str, int] = {}  # of the expert comms, by the names of their groups
+        self.index: Dict[str, int] = {}  # indices of the expert comms, by the names of their groups
         self.handles: Any = None
         self._add_experts(entries)
 
@@ -148,7 +150,7 @@ class Parallel:
         if not hasattr(mpu, "get_model_parallel_group"):
             if wrapper is not None:
                 raise wrong("mpu is a %s without get_model_parallel_group()" % type(mpu).__name__)
-            return  # the 1-bit family alone needs the data-parallel group only
+            return  # without a wrapper the 1-bit family needs only the data-parallel group
         group = mpu.get_model_parallel_group()
         comm = None if group is None else self._comm(group, "mpu.get_model_parallel_group()")
         if comm is None:
@@ -159,16 +161,17 @@ class Parallel:
         self.spans_stages = _first(mpu, TENSOR_RANKS, comm.ranks) < comm.ranks
         lamb = any(self.owner._rule(group)[0] in LAMBS for group in self.owner.param_groups)
         if self.spans_stages and lamb and not getattr(self.owner, "_compat", None):
-            # The engine adds up the shards of a tensor over all ranks of the model group.
+            # The engine sums the shards of a tensor over all ranks of the model group.
             raise unsupported("mpu.get_model_parallel_group() has the ranks of several pipeline stages, and %s takes "
                               "one trust ratio per tensor over all of them; use compat='deepspeed', which takes one "
                               "per shard" % type(self.owner).__name__)
 
     def _flags(self, param: torch.Tensor, expert: bool) -> int:
-        """In norms a tensor counts on tensor-parallel rank 0, a shard on every rank, and a copy of another pipeline
-        stage's nowhere. The engine counts what is not sharded on rank 0 of the model group, which is not that of every
-        stage: there it counts as a shard. FP16_UnfusedOptimizer of DeepSpeed looks for the marks at the gradients,
-        which do not have them: compat mode counts everything on tensor-parallel rank 0, and nothing elsewhere."""
+        """Returns the flags of dsopt_param. In norms a tensor counts on tensor-parallel rank 0, a shard on every rank,
+        and a copy of another pipeline stage's tensor on no rank. The engine counts tensors that are not sharded on rank
+        0 of the model group, which is in one pipeline stage only: in other stages they count as shards.
+        FP16_UnfusedOptimizer of DeepSpeed reads the marks of the gradients, which have none: compat mode counts
+        everything on tensor-parallel rank 0, and nothing elsewhere."""
         sharded = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
         sharded = sharded or (expert and _loaded("expert_tensor_parallel_world_size", 1) > 1)
         copied = getattr(param, "ds_pipe_replicated", False)
@@ -187,14 +190,14 @@ class Parallel:
             raise unsupported("%s is a parameter of experts, and the exchange of %s would average it with other "
                               "experts of other ranks; use another optimizer for it" %
                               (experts[0].name, type(self.owner).__name__))
-        if wrapper is None:  # no norms, and each rank steps by itself
+        if wrapper is None:  # no norms, and each rank steps independently
             return
         names: Dict[str, Entry] = {}
         for entry in experts:
             names.setdefault(self._expert_name(entry), entry)
         given = wrapper.expert_groups
         groups = given if given is not None else _loaded("_EXPERT_PARALLEL_GROUP", None) or {}
-        # A rank without experts in a group takes part in its collectives too.
+        # A rank without experts of a group also takes part in its collectives.
         for name in sorted(given if given is not None else names):
             comm = self._expert_comm(name, groups, names.get(name))
             self.index[name] = len(self.index) + 1
@@ -213,7 +216,7 @@ class Parallel:
             raise wrong("%s is a parameter of experts of %r, and the process group of that name is unknown; give "
                         "expert_groups={%r: group}" % (entry.name, name, name))
         comm = None if alone and name not in groups else self._comm(groups[name], "expert_groups[%r]" % name)
-        if comm is None:  # the norm of experts is apart also with one rank
+        if comm is None:  # the norm of experts is separate even with one rank
             comm = Comm.single(self.context)
             self.comms.append(comm)
         return comm
@@ -222,7 +225,7 @@ class Parallel:
         return is_expert(entry.param) or bool(self.owner.param_groups[entry.group].get("moe"))
 
     def _expert_name(self, entry: Entry) -> str:
-        """The name of the expert-parallel group of a parameter."""
+        """Returns the name of the expert-parallel group of a parameter."""
         group = self.owner.param_groups[entry.group]
         name = group.get("name") if group.get("moe") else getattr(entry.param, "group_name", None)
         if not isinstance(name, str):
@@ -231,16 +234,16 @@ class Parallel:
         return name
 
     def describe(self, place: Any, entry: Entry) -> None:
-        """Complete a dsopt_param."""
+        """Completes a dsopt_param."""
         expert = self.owner._wrapper is not None and self._is_expert(entry)
         place.flags |= self._flags(entry.param, expert)
         if expert and self._apart(entry):
             place.expert = self.index[self._expert_name(entry)]
 
     def _apart(self, entry: Entry) -> bool:
-        """True if a parameter of experts has its own part in the norm. In compat mode the wrappers find them as the
-        originals do; what FP16_Optimizer does not find is dense there. Overflow is agreed over the experts' ranks in
-        any case."""
+        """True if an expert parameter is summed separately in the norm. In compat mode the wrappers identify experts as
+        the originals do; experts that FP16_Optimizer does not identify count as dense. Ranks agree on overflow over the
+        experts' ranks in any case."""
         wrapper = self.owner._wrapper
         if not getattr(self.owner, "_compat", None):
             return True

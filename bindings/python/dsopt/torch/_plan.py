@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's description of those parameters of an optimizer that are on one device.
+"""The engine's description of an optimizer's parameters on one device.
 
-A plan has no state of its own: weights, moments and counters are torch's tensors, and the engine is called in its
-functional form (dsopt_optimizer_apply). So a plan is replaced by a new one whenever something about its lists changes.
+A plan holds no state: weights, moments and counters are torch's tensors, and the engine is called in its functional
+form (dsopt_optimizer_apply). So a plan is replaced whenever its lists change.
 """
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ._tensors import (STATES, Layouts, check_grad, check_kind, context_of, dtyp
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
 
-# State of the whole optimizer with one value per parameter. It is in the state of each parameter.
+# State of the whole optimizer with one value per parameter. It is stored in the state of each parameter.
 PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
-ERRORS = ("worker_error", "server_error")  # of this rank
+ERRORS = ("worker_error", "server_error")  # this rank's
 _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
-_somewhere = ctypes.create_string_buffer(64)  # "there is a gradient" of a tensor without elements
+_somewhere = ctypes.create_string_buffer(64)  # address of the gradient of a tensor without elements
 _ungated = contextlib.nullcontext()
 
 
@@ -56,10 +56,10 @@ class Plan:
     def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
         self.device, self.seed = device, seed  # the seed of stochastic rounding; None = nearest
         self.at_once = owner._at_once  # a step may change parameters that have no gradient
-        self.keys = [entry.param for entry in entries]  # the parameters as keys of the state
+        self.keys = [entry.param for entry in entries]  # parameters as keys of the state
         self.entries = entries = self._with_memory(entries)
         self.params = [entry.param for entry in entries]
-        self.written = self.params  # whose versions a step raises
+        self.written = self.params  # tensors whose versions a step increments
         self.context = context_of(device, entries[0].name if entries else "the optimizer")
         desc, needed, hooked = owner._engine_desc(self.context)
         if seed is not None:
@@ -68,14 +68,15 @@ class Plan:
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
         parallel = self._parallel(owner, desc)
-        # dsopt_optimizer_apply keeps no times. dsopt_optimizer_step does, and with the 1-bit family the first step of a
-        # plan compares the lists of ranks. That is one more collective, so all ranks must make a new plan at once.
+        # dsopt_optimizer_apply does not record times. dsopt_optimizer_step does, and with the 1-bit family the first
+        # step of a plan compares the lists of ranks. That is one more collective, so all ranks must make a new plan in
+        # the same step.
         self.timed = bool(desc.flags & abi.DSOPT_OPTIMIZER_TIMING)
         self.step_of = abi.lib.dsopt_optimizer_step if self.timed else abi.lib.dsopt_optimizer_apply
         self.engine = Engine(self.context, desc, *needed, *parallel.comms)
         self.handle = self.engine.handle
         self.gate = gate if hooked or parallel.hooked else _ungated
-        # In compat mode data-parallel ranks agree on a reason to skip that the caller gives, and not on overflow alone.
+        # In compat mode data-parallel ranks also agree on the caller's reason to skip, not only on overflow.
         self.skip = torch.zeros(1, device=device) if agrees_over_data(owner) else None
         self.stream: Optional[int] = None
         self.hyper: List[Tuple[float, ...]] = []
@@ -98,14 +99,14 @@ class Plan:
 
     # ------------------------------------------------------------------------------------------------------- set-up
     def _with_memory(self, entries: List[Entry]) -> List[Entry]:
-        """The entries with tensors whose memory the engine can use."""
+        """Returns the entries with tensors whose memory the engine can use."""
         return entries
 
     def _parallel(self, owner: EngineOptimizer, desc: Any) -> Any:
         return Parallel(owner, self.context, self.device, self.entries, desc)
 
     def _register(self, owner: EngineOptimizer, parallel: Any) -> None:
-        """Groups and parameters, without memory."""
+        """Registers groups and parameters, without memory."""
         for g, group in enumerate(owner.param_groups):
             algorithm, flags, fields = owner._rule(group)
             new = abi.dsopt_group()
@@ -142,12 +143,12 @@ class Plan:
             put(words, 2, [dtype for dtype, _ in kinds])
         self.param_at: Optional[List[int]] = None
         self.grad_at: Optional[List[int]] = None
-        self.layouts: Optional[Layouts] = None  # those of parameters and gradients that the lists describe
-        # The short way of _gather is for tensors whose elements lie in their order.
+        self.layouts: Optional[Layouts] = None  # layouts of the parameters and gradients in the lists
+        # The fast path of _gather requires contiguous tensors.
         self.plain = all(map(_is_contiguous, self.params)) and not any(p.is_complex() for p in self.params)
 
     def _list_state(self, owner: EngineOptimizer) -> None:
-        """Give the engine torch's state tensors, and make those that are missing."""
+        """Lists torch's state tensors for the engine, and creates missing ones."""
         count = ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_state_count(self.handle, byref(count)))
         self.state_list = (abi.dsopt_tensor * count.value)()
@@ -155,10 +156,10 @@ class Plan:
                                        str]]] = [[]
                                                  for _ in self.entries]  # per parameter: index and name of each entry
         fresh = not any(owner._has_begun(owner.state.get(p)) for p in self.keys)
-        given: List[torch.Tensor] = []  # state that is there before a first step
+        given: List[torch.Tensor] = []  # state that exists before the first step
         self._take_steps(owner)
         self.of_param = [owner.state[p] for p in self.keys]
-        self.whole: Dict[str, torch.Tensor] = {}  # what belongs to no single parameter, by its name
+        self.whole: Dict[str, torch.Tensor] = {}  # state of the whole optimizer by name
         for i, place in enumerate(self.state_list):
             info = abi.dsopt_state_info()
             abi.check(abi.lib.dsopt_optimizer_state(self.handle, i, byref(info)))
@@ -190,8 +191,8 @@ class Plan:
             self.steps_seen.add_(self.steps)
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
-        """torch's `step` is a number per parameter, the engine's one I32 list. Those here are the places of one
-        tensor, which is copied from and to that list. Where torch's state has no `step`, none is put there."""
+        """Makes torch's step counts views of one tensor, which is copied from and to the engine's I32 list: torch's
+        `step` is a number per parameter. If torch's state has no `step`, none is added."""
         count = len(self.entries)
         states = [owner.state[p] for p in self.keys]
         old = [owner._steps_of(state) if state else owner._starts_at(owner.param_groups[entry.group], entry.group)
@@ -205,14 +206,14 @@ class Plan:
             owner.state[p]["step"] = step
 
     def _state_tensor(self, i: int, name: str) -> Optional[torch.Tensor]:
-        """A state tensor of a parameter, if it is there."""
+        """Returns a state tensor of a parameter, if it exists."""
         tensor: Optional[torch.Tensor] = self.of_param[i].get(name)
         if tensor is not None:
             check_kind("state %r of %s" % (name, self.entries[i].name), tensor, self.keys[i])
         return tensor
 
     def _keep(self, i: int, name: str, tensor: torch.Tensor) -> None:
-        """Put a state tensor into the state of its parameter."""
+        """Stores a state tensor in the state of its parameter."""
         self.of_param[i][name] = tensor
 
     def _state_of_param(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
@@ -221,7 +222,7 @@ class Plan:
         dtype = torch.complex64 if param.is_complex() else STATES[info.tensor.dtype]
         tensor = self._state_tensor(info.param, name)
         if tensor is None:
-            # In the order of the parameter's elements; else in that of its shape.
+            # With the parameter's memory order if it is dense, else contiguous.
             like = param.detach() if is_dense(param) else param.detach().contiguous()
             if info.flags & abi.DSOPT_STATE_FROM_PARAM:
                 tensor = like.to(dtype, copy=True)
@@ -241,9 +242,9 @@ class Plan:
         return tensor
 
     def _state_of_whole(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
-        """State of no single parameter. Keys of optimizer.state are parameters, for all code that loops over it and for
-        torch.distributed.checkpoint. So a value per parameter is in the state of each parameter, and anything else in
-        that of the first. Ratios are only a report, so they are not kept with the state."""
+        """Returns state of the whole optimizer. Keys of optimizer.state must be parameters, for code that loops over it
+        and for torch.distributed.checkpoint. So a value per parameter is in the state of each parameter, and other
+        values in the state of the first parameter. Trust ratios are only reported, so they are not in the state."""
         numel, dtype = info.tensor.numel, STATES[info.tensor.dtype]
         tensor = torch.zeros(numel, dtype=dtype, device=self.device)
         if name in PER_PARAM:
@@ -257,7 +258,7 @@ class Plan:
             old = found[0] if found else tensor
             if old.shape == tensor.shape and old.dtype == dtype and old.device == self.device and old.is_contiguous():
                 tensor = old
-            elif not info.flags & abi.DSOPT_STATE_RANK_LOCAL:  # else parameters came, and error feedback starts again
+            elif not info.flags & abi.DSOPT_STATE_RANK_LOCAL:  # else parameters were added: reset
                 both = min(numel, old.numel())
                 tensor[:both].copy_(old.reshape(-1)[:both])
             self.of_param[0][key] = tensor
@@ -265,7 +266,7 @@ class Plan:
         return tensor
 
     def _drop_errors(self) -> None:
-        """Error feedback of other ranks or of another number of ranks, which may come from a checkpoint, is removed."""
+        """Removes error feedback of other ranks or of another number of ranks, which a checkpoint may have."""
         used = [tensor for name, tensor in self.whole.items() if name in ERRORS]
         for state in self.of_param:
             for key in [key for key in state if key.startswith(ERRORS)]:
@@ -274,7 +275,8 @@ class Plan:
 
     # --------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
-        """Describe a step to the engine, and check it. Returns what `step` takes; nothing has been stepped yet."""
+        """Describes a step to the engine, and checks it. Returns the argument of `step`; nothing has been stepped
+        yet."""
         for g, group in enumerate(owner.param_groups):
             now = owner._hyper(group, g)
             if now != self.hyper[g]:
@@ -301,12 +303,12 @@ class Plan:
         self.steps_seen.copy_(self.steps)
         for param, copy in staged:
             param.copy_(copy)
-        del needed  # a kernel that reads them comes first on the stream
+        del needed  # kernels that read them are earlier on the stream
         if bump is not None:
             bump(self.written + outputs if outputs else self.written)
 
     def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-        """Put outputs and norms into the call. Returns the scale of the gradients."""
+        """Adds outputs and norms to the call. Returns the scale of the gradients."""
         if given.outputs:
             self.out_list = (abi.dsopt_tensor * max(len(self.params), 1))()
             for place, entry, numel in zip(self.out_list, self.entries, self.numels):
@@ -337,7 +339,7 @@ class Plan:
             raise wrong("%s is %s, and the parameter %s" % (what, out.dtype, param.dtype), "DTYPE")
 
     def milliseconds(self) -> List[float]:
-        """dsopt_report.ms of the last step. Waits for the device."""
+        """Returns dsopt_report.ms of the last step. Waits for the device."""
         report = abi.dsopt_report()
         with self.gate:
             status = abi.lib.dsopt_optimizer_report(self.handle, byref(report))
@@ -345,7 +347,7 @@ class Plan:
         return list(report.ms)
 
     def _set(self, owner: EngineOptimizer, g: int, now: Tuple[float, ...]) -> None:
-        # What becomes 0 goes first: nesterov and dampening exclude one another.
+        # Fields that become 0 are set first: nesterov and dampening exclude each other.
         for field, old, new in sorted(zip(owner._fields, self.hyper[g], now), key=lambda change: change[2] != 0):
             if new != old:
                 key = getattr(abi, "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper())
@@ -359,21 +361,21 @@ class Plan:
         return [p.grad for p in self.params] if given is None else [given.grads.get(p) for p in self.params]
 
     def _gather(self, given: Any) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
-        """Put the addresses of parameters and gradients into the lists. Returns the parameters whose new values will be
-        in a copy, with that copy; and the copies of gradients, which must live until the call has been made."""
+        """Writes the addresses of parameters and gradients to the lists. Returns the parameters that are stepped in a
+        copy, with their copies, and the copies of gradients, which must live until the call has returned."""
         params = self.params
         grads = self._grads(given)
         if not self.plain:
             return self._arrange(grads)
         present = grads
         try:
-            at = list(map(_data_ptr, grads))  # a third of the time of a step of small tensors is in this function
+            at = list(map(_data_ptr, grads))  # this function takes a third of the time of a step of small tensors
         except (TypeError, RuntimeError):  # None; sparse
             present = [p if g is None else g for p, g in zip(params, grads)]
             if any(g.layout != torch.strided for g in present):
                 return self._arrange(grads)
             at = [0 if g is None else g.data_ptr() for g in grads]
-        # Memory that was released may come back as that of another dtype or shape, so an equal address proves nothing.
+        # Freed memory may be reused for another dtype or shape, so equal addresses prove nothing.
         both = present + params
         if self.layouts is None or not self.layouts.equal(both):
             self.layouts = self.grad_at = None
@@ -395,13 +397,13 @@ class Plan:
         return [], []
 
     def check_params(self) -> None:
-        """Raises Stale if the parameters are not those of the time of the plan."""
+        """Raises Stale if the parameters are not those for which the plan was made."""
         for param, dtype, shape in zip(self.params, self.dtypes, self.shapes):
             if param.dtype != dtype or param.shape != shape or param.device != self.device:
                 raise Stale
 
     def _follow(self, here: List[int]) -> None:
-        """Parameters have other memory."""
+        """Updates the lists after parameters have moved to other memory."""
         for entry, at, numel in zip(self.entries, here, self.numels):
             if not at and numel:
                 raise wrong("%s has no memory" % entry.name)
@@ -409,9 +411,9 @@ class Plan:
         self.param_at = here
 
     def _examine(self, i: int, grad: Optional[torch.Tensor]) -> int:
-        """Address of a gradient, once it is found to be one of this parameter."""
+        """Returns the address of a gradient, after checking that it matches its parameter."""
         entry = self.entries[i]
-        if grad is None:  # the parameter is in its place for `layouts`
+        if grad is None:  # `layouts` has the parameter instead
             self.grad_list[i].dtype = self.param_list[i].dtype
             return 0
         what = "the gradient of " + entry.name
@@ -426,8 +428,8 @@ class Plan:
     def _arrange(
             self,
             grads: List[Optional[torch.Tensor]]) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
-        """_gather for elements in any order: parameter, gradient and state must have the same one. That is the
-        parameter's, and gradients that have another are copied. A parameter with gaps is stepped in a copy."""
+        """_gather for any memory order: parameter, gradient and state must have the parameter's order. Gradients with
+        another order are copied. A parameter that is not dense is stepped in a copy."""
         staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
         copies: List[torch.Tensor] = []
         self.layouts = self.grad_at = self.param_at = None
@@ -451,7 +453,7 @@ class Plan:
         return staged, copies
 
     def _order_state(self, i: int, param: torch.Tensor) -> None:
-        """Convert the state of a parameter to the strides of its elements."""
+        """Converts the state of a parameter to the parameter's strides."""
         for index, name in self.state_of[i]:
             tensor = self._state_tensor(i, name)
             if strides_of(tensor) != strides_of(param):

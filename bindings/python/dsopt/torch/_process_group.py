@@ -12,7 +12,7 @@ from .. import _abi as abi
 from .._handles import Comm, Context
 from ._tensors import unsupported, wrong
 
-BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo")  # DeepSpeed's names of its own backends, and gloo
+BACKENDS = ("nccl", "mpi", "hccl", "compressed", "gloo")  # DeepSpeed's names of its backends, and gloo
 DTYPES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F64: torch.float64, abi.DSOPT_DTYPE_I32: torch.int32}
 SIZES = {torch.float32: 4, torch.float64: 8, torch.int32: 4, torch.uint8: 1}
 
@@ -31,17 +31,17 @@ class _Memory:
 
 
 class Collectives:
-    """The functions of a comm table by torch.distributed. They work in host memory, those of NCCL in device memory."""
+    """The functions of a comm table on torch.distributed. They work in host memory; with NCCL in device memory."""
 
-    # The tensors of the last call. A thread of gloo may hold them a little longer than the call, and must not be the one
-    # that releases the last reference: it would wait for the interpreter's lock, which ends the process at its exit.
+    # The tensors of the last call. A thread of gloo may hold them slightly longer than the call, and must not release
+    # the last reference: it would wait for the interpreter's lock, which ends the process at interpreter exit.
     _last: Any = None
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if "nccl" not in str(dist.get_backend(group)):
-            # gloo has no all-to-all in every version of torch; pairs of send and receive it always had.
+            # gloo does not have all-to-all in every version of torch; it always has send and receive.
             self.all_to_all = self._by_pairs
 
     def _tensor(self, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Collectives:
         dist.all_reduce(out, dist.ReduceOp.MAX if op == abi.DSOPT_OP_MAX else dist.ReduceOp.SUM, group=self.group)
 
     def broadcast(self, address: int, count: int, dtype: int) -> None:
-        """From rank 0 of the group, in place."""
+        """Broadcasts from rank 0 of the group, in place."""
         if count:
             root = 0 if self.group is None else dist.distributed_c10d._get_global_rank(self.group, 0)
             self._last = self._tensor(address, count, DTYPES[dtype])
@@ -69,7 +69,7 @@ class Collectives:
     def all_gather(self, send: int, recv: int, size: int, stream: Optional[int]) -> None:
         if not size:
             return
-        row = self._tensor(send, size, torch.uint8).clone()  # it may be a part of `recv`
+        row = self._tensor(send, size, torch.uint8).clone()  # it may overlap `recv`
         out = list(self._tensor(recv, size * self.ranks, torch.uint8).view(self.ranks, size))
         self._last = row, out
         dist.all_gather(out, row, group=self.group)
@@ -101,18 +101,18 @@ class Collectives:
 
 
 class Default(str):
-    """The default of comm_backend_name, which is equal to the name that a caller may pass."""
+    """The default of comm_backend_name, to distinguish it from an equal name that a caller passes."""
 
 
 def check_backend(name: Any, group: Any) -> None:
-    """Refuse a comm_backend_name that is unknown, or that contradicts the backend of the process group."""
+    """Refuses a comm_backend_name that is unknown, or that contradicts the backend of the process group."""
     if not isinstance(name, str) or name not in BACKENDS:
         raise wrong("comm_backend_name is %r, and must be one of %s" % (name, ", ".join(map(repr, BACKENDS))))
     # "compressed" of DeepSpeed works over any backend of torch.distributed.
     if isinstance(name, Default) or name == "compressed" or not is_distributed():
         return
     backend = str(dist.get_backend(group)).lower()
-    if backend == "undefined" and hasattr(dist, "get_backend_config"):  # torch chose one per device
+    if backend == "undefined" and hasattr(dist, "get_backend_config"):  # torch chose a backend per device
         backend = str(dist.get_backend_config(group)).lower()
     if name not in backend:
         raise wrong("comm_backend_name is %r, and the backend of the process group is %r; leave comm_backend_name out, "
@@ -124,12 +124,12 @@ def is_distributed() -> bool:
 
 
 def ranks_of(group: Any) -> int:
-    """Number of ranks of a process group; 1 without torch.distributed."""
+    """Returns the number of ranks of a process group; 1 without torch.distributed."""
     return int(dist.get_world_size(group)) if is_distributed() else 1
 
 
 def memory_of(group: Any, device: torch.device, what: str) -> bool:
-    """True if the collectives of a process group are to work in the memory of `device`; False: in host memory."""
+    """True if the collectives of a process group must work in the memory of `device`; False: in host memory."""
     backend = str(dist.get_backend(group))
     own = device.type == "cuda" and "nccl" in backend
     if "nccl" in backend and "gloo" not in backend and not own:
@@ -138,8 +138,8 @@ def memory_of(group: Any, device: torch.device, what: str) -> bool:
 
 
 def comm_of(group: Any, context: Context, device: torch.device, what: str = "group") -> Optional[Comm]:
-    """A comm over a process group; None: the default group, if there is one. One rank needs no comm. `what` names the
-    group in the error."""
+    """Returns a comm over a process group; None: the default group, if there is one. Returns None for one rank. `what`
+    names the group in errors."""
     if not is_distributed():
         if group is not None:
             raise unsupported("%s: torch.distributed is not initialized" % what)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""register(): the 1-bit optimizers behind their names in the JSON configuration of an installed DeepSpeed."""
+"""register(): makes the 1-bit optimizers available under their names in an installed DeepSpeed's JSON configuration."""
 from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
@@ -20,8 +20,7 @@ _registered: Optional[Registered] = None
 
 
 class Registered:
-    """What register() has replaced: methods of the engine's class, and names that its list of optimizers did not
-    have."""
+    """The replacements of register(): methods of the engine's class, and names that its list of optimizers lacked."""
 
     def __init__(self, kind: Any, names: Any) -> None:
         self.kind, self.names = kind, names
@@ -31,7 +30,7 @@ class Registered:
 
 
 def _deepspeed() -> Tuple[Any, Any]:
-    """The engine's class, and the list of the optimizers that it makes by name."""
+    """Returns the engine's class, and the list of the optimizers that it makes by name."""
     try:
         from deepspeed.runtime import config, engine
         from deepspeed.runtime.fp16 import loss_scaler
@@ -54,7 +53,7 @@ def _deepspeed() -> Tuple[Any, Any]:
 
 def register() -> None:
     """Make deepspeed.initialize use the classes of this package for "OneBitAdam", "ZeroOneAdam" and "OneBitLamb" of the
-    configuration's "optimizer", also where DeepSpeed has no such optimizers any more. "params" are the arguments of the
+    configuration's "optimizer", also if DeepSpeed no longer has these optimizers. "params" are the arguments of the
     class. With "fp16" or "bf16" the wrapper is FP16_Optimizer of this package (FP16_UnfusedOptimizer for OneBitLamb),
     also around an optimizer of these classes that is passed to deepspeed.initialize. ZeRO is refused.
 
@@ -74,7 +73,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo register(). Without it nothing changes. Engines that exist keep their optimizers and wrappers."""
+    """Undo register(). Does nothing without register(). Existing engines keep their optimizers and wrappers."""
     global _registered
     found = _registered
     if found is None:
@@ -150,8 +149,8 @@ def _wrap(before: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scales(gradient: float, accumulated: float, scale: float) -> Tuple[bool, bool]:
-    """Whether a gradient of the loss has the loss scale, and whether that is sure. Engines divide by the number of
-    accumulated micro-batches before this gradient or after it, so without the scale it is 1 or 1/accumulated."""
+    """Returns True if a gradient of the loss has the loss scale, and True if that is certain. Engines divide by the
+    number of accumulated micro-batches before or after this gradient, so without the scale it is 1 or 1/accumulated."""
     without = (1.0, 1 / accumulated)
 
     def near(value: float, others: Iterable[float]) -> bool:
@@ -161,8 +160,8 @@ def _scales(gradient: float, accumulated: float, scale: float) -> Tuple[bool, bo
 
 
 def _backward(before: Callable[..., Any]) -> Callable[..., Any]:
-    """Engines of DeepSpeed 0.19 multiply the loss by the loss scale with ZeRO only, and wrappers divide by it. An
-    engine of a later version may do it: the gradient of the loss tells which."""
+    """Engines of DeepSpeed 0.19 multiply the loss by the loss scale only with ZeRO, and wrappers divide by it. Engines
+    of later versions may always multiply: the gradient of the loss shows that."""
 
     def backward(self: Any, loss: Any, *args: Any, **more: Any) -> Any:
         wrapper = self.optimizer
@@ -170,7 +169,7 @@ def _backward(before: Callable[..., Any]) -> Callable[..., Any]:
             return before(self, loss, *args, **more)
 
         def scale(gradient: torch.Tensor) -> torch.Tensor:
-            scales = self.__dict__.get("_dsopt_scales")  # known after the first time, which waits for the device
+            scales = self.__dict__.get("_dsopt_scales")  # known after the first call, which waits for the device
             if scales is None:
                 scales, sure = _scales(abs(float(gradient.detach())), self.gradient_accumulation_steps(),
                                        wrapper.loss_scale or 1.0)

@@ -10,15 +10,15 @@ from .. import _abi as abi
 from ._originals import mismatch
 from ._plan import ERRORS
 
-# Words of the state tensor "schedule", as dsopt_schedule_info has them.
+# Words of the state tensor "schedule", in the order of dsopt_schedule_info.
 STEP, FROZEN, LOCAL_INTERVAL = 0, 1, 4
-# What the originals begin again in each load, and in one before the freeze.
+# State that the originals reset in each load, and in a load before the freeze.
 FORGOTTEN = ("exp_avg_pad", "momentum_accumulator")
 TRUST = ("trust_average", "trust_factor", "trust_scaling")
 
 
 def resume(states: List[Dict[str, Any]], algorithm: int, freeze_step: int, compat: bool) -> None:
-    """Set the stage that `step` and `freeze_step` give. `states` are those of the parameters, just loaded."""
+    """Sets the stage that follows from `step` and `freeze_step`. `states` are the loaded states of the parameters."""
     home = next((state for state in states if "schedule" in state), None)
     if home is None:
         return
@@ -37,21 +37,21 @@ def _drop(states: List[Dict[str, Any]], *names: str) -> None:
 
 
 def _as_original(states: List[Dict[str, Any]], words: List[int], algorithm: int, freeze_step: int) -> List[int]:
-    """As dsopt_optimizer_load in compat mode. The original of 0/1 Adam writes its stage to an attribute that nothing
-    reads."""
+    """As dsopt_optimizer_load in compat mode. The original 0/1 Adam writes its stage to an attribute that is never
+    read."""
     frozen = algorithm != abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM and words[STEP] >= freeze_step
     _drop(states, *ERRORS, *FORGOTTEN, *(() if frozen else TRUST))
     for state in states:
-        if "lr_sum" in state:  # stays as a mark of 0/1 Adam
+        if "lr_sum" in state:  # kept to mark state of 0/1 Adam
             state["lr_sum"] = torch.zeros_like(state["lr_sum"])
     return [words[STEP], int(frozen)] + [0] * 6
 
 
 def _stage(states: List[Dict[str, Any]], words: List[int], algorithm: int, freeze_step: int) -> List[int]:
-    """Freeze or thaw where freeze_step is not that of the run that was saved. Error feedback then starts again."""
+    """Freezes or unfreezes if freeze_step differs from the saved run's. Error feedback is then reset."""
     step, frozen = words[STEP], bool(words[FROZEN])
     zero_one = algorithm == abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
-    # A checkpoint of the original's 0/1 Adam is not frozen yet at step == var_freeze_step.
+    # A checkpoint of the original 0/1 Adam is not frozen yet at step == var_freeze_step.
     if not frozen and step > 0 and (step > freeze_step if zero_one else step >= freeze_step):
         _drop(states, *ERRORS, "anchor")
         for state in states:

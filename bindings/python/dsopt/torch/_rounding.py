@@ -2,8 +2,8 @@
 """Stochastic rounding of bfloat16 parameters: the keys "stochastic_rounding" and "seed" of groups.
 
 The engine's random number for an element depends on the seed, the name and the step count of its parameter, and the
-element's index, so the groups and the step counts of a state dict are all that a run needs to go on with the same bits.
-Groups have these keys only where rounding is asked for: the state dicts of all others have torch's keys.
+element's index, so a run continues with the same bits from the groups and the step counts of a state dict. Groups have
+these keys only if rounding is enabled: other state dicts have torch's keys.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = ("stochastic_rounding", "seed")
 
 
 def defaults_of(stochastic_rounding: Any, seed: Any) -> Dict[str, Any]:
-    """The defaults of a constructor with these arguments."""
+    """Returns the defaults of a constructor with these arguments."""
     _check_seed(seed, "seed")
     if not stochastic_rounding:
         if seed != 0:
@@ -41,12 +41,12 @@ def _check_seed(seed: Any, what: str) -> int:
 
 
 def raw_seeds(groups: List[Dict[str, Any]]) -> List[Any]:
-    """The values of the groups as they are there."""
+    """Returns the unchecked values of the groups."""
     return [(group.get("seed", 0),) if group.get("stochastic_rounding") else None for group in groups]
 
 
 def seeds_of(owner: EngineOptimizer) -> List[Optional[int]]:
-    """The seed of each group, checked; None where it rounds to nearest."""
+    """Returns the checked seed of each group; None if it rounds to nearest."""
     seeds = [None if raw is None else _check_seed(raw[0], "param_groups[%d]: seed" % g)
              for g, raw in enumerate(raw_seeds(owner.param_groups))]
     first = next((g for g, seed in enumerate(seeds) if seed is not None), None)
@@ -68,7 +68,7 @@ def _refuse(owner: EngineOptimizer, what: str) -> None:
 
 
 def check_dtypes(owner: EngineOptimizer, seeds: List[Optional[int]]) -> None:
-    """Refuse stochastic rounding where no parameter is bfloat16. float32 parameters next to those are exact."""
+    """Refuses stochastic rounding without bfloat16 parameters. float32 parameters next to bfloat16 ones are exact."""
     dtypes = [param.dtype for group, seed in zip(owner.param_groups, seeds) if seed is not None
               for param in group["params"]]
     if dtypes and torch.bfloat16 not in dtypes:
@@ -78,7 +78,7 @@ def check_dtypes(owner: EngineOptimizer, seeds: List[Optional[int]]) -> None:
 
 
 def keep(old: List[Dict[str, Any]], new: List[Dict[str, Any]]) -> None:
-    """Groups of a state dict that do not have the keys, such as those of torch.optim, keep what the optimizer has."""
+    """Keeps the optimizer's values for groups of a state dict without the keys, such as torch.optim's."""
     for before, group in zip(old, new):
         for key in KEYS:
             if key in before:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss scale of FP16_Optimizer and FP16_UnfusedOptimizer: its values, and how a program changes them."""
+"""The loss scale of FP16_Optimizer and FP16_UnfusedOptimizer: its values, and functions that change them."""
 from __future__ import annotations
 
 import struct
@@ -25,8 +25,8 @@ class Scaled:
     low_precision_dtype: torch.dtype
     _plan: Callable[[], Plan]
     _profile = ""
-    _scale_args: Optional[Dict[str, Any]]  # of dsopt_scaler_desc; None: no loss scale
-    _external: Optional[float]  # with compat="deepspeed": the override, which the backward pass alone uses
+    _scale_args: Optional[Dict[str, Any]]  # fields of dsopt_scaler_desc; None: no loss scale
+    _external: Optional[float]  # with compat="deepspeed": the override, which only the backward pass uses
 
     def _words(self) -> torch.Tensor:
         return self._plan().whole["scaler"].cpu()
@@ -38,7 +38,7 @@ class Scaled:
         return info
 
     def _write_scaler(self, own: float, override: Optional[float], **counters: int) -> None:
-        """The words of the state tensor "scaler", as dsopt.h lists them."""
+        """Writes the words of the state tensor "scaler", as listed in dsopt.h."""
         words = list(self._words().tolist())
         words[0:2] = struct.unpack("<2i", struct.pack("<d", own))
         words[2:4] = struct.unpack("<2i", struct.pack("<d", override or 0))
@@ -60,7 +60,7 @@ class Scaled:
 
     @property
     def cur_scale(self) -> float:
-        """The scaler's own value."""
+        """The dynamic scale, without an override."""
         return float(self._scaler().dynamic) if self._scale_args is not None else 1.0
 
     @cur_scale.setter
@@ -70,12 +70,12 @@ class Scaled:
         self._write_scaler(scale, info.scale if info.overridden else None)  # type: ignore[union-attr]
 
     def _scale_in_use(self) -> float:
-        """What gradients are divided by."""
+        """Returns the divisor of gradients."""
         return float(self._scaler().scale) if self._scale_args is not None else 1.0
 
     @property
     def loss_scale(self) -> Optional[float]:
-        """What the loss is multiplied by."""
+        """Factor of the loss."""
         return self._scale_in_use() if self._external is None else self._external
 
     @loss_scale.setter
@@ -83,10 +83,10 @@ class Scaled:
         self.cur_scale = value
 
     def override_loss_scale(self, loss_scale: Optional[float]) -> None:
-        """Use another loss scale. The scaler keeps its own meanwhile. With compat="deepspeed" the backward pass alone
-        uses it: the step divides gradients by the scaler's own, which moves on.
+        """Use another loss scale. The dynamic scale is kept meanwhile. With compat="deepspeed" only the backward pass
+        uses it: the step divides gradients by the dynamic scale, which keeps adapting.
 
-        loss_scale  a number, or None for the scaler's own
+        loss_scale  a number, or None for the dynamic scale
         """
         if self._scale_args is None:
             refuse = asserted if self._profile == "fused" else unsupported
@@ -116,17 +116,17 @@ class Scaled:
 
     @property
     def last_overflow_iter(self) -> int:
-        """Number of the last step that was skipped; -1 if none was."""
+        """Number of the last skipped step; -1 = none."""
         return int(self._scaler().last_overflow) if self._scale_args is not None else -1
 
     @property
     def scale_factor(self) -> float:
-        """What a dynamic scale is multiplied with, or divided by."""
+        """Factor by which a dynamic scale is multiplied or divided."""
         return float((self._scale_args or {}).get("factor", 2.0))
 
     @property
     def scale_window(self) -> int:
-        """Good steps after which a dynamic scale grows."""
+        """Number of good steps after which a dynamic scale grows."""
         return int((self._scale_args or {}).get("window", 1000))
 
     @property
@@ -144,7 +144,8 @@ class Scaled:
         return value * (self.loss_scale or 1.0)
 
     def _combined_scale(self, total_norm: Any) -> float:
-        """What gradients are divided by: the loss scale, and by how much `total_norm`, which has it, is too large."""
+        """Returns the divisor of gradients: the loss scale, times the excess of the scaled `total_norm` over
+        clip_grad."""
         scale = self._scale_in_use()
         if self.clip_grad > 0:
             scale *= max((float(total_norm) / scale + 1e-6) / self.clip_grad, 1.0)

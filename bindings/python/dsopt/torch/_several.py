@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of an optimizer that has several plans: parameters on several devices, of other seeds, and float64 ones.
+"""Steps of an optimizer with several plans: parameters on several devices, with different seeds, and float64 ones.
 
-A plan takes norms and looks for Inf and NaN in the gradients of its own parameters. What all plans must decide in the
-same way is found here first.
+A plan computes norms and checks for Inf and NaN only in the gradients of its parameters. Decisions that all plans must
+share are computed here first.
 """
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 class Given(NamedTuple):
     """The arguments of one step."""
-    grads: Dict[torch.Tensor, torch.Tensor]  # by parameter; one that is not here has no gradient
+    grads: Dict[torch.Tensor, torch.Tensor]  # by parameter; missing ones have no gradient
     outputs: Dict[torch.Tensor, torch.Tensor]  # by parameter
-    scale: float  # gradients are this much too large
-    norms: Optional[List[float]]  # of the gradients of each group; None: the step takes them where it clips
+    scale: float  # factor by which the gradients are scaled
+    norms: Optional[List[float]]  # norm of each group's gradients; None: the step computes them if it clips
 
 
 def with_norms(owner: EngineOptimizer, scale: Any, found_inf: Any) -> Optional[Given]:
-    """The arguments of this step with the norm of each group, where a group clips or gradients carry a scale; else as
-    they are. A norm that is not finite skips the step in each plan. GradScaler has looked for Inf and NaN already."""
+    """Returns the arguments of this step, with the norm of each group if a group clips or gradients have a scale. A
+    norm that is not finite skips the step in each plan. GradScaler has already checked for Inf and NaN."""
     given = owner._given
     if given is not None and given.norms is not None:
         return given
@@ -49,11 +49,11 @@ def _norms(owner: EngineOptimizer, grads: Any) -> List[float]:
             if param not in grads:
                 continue
             grad = grads[param]
-            if is_dtensor(param):  # of a rule without norms: what counts is whether the shard of this rank is finite
+            if is_dtensor(param):  # the rule has no norms: only this rank's shard must be finite
                 grad, = local_tensors([grad])
             else:
                 check_grad(grad, param, "the gradient of " + entry.name, plan.device)
             if grad.layout == torch.strided:
                 sums[entry.group] += squares_of(grad)
-    largest = torch.finfo(torch.float32).max  # of the norms that the engine takes
+    largest = torch.finfo(torch.float32).max  # largest norm that the engine accepts
     return [math.sqrt(total) if total <= largest**2 else math.inf for total in sums]

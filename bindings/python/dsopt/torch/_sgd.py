@@ -16,15 +16,15 @@ TorchSGD = torch.optim.SGD  # as it is on import
 class SGD(Torch, TorchSGD):
     """torch.optim.SGD, stepped by the engine.
 
-    Sparse gradients are refused, and a momentum that changes between 0 and another value. Parameters are float32,
+    Sparse gradients are refused, and so is a momentum that changes between 0 and another value. Parameters are float32,
     float16, bfloat16, float64 or complex; the momentum of 16-bit ones is float32.
 
     params                  parameters, or dicts of parameters with their own values of what follows
     lr                      learning rate; a number, or a tensor that is read in each step
     momentum                decay of the sum of gradients; 0 = no momentum
-    dampening               the share of a gradient that does not enter the momentum
+    dampening               the fraction of a gradient that is not added to the momentum
     weight_decay            times the weights is added to the gradient
-    nesterov                the step looks ahead along the momentum
+    nesterov                True: Nesterov's momentum
     foreach                 no effect: the step is the same
     maximize                must be False
     differentiable          must be False
@@ -36,7 +36,7 @@ class SGD(Torch, TorchSGD):
     """
 
     _fields = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
-    _counts = False  # torch's state is the buffer alone
+    _counts = False  # torch's state is only the buffer
 
     def __init__(self,
                  params: Any,
@@ -78,21 +78,21 @@ class SGD(Torch, TorchSGD):
         return lr, decay, momentum, dampening, float(bool(group["nesterov"]))
 
     def _steps_of(self, state: Dict[str, Any]) -> float:
-        """The engine asks whether the next step is the first, which makes the buffer. The step itself counts with
-        stochastic rounding only."""
+        """The engine only needs to know if the next step is the first, which creates the buffer. The step count itself
+        matters only with stochastic rounding."""
         return float(state.get("step", "momentum_buffer" in state))
 
     def _plan(self) -> None:
         self._forget()
         begun = []
         for state in self.state.values():
-            if state.get("momentum_buffer", state) is None:  # of a torch that notes that there is none
+            if state.get("momentum_buffer", state) is None:  # some versions of torch store None
                 del state["momentum_buffer"]
             begun.append("momentum_buffer" in state)
         for group in self.param_groups:
             for state in [self.state[param] for param in group["params"] if param in self.state]:
                 if group["momentum"] and "momentum_buffer" not in state:
-                    state.pop("step", None)  # of a run without momentum: the next step is the buffer's first
+                    state.pop("step", None)  # saved without momentum: the next step is the buffer's first
         try:
             super()._plan()
         except BaseException:
@@ -103,7 +103,7 @@ class SGD(Torch, TorchSGD):
             raise
 
     def _forget(self) -> None:
-        """Take out buffers whose first step was skipped: the gradient that makes a buffer is not dampened."""
+        """Removes buffers whose first step was skipped: the gradient that creates a buffer is not dampened."""
         if any(group["dampening"] for group in self.param_groups):
             for plan in self._plans or ():
                 for param, step in zip(plan.keys, plan.steps.tolist()):
@@ -111,12 +111,12 @@ class SGD(Torch, TorchSGD):
                         self.state.get(param, {}).pop("momentum_buffer", None)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Add a group, as torch's. `param_group` is a dict of its parameters and of hyper-parameters of its own."""
+        """Add a group, as torch's. `param_group` is a dict of its parameters and its hyper-parameters."""
         self._forget()
         super().add_param_group(param_group)
 
     def state_dict(self, *args: Any, **options: Any) -> Dict[str, Any]:
-        """Returns the state and the groups. `args` and options are those of torch's."""
+        """Returns the state and the groups. `args` and options are torch's."""
         self._forget()
         return super().state_dict(*args, **options)
 

@@ -39,7 +39,7 @@ def _per_group(groups: List[Dict[str, Any]], values: Any, what: str) -> List[Opt
 
 def _tensors(groups: List[Dict[str, Any]], values: Any,
              what: str) -> Iterator[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
-    """Yields parameters, each with its entry. Parameters past the end of their list are left out, as by the
+    """Yields parameters, each with its entry. Parameters past the end of their list are omitted, as by the
     originals."""
     for g, (group, entries) in enumerate(zip(groups, _per_group(groups, values, what))):
         for i, (param, entry) in enumerate(zip(group["params"], [None] * len(group["params"])
@@ -50,7 +50,8 @@ def _tensors(groups: List[Dict[str, Any]], values: Any,
 
 
 def _norms(groups: List[Dict[str, Any]], values: Any) -> Optional[List[float]]:
-    """Returns one norm per group, or None if no group has max_grad_norm: then the original does not read them."""
+    """Returns one norm per group, or None if no group has max_grad_norm: in that case the original does not read
+    them."""
     if values is None or not any(group.get("max_grad_norm") for group in groups):
         return None
     values = [values] if torch.is_tensor(values) and values.dim() == 0 else list(values)

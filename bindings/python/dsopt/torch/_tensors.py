@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's tensors as the engine's: dtypes, memory layouts, devices."""
+"""Conversion of torch's tensors to the engine's: dtypes, memory layouts, devices."""
 from __future__ import annotations
 
 import os
@@ -16,7 +16,7 @@ from .._errors import AssertedError, Error, error_of
 from .._handles import Context
 
 DEVICES = ("cpu", "cuda")
-# dtype of the engine, and how many of its elements one of torch's is
+# dtype of the engine, and number of its elements per torch element
 FLOATS: Dict[torch.dtype, Tuple[int, int]] = {
     torch.float32: (abi.DSOPT_DTYPE_F32, 1), torch.float16: (abi.DSOPT_DTYPE_F16, 1),
     torch.bfloat16: (abi.DSOPT_DTYPE_BF16, 1), torch.complex64: (abi.DSOPT_DTYPE_F32, 2)}
@@ -33,7 +33,7 @@ def unsupported(text: str) -> Error:
 
 
 def asserted(text: str) -> Error:
-    """What is not supported where the original has an assert statement."""
+    """Returns the error for an unsupported option for which the original has an assert statement."""
     return AssertedError("%s (DSOPT_ERR_UNSUPPORTED)" % text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
 
 
@@ -42,12 +42,12 @@ INSTEAD = {"amsgrad": "use torch.optim for it", "maximize": "minimize the negati
 
 
 def refused(where: str, option: str) -> Error:
-    """An option of torch.optim or DeepSpeed that the engine does not have."""
+    """Returns the error for an option of torch.optim or DeepSpeed that the engine does not have."""
     return unsupported("%s: %s=True is not supported; %s" % (where, option, INSTEAD[option]))
 
 
 def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
-    """As FLOATS has it. `what` names the tensor in the error."""
+    """Returns the entry of FLOATS. `what` names the tensor in the error."""
     try:
         return FLOATS[tensor.dtype]
     except KeyError:
@@ -56,7 +56,7 @@ def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """True for a tensor of torch.distributed.tensor. There is none before the program has imported that module, which
+    """True for a DTensor of torch.distributed.tensor. None exists before the program has imported that module, which
     had another name before torch 2.5."""
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     kind = getattr(module, "DTensor", None)
@@ -64,7 +64,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def check_grad(grad: torch.Tensor, param: torch.Tensor, what: str, device: torch.device) -> None:
-    """Refuse a gradient that is not one of this parameter; its dtype apart. `what` names it in the error."""
+    """Refuses a gradient that does not match this parameter, except for its dtype. `what` names it in the error."""
     if is_dtensor(grad):
         raise unsupported("%s is a DTensor, and the parameter a plain tensor; give it the local tensor, or make the "
                           "parameter a DTensor" % what)
@@ -80,7 +80,7 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, what: str, device: torch
 
 
 def check_kind(what: str, state: torch.Tensor, param: torch.Tensor) -> None:
-    """Refuse a plain state tensor of a DTensor, and the reverse."""
+    """Refuses a plain state tensor of a DTensor, and the reverse."""
     if is_dtensor(state) != is_dtensor(param):
         kinds = ("a plain tensor", "a DTensor")
         raise unsupported("%s is %s, and the parameter %s; load it with "
@@ -89,12 +89,12 @@ def check_kind(what: str, state: torch.Tensor, param: torch.Tensor) -> None:
 
 
 def strides_of(tensor: torch.Tensor) -> List[int]:
-    """Where the stride means something."""
+    """Returns the strides of dimensions with more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size != 1]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Are its elements all of a piece of memory, in any order?"""
+    """True if the elements are all elements of a memory range, in any order."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
         if stride != expected:
@@ -104,28 +104,30 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 # The imaginary part of a conjugate has the negative bit. Complex gradients, which may have the conjugate bit, have no
-# quick way.
+# fast path.
 ATTRIBUTES = (attrgetter("dtype"), attrgetter("shape"), torch.Tensor.stride, attrgetter("device"), torch.Tensor.is_neg)
-# torch 2.1 and later compare all of these in one call. The class is private, so nothing depends on it but the time.
+# torch 2.1 and later compare all of these in one call. The class is private, so only performance depends on it.
 _Guards = getattr(getattr(getattr(torch, "_C"), "_dynamo", None), "guards", None)
 
 
 class Layouts:
-    """dtype, shape, strides, device and negative bit of some tensors, to notice a change. Takes no memory of theirs."""
+    """dtype, shape, strides, device and negative bit of some tensors, to detect changes. Does not keep the tensors
+    alive."""
 
     def __init__(self, tensors: List[torch.Tensor]) -> None:
         self.attributes = [list(map(attribute, tensors)) for attribute in ATTRIBUTES]
         self._prepare(tensors)
 
     def _prepare(self, tensors: List[torch.Tensor]) -> None:
-        self.check: Any = None  # while there is none, only the attributes are compared
+        self.check: Any = None  # None: only the attributes are compared
         try:
             self.check = _Guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         except (AttributeError, TypeError, ValueError, RuntimeError):
             pass
 
     def equal(self, tensors: List[torch.Tensor]) -> bool:
-        # The check compares more, such as requires_grad and the modes of the thread. So a failure is not conclusive.
+        # The check also compares other properties, such as requires_grad and thread modes, so a failure is
+        # inconclusive.
         if self.check is not None and self.check(*tensors):
             return True
         for attribute, expected in zip(ATTRIBUTES, self.attributes):
@@ -137,7 +139,7 @@ class Layouts:
 
 
 def words_of(tensors: Any) -> memoryview:
-    """An array of dsopt_tensor as 64-bit words, three of each tensor: address, numel, dtype."""
+    """Returns an array of dsopt_tensor as 64-bit words, three per tensor: address, numel, dtype."""
     return memoryview(tensors).cast("B").cast("Q")
 
 
@@ -151,7 +153,7 @@ _lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    """The thread that held the lock is not in the child."""
+    """Replaces the lock: a thread that held it does not exist in the child."""
     global _lock
     _lock = threading.Lock()
 
@@ -160,7 +162,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def context_of(device: torch.device, what: str) -> Context:
-    """The context of a device, with as many threads as torch uses; one for all optimizers of this process."""
+    """Returns the context of a device, with as many threads as torch uses; one for all optimizers of this process."""
     if device.type not in DEVICES:
         raise wrong("%s is on device %s; the engine has cpu and cuda" % (what, device), "DEVICE")
     key = os.getpid(), device.type, device.index, torch.get_num_threads()

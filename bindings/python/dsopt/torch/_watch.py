@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FP16_Optimizer and FP16_UnfusedOptimizer report about a step: text in Python's logging, times in timers."""
+"""Reports of FP16_Optimizer and FP16_UnfusedOptimizer about a step: text in Python's logging, times in timers."""
 from __future__ import annotations
 
 import logging
@@ -29,8 +29,8 @@ def overflowed(report: Sequence[float]) -> bool:
 
 
 def log_step(report: Sequence[float], before: float, name_of: Any) -> None:
-    """INFO for a step that was skipped, and for a loss scale that is another one than `before`. `report` has the places
-    of DSOPT_REPORT_SKIPPED and others; `name_of` gives the name of a parameter of the plan."""
+    """Logs (INFO) a skipped step, and a loss scale that differs from `before`. `report` is indexed by
+    DSOPT_REPORT_SKIPPED and others; `name_of` returns the name of a parameter of the plan."""
     after, bad = report[abi.DSOPT_REPORT_SCALE_NEXT], int(report[abi.DSOPT_REPORT_FIRST_BAD])
     scale = "the loss scale " + ("is %g" % before if after == before else "changed from %g to %g" % (before, after))
     if report[abi.DSOPT_REPORT_SKIPPED]:
@@ -43,7 +43,7 @@ def log_step(report: Sequence[float], before: float, name_of: Any) -> None:
 
 
 class Measured:
-    """An entry of DeepSpeed's timers for a device: a time that is known."""
+    """An entry of DeepSpeed's timers for a device: a known time."""
 
     def __init__(self, milliseconds: float) -> None:
         self._milliseconds = milliseconds
@@ -58,9 +58,9 @@ def measures(timers: Any) -> bool:
 
 
 class Timed:
-    """`with Timed(timers) as timed:` around a step, and then timed.report(). A timer of DeepSpeed, which keeps a list
-    `event_timers`, gets the times of the engine's phases. Any other one is started and stopped: basic_step around the
-    whole step, the others around nothing, because the engine has no phases that begin and end in Python."""
+    """`with Timed(timers) as timed:` around a step, and then timed.report(). A timer of DeepSpeed, which has a list
+    `event_timers`, receives the times of the engine's phases. Any other timer is started and stopped: basic_step around
+    the whole step, the others around nothing, because the engine's phases do not begin and end in Python."""
 
     def __init__(self, timers: Any) -> None:
         self._timers = timers
@@ -81,7 +81,7 @@ class Timed:
             self._basic.stop()
 
     def report(self, times: Optional[Dict[str, float]], skipped: bool) -> None:
-        """Add the phases to the timers, and log them: a step that was skipped has the first two."""
+        """Adds the phases to the timers, and logs them: a skipped step has the first two."""
         for name in OVERFLOW if skipped else STEP:
             timer = self._timers(name)
             if not self._takes:
@@ -94,7 +94,7 @@ class Timed:
 
 
 def times_of(milliseconds: Sequence[float]) -> Dict[str, float]:
-    """Of dsopt_report.ms, under DeepSpeed's names."""
+    """Returns the times of dsopt_report.ms under DeepSpeed's names."""
     return {name: sum(milliseconds[PHASES[phase]] for phase in phases) for name, phases in STEP.items()}
 
 
@@ -109,7 +109,7 @@ class Watched:
     _timers: Any = None
 
     def _step(self, closure: Optional[Callable[[], Any]], drops_grads: bool) -> List[float]:
-        """One step. Returns its report: reading it is the one wait for the device."""
+        """Steps once. Returns the report; reading it is the only wait for the device."""
         if closure is not None:
             warnings.warn("%s.step does not call its closure; call it before the step" % type(self).__name__,
                           stacklevel=3)
@@ -132,12 +132,12 @@ class Watched:
 
     @property
     def timers(self) -> Any:
-        """The timers that get the times of the phases of each step, or None."""
+        """The timers that receive the times of the phases of each step, or None."""
         return self._timers
 
     @timers.setter
     def timers(self, value: Any) -> None:
-        if value is not self._timers:  # a new plan takes one more collective with timers and the 1-bit family
+        if value is not self._timers:  # a new plan costs one more collective with timers and the 1-bit family
             self._timers = value
             self.optimizer._plans = None
 
