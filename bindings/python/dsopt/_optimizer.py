@@ -343,8 +343,8 @@ class Optimizer(Handle):
         report      receives DSOPT_REPORT_FLOATS float32
         zero_grads  set gradients to zero in the same pass
         out_only    new weights are written only to `out`
-        delta       `out` receives new - old, and parameters are not changed accumulated the gradients are those of
-        `accumulate`
+        delta       `out` receives new - old, and parameters are not changed
+        accumulated the gradients are those of `accumulate`
         no_nan      `report` has -1 in place of NaN
         stream      the CUDA stream of the step
 

@@ -56,7 +56,9 @@ class DynamicScale(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Report of a step. values array indexed by enum dsopt_report_place, -1 where nothing was computed
+    """Report of a step.
+
+    values  array indexed by enum dsopt_report_place, -1 where nothing was computed
     """
 
     values: jax.Array
