@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Says how to link dsopt: by pkg-config, or from the folders in DSOPT_LIB_DIR, which come first. Feature `dlopen`: not
-//! at all.
+//! Prints how to link dsopt: by pkg-config, or from the folders in DSOPT_LIB_DIR, which take precedence. Feature
+//! `dlopen`: nothing is linked.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
-/// What libdsopt.a needs where no pkg-config file says so. gcc and c: rustc links with -nodefaultlibs.
+/// Libraries that libdsopt.a needs if there is no pkg-config file. gcc and c: rustc links with -nodefaultlibs.
 const OF_ARCHIVE: [&str; 6] = ["stdc++", "m", "pthread", "dl", "gcc", "c"];
 
 fn feature(name: &str) -> bool {
@@ -17,7 +17,7 @@ fn fail(text: &str) -> ! {
     std::process::exit(1)
 }
 
-/// The flags that pkg-config knows, or why it knows none.
+/// Returns the flags of pkg-config, or why there are none.
 fn pkg_config(archive: bool) -> Result<Vec<String>, String> {
     let program = env::var_os("PKG_CONFIG").unwrap_or_else(|| "pkg-config".into());
     let mut command = Command::new(&program);
@@ -45,14 +45,14 @@ fn main() {
         if archive {
             fail("the features `static` and `dlopen` exclude each other");
         }
-        // In the C library since glibc 2.34, and an empty library there.
+        // Part of the C library since glibc 2.34, where libdl is empty.
         println!("cargo:rustc-link-lib=dylib=dl");
         return;
     }
     if env::var_os("DOCS_RS").is_some() {
         return; // documentation links nothing
     }
-    // One folder, or several as in PATH: that of the library first, then of what it needs.
+    // One folder, or several as in PATH: the library's first, then those of its dependencies.
     let given: Vec<PathBuf> =
         env::var_os("DSOPT_LIB_DIR").map_or_else(Vec::new, |folders| env::split_paths(&folders).collect());
     let flags = match (pkg_config(archive), given.is_empty()) {
@@ -70,7 +70,7 @@ fn main() {
         println!("cargo:rustc-link-search=native={}", folder.display());
     }
     println!("cargo:rustc-link-lib={}=dsopt", if archive { "static" } else { "dylib" });
-    // Other flags (-Wl,-z,nodelete) cannot be handed on to the crates that use this one.
+    // Other flags (-Wl,-z,nodelete) cannot be passed on to the crates that use this one.
     for name in flags.iter().filter_map(|flag| flag.strip_prefix("-l")) {
         if name != "dsopt" {
             println!("cargo:rustc-link-lib={}{name}", if archive { "dylib=" } else { "" });

@@ -34,7 +34,7 @@ pub unsafe fn load(path: Option<&OsStr>) -> Result<(), String> {
     }
     let path = path.unwrap_or_else(|| OsStr::new(SONAME));
     let name = CString::new(path.as_bytes()).map_err(|_| "the path has a NUL in it".to_string())?;
-    // SAFETY: a string of C, and the caller's word for what is in the file.
+    // SAFETY: a string of C; the caller promises that the file is a library of dsopt.
     let library = unsafe { dlopen(name.as_ptr(), RTLD_NOW) };
     if library.is_null() {
         return Err(reason());
@@ -44,9 +44,9 @@ pub unsafe fn load(path: Option<&OsStr>) -> Result<(), String> {
     Ok(())
 }
 
-/// Why the last call of this thread failed.
+/// Returns why the last call of this thread failed.
 fn reason() -> String {
-    // SAFETY: dlerror has no preconditions; what it returns is valid until the thread's next call.
+    // SAFETY: dlerror has no preconditions; its result is valid until the thread's next call.
     unsafe {
         let text = dlerror();
         if text.is_null() {
@@ -58,7 +58,7 @@ fn reason() -> String {
 
 pub(crate) fn find(library: *mut c_void, name: &str) -> Result<*mut c_void, String> {
     let terminated = CString::new(name).map_err(|error| error.to_string())?;
-    // SAFETY: a library that dlopen gave, and a string of C.
+    // SAFETY: a library that dlopen returned, and a string of C.
     let found = unsafe { dlsym(library, terminated.as_ptr()) };
     if found.is_null() {
         return Err(format!("the library has no function {name}: {}", reason()));
@@ -69,7 +69,7 @@ pub(crate) fn find(library: *mut c_void, name: &str) -> Result<*mut c_void, Stri
 pub(crate) fn table() -> &'static Functions {
     let loaded = LOADED.load(Ordering::Acquire);
     if loaded.is_null() {
-        // SAFETY: the soname is that of dsopt, as it is for programs that are linked to it.
+        // SAFETY: the soname is dsopt's, as for programs that are linked to it.
         if let Err(reason) = unsafe { load(None) } {
             panic!("dsopt could not be loaded: {reason}");
         }

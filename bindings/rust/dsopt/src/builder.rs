@@ -4,13 +4,13 @@ use crate::optimizer::Optimizer;
 use crate::{sys, Comm, Context, Result, Scaler};
 use std::ptr::{self, NonNull};
 
-/// What a step does about Inf and NaN in gradients.
+/// Policy of a step for Inf and NaN in gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Nonfinite {
     /// Skip the step if the gradients are read for scaling or clipping anyway, else apply them. The default.
     Auto = 0,
-    /// Always look, and skip.
+    /// Always check, and skip.
     Skip = 1,
     /// Apply them.
     Apply = 2,
@@ -26,7 +26,7 @@ pub struct OptimizerBuilder {
     comms: Comms,
 }
 
-// SAFETY: the pointers of the desc are set when it is used.
+// SAFETY: the pointers of the desc are set only when it is used.
 unsafe impl Send for OptimizerBuilder {}
 
 /// The comms that an optimizer uses.
@@ -72,11 +72,11 @@ impl OptimizerBuilder {
         accumulators = DSOPT_OPTIMIZER_ACCUMULATE,
         /// Times per phase in the report.
         timing = DSOPT_OPTIMIZER_TIMING,
-        /// The 1-bit family: the step averages gradients itself where they must be averaged in full.
+        /// The 1-bit family: the step averages gradients if they must be averaged in full precision.
         averages = DSOPT_OPTIMIZER_AVERAGES,
-        /// Data-parallel ranks compare what they are about to do before each step.
+        /// Data-parallel ranks compare their calls before each step.
         check_ranks = DSOPT_OPTIMIZER_CHECK_RANKS,
-        /// 1-bit Adam: keep the frozen stage's momentum as the bits of the last exchange.
+        /// 1-bit Adam: after the freeze, keep momentum as the bits of the last exchange.
         momentum_bits = DSOPT_OPTIMIZER_MOMENTUM_BITS,
     }
 
@@ -93,13 +93,13 @@ impl OptimizerBuilder {
         self
     }
 
-    /// What to do about Inf and NaN in gradients.
+    /// Policy for Inf and NaN in gradients.
     pub fn nonfinite(mut self, policy: Nonfinite) -> Self {
         self.desc.nonfinite = policy as i32;
         self
     }
 
-    /// The masters of a group lie one behind the other.
+    /// The masters of a group are contiguous.
     pub fn flat_masters(mut self) -> Self {
         self.desc.masters = sys::DSOPT_MASTERS_FLAT;
         self
@@ -117,13 +117,13 @@ impl OptimizerBuilder {
         self
     }
 
-    /// After so many skipped steps in a row a step fails with [`ErrorKind::Skips`](crate::ErrorKind::Skips).
+    /// After this many skipped steps in a row a step fails with [`ErrorKind::Skips`](crate::ErrorKind::Skips).
     pub fn skip_budget(mut self, steps: i32) -> Self {
         self.desc.skip_budget = steps;
         self
     }
 
-    /// Gradients carry this loss scale, and steps move it.
+    /// Gradients have this loss scale, and steps update it.
     pub fn scaler(mut self, scaler: &Scaler) -> Self {
         self.scaler = Some(scaler.clone());
         self
@@ -141,7 +141,7 @@ impl OptimizerBuilder {
         self
     }
 
-    /// The ranks of this node; `data` then has those with the same rank in their node.
+    /// The ranks of this node; `data` then has the ranks with the same rank in their node.
     pub fn node(mut self, comm: Comm) -> Self {
         self.comms.node = Some(comm);
         self

@@ -9,18 +9,18 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::{ptr, slice};
 
-/// What a load leaves as it is.
+/// State that a load does not change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Keep moments, counters, schedule and error feedback.
     pub keep_state: bool,
-    /// Make masters from the parameters, not from the file.
+    /// Copy masters from the parameters, not from the file.
     pub keep_masters: bool,
-    /// Keep the hyper-parameters that are set now.
+    /// Keep the current hyper-parameters.
     pub keep_hyper: bool,
     /// Keep the loss scale and its counters.
     pub keep_scaler: bool,
-    /// Error feedback of the 1-bit family starts anew.
+    /// Reset error feedback of the 1-bit family.
     pub reset_errors: bool,
 }
 
@@ -70,9 +70,9 @@ impl<T> Stream<T> {
 }
 
 unsafe extern "C" fn write<W: Write>(user: *mut c_void, data: *const c_void, bytes: usize) -> c_int {
-    // SAFETY: `user` is the stream of the call that is running, which nobody else uses.
+    // SAFETY: `user` is the stream of the call that is running, which no other thread uses.
     let stream = unsafe { &mut *user.cast::<Stream<W>>() };
-    // SAFETY: so many bytes, unless there are none.
+    // SAFETY: `data` has `bytes` bytes, unless there are none.
     let data = if bytes == 0 { &[] } else { unsafe { slice::from_raw_parts(data.cast::<u8>(), bytes) } };
     stream.run(|writer| writer.write_all(data))
 }
@@ -81,9 +81,9 @@ unsafe extern "C" fn read<R: Read + Seek>(user: *mut c_void, offset: u64, data: 
     if bytes == 0 {
         return 0;
     }
-    // SAFETY: `user` is the stream of the call that is running, which nobody else uses.
+    // SAFETY: `user` is the stream of the call that is running, which no other thread uses.
     let stream = unsafe { &mut *user.cast::<Stream<R>>() };
-    // SAFETY: so many bytes. They are zeros before a reader sees them.
+    // SAFETY: `data` has `bytes` bytes, which are zeroed before a reader receives them.
     let data = unsafe {
         ptr::write_bytes(data.cast::<u8>(), 0, bytes);
         slice::from_raw_parts_mut(data.cast::<u8>(), bytes)
@@ -96,7 +96,7 @@ unsafe extern "C" fn read<R: Read + Seek>(user: *mut c_void, offset: u64, data: 
 
 impl Optimizer {
     /// Write a checkpoint: a safetensors file, under a temporary name until it is complete. With a data comm
-    /// each rank writes a file of its own.
+    /// each rank writes one file.
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
         self.save_params(path, &[])
     }
@@ -126,14 +126,14 @@ impl Optimizer {
         .map_err(|error| error.with_source(stream.error.take()))
     }
 
-    /// Read a checkpoint. Everything is checked before anything changes. `params` is needed for masters that are made
-    /// from them, else it may be empty; parameters in the file are left out.
+    /// Read a checkpoint. Everything is checked before anything changes. `params` is needed for masters that are copied
+    /// from them, otherwise it may be empty; parameters in the file are ignored.
     pub fn load(&mut self, path: impl AsRef<Path>, options: LoadOptions) -> Result<()> {
         self.load_files(&[path], options, &mut [])
     }
 
-    /// Read a checkpoint that was saved by this number of ranks, or by another one: one path of each rank that saved.
-    /// With parameters in the list these are read as well.
+    /// Read a checkpoint that was saved by this or another number of ranks: one path per rank that saved. Parameters in
+    /// the list are read as well.
     pub fn load_files<P: AsRef<Path>>(
         &mut self,
         paths: &[P],
@@ -159,7 +159,7 @@ impl Optimizer {
         })
     }
 
-    /// Read a checkpoint from a stream of each rank that saved. As [`Optimizer::load_files`].
+    /// Read a checkpoint from one stream per rank that saved. As [`Optimizer::load_files`].
     pub fn load_from<R: Read + Seek>(
         &mut self,
         readers: &mut [R],
@@ -176,7 +176,7 @@ impl Optimizer {
         }
         let mut streams: Vec<Stream<&mut R>> = readers.iter_mut().map(Stream::new).collect();
         let base = streams.as_mut_ptr();
-        // SAFETY: places of the vector.
+        // SAFETY: indices of the vector.
         let users: Vec<*mut c_void> = (0..totals.len()).map(|index| unsafe { base.add(index) }.cast()).collect();
         io.read = Some(read::<&mut R>);
         match (users.as_slice(), totals.as_slice()) {

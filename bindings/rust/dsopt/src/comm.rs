@@ -6,19 +6,19 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One rank's end of a set of ranks that communicate.
+/// One rank's handle to a group of ranks that communicate.
 ///
-/// Every rank makes the same calls in the same order. One thread at a time uses a comm, so it is moved into the
-/// optimizer that uses it; [`Comm::handle`] is for other threads. The first failure loses the comm: each later call
-/// returns the same error.
+/// Every rank makes the same calls in the same order. One thread at a time may use a comm, so it is moved into the
+/// optimizer that uses it; [`Comm::handle`] is for other threads. The first failure makes the comm unusable: each later
+/// call returns the same error.
 #[derive(Debug)]
 pub struct Comm {
     inner: Arc<Inner>,
 }
 
-/// Asks about a comm, or aborts it, from any thread and at any time.
+/// Queries or aborts a comm, from any thread and at any time.
 ///
-/// A handle keeps the comm: other ranks do not see that this one has left before the last handle is dropped.
+/// A handle keeps the comm alive: other ranks do not observe that this rank has left before the last handle is dropped.
 #[derive(Clone, Debug)]
 pub struct CommHandle {
     inner: Arc<Inner>,
@@ -30,7 +30,7 @@ struct Inner {
     context: Context,
 }
 
-// SAFETY: collectives go through the one `Comm`, mutably; all else is query and abort, which any thread may call.
+// SAFETY: only `Comm`, borrowed mutably, makes collectives; other calls are query and abort, which any thread may make.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -42,7 +42,7 @@ impl Drop for Inner {
     }
 }
 
-/// How ranks communicate.
+/// Kind of communication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CommKind {
@@ -54,7 +54,7 @@ pub enum CommKind {
     Hccl = 3,
 }
 
-/// What the ranks of a comm must have in common: made by one of them and carried to the others by any means.
+/// Bootstrap id of a comm, the same on all ranks: one rank creates it and sends it to the others by any means.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommId {
     kind: CommKind,
@@ -62,25 +62,25 @@ pub struct CommId {
 }
 
 impl CommId {
-    /// Make one.
+    /// Create an id.
     pub fn new(kind: CommKind) -> Result<CommId> {
         sys::check_abi().map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))?;
         let mut size = 0;
-        // SAFETY: NULL asks for the size.
+        // SAFETY: NULL queries the size.
         check(unsafe { sys::dsopt_comm_unique_id(kind as i32, ptr::null_mut(), &mut size) })?;
         let mut bytes = vec![0u8; size];
-        // SAFETY: as many bytes as `size` says.
+        // SAFETY: `bytes` has `size` bytes.
         check(unsafe { sys::dsopt_comm_unique_id(kind as i32, bytes.as_mut_ptr().cast(), &mut size) })?;
         bytes.truncate(size);
         Ok(CommId { kind, bytes })
     }
 
-    /// One that another process made.
+    /// An id that another process created.
     pub fn from_bytes(kind: CommKind, bytes: &[u8]) -> CommId {
         CommId { kind, bytes: bytes.to_vec() }
     }
 
-    /// To send it to another process.
+    /// The bytes to send to another process.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -110,16 +110,16 @@ pub struct CommInfo {
     pub status: i32,
     /// Collectives so far.
     pub calls: i64,
-    /// Sent by this rank.
+    /// Bytes sent by this rank.
     pub bytes_sent: i64,
-    /// Received by this rank.
+    /// Bytes received by this rank.
     pub bytes_received: i64,
 }
 
 impl Inner {
     fn query(&self) -> Result<CommInfo> {
         let mut info = sys::zeroed!(dsopt_comm_info);
-        // SAFETY: the handle lives; any thread may ask.
+        // SAFETY: the handle lives; any thread may query.
         check(unsafe { sys::dsopt_comm_query(self.handle.as_ptr(), &mut info) })?;
         Ok(CommInfo {
             rank: usize::try_from(info.rank).unwrap_or(0),
@@ -158,13 +158,13 @@ impl Comm {
         unsafe { Comm::from_desc(context, &desc) }
     }
 
-    /// Meet the other ranks, which all call this function. Fails with
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) if one does not come within 10 minutes.
+    /// Connect to the other ranks, which must all call this function. Fails with
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) if one does not join within 10 minutes.
     pub fn connect(context: &Context, id: &CommId, rank: usize, ranks: usize) -> Result<Comm> {
         Comm::connect_within(context, id, rank, ranks, Duration::from_secs(600))
     }
 
-    /// As [`Comm::connect`], with the longest wait in this call and in every later one. `Duration::MAX` is no limit.
+    /// As [`Comm::connect`], with a time-out for this call and every later one. `Duration::MAX` is no limit.
     pub fn connect_within(
         context: &Context,
         id: &CommId,
@@ -190,7 +190,7 @@ impl Comm {
     /// A comm of any kind, such as a table of C functions (MPI), or an `ncclComm_t` of the program.
     ///
     /// # Safety
-    /// What the desc points to must be as `dsopt.h` says, for as long as it says.
+    /// Everything to which the desc points must satisfy the requirements of `dsopt.h`, for as long as they apply.
     pub unsafe fn from_desc(context: &Context, desc: &sys::dsopt_comm_desc) -> Result<Comm> {
         let mut handle = ptr::null_mut();
         // SAFETY: the context lives; the rest is promised by the caller.
@@ -198,7 +198,7 @@ impl Comm {
         Comm::own(context, status, handle)
     }
 
-    /// What creating one gave.
+    /// Converts the result of creating a comm.
     pub(crate) fn own(context: &Context, status: i32, handle: *mut sys::dsopt_comm) -> Result<Comm> {
         let inner = |handle| Inner { handle, context: context.clone() };
         owned(status, NonNull::new(handle).map(|handle| Comm { inner: Arc::new(inner(handle)) }))
@@ -213,7 +213,7 @@ impl Comm {
         &self.inner.context
     }
 
-    /// For other threads, and for when the comm has been moved into an optimizer.
+    /// A handle for other threads, and for use after the comm has been moved into an optimizer.
     pub fn handle(&self) -> CommHandle {
         CommHandle { inner: self.inner.clone() }
     }
@@ -223,7 +223,7 @@ impl Comm {
         self.inner.query()
     }
 
-    /// All-reduce a list in place, in fp32. Every rank gets the same bits.
+    /// All-reduce a list in place, in fp32. Every rank receives the same bits.
     pub fn all_reduce(&mut self, tensors: &mut [TensorMut<'_>], op: Op) -> Result<()> {
         // SAFETY: tensors and comm are borrowed mutably.
         let status = unsafe {

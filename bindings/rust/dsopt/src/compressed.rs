@@ -28,19 +28,19 @@ pub struct Compressed {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Errors {
-    /// As a worker.
+    /// Residuals as a worker.
     pub worker: Vec<f32>,
-    /// As a server.
+    /// Residuals as a server.
     pub server: Vec<f32>,
 }
 
 impl Compressed {
-    /// Without residuals. The first exchange says for which list this is.
+    /// A new exchange with zero residuals. The first call determines the sizes of the list.
     pub fn new() -> Compressed {
         Compressed::default()
     }
 
-    /// With the padding of DeepSpeed's compressed_allreduce.
+    /// A new exchange with the padding of DeepSpeed's compressed_allreduce.
     pub fn deepspeed() -> Compressed {
         Compressed { deepspeed: true, ..Compressed::default() }
     }
@@ -54,7 +54,7 @@ impl Compressed {
         args
     }
 
-    /// Check the buffers for this list, or make them before the first exchange.
+    /// Checks the buffers for this list, or creates them before the first exchange.
     fn prepare(&mut self, comm: &Comm, args: &mut sys::dsopt_compressed) -> Result<()> {
         comm.context().host_only("the buffer of a compressed all-reduce")?;
         let (mut worker, mut server, mut workspace) = (0, 0, 0);
@@ -79,9 +79,10 @@ impl Compressed {
         Ok(())
     }
 
-    /// The exchange: the list becomes its mean. `node` has the ranks of this node, if there are two levels.
+    /// Exchange the list and replace it by its mean. `node` has the ranks of this node, if there are two levels.
     ///
-    /// After [`ErrorKind::Comm`](crate::ErrorKind::Comm) and its kin the residuals are spoilt: begin with a new one.
+    /// After [`ErrorKind::Comm`](crate::ErrorKind::Comm) and similar errors the residuals are corrupted: use a new
+    /// object.
     pub fn all_reduce(
         &mut self,
         comm: &mut Comm,
@@ -90,7 +91,7 @@ impl Compressed {
     ) -> Result<()> {
         let mut args = self.arguments(node, tensors);
         self.prepare(comm, &mut args)?;
-        // SAFETY: list and comms are borrowed mutably, and the buffers have the sizes that the library said.
+        // SAFETY: list and comms are borrowed mutably, and the buffers have the sizes that the library returned.
         check(unsafe { sys::dsopt_compressed_allreduce(comm.as_ptr(), &args) })
     }
 

@@ -7,8 +7,8 @@ use std::os::raw::c_char;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// How a thread pool runs pieces: it calls the second argument once for every number below the first, on any threads,
-/// and returns when all of them are done.
+/// A thread pool: it calls the second argument once for every index below the first argument, on any threads, and
+/// returns when all of them are done.
 pub type ParallelFor = dyn Fn(usize, &(dyn Fn(usize) + Sync)) + Send + Sync;
 
 /// A pool for one call.
@@ -24,7 +24,7 @@ pub enum LogLevel {
     Error = 1,
     /// Something is probably not as intended.
     Warn = 2,
-    /// What happens rarely.
+    /// Rare events.
     Info = 3,
     /// Every call.
     Trace = 4,
@@ -62,8 +62,8 @@ unsafe impl Sync for Inner {}
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: the handle is ours, and this is its last use. Then nobody is left who could call a hook, because each
-        // object that was made with this context destroys its own handle before it lets go of `Inner`.
+        // SAFETY: the handle is ours, and this is its last use. No object can then call a hook, because each object
+        // that was made with this context destroys its handle before it drops `Inner`.
         unsafe {
             panics::discard(|| sys::dsopt_context_destroy(self.handle.as_ptr()));
             drop(Box::from_raw(self.hooks));
@@ -89,12 +89,12 @@ impl Context {
         self.inner.handle.as_ptr()
     }
 
-    /// Whether tensors are memory of a CUDA device.
+    /// True if tensors are memory of a CUDA device.
     pub fn is_cuda(&self) -> bool {
         self.inner.cuda
     }
 
-    /// For functions whose arguments or results are values of the host, which the CPU backend takes as its own memory.
+    /// Refuses CUDA, for functions with arguments or results in host memory, which is backend memory only on the CPU.
     pub(crate) fn host_only(&self, what: &str) -> Result<()> {
         if self.is_cuda() {
             let text = format!("{what} is host memory, and this context is CUDA: use dsopt-sys with as_ptr()");
@@ -124,13 +124,13 @@ impl fmt::Debug for ContextBuilder {
 }
 
 impl ContextBuilder {
-    /// Into how many pieces a step is cut, and how many workers run them. 0, the default: the number of cores.
+    /// Number of work items per step, and of workers that run them. 0, the default: the number of cores.
     pub fn threads(mut self, threads: i32) -> Self {
         self.desc.threads = threads;
         self
     }
 
-    /// Smallest piece of work in elements, a multiple of 4096.
+    /// Smallest work item in elements, a multiple of 4096.
     pub fn chunk(mut self, elements: i64) -> Self {
         self.desc.chunk = elements;
         self
@@ -138,9 +138,9 @@ impl ContextBuilder {
 
     /// A thread pool in place of the library's threads.
     ///
-    /// The calling thread should run pieces too: a pool whose threads all wait inside dsopt would otherwise never
-    /// finish. If the pool leaves pieces out, the call returns [`ErrorKind::Hook`](crate::ErrorKind::Hook). A panic of
-    /// the pool goes on after the call; what the call had to change is then undefined in part.
+    /// The calling thread should run some of the indices: otherwise a pool whose threads all wait inside dsopt
+    /// deadlocks. If the pool omits indices, the call returns [`ErrorKind::Hook`](crate::ErrorKind::Hook). A panic of
+    /// the pool resumes after the call, whose results are then partly undefined.
     ///
     /// ```
     /// // Two threads for each pass.
@@ -175,8 +175,8 @@ impl ContextBuilder {
         self
     }
 
-    /// For debugging on CUDA: each step asks the driver to which device each pointer belongs, and fails with
-    /// [`ErrorKind::Device`](crate::ErrorKind::Device) for memory of another one or of the host.
+    /// For debugging on CUDA: each step checks the device of each pointer, and fails with
+    /// [`ErrorKind::Device`](crate::ErrorKind::Device) for memory of another device or of the host.
     pub fn check_pointers(mut self) -> Self {
         self.desc.flags |= sys::DSOPT_CONTEXT_CHECK_POINTERS;
         self
@@ -185,7 +185,7 @@ impl ContextBuilder {
     /// The CUDA device of this number, in place of the CPU.
     ///
     /// # Safety
-    /// Every tensor and list that is given to an object of this context is memory of that device, made with
+    /// Every tensor and list that is passed to an object of this context is memory of that device, made with
     /// `from_raw_parts`, and stays valid and otherwise unused until the stream has passed the call.
     pub unsafe fn cuda(mut self, device: i32) -> Self {
         self.desc.backend = sys::DSOPT_BACKEND_CUDA;
@@ -205,7 +205,7 @@ impl ContextBuilder {
         let hooks = Box::into_raw(Box::new(self.hooks));
         self.desc.user = hooks.cast();
         let mut handle = ptr::null_mut();
-        // SAFETY: the desc and the place for the handle are valid, and the hooks live as long as `Inner`.
+        // SAFETY: the desc and the pointer to the handle are valid, and the hooks live as long as `Inner`.
         let status = unsafe { sys::dsopt_context_create(&self.desc, &mut handle) };
         let cuda = self.desc.backend == sys::DSOPT_BACKEND_CUDA;
         let made = NonNull::new(handle).map(|handle| Context { inner: Arc::new(Inner { handle, cuda, hooks }) });
@@ -219,10 +219,10 @@ impl ContextBuilder {
 
 pub(crate) type Body = Option<unsafe extern "C" fn(arg: *mut c_void, i: i64)>;
 
-/// A pointer that pieces on other threads use.
+/// A pointer that other threads of a pool use.
 #[derive(Clone, Copy)]
 struct Shared(*mut c_void);
-// SAFETY: the library passes it to every piece, on whatever thread that runs.
+// SAFETY: the library passes it to every index, on any thread.
 unsafe impl Sync for Shared {}
 
 impl Shared {
@@ -231,15 +231,15 @@ impl Shared {
     }
 }
 
-/// Run pieces of the library on a pool.
+/// Runs indices of the library on a pool.
 pub(crate) fn run_pieces(pool: &Pool<'_>, n: i64, body: Body, arg: *mut c_void) {
     let shared = Shared(arg);
     if let Some(body) = body {
-        // The reference is good for this call only, so no piece can begin later.
+        // The reference is valid during this call only, so no index can start later.
         pool(usize::try_from(n).unwrap_or(0), &|i| {
-            // SAFETY: the library's own function and argument. It refuses numbers that are no piece, and second runs.
+            // SAFETY: the library's function and argument. It refuses invalid indices, and second runs.
             unsafe { body(shared.get(), i64::try_from(i).unwrap_or(-1)) };
-            panics::resume(); // of a log hook on this thread
+            panics::resume(); // a panic of a log hook on this thread
         });
     }
 }

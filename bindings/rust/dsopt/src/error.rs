@@ -3,12 +3,12 @@ use crate::{panics, sys};
 use std::ffi::CStr;
 use std::{fmt, io};
 
-/// The result of everything that can fail.
+/// The result of every function that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
 macro_rules! kinds {
     ($($(#[$text:meta])* $kind:ident = $status:ident,)*) => {
-        /// What went wrong: the statuses of `dsopt.h`.
+        /// Kind of a failure: the statuses of `dsopt.h`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ErrorKind {
@@ -50,7 +50,7 @@ kinds! {
     Device = DSOPT_ERR_DEVICE,
     /// The workspace is too small.
     Workspace = DSOPT_ERR_WORKSPACE,
-    /// Library and crate do not fit together.
+    /// Library and crate are not compatible.
     Version = DSOPT_ERR_VERSION,
     /// Not possible in this combination or build, or without effect.
     Unsupported = DSOPT_ERR_UNSUPPORTED,
@@ -62,7 +62,7 @@ kinds! {
     Forked = DSOPT_ERR_FORKED,
     /// As many steps in a row were skipped as the skip budget allows.
     Skips = DSOPT_ERR_SKIPS,
-    /// `parallel_for` did not run every piece exactly once. Weights and state are undefined in part.
+    /// `parallel_for` did not run every index exactly once. Weights and state are partly undefined.
     Hook = DSOPT_ERR_HOOK,
     /// Out of memory.
     NoMemory = DSOPT_ERR_NOMEM,
@@ -76,7 +76,7 @@ kinds! {
     Backend = DSOPT_ERR_BACKEND,
     /// A collective failed. The comm is unusable.
     Comm = DSOPT_ERR_COMM,
-    /// A peer did not come in time. The comm is unusable.
+    /// A peer did not join in time. The comm is unusable.
     Timeout = DSOPT_ERR_TIMEOUT,
     /// The comm was aborted. It is unusable.
     Aborted = DSOPT_ERR_ABORTED,
@@ -84,11 +84,11 @@ kinds! {
     Format = DSOPT_ERR_FORMAT,
     /// Data of a checkpoint do not match their checksum.
     Checksum = DSOPT_ERR_CHECKSUM,
-    /// A checkpoint, or another rank, does not fit this optimizer.
+    /// A checkpoint, or another rank, does not match this optimizer.
     Mismatch = DSOPT_ERR_MISMATCH,
 }
 
-/// Why a call failed. The text names the argument, field or tensor.
+/// Failure of a call. The text names the argument, field or tensor.
 ///
 /// A failed call changes nothing, except where `dsopt.h` says otherwise.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ impl Error {
         self.status
     }
 
-    /// The reason in words.
+    /// The reason as text.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -147,7 +147,7 @@ impl std::error::Error for Error {
     }
 }
 
-/// The status of a call as a result, once it has returned. A panic of a hook goes on here.
+/// Converts the status of a call that has returned. Resumes a panic of a hook.
 pub(crate) fn check(status: sys::dsopt_status) -> Result<()> {
     panics::resume();
     match status {
@@ -156,14 +156,14 @@ pub(crate) fn check(status: sys::dsopt_status) -> Result<()> {
     }
 }
 
-/// The result of a call that makes an object: `made` owns the handle, if there is one, before a panic of a hook goes
-/// on.
+/// The result of a call that makes an object: `made` owns the handle, if there is one, before a panic of a hook
+/// resumes.
 pub(crate) fn owned<T>(status: sys::dsopt_status, made: Option<T>) -> Result<T> {
     check(status)?;
     made.ok_or_else(|| Error::new(sys::DSOPT_ERR_INTERNAL, "the library gave no object"))
 }
 
-/// A count for C. Slices are never longer than that.
+/// Converts a count for C. Slices are never longer than `i64::MAX`.
 pub(crate) fn count(length: usize) -> i64 {
     length as i64
 }

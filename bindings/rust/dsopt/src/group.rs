@@ -18,17 +18,17 @@ pub(crate) fn raw(group: &dyn Group) -> Result<sys::dsopt_group> {
     group.raw()
 }
 
-/// A group as the library fills it.
+/// Returns a group with the library's defaults.
 fn defaults(algorithm: i32) -> Result<sys::dsopt_group> {
     let mut group = MaybeUninit::<sys::dsopt_group>::zeroed();
-    // SAFETY: the place is as large as it says, and every byte of it is written on success.
+    // SAFETY: the struct has the size that is passed, and every byte of it is written on success.
     unsafe {
         check(sys::dsopt_group_init(group.as_mut_ptr(), size_of::<sys::dsopt_group>(), algorithm))?;
         Ok(group.assume_init())
     }
 }
 
-/// Texts of the fields that several algorithms have.
+/// Documentation of fields that several algorithms have.
 macro_rules! text_of {
     (lr) => {
         "Learning rate: finite, not negative."
@@ -44,8 +44,9 @@ macro_rules! text_of {
     };
 }
 
-/// Fields with their defaults, which are those of `dsopt_group_init`: in parentheses those of [`text_of`], then those
-/// with a text of their own. Without `decays` weight decay starts as 0. Flags are set or left out with a `bool`.
+/// Fields with their defaults, which are those of `dsopt_group_init`: in parentheses the fields of [`text_of`], then
+/// fields with their own documentation. Without `decays` the default weight decay is 0. A `bool` sets or clears each
+/// flag.
 macro_rules! groups {
     ($(
         $(#[$text:meta])*
@@ -174,9 +175,9 @@ groups! {
 
     /// Stochastic gradient descent with weight decay as L2, as in torch.optim.SGD.
     Sgd = DSOPT_ALGORITHM_SGD(lr = 1e-3) {
-        /// Share of the last step's direction in the next one. 0 is no momentum and no state, and stays 0.
+        /// Decay of the momentum per step. 0 is no momentum and no state, and cannot change later.
         momentum: f64 = 0.0,
-        /// Share of the gradient that the momentum leaves out after the first step, in `[0, 1]`.
+        /// Fraction of the gradient that is not added to the momentum after the first step, in `[0, 1]`.
         dampening: f64 = 0.0,
     }
     set {
@@ -191,7 +192,7 @@ groups! {
         eps: f64 = 1e-10,
         /// Step t has the learning rate `lr / (1 + (t - 1) lr_decay)`.
         lr_decay: f64 = 0.0,
-        /// What the sum of squares starts as.
+        /// Initial sum of squares.
         initial_accumulator_value: f64 = 0.0,
     }
     set {
@@ -202,7 +203,7 @@ groups! {
 
     /// Lion (Chen et al. 2023): the sign of a mean of gradients, with decoupled weight decay.
     Lion = DSOPT_ALGORITHM_LION(lr = 1e-4) {
-        /// Share of the running mean in the mean whose sign is taken, in `[0, 1)`.
+        /// Weight of the running mean in the direction, whose sign is the update, in `[0, 1)`.
         beta1: f64 = 0.9,
         /// Decay of the running mean of gradients, in `[0, 1)`.
         beta2: f64 = 0.99,
@@ -225,9 +226,9 @@ groups! {
     ZeroOneAdam = DSOPT_ALGORITHM_ZERO_ONE_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {
         /// Number of the last step that changes the variance.
         freeze_step: i64 = 100_000,
-        /// After so many variance steps their interval doubles.
+        /// Number of variance steps after which their interval doubles.
         var_interval_steps: i64 = 16,
-        /// After so many steps the interval of exchanges doubles.
+        /// Number of steps after which the interval of exchanges doubles.
         local_interval_steps: i64 = 32_678,
         /// Longest interval of exchanges.
         max_local_interval: i64 = 16,
@@ -256,7 +257,7 @@ groups! {
     unset {}
 }
 
-/// A parameter as it is registered: name, dtype and size. Its memory comes with each call.
+/// A parameter as it is registered: name, dtype and size. Its memory is passed to each call.
 #[derive(Clone, Debug)]
 pub struct Param {
     name: Vec<u8>,
@@ -278,14 +279,14 @@ impl Param {
 
     /// A parameter with a shape, for checkpoints.
     pub fn shaped(name: impl Into<String>, dtype: Dtype, dims: &[usize]) -> Param {
-        // Saturated, so that a product that overflows is refused.
+        // Saturates, so that a product that overflows is refused.
         let numel = dims.iter().fold(1usize, |numel, &dim| numel.saturating_mul(dim));
         let mut param = Param::new(name, dtype, numel);
         param.dims = dims.iter().map(|&dim| i64::try_from(dim).unwrap_or(i64::MAX)).collect();
         param
     }
 
-    /// Which group it belongs to, for [`Optimizer::add_params`](crate::Optimizer::add_params).
+    /// Index of its group, for [`Optimizer::add_params`](crate::Optimizer::add_params).
     pub fn group(mut self, index: i32) -> Param {
         self.group = index;
         self
@@ -303,7 +304,7 @@ impl Param {
         self
     }
 
-    /// The 1-bit family: the exchanged mean is multiplied with the state tensor "mask", which starts as zeros.
+    /// The 1-bit family: the exchanged mean is multiplied with the state tensor "mask", which is initially zero.
     pub fn masked(mut self) -> Param {
         self.flags |= sys::DSOPT_PARAM_MASKED;
         self
@@ -315,14 +316,14 @@ impl Param {
         self
     }
 
-    /// Where this piece begins if it is a slice of a tensor of that name. For stochastic rounding.
+    /// First element if the parameter is a slice of a tensor of that name. For stochastic rounding.
     pub fn offset(mut self, elements: usize) -> Param {
         self.offset = i64::try_from(elements).unwrap_or(i64::MAX);
         self
     }
 }
 
-/// Parameters as the library takes them, and what they point to.
+/// Parameters as structs of C, and the memory to which they point.
 pub(crate) struct RawParams<'a> {
     pub list: Vec<sys::dsopt_param>,
     _names: Vec<CString>,
@@ -343,7 +344,7 @@ impl<'a> RawParams<'a> {
                     dtype: param.dtype as i32,
                     reserved: 0,
                 },
-                name: name.as_ptr(), // the string's own memory, which does not move with it
+                name: name.as_ptr(), // memory of the string, which does not move with it
                 dims: if param.dims.is_empty() { ptr::null() } else { param.dims.as_ptr() },
                 ndim: i32::try_from(param.dims.len()).unwrap_or(i32::MAX),
                 flags: param.flags,

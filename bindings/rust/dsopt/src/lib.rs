@@ -37,13 +37,13 @@ pub use step::{Hyper, Step};
 pub use table::{Collectives, CommFailure, Reduce, Values};
 pub use tensor::{Array, Dtype, Element, TensorMut, TensorRef, BF16, F16};
 
-/// The C interface, for what this crate leaves out.
+/// The C interface, for functions that this crate does not wrap.
 pub use dsopt_sys as sys;
 
 use std::ffi::{CStr, OsStr};
 
-/// With the feature `dlopen`: load the library from this path. Comes before anything else; without it the first context
-/// loads the library by its soname. Without the feature it does nothing.
+/// With the feature `dlopen`: load the library from this path. Call it before any other function; otherwise the first
+/// context loads the library by its soname. Without the feature it does nothing.
 ///
 /// # Safety
 /// The file is a library of dsopt.
@@ -52,7 +52,7 @@ pub unsafe fn load(path: &OsStr) -> Result<()> {
     unsafe { sys::load(Some(path)) }.map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))
 }
 
-/// What the loaded library is, as JSON: version, backends, instruction set and so on.
+/// Description of the loaded library as JSON: version, backends, instruction set and so on.
 pub fn build_info() -> Result<&'static str> {
     sys::check_abi().map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))?;
     // SAFETY: the function has no preconditions, and its text is static.

@@ -14,17 +14,17 @@ pub enum Norm {
     Max = 1,
 }
 
-/// What [`Context::norm`] finds.
+/// Result of [`Context::norm`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NormResult {
-    /// The norm; of all ranks, if there was a comm.
+    /// The norm; over all ranks, if there was a comm.
     pub norm: f64,
-    /// What to multiply by to clip.
+    /// Factor that clips.
     pub coefficient: f32,
-    /// Number of Inf and NaN; of all ranks, if there was a comm.
+    /// Number of Inf and NaN; over all ranks, if there was a comm.
     pub nonfinite: i64,
-    /// The first tensor here with one.
+    /// The first tensor on this rank with an Inf or NaN.
     pub first_bad: Option<usize>,
 }
 

@@ -7,11 +7,10 @@ thread_local! {
     static HERE: u8 = const { 0 };
 }
 
-/// Lets one thread at a time in, and a thread that is in already not at all: a hook could otherwise wait for its own
-/// call.
+/// A mutex that refuses a thread that already holds it: otherwise a hook could deadlock on its own call.
 #[derive(Debug, Default)]
 pub(crate) struct Lock {
-    /// The thread that is in: an address of its own. 0 is nobody.
+    /// The thread that holds the lock, as an address that is unique per thread. 0: none.
     owner: AtomicUsize,
     mutex: Mutex<()>,
 }
@@ -24,7 +23,7 @@ pub(crate) struct Guard<'a> {
 impl Lock {
     pub fn enter(&self, what: &str) -> Result<Guard<'_>> {
         let here = HERE.with(|here| here as *const u8 as usize);
-        // Only this thread writes its own address, so no order with other memory is needed.
+        // Only this thread writes its address, so no memory ordering is needed.
         if self.owner.load(Ordering::Relaxed) == here {
             return Err(Error::new(
                 sys::DSOPT_ERR_BUSY,
@@ -39,6 +38,6 @@ impl Lock {
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        self.lock.owner.store(0, Ordering::Relaxed); // and then the mutex lets go
+        self.lock.owner.store(0, Ordering::Relaxed); // before the mutex is released
     }
 }

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// One handle, destroyed when it is dropped, and what it needs.
+/// One handle, destroyed when it is dropped, and the objects that it needs.
 #[derive(Debug)]
 pub(crate) struct Handle {
     pointer: NonNull<sys::dsopt_optimizer>,
@@ -44,7 +44,7 @@ impl Drop for Handle {
     }
 }
 
-/// Groups, parameters, and the state that belongs to them.
+/// Groups, parameters and their state.
 ///
 /// Parameters and gradients are lists of slices, one per parameter in the order of registration, and borrowed for each
 /// call: the optimizer keeps no pointer to them.
@@ -63,7 +63,7 @@ impl Drop for Handle {
 /// # Ok::<(), dsopt::Error>(())
 /// ```
 ///
-/// What is borrowed otherwise cannot be stepped:
+/// Memory that is borrowed elsewhere cannot be stepped:
 ///
 /// ```compile_fail,E0502
 /// # use dsopt::{AdamW, Context, Dtype, Optimizer, Param};
@@ -95,20 +95,20 @@ impl Drop for Handle {
 #[derive(Debug)]
 pub struct Optimizer {
     pub(crate) handle: Handle,
-    /// Behind the handle, so that they are dropped after it.
+    /// After the handle, so that they are dropped after it.
     comms: Comms,
     deepspeed: bool,
-    /// While a call through `&self` uses the comms. It also makes the optimizer !Sync.
+    /// True while a call through `&self` uses the comms. The `Cell` also makes the optimizer !Sync.
     busy: Cell<bool>,
-    /// One owner, and one for each applier.
+    /// Counts the optimizer and its appliers.
     appliers: Arc<()>,
 }
 
-/// An optimizer as a constant, for any number of threads: [`Applier::apply`] changes only what it is given.
+/// An optimizer as a constant, for any number of threads: [`Applier::apply`] changes only its arguments.
 ///
 /// While a call of an applier runs, calls that change the optimizer itself fail with
 /// [`ErrorKind::Busy`](crate::ErrorKind::Busy), and the other way round. Parameters cannot be added before the last
-/// applier is dropped. It keeps the optimizer alive.
+/// applier is dropped. An applier keeps the optimizer alive.
 ///
 /// ```
 /// fn shared<T: Send + Sync + Clone>() {}
@@ -153,11 +153,11 @@ pub enum Key {
     Calls = 33,
     /// Of the optimizer.
     MaxValue = 34,
-    /// Of the optimizer. Setting it forgives the skips so far.
+    /// Of the optimizer. Setting it resets the count of consecutive skips.
     SkipBudget = 35,
 }
 
-/// What happens to gradients before a step.
+/// Reduction of gradients before a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reduction {
@@ -180,11 +180,11 @@ impl Reduction {
     }
 }
 
-/// What [`Optimizer::reset`] gives its starting value.
+/// State that [`Optimizer::reset`] resets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reset {
-    /// Masters, from the parameters.
+    /// Masters, copied from the parameters.
     Masters = 1,
     /// Moments.
     Moments = 2,
@@ -204,7 +204,7 @@ pub(crate) fn counts(opt: *const sys::dsopt_optimizer) -> Result<(usize, usize)>
     Ok((usize::try_from(groups).unwrap_or(0), usize::try_from(params).unwrap_or(0)))
 }
 
-/// What a call through `&self` holds; see `Optimizer::busy`.
+/// Held by a call through `&self`; see `Optimizer::busy`.
 pub(crate) struct Busy<'a>(Option<&'a Cell<bool>>);
 
 impl Drop for Busy<'_> {
@@ -242,17 +242,17 @@ impl Optimizer {
         self.handle.as_ptr()
     }
 
-    /// The context that it was made with.
+    /// The context with which it was made.
     pub fn context(&self) -> &Context {
         &self.handle.context
     }
 
-    /// For calls that use the scaler: nobody else does meanwhile.
+    /// Locks the scaler, for calls that use it.
     pub(crate) fn enter(&self) -> Result<Option<Guard<'_>>> {
         self.handle.scaler.as_ref().map(Scaler::enter).transpose()
     }
 
-    /// For calls through `&self` that use the comms: a hook cannot make another one from inside.
+    /// Marks the comms as busy, for calls through `&self`: a hook cannot make another call from inside.
     pub(crate) fn use_comms(&self) -> Result<Busy<'_>> {
         if self.comms.is_empty() {
             return Ok(Busy(None));
@@ -272,8 +272,8 @@ impl Optimizer {
         Ok(Applier { handle: Arc::new(self.handle.retain()?), _alive: self.appliers.clone() })
     }
 
-    /// Lists of an applier are checked by their length before its call, so that number must not grow meanwhile. Only
-    /// `&self` makes the first applier, so none can come up here.
+    /// Refuses if there is an applier: the lengths of its lists are checked before its call, so the number of
+    /// parameters must not grow meanwhile. Only `&self` makes the first applier, so none can appear here.
     fn no_applier(&self) -> Result<()> {
         if Arc::strong_count(&self.appliers) > 1 {
             let text = "parameters cannot be added while the optimizer has an applier: drop it before";
@@ -282,7 +282,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Append a group and its parameters. May be called between steps; lists are longer from then on.
+    /// Append a group and its parameters. May be called between steps; lists are longer afterwards.
     pub fn add_group(&mut self, group: &dyn Group, params: &[Param]) -> Result<()> {
         self.no_applier()?;
         let group = group::raw(group)?;
@@ -346,12 +346,12 @@ impl Optimizer {
         check(status)
     }
 
-    /// What to do with the gradients of the next step, before the backward pass.
+    /// Reduction of the gradients of the next step, known before the backward pass.
     pub fn next_reduction(&mut self) -> Result<Reduction> {
         self.reduction_of_call(0)
     }
 
-    /// The same of step number `call`, counted from 1.
+    /// Reduction of the gradients of step number `call`, counted from 1.
     pub fn reduction_at(&self, call: u32) -> Result<Reduction> {
         self.reduction_of_call(i64::from(call.max(1)))
     }
@@ -363,8 +363,8 @@ impl Optimizer {
         Reduction::of(reduction)
     }
 
-    /// The functional form: the same of the next [`Optimizer::apply`] with this state tensor "schedule". `None` without
-    /// the 1-bit family.
+    /// The functional form: reduction of the next [`Optimizer::apply`] with this state tensor "schedule". `None`
+    /// without the 1-bit family.
     pub fn reduction_of(&self, schedule: Option<&[i32; 8]>) -> Result<Reduction> {
         reduction_of(&self.handle, schedule)
     }
@@ -377,12 +377,12 @@ impl Optimizer {
         }
     }
 
-    /// The data-parallel comm's handle, to ask or abort it.
+    /// The data-parallel comm's handle, to query or abort it.
     pub fn data_comm(&self) -> Option<crate::CommHandle> {
         self.comms.data.as_ref().map(Comm::handle)
     }
 
-    /// What happened so far. On CUDA it waits for earlier calls.
+    /// Statistics of the steps so far. On CUDA it waits for earlier calls.
     pub fn report(&mut self) -> Result<Report> {
         let _inside = self.enter()?;
         let mut report = sys::zeroed!(dsopt_report);
@@ -392,18 +392,19 @@ impl Optimizer {
         Ok(unsafe { Report::new(&report) })
     }
 
-    /// Give parts of the state their starting values. `params` is needed for masters, and may be empty without them.
+    /// Reset parts of the state to their initial values. `params` is needed for masters, and may be empty without them.
     pub fn reset(&mut self, what: &[Reset], params: &[TensorRef<'_>]) -> Result<()> {
         let bits = what.iter().fold(0, |bits, &part| bits | part as i32);
         self.with_params(params, |opt| {
-            // SAFETY: the handle lives, and the parameters that it is bound to are borrowed.
+            // SAFETY: the handle lives, and the bound parameters are borrowed.
             check(unsafe { sys::dsopt_optimizer_reset(opt, bits, ptr::null_mut()) })
         })
     }
 
-    /// Make the state before the first step, masters from `params`. For [`Optimizer::import`] and views of the state.
+    /// Create the state before the first step, with masters from `params`. For [`Optimizer::import`] and views of the
+    /// state.
     ///
-    /// Parameters are written to only in DeepSpeed's mode with masters, which takes a step on zero gradients first.
+    /// Parameters are written to only in DeepSpeed's mode with masters, which executes a step on zero gradients first.
     pub fn init(&mut self, params: &mut [TensorMut<'_>]) -> Result<()> {
         let index = match self.state()?.iter().position(|entry| entry.numel > 0 && !entry.of_scaler()) {
             Some(index) => index,
@@ -412,13 +413,13 @@ impl Optimizer {
         let size = self.state()?[index].bytes();
         let mut unused = vec![0u8; size];
         self.with_params_mut(params, |opt| {
-            // SAFETY: as many bytes as the entry has. The parameters are borrowed mutably.
+            // SAFETY: `unused` has the size of the entry. The parameters are borrowed mutably.
             check(unsafe { sys::dsopt_optimizer_export(opt, count(index), unused.as_mut_ptr().cast(), size) })
         })
     }
 
-    /// Refuse a call that may only read the parameters, but would make the state: in DeepSpeed's mode that takes a step
-    /// on zero gradients, which decays fp32 parameters in place.
+    /// Refuses a call that may only read the parameters, but would create the state: in DeepSpeed's mode that executes
+    /// a step on zero gradients, which decays fp32 parameters in place.
     pub(crate) fn only_reads(&self) -> Result<()> {
         if self.deepspeed {
             for index in 0..self.state_count()? {
@@ -431,7 +432,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// Run a call that reads the parameters, or nothing if there are none.
+    /// Runs a call with the parameters bound for reading, or without binding if there are none.
     pub(crate) fn with_params<R>(
         &mut self,
         params: &[TensorRef<'_>],
@@ -443,7 +444,7 @@ impl Optimizer {
         self.with_bound(params, call)
     }
 
-    /// The same of one that also writes to them.
+    /// Runs a call with the parameters bound for writing.
     pub(crate) fn with_params_mut<R>(
         &mut self,
         params: &mut [TensorMut<'_>],
@@ -453,8 +454,8 @@ impl Optimizer {
         self.with_bound(&params, call)
     }
 
-    /// Run a call with the parameters bound, and let go of them after it, however it ends. Without parameters: just run
-    /// it.
+    /// Runs a call with the parameters bound, and unbinds them after it, also on failure. Without parameters nothing is
+    /// bound.
     fn with_bound<R>(
         &mut self,
         params: &[TensorRef<'_>],
@@ -465,8 +466,8 @@ impl Optimizer {
         impl Drop for Bound {
             fn drop(&mut self) {
                 let list = self.1.as_ptr();
-                // A pointer that stayed could be used when the memory is gone. Unbinding allocates nothing, so only an
-                // applier's call can be in the way. In a child of fork() no call works that would use the memory.
+                // A bound pointer could be used after the memory is freed. Unbinding allocates nothing, so only an
+                // applier's call can prevent it. In a child of fork() no call that would use the memory succeeds.
                 panics::discard(|| {
                     // SAFETY: the handle lives, and NULL is legal for every parameter.
                     while unsafe {
@@ -489,7 +490,7 @@ impl Optimizer {
         // SAFETY: the list is borrowed for longer than it is bound.
         let status =
             unsafe { sys::dsopt_optimizer_bind(opt, sys::DSOPT_BIND_PARAMS, list(params), count(params.len())) };
-        // Made before anything can return or panic.
+        // Created before anything can return or panic.
         let _bound = if status == sys::DSOPT_OK { Some(Bound(opt, nowhere)) } else { None };
         check(status)?;
         call(opt)
@@ -497,7 +498,7 @@ impl Optimizer {
 }
 
 impl Applier {
-    /// What to do with the gradients of the next [`Applier::apply`], by its state tensor "schedule".
+    /// Reduction of the gradients of the next [`Applier::apply`], from its state tensor "schedule".
     pub fn reduction_of(&self, schedule: Option<&[i32; 8]>) -> Result<Reduction> {
         reduction_of(&self.handle, schedule)
     }

@@ -2,12 +2,12 @@
 use crate::sys;
 use std::ffi::CStr;
 
-/// Why a step was skipped. Several reasons can come together.
+/// Reasons for skipping a step. Several can be set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SkipReasons(i32);
 
 impl SkipReasons {
-    /// Not at all.
+    /// True if there is no reason: the step was not skipped.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
@@ -22,17 +22,17 @@ impl SkipReasons {
         self.0 & sys::DSOPT_SKIP_NORM != 0
     }
 
-    /// The loss scale or `grad_scale` cannot be divided by.
+    /// The loss scale or `grad_scale` is not a valid divisor.
     pub fn scale(self) -> bool {
         self.0 & sys::DSOPT_SKIP_SCALE != 0
     }
 
-    /// A hyper-parameter of the step is one that could not be set.
+    /// A hyper-parameter of the step is invalid.
     pub fn hyper(self) -> bool {
         self.0 & sys::DSOPT_SKIP_HYPER != 0
     }
 
-    /// The caller asked for it.
+    /// The caller requested it.
     pub fn caller(self) -> bool {
         self.0 & sys::DSOPT_SKIP_CALLER != 0
     }
@@ -43,7 +43,7 @@ impl SkipReasons {
     }
 }
 
-/// What one step did, written by the step itself. Norms are of unscaled gradients before clipping.
+/// Report of one step, written by the step. Norms are of unscaled gradients before clipping.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepReport {
     pub(crate) places: [f32; sys::DSOPT_REPORT_FLOATS as usize],
@@ -58,52 +58,52 @@ impl StepReport {
         Some(self.place(place)).filter(|&value| value >= 0.0) // else NaN, or -1 with no_nan
     }
 
-    /// Whether the step was skipped.
+    /// True if the step was skipped.
     pub fn skipped(&self) -> bool {
         self.place(sys::DSOPT_REPORT_SKIPPED) != 0.0
     }
 
-    /// Why.
+    /// Reasons for skipping it.
     pub fn reasons(&self) -> SkipReasons {
         SkipReasons(self.place(sys::DSOPT_REPORT_REASONS) as i32)
     }
 
-    /// If it was computed: with clipping or loss scaling.
+    /// Norm of the gradients, if it was computed: with clipping or loss scaling.
     pub fn grad_norm(&self) -> Option<f32> {
         self.known(sys::DSOPT_REPORT_GRAD_NORM)
     }
 
-    /// Norm of the weights before the step, of an optimizer that reports norms.
+    /// Norm of the weights before the step, if the optimizer reports norms.
     pub fn weight_norm(&self) -> Option<f32> {
         self.known(sys::DSOPT_REPORT_WEIGHT_NORM)
     }
 
-    /// Norm of the change, of an optimizer that reports norms.
+    /// Norm of the change, if the optimizer reports norms.
     pub fn update_norm(&self) -> Option<f32> {
         self.known(sys::DSOPT_REPORT_UPDATE_NORM)
     }
 
-    /// The experts' part of the gradient norm.
+    /// Norm of the experts' gradients.
     pub fn expert_norm(&self) -> Option<f32> {
         self.known(sys::DSOPT_REPORT_EXPERT_NORM)
     }
 
-    /// Number of Inf and NaN found on this rank; 0 if nobody looked.
+    /// Number of Inf and NaN found on this rank; 0 if not checked.
     pub fn nonfinite(&self) -> u64 {
         self.place(sys::DSOPT_REPORT_NONFINITE) as u64
     }
 
-    /// The first parameter with one.
+    /// The first parameter with an Inf or NaN.
     pub fn first_bad(&self) -> Option<usize> {
         Some(self.place(sys::DSOPT_REPORT_FIRST_BAD)).filter(|&index| index >= 0.0).map(|index| index as usize)
     }
 
-    /// What gradients were divided by; 0 if the step was skipped.
+    /// Divisor of the gradients; 0 if the step was skipped.
     pub fn divisor(&self) -> f32 {
         self.place(sys::DSOPT_REPORT_DIVISOR)
     }
 
-    /// Loss scale that the gradients carried.
+    /// Loss scale of the gradients.
     pub fn scale_used(&self) -> f32 {
         self.place(sys::DSOPT_REPORT_SCALE_USED)
     }
@@ -114,7 +114,7 @@ impl StepReport {
     }
 }
 
-/// What happened so far: [`Optimizer::report`](crate::Optimizer::report).
+/// Statistics of the steps so far: [`Optimizer::report`](crate::Optimizer::report).
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
@@ -126,15 +126,15 @@ pub struct Report {
     pub skipped_in_row: i64,
     /// Inf and NaN found in the last step on this rank.
     pub nonfinite: i64,
-    /// Index and name of the first parameter with one in the last step.
+    /// Index and name of the first parameter with an Inf or NaN in the last step.
     pub first_bad: Option<(usize, String)>,
-    /// Whether the last step was skipped.
+    /// True if the last step was skipped.
     pub last_skipped: bool,
-    /// Why it was.
+    /// Reasons for skipping it.
     pub reasons: SkipReasons,
-    /// For the next backward pass; 1 without a scaler.
+    /// Loss scale for the next backward pass; 1 without a scaler.
     pub loss_scale: f64,
-    /// That the gradients of the last step carried.
+    /// Loss scale of the last step's gradients.
     pub scale_used: f64,
     /// Of the last step; NaN if not computed.
     pub grad_norm: f64,
@@ -146,15 +146,15 @@ pub struct Report {
     pub dense_norm: f64,
     /// Part of `grad_norm`.
     pub expert_norm: f64,
-    /// What gradients of the last step were divided by.
+    /// Divisor of the last step's gradients.
     pub divisor: f64,
-    /// Milliseconds of the last step's phases, `enum dsopt_phase`, of an optimizer with timing.
+    /// Milliseconds of the last step's phases, `enum dsopt_phase`, if the optimizer has timing.
     pub ms: [f64; 8],
     /// Memory of the state.
     pub state_bytes: i64,
     /// Memory of the workspace.
     pub workspace_bytes: i64,
-    /// How many ranks saved what was last loaded, if it was another number than now; else 0.
+    /// Number of ranks that saved the last loaded checkpoint, if it differs from the present number; else 0.
     pub resharded_from: i32,
 }
 

@@ -6,10 +6,10 @@ use crate::{panics, sys, Context, Error, Result, TensorMut};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// A loss scale that moves by itself. A clone is another handle to the same scaler.
+/// A loss scale that adapts automatically. A clone is another handle to the same scaler.
 ///
-/// Threads may share it: one of them, or one step of an optimizer that has it, is inside at a time, and the others
-/// wait. So ranks that are threads need a scaler each: a step waits for the other ranks.
+/// Threads may share it: one call on the scaler, or one step of an optimizer that has it, runs at a time, and others
+/// wait. So ranks that are threads need one scaler each: a step waits for the other ranks.
 #[derive(Clone, Debug)]
 pub struct Scaler {
     inner: Arc<Inner>,
@@ -22,7 +22,7 @@ struct Inner {
     lock: Lock,
 }
 
-// SAFETY: the lock sees to it that one thread at a time is in a call that reads or writes the scaler's own memory.
+// SAFETY: the lock ensures that one thread at a time is in a call that reads or writes the scaler's memory.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -34,7 +34,7 @@ impl Drop for Inner {
     }
 }
 
-/// Where the options of a scaler come from that are not set.
+/// Defaults of scaler options that are not set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Profile {
@@ -45,7 +45,7 @@ pub enum Profile {
     Fused = 1,
     /// DeepSpeed's FP16_UnfusedOptimizer: starts at 2^16, minimum 0.25.
     Unfused = 2,
-    /// DeepSpeed's DynamicLossScaler: starts at 2^32, minimum 1, fails there.
+    /// DeepSpeed's DynamicLossScaler: starts at 2^32, minimum 1, fails at the minimum.
     Dynamic = 3,
 }
 
@@ -59,31 +59,31 @@ pub enum Profile {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ScalerOptions {
-    /// What zeros stand for.
+    /// Defaults of options that are 0.
     pub profile: Profile,
-    /// Starting scale.
+    /// Initial scale.
     pub init: f64,
-    /// What the scale is multiplied or divided by.
+    /// Factor by which the scale is multiplied or divided.
     pub factor: f64,
     /// Smallest scale.
     pub min: f64,
     /// Largest scale; 0 is none.
     pub max: f64,
-    /// Good steps until the scale grows.
+    /// Number of good steps until the scale grows.
     pub window: i32,
-    /// Overflows until the scale shrinks.
+    /// Number of overflows until the scale shrinks.
     pub hysteresis: i32,
-    /// The scale never changes by itself.
+    /// The scale never changes automatically.
     pub fixed: bool,
     /// Every good step refills the hysteresis budget.
     pub refill: bool,
-    /// For several optimizers: steps only record overflow, and [`Scaler::update`] moves the scale once per iteration.
+    /// For several optimizers: steps only record overflow, and [`Scaler::update`] updates the scale once per iteration.
     pub shared: bool,
     /// An overflow at the minimum counts as a failure and changes nothing else.
     pub fail_at_min: bool,
     /// The dynamic profile without `fail_at_min`.
     pub keep_at_min: bool,
-    /// Grow in the step that completes the window, and not in the one after it.
+    /// Grow in the step that completes the window, and not in the next one.
     pub growth_at_window: bool,
 }
 
@@ -91,9 +91,9 @@ pub struct ScalerOptions {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ScalerInfo {
-    /// What the next backward pass must use.
+    /// Scale for the next backward pass.
     pub scale: f64,
-    /// The scaler's own value, without an override.
+    /// The dynamic scale, without an override.
     pub dynamic: f64,
     /// Transitions so far.
     pub updates: i64,
@@ -101,7 +101,7 @@ pub struct ScalerInfo {
     pub last_overflow: Option<i64>,
     /// Overflows left until the scale shrinks.
     pub hysteresis: i32,
-    /// Whether an override is set.
+    /// True while an override is set.
     pub overridden: bool,
     /// Overflows at the minimum.
     pub failures: i32,
@@ -148,13 +148,13 @@ impl Scaler {
             }
         }
         let mut handle = ptr::null_mut();
-        // SAFETY: the context lives, and desc and place are valid.
+        // SAFETY: the context lives, and desc and pointer are valid.
         let status = unsafe { sys::dsopt_scaler_create(context.as_ptr(), &desc, &mut handle) };
         let inner = |handle| Inner { handle, context: context.clone(), lock: Lock::default() };
         owned(status, NonNull::new(handle).map(|handle| Scaler { inner: Arc::new(inner(handle)) }))
     }
 
-    /// For calls that use the scaler's memory, here or in a step.
+    /// Locks the scaler for calls that use its memory, here or in a step.
     pub(crate) fn enter(&self) -> Result<Guard<'_>> {
         self.inner.lock.enter("scaler")
     }
@@ -164,7 +164,7 @@ impl Scaler {
         self.inner.handle.as_ptr()
     }
 
-    /// What the loss is multiplied by before the next backward pass. On CUDA it waits for earlier calls.
+    /// Factor of the loss for the next backward pass. On CUDA it waits for earlier calls.
     pub fn scale(&self) -> Result<f64> {
         Ok(self.query()?.scale)
     }
@@ -173,7 +173,7 @@ impl Scaler {
     pub fn query(&self) -> Result<ScalerInfo> {
         let _inside = self.enter()?;
         let mut info = sys::zeroed!(dsopt_scaler_info);
-        // SAFETY: the handle lives, and nobody else is inside.
+        // SAFETY: the handle lives, and the lock is held.
         check(unsafe { sys::dsopt_scaler_query(self.as_ptr(), &mut info) })?;
         Ok(info.into())
     }
@@ -182,16 +182,16 @@ impl Scaler {
     pub fn scale_loss(&self, loss: &mut TensorMut<'_>) -> Result<()> {
         let _inside = self.enter()?;
         let loss = list_mut(std::slice::from_mut(loss));
-        // SAFETY: the handle lives, nobody else is inside, and the loss is borrowed mutably.
+        // SAFETY: the handle lives, the lock is held, and the loss is borrowed mutably.
         check(unsafe { sys::dsopt_scaler_scale_loss(self.as_ptr(), loss, ptr::null_mut()) })
     }
 
-    /// Set the scaler's own value.
+    /// Set the dynamic scale.
     pub fn set(&self, scale: f64) -> Result<()> {
         self.set_what(sys::DSOPT_SCALE_VALUE, scale)
     }
 
-    /// Use another scale in place of the scaler's own, which then does not move; or stop that.
+    /// Use another scale instead of the dynamic one, which then does not change. `None` ends that.
     pub fn override_scale(&self, scale: Option<f64>) -> Result<()> {
         match scale {
             Some(scale) => self.set_what(sys::DSOPT_SCALE_OVERRIDE, scale),
@@ -201,12 +201,12 @@ impl Scaler {
 
     fn set_what(&self, what: i32, value: f64) -> Result<()> {
         let _inside = self.enter()?;
-        // SAFETY: the handle lives, and nobody else is inside.
+        // SAFETY: the handle lives, and the lock is held.
         check(unsafe { sys::dsopt_scaler_set(self.as_ptr(), what, value, ptr::null_mut()) })
     }
 
-    /// One transition: of a shared scaler once per iteration, with `None` for what its optimizers recorded; of a scaler
-    /// without optimizers with what the caller found.
+    /// Execute one transition: for a shared scaler once per iteration, with `None` for the overflows that its
+    /// optimizers recorded; for a scaler without optimizers with the caller's value.
     pub fn update(&self, overflow: Option<bool>) -> Result<()> {
         if overflow.is_some() {
             self.inner.context.host_only("overflow")?;
@@ -214,22 +214,22 @@ impl Scaler {
         let _inside = self.enter()?;
         let word = overflow.map(i32::from);
         let word = word.as_ref().map_or(ptr::null(), |word| word as *const i32);
-        // SAFETY: the handle lives, nobody else is inside, and the word outlives the call.
+        // SAFETY: the handle lives, the lock is held, and the word outlives the call.
         check(unsafe { sys::dsopt_scaler_update(self.as_ptr(), word, ptr::null_mut()) })
     }
 
-    /// Let go of the optimizers that have this scaler, so that a new one can have it. Their next step fails.
+    /// Detach the optimizers that have this scaler, so that a new one can use it. Their next step fails.
     pub fn detach(&self) -> Result<()> {
         let _inside = self.enter()?;
-        // SAFETY: the handle lives, and nobody else is inside.
+        // SAFETY: the handle lives, and the lock is held.
         check(unsafe { sys::dsopt_scaler_detach(self.as_ptr()) })
     }
 
-    /// The functional form: starting values of the state tensors "loss_scale" and "scaler".
+    /// The functional form: initial values of the state tensors "loss_scale" and "scaler".
     pub fn init_state(&self, loss_scale: &mut [f32; 1], words: &mut [i32; 12]) -> Result<()> {
         self.inner.context.host_only("scaler state")?;
         let mut state = [loss_scale.into(), words.into()];
-        // SAFETY: both tensors are borrowed mutably. The scaler's own memory is not used.
+        // SAFETY: both tensors are borrowed mutably. The scaler's memory is not used.
         check(unsafe { sys::dsopt_scaler_init_state(self.as_ptr(), list_mut(&mut state), 2, ptr::null_mut()) })
     }
 
@@ -244,12 +244,11 @@ impl Scaler {
         let mut state = [loss_scale.into(), words.into()];
         let word = overflow.map(i32::from);
         let word = word.as_ref().map_or(ptr::null(), |word| word as *const i32);
-        // SAFETY: both tensors are borrowed mutably, and the word outlives the call. The scaler's own memory is not
-        // used.
+        // SAFETY: both tensors are borrowed mutably, and the word outlives the call. The scaler's memory is not used.
         check(unsafe { sys::dsopt_scaler_update_arrays(self.as_ptr(), list_mut(&mut state), 2, word, ptr::null_mut()) })
     }
 
-    /// What the words of the state tensor "scaler" say.
+    /// Decode the words of the state tensor "scaler".
     pub fn decode(words: &[i32; 12]) -> Result<ScalerInfo> {
         sys::check_abi().map_err(|reason| Error::new(sys::DSOPT_ERR_MISSING, reason))?;
         let mut info = sys::zeroed!(dsopt_scaler_info);

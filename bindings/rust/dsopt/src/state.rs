@@ -7,7 +7,7 @@ use std::ffi::CStr;
 use std::mem::size_of_val;
 use std::{ptr, slice};
 
-/// One entry of the state: what a step changes apart from the parameters.
+/// One entry of the state, which is everything that a step changes apart from the parameters.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct StateInfo {
@@ -21,7 +21,7 @@ pub struct StateInfo {
     pub numel: usize,
     /// Its shape: the parameter's, or one dimension.
     pub dims: Vec<usize>,
-    /// It starts as a copy of the parameter.
+    /// It is initially a copy of the parameter.
     pub from_param: bool,
     /// It differs between data-parallel ranks.
     pub rank_local: bool,
@@ -36,7 +36,7 @@ impl StateInfo {
         self.numel * size
     }
 
-    /// The scaler's own memory, which other optimizers and the scaler's handles use too.
+    /// True for the scaler's memory, which other optimizers and the scaler's handles use too.
     pub(crate) fn of_scaler(&self) -> bool {
         self.param.is_none() && matches!(self.name, "loss_scale" | "scaler")
     }
@@ -80,19 +80,19 @@ impl<'a> View<'a> {
 pub struct Schedule {
     /// Steps so far.
     pub step: i32,
-    /// The variance does not change any more.
+    /// True once the variance is frozen.
     pub frozen: bool,
-    /// 0/1 Adam: interval of variance steps, 0 = not begun.
+    /// 0/1 Adam: interval of variance steps, 0 = not started.
     pub var_interval: i32,
-    /// 0/1 Adam: how many of them that interval has had.
+    /// 0/1 Adam: number of variance steps at this interval.
     pub var_counter: i32,
-    /// 0/1 Adam: interval of exchanges after the freeze, 0 = not begun.
+    /// 0/1 Adam: interval of exchanges after the freeze, 0 = not started.
     pub local_interval: i32,
-    /// 0/1 Adam: how many steps that interval has had.
+    /// 0/1 Adam: number of steps at this interval.
     pub local_counter: i32,
     /// "exp_avg_bits" has the momentum in place of "exp_avg".
     pub momentum_in_bits: bool,
-    /// Of the next step.
+    /// Reduction of the next step.
     pub reduction: Reduction,
 }
 
@@ -123,7 +123,7 @@ impl Optimizer {
         // SAFETY: names are static strings.
         let name = unsafe { CStr::from_ptr::<'static>(raw.name) };
         let dims = match usize::try_from(raw.ndim) {
-            // SAFETY: so many numbers, valid until parameters are added, which takes `&mut self`.
+            // SAFETY: `dims` has `ndim` numbers, valid until parameters are added, which needs `&mut self`.
             Ok(ndim) if ndim > 0 && !raw.dims.is_null() => unsafe { slice::from_raw_parts(raw.dims, ndim) },
             _ => &[],
         };
@@ -164,8 +164,8 @@ impl Optimizer {
         if self.context().is_cuda() || (tensor.data.is_null() && info.numel != 0) {
             return Ok(None);
         }
-        // SAFETY: memory of the engine with so many elements of this type. What changes or frees it takes `&mut self`;
-        // calls of an applier do not touch it.
+        // SAFETY: memory of the engine with `numel` elements of this type. Functions that change or free it need `&mut
+        // self`; calls of an applier do not access it.
         Ok(Some(unsafe {
             match info.dtype {
                 Dtype::F32 => View::F32(elements(&tensor)),
@@ -190,7 +190,7 @@ impl Optimizer {
         self.check_copy::<T>(index)?;
         let _inside = self.enter()?;
         let bytes = size_of_val(to);
-        // SAFETY: as many bytes as it says; all bits are values of an element.
+        // SAFETY: `to` has `bytes` bytes; all bit patterns are valid elements.
         check(unsafe { sys::dsopt_optimizer_export(self.as_ptr(), count(index), to.as_mut_ptr().cast(), bytes) })
     }
 
@@ -199,13 +199,13 @@ impl Optimizer {
         self.check_copy::<T>(index)?;
         let _inside = self.enter()?;
         let bytes = size_of_val(from);
-        // SAFETY: as many bytes as it says.
+        // SAFETY: `from` has `bytes` bytes.
         check(unsafe { sys::dsopt_optimizer_import(self.as_ptr(), count(index), from.as_ptr().cast(), bytes) })
     }
 
-    /// The functional form: a state of one's own with its starting values, for [`Optimizer::apply`].
+    /// The functional form: a new state with its initial values, for [`Optimizer::apply`].
     ///
-    /// Parameters are written to only in DeepSpeed's mode with masters, which takes a step on zero gradients first.
+    /// Parameters are written to only in DeepSpeed's mode with masters, which executes a step on zero gradients first.
     pub fn new_state(&self, params: &mut [TensorMut<'_>]) -> Result<Vec<Array>> {
         let mut arrays: Vec<Array> = self.state()?.iter().map(|entry| Array::zeros(entry.dtype, entry.numel)).collect();
         let mut state: Vec<TensorMut<'_>> = arrays.iter_mut().map(Array::as_tensor_mut).collect();
@@ -214,13 +214,13 @@ impl Optimizer {
         Ok(arrays)
     }
 
-    /// The functional form: write the starting values of every entry to `state`.
+    /// The functional form: write the initial values of every entry to `state`.
     pub fn init_state(&self, params: &mut [TensorMut<'_>], state: &mut [TensorMut<'_>]) -> Result<()> {
         let _busy = self.use_comms()?;
         init_state(self.as_ptr(), params, state)
     }
 
-    /// What the words of the state tensor "schedule" say.
+    /// Decode the words of the state tensor "schedule".
     pub fn decode_schedule(&self, words: &[i32; 8]) -> Result<Schedule> {
         let mut info = sys::zeroed!(dsopt_schedule_info);
         // SAFETY: eight words of host memory, and a struct whose size is set.
@@ -239,7 +239,7 @@ impl Optimizer {
 }
 
 impl Applier {
-    /// Write the starting values of every entry to `state`. See [`Optimizer::new_state`].
+    /// Write the initial values of every entry to `state`. See [`Optimizer::new_state`].
     pub fn init_state(&self, params: &mut [TensorMut<'_>], state: &mut [TensorMut<'_>]) -> Result<()> {
         init_state(self.handle.as_ptr(), params, state)
     }
@@ -252,7 +252,7 @@ fn init_state(
 ) -> Result<()> {
     let (param_list, param_count) = (list_mut(params), count(params.len()));
     let (state_list, state_count) = (list_mut(state), count(state.len()));
-    // SAFETY: both lists are borrowed mutably, and as long as their counts say.
+    // SAFETY: both lists are borrowed mutably, and have the lengths of their counts.
     check(unsafe {
         sys::dsopt_optimizer_init_state(opt, param_list, param_count, state_list, state_count, ptr::null_mut())
     })

@@ -9,9 +9,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
 
-/// Hyper-parameters of one group for one step. NaN is the value that is set, which is also more exact than an `f32`.
+/// Hyper-parameters of one group for one step. NaN means the value that is set, which is also more exact than an `f32`.
 ///
-/// A value that could not be set skips the step.
+/// An invalid value skips the step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Hyper {
@@ -25,13 +25,13 @@ pub struct Hyper {
     pub eps: f32,
     /// Weight decay.
     pub weight_decay: f32,
-    /// Clip by this group's norm. Needs a positive value that is set.
+    /// Clip by this group's norm. Requires that a positive value is set.
     pub group_max_norm: f32,
-    /// Clip by the norm of all gradients, of group 0 only. Needs a positive value that is set.
+    /// Clip by the norm of all gradients, of group 0 only. Requires that a positive value is set.
     pub max_norm: f32,
-    /// Of [`Sgd`](crate::Sgd) with momentum, above 0. NaN or 0 for the other groups.
+    /// Momentum of [`Sgd`](crate::Sgd) with momentum, above 0. NaN or 0 for the other groups.
     pub momentum: f32,
-    /// Places of the row that later versions may name: 0.
+    /// Reserved for later versions: 0.
     #[doc(hidden)]
     pub reserved: [f32; sys::DSOPT_HYPER_FLOATS as usize - 8],
 }
@@ -72,7 +72,7 @@ impl Default for Hyper {
 #[must_use = "a step is taken by Optimizer::step_with or Applier::apply"]
 pub struct Step<'a> {
     raw: sys::dsopt_step,
-    /// Lists that have one entry per parameter: what they are and how long.
+    /// Name and length of the lists with one entry per parameter.
     lengths: [(&'static str, usize); 3],
     groups: [(&'static str, usize); 3],
     grad_scale: Option<f32>,
@@ -88,7 +88,7 @@ impl fmt::Debug for Step<'_> {
     }
 }
 
-/// A place of `Step::lengths` or `Step::groups` without a list.
+/// An entry of `Step::lengths` or `Step::groups` without a list.
 const NONE: (&str, usize) = ("", usize::MAX);
 
 impl<'a> Step<'a> {
@@ -126,21 +126,21 @@ impl<'a> Step<'a> {
         step
     }
 
-    /// The gradients are what [`Optimizer::accumulate`] added up since the last such step.
+    /// The gradients are the sums of [`Optimizer::accumulate`] since the last such step.
     pub fn accumulated(params: &'a mut [TensorMut<'_>]) -> Step<'a> {
         let mut step = Step::over(list_mut(params), params.len());
         step.raw.flags |= sys::DSOPT_STEP_ACCUMULATED;
         step
     }
 
-    /// Leave the parameters as they are, and write the new ones to `out`.
+    /// Do not change the parameters, and write the new ones to `out`.
     pub fn out_only(params: &'a [TensorRef<'_>], grads: &'a [TensorRef<'_>], out: &'a mut [TensorMut<'_>]) -> Step<'a> {
         let mut step = Step::over(list(params), params.len()).grads(list(grads), grads.len()).out(out);
         step.raw.flags |= sys::DSOPT_STEP_OUT_ONLY;
         step
     }
 
-    /// Leave the parameters as they are, and write new minus old to `out`.
+    /// Do not change the parameters, and write new minus old to `out`.
     pub fn delta(params: &'a [TensorRef<'_>], grads: &'a [TensorRef<'_>], out: &'a mut [TensorMut<'_>]) -> Step<'a> {
         let mut step = Step::over(list(params), params.len()).grads(list(grads), grads.len()).out(out);
         step.raw.flags |= sys::DSOPT_STEP_DELTA;
@@ -170,7 +170,7 @@ impl<'a> Step<'a> {
         self
     }
 
-    /// L2 norms of the gradients as given, one per group, which saves reading the gradients for them.
+    /// L2 norms of the gradients as passed, one per group, which saves reading the gradients for the norms.
     pub fn grad_norms(mut self, norms: &'a [f32]) -> Step<'a> {
         self.raw.grad_norms = norms.as_ptr();
         self.groups[2] = ("gradient norms", norms.len());
@@ -178,7 +178,7 @@ impl<'a> Step<'a> {
         self
     }
 
-    /// Gradients are this much too large, in addition to the scaler's scale.
+    /// Additional factor by which the gradients are scaled; they are divided by it and by the loss scale.
     pub fn grad_scale(mut self, scale: f32) -> Step<'a> {
         self.grad_scale = Some(scale);
         self.host = true;
@@ -192,15 +192,15 @@ impl<'a> Step<'a> {
         self
     }
 
-    /// What the step did.
+    /// Receives the report of the step.
     pub fn report(mut self, report: &'a mut StepReport) -> Step<'a> {
         self.raw.report = report.places.as_mut_ptr();
         self.host = true;
         self
     }
 
-    /// The report has no NaN, which tools that stop at any NaN need: what was not computed is -1 in [`Step::as_raw`],
-    /// and `None` in a [`StepReport`] as always.
+    /// The report has no NaN, for tools that stop at any NaN: values that were not computed are -1 in [`Step::as_raw`],
+    /// and still `None` in a [`StepReport`].
     pub fn no_nan(mut self) -> Step<'a> {
         self.raw.flags |= sys::DSOPT_STEP_NO_NAN;
         self
@@ -212,15 +212,15 @@ impl<'a> Step<'a> {
         self
     }
 
-    /// The struct of C, to set what this type does not: a CUDA stream, or values in memory of a device.
+    /// The struct of C, to set fields that this type does not set: a CUDA stream, or values in device memory.
     ///
     /// # Safety
-    /// What is set must be as `dsopt.h` says for the call that follows.
+    /// The fields must satisfy the requirements of `dsopt.h` for the following call.
     pub unsafe fn as_raw(&mut self) -> &mut sys::dsopt_step {
         &mut self.raw
     }
 
-    /// Check what the library cannot see, and make the call.
+    /// Checks lengths that the library does not receive, and makes the call.
     fn run(
         mut self,
         context: &Context,
@@ -263,7 +263,7 @@ impl<'a> Step<'a> {
 
 unsafe extern "C" fn parallel_for(user: *mut c_void, n: i64, body: Body, arg: *mut c_void) {
     panics::catch((), || {
-        // SAFETY: `user` points to the reference in the step that is being taken.
+        // SAFETY: `user` points to the reference in the running step.
         let pool: &Pool<'_> = unsafe { *user.cast::<&Pool<'_>>() };
         run_pieces(pool, n, body, arg);
     })
@@ -283,11 +283,11 @@ impl Optimizer {
         }
         let _inside = self.enter()?;
         let opt = self.as_ptr();
-        // SAFETY: the lists are as long as the library takes them for, and what they hold is borrowed for this call.
+        // SAFETY: the lists have the lengths that the library expects, and their tensors are borrowed for this call.
         step.run(self.context(), opt, |raw| unsafe { sys::dsopt_optimizer_step(opt, raw) })
     }
 
-    /// A step as a pure function: reads and writes only what it is given. See [`Applier::apply`].
+    /// A step as a pure function: reads and writes only its arguments. See [`Applier::apply`].
     pub fn apply(&self, step: Step<'_>, state: &mut [TensorMut<'_>], workspace: &mut Vec<u8>) -> Result<()> {
         let _busy = self.use_comms()?;
         apply(self.context(), self.as_ptr(), step, state, workspace)
@@ -295,10 +295,10 @@ impl Optimizer {
 }
 
 impl Applier {
-    /// A step as a pure function: reads and writes only what it is given.
+    /// A step as a pure function: reads and writes only its arguments.
     ///
     /// `state` has every entry of [`Optimizer::state`], in that order, with the values of
-    /// [`init_state`](Optimizer::init_state) or of an earlier call. The workspace grows as needed, and keeps nothing.
+    /// [`init_state`](Optimizer::init_state) or of an earlier call. The workspace grows as needed, and holds no state.
     pub fn apply(&self, step: Step<'_>, state: &mut [TensorMut<'_>], workspace: &mut Vec<u8>) -> Result<()> {
         apply(&self.handle.context, self.handle.as_ptr(), step, state, workspace)
     }

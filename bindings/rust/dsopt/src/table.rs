@@ -4,7 +4,7 @@ use std::ffi::{c_void, CString};
 use std::os::raw::{c_char, c_int};
 use std::{ptr, slice};
 
-/// Values of an all-reduce: this rank's before, those of all ranks together after.
+/// Values of an all-reduce: this rank's before it, the reduced values after it.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Values<'a> {
@@ -16,7 +16,7 @@ pub enum Values<'a> {
     I32(&'a mut [i32]),
 }
 
-/// What an all-reduce of [`Collectives`] does.
+/// Operation of an all-reduce of [`Collectives`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reduce {
@@ -26,45 +26,45 @@ pub enum Reduce {
     Max,
 }
 
-/// Why a collective failed.
+/// Reason for the failure of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CommFailure {
     /// It failed.
     Failed,
-    /// A peer did not come in time.
+    /// A peer did not join in time.
     Timeout,
-    /// Somebody aborted it.
+    /// It was aborted.
     Aborted,
 }
 
 /// Collectives of the program, such as Gloo or MPI, in host memory.
 ///
 /// The functions block until they are done. The engine calls the collectives one at a time; `error` and `abort` can
-/// come from any thread at any time. A panic counts as a failure and goes on after the call of dsopt that it happened
-/// in.
+/// be called by any thread at any time. A panic counts as a failure and resumes after the call of dsopt in which it
+/// happened.
 pub trait Collectives: Send + Sync + 'static {
-    /// Whether there is [`Collectives::all_to_all`]. The engine can make it from all_gather, at a price in bytes.
+    /// True if [`Collectives::all_to_all`] is implemented. The engine can build it from all_gather, with more bytes.
     const ALL_TO_ALL: bool = false;
-    /// Whether there is [`Collectives::all_gather`]. The engine can make it from all_reduce, at a price in bytes.
+    /// True if [`Collectives::all_gather`] is implemented. The engine can build it from all_reduce, with more bytes.
     const ALL_GATHER: bool = false;
 
-    /// Every rank must get the same bits.
+    /// Every rank must receive the same bits.
     fn all_reduce(&self, values: Values<'_>, op: Reduce) -> std::result::Result<(), CommFailure>;
 
-    /// Both have `ranks` rows: row d of `send` goes to rank d, row s of `receive` comes from rank s.
+    /// Both have `ranks` messages: message d of `send` goes to rank d, message s of `receive` comes from rank s.
     fn all_to_all(&self, send: &[u8], receive: &mut [u8]) -> std::result::Result<(), CommFailure> {
         let _ = (send, receive);
         Err(CommFailure::Failed)
     }
 
-    /// `receive` has `ranks` rows: row s is what rank s sends.
+    /// `receive` has `ranks` messages: message s comes from rank s.
     fn all_gather(&self, send: &[u8], receive: &mut [u8]) -> std::result::Result<(), CommFailure> {
         let _ = (send, receive);
         Err(CommFailure::Failed)
     }
 
-    /// What is wrong with the communicator, if anything.
+    /// Error of the communicator, if any.
     fn error(&self) -> Option<String> {
         None
     }
@@ -73,14 +73,14 @@ pub trait Collectives: Send + Sync + 'static {
     fn abort(&self) {}
 }
 
-/// What `self` of the table points to.
+/// Target of the table's `self`.
 struct Owned<T> {
     collectives: T,
     ranks: usize,
 }
 
 impl Comm {
-    /// A comm of the program's own collectives, which are moved in and dropped with the comm's last user.
+    /// A comm on the program's collectives, which are moved in and dropped with the comm's last user.
     pub fn table<T: Collectives>(context: &Context, rank: usize, ranks: usize, collectives: T) -> Result<Comm> {
         let number = |name, value| {
             i32::try_from(value).map_err(|_| Error::argument(format!("{name} is {value}, which is too large")))
@@ -105,17 +105,17 @@ impl Comm {
         desc.kind = sys::DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
         let mut handle = ptr::null_mut();
-        // SAFETY: the table is copied; its functions take the pointer that `destroy` frees.
+        // SAFETY: the table is copied; its functions receive the pointer that `destroy` frees.
         let status = unsafe { sys::dsopt_comm_create(context.as_ptr(), &desc, &mut handle) };
         if handle.is_null() {
-            // SAFETY: on failure the caller keeps the table, so `destroy` has not been called and will not be.
+            // SAFETY: on failure the caller still owns the table, so `destroy` has not been called and will not be.
             drop(unsafe { Box::from_raw(owned) });
         }
         Comm::own(context, status, handle)
     }
 }
 
-/// A slice of C: any pointer will do for one of no length.
+/// A slice from C: any pointer is allowed if it is empty.
 unsafe fn read<'a, T>(data: *const c_void, length: usize) -> &'a [T] {
     if length == 0 {
         return &[];
@@ -141,7 +141,7 @@ fn code(result: std::result::Result<(), CommFailure>) -> c_int {
     }
 }
 
-/// Call a function of the table. A panic is a failure.
+/// Calls a function of the table. A panic is a failure.
 unsafe fn guarded<T: Collectives>(
     own: *mut c_void,
     call: impl FnOnce(&Owned<T>) -> std::result::Result<(), CommFailure>,
@@ -173,7 +173,8 @@ unsafe extern "C" fn all_reduce<T: Collectives>(
             sys::DSOPT_DTYPE_F64 => 8,
             _ => return Err(CommFailure::Failed),
         };
-        // SAFETY: both hold `count` elements of this dtype, may be the same, and are nobody else's during the call.
+        // SAFETY: both hold `count` elements of this dtype, may be the same, and are not used elsewhere during the
+        // call.
         unsafe {
             if count != 0 {
                 ptr::copy(send.cast::<u8>(), receive.cast::<u8>(), count * size);
@@ -190,8 +191,8 @@ unsafe extern "C" fn all_reduce<T: Collectives>(
     unsafe { guarded::<T>(own, call) }
 }
 
-/// Call `move_rows` with slices of these bytes. `receive` holds zeros first, because nobody has written to that memory
-/// yet; `send` is copied if the two overlap.
+/// Calls `move_rows` with slices of these bytes. `receive` is zeroed first, because its memory may be uninitialized;
+/// `send` is copied if the two overlap.
 unsafe fn with_rows(
     send: *const c_void,
     sent: usize,
@@ -227,7 +228,7 @@ unsafe extern "C" fn all_to_all<T: Collectives>(
 ) -> c_int {
     let call = |own: &Owned<T>| {
         let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)? * own.ranks;
-        // SAFETY: a row for each rank in both.
+        // SAFETY: both have a message per rank.
         unsafe { with_rows(send, bytes, receive, bytes, |from, to| own.collectives.all_to_all(from, to)) }
     };
     // SAFETY: `own` is the pointer of the table.
@@ -244,7 +245,7 @@ unsafe extern "C" fn all_gather<T: Collectives>(
     let call = |own: &Owned<T>| {
         let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)?;
         let all = bytes * own.ranks;
-        // SAFETY: one row to send, and a row for each rank to receive.
+        // SAFETY: one message to send, and a message per rank to receive.
         unsafe { with_rows(send, bytes, receive, all, |from, to| own.collectives.all_gather(from, to)) }
     };
     // SAFETY: `own` is the pointer of the table.

@@ -14,7 +14,7 @@ pub enum Dtype {
     F16 = 2,
     /// [`struct@BF16`]
     BF16 = 3,
-    /// `i32`: state tensors that count.
+    /// `i32`: integer state tensors.
     I32 = 4,
 }
 
@@ -41,11 +41,11 @@ pub struct F16(pub u16);
 pub struct BF16(pub u16);
 
 impl BF16 {
-    /// Rounded to nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     pub fn from_f32(value: f32) -> BF16 {
         let bits = value.to_bits();
         if value.is_nan() {
-            return BF16((bits >> 16) as u16 | 0x40); // quiet, or the lower half could have been all of it
+            return BF16((bits >> 16) as u16 | 0x40); // quiet NaN: the payload could be in the lower half only
         }
         BF16(((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16)
     }
@@ -57,7 +57,7 @@ impl BF16 {
 }
 
 impl F16 {
-    /// Rounded to nearest, ties to even; beyond 65504 to infinity.
+    /// Rounds to nearest, ties to even; beyond 65504 to infinity.
     pub fn from_f32(value: f32) -> F16 {
         let sign = (value.to_bits() >> 16 & 0x8000) as u16;
         let magnitude = value.abs();
@@ -91,7 +91,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// What tensors are made of: `f32`, [`struct@F16`], [`struct@BF16`] and `i32`.
+/// Element types of tensors: `f32`, [`struct@F16`], [`struct@BF16`] and `i32`.
 pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The dtype of tensors of this element.
     const DTYPE: Dtype;
@@ -127,7 +127,7 @@ unsafe impl Send for TensorMut<'_> {}
 unsafe impl Sync for TensorMut<'_> {}
 
 impl<'a> TensorRef<'a> {
-    /// In a list of gradients: no gradient this time. The parameter and its step count are left alone.
+    /// In a list of gradients: no gradient this time. The parameter and its step count do not change.
     pub fn absent() -> TensorRef<'a> {
         let raw = sys::dsopt_tensor { data: ptr::null_mut(), numel: 0, dtype: sys::DSOPT_DTYPE_F32, reserved: 0 };
         TensorRef { raw, memory: PhantomData }
@@ -137,7 +137,7 @@ impl<'a> TensorRef<'a> {
     ///
     /// # Safety
     /// `data` points to `numel` elements of this dtype in memory of the context that the tensor is used with. They are
-    /// valid and nobody writes to them during `'a`, and on CUDA until the stream has passed the call.
+    /// valid and not written to during `'a`, and on CUDA until the stream has passed the call.
     pub unsafe fn from_raw_parts(data: *const c_void, numel: usize, dtype: Dtype) -> TensorRef<'a> {
         let raw =
             sys::dsopt_tensor { data: data as *mut c_void, numel: numel as i64, dtype: dtype as i32, reserved: 0 };
@@ -155,7 +155,7 @@ impl<'a> TensorMut<'a> {
     ///
     /// # Safety
     /// `data` points to `numel` elements of this dtype in memory of the context that the tensor is used with. They are
-    /// valid and nobody else uses them during `'a`, and on CUDA until the stream has passed the call.
+    /// valid and not used elsewhere during `'a`, and on CUDA until the stream has passed the call.
     pub unsafe fn from_raw_parts(data: *mut c_void, numel: usize, dtype: Dtype) -> TensorMut<'a> {
         let raw = sys::dsopt_tensor { data, numel: numel as i64, dtype: dtype as i32, reserved: 0 };
         TensorMut { raw, memory: PhantomData }
@@ -172,26 +172,26 @@ impl<'a> TensorMut<'a> {
     }
 }
 
-/// The list as the library takes it. A tensor in Rust is the struct of C and nothing else.
+/// Returns the list for the library. A tensor in Rust has the layout of the struct of C.
 pub(crate) fn list(tensors: &[TensorRef<'_>]) -> *const sys::dsopt_tensor {
     tensors.as_ptr().cast()
 }
 
-/// As [`list`], of tensors that the call writes to.
+/// As [`list`], for tensors that the call writes to.
 pub(crate) fn list_mut(tensors: &mut [TensorMut<'_>]) -> *mut sys::dsopt_tensor {
     tensors.as_mut_ptr().cast()
 }
 
 impl<'a, T: Element> From<&'a [T]> for TensorRef<'a> {
     fn from(slice: &'a [T]) -> TensorRef<'a> {
-        // SAFETY: the slice is these elements, borrowed for 'a.
+        // SAFETY: the elements of the slice, borrowed for 'a.
         unsafe { TensorRef::from_raw_parts(slice.as_ptr().cast(), slice.len(), T::DTYPE) }
     }
 }
 
 impl<'a, T: Element> From<&'a mut [T]> for TensorMut<'a> {
     fn from(slice: &'a mut [T]) -> TensorMut<'a> {
-        // SAFETY: the slice is these elements, borrowed mutably for 'a.
+        // SAFETY: the elements of the slice, borrowed mutably for 'a.
         unsafe { TensorMut::from_raw_parts(slice.as_mut_ptr().cast(), slice.len(), T::DTYPE) }
     }
 }
@@ -257,7 +257,7 @@ impl Array {
         }
     }
 
-    /// To pass it on.
+    /// A tensor over the elements, only read.
     pub fn as_tensor(&self) -> TensorRef<'_> {
         match self {
             Array::F32(values) => values.into(),
@@ -267,7 +267,7 @@ impl Array {
         }
     }
 
-    /// To have it written to.
+    /// A tensor over the elements, which may be written to.
     pub fn as_tensor_mut(&mut self) -> TensorMut<'_> {
         match self {
             Array::F32(values) => values.into(),
