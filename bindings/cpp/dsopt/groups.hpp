@@ -48,7 +48,7 @@ inline void set_flag(dsopt_group &group, std::int32_t flag, bool on) noexcept {
 struct adam {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     bool bias_correction = true;
-    /// eps beside the root of the uncorrected variance, as in Keras.
+    /// eps next to the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;
     operator dsopt_group() const {
         dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAM, *this);
@@ -61,7 +61,7 @@ struct adam {
 struct adamw {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01, max_norm = 0;
     bool bias_correction = true;
-    /// eps beside the root of the uncorrected variance, as in Keras.
+    /// eps next to the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;
     operator dsopt_group() const {
         dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAMW, *this);

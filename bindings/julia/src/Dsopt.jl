@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-Optimizers of the dsopt library for nested containers of arrays, in the manner of Optimisers.jl:
+Optimizers of the dsopt library for nested containers of arrays, in the style of Optimisers.jl:
 
     state = Dsopt.setup(AdamW(eta = 1f-3), model)
     state, model = Dsopt.update!(state, model, gradients)
@@ -24,7 +24,7 @@ include("files.jl")
 export Adam, AdamW, Lamb, SGD, AdaGrad, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb
 export Comm, Context, DsoptError, Scaler
 
-"""Path of the library: `DSOPT_LIBRARY`, else what the system finds under its name."""
+"""Path of the library: `DSOPT_LIBRARY`, else its name, which the system looks up."""
 library_path() = get(ENV, "DSOPT_LIBRARY", "libdsopt.so.$(ABI.DSOPT_ABI_VERSION)")
 
 function __init__()
@@ -35,7 +35,7 @@ function __init__()
         reason = problem isa ErrorException ? problem.msg : string(problem)
         error("Dsopt: libdsopt is not found. Install it, or set DSOPT_LIBRARY to the path of libdsopt.so. $reason")
     end
-    # Of another ABI, a function that is missing says nothing: so the number comes first.
+    # Checks the ABI version first: a library with another ABI version may lack any function.
     version = Libdl.dlsym(library, :dsopt_abi_version; throw_error = false)
     version === nothing && error("Dsopt: $path is not libdsopt")
     number = ccall(version, Int32, ())

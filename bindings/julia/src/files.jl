@@ -8,9 +8,9 @@ end
 """
     export_state(state) -> Dict
 
-Copies of everything that a step changes besides the model: keys are `"layer1.weight.exp_avg"`, or `"optimizer.step"`
-for what belongs to the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape. Before the first step
-there may be nothing to copy yet: that of Float16 arrays is made from the model.
+Return copies of everything that a step changes except the model: keys are `"layer1.weight.exp_avg"`, or
+`"optimizer.step"` for state of the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape. Before
+the first step there may be nothing to copy yet: state of Float16 arrays is initialized from the model.
 """
 function export_state(state::State)
     found = Dict{String,Array}()
@@ -27,7 +27,7 @@ end
 """
     import_state!(state, dictionary)
 
-Write what [`export_state`](@ref) gave. Every entry must be there, with its size.
+Write the result of [`export_state`](@ref) to the state. Every entry must be present, with its size.
 """
 function import_state!(state::State, dictionary)
     call(state) do optimizer
@@ -40,7 +40,7 @@ function import_state!(state::State, dictionary)
                 throw(ArgumentError("$name is a $(summary(array)), not $type of size $shape"))
             push!(arrays, (index, array))
         end
-        for (index, array) in arrays # nothing is written before everything is checked
+        for (index, array) in arrays # everything is checked before anything is written
             check(ABI.dsopt_optimizer_import(optimizer, index, array, sizeof(array)))
         end
     end
@@ -76,7 +76,7 @@ Read a checkpoint; with `model` its arrays too. Everything is checked before any
 load!(path::AbstractString, state::State) = transfer(ABI.dsopt_optimizer_load, path, state, nothing)
 load!(path::AbstractString, state::State, model) = transfer(ABI.dsopt_optimizer_load, path, state, model)
 
-# The library keeps no memory of a model, so one is bound for the call only.
+# The library keeps no memory of a model, so the model is bound only for the call.
 function transfer(transfer_file, path, state, model)
     io = Ref(ABI.dsopt_io(flags = model === nothing ? Int32(0) : ABI.DSOPT_IO_PARAMS))
     model === nothing && return call(optimizer -> (check(transfer_file(optimizer, String(path), io)); state), state)

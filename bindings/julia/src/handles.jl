@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Objects of the library. The garbage collector may drop them in any order, which the library allows: an object lives as
-# long as anything that was made from it.
+# Objects of the library. The garbage collector may destroy them in any order, which the library allows: an object lives
+# as long as every object that was made from it.
 
 """
-A pointer to an object of the library, and how many calls are using it. `close` during a call on another thread, and
-finalizers at the end of the process, must not take the object away from below that call: then the call that ends last
-destroys it.
+A pointer to an object of the library, and the number of calls that use it. `close` during a call on another thread, and
+finalizers at the end of the process, must not destroy the object during that call: the call that ends last destroys it.
 """
 mutable struct Handle
     pointer::Ptr{Cvoid}
@@ -21,7 +20,8 @@ mutable struct Handle
 end
 
 """
-Destroy the object if no call uses it. Also the finalizer, which must not wait: then nobody else can have the lock.
+Destroy the object if no call uses it. Also used as the finalizer, which must not wait: no other task can hold the lock
+then.
 """
 function finish(handle::Handle)
     handle.closed = true
@@ -62,7 +62,7 @@ end
 """
     use(call, object)
 
-`call(pointer)` while the object cannot be destroyed.
+Run `call(pointer)`; the object cannot be destroyed meanwhile.
 """
 function use(call::F, object) where {F}
     handle = object.handle
@@ -74,10 +74,10 @@ function use(call::F, object) where {F}
     end
 end
 
-"""The same for an object that may be `nothing`, which the library knows as NULL."""
+"""The same for an optional object: `nothing` is passed as NULL."""
 use(call::F, ::Nothing) where {F} = call(C_NULL)
 
-"""Make an object: `make(out)` has a pointer written to `out`, and returns a status."""
+"""Make an object: `make(out)` writes a pointer to `out` and returns a status."""
 function new_handle(make, destroy)
     out = Ref{Ptr{Cvoid}}(C_NULL)
     check(make(out))

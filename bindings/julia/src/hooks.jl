@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Functions of the caller inside calls of the library. The library calls `parallel_for` and `log` only from threads that
-# are inside a call with that context, so they run on a thread that Julia knows, in the task that made the call. No
-# exception may leave them through C: it is kept, and thrown when the call has returned. Messages are kept for the same
-# reason, and because printing may switch tasks, which must not happen below the library's own frames.
+# are inside a call with that context, so they run on a thread of Julia, in the task that made the call. No exception
+# may pass through C: it is stored, and thrown after the call has returned. Messages are stored for the same reason, and
+# because printing may switch tasks, which must not happen inside frames of the library.
 
 mutable struct Pending
     failure::Any # the first exception
@@ -54,8 +54,8 @@ function make_callbacks()
 end
 
 """
-`call()` with a place for what hooks leave behind. A hook's exception goes first: the library's own error then only says
-that there was one.
+Run `call()` and handle exceptions and messages of hooks afterwards. A hook's exception takes precedence over the
+library's error, which only reports that there was one.
 """
 function with_hooks(call::F, hooks::Union{Hooks,Nothing}) where {F}
     hooks === nothing && return call()

@@ -2,11 +2,11 @@
 """
     Context(; threads = 0, parallel_for = nothing, log = nothing, log_level = 0)
 
-Where and how steps run. `threads = 0` is one per core. One context serves any number of states and threads.
+Device, threads and hooks of steps. `threads = 0` is one per core. Any number of states and threads may use a context.
 
   * `parallel_for(n, piece)` replaces the library's threads: it must call `piece(i)` once for every `i` in `0:n-1`, and
-    must not switch tasks. What it throws is thrown by the call that used it.
-  * `log(level, text)` gets the library's messages after the call that they belong to; `level` is one of `:error`,
+    must not switch tasks. Its exceptions are thrown by the call that used it.
+  * `log(level, text)` receives the library's messages after the call that caused them; `level` is one of `:error`,
     `:warn`, `:info`, `:trace`, and `log_level` (1 to 4) the highest.
 """
 struct Context
@@ -14,8 +14,8 @@ struct Context
     hooks::Union{Hooks,Nothing}
 end
 
-# The library has a pointer to the hooks as long as anything that was made from the context lives. When that ends it
-# does not say, so hooks stay until the process ends.
+# The library has a pointer to the hooks as long as an object that was made from the context lives. It does not report
+# the end of that, so hooks live until the process ends.
 const ROOTS = Base.RefValue{Hooks}[]
 const ROOTS_LOCK = ReentrantLock()
 
@@ -37,7 +37,7 @@ end
     Scaler(context = Context(); init, factor, window, min, max, hysteresis, static = false)
 
 A loss scale for Float16 gradients. Multiply the loss by [`scale`](@ref)`(scaler)`; a step divides by it, is skipped if
-it finds Inf or NaN, and moves the scale. What is not given has DeepSpeed's default.
+it finds Inf or NaN, and updates the scale. Keywords that are not passed have DeepSpeed's defaults.
 """
 struct Scaler
     handle::Handle
@@ -68,9 +68,9 @@ end
 """
     Comm(context, id, rank, ranks; timeout = 600)
 
-One of several data-parallel ranks that are threads of this process, rank 0 being the first. All ranks take the bytes of
-one [`local_id`](@ref), and create their comms at the same time, each on a thread of its own: start Julia with that
-many. `timeout` is in seconds.
+One of several data-parallel ranks that are threads of this process, rank 0 being the first. All ranks use the bytes of
+one [`local_id`](@ref), and create their comms at the same time, each on its own thread: start Julia with that many
+threads. `timeout` is in seconds.
 """
 struct Comm
     handle::Handle
@@ -78,7 +78,7 @@ struct Comm
 end
 
 function Comm(context::Context, id::Vector{UInt8}, rank::Integer, ranks::Integer; timeout::Real = 600)
-    # A rank that waits lets the garbage collector run, and a hook is Julia code that must not run beside it.
+    # The garbage collector may run while a rank waits, and a hook is Julia code that must not run at the same time.
     context.hooks === nothing || throw(ArgumentError("a context with hooks cannot have a comm of several ranks"))
     GC.@preserve id begin
         desc = Ref(ABI.dsopt_comm_desc(kind = ABI.DSOPT_COMM_KIND_LOCAL, rank = rank, ranks = ranks, id = pointer(id),
@@ -90,7 +90,7 @@ function Comm(context::Context, id::Vector{UInt8}, rank::Integer, ranks::Integer
     return Comm(handle, context)
 end
 
-"""Bytes from which the ranks of one set of comms are made."""
+"""Bootstrap bytes of a group of comms, the same for all ranks."""
 function local_id()
     bytes = Ref{UInt64}(0)
     check(ABI.dsopt_comm_unique_id(ABI.DSOPT_COMM_KIND_LOCAL, C_NULL, bytes))
@@ -99,7 +99,7 @@ function local_id()
     return id
 end
 
-"""Make every call that waits for other ranks return, on all ranks. Any thread."""
+"""Make every call that waits for other ranks return, on all ranks. Any thread may call it."""
 abort(comm::Comm) = use(ABI.dsopt_comm_abort, comm)
 
 kind_of(::Context) = "context"
@@ -110,9 +110,9 @@ for type in (:Context, :Scaler, :Comm)
     @eval Base.show(io::IO, object::$type) = print(io, $type, object.handle.closed ? "(closed)" : "(...)")
 end
 
-# Calls that wait for other ranks. If another thread wants to collect garbage meanwhile it would wait for this one, and
-# this one for a rank on that thread. So the collector is told that this thread touches no object of Julia. Everything
-# between the two calls is plain numbers: nothing there may allocate or be compiled.
+# Calls that wait for other ranks. If another thread collects garbage meanwhile, it would wait for this thread, and this
+# thread for a rank on the other one: a deadlock. So this thread enters a GC-safe region, in which it does not access
+# objects of Julia. Everything between the two calls is plain numbers: nothing there may allocate or be compiled.
 const CREATE, STEP = (findfirst(isequal(name), ABI.NAMES) for name in (:dsopt_comm_create, :dsopt_optimizer_step))
 
 function blocking(address::Ptr{Cvoid}, ctx::Ptr{Cvoid}, desc::Ptr{ABI.dsopt_comm_desc}, out::Ptr{Ptr{Cvoid}})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An algorithm with its hyper-parameters: under the names of Optimisers.jl, else under those of the library."""
+"""An algorithm with its hyper-parameters, with the names of Optimisers.jl if they exist there, else the library's."""
 struct Rule
     group::ABI.dsopt_group
 end
 
-# What a keyword is called in the library. `beta` stands for two fields.
+# Name of a keyword in the library. `beta` stands for two fields.
 const FIELDS = (eta = :lr, lambda = :weight_decay, epsilon = :eps, max_norm = :max_norm, min_trust = :min_trust,
                 max_trust = :max_trust, freeze_step = :freeze_step, var_interval_steps = :var_interval_steps,
                 local_interval_steps = :local_interval_steps, max_local_interval = :max_local_interval,

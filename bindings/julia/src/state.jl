@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
-What [`setup`](@ref) makes: the optimizer with its state, and the lists that a step passes. One task at a time uses it;
-a second one gets an error.
+Result of [`setup`](@ref): the optimizer with its state, and the lists that a step passes. One task at a time may use
+it; a concurrent call throws an error.
 """
 struct State
     handle::Handle
@@ -11,7 +11,7 @@ struct State
     names::Vector{String}
     sizes::Vector{Tuple{Vararg{Int}}}
     types::Vector{DataType}
-    # Of the call that is running: kept to be filled again.
+    # Lists of the running call, reused by later calls.
     params::Vector{ABI.dsopt_tensor}
     grads::Vector{ABI.dsopt_tensor}
     arrays::Vector{Any}
@@ -26,16 +26,16 @@ Base.show(io::IO, state::State) =
 """
     setup(rule, model; groups = [], scaler, max_norm, max_value, data, average, master, context, ...)
 
-The state of an optimizer for every array of Float32 or Float16 in `model`. No memory of the model is kept.
+Make the state of an optimizer for every array of Float32 or Float16 in `model`. No memory of the model is kept.
 
-  * `groups`: pairs `choose => rule`. The first pair with `choose(name, array)` gives the array its rule; the others
-    have the first argument's. `name` is such as `"layer1.weight"`.
+  * `groups`: pairs `choose => rule`. The first pair with `choose(name, array)` determines the rule of the array; other
+    arrays have the first argument. `name` is such as `"layer1.weight"`.
   * `scaler`: a [`Scaler`](@ref) for Float16 gradients.
   * `max_norm`, `max_value`: clip all gradients by their norm, or each element.
   * `data`: a [`Comm`](@ref). The 1-bit rules exchange over it. With `average = true`, the default, they also average
-    the gradients in the steps that need that.
+    the gradients in steps that need averaged gradients.
   * `master = false`: Float16 arrays have no copy in Float32.
-  * `nonfinite`: what to do about Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
+  * `nonfinite`: policy for Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
 function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,
                scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing, max_norm = 0, max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
@@ -79,7 +79,7 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
         for each in rules
             check(ABI.dsopt_optimizer_add_group(optimizer, Ref(each.group), C_NULL, 0))
         end
-        # C has the last dimension next to one another, Julia the first.
+        # The last dimension is contiguous in C, the first one in Julia.
         dims = [Int64[reverse(size)...] for size in sizes]
         GC.@preserve names dims begin
             params = map(1:count) do i
@@ -96,10 +96,10 @@ end
 const NONFINITE = (auto = ABI.DSOPT_NONFINITE_AUTO, skip = ABI.DSOPT_NONFINITE_SKIP, apply = ABI.DSOPT_NONFINITE_APPLY)
 const ONEBIT = (ABI.DSOPT_ALGORITHM_ONEBIT_ADAM, ABI.DSOPT_ALGORITHM_ZERO_ONE_ADAM, ABI.DSOPT_ALGORITHM_ONEBIT_LAMB)
 
-"""`call(pointer)` on the optimizer, with what hooks leave behind thrown or told afterwards."""
+"""Run `call(pointer)` on the optimizer; exceptions and messages of hooks are handled afterwards."""
 call(f::F, state::State) where {F} = with_hooks(() -> use(f, state), state.context.hooks)
 
-"""`f()` while the lists of the state belong to this task."""
+"""Run `f()` with exclusive use of the state's lists."""
 function exclusively(f::F, state::State) where {F}
     Threads.atomic_xchg!(state.busy, true) && throw(ArgumentError("the state is in use by another task"))
     try
@@ -110,7 +110,7 @@ function exclusively(f::F, state::State) where {F}
     end
 end
 
-"""The lists of parameters and gradients of a model that must be as it was in `setup`."""
+"""Fill the lists of parameters and gradients from a model, which must have the structure that it had in `setup`."""
 function fill_lists!(state::State, model, gradient)
     place = 0
     walk(model, gradient) do leaf, gradient, path
@@ -138,7 +138,7 @@ end
     update!(state, model, gradients) -> (state, model)
 
 One step: the arrays of `model` change in place. `gradients` has the structure of the model; `nothing`, anywhere in it,
-leaves the arrays below as they are.
+means that the arrays below are not changed.
 """
 function update!(state::State, model, gradient)
     exclusively(state) do
@@ -147,7 +147,7 @@ function update!(state::State, model, gradient)
         GC.@preserve params grads arrays begin
             step = Ref(ABI.dsopt_step(grads = pointer(grads), count = length(grads), params = pointer(params)))
             call(state) do optimizer
-                # Hooks are Julia: with them the collector must go on counting this thread among its own.
+                # Hooks are Julia code: with hooks this thread must not enter a GC-safe region.
                 step_now = state.context.hooks === nothing ? blocking_step : ABI.dsopt_optimizer_step
                 check(step_now(optimizer, step))
             end
@@ -156,7 +156,7 @@ function update!(state::State, model, gradient)
     return state, model
 end
 
-# The keys of Rule's keywords.
+# Keys of Rule's keywords.
 const KEYS = Dict(:eta => ABI.DSOPT_KEY_LR, :lambda => ABI.DSOPT_KEY_WEIGHT_DECAY, :epsilon => ABI.DSOPT_KEY_EPS,
                   :max_norm => ABI.DSOPT_KEY_GROUP_MAX_NORM, :min_trust => ABI.DSOPT_KEY_MIN_TRUST,
                   :max_trust => ABI.DSOPT_KEY_MAX_TRUST, :beta1 => ABI.DSOPT_KEY_BETA1, :beta2 => ABI.DSOPT_KEY_BETA2,
@@ -169,8 +169,8 @@ const KEYS = Dict(:eta => ABI.DSOPT_KEY_LR, :lambda => ABI.DSOPT_KEY_WEIGHT_DECA
     adjust!(state, eta; group = nothing)
     adjust!(state; group = nothing, eta, beta, lambda, epsilon, ...)
 
-Other hyper-parameters from the next step on, of all groups or of one: 0 is that of `setup`'s first argument, 1 the
-first of `groups`.
+Change hyper-parameters from the next step on, of all groups or of one: group 0 is that of `setup`'s first argument, 1
+the first of `groups`.
 """
 adjust!(state::State, eta::Real; group = nothing) = adjust!(state; group = group, eta = eta)
 
@@ -197,8 +197,9 @@ end
 """
     report(state)
 
-What happened so far, as a named tuple: `calls`, `skipped`, `last_skipped`, `loss_scale`, `grad_norm`, `first_bad` (the
-name of the first array with Inf or NaN in the last step, or `nothing`) and more. A norm that was not computed is NaN.
+Return statistics of the steps so far, as a named tuple: `calls`, `skipped`, `last_skipped`, `loss_scale`, `grad_norm`,
+`first_bad` (the name of the first array with Inf or NaN in the last step, or `nothing`) and more. A norm that was not
+computed is NaN.
 """
 function report(state::State)
     report = Ref(ABI.dsopt_report())

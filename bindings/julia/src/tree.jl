@@ -8,7 +8,7 @@ dtype_of(::Type{Float32}) = ABI.DSOPT_DTYPE_F32
 dtype_of(::Type{Float16}) = ABI.DSOPT_DTYPE_F16
 isdefined(Core, :BFloat16) && @eval dtype_of(::Type{Core.BFloat16}) = ABI.DSOPT_DTYPE_BF16
 
-"""Where in a model something is: the keys from the inside out. Text is only made of it for somebody to read."""
+"""Position in a model: the keys from the innermost one outwards. Formatted only for messages and names."""
 struct Path
     outer::Union{Path,Nothing}
     key::Any
@@ -21,12 +21,12 @@ name_of(path::Path) = string(path)
 """
     children(x)
 
-The parts of a model that may hold parameters, as pairs of key and value. A method for a type of your own can leave out
-what is not trained.
+Return the parts of a model that may hold parameters, as pairs of key and value. A method for a user-defined type can
+omit parts that are not trained.
 """
 children(x::NamedTuple) = pairs(x)
 children(x::Tuple) = pairs(x)
-# An order that every process shares.
+# The order must be the same in every process.
 children(x::AbstractDict) = sort!(collect(pairs(x)); by = pair -> string(first(pair)))
 children(x::AbstractArray) = eltype(x) <: Number || eltype(x) <: AbstractString ? () : enumerate(x)
 children(::Union{Number,AbstractString,Symbol,Function,Module,Type,Nothing,Missing,AbstractRange}) = ()
@@ -35,8 +35,8 @@ function children(x::T) where {T}
 end
 
 """
-What a gradient has for a child of the model. A model is followed by `nothing`, a container with the same keys, or for a
-struct a named tuple of its fields.
+Return the gradient of a child of the model. The gradient of a model is `nothing`, a container with the same keys, or
+for a struct a named tuple of its fields.
 """
 child(::Nothing, key) = nothing
 child(gradient::NamedTuple, key) = get(gradient, key, nothing)
@@ -44,7 +44,7 @@ child(gradient::AbstractDict, key) = get(gradient, key, nothing)
 child(gradient::Union{Tuple,AbstractArray}, key) = checkbounds(Bool, 1:length(gradient), key) ? gradient[key] : nothing
 child(gradient, key) = hasproperty(gradient, key) ? getproperty(gradient, key) : nothing
 
-"""A key of a gradient that the model does not have is a gradient that would get lost."""
+"""Refuse keys of a gradient that the model does not have: that gradient would be ignored."""
 function check_keys(model, gradient::Union{NamedTuple,AbstractDict,Tuple}, path)
     known = Set(first(pair) for pair in children(model))
     for key in keys(gradient)
@@ -54,7 +54,7 @@ function check_keys(model, gradient::Union{NamedTuple,AbstractDict,Tuple}, path)
 end
 check_keys(model, gradient, path) = nothing
 
-"""`visit(leaf, gradient, path)` for each array of floats, in the model's order."""
+"""Call `visit(leaf, gradient, path)` for each array of floats, in the model's order."""
 function walk(visit::F, model, gradient, path = nothing) where {F}
     if model isa Leaf
         visit(model, gradient, path)
@@ -74,8 +74,8 @@ function tensor_of(array::Array{T}) where {T<:Element}
 end
 
 """
-A gradient as an array that the library can read: itself, or a dense copy of a lazy one (of `Adjoint` or `SubArray`,
-say).
+Return a gradient as an array that the library can read: itself, or a dense copy of a lazy array (such as `Adjoint` or
+`SubArray`).
 """
 function dense(gradient, leaf, path)
     gradient isa AbstractArray ||

@@ -127,7 +127,7 @@ groups! {
     /// ```
     AdamW = DSOPT_ALGORITHM_ADAMW(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) decays 0.01 {}
     set {
-        /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
+        /// `eps` next to the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
     }
     unset {
@@ -138,7 +138,7 @@ groups! {
     /// Adam with weight decay as L2 (Kingma and Ba 2015).
     Adam = DSOPT_ALGORITHM_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
     set {
-        /// `eps` beside the root of the uncorrected mean of squares, as in Keras.
+        /// `eps` next to the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
     }
     unset {
