@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Man pages of section 3 from the comments of dsopt.h: one page per function, struct, enum and type, and dsopt(3).
+"""Writes man pages of section 3 from the comments of dsopt.h: one per function, struct, enum and type, and dsopt(3).
 
 usage: man.py dsopt.h dsopt.json OUTPUT-FOLDER
 
-Declarations come from dsopt.json, words from the header. Doxygen was tried: it makes pages per file or group only, one
-for each field name (abort.3, count.3), a NAME line that whatis(1) cannot read, and every text three times. The date of the pages is SOURCE_DATE_EPOCH, else that of the header.
+Declarations are from dsopt.json, text is from the header. Doxygen is not used: it writes pages only per file or group,
+one for each field name (abort.3, count.3), a NAME line that whatis(1) cannot read, and every text three times. The date
+of the pages is SOURCE_DATE_EPOCH, else the header's.
 """
 
 import json
@@ -26,7 +27,7 @@ MEMBER = re.compile(
 )
 PROSE = re.compile(r"^/\* -+ ([a-z][^*\n]*) \*/\n/\*\n(.*?)\*/", re.M | re.S)
 OBJECTS = ("context", "optimizer", "scaler", "comm", "compressed")
-# What the header does not say again at every function.
+# Parameters that the header does not document at every function.
 COMMON = {
     "ctx": "the context.",
     "opt": "the optimizer.",
@@ -45,12 +46,12 @@ COMMON = {
 
 
 def plain(comment):
-    """The words of a comment without its stars."""
+    """Returns the text of a comment without its stars."""
     return re.sub(r"^[ \t]*\*(?: |$)", "", comment.strip("*"), flags=re.M).strip()
 
 
 def roff(words):
-    """One line of prose: roff's own characters taken as text, names and code set apart."""
+    """Returns one line of prose as roff: special characters are escaped, names and code have their own fonts."""
     words = words.replace("\\", "\\e").replace("-", "\\-")
     words = re.sub(r"`([^`]+)`", r"\\fI\1\\fP", words)
     words = re.sub(r"\b((?:dsopt|DSOPT)_\w+)\b", r"\\fB\1\\fP", words)
@@ -58,7 +59,7 @@ def roff(words):
 
 
 def blocks(text):
-    """Prose, lists and what is indented, as roff."""
+    """Returns prose, lists and indented text as roff."""
     out, kind = [], None
     for row in text.split("\n"):
         bullet = re.match(r" ?- (.*)", row)
@@ -80,7 +81,7 @@ def blocks(text):
 
 
 def closed(rows):
-    """Examples that a blank line ended are ended in roff as well."""
+    """Returns the rows with an .EE for each example that a blank line has ended."""
     out, is_open = [], False
     for row in rows:
         if is_open and row in (".PP", ".IP \\(bu 2"):
@@ -92,7 +93,7 @@ def closed(rows):
 
 
 class Words:
-    """A comment in parts."""
+    """The parts of a comment."""
 
     def __init__(self, comment):
         text = plain(comment)
@@ -139,7 +140,7 @@ class Header:
 
     @staticmethod
     def members_of(body):
-        """(declaration, words) of each field or constant."""
+        """Returns (declaration, text) of each field or constant."""
         found = []
         for member in MEMBER.finditer(re.sub(r"/\*(?!\*).*?\*/", "", body, flags=re.S)):
             name = member["constant"] or " ".join(member["field"].split())
@@ -166,7 +167,7 @@ def see_also(names):
 
 
 def related(header, name, words):
-    """Pages that a declaration or its comment names, the maker of the object, the overview."""
+    """Returns the pages that a declaration or its comment names, the object's create function, and the overview."""
     owner = next((kind for kind in OBJECTS if name.startswith(f"dsopt_{kind}_")), "")
     maker = [f"dsopt_{owner}_create"]
     names = re.findall(r"\bdsopt_\w+", words) + maker
@@ -278,7 +279,7 @@ def other_page(header, name, declaration, date):
 
 
 def overview(header, date):
-    """The introduction, the prose that stands before sections of the header, and what pages there are."""
+    """Returns the introduction, the prose before sections of the header, and the list of pages."""
     title, rest = plain(COMMENT.search(header.text)[1]).split("\n", 1)
     rows = [
         '.\\" SPDX-License-Identifier: Apache-2.0',

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""test_man.py man.py dsopt.h dsopt.json: every function has a page with its parameters and its statuses, every struct
-and enum its fields and constants, every reference a page, and mandoc finds nothing wrong."""
+"""test_man.py man.py dsopt.h dsopt.json: every function must have a page with its parameters and statuses, every struct
+and enum a page with its fields and constants, every reference a page, and mandoc must report nothing."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def expect(condition, text):
 
 
 def words(text):
-    """What a reader sees: roff's fonts and escapes gone."""
+    """Returns the visible text: without roff's fonts and escapes."""
     return re.sub(r"\s+", " ", re.sub(r"\\f[BIRP]|\\&", "", text).replace("\\-", "-").replace("\\e", "\\"))
 
 
@@ -53,7 +53,7 @@ with tempfile.TemporaryDirectory() as folder:
                 f"{name}(3): nothing about {argument['name']}",
             )
         expect(section(page, "RETURN VALUE").strip(), f"{name}(3): no RETURN VALUE")
-        # The statuses of the header's own comment, whatever part of the page they are in.
+        # The statuses of the header's comment, in any section of the page.
         comment = re.search(r"/\*\*((?:(?!\*/).)*)\*/\s*DSOPT_API[^;]*?\b" + name + r"\(", comments, re.S)
         for status in set(re.findall(r"\b(?:DSOPT_ERR)?_(?:[A-Z]+)\b", comment[1])):
             expect(status in words(page), f"{name}(3): {status} is missing")

@@ -1,12 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# archive.sh LD OBJCOPY NM AR IN.a OUT.a DIR COMPILER...: one relocatable object of a whole archive. Every symbol but dsopt_* is
-# local; dsopt_* can be linked against, but is hidden, so a shared object with a copy of the library in it does not export that.
+# archive.sh LD OBJCOPY NM AR IN.a OUT.a DIR COMPILER...: makes one relocatable object of a whole archive. Every symbol
+# except dsopt_* is local; dsopt_* can be linked against, but is hidden, so a shared object that contains the library
+# does not export it.
 set -eu
 ld=$1 objcopy=$2 nm=$3 ar=$4 in=$5 out=$6 dir=$7
 shift 7
 mkdir -p "$dir"
-# The linker gives a symbol the narrowest visibility that any of its inputs asks for: here, an object without any code.
+# The linker uses the most restrictive visibility of all inputs: here, of an object without code.
 {
     echo '.section .note.GNU-stack,"",%progbits'
     "$nm" -g --defined-only "$in" | sed -n 's/^[0-9a-f]* [A-Za-z] \(dsopt_[A-Za-z0-9_]*\)$/.hidden \1/p' | sort

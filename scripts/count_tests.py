@@ -4,10 +4,11 @@
 
 usage: count_tests.py BUILD
 
-Prints `passed failed skipped` on standard output, and on standard error the end of what each failed test said. A
-GoogleTest program counts with its single cases, a program that ends with a line `N passed, N failed[, N skipped]` with
-those, any other as one case. A test that went wrong without a failed case (it crashed, ran too long, leaked memory) is
-one failed case more. Writes BUILD/not-run: a line `TEST: REASON` for each reason for which something was skipped.
+Prints `passed failed skipped` on standard output, and on standard error the end of each failed test's output. The cases
+of a GoogleTest program are counted individually, a program that ends with a line `N passed, N failed[, N skipped]`
+counts with these numbers, any other program as one case. A test that failed without a failed case (it crashed, timed
+out, leaked memory) is one more failed case. Writes BUILD/not-run: a line `TEST: REASON` for each reason for which
+something was skipped.
 """
 import collections
 import json
@@ -16,23 +17,23 @@ import re
 import sys
 import xml.etree.ElementTree
 
-TAIL = 60  # lines of a failed test
-NOISE = ("[ RUN ", "[       OK", "[-----")  # of GoogleTest
+TAIL = 60  # lines shown of a failed test
+NOISE = ("[ RUN ", "[       OK", "[-----")  # GoogleTest's
 CLOSING_LINE = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?\s*\Z", re.MULTILINE)
 REASON = re.compile(r"^.*\bskipped[:,] (.+)", re.MULTILINE)
 
 
 def gtest_cases(path):
-    """Test name -> [passed, failed, skipped], and test name -> reasons of the skipped ones. Suites of a GoogleTest
-    program are called project.test.suite."""
+    """Returns test name -> [passed, failed, skipped], and test name -> reasons for skipped cases. Suites of a
+    GoogleTest program are named project.test.suite."""
     counts = collections.defaultdict(lambda: [0, 0, 0])
     reasons = collections.defaultdict(list)
     with open(path, encoding="utf-8", errors="replace") as stream:
-        text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "?", stream.read())  # Meson puts in whatever a test printed
+        text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", "?", stream.read())  # Meson inserts the raw output of tests
     for suite in xml.etree.ElementTree.fromstring(text.encode()).iter("testsuite"):
         name = suite.get("name").partition(".")[2].rpartition(".")[0]
         if not name:
-            continue  # the suite of all tests that are one case each
+            continue  # the suite of all tests with one case each
         for case in suite.iter("testcase"):
             if case.find("failure") is not None or case.find("error") is not None:
                 counts[name][1] += 1
@@ -47,7 +48,7 @@ def gtest_cases(path):
 
 
 def cases_of(test, gtests):
-    """[passed, failed, skipped] of one line of testlog.json."""
+    """Returns [passed, failed, skipped] of one line of testlog.json."""
     if test["name"] in gtests:
         counts = list(gtests[test["name"]])
     elif test["result"] == "SKIP":
@@ -63,7 +64,7 @@ def cases_of(test, gtests):
 
 
 def reasons_of(test, gtests):
-    """Why something of one line of testlog.json was skipped."""
+    """Returns the reasons for which cases of one line of testlog.json were skipped."""
     said = (test["stdout"] or "") + test.get("stderr", "")
     found = gtests.get(test["name"], []) + [reason.strip() for reason in REASON.findall(said)]
     if not found and test["result"] == "SKIP":

@@ -1,11 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# cross_file.sh FOLDER: writes FOLDER/cross.ini, by which Meson builds for aarch64 with Debian's cross compiler and runs programs under
-# qemu-user. FOLDER/include has headers that the cross compiler lacks.
+# cross_file.sh FOLDER: writes FOLDER/cross.ini, with which Meson builds for aarch64 with Debian's cross compiler and
+# runs programs under qemu-user. FOLDER/include has headers that the cross compiler lacks.
 set -eu
 folder=$1 prefix=aarch64-linux-gnu
 mkdir -p "$folder/include"
-for header in rapidjson xxhash.h; do # headers alone, which are the same for every processor; /usr/include as a whole is not
+for header in rapidjson xxhash.h; do # unlike other files of /usr/include, the same for every processor
     [ -e "$folder/include/$header" ] || ln -s "/usr/include/$header" "$folder/include/$header"
 done
 cat >"$folder/cross.ini" <<END

@@ -3,19 +3,19 @@
 # usage: gpu.sh [--packages DIR] [PART...]     PART: those below, in this order; all of them if none is named
 #        gpu.sh --emulated BUILD [PART...]
 #        gpu.sh --pack DIR
-# What needs an NVIDIA GPU, without a network. Each part ends within ten minutes, all of them within half an hour: the
-# last ones are the least important. After each part, and after each list of the benches, the page
+# Runs everything that needs an NVIDIA GPU, without a network. Each part ends within ten minutes, all within half an
+# hour: the last ones are the least important. After each part, and after each list of the benches, the page
 # bench/results/<gpu>.md is rewritten from all results in build-gpu/seen, so that parts can be run one by one:
-#   build      in build-gpu; goes first whichever parts are named, and has nothing to do if it is up to date
+#   build      in build-gpu; always first, and does nothing if it is up to date
 #   tests      the suite and the recorded cases on the device
 #   nccl       one rank with the real NCCL: init, capture, finalize, abort
-#   bench      bench_cuda and PyTorch on every list of LISTS; clocks and power meanwhile, if there is nvidia-smi
+#   bench      bench_cuda and PyTorch on every list of LISTS; clocks and power are recorded if there is nvidia-smi
 #   sanitizer  compute-sanitizer on the small suite
-#   profile    what ncu counts: bytes of device memory and time of each kernel, step by step
+#   profile    counters of ncu: bytes of device memory and time of each kernel, step by step
 #   digests    parameters and state after 100 steps of each rule at the size of GPT-2, compared with the CPU's
-# A tool that is missing, or that the machine does not let work, is reported as not available, which is no failure.
-# --emulated rehearses that with the emulated device of a build folder and tiny lists; its page goes to BUILD/rehearsal.
-# DIR has the headers and libraries that the CUDA toolkit, Meson, ninja and g++ do not bring; --pack copies them there
+# A tool that is missing, or that does not work on this machine, is reported as not available, which is not a failure.
+# --emulated rehearses that with the emulated device of a build folder and tiny lists; its page is in BUILD/rehearsal.
+# DIR has headers and libraries that are not part of the CUDA toolkit, Meson, ninja and g++; --pack copies them there
 # from this machine's packages. TORCH_PYTHON is the Python with PyTorch.
 # shellcheck disable=SC2317 # the functions of the parts are called by the parts' names
 set -eu
@@ -30,7 +30,7 @@ pack() { # DIR
         }
         cp -RL "/usr/include/$header" "$1/include/"
     done
-    for library in libgtest.a libgtest_main.a libbenchmark.so; do # files, not links: those get lost on the way
+    for library in libgtest.a libgtest_main.a libbenchmark.so; do # files, not links, which may not be transferred
         file=$(g++ -print-file-name="$library")
         [ -f "$file" ] || { say "$library is missing: its package is not installed"; return 1; }
         cp -L "$file" "$1/lib/$library"
@@ -62,8 +62,8 @@ while [ $# != 0 ]; do
 done
 parts=${parts:-$all}
 failed=0
-unavailable='' # parts that the machine's tools did not let run
-watcher=''     # the process that writes clocks down
+unavailable='' # parts that could not run with this machine's tools
+watcher=''     # the process that records clocks
 end=$(($(date +%s) + 1770))
 
 if [ -n "$emulated" ]; then
@@ -79,7 +79,7 @@ else
     command -v nvcc >/dev/null || { say "no nvcc: the CUDA toolkit is missing, nothing was run"; exit 1; }
     build=build-gpu results=bench/results
     toolkit=$(nvcc --version | sed -n 's/.*release \([^,]*\),.*/\1/p')
-    # Before anything else: with a driver that is too old every test would be skipped.
+    # First: with a driver that is too old every test would be skipped.
     mkdir -p $build
     nvcc -o $build/device_versions tests/cuda/device_versions.cc >$build/device_versions.log 2>&1 || {
         say "nvcc cannot compile a program, nothing was run"
@@ -90,7 +90,7 @@ else
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || driver=
     if [ -d "$packages/include" ]; then
         packages=$(cd "$packages" && pwd)
-        # As system headers, and for every compiler alike; no pkg-config is needed.
+        # As system headers, for every compiler; pkg-config is not needed.
         export CPLUS_INCLUDE_PATH="$packages/include" LIBRARY_PATH="$packages/lib" LD_LIBRARY_PATH="$packages/lib"
     fi
     suite="$build/tests/cuda/test_cuda_device" golden="--backend cuda"
@@ -98,7 +98,7 @@ else
     nccl="$build/tests/cuda/test_nccl_single"
     bench="$build/bench/bench_cuda" repetitions=11
     LISTS=${LISTS:-gpt2-124m resnet50 10000x1000 1x67108864 vit-b-16 bert-large}
-    # NCCL may come with a framework only.
+    # NCCL may be part of a framework only.
     [ -n "${DSOPT_NCCL_LIBRARY-}" ] || DSOPT_NCCL_LIBRARY=$("${TORCH_PYTHON:-python3}" -c \
         'import nvidia.nccl as n, glob; print(glob.glob(list(n.__path__)[0] + "/lib/libnccl.so*")[0])' 2>/dev/null) || :
     [ -z "${DSOPT_NCCL_LIBRARY-}" ] || export DSOPT_NCCL_LIBRARY
@@ -114,7 +114,7 @@ echo "${driver:-unknown}" >"$seen/driver"
 echo "$toolkit" >"$seen/toolkit"
 date -u +%Y-%m-%d >"$seen/date"
 
-verdict() { # FILE WORDS...: kept for the page, and shown
+verdict() { # FILE WORDS...: stored for the page, and shown
     file=$1
     shift
     echo "$*" >>"$seen/$file"
@@ -123,7 +123,7 @@ verdict() { # FILE WORDS...: kept for the page, and shown
 
 report() { python3 scripts/gpu_report.py "$seen" "$results"; }
 
-seconds_left() { # [SHARES]: of this part, or one of as many equal shares of that; 0 would be no limit to timeout
+seconds_left() { # [SHARES]: seconds left of this part, or one of SHARES equal shares; never 0, which disables timeout
     left=$(((deadline - $(date +%s)) / ${1:-1}))
     [ "$left" -ge 1 ] || left=1
     echo "$left"
@@ -135,7 +135,7 @@ limited() { # SECONDS COMMAND...
     timeout -k 5 "$limit" "$@"
 }
 
-stopped() { # STATUS SECONDS: true if the time limit ended a command with that status; says so
+stopped() { # STATUS SECONDS: true if the time limit ended a command with that status; prints that
     case $1 in
     124) echo "stopped after $2 s" ;;
     137) echo "killed" ;; # by the time limit, or for its memory
@@ -155,7 +155,7 @@ build() {
     [ ! -f "$build/build.ninja" ] || set -- --reconfigure
     capability=$(echo "$gpu" | cut -d , -f 2 | tr -d ' .')
     status=0
-    # A newer compiler may have warnings that the sources were never checked for.
+    # A newer compiler may have new warnings.
     limited "$(seconds_left)" meson setup "$@" "$build" --buildtype=release -Dwerror=false -Dcuda=enabled \
         -Dtests=enabled -Dbench=enabled -Dbindings=disabled -Ddevice_archs="$capability" \
         >"$seen/build.log" 2>&1 || status=$?
@@ -180,7 +180,7 @@ counted() { # NAME SECONDS COMMAND...: runs it; its closing line is the verdict
     rm -f "$seen/$name"
     status=0
     limited "$seconds" "$@" >"$seen/$name.log" 2>&1 || status=$?
-    # GoogleTest ends with other words than the rest.
+    # GoogleTest's last lines differ from other tests'.
     ran=$(sed -n 's/^\[  PASSED  \] \([0-9]*\) tests\{0,1\}\..*/\1/p' "$seen/$name.log")
     words=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$seen/$name.log" | tail -n 1) || words=
     if [ -z "$words" ]; then
@@ -190,7 +190,7 @@ counted() { # NAME SECONDS COMMAND...: runs it; its closing line is the verdict
     fi
     [ "$status" = 0 ] || words="$words, $(stopped "$status" "$seconds" || echo "status $status")"
     verdict "$name" "$words"
-    # There is a device, so a test that finds none is wrong; single tests may want a second one.
+    # There is a device, so a test that finds none fails; some tests need a second device.
     case $status,$words in
     0,"0 passed"* | [!0]*,*)
         failed=1
@@ -214,10 +214,10 @@ digests() {
 
 nccl() { counted nccl 120 "$nccl"; }
 
-watch_clocks() { # writes clocks and power down five times a second, until unwatch_clocks
+watch_clocks() { # records clocks and power five times per second, until unwatch_clocks
     command -v nvidia-smi >/dev/null || return 0
     bus=$(echo "$gpu" | cut -d , -f 5 | tr -d ' ')
-    # What no caller stops ends by itself.
+    # Ends by itself if no caller stops it.
     timeout 600 nvidia-smi ${bus:+-i "$bus"} --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu \
         --format=csv,noheader,nounits -lms 200 >>"$seen/clocks" 2>/dev/null &
     watcher=$!
@@ -225,7 +225,7 @@ watch_clocks() { # writes clocks and power down five times a second, until unwat
 
 unwatch_clocks() {
     [ -n "$watcher" ] || return 0
-    # With its group, which timeout makes: a signal that comes as it has just forked would leave nvidia-smi running.
+    # With its process group, which timeout makes: a signal just after its fork would leave nvidia-smi running.
     kill -- "-$watcher" 2>/dev/null || kill "$watcher" 2>/dev/null || :
     wait "$watcher" 2>/dev/null || :
     watcher=
@@ -237,7 +237,7 @@ trap 'exit 143' TERM
 bench() {
     rm -f "$seen/bench" "$seen/clocks"
     for list in $LISTS; do
-        # What does not fit is on the page, and another call begins with it.
+        # Lists that do not fit in the time are named on the page, and another call starts with them.
         [ "$(seconds_left)" -gt 30 ] || {
             failed=1
             verdict bench "$list: no time was left, LISTS=\"$list\" ./dev gpu bench"
@@ -275,7 +275,7 @@ find_tool() { # NAME FOLDER: a tool of the toolkit
     return 1
 }
 
-cannot_work() { # LOG...: prints the line that says that a tool of the toolkit may not or cannot watch programs here
+cannot_work() { # LOG...: prints the line that reports that a tool of the toolkit cannot trace programs here
     grep -hiE -e 'ERR_NVGPUCTRPERM|insufficient permission|driver resource was unavailable|driver is not compatible' \
         -e 'device not supported|internal sanitizer error|(unable|failed) to (initialize|load|connect|attach|inject)' \
         "$@" 2>/dev/null | sed 's/^[= ]*\(ERROR\)\{0,1\}[= ]*//' | head -n 1 | grep .
@@ -294,7 +294,7 @@ sanitizer() {
         checks=$((checks - 1)) status=0
         limited "$limit" "$tool" --tool "$check" --error-exitcode 9 "$build/tests/cuda/test_cuda_device" \
             --gtest_filter='CudaSmall.*' >"$seen/$check.log" 2>&1 || status=$?
-        # The summary and the tests both count: some versions report no errors of a program that they never ran.
+        # Both the summary and the tests are checked: some versions report no errors for a program that they never ran.
         words=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$seen/$check.log" | tail -n 1 | sed 's/=* *//') || :
         ran=$(sed -n 's/^\[  PASSED  \] \([1-9][0-9]* tests\{0,1\}\)\..*/\1/p' "$seen/$check.log")
         case $status,$words in
@@ -313,13 +313,13 @@ sanitizer() {
     done
 }
 
-# With the list's name behind it neither /graph nor another row that begins so is selected.
+# With the list's name appended, neither /graph nor another row with this prefix is selected.
 row_filter() { echo "^$1/gpt2-124m/"; }
 
 profile() {
     rm -f "$seen/profile" "$seen"/profile.*
     rows="Fp32 Mixed/f16 Lamb/clip Compressed OnebitAdam" count=5
-    for row in $rows; do # a name that the benches no longer have is a failure, not an empty table
+    for row in $rows; do # a name that the benches no longer have is a failure
         found=$("$bench" --benchmark_filter="$(row_filter "$row")" --benchmark_list_tests gpt2-124m) || found=
         if [ "$found" != "$row/gpt2-124m/iterations:1/manual_time" ]; then
             failed=1
@@ -338,7 +338,7 @@ profile() {
             --print-kernel-base function \
             --log-file "$seen/$name.csv" --metrics "$metrics" \
             "$bench" --benchmark_filter="$(row_filter "$row")" gpt2-124m >"$seen/$name.log" 2>&1 || status=$?
-        # Without counters ncu lets the program run to its end all the same.
+        # Without counters ncu still runs the program to its end.
         [ "$status" != 0 ] || ! grep -q '^"0"' "$seen/$name.csv" || continue
         if why=$(cannot_work "$seen/$name.csv" "$seen/$name.log"); then
             not_available profile "$why"
@@ -352,7 +352,7 @@ profile() {
 
 for part in $parts; do
     now=$(date +%s)
-    # Less than ten minutes: a command that ignores its limit is killed five seconds later, and the page takes time.
+    # Less than ten minutes: a command that ignores its limit is killed five seconds later; writing the page takes time.
     deadline=$((now + 580))
     [ $deadline -le $end ] || deadline=$end
     say "$part"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""gpu_report.py SEEN RESULTS: what gpu.sh saw on a GPU, as a Markdown page RESULTS/<gpu>.md."""
+"""gpu_report.py SEEN RESULTS: writes the results of gpu.sh on a GPU as a Markdown page RESULTS/<gpu>.md."""
 import csv
 import glob
 import json
@@ -13,7 +13,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import gpu_model
 from lists import shapes
 
-# Rows of bench_cuda, bytes an element, PyTorch's counterpart, and the model's name of the step.
+# Rows of bench_cuda, bytes per element, PyTorch's counterpart, and the model's name of the step.
 ROWS = [
     ("Fp32", 28, "fused", "Fp32"), ("Fp32/graph", 28, None, "Fp32"), ("Chunked", 28, "foreach", None),
     ("Mixed/f16", 30, "mixed f16", "Mixed/f16"), ("Mixed/f16/graph", 30, "deepspeed f16", "Mixed/f16"),
@@ -46,7 +46,8 @@ def quotient(a, b):
 
 
 def read_bench(path):
-    """Times of each row's repetitions in ms, the host's microseconds of its calls, and why rows were not timed."""
+    """Returns the times of each row's repetitions in ms, host time per call in microseconds, and why rows were not
+    timed."""
     times, host, errors = {}, {}, {}
     for row in json.loads(text(os.path.dirname(path), os.path.basename(path)))["benchmarks"]:
         if row.get("run_type") != "iteration":
@@ -103,13 +104,13 @@ CLOCKS = ("SM clock %s MHz", "memory clock %s MHz", "power %s W", "temperature %
 
 
 def clocks_line(seen):
-    """What nvidia-smi saw while the benches ran: smallest, median and largest."""
+    """Returns nvidia-smi's values while the benches ran: smallest, median and largest."""
     columns = [[] for _ in CLOCKS]
     for row in csv.reader(text(seen, "clocks").splitlines()):
         for column, entry in zip(columns, row):
             try:
                 column.append(float(entry))
-            except ValueError:  # "[N/A]": this GPU, or a slice of it, does not say
+            except ValueError:  # "[N/A]": this GPU, or a slice of it, does not report it
                 pass
     known = [form % ("%.0f/%.0f/%.0f" % (min(values), statistics.median(values), max(values)))
              for form, values in zip(CLOCKS, columns) if values]
@@ -124,7 +125,7 @@ COUNTED = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.
 
 
 def profile_lines(seen):
-    """A line for each kernel of each step; with --print-units base times are ns, so bytes per time are GB/s."""
+    """Returns a line per kernel of each step; with --print-units base times are ns, so bytes per time are GB/s."""
     lines = []
     for step in PROFILED:
         name = "profile.%s.csv" % step.replace("/", "-")
@@ -135,7 +136,7 @@ def profile_lines(seen):
             try:
                 entry.append([float(row[key].replace(",", "")) for key in COUNTED])
             except (KeyError, ValueError, AttributeError):
-                pass  # a line that ends where the program was killed, or a counter without a value
+                pass  # a line that was cut when the program was killed, or a counter without a value
         for kernel, values in sorted(kernels.items()):
             if values:
                 time, read, written, registers, grid = (statistics.median(column) for column in zip(*values))

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# package.sh [deb|wheel|crate|test]...: packages of what is committed, into packages/. Without an argument: deb, wheel
-# and crate. `test` installs the .deb files in a clean Debian 12, builds programs against them, and removes them again; it
+# package.sh [deb|wheel|crate|test]...: makes packages of the last commit in packages/; default: deb, wheel and crate.
+# `test` installs the .deb files in a clean Debian 12, builds programs against them, and removes them again; it
 # needs root or user namespaces, and Debian's mirror. packaging/README.md
 set -eu
 cd "$(dirname "$0")/.."
@@ -33,7 +33,7 @@ deb() {
     [ "$(dpkg-parsechangelog -l packaging/debian/changelog -S Version)" = "$version-1" ] ||
         fail "packaging/debian/changelog is not about $version"
     cp -r "$tree/packaging/debian" "$tree/debian"
-    # Not the compilers of the caller's shell: packages are made with Debian's.
+    # Not the compilers of the caller's shell: packages are built with Debian's.
     (cd "$tree" && env -u CC -u CXX -u CFLAGS -u CXXFLAGS PATH=/usr/sbin:/usr/bin:/sbin:/bin \
         DEB_BUILD_OPTIONS="${DEB_BUILD_OPTIONS-noautodbgsym parallel=$(nproc)}" \
         dpkg-buildpackage -b -us -uc) >"$work/log" 2>&1 ||
@@ -41,7 +41,7 @@ deb() {
     rm -f "$packages"/*.deb
     cp "$work"/deb/*.deb "$packages"
     if command -v lintian >/dev/null; then
-        # These packages are not for an upload to Debian, so they close no bug there.
+        # These packages are not uploaded to Debian, so they close no bug.
         lintian --allow-root --suppress-tags initial-upload-closes-no-bugs --fail-on error,warning \
             "$work"/deb/*.changes || fail "lintian"
     else
@@ -61,7 +61,7 @@ crate() {
     [ -f "$tree/bindings/rust/Cargo.toml" ] || fail "there is no bindings/rust/Cargo.toml to make crates of"
     "$tree/scripts/sbom.py" crate --output "$tree/bindings/rust/dsopt/sbom.spdx.json" &&
         "$tree/scripts/sbom.py" crate-sys --output "$tree/bindings/rust/dsopt-sys/sbom.spdx.json" || fail "no bill of materials"
-    # Not built again here, because the tests have done that. One crate needs the other, which no registry has.
+    # Not built again here, because the tests build them. One crate needs the other, which is in no registry.
     (cd "$tree/bindings/rust" && cargo package --quiet --offline --no-verify --workspace --target-dir "$work/target" \
         --config "patch.crates-io.dsopt-sys.path='$PWD/dsopt-sys'") || fail "cargo package"
     cp "$work"/target/package/*.crate "$packages"

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ninja or `meson test` and shows how far it is.
+"""Runs ninja or `meson test` and shows the progress.
 
 usage: progress.py [--durations LOG] NAME PHASE COMMAND...
 
-On a terminal one line is rewritten; elsewhere there is a line every 30 seconds. It names the last target that was built, or the
-last test that ended. What the command says is
-shown only if a build fails: errors first, then the end. Exits as the command does. LOG (meson-logs/testlog.json of an
-earlier run, if it is there) has how long each test took, which makes the time left a better guess.
+On a terminal one line is overwritten; elsewhere there is a line every 30 seconds. The command's output is shown only if
+a build fails: errors first, then the end. Exits with the command's status. LOG (meson-logs/testlog.json of an earlier
+run, optional) has the duration of each test, for a better estimate of the remaining time.
 """
 import json
 import queue
@@ -17,14 +16,14 @@ import sys
 import threading
 import time
 
-EVERY = 30  # seconds between two lines where there is no terminal
-NINJA = re.compile(r"\[(\d+)/(\d+)\].* (\S+)$")
+EVERY = 30  # seconds between two lines without a terminal
+NINJA = re.compile(r"\[(\d+)/(\d+)\]")
 MESON = re.compile(r"\s*(\d+)/(\d+)\s+(?:\S+ / )?(\S+)\s")
 ERRORS = re.compile(r"(error|failed):", re.IGNORECASE)
 
 
 def earlier(path):
-    """Seconds that each test took, by its name."""
+    """Returns the duration of each test in seconds, by name."""
     try:
         with open(path, encoding="utf-8") as lines:
             return {test["name"]: max(test["duration"], 0.1) for test in map(json.loads, lines)}
@@ -41,7 +40,7 @@ class Progress:
         self.name, self.phase, self.durations = name, phase, durations
         self.begin = time.monotonic()
         self.done = self.total = 0
-        self.finished = 0.0  # seconds that the tests which have ended took in the earlier run
+        self.finished = 0.0  # seconds that the finished tests took in the earlier run
         self.terminal = sys.stdout.isatty()
         self.shown = 0.0 if self.terminal else self.begin
         self.last = ""  # what was built or tested last
@@ -56,7 +55,7 @@ class Progress:
             self.finished += self.durations.get(found[3], 0)
 
     def left(self):
-        """Seconds, or None where that cannot be known yet."""
+        """Returns the remaining seconds, or None if they are not known yet."""
         elapsed = time.monotonic() - self.begin
         share = self.done / self.total if self.total else 0
         if self.durations and self.finished:

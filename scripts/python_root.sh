@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# python_root.sh ARCH FOLDER: unpacks a Python and its C library into FOLDER, and nothing else: no libstdc++, libgcc_s or libgomp. They are
-# of the oldest Debian that the mirror has, for ARCH (amd64, arm64), and need no root. Writes FOLDER/run, a command that runs the Python.
+# python_root.sh ARCH FOLDER: unpacks only a Python and its C library into FOLDER: no libstdc++, libgcc_s or libgomp.
+# They are from the oldest Debian on the mirror, for ARCH (amd64, arm64), and need no root. Writes FOLDER/run, a command
+# that runs the Python.
 set -eu
 arch=$1 folder=$2
 command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || { echo "python_root.sh: apt-get and dpkg-deb of Debian are needed"; exit 1; }
@@ -34,7 +35,7 @@ unpack() { # SUITE PYTHON PACKAGE...
     for package in "$folder"/apt/debs/*.deb; do
         dpkg-deb -x "$package" "$folder"
     done
-    # No cache of the system's libraries. The loader looks into folders of its own after these.
+    # Without the system's library cache. The loader searches its default folders after these.
     libraries=$folder/lib/$triplet:$folder/usr/lib/$triplet
     cat >"$folder/run" <<END
 #!/bin/sh

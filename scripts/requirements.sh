@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# requirements.sh [NAME...]: renews the pins in scripts/requirements: resolves NAME.in, which says what is needed, to the newest
-# versions on PyPI, and writes NAME.txt with every version and hash, for all Pythons from the oldest one that NAME.in names. Without
-# a NAME it renews all. uv resolves for every Python at once; pip knows only the one that runs it. NAME-source.in is what is built
-# from source in the environment of NAME.txt, which has what it depends on; so is NAME-aside.in, with other versions.
+# requirements.sh [NAME...]: updates the pins in scripts/requirements: resolves NAME.in, the requirements, to the newest
+# versions on PyPI, and writes NAME.txt with every version and hash, for all Pythons from the oldest one that NAME.in
+# names. Without a NAME it updates all. uv resolves for every Python at once; pip only for the Python that runs it.
+# NAME-source.in has packages that are built from source in the environment of NAME.txt, which has their dependencies;
+# NAME-aside.in has packages that are built likewise, with other versions.
 set -eu
 cd "$(dirname "$0")/requirements"
 work=$(mktemp -d)
@@ -20,7 +21,7 @@ for name; do
     case $name in *-source | *-aside) depends=--no-deps ;; *) depends= ;; esac
     (
         here=$PWD
-        cd "$work/project" # where uv finds which systems to resolve for
+        cd "$work/project" # uv reads the target systems there
         "$work/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-header --upgrade $depends \
             --python-version "$oldest" "$here/$name.in" -o "$work/$name.txt"
     )

@@ -5,10 +5,10 @@
 usage: sbom.py PACKAGE [--inputs FILE] [--with NAME=VERSION]... [--output FILE]
 
 PACKAGE is `install`, `wheel`, `crate` (dsopt), `crate-sys` (dsopt-sys), or the name of a Debian package. FILE is
-BUILD/sbom-inputs.json, in which Meson writes the version of dsopt, its compiler and what is compiled into its
-libraries, as the preprocessor sees them; crates have no compiled code and take the version from meson.build. NAME is
-one more of the components, which is in the libraries of this package alone. The time
-is SOURCE_DATE_EPOCH if that is set. The same inputs give the same bytes.
+BUILD/sbom-inputs.json, in which Meson writes the version of dsopt, its compiler and the components compiled into its
+libraries, as the preprocessor sees them; crates have no compiled code and use the version in meson.build. NAME is one
+more component, which is only in the libraries of this package. The time is SOURCE_DATE_EPOCH if that is set. The same
+inputs give the same bytes.
 """
 import argparse
 import datetime
@@ -22,7 +22,7 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CUDA_LICENCE = "LicenseRef-NVIDIA-CUDA-EULA"
 GCC_LICENCE = "GPL-3.0-or-later WITH GCC-exception-3.1"
-# Name -> licence, copyright without years, which differ by version, where it comes from. Texts of the first two are in LICENSES.
+# Name -> licence, copyright without years (they differ by version), origin. Texts of the first two are in LICENSES.
 COMPONENTS = {
     "RapidJSON": ("MIT", "Copyright (C) THL A29 Limited, a Tencent company, and Milo Yip.", "pkg:github/Tencent/rapidjson@v%s"),
     "xxHash": ("BSD-2-Clause", "Copyright (C) Yann Collet", "pkg:github/Cyan4973/xxHash@v%s"),
@@ -31,7 +31,7 @@ COMPONENTS = {
     "GCC runtime libraries": (GCC_LICENCE, "Free Software Foundation, Inc.", "pkg:generic/gcc@%s"),
 }
 ARCHIVES = ("CUDA runtime", "GCC runtime libraries")  # the others are headers
-# Package -> (name, package URL, what it has).
+# Package -> (name, package URL, contents).
 PACKAGES = {
     "install": ("dsopt", "pkg:generic/dsopt@%s", "library"),
     "wheel": ("dsopt", "pkg:pypi/dsopt@%s", "library"),

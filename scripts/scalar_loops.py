@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scalar_loops.py OBJDUMP LIBRARY: names functions of the CPU's loops that compute on single floats in a loop without doing so on
-vectors anywhere. Every loop over elements has a scalar rest behind its vector part; one that has nothing else was not vectorised.
-For aarch64. Exit status 1 if there are any."""
+"""scalar_loops.py OBJDUMP LIBRARY: prints the CPU kernels that compute on single floats in a loop and on vectors
+nowhere. Every loop over elements has a scalar remainder after its vector part; a loop with only a scalar part was not
+vectorised. For aarch64. Exit status 1 if there are any."""
 import re
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def functions(objdump, library):
 
 
 def kind(text):
-    """The operation, and whether it is one of vectors; None for anything that is not arithmetic of floats."""
+    """Returns the operation, and True if it is a vector operation; None unless it is float arithmetic."""
     match = ARITHMETIC.match(text)
     if not match:
         return None

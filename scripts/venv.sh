@@ -1,10 +1,11 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# venv.sh FOLDER NAME PYTHON...: makes the virtual environment FOLDER with what scripts/requirements/NAME.txt pins, by the first
-# PYTHON that the requirements are for, unless it is there already with these pins. Every file must have a hash of that list.
-# Exits with 77 and a reason where there is no such Python or no network; a hash that differs is a failure. What has no wheel is in
-# NAME-source.txt, and is built in that environment, with what NAME.txt has. Where that fails it is left out, with the reason. Other
-# versions of the same packages are in NAME-aside.txt; they are built too, and are in FOLDER/aside, for PYTHONPATH.
+# venv.sh FOLDER NAME PYTHON...: creates the virtual environment FOLDER with the pins of scripts/requirements/NAME.txt,
+# with the first suitable PYTHON, unless it exists already with these pins. Every file must have a hash of that list.
+# Exits with 77 and a reason if there is no such Python or no network; a different hash is a failure. Packages without a
+# wheel are in NAME-source.txt, and are built in that environment, with the packages of NAME.txt. If that fails they are
+# omitted, with the reason. Other versions of the same packages are in NAME-aside.txt; they are also built, and are in
+# FOLDER/aside, for PYTHONPATH.
 set -eu
 folder=$1 name=$2
 shift 2
@@ -13,8 +14,8 @@ unreachable='Failed to establish a new connection|Connection(Reset|Refused)?Erro
 unreachable="$unreachable|Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host"
 skip() { echo "skipped: $*"; exit 77; }
 
-# install FILE OPTION...: 77 where PyPI was not reached, 1 for another failure; FOLDER/log has the reason. pip retries, so a log can
-# have errors of the network and another cause of the failure.
+# install FILE OPTION...: returns 77 if PyPI was not reached, 1 for another failure; FOLDER/log has the reason. pip
+# retries, so a log can have network errors although the failure has another cause.
 install() {
     list=$1
     shift
@@ -25,7 +26,7 @@ install() {
     return 1
 }
 
-build() { # KIND OPTION...: what NAME-KIND.txt has
+build() { # KIND OPTION...: builds the packages of NAME-KIND.txt
     kind=$1 list=$requirements/$name-$1.txt
     shift
     [ -f "$list" ] && ! cmp -s "$list" "$folder/ready-$kind" || return 0
@@ -40,14 +41,14 @@ build() { # KIND OPTION...: what NAME-KIND.txt has
     fi
 }
 
-from_source() { # what has no wheel
+from_source() { # builds packages without a wheel
     build source
     cmp -s "$requirements/$name-aside.txt" "$folder/ready-aside" || rm -rf "$folder/aside"
     build aside --target "$folder/aside"
     exit 0
 }
 
-# Tests that need the same environment may run at the same time: the first one makes it.
+# Tests that need the same environment may run concurrently: the first one creates it.
 mkdir -p "$(dirname "$folder")"
 if command -v flock >/dev/null; then
     exec 9>"$folder.lock"

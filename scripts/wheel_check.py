@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a wheel needs of a system, and what is in it.
+"""Checks the requirements and the contents of a wheel.
 
 usage: wheel_check.py GLIBC ROOT WHEEL
 
-The libraries of the wheel need the C library alone, no symbol of it later than GLIBC, and no symbol without a version. They
-export functions of dsopt only. ROOT is the tree of the sources: the wheel has its licences, a bill of materials, the headers
-and the description. Prints `name: reason` for each check that fails, then `N passed, N failed`.
+The libraries of the wheel must need only the C library, no symbol of it later than GLIBC, and no symbol without a
+version. They must export only functions of dsopt. ROOT is the source tree: the wheel must have its licences, a bill of
+materials, the headers and the description. Prints `name: reason` for each check that fails, then `N passed, N failed`.
 """
 import json
 import os

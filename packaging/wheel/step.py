@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with the dsopt of a wheel, without NumPy, and prints a digest that is the same on every machine.
+"""Trains with the dsopt of a wheel, without NumPy, and prints a digest that must be the same on every machine.
 
 usage: step.py FOLDER [LIBRARIES]
 
-The package dsopt must come from FOLDER. With LIBRARIES, every library of the process must be in FOLDER or there, and neither
-libstdc++ nor libgcc_s nor an OpenMP runtime may be among them. Writes the version of glibc to standard error.
+The package dsopt must come from FOLDER. With LIBRARIES, every library of the process must be in FOLDER or LIBRARIES,
+and libstdc++, libgcc_s and OpenMP runtimes must not be among them. Writes the version of glibc to standard error.
 """
 import array
 import hashlib
@@ -17,7 +17,8 @@ import dsopt
 
 
 def train(rule, threads):
-    """Digests of parameters after 20 steps: one tensor that is partitioned among threads, small ones, an empty one."""
+    """Returns digests of parameters after 20 steps: one tensor that is partitioned among threads, small ones, an empty
+    one."""
     sizes = {"large": 200000, "small": 77, "one": 1, "none": 0}
     params = {name: array.array("f", [((i * 7919) % 1000) / 500 - 1 for i in range(size)]) for name, size in sizes.items()}
     opt = dsopt.Optimizer(params, rule, context=dsopt.Context("cpu", threads=threads), max_norm=1.0)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of dsopt.jax with the handler of a wheel, next to optax. usage: step_jax.py FOLDER, from which the package dsopt must come."""
+"""Compares steps of dsopt.jax, with the handler of a wheel, to optax. usage: step_jax.py FOLDER, from which the package
+dsopt must come."""
 import os
 import sys
 
