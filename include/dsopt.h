@@ -4,7 +4,7 @@
 /**
  * dsopt: the optimizer side of training behind one C header.
  *
- * The shortest useful program (error checks left out):
+ * The shortest useful program (error checks omitted):
  *
  *     dsopt_context *ctx;   dsopt_context_create(NULL, &ctx);                  // CPU
  *     dsopt_optimizer *opt; dsopt_optimizer_create(ctx, NULL, &opt);           // the engine owns the state
@@ -526,7 +526,7 @@ enum dsopt_optimizer_flags {
     DSOPT_OPTIMIZER_AVERAGES = 32,
     /** Before each step the data-parallel ranks compare their calls: parameter lists, number of calls, stage of the
      * 1-bit family, and (where the caller averages) which gradients are present. The values of gradients are not
-     * compared. If ranks differ, each gets DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
+     * compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
      * arguments of one rank are invalid, it returns that status and the others return DSOPT_ERR_MISMATCH. Without this
      * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 100 bytes per step, two
      * more with a node comm. The 1-bit family compares parameter lists at the first step after each new group even
@@ -916,7 +916,7 @@ enum dsopt_skip {
     DSOPT_SKIP_HYPER = 8,
     /** `skip` is not 0. */
     DSOPT_SKIP_CALLER = 16,
-    /** Another rank had a reason. With expert comms, a rank with a reason of its own does not report this one. */
+    /** Another rank had a reason. With expert comms, not reported by a rank that has a reason too. */
     DSOPT_SKIP_PEER = 32,
     DSOPT_SKIP_SIGNED = -1
 };
@@ -1664,7 +1664,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_comm_query(const dsopt_comm *comm, dsop
 
 /**
  * All-reduce a list in place, such as the gradients before a step. Collective: the same list on all ranks. Sums are in
- * fp32 and rounded once to the dtype of the tensor; every rank gets the same bits. Small tensors are sent together in
+ * fp32 and rounded once to the dtype of the tensor; all ranks receive equal bits. Small tensors are sent together in
  * buckets, which the comm caches. Entries without data are ignored, and must be the same on all ranks.
  * @param[in,out] list  F32, F16 or BF16 in backend memory.
  * @param[in]     op    enum dsopt_op.
@@ -1736,7 +1736,7 @@ typedef struct dsopt_norm_result {
  * The norm over model and expert ranks, as the originals' get_grad_norm and get_weight_norm with mpu compute it. `list`
  * has the gradients or the weights of `params`. A parameter that every model rank has counts on model rank 0. With
  * DSOPT_PARAM_MODEL_PARALLEL the shard of each model rank counts, also of an expert. With DSOPT_PARAM_REPLICATED the
- * parameter is left out, because another pipeline stage counts it. The squares of experts add up over the ranks of
+ * parameter is excluded, because another pipeline stage counts it. The squares of experts add up over the ranks of
  * their comm, then over the model ranks. The result is -1 if it is not finite. Steps do the same themselves
  * (dsopt_report.grad_norm), in fp64 all the way.
  *
@@ -1797,7 +1797,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const
  * collectives for the whole list (Tang et al. 2021; DeepSpeed's compressed_allreduce).
  *  - Each rank adds the residual of earlier calls, and sends signs and one scale (root mean square) per tensor.
  *  - The server rank of a chunk averages them, adds its residual, and sends signs and scales of the mean to all.
- *  - All ranks get the same bits. Zeros and NaN count as positive. A NaN or Inf corrupts the buffers permanently: check
+ *  - All ranks receive the same bits. Zeros and NaN count as positive. A NaN or Inf corrupts the buffers permanently:
+ *    check
  * for them first. With `node` the exchange has two levels: full precision inside a node, bits between nodes.
  * docs/onebit.md
  */

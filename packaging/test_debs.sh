@@ -1,21 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/fp32.c
-# against them, runs dsopt-info and reads manual pages, and removes the packages again. Nothing of them must be left.
+# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/caller_c.c
+# against them, runs dsopt-info and reads manual pages, and removes the packages again. No file of them may remain.
 set -eu
 cd "$1"
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8
 fail() { echo "test_debs: $*"; exit 1; }
 quietly() { "$@" >log 2>&1 || { cat log; fail "$*"; }; }
-# What the packages may touch. Caches of the linker and of man come and go by triggers of others.
+# Paths that the packages may change. Triggers of other packages create and remove caches of the linker and of man.
 files() {
     find /usr /etc /var/lib -xdev ! -path '/var/lib/dpkg/*' ! -path '/var/lib/apt/*' ! -name ld.so.cache | sort
 }
 
-# Manual pages too, which minimal systems leave out.
+# Manual pages too, which minimal systems omit.
 rm -f /etc/dpkg/dpkg.cfg.d/*
 files >before
-# The library first and alone: it must not need the development package.
+# First only the library: it must not need the development package.
 quietly apt-get install -y --no-install-recommends ./libdsopt1_*.deb
 [ -e /usr/lib/*/libdsopt.so.1 ] || fail "no libdsopt.so.1"
 [ ! -e /usr/include/dsopt.h ] || fail "libdsopt1 has the header"
@@ -47,7 +47,7 @@ man -f dsopt_optimizer_step | grep -q 'Update every parameter' || fail "whatis d
 quietly apt-get purge -y libdsopt1 libdsopt-dev dsopt-tools
 files >after
 ! grep -i warning log || fail "removing warned"
-# What apt itself brought for the packages stays, their own must be gone.
+# Files that apt installed for the packages remain, files of the packages must not.
 left=$(comm -13 before after | grep dsopt || :)
 [ -z "$left" ] || fail "left behind: $left"
 echo "test_debs: installed, built against, run, and removed"

@@ -228,7 +228,7 @@ class Comm(Handle):
     def all_reduce(self, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
         """All-reduce a list in place. Collective: the same sizes on all ranks.
 
-        arrays  float32, float16 or bfloat16; None = passed over
+        arrays  float32, float16 or bfloat16; None = ignored
         op      "sum", "max" or "mean"
         stream  the CUDA stream on which they are used
         """

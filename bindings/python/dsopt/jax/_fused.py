@@ -204,7 +204,7 @@ class FusedStep:
             "seed": int(seed),
             "scaler": _scaler(loss_scale),
         }
-        _call.group(number)  # a first look at the library
+        _call.group(number)  # loads and checks the library
 
     # ------------------------------------------------------------------------------------------------------------ state
     def init(self, params, masters=None) -> dict:
