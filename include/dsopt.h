@@ -70,11 +70,11 @@
  *    DSOPT_ERR_FORKED. Destroying still calls `release` of the context and `destroy` of a comm table. The child may
  *    create new contexts, whatever other threads of the parent were doing in dsopt. It starts new library threads. An
  *    id of dsopt_comm_unique_id with DSOPT_COMM_KIND_LOCAL does not connect parent and child.
- *  - Library threads. CPU work runs on the calling thread and on threads of the library, which are started by the first
- *    call that needs them. They spin for at most 50 us after their work, then sleep, and live as long as the process.
- *    They block all signals except SIGPROF and synchronous ones such as SIGSEGV, and inherit the CPU affinity of the
- *    thread that starts them. Their name is "dsopt". Concurrent calls use different threads. If a thread cannot be
- *    started, or is not scheduled in time, the calling thread does that work, with the same results.
+ *  - Library threads. CPU work runs on the calling thread and on threads of the library, started by the first call that
+ *    needs them. They spin for at most 50 us after their work, then sleep, and live as long as the process. They block
+ *    all signals except SIGPROF and synchronous ones such as SIGSEGV, and inherit the CPU affinity of the thread that
+ *    starts them. Their name is "dsopt". Concurrent calls use different threads. If a thread cannot be started, or is
+ *    not scheduled in time, the calling thread does that work, with the same results.
  *  - Results. An element-wise step gives the same bits on every backend and instruction set, for any number of threads
  *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
  *    any number of threads. Denormals are not flushed. Arithmetic is fp32 for all storage dtypes; multiply and add
@@ -268,7 +268,7 @@ enum dsopt_context_flags {
  * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
  * when all of them are done. The calling thread should run some of them: otherwise a pool whose threads all wait inside
  * dsopt deadlocks. If the function returns too early, runs an index twice, or throws, the call into dsopt returns
- * DSOPT_ERR_HOOK. Calling `body` after the function has returned is undefined behaviour.
+ * DSOPT_ERR_HOOK. Calling `body` after the return is undefined behaviour.
  */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
@@ -466,7 +466,7 @@ typedef struct dsopt_param {
     int32_t ndim;
     /** enum dsopt_param_flags. */
     int32_t flags;
-    /** First element if the parameter is a slice of a tensor of that name. Used by stochastic rounding, else 0. */
+    /** Index of the first element if it is a slice of a tensor of that name. For stochastic rounding, else 0. */
     int64_t offset;
     /** 0 = dense. k: the ranks of expert comm k - 1 hold different experts, and the squares of their gradients add up,
      * as in DeepSpeed 0.19.6 (get_norm_with_moe_layers). The form of 2023, the mean of the ranks' norms, is not
@@ -835,7 +835,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, in
                                                         int64_t count);
 
 enum dsopt_reset {
-    /** Copies parameters to masters: after new weights were loaded (the original's refresh_fp32_params). */
+    /** Copies parameters to masters, after new weights were loaded (the original's refresh_fp32_params). */
     DSOPT_RESET_MASTERS = 1,
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
@@ -1014,8 +1014,8 @@ typedef struct dsopt_step {
  * The originals call a closure first. Call it before this function instead. The originals' fp16 wrappers ignore a
  * closure.
  *
- * Overlap among gradients, or of gradients and parameters, is not checked, nor is an array passed twice. CUDA graphs:
- * docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
+ * Overlap among gradients, or of gradients and parameters, is not checked, nor is an array passed twice.
+ * CUDA graphs: docs/graphs.md. The 1-bit family cannot be captured, because the host chooses the stage of a step.
  *
  * @return DSOPT_OK; DSOPT_ERR_SHAPE, _DTYPE, _ALIGNMENT, _DEVICE, each naming the tensor; _UNSUPPORTED; _STATE: a
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
@@ -1033,8 +1033,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, co
  * dsopt_optimizer_step as a pure function: reads and writes only what `step` names, and keeps no state. Nothing is
  * allocated except host memory for tables, which is cached and grows with the number of concurrent calls. The host
  * waits only in the cases that dsopt_optimizer_step lists; the schedule of the 1-bit family is always in memory of the
- * caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call. After
- * dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must ignore them passes `hyper`.
+ * caller here. The state list must hold the values of dsopt_optimizer_init_state or of an earlier call.
+ * After dsopt_optimizer_set or _add_group, calls use the new values: a compiled program that must ignore them passes
+ * `hyper`.
  * @return as dsopt_optimizer_step; DSOPT_ERR_WORKSPACE. Thread-safety: any number of threads, on different memory.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step);
@@ -1049,9 +1050,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
  * Write the initial values of every state tensor into the caller's list, in stream order: masters from `params`, zeros,
  * the scaler's initial scale and counters from its desc. In compat mode with masters this includes the step on zero
  * gradients that the original executes when it is constructed, which also decays F32 parameters in place. Afterwards
- * dsopt_optimizer_apply gives the same bits as dsopt_optimizer_step. State that the optimizer owns is not read. If that
- * step is executed, the call allocates and frees workspace, the host may wait for the device, and the call cannot be
- * captured in a graph. Nor can it be captured if a state tensor has an initial value other than 0.
+ * dsopt_optimizer_apply gives the same bits as dsopt_optimizer_step. State that the optimizer owns is not read.
+ * If that step is executed, the call allocates and frees workspace, the host may wait for the device, and the call
+ * cannot be captured in a graph. Nor can it be captured if a state tensor has an initial value other than 0.
  * @param[in,out] params  one entry per parameter, only read unless that step is executed. NULL is legal if there are no
  *                        masters.
  * @param[in]     count   number of parameters; 0 with params NULL.
@@ -1088,9 +1089,9 @@ enum dsopt_reduction {
 
 /**
  * The reduction of a call of dsopt_optimizer_step, known before the backward pass.
- * @param[in]  call       1, 2, ...: the result is a pure function of it, because calls count whether skipped or not. 0
- * = the next call. In compat mode only 0, because skipped calls do not count there: on CUDA it waits for earlier calls,
- * as it does after state was imported, bound or loaded.
+ * @param[in]  call       1, 2, ...: the result is a pure function of it, because calls count whether skipped or not.
+ *                        0 = the next call. In compat mode only 0, because skipped calls do not count there: on CUDA
+ *                        it waits for earlier calls, as it does after state was imported, bound or loaded.
  * @param[out] reduction  enum dsopt_reduction.
  * @return DSOPT_OK; DSOPT_ERR_STATE: no groups, or the default stream cannot be used; DSOPT_ERR_UNSUPPORTED: a number
  * in compat mode. Thread-safety: if `call` is 0 one thread per optimizer, else any number of readers.
@@ -1199,7 +1200,7 @@ typedef struct dsopt_report {
     /** Milliseconds of the last call, enum dsopt_phase. With DSOPT_OPTIMIZER_TIMING. */
     double ms[8];
     int64_t state_bytes, workspace_bytes;
-    /** Number of ranks that saved the last loaded checkpoint, if it differs from the present number; else 0. */
+    /** Number of ranks that saved the last loaded checkpoint, if different from now; else 0. */
     int32_t resharded_from;
     /** Why the last call was skipped: an OR of enum dsopt_skip. Since: 0.2 */
     int32_t reasons;
@@ -1207,11 +1208,11 @@ typedef struct dsopt_report {
 
 /**
  * Statistics of the steps so far. Waits for earlier calls, but not for the default stream. Replays of captured steps
- * that were launched before this call are included, whatever their stream. Logs one line (INFO) if steps were skipped
- * or the loss scale changed since the last report of this optimizer, such as "call 12: 3 steps were skipped since the
- * last report; the loss scale changed from 65536 to 8192"; otherwise nothing. The first report has no earlier scale to
- * compare with if the scaler was in use before the optimizer was made. Steps log nothing: they would have to wait.
- * dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
+ * that were launched before this call are included, whatever their stream.
+ * Logs one line (INFO) if steps were skipped or the loss scale changed since the last report of this optimizer, such as
+ * "call 12: 3 steps were skipped since the last report; the loss scale changed from 65536 to 8192"; otherwise nothing.
+ * The first report has no earlier scale to compare with if the scaler was in use before the optimizer was made. Steps
+ * log nothing: they would have to wait. dsopt_optimizer_reset with DSOPT_RESET_COUNTERS sets the skipped steps to 0.
  * @param[out] report  `report->size` must be set.
  * @return DSOPT_OK; DSOPT_ERR_BACKEND.
  */
@@ -1471,7 +1472,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_decode(const int32_t *words, dso
  *
  * The first failure makes the comm unusable: later calls return its status at once. If a rank does not join, has died,
  * or makes another call, the others return DSOPT_ERR_TIMEOUT after `timeout_ms`, or DSOPT_ERR_COMM at once if the
- * provider detects it. All calls on a comm use one stream, or several that the caller keeps in order. Every kind works
+ * provider detects it. All calls on a comm must use one stream, or several that the caller orders. Every kind works
  * with every context unless documented otherwise: the engine copies data to and from the memory that the kind works in.
  *
  * The host waits for each exchange, so a step with comms of several ranks cannot be captured in a graph
@@ -1524,8 +1525,9 @@ enum dsopt_comm_flags {
      *    called, and the device's context is current in the calling thread. The result must be complete on return.
      *  - The functions receive memory of the comm only. The engine copies data there and back on the device. After a
      *    failure that memory is neither used again nor freed, because the library may still read and write it.
-     *  - The comm allocates as much memory as the largest message, sent and received. That memory, and smaller buffers
-     * that it replaced, are freed when the comm is destroyed. Not together with ENQUEUE. Since: 0.2
+     *  - The comm allocates memory for the largest message, sent and received. That memory, and smaller buffers that it
+     *    replaced, are freed when the comm is destroyed.
+     * Not together with ENQUEUE. Since: 0.2
      */
     DSOPT_COMM_FLAG_SYNCHRONIZE = 2,
     DSOPT_COMM_FLAG_SIGNED = -1
@@ -1798,9 +1800,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const
  *  - Each rank adds the residual of earlier calls, and sends signs and one scale (root mean square) per tensor.
  *  - The server rank of a chunk averages them, adds its residual, and sends signs and scales of the mean to all.
  *  - All ranks receive the same bits. Zeros and NaN count as positive. A NaN or Inf corrupts the buffers permanently:
- *    check
- * for them first. With `node` the exchange has two levels: full precision inside a node, bits between nodes.
- * docs/onebit.md
+ *    check for them first.
+ * With `node` the exchange has two levels: full precision inside a node, bits between nodes. docs/onebit.md
  */
 typedef struct dsopt_compressed {
     size_t size;
