@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/caller_c.c
+# test_debs.sh FOLDER: in a clean Debian, as root: installs the .deb files of FOLDER, builds and runs FOLDER/fp32.c
 # against them, runs dsopt-info and reads manual pages, and removes the packages again. No file of them may remain.
 set -eu
 cd "$1"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# jax/venv: prints a Python that has JAX and optax: $DSOPT_JAX_PYTHON, or the Python of a venv with the versions of
+# jax_python.sh: prints a Python that has JAX and optax: $DSOPT_JAX_PYTHON, or the Python of a venv with the versions of
 # scripts/requirements/jax.txt, created under ${DSOPT_VENVS:-build/venvs} if missing. Exits with 77 and a reason if
 # there is none.
 set -eu

@@ -4,9 +4,10 @@
 
 usage: progress.py [--durations LOG] NAME PHASE COMMAND...
 
-On a terminal one line is overwritten; elsewhere there is a line every 30 seconds. The command's output is shown only if
-a build fails: errors first, then the end. Exits with the command's status. LOG (meson-logs/testlog.json of an earlier
-run, optional) has the duration of each test, for a better estimate of the remaining time.
+On a terminal one line is overwritten; elsewhere there is a line every 30 seconds. It names the last target that was
+built or the last test that finished. The command's output is shown only if a build fails: errors first, then the end.
+Exits with the command's status. LOG (meson-logs/testlog.json of an earlier run, optional) has the duration of each
+test, for a better estimate of the remaining time.
 """
 import json
 import queue
@@ -17,7 +18,7 @@ import threading
 import time
 
 EVERY = 30  # seconds between two lines without a terminal
-NINJA = re.compile(r"\[(\d+)/(\d+)\]")
+NINJA = re.compile(r"\[(\d+)/(\d+)\].* (\S+)$")
 MESON = re.compile(r"\s*(\d+)/(\d+)\s+(?:\S+ / )?(\S+)\s")
 ERRORS = re.compile(r"(error|failed):", re.IGNORECASE)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras' Adam and AdamW with dsopt, for TensorFlow. See bindings/tensorflow/README.md."""
+"""Keras' Adam and AdamW with dsopt, for TensorFlow. See README.md in this folder."""
 from ._optimizer import Adam, AdamW
 
 __all__ = ["Adam", "AdamW"]
