@@ -874,7 +874,7 @@ enum dsopt_step_flags {
 };
 
 /** Indices of dsopt_step.report. Norms are of unscaled gradients before clipping, NaN if not computed. */
-enum dsopt_report_place {
+enum dsopt_report_index {
     /** 1 if this step was skipped. */
     DSOPT_REPORT_SKIPPED = 0,
     DSOPT_REPORT_GRAD_NORM = 1,
@@ -922,7 +922,7 @@ enum dsopt_skip {
 };
 
 /** Indices in a row of dsopt_step.hyper. Since: 0.2 */
-enum dsopt_hyper_place {
+enum dsopt_hyper_index {
     DSOPT_HYPER_LR = 0,
     DSOPT_HYPER_BETA1 = 1,
     DSOPT_HYPER_BETA2 = 2,
@@ -973,7 +973,7 @@ typedef struct dsopt_step {
     /** L2 norms of the gradients as passed (scaled), one per group. Saves reading the gradients for the norm. A
      * negative or non-finite norm counts as an overflow: it skips the step unless the policy is APPLY. */
     const float *grad_norms;
-    /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_place. */
+    /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_index. */
     float *report;
     /** `apply`: backend memory of any alignment; holds no state. `step`: NULL, the engine allocates it. */
     void *workspace;
@@ -987,7 +987,7 @@ typedef struct dsopt_step {
     /** enum dsopt_step_flags. */
     int32_t flags;
     int32_t reserved;
-    /** Hyper-parameters: one row of DSOPT_HYPER_FLOATS floats per group, enum dsopt_hyper_place. NaN = the value set on
+    /** Hyper-parameters: one row of DSOPT_HYPER_FLOATS floats per group, enum dsopt_hyper_index. NaN = the value set on
      * the host, which is also more exact than a float. A max_norm other than 0 requires that the same max_norm is
      * positive on the host, which enables that clipping; else the step is skipped (DSOPT_SKIP_HYPER). Since: 0.2 */
     const float *hyper;
@@ -1190,7 +1190,7 @@ typedef struct dsopt_report {
     double loss_scale;
     /** Loss scale of the last call's gradients. */
     double scale_used;
-    /** Of the last call, as in enum dsopt_report_place. NaN if not computed. */
+    /** Of the last call, as in enum dsopt_report_index. NaN if not computed. */
     double grad_norm, weight_norm, update_norm;
     /** Parts of grad_norm: grad_norm^2 = dense_norm^2 + expert_norm^2. expert_norm is over the ranks of all expert
      * comms, see dsopt_param.expert. */

@@ -8,7 +8,7 @@ import re
 import sys
 
 # Places in arrays and bits of results keep their names of C, as the structs do in which they are returned.
-SAME_NAME = {"dsopt_status_code", "dsopt_report_place", "dsopt_hyper_place", "dsopt_skip", "dsopt_phase",
+SAME_NAME = {"dsopt_status_code", "dsopt_report_index", "dsopt_hyper_index", "dsopt_skip", "dsopt_phase",
              "dsopt_collective", "dsopt_nonfinite_kind", "dsopt_state_flags"}
 RETURNED = {"dsopt_report", "dsopt_scaler_info", "dsopt_schedule_info", "dsopt_state_info", "dsopt_comm_info",
             "dsopt_norm_result", "dsopt_tensor"}

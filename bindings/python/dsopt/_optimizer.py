@@ -333,7 +333,7 @@ class Optimizer(Handle):
         bound ones. On a device their memory belongs to the stream until it has passed the step.
         lr          a number is set for all groups, as `opt.lr = lr`; an array has one float32 per group in backend
                     memory
-        hyper       one row of DSOPT_HYPER_FLOATS (16) float32 per group, see enum dsopt_hyper_place
+        hyper       one row of DSOPT_HYPER_FLOATS (16) float32 per group, see enum dsopt_hyper_index
         grad_scale  additional factor by which the gradients are scaled; they are divided by it
         skip        nonzero = skip this step
         grad_norms  norms of the gradients, one per group, if they are known

@@ -58,7 +58,7 @@ class DynamicScale(NamedTuple):
 class Report:
     """Report of a step.
 
-    values  array indexed by enum dsopt_report_place, -1 where nothing was computed
+    values  array indexed by enum dsopt_report_index, -1 where nothing was computed
     """
 
     values: jax.Array

@@ -151,7 +151,7 @@ pub const DSOPT_STEP_DELTA: i32 = 4;
 pub const DSOPT_STEP_ACCUMULATED: i32 = 8;
 pub const DSOPT_STEP_NO_NAN: i32 = 16;
 
-// enum dsopt_report_place
+// enum dsopt_report_index
 pub const DSOPT_REPORT_SKIPPED: i32 = 0;
 pub const DSOPT_REPORT_GRAD_NORM: i32 = 1;
 pub const DSOPT_REPORT_WEIGHT_NORM: i32 = 2;
@@ -174,7 +174,7 @@ pub const DSOPT_SKIP_HYPER: i32 = 8;
 pub const DSOPT_SKIP_CALLER: i32 = 16;
 pub const DSOPT_SKIP_PEER: i32 = 32;
 
-// enum dsopt_hyper_place
+// enum dsopt_hyper_index
 pub const DSOPT_HYPER_LR: i32 = 0;
 pub const DSOPT_HYPER_BETA1: i32 = 1;
 pub const DSOPT_HYPER_BETA2: i32 = 2;
