@@ -163,8 +163,8 @@ TEST(TensorJob, StepsOfRangesHaveTheBitsOfTheWholeTensor) {
     Tensor whole, cut;
     RangeStep all(whole, 0, kNumel), first(cut, 0, kLeaf), rest(cut, kLeaf, kNumel - kLeaf);
     for (int step = 0; step < 3; ++step) {
-        run(device->loops(), {&all});
-        run(device->loops(), {&first, &rest});
+        run(device->kernels(), {&all});
+        run(device->kernels(), {&first, &rest});
         EXPECT_EQ(whole.weights, cut.weights);
         EXPECT_EQ(whole.m, cut.m);
         EXPECT_EQ(whole.v, cut.v);
