@@ -25,7 +25,7 @@ LISTS = ["gpt2-124m", "bert-large", "resnet50", "vit-b-16", "10000x1000", "1x671
 LEAF = 4096  # elements
 WARPS, LANES, THREADS = 8, 32, 256
 LEAF_LANES = 128  # of the sum of a leaf
-SERVED = 8  # number of ranks: a server has this factor less work than a worker
+SERVER_RANKS = 8  # number of ranks: a server has this factor less work than a worker
 
 
 class Kernel(NamedTuple):
@@ -58,10 +58,10 @@ KERNELS = {
     "lamb weights": Kernel(16, 44.2, 62, 4, 4, last=("finish",)),
     "feed": Kernel(12.125, 11.9, 62, 4, 4, outside=SIGNS, sums=1),
     "feed momentum": Kernel(16.125, 48.6, 56, 4, 4, outside=SIGNS, sums=1),
-    "serve": Kernel(10, 76.4, 60, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),  # all ranks' bits, then the residual
+    "reduce messages": Kernel(10, 76.4, 60, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),  # all ranks' bits, then the residual
     "decode": Kernel(4.125, 13.5, 32, 8, 4, loads=(1, 2)),
-    "finish momentum": Kernel(16.125, 74.2, 57, 4, 4, loads=(1, 2)),
-    "finish bits": Kernel(8.25, 72.5, 57, 4, 4, loads=(1, 2)),
+    "apply mean, momentum": Kernel(16.125, 74.2, 57, 4, 4, loads=(1, 2)),
+    "apply mean, bits": Kernel(8.25, 72.5, 57, 4, 4, loads=(1, 2)),
     "moments of 1-bit LAMB": Kernel(24, 121, 66, 3, 4, sums=1, loads=(1, 2)),
     "trust": Kernel(0, 0, 60, 1, 0, last=("trust", "trust")),
     "message scales": Kernel(0, 0, 48, 5, 0, last=("scales",)),
@@ -71,7 +71,7 @@ KERNELS = {
 
 # Per step: bytes per element of the copy that is the reference, the kernels, and the goal for the share of a copy's
 # speed on GPT-2.
-EXCHANGE = ["message scales", "memset", "serve", "result scales"]
+EXCHANGE = ["message scales", "memset", "reduce messages", "result scales"]
 STEPS = {
     "Fp32": (28, ["update fp32"], 0.93),
     "Mixed/f16": (30, ["inspect f16", "update f16"], 0.92),
@@ -81,9 +81,9 @@ STEPS = {
     "Sgd": (12, ["update plain"], None),
     "Lion": (20, ["update one moment"], None),
     "Compressed": (17, ["memset", "feed", *EXCHANGE, "decode"], 0.85),
-    "OnebitAdam": (33, ["one thread", "memset", "feed momentum", *EXCHANGE, "finish momentum", "one thread",
+    "OnebitAdam": (33, ["one thread", "memset", "feed momentum", *EXCHANGE, "apply mean, momentum", "one thread",
                         "end of step"], None),
-    "OnebitAdam/bits": (25, ["one thread", "memset", "feed momentum", *EXCHANGE, "finish bits", "one thread",
+    "OnebitAdam/bits": (25, ["one thread", "memset", "feed momentum", *EXCHANGE, "apply mean, bits", "one thread",
                              "one thread", "end of step"], None),
     "OnebitLamb": (57, ["one thread", "one thread", "memset", "feed momentum", *EXCHANGE, "moments of 1-bit LAMB",
                         "trust", "lamb weights", "one thread", "one thread", "end of step"], None)}
@@ -189,7 +189,7 @@ def pieces_of(numel, piece):
 
 def limits(name, of, machine, end):
     """Returns the seconds of a kernel's bytes, of its instructions and of a block's rounds."""
-    kernel, share = KERNELS[name], SERVED if name == "serve" else 1
+    kernel, share = KERNELS[name], SERVER_RANKS if name == "reduce messages" else 1
     if kernel.bytes == 0 or of.numel == 0:
         return 0, 0, 0
     processors, threads = machine.processors, LANES if kernel.leaves == WARPS else THREADS

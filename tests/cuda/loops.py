@@ -40,14 +40,14 @@ LOOPS = {
     "inspect f16": ("inspect_kernel", [(32, {**ROWS, F16_LOAD: (32, 32)})]),
     "inspect bf16": ("inspect_kernel", [(32, {**ROWS, F16_LOAD: (0, 0)})]),
     "inspect fp32": ("inspect_kernel", [(16, {r"LDG\S*\.128": (4, 4), r"DFMA": (16, 16)})]),
-    "feed": ("feed_list_kernel", [(16, accesses(8, 4)), SQUARES]),
-    "serve": ("serve_kernel", [(4, accesses(1, 1, **{r"LDG\S*\.U8": (8, 8)})), SQUARES]),
+    "feed": ("pack_list_kernel", [(16, accesses(8, 4)), SQUARES]),
+    "reduce messages": ("reduce_messages_kernel", [(4, accesses(1, 1, **{r"LDG\S*\.U8": (8, 8)})), SQUARES]),
     "decode": ("decode_kernel", [(4, {r"STG": (1, 1), r"STG\S*\.128": (1, 1)})]),
     "lamb moments": ("update_kernel", [(4, {**ADAM, **accesses(4, 2, **{r"STS\S*\.128": (2, 2)})}), SQUARES, SQUARES]),
     "lamb weights": ("update_weights_kernel", [(4, accesses(3, 1))]),
     "feed momentum": ("feed_kernelILNS.*4FeedE0E", [(4, accesses(3, 1, **{r"STS\S*\.128": (1, 1)})), SQUARES]),
-    "finish momentum": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(3, 2), r"LDG\S*\.U8": (1, 1)})]),
-    "finish bits": ("finish_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.128": (2, 3), r"LDG\S*\.U8": (1, 2)})]),
+    "apply mean, momentum": ("apply_mean_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(3, 2), r"LDG\S*\.U8": (1, 1)})]),
+    "apply mean, bits": ("apply_mean_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.128": (2, 3), r"LDG\S*\.U8": (1, 2)})]),
     "moments of 1-bit LAMB": ("onebit_lamb_moments_kernel", [(4, accesses(4, 2)), SQUARES, SQUARES]),
 }
 

@@ -42,18 +42,18 @@ BUDGET = [
     ("axpby_kernel", 64, 4, 0, 1, 1),
     ("zero_kernel", 64, 4, 0, 0, 1),
     ("clamp_kernel", 64, 4, 0, 1, 1),
-    ("feed_list_kernel", 64, 4, 0, 2, 1),
-    ("pack_kernel", 64, 4, 0, 0, 0),
-    ("serve_kernel", 64, 4, 0, 1, 1),
+    ("pack_list_kernel", 64, 4, 0, 2, 1),
+    ("pack_values_kernel", 64, 4, 0, 0, 0),
+    ("reduce_messages_kernel", 64, 4, 0, 1, 1),
     ("decode_kernel", 64, 4, 0, 0, 1),
-    ("feed_slice_kernel", 80, 3, 0, 2, 1),
-    ("mean_slice_kernel", 64, 4, 0, 2, 1),
+    ("pack_slice_kernel", 80, 3, 0, 2, 1),
+    ("average_slice_kernel", 64, 4, 0, 2, 1),
     ("message_scales_kernel", 64, 4, 0, 0, 0),
     ("result_scales_kernel", 64, 4, 0, 0, 0),
     ("feed_kernelILNS.*4FeedE[012]E", 64, 4, LEAF, 2, 1),  # of the gradient, or of the momentum
     ("feed_kernelILNS.*4FeedE3E", 80, 3, LEAF, 6, 4),  # of the distance, after a step
-    ("finish_kernelILNS.*4FeedE[012]E", 64, 4, 0, 3, 2),
-    ("finish_kernelILNS.*4FeedE3E", 80, 3, 0, 4, 3),
+    ("apply_mean_kernelILNS.*4FeedE[012]E", 64, 4, 0, 3, 2),
+    ("apply_mean_kernelILNS.*4FeedE3E", 80, 3, 0, 4, 3),
     ("local_kernel", 64, 4, 0, 5, 3),
     ("onebit_lamb_moments_kernel", 80, 3, 2 * LEAF, 4, 2),
     ("onebit_lamb_weights_kernel", 64, 4, 0, 3, 1),
@@ -61,16 +61,16 @@ BUDGET = [
 # Devices with other limits of registers and resident blocks. With two leaves in shared memory, three blocks fit on
 # multiprocessors with 100 KiB of it.
 OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
-          for kernel in ("update_kernel", "pack_kernel", "feed_list_kernel", "serve_kernel", "feed_slice_kernel",
+          for kernel in ("update_kernel", "pack_values_kernel", "pack_list_kernel", "reduce_messages_kernel", "pack_slice_kernel",
                          "feed_kernelILNS.*4FeedE[012]E")}
 # Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
-        "feed_list_kernel": 0, "pack_kernel": 0, "serve_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
+        "pack_list_kernel": 0, "pack_values_kernel": 0, "reduce_messages_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
 # Kernels with a loop per rule and per set of formats: their instructions are loaded from memory too.
 MOST_INSTRUCTIONS = {"update_kernel": 31000}
-RANKS_AT_ONCE = 4  # minimum number of ranks whose bits, one byte each, serve_kernel loads before it waits for any
+RANKS_AT_ONCE = 4  # minimum number of ranks whose bits, one byte each, reduce_messages_kernel loads before it waits for any
 REGISTERS = 65536
 # Threads and KiB of shared memory of a multiprocessor; each block reserves another 1024 bytes.
 MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
@@ -265,9 +265,9 @@ def judge_machine_code(judge, arch, usage, code):
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
             count = len(instructions(code.get(name, "")))
             judge.say(0 < count <= most, "%s %s: %d instructions" % (arch, kernel, count))
-    for name in [name for name in code if re.search(r"\d+serve_kernel", name)] or ["serve_kernel"]:
+    for name in [name for name in code if re.search(r"\d+reduce_messages_kernel", name)] or ["reduce_messages_kernel"]:
         ranks = loads_under_way(code.get(name, ""), "U8", 1)
-        judge.say(ranks >= RANKS_AT_ONCE, "%s serve_kernel: the bits of %d ranks under way" % (arch, ranks))
+        judge.say(ranks >= RANKS_AT_ONCE, "%s reduce_messages_kernel: the bits of %d ranks under way" % (arch, ranks))
     for kernel, least_ahead in SUMS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
             loops, chain, through_lanes, ahead = addition_chains(code.get(name, ""))

@@ -125,11 +125,11 @@ Setting onebit(int32_t algorithm, size_t count) {
 
 TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
     allow_many_blocks();
-    const std::vector<std::string> adam{"decide", "finish", "update", "end_onebit"},
+    const std::vector<std::string> adam{"decide", "apply_mean", "update", "end_onebit"},
         lamb{"decide", "begin_onebit",   "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
              "update", "update_weights", "end_onebit"},
         local{"decide", "begin_onebit", "local", "update", "end_onebit"},
-        sync{"decide", "begin_onebit", "feed", "finish", "update", "end_onebit"};
+        sync{"decide", "begin_onebit", "feed", "apply_mean", "update", "end_onebit"};
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Side side(true, onebit(algorithm, 300));

@@ -121,8 +121,9 @@ TEST_F(Cuda, LanesOfExchangesStoreNeighbouringWords) {
         const Stores stores;
         for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-        const Names adam{"feed", "finish", "serve"}, zero_one{"feed", "finish", "local", "serve"},
-            lamb{"feed", "onebit_lamb_moments", "onebit_lamb_weights", "serve"};
+        const Names adam{"apply_mean", "feed", "reduce_messages"},
+            zero_one{"apply_mean", "feed", "local", "reduce_messages"},
+            lamb{"feed", "onebit_lamb_moments", "onebit_lamb_weights", "reduce_messages"};
         EXPECT_EQ(stores.check(), algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM   ? adam
                                   : algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? lamb
                                                                              : zero_one);
