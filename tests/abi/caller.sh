@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# caller.sh PROGRAM: PROGRAM, built from examples/fp32.c, prints its weights and leaves a checkpoint.
+# caller.sh PROGRAM: runs PROGRAM, built from examples/fp32.c, which must print its weights and write a checkpoint.
 set -eu
 program=$(realpath "$1")
 folder=$(mktemp -d)

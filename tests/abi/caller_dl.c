@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regression of examples/fp32.c, y = 2 x0 - 3 x1 + 1, without being linked to dsopt. C99 and C++11.
+// Linear regression of examples/fp32.c, y = 2 x0 - 3 x1 + 1, without linking to dsopt. C99 and C++11.
 #include <dsopt_dl.h>
 #include <stdio.h>
 #include <stdlib.h>

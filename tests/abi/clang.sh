@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# clang.sh INCLUDE-DIR: does clang find nothing to say about the headers and their comments?
+# clang.sh INCLUDE-DIR: clang must not warn about the headers and their documentation comments.
 set -eu
 command -v clang >/dev/null || { echo "clang: skipped, clang is not installed"; exit 77; }
 for header in dsopt.h dsopt_dl.h; do

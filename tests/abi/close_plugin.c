@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, steps on several threads and closes it. Its threads
-// still wait for work then, so the plugin must stay in memory.
+// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, steps on several threads and closes the plugin. The
+// copy's threads are still waiting for work at that time, so the plugin must stay in memory.
 #define _DEFAULT_SOURCE // usleep
 #include <dlfcn.h>
 #include <stdio.h>
@@ -12,7 +12,7 @@ int main(int argc, char **argv) {
     const char *error;
     void *plugin = argc == 2 ? dlopen(argv[1], RTLD_NOW) : NULL,
          *symbol = plugin != NULL ? dlsym(plugin, "first") : NULL;
-    if (symbol != NULL) memcpy(&first, &symbol, sizeof first); // ISO C has no cast for it
+    if (symbol != NULL) memcpy(&first, &symbol, sizeof first); // ISO C has no such cast
     if (first == NULL || first(0, &error) == NULL || dlclose(plugin) != 0) {
         fprintf(stderr, "close_plugin: cannot load, use or close the plugin\n");
         return 1;

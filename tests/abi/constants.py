@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""constants.py dsopt.h: the values of each enum ascend, *_SIGNED comes last, and each enum has a prefix of its own."""
+"""constants.py dsopt.h: checks that the values of each enum ascend, *_SIGNED is last, and each enum has a unique
+prefix."""
 import re
 import sys
 
@@ -17,7 +18,7 @@ for name, members in enums.items():
         values.pop()
         if members[-1][1] != -1:
             problems.append("%s: %s is not -1" % (name, members[-1][0]))
-    else:  # signed already
+    else:  # already checked: *_SIGNED
         prefixes[name] = members[0][0]
         if min(values) >= 0:
             problems.append("%s: no *_SIGNED" % name)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What callers once found wrong, each a few lines through the shared library, as they would be written by someone who
- * has only dsopt.h. Prints a line for each defect that is there (again), and nothing otherwise. */
+/* Regression tests of defects that callers reported, each a few lines through the shared library that need only
+ * dsopt.h. Prints a line for each defect that is present, and nothing otherwise. */
 #include <dsopt.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-unsigned alarm(unsigned seconds); /* of POSIX, which C99 headers may leave out */
+unsigned alarm(unsigned seconds); /* declared by POSIX; headers in C99 mode may omit it */
 
 enum { N = 4, LARGE = 1 << 16, MOST_STATE = 32 };
 static int defects;
@@ -19,7 +19,7 @@ static void defect(int number, const char *text) {
     printf("%d. %s (last error: %s)\n", number, text, dsopt_last_error());
     ++defects;
 }
-/* For calls that only prepare: without them nothing below means anything. */
+/* For calls that only prepare a case: if they fail, the results below are meaningless. */
 static void must(dsopt_status status) {
     if (status == DSOPT_OK) return;
     printf("%s: %s\n", dsopt_status_name(status), dsopt_last_error());
@@ -40,11 +40,11 @@ static dsopt_optimizer *make(dsopt_context *ctx, dsopt_scaler *scaler, int32_t c
     return opt;
 }
 
-/* A state list in memory of the caller. */
+/* A state list in the caller's memory. */
 struct State {
     dsopt_tensor list[MOST_STATE];
     int64_t count;
-    int64_t loss_scale, scaler, schedule, step; /* places, -1 = not there */
+    int64_t loss_scale, scaler, schedule, step; /* indices in the list, -1 = absent */
 };
 static struct State new_state(const dsopt_optimizer *opt) {
     struct State state;
@@ -85,7 +85,7 @@ static dsopt_status apply(const dsopt_optimizer *opt, const dsopt_tensor *param,
     return status;
 }
 
-/* 1. A state list whose loss scale is zeros, as after calloc, made weights of NaN and called the step taken. */
+/* 1. With a loss scale of zero in the state list, as after calloc, apply returned DSOPT_OK and wrote NaN weights. */
 static void spoilt_scales(dsopt_context *ctx) {
     const float scales[] = {0, NAN, INFINITY, -1024};
     for (size_t i = 0; i < sizeof scales / sizeof *scales; ++i) {
@@ -111,7 +111,7 @@ static void spoilt_scales(dsopt_context *ctx) {
     }
 }
 
-/* 2. The scaler's starting words could not be had before parameters had memory. */
+/* 2. The initial words of the scaler were unavailable before parameters had memory. */
 static void starting_words(dsopt_context *ctx) {
     float scale = 0;
     int32_t words[12] = {0};
@@ -125,7 +125,8 @@ static void starting_words(dsopt_context *ctx) {
     dsopt_scaler_destroy(scaler);
 }
 
-/* 3. In compat mode with masters apply never took the first step on zero gradients, and went other ways than step. */
+/* 3. In compat mode with masters, apply never did the first step on zero gradients, so its results differed from
+ * step's. */
 static void first_step(dsopt_context *ctx) {
     uint16_t half[2][N] = {{0x3c00, 0x3c00, 0x3c00, 0x3c00}, {0x3c00, 0x3c00, 0x3c00, 0x3c00}};
     uint16_t g[N] = {0x3800, 0x3800, 0x3800, 0x3800};
@@ -152,7 +153,7 @@ static void first_step(dsopt_context *ctx) {
     dsopt_optimizer_destroy(b);
 }
 
-/* 4. Nobody told a caller of apply when the 1-bit family had stopped averaging. */
+/* 4. A caller of apply had no way to learn that the 1-bit family no longer averages gradients. */
 static void reductions(dsopt_context *ctx) {
     for (int32_t compat = DSOPT_COMPAT_NONE; compat <= DSOPT_COMPAT_DEEPSPEED; ++compat) {
         float w[N] = {1, 1, 1, 1}, g[N] = {1, 1, 1, 1};
@@ -175,7 +176,7 @@ static void reductions(dsopt_context *ctx) {
     }
 }
 
-/* 5. A thread pool that ran nothing passed for one that had run everything. */
+/* 5. A thread pool whose run function runs nothing was not detected. */
 static void runs_nothing(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
     (void)user, (void)n, (void)body, (void)arg;
 }
@@ -200,7 +201,7 @@ static void missing_pieces(float *w, float *g) {
     dsopt_context_destroy(ctx);
 }
 
-/* 6. In a forked child a new context hung in its first step once the parent had taken one. */
+/* 6. In a forked child the first step of a new context hung if the parent had taken a step. */
 static void after_fork(float *w, float *g) {
     dsopt_context *ctx = NULL;
     DSOPT_NEW(dsopt_context_desc, desc);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# dl.sh INCLUDE-DIR LIBDSOPT C-COMPILER C++-COMPILER: programs that are not linked to dsopt load it with dsopt_dl.h, in C
-# and in C++, and are told what is wrong with other libraries.
+# dl.sh INCLUDE-DIR LIBDSOPT C-COMPILER C++-COMPILER: programs in C and C++ that are not linked to dsopt load it with
+# dsopt_dl.h. For other libraries they get an error text that names the reason.
 set -eu
 here=$(dirname "$(realpath "$0")")
 include=$1 library=$(realpath "$2") cc=$3 cxx=$4

@@ -2,7 +2,7 @@
 """example.py PROGRAM.c INCLUDE LIBRARY COMPILER... [-- RUNNER...]
 example.py skip REASON
 
-PROGRAM.c compiles without a warning and prints what the comment at its end says:
+PROGRAM.c must compile without warnings and print what the comment at its end says:
 
     // Prints:
     // 2.00 -3.00 1.00

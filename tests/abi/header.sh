@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# header.sh INCLUDE-DIR STANDARD COMPILER...: does dsopt.h compile alone in this language version, without a warning and
-# without hidden padding in any struct?
+# header.sh INCLUDE-DIR STANDARD COMPILER...: dsopt.h must compile alone in this language version, without warnings and
+# without hidden padding in any struct.
 set -eu
 include=$1 standard=$2
 shift 2
@@ -9,7 +9,8 @@ case $standard in
 c++*) language=c++ ;;
 *) language=c ;;
 esac
-# Twice: the include guard. The function: the one macro that is meant to be used, and constants as switch labels.
+# Included twice: tests the include guard. The function uses the one macro that is meant for callers, and constants as
+# switch labels.
 "$@" -x "$language" "-std=$standard" -pedantic -Wall -Wextra -Werror -Wpadded "-I$include" -c -o /dev/null - <<'END' ||
 #include "dsopt.h"
 #include "dsopt.h"

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Includes between folders of the engine never run upwards, and devices see nothing of what is above them.
+"""Checks that includes between the engine's folders never point upwards and that devices use nothing of the layers
+above.
 
 usage: includes.py SOURCE-FOLDER
 

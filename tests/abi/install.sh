@@ -33,7 +33,7 @@ for dir in lib64 lib targets/x86_64-linux/lib; do
     [ -n "$cudalibdir" ] || [ ! -f "$toolkit/$dir/libcudart_static.a" ] || cudalibdir=$toolkit/$dir
 done
 
-# What is installed must not know where it was built, nor the options of the compiler that built it.
+# Installed files must not contain paths of the build, or options of the compiler that built them.
 [ "$toolkit" = none ] || set -- "$toolkit" "$(realpath "$toolkit")" "$(realpath -s "$toolkit")"
 [ "$toolkit" != none ] || set --
 for path in "$source" "$build" "$@" -L/; do
@@ -45,7 +45,7 @@ compile() { # PROGRAM SOURCE FLAGS...
     shift 2
     $cc -std=c99 -pedantic -Wall -Wextra -Werror "$source" "$@" -o "$folder/$program" || fail "$program: compiler"
 }
-# Without the ends of sections, which gold puts into every shared object.
+# Excludes the section end symbols that gold adds to every shared object.
 exports() { nm -D --defined-only "$folder/$1" | awk '$3 !~ /^(__bss_start|_edata|_end)$/ { print $3 }'; }
 flags() { pkg-config "--define-variable=prefix=$moved" ${cudalibdir:+"--define-variable=cudalibdir=$cudalibdir"} "$@" dsopt; }
 static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'; }
@@ -57,16 +57,16 @@ shared)
     compile shared "$example" $(flags --cflags --libs)
     needs_library shared || fail "shared: not linked to the shared library"
     LD_LIBRARY_PATH=$(flags --variable=libdir) runs shared
-    # What other languages and programs that are not linked take.
+    # Files for bindings and for programs that load the library at run time.
     cmp "$(flags --variable=abi_json)" "$here/../../include/dsopt.json" || fail "shared: abi_json"
     [ -f "$(flags --variable=includedir)/dsopt_dl.h" ] || fail "shared: no dsopt_dl.h"
-    # Licences of what is compiled in, and the list of it.
+    # Licences of the code that is compiled in, and the software bill of materials.
     for licence in LICENSE LICENSES/RapidJSON.txt LICENSES/xxHash.txt; do
         cmp "$here/../../$licence" "$moved/share/licenses/dsopt/$(basename "$licence")" || fail "shared: $licence"
     done
     grep -q '"spdxVersion"' "$moved/share/dsopt/dsopt.spdx.json" || fail "shared: no bill of materials"
     ;;
-plugin) # the functions are declared with default visibility: it is the archive that keeps them inside
+plugin) # the functions have default visibility, so only the archive's contents can keep them from being exported
     compile plugins "$here/plugins.c" $(flags --cflags --libs) -ldl
     compile close_plugin "$here/close_plugin.c" -ldl
     for linker in bfd gold lld; do

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""json_bindgen.py dsopt.json INCLUDE-DIR: what bindgen makes of dsopt.h is what dsopt.json says.
+"""json_bindgen.py dsopt.json INCLUDE-DIR: checks that bindgen's output for dsopt.h agrees with dsopt.json.
 
-Names and types are read from its output. Sizes, offsets and values are asserted in Rust, beside bindgen's own tests.
+Names and types are read from the output. Sizes, offsets and values are asserted in Rust, in addition to bindgen's own
+tests.
 """
 import json
 import os
@@ -21,7 +22,7 @@ for tool in ("bindgen", "rustc"):
 with open(DESCRIPTION, encoding="utf-8") as file:
     abi = json.load(file)
 
-# What a user of bindgen writes.
+# The command line that a user of bindgen would write.
 command = ["bindgen", os.path.join(INCLUDE, "dsopt.h"), "--allowlist-file", ".*/dsopt.h", "--no-prepend-enum-name",
            "--size_t-is-usize", "--default-macro-constant-type", "signed"]
 rust = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -33,7 +34,7 @@ def expect(got, wanted, what):
 
 
 def rust_name(field):
-    return {"self": "self_"}.get(field["name"], field["name"])  # a word of the language
+    return {"self": "self_"}.get(field["name"], field["name"])  # a Rust keyword
 
 
 if "_bindgen_ty_" in rust:

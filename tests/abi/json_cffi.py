@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""json_cffi.py dsopt.json INCLUDE-DIR LIBDSOPT CC...: what cffi makes of dsopt.h is what dsopt.json says, and works."""
+"""json_cffi.py dsopt.json INCLUDE-DIR LIBDSOPT CC...: cffi's view of dsopt.h must agree with dsopt.json, and must
+work."""
 import json
 import os
 import subprocess
@@ -16,7 +17,8 @@ DESCRIPTION, INCLUDE, LIBRARY, *CC = sys.argv[1:]
 with open(DESCRIPTION, encoding="utf-8") as file:
     abi = json.load(file)
 
-# What a user of cffi writes. Of attributes cffi knows nothing; C99, because later standards have an aligned type in stddef.h.
+# The command that a user of cffi would write. cffi does not parse attributes. C99, because in later standards stddef.h
+# has an aligned type.
 command = CC + ["-E", "-P", "-std=c99", "-D__attribute__(x)=", os.path.join(INCLUDE, "dsopt.h")]
 ffi = cffi.FFI()
 ffi.cdef(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
@@ -29,7 +31,7 @@ def expect(got, wanted, *what):
 
 
 def kind(entry):
-    """An entry of dsopt.json as cffi writes types."""
+    """Returns cffi's type for an entry of dsopt.json."""
     return ffi.typeof(entry["type"] + ("[%d]" % entry["count"] if "count" in entry else ""))
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What dsopt.json says, against what a compiler makes of dsopt.h, and the other way round.
+"""Compares dsopt.json with a compiler's view of dsopt.h, in both directions.
 
 usage: json_compiler.py dsopt.json INCLUDE-DIR STANDARD COMPILER...
 
-A program made of dsopt.json asserts every size, offset, type, value and signature. The names that are to be in it come
-from the preprocessor; a field that is missing leaves a gap, because no struct has padding (test header-*). At the end
-the same checks must refuse descriptions that are wrong in one place.
+A program generated from dsopt.json asserts every size, offset, type, value and signature. The list of names that
+dsopt.json must contain comes from the preprocessor. A missing field would leave a gap, which is noticed because no
+struct has padding (test header-*). At the end the same checks must reject descriptions with one error each.
 """
 import copy
 import json
@@ -49,13 +49,13 @@ def program(abi):
                     name, field["name"], name, signature["result"], kinds(signature["arguments"]), field["name"]))
     for enum in abi["enums"]:
         check("sizeof(enum %s) == 4 && (enum %s)-1 < 0" % (enum["name"], enum["name"]))
-        for constant in enum["constants"]:  # in C++ an enum takes constants of its own only
+        for constant in enum["constants"]:  # in C++ an enum can only be initialized with its own constants
             check("%s == %d" % (constant["name"], constant["value"]))
             lines.append("static const enum %s check_%s = %s;" % (enum["name"], constant["name"], constant["name"]))
             lines.append("static void use_%s(void) { (void)check_%s; }" % (constant["name"], constant["name"]))
     for name, value in abi["constants"].items():
         check("%s == %d" % (name, value))
-    # To declare something once more is legal if it is the same.
+    # Repeating a declaration is legal if it is identical.
     for new in abi["typedefs"]:
         lines.append("typedef %s %s;" % (new["type"], new["name"]))
     for callback in abi["callbacks"]:
@@ -68,7 +68,7 @@ def program(abi):
 
 
 def header():
-    """The names in dsopt.h, by kind."""
+    """Returns the names in dsopt.h by kind."""
     include = '#include "dsopt.h"\n'
     text, macros = (compiler(include, *options).stdout for options in (("-E", "-P"), ("-E", "-dM")))
     text = re.sub(r"\s+", " ", text)
@@ -108,7 +108,7 @@ def named(entries, name):
 
 
 def altered(abi):
-    """Descriptions that are wrong in one place each."""
+    """Yields descriptions with one error each."""
     def alter(change):
         wrong = copy.deepcopy(abi)
         change(wrong)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""json_ctypes.py PACKAGE-FOLDER LIBDSOPT: ctypes, as the Python package makes them of dsopt.json, have the sizes and offsets
-written there, and train a line through the library, on threads of this program."""
+"""json_ctypes.py PACKAGE-FOLDER LIBDSOPT: the ctypes structs that the Python package builds from dsopt.json must have
+the
+sizes and offsets written there, and must train a linear model through the library, on threads of this program."""
 import ctypes
 import os
 import sys
@@ -70,7 +71,7 @@ except ValueError as error:
     assert error.status == abi.DSOPT_ERR_ARGUMENT, error
 else:
     raise AssertionError("a step without arguments is taken")
-# As many elements as make several pieces.
+# Enough elements for several work items.
 ones, result = (ctypes.c_float * (1 << 20))(*[1] * (1 << 20)), abi.dsopt_norm_result()
 tensor = abi.dsopt_tensor(ctypes.addressof(ones), len(ones), abi.DSOPT_DTYPE_F32)
 abi.check(abi.lib.dsopt_tensors_norm(context, ctypes.byref(tensor), 1, abi.DSOPT_NORM_L2, 0, None, ctypes.byref(result), None))

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# options.sh SOURCE-DIR CUDA MESON...: a build with every option off can be configured; options that are for wheels alone are refused
-# without each other; and with CUDA `enabled`, a build where nvcc is called through ccache can be configured.
+# options.sh SOURCE-DIR CUDA MESON...: a build with every option off can be configured; an option that is only for
+# wheels is an error without the others; with CUDA `enabled`, a build that calls nvcc through ccache can be configured.
 set -eu
 source=$1 cuda=$2
 shift 2
@@ -16,7 +16,7 @@ trap 'rm -rf "$folder"' EXIT
 
 [ "$cuda" = enabled ] || exit 0
 mkdir "$folder/bin"
-printf '#!/bin/sh\n[ "$1" = --version ] || exec "$@"\n' >"$folder/bin/ccache" # Meson takes it where it finds it
+printf '#!/bin/sh\n[ "$1" = --version ] || exec "$@"\n' >"$folder/bin/ccache" # Meson uses a ccache in PATH
 chmod +x "$folder/bin/ccache"
 PATH=$folder/bin:$PATH
 "$@" setup "$folder/ccache" "$source" -Dauto_features=disabled -Dcuda=enabled >"$folder/log" 2>&1 ||

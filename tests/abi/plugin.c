@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plugin with a copy of dsopt of its own. It exports one function, whose name is ENTRY.
+// A plugin with a private static copy of dsopt. It exports one function, whose name is ENTRY.
 #include <dsopt.h>
 #include <stddef.h>
 
-// Fails in this copy if `fail`, else takes a step; then tells what the copy remembers of failures, and where it lies.
+// Makes a call of this copy fail if `fail`, else takes a step. Returns an address in this copy and the copy's last
+// error text.
 const void *ENTRY(int fail, const char **last_error);
 const void *ENTRY(int fail, const char **last_error) {
     enum { COUNT = 1 << 20 }; // enough for two threads

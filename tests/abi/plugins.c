@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// plugins FIRST.so SECOND.so: a program that uses the shared dsopt and loads two plugins with a static copy each. Nobody may
-// see another's state, though all their symbols are global.
+// plugins FIRST.so SECOND.so: a program that uses the shared dsopt and loads two plugins with a static copy each. No
+// copy may see the state of another, although all their symbols are global.
 #include <dlfcn.h>
 #include <dsopt.h>
 #include <stdio.h>
@@ -20,7 +20,7 @@ static plugin_entry *load(const char *file, const char *name) {
     plugin_entry *entry;
     if (symbol == NULL) fprintf(stderr, "%s\n", dlerror());
     expect(symbol != NULL, name);
-    memcpy(&entry, &symbol, sizeof entry); // ISO C has no cast for it
+    memcpy(&entry, &symbol, sizeof entry); // ISO C has no cast from an object pointer to a function pointer
     return entry;
 }
 

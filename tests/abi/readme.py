@@ -3,9 +3,10 @@
 readme.py same TEXT PROGRAM
 readme.py examples ROOT NAME...
 
-links: every relative link of *.md, docs/*.md and examples/*.md leads to a file, and to a heading if it names one.
-same: the first C program of a text is a file that other tests compile and run.
-examples: the tests run every examples/*.c (NAME...), and the tables of README.md and examples/README.md link to each of them.
+links: every relative link in *.md, docs/*.md and examples/*.md must lead to a file, and to a heading if it names one.
+same: the first C program in TEXT must be identical to PROGRAM, which other tests compile and run.
+examples: the tests must run every examples/*.c (NAME...), and README.md and examples/README.md must link to each of
+them.
 """
 import pathlib
 import re
@@ -18,7 +19,7 @@ def fail(text):
 
 
 def links(root):
-    """An anchor is derived from a heading as on GitHub."""
+    """Checks relative links. Anchors are derived from headings as on GitHub."""
 
     def anchors(page):
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""recipe.py HEADER PROGRAM...: the last function of each program stands in a comment of the header, line by line."""
+"""recipe.py HEADER PROGRAM...: the last function of each program must appear line by line in a comment of the
+header."""
 import pathlib
 import sys
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// refused_dl LIBRARY: prints why it is not loaded, if the struct is then zero and the library closed.
+// refused_dl LIBRARY: prints the reason why the library is not loaded, if the struct is then zero and the library is
+// closed.
 #include <dsopt_dl.h>
 #include <stdio.h>
 
@@ -14,6 +15,6 @@ int main(int argc, char **argv) {
     puts(problem);
     if (memcmp(&dl, &zero, sizeof dl) != 0) return 4;
     if (dlopen(argv[1], RTLD_NOW | RTLD_NOLOAD)) return 5;
-    dsopt_dl_unload(&dl); // of nothing
+    dsopt_dl_unload(&dl); // nothing is loaded
     return 0;
 }

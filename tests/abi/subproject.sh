@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# subproject.sh SOURCE-DIR BUILD-DIR CC CXX MESON...: a Meson project that has dsopt as a subproject builds programs with
-# the shared and with the static library, in C and in C++, and runs them. It gets none of dsopt's tests, benches and examples,
-# even if it enables all automatic features. Objects of the library come from BUILD-DIR where that has them, because compiling
-# the same sources again takes minutes; everything is linked again.
+# subproject.sh SOURCE-DIR BUILD-DIR CC CXX MESON...: a Meson project with dsopt as a subproject builds programs with
+# the shared and with the static library, in C and in C++, and runs them. dsopt's tests, benches and examples must not
+# be built, even if the project enables all automatic features. Objects of the library are copied from BUILD-DIR if they
+# are there, because compiling the same sources again takes minutes; everything is linked again.
 set -eu
 source=$1 build=$2 cc=$3 cxx=$4
 shift 4

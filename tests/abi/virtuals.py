@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A new device has few virtual functions to implement.
+"""Checks that a new device has few virtual functions to implement.
 
 usage: virtuals.py SOURCE-FOLDER
 
-Counts the virtual functions that the headers of src/device declare, without destructors, and fails above LIMIT.
+Counts the virtual functions that the headers in src/device declare, without destructors, and fails above LIMIT.
 """
 import pathlib
 import re

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated device, alone or
-// as ranks on threads. Every call comes back with a status; a refused one changes no optimizer; nothing is left behind.
+// The input bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated
+// device, alone or as ranks on threads. Every call must return a status; a rejected call must not change an optimizer;
+// no memory may be leaked.
 #include "world.h"
 #include <cmath>
 #include <cstdio>
@@ -9,7 +10,7 @@
 namespace fuzz {
 namespace {
 
-constexpr int kMostCalls = 60; // of one input
+constexpr int kMostCalls = 60; // per input
 
 class Calls : public World {
 public:
@@ -96,7 +97,7 @@ private:
         if (choose.rarely(32)) table.all_reduce = nullptr;
         if (choose.rarely(16)) break_one({&table.memory, &table.reserved});
         if (backend == DSOPT_BACKEND_CUDA && table.memory == DSOPT_MEMORY_BACKEND)
-            table.memory = 7; // they are the host's
+            table.memory = 7; // memory of the host
         if (choose.rarely(32)) table.rank = table.ranks;
         if (choose.rarely(32)) table.size = choose.byte() % sizeof table;
         if (desc.kind == DSOPT_COMM_KIND_TABLE || choose.rarely(16)) desc.table = &table;
@@ -233,7 +234,7 @@ private:
     }
 
     // ----------------------------------------------------------------------------------------------------------- steps
-    /// Everything but the lists of state.
+    /// Fills everything except the lists of state.
     void fill_step(const Made &o, dsopt_step &step, StepLists &lists) {
         lists.gradients = list_like(o, false);
         step.grads = lists.gradients.data();
@@ -382,7 +383,7 @@ private:
         DSOPT_NEW(dsopt_io, io);
         io.flags = io_flags();
         io.read = read_at;
-        std::vector<Bytes> copies; // which may be damaged
+        std::vector<Bytes> copies; // modifiable, since they may be damaged
         for (int i = 1 + choose.below(3); i > 0; --i) copies.push_back(files[index_of(files)]);
         if (choose.rarely(4)) copies[0][choose.byte() * copies[0].size() / 256] ^= char(1 << choose.below(8));
         std::vector<void *> users;
@@ -411,7 +412,7 @@ private:
         if (o == nullptr || o->is_large()) return;
         DSOPT_NEW(dsopt_io, io);
         io.flags = io_flags();
-        const std::string first = path(choose.below(4)), second = path(choose.below(3)); // one of them is in no folder
+        const std::string first = path(choose.below(4)), second = path(choose.below(3)); // one folder does not exist
         const char *const paths[] = {first.c_str(), second.c_str()};
         const bool lists = choose.rarely(3);
         if (lists) io.files = 1 + choose.below(2), io.paths = paths;
@@ -618,10 +619,10 @@ private:
     }
 
     // ----------------------------------------------------------------------------------------------------------- ranks
-    /// Two or three ranks on threads, of which one may give up. Statuses differ with timing, nothing else may.
+    /// Two or three ranks on threads, one of which may give up. Only statuses may differ with timing.
     void ranks();
 
-    std::deque<std::array<int64_t, 2>> dims_; // of parameters, where they stay
+    std::deque<std::array<int64_t, 2>> dims_; // of parameters; a deque because their addresses must not change
 };
 
 void Calls::ranks() {
@@ -666,7 +667,7 @@ void Calls::ranks() {
             if (lazy == rank && call == 1) {
                 if (gives_up == 1) return dsopt_comm_abort(comm.get());
                 if (gives_up == 2) return;
-                if (gives_up == 3) continue; // a step less than the others
+                if (gives_up == 3) continue; // takes one step less than the others
             }
             DSOPT_NEW(dsopt_step, step);
             step.grads = &gradient;

@@ -20,7 +20,7 @@ Bytes digest_of(const char *data, size_t bytes) {
     return text;
 }
 
-/// The name of the tensor whose description has something at `at`: the string before the last ":{".
+/// Returns the name of the tensor whose description contains index `at`: the string before the last ":{".
 Bytes name_before(const Bytes &header, size_t at) {
     const size_t brace = header.rfind("\":{", at);
     if (brace == Bytes::npos || brace == 0) return {};
@@ -31,7 +31,7 @@ Bytes name_before(const Bytes &header, size_t at) {
     return quote == Bytes::npos ? Bytes() : header.substr(quote + 1, brace - quote - 1);
 }
 
-/// As Bytes::find(), which is slow enough to be a quarter of a load.
+/// Same as Bytes::find(), which takes a quarter of the time of a load.
 size_t place_of(const Bytes &text, const Bytes &word, size_t from) {
     const void *const found = ::memmem(text.data() + from, text.size() - from, word.data(), word.size());
     return found != nullptr ? size_t(static_cast<const char *>(found) - text.data()) : Bytes::npos;
@@ -39,7 +39,7 @@ size_t place_of(const Bytes &text, const Bytes &word, size_t from) {
 
 void make_tensors_right(Bytes &header, const Bytes &data) {
     const Bytes offsets = R"("data_offsets":[)";
-    size_t last = 0; // where a checksum was: the next one is mostly behind it
+    size_t last = 0; // end of the last checksum: the next one is usually after it
     for (size_t at = 0; (at = place_of(header, offsets, at)) != Bytes::npos;) {
         const Bytes name = name_before(header, at);
         at += offsets.size();
@@ -75,7 +75,7 @@ Bytes File::assembled(bool right_tensors, bool right_header) const {
     file += text;
     const size_t digest = sizeof length + kStart.size();
     if (right_header && text.size() >= kStart.size() + kDigest) {
-        file.replace(digest, kDigest, Bytes(kDigest, '0')); // what the digest is made of has zeros in its place
+        file.replace(digest, kDigest, Bytes(kDigest, '0')); // the digest is computed with zeros in its place
         file.replace(digest, kDigest, digest_of(file.data(), file.size()));
     }
     return file + data;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A checkpoint taken apart, and put together again with what guards it made right: length, padding, checksums.
+// Splits a checkpoint into its parts, and assembles it again with correct length, padding and checksums.
 #pragma once
 #include "harness.h"
 

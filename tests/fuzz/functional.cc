@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_optimizer_apply against dsopt_optimizer_step: one optimizer keeps nothing, its twin keeps everything, and both take the
-// same steps. All memory has exactly the size that a call may touch, and empty tensors have none. Steps that both forms take
-// give the same bits, two equal calls of apply give the same bits, a refused call changes nothing of the caller's, and words
-// that no step leaves in the state come back with a status.
+// Compares dsopt_optimizer_apply with dsopt_optimizer_step: one optimizer has no memory of its own, its twin has all of
+// it, and both take the same steps. All memory has exactly the size that a call may touch, and empty tensors have none.
+// Steps that both forms accept must give the same bits, two identical calls of apply must give the same bits, a
+// rejected call must not change the caller's memory, and words in the state that no step writes must lead to a status.
 #include "support/numbers.h"
 #include "world.h"
 #include <map>
@@ -18,7 +18,7 @@ constexpr int32_t kStepFlags[] = {
     0, 0, DSOPT_STEP_ZERO_GRADS, DSOPT_STEP_NO_NAN, DSOPT_STEP_OUT_ONLY, DSOPT_STEP_DELTA};
 
 // ---------------------------------------------------------------------------------------------------------------- memory
-/// One list: each tensor in memory of exactly its size, none where it is empty.
+/// One list. Each tensor is in an allocation of exactly its size; an empty tensor has none.
 class Arrays {
 public:
     explicit Arrays(const test::Memory &memory) : memory_(&memory) {}
@@ -60,7 +60,7 @@ private:
     std::vector<Block> blocks_;
 };
 
-/// What a step is told apart from its lists.
+/// Arguments of a step other than its lists.
 struct Request {
     int32_t flags = 0;
     bool outs = false;
@@ -69,7 +69,7 @@ struct Request {
     std::optional<int32_t> skip;
 };
 
-/// Everything that one caller of a step owns.
+/// All memory of one caller of a step.
 struct Owner {
     Arrays params, grads, outs, state, scalars;
     Block workspace, report;
@@ -82,7 +82,7 @@ struct Owner {
         scalars(memory),
         workspace(memory, workspace_bytes, shift),
         report(memory, Bytes(DSOPT_REPORT_FLOATS * sizeof(float), 0)) {}
-    /// The same contents elsewhere, but for the workspace, in which nothing is kept.
+    /// Copies everything except the workspace, which holds no data between calls.
     Owner copy(const test::Memory &memory, char workspace_byte) const {
         Owner other(memory, workspace.bytes(), 0);
         other.params = params.copy();
@@ -96,8 +96,8 @@ struct Owner {
     Bytes text() const { return params.text() + grads.text() + outs.text() + state.text(); }
 };
 
-/// A step of an owner's memory, and the lists that it names. Each has an entry more than is counted, so that a count that is
-/// one too large is refused for what is there.
+/// Arguments of a step on an owner's memory, and their lists. Each list has one entry more than its count, so that a
+/// count that is too large by one is rejected because of a valid entry.
 struct Call {
     std::vector<dsopt_tensor> params, grads, outs, state;
     dsopt_step step{};
@@ -130,7 +130,7 @@ struct Call {
         }
         step.grads = grads.data();
         if (request.outs) step.out = outs.data();
-        if (!functional) return; // parameters and state are where they are bound
+        if (!functional) return; // step uses the parameters and the state that are bound
         step.params = params.data();
         step.state = state.data();
         step.state_count = int64_t(owner.state.size());
@@ -153,7 +153,7 @@ struct Case {
     int ranks = 1, rank = 0;
     bool scaler = false;
     double max_norm = 0, max_value = 0;
-    size_t second_group = 0; // where it begins
+    size_t second_group = 0; // its first parameter
     std::vector<dsopt_group> groups;
     std::vector<int64_t> sizes;
     std::vector<int32_t> dtypes, param_flags;
@@ -161,7 +161,7 @@ struct Case {
     size_t params() const { return sizes.size(); }
 };
 
-/// Only what exists: what is refused is the business of `calls`.
+/// Chooses only valid cases: rejected arguments are the subject of `calls`.
 Case case_of(Choices &choose) {
     Case c;
     c.algorithm = choose.of(kAlgorithms);
@@ -253,9 +253,10 @@ struct Side {
     }
 };
 
-/// Made once for each backend: finding out what a processor can do takes longer than a step.
+/// Created once per backend, because detecting the processor's features takes longer than a step.
 const test::Context &context_on(int32_t backend) {
-    static auto *const all = new std::map<int32_t, test::Context>; // the emulated device may end before this would
+    // Leaked: the emulated device may end before static destructors run.
+    static auto *const all = new std::map<int32_t, test::Context>;
     test::Context &one = (*all)[backend];
     if (one == nullptr) one = test::make_context(test::context_desc(1, backend));
     return one;
@@ -315,7 +316,7 @@ private:
     }
     dsopt_status apply(const dsopt_step &step) { return counted("apply", dsopt_optimizer_apply(opt_, &step)); }
 
-    /// Memory for everything, and the starting values of both forms.
+    /// Allocates everything and initializes the state of both forms.
     void prepare(Owner &owner) {
         owner.workspace.set(Bytes(owner.workspace.bytes(), 0x5a));
         owner.params = weights_->copy();
@@ -331,7 +332,7 @@ private:
         const std::vector<dsopt_tensor> params = owner.params.list(), state = owner.state.list();
         if (init_state(params, int64_t(params.size()), state, count) != DSOPT_OK)
             finding("init_state of a good list was refused");
-        for (size_t i = 0; i < names_.size(); ++i) { // the first look makes the twin's state
+        for (size_t i = 0; i < names_.size(); ++i) { // the first call creates the twin's state
             if (owner.state.bytes(i) == 0 || names_[i] == "loss_scale" || names_[i] == "scaler") continue;
             Bytes host(owner.state.bytes(i), 0);
             must("export", dsopt_optimizer_export(twin_, int64_t(i), host.data(), host.size()));
@@ -339,7 +340,7 @@ private:
         }
         compare(owner, "init_state");
     }
-    /// State and parameters of both forms.
+    /// Compares state and parameters of both forms.
     void compare(const Owner &owner, const char *when) {
         for (size_t i = 0; i < names_.size(); ++i) {
             DSOPT_NEW(dsopt_state_info, info);
@@ -363,7 +364,7 @@ private:
             case_.ranks, int(backend));
     }
 
-    /// The gradients of a step, which are drawn into the owner's memory, and what else it is told.
+    /// Draws the gradients of a step into the owner's memory, and its other arguments.
     Request next_request(Owner &owner) {
         Request request;
         owner.grads = Arrays(memory);
@@ -396,7 +397,7 @@ private:
         return request;
     }
 
-    /// The same step in both forms, and once more in the functional one with another workspace.
+    /// Takes the same step in both forms, and repeats the functional one with another workspace.
     void take(Owner &owner, const Request &request) {
         Owner twin = owner.copy(memory, 0), again = owner.copy(memory, 0x33);
         const Bytes weights = owner.params.text();
@@ -416,7 +417,7 @@ private:
         compare(owner, "a step in both forms");
     }
 
-    /// A call with a mistake or two, of which those that are refused have changed nothing.
+    /// Makes a call with one or two errors. A rejected call must not have changed anything.
     void break_call(const Owner &owner, const Request &request) {
         Owner other = owner.copy(memory, 0);
         Call call(other, request, true);
@@ -460,13 +461,14 @@ private:
         }
     }
 
-    /// Words that no step leaves, among the state: three steps by two equal owners, and what decodes them.
+    /// Writes words that no step writes into the state, then makes three steps by two identical owners, and a decoding
+    /// call.
     void break_state(const Owner &owner, const Request &request) {
         if (names_.empty()) return;
         Owner other = owner.copy(memory, 0);
         for (int i = 1 + choose.below(4); i > 0; --i) {
             size_t entry = choose.byte() % names_.size();
-            if (choose.flip()) // counters are few, and decide the most
+            if (choose.flip()) // there are few counters, and most branches depend on them
                 for (size_t k = names_.size(); k-- > 0;)
                     if (other.state.tensor(k).dtype == DSOPT_DTYPE_I32 && choose.flip()) {
                         entry = k;
@@ -506,7 +508,7 @@ private:
         } else {
             DSOPT_NEW(dsopt_scaler_info, info);
             (void)counted("scaler_decode", dsopt_scaler_decode(host.data(), &info));
-            const dsopt_tensor both[] = {owner.state.tensor(entry - 1), tensor}; // loss_scale comes before
+            const dsopt_tensor both[] = {owner.state.tensor(entry - 1), tensor}; // loss_scale is the entry before
             const auto *const overflow = static_cast<const int32_t *>(words({choose.below(2)}));
             (void)counted("scaler_update_arrays",
                           dsopt_scaler_update_arrays(scaler_, both, 2, choose.flip() ? overflow : nullptr, nullptr));
@@ -518,7 +520,7 @@ private:
     const dsopt_optimizer *opt_ = nullptr;
     dsopt_optimizer *twin_ = nullptr;
     const dsopt_scaler *scaler_ = nullptr;
-    const Arrays *weights_ = nullptr; // of the twin
+    const Arrays *weights_ = nullptr; // the twin's
     std::vector<std::string> names_;  // of state tensors
 };
 

@@ -24,7 +24,8 @@ Statistics &statistics() {
 void write_statistics() {
     std::map<dsopt_status, long> sums;
     std::fprintf(stderr, "%ld inputs\n", statistics().runs);
-    std::map<std::string, std::map<dsopt_status, long>> calls; // a name may be at several addresses
+    // By string: literals of one name may have several addresses.
+    std::map<std::string, std::map<dsopt_status, long>> calls;
     for (const auto &[call, by_status] : statistics().calls)
         for (const auto &[status, count] : by_status) calls[call][status] += count;
     for (const auto &[call, by_status] : calls) {
@@ -93,7 +94,7 @@ int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) 
     return 0;
 }
 int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
-    const Bytes own(static_cast<const char *>(send), size_t(bytes)); // `recv` may be where `send` is
+    const Bytes own(static_cast<const char *>(send), size_t(bytes)); // `recv` may be the same memory as `send`
     for (int rank = 0; rank < static_cast<Echo *>(self)->ranks; ++rank)
         std::memcpy(static_cast<char *>(recv) + rank * bytes, own.data(), size_t(bytes));
     return 0;

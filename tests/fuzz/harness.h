@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the fuzz targets share: bytes as choices, properties that must hold, and what calls came to.
+// Shared by the fuzz targets: bytes as choices, checks of properties, and counts of calls by status.
 #pragma once
 #include "support/handles.h"
 #include <algorithm>
@@ -18,17 +18,17 @@ namespace fuzz {
 
 using Bytes = std::string;
 
-/// A property does not hold: says so, with the engine's own text, and aborts, so that the input is kept.
+/// Reports a property that does not hold, with the engine's last error, and aborts, so that the input is kept.
 [[noreturn, gnu::format(printf, 1, 2)]] void finding(const char *format, ...);
 
-/// Counts the call. DSOPT_ERR_INTERNAL is a finding, and so is a text that is longer than promised.
+/// Counts the call. DSOPT_ERR_INTERNAL is a finding, and so is an error text longer than documented.
 dsopt_status counted(const char *call, dsopt_status status);
-/// The same of a call that must not fail.
+/// Same for a call that must not fail.
 void must(const char *call, dsopt_status status);
-/// Written when the program ends.
+/// Prints the counts when the program ends.
 void count_runs();
 
-/// The bytes of an input, one choice after the other. Behind their end all choices are 0.
+/// Reads the bytes of an input as choices, one after the other. After the end all choices are 0.
 class Choices {
 public:
     Choices(const uint8_t *data, size_t size) : next_(data), left_(size) {}
@@ -40,7 +40,7 @@ public:
     }
     int below(int n) { return byte() % n; }
     bool flip() { return byte() % 2 != 0; }
-    /// Once in n, of inputs that mean it; never behind the end.
+    /// True once in n, if the input chooses so; never after the end.
     bool rarely(int n) { return left_ != 0 && byte() % n == n - 1; }
     template <class T, size_t N> T of(const T (&list)[N]) { return list[byte() % N]; }
 
@@ -49,7 +49,7 @@ private:
     size_t left_;
 };
 
-/// A data comm of one rank among several, of which the others say what it says. Lives until the comm does.
+/// A data comm of one rank, in which all other ranks send what this one sends. Must outlive the comm.
 struct Echo {
     int rank = 0, ranks = 1;
 };
@@ -58,7 +58,7 @@ test::Comm echo_comm(const test::Context &context, Echo &echo);
 
 size_t size_of(int32_t dtype);
 
-/// To and from a string through the callbacks of dsopt_io.
+/// Callbacks of dsopt_io that write to and read from a string.
 int append(void *file, const void *data, size_t bytes);
 int read_at(void *file, uint64_t offset, void *data, size_t bytes);
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loading checkpoints: from any bytes, into optimizers of every kind. A load that is refused leaves everything as it
-// was; what a good one gives can be saved, loaded, stepped with, and saved and loaded again.
+// Loads checkpoints made of arbitrary bytes into optimizers of every kind. A rejected load must not change anything.
+// After a successful load the optimizer can be saved, loaded and stepped, and then saved and loaded again.
 //
-// An input: the optimizer, how to load, flags of dsopt_io, then for each file two lengths, header and data. Checksums
-// are made right here, so that a changed number reaches what is behind them.
+// Format of an input: the optimizer, how to load, flags of dsopt_io, then for each file two lengths, header and data.
+// Checksums are corrected here, so that a changed number reaches the checks after them.
 //
-//     --seeds=FOLDER, and nothing is run: writes files of all kinds of optimizers as inputs
+// --seeds=FOLDER: runs nothing, writes checkpoints of all kinds of optimizers as inputs
 #include "files.h"
 #include "subject.h"
 #include <fstream>
@@ -16,15 +16,15 @@
 namespace fuzz {
 namespace {
 
-constexpr size_t kMostFiles = 5, kMostLength = 20000; // of a header, and of data
+constexpr size_t kMostFiles = 5, kMostLength = 20000; // of a header, and of a file's data
 
 /// How an input is loaded.
 enum How : uint8_t {
     kList = 1,       // dsopt_io.files
-    kBadTensors = 2, // checksums of tensors as they are
-    kBadHeader = 4,  // that of the header too
-    kFresh = 8,      // into an optimizer that never stepped
-    kVerbatim = 16,  // nothing is made right
+    kBadTensors = 2, // does not correct the tensors' checksums
+    kBadHeader = 4,  // does not correct the header's checksum
+    kFresh = 8,      // loads into an optimizer that never stepped
+    kVerbatim = 16,  // corrects nothing
 };
 
 struct Input {
@@ -61,7 +61,7 @@ struct Input {
     }
 };
 
-/// An optimizer that waits for the next file, and what it has. Made anew when a load has changed it.
+/// An optimizer ready for the next file, and its contents. Created again after a load has changed it.
 struct Waiting {
     std::unique_ptr<Subject> subject;
     Bytes before;
@@ -72,12 +72,12 @@ Waiting &waiting(int kind, bool fresh) {
     if (one.subject == nullptr) {
         one.subject = std::make_unique<Subject>(kind);
         if (!fresh) one.subject->train();
-        one.before = one.subject->text(!fresh); // to ask for state is to make it
+        one.before = one.subject->text(!fresh); // requesting the state would create it
     }
     return one;
 }
 
-/// Into an optimizer that has loaded before.
+/// Loads into an optimizer that has already loaded.
 void load_again(int kind, const Bytes &file, uint32_t flags, const char *what) {
     static std::vector<std::unique_ptr<Subject>> all(static_cast<size_t>(kKinds));
     std::unique_ptr<Subject> &other = all[size_t(kind)];
@@ -181,11 +181,11 @@ private:
         std::vector<Range> all;
         for (size_t i = 0, end = 0; (i = text.find_first_of("0123456789", end)) != Bytes::npos;) {
             end = std::min(text.find_first_not_of("0123456789.e", i), text.size());
-            if (end - i < 12) all.push_back({i, end}); // longer ones are checksums
+            if (end - i < 12) all.push_back({i, end}); // longer strings are checksums
         }
         return all;
     }
-    /// Strings behind a colon: metadata.
+    /// Strings after a colon: metadata.
     static std::vector<Range> values_of(const Bytes &text) {
         std::vector<Range> all;
         for (size_t i = 0; (i = text.find("\":\"", i)) != Bytes::npos;) {
@@ -202,7 +202,7 @@ private:
     void change_word(Bytes &data) {
         if (data.size() < 4) return;
         const int words = int(data.size() / 4);
-        // Counters and schedules are at the end.
+        // Counters and schedules are near the end.
         const int at = below(3) == 0 ? std::max(words - 1 - below(48), 0) : below(words);
         std::memcpy(&data[4 * size_t(at)], &kWords[below(int(std::size(kWords)))], 4);
     }
@@ -244,7 +244,7 @@ void write_seeds(const std::string &folder) {
             write(flags == 0 ? "state" : "params",
                   {uint8_t(kind), 0, uint8_t(flags), {File::split(subject.save(flags))}});
         }
-        for (const int ranks : Subject::rank_counts(kind)) { // files of as many ranks
+        for (const int ranks : Subject::rank_counts(kind)) { // this many files
             Input input{uint8_t(kind), kList, 0, {}};
             for (int rank = 0; rank < ranks; ++rank) {
                 Subject subject(kind, rank, ranks);

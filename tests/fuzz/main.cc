@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// In place of libFuzzer, for any compiler: runs inputs that are there, and changed or random ones.
+// Replaces libFuzzer for any compiler: runs existing inputs, and changed or random ones.
 //
 //     PROGRAM [--seconds N] [--seed S] [--bytes B] [FILE|FOLDER...]
 //
-// With --seconds inputs from the seeds S, S + 1, ... for so long, after the files: up to B random bytes, 600 if it is not
-// given, or, if the target knows how to change an input, the files with changes. The input of a finding is kept in
-// finding-SEED.
+// With --seconds: after the files, runs inputs of the seeds S, S + 1, ... for N seconds. They are up to B (600) random
+// bytes or, if the target has a mutator, changed files. The input of a finding is written to finding-SEED.
 #include "harness.h"
 #include "support/numbers.h"
 #include <chrono>
@@ -27,11 +26,11 @@ using Input = std::vector<uint8_t>;
 
 constexpr size_t kMostChanged = 65536;
 
-test::Random random_bytes(1); // of the seed that runs
+test::Random random_bytes(1); // for the current seed
 const Input *running = nullptr;
 char kept[64];
 
-/// Writes the input and dies of the same signal.
+/// Writes the input and raises the same signal again.
 void keep(int signal) {
     (void)std::signal(signal, SIG_DFL);
     const int file = running != nullptr ? ::open(kept, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644) : -1;
@@ -71,19 +70,19 @@ Input changed(Input input) {
 
 } // namespace
 
-// libFuzzer's own, where it is not linked.
+// libFuzzer's function, for programs that are not linked to it.
 extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most) {
     if (size == 0) return 0;
     const auto at = [size] { return size_t(random_bytes.below(int(size))); };
     switch (random_bytes.below(4)) {
     case 0: data[at()] = uint8_t(random_bytes.next()); return size;
     case 1: data[at()] ^= uint8_t(1 << random_bytes.below(8)); return size;
-    case 2: { // without a piece
+    case 2: { // removes a range
         const size_t begin = at(), bytes = std::min(size - begin, size_t(1 + random_bytes.below(16)));
         std::memmove(data + begin, data + begin + bytes, size - begin - bytes);
         return size - bytes;
     }
-    default: { // with a piece twice
+    default: { // duplicates a range
         const size_t begin = at(), bytes = std::min({size - begin, most - size, size_t(1 + random_bytes.below(16))});
         std::memmove(data + begin + bytes, data + begin, size - begin);
         return size + bytes;

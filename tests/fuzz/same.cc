@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same training in different ways: on the CPU and on the emulated CUDA device, with other threads, pieces,
-// instruction sets and alignments, by step and by apply. Every status and every bit must be the same.
+// Runs the same training in different ways: on the CPU and on the emulated CUDA device; with different threads, chunks,
+// instruction sets and alignments; by step and by apply. Every status and every bit must be the same.
 #include "harness.h"
 #include "support/cuda_memory.h"
 #include "support/memory.h"
@@ -21,7 +21,7 @@ constexpr int32_t kAlgorithms[] = {
     DSOPT_ALGORITHM_ADAM,          DSOPT_ALGORITHM_ADAMW,       DSOPT_ALGORITHM_LAMB,  DSOPT_ALGORITHM_ADAM_LEGACY,
     DSOPT_ALGORITHM_SGD,           DSOPT_ALGORITHM_ADAGRAD,     DSOPT_ALGORITHM_LION,  DSOPT_ALGORITHM_ONEBIT_ADAM,
     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB};
-// Around every edge: of a vector, a word of bits, a warp, a tile, a leaf. Once in four times a large one, so that there
+// Sizes next to the edges of a vector, a word of bits, a warp, a tile and a leaf. One in four is large, so that there
 // are many cases.
 constexpr int64_t kSmallSizes[] = {0, 1, 2, 7, 8, 9, 15, 17, 31, 32, 33, 64, 100};
 constexpr int64_t kLargeSizes[] = {255, 256, 257, 1000, 4095, 4096, 4097, 5000};
@@ -33,15 +33,15 @@ struct ParamCase {
     int64_t numel;
     int32_t dtype, gradient;
     int32_t flags;
-    size_t shift; // elements behind an aligned address
-    size_t index; // of the case, also where the list has another order
+    size_t shift; // offset from an aligned address, in elements
+    size_t index; // in the case, also if the list has another order
 };
 struct StepCase {
     int32_t flags = 0;
     std::optional<float> lr, scale, hyper;
     bool skips = false, outs = false;
     std::vector<bool> absent;
-    int poisoned = -1; // parameter
+    int poisoned = -1; // index of the parameter, -1 = none
     float poison = 0;
     uint64_t seed = 0;
 };
@@ -50,7 +50,7 @@ struct Case {
     int ranks = 1;
     double max_norm = 0, max_value = 0, group_norm = 0, decay = 0, lr = 0, momentum = 0;
     bool scaler = false;
-    size_t second_group = 0; // where it begins
+    size_t second_group = 0; // its first parameter
     std::vector<ParamCase> params;
     std::vector<StepCase> steps;
     bool is_onebit() const { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
@@ -112,9 +112,9 @@ struct Way {
     int32_t threads = 1;
     int64_t chunk = 0;
     const char *isa = nullptr;
-    size_t shift = 0; // by which all memory is less aligned, in elements
+    size_t shift = 0; // offset that makes all memory less aligned, in elements
     bool applies = false;
-    bool reorders = false; // the parameters of each group come in the opposite order
+    bool reorders = false; // the parameters of each group are in reverse order
 };
 constexpr Way kFirst{.name = "one thread"};
 constexpr Way kOthers[] = {{.name = "three threads", .threads = 3},
@@ -128,8 +128,8 @@ constexpr Way kOthers[] = {{.name = "three threads", .threads = 3},
                            {.name = "apply", .applies = true},
                            {.name = "another order", .reorders = true}};
 
-/// Norms over lists add up in the order of the list, chunks of an exchange have scales of their own, and the original's
-/// counters are kept at the last tensor of a group (docs/compat.md).
+/// False if results depend on the order of the list: norms over lists are added in list order, chunks of an exchange
+/// have their own scales, and the original's counters are stored with the last tensor of a group (docs/compat.md).
 bool keeps_bits_in_any_order(const Case &c) {
     return c.compat == DSOPT_COMPAT_NONE && c.max_norm == 0 && c.group_norm == 0 && c.ranks == 1 &&
            !(c.flags & DSOPT_OPTIMIZER_REPORT_NORMS);
@@ -151,7 +151,7 @@ Case reordered(Case c) {
 void run_backwards(void *, int64_t count, void (*body)(void *, int64_t), void *arg) {
     while (count-- > 0) body(arg, count);
 }
-/// Made once for each way: finding out what the processor can do takes as long as a step.
+/// Created once per way, because detecting the processor's features takes as long as a step.
 test::Context make_context_of(const Way &way) {
     dsopt_context_desc desc = test::context_desc(way.threads, way.backend);
     desc.chunk = way.chunk;
@@ -165,13 +165,14 @@ test::Context make_context_of(const Way &way) {
 }
 
 const test::Context &context_of(const Way &way) {
-    static auto *const all = new std::map<const Way *, test::Context>; // the emulated device may end before this would
+    // Leaked: the emulated device may end before static destructors run.
+    static auto *const all = new std::map<const Way *, test::Context>;
     test::Context &one = (*all)[&way];
     if (one == nullptr) one = make_context_of(way);
     return one;
 }
 
-/// All NaNs are one.
+/// Replaces every NaN by the same one.
 void unify_nans(Bytes &bytes, int32_t dtype) {
     if (dtype == DSOPT_DTYPE_I32) return;
     const auto unify = [&]<class Word>(Word sign_less, Word infinity) {
@@ -190,7 +191,7 @@ void unify_nans(Bytes &bytes, int32_t dtype) {
     }
 }
 
-/// What there was to see, in order: a name and its bytes.
+/// Everything observable, in order: a name and its bytes.
 using Transcript = std::vector<std::pair<std::string, Bytes>>;
 
 class Training {
@@ -346,7 +347,7 @@ private:
         }
         note("step", way_.applies ? counted("apply", dsopt_optimizer_apply(optimizer_.get(), &step))
                                   : counted("step", dsopt_optimizer_step(optimizer_.get(), &step)));
-        // Counts places in the list.
+        // The report contains indices in the list.
         note("report", way_.reorders ? Bytes() : report.text(), DSOPT_DTYPE_F32);
         for (const size_t i : places()) {
             const std::string number = " " + std::to_string(case_.params[i].index);
@@ -365,13 +366,13 @@ private:
         rows[DSOPT_HYPER_LR] = rows[DSOPT_HYPER_FLOATS + DSOPT_HYPER_WEIGHT_DECAY] = s.hyper.value_or(0);
         return rows;
     }
-    /// Where the parameters of the case are in the list.
+    /// Returns, for each parameter of the case, its index in the list.
     std::vector<size_t> places() const {
         std::vector<size_t> list(case_.params.size());
         for (size_t i = 0; i < list.size(); ++i) list[case_.params[i].index] = i;
         return list;
     }
-    /// In the order of the case.
+    /// Sorts the values by the case's order of parameters.
     Bytes in_order(const char *name, const Bytes &bytes) const {
         const std::string per_param = " step trust_average trust_factor trust_scaling trust_weight trust_ratio ";
         if (per_param.find(" " + std::string(name) + " ") == std::string::npos) return bytes;
@@ -380,7 +381,7 @@ private:
         return ordered;
     }
     void note_state() {
-        // Lists of `apply` hold errors and momenta of exchanges as the engine keeps them.
+        // Lists of `apply` store residuals and momenta of exchanges in the engine's layout.
         if (way_.applies && case_.is_onebit()) return;
         int64_t count = 0;
         must("state_count", dsopt_optimizer_state_count(optimizer_.get(), &count));
@@ -393,7 +394,7 @@ private:
                 must("export", dsopt_optimizer_export(optimizer_.get(), i, bytes.data(), bytes.size()));
             else if (size_t(i) < state_.size())
                 bytes = state_[size_t(i)].text();
-            // Between the bits there are scales, of which a NaN is any NaN.
+            // The bits are interleaved with scales; any two NaN scales are equal.
             const bool scales = std::strcmp(info.name, "exp_avg_bits") == 0;
             const int64_t param = info.param < 0 ? -1 : int64_t(case_.params[size_t(info.param)].index);
             note(std::string(info.name) + " " + std::to_string(param), in_order(info.name, bytes),
@@ -410,7 +411,7 @@ private:
     test::Comm comm_;
     test::Scaler scaler_;
     test::Optimizer optimizer_;
-    bool made_ = false; // with its groups
+    bool made_ = false; // created with its groups
     std::vector<std::string> names_;
     std::vector<Block> weights_, state_;
     std::vector<dsopt_tensor> state_list_;
@@ -432,10 +433,11 @@ bool is_status(const std::string &what) {
 void compare(const Case &c, const Way &way, const Transcript &wanted, const Transcript &got) {
     std::map<std::string, int> times;
     size_t i = 0;
-    bool stepped = false; // in compat mode weights may move when state is made: init_state(), or the first good step
+    // In compat mode weights may change when the state is created: in init_state() or the first good step.
+    bool stepped = false;
     for (const auto &[what, bytes] : got) {
         if (way.applies && what == "init_state") {
-            if (bytes != "0") return; // refused before the first step
+            if (bytes != "0") return; // rejected before the first step
             continue;
         }
         const auto same = i < wanted.size() && wanted[i].first == what;
@@ -446,9 +448,9 @@ void compare(const Case &c, const Way &way, const Transcript &wanted, const Tran
         stepped = stepped || (what == "step" && bytes == "0");
         const bool counts = !way.reorders || what != "report";
         if (counts && wanted[i].second != bytes && (stepped || !way.applies || is_status(what))) {
-            // What needs memory of the engine cannot be applied, and the other way round.
+            // Some cases work only if the engine owns memory and cannot be applied; for others it is the reverse.
             if (way.applies && is_status(what) && (bytes != "0") != (wanted[i].second != "0")) return;
-            // Of several reasons to refuse a list the first one counts.
+            // If a list has several errors, the first in list order is reported.
             if (way.reorders && is_status(what) && bytes != "0" && wanted[i].second != "0") return;
             size_t at = 0;
             while (at < bytes.size() && at < wanted[i].second.size() && bytes[at] == wanted[i].second[at]) ++at;
@@ -465,7 +467,7 @@ void compare(const Case &c, const Way &way, const Transcript &wanted, const Tran
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz::count_runs();
     fuzz::Choices choose(data, size);
-    const bool shifts = choose.flip(); // the emulated device takes half of the time
+    const bool shifts = choose.flip(); // runs of the emulated device take half of the time
     const fuzz::Case c = fuzz::case_of(choose);
     const fuzz::Transcript wanted = fuzz::Training(c, fuzz::kFirst).transcript;
     const fuzz::Case other_order = fuzz::reordered(c);

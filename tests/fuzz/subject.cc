@@ -43,10 +43,10 @@ const Kind kAll[] = {
 static_assert(std::size(kAll) == kKinds);
 
 constexpr int64_t kSizes[] = {5, 0, 33, 70};
-constexpr int64_t kDims[] = {3, 11}; // of the third
+constexpr int64_t kDims[] = {3, 11}; // of the third parameter
 const char *const kNames[] = {"w.a", "b\"\u00e9", "w.c", "d"};
 
-/// Of all subjects: asking the processor what it can do takes longer than a load.
+/// Shared by all subjects, because detecting the processor's features takes longer than a load.
 const test::Context &context() {
     static const test::Context one = test::make_context(1);
     return one;

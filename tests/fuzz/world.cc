@@ -11,7 +11,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kLine = 64; // to which allocators align
+constexpr size_t kLine = 64; // alignment of allocators
 
 } // namespace
 
@@ -94,11 +94,11 @@ void World::spoil(dsopt_tensor &tensor) {
     case 0: tensor.dtype = choose.of(kIntegers); break;
     case 1: tensor.reserved = 1; break;
     case 2: tensor.numel = choose.of(kBadSizes); break;
-    case 3: // not aligned
+    case 3: // misaligned
         if (tensor.data != nullptr) tensor.data = static_cast<char *>(tensor.data) + 1;
         return;
     }
-    tensor.data = nullptr; // another size or dtype might be taken, and read past the end
+    tensor.data = nullptr; // another size or dtype might be accepted, and the engine would read past the end
 }
 void World::fill_words(const dsopt_tensor &tensor) {
     if (tensor.data == nullptr || tensor.numel <= 0 || tensor.numel > kMostNumel) return;
@@ -147,7 +147,7 @@ std::vector<dsopt_tensor> World::state_list(const Made &o, bool as_it_is) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ promises
-/// Everything that can be seen of it; empty where it cannot be told.
+/// Returns everything observable, or nothing if there is too much.
 Bytes World::snapshot(Made &o) {
     if (o.is_large()) return {};
     const int64_t fails_in = std::exchange(o.hook->fails_in, -1);
@@ -185,7 +185,7 @@ void World::watch(Made &o, const char *name, const std::function<dsopt_status()>
     const Bytes before = choose.flip() ? snapshot(o) : Bytes();
     const dsopt_status status = call();
     if (status == DSOPT_OK) return then();
-    // A step that the budget refuses is counted, and an exchange that fails may have begun.
+    // A step rejected because of the skip budget is counted, and a failed exchange may have begun.
     if (before.empty() || status == DSOPT_ERR_SKIPS || status == DSOPT_ERR_COMM || status == DSOPT_ERR_ABORTED) return;
     if (snapshot(o) != before)
         finding("%s was refused with %s and changed the optimizer", name, dsopt_status_name(status));

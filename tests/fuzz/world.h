@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The objects of one sequence of calls, the memory that they work on, and arguments to choose from.
+// The objects of one sequence of calls, their memory, and arguments to choose from.
 #pragma once
 #include "harness.h"
 #include "support/memory.h"
@@ -14,7 +14,7 @@ namespace fuzz {
 
 using test::Block;
 
-constexpr size_t kMostBytes = size_t(64) << 20; // of one piece of memory
+constexpr size_t kMostBytes = size_t(64) << 20; // of one allocation
 constexpr int64_t kMostNumel = 100000;          // of a tensor that has memory
 
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 5, 7, 17, 31, 32, 33, 64, 100, 255, 256, 1000, 4095, 4096, 4097};
@@ -47,25 +47,25 @@ constexpr int32_t kAlgorithms[] = {
     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM};
 constexpr const char *kNames[] = {"a", "b", "a.b", "\xff", "", "\u00fc", "optimizer", "a\"\\\n"};
 
-/// Backend memory as the allocator hook of a context gives it: counted, and refused when it is time.
+/// The allocator hook of a context, in backend memory: counts allocations and fails after a chosen number of them.
 struct Hook {
     Hook(const test::Memory &from, int32_t kind) : memory(from), backend(kind) {}
     const test::Memory &memory;
     const int32_t backend;
-    int64_t fails_in = -1; // calls from now on; -1: never
+    int64_t fails_in = -1; // calls until one fails; -1: none fails
     int64_t live = 0;
     static void *allocate(void *self, size_t bytes, size_t alignment, void *stream);
     static void release(void *self, void *memory, size_t bytes, void *stream);
 };
 
-/// An optimizer and what is known of it.
+/// An optimizer and what the fuzzer knows about it.
 struct Made {
     test::Optimizer handle;
     Hook *hook = nullptr;
     int32_t flags = 0;
     size_t groups = 0;
     std::vector<dsopt_tensor> params;
-    /// It has a parameter for which there is no memory.
+    /// True if it has a parameter that is too large to have memory.
     bool is_large() const {
         return std::any_of(params.begin(), params.end(), [](const dsopt_tensor &t) { return t.numel > kMostNumel; });
     }
@@ -91,7 +91,7 @@ protected:
     Choices choose;
     const int32_t backend;
     const test::Memory memory;
-    std::deque<Block> blocks; // everything that a call was given
+    std::deque<Block> blocks; // all memory passed to calls
     std::vector<std::unique_ptr<Hook>> hooks;
     std::vector<std::unique_ptr<Echo>> echoes;
     std::vector<OwnContext> contexts;
@@ -124,21 +124,22 @@ protected:
     void *zeros(size_t bytes);
     void *words(std::initializer_list<int32_t> values);
     void *floats(size_t count);
-    /// Not kept here: of a rank.
+    /// A block that is not stored here: for a rank.
     Block block(size_t bytes) const;
     dsopt_tensor tensor(int64_t numel, int32_t dtype);
-    /// Something that a list must not have; its memory is never touched.
+    /// Makes an entry invalid; its memory is never accessed.
     void spoil(dsopt_tensor &tensor);
     void fill_words(const dsopt_tensor &tensor);
     static size_t bytes_of(const dsopt_tensor &tensor) { return size_t(tensor.numel) * size_of(tensor.dtype); }
-    /// As long as the optimizer's parameters, and here and there wrong.
+    /// Returns a list as long as the optimizer's parameters, with occasional errors.
     std::vector<dsopt_tensor> list_like(const Made &o, bool as_params);
-    /// Memory for all of its state, with what there is now or zeros. Empty if there is too much.
+    /// Returns a list of memory for all of its state, with its current values or zeros. Empty if there is too much
+    /// state.
     std::vector<dsopt_tensor> state_list(const Made &o, bool as_it_is);
     bool describe_state(const Made &o, dsopt_state_info &info);
 
     // -------------------------------------------------------------------------------------------------------- promises
-    /// Calls call(), and then() if it was good; else nothing of the optimizer may have changed.
+    /// Calls call(), then then() on success. On failure the optimizer must not have changed.
     void watch(
         Made &o, const char *name, const std::function<dsopt_status()> &call,
         const std::function<void()> &then = [] {});
@@ -146,12 +147,12 @@ protected:
     template <class T> void erase_one(std::vector<T> &list) {
         if (!list.empty()) list.erase(list.begin() + long(index_of(list)));
     }
-    /// In an order that is chosen. Nothing that the engine allocated may be left.
+    /// Releases in an order that the input chooses. No memory that the engine allocated may be left.
     void release_all();
 
 private:
     Bytes snapshot(Made &o);
-    std::string folder_; // made when it is asked for
+    std::string folder_; // created when first needed
 };
 
 } // namespace fuzz

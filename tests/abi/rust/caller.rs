@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linear regression, y = 2 x0 - 3 x1 + 1, in fp32 with AdamW: examples/fp32.c in Rust, with no crate but the standard library.
-// Structs and functions are those of dsopt.h.
-#![allow(dead_code)] // fields that are there for their place only
+// Linear regression, y = 2 x0 - 3 x1 + 1, in fp32 with AdamW: examples/fp32.c in Rust, with only the standard library.
+// Structs and functions are declared as in dsopt.h.
+#![allow(dead_code)] // some fields are only there for the layout
 use std::ffi::{c_void, CStr};
 use std::os::raw::c_char;
 use std::ptr::{null, null_mut};
@@ -112,7 +112,7 @@ unsafe fn param(tensor: Tensor, name: &CStr) -> Param {
 }
 
 unsafe fn train() {
-    let (mut weights, mut gradients) = ([0f32; 3], [0f32; 3]); // of w, two, and b, one
+    let (mut weights, mut gradients) = ([0f32; 3], [0f32; 3]); // of w, two elements, and of b, one
     let (w, g) = (weights.as_mut_ptr(), gradients.as_mut_ptr());
     let w_name = CStr::from_bytes_with_nul(b"w\0").unwrap();
     let b_name = CStr::from_bytes_with_nul(b"b\0").unwrap();
