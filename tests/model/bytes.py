@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""bytes.py ROOT LIBDSOPT: the byte formulas of bench/alpha_beta.py against what the engine counts and needs."""
+"""bytes.py ROOT LIBDSOPT: compares the byte formulas of bench/alpha_beta.py with what the engine counts and needs."""
 import ctypes
 import os
 import sys
@@ -31,7 +31,7 @@ context = dsopt.Context()
 
 
 def comm_of(ranks):
-    """Handle of one rank of so many; what the others would send stays as it is."""
+    """Handle of a comm of `ranks` ranks, in which the data of the other ranks stays unchanged."""
     kept.append(dsopt.Comm.table(context, Idle(), 0, ranks))
     return kept[-1].handle
 
@@ -84,7 +84,7 @@ for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks), "all-reduce of %d ranks" % ranks)
     checked += 1
 
-for name in ("gpt2-124m", "bert-large"):  # rows from the sizes of buffers: no memory for the lists is needed
+for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer sizes: the lists need no memory
     numels = model.shapes(name)
     for per_node, nodes in ((1, 2), (1, 8), (1, 64), (2, 4), (8, 2), (8, 64)):
         args, worker, server, _ = sizes(numels, comm_of(nodes), comm_of(per_node) if per_node > 1 else None)
@@ -97,7 +97,7 @@ for name in ("gpt2-124m", "bert-large"):  # rows from the sizes of buffers: no m
         if not 1 <= bits <= 1.001:
             sys.exit("%s at %d ranks: %.5f bits an element each way" % (name, ranks, bits))
         flat, (two, _) = model.flat_bytes(numels, 64), model.two_level_bytes(numels, 8, 8)
-        leaving = flat // 63 * 56  # of a rank, to those of other nodes
+        leaving = flat // 63 * 56  # bytes per rank that go to ranks of other nodes
         if leaving != 8 * two:
             sys.exit("%s: of a node's bytes two levels save a factor of %.3f, not 8" % (name, leaving / two))
         checked += 2

@@ -1,12 +1,13 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# run.sh MPIRUN PROGRAM SCENARIO RANKS...: with each of these numbers of ranks on this machine, as root too, more ranks than
-# cores too. Every rank has to say that it is done: launchers differ in what they make of exit codes.
+# run.sh MPIRUN PROGRAM SCENARIO RANKS...: runs the program with each of these numbers of ranks on this machine. Works
+# as root, and with more ranks than cores. Every rank must print that it is done, because launchers treat exit codes
+# differently.
 set -u
 [ "$1" != none ] || { echo "mpi: skipped, no MPI is installed"; exit 77; }
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=self,vader
 export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_warn_on_fork=0
-# MPI libraries keep memory until the end; what a time-out leaves behind is left on purpose.
+# MPI libraries keep memory until the end, and memory is leaked on purpose after a time-out.
 export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0"
 case $1 in
 *mpich*) cores= ;;

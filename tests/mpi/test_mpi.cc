@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The MPI adapter, compiled with small pieces. Every rank is a process: run.sh. The argument names what happens; a rank
-// for which it does not happen so says it and exits with 1.
+// Tests of the MPI adapter, compiled with a small piece size. Every rank is a process: run.sh. The argument is the
+// scenario; a rank on which an expectation fails reports it and exits with 1.
 #define DSOPT_MPI_PIECE 4096
 #include "dsopt_mpi.h"
 #include "support/onebit_run.h"
@@ -35,7 +35,7 @@ dsopt_comm *world(int timeout_ms = 60000) {
     EXPECT(dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, timeout_ms, &comm) == DSOPT_OK);
     return comm;
 }
-/// A call that every rank must make: the norm of a tensor with one element, over the ranks.
+/// A collective call that every rank must make: the norm over the ranks of a tensor with one element.
 dsopt_status meet(dsopt_comm *comm, double *norm = nullptr, int32_t kind = DSOPT_NORM_L2) {
     float value = float(rank + 1);
     const dsopt_tensor tensor = {&value, 1, DSOPT_DTYPE_F32, 0};
@@ -49,7 +49,7 @@ dsopt_status status_of(dsopt_comm *comm) {
     EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
     return info.status;
 }
-/// Rank 0 hangs until the others have their status: until_told() in it, and tell() in each of them.
+/// Rank 0 hangs in until_told() until every other rank has its status and calls tell().
 void tell() {
     const int nothing = 0;
     EXPECT(MPI_Send(&nothing, 1, MPI_INT, 0, 77, MPI_COMM_WORLD) == MPI_SUCCESS);
@@ -61,7 +61,7 @@ void until_told() {
 }
 void nap(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
-// The functions of the table by themselves: sizes around the pieces.
+// Calls the functions of the table directly, with sizes around the piece size.
 struct Table {
     dsopt_mpi_ self{};
     Table() {
@@ -126,7 +126,7 @@ void collectives() {
     }
 }
 
-/// Floats of very different sizes: an order of its own on some rank would show.
+/// Reduces floats of very different magnitude, so that another order of additions on some rank would be noticed.
 void same_bits() {
     Table table;
     std::vector<float> data(3000);
@@ -146,7 +146,7 @@ void step() {
     how.model = comm;
     how.max_norm = 1;
     EXPECT(dsopt_optimizer_create(context(), &how, &opt) == DSOPT_OK);
-    dsopt_comm_destroy(comm); // lives on in the optimizer
+    dsopt_comm_destroy(comm); // the optimizer keeps a reference
     dsopt_group group;
     EXPECT(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW) == DSOPT_OK);
     std::vector<float> weight(100, 0.5f), grad(100, float(rank + 1));
@@ -167,7 +167,7 @@ void step() {
     dsopt_optimizer_destroy(opt);
 }
 
-/// The 1-bit family over processes gives the bits of ranks that are threads, in every call.
+/// The 1-bit family over processes must give the same bits as over threads, in every call.
 void onebit() {
     for (const onebit_run::Setting &setting : onebit_run::settings()) {
         dsopt_comm *const comm = world();
@@ -194,7 +194,7 @@ void info() {
     EXPECT(meet(comm) == DSOPT_OK);
     EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
     EXPECT(info.rank == rank && info.ranks == ranks && info.calls > 0 && info.status == DSOPT_OK);
-    // One that the program is done with, and a part of the ranks.
+    // A communicator that the program frees, and that has only some of the ranks.
     MPI_Comm half;
     EXPECT(MPI_Comm_split(MPI_COMM_WORLD, rank % 2, 0, &half) == MPI_SUCCESS);
     dsopt_comm *part = nullptr;
@@ -226,11 +226,11 @@ void rank_that_hangs() {
     dsopt_comm_destroy(comm);
 }
 
-/// Rank 0 stops in the middle of a compressed step, between its collectives.
+/// Rank 0 hangs in the middle of a compressed step, between its collectives.
 void rank_that_hangs_in_a_compressed_step() {
     dsopt_comm *const comm = world(2000);
     DSOPT_NEW(dsopt_context_desc, where);
-    where.threads = 2; // so that the step asks for its pool
+    where.threads = 2; // so that the step uses a thread pool
     dsopt_context *two = nullptr;
     EXPECT(dsopt_context_create(&where, &two) == DSOPT_OK);
     onebit_run::Setting setting;
@@ -243,7 +243,7 @@ void rank_that_hangs_in_a_compressed_step() {
         at = call;
         times = 0;
         step.parallel_for = [](void *, int64_t n, void (*body)(void *, int64_t), void *arg) {
-            if (rank == 0 && at == 3 && ++times == 2) until_told(); // the first packs, the second serves
+            if (rank == 0 && at == 3 && ++times == 2) until_told(); // 1st call: packing, 2nd: reduction
             for (int64_t i = 0; i < n; ++i) body(arg, i);
         };
     };
@@ -280,7 +280,7 @@ void abort_from_another_thread() {
         nap(100 + 20 * rank);
         dsopt_comm_abort(comm);
     });
-    // Rank 0 never calls, so the others are blocked until they are told.
+    // Rank 0 never calls, so the other ranks are blocked until the abort.
     if (rank != 0) EXPECT(meet(comm) == DSOPT_ERR_ABORTED);
     other.join();
     EXPECT(status_of(comm) == DSOPT_ERR_ABORTED);
@@ -307,7 +307,7 @@ void released_in_a_child() {
     dsopt_comm_destroy(comm);
 }
 
-void out_of_time() { // before MPI_Init; after MPI_Finalize: main
+void out_of_time() { // before MPI_Init; main() checks after MPI_Finalize
     dsopt_comm *comm = nullptr;
     EXPECT(dsopt_mpi_comm(context(), MPI_COMM_WORLD, &comm) == DSOPT_ERR_STATE);
     EXPECT(dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, -2, &comm) == DSOPT_ERR_ARGUMENT);
@@ -337,9 +337,9 @@ int main(int argc, char **argv) {
     EXPECT(MPI_Comm_rank(MPI_COMM_WORLD, &rank) == MPI_SUCCESS && MPI_Comm_size(MPI_COMM_WORLD, &ranks) == MPI_SUCCESS);
     EXPECT(ranks > 1);
     scenarios.at(argv[1])();
-    EXPECT(MPI_Barrier(MPI_COMM_WORLD) == MPI_SUCCESS); // also after a failure: other communicators go on
+    EXPECT(MPI_Barrier(MPI_COMM_WORLD) == MPI_SUCCESS); // also after a failure: other communicators still work
     if (std::strncmp(argv[1], "rank-that-hangs", 15) == 0 || std::strncmp(argv[1], "abort", 5) == 0) {
-        // What was begun is still there: MPI_Finalize may wait for it.
+        // Operations that were started are still pending: MPI_Finalize may wait for them.
         std::fflush(stdout);
         if (failures != 0) MPI_Abort(MPI_COMM_WORLD, 1);
         EXPECT(MPI_Barrier(MPI_COMM_WORLD) == MPI_SUCCESS);

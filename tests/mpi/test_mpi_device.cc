@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_mpi_comm_device over an MPI of this machine, with an emulated device whose memory is the host's: such memory any
-// MPI takes. Every rank is a process: run.sh. A rank for which something else happens exits with 1.
+// dsopt_mpi_comm_device over an MPI of this machine, with an emulated device. Its memory is host memory, which any MPI
+// accepts. Every rank is a process: run.sh. A rank on which an expectation fails exits with 1.
 #define DSOPT_MPI_PIECE 4096
 #include "dsopt_mpi.h"
 #include "support/cuda_memory.h"
@@ -36,7 +36,7 @@ void all_reduce(const test::Context &context, const test::Memory &memory) {
     expect(std::memcmp(block.text().data(), sums.data(), block.bytes()) == 0, "the sum over the ranks");
 }
 
-/// The 1-bit family gives the bits of ranks that are threads, in every call.
+/// The 1-bit family must give the same bits as with ranks on threads, in every call.
 void onebit(const test::Context &context, const test::Memory &memory) {
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.calls = 8;
@@ -47,9 +47,9 @@ void onebit(const test::Context &context, const test::Memory &memory) {
     }
 }
 
-/// Last, because MPI_Finalize may wait for what is left behind. Rank 0 waits until the others have their status.
+/// Runs last, because MPI_Finalize may wait for pending operations. Rank 0 waits until the others have their status.
 void rank_that_hangs(const test::Context &context, const test::Memory &memory) {
-    MPI_Barrier(MPI_COMM_WORLD); // making the comm has the same longest wait
+    MPI_Barrier(MPI_COMM_WORLD); // creating the comm has the same time-out
     test::Comm comm = world(context, 10000);
     int nothing = 0;
     for (int other = 1; rank == 0 && other < ranks; ++other)
@@ -87,6 +87,6 @@ int main(int argc, char **argv) {
     std::printf("that is done\n");
     std::fflush(stdout);
     MPI_Barrier(MPI_COMM_WORLD);
-    (void)poll(nullptr, 0, 200); // launchers forward what ranks print
+    (void)poll(nullptr, 0, 200); // time for launchers to forward the output of ranks
     MPI_Abort(MPI_COMM_WORLD, 0);
 }

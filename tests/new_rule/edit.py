@@ -4,13 +4,13 @@
 
 usage: edit.py SOURCE OUTPUT
 
-These, and the rule's own header (rules/ademamix.h), are all that such a rule takes: nothing in src/device, src/cpu, cuda,
-src/step, src/optimizer and src/checkpoint changes. Fails if a line that is edited is no longer there.
+These edits and the rule's own header (rules/ademamix.h) are all that such a rule needs: nothing in src/device, src/cpu,
+cuda, src/step, src/optimizer and src/checkpoint changes. Fails if a line that is edited no longer exists.
 """
 import pathlib
 import sys
 
-# By file: a line, and what comes in its place.
+# By file: a line, and its replacement.
 EDITS = {
     "dsopt.h": [
         ("    DSOPT_ALGORITHM_SIGNED = -1",

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A storage format that is not finished does not compile: the compiler names each place that a new one must touch.
+"""An incomplete storage format does not compile: the compiler names each place that a new format must touch.
 
 usage: new_format.py SOURCES COMPILER...
 
-Adds a format of one byte to src/base/dtype.h, first without and then with its codec, and compiles what distinguishes
-formats: the CPU's kernels of one instruction set, those of CUDA as the emulated device has them, and the plan of a step.
+Adds a format of one byte to src/base/dtype.h, first without and then with its codec, and compiles all code that
+distinguishes formats: the CPU kernels of one instruction set, the CUDA kernels as compiled for the emulated device, and
+the plan of a step.
 """
 import os
 import pathlib
@@ -42,7 +43,7 @@ failures = []
 
 
 def errors_of(folder, edits, source, *flags):
-    """What the compiler says with these edits of dtype.h; None if it has no complaint."""
+    """Returns the compiler's output with these edits of dtype.h; None if it compiles."""
     text = (sources / "src/base/dtype.h").read_text(encoding="utf-8")
     for old, new in edits:
         if text.count(old) != 1:
@@ -58,7 +59,7 @@ def errors_of(folder, edits, source, *flags):
 
 
 def switch_of(function, path):
-    """The line of the first switch in the function."""
+    """Returns the line of the first switch in the function."""
     found = re.search(rf"\b{function}\([^;{{]*\)[^;{{]*{{.*?\bswitch\b", path.read_text(encoding="utf-8"), re.DOTALL)
     return found.string.count("\n", 0, found.end()) + 1
 

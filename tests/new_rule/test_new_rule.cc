@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rule with three moments and one more beta than any that ships, on both devices: what edit.py changes is all that
-// the engine needs to know of it.
+// A rule with three moments and one more beta than any that ships, on both devices: the engine needs no changes except
+// those of edit.py.
 #include "../cuda/side.h"
 #include "support/file.h"
 
@@ -108,7 +108,7 @@ TEST_F(NewRule, HasTheBitsOfStepsInTheFunctionalForm) {
     for (const int32_t algorithm : kBoth)
         for (const bool device : {false, true}) {
             Side steps(device, mixed(algorithm)), pure(device, mixed(algorithm));
-            const std::vector<dsopt_tensor> engine = pure.state(); // sizes and dtypes alone are used
+            const std::vector<dsopt_tensor> engine = pure.state(); // only sizes and dtypes are used
             std::vector<Bytes> memory;
             std::vector<dsopt_tensor> state, weights;
             for (const dsopt_tensor &tensor : engine) {

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Does dsopt-replay notice a wrong record? Gives it copies of golden cases in which one thing is wrong.
+"""Checks that dsopt-replay notices a wrong record: runs it on copies of golden cases in which one thing is wrong.
 
 usage: altered.py [--backend NAME] REPLAY FILE...
 
-Every tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
+Each tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
 F64), by three units in the last place (16 bit), by one (integers), to the other one (flags), to twice itself (loss
-scales). Replay must fail each copy and name that tensor. The engine computes its own trajectory from the inputs alone,
-so a change in any row of an output stays a difference of that one value. Then each file as a whole is damaged in ways
-that a careless reader would skip over. Exit status 1 unless everything was noticed.
+scales). Replay must fail each copy and name that tensor. The engine computes its own trajectory only from the inputs,
+so a change in any row of an output stays a difference of that one value. Then the structure of each file is damaged in
+ways that a careless reader would not notice. The exit status is 1 unless replay noticed everything.
 """
 import argparse
 import json
@@ -27,7 +27,7 @@ SMALLEST_INF = {"F16": 0x7C00, "BF16": 0x7F80}
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask",
           "input"}
 SCALES = {"loss_scale", "loss_scale_used"}
-BATCH = 128  # files a run of replay: few processes, little disk
+BATCH = 128  # files per run of replay: few processes, little disk space
 
 
 class Golden:
@@ -49,7 +49,7 @@ class Golden:
     def compared(self):
         inputs = set(INPUTS)
         if self.metadata()["algorithm"] in ("dynamic_loss_scaler", "fp16_scale_rule"):
-            inputs.add("overflow")  # what the wrappers return is what the bare scalers are told
+            inputs.add("overflow")  # an output of the wrappers, but an input of the bare scalers
         return [name for name in self.tensors() if name.split("/")[0] not in inputs]
 
     def bytes(self):
@@ -66,7 +66,7 @@ class Golden:
                 self.header[other]["data_offsets"] = [offset - (end - begin) for offset in offsets]
 
     def values(self, name):
-        """Of a tensor that ranks may share."""
+        """Returns the values of a tensor, which may be shared by the ranks."""
         if name not in self.header:
             head, _, tail = name.split("/")
             name = f"{head}/all/{tail}"
@@ -79,7 +79,7 @@ class Golden:
         return struct.unpack_from(f"<{(end - begin) // struct.calcsize(code)}{code}", self.data, begin)
 
     def alter(self, name, rng):
-        """Change one value; False if the tensor is empty."""
+        """Changes one value. Returns False if the tensor is empty."""
         dtype = self.header[name]["dtype"]
         begin, end = self.header[name]["data_offsets"]
         code = CODES[dtype]
@@ -90,7 +90,7 @@ class Golden:
         if name.split("/")[0] in SCALES:
             change = change_scale
         if name.split("/")[0] in ("worker_error", "server_error"):
-            # Errors are what rounding left of much larger numbers: their scale says how much may be left.
+            # Errors are the rounding residuals of much larger numbers: their tolerance follows from their scale.
             scale = max(map(abs, self.values(name.replace("_error", "_scale"))), default=0)
             peak = max(map(abs, values))
             index = rng.randrange(len(values))
@@ -103,7 +103,7 @@ class Golden:
 
 
 def pick(indices, count, rng):
-    """One of the wanted places; any place at all if there is no such."""
+    """Returns one of the wanted indices, or any index if there are none."""
     return rng.choice(indices) if indices else rng.randrange(count)
 
 
@@ -114,7 +114,7 @@ def change_float(values, dtype, rng):
     if not finite:
         return index, 1.0
     peak = max(abs(values[i]) for i in finite)
-    # All zeros: any change is one, and the altered value is the new peak.
+    # If all values are zero, any change counts, and the altered value is the new peak.
     delta = 3e-5 * peak if peak > 0 else 1.0
     if values[index] + delta > largest:
         delta = -delta
@@ -122,7 +122,7 @@ def change_float(values, dtype, rng):
 
 
 def change_half(bits, dtype, rng):
-    # One unit is allowed and the engine may be one off on the other side: three can not be missed.
+    # One unit is allowed, and the engine may be off by one in the other direction: a change by three is always noticed.
     infinity = SMALLEST_INF[dtype]
     finite = [i for i, value in enumerate(bits) if value & 0x7FFF < infinity]
     index = pick(finite, len(bits), rng)
@@ -149,7 +149,7 @@ def change_scale(values, dtype, rng):
 
 
 def damaged(path):
-    """Copies of one file with something wrong in its structure: (what, bytes, text that replay's line must contain)."""
+    """Yields copies of one file with an error in its structure: (what, bytes, text that replay's line must contain)."""
     golden = Golden(path)
     size = len(golden.data)
     golden.header["stowaway"] = {"dtype": "U8", "shape": [1], "data_offsets": [size, size + 1]}
@@ -159,7 +159,7 @@ def damaged(path):
     for name in dict.fromkeys((golden.compared()[0], golden.tensors()[0])):
         golden = Golden(path)
         golden.drop(name)
-        # What a rank does not have is looked for under the name that all ranks share.
+        # A tensor that the rank does not have is looked up by the name shared by all ranks.
         shared = re.sub(r"/r\d+$", "", re.sub(r"/r\d+/", "/all/", name))
         yield f"without tensor {name}", golden.bytes(), shared
 
@@ -181,7 +181,7 @@ def damaged(path):
 
 
 def checks(paths):
-    """What to run: (what, bytes of the file, verdict, tensor to be named or None, text in the line)."""
+    """Yields what to run: (what, bytes of the file, verdict, tensor to be named or None, text in the line)."""
     for path in paths:
         stem = os.path.basename(path)
         yield stem, Golden(path).bytes(), "PASS", None, ""
@@ -194,7 +194,7 @@ def checks(paths):
 
 
 def run_batch(command, batch, folder):
-    """Number of checks in which replay said what it should."""
+    """Returns the number of checks in which replay's output is as expected."""
     paths = []
     for index, (_, raw, _, _, _) in enumerate(batch):
         paths.append(os.path.join(folder, f"{index}.safetensors"))

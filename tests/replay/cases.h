@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One function an algorithm: give the engine what was recorded as input and compare all the rest. To add one, write its
-// file and add a line to the table in main.cc.
+// One function per algorithm: passes the recorded inputs to the engine and compares everything else. To add one, write
+// its file and add a line to the table in main.cc.
 #pragma once
 #include "compare.h"
 #include "golden_file.h"

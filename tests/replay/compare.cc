@@ -15,7 +15,7 @@ std::string shape_text(const std::vector<int64_t> &shape) {
     return text + "]";
 }
 
-/// The place of a finite value in the sorted list of all values of a 16-bit format; neighbours differ by 1, both zeros
+/// Index of a finite value in the sorted list of all values of a 16-bit format: adjacent values differ by 1, both zeros
 /// are 0.
 int64_t place(double value, int32_t dtype) {
     const int fraction_bits = dtype == DSOPT_DTYPE_F16 ? 10 : 7;
@@ -24,13 +24,13 @@ int64_t place(double value, int32_t dtype) {
     int exponent = 0;
     (void)std::frexp(value, &exponent); // |value| = f * 2^exponent, f in [0.5, 1)
     exponent = value == 0 ? smallest : std::max(exponent - 1, smallest);
-    // A normal number has the hidden bit in `units`, which adds the one binade that starts the count of normals.
+    // For a normal number `units` includes the hidden bit, which adds the one binade at which normals begin.
     const int64_t units = std::llround(std::ldexp(std::abs(value), fraction_bits - exponent));
     const int64_t magnitude = units + (int64_t(exponent - smallest) << fraction_bits);
     return value < 0 ? -magnitude : magnitude;
 }
 
-/// How much of the allowed difference is used up: 0 = the same value, above 1 = too far.
+/// Returns the fraction of the tolerance that is used: 0 = equal, above 1 = failure.
 double share_used(double got, double want, int32_t dtype, const Rule &rule, double peak) {
     if (got == want || (std::isnan(got) && std::isnan(want))) return 0;
     if (!std::isfinite(got) || !std::isfinite(want)) return HUGE_VAL;

@@ -20,16 +20,16 @@ void become_emulated(char **argv) {
         return;
     }
     self[length] = 0;
-    // Beside this program, in the folder of the tests that link it.
+    // The library is next to this program, in the folder of the tests that link it.
     std::string folder(self);
     folder.resize(folder.find_last_of('/'));
     folder += "/cuda";
-    // A path in place of a preload: a sanitizer's library wants to be the first one of all.
+    // Uses the search path instead of a preload, because a sanitizer's library must be the first preloaded one.
     const char *before = std::getenv("LD_LIBRARY_PATH");
     const std::string mine = before != nullptr && *before != 0 ? folder + ":" + before : folder;
     if (access((folder + "/libdsopt.so.1").c_str(), R_OK) != 0 ||
         (before != nullptr &&
-         std::strncmp(before, folder.c_str(), folder.size()) == 0)) { // or this would go on forever
+         std::strncmp(before, folder.c_str(), folder.size()) == 0)) { // or this would start itself again forever
         std::fprintf(stderr, "dsopt-replay: no emulated backend in %s\n", folder.c_str());
         return;
     }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated CUDA backend: libdsopt.so.1 built once more, with the CUDA runtime and a device played on the CPU.
+// The emulated CUDA backend: a second build of libdsopt.so.1, with the CUDA runtime and a device emulated on the CPU.
 #pragma once
 
 namespace replay {
 
-/// Whether this process has that library, which brings the symbols of the runtime along, in place of the usual one.
+/// True if this process has loaded that library, which exports the runtime's symbols, in place of the usual one.
 bool is_emulated();
 
-/// Starts this program anew with that library; returns only on failure, after saying why.
+/// Restarts this program with that library. Returns only on failure, after printing the reason.
 void become_emulated(char **argv);
 
 } // namespace replay

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt.h with owners: every failing call becomes a Failure with the engine's own text, and everything is released.
+// RAII wrappers of dsopt.h: a failed call throws a Failure with the engine's last error, and everything is released.
 #pragma once
 #include "golden_file.h"
 #include "memory.h"
@@ -30,10 +30,10 @@ public:
 
 private:
     test::Memory memory_;
-    test::Context context_; // goes first
+    test::Context context_; // destroyed last
 };
 
-/// A tensor in backend memory. An empty one has an address too: an empty gradient without one would mean "no gradient".
+/// A tensor in backend memory. An empty one also has an address: a null address would mean "no gradient".
 class Array {
 public:
     Array(const Engine &engine, int32_t dtype, int64_t numel) :
@@ -50,7 +50,7 @@ public:
     }
     void *data() const { return block_.data(); }
     dsopt_tensor tensor() const { return {data(), numel_, dtype_, 0}; }
-    /// The same in a list entry that means "not this time".
+    /// Returns a list entry that means "no gradient in this step".
     dsopt_tensor absent() const { return {nullptr, numel_, dtype_, 0}; }
 
 private:
@@ -73,7 +73,7 @@ public:
         check(dsopt_scaler_update(get(), static_cast<const int32_t *>(overflow.data()), nullptr),
               "dsopt_scaler_update");
     }
-    /// Failure unless the float that backward reads is the machine's value.
+    /// Failure unless the float that backward reads is the scaler's value.
     dsopt_scaler_info info() const {
         DSOPT_NEW(dsopt_scaler_info, info);
         check(dsopt_scaler_query(get(), &info), "dsopt_scaler_query");
@@ -113,8 +113,8 @@ public:
         return report;
     }
 
-    /// Index in the state list of entry `name` of a parameter (place in the flat order), -1 = of the whole optimizer.
-    /// Failure unless it has this dtype and size.
+    /// Returns the index in the state list of entry `name` of a parameter (its index in the flat order; -1 = the whole
+    /// optimizer). Failure unless the entry has this dtype and size.
     int64_t state_index(const std::string &name, int64_t param, int32_t dtype, int64_t numel) const {
         int64_t count = 0;
         check(dsopt_optimizer_state_count(get(), &count), "dsopt_optimizer_state_count");
@@ -132,7 +132,8 @@ public:
     std::vector<double> state_values(int64_t index) {
         const dsopt_tensor tensor = state_info(index).tensor;
         const size_t bytes = size_t(tensor.numel) * element_size(tensor.dtype);
-        const auto host = std::make_unique<unsigned char[]>(bytes + 1); // never NULL; the engine is told the exact size
+        // Never NULL; the engine receives the exact size.
+        const auto host = std::make_unique<unsigned char[]>(bytes + 1);
         check(dsopt_optimizer_export(get(), index, host.get(), bytes), "dsopt_optimizer_export");
         std::vector<double> values(static_cast<size_t>(tensor.numel));
         for (int64_t i = 0; i < tensor.numel; ++i) values[size_t(i)] = to_double(host.get(), tensor.dtype, i);

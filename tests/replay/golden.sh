@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# golden.sh FOLDER PATTERN... -- COMMAND...: runs the command on all golden cases whose name matches one of the patterns, and
-# none that begins with "!".
+# golden.sh FOLDER PATTERN... -- COMMAND...: runs the command on all golden cases whose names match one of the patterns.
+# A pattern that begins with "!" excludes cases.
 set -eu
 folder=$1
 shift
@@ -20,7 +20,7 @@ left_out() { # NAME
     done
     return 1
 }
-set -f # the patterns match in the folder, not here
+set -f # patterns must not be expanded here, but in the folder
 for pattern in $patterns; do
     set +f
     for file in "$folder"/$pattern.safetensors; do

@@ -142,7 +142,7 @@ void GoldenFile::parse_header(const char *json, size_t length, size_t data_bytes
 
     std::vector<std::pair<size_t, size_t>> ranges;
     bool has_metadata = false;
-    // Const, because clang finds comparing RapidJSON's other iterators ambiguous in C++20.
+    // Const, because clang considers comparisons of RapidJSON's other iterators ambiguous in C++20.
     for (const auto &member : static_cast<const rapidjson::Document &>(document).GetObject()) {
         const std::string name = string_of(member.name);
         if (name == "__metadata__") {
@@ -162,7 +162,7 @@ void GoldenFile::parse_header(const char *json, size_t length, size_t data_bytes
         ranges.emplace_back(begin, end);
     }
 
-    // Bytes that belong to no tensor, or to two, mean that the header does not describe this file.
+    // Bytes that belong to no tensor or to two mean that the header does not describe this file.
     std::sort(ranges.begin(), ranges.end());
     size_t covered = 0;
     for (const auto &[begin, end] : ranges) {

@@ -7,8 +7,7 @@
 namespace replay {
 namespace {
 
-// RapidJSON's default number parser may be off by some units in the last place: a beta must be the double that was
-// recorded.
+// RapidJSON's default number parser may be off by some units in the last place; a beta must be the recorded double.
 constexpr unsigned parse_flags =
     rapidjson::kParseIterativeFlag | rapidjson::kParseFullPrecisionFlag | rapidjson::kParseValidateEncodingFlag;
 
@@ -94,7 +93,7 @@ void Layout::read_groups() {
 double Layout::hyper(size_t index, const std::string &key) {
     Group &group = groups_[index];
     const auto found = group.overrides.find(key);
-    // The top-level value is looked at even where it is replaced: it has to be understood too.
+    // The top-level value is read even if it is overridden, so that it counts as understood.
     const double common = file_.has(key) || found == group.overrides.end() ? file_.number(key) : 0;
     group.read.insert(key);
     return found == group.overrides.end() ? common : found->second;

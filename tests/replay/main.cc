@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt-replay: does the engine do what the original did? One line a recorded case; exit status 1 if any of them fails,
-// 77 if there is no device to run them on.
+// dsopt-replay: compares the engine with records of the original. Prints one line per recorded case. The exit status is
+// 1 if any case fails, and 77 if there is no device to run on.
 #include "cases.h"
 #include "emulated.h"
 #include <cstdio>
@@ -28,7 +28,8 @@ constexpr Algorithm algorithms[] = {
     {"fp16_optimizer", replay_fp16_optimizer},
 };
 
-/// File name without folder and ending. The record's own name is not used: two copies of a case must be told apart.
+/// Returns the file name without folder and extension. The name in the record is not used, because copies of a case
+/// must be distinguishable.
 std::string case_name(const std::string &path) {
     const size_t slash = path.find_last_of('/');
     std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
@@ -38,7 +39,7 @@ std::string case_name(const std::string &path) {
     return name;
 }
 
-/// True if the case passed; `text` is what to print after its name.
+/// Returns true if the case passed; `text` is what to print after its name.
 bool run_case(const std::string &path, int32_t backend, std::string &text) {
     try {
         GoldenFile file(path);
@@ -60,7 +61,7 @@ bool run_case(const std::string &path, int32_t backend, std::string &text) {
     return false;
 }
 
-/// Names and texts come from files: nothing in them may look like another line of the report.
+/// Names and texts come from files: they must not be able to imitate another line of the report.
 void print_line(const char *verdict, std::string line) {
     for (char &c : line)
         if (static_cast<unsigned char>(c) < ' ') c = '?';
@@ -68,7 +69,7 @@ void print_line(const char *verdict, std::string line) {
     std::fflush(stdout);
 }
 
-/// Whether the backend can be used here; if not, says why in one line.
+/// Returns true if the backend can be used here; if not, prints the reason in one line.
 bool usable(int32_t backend) {
     DSOPT_NEW(dsopt_context_desc, desc);
     desc.backend = backend;
@@ -107,7 +108,7 @@ int run(int argc, char **argv) {
         become_emulated(argv);
         return 2;
     }
-    if (backend == "cuda" && !usable(DSOPT_BACKEND_CUDA)) return 77; // what tests take for "skipped"
+    if (backend == "cuda" && !usable(DSOPT_BACKEND_CUDA)) return 77; // the tests' exit status for "skipped"
 
     int passed = 0, failed = 0;
     for (const std::string &path : paths) {

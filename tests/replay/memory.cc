@@ -15,7 +15,7 @@ template <class F> void find(void *library, F &function, const char *name) {
     function = reinterpret_cast<F>(symbol);
 }
 
-/// The emulated runtime has no driver beneath it. cudaError_t is an int.
+/// The emulated runtime has no driver API. cudaError_t is an int.
 class EmulatedMemory {
 public:
     explicit EmulatedMemory(int ordinal) {
@@ -49,7 +49,7 @@ private:
     int (*copy_)(void *, const void *, size_t, int) = nullptr; // cudaMemcpyKind: 1 is to the device, 2 to the host
 };
 
-// The driver's stable interface, as much of it as is used here: CUresult is an int, CUdeviceptr 64 bits wide.
+// The part of the driver's stable interface that is used here: CUresult is an int, CUdeviceptr has 64 bits.
 class CudaMemory {
 public:
     explicit CudaMemory(int ordinal) {
@@ -69,7 +69,7 @@ public:
         check(get(&device_, ordinal), "cuDeviceGet");
         check(retain(&context_, device_), "cuDevicePrimaryCtxRetain");
     }
-    ~CudaMemory() { (void)drop_(device_); } // the library stays: the engine may hold it too
+    ~CudaMemory() { (void)drop_(device_); } // not unloaded: the engine may use it, too
 
     void *allocate(size_t bytes) {
         make_current();
@@ -91,7 +91,7 @@ public:
     }
 
 private:
-    void make_current() { check(set_current_(context_), "cuCtxSetCurrent"); } // of this thread: ranks have their own
+    void make_current() { check(set_current_(context_), "cuCtxSetCurrent"); } // for this thread: every rank has its own
     static uint64_t address(const void *memory) { return reinterpret_cast<uint64_t>(memory); }
     static void check(int result, const char *what) {
         if (result != 0) fail("%s: CUDA driver error %d", what, result);

@@ -67,7 +67,7 @@ OneBitRecord::OneBitRecord(GoldenFile &file, Comparison &comparison, Layout &lay
     steps_(steps),
     algorithm_(groups[0].algorithm),
     groups_(groups.size()) {
-    (void)comparison_.input("grads_averaged", kU8, {steps_}); // gradients are recorded as they came out of it
+    (void)comparison_.input("grads_averaged", kU8, {steps_}); // gradients are recorded after averaging
     const std::vector<Vector> vectors = compressed_vectors(layout_, groups, flat);
     std::vector<int64_t> numels;
     for (const Vector &vector : vectors)
@@ -75,7 +75,7 @@ OneBitRecord::OneBitRecord(GoldenFile &file, Comparison &comparison, Layout &lay
     padded_ = padded_layout(numels, wire.ranks());
     int64_t place = 0;
     for (const Vector &vector : vectors) {
-        if (wire.ranks() == 1) break; // nothing is ever compressed
+        if (wire.ranks() == 1) break; // nothing is compressed
         const Padded own = padded_layout({vector.numel}, wire.ranks())[0];
         const auto output = [&](const char *name, std::vector<int64_t> shape) {
             shape.insert(shape.begin(), steps_);
@@ -185,7 +185,7 @@ void OneBitRecord::compare(int64_t t, Optimizer &optimizer, bool dry) {
         const Tensor &lrs = *file_.find(file_.name_of("lrs", rank_));
         const std::vector<double> sums = words(optimizer, "lr_sum", 2 * int64_t(groups_));
         std::vector<double> got;
-        const int64_t columns = lrs.row_numel(); // one a parameter, or one a group under the fused wrapper
+        const int64_t columns = lrs.row_numel(); // one per parameter, or one per group under the fused wrapper
         for (int64_t column = 0; column < columns; ++column) {
             const size_t g = columns == count ? group_of_[size_t(column)] : size_t(column);
             const int32_t pair[2] = {int32_t(sums[2 * g]), int32_t(sums[2 * g + 1])};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every record of the 1-bit family has, with or without a wrapper, on one rank.
+// Data that every record of the 1-bit family has, with or without a wrapper, on one rank.
 #pragma once
 #include "compare.h"
 #include "engine.h"
@@ -13,20 +13,20 @@ dsopt_group zero_one_adam_group(Layout &layout, size_t index);
 dsopt_group onebit_lamb_group(Layout &layout, size_t index);
 bool is_onebit(int32_t algorithm);
 
-/// Something that the original compresses as one vector.
+/// A set of elements that the original compresses as one vector.
 struct Vector {
     std::string item;
     int64_t numel;
     bool frozen; ///< never compressed (non_freeze)
 };
-/// `flat`: a vector a group, as under the fused wrapper.
+/// `flat`: one vector per group, as under the fused wrapper.
 std::vector<Vector> compressed_vectors(const Layout &layout, const std::vector<dsopt_group> &groups, bool flat);
 
 class OneBitRecord {
 public:
     OneBitRecord(GoldenFile &file, Comparison &comparison, Layout &layout, const std::vector<dsopt_group> &groups,
                  bool flat, Wire &wire, int64_t rank, int64_t steps);
-    /// Of an optimizer that was just made: masks.
+    /// Sets the masks of a new optimizer.
     void prepare(Optimizer &optimizer);
     void before() { exchanges_ = wire_.exchanges(rank_); }
     void compare(int64_t t, Optimizer &optimizer, bool dry);
@@ -34,13 +34,13 @@ public:
 private:
     struct Errors {
         const Tensor *worker_error, *server_error, *worker_scale, *server_scale;
-        int64_t place; ///< among those that are compressed, -1
+        int64_t place; ///< index among the compressed vectors, -1 = not compressed
         int64_t padded, chunk;
     };
     struct PerParam {
         const Tensor *recorded;
         const char *state;
-        std::vector<int64_t> params; ///< places whose tensors are one in the record
+        std::vector<int64_t> params; ///< indices of parameters whose tensors are concatenated in the record
     };
     void compare_errors(int64_t t, Optimizer &optimizer);
     std::vector<double> words(Optimizer &optimizer, const char *name, int64_t numel);

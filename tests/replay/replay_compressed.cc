@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// compressed_allreduce: the exchange alone, all buffers of a call in one.
+// compressed_allreduce: the exchange alone, all buffers of a call in one exchange.
 #include "cases.h"
 #include "layout.h"
 #include "wire.h"

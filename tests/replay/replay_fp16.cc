@@ -12,11 +12,11 @@
 namespace replay {
 namespace {
 
-/// An optimizer that the wrappers are put around.
+/// An inner optimizer of the wrappers.
 struct Inner {
     const char *name; ///< as in the metadata
     dsopt_group (*group)(Layout &layout, size_t index);
-    bool has_trust_ratios; ///< one a tensor
+    bool has_trust_ratios; ///< one per tensor
 };
 constexpr Inner inners[] = {
     {"fused_adam", adam_group, false},         {"fused_lamb", lamb_group, true},
@@ -24,14 +24,14 @@ constexpr Inner inners[] = {
     {"onebit_lamb", onebit_lamb_group, true},
 };
 
-/// What the metadata say, the same on every rank.
+/// Setup from the metadata, the same on every rank.
 struct Setup {
     explicit Setup(GoldenFile &file);
 
     Layout layout;
     const Inner *inner;
     bool onebit;
-    bool flat; ///< a master a group instead of one a parameter
+    bool flat; ///< one master per group instead of one per parameter
     int64_t steps, ranks;
     int32_t dtype = 0;
     double max_norm;
@@ -79,7 +79,7 @@ Setup::Setup(GoldenFile &file) :
 
 void Setup::read_scaler(GoldenFile &file, int32_t profile) {
     if (dtype == DSOPT_DTYPE_BF16) {
-        // Never scaled, whatever was asked for. The unfused wrapper's machine counts calls all the same.
+        // Never scaled, regardless of the metadata. The unfused wrapper's scaler counts calls nevertheless.
         for (const char *key : {"loss_scale_static", "init_scale", "min_scale", "scale_window"}) file.ignore(key);
         if (!flat) scaler = static_scale(profile, 1);
     } else if (file.has("loss_scale_static")) {
@@ -94,10 +94,10 @@ struct Param {
     Array weights, gradient;
 };
 
-/// One of the inner optimizer's tensors: a parameter's, or those of a group one behind the other.
+/// One state tensor of the inner optimizer: a parameter's, or those of a group, concatenated.
 struct State {
     const Tensor *start, *recorded;
-    std::vector<int64_t> entries; ///< of the engine's list
+    std::vector<int64_t> entries; ///< indices in the engine's state list
 };
 
 class Rank {
@@ -120,7 +120,7 @@ public:
             record_ = std::make_unique<OneBitRecord>(file_, comparison_, setup.layout, setup_.groups, setup_.flat, wire,
                                                      rank, steps);
             record_->prepare(optimizer_);
-        } else { // gradients are recorded as they came out of it
+        } else { // gradients are recorded after averaging
             (void)comparison_.input("grads_averaged", kU8, {steps});
         }
         if (file_.find("grad_present") != nullptr) present_ = &comparison_.input("grad_present", kU8, {steps, count});
@@ -136,8 +136,8 @@ public:
         }
     }
 
-    /// What the constructor of the original left. The engine makes up for it when its state is first asked for, with
-    /// the learning rate that it has then.
+    /// Compares the state after the original's constructor. The engine creates it when it is first requested, with the
+    /// learning rate of that time.
     void compare_start() {
         for (const State &state : states_) comparison_.whole(*state.start, values(state));
     }
@@ -171,12 +171,12 @@ public:
             fail("step %lld: the report says that gradients carried %.9g, backward was given %.9g", (long long)t,
                  report.scale_used, used_);
         const bool skipped = report.last_skipped != 0;
-        if (!skipped) last_norm_ = report.grad_norm; // the original's attribute is left alone by a skipped call
+        if (!skipped) last_norm_ = report.grad_norm; // a skipped call does not change the original's attribute
         comparison_.row(*overflow_, t, {double(skipped || report.nonfinite != 0)});
         comparison_.row(*divisor_, t, {report.divisor});
         comparison_.row(*norm_, t, {last_norm_});
 
-        // One counter in the original, one a parameter here.
+        // The original has one counter; the engine has one per parameter.
         const std::vector<double> steps = optimizer_.state_values(step_state_);
         const auto other = std::find_if(steps.begin(), steps.end(), [&](double step) { return step != steps[0]; });
         if (other != steps.end())
@@ -268,7 +268,7 @@ private:
         return all;
     }
 
-    /// Without scaling the original's machine stays as it was made.
+    /// Without scaling the original's scaler keeps its initial state.
     dsopt_scaler_info scaler_info() const {
         if (scaler_) return scaler_->info();
         DSOPT_NEW(dsopt_scaler_info, info);

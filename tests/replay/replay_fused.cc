@@ -11,7 +11,7 @@ struct Param {
     const Tensor *grad, *param, *exp_avg, *exp_avg_sq, *param_out /* NULL: not recorded */;
     int64_t exp_avg_state = 0, exp_avg_sq_state = 0;
     Array weights, gradient;
-    std::vector<Array> out; ///< one or none
+    std::vector<Array> out; ///< zero or one element
 };
 
 class FusedReplay {
@@ -62,7 +62,7 @@ private:
         grad_dtypes_ = lamb_ ? dtype_list(file_, "grad_dtype", layout_.param_count()) : dtypes_;
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.compat = DSOPT_COMPAT_DEEPSPEED;
-        desc.nonfinite = DSOPT_NONFINITE_APPLY; // the original never looks
+        desc.nonfinite = DSOPT_NONFINITE_APPLY; // the original does not check
         for (const int32_t dtype : dtypes_)
             if (dtype != DSOPT_DTYPE_F32) desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
         return desc;
@@ -108,7 +108,7 @@ private:
         return tensor;
     }
 
-    /// The state has the dtype of the record: an engine that keeps fp32 moments instead is not the original.
+    /// The state must have the recorded dtype: an engine with fp32 moments instead would not reproduce the original.
     int64_t find_state(const char *name, size_t place, const Tensor &recorded) const {
         return optimizer_.state_index(name, int64_t(place), recorded.dtype, recorded.row_numel());
     }

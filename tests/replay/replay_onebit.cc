@@ -92,7 +92,7 @@ public:
         check(dsopt_optimizer_save(optimizer_->get(), nullptr, &io), "dsopt_optimizer_save");
         return bytes;
     }
-    /// A new object with what another rank saved.
+    /// Creates a new optimizer and loads what another rank saved.
     void resume(const std::vector<char> &bytes) {
         make();
         DSOPT_NEW(dsopt_io, io);
@@ -112,7 +112,7 @@ private:
     void make() {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.compat = DSOPT_COMPAT_DEEPSPEED;
-        desc.nonfinite = DSOPT_NONFINITE_APPLY; // the original never looks
+        desc.nonfinite = DSOPT_NONFINITE_APPLY; // the original does not check
         desc.data = comm_.get();
         optimizer_.reset();
         optimizer_ = std::make_unique<Optimizer>(engine_, desc);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dynamic_loss_scaler and fp16_scale_rule: the loss-scale machines alone, told what overflowed.
+// dynamic_loss_scaler and fp16_scale_rule: only the loss scalers, with recorded overflows as input.
 #include "cases.h"
 #include "engine.h"
 #include "layout.h"
@@ -41,7 +41,7 @@ void replay(const Case &recorded, const dsopt_scaler_desc &desc, bool has_hyster
 void replay_dynamic_loss_scaler(const Case &recorded) {
     GoldenFile &file = recorded.file;
     dsopt_scaler_desc desc = dynamic_scale(file, DSOPT_PROFILE_DYNAMIC);
-    desc.factor = positive(file, "scale_factor"); // never left out: it is an argument there
+    desc.factor = positive(file, "scale_factor"); // required: it is a constructor argument of the original
     desc.hysteresis = positive_int(file, "delayed_shift");
     const bool refill = file.flag("consecutive_hysteresis");
     if (refill && desc.hysteresis > 1) desc.flags |= DSOPT_SCALER_REFILL; // a budget of one is never used up
@@ -52,9 +52,9 @@ void replay_dynamic_loss_scaler(const Case &recorded) {
 void replay_fp16_scale_rule(const Case &recorded) {
     GoldenFile &file = recorded.file;
     const int32_t profile = read_wrapper(file);
-    (void)file.integer("delayed_shift_ignored"); // that is the point of the case
+    (void)file.integer("delayed_shift_ignored"); // the case tests that the original ignores it
     if (file.flag("dynamic")) return replay(recorded, dynamic_scale(file, profile), false);
-    for (const char *key : {"min_scale", "scale_window"}) // without a meaning here
+    for (const char *key : {"min_scale", "scale_window"}) // not used by a static scale
         if (file.has(key) && file.text(key) != "None") (void)file.number(key);
     replay(recorded, static_scale(profile, positive(file, "init_scale")), false);
 }

@@ -17,7 +17,7 @@ void Wire::on_all(const std::function<void(int64_t)> &run) {
                 run(rank);
             } catch (...) {
                 failures[size_t(rank)] = std::current_exception();
-                give_up(); // the others must not wait for this one
+                give_up(); // so that other ranks do not wait for this one
             }
         });
     for (std::thread &thread : threads) thread.join();
@@ -48,7 +48,7 @@ int Wire::all_reduce(void *self, const void *send, void *recv, int64_t count, in
     end.data = send;
     if (!end.wire->meet()) return 1;
     std::vector<double> wide(size_t(count), 0);
-    std::vector<float> narrow(size_t(count), 0); // fp32 is added up in fp32, in rank order
+    std::vector<float> narrow(size_t(count), 0); // fp32 is added in fp32, in rank order
     for (const End &other : end.wire->ends_)
         for (int64_t i = 0; i < count; ++i) {
             const double value = to_double(other.data, dtype, i);
@@ -57,7 +57,7 @@ int Wire::all_reduce(void *self, const void *send, void *recv, int64_t count, in
             sum = first ? value : op == DSOPT_OP_SUM ? sum + value : std::max(sum, value);
             narrow[size_t(i)] = op == DSOPT_OP_SUM && !first ? narrow[size_t(i)] + float(value) : float(sum);
         }
-    if (!end.wire->meet()) return 1; // all have read
+    if (!end.wire->meet()) return 1; // all ranks have read
     for (int64_t i = 0; i < count; ++i) {
         if (dtype == DSOPT_DTYPE_F32)
             static_cast<float *>(recv)[i] = narrow[size_t(i)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks are threads of this process, on collectives of our own: what goes over the wire can be looked at.
+// Ranks as threads of this process, with collectives implemented here, so that transferred data can be inspected.
 #pragma once
 #include "dsopt.h"
 #include "engine.h"
@@ -20,11 +20,12 @@ public:
     Wire &operator=(const Wire &) = delete;
 
     int64_t ranks() const { return int64_t(ends_.size()); }
-    /// run(rank) on a thread each; the first Failure of any of them is thrown here.
+    /// Calls run(rank) on one thread per rank; rethrows the first Failure of any rank.
     void on_all(const std::function<void(int64_t)> &run);
 
     dsopt_comm_table table(int64_t rank);
-    // What the rank sent last in an all-to-all (a row a receiver) and in an all-gather, and how often.
+    // The rank's last sent data in an all-to-all (one message per receiver) and in an all-gather, and the number of
+    // exchanges.
     const std::vector<unsigned char> &sent_to_all(int64_t rank) const { return ends_[size_t(rank)].to_all; }
     const std::vector<unsigned char> &gathered(int64_t rank) const { return ends_[size_t(rank)].gathered; }
     int64_t exchanges(int64_t rank) const { return ends_[size_t(rank)].exchanges; }
@@ -71,14 +72,14 @@ private:
     std::unique_ptr<dsopt_comm, Destroy> handle_;
 };
 
-/// Where a compressed vector is among others, each padded as the original does it: what dsopt.h says of compat mode.
+/// Position of a compressed vector among others, each padded as in the original: see dsopt.h about compat mode.
 struct Padded {
-    int64_t padded, chunk;  ///< elements, and those of a rank
-    int64_t worker, server; ///< first of its elements in the error buffers
+    int64_t padded, chunk;  ///< elements in total, and per rank
+    int64_t worker, server; ///< index of its first element in the residual buffers
 };
 std::vector<Padded> padded_layout(const std::vector<int64_t> &numels, int64_t ranks);
 
-/// One row of a message: a scale a vector, then bits.
+/// One message: one scale per vector, then bits.
 struct Row {
     const unsigned char *data;
     size_t vectors;

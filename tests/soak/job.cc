@@ -11,7 +11,7 @@ int fail(int rank, const char *what) {
     return kFailed;
 }
 
-/// A comm is unusable and stays so, and what this rank has can be saved all the same.
+/// Checks that an unusable comm keeps its status, and that this rank's state can be saved nevertheless.
 int lose(Learner &learner, const Job &job, int rank, dsopt_status status) {
     if (status != DSOPT_ERR_TIMEOUT && status != DSOPT_ERR_ABORTED) return fail(rank, "another status of a lost comm");
     if (learner.step() != status) return fail(rank, "a second status of a lost comm");

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One job: ranks that are processes, from a checkpoint or from nothing until they are done or one of them goes.
+// One job: ranks that are processes. Starts from a checkpoint or from scratch, ends when all are done or one of them
+// ends.
 #pragma once
 #include "learner.h"
 #include "shared_comm.h"
@@ -13,34 +14,36 @@ constexpr int64_t kMostSteps = 4096, kSaveEvery = 5;
 
 enum class Event { none, kill, kill_all, stop, abort, leave };
 
-/// What happens to a job, and when.
+/// An event during a job, and when it occurs.
 struct Plan {
     Event event = Event::none;
     int victim = 0;
-    int64_t step = 0;        // not before it
-    bool in_save = false;    // kill: while the victim saves
-    int64_t delay_us = 0;    // kill: after that
-    bool others_told = true; // by the launcher; else they find out by their time-out
+    int64_t step = 0;     // earliest step
+    bool in_save = false; // kill: while the victim is saving
+    int64_t delay_us = 0; // kill: after this delay
+    // The launcher aborts the other ranks' comm; otherwise they end by their time-out.
+    bool others_told = true;
 };
 
-/// In memory that the ranks share with the launcher.
+/// In memory shared by the ranks and the launcher.
 struct Board {
     SharedComm comm;
     struct Rank {
-        std::atomic<int64_t> step, saved, saves; // `saved`: step of the last set of files of which its own is written
+        // `saved`: step of the rank's last written file of a set
+        std::atomic<int64_t> step, saved, saves;
         std::atomic<int> saving;
     } ranks[kMostRanks];
-    double losses[kMostSteps + 1]; // by step, where files were saved
+    double losses[kMostSteps + 1]; // by step at which files were saved
 };
 
-// Of a rank.
+// Exit status of a rank.
 enum Exit { kDone = 0, kFailed = 2, kLost = 3, kLeft = 4 };
 
 struct Job {
     Course course;
     int ranks = kMostRanks;
-    std::vector<std::string> files; // to begin with
-    bool own_file = false;          // each rank loads its own one of them
+    std::vector<std::string> files; // checkpoint to start from
+    bool own_file = false;          // each rank loads only its own file
     std::string folder;
     int timeout_ms = 1000;
     Plan plan;
@@ -50,7 +53,7 @@ struct Job {
 std::string file_of(const std::string &folder, const std::string &kind, int rank, int ranks);
 std::string set_folder(const std::string &folder, int64_t step); ///< for the files of one step
 
-/// A comm and an optimizer on it.
+/// A comm and an optimizer that uses it.
 struct Member {
     Member(Board &board, const Job &job, int rank);
     SharedEnd end;
@@ -59,7 +62,7 @@ struct Member {
     Learner learner;
 };
 
-/// The life of one rank. An enum Exit; says why on standard error if it is kFailed.
+/// Runs one rank. Returns an enum Exit; prints the reason on standard error if it is kFailed.
 int run_rank(Board &board, const Job &job, int rank) noexcept;
 
 } // namespace soak

@@ -47,7 +47,7 @@ Learner::Learner(const test::Context &context, const test::Comm &comm, int rank,
 
 dsopt_status Learner::step() {
     const int64_t now = steps();
-    const double share = double(now) / double(course_.steps); // the rate falls in the second half, to nothing
+    const double share = double(now) / double(course_.steps); // the rate decreases in the second half, to 0
     const double lr = rate(course_.algorithm) * std::min(1.0, 2 - 2 * share);
     test::must(dsopt_optimizer_set(opt(), 0, DSOPT_KEY_LR, std::max(lr, 0.0)));
     test::Random random((course_.seed * 1000003 + uint64_t(now)) * 31 + uint64_t(rank_));
@@ -56,7 +56,7 @@ dsopt_status Learner::step() {
         for (size_t i = 0; i < noise.size(); ++i) grads_[t][i] = weights_[t][i] - goals_[t][i] + noise[i];
     }
     const std::vector<dsopt_tensor> list = list_of(grads_);
-    if (comm_ != nullptr && course_.algorithm == DSOPT_ALGORITHM_ADAMW) { // the family's averages are the engine's
+    if (comm_ != nullptr && course_.algorithm == DSOPT_ALGORITHM_ADAMW) { // the 1-bit family averages in the engine
         const dsopt_status status =
             dsopt_comm_all_reduce(comm_, list.data(), int64_t(list.size()), DSOPT_OP_MEAN, nullptr);
         if (status != DSOPT_OK) return status;

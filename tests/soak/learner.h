@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank that learns fixed numbers from noisy gradients, so that there is a loss which has to fall.
+// One rank that learns fixed numbers from noisy gradients, so that there is a loss that must decrease.
 #pragma once
 #include "support/handles.h"
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace soak {
 
-/// What is trained. Everything follows from it and from the step, not from who computes it.
+/// Settings of a training. Results depend only on these and on the step, not on the rank that computes them.
 struct Course {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
     int64_t steps = 200;
@@ -16,19 +16,19 @@ struct Course {
 
 class Learner {
 public:
-    /// `comm` NULL: alone.
+    /// `comm` NULL: a single rank.
     Learner(const test::Context &context, const test::Comm &comm, int rank, const Course &course);
     Learner(const Learner &) = delete;
     Learner &operator=(const Learner &) = delete;
 
     dsopt_optimizer *opt() const { return opt_.get(); }
     [[nodiscard]] dsopt_status step();
-    /// With the parameters.
+    /// Saves the state and the parameters.
     [[nodiscard]] dsopt_status save(const std::string &path);
-    /// `flags` beside DSOPT_IO_PARAMS. Several files: of all ranks that saved.
+    /// `flags`: in addition to DSOPT_IO_PARAMS. Several files: those of all ranks that saved.
     [[nodiscard]] dsopt_status load(const std::vector<std::string> &files, uint32_t flags = 0);
-    int64_t steps() const; ///< that were taken, in this process or before
-    double loss() const;   ///< mean square of what is to be learned, without noise
+    int64_t steps() const; ///< steps taken, in this process or before
+    double loss() const;   ///< mean squared distance from the targets, without noise
 
 private:
     Course course_;

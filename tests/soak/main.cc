@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trainings of four ranks, each a process, that are killed, stopped and aborted at random and go on from their files,
+// Trainings of four ranks, each a process, that are killed, stopped and aborted at random and resume from their files,
 // often with another number of ranks.
 //
 //     soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER
 //
-// It ends behind N seconds and N trainings, one each if nothing is said. Held to: every file that is found can be read,
-// also while it is being replaced; what was saved is not lost; the loss behind a restart is the one that was saved, and it
-// falls; ranks that lose another one end, with a status. Exits with 1 at the first that is not so, and leaves the files.
+// Ends after N seconds and N trainings, whichever are given; by default after one training. Checks: every file can be
+// read, also while it is being replaced; saved data are not lost; the loss after a restart is the saved one, and it
+// decreases; if a rank ends, the others end with a status. Exits with 1 at the first violation, and leaves the files.
 #include "job.h"
 #include "support/numbers.h"
 #include <cerrno>
@@ -26,7 +26,7 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kHang = std::chrono::seconds(240); // longer than any rank takes on a slow machine
+constexpr auto kHang = std::chrono::seconds(240); // longer than any rank needs on a slow machine
 
 struct Totals {
     int64_t jobs, kills, kills_in_saves, stops, aborts, leaves, timeouts, restarts, resharded, saves, reads, steps;
@@ -37,7 +37,7 @@ struct Totals {
     std::exit(1);
 }
 
-/// The files of one training, seen by somebody who is alone.
+/// Reads the files of one training, in a single process.
 class Reader {
 public:
     Reader(Board &board, std::string folder, const Course &course) :
@@ -45,7 +45,7 @@ public:
         folder_(std::move(folder)),
         course_(course) {}
 
-    /// As the rank that saved it: all of it.
+    /// Loads all of a file, as the rank that saved it.
     void read(const std::string &file) {
         if (!fs::exists(file)) return;
         int rank = 0, ranks = 0;
@@ -66,11 +66,11 @@ public:
 
     struct Set {
         int64_t step = 0;
-        std::vector<std::string> files; // none: nothing was saved yet
-        bool any_count = true;          // of ranks can go on from it
-        double loss = 0;                // where any_count is true
+        std::vector<std::string> files; // empty: nothing was saved yet
+        bool any_count = true;          // any number of ranks can resume from it
+        double loss = 0;                // set if any_count
     };
-    /// The newest one that is complete. The others are removed, except for the one before it.
+    /// Returns the newest complete set. Removes the others, except for the one before it.
     Set newest(int ranks) {
         Set found;
         int64_t before = 0;
@@ -84,7 +84,8 @@ public:
                     files.push_back(file_of(set_folder(folder_, step), "rank", rank, count));
                 bool whole = true;
                 for (const std::string &file : files) whole = whole && fs::exists(file);
-                if (!whole || (count != ranks && found.step == step)) continue; // of two counts, that of the last job
+                // of two sets of a step, the one of the last job
+                if (!whole || (count != ranks && found.step == step)) continue;
                 before = found.step == step ? before : found.step;
                 found.step = step;
                 found.files = files;
@@ -94,7 +95,7 @@ public:
         if (found.files.empty()) return found;
         Learner learner(context_, {}, 0, course_);
         const dsopt_status status = learner.load(found.files);
-        // 0/1 Adam between two exchanges: its ranks have no common parameters.
+        // 0/1 Adam between two exchanges: the ranks have different parameters.
         found.any_count = status == DSOPT_OK;
         if (status != DSOPT_OK && (status != DSOPT_ERR_MISMATCH || course_.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM))
             fail(found.files[0] + " and the others do not load: " + dsopt_last_error());
@@ -104,7 +105,7 @@ public:
     }
 
 private:
-    Board &board_; // of a job that has ended, or of one whose comm is left alone
+    Board &board_; // of a finished job, or of one that does not use its comm
     std::string folder_;
     Course course_;
     test::Context context_ = test::make_context();
@@ -138,12 +139,12 @@ void check_exit(int rank, int status, const Plan &plan) {
     switch (WEXITSTATUS(status)) {
     case kDone:
     case kLeft: return;
-    case kLost: totals.timeouts += plan.event == Event::none; return; // a machine that is too slow
+    case kLost: totals.timeouts += plan.event == Event::none; return; // the machine is too slow
     default: fail(who + " failed");
     }
 }
 
-/// Runs the job to its end and makes what is planned happen.
+/// Runs the job to its end and triggers the planned event.
 void run_job(Board &board, const Job &job, Reader &reader, test::Random &random) {
     board.comm.aborted = board.comm.arrived = board.comm.round = 0;
     for (Board::Rank &rank : board.ranks) rank.step = rank.saved = rank.saves = rank.saving = 0;
@@ -157,8 +158,8 @@ void run_job(Board &board, const Job &job, Reader &reader, test::Random &random)
     }
     ++totals.jobs;
     const Plan &plan = job.plan;
-    bool done = false;                 // what is planned
-    test::Random reads(random.next()); // how many depends on the machine, and the plans should not
+    bool done = false;                 // the planned event has occurred
+    test::Random reads(random.next()); // separate: the number of reads depends on the machine, and the plans must not
     size_t left = children.size();
     const auto end = Clock::now() + kHang;
     while (left > 0) {
@@ -204,7 +205,7 @@ void run_job(Board &board, const Job &job, Reader &reader, test::Random &random)
     for (const Board::Rank &rank : board.ranks) totals.saves += rank.saves;
 }
 
-/// From nothing to the last step.
+/// Trains from step 0 to the last one.
 void train(const Course &course, const std::string &folder, test::Random &random) {
     fs::create_directories(folder);
     void *const memory = ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -225,7 +226,7 @@ void train(const Course &course, const std::string &folder, test::Random &random
                     : ranks == kMostRanks                   ? 1 + random.below(kMostRanks - 1)
                                                             : kMostRanks;
         job.own_file = job.ranks == ranks && random.below(2) == 0;
-        // After two jobs that came to nothing, one that nothing happens to.
+        // After two jobs without progress, one without an event.
         if (fruitless < 2) job.plan = random_plan(random, course, from.step, job.ranks);
         totals.restarts += !from.files.empty();
         totals.resharded += !from.files.empty() && job.ranks != ranks;
@@ -239,7 +240,7 @@ void train(const Course &course, const std::string &folder, test::Random &random
             fail("files of step " + std::to_string(acknowledged) + " are gone");
         if (now.any_count && !now.files.empty()) {
             if (now.loss != board.losses[now.step]) fail("another loss than when it was saved");
-            // At first the rules without bias correction swing past the goal and back.
+            // The rules without bias correction overshoot at first.
             const double most = now.step < course.steps / 2 ? first : lowest + first / 20;
             if (now.loss > most)
                 fail("the loss rose from " + std::to_string(lowest) + " to " + std::to_string(now.loss));

@@ -67,7 +67,7 @@ int SharedEnd::all_reduce(const void *send, void *recv, int64_t count, int32_t d
     const size_t element = dtype == DSOPT_DTYPE_F64 ? 8 : 4;
     return in_pieces(send, size_t(count) * element, [&](size_t begin, size_t bytes) {
         char *const to = static_cast<char *>(recv) + begin;
-        std::memcpy(to, shared_.rows[0], bytes); // in the order of the ranks: the same bits everywhere
+        std::memcpy(to, shared_.rows[0], bytes); // in rank order: the same bits on all ranks
         for (int rank = 1; rank < ranks_; ++rank) {
             if (dtype == DSOPT_DTYPE_F64)
                 reduce(reinterpret_cast<double *>(to), shared_.rows[rank], bytes / element, op);
@@ -86,7 +86,7 @@ int SharedEnd::all_gather(const void *send, void *recv, int64_t bytes_per_rank) 
     });
 }
 int SharedEnd::all_to_all(const void *send, void *recv, int64_t bytes_per_rank) {
-    // Everybody gets everything and takes its rows, which are few.
+    // Every rank receives everything and copies its own rows, which are few.
     const size_t row = size_t(bytes_per_rank), all = row * size_t(ranks_);
     std::vector<char> gathered(all * size_t(ranks_));
     const int status = all_gather(send, gathered.data(), int64_t(all));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A comm between processes of one fork: rows in memory that they share. A rank may be killed at any place in it.
+// A comm between processes of one fork: messages in memory shared by them. A rank may be killed at any point in it.
 #pragma once
 #include "dsopt.h"
 #include <atomic>
@@ -11,14 +11,14 @@ namespace soak {
 
 constexpr int kMostRanks = 4;
 
-/// In shared memory, zeroed. Nothing in it needs a destructor, as whoever holds it may be gone.
+/// In shared memory, zeroed. Has no members with destructors, since the process that uses them may be killed.
 struct SharedComm {
     static constexpr size_t kRow = 128 << 10;
     std::atomic<int> aborted, arrived, round;
     alignas(64) char rows[kMostRanks][kRow];
 };
 
-/// One rank's end. Waits end in DSOPT_ERR_TIMEOUT after the time-out and in DSOPT_ERR_ABORTED if anybody aborts.
+/// One rank's end. Waits return DSOPT_ERR_TIMEOUT after the time-out, and DSOPT_ERR_ABORTED if any rank aborts.
 class SharedEnd {
 public:
     SharedEnd(SharedComm &shared, int rank, int ranks, std::chrono::milliseconds timeout) :
@@ -32,7 +32,8 @@ private:
     int all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op);
     int all_to_all(const void *send, void *recv, int64_t bytes);
     int all_gather(const void *send, void *recv, int64_t bytes);
-    /// 0 or a negative status. `exchange(begin, bytes)` reads the rows of all when each has put its piece into its own.
+    /// Returns 0 or a negative status. `exchange(begin, bytes)` reads the data of all ranks after each has stored its
+    /// piece.
     template <class F> int in_pieces(const void *send, size_t bytes, const F &exchange);
     int wait();
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/count_tests.py counts what was skipped and names the reason.
+"""Checks that scripts/count_tests.py counts skipped tests and names the reasons.
 
 usage: count_tests.py ROOT
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What protects the code of dsopt at run time, as the ELF files have it.
+"""Checks the run-time hardening of dsopt's code in the ELF files.
 
 usage: hardening.py fortified|plain libdsopt.so libdsopt.a PROGRAM KERNELS.a...
 
-Every function is bound when a file is loaded, and what was relocated is then read-only; no stack can be executed; the
-code of the shared library is not relocated; functions with arrays check a canary, except the kernels, which would pay for it; in
+Every function is bound when a file is loaded, and relocated data are then read-only; no stack is executable; the shared
+library has no text relocations; functions with arrays check a canary, except the kernels, which would be slower; in
 optimized builds (`fortified`) copies and formatted text into objects of known size are checked. Prints `name: reason`
 for each check that fails, then `N passed, N failed`.
 """
@@ -34,12 +34,13 @@ def checks(fortified, shared, static, program, *kernels):
     for path in (shared, program):
         for name, holds in checks_of_file(path):
             yield path + " " + name, holds
-    # The compiler's default decides it for programs. Code that is not position-independent would be relocated when it is loaded.
+    # For programs the compiler's default decides. Code that is not position-independent would be relocated when it is
+    # loaded.
     yield shared + " can be placed anywhere", "TEXTREL" not in output("readelf", "-dW", shared)
     for path, names in ((shared, imports("nm", "-D", shared)), (static, imports("nm", static))):
         yield path + " checks canaries", "__stack_chk_fail" in names
         checked = sorted(name for name in names if name.endswith("_chk"))
-        # A build that is not optimized cannot have them, and it is as wrong if they come from elsewhere unasked.
+        # A build without optimization cannot have them, and it is an error if they come from elsewhere.
         yield f"{path}: checked functions are {checked}", ("__vsnprintf_chk" in checked) == fortified
     yield "there are kernels", bool(kernels)
     for path in kernels:

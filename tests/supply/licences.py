@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Licence texts of what is compiled in, and the bills of materials.
+"""Checks the licence texts of code that is compiled in, and the bills of materials.
 
 usage: licences.py ROOT INPUTS CXX...
 
-The texts in LICENSES are those of the headers that this build has; every package has them; the bill of materials of
+The texts in LICENSES must be those of the headers in this build, and in every package. The bill of materials of
 each package has the fields that SPDX 2.3 requires, versions as the preprocessor sees them, and the same bytes for the
-same inputs. If spdx-tools are installed they validate it too. Prints `name: reason` for each check that fails, then
+same inputs. If spdx-tools are installed, they validate it, too. Prints `name: reason` for each check that fails, then
 `N passed, N failed`.
 """
 import json
@@ -28,7 +28,7 @@ def read(*path):
 
 
 def words(text):
-    """Without the characters that comments and the format of Debian's copyright file put around a text."""
+    """Returns a text without the characters that comments and the format of Debian's copyright file put around it."""
     return " ".join(word for word in re.sub(r"[/*\u201c\u201d]", " ", text).split() if word != ".")
 
 
@@ -42,7 +42,7 @@ def preprocessed(source):
 
 
 def header(name):
-    """Text of a header that the compiler finds."""
+    """Returns the text of a header that the compiler finds."""
     said = subprocess.run([*CXX, "-x", "c++", "-M", "-"], input=f"#include <{HEADERS[name]}>\n", stdout=subprocess.PIPE,
                           text=True, check=True)
     (path,) = {path for path in said.stdout.replace("\\\n", " ").split() if path.endswith("/" + HEADERS[name])}
@@ -61,7 +61,7 @@ def texts():
         yield f"{name}: '{recorded}' is in its header", words(recorded) in without_years(notice)
         terms = text.split("\n\n")[3:]
         yield f"{name}: has terms", len(terms) >= 3
-        if name == "xxHash":  # the header of RapidJSON names its licence alone
+        if name == "xxHash":  # RapidJSON's header contains only the name of its licence
             for paragraph in terms:
                 yield f"{name}: '{paragraph[:40]}...' is in its header", words(paragraph) in notice
         else:
@@ -94,12 +94,12 @@ def required(sbom):
     for relation in sbom["relationships"]:
         yield relation["relationshipType"] in RELATIONS
         yield {relation["spdxElementId"], relation["relatedSpdxElement"]} <= known
-    # Nothing hangs in the air.
+    # Every package is in a relationship.
     yield {end for one in sbom["relationships"] for end in (one["spdxElementId"], one["relatedSpdxElement"])} == known
 
 
 def valid(path):
-    """None where spdx-tools are not installed, else what they find."""
+    """Returns None if spdx-tools are not installed, otherwise their findings."""
     try:
         from spdx_tools.spdx.parser.parse_anything import parse_file
         from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
@@ -125,7 +125,7 @@ def materials():
     version = re.search(r"^#define DSOPT_VERSION_MAJOR (\d+)", read("include", "dsopt.h"), re.M).group(1)
     yield "inputs: the version is that of dsopt.h", inputs["version"].split(".")[0] == version
     scanned = 0
-    wheels = {"XLA FFI": "0.3", "GCC runtime libraries": "12.2.0"}  # those of scripts/wheel.sh
+    wheels = {"XLA FFI": "0.3", "GCC runtime libraries": "12.2.0"}  # as in scripts/wheel.sh
     kinds = ("install", "wheel", "crate", "crate-sys", "libdsopt1", "libdsopt-dev", "dsopt-tools")
     for kind, more in [(kind, {}) for kind in kinds] + [("wheel", wheels)]:
         arguments = [] if kind.startswith("crate") else ["--inputs", INPUTS]

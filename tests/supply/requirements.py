@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts of this project install from PyPI is pinned, with hashes.
+"""Checks that everything that scripts of this project install from PyPI is pinned, with hashes.
 
 usage: requirements.py ROOT
 
-Every NAME.txt in scripts/requirements has what NAME.in asks for, each entry with one version and with hashes; and no script
-calls pip in another way than with such a list, for packages of its own, or offline. Prints `name: reason` for each check
+Every NAME.txt in scripts/requirements has the packages that NAME.in requires, each with one version and with hashes.
+Scripts call pip only with such a list, for the project's own packages, or offline. Prints `name: reason` for each check
 that fails, then `N passed, N failed`.
 """
 import os
@@ -41,9 +41,9 @@ def lists():
 
 
 def calls():
-    """Lines of scripts that install from PyPI."""
+    """Returns lines of scripts that install from PyPI."""
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], stdout=subprocess.PIPE, text=True)
-    if tracked.returncode != 0:  # a tree without history: only where scripts are
+    if tracked.returncode != 0:  # a tree without history: only the folders with scripts
         files = ["dev"] + [os.path.join(folder, name) for top in ("bindings", "scripts", "packaging", "tests")
                            for folder, _, names in os.walk(os.path.join(ROOT, top)) for name in names]
     else:

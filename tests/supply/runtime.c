@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that a wheel's library has in place of those of later versions of glibc, next to those of this system's glibc.
+// Compares a wheel library's replacements for functions of later versions of glibc with those of this system's glibc.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -86,7 +86,7 @@ static void waits(void) {
         for (int64_t wait = 20000000; wait <= 1500000000; wait += 1480000000) { // the second is longer than a slice
             until = in(clocks[i], wait);
             int status = 0;
-            while (status == 0) // as every caller does: a wait may end early
+            while (status == 0) // like every caller, because a wait may end early
                 status = pthread_cond_clockwait(&condition, &mutex, clocks[i], &until);
             expect(status == ETIMEDOUT && is_past(clocks[i], &until), "the wait ends when the time has come");
         }

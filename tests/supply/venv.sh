@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# venv.sh ROOT: scripts/venv.sh installs what has the right hash, fails if a hash differs, and skips with a reason without a
-# network and without a Python that fits. What it builds from source it leaves out where that fails, unless a hash differs. Needs no
-# network: the index is a folder.
+# venv.sh ROOT: tests scripts/venv.sh. It must install packages with the right hash, fail if a hash differs, and skip
+# with a reason without a network and without a suitable Python. If building a source package fails, it must omit the
+# package, unless a hash differs. Needs no network: the index is a folder.
 set -eu
 root=$1
 folder=$(mktemp -d)
@@ -66,7 +66,7 @@ make() { # STATUS
 }
 export PIP_CONFIG_FILE=/dev/null
 unset PIP_FIND_LINKS PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX PIP_PROXY
-unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY # a proxy would answer for the index that is closed
+unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY # so that no proxy answers for the closed index
 export no_proxy='*'
 wrong=$(echo "$hash" | tr 0-9a-f 1-9a-f0)
 
@@ -100,7 +100,7 @@ make 0 && [ ! -f "$folder/venv/aside/kept" ] && [ -f "$folder/venv/aside/built.p
     fail "a folder of other versions with other pins is not made again: status $status"
 pass
 rm "$folder/scripts/requirements/one-source.txt" "$folder/scripts/requirements/one-aside.txt"
-# Warnings of the network in the log do not hide a hash that differs. Nothing listens at this index.
+# Network warnings in the log must not hide a wrong hash. No server listens at this index.
 unset PIP_NO_INDEX
 export PIP_INDEX_URL=http://127.0.0.1:9/simple
 list 3.6 "$wrong"

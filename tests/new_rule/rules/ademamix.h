@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// AdEMAMix (Pagliardini et al. 2024) with a constant alpha: a second, slower mean of the gradients beside Adam's two.
-// Only for tests: a rule with three moments and one more beta than any that ships, alone and with the trust ratio of
-// LAMB.
+// AdEMAMix (Pagliardini et al. 2024) with a constant alpha: Adam with a second, slower mean of the gradients. Only for
+// tests: a rule with three moments and one more beta than any that ships, alone and with the trust ratio of LAMB.
 #pragma once
 #include "rules/adam.h"
 
