@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conformance program in C: README.md beside it says what it computes. The other languages' programs do the same.
+// The conformance program in C; the README.md in this folder defines what it computes. The programs in other languages
+// do the same.
 #include <dsopt.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -39,7 +40,7 @@ typedef struct model {
     dsopt_tensor grads[MAX_PARAMS];
     float weights[MAX_PARAMS][MAX_NUMEL];
     float grad_values[MAX_PARAMS][MAX_NUMEL];
-    uint32_t seed; // of the gradients
+    uint32_t seed; // seed of the gradients
 } model;
 
 static void init(model *m, int count, const char *const *names, const int64_t *numels, uint32_t seed,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conformance program in C++: README.md beside it says what it computes.
+// The conformance program in C++; the README.md in this folder defines what it computes.
 #include <cstdio>
 #include <cstring>
 #include <dsopt.hpp>

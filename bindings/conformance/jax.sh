@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# conformance/jax.sh LIBDSOPT.SO: the digest of dsopt.jax; 77 and a reason where it cannot run.
+# conformance/jax.sh LIBDSOPT.SO: prints the digest of dsopt.jax. Exits with 77 after a reason if it cannot run.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 python=$("$here/../../scripts/jax_python.sh") || exit $?

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance cases by dsopt.jax: prints `jax DIGEST`. The 1-bit case is two devices of this process."""
+"""Runs the conformance cases with dsopt.jax and prints `jax DIGEST`. The 1-bit case uses two devices of this
+process."""
 
 import os
 
@@ -16,7 +17,7 @@ from dsopt.jax import FusedStep, onebit_adam
 
 
 class Generator:
-    """Values in [-0.5, 0.5) that every language makes alike."""
+    """Generates values in [-0.5, 0.5), identical in every language."""
 
     def __init__(self, seed):
         self.x = seed
@@ -39,7 +40,7 @@ def fnv(digest, *arrays):
 
 
 def adamw():
-    """Everything that is hashed, in order."""
+    """Returns everything that is hashed, in order."""
     sizes = {"a": 1, "b": 7, "c": 4099}
     opt = FusedStep("adamw", 0.015625, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.125, max_norm=1.0)
     step = jax.jit(opt.step, donate_argnums=(0, 2))
@@ -51,7 +52,7 @@ def adamw():
 
 
 def onebit():
-    """u and v, which both ranks must have with the same bits."""
+    """Returns u and v, which must be the same bits on both ranks."""
     sizes = {"u": 5, "v": 130}
     mesh = Mesh(np.array(jax.devices()[:2]), ("dp",))
     opt = onebit_adam(0.015625, axis_name="dp", b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, freeze_step=3)

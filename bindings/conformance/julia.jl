@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# The recorded cases of README.md in Julia. Prints `julia DIGEST`. Needs two threads.
+# The cases of README.md in Julia. Prints `julia DIGEST`. Needs two threads.
 using Dsopt
 
 mutable struct Numbers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of README.md on arrays of the standard library."""
+"""Runs the cases of README.md on arrays of the standard library."""
 
 import itertools
 import os

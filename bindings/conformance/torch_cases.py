@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two cases of README.md by dsopt.torch: AdamW with clipping, and 1-bit Adam on two processes with gloo."""
+"""Runs the two cases of README.md with dsopt.torch: AdamW with clipping, and 1-bit Adam on two processes with gloo."""
 import os
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def adamw():
 
 
 def onebit(rank, folder):
-    """One process. Leaves the bytes of its parameters in the folder."""
+    """Runs one process, which writes the bytes of its parameters into the folder."""
     dist.init_process_group("gloo", init_method="file://%s/meet" % folder, rank=rank, world_size=2)
     start, gradients = Generator(54321), Generator(2000 + rank)
     params = [torch.nn.Parameter(start.numbers(count)) for count in (5, 130)]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The step of bench/call_cost.c through dsopt.hpp, beside the same call of dsopt.h in turns: prints the medians in
+// The step of bench/call_cost.c through dsopt.hpp, alternating with the same call of dsopt.h. Prints the medians in
 // microseconds as `c MEDIAN` and `cpp MEDIAN`, and their ratio.
 #include <algorithm>
 #include <chrono>
@@ -58,7 +58,7 @@ int main(int argc, char **argv) {
             });
         };
         const auto time_cpp = [&] { return microseconds([&] { in_cpp.opt.step(in_cpp.grads); }); };
-        for (int i = -100; i < steps; ++i) { // the first ones warm up; who goes first changes
+        for (int i = -100; i < steps; ++i) { // negative: warm-up; the order alternates
             const double first = i % 2 == 0 ? time_c() : time_cpp(), second = i % 2 == 0 ? time_cpp() : time_c();
             if (i < 0) continue;
             c.push_back(i % 2 == 0 ? first : second);

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# compilers.sh COMPILER...: each header by itself, and programs that use them all, compile without a warning as C++17
+# compilers.sh COMPILER...: each header alone, and programs that use all of them, must compile without warnings as C++17
 # and as C++20, with this compiler, g++ and clang++.
 set -eu
 here=$(dirname "$(realpath "$0")")

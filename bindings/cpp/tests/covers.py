@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""covers.py DSOPT.JSON HEADER...: the headers use every function, every constant and every field of a struct of
-dsopt.h that C++ has a name of its own for. So what dsopt.h gains is either in C++ too or listed below.
+"""covers.py DSOPT.JSON HEADER...: the headers must use every function and constant of dsopt.h, and every field of each
+struct of dsopt.h that has a counterpart in C++. Additions to dsopt.h must be in C++, too, or be listed below.
 """
 import json
 import pathlib
 import re
 import sys
 
-# Places in arrays and bits of results keep their names of C, as the structs do in which they are returned.
+# Array indices and result bits keep their C names, like the structs in which they are returned.
 SAME_NAME = {"dsopt_status_code", "dsopt_report_index", "dsopt_hyper_index", "dsopt_skip", "dsopt_phase",
              "dsopt_collective", "dsopt_nonfinite_kind", "dsopt_state_flags"}
 RETURNED = {"dsopt_report", "dsopt_scaler_info", "dsopt_schedule_info", "dsopt_state_info", "dsopt_comm_info",
             "dsopt_norm_result", "dsopt_tensor"}
 
-FILLED = {"size", "algorithm"}  # by desc_of and by dsopt_group_init
+FILLED = {"size", "algorithm"}  # set by desc_of and by dsopt_group_init
 
 
 def main():

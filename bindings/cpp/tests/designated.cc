@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// C++20: options by name, in calls. compilers.sh compiles this with every warning.
+// C++20: options as designated initializers, in calls. compilers.sh compiles this with all warnings.
 #include <dsopt.hpp>
 #include <span>
 

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # install.sh pkg-config|cmake|plugin SOURCE-DIR BUILD-DIR TOOLKIT CXX MESON...: installs the build, moves the installed
-# tree somewhere else, and builds and runs examples/cpp against it as its Makefile and its CMakeLists.txt say, with a
-# static copy of dsopt. TOOLKIT is the folder of the CUDA toolkit that a static link needs, or `none`.
+# tree somewhere else, and builds and runs examples/cpp against it with a static copy of dsopt, using its Makefile and
+# its CMakeLists.txt. TOOLKIT is the folder of the CUDA toolkit that a static link needs, or `none`.
 set -eu
 how=$1 source=$2 build=$3 toolkit=$4 cxx=$5
 shift 5
@@ -23,7 +23,7 @@ moved=$folder/moved
 mv "$folder/root$(sed -n 's/^prefix=//p' "$build/meson-private/dsopt.pc")" "$moved"
 PKG_CONFIG_PATH=$(dirname "$(find "$moved" -name dsopt.pc)")
 libdir=$(dirname "$PKG_CONFIG_PATH")
-# The .pc file has the prefix of the build: as a packager does, it is set to where the tree is now.
+# The .pc file contains the prefix of the build. It is set to the current folder of the tree, as a packager would.
 sed -i "s|^prefix=.*|prefix=$moved|" "$PKG_CONFIG_PATH/dsopt.pc"
 for dir in lib64 lib targets/x86_64-linux/lib; do
     [ ! -f "$toolkit/$dir/libcudart_static.a" ] ||
@@ -31,7 +31,7 @@ for dir in lib64 lib targets/x86_64-linux/lib; do
 done
 export PKG_CONFIG_PATH
 examples=$folder/examples
-cp -r "$source/examples/cpp" "$examples" # what is built needs no source tree
+cp -r "$source/examples/cpp" "$examples" # a copy, because the build must not need the source tree
 
 runs() { # PROGRAM OUTPUT ARGUMENT...: without libdsopt.so
     program=$1 expected=$2
@@ -46,7 +46,7 @@ case $how in
 pkg-config)
     logged make -C "$examples" resume "CXX=$cxx" "CXXFLAGS=$strict"
     runs "$examples/resume" "$resumed"
-    # And with the shared library, as most programs are.
+    # Also with the shared library, as most programs are linked.
     $cxx -std=c++17 $strict "$examples/resume.cc" $(pkg-config --cflags --libs dsopt) -o "$folder/shared" ||
         fail "shared"
     readelf -dW "$folder/shared" | grep -q 'NEEDED.*libdsopt' || fail "shared: not linked to the shared library"
@@ -55,7 +55,7 @@ pkg-config)
 plugin)
     logged make -C "$examples" host plugin.so "CXX=$cxx" "CXXFLAGS=$strict"
     ! readelf -dW "$examples/plugin.so" | grep -q 'NEEDED.*libdsopt' || fail "plugin.so: linked to the shared library"
-    # The templates of the standard library are nobody's; all else that is seen outside is the entry.
+    # Ignores templates of the standard library. The entry function must be the only other visible symbol.
     seen=$(nm -DC --defined-only "$examples/plugin.so" | cut -d' ' -f3- |
         grep -v -e '\bstd::' -e '^_edata$' -e '^_end$' -e '^__bss_start$')
     [ "$seen" = fit ] || fail "plugin.so exports $seen"

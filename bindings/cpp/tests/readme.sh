@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# readme.sh README LIBDSOPT.SO COMPILER...: the C++ program of the README compiles without a warning and prints what the
-# README says.
+# readme.sh README LIBDSOPT.SO COMPILER...: the README's C++ program must compile without warnings and print the output
+# in the README.
 set -eu
 readme=$1 library=$(realpath "$2")
 here=$(dirname "$(realpath "$0")")

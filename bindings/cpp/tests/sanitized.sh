@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# sanitized.sh LIBDSOPT.SO COMPILER...: the tests of the headers under the address and the undefined-behaviour
+# sanitized.sh LIBDSOPT.SO COMPILER...: runs the tests of the headers under the address and the undefined-behaviour
 # sanitizer.
 set -eu
 here=$(dirname "$(realpath "$0")")
@@ -14,7 +14,7 @@ flags="-fsanitize=address,undefined -fno-sanitize-recover=all"
     { echo "no sanitizers for $*"; exit 77; }
 "$@" -std=c++17 -O0 -g1 $flags "-I$here/.." "-I$here/../../../include" "$here"/test_*.cc "$library" -lgtest \
     -lgtest_main -pthread "-Wl,-rpath,$(dirname "$library")" -o "$folder/tests"
-# The sanitizers of gcc 12 fail now and then where the kernel spreads addresses wider than they expect.
+# The sanitizers of gcc 12 fail occasionally if the kernel randomizes addresses by more bits than they expect.
 wrapper="setarch $(uname -m) -R"
 $wrapper true 2>/dev/null || wrapper=
 ASAN_OPTIONS=detect_stack_use_after_return=1 $wrapper "$folder/tests" --gtest_brief=1

@@ -13,10 +13,10 @@
         EXPECT_NE(std::string(refused.text()).find(words), std::string::npos) << refused.what();                       \
     }
 
-/// Ends the test if a call of C fails.
+/// Ends the test if a C call fails.
 #define MUST(call) ASSERT_EQ(call, DSOPT_OK) << dsopt_last_error()
 
-/// Values that differ from one another, the same in every run.
+/// Different values, the same in every run.
 inline std::vector<float> values(std::size_t count, std::uint32_t seed) {
     std::vector<float> made(count);
     for (float &value : made) {
@@ -26,7 +26,7 @@ inline std::vector<float> values(std::size_t count, std::uint32_t seed) {
     return made;
 }
 
-/// Runs the pieces on the calling thread and counts the calls.
+/// Runs all pieces on the calling thread and counts the calls.
 struct SerialPool {
     int calls = 0;
     void operator()(std::int64_t n, dsopt::pieces run) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hooks, handles that move, comms of every kind that runs here, and what is thrown through them.
+// Hooks, moved handles, comms of every kind that runs here, and exceptions that pass through them.
 #include "support.h"
 #include <algorithm>
 #include <atomic>
@@ -21,11 +21,11 @@ struct Large {
     dsopt::param param{dsopt::view(w), "w"};
 };
 
-struct Refusal { // not an std::exception
+struct Refusal { // not derived from std::exception
     int number;
 };
 
-/// Every hook; each can be told to throw.
+/// Every hook; each can be made to throw.
 struct Hooks {
     std::atomic<int> allocated{0}, released{0};
     int parallel = 0;
@@ -61,7 +61,7 @@ dsopt::context_options four_threads() {
     return options;
 }
 
-/// The number of the Refusal that leaves a call, 0 without one.
+/// Returns the number of the Refusal that a call throws, 0 if it throws none.
 template <class F> int refusal(F &&call) {
     try {
         call();
@@ -94,7 +94,7 @@ TEST(CppHooks, ThrowThroughTheCall) {
     EXPECT_EQ(refusal([&] { opt.step(large.grads); }), 1);
     EXPECT_EQ(large.w[0], 1);
     hooks.no_memory = false;
-    opt.step(large.grads); // nothing is left of it
+    opt.step(large.grads); // no effect of the failure remains
     hooks.no_pool = true;
     EXPECT_EQ(refusal([&] { opt.step(large.grads); }), 3);
     hooks.no_pool = false;
@@ -103,7 +103,7 @@ TEST(CppHooks, ThrowThroughTheCall) {
 
 TEST(CppHooks, ThrowThroughACallThatWentWell) {
     Hooks hooks;
-    hooks.no_log = true; // a new context says what it is: the handle is there already
+    hooks.no_log = true; // a new context logs its description, after the handle has been created
     EXPECT_EQ(refusal([&] { dsopt::context(four_threads(), hooks); }), 4);
     EXPECT_EQ(hooks.said.size(), 1u);
     EXPECT_FALSE(dsopt::detail::hook_threw);
@@ -123,7 +123,7 @@ TEST(CppHooks, ThrowNothingOutOfADestructor) {
         hooks.no_release = true;
     }
     EXPECT_GT(hooks.released, 0);
-    dsopt::context(dsopt::context_options{}); // what was dropped does not come back
+    dsopt::context(dsopt::context_options{}); // the dropped exception is not thrown later
 }
 
 struct OnlyLog {
@@ -199,7 +199,7 @@ TEST(CppHandles, MoveAndAreRefusedAfterwards) {
     EXPECT_REFUSED(opt.state_list(), dsopt::argument_error, "optimizer");
     EXPECT_REFUSED(opt.save("nowhere"), dsopt::argument_error, "optimizer");
     opt2.step(large.grads);
-    // Left out they would mean one rank, or no loss scale.
+    // Treated as absent, they would mean one rank, or no loss scale.
     const auto without = [&](auto member, auto &moved) {
         dsopt::optimizer_options options;
         options.*member = &moved;
@@ -219,7 +219,7 @@ TEST(CppHandles, MoveAndAreRefusedAfterwards) {
     ASSERT_TRUE(opt2);
     opt = std::move(opt2);
     opt.step(large.grads);
-    ctx = dsopt::context(); // the optimizer keeps what it was made from
+    ctx = dsopt::context(); // the optimizer keeps references to the old ones
     scaler2 = dsopt::scaler(ctx);
     opt.step(large.grads);
     EXPECT_EQ(opt.report().calls, 3);
@@ -268,7 +268,7 @@ TEST(CppContext, RefusesByName) {
     EXPECT_REFUSED(dsopt::context{options}, dsopt::unsupported_error, "CHECK_POINTERS");
 }
 
-/// Runs `body(rank)` on a thread per rank.
+/// Calls `body(rank)` on one thread per rank.
 void on_ranks(int ranks, const std::function<void(int)> &body) {
     std::vector<std::thread> threads;
     for (int r = 0; r < ranks; ++r) threads.emplace_back(body, r);
@@ -326,12 +326,12 @@ TEST(CppComm, TimesOutAndAborts) {
     EXPECT_REFUSED(dsopt::comm::native(ctx, dsopt::comm_kind::nccl, nullptr), dsopt::argument_error, "communicator");
     EXPECT_REFUSED(dsopt::comm::native(ctx, dsopt::comm_kind::nccl, &options), dsopt::unsupported_error, "");
     EXPECT_REFUSED(dsopt::comm(ctx, dsopt::comm_kind::local, {}, 0, 2), dsopt::argument_error, "id");
-    for (const auto make : {dsopt::comm::nccl, dsopt::comm::hccl}) { // without a device, or without such bytes
+    for (const auto make : {dsopt::comm::nccl, dsopt::comm::hccl}) { // no device, or invalid bytes
         EXPECT_THROW(make(ctx, id, 0, 2, {}), dsopt::error);
     }
 }
 
-/// Two ranks that meet in memory.
+/// Two ranks that exchange data in memory.
 struct Meeting {
     std::mutex mutex;
     std::condition_variable changed;
@@ -357,7 +357,7 @@ private:
     }
 };
 
-/// A class with the functions of dsopt_comm_table. Counts its objects.
+/// A class with the functions of dsopt_comm_table. Counts its instances.
 struct Collectives {
     Meeting &meeting;
     int own, throws = 0;
@@ -410,7 +410,7 @@ private:
     }
 };
 
-/// 1-bit Adam on two ranks with comms that `connect` makes; the weights of both.
+/// Runs 1-bit Adam on two ranks with comms that `connect` creates. Returns their weights, which must be identical.
 template <class Connect> std::vector<float> onebit(Connect &&connect) {
     std::vector<float> weights[2];
     on_ranks(2, [&](int rank) {
@@ -518,7 +518,7 @@ TEST(CppComm, CompressesAList) {
         means[rank] = data;
         std::vector<float> owed(static_cast<std::size_t>(sizes.worker_elements));
         comm.compressed_errors(arguments, owed, {});
-        double sent = 0; // what was sent and what is owed is what was given
+        double sent = 0; // sent value + residual = original value
         for (std::size_t i = 0; i < given.size(); ++i)
             sent += std::abs(std::abs(given[i] - owed[i]) - std::abs(given[0] - owed[0]));
         EXPECT_LT(sent, 1e-4);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizers, scalers and lists: beside the same calls in C, bit for bit, and their refusals.
+// Optimizers, scalers and lists: compared bit for bit with the same calls in C; and error cases.
 #include "support.h"
 #include <cmath>
 #include <cstdio>
@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t kNumels[] = {1, 7, 4099};
 constexpr const char *kNames[] = {"a", "b", "c"};
 
-/// Three parameters with gradients, the same in each object.
+/// Three parameters with gradients, identical in each object.
 struct Model {
     std::vector<float> w[3], g[3];
     std::vector<dsopt::param> params;
@@ -39,7 +39,7 @@ void expect_same(const Model &a, const Model &b) {
     for (int i = 0; i < 3; ++i) EXPECT_EQ(std::memcmp(a.w[i].data(), b.w[i].data(), a.w[i].size() * 4), 0) << i;
 }
 
-/// The same training by dsopt.h.
+/// The same training with dsopt.h.
 void train_in_c(Model &model, double max_norm, int steps) {
     dsopt_context *ctx = nullptr;
     dsopt_optimizer *opt = nullptr;
@@ -89,9 +89,9 @@ TEST(CppOptimizer, TrainsWithTheBitsOfC) {
     EXPECT_GT(opt.report().grad_norm, 1);
 }
 
-/// State in memory of the test.
+/// State in the test's memory.
 struct State {
-    std::vector<std::vector<float>> memory; // I32 entries have 4 bytes too
+    std::vector<std::vector<float>> memory; // I32 entries also have 4 bytes
     std::vector<dsopt::tensor> list;
     explicit State(const dsopt::optimizer &opt) {
         for (const dsopt::state_entry &entry : opt.state_list()) {
@@ -109,7 +109,7 @@ TEST(CppOptimizer, AppliesWithTheBitsOfC) {
     dsopt::optimizer_options clipped;
     clipped.max_norm = 1;
     dsopt::optimizer opt(ctx, clipped);
-    for (dsopt::param &param : in_cpp.params) param.tensor.data = nullptr; // memory comes with each call
+    for (dsopt::param &param : in_cpp.params) param.tensor.data = nullptr; // passed with each call
     opt.add_group(rule(), in_cpp.params);
     State state(opt);
     opt.init_state(in_cpp.weights, state.list);
@@ -158,7 +158,7 @@ TEST(CppOptimizer, GivesEveryArgumentOfAStep) {
     options.out = outs;
     options.delta = true;
     opt.step(model.grads, options);
-    expect_same(model, before); // out alone is written
+    expect_same(model, before); // only out is written
     for (const float delta : out[2]) EXPECT_EQ(delta, 0);
     options.delta = false;
     options.out_only = true;
@@ -175,7 +175,7 @@ TEST(CppOptimizer, GivesEveryArgumentOfAStep) {
     expect_same(model, before);
     EXPECT_NE(elsewhere.w[2], before.w[2]);
     EXPECT_EQ(opt.report().calls, 3);
-    // The norm is the caller's: it says overflow.
+    // The caller's norm is infinite, which counts as overflow.
     const float norms[] = {std::numeric_limits<float>::infinity()};
     dsopt::optimizer_options clipped;
     clipped.max_norm = 1;
@@ -289,7 +289,7 @@ TEST(CppOptimizer, TakesTheFormulaOfKeras) {
     EXPECT_REFUSED(opt.add_group(keras, {}), dsopt::unsupported_error, "eps_uncorrected");
 }
 
-/// One weight that starts as 1, after steps with these gradients.
+/// Returns one weight that starts as 1, after steps with these gradients.
 template <class Group> float trained(const Group &group, const std::vector<float> &gradients) {
     dsopt::context ctx;
     std::vector<float> w = {1}, g(1);
@@ -629,13 +629,13 @@ TEST(CppCheckpoint, GoesToAFileAndBack) {
     std::remove(path.c_str());
     EXPECT_REFUSED(loaded.load(path), dsopt::io_error, path);
     EXPECT_REFUSED(opt.save("/nowhere/at/all"), dsopt::io_error, "/nowhere/at/all");
-    const std::string cut[] = {path + '\0' + "more"}; // C would take the part before
+    const std::string cut[] = {path + '\0' + "more"}; // C would use only the part before NUL
     EXPECT_REFUSED(opt.save(cut[0]), dsopt::argument_error, "path has a zero byte");
     EXPECT_REFUSED(opt.load(cut[0]), dsopt::argument_error, "path has a zero byte");
     EXPECT_REFUSED(opt.load(cut), dsopt::argument_error, "path has a zero byte");
 }
 
-/// A checkpoint in memory that can fail.
+/// A checkpoint in memory, whose callbacks can fail.
 struct Memory {
     std::vector<char> bytes;
     bool broken = false;
@@ -671,7 +671,7 @@ TEST(CppCheckpoint, GoesToAnObjectAndBack) {
     memory.broken = true;
     EXPECT_THROW(opt.save_to(memory), std::length_error);
     EXPECT_THROW(loaded.load_from(memory), std::length_error);
-    opt.step(first.grads); // nothing is left of them
+    opt.step(first.grads); // no effect of the failures remains
     dsopt::optimizer other(ctx);
     dsopt::adam another;
     other.add_group(another, second.params);

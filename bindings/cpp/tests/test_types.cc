@@ -50,12 +50,12 @@ TEST(CppSpan, IsMadeFromAnythingContiguous) {
 
 TEST(CppSpan, IsNotMadeFromWhatDoesNotFit) {
     using writable = dsopt::span<float>;
-    EXPECT_FALSE((std::is_constructible_v<writable, const std::vector<float> &>)); // would lose const
-    EXPECT_FALSE((std::is_constructible_v<writable, std::vector<float>>));         // would be gone at once
+    EXPECT_FALSE((std::is_constructible_v<writable, const std::vector<float> &>)); // would drop const
+    EXPECT_FALSE((std::is_constructible_v<writable, std::vector<float>>));         // would dangle
     EXPECT_FALSE((std::is_constructible_v<writable, std::vector<double> &>));
     EXPECT_FALSE((std::is_constructible_v<writable, int>));
     EXPECT_TRUE((std::is_constructible_v<writable, std::vector<float> &>));
-    // A span of a base class would step wrongly over objects of a derived one.
+    // Indexing a span of a base class over objects of a derived class would use the wrong element size.
     struct Derived : dsopt_tensor {};
     EXPECT_FALSE((std::is_constructible_v<dsopt::span<const dsopt_tensor>, std::vector<Derived> &>));
 }
@@ -158,7 +158,7 @@ TEST(CppGroup, HasTheDefaultsOfTheLibrary) {
     expect_defaults(dsopt::onebit_lamb{}, DSOPT_ALGORITHM_ONEBIT_LAMB);
 }
 
-/// Sets what every algorithm has and compares what comes of it.
+/// Sets the fields that every algorithm has, and compares the resulting dsopt_group.
 template <class Group> dsopt_group common(Group group) {
     group.lr = 1, group.weight_decay = 5, group.max_norm = 6;
     const dsopt_group made = group;
@@ -168,7 +168,7 @@ template <class Group> dsopt_group common(Group group) {
     EXPECT_EQ(made.max_norm, 6);
     return made;
 }
-/// Also what the algorithms with two moments have.
+/// Same for the fields of algorithms with two moments.
 template <class Group> dsopt_group adaptive(Group group) {
     group.beta1 = 0.2, group.beta2 = 0.3, group.eps = 4;
     const dsopt_group made = common(group);

@@ -17,18 +17,18 @@
         Dsopt.load!(path, other, again)
         @test again == middle
         foreach(i -> Dsopt.update!(other, again, gradient(i)), 4:6)
-        @test again == model # bit by bit
+        @test again == model # identical bits
 
-        # The same by arrays.
+        # The same with arrays.
         third = deepcopy(middle)
         by_arrays = Dsopt.setup(AdamW(0.01), third)
         @test_throws Union{ArgumentError,DsoptError} Dsopt.import_state!(by_arrays, Dict{String,Array}())
-        Dsopt.update!(by_arrays, third, nothing) # masters are made from the model
+        Dsopt.update!(by_arrays, third, nothing) # masters are initialized from the model
         Dsopt.import_state!(by_arrays, copied)
         foreach(i -> Dsopt.update!(by_arrays, third, gradient(i)), 4:6)
         @test third == model
 
-        # Refusals change nothing.
+        # A call that fails changes nothing.
         bytes = read(path)
         bytes[end-3] = xor(bytes[end-3], 0xff)
         write(path, bytes)

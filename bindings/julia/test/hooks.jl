@@ -14,7 +14,7 @@
     @test steps(Context(threads = 3, parallel_for = counted)) == steps(Context())
     @test calls[] > 0
 
-    # What a hook throws is thrown by the call, and the objects stay usable.
+    # The call rethrows an exception of a hook, and the objects stay usable.
     fail = Ref(true)
     function sometimes(n, piece)
         fail[] && throw(KeyError("from the hook"))
@@ -27,7 +27,7 @@
     fail[] = false
     Dsopt.update!(state, model, (w = ones(Float32, 200000),))
 
-    # A hook that steps the state that is stepping.
+    # A hook that steps the state of the running step.
     inner = Ref{Any}(nothing)
     function again(n, piece)
         inner[] === nothing || Dsopt.update!(inner[], model, nothing)
@@ -38,7 +38,7 @@
     problem = thrown(() -> Dsopt.update!(nested, model, (w = ones(Float32, 200000),)))
     @test problem isa ArgumentError && occursin("in use", says(problem))
 
-    # Pieces left out: the library notices.
+    # The library detects that pieces were not run.
     lazy = Dsopt.setup(AdamW(0.1), model; context = Context(threads = 2, parallel_for = (n, piece) -> nothing))
     problem = thrown(() -> Dsopt.update!(lazy, model, (w = ones(Float32, 200000),)))
     @test problem isa DsoptError && problem.name == "DSOPT_ERR_HOOK"

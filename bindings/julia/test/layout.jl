@@ -4,7 +4,7 @@
         @test isbitstype(type)
         @test sizeof(type) == size
         @test [Int(fieldoffset(type, i)) for i in 1:fieldcount(type)] == collect(offsets)
-        # A struct that can grow has its size from the start; all other bytes are zero.
+        # The default constructor of an extensible struct sets its size; all other bytes are zero.
         first(fieldnames(type)) === :size && @test type().size == size
     end
     @test Dsopt.version() == VersionNumber(Dsopt.ABI.VERSION)

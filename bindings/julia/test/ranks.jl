@@ -26,7 +26,7 @@ else
             state = Dsopt.setup(OnebitAdam(eta = 0.01, freeze_step = 3), model; data = comm)
             numbers = Numbers(100 + rank)
             for i in 1:8
-                # Garbage and a collection on one rank while the other may wait for it inside the library.
+                # Garbage and a collection on one rank, while the other rank may be waiting for it inside the library.
                 gradient = (u = fill!!(numbers, zeros(Float32, 5)), v = fill!!(numbers, zeros(Float32, 130)))
                 (i + rank) % 2 == 0 && GC.gc()
                 Dsopt.update!(state, model, gradient)

@@ -16,11 +16,11 @@
         problem = thrown(() -> Dsopt.update!(state, model, other))
         @test problem isa ArgumentError && occursin("layer.v", says(problem))
     end
-    # nor is a gradient for what is no parameter lost in silence
+    # A gradient whose name is not a parameter is not silently ignored.
     problem = thrown(() -> Dsopt.update!(state, model, (layer = (v = ones(Float32, 4),),)))
     @test problem isa ArgumentError && occursin("layer.v", says(problem))
 
-    # The model is not what it was.
+    # The model has changed since setup.
     resize!(model.layer.w, 7)
     problem = thrown(() -> Dsopt.update!(state, model, gradient(ones(Float32, 7))))
     @test problem isa DimensionMismatch && occursin("layer.w had size (4,)", says(problem))
@@ -32,11 +32,11 @@
     @test problem isa ArgumentError && occursin("layer.c", says(problem))
     problem = thrown(() -> Dsopt.update!(state, (layer = (w = ones(Float16, 4), b = ones(Float32, 2)),), nothing))
     @test problem isa ArgumentError && occursin("Float16", says(problem))
-    @test model == before # and nothing has moved
+    @test model == before # no value has changed
     Dsopt.update!(state, model, gradient(ones(Float32, 4)))
     @test model != before
 
-    # What cannot be a parameter.
+    # Types that cannot be parameters.
     lazy = view(ones(Float32, 9), 1:2:5)
     for (array, words) in ((ones(3), "Float64"), (lazy, "SubArray"), (ones(Float32, 2, 2)', "Adjoint"))
         problem = thrown(() -> Dsopt.setup(AdamW(), (a = (array,),)))
@@ -44,7 +44,7 @@
     end
     @test thrown(() -> Dsopt.setup(AdamW(), (n = 3, f = sin))) isa ArgumentError
 
-    # The library's own refusals.
+    # Errors of the library.
     problem = thrown(() -> Dsopt.setup(AdamW(-1.0), (w = ones(Float32, 1),)))
     @test problem isa DsoptError && problem.status == 10 && problem.name == "DSOPT_ERR_ARGUMENT"
     @test occursin("lr", problem.text)

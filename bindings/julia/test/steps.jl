@@ -46,7 +46,7 @@ end
     @test Dsopt.export_state(state)["layers.1.weight.exp_avg"] ≈ reshape(references[1].m, 5, 3) rtol = 1e-5
 end
 
-# A small regression beside the reference: both must find the same line.
+# A small regression compared with the reference: both must find the same line.
 @testset "training" begin
     model = Dict("w" => zeros(Float32, 2), "b" => zeros(Float32, 1))
     state = Dsopt.setup(AdamW(0.02; lambda = 0), model)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The conformance program in Rust: bindings/conformance says what it computes.
+//! The conformance program in Rust; bindings/conformance defines what it computes.
 use dsopt::{
     AdamW, Comm, CommId, CommKind, Context, Dtype, OneBitAdam, Optimizer, Param, Result, StateInfo, TensorMut,
     TensorRef,

@@ -32,7 +32,7 @@ fn main() -> dsopt::Result<()> {
     }
     println!("{:.2} {:.2} {:.2} after {} steps", w[0], w[1], b[0], opt.report()?.calls);
 
-    // Errors name what is wrong.
+    // Errors name the cause.
     let error = opt.step(&mut [(&mut w).into(), (&mut b).into()], &[(&[0.0f32; 3]).into(), (&[0.0f32]).into()]);
     println!("{}", error.unwrap_err());
     Ok(())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ranks on threads: 1-bit Adam, checkpoints of other numbers of ranks, collectives of the program, failures.
+//! Ranks on threads: 1-bit Adam, checkpoints of other numbers of ranks, the program's own collectives, failures.
 mod support;
 use dsopt::{
     AdamW, Collectives, Comm, CommFailure, CommId, CommKind, Compressed, Context, Dtype, ErrorKind, LoadOptions, Norm,
@@ -37,7 +37,7 @@ fn start() -> Vec<Vec<f32>> {
     SIZES.iter().map(|&size| random.vec(size)).collect()
 }
 
-/// Steps on gradients that follow from step and rank alone, averaged by the caller while they must be.
+/// Steps on gradients that depend only on step and rank. The caller averages them while required.
 fn train(opt: &mut Optimizer, p: &mut [Vec<f32>], rank: usize, steps: std::ops::Range<u32>) -> Vec<Reduction> {
     let mut seen = Vec::new();
     for step in steps {
@@ -88,7 +88,7 @@ fn onebit_adam_saves_resumes_and_reshards() {
     });
     assert_eq!(uninterrupted[0], uninterrupted[1], "replicas");
 
-    // The same number of ranks goes on with the same bits.
+    // The same number of ranks resumes with the same bits.
     let id = CommId::from_bytes(CommKind::Local, CommId::new(CommKind::Local).unwrap().as_bytes());
     let resumed = ranks(2, |rank| {
         let ctx = context();
@@ -125,7 +125,7 @@ fn onebit_adam_saves_resumes_and_reshards() {
     }
 }
 
-/// All-reduce by a shared sum: collectives as a program would bring them.
+/// All-reduce through a shared sum: collectives as a program would implement them.
 struct Shared {
     state: Mutex<(usize, usize, Vec<f64>, Vec<f64>)>, // arrived, round, sum so far, last result
     changed: Condvar,
@@ -223,7 +223,7 @@ fn a_panic_in_a_collective_goes_on_after_the_call() {
     let mut x = vec![1.0f32; 3];
     let panic = catch_unwind(AssertUnwindSafe(|| comm.all_reduce(&mut [(&mut x).into()], Op::Sum))).unwrap_err();
     assert_eq!(*panic.downcast::<&str>().unwrap(), "the network is down");
-    // The comm is unusable, and says so in words and without a panic.
+    // The comm is unusable, and returns an error without a panic.
     let error = comm.all_reduce(&mut [(&mut x).into()], Op::Sum).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Comm, "{error}");
     let handle = comm.handle();
@@ -251,7 +251,7 @@ fn a_blocked_rank_can_be_aborted_and_times_out() {
         let ctx = context();
         let mut comm = Comm::connect(&ctx, &id, rank, 2).unwrap();
         if rank == 1 {
-            // Abort by a third thread, from a handle; this rank never comes to the collective.
+            // A third thread aborts through a handle; this rank never calls the collective.
             let handle = comm.handle();
             thread::spawn(move || handle.abort()).join().unwrap();
             handles.lock().unwrap().push(comm); // not dropped before the other rank is done
@@ -284,7 +284,7 @@ fn norms_and_compressed_means_over_ranks() {
                 assert!(errors.worker.iter().any(|&owed| owed != 0.0));
             }
         }
-        // What is owed is paid later: the mean of the means is the mean.
+        // Residuals are added to later messages: the mean of the results is the mean of the inputs.
         for (i, sum) in sums.iter().enumerate() {
             assert!((sum / 200.0 - ((i % 7) as f32 - 2.5)).abs() < 0.2, "{i}: {}", sum / 200.0);
         }

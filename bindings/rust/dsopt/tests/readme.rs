@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program of README.md is the example `line`, and prints what README.md says.
+//! The program in README.md is the example `line`, and prints the output in README.md.
 use std::process::Command;
 
 fn block<'a>(text: &'a str, language: &str) -> &'a str {
@@ -12,7 +12,7 @@ fn block<'a>(text: &'a str, language: &str) -> &'a str {
 fn program_prints_what_the_readme_says() {
     let readme = include_str!("../README.md");
     assert_eq!(block(readme, "rust"), include_str!("../examples/line.rs"));
-    // Cargo builds examples before it runs tests, in the folder beside that of the tests.
+    // Cargo builds examples before it runs tests, in the folder next to that of the tests.
     let own = std::env::current_exe().unwrap();
     let program = own.parent().unwrap().with_file_name("examples").join("line");
     let output = Command::new(program).output().unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Bad input, panics in hooks, threads, and objects dropped in any order.
+//! Invalid input, panics in hooks, threads, and objects dropped in any order.
 mod support;
 use dsopt::{
     AdamW, Applier, Collectives, Comm, CommFailure, Context, Dtype, ErrorKind, Key, Lamb, LoadOptions, LogLevel, Op,
@@ -45,7 +45,7 @@ fn lists_that_do_not_fit() {
     refused(opt.step_with(Step::new(list, &[ga, gb]).lr(&[0.1, 0.2])), ErrorKind::Shape, "2 learning rates");
     refused(opt.step_with(Step::new(list, &[ga, gb]).grad_norms(&[])), ErrorKind::Shape, "0 gradient norms");
     refused(opt.step_with(Step::new(list, &[ga, gb]).hyper(&[])), ErrorKind::Shape, "0 rows");
-    opt.step(list, &[(&half).into(), gb]).unwrap(); // gradients may be of another dtype, and parameters not:
+    opt.step(list, &[(&half).into(), gb]).unwrap(); // gradients may have another dtype, parameters not:
     let mut half = half;
     refused(opt.step(&mut [(&mut half).into(), (&mut b).into()], &[ga, gb]), ErrorKind::Dtype, "'p0' has dtype F16");
     let words = [1i32, 2, 3];
@@ -111,9 +111,9 @@ fn state_before_the_first_step_and_from_elsewhere() {
     assert_eq!(opt.view(master).unwrap().unwrap().as_f32().unwrap(), [3.0, 4.0]);
     opt.reset(&[Reset::Masters], &[(&w).into()]).unwrap();
     assert_eq!(opt.view(master).unwrap().unwrap().as_f32().unwrap(), [1.5, -2.0]);
-    refused(opt.reset(&[Reset::Masters], &[]), ErrorKind::State, "no memory"); // it kept no pointer
+    refused(opt.reset(&[Reset::Masters], &[]), ErrorKind::State, "no memory"); // the optimizer keeps no pointer
 
-    // The scaler's memory is no view; its words are copied and decoded.
+    // The scaler's memory has no view; its words are copied and decoded.
     let words = opt.find_state("scaler", None).unwrap().unwrap();
     refused(opt.view(words), ErrorKind::Unsupported, "scaler");
     let mut copy = [0i32; 12];
@@ -124,7 +124,7 @@ fn state_before_the_first_step_and_from_elsewhere() {
     scaler.update_arrays(&mut scale, &mut own, Some(true)).unwrap();
     assert_eq!((scale, Scaler::decode(&own).unwrap().last_overflow), ([32.0], Some(0)));
 
-    // A second optimizer only once the scaler has let go.
+    // A second optimizer can use the scaler only after it is detached.
     refused(Optimizer::builder(&ctx).scaler(&scaler).build(), ErrorKind::State, "scaler");
     scaler.detach().unwrap();
     Optimizer::builder(&ctx).scaler(&scaler).build().unwrap();
@@ -145,7 +145,7 @@ fn state_before_the_first_step_and_from_elsewhere() {
 
 #[test]
 fn what_is_only_lent_is_not_written_to() {
-    // In memory that cannot be written to. DeepSpeed's mode decays fp32 parameters when the state is made.
+    // In read-only memory. DeepSpeed's mode decays fp32 parameters when the state is created.
     static WIDE: [f32; 4] = [1.0; 4];
     static HALF: [F16; 4] = [F16(0x3c00); 4];
     let ctx = Context::cpu().unwrap();
@@ -259,7 +259,8 @@ fn panics_of_hooks_go_on_after_the_call() {
     broken.store(false, Ordering::SeqCst);
     step().unwrap(); // the objects stay usable
 
-    // One that leaves a piece out, one that runs another twice, one that invents some: an error and no panic.
+    // A pool that omits a piece, one that runs a piece twice, and one that runs nonexistent pieces: an error without a
+    // panic.
     let pools: [&dsopt::ParallelFor; 3] = [
         &|pieces, run| (1..pieces).for_each(run),
         &|pieces, run| (0..pieces).chain(0..1).for_each(run),
@@ -271,7 +272,7 @@ fn panics_of_hooks_go_on_after_the_call() {
         refused(result, ErrorKind::Hook, "parallel_for");
     }
 
-    // A panic in a piece of the pool's own thread reaches the caller too.
+    // A panic in a piece on the pool's own thread also reaches the caller.
     let pool = |pieces: usize, run: &(dyn Fn(usize) + Sync)| {
         (0..pieces).for_each(run);
         thread::scope(|scope| scope.spawn(|| panic!("in a worker")).join()).unwrap_err();
@@ -284,7 +285,8 @@ fn panics_of_hooks_go_on_after_the_call() {
     assert_eq!(*panic.downcast::<&str>().unwrap(), "after the work");
 }
 
-/// The destructor of an optimizer runs hooks too. One that runs in a hook must not take the panic of that hook's call.
+/// The destructor of an optimizer also runs hooks. If it runs inside a hook, the panic of that hook's call must be
+/// kept.
 #[test]
 fn a_destructor_in_a_hook_keeps_the_panic_of_the_call() {
     struct First(Mutex<Option<Comm>>);
@@ -305,7 +307,7 @@ fn a_destructor_in_a_hook_keeps_the_panic_of_the_call() {
     assert_eq!(*panic.downcast::<&str>().unwrap(), "the first");
 }
 
-/// A hook that runs after a panic in the same call may use another optimizer, whose call works and unbinds its memory.
+/// A hook that runs after a panic in the same call may use another optimizer. That call works and unbinds its memory.
 #[test]
 fn a_panic_does_not_end_the_calls_of_a_later_hook() {
     const LENGTH: usize = 5000;
@@ -399,7 +401,7 @@ fn appliers_in_threads_beside_their_optimizer() {
     let results: Vec<_> = thread::scope(|scope| {
         let threads: Vec<_> = (0..3).map(|_| scope.spawn(|| run(applier.clone()))).collect();
         for _ in 0..100 {
-            // Beside them, and refused while one of them is inside.
+            // Concurrent with the appliers; rejected while one of them is in a call.
             match opt.set_lr(0.1) {
                 Err(error) => assert_eq!(error.kind(), ErrorKind::Busy),
                 Ok(()) => assert_eq!(opt.get(None, Key::Lr).unwrap(), 0.1),
@@ -490,5 +492,5 @@ fn a_hook_that_calls_back_gets_an_error_and_no_deadlock() {
     let (mut w, g) = (vec![1.0f32; 300_000], vec![1.0f32; 300_000]);
     opt.step(&mut [(&mut w).into()], &[(&g).into()]).unwrap();
     assert_eq!(*seen.lock().unwrap(), Some(Err(ErrorKind::Busy)));
-    *slot.lock().unwrap() = None; // the context would keep itself alive
+    *slot.lock().unwrap() = None; // breaks the reference cycle of the context
 }

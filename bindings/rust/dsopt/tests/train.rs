@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Trains a small network beside AdamW written down in f64, and the same in half precision with a loss scale.
+//! Trains a small network and compares with AdamW in f64, and trains the same in half precision with a loss scale.
 mod support;
 use dsopt::{
     Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Lion, Nonfinite, Optimizer, Param,
@@ -11,7 +11,8 @@ const IN: usize = 3;
 const HIDDEN: usize = 8;
 const SIZES: [usize; 4] = [IN * HIDDEN, HIDDEN, HIDDEN, 1];
 
-/// Loss of a sample, and its gradients added to `grads`: y = w2 tanh(w1 x + b1) + b2 for the product of the inputs.
+/// Returns the loss of a sample and adds its gradients to `grads`: y = w2 tanh(w1 x + b1) + b2 for the product of the
+/// inputs.
 fn sample(p: &[Vec<f32>], x: &[f32], scale: f32, grads: &mut [Vec<f32>]) -> f32 {
     let hidden: Vec<f32> =
         (0..HIDDEN).map(|h| (0..IN).map(|i| p[0][h * IN + i] * x[i]).sum::<f32>() + p[1][h]).map(f32::tanh).collect();
@@ -124,7 +125,7 @@ fn follows_adamw_in_f64() {
     assert_eq!(opt.view(steps).unwrap().unwrap().as_i32().unwrap(), [400; 4]);
 }
 
-/// The same network with 16-bit weights: fp32 masters, a scale so large that the first gradients overflow.
+/// The same network with 16-bit weights: fp32 masters, and a scale so large that the first gradients overflow.
 fn mixed<T: dsopt::Element>(narrow: fn(f32) -> T, widen: fn(T) -> f32, init: f64) -> (f32, f32, i64) {
     let ctx = Context::builder().threads(1).build().unwrap();
     let scaler = Scaler::new(&ctx, ScalerOptions { init, window: 100, ..Default::default() }).unwrap();
@@ -230,7 +231,7 @@ fn takes_the_formula_of_keras() {
     assert!(refused.text().contains("eps_uncorrected"), "{refused}");
 }
 
-/// One weight that starts as 1, after steps with these gradients and the optimizer as it is then.
+/// Returns one weight that starts as 1, after steps with these gradients, and the optimizer.
 fn trained(group: &dyn Group, gradients: &[f32]) -> (f32, Optimizer) {
     let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
     opt.add_group(group, &support::f32_params(&[1])).unwrap();
@@ -333,7 +334,7 @@ fn accumulated_gradients_absent_ones_and_empty_tensors() {
     assert_eq!(c, [1.0], "nothing was accumulated");
     assert!((a[0] - 0.9).abs() < 1e-3 && (a[1] - 1.1).abs() < 1e-3, "{a:?}");
 
-    // A NaN: the step is skipped, and says where it was.
+    // A NaN: the step is skipped, and the report has its position.
     let bad = vec![f32::NAN];
     let (before, mut report) = (a.clone(), StepReport::default());
     let mut list = [(&mut a).into(), (&mut none).into(), (&mut c).into()];

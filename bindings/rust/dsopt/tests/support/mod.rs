@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#![allow(dead_code)] // each test uses a part
+#![allow(dead_code)] // each test uses only some functions
 use dsopt::{Dtype, Param};
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ pub fn f32_params(sizes: &[usize]) -> Vec<Param> {
     sizes.iter().enumerate().map(|(index, &size)| Param::new(format!("p{index}"), Dtype::F32, size)).collect()
 }
 
-/// A path in a folder of its own, which is removed in the end.
+/// A path in a new folder, which is removed when dropped.
 pub struct Folder(PathBuf);
 
 impl Folder {
