@@ -57,7 +57,7 @@ std::vector<float> state_of(Side &side, int64_t param, const std::string &name) 
 
 class NewRule : public Cuda {};
 
-TEST_F(NewRule, FollowsItsFormulaInDoublePrecision) {
+TEST_F(NewRule, MatchesDoublePrecisionFormula) {
     Side side(false, plain(DSOPT_ALGORITHM_ADEMAMIX));
     constexpr size_t kTensor = 3; // 1023 elements, of the first group
     const std::vector<float> start = floats_of(side.params[kTensor].get());
@@ -85,7 +85,7 @@ TEST_F(NewRule, FollowsItsFormulaInDoublePrecision) {
     }
 }
 
-TEST_F(NewRule, HasTheBitsOfTheCpuOnTheDevice) {
+TEST_F(NewRule, GivesSameBitsOnCpuAndDevice) {
     for (const int32_t algorithm : kBoth) {
         expect_same_bits(plain(algorithm), "fp32");
         Setting setting = mixed(algorithm);
@@ -95,7 +95,7 @@ TEST_F(NewRule, HasTheBitsOfTheCpuOnTheDevice) {
     }
 }
 
-TEST_F(NewRule, HasTheBitsOfTheCpuOnTheDeviceNextToLamb) {
+TEST_F(NewRule, GivesSameBitsOnCpuAndDeviceNextToLamb) {
     Setting setting = plain(DSOPT_ALGORITHM_ADEMAMIX_TRUST);
     setting.change = with_lamb;
     expect_same_bits(setting, "fp32");
@@ -104,7 +104,7 @@ TEST_F(NewRule, HasTheBitsOfTheCpuOnTheDeviceNextToLamb) {
     expect_same_bits(setting, "masters");
 }
 
-TEST_F(NewRule, HasTheBitsOfStepsInTheFunctionalForm) {
+TEST_F(NewRule, ApplyGivesSameBitsAsStep) {
     for (const int32_t algorithm : kBoth)
         for (const bool device : {false, true}) {
             Side steps(device, mixed(algorithm)), pure(device, mixed(algorithm));
@@ -147,7 +147,7 @@ TEST_F(NewRule, HasTheBitsOfStepsInTheFunctionalForm) {
         }
 }
 
-TEST_F(NewRule, GoesOnFromACheckpointWithTheSameBits) {
+TEST_F(NewRule, ResumesFromCheckpointWithSameBits) {
     for (const int32_t algorithm : kBoth)
         for (const bool device : {false, true}) {
             Side whole(device, mixed(algorithm)), loaded(device, mixed(algorithm));
@@ -171,7 +171,7 @@ TEST_F(NewRule, GoesOnFromACheckpointWithTheSameBits) {
         }
 }
 
-TEST_F(NewRule, TakesItsBetaFromRowsOfHyperParameters) {
+TEST_F(NewRule, ReadsBeta3FromHyperRows) {
     for (const bool device : {false, true}) {
         Side by_key(device, plain(DSOPT_ALGORITHM_ADEMAMIX)), by_row(device, plain(DSOPT_ALGORITHM_ADEMAMIX));
         ASSERT_OK(dsopt_optimizer_set(by_key.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_BETA3, 0.75));
@@ -200,7 +200,7 @@ TEST_F(NewRule, TakesItsBetaFromRowsOfHyperParameters) {
     }
 }
 
-TEST_F(NewRule, OthersRefuseItsBeta) {
+TEST_F(NewRule, OtherRulesRejectBeta3) {
     Setting setting;
     setting.algorithm = DSOPT_ALGORITHM_ADAMW;
     Side side(false, setting);

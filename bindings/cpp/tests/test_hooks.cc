@@ -69,7 +69,7 @@ template <class F> int refusal(F &&call) {
     return 0;
 }
 
-TEST(CppHooks, AreCalled) {
+TEST(CppContext, CallsHooks) {
     Hooks hooks;
     {
         Large large;
@@ -84,7 +84,7 @@ TEST(CppHooks, AreCalled) {
     EXPECT_EQ(hooks.allocated, hooks.released);
 }
 
-TEST(CppHooks, ThrowThroughTheCall) {
+TEST(CppContext, RethrowsExceptionsOfHooks) {
     Hooks hooks;
     Large large;
     dsopt::context ctx(four_threads(), hooks);
@@ -101,7 +101,7 @@ TEST(CppHooks, ThrowThroughTheCall) {
     opt.step(large.grads);
 }
 
-TEST(CppHooks, ThrowThroughACallThatWentWell) {
+TEST(CppContext, RethrowsExceptionOfHookIfCallSucceeded) {
     Hooks hooks;
     hooks.no_log = true; // a new context logs its description, after the handle has been created
     EXPECT_EQ(refusal([&] { dsopt::context(four_threads(), hooks); }), 4);
@@ -112,7 +112,7 @@ TEST(CppHooks, ThrowThroughACallThatWentWell) {
     dsopt::context ctx(quiet, hooks);
 }
 
-TEST(CppHooks, ThrowNothingOutOfADestructor) {
+TEST(CppContext, DropsExceptionsOfHooksInDestructors) {
     Hooks hooks;
     Large large;
     {
@@ -131,7 +131,7 @@ struct OnlyLog {
     void log(dsopt::log_level, const char *text) { said.emplace_back(text); }
 };
 
-TEST(CppHooks, MayBeSome) {
+TEST(CppContext, AcceptsSubsetOfHooks) {
     OnlyLog hooks;
     Large large;
     dsopt::context ctx(four_threads(), hooks);
@@ -141,7 +141,7 @@ TEST(CppHooks, MayBeSome) {
     EXPECT_FALSE(hooks.said.empty());
 }
 
-TEST(CppPool, ReplacesThatOfTheContext) {
+TEST(CppStepOptions, PoolOverridesContextHook) {
     Hooks hooks;
     Large large;
     dsopt::context ctx(four_threads(), hooks);
@@ -171,7 +171,7 @@ TEST(CppPool, ReplacesThatOfTheContext) {
     EXPECT_REFUSED(opt.step(large.grads, options), dsopt::state_error, "parallel_for");
 }
 
-TEST(CppHandles, MoveAndAreRefusedAfterwards) {
+TEST(CppHandle, RejectsUseAfterMove) {
     Large large;
     dsopt::context ctx;
     dsopt::scaler scaler(ctx);
@@ -225,7 +225,7 @@ TEST(CppHandles, MoveAndAreRefusedAfterwards) {
     EXPECT_EQ(opt.report().calls, 3);
 }
 
-TEST(CppHandles, ShareAnOptimizer) {
+TEST(CppOptimizer, RetainSharesTheOptimizer) {
     Large large;
     dsopt::context ctx;
     auto first = std::make_unique<dsopt::optimizer>(ctx);
@@ -237,7 +237,7 @@ TEST(CppHandles, ShareAnOptimizer) {
     EXPECT_EQ(second.report().calls, 2);
 }
 
-TEST(CppHandles, AreTakenOverFromC) {
+TEST(CppHandle, AdoptsHandlesOfC) {
     dsopt_context *made = nullptr;
     MUST(dsopt_context_create(nullptr, &made));
     dsopt::context ctx = dsopt::context::adopt(made);
@@ -253,7 +253,7 @@ TEST(CppHandles, AreTakenOverFromC) {
     EXPECT_EQ(dsopt::comm::adopt(comm).info().ranks, 1);
 }
 
-TEST(CppContext, RefusesByName) {
+TEST(CppContext, RejectsInvalidOptionsByName) {
     dsopt::context_options options;
     options.threads = -1;
     EXPECT_REFUSED(dsopt::context{options}, dsopt::argument_error, "threads");
@@ -447,7 +447,7 @@ template <class Connect> std::vector<float> onebit(Connect &&connect) {
     return weights[0];
 }
 
-TEST(CppComm, OfAClassGivesTheBitsOfLocal) {
+TEST(CppComm, CollectivesOfAClassGiveSameBitsAsLocal) {
     std::atomic<int> objects{0};
     Meeting meeting;
     const std::vector<float> own = onebit([&](const dsopt::context &ctx, int rank) {
@@ -460,7 +460,7 @@ TEST(CppComm, OfAClassGivesTheBitsOfLocal) {
     EXPECT_EQ(own, local);
 }
 
-TEST(CppComm, OfAClassThrowsThroughTheCall) {
+TEST(CppComm, RethrowsExceptionsOfCollectives) {
     std::atomic<int> objects{0};
     Meeting meeting;
     dsopt::context ctx;
@@ -528,7 +528,7 @@ TEST(CppComm, CompressesAList) {
     EXPECT_EQ(means[0], means[1]);
 }
 
-TEST(CppOptimizer, TakesCommsOfEveryRole) {
+TEST(CppOptimizer, AcceptsCommsOfEveryRole) {
     Large large;
     dsopt::context ctx;
     std::vector<dsopt::comm> experts;

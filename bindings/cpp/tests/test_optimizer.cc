@@ -72,7 +72,7 @@ dsopt::adamw rule() {
     return group;
 }
 
-TEST(CppOptimizer, TrainsWithTheBitsOfC) {
+TEST(CppOptimizer, StepGivesSameBitsAsC) {
     Model in_c, in_cpp;
     train_in_c(in_c, 1, 5);
     dsopt::context ctx;
@@ -102,7 +102,7 @@ struct State {
     }
 };
 
-TEST(CppOptimizer, AppliesWithTheBitsOfC) {
+TEST(CppOptimizer, ApplyGivesSameBitsAsC) {
     Model in_c, in_cpp;
     train_in_c(in_c, 1, 5);
     dsopt::context ctx;
@@ -139,7 +139,7 @@ TEST(CppOptimizer, AppliesWithTheBitsOfC) {
     EXPECT_EQ(report[DSOPT_REPORT_WEIGHT_NORM], -1);
 }
 
-TEST(CppOptimizer, GivesEveryArgumentOfAStep) {
+TEST(CppOptimizer, PassesEveryStepArgument) {
     Model model;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx);
@@ -188,7 +188,7 @@ TEST(CppOptimizer, GivesEveryArgumentOfAStep) {
     expect_same(model, before);
 }
 
-TEST(CppOptimizer, RefusesListsThatAreTooShort) {
+TEST(CppOptimizer, RejectsListsThatAreTooShort) {
     Model model;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx);
@@ -222,7 +222,7 @@ TEST(CppOptimizer, RefusesListsThatAreTooShort) {
     expect_same(model, Model());
 }
 
-TEST(CppOptimizer, RefusesParametersByName) {
+TEST(CppOptimizer, RejectsInvalidParametersByName) {
     Model model;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx);
@@ -242,7 +242,7 @@ TEST(CppOptimizer, RefusesParametersByName) {
     EXPECT_EQ(opt.group_count(), 1);
 }
 
-TEST(CppOptimizer, AddsParametersInTheirOwnOrder) {
+TEST(CppOptimizer, AddParamsKeepsOrderAcrossGroups) {
     Model model;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx);
@@ -270,7 +270,7 @@ TEST(CppOptimizer, AddsParametersInTheirOwnOrder) {
     EXPECT_REFUSED(opt.get(dsopt::key::lr, 7), dsopt::argument_error, "group");
 }
 
-TEST(CppOptimizer, TakesTheFormulaOfKeras) {
+TEST(CppOptimizer, ComputesTheKerasFormula) {
     dsopt::context ctx;
     std::vector<float> w = {0, 0}, g = {1, -2};
     dsopt::optimizer opt(ctx);
@@ -367,7 +367,7 @@ TEST(CppOptimizer, TrainsWithLion) {
     EXPECT_REFUSED(opt.set(dsopt::key::eps, 1e-8), dsopt::unsupported_error, "eps");
 }
 
-TEST(CppOptimizer, HandsOutItsState) {
+TEST(CppOptimizer, ExportsImportsAndResetsState) {
     Model model;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx);
@@ -401,7 +401,7 @@ TEST(CppOptimizer, HandsOutItsState) {
     EXPECT_EQ(steps[2], 0);
 }
 
-TEST(CppStateEntry, ThrowsOnceItsTensorHasOtherMemory) {
+TEST(CppStateEntry, ThrowsIfStateMemoryWasReallocated) {
     Model model;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx);
@@ -430,7 +430,7 @@ TEST(CppStateEntry, ThrowsOnceItsTensorHasOtherMemory) {
     EXPECT_EQ(static_cast<const std::int32_t *>(moment.tensor().data) != nullptr, true);
 }
 
-TEST(CppOptimizer, BindsMemory) {
+TEST(CppOptimizer, BindsStateAndParameterMemory) {
     Model model, reference, moved;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx), plain(ctx);
@@ -454,7 +454,7 @@ TEST(CppOptimizer, BindsMemory) {
     EXPECT_REFUSED(opt.bind_params(moved.weights), dsopt::argument_error, "2 entries");
 }
 
-TEST(CppOptimizer, Accumulates) {
+TEST(CppOptimizer, AccumulatesGradients) {
     Model twice, once;
     dsopt::context ctx;
     dsopt::optimizer_options options;
@@ -476,7 +476,7 @@ TEST(CppOptimizer, Accumulates) {
     EXPECT_REFUSED(opt.step_accumulated(step), dsopt::argument_error, "out has 2 entries");
 }
 
-TEST(CppScaler, SkipsAndHalves) {
+TEST(CppScaler, HalvesScaleIfAStepIsSkipped) {
     Model model;
     dsopt::context ctx;
     dsopt::scaler_options scaling;
@@ -516,7 +516,7 @@ TEST(CppScaler, SkipsAndHalves) {
     EXPECT_REFUSED(opt.step(model.grads), dsopt::state_error, "detached");
 }
 
-TEST(CppScaler, MovesOnArraysAsByItself) {
+TEST(CppScaler, UpdateArraysMatchesUpdate) {
     dsopt::context ctx;
     dsopt::scaler_options scaling;
     scaling.init = 1024;
@@ -543,7 +543,7 @@ TEST(CppScaler, MovesOnArraysAsByItself) {
     EXPECT_REFUSED(scaler.init_state({state, 1}), dsopt::argument_error, "");
 }
 
-TEST(CppScaler, TakesEveryOption) {
+TEST(CppScaler, AcceptsEveryOption) {
     dsopt::context ctx;
     dsopt::scaler_options options;
     options.profile = dsopt::profile::dynamic;
@@ -565,7 +565,7 @@ TEST(CppScaler, TakesEveryOption) {
     EXPECT_EQ(dsopt::scaler(ctx, options).info().hysteresis, 3);
 }
 
-TEST(CppLists, AreWorkedOnWithoutAnOptimizer) {
+TEST(CppContext, OperatesOnListsWithoutOptimizer) {
     dsopt::context ctx;
     std::vector<float> x = {3, -4}, y = {1, 1};
     std::vector<dsopt::f16> half(2);
@@ -598,7 +598,7 @@ TEST(CppLists, AreWorkedOnWithoutAnOptimizer) {
     EXPECT_REFUSED(ctx.norm({dsopt::view(y)}, nullptr), dsopt::argument_error, "result");
 }
 
-TEST(CppCheckpoint, GoesToAFileAndBack) {
+TEST(CppCheckpoint, SavesToAFileAndLoads) {
     const std::string path = ::testing::TempDir() + "dsopt-cpp-" + std::to_string(::getpid()) + ".safetensors";
     Model first, second;
     dsopt::context ctx;
@@ -650,7 +650,7 @@ struct Memory {
     }
 };
 
-TEST(CppCheckpoint, GoesToAnObjectAndBack) {
+TEST(CppCheckpoint, SavesToAnObjectAndLoads) {
     Model first, second;
     dsopt::context ctx;
     dsopt::optimizer opt(ctx), loaded(ctx);
@@ -680,7 +680,7 @@ TEST(CppCheckpoint, GoesToAnObjectAndBack) {
     EXPECT_REFUSED(other.load_from(memory), dsopt::checkpoint_error, "\"adamw\", here it is adam");
 }
 
-TEST(CppOptimizer, TakesEveryOption) {
+TEST(CppOptimizer, AcceptsEveryOption) {
     Model model;
     dsopt::context ctx;
     const auto refused = [&](auto set, const char *words) {

@@ -21,7 +21,7 @@ namespace {
 
 std::size_t length(dsopt::span<const float> list) { return list.size(); }
 
-TEST(CppSpan, IsMadeFromAnythingContiguous) {
+TEST(CppSpan, ConvertsFromContiguousContainers) {
     std::vector<float> vector(3);
     const std::vector<float> constant(4);
     std::array<float, 5> array{};
@@ -48,7 +48,7 @@ TEST(CppSpan, IsMadeFromAnythingContiguous) {
     EXPECT_TRUE(dsopt::span<float>().empty());
 }
 
-TEST(CppSpan, IsNotMadeFromWhatDoesNotFit) {
+TEST(CppSpan, DoesNotConvertFromUnsuitableTypes) {
     using writable = dsopt::span<float>;
     EXPECT_FALSE((std::is_constructible_v<writable, const std::vector<float> &>)); // would drop const
     EXPECT_FALSE((std::is_constructible_v<writable, std::vector<float>>));         // would dangle
@@ -60,7 +60,7 @@ TEST(CppSpan, IsNotMadeFromWhatDoesNotFit) {
     EXPECT_FALSE((std::is_constructible_v<dsopt::span<const dsopt_tensor>, std::vector<Derived> &>));
 }
 
-TEST(CppTensor, HasTheDtypeOfItsElements) {
+TEST(CppTensor, ViewHasTheDtypeOfTheElements) {
     std::vector<float> f32(3);
     std::vector<dsopt::f16> f16(4);
     std::vector<dsopt::bf16> bf16(5);
@@ -87,7 +87,7 @@ TEST(CppTensor, HasTheDtypeOfItsElements) {
 template <class C> using view_of = decltype(dsopt::view(std::declval<C>()));
 template <class C> using read_only_of = decltype(dsopt::read_only(std::declval<C>()));
 
-TEST(CppTensor, IsNotMadeFromWhatIsGoneAtOnce) {
+TEST(CppTensor, ViewRejectsTemporaries) {
     using array = std::array<float, 3>;
     EXPECT_TRUE((dsopt::detail::has<view_of, std::vector<float> &>));
     EXPECT_TRUE((dsopt::detail::has<view_of, array &>));
@@ -101,7 +101,7 @@ TEST(CppTensor, IsNotMadeFromWhatIsGoneAtOnce) {
     EXPECT_FALSE((dsopt::detail::has<read_only_of, array>));
 }
 
-TEST(CppError, HasTheClassOfItsStatus) {
+TEST(CppError, FailThrowsTheClassOfTheStatus) {
     const auto thrown = [](dsopt_status status) -> const std::type_info & {
         try {
             dsopt::detail::fail(status, "text");
@@ -145,7 +145,7 @@ void expect_defaults(const dsopt_group &group, std::int32_t algorithm) {
     EXPECT_EQ(std::memcmp(&group, &filled, sizeof group), 0) << algorithm;
 }
 
-TEST(CppGroup, HasTheDefaultsOfTheLibrary) {
+TEST(CppGroup, HasTheLibraryDefaults) {
     expect_defaults(dsopt::adam{}, DSOPT_ALGORITHM_ADAM);
     expect_defaults(dsopt::adamw{}, DSOPT_ALGORITHM_ADAMW);
     expect_defaults(dsopt::adam_legacy{}, DSOPT_ALGORITHM_ADAM_LEGACY);
@@ -178,7 +178,7 @@ template <class Group> dsopt_group adaptive(Group group) {
     return made;
 }
 
-TEST(CppGroup, GivesEveryFieldToTheLibrary) {
+TEST(CppGroup, PassesEveryFieldToTheLibrary) {
     dsopt::adam adam;
     adam.bias_correction = false;
     EXPECT_EQ(adaptive(adam).flags, DSOPT_GROUP_NO_BIAS_CORRECTION);
@@ -239,7 +239,7 @@ TEST(CppGroup, GivesEveryFieldToTheLibrary) {
     EXPECT_EQ(made.trust_max_change, 20);
 }
 
-TEST(CppLibrary, SaysWhatItIs) {
+TEST(CppLibrary, ReturnsVersionAndBuildInfo) {
     EXPECT_EQ(dsopt::version(), dsopt_version());
     EXPECT_EQ(dsopt::abi_version(), DSOPT_ABI_VERSION);
     EXPECT_NE(std::string(dsopt::build_info()).find("\"version\""), std::string::npos);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-@testset "structs lie as dsopt.json says" begin
+@testset "struct layouts match dsopt.json" begin
     for (type, size, offsets) in Dsopt.ABI.LAYOUT
         @test isbitstype(type)
         @test sizeof(type) == size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-@testset "objects go in any order" begin
+@testset "objects can be closed in any order" begin
     for order in ((1, 2, 3), (3, 2, 1), (2, 1, 3), (2, 3, 1))
         model = (w = ones(Float16, 5),)
         context = Context()

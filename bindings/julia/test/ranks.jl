@@ -37,14 +37,14 @@ else
         @test models[1].v != values(2, 130)
     end
 
-    @testset "a rank that does not come" begin
+    @testset "Comm times out if a rank is missing" begin
         id = Dsopt.local_id()
         problem = thrown(() -> Comm(Context(), id, 0, 2; timeout = 0.2))
         @test problem isa DsoptError && problem.name == "DSOPT_ERR_TIMEOUT"
         @test thrown(() -> Comm(Context(), UInt8[1, 2], 0, 2)) isa DsoptError
     end
 
-    @testset "abort" begin
+    @testset "update! fails after an abort" begin
         id = Dsopt.local_id()
         comms = on_ranks(rank -> Comm(Context(threads = 1), id, rank, 2), 2)
         Dsopt.abort(comms[2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-@testset "the program of README.md" begin
+@testset "the README.md program prints its output" begin
     text = read(joinpath(@__DIR__, "..", "README.md"), String)
     program = match(r"^```julia\n(.*?)^```$"ms, text)[1]
     expected = match(r"^```text\n(.*?)^```$"ms, text)[1]

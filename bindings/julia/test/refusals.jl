@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-@testset "refusals name what they are about" begin
+@testset "errors name their subject" begin
     model = (layer = (w = ones(Float32, 4), b = ones(Float32, 2)),)
     state = Dsopt.setup(AdamW(0.1), model)
     gradient(w, b = ones(Float32, 2)) = (layer = (w = w, b = b),)

@@ -22,7 +22,7 @@ function step!(rule::ReferenceAdamW, p, g)
     p .-= rule.eta .* (m ./ (sqrt.(v) .+ rule.epsilon) .+ rule.lambda .* p)
 end
 
-@testset "AdamW is the textbook's" begin
+@testset "AdamW matches the textbook formula" begin
     first, second = (weight = values(1, 5, 3), bias = values(2, 5)), (weight = values(3, 2, 5), bias = nothing)
     model = (layers = [first, second], scale = values(4))
     arrays = (first.weight, first.bias, second.weight, model.scale)
@@ -47,7 +47,7 @@ end
 end
 
 # A small regression compared with the reference: both must find the same line.
-@testset "training" begin
+@testset "training finds the same line as the reference" begin
     model = Dict("w" => zeros(Float32, 2), "b" => zeros(Float32, 1))
     state = Dsopt.setup(AdamW(0.02; lambda = 0), model)
     reference, p = ReferenceAdamW(3; eta = 0.02), zeros(3)
@@ -62,7 +62,7 @@ end
     @test [model["w"]; model["b"]] ≈ p atol = 1e-3
 end
 
-@testset "every rule steps" begin
+@testset "every rule updates the weights" begin
     for rule in (Adam, AdamW, Lamb, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb)
         model = (w = values(6, 33),)
         before = copy(model.w)
@@ -85,7 +85,7 @@ function trained(rule, gradients)
     return model.w[1], state
 end
 
-@testset "SGD is PyTorch's" begin
+@testset "SGD matches PyTorch" begin
     @test trained(SGD(0.5), [0.5, -0.25])[1] == 0.875 # 1 - 0.25 + 0.125
     # b is 0.5, then 0.25 - 0.125
     @test trained(SGD(0.5; momentum = 0.5, dampening = 0.5), [0.5, -0.25])[1] == 0.6875
@@ -100,7 +100,7 @@ end
     @test model.w == [1 - 0.5f0 * (0.5f0 + 0.25f0 * 0.625f0)]
 end
 
-@testset "AdaGrad is PyTorch's" begin
+@testset "AdaGrad matches PyTorch" begin
     @test trained(AdaGrad(0.5; epsilon = 0.5), [3, 4])[1] ≈ 1 - 0.5 * 3 / 3.5 - 0.5 * 4 / 5.5
     w, state = trained(AdaGrad(0.5; epsilon = 0.5, lr_decay = 1, initial_accumulator_value = 16), [3, 4])
     @test w ≈ 1 - 0.5 * 3 / 5.5 - 0.25 * 4 / (sqrt(41) + 0.5)
@@ -111,7 +111,7 @@ end
     @test model.w[1] ≈ 1 - 0.5 * 3 / (sqrt(50) + 0.5)
 end
 
-@testset "Lion is the paper's" begin
+@testset "Lion matches the paper" begin
     # m is 1, then 0.625: two steps down, one up
     @test trained(Lion(0.25; beta = (0.5, 0.75)), [4, -0.5, -4])[1] == 0.75
     w, state = trained(Lion(0.25; beta = (0.5, 0.75), lambda = 0.5), [4, 0])
@@ -120,7 +120,7 @@ end
     @test thrown(() -> Dsopt.setup(Lion(epsilon = 1e-8), (w = ones(Float32, 1),))) isa DsoptError
 end
 
-@testset "no gradient leaves arrays alone" begin
+@testset "arrays without gradients are unchanged" begin
     model = (a = (values(1, 3), values(2, 4)), b = values(3, 2))
     before = deepcopy(model)
     state = Dsopt.setup(Adam(0.1), model)
@@ -150,7 +150,7 @@ end
     @test model[1].weight ≈ before .- 0.2f0
 end
 
-@testset "groups and changes of hyper-parameters" begin
+@testset "groups and adjust! change hyper-parameters" begin
     model = (w = ones(Float32, 2, 2), b = ones(Float32, 2))
     groups = [((name, x) -> ndims(x) == 1) => AdamW(eta = 0.25, lambda = 0)]
     state = Dsopt.setup(AdamW(eta = 0.5, lambda = 0.5), model; groups = groups)

@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 
 #[test]
-fn load_says_what_is_wrong_and_then_works() {
+fn load_reports_errors_and_can_be_retried() {
     for (path, text) in [("/dev/null", "/dev/null"), ("a\0b", "NUL"), ("libc.so.6", "no function dsopt_version")] {
         // SAFETY: none of them is dsopt, and all of them are rejected.
         let error = unsafe { dsopt_sys::load(Some(OsStr::new(path))) }.unwrap_err();

@@ -194,7 +194,7 @@ fn members(count: usize, panics: bool) -> (Vec<Mutex<Option<Member>>>, Arc<Mutex
 }
 
 #[test]
-fn collectives_of_the_program_give_the_bits_of_local_ones() {
+fn table_comm_gives_same_bits_as_local_comm() {
     let id = CommId::new(CommKind::Local).unwrap();
     let (own, dropped) = members(2, false);
     let run = |table: bool| {
@@ -216,7 +216,7 @@ fn collectives_of_the_program_give_the_bits_of_local_ones() {
 }
 
 #[test]
-fn a_panic_in_a_collective_goes_on_after_the_call() {
+fn all_reduce_resumes_a_panic_of_the_collectives() {
     let (own, dropped) = members(2, true);
     let ctx = context();
     let mut comm = Comm::table(&ctx, 0, 2, own[0].lock().unwrap().take().unwrap()).unwrap();
@@ -239,7 +239,7 @@ fn a_panic_in_a_collective_goes_on_after_the_call() {
 }
 
 #[test]
-fn a_blocked_rank_can_be_aborted_and_times_out() {
+fn connect_times_out_and_abort_ends_a_blocked_rank() {
     let id = CommId::new(CommKind::Local).unwrap();
     let ctx = context();
     let error = Comm::connect_within(&ctx, &id, 0, 2, Duration::from_millis(20)).unwrap_err();
@@ -263,7 +263,7 @@ fn a_blocked_rank_can_be_aborted_and_times_out() {
 }
 
 #[test]
-fn norms_and_compressed_means_over_ranks() {
+fn norms_and_compressed_means_span_ranks() {
     let id = CommId::new(CommKind::Local).unwrap();
     let results = ranks(2, |rank| {
         let ctx = context();
@@ -296,7 +296,7 @@ fn norms_and_compressed_means_over_ranks() {
 }
 
 #[test]
-fn apply_and_appliers_with_comms() {
+fn apply_works_with_comms_and_applier_is_unsupported() {
     let ctx = context();
     let mut opt = Optimizer::builder(&ctx).data(Comm::single(&ctx).unwrap()).build().unwrap();
     opt.add_group(&AdamW::default(), &[Param::new("w", Dtype::F32, 2)]).unwrap();

@@ -29,7 +29,7 @@ fn refused<T>(result: dsopt::Result<T>, kind: ErrorKind, text: &str) {
 }
 
 #[test]
-fn lists_that_do_not_fit() {
+fn calls_reject_mismatched_lists() {
     let ctx = Context::cpu().unwrap();
     let mut opt = adam(&ctx, &[3, 2]);
     let (mut a, mut b, ga, gb) = (vec![1.0f32; 3], vec![1.0f32; 2], vec![1.0f32; 3], vec![1.0f32; 2]);
@@ -58,7 +58,7 @@ fn lists_that_do_not_fit() {
 }
 
 #[test]
-fn options_names_and_order() {
+fn calls_reject_invalid_options_names_and_order() {
     let ctx = Context::cpu().unwrap();
     let mut opt = Optimizer::new(&ctx).unwrap();
     let (mut w, g) = (vec![1.0f32], vec![1.0f32]);
@@ -92,7 +92,7 @@ fn options_names_and_order() {
 }
 
 #[test]
-fn state_before_the_first_step_and_from_elsewhere() {
+fn state_is_accessible_before_the_first_step() {
     let ctx = Context::cpu().unwrap();
     let scaler = Scaler::new(&ctx, ScalerOptions { init: 64.0, ..Default::default() }).unwrap();
     let mut opt = Optimizer::builder(&ctx).scaler(&scaler).build().unwrap();
@@ -144,7 +144,7 @@ fn state_before_the_first_step_and_from_elsewhere() {
 }
 
 #[test]
-fn what_is_only_lent_is_not_written_to() {
+fn shared_borrows_are_not_written() {
     // In read-only memory. DeepSpeed's mode decays fp32 parameters when the state is created.
     static WIDE: [f32; 4] = [1.0; 4];
     static HALF: [F16; 4] = [F16(0x3c00); 4];
@@ -201,7 +201,7 @@ impl Seek for Broken {
 }
 
 #[test]
-fn streams_files_and_their_errors() {
+fn save_and_load_use_streams_and_files_and_report_errors() {
     let ctx = Context::cpu().unwrap();
     let folder = Folder::new("streams");
     let mut opt = adam(&ctx, &[3]);
@@ -240,7 +240,7 @@ fn streams_files_and_their_errors() {
 }
 
 #[test]
-fn panics_of_hooks_go_on_after_the_call() {
+fn calls_resume_panics_of_hooks() {
     let broken = Arc::new(AtomicBool::new(true));
     let down = broken.clone();
     let pool = move |pieces: usize, run: &(dyn Fn(usize) + Sync)| {
@@ -288,7 +288,7 @@ fn panics_of_hooks_go_on_after_the_call() {
 /// The destructor of an optimizer also runs hooks. If it runs inside a hook, the panic of that hook's call must be
 /// kept.
 #[test]
-fn a_destructor_in_a_hook_keeps_the_panic_of_the_call() {
+fn drop_in_a_hook_keeps_the_panic_of_the_call() {
     struct First(Mutex<Option<Comm>>);
     impl Collectives for First {
         fn all_reduce(&self, _: Values<'_>, _: Reduce) -> Result<(), CommFailure> {
@@ -309,7 +309,7 @@ fn a_destructor_in_a_hook_keeps_the_panic_of_the_call() {
 
 /// A hook that runs after a panic in the same call may use another optimizer. That call works and unbinds its memory.
 #[test]
-fn a_panic_does_not_end_the_calls_of_a_later_hook() {
+fn hooks_may_call_other_optimizers_after_a_panic() {
     const LENGTH: usize = 5000;
     struct Gloo {
         other: Arc<Mutex<Optimizer>>,
@@ -346,7 +346,7 @@ fn a_panic_does_not_end_the_calls_of_a_later_hook() {
 }
 
 #[test]
-fn log_lines_and_panics_in_them() {
+fn log_hook_receives_lines_and_may_panic() {
     let lines = Arc::new(Mutex::new(Vec::new()));
     for panics in [false, true] {
         let kept = lines.clone();
@@ -365,7 +365,7 @@ fn log_lines_and_panics_in_them() {
 }
 
 #[test]
-fn appliers_in_threads_beside_their_optimizer() {
+fn appliers_run_in_threads_next_to_their_optimizer() {
     let ctx = Context::builder().threads(1).build().unwrap();
     let mut opt = adam(&ctx, &[100]);
     let applier: Applier = opt.applier().unwrap();
@@ -417,7 +417,7 @@ fn appliers_in_threads_beside_their_optimizer() {
 }
 
 #[test]
-fn anything_may_be_dropped_first_or_never() {
+fn objects_can_be_dropped_in_any_order_or_leaked() {
     for order in 0..6 {
         let ctx = Context::builder().log(|_, _| ()).build().unwrap();
         let scaler = Scaler::new(&ctx, ScalerOptions::default()).unwrap();
@@ -450,7 +450,7 @@ fn anything_may_be_dropped_first_or_never() {
 }
 
 #[test]
-fn one_scaler_for_optimizers_in_several_threads() {
+fn scaler_is_shared_by_optimizers_in_several_threads() {
     let ctx = Context::builder().threads(1).build().unwrap();
     let scaler = Scaler::new(&ctx, ScalerOptions { shared: true, init: 8.0, ..Default::default() }).unwrap();
     thread::scope(|scope| {
@@ -474,7 +474,7 @@ fn one_scaler_for_optimizers_in_several_threads() {
 }
 
 #[test]
-fn a_hook_that_calls_back_gets_an_error_and_no_deadlock() {
+fn reentrant_call_from_a_hook_fails_without_deadlock() {
     let seen = Arc::new(Mutex::new(None));
     let (kept, slot) = (seen.clone(), Arc::new(Mutex::new(None::<Scaler>)));
     let inside = slot.clone();

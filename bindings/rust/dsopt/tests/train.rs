@@ -62,7 +62,7 @@ fn refs(lists: &[Vec<f32>]) -> Vec<TensorRef<'_>> {
 }
 
 #[test]
-fn follows_adamw_in_f64() {
+fn step_matches_adamw_in_f64() {
     const GROUP: AdamW = AdamW {
         lr: 0.02,
         beta1: 0.9,
@@ -167,7 +167,7 @@ fn trains_in_bfloat16() {
 }
 
 #[test]
-fn conversions_are_those_of_the_library() {
+fn float_conversions_match_the_library() {
     let ctx = Context::cpu().unwrap();
     let wide: Vec<f32> = (0..=u16::MAX).step_by(3).map(|high| f32::from_bits(u32::from(high) << 16 | 0x9fff)).collect();
     let mut wide: Vec<f32> = wide.into_iter().filter(|value| !value.is_nan()).collect();
@@ -187,7 +187,7 @@ fn conversions_are_those_of_the_library() {
 }
 
 #[test]
-fn apply_gives_the_bits_of_step() {
+fn apply_gives_same_bits_as_step() {
     let ctx = Context::builder().threads(1).build().unwrap();
     let mut opt = Optimizer::new(&ctx).unwrap();
     opt.add_group(&AdamW::default(), &params(Dtype::F32)).unwrap();
@@ -208,7 +208,7 @@ fn apply_gives_the_bits_of_step() {
 }
 
 #[test]
-fn takes_the_formula_of_keras() {
+fn step_computes_the_keras_formula() {
     let adamw = AdamW { lr: 1.0, eps: 0.1, eps_uncorrected: true, ..Default::default() };
     let adam = Adam { lr: 1.0, eps: 0.1, eps_uncorrected: true, ..Default::default() };
     for group in [&adamw as &dyn Group, &adam] {
@@ -301,7 +301,7 @@ fn trains_with_lion() {
 }
 
 #[test]
-fn writes_new_values_or_differences_elsewhere() {
+fn out_only_and_delta_write_to_the_outputs() {
     let ctx = Context::cpu().unwrap();
     let w = vec![1.0f32, -2.0];
     let g = vec![0.25f32, 0.5];
@@ -319,7 +319,7 @@ fn writes_new_values_or_differences_elsewhere() {
 }
 
 #[test]
-fn accumulated_gradients_absent_ones_and_empty_tensors() {
+fn step_accepts_accumulated_absent_and_empty_gradients() {
     let ctx = Context::cpu().unwrap();
     let mut opt = Optimizer::builder(&ctx).accumulators().nonfinite(Nonfinite::Skip).build().unwrap();
     let group = AdamW { lr: 0.1, weight_decay: 0.0, ..Default::default() };
