@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench.py [C-PROGRAM]: cost of one step of AdamW on 148 float32 tensors of 4 elements, medians in microseconds.
 
-  c          the C call by ctypes with nothing around it, or what C-PROGRAM (bench/call_cost) prints
-  bound      opt.step() with gradients that are bound
-  anew       opt.step(list), the same arrays as before: checked one by one
-  dict       the same as a dict by name
+  c          the C call through ctypes alone, or the output of C-PROGRAM (bench/call_cost)
+  bound      opt.step() with bound gradients
+  anew       opt.step(list) with the same arrays as before, each of which is checked
+  dict       same, as a dict by name
   other      opt.step(list) with other arrays in each call
 
-In turns, in one process, by the CPU time of this thread, which does all the work of so small a step: other processes
-count only by what they take of the caches. DSOPT_LIBRARY says which library.
+The variants alternate in one process. The times are CPU times of this thread, which does all the work of so small a
+step, so other processes affect them only through the caches. DSOPT_LIBRARY names the library.
 """
 
 import os

@@ -2,8 +2,8 @@
 """bench_tf.py [CALL_COST] [SHAPES.CSV]: compares the time of a step of dsopt.tf.AdamW and keras.optimizers.AdamW.
 
 Two models: 148 variables of 4 elements, where only the cost of a call matters, and the shapes of a file (GPT-2's).
-Steps of the two optimizers alternate; medians are printed. CALL_COST is the program bench/call_cost, the same step from
-C; - is none.
+Steps of the two optimizers alternate; medians are printed. CALL_COST is the program bench/call_cost, which times the
+same step from C; - omits it.
 """
 import os
 import statistics

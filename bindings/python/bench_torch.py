@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""bench_torch.py [C-PROGRAM] [SHARE]: dsopt.torch.AdamW beside torch.optim.AdamW, medians of a step.
+"""bench_torch.py [C-PROGRAM] [SHARE]: compares dsopt.torch.AdamW with torch.optim.AdamW, medians per step.
 
-1. 148 float32 tensors of 4 elements: cost of a call. `c` is the C call by ctypes with nothing around it, or what
-   C-PROGRAM
-   (bench/call_cost) prints.
-2. The shapes of GPT-2 (bench/shapes/gpt2-124m.csv), float32. SHARE < 1 keeps that share of each tensor's rows, for
-   small machines.
+1. 148 float32 tensors of 4 elements: cost of a call. `c` is the C call through ctypes alone, or the output of C-PROGRAM
+   (bench/call_cost).
+2. The shapes of GPT-2 (bench/shapes/gpt2-124m.csv), float32. SHARE < 1 keeps only this fraction of each tensor's rows,
+   for small machines.
 
-In turns, in one process, with as many threads as torch has. DSOPT_LIBRARY says which library.
+The variants alternate in one process, with torch's number of threads. DSOPT_LIBRARY names the library.
 """
 import csv
 import ctypes
@@ -55,7 +54,7 @@ def implementations(sizes):
 
 
 def medians(steps, rounds, calls):
-    """Microseconds."""
+    """Returns medians in microseconds."""
     times = {name: [] for name in steps}
     for i in range(rounds + 1):
         for name, step in steps.items():

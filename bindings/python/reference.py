@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """reference.py FOLDER: writes the reference of the Python package, one HTML page per public module.
 
-pdoc makes the pages from the docstrings. It imports the modules, because some docstrings are put together on import.
-PyTorch, JAX and TensorFlow need not be installed: a framework that is absent is replaced by stubs. DSOPT_LIBRARY says
-which library; the defaults of the algorithms are read from it.
+pdoc generates the pages from the docstrings. It imports the modules, because some docstrings are assembled at import.
+PyTorch, JAX and TensorFlow need not be installed: an absent framework is replaced by stubs. DSOPT_LIBRARY names the
+library; the defaults of the algorithms are read from it.
 """
 
 import importlib
@@ -20,7 +20,7 @@ import types
 import typing
 
 FRAMEWORKS = ("torch", "jax", "jaxlib", "optax", "keras", "tensorflow", "numpy")
-VALUES = {"keras.backend.backend": lambda: "tensorflow"}  # of stubs, where an import reads them
+VALUES = {"keras.backend.backend": lambda: "tensorflow"}  # values of stubs that are read at import
 
 
 # ------------------------------------------------------------------------------------------------------------- stubs
@@ -55,7 +55,7 @@ class Stub:
 
 
 def stub_of(owner, path, name):
-    """Attribute `name` of a stub, which has it from now on."""
+    """Creates attribute `name` of a stub, sets it and returns it."""
     if name.startswith("__"):
         raise AttributeError("%s has no attribute %s" % (path, name))
     found = VALUES.get("%s.%s" % (path, name)) or Stub("%s.%s" % (path, name))
@@ -73,11 +73,11 @@ class StubModule(types.ModuleType):
 
 
 class Stubs:
-    """Finds and loads the modules of absent frameworks, as the first of sys.meta_path."""
+    """Finds and loads the modules of absent frameworks; the first finder in sys.meta_path."""
 
     def __init__(self):
         found = {name: importlib.util.find_spec(name) for name in FRAMEWORKS}
-        # A folder of that name on sys.path, such as tests/torch, is found as a package without a file.
+        # A folder with that name in sys.path, such as tests/torch, is found as a package without a file.
         self.absent = [name for name, spec in found.items() if spec is None or spec.origin is None]
 
     def find_spec(self, name, path=None, target=None):
@@ -94,11 +94,11 @@ class Stubs:
 
 
 def public_modules():
-    """Imports the package and its packages. Returns the modules by name. Absent frameworks are stubs from now on."""
+    """Imports the package and its subpackages. Returns the modules by name. Replaces absent frameworks by stubs."""
     if not any(isinstance(finder, Stubs) for finder in sys.meta_path):
         sys.meta_path.insert(0, Stubs())
     package = importlib.import_module("dsopt")
-    # Packages only: in an installed one the library itself, libdsopt.so, has the name of an extension module.
+    # Packages only: in an installed package the library itself, libdsopt.so, has the name of an extension module.
     modules = pkgutil.iter_modules(package.__path__)
     found = sorted(found.name for found in modules if found.ispkg and not found.name.startswith("_"))
     names = ["dsopt"] + ["dsopt." + name for name in found]
@@ -110,7 +110,7 @@ ROW = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*|`[^`]+`(?:, `[^`]+`)*)(?:,? {2,}
 
 
 def escaped(text):
-    """Text in which only what is between backquotes has a meaning in Markdown."""
+    """Escapes Markdown marks, except between backquotes."""
     parts = re.split(r"(`[^`]+`)", text)
     for i in range(0, len(parts), 2):
         parts[i] = re.sub(r"([\\*\[\]#])", r"\\\1", parts[i]).replace("&", "&amp;").replace("<", "&lt;")
@@ -118,7 +118,7 @@ def escaped(text):
 
 
 def rows_of(text):
-    """The tables of a docstring: the description by name."""
+    """Returns the table rows of a docstring: the descriptions by name."""
     rows, names, indent = {}, [], None
     for line in text.splitlines():
         row = row_of(line)
@@ -133,13 +133,13 @@ def rows_of(text):
 
 
 def row_of(line):
-    """The match of a row of a table: names, two spaces at least, and a description."""
+    """Returns the match of a table row: names, at least two spaces, and a description."""
     found = ROW.fullmatch(line)
     return found if found and "  " in line[: found.start(2)] else None
 
 
 def as_markdown(text):
-    """A docstring in Markdown. Its tables become lists."""
+    """Converts a docstring to Markdown. Its tables become lists."""
     lines, indent, code = [], None, False
     for line in text.splitlines():
         code = line.startswith("    ") and indent is None and (code or not lines or not lines[-1])
@@ -162,7 +162,8 @@ def as_markdown(text):
 
 # ------------------------------------------------------------------------------------------------------------- pages
 def public_bases(kind, exported):
-    """(module, name, text) of the bases. Classes of the package that it does not export are replaced by theirs."""
+    """Returns (module, name, text) of the bases. A base class that the package does not export is replaced by its
+    bases."""
     for base in kind.__bases__:
         if base.__module__.split(".")[0] == "dsopt" and base not in exported:
             yield from public_bases(base, exported)
@@ -172,8 +173,9 @@ def public_bases(kind, exported):
 
 
 def prepare(namespace, exported):
-    """Put the docstrings of a pdoc.doc.Module or Class and of its members into Markdown. What a class inherits inside
-    of the package is documented as its own."""
+    """Converts the docstrings of a pdoc.doc.Module or Class and of its members to Markdown. Members that a class
+    inherits
+    inside the package are documented as its own."""
     rows = rows_of(namespace.docstring)
     if namespace.kind == "class":
         namespace.own_members = [m for m in namespace.members.values() if m.taken_from[0].split(".")[0] == "dsopt"]
@@ -183,17 +185,17 @@ def prepare(namespace, exported):
         if member.kind == "class":
             prepare(member, exported)
             continue
-        if member.docstring.startswith(("Alias for field number", "Create new instance of")):  # a NamedTuple's own
+        if member.docstring.startswith(("Alias for field number", "Create new instance of")):  # of a NamedTuple
             member.docstring = ""
         if member.kind == "variable" and not member.docstring:
-            made = getattr(namespace.obj, member.name, None)  # property(..., doc="..."), of which pdoc reads no text
+            made = getattr(namespace.obj, member.name, None)  # property(..., doc="..."), for which pdoc finds no text
             member.docstring = inspect.getdoc(made) if isinstance(made, property) else rows.get(member.name, "")
         member.docstring = as_markdown(member.docstring)
     namespace.docstring = as_markdown(namespace.docstring)
 
 
 def write(folder):
-    """Write the pages. Returns their paths."""
+    """Writes the pages. Returns their paths."""
     import pdoc.doc
     import pdoc.render
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build backend of pyproject.toml: meson-python with another tag, and with the SBOM where wheels have it.
+"""The build backend of pyproject.toml: meson-python with another tag, and with the SBOM in the folder for wheels.
 
-The package is Python and a library that is loaded by ctypes, so one wheel is for every Python 3 of a platform.
-meson-python assumes that files next to a shared library are code for one Python's ABI, and tags the wheel for that ABI.
-Its installation has no folder for files of *.dist-info.
+The package is Python code and a library loaded through ctypes, so one wheel works for every Python 3 on a platform.
+meson-python assumes that files next to a shared library are code for one Python ABI, and tags the wheel for that ABI.
+It cannot install files into *.dist-info.
 """
 
 import os
@@ -22,14 +22,14 @@ from mesonpy import build_wheel as build_tagged_wheel
 
 
 def wheel(*arguments):
-    """Last word of what `python -m wheel` prints."""
+    """Returns the last word of the output of `python -m wheel`."""
     command = [sys.executable, "-m", "wheel", *arguments]
     said = subprocess.run(command, stdout=subprocess.PIPE, check=True, universal_newlines=True)
     return said.stdout.split()[-1]
 
 
 def move_sbom(path):
-    """dsopt/dsopt.spdx.json into *.dist-info/sboms (PEP 770)."""
+    """Moves dsopt/dsopt.spdx.json into *.dist-info/sboms (PEP 770)."""
     with tempfile.TemporaryDirectory() as folder:
         wheel("unpack", "--dest", folder, path)
         (top,) = (os.path.join(folder, name) for name in os.listdir(folder))

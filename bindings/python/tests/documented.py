@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """documented.py [MODULE...]: prints the public names of the modules whose docstring is missing or lacks an argument.
-Without arguments those of all modules of the package. Absent frameworks are replaced by the stubs of reference.py."""
+Without arguments: of all modules of the package. Absent frameworks are replaced by the stubs of reference.py."""
 
 import importlib.util
 import inspect
@@ -10,7 +10,7 @@ import sys
 
 
 def reference():
-    """bindings/python/reference.py as a module."""
+    """Imports bindings/python/reference.py and returns the module."""
     path = pathlib.Path(__file__).resolve().parents[1] / "reference.py"
     spec = importlib.util.spec_from_file_location("reference", str(path))
     module = importlib.util.module_from_spec(spec)
@@ -19,7 +19,7 @@ def reference():
 
 
 def described(argument, text):
-    """A row of a table that begins with the argument, perhaps after others, or a mention between backquotes."""
+    """True if a table row begins with the argument, possibly after others, or if it is mentioned between backquotes."""
     row = r"^ *(\w+, )*%s(, \w+)* +\S" % argument
     return re.search(row, text, re.MULTILINE) or re.search(r"`%s`" % argument, text)
 
@@ -30,7 +30,8 @@ def arguments(function):
 
 
 def entries(module):
-    """(name, docstring, arguments) of everything that a module exports, and of what a class has from the package."""
+    """Yields (name, docstring, arguments) of all exports of a module, and of the members that a class has from the
+    package."""
     for name in module.__all__:
         thing = getattr(module, name)
         text = inspect.getdoc(thing) or ""
@@ -38,7 +39,8 @@ def entries(module):
             yield name, text, arguments(thing)
             continue
         raises = issubclass(thing, BaseException)
-        has_own = "__doc__" in vars(thing) and not text.startswith(name + "(")  # a dataclass would write that one
+        # Not the docstring generated for a dataclass
+        has_own = "__doc__" in vars(thing) and not text.startswith(name + "(")
         protocol = getattr(thing, "_is_protocol", False)
         yield name, text if has_own else "", [] if raises or protocol else arguments(thing)
         for member, value in members(thing):
@@ -49,7 +51,7 @@ def entries(module):
 
 
 def members(kind):
-    """(name, function or property) of the public members that a class has from classes of the package."""
+    """Yields (name, function or property) of the public members that a class has from classes of the package."""
     seen = set()
     for base in [base for base in kind.__mro__ if base.__module__.startswith("dsopt.")]:
         for member, value in vars(base).items():
@@ -62,14 +64,14 @@ def members(kind):
 
 
 def resolve(module, name):
-    """The object of a name of entries()."""
+    """Returns the object of a name of entries()."""
     for part in name.split("."):
         module = getattr(module, part)
     return module
 
 
 def missing(module):
-    """The names without a docstring, and the arguments that no docstring describes."""
+    """Yields the names without a docstring, and the arguments that no docstring describes."""
     for name, text, found in entries(module):
         if len(text.split()) < 3:
             yield "%s.%s has no docstring" % (module.__name__, name)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""reference_pages.py: the pages of reference.py have an entry with the whole docstring for every public name, and no
-link to an entry that does not exist. Needs pdoc; DSOPT_LIBRARY says which library."""
+"""reference_pages.py: checks that the pages of reference.py have an entry with the whole docstring for every public
+name,
+and no broken links. Needs pdoc; DSOPT_LIBRARY names the library."""
 
 import html.parser
 import pathlib
@@ -43,7 +44,7 @@ class Page(html.parser.HTMLParser):
 
 
 def words(text):
-    """Letters and digits alone: marks of Markdown are not text."""
+    """Returns only letters and digits, because Markdown marks are not text."""
     return re.findall(r"\w+", text)
 
 
@@ -107,7 +108,7 @@ class Pages(unittest.TestCase):
 if __name__ == "__main__":
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(Pages)
     result = unittest.TextTestRunner(stream=sys.stdout).run(suite)
-    # A test whose subtests fail is one failure.
+    # A test with failed subtests counts as one failure.
     failed = len({str(getattr(test, "test_case", test)) for test, _ in result.failures + result.errors})
     print("%d passed, %d failed" % (result.testsRun - failed, failed))
     sys.exit(failed != 0)

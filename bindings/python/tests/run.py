@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [torch] [MODULE...]: the tests of the package, or those of dsopt.torch, or of these modules alone. They
-import the package next to this folder, and with DSOPT_INSTALLED=1 the one that is installed.
+"""run.py [torch] [MODULE...]: runs the tests of the package, or those of dsopt.torch, or only these modules. Imports
+the
+package next to this folder, or with DSOPT_INSTALLED=1 the installed one.
 
-The last line is `N passed, N failed`. Exit status 77 where NumPy (PyTorch) is missing.
+The last line is `N passed, N failed`. Exits with 77 if NumPy (PyTorch) is missing.
 """
 
 import os
@@ -25,7 +26,7 @@ def main():
     sys.path.insert(0, folder)
     if not os.environ.get("DSOPT_INSTALLED"):
         sys.path.insert(0, os.path.dirname(HERE))
-        os.environ["PYTHONPATH"] = os.path.dirname(HERE)  # of the processes that tests start
+        os.environ["PYTHONPATH"] = os.path.dirname(HERE)  # for processes that tests start
     names = sorted(name[:-3] for name in os.listdir(folder) if name.startswith("test_") and name.endswith(".py"))
     suite = unittest.defaultTestLoader.loadTestsFromNames(chosen or names)
     result = unittest.TextTestRunner(stream=sys.stdout).run(suite)

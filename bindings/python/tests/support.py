@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several test files need."""
+"""Helpers shared by several test files."""
 
 import os
 import pathlib
@@ -20,16 +20,16 @@ def arrays(*shapes, seed=0, dtype=np.float32, scale=1.0):
 
 
 def adamw(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0):
-    """One step of AdamW in float64, in place."""
+    """Takes one step of AdamW in float64, in place."""
     m += (1 - betas[0]) * (g - m)
     v += (1 - betas[1]) * (g * g - v)
     p -= lr * (m / (1 - betas[0] ** t) / (np.sqrt(v / (1 - betas[1] ** t)) + eps) + wd * p)
 
 
 def python(program, *arguments, timeout=120, library=None, preload=False):
-    """Run a program in an interpreter of its own. Returns exit status, standard output and standard error."""
+    """Runs a program in a new interpreter. Returns exit status, standard output and standard error."""
     environment = dict(os.environ, DSOPT_LIBRARY=library or dsopt._abi.path, PYTHONPATH=str(PACKAGE))
-    if preload:  # it needs more thread-local storage than there is for what a program loads later
+    if preload:  # a library loaded later has too little thread-local storage for it
         environment["LD_PRELOAD"] = environment["DSOPT_LIBRARY"]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *arguments],

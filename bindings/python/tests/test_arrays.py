@@ -14,7 +14,7 @@ new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, 
 
 
 class Producer:
-    """An array that speaks DLPack only, made by hand so that every field can be wrong."""
+    """An array that supports only DLPack, implemented here so that every field can be wrong."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Arrays(unittest.TestCase):
     def test_a_contiguous_slice_is_an_array(self):
         x = np.zeros((4, 4), np.float32)
         self.assertEqual(tensor_of(x[1:3], "x").address, x.ctypes.data + 16 * 1)
-        self.assertEqual(tensor_of(x[:, :1][:1], "x").numel, 1)  # strides of dimensions of one element do not count
+        self.assertEqual(tensor_of(x[:, :1][:1], "x").numel, 1)  # strides of dimensions of one element are ignored
 
     def test_bfloat16(self):
-        class Named(np.ndarray):  # as ml_dtypes: the typestr is <V2 and only the dtype has a name
+        class Named(np.ndarray):  # like ml_dtypes: the typestr is <V2, and only the dtype has a name
             @property
             def __array_interface__(self):
                 return {
@@ -137,7 +137,7 @@ class Arrays(unittest.TestCase):
         self.assertFalse(tensor_of(Producer(floats, (2,), flags=1), "x").writable)
         self.assertFalse(
             tensor_of(Producer(floats, (2,), flags=2), "x").writable
-        )  # a copy: writing to it would be lost
+        )  # a copy: writes to it would be lost
 
     def test_dlpack_of_a_device(self):
         on_device = Producer(floats, (4,), device=(2, 3))
@@ -226,7 +226,7 @@ class Arrays(unittest.TestCase):
 
 
 class Addresses(unittest.TestCase):
-    """Of objects that report an address themselves."""
+    """Objects that report an address themselves."""
 
     class Interface:
         def __init__(self, **fields):

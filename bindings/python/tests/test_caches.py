@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that are kept from call to call: arrays that are present, then gone, then absent, and arrays that change in
-place. The address sanitizer runs this file too, and sees reads of freed memory that change no result."""
+"""Addresses that are cached between calls: arrays that are present, then freed, then absent, and arrays that change in
+place. The address sanitizer also runs this file, and reports reads of freed memory that change no result."""
 
 import gc
 import unittest
@@ -38,7 +38,7 @@ class PresentGoneAbsent(unittest.TestCase):
         call = CALLS[name]
         opt, params = rig(accumulate=name == "accumulate")
         kept = {"a": full(0.25)}
-        for times in (1, 2, 3):  # the addresses of arrays are kept from the first or from the second time on
+        for times in (1, 2, 3):  # addresses are cached from the first or the second call on
             passing = {**kept, "b": full(0.5)}
             if read_only:
                 passing["b"].flags.writeable = False
@@ -46,7 +46,7 @@ class PresentGoneAbsent(unittest.TestCase):
                 kept["a"][:] = 0.25
                 call(opt, passing)
             at, passing = passing["b"].ctypes.data, None
-            others = [full(7) for _ in range(64)]  # one of these has the memory now, unless the sanitizer keeps it back
+            others = [full(7) for _ in range(64)]  # one of these reuses the memory, unless the sanitizer quarantines it
             before = params["b"].copy()
             for absent in (kept, {**kept, "b": None}, {}):
                 call(opt, absent)
@@ -74,7 +74,7 @@ class PresentGoneAbsent(unittest.TestCase):
                     np.testing.assert_array_equal(array, before[name])
 
     def test_gradients_in_cycles(self):
-        """The collector breaks weak references before it calls anything."""
+        """The garbage collector clears weak references before it calls any callback."""
         opt, params = rig()
 
         class Owner:
@@ -92,7 +92,7 @@ class PresentGoneAbsent(unittest.TestCase):
 
     def test_bound_gradients(self):
         opt, params = rig()
-        opt.bind(grads={"a": full(0.25), "b": full(0.5)})  # kept by the optimizer
+        opt.bind(grads={"a": full(0.25), "b": full(0.5)})  # the optimizer keeps references
         opt.step()
         opt.bind(grads={"a": full(0.25)})
         before = params["b"].copy()
@@ -140,7 +140,7 @@ class PresentGoneAbsent(unittest.TestCase):
 
     def test_compressed_all_reduce(self):
         comm = dsopt.Comm.single(dsopt.Context())
-        reduce = dsopt.CompressedAllReduce(comm, [full(1)])  # the array is gone after this line
+        reduce = dsopt.CompressedAllReduce(comm, [full(1)])  # the array is freed after this line
         for _ in range(2):
             gc.collect()
             reduce([full(1)])
@@ -189,7 +189,7 @@ class PresentGoneAbsent(unittest.TestCase):
 
 
 class RefusedCalls(unittest.TestCase):
-    """What a refused call wrote into a list must not count in the next one."""
+    """Entries that a failed call wrote into a list must not be used by the next one."""
 
     def test_gradients_of_another_dtype_between(self):
         half, wide = np.float16, np.float32
@@ -197,7 +197,7 @@ class RefusedCalls(unittest.TestCase):
         for o in (opt, peer):
             o.step([full(0.5, half), full(0.5, half)])
         with self.assertRaises(dsopt.ArgumentError):
-            opt.step([None, np.zeros(N)])  # float64: refused after the entry of the first was written
+            opt.step([None, np.zeros(N)])  # float64: fails after the first entry was written
         with self.assertRaises(dsopt.ArgumentError):
             opt.step([full(1, wide), np.zeros(N)])
         for o in (opt, peer):
@@ -229,7 +229,7 @@ class RefusedCalls(unittest.TestCase):
 
 
 def in_place(array, field, value):
-    """Assign to a field of an array that NumPy advises against, and at last takes away."""
+    """Sets a field of an array that NumPy discourages to set, and finally removes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -260,7 +260,7 @@ class ChangesInPlace(unittest.TestCase):
         self.assertFalse(g.any())
 
     def test_data_of_a_parameter(self):
-        """The memory that it had is free, and that which it has now is what is updated."""
+        """The array's previous memory is free, and its current memory is updated."""
         for begin in (lambda opt: None, lambda opt: opt.step({"a": full(0.5)})):
             for use in (
                 lambda opt: opt.step({"a": full(0.5)}),
@@ -351,7 +351,7 @@ class ChangesInPlace(unittest.TestCase):
         np.testing.assert_array_equal(params["a"], full(0))
 
     def test_resized_gradients(self):
-        """An array of which weak references are kept cannot be resized; one that could is looked at again."""
+        """An array with weak references cannot be resized; another array is checked again."""
         opt, _ = rig()
         g = full(0.5)
         opt.step({"a": g})
@@ -363,7 +363,7 @@ class ChangesInPlace(unittest.TestCase):
             opt.step({"a": g})
 
     def test_an_interpreter_of_another_layout(self):
-        """Then arrays are looked at in each call."""
+        """Arrays are then checked in each call."""
         from dsopt import _lists
 
         known, _lists._layout_is_known = _lists._layout_is_known, lambda ndarray: False

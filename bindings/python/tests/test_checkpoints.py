@@ -130,7 +130,7 @@ class Checkpoints(unittest.TestCase):
                 opt.save(Writer(lambda data: result))
         kept = []
         opt.save(Writer(lambda data: kept.append(data)))
-        for data in kept:  # of memory that is something else by now
+        for data in kept:  # of memory that has been reused
             with self.assertRaises(ValueError):
                 bytes(data)
         for read in (lambda n: "x" * n, lambda n: 5, lambda n: b"x" * (n + 10**6), lambda n: [1] * n):
@@ -142,7 +142,7 @@ class Checkpoints(unittest.TestCase):
                 opt.load(File(tell=tell))
         silent = File()
         seek = silent.seek
-        silent.seek = lambda *place: seek(*place) and None  # as in tempfile.SpooledTemporaryFile until Python 3.11
+        silent.seek = lambda *place: seek(*place) and None  # like tempfile.SpooledTemporaryFile before Python 3.11
         silent.read = lambda n, read=silent.read: bytearray(read(n))
         opt.load(silent)
         for path in ("a\0b", "\ud800"):

@@ -15,7 +15,7 @@ from support import arrays
 
 
 def ranks(count, work):
-    """Run work(rank) on a thread for each rank; what one raises is raised here."""
+    """Runs work(rank) on one thread per rank. Raises the exception of a rank, if any."""
     results, problems = [None] * count, []
 
     def run(rank):
@@ -135,7 +135,7 @@ class Comms(unittest.TestCase):
         mean = (arrays((100,), seed=0)[0] + arrays((100,), seed=1)[0]) / 2
         self.assertLess(
             abs(one - mean).mean(), 0.1 * abs(mean).mean()
-        )  # errors are fed back, so the mean is right in the end
+        )  # with error feedback the mean is correct in the end
 
     def test_what_methods_raise(self):
         class Broken(Rank):
@@ -223,7 +223,7 @@ class Comms(unittest.TestCase):
             def abort(self):
                 raise ValueError("in abort")
 
-        for result in (2**32, "x", object()):  # the first one would be 0 in C: all is well
+        for result in (2**32, "x", object()):  # the first one would be 0, success, in C
             comm = dsopt.Comm.table(dsopt.Context(), Collectives(result), 0, 2)
             with self.assertRaisesRegex(dsopt.ArgumentError, "what a collective returned"):
                 comm.all_reduce([np.ones(3, np.float32)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries between libdsopt and a framework: which one is used, and what is said while one is compiled."""
+"""Adapter libraries between libdsopt and a framework: which one is used, and the output while one is compiled."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ class Libraries(unittest.TestCase):
         self.addCleanup(environment.stop)
 
     def path(self, **options):
-        """The path, and what is said."""
+        """Returns the path, and the output."""
         with contextlib.redirect_stderr(io.StringIO()) as said:
             path = _compile.Extension(
                 module="dsopt.one",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA backend on the emulated device of the repository's tests, which DSOPT_EMULATED names."""
+"""The CUDA backend on the emulated device of the repository's tests, whose library DSOPT_EMULATED names."""
 
 import os
 import unittest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings are the reference of the package, so every name and every argument is in one."""
+"""Docstrings are the reference of the package, so they must describe every name and every argument."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ class Docstrings(unittest.TestCase):
         self.assertEqual(list(documented.missing(dsopt)), [])
 
     def test_describe_everything_that_the_modules_for_frameworks_export(self):
-        """In a process of their own: frameworks that are not installed are stubs there."""
+        """In a separate process, in which frameworks that are not installed are stubs."""
         found = sorted(path.parent.name for path in (PACKAGE / "dsopt").glob("[a-z]*/__init__.py"))
         self.assertLessEqual({"jax", "tf", "torch"}, set(found))
         path = str(documented.__file__)
@@ -59,7 +59,7 @@ class Docstrings(unittest.TestCase):
 
 
 class Markdown(unittest.TestCase):
-    """What the generator of the reference gets."""
+    """Markdown that the generator of the reference receives."""
 
     def test_tables_become_lists(self):
         text = "Text.\n\na, b    first\n        and more\n`cc`    third\n**rest  others\nAfter."

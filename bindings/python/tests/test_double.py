@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""float64 parameters, stepped by NumPy."""
+"""Tests of float64 parameters, which NumPy steps."""
 
 import math
 import unittest
@@ -91,7 +91,7 @@ RULES = [
 
 class Case(unittest.TestCase):
     def near(self, actual, expected, *others, times=1):
-        """`others` are what the value was made from: where they cancel, their roundings stay."""
+        """`others` are the operands of the value: if they cancel, their rounding errors remain."""
         self.assertEqual((actual.dtype, actual.shape), (np.dtype(np.float64), expected.shape))
         if expected.size:
             largest = max(np.abs(x).max() for x in (expected, *others))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of frameworks that are here."""
+"""Arrays of installed frameworks."""
 
 import unittest
 
@@ -13,7 +13,7 @@ from support import arrays
 try:
     import torch
 
-    torch.Tensor  # without PyTorch the folder of its tests is found
+    torch.Tensor  # without PyTorch, the folder tests/torch is imported
 except (ImportError, AttributeError):
     torch = None
 try:

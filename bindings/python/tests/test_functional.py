@@ -41,11 +41,11 @@ class Functional(unittest.TestCase):
         opt.apply(p, values(1), state, out=out, out_only=True, report=report, lr=0.0)
         for name in p:
             np.testing.assert_array_equal(p[name], before[name])
-            np.testing.assert_array_equal(out[name], before[name])  # the rate was 0
+            np.testing.assert_array_equal(out[name], before[name])  # the learning rate was 0
         hyper = np.full((1, 16), np.nan, np.float32)
         hyper[0, 0] = -1
         opt.apply(p, values(1), state, hyper=hyper, report=report)
-        self.assertEqual(report[0], 1)  # skipped: no such rate
+        self.assertEqual(report[0], 1)  # skipped because of an invalid learning rate
         opt.apply(p, values(1), state, workspace=np.zeros(opt.workspace, np.int32))
         with self.assertRaisesRegex(dsopt.ArgumentError, "WORKSPACE"):
             opt.apply(p, values(1), state, workspace=np.zeros(1, np.int32))

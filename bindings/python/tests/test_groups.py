@@ -21,7 +21,7 @@ class Groups(unittest.TestCase):
             self.assertIn(word, str(caught.exception))
 
     def test_fields_without_a_name(self):
-        """As torch.optim takes parameters and a learning rate."""
+        """Positional parameters and learning rate, as in torch.optim."""
         (w,) = arrays((3,))
         for kind in dsopt._groups.ALGORITHMS:
             for values in (([w],), ({"w": w}, 0.1), (0.1,)):
@@ -48,7 +48,7 @@ class Groups(unittest.TestCase):
         ):
             self.refused(make, *words)
         group = dsopt.AdamW()
-        group.lr = "x"  # seen when it is used
+        group.lr = "x"  # checked when it is used
         self.refused(lambda: dsopt.Optimizer([w], group), "lr of AdamW is 'x'")
 
     def test_numbers_of_numpy(self):
@@ -65,7 +65,7 @@ class Groups(unittest.TestCase):
         self.assertEqual((group.weight_decay, dsopt.AdamW().weight_decay, dsopt.Adam().weight_decay), (0.01, 0.01, 0))
 
     def test_clipping_and_eps_of_the_onebit_family(self):
-        """In both modes groups clip, and eps is added to the root."""
+        """Groups have clipping in both modes, and eps is added to the root."""
         for kind in (dsopt.OnebitAdam, dsopt.ZeroOneAdam, dsopt.OnebitLamb):
             for compat in ("none", "deepspeed"):
                 moments = []

@@ -60,7 +60,7 @@ class ParallelFor(unittest.TestCase):
             self.assertEqual(caught.exception.__cause__.name, "DSOPT_ERR_HOOK")
 
     def test_interrupt(self):
-        """Control-C while a piece runs, as the interpreter gives it: in the main thread, between two of its
+        """Control-C while a piece runs. The interpreter raises the exception in the main thread, between two bytecode
         instructions."""
 
         def run(n, body):
@@ -68,14 +68,14 @@ class ParallelFor(unittest.TestCase):
             for i in range(n):
                 body(i)
 
-        # A shell starts commands in the background with SIGINT ignored, and Python keeps that.
+        # A shell starts background commands with SIGINT ignored, and Python keeps that.
         self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler))
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=dsopt.Context(threads=4, parallel_for=run))
         with self.assertRaises(KeyboardInterrupt):
             opt.step(large(1))
 
     def test_interrupts_at_any_time(self):
-        """A call that returns has run its collective to the end, whenever control-C came: also on the way into it."""
+        """A call that returns has completed its collective, whenever control-C came, also before the collective."""
 
         class Slow:
             completed = 0
@@ -193,7 +193,7 @@ class Log(unittest.TestCase):
             dsopt.Context(log=write, log_level=4)
 
     def test_a_hook_that_closes(self):
-        """What a call is in cannot be closed; what the library keeps itself may go."""
+        """An object that is in a call cannot be closed; an object to which the library has a reference can."""
 
         def run(n, body):
             closing.close()
@@ -210,7 +210,7 @@ class Log(unittest.TestCase):
             opt.apply([w], [g], state)
         self.assertFalse(opt.closed)
         closing = context
-        opt.step([g])  # the optimizer keeps the context
+        opt.step([g])  # the optimizer keeps a reference to the context
         self.assertTrue(context.closed)
         context = closing = dsopt.Context(threads=2, parallel_for=run)
         with self.assertRaisesRegex(dsopt.StateError, "Context is in a call"):
@@ -218,7 +218,7 @@ class Log(unittest.TestCase):
         self.assertFalse(context.closed)
 
     def test_pieces_that_outlast_parallel_for(self):
-        """The memory of a call is there while a piece runs, even where the hook did not wait for its threads."""
+        """The memory of a call remains valid while a piece runs, even if the hook did not wait for its threads."""
         refused = []
 
         def piece(body, i):

@@ -50,7 +50,7 @@ class Lists(unittest.TestCase):
             dsopt.clamp([x], -1)
 
     def test_without_numpy(self):
-        """The package needs the standard library only."""
+        """The package needs only the standard library."""
         status, said, complaint = python("""
             import sys
             sys.modules["numpy"] = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `import dsopt` says where libdsopt cannot be loaded."""
+"""Error texts of `import dsopt` if libdsopt cannot be loaded."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ PROGRAM = """
 
 
 def said(library):
-    """What the import says with a library at `library`."""
+    """Returns the error text of the import with this library."""
     status, out, error = python(PROGRAM, library=library, timeout=300)
     if status:
         raise AssertionError(error)
@@ -32,7 +32,7 @@ class Load(unittest.TestCase):
         self.path = os.path.join(folder.name, "libdsopt.so")
 
     def altered(self, before, after):
-        """Makes a copy of libdsopt with other bytes in place of `before`, which is there."""
+        """Returns a copy of libdsopt in which `before`, which must occur, is replaced by `after`."""
         self.assertEqual(len(before), len(after))
         with open(dsopt._abi.path, "rb") as file:
             content = file.read()

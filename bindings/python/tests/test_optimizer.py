@@ -14,7 +14,7 @@ from support import adamw, arrays
 
 class Steps(unittest.TestCase):
     def test_training_beside_float64(self):
-        """A small network, trained by the engine in float32 and by a loop of NumPy in float64."""
+        """A small network, trained by the engine in float32 and by a NumPy loop in float64."""
         x, targets = arrays((64, 5), seed=1)[0], arrays((64, 3), seed=2)[0]
         start = arrays((5, 16), (16,), (16, 3), (3,), seed=3, scale=0.3)
         ours, theirs = [w.copy() for w in start], [w.astype(np.float64) for w in start]
@@ -51,7 +51,7 @@ class Steps(unittest.TestCase):
                 opt.step(wrong)
 
     def test_other_arrays_in_each_call(self):
-        """Addresses are right whether arrays are the same, others, views, read-only, of another dtype, or mixed."""
+        """Addresses are correct for the same arrays, others, views, read-only arrays, other dtypes, and mixtures."""
         shapes = ((4,), (3, 2), (), (5,))
         p, q = arrays(*shapes), arrays(*shapes)
         opt, peer = dsopt.Optimizer(p, dsopt.AdamW(lr=0.1)), dsopt.Optimizer(q, dsopt.AdamW(lr=0.1))
@@ -69,7 +69,7 @@ class Steps(unittest.TestCase):
                 grads = {"p%d" % i: g for i, g in enumerate(grads)}
             opt.step(grads)
             opt.step(grads)
-            for _ in range(2):  # through one list that is rewritten
+            for _ in range(2):  # the same list is rewritten
                 values = [
                     None if g is None else np.array(g) for g in (grads.values() if isinstance(grads, dict) else grads)
                 ]
@@ -190,7 +190,7 @@ class Steps(unittest.TestCase):
     def test_eps_beside_the_uncorrected_variance(self):
         lr, eps, wd = 0.1, 0.01, 0.5
         for group, decay in ((dsopt.Adam, 0.0), (dsopt.AdamW, wd)):
-            for later in (False, True):  # as a group's property
+            for later in (False, True):  # set through a property of the group
                 with self.subTest(group=group, later=later):
                     (w,) = arrays((5,))
                     p = w.astype(np.float64)
@@ -371,10 +371,10 @@ class Steps(unittest.TestCase):
             with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['w'\].*" + text):
                 opt.step(grads)
         self.assertEqual(opt.report().calls, 0)
-        opt.step({"w": np.zeros(4, np.float32)})  # and goes on
+        opt.step({"w": np.zeros(4, np.float32)})  # still usable
 
     def test_numbers_that_do_not_fit(self):
-        """ctypes would take their lower bits."""
+        """ctypes would use their lower bits."""
         (w,), group = arrays((4,)), dsopt.AdamW()
         opt = dsopt.Optimizer([w], group)
         before = w.copy()
@@ -407,7 +407,7 @@ class Steps(unittest.TestCase):
         with self.assertRaises(AttributeError):
             opt.groups[0].lrr = 1
         with self.assertRaisesRegex(dsopt.ArgumentError, "OUT_ONLY"):
-            opt.step([w.copy()], zero_grads=False, out_only=2)  # any true value is the flag that was named
+            opt.step([w.copy()], zero_grads=False, out_only=2)  # any true value sets the flag
         np.testing.assert_array_equal(w, before)
 
     def test_handles_of_another_kind(self):
@@ -435,7 +435,7 @@ class Steps(unittest.TestCase):
     def test_things_of_numpy_that_are_no_memory(self):
         (w,) = arrays((4,))
         with self.assertRaisesRegex(dsopt.ArgumentTypeError, r"params\['w'\] is a scalar of NumPy"):
-            dsopt.Optimizer({"w": np.float32(1)}, dsopt.AdamW())  # whose address is that of a copy
+            dsopt.Optimizer({"w": np.float32(1)}, dsopt.AdamW())  # their address would be that of a copy
         opt, peer = dsopt.Optimizer({"w": w}, dsopt.AdamW()), dsopt.Optimizer(arrays((4,)), dsopt.AdamW(lr=0.125))
         with self.assertRaisesRegex(dsopt.ArgumentError, "mask"):
             opt.step([np.ma.masked_array(w.copy(), mask=[1, 0, 0, 0])])
@@ -478,7 +478,7 @@ class Lifetimes(unittest.TestCase):
         opt.step(arrays((4,)))
 
     def test_resized_arrays(self):
-        """The memory of an array whose address is in use cannot move; where it moved before, the new address counts."""
+        """The memory of an array whose address is in use cannot move; if it moved before, the new address is used."""
         w, g = np.ones(4, np.float32), np.ones(4, np.float32)
         opt = dsopt.Optimizer({"w": w}, dsopt.AdamW())
         opt.bind(grads=[g])
@@ -512,7 +512,7 @@ class Lifetimes(unittest.TestCase):
         context = dsopt.Context()
         opt = dsopt.Optimizer(arrays((5,)), dsopt.AdamW(), context=context)
         context.close()
-        opt.step(arrays((5,)))  # the library keeps what it needs
+        opt.step(arrays((5,)))  # the library keeps references
 
     def test_closed(self):
         opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
@@ -537,7 +537,7 @@ class Lifetimes(unittest.TestCase):
         view[:] = 3
 
     def test_state_is_that_of_now(self):
-        """Also in a mapping that was made before parameters came or memory was bound."""
+        """Also in a mapping that was created before parameters were added or memory was bound."""
         opt = dsopt.Optimizer({"w": np.ones(3, np.float32)}, dsopt.AdamW())
         state = opt.state
         opt.add_params({"b": np.ones(3, np.float32)}, 0)

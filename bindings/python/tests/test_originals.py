@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of docs/checkpoints.md, "State of DeepSpeed", on recorded runs of it."""
+"""Tests the recipe of docs/checkpoints.md, "State of DeepSpeed", on recorded runs of DeepSpeed."""
 
 import io
 import json
@@ -68,7 +68,7 @@ class Case:
 
 
 def imported(case, compat):
-    """What rank 0 of the original has after the call before `case.begin`, as a checkpoint of one rank."""
+    """Converts the state of the original's rank 0 after the call before `case.begin` to a checkpoint of one rank."""
     t = case.begin - 1
     params, step = case.weights(t), int(case.get("step")[t])
     opt = dsopt.Optimizer(params, case.group(), compat=compat)
@@ -99,7 +99,7 @@ def imported(case, compat):
 
 
 def continued(case, compat, checkpoint, rank, id, averages):
-    """One rank: (weights and moments after each call, reduction before each call)."""
+    """Runs one rank. Returns (weights and moments after each call, reduction before each call)."""
     comm = dsopt.Comm.local(dsopt.Context(), id, rank, 2)
     params = {name: np.zeros_like(value) for name, value in case.weights(0).items()}
     opt = dsopt.Optimizer(params, case.group(), data=comm, compat=compat, nonfinite="apply", averages=averages)
@@ -116,7 +116,7 @@ def continued(case, compat, checkpoint, rank, id, averages):
 
 
 def mixed(case, context, params, data=None):
-    """What stands for FP16_Optimizer around OnebitAdam."""
+    """Returns the equivalent of FP16_Optimizer around OnebitAdam."""
     scaler = dsopt.Scaler(context, profile="fused", init=2.0, window=int(case.info["scale_window"]))
     return scaler, dsopt.Optimizer(
         params,
@@ -131,7 +131,7 @@ def mixed(case, context, params, data=None):
 
 
 def imported_mixed(case):
-    """As `imported`, of FP16_Optimizer, which has one flat tensor per group."""
+    """Same as `imported` for FP16_Optimizer, which has one flat tensor per group."""
     t = case.begin - 1
     params = {"p%d" % i: case.get("param16/p%d" % i)[t].copy() for i in range(5)}
     scaler, opt = mixed(case, dsopt.Context(), params)
@@ -153,7 +153,7 @@ def imported_mixed(case):
 
 
 def continued_mixed(case, checkpoint, rank, id):
-    """One rank: (weights, masters, moments, loss scale) after each call."""
+    """Runs one rank. Returns (weights, masters, moments, loss scale) after each call."""
     context = dsopt.Context()
     params = {"p%d" % i: np.zeros_like(case.get("param16/p%d" % i)[0]) for i in range(5)}
     scaler, opt = mixed(case, context, params, dsopt.Comm.local(context, id, rank, 2))
@@ -169,7 +169,7 @@ def continued_mixed(case, checkpoint, rank, id):
 
 
 def on_two_ranks(work):
-    """work(rank, id) on a thread for each rank."""
+    """Runs work(rank, id) on one thread per rank."""
     id, rows = dsopt.Comm.unique_id(), [None, None]
 
     def run(rank):
@@ -202,7 +202,7 @@ class StateOfDeepSpeed(unittest.TestCase):
                         self.assertLess(np.abs(value - recorded[t]).max(), limit, (name, rank, t, tensor))
 
     def test_masters_and_loss_scale_go_on_as_the_original(self):
-        """From before the freeze, so the record goes on as the run after a load does."""
+        """Begins before the freeze, where the record is the same as a run after a load."""
         case = Case("fp16_onebit_adam_n2")
         checkpoint = imported_mixed(case)
         self.assertIn(1, case.get("compression_stage")[case.begin :])

@@ -10,7 +10,7 @@ class Processes(unittest.TestCase):
         self.assertEqual((status, said, complaint), (0, expected, ""))
 
     def test_fork(self):
-        """In the child what the parent made says so; what the child makes works, also on threads."""
+        """In the child, the parent's objects report the fork; new objects work, also on threads."""
         self.runs(
             """
             import multiprocessing
@@ -51,7 +51,7 @@ class Processes(unittest.TestCase):
         )
 
     def test_exit_while_a_step_runs(self):
-        """Daemon threads are inside a call, with and without functions of Python, when the interpreter goes away."""
+        """Daemon threads are inside a call, with and without Python callbacks, when the interpreter exits."""
         for pool in ("None", "lambda n, body: [body(i) for i in range(n)]"):
             for _ in range(3):
                 self.runs(
@@ -84,7 +84,7 @@ class Processes(unittest.TestCase):
                 )
 
     def test_objects_at_exit(self):
-        """Globals, cycles and atexit functions go in an order of the interpreter's own."""
+        """The interpreter destroys globals, cycles and atexit functions in an order of its own."""
         self.runs(
             """
             import atexit

@@ -12,7 +12,7 @@ README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 
 class Readme(unittest.TestCase):
     def test_program(self):
-        """It prints what the README says."""
+        """The program prints the output in the README."""
         (found,) = re.findall(
             r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S
         )

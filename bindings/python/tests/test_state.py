@@ -18,7 +18,7 @@ def full(value):
 
 
 class StateViews(unittest.TestCase):
-    """State of the whole optimizer has entries for each parameter, and other memory when parameters came."""
+    """State of the whole optimizer has entries per parameter, and is reallocated when parameters are added."""
 
     def test_views_follow_their_tensor(self):
         for algorithm in (dsopt.AdamW, dsopt.Lamb):
@@ -30,7 +30,7 @@ class StateViews(unittest.TestCase):
             for i in range(100):
                 opt.add_group(algorithm(), {"y%d" % i: full(1)})
                 opt.state["optimizer.step"]
-            others = [np.full(16, 77, np.int32) for _ in range(2000)]  # the size of what was moved
+            others = [np.full(16, 77, np.int32) for _ in range(2000)]  # the size of the freed block
             self.assertEqual(list(view), [1] + [0] * 101)
             opt.step({"x": full(1)})
             self.assertEqual((len(view), view[1], view.sum(), int((view + view).max())), (102, 1, 2, 2))
@@ -56,7 +56,7 @@ class StateViews(unittest.TestCase):
         self.assertEqual(list(view), [1] + [0] * 101)
         del view
         gc.collect()
-        # What it was then: the library keeps outgrown memory. The sanitizer sees how bytes() copies it.
+        # The old values: the library keeps outgrown memory. The sanitizer checks the copy that bytes() makes.
         self.assertEqual(bytes(array), bytes(copy))
 
     def test_views_before_there_is_memory(self):
@@ -118,7 +118,7 @@ class StateViews(unittest.TestCase):
             unset.shape
 
 
-class StateMemory(unittest.TestCase):  # not under a sanitizer, which keeps what is freed
+class StateMemory(unittest.TestCase):  # not under a sanitizer, which quarantines freed memory
     def test_many_additions_with_a_view_each(self):
         opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
         opt.step([full(1)])

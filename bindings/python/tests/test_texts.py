@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Representations and the texts of errors."""
+"""Representations of objects, and error texts."""
 
 import unittest
 
@@ -34,7 +34,7 @@ class Representations(unittest.TestCase):
         self.assertEqual(repr(groups[1]), "<group 1 of <dsopt.Optimizer: closed>>")
 
     def test_in_a_hook(self):
-        """A representation does not fail where the library is in a call."""
+        """repr() does not fail while the library is in a call."""
         said = []
         things = []
 
@@ -52,7 +52,7 @@ class Representations(unittest.TestCase):
 
 
 class Refusals(unittest.TestCase):
-    """Sentences that say what to do."""
+    """Error texts say what to do."""
 
     def test_float64(self):
         (w,) = arrays((3,))
@@ -89,7 +89,7 @@ class Refusals(unittest.TestCase):
                 call()
 
     def test_unsupported(self):
-        """The kind of the exception is that of the status."""
+        """The class of the exception is that of the status."""
         with self.assertRaisesRegex(dsopt.UnsupportedError, "x is y .DSOPT_ERR_UNSUPPORTED"):
             dsopt._arrays.refuse("x", "is y", abi.DSOPT_ERR_UNSUPPORTED)
 

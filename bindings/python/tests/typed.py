@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program of a user, for `mypy --strict`. The last function is wrong on purpose."""
+"""A user's program, for `mypy --strict`. The last function is wrong on purpose."""
 
 import sys
 from typing import Dict, List

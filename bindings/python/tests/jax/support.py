@@ -22,7 +22,7 @@ DTYPES = {
     "int32": abi.DSOPT_DTYPE_I32,
 }
 
-# They take minutes, mostly to compile programs of several devices.
+# They take minutes, mostly to compile programs for several devices.
 sharded_tests = unittest.skipIf(
     os.environ.get("DSOPT_SHARDED_TESTS") == "0", "sharded arrays; ./dev bindings jax runs these tests"
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases that every language computes."""
+"""The conformance cases, which every language computes."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings and refusals of dsopt.jax. bindings/python/tests/test_docs.py checks that every argument is described."""
+"""Docstrings and errors of dsopt.jax. bindings/python/tests/test_docs.py checks that every argument is described."""
 
 import re
 import unittest
@@ -11,7 +11,8 @@ from dsopt.jax import _fused
 
 
 def is_row(argument, text):
-    """A row of a table: the argument, perhaps among others, and words; or the heading of a table of options."""
+    """Returns a match for a table row with the argument, possibly among others, or for the heading of a table of
+    options."""
     return re.search(r"(?m)^ *((\w+, )*%s(, \w+)*  +\S|`%s`,)" % (argument, argument), text)
 
 

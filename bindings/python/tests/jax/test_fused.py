@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps in place."""
+"""Tests of steps in place."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def grads_at(params, i):
 
 class Bits(unittest.TestCase):
     def test_same_as_the_engine(self):
-        """The leaves of a dict are sorted by key, and so are the engine's parameters here."""
+        """The engine's parameters are sorted by key here, like the leaves of a dict."""
         leaves = jax.tree.leaves(PARAMS)
         for name, fields in (
             ("adam", {}),
@@ -95,7 +95,7 @@ class Bits(unittest.TestCase):
                 self.assertEqual(program.as_text().count(" copy("), 0)
 
     def test_stochastic_rounding(self):
-        """A step that is too small for bfloat16 changes the mean; the result depends on the seed."""
+        """An update too small for bfloat16 changes the mean; the result depends on the seed."""
         params = {"w": jnp.ones(20000, jnp.bfloat16)}
         ends = []
         for seed in (1, 1, 2):

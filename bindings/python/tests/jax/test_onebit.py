@@ -114,7 +114,7 @@ class Family(unittest.TestCase):
                         self.assertEqual(mine, expected[rank])
 
     def test_two_in_one_program_are_ordered(self):
-        """The second exchange reads the report of the first one, so every rank runs them in the same order."""
+        """The second exchange reads the report of the first, so that every rank runs them in the same order."""
         opts = [dsopt.jax.onebit_adam(1e-2, axis_name="dp", freeze_step=2, timeout_ms=60000) for _ in range(2)]
         (state, specs), _ = start(opts[0], 2), None
 

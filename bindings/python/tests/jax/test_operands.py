@@ -37,7 +37,7 @@ def hlo(dtype, shape):
 
 
 class Call:
-    """dsopt_step or dsopt_init as in a program that dsopt.jax did not make: arrays and results by name, in order."""
+    """A dsopt_step or dsopt_init call that dsopt.jax did not create: arrays and results by name, in order."""
 
     def __init__(self, name="dsopt_step", values=(), recipe=RECIPE, out=False, zeros=False):
         _build.library()
@@ -74,7 +74,7 @@ class Call:
         self.results["result 'workspace'"] = jax.ShapeDtypeStruct((recipe.layout.workspace,), jnp.uint8)
 
     def change(self, role, dtype, shape):
-        """Replaces an operand, with the result in its memory, or a result."""
+        """Replaces an operand and the result in its memory, or a result."""
         if role in self.operands:
             self.operands[role] = jnp.ones(shape, dtype)
             role = self.aliases.get(role)
@@ -138,7 +138,7 @@ class Operands(unittest.TestCase):
                         call = Call(**options)
                         call.change(role, dtype, shape)
                         if role == "operand 'after'":
-                            call.run()  # not read
+                            call.run()  # not checked
                         elif role == "result 'workspace'" and dtype == x.dtype and len(shape) == 1:
                             self.refused(call, "workspace has %d bytes" % shape, "are needed")
                         else:

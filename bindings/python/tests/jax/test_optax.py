@@ -107,7 +107,7 @@ class BesideOptax(unittest.TestCase):
                 a, state_a = ours.update(grads, state, params)
                 b, state_b = theirs.update(grads, state, params)
                 self.assertLess(worst(a, b), 1e-6)
-                # and back
+                # In the other direction.
                 params = optax.apply_updates(params, a)
                 a, b = theirs.update(grads, state_a, params)[0], theirs.update(grads, state_b, params)[0]
                 self.assertLess(worst(a, b), 1e-6)
@@ -214,7 +214,7 @@ class BesideOptax(unittest.TestCase):
                 self.assertLess(worst(ends[0][0], ends[1][0]), 2e-4)
 
     def test_updates_are_exact_beside_large_parameters(self):
-        """An update far below the last bit of its parameter has all of its bits."""
+        """An update far below the last bit of its parameter keeps all of its bits."""
         params = {"w": jnp.full(1000, 1e6), "b": jnp.zeros(5)}
         without_decay = ("lion", {"weight_decay": 0.0})
         for name, options in (("adam", {}), ("adamw", {}), ("lamb", {}), without_decay, *self.OTHERS[:2]):
@@ -297,7 +297,7 @@ class BesideOptax(unittest.TestCase):
                 for platform, calls in (("cpu", 1), ("cuda", 3)):
                     text = traced.lower(lowering_platforms=(platform,)).as_text()
                     self.assertEqual(text.count("@dsopt_step"), calls)
-                close = 1e-4 if "mu_dtype" in options else 3e-6  # moments of 16 bits may be rounded to a neighbour
+                close = 1e-4 if "mu_dtype" in options else 3e-6  # 16-bit moments may be rounded differently
                 for jit in (True, False):
                     self.assertLess(worst(run(tx, params, 6, jit=jit)[0], theirs[0]), close)
                 inside = jax.jit(lambda p, s, tx=tx: tx.update(jax.tree.map(jnp.cos, p), s, p))

@@ -141,7 +141,7 @@ class Updates(unittest.TestCase):
                 )
 
     def test_place_results_as_optax_where_the_state_alone_is_sharded(self):
-        """As in ZeRO-1."""
+        """Same as in ZeRO-1."""
         mesh = sharded.mesh_of("2 x 2")
         whole, over = (NamedSharding(mesh, spec) for spec in (P(), P("x")))
         p = g = jax.device_put(jnp.arange(48.0).reshape(8, 6) / 48, whole)

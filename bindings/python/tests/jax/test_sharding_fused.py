@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded parameters in FusedStep under plain jit: bits, norms of whole tensors, overflow, and refused options."""
+"""Sharded parameters in FusedStep under plain jit: bits, norms of whole tensors, overflow, and rejected options."""
 
 import re
 import unittest
@@ -169,7 +169,7 @@ class Steps(unittest.TestCase):
                     self.assertEqual(support.bits(parts[2]), support.bits(whole[2]))
 
     def test_round_at_random_as_whole_arrays(self):
-        """Where each shard is an interval of its parameter: the first dimension that is longer than 1."""
+        """Each shard must be an interval of its parameter: only the first dimension longer than 1 is sharded."""
         mesh = sharded.mesh_of("4 x 2")
         specs = {"a": P("x"), "b": P(None, "y"), "c": P(("x", "y")), "d": P(), "e": P("x")}
         shapes = {"a": (8, 6), "b": (1, 64, 2), "c": (128,), "d": (40,), "e": (4, 2)}
@@ -194,7 +194,7 @@ class Steps(unittest.TestCase):
         self.assertEqual(support.bits(new), support.bits(wanted))
 
     def test_divide_whole_parameters_by_sharded_state(self):
-        """As in ZeRO-1: parameters are replicated, and each device steps the shard of which it has state."""
+        """Same as in ZeRO-1: parameters are replicated, and each device steps the shard whose state it has."""
         mesh = sharded.mesh_of("4")
         whole, x = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
         opt, p = FusedStep("adamw", 0.01), jax.device_put(jnp.ones((8, 4)), whole)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [TEST...]: runs the tests in this Python, or those of these names (test_step), and counts them.
+"""run.py [TEST...]: runs all tests in this Python, or only these (test_step), and counts them.
 
 dsopt finds the library (DSOPT_LIBRARY). Exits with 77 if TensorFlow is not installed."""
 import os
@@ -28,7 +28,8 @@ def main(names):
     result = unittest.TextTestRunner(stream=sys.stdout, verbosity=1).run(suite)
     for test, reason in result.skipped:
         print("skipped: %s: %s" % (test, reason))
-    failed = len({str(test).split(" (")[0] for test, _ in result.failures + result.errors})  # not per subtest
+    # Each test counts once, not per subtest.
+    failed = len({str(test).split(" (")[0] for test, _ in result.failures + result.errors})
     skipped = len(result.skipped)
     print("TensorFlow %s, Keras %s, Python %s, %.0f s" % (tf.__version__, keras.__version__, sys.version.split()[0],
                                                          time.time() - begin))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings and refusals of dsopt.tf. bindings/python/tests/test_docs.py checks that every argument is described."""
+"""Docstrings and errors of dsopt.tf. bindings/python/tests/test_docs.py checks that every argument is described."""
 import inspect
 import unittest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invalid arguments are refused by name, before anything changes."""
+"""Invalid arguments are rejected by name, before anything changes."""
 import os
 import re
 import subprocess
@@ -83,7 +83,7 @@ class Optimizer(unittest.TestCase):
         with self.refused(ValueError, "No gradients"):
             optimizer.apply([None, None])
         self.assertTrue(same(weights(params), before))
-        optimizer.apply([tf.ones(5), tf.ones(6)])  # it still works
+        optimizer.apply([tf.ones(5), tf.ones(6)])  # still usable
         self.assertEqual(int(optimizer.iterations), 1)
 
     def test_names_that_are_not_unique(self):
@@ -130,7 +130,7 @@ class Optimizer(unittest.TestCase):
 
 
 class Op(unittest.TestCase):
-    """The op alone, for graphs that are written by hand."""
+    """The op alone, for hand-written graphs."""
 
     def call(self, variables_of_op=None, **changed):
         params, momentums, velocities = variables_of_op or (variables((5,))[0] for _ in range(3))
@@ -188,7 +188,7 @@ class Op(unittest.TestCase):
                             ("lr", tf.zeros([2], tf.float64)), ("lr", tf.zeros([2], tf.int32)),
                             ("grad_scale", [tf.ones([], tf.float16)]), ("grads", [tf.ones(5, tf.float64)]),
                             ("grads", [tf.ones(5, tf.int32)]), ("params", [tf.ones(5)])):
-            # TensorFlow's text, which for lists names the attribute instead of the input
+            # TensorFlow's error text, which for lists names the attribute instead of the input.
             self.refused("cannot compute|not in the list of allowed values|Value for attr", **{name: value})
         for index, what in enumerate(("variable", "momentum of", "velocity of")):
             given = [variables((5,))[0] for _ in range(3)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of the README does what it says."""
+"""The programs of the README run, with the results in the README."""
 import os
 import re
 import subprocess

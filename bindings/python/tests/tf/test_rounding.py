@@ -92,8 +92,9 @@ class MixedBfloat16(unittest.TestCase):
         self.assertLess(2 * worst(ours, exact), worst(theirs, exact))
 
     def test_model_in_bfloat16_amplifies_last_bits(self):
-        """Keras differs from itself as much if the learning rate differs by 1e-5, a thousand times the difference of
-        the optimizers: where a sum changes its sign, the gradient of a relu switches on or off."""
+        """Keras differs from itself by as much if the learning rate differs by 1e-5, a thousand times the difference of
+        the
+        optimizers: if a sum changes its sign, the gradient of a relu switches on or off."""
         theirs, gradients = train(KERAS)
         shares = [sign * share for share in (1e-6, 5e-6, 1e-5, 2e-5) for sign in (1, -1)]
         chaos = max(worst(train(KERAS, learning_rate=LR * (1 + share))[0], theirs) for share in shares)

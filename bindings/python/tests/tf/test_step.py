@@ -33,7 +33,7 @@ class Formula(unittest.TestCase):
                 self.follow(optimizer, Reference(params, decay=0.1, **options), params)
 
     def test_is_nearer_to_it_than_another_eps_would_be(self):
-        """The corrected variance under the root gives another number, so the test above can fail."""
+        """The corrected variance under the root gives another result, so the test above can fail."""
         params = variables((5000,))
         for p in params:
             p.assign(tf.zeros_like(p))
@@ -94,7 +94,7 @@ class Formula(unittest.TestCase):
             self.assertLess(distance(weights(params), reference.p), 1e-6)
 
     def test_sparse_gradients_become_dense(self):
-        """A row that occurs twice counts as the sum. Keras squares the two parts separately."""
+        """A row that occurs twice counts as the sum. Keras squares the two terms separately."""
         for twice in (False, True):
             ours, theirs = variables((30, 4)), variables((30, 4))
             a, b = dsopt.tf.Adam(0.01), keras.optimizers.Adam(0.01)
@@ -177,7 +177,7 @@ class Memory(unittest.TestCase):
         a, b = dsopt.tf.Adam(0.1), dsopt.tf.Adam(0.1)
         for step in range(3):
             row = tf.IndexedSlices(tf.ones((1, 4)), tf.constant([step]))
-            params[0].scatter_add(row)  # from now on reads of it copy
+            params[0].scatter_add(row)  # reads of it copy from now on
             plain[0].assign_add(tf.convert_to_tensor(tf.IndexedSlices(row.values, row.indices, tf.constant([40, 4]))))
             read, copy = params[0].read_value(), params[0].numpy().copy()
             a.apply_gradients(zip(gradients(params, step), params))
