@@ -39,7 +39,7 @@ def entries(module):
             yield name, text, arguments(thing)
             continue
         raises = issubclass(thing, BaseException)
-        # Not the docstring generated for a dataclass
+        # Excludes the docstring generated for a dataclass.
         has_own = "__doc__" in vars(thing) and not text.startswith(name + "(")
         protocol = getattr(thing, "_is_protocol", False)
         yield name, text if has_own else "", [] if raises or protocol else arguments(thing)

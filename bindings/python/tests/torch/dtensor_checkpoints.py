@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of test_dtensor_checkpoint.py: torch.distributed.checkpoint with DTensors, of this and other numbers of ranks,
-placements and optimizers. A checkpoint is saved by one start of processes and loaded by another."""
+"""Cases of test_dtensor_checkpoint.py: torch.distributed.checkpoint with DTensors, with equal and different numbers of
+ranks, placements and optimizers. One set of processes saves a checkpoint and another one loads it."""
 import copy
 import os
 
@@ -15,7 +15,7 @@ import dsopt.torch
 
 FULL = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-WIDTHS = (6, 3, 10, 8, 5, 1)  # rows of one layer are fewer than four ranks, and of two they are no multiple
+WIDTHS = (6, 3, 10, 8, 5, 1)  # one layer has fewer rows than four ranks, and for two ranks the rows are no multiple
 
 KINDS = {
     "AdamW": dict(lr=0.02), "Adam": dict(lr=0.02, weight_decay=0.1), "SGD": dict(lr=0.02, momentum=0.9),
@@ -42,7 +42,7 @@ def sharded(layout):
 
 
 def train(net, optimizer, steps):
-    """Gradients depend on the step only, and not on the number of ranks."""
+    """Trains on gradients that depend only on the step, not on the number of ranks."""
     for step in steps:
         for i, param in enumerate(net.parameters()):
             grad = random(param.shape, 1000 * step + i)
@@ -58,7 +58,7 @@ def reference(name, of_torch=False):
 
 
 def assert_trained(net, optimizer, name, what, relative=None):
-    """Parameters and state after steps 0 to 4 of one process."""
+    """Compares parameters and state with those of one process after steps 0 to 4."""
     other, theirs = reference(name)
     train(other, theirs, range(3, 5))
     for (key, param), its in zip(net.named_parameters(), other.parameters()):
@@ -75,7 +75,7 @@ def tolerance(name, of_torch=False):
 
 
 def saves(rank):
-    """Checkpoints for the other start of processes, in the folder of the rendezvous."""
+    """Saves checkpoints for the other set of processes, in the folder of the rendezvous."""
     folder = os.environ["DSOPT_TEST_CHECKPOINTS"]
     for layout in ("fsdp", "hsdp", "both"):
         for name in KINDS:
@@ -89,7 +89,7 @@ def saves(rank):
 
 
 def loads(rank):
-    """With another number of ranks, and other placements."""
+    """Loads with another number of ranks, and with other placements."""
     folder = os.environ["DSOPT_TEST_CHECKPOINTS"]
     others = {"fsdp": "both", "hsdp": "fsdp", "both": "hsdp"}
     for layout in others:
@@ -112,7 +112,7 @@ def loads(rank):
 
 
 def resumes(rank):
-    """In the same processes the next steps have the same bits, also with LAMB."""
+    """In the same processes the next steps must have the same bits, also with LAMB."""
     for name in KINDS:
         for layout in ("fsdp", "both"):
             net = sharded(layout)
@@ -131,7 +131,8 @@ def resumes(rank):
 
 
 def plain_state_dicts(rank):
-    """Whole state dicts of one process go in and out by full_state_dict; load_state_dict takes those with DTensors."""
+    """full_state_dict saves and loads the whole state dicts of one process; load_state_dict loads those with
+    DTensors."""
     for name in KINDS:
         plain, its = reference(name)
         net = sharded("fsdp")
@@ -152,7 +153,7 @@ def plain_state_dicts(rank):
         again = sharded("fsdp")
         again.load_state_dict(net.state_dict())
         other = optimizer_of(again, name)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # a load does not copy, as with torch.optim
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # like torch.optim, a load does not copy
         train(net, optimizer, range(5, 7))
         train(again, other, range(5, 7))
         for param, its in zip(net.parameters(), again.parameters()):
@@ -174,7 +175,7 @@ def plain_state_dicts(rank):
 
 
 def stochastic_rounding_goes_on(rank):
-    """The seed and the steps are in the state dict."""
+    """The state dict has the seed and the number of steps."""
     def one():
         net = shard_model(mlp(torch.bfloat16), line())
         return net, dsopt.torch.Lion(net.parameters(), lr=0.01, stochastic_rounding=True, seed=3)

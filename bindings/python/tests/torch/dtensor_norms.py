@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of test_dtensor.py in which a step depends on whole tensors: LAMB, its max_grad_norm, and the place of a shard
+"""Cases of test_dtensor.py in which a step depends on whole tensors: LAMB, its max_grad_norm, and the offset of a shard
 for stochastic rounding."""
 import torch
 from dtensors import (DTensor, Replicate, Shard, Twins, assert_equal, batch, layouts, line, mlp, place, raises, random,
@@ -15,7 +15,7 @@ RELATIVE = 1e-6
 
 
 def assert_copies_are_equal(params):
-    """Ranks with the same shard have the same bits."""
+    """Asserts that ranks with the same shard have the same bits."""
     for param in params:
         mesh, placements = param.device_mesh, param.placements
         for d, placement in enumerate(placements):
@@ -59,10 +59,10 @@ def lamb_of_bfloat16_parameters(rank):
 
 
 def a_shard_without_gradient_stays_in_lamb(rank):
-    """The ratio is that of the other shards, as if the tensor had only those."""
+    """The trust ratio is that of the other shards, as if the tensor consisted only of them."""
     mesh = line()
     twins = Twins([((8, 3), mesh, [Shard(0)]), ((3, 8), mesh, [Shard(1)]), ((6,), mesh, [Replicate()])])
-    begin = 8 // mesh.size()  # of the shards of ranks from 1 on
+    begin = 8 // mesh.size()  # of the shards of all ranks except rank 0
     others = [twins.whole[0].detach()[begin:], twins.whole[1].detach()[:, begin:].contiguous(), twins.whole[2].detach()]
     others = [torch.nn.Parameter(other.clone()) for other in others]
     optimizer, other = [FusedLamb(params, lr=0.1, max_grad_norm=0.5) for params in (twins.params, others)]
@@ -102,7 +102,7 @@ def lamb_steps_fsdp2_and_tensor_parallelism(rank):
 
 
 def norms_are_taken_over_the_meshes_of_the_parameters_only(rank):
-    """Ranks of another dim may have other parameters, as those of a pipeline do, and other numbers of steps."""
+    """Ranks along another dim may have other parameters, like pipeline stages, and other numbers of steps."""
     two = square()
     stage = two.get_local_rank("row")
     twins = Twins([((5 + stage, 3), two["column"], [Shard(0)]), ((4,), two["column"], [Replicate()])] +
@@ -128,7 +128,7 @@ def norms_are_taken_over_the_meshes_of_the_parameters_only(rank):
 
 
 def norms_are_added_up_over_one_dim_after_the_other(rank):
-    """As in a world with more ranks than the mesh, where there is no process group of all its ranks."""
+    """As in a world with more ranks than the mesh, in which there is no process group of exactly its ranks."""
     kept, Spread._has_all_ranks = Spread._has_all_ranks, lambda spread: False
     try:
         lamb_takes_ratios_and_norms_of_whole_tensors(rank)
@@ -184,7 +184,7 @@ def stochastic_rounding_has_the_bits_of_unsharded_parameters(rank):
         twins.assert_params(kind.__name__)
         twins.assert_states(kind.__name__, optimizer, other)
         assert any(not torch.equal(param, its) for param, its in zip(nearest.param_groups[0]["params"], twins.whole))
-    # Groups of several seeds have several engines, and all look for new memory before any of them steps.
+    # Groups with several seeds have several engines; all of them check for new memory before any of them steps.
     twins = Twins(intervals, torch.bfloat16)
     optimizer, other = [AdamW([{"params": params[:4], "seed": 1}, {"params": params[4:]}], lr=0.1,
                               stochastic_rounding=True) for params in (twins.params, twins.whole)]
@@ -193,7 +193,7 @@ def stochastic_rounding_has_the_bits_of_unsharded_parameters(rank):
         optimizer.step()
         other.step()
         twins.assert_params("two seeds, step %d" % step)
-        last = 8  # of the second engine
+        last = 8  # for the second engine
         twins.params[last]._local_tensor = twins.params[last]._local_tensor.clone()
         if step == 1:
             new = torch.nn.Parameter(place(whole(twins.params[last]), two["column"], [Replicate()]))
@@ -201,7 +201,7 @@ def stochastic_rounding_has_the_bits_of_unsharded_parameters(rank):
             torch.utils.swap_tensors(twins.params[last], new)
             twins.layouts = list(intervals)
             twins.layouts[last] = (*intervals[last][:2], [Replicate()])
-    # The ratios of LAMB are those of whole tensors to 1e-6 only, so an element may be rounded in the other direction.
+    # LAMB's trust ratios agree with those of whole tensors only to 1e-6, so an element may be rounded the other way.
     twins = Twins(intervals, torch.bfloat16)
     lamb = FusedLamb(twins.params, lr=0.02, stochastic_rounding=True)
     twins.give_grads()
@@ -228,14 +228,14 @@ def stochastic_rounding_refuses_shards_that_are_no_intervals(rank):
         for param, old in zip(twins.params, before):
             assert torch.equal(whole(param), old)
         AdamW(twins.params).step()
-        # float32 parameters are exact, so they have no random numbers.
+        # float32 parameters are exact, so they use no random numbers.
         twins.params[1] = torch.nn.Parameter(twins.params[1].detach().float())
         twins.params[1].grad = twins.params[1].detach() * 0.5
         AdamW(twins.params, stochastic_rounding=True).step()
 
 
 def clip_grad_norm_of_torch(rank):
-    """clip_grad_norm_ leaves DTensors as gradients, and their norm is that of whole tensors."""
+    """clip_grad_norm_ leaves DTensors as gradients, and computes the norm of whole tensors."""
     net, other = shard_model(mlp(), line()), mlp()
     x, y = batch(0, rank)
     ((net(x) - y) ** 2).mean().backward()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of DTensors: cases of test_dtensor.py, each run by every rank. Element-wise rules have the bits of unsharded
-parameters."""
+"""Steps of DTensors: cases of test_dtensor.py, each run by every rank. Element-wise rules must give the same bits as on
+unsharded parameters."""
 import contextlib
 import io
 import itertools
@@ -30,7 +30,7 @@ ELEMENT_WISE = [
 def element_wise_rules_have_the_bits_of_unsharded_parameters(rank):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for kind, options in ELEMENT_WISE:
-            if dtype == torch.float64 and "compat" in options:  # which has no float64
+            if dtype == torch.float64 and "compat" in options:  # which does not support float64
                 continue
             for leave_out in (0, 3) if dtype == torch.float32 else (3,):
                 what = "%s %s %s" % (kind.__name__, options, dtype)
@@ -51,7 +51,7 @@ def element_wise_rules_agree_with_torch_on_dtensors(rank):
             (("AdamW", dict(lr=0.02)), ("Adam", dict(lr=0.02, weight_decay=0.1)), ("SGD", dict(lr=0.02, momentum=0.9)),
              ("Adagrad", dict(lr=0.02))), (torch.float32, torch.float64)):
         twins, others = [Twins([x for x in layouts() if x[1] is not None], dtype) for _ in range(2)]
-        # Of torch 2.15 foreach needs all DTensors of a list to be on one mesh.
+        # In torch 2.15 foreach requires all DTensors of a list to be on one mesh.
         optimizer = getattr(dsopt.torch, name)(twins.params, **options)
         theirs = getattr(torch.optim, name)(others.params, foreach=False, **options)
         for _ in range(4):
@@ -89,7 +89,7 @@ def complex_parameters_and_any_memory_order(rank):
 
 
 def gradients_of_other_placements_are_redistributed(rank):
-    """As torch.optim does: its sums of a Partial too."""
+    """Same as torch.optim, including its sums of a Partial."""
     mesh = line()
     ranks = mesh.size()
     for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
@@ -100,7 +100,7 @@ def gradients_of_other_placements_are_redistributed(rank):
                 twins.give_grads()
                 if step != 1:
                     grad = twins.whole[0].grad
-                    # The shares of a power of two ranks add up without rounding.
+                    # With a power of two as the number of ranks the shares add up without rounding.
                     twins.params[0].grad = (DTensor.from_local(grad / ranks, mesh, given, run_check=False)
                                             if given[0].is_partial() else place(grad, mesh, given))
                 optimizer.step()
@@ -109,7 +109,7 @@ def gradients_of_other_placements_are_redistributed(rank):
 
 
 def gradients_may_be_absent_on_some_ranks(rank):
-    """A shard without a gradient stays, and the others are stepped."""
+    """A shard without a gradient is unchanged, and the others are stepped."""
     mesh = line()
     twins = Twins([((8, 3), mesh, [Shard(0)]), ((8,), mesh, [Shard(0)])])
     optimizer, other = AdamW(twins.params, lr=0.1), AdamW(twins.whole, lr=0.1)
@@ -130,7 +130,7 @@ def gradients_may_be_absent_on_some_ranks(rank):
 
 
 def memory_may_be_replaced(rank):
-    """Of parameters, gradients and state, also with the same object."""
+    """Replaces memory of parameters, gradients and state, also with the same tensor object."""
     mesh = line()
     twins = Twins([((10, 3), mesh, [Shard(0)]), ((6, 4), mesh, [Shard(1)]), ((5,), None, None)])
     optimizer, other = AdamW(twins.params, lr=0.1), AdamW(twins.whole, lr=0.1)
@@ -146,7 +146,7 @@ def memory_may_be_replaced(rank):
 
     step("first")
     step("second")
-    twins.params[0]._local_tensor = twins.params[0]._local_tensor.clone()  # as FSDP2 does
+    twins.params[0]._local_tensor = twins.params[0]._local_tensor.clone()  # like FSDP2
     step("another local tensor")
     with torch.no_grad():
         twins.params[0].data = place(whole(twins.params[0]), mesh, [Shard(0)])
@@ -167,7 +167,7 @@ def memory_may_be_replaced(rank):
 
 
 def an_optimizer_of_parameters_on_the_meta_device(rank):
-    """to_empty() keeps the parameters, and fully_shard gives them memory."""
+    """to_empty() keeps the parameter objects, and fully_shard allocates their memory."""
     mesh = line()
     with torch.device("meta"):
         net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
@@ -269,7 +269,7 @@ def refusals_name_what_is_wrong(rank):
 
 
 def place_of_a_shard_in_its_tensor(rank):
-    """Random rounding needs it."""
+    """The offset is needed for stochastic rounding."""
     one, two = line(), square()
     known = [((10, 5), one, [Shard(0)]), ((3, 2), one, [Shard(0)]), ((1,), one, [Shard(0)]), ((), one, [Replicate()]),
              ((1, 7, 2), one, [Shard(1)]), ((9, 4), two, [Replicate(), Shard(0)]), ((11,), two, [Shard(0), Shard(0)]),
@@ -295,7 +295,7 @@ def place_of_a_shard_in_its_tensor(rank):
 
 
 def train(net, optimizer, steps, rank, whole_net, whole_optimizer, begin=0, clip=None, relative=None, width=6):
-    """Steps a sharded model, and gives its gradients to a whole one."""
+    """Steps a sharded model, and passes its gradients to a whole one."""
     for step in range(begin, begin + steps):
         x, y = batch(step, rank, width)
         optimizer.zero_grad()
@@ -304,7 +304,7 @@ def train(net, optimizer, steps, rank, whole_net, whole_optimizer, begin=0, clip
             other.grad = None if param.grad is None else whole(param.grad).clone()
         if clip:
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-            # torch's own sum of squares of shards rounds in another order
+            # torch's own sum of squares over shards rounds in another order
             for param, other in zip(net.parameters(), whole_net.parameters()):
                 other.grad = whole(param.grad).clone()
         optimizer.step()
@@ -314,7 +314,7 @@ def train(net, optimizer, steps, rank, whole_net, whole_optimizer, begin=0, clip
 
 
 def meshes_of_fsdp():
-    """Plain FSDP2 and HSDP, which has copies of shards."""
+    """Returns meshes for plain FSDP2 and for HSDP, which has copies of shards."""
     return [line(), square()]
 
 
@@ -353,7 +353,7 @@ def fsdp2_of_bfloat16_parameters(rank):
 def tensor_parallel(mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     net = mlp(widths=(6, 10, 8, 5))
-    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})  # the last layer stays plain
+    parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})  # the last layer is not sharded
     return net
 
 
@@ -364,18 +364,18 @@ def tensor_parallel_with_plain_parameters(rank):
 
 
 def fsdp2_of_tensor_parallel(rank):
-    """Shards of shards, on a mesh of two dims; plain parameters become shards on one dim of it."""
+    """Shards of shards, on a mesh of two dims; plain parameters become shards along one dim of it."""
     two = square()
     for clip in (None, 0.1):
         net, other = tensor_parallel(two["column"]), mlp(widths=(6, 10, 8, 5))
-        if clip:  # torch clips DTensors of one mesh only
+        if clip:  # torch clips only DTensors of one mesh
             net, other = net[:4], other[:4]
         shard_model(net, two["row"])
         train(net, AdamW(net.parameters(), lr=0.02), 4, rank // 2, other, AdamW(other.parameters(), lr=0.02), clip=clip)
 
 
 def grad_scaler_skips_on_all_ranks(rank):
-    """One rank finds an overflow."""
+    """Only one rank finds an overflow."""
     for fused in (False, True):
         for kind in (AdamW, SGD):
             net, other = mlp(), mlp()
@@ -405,7 +405,7 @@ def grad_scaler_skips_on_all_ranks(rank):
 
 
 def gradients_with_a_scale_next_to_other_plans(rank):
-    """float64 parameters and groups of another seed are stepped apart; the scale counts for all."""
+    """float64 parameters and groups with another seed are stepped separately; the scale applies to all."""
     mesh = line()
 
     def double(twins):
@@ -430,7 +430,7 @@ def gradients_with_a_scale_next_to_other_plans(rank):
             twins.assert_params("%s, found_inf=%s" % (dtype, found_inf))
         twins.assert_states(str(dtype), optimizer, other)
         assert all(state["step"].item() == 3 for state in optimizer.state.values())
-        # An error of the last plan leaves all parameters as they were.
+        # An error in the last plan leaves all parameters unchanged.
         twins.give_grads()
         twins.params[-1].grad = (torch.zeros(5, 3, dtype=dtype) if dtype == torch.bfloat16 else
                                  twins.params[-1].grad.to_sparse())
@@ -444,7 +444,7 @@ def program_of_the_readme(rank):
     text = (pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "README.md").read_text(encoding="utf-8")
     program, = re.findall(r"^```py\n(.*?)^```$", text, flags=re.M | re.S)
     said = io.StringIO()
-    # The test has made the process group, without an address.
+    # The test has already created the process group, without an address.
     with mock.patch.object(torch.distributed, "init_process_group"), contextlib.redirect_stdout(said):
         exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
     assert said.getvalue() == "trained: True\n", said.getvalue()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of test_dtensor_trainers.py: accelerate with FSDP2, and Lightning's ModelParallelStrategy, next to torch.optim.
-Each trains, saves, loads into a new model, and goes on."""
+"""Cases of test_dtensor_trainers.py: accelerate with FSDP2, and Lightning's ModelParallelStrategy, compared with
+torch.optim. Each case trains, saves, loads into a new model, and resumes."""
 import contextlib
 import os
 import shutil
@@ -15,7 +15,7 @@ STEPS = 4
 
 
 def of_launcher(rank):
-    """The variables of torchrun. The process group is there already, so that nothing uses the port."""
+    """Returns the variables of torchrun. The process group already exists, so the port is not used."""
     ranks = str(torch.distributed.get_world_size())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -37,7 +37,7 @@ def model():
 
 
 def assert_trained(params, optimizer, others, theirs, steps):
-    """As with torch.optim, and with sharded state."""
+    """Asserts the same results as with torch.optim, and that the state is sharded."""
     for param, other in zip(params, others):
         assert isinstance(param, DTensor) and len(optimizer.state[param]) == 3
         torch.testing.assert_close(whole(param), whole(other))
@@ -54,7 +54,7 @@ def accelerated(kind):
     for shared in (PartialState, AcceleratorState):
         shared._reset_state()
     accelerator = Accelerator(cpu=True)
-    # accelerate 1.15 has FSDP for devices other than the CPU only.
+    # accelerate 1.15 supports FSDP only on devices other than the CPU.
     for shared in (PartialState._shared_state, AcceleratorState._shared_state):
         shared["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(

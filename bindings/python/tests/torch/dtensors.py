@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of DTensors share: parameters in many layouts, each with a whole copy for an
-unsharded optimizer."""
+"""Helpers shared by the tests of DTensors: parameters in many layouts, each with a whole copy for an unsharded
+optimizer."""
 import torch
 import torch.distributed as dist
 
@@ -16,7 +16,7 @@ if not ABSENT and not dist.is_gloo_available():
 
 
 def whole(tensor):
-    """The whole tensor of a DTensor. Collective."""
+    """Returns the whole tensor of a DTensor. Collective."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -26,7 +26,7 @@ def random(shape, seed, dtype=torch.float32):
 
 
 def place(tensor, mesh, placements):
-    """A DTensor of a tensor that each rank has. Does not communicate."""
+    """Returns a DTensor of a tensor that every rank has. Does not communicate."""
     here = DTensor.from_local(tensor.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return here.redistribute(placements=placements)
 
@@ -36,12 +36,12 @@ def line():
 
 
 def square():
-    """A mesh of two dims: 2 x 2, or 1 x 2 with two ranks."""
+    """Returns a mesh of two dims: 2 x 2, or 1 x 2 with two ranks."""
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("row", "column"))
 
 
 def layouts():
-    """Shape, mesh and placements: uneven and empty shards, copies, dims of a mesh, and plain tensors."""
+    """Returns shape, mesh and placements: uneven and empty shards, copies, several mesh dims, and plain tensors."""
     one, two = line(), square()
     column = two["column"]
     return [
@@ -65,7 +65,7 @@ class Twins:
         self.leave_out, self.count = leave_out, 0
 
     def give_grads(self, scale=1.0):
-        """Equal gradients. Of `leave_out` parameters one is left without."""
+        """Sets equal gradients. One of the `leave_out` parameters has none."""
         self.count += 1
         for i, (param, other, (shape, mesh, placements)) in enumerate(zip(self.params, self.whole, self.layouts)):
             if self.leave_out and (i + self.count) % self.leave_out == 0:
@@ -95,7 +95,7 @@ class Twins:
 
 
 def assert_equal(value, expected, what, relative=None):
-    """The same bits, or with `relative` the difference in units of the largest element."""
+    """Asserts the same bits or, with `relative`, a maximal difference relative to the largest element."""
     assert value.shape == expected.shape and value.dtype == expected.dtype, (what, value.shape, expected.shape)
     if relative is None:
         assert torch.equal(value, expected), "%s differs by %g" % (what, (value - expected).abs().max())
@@ -105,7 +105,7 @@ def assert_equal(value, expected, what, relative=None):
 
 
 def raises(kind, pattern, function, *arguments, **options):
-    """`function` raises; unittest's assertRaisesRegex in a process of a rank."""
+    """Asserts that `function` raises: unittest's assertRaisesRegex for a rank's process."""
     import re
     try:
         function(*arguments, **options)
@@ -116,7 +116,7 @@ def raises(kind, pattern, function, *arguments, **options):
 
 
 def shard_model(model, mesh, **options):
-    """fully_shard of each Linear, and of what remains."""
+    """Applies fully_shard to each Linear, and to the rest."""
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh, **options)
@@ -125,7 +125,7 @@ def shard_model(model, mesh, **options):
 
 
 def mlp(dtype=torch.float32, widths=(6, 33, 1, 5)):
-    """One layer has one row: with several ranks all but one have empty shards."""
+    """Returns a model in which one layer has a single row: with several ranks all but one have an empty shard."""
     torch.manual_seed(0)
     layers = []
     for a, b in zip(widths, widths[1:]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""extensions.py: builds the extensions by which DeepSpeed's own DeepSpeedCPUAdam and DeepSpeedCPULion step.
+"""extensions.py: builds the extensions that DeepSpeed's own DeepSpeedCPUAdam and DeepSpeedCPULion use.
 
-Those of both pinned versions, in folders of the virtual environment, unless they are there. DeepSpeed's builders
-compile them for the processor of this machine, each for a minute or two. Prints a line for each that cannot be built;
-its tests are then skipped.
+Builds those of both pinned versions, in folders of the virtual environment, unless they exist. DeepSpeed's builders
+compile them for the processor of this machine, in one or two minutes each. Prints a line for each extension that cannot
+be built; its tests are then skipped.
 """
 import os
 import subprocess
@@ -24,7 +24,7 @@ def path(version, name):
 
 
 def build(version, name):
-    # DeepSpeed compares an installed CUDA toolkit with torch's, although these extensions use none.
+    # DeepSpeed compares an installed CUDA toolkit with torch's, although these extensions do not use CUDA.
     environment = dict(os.environ, TORCH_EXTENSIONS_DIR=os.path.join(FOLDER, version), DS_ACCELERATOR="cpu",
                        DS_SKIP_CUDA_CHECK="1")
     environment.update(originals.newer() if version == originals.NEWER else {})

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded cases of tests/golden, and the comparison of an optimizer's steps with them.
 
-Tolerances are those of tests/replay/compare.h: 2e-6 of the tensor's largest recorded magnitude for 32 and 64 bits, one
-unit in the last place for 16 bits, and nothing for integers, flags and loss scales. NaN and Inf must be where the
-record has them.
+The tolerances are those of tests/replay/compare.h: 2e-6 of the tensor's largest recorded magnitude for 32 and 64 bits,
+one unit in the last place for 16 bits, and 0 for integers, flags and loss scales. NaN and Inf must be at the same
+positions as in the record.
 """
 import json
 import math
@@ -18,7 +18,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 EXACT = 0.0  # as a tolerance
 
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask"}
-# What is recorded and no class shows. The C replay compares it (tests/replay).
+# Recorded quantities that no class exposes. The C replay compares them (tests/replay).
 HIDDEN = {
     "worker_scale": "sent between the ranks and not kept; the errors and the momentum depend on it",
     "server_scale": "as worker_scale",
@@ -28,7 +28,7 @@ HIDDEN = {
 
 
 def names():
-    """Of all recorded cases; none where the package is tested without the tree."""
+    """Returns the names of all recorded cases; none if the package is tested without the source tree."""
     if not os.path.isdir(FOLDER):
         return []
     return sorted(name[:-len(".safetensors")] for name in os.listdir(FOLDER) if name.endswith(".safetensors"))
@@ -54,12 +54,12 @@ class Golden:
         self.steps, self.ranks = int(self.metadata["steps"]), int(self.metadata["world_size"])
 
     def number(self, key):
-        """A value of the metadata, which are texts. None where it is not given."""
+        """Returns a value of the metadata, which are strings, as a number, or None if it is missing."""
         text = self.metadata.get(key, "None")
         return None if text == "None" else json.loads(text)
 
     def name_of(self, quantity, rank=0, item=None):
-        """A value that all ranks share is stored once."""
+        """Returns the name of a tensor for a rank. A value shared by all ranks is stored once."""
         end = [] if item is None else [item]
         tries = ["/".join([quantity, who, *end]) for who in ("all", "r%d" % rank)] + ["/".join([quantity, *end])]
         for name in tries:
@@ -75,21 +75,22 @@ class Golden:
 
 
 def _order(values, dtype):
-    """The index of each value in the sorted list of all values of a 16-bit format."""
+    """Returns the index of each value in the sorted list of all values of a 16-bit format."""
     bits = values.to(dtype).view(torch.int16).long()
     return torch.where(bits < 0, -(bits + 2 ** 15), bits)
 
 
 class Comparison:
-    """Of the steps on one rank with the record. It collects, because a rank that stopped at the first difference would
-    leave the others waiting in an exchange."""
+    """Compares the steps of one rank with the record. Collects differences, because a rank that stopped at the first
+    one
+    would leave the others waiting in an exchange."""
 
     def __init__(self, golden, rank=0):
         self.golden, self.rank = golden, rank
         self.compared, self.peaks, self.wrong, self.values = {}, {}, [], 0
 
     def peak(self, name):
-        """Largest finite magnitude in the whole record of the tensor."""
+        """Returns the largest finite magnitude in all rows of the tensor."""
         if name not in self.peaks:
             values = self.golden.tensors[name].double()
             values = values[values.isfinite()].abs()
@@ -97,7 +98,7 @@ class Comparison:
         return self.peaks[name]
 
     def row(self, t, got, quantity, item=None, allowed=None):
-        """Compare what call t left with its row; t = None: with a tensor that has no rows."""
+        """Compares results of call t with its row; t = None: with a tensor that has no rows."""
         name = self.golden.name_of(quantity, self.rank, item)
         want = self.golden.tensors[name]
         self.compared.setdefault(name, set()).add(t)
@@ -122,14 +123,15 @@ class Comparison:
             self.wrong.append("%s, call %s, element %d: %.9g, and %.9g is recorded" % (name, t, i, got[i], exact[i]))
 
     def error_row(self, t, got, quantity, item):
-        """Error feedback is measured against the largest scale that made it; where it stays far below, against its own
-        peak."""
+        """Compares residuals. Their tolerance is relative to the largest scale from which they were computed or, if
+        they are
+        far below it, to their own peak."""
         name = self.golden.name_of(quantity, self.rank, item)
         largest = self.peak(self.golden.name_of(quantity.replace("error", "scale"), self.rank, item))
         self.row(t, got, quantity, item, min(4e-6 * largest, max(2e-5 * self.peak(name), 1e-6 * largest)))
 
     def finish(self, inputs=()):
-        """What is wrong, with what is recorded for this rank and was not compared."""
+        """Returns the differences, and the tensors recorded for this rank that were not compared."""
         left = []
         for name in self.golden.tensors:
             quantity, _, who = name.partition("/")

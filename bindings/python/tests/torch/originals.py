@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's own classes on the CPU, for tests that run them next to dsopt.torch.
+"""DeepSpeed's own classes on the CPU, for tests that compare them with dsopt.torch.
 
-The 1-bit optimizers have a backend of their own for the exchange. Of those that DeepSpeed 0.19.6 has, `compressed`
-needs the least that a CPU lacks. load() supplies the packing of bits, with NumPy. It gives gloo's all-gather, which
-unlike NCCL's refuses tensors of another shape, tensors of the same shape. Everything else is DeepSpeed's code.
+The 1-bit optimizers have backends for the exchange. Among those of DeepSpeed 0.19.6, `compressed` lacks the least on a
+CPU. load() adds the packing of bits, with NumPy. It also reshapes tensors for gloo's all-gather, which unlike NCCL's
+requires equal shapes. Everything else is DeepSpeed's code.
 """
 import importlib.metadata
 import os
@@ -11,8 +11,8 @@ import sys
 import types
 import unittest
 
-VERSION = "0.19.6"  # the last one with the 1-bit optimizers
-NEWER = "0.19.8"  # in a folder of its own, which processes that tests start have in PYTHONPATH
+VERSION = "0.19.6"  # the last version with the 1-bit optimizers
+NEWER = "0.19.8"  # in a separate folder, which is in PYTHONPATH of processes that tests start
 ASIDE = os.path.join(sys.prefix, "aside")
 
 
@@ -23,19 +23,19 @@ def _reason(version, requirements, **path):
     return "DeepSpeed %s is not installed (scripts/requirements/%s.txt)" % (version, requirements)
 
 
-REASON = _reason(VERSION, "torch-source")  # why there is no DeepSpeed to compare with, or None
+REASON = _reason(VERSION, "torch-source")  # the reason why no DeepSpeed is available for comparison, or None
 NEWER_REASON = _reason(NEWER, "torch-aside", path=[ASIDE])
 needed = unittest.skipIf(REASON is not None, REASON)
 newer_needed = unittest.skipIf(NEWER_REASON is not None, NEWER_REASON)
 
 
 def newer():
-    """Environment variables of a process that imports the newer DeepSpeed."""
+    """Returns environment variables of a process that imports the newer DeepSpeed."""
     return {"PYTHONPATH": os.pathsep.join([ASIDE] + list(filter(None, [os.environ.get("PYTHONPATH")])))}
 
 
 class Engine:
-    """What the optimizers and wrappers read of a DeepSpeedEngine, and set."""
+    """The attributes of a DeepSpeedEngine that the optimizers and wrappers read and set."""
 
     local_rank = 0
     pipeline_parallelism = False
@@ -55,7 +55,7 @@ class PipelineEngine(Engine):
 
 
 class _Packbits:
-    """DeepSpeed has kernels for this on devices only. The first element of eight is in the highest bit."""
+    """DeepSpeed has kernels for this only on devices. The first of eight elements is in the highest bit."""
 
     def load(self):
         return self
@@ -72,22 +72,23 @@ class _Packbits:
 
 
 def start():
-    """The module deepspeed. In a process that tests start, after torch.distributed.init_process_group: the import of
-    DeepSpeed takes seconds and changes settings of the whole process."""
+    """Returns the module deepspeed. Only for processes that tests start, after torch.distributed.init_process_group:
+    the
+    import of DeepSpeed takes seconds and changes settings of the whole process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
     import deepspeed.comm
 
-    # It would compile an all-reduce over shared memory.
+    # It would compile an all-reduce through shared memory.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
 
 def load():
-    """DeepSpeed's classes, in such a process."""
+    """Returns DeepSpeed's classes, in such a process."""
     if "deepspeed" in sys.modules:
         return load.found
     deepspeed = start()

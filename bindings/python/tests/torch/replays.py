@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of dsopt.torch in the role of the originals', step by step, for recorded cases."""
+"""Replays recorded cases step by step with the classes of dsopt.torch in place of the originals."""
 import inspect
 import io
 import json
@@ -70,14 +70,14 @@ class Replay:
     def row(self, t, got, quantity, item=None, allowed=None):
         self.comparison.row(t, got, quantity, item, allowed)
 
-    # -------------------------------------------------------------------------------------- what is in the state
+    # ------------------------------------------------------------------------------------------ contents of the state
     def of(self, i, name):
-        """State of parameter i: zeros before the first gradient, as in the record."""
+        """Returns state of parameter i: zeros before the first gradient, as in the record."""
         state = self.optimizer.state.get(self.params[i], {})
         return state[name].reshape(-1) if name in state else torch.zeros(self.params[i].numel())
 
     def whole(self, name):
-        """State of no single parameter, which is in that of the first."""
+        """Returns state of the whole optimizer, which is stored with the first parameter."""
         found = [value for state in self.optimizer.state.values() for key, value in state.items()
                  if key == name or key.startswith(name + "_rank")]
         assert len(found) == 1, "%s is there %d times" % (name, len(found))
@@ -100,7 +100,8 @@ class Replay:
         return self.comparison.finish()
 
     def compare_family(self, t, flat):
-        """What 1-bit Adam, 0/1 Adam and 1-bit LAMB have, with or without a wrapper. `flat`: one master per group."""
+        """Compares state that 1-bit Adam, 0/1 Adam and 1-bit LAMB have, with or without a wrapper. `flat`: one master
+        per group."""
         schedule = self.whole("schedule").tolist()
         self.row(t, schedule[0], "step")
         self.row(t, self.engine.enable_backward_allreduce, "enable_backward_allreduce")
@@ -129,13 +130,13 @@ class Replay:
                 self.row(t, self.whole("exp_avg_pad"), "exp_avg_pad", "flat")
 
     def vectors(self, flat):
-        """Name and parameters of each tensor that the original's inner optimizer has."""
+        """Returns name and parameters of each tensor of the original's inner optimizer."""
         if flat:
             return [("g%d" % g, group["params"]) for g, group in enumerate(self.described)]
         return [("p%d" % i, [i]) for i in self.order]
 
     def error(self, name, begin, count, scale):
-        """The state has what was compressed, and at its end the scales, which the errors are without."""
+        """Returns the residuals. The state has the compensated values and, at its end, the scales to subtract."""
         state = self.whole(name)
         values = state[begin:begin + count]
         return values - torch.where(values >= 0, state[scale], -state[scale])
@@ -161,7 +162,7 @@ class Replay:
 
 
 class Plain(Replay):
-    """Without a wrapper. Gradients of another dtype than the parameters, and copies of these, are arguments of step."""
+    """Without a wrapper. Gradients of another dtype than the parameters, and output copies, are arguments of step."""
 
     def set_inputs(self, t):
         super().set_inputs(t)
@@ -190,7 +191,7 @@ class Plain(Replay):
             self.row(t, self.optimizer.get_lamb_coeffs(), "lamb_coeff")
 
     def resume(self):
-        """All ranks go on from rank 0's weights and state, with new optimizers."""
+        """Resumes all ranks from rank 0's weights and state, with new optimizers."""
         file = io.BytesIO()
         torch.save([self.optimizer.state_dict(), [p.detach() for p in self.params]], file)
         sent = [file.getvalue()]
@@ -203,11 +204,11 @@ class Plain(Replay):
 
 
 def scale_arguments(golden):
-    """Of a wrapper: its loss scale."""
+    """Returns a wrapper's arguments for its loss scale."""
     if golden.metadata.get("dynamic", "1") == "0" or golden.number("loss_scale_static"):
         return {"static_loss_scale": golden.number("loss_scale_static") or golden.number("init_scale")}
     given = {name: golden.number(name) for name in ("init_scale", "min_scale", "scale_window")}
-    given["delayed_shift"] = golden.number("delayed_shift_ignored")  # the original's wrappers have no use for it
+    given["delayed_shift"] = golden.number("delayed_shift_ignored")  # not used by the original's wrappers
     return {"dynamic_loss_scale": True,
             "dynamic_loss_args": {name: value for name, value in given.items() if value is not None}}
 
@@ -259,7 +260,7 @@ class Wrapped(Replay):
 
 
 def scale_rule(golden, rank):
-    """The loss scale of a wrapper that finds overflows in the gradients."""
+    """Replays the loss scale of a wrapper that finds overflows in the gradients."""
     comparison = Comparison(golden, rank)
     param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     wrapper = WRAPPERS[golden.metadata["wrapper"]](FusedAdam([param], compat="deepspeed"), verbose=False,
@@ -274,7 +275,7 @@ def scale_rule(golden, rank):
 
 
 def replay(golden, rank=0):
-    """Returns what differs from the record."""
+    """Returns the differences from the record."""
     algorithm = golden.metadata["algorithm"]
     if algorithm == "fp16_scale_rule":
         return scale_rule(golden, rank)

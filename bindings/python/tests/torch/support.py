@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of dsopt.torch share. Importing it ends the program with 77 where torch is not installed."""
+"""Helpers shared by the tests of dsopt.torch. Importing it exits with 77 if torch is not installed."""
 import faulthandler
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import tempfile
 import unittest
 
-if not os.environ.get("DSOPT_INSTALLED"):  # else the package that is installed
+if not os.environ.get("DSOPT_INSTALLED"):  # otherwise the installed package
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 try:
@@ -24,13 +24,13 @@ SHAPES = ((10, 5), (10,), (), (3, 0), (1000,))
 
 
 def params_of(*shapes, dtype=torch.float32, seed=0):
-    """Parameters with values of their own."""
+    """Returns parameters with different values."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
 def give_grads(*lists, seed=0, scale=1.0):
-    """Equal gradients to the parameters of each list."""
+    """Sets equal gradients for the parameters of each list."""
     generator = torch.Generator().manual_seed(1000 + seed)
     for same in zip(*lists):
         grad = torch.randn(same[0].shape, generator=generator) * scale
@@ -53,15 +53,16 @@ class TestCase(unittest.TestCase):
         torch.testing.assert_close(actual, expected, **tolerance)
 
     def assert_same(self, actual, expected):
-        """The same bits."""
+        """Asserts the same bits."""
         for a, b in zip(actual, expected):
             self.assertTrue(torch.equal(a.detach(), b.detach()), "%s and %s" % (a, b))
         self.assertEqual(len(actual), len(expected))
 
 
 def run_ranks(test, program, which, ranks=2, environment=None):
-    """Run `program --child WHICH RANK FILE` once per rank, with more environment variables, and fail with what a rank
-    says if it fails. Returns what each says."""
+    """Runs `program --child WHICH RANK FILE` once per rank, with additional environment variables. If a rank fails,
+    fails
+    with its output. Returns the outputs."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, os.path.abspath(program), "--child", which]
         every = [subprocess.Popen(command + [str(rank), os.path.join(folder, "rendezvous")], stdout=subprocess.PIPE,
@@ -74,7 +75,7 @@ def run_ranks(test, program, which, ranks=2, environment=None):
 
 
 def child(cases, rank, file, ranks=2):
-    """What such a process does: each case with its rank, over gloo."""
+    """Runs in such a process: calls each case with its rank, over gloo."""
     faulthandler.enable()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=ranks)
@@ -83,14 +84,14 @@ def child(cases, rank, file, ranks=2):
         case(rank)
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    # Not through the end of the interpreter: before Python 3.14 that ends a thread of gloo which waits for the GIL, to
-    # release a tensor, by unwinding it, and C++ answers with std::terminate.
+    # Skips the interpreter's shutdown: before Python 3.14 it unwinds a gloo thread that waits for the GIL to release a
+    # tensor, and C++ then calls std::terminate.
     sys.stdout.flush()
     os._exit(0)
 
 
 def main():
-    """unittest.main that ends with 77 if nothing could run."""
+    """unittest.main that exits with 77 if no test could run."""
     program = unittest.main(exit=False, module="__main__")
     result = program.result
     sys.exit(1 if not result.wasSuccessful() else 77 if result.testsRun == len(result.skipped) else 0)

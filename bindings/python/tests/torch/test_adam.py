@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam and AdamW beside torch.optim's: values, groups, memory, refusals."""
+"""Adam and AdamW compared with torch.optim's: values, groups, memory, errors."""
 import copy
 import inspect
 import math
@@ -85,7 +85,7 @@ class Values(TestCase):
             self.assertEqual(a.state[param]["exp_avg"].dtype, torch.complex64)
             value = param.grad.clone()
             before = param.detach().clone()
-            param.grad = value.conj()  # conjugated on reading only
+            param.grad = value.conj()  # conjugated lazily, on reading
             a.step()
             real.grad = torch.view_as_real(value.conj().resolve_conj()).clone()
             b.step()
@@ -116,7 +116,7 @@ class Values(TestCase):
 
 
 class Going(TestCase):
-    """The loss falls: contiguous and other parameters, groups, schedulers."""
+    """The loss decreases: with contiguous and other parameters, groups, schedulers."""
 
     def fall(self, weight, bias, make, schedulers=()):
         source = torch.randn(5)
@@ -343,7 +343,7 @@ class Memory(TestCase):
             ours, theirs = kind(params, weight_decay=0.1), reference(others, weight_decay=0.1)
             for i in range(4):
                 give_grads(params, others, seed=i)
-                if i % 2:  # gradients have the parameter's order, or that of the shape
+                if i % 2:  # gradients have the parameter's strides, or contiguous ones
                     params[0].grad = params[0].grad.contiguous(memory_format=torch.channels_last)
                 ours.step()
                 theirs.step()
@@ -502,7 +502,7 @@ class Refused(TestCase):
             AdamW([param]).step()
 
     def test_fused_on_other_devices(self):
-        """RuntimeError as with torch's fused implementation, if there is a gradient."""
+        """If there is a gradient, raises RuntimeError like torch's fused implementation."""
         for kind, reference in PAIRS:
             if "fused" not in inspect.signature(reference).parameters:
                 self.skipTest("torch %s has no fused %s" % (torch.__version__, reference.__name__))

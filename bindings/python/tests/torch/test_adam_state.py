@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam and AdamW beside torch.optim's: state, copies, hooks, loss scaling, processes."""
+"""Adam and AdamW compared with torch.optim's: state, copies, hooks, loss scaling, processes."""
 import copy
 import functools
 import io
@@ -58,7 +58,7 @@ class State(TestCase):
             self.continued(functools.partial(kind, lr=0.01), by_file)
 
     def test_in_place_of_torch(self):
-        """torch.optim.AdamW = dsopt.torch.AdamW for code that cannot be changed."""
+        """Assigns torch.optim.AdamW = dsopt.torch.AdamW, for code that cannot be changed."""
         for kind, reference in PAIRS:
             params, others = params_of((9,)), params_of((9,))
             theirs = reference(others, lr=0.01)
@@ -88,7 +88,7 @@ class State(TestCase):
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for key in ("exp_avg", "exp_avg_sq"):
             self.assert_same([again.state[params[0]][key]], [optimizer.state[params[0]][key]])
-        if VERSION >= (2, 2):  # what hooks put in its place is loaded
+        if VERSION >= (2, 2):  # the state that hooks return is loaded
             def hook(optimizer, state_dict):
                 state_dict = copy.deepcopy(state_dict)
                 state_dict["state"][0]["exp_avg"].zero_()
@@ -99,7 +99,7 @@ class State(TestCase):
             self.assert_same([again.state[params[0]]["exp_avg_sq"]], [optimizer.state[params[0]]["exp_avg_sq"]])
 
     def test_older_state(self):
-        """Without the keys of newer versions; with the step as a number."""
+        """State without the keys of newer versions, and with the step as a number."""
         params = params_of((9,))
         optimizer = AdamW(params)
         give_grads(params)
@@ -261,7 +261,7 @@ class Scaling(TestCase):
             self.assertFalse(hasattr(optimizers[0], "found_inf"))
 
     def test_the_step_is_called_for_a_skip_with_fused_only(self):
-        """accelerate sees by the call whether a step was skipped."""
+        """accelerate detects by the call whether a step was skipped."""
         for kind in (Adam, AdamW, SGD, Adagrad):
             for fused in (None, False, True):
                 model = torch.nn.Linear(4, 2)
@@ -277,10 +277,10 @@ class Scaling(TestCase):
                 self.assertEqual(scaler.get_scale(), 2.0 ** 9)
 
     def test_flag_for_fused(self):
-        """Lightning refuses to clip gradients where the step unscales them."""
+        """Lightning does not clip gradients if the step unscales them."""
         params = params_of((9,))
         for kind in (Adam, AdamW, SGD, Adagrad):
-            for fused in (None, False, True)[: 3 if VERSION >= (2, 0) else 2]:  # older ones refuse it on the CPU
+            for fused in (None, False, True)[: 3 if VERSION >= (2, 0) else 2]:  # older versions reject it on the CPU
                 optimizer = kind(params, fused=fused)
                 for some in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
                     self.assertEqual(some._step_supports_amp_scaling, bool(fused))

@@ -21,7 +21,7 @@ from dsopt.torch import (DeepSpeedCPUAdam, DeepSpeedCPULion, FP16_Optimizer, Fus
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 FAMILY = ((OnebitAdam, {"freeze_step": 2}), (ZeroOneAdam, {"var_freeze_step": 2}), (OnebitLamb, {"freeze_step": 2}))
 MODES = tuple(itertools.product(FAMILY, (None, "deepspeed")))
-# Attributes with a value for the constructor and one to set.
+# Attributes with a value for the constructor and a value to set later.
 SCHEDULES = ((OnebitAdam, "freeze_step", 4, 7), (OnebitAdam, "freeze_step", 100, 3),
              (ZeroOneAdam, "var_freeze_step", 4, 7), (ZeroOneAdam, "var_freeze_step", 100, 3),
              (ZeroOneAdam, "var_update_scaler", 16, 2), (ZeroOneAdam, "local_step_scaler", 100, 2),
@@ -34,8 +34,8 @@ DEFAULTS = {OnebitAdam: {"freeze_step": 4}, OnebitLamb: {"freeze_step": 4},
 
 
 def moved_by_a_step(params, optimizer, seed):
-    """Which elements a step moves: those that have momentum after it. 0/1 Adam in compat mode takes its local change
-    back, which rounds."""
+    """Returns which elements a step changes: those with momentum after it. 0/1 Adam in compat mode subtracts its local
+    change again, which rounds."""
     start = [p.detach().clone() for p in params]
     give_grads(params, seed=seed)
     optimizer.step()
@@ -46,7 +46,7 @@ def moved_by_a_step(params, optimizer, seed):
 
 
 def masks_change(rank=0):
-    """Every way to change exp_avg_mask counts from the next step on. After the freeze each step exchanges here."""
+    """Every way to change exp_avg_mask takes effect in the next step. After the freeze each step exchanges here."""
     for (kind, options), compat in MODES:
         params, seeds = params_of((4,), (2, 4)), itertools.count(10 * rank)
         optimizer = kind([{"params": params[:1]}, {"params": params[1:]}], lr=0.01, compat=compat, **options)
@@ -67,9 +67,9 @@ def masks_change(rank=0):
         expect([0, 1, 1, 0])
         group["exp_avg_mask"][3] = 1  # in place
         expect([0, 1, 1, 1])
-        group["exp_avg_mask"].data[1] = 0  # in place, without a new version of the tensor
+        group["exp_avg_mask"].data[1] = 0  # in place, without an increment of the tensor's version
         expect([0, 0, 1, 1])
-        second["exp_avg_mask"] = torch.tensor([True, False, True, True])  # of another dtype and a shape to broadcast
+        second["exp_avg_mask"] = torch.tensor([True, False, True, True])  # with another dtype, and a shape to broadcast
         expect([0, 0, 1, 1], [1, 0, 1, 1])
         del group["exp_avg_mask"]
         expect([1, 1, 1, 1], [1, 0, 1, 1])
@@ -80,13 +80,13 @@ def masks_change(rank=0):
             group["exp_avg_mask"] = torch.tensor([1.0, 0, 1, 1])
         expect([1, 0, 1, 1])
         with torch.inference_mode():
-            group["exp_avg_mask"][0] = 0  # a tensor that has no version
+            group["exp_avg_mask"][0] = 0  # a tensor without a version counter
         expect([0, 0, 1, 1])
 
 
 def attributes_are_read_by_each_step(rank=0):
-    """An optimizer whose attribute is set goes on as one that gets its state, and the value before its first step. A
-    load takes the stage from the number of steps, so that one is made with the first value."""
+    """After an attribute is set, an optimizer continues like a new one that loads its state and has the value from the
+    beginning. A load derives the stage from the number of steps, so the new one is constructed with the first value."""
     for kind, name, first, then in SCHEDULES:
         for when in (1, 6):  # before and after the freeze
             params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
@@ -110,7 +110,7 @@ def attributes_are_read_by_each_step(rank=0):
 
 
 def comm_backend_names(rank):
-    """Over gloo."""
+    """Tests the names over gloo."""
     for kind in (OnebitAdam, ZeroOneAdam, OnebitLamb):
         for options in ({}, {"comm_backend_name": "gloo"}, {"comm_backend_name": "compressed"}):
             optimizer = kind(params_of((4,)), **options)
@@ -128,7 +128,7 @@ def comm_backend_names(rank):
 
 
 def parameters_without_elements(rank=0):
-    """They change nothing for the others. 1-bit LAMB of DeepSpeed removes them from its groups."""
+    """They do not affect other parameters. DeepSpeed's 1-bit LAMB removes them from its groups."""
     for (kind, options), compat in MODES:
         params, others = params_of((4,), (0,), (3, 2), (0, 5)), params_of((4,), (3, 2))
         with torch.no_grad():
@@ -152,7 +152,7 @@ class Masks(TestCase):
         masks_change()
 
     def test_with_a_wrapper(self):
-        """FP16_Optimizer takes a flat mask for the group as well."""
+        """FP16_Optimizer also accepts a flat mask for the group."""
         params = params_of((2, 2), (4,), dtype=torch.float16)
         optimizer = FP16_Optimizer(OnebitAdam(params, lr=0.1, freeze_step=2))
         for mask in (None, None, None, torch.ones(8), torch.tensor([1.0, 0, 1, 0, 0, 0, 1, 1]), None,
@@ -189,9 +189,9 @@ class Schedules(TestCase):
         attributes_are_read_by_each_step()
 
     def test_what_is_set_before_it_matters_acts_as_in_the_constructor(self):
-        """In both modes; in compat mode a load would begin parts of the state again."""
+        """In both modes; in compat mode a load would reinitialize parts of the state."""
         for (kind, name, first, then), compat in itertools.product(SCHEDULES, (None, "deepspeed")):
-            if name == "coeff_beta":  # matters from the first full step on
+            if name == "coeff_beta":  # takes effect from the first full step on
                 continue
             params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
             ours = kind(params, lr=0.01, compat=compat, **{**DEFAULTS[kind], name: first})
@@ -205,7 +205,7 @@ class Schedules(TestCase):
             self.assert_same(params, others)
 
     def test_freeze_step_before_and_after_the_freeze(self):
-        """A step tests it at its end, as the original's does. What is frozen stays so."""
+        """A step checks it at its end, like the original's. A frozen optimizer stays frozen."""
         for kind, name in ((OnebitAdam, "freeze_step"), (OnebitLamb, "freeze_step"), (ZeroOneAdam, "var_freeze_step")):
             for compat in (None, "deepspeed"):
                 params = params_of((4,))
@@ -243,7 +243,7 @@ class Schedules(TestCase):
         with self.assertRaisesRegex(ValueError, "freeze_step of OnebitAdam is 2.5, and must be a whole number"):
             optimizer = OnebitAdam(params, freeze_step=2.5)
             optimizer.step()
-        optimizer = OnebitAdam(params, freeze_step=1e3)  # as a file of JSON may have it
+        optimizer = OnebitAdam(params, freeze_step=1e3)  # a value as in a JSON file
         optimizer.step()
         optimizer = OnebitAdam(params, freeze_step=0)
         with self.assertRaisesRegex(ValueError, "freeze_step of OnebitAdam is 0"):
@@ -396,12 +396,13 @@ class Attributes(TestCase):
     def test_an_engine_that_is_set_before_the_first_step_averages(self):
         for kind, options in FAMILY:
             for name in ("enable_backward_allreduce", "pipeline_enable_backward_allreduce"):
-                engine, params = types.SimpleNamespace(**{name: False}), params_of((4,))  # as a frozen one left it
+                # The flag is as left by a frozen optimizer.
+                engine, params = types.SimpleNamespace(**{name: False}), params_of((4,))
                 optimizer = kind(params, **options)
                 optimizer.deepspeed = engine
                 self.assertEqual(vars(engine), {name: True})
                 optimizer.deepspeed = bare = types.SimpleNamespace()
-                self.assertEqual(vars(bare), {})  # as in the constructor
+                self.assertEqual(vars(bare), {})  # like in the constructor
                 optimizer.deepspeed = engine
                 for seed in range(3):
                     give_grads(params, seed=seed)
@@ -413,14 +414,14 @@ README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
 
 
 def section(kind):
-    """Of the README, "Arguments and attributes of DeepSpeed's classes"."""
+    """Returns a section of the README chapter "Arguments and attributes of DeepSpeed's classes"."""
     text = README.read_text(encoding="utf-8")
     (part,) = re.findall(r"^#### %s\n(.*?)(?=^#|\Z)" % kind.__name__, text, re.M | re.S)
     return part
 
 
 def rows_of(kind):
-    """The table of the section: names, and what is said of them."""
+    """Returns the rows of the section's table: names and descriptions."""
     return [row for row in re.findall(r"^\| (.*?) \| (.*?) \|$", section(kind), re.M) if row[0] not in ("name", "---")]
 
 
@@ -452,7 +453,7 @@ class Table(TestCase):
 class Arguments(TestCase):
     def test_comm_backend_names(self):
         for kind, _ in FAMILY:
-            for name in ("nccl", "mpi", "hccl", "compressed", "gloo"):  # nothing is exchanged here
+            for name in ("nccl", "mpi", "hccl", "compressed", "gloo"):  # no exchange happens here
                 params = params_of((4,))
                 optimizer = kind(params, comm_backend_name=name)
                 give_grads(params)
@@ -467,7 +468,7 @@ class Arguments(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 torch.distributed.init_process_group(init_method="file://%s/rendezvous" % folder, rank=0, world_size=1)
-            except (RuntimeError, TypeError, ValueError) as problem:  # torch 1.13 wants a backend
+            except (RuntimeError, TypeError, ValueError) as problem:  # torch 1.13 requires a backend
                 self.skipTest(str(problem))
             try:
                 self.assertEqual(OnebitAdam(params_of((4,)), comm_backend_name="gloo").size, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 1-bit family warns of gradients that were averaged before a compressed step, and of weights that differ."""
+"""Warnings of the 1-bit family: gradients that were averaged before a compressed step, and weights that differ."""
 import copy
 import functools
 import sys
@@ -54,7 +54,7 @@ class Run:
 
 
 def expect(run, texts, count, text="engine.enable_backward_allreduce = False"):
-    """Rank 0 says it, and no other."""
+    """Asserts that rank 0 and no other rank logged the warning."""
     assert len(texts) == (count if run.rank == 0 else 0), (type(run.optimizer).__name__, texts)
     for found in texts:
         assert text in found and type(run.optimizer).__name__ in found, found
@@ -100,7 +100,7 @@ def gradients_that_are_passed(rank):
 
 
 def zeros_tell_nothing(rank):
-    """The first step with a gradient does."""
+    """Zero gradients cause no warning; the first step with other gradients does."""
     for nothing in (lambda grads: [torch.zeros_like(g) for g in grads], lambda grads: [None] * len(grads)):
         run = Run(OnebitAdam, rank)
         run.steps(3, True)
@@ -121,7 +121,7 @@ def overflow_tells_nothing(rank):
 
 
 def a_rank_without_gradients_takes_part(rank):
-    """Of 2 ranks, neither has equal gradients, and neither waits."""
+    """With 2 ranks: neither has equal gradients, and neither waits."""
     for kind in FAMILY:
         run = Run(kind, rank)
         assert not run.steps(16, False, lambda grads: grads if rank else [None] * len(grads))
@@ -146,7 +146,7 @@ def local_steps_of_0_1_adam_may_leave_weights_apart(rank):
 
 
 def engines(rank):
-    """One that obeys its flag, and one that does not."""
+    """Tests an engine that obeys its flag, and one that does not."""
     for obeys in (True, False):
         run = Run(OnebitAdam, rank)
         run.optimizer.deepspeed = engine = Engine()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs that torch tests its own optimizers with (torch.testing._internal.common_optimizers)."""
+"""Runs the inputs with which torch tests its own optimizers (torch.testing._internal.common_optimizers)."""
 import copy
 import unittest
 import warnings
@@ -18,7 +18,7 @@ REFUSED = ("amsgrad", "maximize", "differentiable")
 
 
 def inputs(device="cpu", dtype=torch.float32):
-    """Ours, torch's, arguments, description."""
+    """Yields our class, torch's class, arguments, description."""
     for info in optim_db:
         if info.optim_cls in OURS:
             for given in info.optim_inputs_func(device=device, dtype=dtype):
@@ -55,7 +55,7 @@ class CommonOptimizers(TestCase):
                             kind(params, **given.optimizer_error_input.kwargs)
 
     def trajectory(self, kind, options, steps=7, dtype=torch.float32, **more):
-        """A small network on given data; weights, state."""
+        """Trains a small network on fixed data; returns weights and state."""
         torch.manual_seed(1)
         layers = torch.nn.Linear(5, 7), torch.nn.Sigmoid(), torch.nn.Linear(7, 1), torch.nn.Sigmoid()
         model = torch.nn.Sequential(*layers).to(dtype)
@@ -124,7 +124,7 @@ class CommonOptimizers(TestCase):
             optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.ones(())
             optimizer.step()
             self.assert_same(params, [torch.ones(1)] * 5)
-            if ours is not SGD:  # which has no steps
+            if ours is not SGD:  # SGD has no step counter
                 self.assertEqual([optimizer.state[p]["step"].item() for p in params], [0.0] * 5)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeedCPUAdam and DeepSpeedCPULion without DeepSpeed. test_original_cpu.py has them next to the originals."""
+"""DeepSpeedCPUAdam and DeepSpeedCPULion without DeepSpeed. test_original_cpu.py compares them with the originals."""
 import copy
 import math
 import pickle
@@ -74,7 +74,7 @@ class Steps(TestCase):
                  ["step", "exp_avg"])):
             found = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
             self.assertEqual({key: found[key] for key in group}, group)
-            self.assertLessEqual(set(found) - set(group), {"differentiable"})  # of torch 1.13
+            self.assertLessEqual(set(found) - set(group), {"differentiable"})  # from torch 1.13
             stepped(optimizer, params, 3)
             self.assertEqual(sorted(optimizer.state[params[0]]), sorted(state))
             self.assertEqual(float(optimizer.state[params[0]]["step"]), 3)
@@ -111,7 +111,7 @@ class Steps(TestCase):
         self.assertEqual(len(optimizer.param_groups), 1)
 
     def test_state_dicts(self):
-        """They load into each other, and into torch.optim and back."""
+        """State dicts load into each other, and into torch.optim and back."""
         params, others = params_of(*SHAPES), params_of(*SHAPES)
         ours, again = DeepSpeedCPUAdam(params, lr=1e-2), DeepSpeedCPUAdam(others, lr=1e-2)
         stepped(ours, params, 3)
@@ -128,7 +128,7 @@ class Steps(TestCase):
         self.assertIs(again.param_groups[0]["amsgrad"], False)
 
     def test_steps_that_are_numbers_load(self):
-        """As DeepSpeed's classes have them, with the second moment of its Lion."""
+        """Loads state of DeepSpeed's classes, including the second moment of its Lion."""
         for kind in BOTH:
             params, others = params_of((6, )), params_of((6, ))
             ours, again = kind(params), kind(others)
@@ -165,7 +165,7 @@ class Subgroups(TestCase):
         return param
 
     def test_steps_are_those_of_parameters(self):
-        """Each call has other tensors, as DeepSpeed's workers do, over the same memory."""
+        """Each call gets new tensors over the same memory, as from DeepSpeed's workers."""
         params = params_of((33, ), (5, ))
         plain = DeepSpeedCPUAdam([{"params": [params[0]]}, {"params": [params[1]], "lr": 0.1}], weight_decay=0.1)
         flat = [p.detach().clone() for p in params]
@@ -252,7 +252,7 @@ class Subgroups(TestCase):
 
 class Rollback(TestCase):
     def run_of(self, count=50, steps=3, **options):
-        """An optimizer after `steps`, with its weights and state before the last."""
+        """Returns an optimizer after `steps`, with its weights and state before the last step."""
         (param, ) = params_of((count, ))
         optimizer = DeepSpeedCPUAdam([param], lr=1e-2, weight_decay=0.1, **options)
         for seed in range(steps):
@@ -286,7 +286,7 @@ class Rollback(TestCase):
                 self.assert_close(param.detach(), before[0], rtol=1e-5, atol=1e-6)
 
     def test_next_step_after_a_gradient_of_0_is_finite(self):
-        """Rounding of the variance may pass 0."""
+        """Rounding may make the variance negative."""
         param, optimizer, _ = self.run_of(count=1000, steps=1)
         optimizer.rollback_subgroup(0)
         param.grad = torch.zeros(1000)
@@ -303,7 +303,7 @@ class Rollback(TestCase):
     def test_refused(self):
         param, optimizer, _ = self.run_of(steps=1)
         before = param.detach().clone()
-        # DeepSpeed's own tests look for the beginning of both texts.
+        # DeepSpeed's own tests check the beginning of both texts.
         with self.assertRaisesRegex(RuntimeError, "Cannot rollback optimizer state for sub_group_id 1, as no step"):
             optimizer.rollback_subgroup(1)
         self.assertNotIn(1, optimizer.state)

@@ -20,7 +20,7 @@ EVERY = ((FusedAdam, {}), (FusedLamb, {}), *FAMILY)
 
 
 def lamb(params, state, grads, t, lr, wd, low, high, bias_correction=True):
-    """FusedLamb in float64."""
+    """Takes one step of FusedLamb in float64."""
     ratios = []
     for p, (m, v), g in zip(params, state, grads):
         m.mul_(0.9).add_(g, alpha=0.1)
@@ -33,7 +33,7 @@ def lamb(params, state, grads, t, lr, wd, low, high, bias_correction=True):
     return ratios
 
 
-# Arguments and defaults of DeepSpeed 0.19.8; of the 1-bit family, which it does not have any more, those of 0.19.6.
+# Arguments and defaults of DeepSpeed 0.19.8; for the 1-bit family, which it no longer has, those of 0.19.6.
 ONEBIT = dict(params=REQUIRED, deepspeed=None, lr=1e-3)
 DEEPSPEED = {
     FusedAdam: dict(params=REQUIRED, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
@@ -260,7 +260,7 @@ class Fused(TestCase):
 
 class Family(TestCase):
     def test_full_steps(self):
-        """AdamW without bias correction."""
+        """Full steps are AdamW without bias correction."""
         params, others = params_of(*SHAPES), params_of(*SHAPES)
         ours = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=100)
         theirs = FusedAdam(others, lr=0.01, weight_decay=0.1, bias_correction=False)
@@ -324,12 +324,12 @@ class Family(TestCase):
                     for i in range(3):
                         give_grads(others, seed=i)
                         second.step()
-                    # Compat mode finds the weights of the last exchange by a difference, which rounds.
+                    # Compat mode computes the weights of the last exchange by a subtraction, which rounds.
                     moved = ((others[0].detach() - start).abs() > 1e-6).tolist()
                     self.assertEqual(moved, [bool(x) for x in mask or [1, 1, 1, 1]], (kind, compat, mask))
 
     def test_masks_can_change(self):
-        """A mask is read in each step, as by the original."""
+        """A mask is read in each step, as in the original."""
         params = params_of((4,))
         optimizer = OnebitAdam([{"params": params, "exp_avg_mask": torch.tensor([1.0, 1, 0, 0])}], freeze_step=2)
 
@@ -350,7 +350,7 @@ class Family(TestCase):
         self.assertEqual(moved(), [True, True, True, True])
 
     def test_mask_of_a_flat_group(self):
-        """As with the original's FP16_Optimizer, which has one flat master per group."""
+        """A flat mask works as with the original's FP16_Optimizer, which has one flat master per group."""
         for wrapper, good in ((FP16_Optimizer, True), (FP16_UnfusedOptimizer, False)):
             params = params_of((2, 3), (4,), dtype=torch.float16)
             mask = torch.tensor([1.0, 0, 1, 0, 1, 0, 1, 1, 0, 0])

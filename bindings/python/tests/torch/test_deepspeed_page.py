@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of dsopt/torch/DEEPSPEED.md run in two processes, and rank 0 prints what the page says."""
+"""The programs of dsopt/torch/DEEPSPEED.md run in two processes, and rank 0 prints the output on the page."""
 import contextlib
 import io
 import pathlib

@@ -32,7 +32,7 @@ def model(dtype=torch.float32, width=33):
 
 
 class Run:
-    """A model and its optimizer on one rank. Gradients are made from the rank and the number of the step."""
+    """A model and its optimizer on one rank. Gradients depend on the rank and the step number."""
 
     def __init__(self, name, rank, wrapper=None):
         kind, options = FAMILY[name]
@@ -53,13 +53,13 @@ class Run:
             self.optimizer.step()
 
     def until_ranks_are_equal(self):
-        """0/1 Adam: until an exchange has brought the ranks together."""
+        """0/1 Adam: steps until an exchange has synchronized the ranks."""
         while self.inner.next_reduction() == "local":
             self.train(1)
         self.train(1)
 
     def everything(self):
-        """All that the next steps depend on."""
+        """Returns everything that affects the next steps."""
         state = self.inner.state_dict()["state"]
         tensors = {(i, name): value.clone() for i, of in state.items() for name, value in of.items()}
         return {**tensors, **{(i, "param"): p.detach().clone() for i, p in enumerate(self.net.parameters())}}
@@ -72,7 +72,7 @@ def assert_equal(got, expected):
 
 
 def survives(rank, name, wrapper=None, flat=False):
-    """Ten steps after a load are those of the run that was saved, bit for bit."""
+    """Ten steps after a load must be bit-identical to those of the run that was saved."""
     run = Run(name, rank, wrapper)
     run.train(13)
     run.until_ranks_are_equal()
@@ -102,7 +102,7 @@ def survives(rank, name, wrapper=None, flat=False):
 
 
 def rank_0_for_all(rank):
-    """A checkpoint of rank 0 alone: other ranks start error feedback again, and go on with the same weights."""
+    """A checkpoint of rank 0 only: other ranks restart error feedback, and continue with the same weights."""
     run = Run("adam", rank)
     run.train(10)
     saved = [copy.deepcopy(run.inner.state_dict()) if rank == 0 else None]
@@ -118,7 +118,7 @@ def rank_0_for_all(rank):
 
 
 def of_another_layout(rank):
-    """State as versions before 0.2 saved it: under the key "dsopt"."""
+    """State in the layout of versions before 0.2: under the key "dsopt"."""
     run = Run("lamb", rank)
     run.train(10)
     saved = copy.deepcopy(run.inner.state_dict())
@@ -157,7 +157,7 @@ class OneProcess(TestCase):
     EVERY = ((SGD, {"momentum": 0.9}), (AdamW, {}), (Lion, {}), (FusedAdam, {}), (FusedLamb, {}), *FAMILY.values())
 
     def each(self):
-        """Optimizers after a step, with and without a wrapper."""
+        """Yields optimizers after a step, with and without a wrapper."""
         for kind, options in self.EVERY:
             for wrapper in (None, FP16_Optimizer, FP16_UnfusedOptimizer):
                 net = model(torch.float16 if wrapper else torch.float32)
@@ -200,7 +200,7 @@ class OneProcess(TestCase):
             self.assertTrue(torch.equal(again.state[others[0]][name], value), name)
 
     def test_the_first_parameter_may_change(self):
-        """What belongs to no parameter is with the first, whichever that is."""
+        """State of the whole optimizer is stored with the first parameter, whichever that is."""
         params = params_of((4,), (6,))
         params[0].requires_grad_(False)
         optimizer = OnebitLamb(params, freeze_step=10)

@@ -30,7 +30,7 @@ def doubles(*shapes, seed=0, dtype=F64):
 
 
 def give(*lists, seed=0, scale=1.0):
-    """Equal gradients, random in all bits of a double."""
+    """Sets equal gradients, random in all bits of a double."""
     generator = torch.Generator().manual_seed(1000 + seed)
     for same in zip(*lists):
         grad = torch.randn(same[0].shape, generator=generator, dtype=same[0].dtype) * scale
@@ -45,7 +45,7 @@ def run(optimizer, params, steps, begin=0):
 
 
 def lamb(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0, low=0.01, high=10.0):
-    """One step of FusedLamb, in place."""
+    """Takes one step of FusedLamb, in place."""
     m.mul_(betas[0]).add_((1 - betas[0]) * g)
     v.mul_(betas[1]).add_((1 - betas[1]) * g * g)
     update = m / (v.sqrt() + eps) + wd * p
@@ -56,7 +56,7 @@ def lamb(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0, low=0.01,
 
 class DoubleCase(TestCase):
     def near(self, actual, expected, times=1, grad=None):
-        """A moment in which a gradient cancels what was there has the roundings of both."""
+        """If a gradient cancels a moment's old value, the moment has the rounding errors of both."""
         actual, expected = actual.detach(), expected.detach()
         self.assertEqual((actual.dtype, actual.shape), (expected.dtype, expected.shape))
         if expected.numel():
@@ -72,7 +72,7 @@ class AsTorch(DoubleCase):
                 yield kind, reference, {"lr": 0.01, **options}
 
     def compare(self, kind, reference, options, params, others, steps=20):
-        """Each step from the same state, so that roundings of other steps do not add up."""
+        """Takes each step from the same state, so that rounding errors of steps do not accumulate."""
         ours, theirs = kind(params, **options), reference(others, **options)
         for i in range(steps):
             give(params, others, seed=i)
@@ -94,7 +94,7 @@ class AsTorch(DoubleCase):
             self.compare(kind, reference, options, doubles(*SHAPES), doubles(*SHAPES))
 
     def test_agrees_after_many_steps(self):
-        """With the operations of torch without foreach and fused, roundings are the same ones."""
+        """With the operations of torch without foreach and fused, the rounding is the same."""
         if VERSION < (2, 1):
             self.skipTest("torch %s has another order of operations" % torch.__version__)
         for kind, reference, options in self.each():
@@ -168,7 +168,7 @@ GROUPS = [
 
 class Numpy(DoubleCase):
     def test_optimizer_of_dsopt_agrees_with_torch(self):
-        """Over the memory of tensors, each step from the same weights."""
+        """Steps over the memory of tensors, each from the same weights."""
         for group, reference, options in GROUPS:
             params, others = doubles((300,), (7, 5)), doubles((300,), (7, 5))
             arrays = [p.detach().numpy() for p in params]

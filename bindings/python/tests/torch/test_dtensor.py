@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors over two and four processes with gloo: FSDP2, tensor parallelism and both. Each start of the processes runs
-many cases, because it takes longer than they do."""
+"""DTensors over two and four processes with gloo: FSDP2, tensor parallelism and both. Each set of processes runs many
+cases, because starting it takes longer than the cases."""
 import sys
 import unittest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's classes raise is caught here by the same except clauses."""
+"""Errors that DeepSpeed's classes raise are caught here by the same except clauses."""
 import pickle
 
 from support import TestCase, main, params_of, torch
@@ -34,7 +34,7 @@ def load_masters_of_another_size(wrapper, key, value):
     optimizer.load_state_dict(saved)
 
 
-# What the original raises, and a call that makes dsopt raise it.
+# The type that the original raises, and a call that makes dsopt raise it.
 CASES = [(RuntimeError, lambda kind=kind: kind(params_of((3,)), amsgrad=True), "amsgrad")
          for kind in EVERY if kind is not FusedLion]
 CASES += [(NotImplementedError if kind is FusedLion else RuntimeError, lambda kind=kind: sparse(kind), "is sparse")

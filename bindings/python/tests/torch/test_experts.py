@@ -22,7 +22,7 @@ EXPERT = (11,)
 
 
 def groups_of(rank, *lists):
-    """Makes process groups of these ranks, and returns the one that has `rank`."""
+    """Creates process groups of these ranks, and returns the one that contains `rank`."""
     made = [dist.new_group(ranks) for ranks in lists]
     return next(group for group, ranks in zip(made, lists) if rank in ranks)
 
@@ -40,7 +40,7 @@ def marked(param, name="ep_size_2"):
 
 
 def model_of(expert, name="ep_size_2", moe=True):
-    """Groups of a dense parameter, which is the same on all ranks, and of a parameter of expert number `expert`."""
+    """Returns groups of a dense parameter, equal on all ranks, and of a parameter of expert number `expert`."""
     dense, = params_of(DENSE, seed=1, dtype=torch.float16)
     own, = params_of(EXPERT, seed=100 + expert, dtype=torch.float16)
     more = {"moe": True, "name": name} if moe else {}
@@ -67,7 +67,7 @@ def wrap(index, groups, compat=None, **more):
 
 
 def norm_is_over_all_experts(rank, index, moe):
-    """One divisor on all ranks, so the dense masters stay equal."""
+    """All ranks use one divisor, so the dense masters stay equal."""
     given = {} if index == 1 else {"has_moe_layers": moe}
     groups = model_of(rank, moe=moe)
     optimizer = wrap(index, groups, clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD}, **given)
@@ -93,7 +93,7 @@ def overflow_of_an_expert_skips_on_all_ranks(rank, index, compat, moe):
 
 
 def compat_norms_are_those_of_the_originals(rank, index, moe):
-    """Fused: of the experts' masters, where has_moe_layers is set; else all is dense. Unfused: experts are left out."""
+    """Fused: uses the experts' masters if has_moe_layers is set; otherwise all is dense. Unfused: ignores experts."""
     given = {} if index == 1 else {"has_moe_layers": moe}
     groups = model_of(rank, moe=moe)
     optimizer = wrap(index, groups, "deepspeed", clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD}, **given)
@@ -101,7 +101,7 @@ def compat_norms_are_those_of_the_originals(rank, index, moe):
         give(groups, rank, i)
         dense, own = groups[0]["params"][0].grad, groups[1]["params"][0].grad
         if index == 1:
-            norm = norm_of(dense, scale=1.0)  # the original's has the loss scale
+            norm = norm_of(dense, scale=1.0)  # the original's norm includes the loss scale
         elif moe:
             weights = gathered(optimizer.masters()[1][0])  # without the loss scale, and divided by it
             norm = norm_of(dense, *weights)
@@ -136,7 +136,7 @@ def has_moe_layers_that_is_set_counts_from_the_next_step_on(rank):
 
 
 def groups_are_those_of_deepspeed(rank):
-    """Where deepspeed.utils.groups is imported, its groups are taken."""
+    """If deepspeed.utils.groups is imported, its groups are used."""
     module = types.ModuleType("deepspeed.utils.groups")
     module._EXPERT_PARALLEL_GROUP = {"ep_size_2": dist.group.WORLD, "ep_size_1": None}
     sys.modules["deepspeed.utils.groups"] = module
@@ -199,7 +199,7 @@ def mean_of_the_norms_of_2023(rank):
 
 
 def deepspeed_finds_the_same_norms(rank, index, experts):
-    """Both around the same parameters: norms, skipped steps, loss scales and masters."""
+    """Compares both over the same parameters: norms, skipped steps, loss scales and masters."""
     found = originals.load()
     from deepspeed.utils import groups as names
 
@@ -245,7 +245,7 @@ ORIGINALS = [functools.partial(deepspeed_finds_the_same_norms, index=index, expe
 
 
 def two_pairs_of_expert_ranks(rank, index):
-    """Ranks 0 and 1 have experts 0 and 1, and ranks 2 and 3 the same two. Gradients are averaged, as an engine does."""
+    """Ranks 0 and 1 have experts 0 and 1, and so have ranks 2 and 3. The test averages gradients, like an engine."""
     experts = groups_of(rank, [0, 1], [2, 3])
     replicas = groups_of(rank, [0, 2], [1, 3])
     groups = model_of(rank % 2)
@@ -268,7 +268,7 @@ def two_pairs_of_expert_ranks(rank, index):
 
 
 def two_sizes_of_expert_groups(rank, index):
-    """Expert-parallel groups of 2 and of 4 ranks; an overflow of either is known to all."""
+    """Expert-parallel groups of 2 and of 4 ranks; an overflow in either is known to all ranks."""
     pairs, every = groups_of(rank, [0, 1], [2, 3]), dist.group.WORLD
     replicas = groups_of(rank, [0, 2], [1, 3])
     groups = model_of(rank % 2) + model_of(10 + rank, "ep_size_4")[1:]
@@ -290,7 +290,7 @@ def two_sizes_of_expert_groups(rank, index):
 
 
 def experts_beside_model_parallel_ranks(rank, index):
-    """Model-parallel ranks 0 and 1, 2 and 3 have the same experts; expert-parallel are 0 and 2, 1 and 3."""
+    """Model-parallel ranks 0 and 1, 2 and 3 have the same experts; expert-parallel ranks are 0 and 2, 1 and 3."""
     model, experts = groups_of(rank, [0, 1], [2, 3]), groups_of(rank, [0, 2], [1, 3])
 
     class Mpu:
@@ -306,7 +306,7 @@ def experts_beside_model_parallel_ranks(rank, index):
         norm = norm_of(groups[0]["params"][0].grad, *gathered(groups[1]["params"][0].grad, experts),
                        scale=optimizer.cur_scale)
         assert optimizer.step() == (i == 1), i
-        if i != 1:  # what model-parallel ranks share counts once
+        if i != 1:  # a tensor shared by model-parallel ranks counts once
             assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
 
 
@@ -324,7 +324,7 @@ class Processes(TestCase):
 
     @originals.needed
     def test_next_to_deepspeed(self):
-        """In compat mode norms and skipped steps are those of DeepSpeed's own wrappers."""
+        """In compat mode norms and skipped steps equal those of DeepSpeed's own wrappers."""
         run_ranks(self, __file__, "originals")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classes of dsopt.torch replay the cases that were recorded from the originals (tests/golden), in compat mode."""
+"""Replays the cases recorded from the originals (tests/golden) with the classes of dsopt.torch, in compat mode."""
 import functools
 import json
 import sys
@@ -15,7 +15,7 @@ import replays
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 ALONE = "is not a class of dsopt.torch; "
 SCALER = "DynamicLossScaler %sthe wrappers have the rules of theirs, which the fp16_ cases record" % ALONE
-# Cases that the classes cannot express, by how their names begin. The C replay has all of them.
+# Cases that the classes cannot express, by the prefix of their names. The C replay has all of them.
 LEFT_OUT = {
     "compressed_allreduce_": "the all-reduce alone %sthe 1-bit optimizers call it" % ALONE,
     "loss_scaler_": SCALER,
@@ -24,12 +24,12 @@ LEFT_OUT = {
 
 
 def reason(name):
-    """Why the case is left out, or None."""
+    """Returns the reason why the case is left out, or None."""
     return next((why for begin, why in LEFT_OUT.items() if name.startswith(begin)), None)
 
 
 def text_of(name, rank):
-    """What is wrong in the replay of a case on this rank: nothing if it is as recorded."""
+    """Returns the differences in the replay of a case on this rank, an empty text if there are none."""
     try:
         wrong = replays.replay(golden.Golden(name), rank)
     except Exception:
@@ -39,10 +39,10 @@ def text_of(name, rank):
 
 @functools.lru_cache(maxsize=None)
 def of_ranks(ranks):
-    """All cases of that many ranks in one set of processes: text_of for each rank and case."""
+    """Runs all cases of that many ranks in one set of processes; returns text_of for each rank and case."""
     try:
         said = run_ranks(unittest.TestCase(), __file__, str(ranks), ranks)
-    except AssertionError as problem:  # it would be the same for the next case
+    except AssertionError as problem:  # all later cases would raise it, too
         return [dict.fromkeys(cases_of(ranks), str(problem))]
     return [dict(json.loads(line[7:]) for line in text.splitlines() if line.startswith("golden ")) for text in said]
 
@@ -77,7 +77,7 @@ class LeftOut(TestCase):
 
 
 def alter(values, row, peak):
-    """Change the first value of a row by a little more than what is allowed."""
+    """Changes the first value of a row by slightly more than the tolerance."""
     flat = values.reshape(len(values), -1)[row]
     if values.dtype in (torch.float16, torch.bfloat16):
         flat.view(torch.int16)[0] += 3
@@ -89,7 +89,7 @@ def alter(values, row, peak):
 
 @unittest.skipUnless(golden.names(), "there is no tests/golden next to the package")
 class Comparisons(TestCase):
-    """A wrong record is noticed."""
+    """A wrong record leads to a failure."""
 
     NAMES = ("fused_lamb", "fused_lamb_fp16_grads", "fp16_fused_adam_static", "onebit_lamb_n1", "zero_one_adam_n1")
 

@@ -20,7 +20,7 @@ FLAGS = ("enable_backward_allreduce", "pipeline_enable_backward_allreduce")
 
 
 class Engine:
-    """DeepSpeed's, or with `pipeline` that of its pipelines, which does not average in backward."""
+    """DeepSpeed's engine or, with `pipeline`, that of its pipelines, which does not average in backward."""
 
     def __init__(self, pipeline=False, value=True):
         self.flag = FLAGS[pipeline]
@@ -34,7 +34,7 @@ class Engine:
 
 
 class Run:
-    """An optimizer that trusts its engine to average gradients when the flag is set."""
+    """An optimizer whose engine averages gradients while the flag is set."""
 
     def __init__(self, kind, freeze, rank=0, ranks=1, pipeline=False, **options):
         self.kind, self.freeze, self.rank, self.ranks = kind, freeze, rank, ranks
@@ -43,7 +43,7 @@ class Run:
         self.renew(freeze)
 
     def renew(self, freeze):
-        """A new optimizer with a new engine."""
+        """Creates a new optimizer with a new engine."""
         self.engine = Engine(self.pipeline)
         self.optimizer = self.kind(self.params, self.engine, lr=0.01, **{dict(FAMILY)[self.kind]: freeze},
                                    **self.options)
@@ -86,7 +86,7 @@ def same_everywhere(run):
 
 
 def rolled_back(rank, ranks, kind, compat, pipeline):
-    """A frozen run goes back to a checkpoint of its warm-up, and repeats what it did."""
+    """A frozen run loads a checkpoint of its warm-up, and repeats its steps."""
     run = Run(kind, 4, rank, ranks, pipeline, compat=compat)
     run.check_flag()
     run.steps(2)
@@ -106,7 +106,7 @@ def rolled_back(rank, ranks, kind, compat, pipeline):
 
 
 def fresh_engine(rank, ranks, kind, compat, pipeline):
-    """A new optimizer with a new engine takes a frozen checkpoint, before or after steps of its own."""
+    """A new optimizer with a new engine loads a frozen checkpoint, before or after its first steps."""
     run = Run(kind, 4, rank, ranks, pipeline, compat=compat)
     run.steps(9)
     while run.optimizer.next_reduction() == "local":
@@ -125,7 +125,7 @@ def fresh_engine(rank, ranks, kind, compat, pipeline):
 
 
 def another_freeze_step(rank, ranks, kind):
-    """The stage follows from `step` and freeze_step of the optimizer that loads."""
+    """The stage follows from `step` and from the freeze_step of the optimizer that loads."""
     for first, second in ((3, 100), (100, 3)):
         run = Run(kind, first, rank, ranks)
         run.steps(8)
@@ -142,7 +142,7 @@ def another_freeze_step(rank, ranks, kind):
         before, weights = run.variance(), [param.detach().clone() for param in run.params]
         run.steps(3)
         assert torch.equal(run.variance(), before) == frozen, (kind, first, second)
-        # Every element has a gradient and a variance, so none stands still.
+        # Every element has a gradient and a variance, so all change.
         assert all(bool((param != old).all()) for param, old in zip(run.params, weights)), (kind, first, second)
         if ranks > 1:
             same_everywhere(run)
@@ -155,7 +155,7 @@ CASES += [functools.partial(another_freeze_step, ranks=2, kind=kind) for kind, _
 
 
 def frozen_run_of_one_rank(rank):
-    """A run of one rank has no bits of elements that exchanges include: they are found in the variance."""
+    """A run of one rank does not save which elements exchanges include: they are derived from the variance."""
     alone = [torch.distributed.new_group([r]) for r in range(2)]
     for kind, freeze in FAMILY:
         params = params_of(*SHAPES)
@@ -176,7 +176,7 @@ def frozen_run_of_one_rank(rank):
 
 
 def bits_are_those_of_the_freeze(rank):
-    """Found in the variance after a load, in the order of memory."""
+    """After a load they are derived from the variance, in memory order."""
     def make(freeze_step):
         params = params_of((3, 40), (0, ), (5, ), (33, ), ())
         params[0] = torch.nn.Parameter(params[0].detach().t().contiguous().t())
@@ -198,7 +198,7 @@ def bits_are_those_of_the_freeze(rank):
 
 
 def between_exchanges(rank):
-    """0/1 Adam: ranks that have no common weights cannot adapt the variance again."""
+    """0/1 Adam: ranks without common weights cannot adapt the variance again."""
     run = Run(ZeroOneAdam, 3, rank, 2, local_step_scaler=2, local_step_clipper=8)
     run.steps(4)
     while not any(bool(state["lr_sum"].any()) for state in run.optimizer.state.values() if "lr_sum" in state):
@@ -218,7 +218,7 @@ def between_exchanges(rank):
 
 
 def copies_have_the_process_group(rank):
-    """A copy exchanges over the ranks of its original, and leaves averaging to the same engine."""
+    """A copy exchanges over the same ranks as its original, and relies on the same engine for averaging."""
     alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
 
     class Mpu:
@@ -284,7 +284,7 @@ class OneRank(TestCase):
     def test_a_new_optimizer_asks_for_averaged_gradients(self):
         for kind, _ in FAMILY:
             for pipeline in (False, True):
-                engine = Engine(pipeline, value=False)  # as an optimizer before it left it
+                engine = Engine(pipeline, value=False)  # as left by a previous optimizer
                 kind(params_of(*SHAPES), engine)
                 self.assertIs(engine.averages, True)
                 self.assertIs(engine.enable_backward_allreduce, not pipeline)
@@ -458,7 +458,7 @@ class Scale(TestCase):
         _, source = self.make(static_loss_scale=8.0)
         source.loss_scale = 32.0
         saved = copy.deepcopy(source.state_dict())
-        for key in ("last_overflow_iter", "scale_factor", "scale_window"):  # not of the original
+        for key in ("last_overflow_iter", "scale_factor", "scale_window"):  # keys that the original does not save
             saved.pop(key, None)
         _, target = self.make(static_loss_scale=8.0)
         target.load_state_dict(saved)

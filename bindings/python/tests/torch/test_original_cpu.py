@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeedCPUAdam and DeepSpeedCPULion next to DeepSpeed's.
+"""DeepSpeedCPUAdam and DeepSpeedCPULion compared with DeepSpeed's.
 
-The originals step by extensions that DeepSpeed compiles. Tests of steps run where extensions.py has built them, which
+The originals step with extensions that DeepSpeed compiles. Tests of steps run if extensions.py has built them, which
 bindings/python/check does.
 """
 import copy
@@ -20,15 +20,15 @@ from test_attributes import names_in, rows_of
 from dsopt.torch import DeepSpeedCPUAdam, DeepSpeedCPULion
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-# DeepSpeedCPULion of 0.19.6 masks the sign with the bits of -1.0 in its vector loop, from 8 or 16 elements on: it adds
-# other numbers than lr. Its scalar loop is right.
+# DeepSpeedCPULion of 0.19.6 masks the sign with the bits of -1.0 in its vector loop, from 8 or 16 elements on, so that
+# its updates differ from lr. Its scalar loop is correct.
 SHAPES = {DeepSpeedCPUAdam: ((7, 3), (5,), (1,), (2000,)), DeepSpeedCPULion: ((2, 3), (7,), (1,))}
 EXTENSIONS = {DeepSpeedCPUAdam: "cpu_adam", DeepSpeedCPULion: "cpu_lion"}
 check = unittest.TestCase()
 
 
 class Builder:
-    """In the place of DeepSpeed's: the extension as it is."""
+    """Replaces DeepSpeed's builder: loads the built extension."""
 
     def __init__(self, path):
         self.path = path
@@ -68,7 +68,8 @@ def signatures_and_names(kind):
 
 
 def steps(kind):
-    """Weights, state and its keys. Both have float32 moments; the originals also take bfloat16 and float16."""
+    """Compares weights, state and its keys. Both have float32 moments; the originals also accept bfloat16 and
+    float16."""
     original = original_of(kind)
     options = [dict(), dict(weight_decay=0.1, betas=(0.8, 0.95), lr=1e-2)]
     if kind is DeepSpeedCPUAdam:
@@ -109,7 +110,7 @@ def state_dicts_load_into_each_other(kind):
         second = back(others)
         saved = copy.deepcopy(first.state_dict())
         for state in saved["state"].values() if back is original else ():
-            state["step"] = int(state["step"])  # the extension takes no tensor
+            state["step"] = int(state["step"])  # the extension does not accept a tensor
             state.setdefault("exp_avg_sq", torch.zeros_like(state["exp_avg"]))
         second.load_state_dict(saved)
         for seed in range(3, 5):
@@ -121,7 +122,7 @@ def state_dicts_load_into_each_other(kind):
 
 
 def subgroups(kind):
-    """step_subgroup and rollback_subgroup, which undoes a step with the default arguments."""
+    """Compares step_subgroup and rollback_subgroup, which undoes a step with the default arguments."""
     params, others = params_of((50,)), params_of((50,))
     ours, theirs = kind(params), original_of(kind)(others)
     for seed in range(4):
@@ -139,7 +140,7 @@ def subgroups(kind):
 
 
 def elements_without_gradient(kind):
-    """README.md: the original moves them by lr, and dsopt.torch does not."""
+    """README.md: the original changes them by lr, and dsopt.torch does not."""
     params, others = [[torch.nn.Parameter(torch.ones(7))] for _ in range(2)]
     params[0].grad, others[0].grad = torch.zeros(7), torch.zeros(7)
     kind(params, lr=0.5).step()
@@ -149,7 +150,7 @@ def elements_without_gradient(kind):
 
 
 def vector_loop_of_lion(kind):
-    """README.md: from 16 elements on the original of 0.19.6 does not move weights by lr, and dsopt.torch does."""
+    """README.md: from 16 elements on, the original of 0.19.6 does not change weights by lr, and dsopt.torch does."""
     if os.path.basename(sys.argv[2]) != originals.VERSION:
         return
     params, others = [[torch.nn.Parameter(torch.zeros(64))] for _ in range(2)]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of DeepSpeed's optimizers, and what README.md says about each.
+"""Names of DeepSpeed's optimizers, and their descriptions in README.md.
 
-FusedAdam and FusedLamb of DeepSpeed need an extension to be constructed. Their attributes are those that their source
-sets; so are those of the 1-bit family that a method sets after the constructor.
+FusedAdam and FusedLamb of DeepSpeed need an extension to be constructed. Their attributes are read from their source,
+as
+are those of the 1-bit family that a method sets after the constructor.
 """
 import inspect
 import re
@@ -26,7 +27,7 @@ def original_of(kind):
 
 
 def made(kind, options):
-    """An optimizer of DeepSpeed that has stepped past its freeze, and its parameter."""
+    """Returns an optimizer of DeepSpeed after steps past its freeze, and its parameter."""
     params = params_of((4,))
     optimizer = original_of(kind)(params, originals.Engine(), comm_backend_name="compressed", **options)
     before = set(vars(optimizer))
@@ -38,7 +39,8 @@ def made(kind, options):
 
 
 def listed(kind):
-    """Rows of the kind's table, with those of OnebitAdam that its section adds: (names, the first cell)."""
+    """Returns rows of the kind's table, and those of OnebitAdam to which its section refers: (names, the first
+    cell)."""
     rows = [(names_in(first), first) for first, _ in rows_of(kind)]
     if kind in (ZeroOneAdam, OnebitLamb):
         (without,) = re.findall(r"^As OnebitAdam, without (.*?), which the original", section(kind), re.M | re.S)
@@ -51,7 +53,7 @@ def listed(kind):
 
 
 def found_in(kind):
-    """Arguments of the constructor, attributes and methods of DeepSpeed's class."""
+    """Returns arguments of the constructor, attributes and methods of DeepSpeed's class."""
     original = original_of(kind)
     names = set(inspect.signature(original).parameters) | set(vars(original))
     names |= set(re.findall(r"self\.(\w+) = ", inspect.getsource(original)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's classes next to those of dsopt.torch in compat mode, step by step.
+"""DeepSpeed's classes compared with those of dsopt.torch in compat mode, step by step.
 
 Both get the same weights and gradients. Values are compared with the tolerance of the recorded cases, because torch's
 kernels contract multiplications and additions and the engine does not: 2e-6 of the largest magnitude, and 1e-5 after
-exchanges, whose errors integrate rounding. Scales, counters and flags must be equal.
+exchanges, whose residuals accumulate rounding errors. Scales, counters and flags must be equal.
 """
 import functools
 import io
@@ -41,7 +41,7 @@ def near(ours, theirs, what, tolerance):
 
 
 class Side:
-    """One of the two optimizers, with parameters and an engine of its own."""
+    """One of the two optimizers, with its parameters and engine."""
 
     def __init__(self, namespace, name, compat, engine=originals.Engine, groups=None, dtype=torch.float32, **options):
         self.params = [torch.nn.Parameter(w) for w in weights(dtype)]
@@ -77,7 +77,7 @@ class Side:
 
 
 class Pair:
-    """The original and ours."""
+    """The original and our class."""
 
     def __init__(self, name, rank, wrapper=None, wrapper_options=None, **options):
         self.name, self.rank = name, rank
@@ -116,7 +116,7 @@ class Pair:
             for a, b in zip(p, q) if isinstance(q, list) else [(p, q)]:
                 near(a, b, what + ", masters", tolerance)
         names = ["use_grad_scaling", "dynamic_loss_scale", "cur_scale", "last_overflow_iter"]
-        if theirs.wrapper.loss_scale_config.use_grad_scaling:  # else the unfused wrapper counts (docs/compat.md)
+        if theirs.wrapper.loss_scale_config.use_grad_scaling:  # otherwise the unfused wrapper counts (docs/compat.md)
             names.append("cur_iter")
         for name in names:
             found, expected = [getattr(side.wrapper.loss_scale_config, name) for side in (ours, theirs)]
@@ -188,7 +188,7 @@ def gradients_that_are_passed(rank):
 
 
 def a_load_sets_stage_and_engine(rank):
-    """A rollback to a checkpoint of the warm-up, and a new optimizer that loads one of the compressed stage."""
+    """Tests a rollback to a checkpoint of the warm-up, and a new optimizer that loads one of the compressed stage."""
     for name in OPTIONS:
         pair = Pair(name, rank)
         pair.steps(0, 3)
@@ -204,14 +204,14 @@ def a_load_sets_stage_and_engine(rank):
             for side, file in zip((pair.theirs, pair.ours), checkpoints):
                 load(side, file)
             if name == "ZeroOneAdam" and checkpoints is late:
-                # The step moves the variance, and the original leaves the gradients to each rank (docs/compat.md).
+                # The step updates the variance, and the original does not average the gradients (docs/compat.md).
                 assert pair.ours.flag and not pair.theirs.flag
                 pair.ours.engine.enable_backward_allreduce = False
             pair.steps(10, 18)
 
 
 def saved(side):
-    """Rank 0's checkpoint, on all ranks."""
+    """Returns rank 0's checkpoint, on all ranks."""
     file = io.BytesIO()
     torch.save([side.optimizer.state_dict(), [p.detach() for p in side.params]], file)
     sent = [file.getvalue()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP16_Optimizer and FP16_UnfusedOptimizer next to those of DeepSpeed."""
+"""FP16_Optimizer and FP16_UnfusedOptimizer compared with those of DeepSpeed."""
 import inspect
 import math
 import sys
@@ -17,13 +17,13 @@ GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available(
 BOTH = (FP16_Optimizer, FP16_UnfusedOptimizer)
 SHAPES = ((7, 3), (5,))
 OLDER = {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
-         "min_loss_scale", "_get_norm_with_moe_layers", "step_unfused"}  # which 0.19.6 does not have
-NEWER = {"_skip_invalid_grad_norm"}  # which 0.19.8 has as the end of step()
+         "min_loss_scale", "_get_norm_with_moe_layers", "step_unfused"}  # absent in 0.19.6
+NEWER = {"_skip_invalid_grad_norm"}  # in 0.19.8 the end of step()
 check = unittest.TestCase()
 
 
 def pair(wrapper, dtype=torch.float16, base=None, **more):
-    """Parameters and the wrapper of dsopt.torch in compat mode, and the same with DeepSpeed's."""
+    """Returns parameters and the wrapper of dsopt.torch in compat mode, and the same with DeepSpeed's."""
     original = getattr(originals.load(), wrapper.__name__)
     params, others = [params_of(*SHAPES, dtype=dtype) for _ in range(2)]
     adam = FusedAdam(params, lr=0.01, adam_w_mode=False, compat="deepspeed")
@@ -53,7 +53,7 @@ def moments(wrapper, optimizer):
 
 
 def override_is_for_the_backward_pass_alone(rank):
-    """From step 3 to 7 gradients carry 64 and are divided by the scaler's scale, which goes on as before."""
+    """In steps 3 to 7 gradients have the scale 64 and are divided by the scaler's scale, which continues as before."""
     for wrapper in BOTH:
         ours, theirs = pair(wrapper, **dynamic())
         for i in range(12):
@@ -72,7 +72,7 @@ def override_is_for_the_backward_pass_alone(rank):
 
 
 def graph_is_freed_with_an_override(rank):
-    """The original ignores retain_graph then; dsopt.torch does not, as docs/compat.md says."""
+    """The original ignores retain_graph in that case; dsopt.torch does not (docs/compat.md)."""
     for wrapper in BOTH:
         for (params, optimizer), kept in zip(pair(wrapper), (True, False)):
             optimizer.override_loss_scale(4.)
@@ -98,7 +98,7 @@ def scale_and_keys_without_gradient_scaling(rank):
 
 
 def attributes_and_arguments(rank):
-    """The lists of test_wrapper_arguments have all that the originals have."""
+    """The lists of test_wrapper_arguments are complete for the originals."""
     for wrapper in BOTH:
         _, (_, original) = pair(wrapper, **dynamic())
         names = {name for name in list(vars(original)) + list(vars(type(original))) if not name.startswith("__")}
@@ -116,7 +116,7 @@ def closures_are_ignored(rank):
 
 
 def one_float32_parameter_makes_all_float32(rank):
-    """What FP16_Optimizer of dsopt.torch refuses."""
+    """FP16_Optimizer of dsopt.torch raises an error in that case."""
     original = originals.load().FP16_Optimizer
     params = params_of((3,), dtype=torch.float16) + params_of((2,))
     original(torch.optim.Adam(params))
@@ -145,7 +145,7 @@ def timers_get_the_phases(rank):
 
 
 def norm_of_a_skipped_step(rank):
-    """The original keeps that of the step before; dsopt.torch has that of the gradients, as docs/compat.md says."""
+    """The original keeps the norm of the previous step; dsopt.torch has the norm of the gradients (docs/compat.md)."""
     for wrapper in BOTH:
         for dtype in (torch.float16, torch.bfloat16):
             ours, theirs = pair(wrapper, dtype, clip_grad=1.0, **(dynamic() if dtype == torch.float16 else {}))
@@ -157,12 +157,12 @@ def norm_of_a_skipped_step(rank):
                     check.assertAlmostEqual(ours[1]._global_grad_norm / float(theirs[1]._global_grad_norm), 1, 4)
                 elif dtype == torch.float16:
                     assert skipped and before == float(theirs[1]._global_grad_norm)
-                    scale = ours[1].cur_scale if wrapper is FP16_Optimizer else 1.0  # which the step has halved
+                    scale = ours[1].cur_scale if wrapper is FP16_Optimizer else 1.0  # halved by the step
                     check.assertEqual(ours[1]._global_grad_norm, 1 / scale)
 
 
 def norms_of_lists(rank):
-    """The functions of deepspeed.runtime.utils, and what README.md has in their place."""
+    """Compares the functions of deepspeed.runtime.utils with their replacements in README.md."""
     originals.load()
     from deepspeed.runtime.utils import get_global_norm, get_weight_norm
     lists = [[p.detach() for p in params_of(*SHAPES, seed=seed)] for seed in range(2)]
@@ -184,7 +184,7 @@ CASES = (override_is_for_the_backward_pass_alone, graph_is_freed_with_an_overrid
          scale_and_keys_without_gradient_scaling, attributes_and_arguments, closures_are_ignored,
          one_float32_parameter_makes_all_float32, timers_get_the_phases, norm_of_a_skipped_step, norms_of_lists)
 
-# 0.19.8 skips a step with Inf or NaN without a loss scale too, and has an infinite norm then.
+# 0.19.8 skips a step with Inf or NaN also without a loss scale, and then has an infinite norm.
 NEWER_CASES = tuple(case for case in CASES if case is not norm_of_a_skipped_step)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of DeepSpeed's own 1-bit classes and wrappers, and loads of compat mode next to recorded cases."""
+"""State dicts of DeepSpeed's own 1-bit classes and wrappers, and loads in compat mode compared with recorded cases."""
 import copy
 import json
 import os
@@ -18,7 +18,7 @@ GOLDEN = os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] *
 SHAPES = ((7, 3), (5,))
 GROUP = dict(lr=0.01, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, max_grad_norm=0.0)
 DTYPES = {"F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64, "U8": torch.uint8}
-# By the names of the cases: class, names of its arguments, what each parameter's state has beside the moments.
+# By case name: class, names of its arguments, entries of each parameter's state in addition to the moments.
 RESUMED = {
     "onebit_adam": (OnebitAdam, ("freeze_step",), ()),
     "zero_one_adam": (ZeroOneAdam, ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
@@ -28,7 +28,7 @@ RESUMED = {
 
 
 class Recorded:
-    """A case of tests/golden as rank `rank` sees it."""
+    """A case of tests/golden as seen by rank `rank`."""
 
     def __init__(self, name, rank):
         self.rank = rank
@@ -62,7 +62,7 @@ class Engine:
 
 
 class Replay:
-    """An optimizer in compat mode that is given the recorded gradients, which the caller has averaged."""
+    """An optimizer in compat mode that receives the recorded gradients, which are already averaged."""
 
     def __init__(self, name, rank):
         self.case = Recorded(name + "_resume_n2", rank)
@@ -107,7 +107,7 @@ class Replay:
             param.data.copy_(self.case.get("param/p%d" % i, 0)[t])
 
     def state_of_the_original(self, t):
-        """What rank 0 of the original saves after call t."""
+        """Returns the state that rank 0 of the original saves after call t."""
         def recorded(name):
             return self.case.get(name, 0)[t].clone()
 
@@ -128,7 +128,7 @@ class Replay:
 
 
 def recorded_resumes(rank):
-    """From the state of the original, and from that of the class here: rank 0's for all."""
+    """Resumes from the state of the original, and from that of the class here: rank 0's for all."""
     for name in RESUMED:
         for own in (False, True):
             replay = Replay(name, rank)
@@ -153,7 +153,7 @@ def recorded_resumes(rank):
 
 
 def onebit_state(kind, step, shapes=SHAPES, **changes):
-    """A state dict as the original saves it, with moments that say which element they are."""
+    """Returns a state dict as the original saves it, with moments that identify their elements."""
     state = {}
     for i, shape in enumerate(shapes):
         numel = torch.Size(shape).numel()
@@ -189,7 +189,7 @@ class StateOfTheOriginal(TestCase):
                 for compat in (None, "deepspeed"):
                     params, engine, optimizer = self.load(kind, freeze, step, compat)
                     if compat and kind is ZeroOneAdam:
-                        frozen = False  # as the original, which begins again
+                        frozen = False  # like the original, which begins again
                     self.assertEqual(optimizer.frozen, frozen, (kind, freeze, step, compat))
                     self.assertEqual(optimizer._schedule().step, step)
                     full = optimizer.next_reduction() == "full"
@@ -220,7 +220,7 @@ class StateOfTheOriginal(TestCase):
             self.assert_same([optimizer.state[param]["anchor"]], [torch.full_like(param, 3)])
 
     def test_anchor_is_saved_after_a_load(self):
-        """The next checkpoint, before a step, has the masters that the wrapper has loaded."""
+        """The next checkpoint, before a step, has the masters loaded by the wrapper."""
         params, optimizer = self.wrapped(FP16_Optimizer, ZeroOneAdam, var_freeze_step=5)
         masters, saved = self.state_of_wrapper(ZeroOneAdam, True, 9)
         optimizer.load_state_dict(saved)
@@ -385,7 +385,7 @@ class StateOfTheOriginal(TestCase):
 
 @unittest.skipUnless(os.path.isdir(GOLDEN), "tests/golden is not here")
 class RecordedWrappers(TestCase):
-    """Runs of the original's wrappers, which go on here after each of some calls, by their state dict."""
+    """Runs of the original's wrappers that resume here after some calls, from their state dicts."""
     NAMES = ("master", "exp_avg", "exp_avg_sq")
 
     def make(self, case, flat):

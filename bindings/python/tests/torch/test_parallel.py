@@ -20,13 +20,13 @@ SCALE = 2.0 ** 4
 
 
 def groups_of(rank, *lists):
-    """Makes process groups of these ranks, and returns the one that has `rank`."""
+    """Creates process groups of these ranks, and returns the one that contains `rank`."""
     made = [dist.new_group(ranks) for ranks in lists]
     return next(group for group, ranks in zip(made, lists) if rank in ranks)
 
 
 class Mpu:
-    """Model-parallel ranks are neighbours."""
+    """Model-parallel ranks are adjacent."""
 
     def __init__(self, rank):
         self.rank = rank % 2
@@ -91,7 +91,7 @@ def mean(params, group):
 
 
 def exchange_is_within_the_data_parallel_group(rank, name):
-    """`deepspeed.mpu` gives the group: the bits are those of an optimizer that has it as `group`."""
+    """`deepspeed.mpu` provides the group: the bits are those of an optimizer that receives it as `group`."""
     kind, options = KINDS[name]
     mpu = Mpu(rank)
     params, others = params_of((40,), (3, 7), seed=rank % 2), params_of((40,), (3, 7), seed=rank % 2)
@@ -117,7 +117,7 @@ def exchange_is_within_the_data_parallel_group(rank, name):
         momentum = gathered(optimizer.state[param]["exp_avg"])
         weights = gathered(param)
         assert not torch.equal(momentum[0], momentum[1]) and not torch.equal(momentum[2], momentum[3])
-        if name != "zero_one":  # whose ranks have their own moments between the exchanges of changes
+        if name != "zero_one":  # 0/1 Adam's ranks have different moments between the exchanges of weight changes
             assert torch.equal(momentum[0], momentum[2]) and torch.equal(momentum[1], momentum[3])
         assert torch.equal(weights[0], weights[2]) and torch.equal(weights[1], weights[3])
 
@@ -142,7 +142,7 @@ def non_freeze_is_within_the_data_parallel_group(rank):
 
 
 def onebit_skips_on_all_model_parallel_ranks(rank, name, compat):
-    """Without a wrapper too: shards of one model stay at the same step, and the engines at the same stage."""
+    """Also without a wrapper: shards of one model stay at the same step, and the engines at the same stage."""
     kind, options = KINDS[name]
     mpu = Mpu(rank)
     params = params_of((40,), seed=rank % 2)
@@ -157,14 +157,15 @@ def onebit_skips_on_all_model_parallel_ranks(rank, name, compat):
         before = params[0].detach().clone()
         optimizer.step()
         same = torch.equal(before, params[0])
-        # The first call of the originals consumes a gradient.
+        # The first call of the originals has no effect on the weights.
         assert same == (i in (2, 6) or (compat is not None and i == 0)), (i, same)
         flags = gathered(torch.tensor([float(engine.enable_backward_allreduce)]))
         assert len({float(flag) for flag in flags}) == 1, (i, flags)
 
 
 def wrapped_onebit_takes_the_mpu_of_the_wrapper(rank, name):
-    """The 1-bit class has no `deepspeed`. Norms are of the whole model, and an overflow of one rank skips on all."""
+    """The 1-bit class has no `deepspeed`. Norms are those of the whole model, and an overflow on one rank skips on
+    all."""
     kind, options = KINDS[name]
     mpu = Mpu(rank)
     wrapper = FP16_UnfusedOptimizer if name == "lamb" else FP16_Optimizer
@@ -222,7 +223,7 @@ def the_mpu_without_a_data_parallel_group_is_refused(rank):
 
 
 def model_of(rank, seed=0):
-    """A shard, a tensor that all tensor-parallel ranks have, and one that another pipeline stage counts."""
+    """Returns a shard, a tensor shared by all tensor-parallel ranks, and one that another pipeline stage counts."""
     shard, = params_of((6, 4), seed=100 + rank % 2 + seed, dtype=torch.float16)
     same, copied = params_of((5,), (9,), seed=200 + seed, dtype=torch.float16)
     (shard.model_parallel, copied.ds_pipe_replicated) = True, True
@@ -249,11 +250,11 @@ def norms_are_of_the_whole_model(rank, index, compat):
             give_model(params, rank, i)
             shards = gathered(params[0].grad, mpu.model) if given else [params[0].grad]
             norm = math.sqrt(square(*shards, params[1].grad))
-            if lost:  # the original finds no marks at the gradients, and its norm has the loss scale
+            if lost:  # the original finds no marks on the gradients, and its norm includes the loss scale
                 norm = math.sqrt(square(shards[0], params[1].grad, params[2].grad)) * SCALE
             assert not optimizer.step()
             assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
-        # One divisor for all, so what model-parallel ranks share stays equal.
+        # All ranks use one divisor, so tensors shared by model-parallel ranks stay equal.
         for master in optimizer.masters()[0][1:]:
             a, b = gathered(master, mpu.model)
             assert torch.equal(a, b) == (given is not None), given
@@ -308,8 +309,9 @@ def overflow_is_agreed_by_model_parallel_ranks(rank, index, compat):
 
 
 def overflow_without_a_loss_scale(rank, index, compat):
-    """Standard mode checks gradients for clip_grad only, and then agrees. In compat mode FP16_Optimizer takes the step
-    and reports this rank's gradients, and FP16_UnfusedOptimizer agrees (docs/compat.md)."""
+    """Standard mode checks gradients only for clip_grad, and then agrees. In compat mode FP16_Optimizer takes the step
+    and
+    reports this rank's gradients, and FP16_UnfusedOptimizer agrees (docs/compat.md)."""
     wrapper, kind = WRAPPERS[index]
     mpu, fused = Mpu(rank), wrapper is FP16_Optimizer
     for clip in (0.0, 0.5):
@@ -329,7 +331,7 @@ def overflow_without_a_loss_scale(rank, index, compat):
 
 
 def overflow_is_agreed_by_data_parallel_ranks_that_do_not_average(rank, index, compat):
-    """While the engine does not average in its backward pass, of the mpu's groups; without an mpu all ranks."""
+    """While the engine does not average in its backward pass: ranks of the mpu's groups; without an mpu, all ranks."""
     wrapper, kind = WRAPPERS[index]
     mpu = Mpu(rank)
     for given in (mpu, None):
@@ -347,7 +349,8 @@ def overflow_is_agreed_by_data_parallel_ranks_that_do_not_average(rank, index, c
 
 
 def every_pipeline_stage_counts(rank, compat):
-    """Tensors that are not sharded count on tensor-parallel rank 0 of each stage, which is rank 2 of the group too."""
+    """Tensors that are not sharded are counted by tensor-parallel rank 0 of each stage, so also by rank 2 of the
+    group."""
     mpu = Stages(rank)
     params = model_of(rank, seed=rank // 2)
     optimizer = FP16_Optimizer(FusedAdam(params, lr=0.01, compat=compat), mpu=mpu, clip_grad=0.25,
@@ -362,7 +365,7 @@ def every_pipeline_stage_counts(rank, compat):
 
 
 def lamb_over_pipeline_stages_is_refused(rank):
-    """Trust ratios would be of shards of different tensors. Compat mode has one per shard."""
+    """A trust ratio would combine shards of different tensors. Compat mode has one per shard."""
     mpu = Stages(rank)
     for wrapper, kind in ((FP16_UnfusedOptimizer, FusedLamb), (FP16_UnfusedOptimizer, OnebitLamb)):
         try:
@@ -378,7 +381,7 @@ def lamb_over_pipeline_stages_is_refused(rank):
 
 
 def trust_ratios_are_of_whole_tensors(rank):
-    """FusedLamb on shards steps as FusedLamb on the tensor."""
+    """FusedLamb on shards steps like FusedLamb on the whole tensor."""
     mpu = Mpu(rank)
     whole, = params_of((8, 4), dtype=torch.float16)
     shard = torch.nn.Parameter(whole.detach()[4 * (rank % 2):][:4].clone())
@@ -409,7 +412,7 @@ FOUR += [functools.partial(an_mpu_that_is_set_counts_from_the_next_step_on, inde
 
 
 def deepspeed_finds_the_same_norms(rank, index, kind):
-    """Both wrappers in compat mode next to DeepSpeed's: norms, skipped steps and parameters."""
+    """Compares both wrappers in compat mode with DeepSpeed's: norms, skipped steps and parameters."""
     found = originals.load()
     mpu = kind(rank)
     ours, theirs = model_of(rank, seed=rank // 2), model_of(rank, seed=rank // 2)
@@ -435,7 +438,7 @@ def deepspeed_finds_the_same_norms(rank, index, kind):
 
 
 def deepspeed_exchanges_the_same_momentum(rank):
-    """OnebitAdam in compat mode next to DeepSpeed's, whose backend takes the group from `deepspeed.mpu` too."""
+    """Compares OnebitAdam in compat mode with DeepSpeed's, whose backend also gets the group from `deepspeed.mpu`."""
     found = originals.load()
     mpu = Mpu(rank)
     ours, theirs = params_of((40,), seed=rank % 2), params_of((40,), seed=rank % 2)
@@ -462,8 +465,8 @@ ORIGINALS += [deepspeed_exchanges_the_same_momentum]
 
 
 def flag_of_a_pipeline_follows_the_stage(rank):
-    """An engine with pipeline stages averages when pipeline_enable_backward_allreduce is set, and has the other flag
-    off."""
+    """An engine with pipeline stages averages if pipeline_enable_backward_allreduce is set, and has the other flag
+    cleared."""
     class Pipeline:
         enable_backward_allreduce = False
         pipeline_enable_backward_allreduce = True

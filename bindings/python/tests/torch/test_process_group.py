@@ -12,7 +12,7 @@ import dsopt
 from dsopt.torch import FP16_Optimizer, FusedAdam, OnebitAdam, OnebitLamb, ZeroOneAdam
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-GRAD_SCALER = hasattr(torch, "amp") and hasattr(torch.amp, "GradScaler")  # of the CPU
+GRAD_SCALER = hasattr(torch, "amp") and hasattr(torch.amp, "GradScaler")  # for the CPU
 KINDS = {"adam": (OnebitAdam, {"freeze_step": 3}), "lamb": (OnebitLamb, {"freeze_step": 3}),
          "zero_one": (ZeroOneAdam, {"var_freeze_step": 4, "local_step_scaler": 3})}
 
@@ -31,7 +31,7 @@ def batches(rank, steps, begin=0):
 
 
 def same_everywhere(tensors):
-    """The same bits on both ranks."""
+    """Asserts the same bits on both ranks."""
     flat = torch.cat([t.detach().float().reshape(-1) for t in tensors])
     both = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(both, flat)
@@ -100,7 +100,7 @@ def continues_from_state(rank):
 
 
 def flag_of_the_engine_follows_the_stage(rank):
-    """With `deepspeed` the caller averages, in the steps that need it."""
+    """With `deepspeed` the caller averages in the steps that need it."""
     class Engine:
         enable_backward_allreduce = True
 
@@ -128,7 +128,7 @@ def masters_and_scale(rank):
     for i, (x, y) in enumerate(batches(rank, 10)):
         hidden = torch.nn.functional.linear(x, net[0].weight.float(), net[0].bias.float()).tanh()
         loss = ((torch.nn.functional.linear(hidden, net[2].weight.float(), net[2].bias.float()) - y) ** 2).mean()
-        optimizer.backward(loss * (float("inf") if i == 5 and rank == 1 else 1))  # one rank, and all skip
+        optimizer.backward(loss * (float("inf") if i == 5 and rank == 1 else 1))  # one rank overflows, and all skip
         skipped.append(optimizer.step())
     assert skipped == [i == 5 for i in range(10)], skipped
     assert optimizer.cur_scale == 2.0 ** 7, optimizer.cur_scale
@@ -136,7 +136,7 @@ def masters_and_scale(rank):
 
 
 def grad_scaler_skips_on_all_ranks(rank):
-    """GradScaler leaves the decision to the step, or the other rank would wait in the exchange."""
+    """GradScaler leaves the decision to the step; otherwise the other rank would wait in the exchange."""
     net = model()
     optimizer = OnebitAdam(net.parameters(), lr=5e-3, freeze_step=3)
     assert optimizer._step_supports_amp_scaling
@@ -154,7 +154,7 @@ def grad_scaler_skips_on_all_ranks(rank):
 
 
 def grad_scale_of_float16_gradients_is_refused(rank):
-    """1/scale is smaller than what float16 holds. Nothing is changed."""
+    """1/scale underflows in float16. Nothing is changed."""
     params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4, dtype=torch.float16))]
     optimizer = OnebitAdam(params, lr=5e-3, freeze_step=3)
     for param in params:
@@ -170,7 +170,7 @@ def grad_scale_of_float16_gradients_is_refused(rank):
 
 
 def masks_of_a_load(rank):
-    """The user's mask stays. Error feedback goes on if the masks agree, and starts again if not."""
+    """The user's mask is kept. Error feedback continues if the masks are equal, and restarts otherwise."""
     def optimizer_of(net, mask, **options):
         groups = [{"params": net[0].parameters()}, {"params": net[2].parameters()}]
         for group, value in zip(groups, (mask, None)):
@@ -204,7 +204,7 @@ def masks_of_a_load(rank):
             assert "exp_avg_mask" not in again.param_groups[1]
             assert mask is None or torch.equal(now, mask)
             again.next_reduction()
-            goes_on = goes_on and compat is None  # the original's load drops the errors
+            goes_on = goes_on and compat is None  # the original's load drops the residuals
             got = again.state[other[0].weight][key]
             assert torch.equal(got, error if goes_on else torch.zeros_like(error)), (compat, goes_on)
             start = other[0].weight.detach().clone()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of dsopt/torch/README.md run and print what it says."""
+"""The programs of dsopt/torch/README.md run and print the output in it."""
 import contextlib
 import io
 import pathlib
@@ -23,7 +23,7 @@ class Readme(TestCase):
             self.assertEqual(said.getvalue(), expected)
 
     def test_lines_of_the_table_of_ecosystems(self):
-        """Those that need PyTorch alone."""
+        """Runs the lines that need only PyTorch."""
         import dsopt.torch
         import torch
         text = (README.parents[4] / "README.md").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""register(): deepspeed.initialize makes the 1-bit optimizers by their names in its configuration."""
+"""register(): deepspeed.initialize creates the 1-bit optimizers by the names in its configuration."""
 import functools
 import shutil
 import sys
@@ -54,7 +54,7 @@ def loss_of(engine, i, rank):
 
 
 class Sent:
-    """Elements that torch.distributed sends of floats, and bytes of all else."""
+    """Counts elements of float tensors that torch.distributed sends, and bytes of all others."""
 
     def __init__(self):
         self.floats, self.bytes = 0, 0
@@ -91,7 +91,7 @@ def trained(engine, rank, steps, begin=0):
 
 
 def trains_through_the_freeze(rank):
-    """The weights are those of the class without an engine, and after the freeze 1-bit messages are sent."""
+    """The weights equal those of the class without an engine, and after the freeze 1-bit messages are sent."""
     freeze = 12
     engine = initialize("OneBitAdam", params={"lr": 2e-3, "freeze_step": freeze})
     check.assertIs(type(engine.optimizer), OnebitAdam)
@@ -112,7 +112,7 @@ def trains_through_the_freeze(rank):
                 check.assertTrue(0 < sent.bytes < elements, sent.bytes)
             else:
                 check.assertGreaterEqual(sent.floats, elements if i < freeze else 0)
-            if i < freeze + 2:  # later rounding may have turned signs
+            if i < freeze + 2:  # later rounding may have flipped signs
                 x, y = batch(i, rank)
                 optimizer.zero_grad()
                 ((model(x) - y) ** 2).mean().backward()
@@ -157,7 +157,7 @@ def options_of_the_configuration_arrive(rank):
 
 
 def the_loss_is_scaled(rank):
-    """The gradients have the loss scale that the step divides by, with gradient accumulation too."""
+    """The gradients have the loss scale by which the step divides, also with gradient accumulation."""
     for steps in (1, 2):
         engine = initialize("OneBitAdam", gradient_accumulation_steps=steps,
                             fp16={"enabled": True, "loss_scale": 128})
@@ -192,7 +192,8 @@ def a_loss_that_is_scaled_already_is_not_scaled_again(rank):
 
 def the_gradient_of_the_loss_tells_whether_it_is_scaled(rank):
     """Engines divide by the number of micro-batches before the loss or, as DeepSpeed did before the release of 0.19.6,
-    in a hook on the output of the module, which the gradient of a loss made from that output does not show."""
+    in a
+    hook on the output of the module. The gradient of a loss computed from that output does not show the latter."""
     from dsopt.torch import _register
     engine = initialize("OneBitAdam", gradient_accumulation_steps=2, fp16={"enabled": True, "loss_scale": 128})
     param = engine.module[0].weight
@@ -250,7 +251,7 @@ def checkpoints_of_the_engine_resume(rank):
 
 
 def checkpoints_of_the_originals_load(rank):
-    """An engine with DeepSpeed's own OnebitAdam saves, and one with register() goes on from there."""
+    """An engine with DeepSpeed's own OnebitAdam saves, and one with register() resumes from there."""
     if sys.argv[2] != originals.VERSION:
         return
     for more in ({}, {"fp16": {"enabled": True, "initial_scale_power": 8}}):
@@ -282,7 +283,7 @@ def checkpoints_of_the_originals_load(rank):
 
 
 def bf16_optimizer_is_refused(rank):
-    """What DeepSpeed takes for bfloat16 with pipeline parallelism."""
+    """DeepSpeed uses it for bfloat16 with pipeline parallelism."""
     from dsopt.torch import _register
     engine = initialize("OneBitAdam")
     with check.assertRaisesRegex(dsopt.UnsupportedError, "OnebitAdam: the BF16_Optimizer of DeepSpeed is not supp"):
@@ -290,7 +291,7 @@ def bf16_optimizer_is_refused(rank):
 
 
 def twice_and_back(rank):
-    """As it was before, also where register() was called twice."""
+    """Everything is restored, even if register() was called twice."""
     from deepspeed.runtime import config
     from deepspeed.runtime.engine import DeepSpeedEngine
     unregister()
@@ -365,7 +366,7 @@ def prepare():
     from deepspeed.accelerator import get_accelerator
     import deepspeed
     check.assertEqual(deepspeed.__version__.split("+")[0], sys.argv[2])
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # not every processor has it
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # not every processor supports it
     register()
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that DeepSpeed 0.19.6, the last version with the 1-bit optimizers, begins and dsopt.torch continues, next to
-DeepSpeed's own continuation. Skipped where that version is not installed."""
+"""Runs that DeepSpeed 0.19.6, the last version with the 1-bit optimizers, starts and dsopt.torch resumes, compared with
+DeepSpeed's own resumed run. Skipped if that version is not installed."""
 import contextlib
 import copy
 import io
@@ -20,7 +20,7 @@ SCALE = dict(init_scale=256.0, scale_window=4, min_scale=1.0, delayed_shift=1, c
 
 
 class Run:
-    """An optimizer of `classes` with its parameters on one rank. The caller averages gradients when it is asked to."""
+    """An optimizer of `classes` with its parameters on one rank. The caller averages gradients if the flag is set."""
 
     def __init__(self, classes, name, wrapped, freeze_step, rank, **options):
         generator = torch.Generator().manual_seed(0)
@@ -51,7 +51,7 @@ class Run:
 
 
 def continued(rank, classes, name, wrapped, freeze_step, steps):
-    """Rank 0's checkpoint, from which three runs go on: DeepSpeed's, ours in compat mode, and ours in standard mode."""
+    """Resumes three runs from rank 0's checkpoint: DeepSpeed's, ours in compat mode, and ours in standard mode."""
     ours = dsopt.torch
     run = Run(classes, name, wrapped, freeze_step, rank)
     run.steps(steps)
@@ -62,7 +62,7 @@ def continued(rank, classes, name, wrapped, freeze_step, steps):
     for which, options in ((classes, {}), (ours, {"compat": "deepspeed"}), (ours, {"compat": None})):
         again = Run(which, name, wrapped, freeze_step, rank, **options)
         if which is classes and not wrapped:
-            for param in again.params:  # the first call of the original does nothing, also after a load
+            for param in again.params:  # the first call of the original has no effect, also after a load
                 param.grad = torch.zeros_like(param)
             again.optimizer.step()
         again.count = run.count
@@ -70,7 +70,7 @@ def continued(rank, classes, name, wrapped, freeze_step, steps):
             param.data.copy_(value)
         again.optimizer.load_state_dict(copy.deepcopy(saved[0]))
         flag = again.engine.enable_backward_allreduce
-        # After its load the original's 0/1 Adam adapts the variance, and does not ask for averaged gradients.
+        # After its load the original's 0/1 Adam adapts the variance without requesting averaged gradients.
         again.engine.enable_backward_allreduce |= which is classes and name == "ZeroOneAdam"
         if which is ours:
             forgets = name == "ZeroOneAdam" and options["compat"]

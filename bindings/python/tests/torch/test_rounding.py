@@ -104,7 +104,7 @@ class Bits(TestCase):
             run(optimizer, params, 3, begin=4)
             file.seek(0)
             saved = torch.load(file)
-            for seed in (5, 77):  # that of the state dict counts, as lr does
+            for seed in (5, 77):  # the seed of the state dict is used, like its lr
                 others = [torch.nn.Parameter(w.clone()) for w in saved["weights"]]
                 resumed = kind(others, stochastic_rounding=True, seed=seed, **options)
                 resumed.load_state_dict(saved["optimizer"])
@@ -143,7 +143,7 @@ class Bits(TestCase):
         self.assert_same(params, expected)
 
     def test_transposed_parameter(self):
-        """Elements are counted in the order of memory."""
+        """Elements are counted in memory order."""
         (plain,) = params_of((30, 20), dtype=BF16)
         turned = torch.nn.Parameter(plain.detach().clone().t())
         for param in (plain, turned):
@@ -158,7 +158,7 @@ class Bits(TestCase):
 
 class Expectation(TestCase):
     def steady(self, steps, lr, n=100000, **options):
-        """Values after steps of exactly lr down from 1.5."""
+        """Returns values after steps of exactly lr, down from 1.5."""
         param = torch.nn.Parameter(torch.full((n,), 1.5, dtype=BF16))
         optimizer = SGD([param], lr=lr, **options)
         for _ in range(steps):
@@ -294,7 +294,7 @@ class Groups(TestCase):
             run(theirs, others, 1)
 
     def test_momentum_that_begins_after_steps_without(self):
-        """The first gradient makes the buffer, and is not dampened."""
+        """The first gradient initializes the buffer, without dampening."""
         old = params_of((4,), dtype=BF16)
         optimizer = SGD(old, lr=0.01, stochastic_rounding=True)
         run(optimizer, old, 3)
@@ -365,7 +365,7 @@ class Refusals(TestCase):
         self.refused(r"param_groups\[0\]: seed is None", lambda: run(optimizer, params, 1), dsopt.ArgumentError)
 
     def test_load_that_turns_it_on_where_it_is_not_supported(self):
-        """Fails, and changes nothing."""
+        """The load fails, and changes nothing."""
         params = params_of((3,), dtype=BF16)
         saved = FusedAdam(params, lr=0.5, stochastic_rounding=True)
         run(saved, params, 1)

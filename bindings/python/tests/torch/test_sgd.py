@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGD and Adagrad beside torch.optim's, Lion beside the formula of its authors."""
+"""SGD and Adagrad compared with torch.optim's, Lion with its authors' formula."""
 import copy
 import inspect
 import io
@@ -176,7 +176,7 @@ class Groups(Beside):
         self.assert_close(params, others)
 
     def test_add_param_group(self):
-        """Each group as if it had begun with an optimizer of its own."""
+        """Each group behaves as if it had a separate optimizer from the start."""
         for kind, reference, options in self.each():
             params, others = params_of((9,), (4,)), params_of((9,), (4,))
             ours, theirs = kind(params[:1], **options), reference(others[:1], **options)
@@ -287,7 +287,7 @@ class State(Beside):
                 optimizer.step()
 
     def test_first_step_that_is_skipped(self):
-        """As if it had not been: GradScaler does not call torch's step then."""
+        """A skipped step has no effect, like with torch, whose step GradScaler does not call then."""
         def nothing(optimizer):
             return optimizer
 
@@ -301,7 +301,7 @@ class State(Beside):
             return optimizer
 
         def renewed(optimizer):
-            optimizer._plans = optimizer._plans[:]  # the next step makes them anew
+            optimizer._plans = optimizer._plans[:]  # the next step creates them again
             optimizer._seen.sizes = None
             return optimizer
 
@@ -407,7 +407,7 @@ class Refused(Beside):
             (Adagrad, {"eps": -1.0}, "eps"),
             (Lion, {"betas": (0.5, 1.5)}, "beta2"),
         ):
-            for before in (0, 1):  # at first, and when it changes
+            for before in (0, 1):  # initially, and when it changes
                 params = params_of((3,))
                 optimizer = kind(params, **({"lr": 0.1, "momentum": 0.5} if kind is SGD else {}))
                 for _ in range(before):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the steps of DeepSpeed's classes take: closures, gradients, output copies, a scale and norms; and the step that
-a group of FusedAdam begins with."""
+"""Arguments of the steps of DeepSpeed's classes: closures, gradients, output copies, a scale and norms; and the initial
+step number of a FusedAdam group."""
 import copy
 import itertools
 import math
@@ -29,14 +29,14 @@ def grads_of(params, seed):
 
 
 def step_with_grads(optimizer, params, grads, form, seed):
-    """A step with these gradients, or None, in one of the forms."""
+    """Takes a step with these gradients, or None, passed in one of the forms."""
     junk = grads_of(params, 500 + seed)
     if form == "own":
         for param, grad in zip(params, grads):
             param.grad = grad
         return optimizer.step()
     for param, grad, other in zip(params, grads, junk):
-        param.grad = other if grad is not None else None  # is not looked at
+        param.grad = other if grad is not None else None  # ignored
     if form == "lists":
         return optimizer.step(grads=[grads[:2], grads[2:]])
     if form == "iterators":
@@ -66,13 +66,13 @@ def grads_in_every_form(rank=0):
 
 
 def grads_of_group_0(rank=0):
-    """A list of tensors or a generator. The parameters of other groups have no gradient then, whatever .grad is."""
+    """A list of tensors or a generator. Parameters of other groups then have no gradient, regardless of .grad."""
     for ((kind, options), compat), form in itertools.product(TAKE_GRADS, (list, tuple, iter)):
         params, ours = two_groups(kind, options, compat)
         others, theirs = two_groups(kind, options, compat)
         for seed in range(6):
             grads = grads_of(params, 10 * seed + rank)
-            some = grads[:1 if seed == 3 else 2]  # a list that is too short leaves parameters out
+            some = grads[:1 if seed == 3 else 2]  # parameters after the end of a short list have no gradient
             for i, (param, other) in enumerate(zip(params, others)):
                 param.grad, other.grad = torch.full_like(param, 9), grads[i] if i < len(some) else None
             ours.step(grads=form(some))
@@ -81,7 +81,7 @@ def grads_of_group_0(rank=0):
 
 
 def non_freeze(rank=0):
-    """Such a group is stepped by the mean of the gradients, and its variance is never frozen."""
+    """Such a group is stepped with the mean of the gradients, and its variance is never frozen."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     for compat in (None, "deepspeed"):
         params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))[1:]
@@ -125,7 +125,7 @@ class Grads(TestCase):
         non_freeze()
 
     def test_a_first_gradient_comes_by_either_way(self):
-        """FusedLamb has state for the parameters that had a gradient."""
+        """FusedLamb has state for parameters that had a gradient."""
         params = params_of(*SHAPES)
         optimizer, grads = FusedLamb(params), grads_of(params, 0)
         optimizer.step(grads=grads[:1])
@@ -299,10 +299,10 @@ class Lamb(TestCase):
             with self.assertRaisesRegex(kind, text):
                 optimizer.step(grad_norms=norms)
         self.assertFalse(optimizer.state)
-        optimizer.step(grad_norms=[1.0, [1.0]])  # of the one parameter of a group
+        optimizer.step(grad_norms=[1.0, [1.0]])  # of the group's only parameter
         for group in optimizer.param_groups:
             group["max_grad_norm"] = 0.0
-        optimizer.step(grad_norms=[[1.0, 2.0]])  # nothing is clipped, and the original does not look at them either
+        optimizer.step(grad_norms=[[1.0, 2.0]])  # nothing is clipped, and the original also ignores them
 
     def test_output_params(self):
         for compat, dtype in itertools.product((None, "deepspeed"), (torch.float16, torch.bfloat16, torch.float32)):
@@ -325,7 +325,7 @@ class Lamb(TestCase):
             self.assert_same([copies[0], copies[2]], [old[0], old[2]])  # no gradient; no output
             self.assert_same([copies[1]], [params[1].detach().to(dtype)])
             old = copy.deepcopy(copies)
-            ours.step()  # outputs are those of one step
+            ours.step()  # outputs apply to one step only
             self.assert_same(copies, old)
 
     def test_output_params_refused(self):
@@ -354,11 +354,11 @@ class StepOfTheGroup(TestCase):
             params[0].grad = torch.ones(4)
             ours.step()
             self.assertEqual(int(ours.state[params[0]]["step"]), 11)
-            # AdamW with zero moments and 10 steps behind it.
+            # AdamW with zero moments after 10 steps.
             step = 0.1 * (0.1 / (1 - 0.9 ** 11)) / (math.sqrt(0.001 / (1 - 0.999 ** 11)) + 1e-8)
             self.assert_close(params[0].detach(), others[0].detach() - step, rtol=1e-4, atol=1e-6)
             ours.param_groups[0]["step"] = 3
-            params[1].grad = torch.ones(5)  # a parameter whose state comes later
+            params[1].grad = torch.ones(5)  # a parameter whose state is created later
             ours.step()
             found = [int(ours.state[p]["step"]) for p in params]
             # The original counts per group, at its last parameter with a gradient.
@@ -378,7 +378,8 @@ class StepOfTheGroup(TestCase):
         self.assertEqual(int(again.state[params[0]]["step"]), 2)
 
     def test_with_a_wrapper(self):
-        for compat, expected in ((None, 11), ("deepspeed", 12)):  # there the wrapper takes a step when it is made
+        # In compat mode the wrapper takes a step when it is constructed.
+        for compat, expected in ((None, 11), ("deepspeed", 12)):
             params = params_of((4,), dtype=torch.float16)
             wrapper = FP16_Optimizer(FusedAdam([{"params": params, "step": 10}], compat=compat))
             give_grads(params)
@@ -386,7 +387,7 @@ class StepOfTheGroup(TestCase):
             self.assertEqual(int(wrapper.state[params[0]]["step"]), expected)
 
     def test_other_classes_start_at_0(self):
-        """As FusedLamb and the 1-bit family of DeepSpeed."""
+        """Like FusedLamb and the 1-bit family of DeepSpeed."""
         for kind in (FusedLamb, OnebitAdam, ZeroOneAdam, OnebitLamb, dsopt.torch.AdamW):
             params = params_of((4,))
             optimizer = kind([{"params": params, "step": 10}])

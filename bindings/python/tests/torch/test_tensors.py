@@ -14,8 +14,9 @@ WRAPPERS = (FP16_Optimizer, FP16_UnfusedOptimizer)
 
 
 class Memory:
-    """Tensors of any dtype, shape and strides at the start of one piece of memory, as an allocator may place them one
-    after the other."""
+    """Places tensors of any dtype, shape and strides at the start of one allocation, as an allocator may do with
+    successive
+    tensors."""
 
     def __init__(self, size=1 << 12):
         self.bytes = (ctypes.c_char * size)()
@@ -26,10 +27,10 @@ class Memory:
 
 
 class SameAddress(TestCase):
-    """What is at an address is not known from the address."""
+    """An address alone does not identify the tensor at it."""
 
     def expect(self, params, optimizer, **options):
-        """The next step of `optimizer` is that of another over copies, with a copy of its state."""
+        """Expects the next step of `optimizer` to equal that of another over copies, with a copy of its state."""
         others = [torch.nn.Parameter(p.detach().clone()) for p in params]
         fresh = type(optimizer)(others, **options)
         fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -70,7 +71,7 @@ class SameAddress(TestCase):
         optimizer = AdamW(params, lr=0.1)
         params[0].grad = memory.put(torch.linspace(-1, 1, 8).half())
         optimizer.step()
-        # torch compares the dtypes of a gradient and its parameter only where it is assigned
+        # torch compares the dtypes of a gradient and its parameter only at assignment
         params[0].grad.data = memory.put(torch.linspace(-1, 1, 8).bfloat16())
         self.assertEqual(params[0].grad.dtype, torch.bfloat16)
         self.expect(params, optimizer, lr=0.1)
@@ -127,7 +128,7 @@ class SameAddress(TestCase):
             self.assert_same(params, [before])
 
     def test_gradient_of_another_dtype_after_none(self):
-        """An absent gradient, and a call with copies, leave no dtype behind for the quick way."""
+        """After an absent gradient, or a call with copies, the fast path does not reuse an old dtype."""
         for between in ("none", "transposed", "refused", "sparse"):
             params = params_of((4, 4), (3,), dtype=torch.float16)
             optimizer = AdamW(params, lr=0.1)
@@ -156,7 +157,7 @@ class SameAddress(TestCase):
             self.expect(params, optimizer, lr=0.1)
 
     def test_gradient_with_the_negative_bit(self):
-        """The imaginary part of a conjugate has the address and layout of that of the number itself."""
+        """The imaginary part of a conjugate has the address and layout of the number's imaginary part."""
         params, number = params_of((1,)), torch.complex(torch.zeros(1), torch.full((1,), 2.0))
         optimizer = AdamW(params, lr=0.1)
         params[0].grad = number.imag
@@ -186,7 +187,7 @@ class SameAddress(TestCase):
         self.expect(params, optimizer, lr=0.1)
 
     def test_memory_of_state_is_kept(self):
-        """Between two steps no other tensor can come to the address of state that was given other memory."""
+        """Between two steps no other tensor can reuse the address of state whose memory was replaced."""
         params = params_of((1000,))
         optimizer = SGD(params, lr=0.1, momentum=0.5)
         give_grads(params)
@@ -228,7 +229,7 @@ class LayoutsEqual(TestCase):
 
 class PresentGoneAbsent(TestCase):
     def test_gradients(self):
-        """A gradient that has gone is not used, and its memory not written."""
+        """A gradient that was freed is not used, and its memory not written."""
         for kind in EVERY:
             params = params_of((64,), (32,))
             optimizer = kind(params, lr=0.1)
@@ -237,7 +238,8 @@ class PresentGoneAbsent(TestCase):
                 optimizer.step()
                 gone = params[turn % 2].grad.clone()
                 params[turn % 2].grad = None
-                filled = [torch.full((64 >> turn % 2,), 3.0) for _ in range(8)]  # one may be where the gradient was
+                # One of these may reuse the memory of the gradient.
+                filled = [torch.full((64 >> turn % 2,), 3.0) for _ in range(8)]
                 before = [p.detach().clone() for p in params]
                 optimizer.step()
                 self.assert_same([params[turn % 2]], [before[turn % 2]])
@@ -278,10 +280,10 @@ class PresentGoneAbsent(TestCase):
 
 
 class Strides(TestCase):
-    """Gradients that are not contiguous and have not their parameter's strides are copied."""
+    """Gradients that are not contiguous and do not have their parameter's strides are copied."""
 
     def kinds_of_strides(self, shape, values):
-        """The same values with other strides."""
+        """Yields the same values with different strides."""
         rows, columns = shape
         yield "transposed", values.t().contiguous().t()
         yield "slice", torch.zeros(rows, 2 * columns, dtype=values.dtype)[:, ::2].copy_(values)
@@ -318,7 +320,7 @@ class Strides(TestCase):
                 self.agree(lambda params: wrapper(kind(params, lr=0.1), clip_grad=0.1), torch.float16)
 
     def test_expanded(self):
-        """The gradient of a sum: every element is the same memory."""
+        """The gradient of a sum: all elements share memory."""
         params, others = params_of((4, 6)), params_of((4, 6))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         params[0].grad, others[0].grad = torch.tensor(2.0).expand(4, 6), torch.full((4, 6), 2.0)
@@ -327,7 +329,7 @@ class Strides(TestCase):
         self.assert_close(params, others)
 
     def test_imaginary_part_of_a_conjugate(self):
-        """torch negates it when it is read."""
+        """torch negates it lazily, on reading."""
         for count in (1, 4):
             params, others = params_of((count,)), params_of((count,))
             ours, theirs = SGD(params, lr=0.1), torch.optim.SGD(others, lr=0.1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments, attributes and methods of the wrappers as DeepSpeed's have them, and what README.md says about each."""
+"""Arguments, attributes and methods of DeepSpeed's wrappers, and their descriptions in README.md."""
 import inspect
 import math
 import pathlib
@@ -32,7 +32,7 @@ ATTRIBUTES = {
 
 
 def table():
-    """README's rows: attribute -> the text next to it."""
+    """Returns README's rows: attribute -> its description."""
     text = README.read_text(encoding="utf-8")
     (found, ) = re.findall(r"^#### FP16_Optimizer and FP16_UnfusedOptimizer\n(.*?)(?=^##|\Z)", text, re.M | re.S)
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found.splitlines() if line[:3] == "| `"]
@@ -88,7 +88,7 @@ class Arguments(TestCase):
                           unfused.clip_grad, unfused.fused_lamb_legacy), (2**7, 5, 2, False, 0.5, True))
 
     def test_static_scale_in_the_third_place(self):
-        """As in DeepSpeed before LossScaleConfig."""
+        """Same position as in DeepSpeed before LossScaleConfig."""
         for wrapper in BOTH:
             for scale in (128.0, 128):
                 optimizer = wrapper(FusedAdam(params_of((3,), dtype=torch.float16)), None, scale)
@@ -122,7 +122,7 @@ class Arguments(TestCase):
                 optimizer.step()
 
     def test_trained_parameters_of_two_dtypes_are_refused(self):
-        """The original's flat buffer would make all of them float32."""
+        """The original's flat buffer would convert all of them to float32."""
         for wrapper in BOTH:
             params = params_of((3,), dtype=torch.float16) + params_of((2,))
             base = FusedAdam(params, lr=0.1)
@@ -148,7 +148,7 @@ class Arguments(TestCase):
                 self.assertFalse(torch.equal(params[0], before[0]))
 
     def test_lamb_with_a_static_scale(self):
-        """DeepSpeed's engine refuses it, and its wrappers do not."""
+        """DeepSpeed's engine rejects it, its wrappers do not."""
         for kind, options in EVERY:
             for wrapper in BOTH if "Lamb" in kind.__name__ else ():
                 with warnings.catch_warnings():
@@ -234,7 +234,7 @@ class Arguments(TestCase):
             self.assert_same(params, before)
             optimizer.zero_grad()
             self.assertEqual([p.grad for p in params], [None] * 2)
-            params[0].grad = (params[0] * 2).clone()  # with a graph, as create_graph leaves it
+            params[0].grad = (params[0] * 2).clone()  # with a graph, as after create_graph
             optimizer.zero_grad(set_to_none=False)
             self.assertFalse(params[0].grad.requires_grad)
             self.assertEqual(params[0].grad.abs().sum().item(), 0)
@@ -255,7 +255,7 @@ class Arguments(TestCase):
                     optimizer.backward(loss)
                 optimizer.zero_grad()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch warns of the cycle
+                    warnings.simplefilter("ignore")  # torch warns about the reference cycle
                     optimizer.backward((params[0].float() ** 2).sum(), create_graph=True)
                 self.assertIsNotNone(params[0].grad.grad_fn)
                 optimizer.zero_grad()

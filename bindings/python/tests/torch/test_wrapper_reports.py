@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wrappers report about steps: the log, timers, phase_times."""
+"""Reports of the wrappers about steps: the log, timers, phase_times."""
 import logging
 import math
 import sys
@@ -44,7 +44,7 @@ class Recorder:
 
 
 class Wall:
-    """deepspeed.utils.timer.SynchronizedWallClockTimer of DeepSpeed 0.19.6, as far as its lists go."""
+    """The part of DeepSpeed 0.19.6's SynchronizedWallClockTimer that uses lists."""
 
     class Timer:
         def __init__(self, host):
@@ -102,8 +102,9 @@ class Messages(logging.Handler):
 
 
 def one_rank_logs(rank):
-    """Ranks with different levels of the log send the same messages to one another. With timers of all ranks the times
-    of compression and exchange are in basic_step."""
+    """Ranks with different log levels send each other the same messages. With timers on all ranks, basic_step includes
+    the
+    times of compression and exchange."""
     messages, log = Messages(), logging.getLogger("dsopt")
     log.addHandler(messages)
     log.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -127,7 +128,8 @@ def one_rank_logs(rank):
 
 
 def one_rank_sets_equal_values(rank):
-    """clip_grad and timers that are set to what they are do not make a plan, whose first step has a collective more."""
+    """Setting clip_grad and timers to equal values must not create a new plan, whose first step has one more
+    collective."""
     for kind, options in EVERY[2:]:
         params, timers = params_of(*SHAPES, dtype=torch.float16), Wall(True)
         optimizer = FP16_Optimizer(kind(params, lr=0.01, **options), timers=timers, clip_grad=1.0)

@@ -44,7 +44,8 @@ class Wrapped(TestCase):
                 self.assertEqual(params[0].grad is None, wrapper is FP16_Optimizer)
 
     def test_scale(self):
-        """Windows of 3: the scale grows in the call after 3 good ones, and is halved where a gradient is not finite."""
+        """With a window of 3 the scale grows in the call after 3 good ones, and is halved if a gradient is not
+        finite."""
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params, optimizer = self.make(wrapper)
             scales = []
@@ -162,7 +163,7 @@ class Wrapped(TestCase):
                 copy.deepcopy(optimizer)
 
     class Config:
-        """What deepspeed.runtime.fp16.loss_scaler.LossScaleConfig is."""
+        """The same fields as deepspeed.runtime.fp16.loss_scaler.LossScaleConfig."""
 
         def __init__(self, **changes):
             self.__dict__.update(dict(use_grad_scaling=True, dynamic_loss_scale=True, cur_iter=0, cur_scale=2.0 ** 6,
@@ -219,18 +220,18 @@ class Wrapped(TestCase):
                     wrapper(base, **options)
             wrapper(base, loss_scale_config=self.Config())
 
-    # Read by runtime/engine.py of DeepSpeed 0.19.6 and of 0.19.8 from an optimizer without ZeRO: with hasattr or
-    # getattr, or as it is. What it reads from ZeRO's optimizers alone, after isinstance or if the stage says so, is not
-    # here.
+    # Read by runtime/engine.py of DeepSpeed 0.19.6 and 0.19.8 from an optimizer without ZeRO: with hasattr, with
+    # getattr, or directly. Attributes that it reads only from ZeRO's optimizers, after isinstance or depending on the
+    # stage, are not listed.
     READ = ("step", "zero_grad", "param_groups", "state", "state_dict", "load_state_dict", "overflow",
             "_global_grad_norm", "loss_scale_config", "cur_scale", "refresh_fp32_params", "fp16_groups")
-    # Asked for with hasattr, and used as ZeRO's if there.
+    # Tested with hasattr; if present, used like ZeRO's.
     ZERO = ("destroy", "checkpoint_event_prologue", "checkpoint_event_epilogue", "dp_process_group", "bf16_groups",
             "get_grads_for_reduction", "set_gradient_accumulation_boundary", "round_robin_bit16_groups",
             "swap_optimizer", "reduce_gradients", "_coalesce_grad_reduction", "reduction_stream",
             "empty_partition_cache", "real_dp_process_group", "partition_gradients",
             "configure_autoep_folding_tp_gradient_reduction")
-    # Of the originals themselves.
+    # Attributes of the originals.
     PUBLIC = ("backward", "set_lr", "get_lr", "override_loss_scale", "unscale_and_clip_grads",
               "initialize_optimizer_states", "loss_scale", "custom_loss_scaler", "external_loss_scale", "clip_grad",
               "clip_grad_norm", "norm_type", "mpu", "optimizer", "low_precision_dtype", "verbose")
@@ -263,7 +264,7 @@ class Wrapped(TestCase):
             self.assertEqual(len(optimizer.optimizer.param_groups), 1)
 
     def test_unscale_and_clip_grads(self):
-        """Gradients with the loss scale 2^10 and the norm 5 * 2^10, to be clipped to 0.5."""
+        """Gradients with the loss scale 2^10 and the norm 5 * 2^10 are clipped to 0.5."""
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params, optimizer = self.make(wrapper, clip_grad=0.5)
             grads = [torch.full((2,), 1024.0), torch.full((3,), 2048.0)]

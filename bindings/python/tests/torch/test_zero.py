@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of dsopt.torch in the place of torch.optim's under each stage of DeepSpeed's ZeRO, with and without offload
-to the CPU (DEEPSPEED.md)."""
+"""Optimizers of dsopt.torch in place of torch.optim's in each stage of DeepSpeed's ZeRO, with and without offload to
+the
+CPU (DEEPSPEED.md)."""
 import sys
 import unittest
 
@@ -42,7 +43,7 @@ def losses(make, rank, stage, offload, steps=8):
 
 
 def partitioned(rank, stage, offload):
-    """The losses are those with torch.optim, which depend on the weights of all earlier steps."""
+    """The losses must equal those with torch.optim, which depend on the weights of all earlier steps."""
     expected = {name: losses(make, rank, stage, offload) for name, make in REFERENCE.items()}
     for kind, (name, options) in OURS.items():
         found = losses(lambda params: kind(params, **options), rank, stage, offload)
@@ -51,7 +52,7 @@ def partitioned(rank, stage, offload):
 
 
 def keys_are_needed(rank, stage):
-    """DeepSpeed names the one that is missing."""
+    """DeepSpeed's error names the missing key."""
     for kind in (AdamW, DeepSpeedCPUAdam):
         for offload, missing, error in ((False, "zero_allow_untested_optimizer", AssertionError),
                                         (True, "zero_allow_untested_optimizer", AssertionError),
@@ -62,7 +63,7 @@ def keys_are_needed(rank, stage):
 
 
 def cases(version):
-    # With 0.19.6 and gloo a few of a hundred losses of stage 3 are wrong or NaN, with torch.optim too.
+    # With 0.19.6 and gloo a few percent of the losses of stage 3 are wrong or NaN, also with torch.optim.
     stages = (1, 2) if version == originals.VERSION else (1, 2, 3)
 
     def named(name, case, *arguments):
