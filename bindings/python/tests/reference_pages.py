@@ -58,12 +58,12 @@ class Pages(unittest.TestCase):
         cls.files = {path: (root / path).read_text(encoding="utf-8") for path in reference.write(root)}
         cls.pages = {path: Page(text) for path, text in cls.files.items()}
 
-    def test_there_is_one_per_module(self):
+    def test_writes_one_page_per_module(self):
         expected = {name.replace(".", "/") + ".html" for name in self.modules} | {"index.html"}
         self.assertEqual(set(self.pages), expected)
         self.assertLessEqual({"dsopt.html", "dsopt/jax.html", "dsopt/tf.html", "dsopt/torch.html"}, expected)
 
-    def test_have_every_name_with_all_of_its_docstring(self):
+    def test_writes_every_name_with_its_whole_docstring(self):
         for name, module in self.modules.items():
             page = self.pages[name.replace(".", "/") + ".html"]
             entries = list(documented.entries(module))
@@ -76,13 +76,13 @@ class Pages(unittest.TestCase):
                     self.assertEqual([word for word in words(text) if word not in said], [])  # in this order
                     self.assertEqual([a for a in found if a not in words(page.text[entry])], [])
 
-    def test_describe_fields(self):
+    def test_describes_fields(self):
         page = self.pages["dsopt.html"]
         for kind in ("Report", "Param", "NormResult"):
             for field in reference.rows_of(reference.inspect.getdoc(getattr(self.modules["dsopt"], kind))):
                 self.assertGreater(len(words(page.text["%s.%s" % (kind, field)])), 3, (kind, field))
 
-    def test_have_no_broken_links(self):
+    def test_writes_no_broken_links(self):
         for path, page in self.pages.items():
             folder = pathlib.PurePosixPath(path).parent
             for link in page.links:
@@ -98,7 +98,7 @@ class Pages(unittest.TestCase):
                     if anchor:
                         self.assertIn(anchor, self.pages[target].text)
 
-    def test_are_the_same_when_they_are_made_again(self):
+    def test_writes_identical_pages_again(self):
         with tempfile.TemporaryDirectory() as folder:
             reference.write(folder)
             for path, text in self.files.items():

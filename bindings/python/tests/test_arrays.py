@@ -73,7 +73,7 @@ class Arrays(unittest.TestCase):
         for word in ("grads['w']", *words):
             self.assertIn(word, str(caught.exception))
 
-    def test_numpy(self):
+    def test_accepts_numpy_arrays(self):
         for dtype, number in (
             ("float32", abi.DSOPT_DTYPE_F32),
             ("float16", abi.DSOPT_DTYPE_F16),
@@ -88,7 +88,7 @@ class Arrays(unittest.TestCase):
         for shape in ((), (0,), (3, 0), (1, 5, 1)):
             self.assertEqual(tensor_of(np.zeros(shape, np.float32), "x").shape, shape)
 
-    def test_numpy_refusals(self):
+    def test_rejects_unsuitable_numpy_arrays(self):
         self.refused(np.zeros((4, 4), np.float32)[:, :2], "not contiguous", "(4, 2)")
         self.refused(np.zeros((4, 4), np.float32).T[1:], "not contiguous")
         self.refused(np.asfortranarray(np.zeros((4, 4), np.float32)), "not contiguous")
@@ -98,12 +98,12 @@ class Arrays(unittest.TestCase):
         self.refused(np.zeros(4, [("a", "f4")]), "dtype")
         self.refused(np.zeros(4, bool), "bool")
 
-    def test_a_contiguous_slice_is_an_array(self):
+    def test_accepts_contiguous_slices(self):
         x = np.zeros((4, 4), np.float32)
         self.assertEqual(tensor_of(x[1:3], "x").address, x.ctypes.data + 16 * 1)
         self.assertEqual(tensor_of(x[:, :1][:1], "x").numel, 1)  # strides of dimensions of one element are ignored
 
-    def test_bfloat16(self):
+    def test_accepts_bfloat16_arrays(self):
         class Named(np.ndarray):  # like ml_dtypes: the typestr is <V2, and only the dtype has a name
             @property
             def __array_interface__(self):
@@ -122,7 +122,7 @@ class Arrays(unittest.TestCase):
         self.assertEqual(tensor_of(np.zeros(4, np.uint16).view(Named), "x").dtype, abi.DSOPT_DTYPE_BF16)
         self.assertEqual(tensor_of(Producer(floats, (4,), code=4, bits=16), "x").dtype, abi.DSOPT_DTYPE_BF16)
 
-    def test_dlpack(self):
+    def test_accepts_dlpack(self):
         for versioned in (True, False):
             for strides in (None, (4, 1)):
                 producer = Producer(floats, (3, 4), strides=strides, versioned=versioned)
@@ -139,7 +139,7 @@ class Arrays(unittest.TestCase):
             tensor_of(Producer(floats, (2,), flags=2), "x").writable
         )  # a copy: writes to it would be lost
 
-    def test_dlpack_of_a_device(self):
+    def test_accepts_dlpack_of_a_device(self):
         on_device = Producer(floats, (4,), device=(2, 3))
         tensor = tensor_of(on_device, "x", stream=77)
         self.assertEqual((tensor.device, tensor.index, on_device.asked["stream"]), ("cuda", 3, 77))
@@ -150,7 +150,7 @@ class Arrays(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['p0'\].*cuda:3.*cpu"):
             opt.step([on_device])
 
-    def test_dlpack_refusals(self):
+    def test_rejects_invalid_dlpack(self):
         self.refused(Producer(floats, (2, 4), strides=(1, 2)), "not contiguous")
         self.refused(Producer(floats, (4,), bits=64), "float64")
         self.refused(Producer(floats, (4,), code=0, bits=8), "int8")
@@ -168,7 +168,7 @@ class Arrays(unittest.TestCase):
 
         self.refused(Unwilling(), "it requires grad")
 
-    def test_the_capsule_is_released(self):
+    def test_releases_the_capsule(self):
         x = np.zeros(4, np.float32)
         if not hasattr(x, "__dlpack__"):
             self.skipTest("this NumPy has no DLPack")
@@ -189,7 +189,7 @@ class Arrays(unittest.TestCase):
         del tensor
         self.assertEqual(sys.getrefcount(x), before)
 
-    def test_cuda_array_interface(self):
+    def test_accepts_cuda_array_interface(self):
         class Device:
             def __init__(self, **other):
                 self.__cuda_array_interface__ = {
@@ -206,7 +206,7 @@ class Arrays(unittest.TestCase):
         self.refused(Device(strides=(4, 8)), "not contiguous")
         self.refused(Device(mask=object()), "mask")
 
-    def test_buffers(self):
+    def test_accepts_buffers(self):
         x = array.array("f", [1, 2, 3])
         self.assertEqual(tensor_of(x, "x").address, x.buffer_info()[0])
         tensor = tensor_of(x, "x")
@@ -219,7 +219,7 @@ class Arrays(unittest.TestCase):
         self.refused(array.array("d", [1]), "float64")
         self.refused(memoryview(array.array("f", range(8)))[::2], "not contiguous")
 
-    def test_what_is_no_array(self):
+    def test_rejects_objects_that_are_no_arrays(self):
         for value in ("text", [1.0], 1.0, object(), None):
             self.refused(value, "no array", kind=dsopt.ArgumentTypeError)
             self.refused(value, kind=TypeError)
@@ -232,14 +232,14 @@ class Addresses(unittest.TestCase):
         def __init__(self, **fields):
             self.__array_interface__ = {"version": 3, "typestr": "<f4", "shape": (N,), "data": (4096, False), **fields}
 
-    def test_where_no_memory_can_be(self):
+    def test_rejects_impossible_addresses(self):
         opt = dsopt.Optimizer({"a": np.zeros(N, np.float32)}, dsopt.AdamW())
         for address in (0, None, -4096, 1 << 64, 1 << 70, (1 << 64) - 4):
             for call in (lambda x: opt.step({"a": x}), lambda x: dsopt.norm([x])):
                 with self.subTest(address=address), self.assertRaisesRegex(dsopt.ArgumentError, "address"):
                     call(self.Interface(data=(address, False)))
 
-    def test_dlpack_where_no_memory_can_be(self):
+    def test_rejects_impossible_dlpack_addresses(self):
         with self.assertRaisesRegex(dsopt.ArgumentError, "address"):
             dsopt.norm([Producer(floats, (12,), offset=(1 << 64) - 4)])
         nowhere = Producer(floats, (12,))
@@ -257,7 +257,7 @@ class Addresses(unittest.TestCase):
             with self.assertRaisesRegex(dsopt.ArgumentError, "must come in a capsule"):
                 dsopt.norm([kind()])
 
-    def test_fields_that_are_wrong(self):
+    def test_rejects_wrong_fields(self):
         for fields, text in (
             ({"shape": (-1,)}, "shape"),
             ({"shape": (2.5,)}, "integers"),

@@ -53,17 +53,17 @@ class PresentGoneAbsent(unittest.TestCase):
                 np.testing.assert_array_equal(params["b"], before)
             self.assertTrue(all((other == 7).all() for other in others), hex(at))
 
-    def test_gradients_of_a_call(self):
+    def test_freed_gradients_of_a_call_are_not_used(self):
         for name in CALLS:
             with self.subTest(call=name):
                 self.run_call(name)
 
-    def test_read_only_gradients(self):
+    def test_freed_read_only_gradients_are_not_used(self):
         for name in ("step", "step(list)", "accumulate"):
             with self.subTest(call=name):
                 self.run_call(name, read_only=True)
 
-    def test_all_gradients_are_gone(self):
+    def test_missing_gradients_leave_parameters_unchanged(self):
         for name in ("step", "step(list)", "accumulate", "zero_grad"):
             opt, params = rig(accumulate=name == "accumulate")
             with self.subTest(call=name):
@@ -73,7 +73,7 @@ class PresentGoneAbsent(unittest.TestCase):
                 for name, array in params.items():
                     np.testing.assert_array_equal(array, before[name])
 
-    def test_gradients_in_cycles(self):
+    def test_freed_gradients_in_cycles_are_not_used(self):
         """The garbage collector clears weak references before it calls any callback."""
         opt, params = rig()
 
@@ -90,7 +90,7 @@ class PresentGoneAbsent(unittest.TestCase):
         opt.step({})
         np.testing.assert_array_equal(params["a"], before)
 
-    def test_bound_gradients(self):
+    def test_replaced_bound_gradients_are_not_used(self):
         opt, params = rig()
         opt.bind(grads={"a": full(0.25), "b": full(0.5)})  # the optimizer keeps references
         opt.step()
@@ -102,7 +102,7 @@ class PresentGoneAbsent(unittest.TestCase):
         np.testing.assert_array_equal(params["b"], before)
         np.testing.assert_array_equal(params["a"], full(0.25))
 
-    def test_a_list_that_the_caller_changes(self):
+    def test_changes_of_the_callers_list_have_no_effect(self):
         opt, params = rig()
         grads = [full(0.25), full(0.25)]
         opt.bind(grads=grads)
@@ -111,7 +111,7 @@ class PresentGoneAbsent(unittest.TestCase):
         opt.step()
         np.testing.assert_array_equal(params["a"], full(0.75))
 
-    def test_bound_parameters(self):
+    def test_replaced_parameters_may_be_freed(self):
         opt, params = rig()
         opt.step({"a": full(0.5), "b": full(0.5)})
         opt.bind(params={"a": full(2), "b": full(2)})
@@ -120,7 +120,7 @@ class PresentGoneAbsent(unittest.TestCase):
         opt.step({"a": full(0.5), "b": full(0.5)})
         np.testing.assert_array_equal(opt.params["a"], full(1.5))
 
-    def test_bound_state(self):
+    def test_view_keeps_replaced_state(self):
         opt = dsopt.Optimizer({"a": full(1)}, dsopt.Sgd(lr=1.0, momentum=0.5))
         opt.bind(state=opt.init_state({"a": full(1)}))
         opt.step([full(1)])
@@ -130,7 +130,7 @@ class PresentGoneAbsent(unittest.TestCase):
         opt.step([full(1)])
         np.testing.assert_array_equal(view, full(1))
 
-    def test_lists_without_an_optimizer(self):
+    def test_freed_arrays_of_list_functions_are_not_used(self):
         kept = full(1)
         for call in (dsopt.zero, dsopt.norm, lambda xs: dsopt.clip(xs, 1.0), lambda xs: dsopt.clamp(xs, 1.0)):
             call([kept, full(1)])
@@ -138,14 +138,14 @@ class PresentGoneAbsent(unittest.TestCase):
         dsopt.axpby(1, [kept, full(1)], 0, [kept.copy(), full(1)])
         dsopt.axpby(1, [kept, None], 0, [kept.copy(), None])
 
-    def test_compressed_all_reduce(self):
+    def test_compressed_all_reduce_keeps_no_freed_array(self):
         comm = dsopt.Comm.single(dsopt.Context())
         reduce = dsopt.CompressedAllReduce(comm, [full(1)])  # the array is freed after this line
         for _ in range(2):
             gc.collect()
             reduce([full(1)])
 
-    def test_views_of_the_state(self):
+    def test_views_keep_the_state(self):
         opt, _ = rig()
         opt.step({"a": full(1)})
         view = opt.state["optimizer.step"]
@@ -153,7 +153,7 @@ class PresentGoneAbsent(unittest.TestCase):
         gc.collect()
         self.assertEqual(list(view), [1, 0])
 
-    def test_view_of_state_that_is_bound_later(self):
+    def test_view_follows_state_bound_later(self):
         for use in (np.asarray, lambda view: view):
             opt, _ = rig()
             opt.step({"a": full(1)})
@@ -172,7 +172,7 @@ class PresentGoneAbsent(unittest.TestCase):
             gc.collect()
             self.assertIsNone(bound())
 
-    def test_view_of_state_that_is_bound_no_longer(self):
+    def test_view_follows_replaced_state(self):
         opt, params = rig()
         states = [opt.init_state(params) for _ in range(2)]
         opt.bind(state=states[0])
@@ -191,7 +191,7 @@ class PresentGoneAbsent(unittest.TestCase):
 class RefusedCalls(unittest.TestCase):
     """Entries that a failed call wrote into a list must not be used by the next one."""
 
-    def test_gradients_of_another_dtype_between(self):
+    def test_dtype_of_a_failed_call_is_not_reused(self):
         half, wide = np.float16, np.float32
         opt, peer = rig(half)[0], rig(half)[0]
         for o in (opt, peer):
@@ -205,7 +205,7 @@ class RefusedCalls(unittest.TestCase):
         for name, array in opt.params.items():
             np.testing.assert_array_equal(array, peer.params[name])
 
-    def test_refused_bind(self):
+    def test_failed_bind_changes_nothing(self):
         opt, params = rig()
         grads = {"a": full(0.25), "b": full(0.25)}
         opt.bind(grads=grads)
@@ -239,7 +239,7 @@ def in_place(array, field, value):
 
 
 class ChangesInPlace(unittest.TestCase):
-    def test_data_of_a_gradient(self):
+    def test_gradient_may_get_other_memory(self):
         opt, params = rig()
         g = full(0.5)
         for _ in range(3):
@@ -248,7 +248,7 @@ class ChangesInPlace(unittest.TestCase):
         opt.step({"a": g})
         np.testing.assert_array_equal(params["a"], full(1 - 1.75))
 
-    def test_data_of_a_bound_gradient(self):
+    def test_bound_gradient_may_get_other_memory(self):
         opt, params = rig()
         g = full(0.5)
         opt.bind(grads={"a": g})
@@ -259,7 +259,7 @@ class ChangesInPlace(unittest.TestCase):
         opt.step(zero_grads=True)
         self.assertFalse(g.any())
 
-    def test_data_of_a_parameter(self):
+    def test_parameter_may_get_other_memory(self):
         """The array's previous memory is free, and its current memory is updated."""
         for begin in (lambda opt: None, lambda opt: opt.step({"a": full(0.5)})):
             for use in (
@@ -273,7 +273,7 @@ class ChangesInPlace(unittest.TestCase):
                 use(opt)
                 np.testing.assert_array_equal(params["a"], full(7.5))
 
-    def test_data_of_a_parameter_before_other_calls(self):
+    def test_every_call_uses_a_parameters_new_memory(self):
         opt = dsopt.Optimizer({"h": full(1, np.float16)}, dsopt.Sgd(lr=1.0))
         in_place(opt.params["h"], "data", full(8, np.float16))
         np.testing.assert_array_equal(opt.state["h.master"], full(8))
@@ -286,7 +286,7 @@ class ChangesInPlace(unittest.TestCase):
         opt.step({"w": full(1)})
         np.testing.assert_array_equal(opt.params["w"], full(3))
 
-    def test_data_of_bound_state(self):
+    def test_bound_state_may_get_other_memory(self):
         opt = dsopt.Optimizer({"a": full(1)}, dsopt.Sgd(lr=1.0, momentum=0.5))
         state = opt.init_state({"a": full(1)})
         opt.bind(state=state)
@@ -296,7 +296,7 @@ class ChangesInPlace(unittest.TestCase):
         np.testing.assert_array_equal(state["a.momentum_buffer"], full(2))
         np.testing.assert_array_equal(opt.state["a.momentum_buffer"], full(2))
 
-    def test_data_of_bound_state_with_a_view(self):
+    def test_viewed_bound_state_may_get_other_memory(self):
         opt, params = rig()
         state = opt.init_state(params)
         opt.bind(state=state)
@@ -304,7 +304,7 @@ class ChangesInPlace(unittest.TestCase):
         in_place(state["optimizer.step"], "data", np.array([7, 8], np.int32))
         self.assertEqual(list(view), [7, 8])
 
-    def test_dtype(self):
+    def test_rejects_changed_dtype(self):
         for other in (np.int32, ">f4", np.uint16):
             for bound in (False, True):
                 opt, params = rig()
@@ -326,7 +326,7 @@ class ChangesInPlace(unittest.TestCase):
                 opt.step({"a": full(1)})
         np.testing.assert_array_equal(params["a"], full(1))
 
-    def test_strides(self):
+    def test_rejects_changed_strides(self):
         for bound in (False, True):
             opt, params = rig()
             g = np.repeat(full(0.5), 2)[:N]
@@ -340,7 +340,7 @@ class ChangesInPlace(unittest.TestCase):
                 opt.step(*grads)
             np.testing.assert_array_equal(params["a"], full(0))
 
-    def test_shape(self):
+    def test_rejects_changed_shape(self):
         opt, params = rig()
         g = full(0.5)
         opt.step({"a": g})
@@ -350,7 +350,7 @@ class ChangesInPlace(unittest.TestCase):
             opt.step({"a": g})
         np.testing.assert_array_equal(params["a"], full(0))
 
-    def test_resized_gradients(self):
+    def test_gradients_may_be_resized(self):
         """An array with weak references cannot be resized; another array is checked again."""
         opt, _ = rig()
         g = full(0.5)
@@ -362,7 +362,7 @@ class ChangesInPlace(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['a'\] has shape"):
             opt.step({"a": g})
 
-    def test_an_interpreter_of_another_layout(self):
+    def test_arrays_are_checked_if_the_object_layout_is_unknown(self):
         """Arrays are then checked in each call."""
         from dsopt import _lists
 

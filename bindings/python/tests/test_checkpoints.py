@@ -28,7 +28,7 @@ class Checkpoints(unittest.TestCase):
             np.testing.assert_array_equal(a.state[name], b.state[name])
         np.testing.assert_array_equal(a.params["w"], b.params["w"])
 
-    def test_paths_and_files(self):
+    def test_saves_to_paths_and_files(self):
         opt = trained()
         with tempfile.TemporaryDirectory() as folder:
             for path in (os.path.join(folder, "a"), pathlib.Path(folder) / "b", os.fsencode(folder) + b"/c"):
@@ -55,7 +55,7 @@ class Checkpoints(unittest.TestCase):
         other.load(memory, hyper=False)
         self.assertEqual(other.lr, 0.5)
 
-    def test_failures(self):
+    def test_reports_failures(self):
         opt = trained()
         with self.assertRaises(OSError) as caught:
             opt.save("/nonexistent/folder/file")
@@ -89,7 +89,7 @@ class Checkpoints(unittest.TestCase):
             dsopt.Optimizer({"v": np.zeros((3, 4), np.float32)}, dsopt.AdamW()).load(memory)
         self.assertEqual(opt.report().calls, 3)
 
-    def test_state_by_hand(self):
+    def test_exports_and_imports_state(self):
         opt = trained()
         with self.assertRaises(KeyError):
             opt.state["w.momentum"]
@@ -110,7 +110,7 @@ class Checkpoints(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "parts"):
             opt.reset("everything")
 
-    def test_files_that_do_not_do_as_files(self):
+    def test_rejects_objects_that_violate_the_file_protocol(self):
         opt = dsopt.Optimizer({"w": np.ones(4, np.float32)}, dsopt.AdamW())
         opt.step([np.ones(4, np.float32)])
         whole = io.BytesIO()
@@ -152,7 +152,7 @@ class Checkpoints(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "file is an empty list"):
             opt.load([])
 
-    def test_files_that_close_the_optimizer(self):
+    def test_file_callbacks_cannot_close_the_optimizer(self):
         opt = dsopt.Optimizer({"w": np.ones(4, np.float32)}, dsopt.AdamW())
         whole = io.BytesIO()
         opt.save(whole)

@@ -71,7 +71,7 @@ class Rank:
 
 
 class Comms(unittest.TestCase):
-    def test_single(self):
+    def test_single_rank_comm_reduces(self):
         comm = dsopt.Comm.single(dsopt.Context())
         (x,) = arrays((5,))
         before = x.copy()
@@ -79,7 +79,7 @@ class Comms(unittest.TestCase):
         np.testing.assert_array_equal(x, before)
         self.assertEqual((comm.rank, comm.ranks, comm.query().status), (0, 1, 0))
 
-    def test_local_and_table(self):
+    def test_table_gives_same_bits_as_local(self):
         def work(comm, rank):
             x = arrays((5,), (0,), (300,), seed=rank)
             comm.all_reduce([*x, None], "mean")
@@ -113,7 +113,7 @@ class Comms(unittest.TestCase):
         self.assertEqual([peer.ended for peer in peers], [1, 1])
         self.assertFalse(_comm._tables)
 
-    def test_compressed_all_reduce(self):
+    def test_compressed_all_reduce_feeds_errors_back(self):
         id = dsopt.Comm.unique_id()
 
         def work(rank):
@@ -137,7 +137,7 @@ class Comms(unittest.TestCase):
             abs(one - mean).mean(), 0.1 * abs(mean).mean()
         )  # with error feedback the mean is correct in the end
 
-    def test_what_methods_raise(self):
+    def test_exceptions_of_collectives_reach_the_caller(self):
         class Broken(Rank):
             def all_reduce(self, *arguments):
                 raise self.problem
@@ -163,7 +163,7 @@ class Comms(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.CommError, "99"):
             dsopt.Comm.table(dsopt.Context(), number, 0, 2).all_reduce(arrays((5,)))
 
-    def test_destroy_that_raises(self):
+    def test_exception_of_destroy_is_unraisable(self):
         class Rude(Rank):
             def destroy(self):
                 raise ValueError("not now")
@@ -172,7 +172,7 @@ class Comms(unittest.TestCase):
             dsopt.Comm.table(dsopt.Context(), Rude(None, 0), 0, 2).close()
         self.assertEqual(str(hook.call_args[0][0].exc_value), "not now")
 
-    def test_abort_and_time_out(self):
+    def test_abort_and_time_out_end_a_blocked_call(self):
         id = dsopt.Comm.unique_id()
 
         def work(rank):
@@ -190,7 +190,7 @@ class Comms(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.CommError, "ABORTED"):
             comm.all_reduce(arrays((5,)))
 
-    def test_refusals(self):
+    def test_rejects_invalid_arguments(self):
         context = dsopt.Context()
         for make, text in (
             (lambda: dsopt.Comm.local(context, "id", 0, 2), "id"),
@@ -212,7 +212,7 @@ class Comms(unittest.TestCase):
         with self.assertRaises(dsopt.Error):  # no device, no library
             dsopt.Comm.nccl(context, b"\0" * 128, 0, 1)
 
-    def test_what_methods_return_and_raise(self):
+    def test_rejects_invalid_results_of_collectives(self):
         class Collectives:
             def __init__(self, result):
                 self.result = result
@@ -232,7 +232,7 @@ class Comms(unittest.TestCase):
             dsopt.Comm.table(dsopt.Context(), Collectives(None), 0, 2).abort()
         self.assertIn("in abort", [str(one.exc_value) for one in ignored])
 
-    def test_a_collective_that_closes_its_comm(self):
+    def test_collective_cannot_close_its_comm(self):
         class Closes:
             def all_reduce(self, *_):
                 comm.close()

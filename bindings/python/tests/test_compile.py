@@ -53,23 +53,23 @@ class Libraries(unittest.TestCase):
             ).path()
         return path, said.getvalue()
 
-    def test_the_first_use_compiles_and_says_so_in_one_line(self):
+    def test_first_use_compiles_and_prints_one_line(self):
         path, said = self.path()
         self.assertEqual(said, "dsopt.one: compiling its handler for Framework 1.2, which is kept as %s\n" % path)
         self.assertTrue(os.path.exists(path))
         self.assertEqual(self.path(), (path, ""))
 
-    def test_one_of_the_package_is_used_without_a_compiler(self):
+    def test_packaged_library_needs_no_compiler(self):
         with mock.patch.dict(os.environ, {"CXX": "/nothing"}):
             self.assertEqual(self.path(prebuilt="/package/handler.so"), ("/package/handler.so", ""))
         self.assertFalse(os.path.exists(self.cache))
 
-    def test_the_environment_comes_before_the_package(self):
+    def test_environment_overrides_the_package(self):
         with mock.patch.dict(os.environ, {"DSOPT_ONE": "/chosen.so"}):
             self.assertEqual(self.path(prebuilt="/package/handler.so"), ("/chosen.so", ""))
             self.assertEqual(self.path(), ("/chosen.so", ""))
 
-    def test_a_compiler_that_fails(self):
+    def test_compiler_failure_is_reported(self):
         with mock.patch.dict(os.environ, {"CXX": "false"}), self.assertRaises(dsopt.MissingError) as caught:
             self.path()
         self.assertIn("dsopt.one could not compile its handler for Framework 1.2", str(caught.exception))

@@ -91,7 +91,7 @@ print("done")
 
 
 class Cuda(unittest.TestCase):
-    def test_device(self):
+    def test_steps_on_the_device(self):
         library = os.environ.get("DSOPT_EMULATED", "")
         if not os.path.exists(library):
             self.skipTest("no library with the emulated device: DSOPT_EMULATED is %r" % library)

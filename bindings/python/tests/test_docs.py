@@ -13,10 +13,10 @@ reference = documented.reference()
 
 
 class Docstrings(unittest.TestCase):
-    def test_describe_everything_that_dsopt_exports(self):
+    def test_every_export_of_dsopt_is_described(self):
         self.assertEqual(list(documented.missing(dsopt)), [])
 
-    def test_describe_everything_that_the_modules_for_frameworks_export(self):
+    def test_every_export_of_framework_modules_is_described(self):
         """In a separate process, in which frameworks that are not installed are stubs."""
         found = sorted(path.parent.name for path in (PACKAGE / "dsopt").glob("[a-z]*/__init__.py"))
         self.assertLessEqual({"jax", "tf", "torch"}, set(found))
@@ -25,7 +25,7 @@ class Docstrings(unittest.TestCase):
         status, said, complaint = python(program, path, *["dsopt." + name for name in found], timeout=600)
         self.assertEqual((status, said), (0, ""), complaint)
 
-    def test_of_what_has_no_docstring_is_missing(self):
+    def test_missing_docstrings_are_found(self):
         class Module:
             __all__ = ["Thing", "call"]
 
@@ -51,7 +51,7 @@ class Docstrings(unittest.TestCase):
             ["Module.Thing.method has no docstring", "Module.call: the docstring does not describe bb"],
         )
 
-    def test_of_algorithms_show_the_defaults_of_the_library(self):
+    def test_algorithms_show_the_defaults_of_the_library(self):
         for kind in dsopt._groups.ALGORITHMS:
             for field, parameter in inspect.signature(kind).parameters.items():
                 self.assertEqual(parameter.default, getattr(kind(), field))

@@ -99,7 +99,7 @@ class Case(unittest.TestCase):
 
 
 class Rules(Case):
-    def test_each_step_is_the_formula(self):
+    def test_each_step_matches_the_formula(self):
         for group, names, formula in RULES:
             with self.subTest(str(group)):
                 params = doubles(*SHAPES)
@@ -115,7 +115,7 @@ class Rules(Case):
                         for name, moment in zip(names, moments):
                             self.near(opt.state["p%d.%s" % (i, name)], np.asarray(moment), g)
 
-    def test_close_to_the_engine(self):
+    def test_steps_are_close_to_the_engine(self):
         for group, names, _ in RULES:
             params = doubles(*SHAPES)
             singles = [p.astype(np.float32) for p in params]
@@ -134,7 +134,7 @@ class Mixed(Case):
         (single,), (double,) = arrays((30,)), doubles((40,), seed=3)
         return {"a": single, "b": double}
 
-    def test_float32_has_the_bits_it_has_alone(self):
+    def test_float32_bits_do_not_depend_on_float64(self):
         for group, _, _ in RULES:
             both, alone = self.lists(), self.lists()
             opt = dsopt.Optimizer(both, group)
@@ -147,7 +147,7 @@ class Mixed(Case):
             for name in both:
                 np.testing.assert_array_equal(both[name], alone[name])
 
-    def test_clipping_is_by_the_norm_of_all(self):
+    def test_clipping_uses_the_norm_of_both_dtypes(self):
         for options, fields in (({"max_norm": 1.0}, {}), ({}, {"max_norm": 1.0})):
             both, plain = self.lists(), self.lists()
             opt = dsopt.Optimizer(both, dsopt.Sgd(lr=0.1, **fields), **options)
@@ -159,7 +159,7 @@ class Mixed(Case):
             np.testing.assert_allclose(both["a"], plain["a"] - 0.1 * grads["a"] / (norm + 1e-6), rtol=1e-5, atol=1e-6)
             self.assertAlmostEqual(opt.report().grad_norm, norm, places=12)
 
-    def test_loss_scale_and_skipped_steps(self):
+    def test_loss_scale_skips_overflows(self):
         for bad in (None, "a", "b"):
             both, plain = self.lists(), self.lists()
             scaler = dsopt.Scaler(dsopt.Context(), init=1024, window=100)
@@ -185,7 +185,7 @@ class Mixed(Case):
                 np.testing.assert_allclose(both[name], plain[name], rtol=1e-6 if name == "a" else 1e-14)
             self.assertEqual(opt.state["optimizer.step"].tolist(), [3 - bool(bad)] * 2)
 
-    def test_arguments_of_a_step(self):
+    def test_step_accepts_every_argument(self):
         (w,) = doubles((40,))
         v = w.copy()
         opt = dsopt.Optimizer({"w": w}, dsopt.Sgd(lr=0.5), max_value=0.25)
@@ -210,7 +210,7 @@ class Mixed(Case):
         opt.zero_grad({"w": g})
         self.assertFalse(g.any())
 
-    def test_norms_of_weights_and_updates(self):
+    def test_report_has_norms_of_weights_and_updates(self):
         both = self.lists()
         before = {name: p.copy() for name, p in both.items()}
         opt = dsopt.Optimizer(both, dsopt.AdamW(lr=0.1), report_norms=True)
@@ -221,7 +221,7 @@ class Mixed(Case):
         self.assertAlmostEqual(report.weight_norm / weight, 1, places=5)
         self.assertAlmostEqual(report.update_norm / change, 1, places=5)
 
-    def test_state_moves_to_another_optimizer(self):
+    def test_state_can_be_copied_to_another_optimizer(self):
         both, grads = self.lists(), {"a": arrays((30,), seed=1)[0], "b": doubles((40,), seed=2)[0]}
         opt = dsopt.Optimizer(both, dsopt.AdamW(lr=0.1))
         opt.step(grads)
@@ -236,7 +236,7 @@ class Mixed(Case):
         again.reset("moments")
         self.assertFalse(again.state["b.exp_avg"].any())
 
-    def test_params_and_shapes(self):
+    def test_params_and_shapes_follow_added_groups(self):
         both = self.lists()
         opt = dsopt.Optimizer(both, dsopt.AdamW())
         opt.add_group(dsopt.Sgd(lr=0.1, momentum=0.5), {"c": np.zeros((2, 3))})
@@ -248,7 +248,7 @@ class Mixed(Case):
 
 
 class Refusals(Case):
-    def test_what_does_not_go_with_float64(self):
+    def test_rejects_options_unsupported_with_float64(self):
         context = dsopt.Context()
         for options, text in (
             ({"compat": "deepspeed"}, "compat='deepspeed'"),
@@ -262,7 +262,7 @@ class Refusals(Case):
             with self.assertRaisesRegex(dsopt.TensorError, r"params\['w'\] has dtype float64.*1-bit family"):
                 dsopt.Optimizer({"w": np.zeros(3)}, group)
 
-    def test_arrays(self):
+    def test_rejects_unsuitable_arrays(self):
         frozen = np.zeros(3)
         frozen.flags.writeable = False
         for array, text in ((np.zeros(6)[::2], "not contiguous"), (frozen, "read-only"), (np.zeros(3, ">f8"), ">f8")):
@@ -281,7 +281,7 @@ class Refusals(Case):
             self.assertFalse(both["v"].any() or both["w"].any())
         self.assertEqual(opt.report().calls, 0)
 
-    def test_calls(self):
+    def test_rejects_unsupported_calls(self):
         opt = dsopt.Optimizer({"w": np.zeros(3)}, dsopt.AdamW())
         for call, text in (
             (lambda: opt.save("/nonexistent/file"), "save is not supported.*numpy.savez"),

@@ -28,7 +28,7 @@ except ImportError:
 
 @unittest.skipIf(torch is None, "PyTorch is not here")
 class Torch(unittest.TestCase):
-    def test_step(self):
+    def test_steps_arrays_of_the_framework(self):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             (start,), (g,) = arrays((3, 4)), arrays((3, 4), seed=1)
             w, peer = torch.from_numpy(start.copy()).to(dtype), torch.from_numpy(start.copy()).to(dtype).float().numpy()
@@ -41,7 +41,7 @@ class Torch(unittest.TestCase):
                 other.step([g])
             np.testing.assert_array_equal(w.float().numpy(), torch.from_numpy(master).to(dtype).float().numpy())
 
-    def test_refusals(self):
+    def test_rejects_unsuitable_tensors(self):
         for value, text in (
             (torch.zeros(4, 4)[:, 1], "not contiguous"),
             (torch.zeros(4, requires_grad=True), "grad"),
@@ -56,7 +56,7 @@ class Torch(unittest.TestCase):
 
 @unittest.skipIf(ml_dtypes is None, "ml_dtypes is not here")
 class Bfloat16(unittest.TestCase):
-    def test_step(self):
+    def test_steps_arrays_of_the_framework(self):
         w = np.ones(5, ml_dtypes.bfloat16)
         opt = dsopt.Optimizer({"w": w}, dsopt.AdamW(lr=0.25, weight_decay=0), no_master=True, compat="deepspeed")
         opt.step([np.ones(5, ml_dtypes.bfloat16)])
@@ -67,7 +67,7 @@ class Bfloat16(unittest.TestCase):
 
 @unittest.skipIf(jnp is None, "JAX is not here")
 class Jax(unittest.TestCase):
-    def test_gradients(self):
+    def test_accepts_jax_gradients(self):
         (w,), (g,) = arrays((3, 4)), arrays((3, 4), seed=1)
         peer = w.copy()
         opt, other = dsopt.Optimizer([w], dsopt.AdamW(lr=0.1)), dsopt.Optimizer([peer], dsopt.AdamW(lr=0.1))

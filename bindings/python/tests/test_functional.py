@@ -18,7 +18,7 @@ def values(seed=0):
 
 
 class Functional(unittest.TestCase):
-    def test_apply_is_step(self):
+    def test_apply_gives_same_bits_as_step(self):
         for group in (dsopt.AdamW(lr=0.1), dsopt.Lamb(lr=0.1), dsopt.OnebitAdam(lr=0.1, freeze_step=2)):
             p, q = values(), values()
             opt, peer = shapes_only(group), dsopt.Optimizer(q, group)
@@ -33,7 +33,7 @@ class Functional(unittest.TestCase):
                 np.testing.assert_array_equal(state[name], peer.state[name])
             self.assertEqual(opt.report().calls, 0)
 
-    def test_out_and_hyper(self):
+    def test_apply_accepts_out_and_hyper(self):
         opt, p = shapes_only(dsopt.AdamW(lr=0.1)), values()
         state, before = opt.init_state(p), values()
         out = {name: np.zeros_like(x) for name, x in p.items()}
@@ -50,7 +50,7 @@ class Functional(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "WORKSPACE"):
             opt.apply(p, values(1), state, workspace=np.zeros(1, np.int32))
 
-    def test_threads(self):
+    def test_apply_runs_in_several_threads(self):
         opt = shapes_only(dsopt.AdamW(lr=0.1))
         runs = [(values(), values()) for _ in range(4)]
         states = [opt.init_state(p) for p, _ in runs]
@@ -69,7 +69,7 @@ class Functional(unittest.TestCase):
             np.testing.assert_array_equal(state["w.exp_avg"], states[0]["w.exp_avg"])
             self.assertEqual(state["optimizer.step"][0], 50)
 
-    def test_refusals(self):
+    def test_apply_rejects_invalid_arguments(self):
         opt, p = shapes_only(dsopt.AdamW()), values()
         state = opt.init_state(p)
         with self.assertRaisesRegex(dsopt.StateError, "memory"):
@@ -89,7 +89,7 @@ class Functional(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "dtype 'float8'"):
             dsopt.Optimizer({"w": dsopt.Param(shape=(2,), dtype="float8")}, dsopt.AdamW())
 
-    def test_bound_state(self):
+    def test_bind_uses_the_callers_memory(self):
         p, q = values(), values()
         opt, peer = dsopt.Optimizer(p, dsopt.AdamW()), dsopt.Optimizer(q, dsopt.AdamW())
         state = opt.init_state(p)

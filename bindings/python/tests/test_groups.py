@@ -20,7 +20,7 @@ class Groups(unittest.TestCase):
         for word in words:
             self.assertIn(word, str(caught.exception))
 
-    def test_fields_without_a_name(self):
+    def test_accepts_positional_parameters(self):
         """Positional parameters and learning rate, as in torch.optim."""
         (w,) = arrays((3,))
         for kind in dsopt._groups.ALGORITHMS:
@@ -28,12 +28,12 @@ class Groups(unittest.TestCase):
                 advice = "parameters go to the optimizer, as in Optimizer(params, %s(" % kind.__name__
                 self.refused(lambda: kind(*values), "%s takes its fields by name" % kind.__name__, advice)
 
-    def test_unknown_fields(self):
+    def test_rejects_unknown_fields(self):
         self.refused(lambda: dsopt.AdamW(amsgrad=True), "AdamW has no field 'amsgrad'", "it has lr, betas")
         self.refused(lambda: dsopt.Sgd(betas=(0.9, 0.99)), "Sgd has no field 'betas'")
         self.refused(lambda: dsopt.Group(lr=1e-3), "Group has no field 'lr'")
 
-    def test_fields_of_a_wrong_type(self):
+    def test_rejects_fields_of_a_wrong_type(self):
         (w,) = arrays((3,))
         for make, words in (
             (lambda: dsopt.AdamW(lr=[w]), ("lr of AdamW is [array(", "must be a number")),
@@ -51,12 +51,12 @@ class Groups(unittest.TestCase):
         group.lr = "x"  # checked when it is used
         self.refused(lambda: dsopt.Optimizer([w], group), "lr of AdamW is 'x'")
 
-    def test_numbers_of_numpy(self):
+    def test_accepts_numpy_numbers(self):
         group = dsopt.AdamW(lr=np.float32(0.5), betas=np.array([0.5, 0.75]), bias_correction=np.bool_(False))
         (view,) = dsopt.Optimizer(arrays((3,)), group).groups
         self.assertEqual((view.lr, view.betas, view.bias_correction), (0.5, (0.5, 0.75), False))
 
-    def test_defaults_are_those_of_the_library(self):
+    def test_defaults_match_the_library(self):
         for kind in dsopt._groups.ALGORITHMS:
             struct = abi.dsopt_group()
             abi.check(abi.lib.dsopt_group_init(ctypes.byref(struct), struct.size, kind.algorithm))
@@ -64,7 +64,7 @@ class Groups(unittest.TestCase):
         (group,) = dsopt.Optimizer(arrays((3,)), dsopt.AdamW()).groups
         self.assertEqual((group.weight_decay, dsopt.AdamW().weight_decay, dsopt.Adam().weight_decay), (0.01, 0.01, 0))
 
-    def test_clipping_and_eps_of_the_onebit_family(self):
+    def test_onebit_groups_have_clipping_and_eps(self):
         """Groups have clipping in both modes, and eps is added to the root."""
         for kind in (dsopt.OnebitAdam, dsopt.ZeroOneAdam, dsopt.OnebitLamb):
             for compat in ("none", "deepspeed"):
@@ -78,14 +78,14 @@ class Groups(unittest.TestCase):
                 status = abi.lib.dsopt_optimizer_set(opt.handle, 0, abi.DSOPT_KEY_EPS_INSIDE_SQRT, 1.0)
                 self.assertEqual(status, abi.DSOPT_ERR_UNSUPPORTED, (kind, compat))
 
-    def test_values_survive(self):
+    def test_values_survive_copies_and_pickling(self):
         group = dsopt.AdamW(lr=0.5, betas=(0.1, 0.2))
         for other in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
             self.assertEqual(other, group)
         self.assertEqual(dataclasses.replace(group, lr=2.0), dsopt.AdamW(lr=2.0, betas=(0.1, 0.2)))
         self.assertIn("AdamW(lr=0.5, betas=(0.1, 0.2), eps=1e-08", repr(group))
 
-    def test_classes_of_the_caller(self):
+    def test_accepts_subclasses(self):
         class Mine(dsopt.AdamW):
             lr: float = 0.25
 

@@ -25,7 +25,7 @@ def stepped(**options):
 
 
 class ParallelFor(unittest.TestCase):
-    def test_same_bits_with_any_pool(self):
+    def test_any_pool_gives_same_bits(self):
         expected = stepped(threads=1)
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
 
@@ -43,7 +43,7 @@ class ParallelFor(unittest.TestCase):
 
         np.testing.assert_array_equal(stepped(threads=4, parallel_for=backwards), expected)
 
-    def test_what_it_raises(self):
+    def test_exceptions_of_the_hook_reach_the_caller(self):
         class Unusual(BaseException):
             pass
 
@@ -59,7 +59,7 @@ class ParallelFor(unittest.TestCase):
             self.assertIsInstance(caught.exception.__cause__, dsopt.StateError)
             self.assertEqual(caught.exception.__cause__.name, "DSOPT_ERR_HOOK")
 
-    def test_interrupt(self):
+    def test_interrupt_in_a_piece_reaches_the_caller(self):
         """Control-C while a piece runs. The interpreter raises the exception in the main thread, between two bytecode
         instructions."""
 
@@ -74,7 +74,7 @@ class ParallelFor(unittest.TestCase):
         with self.assertRaises(KeyboardInterrupt):
             opt.step(large(1))
 
-    def test_interrupts_at_any_time(self):
+    def test_interrupts_do_not_split_a_collective(self):
         """A call that returns has completed its collective, whenever control-C came, also before the collective."""
 
         class Slow:
@@ -119,7 +119,7 @@ class ParallelFor(unittest.TestCase):
             thread.join()
             signal.signal(signal.SIGINT, previous)
 
-    def test_wrong_pools(self):
+    def test_pools_that_omit_or_repeat_pieces_are_detected(self):
         kept = []
 
         def late(n, body):
@@ -144,7 +144,7 @@ class ParallelFor(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.StateError, "after parallel_for had returned"):
             kept[0](0)
 
-    def test_a_step_in_a_hook(self):
+    def test_nested_step_raises(self):
         def run(n, body):
             opt.step(grads)
 
@@ -153,7 +153,7 @@ class ParallelFor(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.StateError, "hook"):
             opt.step(grads)
 
-    def test_hooks_live_as_long_as_needed(self):
+    def test_library_keeps_references_to_hooks(self):
         class Pool:
             def __call__(self, n, body):
                 for i in range(n):
@@ -176,7 +176,7 @@ class ParallelFor(unittest.TestCase):
 
 
 class Log(unittest.TestCase):
-    def test_log(self):
+    def test_log_receives_messages(self):
         said = []
         context = dsopt.Context(log=lambda level, text: said.append((level, text)), log_level=4)
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=context, nonfinite="skip")
@@ -185,14 +185,14 @@ class Log(unittest.TestCase):
         self.assertTrue(said)
         self.assertTrue(all(level in (1, 2, 3, 4) and text for level, text in said), said)
 
-    def test_log_that_raises(self):
+    def test_exception_of_the_log_reaches_the_caller(self):
         def write(level, text):
             raise OSError("no space for logs")
 
         with self.assertRaisesRegex(OSError, "no space for logs"):
             dsopt.Context(log=write, log_level=4)
 
-    def test_a_hook_that_closes(self):
+    def test_hook_cannot_close_an_object_in_use(self):
         """An object that is in a call cannot be closed; an object to which the library has a reference can."""
 
         def run(n, body):
@@ -217,7 +217,7 @@ class Log(unittest.TestCase):
             dsopt.zero([w], context=context)
         self.assertFalse(context.closed)
 
-    def test_pieces_that_outlast_parallel_for(self):
+    def test_memory_outlives_pieces_after_parallel_for(self):
         """The memory of a call remains valid while a piece runs, even if the hook did not wait for its threads."""
         refused = []
 

@@ -9,7 +9,7 @@ from support import arrays, python
 
 
 class Lists(unittest.TestCase):
-    def test_norm_and_clip(self):
+    def test_computes_norm_and_clip_coefficient(self):
         xs = arrays((100,), (3, 7), (0,))
         whole = np.concatenate([x.ravel() for x in xs]).astype(np.float64)
         result = dsopt.norm(xs, max_norm=2.0)
@@ -29,7 +29,7 @@ class Lists(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "kind.*'l2'"):
             dsopt.norm(xs, kind="l1")
 
-    def test_axpby_clamp_zero(self):
+    def test_axpby_clamp_and_zero_change_lists(self):
         (x,), (y,) = arrays((5,)), arrays((5,), seed=1)
         expected = np.float32(0.5) * x + np.float32(2) * y
         dsopt.axpby(0.5, [x], 2, [y])
@@ -49,7 +49,7 @@ class Lists(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, "limit"):
             dsopt.clamp([x], -1)
 
-    def test_without_numpy(self):
+    def test_package_works_without_numpy(self):
         """The package needs only the standard library."""
         status, said, complaint = python("""
             import sys
@@ -67,7 +67,7 @@ class Lists(unittest.TestCase):
             """)
         self.assertEqual((status, said, complaint), (0, "[0.5, 2.5] True True\nbound memory cannot be resized\n", ""))
 
-    def test_module_program(self):
+    def test_module_prints_build_information(self):
         status, said, _ = python("import runpy; runpy.run_module('dsopt')")
         self.assertEqual(status, 0)
         import json
@@ -75,7 +75,7 @@ class Lists(unittest.TestCase):
         self.assertEqual(json.loads(said), dsopt.build_info())
         self.assertEqual(json.loads(said)["version"], dsopt.__version__)
 
-    def test_library_is_missing(self):
+    def test_missing_library_raises_import_error(self):
         environment = dict(os.environ)
         status, _, complaint = python("""
             import os

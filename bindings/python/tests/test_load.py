@@ -41,32 +41,32 @@ class Load(unittest.TestCase):
             file.write(content.replace(before, after))
         return self.path
 
-    def test_a_library_without_one_that_it_needs(self):
+    def test_missing_dependency_is_named(self):
         text = said(self.altered(b"\0libc.so.6\0", b"\0libq.so.6\0"))
         self.assertIn(self.path + " was found, but libq.so.6, which it needs, was not", text)
         self.assertIn("Install the package that has libq.so.6", text)
         self.assertIn("LD_LIBRARY_PATH", text)
         self.assertNotIn("DSOPT_LIBRARY", text)
 
-    def test_a_library_for_a_newer_system(self):
+    def test_newer_system_requirement_is_named(self):
         text = said(self.altered(b"\0GLIBC_2.17\0", b"\0GLIBC_9.17\0"))
         self.assertIn(self.path + " was found, but this system has no GLIBC_9.17", text)
         self.assertIn("install a wheel of dsopt, or build dsopt on this system", text)
         self.assertNotIn("DSOPT_LIBRARY", text)
 
-    def test_a_path_without_a_file(self):
+    def test_missing_file_is_named(self):
         text = said(self.path)
         self.assertIn(self.path + ": cannot open shared object file", text)
         self.assertIn("Set DSOPT_LIBRARY to the path of libdsopt.so", text)
 
-    def test_a_file_that_is_no_library(self):
+    def test_file_that_is_no_library_is_rejected(self):
         with open(self.path, "wb") as file:
             file.write(b"text")
         text = said(self.path)
         self.assertIn("no library of dsopt that this system can load", text)
         self.assertNotIn("DSOPT_LIBRARY", text)
 
-    def test_a_library_of_something_else(self):
+    def test_unrelated_library_is_rejected(self):
         text = said("libc.so.6")
         self.assertIn("dsopt_abi_version", text)
         self.assertIn("Set DSOPT_LIBRARY to the path of libdsopt.so", text)

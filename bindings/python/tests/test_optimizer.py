@@ -13,7 +13,7 @@ from support import adamw, arrays
 
 
 class Steps(unittest.TestCase):
-    def test_training_beside_float64(self):
+    def test_trains_like_a_float64_reference(self):
         """A small network, trained by the engine in float32 and by a NumPy loop in float64."""
         x, targets = arrays((64, 5), seed=1)[0], arrays((64, 3), seed=2)[0]
         start = arrays((5, 16), (16,), (16, 3), (3,), seed=3, scale=0.3)
@@ -37,7 +37,7 @@ class Steps(unittest.TestCase):
         for p, q in zip(ours, theirs):
             np.testing.assert_allclose(p, q, rtol=2e-3, atol=2e-4)
 
-    def test_names_and_missing_gradients(self):
+    def test_gradients_may_be_named_or_missing(self):
         w, b = arrays((4,), (2,))
         before = w.copy(), b.copy()
         opt = dsopt.Optimizer({"w": w, "b": b}, dsopt.AdamW(lr=0.1))
@@ -50,7 +50,7 @@ class Steps(unittest.TestCase):
             with self.assertRaisesRegex(dsopt.ArgumentError, text):
                 opt.step(wrong)
 
-    def test_other_arrays_in_each_call(self):
+    def test_each_call_may_have_other_arrays(self):
         """Addresses are correct for the same arrays, others, views, read-only arrays, other dtypes, and mixtures."""
         shapes = ((4,), (3, 2), (), (5,))
         p, q = arrays(*shapes), arrays(*shapes)
@@ -77,7 +77,7 @@ class Steps(unittest.TestCase):
         for a, b in zip(p, q):
             np.testing.assert_array_equal(a, b)
 
-    def test_bound_gradients(self):
+    def test_steps_with_bound_gradients(self):
         p, q, (g,) = arrays((6,)), arrays((6,)), arrays((6,), seed=1)
         opt, peer = dsopt.Optimizer(p, dsopt.AdamW()), dsopt.Optimizer(q, dsopt.AdamW())
         opt.bind(grads=[g])
@@ -101,7 +101,7 @@ class Steps(unittest.TestCase):
             opt.step(zero_grads=True)
         self.assertTrue(readonly.all())
 
-    def test_mixed_precision_and_scaler(self):
+    def test_mixed_precision_uses_the_scaler(self):
         context = dsopt.Context()
         scaler = dsopt.Scaler(context, init=1024, window=2)
         (w,) = arrays((8,), dtype=np.float16)
@@ -128,7 +128,7 @@ class Steps(unittest.TestCase):
         scaler.detach()
         dsopt.Optimizer([w], dsopt.AdamW(), context=context, scaler=scaler)
 
-    def test_optional_arguments(self):
+    def test_step_accepts_optional_arguments(self):
         p, q = arrays((4,)), arrays((4,))
         (g,) = arrays((4,), seed=1)
         opt, peer = dsopt.Optimizer(p, dsopt.AdamW(lr=0.5)), dsopt.Optimizer(q, dsopt.AdamW(lr=0.25))
@@ -157,7 +157,7 @@ class Steps(unittest.TestCase):
             out.flags.writeable = False
             opt.step([g], out=[out])
 
-    def test_groups(self):
+    def test_groups_have_separate_hyper_parameters(self):
         w, b = arrays((4,), (2,))
         opt = dsopt.Optimizer({"w": w}, dsopt.Lamb(lr=0.5, weight_decay=0.1))
         opt.add_group(dsopt.Adam(betas=(0.5, 0.75), bias_correction=False), {"b": b})
@@ -187,7 +187,7 @@ class Steps(unittest.TestCase):
         opt.step({"w": w.copy(), "b": b.copy(), "c": c.copy()})
         self.assertEqual(list(opt.state["optimizer.step"]), [2, 2, 1])
 
-    def test_eps_beside_the_uncorrected_variance(self):
+    def test_eps_uncorrected_is_added_to_the_uncorrected_root(self):
         lr, eps, wd = 0.1, 0.01, 0.5
         for group, decay in ((dsopt.Adam, 0.0), (dsopt.AdamW, wd)):
             for later in (False, True):  # set through a property of the group
@@ -211,7 +211,7 @@ class Steps(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "eps_uncorrected"):
             dsopt.Optimizer(arrays((5,)), dsopt.Adam(bias_correction=False, eps_uncorrected=True))
 
-    def test_sgd(self):
+    def test_sgd_matches_the_formula(self):
         lr, wd = 0.1, 0.25
         for momentum, dampening, nesterov in ((0, 0, False), (0.5, 0, False), (0.5, 0.25, False), (0.5, 0, True)):
             with self.subTest(momentum=momentum, dampening=dampening, nesterov=nesterov):
@@ -228,7 +228,7 @@ class Steps(unittest.TestCase):
                     p -= lr * (g + momentum * b if nesterov else b if momentum else g)
                 np.testing.assert_allclose(w, p, rtol=1e-5, atol=1e-6)
 
-    def test_sgd_group(self):
+    def test_sgd_group_validates_options(self):
         opt = dsopt.Optimizer(arrays((5,)), dsopt.Sgd(momentum=0.5))
         (group,) = opt.groups
         group.momentum, group.dampening = 0.75, 0.5
@@ -245,7 +245,7 @@ class Steps(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "nesterov has no effect without momentum"):
             dsopt.Optimizer(arrays((5,)), dsopt.Sgd(nesterov=True))
 
-    def test_adagrad(self):
+    def test_adagrad_matches_the_formula(self):
         for start, inside in ((0.0, False), (0.5, False), (0.5, True)):
             with self.subTest(start=start, inside=inside):
                 (w,) = arrays((5,))
@@ -269,7 +269,7 @@ class Steps(unittest.TestCase):
                 np.testing.assert_allclose(w, p, rtol=1e-5, atol=1e-6)
                 np.testing.assert_allclose(opt.state["w.sum"], s, rtol=1e-5)
 
-    def test_adagrad_group(self):
+    def test_adagrad_group_validates_options(self):
         opt = dsopt.Optimizer({"w": arrays((5,))[0]}, dsopt.Adagrad())
         (group,) = opt.groups
         self.assertEqual((group.lr, group.eps, group.lr_decay, group.initial_accumulator_value), (1e-2, 1e-10, 0, 0))
@@ -280,7 +280,7 @@ class Steps(unittest.TestCase):
             group.lr_decay = -1
         self.assertEqual(group.lr_decay, 0.5)
 
-    def test_lion(self):
+    def test_lion_matches_the_formula(self):
         (w,) = arrays((5,))
         p, m, lr, (b1, b2), wd = w.astype(np.float64), np.zeros(5), 0.1, (0.75, 0.5), 0.25
         opt = dsopt.Optimizer({"w": w}, dsopt.Lion(lr=lr, betas=(b1, b2), weight_decay=wd))
@@ -321,7 +321,7 @@ class Steps(unittest.TestCase):
                 self.assertEqual(opt.groups[0].algorithm, group.algorithm)
                 self.assertIn("<%s lr=" % type(group).__name__, repr(opt.groups[0]))
 
-    def test_accumulate(self):
+    def test_accumulates_gradients(self):
         p, q = arrays((4,)), arrays((4,))
         opt, peer = dsopt.Optimizer(p, dsopt.AdamW(), accumulate=True), dsopt.Optimizer(q, dsopt.AdamW())
         parts = [arrays((4,), seed=s) for s in (1, 2)]
@@ -331,7 +331,7 @@ class Steps(unittest.TestCase):
         peer.step([(parts[0][0] + parts[1][0]) / 2])
         np.testing.assert_array_equal(p[0], q[0])
 
-    def test_refusals(self):
+    def test_rejects_invalid_arguments(self):
         (w,) = arrays((4,))
         group = dsopt.AdamW()
         for make, text in (
@@ -373,7 +373,7 @@ class Steps(unittest.TestCase):
         self.assertEqual(opt.report().calls, 0)
         opt.step({"w": np.zeros(4, np.float32)})  # still usable
 
-    def test_numbers_that_do_not_fit(self):
+    def test_rejects_numbers_out_of_range(self):
         """ctypes would use their lower bits."""
         (w,), group = arrays((4,)), dsopt.AdamW()
         opt = dsopt.Optimizer([w], group)
@@ -410,7 +410,7 @@ class Steps(unittest.TestCase):
             opt.step([w.copy()], zero_grads=False, out_only=2)  # any true value sets the flag
         np.testing.assert_array_equal(w, before)
 
-    def test_handles_of_another_kind(self):
+    def test_rejects_handles_of_another_kind(self):
         (w,), group, context = arrays((4,)), dsopt.AdamW(), dsopt.Context()
         for call, text in (
             (lambda: dsopt.Optimizer([w], group, context=3), "context is int"),
@@ -427,12 +427,12 @@ class Steps(unittest.TestCase):
             with self.subTest(text=text), self.assertRaisesRegex(dsopt.ArgumentTypeError, text):
                 call()
 
-    def test_names_of_parameters(self):
+    def test_rejects_invalid_parameter_names(self):
         for name in ("a\0b", "a\udc80"):
             with self.assertRaisesRegex(dsopt.ArgumentError, "params has the name"):
                 dsopt.Optimizer({name: arrays((4,))[0]}, dsopt.AdamW())
 
-    def test_things_of_numpy_that_are_no_memory(self):
+    def test_rejects_numpy_scalars(self):
         (w,) = arrays((4,))
         with self.assertRaisesRegex(dsopt.ArgumentTypeError, r"params\['w'\] is a scalar of NumPy"):
             dsopt.Optimizer({"w": np.float32(1)}, dsopt.AdamW())  # their address would be that of a copy
@@ -447,7 +447,7 @@ class Steps(unittest.TestCase):
         opt.step([np.ones(4, np.float32)], skip=np.bool_(True))
         np.testing.assert_array_equal(w, peer.params["p0"])
 
-    def test_misaligned_memory(self):
+    def test_rejects_misaligned_memory(self):
         memory = np.zeros(18, np.uint8)
         skewed = memory[1:17].view(np.float32) if memory.ctypes.data % 4 == 0 else memory[:16].view(np.float32)
         with self.assertRaisesRegex(dsopt.ArgumentError, "align"):
@@ -477,7 +477,7 @@ class Lifetimes(unittest.TestCase):
         self.assertIsNone(watch())
         opt.step(arrays((4,)))
 
-    def test_resized_arrays(self):
+    def test_arrays_in_use_cannot_be_resized(self):
         """The memory of an array whose address is in use cannot move; if it moved before, the new address is used."""
         w, g = np.ones(4, np.float32), np.ones(4, np.float32)
         opt = dsopt.Optimizer({"w": w}, dsopt.AdamW())
@@ -494,7 +494,7 @@ class Lifetimes(unittest.TestCase):
         with self.assertRaisesRegex(dsopt.ArgumentError, r"grads\['w'\].*shape"):
             opt.step([resized])
 
-    def test_any_order(self):
+    def test_objects_can_be_closed_in_any_order(self):
         import itertools
 
         for order in itertools.permutations(range(4)):
@@ -514,7 +514,7 @@ class Lifetimes(unittest.TestCase):
         context.close()
         opt.step(arrays((5,)))  # the library keeps references
 
-    def test_closed(self):
+    def test_closed_objects_raise(self):
         opt = dsopt.Optimizer(arrays((4,)), dsopt.AdamW())
         with opt:
             pass
@@ -536,7 +536,7 @@ class Lifetimes(unittest.TestCase):
         np.testing.assert_array_equal(view, expected)
         view[:] = 3
 
-    def test_state_is_that_of_now(self):
+    def test_state_mapping_follows_the_optimizer(self):
         """Also in a mapping that was created before parameters were added or memory was bound."""
         opt = dsopt.Optimizer({"w": np.ones(3, np.float32)}, dsopt.AdamW())
         state = opt.state
@@ -566,7 +566,7 @@ class Lifetimes(unittest.TestCase):
             (dsopt.ArgumentError, str(caught.exception), 10, "DSOPT_ERR_ARGUMENT"),
         )
 
-    def test_one_thread_at_a_time(self):
+    def test_concurrent_calls_raise_state_error(self):
         inside, go_on = threading.Event(), threading.Event()
 
         def slow(n, body):

@@ -191,7 +191,7 @@ class StateOfDeepSpeed(unittest.TestCase):
         checkpoint = imported(case, compat)
         return on_two_ranks(lambda rank, id: continued(case, compat, checkpoint, rank, id, averages))
 
-    def test_compat_mode_goes_on_as_the_original(self):
+    def test_compat_mode_resumes_like_the_original(self):
         for name in self.CASES:
             case = Case(name)
             for rank, rows in enumerate(self.ranks(case, "deepspeed")):
@@ -201,7 +201,7 @@ class StateOfDeepSpeed(unittest.TestCase):
                         limit = 2e-5 * np.abs(recorded).max()
                         self.assertLess(np.abs(value - recorded[t]).max(), limit, (name, rank, t, tensor))
 
-    def test_masters_and_loss_scale_go_on_as_the_original(self):
+    def test_masters_and_loss_scale_resume_like_the_original(self):
         """Begins before the freeze, where the record is the same as a run after a load."""
         case = Case("fp16_onebit_adam_n2")
         checkpoint = imported_mixed(case)
@@ -217,7 +217,7 @@ class StateOfDeepSpeed(unittest.TestCase):
                     limit = 2e-5 * np.abs(recorded).max()
                     self.assertLess(np.abs(value - recorded[t]).max(), limit, (rank, t, tensor))
 
-    def test_standard_mode_goes_on_frozen(self):
+    def test_standard_mode_resumes_frozen(self):
         for name in self.CASES:
             case = Case(name)
             first, second = self.ranks(case, "none", averages=True)

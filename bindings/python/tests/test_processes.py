@@ -9,7 +9,7 @@ class Processes(unittest.TestCase):
         status, said, complaint = python(program, timeout=timeout)
         self.assertEqual((status, said, complaint), (0, expected, ""))
 
-    def test_fork(self):
+    def test_child_can_use_only_new_objects(self):
         """In the child, the parent's objects report the fork; new objects work, also on threads."""
         self.runs(
             """
@@ -50,7 +50,7 @@ class Processes(unittest.TestCase):
             "['DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', 'DSOPT_ERR_FORKED', True]\n0\n",
         )
 
-    def test_exit_while_a_step_runs(self):
+    def test_interpreter_exits_while_a_step_runs(self):
         """Daemon threads are inside a call, with and without Python callbacks, when the interpreter exits."""
         for pool in ("None", "lambda n, body: [body(i) for i in range(n)]"):
             for _ in range(3):
@@ -83,7 +83,7 @@ class Processes(unittest.TestCase):
                     "the end\n",
                 )
 
-    def test_objects_at_exit(self):
+    def test_objects_may_be_destroyed_in_any_order_at_exit(self):
         """The interpreter destroys globals, cycles and atexit functions in an order of its own."""
         self.runs(
             """
@@ -113,7 +113,7 @@ class Processes(unittest.TestCase):
             "1\n",
         )
 
-    def test_finalizers_in_threads(self):
+    def test_finalizers_run_in_threads(self):
         self.runs(
             """
             import threading

@@ -11,7 +11,7 @@ README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 
 
 class Readme(unittest.TestCase):
-    def test_program(self):
+    def test_program_prints_the_documented_output(self):
         """The program prints the output in the README."""
         (found,) = re.findall(
             r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S

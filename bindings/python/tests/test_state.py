@@ -41,7 +41,7 @@ class StateViews(unittest.TestCase):
             self.assertRegex(repr(view), "optimizer.step.*array")
             self.assertTrue(all((other == 77).all() for other in others))
 
-    def test_views_live_as_long_as_needed(self):
+    def test_views_keep_their_memory(self):
         opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
         opt.step([full(1)])
         opt.add_group(dsopt.AdamW(), {"x": full(1)})
@@ -59,13 +59,13 @@ class StateViews(unittest.TestCase):
         # The old values: the library keeps outgrown memory. The sanitizer checks the copy that bytes() makes.
         self.assertEqual(bytes(array), bytes(copy))
 
-    def test_views_before_there_is_memory(self):
+    def test_views_without_memory_read_zeros(self):
         opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
         view = opt.state["optimizer.step"]
         opt.add_group(dsopt.AdamW(), {"x": full(1)})
         self.assertEqual(list(view), [0, 0])
 
-    def test_views_as_arguments(self):
+    def test_views_are_accepted_as_arguments(self):
         opt, peer = (dsopt.Optimizer({"w": full(1)}, dsopt.AdamW()) for _ in range(2))
         opt.step([full(1)])
         view = opt.state["optimizer.step"]
@@ -119,7 +119,7 @@ class StateViews(unittest.TestCase):
 
 
 class StateMemory(unittest.TestCase):  # not under a sanitizer, which quarantines freed memory
-    def test_many_additions_with_a_view_each(self):
+    def test_views_do_not_keep_outgrown_state_memory(self):
         opt = dsopt.Optimizer({"w": full(1)}, dsopt.AdamW())
         opt.step([full(1)])
         views, resident = [], []

@@ -11,7 +11,7 @@ from support import arrays
 
 
 class Representations(unittest.TestCase):
-    def test_handles(self):
+    def test_repr_describes_handles(self):
         context, w = dsopt.Context(threads=2), np.zeros((3, 4), np.float32)
         scaler, comm = dsopt.Scaler(context, profile="fused"), dsopt.Comm.single(context)
         opt = dsopt.Optimizer({"w": w}, dsopt.AdamW(), context=context)
@@ -33,7 +33,7 @@ class Representations(unittest.TestCase):
             self.assertEqual(repr(handle), "<dsopt.%s: closed>" % type(handle).__name__)
         self.assertEqual(repr(groups[1]), "<group 1 of <dsopt.Optimizer: closed>>")
 
-    def test_in_a_hook(self):
+    def test_repr_works_in_a_hook(self):
         """repr() does not fail while the library is in a call."""
         said = []
         things = []
@@ -54,7 +54,7 @@ class Representations(unittest.TestCase):
 class Refusals(unittest.TestCase):
     """Error texts say what to do."""
 
-    def test_float64(self):
+    def test_float64_errors_suggest_a_dtype(self):
         (w,) = arrays((3,))
         opt = dsopt.Optimizer([w], dsopt.AdamW())
         for call, name in (
@@ -69,7 +69,7 @@ class Refusals(unittest.TestCase):
                 "array.astype('float32') (DSOPT_ERR_DTYPE)",
             )
 
-    def test_advice(self):
+    def test_errors_say_what_to_do(self):
         (w,) = arrays((3,))
         opt = dsopt.Optimizer({"w": w}, dsopt.AdamW())
         for call, kind, text in (
@@ -88,7 +88,7 @@ class Refusals(unittest.TestCase):
             with self.assertRaisesRegex(kind, text):
                 call()
 
-    def test_unsupported(self):
+    def test_unsupported_raises_the_class_of_the_status(self):
         """The class of the exception is that of the status."""
         with self.assertRaisesRegex(dsopt.UnsupportedError, "x is y .DSOPT_ERR_UNSUPPORTED"):
             dsopt._arrays.refuse("x", "is y", abi.DSOPT_ERR_UNSUPPORTED)

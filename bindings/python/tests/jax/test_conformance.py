@@ -10,7 +10,7 @@ CASES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..
 
 
 class Conformance(unittest.TestCase):
-    def test_digest(self):
+    def test_prints_the_expected_digest(self):
         with open(os.path.join(CASES, "expected"), encoding="utf-8") as file:
             expected = file.read().split()[-1]
         done = subprocess.run(

@@ -28,7 +28,7 @@ class Docstrings(unittest.TestCase):
 
 
 class Refusals(unittest.TestCase):
-    def test_say_what_to_do(self):
+    def test_errors_say_what_to_do(self):
         for options, text in (({"nesterov": True}, "nesterov=True"), ({"eps_root": 1e-8}, "an eps_root other than 0")):
             with self.assertRaisesRegex(dsopt.UnsupportedError, "does not support %s: use .* in optax" % text):
                 dsopt.jax.adamw(0.1, **options)

@@ -26,7 +26,7 @@ def grads_at(params, i):
 
 
 class Bits(unittest.TestCase):
-    def test_same_as_the_engine(self):
+    def test_gives_same_bits_as_the_engine(self):
         """The engine's parameters are sorted by key here, like the leaves of a dict."""
         leaves = jax.tree.leaves(PARAMS)
         for name, fields in (
@@ -63,7 +63,7 @@ class Bits(unittest.TestCase):
                     expected = engine.step(jax.tree.leaves(grads))
                 self.assertEqual(bits(params), [e.tobytes() for e in expected])
 
-    def test_scan_and_fori_loop(self):
+    def test_steps_inside_scan_and_fori_loop(self):
         opt = FusedStep("adamw", optax.cosine_decay_schedule(1e-2, 100), weight_decay=0.1)
 
         def one(carry, i):
@@ -79,7 +79,7 @@ class Bits(unittest.TestCase):
         self.assertEqual(bits(scanned), bits(called))
         self.assertEqual(bits(looped), bits(called))
 
-    def test_input_that_is_not_donated_stays(self):
+    def test_does_not_change_inputs_that_are_not_donated(self):
         opt = FusedStep("adamw", 1e-2)
         state = opt.init(PARAMS)
         before = bits((PARAMS, state))
@@ -94,7 +94,7 @@ class Bits(unittest.TestCase):
                 program = jax.jit(opt.step, donate_argnums=(0, 2)).lower(half, half, opt.init(half)).compile()
                 self.assertEqual(program.as_text().count(" copy("), 0)
 
-    def test_stochastic_rounding(self):
+    def test_rounds_stochastically(self):
         """An update too small for bfloat16 changes the mean; the result depends on the seed."""
         params = {"w": jnp.ones(20000, jnp.bfloat16)}
         ends = []
@@ -138,7 +138,7 @@ class MixedPrecision(unittest.TestCase):
         self.assertTrue(any(b > a for a, b in zip(scales, scales[1:])), "the scale never grew")
         self.assertLess(float(value), 0.5 * float(loss(params)))
 
-    def test_trains_as_optax(self):
+    def test_trains_like_optax(self):
         params, loss = model()
         opt, tx = FusedStep("adamw", 5e-3, weight_decay=0.1), optax.adamw(5e-3, weight_decay=0.1)
 
@@ -158,7 +158,7 @@ class MixedPrecision(unittest.TestCase):
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
             np.testing.assert_allclose(x, y, atol=1e-4)
 
-    def test_other_rules_train_as_optax(self):
+    def test_other_rules_train_like_optax(self):
         """The decay is a function, so that a row of hyper-parameters is read: momentum is unchanged."""
         params, loss = model()
         decay = lambda count: 0.01 / (1 + count)  # noqa: E731
@@ -184,7 +184,7 @@ class MixedPrecision(unittest.TestCase):
                 for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
                     np.testing.assert_allclose(x, y, atol=1e-4)
 
-    def test_static_scale_and_own_scale(self):
+    def test_accepts_static_scale_and_callers_scale(self):
         grads = grads_at(PARAMS, 0)
         scaled = jax.tree.map(lambda g: g * 256, grads)
         plain = FusedStep("adamw", 1e-2)
@@ -203,7 +203,7 @@ class MixedPrecision(unittest.TestCase):
         self.assertEqual(bits(kept), bits(PARAMS))
         self.assertEqual(int(report.first_bad), 1)  # "b", "s", "w"
 
-    def test_debug_nans(self):
+    def test_works_with_debug_nans(self):
         with jax.debug_nans(True):
             opt = FusedStep("adamw", 1e-2)
             params, _, report = jax.jit(opt.step)(PARAMS, grads_at(PARAMS, 0), opt.init(PARAMS))
@@ -212,7 +212,7 @@ class MixedPrecision(unittest.TestCase):
 
 
 class Sharded(unittest.TestCase):
-    def test_shard_map(self):
+    def test_steps_inside_shard_map(self):
         """Shards of parameters and state step like whole arrays."""
         mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
         params = {"w": PARAMS["w"], "b": PARAMS["b"]}
@@ -235,7 +235,7 @@ class Sharded(unittest.TestCase):
         self.assertEqual(bits(parts[0]), bits(whole[0]))
         self.assertEqual(bits(parts[1]), bits(whole[1]))
 
-    def test_pmap(self):
+    def test_steps_inside_pmap(self):
         opt = FusedStep("adamw", 1e-2)
         double = jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS)
         state = jax.pmap(opt.init, devices=jax.devices()[:2])(double)
@@ -248,7 +248,7 @@ class Sharded(unittest.TestCase):
 class Refusals(unittest.TestCase):
     OPT = FusedStep("adamw", 1e-2)
 
-    def test_bad_input(self):
+    def test_rejects_invalid_input(self):
         state = self.OPT.init(PARAMS)
         half = FusedStep("adamw", 1e-2).init(jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS))
         cases = [
@@ -265,7 +265,7 @@ class Refusals(unittest.TestCase):
             with self.subTest(text), self.assertRaisesRegex(dsopt.ArgumentError, text):
                 self.OPT.step(params, grads, given)
 
-    def test_bad_options(self):
+    def test_rejects_invalid_options(self):
         for options, text in (
             ({"algorithm": "nothing"}, "no algorithm 'nothing': it must be one of adam, adamw, lamb, .*, onebit_lamb"),
             ({"nonfinite": "maybe"}, "nonfinite"),
@@ -295,7 +295,7 @@ class Refusals(unittest.TestCase):
 
 
 class Exported(unittest.TestCase):
-    def test_goes_through_another_process(self):
+    def test_exported_program_runs_in_another_process(self):
         opt = FusedStep("adamw", 1e-2, max_norm=1.0)
         state, grads = opt.init(PARAMS), grads_at(PARAMS, 0)
         program = jax.export.export(

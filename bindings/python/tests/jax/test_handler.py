@@ -35,7 +35,7 @@ class Handler(unittest.TestCase):
         self.assertEqual(os.stat(path).st_mtime_ns, before)
         self.assertEqual([name for name in os.listdir(os.path.dirname(path)) if name.startswith("tmp")], [])
 
-    def test_processes_compile_at_the_same_time(self):
+    def test_processes_may_compile_concurrently(self):
         with tempfile.TemporaryDirectory() as cache:
             both = [
                 subprocess.Popen(
@@ -51,7 +51,7 @@ class Handler(unittest.TestCase):
             self.assertEqual(paths[0], paths[1])
             self.assertEqual(os.listdir(cache), [os.path.basename(paths[0])])
 
-    def test_chosen_by_the_environment(self):
+    def test_environment_selects_the_handler(self):
         path = dsopt.jax.handler_path()
         with tempfile.TemporaryDirectory() as cache:
             done = self.ask(DSOPT_JAX_HANDLER=path, DSOPT_CACHE=cache, PATH="", CXX="/nothing")
@@ -59,7 +59,7 @@ class Handler(unittest.TestCase):
         done = self.ask(DSOPT_JAX_HANDLER="/nothing.so")
         self.assertIn("MissingError: /nothing.so is no handler of dsopt.jax", done.stderr)
 
-    def test_says_what_is_missing(self):
+    def test_error_names_what_is_missing(self):
         with tempfile.TemporaryDirectory() as cache:
             no_compiler = self.ask(DSOPT_CACHE=cache, PATH=cache, CXX="")
             bad_compiler = self.ask(DSOPT_CACHE=cache, CXX="false")
@@ -67,12 +67,12 @@ class Handler(unittest.TestCase):
         self.assertIn("could not compile its XLA handler", bad_compiler.stderr)
         self.assertIn("dsopt.jax: compiling its XLA handler for jaxlib ", bad_compiler.stderr)
 
-    def test_the_version_of_the_ffi_is_that_of_the_header(self):
+    def test_ffi_version_matches_the_header(self):
         major, minor = _build.api_version()
         self.assertEqual(major, 0)
         self.assertGreaterEqual(minor, 3)  # jaxlib 0.9.1
 
-    def test_a_prebuilt_handler_is_of_the_same_or_an_earlier_minor_version(self):
+    def test_prebuilt_handler_needs_same_or_earlier_minor_version(self):
         with tempfile.TemporaryDirectory() as folder:
             for name in ("_handler-0.3.so", "_handler-0.11.so", "_handler-1.2.so", "_handler.cc", "a_handler-0.2.so"):
                 with open(os.path.join(folder, name), "wb"):
@@ -91,7 +91,7 @@ class Handler(unittest.TestCase):
                     path = _build.prebuilt(folder, version)
                     self.assertEqual(path, name and os.path.join(folder, name))
 
-    def test_a_prebuilt_handler_is_registered_without_a_compiler(self):
+    def test_prebuilt_handler_needs_no_compiler(self):
         path = dsopt.jax.handler_path()
         with tempfile.TemporaryDirectory() as folder:
             package = os.path.join(folder, "dsopt")

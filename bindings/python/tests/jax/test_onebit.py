@@ -78,7 +78,7 @@ def start(opt, ranks, params=None):
 
 
 class Family(unittest.TestCase):
-    def test_same_bits_as_threads(self):
+    def test_gives_same_bits_as_threads(self):
         for ranks in (2, 4):
             grads = all_grads(ranks)
             for name, options in CASES.items():
@@ -113,7 +113,7 @@ class Family(unittest.TestCase):
                         ]
                         self.assertEqual(mine, expected[rank])
 
-    def test_two_in_one_program_are_ordered(self):
+    def test_orders_two_exchanges_in_one_program(self):
         """The second exchange reads the report of the first, so that every rank runs them in the same order."""
         opts = [dsopt.jax.onebit_adam(1e-2, axis_name="dp", freeze_step=2, timeout_ms=60000) for _ in range(2)]
         (state, specs), _ = start(opts[0], 2), None
@@ -141,7 +141,7 @@ class Family(unittest.TestCase):
         name = calls[0].split(":")[0].split("=")[0].strip()
         self.assertIn(name + "#", calls[1].split("custom_call")[1])
 
-    def test_pmap_and_training(self):
+    def test_trains_inside_pmap(self):
         params, loss = model()
         opt = dsopt.jax.onebit_adam(5e-3, axis_name="dp", freeze_step=30, timeout_ms=60000)
         x = jax.random.normal(jax.random.key(9), (2, 64, 8))
@@ -164,16 +164,16 @@ class Family(unittest.TestCase):
 
 
 class Refusals(unittest.TestCase):
-    def test_outside_of_its_axis(self):
+    def test_rejects_calls_outside_of_the_axis(self):
         with self.assertRaisesRegex(dsopt.ArgumentError, "there is no axis 'dp' here"):
             dsopt.jax.onebit_adam(1e-2, axis_name="dp").init(PARAMS)
 
-    def test_comm_that_is_not_registered(self):
+    def test_rejects_unregistered_comms(self):
         opt = dsopt.jax.onebit_adam(1e-2, axis_name="dp", comm="nobody")
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "no comm 'nobody' of rank"):
             jax.block_until_ready(start(opt, 2)[0])
 
-    def test_registered_comms(self):
+    def test_accepts_registered_comms(self):
         """Comms of the caller, one per rank, which must be created by one thread per rank."""
         create, comms = local_comms(2), [None, None]
         threads = [threading.Thread(target=lambda r=r: comms.__setitem__(r, create(r))) for r in range(2)]

@@ -103,7 +103,7 @@ class Operands(unittest.TestCase):
         for word in words:
             self.assertIn(word, str(caught.exception))
 
-    def test_good_calls_run(self):
+    def test_valid_calls_run(self):
         done = Call(values=self.EVERY).run()
         self.assertLess(float(done["new value of 'w'"][0, 0]), 0.95)
         self.assertEqual(done["state 'step'"].tolist(), [1, 1])
@@ -145,7 +145,7 @@ class Operands(unittest.TestCase):
                             words = ["c64"] if dtype == jnp.complex64 else [hlo(dtype, shape)]
                             self.refused(call, "dsopt: " + role + " is " + words[0], "must be ")
 
-    def test_text_says_what_is_wanted(self):
+    def test_error_names_the_expected_operand(self):
         for role, dtype, shape, wanted in (
             ("operand 'lr'", "float32", (1,), "f32[1], must be f32[2]"),
             ("operand 'skip'", "int32", (0,), "s32[0], must be s32[]"),
@@ -167,7 +167,7 @@ class Operands(unittest.TestCase):
             call.change("gradient of 'b'", dtype, (5,))
             self.assertLess(float(call.run()["new value of 'b'"][0]), 1)
 
-    def test_missing_and_extra_buffers(self):
+    def test_rejects_missing_and_extra_buffers(self):
         for name in ("dsopt_step", "dsopt_init"):
             call = Call(name)
             last = list(call.operands)[-1]
@@ -187,19 +187,19 @@ class Operands(unittest.TestCase):
             n = len(call.results)
             self.refused(call, "the call has %d results, must have %d" % (n, n - 1))
 
-    def test_results_that_are_not_aliased(self):
+    def test_rejects_results_that_are_not_aliased(self):
         for role in ("parameter 'w'", "exp_avg_sq of 'b'"):
             call = Call()
             result = call.aliases.pop(role)
             self.refused(call, "dsopt: %s is in other memory than its operand" % result)
 
-    def test_rank_is_in_range(self):
+    def test_rejects_ranks_out_of_range(self):
         for rank in (1, 7, -1):
             call = Call(values=("rank",))
             call.operands["operand 'rank'"] = jnp.int32(rank)
             self.refused(call, "operand 'rank' is %d, must be from 0 to 0" % rank)
 
-    def test_flags_that_write_operands(self):
+    def test_rejects_flags_that_write_operands(self):
         for flag in (abi.DSOPT_STEP_ZERO_GRADS, abi.DSOPT_STEP_ACCUMULATED, abi.DSOPT_STEP_DELTA, 1 << 40):
             call = Call()
             call.attributes["flags"] |= np.int64(flag)
@@ -208,7 +208,7 @@ class Operands(unittest.TestCase):
         call.attributes["flags"] = np.int64(abi.DSOPT_STEP_NO_NAN)
         self.refused(call, "attribute flags is 16 with options 288")
 
-    def test_options_that_are_unknown(self):
+    def test_rejects_unknown_options(self):
         for name, value in (
             ("dsopt_step", 2048),
             ("dsopt_step", _call.ZEROS),
@@ -219,7 +219,7 @@ class Operands(unittest.TestCase):
             call.attributes["options"] = np.int64(value)
             self.refused(call, "attribute options is %d" % value)
 
-    def test_lists_of_attributes(self):
+    def test_rejects_attribute_lists_of_wrong_length(self):
         def change(name, index, value):
             call = Call()
             call.attributes[name] = call.attributes[name].copy()
@@ -250,7 +250,7 @@ class Norms(unittest.TestCase):
         call = jax.ffi.ffi_call("dsopt_step", result)
         return call(*grads, options=np.int64(_call.NORMS), **RECIPE.attributes)
 
-    def test_of_all_gradients_and_of_each(self):
+    def test_computes_norms_of_all_gradients_and_of_each(self):
         _build.library()
         grads = [jnp.full(SHAPES["w"], 2.0), jnp.full(SHAPES["b"], np.inf, jnp.bfloat16)]
         for rows, norms, bad in ((1, [np.inf], [5]), (2, [48**0.5, np.inf], [0, 5])):
@@ -258,7 +258,7 @@ class Norms(unittest.TestCase):
             np.testing.assert_allclose(found[:, :2].copy().view(np.float64).ravel(), norms, rtol=1e-15)
             np.testing.assert_array_equal(found[:, 4:6].copy().view(np.int64).ravel(), bad)
 
-    def test_of_other_gradients_and_into_other_results_are_refused(self):
+    def test_rejects_other_gradients_and_results(self):
         _build.library()
         grads = [jnp.ones(SHAPES["w"]), jnp.ones(SHAPES["b"])]
         good = jax.ShapeDtypeStruct((2, 8), jnp.uint32)
@@ -275,7 +275,7 @@ class Norms(unittest.TestCase):
 
 
 class FusedStep(unittest.TestCase):
-    def test_values_are_one_real_number(self):
+    def test_accepts_only_single_real_numbers(self):
         opt = dsopt.jax.FusedStep("adamw", 0.1)
         params, grads = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
         state = opt.init(params)
@@ -286,7 +286,7 @@ class FusedStep(unittest.TestCase):
                         opt.step(params, grads, state, **{name: value})
             opt.step(params, grads, state, **{name: jnp.ones(1)})
 
-    def test_any_value_other_than_0_skips(self):
+    def test_any_nonzero_value_skips(self):
         opt = dsopt.jax.FusedStep("adamw", 0.1)
         params, grads = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
         for value, skipped in ((0.5, True), (True, True), (-1, True), (0.0, False), (False, False)):

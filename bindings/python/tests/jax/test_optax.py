@@ -70,7 +70,7 @@ class BesideOptax(unittest.TestCase):
 
     OTHERS = (("sgd", {"momentum": 0.9}), ("adagrad", {}), ("lion", {}))
 
-    def test_agrees(self):
+    def test_matches_optax(self):
         decreasing, array = optax.exponential_decay(1e-2, 5, 0.5), jnp.float32(1e-2)
         for i, (name, options) in enumerate(self.CASES):
             for rate in (1e-2, (decreasing, array)[i % 2]):
@@ -93,12 +93,12 @@ class BesideOptax(unittest.TestCase):
                             atol=4e-3 if half else 1e-5,
                         )
 
-    def test_without_jit(self):
+    def test_works_without_jit(self):
         ours = run(dsopt.jax.adamw(lambda count: 1e-2 / (1 + count)), self.PARAMS, 3, jit=False)
         theirs = run(optax.adamw(lambda count: 1e-2 / (1 + count)), self.PARAMS, 3)
         self.assertLess(worst(ours[0], theirs[0]), 3e-6)
 
-    def test_goes_on_with_a_state_of_optax(self):
+    def test_resumes_from_a_state_of_optax(self):
         for name, options in (("adamw", {}), *self.OTHERS):
             with self.subTest(name):
                 ours, theirs = (getattr(package, name)(1e-2, **options) for package in (dsopt.jax, optax))
@@ -112,7 +112,7 @@ class BesideOptax(unittest.TestCase):
                 a, b = theirs.update(grads, state_a, params)[0], theirs.update(grads, state_b, params)[0]
                 self.assertLess(worst(a, b), 1e-6)
 
-    def test_dtypes(self):
+    def test_adam_accepts_every_dtype(self):
         for name in ("adam", "adamw", "lamb"):
             for dtype in (jnp.float16, jnp.bfloat16, jnp.complex64):
                 with self.subTest(name=name, dtype=dtype):
@@ -127,7 +127,7 @@ class BesideOptax(unittest.TestCase):
                         np.asarray(updates["w"], np.complex64), np.asarray(expected["w"], np.complex64), rtol=2e-2
                     )
 
-    def test_dtypes_of_the_others(self):
+    def test_other_rules_accept_every_dtype(self):
         for name, options in self.OTHERS:
             for dtype in (jnp.float16, jnp.bfloat16, jnp.complex64):
                 with self.subTest(name=name, dtype=dtype):
@@ -141,7 +141,7 @@ class BesideOptax(unittest.TestCase):
                         np.asarray(updates["w"], np.complex64), np.asarray(expected["w"], np.complex64), rtol=2e-2
                     )
 
-    def test_double_is_left_to_optax(self):
+    def test_delegates_float64_to_optax(self):
         with jax.enable_x64(True):
             params = {"w": jnp.linspace(0, 1, 6, dtype=jnp.float64), "f": jnp.ones(3, jnp.float32)}
             ours, theirs = dsopt.jax.adamw(1e-2), optax.adamw(1e-2)
@@ -153,7 +153,7 @@ class BesideOptax(unittest.TestCase):
             np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
             np.testing.assert_allclose(a["f"], b["f"], rtol=1e-4)
 
-    def test_inside_other_transformations(self):
+    def test_works_inside_other_transformations(self):
         params = self.PARAMS
         wrap = {
             "chain": lambda tx: optax.chain(optax.clip_by_global_norm(0.5), tx, optax.scale(0.5)),
@@ -169,7 +169,7 @@ class BesideOptax(unittest.TestCase):
                 ours, theirs = make(dsopt.jax.adamw(1e-2)), make(optax.adamw(1e-2))
                 self.assertLess(worst(run(ours, params, 6)[0], run(theirs, params, 6)[0]), 1e-5)
 
-    def test_inject_hyperparams(self):
+    def test_works_with_inject_hyperparams(self):
         for name in ("adam", "adamw", "lamb"):
             with self.subTest(name):
                 options = {"learning_rate": optax.linear_schedule(1e-2, 1e-3, 10), "b1": 0.8}
@@ -177,13 +177,13 @@ class BesideOptax(unittest.TestCase):
                 theirs = run(optax.inject_hyperparams(getattr(optax, name))(**options), self.PARAMS, 6)
                 self.assertLess(worst(ours[0], theirs[0]), 1e-5)
 
-    def test_tree_map_params(self):
+    def test_works_with_tree_map_params(self):
         tx = dsopt.jax.adamw(1e-2)
         marked = optax.tree_map_params(tx, lambda _: "p", tx.init(self.PARAMS), transform_non_params=lambda _: "o")
         self.assertEqual(set(jax.tree.leaves(optax.tree.get(marked, "mu"))), {"p"})
         self.assertEqual(optax.tree.get(marked, "count"), "o")
 
-    def test_empty_tree_and_missing_parameters(self):
+    def test_accepts_empty_trees_and_missing_parameters(self):
         tx = dsopt.jax.adam(1e-2)
         self.assertEqual(tx.update({}, tx.init({}), {})[0], {})
         grads = {"w": jnp.ones(3)}
@@ -192,7 +192,7 @@ class BesideOptax(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "params"):
             tx.update(grads, tx.init(grads))
 
-    def test_trains_as_optax(self):
+    def test_trains_like_optax(self):
         params, loss = model()
         for name, options in (("adam", {}), ("adamw", {}), ("lamb", {}), *self.OTHERS):
             ends = []
@@ -213,7 +213,7 @@ class BesideOptax(unittest.TestCase):
                 self.assertLess(ends[0][1], 0.5 * float(loss(params)))
                 self.assertLess(worst(ends[0][0], ends[1][0]), 2e-4)
 
-    def test_updates_are_exact_beside_large_parameters(self):
+    def test_updates_are_exact_for_large_parameters(self):
         """An update far below the last bit of its parameter keeps all of its bits."""
         params = {"w": jnp.full(1000, 1e6), "b": jnp.zeros(5)}
         without_decay = ("lion", {"weight_decay": 0.0})
@@ -227,7 +227,7 @@ class BesideOptax(unittest.TestCase):
                 with self.subTest(name, step=i):
                     jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=3e-5), x, y)
 
-    def test_gradients_inside_are_written_over_and_given_ones_are_kept(self):
+    def test_overwrites_only_gradients_computed_in_the_program(self):
         tx, params = dsopt.jax.adamw(1e-2), {"w": jnp.linspace(0.5, 2, 4096)}
         inside = jax.jit(lambda p, s: tx.update(jax.grad(lambda p: jnp.sum(p["w"] ** 3))(p), s, p))
         state, grads = tx.init(params), {"w": 3 * params["w"] ** 2}
@@ -240,7 +240,7 @@ class BesideOptax(unittest.TestCase):
         self.assertLess(worst(inside(params, state)[0], given(grads, state, params)[0]), 1e-8)
         np.testing.assert_array_equal(grads["w"], 3 * params["w"] ** 2)
 
-    def test_zeros_are_an_operand_on_cuda_only(self):
+    def test_zeros_are_an_operand_only_on_cuda(self):
         """On CUDA the engine steps from an array of zeros; on the CPU the handler provides them. Lowered only, not
         run."""
         tx, params = dsopt.jax.adam(1e-2), {"w": jnp.ones(8), "b": jnp.ones(5)}
@@ -254,7 +254,7 @@ class BesideOptax(unittest.TestCase):
                 options = int(call.partition("options = ")[2].partition(" ")[0])
                 self.assertEqual(bool(options & dsopt.jax._call.ZEROS), not zeros)
 
-    def test_modes_of_lion(self):
+    def test_lion_has_optax_modes(self):
         for options in ({"mode": "hard"}, {"mode": "smooth", "smooth_beta": 2.0}, {"mode": "refined"}):
             with self.subTest(options):
                 ours, theirs = (
@@ -262,7 +262,7 @@ class BesideOptax(unittest.TestCase):
                 )
                 self.assertLess(worst(ours[0], theirs[0]), 1e-6)
 
-    def test_parts_hold_neighbours_up_to_a_size(self):
+    def test_parts_group_adjacent_leaves_up_to_a_size(self):
         for sizes, parts in (
             ([0], [[0]]),
             ([9], [[9]]),
@@ -275,7 +275,7 @@ class BesideOptax(unittest.TestCase):
             with self.subTest(sizes=sizes), mock.patch.object(dsopt.jax._optax, "_PART", 8):
                 self.assertEqual([sizes[part] for part in dsopt.jax._optax._parts(sizes)], parts)
 
-    def test_parts_have_the_bits_of_one_call(self):
+    def test_parts_give_same_bits_as_one_call(self):
         params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 6, 0, 8, 9, 1))}
         for name, options in (("adam", {}), ("adamw", {"mu_dtype": jnp.bfloat16}), ("lamb", {}), *self.OTHERS):
             whole = run(getattr(dsopt.jax, name)(1e-2, **options), params, 6)
@@ -286,7 +286,7 @@ class BesideOptax(unittest.TestCase):
                 jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6), whole)
                 jax.tree.map(np.testing.assert_array_equal, run(tx, params, 6, jit=False)[1], whole[1])
 
-    def test_large_leaves_are_left_to_optax_on_the_cpu(self):
+    def test_delegates_large_leaves_to_optax_on_the_cpu(self):
         params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 9, 8, 0, 12))}
         cases = [("adam", {}), ("adamw", {"mu_dtype": jnp.bfloat16}), ("lamb", {}), *self.OTHERS]
         for name, options in cases:
@@ -305,7 +305,7 @@ class BesideOptax(unittest.TestCase):
                 self.assertEqual(text.count('custom_call_target="dsopt_step"'), 1)
                 self.assertIn("f32[12]", text.partition('custom_call_target="dsopt_step"')[0].rpartition("\n")[2])
 
-    def test_parts_of_gradients_that_are_made_inside_and_given(self):
+    def test_parts_mix_computed_and_passed_gradients(self):
         params = {"p%d" % i: jnp.linspace(-1, 1, size) for i, size in enumerate((3, 6, 8, 5, 9, 1))}
         tx = dsopt.jax.adam(1e-2)
         state = tx.init(params)
@@ -320,7 +320,7 @@ class BesideOptax(unittest.TestCase):
             self.assertEqual(in_parts.as_text().count('custom_call_target="dsopt_step"'), 4)
             jax.tree.map(np.testing.assert_array_equal, in_parts(params, state), whole)
 
-    def test_parts_keep_the_sharding_of_explicit_axes(self):
+    def test_parts_keep_explicit_shardings(self):
         mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(AxisType.Explicit,))
         tx = dsopt.jax.adam(1e-2)
         with jax.set_mesh(mesh), mock.patch.object(dsopt.jax._optax, "_PART", 8):
@@ -333,7 +333,7 @@ class BesideOptax(unittest.TestCase):
             self.assertEqual(jax.typeof(update), jax.typeof(params[name]))
             np.testing.assert_allclose(update, -1e-2, rtol=1e-5)
 
-    def test_parts_take_less_memory(self):
+    def test_parts_need_less_memory(self):
         """Directions of gradients that are arguments need memory; XLA reuses the memory of a part for a later one."""
         part = dsopt.jax._optax._PART
         params = {"p%d" % i: jax.ShapeDtypeStruct((part // 4,), jnp.float32) for i in range(32)}
@@ -349,7 +349,7 @@ class BesideOptax(unittest.TestCase):
         self.assertLess(compiled.memory_analysis().temp_size_in_bytes, 4 * 4 * part)
         self.assertNotIn(" copy(", compiled.as_text())
 
-    def test_as_in_place(self):
+    def test_updates_match_steps_in_place(self):
         """Old plus the update is new, except for the last bit."""
         params, loss = model()
         tx, fused = dsopt.jax.adamw(5e-3, weight_decay=0.1), dsopt.jax.FusedStep("adamw", 5e-3, weight_decay=0.1)
@@ -360,7 +360,7 @@ class BesideOptax(unittest.TestCase):
         self.assertLess(worst(ours, theirs), 2.5e-7)
 
 
-    def test_inject_hyperparams_of_the_others(self):
+    def test_other_rules_work_with_inject_hyperparams(self):
         rate = optax.linear_schedule(1e-2, 1e-3, 10)
         for name, options in (("sgd", {"momentum": 0.8}), ("adagrad", {"eps": 1e-3}), ("lion", {"b1": 0.8})):
             with self.subTest(name):
@@ -371,7 +371,7 @@ class BesideOptax(unittest.TestCase):
                 )
                 self.assertLess(worst(ours[0], theirs[0]), 3e-6)
 
-    def test_inside_other_transformations_of_the_others(self):
+    def test_other_rules_work_inside_transformations(self):
         masked = jax.tree.map(lambda p: p.ndim > 0, self.PARAMS)
         for name, options in self.OTHERS:
             with self.subTest(name):
@@ -392,12 +392,12 @@ class Refusals(unittest.TestCase):
     def update(self, tx, grads=None):
         return tx.update(grads or self.GRADS, tx.init(self.GRADS), self.GRADS)
 
-    def test_options_of_optax_that_the_engine_has_not(self):
+    def test_rejects_unsupported_optax_options(self):
         for options in ({"nesterov": True}, {"eps_root": 1e-8}):
             with self.subTest(options), self.assertRaises(dsopt.UnsupportedError):
                 dsopt.jax.adamw(1e-3, **options)
 
-    def test_hyper_parameters(self):
+    def test_rejects_invalid_hyper_parameters(self):
         with self.assertRaisesRegex(dsopt.ArgumentError, "beta1 is -1"):
             self.update(dsopt.jax.adamw(1e-3, b1=-1.0))
         with self.assertRaisesRegex(dsopt.ArgumentError, "momentum is -1"):
@@ -410,14 +410,14 @@ class Refusals(unittest.TestCase):
             with self.subTest(options), self.assertRaisesRegex(jax.errors.JaxRuntimeError, "out of range, or eps_root"):
                 jax.block_until_ready(jax.jit(lambda o=options: self.update(dsopt.jax.adamw(1e-3, **o)))())
 
-    def test_names_the_parameter(self):
+    def test_error_names_the_parameter(self):
         with self.assertRaisesRegex(dsopt.ArgumentError, r"\['a'\]\['b'\] has shape \(4,\)"):
             self.update(dsopt.jax.adamw(1e-3), {"a": {"b": jnp.ones(4)}})
         for tx in (dsopt.jax.sgd(1e-3, momentum=0.9), dsopt.jax.adagrad(1e-3), dsopt.jax.lion(1e-3)):
             with self.assertRaisesRegex(dsopt.ArgumentError, r"\['a'\]\['b'\] has shape \(4,\)"):
                 self.update(tx, {"a": {"b": jnp.ones(4)}})
 
-    def test_vmap_and_grad(self):
+    def test_rejects_vmap_and_grad(self):
         tx = dsopt.jax.adam(1e-3)
         step = lambda g: tx.update([g, g], tx.init([g, g]), [g, g])[0][0]  # noqa: E731
         for part in (100, 3):

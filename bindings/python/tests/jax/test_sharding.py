@@ -49,7 +49,7 @@ def trees_of(state):
 
 @support.sharded_tests
 class Updates(unittest.TestCase):
-    def test_keep_placements_and_bits(self):
+    def test_keeps_placements_and_bits(self):
         params, grads = sharded.tree(0), sharded.tree(1)
         for rule, arguments in OPTAX.items():
             ours, theirs = getattr(dsopt.jax, rule)(*arguments), getattr(optax, rule)(*arguments)
@@ -67,7 +67,7 @@ class Updates(unittest.TestCase):
                         else:
                             np.testing.assert_allclose(x, whole[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
-    def test_keep_bits_where_loops_of_shards_are_compiled_in_another_way(self):
+    def test_keeps_bits_if_shards_compile_differently(self):
         """XLA vectorises and fuses a sum of two products depending on the shape. With these shapes it did so for shards
         only."""
         random = np.random.default_rng(0)
@@ -78,7 +78,7 @@ class Updates(unittest.TestCase):
             p, g = jax.device_put((p, g), NamedSharding(sharded.mesh_of(mesh), spec))
             self.assertEqual(support.bits(steps(updating(tx), p, g, tx.init(p), 5)), support.bits(whole), mesh)
 
-    def test_have_no_collective_that_optax_has_not(self):
+    def test_adds_no_collectives_to_those_of_optax(self):
         for mesh in ("8", "4 x 2"):
             p, g = sharded.placed(sharded.tree(0), mesh), sharded.placed(sharded.tree(1), mesh)
             for rule, arguments in OPTAX.items() if mesh == "4 x 2" else [("adamw", (0.01,))]:
@@ -103,7 +103,7 @@ class Updates(unittest.TestCase):
                         for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
                             np.testing.assert_array_equal(ours, theirs)
 
-    def test_keep_placements_outside_of_a_program(self):
+    def test_keeps_placements_outside_of_a_program(self):
         mesh = "4 x 2"
         params, grads = sharded.tree(0), sharded.tree(1)
         p, g = sharded.placed(params, mesh), sharded.placed(grads, mesh)
@@ -113,7 +113,7 @@ class Updates(unittest.TestCase):
         whole, _ = tx.update(grads, tx.init(params), params)
         self.assertEqual(support.bits(updates), support.bits(whole))
 
-    def test_of_chains_masks_and_labels_keep_placements(self):
+    def test_chains_masks_and_labels_keep_placements(self):
         mesh = "2 x 2"
         labels = {leaf: "a" if leaf < "one" else "b" for leaf in sharded.SHAPES}
         mask = {leaf: leaf != "tuple" for leaf in sharded.SHAPES}
@@ -140,7 +140,7 @@ class Updates(unittest.TestCase):
                     sharded.collectives(updating(theirs), p, g, theirs.init(p)),
                 )
 
-    def test_place_results_as_optax_where_the_state_alone_is_sharded(self):
+    def test_places_results_like_optax_if_only_state_is_sharded(self):
         """Same as in ZeRO-1."""
         mesh = sharded.mesh_of("2 x 2")
         whole, over = (NamedSharding(mesh, spec) for spec in (P(), P("x")))
@@ -156,7 +156,7 @@ class Updates(unittest.TestCase):
             self.assertTrue(a.sharding.is_equivalent_to(b.sharding, a.ndim), (a.sharding, b.sharding))
         self.assertEqual(found, allowed)
 
-    def test_keep_placements_where_gradients_have_others(self):
+    def test_keeps_placements_if_gradients_have_others(self):
         """Gradients are computed by the program or passed to it. With optax, parameters or state receive the gradients'
         placements."""
         mesh, tx = sharded.mesh_of("2 x 2"), dsopt.jax.adamw(0.01)
@@ -177,7 +177,7 @@ class Updates(unittest.TestCase):
                     for x in (state[0].mu, state[0].nu):
                         self.assertTrue(x.sharding.is_equivalent_to(p.sharding, 2), x.sharding)
 
-    def test_leave_the_gradients_of_a_model_where_optax_has_them(self):
+    def test_gradient_placements_match_optax(self):
         """XLA chooses the shardings of matrix products before those of custom calls."""
         over = NamedSharding(sharded.mesh_of("4"), P("x"))
         random = np.random.default_rng(0)
@@ -205,7 +205,7 @@ class Updates(unittest.TestCase):
         found = sharded.collectives(lambda p, s: opt.step(p, jax.grad(loss)(p), s), p, opt.init(p))
         self.assertEqual(found, wanted)
 
-    def test_work_where_axes_do_not_divide_a_dimension(self):
+    def test_works_if_axes_do_not_divide_a_dimension(self):
         mesh = sharded.mesh_of("4")
 
         def step(module, p, g):
@@ -217,7 +217,7 @@ class Updates(unittest.TestCase):
         ours = jax.jit(lambda p, g: step(dsopt.jax, p, g))(p, g)
         np.testing.assert_allclose(ours, jax.jit(lambda p, g: step(optax, p, g))(p, g), rtol=2e-5)
 
-    def test_work_with_the_partitioner_before_shardy(self):
+    def test_works_with_the_partitioner_before_shardy(self):
         mesh = "4 x 2"
         params, grads = sharded.tree(0), sharded.tree(1)
         p, g = sharded.placed(params, mesh), sharded.placed(grads, mesh)
@@ -238,7 +238,7 @@ class Updates(unittest.TestCase):
 
 @support.sharded_tests
 class Memory(unittest.TestCase):
-    def test_of_state_is_divided_by_the_devices(self):
+    def test_state_memory_is_divided_by_the_devices(self):
         mesh = sharded.mesh_of("8")
         params = {"w": jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, P("x")))}
         whole = 4 * 64 * 32
@@ -252,7 +252,7 @@ class Memory(unittest.TestCase):
         self.assertEqual(sharded.bytes_per_device(new), whole // 8)
         self.assertLessEqual(sharded.bytes_per_device(state), 2 * whole // 8 + 64)
 
-    def test_of_a_program_is_that_of_shards(self):
+    def test_program_memory_is_that_of_shards(self):
         """Arguments, results and temporaries of one device; a gathered array would be eight times a shard."""
         mesh = sharded.mesh_of("8")
         params = {"w": jax.device_put(jnp.ones((512, 64)), NamedSharding(mesh, P("x")))}

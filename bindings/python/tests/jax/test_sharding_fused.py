@@ -44,7 +44,7 @@ class Steps(unittest.TestCase):
         for a, b in zip(jax.tree.leaves(sharded_tree), jax.tree.leaves(whole_tree), strict=True):
             np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=1e-7)
 
-    def test_keep_placements_and_bits(self):
+    def test_keeps_placements_and_bits(self):
         rules = ("adamw", "adam", "adam_legacy", "sgd", "adagrad", "lion")
         params, grads = sharded.tree(0), sharded.tree(1)
         for rule in rules:
@@ -55,7 +55,7 @@ class Steps(unittest.TestCase):
                     self.check_placements(mesh, *parts[:2])
                     self.assertEqual(support.bits(parts), support.bits(whole))
 
-    def test_of_16_bit_parameters_keep_placements_and_bits(self):
+    def test_16_bit_parameters_keep_placements_and_bits(self):
         grads = sharded.tree(1, jnp.float16)
         for dtype in (jnp.float16, jnp.bfloat16):
             for masters in (True, False):
@@ -65,14 +65,14 @@ class Steps(unittest.TestCase):
                     self.check_placements("4 x 2", *parts[:2])
                     self.assertEqual(support.bits(parts), support.bits(whole))
 
-    def test_make_no_collective(self):
+    def test_adds_no_collectives(self):
         for mesh in sharded.MESHES:
             with self.subTest(mesh):
                 p, g = sharded.placed(sharded.tree(0), mesh), sharded.placed(sharded.tree(1), mesh)
                 opt = FusedStep("adamw", 0.01, weight_decay=0.1)
                 self.assertEqual(sharded.collectives(opt.step, p, g, opt.init(p)), {})
 
-    def test_clip_by_the_norm_of_all_shards(self):
+    def test_clips_by_the_norm_of_all_shards(self):
         params, grads = sharded.tree(0), sharded.tree(1)
         for mesh in sharded.MESHES:
             with self.subTest(mesh):
@@ -83,7 +83,7 @@ class Steps(unittest.TestCase):
                 wanted = np.sqrt(sum(np.sum(g**2) for g in first))
                 np.testing.assert_allclose(parts[2][0][dsopt._abi.DSOPT_REPORT_GRAD_NORM], wanted, rtol=1e-6)
 
-    def test_need_one_small_all_reduce_for_clipping_and_two_for_lamb(self):
+    def test_clipping_adds_one_all_reduce_and_lamb_two(self):
         p, g = sharded.placed(sharded.tree(0), "4 x 2"), sharded.placed(sharded.tree(1), "4 x 2")
         for opt, sizes in (
             (FusedStep("adamw", 0.01, max_norm=0.5), [1]),
@@ -94,7 +94,7 @@ class Steps(unittest.TestCase):
             found = sharded.collectives(opt.step, p, g, opt.init(p))
             self.assertEqual(found, {"all-reduce": [4 * len(p) * n for n in sizes]})
 
-    def test_clip_huge_and_tiny_gradients(self):
+    def test_clips_huge_and_tiny_gradients(self):
         for scale in (1e-30, 1e-18, 1e15, 1e30):
             with self.subTest(scale):
                 params, grads = sharded.tree(0), sharded.tree(1, scale=scale)
@@ -105,7 +105,7 @@ class Steps(unittest.TestCase):
                 _, _, parts = step(p, sharded.placed(grads, "4 x 2"), opt.init(p))
                 np.testing.assert_allclose(parts.values, whole.values, rtol=1e-6)
 
-    def test_of_lamb_take_ratios_of_whole_tensors(self):
+    def test_lamb_uses_trust_ratios_of_whole_tensors(self):
         schedule = lambda count: 0.01 / (1 + count)
         for dtype, options in (
             (jnp.float32, {}),
@@ -125,7 +125,7 @@ class Steps(unittest.TestCase):
                     # Masters that differ by 1e-7 can be on different sides of a tie.
                     self.check_close(parts[0], whole[0], 1e-6 if dtype == jnp.float32 else 2.0**-7)
 
-    def test_report_norms_of_whole_tensors(self):
+    def test_reports_norms_of_whole_tensors(self):
         for dtype in (jnp.float32, jnp.bfloat16):
             with self.subTest(dtype):
                 opt = FusedStep("adamw", 0.01, report_norms=True)
@@ -133,7 +133,7 @@ class Steps(unittest.TestCase):
                 self.assertEqual(support.bits(parts[:2]), support.bits(whole[:2]))
                 self.check_close(parts[2], whole[2])
 
-    def test_skip_on_every_device_after_an_overflow_of_one(self):
+    def test_overflow_on_one_device_skips_on_all(self):
         for bad in (np.inf, np.nan):
             for rule, dtype in (("adamw", jnp.float32), ("lamb", jnp.float32), ("lamb", jnp.bfloat16)):
                 with self.subTest(rule, bad=bad, dtype=dtype):
@@ -151,14 +151,14 @@ class Steps(unittest.TestCase):
                         copies = {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
                         self.assertEqual((len(x.addressable_shards), len(copies)), (8, 1))
 
-    def test_apply_what_is_not_finite_if_that_is_chosen(self):
+    def test_nonfinite_apply_applies_the_step(self):
         params, grads = sharded.tree(0), sharded.tree(1)
         grads["rows"] = grads["rows"].at[5, 1].set(np.nan)
         opt = FusedStep("adamw", 0.01, nonfinite="apply", loss_scale=4.0)
         whole, parts = both(opt, "4 x 2", params, grads)
         self.assertEqual(support.bits(parts), support.bits(whole))
 
-    def test_skip_for_the_caller_and_for_a_bad_learning_rate(self):
+    def test_skips_for_caller_and_invalid_learning_rate(self):
         params, grads = sharded.tree(0), sharded.tree(1)
         for rule in ("adamw", "lamb"):
             for options in ({"skip": 1}, {"learning_rate": jnp.float32(-1)}, {"learning_rate": jnp.float32(np.nan)}):
@@ -168,7 +168,7 @@ class Steps(unittest.TestCase):
                     self.assertEqual(support.bits(parts[0]), support.bits(whole[0]))
                     self.assertEqual(support.bits(parts[2]), support.bits(whole[2]))
 
-    def test_round_at_random_as_whole_arrays(self):
+    def test_stochastic_rounding_matches_whole_arrays(self):
         """Each shard must be an interval of its parameter: only the first dimension longer than 1 is sharded."""
         mesh = sharded.mesh_of("4 x 2")
         specs = {"a": P("x"), "b": P(None, "y"), "c": P(("x", "y")), "d": P(), "e": P("x")}
@@ -182,7 +182,7 @@ class Steps(unittest.TestCase):
         self.assertEqual(support.bits(parts), support.bits(whole))
         self.assertGreater(len(np.unique(np.asarray(whole[0]["c"], np.float32))), 2)
 
-    def test_follow_the_parameters_where_gradients_have_other_placements(self):
+    def test_placements_follow_parameters_instead_of_gradients(self):
         mesh = "4 x 2"
         params, grads = sharded.tree(0), sharded.tree(1)
         opt = FusedStep("adamw", 0.01)
@@ -193,7 +193,7 @@ class Steps(unittest.TestCase):
         wanted, _, _ = jax.jit(opt.step)(params, grads, opt.init(params))
         self.assertEqual(support.bits(new), support.bits(wanted))
 
-    def test_divide_whole_parameters_by_sharded_state(self):
+    def test_sharded_state_partitions_replicated_parameters(self):
         """Same as in ZeRO-1: parameters are replicated, and each device steps the shard whose state it has."""
         mesh = sharded.mesh_of("4")
         whole, x = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
@@ -217,19 +217,19 @@ class Refused(unittest.TestCase):
             jax.block_until_ready(jax.jit(function)(*arguments))
         self.assertRegex(str(caught.exception), text)
 
-    def test_random_rounding_of_shards_that_are_no_intervals(self):
+    def test_rejects_stochastic_rounding_of_shards_not_intervals(self):
         mesh = sharded.mesh_of("4 x 2")
         opt = FusedStep("adamw", 0.1, masters=False, stochastic_rounding=True)
         for spec in (P(None, "x"), P("x", "y")):
             p = {"w": jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(mesh, spec))}
             self.refused(r"needs shards that are intervals .* those of \['w'\]", opt.step, p, p, opt.init(p))
 
-    def test_random_rounding_of_sharded_lamb(self):
+    def test_rejects_stochastic_rounding_of_sharded_lamb(self):
         opt = FusedStep("lamb", 0.1, masters=False, stochastic_rounding=True)
         p = {"w": jax.device_put(jnp.ones((8, 8), jnp.bfloat16), NamedSharding(sharded.mesh_of("4"), P("x")))}
         self.refused("stochastic_rounding of LAMB is not supported for sharded parameters", opt.step, p, p, opt.init(p))
 
-    def test_norms_where_axes_do_not_divide_a_dimension(self):
+    def test_rejects_norms_if_axes_do_not_divide_a_dimension(self):
         spread = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(sharded.mesh_of("4"), P("x")))
 
         def step(opt, p):

@@ -59,7 +59,7 @@ class Programs(unittest.TestCase):
         new, state = jax.jit(steps)(self.params, self.placed_grads, opt.init(self.params))
         self.check(opt, new, state, 3)
 
-    def test_out_shardings_are_taken(self):
+    def test_out_shardings_are_respected(self):
         opt, wanted = FusedStep("adamw", 0.01), sharded.shardings(MESH)
         whole = NamedSharding(sharded.mesh_of(MESH), P())
         state = opt.init(self.params)
@@ -73,13 +73,13 @@ class Programs(unittest.TestCase):
         )
         self.assertTrue(all(x.sharding.is_fully_replicated for x in new.values()))
 
-    def test_steps_outside_of_a_program(self):
+    def test_steps_without_jit(self):
         opt = FusedStep("adamw", 0.01, max_norm=100.0)
         new, state, report = opt.step(self.params, self.placed_grads, opt.init(self.params))
         self.check(opt, new, state, 1)
         self.assertGreater(float(report.grad_norm), 1)
 
-    def test_donated_memory_is_used(self):
+    def test_reuses_donated_memory(self):
         mesh = sharded.mesh_of("8")
         params = {"w": jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, P("x")))}
         for rule in ("adamw", "lamb"):
@@ -90,7 +90,7 @@ class Programs(unittest.TestCase):
             if rule == "adamw":
                 self.assertEqual(program.as_text().count(" copy("), 0)
 
-    def test_shard_map_over_all_axes_is_as_before(self):
+    def test_shard_map_over_all_axes_is_unaffected(self):
         mesh, opt, tx = sharded.mesh_of("4"), FusedStep("adamw", 0.01), dsopt.jax.adamw(0.01)
         p = jax.device_put(jnp.linspace(0, 1, 16).reshape(8, 2), NamedSharding(mesh, P("x")))
         fused = lambda p: opt.step(p, p, opt.init(p))[0]
@@ -145,7 +145,7 @@ class Programs(unittest.TestCase):
                 for x in (new, *(s[name] for s in (state, moved) for name in ("exp_avg", "exp_avg_sq", "master"))):
                     self.assertTrue(x.sharding.is_equivalent_to(p.sharding, 2), x.sharding)
 
-    def test_devices_in_another_order_step_their_shards(self):
+    def test_device_order_does_not_change_shards(self):
         mesh = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("x", "y"))
         p = jax.device_put(jnp.linspace(0, 1, 64).reshape(8, 8), NamedSharding(mesh, P("y", "x")))
         q = jnp.array(np.asarray(p))
@@ -161,7 +161,7 @@ class Programs(unittest.TestCase):
             with self.assertRaisesRegex(dsopt.UnsupportedError, "a step cannot be"):
                 jax.jit(transformed)(self.params["both"])
 
-    def test_compiled_programs_of_other_optimizers_are_not_taken_from_the_cache(self):
+    def test_cache_distinguishes_optimizers(self):
         """Before partitioning, no instruction of a program identifies the call."""
         with tempfile.TemporaryDirectory() as cache:
             for _ in range(2):
@@ -170,7 +170,7 @@ class Programs(unittest.TestCase):
                 )
                 self.assertEqual(done.stdout.split(), ["0.5", "0.75"])
 
-    def test_many_steps_of_all_devices_end(self):
+    def test_many_steps_on_all_devices_do_not_deadlock(self):
         """Threads of several devices wait for each other in collectives, and share XLA's pool with the engine."""
         mesh = sharded.mesh_of("8")
         params = {k: jax.device_put(jnp.ones((64, 1024)), NamedSharding(mesh, P("x"))) for k in "abcd"}

@@ -14,7 +14,7 @@ class Docstrings(unittest.TestCase):
         self.assertEqual(set(inspect.signature(dsopt.tf.AdamW).parameters),
                          set(inspect.signature(dsopt.tf.Adam).parameters))
 
-    def test_refusals_say_what_to_do(self):
+    def test_errors_say_what_to_do(self):
         with self.assertRaisesRegex(dsopt.UnsupportedError, "does not support amsgrad=True: leave it False, or use "
                                     "keras.optimizers.AdamW"):
             dsopt.tf.AdamW(amsgrad=True)

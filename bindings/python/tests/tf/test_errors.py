@@ -25,7 +25,7 @@ class Optimizer(unittest.TestCase):
     def refused(self, kind, *words):
         return self.assertRaisesRegex(kind, "(?s)" + ".*".join(words))
 
-    def test_arguments(self):
+    def test_rejects_invalid_arguments(self):
         with self.refused(dsopt.UnsupportedError, "amsgrad"):
             dsopt.tf.AdamW(amsgrad=True)
         with self.refused(ValueError, "weight_decay"):
@@ -35,7 +35,7 @@ class Optimizer(unittest.TestCase):
         with self.refused(ValueError, "clipnorm", "global_clipnorm"):
             dsopt.tf.Adam(clipnorm=1.0, global_clipnorm=1.0)
 
-    def test_hyper_parameters_out_of_range(self):
+    def test_rejects_hyper_parameters_out_of_range(self):
         for name, word, value in (("beta_1", "beta1", 1.0), ("beta_1", "beta1", float("nan")),
                                   ("beta_2", "beta2", -0.1), ("epsilon", "eps", -1.0),
                                   ("weight_decay", "weight_decay", -0.5)):
@@ -49,7 +49,7 @@ class Optimizer(unittest.TestCase):
                         step(gradients(params, 0))
                     self.assertTrue(same(weights(params), before))
 
-    def test_learning_rates_out_of_range(self):
+    def test_rejects_learning_rates_out_of_range(self):
         for value in (-0.1, float("nan"), float("inf")):
             params, optimizer = variables((5,)), dsopt.tf.AdamW(value)
             before = weights(params)
@@ -57,7 +57,7 @@ class Optimizer(unittest.TestCase):
                 optimizer.apply(gradients(params, 0), params)
             self.assertTrue(same(weights(params), before))
 
-    def test_variables(self):
+    def test_rejects_invalid_variables(self):
         with self.refused(dsopt.ArgumentError, "'w0", "float64"):
             dsopt.tf.Adam().build(variables((5,), dtype="float64"))
         params, optimizer = variables((5,), (6,)), dsopt.tf.Adam()
@@ -70,7 +70,7 @@ class Optimizer(unittest.TestCase):
         with self.refused(ValueError, "Unknown variable"):
             optimizer.apply_gradients(zip(grads, variables((5,), (6,))))
 
-    def test_gradients(self):
+    def test_rejects_invalid_gradients(self):
         params, optimizer = variables((5,), (6,)), dsopt.tf.Adam()
         optimizer.build(params)
         before = weights(params)
@@ -86,14 +86,14 @@ class Optimizer(unittest.TestCase):
         optimizer.apply([tf.ones(5), tf.ones(6)])  # still usable
         self.assertEqual(int(optimizer.iterations), 1)
 
-    def test_names_that_are_not_unique(self):
+    def test_errors_number_duplicate_names(self):
         params = [tf.Variable(tf.ones(3)), tf.Variable(tf.ones(3))]
         optimizer = dsopt.tf.Adam()
         optimizer.build(params)
         with self.refused(tf.errors.InvalidArgumentError, r"'Variable:0 \(number 1\)'"):
             optimizer.apply([tf.ones(3), tf.ones(4)])
 
-    def test_moments_of_another_shape_or_dtype(self):
+    def test_rejects_moments_of_another_shape_or_dtype(self):
         params, optimizer = variables((5,)), dsopt.tf.Adam()
         optimizer.build(params)
         plan = optimizer._plan(params)
@@ -111,7 +111,7 @@ class Optimizer(unittest.TestCase):
                 optimizer.apply([tf.ones(5)])
             setattr(plan, slot, kept)
 
-    def test_xla(self):
+    def test_rejects_xla(self):
         params, optimizer = variables((5,)), dsopt.tf.Adam()
         optimizer.build(params)
         with self.refused(dsopt.UnsupportedError, "jit_compile=False"):
@@ -121,7 +121,7 @@ class Optimizer(unittest.TestCase):
         with self.refused(dsopt.UnsupportedError, "jit_compile=False"):
             fit(make_model(dsopt.tf.Adam(), jit_compile=True), 1)
 
-    def test_strategies(self):
+    def test_rejects_distribution_strategies(self):
         strategy = tf.distribute.MirroredStrategy(["cpu:0"])
         with strategy.scope():
             model = make_model(dsopt.tf.Adam())
@@ -197,7 +197,7 @@ class Op(unittest.TestCase):
         table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
         self.refused("variable 'w' must be a resource variable", params=[table.resource_handle])
 
-    def test_variables_that_are_not_initialized(self):
+    def test_rejects_uninitialized_variables(self):
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
             self.call([tf.compat.v1.get_variable(name, [5], use_resource=True) for name in "abc"], name="step")
             with self.assertRaisesRegex(tf.errors.FailedPreconditionError, "variable 'w' is not initialized"):
@@ -220,7 +220,7 @@ class Building(unittest.TestCase):
             print("built")
     """
 
-    def test_problems_are_said(self):
+    def test_build_problems_are_reported(self):
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "file")
             with open(file, "w", encoding="utf-8") as wrong:
@@ -235,7 +235,7 @@ class Building(unittest.TestCase):
                     self.assertIn(word, said)
             self.assertEqual([name for _, _, names in os.walk(os.path.join(folder, "cache")) for name in names], [])
 
-    def test_other_backends_of_keras(self):
+    def test_rejects_other_keras_backends(self):
         said = self.run_program("""
             import sys, types
             import keras
@@ -247,7 +247,7 @@ class Building(unittest.TestCase):
         """)
         self.assertIn("KERAS_BACKEND", said)
 
-    def test_a_process_that_forks(self):
+    def test_forked_child_cannot_step(self):
         """The child cannot step with the parent's optimizer, and reports that."""
         said = self.run_program("""
             import dsopt.tf, tensorflow as tf, os, sys
@@ -265,7 +265,7 @@ class Building(unittest.TestCase):
         self.assertIn("parent 2", said)
         self.assertIn("DSOPT_ERR_FORKED", said)
 
-    def test_the_interpreter_ends_while_a_step_runs(self):
+    def test_interpreter_exits_while_a_step_runs(self):
         said = self.run_program("""
             import dsopt.tf, tensorflow as tf, threading
             w = tf.Variable(tf.ones(1 << 20)); optimizer = dsopt.tf.Adam(); optimizer.build([w])

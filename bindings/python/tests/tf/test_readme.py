@@ -11,7 +11,7 @@ README = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "d
 
 
 class Readme(unittest.TestCase):
-    def test_programs(self):
+    def test_programs_run(self):
         with open(README, encoding="utf-8") as file:
             text = file.read()
         programs = re.findall(r"^```python\n(.*?)^```\n+```text\n(.*?)^```$", text, flags=re.M | re.S)

@@ -32,14 +32,14 @@ class Resume(unittest.TestCase):
         fit(model, 1)
         self.assertTrue(same(everything(model), everything(self.whole)))
 
-    def test_checkpoint(self):
+    def test_resumes_from_a_checkpoint(self):
         path = tf.train.Checkpoint(model=self.first, optimizer=self.first.optimizer).save(self.path)
         other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
         other.optimizer.build(other.trainable_variables)
         tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_consumed()
         self.go_on(other)
 
-    def test_checkpoint_before_the_variables_are_made(self):
+    def test_resumes_before_variables_are_created(self):
         path = tf.train.Checkpoint(model=self.first, optimizer=self.first.optimizer).save(self.path)
         other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
         status = tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
@@ -47,11 +47,11 @@ class Resume(unittest.TestCase):
         status.assert_existing_objects_matched()
         self.go_on(other)
 
-    def test_model_file(self):
+    def test_resumes_from_a_model_file(self):
         self.first.save(self.path + ".keras")
         self.go_on(keras.models.load_model(self.path + ".keras"))
 
-    def test_model_file_needs_the_import(self):
+    def test_model_file_needs_the_import_of_dsopt(self):
         """README.md, "What differs from Keras"."""
         self.first.save(self.path + ".keras")
         load = "model = keras.models.load_model(%r%s)"
@@ -63,7 +63,7 @@ class Resume(unittest.TestCase):
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             self.assertIn(words, done.stdout)
 
-    def test_weights_of_the_optimizer(self):
+    def test_resumes_from_optimizer_weights(self):
         other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
         other.optimizer.build(other.trainable_variables)
         other.set_weights(self.first.get_weights())
@@ -72,7 +72,7 @@ class Resume(unittest.TestCase):
 
 
 class WithKeras(unittest.TestCase):
-    def test_checkpoints_go_both_ways(self):
+    def test_checkpoints_are_compatible_with_keras(self):
         makers = (keras.optimizers.AdamW, dsopt.tf.AdamW)
         with tempfile.TemporaryDirectory() as folder:
             for saver, loader in (makers, makers[::-1]):
@@ -91,7 +91,7 @@ class WithKeras(unittest.TestCase):
 
 
 class Configuration(unittest.TestCase):
-    def test_comes_back(self):
+    def test_survives_a_round_trip(self):
         options = {"weight_decay": 0.3, "beta_1": 0.8, "beta_2": 0.99, "epsilon": 1e-5, "clipvalue": 2.0,
                    "name": "mine"}
         for kind in (dsopt.tf.Adam, dsopt.tf.AdamW):
@@ -104,7 +104,7 @@ class Configuration(unittest.TestCase):
             self.assertIs(type(again), kind)
             self.assertEqual(again.get_config(), optimizer.get_config())
 
-    def test_arguments_and_defaults_are_those_of_keras(self):
+    def test_arguments_and_defaults_match_keras(self):
         for name in ("Adam", "AdamW"):
             theirs = getattr(keras.optimizers, name)().get_config()
             ours = getattr(dsopt.tf, name)().get_config()
@@ -112,7 +112,7 @@ class Configuration(unittest.TestCase):
                 del config["name"]
             self.assertEqual(ours, theirs)
 
-    def test_a_schedule_comes_back(self):
+    def test_schedule_survives_a_round_trip(self):
         optimizer = dsopt.tf.AdamW(keras.optimizers.schedules.CosineDecay(0.1, 100))
         other = dsopt.tf.AdamW.from_config(optimizer.get_config())
         self.assertEqual(other._learning_rate.get_config(), optimizer._learning_rate.get_config())

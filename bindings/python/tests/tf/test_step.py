@@ -23,7 +23,7 @@ class Formula(unittest.TestCase):
         wanted = [p for p in reference.p if p.size]
         self.assertLess(distance(weights(used), wanted), tolerance)
 
-    def test_is_that_of_keras_in_double_precision(self):
+    def test_matches_keras_in_double_precision(self):
         for options in ({}, {"beta_1": 0.5, "beta_2": 0.9}, {"epsilon": 1e-3}, {"epsilon": 1e-12}):
             with self.subTest(options):
                 params = variables(*SHAPES)
@@ -32,7 +32,7 @@ class Formula(unittest.TestCase):
                 optimizer = dsopt.tf.AdamW(0.01, weight_decay=0.1, **options)
                 self.follow(optimizer, Reference(params, decay=0.1, **options), params)
 
-    def test_is_nearer_to_it_than_another_eps_would_be(self):
+    def test_distinguishes_placements_of_eps(self):
         """The corrected variance under the root gives another result, so the test above can fail."""
         params = variables((5000,))
         for p in params:
@@ -44,11 +44,11 @@ class Formula(unittest.TestCase):
         wrong.step([g.numpy() for g in grads])
         self.assertGreater(distance(weights(params), wrong.p), 1e-3)
 
-    def test_decay_of_adam_is_decoupled_too(self):
+    def test_decay_of_adam_is_decoupled(self):
         params = variables(*SHAPES)
         self.follow(dsopt.tf.Adam(0.01, weight_decay=0.2), Reference(params, decay=0.2), params)
 
-    def test_state_is_that_of_keras(self):
+    def test_state_matches_keras(self):
         ours, theirs = variables((40, 3), (5,)), variables((40, 3), (5,))
         a, b = dsopt.tf.AdamW(0.01), keras.optimizers.AdamW(0.01)
         for step in range(5):
@@ -59,7 +59,7 @@ class Formula(unittest.TestCase):
         self.assertLess(distance(weights(a.variables), weights(b.variables)), 1e-6)
         self.assertEqual(int(a.iterations), 5)
 
-    def test_variables_without_decay(self):
+    def test_excluded_variables_do_not_decay(self):
         for by_name in (False, True):
             params = variables((50,), (60,))
             optimizer = dsopt.tf.AdamW(0.01, weight_decay=0.5)
@@ -84,7 +84,7 @@ class Formula(unittest.TestCase):
             self.assertEqual({v.dtype for v in optimizer._momentums}, {"float32"})
             self.assertLess(distance(weights(params), reference.p), 2.0**-7 if dtype == "bfloat16" else 2.0**-10)
 
-    def test_gradients_of_other_dtypes(self):
+    def test_accepts_gradients_of_other_dtypes(self):
         for dtype in ("float16", "bfloat16", "float64"):
             params, optimizer = variables((300,)), dsopt.tf.Adam(0.01)
             reference = Reference(params)
@@ -106,7 +106,7 @@ class Formula(unittest.TestCase):
             self.assertLess(distance(weights(ours), weights(theirs)), 1e-5)
             self.assertEqual(float(ours[0][0, 0]), float(variables((30, 4))[0][0, 0]))
 
-    def test_absent_gradients_leave_their_variables(self):
+    def test_absent_gradients_leave_variables_unchanged(self):
         params, optimizer = variables((20,), (30,)), dsopt.tf.AdamW(0.01)
         before = weights(params)
         with self.assertWarns(UserWarning):
@@ -116,7 +116,7 @@ class Formula(unittest.TestCase):
 
 
 class Clipping(unittest.TestCase):
-    def test_each_kind_is_that_of_keras(self):
+    def test_each_kind_of_clipping_matches_keras(self):
         for options in ({"clipnorm": 0.05}, {"global_clipnorm": 0.05}, {"clipvalue": 0.01}, {"global_clipnorm": 1e6}):
             with self.subTest(options):
                 ours, theirs = variables((40, 5), (9,)), variables((40, 5), (9,))
@@ -127,7 +127,7 @@ class Clipping(unittest.TestCase):
                 self.assertLess(distance(weights(a.variables), weights(b.variables)), 2e-6)
                 self.assertLess(distance(weights(ours), weights(theirs)), 1e-4)
 
-    def test_a_norm_that_is_not_finite_leaves_everything_as_it_is(self):
+    def test_nonfinite_norm_changes_nothing(self):
         for value in (np.inf, np.nan):
             params, optimizer = variables((10,), (3,)), dsopt.tf.AdamW(0.01, global_clipnorm=1.0)
             optimizer.apply_gradients(zip(gradients(params, 0), params))
@@ -152,7 +152,7 @@ class Memory(unittest.TestCase):
             results.append(weights(params) + weights(optimizer.variables))
         self.assertTrue(same(*results))
 
-    def test_the_graph_has_one_op_for_all_variables_and_no_address(self):
+    def test_graph_has_one_op_without_addresses(self):
         params, optimizer = variables(*SHAPES), dsopt.tf.AdamW(0.01)
         optimizer.build(params)
         traced = tf.function(lambda grads: optimizer.apply_gradients(zip(grads, params))).get_concrete_function(
@@ -162,7 +162,7 @@ class Memory(unittest.TestCase):
         self.assertEqual(nodes[0].attr["beta_2"].s, b"0.999")
         self.assertEqual([bool(b) for b in nodes[0].attr["decays"].list.b], [True] * len(SHAPES))
 
-    def test_values_that_were_read_before_stay_as_they_were(self):
+    def test_values_read_before_a_step_do_not_change(self):
         params, optimizer = variables((6000,), (3,)), dsopt.tf.Adam(0.1)
         optimizer.build(params)
         slots = optimizer._momentums + optimizer._velocities
@@ -172,7 +172,7 @@ class Memory(unittest.TestCase):
         self.assertTrue(same([value.numpy() for value in before], copies))
         self.assertFalse(same(weights(params), copies[:2]))
 
-    def test_variables_that_were_written_sparsely(self):
+    def test_steps_variables_written_sparsely(self):
         params, plain = variables((40, 4)), variables((40, 4))
         a, b = dsopt.tf.Adam(0.1), dsopt.tf.Adam(0.1)
         for step in range(3):
@@ -185,7 +185,7 @@ class Memory(unittest.TestCase):
             self.assertEqual(read.numpy().tobytes(), copy.tobytes())
         self.assertTrue(same(weights(params), weights(plain)))
 
-    def test_threads_that_step_with_the_same_variables_in_other_orders(self):
+    def test_threads_may_step_variables_in_other_orders(self):
         params = variables((5000,), (5000,), (5000,))
         optimizers = [dsopt.tf.Adam(0.001) for _ in range(4)]
         for optimizer in optimizers:

@@ -31,42 +31,42 @@ class BesideKeras(unittest.TestCase):
             self.assertLess(distance(got, wanted), TOLERANCE)
         return model
 
-    def test_adam(self):
+    def test_adam_trains_like_keras(self):
         self.beside("Adam")
 
-    def test_adamw(self):
+    def test_adamw_trains_like_keras(self):
         self.beside("AdamW", weight_decay=0.1)
 
-    def test_global_norm(self):
+    def test_global_norm_clipping_matches_keras(self):
         self.beside("AdamW", global_clipnorm=0.1)
 
-    def test_norm_per_variable(self):
+    def test_norm_clipping_per_variable_matches_keras(self):
         self.beside("AdamW", clipnorm=0.1)
 
-    def test_value(self):
+    def test_value_clipping_matches_keras(self):
         self.beside("AdamW", clipvalue=0.01)
 
-    def test_schedule(self):
+    def test_schedule_matches_keras(self):
         self.beside("AdamW", schedule=lambda: keras.optimizers.schedules.ExponentialDecay(0.02, 10, 0.8))
 
-    def test_callable(self):
+    def test_callable_learning_rate_matches_keras(self):
         self.beside("AdamW", schedule=lambda: lambda: 0.015)
 
-    def test_moving_average(self):
+    def test_moving_average_matches_keras(self):
         model = self.beside("AdamW", use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4)
         self.assertEqual(len(model.optimizer._model_variables_moving_average), 6)
 
-    def test_accumulation(self):
+    def test_gradient_accumulation_matches_keras(self):
         model = self.beside("AdamW", gradient_accumulation_steps=2, global_clipnorm=1.0, epochs=8)
         self.assertEqual(int(model.optimizer.iterations), 8 * 8 // 2)
 
-    def test_constant_loss_scale(self):
+    def test_constant_loss_scale_matches_keras(self):
         self.beside("AdamW", loss_scale_factor=1024.0)
 
-    def test_dynamic_loss_scale(self):
+    def test_dynamic_loss_scale_matches_keras(self):
         self.beside("AdamW", wrap=lambda inner: keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**120))
 
-    def test_mixed_precision(self):
+    def test_mixed_precision_matches_keras(self):
         model = self.beside("AdamW", policy="mixed_bfloat16")
         self.assertEqual({v.dtype for v in model.trainable_variables}, {"float32"})
         self.beside("AdamW", policy="mixed_float16", epochs=8)
@@ -81,7 +81,7 @@ class BesideKeras(unittest.TestCase):
         self.assertIn("bfloat16", {v.dtype for v in model.trainable_variables})
         self.assertLess(losses[-1], 0.8 * losses[0])
 
-    def test_eager_fit_gives_the_bits_of_the_compiled_one(self):
+    def test_eager_fit_matches_the_compiled_one(self):
         results = []
         for eager in (False, True):
             model = make_model(dsopt.tf.AdamW(0.01), run_eagerly=eager)
@@ -89,7 +89,7 @@ class BesideKeras(unittest.TestCase):
             results.append(weights(model.optimizer.variables))
         self.assertLess(distance(*results), 1e-5)  # TensorFlow's kernels differ slightly between the two
 
-    def test_a_learning_rate_that_is_set_counts_from_the_next_step(self):
+    def test_assigned_learning_rate_takes_effect_in_the_next_step(self):
         model = make_model(dsopt.tf.AdamW(0.01))
         fit(model, 1)
         before = weights(model)
@@ -100,7 +100,7 @@ class BesideKeras(unittest.TestCase):
         fit(model, 1)
         self.assertFalse(same(weights(model), before))
 
-    def test_constraints(self):
+    def test_constraints_are_applied(self):
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(3, kernel_constraint="non_neg")])
         model.compile(dsopt.tf.Adam(0.05), "mse")
@@ -109,7 +109,7 @@ class BesideKeras(unittest.TestCase):
 
 
 class OwnLoop(unittest.TestCase):
-    def test_tf_function(self):
+    def test_steps_inside_tf_function(self):
         x, y = data()
         results = []
         for make in (keras.optimizers.AdamW, dsopt.tf.AdamW):
@@ -129,7 +129,7 @@ class OwnLoop(unittest.TestCase):
             results.append(weights(model))
         self.assertLess(distance(*results), TOLERANCE)
 
-    def test_several_steps_in_one_function(self):
+    def test_one_function_may_take_several_steps(self):
         once, often = variables((100,)), variables((100,))
         a, b = dsopt.tf.AdamW(0.01), dsopt.tf.AdamW(0.01)
         a.build(once)

@@ -36,7 +36,7 @@ class Values(TestCase):
                                               torch.as_tensor(theirs.state[q][key]),
                                               check_dtype=key != "step")
 
-    def test_closer_to_float64_than_torch(self):
+    def test_is_closer_to_float64_than_torch(self):
         worst = {}
         exact = [p.detach().double().requires_grad_() for p in params_of((3000,))]
         reference = torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.1)
@@ -51,7 +51,7 @@ class Values(TestCase):
         self.assertLess(worst[AdamW], 1e-5)
         self.assertLessEqual(worst[AdamW], 1.5 * worst[torch.optim.AdamW])
 
-    def test_trains_as_torch(self):
+    def test_trains_like_torch(self):
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         other = copy.deepcopy(model)
@@ -70,7 +70,7 @@ class Values(TestCase):
         self.assertAlmostEqual(losses[0], losses[1], delta=1e-3)
         self.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-3, atol=1e-3)
 
-    def test_complex_is_two_reals(self):
+    def test_complex_parameters_step_as_two_reals(self):
         for kind, _ in PAIRS:
             torch.manual_seed(1)
             param = torch.randn(5, 5, dtype=torch.complex64, requires_grad=True)
@@ -92,7 +92,7 @@ class Values(TestCase):
             self.assert_same([torch.view_as_real(param.detach())], [real])
             self.assertFalse(torch.equal(before, param.detach()))
 
-    def test_16_bit_parameters(self):
+    def test_steps_16_bit_parameters(self):
         for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
             params, others = params_of((40, 3), dtype=dtype), params_of((40, 3))
             others[0].data.copy_(params[0].data)
@@ -105,7 +105,7 @@ class Values(TestCase):
             self.assert_close(params[0].float(), others[0], rtol=tolerance, atol=tolerance)
             self.assertEqual(ours.state[params[0]]["exp_avg"].dtype, torch.float32)
 
-    def test_mixed_dtypes_in_a_group(self):
+    def test_steps_mixed_dtypes_in_a_group(self):
         params = params_of((7,)) + params_of((7,), dtype=torch.bfloat16) + params_of((7,), dtype=torch.float16)
         optimizer = AdamW(params, lr=0.1)
         before = [p.detach().clone() for p in params]
@@ -141,13 +141,13 @@ class Going(TestCase):
                     scheduler.step()
         self.assertLess(closure().item(), first)
 
-    def test_contiguous_or_not(self):
+    def test_trains_contiguous_and_other_parameters(self):
         for kind, _ in PAIRS:
             self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: kind([w, b], lr=1e-2))
             self.fall(torch.randn(10, 5, 2)[..., 0], torch.randn(10, 2)[..., 0], lambda w, b: kind([w, b], lr=1e-2))
             self.fall(torch.randn(5, 10).t(), torch.randn(10), lambda w, b: kind([w, b], lr=1e-2))
 
-    def test_groups_with_their_own_lr(self):
+    def test_groups_have_separate_learning_rates(self):
         self.fall(torch.randn(10, 5), torch.randn(10),
                   lambda w, b: AdamW([{
                       "params": [w]
@@ -169,7 +169,7 @@ class Going(TestCase):
             "lr": 1e-2
         }]))
 
-    def test_schedulers(self):
+    def test_works_with_schedulers(self):
         rates = torch.optim.lr_scheduler
         for schedulers in ([lambda o: rates.ExponentialLR(o, gamma=0.9)
                             ], [lambda o: rates.LinearLR(o, start_factor=0.4, total_iters=4)],
@@ -179,7 +179,7 @@ class Going(TestCase):
                                     ], [lambda o: rates.OneCycleLR(o, max_lr=0.02, total_steps=50)]):
             self.fall(torch.randn(10, 5), torch.randn(10), lambda w, b: AdamW([w, b], lr=1e-2), schedulers)
 
-    def test_one_cycle_moves_betas(self):
+    def test_one_cycle_changes_betas(self):
         params, others = params_of((50,)), params_of((50,))
         pair = AdamW(params), torch.optim.AdamW(others)
         schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20) for o in pair]
@@ -193,7 +193,7 @@ class Going(TestCase):
         self.assertGreater(len(seen), 10)
         self.assert_close(params, others)
 
-    def test_swa(self):
+    def test_works_with_swa(self):
         from torch.optim.swa_utils import SWALR, AveragedModel
         model = torch.nn.Linear(4, 2)
         averaged, optimizer = AveragedModel(model), AdamW(model.parameters(), lr=0.1)
@@ -240,7 +240,7 @@ class Groups(TestCase):
         self.assert_close(params, others)
         self.assertIs(ours.param_groups[0]["lr"], lr)
 
-    def test_add_param_group(self):
+    def test_add_param_group_adds_parameters(self):
         params, others = params_of((9,), (4,)), params_of((9,), (4,))
         ours, theirs = AdamW(params[:1]), torch.optim.AdamW(others[:1])
         step_both(ours, theirs, params, others, 3)
@@ -250,7 +250,7 @@ class Groups(TestCase):
         self.assert_close(params, others)
         self.assertEqual([ours.state[p]["step"].item() for p in params], [6, 3])
 
-    def test_parameters_without_gradient_stay(self):
+    def test_parameters_without_gradient_are_unchanged(self):
         params, others = params_of((9,), (4,), (6,)), params_of((9,), (4,), (6,))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         old = params[1].detach().clone()
@@ -267,7 +267,7 @@ class Groups(TestCase):
         self.assertEqual([ours.state[p]["step"].item() for p in params],
                          [float(theirs.state[q]["step"]) for q in others])
 
-    def test_nothing_to_do(self):
+    def test_step_without_gradients_does_nothing(self):
         params = params_of((3,))
         optimizer = AdamW(params)
         optimizer.step()
@@ -283,7 +283,7 @@ class Groups(TestCase):
             optimizer.step()
         self.assert_same(params, old)
 
-    def test_zero_grad(self):
+    def test_zero_grad_clears_gradients(self):
         params = params_of((3,))
         optimizer = AdamW(params)
         give_grads(params)
@@ -293,7 +293,7 @@ class Groups(TestCase):
         optimizer.zero_grad(set_to_none=True)
         self.assertIsNone(params[0].grad)
 
-    def test_parameters_exchanged_in_the_list(self):
+    def test_parameters_in_groups_may_be_replaced(self):
         params = params_of((3,), (5,))
         optimizer = AdamW(params[:1])
         give_grads(params)
@@ -310,7 +310,7 @@ class Groups(TestCase):
 
 
 class Memory(TestCase):
-    def test_other_memory_of_parameters_and_gradients(self):
+    def test_parameters_and_gradients_may_get_other_memory(self):
         params, others = params_of((9,), (4,)), params_of((9,), (4,))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         keep = []
@@ -322,7 +322,7 @@ class Memory(TestCase):
             others[1].data.add_(1)
         self.assert_close(params, others)
 
-    def test_other_dtype_of_parameters(self):
+    def test_parameters_may_change_dtype(self):
         model = torch.nn.Linear(4, 4)
         optimizer = AdamW(model.parameters(), lr=0.1)
         give_grads(list(model.parameters()))
@@ -335,7 +335,7 @@ class Memory(TestCase):
         self.assertEqual(model.weight.dtype, torch.bfloat16)
         self.assertFalse(torch.equal(old, model.weight.detach()))
 
-    def test_channels_last(self):
+    def test_steps_channels_last_parameters(self):
         for kind, reference in PAIRS:
             params, others = params_of((8, 3, 3, 3), (8,)), params_of((8, 3, 3, 3), (8,))
             for some in (params, others):
@@ -350,7 +350,7 @@ class Memory(TestCase):
             self.assert_close(params, others)
             self.assertTrue(params[0].is_contiguous(memory_format=torch.channels_last))
 
-    def test_becomes_channels_last_later(self):
+    def test_parameters_may_become_channels_last(self):
         params, others = params_of((8, 3, 3, 3)), params_of((8, 3, 3, 3))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         step_both(ours, theirs, params, others, 2)
@@ -362,7 +362,7 @@ class Memory(TestCase):
             theirs.step()
         self.assert_close(params, others)
 
-    def test_state_exchanged_by_the_caller(self):
+    def test_caller_may_replace_state(self):
         params, others = params_of((9,), (4,)), params_of((9,), (4,))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         step_both(ours, theirs, params, others, 3)
@@ -391,7 +391,7 @@ class Memory(TestCase):
 
 
 class Refused(TestCase):
-    def test_options(self):
+    def test_rejects_unsupported_options(self):
         params = params_of((3,))
         for kind, _ in PAIRS:
             for option in ("amsgrad", "maximize", "differentiable"):
@@ -405,7 +405,7 @@ class Refused(TestCase):
                 with self.assertRaisesRegex(NotImplementedError, option):
                     optimizer.step()
 
-    def test_values(self):
+    def test_rejects_invalid_values(self):
         params = params_of((3,))
         for kind, _ in PAIRS:
             for options, text in (({
@@ -439,7 +439,7 @@ class Refused(TestCase):
                 optimizer.step()
             self.assert_same(params, [old])
 
-    def test_parameters(self):
+    def test_rejects_invalid_parameters(self):
         param = params_of((3,))[0]
         with self.assertRaises(TypeError):
             AdamW(param)
@@ -465,7 +465,7 @@ class Refused(TestCase):
             optimizer.step()
         self.assert_same([params[0]], old[:1])
 
-    def test_gradients_by_name(self):
+    def test_errors_name_the_gradient(self):
         def sparse(params):
             params[1].grad = torch.ones(4, 4).to_sparse()
 
@@ -476,7 +476,7 @@ class Refused(TestCase):
         self.named(sparse, RuntimeError, "sparse")
         self.named(resized, ValueError, "shape")
 
-    def test_resized_parameter(self):
+    def test_rejects_resized_parameters(self):
         params = params_of((3,), (4,))
         optimizer = AdamW(params)
         give_grads(params)
@@ -485,7 +485,7 @@ class Refused(TestCase):
         with self.assertRaisesRegex(ValueError, r"\['params'\]\[1\].*shape"):
             optimizer.step()
 
-    def test_given_names(self):
+    def test_errors_use_given_names(self):
         if VERSION < (2, 6):
             self.skipTest("torch %s has no named parameters" % torch.__version__)
         model = torch.nn.Linear(3, 3)
@@ -495,13 +495,13 @@ class Refused(TestCase):
         with self.assertRaisesRegex(ValueError, "gradient of weight"):
             optimizer.step()
 
-    def test_other_devices(self):
+    def test_rejects_other_devices(self):
         param = torch.nn.Parameter(torch.zeros(3, device="meta"))
         param.grad = torch.zeros(3, device="meta")
         with self.assertRaisesRegex(ValueError, "device meta"):
             AdamW([param]).step()
 
-    def test_fused_on_other_devices(self):
+    def test_fused_raises_runtime_error_on_other_devices(self):
         """If there is a gradient, raises RuntimeError like torch's fused implementation."""
         for kind, reference in PAIRS:
             if "fused" not in inspect.signature(reference).parameters:

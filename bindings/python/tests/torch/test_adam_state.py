@@ -14,7 +14,7 @@ from dsopt.torch import SGD, Adagrad, Adam, AdamW, FusedAdam, FusedLamb, FusedLi
 
 
 class State(TestCase):
-    def test_both_ways_with_torch(self):
+    def test_state_is_compatible_with_torch(self):
         for kind, reference in PAIRS:
             params, others = params_of(*SHAPES), params_of(*SHAPES)
             ours, theirs = kind(params, lr=0.01), reference(others, lr=0.01)
@@ -45,7 +45,7 @@ class State(TestCase):
             self.assert_same(params, others)
         self.assertEqual(str(first.state_dict()), str(second.state_dict()))
 
-    def test_same_bits_after_a_load(self):
+    def test_resumes_with_same_bits(self):
         def by_file(first, second):
             file = io.BytesIO()
             torch.save(first.state_dict(), file)
@@ -57,7 +57,7 @@ class State(TestCase):
                            lambda a, b: b.load_state_dict(copy.deepcopy(a.state_dict())))
             self.continued(functools.partial(kind, lr=0.01), by_file)
 
-    def test_in_place_of_torch(self):
+    def test_replaces_torch_optim_classes(self):
         """Assigns torch.optim.AdamW = dsopt.torch.AdamW, for code that cannot be changed."""
         for kind, reference in PAIRS:
             params, others = params_of((9,)), params_of((9,))
@@ -98,7 +98,7 @@ class State(TestCase):
             self.assert_same([again.state[params[0]]["exp_avg"]], [torch.zeros(50)])
             self.assert_same([again.state[params[0]]["exp_avg_sq"]], [optimizer.state[params[0]]["exp_avg_sq"]])
 
-    def test_older_state(self):
+    def test_loads_state_of_older_versions(self):
         """State without the keys of newer versions, and with the step as a number."""
         params = params_of((9,))
         optimizer = AdamW(params)
@@ -131,7 +131,7 @@ class State(TestCase):
         with self.assertRaisesRegex(ValueError, r"'exp_avg' of param_groups\[0\]\['params'\]\[1\]"):
             optimizer.step()
 
-    def test_copies(self):
+    def test_copies_step_like_the_original(self):
         for again in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
             params = params_of((9,))
             optimizer = AdamW(params, lr=0.02)
@@ -152,7 +152,7 @@ class State(TestCase):
             self.assert_same(copied, params)
             self.assertEqual(repr(optimizer), repr(other))
 
-    def test_default_dtype_float64(self):
+    def test_works_with_default_dtype_float64(self):
         torch.set_default_dtype(torch.float64)
         try:
             param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32))
@@ -166,7 +166,7 @@ class State(TestCase):
 
 
 class Hooks(TestCase):
-    def test_around_steps(self):
+    def test_calls_step_hooks(self):
         if not hasattr(torch.optim.Optimizer, "register_step_pre_hook"):
             self.skipTest("torch %s has no hooks" % torch.__version__)
         params = params_of((3,))
@@ -181,7 +181,7 @@ class Hooks(TestCase):
         optimizer.step()
         self.assertEqual(len(seen), 2)
 
-    def test_around_state(self):
+    def test_calls_state_dict_hooks(self):
         if not hasattr(torch.optim.Optimizer, "register_state_dict_pre_hook"):
             self.skipTest("torch %s has no such hooks" % torch.__version__)
         params = params_of((3,))
@@ -204,7 +204,7 @@ class Hooks(TestCase):
             optimizer.step()
         self.assertIn("Optimizer.step#AdamW.step", [event.key for event in profile.key_averages()])
 
-    def test_exception_of_a_closure(self):
+    def test_exception_of_a_closure_reaches_the_caller(self):
         def closure():
             raise KeyError("mine")
         optimizer = AdamW(params_of((3,)))
@@ -213,7 +213,7 @@ class Hooks(TestCase):
 
 
 class Scaling(TestCase):
-    def test_grad_scale_and_found_inf(self):
+    def test_reads_grad_scale_and_found_inf(self):
         params, others = params_of((9,)), params_of((9,))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         give_grads(params, others)
@@ -238,7 +238,7 @@ class Scaling(TestCase):
         except (AttributeError, TypeError, RuntimeError):
             self.skipTest("torch %s has no GradScaler for the CPU" % torch.__version__)
 
-    def test_grad_scaler(self):
+    def test_works_with_grad_scaler(self):
         for fused in (None, False, True):
             pair = self.scalers(2)
             models = [torch.nn.Linear(4, 2)]
@@ -260,7 +260,7 @@ class Scaling(TestCase):
             self.assertEqual(optimizers[0].state[models[0].weight]["step"].item(), 7)
             self.assertFalse(hasattr(optimizers[0], "found_inf"))
 
-    def test_the_step_is_called_for_a_skip_with_fused_only(self):
+    def test_grad_scaler_calls_skipped_steps_only_if_fused(self):
         """accelerate detects by the call whether a step was skipped."""
         for kind in (Adam, AdamW, SGD, Adagrad):
             for fused in (None, False, True):
@@ -276,7 +276,7 @@ class Scaling(TestCase):
                 self.assertEqual(len(calls), 1 if fused else 0)
                 self.assertEqual(scaler.get_scale(), 2.0 ** 9)
 
-    def test_flag_for_fused(self):
+    def test_fused_sets_the_flag_for_unscaling(self):
         """Lightning does not clip gradients if the step unscales them."""
         params = params_of((9,))
         for kind in (Adam, AdamW, SGD, Adagrad):
@@ -290,7 +290,7 @@ class Scaling(TestCase):
 
 class Processes(TestCase):
     @unittest.skipUnless(hasattr(os, "fork"), "no fork")
-    def test_fork(self):
+    def test_forked_child_steps(self):
         params = params_of((9,))
         optimizer = AdamW(params)
         give_grads(params)
@@ -312,7 +312,7 @@ class Processes(TestCase):
         optimizer.step()
         self.assert_same(params, [expected])
 
-    def test_shared_memory(self):
+    def test_steps_parameters_in_shared_memory(self):
         params = params_of((9,))
         optimizer = AdamW(params)
         give_grads(params)
@@ -322,7 +322,7 @@ class Processes(TestCase):
         optimizer.step()
         self.assertEqual(optimizer.state[params[0]]["step"].item(), 2)
 
-    def test_from_many_threads(self):
+    def test_steps_from_many_threads(self):
         import threading
         results = [None] * 4
 

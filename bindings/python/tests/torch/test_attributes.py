@@ -148,10 +148,10 @@ CASES = [masks_change, attributes_are_read_by_each_step, comm_backend_names, par
 
 
 class Masks(TestCase):
-    def test_a_mask_counts_from_the_next_step_on(self):
+    def test_mask_takes_effect_in_the_next_step(self):
         masks_change()
 
-    def test_with_a_wrapper(self):
+    def test_mask_works_with_a_wrapper(self):
         """FP16_Optimizer also accepts a flat mask for the group."""
         params = params_of((2, 2), (4,), dtype=torch.float16)
         optimizer = FP16_Optimizer(OnebitAdam(params, lr=0.1, freeze_step=2))
@@ -168,7 +168,7 @@ class Masks(TestCase):
             moved = (torch.cat(optimizer.fp32_groups_flat) != before).float()
             self.assert_same([moved], [torch.ones(8) if mask is None else mask])
 
-    def test_what_is_no_tensor_is_refused_and_the_next_step_goes_on(self):
+    def test_rejects_masks_that_are_no_tensors(self):
         params = params_of((4,))
         optimizer = OnebitAdam(params)
         give_grads(params)
@@ -188,7 +188,7 @@ class Schedules(TestCase):
     def test_attributes_are_read_by_each_step(self):
         attributes_are_read_by_each_step()
 
-    def test_what_is_set_before_it_matters_acts_as_in_the_constructor(self):
+    def test_early_assignment_acts_as_in_the_constructor(self):
         """In both modes; in compat mode a load would reinitialize parts of the state."""
         for (kind, name, first, then), compat in itertools.product(SCHEDULES, (None, "deepspeed")):
             if name == "coeff_beta":  # takes effect from the first full step on
@@ -204,7 +204,7 @@ class Schedules(TestCase):
                 theirs.step()
             self.assert_same(params, others)
 
-    def test_freeze_step_before_and_after_the_freeze(self):
+    def test_freeze_step_is_checked_at_the_end_of_a_step(self):
         """A step checks it at its end, like the original's. A frozen optimizer stays frozen."""
         for kind, name in ((OnebitAdam, "freeze_step"), (OnebitLamb, "freeze_step"), (ZeroOneAdam, "var_freeze_step")):
             for compat in (None, "deepspeed"):
@@ -225,7 +225,7 @@ class Schedules(TestCase):
                 self.assertTrue(optimizer.frozen)
                 self.assert_same([optimizer.state[params[0]]["exp_avg_sq"]], [variance])
 
-    def test_wrong_values_are_refused_and_the_next_step_goes_on(self):
+    def test_rejects_invalid_values_and_stays_usable(self):
         for kind, name, good, _ in SCHEDULES:
             params = params_of((4,))
             optimizer = kind(params, **DEFAULTS[kind])
@@ -290,7 +290,7 @@ class Attributes(TestCase):
     COMMON = ("eps_mode deepspeed initialize cuda_aware using_pipeline comm_backend_name comm_backend_handle size "
               "divider")
 
-    def test_attributes_of_the_originals_before_the_first_step(self):
+    def test_has_the_originals_attributes_before_the_first_step(self):
         for kind, names in self.NAMES.items():
             params = params_of((4,))
             optimizer = kind(params)
@@ -322,7 +322,7 @@ class Attributes(TestCase):
         self.assertEqual(len(optimizer.get_lamb_coeffs()), 1)
         self.assertEqual(optimizer.get_lamb_coeffs(), [float(x) for x in optimizer.lamb_coeffs])
 
-    def test_what_follows_from_the_state_cannot_be_set(self):
+    def test_derived_attributes_are_read_only(self):
         for kind, names in self.NAMES.items():
             optimizer = kind(params_of((4,)))
             every = (names + " " + self.COMMON).split()
@@ -345,7 +345,7 @@ class Attributes(TestCase):
         factors = [float(optimizer.state[p]["trust_factor"]) for p in params]
         self.assert_close(optimizer.get_lamb_coeffs(), [0.5 * factor for factor in factors])
 
-    def test_lamb_coeffs_without_a_gradient_are_the_last_ones(self):
+    def test_lamb_coeffs_without_a_gradient_are_unchanged(self):
         for kind, unused in ((FusedLamb, []), (OnebitLamb, [0.0])):
             for compat in (None, "deepspeed"):
                 params = params_of((4,), (3, 2), (5,))
@@ -378,7 +378,7 @@ class Attributes(TestCase):
         optimizer.deepspeed = None
         self.assertFalse(OnebitAdam(params, engine, comm_backend_name="mpi").using_pipeline)
 
-    def test_using_pipeline_has_the_flag_that_is_set(self):
+    def test_using_pipeline_reads_its_flag(self):
         for (kind, options), compat in MODES:
             for name, pipeline in (("nccl", True), ("compressed", True), ("mpi", False)):
                 engine, seen, params = originals.PipelineEngine(), [], params_of((4,))
@@ -393,7 +393,7 @@ class Attributes(TestCase):
                     optimizer.step()
                 self.assertEqual((seen[0], seen[-1]), (True, False), (kind, name))
 
-    def test_an_engine_that_is_set_before_the_first_step_averages(self):
+    def test_assigned_engine_averages_from_the_first_step(self):
         for kind, options in FAMILY:
             for name in ("enable_backward_allreduce", "pipeline_enable_backward_allreduce"):
                 # The flag is as left by a frozen optimizer.
@@ -430,7 +430,7 @@ def names_in(cell):
 
 
 class Table(TestCase):
-    def test_what_is_there_is_there(self):
+    def test_listed_attributes_exist(self):
         for kind in (FusedAdam, FusedLamb, DeepSpeedCPUAdam, DeepSpeedCPULion, OnebitAdam, ZeroOneAdam, OnebitLamb):
             params = params_of((4,))
             optimizer = kind(params)
@@ -451,7 +451,7 @@ class Table(TestCase):
 
 
 class Arguments(TestCase):
-    def test_comm_backend_names(self):
+    def test_accepts_comm_backend_names(self):
         for kind, _ in FAMILY:
             for name in ("nccl", "mpi", "hccl", "compressed", "gloo"):  # no exchange happens here
                 params = params_of((4,))
@@ -464,7 +464,7 @@ class Arguments(TestCase):
                     kind(params, comm_backend_name=name)
 
     @unittest.skipUnless(GLOO, "torch is built without gloo")
-    def test_backends_that_torch_chose_per_device(self):
+    def test_accepts_backends_chosen_per_device(self):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 torch.distributed.init_process_group(init_method="file://%s/rendezvous" % folder, rank=0, world_size=1)
@@ -483,7 +483,7 @@ class Arguments(TestCase):
                 with self.assertRaisesRegex(dsopt.UnsupportedError, kind.__name__ + ": cuda_aware=True is not sup"):
                     kind(params_of((4,)), cuda_aware=True, comm_backend_name=name)
 
-    def test_what_the_originals_ignore_is_ignored_in_compat_mode(self):
+    def test_compat_mode_ignores_arguments_the_originals_ignore(self):
         for kind, options in FAMILY:
             params, others = params_of((4,), (3, 2)), params_of((4,), (3, 2))
             ours = kind([{"params": params[:1]}, {"params": params[1:], "max_grad_norm": 1e-6}], max_grad_norm=1e-6,
@@ -498,7 +498,7 @@ class Arguments(TestCase):
                 theirs.step()
             self.assert_same(params, others)
 
-    def test_what_the_originals_ignore_is_refused_in_standard_mode(self):
+    def test_standard_mode_rejects_arguments_the_originals_ignore(self):
         for kind, _ in FAMILY:
             params = params_of((4,))
             for options in ({"max_grad_norm": 1.0}, {"eps_inside_sqrt": True}):
@@ -513,7 +513,7 @@ class Arguments(TestCase):
             with self.assertRaisesRegex(dsopt.UnsupportedError, "max_grad_norm=2.0 .* use clip_grad"):
                 optimizer.step()
 
-    def test_non_freeze_is_refused_where_the_originals_do_not_read_it(self):
+    def test_rejects_non_freeze_if_the_originals_ignore_it(self):
         for (kind, options), compat in MODES:
             params = params_of((4,), (3, 2))
             groups = [{"params": params[:1]}, {"params": params[1:], "non_freeze": True}]
@@ -531,10 +531,10 @@ class Arguments(TestCase):
             del optimizer.param_groups[1]["non_freeze"]
             optimizer.step()
 
-    def test_parameters_without_elements(self):
+    def test_accepts_parameters_without_elements(self):
         parameters_without_elements()
 
-    def test_groups_without_trained_parameters(self):
+    def test_accepts_groups_without_trained_parameters(self):
         for kind, options in (*FAMILY, (FusedAdam, {}), (FusedLamb, {})):
             idle = params_of((3,))[0].requires_grad_(False)
             params = params_of((4,))
@@ -553,7 +553,7 @@ class Arguments(TestCase):
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
-    def test_cases(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "all")
 
 

@@ -185,16 +185,16 @@ CASES += [wrappers, gradients_that_are_passed, zeros_tell_nothing, overflow_tell
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
-    def test_cases(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "all")
 
 
 class OneRank(TestCase):
-    def test_no_warning(self):
+    def test_one_rank_never_warns(self):
         for kind in FAMILY:
             self.assertEqual(Run(kind, 0).steps(16, False), [])
 
-    def test_a_process_group_of_one_rank(self):
+    def test_process_group_of_one_rank_never_warns(self):
         if not GLOO:
             self.skipTest("torch is built without gloo")
         run_ranks(self, __file__, "one", 1)
@@ -204,7 +204,7 @@ class Hash(TestCase):
     def hash(self, *tensors):
         return int(_averaged.hash_of(enumerate(tensors), torch.device("cpu")))
 
-    def test_equal_bits_are_equal(self):
+    def test_equal_bits_have_equal_hashes(self):
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float64):
             a = torch.randn(5, 3).to(dtype)
             self.assertEqual(self.hash(a), self.hash(a.clone()))
@@ -213,14 +213,14 @@ class Hash(TestCase):
             b[4, 2] += 0.01
             self.assertNotEqual(self.hash(a), self.hash(b))
 
-    def test_places_and_tensors_count(self):
+    def test_hash_depends_on_positions_and_tensors(self):
         a, b = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
         self.assertNotEqual(self.hash(a), self.hash(b))
         self.assertNotEqual(self.hash(a, b), self.hash(b, a))
         self.assertNotEqual(self.hash(a, a), self.hash(b, b))
         self.assertEqual(self.hash(torch.empty(0), a), self.hash(torch.empty(0, 3), a))
 
-    def test_edges_of_chunks(self):
+    def test_hash_covers_edges_of_chunks(self):
         a = torch.randn(2 * _averaged.CHUNK + 1)
         for place in (0, _averaged.CHUNK - 1, _averaged.CHUNK, 2 * _averaged.CHUNK):
             b = a.clone()

@@ -39,7 +39,7 @@ class CommonOptimizers(TestCase):
                 yield ours, info, options
         self.assertGreater(count, 4)
 
-    def test_errors(self):
+    def test_raises_the_errors_of_torch(self):
         for info in optim_db:
             for given in info.optim_error_inputs_func("cpu", torch.float32) if info.optim_cls in OURS else ():
                 params = given.optimizer_error_input.params
@@ -86,7 +86,7 @@ class CommonOptimizers(TestCase):
                 if not (flag.get("foreach") and isinstance(options.get("lr"), torch.Tensor)):
                     self.assert_same(self.trajectory(ours, options, **flag)[0], params)
 
-    def test_schedulers(self):
+    def test_works_with_schedulers(self):
         for ours, info, options in self.each():
             for schedulers in info.scheduler_inputs:
                 weight = torch.nn.Parameter(torch.randn(10, 5))
@@ -101,7 +101,7 @@ class CommonOptimizers(TestCase):
                         scheduler.step(*([1.0] if plateau else []))
                 self.assertLess(weight.detach().pow(2).sum().item(), first)
 
-    def test_state_dict_of_a_copy(self):
+    def test_copy_has_the_same_state_dict(self):
         for ours, info, options in self.each():
             params, optimizer = self.trajectory(ours, options)
             others = [torch.nn.Parameter(p.detach().clone()) for p in params]
@@ -115,7 +115,7 @@ class CommonOptimizers(TestCase):
                 again.step()
                 self.assert_same(others, params)
 
-    def test_found_inf(self):
+    def test_found_inf_skips_the_step(self):
         for ours, info, options in self.each():
             params = [torch.ones(1) for _ in range(5)]
             for p in params:

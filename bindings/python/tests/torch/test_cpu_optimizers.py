@@ -22,7 +22,7 @@ def stepped(optimizer, params, steps, begin=0):
 
 
 class Steps(TestCase):
-    def test_adam_is_torchs(self):
+    def test_adam_matches_torch(self):
         for dtype, tolerance in ((torch.float32, dict(rtol=1e-6, atol=1e-7)),
                                  (torch.bfloat16, dict(rtol=2e-2, atol=1e-3)),
                                  (torch.float16, dict(rtol=2e-3, atol=1e-4))):
@@ -42,7 +42,7 @@ class Steps(TestCase):
                     self.assertEqual(ours.state[p]["exp_avg"].dtype, torch.float32)
                     self.assert_close(ours.state[p]["exp_avg"], theirs.state[q]["exp_avg"], rtol=1e-2, atol=1e-3)
 
-    def test_bits_are_those_of_the_classes_for_devices(self):
+    def test_gives_same_bits_as_the_classes_for_devices(self):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for ours, theirs, more, same in (
                     (DeepSpeedCPUAdam, FusedAdam, {}, {}), (DeepSpeedCPULion, FusedLion, {}, {}),
@@ -53,7 +53,7 @@ class Steps(TestCase):
                 stepped(theirs(others, weight_decay=0.1, **same), others, 4)
                 self.assert_same(params, others)
 
-    def test_gradients_may_have_another_dtype(self):
+    def test_accepts_gradients_of_another_dtype(self):
         params = params_of((9, ), dtype=torch.bfloat16)
         optimizer = DeepSpeedCPUAdam(params)
         if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
@@ -79,7 +79,7 @@ class Steps(TestCase):
             self.assertEqual(sorted(optimizer.state[params[0]]), sorted(state))
             self.assertEqual(float(optimizer.state[params[0]]["step"]), 3)
 
-    def test_attributes(self):
+    def test_has_the_originals_attributes(self):
         params = params_of((3, ))
         for kind in BOTH:
             before = kind.optimizer_id
@@ -92,7 +92,7 @@ class Steps(TestCase):
         self.assertIs(DeepSpeedCPUAdam(params, adamw_mode=False).adam_w_mode, False)
         self.assertIs(copy.deepcopy(DeepSpeedCPUAdam(params, adamw_mode=False)).adam_w_mode, False)
 
-    def test_refused(self):
+    def test_rejects_invalid_arguments(self):
         params = params_of((3, ))
         for kind in BOTH:
             before = kind.optimizer_id
@@ -110,7 +110,7 @@ class Steps(TestCase):
             optimizer.add_param_group({"params": params_of((2, )), "amsgrad": True})
         self.assertEqual(len(optimizer.param_groups), 1)
 
-    def test_state_dicts(self):
+    def test_state_dicts_are_interchangeable(self):
         """State dicts load into each other, and into torch.optim and back."""
         params, others = params_of(*SHAPES), params_of(*SHAPES)
         ours, again = DeepSpeedCPUAdam(params, lr=1e-2), DeepSpeedCPUAdam(others, lr=1e-2)
@@ -127,7 +127,7 @@ class Steps(TestCase):
         again.load_state_dict(saved)
         self.assertIs(again.param_groups[0]["amsgrad"], False)
 
-    def test_steps_that_are_numbers_load(self):
+    def test_loads_steps_that_are_numbers(self):
         """Loads state of DeepSpeed's classes, including the second moment of its Lion."""
         for kind in BOTH:
             params, others = params_of((6, )), params_of((6, ))
@@ -142,14 +142,14 @@ class Steps(TestCase):
             self.assert_same(params, others)
             self.assertEqual(float(again.state[others[0]]["step"]), 5)
 
-    def test_masters(self):
+    def test_accepts_masters(self):
         params = params_of((6, ), dtype=torch.bfloat16)
         wrapper = FP16_Optimizer(DeepSpeedCPUAdam(params), low_precision_dtype=torch.bfloat16)
         give_grads(params)
         wrapper.step()
         self.assertEqual(wrapper.masters()[0][0].dtype, torch.float32)
 
-    def test_lion_keeps_weights_without_gradient_and_mean(self):
+    def test_lion_does_not_change_weights_with_zero_mean(self):
         (param, ) = params_of((4, ))
         before = param.detach().clone()
         optimizer = DeepSpeedCPULion([param], lr=0.5)
@@ -164,7 +164,7 @@ class Subgroups(TestCase):
         param.grad = grads
         return param
 
-    def test_steps_are_those_of_parameters(self):
+    def test_step_subgroup_matches_step(self):
         """Each call gets new tensors over the same memory, as from DeepSpeed's workers."""
         params = params_of((33, ), (5, ))
         plain = DeepSpeedCPUAdam([{"params": [params[0]]}, {"params": [params[1]], "lr": 0.1}], weight_decay=0.1)
@@ -184,7 +184,7 @@ class Subgroups(TestCase):
             self.assert_same([ours.state[7 - g]["exp_avg_sq"]], [plain.state[params[g]]["exp_avg_sq"]])
             self.assertEqual(float(ours.state[7 - g]["step"]), 5)
 
-    def test_16_bit_parameters(self):
+    def test_steps_16_bit_parameters(self):
         for dtype in (torch.bfloat16, torch.float16):
             params, others = params_of((9, ), dtype=dtype), params_of((9, ), dtype=dtype)
             plain, ours = DeepSpeedCPUAdam(params), DeepSpeedCPUAdam(others)
@@ -201,7 +201,7 @@ class Subgroups(TestCase):
         optimizer.step_subgroup(0)
         self.assertEqual(len(optimizer.state), 0)
 
-    def test_several_gradients_are_refused(self):
+    def test_rejects_several_gradients(self):
         params = params_of((3, ), (4, ))
         before = [p.detach().clone() for p in params]
         optimizer = DeepSpeedCPUAdam(params)
@@ -212,7 +212,7 @@ class Subgroups(TestCase):
         self.assert_same(params, before)
         self.assertEqual(len(optimizer.state), 0)
 
-    def test_a_step_that_fails_changes_nothing(self):
+    def test_failed_step_changes_nothing(self):
         (param, ) = params_of((3, ))
         optimizer = DeepSpeedCPUAdam([param])
         groups = optimizer.param_groups
@@ -226,7 +226,7 @@ class Subgroups(TestCase):
         optimizer.step_subgroup(0)
         self.assertEqual(float(optimizer.state[0]["step"]), 1)
 
-    def test_state_of_another_size_is_refused(self):
+    def test_rejects_state_of_another_size(self):
         optimizer = DeepSpeedCPUAdam([self.new(torch.ones(3), torch.ones(3))])
         optimizer.step_subgroup(0)
         before = {key: value.clone() for key, value in optimizer.state[0].items()}
@@ -237,7 +237,7 @@ class Subgroups(TestCase):
         for key, value in before.items():
             self.assertTrue(torch.equal(optimizer.state[0][key], value))
 
-    def test_state_dict_is_refused_and_steps_go_on(self):
+    def test_rejects_state_dict_and_stays_usable(self):
         (param, ) = params_of((3, ))
         optimizer = DeepSpeedCPUAdam([param])
         give_grads([param])
@@ -278,7 +278,7 @@ class Rollback(TestCase):
                 optimizer.step_subgroup(0)
                 self.assert_close(param.detach(), stepped_to, rtol=1e-4, atol=1e-4)
 
-    def test_edges_of_chunks(self):
+    def test_restores_edges_of_chunks(self):
         with mock.patch.object(_cpu, "CHUNK", 8):
             for count in (0, 1, 7, 8, 9, 16, 17):
                 param, optimizer, before = self.run_of(count)
@@ -300,7 +300,7 @@ class Rollback(TestCase):
         self.assert_same([param], [before])
         self.assertEqual(float(optimizer.state[0]["step"]), 3)
 
-    def test_refused(self):
+    def test_rejects_invalid_arguments(self):
         param, optimizer, _ = self.run_of(steps=1)
         before = param.detach().clone()
         # DeepSpeed's own tests check the beginning of both texts.

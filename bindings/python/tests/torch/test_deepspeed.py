@@ -74,12 +74,12 @@ STEPS = {
 
 
 class Signatures(TestCase):
-    def test_arguments_of_steps_are_those_of_deepspeed(self):
+    def test_step_arguments_match_deepspeed(self):
         for kind, expected in STEPS.items():
             found = [(name, parameter.default) for name, parameter in inspect.signature(kind.step).parameters.items()]
             self.assertEqual(found[1:], list(expected.items()), kind.__name__)
 
-    def test_positional_use(self):
+    def test_accepts_positional_arguments(self):
         params = params_of((3,))
         onebit = OnebitAdam(params, None, 0.1, 5, True, (0.8, 0.9), 1e-6, False, 0.2, 0., False, False, "gloo")
         zero_one = ZeroOneAdam(params, None, 0.1, True, (0.8, 0.9), 1e-6, False, 0.2, 0., 5, 6, 7, 8, False, False,
@@ -101,7 +101,7 @@ class Signatures(TestCase):
                          [5, 0.7, 3., 0.4, 0.2])
         self.assertEqual((lamb.param_groups[0]["max_coeff"], lamb.param_groups[0]["min_coeff"]), (9., 0.3))
 
-    def test_arguments_are_those_of_deepspeed(self):
+    def test_constructor_arguments_match_deepspeed(self):
         for kind, expected in DEEPSPEED.items():
             found = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()
                      if parameter.kind is not parameter.KEYWORD_ONLY}
@@ -120,7 +120,7 @@ class Signatures(TestCase):
             for line in kind.__doc__.splitlines():
                 self.assertLessEqual(len(line), 120, line)
 
-    def test_refusals_say_what_to_do(self):
+    def test_errors_say_what_to_do(self):
         params = params_of((3,))
 
         def sparse():
@@ -146,7 +146,7 @@ class Signatures(TestCase):
         self.assertEqual(dsopt.torch.Lion(params).defaults, dict(lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0))
         self.assertEqual(FusedLion(params).defaults, dict(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0))
 
-    def test_refused(self):
+    def test_rejects_unsupported_arguments(self):
         params = params_of((3,))
         for kind, _ in EVERY:
             with self.assertRaisesRegex(RuntimeError, "amsgrad"):
@@ -161,7 +161,7 @@ class Signatures(TestCase):
 
 
 class Fused(TestCase):
-    def test_adam_modes(self):
+    def test_adam_modes_match_the_formulas(self):
         for mode, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
             params, others = params_of(*SHAPES), params_of(*SHAPES)
             ours, theirs = FusedAdam(params, lr=0.01, weight_decay=0.1, adam_w_mode=mode), reference(others,
@@ -173,7 +173,7 @@ class Fused(TestCase):
                 theirs.step()
             self.assert_close(params, others)
 
-    def test_bias_correction_can_change(self):
+    def test_bias_correction_can_be_changed(self):
         params = params_of((4,))
         optimizer = FusedAdam(params, lr=0.1, bias_correction=False)
         old = params[0].detach().clone()
@@ -185,7 +185,7 @@ class Fused(TestCase):
         optimizer.step()
         self.assert_close(old - params[0].detach(), torch.full((4,), 0.1), rtol=1e-4, atol=0)
 
-    def test_lion_is_lion(self):
+    def test_fused_lion_matches_lion(self):
         params, others = params_of(*SHAPES), params_of(*SHAPES)
         ours, theirs = FusedLion(params), dsopt.torch.Lion(others, lr=1e-3, betas=(0.9, 0.999))
         for i in range(4):
@@ -207,7 +207,7 @@ class Fused(TestCase):
             theirs.step()
             self.assert_same(params, others)
 
-    def test_zero_grad(self):
+    def test_zero_grad_clears_gradients(self):
         params = params_of((4,))
         for optimizer, gone in ((FusedAdam(params), True), (FusedAdam(params, set_grad_none=False), False),
                                 (FusedLion(params), True), (FusedLion(params, set_grad_none=False), False)):
@@ -215,7 +215,7 @@ class Fused(TestCase):
             optimizer.zero_grad()
             self.assertEqual(params[0].grad is None, gone)
 
-    def test_lamb_beside_float64(self):
+    def test_lamb_matches_a_float64_reference(self):
         params = params_of(*SHAPES)
         exact = [p.detach().double() for p in params]
         state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in exact]
@@ -239,7 +239,7 @@ class Fused(TestCase):
             optimizer.step()
             self.assertEqual(optimizer.state[params[0]]["exp_avg"].dtype, dtype)
 
-    def test_copies(self):
+    def test_copies_step_like_the_original(self):
         for kind, options in EVERY:
             params = params_of(*SHAPES)
             optimizer = kind(params, lr=0.01, **options)
@@ -259,7 +259,7 @@ class Fused(TestCase):
 
 
 class Family(TestCase):
-    def test_full_steps(self):
+    def test_full_steps_match_adamw(self):
         """Full steps are AdamW without bias correction."""
         params, others = params_of(*SHAPES), params_of(*SHAPES)
         ours = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=100)
@@ -270,7 +270,7 @@ class Family(TestCase):
             theirs.step()
         self.assert_close(params, others)
 
-    def test_freeze(self):
+    def test_freeze_stops_the_variance(self):
         for kind, options in FAMILY:
             params = params_of(*SHAPES)
             optimizer = kind(params, lr=0.01, **options)
@@ -286,7 +286,7 @@ class Family(TestCase):
                 optimizer.add_param_group({"params": params_of((3,))})
             self.assertEqual(len(optimizer.param_groups), 1)
 
-    def test_groups_before_the_freeze(self):
+    def test_add_param_group_before_the_freeze_keeps_state(self):
         params = params_of((4,), (6,))
         optimizer = OnebitLamb(params[:1], lr=0.01, freeze_step=4)
         give_grads(params)
@@ -349,7 +349,7 @@ class Family(TestCase):
         del optimizer.param_groups[0]["exp_avg_mask"]
         self.assertEqual(moved(), [True, True, True, True])
 
-    def test_mask_of_a_flat_group(self):
+    def test_wrapper_accepts_the_mask_of_a_flat_group(self):
         """A flat mask works as with the original's FP16_Optimizer, which has one flat master per group."""
         for wrapper, good in ((FP16_Optimizer, True), (FP16_UnfusedOptimizer, False)):
             params = params_of((2, 3), (4,), dtype=torch.float16)
@@ -366,7 +366,7 @@ class Family(TestCase):
                 optimizer.step()
             self.assertEqual((torch.cat(optimizer.fp32_groups_flat) != before).float().tolist(), mask.tolist())
 
-    def test_mask_of_another_shape_is_refused(self):
+    def test_rejects_mask_of_another_shape(self):
         params = params_of((4,))
         optimizer = OnebitAdam([{"params": params, "exp_avg_mask": torch.ones(3)}])
         give_grads(params)

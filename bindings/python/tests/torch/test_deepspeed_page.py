@@ -38,11 +38,11 @@ def run_all(rank):
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class Page(TestCase):
     @originals.needed
-    def test_programs(self):
+    def test_programs_print_the_documented_output(self):
         self.run_programs({})
 
     @originals.newer_needed
-    def test_programs_with_the_newer_version(self):
+    def test_programs_work_with_the_newer_version(self):
         self.run_programs(originals.newer())
 
     def run_programs(self, environment):

@@ -146,10 +146,10 @@ CASES += [functools.partial(survives, name=name, wrapper=wrapper) for name in FA
 
 @unittest.skipUnless(GLOO and dcp is not None, "torch is built without gloo, or has no torch.distributed.checkpoint")
 class TwoProcesses(TestCase):
-    def test_ten_steps_after_a_load_are_those_of_the_saved_run(self):
+    def test_ten_steps_after_a_load_match_the_saved_run(self):
         run_ranks(self, __file__, "dcp")
 
-    def test_loads_of_state_dicts(self):
+    def test_loads_state_dicts(self):
         run_ranks(self, __file__, "dicts")
 
 
@@ -178,7 +178,7 @@ class OneProcess(TestCase):
                     self.assertEqual(state["exp_avg"].shape, param.shape)
 
     @unittest.skipIf(dcp is None, "torch %s has no torch.distributed.checkpoint.state_dict" % torch.__version__)
-    def test_state_dict_of_torch_distributed_checkpoint(self):
+    def test_works_with_torch_distributed_checkpoint(self):
         for net, optimizer in self.each():
             state = get_optimizer_state_dict(net, optimizer)["state"]
             self.assertEqual(set(state), {name for name, _ in net.named_parameters()})
@@ -199,7 +199,7 @@ class OneProcess(TestCase):
             self.assertEqual(again.state[others[0]][name].dtype, value.dtype, name)
             self.assertTrue(torch.equal(again.state[others[0]][name], value), name)
 
-    def test_the_first_parameter_may_change(self):
+    def test_optimizer_state_moves_if_the_first_parameter_changes(self):
         """State of the whole optimizer is stored with the first parameter, whichever that is."""
         params = params_of((4,), (6,))
         params[0].requires_grad_(False)

@@ -93,7 +93,7 @@ class AsTorch(DoubleCase):
         for kind, reference, options in self.each():
             self.compare(kind, reference, options, doubles(*SHAPES), doubles(*SHAPES))
 
-    def test_agrees_after_many_steps(self):
+    def test_agrees_with_torch_after_many_steps(self):
         """With the operations of torch without foreach and fused, the rounding is the same."""
         if VERSION < (2, 1):
             self.skipTest("torch %s has another order of operations" % torch.__version__)
@@ -107,12 +107,12 @@ class AsTorch(DoubleCase):
             for p, q in zip(params, others):
                 self.near(p, q, times=4)
 
-    def test_complex(self):
+    def test_steps_complex128_parameters(self):
         for kind, reference, options in self.each():
             params, others = [doubles((4, 3), (0,), (5,), dtype=torch.complex128) for _ in range(2)]
             self.compare(kind, reference, options, params, others, steps=5)
 
-    def test_transposed_and_with_gaps(self):
+    def test_steps_transposed_parameters_and_gaps(self):
         for kind, reference, options in self.each():
             lists = []
             for _ in range(2):
@@ -120,7 +120,7 @@ class AsTorch(DoubleCase):
                 lists.append([torch.nn.Parameter(a.detach().t()), torch.nn.Parameter(b.detach()[::2, ::2])])
             self.compare(kind, reference, options, *lists, steps=5)
 
-    def test_state_goes_to_torch_and_back(self):
+    def test_state_is_compatible_with_torch(self):
         for kind, reference, options in self.each():
             params, others = doubles(*SHAPES), doubles(*SHAPES)
             ours, theirs = self.compare(kind, reference, options, params, others, steps=3)
@@ -133,7 +133,7 @@ class AsTorch(DoubleCase):
             for p, q in zip(params, others):
                 self.near(p, q)
 
-    def test_learning_rate_of_a_schedule_counts(self):
+    def test_uses_the_learning_rate_of_a_schedule(self):
         for kind, reference, options in self.each():
             params, others = doubles((20,)), doubles((20,))
             pairs = [(kind(params, **options), params), (reference(others, **options), others)]
@@ -144,7 +144,7 @@ class AsTorch(DoubleCase):
                     schedule.step()
             self.near(params[0], others[0], times=10)
 
-    def test_clipped_by_torch(self):
+    def test_works_with_clip_grad_norm(self):
         params, others = doubles((20,), (3,)), doubles((20,), (3,))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         for i in range(3):
@@ -167,7 +167,7 @@ GROUPS = [
 
 
 class Numpy(DoubleCase):
-    def test_optimizer_of_dsopt_agrees_with_torch(self):
+    def test_dsopt_optimizer_agrees_with_torch(self):
         """Steps over the memory of tensors, each from the same weights."""
         for group, reference, options in GROUPS:
             params, others = doubles((300,), (7, 5)), doubles((300,), (7, 5))
@@ -181,7 +181,7 @@ class Numpy(DoubleCase):
                     self.near(p, q)
                     p.data.copy_(q.detach())
 
-    def test_tensors_of_torch_are_parameters(self):
+    def test_dsopt_optimizer_accepts_torch_tensors(self):
         tensor = torch.ones(3, dtype=F64)
         opt = dsopt.Optimizer({"w": tensor}, dsopt.Sgd(lr=0.5))
         opt.step({"w": torch.ones(3, dtype=F64)})
@@ -189,7 +189,7 @@ class Numpy(DoubleCase):
 
 
 class Rules(DoubleCase):
-    def test_lion(self):
+    def test_lion_matches_the_formula(self):
         for kind, betas in ((Lion, (0.9, 0.99)), (FusedLion, (0.9, 0.999))):
             (param,) = doubles((50,))
             p, m = param.detach().clone(), torch.zeros(50, dtype=F64)
@@ -202,7 +202,7 @@ class Rules(DoubleCase):
             self.near(optimizer.state[param]["exp_avg"], m, times=10)
             self.assertEqual(set(optimizer.state[param]), {"exp_avg"})
 
-    def test_lamb(self):
+    def test_lamb_matches_the_formula(self):
         params = doubles((30,), (4, 5))
         optimizer = FusedLamb(params, lr=0.01, weight_decay=0.1)
         own = [(p.detach().clone(), torch.zeros_like(p.data), torch.zeros_like(p.data)) for p in params]
@@ -213,7 +213,7 @@ class Rules(DoubleCase):
             self.near(param, p, times=10)
         self.assert_close(optimizer.get_lamb_coeffs(), ratios, rtol=1e-12, atol=0)
 
-    def test_fused_adam(self):
+    def test_fused_adam_matches_torch(self):
         for adam_w, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
             params, others = doubles((30,)), doubles((30,))
             run(FusedAdam(params, lr=0.01, weight_decay=0.1, adam_w_mode=adam_w), params, 5)
@@ -222,7 +222,7 @@ class Rules(DoubleCase):
 
 
 class Norms(DoubleCase):
-    def test_clipping_of_a_group_is_by_the_norm_of_float32_and_float64_together(self):
+    def test_clipping_uses_the_norm_of_both_dtypes(self):
         params = params_of((30,)) + doubles((40,))
         optimizer = FusedLamb(params, lr=0.01, max_grad_norm=1.0)
         others = params_of((30,)) + doubles((40,))
@@ -238,7 +238,7 @@ class Norms(DoubleCase):
         self.assert_close(params[0], others[0], rtol=1e-5, atol=1e-6)
         self.near(params[1], others[1], times=10)
 
-    def test_a_nan_in_either_dtype_skips_both(self):
+    def test_nan_in_either_dtype_skips_both(self):
         for bad in (0, 1):
             params = params_of((3,)) + doubles((4,))
             optimizer = FusedLamb(params, max_grad_norm=1.0)
@@ -250,7 +250,7 @@ class Norms(DoubleCase):
             self.assert_same(params, before)
             self.assertEqual([optimizer.state[p]["step"].item() for p in params], [1.0, 1.0])
 
-    def test_scale_output_and_norms_of_the_step(self):
+    def test_step_accepts_scale_output_and_norms(self):
         params, others = params_of((3,)) + doubles((40,)), params_of((3,)) + doubles((40,))
         ours, plain = FusedLamb(params, lr=0.01), FusedLamb(others, lr=0.01)
         outputs = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(40, dtype=torch.float32)]
@@ -284,7 +284,7 @@ class Scaling(DoubleCase):
                 if kind is not SGD:
                     self.assertEqual(optimizer.state[params[-1]]["step"].item(), 3)
 
-    def test_scale_without_found_inf_looks_for_overflow(self):
+    def test_scale_without_found_inf_checks_for_overflow(self):
         params = doubles((3,))
         optimizer = AdamW(params, fused=True) if VERSION >= (2, 0) else AdamW(params)
         before = params[0].detach().clone()
@@ -296,7 +296,7 @@ class Scaling(DoubleCase):
 
 
 class Lists(DoubleCase):
-    def test_float32_next_to_float64_has_the_bits_it_has_alone(self):
+    def test_float32_bits_do_not_depend_on_float64(self):
         for kind in STANDARD:
             mixed, single, double = params_of((30,)) + doubles((40,)), params_of((30,)), doubles((40,))
             optimizer = kind(mixed, lr=0.01)
@@ -308,7 +308,7 @@ class Lists(DoubleCase):
                     each.step()
             self.assert_same(mixed, single + double)
 
-    def test_an_error_of_one_dtype_leaves_the_other_as_it_was(self):
+    def test_error_in_one_dtype_leaves_the_other_unchanged(self):
         for kind in STANDARD:
             for order in (1, -1):
                 params = (params_of((3, 4)) + doubles((5, 4)))[::order]
@@ -324,7 +324,7 @@ class Lists(DoubleCase):
                 params[1].grad = params[1].grad.to_dense()
                 optimizer.step()
 
-    def test_parameters_without_gradient_are_left_alone(self):
+    def test_parameters_without_gradient_are_unchanged(self):
         for kind in STANDARD:
             params = doubles((3,), (4,))
             optimizer = kind(params, lr=0.01)
@@ -336,7 +336,7 @@ class Lists(DoubleCase):
             optimizer.zero_grad()
             self.assertTrue(params[1].grad is None or not params[1].grad.any())
 
-    def test_resumed_run_has_the_bits_of_one_that_went_on(self):
+    def test_resumes_with_same_bits(self):
         for kind in STANDARD:
             params = params_of((30,)) + doubles((40,))
             optimizer = kind(params, lr=0.01)
@@ -355,7 +355,7 @@ class Lists(DoubleCase):
             run(optimizer, params, 1, begin=5)
             self.assert_same(again.param_groups[0]["params"], params)
 
-    def test_model_that_becomes_float64_and_back(self):
+    def test_model_may_change_to_float64_and_back(self):
         for count in (1, 2):
             params, others = params_of(*[(30,)] * count), params_of(*[(30,)] * count)
             optimizer, plain = AdamW(params, lr=0.01), AdamW(others, lr=0.01)
@@ -384,7 +384,7 @@ class Refusals(DoubleCase):
         with self.assertRaisesRegex(kind, text):
             call()
 
-    def test_compat_mode_and_the_onebit_family(self):
+    def test_rejects_compat_mode_and_the_onebit_family(self):
         for kind, options in ((FusedAdam, {"compat": "deepspeed"}), (FusedLamb, {"compat": "deepspeed"}),
                               (OnebitAdam, {}), (ZeroOneAdam, {}), (OnebitLamb, {})):
             params = doubles((3,))
@@ -394,7 +394,7 @@ class Refusals(DoubleCase):
                          lambda: run(optimizer, params, 1))
             self.assert_same(params, [before])
 
-    def test_wrappers(self):
+    def test_wrappers_reject_float64(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             self.refused(r"\['params'\]\[0\] is torch.float64, and low_precision_dtype",
                          lambda: wrapper(AdamW(doubles((3,))), low_precision_dtype=torch.bfloat16))
@@ -409,7 +409,7 @@ class Refusals(DoubleCase):
             self.refused(r"param_groups\[0\]: lr", lambda: run(optimizer, params, 1), dsopt.ArgumentError)
             self.assert_same(params, [before])
 
-    def test_gradients(self):
+    def test_rejects_invalid_gradients(self):
         params = doubles((3,), (4,))
         optimizer = AdamW(params)
         run(optimizer, params, 1)
@@ -421,7 +421,7 @@ class Refusals(DoubleCase):
         self.refused(r"gradient of .*\['params'\]\[1\] has shape", optimizer.step)
         self.assert_same(params, before)
 
-    def test_a_float64_gradient_of_a_float32_parameter(self):
+    def test_float32_parameter_rejects_float64_gradient(self):
         params = params_of((3,))
         params[0].grad = torch.ones(3)
         params[0].grad.data = torch.ones(3, dtype=F64)

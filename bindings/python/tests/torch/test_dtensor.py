@@ -15,16 +15,16 @@ if not ABSENT:
 
 @unittest.skipIf(ABSENT, ABSENT)
 class Ranks(TestCase):
-    def test_steps_of_two_processes(self):
+    def test_steps_match_on_two_processes(self):
         run_ranks(self, __file__, "steps:2", 2)
 
-    def test_steps_of_four_processes(self):
+    def test_steps_match_on_four_processes(self):
         run_ranks(self, __file__, "steps:4", 4)
 
-    def test_norms_of_two_processes(self):
+    def test_norms_match_on_two_processes(self):
         run_ranks(self, __file__, "norms:2", 2)
 
-    def test_norms_of_four_processes(self):
+    def test_norms_match_on_four_processes(self):
         run_ranks(self, __file__, "norms:4", 4)
 
 

@@ -22,10 +22,10 @@ class Checkpoints(TestCase):
                 run_ranks(self, __file__, "save:%d" % saving, saving)
                 run_ranks(self, __file__, "load:%d" % loading, loading)
 
-    def test_of_two_processes_in_four(self):
+    def test_four_processes_load_from_two(self):
         self.over(2, 4)
 
-    def test_of_four_processes_in_two(self):
+    def test_two_processes_load_from_four(self):
         self.over(4, 2)
 
 

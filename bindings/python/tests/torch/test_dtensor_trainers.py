@@ -18,11 +18,11 @@ def absent(module):
 
 class Trainers(TestCase):
     @unittest.skipIf(absent("accelerate"), absent("accelerate"))
-    def test_accelerate(self):
+    def test_works_with_accelerate(self):
         run_ranks(self, __file__, "accelerate")
 
     @unittest.skipIf(absent("lightning"), absent("lightning"))
-    def test_lightning(self):
+    def test_works_with_lightning(self):
         run_ranks(self, __file__, "lightning")
 
 

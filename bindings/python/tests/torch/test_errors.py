@@ -51,14 +51,14 @@ CASES += [
 
 
 class Errors(TestCase):
-    def test_base_types_are_those_of_the_originals(self):
+    def test_base_types_match_the_originals(self):
         for kind, call, text in CASES:
             with self.subTest(text, kind=kind):
                 with self.assertRaisesRegex(kind, text) as caught:
                     call()
                 self.assertIsInstance(caught.exception, dsopt.Error)
 
-    def test_status_of_the_kinds(self):
+    def test_exceptions_have_the_status_of_their_class(self):
         for call, kind, name in ((CASES[-2][1], dsopt.TensorError, "DSOPT_ERR_SHAPE"),
                                  (CASES[-4][1], dsopt.TensorError, "DSOPT_ERR_DTYPE"),
                                  (CASES[-3][1], dsopt.AssertedError, "DSOPT_ERR_UNSUPPORTED")):

@@ -316,20 +316,20 @@ FOUR = [functools.partial(case, index=index) for index in range(2)
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class Processes(TestCase):
-    def test_two_ranks(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "two")
 
-    def test_four_ranks(self):
+    def test_cases_pass_on_four_ranks(self):
         run_ranks(self, __file__, "four", ranks=4)
 
     @originals.needed
-    def test_next_to_deepspeed(self):
+    def test_matches_deepspeed(self):
         """In compat mode norms and skipped steps equal those of DeepSpeed's own wrappers."""
         run_ranks(self, __file__, "originals")
 
 
 class OneProcess(TestCase):
-    def test_norm_without_process_groups(self):
+    def test_computes_norm_without_process_groups(self):
         for index in range(2):
             for moe in (True, False):
                 groups = model_of(0, moe=moe)
@@ -339,14 +339,14 @@ class OneProcess(TestCase):
                 optimizer.step()
                 self.assertAlmostEqual(optimizer._global_grad_norm, norm, places=4)
 
-    def test_onebit_with_one_rank_takes_experts(self):
+    def test_onebit_on_one_rank_accepts_experts(self):
         for kind in FAMILY:
             groups = model_of(0)
             optimizer = FP16_Optimizer(kind(groups, lr=0.02), has_moe_layers=True)
             give(groups, 0, 0)
             self.assertFalse(optimizer.step())
 
-    def test_plain_steps_take_experts_without_a_name(self):
+    def test_plain_steps_accept_experts_without_a_name(self):
         param, = params_of(EXPERT)
         param.allreduce = False
         param.grad = torch.ones_like(param)

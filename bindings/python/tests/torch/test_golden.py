@@ -67,7 +67,7 @@ class Recorded(TestCase):
 
 @unittest.skipUnless(golden.names(), "there is no tests/golden next to the package")
 class LeftOut(TestCase):
-    def test_each_reason_is_of_a_case(self):
+    def test_each_reason_applies_to_a_case(self):
         for begin in LEFT_OUT:
             self.assertTrue(any(name.startswith(begin) for name in golden.names()), begin)
 
@@ -93,7 +93,7 @@ class Comparisons(TestCase):
 
     NAMES = ("fused_lamb", "fused_lamb_fp16_grads", "fp16_fused_adam_static", "onebit_lamb_n1", "zero_one_adam_n1")
 
-    def test_one_value(self):
+    def test_detects_one_wrong_value(self):
         for name in self.NAMES:
             case = golden.Golden(name)
             tried = set(golden.INPUTS) | set(golden.HIDDEN)
@@ -110,7 +110,7 @@ class Comparisons(TestCase):
                 self.assertIn("%s, call %d, element 0" % (key, row), wrong[0])
                 case.tensors[key] = whole
 
-    def test_a_tensor_that_nothing_is_compared_with(self):
+    def test_detects_a_tensor_that_is_not_compared(self):
         case = golden.Golden("fused_adam_l2")
         case.tensors["third_moment/p0"] = case.tensors["exp_avg/p0"]
         self.assertEqual(replays.replay(case), ["third_moment/p0 was compared in 0 of 10 calls"])

@@ -270,18 +270,18 @@ CASES += [frozen_run_of_one_rank, bits_are_those_of_the_freeze, between_exchange
 
 
 class OneRank(TestCase):
-    def test_rolled_back(self):
+    def test_rollback_repeats_the_steps(self):
         for case in (rolled_back, fresh_engine):
             for kind, _ in FAMILY:
                 for compat in (None, "deepspeed"):
                     for pipeline in (False, True):
                         case(0, 1, kind, compat, pipeline)
 
-    def test_another_freeze_step(self):
+    def test_stage_follows_the_loading_optimizers_freeze_step(self):
         for kind, _ in FAMILY:
             another_freeze_step(0, 1, kind)
 
-    def test_a_new_optimizer_asks_for_averaged_gradients(self):
+    def test_new_optimizer_requests_averaged_gradients(self):
         for kind, _ in FAMILY:
             for pipeline in (False, True):
                 engine = Engine(pipeline, value=False)  # as left by a previous optimizer
@@ -289,7 +289,7 @@ class OneRank(TestCase):
                 self.assertIs(engine.averages, True)
                 self.assertIs(engine.enable_backward_allreduce, not pipeline)
 
-    def test_a_plan_that_fails_changes_nothing(self):
+    def test_failed_plan_changes_nothing(self):
         for kind, freeze in FAMILY:
             run = Run(kind, 4)
             run.steps(2)
@@ -321,7 +321,7 @@ class OneRank(TestCase):
                         self.assertEqual(str(other.save()), before)
                         other.steps(1)
 
-    def test_copies_have_the_engine(self):
+    def test_copies_use_the_same_engine(self):
         for kind, _ in FAMILY:
             run = Run(kind, 4)
             run.steps(2)
@@ -330,7 +330,7 @@ class OneRank(TestCase):
             self.assertIsNot(copied.param_groups[0]["params"][0], run.params[0])
             refused(run.optimizer, kind.__name__)
 
-    def test_groups_without_a_hyper_parameter_are_refused(self):
+    def test_rejects_groups_without_a_hyper_parameter(self):
         for kind, key in ((OnebitAdam, "bias_correction"), (ZeroOneAdam, "max_grad_norm"), (OnebitLamb, "min_coeff"),
                           (FusedAdam, "bias_correction")):
             params = params_of(*SHAPES)
@@ -346,7 +346,7 @@ class OneRank(TestCase):
             self.assertEqual(str(optimizer.state_dict()), before)
             optimizer.step()
 
-    def test_a_schedule_of_another_length_is_refused(self):
+    def test_rejects_a_schedule_of_another_length(self):
         run = Run(OnebitAdam, 4)
         run.steps(2)
         saved = run.save()[0]
@@ -373,7 +373,7 @@ class Scale(TestCase):
         return [(self.step(run, bad == "X"), run[1].cur_scale, run[1].cur_iter, run[1].last_overflow_iter)
                 for bad in pattern]
 
-    def test_every_rule_that_is_saved_is_restored(self):
+    def test_restores_every_saved_rule(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             for compat in (None, "deepspeed"):
                 run = self.make(wrapper, compat=compat)
@@ -390,7 +390,7 @@ class Scale(TestCase):
                     self.assertEqual(self.scales(again, pattern), self.scales(other, pattern))
                     self.assertEqual(again[1].cur_scale, 512)
 
-    def test_factor(self):
+    def test_restores_the_factor(self):
         saved = self.make()[1].state_dict()
         saved.update(scale_factor=8.0, scale_window=1)
         run = self.make()
@@ -398,7 +398,7 @@ class Scale(TestCase):
         self.assertEqual([scale for _, scale, _, _ in self.scales(run, "..")], [1024, 8192])
         self.assertEqual(run[1].scale_factor, 8)
 
-    def test_without_optimizer_states(self):
+    def test_loads_without_optimizer_states(self):
         run = self.make()
         self.scales(run, "..X....")
         saved = copy.deepcopy(run[1].state_dict())
@@ -408,7 +408,7 @@ class Scale(TestCase):
         self.assertEqual((again[1].cur_scale, again[1].cur_iter, again[1].scale_window), (run[1].cur_scale, 7, 3))
         self.assert_same(again[1].masters()[0], run[1].masters()[0])
 
-    def test_hysteresis_left(self):
+    def test_restores_the_remaining_hysteresis(self):
         options = dict(dynamic_loss_scale=True, dynamic_loss_args=dict(init_scale=64.0, delayed_shift=3))
         run = self.make(**options)
         self.scales(run, "X.X")
@@ -423,7 +423,7 @@ class Scale(TestCase):
         again[1].load_state_dict(saved)
         self.assertEqual([scale for _, scale, _, _ in self.scales(again, "XXX")], [64, 64, 32])
 
-    def test_an_override_stays(self):
+    def test_load_keeps_an_override(self):
         run = self.make()
         self.scales(run, "..X")
         for states in (True, False):
@@ -434,14 +434,14 @@ class Scale(TestCase):
             again[1].override_loss_scale(None)
             self.assertEqual((again[1].loss_scale, again[1].cur_iter), (512, 3))
 
-    def test_an_override_is_not_saved(self):
+    def test_override_is_not_saved(self):
         run = self.make()
         run[1].override_loss_scale(4.0)
         again = self.make()
         again[1].load_state_dict(copy.deepcopy(run[1].state_dict()))
         self.assertEqual((again[1].loss_scale, again[1].custom_loss_scaler), (1024, False))
 
-    def test_static_and_dynamic_do_not_load_into_each_other(self):
+    def test_rejects_static_state_for_dynamic_scale_and_vice_versa(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             static, dynamic = self.make(wrapper, static_loss_scale=8.0), self.make(wrapper)
             for (_, source), (params, target), say in ((static, dynamic, "False"), (dynamic, static, "True")):
@@ -454,7 +454,7 @@ class Scale(TestCase):
                 self.assertEqual(caught.exception.name, "DSOPT_ERR_MISMATCH")
                 self.assertEqual(str(target.state_dict()), str(before))
 
-    def test_static_scale(self):
+    def test_restores_a_static_scale(self):
         _, source = self.make(static_loss_scale=8.0)
         source.loss_scale = 32.0
         saved = copy.deepcopy(source.state_dict())
@@ -464,7 +464,7 @@ class Scale(TestCase):
         target.load_state_dict(saved)
         self.assertEqual(target.loss_scale, 32)
 
-    def test_bfloat16_has_no_scale_to_load(self):
+    def test_bfloat16_loads_no_scale(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             for dtype in (torch.bfloat16, torch.float32):
                 run = self.make(wrapper, dtype)
@@ -480,7 +480,7 @@ class Scale(TestCase):
                 with self.assertRaisesRegex(dsopt.Error, "no 'cur_scale'|fp32_groups"):
                     target[1].load_state_dict(saved)
 
-    def test_scale_and_masters_stay_where_the_optimizer_alone_is_loaded(self):
+    def test_load_of_the_inner_optimizer_keeps_scale_and_masters(self):
         params, optimizer = run = self.make()
         self.scales(run, "..X")
         masters = [master.clone() for master in optimizer.masters()[0]]
@@ -493,7 +493,7 @@ class Scale(TestCase):
         self.assert_same(optimizer.masters()[0], masters)
         self.assertFalse(self.step(run))
 
-    def test_masters_that_are_no_tensors_are_refused(self):
+    def test_rejects_masters_that_are_no_tensors(self):
         for wrapper, bad in ((FP16_Optimizer, (None, 3, {}, [None], [[torch.zeros(26)]])),
                              (FP16_UnfusedOptimizer, (None, 3, [None], [torch.zeros(26)], [[None, None]]))):
             for dtype in (torch.float16, torch.bfloat16):
@@ -508,7 +508,7 @@ class Scale(TestCase):
                     self.assertEqual(caught.exception.name, "DSOPT_ERR_MISMATCH")
                     self.assertEqual(str(optimizer.state_dict()), before)
 
-    def test_masters_are_loaded_where_there_is_no_other_state(self):
+    def test_loads_masters_without_other_state(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             runs = []
             for _ in range(2):
@@ -525,7 +525,7 @@ class Scale(TestCase):
             self.assertEqual(self.scales(runs[0], "...."), self.scales(runs[1], "...."))
             self.assert_same(runs[1][1].masters()[0], runs[0][1].masters()[0])
 
-    def test_scale_stays_where_plans_are_made_again_before_a_first_step(self):
+    def test_new_plans_before_a_first_step_keep_the_scale(self):
         for kind in (SGD, Adagrad, FusedAdam):
             params = params_of((7, 3), (5,), dtype=torch.float16)
             optimizer = FP16_Optimizer(kind(params, lr=1e-5), **self.DYNAMIC)
@@ -533,7 +533,7 @@ class Scale(TestCase):
             optimizer.clip_grad = 1.0
             self.assertEqual((optimizer.cur_scale, optimizer.cur_iter), (512, 1), kind)
 
-    def test_masters_stay_where_an_optimizer_without_state_is_loaded(self):
+    def test_load_without_state_keeps_masters(self):
         for kind in (SGD, Adagrad, FusedAdam):
             params = params_of((7, 3), (5,), dtype=torch.float16)
             optimizer = FP16_Optimizer(kind(params, lr=1e-5), **self.DYNAMIC)
@@ -547,7 +547,7 @@ class Scale(TestCase):
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
-    def test_cases(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "all")
 
 

@@ -179,22 +179,22 @@ class NextToDeepSpeed(TestCase):
         run_ranks(self, __file__, os.path.join(cases, version), ranks=1,
                   environment=originals.newer() if version == originals.NEWER else None)
 
-    def test_names(self):
+    def test_names_match_deepspeed(self):
         self.compare(originals.VERSION, "names")
 
-    def test_names_of_the_newer_version(self):
+    def test_names_match_the_newer_version(self):
         self.compare(originals.NEWER, "names")
 
-    def test_adam(self):
+    def test_adam_matches_deepspeed(self):
         self.compare(originals.VERSION, "cpu_adam")
 
-    def test_adam_of_the_newer_version(self):
+    def test_adam_matches_the_newer_version(self):
         self.compare(originals.NEWER, "cpu_adam")
 
-    def test_lion(self):
+    def test_lion_matches_deepspeed(self):
         self.compare(originals.VERSION, "cpu_lion")
 
-    def test_lion_of_the_newer_version(self):
+    def test_lion_matches_the_newer_version(self):
         self.compare(originals.NEWER, "cpu_lion")
 
 

@@ -102,7 +102,7 @@ CASES = (tables_have_every_name, tables_have_no_other_names, tables_have_the_sta
 @unittest.skipUnless(GLOO, "torch has no gloo here")
 class OriginalNames(TestCase):
     @originals.needed
-    def test_next_to_deepspeed(self):
+    def test_names_match_deepspeed(self):
         run_ranks(self, __file__, "all", ranks=1)
 
 

@@ -263,13 +263,13 @@ ALL = {
 
 @originals.needed
 class Originals(TestCase):
-    def test_one_rank(self):
+    def test_steps_match_on_one_rank(self):
         run_ranks(self, __file__, "1", 1)
 
-    def test_two_ranks(self):
+    def test_steps_match_on_two_ranks(self):
         run_ranks(self, __file__, "2", 2)
 
-    def test_three_ranks(self):
+    def test_steps_match_on_three_ranks(self):
         run_ranks(self, __file__, "3", 3)
 
 

@@ -191,11 +191,11 @@ NEWER_CASES = tuple(case for case in CASES if case is not norm_of_a_skipped_step
 @unittest.skipUnless(GLOO, "torch has no gloo here")
 class OriginalWrappers(TestCase):
     @originals.needed
-    def test_next_to_deepspeed(self):
+    def test_matches_deepspeed(self):
         run_ranks(self, __file__, "all", ranks=1)
 
     @originals.newer_needed
-    def test_next_to_the_newer_version(self):
+    def test_matches_the_newer_version(self):
         run_ranks(self, __file__, "newer", ranks=1, environment=originals.newer())
 
 

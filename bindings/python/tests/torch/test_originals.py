@@ -201,7 +201,7 @@ class StateOfTheOriginal(TestCase):
                     self.assertEqual(moved, full, (kind, freeze, step, compat))
                     self.assertEqual(optimizer.state[params[0]]["step"].item(), step + 1)
 
-    def test_schedule_of_zero_one_adam_goes_on(self):
+    def test_resumes_the_schedule_of_zero_one_adam(self):
         _, _, optimizer = self.load(ZeroOneAdam, 100, 6)
         info = optimizer._schedule()
         self.assertEqual((info.var_interval, info.var_counter, info.local_interval, info.local_counter), (4, 1, 2, 3))
@@ -209,7 +209,7 @@ class StateOfTheOriginal(TestCase):
         _, _, optimizer = self.load(ZeroOneAdam, 5, 6)
         self.assertEqual(optimizer.next_reduction(), "local")
 
-    def test_anchor_of_zero_one_adam_is_the_weights_of_the_first_step(self):
+    def test_zero_one_adam_anchors_at_the_first_steps_weights(self):
         """Weights may be loaded after the optimizer's state."""
         params, _, optimizer = self.load(ZeroOneAdam, 5, 6)
         for param in params:
@@ -219,7 +219,7 @@ class StateOfTheOriginal(TestCase):
         for param in params:
             self.assert_same([optimizer.state[param]["anchor"]], [torch.full_like(param, 3)])
 
-    def test_anchor_is_saved_after_a_load(self):
+    def test_saves_the_anchor_after_a_load(self):
         """The next checkpoint, before a step, has the masters loaded by the wrapper."""
         params, optimizer = self.wrapped(FP16_Optimizer, ZeroOneAdam, var_freeze_step=5)
         masters, saved = self.state_of_wrapper(ZeroOneAdam, True, 9)
@@ -227,7 +227,7 @@ class StateOfTheOriginal(TestCase):
         states = optimizer.state_dict()["optimizer_state_dict"]["state"]
         self.assert_same([states[0]["anchor"], states[1]["anchor"]], masters)
 
-    def test_trust_of_onebit_lamb(self):
+    def test_loads_trust_ratios_of_onebit_lamb(self):
         for freeze, step, compat, expected in (
                 (5, 9, "deepspeed", {"trust_average": 0.25, "trust_factor": 0.75, "trust_scaling": 1.5}),
                 (50, 9, "deepspeed", {"trust_average": 0.0, "trust_factor": 0.0, "trust_scaling": 0.0}),
@@ -237,7 +237,7 @@ class StateOfTheOriginal(TestCase):
             for name, value in expected.items():
                 self.assertAlmostEqual(optimizer.state[params[1]][name].item(), value, places=6, msg=(name, compat))
 
-    def test_variance_that_the_original_has_not_copied_yet(self):
+    def test_copies_a_variance_the_original_has_not_copied_yet(self):
         """freeze_step was larger in the run that saved, so exp_avg_sq_fresh is 0."""
         saved = onebit_state(OnebitLamb, 9)
         for state in saved["state"].values():
@@ -248,7 +248,7 @@ class StateOfTheOriginal(TestCase):
         for param in params:
             self.assert_same([optimizer.state[param]["exp_avg_sq_fresh"]], [optimizer.state[param]["exp_avg_sq"]])
 
-    def test_what_fits_no_parameter_is_refused_by_name(self):
+    def test_rejects_mismatched_state_by_name(self):
         cases = [(OnebitAdam, onebit_state(ZeroOneAdam, 9), "'var_interval': .*; load it into ZeroOneAdam"),
                  (ZeroOneAdam, onebit_state(OnebitLamb, 9), "'lamb_coeff_freeze': .*; load it into OnebitLamb"),
                  (OnebitLamb, onebit_state(OnebitAdam, 9), "no 'lamb_coeff_freeze'"),
@@ -294,7 +294,7 @@ class StateOfTheOriginal(TestCase):
             saved.update(fp32_groups=[masters])
         return masters, {**saved, "optimizer_state_dict": inner}
 
-    def test_wrappers(self):
+    def test_wrappers_load_the_originals_state(self):
         for flat, wrapper in ((True, FP16_Optimizer), (False, FP16_UnfusedOptimizer)):
             for kind, name in (*FAMILY, (FusedAdam, None), (FusedLamb, None)):
                 for frozen_param in (False, True):
@@ -323,7 +323,7 @@ class StateOfTheOriginal(TestCase):
                         self.assertFalse(optimizer.step())
                         self.assertEqual([state["step"].item() for state in states], [10, 10])
 
-    def test_wrappers_of_bfloat16_and_float32(self):
+    def test_bfloat16_and_float32_wrappers_load_state(self):
         for dtype in (torch.bfloat16, torch.float32):
             for flat, wrapper in ((True, FP16_Optimizer), (False, FP16_UnfusedOptimizer)):
                 params, optimizer = self.wrapped(wrapper, FusedAdam, dtype=dtype)
@@ -331,7 +331,7 @@ class StateOfTheOriginal(TestCase):
                 optimizer.load_state_dict(saved)
                 self.assert_same(params if dtype == torch.float32 else optimizer.masters()[0], masters)
 
-    def test_one_parameter_in_a_flat_group(self):
+    def test_loads_a_flat_group_of_one_parameter(self):
         params = params_of((7, 3), dtype=torch.float16)
         optimizer = FP16_Optimizer(OnebitAdam(params, freeze_step=5), dynamic_loss_scale=True)
         saved = {**self.SCALE, "fp32_groups_flat": [torch.arange(21.0)], "clip_grad": 0.0,
@@ -339,7 +339,7 @@ class StateOfTheOriginal(TestCase):
         optimizer.load_state_dict(saved)
         self.assertEqual(optimizer.state[params[0]]["exp_avg_sq"].shape, (7, 3))
 
-    def test_wrappers_refuse_by_name_and_change_nothing(self):
+    def test_wrappers_reject_mismatches_and_change_nothing(self):
         def broken(flat, change):
             _, saved = self.state_of_wrapper(OnebitAdam, flat, 9)
             change(saved)
@@ -407,7 +407,7 @@ class RecordedWrappers(TestCase):
                 "scale_window": int(case.number("scale_window")), "clip_grad": case.number("clip_grad"), **masters,
                 "optimizer_state_dict": {"state": state, "param_groups": [{**groups[0], "params": list(state)}]}}
 
-    def test_runs_go_on(self):
+    def test_resumes_recorded_runs(self):
         counters = ("loss_scale", "cur_iter", "last_overflow_iter")
         for name, flat in (("fp16_fused_adam", True), ("fp16_unfused_lamb", False)):
             case = Recorded(name, 0)
@@ -432,7 +432,7 @@ class RecordedWrappers(TestCase):
 
 @unittest.skipUnless(GLOO and os.path.isdir(GOLDEN), "torch is built without gloo, or tests/golden is not here")
 class TwoProcesses(TestCase):
-    def test_recorded_resumes(self):
+    def test_resumes_like_the_records(self):
         run_ranks(self, __file__, "recorded")
 
 

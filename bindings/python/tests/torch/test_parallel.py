@@ -491,19 +491,19 @@ TWO = [flag_of_a_pipeline_follows_the_stage]
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class Processes(TestCase):
-    def test_two_model_parallel_times_two_data_parallel_ranks(self):
+    def test_cases_pass_on_two_by_two_ranks(self):
         run_ranks(self, __file__, "four", ranks=4)
 
     @originals.needed
-    def test_next_to_deepspeed(self):
+    def test_matches_deepspeed(self):
         run_ranks(self, __file__, "originals", ranks=4)
 
-    def test_two_ranks(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "two")
 
 
 class OneProcess(TestCase):
-    def test_an_mpu_without_a_model_parallel_group(self):
+    def test_accepts_an_mpu_without_a_model_parallel_group(self):
         with self.assertRaisesRegex(ValueError, r"mpu is a object without get_model_parallel_group\(\)"):
             FP16_Optimizer(FusedAdam(params_of((3,), dtype=torch.float16)), mpu=object())
 

@@ -262,15 +262,15 @@ CASES += [grad_scaler_skips_on_all_ranks] if GRAD_SCALER else []
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
-    def test_cases(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "all")
 
-    def test_a_peer_is_gone(self):
+    def test_step_fails_if_the_peer_has_exited(self):
         run_ranks(self, __file__, "peer")
 
 
 class OneProcess(TestCase):
-    def test_a_group_without_torch_distributed(self):
+    def test_rejects_a_group_without_torch_distributed(self):
         net = model()
         optimizer = OnebitAdam(net.parameters(), group=object())
         net(torch.zeros(1, 6)).sum().backward()

@@ -11,7 +11,7 @@ README = pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "READ
 
 
 class Readme(TestCase):
-    def test_programs(self):
+    def test_programs_print_the_documented_output(self):
         text = README.read_text(encoding="utf-8")
         found = re.findall(r"^```python\n(.*?)^```\n+```text\n(.*?)^```$", text, flags=re.M | re.S)
         self.assertEqual(len(found), len(re.findall(r"^```python$", text, flags=re.M)))
@@ -22,7 +22,7 @@ class Readme(TestCase):
                 exec(compile(program, str(README), "exec"), {"__name__": "__main__"})
             self.assertEqual(said.getvalue(), expected)
 
-    def test_lines_of_the_table_of_ecosystems(self):
+    def test_lines_of_the_ecosystem_table_run(self):
         """Runs the lines that need only PyTorch."""
         import dsopt.torch
         import torch

@@ -345,16 +345,16 @@ CASES = [trains_through_the_freeze, names_make_the_classes, options_of_the_confi
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class Engines(TestCase):
     @originals.needed
-    def test_cases(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, originals.VERSION)
 
     @originals.newer_needed
-    def test_cases_with_a_version_without_the_optimizers(self):
+    def test_cases_pass_with_a_version_without_the_optimizers(self):
         run_ranks(self, __file__, originals.NEWER, environment=originals.newer())
 
 
 class WithoutDeepSpeed(TestCase):
-    def test_refused(self):
+    def test_rejects_missing_deepspeed(self):
         with mock.patch.dict(sys.modules, {"deepspeed": None, "deepspeed.runtime": None}):
             with self.assertRaisesRegex(dsopt.MissingError, "register: DeepSpeed cannot be imported"):
                 register()

@@ -99,7 +99,7 @@ def runs_go_on(rank):
 @originals.needed
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
-    def test_runs_go_on(self):
+    def test_resumes_runs_of_deepspeed(self):
         run_ranks(self, __file__, "all")
 
 

@@ -50,7 +50,7 @@ class Bits(TestCase):
         run(optimizer, params, steps)
         return optimizer, params
 
-    def test_same_seed_same_bits_and_another_seed_other_bits(self):
+    def test_bits_depend_only_on_the_seed(self):
         for kind, options, _ in self.each():
             _, first = self.trained(kind, options)
             _, again = self.trained(kind, options)
@@ -58,7 +58,7 @@ class Bits(TestCase):
             _, other = self.trained(kind, options, seed=6)
             self.assertFalse(torch.equal(other[0], first[0]))
 
-    def test_as_the_engine_with_the_same_names(self):
+    def test_gives_same_bits_as_the_engine_with_equal_names(self):
         for kind, options, group in self.each():
             _, params = self.trained(kind, options)
             arrays = {"param_groups[0]['params'][%d]" % i: p.detach()
@@ -69,7 +69,7 @@ class Bits(TestCase):
                 engine.step([p.grad for p in params if p.numel()])
             self.assert_same([p for p in params if p.numel()], list(arrays.values()))
 
-    def test_threads_change_nothing(self):
+    def test_bits_do_not_depend_on_threads(self):
         before = torch.get_num_threads()
         try:
             results = []
@@ -82,7 +82,7 @@ class Bits(TestCase):
             torch.set_num_threads(before)
         self.assert_same(*results)
 
-    def test_named_parameters_may_be_in_any_groups(self):
+    def test_bits_do_not_depend_on_groups_of_named_parameters(self):
         if VERSION < (2, 6):
             self.skipTest("torch %s has no named parameters" % torch.__version__)
         results = []
@@ -96,7 +96,7 @@ class Bits(TestCase):
         self.assert_same(results[1], results[0])
         self.assert_same(results[2], results[0])
 
-    def test_resumed_run_has_the_bits_of_one_that_went_on(self):
+    def test_resumes_with_same_bits(self):
         for kind, options, _ in self.each():
             optimizer, params = self.trained(kind, options)
             file = io.BytesIO()
@@ -112,7 +112,7 @@ class Bits(TestCase):
                 run(resumed, others, 3, begin=4)
                 self.assert_same(others, params)
 
-    def test_new_plans_go_on_with_the_same_bits(self):
+    def test_new_plans_keep_the_bits(self):
         for kind, options, _ in self.each():
             _, expected = self.trained(kind, options, steps=6)
             optimizer, params = self.trained(kind, options, steps=0)
@@ -121,7 +121,7 @@ class Bits(TestCase):
                 optimizer._plans = None
             self.assert_same(params, expected)
 
-    def test_copies_and_pickles_go_on_with_the_same_bits(self):
+    def test_copies_and_pickles_resume_with_same_bits(self):
         for kind, options, _ in self.each():
             _, expected = self.trained(kind, options, steps=6)
             for twin in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
@@ -131,7 +131,7 @@ class Bits(TestCase):
                 run(again, others, 2, begin=4)
                 self.assert_same(others, expected)
 
-    def test_skipped_steps_do_not_count(self):
+    def test_skipped_steps_use_no_random_numbers(self):
         if VERSION < (2, 0):
             self.skipTest("torch %s has another protocol of GradScaler" % torch.__version__)
         _, expected = self.trained(SGD, {"lr": 0.01, "fused": True})
@@ -142,7 +142,7 @@ class Bits(TestCase):
         run(optimizer, params, 2, begin=2)
         self.assert_same(params, expected)
 
-    def test_transposed_parameter(self):
+    def test_transposed_parameters_round_in_memory_order(self):
         """Elements are counted in memory order."""
         (plain,) = params_of((30, 20), dtype=BF16)
         turned = torch.nn.Parameter(plain.detach().clone().t())
@@ -174,7 +174,7 @@ class Expectation(TestCase):
             deviation = 5 * ulp * math.sqrt(share * (1 - share) / n)
             self.assertLess(abs(values.mean().item() - (1.5 - share * ulp)), deviation)
 
-    def test_small_updates_add_up_where_rounding_to_nearest_stalls(self):
+    def test_small_updates_accumulate(self):
         ulp, n, steps = 2.0**-7, 100000, 50
         self.assertEqual(set(self.steady(steps, ulp / 40).tolist()), {1.5})
         values = self.steady(steps, ulp / 40, stochastic_rounding=True)
@@ -205,7 +205,7 @@ class Groups(TestCase):
             self.assert_same(results[1][:1], results[0][:1])
             self.assertFalse(torch.equal(results[1][1], results[0][1]))
 
-    def test_groups_choose(self):
+    def test_groups_have_separate_settings(self):
         """A group that rounds to nearest, and one with another seed."""
         for kind in STANDARD:
             params = params_of((40,), (40,), (40,), dtype=BF16)
@@ -219,7 +219,7 @@ class Groups(TestCase):
                 run(kind(groups, lr=0.01, **options), alone, 3)
                 self.assert_same([params[g]], [alone[g]])
 
-    def test_an_error_in_one_group_leaves_the_others_as_they_were(self):
+    def test_error_in_one_group_leaves_others_unchanged(self):
         for kind in STANDARD:
             params = params_of((40,), (5, 4), dtype=BF16)
             optimizer = kind([{"params": params[:1], "seed": 1}, {"params": params[1:], "seed": 2}], lr=0.01,
@@ -232,7 +232,7 @@ class Groups(TestCase):
             self.assert_same(params, before)
             self.assertEqual([int(optimizer.state[p]["step"]) for p in params], [1, 1])
 
-    def test_trust_ratios_are_in_the_order_of_parameters(self):
+    def test_trust_ratios_are_in_parameter_order(self):
         params = params_of((40,), (50,), (60,), dtype=BF16)
         optimizer = FusedLamb([{"params": params[:1]}, {"params": params[1:2], "stochastic_rounding": False},
                                {"params": params[2:]}], stochastic_rounding=True)
@@ -243,7 +243,7 @@ class Groups(TestCase):
         self.assertEqual(optimizer.get_lamb_coeffs(), other.get_lamb_coeffs())
         self.assertEqual([ratio.item() for ratio in optimizer.lamb_coeffs], other.get_lamb_coeffs())
 
-    def test_a_change_of_the_group_counts_from_the_next_step_on(self):
+    def test_changed_group_option_takes_effect_in_the_next_step(self):
         params, others = params_of((300,), dtype=BF16), params_of((300,), dtype=BF16)
         optimizer, plain = Lion(params, lr=0.01), Lion(others, lr=0.01)
         for i in range(2):
@@ -255,7 +255,7 @@ class Groups(TestCase):
         run(plain, others, 1, begin=2)
         self.assertFalse(torch.equal(params[0], others[0]))
 
-    def test_without_it_groups_and_state_have_the_keys_of_torch(self):
+    def test_disabled_rounding_adds_no_keys(self):
         for kind, reference in ((AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)):
             params = params_of((3,), dtype=BF16)
             optimizer = kind(params, lr=0.1)
@@ -271,7 +271,7 @@ class Groups(TestCase):
             for group in optimizer.param_groups:
                 self.assertEqual((group["stochastic_rounding"], group["seed"]), (True, 8))
 
-    def test_state_dict_without_the_keys_keeps_those_of_the_optimizer(self):
+    def test_state_dict_without_keys_keeps_the_optimizers_options(self):
         for kind in STANDARD:
             params = params_of((40,), dtype=BF16)
             old = kind(params, lr=0.01)
@@ -283,7 +283,7 @@ class Groups(TestCase):
             self.assertEqual(optimizer.param_groups[0]["seed"], 7)
             run(optimizer, others, 1)
 
-    def test_state_of_torch_loads_and_goes_back(self):
+    def test_state_is_compatible_with_torch(self):
         params, others = params_of((40,), dtype=BF16), params_of((40,), dtype=BF16)
         for kind, reference in ((AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD), (Adagrad, torch.optim.Adagrad)):
             optimizer, theirs = kind(params, lr=0.01, stochastic_rounding=True), reference(others, lr=0.01)
@@ -293,7 +293,7 @@ class Groups(TestCase):
             theirs.load_state_dict(optimizer.state_dict())
             run(theirs, others, 1)
 
-    def test_momentum_that_begins_after_steps_without(self):
+    def test_late_momentum_starts_undampened(self):
         """The first gradient initializes the buffer, without dampening."""
         old = params_of((4,), dtype=BF16)
         optimizer = SGD(old, lr=0.01, stochastic_rounding=True)
@@ -312,7 +312,7 @@ class Refusals(TestCase):
         with self.assertRaisesRegex(kind, text):
             call()
 
-    def test_no_parameter_is_bfloat16(self):
+    def test_rejects_parameters_without_bfloat16(self):
         for kind in STANDARD:
             params = params_of((3,))
             before = params[0].detach().clone()
@@ -320,14 +320,14 @@ class Refusals(TestCase):
             self.refused("no effect.*no parameter is bfloat16.*float32", lambda: run(optimizer, params, 1))
             self.assert_same(params, [before])
 
-    def test_float16(self):
+    def test_rejects_float16(self):
         params = params_of((3,), dtype=BF16) + params_of((3,), dtype=torch.float16)
         before = [p.detach().clone() for p in params]
         optimizer = AdamW(params, stochastic_rounding=True)
         self.refused(r"\['params'\]\[1\].*F16.*BF16", lambda: run(optimizer, params, 1))
         self.assert_same(params, before)
 
-    def test_compat_mode(self):
+    def test_rejects_compat_mode(self):
         params = params_of((3,), dtype=BF16)
         for kind in (FusedAdam, FusedLamb):
             self.refused("%s: stochastic_rounding=True.*compat" % kind.__name__,
@@ -335,7 +335,7 @@ class Refusals(TestCase):
             optimizer = kind([{"params": params, "stochastic_rounding": True}], compat="deepspeed")
             self.refused(r"param_groups\[0\]: stochastic_rounding=True.*compat", lambda: run(optimizer, params, 1))
 
-    def test_onebit_family(self):
+    def test_rejects_onebit_family(self):
         params = params_of((3,), dtype=BF16)
         for kind in ONEBIT:
             self.refused("%s: stochastic_rounding=True.*masters" % kind.__name__,
@@ -344,7 +344,7 @@ class Refusals(TestCase):
             self.refused(r"param_groups\[0\]: stochastic_rounding=True.*%s" % kind.__name__,
                          lambda: run(optimizer, params, 1))
 
-    def test_wrappers(self):
+    def test_rejects_wrappers(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params = params_of((3,), dtype=BF16)
             inner = FusedAdam(params, stochastic_rounding=True)
@@ -352,7 +352,7 @@ class Refusals(TestCase):
                          lambda: wrapper(inner, low_precision_dtype=BF16))
             run(inner, params, 1)
 
-    def test_seeds(self):
+    def test_rejects_invalid_seeds(self):
         for kind in STANDARD:
             params = params_of((3,), dtype=BF16)
             self.refused("seed is 3, which has no effect without stochastic_rounding", lambda: kind(params, seed=3))
@@ -364,7 +364,7 @@ class Refusals(TestCase):
         optimizer.param_groups[0]["seed"] = None
         self.refused(r"param_groups\[0\]: seed is None", lambda: run(optimizer, params, 1), dsopt.ArgumentError)
 
-    def test_load_that_turns_it_on_where_it_is_not_supported(self):
+    def test_rejects_loads_that_enable_unsupported_rounding(self):
         """The load fails, and changes nothing."""
         params = params_of((3,), dtype=BF16)
         saved = FusedAdam(params, lr=0.5, stochastic_rounding=True)

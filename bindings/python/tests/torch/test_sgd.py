@@ -56,7 +56,7 @@ class Beside(TestCase):
 
 
 class Values(Beside):
-    def test_agrees(self):
+    def test_agrees_with_the_reference(self):
         for kind, reference, options in self.each():
             params, others = params_of(*SHAPES), params_of(*SHAPES)
             ours, theirs = kind(params, **options), reference(others, **options)
@@ -68,7 +68,7 @@ class Values(Beside):
                 for key, value in expected.items():
                     self.assert_close(ours.state[p][key], torch.as_tensor(value), check_dtype=key != "step")
 
-    def test_trains(self):
+    def test_trains_like_the_reference(self):
         x = torch.randn(64, 8)
         y = x[:, :1] * x[:, 1:2]
         for kind, reference, options in self.each(((SGD, {"lr": 0.05, "momentum": 0.9}), (Adagrad, {"lr": 0.1}),
@@ -87,7 +87,7 @@ class Values(Beside):
             self.assertLess(losses[0], 0.5)
             self.assertAlmostEqual(losses[0], losses[1], delta=5e-3)
 
-    def test_complex_is_two_reals(self):
+    def test_complex_parameters_step_as_two_reals(self):
         for kind, reference, options in self.each():
             torch.manual_seed(1)
             param = torch.randn(5, 5, dtype=torch.complex64, requires_grad=True)
@@ -100,7 +100,7 @@ class Values(Beside):
                 b.step()
                 self.assert_same([torch.view_as_real(param.detach())], [real])
 
-    def test_16_bit_parameters(self):
+    def test_steps_16_bit_parameters(self):
         for kind, reference, options in self.each():
             for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
                 params = params_of((40, 3), dtype=dtype)
@@ -118,7 +118,7 @@ class Values(Beside):
                     if options.get("initial_accumulator_value") and key == "sum":
                         self.assert_close(value, theirs.state[others[0]]["sum"])
 
-    def test_channels_last(self):
+    def test_steps_channels_last_parameters(self):
         for kind, reference, options in self.each():
             params, others = params_of((2, 3, 4, 4)), params_of((2, 3, 4, 4))
             params[0].data = params[0].data.to(memory_format=torch.channels_last)
@@ -161,7 +161,7 @@ class Groups(Beside):
                 step_both(ours, theirs, params, others, 1, begin=i)
             self.assert_close(params, others)
 
-    def test_one_cycle_moves_momentum(self):
+    def test_one_cycle_changes_momentum(self):
         params, others = params_of((50,)), params_of((50,))
         pair = SGD(params, lr=0.01, momentum=0.9), torch.optim.SGD(others, lr=0.01, momentum=0.9)
         schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20) for o in pair]
@@ -175,7 +175,7 @@ class Groups(Beside):
         self.assertGreater(len(seen), 10)
         self.assert_close(params, others)
 
-    def test_add_param_group(self):
+    def test_add_param_group_adds_parameters(self):
         """Each group behaves as if it had a separate optimizer from the start."""
         for kind, reference, options in self.each():
             params, others = params_of((9,), (4,)), params_of((9,), (4,))
@@ -191,7 +191,7 @@ class Groups(Beside):
                     optimizer.step()
             self.assert_close(params, others)
 
-    def test_parameters_without_gradient_stay(self):
+    def test_parameters_without_gradient_are_unchanged(self):
         for kind, reference, options in self.each():
             params, others = params_of((9,), (4,)), params_of((9,), (4,))
             ours, theirs = kind(params, **options), reference(others, **options)
@@ -220,7 +220,7 @@ class Groups(Beside):
 
 
 class State(Beside):
-    def test_both_ways(self):
+    def test_state_is_compatible_with_torch(self):
         for kind, reference, options in self.each():
             params, others = params_of(*SHAPES), params_of(*SHAPES)
             ours, theirs = kind(params, **options), reference(others, **options)
@@ -236,7 +236,7 @@ class State(Beside):
                 self.assertEqual(float(crossed[0].state[others[0]]["step"]), 8)
                 self.assertEqual(float(crossed[1].state[params[0]]["step"]), 8)
 
-    def test_same_bits_after_a_load(self):
+    def test_resumes_with_same_bits(self):
         def by_file(first, second):
             file = io.BytesIO()
             torch.save(first.state_dict(), file)
@@ -260,7 +260,7 @@ class State(Beside):
                         second.step()
                         self.assert_same(params, others)
 
-    def test_copies(self):
+    def test_copies_step_like_the_original(self):
         for kind, reference, options in self.each():
             for again in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
                 params = params_of((9,))
@@ -286,7 +286,7 @@ class State(Beside):
             with self.assertRaisesRegex(ValueError, r"%r of param_groups\[0\]\['params'\]\[1\]" % names[kind]):
                 optimizer.step()
 
-    def test_first_step_that_is_skipped(self):
+    def test_skipped_first_step_has_no_effect(self):
         """A skipped step has no effect, like with torch, whose step GradScaler does not call then."""
         def nothing(optimizer):
             return optimizer
@@ -319,7 +319,7 @@ class State(Beside):
                 step_both(ours, theirs, params, others, 3)
                 self.assert_close(params, others)
 
-    def test_step_that_fails_before_the_first(self):
+    def test_failed_first_step_has_no_effect(self):
         params, others = params_of((9,), (4,)), params_of((9,), (4,))
         options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
         ours, theirs = SGD(params, **options), torch.optim.SGD(others, **options)
@@ -332,7 +332,7 @@ class State(Beside):
         step_both(ours, theirs, params, others, 3)
         self.assert_close(params, others)
 
-    def test_adagrad_takes_sums_that_are_set_before_the_first_step(self):
+    def test_adagrad_uses_sums_set_before_the_first_step(self):
         params, others = params_of((9,)), params_of((9,))
         pair = Adagrad(params), torch.optim.Adagrad(others)
         for optimizer, p in zip(pair, (params[0], others[0])):
@@ -351,7 +351,7 @@ class State(Beside):
 
 
 class Mixed(TestCase):
-    def test_masters(self):
+    def test_works_with_masters(self):
         for kind, options in ((SGD, {"momentum": 0.9}), (SGD, {}), (Adagrad, {}), (Lion, {})):
             params, others = params_of((50,), dtype=torch.float16), params_of((50,))
             others[0].data.copy_(params[0].data.float())
@@ -366,7 +366,7 @@ class Mixed(TestCase):
 
 
 class Refused(Beside):
-    def test_options(self):
+    def test_rejects_unsupported_options(self):
         params = params_of((3,))
         for kind in (SGD, Adagrad, Lion):
             for option in ("maximize", "differentiable"):
@@ -380,7 +380,7 @@ class Refused(Beside):
                     with self.assertRaisesRegex(NotImplementedError, option):
                         optimizer.step()
 
-    def test_values(self):
+    def test_rejects_invalid_values(self):
         params = params_of((3,))
         for kind, options, text in (
             (SGD, {"lr": -1.0}, "Invalid learning rate: -1"),
@@ -421,7 +421,7 @@ class Refused(Beside):
                         optimizer.step()
                     self.assert_same(params, old)
 
-    def test_gradients_by_name(self):
+    def test_errors_name_the_gradient(self):
         for kind, reference, options in self.each():
             params = params_of((3,), (4,))
             optimizer = kind(params, **options)
@@ -433,7 +433,7 @@ class Refused(Beside):
 
 class Signatures(TestCase):
     @unittest.skipIf(VERSION < (2, 6), "torch %s has not all of the arguments" % torch.__version__)
-    def test_as_torch(self):
+    def test_signatures_match_torch(self):
         for kind in (SGD, Adagrad):
             ours, theirs = (inspect.signature(k.__init__).parameters for k in (kind, PAIRS[kind]))
             self.assertEqual([(p.name, p.default, p.kind) for p in ours.values()

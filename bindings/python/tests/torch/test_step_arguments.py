@@ -115,16 +115,16 @@ CASES = [grads_in_every_form, grads_of_group_0, non_freeze]
 
 
 class Grads(TestCase):
-    def test_every_form(self):
+    def test_accepts_every_form_of_grads(self):
         grads_in_every_form()
 
-    def test_group_0(self):
+    def test_list_is_for_the_parameters_of_group_0(self):
         grads_of_group_0()
 
-    def test_non_freeze(self):
+    def test_non_freeze_groups_average_gradients(self):
         non_freeze()
 
-    def test_a_first_gradient_comes_by_either_way(self):
+    def test_first_gradient_may_be_passed_either_way(self):
         """FusedLamb has state for parameters that had a gradient."""
         params = params_of(*SHAPES)
         optimizer, grads = FusedLamb(params), grads_of(params, 0)
@@ -138,7 +138,7 @@ class Grads(TestCase):
         optimizer.step()
         self.assertEqual([int(optimizer.state[p]["step"]) for p in params], [2, 2, 1])
 
-    def test_gradients_of_another_dtype_and_order(self):
+    def test_accepts_gradients_of_another_dtype_and_order(self):
         for kind, options in ((FusedLamb, {}), *FAMILY):
             params, others = params_of((3, 2)), params_of((3, 2))
             ours, theirs = kind(params, **options), kind(others, **options)
@@ -149,7 +149,7 @@ class Grads(TestCase):
                 theirs.step()
                 self.assert_same(params, others)
 
-    def test_with_float32_masters(self):
+    def test_works_with_float32_masters(self):
         params, others = params_of((4,), dtype=torch.float16), params_of((4,), dtype=torch.float16)
         base = OnebitAdam(params, lr=0.01, freeze_step=2)
         wrapper = FP16_Optimizer(base, static_loss_scale=8.0)
@@ -161,7 +161,7 @@ class Grads(TestCase):
             reference.step()
         self.assert_same(wrapper.fp32_groups_flat, reference.fp32_groups_flat)
 
-    def test_refused(self):
+    def test_rejects_invalid_grads(self):
         for kind, options in ((FusedLamb, {}), *FAMILY):
             params = params_of(*SHAPES)
             optimizer, grads = kind([{"params": params[:2]}, {"params": params[2:]}], **options), grads_of(params, 0)
@@ -216,7 +216,7 @@ class Closures(TestCase):
             self.assert_same(params, others)
             self.assertIsNone(ours.step())
 
-    def test_grads_may_be_made_by_the_closure(self):
+    def test_closure_may_compute_the_grads(self):
         for kind, options in ((FusedLamb, {}), *FAMILY):
             params, others = params_of((4,)), params_of((4,))
             ours, theirs, made = kind(params, **options), kind(others, **options), []
@@ -239,7 +239,7 @@ class Closures(TestCase):
 
 
 class Lamb(TestCase):
-    def test_arguments_are_in_the_order_of_the_original(self):
+    def test_arguments_have_the_originals_order(self):
         params, others = params_of((4,)), params_of((4,))
         ours, theirs = FusedLamb(params, max_grad_norm=1.0), FusedLamb(others, max_grad_norm=1.0)
         grad, copies = torch.tensor([3.0, 4, 0, 0]), [torch.empty(4) for _ in range(2)]
@@ -248,7 +248,7 @@ class Lamb(TestCase):
         self.assert_same(params + [copies[0]], others + [copies[1]])
         self.assert_same([params[0]], [copies[0]])
 
-    def test_scale(self):
+    def test_scale_divides_gradients(self):
         for compat in (None, "deepspeed"):
             params, others = params_of(*SHAPES), params_of(*SHAPES)
             ours, theirs = FusedLamb(params, lr=0.01, compat=compat), FusedLamb(others, lr=0.01, compat=compat)
@@ -266,7 +266,7 @@ class Lamb(TestCase):
                     ours.step(scale=scale)
             self.assert_same(params, others)
 
-    def test_norms_clip_as_the_original(self):
+    def test_norms_clip_like_the_original(self):
         """By (norm / scale + 1e-6) / max_grad_norm, if that is above 1."""
         for compat, scale, norm in itertools.product((None, "deepspeed"), (1.0, 4.0), (0.5, 40.0)):
             params, others = params_of((4,), (5,)), params_of((4,), (5,))
@@ -279,7 +279,7 @@ class Lamb(TestCase):
                 theirs.step(grads=[grads[0] / (clip * scale), grads[1] / scale])
             self.assert_close(params, others, rtol=1e-5, atol=1e-7)
 
-    def test_norms_are_taken_by_the_step_if_none_are_given(self):
+    def test_step_computes_missing_norms(self):
         params, others = params_of((4,)), params_of((4,))
         ours, theirs = FusedLamb(params, max_grad_norm=1.0), FusedLamb(others, max_grad_norm=1.0)
         for seed in range(3):
@@ -288,7 +288,7 @@ class Lamb(TestCase):
             theirs.step(grads=[grad], scale=2.0, grad_norms=[torch.linalg.vector_norm(grad)])
         self.assert_close(params, others, rtol=1e-6, atol=1e-7)
 
-    def test_norms_refused(self):
+    def test_rejects_invalid_norms(self):
         params = params_of(*SHAPES)
         optimizer = FusedLamb([{"params": params[:2]}, {"params": params[2:]}], max_grad_norm=1.0)
         give_grads(params)
@@ -304,7 +304,7 @@ class Lamb(TestCase):
             group["max_grad_norm"] = 0.0
         optimizer.step(grad_norms=[[1.0, 2.0]])  # nothing is clipped, and the original also ignores them
 
-    def test_output_params(self):
+    def test_writes_output_params(self):
         for compat, dtype in itertools.product((None, "deepspeed"), (torch.float16, torch.bfloat16, torch.float32)):
             params, others = params_of(*SHAPES), params_of(*SHAPES)
             groups = [{"params": params[:2]}, {"params": params[2:]}]
@@ -328,7 +328,7 @@ class Lamb(TestCase):
             ours.step()  # outputs apply to one step only
             self.assert_same(copies, old)
 
-    def test_output_params_refused(self):
+    def test_rejects_invalid_output_params(self):
         params = params_of((4,), (3, 2))
         optimizer = FusedLamb(params)
         give_grads(params)
@@ -364,7 +364,7 @@ class StepOfTheGroup(TestCase):
             # The original counts per group, at its last parameter with a gradient.
             self.assertEqual(found, [12, 4] if compat is None else [11, 4], compat)
 
-    def test_state_that_is_there_counts(self):
+    def test_existing_state_overrides_the_group(self):
         params = params_of((4,))
         first = FusedAdam(params)
         give_grads(params)
@@ -377,7 +377,7 @@ class StepOfTheGroup(TestCase):
         again.step()
         self.assertEqual(int(again.state[params[0]]["step"]), 2)
 
-    def test_with_a_wrapper(self):
+    def test_works_with_a_wrapper(self):
         # In compat mode the wrapper takes a step when it is constructed.
         for compat, expected in ((None, 11), ("deepspeed", 12)):
             params = params_of((4,), dtype=torch.float16)
@@ -395,7 +395,7 @@ class StepOfTheGroup(TestCase):
             optimizer.step()
             self.assertEqual(int(optimizer.state[params[0]]["step"]), 1)
 
-    def test_wrong_values_are_refused(self):
+    def test_rejects_invalid_values(self):
         for value in ("x", -1, 1.5, float("nan"), 2**31, None):
             params = params_of((4,))
             optimizer = FusedAdam([{"params": params, "step": value}])
@@ -408,7 +408,7 @@ class StepOfTheGroup(TestCase):
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class TwoProcesses(TestCase):
-    def test_cases(self):
+    def test_cases_pass_on_two_ranks(self):
         run_ranks(self, __file__, "all")
 
 

@@ -42,7 +42,7 @@ class SameAddress(TestCase):
         fresh.step()
         self.assert_same(params, others)
 
-    def test_parameter_of_another_dtype(self):
+    def test_detects_parameter_of_another_dtype(self):
         memory, params = Memory(), params_of((8, 8))
         params[0].data = memory.put(params[0].detach().half())
         optimizer = AdamW(params, lr=0.1)
@@ -56,7 +56,7 @@ class SameAddress(TestCase):
         self.assert_close(params[0].detach().float(), start.float() * 0.999 - 0.1, rtol=0, atol=0.02)
         self.assertEqual(optimizer.state[params[0]]["step"].item(), 2)
 
-    def test_parameter_of_other_strides(self):
+    def test_detects_parameter_of_other_strides(self):
         for kind in (AdamW, SGD):
             memory, params = Memory(), params_of((4, 4))
             params[0].data = memory.put(params[0].detach())
@@ -66,7 +66,7 @@ class SameAddress(TestCase):
             params[0].data = memory.put(params[0].detach().clone(), (1, 4))
             self.expect(params, optimizer, lr=0.1)
 
-    def test_gradient_of_another_dtype(self):
+    def test_detects_gradient_of_another_dtype(self):
         memory, params = Memory(), params_of((8,), dtype=torch.float16)
         optimizer = AdamW(params, lr=0.1)
         params[0].grad = memory.put(torch.linspace(-1, 1, 8).half())
@@ -76,7 +76,7 @@ class SameAddress(TestCase):
         self.assertEqual(params[0].grad.dtype, torch.bfloat16)
         self.expect(params, optimizer, lr=0.1)
 
-    def test_gradient_of_other_strides(self):
+    def test_detects_gradient_of_other_strides(self):
         memory, params = Memory(), params_of((4, 4), (3,))
         optimizer = AdamW(params, lr=0.1)
         give_grads(params)
@@ -127,7 +127,7 @@ class SameAddress(TestCase):
                 optimizer.step()
             self.assert_same(params, [before])
 
-    def test_gradient_of_another_dtype_after_none(self):
+    def test_detects_gradient_of_another_dtype_after_none(self):
         """After an absent gradient, or a call with copies, the fast path does not reuse an old dtype."""
         for between in ("none", "transposed", "refused", "sparse"):
             params = params_of((4, 4), (3,), dtype=torch.float16)
@@ -156,7 +156,7 @@ class SameAddress(TestCase):
             params[0].grad, params[1].grad = half
             self.expect(params, optimizer, lr=0.1)
 
-    def test_gradient_with_the_negative_bit(self):
+    def test_detects_the_negative_bit_of_a_gradient(self):
         """The imaginary part of a conjugate has the address and layout of the number's imaginary part."""
         params, number = params_of((1,)), torch.complex(torch.zeros(1), torch.full((1,), 2.0))
         optimizer = AdamW(params, lr=0.1)
@@ -178,7 +178,7 @@ class SameAddress(TestCase):
                 optimizer.step()
             self.assert_same(params, [before])
 
-    def test_state_of_other_strides(self):
+    def test_detects_state_of_other_strides(self):
         params = params_of((4, 4))
         optimizer = AdamW(params, lr=0.1)
         give_grads(params)
@@ -228,7 +228,7 @@ class LayoutsEqual(TestCase):
 
 
 class PresentGoneAbsent(TestCase):
-    def test_gradients(self):
+    def test_freed_gradients_are_not_used(self):
         """A gradient that was freed is not used, and its memory not written."""
         for kind in EVERY:
             params = params_of((64,), (32,))
@@ -254,7 +254,7 @@ class PresentGoneAbsent(TestCase):
                 optimizer.step()
                 self.assert_same(params, before)
 
-    def test_parameters_with_gaps(self):
+    def test_gaps_of_parameters_are_not_written(self):
         """Memory between the elements of a parameter is not written, whether it has a gradient or not."""
         for kind in (OnebitAdam, OnebitLamb, AdamW):
             big = torch.randn(6, 10)
@@ -271,7 +271,7 @@ class PresentGoneAbsent(TestCase):
                 self.assert_same(params, others)
                 self.assertTrue(torch.equal(big[:, 1::2], between))
 
-    def test_masters_of_parameters_with_gaps(self):
+    def test_masters_work_for_parameters_with_gaps(self):
         for wrapper in WRAPPERS:
             big = torch.randn(6, 10).half()
             params = [torch.nn.Parameter(big[:, ::2])]
@@ -310,16 +310,16 @@ class Strides(TestCase):
                     self.assertTrue(torch.equal(given, values), "the gradient is changed")
                 self.assert_same(params, others)
 
-    def test_every_class(self):
+    def test_every_class_accepts_any_strides(self):
         for kind in EVERY:
             self.agree(lambda params: kind(params, lr=0.1))
 
-    def test_wrappers(self):
+    def test_wrappers_accept_any_strides(self):
         for wrapper in WRAPPERS:
             for kind in (FusedAdam, OnebitAdam):
                 self.agree(lambda params: wrapper(kind(params, lr=0.1), clip_grad=0.1), torch.float16)
 
-    def test_expanded(self):
+    def test_accepts_expanded_gradients(self):
         """The gradient of a sum: all elements share memory."""
         params, others = params_of((4, 6)), params_of((4, 6))
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
@@ -328,7 +328,7 @@ class Strides(TestCase):
         theirs.step()
         self.assert_close(params, others)
 
-    def test_imaginary_part_of_a_conjugate(self):
+    def test_accepts_imaginary_part_of_a_conjugate(self):
         """torch negates it lazily, on reading."""
         for count in (1, 4):
             params, others = params_of((count,)), params_of((count,))
@@ -352,7 +352,7 @@ class Strides(TestCase):
             self.assertEqual(memory[:, ::2].abs().sum().item(), 0)
             self.assertTrue(bool((memory[:, 1::2] == 1).all()))
 
-    def test_complex(self):
+    def test_accepts_complex_gradients(self):
         params, others = params_of((3, 4), dtype=torch.complex64), params_of((3, 4), dtype=torch.complex64)
         ours, theirs = AdamW(params), torch.optim.AdamW(others)
         values = torch.randn(4, 3, dtype=torch.complex64)

@@ -56,7 +56,7 @@ class Arguments(TestCase):
         for wrapper, names in ATTRIBUTES.items():
             self.assertLessEqual(set(names) | set(list(inspect.signature(wrapper).parameters)[:14]), set(rows))
 
-    def test_attributes_are_there_or_name_the_way(self):
+    def test_attributes_exist_or_raise_advice(self):
         rows = table()
         for wrapper, names in ATTRIBUTES.items():
             params, optimizer = self.make(wrapper, dynamic_loss_scale=True)
@@ -73,7 +73,7 @@ class Arguments(TestCase):
             with self.assertRaisesRegex(AttributeError, "has no nothing$"):
                 optimizer.nothing
 
-    def test_every_argument_by_position(self):
+    def test_accepts_every_argument_by_position(self):
         (param, ) = params_of((3,), dtype=torch.float16)
         engine, timers = object(), None
         fused = FP16_Optimizer(FusedAdam([param]), engine, None, torch.float16, 1.0, True, 2.**9, None, False, None,
@@ -87,7 +87,7 @@ class Arguments(TestCase):
         self.assertEqual((unfused.loss_scale, unfused.scale_window, unfused.min_loss_scale, unfused.verbose,
                           unfused.clip_grad, unfused.fused_lamb_legacy), (2**7, 5, 2, False, 0.5, True))
 
-    def test_static_scale_in_the_third_place(self):
+    def test_accepts_static_scale_as_third_argument(self):
         """Same position as in DeepSpeed before LossScaleConfig."""
         for wrapper in BOTH:
             for scale in (128.0, 128):
@@ -100,7 +100,7 @@ class Arguments(TestCase):
                 with self.assertRaisesRegex(ValueError, text):
                     wrapper(base, None, *arguments, **options)
 
-    def test_frozen_parameters_of_another_dtype(self):
+    def test_accepts_frozen_parameters_of_another_dtype(self):
         for wrapper in BOTH:
             params = params_of((3,), (4,), dtype=torch.float16)
             frozen = params_of((2,), (3, 3), seed=1)
@@ -147,7 +147,7 @@ class Arguments(TestCase):
                 self.assertEqual(pathlib.Path(warning.filename).name, pathlib.Path(__file__).name)
                 self.assertFalse(torch.equal(params[0], before[0]))
 
-    def test_lamb_with_a_static_scale(self):
+    def test_lamb_accepts_a_static_scale(self):
         """DeepSpeed's engine rejects it, its wrappers do not."""
         for kind, options in EVERY:
             for wrapper in BOTH if "Lamb" in kind.__name__ else ():
@@ -159,7 +159,7 @@ class Arguments(TestCase):
                     self.assertFalse(optimizer.step())
                 self.assertFalse(torch.equal(params[0], before[0]))
 
-    def test_norm_of_a_skipped_step(self):
+    def test_skipped_step_reports_its_norm(self):
         for wrapper in BOTH:
             for compat in (None, "deepspeed"):
                 params, optimizer = self.make(wrapper, options={"compat": compat}, dynamic_loss_scale=True)
@@ -188,7 +188,7 @@ class Arguments(TestCase):
             self.assertFalse(getattr(optimizer, name)())
             self.assertIsNotNone(params[0].grad)
 
-    def test_loss_scale_without_gradient_scaling(self):
+    def test_loss_scale_is_1_without_gradient_scaling(self):
         for dtype in (torch.bfloat16, torch.float32):
             _, fused = self.make(FP16_Optimizer, dtype=dtype)
             _, unfused = self.make(FP16_UnfusedOptimizer, dtype=dtype)
@@ -203,7 +203,7 @@ class Arguments(TestCase):
                     with self.assertRaisesRegex(NotImplementedError, "override_loss_scale: there is no loss scale"):
                         optimizer.override_loss_scale(scale)
 
-    def test_keys_of_the_scaler_in_state_dicts(self):
+    def test_state_dicts_have_the_scalers_keys(self):
         own = {"optimizer_state_dict", "clip_grad"}
         static = own | {"dynamic_loss_scale", "cur_scale", "cur_iter"}
         dynamic = static | {"last_overflow_iter", "scale_factor", "scale_window"}
@@ -221,7 +221,7 @@ class Arguments(TestCase):
                 again.load_state_dict(saved)
                 self.assert_same(again.masters()[0], optimizer.masters()[0])
 
-    def test_zero_grad_to_zero_and_to_none(self):
+    def test_zero_grad_sets_zero_or_none(self):
         for wrapper in BOTH:
             params, optimizer = self.make(wrapper)
             self.give_grads(params)
@@ -239,7 +239,7 @@ class Arguments(TestCase):
             self.assertFalse(params[0].grad.requires_grad)
             self.assertEqual(params[0].grad.abs().sum().item(), 0)
 
-    def test_retain_graph_and_create_graph(self):
+    def test_backward_accepts_retain_graph_and_create_graph(self):
         for wrapper in BOTH:
             for compat, override in ((None, None), (None, 4.0), ("deepspeed", None), ("deepspeed", 4.0)):
                 params, optimizer = self.make(wrapper, options={"compat": compat}, static_loss_scale=8.0)
@@ -260,7 +260,7 @@ class Arguments(TestCase):
                 self.assertIsNotNone(params[0].grad.grad_fn)
                 optimizer.zero_grad()
 
-    def test_empty_groups(self):
+    def test_accepts_empty_groups(self):
         for wrapper in BOTH:
             for kind, options in EVERY:
                 for compat in (None, "deepspeed"):

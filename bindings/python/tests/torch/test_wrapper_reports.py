@@ -144,7 +144,7 @@ def one_rank_sets_equal_values(rank):
 
 class Reports(TestCase):
     @unittest.skipUnless(GLOO, "torch has no gloo here")
-    def test_two_ranks(self):
+    def test_ranks_may_report_differently(self):
         run_ranks(self, __file__, "all")
 
     def make(self, wrapper, kind=FusedAdam, options=None, dtype=torch.float16, **more):
@@ -174,7 +174,7 @@ class Reports(TestCase):
                                  r"\[1\]\); the loss scale changed from 2048 to 1024$")
                 self.assertEqual({record.levelno for record in logs.records}, {logging.INFO})
 
-    def test_log_of_a_static_scale_and_of_none(self):
+    def test_log_without_a_dynamic_scale_has_skipped_steps(self):
         for options, text in ((dict(dynamic_loss_scale=False, dynamic_loss_args=None, static_loss_scale=8.0),
                                "^skipped a step .*; the loss scale is 8$"),
                               (dict(dtype=torch.bfloat16), "^skipped a step .*; the loss scale is 1$")):
@@ -184,7 +184,7 @@ class Reports(TestCase):
             (record, ) = logs.records
             self.assertRegex(record.getMessage(), text)
 
-    def test_a_scale_that_the_caller_sets_is_not_logged(self):
+    def test_scale_set_by_the_caller_is_not_logged(self):
         params, optimizer = self.make(FP16_Optimizer)
         with self.assertLogs("dsopt", logging.INFO) as logs:
             self.step(params, optimizer)
@@ -194,7 +194,7 @@ class Reports(TestCase):
         self.assertEqual([record.getMessage().split("; ")[-1] for record in logs.records],
                          ["the loss scale changed from 64 to 32"])
 
-    def test_log_has_overrides(self):
+    def test_overrides_are_logged(self):
         for compat in (None, "deepspeed"):
             params, optimizer = self.make(FP16_Optimizer, options={"compat": compat})
             with self.assertLogs("dsopt", logging.INFO) as logs:
@@ -213,7 +213,7 @@ class Reports(TestCase):
             self.step(params, optimizer, bad=0)
         self.assertEqual(len(logs.records), 1)
 
-    def test_timers_of_deepspeed_get_the_phases(self):
+    def test_deepspeed_timers_receive_the_phases(self):
         for host in (True, False):
             timers = Wall(host)
             params, optimizer = self.make(FP16_Optimizer, timers=timers, clip_grad=1.0)
@@ -240,7 +240,7 @@ class Reports(TestCase):
         self.step(params, optimizer, bad=0)
         self.assertEqual(timers.logged, [STEP, OVERFLOW])
 
-    def test_the_report_stays_until_the_next_step(self):
+    def test_report_is_kept_until_the_next_step(self):
         def clip(params, optimizer):
             optimizer.clip_grad = 0.5
 
@@ -275,7 +275,7 @@ class Reports(TestCase):
         self.step(params, optimizer)
         self.assertGreater(optimizer.phase_times()["basic_step"], 0)
 
-    def test_a_step_that_is_refused_stops_the_timer(self):
+    def test_failed_step_stops_the_timer(self):
         timers = Recorder()
         params, optimizer = self.make(FP16_Optimizer, timers=timers)
         params[0].grad = torch.ones(7, 3, dtype=torch.float16).to_sparse()
@@ -283,7 +283,7 @@ class Reports(TestCase):
             optimizer.step()
         self.assertEqual(timers.calls, [("basic_step", "start"), ("basic_step", "stop")])
 
-    def test_a_step_looks_for_changes_once_and_reads_one_report(self):
+    def test_step_checks_changes_once_and_reads_one_report(self):
         for wrapper, name in ((FP16_Optimizer, "step"), (FP16_Optimizer, "step_fused_adam"),
                               (FP16_UnfusedOptimizer, "step"), (FP16_UnfusedOptimizer, "step_fused_lamb")):
             for kind, options in EVERY:

@@ -26,7 +26,7 @@ class Wrapped(TestCase):
         optimizer.backward(loss * (math.inf if bad else 1))
         return optimizer.step()
 
-    def test_masters_beside_torch(self):
+    def test_masters_match_torch(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             for dtype in (torch.float16, torch.bfloat16):
                 params, optimizer = self.make(wrapper, dtype=dtype, options={"weight_decay": 0.1})
@@ -43,7 +43,7 @@ class Wrapped(TestCase):
                 self.assert_same(params, [m.to(dtype) for m in optimizer.masters()[0]])
                 self.assertEqual(params[0].grad is None, wrapper is FP16_Optimizer)
 
-    def test_scale(self):
+    def test_scale_grows_and_halves(self):
         """With a window of 3 the scale grows in the call after 3 good ones, and is halved if a gradient is not
         finite."""
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
@@ -61,7 +61,7 @@ class Wrapped(TestCase):
             self.assertEqual(scales, [10, 10, 10, 11, 11, 10, 9, 9, 9, 9, 10, 10])
             self.assertEqual((optimizer.cur_iter, optimizer.last_overflow_iter), (12, 6))
 
-    def test_setting_the_scale(self):
+    def test_scale_can_be_set(self):
         params, optimizer = self.make(FP16_Optimizer)
         optimizer.loss_scale = 64.0
         self.assertEqual((optimizer.loss_scale, optimizer.cur_scale), (64, 64))
@@ -76,7 +76,7 @@ class Wrapped(TestCase):
         _, static = self.make(FP16_Optimizer, dynamic_loss_scale=False, static_loss_scale=8.0)
         self.assertEqual(static.loss_scale, 8)
 
-    def test_clipping(self):
+    def test_clips_gradients(self):
         params, optimizer = self.make(FP16_Optimizer, clip_grad=0.5, options={"betas": (0.0, 0.999)})
         self.step(params, optimizer)
         norm = optimizer._global_grad_norm
@@ -88,7 +88,7 @@ class Wrapped(TestCase):
         momentum = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in params])
         self.assert_close(momentum.norm().item(), norm, rtol=1e-3, atol=0)
 
-    def test_clipping_of_float32(self):
+    def test_clips_float32_gradients(self):
         params, optimizer = self.make(FP16_Optimizer,
                                       dtype=torch.float32,
                                       clip_grad=0.5,
@@ -98,7 +98,7 @@ class Wrapped(TestCase):
         self.assert_close(momentum.norm().item(), 0.5, rtol=1e-3, atol=0)
         self.assertEqual((optimizer.loss_scale, optimizer.cur_scale), (None, 1))
 
-    def test_state(self):
+    def test_state_dict_restores_everything(self):
         for wrapper, key in ((FP16_Optimizer, "fp32_groups_flat"), (FP16_UnfusedOptimizer, "fp32_groups")):
             for kind, options in EVERY:
                 params, optimizer = self.make(wrapper, kind, options=options, clip_grad=1.0)
@@ -121,7 +121,7 @@ class Wrapped(TestCase):
                 self.assert_same(others, params)
                 self.assert_same(again.masters()[0], optimizer.masters()[0])
 
-    def test_masters_without_state(self):
+    def test_masters_load_without_state(self):
         params, optimizer = self.make(FP16_Optimizer)
         self.step(params, optimizer)
         saved = copy.deepcopy(optimizer.state_dict())
@@ -133,7 +133,7 @@ class Wrapped(TestCase):
         with self.assertRaisesRegex(ValueError, "fp32_groups_flat"):
             again.load_state_dict(saved)
 
-    def test_new_weights(self):
+    def test_refresh_uses_new_weights(self):
         params, optimizer = self.make(FP16_UnfusedOptimizer)
         for p in params:
             p.data.fill_(0.5)
@@ -141,12 +141,12 @@ class Wrapped(TestCase):
         self.step(params, optimizer)
         self.assertLess((params[0].detach() - 0.5).abs().max().item(), 0.02)
 
-    def test_compat_takes_a_step_of_decay_when_made(self):
+    def test_compat_constructor_takes_a_decay_step(self):
         params, optimizer = self.make(FP16_Optimizer, options={"weight_decay": 0.5, "compat": "deepspeed"})
         self.assert_close(optimizer.masters()[0][0], params[0].detach().float() * (1 - 0.01 * 0.5))
         self.assertEqual(optimizer.state[params[0]]["step"].item(), 1)
 
-    def test_refused(self):
+    def test_rejects_invalid_arguments(self):
         params = params_of((3,), dtype=torch.float16)
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             with self.assertRaisesRegex(ValueError, "init_optimizer"):
@@ -170,7 +170,7 @@ class Wrapped(TestCase):
                                       last_overflow_iter=-1, scale_factor=2.0, scale_window=3, min_loss_scale=32.0))
             self.__dict__.update(changes)
 
-    def test_loss_scale_config(self):
+    def test_accepts_loss_scale_config(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params = params_of(*SHAPES, dtype=torch.float16)
             optimizer = wrapper(FusedAdam(params), deepspeed=object(), loss_scale_config=self.Config())
@@ -186,7 +186,7 @@ class Wrapped(TestCase):
             self.assertEqual((optimizer.loss_scale, optimizer.cur_scale), (256, 256))
             self.assertIn("cur_scale=256.0", repr(config))
 
-    def test_loss_scale_config_of_a_run_that_went_on(self):
+    def test_loss_scale_config_continues_a_run(self):
         params = params_of(*SHAPES, dtype=torch.float16)
         config = self.Config(cur_iter=9, last_overflow_iter=6, scale_factor=4.0)
         optimizer = FP16_Optimizer(FusedAdam(params), loss_scale_config=config)
@@ -196,7 +196,7 @@ class Wrapped(TestCase):
         self.step(params, optimizer)
         self.assertEqual(optimizer.cur_scale, 256)
 
-    def test_loss_scale_config_without_a_dynamic_scale(self):
+    def test_loss_scale_config_may_be_static(self):
         none = {"last_overflow_iter": None, "scale_factor": None, "scale_window": None, "min_loss_scale": None}
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             for dtype, scale in ((torch.float16, 8.0), (torch.bfloat16, 1.0)):
@@ -209,7 +209,7 @@ class Wrapped(TestCase):
                     if name != "cur_iter":
                         self.assertEqual(getattr(optimizer.loss_scale_config, name), value, name)
 
-    def test_loss_scale_config_that_is_refused(self):
+    def test_rejects_invalid_loss_scale_config(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             base = FusedAdam(params_of(*SHAPES, dtype=torch.float16))
             for options, text in ((dict(loss_scale_config=object()), "use_grad_scaling"),
@@ -239,7 +239,7 @@ class Wrapped(TestCase):
              "using_pipeline")
     UNFUSED = ("fp32_groups", "fused_lamb_legacy")
 
-    def test_attributes_that_deepspeed_reads(self):
+    def test_has_attributes_that_deepspeed_reads(self):
         for wrapper, more in ((FP16_Optimizer, self.FUSED), (FP16_UnfusedOptimizer, self.UNFUSED)):
             params, optimizer = self.make(wrapper)
             self.step(params, optimizer)
@@ -248,7 +248,7 @@ class Wrapped(TestCase):
             for name in self.ZERO:
                 self.assertFalse(hasattr(optimizer, name), "%s.%s" % (wrapper.__name__, name))
 
-    def test_groups_of_parameters(self):
+    def test_groups_contain_trained_parameters(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params = params_of((3,), (2, 2), (4,), dtype=torch.float16)
             params[1].requires_grad_(False)
@@ -263,7 +263,7 @@ class Wrapped(TestCase):
             optimizer.param_groups = optimizer.param_groups[:1]
             self.assertEqual(len(optimizer.optimizer.param_groups), 1)
 
-    def test_unscale_and_clip_grads(self):
+    def test_unscale_and_clip_grads_changes_gradients(self):
         """Gradients with the loss scale 2^10 and the norm 5 * 2^10 are clipped to 0.5."""
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params, optimizer = self.make(wrapper, clip_grad=0.5)
@@ -281,11 +281,11 @@ class Wrapped(TestCase):
             optimizer.clip_grad = 0.0
             self.assertEqual(optimizer.unscale_and_clip_grads(*given, total_norm=1.0, apply_scale=False), 1024)
 
-    def test_scale_if_loss(self):
+    def test_scale_if_loss_scales_losses(self):
         _, optimizer = self.make(FP16_Optimizer)
         self.assertEqual(optimizer.scale_if_loss(torch.tensor(2.0)).item(), 2048)
 
-    def test_zero_grad_of_views(self):
+    def test_zero_grad_works_with_bucket_views(self):
         """Gradients are views of buckets with DistributedDataParallel(gradient_as_bucket_view=True)."""
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params, optimizer = self.make(wrapper)
@@ -294,14 +294,14 @@ class Wrapped(TestCase):
             optimizer.zero_grad(set_to_none=False)
             self.assertEqual(bucket.sum().item(), 0)
 
-    def test_hysteresis(self):
+    def test_hysteresis_delays_the_decrease(self):
         params, optimizer = self.make(FP16_Optimizer, dynamic_loss_args={"init_scale": 64.0, "delayed_shift": 2})
         self.step(params, optimizer, bad=True)
         self.assertEqual(optimizer.cur_scale, 64)
         self.step(params, optimizer, bad=True)
         self.assertEqual(optimizer.cur_scale, 32)
 
-    def test_schedulers_take_the_optimizer_inside(self):
+    def test_schedulers_accept_the_inner_optimizer(self):
         params, optimizer = self.make(FP16_Optimizer)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, gamma=0.5)
         self.step(params, optimizer)

@@ -81,11 +81,11 @@ def cases(version):
 @unittest.skipUnless(GLOO, "torch is built without gloo")
 class Zero(TestCase):
     @originals.needed
-    def test_stages(self):
+    def test_every_stage_matches_torch(self):
         run_ranks(self, __file__, originals.VERSION)
 
     @originals.newer_needed
-    def test_stages_of_the_newer_version(self):
+    def test_every_stage_works_with_the_newer_version(self):
         run_ranks(self, __file__, originals.NEWER, environment=originals.newer())
 
 
