@@ -33,7 +33,7 @@ COMMON = {
     "opt": "the optimizer.",
     "scaler": "the scaler.",
     "comm": "the comm.",
-    "index": "place in the state list.",
+    "index": "index in the state list.",
     "stream": "where work is enqueued: see Streams in dsopt(3).",
     "count": "number of entries of the list.",
     "path": "name of the file, or NULL.",

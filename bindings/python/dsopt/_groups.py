@@ -34,14 +34,14 @@ _KEYS = {
 _DEFAULT: Any = object()  # replaced by the library's default when the class is created
 _MEANING = {
     "lr": "learning rate",
-    "betas": "decay of the first and of the second moment per step; for Lion of the update and of the moment",
-    "eps": "added to the root of the second moment",
+    "betas": "decay of the first and of the second moment per step; for Lion: of the update and of the moment",
+    "eps": "added to the square root of the second moment",
     "weight_decay": "coefficient of the weight decay",
-    "max_norm": "clip by the norm of this group's gradients alone; 0 = off",
+    "max_norm": "clip by the norm of this group's gradients; 0 = off",
     "bias_correction": "divide the moments by 1 - beta^step",
-    "eps_uncorrected": "add eps to the root of the variance before its bias correction, as in Keras",
+    "eps_uncorrected": "add eps to the square root of the variance before its bias correction, as in Keras",
     "eps_inside_sqrt": "sqrt(v + eps) in place of sqrt(v) + eps",
-    "min_trust": "least trust ratio of a tensor",
+    "min_trust": "smallest trust ratio of a tensor",
     "max_trust": "largest trust ratio of a tensor",
     "freeze_step": "last step that changes the variance",
     "non_freeze": "the group is never compressed and its variance never frozen",
@@ -50,13 +50,13 @@ _MEANING = {
     "max_local_interval": "longest interval between synchronizations, in steps",
     "trust_beta": "decay of the running mean of the trust ratio",
     "trust_threshold": "largest relative change per step of the factor that corrects the frozen trust ratio",
-    "trust_min_change": "least value of that factor",
+    "trust_min_change": "smallest value of that factor",
     "trust_max_change": "largest value of that factor",
     "momentum": "decay of the momentum per step; 0 = no momentum and no state",
-    "dampening": "share of the gradient that the momentum leaves out after the first step",
+    "dampening": "fraction of the gradient that does not enter the momentum after the first step",
     "nesterov": "Nesterov's momentum, which needs momentum above 0 and dampening 0",
     "lr_decay": "lr is divided by 1 + lr_decay * (step - 1)",
-    "initial_accumulator_value": "what the sum of squares starts as",
+    "initial_accumulator_value": "initial value of the sum of squares",
 }
 
 

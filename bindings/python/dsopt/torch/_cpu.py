@@ -16,10 +16,10 @@ from ._tensors import refused, unsupported, wrong
 
 CHUNK = 2**20  # elements that a rollback converts to double at a time
 STATES = """
-    fp32_optimizer_states  must be True: the moments are float32, whatever the dtype of the parameters
-    stochastic_rounding    True: bfloat16 parameters are rounded up or down at random, in proportion to the distance, so
-                           that small updates are not lost; float32 ones are exact
-    seed                   of the random numbers, a whole number in [0, 2^64)
+    fp32_optimizer_states  must be True: the moments are float32 for every dtype of parameters
+    stochastic_rounding    True: bfloat16 parameters are rounded up or down with a probability proportional to the
+                           distance, so that small updates are not lost; float32 ones are exact
+    seed                   seed of the random numbers, an integer in [0, 2^64)
     """
 TENSORS = """
     Parameters are float32, float16 or bfloat16, on the CPU or on a device of the engine. Gradients may have another
@@ -56,10 +56,10 @@ class Offload(EngineOptimizer):
 class DeepSpeedCPUAdam(Offload, Named):
     __doc__ = """deepspeed.ops.adam.DeepSpeedCPUAdam: AdamW, or with adamw_mode=False Adam with L2 decay.
     """ + TENSORS + COMMON.replace("    params      ", "    model_params") + DECAY + """
-    bias_correction  False: the means are taken as they are, without the factors for the first steps
+    bias_correction  False: the means are used without bias correction
     amsgrad          must be False
-    adamw_mode       True: weights are decayed apart from the gradient (AdamW); False: weight_decay times the weights is
-                     added to the gradient (Adam). The attribute adam_w_mode, which each step reads""" + STATES
+    adamw_mode       True: decoupled weight decay (AdamW); False: weight_decay times the weights is added to the
+                     gradient (Adam). Each step reads the attribute adam_w_mode""" + STATES
 
     _kept = Named._kept + ("adam_w_mode", "opt_id")
 
@@ -186,10 +186,10 @@ class DeepSpeedCPUAdam(Offload, Named):
 
 class DeepSpeedCPULion(Offload, Lion):
     __doc__ = """deepspeed.ops.lion.DeepSpeedCPULion: Lion with DeepSpeed's defaults, which are not the authors'. An
-    element whose gradient and mean are both 0 keeps its weight.
+    element whose gradient and mean are both 0 does not change.
     """ + TENSORS + """
-    model_params     parameters, or dicts of parameters with their own values of what follows
-    lr               learning rate: the size of a step, as an update is a sign
+    model_params     parameters, or dicts of parameters with separate values of the arguments below
+    lr               learning rate: the size of a step, because updates are signs
     betas            weight of the mean in the update, and decay of the mean
     weight_decay     decoupled decay per step, times lr""" + STATES
 

@@ -87,23 +87,23 @@ class Named(EngineOptimizer):
 
 # Shared by the docstrings below.
 COMMON = """
-    params           parameters, or dicts of parameters with their own values of what follows
+    params           parameters, or dicts of parameters with separate values of the arguments below
     lr               learning rate
     betas            decay of the running means of gradients and of their squares
-    eps              added to the root of the second mean"""
+    eps              added to the square root of the second mean"""
 DECAY = """
     weight_decay     decoupled decay per step, times lr"""
 LAMB = """
-    weight_decay     times the weights is added to the update, before the trust ratio
+    weight_decay     coefficient of the weights that are added to the update before the trust ratio is computed
     max_coeff        largest trust ratio
     min_coeff        smallest trust ratio"""
 AMSGRAD = """
     amsgrad          must be False"""
 COMPAT = """
-    compat           None: standard mode; "deepspeed": also the quirks of the original, step by step (docs/compat.md)
-    stochastic_rounding True: bfloat16 parameters are rounded up or down at random, in proportion to the distance, so
-                     that small updates are not lost; float32 ones are exact. Standard mode only
-    seed             of the random numbers, a whole number in [0, 2^64)
+    compat           None: standard mode; "deepspeed": also reproduces the original's quirks (docs/compat.md)
+    stochastic_rounding True: bfloat16 parameters are rounded up or down with a probability proportional to the
+                     distance, so that small updates are not lost; float32 ones are exact. Standard mode only
+    seed             seed of the random numbers, an integer in [0, 2^64)
     """
 
 
@@ -141,9 +141,9 @@ class StepArguments(EngineOptimizer):
 class FusedAdam(StepArguments, Named):
     __doc__ = """deepspeed.ops.adam.FusedAdam: AdamW, or with adam_w_mode=False Adam with L2 decay.
     """ + COMMON + DECAY + """
-    bias_correction  False: the means are taken as they are, without the factors for the first steps
-    adam_w_mode      True: weights are decayed apart from the gradient (AdamW); False: weight_decay times the weights is
-                     added to the gradient (Adam)""" + AMSGRAD + """
+    bias_correction  False: the means are used without bias correction
+    adam_w_mode      True: decoupled weight decay (AdamW); False: weight_decay times the weights is added to the
+                     gradient (Adam)""" + AMSGRAD + """
     set_grad_none    zero_grad() sets gradients to None; False: to zero""" + COMPAT
 
     _kept = Named._kept + ("adam_w_mode", "set_grad_none")
@@ -171,7 +171,7 @@ class FusedAdam(StepArguments, Named):
 class FusedLion(StepArguments, Lion):
     """deepspeed.ops.lion.FusedLion: Lion with DeepSpeed's defaults, which are not the authors'.
 
-    params               parameters, or dicts of parameters with their own values of what follows
+    params               parameters, or dicts of parameters with separate values of the arguments below
     lr                   learning rate: the size of a step, as an update is a sign
     betas                weight of the mean in the update, and decay of the mean
     weight_decay         decoupled decay per step, times lr
@@ -215,8 +215,8 @@ class FusedLamb(TrustRatios, Named):
     __doc__ = """deepspeed.ops.lamb.FusedLamb (You et al. 2019). Each parameter's update is scaled by its trust ratio,
     the norm of the weights divided by the norm of the update.
     """ + COMMON + LAMB + """
-    bias_correction  False: the means are taken as they are, without the factors for the first steps
-    eps_inside_sqrt  eps is added under the root
+    bias_correction  False: the means are used without bias correction
+    eps_inside_sqrt  True: sqrt(v + eps) in place of sqrt(v) + eps
     max_grad_norm    largest L2 norm of the gradients of a group; 0 = off""" + AMSGRAD + COMPAT
 
     _fields = Named._fields + ("max_norm", "min_trust", "max_trust")

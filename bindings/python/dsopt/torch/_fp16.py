@@ -22,10 +22,11 @@ from ._watch import Watched, measures, overflowed
 
 
 # End of the docstrings of both wrappers.
-EXPERTS = """expert_groups         a dict of process groups in which ranks hold different experts. Parameters with the
-                          attribute allreduce=False name theirs by their attribute group_name (ep_size_2), or by 'name'
-                          of their group with 'moe': True. None: those of deepspeed.utils.groups, if that is imported.
-                          Set these before the wrapper is made too, and replace the dict to change it
+EXPERTS = """expert_groups         a dict of process groups in which ranks have different experts. A parameter with the
+                          attribute allreduce=False refers to its group by its attribute group_name (ep_size_2), or by
+                          'name' of its parameter group with 'moe': True. None: the groups of deepspeed.utils.groups, if
+                          it is imported. Set these attributes before constructing the wrapper, and replace the dict to
+                          change it
     """
 
 
@@ -35,21 +36,21 @@ class Wrapper(Scaled, Watched):
 
     init_optimizer        an optimizer of dsopt.torch over parameters of low_precision_dtype
     deepspeed             an engine. While its enable_backward_allreduce is False, all data-parallel ranks agree on
-                          overflow. With an mpu that is pipeline_enable_backward_allreduce, if the engine has it
+                          overflow. With an mpu: its pipeline_enable_backward_allreduce, if the engine has it
     loss_scale_config     a number counts as static_loss_scale, which had this position in older versions of DeepSpeed.
                           Otherwise a LossScaleConfig, as DeepSpeed's engine passes it; it replaces static_loss_scale,
-                          dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which are refused together
-                          with it. The attribute has the current loss scale
+                          dynamic_loss_scale, dynamic_loss_args and initial_dynamic_scale, which must then be absent.
+                          The attribute has the current loss scale
     low_precision_dtype   torch.float16, which has a loss scale; torch.bfloat16; or torch.float32: without masters,
                           for clipping
-    static_loss_scale     the scale, without dynamic_loss_scale
+    static_loss_scale     the scale if dynamic_loss_scale is False
     dynamic_loss_scale    the scale is halved if a gradient is not finite, and doubled after scale_window good steps
     dynamic_loss_args     a dict of init_scale, scale_window, min_scale, delayed_shift and consecutive_hysteresis
     verbose               skipped steps and changes of the loss scale are logged by the logger "dsopt", at INFO
     mpu                   its get_model_parallel_group() returns the model-parallel process group, over which norms and
                           overflow are agreed. Parameters with `model_parallel` or `tensor_model_parallel` are shards;
-                          those with `ds_pipe_replicated` count in another pipeline stage. Set these before the wrapper
-    is made: a step does not read them
+                          those with `ds_pipe_replicated` are counted by another pipeline stage. Set these attributes
+                          before constructing the wrapper: steps do not read them
     clip_grad             largest L2 norm of all gradients; 0 = off. Can be changed at any time, on all ranks before the
                           same step.
     """
@@ -387,13 +388,13 @@ class Wrapper(Scaled, Watched):
 
 class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer.\n\n    " + str(Wrapper.__doc__).rstrip() + """
-    initial_dynamic_scale the first scale with dynamic_loss_scale, unless dynamic_loss_args has init_scale
-    fused_adam_legacy     steps leave the gradients as they are
-    has_moe_layers        with compat="deepspeed": groups with 'moe' have their own part in the norm; False: they count
-                          as dense parameters. Without compat parameters of experts are found by themselves
-    timers                deepspeed.utils.timer.SynchronizedWallClockTimer, or an object like it, which gets the times
-                          of the phases of each step. All ranks must have one, or none, and with the 1-bit family
-                          change it, clip_grad, groups and state, or load, before the same step
+    initial_dynamic_scale the initial dynamic scale, unless dynamic_loss_args has init_scale
+    fused_adam_legacy     steps do not clear the gradients
+    has_moe_layers        with compat="deepspeed": groups with 'moe' enter the norm as experts; False: they count as
+                          dense parameters. Without compat, parameters of experts are detected
+    timers                deepspeed.utils.timer.SynchronizedWallClockTimer, or a similar object, which receives
+                          the times of the phases of each step. All ranks must have one, or none. With the 1-bit family
+                          all ranks must change it, clip_grad, groups and state, and load, before the same step
     """ + EXPERTS
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_FLAT, "fused", "fp32_groups_flat"
 
@@ -476,7 +477,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
 class FP16_UnfusedOptimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
     __doc__ = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer.\n\n    " + str(
         Wrapper.__doc__).rstrip() + """
-    fused_lamb_legacy     kept as an attribute: steps are the same
+    fused_lamb_legacy     only an attribute: steps are the same
     """ + EXPERTS
     _masters, _profile, _masters_key = abi.DSOPT_MASTERS_PER_TENSOR, "unfused", "fp32_groups"
 

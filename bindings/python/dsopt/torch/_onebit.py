@@ -31,41 +31,43 @@ ENGINE_FLAGS = ("enable_backward_allreduce", "pipeline_enable_backward_allreduce
 
 # Shared by the docstrings below.
 NOTES = """
-    DeepSpeed 0.19.8 does not have these optimizers any more. Here the step averages the gradients itself, in the steps
-    that need it: do not use DistributedDataParallel, and do not average elsewhere (docs/onebit.md). Gradients with Inf
-    or NaN skip the step on all ranks. There is no bias correction. Groups may have two more keys:
+    DeepSpeed 0.19.8 no longer has these optimizers. The step averages the gradients itself if needed: do not use
+    DistributedDataParallel, and do not average elsewhere (docs/onebit.md). Gradients with Inf or NaN skip the step on
+    all ranks. There is no bias correction. Groups may have two more keys:
 
-    exp_avg_mask        a tensor that the momentum is multiplied with after each exchange. A sign has no zero, so an
-                        element whose gradient is always 0, such as a position that no sequence reaches, would be moved
-                        by noise; a 0 here keeps it. Broadcastable to each parameter, or with FP16_Optimizer also of one
-                        dimension for all parameters of the group. load_state_dict keeps the mask of this optimizer and
-                        ignores the checkpoint's. Where the two differ, error feedback starts again with zeros.
-                        Each step reads it: it can be replaced, changed in place, set and removed at any time
+    exp_avg_mask        a tensor by which the momentum is multiplied after each exchange. A 1-bit message cannot
+                        represent 0, so an element whose gradient is always 0, such as a position that no sequence
+                        reaches, would be changed by noise; a 0 in the mask prevents that. The mask is broadcastable to
+                        each parameter, or with FP16_Optimizer a vector for all parameters of the group. load_state_dict
+                        keeps the mask of this optimizer and ignores the checkpoint's; if they differ, error feedback
+                        restarts with zeros. Each step reads the mask, so it can be set, replaced, changed in place or
+                        removed at any time
     non_freeze          True: the group is never compressed, and its variance never freezes (OnebitAdam)
 
     The constructor's arguments:
 """
 MORE = """
-    deepspeed           None: the step averages gradients. Or an engine that does so itself when its attribute
-                        enable_backward_allreduce is set, which each step does
+    deepspeed           None: the step averages gradients. Otherwise an engine that averages them while its attribute
+                        enable_backward_allreduce is set; each step sets or clears the attribute
     bias_correction     no effect
     eps_inside_sqrt     must be False; with compat="deepspeed" it is ignored
     max_grad_norm       must be 0; clip with FP16_Optimizer(..., clip_grad=...). With compat="deepspeed" it is ignored
     amsgrad             must be False
     cuda_aware          must be False: the backend of `group` decides which memory is sent
-    comm_backend_name   "nccl", "mpi", "hccl", "gloo" or "compressed". The exchange is over `group`; a name that is not
-                        that of its backend is refused, except "compressed", which goes with any. Left out, any will do
-    group               process group of the data-parallel ranks; None: that of deepspeed.mpu, or of a wrapper's mpu;
-                        without an mpu the default group of torch.distributed, or one rank without it
-    compat              None: standard mode; "deepspeed": also the quirks of the original, step by step
-                        (docs/compat.md). A load then starts error feedback again with zeros
+    comm_backend_name   "nccl", "mpi", "hccl", "gloo" or "compressed". The exchange uses `group`. A name other than that
+                        of the group's backend is an error, except "compressed", which is valid for every backend. By
+                        default any backend is valid
+    group               process group of the data-parallel ranks; None: the group of deepspeed.mpu, or of a wrapper's
+                        mpu. Without an mpu: the default group of torch.distributed, or one rank if there is none
+    compat              None: standard mode; "deepspeed": also reproduces the original's quirks (docs/compat.md). A load
+                        then restarts error feedback with zeros
     stochastic_rounding must be False: 16-bit parameters have float32 masters
     """
 FREEZE = """
-    freeze_step         steps in full precision, in which the gradients are averaged and the variance is adapted. From
-                        then on the variance stays, and ranks exchange the momentum in 1 bit per element. The default
-                        compresses nothing for 100,000 steps: take the learning rate's warm-up, or 15 to 25 % of all
-                        steps"""
+    freeze_step         number of full-precision steps, in which the gradients are averaged and the variance is adapted.
+                        After that the variance is frozen, and ranks exchange the momentum with 1 bit per element. With
+                        the default 100,000 steps are not compressed: use the length of the learning rate's warm-up, or
+                        15 to 25 % of all steps"""
 
 
 def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
@@ -441,12 +443,11 @@ class ZeroOneAdam(Onebit):
     __doc__ = """deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam (Lu et al. 2022): 0/1 Adam, which adapts the variance
     less and less often, and after it is frozen exchanges only in some of the steps.
     """ + NOTES + COMMON + DECAY + """
-    var_freeze_step     steps in which the variance is adapted, at growing intervals; between them the ranks exchange
-                        gradients in 1 bit per element. From then on the variance stays, and ranks step with their own
-                        gradients between exchanges at growing intervals
-    var_update_scaler   the interval between steps that adapt the variance begins at 1 and doubles after this many of
-                        them
-    local_step_scaler   the interval between exchanges begins at 1 and doubles after this many steps
+    var_freeze_step     number of steps before the variance is frozen. It is adapted at growing intervals; in the steps
+                        between, ranks exchange gradients with 1 bit per element. After the freeze, ranks exchange at
+                        growing intervals, and step with their local gradients in between
+    var_update_scaler   number of adaptations of the variance after which the interval between them doubles, from 1
+    local_step_scaler   number of steps after which the interval between exchanges doubles, from 1
     local_step_clipper  largest interval between exchanges""" + MORE
     _algorithm = abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM
     _kept = Onebit._kept + ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
@@ -496,13 +497,13 @@ class ZeroOneAdam(Onebit):
 
 class OnebitLamb(TrustRatios, Onebit):
     __doc__ = """deepspeed.runtime.fp16.onebit.lamb.OnebitLamb (Li et al. 2021): LAMB whose variance freezes, after
-    which ranks exchange 1 bit per element. From then on a parameter's trust ratio is the running mean of its ratios,
-    times a factor that follows the variance as it would have gone on.
+    which ranks exchange 1 bit per element. After that a parameter's trust ratio is the running mean of its ratios,
+    times a factor computed from an estimate of the unfrozen variance.
     """ + NOTES + COMMON + LAMB + FREEZE + """
     coeff_beta          decay of the running mean of trust ratios
     factor_max          largest factor
     factor_min          smallest factor
-    factor_threshold    largest change of a factor in a step, as a share of it""" + MORE
+    factor_threshold    largest relative change of a factor per step""" + MORE
     _algorithm = abi.DSOPT_ALGORITHM_ONEBIT_LAMB
     _fields = Onebit._fields + ("min_trust", "max_trust")
     _kept = Onebit._kept + ("freeze_step", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
