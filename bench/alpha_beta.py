@@ -173,13 +173,14 @@ def pays_below(times, numels, per_node, node_gbyte, ranks, scheme):
 
 
 def limits(times, names, node_gbyte):
-    print("\n### The link below which one bit pays\n\nGbit/s, with the latencies of the faster links: there the step takes as long "
-          "as with the fp16 all-reduce.\n")
+    print("\n### The link below which one bit pays\n\nGbit/s, with the latencies of the faster links: there the step "
+          "takes as long as with the fp16 all-reduce.\n")
     heading(["list", "scheme"] + ["64 ranks", "512", "4096"])
     for name in names:
         for per_node, scheme in ((1, "1-bit flat"), (PER_NODE, "1-bit flat"), (PER_NODE, "1-bit two levels")):
             cells = [pays_below(times, shapes(name), per_node, node_gbyte, ranks, scheme) for ranks in (64, 512, 4096)]
-            row([name, scheme + (", a link for every rank" if per_node == 1 else ", %d ranks behind one link" % per_node)] +
+            row([name, scheme +
+                 (", a link for every rank" if per_node == 1 else ", %d ranks behind one link" % per_node)] +
                 ["never" if cell is None else number(cell) for cell in cells])
 
 
@@ -222,7 +223,8 @@ def main():
     print("Measured, of %s:\n" % data["list"])
     local_table(data)
     print("\nModelled: latency and gap between messages %s; in a node %g us and %g GB/s a rank." % (
-        ", ".join("%g and %g us at %d Gbit/s" % (a * 1e6, g * 1e6, gbit) for gbit, a, g in LINKS), NODE_ALPHA * 1e6, node_gbyte))
+        ", ".join("%g and %g us at %d Gbit/s" % (a * 1e6, g * 1e6, gbit) for gbit, a, g in LINKS), NODE_ALPHA * 1e6,
+        node_gbyte))
     limits(data["times"], names, node_gbyte)
     for name in names:
         for per_node in (1, PER_NODE):

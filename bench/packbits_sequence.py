@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """packbits_sequence.py LIBDSOPT [NUMEL...]: compares local work of the compressed all-reduce with the original's.
 
-Needs PyTorch and NumPy (Debian: python3-torch). Both sides are rank 0 of 8 with collectives that do nothing, alternating
-in one process. So the worker's part, the server's part of one eighth and decoding are timed, and not the network.
+Needs PyTorch and NumPy (Debian: python3-torch). Both sides are rank 0 of 8 with collectives that do nothing,
+alternating in one process. So the worker's part, the server's part of one eighth and decoding are timed, and not the
+network.
   dsopt      dsopt_compressed_allreduce, standard mode, one tensor
   framework  compressed_allreduce of the original with its cupy packbits replaced by NumPy's: add error, norm, sign,
              pack, new error; unpack to a matrix, weighted sum, the same again; unpack and multiply
@@ -53,7 +54,8 @@ class Dsopt:
         self.list = (abi.dsopt_tensor * 1)(abi.dsopt_tensor(x.data_ptr(), x.numel(), abi.DSOPT_DTYPE_F32))
         self.args = abi.dsopt_compressed(tensors=ctypes.addressof(self.list), count=1)
         worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
-        abi.check(abi.lib.dsopt_compressed_sizes(self.comm.handle, ctypes.byref(self.args), ctypes.byref(worker), ctypes.byref(server),
+        abi.check(abi.lib.dsopt_compressed_sizes(self.comm.handle, ctypes.byref(self.args), ctypes.byref(worker),
+                                                 ctypes.byref(server),
                                              ctypes.byref(space)))
         self.keep = [huge(size) for size in (4 * worker.value, 4 * server.value, space.value)]
         self.args.worker_error, self.args.server_error, self.args.workspace = map(ctypes.addressof, self.keep)
@@ -85,12 +87,14 @@ class Framework:
         received, scales = numpy.stack([chunk] * RANKS), scale.repeat(RANKS)
         mean = self.unpack(received).view(RANKS, -1).mul_(scales.mul_(1 / RANKS).unsqueeze(1)).sum(0)
         own, scale = self.compress(mean, self.server_error)
-        self.x.copy_(self.unpack(numpy.concatenate([own] * RANKS)).view(RANKS, -1).mul_(scale.repeat(RANKS).unsqueeze(1))
+        self.x.copy_(self.unpack(numpy.concatenate([own] * RANKS)).view(RANKS, -1).mul_(
+            scale.repeat(RANKS).unsqueeze(1))
                      .view(-1))
 
 
 def main():
-    print("| elements | threads | dsopt ms | ns an element | framework ms | framework / dsopt |\n| --- | --- | --- | --- | --- | --- |")
+    print("| elements | threads | dsopt ms | ns an element | framework ms | framework / dsopt |\n"
+          "| --- | --- | --- | --- | --- | --- |")
     for numel in [int(word) for word in sys.argv[2:]] or [1 << 18, 1 << 20, 1 << 26]:
         numel = (numel + 63) // 64 * 64
         sides = [Dsopt(torch.randn(numel)), Framework(torch.randn(numel))]
@@ -104,7 +108,8 @@ def main():
                 if round_:
                     times[k].append((time.perf_counter() - start) / repeat)
         a, b = (statistics.median(t) for t in times)
-        print("| %d | %d | %.3f | %.2f | %.2f | %.1f |" % (numel, torch.get_num_threads(), a * 1e3, a / numel * 1e9, b * 1e3,
+        print("| %d | %d | %.3f | %.2f | %.2f | %.1f |" % (numel, torch.get_num_threads(), a * 1e3, a / numel * 1e9,
+                                                           b * 1e3,
                                                        b / a), flush=True)
 
 

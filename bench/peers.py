@@ -68,8 +68,10 @@ def optax_step(params):
     return step
 
 
-PEERS = [("PyTorch fused", lambda params: torch_step(params, fused=True)), ("PyTorch foreach", lambda params: torch_step(params, foreach=True)),
-         ("PyTorch loop", lambda params: torch_step(params, foreach=False)), ("DeepSpeed", deepspeed_step), ("optax", optax_step)]
+PEERS = [("PyTorch fused", lambda params: torch_step(params, fused=True)),
+         ("PyTorch foreach", lambda params: torch_step(params, foreach=True)),
+         ("PyTorch loop", lambda params: torch_step(params, foreach=False)), ("DeepSpeed", deepspeed_step),
+         ("optax", optax_step)]
 
 
 def milliseconds(step, repeat):
@@ -89,7 +91,8 @@ def open_peers(params):
             steps.append((name, step))
         except Exception as error:  # noqa: BLE001 any exception of a peer that cannot be used
             if name not in open_peers.missing:
-                print("peers.py: no %s: %s" % (name, str(error).splitlines()[0] if str(error) else type(error).__name__), file=sys.stderr)
+                print("peers.py: no %s: %s" %
+                      (name, str(error).splitlines()[0] if str(error) else type(error).__name__), file=sys.stderr)
             open_peers.missing.add(name)
     return steps
 
@@ -98,7 +101,8 @@ open_peers.missing = set()
 
 
 def main():
-    print("| list | threads | dsopt ms | %s |\n|%s" % (" | ".join(name + " / dsopt" for name, _ in PEERS), " --- |" * (3 + len(PEERS))))
+    print("| list | threads | dsopt ms | %s |\n|%s" % (" | ".join(name + " / dsopt" for name, _ in PEERS),
+                                                       " --- |" * (3 + len(PEERS))))
     for name in sys.argv[2:] or LISTS:
         params = [torch.full((n,), 0.5, requires_grad=True) for n in shapes(name)]
         for param in params:

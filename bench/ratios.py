@@ -61,7 +61,8 @@ def steps(bench, lists):
                 ratios = sorted(times["Probe/" + case] / times["Step/" + case] for times in results)
                 low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
                 print("| %s | %s | %.4g | %.2f | %.2f to %.2f |" % (
-                    name, case, statistics.median(times["Step/" + case] for times in results), statistics.median(ratios), low, high),
+                    name, case, statistics.median(times["Step/" + case] for times in results),
+                    statistics.median(ratios), low, high),
                     flush=True)
 
 

@@ -125,7 +125,8 @@ def main():
         sys.exit(print("torch_cuda.py: PyTorch sees no GPU", file=sys.stderr) or 77)
     rows, sizes = {}, shapes(sys.argv[1])
     for row, run in (("fused", lambda: plain(sizes, fused=True)), ("foreach", lambda: plain(sizes, foreach=True)),
-                     ("mixed f16", lambda: mixed(sizes, torch.float16)), ("mixed bf16", lambda: mixed(sizes, torch.bfloat16)),
+                     ("mixed f16", lambda: mixed(sizes, torch.float16)),
+                     ("mixed bf16", lambda: mixed(sizes, torch.bfloat16)),
                      ("deepspeed f16", lambda: wrapper_sequence(sizes)), ("compress", lambda: compress(sizes))):
         try:
             rows[row] = run()

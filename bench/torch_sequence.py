@@ -29,7 +29,8 @@ torch.set_num_threads(len(os.sched_getaffinity(0)))
 class Dsopt:
     def __init__(self, params, grads):
         context = dsopt.Context()
-        optimizer = dsopt.Optimizer(params, dsopt.AdamW(weight_decay=0.01), context=context, scaler=dsopt.Scaler(context), max_norm=1.0)
+        optimizer = dsopt.Optimizer(params, dsopt.AdamW(weight_decay=0.01), context=context,
+                                    scaler=dsopt.Scaler(context), max_norm=1.0)
         optimizer.bind(grads=grads)
         self.step = optimizer.step
 

@@ -89,8 +89,8 @@ def main():
             if counts[2]:
                 not_run += [f"{test['name']}: {reason}" for reason in reasons_of(test, skipped_cases)]
             if counts[1] or test["result"] == "SKIP":
-                print(f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, {test['duration']:.0f} s",
-                      what_it_said(test), sep="\n", file=sys.stderr)
+                print(f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, "
+                      f"{test['duration']:.0f} s", what_it_said(test), sep="\n", file=sys.stderr)
     with open(os.path.join(sys.argv[1], "not-run"), "w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in not_run)
     print(*total)

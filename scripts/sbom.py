@@ -24,7 +24,8 @@ CUDA_LICENCE = "LicenseRef-NVIDIA-CUDA-EULA"
 GCC_LICENCE = "GPL-3.0-or-later WITH GCC-exception-3.1"
 # Name -> licence, copyright without years (they differ by version), origin. Texts of the first two are in LICENSES.
 COMPONENTS = {
-    "RapidJSON": ("MIT", "Copyright (C) THL A29 Limited, a Tencent company, and Milo Yip.", "pkg:github/Tencent/rapidjson@v%s"),
+    "RapidJSON": ("MIT", "Copyright (C) THL A29 Limited, a Tencent company, and Milo Yip.",
+                  "pkg:github/Tencent/rapidjson@v%s"),
     "xxHash": ("BSD-2-Clause", "Copyright (C) Yann Collet", "pkg:github/Cyan4973/xxHash@v%s"),
     "CUDA runtime": (CUDA_LICENCE, "NVIDIA Corporation", "pkg:generic/cudart@%s"),
     "XLA FFI": ("Apache-2.0", "The OpenXLA Authors", "pkg:generic/xla-ffi@%s"),
@@ -57,7 +58,8 @@ def package(name, version, licence, rights, url, concluded=None):
         "licenseConcluded": concluded or licence,
         "licenseDeclared": licence,
         "copyrightText": rights,
-        "externalRefs": [{"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": url % version}],
+        "externalRefs": [{"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl",
+                          "referenceLocator": url % version}],
     }
 
 
@@ -80,10 +82,12 @@ def document(kind, inputs, created):
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
         "name": name + "-" + inputs["version"],
-        "creationInfo": {"created": created, "creators": ["Organization: dsopt authors", "Tool: dsopt-sbom-" + inputs["version"]]},
+        "creationInfo": {"created": created,
+                         "creators": ["Organization: dsopt authors", "Tool: dsopt-sbom-" + inputs["version"]]},
         "packages": packages,
         "relationships": [
-            {"spdxElementId": one, "relationshipType": relation, "relatedSpdxElement": other} for one, relation, other in relations
+            {"spdxElementId": one, "relationshipType": relation, "relatedSpdxElement": other}
+            for one, relation, other in relations
         ],
     }
     if CUDA_LICENCE in licences:
@@ -92,7 +96,8 @@ def document(kind, inputs, created):
             "extractedText": "libcudart_static.a, distributed under https://docs.nvidia.com/cuda/eula/",
         }]
     content = json.dumps([kind, result], sort_keys=True).encode()
-    result["documentNamespace"] = "https://spdx.org/spdxdocs/%s-%s" % (result["name"], hashlib.sha256(content).hexdigest()[:32])
+    result["documentNamespace"] = "https://spdx.org/spdxdocs/%s-%s" % (result["name"],
+                                                                       hashlib.sha256(content).hexdigest()[:32])
     return result
 
 

@@ -14,7 +14,8 @@ BRANCH = re.compile(r"^(b\.\w+|cbn?z|tbn?z|b)\b.*?\b([0-9a-f]+) <")
 
 
 def functions(objdump, library):
-    listing = subprocess.run([objdump, "-d", "-C", "--no-show-raw-insn", library], check=True, stdout=subprocess.PIPE, text=True).stdout
+    listing = subprocess.run([objdump, "-d", "-C", "--no-show-raw-insn", library], check=True, stdout=subprocess.PIPE,
+                             text=True).stdout
     for block in re.split(r"\n(?=[0-9a-f]{16} <)", listing):
         head = re.match(r"[0-9a-f]{16} <(.*)>:", block)
         if head and head.group(1).startswith("dsopt::cpu::(anonymous namespace)::") and "Step" not in head.group(1):

@@ -44,7 +44,8 @@ def library(path, name, machine):
     others = [symbol for symbol in exports if not symbol.startswith(("dsopt_", "DSOPT_"))]
     yield f"{name} exports {others}", exports and not others
     yield f"{name} is position-independent", "TEXTREL" not in dynamic
-    yield f"{name} stays loaded, bound and read-only", all(word in dynamic for word in ("NODELETE", "NOW")) and "GNU_RELRO" in segments
+    yield (f"{name} stays loaded, bound and read-only",
+           all(word in dynamic for word in ("NODELETE", "NOW")) and "GNU_RELRO" in segments)
     stack = re.search(r"GNU_STACK\s.*?\s([RWE ]{3})\s+0x", segments)
     yield f"{name} has a stack without code", bool(stack) and "E" not in stack[1]
     yield f"{name} has tables for the unwinder", "GNU_EH_FRAME" in segments
@@ -74,7 +75,8 @@ def checks(folder):
     yield "dsopt.json is there", same(folder, "dsopt/dsopt.json", "include/dsopt.json")
     with open(os.path.join(folder, info, "sboms", "dsopt.spdx.json"), encoding="utf-8") as file:
         parts = {package["name"] for package in json.load(file)["packages"]}
-    yield f"the bill of materials has {parts}", {"dsopt", "RapidJSON", "xxHash", "XLA FFI", "GCC runtime libraries"} <= parts
+    yield (f"the bill of materials has {parts}",
+           {"dsopt", "RapidJSON", "xxHash", "XLA FFI", "GCC runtime libraries"} <= parts)
     yield "nothing of CUDA is there", "CUDA runtime" not in parts
 
 

@@ -23,7 +23,8 @@ def run(*arguments, expected=0, environment=None, stdout=subprocess.PIPE):
     )
     if done.returncode != expected:
         sys.exit(
-            f"dsopt-info {' '.join(arguments)} ended with {done.returncode}, not {expected}:\n{done.stdout}{done.stderr}"
+            f"dsopt-info {' '.join(arguments)} ended with {done.returncode}, not {expected}:\n"
+            f"{done.stdout}{done.stderr}"
         )
     return done.stdout, done.stderr
 

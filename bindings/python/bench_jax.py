@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times a step inside jax.jit and optax.adamw: medians of alternating rounds, in one process.
 
-    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/python/bench_jax.py [--shapes FILE.csv] [--rounds
-    N]
+    PYTHONPATH=bindings/python DSOPT_LIBRARY=.../libdsopt.so python bindings/python/bench_jax.py
+        [--shapes FILE.csv] [--rounds N]
 
 A row is `name, milliseconds per step, optax / name`. Donated: the step may overwrite parameters and state.
 """

@@ -20,10 +20,12 @@ def train(rule, threads):
     """Returns digests of parameters after 20 steps: one tensor that is partitioned among threads, small ones, an empty
     one."""
     sizes = {"large": 200000, "small": 77, "one": 1, "none": 0}
-    params = {name: array.array("f", [((i * 7919) % 1000) / 500 - 1 for i in range(size)]) for name, size in sizes.items()}
+    params = {name: array.array("f", [((i * 7919) % 1000) / 500 - 1 for i in range(size)])
+              for name, size in sizes.items()}
     opt = dsopt.Optimizer(params, rule, context=dsopt.Context("cpu", threads=threads), max_norm=1.0)
     for step in range(20):
-        grads = {name: array.array("f", [x * 0.25 + (step % 5) * 0.0625 for x in values]) for name, values in params.items()}
+        grads = {name: array.array("f", [x * 0.25 + (step % 5) * 0.0625 for x in values])
+                 for name, values in params.items()}
         opt.step(grads, lr=0.01 * (1 - step / 40))
     digest = hashlib.sha256()
     for values in params.values():

@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 
-# Low to high. A file includes files of its own folder and of lower floors; folders on one floor do not know one another.
+# Low to high. A file may include files of its folder and of lower layers, but not of other folders in the same layer.
 FLOORS = [["src/base"], ["src/rules"], ["src/device"], ["src/cpu", "cuda"], ["comm"], ["src/exchange"], ["src/step"],
           ["src/optimizer"], ["src/checkpoint"], ["src/abi"]]
 FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
@@ -38,7 +38,8 @@ def main():
             own = folder_of(path.relative_to(root))
             text = path.read_text(encoding="utf-8")
             for name in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
-                target = next((base / name for base in (root / "src", root, path.parent) if (base / name).is_file()), None)
+                target = next((base / name for base in (root / "src", root, path.parent) if (base / name).is_file()),
+                              None)
                 if target is None:
                     continue  # the public headers
                 other = folder_of(target.resolve().relative_to(root.resolve()))
@@ -52,7 +53,8 @@ def main():
                 for number, line in enumerate(text.splitlines(), 1):
                     if FOREIGN.search(line.partition("//")[0]):
                         wrong += 1
-                        print(f"{path.relative_to(root)}:{number}: a device sees no comm, context or optimizer: {line.strip()}")
+                        print(f"{path.relative_to(root)}:{number}: "
+                              f"a device sees no comm, context or optimizer: {line.strip()}")
     print(f"{count} includes, {wrong} wrong")
     return 1 if wrong or count < 100 else 0
 

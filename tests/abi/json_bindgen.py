@@ -51,7 +51,8 @@ for struct in abi["structs"]:
     expect(have, [rust_name(field) for field in struct["fields"]], struct["name"])
 expect(re.findall(r"pub fn (dsopt_\w+)\s*\(", rust), [function["name"] for function in abi["functions"]], "functions")
 constants = re.findall(r"pub const (DSOPT_\w+):", rust)
-expect([name for name in constants if not name.endswith("_SIGNED") and name != "DSOPT_H"], abi["constants"], "constants")
+expect([name for name in constants if not name.endswith("_SIGNED") and name != "DSOPT_H"], abi["constants"],
+       "constants")
 
 lines = ["", "#[test]", "fn as_in_dsopt_json() {"]
 for struct in abi["structs"]:
@@ -64,7 +65,8 @@ for struct in abi["structs"]:
                   "    assert_eq!(::std::mem::size_of_val(unsafe { &*at }), %d);" % field["size"]]
         if field["type"] in SCALARS:
             kind = SCALARS[field["type"]]
-            lines.append("    let _: *const %s = at;" % ("[%s; %d]" % (kind, field["count"]) if "count" in field else kind))
+            lines.append("    let _: *const %s = at;" %
+                         ("[%s; %d]" % (kind, field["count"]) if "count" in field else kind))
 lines += ["    let value: i32 = %s; assert_eq!(value, %d);" % item for item in abi["constants"].items()] + ["}", ""]
 with tempfile.TemporaryDirectory() as folder:
     source, program = os.path.join(folder, "dsopt.rs"), os.path.join(folder, "tests")

@@ -70,14 +70,16 @@ for enum in abi["enums"]:
 names = {name for name in dir(lib) if name.startswith(("dsopt_", "DSOPT_")) and not name.endswith("_SIGNED")}
 expect(sorted(name for name in names if name.startswith("DSOPT_")), sorted(constants), "constants")
 expect({name: value for name, value in abi["constants"].items() if name in constants}, constants, "constants")
-expect(sorted(name for name in names if name.startswith("dsopt_")), sorted(entry["name"] for entry in abi["functions"]), "functions")
+expect(sorted(name for name in names if name.startswith("dsopt_")), sorted(entry["name"] for entry in abi["functions"]),
+       "functions")
 for entry in abi["functions"]:
     expect(ffi.typeof(getattr(lib, entry["name"])), function(entry), entry["name"])
 
 
 def check(status):
     if status != lib.DSOPT_OK:
-        sys.exit("%s: %s" % (ffi.string(lib.dsopt_status_name(status)).decode(), ffi.string(lib.dsopt_last_error()).decode()))
+        sys.exit("%s: %s" % (ffi.string(lib.dsopt_status_name(status)).decode(),
+                             ffi.string(lib.dsopt_last_error()).decode()))
 
 
 w, g = ffi.new("float[]", [3, -2]), ffi.new("float[2]")

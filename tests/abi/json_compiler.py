@@ -20,7 +20,8 @@ COMPILER += ["-x", "c++" if STANDARD.startswith("c++") else "c", "-std=" + STAND
 
 
 def compiler(source, *options):
-    return subprocess.run(COMPILER + [*options, "-"], input=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.run(COMPILER + [*options, "-"], input=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True)
 
 
 def kinds(arguments):
@@ -28,8 +29,9 @@ def kinds(arguments):
 
 
 def program(abi):
-    lines = ['#include "dsopt.h"', "#include <stddef.h>", "#ifdef __cplusplus", "#define ASSERT static_assert", 'extern "C" {',
-             "#else", "#define ASSERT _Static_assert", "#endif", "#define CHECK(...) ASSERT((__VA_ARGS__), #__VA_ARGS__)"]
+    lines = ['#include "dsopt.h"', "#include <stddef.h>", "#ifdef __cplusplus", "#define ASSERT static_assert",
+             'extern "C" {', "#else", "#define ASSERT _Static_assert", "#endif",
+             "#define CHECK(...) ASSERT((__VA_ARGS__), #__VA_ARGS__)"]
 
     def check(condition):
         lines.append("CHECK(%s);" % condition)
@@ -72,8 +74,10 @@ def header():
     include = '#include "dsopt.h"\n'
     text, macros = (compiler(include, *options).stdout for options in (("-E", "-P"), ("-E", "-dM")))
     text = re.sub(r"\s+", " ", text)
-    constants = re.findall(r"\b(DSOPT_\w+) = -?\d", text) + re.findall(r"^#define (DSOPT_\w+) [-(\d]", macros, flags=re.M)
-    return {"structs": re.findall(r"\bstruct (dsopt_\w+) \{", text), "enums": re.findall(r"\benum (dsopt_\w+) \{", text),
+    constants = (re.findall(r"\b(DSOPT_\w+) = -?\d", text) +
+                 re.findall(r"^#define (DSOPT_\w+) [-(\d]", macros, flags=re.M))
+    return {"structs": re.findall(r"\bstruct (dsopt_\w+) \{", text),
+            "enums": re.findall(r"\benum (dsopt_\w+) \{", text),
             "opaque": re.findall(r"\btypedef struct (dsopt_\w+) \1 ?;", text),
             "typedefs": re.findall(r"\btypedef (?!struct)[\w ]+\b(dsopt_\w+) ?;", text),
             "callbacks": re.findall(r"\btypedef [\w *]+\(\*(dsopt_\w+)\)", text),
@@ -96,7 +100,8 @@ def problems(abi):
         end = 0
         for field in struct["fields"] + [{"name": "(end)", "offset": struct["size"], "size": 0}]:
             if field["offset"] != end:
-                yield "%s: %s begins at %d, the field before it ends at %d" % (struct["name"], field["name"], field["offset"], end)
+                yield "%s: %s begins at %d, the field before it ends at %d" % (struct["name"], field["name"],
+                                                                               field["offset"], end)
             end = field["offset"] + field["size"]
     result = compiler(program(abi), "-fsyntax-only")
     if result.returncode:
@@ -124,11 +129,14 @@ def altered(abi):
     yield "a field less", alter(lambda wrong: step(wrong).pop(3))
     yield "the last field less", alter(lambda wrong: step(wrong).pop())
     yield "another size", alter(lambda wrong: wrong["structs"][0].update(size=32))
-    yield "two fields exchanged", alter(lambda wrong: step(wrong)[1].update(name="params") or step(wrong)[3].update(name="grads"))
+    yield "two fields exchanged", alter(lambda wrong: step(wrong)[1].update(name="params")
+                                        or step(wrong)[3].update(name="grads"))
     yield "another type of the same size", alter(lambda wrong: named(step(wrong), "count").update(type="uint64_t"))
     yield "a const less", alter(lambda wrong: named(step(wrong), "grads").update(type="dsopt_tensor *"))
-    yield "an array less", alter(lambda wrong: named(named(wrong["structs"], "dsopt_report")["fields"], "ms").pop("count"))
-    yield "another signature", alter(lambda wrong: named(named(wrong["structs"], "dsopt_comm_table")["fields"], "error")[
+    yield ("an array less",
+           alter(lambda wrong: named(named(wrong["structs"], "dsopt_report")["fields"], "ms").pop("count")))
+    yield "another signature", alter(lambda wrong: named(named(wrong["structs"], "dsopt_comm_table")["fields"],
+                                                         "error")[
         "signature"]["arguments"].pop())
     yield "a function less", alter(lambda wrong: wrong["functions"].pop(4))
     yield "an argument less", alter(lambda wrong: save(wrong).pop())

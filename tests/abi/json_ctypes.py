@@ -50,7 +50,8 @@ def tensors(memory):
     return abi.dsopt_tensor(address, 2, abi.DSOPT_DTYPE_F32), abi.dsopt_tensor(address + 8, 1, abi.DSOPT_DTYPE_F32)
 
 
-params = (abi.dsopt_param * 2)(*(abi.dsopt_param(tensor=tensor, name=name) for tensor, name in zip(tensors(w), (b"w", b"b"))))
+params = (abi.dsopt_param * 2)(*(abi.dsopt_param(tensor=tensor, name=name)
+                                 for tensor, name in zip(tensors(w), (b"w", b"b"))))
 grads = (abi.dsopt_tensor * 2)(*tensors(gw))
 abi.check(abi.lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(group), params, 2))
 step = abi.dsopt_step(grads=ctypes.addressof(grads), count=2, flags=abi.DSOPT_STEP_ZERO_GRADS)
@@ -74,7 +75,8 @@ else:
 # Enough elements for several work items.
 ones, result = (ctypes.c_float * (1 << 20))(*[1] * (1 << 20)), abi.dsopt_norm_result()
 tensor = abi.dsopt_tensor(ctypes.addressof(ones), len(ones), abi.DSOPT_DTYPE_F32)
-abi.check(abi.lib.dsopt_tensors_norm(context, ctypes.byref(tensor), 1, abi.DSOPT_NORM_L2, 0, None, ctypes.byref(result), None))
+abi.check(abi.lib.dsopt_tensors_norm(context, ctypes.byref(tensor), 1, abi.DSOPT_NORM_L2, 0, None, ctypes.byref(result),
+                                     None))
 assert pieces and (result.norm, result.nonfinite, result.first_bad) == (1024, 0, -1), (pieces, result.norm)
 abi.lib.dsopt_optimizer_destroy(optimizer)
 abi.lib.dsopt_context_destroy(context)

@@ -46,13 +46,15 @@ def main():
             wrong += [f"{path.name}: {kernel} is not in a .cu file" for kernel in kernels]
             continue
         loads = re.findall(r"^void (load_\w+_kernels)\(KernelLoader &load\) \{(.*?\})$", text, re.MULTILINE | re.DOTALL)
-        wrong += [f"{path.name}: device.cc does not call {name}()" for name, _ in loads if f"{name}(load);" not in device]
+        wrong += [f"{path.name}: device.cc does not call {name}()" for name, _ in loads
+                  if f"{name}(load);" not in device]
         loaded = " ".join(body for _, body in loads)
         loaded += " ".join(named for name, named in arrays(text).items() if name in loaded)
         loaded += " ".join(re.findall(r"^static void load_each\(.*?\n\}$", text, re.MULTILINE | re.DOTALL))
         wrong += [f"{path.name}: {kernel} does not begin with begin_kernel()" for kernel in kernels
                   if not BEGIN.match(body_of(text, kernel))]
-        wrong += [f"{path.name}: {kernel} is not loaded" for kernel in kernels if not re.search(rf"\b{kernel}\b", loaded)]
+        wrong += [f"{path.name}: {kernel} is not loaded" for kernel in kernels
+                  if not re.search(rf"\b{kernel}\b", loaded)]
     print("\n".join(wrong + [f"{count} kernels, {len(wrong)} wrong"]))
     return 1 if wrong or count < 30 else 0
 

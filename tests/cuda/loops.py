@@ -47,7 +47,8 @@ LOOPS = {
     "lamb weights": ("update_weights_kernel", [(4, accesses(3, 1))]),
     "feed momentum": ("feed_kernelILNS.*4FeedE0E", [(4, accesses(3, 1, **{r"STS\S*\.128": (1, 1)})), SQUARES]),
     "apply mean, momentum": ("apply_mean_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(3, 2), r"LDG\S*\.U8": (1, 1)})]),
-    "apply mean, bits": ("apply_mean_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.128": (2, 3), r"LDG\S*\.U8": (1, 2)})]),
+    "apply mean, bits": ("apply_mean_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.128": (2, 3),
+                                                         r"LDG\S*\.U8": (1, 2)})]),
     "moments of 1-bit LAMB": ("onebit_lamb_moments_kernel", [(4, accesses(4, 2)), SQUARES, SQUARES]),
 }
 

@@ -65,15 +65,19 @@ OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
                          "feed_kernelILNS.*4FeedE[012]E")}
 # Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
-        "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16, "momentum_squares_kernel": 0,
-        "pack_list_kernel": 0, "pack_values_kernel": 0, "reduce_messages_kernel": 0, "feed_kernelILNS.*4FeedE0E": 0,
+        "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16,
+        "momentum_squares_kernel": 0,
+        "pack_list_kernel": 0, "pack_values_kernel": 0, "reduce_messages_kernel": 0,
+        "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
 # Kernels with a loop per rule and per set of formats: their instructions are loaded from memory too.
 MOST_INSTRUCTIONS = {"update_kernel": 31000}
-RANKS_AT_ONCE = 4  # minimum number of ranks whose bits, one byte each, reduce_messages_kernel loads before it waits for any
+# Minimum number of ranks whose bits, one byte each, reduce_messages_kernel loads before it waits for any.
+RANKS_AT_ONCE = 4
 REGISTERS = 65536
 # Threads and KiB of shared memory of a multiprocessor; each block reserves another 1024 bytes.
-MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 103: (2048, 228),
+MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228),
+                  103: (2048, 228),
                   110: (2048, 228), 120: (1536, 100), 121: (1536, 100)}
 THREADS = 256
 # Floating-point arithmetic that is exact, or rounded once to nearest, with denormals.
@@ -81,7 +85,8 @@ ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|6
                         r"(set|setp|selp|slct|testp|copysign|mov|ld|st|shfl|vote|cvta)\b[\w.:]*|"
                         r"fma\.rn\.f64|"  # for squares only, see judge_ptx()
                         r"cvt\.f32\.f16|cvt\.rn\.b?f16\.f32|"
-                        r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
+                        r"cvt\.f64\.f32|cvt\.rn\.f32\.f64|cvt\.rn\.f(32|64)\.[su](32|64)|"
+                        r"cvt\.r[zmpn]i\.[su](32|64)\.f(32|64)")
 
 
 def find_tools(names, folders):
@@ -232,7 +237,8 @@ def judge_ptx(judge, text):
         wide = set(re.findall(r"cvt\.f64\.f32\s+(%fd\d+)", function))
         for a, b in re.findall(r"fma\.rn\.f64\s+%fd\d+, (%fd\d+), (%fd\d+), %fd\d+", function):
             squares, others = squares + (a == b and a in wide), others + (a != b or a not in wide)
-    judge.say(squares > 0 and others == 0, "%d fused multiply-adds of the square of a float in double, %d others" % (squares, others))
+    judge.say(squares > 0 and others == 0,
+              "%d fused multiply-adds of the square of a float in double, %d others" % (squares, others))
 
 
 def judge_machine_code(judge, arch, usage, code):
@@ -254,12 +260,15 @@ def judge_machine_code(judge, arch, usage, code):
             blocks = resident_blocks(number, have, shared)
             # Multiprocessors with less shared memory hold fewer blocks than the registers would allow.
             enough = blocks >= min(resident, MULTIPROCESSOR[number][1] * 1024 // shared)
-            good = have <= registers and spills == 0 and generic == 0 and enough and under_way >= loads and wide >= stores
-            judge.say(good, "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
+            good = (have <= registers and spills == 0 and generic == 0 and enough
+                    and under_way >= loads and wide >= stores)
+            judge.say(good,
+                      "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
                       "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
     if number >= 90:
         late = [name for name in code if not waits_first(code[name])]
-        judge.say(len(code) > 30 and not late, "%s %d kernels wait for the preceding one before they use memory, others: %s" %
+        judge.say(len(code) > 30 and not late,
+                  "%s %d kernels wait for the preceding one before they use memory, others: %s" %
                   (arch, len(code) - len(late), " ".join(late) or "none"))
     for kernel, most in MOST_INSTRUCTIONS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
@@ -271,7 +280,8 @@ def judge_machine_code(judge, arch, usage, code):
     for kernel, least_ahead in SUMS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
             loops, chain, through_lanes, ahead = addition_chains(code.get(name, ""))
-            judge.say(loops > 0 and chain <= 1 and not through_lanes and ahead >= least_ahead, "%s %-31s %2d loops that add, %.2f "
+            judge.say(loops > 0 and chain <= 1 and not through_lanes and ahead >= least_ahead,
+                      "%s %-31s %2d loops that add, %.2f "
                       "additions in a chain for a value%s, %2d loads ahead" % (
                           arch, kernel, loops, chain, ", through other lanes" if through_lanes else "", ahead))
 
@@ -284,9 +294,9 @@ def judge_model(judge, usage, code):
                         for function in usage if re.search(r"\d" + loops.LOOPS[name][0], function))
         good = (count is not None and abs(count - kernel.issued) <= 0.1 * kernel.issued
                 and abs(registers - kernel.registers) <= 8 and kernel.blocks <= resident_blocks(90, registers, 1024))
-        judge.say(good, "sm_90 %-21s %s instructions for an element, %d registers; gpu_model.py has %.1f, %d and %d blocks" % (
-            name, "no loop that is known has" if count is None else "%.1f" % count, registers, kernel.issued,
-            kernel.registers, kernel.blocks))
+        judge.say(good, "sm_90 %-21s %s instructions for an element, %d registers; gpu_model.py has %.1f, %d and %d "
+                  "blocks" % (name, "no loop that is known has" if count is None else "%.1f" % count, registers,
+                              kernel.issued, kernel.registers, kernel.blocks))
 
 
 def main():
@@ -296,8 +306,9 @@ def main():
         folder = tempfile.TemporaryDirectory()
         library = os.path.join(folder.name, "device.a")
         includes = ["-I" + os.path.join(sources, name) for name in ("include", "src", ".")]
-        run("nvcc", "-lib", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--extended-lambda", "-O3", "-gencode",
-            "arch=compute_90,code=[sm_90,compute_90]", *includes, *glob.glob(os.path.join(sources, "cuda", "*.cu")), "-o", library)
+        run("nvcc", "-lib", "-std=c++20", "-fmad=false", "--expt-relaxed-constexpr", "--extended-lambda", "-O3",
+            "-gencode", "arch=compute_90,code=[sm_90,compute_90]", *includes,
+            *glob.glob(os.path.join(sources, "cuda", "*.cu")), "-o", library)
     else:
         library, folders = sys.argv[1], sys.argv[2:]
         find_tools(("cuobjdump", "nvdisasm"), folders)

@@ -29,7 +29,8 @@ CASES = [
     ("a kernel that does not wait is launched early", (PLAIN, READS, EARLY, ""), MESSAGE),
     ("a kernel that does not wait is launched by a Launcher", (PLAIN, READS, LATE, LAUNCHER), MESSAGE),
     ("a kernel uses its argument without waiting", (WAITS, "*argument = 1;", EARLY, LAUNCHER), r"error:.*PdlArgument"),
-    ("a kernel reads the value without waiting", (WAITS, "*argument.value_ = 1;", EARLY, LAUNCHER), r"value_.* is .*private"),
+    ("a kernel reads the value without waiting", (WAITS, "*argument.value_ = 1;", EARLY, LAUNCHER),
+     r"value_.* is .*private"),
     ("a kernel says itself that it triggers", (WAITS, "(void)argument.begin_kernel(true);", EARLY, LAUNCHER),
      r"error: (no matching function for call to .*begin_kernel\(bool\)|too many arguments)"),
 ]
@@ -41,9 +42,11 @@ with tempfile.TemporaryDirectory() as name:
     path = pathlib.Path(name) / "case.cc"
     for what, parts, pattern in CASES:
         path.write_text(SOURCE % parts, encoding="utf-8")
-        done = subprocess.run([*compiler, "-std=c++20", "-fsyntax-only", *folders, str(path)], env={**os.environ, "LC_ALL": "C"},
+        done = subprocess.run([*compiler, "-std=c++20", "-fsyntax-only", *folders, str(path)],
+                              env={**os.environ, "LC_ALL": "C"},
                               capture_output=True, text=True, check=False)
-        good = done.returncode == 0 if pattern is None else done.returncode != 0 and re.search(pattern, done.stderr) is not None
+        good = (done.returncode == 0 if pattern is None else
+                done.returncode != 0 and re.search(pattern, done.stderr) is not None)
         failures += not good
         print(f"{what}: {'ok' if good else 'FAILED'}" + ("" if good else "\n" + done.stderr))
 print(f"{len(CASES)} cases, {failures} failures")

@@ -47,7 +47,8 @@ def sizes(numels, ranks, node, data=False):
     tensors = (abi.dsopt_tensor * len(numels))(*(abi.dsopt_tensor(None, n, abi.DSOPT_DTYPE_F32) for n in numels))
     args = abi.dsopt_compressed(tensors=ctypes.addressof(tensors), count=len(numels), node=node)
     worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
-    check(abi.lib.dsopt_compressed_sizes(ranks, ctypes.byref(args), ctypes.byref(worker), ctypes.byref(server), ctypes.byref(space)))
+    check(abi.lib.dsopt_compressed_sizes(ranks, ctypes.byref(args), ctypes.byref(worker), ctypes.byref(server),
+                                         ctypes.byref(space)))
     memory = [tensors]
     if data:
         for tensor in tensors:
@@ -81,7 +82,8 @@ for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     tensor = abi.dsopt_tensor(ctypes.addressof(value), 1, abi.DSOPT_DTYPE_F32)
     check(abi.lib.dsopt_tensors_norm(context.handle, ctypes.byref(tensor), 1, abi.DSOPT_NORM_L2, 0, comm,
                                  ctypes.byref(result), None))
-    expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks), "all-reduce of %d ranks" % ranks)
+    expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks),
+           "all-reduce of %d ranks" % ranks)
     checked += 1
 
 for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer sizes: the lists need no memory

@@ -33,7 +33,8 @@ EDITS = {
     "scalars.h": [
         ("    float eps, wd;\n", "    float eps, wd;\n    float beta3, a3;\n"),
         ("    s.wd = float(hyper.weight_decay);\n",
-         "    s.wd = float(hyper.weight_decay);\n    s.beta3 = float(hyper.beta3);\n    s.a3 = float(1.0 - hyper.beta3);\n"),
+         "    s.wd = float(hyper.weight_decay);\n    s.beta3 = float(hyper.beta3);\n"
+         "    s.a3 = float(1.0 - hyper.beta3);\n"),
     ],
     "all.h": [
         ("#include \"rules/adam.h\"\n", "#include \"rules/adam.h\"\n#include \"rules/ademamix.h\"\n"),

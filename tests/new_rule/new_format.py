@@ -87,7 +87,8 @@ with tempfile.TemporaryDirectory() as name:
     expect("visit() needs a case", errors_of(folder, ENUMERATOR, cpu, *cpu_flags), r"dtype\.h.*\n?.*byte.*not handled")
     expect("the CPU's registers need conversions", errors_of(folder, CODEC, cpu, *cpu_flags),
            r"(registers|tiles|kernels)\.(h|cc).*error")
-    expect("the count of steps in compat mode needs a case", errors_of(folder, CODEC, sources / "src/optimizer/plan.cc"),
+    expect("the count of steps in compat mode needs a case",
+           errors_of(folder, CODEC, sources / "src/optimizer/plan.cc"),
            r"plan\.cc:\d+:\d+: error: .*byte.*not handled")
     said = errors_of(folder, CODEC, cuda, *cuda_flags)
     for function in CUDA:

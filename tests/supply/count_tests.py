@@ -13,7 +13,8 @@ import tempfile
 TESTS = [
     ("plain", "OK", "", [1, 0, 0], []),
     ("counted", "OK", "a: is not so\n7 passed, 2 failed\n", [7, 2, 0], []),
-    ("partly", "OK", "skipped: test_x: no GPU\nskipped: test_y: no GPU at all\n5 passed, 0 failed, 2 skipped\n", [5, 0, 2],
+    ("partly", "OK", "skipped: test_x: no GPU\nskipped: test_y: no GPU at all\n5 passed, 0 failed, 2 skipped\n",
+     [5, 0, 2],
      ["test_x: no GPU", "test_y: no GPU at all"]),
     ("whole", "SKIP", "jax: skipped: PyPI was not reached for jax\n", [0, 0, 1], ["PyPI was not reached for jax"]),
     ("silent", "SKIP", "", [0, 0, 1], ["no reason given"]),
@@ -34,8 +35,10 @@ def main():
             file.write(JUNIT)
         with open(os.path.join(build, "meson-logs", "testlog.json"), "w", encoding="utf-8") as file:
             for name, result, said, _, _ in TESTS:
-                file.write(json.dumps({"name": name, "result": result, "stdout": said, "returncode": 0, "duration": 1}) + "\n")
-        said = subprocess.run([sys.executable, script, build], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+                file.write(json.dumps({"name": name, "result": result, "stdout": said, "returncode": 0, "duration": 1})
+                           + "\n")
+        said = subprocess.run([sys.executable, script, build], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                              text=True, check=True)
         with open(os.path.join(build, "not-run"), encoding="utf-8") as file:
             not_run = file.read().splitlines()
     results = [

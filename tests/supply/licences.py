@@ -37,7 +37,8 @@ def without_years(text):
 
 
 def preprocessed(source):
-    said = subprocess.run([*CXX, "-x", "c++", "-E", "-P", "-"], input=source, stdout=subprocess.PIPE, text=True, check=True)
+    said = subprocess.run([*CXX, "-x", "c++", "-E", "-P", "-"], input=source, stdout=subprocess.PIPE, text=True,
+                          check=True)
     return said.stdout.strip().splitlines()[-1].replace(" ", "")
 
 
@@ -69,7 +70,8 @@ def texts():
         copyright_file = words(read("packaging", "debian", "copyright"))
         for paragraph in terms:
             yield f"{name}: '{paragraph[:40]}...' is in debian/copyright", words(paragraph) in copyright_file
-        yield f"{name}: the crate has the text", text == read("bindings", "rust", "dsopt-sys", "LICENSES", name + ".txt")
+        yield (f"{name}: the crate has the text",
+               text == read("bindings", "rust", "dsopt-sys", "LICENSES", name + ".txt"))
         yield f"{name}: it is installed", f"'LICENSES/{name}.txt'" in read("meson.build")
     project = read("pyproject.toml")
     yield "wheel: has the texts", '"LICENSES/*.txt"' in project
@@ -79,14 +81,16 @@ def texts():
 def required(sbom):
     """What SPDX 2.3 requires of a document without files."""
     yield all(isinstance(sbom.get(key), str) and sbom[key] for key in ("name", "documentNamespace"))
-    yield sbom["spdxVersion"] == "SPDX-2.3" and sbom["dataLicense"] == "CC0-1.0" and sbom["SPDXID"] == "SPDXRef-DOCUMENT"
+    yield (sbom["spdxVersion"] == "SPDX-2.3" and sbom["dataLicense"] == "CC0-1.0" and
+           sbom["SPDXID"] == "SPDXRef-DOCUMENT")
     yield bool(re.fullmatch(r"https://[^#\s]+", sbom["documentNamespace"]))
     yield bool(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", sbom["creationInfo"]["created"]))
     yield all(re.match(r"(Tool|Organization|Person): \S", creator) for creator in sbom["creationInfo"]["creators"])
     names = [package["SPDXID"] for package in sbom["packages"]]
     yield len(set(names)) == len(names) and all(re.fullmatch(r"SPDXRef-[A-Za-z0-9.-]+", name) for name in names)
     for package in sbom["packages"]:
-        yield all(package.get(key) for key in ("name", "versionInfo", "downloadLocation", "licenseConcluded", "licenseDeclared",
+        yield all(package.get(key) for key in ("name", "versionInfo", "downloadLocation", "licenseConcluded",
+                                               "licenseDeclared",
                                                "copyrightText"))
         yield package["filesAnalyzed"] is False
         yield all(re.fullmatch(r"pkg:\S+@\S+", ref["referenceLocator"]) for ref in package["externalRefs"])
@@ -110,14 +114,16 @@ def valid(path):
 
 def written(kind, *arguments):
     command = [sys.executable, os.path.join(ROOT, "scripts", "sbom.py"), kind, *arguments]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "SOURCE_DATE_EPOCH": "1"}).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
+                          env={**os.environ, "SOURCE_DATE_EPOCH": "1"}).stdout
 
 
 def materials():
     with open(INPUTS, encoding="utf-8") as file:
         inputs = json.load(file)
     seen = {
-        "RapidJSON": preprocessed("#include <rapidjson/rapidjson.h>\nRAPIDJSON_MAJOR_VERSION.RAPIDJSON_MINOR_VERSION.RAPIDJSON_PATCH_VERSION"),
+        "RapidJSON": preprocessed("#include <rapidjson/rapidjson.h>\n"
+                                  "RAPIDJSON_MAJOR_VERSION.RAPIDJSON_MINOR_VERSION.RAPIDJSON_PATCH_VERSION"),
         "xxHash": preprocessed("#include <xxhash.h>\nXXH_VERSION_MAJOR.XXH_VERSION_MINOR.XXH_VERSION_RELEASE"),
     }
     compiled_in = {name: version for name, version in inputs["compiled_in"].items() if name in seen}
@@ -138,10 +144,12 @@ def materials():
         have = {package["name"]: (package["versionInfo"], package["licenseDeclared"]) for package in sbom["packages"]}
         parts = {name: have[name] for name in have if name in LICENCES}
         has_library = kind in ("install", "wheel", "libdsopt1", "libdsopt-dev")
-        want = {name: (number, LICENCES[name]) for name, number in {**inputs["compiled_in"], **more}.items()} if has_library else {}
+        want = ({name: (number, LICENCES[name]) for name, number in {**inputs["compiled_in"], **more}.items()}
+                if has_library else {})
         yield f"{kind}: {parts} is compiled in, not {want}", parts == want
         concluded = sbom["packages"][0]["licenseConcluded"].split(" AND ")
-        yield f"{kind}: {concluded} covers its parts", set(concluded) == {"Apache-2.0", *(LICENCES[name] for name in want)}
+        yield (f"{kind}: {concluded} covers its parts",
+               set(concluded) == {"Apache-2.0", *(LICENCES[name] for name in want)})
         path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"dsopt-{os.getpid()}.spdx.json")
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -152,7 +160,8 @@ def materials():
         if found is not None:
             scanned += 1
             yield f"{kind}: spdx-tools say {found}", not found
-    print(f"spdx-tools validated {scanned} documents" if scanned else "spdx-tools are not installed: bindings/python/check has them")
+    print(f"spdx-tools validated {scanned} documents"
+          if scanned else "spdx-tools are not installed: bindings/python/check has them")
 
 
 def main():

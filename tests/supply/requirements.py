@@ -14,7 +14,8 @@ import subprocess
 import sys
 
 ROOT = sys.argv[1]
-ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)( ; [^\\]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", re.M)
+ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;]+)( ; [^\\]+)? \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)",
+                   re.M)
 
 
 def read(*path):
@@ -34,7 +35,8 @@ def lists():
         wanted, text = read(folder, name + ".in"), read(folder, name + ".txt")
         yield f"{name}.in names its oldest Python", bool(re.search(r"^# python 3\.\d+$", wanted, re.M))
         rest = ENTRY.sub("", text)
-        yield f"{name}.txt has no entry without a version or hash: {rest[:200]!r}", re.fullmatch(r"(#.*\n)*", rest) is not None
+        yield (f"{name}.txt has no entry without a version or hash: {rest[:200]!r}",
+               re.fullmatch(r"(#.*\n)*", rest) is not None)
         have = {normal(entry[0]) for entry in ENTRY.findall(text)}
         asked = {normal(re.match(r"[\w.-]+", line).group()) for line in wanted.splitlines() if line and line[0] != "#"}
         yield f"{name}.txt lacks {asked - have}", asked <= have and asked != set()

@@ -38,7 +38,8 @@ Make the state of an optimizer for every array of Float32 or Float16 in `model`.
   * `nonfinite`: policy for Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
 function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,
-               scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing, max_norm = 0, max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
+               scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing, max_norm = 0,
+               max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
     haskey(NONFINITE, nonfinite) || throw(ArgumentError("nonfinite is :$nonfinite, not one of :auto, :skip, :apply"))
     if context === nothing
         context = scaler !== nothing ? scaler.context : data !== nothing ? data.context : Context()

@@ -120,8 +120,8 @@ def _check(before: Callable[..., Any]) -> Callable[..., Any]:
         wrapper = before(self, basic_optimizer)
         if wrapper == "bf16":
             raise unsupported("%s: the BF16_Optimizer of DeepSpeed is not supported: it partitions the gradients as "
-                              "ZeRO does, and the step exchanges whole ones; use \"fp16\", or bfloat16 without pipeline "
-                              "parallelism" % name)
+                              "ZeRO does, and the step exchanges whole ones; use \"fp16\", or bfloat16 without "
+                              "pipeline parallelism" % name)
         return wrapper
 
     return _do_optimizer_sanity_check

@@ -100,8 +100,10 @@ class Handler(unittest.TestCase):
             name = "_handler-%d.%d.so" % _build.api_version()
             shutil.copy(path, os.path.join(package, "jax", name))
             cache = os.path.join(folder, "cache")
-            done = self.ask(PYTHONPATH=folder, DSOPT_CACHE=cache, DSOPT_LIBRARY=dsopt._abi.path, PATH="", CXX="/nothing")
-            self.assertEqual((done.returncode, done.stdout.strip()), (0, os.path.join(package, "jax", name)), done.stderr)
+            done = self.ask(PYTHONPATH=folder, DSOPT_CACHE=cache, DSOPT_LIBRARY=dsopt._abi.path, PATH="",
+                            CXX="/nothing")
+            self.assertEqual((done.returncode, done.stdout.strip()), (0, os.path.join(package, "jax", name)),
+                             done.stderr)
             self.assertNotIn("compiling", done.stderr)
             self.assertFalse(os.path.exists(cache))
 
