@@ -51,7 +51,8 @@ deb() {
 
 wheel() {
     export_tree wheel
-    grep -q "^  version: \"$version\"$" "$tree/packaging/conda/recipe.yaml" || fail "packaging/conda/recipe.yaml is not about $version"
+    grep -q "^  version: \"$version\"$" "$tree/packaging/conda/recipe.yaml" ||
+        fail "packaging/conda/recipe.yaml is not about $version"
     scripts/wheel.sh "$tree" "$packages" || fail "the wheels"
 }
 
@@ -60,7 +61,8 @@ crate() {
     export_tree crate
     [ -f "$tree/bindings/rust/Cargo.toml" ] || fail "there is no bindings/rust/Cargo.toml to make crates of"
     "$tree/scripts/sbom.py" crate --output "$tree/bindings/rust/dsopt/sbom.spdx.json" &&
-        "$tree/scripts/sbom.py" crate-sys --output "$tree/bindings/rust/dsopt-sys/sbom.spdx.json" || fail "no bill of materials"
+        "$tree/scripts/sbom.py" crate-sys --output "$tree/bindings/rust/dsopt-sys/sbom.spdx.json" ||
+            fail "no bill of materials"
     # Not built again here, because the tests build them. One crate needs the other, which is in no registry.
     (cd "$tree/bindings/rust" && cargo package --quiet --offline --no-verify --workspace --target-dir "$work/target" \
         --config "patch.crates-io.dsopt-sys.path='$PWD/dsopt-sys'") || fail "cargo package"

