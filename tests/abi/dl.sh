@@ -16,7 +16,8 @@ c() { $cc -x c -std=c99 "$@"; }
 cpp() { $cxx -x c++ -std=c++11 "$@"; }
 for language in c cpp; do
     for program in caller_dl refused_dl; do
-        $language -O2 -Wall -Wextra -Wpedantic -Werror "-I$include" "$here/$program.c" -o "$folder/$program-$language" -ldl ||
+        $language -O2 -Wall -Wextra -Wpedantic -Werror "-I$include" "$here/$program.c" -o "$folder/$program-$language" \
+            -ldl ||
             fail "$program as $language: compiler"
     done
     ! readelf -dW "$folder/caller_dl-$language" | grep -q 'NEEDED.*libdsopt' || fail "$language: linked to dsopt"

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# install.sh shared|static|plugin|cmake|rust SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the installed
-# tree somewhere else, and builds and runs programs against it, as a user would with pkg-config or CMake. TOOLKIT is the folder
-# of the CUDA toolkit that a static link needs, or `none`.
+# install.sh shared|static|plugin|cmake|rust SOURCE-DIR BUILD-DIR TOOLKIT CC MESON...: installs the build, moves the
+# installed tree somewhere else, and builds and runs programs against it, as a user would with pkg-config or CMake.
+# TOOLKIT is the folder of the CUDA toolkit that a static link needs, or `none`.
 set -eu
 here=$(dirname "$(realpath "$0")")
 example=$(realpath "$here/../../examples/fp32.c")
@@ -22,7 +22,8 @@ fail() {
     exit 1
 }
 
-DESTDIR=$folder/root "$@" install -C "$build" --no-rebuild >"$folder/log" 2>&1 || { cat "$folder/log"; fail "meson install"; }
+DESTDIR=$folder/root "$@" install -C "$build" --no-rebuild >"$folder/log" 2>&1 ||
+    { cat "$folder/log"; fail "meson install"; }
 prefix=$(sed -n 's/^prefix=//p' "$build/meson-private/dsopt.pc")
 moved=$folder/moved
 mv "$folder/root$prefix" "$moved"
@@ -47,7 +48,8 @@ compile() { # PROGRAM SOURCE FLAGS...
 }
 # Excludes the section end symbols that gold adds to every shared object.
 exports() { nm -D --defined-only "$folder/$1" | awk '$3 !~ /^(__bss_start|_edata|_end)$/ { print $3 }'; }
-flags() { pkg-config "--define-variable=prefix=$moved" ${cudalibdir:+"--define-variable=cudalibdir=$cudalibdir"} "$@" dsopt; }
+flags() { pkg-config "--define-variable=prefix=$moved" ${cudalibdir:+"--define-variable=cudalibdir=$cudalibdir"} "$@" \
+    dsopt; }
 static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'; }
 needs_library() { readelf -dW "$folder/$1" | grep -q 'NEEDED.*libdsopt'; }
 runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
@@ -74,7 +76,8 @@ plugin) # the functions have default visibility, so only the archive's contents 
         for entry in first second; do
             compile $entry.so "$here/plugin.c" -fPIC -shared -fuse-ld=$linker -DENTRY=$entry $(static_flags)
             ! needs_library $entry.so || fail "$entry.so: linked to the shared library"
-            [ "$(exports $entry.so)" = $entry ] || fail "$entry.so, linked by $linker, exports $(exports $entry.so | tr '\n' ' ')"
+            [ "$(exports $entry.so)" = $entry ] ||
+                fail "$entry.so, linked by $linker, exports $(exports $entry.so | tr '\n' ' ')"
         done
         LD_LIBRARY_PATH=$(flags --variable=libdir) "$folder/plugins" "$folder/first.so" "$folder/second.so" ||
             fail "plugins, linked by $linker"

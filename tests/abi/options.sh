@@ -10,7 +10,8 @@ trap 'rm -rf "$folder"' EXIT
 "$@" setup "$folder/least" "$source" -Dauto_features=disabled >"$folder/log" 2>&1 ||
     { echo "all off: refused"; tail -n 20 "$folder/log"; exit 1; }
 
-! "$@" setup "$folder/headers" "$source" -Dauto_features=disabled -Dpython=enabled -Djax_headers=/nothing >"$folder/log" 2>&1 &&
+! "$@" setup "$folder/headers" "$source" -Dauto_features=disabled -Dpython=enabled -Djax_headers=/nothing \
+    >"$folder/log" 2>&1 &&
     grep -q 'jax_headers is for wheels: it needs python_linker' "$folder/log" ||
     { echo "headers of JAX without a linker: taken"; tail -n 20 "$folder/log"; exit 1; }
 
@@ -21,4 +22,5 @@ chmod +x "$folder/bin/ccache"
 PATH=$folder/bin:$PATH
 "$@" setup "$folder/ccache" "$source" -Dauto_features=disabled -Dcuda=enabled >"$folder/log" 2>&1 ||
     { echo "with ccache and CUDA: refused"; tail -n 20 "$folder/log"; exit 1; }
-grep -q 'Cuda compiler.*: ccache ' "$folder/log" || { echo "with ccache and CUDA: nvcc is not called through ccache"; exit 1; }
+grep -q 'Cuda compiler.*: ccache ' "$folder/log" ||
+    { echo "with ccache and CUDA: nvcc is not called through ccache"; exit 1; }

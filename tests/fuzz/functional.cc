@@ -17,7 +17,7 @@ constexpr float kScalars[] = {test::kNaN,  0,      1,       0.5f, 1e-3f,  0.9f, 
 constexpr int32_t kStepFlags[] = {
     0, 0, DSOPT_STEP_ZERO_GRADS, DSOPT_STEP_NO_NAN, DSOPT_STEP_OUT_ONLY, DSOPT_STEP_DELTA};
 
-// ---------------------------------------------------------------------------------------------------------------- memory
+// -------------------------------------------------------------------------------------------------------------- memory
 /// One list. Each tensor is in an allocation of exactly its size; an empty tensor has none.
 class Arrays {
 public:
@@ -147,7 +147,7 @@ private:
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------- a case
+// -------------------------------------------------------------------------------------------------------------- a case
 struct Case {
     int32_t algorithm = 0, compat = 0, flags = 0, nonfinite = 0, masters = 0;
     int ranks = 1, rank = 0;
@@ -262,7 +262,7 @@ const test::Context &context_on(int32_t backend) {
     return one;
 }
 
-// ------------------------------------------------------------------------------------------------------------- a training
+// ---------------------------------------------------------------------------------------------------------- a training
 class Functional : public World {
 public:
     explicit Functional(const Choices &choices) : World(choices), case_(case_of(choose)) {

@@ -5,7 +5,8 @@
 # differently.
 set -u
 [ "$1" != none ] || { echo "mpi: skipped, no MPI is installed"; exit 77; }
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=self,vader
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+    OMPI_MCA_btl=self,vader
 export OMPI_MCA_btl_vader_single_copy_mechanism=none OMPI_MCA_mpi_warn_on_fork=0
 # MPI libraries keep memory until the end, and memory is leaked on purpose after a time-out.
 export ASAN_OPTIONS="${ASAN_OPTIONS:-}:detect_leaks=0"

@@ -4,9 +4,9 @@
 //
 //     soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER
 //
-// Ends after N seconds and N trainings, whichever are given; by default after one training. Checks: every file can be
-// read, also while it is being replaced; saved data are not lost; the loss after a restart is the saved one, and it
-// decreases; if a rank ends, the others end with a status. Exits with 1 at the first violation, and leaves the files.
+// Ends after N trainings (default 1) and N seconds (default 0). Checks: every file can be read, also while it is being
+// replaced; saved data are not lost; the loss after a restart is the saved one, and it decreases; if a rank ends, the
+// others end with a status. Exits with 1 at the first violation, and leaves the files.
 #include "job.h"
 #include "support/numbers.h"
 #include <cerrno>

@@ -87,7 +87,8 @@ make 1 && grep -q 'DO NOT MATCH THE HASHES' "$folder/said" || fail "with another
 pass
 source_list built "$(echo "$hashes" | head -n 1)"
 make 0 || fail "with a source: status $status"
-[ "$("$folder/venv/bin/python" -c 'import built; print(built.value)')" = 8 ] || fail "the source is not built and installed"
+[ "$("$folder/venv/bin/python" -c 'import built; print(built.value)')" = 8 ] ||
+    fail "the source is not built and installed"
 [ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again for a source"
 pass
 cp "$folder/scripts/requirements/one-source.txt" "$folder/scripts/requirements/one-aside.txt"
