@@ -61,7 +61,8 @@ BUDGET = [
 # Devices with other limits of registers and resident blocks. With two leaves in shared memory, three blocks fit on
 # multiprocessors with 100 KiB of it.
 OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
-          for kernel in ("update_kernel", "pack_values_kernel", "pack_list_kernel", "reduce_messages_kernel", "pack_slice_kernel",
+          for kernel in ("update_kernel", "pack_values_kernel", "pack_list_kernel", "reduce_messages_kernel",
+                         "pack_slice_kernel",
                          "feed_kernelILNS.*4FeedE[012]E")}
 # Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
