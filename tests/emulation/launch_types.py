@@ -20,7 +20,7 @@ void by_launcher(const Launcher &launcher, float *x) { %s }
 WAITS, PLAIN = "const PdlArgument<float *> argument", "float *x"
 USES, READS = "float *const x = argument.begin_kernel(); *x = 1;", "*x = 1;"
 EARLY, LATE = "Pdl{.early = true}, kernel, x", "kernel, x"
-LAUNCHER = 'launcher.thread("kernel", kernel, x);'
+LAUNCHER = 'launcher.launch_thread("kernel", kernel, x);'
 MESSAGE = "a kernel that may be launched early takes a PdlArgument first"
 # Description, parts of the source, and the expected text of the compiler; None: it compiles.
 CASES = [
