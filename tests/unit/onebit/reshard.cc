@@ -229,7 +229,7 @@ TEST(ReshardRefusal, OfSetsThatAreNotAllOfOneSave) {
                 expect({&files[0], &files[2]}, "the file of rank 1 is not there");
                 expect({&files[1], &files[2]}, "the file of rank 0 is not there");
                 expect({&files[2]}, "rank 0 is not there");
-                expect({&files[0], &files[1], &files[1], &files[2]}, "file 2 is of rank 1");
+                expect({&files[0], &files[1], &files[1], &files[2]}, "file 2 is a second file of rank 1");
                 expect({&files[0], &files[1], &earlier.files[2]}, "\"calls\"");
                 expect({&files[0], &two.files[1], &files[2]}, "file 1 is of rank 1 of 2, file 0 of rank 0 of 3");
                 expect({&files[0], &files[1], &another.files[2]}, "\"group.0.lr\"");
