@@ -151,7 +151,9 @@ impl Optimizer {
     /// # let mut opt = Optimizer::new(&Context::cpu().unwrap()).unwrap();
     /// # let (mut w, g) = (vec![1.0f32; 3], vec![0.5f32; 3]);
     /// let view = opt.view(0);
-    /// opt.step(&mut [(&mut w).into()], &[(&g).into()]); // would change the viewed memory println!("{view:?}"); ```
+    /// opt.step(&mut [(&mut w).into()], &[(&g).into()]); // would change the viewed memory
+    /// println!("{view:?}");
+    /// ```
     pub fn view(&self, index: usize) -> Result<Option<View<'_>>> {
         let info = self.state_info(index)?;
         if info.of_scaler() {
