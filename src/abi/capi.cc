@@ -229,7 +229,8 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s", DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR,
                     DSOPT_VERSION_PATCH, object->device().name(), cpu_isa_name());
         if (const char *const isa = unknown_isa())
-            object->log(DSOPT_LOG_WARN, "DSOPT_ISA is %s, not generic, avx2, avx512 or avx512_bf16: the %s kernels are used",
+            object->log(DSOPT_LOG_WARN,
+                        "DSOPT_ISA is %s, not generic, avx2, avx512 or avx512_bf16: the %s kernels are used",
                         shown(isa).c_str(), cpu_isa_name());
         *ctx = new dsopt_context{std::move(object)};
     });

@@ -109,8 +109,7 @@ Files sort_by_rank(Files files, const DataRank &first) {
             throw Error(DSOPT_ERR_MISMATCH, "file %zu is of nodes of %d ranks, file 0 of %d", i, origin.node_ranks,
                         first.node_ranks);
         auto &slot = sorted[size_t(origin.rank)];
-        if (slot)
-            throw Error(DSOPT_ERR_MISMATCH, "file %zu is a second file of rank %d", i, origin.rank);
+        if (slot) throw Error(DSOPT_ERR_MISMATCH, "file %zu is a second file of rank %d", i, origin.rank);
         slot = std::move(files[i]);
     }
     for (size_t rank = 0; rank < sorted.size(); ++rank)

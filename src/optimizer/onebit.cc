@@ -92,8 +92,7 @@ void OneBit::add_param_state(const Param &param, int64_t index, const dsopt_grou
     const char *const name = param.name.c_str();
     if (!is_onebit(group.algorithm)) {
         if (masked)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family uses masks",
-                        name);
+            throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is masked: only the 1-bit family uses masks", name);
         return;
     }
     if (param.dtype != DSOPT_DTYPE_F32 && !param.has_master)

@@ -49,8 +49,8 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
                     desc.expert_count);
     const bool random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     if (given.offset < 0 || (given.offset != 0 && !random))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding uses it",
-                    name, ll(given.offset));
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding uses it", name,
+                    ll(given.offset));
     if (given.offset > INT64_MAX - given.tensor.numel)
         throw Error(DSOPT_ERR_SHAPE, "parameter '%s' has offset %lld and %lld elements: its tensor has 2^63 at most",
                     name, ll(given.offset), ll(given.tensor.numel));

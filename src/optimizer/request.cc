@@ -30,8 +30,7 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
     if (accumulated && !(optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE))
         throw Error(DSOPT_ERR_UNSUPPORTED, "the optimizer was made without DSOPT_OPTIMIZER_ACCUMULATE");
     if (accumulated && functional)
-        throw Error(DSOPT_ERR_UNSUPPORTED,
-                    "dsopt_optimizer_apply is stateless: pass the accumulators as gradients");
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_apply is stateless: pass the accumulators as gradients");
     if (functional && step.count > 0 && step.params == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_apply needs dsopt_step.params");
     if (step.parallel_for == nullptr && step.parallel_user != nullptr)

@@ -59,13 +59,30 @@ struct Grave {
 };
 std::vector<Grave> g_graves;
 
-void bury(void *fiber, size_t room) {
+size_t g_fibers = 0; // of the thread sanitizer: running ones and those that ended
+
+/// Requires g_lock.
+void destroy_ended() {
+    for (const Grave &grave : g_graves) __tsan_destroy_fiber(grave.fiber);
+    g_fibers -= g_graves.size();
+    g_graves.clear();
+}
+
+void bury(void *fiber) {
     sanitizer::Quiet quiet;
     const std::lock_guard<Spin> hold(g_lock);
-    if (fiber) g_graves.push_back({fiber});
-    if (g_graves.size() <= room) return;
-    for (const Grave &grave : g_graves) __tsan_destroy_fiber(grave.fiber);
-    g_graves.clear();
+    g_graves.push_back({fiber});
+}
+
+/// The sanitizer ends the process at 8,128 threads.
+void *create_tsan_fiber() {
+    {
+        sanitizer::Quiet quiet;
+        const std::lock_guard<Spin> hold(g_lock);
+        if (g_fibers >= 6000) destroy_ended();
+        ++g_fibers;
+    }
+    return __tsan_create_fiber(0);
 }
 
 uint64_t random_number(Worker &w) {
@@ -178,7 +195,7 @@ Fiber *take_fiber(Worker &w) {
     Fiber *const fiber = w.spare.back();
     w.spare.pop_back();
     // Synchronization is visible to the sanitizer here: a thread happens after everything before the launch.
-    prepare(*fiber, thread_main, sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr);
+    prepare(*fiber, thread_main, sanitizer::tsan() ? create_tsan_fiber() : nullptr);
     return fiber;
 }
 
@@ -187,7 +204,7 @@ Fiber *take_fiber(Worker &w) {
 void drop_fibers(Worker &w) {
     if (!sanitizer::tsan()) return;
     for (Fiber *fiber : w.all) {
-        bury(fiber->tsan, 4000); // the limit is 8,128; the rest is for running blocks
+        if (fiber->tsan != nullptr) bury(fiber->tsan);
         delete_fiber(fiber);
     }
     if (w.stacks != nullptr) unmap_stack(std::exchange(w.stacks, nullptr), w.count * kStack);
@@ -392,8 +409,11 @@ std::unique_lock<std::mutex> one_grid() {
 bool end_grid(Grid &grid, bool &triggered) {
     if (sanitizer::tsan()) {
         sanitizer::acquire(&grid.places->end);
-        bury(nullptr, 0);
         sanitizer::Quiet quiet;
+        {
+            const std::lock_guard<Spin> hold(g_lock);
+            destroy_ended();
+        }
         grid.places.reset();
     }
     triggered = grid.triggered;

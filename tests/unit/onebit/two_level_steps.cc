@@ -490,7 +490,8 @@ TEST(TwoLevelOptimizer, ComparesPlacesInNodesWhereAskedTo) {
         Trainer trainer = trainer_of({l, d, ctx, node, data}, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(),
                                      DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
         const Snapshot before = trainer.snapshot();
-        EXPECT_TRUE(refused(trainer.step(gradients(rank, 1)), DSOPT_ERR_MISMATCH, "different ranks in their nodes")) << rank;
+        EXPECT_TRUE(refused(trainer.step(gradients(rank, 1)), DSOPT_ERR_MISMATCH, "different ranks in their nodes"))
+            << rank;
         EXPECT_TRUE(same(trainer.snapshot(), before));
     });
     with_nodes(3, 2, [&](const Seat &seat) {
