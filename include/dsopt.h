@@ -682,7 +682,7 @@ enum dsopt_key {
     /** Number of steps so far, skipped ones included. Set by callers that keep their own checkpoints. */
     DSOPT_KEY_CALLS = 33,
     DSOPT_KEY_MAX_VALUE = 34,
-    /** Setting it also resets the count of consecutive skips. */
+    /** Setting it also resets the count of consecutive skips, and waits for earlier calls. */
     DSOPT_KEY_SKIP_BUDGET = 35,
     DSOPT_KEY_SIGNED = -1
 };
