@@ -80,7 +80,8 @@ __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const Shar
     return y;
 }
 
-/// Loads the inputs of apply_mean(). The mean is in place of the gradient; without other ranks it is this rank's values.
+/// Loads the inputs of apply_mean(). The mean is in place of the gradient; without other ranks it is this rank's
+/// values.
 template <int V, Feed F>
 __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
                                                const OneBitJob &one, int64_t i) {

@@ -94,7 +94,8 @@ __device__ __forceinline__ int elements_per_load(Dtype format) {
 }
 
 /// Loads elements [i, i + V) in the format of memory, i a multiple of V: fp32, or 16-bit elements, two per word.
-/// Nothing here uses the loaded values, so that several loads are in flight before convert_to_f32() waits for the first.
+/// Nothing here uses the loaded values, so that several loads are in flight before convert_to_f32() waits for the
+/// first.
 template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int64_t i) {
     switch (slot.format) {
     case Dtype::f32: {

@@ -692,7 +692,8 @@ enum dsopt_key {
  * @param[in] group  index, or DSOPT_ALL_GROUPS: every group, or none on failure.
  * @param[in] key    enum dsopt_key.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: group, key or value out of range; DSOPT_ERR_UNSUPPORTED: the group's algorithm
- * has no such hyper-parameter, or this value needs other state tensors; DSOPT_ERR_STATE: no groups.
+ * has no such hyper-parameter, or this value needs other state tensors; DSOPT_ERR_STATE: no groups; DSOPT_ERR_BACKEND:
+ * DSOPT_KEY_SKIP_BUDGET on CUDA.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_set(dsopt_optimizer *opt, int32_t group, int32_t key, double value);
 

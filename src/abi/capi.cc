@@ -91,7 +91,8 @@ template <class T> const std::shared_ptr<T> &object_of(const Handle<T> *handle, 
     return handle->object;
 }
 
-/// What a call uses of an optimizer: groups and parameters only, or also what Optimizer::finalize_groups() derives from them.
+/// What a call uses of an optimizer: groups and parameters only, or also what Optimizer::finalize_groups() derives from
+/// them.
 enum class Needs { groups, everything };
 /// Runs a call that changes an optimizer.
 template <Needs A = Needs::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) {

@@ -15,8 +15,8 @@ constexpr int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) 
 /// Largest size in bytes of a read, write or copy between a file, the host and a device.
 constexpr size_t kPiece = size_t(4) << 20;
 
-/// Partitions a block of memory into arrays that are aligned to kCacheLine. With NULL memory it only counts bytes, and the
-/// arrays are NULL.
+/// Partitions a block of memory into arrays that are aligned to kCacheLine. With NULL memory it only counts bytes, and
+/// the arrays are NULL.
 class Arena {
 public:
     explicit Arena(void *memory) : memory_(static_cast<char *>(memory)) {}

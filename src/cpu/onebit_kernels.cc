@@ -81,8 +81,8 @@ void pack_bits(const float *x, int64_t n, uint8_t *bits) {
 
 enum class StoreMode { store, stream, add };
 
-/// Stores the values of n bits, from bit `first` on, to y, or adds them to y. StoreMode::stream, with non-temporal stores,
-/// requires that y is aligned to 32 bytes and `first` is a multiple of 8.
+/// Stores the values of n bits, from bit `first` on, to y, or adds them to y. StoreMode::stream, with non-temporal
+/// stores, requires that y is aligned to 32 bytes and `first` is a multiple of 8.
 template <StoreMode how>
 void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;

@@ -44,8 +44,8 @@ template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
     }(x...);
 }
 /// Applies the rule to the N elements of a small register. Not inlined: the compiler would merge several of these
-/// kernels. The rule is passed by reference: passed by value, it would be spilled with narrow stores and loaded with wide
-/// ones (store-forwarding stall), which wait for all earlier stores, including the main loop's.
+/// kernels. The rule is passed by reference: passed by value, it would be spilled with narrow stores and loaded with
+/// wide ones (store-forwarding stall), which wait for all earlier stores, including the main loop's.
 template <int N, class R, class... T> __attribute__((noinline)) void apply_to(const R &rule, T *__restrict... x) {
     for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
 }
@@ -84,8 +84,8 @@ template <class Tag> void convert_from_f32(const float *from, typename Tag::stor
 }
 inline void convert_from_f32(const float *from, float *to, int64_t n, F32 tag) { convert_to_f32(from, to, n, tag); }
 
-/// Like convert_from_f32(), with non-temporal stores: for arrays that are only written and longer than the caches. Plain stores
-/// read every cache line before they overwrite it.
+/// Like convert_from_f32(), with non-temporal stores: for arrays that are only written and longer than the caches.
+/// Plain stores read every cache line before they overwrite it.
 template <class Tag> void convert_from_f32_streaming(const float *from, typename Tag::storage *to, int64_t n, Tag tag) {
 #if DSOPT_HAS_REGISTERS
     constexpr int64_t size = sizeof *to, line = 64 / size;

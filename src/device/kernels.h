@@ -63,8 +63,8 @@ public:
                       dsopt_norm_result *result, const Parallel &parallel, void *stream) const = 0;
     /// Calls the function in one thread of the device.
     virtual void run_in_one_thread(const OneThreadFunction &function, void *stream) const = 0;
-    /// Calls body(kernels) with the kernels of an exchange of this list, without an optimizer. They are valid during the
-    /// call.
+    /// Calls body(kernels) with the kernels of an exchange of this list, without an optimizer. They are valid during
+    /// the call.
     virtual void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count,
                               const Parallel &parallel, void *stream,
                               FunctionRef<void(ExchangeKernels &)> body) const = 0;

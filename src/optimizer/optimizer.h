@@ -110,7 +110,8 @@ public:
     void finalize_groups();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
-    /// bind_params() and bind_state() call finalize_groups() themselves, bind_params() only if a parameter gets new memory.
+    /// bind_params() and bind_state() call finalize_groups() themselves, bind_params() only if a parameter gets new
+    /// memory.
     void bind_params(const dsopt_tensor *list, int64_t count);
     void bind_state(const dsopt_tensor *list, int64_t count);
     void reset(int32_t what, void *stream);

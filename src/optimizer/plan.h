@@ -25,8 +25,8 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
 /// Bytes that must be zero before the first step in a workspace: Control and Outcome, which come first.
 constexpr size_t kZeroedBytes = round_up(sizeof(StepFlags)) + sizeof(Outcome);
 
-/// The memory of one step, partitioned into arrays that are aligned to kCacheLine. The partition depends on parameters and
-/// groups only, so sizes are constant. Arrays that the host writes come last if backend memory is host memory;
+/// The memory of one step, partitioned into arrays that are aligned to kCacheLine. The partition depends on parameters
+/// and groups only, so sizes are constant. Arrays that the host writes come last if backend memory is host memory;
 /// otherwise they are in a separate block.
 struct StepMemory {
     StepFlags *control;

@@ -63,8 +63,8 @@ struct Registry {
     }
 
     /// Adds `group` and its parameters; if `group` is NULL, adds parameters to the groups that they name. Removes the
-    /// state tensors of the whole optimizer: add_optimizer_state() adds them when all groups are there. Both must be called
-    /// inside append(). `shares_trust`: model ranks have one trust ratio per sharded tensor.
+    /// state tensors of the whole optimizer: add_optimizer_state() adds them when all groups are there. Both must be
+    /// called inside append(). `shares_trust`: model ranks have one trust ratio per sharded tensor.
     void add(const dsopt_group *group, const dsopt_param *given, int64_t count, const dsopt_optimizer_desc &desc,
              bool shares_trust);
     void add_optimizer_state(const OneBit *onebit, const Scaler *scaler);

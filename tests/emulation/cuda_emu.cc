@@ -54,24 +54,21 @@ void return_worker(Worker &w) {
 /// Ended fibers of the thread sanitizer. The sanitizer reuses the identity of a destroyed fiber for the next one and
 /// takes both for one thread. So ended fibers are kept until the end of the grid, as far as the sanitizer's limit
 /// allows.
-struct Grave {
-    void *fiber;
-};
-std::vector<Grave> g_graves;
+std::vector<void *> g_ended;
 
 size_t g_fibers = 0; // of the thread sanitizer: running ones and those that ended
 
 /// Requires g_lock.
 void destroy_ended() {
-    for (const Grave &grave : g_graves) __tsan_destroy_fiber(grave.fiber);
-    g_fibers -= g_graves.size();
-    g_graves.clear();
+    for (void *fiber : g_ended) __tsan_destroy_fiber(fiber);
+    g_fibers -= g_ended.size();
+    g_ended.clear();
 }
 
-void bury(void *fiber) {
+void keep_ended(void *fiber) {
     sanitizer::Quiet quiet;
     const std::lock_guard<Spin> hold(g_lock);
-    g_graves.push_back({fiber});
+    g_ended.push_back(fiber);
 }
 
 /// The sanitizer ends the process at 8,128 threads.
@@ -204,7 +201,7 @@ Fiber *take_fiber(Worker &w) {
 void drop_fibers(Worker &w) {
     if (!sanitizer::tsan()) return;
     for (Fiber *fiber : w.all) {
-        if (fiber->tsan != nullptr) bury(fiber->tsan);
+        if (fiber->tsan != nullptr) keep_ended(fiber->tsan);
         delete_fiber(fiber);
     }
     if (w.stacks != nullptr) unmap_stack(std::exchange(w.stacks, nullptr), w.count * kStack);
