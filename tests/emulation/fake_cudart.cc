@@ -127,7 +127,9 @@ void make_context(int device) {
 // also fail as configured, always with 999.
 constexpr int kOthers = 4096, kGreen = 8192;
 template <class F> int driver(const char *function, const F &body) {
+    const cudaError_t last = t_last; // of the runtime, which knows nothing of the driver's errors
     const cudaError_t error = call(function, [&] { return cudaError_t(body()); });
+    t_last = last;
     return error == 1 || error == 101 || error == 201 || error == 400 || error == 906 || error == 0 ? int(error) : 999;
 }
 void *handle_of(int device, int context) {
