@@ -10,7 +10,7 @@
 namespace fakert {
 namespace {
 
-constexpr size_t kPage = 4096, kRedZone = 256;
+constexpr size_t kPage = 4096, kRedZone = 256, kManagedLine = 256;
 constexpr unsigned char kUnwritten = 0xff, kUntouched = 0xa5;
 
 using Blocks = std::map<char *, Block>;
@@ -23,7 +23,7 @@ struct Device {
     bool open = false; // its memory is accessible
     size_t used = 0;
 };
-Blocks g_device_blocks, g_host_blocks;
+Blocks g_device_blocks, g_host_blocks, g_managed_blocks;
 std::vector<Grave> g_graves;
 std::vector<Device> g_devices;
 
@@ -105,12 +105,17 @@ void release(Blocks::iterator at) {
 }
 
 cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, FakeStream *stream, bool &pageable) {
-    bool to_device = false, from_device = false, to_pinned = false, from_pinned = false;
+    bool to_device = false, from_device = false, to_pinned = false, from_pinned = false, to_managed = false,
+         from_managed = false;
     if (!inside(g_device_blocks, to, bytes, to_device) || !inside(g_device_blocks, from, bytes, from_device) ||
-        !inside(g_host_blocks, to, bytes, to_pinned) || !inside(g_host_blocks, from, bytes, from_pinned))
+        !inside(g_host_blocks, to, bytes, to_pinned) || !inside(g_host_blocks, from, bytes, from_pinned) ||
+        !inside(g_managed_blocks, to, bytes, to_managed) || !inside(g_managed_blocks, from, bytes, from_managed))
         return cudaErrorInvalidValue;
+    // Managed memory is what the kind says.
+    to_device |= to_managed && (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice);
+    from_device |= from_managed && (kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice);
     if (kind != cudaMemcpyDefault && kind != (from_device ? 2 : 0) + (to_device ? 1 : 0)) return cudaErrorInvalidValue;
-    pageable = (!to_device && !to_pinned) || (!from_device && !from_pinned);
+    pageable = (!to_device && !to_pinned && !to_managed) || (!from_device && !from_pinned && !from_managed);
     if (pageable && stream->capture) return refuse(*stream->capture);
     const char *label = "copy on host";
     if (to_device && from_device)
@@ -170,7 +175,7 @@ void copy_bytes(void *to, const void *from, size_t bytes) {
     expose_both(false);
 }
 
-long live_memory() { return long(g_device_blocks.size() + g_host_blocks.size()); }
+long live_memory() { return long(g_device_blocks.size() + g_host_blocks.size() + g_managed_blocks.size()); }
 
 void reset_memory() {
     while (!g_device_blocks.empty()) release(g_device_blocks.begin());
@@ -179,8 +184,10 @@ void reset_memory() {
         munmap(grave.memory, grave.mapped);
     }
     for (const auto &[memory, block] : g_host_blocks) std::free(memory);
+    for (const auto &[memory, block] : g_managed_blocks) std::free(memory);
     g_graves.clear();
     g_host_blocks.clear();
+    g_managed_blocks.clear();
     g_devices.clear();
 }
 
@@ -201,6 +208,13 @@ cudaError_t cudaFree(void *p) {
     return give_back("cudaFree", [&] {
         ++g_counters.device_frees;
         if (!p) return cudaSuccess;
+        if (const auto managed = g_managed_blocks.find(static_cast<char *>(p)); managed != g_managed_blocks.end()) {
+            ++g_counters.host_waits;
+            const cudaError_t error = wait_for_device(managed->second.device);
+            g_managed_blocks.erase(static_cast<char *>(p));
+            std::free(p);
+            return error;
+        }
         auto at = g_device_blocks.find(static_cast<char *>(p));
         if (at == g_device_blocks.end() || at->second.context != t_context) return cudaErrorInvalidValue;
         if (const cudaError_t error = refuse_in_capture(true)) return error;
@@ -245,6 +259,16 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t handle) {
                        release(at);
                        return cudaSuccess;
                    }));
+    });
+}
+cudaError_t cudaMallocManaged(void **p, size_t bytes, unsigned) {
+    return call("cudaMallocManaged", [&] {
+        if (!p || bytes == 0) return cudaErrorInvalidValue;
+        if (const cudaError_t error = refuse_in_capture(false)) return error;
+        *p = std::aligned_alloc(kManagedLine, (bytes + kManagedLine - 1) / kManagedLine * kManagedLine);
+        if (!*p) return cudaErrorMemoryAllocation;
+        g_managed_blocks[static_cast<char *>(*p)] = {bytes, bytes, t_device, true, t_context};
+        return cudaSuccess;
     });
 }
 cudaError_t cudaMallocHost(void **p, size_t bytes) {
@@ -298,7 +322,10 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t hand
         bool on_device = false;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (!bytes) return cudaSuccess;
-        if (!inside(g_device_blocks, to, bytes, on_device) || !on_device) return cudaErrorInvalidValue;
+        bool managed = false;
+        if (!inside(g_device_blocks, to, bytes, on_device) || !inside(g_managed_blocks, to, bytes, managed) ||
+            !(on_device || managed))
+            return cudaErrorInvalidValue;
         ++g_counters.fills;
         return put(stream, make_task("fill", [=] {
                        std::memset(to, value, bytes);
@@ -312,6 +339,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const vo
         void *const memory = const_cast<void *>(p);
         if (const Block *block = find_device(p))
             *attributes = {cudaMemoryTypeDevice, block->device, memory, nullptr};
+        else if (const auto managed = find(g_managed_blocks, p); managed != g_managed_blocks.end())
+            *attributes = {cudaMemoryTypeManaged, managed->second.device, memory, memory};
         else if (find(g_host_blocks, p) != g_host_blocks.end())
             *attributes = {cudaMemoryTypeHost, t_device, memory, memory};
         else

@@ -5,6 +5,10 @@
 #include <string>
 #include <vector>
 
+/// Memory that the host may read and write while no work of the device is under way. For tests: the engine must not
+/// allocate any.
+extern "C" cudaError_t cudaMallocManaged(void **memory, size_t bytes, unsigned flags);
+
 namespace fakert {
 
 /// When the work of streams runs.
