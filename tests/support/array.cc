@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "array.h"
-#include <cstdlib>
-#if __has_include(<sanitizer/asan_interface.h>) // no effect without the sanitizer
+#include "digest.h"
+#if __has_include(<sanitizer/asan_interface.h>) // which does nothing without the sanitizer
 #include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(begin, bytes) ((void)(begin), (void)(bytes))
@@ -20,20 +20,17 @@ bool guarded(const char *at, size_t bytes) {
 
 } // namespace
 
-void Array::Free::operator()(char *memory) const { std::free(memory); }
-
 void Array::allocate() {
     const size_t all = (begin_ + bytes() + 2 * kLine) / kLine * kLine;
-    memory_.reset(static_cast<char *>(std::aligned_alloc(kLine, all)));
-    if (memory_ == nullptr) throw std::bad_alloc();
+    memory_.reset(static_cast<char *>(allocate_shared(all)));
     tail_ = all - begin_ - bytes();
     std::memset(memory_.get(), kGuard, begin_);
-    std::memset(data() + bytes(), kGuard, tail_);
+    std::memset(address() + bytes(), kGuard, tail_);
     guard();
 }
 void Array::guard() const {
     ASAN_POISON_MEMORY_REGION(memory_.get(), begin_);
-    ASAN_POISON_MEMORY_REGION(data() + bytes(), tail_);
+    ASAN_POISON_MEMORY_REGION(address() + bytes(), tail_);
 }
 
 Array::Array(int32_t dtype, size_t numel, float value, size_t offset) :
@@ -43,10 +40,10 @@ Array::Array(int32_t dtype, size_t numel, float value, size_t offset) :
     allocate();
     spoil(0);
     if (bits_of(value) != 0)
-        for (size_t i = 0; i < numel; ++i) set(i, value);
+        for (size_t i = 0; i < numel; ++i) store(address() + i * size_of(dtype), dtype, value);
 }
 Array::Array(int32_t dtype, const std::vector<float> &values) : Array(dtype, values.size(), 0) {
-    for (size_t i = 0; i < values.size(); ++i) set(i, values[i]);
+    for (size_t i = 0; i < values.size(); ++i) store(address() + i * size_of(dtype), dtype, values[i]);
 }
 Array Array::absent(size_t numel, int32_t dtype) {
     Array array(dtype, numel, 0);
@@ -73,27 +70,36 @@ Array &Array::operator=(Array other) noexcept {
 
 std::vector<float> Array::floats() const {
     std::vector<float> values(size());
-    for (size_t i = 0; i < size(); ++i) values[i] = (*this)[i];
+    const char *const from = data();
+    for (size_t i = 0; i < size(); ++i) values[i] = loaded(from + i * size_of(dtype_), dtype_);
+    digest(from, bytes(), dtype_);
     return values;
+}
+std::string Array::text() const {
+    std::string text(data(), bytes());
+    digest(text.data(), bytes(), dtype_);
+    return text;
 }
 void Array::fill(uint64_t seed) const {
     Random random(seed);
+    char *const to = data();
     for (int64_t i = 0; i < numel_; ++i) {
         const uint64_t r = random.next(), exponent = (r >> 40) % 9, sign = r >> 63;
         if (dtype_ == DSOPT_DTYPE_F32) {
             const auto bits = uint32_t(sign << 31 | (119 + exponent) << 23 | (r & 0x7fffffu));
-            std::memcpy(data() + 4 * i, &bits, 4);
+            std::memcpy(to + 4 * i, &bits, 4);
         } else {
             const uint64_t pattern =
                 dtype_ == DSOPT_DTYPE_F16 ? (7 + exponent) << 10 | (r & 0x3ffu) : (119 + exponent) << 7 | (r & 0x7fu);
             const auto bits = uint16_t(sign << 15 | pattern);
-            std::memcpy(data() + 2 * i, &bits, 2);
+            std::memcpy(to + 2 * i, &bits, 2);
         }
     }
 }
 bool Array::intact() const {
     ASAN_UNPOISON_MEMORY_REGION(memory_.get(), begin_ + bytes() + tail_);
-    const bool good = guarded(memory_.get(), begin_) && guarded(data() + bytes(), tail_);
+    synchronize();
+    const bool good = guarded(memory_.get(), begin_) && guarded(address() + bytes(), tail_);
     guard();
     return good;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors in host memory with known contents, between guard bytes.
+// Tensors in memory of the device under test with known contents, between bytes that nobody may touch.
 #pragma once
+#include "device.h"
 #include "numbers.h"
 #include <memory>
 #include <string>
@@ -21,19 +22,23 @@ public:
     Array(Array &&) noexcept = default;
     Array &operator=(Array other) noexcept;
 
-    char *data() const { return memory_.get() + begin_; }
+    /// Waits for the device, as everything does that reads or writes the elements.
+    char *data() const {
+        synchronize();
+        return address();
+    }
     template <class T> T *as() const { return reinterpret_cast<T *>(data()); }
     int64_t numel() const { return numel_; }
     size_t size() const { return size_t(numel_); }
     int32_t dtype() const { return dtype_; }
     size_t bytes() const { return size() * size_of(dtype_); }
-    dsopt_tensor tensor() const { return {absent_ ? nullptr : data(), numel_, dtype_, 0}; }
+    dsopt_tensor tensor() const { return {absent_ ? nullptr : address(), numel_, dtype_, 0}; }
 
     float operator[](size_t i) const { return loaded(data() + i * size_of(dtype_), dtype_); }
     void set(size_t i, float value) const { store(data() + i * size_of(dtype_), dtype_, value); }
     std::vector<float> floats() const;
-    /// Returns the bytes of the elements.
-    std::string text() const { return {data(), bytes()}; }
+    /// The bytes of its elements.
+    std::string text() const;
     void write(const std::string &text) const { std::memcpy(data(), text.data(), text.size()); }
     void spoil(int byte) const { std::memset(data(), byte, bytes()); }
     /// Fills with signs and fractions of all kinds and exponents from 2^-8 to 1, exact in the storage type.
@@ -42,17 +47,15 @@ public:
     bool intact() const;
 
 private:
-    struct Free {
-        void operator()(char *memory) const;
-    };
     void allocate();
     void guard() const;
+    char *address() const { return memory_.get() + begin_; }
 
     int64_t numel_;
     int32_t dtype_;
     bool absent_ = false;
-    size_t begin_, tail_ = 0; // bytes before the first element, and after the last
-    std::unique_ptr<char, Free> memory_;
+    size_t begin_, tail_ = 0; // bytes before the first element, and behind the last
+    std::unique_ptr<char, FreeShared> memory_;
 };
 
 std::vector<dsopt_tensor> list_of(const std::vector<Array> &arrays);

@@ -19,13 +19,13 @@ public:
         args.node = node;
         for (const int64_t n : sizes) values.emplace_back(size_t(n));
         for (auto &tensor : values)
-            list.push_back({tensor.empty() ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_DTYPE_F32, 0});
+            list.push_back({tensor.size() == 0 ? nullptr : tensor.data(), int64_t(tensor.size()), DSOPT_DTYPE_F32, 0});
         args.tensors = list.data();
         args.count = int64_t(list.size());
         must(dsopt_compressed_sizes(comm.get(), &args, &workers, &servers, &bytes));
-        worker.resize(size_t(workers));
-        server.resize(size_t(servers));
-        room_.resize(bytes + 256);
+        worker.assign(size_t(workers), 0);
+        server.assign(size_t(servers), 0);
+        room_.assign(bytes + 256, 0);
         args.worker_error = worker.data();
         args.server_error = server.data();
         args.workspace = room_.data() + (256 - reinterpret_cast<uintptr_t>(room_.data()) % 256) % 256;
@@ -39,6 +39,7 @@ public:
         for (size_t i = 0; i < x.size(); ++i) std::copy(x[i].begin(), x[i].end(), values[i].begin());
         return call();
     }
+    Values read() const { return {values.begin(), values.end()}; }
     struct Owed {
         std::vector<float> worker, server;
     };
@@ -49,16 +50,16 @@ public:
         return result;
     }
 
-    Values values;
+    std::vector<Shared<float>> values;
     std::vector<dsopt_tensor> list;
-    std::vector<float> worker, server;
+    Shared<float> worker, server;
     dsopt_compressed args{};
     int64_t workers = 0, servers = 0;
     size_t bytes = 0;
 
 private:
     const Comm &comm_;
-    std::vector<char> room_;
+    Shared<char> room_;
 };
 
 } // namespace test

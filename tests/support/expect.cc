@@ -49,9 +49,11 @@ std::string algorithm_name(const testing::TestParamInfo<int32_t> &info) { return
 dsopt_status meet(const Context &context, const Comm &comm, float value, dsopt_norm_result *result) {
     const Array one(DSOPT_DTYPE_F32, 1, value);
     const dsopt_tensor tensor = one.tensor();
-    dsopt_norm_result local;
-    return dsopt_tensors_norm(context.get(), &tensor, 1, DSOPT_NORM_L2, 0, comm.get(),
-                              result != nullptr ? result : &local, nullptr);
+    const Shared<dsopt_norm_result> got(1);
+    const dsopt_status status =
+        dsopt_tensors_norm(context.get(), &tensor, 1, DSOPT_NORM_L2, 0, comm.get(), got.data(), nullptr);
+    if (result != nullptr && status == DSOPT_OK) *result = *got;
+    return status;
 }
 
 } // namespace test

@@ -111,8 +111,7 @@ inline Snapshot raw_snapshot(const dsopt_optimizer *opt, const std::vector<Array
     Snapshot all;
     for (size_t i = 0; i < weights.size(); ++i) all["param " + std::to_string(i)] = weights[i].text();
     for (const dsopt_state_info &info : state_of(opt))
-        all[key_of(info)] = std::string(static_cast<const char *>(info.tensor.data),
-                                        size_t(info.tensor.numel) * size_of(info.tensor.dtype));
+        all[key_of(info)] = device_text(info.tensor.data, size_t(info.tensor.numel) * size_of(info.tensor.dtype));
     return all;
 }
 

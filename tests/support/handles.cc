@@ -6,6 +6,11 @@
 
 namespace test {
 
+dsopt_context_desc context_desc(int32_t threads) {
+    dsopt_context_desc desc = context_desc(threads, default_backend());
+    if (on_cuda()) desc.flags = DSOPT_CONTEXT_CHECK_POINTERS;
+    return desc;
+}
 dsopt_context_desc context_desc(int32_t threads, int32_t backend, int32_t device) {
     DSOPT_NEW(dsopt_context_desc, desc);
     desc.threads = threads;

@@ -2,6 +2,7 @@
 // Owners of the objects of dsopt.h, and their descriptions. A call that fails throws with the engine's text. Depends on
 // no test framework, because dsopt-replay and the programs of MPI have none.
 #pragma once
+#include "device.h"
 #include "dsopt.h"
 #include <array>
 #include <cstddef>
@@ -35,7 +36,9 @@ using Scaler = Handle<dsopt_scaler>;
 using Comm = Handle<dsopt_comm>;
 
 // ------------------------------------------------------------------------------------------------------------ contexts
-dsopt_context_desc context_desc(int32_t threads = 1, int32_t backend = DSOPT_BACKEND_CPU, int32_t device = 0);
+/// On the device under test with DSOPT_CONTEXT_CHECK_POINTERS, where that is CUDA.
+dsopt_context_desc context_desc(int32_t threads = 1);
+dsopt_context_desc context_desc(int32_t threads, int32_t backend, int32_t device = 0);
 Context make_context(const dsopt_context_desc &desc = context_desc());
 /// Values of DSOPT_ISA. A processor without one of them uses the kernels of the next lower one that it has.
 inline constexpr const char *kAllIsas[] = {"generic", "avx2", "avx512", "avx512_bf16"};

@@ -5,6 +5,7 @@
 #include "expect.h"
 #include "file.h"
 #include "handles.h"
+#include "label.h"
 #include "numbers.h"
 #include "trainer.h"
 #include "workers.h"

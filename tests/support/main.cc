@@ -1,29 +1,163 @@
 // SPDX-License-Identifier: Apache-2.0
-// main() of the unit tests: one program contains many subjects, and Meson runs one subject at a time.
+// main() of the unit tests: a program is many subjects, and Meson runs one at a time on one device (device.h).
 //
-//     test_unit [--gtest_...] [FOLDER...]: the tests whose source is in one of these folders, or all
+//     test_unit [--gtest_...] [--without=LABEL]... [--digests=FILE] [FOLDER...]
+//
+// Runs the tests whose source is in one of these folders, or all, without those that have one of these labels (label.h).
+// --digests: writes the digest (digest.h) of each test.
+#include "device.h"
+#include "digest.h"
+#include "label.h"
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <fnmatch.h>
+#include <fstream>
 #include <gtest/gtest.h>
+#include <map>
+#include <set>
+#include <stdexcept>
 #include <string>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
 
-int main(int argc, char **argv) {
-    testing::InitGoogleTest(&argc, argv);
-    if (argc == 1) return RUN_ALL_TESTS();
-    std::string filter;
+namespace {
+
+/// Lines of the tests in each file, which say what test a label is of.
+using Lines = std::map<std::string, std::set<int>>;
+
+std::set<std::string> labels_of(const testing::TestInfo &test, const Lines &lines) {
+    std::set<std::string> found;
+    const std::string name = test.name(), param = name.substr(name.find('/') + 1); // the name if it has none
+    const std::string base = std::string(test.test_suite_name()) + "." + name.substr(0, name.find('/'));
+    for (const test::Labelled &label : test::labels()) {
+        if (test.file() != std::string(label.file) || fnmatch(label.params, param.c_str(), 0) != 0) continue;
+        if (label.test != nullptr && base != label.test) continue;
+        if (label.line == 0 || *lines.at(test.file()).upper_bound(label.line) == test.line()) found.insert(label.name);
+    }
+    return found;
+}
+
+template <class F> void for_each_test(const F &body) {
     const testing::UnitTest &all = *testing::UnitTest::GetInstance();
     for (int i = 0; i < all.total_test_suite_count(); ++i)
-        for (int k = 0; k < all.GetTestSuite(i)->total_test_count(); ++k) {
-            const testing::TestInfo &one = *all.GetTestSuite(i)->GetTestInfo(k);
-            for (int folder = 1; folder < argc; ++folder)
-                if (std::string(one.file()).find("/" + std::string(argv[folder]) + "/") != std::string::npos)
-                    filter += std::string(one.test_suite_name()) + "." + one.name() + ":";
-        }
-    if (filter.empty()) {
-        std::fprintf(stderr, "no test is in %s\n", argv[1]);
+        for (int k = 0; k < all.GetTestSuite(i)->total_test_count(); ++k) body(*all.GetTestSuite(i)->GetTestInfo(k));
+}
+
+using Digests = std::map<std::string, uint64_t>;
+
+/// What a test leaves behind, and its digest.
+class Watch : public testing::EmptyTestEventListener {
+public:
+    /// `wanted`: of the CPU, which the tests must have, too. NULL: not compared.
+    explicit Watch(const Digests *wanted) : wanted_(wanted) {}
+    Digests digests;
+
+private:
+    void OnTestEnd(const testing::TestInfo &one) override {
+        test::end_copies();
+        const std::string error = test::last_error(), name = std::string(one.test_suite_name()) + "." + one.name();
+        if (!error.empty()) ADD_FAILURE() << "an error was left in the caller's runtime: " << error;
+        digests[name] = test::take_digest();
+        if (wanted_ != nullptr && wanted_->count(name) != 0 && digests[name] != wanted_->at(name))
+            ADD_FAILURE() << "parameters or state that the test read have other bits than on the CPU";
+    }
+    const Digests *wanted_;
+};
+
+/// Runs the same tests on the CPU, in a process of its own, for their digests.
+Digests digests_of_cpu(const std::vector<std::string> &arguments) {
+    char path[] = "/tmp/dsopt-digests-XXXXXX";
+    const int file = mkstemp(path);
+    if (file < 0) throw std::runtime_error("mkstemp");
+    close(file);
+    const pid_t child = fork();
+    if (child == 0) {
+        setenv("DSOPT_TEST_DEVICE", "cpu", 1);
+        std::vector<std::string> words = arguments;
+        for (const char *label : {"cpu", "long_emulated", "varies"}) words.push_back(std::string("--without=") + label);
+        words.push_back(std::string("--digests=") + path);
+        std::vector<char *> list;
+        for (std::string &word : words)
+            if (word.rfind("--gtest_output", 0) != 0) list.push_back(word.data());
+        list.push_back(nullptr);
+        (void)!freopen("/dev/null", "w", stdout);
+        execv("/proc/self/exe", list.data());
+        _exit(127);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (status != 0) throw std::runtime_error("the run on the CPU failed");
+    Digests digests;
+    std::ifstream in(path);
+    for (std::string name, digest; in >> name >> digest;) digests[name] = std::stoull(digest);
+    std::remove(path);
+    return digests;
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    const std::vector<std::string> arguments(argv, argv + argc);
+    testing::InitGoogleTest(&argc, argv);
+    const std::string missing = test::missing_device();
+    if (!missing.empty()) {
+        std::printf("skipped: %s\n", missing.c_str());
+        return 77;
+    }
+    std::set<std::string> without;
+    std::vector<std::string> folders;
+    std::string digests;
+    for (int i = 1; i < argc; ++i) {
+        const std::string word = argv[i], value = word.substr(word.find('=') + 1);
+        if (word.rfind("--without=", 0) == 0)
+            without.insert(value);
+        else if (word.rfind("--digests=", 0) == 0)
+            digests = value;
+        else
+            folders.push_back("/" + word + "/");
+    }
+    if (test::on_cuda()) without.insert("cpu");
+    if (test::is_emulated()) without.insert("long_emulated");
+
+    Lines lines;
+    for_each_test([&](const testing::TestInfo &one) { lines[one.file()].insert(one.line()); });
+    std::string filter;
+    std::map<std::string, int> left_out;
+    bool any = false;
+    for_each_test([&](const testing::TestInfo &one) {
+        const std::string file = one.file();
+        const auto holds = [&](const std::string &folder) { return file.find(folder) != std::string::npos; };
+        if (!folders.empty() && std::none_of(folders.begin(), folders.end(), holds)) return;
+        any = true;
+        for (const std::string &label : labels_of(one, lines))
+            if (without.count(label) != 0) {
+                ++left_out[label];
+                return;
+            }
+        filter += std::string(one.test_suite_name()) + "." + one.name() + ":";
+    });
+    if (!any) {
+        std::fprintf(stderr, "no test is in %s\n", folders[0].c_str());
         return 1;
     }
-    // The caller's filter is kept. Tests of a folder can be excluded too: --gtest_filter=-A.B:C.D
+    for (const auto &[label, count] : left_out) std::printf("%d tests left out: %s\n", count, label.c_str());
+    // What the caller filtered stays filtered; of a folder, too, tests may be left out: --gtest_filter=-A.B:C.D
     const std::string wanted = testing::GTEST_FLAG(filter);
-    testing::GTEST_FLAG(filter) = wanted == "*" ? filter : wanted[0] == '-' ? filter + wanted : wanted;
-    return RUN_ALL_TESTS();
+    if (filter.empty())
+        testing::GTEST_FLAG(filter) = "-*";
+    else
+        testing::GTEST_FLAG(filter) = wanted == "*" ? filter : wanted[0] == '-' ? filter + wanted : wanted;
+    Digests cpu;
+    if (test::on_cuda()) cpu = digests_of_cpu(arguments);
+    auto *const watch = new Watch(test::on_cuda() ? &cpu : nullptr);
+    testing::UnitTest::GetInstance()->listeners().Append(watch);
+    if (test::on_cuda() || !digests.empty()) test::start_digests();
+    const int status = RUN_ALL_TESTS();
+    if (!digests.empty()) {
+        std::ofstream out(digests);
+        for (const auto &[name, digest] : watch->digests) out << name << ' ' << digest << '\n';
+    }
+    return status;
 }

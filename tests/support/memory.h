@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory for the tensors of a test: host memory or device memory. Depends on no test framework.
 #pragma once
+#include "device.h"
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -34,8 +35,15 @@ inline Memory host_memory() {
     return {allocate, [](void *memory) { std::free(memory); }, copy, copy};
 }
 
-/// Bytes in a memory that outlives them. They begin `shift` bytes after the start of the allocation, and have an
-/// address even if there are none.
+/// Memory of the device under test.
+inline Memory memory_under_test() {
+    if (!on_cuda()) return host_memory();
+    return {allocate_shared, free_shared, write_device,
+            [](void *to, const void *from, size_t bytes) { write_device(to, from, bytes); }};
+}
+
+/// Bytes in a memory that outlives them. They begin `shift` bytes behind what was allocated, and have an address even if
+/// there are none.
 class Block {
 public:
     Block(const Memory &memory, size_t bytes, size_t shift = 0) :

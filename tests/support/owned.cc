@@ -10,12 +10,14 @@ constexpr size_t kBorder = 256, kGuarded = 64;
 
 Workspace::Workspace(const dsopt_optimizer *opt) {
     must(dsopt_optimizer_workspace(opt, &bytes_));
-    memory_.reset(static_cast<char *>(std::aligned_alloc(kBorder, (bytes_ + 2 * kBorder) / kBorder * kBorder)));
+    room_.reset(static_cast<char *>(allocate_shared(bytes_ + kBorder + kGuarded)));
+    memory_ = room_.get() + (kBorder - reinterpret_cast<uintptr_t>(room_.get()) % kBorder) % kBorder;
     spoil(0xff);
-    std::memset(memory_.get() + bytes_, 0x5a, kGuarded);
+    std::memset(memory_ + bytes_, 0x5a, kGuarded);
 }
 bool Workspace::intact() const {
-    return std::all_of(memory_.get() + bytes_, memory_.get() + bytes_ + kGuarded, [](char c) { return c == 0x5a; });
+    synchronize();
+    return std::all_of(memory_ + bytes_, memory_ + bytes_ + kGuarded, [](char c) { return c == 0x5a; });
 }
 
 Owned::Owned(const dsopt_optimizer *opt, const std::vector<Shape> &shapes) : model(shapes), workspace(opt), opt_(opt) {

@@ -9,17 +9,18 @@ namespace test {
 class Workspace {
 public:
     explicit Workspace(const dsopt_optimizer *opt);
-    void spoil(int byte) { std::memset(memory_.get(), byte, bytes_); }
+    void spoil(int byte) {
+        synchronize();
+        std::memset(memory_, byte, bytes_);
+    }
     bool intact() const;
-    char *data() const { return memory_.get(); }
+    char *data() const { return memory_; }
     size_t bytes() const { return bytes_; }
 
 private:
-    struct Free {
-        void operator()(char *memory) const { std::free(memory); }
-    };
     size_t bytes_ = 0;
-    std::unique_ptr<char, Free> memory_;
+    std::unique_ptr<char, FreeShared> room_;
+    char *memory_ = nullptr;
 };
 
 class Owned {

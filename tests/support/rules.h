@@ -205,6 +205,8 @@ class RuleTest : public testing::TestWithParam<RuleCase> {};
 #define RULE_SUITE(suite, cases)                                                                                       \
     class suite : public RuleTest {};                                                                                  \
     INSTANTIATE_TEST_SUITE_P(, suite, testing::ValuesIn(cases), [](const auto &info) { return info.param.name; });     \
+    LABEL_TEST(numbers_only, suite, StaysWithinItsRoundings);                                                          \
+    LABEL_TEST(long_emulated, suite, StaysWithinItsRoundings);                                                         \
     TEST_P(suite, StaysWithinItsRoundings) { expect_formula_everywhere(GetParam()); }                                  \
     TEST_P(suite, KeepsWhatTheFormulaNeedsAndNoMore) { expect_state(GetParam()); }                                     \
     TEST_P(suite, GivesTheSameBitsAnyWay) { expect_same_bits_any_way(GetParam()); }                                    \

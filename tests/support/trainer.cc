@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "trainer.h"
+#include "digest.h"
 
 namespace test {
 
@@ -29,6 +30,7 @@ std::string exported_text(dsopt_optimizer *opt, int64_t index) {
     const dsopt_tensor tensor = state_info(opt, index).tensor;
     std::string bytes(size_t(tensor.numel) * size_of(tensor.dtype), '\0');
     must(dsopt_optimizer_export(opt, index, bytes.data(), bytes.size()));
+    digest(bytes.data(), bytes.size(), tensor.dtype);
     return bytes;
 }
 std::vector<int32_t> steps(dsopt_optimizer *opt) { return exported<int32_t>(opt, -1, "step"); }

@@ -40,11 +40,11 @@ struct Numbers {
     std::optional<int32_t> skip;
     float bad_gradient = 0; // in the first element
     void put_into(dsopt_step &step) const {
-        if (grad_scale) step.grad_scale = &*grad_scale;
-        if (lr) step.lr = lr->data();
-        if (hyper) step.hyper = hyper->data();
-        if (grad_norms) step.grad_norms = grad_norms->data();
-        if (skip) step.skip = &*skip;
+        if (grad_scale) step.grad_scale = on_device(*grad_scale);
+        if (lr) step.lr = on_device(*lr);
+        if (hyper) step.hyper = on_device(*hyper);
+        if (grad_norms) step.grad_norms = on_device(*grad_norms);
+        if (skip) step.skip = on_device(*skip);
     }
 };
 struct Poison {
@@ -121,7 +121,7 @@ public:
                                         int64_t(state_.size()), nullptr));
         size_t bytes = 0;
         must(dsopt_optimizer_workspace(trainer_->opt(), &bytes));
-        workspace_.resize(bytes);
+        workspace_.assign(bytes, 0);
     }
     void step(const Numbers &numbers = {}) {
         if (numbers.loss_scale) put("loss_scale -1", &*numbers.loss_scale);
@@ -131,7 +131,7 @@ public:
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
         step.count = int64_t(grads.size());
-        step.report = report;
+        step.report = report.data();
         numbers.put_into(step);
         if (functional_) {
             step.params = params.data();
@@ -155,8 +155,7 @@ public:
         for (size_t i = 0; i < trainer_->weights().size(); ++i)
             all["param " + std::to_string(i)] = trainer_->weight(i).text();
         for (size_t i = 0; i < state_.size(); ++i)
-            all[names_[i]] = {static_cast<const char *>(state_[i].data),
-                              size_t(state_[i].numel) * size_of(state_[i].dtype)};
+            all[names_[i]] = device_text(state_[i].data, size_t(state_[i].numel) * size_of(state_[i].dtype));
         return all;
     }
     /// What a skipped step must leave alone: the scaler moves, and in standard mode the schedule counts calls, with
@@ -173,7 +172,7 @@ public:
             if (std::string(list[i].name) + " " + std::to_string(list[i].param) != name) continue;
             const size_t size = size_t(list[i].tensor.numel) * 4;
             // Behind the back of import, which refuses such words.
-            std::memcpy(functional_ ? state_[i].data : list[i].tensor.data, bytes, size);
+            write_device(functional_ ? state_[i].data : list[i].tensor.data, bytes, size);
             return;
         }
         throw std::runtime_error("no " + name);
@@ -189,7 +188,7 @@ public:
         if (scale > 0 && std::isfinite(scale)) return testing::AssertionSuccess();
         return testing::AssertionFailure() << "the loss scale is " << scale;
     }
-    float report[DSOPT_REPORT_FLOATS];
+    Shared<float> report = Shared<float>(DSOPT_REPORT_FLOATS, 0.0f);
 
 private:
     std::vector<Array> good_gradients() const {
@@ -205,7 +204,7 @@ private:
     std::vector<Array> grads_, state_memory_;
     std::vector<dsopt_tensor> state_;
     std::vector<std::string> names_;
-    std::vector<char> workspace_;
+    Shared<char> workspace_;
 };
 
 std::vector<Poison> poisons_for(const Kind &kind, bool all) {
@@ -278,6 +277,8 @@ void expect_skipped(const Context &ctx, Kind kind, const Poison &poison) {
     }
 }
 
+LABEL(one_of_many);
+LABEL(long_emulated);
 TEST(DeviceScalars, EveryValueThatTheHostWouldRefuseSkipsTheStepWhateverThePolicy) {
     const Context ctx = make_context(1);
     for (const int32_t nonfinite : {DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_SKIP, DSOPT_NONFINITE_APPLY})
@@ -291,6 +292,7 @@ TEST(DeviceScalars, EveryValueThatTheHostWouldRefuseSkipsTheStepWhateverThePolic
             }
 }
 
+LABEL(one_of_many);
 TEST(DeviceScalars, EveryAlgorithmSkipsInStandardMode) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kAll)
@@ -303,6 +305,8 @@ TEST(DeviceScalars, EveryAlgorithmSkipsInStandardMode) {
         }
 }
 
+LABEL(one_of_many);
+LABEL(long_emulated);
 TEST(DeviceScalars, EveryAlgorithmSkipsInCompatModeUnderBothWrappersAndWithout) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kAll)
@@ -428,7 +432,7 @@ TEST(DeviceScalarsOfRanks, ARankWithExpertsIsNotItsOwnPeer) {
                                {{Array(DSOPT_DTYPE_F32, 4, 1), "dense"}, {Array(DSOPT_DTYPE_F32, 4, 1), "own", 0, 1}}));
         const float scale = rank == 1 ? 0.0f : 1.0f;
         const std::vector<Array> grads{Array(DSOPT_DTYPE_F32, 4, 1), Array(DSOPT_DTYPE_F32, 4, 1)};
-        must(trainer.step(grads, [&](dsopt_step &step) { step.grad_scale = &scale; }));
+        must(trainer.step(grads, [&](dsopt_step &step) { step.grad_scale = on_device(scale); }));
         EXPECT_EQ(trainer.report().last_skipped, 1);
         EXPECT_EQ(trainer.report().reasons, rank == 1 ? DSOPT_SKIP_SCALE : DSOPT_SKIP_PEER);
     });
@@ -479,19 +483,20 @@ TEST(SpoiltScaler, OverflowBringsBackAScaleThatCanBeUsed) {
         const Scaler scaler = make_scaler(ctx, desc);
         for (size_t i = 0; i < std::size(kSpoiltWords); ++i) {
             SCOPED_TRACE("words " + std::to_string(i) + " profile " + std::to_string(desc.profile));
-            float scale = kNaN;
-            Words words = kSpoiltWords[i];
-            const dsopt_tensor list[2] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {&words, 12, DSOPT_DTYPE_I32, 0}};
+            const Shared<float> scale{kNaN};
+            const Shared<Words> words{kSpoiltWords[i]};
+            const dsopt_tensor list[2] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0},
+                                          {words.data(), 12, DSOPT_DTYPE_I32, 0}};
             for (int round = 0; round < 4; ++round) {
-                must(dsopt_scaler_update_arrays(scaler.get(), list, 2, &overflow, nullptr));
-                ASSERT_TRUE(scale > 0 && std::isfinite(scale)) << scale << " after " << round + 1;
+                must(dsopt_scaler_update_arrays(scaler.get(), list, 2, on_device(overflow), nullptr));
+                ASSERT_TRUE(*scale > 0 && std::isfinite(*scale)) << *scale << " after " << round + 1;
                 DSOPT_NEW(dsopt_scaler_info, info);
-                must(dsopt_scaler_decode(reinterpret_cast<const int32_t *>(&words), &info));
-                EXPECT_EQ(float(info.scale), scale);
+                must(dsopt_scaler_decode(reinterpret_cast<const int32_t *>(words.data()), &info));
+                EXPECT_EQ(float(info.scale), *scale);
             }
             for (int round = 0; round < 4; ++round)
-                must(dsopt_scaler_update_arrays(scaler.get(), list, 2, &none, nullptr));
-            EXPECT_TRUE(scale > 0 && std::isfinite(scale));
+                must(dsopt_scaler_update_arrays(scaler.get(), list, 2, on_device(none), nullptr));
+            EXPECT_TRUE(*scale > 0 && std::isfinite(*scale));
         }
     }
 }
@@ -544,9 +549,9 @@ TEST(SpoiltScaler, AScaleThatGrewOutOfTheDoublesComesBack) {
     desc.factor = 1e30;
     const Scaler scaler = make_scaler(ctx, desc);
     const int32_t overflow = 1, none = 0;
-    for (int i = 0; i < 40; ++i) must(dsopt_scaler_update(scaler.get(), &none, nullptr));
+    for (int i = 0; i < 40; ++i) must(dsopt_scaler_update(scaler.get(), on_device(none), nullptr));
     EXPECT_TRUE(std::isfinite(info_of(scaler).scale));
-    for (int i = 0; i < 12; ++i) must(dsopt_scaler_update(scaler.get(), &overflow, nullptr));
+    for (int i = 0; i < 12; ++i) must(dsopt_scaler_update(scaler.get(), on_device(overflow), nullptr));
     EXPECT_EQ(info_of(scaler).scale, 1);
 }
 

@@ -34,6 +34,8 @@ protected:
 };
 INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
 
+LABEL_PARAMS(long_emulated, "*Scaled*");
+LABEL_PARAMS(long_emulated, "*NoMaster*");
 TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
     constexpr int64_t calls = 9;
     for (const bool passed : {false, true}) {
@@ -50,9 +52,9 @@ TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
                 if (call == 3) grads[2] = Array::absent(form.sizes[2]);
                 const bool bad = form.scaled && (call == 5 || call == 6) && rank == form.ranks - 1;
                 if (bad) grads[0].set(99, call == 5 ? kInf : kNaN);
-                std::vector<float> reports[2];
+                Shared<float> reports[2];
                 for (Stepper *side : {&stepper, &pure}) {
-                    std::vector<float> &report = reports[side == &pure];
+                    Shared<float> &report = reports[side == &pure];
                     report.assign(DSOPT_REPORT_FLOATS, -7);
                     ASSERT_OK(side->step(grads, [&](dsopt_step &step) { step.report = report.data(); })) << call;
                 }
@@ -64,6 +66,7 @@ TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
     }
 }
 
+LABEL(long_emulated);
 TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {
     with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
         const std::vector<Array> own = weights_of(form);
@@ -98,6 +101,7 @@ TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {
     });
 }
 
+LABEL(long_emulated);
 TEST_P(Functional, InitStateIsRepeatableAndRunsOnManyThreads) {
     with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
         const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
@@ -280,12 +284,13 @@ TEST_P(Reduction, OfAScheduleIsThatOfTheNumberOfTheCall) {
             must(dsopt_optimizer_next_reduction(pure.opt(), call, &wanted));
             ASSERT_EQ(reduction_by(pure), wanted) << call;
             const int32_t skip = call % 7 == 0 || call == 9;
-            must(pure.step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = &skip; }));
+            must(pure.step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = on_device(skip); }));
             EXPECT_EQ(pure.owned->values<int32_t>("schedule")[0], call);
         }
     });
 }
 
+LABEL_PARAMS(long_emulated, "*2");
 TEST_P(Reduction, OfAScheduleInCompatModeIsThatOfTheStepMode) {
     for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat}) {
         const Form form = form_of(DSOPT_COMPAT_DEEPSPEED, kind);
@@ -298,7 +303,8 @@ TEST_P(Reduction, OfAScheduleInCompatModeIsThatOfTheStepMode) {
                 ASSERT_EQ(reduction_by(pure), wanted) << call;
                 const int32_t skip = call % 7 == 0 || call == 9;
                 for (Stepper *side : {&stepper, &pure})
-                    must(side->step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = &skip; }));
+                    must(side->step(gradients_of(form, rank, call),
+                                    [&](dsopt_step &step) { step.skip = on_device(skip); }));
             }
             EXPECT_TRUE(same(stepper.snapshot(), pure.snapshot()));
         });
@@ -311,17 +317,16 @@ TEST(ReductionOfAllOthers, IsFullWithoutASchedule) {
         Form form;
         form.algorithm = algorithm;
         const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
-        int32_t reduction = -1;
-        ASSERT_OK(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, &reduction, nullptr));
-        EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);
-        int32_t words[8] = {};
-        const dsopt_tensor schedule{words, 8, DSOPT_DTYPE_I32, 0};
-        EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &schedule, &reduction, nullptr),
+        const Shared<int32_t> reduction{-1}, words(8);
+        ASSERT_OK(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, reduction.data(), nullptr));
+        EXPECT_EQ(*reduction, DSOPT_REDUCTION_FULL);
+        const dsopt_tensor schedule{words.data(), 8, DSOPT_DTYPE_I32, 0};
+        EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &schedule, reduction.data(), nullptr),
                             DSOPT_ERR_ARGUMENT));
         EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, nullptr, nullptr),
                             DSOPT_ERR_ARGUMENT));
         DSOPT_NEW(dsopt_schedule_info, info);
-        EXPECT_TRUE(refused(dsopt_schedule_decode(opt.get(), words, &info), DSOPT_ERR_UNSUPPORTED));
+        EXPECT_TRUE(refused(dsopt_schedule_decode(opt.get(), words.data(), &info), DSOPT_ERR_UNSUPPORTED));
     }
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     const Trainer empty(ctx, desc);
@@ -336,12 +341,13 @@ TEST(ReductionOfTheFamily, RefusesSchedulesThatAreNone) {
     Form form;
     form.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
     const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
-    int32_t words[9] = {}, reduction = -1;
+    const Shared<int32_t> memory(9), reduction{-1};
+    int32_t *const words = memory.data();
     const auto call = [&](dsopt_tensor schedule) {
-        return dsopt_optimizer_next_reduction_on_device(opt.get(), &schedule, &reduction, nullptr);
+        return dsopt_optimizer_next_reduction_on_device(opt.get(), &schedule, reduction.data(), nullptr);
     };
-    EXPECT_TRUE(
-        refused(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, &reduction, nullptr), DSOPT_ERR_ARGUMENT));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, reduction.data(), nullptr),
+                        DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(refused(call({words, 7, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_SHAPE));
     EXPECT_TRUE(refused(call({words, 8, DSOPT_DTYPE_F32, 0}), DSOPT_ERR_DTYPE));
     EXPECT_TRUE(refused(call({reinterpret_cast<char *>(words) + 2, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ALIGNMENT));
@@ -349,9 +355,9 @@ TEST(ReductionOfTheFamily, RefusesSchedulesThatAreNone) {
     const dsopt_tensor good{words, 8, DSOPT_DTYPE_I32, 0};
     auto *const odd = reinterpret_cast<int32_t *>(reinterpret_cast<uintptr_t>(words) + 1);
     EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &good, odd, nullptr), DSOPT_ERR_ALIGNMENT));
-    EXPECT_EQ(reduction, -1);
+    EXPECT_EQ(*reduction, -1);
     EXPECT_OK(call(good));
-    EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);
+    EXPECT_EQ(*reduction, DSOPT_REDUCTION_FULL);
 }
 
 // --------------------------------------------------------------------------------------------------------- workspace
@@ -364,16 +370,18 @@ public:
         bytes_(bytes) {}
     void *data() { return memory_.data() + begin_; }
     bool intact() const {
-        for (size_t i = 0; i < memory_.size(); ++i)
-            if ((i < begin_ || i >= begin_ + bytes_) && memory_[i] != 0x5a) return false;
+        const std::vector<unsigned char> memory = memory_;
+        for (size_t i = 0; i < memory.size(); ++i)
+            if ((i < begin_ || i >= begin_ + bytes_) && memory[i] != 0x5a) return false;
         return true;
     }
 
 private:
-    std::vector<unsigned char> memory_;
+    Shared<unsigned char> memory_;
     size_t begin_, bytes_;
 };
 
+LABEL(long_emulated);
 TEST(Workspace, OfApplyBeginsAnywhereAndKeepsWithinItsBytes) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM}) {
         Form form;
@@ -417,6 +425,7 @@ TEST(Workspace, OfApplyBeginsAnywhereAndKeepsWithinItsBytes) {
     }
 }
 
+LABEL(long_emulated);
 TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
     for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
         with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
@@ -432,7 +441,7 @@ TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
                 int64_t worker = 0, server = 0;
                 size_t bytes = 0;
                 must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &bytes));
-                std::vector<float> owed_by_worker(size_t(worker), 0), owed_by_server(size_t(server), 0);
+                Shared<float> owed_by_worker(size_t(worker), 0), owed_by_server(size_t(server), 0);
                 args.worker_error = owed_by_worker.data();
                 args.server_error = owed_by_server.data();
                 const size_t needed = bytes - 255 + (256 - shift) % 256;
@@ -445,7 +454,7 @@ TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
                 ASSERT_TRUE(odd.intact()) << shift;
                 std::vector<std::string> got;
                 for (const Array &array : arrays) got.push_back(array.text());
-                for (const std::vector<float> *owed : {&owed_by_worker, &owed_by_server})
+                for (const Shared<float> *owed : {&owed_by_worker, &owed_by_server})
                     got.emplace_back(reinterpret_cast<const char *>(owed->data()), owed->size() * 4);
                 if (shift == 0) wanted = got;
                 ASSERT_TRUE(got == wanted) << shift;

@@ -70,7 +70,7 @@ public:
         std::string all;
         for (const dsopt_state_info &info : trainer->state())
             if (std::strcmp(info.name, "loss_scale") == 0 || std::strcmp(info.name, "scaler") == 0)
-                all.append(static_cast<const char *>(info.tensor.data), size_t(info.tensor.numel) * 4);
+                all += device_text(info.tensor.data, size_t(info.tensor.numel) * 4);
         return all;
     }
     Scaler scaler;
@@ -103,9 +103,9 @@ TEST_P(ScalerArrays, MoveAsTheHandleDoes) {
         for (int i = 0; i < 400; ++i) {
             const int32_t overflow = random.below(one_in) == 0 ? random.below(3) - 1 : 0;
             const bool recorded = i % 9 == 4; // nothing was recorded: a good step
-            must(dsopt_scaler_update(handle.scaler.get(), recorded ? nullptr : &overflow, nullptr));
-            must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, recorded ? nullptr : &overflow,
-                                            nullptr));
+            const int32_t *const flag = recorded ? nullptr : on_device(overflow);
+            must(dsopt_scaler_update(handle.scaler.get(), flag, nullptr));
+            must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, flag, nullptr));
             ASSERT_EQ(arrays.text(), handle.text()) << i;
             ASSERT_TRUE(same_info(decoded(arrays), info_of(handle.scaler))) << i;
         }
@@ -120,8 +120,8 @@ TEST_P(ScalerArrays, TakeAnOverrideInTheirWords) {
     const auto list = arrays.list();
     must(dsopt_scaler_init_state(other.scaler.get(), list.data(), 2, nullptr));
     const auto both = [&](int32_t overflow) {
-        must(dsopt_scaler_update(handle.scaler.get(), &overflow, nullptr));
-        must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, &overflow, nullptr));
+        must(dsopt_scaler_update(handle.scaler.get(), on_device(overflow), nullptr));
+        must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, on_device(overflow), nullptr));
     };
     for (const int32_t overflow : {1, 0, 0, 1}) both(overflow);
     must(dsopt_scaler_set(handle.scaler.get(), DSOPT_SCALE_OVERRIDE, 12, nullptr));
@@ -148,7 +148,7 @@ TEST_P(ScalerArrays, StartAnewFromTheDescWhateverTheHandleHasSeen) {
     const auto lists = {before.list(), after.list()};
     must(dsopt_scaler_init_state(handle.scaler.get(), lists.begin()->data(), 2, nullptr));
     const int32_t overflow = 1;
-    for (int i = 0; i < 3; ++i) must(dsopt_scaler_update(handle.scaler.get(), &overflow, nullptr));
+    for (int i = 0; i < 3; ++i) must(dsopt_scaler_update(handle.scaler.get(), on_device(overflow), nullptr));
     must(dsopt_scaler_set(handle.scaler.get(), DSOPT_SCALE_VALUE, 3, nullptr));
     must(dsopt_scaler_init_state(handle.scaler.get(), (lists.begin() + 1)->data(), 2, nullptr));
     EXPECT_EQ(before.text(), after.text());
@@ -172,8 +172,8 @@ TEST_P(ScalerArrays, MoveOnManyThreadsAtOnce) {
             failed += dsopt_scaler_init_state(handle.scaler.get(), list.data(), 2, nullptr) != DSOPT_OK;
             for (int32_t i = 0; i < 50; ++i) {
                 const int32_t overflow = i % 7 == 3;
-                failed +=
-                    dsopt_scaler_update_arrays(handle.scaler.get(), list.data(), 2, &overflow, nullptr) != DSOPT_OK;
+                failed += dsopt_scaler_update_arrays(handle.scaler.get(), list.data(), 2, on_device(overflow),
+                                                     nullptr) != DSOPT_OK;
             }
         });
     for (std::thread &thread : threads) thread.join();

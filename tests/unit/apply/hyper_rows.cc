@@ -11,6 +11,8 @@ constexpr int kPlaces = DSOPT_HYPER_FLOATS;
 /// A row per group, NaN where the host's value counts.
 struct Rows {
     float at[2][kPlaces];
+    /// A copy in memory of the device.
+    const float *data() const { return on_device(at)[0]; }
     Rows() {
         for (auto &row : at)
             for (float &value : row) value = kNaN;
@@ -80,6 +82,7 @@ protected:
 };
 INSTANTIATE_TEST_SUITE_P(, HyperRows, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
 
+LABEL(long_emulated);
 TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &without) {
         Rows rows;
@@ -87,13 +90,14 @@ TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
             if (call == 3) // places without a meaning may be 0, too
                 rows.at[0][kPlaces - 1] = rows.at[1][kPlaces - 1] = rows.at[1][DSOPT_HYPER_MAX_NORM] = 0;
             const std::vector<Array> grads = gradients_of(form, rank, call);
-            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
+            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(without.step(grads));
             ASSERT_TRUE(same(with.snapshot(), without.snapshot())) << call;
         }
     });
 }
 
+LABEL(long_emulated);
 TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
     for (const Place &place : kPlacesOfKeys)
         for (const int group : {1, int(DSOPT_ALL_GROUPS)}) {
@@ -109,14 +113,14 @@ TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
                             (place.place != DSOPT_HYPER_MAX_NORM || g == 0))
                             rows.at[g][place.place] = value;
                     const std::vector<Array> grads = gradients_of(form, rank, call);
-                    std::vector<float> reports[2];
+                    Shared<float> reports[2];
                     for (Stepper *side : {&with, &setting}) {
-                        std::vector<float> &report = reports[side == &setting];
+                        Shared<float> &report = reports[side == &setting];
                         report.assign(DSOPT_REPORT_FLOATS, -7);
                         if (side == &setting) must(dsopt_optimizer_set(side->opt(), group, place.key, double(value)));
                         ASSERT_OK(side->step(grads, [&](dsopt_step &step) {
                             step.report = report.data();
-                            if (side == &with) step.hyper = rows.at[0];
+                            if (side == &with) step.hyper = rows.data();
                         }));
                         EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 0) << call;
                     }
@@ -128,6 +132,7 @@ TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
         }
 }
 
+LABEL_PARAMS(long_emulated, "*Flat*");
 TEST_P(HyperRows, OfEverythingAtOnceHaveTheBitsOfWhatTheHostSets) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
         Random random(9);
@@ -143,13 +148,14 @@ TEST_P(HyperRows, OfEverythingAtOnceHaveTheBitsOfWhatTheHostSets) {
                                              double(value)));
                 }
             const std::vector<Array> grads = gradients_of(form, rank, call);
-            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
+            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(setting.step(grads));
             ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
         }
     });
 }
 
+LABEL(long_emulated);
 TEST_P(HyperRows, TurnClippingOffByZero) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
         Rows rows;
@@ -159,13 +165,14 @@ TEST_P(HyperRows, TurnClippingOffByZero) {
         must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0));
         for (int64_t call = 1; call <= 6; ++call) {
             const std::vector<Array> grads = gradients_of(form, rank, call);
-            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.at[0]; }));
+            must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(setting.step(grads));
             ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
         }
     });
 }
 
+LABEL(long_emulated);
 TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
     struct Bad {
         int group, place;
@@ -200,15 +207,15 @@ TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
                          std::to_string(list[i].value));
             const std::vector<Array> grads = gradients_of(scaled, rank, ++call);
             const int32_t one = 1;
-            std::vector<float> reports[2];
+            Shared<float> reports[2];
             const Snapshot before = with.snapshot();
             for (Stepper *side : {&with, &skipping}) {
-                std::vector<float> &report = reports[side == &skipping];
+                Shared<float> &report = reports[side == &skipping];
                 report.assign(DSOPT_REPORT_FLOATS, -7);
                 ASSERT_OK(side->step(grads, [&](dsopt_step &step) {
                     step.report = report.data();
-                    if (side == &with) step.hyper = rows.at[0];
-                    if (side == &skipping) step.skip = &one;
+                    if (side == &with) step.hyper = rows.data();
+                    if (side == &skipping) step.skip = on_device(one);
                 }));
             }
             ASSERT_EQ(reports[0][DSOPT_REPORT_SKIPPED], 1);
@@ -236,10 +243,10 @@ TEST_P(HyperRows, CannotTurnClippingOn) {
             for (const float value : {0.5f, 0.0f}) {
                 Rows rows;
                 rows.at[0][place] = value;
-                std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
+                Shared<float> report(DSOPT_REPORT_FLOATS, -7);
                 const Snapshot before = with.snapshot();
                 must(with.step(grads, [&](dsopt_step &step) {
-                    step.hyper = rows.at[0];
+                    step.hyper = rows.data();
                     step.report = report.data();
                 }));
                 EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], value != 0);
@@ -257,10 +264,10 @@ TEST(HyperRow, IsSkippedByEveryRankIfOneHasABadOne) {
         Stepper side(ctx, form, true, false, ids, rank);
         Rows rows;
         if (rank == 1) rows.at[1][DSOPT_HYPER_LR] = -1;
-        std::vector<float> report(DSOPT_REPORT_FLOATS);
+        Shared<float> report(DSOPT_REPORT_FLOATS);
         const Snapshot before = side.snapshot();
         must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
-            step.hyper = rows.at[0];
+            step.hyper = rows.data();
             step.report = report.data();
         }));
         EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
@@ -276,10 +283,10 @@ TEST(HyperRow, AndLrAreRefusedTogetherAndRowsMustBeAligned) {
         Stepper side(ctx, form, pure);
         const Rows rows;
         const float lr[2] = {0, 0};
-        EXPECT_TRUE(refused(
-            side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.lr = lr, step.hyper = rows.at[0]; }),
-            DSOPT_ERR_ARGUMENT, "hyper"));
-        const auto *odd = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.at[0]) + 2);
+        EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1),
+                                      [&](dsopt_step &step) { step.lr = on_device(lr), step.hyper = rows.data(); }),
+                            DSOPT_ERR_ARGUMENT, "hyper"));
+        const auto *odd = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.data()) + 2);
         EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.hyper = odd; }),
                             DSOPT_ERR_ALIGNMENT));
     }
@@ -292,10 +299,10 @@ TEST_P(HyperRows, BadRatesSkipTheFirstCallToo) {
         const float rates[2] = {1e-3f, kNaN};
         const std::vector<Array> grads = gradients_of(form, rank, 1);
         for (Stepper *side : {&by_hyper, &by_lr}) {
-            std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
+            Shared<float> report(DSOPT_REPORT_FLOATS, -7);
             must(side->step(grads, [&](dsopt_step &step) {
                 step.report = report.data();
-                (side == &by_hyper ? step.hyper : step.lr) = side == &by_hyper ? rows.at[0] : rates;
+                (side == &by_hyper ? step.hyper : step.lr) = side == &by_hyper ? rows.data() : on_device(rates);
             }));
             EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], 1);
             EXPECT_TRUE(int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER);
@@ -304,6 +311,7 @@ TEST_P(HyperRows, BadRatesSkipTheFirstCallToo) {
 }
 
 // ------------------------------------------------------------------------------------------------- reports without NaN
+LABEL(long_emulated);
 TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kBothModes)
@@ -327,14 +335,14 @@ TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
                                 if (call == 4) grads[2].set(3, kInf);
                                 const int32_t skip = call == 5;
                                 const float scale = call == 6 ? kNaN : 2.0f;
-                                std::vector<float> reports[2];
+                                Shared<float> reports[2];
                                 for (Stepper *side : {&plain, &without}) {
-                                    std::vector<float> &report = reports[side == &without];
+                                    Shared<float> &report = reports[side == &without];
                                     report.assign(DSOPT_REPORT_FLOATS, kNaN);
                                     must(side->step(grads, [&](dsopt_step &step) {
                                         step.report = report.data();
-                                        step.skip = &skip;
-                                        step.grad_scale = &scale;
+                                        step.skip = on_device(skip);
+                                        step.grad_scale = on_device(scale);
                                         step.flags = side == &without ? DSOPT_STEP_NO_NAN : 0;
                                     }));
                                 }
@@ -354,7 +362,7 @@ TEST(NoNan, ShowsALossScaleThatIsNaNAsMinusOne) {
     Stepper side(ctx, form, true);
     const float nan = kNaN;
     side.owned->blocks[side.owned->index("loss_scale")].write({reinterpret_cast<const char *>(&nan), 4});
-    std::vector<float> report(DSOPT_REPORT_FLOATS);
+    Shared<float> report(DSOPT_REPORT_FLOATS);
     const Snapshot before = side.snapshot();
     must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
         step.report = report.data();

@@ -61,6 +61,7 @@ const std::string &reference(double max_norm) {
 using Setting = std::tuple<int32_t, int, const char *, int64_t>; // threads, hook, instruction set, chunk
 class SameBits : public testing::TestWithParam<Setting> {};
 
+LABEL(long_emulated);
 TEST_P(SameBits, WhateverRunsTheStep) {
     const auto [threads, hook, isa_name, chunk] = GetParam();
     const Isa isa(isa_name);
@@ -79,6 +80,7 @@ INSTANTIATE_TEST_SUITE_P(Settings, SameBits,
                          testing::Combine(testing::Values(1, 2, 3, 5, 8), testing::Values(0, 1, 2),
                                           testing::ValuesIn(kIsas), testing::Values(4096, 8192, 65536)));
 
+LABEL(cpu); // pools of threads
 TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
     const std::vector<Shape> shapes = shapes_of({100000});
     const Trainer plain(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), context_desc(4));
@@ -120,6 +122,7 @@ TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
 
 // What does not stay in a core's cache is asked for ahead, across the ends of tensors; what does not stay in any is
 // written past them.
+LABEL(long_emulated);
 TEST(SameBitsOfLongLists, AskedForAheadOrNot) {
     for (const char *sizes : {kNoCaches, "0,1000000000000", "1000000000000,0", kLargeCaches})
         for (const char *name : kIsas)
@@ -132,6 +135,7 @@ TEST(SameBitsOfLongLists, AskedForAheadOrNot) {
 }
 
 // The same tensors in lists that no cache holds, and each by itself.
+LABEL(long_emulated);
 TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i)
@@ -236,6 +240,8 @@ std::string train(const Form &form, const Formula &formula) {
 // Most forms are converted and rounded in registers; what is left behind them, and all of "generic", goes through tiles.
 class AnyForm : public testing::TestWithParam<Formula> {};
 
+LABEL(one_of_many);
+LABEL(long_emulated);
 TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
     int index = 0;
     for (const Form &form : forms()) {
@@ -304,7 +310,7 @@ TEST_P(AnyOrder, OfTheListGivesTheSameBits) {
             trainer.model.make_gradients(t);
             if (t == 3) trainer.model.grads[bad].set(0, kNaN); // a step that is skipped
             dsopt_step step = trainer.arguments();
-            step.grad_scale = &scale;
+            step.grad_scale = on_device(scale);
             must(trainer.step(step));
         }
         EXPECT_EQ(trainer.report().skipped, 1);
@@ -349,7 +355,7 @@ TEST_P(AnyPacking, OfOneTensorInPiecesGivesTheSameBits) {
         for (uint64_t t = 1; t <= 3; ++t) {
             whole.model.make_gradients(t);
             dsopt_step step = whole.arguments();
-            step.grad_scale = &scale;
+            step.grad_scale = on_device(scale);
             must(whole.step(step));
         }
         Random random(static_cast<uint64_t>(dtype));
@@ -381,7 +387,7 @@ TEST_P(AnyPacking, OfOneTensorInPiecesGivesTheSameBits) {
                 DSOPT_NEW(dsopt_step, step);
                 step.grads = grads.data();
                 step.count = int64_t(grads.size());
-                step.grad_scale = &scale;
+                step.grad_scale = on_device(scale);
                 ASSERT_OK(dsopt_optimizer_step(opt.get(), &step));
             }
             ASSERT_TRUE(same(model.text(), whole.model.text())) << round;
@@ -401,7 +407,7 @@ TEST(SameBitsScaled, APowerOfTwoOnTheGradientsComesOutThroughGradScale) {
             scaled.model.make_gradients(t);
             for (int64_t i = 0; i < 5000; ++i) scaled.model.grads[0].as<float>()[i] *= scale;
             dsopt_step step = scaled.arguments();
-            step.grad_scale = &scale;
+            step.grad_scale = on_device(scale);
             must(scaled.step(step));
         }
         EXPECT_TRUE(same(plain.text(), scaled.text())) << algorithm;
@@ -457,6 +463,8 @@ std::string train_in_mode(unsigned csr, const dsopt_context_desc &desc, uint32_t
 
 class CallersMode : public testing::TestWithParam<unsigned> {};
 
+LABEL(one_of_many);
+LABEL(long_emulated);
 TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
     for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
         const std::string wanted = train_in_mode(kDefault, context_desc(1), flags);

@@ -10,6 +10,8 @@
 #include <unistd.h>
 
 using namespace test;
+
+LABEL_FILE(one_thread);
 namespace fs = std::filesystem;
 
 namespace {

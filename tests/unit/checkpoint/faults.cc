@@ -9,6 +9,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 Trainer make_trainer() {

@@ -11,6 +11,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 using Files = std::map<std::string, std::string>; // contents by name

@@ -13,6 +13,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 std::string saved(const dsopt_optimizer *opt, uint32_t flags = 0) {

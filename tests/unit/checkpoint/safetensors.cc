@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The container as a format. Files and what can happen to them: test_safetensors_files.cc.
+// The container as a format. Files and what can happen to them: safetensors_files.cc.
 #include "support/safetensors.h"
 #include "base/dtype.h"
 #include <ctime>
@@ -8,6 +8,8 @@
 #include <xxhash.h>
 
 using namespace test;
+
+LABEL_FILE(one_thread);
 
 namespace {
 

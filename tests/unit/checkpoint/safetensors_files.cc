@@ -10,6 +10,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 Outcome save_outcome(const std::string &path, const Content &content = small()) {

@@ -130,7 +130,7 @@ TEST_F(Clip, GivenNormsStandInForReadingTheGradients) {
     const dsopt_report computed = trainer.report();
     const std::vector<float> seen = trainer.state("exp_avg", 1);
     const float norms[] = {10, 24};
-    ASSERT_OK(trainer.step(g, [&](dsopt_step &step) { step.grad_norms = norms; }));
+    ASSERT_OK(trainer.step(g, [&](dsopt_step &step) { step.grad_norms = on_device(norms); }));
     EXPECT_EQ(trainer.report().grad_norm, computed.grad_norm);
     EXPECT_EQ(trainer.report().divisor, computed.divisor);
     EXPECT_EQ(trainer.state("exp_avg", 1), seen);
@@ -223,8 +223,7 @@ TEST_F(ClipReport, OnTheDeviceSaysTheSameAsTheHosts) {
     for (int step = 0; step < 6; ++step) {
         std::vector<Array> g = grads(16);
         if (step == 2 || step == 3) g[1].set(0, kNaN);
-        std::array<float, DSOPT_REPORT_FLOATS> device;
-        device.fill(77);
+        const Shared<float> device(DSOPT_REPORT_FLOATS, 77);
         ASSERT_OK(trainer.step(g, [&](dsopt_step &s) { s.report = device.data(); }));
         const dsopt_report host = trainer.report();
         std::vector<float> wanted(DSOPT_REPORT_FLOATS, 0.0f);
@@ -264,6 +263,7 @@ TEST_F(ClipReport, SkipBudgetStopsTheRunUntilItIsForgiven) {
     EXPECT_EQ(trainer.get(DSOPT_KEY_SKIP_BUDGET), 3);
     ASSERT_OK(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 1));
     ASSERT_OK(trainer.step(bad));
+    synchronize(); // a step does not wait for the one before
     EXPECT_TRUE(refused(trainer.step(good), DSOPT_ERR_SKIPS));
     ASSERT_OK(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 0));
     for (int i = 0; i < 20; ++i) ASSERT_OK(trainer.step(bad));

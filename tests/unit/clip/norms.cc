@@ -22,10 +22,10 @@ std::vector<Array> mixed_list(Random &random) {
 dsopt_norm_result norm_of(const Context &ctx, const std::vector<Array> &arrays, int32_t kind = DSOPT_NORM_L2,
                           double max_norm = 0, const Comm &comm = nullptr) {
     const std::vector<dsopt_tensor> list = list_of(arrays);
-    dsopt_norm_result result{};
-    must(
-        dsopt_tensors_norm(ctx.get(), list.data(), int64_t(list.size()), kind, max_norm, comm.get(), &result, nullptr));
-    return result;
+    const Shared<dsopt_norm_result> result(1);
+    must(dsopt_tensors_norm(ctx.get(), list.data(), int64_t(list.size()), kind, max_norm, comm.get(), result.data(),
+                            nullptr));
+    return *result;
 }
 double exact_norm(const std::vector<Array> &arrays) {
     long double sum = 0;

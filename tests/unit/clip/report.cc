@@ -22,7 +22,7 @@ double norm_of(const std::vector<Array> &buffers, size_t begin = 0, size_t end =
 
 /// A step with a report in memory beside that of the optimizer.
 std::vector<float> step_with_report(const Trainer &trainer, dsopt_step step) {
-    std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
+    const Shared<float> report(DSOPT_REPORT_FLOATS, -7);
     step.report = report.data();
     must(trainer.step(step));
     return report;
@@ -133,7 +133,7 @@ TEST_P(ReportNorms, AreThoseOfUnscaledGradients) {
     const Trainer trainer(shapes_of(kSizes), make_group(GetParam()), optimizer_desc(1e9));
     const float scale = 1000;
     dsopt_step step = trainer.arguments();
-    step.grad_scale = &scale;
+    step.grad_scale = on_device(scale);
     must(trainer.step(step));
     const double norm = norm_of(trainer.model.grads) / scale;
     EXPECT_NEAR(report_of(trainer.opt()).grad_norm, norm, 1e-13 * norm);
@@ -181,7 +181,7 @@ TEST(Report, NormOfAnUpdateIsUnknownBeforeTheFirstStepAndAfterASkippedOne) {
         EXPECT_TRUE(std::isnan(floats[DSOPT_REPORT_GRAD_NORM])) << "nothing asks for it";
         const int32_t skip = 1;
         dsopt_step step = trainer.arguments();
-        step.skip = &skip;
+        step.skip = on_device(skip);
         must(trainer.step(step));
         EXPECT_TRUE(std::isnan(trainer.report().update_norm));
     }
@@ -235,7 +235,7 @@ TEST_P(Clipping, GroupsClipByThemselvesAndTheLargerDivisorHolds) {
                 trainer.add(loose, 1);
                 trainer.add(tight_first ? none : tight, 1);
                 dsopt_step step = trainer.arguments();
-                step.grad_scale = &scale;
+                step.grad_scale = on_device(scale);
                 must(trainer.step(step));
                 const size_t place = tight_first ? 0 : 2;
                 const auto divisor = [&](double norm, double limit) {
@@ -258,7 +258,7 @@ TEST_P(Clipping, WithAScaleUsesTheUnscaledNorm) {
     for (const double max_norm : {0.25, 1e5}) {
         const Trainer trainer(shapes_of(kSizes), make_group(GetParam(), 0), optimizer_desc(max_norm));
         dsopt_step step = trainer.arguments();
-        step.grad_scale = &scale;
+        step.grad_scale = on_device(scale);
         must(trainer.step(step));
         const double wanted = 128 * std::max(1.0, (norm_of(trainer.model.grads) / 128 + 1e-6) / max_norm);
         EXPECT_NEAR(report_of(trainer.opt()).divisor, wanted, 1e-13 * wanted);
@@ -283,11 +283,11 @@ TEST_P(Clipping, ByGivenNormsHasTheBitsOfTheEnginesOwn) {
         const float norms[] = {5 * scale, 5 * scale};
         for (int t = 0; t < 3; ++t) {
             dsopt_step step = own.arguments();
-            step.grad_scale = &scale;
+            step.grad_scale = on_device(scale);
             must(own.step(step));
             step = given.arguments();
-            step.grad_scale = &scale;
-            step.grad_norms = norms;
+            step.grad_scale = on_device(scale);
+            step.grad_norms = on_device(norms);
             must(given.step(step));
         }
         EXPECT_TRUE(same(own.text(), given.text()));
@@ -301,7 +301,7 @@ TEST_P(Clipping, GivenNormsReplaceReadingTheGradients) {
     const Trainer trainer(shapes_of({2}), make_group(GetParam(), 0), optimizer_desc(1.0));
     const float norm = 1e6f; // not theirs
     dsopt_step step = trainer.arguments();
-    step.grad_norms = &norm;
+    step.grad_norms = on_device(norm);
     must(trainer.step(step));
     EXPECT_NEAR(divisor_seen(trainer, 0), 1e6, 2);
     EXPECT_EQ(report_of(trainer.opt()).grad_norm, 1e6);
@@ -336,10 +336,10 @@ TEST_P(GivenNorms, ThatSayOverflowSkipTheStepUnlessThePolicyIsApply) {
                     const Snapshot before = watched();
                     float norms[] = {1, 1};
                     norms[bad] = GetParam();
-                    std::vector<float> floats(DSOPT_REPORT_FLOATS, -7);
+                    const Shared<float> floats(DSOPT_REPORT_FLOATS, -7);
                     must(trainer.step({Array(DSOPT_DTYPE_F32, 10, 1), Array(DSOPT_DTYPE_F16, 20, 1)},
                                       [&](dsopt_step &step) {
-                                          step.grad_norms = norms;
+                                          step.grad_norms = on_device(norms);
                                           step.report = floats.data();
                                       }));
                     const bool skipped = policy != DSOPT_NONFINITE_APPLY;
@@ -370,6 +370,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Policy{DSOPT_NONFINITE_SKIP, 0, true, true}, Policy{DSOPT_NONFINITE_SKIP, 1, true, true},
                     Policy{DSOPT_NONFINITE_APPLY, 0, false, false}, Policy{DSOPT_NONFINITE_APPLY, 1, true, false}));
 
+LABEL(one_of_many);
+LABEL_PARAMS(long_emulated, "[1-5]");
 TEST_P(NonFinite, OneBadElementAnywhere) {
     const auto [policy, max_norm, looks, skips] = GetParam();
     for (const int32_t algorithm : kAlgorithms)
@@ -406,6 +408,7 @@ TEST_P(NonFinite, OneBadElementAnywhere) {
                     }
 }
 
+LABEL(one_of_many);
 TEST_P(NonFinite, AreCountedByElementAndTheFirstTensorIsNamed) {
     const auto [policy, max_norm, looks, skips] = GetParam();
     const Trainer trainer(shapes_of({100, 50000, 3}), make_group(DSOPT_ALGORITHM_ADAMW), desc(), context_desc(4));
@@ -424,6 +427,7 @@ TEST_P(NonFinite, AreCountedByElementAndTheFirstTensorIsNamed) {
     EXPECT_EQ(report_of(trainer.opt()).kind, looks ? 2 : 0);
 }
 
+LABEL(one_of_many);
 TEST_P(NonFinite, LargeFiniteGradientsAreNone) {
     const Trainer trainer(shapes_of({5000}), make_group(DSOPT_ALGORITHM_ADAMW), desc());
     for (int64_t i = 0; i < 5000; ++i) trainer.model.grads[0].set(i, i % 2 ? 3.4e38f : -3.4e38f);
@@ -449,7 +453,7 @@ TEST(NonFiniteScale, SkipsTheStepWhereNormsAreKnown) {
             };
             const Snapshot before = watched();
             must(trainer.step({Array(DSOPT_DTYPE_F16, 5000, 1), Array(DSOPT_DTYPE_F32, 33, 1)},
-                              [&](dsopt_step &step) { step.grad_scale = &scale; }));
+                              [&](dsopt_step &step) { step.grad_scale = on_device(scale); }));
             EXPECT_EQ(trainer.report().last_skipped, 1) << scale;
             EXPECT_TRUE(same(watched(), before));
         }
@@ -575,7 +579,7 @@ TEST(ReportLog, BeginsWithTheFirstReportWhereTheScalerWasInUse) {
     // As the caller's own code moves it.
     how.scaler = logged.new_scaler();
     const int32_t overflow = 1;
-    must(dsopt_scaler_update(how.scaler, &overflow, nullptr));
+    must(dsopt_scaler_update(how.scaler, on_device(overflow), nullptr));
     make();
     EXPECT_EQ(logged.report(), Lines{});
 }

@@ -37,9 +37,10 @@ double chained(const std::vector<Array> &list) {
 
 double norm_of(const Context &ctx, const std::vector<Array> &arrays) {
     const std::vector<dsopt_tensor> list = list_of(arrays);
-    dsopt_norm_result result{};
-    must(dsopt_tensors_norm(ctx.get(), list.data(), int64_t(list.size()), DSOPT_NORM_L2, 0, nullptr, &result, nullptr));
-    return result.norm;
+    const Shared<dsopt_norm_result> result(1);
+    must(dsopt_tensors_norm(ctx.get(), list.data(), int64_t(list.size()), DSOPT_NORM_L2, 0, nullptr, result.data(),
+                            nullptr));
+    return result->norm;
 }
 
 TEST(Sums, OfLeavesAreInTheOrderOfLanes) {

@@ -96,6 +96,7 @@ TEST(AllReduce, AddsAveragesAndTakesTheLargestOfMixedDtypes) {
         for (const int32_t op : kOps) EXPECT_EQ(expect_right(entries, ranks, op), ranks == 1 ? 0 : 1);
 }
 
+LABEL(long_emulated);
 TEST(AllReduce, OneTensorOfEverySizeAroundTheEdge) {
     for (const size_t numel : {size_t(0), size_t(1), kUnbucketed - 1, kUnbucketed, kUnbucketed + 1})
         for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
@@ -107,6 +108,7 @@ TEST(AllReduce, LargeAndSmallTensorsInAnyOrder) {
               3);
 }
 
+LABEL(long_emulated);
 TEST(AllReduce, BucketsAreFilledToTheLastFloatAndNotPastIt) {
     const size_t part = kBucket / 16 - 1; // fp32, just too small to go alone
     for (const int extra : {-1, 0, 1}) {

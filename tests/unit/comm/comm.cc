@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Communicators by themselves: meeting, waiting, failing, counting. Steps over them: test_ranks.cc.
+// Communicators by themselves: meeting, waiting, failing, counting. Steps over them: ranks.cc.
 #include "support/harness.h"
 #include <chrono>
 
@@ -355,7 +355,7 @@ TEST(TableComm, IsUnusableAfterAnExceptionOfAFunctionWhateverIsThrown) {
             };
             const Comm comm = table_comm(ctx, table);
             const auto collective = [&] { return meet(ctx, comm); };
-            std::vector<float> data(64, 1), errors(256), workspace(1 << 16);
+            const Shared<float> data(64, 1), errors(256), workspace(1 << 16);
             dsopt_tensor tensor{data.data(), int64_t(data.size()), DSOPT_DTYPE_F32, 0};
             DSOPT_NEW(dsopt_compressed, compressed);
             compressed.tensors = &tensor;

@@ -44,8 +44,8 @@ TEST(CommCounts, OfACompressedMeanAreOneBitAnElementEachWayAndItsScales) {
             args.count = 2;
             int64_t worker = 0, server = 0;
             must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &args.workspace_bytes));
-            std::vector<float> kept(static_cast<size_t>(worker)), served(static_cast<size_t>(server));
-            std::vector<char> memory(args.workspace_bytes + 256);
+            const Shared<float> kept(static_cast<size_t>(worker)), served(static_cast<size_t>(server));
+            const Shared<char> memory(args.workspace_bytes + 256);
             args.worker_error = kept.data();
             args.server_error = served.data();
             args.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
@@ -152,8 +152,8 @@ dsopt_status compress(const Comm &comm, size_t numel) {
     args.count = 1;
     int64_t worker = 0, server = 0;
     must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &args.workspace_bytes));
-    std::vector<float> kept(static_cast<size_t>(worker)), served(static_cast<size_t>(server));
-    std::vector<char> memory(args.workspace_bytes + 256);
+    const Shared<float> kept(static_cast<size_t>(worker)), served(static_cast<size_t>(server));
+    const Shared<char> memory(args.workspace_bytes + 256);
     args.worker_error = kept.data();
     args.server_error = served.data();
     args.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;

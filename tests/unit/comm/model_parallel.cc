@@ -345,8 +345,7 @@ TEST(ShardedLamb, ApplyGivesTheBitsOfSteps) {
         must(b.step(kTwo.grads(0, rank)));
         size_t bytes = 0;
         must(dsopt_optimizer_workspace(b.opt(), &bytes));
-        const std::unique_ptr<void, decltype(&std::free)> workspace(std::aligned_alloc(256, (bytes + 255) / 256 * 256),
-                                                                    std::free);
+        const Shared<char> workspace(bytes);
         std::vector<dsopt_tensor> params, state;
         for (const Array &weight : b.weights()) params.push_back(weight.tensor());
         for (const dsopt_state_info &info : b.state()) state.push_back(info.tensor);
@@ -358,7 +357,7 @@ TEST(ShardedLamb, ApplyGivesTheBitsOfSteps) {
         step.state = state.data();
         step.count = int64_t(grads.size());
         step.state_count = int64_t(state.size());
-        step.workspace = workspace.get();
+        step.workspace = workspace.data();
         step.workspace_bytes = bytes;
         must(a.step(arrays));
         must(dsopt_optimizer_apply(b.opt(), &step));

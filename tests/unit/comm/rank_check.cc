@@ -194,7 +194,7 @@ TEST(CheckRanks, ComparesInApplyToo) {
         const std::vector<dsopt_tensor> params = list_of(trainer.weights());
         size_t bytes = 0;
         must(dsopt_optimizer_workspace(trainer.opt(), &bytes));
-        std::vector<char> memory(bytes + 256);
+        const Shared<char> memory(bytes + 256);
         const auto apply = [&](const std::vector<Array> &grads) {
             const std::vector<dsopt_tensor> list = list_of(grads);
             DSOPT_NEW(dsopt_step, step);
@@ -218,6 +218,7 @@ TEST(CheckRanks, ComparesInApplyToo) {
     });
 }
 
+LABEL(long_emulated);
 TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                                     DSOPT_ALGORITHM_ONEBIT_LAMB})

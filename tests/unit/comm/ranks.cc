@@ -75,10 +75,10 @@ TEST(DataParallel, EveryReasonToSkipIsAgreed) {
         struct {
             const char *what;
             std::function<void(dsopt_step &)> change;
-        } const reasons[] = {{"skip", [&](dsopt_step &s) { s.skip = &skip; }},
-                             {"grad_scale", [&](dsopt_step &s) { s.grad_scale = &bad_scale; }},
-                             {"negative given norm", [&](dsopt_step &s) { s.grad_norms = &negative; }},
-                             {"infinite given norm", [&](dsopt_step &s) { s.grad_norms = &infinite; }}};
+        } const reasons[] = {{"skip", [&](dsopt_step &s) { s.skip = on_device(skip); }},
+                             {"grad_scale", [&](dsopt_step &s) { s.grad_scale = on_device(bad_scale); }},
+                             {"negative given norm", [&](dsopt_step &s) { s.grad_norms = on_device(negative); }},
+                             {"infinite given norm", [&](dsopt_step &s) { s.grad_norms = on_device(infinite); }}};
         for (const auto &reason : reasons) {
             const Snapshot before = trainer.snapshot();
             ASSERT_OK(trainer.step(grads, reason.change));
@@ -86,7 +86,7 @@ TEST(DataParallel, EveryReasonToSkipIsAgreed) {
             EXPECT_TRUE(same(before, trainer.snapshot())) << reason.what << ", rank " << rank;
         }
         const float good = 5;
-        ASSERT_OK(trainer.step(grads, [&](dsopt_step &s) { s.grad_norms = &good; }));
+        ASSERT_OK(trainer.step(grads, [&](dsopt_step &s) { s.grad_norms = on_device(good); }));
         EXPECT_EQ(trainer.report().last_skipped, 0);
     });
 }
@@ -370,6 +370,8 @@ INSTANTIATE_TEST_SUITE_P(, FailingComm, testing::Values(Role::data, Role::model,
     return std::string(info.param == Role::data ? "Data" : info.param == Role::model ? "Model" : "Expert");
 });
 
+LABEL_PARAMS(long_emulated, "Model");
+LABEL_PARAMS(long_emulated, "Expert");
 TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
     for (const dsopt_status wanted : {DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, DSOPT_ERR_ABORTED}) {
         const Context ctx = make_context(2);
@@ -406,8 +408,7 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
         const dsopt_report report_before = trainer.report();
         std::vector<Array> given = grads;
         given[0].set(0, kInf);
-        std::array<float, DSOPT_REPORT_FLOATS> report;
-        report.fill(77);
+        const Shared<float> report(DSOPT_REPORT_FLOATS, 77);
         std::thread helper([&] {
             std::this_thread::sleep_for(std::chrono::milliseconds(10));
             if (wanted == DSOPT_ERR_COMM) comms[1].reset();

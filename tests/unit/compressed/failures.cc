@@ -18,11 +18,11 @@ protected:
     }
     void expect(dsopt_status wanted, const char *text, bool sizes_too = true) {
         const auto worker = side.worker, server = side.server;
-        const auto values = side.values;
+        const auto values = side.read();
         EXPECT_TRUE(refused(side.call(), wanted, text));
         EXPECT_EQ(side.worker, worker);
         EXPECT_EQ(side.server, server);
-        EXPECT_EQ(side.values, values);
+        EXPECT_EQ(side.read(), values);
         EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "a refusal does not lose the comm";
         int64_t a = -5, b = -5;
         size_t c = 77;

@@ -85,6 +85,8 @@ INSTANTIATE_TEST_SUITE_P(, TwoLevel,
                                     std::to_string(std::get<0>(info.param));
                          });
 
+LABEL_PARAMS(one_of_many, "*4NodesOf*");
+LABEL_PARAMS(long_emulated, "*[34]NodesOf*");
 TEST_P(TwoLevel, GivesResultsErrorsAndBytesOfTheAlgorithm) {
     const int per_node = std::get<0>(GetParam()), nodes = std::get<1>(GetParam());
     const auto ranks = size_t(per_node * nodes);
@@ -175,7 +177,7 @@ Bits three_calls(const Comm &data, dsopt_comm *node, int rank) {
         for (const int64_t n : kSizes) x.push_back(random.floats(size_t(n), -1, 1.2));
         must(side.call(x));
     }
-    return {side.values, side.worker, side.server};
+    return {side.read(), side.worker, side.server};
 }
 void expect_same(const Bits &a, const Bits &b, const char *what) {
     for (size_t t = 0; t < a.y.size(); ++t) EXPECT_TRUE(same_bits(a.y[t], b.y[t])) << what << ", tensor " << t;
@@ -228,6 +230,7 @@ TEST(TwoLevelBits, AreTheSameForAnyThreadsChunksAndInstructionSet) {
     }
 }
 
+LABEL(long_emulated);
 TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
     constexpr int per_node = 4, nodes = 3, ranks = per_node * nodes;
     std::atomic<int64_t> flat{0}, two{0};
@@ -248,6 +251,7 @@ TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
 }
 
 // -------------------------------------------------------------------------------------------------------- properties
+LABEL(long_emulated);
 TEST(TwoLevelErrors, MakeTheMeanOverManyCallsTheTrueMean) {
     constexpr size_t numel = 500;
     constexpr int calls = 2000;
@@ -284,14 +288,14 @@ class TwoLevelRefusal : public testing::Test {
 protected:
     void expect(const Seat &seat, Mean &side, dsopt_status wanted, const char *text) {
         for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
-        const Values values = side.values;
+        const Values values = side.read();
         const auto worker = side.worker, server = side.server;
         EXPECT_TRUE(refused(side.call({}), wanted, text));
         int64_t a = -5, b = -5;
         EXPECT_TRUE(refused(dsopt_compressed_sizes(seat.data.get(), &side.args, &a, &b, nullptr), wanted, text));
         EXPECT_TRUE(refused(dsopt_compressed_errors(seat.data.get(), &side.args, nullptr, nullptr), wanted, text));
         EXPECT_TRUE(a == -5 && b == -5);
-        EXPECT_EQ(side.values, values);
+        EXPECT_EQ(side.read(), values);
         EXPECT_EQ(side.worker, worker);
         EXPECT_EQ(side.server, server);
         EXPECT_EQ(info_of(seat.data).status, DSOPT_OK) << "a refusal does not lose a comm";

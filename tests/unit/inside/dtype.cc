@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between storage types: the scalar ones of src/base/dtype.h against arithmetic in double (test_util.h), and the
+// Conversions between storage types: the scalar ones of src/base/dtype.h against arithmetic in double (support/numbers.h), and the
 // vectorised ones of the engine, seen through outputs, masters and gradients, against the scalar ones.
 #include "base/dtype.h"
 #include "support/harness.h"

@@ -2,10 +2,13 @@
 // Another thread holds the lock of a global, or is in its first use, when the process forks.
 #include "base/fork.h"
 #include "support/fork.h"
+#include "support/label.h"
 #include <condition_variable>
 #include <thread>
 
 using namespace test;
+
+LABEL_FILE(one_thread);
 
 namespace {
 

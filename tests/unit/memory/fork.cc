@@ -7,6 +7,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 /// From the first call of a process to a step over a comm.

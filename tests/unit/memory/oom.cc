@@ -13,6 +13,8 @@
 using namespace test;
 namespace fs = std::filesystem;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 /// Where a checkpoint goes: callbacks run while allocations fail, so they must not need any.

@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 const std::vector<size_t> kSizes = {5, 5000, 0, 33};
@@ -112,7 +114,7 @@ TEST_P(Accumulate, IsUnscaledAndClippedAsAnyGradient) {
     DSOPT_NEW(dsopt_step, step);
     step.count = 4;
     step.flags = DSOPT_STEP_ACCUMULATED;
-    step.grad_scale = &batches;
+    step.grad_scale = on_device(batches);
     ASSERT_OK(dsopt_optimizer_step(trainer.opt(), &step));
     const dsopt_report report = trainer.report();
     EXPECT_GT(report.divisor, 64);

@@ -110,7 +110,7 @@ std::vector<double> applied(const dsopt_optimizer_desc &wanted, std::vector<doub
     std::vector<double> seen;
     const double scales[] = {8, 8, 16, 16, 32, 16, 16, 16, 32};
     for (int call = 0; call < 9; ++call) {
-        const float used = *dsopt_scaler_device_scale(scaler.get());
+        const float used = on_host(dsopt_scaler_device_scale(scaler.get()));
         must(trainer.step(one(DSOPT_DTYPE_F16, call == 5 ? kInf : used)));
         const dsopt_report report = trainer.report();
         seen.push_back(report.last_skipped ? 0 : double(trainer.first("exp_avg")));
@@ -337,7 +337,7 @@ TEST(CompatGivenNorm, BelowZeroIsAnOverflow) {
     desc.scaler = scaler.get();
     Trainer trainer(ctx, desc, watching(), one(DSOPT_DTYPE_F16));
     const float norm = -1; // what the original's get_weight_norm gives for a norm that is not finite
-    must(trainer.step(one(DSOPT_DTYPE_F16), [&](dsopt_step &step) { step.grad_norms = &norm; }));
+    must(trainer.step(one(DSOPT_DTYPE_F16), [&](dsopt_step &step) { step.grad_norms = on_device(norm); }));
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(info_of(scaler).scale, 8);
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of 16-bit parameters with fp32 masters: what they compute, what a skipped one leaves alone, where masters live
-// and how they are refreshed. Clipping and accumulation: test_clip.cc.
+// and how they are refreshed. Clipping and accumulation: clip/clip.cc and accumulate.cc.
 #include "support/harness.h"
 
 using namespace test;
+
+LABEL_FILE(one_thread);
 
 namespace {
 
@@ -99,7 +101,7 @@ TEST_P(MixedStep, OverflowSkipsEverythingButGradientsReportOutputsAndScale) {
             std::vector<Array> grads = arrays(random, dtype(), -1, 1), outs = arrays(random, DSOPT_DTYPE_F32, 5, 6);
             grads[3].set(place, bad);
             const std::vector<dsopt_tensor> out = list_of(outs);
-            std::array<float, DSOPT_REPORT_FLOATS> report{};
+            const Shared<float> report(DSOPT_REPORT_FLOATS, 0.0f);
             ASSERT_OK(trainer.step(grads, [&](dsopt_step &step) {
                 step.flags = DSOPT_STEP_ZERO_GRADS;
                 step.report = report.data();
@@ -136,7 +138,7 @@ TEST_P(MixedStep, LearningRateFromTheDeviceIsTheOneSetOnTheHost) {
     for (int step = 0; step < 5; ++step) {
         const std::vector<Array> grads = arrays(random, dtype(), -1, 1);
         const float lr = 0.25f / float(1 << step);
-        ASSERT_OK(device.step(grads, [&](dsopt_step &s) { s.lr = &lr; }));
+        ASSERT_OK(device.step(grads, [&](dsopt_step &s) { s.lr = on_device(lr); }));
         ASSERT_OK(dsopt_optimizer_set(host.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, double(lr)));
         ASSERT_OK(host.step(grads));
         ASSERT_TRUE(same(device.snapshot(), host.snapshot())) << "step " << step;
@@ -154,18 +156,19 @@ TEST_P(MixedStep, PureFormKeepsScaleAndMastersInTheCallersTensors) {
     Trainer pure(ctx, desc, group_of(algorithm()), start);
     // Starting values are what an optimizer exports before its first step.
     const std::vector<dsopt_state_info> infos = pure.state();
-    std::vector<std::vector<uint32_t>> memory;
+    std::vector<Shared<uint32_t>> memory;
     std::vector<dsopt_tensor> state;
     for (size_t i = 0; i < infos.size(); ++i) {
         memory.emplace_back(size_t(infos[i].tensor.numel) + 2);
         state.push_back(infos[i].tensor);
         state.back().data = memory.back().data() + memory.back().size() % 2; // doubles of the scaler stay aligned
-        must(dsopt_optimizer_export(pure.opt(), int64_t(i), state.back().data, size_t(state.back().numel) * 4));
+        std::vector<uint32_t> words(size_t(state.back().numel));
+        must(dsopt_optimizer_export(pure.opt(), int64_t(i), words.data(), words.size() * 4));
+        write_device(state.back().data, words.data(), words.size() * 4);
     }
     size_t bytes = 0;
     must(dsopt_optimizer_workspace(pure.opt(), &bytes));
-    const std::unique_ptr<void, void (*)(void *)> workspace(std::aligned_alloc(256, (bytes + 255) / 256 * 256),
-                                                            std::free);
+    const Shared<char> workspace(bytes);
     std::vector<Array> weights = start;
     const std::vector<dsopt_tensor> params = list_of(weights);
     for (int step = 0; step < 7; ++step) {
@@ -179,14 +182,14 @@ TEST_P(MixedStep, PureFormKeepsScaleAndMastersInTheCallersTensors) {
         call.params = params.data();
         call.state = state.data();
         call.state_count = int64_t(state.size());
-        call.workspace = workspace.get();
+        call.workspace = workspace.data();
         call.workspace_bytes = bytes;
         ASSERT_OK(dsopt_optimizer_apply(pure.opt(), &call));
     }
     const Snapshot wanted = remembering.snapshot();
     for (size_t i = 0; i < infos.size(); ++i) {
         const std::string name = std::string(infos[i].name) + " " + std::to_string(infos[i].param);
-        EXPECT_EQ(std::string(static_cast<char *>(state[i].data), size_t(state[i].numel) * 4), wanted.at(name)) << name;
+        EXPECT_EQ(device_text(state[i].data, size_t(state[i].numel) * 4), wanted.at(name)) << name;
     }
     for (size_t i = 0; i < kSizes.size(); ++i) {
         EXPECT_EQ(weights[i].text(), remembering.weight(i).text());
@@ -241,13 +244,14 @@ TEST(MixedSkip, FlagOfTheCallerSkipsLikeAnOverflow) {
     std::vector<Array> grads = arrays(random, DSOPT_DTYPE_BF16, -1, 1);
     const int32_t yes = 17, no = 0;
     ASSERT_OK(trainer.step(grads, [&](dsopt_step &step) {
-        step.skip = &yes;
+        step.skip = on_device(yes);
         step.flags = DSOPT_STEP_ZERO_GRADS;
     }));
     EXPECT_TRUE(same(before, trainer.snapshot()));
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(grads[1].text(), Array(DSOPT_DTYPE_BF16, 37, 0).text());
-    ASSERT_OK(trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1), [&](dsopt_step &step) { step.skip = &no; }));
+    ASSERT_OK(
+        trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1), [&](dsopt_step &step) { step.skip = on_device(no); }));
     EXPECT_FALSE(same(before, trainer.snapshot()));
 }
 
@@ -263,7 +267,7 @@ TEST(MixedScale, GradScaleAndLossScaleBothDivide) {
         reference(ctx, plain, group_of(DSOPT_ALGORITHM_ADAM), start);
     const float batches = 3;
     std::vector<Array> grads = arrays(random, DSOPT_DTYPE_F16, -9, 9);
-    ASSERT_OK(mixed.step(grads, [&](dsopt_step &step) { step.grad_scale = &batches; }));
+    ASSERT_OK(mixed.step(grads, [&](dsopt_step &step) { step.grad_scale = on_device(batches); }));
     ASSERT_OK(reference.step(converted(grads, DSOPT_DTYPE_F32, float(1.0 / 384))));
     EXPECT_TRUE(same_bits(mixed.state("exp_avg_sq", 3), reference.state("exp_avg_sq", 3)));
     EXPECT_EQ(mixed.report().divisor, 384);
@@ -280,14 +284,14 @@ TEST(MixedScale, OverrideIsUsedForUnscalingToo) {
     Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_DTYPE_F16, 1, 1)});
     must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_OVERRIDE, 2, nullptr));
     for (int step = 0; step < 3; ++step) {
-        ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1 * *dsopt_scaler_device_scale(scaler.get()))}));
+        ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 1, 1 * on_host(dsopt_scaler_device_scale(scaler.get())))}));
         EXPECT_EQ(trainer.first("exp_avg"), 1);
         EXPECT_EQ(trainer.report().scale_used, 2);
         EXPECT_EQ(trainer.report().loss_scale, 2);
     }
     must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_CLEAR_OVERRIDE, 0, nullptr));
     for (const float scale : {8.0f, 8.0f, 16.0f}) { // the machine goes on where it paused
-        ASSERT_EQ(*dsopt_scaler_device_scale(scaler.get()), scale);
+        ASSERT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), scale);
         ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 1, scale)}));
         EXPECT_EQ(trainer.first("exp_avg"), 1);
     }

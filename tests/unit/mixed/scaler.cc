@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 /// The machines of the original, written from their description (spec: "wrapper" is this one without hysteresis).
@@ -40,7 +42,7 @@ struct Machine {
 
 void update(const Scaler &scaler, bool overflow) {
     const int32_t flag = overflow;
-    must(dsopt_scaler_update(scaler.get(), &flag, nullptr));
+    must(dsopt_scaler_update(scaler.get(), on_device(flag), nullptr));
 }
 
 /// Scale after each letter: "." a good step, "X" an overflow.
@@ -49,7 +51,7 @@ std::vector<double> scales(const Scaler &scaler, const std::string &steps, std::
     for (const char step : steps) {
         update(scaler, step == 'X');
         seen.push_back(info_of(scaler).scale);
-        EXPECT_EQ(*dsopt_scaler_device_scale(scaler.get()), float(seen.back()));
+        EXPECT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), float(seen.back()));
         if (hysteresis != nullptr) hysteresis->push_back(info_of(scaler).hysteresis);
     }
     return seen;
@@ -262,7 +264,7 @@ TEST(ScalerSet, OverridePausesTheMachineUntilItIsCleared) {
     EXPECT_EQ(info_of(scaler).dynamic, 8);
     EXPECT_EQ(info_of(scaler).updates, 2);
     ASSERT_OK(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_CLEAR_OVERRIDE, 0, nullptr));
-    EXPECT_EQ(*dsopt_scaler_device_scale(scaler.get()), 8);
+    EXPECT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), 8);
     EXPECT_EQ(info_of(scaler).overridden, 0);
     EXPECT_EQ(scales(scaler, "...X...."), scales(undisturbed, "...X...."));
 }
@@ -352,7 +354,7 @@ TEST(ScalerDevice, PointerIsFixedAndFollowsTheScale) {
         must(dsopt_scaler_set(scaler.get(), i % 2 ? DSOPT_SCALE_OVERRIDE : DSOPT_SCALE_CLEAR_OVERRIDE, i % 2 ? 3 : 0,
                               nullptr));
         ASSERT_EQ(dsopt_scaler_device_scale(scaler.get()), scale);
-        ASSERT_EQ(*scale, float(info_of(scaler).scale));
+        ASSERT_EQ(on_host(scale), float(info_of(scaler).scale));
     }
 }
 
@@ -439,7 +441,7 @@ TEST(ScalerShared, OptimizerKeepsTheScalerAliveWithoutItsHandle) {
     scaler.reset();
     for (const float wanted : {8.0f, 16.0f, 32.0f}) {
         ASSERT_OK(trainer.step(gradient(false)));
-        EXPECT_EQ(*scale, wanted);
+        EXPECT_EQ(on_host(scale), wanted);
     }
     EXPECT_EQ(trainer.report().loss_scale, 32);
 }
@@ -491,7 +493,7 @@ TEST(ScalerSaved, OverrideIsPartOfWhatIsSaved) {
     ASSERT_OK(file.load(b));
     EXPECT_EQ(info_of(loaded).scale, 3);
     EXPECT_EQ(info_of(loaded).dynamic, 8);
-    EXPECT_EQ(*dsopt_scaler_device_scale(loaded.get()), 3);
+    EXPECT_EQ(on_host(dsopt_scaler_device_scale(loaded.get())), 3);
 }
 
 TEST(ScalerSaved, CheckpointWithoutAScaleDoesNotFit) {

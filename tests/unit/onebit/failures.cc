@@ -7,6 +7,8 @@
 #include <mutex>
 
 using namespace test;
+
+LABEL_FILE(cpu); // stops in pieces of the host's loops
 using Clock = std::chrono::steady_clock;
 
 namespace {
@@ -102,6 +104,8 @@ class StoppedStep : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(, StoppedStep, testing::ValuesIn(kFamily),
                          [](const auto &info) { return std::string(name_of(info.param)); });
 
+LABEL_PARAMS(one_of_many, "OneBitAdam");
+LABEL_PARAMS(one_of_many, "ZeroOneAdam");
 TEST_P(StoppedStep, ARankThatHangsAnywhereInItGivesTheOthersATimeOut) {
     const Healthy step = healthy_step(GetParam());
     ASSERT_GE(step.pieces, 4) << "packing, serving and what is around them";
@@ -111,6 +115,8 @@ TEST_P(StoppedStep, ARankThatHangsAnywhereInItGivesTheOthersATimeOut) {
     for (std::thread &thread : all) thread.join();
 }
 
+LABEL_PARAMS(one_of_many, "OneBitAdam");
+LABEL_PARAMS(one_of_many, "OneBitLamb");
 TEST_P(StoppedStep, ARankThatAbortsAnywhereInItGivesTheOthersAStatusAtOnce) {
     const Healthy step = healthy_step(GetParam());
     for (int64_t piece = 0; piece < step.pieces; ++piece) stop_at(GetParam(), piece, false, 60000);

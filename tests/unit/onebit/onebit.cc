@@ -20,6 +20,7 @@ INSTANTIATE_TEST_SUITE_P(, Family, testing::Combine(testing::ValuesIn(kFamily), 
                          });
 
 // ---------------------------------------------------------------------------------------------------------- replicas
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
     constexpr int64_t calls = 40;
     std::vector<std::vector<Snapshot>> all{size_t(ranks)};
@@ -57,6 +58,7 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- schedule
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLamb) {
     constexpr int64_t freeze = 7;
     const bool lamb = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -87,6 +89,7 @@ TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLam
     });
 }
 
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
     constexpr int64_t calls = 40;
     // 0/1 Adam: that of the original with the same numbers, whose first call is step 2 and whose last variance step
@@ -114,6 +117,7 @@ TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
     });
 }
 
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
     constexpr int64_t calls = 40, freeze = 12;
     const std::vector<int64_t> skips = {1, 3, 4, 9, 13, 15, 17, 20, 24, 28, 29, 31};
@@ -150,6 +154,7 @@ TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
     });
 }
 
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, SkippingTheVeryStepThatFreezesStillFreezes) {
     std::array<std::vector<std::string>, 3> weights;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -160,7 +165,7 @@ TEST_P(Family, SkippingTheVeryStepThatFreezesStillFreezes) {
             ASSERT_EQ(letter(reduction(trainer)), wanted[size_t(call - 1)]) << call;
             const std::string before = trainer.weight(0).text();
             ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call),
-                                   [&](dsopt_step &step) { step.skip = &skip; }));
+                                   [&](dsopt_step &step) { step.skip = on_device(skip); }));
             EXPECT_EQ(trainer.weight(0).text() == before, skip == 1);
             if (wanted[size_t(call - 1)] != '-') weights[size_t(rank)].push_back(trainer.weight(4).text());
             for (const float value : trainer.weight(4).floats()) ASSERT_LE(std::fabs(value), 100) << call;
@@ -170,6 +175,8 @@ TEST_P(Family, SkippingTheVeryStepThatFreezesStillFreezes) {
 }
 
 // ------------------------------------------------------------------------------------------------------- checkpoints
+LABEL_PARAMS(one_of_many, "*[12]");
+LABEL(long_emulated);
 TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
     constexpr int64_t calls = 36;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -197,6 +204,7 @@ TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ errors
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, ExportedErrorsAreWhatIsOwedAndCanBeImported) {
     if (ranks == 1) return; // no buffers
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -303,6 +311,8 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
     return loss;
 }
 
+LABEL(numbers_only);
+LABEL(long_emulated);
 TEST(OneBitTraining, ReachesNearlyTheLossOfFullPrecision) {
     constexpr int64_t calls = 2000;
     for (const int ranks : {2, 4}) {
@@ -473,6 +483,7 @@ TEST(OneBitGroups, WithoutTheFamilyEveryCallIsFull) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- averages
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, AveragesGivesTheBitsOfTheCallersOwnMean) {
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         const dsopt_group group = group_for(algorithm, 12);
@@ -488,6 +499,7 @@ TEST_P(Family, AveragesGivesTheBitsOfTheCallersOwnMean) {
     });
 }
 
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, AbsentGradientsAreZerosWhereRanksAverageOrExchange) {
     std::array<std::vector<Snapshot>, 3> all;
     std::string text;
@@ -512,6 +524,7 @@ TEST_P(Family, AbsentGradientsAreZerosWhereRanksAverageOrExchange) {
 }
 
 // --------------------------------------------------------------------------------------------------- mixed precision
+LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(Family, HalfWeightsWithMastersAndADynamicScaler) {
     std::array<std::vector<double>, 3> scales;
     std::array<std::vector<std::string>, 3> weights;

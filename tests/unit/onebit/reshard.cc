@@ -104,6 +104,10 @@ INSTANTIATE_TEST_SUITE_P(, Reshard,
                                     std::to_string(std::get<2>(info.param));
                          });
 
+LABEL_PARAMS(one_of_many, "*From[123]To*");
+LABEL_PARAMS(one_of_many, "*From4To[124]");
+LABEL_PARAMS(long_emulated, "*From[134]To*");
+LABEL_PARAMS(long_emulated, "*From2To[124]");
 TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedServerErrors) {
     for (const int64_t about : {6, 12, 13, 20, 33}) {
         const int64_t stop = moment(algorithm, about), later = 12;
@@ -173,6 +177,10 @@ TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedSer
     }
 }
 
+LABEL_PARAMS(one_of_many, "*From[123]To*");
+LABEL_PARAMS(one_of_many, "*From4To[124]");
+LABEL_PARAMS(long_emulated, "*From[134]To*");
+LABEL_PARAMS(long_emulated, "*From2To[124]");
 TEST_P(Reshard, InCompatModeDropsErrorsAsTheOriginalDoes) {
     if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && from == 1) return; // drops gradients there: nothing to see
     const int64_t stop = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 8 : 20;
@@ -212,6 +220,7 @@ void expect_unchanged(int32_t algorithm, int ranks, const std::function<void(con
     });
 }
 
+LABEL(long_emulated);
 TEST(ReshardRefusal, OfSetsThatAreNotAllOfOneSave) {
     for (const int32_t algorithm : kFamily) {
         const int64_t stop = moment(algorithm, 20), other_stop = moment(algorithm, stop - 1);

@@ -5,6 +5,9 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+LABEL_FILE(cpu); // trains nothing
+
 namespace {
 
 /// Bits for each parameter of one step: what goes each way at many ranks. Gradients in half precision.
@@ -37,7 +40,7 @@ Volume volume(const dsopt_group &group, int64_t steps) {
         volume.compressed += what == DSOPT_REDUCTION_COMPRESSED;
         volume.local += what == DSOPT_REDUCTION_LOCAL;
         if (what == DSOPT_REDUCTION_FULL) volume.last_full = call;
-        must(trainer.step(grads, [&](dsopt_step &step) { step.skip = &skip; }));
+        must(trainer.step(grads, [&](dsopt_step &step) { step.skip = on_device(skip); }));
     }
     EXPECT_EQ(volume.full + volume.compressed + volume.local, steps);
     return volume;

@@ -98,6 +98,7 @@ TEST_P(TwoLevelFamily, OnlyElementsWithoutVarianceStayWhereTheyAre) {
     });
 }
 
+LABEL(long_emulated);
 TEST_P(TwoLevelFamily, SavedInTheMiddleItGoesOnWithTheSameBits) {
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l;
@@ -273,6 +274,8 @@ TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
     });
 }
 
+LABEL(numbers_only);
+LABEL(long_emulated);
 TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
     // Every rank pulls towards a point of its own; the least sum of squares is at their mean. No coordinate begins near
     // it: one scale for all would throw those with a small variance about.
@@ -391,6 +394,7 @@ Debts debts_of(const Nodes &nodes, const std::vector<std::vector<float>> &worker
     return debts;
 }
 
+LABEL(long_emulated);
 TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedServerErrors) {
     const std::pair<Nodes, Nodes> moves[] = {{{1, 4}, {2, 2}}, {{2, 2}, {1, 4}}, {{2, 2}, {1, 3}}, {{1, 3}, {2, 2}},
                                              {{2, 3}, {3, 2}}, {{3, 2}, {2, 4}}, {{4, 1}, {2, 2}}, {{2, 2}, {4, 1}},

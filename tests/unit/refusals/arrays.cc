@@ -232,8 +232,9 @@ TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
     const Trainer plain(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAM),
                         std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
     const Trainer empty(ctx, optimizer_desc());
-    int32_t words[9] = {}, reduction[2] = {7, 7};
-    const dsopt_tensor good{words, 8, DSOPT_DTYPE_I32, 0};
+    const Shared<int32_t> words(9), reductions{7, 7};
+    int32_t *const reduction = reductions.data();
+    const dsopt_tensor good{words.data(), 8, DSOPT_DTYPE_I32, 0};
     for (const Spoilt &spoilt : kSpoilt) {
         dsopt_tensor schedule = good;
         spoilt.spoil(schedule);
@@ -251,10 +252,10 @@ TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
                         DSOPT_ERR_ALIGNMENT, "reduction"));
     EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(empty.opt(), nullptr, reduction, nullptr),
                         DSOPT_ERR_STATE, "no groups"));
-    EXPECT_EQ(reduction[0], 7);
+    EXPECT_EQ(reductions[0], 7);
     EXPECT_OK(dsopt_optimizer_next_reduction_on_device(plain.opt(), nullptr, reduction, nullptr));
-    EXPECT_EQ(reduction[0], DSOPT_REDUCTION_FULL);
-    EXPECT_EQ(reduction[1], 7);
+    EXPECT_EQ(reductions[0], DSOPT_REDUCTION_FULL);
+    EXPECT_EQ(reductions[1], 7);
 }
 
 /// As a later header has it, with members behind those that the library knows.
@@ -314,13 +315,13 @@ TEST(RefusedSchedule, WordsThatCannotBeAreDecodedAllTheSame) {
 TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 1024);
-    float scale[2] = {3, 3};
-    int32_t words[13], overflow[2] = {0, 0};
-    std::fill(std::begin(words), std::end(words), 9);
-    const dsopt_tensor good[2] = {{scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
+    const Shared<float> scale{3, 3};
+    const Shared<int32_t> words(13, 9), overflow{0, 0};
+    const dsopt_tensor good[2] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
     const auto both = [&](const dsopt_tensor *list, int64_t count, dsopt_status status, const char *part) {
         EXPECT_TRUE(refused(dsopt_scaler_init_state(scaler.get(), list, count, nullptr), status, part));
-        EXPECT_TRUE(refused(dsopt_scaler_update_arrays(scaler.get(), list, count, overflow, nullptr), status, part));
+        EXPECT_TRUE(
+            refused(dsopt_scaler_update_arrays(scaler.get(), list, count, overflow.data(), nullptr), status, part));
     };
     for (const int place : {0, 1})
         for (const Spoilt &spoilt : kSpoilt) {
@@ -332,7 +333,7 @@ TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
     both(swapped, 2, DSOPT_ERR_DTYPE, "loss_scale");
     both(nullptr, 2, DSOPT_ERR_ARGUMENT, "NULL");
     for (const int64_t count : {-1, 0, 1, 3}) both(good, count, DSOPT_ERR_SHAPE, std::to_string(count).c_str());
-    auto *const odd = reinterpret_cast<int32_t *>(one_byte_on(overflow));
+    auto *const odd = reinterpret_cast<int32_t *>(one_byte_on(overflow.data()));
     EXPECT_TRUE(
         refused(dsopt_scaler_update_arrays(scaler.get(), good, 2, odd, nullptr), DSOPT_ERR_ALIGNMENT, "overflow"));
     EXPECT_EQ(scale[0], 3);
@@ -346,10 +347,11 @@ TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
 TEST(RefusedScalerDecode, SaysWhatIsNullOrTooShort) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 512);
-    float scale = 0;
-    int32_t words[12] = {};
-    const dsopt_tensor list[2] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
+    const Shared<float> scale(1);
+    const Shared<int32_t> memory(12);
+    const dsopt_tensor list[2] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {memory.data(), 12, DSOPT_DTYPE_I32, 0}};
     must(dsopt_scaler_init_state(scaler.get(), list, 2, nullptr));
+    const int32_t *const words = memory.data();
     DSOPT_NEW(dsopt_scaler_info, info);
     EXPECT_TRUE(refused(dsopt_scaler_decode(nullptr, &info), DSOPT_ERR_ARGUMENT, "words is NULL"));
     EXPECT_TRUE(refused(dsopt_scaler_decode(words, nullptr), DSOPT_ERR_ARGUMENT, "dsopt_scaler_info is NULL"));

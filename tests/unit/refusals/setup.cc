@@ -7,6 +7,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -93,6 +95,7 @@ TEST(GrowingStructs, GroupInitFillsALaterHeadersGroup) {
 
 // ------------------------------------------------------------------------------------------- context and optimizer
 // desc
+LABEL(cpu); // fields have other limits on CUDA
 TEST(RefusedContext, EveryField) {
     struct Case {
         void (*spoil)(dsopt_context_desc &);
@@ -480,6 +483,7 @@ TEST(AddGroupOverlap, IsFoundExactlyWhereItIs) {
 
 // ------------------------------------------------------------------------------------------- sums that wrap around
 // In children: what follows such a sum reads or writes far outside.
+LABEL(cpu); // a child of fork() has no CUDA
 TEST(HugeCountsDeathTest, AreRefusedBeforeTheListIsRead) {
     const auto attempt = [](int64_t count) {
         const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAM));
@@ -492,6 +496,7 @@ TEST(HugeCountsDeathTest, AreRefusedBeforeTheListIsRead) {
 }
 
 // Each size is legal, but their sum passes 2^64: the engine's memory would be far too small.
+LABEL(cpu); // a child of fork() has no CUDA
 TEST(HugeParametersDeathTest, WhoseStateOverflowsAreRefusedSomewhere) {
     const auto attempt = [] {
         dsopt_context_desc desc = context_desc();

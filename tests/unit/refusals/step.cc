@@ -5,14 +5,15 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 /// All lists of a call, to be spoiled one way at a time.
 struct Lists {
     std::vector<dsopt_tensor> grads, params, out, state;
-    std::vector<float> report = std::vector<float>(DSOPT_REPORT_FLOATS, -7);
-    float lr[2] = {0.1f, 0.1f}, scale = 1, norms[2] = {1, 1};
-    int32_t skip = 0;
+    Shared<float> report{std::vector<float>(DSOPT_REPORT_FLOATS, -7)}, lr{0.1f, 0.1f}, scale{1}, norms{1, 1};
+    Shared<int32_t> skip{0};
     char *workspace = nullptr;
     void move(std::vector<dsopt_tensor> &list, size_t i, int bytes) {
         list[i].data = static_cast<char *>(list[i].data) + bytes;
@@ -144,7 +145,7 @@ protected:
         const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
         must(dsopt_optimizer_add_group(opt_.get(), &group, list.data(), 2));
         must(dsopt_optimizer_workspace(opt_.get(), &workspace_bytes_));
-        workspace_.reset(static_cast<char *>(std::aligned_alloc(256, (workspace_bytes_ + 511) / 256 * 256)));
+        workspace_.reset(static_cast<char *>(allocate_shared(workspace_bytes_ + 256)));
         outs_.emplace_back(DSOPT_DTYPE_F32, 50, 0.0f);
         outs_.emplace_back(DSOPT_DTYPE_F32, 60, 0.0f);
         const dsopt_step step = good();
@@ -160,9 +161,9 @@ protected:
         step.count = 2;
         step.params = lists_.params.data();
         step.out = lists_.out.data();
-        step.lr = lists_.lr;
-        step.grad_scale = &lists_.scale;
-        step.skip = &lists_.skip;
+        step.lr = lists_.lr.data();
+        step.grad_scale = lists_.scale.data();
+        step.skip = lists_.skip.data();
         step.report = lists_.report.data();
         return step;
     }
@@ -190,16 +191,13 @@ protected:
         return all + std::to_string(report.calls) + "/" + std::to_string(report.skipped) + "/" +
                std::to_string(report.grad_norm);
     }
-    struct Free {
-        void operator()(char *memory) const { std::free(memory); }
-    };
     Model model_;
     std::vector<Array> outs_;
     Context context_;
     Optimizer opt_;
     Lists lists_;
     size_t workspace_bytes_ = 0;
-    std::unique_ptr<char, Free> workspace_;
+    std::unique_ptr<char, FreeShared> workspace_;
 };
 
 TEST_P(RefusedStep, NamesTheCulpritAndChangesNothing) {

@@ -6,7 +6,7 @@ using namespace test;
 namespace {
 
 TEST(Unbound, ParametersWithoutMemoryOrGradientEndInAStatusInEveryStage) {
-    const Memory memory = host_memory();
+    const Memory memory = memory_under_test();
     for (const Unbound &how : unbound_cases()) expect_status_or_untouched(memory, context_desc(), how);
 }
 

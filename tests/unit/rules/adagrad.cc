@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 double reference(const dsopt_group &c, int64_t t, double g, double &p, double &sum) {

@@ -5,6 +5,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 constexpr size_t kElements = 1000;
@@ -54,6 +56,7 @@ class AdamDrift : public testing::TestWithParam<int32_t> {};
 // One quotient and one root per element must not cost accuracy: over rates, decays and sizes of weights the largest and
 // the root-mean-square distance from float64 after 100 steps are at most those of three quotients. The engine's is
 // measured through the library.
+LABEL(long_emulated);
 TEST_P(AdamDrift, IsNoLargerWithOneQuotientThanWithThree) {
     Drift ours, theirs;
     uint64_t seed = 0;

@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 double reference(const dsopt_group &c, int64_t t, double g, double &p, double &buffer) {
@@ -70,7 +72,7 @@ TEST(SgdRule, TakesTheGradientItselfAtATensorsFirstStep) {
     must(trainer.step(step));
     const int32_t skip = 1;
     dsopt_step skipped = trainer.arguments();
-    skipped.skip = &skip;
+    skipped.skip = on_device(skip);
     must(trainer.step(skipped));
     must(trainer.step(trainer.arguments()));
     EXPECT_EQ(steps(trainer.opt()), (std::vector<int32_t>{2, 1}));
@@ -146,7 +148,7 @@ TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
         row[DSOPT_HYPER_MOMENTUM] = momentum;
         device.model.make_gradients(uint64_t(t));
         dsopt_step step = device.arguments();
-        step.hyper = row.data();
+        step.hyper = on_device(row);
         must(device.step(step));
     }
     EXPECT_TRUE(same(device.text(), host.text()));
@@ -154,7 +156,7 @@ TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
     for (const float bad : {0.0f, -0.5f, INFINITY}) { // 0: the buffer would be left over
         row[DSOPT_HYPER_MOMENTUM] = bad;
         dsopt_step step = device.arguments();
-        step.hyper = row.data();
+        step.hyper = on_device(row);
         must(device.step(step));
         EXPECT_EQ(report_of(device.opt()).reasons, DSOPT_SKIP_HYPER) << bad;
     }
@@ -162,10 +164,11 @@ TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
     const Trainer plain(shapes_of({100}), sgd_group());
     row[DSOPT_HYPER_MOMENTUM] = 0.5f;
     dsopt_step step = plain.arguments();
-    step.hyper = row.data();
+    step.hyper = on_device(row);
     must(plain.step(step));
     EXPECT_EQ(report_of(plain.opt()).reasons, DSOPT_SKIP_HYPER);
     row[DSOPT_HYPER_MOMENTUM] = 0;
+    step.hyper = on_device(row);
     must(plain.step(step));
     EXPECT_EQ(report_of(plain.opt()).reasons, 0);
 }

@@ -251,7 +251,7 @@ TEST_F(Detach, TheScalerOfADestroyedHandleLivesOn) {
     const float *const scale = dsopt_scaler_device_scale(scaler.get());
     scaler.reset();
     must(trainer->step(bad));
-    EXPECT_EQ(*scale, 32);
+    EXPECT_EQ(on_host(scale), 32);
 }
 
 // ------------------------------------------------------------------------------------------------------- 1-bit family

@@ -7,6 +7,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 constexpr double kLargestScale = 0x1p127;
@@ -62,7 +64,7 @@ TEST(ScaleRange, GrowsToTheLargestPowerOfTwoInEveryProfileAndComesBackAtOnce) {
             Scaled run(DSOPT_ALGORITHM_ADAMW, profile, compat);
             for (int i = 0; i < 150; ++i) ASSERT_OK(run.step());
             EXPECT_EQ(info_of(run.scaler).dynamic, kLargestScale);
-            EXPECT_EQ(*dsopt_scaler_device_scale(run.scaler.get()), float(kLargestScale));
+            EXPECT_EQ(on_host(dsopt_scaler_device_scale(run.scaler.get())), float(kLargestScale));
             EXPECT_TRUE(run.loads_again());
             ASSERT_OK(run.step(INFINITY));
             EXPECT_EQ(info_of(run.scaler).dynamic, kLargestScale / 2);
@@ -83,13 +85,13 @@ TEST(ScaleRange, WordsOfTheCallerPastItComeBackWithTheFirstOverflow) {
     const Context context = make_context();
     for (const double spoilt : {0x1p416, HUGE_VAL}) {
         const Scaler scaler = make_scaler(context, 8.0, 1);
-        float scale = 0;
-        int32_t words[12] = {}, overflow = 1;
-        const dsopt_tensor state[] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
+        const Shared<float> scale(1);
+        const Shared<int32_t> words(12), overflow{1};
+        const dsopt_tensor state[] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
         ASSERT_OK(dsopt_scaler_init_state(scaler.get(), state, 2, nullptr));
-        std::memcpy(words, &spoilt, sizeof spoilt);
-        ASSERT_OK(dsopt_scaler_update_arrays(scaler.get(), state, 2, &overflow, nullptr));
-        EXPECT_EQ(scale, FLT_MAX / 2);
+        std::memcpy(words.data(), &spoilt, sizeof spoilt);
+        ASSERT_OK(dsopt_scaler_update_arrays(scaler.get(), state, 2, overflow.data(), nullptr));
+        EXPECT_EQ(*scale, FLT_MAX / 2);
     }
 }
 
@@ -158,17 +160,17 @@ TEST(ScaleRange, UpdatesPastTheirEndKeepTheWindow) {
     const Context context = make_context();
     const auto growths = [&](int32_t updates, int32_t last_overflow) {
         const Scaler scaler = make_scaler(context, 8.0, 5);
-        float scale = 0;
-        int32_t words[12] = {}, overflow = 0;
-        const dsopt_tensor state[] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
+        const Shared<float> scale(1);
+        const Shared<int32_t> words(12), overflow{0};
+        const dsopt_tensor state[] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
         must(dsopt_scaler_init_state(scaler.get(), state, 2, nullptr));
         words[4] = updates;
         words[5] = last_overflow;
         std::string text;
         for (int i = 0; i < 23; ++i) {
-            const float before = scale;
-            must(dsopt_scaler_update_arrays(scaler.get(), state, 2, &overflow, nullptr));
-            text += scale > before ? '+' : '.';
+            const float before = *scale;
+            must(dsopt_scaler_update_arrays(scaler.get(), state, 2, overflow.data(), nullptr));
+            text += *scale > before ? '+' : '.';
         }
         return text;
     };
@@ -291,6 +293,8 @@ template <class F> double seconds_of(int runs, const F &body) {
 }
 
 // Twenty or fifty times the work takes as many times as long, not the square: the factors leave room for caches.
+LABEL(numbers_only);
+LABEL(cpu); // time of the host
 TEST(ManyTensors, GroupsAreAddedInLinearTime) {
     const Context context = make_context();
     std::vector<float> memory(100000);
@@ -321,6 +325,7 @@ TEST(ManyTensors, GroupsAreAddedInLinearTime) {
     }
 }
 
+LABEL(cpu); // time of the host
 TEST(ManyTensors, AbsentGradientsOfCompatModeTakeLinearTime) {
     const auto time_of = [&](size_t count, int runs) {
         const Context context = make_context();

@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 enum class Mode { standard, compat };

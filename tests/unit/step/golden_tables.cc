@@ -5,6 +5,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 constexpr int64_t kNumel = 5;

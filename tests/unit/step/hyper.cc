@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step at a time against the formulas in double precision, with a budget from error analysis (test_reference.h).
+// One step at a time against the formulas in double precision, with a budget from error analysis (support/reference.h).
 #include "support/reference.h"
 #include "support/harness.h"
 
 using namespace test;
+
+LABEL_FILE(one_thread);
 
 namespace {
 
@@ -107,10 +109,12 @@ void expect_reference(const Case &c, const dsopt_optimizer_desc &desc, int32_t p
     EXPECT_TRUE(trainer.model.intact());
 }
 
+LABEL(long_emulated);
 TEST_P(StepReference, OneStepStaysWithinItsRoundings) {
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F32, DSOPT_DTYPE_F32);
 }
 
+LABEL(long_emulated);
 TEST_P(StepReference, MastersStayWithinTheirRoundings) {
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F16, DSOPT_DTYPE_F32);
@@ -125,6 +129,7 @@ TEST_P(StepReference, CompatModeRoundsHyperParametersToFloatFirst) {
 
 // Elements whose exponents have nothing to do with each other: cancellation in every sum, update far above and below
 // the weight.
+LABEL(long_emulated);
 TEST_P(StepReference, AnyMixOfMagnitudesStaysWithinItsRoundings) {
     const Trainer trainer(shapes_of({4000}), GetParam().group);
     Random random(42);

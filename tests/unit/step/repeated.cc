@@ -5,6 +5,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 const std::vector<int64_t> kSizes{1, 0, 7, 255, 256, 4097, 33};

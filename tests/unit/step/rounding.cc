@@ -33,6 +33,7 @@ double mean_of(const std::vector<float> &values) {
     return std::accumulate(values.begin(), values.end(), 0.0) / double(values.size());
 }
 
+LABEL(numbers_only);
 TEST(StochasticRounding, IsUnbiasedBetweenTheTwoNeighbours) {
     const Context ctx = make_context(2);
     constexpr size_t n = 200000;

@@ -29,6 +29,8 @@ void expect_prefix(const Trainer &whole, const Trainer &part, size_t i, int64_t 
     }
 }
 
+LABEL(one_of_many);
+LABEL(long_emulated);
 TEST_P(StepSizes, EveryLengthGivesTheBitsOfALongTensor) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer whole({{100003, param, grad, 0, 0}}, make_group(algorithm));
@@ -141,6 +143,7 @@ TEST_P(StepLists, FortyTensors) {
     expect_like_alone(trainer, shapes, make_group(GetParam()));
 }
 
+LABEL(long_emulated);
 TEST_P(StepLists, FiveThousandTensors) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 5000; ++i)

@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(one_thread);
+
 namespace {
 
 const std::vector<int64_t> kSizes = {5000, 1, 0, 33, 4097};
@@ -146,7 +148,7 @@ TEST_P(Step, OutIsWrittenWhenTheStepIsSkippedOrTheGradientAbsent) {
             dsopt_step step = trainer.arguments();
             const int32_t skip = 1;
             if (skipped)
-                step.skip = &skip;
+                step.skip = on_device(skip);
             else
                 for (dsopt_tensor &grad : trainer.grads) grad.data = nullptr;
             step.out = out.list.data();
@@ -241,7 +243,7 @@ TEST_P(Step, DeltaIsZeroWhenSkippedOrAbsent) {
         step.flags = DSOPT_STEP_DELTA;
         step.out = delta.list.data();
         if (skipped)
-            step.skip = &skip;
+            step.skip = on_device(skip);
         else
             for (dsopt_tensor &grad : trainer.grads) grad.data = nullptr;
         must(trainer.step(step));
@@ -259,7 +261,7 @@ TEST_P(Step, ZeroGradsClearsThemAfterUseAlsoWhenSkipped) {
             const std::string absent = trainer.model.grads[3].text();
             dsopt_step step = trainer.arguments();
             step.flags = DSOPT_STEP_ZERO_GRADS;
-            step.skip = &skip;
+            step.skip = on_device(skip);
             must(trainer.step(step));
             for (const size_t i : {0, 1, 2, 4})
                 EXPECT_TRUE(same(trainer.model.grads[i].text(), std::string(trainer.model.grads[i].bytes(), '\0')));
@@ -269,7 +271,7 @@ TEST_P(Step, ZeroGradsClearsThemAfterUseAlsoWhenSkipped) {
             grads[3].data = nullptr;
             dsopt_step other = plain.arguments();
             other.grads = grads.data();
-            other.skip = &skip;
+            other.skip = on_device(skip);
             must(plain.step(other));
             EXPECT_TRUE(same(trainer.text(), plain.text()));
         }
@@ -281,7 +283,7 @@ TEST_P(Step, SkipFlagLeavesEverythingAndCountsTheCall) {
     const std::string before = trainer.text();
     for (const int32_t skip : {1, -1, INT32_MIN}) {
         dsopt_step step = trainer.arguments();
-        step.skip = &skip;
+        step.skip = on_device(skip);
         must(trainer.step(step));
         EXPECT_TRUE(same(trainer.text(), before));
     }
@@ -292,7 +294,7 @@ TEST_P(Step, SkipFlagLeavesEverythingAndCountsTheCall) {
     EXPECT_EQ(report.last_skipped, 1);
     const int32_t go = 0;
     dsopt_step step = trainer.arguments();
-    step.skip = &go;
+    step.skip = on_device(go);
     must(trainer.step(step));
     EXPECT_FALSE(same(trainer.text(), before));
     report = report_of(trainer.opt());
@@ -307,22 +309,22 @@ TEST_P(Step, AllOptionsAtOnce) {
     const Trainer plain(shapes, group(), optimizer_desc(0.5));
     const float lr = 0.125f, scale = 64;
     const int32_t skip = 0;
-    std::vector<float> report(DSOPT_REPORT_FLOATS, -7);
+    const Shared<float> report(DSOPT_REPORT_FLOATS, -7);
     must(dsopt_optimizer_set(plain.opt(), 0, DSOPT_KEY_LR, 0.125));
     for (uint64_t t = 1; t <= 3; ++t) {
         const Outputs out(trainer, DSOPT_DTYPE_F16);
         trainer.model.make_gradients(t);
         dsopt_step step = trainer.arguments();
         step.out = out.list.data();
-        step.lr = &lr;
-        step.grad_scale = &scale;
-        step.skip = &skip;
+        step.lr = on_device(lr);
+        step.grad_scale = on_device(scale);
+        step.skip = on_device(skip);
         step.report = report.data();
         step.flags = DSOPT_STEP_ZERO_GRADS;
         must(trainer.step(step));
         plain.model.make_gradients(t);
         step = plain.arguments();
-        step.grad_scale = &scale;
+        step.grad_scale = on_device(scale);
         must(plain.step(step));
         for (size_t i = 0; i < kSizes.size(); ++i) EXPECT_TRUE(holds(out.buffers[i], weights(trainer, i)));
     }
@@ -332,7 +334,7 @@ TEST_P(Step, AllOptionsAtOnce) {
 // --------------------------------------------------------------------------------------------------- scalars in memory
 TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
     Trainer trainer(shapes_of({100, 200, 300}), optimizer_desc()), plain(shapes_of({100, 200, 300}), optimizer_desc());
-    float rates[] = {0.01f, 0.5f, 0};
+    const Shared<float> rates{0.01f, 0.5f, 0};
     for (size_t i = 0; i < 3; ++i) {
         trainer.add(group(), 1);
         dsopt_group other = group();
@@ -342,7 +344,7 @@ TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
     for (uint64_t t = 1; t <= 3; ++t) {
         trainer.model.make_gradients(t);
         dsopt_step step = trainer.arguments();
-        step.lr = rates;
+        step.lr = rates.data();
         must(trainer.step(step));
         plain.train(t);
     }
@@ -351,7 +353,7 @@ TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
     rates[2] = 0.25f;
     must(dsopt_optimizer_set(plain.opt(), 2, DSOPT_KEY_LR, 0.25));
     dsopt_step step = trainer.arguments();
-    step.lr = rates;
+    step.lr = rates.data();
     must(trainer.step(step));
     must(plain.step(plain.arguments()));
     EXPECT_TRUE(same(trainer.text(), plain.text()));
@@ -366,7 +368,7 @@ TEST_P(StepMoments, GradScaleDividesTheGradients) {
     const Trainer trainer(shapes_of({2000}), no_decay), plain(shapes_of({2000}), no_decay);
     const float scale = 3;
     dsopt_step step = trainer.arguments();
-    step.grad_scale = &scale;
+    step.grad_scale = on_device(scale);
     must(trainer.step(step));
     for (int64_t i = 0; i < 2000; ++i) plain.model.grads[0].as<float>()[i] /= scale;
     must(plain.step(plain.arguments()));
