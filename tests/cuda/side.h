@@ -68,13 +68,10 @@ struct Setting {
     bool mixed = false; // dtypes differ from tensor to tensor
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
     uint32_t param_flags = 0;
-    std::vector<uint32_t> flags_of = {}; // per parameter, in place of `param_flags`
-    const Ranks *model = nullptr;        // model-parallel ranks; `model_rank` is this rank's index
+    const Ranks *model = nullptr; // model-parallel ranks, and which of them this is
     int model_rank = 0;
-    bool gaps = false;                                       // every fifth gradient is zero in all steps
-    int exports_every = 1;                                   // steps
-    void (*change)(dsopt_group &group, int index) = nullptr; // called for both groups before they are added
-    dsopt_context *context = nullptr;                        // NULL: creates its own
+    void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
+    dsopt_context *context = nullptr;                        // NULL: one of its own
 };
 
 /// Ranks that are threads of this process.
@@ -140,7 +137,7 @@ public:
             params.back().set(p);
             dsopt_param entry{};
             entry.tensor = {params.back().data(), n, param, 0};
-            entry.flags = setting.flags_of.empty() ? setting.param_flags : setting.flags_of[i];
+            entry.flags = setting.param_flags;
             list.push_back(entry);
             gradients.push_back({grads.back().data(), n, grad, 0});
             param_types.push_back(param);
@@ -176,8 +173,7 @@ public:
             const int32_t dtype = gradients[i].dtype;
             std::vector<char> g(size_t(gradients[i].numel) * size_of(dtype));
             for (int64_t k = 0; k < gradients[i].numel; ++k)
-                store(&g[size_t(k) * size_of(dtype)], dtype,
-                      setting_.gaps && k % 5 == 0 ? 0.0f : std::cos(float(3 * k + 7 * t)) + 0.1f);
+                store(&g[size_t(k) * size_of(dtype)], dtype, std::cos(float(3 * k + 7 * t)) + 0.1f);
             if (bad == int(i) && !g.empty()) store(&g[g.size() - size_of(dtype)], dtype, t % 2 ? INFINITY : NAN);
             grads[i].set(g);
         }

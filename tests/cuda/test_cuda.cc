@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CUDA backend: same bits as the CPU backend, graphs, checkpoints, lists, ranks. On the emulated device or on a
-// GPU.
+// The CUDA backend: graphs, checkpoints that both backends read, long lists. On the emulated device or on a GPU.
 #include "side.h"
 #include <array>
 #include <thread>
@@ -9,76 +8,6 @@
 using namespace cuda_test;
 
 namespace {
-
-TEST_F(Cuda, GivesTheBitsOfTheCpuForEveryAlgorithmAndDtype) {
-    for (const int32_t algorithm :
-         {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY})
-        for (const int32_t param : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
-            for (const int32_t grad : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
-                for (const bool clip : {false, true}) {
-                    Setting s;
-                    s.algorithm = algorithm;
-                    s.param = param;
-                    s.grad = grad;
-                    s.scaler = clip && param != DSOPT_DTYPE_F32;
-                    s.desc.max_norm = clip ? 0.5 : 0;
-                    s.desc.nonfinite = clip ? DSOPT_NONFINITE_AUTO : DSOPT_NONFINITE_SKIP;
-                    s.desc.flags = clip ? 0 : DSOPT_OPTIMIZER_REPORT_NORMS;
-                    if (algorithm == DSOPT_ALGORITHM_LAMB || algorithm == DSOPT_ALGORITHM_ADAM_LEGACY)
-                        s.group_flags = clip ? DSOPT_GROUP_EPS_INSIDE_SQRT : 0;
-                    expect_same_bits(
-                        s,
-                        (std::to_string(algorithm) + " " + std::to_string(param) + " " + std::to_string(grad)).c_str());
-                }
-}
-
-TEST_F(Cuda, GivesTheBitsOfTheCpuForMixedListsUnalignedArraysAndEveryOption) {
-    Setting s;
-    s.mixed = s.shifted = true;
-    s.desc.max_value = 0.9;
-    s.desc.max_norm = 3;
-    expect_same_bits(s, "mixed, unaligned, clipped by value");
-    s.out = DSOPT_DTYPE_BF16;
-    s.step_flags = DSOPT_STEP_ZERO_GRADS;
-    expect_same_bits(s, "outputs, zeroed gradients");
-    s.step_flags = DSOPT_STEP_OUT_ONLY;
-    s.algorithm = DSOPT_ALGORITHM_LAMB;
-    expect_same_bits(s, "LAMB, outputs only");
-    Setting random;
-    random.param = DSOPT_DTYPE_BF16;
-    random.desc.flags = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-    random.desc.seed = 5;
-    expect_same_bits(random, "stochastic rounding");
-    Setting delta;
-    delta.out = DSOPT_DTYPE_F32;
-    delta.step_flags = DSOPT_STEP_DELTA;
-    expect_same_bits(delta, "delta");
-    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW}) {
-        Setting uncorrected;
-        uncorrected.algorithm = algorithm;
-        uncorrected.group_flags = DSOPT_GROUP_EPS_UNCORRECTED;
-        expect_same_bits(uncorrected, "eps beside the uncorrected variance");
-        uncorrected.desc.max_norm = 0.5; // with clipping, other code computes the scalars
-        uncorrected.param = uncorrected.grad = DSOPT_DTYPE_BF16;
-        expect_same_bits(uncorrected, "eps beside the uncorrected variance, clipped");
-    }
-}
-
-TEST_F(Cuda, GivesTheBitsOfTheCpuInCompatMode) {
-    for (const int32_t masters : {DSOPT_MASTERS_FLAT, DSOPT_MASTERS_PER_TENSOR})
-        for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
-            if (flags != 0 && masters == DSOPT_MASTERS_FLAT) continue;
-            Setting s;
-            s.param = s.grad = DSOPT_DTYPE_F16;
-            s.mixed = flags != 0;
-            s.scaler = flags == 0;
-            s.desc.compat = DSOPT_COMPAT_DEEPSPEED;
-            s.desc.masters = masters;
-            s.desc.flags = flags;
-            s.desc.max_norm = flags == 0 ? 1 : 0;
-            expect_same_bits(s, "compat");
-        }
-}
 
 TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
@@ -245,51 +174,6 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     (void)std::remove(path.c_str());
 }
 
-TEST_F(Cuda, WorksOnListsLikeTheCpu) {
-    Setting s;
-    s.mixed = s.shifted = true;
-    Side host(false, s), device(true, s);
-    dsopt_norm_result results[2][2];
-    for (Side *side : {&host, &device}) {
-        const bool on_device = side == &device;
-        side->fill_gradients(3, 4);
-        dsopt_norm_result *result = results[on_device];
-        if (on_device) { ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess); }
-        const auto count = int64_t(side->gradients.size());
-        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_L2, 0.5, nullptr, result,
-                                     nullptr));
-        ASSERT_OK(dsopt_tensors_norm(side->context, side->gradients.data(), count, DSOPT_NORM_MAX, 0, nullptr,
-                                     result + 1, nullptr));
-        if (on_device) {
-            ASSERT_EQ(cudaMemcpy(results[1], result, sizeof results[1], cudaMemcpyDeviceToHost), cudaSuccess);
-            ASSERT_EQ(cudaFree(result), cudaSuccess);
-        }
-        std::vector<dsopt_tensor> weights;
-        for (size_t i = 0; i < side->params.size(); ++i) {
-            weights.push_back(side->gradients[i]);
-            weights.back().data = side->params[i].data();
-            const int32_t dtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
-            weights.back().dtype = dtypes[i % 3];
-        }
-        ASSERT_OK(
-            dsopt_tensors_axpby(side->context, nullptr, side->gradients.data(), 0.5f, weights.data(), count, nullptr));
-        ASSERT_OK(dsopt_tensors_clamp(side->context, weights.data(), count, 0.75, nullptr));
-        ASSERT_OK(dsopt_zero_grad(side->context, side->gradients.data(), 3, DSOPT_ZERO_FILL, nullptr));
-    }
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    for (size_t i = 0; i < host.params.size(); ++i) {
-        EXPECT_TRUE(host.params[i].get() == device.params[i].get()) << i;
-        EXPECT_TRUE(host.grads[i].get() == device.grads[i].get()) << i;
-    }
-    for (int k = 0; k < 2; ++k) {
-        EXPECT_EQ(results[0][k].nonfinite, 1);
-        EXPECT_EQ(results[0][k].nonfinite, results[1][k].nonfinite);
-        EXPECT_EQ(results[0][k].first_bad, results[1][k].first_bad);
-        EXPECT_TRUE(results[0][k].norm == results[1][k].norm ||
-                    (std::isnan(results[0][k].norm) && std::isnan(results[1][k].norm)));
-    }
-}
-
 TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
     allow_many_blocks();
     Setting s;
@@ -320,46 +204,6 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
     for (int k = 0; k < 2; ++k) {
         EXPECT_GT(results[0][k].norm, 1);
         EXPECT_EQ(results[0][k].norm, results[1][k].norm);
-    }
-}
-
-TEST_F(Cuda, KeepsANanThatOneRankAloneHasInTheNormsOfAllRanks) {
-    constexpr int ranks = 2;
-    const Ranks group(ranks);
-    // The rank matters: a maximum of two numbers may lose a NaN on one side only.
-    for (const int bad : {-1, 0, 1}) {
-        dsopt_norm_result results[ranks][2] = {};
-        group.run([&](int rank) {
-            Setting s;
-            s.sizes = {5, 4100};
-            Side side(true, s);
-            std::vector<char> gradient(5 * sizeof(float));
-            for (int k = 0; k < 5; ++k)
-                store(&gradient[size_t(k) * sizeof(float)], DSOPT_DTYPE_F32,
-                      rank == bad && k == 2 ? NAN : float(k + rank));
-            side.grads[0].set(gradient);
-            side.grads[1].set(std::vector<char>(4100 * sizeof(float)));
-            dsopt_comm *comm = group.join(side.context, rank);
-            dsopt_norm_result *result = nullptr;
-            ASSERT_EQ(cudaMalloc(reinterpret_cast<void **>(&result), 2 * sizeof *result), cudaSuccess);
-            for (const int32_t kind : {DSOPT_NORM_MAX, DSOPT_NORM_L2})
-                ASSERT_OK(dsopt_tensors_norm(side.context, side.gradients.data(), 2, kind, 0, comm,
-                                             result + (kind == DSOPT_NORM_L2), nullptr));
-            ASSERT_EQ(cudaMemcpy(results[rank], result, sizeof results[rank], cudaMemcpyDeviceToHost), cudaSuccess);
-            ASSERT_EQ(cudaFree(result), cudaSuccess);
-            dsopt_comm_destroy(comm);
-        });
-        for (int rank = 0; rank < ranks; ++rank) {
-            SCOPED_TRACE("rank " + std::to_string(rank) + " of a list with a NaN on " + std::to_string(bad));
-            for (const dsopt_norm_result &r : results[rank]) EXPECT_EQ(r.nonfinite, bad >= 0);
-            if (bad >= 0) {
-                EXPECT_TRUE(std::isnan(results[rank][0].norm)) << results[rank][0].norm;
-                EXPECT_TRUE(std::isnan(results[rank][1].norm)) << results[rank][1].norm;
-            } else {
-                EXPECT_EQ(results[rank][0].norm, 5);
-                EXPECT_EQ(results[rank][1].norm, std::sqrt(85.0)); // 0 to 4, and 1 to 5
-            }
-        }
     }
 }
 

