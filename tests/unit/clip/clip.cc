@@ -118,25 +118,6 @@ TEST_F(Clip, ByValueLetsNanThroughAndCutsInfWhereThePolicyApplies) {
     }
 }
 
-TEST_F(Clip, GivenNormsStandInForReadingTheGradients) {
-    const Scaler scaler = make_scaler(ctx, 4);
-    desc.scaler = scaler.get();
-    desc.max_norm = 1;
-    Trainer trainer(ctx, desc);
-    must(trainer.add_group(watching(), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
-    must(trainer.add_group(watching(), {{Array(DSOPT_DTYPE_F16, 2, 1)}}));
-    const std::vector<Array> g = {Array(DSOPT_DTYPE_F16, {6, 8}), Array(DSOPT_DTYPE_F16, {0, 24})};
-    ASSERT_OK(trainer.step(g));
-    const dsopt_report computed = trainer.report();
-    const std::vector<float> seen = trainer.state("exp_avg", 1);
-    const float norms[] = {10, 24};
-    ASSERT_OK(trainer.step(g, [&](dsopt_step &step) { step.grad_norms = on_device(norms); }));
-    EXPECT_EQ(trainer.report().grad_norm, computed.grad_norm);
-    EXPECT_EQ(trainer.report().divisor, computed.divisor);
-    EXPECT_EQ(trainer.state("exp_avg", 1), seen);
-    expect_near(computed.grad_norm, 6.5);
-}
-
 // --------------------------------------------------------------------------------------------------- Inf and NaN
 class Nonfinite : public Clip {};
 

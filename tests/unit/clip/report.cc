@@ -202,26 +202,6 @@ double divisor_seen(const Trainer &trainer, int64_t param) {
     return 0.1 * without / with;
 }
 
-TEST_P(Clipping, DividesByTheNormOfAllGradients) {
-    const dsopt_group group = make_group(GetParam(), 0);
-    Trainer trainer(shapes_of(kSizes), optimizer_desc(0.25), context_desc(2));
-    trainer.add(group, 2);
-    trainer.add(group, 2);
-    must(trainer.step(trainer.arguments()));
-    const double wanted = (norm_of(trainer.model.grads) + 1e-6) / 0.25;
-    EXPECT_NEAR(report_of(trainer.opt()).divisor, wanted, 1e-13 * wanted);
-    for (const int64_t param : {0, 2, 3}) EXPECT_NEAR(divisor_seen(trainer, param), wanted, 1e-6 * wanted);
-}
-
-TEST_P(Clipping, LeavesSmallGradientsAlone) {
-    const Trainer clipped(shapes_of(kSizes), make_group(GetParam()), optimizer_desc(1e6)),
-        plain(shapes_of(kSizes), make_group(GetParam()));
-    clipped.train(1, 3);
-    plain.train(1, 3);
-    EXPECT_TRUE(same(clipped.text(), plain.text()));
-    EXPECT_EQ(report_of(clipped.opt()).divisor, 1);
-}
-
 TEST_P(Clipping, GroupsClipByThemselvesAndTheLargerDivisorHolds) {
     dsopt_group tight = make_group(GetParam(), 0), loose = tight, none = tight;
     tight.max_norm = 0.01;
