@@ -16,6 +16,10 @@ struct Statistics {
     std::mutex mutex; // ranks are threads
     long runs = 0;
     std::map<const char *, std::map<dsopt_status, long>> calls;
+    // For outcome():
+    long recent = 0;
+    std::map<dsopt_status, long> recent_failures;
+    std::string recent_text;
 };
 Statistics &statistics() {
     static auto *const all = new Statistics; // threads may outlive static destructors
@@ -58,6 +62,11 @@ dsopt_status counted(const char *call, dsopt_status status) {
         Statistics &all = statistics();
         const std::lock_guard lock(all.mutex);
         ++all.calls[call][status];
+        ++all.recent;
+        if (status != DSOPT_OK) {
+            ++all.recent_failures[status];
+            all.recent_text = dsopt_last_error();
+        }
     }
     if (status == DSOPT_ERR_INTERNAL) finding("%s: DSOPT_ERR_INTERNAL", call);
     if (status != DSOPT_OK && dsopt_last_error()[0] == 0)
@@ -67,6 +76,19 @@ dsopt_status counted(const char *call, dsopt_status status) {
 }
 void must(const char *call, dsopt_status status) {
     if (counted(call, status) != DSOPT_OK) finding("%s: %s", call, dsopt_status_name(status));
+}
+std::string outcome() {
+    Statistics &all = statistics();
+    std::string text = std::to_string(all.recent) + (all.recent == 1 ? " call" : " calls");
+    long failures = 0;
+    for (const auto &[status, count] : all.recent_failures) {
+        text += (failures == 0 ? ": " : ", ") + std::to_string(count) + " " + dsopt_status_name(status);
+        failures += count;
+    }
+    if (failures == 1) text += ", " + all.recent_text;
+    all.recent = 0;
+    all.recent_failures.clear();
+    return text;
 }
 void count_runs() {
     if (statistics().runs++ == 0) (void)std::atexit(write_statistics);

@@ -27,6 +27,9 @@ dsopt_status counted(const char *call, dsopt_status status);
 void must(const char *call, dsopt_status status);
 /// Prints the counts when the program ends.
 void count_runs();
+/// Describes the calls since the last call of this function: their number, those that failed by status, and the text of
+/// the error if one failed.
+std::string outcome();
 
 /// Reads the bytes of an input as choices, one after the other. After the end all choices are 0.
 class Choices {

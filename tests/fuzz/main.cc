@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Replaces libFuzzer for any compiler: runs existing inputs, and changed or random ones.
 //
-//     PROGRAM [--seconds N] [--seed S] [--bytes B] [FILE|FOLDER...]
+//     PROGRAM [--index] [--seconds N] [--seed S] [--bytes B] [FILE|FOLDER...]
 //
+// --index: prints a line for each file: its name, its size and the outcome of its calls, separated by tabs.
 // With --seconds: after the files, runs inputs of the seeds S, S + 1, ... for N seconds. They are up to B (600) random
 // bytes or, if the target has a mutator, changed files. The input of a finding is written to finding-SEED.
 #include "harness.h"
@@ -92,6 +93,7 @@ extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most) {
 
 int main(int argc, char **argv) {
     long seconds = 0, seed = 1, most = 600, inputs = 0;
+    bool index = false;
     std::vector<fs::path> paths;
     for (int i = 1; i < argc; ++i) {
         const std::string word = argv[i];
@@ -101,6 +103,8 @@ int main(int argc, char **argv) {
                                                  : nullptr;
         if (number != nullptr && i + 1 < argc) {
             *number = std::atol(argv[++i]);
+        } else if (word == "--index") {
+            index = true;
         } else if (fs::is_directory(word)) {
             const size_t first = paths.size();
             for (const fs::directory_entry &entry : fs::directory_iterator(word)) paths.push_back(entry.path());
@@ -114,6 +118,7 @@ int main(int argc, char **argv) {
     for (const fs::path &path : paths) {
         files.push_back(read(path));
         run(files.back(), 0);
+        if (index) std::printf("%s\t%zu\t%s\n", path.filename().c_str(), files.back().size(), fuzz::outcome().c_str());
     }
     const bool changes = LLVMFuzzerCustomMutator != nullptr && !files.empty();
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
