@@ -293,6 +293,7 @@ TEST(DeviceScalars, EveryValueThatTheHostWouldRefuseSkipsTheStepWhateverThePolic
 }
 
 LABEL(one_of_many);
+LABEL(long_emulated);
 TEST(DeviceScalars, EveryAlgorithmSkipsInStandardMode) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kAll)

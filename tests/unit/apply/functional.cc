@@ -36,6 +36,7 @@ INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto
 
 LABEL_PARAMS(long_emulated, "*Scaled*");
 LABEL_PARAMS(long_emulated, "*NoMaster*");
+LABEL_PARAMS(long_emulated, "*PerTensor*");
 TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
     constexpr int64_t calls = 9;
     for (const bool passed : {false, true}) {

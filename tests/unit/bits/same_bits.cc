@@ -297,6 +297,10 @@ TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
 // --------------------------------------------------------------------------------------------------- order and packing
 class AnyOrder : public testing::TestWithParam<int32_t> {};
 
+LABEL_PARAMS(long_emulated, "Adam");
+LABEL_PARAMS(long_emulated, "AdamLegacy");
+LABEL_PARAMS(long_emulated, "Sgd");
+LABEL_PARAMS(long_emulated, "Adagrad");
 TEST_P(AnyOrder, OfTheListGivesTheSameBits) {
     std::vector<Shape> shapes;
     int64_t content = 0;

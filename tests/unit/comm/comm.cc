@@ -196,6 +196,7 @@ TEST_F(LocalComm, LivesAsLongAsAnOptimizerUsesIt) {
     });
 }
 
+LABEL(long_emulated);
 TEST_F(LocalComm, AbortAtAnyMomentReleasesEveryRank) {
     for (int i = 0; i < 100; ++i) {
         const CommId fresh = new_id();

@@ -88,6 +88,7 @@ TEST(CommCounts, OfStepsOfOneBitAdamFollowItsSchedule) {
     });
 }
 
+LABEL(long_emulated);
 TEST(PhaseTimes, OfAnExchangeAreThereInStepsThatHaveOneAndWhenAskedFor) {
     for (const int32_t algorithm : kFamily)
         for (const uint32_t timing : {0, int(DSOPT_OPTIMIZER_TIMING)})

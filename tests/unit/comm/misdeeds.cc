@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are threads, of which one does what the others do not expect.
+#include "support/label.h"
 #include "support/misdeeds.h"
 
 using namespace test;
 
 namespace {
 
+LABEL(long_emulated);
 TEST(Misdeeds, OfALocalRankGiveEveryRankAStatusInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 8; ++i) fabrics.push_back(std::make_unique<LocalFabric>());

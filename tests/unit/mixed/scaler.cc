@@ -127,6 +127,7 @@ TEST(ScalerMachine, GrowsNoFurtherThanTheLargestPowerOfTwoOfFp32) {
     EXPECT_EQ(info_of(scaler).scale, std::ldexp(1.0, 126));
 }
 
+LABEL(long_emulated);
 TEST(ScalerMachine, FollowsTheReferenceOnRandomSequencesAndStaysBetweenMinAndMax) {
     const Context ctx = make_context(1);
     Random random(1);

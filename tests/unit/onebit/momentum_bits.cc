@@ -73,6 +73,7 @@ TEST(MomentumBits, LeaveExpAvgAloneUntilSomebodyAsks) {
     });
 }
 
+LABEL(long_emulated);
 TEST(MomentumBits, ResumeFromACheckpointThatHasNoneOfThem) {
     const Problem problem = problem_of(2);
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {

@@ -58,7 +58,7 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- schedule
-LABEL_PARAMS(long_emulated, "*[13]");
+LABEL(long_emulated);
 TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLamb) {
     constexpr int64_t freeze = 7;
     const bool lamb = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
@@ -89,7 +89,7 @@ TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLam
     });
 }
 
-LABEL_PARAMS(long_emulated, "*[13]");
+LABEL(long_emulated);
 TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
     constexpr int64_t calls = 40;
     // 0/1 Adam: that of the original with the same numbers, whose first call is step 2 and whose last variance step
@@ -118,6 +118,7 @@ TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
 }
 
 LABEL_PARAMS(long_emulated, "*[13]");
+LABEL_PARAMS(long_emulated, "*Adam2");
 TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
     constexpr int64_t calls = 40, freeze = 12;
     const std::vector<int64_t> skips = {1, 3, 4, 9, 13, 15, 17, 20, 24, 28, 29, 31};
@@ -155,6 +156,7 @@ TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
 }
 
 LABEL_PARAMS(long_emulated, "*[13]");
+LABEL_PARAMS(long_emulated, "OneBit*2");
 TEST_P(Family, SkippingTheVeryStepThatFreezesStillFreezes) {
     std::array<std::vector<std::string>, 3> weights;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -204,7 +206,7 @@ TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ errors
-LABEL_PARAMS(long_emulated, "*[13]");
+LABEL(long_emulated);
 TEST_P(Family, ExportedErrorsAreWhatIsOwedAndCanBeImported) {
     if (ranks == 1) return; // no buffers
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -328,6 +330,7 @@ TEST(OneBitTraining, ReachesNearlyTheLossOfFullPrecision) {
     }
 }
 
+LABEL(long_emulated);
 TEST(OneBitTraining, ElementsWithoutVarianceStayWhereTheyAre) {
     for (const int32_t algorithm : kFamily)
         for (const int ranks : {1, 2})
@@ -348,6 +351,7 @@ TEST(OneBitTraining, ElementsWithoutVarianceStayWhereTheyAre) {
 }
 
 // ------------------------------------------------------------------------------------------------------------- masks
+LABEL(long_emulated);
 TEST(OneBitMask, HoldsMomentaAtZeroAndWeightsWhereTheyAre) {
     for (const int32_t algorithm : kFamily)
         with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {

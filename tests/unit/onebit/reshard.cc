@@ -339,6 +339,7 @@ TEST(ReshardRefusal, OfGradientsInAccumulators) {
     }
 }
 
+LABEL(long_emulated);
 TEST(ReshardRefusal, OfOneFileWhereAllAreNeededAndOfAnotherRanksFile) {
     for (const int32_t algorithm : kFamily) {
         const Saved saved = run_and_save(algorithm, 2, moment(algorithm, 20));

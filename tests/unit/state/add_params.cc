@@ -284,6 +284,7 @@ TEST(AddingMore, BetweenStepsKeepsWhatIsThere) {
     }
 }
 
+LABEL(long_emulated);
 TEST(AddingMore, TwentyThousandInOneCall) {
     const Context ctx = make_context(1);
     Interleaved one(ctx, optimizer_desc(), groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM), {});

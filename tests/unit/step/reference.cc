@@ -120,6 +120,7 @@ TEST_P(StepReference, MastersStayWithinTheirRoundings) {
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F16, DSOPT_DTYPE_F32);
 }
 
+LABEL(long_emulated);
 TEST_P(StepReference, CompatModeRoundsHyperParametersToFloatFirst) {
     if (GetParam().group.flags & DSOPT_GROUP_EPS_UNCORRECTED) return; // refused there, see refusals_setup
     dsopt_optimizer_desc desc = optimizer_desc();
