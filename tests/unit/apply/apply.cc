@@ -76,6 +76,7 @@ TEST_P(Apply, HasOutputsAndFlagsLikeStep) {
     }
 }
 
+LABEL_PARAMS(long_emulated, "Adam*");
 TEST_P(Apply, WritesOutputsOverTheGradients) {
     const std::vector<int64_t> sizes = {100003, 0, 33, 9000};
     for (const int32_t threads : {1, 3})

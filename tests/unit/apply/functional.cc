@@ -37,6 +37,7 @@ INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto
 LABEL_PARAMS(long_emulated, "*Scaled*");
 LABEL_PARAMS(long_emulated, "*NoMaster*");
 LABEL_PARAMS(long_emulated, "*PerTensor*");
+LABEL_PARAMS(long_emulated, "*Compat*F32*");
 TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
     constexpr int64_t calls = 9;
     for (const bool passed : {false, true}) {

@@ -133,6 +133,7 @@ TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
 }
 
 LABEL_PARAMS(long_emulated, "*Flat*");
+LABEL_PARAMS(long_emulated, "*Compat*");
 TEST_P(HyperRows, OfEverythingAtOnceHaveTheBitsOfWhatTheHostSets) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
         Random random(9);

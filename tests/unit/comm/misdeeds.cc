@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are threads, of which one does what the others do not expect.
-#include "support/label.h"
 #include "support/misdeeds.h"
+#include "support/label.h"
 
 using namespace test;
 

@@ -108,6 +108,7 @@ LABEL_PARAMS(one_of_many, "*From[123]To*");
 LABEL_PARAMS(one_of_many, "*From4To[124]");
 LABEL_PARAMS(long_emulated, "*From[134]To*");
 LABEL_PARAMS(long_emulated, "*From2To[124]");
+LABEL_PARAMS(long_emulated, "[OZ]*Adam*");
 TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedServerErrors) {
     for (const int64_t about : {6, 12, 13, 20, 33}) {
         const int64_t stop = moment(algorithm, about), later = 12;

@@ -45,6 +45,8 @@ INSTANTIATE_TEST_SUITE_P(, TwoLevelFamily,
                                     std::to_string(std::get<1>(info.param));
                          });
 
+LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
+LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
     constexpr int64_t calls = 30;
     std::vector<std::vector<std::string>> all(size_t(per_node * nodes), std::vector<std::string>(calls));
@@ -66,6 +68,8 @@ TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
 
 /// In whichever slice it lies: an element that never had a gradient stays, and owes nothing; all others go against
 /// theirs.
+LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
+LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelFamily, OnlyElementsWithoutVarianceStayWhereTheyAre) {
     const auto unused = [](size_t t, size_t i) { return (t == 0 && i >= 50 && i < 90) || (t == 4 && i % 5 == 0); };
     with_nodes(per_node, nodes, [&](const Seat &seat) {
@@ -117,6 +121,8 @@ TEST_P(TwoLevelFamily, SavedInTheMiddleItGoesOnWithTheSameBits) {
     });
 }
 
+LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
+LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelFamily, ARankWithBadGradientsMakesAllSkip) {
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l, ranks = per_node * nodes;
@@ -137,6 +143,8 @@ TEST_P(TwoLevelFamily, ARankWithBadGradientsMakesAllSkip) {
     });
 }
 
+LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
+LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelFamily, RanksClipByTheRootMeanSquareOfAllNorms) {
     std::vector<double> norms(size_t(per_node * nodes));
     double wanted = 0;
