@@ -7,7 +7,7 @@
 # hour: the last ones are the least important. After each part, and after each list of the benches, the page
 # bench/results/<gpu>.md is rewritten from all results in build-gpu/seen, so that parts can be run one by one:
 #   build      in build-gpu; always first, and does nothing if it is up to date
-#   tests      the suite and the recorded cases on the device
+#   tests      the CUDA suite, the unit tests and the recorded cases on the device
 #   nccl       one rank with the real NCCL: init, capture, finalize, abort
 #   bench      bench_cuda and PyTorch on every list of LISTS; clocks and power are recorded if there is nvidia-smi
 #   sanitizer  compute-sanitizer on the small suite
@@ -69,6 +69,7 @@ end=$(($(date +%s) + 1770))
 if [ -n "$emulated" ]; then
     build=$emulated results=$emulated/rehearsal gpu="emulated device, 9.0, none, none," driver=none toolkit=none
     suite="$build/tests/cuda/test_cuda --gtest_filter=CudaSmall.*" golden="--backend emulated"
+    unit="$build/tests/unit/test_unit unit/rules"
     digests="$build/tests/cuda/digests_emulated" digest_size="3x5000 6"
     nccl="$build/tests/cuda/test_nccl_single_emulated"
     bench="$build/bench/bench_cuda_emulated" LISTS=${LISTS:-5x300 2x5000} repetitions=3
@@ -93,7 +94,7 @@ else
         # As system headers, for every compiler; pkg-config is not needed.
         export CPLUS_INCLUDE_PATH="$packages/include" LIBRARY_PATH="$packages/lib" LD_LIBRARY_PATH="$packages/lib"
     fi
-    suite="$build/tests/cuda/test_cuda_device" golden="--backend cuda"
+    suite="$build/tests/cuda/test_cuda_device" golden="--backend cuda" unit="$build/tests/unit/test_unit"
     digests="$build/tests/cuda/digests_device" digest_size="gpt2-124m 100"
     nccl="$build/tests/cuda/test_nccl_single"
     bench="$build/bench/bench_cuda" repetitions=11
@@ -160,7 +161,7 @@ build() {
         -Dtests=enabled -Dbench=enabled -Dbindings=disabled -Ddevice_archs="$capability" \
         >"$seen/build.log" 2>&1 || status=$?
     limit=$(seconds_left)
-    [ "$status" != 0 ] || limited "$limit" ninja -C "$build" "${suite#"$build/"}" tests/dsopt-replay \
+    [ "$status" != 0 ] || limited "$limit" ninja -C "$build" "${suite#"$build/"}" "${unit#"$build/"}" tests/dsopt-replay \
         "${digests#"$build/"}" "${nccl#"$build/"}" "${bench#"$build/"}" >>"$seen/build.log" 2>&1 || status=$?
     [ "$status" != 0 ] || { verdict build "done"; return 0; }
     grep -iE '(error|failed):' "$seen/build.log" | head -n 20
@@ -200,9 +201,11 @@ counted() { # NAME SECONDS COMMAND...: runs it; its closing line is the verdict
 }
 
 tests() {
-    rm -f "$seen/golden"
+    rm -f "$seen/unit" "$seen/golden"
     # shellcheck disable=SC2086 # a program and its arguments
-    counted tests 400 $suite
+    counted tests 250 $suite
+    # shellcheck disable=SC2086
+    counted unit 200 env DSOPT_TEST_DEVICE=cuda $unit
     # shellcheck disable=SC2086
     counted golden "$(seconds_left)" tests/replay/golden.sh tests/golden "*" -- "$build"/tests/dsopt-replay $golden
 }

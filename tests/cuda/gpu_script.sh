@@ -28,10 +28,13 @@ machine() { # NAME: creates a machine on which everything works, and changes to 
     program bin/nvidia-smi 'case "$*" in' \
         '*driver_version*) echo 580.1 ;;' \
         '*) printf "1900, 2600, 650.5, 60\n1980, 2600, [N/A], 70\n1700, 2600, 700.1, 65\n"; exec sleep 600 ;;' 'esac'
-    program bin/meson 'mkdir -p build-gpu/bench build-gpu/tests/cuda' 'cp bench_cuda build-gpu/bench/' \
-        'cp test_cuda_device build-gpu/tests/cuda/'
+    program bin/meson 'mkdir -p build-gpu/bench build-gpu/tests/cuda build-gpu/tests/unit' \
+        'cp bench_cuda build-gpu/bench/' 'cp test_cuda_device build-gpu/tests/cuda/' \
+        'cp test_unit build-gpu/tests/unit/' 'cp dsopt-replay build-gpu/tests/'
     program bin/ninja 'touch built'
     program test_cuda_device 'echo "[  PASSED  ] 6 tests."'
+    program test_unit '[ "$DSOPT_TEST_DEVICE" = cuda ] && echo "[  PASSED  ] 7 tests."'
+    program dsopt-replay 'echo "$# passed, 0 failed"'
     # Reports 2 ms for a list. Waits until the clocks were written, however slow the machine is.
     program bench_cuda 'for last; do :; done' \
         'for word; do case $word in' \
@@ -88,6 +91,18 @@ has "$page" '^| compute-sanitizer, initcheck | 6 tests, ERROR SUMMARY: 0 errors 
 has "$page" 'of 3 samples: SM clock 1700/1900/1980 MHz, memory clock 2600/2600/2600 MHz, power 650/675/700 W, '
 has "$page" '^| Fp32 | 2.000 |'
 has "$page" '^| Lamb/clip | update_kernel | 1 | 1.0 | 0.002 | 0.001 | 3 | 64 | 528 |'
+
+machine tests
+run 0 tests
+has "$page" '^| suite on the device | 6 passed, 0 failed, 0 skipped |'
+has "$page" '^| unit tests on the device | 7 passed, 0 failed, 0 skipped |'
+has "$page" '^| recorded cases | [1-9][0-9]* passed, 0 failed |'
+
+machine failed-unit-test
+program test_unit 'echo "[  PASSED  ] 6 tests."' 'echo "[  FAILED  ] Adam.Steps (3 ms)"' 'exit 1'
+run 1 tests
+has "$page" '^| unit tests on the device | 6 passed, 1 failed, 0 skipped, status 1 |'
+has "$page" '^| recorded cases | [1-9][0-9]* passed, 0 failed |'
 
 machine old-driver
 program device_versions 'echo "the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old"; exit 1'
