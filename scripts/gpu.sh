@@ -220,10 +220,13 @@ nccl() { counted nccl 120 "$nccl"; }
 watch_clocks() { # records clocks and power five times per second, until unwatch_clocks
     command -v nvidia-smi >/dev/null || return 0
     bus=$(echo "$gpu" | cut -d , -f 5 | tr -d ' ')
+    # Without the trap: a signal between the fork and the exec would run it in the child, and be lost.
+    trap - TERM
     # Ends by itself if no caller stops it.
     timeout 600 nvidia-smi ${bus:+-i "$bus"} --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu \
         --format=csv,noheader,nounits -lms 200 >>"$seen/clocks" 2>/dev/null &
     watcher=$!
+    trap 'exit 143' TERM
 }
 
 unwatch_clocks() {
