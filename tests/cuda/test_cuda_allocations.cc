@@ -71,7 +71,7 @@ protected:
         end_test();
     }
 };
-INSTANTIATE_TEST_SUITE_P(Tensors, CudaWarmCalls, testing::Values(1, 31, 32, 10000),
+INSTANTIATE_TEST_SUITE_P(Tensors, CudaWarmCalls, testing::Values(1, 31, 32, 2000),
                          [](const auto &info) { return std::to_string(info.param); });
 
 TEST_P(CudaWarmCalls, AllocateNothingOnTheHostWithoutOtherRanks) {
