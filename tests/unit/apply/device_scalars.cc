@@ -365,7 +365,7 @@ TEST(DeviceScalars, GradientsSkipByThePolicyAndSaySo) {
         }
 }
 
-// ---------------------------------------------------------------------------------------------------------------- ranks
+// --------------------------------------------------------------------------------------------------------------- ranks
 TEST(DeviceScalarsOfRanks, OneRanksReasonSkipsBothAndTheOtherOneSaysPeer) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
@@ -439,7 +439,7 @@ TEST(DeviceScalarsOfRanks, ARankWithExpertsIsNotItsOwnPeer) {
     });
 }
 
-// --------------------------------------------------------------------------------------------------------------- scaler
+// -------------------------------------------------------------------------------------------------------------- scaler
 /// Words that no transition leaves behind.
 struct Words {
     double dynamic, forced;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_comm_all_reduce of lists, against sums in double: sizes around every edge of the bucket, dtypes side by side,
-// the same bits on every rank, few collectives, and what becomes of it when a comm fails.
+// dsopt_comm_all_reduce of lists, compared with sums in double: sizes around every bucket limit, mixed dtypes,
+// identical bits on every rank, the number of collectives, and failing comms.
 #include "support/onebit.h"
 #include <mutex>
 
@@ -8,8 +8,8 @@ using namespace test;
 
 namespace {
 
-constexpr size_t kUnbucketed = size_t(1) << 18; // from here on fp32 tensors go by themselves
-constexpr size_t kBucket = size_t(1) << 20;     // floats that travel together
+constexpr size_t kUnbucketedNumel = size_t(1) << 18; // larger fp32 tensors are reduced without the bucket
+constexpr size_t kBucketNumel = size_t(1) << 20;     // elements of the bucket
 constexpr int32_t kOps[] = {DSOPT_OP_SUM, DSOPT_OP_MEAN, DSOPT_OP_MAX};
 
 struct Entry {
@@ -19,10 +19,10 @@ struct Entry {
 };
 using Entries = std::vector<Entry>;
 
-/// What a rank has in an element: every rank can make it, and sums of four of them are exact in fp32 and in double.
+/// Returns a rank's value of an element. Sums of four of them are exact in fp32 and in double.
 float value_of(int rank, size_t tensor, size_t i) {
     const auto mixed = uint32_t(i * 2654435761u + tensor * 40503u + size_t(rank) * 977u);
-    return float(int(mixed >> 16 & 255) - 128) / 16; // 16 bits hold it
+    return float(int(mixed >> 16 & 255) - 128) / 16; // exact in 16 bits
 }
 std::vector<Array> arrays_of(const Entries &entries, int rank) {
     std::vector<Array> arrays;
@@ -33,7 +33,7 @@ std::vector<Array> arrays_of(const Entries &entries, int rank) {
     }
     return arrays;
 }
-double wanted(int ranks, int32_t op, size_t tensor, size_t i) {
+double expected_value(int ranks, int32_t op, size_t tensor, size_t i) {
     double result = value_of(0, tensor, i);
     for (int rank = 1; rank < ranks; ++rank) {
         const double other = value_of(rank, tensor, i);
@@ -45,25 +45,27 @@ dsopt_status all_reduce(const Comm &comm, const std::vector<Array> &arrays, int3
     const std::vector<dsopt_tensor> list = list_of(arrays);
     return dsopt_comm_all_reduce(comm.get(), list.data(), int64_t(list.size()), op, nullptr);
 }
-/// Every element where there are few, else some of them and the borders.
-testing::AssertionResult is_right(const Array &array, int ranks, int32_t op, size_t tensor) {
+/// Checks every element of small arrays. Checks every 1009th element and the last one of larger arrays.
+testing::AssertionResult matches_reference(const Array &array, int ranks, int32_t op, size_t tensor) {
     const size_t step = array.size() > 10000 ? 1009 : 1;
-    for (size_t at = 0; at < array.size() + step; at += step) {
+    for (size_t position = 0; position < array.size() + step; position += step) {
         if (array.size() == 0) break;
-        const size_t i = std::min(at, array.size() - 1);
-        const double want = wanted(ranks, op, tensor, i), unit = array.dtype() == DSOPT_DTYPE_F32   ? 0x1p-23
-                                                                 : array.dtype() == DSOPT_DTYPE_F16 ? 0x1p-11
-                                                                                                    : 0x1p-8;
-        // MEAN multiplies by a rounded 1 / ranks: one unit of fp32 beside the rounding of the dtype.
-        if (std::fabs(double(array[i]) - want) > std::fabs(want) * (unit + 0x1p-22))
-            return testing::AssertionFailure() << array[i] << " in place of " << want << " at " << i;
-        if (op != DSOPT_OP_MEAN && array[i] != rounded(float(want), array.dtype()))
-            return testing::AssertionFailure() << array[i] << " is not " << want << " rounded once, at " << i;
+        const size_t i = std::min(position, array.size() - 1);
+        const double expected = expected_value(ranks, op, tensor, i), unit = array.dtype() == DSOPT_DTYPE_F32 ? 0x1p-23
+                                                                             : array.dtype() == DSOPT_DTYPE_F16
+                                                                                 ? 0x1p-11
+                                                                                 : 0x1p-8;
+        // MEAN multiplies by a rounded 1 / ranks: one ulp of fp32 in addition to the rounding of the dtype.
+        if (std::fabs(double(array[i]) - expected) > std::fabs(expected) * (unit + 0x1p-22))
+            return testing::AssertionFailure() << array[i] << " instead of " << expected << " at " << i;
+        if (op != DSOPT_OP_MEAN && array[i] != rounded(float(expected), array.dtype()))
+            return testing::AssertionFailure() << array[i] << " is not " << expected << " rounded once, at " << i;
     }
     return testing::AssertionSuccess();
 }
-/// Runs on all ranks and compares with the reference and with one another. The calls that one rank counts.
-int64_t expect_right(const Entries &entries, int ranks, int32_t op) {
+/// Compares the results of all ranks with the reference and with each other. Returns the number of calls that one rank
+/// counts.
+int64_t count_checked_calls(const Entries &entries, int ranks, int32_t op) {
     std::vector<std::vector<std::string>> bytes(static_cast<size_t>(ranks));
     std::vector<int64_t> calls(static_cast<size_t>(ranks));
     with_ranks(ranks, [&](int rank, const Context &, const Comm &comm) {
@@ -71,19 +73,20 @@ int64_t expect_right(const Entries &entries, int ranks, int32_t op) {
         ASSERT_OK(all_reduce(comm, arrays, op));
         for (size_t t = 0; t < arrays.size(); ++t) {
             if (entries[t].absent) continue;
-            EXPECT_TRUE(is_right(arrays[t], ranks, op, t)) << "tensor " << t << " op " << op << " ranks " << ranks;
+            EXPECT_TRUE(matches_reference(arrays[t], ranks, op, t))
+                << "tensor " << t << " op " << op << " ranks " << ranks;
             bytes[size_t(rank)].push_back(arrays[t].text());
         }
         calls[size_t(rank)] = info_of(comm).calls;
     });
     for (int rank = 1; rank < ranks; ++rank) {
-        EXPECT_TRUE(bytes[size_t(rank)] == bytes[0]) << "rank " << rank << " has other bits";
+        EXPECT_TRUE(bytes[size_t(rank)] == bytes[0]) << "rank " << rank << " has different bits";
         EXPECT_EQ(calls[size_t(rank)], calls[0]);
     }
     return calls[0];
 }
 
-TEST(AllReduce, AddsAveragesAndTakesTheLargestOfMixedDtypes) {
+TEST(AllReduce, ComputesSumMeanAndMaxOfMixedDtypes) {
     const Entries entries{{3},
                           {700, DSOPT_DTYPE_F16},
                           {0},
@@ -93,52 +96,55 @@ TEST(AllReduce, AddsAveragesAndTakesTheLargestOfMixedDtypes) {
                           {33, DSOPT_DTYPE_F16},
                           {0, DSOPT_DTYPE_F16}};
     for (const int ranks : {1, 2, 3, 4})
-        for (const int32_t op : kOps) EXPECT_EQ(expect_right(entries, ranks, op), ranks == 1 ? 0 : 1);
+        for (const int32_t op : kOps) EXPECT_EQ(count_checked_calls(entries, ranks, op), ranks == 1 ? 0 : 1);
 }
 
 LABEL(long_emulated);
-TEST(AllReduce, OneTensorOfEverySizeAroundTheEdge) {
-    for (const size_t numel : {size_t(0), size_t(1), kUnbucketed - 1, kUnbucketed, kUnbucketed + 1})
+TEST(AllReduce, ReducesTensorsOfSizesAroundTheBucketLimit) {
+    for (const size_t numel : {size_t(0), size_t(1), kUnbucketedNumel - 1, kUnbucketedNumel, kUnbucketedNumel + 1})
         for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16})
-            for (const int32_t op : kOps) EXPECT_EQ(expect_right({{numel, dtype}}, 2, op), numel == 0 ? 0 : 1);
+            for (const int32_t op : kOps) EXPECT_EQ(count_checked_calls({{numel, dtype}}, 2, op), numel == 0 ? 0 : 1);
 }
 
-TEST(AllReduce, LargeAndSmallTensorsInAnyOrder) {
-    EXPECT_EQ(expect_right({{5}, {kUnbucketed + 3}, {7, DSOPT_DTYPE_F16}, {kUnbucketed}, {0}, {9}}, 3, DSOPT_OP_MEAN),
+TEST(AllReduce, ReducesLargeAndSmallTensorsInAnyOrder) {
+    EXPECT_EQ(count_checked_calls({{5}, {kUnbucketedNumel + 3}, {7, DSOPT_DTYPE_F16}, {kUnbucketedNumel}, {0}, {9}}, 3,
+                                  DSOPT_OP_MEAN),
               3);
 }
 
 LABEL(long_emulated);
-TEST(AllReduce, BucketsAreFilledToTheLastFloatAndNotPastIt) {
-    const size_t part = kBucket / 16 - 1; // fp32, just too small to go alone
+TEST(AllReduce, FillsABucketToItsLastElement) {
+    const size_t part = kBucketNumel / 16 - 1; // fp32, just small enough for the bucket
     for (const int extra : {-1, 0, 1}) {
         Entries entries(16, Entry{part});
         entries.push_back({size_t(16 + extra)});
-        EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), extra > 0 ? 2 : 1) << extra;
+        EXPECT_EQ(count_checked_calls(entries, 2, DSOPT_OP_SUM), extra > 0 ? 2 : 1) << extra;
     }
 }
 
-TEST(AllReduce, A16BitTensorThatIsLargerThanTheBucketGoesInPieces) {
-    EXPECT_EQ(expect_right({{3}, {kBucket + 5, DSOPT_DTYPE_F16}, {2, DSOPT_DTYPE_BF16}}, 2, DSOPT_OP_MEAN), 2);
+TEST(AllReduce, SplitsA16BitTensorLargerThanTheBucket) {
+    EXPECT_EQ(count_checked_calls({{3}, {kBucketNumel + 5, DSOPT_DTYPE_F16}, {2, DSOPT_DTYPE_BF16}}, 2, DSOPT_OP_MEAN),
+              2);
 }
 
-TEST(AllReduce, ManyTinyTensorsTakeOneCollective) {
+TEST(AllReduce, ReducesManyTinyTensorsInOneCollective) {
     Entries entries;
     for (size_t t = 0; t < 200; ++t)
         entries.push_back({t % 7, t % 3 == 0   ? int32_t(DSOPT_DTYPE_F16)
                                   : t % 3 == 1 ? int32_t(DSOPT_DTYPE_F32)
                                                : int32_t(DSOPT_DTYPE_BF16)});
-    for (const int ranks : {2, 4}) EXPECT_EQ(expect_right(entries, ranks, DSOPT_OP_MEAN), 1);
+    for (const int ranks : {2, 4}) EXPECT_EQ(count_checked_calls(entries, ranks, DSOPT_OP_MEAN), 1);
 }
 
-TEST(AllReduce, EntriesWithoutDataArePassedOver) {
-    Entries entries{{10}, {11, DSOPT_DTYPE_F32, true}, {12, DSOPT_DTYPE_F16}, {kUnbucketed, DSOPT_DTYPE_F32, true}};
-    EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), 1);
+TEST(AllReduce, IgnoresEntriesWithoutData) {
+    Entries entries{
+        {10}, {11, DSOPT_DTYPE_F32, true}, {12, DSOPT_DTYPE_F16}, {kUnbucketedNumel, DSOPT_DTYPE_F32, true}};
+    EXPECT_EQ(count_checked_calls(entries, 2, DSOPT_OP_SUM), 1);
     for (Entry &entry : entries) entry.absent = true;
-    EXPECT_EQ(expect_right(entries, 2, DSOPT_OP_SUM), 0);
+    EXPECT_EQ(count_checked_calls(entries, 2, DSOPT_OP_SUM), 0);
 }
 
-TEST(AllReduce, AMeanThatFitsSurvivesASumThatDoesNot) {
+TEST(AllReduce, ComputesAMeanWhoseSumWouldOverflow) {
     with_ranks(4, [&](int rank, const Context &, const Comm &comm) {
         const float large = 60000; // of 65504
         std::vector<Array> arrays{Array(DSOPT_DTYPE_F16, 3, large), Array(DSOPT_DTYPE_F16, 3, rank == 0 ? 1.0f : 0.0f)};
@@ -151,7 +157,7 @@ TEST(AllReduce, AMeanThatFitsSurvivesASumThatDoesNot) {
     });
 }
 
-TEST(AllReduce, NonFiniteElementsReachEveryRank) {
+TEST(AllReduce, PropagatesNonFiniteElementsToEveryRank) {
     with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
         std::vector<Array> arrays{Array(DSOPT_DTYPE_F32, 3, 1), Array(DSOPT_DTYPE_F16, 3, 1)};
         if (rank == 1) arrays[0].set(0, kNaN), arrays[1].set(2, kInf);
@@ -162,18 +168,18 @@ TEST(AllReduce, NonFiniteElementsReachEveryRank) {
     });
 }
 
-TEST(AllReduce, CallAfterCallOfOtherSizesSharesTheBucket) {
+TEST(AllReduce, ReusesTheBucketForListsOfOtherSizes) {
     with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
         for (const size_t numel : {size_t(10), size_t(5000), size_t(1), size_t(70000), size_t(3)}) {
             const std::vector<Array> arrays = arrays_of({{numel}, {numel, DSOPT_DTYPE_BF16}}, rank);
             ASSERT_OK(all_reduce(comm, arrays, DSOPT_OP_SUM));
-            for (size_t t = 0; t < 2; ++t) EXPECT_TRUE(is_right(arrays[t], 2, DSOPT_OP_SUM, t)) << numel;
+            for (size_t t = 0; t < 2; ++t) EXPECT_TRUE(matches_reference(arrays[t], 2, DSOPT_OP_SUM, t)) << numel;
         }
     });
 }
 
-// ------------------------------------------------------------------------------------------------------------- failures
-TEST(AllReduceFailing, ListsOfDifferentSizesLoseTheComm) {
+// ------------------------------------------------------------------------------------------------------------ failures
+TEST(AllReduce, FailsOnEveryRankIfListsDifferInSize) {
     with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
         EXPECT_TRUE(refused(all_reduce(comm, arrays_of({{size_t(5 + rank)}}, rank), DSOPT_OP_SUM), DSOPT_ERR_COMM));
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
@@ -181,7 +187,7 @@ TEST(AllReduceFailing, ListsOfDifferentSizesLoseTheComm) {
     });
 }
 
-TEST(AllReduceFailing, AbortedCommSaysSoForEmptyListsToo) {
+TEST(AllReduce, ReturnsAbortedForEmptyListsToo) {
     const Context ctx = make_context(1);
     const Comm self = self_comm(ctx);
     with_ranks(2, [&](int, const Context &, const Comm &comm) {
@@ -196,7 +202,7 @@ TEST(AllReduceFailing, AbortedCommSaysSoForEmptyListsToo) {
     EXPECT_TRUE(refused(all_reduce(self, arrays_of({{5}}, 0), DSOPT_OP_SUM), DSOPT_ERR_ABORTED));
 }
 
-TEST(AllReduceFailing, AbortReleasesARankThatWaits) {
+TEST(AllReduce, ReturnsAbortedIfAPeerAborts) {
     const Context ctx = make_context(1);
     const CommId id = new_id();
     std::vector<Comm> comms(2);
@@ -208,7 +214,7 @@ TEST(AllReduceFailing, AbortReleasesARankThatWaits) {
     waits.join();
 }
 
-TEST(AllReduceFailing, TimesOutWhenARankDoesNotCome) {
+TEST(AllReduce, TimesOutIfAPeerDoesNotCall) {
     const Context ctx = make_context(1);
     const CommId id = new_id();
     std::vector<Comm> comms(2);
@@ -216,22 +222,22 @@ TEST(AllReduceFailing, TimesOutWhenARankDoesNotCome) {
     EXPECT_TRUE(refused(all_reduce(comms[0], arrays_of({{5}}, 0), DSOPT_OP_SUM), DSOPT_ERR_TIMEOUT));
 }
 
-// ---------------------------------------------------------------------------------------------------------------- table
-/// Functions of a caller: two ranks, of which the other one has the same data.
-struct Double {
+// --------------------------------------------------------------------------------------------------------------- table
+/// Functions of a caller's comm of two ranks, of which the other one has the same data.
+struct MirrorTable {
     std::vector<std::pair<int64_t, int32_t>> calls; // count, op
-    int fails_at = -1, code = 0;
+    int failing_call = -1, code = 0;
     dsopt_comm_table table() {
         DSOPT_NEW(dsopt_comm_table, table);
         table.self = this;
         table.ranks = 2;
         table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
                               void *) {
-            auto &of = *static_cast<Double *>(self);
+            auto &mirror = *static_cast<MirrorTable *>(self);
             EXPECT_EQ(dtype, DSOPT_DTYPE_F32);
-            EXPECT_TRUE(op == DSOPT_OP_SUM || op == DSOPT_OP_MAX) << "a table knows no MEAN";
-            of.calls.emplace_back(count, op);
-            if (int(of.calls.size()) - 1 == of.fails_at) return of.code;
+            EXPECT_TRUE(op == DSOPT_OP_SUM || op == DSOPT_OP_MAX) << "a table has no MEAN";
+            mirror.calls.emplace_back(count, op);
+            if (int(mirror.calls.size()) - 1 == mirror.failing_call) return mirror.code;
             for (int64_t i = 0; i < count; ++i)
                 static_cast<float *>(recv)[i] = static_cast<const float *>(send)[i] * (op == DSOPT_OP_SUM ? 2 : 1);
             return 0;
@@ -249,13 +255,13 @@ struct Double {
     }
 };
 
-TEST(AllReduceTable, GetsFloatsAndSumsAlone) {
+TEST(AllReduce, CallsTheTableWithFp32AndSumOrMaxOnly) {
     const Context ctx = make_context(1);
-    Double other;
+    MirrorTable other;
     const Comm comm = other.comm(ctx);
     for (const int32_t op : kOps) {
         other.calls.clear();
-        const Entries entries{{7}, {9, DSOPT_DTYPE_F16}, {kUnbucketed}};
+        const Entries entries{{7}, {9, DSOPT_DTYPE_F16}, {kUnbucketedNumel}};
         const std::vector<Array> arrays = arrays_of(entries, 0);
         ASSERT_OK(all_reduce(comm, arrays, op));
         const float factor = op == DSOPT_OP_SUM ? 2 : 1;
@@ -263,33 +269,33 @@ TEST(AllReduceTable, GetsFloatsAndSumsAlone) {
             for (size_t i = 0; i < arrays[t].size(); i += 5) ASSERT_EQ(arrays[t][i], factor * value_of(0, t, i));
         using Calls = std::vector<std::pair<int64_t, int32_t>>;
         const int32_t asked = op == DSOPT_OP_MEAN ? int32_t(DSOPT_OP_SUM) : op;
-        EXPECT_EQ(other.calls, (Calls{{int64_t(kUnbucketed), asked}, {16, asked}}));
+        EXPECT_EQ(other.calls, (Calls{{int64_t(kUnbucketedNumel), asked}, {16, asked}}));
     }
 }
 
-TEST(AllReduceTable, AFailureGivesItsStatusAndLosesTheComm) {
+TEST(AllReduce, ReturnsTheTablesErrorAndMakesTheCommUnusable) {
     const Context ctx = make_context(1);
     const std::pair<int, dsopt_status> cases[] = {{77, DSOPT_ERR_COMM},
                                                   {-DSOPT_ERR_COMM, DSOPT_ERR_COMM},
                                                   {-DSOPT_ERR_TIMEOUT, DSOPT_ERR_TIMEOUT},
                                                   {-DSOPT_ERR_ABORTED, DSOPT_ERR_ABORTED}};
     for (const auto &[code, status] : cases)
-        for (const int at : {0, 1}) {
-            Double other;
-            other.fails_at = at;
+        for (const int failing_call : {0, 1}) {
+            MirrorTable other;
+            other.failing_call = failing_call;
             other.code = code;
             const Comm comm = other.comm(ctx);
-            const std::vector<Array> arrays = arrays_of({{7}, {kUnbucketed}}, 0);
+            const std::vector<Array> arrays = arrays_of({{7}, {kUnbucketedNumel}}, 0);
             EXPECT_TRUE(refused(all_reduce(comm, arrays, DSOPT_OP_MEAN), status));
             EXPECT_EQ(info_of(comm).status, status);
             EXPECT_TRUE(refused(all_reduce(comm, arrays, DSOPT_OP_MEAN), status));
-            EXPECT_EQ(int(other.calls.size()), at + 1) << "a lost comm is not tried again";
+            EXPECT_EQ(int(other.calls.size()), failing_call + 1) << "an unusable comm is not called again";
         }
 }
 
-// ------------------------------------------------------------------------------------------------------------- training
-TEST(AllReduceTraining, AveragedGradientsOfPartsTrainAsTheWholeBatchDoes) {
-    // A linear model with squared errors: the gradient of the batch is the mean of those of its parts.
+// ------------------------------------------------------------------------------------------------------------ training
+TEST(AllReduce, AveragesGradientsToThoseOfTheWholeBatch) {
+    // A linear model with squared errors: the gradient of the batch is the mean of the gradients of its parts.
     constexpr size_t inputs = 20;
     constexpr int samples = 24, steps = 30;
     const auto gradient = [](const Array &weight, int begin, int end) {

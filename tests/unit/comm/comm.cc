@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Communicators by themselves: meeting, waiting, failing, counting. Steps over them: ranks.cc.
+// Communicators without an optimizer: creation, waiting, failures and counters. ranks.cc tests steps over them.
 #include "support/harness.h"
 #include <chrono>
 
@@ -9,8 +9,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Until other threads are likely to be blocked. What follows holds all the same if they are not.
-void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
+/// Sleeps until other threads are probably blocked. Tests pass if they are not, too.
+void let_others_block() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 
 class LocalComm : public testing::Test {
 protected:
@@ -32,11 +32,11 @@ protected:
     }
 };
 
-TEST_F(LocalComm, RanksMeetAndAddUp) {
+TEST_F(LocalComm, ReducesOverOneToFourRanks) {
     for (const int ranks : {1, 2, 3, 4}) {
-        const CommId fresh = new_id();
+        const CommId new_comm_id = new_id();
         run_ranks(ranks, [&](int rank) {
-            const Comm comm = local_comm(ctx, fresh, rank, ranks);
+            const Comm comm = local_comm(ctx, new_comm_id, rank, ranks);
             EXPECT_EQ(info_of(comm).rank, rank);
             EXPECT_EQ(info_of(comm).ranks, ranks);
             EXPECT_EQ(info_of(comm).status, DSOPT_OK);
@@ -51,7 +51,7 @@ TEST_F(LocalComm, RanksMeetAndAddUp) {
     }
 }
 
-TEST_F(LocalComm, CreatingTimesOutWhenARankDoesNotComeAndTheIdCanBeUsedAgain) {
+TEST_F(LocalComm, TimesOutIfARankIsNotCreatedAndCanReuseTheId) {
     const auto begin = Clock::now();
     EXPECT_TRUE(refused(create(0, 2, 50), DSOPT_ERR_TIMEOUT));
     const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
@@ -61,23 +61,23 @@ TEST_F(LocalComm, CreatingTimesOutWhenARankDoesNotComeAndTheIdCanBeUsedAgain) {
     run_ranks(2, [&](int rank) { EXPECT_OK(meet(ctx, comms[size_t(rank)])); });
 }
 
-TEST_F(LocalComm, CallTimesOutWhenARankDoesNotComeAndTheCommIsLost) {
+TEST_F(LocalComm, TimesOutIfARankDoesNotCallAndStaysUnusable) {
     const std::vector<Comm> comms = group(3, 1500);
     run_ranks(2, [&](int rank) { EXPECT_TRUE(refused(meet(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
-    EXPECT_TRUE(refused(meet(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late one learns it too";
+    EXPECT_TRUE(refused(meet(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late rank fails, too";
     for (const Comm &comm : comms) {
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_TIMEOUT);
         EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_TIMEOUT)) << "sticky";
     }
 }
 
-TEST_F(LocalComm, AbortReleasesABlockedRank) {
-    for (const int aborter : {0, 1}) { // through the blocked rank's own handle, or through the other one
-        const CommId fresh = new_id();
+TEST_F(LocalComm, ReleasesABlockedRankOnAbort) {
+    for (const int aborter : {0, 1}) { // through the handle of the blocked rank or of the other one
+        const CommId new_comm_id = new_id();
         std::vector<Comm> comms(2);
-        run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, fresh, rank, 2, -1); });
+        run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, new_comm_id, rank, 2, -1); });
         std::thread blocked([&] { EXPECT_TRUE(refused(meet(ctx, comms[0]), DSOPT_ERR_ABORTED)); });
-        give_time();
+        let_others_block();
         dsopt_comm_abort(comms[size_t(aborter)].get());
         blocked.join();
         EXPECT_TRUE(refused(meet(ctx, comms[1]), DSOPT_ERR_ABORTED));
@@ -87,7 +87,7 @@ TEST_F(LocalComm, AbortReleasesABlockedRank) {
     dsopt_comm_abort(nullptr);
 }
 
-TEST_F(LocalComm, AbortStopsLaterCallsOfOneRankToo) {
+TEST_F(LocalComm, RefusesCallsOfASingleRankAfterAbort) {
     const Comm alone = local_comm(ctx, id, 0, 1), self = self_comm(ctx);
     for (const Comm *comm : {&alone, &self}) {
         ASSERT_OK(meet(ctx, *comm));
@@ -96,36 +96,36 @@ TEST_F(LocalComm, AbortStopsLaterCallsOfOneRankToo) {
     }
 }
 
-TEST_F(LocalComm, RankThatLeavesFailsTheOthers) {
+TEST_F(LocalComm, FailsBlockedCallsIfARankIsDestroyed) {
     std::vector<Comm> comms = group(3, -1);
     std::vector<std::thread> blocked;
     for (const size_t rank : {size_t(0), size_t(1)})
         blocked.emplace_back(
             [&, rank] { EXPECT_TRUE(refused(meet(ctx, comms[rank]), DSOPT_ERR_COMM, "rank 2 has left")); });
-    give_time();
+    let_others_block();
     comms[2].reset();
     for (std::thread &thread : blocked) thread.join();
     EXPECT_TRUE(refused(meet(ctx, comms[0]), DSOPT_ERR_COMM));
     EXPECT_EQ(info_of(comms[1]).status, DSOPT_ERR_COMM);
 }
 
-TEST_F(LocalComm, RankThatLeftBeforeTheCallFailsIt) {
+TEST_F(LocalComm, FailsACallAfterARankWasDestroyed) {
     std::vector<Comm> comms = group(2, -1);
     comms[0].reset();
     EXPECT_TRUE(refused(meet(ctx, comms[1]), DSOPT_ERR_COMM, "rank 0 has left"));
 }
 
-TEST_F(LocalComm, LeavingAfterTheLastCallDisturbsNobody) {
+TEST_F(LocalComm, AllowsDestroyRightAfterTheLastCall) {
     for (int i = 0; i < 200; ++i) {
-        const CommId fresh = new_id();
+        const CommId new_comm_id = new_id();
         run_ranks(3, [&](int rank) {
-            const Comm comm = local_comm(ctx, fresh, rank, 3);
+            const Comm comm = local_comm(ctx, new_comm_id, rank, 3);
             EXPECT_OK(meet(ctx, comm)) << "rank " << rank;
         });
     }
 }
 
-TEST_F(LocalComm, DifferentCallsAreNamed) {
+TEST_F(LocalComm, ReportsDifferentCollectives) {
     const std::vector<Comm> comms = group(3);
     run_ranks(3, [&](int rank) {
         const Array one(DSOPT_DTYPE_F32, 1, 1);
@@ -138,7 +138,7 @@ TEST_F(LocalComm, DifferentCallsAreNamed) {
     });
 }
 
-TEST_F(LocalComm, DifferentSizesAreNamed) {
+TEST_F(LocalComm, ReportsDifferentSizes) {
     const std::vector<Comm> comms = group(2);
     run_ranks(2, [&](int rank) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -156,7 +156,7 @@ TEST_F(LocalComm, DifferentSizesAreNamed) {
     });
 }
 
-TEST_F(LocalComm, RanksThatDoNotFitTogetherAreRefusedAndDisturbNobody) {
+TEST_F(LocalComm, RefusesADuplicateRankAndADifferentSize) {
     const std::vector<Comm> comms = group(2);
     EXPECT_TRUE(refused(create(0, 2, 50), DSOPT_ERR_ARGUMENT, "rank 0")) << "the rank exists";
     EXPECT_TRUE(refused(create(1, 3, 50), DSOPT_ERR_COMM, "3")) << "another number of ranks";
@@ -165,9 +165,9 @@ TEST_F(LocalComm, RanksThatDoNotFitTogetherAreRefusedAndDisturbNobody) {
 
 TEST_F(LocalComm, CountsCallsAndBytes) {
     for (const int ranks : {1, 2, 3, 4}) {
-        const CommId fresh = new_id();
+        const CommId new_comm_id = new_id();
         run_ranks(ranks, [&](int rank) {
-            const Comm comm = local_comm(ctx, fresh, rank, ranks);
+            const Comm comm = local_comm(ctx, new_comm_id, rank, ranks);
             EXPECT_EQ(info_of(comm).calls, 0);
             EXPECT_EQ(info_of(comm).bytes_sent, 0);
             DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -176,7 +176,7 @@ TEST_F(LocalComm, CountsCallsAndBytes) {
                             std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
             for (int64_t step = 1; step <= 4; ++step) {
                 must(trainer.step({Array(DSOPT_DTYPE_F16, 3, 1)}));
-                // The data ranks agree on one double.
+                // The data ranks reduce one double.
                 EXPECT_EQ(info_of(comm).calls, ranks == 1 ? 0 : step);
                 EXPECT_EQ(info_of(comm).bytes_sent, step * (8 * 2 * (ranks - 1) / ranks));
                 EXPECT_EQ(info_of(comm).bytes_received, info_of(comm).bytes_sent);
@@ -197,11 +197,11 @@ TEST_F(LocalComm, LivesAsLongAsAnOptimizerUsesIt) {
 }
 
 LABEL(long_emulated);
-TEST_F(LocalComm, AbortAtAnyMomentReleasesEveryRank) {
+TEST_F(LocalComm, ReleasesEveryRankOnAbortAtAnyTime) {
     for (int i = 0; i < 100; ++i) {
-        const CommId fresh = new_id();
+        const CommId new_comm_id = new_id();
         std::vector<Comm> comms(3);
-        run_ranks(3, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, fresh, rank, 3, -1); });
+        run_ranks(3, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, new_comm_id, rank, 3, -1); });
         std::atomic<int> rounds{0};
         std::thread aborter([&] {
             while (rounds.load() < i % 40) std::this_thread::yield();
@@ -221,14 +221,14 @@ TEST_F(LocalComm, AbortAtAnyMomentReleasesEveryRank) {
 }
 
 // ------------------------------------------------------------------------------------------------ the caller's table
-/// Four ranks, of which the other three always bring the same as this one.
-struct Fake {
+/// A table of four ranks, of which the other three always have the same data as this one.
+struct FakeTable {
     int calls = 0, aborted = 0, destroyed = 0, fail_with = 0;
     int64_t bytes = 0;
     bool after_destroy = false;
 
     static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
-        Fake &fake = *static_cast<Fake *>(self);
+        FakeTable &fake = *static_cast<FakeTable *>(self);
         fake.after_destroy = fake.after_destroy || fake.destroyed != 0;
         ++fake.calls;
         if (fake.fail_with != 0) return fake.fail_with;
@@ -254,8 +254,8 @@ struct Fake {
         table.rank = 1;
         table.ranks = 4;
         table.all_reduce = all_reduce;
-        table.abort = [](void *self) { ++static_cast<Fake *>(self)->aborted; };
-        table.destroy = [](void *self) { ++static_cast<Fake *>(self)->destroyed; };
+        table.abort = [](void *self) { ++static_cast<FakeTable *>(self)->aborted; };
+        table.destroy = [](void *self) { ++static_cast<FakeTable *>(self)->destroyed; };
         return table;
     }
 };
@@ -269,9 +269,9 @@ Comm table_comm(const Context &ctx, const dsopt_comm_table &table) {
     return Comm(comm);
 }
 
-TEST(TableComm, UsesTheCallersFunctionsAndCountsThem) {
+TEST(TableComm, CallsTheCallersFunctionsAndCountsThem) {
     const Context ctx = make_context(1);
-    Fake fake;
+    FakeTable fake;
     Comm comm;
     {
         const dsopt_comm_table table = fake.table(); // copied
@@ -291,12 +291,12 @@ TEST(TableComm, UsesTheCallersFunctionsAndCountsThem) {
     EXPECT_EQ(fake.destroyed, 1);
 }
 
-TEST(TableComm, ErrorCodeBecomesAStatusWithTheCallersTextAndSticks) {
+TEST(TableComm, ReturnsTheCallersErrorTextAndStaysUnusable) {
     const Context ctx = make_context(1);
     for (const bool with_text : {true, false}) {
-        Fake fake;
+        FakeTable fake;
         dsopt_comm_table table = fake.table();
-        if (with_text) table.error = Fake::error;
+        if (with_text) table.error = FakeTable::error;
         const Comm comm = table_comm(ctx, table);
         ASSERT_OK(meet(ctx, comm));
         fake.fail_with = 4711;
@@ -306,51 +306,51 @@ TEST(TableComm, ErrorCodeBecomesAStatusWithTheCallersTextAndSticks) {
         fake.fail_with = 0;
         const int calls = fake.calls;
         EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_COMM));
-        EXPECT_EQ(fake.calls, calls) << "a lost comm is not used again";
+        EXPECT_EQ(fake.calls, calls) << "an unusable comm is not called again";
     }
 }
 
 struct Thrown {
-    const char *text; // NULL: no std::exception
-    [[noreturn]] void now() const {
+    const char *text; // NULL: the exception is no std::exception
+    [[noreturn]] void throw_it() const {
         if (text == nullptr) throw 42;
         throw std::runtime_error(text);
     }
 };
 
-TEST(TableComm, IsUnusableAfterAnExceptionOfAFunctionWhateverIsThrown) {
+TEST(TableComm, IsUnusableAfterAFunctionThrows) {
     enum Function { kAllReduce, kAllToAll, kAllGather, kError, kNone };
     const Context ctx = make_context(1);
     for (const Thrown thrown : {Thrown{"the cable is cut"}, Thrown{nullptr}})
         for (const Function function : {kAllReduce, kAllToAll, kAllGather, kError}) {
-            struct Self {
+            struct Provider {
                 Thrown thrown;
                 Function throws = kNone;
                 void may_throw(Function here) const {
-                    if (throws == here) thrown.now();
+                    if (throws == here) thrown.throw_it();
                 }
             } self{thrown};
             DSOPT_NEW(dsopt_comm_table, table);
             table.self = &self;
             table.ranks = 2;
             table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t, int32_t, void *) {
-                static_cast<Self *>(self)->may_throw(kAllReduce);
+                static_cast<Provider *>(self)->may_throw(kAllReduce);
                 if (send != recv) std::memcpy(recv, send, size_t(count) * sizeof(float));
-                return static_cast<Self *>(self)->throws == kError ? 5 : 0;
+                return static_cast<Provider *>(self)->throws == kError ? 5 : 0;
             };
             table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
-                static_cast<Self *>(self)->may_throw(kAllToAll);
+                static_cast<Provider *>(self)->may_throw(kAllToAll);
                 std::memcpy(recv, send, size_t(bytes) * 2);
                 return 0;
             };
             table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
-                static_cast<Self *>(self)->may_throw(kAllGather);
+                static_cast<Provider *>(self)->may_throw(kAllGather);
                 for (int64_t row = 0; row < 2; ++row)
                     std::memcpy(static_cast<char *>(recv) + row * bytes, send, size_t(bytes));
                 return 0;
             };
             table.error = [](void *self, char *text, size_t) {
-                static_cast<Self *>(self)->may_throw(kError);
+                static_cast<Provider *>(self)->may_throw(kError);
                 *text = 0;
                 return 0;
             };
@@ -381,27 +381,27 @@ TEST(TableComm, IsUnusableAfterAnExceptionOfAFunctionWhateverIsThrown) {
         }
 }
 
-TEST(TableComm, AbortIsPassedOn) {
+TEST(TableComm, CallsTheCallersAbort) {
     const Context ctx = make_context(1);
-    Fake fake;
+    FakeTable fake;
     const Comm comm = table_comm(ctx, fake.table());
     dsopt_comm_abort(comm.get());
     EXPECT_EQ(fake.aborted, 1);
     EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_ABORTED));
     EXPECT_EQ(fake.calls, 0);
-    dsopt_comm_table bare = fake.table();
-    bare.abort = nullptr;
-    bare.destroy = nullptr;
-    const Comm without = table_comm(ctx, bare);
+    dsopt_comm_table minimal = fake.table();
+    minimal.abort = nullptr;
+    minimal.destroy = nullptr;
+    const Comm without = table_comm(ctx, minimal);
     dsopt_comm_abort(without.get());
     EXPECT_TRUE(refused(meet(ctx, without), DSOPT_ERR_ABORTED));
 }
 
-TEST(TableComm, CallThatAnAbortEndsSaysAborted) {
-    // The provider gets out of a blocked call with whatever code it has for that.
+TEST(TableComm, ReturnsAbortedFromACallThatAbortEnds) {
+    // After an abort, a blocked function of the provider returns an error code of its own.
     static dsopt_comm *running;
     const Context ctx = make_context(1);
-    Fake fake;
+    FakeTable fake;
     dsopt_comm_table table = fake.table();
     table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) {
         dsopt_comm_abort(running);
@@ -413,9 +413,9 @@ TEST(TableComm, CallThatAnAbortEndsSaysAborted) {
     EXPECT_EQ(info_of(comm).status, DSOPT_ERR_ABORTED);
 }
 
-TEST(TableComm, IsDestroyedOnceAndAfterTheOptimizerThatUsesIt) {
+TEST(TableComm, IsDestroyedOnceAfterTheOptimizerThatUsesIt) {
     const Context ctx = make_context(1);
-    Fake fake;
+    FakeTable fake;
     {
         Comm comm = table_comm(ctx, fake.table());
         DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -430,8 +430,8 @@ TEST(TableComm, IsDestroyedOnceAndAfterTheOptimizerThatUsesIt) {
     EXPECT_FALSE(fake.after_destroy);
 }
 
-// -------------------------------------------------------------------------------------------------------- the others
-TEST(SelfComm, IsOneRankThatExchangesNothing) {
+// --------------------------------------------------------------------------------------------------- other kinds
+TEST(SelfComm, HasOneRankAndSendsNothing) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
     dsopt_norm_result result;
@@ -442,18 +442,18 @@ TEST(SelfComm, IsOneRankThatExchangesNothing) {
     EXPECT_EQ(info_of(comm).bytes_sent, 0);
 }
 
-TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
+TEST(CommCreate, RefusesInvalidDescriptors) {
     using Desc = dsopt_comm_desc;
-    static Fake fake;
+    static FakeTable fake;
     static const CommId id = new_id();
-    static dsopt_comm_table good, ranks, rank, functions, short_one, memory, reserved;
-    good = ranks = rank = functions = short_one = memory = reserved = fake.table();
+    static dsopt_comm_table good, ranks, rank, functions, short_table, memory, reserved;
+    good = ranks = rank = functions = short_table = memory = reserved = fake.table();
     memory.memory = 2;
     reserved.reserved = 1;
     ranks.ranks = 0;
     rank.rank = 4;
     functions.all_reduce = nullptr;
-    short_one.size = 16;
+    short_table.size = 16;
     struct {
         const char *what;
         void (*change)(Desc &);
@@ -501,7 +501,7 @@ TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
          DSOPT_ERR_UNSUPPORTED},
         {"hccl with a short id", [](Desc &d) { d = local_desc(id, 0, 1), d.kind = DSOPT_COMM_KIND_HCCL; },
          DSOPT_ERR_ARGUMENT},
-        {"table size", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &short_one; }, DSOPT_ERR_VERSION},
+        {"table size", [](Desc &d) { d.kind = DSOPT_COMM_KIND_TABLE, d.table = &short_table; }, DSOPT_ERR_VERSION},
         {"desc size", [](Desc &d) { d.size = 8; }, DSOPT_ERR_VERSION},
     };
     const Context ctx = make_context(1);
@@ -517,11 +517,11 @@ TEST(CommCreate, RefusesWhatDoesNotFitTogether) {
     DSOPT_NEW(dsopt_comm_info, info);
     EXPECT_TRUE(refused(dsopt_comm_query(nullptr, &info), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(refused(dsopt_comm_query(self_comm(ctx).get(), nullptr), DSOPT_ERR_ARGUMENT));
-    EXPECT_EQ(fake.destroyed, 0) << "a table that was refused is still the caller's";
+    EXPECT_EQ(fake.destroyed, 0) << "a refused table still belongs to the caller";
     dsopt_comm_destroy(nullptr);
 }
 
-TEST(CommId, HasASizeAndIsNeverTheSame) {
+TEST(CommUniqueId, HasAFixedSizeAndIsUnique) {
     size_t bytes = 0;
     ASSERT_OK(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, nullptr, &bytes));
     EXPECT_EQ(bytes, 16u);

@@ -1,42 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a comm counts of each kind of collective, in exact numbers.
+// Counters of dsopt_comm_info per kind of collective, compared with exact numbers.
 #include "support/onebit.h"
 
 using namespace test;
 
 namespace {
 
-struct Numbers {
+struct Counters {
     int64_t calls, sent, received;
-    bool operator==(const Numbers &other) const {
+    bool operator==(const Counters &other) const {
         return calls == other.calls && sent == other.sent && received == other.received;
     }
 };
-void PrintTo(const Numbers &n, std::ostream *out) {
+void PrintTo(const Counters &n, std::ostream *out) {
     *out << n.calls << " calls, " << n.sent << " bytes sent, " << n.received << " received";
 }
-Numbers of(const dsopt_comm_info &info, int kind) {
+Counters counters_of(const dsopt_comm_info &info, int kind) {
     return {info.calls_of[kind], info.sent_of[kind], info.received_of[kind]};
 }
-Numbers grown(const dsopt_comm_info &now, const dsopt_comm_info &then, int kind) {
-    const Numbers a = of(now, kind), b = of(then, kind);
+Counters difference(const dsopt_comm_info &now, const dsopt_comm_info &then, int kind) {
+    const Counters a = counters_of(now, kind), b = counters_of(then, kind);
     return {a.calls - b.calls, a.sent - b.sent, a.received - b.received};
 }
 void expect_sums(const dsopt_comm_info &info) {
-    Numbers sum{};
+    Counters sum{};
     for (int kind = 0; kind < DSOPT_COLLECTIVE_SLOTS; ++kind) {
-        const Numbers n = of(info, kind);
+        const Counters n = counters_of(info, kind);
         sum = {sum.calls + n.calls, sum.sent + n.sent, sum.received + n.received};
-        if (kind > DSOPT_COLLECTIVE_ALL_GATHER) { EXPECT_EQ(n, (Numbers{0, 0, 0})) << kind; }
+        if (kind > DSOPT_COLLECTIVE_ALL_GATHER) { EXPECT_EQ(n, (Counters{0, 0, 0})) << kind; }
     }
-    EXPECT_EQ(sum, (Numbers{info.calls, info.bytes_sent, info.bytes_received}));
+    EXPECT_EQ(sum, (Counters{info.calls, info.bytes_sent, info.bytes_received}));
 }
-constexpr Numbers kNothing{0, 0, 0};
+constexpr Counters kNothing{0, 0, 0};
 
-TEST(CommCounts, OfACompressedMeanAreOneBitAnElementEachWayAndItsScales) {
+TEST(CommInfo, CountsOneBitPerElementOfACompressedMean) {
     for (const int ranks : {2, 3, 4})
         with_ranks(ranks, [&](int, const Context &, const Comm &comm) {
-            // Two tensors of whole words; a chunk of the second half of the ranks has both.
+            // Both tensors are whole words. One chunk has elements of both.
             Array a(DSOPT_DTYPE_F32, 9600, 1), b(DSOPT_DTYPE_F32, 14400, -1);
             const std::vector<dsopt_tensor> list = {a.tensor(), b.tensor()};
             DSOPT_NEW(dsopt_compressed, args);
@@ -44,33 +44,35 @@ TEST(CommCounts, OfACompressedMeanAreOneBitAnElementEachWayAndItsScales) {
             args.count = 2;
             int64_t worker = 0, server = 0;
             must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &args.workspace_bytes));
-            const Shared<float> kept(static_cast<size_t>(worker)), served(static_cast<size_t>(server));
+            const Shared<float> worker_error(static_cast<size_t>(worker)), server_error(static_cast<size_t>(server));
             const Shared<char> memory(args.workspace_bytes + 256);
-            args.worker_error = kept.data();
-            args.server_error = served.data();
+            args.worker_error = worker_error.data();
+            args.server_error = server_error.data();
             args.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
-            const int64_t chunk = (24000 / 32 + ranks - 1) / ranks * 32; // up to whole words
+            const int64_t chunk = (24000 / 32 + ranks - 1) / ranks * 32; // rounded up to whole words
             const int64_t scales = 24000 % ranks == 0 && 9600 % chunk == 0 ? 1 : 2;
-            const int64_t row = (chunk / 8 + 4 * scales + 15) / 16 * 16, bytes = (ranks - 1) * row;
+            const int64_t message = (chunk / 8 + 4 * scales + 15) / 16 * 16, bytes = (ranks - 1) * message;
             for (int64_t call = 1; call <= 3; ++call) {
                 ASSERT_OK(dsopt_compressed_allreduce(comm.get(), &args));
                 const dsopt_comm_info info = info_of(comm);
                 for (const int kind : {DSOPT_COLLECTIVE_ALL_TO_ALL, DSOPT_COLLECTIVE_ALL_GATHER})
-                    EXPECT_EQ(of(info, kind), (Numbers{call, call * bytes, call * bytes})) << ranks << " ranks";
-                EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_REDUCE), kNothing);
+                    EXPECT_EQ(counters_of(info, kind), (Counters{call, call * bytes, call * bytes}))
+                        << ranks << " ranks";
+                EXPECT_EQ(counters_of(info, DSOPT_COLLECTIVE_ALL_REDUCE), kNothing);
                 expect_sums(info);
             }
         });
 }
 
-TEST(CommCounts, OfStepsOfOneBitAdamFollowItsSchedule) {
+TEST(CommInfo, CountsStepsOfOneBitAdamByReduction) {
     constexpr int ranks = 4;
     constexpr int64_t numel = 32768;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem{{numel}, ranks};
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), problem.weights(),
                                      DSOPT_OPTIMIZER_AVERAGES);
-        // Whether to skip is a double; where gradients are local the squares of the group and of all go with it.
+        // All steps reduce one double, the skip flag. Compressed steps reduce two more: the squares of the group and of
+        // all groups.
         const int64_t agree = 8 * 2 * 3 / 4, norms = 3 * agree;
         const int64_t mean = numel * 4 * 2 * 3 / 4, bits = 3 * ((numel / 4 / 8 + 4 + 15) / 16 * 16);
         for (int64_t call = 1; call <= 5; ++call) {
@@ -78,18 +80,19 @@ TEST(CommCounts, OfStepsOfOneBitAdamFollowItsSchedule) {
             ASSERT_OK(trainer.step(problem.own(rank, call)));
             const dsopt_comm_info after = info_of(comm);
             const bool full = call <= 2;
-            const auto all_reduce = grown(after, before, DSOPT_COLLECTIVE_ALL_REDUCE);
-            const int64_t lists = call == 1 ? 100 * 2 * 3 / 4 : 0, sum = mean + agree + lists; // compared once
-            EXPECT_EQ(all_reduce, (full ? Numbers{2 + (call == 1), sum, sum} : Numbers{1, norms, norms})) << call;
+            const auto all_reduce = difference(after, before, DSOPT_COLLECTIVE_ALL_REDUCE);
+            const int64_t lists = call == 1 ? 100 * 2 * 3 / 4 : 0,
+                          sum = mean + agree + lists; // lists are compared once
+            EXPECT_EQ(all_reduce, (full ? Counters{2 + (call == 1), sum, sum} : Counters{1, norms, norms})) << call;
             for (const int kind : {DSOPT_COLLECTIVE_ALL_TO_ALL, DSOPT_COLLECTIVE_ALL_GATHER})
-                EXPECT_EQ(grown(after, before, kind), (full ? kNothing : Numbers{1, bits, bits})) << call;
+                EXPECT_EQ(difference(after, before, kind), (full ? kNothing : Counters{1, bits, bits})) << call;
             expect_sums(after);
         }
     });
 }
 
 LABEL(long_emulated);
-TEST(PhaseTimes, OfAnExchangeAreThereInStepsThatHaveOneAndWhenAskedFor) {
+TEST(StepTiming, MeasuresPhasesOfCompressedStepsIfEnabled) {
     for (const int32_t algorithm : kFamily)
         for (const uint32_t timing : {0, int(DSOPT_OPTIMIZER_TIMING)})
             with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -106,24 +109,24 @@ TEST(PhaseTimes, OfAnExchangeAreThereInStepsThatHaveOneAndWhenAskedFor) {
             });
 }
 
-TEST(CommCounts, OfAllReducesAreTwiceTheDataLessARanksShare) {
+TEST(CommInfo, CountsRingTrafficOfAllReduces) {
     for (const int ranks : {1, 2, 3, 5})
         with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
             Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAM),
                             std::vector<Array>{Array(DSOPT_DTYPE_F32, 9, 1)});
-            for (int64_t call = 1; call <= 3; ++call) { // one double, whether to skip
+            for (int64_t call = 1; call <= 3; ++call) { // one double, the skip flag
                 ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F32, 9, 1)}));
                 const int64_t bytes = call * (2 * 8 * (ranks - 1) / ranks);
-                EXPECT_EQ(of(info_of(comm), DSOPT_COLLECTIVE_ALL_REDUCE),
-                          (ranks == 1 ? kNothing : Numbers{call, bytes, bytes}));
+                EXPECT_EQ(counters_of(info_of(comm), DSOPT_COLLECTIVE_ALL_REDUCE),
+                          (ranks == 1 ? kNothing : Counters{call, bytes, bytes}));
                 expect_sums(info_of(comm));
             }
         });
 }
 
-/// Rank 1 of 4, of which the others bring nothing; has what `functions` names.
 enum { kToAll = 1, kGather = 2 };
-Comm fake(const Context &ctx, unsigned functions, int result = 0) {
+/// Returns a comm of rank 1 of 4 whose peers send zeros. Its table has all_reduce and the functions in `functions`.
+Comm table_comm(const Context &ctx, unsigned functions, int result = 0) {
     static int results[2] = {0, 9};
     DSOPT_NEW(dsopt_comm_table, table);
     table.self = &results[result != 0];
@@ -132,12 +135,12 @@ Comm fake(const Context &ctx, unsigned functions, int result = 0) {
     table.all_reduce = [](void *self, const void *, void *, int64_t, int32_t, int32_t, void *) {
         return *static_cast<int *>(self);
     };
-    const auto rows = [](void *self, const void *, void *recv, int64_t bytes, void *) {
+    const auto zeros = [](void *self, const void *, void *recv, int64_t bytes, void *) {
         std::memset(recv, 0, size_t(4 * bytes));
         return *static_cast<int *>(self);
     };
-    if (functions & kToAll) table.all_to_all = rows;
-    if (functions & kGather) table.all_gather = rows;
+    if (functions & kToAll) table.all_to_all = zeros;
+    if (functions & kGather) table.all_gather = zeros;
     DSOPT_NEW(dsopt_comm_desc, desc);
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
@@ -153,42 +156,42 @@ dsopt_status compress(const Comm &comm, size_t numel) {
     args.count = 1;
     int64_t worker = 0, server = 0;
     must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &args.workspace_bytes));
-    const Shared<float> kept(static_cast<size_t>(worker)), served(static_cast<size_t>(server));
+    const Shared<float> worker_error(static_cast<size_t>(worker)), server_error(static_cast<size_t>(server));
     const Shared<char> memory(args.workspace_bytes + 256);
-    args.worker_error = kept.data();
-    args.server_error = served.data();
+    args.worker_error = worker_error.data();
+    args.server_error = server_error.data();
     args.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
     return dsopt_compressed_allreduce(comm.get(), &args);
 }
 
-TEST(CommCounts, OfWhatIsMadeFromOtherFunctionsAreThoseOfTheOthers) {
+TEST(CommInfo, CountsFallbacksAsTheFunctionsTheyCall) {
     const Context ctx = make_context(1);
-    constexpr int64_t row = 144; // 128 of bits, 4 of scales, up to whole 16 bytes
+    constexpr int64_t message = 144; // 128 bytes of bits and 4 of scales, rounded up to 16 bytes
     struct Case {
         unsigned functions;
-        Numbers reduce, to_all, gather;
+        Counters reduce, to_all, gather;
     };
     const Case cases[] = {
-        {kToAll | kGather, kNothing, {1, 3 * row, 3 * row}, {1, 3 * row, 3 * row}},
-        {kGather, kNothing, kNothing, {5, 15 * row, 15 * row}}, // one for each rank's column, and the gather
-        {0, {5, 5 * (4 * row * 2 * 3 / 4), 5 * (4 * row * 2 * 3 / 4)}, kNothing, kNothing}};
+        {kToAll | kGather, kNothing, {1, 3 * message, 3 * message}, {1, 3 * message, 3 * message}},
+        {kGather, kNothing, kNothing, {5, 15 * message, 15 * message}}, // one per rank's column, and the gather
+        {0, {5, 5 * (4 * message * 2 * 3 / 4), 5 * (4 * message * 2 * 3 / 4)}, kNothing, kNothing}};
     for (const Case &c : cases) {
-        const Comm comm = fake(ctx, c.functions);
+        const Comm comm = table_comm(ctx, c.functions);
         ASSERT_OK(compress(comm, 4096)) << c.functions;
         const dsopt_comm_info info = info_of(comm);
-        EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_REDUCE), c.reduce) << c.functions;
-        EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_TO_ALL), c.to_all) << c.functions;
-        EXPECT_EQ(of(info, DSOPT_COLLECTIVE_ALL_GATHER), c.gather) << c.functions;
+        EXPECT_EQ(counters_of(info, DSOPT_COLLECTIVE_ALL_REDUCE), c.reduce) << c.functions;
+        EXPECT_EQ(counters_of(info, DSOPT_COLLECTIVE_ALL_TO_ALL), c.to_all) << c.functions;
+        EXPECT_EQ(counters_of(info, DSOPT_COLLECTIVE_ALL_GATHER), c.gather) << c.functions;
         expect_sums(info);
     }
 }
 
-TEST(CommCounts, OfACallThatFailsAreNoBytes) {
+TEST(CommInfo, CountsNoBytesOfAFailedCall) {
     const Context ctx = make_context(1);
-    const Comm comm = fake(ctx, kToAll | kGather, 9);
+    const Comm comm = table_comm(ctx, kToAll | kGather, 9);
     EXPECT_TRUE(refused(compress(comm, 4096), DSOPT_ERR_COMM));
     EXPECT_TRUE(refused(compress(comm, 4096), DSOPT_ERR_COMM)) << "not called again";
-    EXPECT_EQ(of(info_of(comm), DSOPT_COLLECTIVE_ALL_TO_ALL), (Numbers{1, 0, 0}));
+    EXPECT_EQ(counters_of(info_of(comm), DSOPT_COLLECTIVE_ALL_TO_ALL), (Counters{1, 0, 0}));
     expect_sums(info_of(comm));
 }
 

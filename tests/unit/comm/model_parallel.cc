@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// LAMB on tensors that are sharded over model-parallel ranks: one trust ratio a tensor, whoever holds it.
+// LAMB on tensors that are sharded over model-parallel ranks: a tensor has one trust ratio, equal on all ranks.
 #include "support/onebit.h"
 #include "support/reference.h"
 #include <barrier>
@@ -8,8 +8,8 @@ using namespace test;
 
 namespace {
 
-/// A tensor of the whole model. `shards`: sizes of the parts, one a rank; none: every rank has all of it.
-struct Tensor {
+/// A tensor of the whole model. `shards` has the size of each rank's shard; if empty, every rank has the whole tensor.
+struct ModelTensor {
     std::vector<size_t> shards;
     size_t size = 0; // without shards
     int32_t dtype = DSOPT_DTYPE_F32;
@@ -28,11 +28,11 @@ struct Tensor {
     }
 };
 
-/// A model and what its training gets, whole and by rank. Shards have gradients of very different sizes, so that their
-/// own ratios would be far apart.
+/// A model and its gradients, whole and by rank. Weights of the first third of a tensor are larger than the others, so
+/// that ratios of single shards would differ a lot.
 struct Model {
-    std::vector<Tensor> tensors;
-    double size = 1; // of gradients
+    std::vector<ModelTensor> tensors;
+    double size = 1; // gradients are in [-size, 1.5 size]
     int absent = -1; // a tensor that has no gradient in every third step
 
     std::vector<float> weights(size_t t) const {
@@ -68,17 +68,18 @@ struct Model {
     std::vector<Array> grads(int step, int rank) const {
         std::vector<Array> list;
         for (size_t t = 0; t < tensors.size(); ++t) {
-            const std::vector<float> mine = tensors[t].part(gradients(t, step), rank);
-            // A shard of nothing has no memory, as often as not.
-            const bool nothing = mine.empty() && step % 2 == 1;
-            list.push_back(is_absent(t, step) || nothing ? Array::absent(mine.size()) : Array(tensors[t].dtype, mine));
+            const std::vector<float> shard = tensors[t].part(gradients(t, step), rank);
+            // An empty shard is absent in every second step.
+            const bool nothing = shard.empty() && step % 2 == 1;
+            list.push_back(is_absent(t, step) || nothing ? Array::absent(shard.size())
+                                                         : Array(tensors[t].dtype, shard));
         }
         return list;
     }
 };
 
-const Model kTwo{{{{5000, 9000}}, {{}, 77}, {{0, 300}}, {{}, 4097}, {{4096, 1}}}, 1, 4};
-const Model kThree{{{{1, 9000, 4096}}, {{700, 0, 30}}, {{}, 33}, {{10, 20, 5000}}}, 1, 3};
+const Model kTwoShards{{{{5000, 9000}}, {{}, 77}, {{0, 300}}, {{}, 4097}, {{4096, 1}}}, 1, 4};
+const Model kThreeShards{{{{1, 9000, 4096}}, {{700, 0, 30}}, {{}, 33}, {{10, 20, 5000}}}, 1, 3};
 
 dsopt_optimizer_desc with_model(const Comm &comm, dsopt_optimizer_desc desc = optimizer_desc()) {
     desc.model = comm.get();
@@ -87,19 +88,19 @@ dsopt_optimizer_desc with_model(const Comm &comm, dsopt_optimizer_desc desc = op
 void expect_near(float got, double wanted, double relative, const std::string &what) {
     EXPECT_LE(std::fabs(double(got) - wanted), relative * std::fabs(wanted)) << what << ": " << got << ", " << wanted;
 }
-/// Of a sharded tensor, against the whole one's.
-void expect_part_near(const std::vector<float> &got, const std::vector<float> &wanted, double tolerance,
-                      const std::string &what) {
+/// Compares a shard with the same elements of the whole tensor.
+void expect_shard_near(const std::vector<float> &got, const std::vector<float> &wanted, double tolerance,
+                       const std::string &what) {
     ASSERT_EQ(got.size(), wanted.size());
     for (size_t i = 0; i < got.size(); ++i)
         ASSERT_LE(std::fabs(double(got[i]) - double(wanted[i])), tolerance) << what << ", element " << i;
 }
 
-/// What one rank, or the whole model, came to after a step.
+/// Results of one rank, or of the whole model, after a step.
 struct Result {
     std::vector<float> ratios;
     std::vector<std::vector<float>> weights;
-    std::map<std::string, std::vector<float>> state; // of the optimizer, 1-bit LAMB
+    std::map<std::string, std::vector<float>> state; // only of 1-bit LAMB
     bool skipped = false;
 };
 Result result_of(Trainer &trainer, bool onebit = false) {
@@ -112,23 +113,23 @@ Result result_of(Trainer &trainer, bool onebit = false) {
     return result;
 }
 
-/// Trains the model whole and in parts, `change` once with each list of gradients (rank -1: of the whole one), and
-/// compares: ratios to a rounding, the same on every rank; weights to `tolerance`.
+/// Trains the whole model and its shards and compares them. Ratios agree up to rounding and are identical on every
+/// rank; weights agree up to `tolerance`. `change` is called once per list of gradients; the whole model has rank -1.
 struct Training {
     Model model;
     int ranks = 2, steps = 7;
     dsopt_group group = group_of(DSOPT_ALGORITHM_LAMB);
     dsopt_optimizer_desc desc = optimizer_desc();
-    double scale = 0;        // of a scaler, 0 = none
+    double scale = 0;        // of a scaler; 0: no scaler
     double tolerance = 2e-6; // of weights
     std::function<void(int step, int rank, std::vector<Array> &grads)> change = {};
 
     bool onebit() const { return group.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB; }
     std::vector<Result> run(const Context &ctx, const Comm &comm, int rank) const {
-        dsopt_optimizer_desc mine = with_model(comm, desc);
+        dsopt_optimizer_desc rank_desc = with_model(comm, desc);
         const Scaler scaler = scale != 0 ? make_scaler(ctx, scale) : nullptr;
-        mine.scaler = scaler.get();
-        Trainer trainer(ctx, mine, group, rank < 0 ? model.params() : model.params(rank));
+        rank_desc.scaler = scaler.get();
+        Trainer trainer(ctx, rank_desc, group, rank < 0 ? model.params() : model.params(rank));
         std::vector<Result> results;
         for (int step = 0; step < steps; ++step) {
             std::vector<Array> grads = rank < 0 ? model.grads(step) : model.grads(step, rank);
@@ -138,7 +139,7 @@ struct Training {
         }
         return results;
     }
-    void expect_as_whole() const {
+    void expect_shards_match_whole() const {
         const Context ctx = make_context(1);
         const std::vector<Result> whole = run(ctx, nullptr, -1);
         std::vector<std::vector<Result>> parts(static_cast<size_t>(ranks));
@@ -163,24 +164,24 @@ struct Training {
             }
             for (size_t t = 0; t < model.tensors.size(); ++t) {
                 expect_near(got[step].ratios[t], whole[step].ratios[t], 1e-5, what + ", ratio " + std::to_string(t));
-                expect_part_near(got[step].weights[t], model.tensors[t].part(whole[step].weights[t], rank), tolerance,
-                                 what + ", tensor " + std::to_string(t));
+                expect_shard_near(got[step].weights[t], model.tensors[t].part(whole[step].weights[t], rank), tolerance,
+                                  what + ", tensor " + std::to_string(t));
             }
         }
     }
 };
 
-TEST(ShardedLamb, ShardsStepLikeTheWholeTensor) {
+TEST(ShardedLamb, UpdatesShardsLikeTheWholeTensor) {
     for (const int ranks : {2, 3})
         for (const int32_t flags : {0u, uint32_t(DSOPT_GROUP_EPS_INSIDE_SQRT)}) {
-            Training training{ranks == 2 ? kTwo : kThree, ranks};
+            Training training{ranks == 2 ? kTwoShards : kThreeShards, ranks};
             training.group.flags = flags;
-            training.expect_as_whole();
+            training.expect_shards_match_whole();
         }
 }
 
-TEST(ShardedLamb, FollowsTheFormulaInDoublePrecision) {
-    const Model &model = kThree;
+TEST(ShardedLamb, MatchesTheFormulaInDoublePrecision) {
+    const Model &model = kThreeShards;
     const dsopt_group group = group_of(DSOPT_ALGORITHM_LAMB);
     const CommId id = new_id();
     constexpr int ranks = 3, steps = 4;
@@ -223,26 +224,26 @@ TEST(ShardedLamb, FollowsTheFormulaInDoublePrecision) {
 
 TEST(ShardedLamb, WorksWithMastersClippingScalingAndSkippedSteps) {
     for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
-        Training training{kTwo};
-        for (Tensor &tensor : training.model.tensors) tensor.dtype = dtype;
+        Training training{kTwoShards};
+        for (ModelTensor &tensor : training.model.tensors) tensor.dtype = dtype;
         training.model.size = 100;
         training.scale = 64;
         training.desc.max_norm = 0.5;
-        training.tolerance = 0.04; // a rounding of the copy, which may go to the other side
+        training.tolerance = 0.04; // one rounding of the 16-bit copy
         training.change = [](int step, int rank, std::vector<Array> &grads) {
-            // In the whole tensor and in the shard on rank 1.
+            // The same element in the whole tensor and in the shard of rank 1.
             if (step == 3 && rank < 0) grads[0].set(5000, kInf);
             if (step == 3 && rank == 1) grads[0].set(0, kInf);
         };
-        training.expect_as_whole();
+        training.expect_shards_match_whole();
     }
 }
 
-TEST(ShardedLamb, ExchangesTheSumsOnceAStepAlsoInASkippedOne) {
+TEST(ShardedLamb, ReducesSumsOncePerStepEvenIfSkipped) {
     const struct {
         int32_t algorithm;
         int32_t flags;
-        int64_t calls, bytes; // beside those of the norms: 24 bytes a sharded tensor
+        int64_t calls, bytes; // in addition to those of the norms: 24 bytes per sharded tensor
     } cases[] = {{DSOPT_ALGORITHM_LAMB, DSOPT_PARAM_MODEL_PARALLEL, 1, 3 * 24},
                  {DSOPT_ALGORITHM_LAMB, 0, 0, 0},
                  {DSOPT_ALGORITHM_ADAMW, DSOPT_PARAM_MODEL_PARALLEL, 0, 0}};
@@ -271,7 +272,7 @@ TEST(ShardedLamb, ExchangesTheSumsOnceAStepAlsoInASkippedOne) {
     }
 }
 
-TEST(ShardedLamb, OneModelRankIsAsNone) {
+TEST(ShardedLamb, TreatsACommOfOneRankAsNull) {
     const Context ctx = make_context(1);
     const Comm alone = self_comm(ctx);
     const std::vector<Param> params = {{Array(DSOPT_DTYPE_F32, {1, 2, 3}), "w", DSOPT_PARAM_MODEL_PARALLEL}};
@@ -283,17 +284,17 @@ TEST(ShardedLamb, OneModelRankIsAsNone) {
     EXPECT_EQ(with.report().workspace_bytes, without.report().workspace_bytes);
 }
 
-TEST(ShardedLamb, CompatModeHasOneRatioAShard) {
+TEST(ShardedLamb, HasOneRatioPerShardInCompatMode) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
         dsopt_optimizer_desc desc = optimizer_desc();
         desc.compat = DSOPT_COMPAT_DEEPSPEED;
-        Trainer alone(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), kTwo.params(rank)),
-            sharded(ctx, with_model(comm, desc), group_of(DSOPT_ALGORITHM_LAMB), kTwo.params(rank));
+        Trainer alone(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), kTwoShards.params(rank)),
+            sharded(ctx, with_model(comm, desc), group_of(DSOPT_ALGORITHM_LAMB), kTwoShards.params(rank));
         for (int step = 0; step < 3; ++step) {
-            const std::vector<Array> grads = kTwo.grads(2 * step, rank);
+            const std::vector<Array> grads = kTwoShards.grads(2 * step, rank);
             must(alone.step(grads));
             must(sharded.step(grads));
         }
@@ -301,19 +302,20 @@ TEST(ShardedLamb, CompatModeHasOneRatioAShard) {
     });
 }
 
-TEST(ShardedLamb, GroupsOfOtherAlgorithmsStandBeside) {
-    Training training{kTwo};
+TEST(ShardedLamb, StepsNextToGroupsOfOtherAlgorithms) {
+    Training training{kTwoShards};
     const Context ctx = make_context(1);
     const auto run = [&](const Comm &comm, int rank) {
         Trainer trainer(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_ADAMW),
                         {{Array(DSOPT_DTYPE_F32, 9, 1), "first", comm ? int32_t(DSOPT_PARAM_MODEL_PARALLEL) : 0}});
-        must(trainer.add_group(training.group, rank < 0 ? kTwo.params() : kTwo.params(rank)));
+        must(trainer.add_group(training.group, rank < 0 ? kTwoShards.params() : kTwoShards.params(rank)));
         dsopt_group third = group_of(DSOPT_ALGORITHM_LAMB, 1e-3);
         third.max_trust = 0.1;
         must(trainer.add_group(third, {{Array(DSOPT_DTYPE_F32, 8, 1), "last"}}));
         for (int step = 0; step < 4; ++step) {
             std::vector<Array> grads{Array(DSOPT_DTYPE_F32, 9, 1)};
-            for (Array &grad : rank < 0 ? kTwo.grads(step) : kTwo.grads(step, rank)) grads.push_back(std::move(grad));
+            for (Array &grad : rank < 0 ? kTwoShards.grads(step) : kTwoShards.grads(step, rank))
+                grads.push_back(std::move(grad));
             grads.emplace_back(DSOPT_DTYPE_F32, 8, 1);
             must(trainer.step(grads));
         }
@@ -326,30 +328,30 @@ TEST(ShardedLamb, GroupsOfOtherAlgorithmsStandBeside) {
         const Result got = run(local_comm(ctx, id, rank, 2), rank);
         for (size_t t = 0; t < got.ratios.size(); ++t) {
             expect_near(got.ratios[t], whole.ratios[t], 1e-6, "ratio");
-            const bool inside = t > 0 && t <= kTwo.tensors.size();
-            expect_part_near(got.weights[t],
-                             inside ? kTwo.tensors[t - 1].part(whole.weights[t], rank) : whole.weights[t], 2e-6,
-                             "tensor " + std::to_string(t));
+            const bool inside = t > 0 && t <= kTwoShards.tensors.size();
+            expect_shard_near(got.weights[t],
+                              inside ? kTwoShards.tensors[t - 1].part(whole.weights[t], rank) : whole.weights[t], 2e-6,
+                              "tensor " + std::to_string(t));
         }
     });
 }
 
-TEST(ShardedLamb, ApplyGivesTheBitsOfSteps) {
+TEST(ShardedLamb, AppliesTheBitsOfStep) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
-        Trainer a(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB), kTwo.params(rank)),
-            b(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB), kTwo.params(rank));
-        must(a.step(kTwo.grads(0, rank)));
-        must(b.step(kTwo.grads(0, rank)));
+        Trainer a(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB), kTwoShards.params(rank)),
+            b(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB), kTwoShards.params(rank));
+        must(a.step(kTwoShards.grads(0, rank)));
+        must(b.step(kTwoShards.grads(0, rank)));
         size_t bytes = 0;
         must(dsopt_optimizer_workspace(b.opt(), &bytes));
         const Shared<char> workspace(bytes);
         std::vector<dsopt_tensor> params, state;
         for (const Array &weight : b.weights()) params.push_back(weight.tensor());
         for (const dsopt_state_info &info : b.state()) state.push_back(info.tensor);
-        const std::vector<Array> arrays = kTwo.grads(1, rank);
+        const std::vector<Array> arrays = kTwoShards.grads(1, rank);
         const std::vector<dsopt_tensor> grads = list_of(arrays);
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
@@ -373,22 +375,22 @@ Training onebit_training(const Model &model, int ranks, double weight_decay) {
     return training;
 }
 
-TEST(ShardedOneBitLamb, ShardsStepLikeTheWholeTensorBeforeAndAfterTheFreeze) {
+TEST(ShardedOneBitLamb, UpdatesShardsLikeTheWholeTensor) {
     for (const int ranks : {2, 3})
         for (const double weight_decay : {0.0, 0.5}) {
-            Training training = onebit_training(ranks == 2 ? kTwo : kThree, ranks, weight_decay);
-            training.group.trust_threshold = 0.9; // so that the largest factor is seen, and not this bound
+            Training training = onebit_training(ranks == 2 ? kTwoShards : kThreeShards, ranks, weight_decay);
+            training.group.trust_threshold = 0.9; // does not bound the largest factor
             training.group.trust_max_change = 1000;
             training.group.trust_min_change = 0;
-            training.expect_as_whole();
+            training.expect_shards_match_whole();
         }
 }
 
-TEST(ShardedOneBitLamb, FactorThatIsNoNumberCountsAsTheLargest) {
-    Training training = onebit_training(kTwo, 2, 0.5);
+TEST(ShardedOneBitLamb, TreatsAFactorOfNaNAsTheLargest) {
+    Training training = onebit_training(kTwoShards, 2, 0.5);
     training.desc.nonfinite = DSOPT_NONFINITE_APPLY;
     training.tolerance = INFINITY;
-    training.model.tensors = {kTwo.tensors[0]};
+    training.model.tensors = {kTwoShards.tensors[0]};
     training.model.absent = -1;
     training.steps = 6;
     const Context ctx = make_context(1);
@@ -411,7 +413,7 @@ TEST(ShardedOneBitLamb, FactorThatIsNoNumberCountsAsTheLargest) {
     expect_near(got[0], whole, 1e-6, "factor");
 }
 
-TEST(ShardedOneBitLamb, AllRanksOfAGridHaveTheSameRatiosAlsoAroundSkippedSteps) {
+TEST(ShardedOneBitLamb, AgreesOnRatiosOverModelAndDataRanks) {
     // Four ranks: model {0, 1} and {2, 3}, data {0, 2} and {1, 3}.
     const CommId model_ids[] = {new_id(), new_id()}, data_ids[] = {new_id(), new_id()};
     constexpr int steps = 9;
@@ -425,9 +427,9 @@ TEST(ShardedOneBitLamb, AllRanksOfAGridHaveTheSameRatiosAlsoAroundSkippedSteps) 
         desc.data = data.get();
         desc.scaler = scaler.get();
         desc.max_norm = 1;
-        Trainer trainer(ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 4), kTwo.params(m));
+        Trainer trainer(ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 4), kTwoShards.params(m));
         for (int step = 0; step < steps; ++step) {
-            std::vector<Array> grads = kTwo.grads(step + 10 * d, m);
+            std::vector<Array> grads = kTwoShards.grads(step + 10 * d, m);
             if (step % 3 == 1 && rank == 3) grads[0].set(0, kInf);
             const dsopt_comm_info before = info_of(model);
             must(trainer.step(grads));
@@ -437,12 +439,12 @@ TEST(ShardedOneBitLamb, AllRanksOfAGridHaveTheSameRatiosAlsoAroundSkippedSteps) 
             EXPECT_EQ(info_of(model).calls - before.calls, frozen ? 3 : 2) << step;
         }
     });
-    // What is whole on both model ranks goes into exchanges of lists that differ, and so drifts: of it only data ranks
-    // are the same.
+    // Unsharded tensors are exchanged in lists that differ between model ranks, so their bits are identical only
+    // between data ranks.
     for (size_t rank = 1; rank < 4; ++rank)
         for (size_t step = 0; step < steps; ++step)
-            for (size_t t = 0; t < kTwo.tensors.size(); ++t) {
-                if (rank != 2 && kTwo.tensors[t].shards.empty()) continue;
+            for (size_t t = 0; t < kTwoShards.tensors.size(); ++t) {
+                if (rank != 2 && kTwoShards.tensors[t].shards.empty()) continue;
                 const std::string what = std::to_string(rank) + ", " + std::to_string(step) + ", " + std::to_string(t);
                 const Result &got = all[rank][step], &first = all[0][step];
                 EXPECT_EQ(got.ratios[t], first.ratios[t]) << what;
@@ -453,15 +455,15 @@ TEST(ShardedOneBitLamb, AllRanksOfAGridHaveTheSameRatiosAlsoAroundSkippedSteps) 
 }
 
 // --------------------------------------------------------------------------------------------------- comms that fail
-/// A caller's comm without the others: every rank has what this one has. Fails in a call.
-struct Alone {
-    int fails_in, calls = 0;
+/// A table of two ranks, of which the other one has the same data. One of its calls fails.
+struct FailingTable {
+    int failing_call, calls = 0;
     static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t, void *) {
-        auto &me = *static_cast<Alone *>(self);
+        auto &me = *static_cast<FailingTable *>(self);
         if (send != recv) std::memcpy(recv, send, size_t(count) * (dtype == DSOPT_DTYPE_F64 ? 8 : 4));
-        return ++me.calls == me.fails_in ? -DSOPT_ERR_ABORTED : 0;
+        return ++me.calls == me.failing_call ? -DSOPT_ERR_ABORTED : 0;
     }
-    Comm make(const Context &ctx) {
+    Comm comm(const Context &ctx) {
         DSOPT_NEW(dsopt_comm_table, table);
         table.self = this;
         table.ranks = 2;
@@ -475,10 +477,10 @@ struct Alone {
     }
 };
 
-TEST(ShardedLamb, FailureBetweenTheSweepsGivesTheStatusAndLeavesWeightsOfLambAlone) {
+TEST(ShardedLamb, KeepsWeightsIfTheReductionOfSumsFails) {
     const Context ctx = make_context(1);
-    Alone alone{4}; // a step is two calls, of which the second is between the sweeps
-    const Comm comm = alone.make(ctx);
+    FailingTable alone{4}; // a step makes two calls; the second one is between the sweeps
+    const Comm comm = alone.comm(ctx);
     Trainer trainer(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB),
                     {{Array(DSOPT_DTYPE_F32, 5000, 1), "sharded", DSOPT_PARAM_MODEL_PARALLEL},
                      {Array(DSOPT_DTYPE_F32, 7, 1), "plain"}});
@@ -488,24 +490,24 @@ TEST(ShardedLamb, FailureBetweenTheSweepsGivesTheStatusAndLeavesWeightsOfLambAlo
     EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_ABORTED));
     const Snapshot after = trainer.snapshot();
     for (const char *name : {"param 0", "param 1"}) EXPECT_EQ(after.at(name), before.at(name));
-    EXPECT_NE(after.at("exp_avg 0"), before.at("exp_avg 0")) << "the moments have moved";
+    EXPECT_NE(after.at("exp_avg 0"), before.at("exp_avg 0")) << "the moments were updated";
     EXPECT_EQ(info_of(comm).status, DSOPT_ERR_ABORTED);
     EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_ABORTED)) << "the comm is unusable";
-    EXPECT_TRUE(same(after, trainer.snapshot())) << "and nothing more happens";
+    EXPECT_TRUE(same(after, trainer.snapshot())) << "and changes nothing more";
 }
 
-TEST(ShardedLamb, RankThatDoesNotComeBetweenTheSweepsGivesTheOthersATimeOut) {
+TEST(ShardedLamb, TimesOutIfAPeerHasNoShards) {
     const CommId id = new_id();
-    std::barrier over(2);
+    std::barrier finished(2);
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2, rank == 0 ? 2000 : 60000);
-        // To rank 1 nothing is sharded: it has the norms to agree on, and no ratios.
+        // Rank 1 has no sharded tensor: it reduces the norms and no sums for ratios.
         Trainer trainer(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB),
                         {{Array(DSOPT_DTYPE_F32, 9, 1), "w", rank == 0 ? int32_t(DSOPT_PARAM_MODEL_PARALLEL) : 0}});
         const dsopt_status status = trainer.step({Array(DSOPT_DTYPE_F32, 9, 1)});
         EXPECT_EQ(status, rank == 0 ? DSOPT_ERR_TIMEOUT : DSOPT_OK) << dsopt_last_error();
-        over.arrive_and_wait(); // both are alive all the while
+        finished.arrive_and_wait(); // keeps both comms alive
     });
 }
 

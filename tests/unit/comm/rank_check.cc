@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// DSOPT_OPTIMIZER_CHECK_RANKS: ranks that are about to do different things all get a status, and nothing changes.
+// DSOPT_OPTIMIZER_CHECK_RANKS: if ranks are about to make different steps, all of them return a status and change
+// nothing.
 #include "support/onebit.h"
 
 using namespace test;
 
 namespace {
 
-dsopt_optimizer_desc checked(const Comm &comm, uint32_t flags = 0) {
+dsopt_optimizer_desc checked_desc(const Comm &comm, uint32_t flags = 0) {
     return desc_with(comm, DSOPT_COMPAT_NONE, flags | DSOPT_OPTIMIZER_CHECK_RANKS);
 }
 const std::vector<size_t> kSizes = {40, 700, 33};
@@ -16,141 +17,143 @@ std::vector<Array> arrays(float value) {
     return list;
 }
 
-/// Every rank builds its trainer, and takes a step that must be refused with this text and change nothing.
-struct Odd {
+/// A difference between one rank and the others. Each rank calls build() and before_step(), then makes a step that must
+/// be refused with `text` and change nothing.
+struct Difference {
     const char *what, *text;
-    std::function<void(Trainer &, bool odd)> build;
-    std::function<void(Trainer &, std::vector<Array> &, bool odd)> before_step = {};
+    std::function<void(Trainer &, bool differs)> build;
+    std::function<void(Trainer &, std::vector<Array> &, bool differs)> before_step = {};
 };
-std::vector<Param> named(const std::vector<Array> &weights) {
+std::vector<Param> named_params(const std::vector<Array> &weights) {
     std::vector<Param> params;
     for (size_t i = 0; i < weights.size(); ++i) params.push_back({weights[i], "layer" + std::to_string(i)});
     return params;
 }
 
-TEST(CheckRanks, GivesEveryRankAStatusThatNamesWhatDiffersAndChangesNothing) {
+TEST(CheckRanks, NamesTheDifferenceOnEveryRankAndChangesNothing) {
     const auto add = [](Trainer &trainer, const std::vector<Param> &params, const dsopt_group &group) {
         must(trainer.add_group(group, params));
     };
     const dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5);
-    const auto usual = [&](Trainer &trainer, bool) { add(trainer, named(arrays(1)), group); };
-    const Odd odds[] = {
+    const auto add_named_group = [&](Trainer &trainer, bool) { add(trainer, named_params(arrays(1)), group); };
+    const Difference differences[] = {
         {"one more parameter", "from 3 to 4 parameters",
-         [&](Trainer &trainer, bool odd) {
-             std::vector<Param> params = named(arrays(1));
-             if (odd) params.push_back({Array(DSOPT_DTYPE_F32, 5, 1), "more"});
+         [&](Trainer &trainer, bool differs) {
+             std::vector<Param> params = named_params(arrays(1));
+             if (differs) params.push_back({Array(DSOPT_DTYPE_F32, 5, 1), "more"});
              add(trainer, params, group);
          },
-         [](Trainer &, std::vector<Array> &grads, bool odd) {
-             if (odd) grads.emplace_back(DSOPT_DTYPE_F32, 5, 0.5f);
+         [](Trainer &, std::vector<Array> &grads, bool differs) {
+             if (differs) grads.emplace_back(DSOPT_DTYPE_F32, 5, 0.5f);
          }},
         {"a size", "parameter 1 is 'layer1'",
-         [&](Trainer &trainer, bool odd) {
-             std::vector<Param> params = named(arrays(1));
-             if (odd) params[1].weight = Array(DSOPT_DTYPE_F32, 701, 1);
+         [&](Trainer &trainer, bool differs) {
+             std::vector<Param> params = named_params(arrays(1));
+             if (differs) params[1].weight = Array(DSOPT_DTYPE_F32, 701, 1);
              add(trainer, params, group);
          },
-         [](Trainer &, std::vector<Array> &grads, bool odd) {
-             if (odd) grads[1] = Array(DSOPT_DTYPE_F32, 701, 0.5f);
+         [](Trainer &, std::vector<Array> &grads, bool differs) {
+             if (differs) grads[1] = Array(DSOPT_DTYPE_F32, 701, 0.5f);
          }},
         {"a dtype", "parameter 2 is 'layer2'",
-         [&](Trainer &trainer, bool odd) {
-             std::vector<Param> params = named(arrays(1));
-             if (odd) params[2].weight = Array(DSOPT_DTYPE_BF16, 33, 1);
+         [&](Trainer &trainer, bool differs) {
+             std::vector<Param> params = named_params(arrays(1));
+             if (differs) params[2].weight = Array(DSOPT_DTYPE_BF16, 33, 1);
              add(trainer, params, group);
          }},
         {"a name", "parameter 0 is",
-         [&](Trainer &trainer, bool odd) {
-             std::vector<Param> params = named(arrays(1));
-             if (odd) params[0].name = "another";
+         [&](Trainer &trainer, bool differs) {
+             std::vector<Param> params = named_params(arrays(1));
+             if (differs) params[0].name = "another";
              add(trainer, params, group);
          }},
         {"the order", "parameter 1 is",
-         [&](Trainer &trainer, bool odd) {
-             std::vector<Param> params = named(arrays(1));
+         [&](Trainer &trainer, bool differs) {
+             std::vector<Param> params = named_params(arrays(1));
              params[2].weight = Array(DSOPT_DTYPE_F32, 700, 1);
-             if (odd) std::swap(params[1].name, params[2].name);
+             if (differs) std::swap(params[1].name, params[2].name);
              add(trainer, params, group);
          },
          [](Trainer &, std::vector<Array> &grads, bool) { grads[2] = Array(DSOPT_DTYPE_F32, 700, 0.5f); }},
-        {"the cut into groups", "parameter 1 is 'layer1'",
-         [&](Trainer &trainer, bool odd) {
-             const std::vector<Param> params = named(arrays(1));
-             add(trainer, {params.begin(), params.begin() + (odd ? 1 : 2)}, group);
-             add(trainer, {params.begin() + (odd ? 1 : 2), params.end()}, group);
+        {"the partition into groups", "parameter 1 is 'layer1'",
+         [&](Trainer &trainer, bool differs) {
+             const std::vector<Param> params = named_params(arrays(1));
+             add(trainer, {params.begin(), params.begin() + (differs ? 1 : 2)}, group);
+             add(trainer, {params.begin() + (differs ? 1 : 2), params.end()}, group);
          }},
         {"non_freeze", "parameter 0 is 'layer0'",
-         [&](Trainer &trainer, bool odd) {
+         [&](Trainer &trainer, bool differs) {
              dsopt_group other = group;
-             if (odd) other.flags |= DSOPT_GROUP_NON_FREEZE;
-             add(trainer, named(arrays(1)), other);
+             if (differs) other.flags |= DSOPT_GROUP_NON_FREEZE;
+             add(trainer, named_params(arrays(1)), other);
          }},
         {"the algorithm", "parameter 0 is 'layer0'",
-         [&](Trainer &trainer, bool odd) {
-             add(trainer, named(arrays(1)), odd ? group_of(DSOPT_ALGORITHM_ADAMW) : group_of(DSOPT_ALGORITHM_ADAM));
+         [&](Trainer &trainer, bool differs) {
+             add(trainer, named_params(arrays(1)),
+                 differs ? group_of(DSOPT_ALGORITHM_ADAMW) : group_of(DSOPT_ALGORITHM_ADAM));
          }},
-        {"the number of calls", "from 2 to 7, rank", usual,
-         [](Trainer &trainer, std::vector<Array> &, bool odd) {
-             must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, odd ? 7 : 2));
+        {"the number of calls", "from 2 to 7, rank", add_named_group,
+         [](Trainer &trainer, std::vector<Array> &, bool differs) {
+             must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, differs ? 7 : 2));
          }},
-        {"the schedule", "different steps of the schedule: 0 to 9", usual,
-         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+        {"the schedule", "different steps of the schedule: 0 to 9", add_named_group,
+         [](Trainer &trainer, std::vector<Array> &, bool differs) {
              const std::vector<dsopt_state_info> list = trainer.state();
              const int32_t words[8] = {9};
-             for (size_t i = 0; i < list.size() && odd; ++i)
+             for (size_t i = 0; i < list.size() && differs; ++i)
                  if (std::strcmp(list[i].name, "schedule") == 0)
                      must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
          }},
-        {"the stage", "'full precision' and 'one bit per element'", usual,
-         [](Trainer &trainer, std::vector<Array> &, bool odd) {
+        {"the stage", "'full precision' and 'one bit per element'", add_named_group,
+         [](Trainer &trainer, std::vector<Array> &, bool differs) {
              const std::vector<dsopt_state_info> list = trainer.state();
-             const int32_t words[8] = {9, odd};
+             const int32_t words[8] = {9, differs};
              for (size_t i = 0; i < list.size(); ++i)
                  if (std::strcmp(list[i].name, "schedule") == 0)
                      must(dsopt_optimizer_import(trainer.opt(), int64_t(i), words, sizeof words));
          }},
         {"a group of the 1-bit family without parameters", "different steps of the schedule: 0 to 1",
-         [&](Trainer &trainer, bool odd) {
-             add(trainer, named(arrays(1)), group_of(DSOPT_ALGORITHM_ADAMW));
-             if (odd) add(trainer, {}, group);
+         [&](Trainer &trainer, bool differs) {
+             add(trainer, named_params(arrays(1)), group_of(DSOPT_ALGORITHM_ADAMW));
+             if (differs) add(trainer, {}, group);
          },
          [](Trainer &trainer, std::vector<Array> &grads, bool) { must(trainer.step(grads)); }},
-        {"an absent gradient", "the gradient of 'layer1' is", usual,
-         [](Trainer &, std::vector<Array> &grads, bool odd) {
-             if (odd) grads[1] = Array::absent(700);
+        {"an absent gradient", "the gradient of 'layer1' is", add_named_group,
+         [](Trainer &, std::vector<Array> &grads, bool differs) {
+             if (differs) grads[1] = Array::absent(700);
          }}};
     for (const int ranks : {2, 3})
-        for (const Odd &odd : odds)
-            for (int which = 0; which < ranks; ++which) {
+        for (const Difference &difference : differences)
+            for (int differing_rank = 0; differing_rank < ranks; ++differing_rank) {
                 with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
-                    Trainer trainer(ctx, checked(comm));
-                    odd.build(trainer, rank == which);
+                    Trainer trainer(ctx, checked_desc(comm));
+                    difference.build(trainer, rank == differing_rank);
                     std::vector<Array> grads = arrays(0.5f);
-                    if (odd.before_step) odd.before_step(trainer, grads, rank == which);
+                    if (difference.before_step) difference.before_step(trainer, grads, rank == differing_rank);
                     const Snapshot before = trainer.snapshot();
                     const int64_t calls = trainer.report().calls;
                     for (int again = 0; again < 2; ++again)
-                        EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, odd.text))
-                            << odd.what << ", rank " << rank;
-                    EXPECT_TRUE(same(trainer.snapshot(), before)) << odd.what;
+                        EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, difference.text))
+                            << difference.what << ", rank " << rank;
+                    EXPECT_TRUE(same(trainer.snapshot(), before)) << difference.what;
                     EXPECT_EQ(trainer.report().calls, calls);
                     EXPECT_EQ(info_of(comm).status, DSOPT_OK);
-                    EXPECT_OK(meet(ctx, comm)) << "the comm goes on";
+                    EXPECT_OK(meet(ctx, comm)) << "the comm stays usable";
                 });
             }
 }
 
-TEST(CheckRanks, LetsRanksGoOnOnceTheyAgreeAgain) {
+TEST(CheckRanks, AllowsStepsOnceRanksAgreeAgain) {
     std::array<Snapshot, 2> all;
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named(arrays(1)));
+        Trainer trainer(ctx, checked_desc(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named_params(arrays(1)));
         for (int64_t call = 1; call <= 8; ++call) {
             std::vector<Array> grads = arrays(float(call));
             const bool full = reduction(trainer) == DSOPT_REDUCTION_FULL;
             if (rank == 1) grads[0] = Array::absent(40);
             if (full) { EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, "'layer0'")); }
             if (full) grads = arrays(float(call));
-            EXPECT_OK(trainer.step(grads)) << call << ": zeros where ranks exchange";
+            EXPECT_OK(trainer.step(grads)) << call << ": an absent gradient is zeros in compressed steps";
         }
         all[size_t(rank)] = trainer.snapshot();
         EXPECT_EQ(trainer.report().calls, 8);
@@ -159,18 +162,19 @@ TEST(CheckRanks, LetsRanksGoOnOnceTheyAgreeAgain) {
     EXPECT_TRUE(same(all[0], all[1]));
 }
 
-TEST(CheckRanks, TellsTheOthersWhenOneRankRefusesItsArguments) {
-    struct Wrong {
+TEST(CheckRanks, ReportsARankThatRefusesItsArguments) {
+    struct WrongArgument {
         dsopt_status status;
         std::function<void(dsopt_step &)> change;
     };
-    const Wrong wrongs[] = {{DSOPT_ERR_SHAPE, [](dsopt_step &step) { --step.count; }},
-                            {DSOPT_ERR_ARGUMENT, [](dsopt_step &step) { step.grads = nullptr; }},
-                            {DSOPT_ERR_ARGUMENT, [](dsopt_step &step) { step.flags = 1u << 30; }},
-                            {DSOPT_ERR_SHAPE, [](dsopt_step &step) { step.state_count = 3; }}};
-    for (const Wrong &wrong : wrongs)
+    const WrongArgument wrong_arguments[] = {{DSOPT_ERR_SHAPE, [](dsopt_step &step) { --step.count; }},
+                                             {DSOPT_ERR_ARGUMENT, [](dsopt_step &step) { step.grads = nullptr; }},
+                                             {DSOPT_ERR_ARGUMENT, [](dsopt_step &step) { step.flags = 1u << 30; }},
+                                             {DSOPT_ERR_SHAPE, [](dsopt_step &step) { step.state_count = 3; }}};
+    for (const WrongArgument &wrong : wrong_arguments)
         with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
-            Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 2), named(arrays(1)));
+            Trainer trainer(ctx, checked_desc(comm), group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 2),
+                            named_params(arrays(1)));
             must(trainer.step(arrays(1)));
             const Snapshot before = trainer.snapshot();
             const dsopt_status status =
@@ -185,9 +189,9 @@ TEST(CheckRanks, TellsTheOthersWhenOneRankRefusesItsArguments) {
         });
 }
 
-TEST(CheckRanks, ComparesInApplyToo) {
+TEST(CheckRanks, ComparesRanksInApply) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, checked(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named(arrays(1)));
+        Trainer trainer(ctx, checked_desc(comm), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), named_params(arrays(1)));
         (void)trainer.snapshot(); // allocates
         std::vector<dsopt_tensor> state;
         for (const dsopt_state_info &info : trainer.state()) state.push_back(info.tensor);
@@ -219,7 +223,7 @@ TEST(CheckRanks, ComparesInApplyToo) {
 }
 
 LABEL(long_emulated);
-TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
+TEST(CheckRanks, AddsOneSmallAllReduceAndChangesNoBit) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                                     DSOPT_ALGORITHM_ONEBIT_LAMB})
         with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -227,7 +231,7 @@ TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
             const bool onebit = algorithm != DSOPT_ALGORITHM_ADAMW;
             const dsopt_group group = onebit ? group_for(algorithm, 6) : group_of(algorithm);
             Trainer plain(ctx, desc_with(comm), group, problem.weights()),
-                with(ctx, checked(comm), group, problem.weights());
+                with(ctx, checked_desc(comm), group, problem.weights());
             for (int64_t call = 1; call <= 24; ++call) {
                 const std::vector<Array> grads = problem.wanted(reduction(plain), rank, call);
                 const dsopt_comm_info first = info_of(comm);
@@ -235,7 +239,8 @@ TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
                 const dsopt_comm_info second = info_of(comm);
                 ASSERT_OK(with.step(grads));
                 const dsopt_comm_info third = info_of(comm);
-                const bool more = call > 1 || !onebit; // lists of the 1-bit family are compared once in any case
+                const bool more =
+                    call > 1 || !onebit; // lists of the 1-bit family are compared once without the flag, too
                 EXPECT_EQ(third.calls - second.calls, second.calls - first.calls + more);
                 EXPECT_EQ(third.bytes_sent - second.bytes_sent,
                           second.bytes_sent - first.bytes_sent + more * (100 * 2 * 2 / 3));
@@ -244,56 +249,57 @@ TEST(CheckRanks, CostsOneSmallAllReduceAndChangesNoBit) {
         });
 }
 
-TEST(Lists, OfThe1BitFamilyAreComparedBeforeTheFirstStepAndAfterAGroupCame) {
+TEST(OneBitStep, ComparesListsFirstAndAfterAddGroup) {
     for (const int32_t algorithm : kFamily)
         with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
             Problem problem = problem_of(3);
-            if (rank == 1) std::swap(problem.sizes[1], problem.sizes[2]); // as many elements, at other places
-            Trainer apart(ctx, desc_with(comm), group_for(algorithm, 4), problem.weights());
-            const Snapshot before = apart.snapshot();
-            for (int k = 0; k < 2; ++k) { // not only once
-                EXPECT_EQ(apart.step(problem.own(rank, 1)), DSOPT_ERR_MISMATCH) << name_of(algorithm);
+            if (rank == 1) std::swap(problem.sizes[1], problem.sizes[2]); // as many elements at other offsets
+            Trainer differing(ctx, desc_with(comm), group_for(algorithm, 4), problem.weights());
+            const Snapshot before = differing.snapshot();
+            for (int k = 0; k < 2; ++k) { // the second step is refused, too
+                EXPECT_EQ(differing.step(problem.own(rank, 1)), DSOPT_ERR_MISMATCH) << name_of(algorithm);
                 EXPECT_NE(std::string(dsopt_last_error()).find("parameter 1 is"), std::string::npos)
                     << dsopt_last_error();
             }
-            EXPECT_TRUE(same(apart.snapshot(), before));
-            EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "the comm is as good as before";
+            EXPECT_TRUE(same(differing.snapshot(), before));
+            EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "the comm stays usable";
 
-            Trainer together(ctx, desc_with(comm), group_for(algorithm, 4), problem_of(3).weights());
-            ASSERT_OK(together.step(problem_of(3).mean(1)));
+            Trainer trainer(ctx, desc_with(comm), group_for(algorithm, 4), problem_of(3).weights());
+            ASSERT_OK(trainer.step(problem_of(3).mean(1)));
             Array weight(DSOPT_DTYPE_F32, size_t(rank == 2 ? 40 : 41), 0.5f);
             dsopt_param param{};
             param.tensor = weight.tensor();
             param.name = "late";
             const dsopt_group group = group_for(algorithm, 4);
-            must(dsopt_optimizer_add_group(together.opt(), &group, &param, 1));
+            must(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1));
             std::vector<Array> grads = problem_of(3).mean(2);
             grads.emplace_back(DSOPT_DTYPE_F32, weight.size(), 0.1f);
             const std::vector<dsopt_tensor> list = list_of(grads);
             DSOPT_NEW(dsopt_step, step);
             step.grads = list.data();
             step.count = int64_t(list.size());
-            EXPECT_EQ(dsopt_optimizer_step(together.opt(), &step), DSOPT_ERR_MISMATCH);
+            EXPECT_EQ(dsopt_optimizer_step(trainer.opt(), &step), DSOPT_ERR_MISMATCH);
             EXPECT_NE(std::string(dsopt_last_error()).find("late"), std::string::npos) << dsopt_last_error();
         });
 }
 
-TEST(CheckRanks, TakesAbsentGradientsAsTheStepDoes) {
+TEST(CheckRanks, AcceptsAbsentGradientsThatTheStepAccepts) {
     for (const int32_t algorithm : kFamily)
         with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
             const Problem problem = problem_of(2);
-            Trainer trainer(ctx, checked(comm, DSOPT_OPTIMIZER_AVERAGES), group_for(algorithm, 4), problem.weights());
-            for (int64_t call = 1; call <= 24; ++call) { // averaged, exchanged and local steps
+            Trainer trainer(ctx, checked_desc(comm, DSOPT_OPTIMIZER_AVERAGES), group_for(algorithm, 4),
+                            problem.weights());
+            for (int64_t call = 1; call <= 24; ++call) { // averaged, compressed and local steps
                 std::vector<Array> grads = problem.own(rank, call);
                 if (call % 2 == rank) grads[0] = Array::absent(grads[0].size());
                 EXPECT_OK(trainer.step(grads)) << name_of(algorithm) << ", " << call;
             }
         });
-    // Experts of ranks are their own.
+    // Expert parameters may differ between ranks.
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Comm alone = self_comm(ctx);
         dsopt_comm *const experts[] = {alone.get()};
-        dsopt_optimizer_desc desc = checked(comm);
+        dsopt_optimizer_desc desc = checked_desc(comm);
         desc.experts = experts;
         desc.expert_count = 1;
         Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
@@ -305,7 +311,7 @@ TEST(CheckRanks, TakesAbsentGradientsAsTheStepDoes) {
 
 TEST(CheckRanks, IsOffByDefaultAndRefusedWithoutAComm) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
-        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
+        Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAM), named_params(arrays(1)));
         std::vector<Array> grads = arrays(1);
         if (rank == 0) grads[1] = Array::absent(700);
         EXPECT_OK(trainer.step(grads));
@@ -315,18 +321,18 @@ TEST(CheckRanks, IsOffByDefaultAndRefusedWithoutAComm) {
     dsopt_optimizer *opt = nullptr;
     EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS"));
     EXPECT_EQ(opt, nullptr);
-    const Comm one = self_comm(ctx); // a program of one rank needs no other code
-    Trainer trainer(ctx, checked(one), group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
+    const Comm one = self_comm(ctx); // a comm of one rank is accepted
+    Trainer trainer(ctx, checked_desc(one), group_of(DSOPT_ALGORITHM_ADAM), named_params(arrays(1)));
     EXPECT_OK(trainer.step(arrays(1)));
     EXPECT_EQ(info_of(one).calls, 0);
 }
 
-TEST(CheckRanks, AUsedUpSkipBudgetIsSaidToEveryRank) {
+TEST(CheckRanks, ReportsAnExhaustedSkipBudgetOnEveryRank) {
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
-        dsopt_optimizer_desc desc = checked(comm);
+        dsopt_optimizer_desc desc = checked_desc(comm);
         desc.skip_budget = 2;
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), named(arrays(1)));
+        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), named_params(arrays(1)));
         for (int call = 0; call < 2; ++call) EXPECT_OK(trainer.step(arrays(kNaN)));
         for (int call = 0; call < 2; ++call) EXPECT_TRUE(refused(trainer.step(arrays(1)), DSOPT_ERR_SKIPS));
         must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 2));

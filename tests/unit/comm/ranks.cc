@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of several ranks, one thread each: norms that add up, skips that are agreed, comms that fail.
+// Steps of several ranks, one thread each: global norms, agreement on skipped steps, and failing comms.
 #include "support/harness.h"
 
 using namespace test;
 
 namespace {
 
-dsopt_optimizer_desc empty() {
+dsopt_optimizer_desc empty_desc() {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     return desc;
 }
@@ -20,7 +20,7 @@ void expect_near(double got, double wanted) {
 }
 
 // ------------------------------------------------------------------------------------------------------ data parallel
-TEST(DataParallel, OverflowOnOneRankSkipsOnAllAndScalesStayTheSame) {
+TEST(DataParallelStep, SkipsOnEveryRankIfOneOverflows) {
     constexpr int ranks = 3;
     const CommId id = new_id();
     std::array<std::vector<double>, ranks> scales;
@@ -29,7 +29,7 @@ TEST(DataParallel, OverflowOnOneRankSkipsOnAllAndScalesStayTheSame) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, ranks);
         const Scaler scaler = make_scaler(ctx, 64, 2);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.data = comm.get();
         desc.scaler = scaler.get();
         desc.max_norm = 0.5;
@@ -39,13 +39,13 @@ TEST(DataParallel, OverflowOnOneRankSkipsOnAllAndScalesStayTheSame) {
         for (int step = 0; step < 12; ++step) {
             std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, random.floats(100, -64, 64)),
                                         Array(DSOPT_DTYPE_BF16, random.floats(7, -64, 64))};
-            const int bad = step % 4 - 1; // in every fourth step nobody, else one rank
+            const int bad = step % 4 - 1; // no rank in every fourth step, else one rank
             if (bad == rank) grads[size_t(step % 2)].set(3, step % 3 ? kInf : kNaN);
             const Snapshot before = trainer.snapshot();
             ASSERT_OK(trainer.step(grads));
             const dsopt_report report = trainer.report();
             EXPECT_EQ(report.last_skipped, bad >= 0);
-            EXPECT_EQ(report.nonfinite, bad == rank) << "what was found stays local";
+            EXPECT_EQ(report.nonfinite, bad == rank) << "nonfinite counts only this rank's gradients";
             EXPECT_EQ(report.first_bad, bad == rank ? step % 2 : -1);
             EXPECT_EQ(trainer.snapshot().at("param 0") == before.at("param 0"), bad >= 0);
             scales[size_t(rank)].push_back(report.loss_scale);
@@ -59,12 +59,12 @@ TEST(DataParallel, OverflowOnOneRankSkipsOnAllAndScalesStayTheSame) {
     }
 }
 
-TEST(DataParallel, EveryReasonToSkipIsAgreed) {
+TEST(DataParallelStep, AgreesOnEveryReasonToSkip) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.data = comm.get();
         desc.max_norm = 1;
         Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
@@ -91,13 +91,13 @@ TEST(DataParallel, EveryReasonToSkipIsAgreed) {
     });
 }
 
-TEST(DataParallel, TwoOptimizersMayShareACommAndAScaler) {
+TEST(DataParallelStep, SharesACommAndAScalerBetweenOptimizers) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
         const Scaler scaler = make_scaler(ctx, 8, 1, DSOPT_SCALER_SHARED);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.data = comm.get();
         desc.scaler = scaler.get();
         Trainer a(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
@@ -116,7 +116,8 @@ TEST(DataParallel, TwoOptimizersMayShareACommAndAScaler) {
 }
 
 // ----------------------------------------------------------------------------------------------------- model parallel
-struct Model { // of the whole: a sharded matrix, a bias on both ranks, and one that another pipeline stage counts
+/// The whole model: a sharded matrix, a bias on both ranks, and a replicated tensor that another pipeline stage counts.
+struct Model {
     std::vector<Array> weights, grads;
     explicit Model(Random &random, double size = 50) {
         for (const size_t n : {size_t(9000), size_t(77), size_t(30)}) {
@@ -138,11 +139,11 @@ struct Model { // of the whole: a sharded matrix, a bias on both ranks, and one 
     std::vector<Array> gradients(int rank) const { return {half(grads[0], rank), grads[1], grads[2]}; }
 };
 
-TEST(ModelParallel, NormIsThatOfTheWholeModelAndShardsStepLikeIt) {
+TEST(ModelParallelStep, ClipsByTheNormOfTheWholeModel) {
     for (const bool group_clips : {false, true}) {
         Random random(2);
         const Model model(random);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
         group.beta1 = 0; // exp_avg is the clipped gradient
         desc.max_norm = group_clips ? 0 : 0.5;
@@ -158,9 +159,9 @@ TEST(ModelParallel, NormIsThatOfTheWholeModelAndShardsStepLikeIt) {
         const CommId id = new_id();
         run_ranks(2, [&](int rank) {
             const Comm comm = local_comm(ctx, id, rank, 2);
-            dsopt_optimizer_desc mine = desc;
-            mine.model = comm.get();
-            Trainer part(ctx, mine, group, model.params(rank));
+            dsopt_optimizer_desc shard_desc = desc;
+            shard_desc.model = comm.get();
+            Trainer part(ctx, shard_desc, group, model.params(rank));
             ASSERT_OK(part.step(model.gradients(rank)));
             expect_near(part.report().grad_norm, norm);
             if (!group_clips) expect_near(part.report().divisor, (norm + 1e-6) / 0.5);
@@ -169,19 +170,19 @@ TEST(ModelParallel, NormIsThatOfTheWholeModelAndShardsStepLikeIt) {
             ASSERT_EQ(got.size(), wanted.size());
             for (size_t i = 0; i < got.size(); ++i) ASSERT_FLOAT_EQ(got[i], wanted[i]);
             for (size_t i = 0; i < 30; ++i)
-                EXPECT_FLOAT_EQ(part.state("exp_avg", 2)[i], tied[i]) << "clipped all the same";
+                EXPECT_FLOAT_EQ(part.state("exp_avg", 2)[i], tied[i]) << "replicated tensors are clipped, too";
         });
     }
 }
 
-TEST(ModelParallel, OverflowInAnyTensorOfAnyRankSkipsOnAll) {
+TEST(ModelParallelStep, SkipsOnEveryRankIfAnyTensorOverflows) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         Random random(3);
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
         const Scaler scaler = make_scaler(ctx, 1024);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.model = comm.get();
         desc.scaler = scaler.get();
         const Model model(random);
@@ -201,8 +202,8 @@ TEST(ModelParallel, OverflowInAnyTensorOfAnyRankSkipsOnAll) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ experts
-TEST(ExpertParallel, SquaresOfExpertsAddUpAndDenseOnesCountOnce) {
-    // Four ranks: {0, 1} and {2, 3} hold the experts 0 and 1, each pair all of them; data ranks are {0, 2} and {1, 3}.
+TEST(ExpertParallelStep, SumsNormsOfExpertsAndCountsDenseOnce) {
+    // Four ranks. Expert comms are {0, 1} and {2, 3}, and each has experts 0 and 1. Data comms are {0, 2} and {1, 3}.
     const CommId expert_ids[] = {new_id(), new_id()}, data_ids[] = {new_id(), new_id()};
     Random random(4);
     const Array dense(DSOPT_DTYPE_F16, random.floats(6000, -20, 20));
@@ -211,13 +212,13 @@ TEST(ExpertParallel, SquaresOfExpertsAddUpAndDenseOnesCountOnce) {
     const double expert_squares = squares(experts[0]) + squares(experts[1]);
     std::array<std::string, 4> dense_weights;
     run_ranks(4, [&](int rank) {
-        const int pair = rank / 2, place = rank % 2;
+        const int pair = rank / 2, index = rank % 2;
         const Context ctx = make_context(1);
-        const Comm expert = local_comm(ctx, expert_ids[pair], place, 2),
-                   data = local_comm(ctx, data_ids[place], pair, 2);
+        const Comm expert = local_comm(ctx, expert_ids[pair], index, 2),
+                   data = local_comm(ctx, data_ids[index], pair, 2);
         const Scaler scaler = make_scaler(ctx, 4);
         dsopt_comm *const list[] = {expert.get()};
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.data = data.get();
         desc.experts = list;
         desc.expert_count = 1;
@@ -225,15 +226,15 @@ TEST(ExpertParallel, SquaresOfExpertsAddUpAndDenseOnesCountOnce) {
         desc.max_norm = 1;
         Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
                         {{Array(DSOPT_DTYPE_F16, 6000, 1), "dense"},
-                         {Array(DSOPT_DTYPE_F16, experts[place].size(), 1), "expert", 0, 1}});
-        ASSERT_OK(trainer.step({dense, experts[place]}));
+                         {Array(DSOPT_DTYPE_F16, experts[index].size(), 1), "expert", 0, 1}});
+        ASSERT_OK(trainer.step({dense, experts[index]}));
         const dsopt_report report = trainer.report();
         expect_near(report.dense_norm, std::sqrt(squares(dense)) / 4);
         expect_near(report.expert_norm, std::sqrt(expert_squares) / 4);
         expect_near(report.grad_norm, std::sqrt(squares(dense) + expert_squares) / 4);
         expect_near(report.divisor, 4 * (report.grad_norm + 1e-6));
-        for (int bad = 0; bad < 4; ++bad) { // one rank's own expert
-            std::vector<Array> grads = {dense, experts[place]};
+        for (int bad = 0; bad < 4; ++bad) { // in the expert of one rank
+            std::vector<Array> grads = {dense, experts[index]};
             if (rank == bad) grads[1].set(0, kNaN);
             ASSERT_OK(trainer.step(grads));
             EXPECT_EQ(trainer.report().last_skipped, 1) << "rank " << rank << ", bad " << bad;
@@ -244,8 +245,8 @@ TEST(ExpertParallel, SquaresOfExpertsAddUpAndDenseOnesCountOnce) {
     for (const std::string &weights : dense_weights) EXPECT_EQ(weights, dense_weights[0]);
 }
 
-TEST(ExpertParallel, TwoKindsOfExpertsHaveTheirOwnComms) {
-    // Kind 1 is spread over {0, 1} and {2, 3}, kind 2 over {0, 2} and {1, 3}.
+TEST(ExpertParallelStep, ReducesEachKindOfExpertsOverItsComm) {
+    // Experts of kind 1 are distributed over {0, 1} and {2, 3}, those of kind 2 over {0, 2} and {1, 3}.
     const CommId first_ids[] = {new_id(), new_id()}, second_ids[] = {new_id(), new_id()};
     Random random(5);
     const Array dense(DSOPT_DTYPE_F32, random.floats(40)),
@@ -257,7 +258,7 @@ TEST(ExpertParallel, TwoKindsOfExpertsHaveTheirOwnComms) {
         const Context ctx = make_context(1);
         const Comm a = local_comm(ctx, first_ids[row], column, 2), b = local_comm(ctx, second_ids[column], row, 2);
         dsopt_comm *const list[] = {a.get(), b.get()};
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.experts = list;
         desc.expert_count = 2;
         desc.max_norm = 1;
@@ -271,11 +272,11 @@ TEST(ExpertParallel, TwoKindsOfExpertsHaveTheirOwnComms) {
     });
 }
 
-TEST(ExpertParallel, ExpertNumbersNeedTheirComms) {
+TEST(ExpertParallelStep, RefusesExpertNumbersWithoutComms) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
     dsopt_comm *const list[] = {comm.get(), nullptr};
-    dsopt_optimizer_desc desc = empty();
+    dsopt_optimizer_desc desc = empty_desc();
     dsopt_optimizer *opt = nullptr;
     desc.expert_count = 1;
     EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "expert"));
@@ -297,8 +298,8 @@ TEST(ExpertParallel, ExpertNumbersNeedTheirComms) {
     EXPECT_EQ(opt, nullptr);
 }
 
-// ----------------------------------------------------------------------------------------------------- all of them
-TEST(Grid, OfModelDataAndExpertRanksAgreesOnNormAndSkips) {
+// ------------------------------------------------------------------------------------------------ all comms at once
+TEST(ExpertParallelStep, AgreesOverModelDataAndExpertComms) {
     const auto number = [](int m, int d, int e) { return m + 2 * d + 4 * e; };
     Random random(6);
     std::vector<Array> sharded, expert_whole;          // by m; by e
@@ -328,7 +329,7 @@ TEST(Grid, OfModelDataAndExpertRanksAgreesOnNormAndSkips) {
                    expert = local_comm(ctx, expert_ids[size_t(m + 2 * d)], e, 2);
         dsopt_comm *const list[] = {expert.get()};
         const Scaler scaler = make_scaler(ctx, 256);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.model = model.get();
         desc.data = data.get();
         desc.experts = list;
@@ -360,19 +361,20 @@ TEST(Grid, OfModelDataAndExpertRanksAgreesOnNormAndSkips) {
         EXPECT_EQ(number(m, d, e), rank);
         EXPECT_EQ(trainer.state("step"), std::vector<float>(4, 1));
     });
-    for (const double norm : norms) EXPECT_EQ(norm, norms[0]) << "the same bits on every rank";
+    for (const double norm : norms) EXPECT_EQ(norm, norms[0]) << "identical bits on every rank";
 }
 
 // --------------------------------------------------------------------------------------------------- comms that fail
 enum class Role { data, model, expert };
-class FailingComm : public testing::TestWithParam<Role> {};
-INSTANTIATE_TEST_SUITE_P(, FailingComm, testing::Values(Role::data, Role::model, Role::expert), [](const auto &info) {
-    return std::string(info.param == Role::data ? "Data" : info.param == Role::model ? "Model" : "Expert");
-});
+class StepWithFailingComm : public testing::TestWithParam<Role> {};
+INSTANTIATE_TEST_SUITE_P(
+    , StepWithFailingComm, testing::Values(Role::data, Role::model, Role::expert), [](const auto &info) {
+        return std::string(info.param == Role::data ? "Data" : info.param == Role::model ? "Model" : "Expert");
+    });
 
 LABEL_PARAMS(long_emulated, "Model");
 LABEL_PARAMS(long_emulated, "Expert");
-TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
+TEST_P(StepWithFailingComm, ReturnsTheStatusAndChangesNothing) {
     for (const dsopt_status wanted : {DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, DSOPT_ERR_ABORTED}) {
         const Context ctx = make_context(2);
         const CommId id = new_id();
@@ -382,7 +384,7 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
         });
         dsopt_comm *const list[] = {comms[0].get()};
         const Scaler scaler = make_scaler(ctx, 64, 1);
-        dsopt_optimizer_desc desc = empty();
+        dsopt_optimizer_desc desc = empty_desc();
         desc.scaler = scaler.get();
         desc.max_norm = 1;
         if (GetParam() == Role::data) desc.data = comms[0].get();
@@ -392,43 +394,43 @@ TEST_P(FailingComm, LeavesEverythingAsItWasAndGivesTheStatus) {
         const std::vector<Array> weights = {Array(DSOPT_DTYPE_F16, random.floats(5000)), Array(DSOPT_DTYPE_BF16, 9, 1)};
         Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_LAMB), weights);
         const std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, random.floats(5000)), Array(DSOPT_DTYPE_BF16, 9, 1)};
-        std::thread peer([&] { // does one step's worth of the same calls
+        std::thread peer([&] { // makes one step
             dsopt_comm *const others[] = {comms[1].get()};
-            dsopt_optimizer_desc theirs = desc;
-            theirs.scaler = nullptr;
-            if (desc.data != nullptr) theirs.data = comms[1].get();
-            if (desc.model != nullptr) theirs.model = comms[1].get();
-            if (desc.experts != nullptr) theirs.experts = others;
-            Trainer other(ctx, theirs, group_of(DSOPT_ALGORITHM_LAMB), weights);
+            dsopt_optimizer_desc peer_desc = desc;
+            peer_desc.scaler = nullptr;
+            if (desc.data != nullptr) peer_desc.data = comms[1].get();
+            if (desc.model != nullptr) peer_desc.model = comms[1].get();
+            if (desc.experts != nullptr) peer_desc.experts = others;
+            Trainer other(ctx, peer_desc, group_of(DSOPT_ALGORITHM_LAMB), weights);
             EXPECT_OK(other.step(grads));
         });
         ASSERT_OK(trainer.step(grads));
         peer.join();
         const Snapshot before = trainer.snapshot();
         const dsopt_report report_before = trainer.report();
-        std::vector<Array> given = grads;
-        given[0].set(0, kInf);
+        std::vector<Array> grads_after_failure = grads;
+        grads_after_failure[0].set(0, kInf);
         const Shared<float> report(DSOPT_REPORT_FLOATS, 77);
-        std::thread helper([&] {
+        std::thread failing_peer([&] {
             std::this_thread::sleep_for(std::chrono::milliseconds(10));
             if (wanted == DSOPT_ERR_COMM) comms[1].reset();
             if (wanted == DSOPT_ERR_ABORTED) dsopt_comm_abort(comms[1].get());
         });
-        EXPECT_TRUE(refused(trainer.step(given,
+        EXPECT_TRUE(refused(trainer.step(grads_after_failure,
                                          [&](dsopt_step &step) {
                                              step.flags = DSOPT_STEP_ZERO_GRADS;
                                              step.report = report.data();
                                          }),
                             wanted));
-        helper.join();
+        failing_peer.join();
         EXPECT_TRUE(same(before, trainer.snapshot()));
-        EXPECT_EQ(given[1].text(), grads[1].text()) << "gradients are not zeroed";
+        EXPECT_EQ(grads_after_failure[1].text(), grads[1].text()) << "gradients are not zeroed";
         EXPECT_EQ(report[0], 77);
         const dsopt_report report_after = trainer.report();
         EXPECT_EQ(std::memcmp(&report_before, &report_after, sizeof report_after), 0);
         EXPECT_TRUE(refused(trainer.step(grads), wanted)) << "the comm is unusable";
         EXPECT_EQ(info_of(comms[0]).status, wanted);
-        Tape file; // but not the state
+        Tape file; // the state can still be saved
         EXPECT_OK(file.save(trainer));
     }
 }

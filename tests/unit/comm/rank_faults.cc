@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that are threads, of which one does what the others do not expect.
-#include "support/misdeeds.h"
+// Ranks are threads, and one of them does something that the others do not expect.
 #include "support/label.h"
+#include "support/misdeeds.h"
 
 using namespace test;
 
 namespace {
 
 LABEL(long_emulated);
-TEST(Misdeeds, OfALocalRankGiveEveryRankAStatusInBoundedTime) {
+TEST(RankFault, ReturnsAStatusOnEveryLocalRankInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 8; ++i) fabrics.push_back(std::make_unique<LocalFabric>());
     commit_all_misdeeds(fabrics, kSanitized ? 1 : 4, 4);
