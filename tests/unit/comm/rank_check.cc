@@ -249,7 +249,7 @@ TEST(CheckRanks, AddsOneSmallAllReduceAndChangesNoBit) {
         });
 }
 
-TEST(OneBitStep, ComparesListsFirstAndAfterAddGroup) {
+TEST(CheckRanks, ComparesOneBitListsWithoutTheFlag) {
     for (const int32_t algorithm : kFamily)
         with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
             Problem problem = problem_of(3);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank that hangs or gives up in the middle of a compressed step: the others get a status in bounded time.
+// A rank hangs or aborts in the middle of a compressed step: the other ranks return a status in bounded time.
 #include "support/onebit.h"
 #include "support/onebit_run.h"
 #include <chrono>
@@ -8,118 +8,118 @@
 
 using namespace test;
 
-LABEL_FILE(cpu); // stops in pieces of the host's loops
+LABEL_FILE(cpu); // the rank stops at a parallel loop of the host
 using Clock = std::chrono::steady_clock;
 
 namespace {
 
 constexpr int kRanks = 3;
 constexpr int64_t kCall = 4;                              // a compressed step
-constexpr auto kBound = std::chrono::milliseconds(60000); // what the others may take at most
+constexpr auto kBound = std::chrono::milliseconds(60000); // longest allowed time of the other ranks
 
-/// The pool of rank 0, which stops at the piece of work with a number, in one step.
-struct Stopper {
+/// A parallel_for that counts its calls in one step and calls `instead` before loop number `stop_at`.
+struct StoppingPool {
     int64_t stop_at = -1;
     std::function<void()> instead = {};
-    int64_t pieces = 0;
+    int64_t loops = 0;
     bool armed = false;
     static void run(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
-        auto &self = *static_cast<Stopper *>(user);
-        if (self.armed && self.pieces++ == self.stop_at) self.instead();
+        auto &self = *static_cast<StoppingPool *>(user);
+        if (self.armed && self.loops++ == self.stop_at) self.instead();
         for (int64_t i = 0; i < n; ++i) body(arg, i);
     }
 };
-onebit_run::Setting setting_of(int32_t algorithm, Stopper &stopper) {
+onebit_run::Setting setting_of(int32_t algorithm, StoppingPool &pool) {
     onebit_run::Setting setting;
     setting.algorithm = algorithm;
-    setting.sizes = {450000}; // enough work to ask for the pool in every phase
+    setting.sizes = {450000}; // enough work to use the pool in every phase
     setting.freeze_step = 2;
-    setting.change = [&stopper](int64_t call, dsopt_step &step) {
-        stopper.armed = call == kCall;
-        step.parallel_for = Stopper::run;
-        step.parallel_user = &stopper;
+    setting.change = [&pool](int64_t call, dsopt_step &step) {
+        pool.armed = call == kCall;
+        step.parallel_for = StoppingPool::run;
+        step.parallel_user = &pool;
     };
     return setting;
 }
 
-/// A step in which nothing goes wrong.
-struct Healthy {
-    int64_t pieces; // of work that it asks for
-    int timeout_ms; // what four such steps take on this machine now, with as many others at the same time
+/// Measurements of a step without a failure.
+struct UndisturbedStep {
+    int64_t loops;  // parallel loops of the step
+    int timeout_ms; // time of kCall steps, if one run per loop is concurrent
 };
-Healthy healthy_step(int32_t algorithm) {
+UndisturbedStep measure_step(int32_t algorithm) {
     const auto begin = Clock::now();
     const CommId id = new_id();
-    std::array<Stopper, kRanks> stoppers;
+    std::array<StoppingPool, kRanks> pools;
     run_ranks(kRanks, [&](int rank) {
         const Context ctx = make_context(2);
         const Comm comm = local_comm(ctx, id, rank, kRanks);
-        onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, stoppers[size_t(rank)]));
+        onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pools[size_t(rank)]));
         for (int64_t call = 1; call <= kCall; ++call) must(trainer.step(call));
     });
-    const int64_t pieces = stoppers[0].pieces;
+    const int64_t loops = pools[0].loops;
     const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-    return {pieces, int(std::clamp<int64_t>(pieces * took, 1500, 10000))};
+    return {loops, int(std::clamp<int64_t>(loops * took, 1500, 10000))};
 }
 
-/// Rank 0 stops before a piece of work of its compressed step, and does something in place of going on.
-void stop_at(int32_t algorithm, int64_t piece, bool hangs, int timeout_ms) {
-    const std::string what = std::string(name_of(algorithm)) + ", piece " + std::to_string(piece);
+/// Rank 0 stops before a parallel loop of its compressed step. It waits until the other ranks have failed, or aborts.
+void stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
+    const std::string what = std::string(name_of(algorithm)) + ", loop " + std::to_string(loop);
     const CommId id = new_id();
     std::mutex mutex;
     std::condition_variable changed;
-    int others = 0; // that have their status
+    int failed_peers = 0;
     run_ranks(kRanks, [&](int rank) {
         const Context ctx = make_context(2);
         const Comm comm = local_comm(ctx, id, rank, kRanks, timeout_ms);
-        Stopper stopper;
-        if (rank == 0) stopper.stop_at = piece;
-        stopper.instead = [&] {
+        StoppingPool pool;
+        if (rank == 0) pool.stop_at = loop;
+        pool.instead = [&] {
             if (!hangs) return dsopt_comm_abort(comm.get());
             std::unique_lock lock(mutex);
-            changed.wait(lock, [&] { return others == kRanks - 1; });
+            changed.wait(lock, [&] { return failed_peers == kRanks - 1; });
         };
-        onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, stopper));
+        onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pool));
         for (int64_t call = 1; call < kCall; ++call) must(trainer.step(call));
-        const dsopt_status lost = hangs ? DSOPT_ERR_TIMEOUT : DSOPT_ERR_ABORTED;
+        const dsopt_status failure = hangs ? DSOPT_ERR_TIMEOUT : DSOPT_ERR_ABORTED;
         const std::string before = trainer.bytes(false);
         const auto begin = Clock::now();
         const dsopt_status status = trainer.step(kCall);
-        // Behind its last collective a rank holds nobody up any more: the step is taken, and the next one is lost.
-        EXPECT_TRUE(status == DSOPT_OK || status == lost) << what << ": " << dsopt_last_error();
+        // After its last collective a rank blocks no peer: the step succeeds, and the next one fails.
+        EXPECT_TRUE(status == DSOPT_OK || status == failure) << what << ": " << dsopt_last_error();
         if (status != DSOPT_OK && algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
             EXPECT_EQ(trainer.bytes(false), before) << what;
         }
-        if (rank != 0 || status != DSOPT_OK) { EXPECT_TRUE(refused(trainer.step(kCall + 1), lost)) << what; }
+        if (rank != 0 || status != DSOPT_OK) { EXPECT_TRUE(refused(trainer.step(kCall + 1), failure)) << what; }
         EXPECT_LT(Clock::now() - begin, kBound) << what << ", rank " << rank;
-        EXPECT_EQ(info_of(comm).status, rank == 0 && status == DSOPT_OK ? info_of(comm).status : lost) << what;
+        EXPECT_EQ(info_of(comm).status, rank == 0 && status == DSOPT_OK ? info_of(comm).status : failure) << what;
         if (rank == 0) return;
         const std::lock_guard lock(mutex);
-        ++others;
+        ++failed_peers;
         changed.notify_all();
     });
 }
 
-class StoppedStep : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(, StoppedStep, testing::ValuesIn(kFamily),
+class OneBitStepFailure : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(, OneBitStepFailure, testing::ValuesIn(kFamily),
                          [](const auto &info) { return std::string(name_of(info.param)); });
 
 LABEL_PARAMS(one_of_many, "OneBitAdam");
 LABEL_PARAMS(one_of_many, "ZeroOneAdam");
-TEST_P(StoppedStep, ARankThatHangsAnywhereInItGivesTheOthersATimeOut) {
-    const Healthy step = healthy_step(GetParam());
-    ASSERT_GE(step.pieces, 4) << "packing, serving and what is around them";
-    std::vector<std::thread> all; // every place at once: most of the time is spent waiting
-    for (int64_t piece = 0; piece < step.pieces; ++piece)
-        all.emplace_back([=] { stop_at(GetParam(), piece, true, step.timeout_ms); });
-    for (std::thread &thread : all) thread.join();
+TEST_P(OneBitStepFailure, TimesOutOnPeersIfARankHangs) {
+    const UndisturbedStep step = measure_step(GetParam());
+    ASSERT_GE(step.loops, 4) << "compression, decompression and the loops before and after them";
+    std::vector<std::thread> runs; // one per loop, concurrently: most of the time is spent waiting
+    for (int64_t loop = 0; loop < step.loops; ++loop)
+        runs.emplace_back([=] { stop_at(GetParam(), loop, true, step.timeout_ms); });
+    for (std::thread &thread : runs) thread.join();
 }
 
 LABEL_PARAMS(one_of_many, "OneBitAdam");
 LABEL_PARAMS(one_of_many, "OneBitLamb");
-TEST_P(StoppedStep, ARankThatAbortsAnywhereInItGivesTheOthersAStatusAtOnce) {
-    const Healthy step = healthy_step(GetParam());
-    for (int64_t piece = 0; piece < step.pieces; ++piece) stop_at(GetParam(), piece, false, 60000);
+TEST_P(OneBitStepFailure, ReturnsAbortedOnPeersIfARankAborts) {
+    const UndisturbedStep step = measure_step(GetParam());
+    for (int64_t loop = 0; loop < step.loops; ++loop) stop_at(GetParam(), loop, false, 60000);
 }
 
 } // namespace

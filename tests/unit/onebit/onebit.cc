@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 1-bit Adam, 0/1 Adam and 1-bit LAMB in standard mode: what replicas agree on, what each call does, what is refused.
-// Compat mode is pinned by the recorded cases.
+// 1-bit Adam, 0/1 Adam and 1-bit LAMB in standard mode: identical replicas, schedules, error feedback, groups and
+// refusals. Recorded cases test compat mode.
 #include "support/onebit.h"
 #include <optional>
 
@@ -8,20 +8,20 @@ using namespace test;
 
 namespace {
 
-class Family : public testing::TestWithParam<std::tuple<int32_t, int>> {
+class OneBitStep : public testing::TestWithParam<std::tuple<int32_t, int>> {
 protected:
     const int32_t algorithm = std::get<0>(GetParam());
     const int ranks = std::get<1>(GetParam());
     const Problem problem = problem_of(ranks);
 };
-INSTANTIATE_TEST_SUITE_P(, Family, testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2, 3)),
+INSTANTIATE_TEST_SUITE_P(, OneBitStep, testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2, 3)),
                          [](const auto &info) {
                              return name_of(std::get<0>(info.param)) + std::to_string(std::get<1>(info.param));
                          });
 
 // ---------------------------------------------------------------------------------------------------------- replicas
 LABEL_PARAMS(long_emulated, "*[13]");
-TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
+TEST_P(OneBitStep, GivesIdenticalReplicasAfterEveryExchange) {
     constexpr int64_t calls = 40;
     std::vector<std::vector<Snapshot>> all{size_t(ranks)};
     std::string text;
@@ -33,7 +33,7 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
             all[size_t(rank)].push_back(trainer.snapshot());
         }
     });
-    bool apart = false;
+    bool differ_locally = false;
     for (size_t call = 0; call < calls; ++call) {
         for (const auto &[name, bytes] : all[0][call]) {
             const bool local = name == "worker_error -1" || name == "server_error -1";
@@ -42,12 +42,12 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
                 if (text[call] != '-' && !local) {
                     ASSERT_TRUE(same) << name << ", call " << call + 1 << ", rank " << rank;
                 }
-                apart = apart || (text[call] == '-' && !same);
+                differ_locally = differ_locally || (text[call] == '-' && !same);
             }
         }
     }
-    EXPECT_EQ(apart, algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && ranks > 1)
-        << "between exchanges each rank goes its own way";
+    EXPECT_EQ(differ_locally, algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && ranks > 1)
+        << "ranks differ only between exchanges of 0/1 Adam";
     for (const auto &[name, bytes] : all[0].back())
         if (name.rfind("param", 0) == 0)
             for (size_t i = 0; i + 4 <= bytes.size(); i += 4) {
@@ -59,7 +59,7 @@ TEST_P(Family, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
 
 // ---------------------------------------------------------------------------------------------------------- schedule
 LABEL(long_emulated);
-TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLamb) {
+TEST_P(OneBitStep, MatchesAdamOrLambUpToFreezeStep) {
     constexpr int64_t freeze = 7;
     const bool lamb = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     dsopt_group group = group_for(algorithm, freeze),
@@ -74,7 +74,7 @@ TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLam
             ASSERT_EQ(reduction(trainer), DSOPT_REDUCTION_FULL) << call;
             ASSERT_OK(trainer.step(problem.mean(call)));
             ASSERT_OK(other.step(problem.mean(call)));
-            ASSERT_NE(trainer.weight(0).text(), before) << "the first call trains";
+            ASSERT_NE(trainer.weight(0).text(), before) << "the first call changes weights";
             for (size_t t = 0; t < problem.sizes.size(); ++t) {
                 ASSERT_TRUE(same_bits(trainer.weight(t).floats(), other.weight(t).floats())) << call;
                 for (const char *name : {"exp_avg", "exp_avg_sq"})
@@ -85,15 +85,15 @@ TEST_P(Family, FreezeStepIsTheNumberOfFullPrecisionStepsWhichAreThoseOfAdamOrLam
         for (int64_t call = freeze + 1; call <= freeze + 9; ++call) ASSERT_OK(trainer.step(problem.own(rank, call)));
         for (size_t t = 0; t < problem.sizes.size(); ++t)
             EXPECT_TRUE(same_bits(trainer.state("exp_avg_sq", int64_t(t)), other.state("exp_avg_sq", int64_t(t))))
-                << "the variance stays";
+                << "the variance is frozen";
     });
 }
 
 LABEL(long_emulated);
-TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
+TEST_P(OneBitStep, FollowsNextReduction) {
     constexpr int64_t calls = 40;
-    // 0/1 Adam: that of the original with the same numbers, whose first call is step 2 and whose last variance step
-    // may be number freeze_step + 1: F F F 1 F 1 F 1 1 1 F 1 1 1 F 1 1 1 1 1, 1 1 1 1 1 - 1 - - - 1 - - - 1 - - - 1
+    // The schedule of 0/1 Adam follows the original with the same settings. There the first call is step 2, and the
+    // last variance step may be number freeze_step + 1: FFF1F1F111F111F11111 11111-1---1---1---1
     const std::string wanted = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "FF1F1F1F111F111F1111"
                                                                             "1111-1-1---1---1---1"
                                                                           : std::string(20, 'F') + std::string(20, '1');
@@ -107,19 +107,19 @@ TEST_P(Family, EveryCallDoesWhatThePureFunctionSays) {
             ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
             const dsopt_comm_info after = info_of(comm);
             const char what = wanted[size_t(call - 1)];
-            // Ranks compare lists in the first call and agree on skipping in every one; an exchange is two calls more.
+            // Ranks compare lists in the first call and agree on skipping in every call. An exchange adds two calls.
             EXPECT_EQ(after.calls - before.calls, ranks == 1 ? 0 : (what == '1' ? 3 : 1) + (call == 1)) << call;
             EXPECT_EQ(after.bytes_sent - before.bytes_sent > 1000, what == '1' && ranks > 1) << call;
             EXPECT_EQ(trainer.state("exp_avg_sq", 0) != v, what == 'F') << call;
         }
-        EXPECT_EQ(schedule(trainer, calls), wanted) << "it does not depend on what was done";
+        EXPECT_EQ(schedule(trainer, calls), wanted) << "it does not depend on earlier calls";
         EXPECT_EQ(reduction(trainer, 0), reduction(trainer, calls + 1));
     });
 }
 
 LABEL_PARAMS(long_emulated, "*[13]");
 LABEL_PARAMS(long_emulated, "*Adam2");
-TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
+TEST_P(OneBitStep, AdvancesOnlyTheScheduleIfSkipped) {
     constexpr int64_t calls = 40, freeze = 12;
     const std::vector<int64_t> skips = {1, 3, 4, 9, 13, 15, 17, 20, 24, 28, 29, 31};
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -136,7 +136,7 @@ TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
             const bool skip = std::find(skips.begin(), skips.end(), call) != skips.end();
             const int32_t one = 1;
             const bool flag = skip && call % 2 == 0;
-            const int bad = int(call) % ranks; // one rank alone has the reason
+            const int bad = int(call) % ranks; // only this rank has a reason to skip
             if (skip && !flag && rank == bad) grads[4].set(77, call % 3 ? kInf : kNaN);
             Snapshot before = trainer.snapshot();
             ASSERT_OK(trainer.step(grads, [&](dsopt_step &step) { step.skip = flag && rank == bad ? &one : nullptr; }));
@@ -144,9 +144,9 @@ TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
             skipped += skip;
             Snapshot after = trainer.snapshot();
             EXPECT_NE(before.at("schedule -1"), after.at("schedule -1"));
-            for (const char *moves : {"schedule -1", "scaler -1"}) {
-                before.erase(moves);
-                after.erase(moves);
+            for (const char *key : {"schedule -1", "scaler -1"}) {
+                before.erase(key);
+                after.erase(key);
             }
             if (skip) { ASSERT_TRUE(same(before, after)) << call; }
             if (!skip) { ASSERT_FALSE(same(before, after)) << call; }
@@ -157,7 +157,7 @@ TEST_P(Family, SkippedCallsUseUpTheirPlaceAndChangeNothing) {
 
 LABEL_PARAMS(long_emulated, "*[13]");
 LABEL_PARAMS(long_emulated, "OneBit*2");
-TEST_P(Family, SkippingTheVeryStepThatFreezesStillFreezes) {
+TEST_P(OneBitStep, FreezesEvenIfTheFreezeStepIsSkipped) {
     std::array<std::vector<std::string>, 3> weights;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 6), problem.weights());
@@ -179,16 +179,16 @@ TEST_P(Family, SkippingTheVeryStepThatFreezesStillFreezes) {
 // ------------------------------------------------------------------------------------------------------- checkpoints
 LABEL_PARAMS(one_of_many, "*[12]");
 LABEL(long_emulated);
-TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
+TEST_P(OneBitStep, ResumesFromACheckpointWithTheSameBits) {
     constexpr int64_t calls = 36;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         for (const int64_t middle : {5, 12, 13, 20, 27, 30}) {
             Trainer first = trainer_of(ctx, comm, group_for(algorithm, 12), problem.weights());
-            const auto go = [&](Trainer &trainer, int64_t from, int64_t to) {
+            const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
                 for (int64_t call = from; call <= to; ++call)
                     must(trainer.step(problem.wanted(reduction(trainer), rank, call)));
             };
-            go(first, 1, middle);
+            train_calls(first, 1, middle);
             Tape file;
             ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
             Trainer second = trainer_of(ctx, comm, group_for(algorithm, 99, 0.5, 0), problem.weights());
@@ -196,8 +196,8 @@ TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
             EXPECT_EQ(second.get(DSOPT_KEY_FREEZE_STEP), 12);
             EXPECT_EQ(reduction(second), reduction(first));
             EXPECT_EQ(schedule(second, calls), schedule(first, calls));
-            go(first, middle + 1, calls);
-            go(second, middle + 1, calls);
+            train_calls(first, middle + 1, calls);
+            train_calls(second, middle + 1, calls);
             Snapshot a = first.snapshot(), b = second.snapshot();
             if (ranks > 1) { EXPECT_NE(a.at("worker_error -1").find_first_not_of('\0'), std::string::npos); }
             EXPECT_TRUE(same(a, b)) << "saved after " << middle;
@@ -207,18 +207,18 @@ TEST_P(Family, SavedInTheMiddleItGoesOnWithTheSameBits) {
 
 // ------------------------------------------------------------------------------------------------------------ errors
 LABEL(long_emulated);
-TEST_P(Family, ExportedErrorsAreWhatIsOwedAndCanBeImported) {
+TEST_P(OneBitStep, ContinuesFromExportedStateWithTheSameBits) {
     if (ranks == 1) return; // no buffers
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer first = trainer_of(ctx, comm, group_for(algorithm, 3), problem.weights());
-        const auto go = [&](Trainer &trainer, int64_t from, int64_t to) {
+        const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
             for (int64_t call = from; call <= to; ++call)
                 must(trainer.step(problem.wanted(reduction(trainer), rank, call)));
         };
-        go(first, 1, 8);
+        train_calls(first, 1, 8);
         Trainer second = trainer_of(ctx, comm, group_for(algorithm, 3), problem.weights());
         const std::vector<dsopt_state_info> list = first.state();
-        for (size_t i = 0; i < list.size(); ++i) { // all of it through host memory
+        for (size_t i = 0; i < list.size(); ++i) { // copies all state through host memory
             std::string bytes(size_t(list[i].tensor.numel) * 4, 0);
             must(dsopt_optimizer_export(first.opt(), int64_t(i), bytes.data(), bytes.size()));
             must(dsopt_optimizer_import(second.opt(), int64_t(i), bytes.data(), bytes.size()));
@@ -228,13 +228,13 @@ TEST_P(Family, ExportedErrorsAreWhatIsOwedAndCanBeImported) {
             if (to.numel > 0) std::memcpy(to.data, from.data, size_t(to.numel) * 4);
         }
         EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
-        go(first, 9, 20);
-        go(second, 9, 20);
+        train_calls(first, 9, 20);
+        train_calls(second, 9, 20);
         EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
     });
 }
 
-TEST(OneBitErrors, AreTheMomentumLessWhatWasSent) {
+TEST(OneBitErrorFeedback, KeepsTheMomentumMinusTheSentValue) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem{{100, 40}, 2};
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), problem.weights());
@@ -243,10 +243,11 @@ TEST(OneBitErrors, AreTheMomentumLessWhatWasSent) {
         std::vector<std::vector<float>> m = {trainer.state("exp_avg", 0), trainer.state("exp_avg", 1)};
         const std::vector<Array> grads = problem.own(rank, 3);
         ASSERT_OK(trainer.step(grads));
-        const std::vector<float> owed = trainer.state("worker_error");
-        ASSERT_EQ(owed.size(), 192u + 2); // 100 and 40 up to whole words, to a chunk of 96 a rank, and two scales
+        const std::vector<float> error = trainer.state("worker_error");
+        ASSERT_EQ(error.size(),
+                  192u + 2); // 100 and 40 rounded up to whole words, in chunks of 96 per rank, and two scales
         const size_t begin[] = {0, 128};
-        std::vector<bool> used(owed.size());
+        std::vector<bool> used(error.size());
         for (size_t t = 0; t < 2; ++t) {
             double squares = 0;
             for (size_t i = 0; i < m[t].size(); ++i) {
@@ -256,12 +257,12 @@ TEST(OneBitErrors, AreTheMomentumLessWhatWasSent) {
             const double scale = std::sqrt(squares / double(m[t].size()));
             for (size_t i = 0; i < m[t].size(); ++i) {
                 const double x = double(m[t][i]);
-                EXPECT_NEAR(owed[begin[t] + i], x - (x < 0 ? -scale : scale), 1e-6) << t << ", " << i;
+                EXPECT_NEAR(error[begin[t] + i], x - (x < 0 ? -scale : scale), 1e-6) << t << ", " << i;
                 used[begin[t] + i] = true;
             }
         }
-        for (size_t i = 0; i < owed.size(); ++i)
-            if (!used[i]) { EXPECT_EQ(owed[i], 0) << i; }
+        for (size_t i = 0; i < error.size(); ++i)
+            if (!used[i]) { EXPECT_EQ(error[i], 0) << i; }
         must(dsopt_optimizer_reset(trainer.opt(), DSOPT_RESET_ERRORS, nullptr));
         for (const char *name : {"worker_error", "server_error"})
             for (const float value : trainer.state(name)) EXPECT_EQ(value, 0);
@@ -269,7 +270,7 @@ TEST(OneBitErrors, AreTheMomentumLessWhatWasSent) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- training
-/// Loss of a quadratic with noise that differs from rank to rank.
+/// Returns the loss of a quadratic function after training with noise that differs between ranks.
 double train(int32_t algorithm, int ranks, int64_t calls) {
     constexpr size_t numel = 256;
     Random random(8);
@@ -287,11 +288,11 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
         }
         Trainer trainer = trainer_of(ctx, comm, group, {Array(DSOPT_DTYPE_F32, numel, 0)});
         for (int64_t call = 1; call <= calls; ++call) {
-            const double at = double(call) / double(calls);
+            const double progress = double(call) / double(calls);
             must(dsopt_optimizer_set(
                 trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR,
                 (algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB || algorithm == DSOPT_ALGORITHM_LAMB ? 0.1 : 0.03) *
-                    std::min(10 * at, 1 - at)));
+                    std::min(10 * progress, 1 - progress)));
             const bool full = reduction(trainer) == DSOPT_REDUCTION_FULL;
             std::vector<float> grad(numel);
             for (int other = 0; other < ranks; ++other) {
@@ -315,7 +316,7 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
 
 LABEL(numbers_only);
 LABEL(long_emulated);
-TEST(OneBitTraining, ReachesNearlyTheLossOfFullPrecision) {
+TEST(OneBitTraining, ConvergesLikeFullPrecision) {
     constexpr int64_t calls = 2000;
     for (const int ranks : {2, 4}) {
         const double begin = train(DSOPT_ALGORITHM_ADAMW, ranks, 0), adam = train(DSOPT_ALGORITHM_ADAMW, ranks, calls),
@@ -331,7 +332,7 @@ TEST(OneBitTraining, ReachesNearlyTheLossOfFullPrecision) {
 }
 
 LABEL(long_emulated);
-TEST(OneBitTraining, ElementsWithoutVarianceStayWhereTheyAre) {
+TEST(OneBitTraining, KeepsWeightsWithoutVarianceUnchanged) {
     for (const int32_t algorithm : kFamily)
         for (const int ranks : {1, 2})
             with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -341,7 +342,7 @@ TEST(OneBitTraining, ElementsWithoutVarianceStayWhereTheyAre) {
                 for (int64_t call = 1; call <= 30; ++call) {
                     std::vector<Array> grads = problem.wanted(reduction(trainer), rank, call);
                     for (size_t i = 100; i < 200 && (i < 150 || call <= 4); ++i)
-                        grads[0].set(i, 0); // rows never used, and rows used too late
+                        grads[0].set(i, 0); // no gradient at all, or only after the freeze
                     ASSERT_OK(trainer.step(grads));
                 }
                 for (size_t i = 100; i < 200; ++i)
@@ -352,7 +353,7 @@ TEST(OneBitTraining, ElementsWithoutVarianceStayWhereTheyAre) {
 
 // ------------------------------------------------------------------------------------------------------------- masks
 LABEL(long_emulated);
-TEST(OneBitMask, HoldsMomentaAtZeroAndWeightsWhereTheyAre) {
+TEST(OneBitMask, ZeroesMaskedMomentaAndKeepsWeights) {
     for (const int32_t algorithm : kFamily)
         with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
             const Problem problem{{300, 64}, 2};
@@ -373,7 +374,7 @@ TEST(OneBitMask, HoldsMomentaAtZeroAndWeightsWhereTheyAre) {
             for (int64_t call = 1; call <= 30; ++call) {
                 const int32_t what = reduction(trainer);
                 std::vector<Array> grads = problem.wanted(what, rank, call);
-                if (call > 1) // a gradient once, so that there is a variance
+                if (call > 1) // one gradient gives the elements a variance
                     for (size_t i = 100; i < 200; ++i) grads[0].set(i, 0);
                 else
                     for (size_t i = 100; i < 200; ++i) grads[0].set(i, 1e-3f);
@@ -395,20 +396,20 @@ TEST(OneBitMask, HoldsMomentaAtZeroAndWeightsWhereTheyAre) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ groups
-TEST(OneBitGroups, ThatDoNotFreezeAreThoseOfAdamWithAveragedGradients) {
+TEST(OneBitGroup, MatchesAdamWithNonFreeze) {
     for (const bool engine_averages : {false, true})
         with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
             const Problem problem{{50, 300}, 2};
             dsopt_optimizer_desc desc = optimizer_desc(0, engine_averages ? DSOPT_OPTIMIZER_AVERAGES : 0);
             desc.data = comm.get();
             const std::vector<Array> weights = problem.weights();
-            dsopt_group frozen = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5), lively = frozen,
+            dsopt_group frozen = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5), non_freeze = frozen,
                         plain = group_of(DSOPT_ALGORITHM_ADAMW, 1e-2, 0.01);
-            lively.flags |= DSOPT_GROUP_NON_FREEZE;
+            non_freeze.flags |= DSOPT_GROUP_NON_FREEZE;
             plain.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
             Trainer trainer(ctx, desc), other(ctx, optimizer_desc(), plain, {{weights[1], "w"}});
             must(trainer.add_group(frozen, {{weights[0], "a"}}));
-            must(trainer.add_group(lively, {{weights[1], "b"}}));
+            must(trainer.add_group(non_freeze, {{weights[1], "b"}}));
             for (int64_t call = 1; call <= 20; ++call) {
                 const int32_t what = engine_averages ? DSOPT_REDUCTION_LOCAL : reduction(trainer);
                 ASSERT_OK(trainer.step(problem.wanted(what, rank, call)));
@@ -419,7 +420,7 @@ TEST(OneBitGroups, ThatDoNotFreezeAreThoseOfAdamWithAveragedGradients) {
         });
 }
 
-TEST(OneBitGroups, MayStandBesideAdamWhichComesFirst) {
+TEST(OneBitGroup, TrainsNextToAnAdamGroup) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem{{50, 300}, 2};
         const std::vector<Array> weights = problem.weights();
@@ -431,7 +432,7 @@ TEST(OneBitGroups, MayStandBesideAdamWhichComesFirst) {
         must(trainer.add_group(group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 5), {{weights[1], "b"}}));
         EXPECT_EQ(schedule(trainer, 8), "FFFFF111");
         must(dsopt_optimizer_set(trainer.opt(), 1, DSOPT_KEY_LR, 5e-3));
-        EXPECT_EQ(schedule(trainer, 8), "FFFFF111") << "setting something else leaves freeze_step alone";
+        EXPECT_EQ(schedule(trainer, 8), "FFFFF111") << "setting another key does not change freeze_step";
         for (int64_t call = 1; call <= 12; ++call) {
             EXPECT_EQ(reduction(trainer), reduction(trainer, call));
             ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
@@ -448,7 +449,7 @@ TEST(OneBitGroups, MayStandBesideAdamWhichComesFirst) {
     });
 }
 
-TEST(OneBitGroups, FreezeStepIsReadAndSetForAllAtOnce) {
+TEST(OneBitGroup, SetsFreezeStepForAllGroupsAtOnce) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
         Trainer trainer(ctx, optimizer_desc(), group_for(algorithm, 7),
@@ -465,7 +466,7 @@ TEST(OneBitGroups, FreezeStepIsReadAndSetForAllAtOnce) {
         must(dsopt_optimizer_get(trainer.opt(), 1, DSOPT_KEY_FREEZE_STEP, &value));
         EXPECT_EQ(value, 3);
         EXPECT_EQ(schedule(trainer, 5).substr(3),
-                  algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "11" : "11"); // one rank has the same schedule
+                  algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "11" : "11"); // independent of the number of ranks
         Trainer adam(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
                      std::vector<Array>{Array(DSOPT_DTYPE_F32, 3, 1)});
         EXPECT_TRUE(refused(dsopt_optimizer_set(adam.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_FREEZE_STEP, 3),
@@ -473,7 +474,7 @@ TEST(OneBitGroups, FreezeStepIsReadAndSetForAllAtOnce) {
     }
 }
 
-TEST(OneBitGroups, WithoutTheFamilyEveryCallIsFull) {
+TEST(NextReduction, IsFullWithoutOneBitGroups) {
     const Context ctx = make_context(1);
     Trainer trainer(ctx, optimizer_desc());
     int32_t value = 9;
@@ -488,7 +489,7 @@ TEST(OneBitGroups, WithoutTheFamilyEveryCallIsFull) {
 
 // ---------------------------------------------------------------------------------------------------------- averages
 LABEL_PARAMS(long_emulated, "*[13]");
-TEST_P(Family, AveragesGivesTheBitsOfTheCallersOwnMean) {
+TEST_P(OneBitStep, AveragesWithTheBitsOfTheCallersMean) {
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         const dsopt_group group = group_for(algorithm, 12);
         Trainer own = trainer_of(ctx, comm, group, problem.weights()),
@@ -497,14 +498,14 @@ TEST_P(Family, AveragesGivesTheBitsOfTheCallersOwnMean) {
             ASSERT_OK(own.step(problem.wanted(reduction(own), rank, call)));
             const std::vector<Array> grads = problem.own(rank, call);
             ASSERT_OK(engine.step(grads));
-            EXPECT_EQ(grads[4].text(), problem.own(rank, call)[4].text()) << "the caller's are not changed";
+            EXPECT_EQ(grads[4].text(), problem.own(rank, call)[4].text()) << "the caller's gradients are not changed";
             ASSERT_TRUE(same(own.snapshot(), engine.snapshot())) << call;
         }
     });
 }
 
 LABEL_PARAMS(long_emulated, "*[13]");
-TEST_P(Family, AbsentGradientsAreZerosWhereRanksAverageOrExchange) {
+TEST_P(OneBitStep, TreatsAbsentGradientsAsZerosInReductions) {
     std::array<std::vector<Snapshot>, 3> all;
     std::string text;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -518,7 +519,7 @@ TEST_P(Family, AbsentGradientsAreZerosWhereRanksAverageOrExchange) {
             Snapshot now = trainer.snapshot();
             now.erase("worker_error -1");
             now.erase("server_error -1");
-            now.erase("step -1"); // counts the rank's own local steps
+            now.erase("step -1"); // counts this rank's local steps
             all[size_t(rank)].push_back(now);
         }
     });
@@ -529,12 +530,12 @@ TEST_P(Family, AbsentGradientsAreZerosWhereRanksAverageOrExchange) {
 
 // --------------------------------------------------------------------------------------------------- mixed precision
 LABEL_PARAMS(long_emulated, "*[13]");
-TEST_P(Family, HalfWeightsWithMastersAndADynamicScaler) {
+TEST_P(OneBitStep, TrainsFp16WeightsWithMastersAndAScaler) {
     std::array<std::vector<double>, 3> scales;
     std::array<std::vector<std::string>, 3> weights;
-    Problem halves = problem;
-    halves.dtype = DSOPT_DTYPE_F16;
-    halves.size = 8;
+    Problem fp16_problem = problem;
+    fp16_problem.dtype = DSOPT_DTYPE_F16;
+    fp16_problem.size = 8;
     std::string text;
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         const Scaler scaler = make_scaler(ctx, 64, 5);
@@ -542,11 +543,11 @@ TEST_P(Family, HalfWeightsWithMastersAndADynamicScaler) {
         desc.data = comm.get();
         desc.scaler = scaler.get();
         desc.max_norm = 1;
-        Trainer trainer(ctx, desc, group_for(algorithm, 12), halves.weights());
-        const std::string mine = schedule(trainer, 40);
-        if (rank == 0) text = mine;
+        Trainer trainer(ctx, desc, group_for(algorithm, 12), fp16_problem.weights());
+        const std::string own_schedule = schedule(trainer, 40);
+        if (rank == 0) text = own_schedule;
         for (int64_t call = 1; call <= 40; ++call) {
-            std::vector<Array> grads = halves.own(rank, call);
+            std::vector<Array> grads = fp16_problem.own(rank, call);
             const bool bad = call % 7 == 0;
             if (bad && rank == int(call) % ranks) grads[2].set(5, kInf);
             const std::string before = trainer.weight(4).text();
@@ -560,18 +561,19 @@ TEST_P(Family, HalfWeightsWithMastersAndADynamicScaler) {
                 ASSERT_EQ(trainer.weight(4)[i], rounded(master[i], DSOPT_DTYPE_F16)) << call << ", " << i;
                 ASSERT_LE(std::fabs(master[i]), 10);
             }
-            if (mine[size_t(call - 1)] != '-' && !bad) weights[size_t(rank)].push_back(trainer.weight(4).text());
+            if (own_schedule[size_t(call - 1)] != '-' && !bad)
+                weights[size_t(rank)].push_back(trainer.weight(4).text());
         }
     });
     for (int rank = 1; rank < ranks; ++rank) {
-        EXPECT_EQ(scales[size_t(rank)], scales[0]) << "one scale and one clipping factor";
+        EXPECT_EQ(scales[size_t(rank)], scales[0]) << "the loss scale and the divisor agree";
         EXPECT_TRUE(weights[size_t(rank)] == weights[0]) << "rank " << rank;
     }
     EXPECT_EQ(scales[0][2 * 6], scales[0][2 * 5] / 2);
 }
 
 // --------------------------------------------------------------------------------------------------------- 0/1 Adam
-TEST(ZeroOneAdam, WithoutLearningRateInAWholeWindowNothingMovesAndNothingBreaks) {
+TEST(ZeroOneAdam, KeepsWeightsInAWindowWithLearningRateZero) {
     for (const int ranks : {1, 2}) {
         std::array<std::vector<std::string>, 2> weights;
         with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -579,13 +581,13 @@ TEST(ZeroOneAdam, WithoutLearningRateInAWholeWindowNothingMovesAndNothingBreaks)
             Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 4), problem.weights());
             const std::string text = schedule(trainer, 40);
             for (int64_t call = 1; call <= 40; ++call) {
-                const bool still = (call > 16 && call <= 24) || call == 30; // whole windows, and a part of one
-                must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, still ? 0 : 1e-2));
+                const bool zero_lr = (call > 16 && call <= 24) || call == 30; // whole windows and part of one
+                must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, zero_lr ? 0 : 1e-2));
                 const std::string before = trainer.weight(0).text();
                 ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
-                // What is still owed from earlier windows comes all the same.
-                if (!still || ranks == 1 || text[size_t(call - 1)] == '-') {
-                    EXPECT_EQ(trainer.weight(0).text() == before, still) << call;
+                // Errors of earlier windows are still applied at an exchange.
+                if (!zero_lr || ranks == 1 || text[size_t(call - 1)] == '-') {
+                    EXPECT_EQ(trainer.weight(0).text() == before, zero_lr) << call;
                 }
                 for (const char *name : {"exp_avg", "anchor"})
                     for (const float value : trainer.state(name, 4)) ASSERT_LE(std::fabs(value), 100) << call;
@@ -597,7 +599,7 @@ TEST(ZeroOneAdam, WithoutLearningRateInAWholeWindowNothingMovesAndNothingBreaks)
     }
 }
 
-TEST(ZeroOneAdam, WeightsCannotStayAsTheyAreWithoutAMaster) {
+TEST(ZeroOneAdam, RefusesDeltaAndOutOnlyWithoutAMaster) {
     const Context ctx = make_context(1);
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
         Trainer trainer(ctx, optimizer_desc(), group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 4),
@@ -621,7 +623,7 @@ TEST(ZeroOneAdam, WeightsCannotStayAsTheyAreWithoutAMaster) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- refusals
-TEST(OneBitRefusal, OfGroups) {
+TEST(OneBitGroup, RefusesInvalidFields) {
     const Context ctx = make_context(1);
     struct Case {
         const char *what;
@@ -641,24 +643,24 @@ TEST(OneBitRefusal, OfGroups) {
             {"freeze_step -1", DSOPT_ERR_ARGUMENT, "freeze_step", [](dsopt_group &g) { g.freeze_step = -1; }},
             {"freeze_step 2^31 - 1", DSOPT_ERR_ARGUMENT, "freeze_step",
              [](dsopt_group &g) { g.freeze_step = INT32_MAX; }}};
-        const auto count = [&](const char *name, int64_t dsopt_group::*field) {
+        const auto add_count_cases = [&](const char *name, int64_t dsopt_group::*field) {
             for (const int64_t bad : {int64_t(zero_one ? 0 : 1), int64_t(-1)})
                 cases.push_back({name, zero_one ? DSOPT_ERR_ARGUMENT : DSOPT_ERR_UNSUPPORTED, name,
                                  [field, bad](dsopt_group &g) { g.*field = bad; }});
         };
-        count("var_interval_steps", &dsopt_group::var_interval_steps);
-        count("local_interval_steps", &dsopt_group::local_interval_steps);
-        count("max_local_interval", &dsopt_group::max_local_interval);
-        const auto real = [&](const char *name, double dsopt_group::*field, const std::vector<double> &bad) {
+        add_count_cases("var_interval_steps", &dsopt_group::var_interval_steps);
+        add_count_cases("local_interval_steps", &dsopt_group::local_interval_steps);
+        add_count_cases("max_local_interval", &dsopt_group::max_local_interval);
+        const auto add_real_cases = [&](const char *name, double dsopt_group::*field, const std::vector<double> &bad) {
             for (const double value : bad)
                 cases.push_back({name, lamb ? DSOPT_ERR_ARGUMENT : DSOPT_ERR_UNSUPPORTED, lamb ? name : "LAMB",
                                  [field, value](dsopt_group &g) { g.*field = value; }});
         };
-        real("trust_beta", &dsopt_group::trust_beta, {1, -0.1, double(kNaN)});
-        real("trust_threshold", &dsopt_group::trust_threshold, {1, -0.1, double(kNaN)});
-        real("trust_min_change", &dsopt_group::trust_min_change, {5, -0.1, double(kNaN)});
-        real("trust_max_change", &dsopt_group::trust_max_change, {-1, double(kInf), double(kNaN)});
-        real("max_trust", &dsopt_group::max_trust, {-1, double(kInf)});
+        add_real_cases("trust_beta", &dsopt_group::trust_beta, {1, -0.1, double(kNaN)});
+        add_real_cases("trust_threshold", &dsopt_group::trust_threshold, {1, -0.1, double(kNaN)});
+        add_real_cases("trust_min_change", &dsopt_group::trust_min_change, {5, -0.1, double(kNaN)});
+        add_real_cases("trust_max_change", &dsopt_group::trust_max_change, {-1, double(kInf), double(kNaN)});
+        add_real_cases("max_trust", &dsopt_group::max_trust, {-1, double(kInf)});
         if (algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM)
             cases.push_back({"non_freeze", DSOPT_ERR_UNSUPPORTED, "non_freeze",
                              [](dsopt_group &g) { g.flags |= DSOPT_GROUP_NON_FREEZE; }});
@@ -703,7 +705,7 @@ TEST(OneBitRefusal, OfGroups) {
     }
 }
 
-TEST(OneBitRefusal, OfGroupsThatDoNotFitTogether) {
+TEST(OneBitGroup, RefusesOtherAlgorithmsAndSchedules) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
         Trainer trainer(ctx, optimizer_desc(), group_for(algorithm, 5),
@@ -727,7 +729,7 @@ TEST(OneBitRefusal, OfGroupsThatDoNotFitTogether) {
     }
 }
 
-TEST(OneBitRefusal, OfOptions) {
+TEST(OneBitGroup, RefusesUnsupportedOptions) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
         for (const int32_t dtype : {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
@@ -744,7 +746,7 @@ TEST(OneBitRefusal, OfOptions) {
                         DSOPT_ERR_UNSUPPORTED, "AVERAGES"));
 }
 
-TEST_P(Family, RankThatLeavesFailsTheStepOfTheOthers) {
+TEST_P(OneBitStep, FailsIfARankIsDestroyed) {
     if (ranks == 1) return;
     const Context ctx = make_context(1);
     const CommId id = new_id();
@@ -768,12 +770,12 @@ TEST_P(Family, RankThatLeavesFailsTheStepOfTheOthers) {
     });
 }
 
-TEST(OneBitGroups, GoOnWithFrozenParametersWhenAGroupComesLater) {
+TEST(OneBitGroup, TrainsOnAfterAnAdamGroupIsAdded) {
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
         for (const int32_t algorithm : kFamily) {
             SCOPED_TRACE(name_of(algorithm));
             Trainer trainer(ctx, desc_with(comm));
-            // The same on all ranks, so that nobody has to average.
+            // All ranks have identical gradients, so they need no averaging.
             const auto gradient = [](int64_t call) {
                 return Array(DSOPT_DTYPE_F32, Random(uint64_t(call)).floats(100, 0.5, 1));
             };
@@ -790,7 +792,7 @@ TEST(OneBitGroups, GoOnWithFrozenParametersWhenAGroupComesLater) {
     });
 }
 
-TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
+TEST(OneBitGroup, IsRefusedOnceTheVarianceIsFrozen) {
     for (const int ranks : {1, 2})
         with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
             for (const int32_t algorithm : kFamily)
@@ -821,7 +823,7 @@ TEST(OneBitGroups, AreRefusedOnceTheVarianceIsFrozen) {
         });
 }
 
-TEST(OneBitGroups, ThatComeOneByOneBetweenStepsTrainLikeThoseThatComeTogether) {
+TEST(OneBitGroup, TrainsTheSameIfGroupsAreAddedOneByOne) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         for (const int32_t algorithm : kFamily) {
             SCOPED_TRACE(name_of(algorithm));
@@ -850,7 +852,7 @@ TEST(OneBitGroups, ThatComeOneByOneBetweenStepsTrainLikeThoseThatComeTogether) {
     });
 }
 
-TEST(OneBitGroups, MayHaveNoParameters) {
+TEST(OneBitGroup, StepsWithoutParameters) {
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
         for (const int32_t algorithm : kFamily)
             for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {

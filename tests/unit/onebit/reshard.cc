@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints of the 1-bit family that another number of ranks loads: what is taken over exactly, what becomes of error
-// feedback, what is refused.
+// Checkpoints of the 1-bit family that are loaded by another number of ranks: state that is kept exactly, redistributed
+// error feedback, and refusals.
 #include "support/onebit.h"
 #include <filesystem>
 #include <fstream>
@@ -11,9 +11,9 @@ using namespace test;
 namespace {
 
 constexpr int64_t kFreeze = 12;
-constexpr size_t kFirstIdle = 100, kLastIdle = 300; // elements of tensor 4 that never get a gradient
+constexpr size_t kFirstIdle = 100, kLastIdle = 300; // elements of tensor 4 without any gradient
 constexpr size_t kParts = 6;
-/// Chunks of any number of ranks end in the middle of tensors.
+/// Returns a problem whose chunks end in the middle of tensors with any number of ranks.
 Problem small(int ranks) { return {{300, 1, 33, 0, 700, 96}, ranks}; }
 
 std::vector<Array> gradients(const Problem &problem, int32_t reduction, int rank, int64_t call) {
@@ -21,17 +21,17 @@ std::vector<Array> gradients(const Problem &problem, int32_t reduction, int rank
     for (size_t i = kFirstIdle; i < kLastIdle; ++i) grads[4].set(i, 0);
     return grads;
 }
-void go(Trainer &trainer, const Problem &problem, int rank, int64_t from, int64_t to) {
+void train_calls(Trainer &trainer, const Problem &problem, int rank, int64_t from, int64_t to) {
     for (int64_t call = from; call <= to; ++call)
         must(trainer.step(gradients(problem, reduction(trainer), rank, call)));
 }
 
-/// What all ranks of a run have at one moment.
-struct Saved {
+/// Files and state of all ranks of a run after one call.
+struct SavedRun {
     std::vector<Tape> files;
     std::vector<Snapshot> snapshots;
-    std::vector<std::vector<float>> worker, server; // errors, without scales
-    std::vector<Snapshot> later;                    // if the run goes on
+    std::vector<std::vector<float>> worker, server; // errors without scales
+    std::vector<Snapshot> later;                    // at the end of the run
     std::string schedule;
     std::vector<const Tape *> list() const {
         std::vector<const Tape *> list;
@@ -42,7 +42,7 @@ struct Saved {
 std::vector<float> errors_of(const Trainer &trainer, const char *name, int ranks) {
     if (ranks == 1) return {};
     std::vector<float> values = trainer.state("worker_error");
-    const size_t elements = values.size() - kParts; // one scale a tensor
+    const size_t elements = values.size() - kParts; // one scale per tensor
     if (std::strcmp(name, "server_error") == 0) {
         values = trainer.state(name);
         values.resize(elements / size_t(ranks));
@@ -51,9 +51,9 @@ std::vector<float> errors_of(const Trainer &trainer, const char *name, int ranks
     }
     return values;
 }
-Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0, int32_t compat = DSOPT_COMPAT_NONE,
-                   double lr = 1e-2) {
-    Saved saved;
+SavedRun run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0, int32_t compat = DSOPT_COMPAT_NONE,
+                      double lr = 1e-2) {
+    SavedRun saved;
     const auto n = size_t(ranks);
     saved.files.resize(n);
     saved.snapshots.resize(n);
@@ -65,18 +65,18 @@ Saved run_and_save(int32_t algorithm, int ranks, int64_t stop, int64_t later = 0
         Trainer trainer(ctx, desc_with(comm, compat), group_for(algorithm, kFreeze, lr), problem.weights());
         const auto r = size_t(rank);
         if (rank == 0 && compat == DSOPT_COMPAT_NONE) saved.schedule = schedule(trainer, stop + later);
-        go(trainer, problem, rank, 1, stop);
+        train_calls(trainer, problem, rank, 1, stop);
         must(saved.files[r].save(trainer, DSOPT_IO_PARAMS));
         saved.snapshots[r] = trainer.snapshot();
         saved.worker[r] = errors_of(trainer, "worker_error", ranks);
         saved.server[r] = errors_of(trainer, "server_error", ranks);
-        go(trainer, problem, rank, stop + 1, stop + later);
+        train_calls(trainer, problem, rank, stop + 1, stop + later);
         saved.later[r] = trainer.snapshot();
     });
     return saved;
 }
-/// The last call up to `call` after which all ranks have the same parameters.
-int64_t moment(int32_t algorithm, int64_t call) {
+/// Returns the last call up to `call` after which all ranks have the same parameters.
+int64_t last_synchronized_call(int32_t algorithm, int64_t call) {
     const Context ctx = make_context(1);
     const Trainer trainer(ctx, optimizer_desc(), group_for(algorithm, kFreeze),
                           std::vector<Array>{Array(DSOPT_DTYPE_F32, 1, 0)});
@@ -88,7 +88,7 @@ Snapshot without(Snapshot snapshot, const std::vector<const char *> &names) {
     for (const char *name : names) snapshot.erase(name);
     return snapshot;
 }
-const std::vector<const char *> kResized = {"worker_error -1", "server_error -1", "active -1", "exp_avg_pad -1"};
+const std::vector<const char *> kResizedState = {"worker_error -1", "server_error -1", "active -1", "exp_avg_pad -1"};
 
 class Reshard : public testing::TestWithParam<std::tuple<int32_t, int, int>> {
 protected:
@@ -109,13 +109,13 @@ LABEL_PARAMS(one_of_many, "*From4To[124]");
 LABEL_PARAMS(long_emulated, "*From[134]To*");
 LABEL_PARAMS(long_emulated, "*From2To[124]");
 LABEL_PARAMS(long_emulated, "[OZ]*Adam*");
-TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedServerErrors) {
-    for (const int64_t about : {6, 12, 13, 20, 33}) {
-        const int64_t stop = moment(algorithm, about), later = 12;
-        const Saved saved = run_and_save(algorithm, from, stop, later);
+TEST_P(Reshard, KeepsMomentsAndRedistributesErrors) {
+    for (const int64_t latest : {6, 12, 13, 20, 33}) {
+        const int64_t stop = last_synchronized_call(algorithm, latest), later = 12;
+        const SavedRun saved = run_and_save(algorithm, from, stop, later);
         const Problem problem = small(to);
         std::vector<const Tape *> list = saved.list();
-        std::reverse(list.begin(), list.end()); // any order
+        std::reverse(list.begin(), list.end()); // the order of files does not matter
         std::vector<Snapshot> ends{size_t(to)};
         std::vector<std::vector<float>> joined{size_t(to)};
         with_ranks(to, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -126,21 +126,22 @@ TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedSer
             EXPECT_EQ(schedule(trainer, stop + later), saved.schedule);
             const Snapshot loaded = trainer.snapshot();
             if (from == to) { EXPECT_TRUE(same(loaded, saved.snapshots[size_t(rank)])); }
-            EXPECT_TRUE(same(without(loaded, kResized), without(saved.snapshots[0], kResized))) << "after " << stop;
+            EXPECT_TRUE(same(without(loaded, kResizedState), without(saved.snapshots[0], kResizedState)))
+                << "after " << stop;
             if (to > 1) {
-                const std::vector<float> owed = errors_of(trainer, "worker_error", to);
+                const std::vector<float> error = errors_of(trainer, "worker_error", to);
                 joined[size_t(rank)] = errors_of(trainer, "server_error", to);
-                bool some = false;
-                for (size_t i = 0; i < owed.size(); ++i) {
+                bool any_error = false;
+                for (size_t i = 0; i < error.size(); ++i) {
                     double sum = 0;
                     for (int old = 0; old < from && from > 1; ++old)
                         if (i < saved.worker[size_t(old)].size()) sum += double(saved.worker[size_t(old)][i]);
-                    if (from != to) { ASSERT_EQ(owed[i], float(sum / from)) << i << ", after " << stop; }
-                    some = some || owed[i] != 0;
+                    if (from != to) { ASSERT_EQ(error[i], float(sum / from)) << i << ", after " << stop; }
+                    any_error = any_error || error[i] != 0;
                 }
                 const bool began = saved.schedule.substr(0, size_t(stop)).find('1') != std::string::npos;
-                EXPECT_EQ(some, from > 1 && began && stop != kFreeze) << "after " << stop;
-                // Tensors begin at whole words of bits.
+                EXPECT_EQ(any_error, from > 1 && began && stop != kFreeze) << "after " << stop;
+                // Tensors begin at whole words.
                 std::vector<int32_t> active(loaded.at("active -1").size() / 4);
                 std::memcpy(active.data(), loaded.at("active -1").data(), active.size() * 4);
                 size_t begin = 0;
@@ -150,31 +151,31 @@ TEST_P(Reshard, TakesMomentsExactlyTheMeanOfWorkerErrorsAndThePartOfTheJoinedSer
                     for (size_t i = 0; i < v.size() && next != 'F'; ++i)
                         ASSERT_EQ((uint32_t(active[(begin + i) / 32]) >> ((begin + i) % 32)) & 1u, v[i] != 0)
                             << "tensor " << t << ", element " << i << ", after " << stop;
-                    for (size_t i = kFirstIdle; i < kLastIdle && t == 4; ++i) ASSERT_EQ(owed[begin + i], 0) << i;
+                    for (size_t i = kFirstIdle; i < kLastIdle && t == 4; ++i) ASSERT_EQ(error[begin + i], 0) << i;
                     begin += (v.size() + 31) / 32 * 32;
                 }
             }
-            go(trainer, problem, rank, stop + 1, stop + later);
+            train_calls(trainer, problem, rank, stop + 1, stop + later);
             ends[size_t(rank)] = trainer.snapshot();
             for (const Array &weight : trainer.weights())
                 for (const float value : weight.floats()) ASSERT_LT(std::fabs(value), 100);
         });
         if (from == to) {
             for (size_t rank = 0; rank < size_t(to); ++rank)
-                EXPECT_TRUE(same(ends[rank], saved.later[rank])) << "the run that was never interrupted";
+                EXPECT_TRUE(same(ends[rank], saved.later[rank])) << "differs from the uninterrupted run";
             continue;
         }
         std::vector<float> before, after;
         for (const auto &chunk : saved.server) before.insert(before.end(), chunk.begin(), chunk.end());
         for (const auto &chunk : joined) after.insert(after.end(), chunk.begin(), chunk.end());
         if (to > 1) {
-            before.resize(std::max(before.size(), after.size())); // the rest is between tensors and ranks
+            before.resize(std::max(before.size(), after.size())); // the rest is padding
             after.resize(before.size());
             EXPECT_TRUE(same_bits(after, before)) << "after " << stop;
         }
-        if (saved.schedule.back() == '-') continue; // each rank is on its own there
+        if (saved.schedule.back() == '-') continue; // replicas differ in local steps
         for (size_t rank = 1; rank < size_t(to); ++rank)
-            EXPECT_TRUE(same(without(ends[rank], kResized), without(ends[0], kResized))) << "replicas agree later";
+            EXPECT_TRUE(same(without(ends[rank], kResizedState), without(ends[0], kResizedState))) << "replicas differ";
     }
 }
 
@@ -182,10 +183,10 @@ LABEL_PARAMS(one_of_many, "*From[123]To*");
 LABEL_PARAMS(one_of_many, "*From4To[124]");
 LABEL_PARAMS(long_emulated, "*From[134]To*");
 LABEL_PARAMS(long_emulated, "*From2To[124]");
-TEST_P(Reshard, InCompatModeDropsErrorsAsTheOriginalDoes) {
-    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && from == 1) return; // drops gradients there: nothing to see
+TEST_P(Reshard, DropsErrorsInCompatMode) {
+    if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && from == 1) return; // one rank ignores gradients there
     const int64_t stop = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 8 : 20;
-    const Saved saved = run_and_save(algorithm, from, stop, 0, DSOPT_COMPAT_DEEPSPEED);
+    const SavedRun saved = run_and_save(algorithm, from, stop, 0, DSOPT_COMPAT_DEEPSPEED);
     Snapshot plain;
     with_ranks(from, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem = small(from);
@@ -199,19 +200,19 @@ TEST_P(Reshard, InCompatModeDropsErrorsAsTheOriginalDoes) {
         Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(algorithm, 99), problem.weights());
         ASSERT_OK(load_all(trainer.opt(), saved.list(), DSOPT_IO_PARAMS));
         const Snapshot loaded = trainer.snapshot();
-        EXPECT_TRUE(same(without(loaded, kResized), without(plain, kResized)));
+        EXPECT_TRUE(same(without(loaded, kResizedState), without(plain, kResizedState)));
         for (const char *name : {"worker_error -1", "server_error -1"})
             if (to > 1) { EXPECT_EQ(loaded.at(name).find_first_not_of('\0'), std::string::npos) << name; }
-        go(trainer, problem, rank, stop + 1, stop + 4);
+        train_calls(trainer, problem, rank, stop + 1, stop + 4);
     });
 }
 
-/// body(trainer) on rank 0 of `ranks` after some steps; nothing that it does may change anything.
+/// Calls body(trainer) on rank 0 of `ranks` after some steps, and checks that it changes nothing.
 void expect_unchanged(int32_t algorithm, int ranks, const std::function<void(const Trainer &)> &body) {
     const Problem problem = small(ranks);
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 3, 0.1), problem.weights());
-        go(trainer, problem, rank, 1, 5);
+        train_calls(trainer, problem, rank, 1, 5);
         const Snapshot before = trainer.snapshot();
         if (rank == 0) body(trainer);
         EXPECT_TRUE(same(trainer.snapshot(), before));
@@ -222,11 +223,12 @@ void expect_unchanged(int32_t algorithm, int ranks, const std::function<void(con
 }
 
 LABEL(long_emulated);
-TEST(ReshardRefusal, OfSetsThatAreNotAllOfOneSave) {
+TEST(ReshardedLoad, RefusesFilesOfDifferentSaves) {
     for (const int32_t algorithm : kFamily) {
-        const int64_t stop = moment(algorithm, 20), other_stop = moment(algorithm, stop - 1);
-        const Saved saved = run_and_save(algorithm, 3, stop), earlier = run_and_save(algorithm, 3, other_stop),
-                    two = run_and_save(algorithm, 2, stop), another = run_and_save(algorithm, 3, stop, 0, 0, 2e-2);
+        const int64_t stop = last_synchronized_call(algorithm, 20),
+                      other_stop = last_synchronized_call(algorithm, stop - 1);
+        const SavedRun saved = run_and_save(algorithm, 3, stop), earlier = run_and_save(algorithm, 3, other_stop),
+                       two = run_and_save(algorithm, 2, stop), another = run_and_save(algorithm, 3, stop, 0, 0, 2e-2);
         const auto &files = saved.files;
         Tape damaged = files[1];
         damaged.data[damaged.data.size() - 100] ^= 1;
@@ -248,7 +250,7 @@ TEST(ReshardRefusal, OfSetsThatAreNotAllOfOneSave) {
     }
 }
 
-TEST(ReshardRefusal, OfTensorsThatRanksDoNotHaveAlike) {
+TEST(ReshardedLoad, RefusesReplicatedTensorsThatDiffer) {
     // Two runs with the same numbers in their metadata, but with other gradients.
     std::array<Tape, 2> files, others;
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
@@ -270,10 +272,10 @@ TEST(ReshardRefusal, OfTensorsThatRanksDoNotHaveAlike) {
     });
 }
 
-TEST(ReshardRefusal, OfZeroOneAdamBetweenSynchronisationsExceptFromOneRank) {
-    const int64_t synced = moment(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 40), between = synced + 1;
-    const Saved three = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, between),
-                one = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 1, between);
+TEST(ReshardedLoad, RefusesZeroOneAdamBetweenSynchronizations) {
+    const int64_t synced = last_synchronized_call(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 40), between = synced + 1;
+    const SavedRun three = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, between),
+                   one = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 1, between);
     ASSERT_EQ(three.schedule.back(), '-');
     for (const int ranks : {1, 2, 4})
         expect_unchanged(DSOPT_ALGORITHM_ZERO_ONE_ADAM, ranks, [&](const Trainer &trainer) {
@@ -283,25 +285,26 @@ TEST(ReshardRefusal, OfZeroOneAdamBetweenSynchronisationsExceptFromOneRank) {
             for (const uint32_t flags : {0, int(DSOPT_IO_RESET_ERRORS)})
                 EXPECT_TRUE(refused(file.load(trainer, flags), DSOPT_ERR_MISMATCH, "between two synchronisations"));
         });
-    with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) { // each its own is fine
+    with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) { // the same number of ranks can load the files
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3), small(3).weights());
         ASSERT_OK(load_all(trainer.opt(), three.list(), DSOPT_IO_PARAMS));
         EXPECT_TRUE(same(trainer.snapshot(), three.snapshots[size_t(rank)]));
     });
     std::array<Snapshot, 2> ends;
-    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) { // one rank has the parameters of all
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) { // from a file of one rank
         const Problem problem = small(2);
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3), problem.weights());
         ASSERT_OK(load_all(trainer.opt(), one.list(), DSOPT_IO_PARAMS));
-        EXPECT_TRUE(same(without(trainer.snapshot(), kResized), one.snapshots[0]));
-        go(trainer, problem, rank, between + 1, moment(DSOPT_ALGORITHM_ZERO_ONE_ADAM, between + 8));
-        ends[size_t(rank)] = without(trainer.snapshot(), kResized);
+        EXPECT_TRUE(same(without(trainer.snapshot(), kResizedState), one.snapshots[0]));
+        train_calls(trainer, problem, rank, between + 1,
+                    last_synchronized_call(DSOPT_ALGORITHM_ZERO_ONE_ADAM, between + 8));
+        ends[size_t(rank)] = without(trainer.snapshot(), kResizedState);
     });
     EXPECT_TRUE(same(ends[0], ends[1]));
 }
 
-TEST(ReshardRefusal, OfZeroOneAdamInCompatModeAfterTheFreezeWhereRoundingsLeaveRanksApart) {
-    const Saved saved = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, 16, 0, DSOPT_COMPAT_DEEPSPEED);
+TEST(ReshardedLoad, RefusesFrozenZeroOneAdamInCompatMode) {
+    const SavedRun saved = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, 16, 0, DSOPT_COMPAT_DEEPSPEED);
     with_ranks(2, [&](int, const Context &ctx, const Comm &comm) {
         Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3),
                         small(2).weights());
@@ -311,7 +314,7 @@ TEST(ReshardRefusal, OfZeroOneAdamInCompatModeAfterTheFreezeWhereRoundingsLeaveR
     });
 }
 
-TEST(ReshardRefusal, OfGradientsInAccumulators) {
+TEST(ReshardedLoad, RefusesAccumulatedGradients) {
     std::array<Tape, 2> files;
     const auto make = [](const Context &ctx, const Comm &comm, int ranks) {
         return Trainer(ctx, desc_with(comm, 0, DSOPT_OPTIMIZER_ACCUMULATE | DSOPT_OPTIMIZER_AVERAGES),
@@ -341,9 +344,9 @@ TEST(ReshardRefusal, OfGradientsInAccumulators) {
 }
 
 LABEL(long_emulated);
-TEST(ReshardRefusal, OfOneFileWhereAllAreNeededAndOfAnotherRanksFile) {
+TEST(ReshardedLoad, RefusesASingleFileAndTheFileOfAnotherRank) {
     for (const int32_t algorithm : kFamily) {
-        const Saved saved = run_and_save(algorithm, 2, moment(algorithm, 20));
+        const SavedRun saved = run_and_save(algorithm, 2, last_synchronized_call(algorithm, 20));
         Tape file = saved.files[1];
         expect_unchanged(algorithm, 3, [&](const Trainer &trainer) {
             EXPECT_TRUE(refused(file.load(trainer), DSOPT_ERR_MISMATCH, "rank 1 of 2, and this is rank 0 of 3"));
@@ -352,12 +355,13 @@ TEST(ReshardRefusal, OfOneFileWhereAllAreNeededAndOfAnotherRanksFile) {
         expect_unchanged(algorithm, 2, [&](const Trainer &trainer) {
             EXPECT_TRUE(refused(file.load(trainer), DSOPT_ERR_MISMATCH, "rank 1 of 2, and this is rank 0"));
         });
-        for (const int ranks : {1, 2, 3, 4}) // without errors any rank's file is as good
+        for (const int ranks : {1, 2, 3, 4}) // without errors the file of any rank can be loaded
             with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
                 Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 3), small(ranks).weights());
                 Tape own = file;
                 ASSERT_OK(own.load(trainer, DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS));
-                EXPECT_TRUE(same(without(trainer.snapshot(), kResized), without(saved.snapshots[1], kResized)));
+                EXPECT_TRUE(
+                    same(without(trainer.snapshot(), kResizedState), without(saved.snapshots[1], kResizedState)));
                 for (const char *name : {"worker_error", "server_error"}) {
                     if (ranks == 1) continue;
                     for (const float value : trainer.state(name)) ASSERT_EQ(value, 0);
@@ -366,7 +370,7 @@ TEST(ReshardRefusal, OfOneFileWhereAllAreNeededAndOfAnotherRanksFile) {
     }
 }
 
-TEST(ReshardRefusal, OfArgumentsThatDoNotGoTogether) {
+TEST(ReshardedLoad, RefusesContradictoryArguments) {
     const Context ctx = make_context(1);
     Trainer trainer(ctx, optimizer_desc(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), small(1).weights());
     Tape file;
@@ -405,11 +409,11 @@ TEST(ReshardRefusal, OfArgumentsThatDoNotGoTogether) {
     EXPECT_TRUE(same(trainer.snapshot(), before));
 }
 
-TEST(ReshardFiles, AreGivenByTheirPathsAndTheLogTells) {
+TEST(ReshardedLoad, ReadsPathsAndLogsTheResharding) {
     const std::filesystem::path folder =
         std::filesystem::path(testing::TempDir()) / ("dsopt-reshard-" + std::to_string(std::random_device()()));
     std::filesystem::create_directory(folder);
-    const Saved saved = run_and_save(DSOPT_ALGORITHM_ONEBIT_LAMB, 3, 20);
+    const SavedRun saved = run_and_save(DSOPT_ALGORITHM_ONEBIT_LAMB, 3, 20);
     std::vector<std::string> names;
     std::vector<const char *> paths;
     for (size_t rank = 0; rank < 3; ++rank) {
@@ -421,13 +425,13 @@ TEST(ReshardFiles, AreGivenByTheirPathsAndTheLogTells) {
         std::vector<std::string> logs(static_cast<size_t>(ranks));
         const CommId id = new_id();
         run_ranks(ranks, [&](int rank) {
-            DSOPT_NEW(dsopt_context_desc, how);
-            how.threads = 1;
-            how.log_level = DSOPT_LOG_INFO;
-            how.log = [](void *user, int32_t, const char *text) { *static_cast<std::string *>(user) += text; };
-            how.user = &logs[size_t(rank)];
+            DSOPT_NEW(dsopt_context_desc, context);
+            context.threads = 1;
+            context.log_level = DSOPT_LOG_INFO;
+            context.log = [](void *user, int32_t, const char *text) { *static_cast<std::string *>(user) += text; };
+            context.user = &logs[size_t(rank)];
             dsopt_context *made = nullptr;
-            must(dsopt_context_create(&how, &made));
+            must(dsopt_context_create(&context, &made));
             const Context ctx(made);
             const Comm comm = local_comm(ctx, id, rank, ranks);
             Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 3), small(ranks).weights());
@@ -436,7 +440,7 @@ TEST(ReshardFiles, AreGivenByTheirPathsAndTheLogTells) {
             io.files = 3;
             io.paths = paths.data();
             ASSERT_OK(dsopt_optimizer_load(trainer.opt(), nullptr, &io));
-            EXPECT_TRUE(same(without(trainer.snapshot(), kResized), without(saved.snapshots[0], kResized)));
+            EXPECT_TRUE(same(without(trainer.snapshot(), kResizedState), without(saved.snapshots[0], kResizedState)));
         });
         for (const std::string &log : logs) {
             EXPECT_EQ(log.find("re-sharded a checkpoint of 3 ranks") != std::string::npos, ranks != 3) << log;
@@ -446,7 +450,7 @@ TEST(ReshardFiles, AreGivenByTheirPathsAndTheLogTells) {
     std::filesystem::remove_all(folder);
 }
 
-TEST(ReshardFiles, OfOptimizersWithoutErrorFeedbackAreLegalToo) {
+TEST(ReshardedLoad, AcceptsOptimizersWithoutErrorFeedback) {
     std::array<Tape, 3> files;
     std::array<Snapshot, 3> snapshots;
     with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {

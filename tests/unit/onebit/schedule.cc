@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the published settings send, from dsopt_optimizer_next_reduction alone: the table in docs/onebit.md. Nothing is
-// trained.
+// Volume that published settings send, computed with dsopt_optimizer_next_reduction alone. The tests print the table in
+// docs/onebit.md.
 #include "support/harness.h"
 
 using namespace test;
@@ -10,7 +10,7 @@ LABEL_FILE(cpu); // trains nothing
 
 namespace {
 
-/// Bits for each parameter of one step: what goes each way at many ranks. Gradients in half precision.
+/// Bits per parameter and step, in each direction, with many ranks and gradients in half precision.
 constexpr double kFull = 16, kCompressed = 1;
 
 struct Volume {
@@ -19,12 +19,13 @@ struct Volume {
     double rounds() const { return double(full + compressed) / double(steps); }
 };
 
-/// A call number makes the function start from the beginning, so most calls are asked for as the next one.
+/// Counts the reductions of all calls. Most queries are for the next call (number 0), because the function computes any
+/// other number from the first call on.
 Volume volume(const dsopt_group &group, int64_t steps) {
     const Context ctx = make_context(1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_DTYPE_F32, 1, 1)});
-    const int32_t skip = 1; // uses up its place and computes nothing
+    const int32_t skip = 1; // the call advances the schedule and computes nothing
     const std::vector<Array> grads = {Array(DSOPT_DTYPE_F32, 1, 1)};
     Volume volume;
     volume.steps = steps;
@@ -32,9 +33,9 @@ Volume volume(const dsopt_group &group, int64_t steps) {
         int32_t what = 0;
         must(dsopt_optimizer_next_reduction(trainer.opt(), 0, &what));
         if (call < 200 || call % 20011 == 0) {
-            int32_t pure = 0;
-            must(dsopt_optimizer_next_reduction(trainer.opt(), call, &pure));
-            EXPECT_EQ(pure, what) << call;
+            int32_t reduction = 0;
+            must(dsopt_optimizer_next_reduction(trainer.opt(), call, &reduction));
+            EXPECT_EQ(reduction, what) << call;
         }
         volume.full += what == DSOPT_REDUCTION_FULL;
         volume.compressed += what == DSOPT_REDUCTION_COMPRESSED;
@@ -63,18 +64,18 @@ void print(const char *what, const Volume &v) {
                 (long long)v.full, (long long)v.compressed, (long long)v.local, v.bits(), kFull / v.bits(), v.rounds());
 }
 
-TEST(Volume, OneBitAdamSendsAboutFiveTimesLessThanAdam) {
+TEST(NextReduction, CutsTheVolumeOfOneBitAdamToAFifth) {
     struct {
         const char *what;
         int64_t steps, freeze_step;
-        double least, most; // times less than Adam
+        double least, most; // reduction factor relative to Adam
     } const rows[] = {{"1-bit Adam, BERT, freeze_step 16000", 118000, 16000, 5.0, 5.5},
                       {"1-bit Adam, BERT, freeze_step 23000", 118000, 23000, 4.0, 4.5},
                       {"1-bit Adam, BERT, freeze_step 23000", 152000, 23000, 4.5, 5.0},
                       {"1-bit Adam, SQuAD, freeze_step 400", 1825, 400, 3.5, 4.0},
                       {"1-bit Adam, GPT-2, freeze_step 45000", 300000, 45000, 4.5, 5.0}};
     for (const auto &row : rows) {
-        if (kSanitized && &row != &rows[3]) continue; // the short one
+        if (kSanitized && &row != &rows[3]) continue; // only the shortest
         const Volume v = onebit(row.steps, row.freeze_step);
         print(row.what, v);
         EXPECT_EQ(v.full, row.freeze_step);
@@ -88,11 +89,11 @@ TEST(Volume, OneBitAdamSendsAboutFiveTimesLessThanAdam) {
     }
 }
 
-TEST(Volume, ZeroOneAdamSendsLessThanOneBitAdam) {
+TEST(NextReduction, CutsTheVolumeOfZeroOneAdamFurther) {
     struct {
         const char *what;
         int64_t steps, freeze_step, local_interval_steps, onebit_freeze_step;
-        double least_bits, most_bits, least_rounds, most_rounds; // how much less than 1-bit Adam
+        double least_bits, most_bits, least_rounds, most_rounds; // savings relative to 1-bit Adam
     } const rows[] = {{"0/1 Adam, BERT", 118000, 12500, 32678, 16000, 0.78, 0.87, 0.38, 0.54},
                       {"0/1 Adam, BERT", 118000, 12500, 32678, 23000, 0.83, 0.87, 0.38, 0.54},
                       {"0/1 Adam, BERT", 152000, 12500, 32678, 23000, 0.83, 0.87, 0.48, 0.54},
@@ -110,7 +111,7 @@ TEST(Volume, ZeroOneAdamSendsLessThanOneBitAdam) {
         EXPECT_GE(rounds, row.least_rounds);
         EXPECT_LE(rounds, row.most_rounds);
         EXPECT_LE(v.last_full, row.freeze_step);
-        // Intervals 1, 2, 4 ..., each for 16 variance steps: k of them reach step 16 * (2^k - 1).
+        // Each interval of 1, 2, 4 ... steps lasts 16 variance steps, so k intervals reach step 16 * (2^k - 1).
         const double most = 16 * (std::log2(double(row.freeze_step) / 16 + 1) + 1);
         EXPECT_LE(double(v.full), most);
         EXPECT_GE(double(v.full), most - 32);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizers with a comm for the ranks of a node: the 1-bit family exchanges in two levels, the others agree over both.
+// Optimizers with a comm for the ranks of a node. The 1-bit family exchanges in two levels; other algorithms agree on
+// skipping over both.
 #include "support/two_level.h"
 
 using namespace test;
@@ -12,31 +13,31 @@ Trainer trainer_of(const Seat &seat, const dsopt_group &group, const std::vector
     desc.node = seat.node.get();
     return Trainer(seat.ctx, desc, group, weights);
 }
-const std::vector<size_t> kParams = {700, 1, 33, 0, 5000, 4096};
+const std::vector<size_t> kSizes = {700, 1, 33, 0, 5000, 4096};
 std::vector<Array> weights() {
     Random random(5);
     std::vector<Array> list;
-    for (const size_t n : kParams) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n));
+    for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n));
     return list;
 }
 std::vector<Array> gradients(int rank, int64_t call) {
     Random random(uint64_t(1000 * call + rank));
     std::vector<Array> list;
-    for (const size_t n : kParams) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n, -1, 1.2));
+    for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n, -1, 1.2));
     return list;
 }
-/// Elements of a chunk where the list is cut into so many.
-int64_t round_up_words(int chunks) {
+/// Returns the number of elements of a chunk if the list is partitioned into `chunks`, in whole words.
+int64_t chunk_numel(int chunks) {
     int64_t all = 0;
-    for (const size_t n : kParams) all += int64_t(n + 31) / 32 * 32;
+    for (const size_t n : kSizes) all += int64_t(n + 31) / 32 * 32;
     return ((all + chunks - 1) / chunks + 31) / 32 * 32;
 }
-class TwoLevelFamily : public testing::TestWithParam<std::tuple<int32_t, int, int>> {
+class TwoLevelStep : public testing::TestWithParam<std::tuple<int32_t, int, int>> {
 protected:
     const int32_t algorithm = std::get<0>(GetParam());
     const int per_node = std::get<1>(GetParam()), nodes = std::get<2>(GetParam());
 };
-INSTANTIATE_TEST_SUITE_P(, TwoLevelFamily,
+INSTANTIATE_TEST_SUITE_P(, TwoLevelStep,
                          testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2, 3),
                                           testing::Values(1, 2, 3)),
                          [](const auto &info) {
@@ -47,16 +48,16 @@ INSTANTIATE_TEST_SUITE_P(, TwoLevelFamily,
 
 LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
 LABEL_PARAMS(long_emulated, "*NodesOf[13]");
-TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
+TEST_P(TwoLevelStep, GivesIdenticalReplicasAfterEveryExchange) {
     constexpr int64_t calls = 30;
     std::vector<std::vector<std::string>> all(size_t(per_node * nodes), std::vector<std::string>(calls));
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l;
         Trainer trainer = trainer_of(seat, group_for(algorithm, 12), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (size_t call = 0; call < calls; ++call) {
-            const bool apart = reduction(trainer) == DSOPT_REDUCTION_LOCAL;
+            const bool local = reduction(trainer) == DSOPT_REDUCTION_LOCAL;
             ASSERT_OK(trainer.step(gradients(rank, int64_t(call) + 1)));
-            if (apart) continue;
+            if (local) continue;
             for (Array &weight : trainer.weights()) all[size_t(rank)][call] += weight.text();
             for (const float value : trainer.weight(4).floats()) ASSERT_LE(std::fabs(value), 100);
         }
@@ -66,11 +67,11 @@ TEST_P(TwoLevelFamily, ReplicasAreTheSameBitsAfterEveryCallThatExchanges) {
             ASSERT_TRUE(all[rank][call] == all[0][call]) << "rank " << rank << ", call " << call + 1;
 }
 
-/// In whichever slice it lies: an element that never had a gradient stays, and owes nothing; all others go against
-/// theirs.
+/// An element without any gradient keeps its weight and has no error, in every slice. All other elements move against
+/// their gradient.
 LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
 LABEL_PARAMS(long_emulated, "*NodesOf[13]");
-TEST_P(TwoLevelFamily, OnlyElementsWithoutVarianceStayWhereTheyAre) {
+TEST_P(TwoLevelStep, KeepsOnlyWeightsWithoutVarianceUnchanged) {
     const auto unused = [](size_t t, size_t i) { return (t == 0 && i >= 50 && i < 90) || (t == 4 && i % 5 == 0); };
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l;
@@ -78,52 +79,52 @@ TEST_P(TwoLevelFamily, OnlyElementsWithoutVarianceStayWhereTheyAre) {
         const std::vector<Array> before = weights();
         for (int64_t call = 1; call <= 14; ++call) {
             std::vector<Array> grads = gradients(rank, call);
-            for (size_t t = 0; t < kParams.size(); ++t)
-                for (size_t i = 0; i < kParams[t]; ++i) grads[t].set(i, unused(t, i) ? 0.0f : i % 2 ? 0.5f : -0.5f);
+            for (size_t t = 0; t < kSizes.size(); ++t)
+                for (size_t i = 0; i < kSizes[t]; ++i) grads[t].set(i, unused(t, i) ? 0.0f : i % 2 ? 0.5f : -0.5f);
             ASSERT_OK(trainer.step(grads));
         }
-        for (size_t t = 0; t < kParams.size(); ++t)
-            for (size_t i = 0; i < kParams[t]; ++i)
+        for (size_t t = 0; t < kSizes.size(); ++t)
+            for (size_t i = 0; i < kSizes[t]; ++i)
                 if (unused(t, i)) {
                     ASSERT_EQ(trainer.weight(t)[i], before[t][i]) << "tensor " << t << ", element " << i;
                 } else {
                     ASSERT_EQ(trainer.weight(t)[i] < before[t][i], i % 2 == 1) << "tensor " << t << ", element " << i;
                 }
-        if (per_node * nodes == 1 || nodes == 1) return; // nothing is owed
-        const std::vector<float> owed = trainer.state("worker_error");
-        const int64_t chunk = round_up_words(per_node * nodes), slice = chunk * nodes, begin = slice * seat.l;
+        if (per_node * nodes == 1 || nodes == 1) return; // no error feedback
+        const std::vector<float> error = trainer.state("worker_error");
+        const int64_t chunk = chunk_numel(per_node * nodes), slice = chunk * nodes, begin = slice * seat.l;
         int64_t at = 0;
-        for (size_t t = 0; t < kParams.size(); at += int64_t(kParams[t] + 31) / 32 * 32, ++t)
-            for (size_t i = 0; i < kParams[t]; ++i) {
-                const int64_t place = at + int64_t(i) - begin;
-                if (place < 0 || place >= slice) continue;
-                if (unused(t, i)) { ASSERT_EQ(owed[size_t(place)], 0) << "tensor " << t << ", element " << i; }
+        for (size_t t = 0; t < kSizes.size(); at += int64_t(kSizes[t] + 31) / 32 * 32, ++t)
+            for (size_t i = 0; i < kSizes[t]; ++i) {
+                const int64_t index = at + int64_t(i) - begin;
+                if (index < 0 || index >= slice) continue;
+                if (unused(t, i)) { ASSERT_EQ(error[size_t(index)], 0) << "tensor " << t << ", element " << i; }
             }
     });
 }
 
 LABEL(long_emulated);
-TEST_P(TwoLevelFamily, SavedInTheMiddleItGoesOnWithTheSameBits) {
+TEST_P(TwoLevelStep, ResumesFromACheckpointWithTheSameBits) {
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l;
         Trainer first = trainer_of(seat, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
-        const auto go = [&](Trainer &trainer, int64_t from, int64_t to) {
+        const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
             for (int64_t call = from; call <= to; ++call) must(trainer.step(gradients(rank, call)));
         };
-        go(first, 1, 12);
+        train_calls(first, 1, 12);
         Tape file;
         ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
         Trainer second = trainer_of(seat, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
         ASSERT_OK(file.load(second, DSOPT_IO_PARAMS));
-        go(first, 13, 20);
-        go(second, 13, 20);
+        train_calls(first, 13, 20);
+        train_calls(second, 13, 20);
         EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
     });
 }
 
 LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
 LABEL_PARAMS(long_emulated, "*NodesOf[13]");
-TEST_P(TwoLevelFamily, ARankWithBadGradientsMakesAllSkip) {
+TEST_P(TwoLevelStep, SkipsOnEveryRankIfOneHasBadGradients) {
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l, ranks = per_node * nodes;
         dsopt_optimizer_desc desc = optimizer_desc();
@@ -145,7 +146,7 @@ TEST_P(TwoLevelFamily, ARankWithBadGradientsMakesAllSkip) {
 
 LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
 LABEL_PARAMS(long_emulated, "*NodesOf[13]");
-TEST_P(TwoLevelFamily, RanksClipByTheRootMeanSquareOfAllNorms) {
+TEST_P(TwoLevelStep, ClipsByTheRootMeanSquareOfAllNorms) {
     std::vector<double> norms(size_t(per_node * nodes));
     double wanted = 0;
     for (size_t rank = 0; rank < norms.size(); ++rank)
@@ -169,25 +170,26 @@ TEST_P(TwoLevelFamily, RanksClipByTheRootMeanSquareOfAllNorms) {
     }
 }
 
-TEST(TwoLevelOptimizer, NodesOfOneRankAreTheFlatOne) {
+TEST(TwoLevelOptimizer, MatchesTheFlatOneWithOneRankPerNode) {
     with_nodes(1, 3, [&](const Seat &seat) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES);
         desc.data = seat.data.get();
         Trainer flat(seat.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
-        Trainer two = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer two_level =
+            trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 10; ++call) {
             ASSERT_OK(flat.step(gradients(seat.d, call)));
-            ASSERT_OK(two.step(gradients(seat.d, call)));
+            ASSERT_OK(two_level.step(gradients(seat.d, call)));
         }
-        EXPECT_TRUE(same(flat.snapshot(), two.snapshot()));
+        EXPECT_TRUE(same(flat.snapshot(), two_level.snapshot()));
     });
 }
 
-TEST(TwoLevelOptimizer, OneNodeCompressesNothingAndOwesNothing) {
+TEST(TwoLevelOptimizer, CompressesNothingInOneNode) {
     constexpr int per_node = 4;
     std::vector<float> wanted;
     {
-        const Context ctx = make_context(1); // one rank on the mean
+        const Context ctx = make_context(1); // one rank with the mean gradients
         Trainer alone(ctx, optimizer_desc(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
         for (int64_t call = 1; call <= 12; ++call) {
             std::vector<Array> mean = gradients(0, call);
@@ -214,7 +216,7 @@ TEST(TwoLevelOptimizer, OneNodeCompressesNothingAndOwesNothing) {
     });
 }
 
-TEST(TwoLevelOptimizer, WorkerErrorIsASliceAndExportsAsWhatIsOwed) {
+TEST(TwoLevelOptimizer, ExportsTheWorkerErrorOfASlice) {
     with_nodes(2, 2, [&](const Seat &seat) {
         const int rank = seat.d * 2 + seat.l;
         Trainer first =
@@ -223,19 +225,19 @@ TEST(TwoLevelOptimizer, WorkerErrorIsASliceAndExportsAsWhatIsOwed) {
                     trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 8; ++call) ASSERT_OK(first.step(gradients(rank, call)));
         std::vector<int64_t> sizes;
-        for (const size_t n : kParams) sizes.push_back(int64_t(n));
+        for (const size_t n : kSizes) sizes.push_back(int64_t(n));
         const Places at(2, 2, sizes);
-        const std::vector<float> owed = first.state("worker_error");
-        EXPECT_EQ(int64_t(owed.size()), at.slice() + int64_t(sizes.size()));
+        const std::vector<float> error = first.state("worker_error");
+        EXPECT_EQ(int64_t(error.size()), at.slice() + int64_t(sizes.size()));
         EXPECT_EQ(int64_t(first.state("server_error").size()), at.chunk + at.scales);
-        EXPECT_TRUE(std::any_of(owed.begin(), owed.end(), [](float value) { return value != 0; }));
+        EXPECT_TRUE(std::any_of(error.begin(), error.end(), [](float value) { return value != 0; }));
         const std::vector<dsopt_state_info> list = first.state();
-        for (size_t i = 0; i < list.size(); ++i) { // all of it through host memory
+        for (size_t i = 0; i < list.size(); ++i) { // copies all state through host memory
             std::string bytes(size_t(list[i].tensor.numel) * 4, 0);
             must(dsopt_optimizer_export(first.opt(), int64_t(i), bytes.data(), bytes.size()));
             must(dsopt_optimizer_import(second.opt(), int64_t(i), bytes.data(), bytes.size()));
         }
-        for (size_t t = 0; t < kParams.size(); ++t) {
+        for (size_t t = 0; t < kSizes.size(); ++t) {
             const dsopt_tensor to = second.weight(t).tensor(), from = first.weight(t).tensor();
             if (to.numel > 0) std::memcpy(to.data, from.data, size_t(to.numel) * 4);
         }
@@ -247,7 +249,7 @@ TEST(TwoLevelOptimizer, WorkerErrorIsASliceAndExportsAsWhatIsOwed) {
     });
 }
 
-TEST(TwoLevelOptimizer, KeepsTheMomentumAsBitsWithTheSameBits) {
+TEST(TwoLevelOptimizer, GivesTheSameBitsWithMomentumBits) {
     for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 1}})
         with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
             const int rank = seat.d * per_node + seat.l;
@@ -259,14 +261,14 @@ TEST(TwoLevelOptimizer, KeepsTheMomentumAsBitsWithTheSameBits) {
                 ASSERT_OK(bits.step(gradients(rank, call)));
                 if (call == 9) { EXPECT_TRUE(same_bits(bits.state("exp_avg", 4), plain.state("exp_avg", 4))); }
             }
-            for (size_t t = 0; t < kParams.size(); ++t) {
+            for (size_t t = 0; t < kSizes.size(); ++t) {
                 EXPECT_TRUE(same_bits(bits.weight(t).floats(), plain.weight(t).floats())) << t;
                 EXPECT_TRUE(same_bits(bits.state("exp_avg", int64_t(t)), plain.state("exp_avg", int64_t(t)))) << t;
             }
         });
 }
 
-TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
+TEST(TwoLevelOptimizer, SendsOneSlicePerRankInFullSteps) {
     constexpr int64_t numel = 1001;
     with_nodes(3, 2, [&](const Seat &seat) {
         Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 50),
@@ -276,7 +278,7 @@ TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
         ASSERT_OK(trainer.step({gradient}));
         const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
         ASSERT_OK(trainer.step({gradient}));
-        constexpr int64_t slice = (numel + 2) / 3, flag = 8; // all agree on skipping: one double over both
+        constexpr int64_t slice = (numel + 2) / 3, flag = 8; // the skip flag: one double over both levels
         EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, slice * 4 + flag);
         EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent, 2 * 2 * slice * 4 + flag * 4 / 3);
     });
@@ -284,9 +286,9 @@ TEST(TwoLevelOptimizer, FullStepsSendASliceARankBetweenNodes) {
 
 LABEL(numbers_only);
 LABEL(long_emulated);
-TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
-    // Every rank pulls towards a point of its own; the least sum of squares is at their mean. No coordinate begins near
-    // it: one scale for all would throw those with a small variance about.
+TEST(TwoLevelOptimizer, ConvergesLikeTheFlatOne) {
+    // Each rank minimizes the distance to its own point; the sum of squares is least at their mean. No coordinate begins
+    // near the mean: one scale for all coordinates would make those with a small variance noisy.
     constexpr size_t numel = 3000;
     constexpr int per_node = 2, nodes = 2, ranks = per_node * nodes;
     std::vector<float> common = Random(59).floats(numel, -1, 1);
@@ -320,7 +322,7 @@ TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
     group.weight_decay = 0;
     group.lr = 2e-3;
     const std::vector<Array> start = {Array(DSOPT_DTYPE_F32, numel, 0.0f)};
-    std::array<Losses, ranks> flat{}, two{};
+    std::array<Losses, ranks> flat{}, two_level{};
     const CommId id = new_id();
     run_ranks(ranks, [&](int rank) {
         const Context ctx = make_context(1);
@@ -333,19 +335,19 @@ TEST(TwoLevelOptimizer, TrainsALeastSquaresProblemAsTheFlatOneDoes) {
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const int rank = seat.d * per_node + seat.l;
         Trainer trainer = trainer_of(seat, group, start, DSOPT_OPTIMIZER_AVERAGES);
-        two[size_t(rank)] = train(trainer, rank);
+        two_level[size_t(rank)] = train(trainer, rank);
     });
     EXPECT_LT(flat[0].last, 0.1 * flat[0].frozen);
-    for (const Losses &losses : two) {
-        EXPECT_EQ(losses.last, two[0].last);
+    for (const Losses &losses : two_level) {
+        EXPECT_EQ(losses.last, two_level[0].last);
         EXPECT_LT(losses.last, 0.1 * losses.frozen) << "in compressed steps";
         EXPECT_LT(losses.last, 1.2 * flat[0].last) << "with less noise";
     }
     RecordProperty("flat", std::to_string(flat[0].last));
-    RecordProperty("two_level", std::to_string(two[0].last));
+    RecordProperty("two_level", std::to_string(two_level[0].last));
 }
 
-TEST(TwoLevelOptimizer, OfAnotherAlgorithmAgreesOnSkippingOverBothLevels) {
+TEST(TwoLevelOptimizer, AgreesOnSkippingWithAdamW) {
     with_nodes(2, 2, [&](const Seat &seat) {
         dsopt_optimizer_desc desc = optimizer_desc();
         desc.data = seat.data.get();
@@ -361,7 +363,7 @@ TEST(TwoLevelOptimizer, OfAnotherAlgorithmAgreesOnSkippingOverBothLevels) {
     });
 }
 
-TEST(TwoLevelOptimizer, IsRefusedInCompatModeAndWithOneCommForBothLevels) {
+TEST(TwoLevelOptimizer, IsRefusedInCompatModeAndWithOneComm) {
     with_nodes(2, 1, [&](const Seat &seat) {
         dsopt_optimizer *opt = nullptr;
         dsopt_optimizer_desc desc = optimizer_desc();
@@ -382,28 +384,28 @@ struct Nodes {
     int ranks() const { return per_node * nodes; }
     std::string text() const { return std::to_string(nodes) + " nodes of " + std::to_string(per_node); }
 };
-std::vector<int64_t> param_sizes() { return {kParams.begin(), kParams.end()}; }
-/// Errors of all ranks, each tensor's one behind the other: the mean of the workers that have an element, and servers'.
-struct Debts {
+std::vector<int64_t> param_sizes() { return {kSizes.begin(), kSizes.end()}; }
+/// Errors of all elements, tensor by tensor: the mean over the workers that have an element, and that of its server.
+struct Errors {
     std::vector<float> worker, server;
 };
-Debts debts_of(const Nodes &nodes, const std::vector<std::vector<float>> &worker,
-               const std::vector<std::vector<float>> &server) { // in the order l * nodes + d
+Errors errors_of(const Nodes &nodes, const std::vector<std::vector<float>> &worker,
+                 const std::vector<std::vector<float>> &server) { // in the order l * nodes + d
     const Places at(nodes.per_node, nodes.nodes, param_sizes());
-    Debts debts;
-    for (size_t t = 0; t < kParams.size(); ++t)
+    Errors errors;
+    for (size_t t = 0; t < kSizes.size(); ++t)
         for (int64_t k = at.begin[t]; k < at.begin[t] + at.numel[t]; ++k) {
             const int64_t l = k / at.slice();
             double sum = 0;
             for (int64_t d = 0; d < at.nodes; ++d) sum += worker[size_t(l * at.nodes + d)][size_t(k - l * at.slice())];
-            debts.worker.push_back(float(sum / double(at.nodes)));
-            debts.server.push_back(server[size_t(k / at.chunk)][size_t(k % at.chunk)]);
+            errors.worker.push_back(float(sum / double(at.nodes)));
+            errors.server.push_back(server[size_t(k / at.chunk)][size_t(k % at.chunk)]);
         }
-    return debts;
+    return errors;
 }
 
 LABEL(long_emulated);
-TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedServerErrors) {
+TEST(TwoLevelCheckpoint, RedistributesErrorsOverOtherNodes) {
     const std::pair<Nodes, Nodes> moves[] = {{{1, 4}, {2, 2}}, {{2, 2}, {1, 4}}, {{2, 2}, {1, 3}}, {{1, 3}, {2, 2}},
                                              {{2, 3}, {3, 2}}, {{3, 2}, {2, 4}}, {{4, 1}, {2, 2}}, {{2, 2}, {4, 1}},
                                              {{1, 1}, {2, 2}}, {{2, 2}, {1, 1}}, {{2, 2}, {2, 2}}};
@@ -431,7 +433,7 @@ TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedS
         });
         std::vector<const Tape *> list;
         for (const Tape &file : files) list.push_back(&file);
-        std::reverse(list.begin(), list.end()); // any order
+        std::reverse(list.begin(), list.end()); // the order of files does not matter
         const bool other = from.ranks() != to.ranks() || from.per_node != to.per_node;
         with_nodes(to.per_node, to.nodes, [&, from = from, nodes = to.nodes](const Seat &seat) {
             const auto r = size_t(seat.l * nodes + seat.d);
@@ -439,7 +441,7 @@ TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedS
                 trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
             if (other && from.nodes > 1 && nodes > 1) {
                 EXPECT_TRUE(refused(files[0].load(trainer, DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "files"))
-                    << "of one rank alone";
+                    << "the file of one rank is not enough";
             }
             ASSERT_OK(load_all(trainer.opt(), list, DSOPT_IO_PARAMS));
             EXPECT_EQ(trainer.report().resharded_from, other ? from.ranks() : 0);
@@ -456,20 +458,20 @@ TEST(TwoLevelCheckpoint, LoadsInOtherNodesWithTheMeanOfWorkerErrorsAndTheJoinedS
             EXPECT_TRUE(weights_later[r] == weights_later[0]) << "rank " << r;
         }
         if (to.nodes == 1) continue;
-        const Debts after = debts_of(to, new_worker, new_server);
+        const Errors after = errors_of(to, new_worker, new_server);
         if (from.nodes == 1) {
             for (const float value : after.worker) ASSERT_EQ(value, 0);
             for (const float value : after.server) ASSERT_EQ(value, 0);
             continue;
         }
-        const Debts before = debts_of(from, worker, server);
+        const Errors before = errors_of(from, worker, server);
         EXPECT_TRUE(same_bits(after.worker, before.worker));
         EXPECT_TRUE(same_bits(after.server, before.server));
         EXPECT_TRUE(std::any_of(after.server.begin(), after.server.end(), [](float value) { return value != 0; }));
     }
 }
 
-TEST(TwoLevelCheckpoint, OfAnotherRankIsRefused) {
+TEST(TwoLevelCheckpoint, RefusesAFileOfAnotherRank) {
     std::array<Tape, 4> files;
     with_nodes(2, 2, [&](const Seat &seat) {
         Trainer trainer =
@@ -487,9 +489,9 @@ TEST(TwoLevelCheckpoint, OfAnotherRankIsRefused) {
     });
 }
 
-TEST(TwoLevelOptimizer, ComparesPlacesInNodesWhereAskedTo) {
+TEST(TwoLevelOptimizer, ComparesRanksInNodesWithCheckRanks) {
     constexpr int per_node = 3, nodes = 2;
-    constexpr int swapped[per_node] = {1, 0, 2}; // two of the second node sit in each other's comm
+    constexpr int swapped[per_node] = {1, 0, 2}; // swaps two ranks of the second node between comms
     std::array<CommId, nodes> in_node;
     std::array<CommId, per_node> between;
     for (CommId &id : in_node) id = new_id();
@@ -513,16 +515,16 @@ TEST(TwoLevelOptimizer, ComparesPlacesInNodesWhereAskedTo) {
     });
 }
 
-TEST(TwoLevelOptimizer, ComparesRanksOverBothLevels) {
-    for (const int odd : {0, 1, 2, 3}) // one rank, in either node, has another list
+TEST(TwoLevelOptimizer, ComparesListsOverBothLevels) {
+    for (const int differing_rank : {0, 1, 2, 3}) // one rank has another list
         with_nodes(2, 2, [&](const Seat &seat) {
             const int rank = seat.d * 2 + seat.l;
             std::vector<Array> list = weights();
-            if (rank == odd) list[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
+            if (rank == differing_rank) list[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
             Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), list,
                                          DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
             std::vector<Array> grads = gradients(rank, 1);
-            if (rank == odd) grads[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
+            if (rank == differing_rank) grads[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
             EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, "parameter 4"));
             EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
             EXPECT_EQ(info_of(seat.data).status, DSOPT_OK);
