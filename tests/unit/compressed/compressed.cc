@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The error-compensated 1-bit mean by itself, against the algorithm written down in double.
+// The error-compensated 1-bit mean without an optimizer, compared with the algorithm in double.
 #include "support/compressed.h"
 #include "support/shapes.h"
 
@@ -19,17 +19,17 @@ Context context_of(int threads, int64_t chunk = 0) {
 }
 
 // ---------------------------------------------------------------------------------------------------- the algorithm
-int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
+int64_t round_up_to_words(int64_t n) { return (n + 31) / 32 * 32; }
 
-struct Places {
+struct Partition {
     int64_t ranks, total = 0, chunk = 0, scales = 0;
     std::vector<int64_t> begin, numel;
-    Places(int64_t w, const std::vector<int64_t> &sizes) : ranks(w), numel(sizes) {
+    Partition(int64_t w, const std::vector<int64_t> &sizes) : ranks(w), numel(sizes) {
         for (const int64_t n : sizes) {
             begin.push_back(total);
-            total += up(n);
+            total += round_up_to_words(n);
         }
-        chunk = up((total + w - 1) / w);
+        chunk = round_up_to_words((total + w - 1) / w);
         for (int64_t d = 0; d < w; ++d) {
             int64_t first = -1, last = -1;
             for (size_t t = 0; t < sizes.size(); ++t)
@@ -40,67 +40,67 @@ struct Places {
             if (first >= 0) scales = std::max(scales, last - first + 1);
         }
     }
-    int64_t row_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
+    int64_t message_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
 };
 
 struct Expected {
-    std::vector<std::vector<double>> y, worker, server; // y a tensor; errors a rank
-    std::vector<std::vector<bool>> unclear;             // the server's sign hangs on a rounding
-    std::vector<std::vector<double>> size;              // of what a server's error was made from, a rank
-    std::vector<std::vector<double>> scale;             // a rank and tensor
+    std::vector<std::vector<double>> y, worker, server; // y per tensor; errors per rank
+    std::vector<std::vector<bool>> unclear;             // the sign of the server's value depends on rounding
+    std::vector<std::vector<double>> magnitude;         // magnitude of the terms of a server's error, per rank
+    std::vector<std::vector<double>> scale;             // per rank and tensor
     double unclear_count = 0;
 };
 
-Expected expected(const Places &at, const std::vector<Values> &x, const std::vector<Mean::Owed> &owed) {
-    const auto ranks = size_t(at.ranks), tensors = at.numel.size();
+Expected expected(const Partition &partition, const std::vector<Values> &x, const std::vector<Mean::Owed> &errors) {
+    const auto ranks = size_t(partition.ranks), tensors = partition.numel.size();
     Expected e;
-    std::vector<std::vector<double>> sent(ranks, std::vector<double>(size_t(at.chunk * at.ranks)));
+    std::vector<std::vector<double>> sent(ranks, std::vector<double>(size_t(partition.chunk * partition.ranks)));
     for (size_t r = 0; r < ranks; ++r) {
-        e.worker.emplace_back(size_t(at.chunk * at.ranks));
+        e.worker.emplace_back(size_t(partition.chunk * partition.ranks));
         e.scale.emplace_back(tensors);
         for (size_t t = 0; t < tensors; ++t) {
             double squares = 0;
-            for (int64_t i = 0; i < at.numel[t]; ++i) {
-                const auto k = size_t(at.begin[t] + i);
-                const double b = double(float(double(x[r][t][size_t(i)]) + double(owed[r].worker[k])));
+            for (int64_t i = 0; i < partition.numel[t]; ++i) {
+                const auto k = size_t(partition.begin[t] + i);
+                const double b = double(float(double(x[r][t][size_t(i)]) + double(errors[r].worker[k])));
                 e.worker[r][k] = b;
                 squares += b * b;
             }
-            const double s = at.numel[t] > 0 ? std::sqrt(squares / double(at.numel[t])) : 0;
+            const double s = partition.numel[t] > 0 ? std::sqrt(squares / double(partition.numel[t])) : 0;
             e.scale[r][t] = s;
-            for (int64_t i = 0; i < at.numel[t]; ++i) {
-                const auto k = size_t(at.begin[t] + i);
+            for (int64_t i = 0; i < partition.numel[t]; ++i) {
+                const auto k = size_t(partition.begin[t] + i);
                 sent[r][k] = e.worker[r][k] < 0 ? -s : s;
                 e.worker[r][k] -= sent[r][k];
             }
         }
     }
     for (size_t t = 0; t < tensors; ++t) {
-        e.y.emplace_back(size_t(at.numel[t]));
-        e.unclear.emplace_back(size_t(at.numel[t]));
+        e.y.emplace_back(size_t(partition.numel[t]));
+        e.unclear.emplace_back(size_t(partition.numel[t]));
     }
     for (size_t d = 0; d < ranks; ++d) {
-        e.server.emplace_back(size_t(at.chunk));
-        e.size.emplace_back(size_t(at.chunk));
+        e.server.emplace_back(size_t(partition.chunk));
+        e.magnitude.emplace_back(size_t(partition.chunk));
         for (size_t t = 0; t < tensors; ++t) {
-            const int64_t first = std::max(at.begin[t], int64_t(d) * at.chunk),
-                          last = std::min(at.begin[t] + at.numel[t], int64_t(d + 1) * at.chunk);
+            const int64_t first = std::max(partition.begin[t], int64_t(d) * partition.chunk),
+                          last = std::min(partition.begin[t] + partition.numel[t], int64_t(d + 1) * partition.chunk);
             if (first >= last) continue;
             double squares = 0, largest = 0;
             for (size_t r = 0; r < ranks; ++r) largest = std::max(largest, e.scale[r][t]);
             for (int64_t k = first; k < last; ++k) {
-                const auto in = size_t(k - int64_t(d) * at.chunk);
-                double c = owed[d].server[in];
+                const auto in = size_t(k - int64_t(d) * partition.chunk);
+                double c = errors[d].server[in];
                 for (size_t r = 0; r < ranks; ++r) c += sent[r][size_t(k)] / double(ranks);
                 e.server[d][in] = c;
                 squares += c * c;
             }
             const double s = std::sqrt(squares / double(last - first));
             for (int64_t k = first; k < last; ++k) {
-                const auto in = size_t(k - int64_t(d) * at.chunk), i = size_t(k - at.begin[t]);
+                const auto in = size_t(k - int64_t(d) * partition.chunk), i = size_t(k - partition.begin[t]);
                 const double c = e.server[d][in];
-                e.size[d][in] = largest + std::fabs(double(owed[d].server[in])) + s;
-                e.unclear[t][i] = c != 0 && std::fabs(c) < 1e-6 * e.size[d][in];
+                e.magnitude[d][in] = largest + std::fabs(double(errors[d].server[in])) + s;
+                e.unclear[t][i] = c != 0 && std::fabs(c) < 1e-6 * e.magnitude[d][in];
                 e.unclear_count += e.unclear[t][i];
                 e.y[t][i] = c < 0 ? -s : s;
                 e.server[d][in] -= e.y[t][i];
@@ -110,8 +110,8 @@ Expected expected(const Places &at, const std::vector<Values> &x, const std::vec
     return e;
 }
 
-class Reference : public testing::TestWithParam<std::tuple<int, size_t>> {};
-INSTANTIATE_TEST_SUITE_P(, Reference,
+class CompressedAllReduceSizes : public testing::TestWithParam<std::tuple<int, size_t>> {};
+INSTANTIATE_TEST_SUITE_P(, CompressedAllReduceSizes,
                          testing::Combine(testing::Values(1, 2, 3, 4, 5, 6, 8), testing::Range(size_t(0), size_t(9))),
                          [](const auto &info) {
                              return edge_sizes()[std::get<1>(info.param)].name +
@@ -119,13 +119,13 @@ INSTANTIATE_TEST_SUITE_P(, Reference,
                          });
 
 LABEL_PARAMS(long_emulated, "*[568]");
-TEST_P(Reference, GivesResultsErrorsAndBytes) {
+TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
     const auto ranks = size_t(std::get<0>(GetParam()));
     const std::vector<int64_t> sizes = edge_sizes()[std::get<1>(GetParam())].sizes;
-    const Places at(int64_t(ranks), sizes);
+    const Partition partition(int64_t(ranks), sizes);
     constexpr size_t rounds = 4;
     std::vector<std::vector<Values>> x(rounds, std::vector<Values>(ranks)), y = x;
-    std::vector<std::vector<Mean::Owed>> owed(rounds + 1, std::vector<Mean::Owed>(ranks));
+    std::vector<std::vector<Mean::Owed>> errors(rounds + 1, std::vector<Mean::Owed>(ranks));
     Random random(11);
     for (auto &round : x)
         for (size_t r = 0; r < ranks; ++r)
@@ -137,25 +137,25 @@ TEST_P(Reference, GivesResultsErrorsAndBytes) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, int(ranks));
         Mean side(comm, sizes);
-        EXPECT_EQ(side.workers, at.chunk * at.ranks + int64_t(sizes.size()));
-        EXPECT_EQ(side.servers, at.chunk + at.scales);
-        owed[0][r] = side.owed();
+        EXPECT_EQ(side.workers, partition.chunk * partition.ranks + int64_t(sizes.size()));
+        EXPECT_EQ(side.servers, partition.chunk + partition.scales);
+        errors[0][r] = side.owed();
         for (size_t round = 0; round < rounds; ++round) {
             const dsopt_comm_info before = info_of(comm);
             ASSERT_OK(side.call(x[round][r]));
             const dsopt_comm_info after = info_of(comm);
-            const int64_t bytes = 2 * (at.ranks - 1) * (at.total > 0 ? at.row_bytes() : 0);
+            const int64_t bytes = 2 * (partition.ranks - 1) * (partition.total > 0 ? partition.message_bytes() : 0);
             EXPECT_EQ(after.bytes_sent - before.bytes_sent, bytes);
             EXPECT_EQ(after.bytes_received - before.bytes_received, bytes);
             EXPECT_LE(after.calls - before.calls, 2);
             y[round][r] = side.read();
-            owed[round + 1][r] = side.owed();
+            errors[round + 1][r] = side.owed();
         }
     });
-    if (at.total == 0) return;
+    if (partition.total == 0) return;
     double unclear = 0, elements = 0;
     for (size_t round = 0; round < rounds; ++round) {
-        const Expected e = expected(at, x[round], owed[round]);
+        const Expected e = expected(partition, x[round], errors[round]);
         unclear += e.unclear_count;
         for (size_t r = 1; r < ranks; ++r)
             for (size_t t = 0; t < sizes.size(); ++t)
@@ -164,63 +164,64 @@ TEST_P(Reference, GivesResultsErrorsAndBytes) {
             for (size_t i = 0; i < size_t(sizes[t]); ++i, ++elements) {
                 const double got = y[round][0][t][i], wanted = e.y[t][i];
                 const double off = e.unclear[t][i] ? std::fabs(got) - std::fabs(wanted) : got - wanted;
-                const int64_t k = at.begin[t] + int64_t(i), d = k / at.chunk; // terms may cancel
-                ASSERT_LE(std::fabs(off), 1e-6 * std::fabs(wanted) + 2 * kUlp * e.size[size_t(d)][size_t(k % at.chunk)])
+                const int64_t k = partition.begin[t] + int64_t(i), d = k / partition.chunk; // terms may cancel
+                ASSERT_LE(std::fabs(off),
+                          1e-6 * std::fabs(wanted) + 2 * kUlp * e.magnitude[size_t(d)][size_t(k % partition.chunk)])
                     << "tensor " << t << ", element " << i;
             }
         for (size_t r = 0; r < ranks; ++r)
             for (size_t t = 0; t < sizes.size(); ++t)
                 for (int64_t i = 0; i < sizes[t]; ++i) {
-                    const auto k = size_t(at.begin[t] + i);
-                    // error + sent = fed up to one rounding; the scale has one of its own
-                    const double got = owed[round + 1][r].worker[k], wanted = e.worker[r][k];
+                    const auto k = size_t(partition.begin[t] + i);
+                    // error + sent value = input up to one rounding; the scale has another one
+                    const double got = errors[round + 1][r].worker[k], wanted = e.worker[r][k];
                     ASSERT_LE(std::fabs(got - wanted), kUlp * (std::fabs(wanted) + e.scale[r][t]))
                         << "rank " << r << ", tensor " << t << ", element " << i;
-                    const int64_t d = (at.begin[t] + i) / at.chunk;
+                    const int64_t d = (partition.begin[t] + i) / partition.chunk;
                     if (d != int64_t(r) || e.unclear[t][size_t(i)]) continue;
-                    const auto in = size_t(at.begin[t] + i - d * at.chunk);
-                    ASSERT_LE(std::fabs(owed[round + 1][r].server[in] - e.server[r][in]), 2e-6 * e.size[r][in])
+                    const auto in = size_t(partition.begin[t] + i - d * partition.chunk);
+                    ASSERT_LE(std::fabs(errors[round + 1][r].server[in] - e.server[r][in]), 2e-6 * e.magnitude[r][in])
                         << "server " << r << ", element " << in;
                 }
-        // Padding takes no part: it owes nothing.
+        // Padding has no errors.
         for (size_t r = 0; r < ranks; ++r) {
-            std::vector<bool> used(size_t(at.chunk * at.ranks));
+            std::vector<bool> used(size_t(partition.chunk * partition.ranks));
             for (size_t t = 0; t < sizes.size(); ++t)
-                for (int64_t i = 0; i < sizes[t]; ++i) used[size_t(at.begin[t] + i)] = true;
+                for (int64_t i = 0; i < sizes[t]; ++i) used[size_t(partition.begin[t] + i)] = true;
             for (size_t k = 0; k < used.size(); ++k)
                 if (!used[k]) {
-                    ASSERT_EQ(owed[round + 1][r].worker[k], 0) << "rank " << r << ", place " << k;
-                    if (int64_t(k) / at.chunk == int64_t(r)) {
-                        ASSERT_EQ(owed[round + 1][r].server[k - r * size_t(at.chunk)], 0) << k;
+                    ASSERT_EQ(errors[round + 1][r].worker[k], 0) << "rank " << r << ", index " << k;
+                    if (int64_t(k) / partition.chunk == int64_t(r)) {
+                        ASSERT_EQ(errors[round + 1][r].server[k - r * size_t(partition.chunk)], 0) << k;
                     }
                 }
         }
     }
-    EXPECT_LE(unclear, 0.01 * elements + 2) << "else the comparison of signs says little";
+    EXPECT_LE(unclear, 0.01 * elements + 2) << "more would make the comparison of signs weak";
 }
 
 // --------------------------------------------------------------------------------------------------------- same bits
 struct Bits {
     Values y;
-    Mean::Owed owed;
+    Mean::Owed errors;
     std::vector<float> worker, server;
 };
 
-TEST(Compressed, SameBitsForAnyThreadsChunksAndInstructionSet) {
-    struct Way {
+TEST(CompressedAllReduce, IsBitIdenticalForAnyThreadsChunksAndIsa) {
+    struct Config {
         int threads;
         int64_t chunk;
         const char *isa;
     };
     const std::vector<int64_t> sizes = {70001, 0, 1, 33, 4097, 200000, 12345};
     constexpr size_t ranks = 3;
-    const auto run = [&](const Way &way) {
+    const auto run = [&](const Config &config) {
         std::array<Bits, ranks> all;
         std::array<Context, ranks> contexts;
         for (auto &ctx : contexts) {
-            if (way.isa != nullptr) setenv("DSOPT_ISA", way.isa, 1);
-            ctx = context_of(way.threads, way.chunk);
-            if (way.isa != nullptr) unsetenv("DSOPT_ISA");
+            if (config.isa != nullptr) setenv("DSOPT_ISA", config.isa, 1);
+            ctx = context_of(config.threads, config.chunk);
+            if (config.isa != nullptr) unsetenv("DSOPT_ISA");
         }
         const CommId id = new_id();
         run_ranks(ranks, [&](int rank) {
@@ -238,28 +239,29 @@ TEST(Compressed, SameBitsForAnyThreadsChunksAndInstructionSet) {
         return all;
     };
     const auto wanted = run({1, 0, nullptr});
-    for (const Way way : {Way{3, 0, nullptr}, Way{4, 8192, nullptr}, Way{2, 1 << 20, nullptr}, Way{1, 0, "generic"},
-                          Way{2, 0, "avx2"}}) {
-        const auto got = run(way);
+    for (const Config config : {Config{3, 0, nullptr}, Config{4, 8192, nullptr}, Config{2, 1 << 20, nullptr},
+                                Config{1, 0, "generic"}, Config{2, 0, "avx2"}}) {
+        const auto got = run(config);
         for (size_t r = 0; r < ranks; ++r) {
             for (size_t t = 0; t < sizes.size(); ++t) {
-                EXPECT_TRUE(same_bits(got[r].y[t], wanted[r].y[t])) << way.threads << " threads, tensor " << t;
+                EXPECT_TRUE(same_bits(got[r].y[t], wanted[r].y[t])) << config.threads << " threads, tensor " << t;
                 EXPECT_TRUE(same_bits(got[r].y[t], got[0].y[t])) << "rank " << r;
             }
-            EXPECT_TRUE(same_bits(got[r].owed.worker, wanted[r].owed.worker)) << way.threads << " threads";
-            EXPECT_TRUE(same_bits(got[r].owed.server, wanted[r].owed.server)) << way.threads << " threads";
-            EXPECT_TRUE(same_bits(got[r].worker, wanted[r].worker)) << way.threads << " threads";
-            EXPECT_TRUE(same_bits(got[r].server, wanted[r].server)) << way.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].errors.worker, wanted[r].errors.worker)) << config.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].errors.server, wanted[r].errors.server)) << config.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].worker, wanted[r].worker)) << config.threads << " threads";
+            EXPECT_TRUE(same_bits(got[r].server, wanted[r].server)) << config.threads << " threads";
         }
     }
 }
 
-// What no cache holds is decoded past it, where vectors of the tensor are aligned; one that is shifted is not.
+// Lists larger than the caches are decoded with non-temporal stores if vectors of the tensor are aligned, and without
+// them if the tensor is shifted.
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
+TEST(CompressedAllReduce, IsBitIdenticalForAnyAlignmentOfLongLists) {
     constexpr size_t numel[] = {8400005, 8400037};
-    std::vector<float> pattern(numel[1] + 32); // has all of its values again after 19
+    std::vector<float> pattern(numel[1] + 32); // has period 19
     for (size_t i = 0; i < pattern.size(); ++i) pattern[i] = float(i * 7 % 19) - 9;
     const auto run = [&](const char *isa, size_t shift) {
         setenv("DSOPT_ISA", isa, 1);
@@ -268,11 +270,12 @@ TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
         const Comm comm = self_comm(ctx);
         std::vector<float> memory(numel[0] + numel[1] + 64);
         const size_t first = (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) / sizeof(float);
-        const size_t at[] = {first + shift, first + (numel[0] + 24) / 16 * 16 + 8 + shift}; // the second between lines
+        // The second tensor begins in the middle of a cache line.
+        const size_t offsets[] = {first + shift, first + (numel[0] + 24) / 16 * 16 + 8 + shift};
         std::array<dsopt_tensor, 2> list{};
         for (size_t t = 0; t < 2; ++t) {
-            std::memcpy(&memory[at[t]], &pattern[11 * t], numel[t] * sizeof(float)); // 11 * 7 is 1 more than 4 * 19
-            list[t] = {&memory[at[t]], int64_t(numel[t]), DSOPT_DTYPE_F32, 0};
+            std::memcpy(&memory[offsets[t]], &pattern[11 * t], numel[t] * sizeof(float)); // 11 * 7 = 4 * 19 + 1
+            list[t] = {&memory[offsets[t]], int64_t(numel[t]), DSOPT_DTYPE_F32, 0};
         }
         DSOPT_NEW(dsopt_compressed, arguments);
         arguments.tensors = list.data();
@@ -281,17 +284,17 @@ TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
         size_t bytes = 0;
         must(dsopt_compressed_sizes(comm.get(), &arguments, &worker, &server, &bytes));
         const Shared<float> worker_error(static_cast<size_t>(worker)), server_error(static_cast<size_t>(server));
-        const Shared<char> room(bytes + 256);
+        const Shared<char> workspace(bytes + 256);
         arguments.worker_error = worker_error.data();
         arguments.server_error = server_error.data();
-        arguments.workspace = room.data() + (256 - reinterpret_cast<uintptr_t>(room.data()) % 256);
+        arguments.workspace = workspace.data() + (256 - reinterpret_cast<uintptr_t>(workspace.data()) % 256);
         arguments.workspace_bytes = bytes;
         must(dsopt_compressed_allreduce(comm.get(), &arguments));
         std::vector<float> all;
-        for (size_t t = 0; t < 2; ++t) all.insert(all.end(), &memory[at[t]], &memory[at[t]] + numel[t]);
+        for (size_t t = 0; t < 2; ++t) all.insert(all.end(), &memory[offsets[t]], &memory[offsets[t]] + numel[t]);
         const bool outside =
-            std::all_of(memory.begin(), memory.begin() + long(at[0]), [](float x) { return x == 0; }) &&
-            memory[at[0] + numel[0]] == 0 && memory[at[1] - 1] == 0 && memory[at[1] + numel[1]] == 0;
+            std::all_of(memory.begin(), memory.begin() + long(offsets[0]), [](float x) { return x == 0; }) &&
+            memory[offsets[0] + numel[0]] == 0 && memory[offsets[1] - 1] == 0 && memory[offsets[1] + numel[1]] == 0;
         EXPECT_TRUE(outside) << isa << ", shift " << shift;
         all.insert(all.end(), worker_error.begin(), worker_error.end());
         return all;
@@ -304,7 +307,7 @@ TEST(Compressed, SameBitsForLongListsWhateverTheirAlignment) {
 }
 
 // -------------------------------------------------------------------------------------------------------- properties
-TEST(Compressed, ZerosGiveZerosAndOweNothing) {
+TEST(CompressedAllReduce, MapsZerosToZerosWithoutErrors) {
     const CommId id = new_id();
     run_ranks(3, [&](int rank) {
         const Context ctx = make_context(1);
@@ -322,7 +325,7 @@ TEST(Compressed, ZerosGiveZerosAndOweNothing) {
 }
 
 LABEL(long_emulated);
-TEST(Compressed, MeanOverManyCallsIsTheTrueMean) {
+TEST(CompressedAllReduce, ConvergesToTheMeanOverManyCalls) {
     constexpr int ranks = 4, calls = 2000;
     constexpr size_t numel = 500;
     std::array<std::vector<float>, ranks> x;
@@ -333,28 +336,28 @@ TEST(Compressed, MeanOverManyCallsIsTheTrueMean) {
         const Comm comm = local_comm(ctx, id, rank, ranks);
         Mean side(comm, {int64_t(numel)});
         std::vector<double> sum(numel);
-        const auto worst = [&](int after) {
-            double most = 0;
+        const auto largest_deviation = [&](int after) {
+            double largest_so_far = 0;
             for (size_t i = 0; i < numel; ++i) {
                 double mean = 0;
                 for (const auto &other : x) mean += double(other[i]) / ranks;
-                most = std::max(most, std::fabs(sum[i] / after - mean));
+                largest_so_far = std::max(largest_so_far, std::fabs(sum[i] / after - mean));
             }
-            return most;
+            return largest_so_far;
         };
         double early = 0;
         for (int call = 1; call <= calls; ++call) {
             ASSERT_OK(side.call({x[size_t(rank)]}));
             for (size_t i = 0; i < numel; ++i) sum[i] += double(side.values[0][i]);
-            if (call == 20) early = worst(call);
+            if (call == 20) early = largest_deviation(call);
         }
-        // What is owed stays bounded, so the mean is off by a constant over the number of calls.
-        EXPECT_LE(worst(calls), 0.03);
-        EXPECT_LE(worst(calls), early / 5);
+        // Errors stay bounded, so the error of the mean is at most a constant divided by the number of calls.
+        EXPECT_LE(largest_deviation(calls), 0.03);
+        EXPECT_LE(largest_deviation(calls), early / 5);
     });
 }
 
-TEST(Compressed, NegativeZeroCountsAsPositive) {
+TEST(CompressedAllReduce, TreatsNegativeZeroAsPositive) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
     Mean side(comm, {4});
@@ -365,7 +368,7 @@ TEST(Compressed, NegativeZeroCountsAsPositive) {
     EXPECT_FLOAT_EQ(side.owed().worker[0], -scale);
 }
 
-TEST(Compressed, OneRankFeedsBackTwice) {
+TEST(CompressedAllReduce, FeedsErrorsBackOnOneRank) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
     Mean side(comm, {3});
@@ -373,12 +376,12 @@ TEST(Compressed, OneRankFeedsBackTwice) {
     const float scale = float(std::sqrt(11.0 / 3));
     EXPECT_TRUE(same_bits(side.values[0], {scale, -scale, scale}));
     EXPECT_EQ(info_of(comm).bytes_sent, 0);
-    ASSERT_OK(side.call({{0, 0, 0}})); // what is owed comes by itself
+    ASSERT_OK(side.call({{0, 0, 0}})); // only the errors are sent
     EXPECT_LT(side.values[0][2], 0);
     EXPECT_GT(side.values[0][0], 0);
 }
 
-TEST(Compressed, NanSpoilsItsTensorForGoodAndNoOther) {
+TEST(CompressedAllReduce, KeepsNaNWithinItsTensor) {
     const CommId id = new_id();
     std::array<Values, 2> ends;
     run_ranks(2, [&](int rank) {
@@ -398,7 +401,7 @@ TEST(Compressed, NanSpoilsItsTensorForGoodAndNoOther) {
     for (size_t t = 0; t < 2; ++t) EXPECT_TRUE(same_bits(ends[0][t], ends[1][t]));
 }
 
-TEST(Compressed, SignsOfGpt2TakeOneBitAnElementEachWay) {
+TEST(CompressedAllReduce, SendsOneBitPerElementOfGpt2) {
     std::vector<int64_t> sizes = {50257 * 768, 1024 * 768};
     for (int layer = 0; layer < 12; ++layer)
         for (const int64_t n :
@@ -431,7 +434,7 @@ TEST(Compressed, SignsOfGpt2TakeOneBitAnElementEachWay) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ compat
-TEST(CompressedCompat, FollowsTheOriginalForTwoRanksAndFiveElements) {
+TEST(CompressedAllReduce, MatchesTheOriginalInCompatMode) {
     const float x[2][2][5] = {{{1, -2, 3, 0, 0.5f}, {-1, -2, 1, 0.25f, 0.5f}},
                               {{0.5f, 0.5f, -1, 2, -3}, {0.5f, 1, -1, -2, 1}}};
     const double y[2][5] = {{0.73727793, -0.73727793, 0.73727793, 0.73727793, 0.73727793},
@@ -451,13 +454,13 @@ TEST(CompressedCompat, FollowsTheOriginalForTwoRanksAndFiveElements) {
         EXPECT_EQ(side.workers, 16 + 1);
         EXPECT_EQ(side.servers, 8 + 1);
         for (size_t round = 0; round < 2; ++round) {
-            const float *own = x[round][rank];
-            ASSERT_OK(side.call({std::vector<float>(own, own + 5)}));
-            const Mean::Owed owed = side.owed();
+            const float *input = x[round][rank];
+            ASSERT_OK(side.call({std::vector<float>(input, input + 5)}));
+            const Mean::Owed errors = side.owed();
             for (size_t i = 0; i < 5; ++i) EXPECT_NEAR(side.values[0][i], y[round][i], 2e-6) << i;
             for (size_t i = 0; i < 16; ++i)
-                EXPECT_NEAR(owed.worker[i], worker[round][rank][std::min<size_t>(i, 5)], 4e-6) << i;
-            for (size_t i = 0; i < 8; ++i) EXPECT_NEAR(owed.server[i], rank == 0 ? server[round][i] : 0, 4e-6) << i;
+                EXPECT_NEAR(errors.worker[i], worker[round][rank][std::min<size_t>(i, 5)], 4e-6) << i;
+            for (size_t i = 0; i < 8; ++i) EXPECT_NEAR(errors.server[i], rank == 0 ? server[round][i] : 0, 4e-6) << i;
         }
     });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The error-compensated 1-bit mean by itself: what it refuses, and collectives that fail.
+// The error-compensated 1-bit mean without an optimizer: refused arguments and failing collectives.
 #include "support/compressed.h"
 
 using namespace test;
@@ -7,7 +7,7 @@ using namespace test;
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------- refusals
-class Refusal : public testing::Test {
+class CompressedArguments : public testing::Test {
 protected:
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
@@ -23,27 +23,27 @@ protected:
         EXPECT_EQ(side.worker, worker);
         EXPECT_EQ(side.server, server);
         EXPECT_EQ(side.read(), values);
-        EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "a refusal does not lose the comm";
+        EXPECT_EQ(info_of(comm).status, DSOPT_OK) << "a refusal does not make the comm unusable";
         int64_t a = -5, b = -5;
         size_t c = 77;
         const dsopt_status status = dsopt_compressed_sizes(comm.get(), &side.args, &a, &b, &c);
         if (sizes_too) {
             EXPECT_TRUE(refused(status, wanted, text));
-            EXPECT_TRUE(a == -5 && b == -5 && c == 77) << "outputs are untouched";
+            EXPECT_TRUE(a == -5 && b == -5 && c == 77) << "outputs are unchanged";
         } else {
             EXPECT_OK(status);
         }
     }
 };
 
-TEST_F(Refusal, DtypesOtherThanF32) {
+TEST_F(CompressedArguments, RefusesDtypesOtherThanFp32) {
     for (const int32_t dtype :
          std::initializer_list<int32_t>{DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F64, DSOPT_DTYPE_I32, 0, 99}) {
         side.list[2].dtype = dtype;
         expect(DSOPT_ERR_DTYPE, "'2'");
     }
 }
-TEST_F(Refusal, NegativeSizesAndCounts) {
+TEST_F(CompressedArguments, RefusesNegativeSizesAndCounts) {
     side.list[2].numel = -1;
     expect(DSOPT_ERR_SHAPE, "'2'");
     side.list[2].numel = int64_t(1) << 57;
@@ -53,17 +53,17 @@ TEST_F(Refusal, NegativeSizesAndCounts) {
     side.args.count = -1;
     expect(DSOPT_ERR_ARGUMENT, "count");
 }
-TEST_F(Refusal, NoList) {
+TEST_F(CompressedArguments, RefusesANullList) {
     side.args.tensors = nullptr;
     expect(DSOPT_ERR_ARGUMENT, "tensors");
 }
-TEST_F(Refusal, TensorWithoutMemoryOrMisaligned) {
+TEST_F(CompressedArguments, RefusesNullAndMisalignedTensors) {
     side.list[0].data = nullptr;
     expect(DSOPT_ERR_ARGUMENT, "'0'", false);
     side.list[0].data = reinterpret_cast<char *>(side.values[0].data()) + 2;
     expect(DSOPT_ERR_ALIGNMENT, "'0'");
 }
-TEST_F(Refusal, BuffersMissingOrMisaligned) {
+TEST_F(CompressedArguments, RefusesNullAndMisalignedErrorBuffers) {
     float *const worker = side.args.worker_error, *const server = side.args.server_error;
     side.args.worker_error = nullptr;
     expect(DSOPT_ERR_ARGUMENT, "worker_error", false);
@@ -77,8 +77,8 @@ TEST_F(Refusal, BuffersMissingOrMisaligned) {
         expect(DSOPT_ERR_ALIGNMENT, "error buffer", false);
     }
 }
-TEST_F(Refusal, WorkspaceMissingOrTooSmall) {
-    const std::string needed = std::to_string(side.bytes - 255); // its memory is aligned
+TEST_F(CompressedArguments, RefusesAMissingOrSmallWorkspace) {
+    const std::string needed = std::to_string(side.bytes - 255); // memory of the workspace is aligned
     side.args.workspace_bytes = side.bytes - 256;
     expect(DSOPT_ERR_WORKSPACE, needed.c_str(), false);
     side.args.workspace_bytes = 0;
@@ -91,7 +91,7 @@ TEST_F(Refusal, WorkspaceMissingOrTooSmall) {
     side.args.workspace_bytes = side.bytes - 1;
     expect(DSOPT_ERR_WORKSPACE, std::to_string(side.bytes).c_str(), false);
 }
-TEST_F(Refusal, UnknownCompatReservedAndVersion) {
+TEST_F(CompressedArguments, RefusesUnknownCompatReservedAndVersion) {
     for (const int32_t compat : {-1, 2}) {
         side.args.compat = compat;
         expect(DSOPT_ERR_ARGUMENT, "compat");
@@ -103,7 +103,7 @@ TEST_F(Refusal, UnknownCompatReservedAndVersion) {
     side.args.size = sizeof side.args - 4;
     expect(DSOPT_ERR_VERSION, "");
 }
-TEST_F(Refusal, NullArguments) {
+TEST_F(CompressedArguments, RefusesNullArguments) {
     EXPECT_TRUE(refused(dsopt_compressed_allreduce(nullptr, &side.args), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(refused(dsopt_compressed_allreduce(comm.get(), nullptr), DSOPT_ERR_ARGUMENT));
     EXPECT_TRUE(refused(dsopt_compressed_sizes(nullptr, &side.args, nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT));
@@ -115,23 +115,24 @@ TEST_F(Refusal, NullArguments) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- failures
-struct Broken { // a table whose collectives can fail
+/// A table of two ranks, of which the other one has the same data. Its collectives return the given codes.
+struct FailingTable {
     int all_to_all = 0, all_gather = 0;
     int calls = 0;
-    static Comm make(const Context &ctx, Broken &self) {
+    static Comm comm(const Context &ctx, FailingTable &functions) {
         DSOPT_NEW(dsopt_comm_table, table);
-        table.self = &self;
+        table.self = &functions;
         table.ranks = 2;
         table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
-        table.all_to_all = [](void *at, const void *send, void *recv, int64_t bytes, void *) {
-            ++static_cast<Broken *>(at)->calls;
-            std::memcpy(recv, send, size_t(2 * bytes)); // as if the other one had sent the same
-            return static_cast<Broken *>(at)->all_to_all;
+        table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
+            ++static_cast<FailingTable *>(self)->calls;
+            std::memcpy(recv, send, size_t(2 * bytes));
+            return static_cast<FailingTable *>(self)->all_to_all;
         };
-        table.all_gather = [](void *at, const void *send, void *recv, int64_t bytes, void *) {
-            ++static_cast<Broken *>(at)->calls;
+        table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *) {
+            ++static_cast<FailingTable *>(self)->calls;
             for (int r = 0; r < 2; ++r) std::memcpy(static_cast<char *>(recv) + r * bytes, send, size_t(bytes));
-            return static_cast<Broken *>(at)->all_gather;
+            return static_cast<FailingTable *>(self)->all_gather;
         };
         DSOPT_NEW(dsopt_comm_desc, desc);
         desc.kind = DSOPT_COMM_KIND_TABLE;
@@ -142,32 +143,32 @@ struct Broken { // a table whose collectives can fail
     }
 };
 
-TEST(CompressedFailure, OfACollectiveIsTheStatusAndLosesTheComm) {
+TEST(CompressedAllReduce, ReturnsTheTablesErrorAndStaysUnusable) {
     const Context ctx = make_context(1);
     struct {
         int all_to_all, all_gather;
         dsopt_status wanted;
-    } const ways[] = {{7, 0, DSOPT_ERR_COMM},
-                      {0, 9, DSOPT_ERR_COMM},
-                      {-DSOPT_ERR_TIMEOUT, 0, DSOPT_ERR_TIMEOUT},
-                      {0, -DSOPT_ERR_ABORTED, DSOPT_ERR_ABORTED}};
-    for (const auto &way : ways) {
-        Broken self;
-        const Comm comm = Broken::make(ctx, self);
+    } const cases[] = {{7, 0, DSOPT_ERR_COMM},
+                       {0, 9, DSOPT_ERR_COMM},
+                       {-DSOPT_ERR_TIMEOUT, 0, DSOPT_ERR_TIMEOUT},
+                       {0, -DSOPT_ERR_ABORTED, DSOPT_ERR_ABORTED}};
+    for (const auto &c : cases) {
+        FailingTable functions;
+        const Comm comm = FailingTable::comm(ctx, functions);
         Mean side(comm, {100});
         ASSERT_OK(side.call());
-        EXPECT_EQ(self.calls, 2);
-        self.all_to_all = way.all_to_all;
-        self.all_gather = way.all_gather;
-        EXPECT_TRUE(refused(side.call(), way.wanted));
-        const int calls = self.calls;
-        EXPECT_TRUE(refused(side.call(), way.wanted)) << "sticky";
-        EXPECT_EQ(self.calls, calls) << "without trying";
-        EXPECT_EQ(info_of(comm).status, way.wanted);
+        EXPECT_EQ(functions.calls, 2);
+        functions.all_to_all = c.all_to_all;
+        functions.all_gather = c.all_gather;
+        EXPECT_TRUE(refused(side.call(), c.wanted));
+        const int calls = functions.calls;
+        EXPECT_TRUE(refused(side.call(), c.wanted)) << "sticky";
+        EXPECT_EQ(functions.calls, calls) << "an unusable comm is not called again";
+        EXPECT_EQ(info_of(comm).status, c.wanted);
     }
 }
 
-TEST(CompressedFailure, OfAPeerThatDoesNotComeIsATimeout) {
+TEST(CompressedAllReduce, TimesOutIfAPeerDoesNotCall) {
     const Context ctx = make_context(1);
     const CommId id = new_id();
     std::array<Comm, 2> comms;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 1-bit mean over two comms, the ranks of a node and the nodes, against the algorithm written down in double.
+// The 1-bit mean over two comms, the ranks of a node and the nodes, compared with the algorithm in double.
 #include "support/two_level.h"
 #include "support/compressed.h"
 #include "support/shapes.h"
@@ -12,34 +12,34 @@ constexpr double kUlp = 0x1p-23;
 
 // ---------------------------------------------------------------------------------------------------- the algorithm
 struct Expected {
-    std::vector<double> y, server, bound; // by place: results, errors of its server, how far off they may be
-    std::vector<bool> unclear;            // the server's sign hangs on a rounding
-    std::vector<double> worker;           // errors of the asked node's workers
-    std::vector<double> magnitude;        // of what those were made from
+    std::vector<double> y, server, bound; // per element: result, server error, tolerance
+    std::vector<bool> unclear;            // the sign of the server's value depends on rounding
+    std::vector<double> worker;           // errors of the workers of `asked_node`
+    std::vector<double> magnitude;        // of the terms of worker errors
 };
 
-/// x[d * per_node + l] by place; owed likewise.
-Expected expected(const Places &at, const std::vector<std::vector<float>> &x, const std::vector<Mean::Owed> &owed,
-                  int64_t asked) {
-    const auto ranks = [&](int64_t l, int64_t d) { return size_t(d * at.per_node + l); };
-    const auto all = size_t(at.slice() * at.per_node);
+/// x[d * per_node + l] has the elements of a rank, and errors[d * per_node + l] its errors.
+Expected expected(const Places &partition, const std::vector<std::vector<float>> &x,
+                  const std::vector<Mean::Owed> &errors, int64_t asked_node) {
+    const auto ranks = [&](int64_t l, int64_t d) { return size_t(d * partition.per_node + l); };
+    const auto all = size_t(partition.slice() * partition.per_node);
     Expected e{std::vector<double>(all), std::vector<double>(all), std::vector<double>(all),
                std::vector<bool>(all),   std::vector<double>(all), std::vector<double>(all)};
-    for (int64_t l = 0; l < at.per_node; ++l) {
-        const int64_t first = l * at.slice(), end = first + at.slice();
-        std::vector<std::vector<double>> sent(size_t(at.nodes), std::vector<double>(size_t(at.slice())));
-        std::vector<double> largest(size_t(at.slice()));
-        for (int64_t d = 0; d < at.nodes; ++d)
-            for (size_t t = 0; t < at.numel.size(); ++t) {
-                const int64_t from = at.from(t, first), to = at.to(t, end);
+    for (int64_t l = 0; l < partition.per_node; ++l) {
+        const int64_t first = l * partition.slice(), end = first + partition.slice();
+        std::vector<std::vector<double>> sent(size_t(partition.nodes), std::vector<double>(size_t(partition.slice())));
+        std::vector<double> largest(size_t(partition.slice()));
+        for (int64_t d = 0; d < partition.nodes; ++d)
+            for (size_t t = 0; t < partition.numel.size(); ++t) {
+                const int64_t from = partition.from(t, first), to = partition.to(t, end);
                 std::vector<double> b;
                 double squares = 0;
                 for (int64_t k = from; k < to; ++k) {
-                    float mean = 0; // as the engine has it: rank order, the share last
-                    for (int64_t r = 0; r < at.per_node; ++r)
+                    float mean = 0; // as in the engine: sums in rank order, then multiplies
+                    for (int64_t r = 0; r < partition.per_node; ++r)
                         mean = r == 0 ? x[ranks(r, d)][size_t(k)] : mean + x[ranks(r, d)][size_t(k)];
-                    mean *= 1.0f / float(at.per_node);
-                    b.push_back(double(mean + owed[ranks(l, d)].worker[size_t(k - first)]));
+                    mean *= 1.0f / float(partition.per_node);
+                    b.push_back(double(mean + errors[ranks(l, d)].worker[size_t(k - first)]));
                     squares += b.back() * b.back();
                 }
                 const double scale = to > from ? std::sqrt(squares / double(to - from)) : 0;
@@ -47,19 +47,20 @@ Expected expected(const Places &at, const std::vector<std::vector<float>> &x, co
                     const double value = b[size_t(k - from)], sign = value < 0 ? -scale : scale;
                     sent[size_t(d)][size_t(k - first)] = sign;
                     largest[size_t(k - first)] = std::max(largest[size_t(k - first)], scale);
-                    if (d != asked) continue;
+                    if (d != asked_node) continue;
                     e.worker[size_t(k)] = value - sign;
                     e.magnitude[size_t(k)] = std::fabs(value) + scale;
                 }
             }
-        for (int64_t d = 0; d < at.nodes; ++d)
-            for (size_t t = 0; t < at.numel.size(); ++t) {
-                const int64_t begin = first + d * at.chunk, from = at.from(t, begin), to = at.to(t, begin + at.chunk);
+        for (int64_t d = 0; d < partition.nodes; ++d)
+            for (size_t t = 0; t < partition.numel.size(); ++t) {
+                const int64_t begin = first + d * partition.chunk, from = partition.from(t, begin),
+                              to = partition.to(t, begin + partition.chunk);
                 std::vector<double> c;
                 double squares = 0;
                 for (int64_t k = from; k < to; ++k) {
-                    c.push_back(double(owed[ranks(l, d)].server[size_t(k - begin)]));
-                    for (const auto &row : sent) c.back() += row[size_t(k - first)] / double(at.nodes);
+                    c.push_back(double(errors[ranks(l, d)].server[size_t(k - begin)]));
+                    for (const auto &message : sent) c.back() += message[size_t(k - first)] / double(partition.nodes);
                     squares += c.back() * c.back();
                 }
                 const double scale = to > from ? std::sqrt(squares / double(to - from)) : 0;
@@ -75,8 +76,8 @@ Expected expected(const Places &at, const std::vector<std::vector<float>> &x, co
     return e;
 }
 
-class TwoLevel : public testing::TestWithParam<std::tuple<int, int, size_t>> {};
-INSTANTIATE_TEST_SUITE_P(, TwoLevel,
+class TwoLevelAllReduceSizes : public testing::TestWithParam<std::tuple<int, int, size_t>> {};
+INSTANTIATE_TEST_SUITE_P(, TwoLevelAllReduceSizes,
                          testing::Combine(testing::Range(1, 5), testing::Range(1, 5),
                                           testing::Range(size_t(0), size_t(6))),
                          [](const auto &info) {
@@ -87,51 +88,55 @@ INSTANTIATE_TEST_SUITE_P(, TwoLevel,
 
 LABEL_PARAMS(one_of_many, "*4NodesOf*");
 LABEL_PARAMS(long_emulated, "*[34]NodesOf*");
-TEST_P(TwoLevel, GivesResultsErrorsAndBytesOfTheAlgorithm) {
+TEST_P(TwoLevelAllReduceSizes, MatchesTheAlgorithmInDouble) {
     const int per_node = std::get<0>(GetParam()), nodes = std::get<1>(GetParam());
     const auto ranks = size_t(per_node * nodes);
     const std::vector<int64_t> sizes = edge_sizes()[std::get<2>(GetParam())].sizes;
-    const Places at(per_node, nodes, sizes);
+    const Places partition(per_node, nodes, sizes);
     const bool exact = nodes == 1 && per_node > 1;
     constexpr size_t rounds = 3;
-    const auto all = size_t(at.slice() * per_node);
+    const auto all = size_t(partition.slice() * per_node);
     std::vector<std::vector<std::vector<float>>> x(rounds, std::vector<std::vector<float>>(ranks)), y = x;
-    std::vector<std::vector<Mean::Owed>> owed(rounds + 1, std::vector<Mean::Owed>(ranks));
+    std::vector<std::vector<Mean::Owed>> errors(rounds + 1, std::vector<Mean::Owed>(ranks));
     Random random(11);
     for (auto &round : x)
         for (size_t r = 0; r < ranks; ++r) {
             round[r].resize(all);
             for (size_t t = 0; t < sizes.size(); ++t)
                 for (int64_t i = 0; i < sizes[t]; ++i)
-                    round[r][size_t(at.begin[t] + i)] =
+                    round[r][size_t(partition.begin[t] + i)] =
                         float(random.uniform(-1 - 0.13 * double(r), 1 + 0.07 * double(r * r)));
         }
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         const auto r = size_t(seat.d * per_node + seat.l);
         Mean side(seat.data, sizes, DSOPT_COMPAT_NONE, seat.node.get());
-        EXPECT_EQ(int64_t(side.worker.size()), exact ? 0 : at.slice() + int64_t(sizes.size()));
-        EXPECT_EQ(int64_t(side.server.size()), exact ? 0 : at.chunk + at.scales);
-        owed[0][r] = side.owed();
+        EXPECT_EQ(int64_t(side.worker.size()), exact ? 0 : partition.slice() + int64_t(sizes.size()));
+        EXPECT_EQ(int64_t(side.server.size()), exact ? 0 : partition.chunk + partition.scales);
+        errors[0][r] = side.owed();
         for (size_t round = 0; round < rounds; ++round) {
-            Values own;
+            Values input;
             for (size_t t = 0; t < sizes.size(); ++t)
-                own.emplace_back(x[round][r].begin() + at.begin[t], x[round][r].begin() + at.begin[t] + sizes[t]);
+                input.emplace_back(x[round][r].begin() + partition.begin[t],
+                                   x[round][r].begin() + partition.begin[t] + sizes[t]);
             const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
-            ASSERT_OK(side.call(own));
-            // Between nodes a row each way to every other one; in the node a slice each way, the way back as bits.
-            const int64_t row = at.total > 0 ? at.row_bytes() : 0, back = exact ? at.slice() * 4 : nodes * row;
-            EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * row);
-            EXPECT_EQ(info_of(seat.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * row);
-            EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent, (per_node - 1) * (at.slice() * 4 + back));
+            ASSERT_OK(side.call(input));
+            // Between nodes a rank sends two messages to each other node. In a node it sends one fp32 slice to each other
+            // rank, then the bits of its own slice.
+            const int64_t message = partition.total > 0 ? partition.row_bytes() : 0,
+                          returned_bytes = exact ? partition.slice() * 4 : nodes * message;
+            EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * message);
+            EXPECT_EQ(info_of(seat.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * message);
+            EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent,
+                      (per_node - 1) * (partition.slice() * 4 + returned_bytes));
             EXPECT_LE(info_of(seat.data).calls - data.calls, 2);
-            EXPECT_EQ(info_of(seat.node).calls - node.calls, per_node > 1 && at.total > 0 ? 2 : 0);
+            EXPECT_EQ(info_of(seat.node).calls - node.calls, per_node > 1 && partition.total > 0 ? 2 : 0);
             y[round][r].resize(all);
             for (size_t t = 0; t < sizes.size(); ++t)
-                std::copy(side.values[t].begin(), side.values[t].end(), y[round][r].begin() + at.begin[t]);
-            owed[round + 1][r] = side.owed();
+                std::copy(side.values[t].begin(), side.values[t].end(), y[round][r].begin() + partition.begin[t]);
+            errors[round + 1][r] = side.owed();
         }
     });
-    if (at.total == 0) return;
+    if (partition.total == 0) return;
     double unclear = 0;
     for (size_t round = 0; round < rounds; ++round) {
         for (size_t r = 1; r < ranks; ++r) ASSERT_TRUE(same_bits(y[round][r], y[round][0])) << "rank " << r;
@@ -144,23 +149,25 @@ TEST_P(TwoLevel, GivesResultsErrorsAndBytesOfTheAlgorithm) {
             continue;
         }
         for (int64_t d = 0; d < nodes; ++d) {
-            const Expected e = expected(at, x[round], owed[round], d);
+            const Expected e = expected(partition, x[round], errors[round], d);
             for (size_t k = 0; k < all; ++k) {
                 unclear += e.unclear[k];
                 const double got = y[round][0][k], wanted = e.y[k];
                 const double off = e.unclear[k] ? std::fabs(got) - std::fabs(wanted) : got - wanted;
-                ASSERT_LE(std::fabs(off), e.bound[k]) << "place " << k;
-                const auto l = int64_t(k) / at.slice();
-                const double error = owed[round + 1][size_t(d * per_node + l)].worker[k - size_t(l * at.slice())];
-                ASSERT_LE(std::fabs(error - e.worker[k]), kUlp * e.magnitude[k]) << "node " << d << ", place " << k;
-                const int64_t in_chunk = int64_t(k) - l * at.slice() - d * at.chunk;
-                if (e.unclear[k] || in_chunk < 0 || in_chunk >= at.chunk) continue;
-                const double debt = owed[round + 1][size_t(d * per_node + l)].server[size_t(in_chunk)];
-                ASSERT_LE(std::fabs(debt - e.server[k]), 2 * e.bound[k]) << "node " << d << ", place " << k;
+                ASSERT_LE(std::fabs(off), e.bound[k]) << "element " << k;
+                const auto l = int64_t(k) / partition.slice();
+                const double error =
+                    errors[round + 1][size_t(d * per_node + l)].worker[k - size_t(l * partition.slice())];
+                ASSERT_LE(std::fabs(error - e.worker[k]), kUlp * e.magnitude[k]) << "node " << d << ", element " << k;
+                const int64_t in_chunk = int64_t(k) - l * partition.slice() - d * partition.chunk;
+                if (e.unclear[k] || in_chunk < 0 || in_chunk >= partition.chunk) continue;
+                const double server_error = errors[round + 1][size_t(d * per_node + l)].server[size_t(in_chunk)];
+                ASSERT_LE(std::fabs(server_error - e.server[k]), 2 * e.bound[k]) << "node " << d << ", element " << k;
             }
         }
     }
-    EXPECT_LE(unclear, 0.01 * double(rounds * all * size_t(nodes)) + 2) << "else comparing signs says little";
+    EXPECT_LE(unclear, 0.01 * double(rounds * all * size_t(nodes)) + 2)
+        << "more would make the comparison of signs weak";
 }
 
 // --------------------------------------------------------------------------------------------------------- same bits
@@ -185,33 +192,33 @@ void expect_same(const Bits &a, const Bits &b, const char *what) {
     EXPECT_TRUE(same_bits(a.server, b.server)) << what;
 }
 
-TEST(TwoLevelBits, NodesOfOneRankAreTheFlatExchange) {
+TEST(TwoLevelAllReduce, MatchesTheFlatOneWithOneRankPerNode) {
     with_nodes(1, 3, [&](const Seat &seat) {
         const Bits flat = three_calls(seat.data, nullptr, seat.d);
-        expect_same(three_calls(seat.data, seat.node.get(), seat.d), flat, "one rank a node");
+        expect_same(three_calls(seat.data, seat.node.get(), seat.d), flat, "one rank per node");
         const Comm self = self_comm(seat.ctx);
         expect_same(three_calls(seat.data, self.get(), seat.d), flat, "the comm of one rank");
     });
 }
 
-TEST(TwoLevelBits, AreTheSameForAnyThreadsChunksAndInstructionSet) {
-    struct Way {
+TEST(TwoLevelAllReduce, IsBitIdenticalForAnyThreadsChunksAndIsa) {
+    struct Config {
         int threads;
         int64_t chunk;
         const char *isa;
     };
-    const auto run = [&](const Way &way) {
+    const auto run = [&](const Config &config) {
         std::array<Bits, 4> all;
         std::array<Context, 4> contexts;
         for (Context &ctx : contexts) {
-            if (way.isa != nullptr) setenv("DSOPT_ISA", way.isa, 1);
+            if (config.isa != nullptr) setenv("DSOPT_ISA", config.isa, 1);
             DSOPT_NEW(dsopt_context_desc, desc);
-            desc.threads = way.threads;
-            desc.chunk = way.chunk;
+            desc.threads = config.threads;
+            desc.chunk = config.chunk;
             dsopt_context *made = nullptr;
             must(dsopt_context_create(&desc, &made));
             ctx = Context(made);
-            if (way.isa != nullptr) unsetenv("DSOPT_ISA");
+            if (config.isa != nullptr) unsetenv("DSOPT_ISA");
         }
         with_nodes(
             2, 2,
@@ -223,15 +230,16 @@ TEST(TwoLevelBits, AreTheSameForAnyThreadsChunksAndInstructionSet) {
         return all;
     };
     const auto wanted = run({1, 0, nullptr});
-    for (const Way way : {Way{3, 0, nullptr}, Way{4, 8192, nullptr}, Way{1, 0, "generic"}, Way{2, 0, "avx2"}}) {
-        const auto got = run(way);
+    for (const Config config :
+         {Config{3, 0, nullptr}, Config{4, 8192, nullptr}, Config{1, 0, "generic"}, Config{2, 0, "avx2"}}) {
+        const auto got = run(config);
         for (size_t r = 0; r < 4; ++r)
-            expect_same(got[r], wanted[r], (std::to_string(way.threads) + " threads").c_str());
+            expect_same(got[r], wanted[r], (std::to_string(config.threads) + " threads").c_str());
     }
 }
 
 LABEL(long_emulated);
-TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
+TEST(TwoLevelAllReduce, SendsEachSliceOfANodeOnce) {
     constexpr int per_node = 4, nodes = 3, ranks = per_node * nodes;
     std::atomic<int64_t> flat{0}, two{0};
     const CommId id = new_id();
@@ -239,8 +247,8 @@ TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, ranks);
         (void)three_calls(comm, nullptr, rank);
-        const int64_t row = info_of(comm).bytes_sent / (ranks - 1);
-        flat += row * (ranks - per_node); // to ranks of other nodes
+        const int64_t message = info_of(comm).bytes_sent / (ranks - 1);
+        flat += message * (ranks - per_node); // only to ranks of other nodes
     });
     with_nodes(per_node, nodes, [&](const Seat &seat) {
         (void)three_calls(seat.data, seat.node.get(), seat.d * per_node + seat.l);
@@ -252,7 +260,7 @@ TEST(TwoLevelBytes, LeaveTheNodeOnceForAllOfItsRanks) {
 
 // -------------------------------------------------------------------------------------------------------- properties
 LABEL(long_emulated);
-TEST(TwoLevelErrors, MakeTheMeanOverManyCallsTheTrueMean) {
+TEST(TwoLevelAllReduce, ConvergesToTheMeanOverManyCalls) {
     constexpr size_t numel = 500;
     constexpr int calls = 2000;
     for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 2}, {2, 3}}) {
@@ -262,29 +270,29 @@ TEST(TwoLevelErrors, MakeTheMeanOverManyCallsTheTrueMean) {
         with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
             Mean side(seat.data, {int64_t(numel)}, DSOPT_COMPAT_NONE, seat.node.get());
             std::vector<double> sum(numel);
-            const auto worst = [&](int after) {
-                double most = 0;
+            const auto largest_deviation = [&](int after) {
+                double largest_so_far = 0;
                 for (size_t i = 0; i < numel; ++i) {
                     double mean = 0;
                     for (const auto &other : x) mean += double(other[i]) / ranks;
-                    most = std::max(most, std::fabs(sum[i] / after - mean));
+                    largest_so_far = std::max(largest_so_far, std::fabs(sum[i] / after - mean));
                 }
-                return most;
+                return largest_so_far;
             };
             double early = 0;
             for (int call = 1; call <= calls; ++call) {
                 ASSERT_OK(side.call({x[size_t(seat.d * per_node + seat.l)]}));
                 for (size_t i = 0; i < numel; ++i) sum[i] += double(side.values[0][i]);
-                if (call == 20) early = worst(call);
+                if (call == 20) early = largest_deviation(call);
             }
-            EXPECT_LE(worst(calls), 0.03);
-            EXPECT_LE(worst(calls), early / 5);
+            EXPECT_LE(largest_deviation(calls), 0.03);
+            EXPECT_LE(largest_deviation(calls), early / 5);
         });
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------- refusals
-class TwoLevelRefusal : public testing::Test {
+class TwoLevelArguments : public testing::Test {
 protected:
     void expect(const Seat &seat, Mean &side, dsopt_status wanted, const char *text) {
         for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
@@ -298,33 +306,33 @@ protected:
         EXPECT_EQ(side.read(), values);
         EXPECT_EQ(side.worker, worker);
         EXPECT_EQ(side.server, server);
-        EXPECT_EQ(info_of(seat.data).status, DSOPT_OK) << "a refusal does not lose a comm";
+        EXPECT_EQ(info_of(seat.data).status, DSOPT_OK) << "a refusal does not make a comm unusable";
         EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
     }
 };
 
-TEST_F(TwoLevelRefusal, OfCompatMode) {
+TEST_F(TwoLevelArguments, RefusesCompatMode) {
     with_nodes(2, 2, [&](const Seat &seat) {
         Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
         side.args.compat = DSOPT_COMPAT_DEEPSPEED;
         expect(seat, side, DSOPT_ERR_UNSUPPORTED, "compat");
     });
 }
-TEST_F(TwoLevelRefusal, OfOneCommForBothLevels) {
+TEST_F(TwoLevelArguments, RefusesOneCommForBothLevels) {
     with_nodes(1, 2, [&](const Seat &seat) {
         Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
         side.args.node = seat.data.get();
         expect(seat, side, DSOPT_ERR_ARGUMENT, "one comm");
     });
 }
-TEST_F(TwoLevelRefusal, OfAWorkspaceThatIsTooSmall) {
+TEST_F(TwoLevelArguments, RefusesASmallWorkspace) {
     with_nodes(2, 2, [&](const Seat &seat) {
         Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
         side.args.workspace_bytes -= 256;
         EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_WORKSPACE, "workspace"));
     });
 }
-TEST(TwoLevelFailure, OfTheNodeIsItsStatus) {
+TEST(TwoLevelAllReduce, ReturnsTheStatusOfTheNodeComm) {
     with_nodes(2, 2, [&](const Seat &seat) {
         Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
         dsopt_comm_abort(seat.node.get());
@@ -332,7 +340,7 @@ TEST(TwoLevelFailure, OfTheNodeIsItsStatus) {
         EXPECT_EQ(info_of(seat.data).calls, 0);
     });
 }
-TEST(TwoLevelFailure, OfARankThatLeavesReachesAllRanksOfAllNodes) {
+TEST(TwoLevelAllReduce, FailsOnEveryRankIfARankIsDestroyed) {
     with_nodes(2, 2, [&](const Seat &seat) {
         if (seat.l == 1 && seat.d == 1) return;
         Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
