@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_optimizer_apply beside dsopt_optimizer_step: equal bits, outputs, and calls of many threads at once.
+// dsopt_optimizer_apply compared with dsopt_optimizer_step: identical bits, outputs, and concurrent calls.
 #include "support/owned.h"
 
 #include "support/file.h"
@@ -13,7 +13,7 @@ const std::vector<int64_t> kSizes = {5000, 0, 33, 9000};
 class Apply : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, Apply, testing::ValuesIn(kAlgorithms), algorithm_name);
 
-TEST_P(Apply, HasTheBitsOfStepOverTwentySteps) {
+TEST_P(Apply, MatchesTheBitsOfStep) {
     const Context context = make_context(context_desc(2));
     for (const int32_t param : kDtypes) {
         const std::vector<Shape> shapes = shapes_of(kSizes, param, param);
@@ -36,7 +36,7 @@ TEST_P(Apply, HasTheBitsOfStepOverTwentySteps) {
                 step.skip = on_device(skip);
                 step.report = reports[side].data();
                 if (side == 0) {
-                    owned.workspace.spoil(int(t * 37)); // nothing may be remembered there
+                    owned.workspace.spoil(int(t * 37)); // a call must not depend on earlier contents
                     ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
                 } else {
                     must(trainer.step(step));
@@ -50,7 +50,7 @@ TEST_P(Apply, HasTheBitsOfStepOverTwentySteps) {
     }
 }
 
-TEST_P(Apply, HasOutputsAndFlagsLikeStep) {
+TEST_P(Apply, WritesOutputsLikeStep) {
     const Context context = make_context(context_desc(3));
     const std::vector<Shape> shapes = shapes_of(kSizes);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc());
@@ -80,38 +80,38 @@ LABEL_PARAMS(long_emulated, "Adam*");
 TEST_P(Apply, WritesOutputsOverTheGradients) {
     const std::vector<int64_t> sizes = {100003, 0, 33, 9000};
     for (const int32_t threads : {1, 3})
-        for (const int32_t dtype : kDtypes) { // of gradients and outputs
+        for (const int32_t dtype : kDtypes) { // dtype of gradients and outputs
             const Context context = make_context(context_desc(threads));
             const std::vector<Shape> shapes = shapes_of(sizes, DSOPT_DTYPE_F32, dtype);
             const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5));
-            Owned over(pure.get(), shapes), apart(pure.get(), shapes);
+            Owned in_place(pure.get(), shapes), separate(pure.get(), shapes);
             std::vector<Array> outs;
             for (const int64_t numel : sizes) outs.emplace_back(dtype, size_t(numel), 0.0f);
             const std::vector<dsopt_tensor> list = list_of(outs);
             uint64_t t = 0;
             for (const int32_t flags : {0, int32_t(DSOPT_STEP_OUT_ONLY), int32_t(DSOPT_STEP_DELTA)})
                 for (const int32_t skip : {0, 1}) {
-                    over.model.make_gradients(++t);
-                    apart.model.make_gradients(t);
-                    dsopt_step step = over.arguments(), other = apart.arguments();
+                    in_place.model.make_gradients(++t);
+                    separate.model.make_gradients(t);
+                    dsopt_step step = in_place.arguments(), other = separate.arguments();
                     step.flags = other.flags = flags;
                     step.skip = other.skip = on_device(skip);
-                    step.out = over.grads.data();
+                    step.out = in_place.grads.data();
                     other.out = list.data();
                     ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
                     ASSERT_OK(dsopt_optimizer_apply(pure.get(), &other));
                     for (size_t i = 0; i < sizes.size(); ++i) {
-                        EXPECT_TRUE(same(over.model.grads[i].text(), outs[i].text())) << flags << skip << i;
-                        EXPECT_TRUE(same(over.model.params[i].text(), apart.model.params[i].text())) << i;
+                        EXPECT_TRUE(same(in_place.model.grads[i].text(), outs[i].text())) << flags << skip << i;
+                        EXPECT_TRUE(same(in_place.model.params[i].text(), separate.model.params[i].text())) << i;
                     }
-                    for (size_t i = 0; i < over.blocks.size(); ++i)
-                        EXPECT_TRUE(same(over.blocks[i].text(), apart.blocks[i].text())) << i;
+                    for (size_t i = 0; i < in_place.blocks.size(); ++i)
+                        EXPECT_TRUE(same(in_place.blocks[i].text(), separate.blocks[i].text())) << i;
                 }
-            EXPECT_TRUE(over.intact());
+            EXPECT_TRUE(in_place.intact());
         }
 }
 
-TEST_P(Apply, WorksFromManyThreadsAtOnceOnDifferentMemory) {
+TEST_P(Apply, RunsOnManyThreadsWithDifferentMemory) {
     const Context context = make_context(context_desc(2));
     const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
@@ -136,11 +136,11 @@ TEST_P(Apply, WorksFromManyThreadsAtOnceOnDifferentMemory) {
         });
     for (std::thread &thread : threads) thread.join();
     EXPECT_EQ(failed, 0);
-    for (const Owned &one : owned) EXPECT_TRUE(same(one.text(), trainer.text()));
+    for (const Owned &memory : owned) EXPECT_TRUE(same(memory.text(), trainer.text()));
 }
 
 LABEL(varies);
-TEST_P(Apply, BesideChangesOfTheOptimizerIsBusyOrHasTheBitsOfOneOfItsForms) {
+TEST_P(Apply, IsBusyOrConsistentDuringConcurrentChanges) {
     constexpr double rates[] = {0.25, 1e-3};
     constexpr int kThreads = 3, kApplies = 6, kRounds = 6;
     const std::vector<Shape> shapes = shapes_of({20000, 3, 0, 4097});
@@ -161,8 +161,8 @@ TEST_P(Apply, BesideChangesOfTheOptimizerIsBusyOrHasTheBitsOfOneOfItsForms) {
     ASSERT_NE(texts[0], texts[1]);
 
     std::atomic<int> wrong{0};
-    // Whoever is refused tries again: one of them always gets on.
-    const auto until_free = [&](const auto &call) {
+    // Repeats a call that returns DSOPT_ERR_BUSY. At least one thread always makes progress.
+    const auto retry_while_busy = [&](const auto &call) {
         for (dsopt_status status = call(); status != DSOPT_OK; status = call()) {
             if (status != DSOPT_ERR_BUSY) return void(++wrong);
             std::this_thread::yield();
@@ -174,19 +174,19 @@ TEST_P(Apply, BesideChangesOfTheOptimizerIsBusyOrHasTheBitsOfOneOfItsForms) {
             for (int k = 0; k < kApplies; ++k) {
                 const Owned owned(largest.get(), shapes);
                 const dsopt_step step = owned.arguments();
-                until_free([&] { return dsopt_optimizer_apply(opt, &step); });
+                retry_while_busy([&] { return dsopt_optimizer_apply(opt, &step); });
                 wrong += owned.text() != texts[0] && owned.text() != texts[1];
                 double rate = rates[0];
                 int64_t groups = 1, params = 4, entries = 0;
                 size_t bytes = 0;
                 int32_t reduction = 0;
                 DSOPT_NEW(dsopt_state_info, info);
-                until_free([&] { return dsopt_optimizer_get(opt, 0, DSOPT_KEY_LR, &rate); });
-                until_free([&] { return dsopt_optimizer_count(opt, &groups, &params); });
-                until_free([&] { return dsopt_optimizer_state_count(opt, &entries); });
-                until_free([&] { return dsopt_optimizer_state(opt, entries - 1, &info); });
-                until_free([&] { return dsopt_optimizer_workspace(opt, &bytes); });
-                until_free([&] { return dsopt_optimizer_next_reduction(opt, 1, &reduction); });
+                retry_while_busy([&] { return dsopt_optimizer_get(opt, 0, DSOPT_KEY_LR, &rate); });
+                retry_while_busy([&] { return dsopt_optimizer_count(opt, &groups, &params); });
+                retry_while_busy([&] { return dsopt_optimizer_state_count(opt, &entries); });
+                retry_while_busy([&] { return dsopt_optimizer_state(opt, entries - 1, &info); });
+                retry_while_busy([&] { return dsopt_optimizer_workspace(opt, &bytes); });
+                retry_while_busy([&] { return dsopt_optimizer_next_reduction(opt, 1, &reduction); });
                 wrong += (rate != rates[0] && rate != rates[1]) || groups < 1 || groups > 1 + kRounds || params != 4;
                 wrong += info.tensor.numel != 4;
             }
@@ -195,26 +195,27 @@ TEST_P(Apply, BesideChangesOfTheOptimizerIsBusyOrHasTheBitsOfOneOfItsForms) {
         const std::vector<dsopt_tensor> params = list_of(trainer.model.params);
         std::vector<int32_t> steps(4);
         for (int round = 0; round < kRounds; ++round) {
-            until_free([&] { return dsopt_optimizer_add_group(opt, &empty, nullptr, 0); });
-            until_free([&] { return dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, rates[round % 2]); });
-            until_free([&] { return dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, params.data(), 4); });
+            retry_while_busy([&] { return dsopt_optimizer_add_group(opt, &empty, nullptr, 0); });
+            retry_while_busy(
+                [&] { return dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, rates[round % 2]); });
+            retry_while_busy([&] { return dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, params.data(), 4); });
             const dsopt_step step = trainer.arguments();
-            until_free([&] { return dsopt_optimizer_step(opt, &step); });
+            retry_while_busy([&] { return dsopt_optimizer_step(opt, &step); });
             Tape tape;
-            until_free([&] {
+            retry_while_busy([&] {
                 tape.data.clear();
                 const dsopt_io io = tape.io();
                 return dsopt_optimizer_save(opt, nullptr, &io);
             });
             const dsopt_io io = tape.io();
-            until_free([&] { return dsopt_optimizer_load(opt, nullptr, &io); });
+            retry_while_busy([&] { return dsopt_optimizer_load(opt, nullptr, &io); });
             int64_t entries = 0;
-            until_free([&] { return dsopt_optimizer_state_count(opt, &entries); });
-            until_free([&] { return dsopt_optimizer_export(opt, entries - 1, steps.data(), 16); });
-            until_free([&] { return dsopt_optimizer_import(opt, entries - 1, steps.data(), 16); });
-            until_free([&] { return dsopt_optimizer_reset(opt, DSOPT_RESET_MOMENTS, nullptr); });
+            retry_while_busy([&] { return dsopt_optimizer_state_count(opt, &entries); });
+            retry_while_busy([&] { return dsopt_optimizer_export(opt, entries - 1, steps.data(), 16); });
+            retry_while_busy([&] { return dsopt_optimizer_import(opt, entries - 1, steps.data(), 16); });
+            retry_while_busy([&] { return dsopt_optimizer_reset(opt, DSOPT_RESET_MOMENTS, nullptr); });
             DSOPT_NEW(dsopt_report, report);
-            until_free([&] { return dsopt_optimizer_report(opt, &report); });
+            retry_while_busy([&] { return dsopt_optimizer_report(opt, &report); });
         }
     });
     for (std::thread &thread : threads) thread.join();
@@ -222,7 +223,7 @@ TEST_P(Apply, BesideChangesOfTheOptimizerIsBusyOrHasTheBitsOfOneOfItsForms) {
     EXPECT_EQ(report_of(opt).calls, 1 + kRounds);
 }
 
-TEST_P(Apply, WorkspaceChangesWithGroupsAlone) {
+TEST_P(Apply, NeedsMoreWorkspaceOnlyWithMoreGroups) {
     Trainer trainer(shapes_of({100, 200}), optimizer_desc());
     trainer.add(make_group(GetParam()), 1);
     const auto bytes = [&] {

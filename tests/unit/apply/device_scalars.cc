@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers in backend memory that the host would have refused: the step is skipped, says why, and changes nothing, in
-// both ways to step, in both modes, on one rank and on two. A scaler finds back to a scale that can be used.
+// Invalid numbers in backend memory: the step is skipped, reports the reason and changes nothing. The tests cover
+// dsopt_optimizer_step and apply, both modes, one rank and two. A scaler recovers a usable scale.
 #include "support/onebit.h"
 #include <optional>
 
@@ -9,13 +9,13 @@ using namespace test;
 namespace {
 
 const std::vector<size_t> kSizes{40, 1, 300};
-const std::vector<size_t> kLeaves{40, 1, 5000}; // more than one
+const std::vector<size_t> kLeaves{40, 1, 5000}; // the sum of the last tensor has more than one leaf
 constexpr int32_t kAll[] = {DSOPT_ALGORITHM_ADAM,        DSOPT_ALGORITHM_ADAMW,       DSOPT_ALGORITHM_LAMB,
                             DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                             DSOPT_ALGORITHM_ONEBIT_LAMB};
 bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 
-/// What kind of optimizer a test is about.
+/// Settings of the optimizer of a test.
 struct Kind {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
     int32_t dtype = DSOPT_DTYPE_F32;
@@ -33,13 +33,13 @@ struct Kind {
     }
 };
 
-/// Numbers for one step. A member that is not set is not given.
+/// Numbers of one step. A member without a value is not passed.
 struct Numbers {
     std::optional<float> grad_scale, loss_scale;
     std::optional<std::vector<float>> lr, hyper, grad_norms;
     std::optional<int32_t> skip;
     float bad_gradient = 0; // in the first element
-    void put_into(dsopt_step &step) const {
+    void set_in(dsopt_step &step) const {
         if (grad_scale) step.grad_scale = on_device(*grad_scale);
         if (lr) step.lr = on_device(*lr);
         if (hyper) step.hyper = on_device(*hyper);
@@ -47,7 +47,7 @@ struct Numbers {
         if (skip) step.skip = on_device(*skip);
     }
 };
-struct Poison {
+struct InvalidCase {
     const char *name;
     Numbers numbers;
     int32_t reasons;
@@ -57,10 +57,10 @@ Numbers with_lr(float first, float second) {
     n.lr = std::vector<float>{first, second};
     return n;
 }
-Numbers with_hyper(int row, int place, float value) {
+Numbers with_hyper(int row, int index, float value) {
     Numbers n;
     n.hyper = std::vector<float>(2 * DSOPT_HYPER_FLOATS, kNaN);
-    (*n.hyper)[size_t(row * DSOPT_HYPER_FLOATS + place)] = value;
+    (*n.hyper)[size_t(row * DSOPT_HYPER_FLOATS + index)] = value;
     return n;
 }
 Numbers with_norms(float first, float second) {
@@ -82,7 +82,7 @@ Numbers with_skip(int32_t skip) {
 
 constexpr float kBadScales[] = {kNaN, kInf, -kInf, -1.0f, -1024.0f, 0.0f, -0.0f, 1e-45f, 1e-42f};
 
-/// The optimizer of a test, which steps or applies.
+/// The optimizer of a test, which calls dsopt_optimizer_step or apply.
 class Subject {
 public:
     Subject(const Context &ctx, const Kind &kind, bool functional, dsopt_comm *comm = nullptr) :
@@ -108,7 +108,7 @@ public:
         must(trainer_->add_group(group, std::move(second)));
         grads_ = good_gradients();
         if (!functional) {
-            (void)trainer_->snapshot(); // the state is there from here on
+            (void)trainer_->snapshot(); // allocates the state
             return;
         }
         for (const dsopt_state_info &info : trainer_->state()) {
@@ -124,7 +124,7 @@ public:
         workspace_.assign(bytes, 0);
     }
     void step(const Numbers &numbers = {}) {
-        if (numbers.loss_scale) put("loss_scale -1", &*numbers.loss_scale);
+        if (numbers.loss_scale) write_state("loss_scale -1", &*numbers.loss_scale);
         grads_ = good_gradients();
         if (numbers.bad_gradient != 0) grads_[0].set(3, numbers.bad_gradient);
         const std::vector<dsopt_tensor> grads = list_of(grads_), params = list_of(trainer_->weights());
@@ -132,7 +132,7 @@ public:
         step.grads = grads.data();
         step.count = int64_t(grads.size());
         step.report = report.data();
-        numbers.put_into(step);
+        numbers.set_in(step);
         if (functional_) {
             step.params = params.data();
             step.state = state_.data();
@@ -143,10 +143,10 @@ public:
         must(functional_ ? dsopt_optimizer_apply(trainer_->opt(), &step)
                          : dsopt_optimizer_step(trainer_->opt(), &step));
         if (!functional_) {
-            const dsopt_report said = trainer_->report();
-            EXPECT_EQ(said.last_skipped, int32_t(report[DSOPT_REPORT_SKIPPED]));
-            EXPECT_EQ(said.reasons, int32_t(report[DSOPT_REPORT_REASONS]));
-            if (kind_.scaler) { EXPECT_EQ(float(said.loss_scale), report[DSOPT_REPORT_SCALE_NEXT]); }
+            const dsopt_report step_report = trainer_->report();
+            EXPECT_EQ(step_report.last_skipped, int32_t(report[DSOPT_REPORT_SKIPPED]));
+            EXPECT_EQ(step_report.reasons, int32_t(report[DSOPT_REPORT_REASONS]));
+            if (kind_.scaler) { EXPECT_EQ(float(step_report.loss_scale), report[DSOPT_REPORT_SCALE_NEXT]); }
         }
     }
     Snapshot snapshot() {
@@ -158,27 +158,27 @@ public:
             all[names_[i]] = device_text(state_[i].data, size_t(state_[i].numel) * size_of(state_[i].dtype));
         return all;
     }
-    /// What a skipped step must leave alone: the scaler moves, and in standard mode the schedule counts calls, with
-    /// which comes that variances are looked at.
-    Snapshot untouchable() {
+    /// Returns the state that a skipped step must not change. This excludes the scaler and, in standard mode, the
+    /// schedule and the mask of elements with a variance.
+    Snapshot state_kept_by_skip() {
         Snapshot all = snapshot();
         for (const char *name : {"loss_scale -1", "scaler -1"}) all.erase(name);
         if (kind_.compat == DSOPT_COMPAT_NONE) all.erase("schedule -1"), all.erase("active -1");
         return all;
     }
-    void put(const std::string &name, const void *bytes) {
+    void write_state(const std::string &name, const void *bytes) {
         const std::vector<dsopt_state_info> list = trainer_->state();
         for (size_t i = 0; i < list.size(); ++i) {
             if (std::string(list[i].name) + " " + std::to_string(list[i].param) != name) continue;
             const size_t size = size_t(list[i].tensor.numel) * 4;
-            // Behind the back of import, which refuses such words.
+            // Writes memory because import refuses such words.
             write_device(functional_ ? state_[i].data : list[i].tensor.data, bytes, size);
             return;
         }
         throw std::runtime_error("no " + name);
     }
-    /// Its weights and everything else are numbers.
-    testing::AssertionResult is_sane() {
+    /// Succeeds if weights are finite and the loss scale is usable.
+    testing::AssertionResult is_valid() {
         for (size_t i = 0; i < trainer_->weights().size(); ++i)
             for (const float value : trainer_->weight(i).floats())
                 if (!(std::fabs(value) < 100)) return testing::AssertionFailure() << "weight " << value << " in " << i;
@@ -207,8 +207,8 @@ private:
     Shared<char> workspace_;
 };
 
-std::vector<Poison> poisons_for(const Kind &kind, bool all) {
-    std::vector<Poison> list;
+std::vector<InvalidCase> invalid_cases_for(const Kind &kind, bool all) {
+    std::vector<InvalidCase> list;
     for (const float bad : kBadScales) list.push_back({"grad_scale", with_scales(bad, {}), DSOPT_SKIP_SCALE});
     if (kind.scaler) {
         for (const float bad : kBadScales) list.push_back({"loss_scale", with_scales({}, bad), DSOPT_SKIP_SCALE});
@@ -237,8 +237,8 @@ std::vector<Poison> poisons_for(const Kind &kind, bool all) {
             list.push_back({"hyper beta2", with_hyper(row, DSOPT_HYPER_BETA2, bad), DSOPT_SKIP_HYPER});
         }
         for (const float value : {-1.0f, 1.0f, kInf})
-            for (int place = DSOPT_HYPER_MOMENTUM; place < DSOPT_HYPER_FLOATS; place += 4)
-                list.push_back({"hyper without effect", with_hyper(row, place, value), DSOPT_SKIP_HYPER});
+            for (int index = DSOPT_HYPER_MOMENTUM; index < DSOPT_HYPER_FLOATS; index += 4)
+                list.push_back({"hyper without effect", with_hyper(row, index, value), DSOPT_SKIP_HYPER});
         list.push_back(
             {"hyper norm that is off on the host", with_hyper(row, DSOPT_HYPER_GROUP_MAX_NORM, 1), DSOPT_SKIP_HYPER});
     }
@@ -253,33 +253,33 @@ std::vector<Poison> poisons_for(const Kind &kind, bool all) {
     return list;
 }
 
-/// The poison in a step of every stage, between good ones.
-void expect_skipped(const Context &ctx, Kind kind, const Poison &poison) {
-    if (poison.reasons == DSOPT_SKIP_CALLER) kind.sizes = &kLeaves; // once for every kind
+/// Makes steps with and without the invalid numbers, and checks that those with them are skipped.
+void expect_skipped(const Context &ctx, Kind kind, const InvalidCase &invalid) {
+    if (invalid.reasons == DSOPT_SKIP_CALLER) kind.sizes = &kLeaves; // one reason per kind is enough
     for (const bool functional : {false, true}) {
-        SCOPED_TRACE(kind.text() + (functional ? " apply: " : " step: ") + poison.name);
+        SCOPED_TRACE(kind.text() + (functional ? " apply: " : " step: ") + invalid.name);
         Subject subject(ctx, kind, functional);
-        for (const bool poisoned : {false, true, false, true, false}) {
-            if (!poisoned) {
+        for (const bool skips : {false, true, false, true, false}) {
+            if (!skips) {
                 subject.step();
                 ASSERT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 0);
                 ASSERT_EQ(subject.report[DSOPT_REPORT_REASONS], 0);
-                ASSERT_TRUE(subject.is_sane());
+                ASSERT_TRUE(subject.is_valid());
                 continue;
             }
-            const Snapshot before = subject.untouchable();
-            subject.step(poison.numbers);
+            const Snapshot before = subject.state_kept_by_skip();
+            subject.step(invalid.numbers);
             ASSERT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 1);
-            ASSERT_EQ(subject.report[DSOPT_REPORT_REASONS], float(poison.reasons));
-            ASSERT_TRUE(same(before, subject.untouchable()));
-            ASSERT_TRUE(subject.is_sane()) << "after the skipped step";
+            ASSERT_EQ(subject.report[DSOPT_REPORT_REASONS], float(invalid.reasons));
+            ASSERT_TRUE(same(before, subject.state_kept_by_skip()));
+            ASSERT_TRUE(subject.is_valid()) << "after the skipped step";
         }
     }
 }
 
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST(DeviceScalars, EveryValueThatTheHostWouldRefuseSkipsTheStepWhateverThePolicy) {
+TEST(StepWithDeviceScalars, SkipsOnInvalidValuesWithAnyPolicy) {
     const Context ctx = make_context(1);
     for (const int32_t nonfinite : {DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_SKIP, DSOPT_NONFINITE_APPLY})
         for (const double max_norm : {0.0, 1.0})
@@ -288,13 +288,13 @@ TEST(DeviceScalars, EveryValueThatTheHostWouldRefuseSkipsTheStepWhateverThePolic
                 kind.nonfinite = nonfinite;
                 kind.max_norm = max_norm;
                 kind.scaler = scaler;
-                for (const Poison &poison : poisons_for(kind, true)) expect_skipped(ctx, kind, poison);
+                for (const InvalidCase &invalid : invalid_cases_for(kind, true)) expect_skipped(ctx, kind, invalid);
             }
 }
 
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST(DeviceScalars, EveryAlgorithmSkipsInStandardMode) {
+TEST(StepWithDeviceScalars, SkipsWithAnyAlgorithmInStandardMode) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kAll)
         for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
@@ -302,13 +302,13 @@ TEST(DeviceScalars, EveryAlgorithmSkipsInStandardMode) {
             kind.algorithm = algorithm;
             kind.dtype = dtype;
             kind.max_norm = dtype == DSOPT_DTYPE_F32 ? 0 : 1;
-            for (const Poison &poison : poisons_for(kind, false)) expect_skipped(ctx, kind, poison);
+            for (const InvalidCase &invalid : invalid_cases_for(kind, false)) expect_skipped(ctx, kind, invalid);
         }
 }
 
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST(DeviceScalars, EveryAlgorithmSkipsInCompatModeUnderBothWrappersAndWithout) {
+TEST(StepWithDeviceScalars, SkipsWithAnyAlgorithmInCompatMode) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kAll)
         for (const int wrapper : {0, 1, 2}) {
@@ -320,12 +320,12 @@ TEST(DeviceScalars, EveryAlgorithmSkipsInCompatModeUnderBothWrappersAndWithout) 
             for (const bool scaler : {true, false}) {
                 kind.scaler = scaler;
                 kind.nonfinite = scaler ? DSOPT_NONFINITE_AUTO : DSOPT_NONFINITE_APPLY;
-                for (const Poison &poison : poisons_for(kind, false)) expect_skipped(ctx, kind, poison);
+                for (const InvalidCase &invalid : invalid_cases_for(kind, false)) expect_skipped(ctx, kind, invalid);
             }
         }
 }
 
-TEST(DeviceScalars, ValuesAtTheEdgeAreTaken) {
+TEST(StepWithDeviceScalars, AcceptsValuesAtTheLimits) {
     const Context ctx = make_context(1);
     for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
         Kind kind;
@@ -337,13 +337,12 @@ TEST(DeviceScalars, ValuesAtTheEdgeAreTaken) {
             Subject subject(ctx, kind, true);
             subject.step(numbers);
             EXPECT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 0);
-            EXPECT_TRUE(subject.is_sane());
+            EXPECT_TRUE(subject.is_valid());
         }
     }
 }
 
-// Every bit of the reasons, alone and in its case.
-TEST(DeviceScalars, GradientsSkipByThePolicyAndSaySo) {
+TEST(StepWithDeviceScalars, SkipsNonFiniteGradientsByPolicy) {
     const Context ctx = make_context(1);
     for (const float bad : {kNaN, kInf, -kInf})
         for (const bool functional : {false, true}) {
@@ -356,7 +355,7 @@ TEST(DeviceScalars, GradientsSkipByThePolicyAndSaySo) {
             EXPECT_EQ(subject.report[DSOPT_REPORT_NONFINITE], 1);
             EXPECT_EQ(int32_t(subject.report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_GRADIENTS, DSOPT_SKIP_GRADIENTS);
             EXPECT_EQ(int32_t(subject.report[DSOPT_REPORT_REASONS]) & ~(DSOPT_SKIP_GRADIENTS | DSOPT_SKIP_NORM), 0);
-            EXPECT_TRUE(subject.is_sane());
+            EXPECT_TRUE(subject.is_valid());
             kind.nonfinite = DSOPT_NONFINITE_APPLY;
             Subject other(ctx, kind, functional);
             other.step(numbers);
@@ -366,7 +365,7 @@ TEST(DeviceScalars, GradientsSkipByThePolicyAndSaySo) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- ranks
-TEST(DeviceScalarsOfRanks, OneRanksReasonSkipsBothAndTheOtherOneSaysPeer) {
+TEST(StepWithDeviceScalars, SkipsOnBothRanksAndReportsPeer) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const int mode : {0, 1, 2, 3}) {
@@ -382,43 +381,44 @@ TEST(DeviceScalarsOfRanks, OneRanksReasonSkipsBothAndTheOtherOneSaysPeer) {
                     Numbers scale = with_scales(1.0f, {}), lr = with_lr(0.01f, 0.01f), skip = with_skip(0);
                     const Numbers good[] = {scale, lr, skip};
                     scale.grad_scale = 0.0f, lr.lr->back() = kNaN, skip.skip = 1;
-                    const Poison poisons[] = {{"scale", scale, DSOPT_SKIP_SCALE},
-                                              {"lr", lr, DSOPT_SKIP_HYPER},
-                                              {"skip", skip, DSOPT_SKIP_CALLER}};
+                    const InvalidCase invalid_cases[] = {{"scale", scale, DSOPT_SKIP_SCALE},
+                                                         {"lr", lr, DSOPT_SKIP_HYPER},
+                                                         {"skip", skip, DSOPT_SKIP_CALLER}};
                     for (int call = 0; call < 8; ++call) {
-                        const Poison &poison = poisons[call % 3];
+                        const InvalidCase &invalid = invalid_cases[call % 3];
                         if (call % 2 == 0) {
                             subject.step();
                             ASSERT_EQ(subject.report[DSOPT_REPORT_REASONS], 0) << "call " << call;
                             continue;
                         }
-                        const bool own = rank == call / 2 % 2; // in turn
-                        const Snapshot before = subject.untouchable();
-                        subject.step(own ? poison.numbers : good[call % 3]);
+                        const bool has_reason = rank == call / 2 % 2; // ranks alternate
+                        const Snapshot before = subject.state_kept_by_skip();
+                        subject.step(has_reason ? invalid.numbers : good[call % 3]);
                         EXPECT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 1) << "call " << call;
-                        EXPECT_EQ(subject.report[DSOPT_REPORT_REASONS], float(own ? poison.reasons : DSOPT_SKIP_PEER))
-                            << "call " << call << " " << poison.name;
-                        ASSERT_TRUE(same(before, subject.untouchable())) << "call " << call;
+                        EXPECT_EQ(subject.report[DSOPT_REPORT_REASONS],
+                                  float(has_reason ? invalid.reasons : DSOPT_SKIP_PEER))
+                            << "call " << call << " " << invalid.name;
+                        ASSERT_TRUE(same(before, subject.state_kept_by_skip())) << "call " << call;
                     }
-                    EXPECT_TRUE(subject.is_sane());
+                    EXPECT_TRUE(subject.is_valid());
                 }
             });
         }
 }
 
-TEST(DeviceScalarsOfRanks, BothReasonsAreSaidWhereBothRanksHaveOne) {
+TEST(StepWithDeviceScalars, ReportsPeerInAdditionToItsOwnReason) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         Subject subject(ctx, Kind{}, false, comm.get());
         subject.step(rank == 0 ? with_scales(kNaN, {}) : with_lr(kNaN, 1));
         EXPECT_EQ(subject.report[DSOPT_REPORT_REASONS],
                   float((rank == 0 ? DSOPT_SKIP_SCALE : DSOPT_SKIP_HYPER) | DSOPT_SKIP_PEER));
-        subject.step(with_scales({}, rank == 0 ? 64.0f : kNaN)); // a rank's own loss scale is spoilt
+        subject.step(with_scales({}, rank == 0 ? 64.0f : kNaN)); // the loss scale of rank 1 is invalid
         EXPECT_EQ(subject.report[DSOPT_REPORT_REASONS], float(rank == 0 ? DSOPT_SKIP_PEER : DSOPT_SKIP_SCALE));
-        EXPECT_TRUE(subject.is_sane());
+        EXPECT_TRUE(subject.is_valid());
     });
 }
 
-TEST(DeviceScalarsOfRanks, ARankWithExpertsIsNotItsOwnPeer) {
+TEST(StepWithDeviceScalars, DoesNotReportItselfAsPeer) {
     const CommId data_id = new_id(), expert_id = new_id();
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
@@ -440,26 +440,27 @@ TEST(DeviceScalarsOfRanks, ARankWithExpertsIsNotItsOwnPeer) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- scaler
-/// Words that no transition leaves behind.
+/// The words of state tensor "scaler".
 struct Words {
     double dynamic, forced;
     int32_t rest[8]; // updates, last_overflow, hysteresis, failures, overridden, recorded, skipped_in_row, reserved
 };
 static_assert(sizeof(Words) == 48);
-constexpr double kNaNs = std::numeric_limits<double>::quiet_NaN(), kInfs = std::numeric_limits<double>::infinity();
-const Words kSpoiltWords[] = {{0, 0, {0, 0, 0, 0, 0, 0, 0, 0}},
-                              {kNaNs, 0, {0, -1, 1, 0, 0, 0, 0, 0}},
-                              {kInfs, 0, {5, -1, 1, 0, 0, 0, 0, 0}},
-                              {-kInfs, 0, {5, -1, 2, 0, 0, 0, 0, 0}},
-                              {-64, 0, {5, -1, 3, 0, 0, 0, 0, 0}},
-                              {0, 0, {5, -1, 3, 0, 0, 0, 0, 0}},
-                              {64, kNaNs, {5, -1, 1, 0, 1, 0, 0, 0}},
-                              {64, 0, {5, -1, 1, 0, 1, 0, 0, 0}},
-                              {64, -3, {5, -1, 1, 0, -1, 0, 0, 0}},
-                              {kNaNs, kInfs, {-1, -1, -1, -1, -1, -1, -1, -1}},
-                              {1e-300, 0, {5, -1, 1, 0, 0, 0, 0, 0}},
-                              {kNaNs, kNaNs, {INT32_MAX, INT32_MIN, INT32_MAX, INT32_MAX, 0, 1, INT32_MAX, 0}},
-                              {64, 0, {INT32_MIN, INT32_MAX, INT32_MIN, 0, 0, 0, INT32_MIN, 0}}};
+constexpr double kNaN64 = std::numeric_limits<double>::quiet_NaN(), kInf64 = std::numeric_limits<double>::infinity();
+/// Words that no transition gives.
+const Words kInvalidWords[] = {{0, 0, {0, 0, 0, 0, 0, 0, 0, 0}},
+                               {kNaN64, 0, {0, -1, 1, 0, 0, 0, 0, 0}},
+                               {kInf64, 0, {5, -1, 1, 0, 0, 0, 0, 0}},
+                               {-kInf64, 0, {5, -1, 2, 0, 0, 0, 0, 0}},
+                               {-64, 0, {5, -1, 3, 0, 0, 0, 0, 0}},
+                               {0, 0, {5, -1, 3, 0, 0, 0, 0, 0}},
+                               {64, kNaN64, {5, -1, 1, 0, 1, 0, 0, 0}},
+                               {64, 0, {5, -1, 1, 0, 1, 0, 0, 0}},
+                               {64, -3, {5, -1, 1, 0, -1, 0, 0, 0}},
+                               {kNaN64, kInf64, {-1, -1, -1, -1, -1, -1, -1, -1}},
+                               {1e-300, 0, {5, -1, 1, 0, 0, 0, 0, 0}},
+                               {kNaN64, kNaN64, {INT32_MAX, INT32_MIN, INT32_MAX, INT32_MAX, 0, 1, INT32_MAX, 0}},
+                               {64, 0, {INT32_MIN, INT32_MAX, INT32_MIN, 0, 0, 0, INT32_MIN, 0}}};
 
 std::vector<dsopt_scaler_desc> scaler_descs() {
     std::vector<dsopt_scaler_desc> list;
@@ -477,15 +478,15 @@ std::vector<dsopt_scaler_desc> scaler_descs() {
     return list;
 }
 
-TEST(SpoiltScaler, OverflowBringsBackAScaleThatCanBeUsed) {
+TEST(InvalidScaler, RecoversAfterAnOverflow) {
     const Context ctx = make_context(1);
     const int32_t overflow = 1, none = 0;
     for (const dsopt_scaler_desc &desc : scaler_descs()) {
         const Scaler scaler = make_scaler(ctx, desc);
-        for (size_t i = 0; i < std::size(kSpoiltWords); ++i) {
+        for (size_t i = 0; i < std::size(kInvalidWords); ++i) {
             SCOPED_TRACE("words " + std::to_string(i) + " profile " + std::to_string(desc.profile));
             const Shared<float> scale{kNaN};
-            const Shared<Words> words{kSpoiltWords[i]};
+            const Shared<Words> words{kInvalidWords[i]};
             const dsopt_tensor list[2] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0},
                                           {words.data(), 12, DSOPT_DTYPE_I32, 0}};
             for (int round = 0; round < 4; ++round) {
@@ -502,11 +503,11 @@ TEST(SpoiltScaler, OverflowBringsBackAScaleThatCanBeUsed) {
     }
 }
 
-TEST(SpoiltScaler, NeverReachesTheWeightsInAStep) {
+TEST(InvalidScaler, DoesNotCorruptWeightsInAStep) {
     const Context ctx = make_context(1);
     for (const int mode : {0, 1, 2, 3})
         for (const bool functional : {false, true})
-            for (size_t i = 0; i < std::size(kSpoiltWords); ++i) {
+            for (size_t i = 0; i < std::size(kInvalidWords); ++i) {
                 Kind kind;
                 kind.compat = mode == 0 ? DSOPT_COMPAT_NONE : DSOPT_COMPAT_DEEPSPEED;
                 kind.dtype = mode < 2 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_F16;
@@ -514,36 +515,36 @@ TEST(SpoiltScaler, NeverReachesTheWeightsInAStep) {
                 SCOPED_TRACE(kind.text() + " words " + std::to_string(i));
                 Subject subject(ctx, kind, functional);
                 subject.step();
-                const Snapshot before = subject.untouchable();
-                subject.put("scaler -1", &kSpoiltWords[i]); // while the loss scale itself is as it was
+                const Snapshot before = subject.state_kept_by_skip();
+                subject.write_state("scaler -1", &kInvalidWords[i]); // the loss scale itself is unchanged
                 subject.step();
-                ASSERT_TRUE(subject.is_sane());
+                ASSERT_TRUE(subject.is_valid());
                 if (subject.report[DSOPT_REPORT_SKIPPED] != 0) {
                     EXPECT_EQ(subject.report[DSOPT_REPORT_REASONS], DSOPT_SKIP_SCALE);
-                    EXPECT_TRUE(same(before, subject.untouchable()));
+                    EXPECT_TRUE(same(before, subject.state_kept_by_skip()));
                 }
                 for (int call = 0; call < 3; ++call) {
                     subject.step();
-                    ASSERT_TRUE(subject.is_sane());
+                    ASSERT_TRUE(subject.is_valid());
                 }
-                EXPECT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 0) << "it has recovered";
+                EXPECT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 0) << "the scaler has recovered";
             }
 }
 
-TEST(SpoiltScaler, AnEmptyStateListOfZerosSkipsAndRecovers) {
-    // As callers made it who took zeros for starting values.
+TEST(InvalidScaler, SkipsAndRecoversFromZeros) {
+    // Callers may initialize the state with zeros.
     const Context ctx = make_context(1);
     Subject subject(ctx, Kind{}, true);
     const Words zeros{};
-    subject.put("scaler -1", &zeros);
+    subject.write_state("scaler -1", &zeros);
     subject.step(with_scales({}, 0.0f));
     EXPECT_EQ(subject.report[DSOPT_REPORT_REASONS], DSOPT_SKIP_SCALE);
-    EXPECT_TRUE(subject.is_sane());
+    EXPECT_TRUE(subject.is_valid());
     subject.step();
     EXPECT_EQ(subject.report[DSOPT_REPORT_SKIPPED], 0);
 }
 
-TEST(SpoiltScaler, AScaleThatGrewOutOfTheDoublesComesBack) {
+TEST(InvalidScaler, RecoversFromAScaleThatOverflowsDouble) {
     const Context ctx = make_context(1);
     DSOPT_NEW(dsopt_scaler_desc, desc);
     desc.window = 1;

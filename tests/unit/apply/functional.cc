@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functional form: starting values into lists of the caller, steps on them, the reduction of the next one, and the
-// workspace that a call borrows.
+// Functions on the caller's memory: initial state, dsopt_optimizer_apply, the reduction of the next step, workspaces,
+// and dims of state tensors.
 #include "support/functional.h"
 
 using namespace test;
@@ -28,17 +28,18 @@ std::vector<Form> forms() {
     return list;
 }
 
-class Functional : public testing::TestWithParam<Form> {
+class FunctionalApply : public testing::TestWithParam<Form> {
 protected:
     const Form form = GetParam();
 };
-INSTANTIATE_TEST_SUITE_P(, Functional, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
+INSTANTIATE_TEST_SUITE_P(, FunctionalApply, testing::ValuesIn(forms()),
+                         [](const auto &info) { return info.param.name(); });
 
 LABEL_PARAMS(long_emulated, "*Scaled*");
 LABEL_PARAMS(long_emulated, "*NoMaster*");
 LABEL_PARAMS(long_emulated, "*PerTensor*");
 LABEL_PARAMS(long_emulated, "*Compat*F32*");
-TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
+TEST_P(FunctionalApply, MatchesStepAfterInitState) {
     constexpr int64_t calls = 9;
     for (const bool passed : {false, true}) {
         if (passed && form.scaled) continue;
@@ -69,7 +70,7 @@ TEST_P(Functional, StartsFromInitStateAndHasTheBitsOfStep) {
 }
 
 LABEL(long_emulated);
-TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {
+TEST_P(FunctionalApply, ChangesNoStateOfTheOptimizer) {
     with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
         const std::vector<Array> own = weights_of(form);
         const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
@@ -91,7 +92,7 @@ TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {
         must(dsopt_optimizer_report(opt.get(), &report));
         EXPECT_EQ(report.calls, 0);
 
-        // Nor is the engine's own state read or written once it is there.
+        // The engine's own state, once allocated, is neither read nor written.
         Stepper other(ctx, form, false, false, form.ranks > 1 ? ids + 1 : nullptr, rank);
         must(other.step(gradients_of(form, rank, 1)));
         const Snapshot before = other.snapshot();
@@ -104,7 +105,7 @@ TEST_P(Functional, LeavesTheOptimizerItsMemoryAndItsScalerAlone) {
 }
 
 LABEL(long_emulated);
-TEST_P(Functional, InitStateIsRepeatableAndRunsOnManyThreads) {
+TEST_P(FunctionalApply, InitializesIdenticalStateOnManyThreads) {
     with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
         const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
         const Comm comm = form.ranks > 1 ? local_comm(ctx, ids[0], rank, form.ranks) : nullptr;
@@ -119,7 +120,7 @@ TEST_P(Functional, InitStateIsRepeatableAndRunsOnManyThreads) {
         for (const dsopt_status status : statuses) EXPECT_EQ(status, DSOPT_OK);
         EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
         EXPECT_TRUE(same(first.snapshot(), third.snapshot()));
-        // Again in the same lists, after steps.
+        // Initializes the same lists again after a step.
         must(second.apply(gradients_of(form, rank, 1)));
         EXPECT_FALSE(same(first.snapshot(), second.snapshot()));
         second.model.params = weights_of(form);
@@ -128,7 +129,7 @@ TEST_P(Functional, InitStateIsRepeatableAndRunsOnManyThreads) {
     });
 }
 
-TEST(InitState, DecaysF32ParametersBesideMastersWhereTheyAre) {
+TEST(InitState, DecaysF32ParametersInPlaceNextToMasters) {
     const Context ctx = make_context(1);
     Form form;
     form.compat = DSOPT_COMPAT_DEEPSPEED;
@@ -137,14 +138,14 @@ TEST(InitState, DecaysF32ParametersBesideMastersWhereTheyAre) {
     const Optimizer opt = make_optimizer(ctx, form, before, false);
     Owned owned(opt.get(), before);
     must(owned.init());
-    EXPECT_EQ(owned.model.params[0].text(), before[0].text()); // F16: its master decays
+    EXPECT_EQ(owned.model.params[0].text(), before[0].text()); // F16: only its master decays
     EXPECT_NE(owned.values<float>("master", 0), before[0].floats());
     EXPECT_NE(owned.model.params[3].text(), before[3].text()); // F32
     EXPECT_FLOAT_EQ(owned.model.params[3][7], before[3][7] * (1 - 2e-2f * 0.05f));
     EXPECT_EQ(owned.values<int32_t>("step"), std::vector<int32_t>(5, 1));
 }
 
-TEST(InitState, TakesNoParametersWhereNothingStartsFromThem) {
+TEST(InitState, NeedsNoParametersWithoutMasters) {
     const Context ctx = make_context(1);
     for (const Kind kind : {Kind::f32, Kind::no_master}) {
         Form form;
@@ -158,7 +159,7 @@ TEST(InitState, TakesNoParametersWhereNothingStartsFromThem) {
     }
 }
 
-TEST(InitState, CountsEmptyParametersAlikeWithAndWithoutAnAddress) {
+TEST(InitState, IgnoresAddressesOfEmptyTensors) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kBothModes)
         for (const Kind kind : {Kind::per_tensor, Kind::flat}) {
@@ -172,12 +173,12 @@ TEST(InitState, CountsEmptyParametersAlikeWithAndWithoutAnAddress) {
             must(with.init());
             std::vector<dsopt_tensor> state = without.state, params = list_of(without.model.params),
                                       grads = list_of(gradients_of(form, 0, 1));
-            const auto strip = [](std::vector<dsopt_tensor> &list) {
+            const auto remove_addresses = [](std::vector<dsopt_tensor> &list) {
                 for (dsopt_tensor &tensor : list)
                     if (tensor.numel == 0) tensor.data = nullptr;
             };
-            strip(state);
-            strip(params);
+            remove_addresses(state);
+            remove_addresses(params);
             must(dsopt_optimizer_init_state(opt.get(), params.data(), int64_t(params.size()), state.data(),
                                             int64_t(state.size()), nullptr));
             EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << form.name();
@@ -191,7 +192,7 @@ TEST(InitState, CountsEmptyParametersAlikeWithAndWithoutAnAddress) {
         }
 }
 
-TEST(InitState, RefusesWhatItCannotFillAndChangesNothing) {
+TEST(InitState, RefusesInvalidListsAndChangesNothing) {
     const Context ctx = make_context(1);
     Form form;
     form.kind = Kind::per_tensor;
@@ -227,7 +228,7 @@ TEST(InitState, RefusesWhatItCannotFillAndChangesNothing) {
         other[2].dtype = DSOPT_DTYPE_F16;
         EXPECT_TRUE(refused(call(other.data(), state.data(), count), DSOPT_ERR_DTYPE, "p2"));
         other = params;
-        other[3].data = nullptr; // F32: only the step on zero gradients would read it
+        other[3].data = nullptr; // F32: only the step on zero gradients of compat mode reads it
         if (compat != DSOPT_COMPAT_NONE) {
             EXPECT_TRUE(refused(call(other.data(), state.data(), count), DSOPT_ERR_ARGUMENT, "p3"));
         }
@@ -240,7 +241,7 @@ TEST(InitState, RefusesWhatItCannotFillAndChangesNothing) {
 }
 
 // --------------------------------------------------------------------------------------------------------- reduction
-int32_t reduction_by(const Stepper &side) {
+int32_t next_reduction_of(const Stepper &side) {
     const Owned &owned = *side.owned;
     const dsopt_tensor schedule = owned.blocks[owned.index("schedule")].tensor();
     int32_t reduction = -1;
@@ -259,7 +260,7 @@ int32_t reduction_by(const Stepper &side) {
     return reduction;
 }
 
-class Reduction : public testing::TestWithParam<std::tuple<int32_t, int>> {
+class NextReductionOnDevice : public testing::TestWithParam<std::tuple<int32_t, int>> {
 protected:
     Form form_of(int32_t compat, Kind kind) const {
         Form form;
@@ -272,19 +273,19 @@ protected:
         return form;
     }
 };
-INSTANTIATE_TEST_SUITE_P(, Reduction, testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2)),
+INSTANTIATE_TEST_SUITE_P(, NextReductionOnDevice, testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2)),
                          [](const auto &info) {
                              return name_of(std::get<0>(info.param)) + std::to_string(std::get<1>(info.param));
                          });
 
-TEST_P(Reduction, OfAScheduleIsThatOfTheNumberOfTheCall) {
+TEST_P(NextReductionOnDevice, MatchesTheReductionOfTheCall) {
     const Form form = form_of(DSOPT_COMPAT_NONE, Kind::f32);
     with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
         Stepper pure(ctx, form, true, false, ids, rank);
         for (int64_t call = 1; call <= 40; ++call) {
             int32_t wanted = -1;
             must(dsopt_optimizer_next_reduction(pure.opt(), call, &wanted));
-            ASSERT_EQ(reduction_by(pure), wanted) << call;
+            ASSERT_EQ(next_reduction_of(pure), wanted) << call;
             const int32_t skip = call % 7 == 0 || call == 9;
             must(pure.step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = on_device(skip); }));
             EXPECT_EQ(pure.owned->values<int32_t>("schedule")[0], call);
@@ -293,7 +294,7 @@ TEST_P(Reduction, OfAScheduleIsThatOfTheNumberOfTheCall) {
 }
 
 LABEL_PARAMS(long_emulated, "*2");
-TEST_P(Reduction, OfAScheduleInCompatModeIsThatOfTheStepMode) {
+TEST_P(NextReductionOnDevice, MatchesThatOfStepInCompatMode) {
     for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat}) {
         const Form form = form_of(DSOPT_COMPAT_DEEPSPEED, kind);
         with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
@@ -302,7 +303,7 @@ TEST_P(Reduction, OfAScheduleInCompatModeIsThatOfTheStepMode) {
             for (int64_t call = 1; call <= 40; ++call) {
                 int32_t wanted = -1;
                 must(dsopt_optimizer_next_reduction(stepper.opt(), 0, &wanted));
-                ASSERT_EQ(reduction_by(pure), wanted) << call;
+                ASSERT_EQ(next_reduction_of(pure), wanted) << call;
                 const int32_t skip = call % 7 == 0 || call == 9;
                 for (Stepper *side : {&stepper, &pure})
                     must(side->step(gradients_of(form, rank, call),
@@ -313,7 +314,7 @@ TEST_P(Reduction, OfAScheduleInCompatModeIsThatOfTheStepMode) {
     }
 }
 
-TEST(ReductionOfAllOthers, IsFullWithoutASchedule) {
+TEST(NextReduction, IsFullOnDeviceWithoutASchedule) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
         Form form;
@@ -338,7 +339,7 @@ TEST(ReductionOfAllOthers, IsFullWithoutASchedule) {
     EXPECT_EQ(reduction, -1);
 }
 
-TEST(ReductionOfTheFamily, RefusesSchedulesThatAreNone) {
+TEST(NextReduction, RefusesInvalidSchedulesOnDevice) {
     const Context ctx = make_context(1);
     Form form;
     form.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
@@ -355,18 +356,19 @@ TEST(ReductionOfTheFamily, RefusesSchedulesThatAreNone) {
     EXPECT_TRUE(refused(call({reinterpret_cast<char *>(words) + 2, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ALIGNMENT));
     EXPECT_TRUE(refused(call({nullptr, 8, DSOPT_DTYPE_I32, 0}), DSOPT_ERR_ARGUMENT));
     const dsopt_tensor good{words, 8, DSOPT_DTYPE_I32, 0};
-    auto *const odd = reinterpret_cast<int32_t *>(reinterpret_cast<uintptr_t>(words) + 1);
-    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &good, odd, nullptr), DSOPT_ERR_ALIGNMENT));
+    auto *const misaligned = reinterpret_cast<int32_t *>(reinterpret_cast<uintptr_t>(words) + 1);
+    EXPECT_TRUE(
+        refused(dsopt_optimizer_next_reduction_on_device(opt.get(), &good, misaligned, nullptr), DSOPT_ERR_ALIGNMENT));
     EXPECT_EQ(*reduction, -1);
     EXPECT_OK(call(good));
     EXPECT_EQ(*reduction, DSOPT_REDUCTION_FULL);
 }
 
 // --------------------------------------------------------------------------------------------------------- workspace
-/// Memory that begins `shift` bytes behind a multiple of 256, with guards on both sides.
-class Odd {
+/// Memory that begins `shift` bytes after a multiple of 256, with guards on both sides.
+class GuardedMemory {
 public:
-    Odd(size_t bytes, size_t shift) :
+    GuardedMemory(size_t bytes, size_t shift) :
         memory_(bytes + 1024, 0x5a),
         begin_(256 + (256 - reinterpret_cast<uintptr_t>(memory_.data()) % 256) % 256 + shift),
         bytes_(bytes) {}
@@ -384,7 +386,7 @@ private:
 };
 
 LABEL(long_emulated);
-TEST(Workspace, OfApplyBeginsAnywhereAndKeepsWithinItsBytes) {
+TEST(ApplyWorkspace, IsUsedWithinItsBytesAtAnyAddress) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM}) {
         Form form;
         form.algorithm = algorithm;
@@ -405,20 +407,20 @@ TEST(Workspace, OfApplyBeginsAnywhereAndKeepsWithinItsBytes) {
                 pure.owned->blocks = blocks;
                 pure.owned->model.params = weights;
                 const size_t size = shift == 0 ? bytes - 255 : bytes;
-                Odd odd(size, shift);
+                GuardedMemory guarded(size, shift);
                 ASSERT_OK(pure.step(gradients_of(form, rank, 2), [&](dsopt_step &step) {
-                    step.workspace = odd.data();
+                    step.workspace = guarded.data();
                     step.workspace_bytes = size;
                 })) << shift;
-                ASSERT_TRUE(odd.intact()) << shift;
+                ASSERT_TRUE(guarded.intact()) << shift;
                 ASSERT_TRUE(same(pure.snapshot(), wanted)) << shift;
             }
-            for (const size_t shift : {0, 1, 128}) { // one byte less than it takes
-                Odd odd(bytes, shift);
+            for (const size_t shift : {0, 1, 128}) { // one byte too small
+                GuardedMemory guarded(bytes, shift);
                 const size_t size = bytes - 255 + (256 - shift) % 256 - 1;
                 EXPECT_TRUE(refused(pure.step(gradients_of(form, rank, 2),
                                               [&](dsopt_step &step) {
-                                                  step.workspace = odd.data();
+                                                  step.workspace = guarded.data();
                                                   step.workspace_bytes = size;
                                               }),
                                     DSOPT_ERR_WORKSPACE, std::to_string(size + 1).c_str()));
@@ -428,7 +430,7 @@ TEST(Workspace, OfApplyBeginsAnywhereAndKeepsWithinItsBytes) {
 }
 
 LABEL(long_emulated);
-TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
+TEST(CompressedWorkspace, IsUsedWithinItsBytesAtAnyAddress) {
     for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
         with_ranks(2, [&](int rank, const Context &, const Comm &comm) {
             const Problem problem{{300, 33, 0, 5}, 2};
@@ -443,21 +445,21 @@ TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
                 int64_t worker = 0, server = 0;
                 size_t bytes = 0;
                 must(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, &bytes));
-                Shared<float> owed_by_worker(size_t(worker), 0), owed_by_server(size_t(server), 0);
-                args.worker_error = owed_by_worker.data();
-                args.server_error = owed_by_server.data();
+                Shared<float> worker_error(size_t(worker), 0), server_error(size_t(server), 0);
+                args.worker_error = worker_error.data();
+                args.server_error = server_error.data();
                 const size_t needed = bytes - 255 + (256 - shift) % 256;
-                Odd odd(shift == 0 ? needed : bytes, shift);
-                args.workspace = odd.data();
+                GuardedMemory guarded(shift == 0 ? needed : bytes, shift);
+                args.workspace = guarded.data();
                 args.workspace_bytes = needed - 1;
                 ASSERT_TRUE(refused(dsopt_compressed_allreduce(comm.get(), &args), DSOPT_ERR_WORKSPACE));
                 args.workspace_bytes = needed;
                 ASSERT_OK(dsopt_compressed_allreduce(comm.get(), &args)) << shift;
-                ASSERT_TRUE(odd.intact()) << shift;
+                ASSERT_TRUE(guarded.intact()) << shift;
                 std::vector<std::string> got;
                 for (const Array &array : arrays) got.push_back(array.text());
-                for (const Shared<float> *owed : {&owed_by_worker, &owed_by_server})
-                    got.emplace_back(reinterpret_cast<const char *>(owed->data()), owed->size() * 4);
+                for (const Shared<float> *errors : {&worker_error, &server_error})
+                    got.emplace_back(reinterpret_cast<const char *>(errors->data()), errors->size() * 4);
                 if (shift == 0) wanted = got;
                 ASSERT_TRUE(got == wanted) << shift;
             }
@@ -465,7 +467,7 @@ TEST(Workspace, OfACompressedAllReduceBeginsAnywhereAndKeepsWithinItsBytes) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- dims
-TEST(StateDims, AreThoseOfTheParameterOrOneDimension) {
+TEST(StateInfo, HasTheDimsOfTheParameterOrOneDimension) {
     const Context ctx = make_context(1);
     const int64_t matrix[] = {2, 3, 5}, nothing[] = {4, 0}, one[] = {1, 1};
     for (const int32_t algorithm : all_algorithms()) {
@@ -484,7 +486,7 @@ TEST(StateDims, AreThoseOfTheParameterOrOneDimension) {
         const std::vector<int64_t> wanted[] = {{2, 3, 5}, {7}, {1}, {1, 1}, {4, 0}};
         const dsopt_group group = group_of(algorithm);
         must(dsopt_optimizer_add_group(trainer.opt(), &group, params.data(), int64_t(params.size())));
-        const auto look = [&](const std::vector<dsopt_state_info> &list) {
+        const auto expect_dims = [&](const std::vector<dsopt_state_info> &list) {
             for (const dsopt_state_info &info : list) {
                 const std::vector<int64_t> dims(info.dims, info.dims + info.ndim);
                 int64_t product = 1;
@@ -495,18 +497,18 @@ TEST(StateDims, AreThoseOfTheParameterOrOneDimension) {
             }
         };
         const std::vector<dsopt_state_info> before = trainer.state();
-        look(before);
+        expect_dims(before);
         must(trainer.step(arrays));
-        look(before); // valid until parameters are added
-        look(trainer.state());
+        expect_dims(before); // valid until parameters are added
+        expect_dims(trainer.state());
         Owned owned(trainer.opt(), arrays);
         must(owned.init());
         std::vector<dsopt_tensor> state = owned.state;
         must(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_STATE, state.data(), int64_t(state.size())));
-        look(before);
+        expect_dims(before);
         must(trainer.step(arrays));
-        look(before);
-        look(trainer.state());
+        expect_dims(before);
+        expect_dims(trainer.state());
     }
 }
 

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss scaler on arrays of the caller: the words and the scale of the handle, whose own it leaves alone.
+// The loss scaler on the caller's arrays. It gives the words and the scale of the handle and does not change the
+// handle.
 #include "support/functional.h"
 
 using namespace test;
 
 namespace {
 
-struct Rules {
+struct ScalerSettings {
     const char *name;
     int32_t profile, flags;
     double init, factor, min, max;
     int32_t window, hysteresis;
 };
-void PrintTo(const Rules &rules, std::ostream *out) { *out << rules.name; }
+void PrintTo(const ScalerSettings &settings, std::ostream *out) { *out << settings.name; }
 
-constexpr Rules kRules[] = {
+constexpr ScalerSettings kScalerSettings[] = {
     {"Default", DSOPT_PROFILE_DEFAULT, 0, 0, 0, 0, 0, 0, 0},
     {"DefaultShortWindow", DSOPT_PROFILE_DEFAULT, 0, 64, 0, 0, 0, 3, 0},
     {"Fused", DSOPT_PROFILE_FUSED, 0, 0, 0, 0, 0, 4, 0},
@@ -34,20 +35,20 @@ constexpr Rules kRules[] = {
     {"PastFp32", DSOPT_PROFILE_DEFAULT, 0, 1e38, 0, 0, 0, 1, 0},
 };
 
-Scaler scaler_of(const Context &ctx, const Rules &rules) {
+Scaler scaler_of(const Context &ctx, const ScalerSettings &settings) {
     DSOPT_NEW(dsopt_scaler_desc, desc);
-    desc.profile = rules.profile;
-    desc.flags = rules.flags;
-    desc.init = rules.init;
-    desc.factor = rules.factor;
-    desc.min = rules.min;
-    desc.max = rules.max;
-    desc.window = rules.window;
-    desc.hysteresis = rules.hysteresis;
+    desc.profile = settings.profile;
+    desc.flags = settings.flags;
+    desc.init = settings.init;
+    desc.factor = settings.factor;
+    desc.min = settings.min;
+    desc.max = settings.max;
+    desc.window = settings.window;
+    desc.hysteresis = settings.hysteresis;
     return make_scaler(ctx, desc);
 }
 
-/// The two state tensors, at addresses that suit their elements and nothing more.
+/// The two state tensors, aligned only to their elements.
 struct Arrays {
     explicit Arrays(int garbage = 0xcc) : scale(DSOPT_DTYPE_F32, 1, 0), words(DSOPT_DTYPE_I32, 12, 0) {
         scale.spoil(garbage);
@@ -57,10 +58,10 @@ struct Arrays {
     std::string text() const { return scale.text() + words.text(); }
     Array scale, words;
 };
-/// Those of a handle, by the optimizer that it is attached to.
+/// A handle, whose state tensors are read through an optimizer with this scaler.
 class Handle {
 public:
-    Handle(const Context &ctx, const Rules &rules) : scaler(scaler_of(ctx, rules)) {
+    Handle(const Context &ctx, const ScalerSettings &settings) : scaler(scaler_of(ctx, settings)) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.scaler = scaler.get();
         trainer = std::make_unique<Trainer>(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
@@ -87,22 +88,23 @@ dsopt_scaler_info decoded(const Arrays &arrays) {
     return info;
 }
 
-class ScalerArrays : public testing::TestWithParam<Rules> {};
-INSTANTIATE_TEST_SUITE_P(, ScalerArrays, testing::ValuesIn(kRules), [](const auto &info) { return info.param.name; });
+class ScalerArrays : public testing::TestWithParam<ScalerSettings> {};
+INSTANTIATE_TEST_SUITE_P(, ScalerArrays, testing::ValuesIn(kScalerSettings),
+                         [](const auto &info) { return info.param.name; });
 
-TEST_P(ScalerArrays, MoveAsTheHandleDoes) {
+TEST_P(ScalerArrays, UpdatesLikeTheHandle) {
     const Context ctx = make_context(1);
-    for (const int one_in : {2, 5, 1000}) {
+    for (const int overflow_interval : {2, 5, 1000}) {
         const Handle handle(ctx, GetParam()), other(ctx, GetParam());
         const std::string untouched = other.text();
         const Arrays arrays;
         const auto list = arrays.list();
         ASSERT_OK(dsopt_scaler_init_state(other.scaler.get(), list.data(), 2, nullptr));
         ASSERT_EQ(arrays.text(), handle.text());
-        Random random(uint64_t(one_in) + 7);
+        Random random(uint64_t(overflow_interval) + 7);
         for (int i = 0; i < 400; ++i) {
-            const int32_t overflow = random.below(one_in) == 0 ? random.below(3) - 1 : 0;
-            const bool recorded = i % 9 == 4; // nothing was recorded: a good step
+            const int32_t overflow = random.below(overflow_interval) == 0 ? random.below(3) - 1 : 0;
+            const bool recorded = i % 9 == 4; // no flag: the step had no overflow
             const int32_t *const flag = recorded ? nullptr : on_device(overflow);
             must(dsopt_scaler_update(handle.scaler.get(), flag, nullptr));
             must(dsopt_scaler_update_arrays(other.scaler.get(), list.data(), 2, flag, nullptr));
@@ -113,7 +115,7 @@ TEST_P(ScalerArrays, MoveAsTheHandleDoes) {
     }
 }
 
-TEST_P(ScalerArrays, TakeAnOverrideInTheirWords) {
+TEST_P(ScalerArrays, AcceptsAnOverrideInTheWords) {
     const Context ctx = make_context(1);
     const Handle handle(ctx, GetParam()), other(ctx, GetParam());
     Arrays arrays;
@@ -141,7 +143,7 @@ TEST_P(ScalerArrays, TakeAnOverrideInTheirWords) {
     }
 }
 
-TEST_P(ScalerArrays, StartAnewFromTheDescWhateverTheHandleHasSeen) {
+TEST_P(ScalerArrays, InitializesFromTheDescriptor) {
     const Context ctx = make_context(1);
     const Handle handle(ctx, GetParam());
     const Arrays before, after(0x11);
@@ -160,7 +162,7 @@ TEST_P(ScalerArrays, StartAnewFromTheDescWhateverTheHandleHasSeen) {
               before.text());
 }
 
-TEST_P(ScalerArrays, MoveOnManyThreadsAtOnce) {
+TEST_P(ScalerArrays, UpdatesOnManyThreads) {
     const Context ctx = make_context(1);
     const Handle handle(ctx, GetParam());
     const Arrays arrays[3];
@@ -182,12 +184,13 @@ TEST_P(ScalerArrays, MoveOnManyThreadsAtOnce) {
 }
 
 // ------------------------------------------------------------------------------------------------- several optimizers
-TEST(SharedScaler, OnArraysServesTwoOptimizersAsTheHandleDoes) {
+TEST(SharedScaler, UpdatesArraysOfTwoOptimizersLikeTheHandle) {
     const Context ctx = make_context(1);
     for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
         for (const int32_t more : {0, int32_t(DSOPT_SCALER_STATIC)}) {
-            const Rules rules{"", DSOPT_PROFILE_DEFAULT, DSOPT_SCALER_SHARED | more, 64, 0, 0, 0, more ? 0 : 2, 0};
-            const Scaler stepping = scaler_of(ctx, rules), pure = scaler_of(ctx, rules);
+            const ScalerSettings settings{
+                "", DSOPT_PROFILE_DEFAULT, DSOPT_SCALER_SHARED | more, 64, 0, 0, 0, more ? 0 : 2, 0};
+            const Scaler stepping = scaler_of(ctx, settings), pure = scaler_of(ctx, settings);
             Form forms[2];
             forms[0].kind = Kind::per_tensor;
             forms[1].algorithm = DSOPT_ALGORITHM_LAMB;
@@ -224,7 +227,7 @@ TEST(SharedScaler, OnArraysServesTwoOptimizersAsTheHandleDoes) {
                     Snapshot a = raw_snapshot(steppers[size_t(i)].get(), weights[size_t(i)]), b = own.snapshot();
                     const auto words = a.at("loss_scale -1") + a.at("scaler -1");
                     EXPECT_EQ(words, arrays.text()) << call;
-                    for (Snapshot *one : {&a, &b}) one->erase("loss_scale -1"), one->erase("scaler -1");
+                    for (Snapshot *all : {&a, &b}) all->erase("loss_scale -1"), all->erase("scaler -1");
                     ASSERT_TRUE(same(a, b)) << call << ", optimizer " << i;
                 }
                 int32_t words[12];
@@ -241,7 +244,7 @@ TEST(SharedScaler, OnArraysServesTwoOptimizersAsTheHandleDoes) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- refusals
-TEST(ScalerArraysRefuse, ListsThatAreNoneAndWriteNothing) {
+TEST(ScalerUpdateArrays, RefusesInvalidListsAndWritesNothing) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 64, 2);
     const Arrays arrays;
@@ -278,8 +281,9 @@ TEST(ScalerArraysRefuse, ListsThatAreNoneAndWriteNothing) {
                             DSOPT_ERR_ARGUMENT));
     }
     const auto good = arrays.list();
-    auto *const odd = reinterpret_cast<const int32_t *>(reinterpret_cast<uintptr_t>(overflow) + 1);
-    EXPECT_TRUE(refused(dsopt_scaler_update_arrays(scaler.get(), good.data(), 2, odd, nullptr), DSOPT_ERR_ALIGNMENT));
+    auto *const misaligned = reinterpret_cast<const int32_t *>(reinterpret_cast<uintptr_t>(overflow) + 1);
+    EXPECT_TRUE(
+        refused(dsopt_scaler_update_arrays(scaler.get(), good.data(), 2, misaligned, nullptr), DSOPT_ERR_ALIGNMENT));
     EXPECT_EQ(arrays.text(), before);
     DSOPT_NEW(dsopt_scaler_info, info);
     EXPECT_TRUE(refused(dsopt_scaler_decode(nullptr, &info), DSOPT_ERR_ARGUMENT));

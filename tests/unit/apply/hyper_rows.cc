@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_step.hyper: rows of hyper-parameters in backend memory, in both forms of a step; and reports without NaN.
+// dsopt_step.hyper, rows of hyper-parameters in backend memory, and DSOPT_STEP_NO_NAN, in step and in apply.
 #include "support/functional.h"
 
 using namespace test;
 
 namespace {
 
-constexpr int kPlaces = DSOPT_HYPER_FLOATS;
+constexpr int kEntries = DSOPT_HYPER_FLOATS;
 
-/// A row per group, NaN where the host's value counts.
+/// One row per group. NaN selects the value of the host.
 struct Rows {
-    float at[2][kPlaces];
-    /// A copy in memory of the device.
-    const float *data() const { return on_device(at)[0]; }
+    float values[2][kEntries];
+    /// Returns a copy in device memory.
+    const float *data() const { return on_device(values)[0]; }
     Rows() {
-        for (auto &row : at)
+        for (auto &row : values)
             for (float &value : row) value = kNaN;
     }
 };
 
-struct Place {
-    int32_t place, key;
+struct HyperEntry {
+    int32_t index, key;
     const char *name;
     float values[3];
 };
-constexpr Place kPlacesOfKeys[] = {
+constexpr HyperEntry kHyperEntries[] = {
     {DSOPT_HYPER_LR, DSOPT_KEY_LR, "lr", {0.003f, 0.0f, 0.05f}},
     {DSOPT_HYPER_BETA1, DSOPT_KEY_BETA1, "beta1", {0.7f, 0.0f, 0.95f}},
     {DSOPT_HYPER_BETA2, DSOPT_KEY_BETA2, "beta2", {0.98f, 0.5f, 0.9999f}},
@@ -34,9 +34,9 @@ constexpr Place kPlacesOfKeys[] = {
     {DSOPT_HYPER_MAX_NORM, DSOPT_KEY_MAX_NORM, "max_norm", {0.3f, 5.0f, 0.01f}},
 };
 
-/// Without what goes on when a step is skipped: the scaler, and in standard mode the schedule of the 1-bit family, with
-/// what is noted down in the call that freezes the variance.
-Snapshot at_rest(Snapshot all, const Form &form) {
+/// Returns the state that a skipped step must not change. This excludes the scaler and, in standard mode, the schedule
+/// of the 1-bit family with the state that the freezing call initializes.
+Snapshot state_kept_by_skip(Snapshot all, const Form &form) {
     std::erase_if(all, [&](const auto &entry) {
         const std::string name = entry.first.substr(0, entry.first.find(' '));
         const bool of_schedule = name == "schedule" || name == "active" || name == "anchor" ||
@@ -66,10 +66,10 @@ std::vector<Form> forms() {
     return list;
 }
 
-class HyperRows : public testing::TestWithParam<Form> {
+class StepHyper : public testing::TestWithParam<Form> {
 protected:
     const Form form = GetParam();
-    /// Two of the same, by step and then by apply.
+    /// Runs body() on two identical optimizers, first with step and then with apply.
     void with_pairs(const Form &of, const std::function<void(int rank, Stepper &, Stepper &)> &body) const {
         for (const bool pure : {false, true})
             with_form(of, [&](int rank, const Context &ctx, const CommId *ids) {
@@ -80,15 +80,15 @@ protected:
             });
     }
 };
-INSTANTIATE_TEST_SUITE_P(, HyperRows, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
+INSTANTIATE_TEST_SUITE_P(, StepHyper, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
 
 LABEL(long_emulated);
-TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
+TEST_P(StepHyper, IgnoresValuesOfNaN) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &without) {
         Rows rows;
         for (int64_t call = 1; call <= 8; ++call) {
-            if (call == 3) // places without a meaning may be 0, too
-                rows.at[0][kPlaces - 1] = rows.at[1][kPlaces - 1] = rows.at[1][DSOPT_HYPER_MAX_NORM] = 0;
+            if (call == 3) // unused entries may be 0
+                rows.values[0][kEntries - 1] = rows.values[1][kEntries - 1] = rows.values[1][DSOPT_HYPER_MAX_NORM] = 0;
             const std::vector<Array> grads = gradients_of(form, rank, call);
             must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(without.step(grads));
@@ -98,26 +98,26 @@ TEST_P(HyperRows, OfNaNHaveTheBitsWithout) {
 }
 
 LABEL(long_emulated);
-TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
-    for (const Place &place : kPlacesOfKeys)
+TEST_P(StepHyper, MatchesOptimizerSet) {
+    for (const HyperEntry &entry : kHyperEntries)
         for (const int group : {1, int(DSOPT_ALL_GROUPS)}) {
-            if (place.place == DSOPT_HYPER_MAX_NORM && group != DSOPT_ALL_GROUPS) continue;
-            SCOPED_TRACE(std::string(place.name) + " of group " + std::to_string(group));
+            if (entry.index == DSOPT_HYPER_MAX_NORM && group != DSOPT_ALL_GROUPS) continue;
+            SCOPED_TRACE(std::string(entry.name) + " of group " + std::to_string(group));
             with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
                 const Snapshot before = with.snapshot();
                 for (int64_t call = 1; call <= 8; ++call) {
-                    const float value = place.values[call % 3];
+                    const float value = entry.values[call % 3];
                     Rows rows;
                     for (int g = 0; g < 2; ++g)
                         if ((group == DSOPT_ALL_GROUPS || group == g) &&
-                            (place.place != DSOPT_HYPER_MAX_NORM || g == 0))
-                            rows.at[g][place.place] = value;
+                            (entry.index != DSOPT_HYPER_MAX_NORM || g == 0))
+                            rows.values[g][entry.index] = value;
                     const std::vector<Array> grads = gradients_of(form, rank, call);
                     Shared<float> reports[2];
                     for (Stepper *side : {&with, &setting}) {
                         Shared<float> &report = reports[side == &setting];
                         report.assign(DSOPT_REPORT_FLOATS, -7);
-                        if (side == &setting) must(dsopt_optimizer_set(side->opt(), group, place.key, double(value)));
+                        if (side == &setting) must(dsopt_optimizer_set(side->opt(), group, entry.key, double(value)));
                         ASSERT_OK(side->step(grads, [&](dsopt_step &step) {
                             step.report = report.data();
                             if (side == &with) step.hyper = rows.data();
@@ -134,18 +134,18 @@ TEST_P(HyperRows, HaveTheBitsOfWhatTheHostSets) {
 
 LABEL_PARAMS(long_emulated, "*Flat*");
 LABEL_PARAMS(long_emulated, "*Compat*");
-TEST_P(HyperRows, OfEverythingAtOnceHaveTheBitsOfWhatTheHostSets) {
+TEST_P(StepHyper, MatchesOptimizerSetOfAllValuesAtOnce) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
         Random random(9);
         for (int64_t call = 1; call <= 12; ++call) {
             Rows rows;
-            for (const Place &place : kPlacesOfKeys)
+            for (const HyperEntry &entry : kHyperEntries)
                 for (int g = 0; g < 2; ++g) {
-                    const float value = place.values[random.below(3)];
-                    const bool of_all = place.place == DSOPT_HYPER_MAX_NORM;
+                    const float value = entry.values[random.below(3)];
+                    const bool of_all = entry.index == DSOPT_HYPER_MAX_NORM;
                     if (of_all && g == 1) continue;
-                    rows.at[g][place.place] = value;
-                    must(dsopt_optimizer_set(setting.opt(), of_all ? int(DSOPT_ALL_GROUPS) : g, place.key,
+                    rows.values[g][entry.index] = value;
+                    must(dsopt_optimizer_set(setting.opt(), of_all ? int(DSOPT_ALL_GROUPS) : g, entry.key,
                                              double(value)));
                 }
             const std::vector<Array> grads = gradients_of(form, rank, call);
@@ -157,11 +157,11 @@ TEST_P(HyperRows, OfEverythingAtOnceHaveTheBitsOfWhatTheHostSets) {
 }
 
 LABEL(long_emulated);
-TEST_P(HyperRows, TurnClippingOffByZero) {
+TEST_P(StepHyper, TurnsClippingOffWithZero) {
     with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
         Rows rows;
-        rows.at[0][DSOPT_HYPER_GROUP_MAX_NORM] = rows.at[1][DSOPT_HYPER_GROUP_MAX_NORM] = 0;
-        rows.at[0][DSOPT_HYPER_MAX_NORM] = 0;
+        rows.values[0][DSOPT_HYPER_GROUP_MAX_NORM] = rows.values[1][DSOPT_HYPER_GROUP_MAX_NORM] = 0;
+        rows.values[0][DSOPT_HYPER_MAX_NORM] = 0;
         must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_GROUP_MAX_NORM, 0));
         must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0));
         for (int64_t call = 1; call <= 6; ++call) {
@@ -174,25 +174,25 @@ TEST_P(HyperRows, TurnClippingOffByZero) {
 }
 
 LABEL(long_emulated);
-TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
+TEST_P(StepHyper, SkipsOnInvalidValues) {
     struct Bad {
-        int group, place;
+        int group, index;
         float value;
     };
     std::vector<Bad> list;
-    for (const int place : {DSOPT_HYPER_LR, DSOPT_HYPER_EPS, DSOPT_HYPER_WEIGHT_DECAY, DSOPT_HYPER_GROUP_MAX_NORM})
+    for (const int index : {DSOPT_HYPER_LR, DSOPT_HYPER_EPS, DSOPT_HYPER_WEIGHT_DECAY, DSOPT_HYPER_GROUP_MAX_NORM})
         for (const float value : {-1e-3f, kInf, -kInf})
-            for (const int group : {0, 1}) list.push_back({group, place, value});
-    for (const int place : {DSOPT_HYPER_BETA1, DSOPT_HYPER_BETA2})
+            for (const int group : {0, 1}) list.push_back({group, index, value});
+    for (const int index : {DSOPT_HYPER_BETA1, DSOPT_HYPER_BETA2})
         for (const float value : {1.0f, -0.1f, kInf, -kInf, 1.5f})
-            for (const int group : {0, 1}) list.push_back({group, place, value});
+            for (const int group : {0, 1}) list.push_back({group, index, value});
     for (const float value : {-1e-3f, kInf}) list.push_back({0, DSOPT_HYPER_MAX_NORM, value});
     for (const float value : {1.0f, -1.0f, kInf}) list.push_back({1, DSOPT_HYPER_MAX_NORM, value});
     for (const float value : {1.0f, -1.0f, kInf})
-        for (const int group : {0, 1}) list.push_back({group, kPlaces - 1, value});
+        for (const int group : {0, 1}) list.push_back({group, kEntries - 1, value});
     Form scaled = form;
     scaled.scaled = true;
-    // With bad rows, and with `skip`: all else is the same, the scaler and schedules included.
+    // One optimizer gets invalid rows, the other one `skip`. All state is identical, including scaler and schedules.
     with_pairs(scaled, [&](int rank, Stepper &with, Stepper &skipping) {
         int64_t call = 0;
         const auto good = [&] {
@@ -201,10 +201,10 @@ TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
             ASSERT_TRUE(same(with.snapshot(), skipping.snapshot())) << call;
         };
         for (size_t i = 0; i < list.size(); ++i) {
-            if (i % 5 == 4) good(); // the first of them comes before any good step
+            if (i % 5 == 4) good(); // the first invalid values come before any good step
             Rows rows;
-            rows.at[list[i].group][list[i].place] = list[i].value;
-            SCOPED_TRACE("group " + std::to_string(list[i].group) + ", place " + std::to_string(list[i].place) + ": " +
+            rows.values[list[i].group][list[i].index] = list[i].value;
+            SCOPED_TRACE("group " + std::to_string(list[i].group) + ", entry " + std::to_string(list[i].index) + ": " +
                          std::to_string(list[i].value));
             const std::vector<Array> grads = gradients_of(scaled, rank, ++call);
             const int32_t one = 1;
@@ -229,21 +229,21 @@ TEST_P(HyperRows, ThatTheHostWouldRefuseSkipTheStep) {
             const Snapshot after = with.snapshot();
             ASSERT_TRUE(same(after, skipping.snapshot()));
             EXPECT_NE(after.at("scaler -1"), before.at("scaler -1"));
-            ASSERT_TRUE(same(at_rest(before, form), at_rest(after, form)));
+            ASSERT_TRUE(same(state_kept_by_skip(before, form), state_kept_by_skip(after, form)));
         }
         good();
     });
 }
 
-TEST_P(HyperRows, CannotTurnClippingOn) {
+TEST_P(StepHyper, CannotTurnClippingOn) {
     Form other = form;
     other.max_norm = other.group_norm = 0;
     with_pairs(other, [&](int rank, Stepper &with, Stepper &) {
         const std::vector<Array> grads = gradients_of(other, rank, 1);
-        for (const int place : {DSOPT_HYPER_GROUP_MAX_NORM, DSOPT_HYPER_MAX_NORM})
+        for (const int index : {DSOPT_HYPER_GROUP_MAX_NORM, DSOPT_HYPER_MAX_NORM})
             for (const float value : {0.5f, 0.0f}) {
                 Rows rows;
-                rows.at[0][place] = value;
+                rows.values[0][index] = value;
                 Shared<float> report(DSOPT_REPORT_FLOATS, -7);
                 const Snapshot before = with.snapshot();
                 must(with.step(grads, [&](dsopt_step &step) {
@@ -252,19 +252,21 @@ TEST_P(HyperRows, CannotTurnClippingOn) {
                 }));
                 EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], value != 0);
                 EXPECT_EQ((int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) != 0, value != 0);
-                if (value != 0) { EXPECT_TRUE(same(at_rest(before, form), at_rest(with.snapshot(), form))); }
+                if (value != 0) {
+                    EXPECT_TRUE(same(state_kept_by_skip(before, form), state_kept_by_skip(with.snapshot(), form)));
+                }
             }
     });
 }
 
-TEST(HyperRow, IsSkippedByEveryRankIfOneHasABadOne) {
+TEST(StepHyperRow, SkipsOnEveryRankIfOneIsInvalid) {
     Form form;
     form.algorithm = DSOPT_ALGORITHM_ADAMW;
     form.ranks = 2;
     with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
         Stepper side(ctx, form, true, false, ids, rank);
         Rows rows;
-        if (rank == 1) rows.at[1][DSOPT_HYPER_LR] = -1;
+        if (rank == 1) rows.values[1][DSOPT_HYPER_LR] = -1;
         Shared<float> report(DSOPT_REPORT_FLOATS);
         const Snapshot before = side.snapshot();
         must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
@@ -277,7 +279,7 @@ TEST(HyperRow, IsSkippedByEveryRankIfOneHasABadOne) {
     });
 }
 
-TEST(HyperRow, AndLrAreRefusedTogetherAndRowsMustBeAligned) {
+TEST(StepHyperRow, IsRefusedWithLrAndIfMisaligned) {
     const Context ctx = make_context(1);
     const Form form;
     for (const bool pure : {false, true}) {
@@ -287,16 +289,16 @@ TEST(HyperRow, AndLrAreRefusedTogetherAndRowsMustBeAligned) {
         EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1),
                                       [&](dsopt_step &step) { step.lr = on_device(lr), step.hyper = rows.data(); }),
                             DSOPT_ERR_ARGUMENT, "hyper"));
-        const auto *odd = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.data()) + 2);
-        EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.hyper = odd; }),
+        const auto *misaligned = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.data()) + 2);
+        EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.hyper = misaligned; }),
                             DSOPT_ERR_ALIGNMENT));
     }
 }
 
-TEST_P(HyperRows, BadRatesSkipTheFirstCallToo) {
+TEST_P(StepHyper, SkipsTheFirstCallOnInvalidRates) {
     with_pairs(form, [&](int rank, Stepper &by_hyper, Stepper &by_lr) {
         Rows rows;
-        rows.at[1][DSOPT_HYPER_LR] = kInf;
+        rows.values[1][DSOPT_HYPER_LR] = kInf;
         const float rates[2] = {1e-3f, kNaN};
         const std::vector<Array> grads = gradients_of(form, rank, 1);
         for (Stepper *side : {&by_hyper, &by_lr}) {
@@ -313,7 +315,7 @@ TEST_P(HyperRows, BadRatesSkipTheFirstCallToo) {
 
 // ------------------------------------------------------------------------------------------------- reports without NaN
 LABEL(long_emulated);
-TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
+TEST(NoNan, ReportsMinusOneForNaN) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kBothModes)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
@@ -349,14 +351,14 @@ TEST(NoNan, HasMinusOneForNaNAndTheSameOtherwise) {
                                 }
                                 for (size_t i = 0; i < reports[0].size(); ++i)
                                     EXPECT_EQ(reports[1][i], std::isnan(reports[0][i]) ? -1 : reports[0][i])
-                                        << "call " << call << ", place " << i;
+                                        << "call " << call << ", entry " << i;
                                 ASSERT_TRUE(same(plain.snapshot(), without.snapshot()));
                             }
                         }
                     }
 }
 
-TEST(NoNan, ShowsALossScaleThatIsNaNAsMinusOne) {
+TEST(NoNan, ReportsALossScaleOfNaNAsMinusOne) {
     const Context ctx = make_context(1);
     Form form;
     form.scaled = true;
