@@ -120,8 +120,8 @@ TEST_P(TwoLevelAllReduceSizes, MatchesTheAlgorithmInDouble) {
                                    x[round][r].begin() + partition.begin[t] + sizes[t]);
             const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
             ASSERT_OK(side.call(input));
-            // Between nodes a rank sends two messages to each other node. In a node it sends one fp32 slice to each other
-            // rank, then the bits of its own slice.
+            // Between nodes, a rank sends two messages to each other node. In a node, it sends one fp32 slice to each
+            // other rank, then the bits of its own slice.
             const int64_t message = partition.total > 0 ? partition.row_bytes() : 0,
                           returned_bytes = exact ? partition.slice() * 4 : nodes * message;
             EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * message);
