@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// dsopt_optimizer_bind with NULL addresses, which allocates nothing.
 #include "support/alloc.h"
 #include "support/harness.h"
 
@@ -9,25 +10,25 @@ namespace {
 class Unbind : public testing::Test {
 protected:
     const Trainer trainer{shapes_of({5000, 0, 33}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW)};
-    std::vector<dsopt_tensor> registered, none;
+    std::vector<dsopt_tensor> registered, unbound;
 
     void SetUp() override {
         trainer.train(1);
         for (const dsopt_param &param : trainer.model.registered()) registered.push_back(param.tensor);
-        none = registered;
-        for (dsopt_tensor &tensor : none) tensor.data = nullptr;
+        unbound = registered;
+        for (dsopt_tensor &tensor : unbound) tensor.data = nullptr;
     }
     dsopt_status bind(const std::vector<dsopt_tensor> &list) const {
         return dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_PARAMS, list.data(), int64_t(list.size()));
     }
-    /// bind(none) where every allocation fails.
+    /// Checks that bind(unbound) succeeds if every allocation fails.
     void expect_no_allocation() const {
         NewWatch::calls = 0;
         NewWatch::failure = {0, true};
         dsopt_status status;
         {
             const Armed armed;
-            status = bind(none);
+            status = bind(unbound);
         }
         NewWatch::failure = {};
         EXPECT_OK(status);
@@ -40,31 +41,31 @@ TEST_F(Unbind, AllocatesNothing) {
     expect_no_allocation();
     ASSERT_OK(bind(registered));
     expect_no_allocation();
-    expect_no_allocation(); // again
+    expect_no_allocation();
 }
 
-TEST_F(Unbind, AllocatesNothingAfterAGroupWasAdded) {
+TEST_F(Unbind, AllocatesNothingAfterAddGroup) {
     const Array more(DSOPT_DTYPE_F32, 70, 1.0f);
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     dsopt_param param{};
     param.tensor = more.tensor();
     ASSERT_OK(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1));
-    none.push_back(param.tensor);
-    none.back().data = nullptr;
+    unbound.push_back(param.tensor);
+    unbound.back().data = nullptr;
     NewWatch::calls = 0;
     NewWatch::failure = {0, true};
     dsopt_status status;
     {
         const Armed armed;
-        status = bind(none);
+        status = bind(unbound);
     }
     NewWatch::failure = {};
     EXPECT_OK(status);
     EXPECT_EQ(NewWatch::calls, 0);
 }
 
-TEST_F(Unbind, KeepsTheCheckForOverlapsOfWhatIsBoundLater) {
-    ASSERT_OK(bind(none));
+TEST_F(Unbind, KeepsCheckingLaterBindsForOverlap) {
+    ASSERT_OK(bind(unbound));
     std::vector<dsopt_tensor> list = registered;
     list[2].data = list[0].data;
     EXPECT_TRUE(refused(bind(list), DSOPT_ERR_OVERLAP));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A fork() while another thread is anywhere inside the library: the child makes objects of its own all the same.
+// A fork() while another thread is inside the library: the child can create objects of its own.
 #include "support/fork.h"
 #include "support/alloc.h"
 #include "support/harness.h"
@@ -11,7 +11,7 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-/// From the first call of a process to a step over a comm.
+/// Makes the first calls of a process, up to a step over a comm. Returns the state.
 std::string first_use() {
     if (dsopt_build_info() == nullptr) return "";
     const Context context = make_context(2);
@@ -22,15 +22,15 @@ std::string first_use() {
 }
 
 std::atomic<bool> held{false};
-[[noreturn]] void stay() {
+[[noreturn]] void pause_forever() {
     for (;;) ::pause();
 }
-void hold() {
+void block_in_allocation() {
     held.store(true);
-    stay();
+    pause_forever();
 }
 
-TEST(Fork, AChildWorksWhateverAllocationAThreadOfTheParentIsIn) {
+TEST(Fork, WorksInTheChildDuringAnyAllocation) {
     struct Seen {
         std::atomic<bool> completed{false};
         std::atomic<int64_t> held{0};
@@ -38,23 +38,23 @@ TEST(Fork, AChildWorksWhateverAllocationAThreadOfTheParentIsIn) {
     void *const page = ::mmap(nullptr, sizeof(Seen), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     ASSERT_NE(page, MAP_FAILED);
     Seen &seen = *new (page) Seen;
-    // Each in a process that has not used the library yet, where the thread's use is the first.
-    for (int64_t at = 0; !seen.completed; ++at) {
+    // Each allocation is tested in a new process, in which the thread is the first user of the library.
+    for (int64_t allocation = 0; !seen.completed; ++allocation) {
         ASSERT_TRUE(holds_in_child([&](const auto &expect) {
             NewWatch::calls = 0;
-            NewWatch::failure.at = at;
-            NewWatch::instead = hold;
+            NewWatch::failure.at = allocation;
+            NewWatch::instead = block_in_allocation;
             std::thread([&] {
                 const Armed armed;
                 (void)first_use();
                 seen.completed = true;
-                stay(); // a thread that ends may hold a lock of a sanitizer's runtime while the child forks
+                pause_forever(); // a thread that ends may hold a lock of a sanitizer's runtime while the child forks
             }).detach();
             while (!held && !seen.completed) std::this_thread::yield();
             if (held) ++seen.held;
             expect(bool(holds_in_child([](const auto &expect) { expect(!first_use().empty()); })));
         })) << "allocation "
-            << at;
+            << allocation;
     }
     EXPECT_GT(seen.held, 20);
     ::munmap(page, sizeof(Seen));

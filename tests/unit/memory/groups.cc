@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups that are added one by one: what each needs does not grow with their number.
+// Groups that are added one by one: the memory per group does not grow with their number.
 #include "support/alloc.h"
 #include "support/onebit.h"
 
@@ -7,7 +7,7 @@ using namespace test;
 
 namespace {
 
-/// A comm of two ranks that nothing is sent through.
+/// Returns a comm of two ranks that fails if used.
 Comm idle_comm(const Context &context) {
     DSOPT_NEW(dsopt_comm_table, table);
     table.ranks = 2;
@@ -23,8 +23,8 @@ Comm idle_comm(const Context &context) {
 struct Kind {
     int32_t algorithm, compat;
 };
-class ManyGroups : public testing::TestWithParam<Kind> {};
-INSTANTIATE_TEST_SUITE_P(, ManyGroups,
+class AddManyGroups : public testing::TestWithParam<Kind> {};
+INSTANTIATE_TEST_SUITE_P(, AddManyGroups,
                          testing::Values(Kind{DSOPT_ALGORITHM_ADAMW, DSOPT_COMPAT_NONE},
                                          Kind{DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE},
                                          Kind{DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_COMPAT_NONE},
@@ -34,10 +34,10 @@ INSTANTIATE_TEST_SUITE_P(, ManyGroups,
                              return name_of(info.param.algorithm) + (info.param.compat != 0 ? "Compat" : "");
                          });
 
-TEST_P(ManyGroups, NeedMemoryInProportionToTheirNumber) {
+TEST_P(AddManyGroups, AllocatesLinearlyInTheirNumber) {
     const Context context = make_context();
     const Comm comm = idle_comm(context);
-    // What all additions together take, freed or not.
+    // Returns the bytes that all additions allocate, including memory that is freed.
     const auto bytes_of = [&](int64_t count) {
         const Optimizer opt = make_optimizer(context, desc_with(comm, GetParam().compat));
         const dsopt_group group = make_group(GetParam().algorithm);
@@ -53,18 +53,18 @@ TEST_P(ManyGroups, NeedMemoryInProportionToTheirNumber) {
                 must(dsopt_optimizer_set(opt.get(), int32_t(i), DSOPT_KEY_LR, 0.5));
                 must(dsopt_optimizer_get(opt.get(), int32_t(i), DSOPT_KEY_LR, &lr));
                 must(dsopt_optimizer_count(opt.get(), &groups, nullptr));
-                if (lr != 0.5 || groups != i + 1) throw std::runtime_error("the group is not there");
+                if (lr != 0.5 || groups != i + 1) throw std::runtime_error("the group is missing");
             }
         }
         const int64_t bytes = NewWatch::bytes;
         EXPECT_EQ(state_of(opt.get()).back().tensor.numel, count) << "steps of all parameters";
         return bytes;
     };
-    // Lists that double whenever they are full make it 16 at most. If each addition looked at all groups: 64.
+    // The factor is at most 16 if full lists double in size. It would be 64 if each addition visited all groups.
     EXPECT_LT(bytes_of(4000), 24 * bytes_of(500));
 }
 
-TEST(Groups, ThatComeOneByOneAfterAStepDoNotCopyWhatHasAnElementForEachParameter) {
+TEST(AddGroup, DoesNotCopyPerParameterState) {
     struct Count {
         int64_t calls = 0;
         size_t bytes = 0;
@@ -100,7 +100,7 @@ TEST(Groups, ThatComeOneByOneAfterAStepDoNotCopyWhatHasAnElementForEachParameter
         step();
         count = {};
         while (list.size() < weights.size()) add();
-        EXPECT_LT(count.calls, 30) << name_of(algorithm); // a few lists that double
+        EXPECT_LT(count.calls, 30) << name_of(algorithm); // a few lists that double in size
         EXPECT_LT(count.bytes, 2000 * 4 * 2 * 8u) << name_of(algorithm);
         step();
         const dsopt_state_info steps = state_of(opt.get()).back();
@@ -111,7 +111,7 @@ TEST(Groups, ThatComeOneByOneAfterAStepDoNotCopyWhatHasAnElementForEachParameter
     }
 }
 
-TEST(Groups, AFailedAdditionLeavesTheStateThatThereWas) {
+TEST(AddGroup, KeepsStateIfItFails) {
     const Context context = make_context();
     const Comm comm = idle_comm(context);
     const Optimizer opt = make_optimizer(context, desc_with(comm));
@@ -126,18 +126,18 @@ TEST(Groups, AFailedAdditionLeavesTheStateThatThereWas) {
         return list;
     };
     must(dsopt_optimizer_add_group(opt.get(), &adam, &param, 1));
-    for (const bool asked : {false, true}) { // nobody has asked for the state before the first of them
+    for (const bool queried : {false, true}) { // the state is queried for the first time after the first round
         EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &adam, &param, 1), DSOPT_ERR_ARGUMENT, "'one'"));
         EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &lamb, nullptr, 0), DSOPT_ERR_UNSUPPORTED, "not two"));
         EXPECT_TRUE(refused(dsopt_optimizer_add_group(opt.get(), &later, nullptr, 0), DSOPT_ERR_ARGUMENT, "freeze"));
         const auto list = names();
-        ASSERT_GT(list.size(), 5u) << asked;
+        ASSERT_GT(list.size(), 5u) << queried;
         EXPECT_EQ(list[2].first, "worker_error");
         EXPECT_EQ(list.back(), (std::pair<std::string, int64_t>("step", 1)));
     }
 }
 
-/// Bytes of the engine after so many additions, with a look at every tensor of the whole optimizer after each.
+/// Returns the bytes of the engine after `count` additions. Views of all tensors without a parameter are taken after each.
 int64_t bytes_with_views(int32_t algorithm, int64_t count) {
     HookWatch hook;
     dsopt_context_desc desc = context_desc();
@@ -149,7 +149,7 @@ int64_t bytes_with_views(int32_t algorithm, int64_t count) {
         const Optimizer opt = make_optimizer(context, desc_with(comm));
         const dsopt_group group = make_group(algorithm);
         std::vector<float> weights(size_t(count), 1.0f);
-        std::vector<std::pair<const void *, char>> views; // first bytes of tensors, wherever they were
+        std::vector<std::pair<const void *, char>> views; // addresses and first bytes of tensors
         for (int64_t i = 0; i < count; ++i) {
             const dsopt_param param = param_of({&weights[size_t(i)], 1, DSOPT_DTYPE_F32, 0});
             must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
@@ -158,23 +158,23 @@ int64_t bytes_with_views(int32_t algorithm, int64_t count) {
             for (int64_t k = entries - 1; k >= 0; --k) {
                 dsopt_state_info info = state_info(opt.get(), k);
                 if (info.param >= 0) break;
-                if (k == entries - 1) (void)exported_text(opt.get(), k); // memory for all
+                if (k == entries - 1) (void)exported_text(opt.get(), k); // allocates all state
                 info = state_info(opt.get(), k);
                 if (info.tensor.numel != 0) views.emplace_back(info.tensor.data, 0);
             }
         }
-        for (auto &[data, byte] : views) byte = *static_cast<const char *>(data); // a sanitizer sees what is freed
+        for (auto &[data, byte] : views) byte = *static_cast<const char *>(data); // sanitizers detect freed memory
         bytes = hook.live_bytes;
     }
     EXPECT_EQ(hook.live_bytes, 0);
     return bytes;
 }
 
-TEST(StateViews, KeepMemoryInProportionToTheNumberOfAdditions) {
+TEST(AddGroup, KeepsMemoryOfStateViewsLinear) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         const int64_t count = algorithm == DSOPT_ALGORITHM_ADAMW ? 5000 : 1000;
-        const int64_t some = bytes_with_views(algorithm, count / 4), all = bytes_with_views(algorithm, count);
-        EXPECT_LT(all, 8 * some) << name_of(algorithm); // 16 times as much if each addition took a block of its own
+        const int64_t quarter = bytes_with_views(algorithm, count / 4), all = bytes_with_views(algorithm, count);
+        EXPECT_LT(all, 8 * quarter) << name_of(algorithm); // the factor would be 16 if each addition allocated a block
     }
 }
 

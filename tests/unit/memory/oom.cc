@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that runs out at any moment: the n-th allocation of a whole training fails, once or from then on, for every n.
-// Each call says DSOPT_ERR_NOMEM and has changed nothing, or succeeds; tried again, it leads to the bits of a run
-// without failure.
+// Out of memory: the n-th allocation of a whole training fails, once or from then on, for every n. Each call succeeds,
+// or returns DSOPT_ERR_NOMEM and changes nothing. With retries the training gives the bits of a run without failure.
 #include "support/harness.h"
 
 #include "support/alloc.h"
@@ -17,7 +16,7 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-/// Where a checkpoint goes: callbacks run while allocations fail, so they must not need any.
+/// Checkpoint in memory. Its callbacks do not allocate, because they run while allocations fail.
 struct Tape {
     static int write(void *user, const void *data, size_t bytes) {
         auto *self = static_cast<Tape *>(user);
@@ -44,8 +43,8 @@ struct Tape {
     char data[256 * 1024];
 };
 
-/// A comm of two ranks whose other one sends what this one sends: no thread waits for another, and none allocates.
-namespace mirror {
+/// A comm of two ranks, of which the other one sends the same data. It has no second thread and does not allocate.
+namespace mirror_comm {
 template <class T> void add(const void *send, void *recv, int64_t count, int32_t op) {
     for (int64_t i = 0; i < count; ++i)
         static_cast<T *>(recv)[i] = static_cast<const T *>(send)[i] * T(op == DSOPT_OP_SUM ? 2 : 1);
@@ -60,20 +59,20 @@ int all_gather(void *, const void *send, void *recv, int64_t bytes, void *) {
     for (int rank = 0; rank < 2; ++rank) std::memcpy(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes));
     return 0;
 }
-dsopt_status make(dsopt_context *context, dsopt_comm **comm) {
+dsopt_status create(dsopt_context *context, dsopt_comm **comm) {
     DSOPT_NEW(dsopt_comm_table, table);
     table.ranks = 2;
     table.all_reduce = all_reduce;
-    table.all_to_all = all_gather; // the first row is this rank's, and the other rank's
+    table.all_to_all = all_gather; // both received messages are the first one sent
     table.all_gather = all_gather;
     DSOPT_NEW(dsopt_comm_desc, desc);
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     return dsopt_comm_create(context, &desc, comm);
 }
-} // namespace mirror
+} // namespace mirror_comm
 
-/// One training from the context on, with a failure planted.
+/// One training, including the context, with an injected failure.
 class Training {
 public:
     Training(Failure news, Failure hooks) :
@@ -84,7 +83,7 @@ public:
         NewWatch::failure = news;
     }
     ~Training() {
-        // Letting go needs no memory.
+        // Destroying objects needs no memory.
         NewWatch::failure = {0, true};
         hook_.failure = {0, true};
         const int64_t before = hook_.calls;
@@ -106,7 +105,7 @@ public:
     int64_t news() const { return news_; }
     int64_t hooks() const { return hooks_; }
 
-    /// The result: parameters, state and checkpoint.
+    /// Returns parameters, state and checkpoint.
     std::string train(Tape &tape) {
         dsopt_context_desc desc = context_desc(2);
         hook_.attach(desc);
@@ -164,7 +163,7 @@ public:
         return model_.text() + state_text(opt_) + hyper_text(opt_) + std::string(tape.data, tape.size);
     }
 
-    /// A new optimizer that takes over a checkpoint before its first step.
+    /// Loads a checkpoint into a new optimizer before its first step.
     std::string resume(Tape &tape) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
@@ -181,7 +180,7 @@ public:
         return model_.text() + state_text(opt_) + hyper_text(opt_);
     }
 
-    /// The original's wrapper, which takes a step on zero gradients when its state comes to life.
+    /// Trains in compat mode with flat masters, where allocating the state includes a step on zero gradients.
     std::string wrap(Tape &) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
@@ -190,7 +189,7 @@ public:
         wrapper.masters = DSOPT_MASTERS_FLAT;
         return train_briefly(desc, wrapper, {});
     }
-    /// Gradients by way of the accumulators.
+    /// Trains with accumulated gradients.
     std::string accumulate(Tape &) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
@@ -202,7 +201,7 @@ public:
         });
     }
 
-    /// The 1-bit family through all its stages, saved, loaded, and grown by a group.
+    /// Trains an algorithm of the 1-bit family through all stages, with a second group, and saves and loads it.
     template <int32_t Algorithm> std::string exchange(Tape &tape) {
         dsopt_context_desc desc = context_desc(2);
         hook_.attach(desc);
@@ -211,16 +210,16 @@ public:
         group.freeze_step = 3;
         if (Algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             group.var_interval_steps = 1, group.local_interval_steps = 2, group.max_local_interval = 2;
-        const dsopt_group beside = make_group(DSOPT_ALGORITHM_ADAMW);
+        const dsopt_group adam_group = make_group(DSOPT_ALGORITHM_ADAMW);
         const auto list = model_.registered();
         const auto grads = list_of(model_.grads);
         call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
-        call("comm_create", [&] { return mirror::make(context_, &comm_); });
+        call("comm_create", [&] { return mirror_comm::create(context_, &comm_); });
         dsopt_optimizer_desc optimizer = optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
         optimizer.data = comm_;
         call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &group, list.data(), 2); });
-        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &beside, list.data() + 2, 2); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &adam_group, list.data() + 2, 2); });
         dsopt_io io = tape.io();
         for (uint64_t t = 1; t <= 9; ++t) {
             model_.make_gradients(t);
@@ -271,18 +270,18 @@ private:
         if (params_.empty()) params_ = list_of(model_.params);
         return params_;
     }
-    std::vector<dsopt_tensor> places() {
+    std::vector<dsopt_tensor> state_tensors() {
         std::vector<dsopt_tensor> list;
         int64_t count = 0;
-        if (opt_ != nullptr && dsopt_optimizer_state_count(opt_, &count) == DSOPT_ERR_NOMEM) failure_is_over();
+        if (opt_ != nullptr && dsopt_optimizer_state_count(opt_, &count) == DSOPT_ERR_NOMEM) end_failure();
         for (int64_t i = 0; opt_ != nullptr && i < state_count(opt_); ++i) list.push_back(state_info(opt_, i).tensor);
         return list;
     }
-    /// Parameters, hyper-parameters, and what the state holds as far as it had memory at `known`.
+    /// Returns parameters, hyper-parameters, and the state that had memory when `known` was read.
     std::string fingerprint(const std::vector<dsopt_tensor> &known) {
         std::string all = model_.text() + (context_ != nullptr ? "c" : "-");
         if (opt_ == nullptr) return all;
-        const std::vector<dsopt_tensor> now = places();
+        const std::vector<dsopt_tensor> now = state_tensors();
         for (size_t i = 0; i < now.size() && i < known.size(); ++i) {
             if (known[i].data == nullptr) continue;
             all.append(reinterpret_cast<const char *>(&now[i]), sizeof now[i]);
@@ -290,14 +289,14 @@ private:
         }
         return all + hyper_text(opt_) + std::to_string(now.size()) + "/" + std::to_string(report_of(opt_).calls);
     }
-    void failure_is_over() {
+    void end_failure() {
         ++failed_;
         failure_reached_ = true;
         NewWatch::failure = hook_.failure = {};
     }
     void call(const char *what, const std::function<dsopt_status()> &f) {
         params();
-        const std::vector<dsopt_tensor> known = places();
+        const std::vector<dsopt_tensor> known = state_tensors();
         const std::string before = fingerprint(known);
         const auto run = [&] {
             const Armed armed;
@@ -305,12 +304,12 @@ private:
         };
         dsopt_status status = run();
         if (status == DSOPT_ERR_NOMEM) {
-            EXPECT_TRUE(same(fingerprint(known), before)) << what << " has failed and changed something";
+            EXPECT_TRUE(same(fingerprint(known), before)) << what << " failed and changed state";
             if (lasting_) {
                 EXPECT_EQ(run(), DSOPT_ERR_NOMEM) << what;
                 EXPECT_TRUE(same(fingerprint(known), before)) << what;
             }
-            failure_is_over();
+            end_failure();
             status = run();
         }
         if (status != DSOPT_OK)
@@ -336,11 +335,11 @@ struct Plan {
 };
 class OutOfMemory : public testing::TestWithParam<Plan> {};
 
-TEST_P(OutOfMemory, AtAnyAllocationEndsInTheSameBits) {
+TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
     const Scenario scenario = GetParam().scenario;
     const bool hooks = GetParam().hooks, lasting = GetParam().lasting;
     const auto tape = std::make_unique<Tape>(), saved = std::make_unique<Tape>();
-    { // what `resume` reads, with the two groups that it has
+    { // the checkpoint that resume() loads, with two groups
         Trainer two({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}}, optimizer_desc());
         two.add(make_group(DSOPT_ALGORITHM_ADAMW), 2);
         two.add(make_group(DSOPT_ALGORITHM_LAMB), 2);
@@ -364,19 +363,19 @@ TEST_P(OutOfMemory, AtAnyAllocationEndsInTheSameBits) {
     const int64_t total = hooks ? hook_calls : news;
     ASSERT_GT(total, hooks ? 0 : 30);
     const int64_t live = NewWatch::live;
-    int64_t seen = 0;
+    int64_t failures = 0;
     for (int64_t n = 0; n < total; ++n) {
         int64_t ignored = 0;
         const std::string result = run_with({n, lasting}, ignored, ignored, failed);
         ASSERT_TRUE(same(result, wanted)) << "allocation " << n << " of " << total;
-        seen += failed;
+        failures += failed;
         if (HasFailure()) break;
     }
-    if (!HasFailure()) { // a failure keeps its own text
+    if (!HasFailure()) { // after a failure the message of the test may be allocated
         EXPECT_EQ(NewWatch::live, live) << "leaked";
     }
     // Some allocations are optional (a buffer to sort faster), but not many.
-    EXPECT_GT(seen, total * 9 / 10);
+    EXPECT_GT(failures, total * 9 / 10);
     RecordProperty("allocations", std::to_string(total));
 }
 
@@ -401,9 +400,9 @@ std::string plan_name(const testing::TestParamInfo<Plan> &info) {
 }
 INSTANTIATE_TEST_SUITE_P(Failures, OutOfMemory, testing::ValuesIn(plans()), plan_name);
 
-// Masters are copies of the parameters of the first step that works, not of one that failed: weights may be loaded in
+// Masters are copies of the parameters in the first successful step, not in a failed one: weights may be loaded in
 // between.
-TEST(OutOfMemoryMasters, StartFromTheParametersOfTheStepThatWorks) {
+TEST(OutOfMemoryStep, InitializesMastersInTheSuccessfulStep) {
     const std::vector<Shape> shapes = shapes_of({300, 40}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const auto load_weights = [](const Trainer &trainer) {
         for (size_t i = 0; i < 2; ++i) trainer.model.params[i].fill(77 + i);
@@ -432,13 +431,13 @@ TEST(OutOfMemoryMasters, StartFromTheParametersOfTheStepThatWorks) {
     }
 }
 
-// A failed save keeps the old file and leaves nothing beside it.
-TEST(OutOfMemoryFiles, SaveAndLoadByPath) {
+// A failed save keeps the old file and leaves no temporary file.
+TEST(OutOfMemoryFile, KeepsFileAndStateIfACallFails) {
     const fs::path folder = fs::path(testing::TempDir()) / ("dsopt_oom_" + std::to_string(::getpid()));
     const std::shared_ptr<void> cleanup(nullptr, [&](void *) { fs::remove_all(folder); });
     fs::create_directories(folder);
     const std::string path = (folder / "state").string();
-    const auto slurp = [&] {
+    const auto read_file = [&] {
         std::ifstream file(path, std::ios::binary);
         return std::string(std::istreambuf_iterator<char>(file), {});
     };
@@ -446,7 +445,7 @@ TEST(OutOfMemoryFiles, SaveAndLoadByPath) {
         const Trainer trainer(shapes_of({20, 3}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB));
         trainer.train(1);
         must(dsopt_optimizer_save(trainer.opt(), path.c_str(), nullptr));
-        const std::string old = slurp();
+        const std::string old = read_file();
         trainer.train(2);
         int64_t left_behind = 0;
         for (const bool lasting : {false, true})
@@ -461,17 +460,17 @@ TEST(OutOfMemoryFiles, SaveAndLoadByPath) {
                 NewWatch::failure = {};
                 left_behind += std::distance(fs::directory_iterator(folder), fs::directory_iterator()) - 1;
                 if (status == DSOPT_OK) {
-                    ASSERT_NE(slurp(), old);
+                    ASSERT_NE(read_file(), old);
                     std::ofstream(path, std::ios::binary) << old;
                     if (NewWatch::calls <= n) break;
                 } else {
                     ASSERT_EQ(status, DSOPT_ERR_NOMEM) << dsopt_last_error();
-                    ASSERT_EQ(slurp(), old);
+                    ASSERT_EQ(read_file(), old);
                 }
             }
         EXPECT_EQ(left_behind, 0) << "temporary files";
         for (const bool lasting : {false, true}) {
-            trainer.train(3); // away from what the file holds
+            trainer.train(3); // makes the state differ from the file
             const std::string state = trainer.text();
             for (int64_t n = 0;; ++n) {
                 NewWatch::calls = 0;
@@ -490,7 +489,7 @@ TEST(OutOfMemoryFiles, SaveAndLoadByPath) {
     }
 }
 
-TEST(OutOfMemoryInfo, BuildInfoNeverFails) {
+TEST(BuildInfo, SucceedsWithoutMemory) {
     NewWatch::calls = 0;
     NewWatch::failure = {0, true};
     const char *text = nullptr;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warm calls on lists of any length allocate nothing, and a first step that cannot allocate has sent nothing.
+// Calls allocate nothing once they are warm, in step and apply and on lists of any length. A first step that fails to
+// allocate has sent nothing.
 #include "support/warm.h"
+#include "support/owned.h"
 
 using namespace test;
 
@@ -11,22 +13,191 @@ const Memory &host() {
     return memory;
 }
 
-class WarmCalls : public testing::TestWithParam<size_t> {};
-INSTANTIATE_TEST_SUITE_P(Tensors, WarmCalls, testing::Values(1, 31, 32, 10000),
+class WarmCall : public testing::TestWithParam<size_t> {};
+INSTANTIATE_TEST_SUITE_P(Tensors, WarmCall, testing::Values(1, 31, 32, 10000),
                          [](const auto &info) { return std::to_string(info.param); });
 
-TEST_P(WarmCalls, AllocateNothingWithoutOtherRanks) {
+TEST_P(WarmCall, AllocatesNothingWithoutComm) {
     expect_no_news_in_warm_calls(DSOPT_BACKEND_CPU, host(), GetParam(), 5);
 }
-TEST_P(WarmCalls, AllocateNothingInStepsThatAverageGradients) {
+TEST_P(WarmCall, AllocatesNothingInAveragingSteps) {
     expect_no_news_in_averaging_steps(DSOPT_BACKEND_CPU, host(), GetParam(), 8);
 }
 
-TEST(FirstStep, HasSentNothingWhenAnAllocationFails) {
+TEST(FirstStep, SendsNothingIfAnAllocationFails) {
     for (const int32_t algorithm : kFamily)
         for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_AVERAGES)}) {
             SCOPED_TRACE(name_of(algorithm));
             expect_first_step_repeatable(DSOPT_BACKEND_CPU, host(), algorithm, flags);
+        }
+}
+
+// -------------------------------------------------------------------------------------------- new and allocator hooks
+class WarmStep : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, WarmStep, testing::ValuesIn(kAlgorithms), algorithm_name);
+
+struct AllocationCount {
+    int64_t news, hooks;
+};
+template <class F> AllocationCount count_allocations(const HookWatch &hook, F &&call) {
+    NewWatch::calls = 0;
+    const int64_t before = hook.calls;
+    dsopt_status status;
+    {
+        const Armed armed;
+        status = call();
+    }
+    EXPECT_EQ(status, DSOPT_OK) << dsopt_last_error();
+    return {NewWatch::calls, hook.calls - before};
+}
+
+/// Returns a context with counted allocations and a pool that does not allocate.
+Context watched_context(HookWatch &hook, int32_t threads) {
+    dsopt_context_desc desc = context_desc(threads);
+    hook.attach(desc);
+    desc.parallel_for = run_in_order;
+    return make_context(desc);
+}
+
+// The library calls the replaced operators.
+TEST(AllocationCounter, CountsAllocationsOfTheLibrary) {
+    HookWatch hook;
+    const Context context = watched_context(hook, 1);
+    dsopt_optimizer *created = nullptr;
+    const AllocationCount count =
+        count_allocations(hook, [&] { return dsopt_optimizer_create(context.get(), nullptr, &created); });
+    const Optimizer opt(created);
+    EXPECT_GT(count.news, 0);
+    EXPECT_EQ(count.hooks, 0);
+}
+
+TEST_P(WarmStep, AllocatesNothingInApply) {
+    HookWatch hook;
+    const Context context = watched_context(hook, 4);
+    const std::vector<Shape> shapes = shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16);
+    const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
+    const Owned owned(pure.get(), shapes);
+    dsopt_step step = owned.arguments();
+    std::vector<float> report(DSOPT_REPORT_FLOATS);
+    step.report = report.data();
+    step.out = owned.params.data();
+    for (int i = 0; i < 3; ++i) {
+        const AllocationCount count = count_allocations(hook, [&] { return dsopt_optimizer_apply(pure.get(), &step); });
+        EXPECT_EQ(count.news, 0);
+        EXPECT_EQ(count.hooks, 0);
+    }
+    EXPECT_EQ(hook.calls, 0);
+}
+
+TEST_P(WarmStep, AllocatesNothing) {
+    HookWatch hook;
+    {
+        dsopt_context_desc desc = context_desc(4);
+        hook.attach(desc);
+        desc.parallel_for = run_in_order;
+        Trainer trainer(shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16),
+                        optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS), desc);
+        trainer.add(make_group(GetParam()), 3);
+        dsopt_step step = trainer.arguments();
+        const auto warm = [&] {
+            for (int i = 0; i < 3; ++i) {
+                const AllocationCount count = count_allocations(hook, [&] { return trainer.step(step); });
+                EXPECT_EQ(count.news, 0);
+                EXPECT_EQ(count.hooks, 0);
+            }
+        };
+        AllocationCount count = count_allocations(hook, [&] { return trainer.step(step); });
+        EXPECT_GT(count.news + count.hooks, 0);
+        warm();
+        // Other arguments of a call allocate nothing either, except that the first call with a partial state list may.
+        std::vector<dsopt_tensor> params = list_of(trainer.model.params), state;
+        for (int64_t i = 0; i < state_count(trainer.opt()); ++i) {
+            state.push_back(state_info(trainer.opt(), i).tensor);
+            if (i % 2) state.back().data = nullptr;
+        }
+        step.params = params.data();
+        step.out = params.data();
+        step.flags = DSOPT_STEP_ZERO_GRADS;
+        warm();
+        step.state = state.data();
+        step.state_count = int64_t(state.size());
+        (void)count_allocations(hook, [&] { return trainer.step(step); });
+        warm();
+        // A new group allocates once.
+        trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
+        step = trainer.arguments();
+        count = count_allocations(hook, [&] { return trainer.step(step); });
+        EXPECT_GT(count.hooks, 0);
+        warm();
+        must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
+        warm();
+        // Gradients and parameters have other addresses in each call, as in frameworks, and some gradients are absent.
+        const Model second_model(shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32));
+        std::vector<dsopt_tensor> moved[] = {list_of(second_model.grads), list_of(trainer.model.grads)};
+        const std::vector<dsopt_tensor> weights[] = {list_of(second_model.params), list_of(trainer.model.params)};
+        moved[1][2].data = nullptr;
+        for (int i = 0; i < 6; ++i) {
+            DSOPT_NEW(dsopt_step, other);
+            other.grads = moved[i % 2].data();
+            other.params = weights[i / 2 % 2].data();
+            other.out = i % 3 == 0 ? weights[i % 2].data() : nullptr;
+            other.count = 4;
+            const AllocationCount no_allocation = count_allocations(hook, [&] { return trainer.step(other); });
+            EXPECT_EQ(no_allocation.news + no_allocation.hooks, 0) << i;
+        }
+        count = count_allocations(hook, [&] {
+            DSOPT_NEW(dsopt_report, report);
+            return dsopt_optimizer_report(trainer.opt(), &report);
+        });
+        EXPECT_EQ(count.news + count.hooks, 0);
+        EXPECT_GT(hook.live, 0);
+        // A refused call does not allocate its text.
+        step.count = 1;
+        NewWatch::calls = 0;
+        {
+            const Armed armed;
+            EXPECT_NE(trainer.step(step), DSOPT_OK);
+        }
+        EXPECT_EQ(NewWatch::calls, 0);
+    }
+    EXPECT_EQ(hook.live, 0);
+    EXPECT_EQ(hook.live_bytes, 0);
+    EXPECT_EQ(hook.wrong, 0);
+}
+
+TEST(WarmOneBitStep, AllocatesNothingInAnyStage) {
+    for (const int32_t algorithm : kFamily)
+        for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
+            std::atomic<int64_t> news{0};
+            with_ranks(2, [&](int rank, const Context &context, const Comm &comm) {
+                dsopt_group group = make_group(algorithm);
+                group.freeze_step = 4;
+                if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+                    group.var_interval_steps = 1, group.local_interval_steps = 2, group.max_local_interval = 2;
+                Trainer trainer(
+                    context, desc_with(comm, compat, DSOPT_OPTIMIZER_AVERAGES), group,
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 5000, 1.0f), Array(DSOPT_DTYPE_F32, 33, 2.0f)});
+                std::vector<Array> gradients[2];
+                for (auto &list : gradients)
+                    for (const Array &weight : trainer.weights()) list.emplace_back(weight).fill(uint64_t(rank + 1));
+                const std::vector<dsopt_tensor> lists[] = {list_of(gradients[0]), list_of(gradients[1])};
+                for (int call = 0; call < 14; ++call) {
+                    DSOPT_NEW(dsopt_step, step);
+                    step.grads = lists[call % 2].data();
+                    step.count = 2;
+                    const int64_t before = NewWatch::calls;
+                    dsopt_status status;
+                    {
+                        const Armed armed;
+                        status = trainer.step(step);
+                    }
+                    must(status);
+                    must(meet(context, comm)); // the counter includes both ranks
+                    // The first call of compat mode changes and sends nothing, so the comm allocates in the second one.
+                    if (call > (compat == DSOPT_COMPAT_NONE ? 0 : 1)) news += NewWatch::calls - before;
+                }
+            });
+            EXPECT_EQ(news, 0) << name_of(algorithm) << " compat " << compat;
         }
 }
 
