@@ -68,10 +68,10 @@ Numbers with_norms(float first, float second) {
     n.grad_norms = std::vector<float>{first, second};
     return n;
 }
-Numbers with_scales(std::optional<float> given, std::optional<float> loss) {
+Numbers with_scales(std::optional<float> grad_scale, std::optional<float> loss_scale) {
     Numbers n;
-    n.grad_scale = given;
-    n.loss_scale = loss;
+    n.grad_scale = grad_scale;
+    n.loss_scale = loss_scale;
     return n;
 }
 Numbers with_skip(int32_t skip) {

@@ -249,9 +249,9 @@ struct MirrorTable {
         DSOPT_NEW(dsopt_comm_desc, desc);
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &functions;
-        dsopt_comm *made = nullptr;
-        must(dsopt_comm_create(ctx.get(), &desc, &made));
-        return Comm(made);
+        dsopt_comm *comm = nullptr;
+        must(dsopt_comm_create(ctx.get(), &desc, &comm));
+        return Comm(comm);
     }
 };
 

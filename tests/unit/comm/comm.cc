@@ -128,8 +128,8 @@ TEST_F(LocalComm, AllowsDestroyRightAfterTheLastCall) {
 TEST_F(LocalComm, ReportsDifferentCollectives) {
     const std::vector<Comm> comms = group(3);
     run_ranks(3, [&](int rank) {
-        const Array one(DSOPT_DTYPE_F32, 1, 1);
-        const dsopt_tensor tensor = one.tensor();
+        const Array array(DSOPT_DTYPE_F32, 1, 1);
+        const dsopt_tensor tensor = array.tensor();
         dsopt_norm_result result;
         const int32_t kind = rank == 1 ? DSOPT_NORM_MAX : DSOPT_NORM_L2; // another reduction
         EXPECT_TRUE(

@@ -247,7 +247,7 @@ TEST(ShardedLamb, ReducesSumsOncePerStepEvenIfSkipped) {
     } cases[] = {{DSOPT_ALGORITHM_LAMB, DSOPT_PARAM_MODEL_PARALLEL, 1, 3 * 24},
                  {DSOPT_ALGORITHM_LAMB, 0, 0, 0},
                  {DSOPT_ALGORITHM_ADAMW, DSOPT_PARAM_MODEL_PARALLEL, 0, 0}};
-    for (const auto &one : cases) {
+    for (const auto &c : cases) {
         const CommId id = new_id();
         run_ranks(2, [&](int rank) {
             const Context ctx = make_context(1);
@@ -255,8 +255,8 @@ TEST(ShardedLamb, ReducesSumsOncePerStepEvenIfSkipped) {
             dsopt_optimizer_desc desc = with_model(comm);
             desc.nonfinite = DSOPT_NONFINITE_SKIP;
             std::vector<Param> params;
-            for (const size_t n : {5, 6, 7}) params.push_back({Array(DSOPT_DTYPE_F32, n, 1), "", one.flags});
-            Trainer trainer(ctx, desc, group_of(one.algorithm), params);
+            for (const size_t n : {5, 6, 7}) params.push_back({Array(DSOPT_DTYPE_F32, n, 1), "", c.flags});
+            Trainer trainer(ctx, desc, group_of(c.algorithm), params);
             for (const bool skipped : {false, true, false}) {
                 std::vector<Array> grads;
                 for (const size_t n : {5, 6, 7}) grads.emplace_back(DSOPT_DTYPE_F32, n, 1);
@@ -265,8 +265,8 @@ TEST(ShardedLamb, ReducesSumsOncePerStepEvenIfSkipped) {
                 must(trainer.step(grads));
                 const dsopt_comm_info after = info_of(comm);
                 EXPECT_EQ(trainer.report().last_skipped, skipped);
-                EXPECT_EQ(after.calls - before.calls, 1 + one.calls);
-                EXPECT_EQ(after.bytes_sent - before.bytes_sent, 3 * 8 + one.bytes);
+                EXPECT_EQ(after.calls - before.calls, 1 + c.calls);
+                EXPECT_EQ(after.bytes_sent - before.bytes_sent, 3 * 8 + c.bytes);
             }
         });
     }
@@ -479,8 +479,8 @@ struct FailingTable {
 
 TEST(ShardedLamb, KeepsWeightsIfTheReductionOfSumsFails) {
     const Context ctx = make_context(1);
-    FailingTable alone{4}; // a step makes two calls; the second one is between the sweeps
-    const Comm comm = alone.comm(ctx);
+    FailingTable failing{4}; // a step makes two calls; the second one is between the sweeps
+    const Comm comm = failing.comm(ctx);
     Trainer trainer(ctx, with_model(comm), group_of(DSOPT_ALGORITHM_LAMB),
                     {{Array(DSOPT_DTYPE_F32, 5000, 1), "sharded", DSOPT_PARAM_MODEL_PARALLEL},
                      {Array(DSOPT_DTYPE_F32, 7, 1), "plain"}});

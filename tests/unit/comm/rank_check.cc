@@ -321,10 +321,10 @@ TEST(CheckRanks, IsOffByDefaultAndRefusedWithoutAComm) {
     dsopt_optimizer *opt = nullptr;
     EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS"));
     EXPECT_EQ(opt, nullptr);
-    const Comm one = self_comm(ctx); // a comm of one rank is accepted
-    Trainer trainer(ctx, checked_desc(one), group_of(DSOPT_ALGORITHM_ADAM), named_params(arrays(1)));
+    const Comm self = self_comm(ctx); // a comm of one rank is accepted
+    Trainer trainer(ctx, checked_desc(self), group_of(DSOPT_ALGORITHM_ADAM), named_params(arrays(1)));
     EXPECT_OK(trainer.step(arrays(1)));
-    EXPECT_EQ(info_of(one).calls, 0);
+    EXPECT_EQ(info_of(self).calls, 0);
 }
 
 TEST(CheckRanks, ReportsAnExhaustedSkipBudgetOnEveryRank) {

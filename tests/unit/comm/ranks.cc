@@ -75,10 +75,11 @@ TEST(DataParallelStep, AgreesOnEveryReasonToSkip) {
         struct {
             const char *what;
             std::function<void(dsopt_step &)> change;
-        } const reasons[] = {{"skip", [&](dsopt_step &s) { s.skip = on_device(skip); }},
-                             {"grad_scale", [&](dsopt_step &s) { s.grad_scale = on_device(bad_scale); }},
-                             {"negative given norm", [&](dsopt_step &s) { s.grad_norms = on_device(negative); }},
-                             {"infinite given norm", [&](dsopt_step &s) { s.grad_norms = on_device(infinite); }}};
+        } const reasons[] = {
+            {"skip", [&](dsopt_step &s) { s.skip = on_device(skip); }},
+            {"grad_scale", [&](dsopt_step &s) { s.grad_scale = on_device(bad_scale); }},
+            {"negative norm of the caller", [&](dsopt_step &s) { s.grad_norms = on_device(negative); }},
+            {"infinite norm of the caller", [&](dsopt_step &s) { s.grad_norms = on_device(infinite); }}};
         for (const auto &reason : reasons) {
             const Snapshot before = trainer.snapshot();
             ASSERT_OK(trainer.step(grads, reason.change));

@@ -215,9 +215,9 @@ TEST(TwoLevelAllReduce, IsBitIdenticalForAnyThreadsChunksAndIsa) {
             DSOPT_NEW(dsopt_context_desc, desc);
             desc.threads = config.threads;
             desc.chunk = config.chunk;
-            dsopt_context *made = nullptr;
-            must(dsopt_context_create(&desc, &made));
-            ctx = Context(made);
+            dsopt_context *context = nullptr;
+            must(dsopt_context_create(&desc, &context));
+            ctx = Context(context);
             if (config.isa != nullptr) unsetenv("DSOPT_ISA");
         }
         with_nodes(

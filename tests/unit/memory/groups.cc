@@ -137,7 +137,7 @@ TEST(AddGroup, KeepsStateIfItFails) {
     }
 }
 
-/// Returns the bytes of the engine after `count` additions. Views of all tensors without a parameter are taken after each.
+/// Returns the bytes of the engine after `count` additions. After each, the test views all tensors without a parameter.
 int64_t bytes_with_views(int32_t algorithm, int64_t count) {
     HookWatch hook;
     dsopt_context_desc desc = context_desc();

@@ -100,7 +100,6 @@ public:
         EXPECT_EQ(hook_.wrong, 0);
         EXPECT_TRUE(model_.intact());
     }
-    bool reached() const { return failure_reached_ || NewWatch::failure.at < NewWatch::calls; }
     int64_t failed() const { return failed_; }
     int64_t news() const { return news_; }
     int64_t hooks() const { return hooks_; }
@@ -291,7 +290,6 @@ private:
     }
     void end_failure() {
         ++failed_;
-        failure_reached_ = true;
         NewWatch::failure = hook_.failure = {};
     }
     void call(const char *what, const std::function<dsopt_status()> &f) {
@@ -321,7 +319,7 @@ private:
     dsopt_context *context_ = nullptr;
     dsopt_comm *comm_ = nullptr;
     dsopt_optimizer *opt_ = nullptr;
-    bool lasting_, failure_reached_ = false;
+    bool lasting_;
     int64_t failed_ = 0, news_ = 0, hooks_ = 0;
 };
 

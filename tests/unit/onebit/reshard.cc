@@ -274,28 +274,28 @@ TEST(ReshardedLoad, RefusesReplicatedTensorsThatDiffer) {
 
 TEST(ReshardedLoad, RefusesZeroOneAdamBetweenSynchronizations) {
     const int64_t synced = last_synchronized_call(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 40), between = synced + 1;
-    const SavedRun three = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, between),
-                   one = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 1, between);
-    ASSERT_EQ(three.schedule.back(), '-');
+    const SavedRun three_ranks = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, between),
+                   one_rank = run_and_save(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 1, between);
+    ASSERT_EQ(three_ranks.schedule.back(), '-');
     for (const int ranks : {1, 2, 4})
         expect_unchanged(DSOPT_ALGORITHM_ZERO_ONE_ADAM, ranks, [&](const Trainer &trainer) {
-            EXPECT_TRUE(
-                refused(load_all(trainer.opt(), three.list()), DSOPT_ERR_MISMATCH, "between two synchronisations"));
-            Tape file = three.files[0];
+            EXPECT_TRUE(refused(load_all(trainer.opt(), three_ranks.list()), DSOPT_ERR_MISMATCH,
+                                "between two synchronisations"));
+            Tape file = three_ranks.files[0];
             for (const uint32_t flags : {0, int(DSOPT_IO_RESET_ERRORS)})
                 EXPECT_TRUE(refused(file.load(trainer, flags), DSOPT_ERR_MISMATCH, "between two synchronisations"));
         });
     with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) { // the same number of ranks can load the files
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3), small(3).weights());
-        ASSERT_OK(load_all(trainer.opt(), three.list(), DSOPT_IO_PARAMS));
-        EXPECT_TRUE(same(trainer.snapshot(), three.snapshots[size_t(rank)]));
+        ASSERT_OK(load_all(trainer.opt(), three_ranks.list(), DSOPT_IO_PARAMS));
+        EXPECT_TRUE(same(trainer.snapshot(), three_ranks.snapshots[size_t(rank)]));
     });
     std::array<Snapshot, 2> ends;
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) { // from a file of one rank
         const Problem problem = small(2);
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3), problem.weights());
-        ASSERT_OK(load_all(trainer.opt(), one.list(), DSOPT_IO_PARAMS));
-        EXPECT_TRUE(same(without(trainer.snapshot(), kResizedState), one.snapshots[0]));
+        ASSERT_OK(load_all(trainer.opt(), one_rank.list(), DSOPT_IO_PARAMS));
+        EXPECT_TRUE(same(without(trainer.snapshot(), kResizedState), one_rank.snapshots[0]));
         train_calls(trainer, problem, rank, between + 1,
                     last_synchronized_call(DSOPT_ALGORITHM_ZERO_ONE_ADAM, between + 8));
         ends[size_t(rank)] = without(trainer.snapshot(), kResizedState);
@@ -430,9 +430,9 @@ TEST(ReshardedLoad, ReadsPathsAndLogsTheResharding) {
             context.log_level = DSOPT_LOG_INFO;
             context.log = [](void *user, int32_t, const char *text) { *static_cast<std::string *>(user) += text; };
             context.user = &logs[size_t(rank)];
-            dsopt_context *made = nullptr;
-            must(dsopt_context_create(&context, &made));
-            const Context ctx(made);
+            dsopt_context *created = nullptr;
+            must(dsopt_context_create(&context, &created));
+            const Context ctx(created);
             const Comm comm = local_comm(ctx, id, rank, ranks);
             Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 3), small(ranks).weights());
             DSOPT_NEW(dsopt_io, io);

@@ -287,8 +287,8 @@ TEST(TwoLevelOptimizer, SendsOneSlicePerRankInFullSteps) {
 LABEL(numbers_only);
 LABEL(long_emulated);
 TEST(TwoLevelOptimizer, ConvergesLikeTheFlatOne) {
-    // Each rank minimizes the distance to its own point; the sum of squares is least at their mean. No coordinate begins
-    // near the mean: one scale for all coordinates would make those with a small variance noisy.
+    // Each rank minimizes the distance to its own point; the sum of squares is least at their mean. No coordinate
+    // begins near the mean: one scale for all coordinates would make those with a small variance noisy.
     constexpr size_t numel = 3000;
     constexpr int per_node = 2, nodes = 2, ranks = per_node * nodes;
     std::vector<float> common = Random(59).floats(numel, -1, 1);
@@ -385,7 +385,7 @@ struct Nodes {
     std::string text() const { return std::to_string(nodes) + " nodes of " + std::to_string(per_node); }
 };
 std::vector<int64_t> param_sizes() { return {kSizes.begin(), kSizes.end()}; }
-/// Errors of all elements, tensor by tensor: the mean over the workers that have an element, and that of its server.
+/// Errors of all elements, tensor by tensor: the mean over its workers, and the error of its server.
 struct Errors {
     std::vector<float> worker, server;
 };
