@@ -58,7 +58,8 @@ KERNELS = {
     "lamb weights": Kernel(16, 44.2, 62, 4, 4, last=("finish",)),
     "feed": Kernel(12.125, 11.9, 62, 4, 4, outside=SIGNS, sums=1),
     "feed momentum": Kernel(16.125, 48.6, 56, 4, 4, outside=SIGNS, sums=1),
-    "reduce messages": Kernel(10, 76.4, 60, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),  # all ranks' bits, then the residual
+    # All ranks' bits, then the residual.
+    "reduce messages": Kernel(10, 76.4, 60, 4, 4, outside=SIGNS, sums=1, loads=(2, 2)),
     "decode": Kernel(4.125, 13.5, 32, 8, 4, loads=(1, 2)),
     "apply mean, momentum": Kernel(16.125, 74.2, 57, 4, 4, loads=(1, 2)),
     "apply mean, bits": Kernel(8.25, 72.5, 57, 4, 4, loads=(1, 2)),

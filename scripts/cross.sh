@@ -28,7 +28,8 @@ program() { # COMPILER LIBRARY-FOLDER OUTPUT SOURCE...
         -isystem "$build/include" -DDSOPT_SHAPES="\"$root/bench/shapes\"" -DCPU_ONLY "$@" -L"$folder" -ldsopt -ldl \
         -lpthread -Wl,-rpath,"$folder" -o "$output"
 }
-program $prefix-g++ "$build/library" "$build/dsopt-replay" "$root"/tests/replay/*.cc "$root/tests/support/numbers.cc" "$root/tests/support/handles.cc" "$root/tests/support/device.cc"
+program $prefix-g++ "$build/library" "$build/dsopt-replay" "$root"/tests/replay/*.cc \
+    "$root/tests/support/numbers.cc" "$root/tests/support/handles.cc" "$root/tests/support/device.cc"
 program $prefix-g++ "$build/library" "$build/digests" "$root/tests/cuda/digests.cc" "$root/tests/support/numbers.cc"
 program g++ "$1" "$build/digests-here" "$root/tests/cuda/digests.cc" "$root/tests/support/numbers.cc"
 

@@ -161,7 +161,8 @@ build() {
         -Dtests=enabled -Dbench=enabled -Dbindings=disabled -Ddevice_archs="$capability" \
         >"$seen/build.log" 2>&1 || status=$?
     limit=$(seconds_left)
-    [ "$status" != 0 ] || limited "$limit" ninja -C "$build" "${suite#"$build/"}" "${unit#"$build/"}" tests/dsopt-replay \
+    [ "$status" != 0 ] || limited "$limit" ninja -C "$build" "${suite#"$build/"}" "${unit#"$build/"}" \
+        tests/dsopt-replay \
         "${digests#"$build/"}" "${nccl#"$build/"}" "${bench#"$build/"}" >>"$seen/build.log" 2>&1 || status=$?
     [ "$status" != 0 ] || { verdict build "done"; return 0; }
     grep -iE '(error|failed):' "$seen/build.log" | head -n 20

@@ -24,8 +24,8 @@ ROWS = [
     ("Adagrad", 20, None, None), ("Lion", 20, None, "Lion"), ("Compressed", 17, "compress", "Compressed"),
     ("OnebitAdam", 33, None, "OnebitAdam"), ("OnebitAdam/bits", 25, None, "OnebitAdam/bits"),
     ("ZeroOneAdam/local", 24, None, None), ("OnebitLamb", 57, None, "OnebitLamb")]
-PARTS = [("build", "build"), ("tests", "suite on the device"), ("unit", "unit tests on the device"), ("golden", "recorded cases"),
-         ("digests", "trainings compared with the CPU's"), ("nccl", "one rank with the real NCCL")]
+PARTS = [("build", "build"), ("tests", "suite on the device"), ("unit", "unit tests on the device"),
+         ("golden", "recorded cases"), ("digests", "trainings compared with the CPU's"), ("nccl", "one rank with the real NCCL")]
 PROFILED = ["Fp32", "Mixed/f16", "Lamb/clip", "Compressed", "OnebitAdam"]
 
 

@@ -41,7 +41,8 @@ unpack() { # SUITE PYTHON PACKAGE...
     libraries=$folder/lib/$triplet:$folder/usr/lib/$triplet
     cat >"$folder/run" <<END
 #!/bin/sh
-exec env PYTHONHOME=$folder/usr $emulator $folder/lib/$triplet/$loader --inhibit-cache --library-path $libraries $folder/usr/bin/$python "\$@"
+exec env PYTHONHOME=$folder/usr $emulator $folder/lib/$triplet/$loader --inhibit-cache --library-path $libraries \\
+    $folder/usr/bin/$python "\$@"
 END
     chmod +x "$folder/run"
 }

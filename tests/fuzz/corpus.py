@@ -4,11 +4,11 @@
 
 corpus.py unpack TARGET FOLDER               extracts the inputs to FOLDER
 corpus.py pack TARGET FOLDER PROGRAM         makes the archive and the index from the files of FOLDER
-corpus.py run TARGET PROGRAM [ARGUMENT...]   runs replay_TARGET on the inputs, with further arguments, and compares its lines
-                                             with the index
+corpus.py run TARGET PROGRAM [ARGUMENT...]   runs replay_TARGET on the inputs, with further arguments, and compares its
+                                             lines with the index
 
-A line of the index is what PROGRAM --index prints for a file: its name, its size and the outcome of its calls. The outcome
-of target "calls" depends on how often the compiled program allocates, so it is not compared.
+A line of the index is what PROGRAM --index prints for a file: its name, its size and the outcome of its calls. The
+outcome of target "calls" depends on how often the compiled program allocates, so it is not compared.
 """
 import io
 import os
