@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// State tensor "step": one count per parameter, whichever counter a step takes it from.
+// State tensor "step": one step count per parameter, in standard and in compat mode.
 #include "support/harness.h"
 
 using namespace test;
@@ -12,7 +12,7 @@ enum class Mode { standard, compat };
 constexpr Mode kModes[] = {Mode::standard, Mode::compat};
 using Counts = std::vector<int32_t>;
 
-dsopt_group adam() {
+dsopt_group adam_group() {
     dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
     group.lr = 0.125;
     group.beta1 = 0.5;
@@ -25,7 +25,7 @@ dsopt_optimizer_desc desc_of(Mode mode) {
     desc.nonfinite = DSOPT_NONFINITE_SKIP;
     return desc;
 }
-Trainer three(Mode mode) { return {shapes_of({3, 70, 5}), adam(), desc_of(mode)}; }
+Trainer make_trainer(Mode mode) { return {shapes_of({3, 70, 5}), adam_group(), desc_of(mode)}; }
 
 void import_counts(const Trainer &trainer, const Counts &counts) {
     const int64_t index = state_index(trainer.opt(), -1, "step");
@@ -44,7 +44,7 @@ void copy_tensor(const Trainer &from, Trainer &to, size_t param) {
 
 TEST(StepCount, DoesNotChangeInASkippedStepWithAbsentGradients) {
     for (const Mode mode : kModes) {
-        Trainer trainer = three(mode);
+        Trainer trainer = make_trainer(mode);
         trainer.train(1);
         const Counts before = steps(trainer.opt());
         EXPECT_EQ(before, mode == Mode::standard ? (Counts{1, 1, 1}) : (Counts{0, 0, 1}));
@@ -56,20 +56,20 @@ TEST(StepCount, DoesNotChangeInASkippedStepWithAbsentGradients) {
         EXPECT_EQ(steps(trainer.opt()), before);
         trainer.model.make_gradients(3);
         ASSERT_OK(trainer.step(trainer.arguments()));
-        // Compat mode counts in the last tensor that has a gradient.
+        // Compat mode increments the count of the last tensor that has a gradient.
         EXPECT_EQ(steps(trainer.opt()), mode == Mode::standard ? (Counts{2, 2, 1}) : (Counts{0, 1, 1}));
     }
 }
 
-TEST(StepCount, IsTakenFromAnImport) {
+TEST(StepCount, IsReadFromImportedState) {
     for (const Mode mode : kModes) {
-        Trainer trainer = three(mode);
+        Trainer trainer = make_trainer(mode);
         trainer.train(1, 2);
         import_counts(trainer, {4, 0, 9});
-        // The same tensors in optimizers in which all counts are those that a step takes.
+        // The same tensors in optimizers in which all parameters have one count.
         std::vector<Trainer> others;
         for (const int32_t count : {4, 0, 9}) {
-            others.push_back(three(mode));
+            others.push_back(make_trainer(mode));
             others.back().train(1, 2);
             import_counts(others.back(), Counts(3, mode == Mode::standard ? count : 9));
         }
@@ -80,20 +80,21 @@ TEST(StepCount, IsTakenFromAnImport) {
     }
 }
 
-TEST(StepCount, OfOneTensorIsResetWithoutTheOthers) {
-    Trainer trainer = three(Mode::standard), going_on = three(Mode::standard), fresh = three(Mode::standard);
+TEST(StepCount, CanBeResetForOneTensor) {
+    Trainer trainer = make_trainer(Mode::standard), continued = make_trainer(Mode::standard),
+            restarted = make_trainer(Mode::standard);
     trainer.train(1, 3);
-    going_on.train(1, 3);
+    continued.train(1, 3);
     import_counts(trainer, {3, 0, 3});
     zero_moments(trainer, 1);
-    copy_tensor(trainer, fresh, 1);
+    copy_tensor(trainer, restarted, 1);
     trainer.train(4);
-    going_on.train(4);
-    fresh.train(4);
+    continued.train(4);
+    restarted.train(4);
     EXPECT_EQ(steps(trainer.opt()), (Counts{4, 1, 4}));
-    EXPECT_EQ(trainer.model.params[0].text(), going_on.model.params[0].text());
-    EXPECT_EQ(trainer.model.params[1].text(), fresh.model.params[1].text());
-    EXPECT_EQ(trainer.model.params[2].text(), going_on.model.params[2].text());
+    EXPECT_EQ(trainer.model.params[0].text(), continued.model.params[0].text());
+    EXPECT_EQ(trainer.model.params[1].text(), restarted.model.params[1].text());
+    EXPECT_EQ(trainer.model.params[2].text(), continued.model.params[2].text());
 }
 
 } // namespace

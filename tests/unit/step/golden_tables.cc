@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tables of numbers in the specification of Adam and LAMB, in compat mode, to 1e-6 of each number. They were made
-// from the formulas with IEEE fp32 operations; the recorded runs of the original are the business of dsopt-replay.
+// Compares Adam and LAMB in compat mode with the tables of their specification, to 1e-6 of each number. The tables were
+// computed from the formulas with IEEE fp32 operations. dsopt-replay compares with recorded runs of the original.
 #include "support/harness.h"
 
 using namespace test;
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kNumel = 5;
 
-/// The specification's test data: exactly representable numbers from integers.
+/// The specification's test data: exactly representable numbers, computed from integers.
 float weight(int64_t i, int64_t tensor) { return (float((3 * i + 2 * tensor) % 8) - 3.5f) / 8; }
 float gradient(int64_t i, int64_t call, int64_t rank, int64_t tensor) {
     return (float((7 * i + 3 * call + 5 * rank + 11 * tensor) % 16) - 7.5f) / 64;
@@ -58,34 +58,34 @@ void expect_rows(int32_t algorithm, uint32_t flags, const std::vector<Row> &rows
     }
 }
 
-TEST(GoldenTables, TestDataAreThoseOfTheSpecification) {
+TEST(GoldenTables, UseTheTestDataOfTheSpecification) {
     EXPECT_EQ(weight(0, 0), -0.4375f);
     EXPECT_EQ(weight(2, 0), 0.3125f);
     EXPECT_EQ(gradient(0, 1, 0, 0), -0.0703125f);
     EXPECT_EQ(gradient(4, 1, 0, 0), 0.1171875f);
 }
 
-TEST(GoldenTables, AdamW) {
+TEST(GoldenTables, MatchAdamW) {
     expect_rows(DSOPT_ALGORITHM_ADAMW, 0,
                 {{-0.42745626, -0.072493747, 0.32246876, -0.32246873, 0.052493751},
                  {-0.41870287, -0.082033023, 0.33186483, -0.33075029, 0.051488049},
                  {-0.41416931, -0.081676498, 0.33953515, -0.3393991, 0.052395657}});
 }
 
-TEST(GoldenTables, AdamWithL2Decay) {
+TEST(GoldenTables, MatchAdamWithL2Decay) {
     expect_rows(DSOPT_ALGORITHM_ADAM, 0,
                 {{-0.42750001, -0.072499998, 0.32249999, -0.32249999, 0.052500002},
                  {-0.41862854, -0.082037784, 0.33188635, -0.33051822, 0.051445264},
                  {-0.41346496, -0.081605628, 0.33939454, -0.33905664, 0.052294265}});
 }
 
-TEST(GoldenTables, AdamWWithoutBiasCorrection) {
+TEST(GoldenTables, MatchAdamWWithoutBiasCorrection) {
     expect_rows(DSOPT_ALGORITHM_ADAMW, DSOPT_GROUP_NO_BIAS_CORRECTION,
                 {{-0.40583339, -0.094116479, 0.34409165, -0.34409046, 0.030870847},
                  {-0.36877605, -0.13467602, 0.38412392, -0.37938631, 0.026616232}});
 }
 
-TEST(GoldenTables, MomentsOfAdamWAndLamb) {
+TEST(GoldenTables, MatchMomentsOfAdamWAndLamb) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         Golden golden(algorithm, 0);
         golden.step(1);
@@ -115,7 +115,7 @@ void expect_lamb(uint32_t flags, const std::vector<LambRow> &rows) {
         expect_near(golden.weights(), row.weights, "step " + std::to_string(t + 1));
         const double trust = exported(golden.trainer.opt(), -1, "trust_ratio")[0];
         EXPECT_NEAR(trust, row.trust, 1e-6 * row.trust);
-        // The report has the norm of the change; the table that of the update before the factors.
+        // The report contains the norm of the weight change, the table the norm of the update before it is scaled.
         const dsopt_report report = report_of(golden.trainer.opt());
         EXPECT_NEAR(report.weight_norm, row.weight_norm, 1e-6 * row.weight_norm);
         const double change = row.update_norm * row.step_size * row.trust;
@@ -123,7 +123,7 @@ void expect_lamb(uint32_t flags, const std::vector<LambRow> &rows) {
     }
 }
 
-TEST(GoldenTables, Lamb) {
+TEST(GoldenTables, MatchLamb) {
     expect_lamb(0, {{0.00316225644,
                      0.628117204,
                      7.07019615,
@@ -141,7 +141,7 @@ TEST(GoldenTables, Lamb) {
                      {-0.43543804, -0.064134441, 0.31494251, -0.31495079, 0.061622128}}});
 }
 
-TEST(GoldenTables, LambWithEpsInsideTheRoot) {
+TEST(GoldenTables, MatchLambWithEpsInsideSqrt) {
     expect_lamb(DSOPT_GROUP_EPS_INSIDE_SQRT, {{0.00316225644,
                                                0.628117204,
                                                6.96277523,
@@ -149,9 +149,9 @@ TEST(GoldenTables, LambWithEpsInsideTheRoot) {
                                                {-0.43659756, -0.063398987, 0.31340078, -0.3133353, 0.061598044}}});
 }
 
-// Quirk of the original: with three dtypes in a group each counts in the state of the last parameter that has a
-// gradient, so the correction of the second dtype is that of step 2. Standard mode counts each parameter by itself.
-TEST(GoldenTables, CompatCounterIsOnePerDtypeOnTheLastTensor) {
+// Quirk of the original: with several dtypes in a group, each dtype increments the count of the last parameter that has
+// a gradient, so the second dtype gets the bias correction of step 2. Standard mode counts each parameter separately.
+TEST(CompatStepCount, IsIncrementedPerDtypeInTheLastTensor) {
     const std::vector<Shape> shapes = {{4, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32},
                                        {4, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16},
                                        {4, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}};
@@ -167,7 +167,7 @@ TEST(GoldenTables, CompatCounterIsOnePerDtypeOnTheLastTensor) {
     standard.train(1);
     EXPECT_EQ(steps(standard.opt()), (std::vector<int32_t>{1, 1, 1}));
     EXPECT_EQ(state_info(standard.opt(), state_index(standard.opt(), 1, "exp_avg")).tensor.dtype, DSOPT_DTYPE_F32);
-    // f16 is the first dtype that counts, so it has step 1 in both; fp32 is the third.
+    // fp16 is counted first, so it is at step 1 in both modes; fp32 is counted third.
     EXPECT_EQ(exported(standard.opt(), 0, "exp_avg").size(), 4u);
     EXPECT_NE(compat.model.params[0].text(), standard.model.params[0].text());
 }

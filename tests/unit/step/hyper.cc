@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hyper-parameters read and set between steps, and groups added later.
+// Hyper-parameters that are read and set between steps, and groups that are added after steps.
 #include "support/harness.h"
 
 using namespace test;
@@ -14,7 +14,7 @@ struct Key {
     int32_t key;
     double dsopt_group::*field;
     const char *name;
-    double value; // another than the default
+    double value; // not the default
 };
 constexpr Key kKeys[] = {{DSOPT_KEY_LR, &dsopt_group::lr, "lr", 0.125},
                          {DSOPT_KEY_BETA1, &dsopt_group::beta1, "beta1", 0.75},
@@ -26,7 +26,7 @@ constexpr Key kKeys[] = {{DSOPT_KEY_LR, &dsopt_group::lr, "lr", 0.125},
                          {DSOPT_KEY_MAX_TRUST, &dsopt_group::max_trust, "max_trust", 0.02}};
 bool is_trust(int32_t key) { return key == DSOPT_KEY_MIN_TRUST || key == DSOPT_KEY_MAX_TRUST; }
 
-TEST(GroupInit, GivesTheDocumentedDefaults) {
+TEST(GroupInit, SetsTheDocumentedDefaults) {
     for (const int32_t algorithm : kAlgorithms) {
         dsopt_group group;
         std::memset(&group, 0x55, sizeof group);
@@ -58,10 +58,10 @@ TEST(GroupInit, RefusesUnknownAlgorithmsAndWritesNothing) {
         refused(dsopt_group_init(nullptr, sizeof(dsopt_group), DSOPT_ALGORITHM_ADAM), DSOPT_ERR_ARGUMENT, "group"));
 }
 
-class Hyper : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(Algorithms, Hyper, testing::ValuesIn(kAlgorithms), algorithm_name);
+class GroupKeys : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, GroupKeys, testing::ValuesIn(kAlgorithms), algorithm_name);
 
-TEST_P(Hyper, EveryKeyReadsBackAndCountsFromTheNextStepOn) {
+TEST_P(GroupKeys, ReadBackAndApplyFromTheNextStep) {
     const bool lamb = GetParam() == DSOPT_ALGORITHM_LAMB;
     for (const Key &key : kKeys) {
         if (is_trust(key.key) && !lamb) continue;
@@ -69,15 +69,15 @@ TEST_P(Hyper, EveryKeyReadsBackAndCountsFromTheNextStepOn) {
             plain(shapes_of({400}), make_group(GetParam()));
         changed.train(1);
         plain.train(1);
-        // The same optimizer, made with the new value and given the state.
+        // The same optimizer, created with the new value; the state is copied.
         dsopt_group group = make_group(GetParam());
         group.*key.field = key.value;
-        const Trainer made(shapes_of({400}), group);
-        std::memcpy(made.model.params[0].data(), changed.model.params[0].data(), 1600);
-        for (int64_t i = 0; i < state_count(made.opt()); ++i) {
-            std::vector<char> bytes(size_t(state_info(made.opt(), i).tensor.numel) * 4);
+        const Trainer created(shapes_of({400}), group);
+        std::memcpy(created.model.params[0].data(), changed.model.params[0].data(), 1600);
+        for (int64_t i = 0; i < state_count(created.opt()); ++i) {
+            std::vector<char> bytes(size_t(state_info(created.opt(), i).tensor.numel) * 4);
             must(dsopt_optimizer_export(changed.opt(), i, bytes.data(), bytes.size()));
-            must(dsopt_optimizer_import(made.opt(), i, bytes.data(), bytes.size()));
+            must(dsopt_optimizer_import(created.opt(), i, bytes.data(), bytes.size()));
         }
         EXPECT_EQ(get(changed.opt(), 0, key.key), make_group(GetParam()).*key.field);
         ASSERT_OK(dsopt_optimizer_set(changed.opt(), 0, key.key, key.value));
@@ -85,13 +85,13 @@ TEST_P(Hyper, EveryKeyReadsBackAndCountsFromTheNextStepOn) {
         EXPECT_EQ(get(changed.opt(), DSOPT_ALL_GROUPS, key.key), key.value);
         changed.train(2);
         plain.train(2);
-        made.train(2);
-        EXPECT_TRUE(same(changed.text(), made.text())) << key.name;
+        created.train(2);
+        EXPECT_TRUE(same(changed.text(), created.text())) << key.name;
         EXPECT_FALSE(same(changed.text(), plain.text())) << key.name;
     }
 }
 
-TEST_P(Hyper, SwitchesReadBackAndCount) {
+TEST_P(GroupKeys, SwitchFlagsFromTheNextStep) {
     const bool inside = GetParam() == DSOPT_ALGORITHM_LAMB || GetParam() == DSOPT_ALGORITHM_ADAM_LEGACY;
     for (const auto &[key, flag] : {std::pair{DSOPT_KEY_BIAS_CORRECTION, DSOPT_GROUP_NO_BIAS_CORRECTION},
                                     {DSOPT_KEY_EPS_INSIDE_SQRT, DSOPT_GROUP_EPS_INSIDE_SQRT},
@@ -107,13 +107,13 @@ TEST_P(Hyper, SwitchesReadBackAndCount) {
             continue;
         }
         group.flags = uint32_t(flag);
-        const Trainer made(shapes_of({400}), group);
-        EXPECT_EQ(get(made.opt(), 0, key), 1 - normal);
+        const Trainer created(shapes_of({400}), group);
+        EXPECT_EQ(get(created.opt(), 0, key), 1 - normal);
         ASSERT_OK(dsopt_optimizer_set(changed.opt(), 0, key, 1 - normal));
         EXPECT_EQ(get(changed.opt(), 0, key), 1 - normal);
         changed.train(1);
-        made.train(1);
-        EXPECT_TRUE(same(changed.text(), made.text()));
+        created.train(1);
+        EXPECT_TRUE(same(changed.text(), created.text()));
         ASSERT_OK(dsopt_optimizer_set(changed.opt(), 0, key, normal));
         EXPECT_EQ(get(changed.opt(), 0, key), normal);
         for (const double value : {0.5, -1.0, 2.0, kInf, double(NAN)})
@@ -123,7 +123,7 @@ TEST_P(Hyper, SwitchesReadBackAndCount) {
     }
 }
 
-TEST_P(Hyper, RefusesValuesOutOfRangeAndKeepsTheOldOnes) {
+TEST_P(GroupKeys, RefuseValuesOutOfRangeAndKeepTheOldOnes) {
     const Trainer trainer(shapes_of({5}), make_group(GetParam()));
     dsopt_optimizer *const opt = trainer.opt();
     const std::string before = hyper_text(opt) + trainer.text();
@@ -132,15 +132,15 @@ TEST_P(Hyper, RefusesValuesOutOfRangeAndKeepsTheOldOnes) {
         if (key.key == DSOPT_KEY_BETA1 || key.key == DSOPT_KEY_BETA2) bad.insert(bad.end(), {1, 1.0000000001, 2});
         if (key.key == DSOPT_KEY_MIN_TRUST) bad.push_back(10.1);
         if (key.key == DSOPT_KEY_MAX_TRUST) bad.push_back(0.009);
-        const bool has = !is_trust(key.key) || GetParam() == DSOPT_ALGORITHM_LAMB;
+        const bool has_key = !is_trust(key.key) || GetParam() == DSOPT_ALGORITHM_LAMB;
         for (const double value : bad)
             for (const int32_t group : {0, int32_t(DSOPT_ALL_GROUPS)}) {
                 const char *const word =
-                    is_trust(key.key) ? "trust" : key.name; // a bound can be wrong by the other one
+                    is_trust(key.key) ? "trust" : key.name; // the error of one bound may name the other
                 EXPECT_TRUE(refused(dsopt_optimizer_set(opt, group, key.key, value),
-                                    has ? DSOPT_ERR_ARGUMENT : DSOPT_ERR_UNSUPPORTED, word));
+                                    has_key ? DSOPT_ERR_ARGUMENT : DSOPT_ERR_UNSUPPORTED, word));
             }
-        if (has) continue;
+        if (has_key) continue;
         double value = -7;
         EXPECT_TRUE(refused(dsopt_optimizer_get(opt, 0, key.key, &value), DSOPT_ERR_UNSUPPORTED, "trust"));
         EXPECT_EQ(value, -7);
@@ -148,7 +148,7 @@ TEST_P(Hyper, RefusesValuesOutOfRangeAndKeepsTheOldOnes) {
     EXPECT_TRUE(same(hyper_text(opt) + trainer.text(), before));
 }
 
-TEST_P(Hyper, BordersOfTheRangesAreAccepted) {
+TEST_P(GroupKeys, AcceptTheBoundsOfTheirRanges) {
     const Trainer trainer(shapes_of({5}), make_group(GetParam()));
     for (const auto &[key, value] : std::vector<std::pair<int32_t, double>>{{DSOPT_KEY_LR, 0},
                                                                             {DSOPT_KEY_LR, 1e300},
@@ -163,7 +163,7 @@ TEST_P(Hyper, BordersOfTheRangesAreAccepted) {
     }
 }
 
-TEST(HyperKeys, WrongGroupsAndKeysAreRefused) {
+TEST(OptimizerSet, RefusesWrongGroupsAndKeys) {
     const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
     dsopt_optimizer *const opt = trainer.opt();
     const std::string before = hyper_text(opt);
@@ -191,14 +191,14 @@ TEST(HyperKeys, WrongGroupsAndKeysAreRefused) {
     EXPECT_TRUE(same(hyper_text(opt), before));
 }
 
-TEST(HyperKeys, WithoutGroupsThereIsNothingToReadOrSet) {
+TEST(OptimizerSet, FailsWithoutGroups) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     double value = -7;
     EXPECT_TRUE(
         refused(dsopt_optimizer_get(opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, &value), DSOPT_ERR_STATE, "groups"));
     EXPECT_EQ(value, -7);
-    // A call without any effect must not say that it worked.
+    // A call without any effect must not return success.
     EXPECT_NE(dsopt_optimizer_set(opt.get(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5), DSOPT_OK);
     EXPECT_NE(dsopt_optimizer_set(opt.get(), DSOPT_ALL_GROUPS, 12345, NAN), DSOPT_OK);
     int64_t groups = -7, params = -7;
@@ -208,7 +208,7 @@ TEST(HyperKeys, WithoutGroupsThereIsNothingToReadOrSet) {
     EXPECT_OK(dsopt_optimizer_count(opt.get(), nullptr, nullptr));
 }
 
-TEST(HyperKeys, OfTheOptimizer) {
+TEST(OptimizerSet, SetsKeysOfTheWholeOptimizer) {
     const Trainer trainer(shapes_of({50}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(2.5));
     dsopt_optimizer *const opt = trainer.opt();
     EXPECT_EQ(get(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM), 2.5);
@@ -243,10 +243,10 @@ TEST(HyperKeys, OfTheOptimizer) {
     for (const double value : {-1.0, 0.5, 9007199254740994.0, 1e30, kInf, double(NAN)})
         EXPECT_TRUE(
             refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, value), DSOPT_ERR_ARGUMENT, "calls"));
-    EXPECT_EQ(steps(opt), std::vector<int32_t>{2}); // another counter
+    EXPECT_EQ(steps(opt), std::vector<int32_t>{2}); // not the number of calls
 }
 
-TEST(HyperKeys, EpsUncorrectedGoesWithBiasCorrectionAndStandardMode) {
+TEST(OptimizerSet, LimitsEpsUncorrectedToCorrectedStandardMode) {
     const Trainer flagged(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW, 0, DSOPT_GROUP_EPS_UNCORRECTED));
     EXPECT_TRUE(refused(dsopt_optimizer_set(flagged.opt(), 0, DSOPT_KEY_BIAS_CORRECTION, 0), DSOPT_ERR_UNSUPPORTED,
                         "eps_uncorrected|bias correction"));
@@ -261,7 +261,7 @@ TEST(HyperKeys, EpsUncorrectedGoesWithBiasCorrectionAndStandardMode) {
                         "original|eps_uncorrected"));
 }
 
-TEST(HyperKeys, AllGroupsOrNone) {
+TEST(OptimizerSet, ChangesAllGroupsOrNone) {
     Trainer trainer(shapes_of({5, 5, 5}), optimizer_desc());
     for (const int32_t algorithm : {DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAM_LEGACY, DSOPT_ALGORITHM_ADAMW})
         trainer.add(make_group(algorithm), 1);
@@ -271,7 +271,7 @@ TEST(HyperKeys, AllGroupsOrNone) {
     EXPECT_OK(dsopt_optimizer_set(opt, 1, DSOPT_KEY_LR, 0.5));
     EXPECT_EQ(get(opt, 0, DSOPT_KEY_LR), 0.25);
     EXPECT_EQ(get(opt, 1, DSOPT_KEY_LR), 0.5);
-    // The last group cannot have these, so no group gets them.
+    // The last group does not support these keys, so no group is changed.
     const std::string before = hyper_text(opt);
     EXPECT_TRUE(refused(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_EPS_INSIDE_SQRT, 1), DSOPT_ERR_UNSUPPORTED,
                         "eps_inside_sqrt"));
@@ -280,11 +280,11 @@ TEST(HyperKeys, AllGroupsOrNone) {
     EXPECT_TRUE(same(hyper_text(opt), before));
 }
 
-// -------------------------------------------------------------------------------------------------------- groups later
-class GroupsLater : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(Algorithms, GroupsLater, testing::ValuesIn(kAlgorithms), algorithm_name);
+// -------------------------------------------------------------------------------------------------- groups after steps
+class AddGroupAfterSteps : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, AddGroupAfterSteps, testing::ValuesIn(kAlgorithms), algorithm_name);
 
-TEST_P(GroupsLater, KeepStateAndCountersAndStartTheirOwn) {
+TEST_P(AddGroupAfterSteps, KeepsStateAndCountsOfOtherGroups) {
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
         Trainer trainer(shapes_of({300, 5000, 20}, dtype, DSOPT_DTYPE_F32), optimizer_desc(), context_desc(2));
         trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
@@ -305,7 +305,7 @@ TEST_P(GroupsLater, KeepStateAndCountersAndStartTheirOwn) {
     }
 }
 
-TEST_P(GroupsLater, ChangeTheOrderOfNothingThatWasThere) {
+TEST_P(AddGroupAfterSteps, KeepsTheOrderOfStateTensors) {
     Trainer trainer(shapes_of({3, 4}), optimizer_desc());
     trainer.add(make_group(GetParam()), 1);
     const int64_t before = state_count(trainer.opt());
@@ -325,7 +325,7 @@ TEST_P(GroupsLater, ChangeTheOrderOfNothingThatWasThere) {
     EXPECT_EQ(steps(trainer.opt()), (std::vector<int32_t>{1, 0}));
 }
 
-TEST(GroupsLaterBound, CountersOfTheCallerAreTakenOverUntilBoundAnew) {
+TEST(AddGroupWithBoundState, CopiesBoundCountersToOwnMemory) {
     Trainer trainer(shapes_of({30, 40}), optimizer_desc());
     trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     Array m(DSOPT_DTYPE_F32, 30, 0), v(DSOPT_DTYPE_F32, 30, 0), step(DSOPT_DTYPE_I32, 1, 0);
@@ -336,11 +336,11 @@ TEST(GroupsLaterBound, CountersOfTheCallerAreTakenOverUntilBoundAnew) {
     trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     trainer.train(4, 4);
     EXPECT_EQ(steps(trainer.opt()), (std::vector<int32_t>{4, 1}));
-    EXPECT_EQ(step.as<int32_t>()[0], 3); // too short for two parameters: left behind
+    EXPECT_EQ(step.as<int32_t>()[0], 3); // too short for two parameters: no longer used
     EXPECT_EQ(state_info(trainer.opt(), 0).tensor.data, m.data());
 }
 
-TEST(GroupsLaterRefused, LeaveTheOptimizerAsItWas) {
+TEST(RefusedAddGroup, LeavesTheOptimizerUnchanged) {
     Trainer trainer(shapes_of({30, 40}), optimizer_desc(1.0));
     trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
     trainer.train(1);
@@ -348,7 +348,7 @@ TEST(GroupsLaterRefused, LeaveTheOptimizerAsItWas) {
     const int64_t count = state_count(trainer.opt());
     const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
     auto list = trainer.model.registered(1, 2);
-    list.push_back(list[0]); // the same memory twice
+    list.push_back(list[0]); // overlaps p1
     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, list.data(), 2), DSOPT_ERR_OVERLAP, "p1|p2"));
     EXPECT_EQ(state_count(trainer.opt()), count);
     EXPECT_TRUE(same(trainer.text() + hyper_text(trainer.opt()), before));

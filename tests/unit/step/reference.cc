@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One step at a time against the formulas in double precision, with a budget from error analysis (support/reference.h).
+// Compares single steps with the formulas in double precision. The allowed error comes from error analysis
+// (support/reference.h).
 #include "support/reference.h"
 #include "support/harness.h"
 
@@ -16,7 +17,7 @@ std::vector<double> doubles(const Array &buffer) {
     return values;
 }
 
-/// What the rule works on: the master where there is one.
+/// Returns the weights that the rule updates: the master if the parameter has one.
 std::vector<double> weights(const Trainer &trainer, int64_t param) {
     const Array &buffer = trainer.model.params[size_t(param)];
     return buffer.dtype() == DSOPT_DTYPE_F32 ? doubles(buffer) : doubles(exported(trainer.opt(), param, "master"));
@@ -27,9 +28,9 @@ ReferenceState state_of(const Trainer &trainer, int64_t param) {
             doubles(exported(opt, param, "exp_avg_sq"))};
 }
 
-struct Worst {
-    double p = 0, m = 0, v = 0; // share of the budget that was used
-    void see(const ReferenceStep &wanted, const ReferenceState &got, double extra_roundings) {
+struct WorstErrors {
+    double p = 0, m = 0, v = 0; // largest error, divided by the allowed error
+    void add(const ReferenceStep &wanted, const ReferenceState &got, double extra_roundings) {
         for (size_t i = 0; i < got.p.size(); ++i) {
             const double p_budget =
                 ulp(wanted.now.p[i]) + (wanted.roundings[i] + extra_roundings) * kRounding * wanted.size[i];
@@ -86,55 +87,55 @@ std::vector<Case> cases() {
     return list;
 }
 
-class StepReference : public testing::TestWithParam<Case> {};
+class StepAccuracy : public testing::TestWithParam<Case> {};
 
-// Eight steps, each judged by itself: from the engine's own state before it, so that errors cannot hide in earlier
-// ones.
+// Runs eight steps and compares each with the reference from the engine's state before it, so that errors of earlier
+// steps do not count.
 void expect_reference(const Case &c, const dsopt_optimizer_desc &desc, int32_t param_type, int32_t grad_type) {
     const std::vector<int64_t> sizes = {3000, 1, 5, 4097};
     const Trainer trainer(shapes_of(sizes, param_type, grad_type), c.group, desc);
     const dsopt_group used = desc.compat == DSOPT_COMPAT_NONE ? c.group : rounded_to_float(c.group);
-    // The original forms lr sqrt(c2)/c1 in fp32: five roundings where one would do.
+    // The original computes lr sqrt(c2)/c1 in fp32, with five roundings instead of one.
     const double extra = desc.compat == DSOPT_COMPAT_NONE ? 0 : 5;
-    Worst worst;
+    WorstErrors worst;
     for (int64_t t = 1; t <= 8; ++t) {
         trainer.model.make_gradients(uint64_t(t));
         std::vector<ReferenceStep> wanted;
         for (int64_t i = 0; i < int64_t(sizes.size()); ++i)
             wanted.push_back(reference_step(used, state_of(trainer, i), doubles(trainer.model.grads[size_t(i)]), t));
         must(trainer.step(trainer.arguments()));
-        for (int64_t i = 0; i < int64_t(sizes.size()); ++i) worst.see(wanted[size_t(i)], state_of(trainer, i), extra);
+        for (int64_t i = 0; i < int64_t(sizes.size()); ++i) worst.add(wanted[size_t(i)], state_of(trainer, i), extra);
     }
     worst.expect_within();
     EXPECT_TRUE(trainer.model.intact());
 }
 
 LABEL(long_emulated);
-TEST_P(StepReference, OneStepStaysWithinItsRoundings) {
+TEST_P(StepAccuracy, StaysWithinRoundingErrorsInFp32) {
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F32, DSOPT_DTYPE_F32);
 }
 
 LABEL(long_emulated);
-TEST_P(StepReference, MastersStayWithinTheirRoundings) {
+TEST_P(StepAccuracy, StaysWithinRoundingErrorsWithMasters) {
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     expect_reference(GetParam(), optimizer_desc(), DSOPT_DTYPE_F16, DSOPT_DTYPE_F32);
 }
 
 LABEL(long_emulated);
-TEST_P(StepReference, CompatModeRoundsHyperParametersToFloatFirst) {
-    if (GetParam().group.flags & DSOPT_GROUP_EPS_UNCORRECTED) return; // refused there, see refusals_setup
+TEST_P(StepAccuracy, RoundsHyperParametersToFloatInCompatMode) {
+    if (GetParam().group.flags & DSOPT_GROUP_EPS_UNCORRECTED) return; // refused in compat mode, see step/hyper.cc
     dsopt_optimizer_desc desc = optimizer_desc();
     desc.compat = DSOPT_COMPAT_DEEPSPEED;
     expect_reference(GetParam(), desc, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32);
 }
 
-// Elements whose exponents have nothing to do with each other: cancellation in every sum, update far above and below
-// the weight.
+// The exponents of weight, gradient and moments are independent: every sum cancels for some elements, and updates are
+// far above or far below the weight.
 LABEL(long_emulated);
-TEST_P(StepReference, AnyMixOfMagnitudesStaysWithinItsRoundings) {
+TEST_P(StepAccuracy, StaysWithinRoundingErrorsForMixedMagnitudes) {
     const Trainer trainer(shapes_of({4000}), GetParam().group);
     Random random(42);
-    Worst worst;
+    WorstErrors worst;
     for (int64_t t = 1; t <= 5; ++t) {
         std::vector<float> m(4000), v(4000);
         for (int64_t i = 0; i < 4000; ++i) {
@@ -148,14 +149,14 @@ TEST_P(StepReference, AnyMixOfMagnitudesStaysWithinItsRoundings) {
         const ReferenceStep wanted =
             reference_step(GetParam().group, state_of(trainer, 0), doubles(trainer.model.grads[0]), t);
         must(trainer.step(trainer.arguments()));
-        worst.see(wanted, state_of(trainer, 0), 0);
+        worst.add(wanted, state_of(trainer, 0), 0);
     }
     worst.expect_within();
 }
 
-// The reference by itself, never corrected by the engine's state: finds what would be wrong in every single step alike,
-// such as a counter or state that is not carried on.
-TEST_P(StepReference, TwentyStepsFollowTheReferenceByItself) {
+// The reference continues from its own state, not the engine's. This finds errors that repeat in every step, such as a
+// count or state that is not kept.
+TEST_P(StepAccuracy, FollowsAnIndependentReferenceFor20Steps) {
     const Trainer trainer(shapes_of({500}), GetParam().group);
     ReferenceState reference = state_of(trainer, 0);
     double movement = 0;
@@ -173,10 +174,10 @@ TEST_P(StepReference, TwentyStepsFollowTheReferenceByItself) {
     EXPECT_EQ(steps(trainer.opt()), std::vector<int32_t>{20});
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, StepReference, testing::ValuesIn(cases()),
+INSTANTIATE_TEST_SUITE_P(Cases, StepAccuracy, testing::ValuesIn(cases()),
                          [](const testing::TestParamInfo<Case> &info) { return info.param.name; });
 
-TEST(StepReferenceLamb, TrustRatioIsTheClampedQuotientOfTheNorms) {
+TEST(LambTrustRatio, IsTheClampedQuotientOfTheNorms) {
     const std::vector<int64_t> sizes = {1, 31, 32, 33, 1024, 4096, 4097, 10000};
     const Trainer trainer(shapes_of(sizes), make_group(DSOPT_ALGORITHM_LAMB));
     for (int64_t t = 1; t <= 3; ++t) {
@@ -192,7 +193,7 @@ TEST(StepReferenceLamb, TrustRatioIsTheClampedQuotientOfTheNorms) {
     }
 }
 
-TEST(StepReferenceLamb, TrustRatioIsOneWhereANormIsZero) {
+TEST(LambTrustRatio, IsOneIfANormIsZero) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB, 0);
     const Trainer trainer(shapes_of({10, 10, 10}), group);
     std::memset(trainer.model.params[0].data(), 0, 40);
@@ -207,12 +208,11 @@ TEST(StepReferenceLamb, TrustRatioIsOneWhereANormIsZero) {
     EXPECT_NE(trainer.model.params[0][0], 0);
 }
 
-// ---------------------------------------------------------------------------------------------------- 16-bit
-// parameters
+// -------------------------------------------------------------------------------------------------- 16-bit parameters
 using Storage = std::tuple<int32_t, int32_t, int32_t>; // algorithm, parameter, gradient
-class StepMasters : public testing::TestWithParam<Storage> {};
+class Step16BitParams : public testing::TestWithParam<Storage> {};
 
-TEST_P(StepMasters, ParameterIsTheMasterRoundedToNearest) {
+TEST_P(Step16BitParams, RoundsMastersToNearest) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer trainer(shapes_of({5000, 1, 17}, param, grad), make_group(algorithm));
     for (uint64_t t = 1; t <= 4; ++t) {
@@ -226,7 +226,7 @@ TEST_P(StepMasters, ParameterIsTheMasterRoundedToNearest) {
     }
 }
 
-TEST_P(StepMasters, MasterIsTheFp32WeightOfTheSameTraining) {
+TEST_P(Step16BitParams, ComputesMastersLikeFp32Weights) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer low(shapes_of({5000, 33}, param, grad), make_group(algorithm));
     const Trainer full(shapes_of({5000, 33}, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32), make_group(algorithm));
@@ -248,7 +248,7 @@ TEST_P(StepMasters, MasterIsTheFp32WeightOfTheSameTraining) {
     }
 }
 
-TEST_P(StepMasters, WithoutMasterTheNewWeightIsRoundedAtEachStep) {
+TEST_P(Step16BitParams, RoundsNewWeightsEachStepWithoutMasters) {
     const auto [algorithm, param, grad] = GetParam();
     const dsopt_group group = make_group(algorithm);
     const Trainer trainer(shapes_of({3000}, param, grad), group, optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER));
@@ -262,7 +262,7 @@ TEST_P(StepMasters, WithoutMasterTheNewWeightIsRoundedAtEachStep) {
         }();
         must(trainer.step(trainer.arguments()));
         for (size_t i = 0; i < 3000; ++i) {
-            // The nearest 16-bit number, or its neighbour where the fp32 result is within its own error of a tie.
+            // The nearest 16-bit number, or its neighbour if the fp32 result is within its error bound of a tie.
             const double now = wanted.now.p[i], error = ulp(now) + wanted.roundings[i] * kRounding * wanted.size[i];
             const double low = widened(narrowed(float(now - error), param), param),
                          high = widened(narrowed(float(now + error), param), param);
@@ -276,25 +276,25 @@ std::string storage_name(const testing::TestParamInfo<Storage> &info) {
     const auto [algorithm, param, grad] = info.param;
     return name_of(algorithm) + dtype_name(param) + "Grad" + dtype_name(grad);
 }
-INSTANTIATE_TEST_SUITE_P(Storages, StepMasters,
+INSTANTIATE_TEST_SUITE_P(Storages, Step16BitParams,
                          testing::Combine(testing::ValuesIn(kAlgorithms),
                                           testing::Values(DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16),
                                           testing::Values(DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16)),
                          storage_name);
 
 // ------------------------------------------------------------------------------------------------------------ extremes
-TEST(StepReferenceExtremes, SecondMomentThatUnderflowsLeavesOnlyEpsBelow) {
+TEST(StepExtremes, DividesByEpsIfTheSecondMomentUnderflows) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     const Trainer trainer(shapes_of({1}), group);
     trainer.model.params[0].set(0, 0);
-    trainer.model.grads[0].set(0, 1e-23f); // its square is 0 in fp32
+    trainer.model.grads[0].set(0, 1e-23f); // the square is 0 in fp32
     must(trainer.step(trainer.arguments()));
     const double wanted = -group.lr * double(1e-23f) / group.eps; // m/c1 = g
     EXPECT_NEAR(trainer.model.params[0][0], wanted, 1e-6 * std::fabs(wanted));
     EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg_sq")[0], 0);
 }
 
-TEST(StepReferenceExtremes, DenormalsAreKept) {
+TEST(StepExtremes, KeepsDenormals) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.lr = 0;
     const Trainer trainer(shapes_of({1}), group);
@@ -305,7 +305,7 @@ TEST(StepReferenceExtremes, DenormalsAreKept) {
     EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg")[0], float(double(0.1f) * 0x1p-140));
 }
 
-TEST(StepReferenceExtremes, ZeroOverZeroIsNaNWithoutEps) {
+TEST(StepExtremes, GivesNanForZeroOverZeroWithoutEps) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.eps = 0;
     const Trainer trainer(shapes_of({2}), group);
@@ -315,7 +315,7 @@ TEST(StepReferenceExtremes, ZeroOverZeroIsNaNWithoutEps) {
     EXPECT_TRUE(std::isfinite(trainer.model.params[0][1]));
 }
 
-TEST(StepReferenceExtremes, OverflowOfTheSquareStopsTheElement) {
+TEST(StepExtremes, KeepsAWeightWhoseSecondMomentOverflows) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     const Trainer trainer(shapes_of({2}), group);
     const float before = trainer.model.params[0][0];
@@ -325,24 +325,24 @@ TEST(StepReferenceExtremes, OverflowOfTheSquareStopsTheElement) {
     EXPECT_TRUE(std::isinf(exported(trainer.opt(), 0, "exp_avg_sq")[0]));
 }
 
-// Where the flag matters at all: a gradient far below eps, in the first step, as every weight of an unused row has.
-TEST(StepReferenceExtremes, EpsUncorrectedDampsSmallGradientsMore) {
+// The flag matters if a gradient is far below eps in the first step, as in unused rows of an embedding.
+TEST(StepExtremes, DampsSmallGradientsMoreWithEpsUncorrected) {
     dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
     group.eps = 1e-7;
-    const double moved[] = {1e-3 * 1e-8 / (1e-8 + 1e-7),
-                            1e-3 * std::sqrt(1e-3) * 1e-8 / (std::sqrt(1e-3) * 1e-8 + 1e-7)};
+    const double expected_moves[] = {1e-3 * 1e-8 / (1e-8 + 1e-7),
+                                     1e-3 * std::sqrt(1e-3) * 1e-8 / (std::sqrt(1e-3) * 1e-8 + 1e-7)};
     for (const int32_t flags : {0, int32_t(DSOPT_GROUP_EPS_UNCORRECTED)}) {
         group.flags = flags;
         const Trainer trainer(shapes_of({1}), group);
         trainer.model.params[0].set(0, 0);
         trainer.model.grads[0].set(0, 1e-8f);
         must(trainer.step(trainer.arguments()));
-        EXPECT_NEAR(-trainer.model.params[0][0] / moved[flags != 0], 1, 1e-4);
+        EXPECT_NEAR(-trainer.model.params[0][0] / expected_moves[flags != 0], 1, 1e-4);
     }
 }
 
-// The step is an integer, and beta^t comes from it: after very many steps the corrections are exactly 1.
-TEST(StepReferenceExtremes, ManyStepsEndTheBiasCorrection) {
+// The step count is an integer from which beta^t is computed: after very many steps the corrections are exactly 1.
+TEST(StepExtremes, CorrectsNoBiasAfterManySteps) {
     for (const int32_t algorithm : kAlgorithms) {
         const Trainer late(shapes_of({100}), make_group(algorithm));
         const Trainer plain(shapes_of({100}), make_group(algorithm, 0.01, DSOPT_GROUP_NO_BIAS_CORRECTION));

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sizes at every edge of the implementation, addresses off the cache line, long lists, empty tensors and mixed dtypes.
+// Sizes at every boundary of the implementation, addresses that are not aligned to cache lines, long lists, empty
+// tensors and mixed dtypes.
 #include "support/harness.h"
 
 using namespace test;
 
 namespace {
 
-// Vector, two vectors, the lanes of a sum, tile, leaf and smallest chunk, largest chunk: below, at and above.
+// Below, at and above: a vector, two vectors, the lanes of a sum, a tile, a leaf (the smallest chunk), the largest chunk
 const std::vector<int64_t> kSizes = {0,    1,    2,    3,    7,    8,     9,     15,    16,    17,
                                      31,   32,   33,   63,   64,   65,    1023,  1024,  1025,  4095,
                                      4096, 4097, 8191, 8192, 8193, 65535, 65536, 65537, 100003};
 
-// Element i of a tensor gets the same bits however long the tensor is and wherever it starts: one long tensor is the
-// model.
+// Element i of a tensor has the same bits at any length and any address of the tensor: those in one long tensor.
 struct Type {
     int32_t algorithm, param, grad;
 };
-class StepSizes : public testing::TestWithParam<Type> {};
+class StepLayout : public testing::TestWithParam<Type> {};
 
 void expect_prefix(const Trainer &whole, const Trainer &part, size_t i, int64_t numel) {
     ASSERT_TRUE(same(part.model.params[i].text(), whole.model.params[0].text().substr(0, part.model.params[i].bytes())))
@@ -31,7 +31,7 @@ void expect_prefix(const Trainer &whole, const Trainer &part, size_t i, int64_t 
 
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST_P(StepSizes, EveryLengthGivesTheBitsOfALongTensor) {
+TEST_P(StepLayout, GivesTheSameBitsAtEveryLength) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer whole({{100003, param, grad, 0, 0}}, make_group(algorithm));
     whole.train(1, 2);
@@ -43,7 +43,7 @@ TEST_P(StepSizes, EveryLengthGivesTheBitsOfALongTensor) {
     EXPECT_TRUE(parts.model.intact());
 }
 
-TEST_P(StepSizes, AnyElementAlignedAddressGivesTheSameBits) {
+TEST_P(StepLayout, GivesTheSameBitsAtAnyElementAlignedAddress) {
     const auto [algorithm, param, grad] = GetParam();
     const Trainer whole({{5000, param, grad, 0, 0}}, make_group(algorithm));
     whole.train(1, 2);
@@ -70,10 +70,10 @@ std::vector<Type> types() {
 std::string type_name(const testing::TestParamInfo<Type> &info) {
     return name_of(info.param.algorithm) + dtype_name(info.param.param) + "Grad" + dtype_name(info.param.grad);
 }
-INSTANTIATE_TEST_SUITE_P(Types, StepSizes, testing::ValuesIn(types()), type_name);
+INSTANTIATE_TEST_SUITE_P(Types, StepLayout, testing::ValuesIn(types()), type_name);
 
-// LAMB has a norm a tensor, so a prefix is another problem: here the address alone changes.
-TEST(StepSizesLamb, AnyElementAlignedAddressGivesTheSameBits) {
+// The norms of LAMB depend on the length of a tensor, so only the address changes here.
+TEST(LambLayout, GivesTheSameBitsAtAnyElementAlignedAddress) {
     for (const int32_t grad : kDtypes)
         for (const size_t offset : {size_t(2), size_t(4), size_t(6), size_t(28), size_t(62)}) {
             if (offset % size_of(grad) != 0) continue;
@@ -89,9 +89,9 @@ TEST(StepSizesLamb, AnyElementAlignedAddressGivesTheSameBits) {
         }
 }
 
-// The nth tensor of a list has the bits that it gets alone.
-void expect_like_alone(const Trainer &list, const std::vector<Shape> &shapes, const dsopt_group &group,
-                       size_t stride = 1) {
+// Expects that tensors of a list have the bits that they have in an optimizer of their own.
+void expect_as_alone(const Trainer &list, const std::vector<Shape> &shapes, const dsopt_group &group,
+                     size_t stride = 1) {
     for (size_t i = 0; i < shapes.size(); i += stride) {
         Shape alone = shapes[i];
         alone.content = int64_t(i);
@@ -104,7 +104,7 @@ void expect_like_alone(const Trainer &list, const std::vector<Shape> &shapes, co
 
 class StepLists : public testing::TestWithParam<int32_t> {};
 
-TEST_P(StepLists, EmptyTensorsAnywhereInTheListAreFine) {
+TEST_P(StepLists, AcceptEmptyTensorsAnywhere) {
     const std::vector<std::vector<int64_t>> lists = {{0},       {0, 0, 0},  {0, 5},    {5, 0}, {0, 4096, 0, 0, 4097, 0},
                                                      {3, 0, 3}, {70000, 0}, {0, 70000}};
     for (const auto &sizes : lists) {
@@ -112,12 +112,12 @@ TEST_P(StepLists, EmptyTensorsAnywhereInTheListAreFine) {
         const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS),
                               context_desc(3));
         trainer.train(1, 2);
-        expect_like_alone(trainer, shapes, make_group(GetParam()));
+        expect_as_alone(trainer, shapes, make_group(GetParam()));
         EXPECT_TRUE(trainer.model.intact());
     }
 }
 
-TEST_P(StepLists, EmptyTensorsMayHaveNoMemoryAtAll) {
+TEST_P(StepLists, AcceptEmptyTensorsWithoutMemory) {
     Trainer trainer(shapes_of({4, 4}), optimizer_desc(1.0));
     auto list = trainer.model.registered();
     list.insert(list.begin() + 1, param_of({nullptr, 0, DSOPT_DTYPE_BF16, 0}, "empty"));
@@ -135,16 +135,16 @@ TEST_P(StepLists, EmptyTensorsMayHaveNoMemoryAtAll) {
     EXPECT_OK(trainer.step(step));
 }
 
-TEST_P(StepLists, FortyTensors) {
+TEST_P(StepLists, UpdateFortyTensors) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 40; ++i) shapes.push_back({i == 35 ? 0 : 37 * i + 1});
     const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(), context_desc(2));
     trainer.train(1, 2);
-    expect_like_alone(trainer, shapes, make_group(GetParam()));
+    expect_as_alone(trainer, shapes, make_group(GetParam()));
 }
 
 LABEL(long_emulated);
-TEST_P(StepLists, FiveThousandTensors) {
+TEST_P(StepLists, UpdateFiveThousandTensors) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 5000; ++i)
         shapes.push_back({i % 50 == 7 ? 0 : i % 97 + 1, i % 3 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_BF16,
@@ -152,12 +152,12 @@ TEST_P(StepLists, FiveThousandTensors) {
     const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS),
                           context_desc(3));
     trainer.train(1, 2);
-    expect_like_alone(trainer, shapes, make_group(GetParam()), 61);
+    expect_as_alone(trainer, shapes, make_group(GetParam()), 61);
     EXPECT_EQ(steps(trainer.opt()), std::vector<int32_t>(5000, 2));
     EXPECT_TRUE(trainer.model.intact());
 }
 
-TEST_P(StepLists, AllDtypesInOneList) {
+TEST_P(StepLists, UpdateAllDtypesInOneList) {
     std::vector<Shape> shapes;
     for (const int32_t param : kDtypes)
         for (const int32_t grad : kDtypes)
@@ -179,7 +179,7 @@ TEST_P(StepLists, AllDtypesInOneList) {
 
 INSTANTIATE_TEST_SUITE_P(Algorithms, StepLists, testing::ValuesIn(kAlgorithms), algorithm_name);
 
-TEST(StepGroups, GroupsWithoutParametersAreFine) {
+TEST(StepGroups, MayHaveNoParameters) {
     Trainer trainer(shapes_of({100, 100}), optimizer_desc(1.0, DSOPT_OPTIMIZER_REPORT_NORMS));
     trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 0);
     trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
@@ -193,7 +193,7 @@ TEST(StepGroups, GroupsWithoutParametersAreFine) {
     EXPECT_EQ(exported(trainer.opt(), -1, "trust_ratio"), (std::vector<float>{0, 0}));
 }
 
-TEST(StepGroups, NoParametersAtAll) {
+TEST(StepGroups, MayHaveNoParametersInTheWholeOptimizer) {
     const Trainer trainer({}, make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(1.0, DSOPT_OPTIMIZER_REPORT_NORMS));
     DSOPT_NEW(dsopt_step, step);
     EXPECT_OK(trainer.step(step));
@@ -202,7 +202,7 @@ TEST(StepGroups, NoParametersAtAll) {
 }
 
 // ---------------------------------------------------------------------------------------------------------- zero grad
-TEST(ZeroGrad, FillsEveryDtypeAndNothingElse) {
+TEST(ZeroGrad, FillsEveryDtypeWithinItsBounds) {
     std::vector<Shape> shapes;
     for (const int32_t grad : kDtypes)
         for (const int64_t numel : {0, 1, 31, 4097, 100003})
@@ -216,7 +216,7 @@ TEST(ZeroGrad, FillsEveryDtypeAndNothingElse) {
     EXPECT_OK(dsopt_zero_grad(context.get(), nullptr, 0, DSOPT_ZERO_FILL, nullptr));
 }
 
-TEST(ZeroGrad, NoneForgetsThePointersAndLeavesTheMemory) {
+TEST(ZeroGrad, ClearsOnlyPointersInModeNone) {
     const Model model(shapes_of({5, 0, 7}));
     const Context context = make_context();
     std::vector<dsopt_tensor> list = list_of(model.grads);
@@ -228,12 +228,12 @@ TEST(ZeroGrad, NoneForgetsThePointersAndLeavesTheMemory) {
     EXPECT_OK(dsopt_zero_grad(context.get(), list.data(), 3, DSOPT_ZERO_FILL, nullptr));
 }
 
-// Sizes of entries without data must not enter any sum: two of the largest would overflow it.
-TEST(ZeroGrad, PassesOverHugeEntriesWithoutData) {
+// Sizes of entries without data must not be added up: two of the largest would overflow the sum.
+TEST(ZeroGrad, IgnoresHugeEntriesWithoutData) {
     const Model model(shapes_of({100}));
     const Context context = make_context(context_desc(2));
-    const dsopt_tensor nothing{nullptr, int64_t(1) << 60, DSOPT_DTYPE_F32, 0};
-    std::vector<dsopt_tensor> list = {nothing, nothing, model.grads[0].tensor(), nothing};
+    const dsopt_tensor no_data{nullptr, int64_t(1) << 60, DSOPT_DTYPE_F32, 0};
+    std::vector<dsopt_tensor> list = {no_data, no_data, model.grads[0].tensor(), no_data};
     ASSERT_OK(dsopt_zero_grad(context.get(), list.data(), 4, DSOPT_ZERO_FILL, nullptr));
     EXPECT_TRUE(same(model.grads[0].text(), std::string(400, '\0')));
 }

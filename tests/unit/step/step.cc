@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step does beside the arithmetic: absent gradients, outputs, flags, scalars in memory, pointers that change.
+// A step apart from its arithmetic: absent gradients, outputs, flags, scalars in memory, pointers that change.
 #include "support/harness.h"
 
 using namespace test;
@@ -15,11 +15,11 @@ protected:
     dsopt_group group() const { return make_group(GetParam()); }
 };
 INSTANTIATE_TEST_SUITE_P(Algorithms, Step, testing::ValuesIn(kStandardRules), algorithm_name);
-class StepMoments : public Step {}; // of the rules with exp_avg and exp_avg_sq
+class StepMoments : public Step {}; // for the rules with exp_avg and exp_avg_sq
 INSTANTIATE_TEST_SUITE_P(Algorithms, StepMoments, testing::ValuesIn(kAlgorithms), algorithm_name);
 
 // --------------------------------------------------------------------------------------------------- absent gradients
-TEST_P(Step, AbsentGradientLeavesTensorMomentsAndCounterAlone) {
+TEST_P(Step, KeepsTensorMomentsAndCountOfAbsentGradients) {
     for (const int32_t dtype : kDtypes) {
         Trainer trainer(shapes_of({5000, 33}, dtype, DSOPT_DTYPE_F32), group(), optimizer_desc(), context_desc(2));
         trainer.train(1, 2);
@@ -41,8 +41,9 @@ TEST_P(Step, AbsentGradientLeavesTensorMomentsAndCounterAlone) {
     }
 }
 
-// Alternate gradients: each tensor has the bits of one that was trained alone, so counters and corrections do not mix.
-TEST_P(Step, EachTensorCorrectsItsBiasWithItsOwnCounter) {
+// Gradients are present in different calls: each tensor has the bits of one that was trained alone, so counters and
+// corrections are per tensor.
+TEST_P(Step, CorrectsBiasWithTheCountOfEachTensor) {
     const std::vector<Shape> shapes = shapes_of({300, 5000, 40});
     Trainer trainer(shapes, group());
     const auto present = [](size_t i, uint64_t t) { return i == 0 || t % (i + 1) == 0; };
@@ -61,7 +62,7 @@ TEST_P(Step, EachTensorCorrectsItsBiasWithItsOwnCounter) {
     }
 }
 
-TEST_P(Step, WithoutAnyGradientNothingChangesButTheCalls) {
+TEST_P(Step, ChangesOnlyTheCallCountWithoutGradients) {
     Trainer trainer(shapes_of(kSizes), group(), optimizer_desc(1.0, DSOPT_OPTIMIZER_REPORT_NORMS));
     trainer.train(1);
     const std::string before = trainer.text();
@@ -74,7 +75,7 @@ TEST_P(Step, WithoutAnyGradientNothingChangesButTheCalls) {
     EXPECT_EQ(report.grad_norm, 0);
 }
 
-TEST_P(Step, GradientsAreOnlyRead) {
+TEST_P(Step, DoesNotWriteGradients) {
     const Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16), group(), optimizer_desc(0.1));
     trainer.model.make_gradients(3);
     std::string before, after;
@@ -98,7 +99,7 @@ struct Outputs {
     std::vector<dsopt_tensor> list;
 };
 
-/// The weight that a step works on.
+/// Returns the weights that a step updates: the master if there is one.
 std::vector<float> weights(const Trainer &trainer, size_t i) {
     const Array &param = trainer.model.params[i];
     if (param.dtype() != DSOPT_DTYPE_F32) return exported(trainer.opt(), int64_t(i), "master");
@@ -116,14 +117,14 @@ testing::AssertionResult holds(const Array &buffer, const std::vector<float> &va
     return testing::AssertionSuccess();
 }
 
-TEST_P(Step, OutGetsTheNewWeightsRoundedToItsDtype) {
+TEST_P(Step, WritesNewWeightsToOutInItsDtype) {
     for (const int32_t param : kDtypes)
         for (const int32_t out_type : kDtypes) {
             const Trainer trainer(shapes_of(kSizes, param, DSOPT_DTYPE_F32), group(), optimizer_desc(),
                                   context_desc(2));
             const Trainer plain(shapes_of(kSizes, param, DSOPT_DTYPE_F32), group());
             Outputs out(trainer, out_type);
-            out.list[3].data = nullptr; // not wanted
+            out.list[3].data = nullptr; // no output for this parameter
             for (uint64_t t = 1; t <= 3; ++t) {
                 trainer.model.make_gradients(t);
                 dsopt_step step = trainer.arguments();
@@ -138,7 +139,7 @@ TEST_P(Step, OutGetsTheNewWeightsRoundedToItsDtype) {
         }
 }
 
-TEST_P(Step, OutIsWrittenWhenTheStepIsSkippedOrTheGradientAbsent) {
+TEST_P(Step, WritesOutIfSkippedOrTheGradientIsAbsent) {
     for (const int32_t param : kDtypes) {
         Trainer trainer(shapes_of(kSizes, param, DSOPT_DTYPE_F32), group());
         trainer.train(1);
@@ -159,7 +160,7 @@ TEST_P(Step, OutIsWrittenWhenTheStepIsSkippedOrTheGradientAbsent) {
     }
 }
 
-TEST_P(Step, OutMayBeTheParameterItself) {
+TEST_P(Step, AcceptsTheParameterAsOut) {
     for (const int32_t dtype : kDtypes)
         for (const uint32_t flags : {0u, uint32_t(DSOPT_STEP_OUT_ONLY)}) {
             const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group()),
@@ -177,7 +178,7 @@ TEST_P(Step, OutMayBeTheParameterItself) {
         }
 }
 
-TEST_P(Step, OutOnlyLeavesTheParametersAndMovesEverythingElse) {
+TEST_P(Step, UpdatesStateButNotParametersWithOutOnly) {
     for (const int32_t dtype : kDtypes) {
         const Trainer trainer(shapes_of(kSizes, dtype, DSOPT_DTYPE_F32), group(),
                               optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS));
@@ -199,7 +200,7 @@ TEST_P(Step, OutOnlyLeavesTheParametersAndMovesEverythingElse) {
     }
 }
 
-TEST_P(Step, DeltaIsNewMinusOld) {
+TEST_P(Step, WritesNewMinusOldAsDelta) {
     for (const int32_t dtype : kDtypes) {
         const dsopt_optimizer_desc desc =
             optimizer_desc(0, dtype == DSOPT_DTYPE_F32 ? 0u : uint32_t(DSOPT_OPTIMIZER_NO_MASTER));
@@ -234,7 +235,7 @@ TEST_P(Step, DeltaIsNewMinusOld) {
     }
 }
 
-TEST_P(Step, DeltaIsZeroWhenSkippedOrAbsent) {
+TEST_P(Step, WritesZeroDeltaIfSkippedOrAbsent) {
     Trainer trainer(shapes_of(kSizes), group());
     const int32_t skip = 1;
     for (const bool skipped : {true, false}) {
@@ -252,12 +253,12 @@ TEST_P(Step, DeltaIsZeroWhenSkippedOrAbsent) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- flags
-TEST_P(Step, ZeroGradsClearsThemAfterUseAlsoWhenSkipped) {
+TEST_P(Step, ClearsGradientsWithZeroGradsEvenIfSkipped) {
     for (const int32_t grad : kDtypes)
         for (const int32_t skip : {0, 1}) {
             Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_F32, grad), group(), optimizer_desc(0.1), context_desc(2));
             const Trainer plain(shapes_of(kSizes, DSOPT_DTYPE_F32, grad), group(), optimizer_desc(0.1));
-            trainer.grads[3].data = nullptr; // absent: not touched
+            trainer.grads[3].data = nullptr; // absent: not cleared
             const std::string absent = trainer.model.grads[3].text();
             dsopt_step step = trainer.arguments();
             step.flags = DSOPT_STEP_ZERO_GRADS;
@@ -277,7 +278,7 @@ TEST_P(Step, ZeroGradsClearsThemAfterUseAlsoWhenSkipped) {
         }
 }
 
-TEST_P(Step, SkipFlagLeavesEverythingAndCountsTheCall) {
+TEST_P(Step, ChangesOnlyTheCallCountWithASkipFlag) {
     const Trainer trainer(shapes_of(kSizes, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), group());
     trainer.train(1);
     const std::string before = trainer.text();
@@ -303,7 +304,7 @@ TEST_P(Step, SkipFlagLeavesEverythingAndCountsTheCall) {
     EXPECT_EQ(report.last_skipped, 0);
 }
 
-TEST_P(Step, AllOptionsAtOnce) {
+TEST_P(Step, AcceptsAllOptionsAtOnce) {
     const std::vector<Shape> shapes = shapes_of(kSizes, DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16);
     const Trainer trainer(shapes, group(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS), context_desc(3));
     const Trainer plain(shapes, group(), optimizer_desc(0.5));
@@ -332,7 +333,7 @@ TEST_P(Step, AllOptionsAtOnce) {
 }
 
 // --------------------------------------------------------------------------------------------------- scalars in memory
-TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
+TEST_P(Step, ReadsLearningRatesFromMemory) {
     Trainer trainer(shapes_of({100, 200, 300}), optimizer_desc()), plain(shapes_of({100, 200, 300}), optimizer_desc());
     const Shared<float> rates{0.01f, 0.5f, 0};
     for (size_t i = 0; i < 3; ++i) {
@@ -349,7 +350,7 @@ TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
         plain.train(t);
     }
     EXPECT_TRUE(same(trainer.text(), plain.text()));
-    // A schedule writes the same memory; without it the groups count again.
+    // A schedule may write the same memory. Without step.lr, the learning rates of the groups apply again.
     rates[2] = 0.25f;
     must(dsopt_optimizer_set(plain.opt(), 2, DSOPT_KEY_LR, 0.25));
     dsopt_step step = trainer.arguments();
@@ -363,8 +364,8 @@ TEST_P(Step, RatesInMemoryReplaceThoseOfTheGroups) {
     EXPECT_TRUE(same(trainer.text(), plain.text()));
 }
 
-TEST_P(StepMoments, GradScaleDividesTheGradients) {
-    const dsopt_group no_decay = make_group(GetParam(), 0); // with L2 decay the sum could cancel
+TEST_P(StepMoments, UseGradientsDividedByGradScale) {
+    const dsopt_group no_decay = make_group(GetParam(), 0); // with L2 decay, the gradient and the decay could cancel
     const Trainer trainer(shapes_of({2000}), no_decay), plain(shapes_of({2000}), no_decay);
     const float scale = 3;
     dsopt_step step = trainer.arguments();
@@ -378,19 +379,19 @@ TEST_P(StepMoments, GradScaleDividesTheGradients) {
 }
 
 // --------------------------------------------------------------------------------------------------- changing pointers
-TEST_P(Step, PointersMayBeOthersAtEachCall) {
+TEST_P(Step, AcceptsOtherParameterPointersAtEachCall) {
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
         const Trainer moving(shapes_of(kSizes, dtype, dtype), group(), optimizer_desc(1.0)),
             fixed(shapes_of(kSizes, dtype, dtype), group(), optimizer_desc(1.0));
-        std::vector<Array> places[2];
-        for (auto &place : places)
-            for (const int64_t numel : kSizes) place.emplace_back(dtype, size_t(numel), 0.0f, 2 * size_of(dtype));
+        std::vector<Array> buffers[2];
+        for (auto &array_list : buffers)
+            for (const int64_t numel : kSizes) array_list.emplace_back(dtype, size_t(numel), 0.0f, 2 * size_of(dtype));
         const std::vector<Array> *now = &moving.model.params;
         for (uint64_t t = 1; t <= 4; ++t) {
-            const std::vector<Array> &next = places[t % 2];
+            const std::vector<Array> &next = buffers[t % 2];
             for (size_t i = 0; i < kSizes.size(); ++i) {
                 std::memcpy(next[i].data(), (*now)[i].data(), next[i].bytes());
-                std::memset((*now)[i].data(), 0x33, next[i].bytes()); // nobody may look there again
+                std::memset((*now)[i].data(), 0x33, next[i].bytes()); // the old memory must not be read again
             }
             now = &next;
             const std::vector<dsopt_tensor> params = list_of(next);
@@ -405,7 +406,7 @@ TEST_P(Step, PointersMayBeOthersAtEachCall) {
     }
 }
 
-TEST_P(Step, ParametersMayBeRegisteredWithoutMemory) {
+TEST_P(Step, AcceptsParametersRegisteredWithoutMemory) {
     const Model model(shapes_of(kSizes, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32));
     const Trainer plain(shapes_of(kSizes, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32), group());
     const Context context = make_context();
@@ -419,16 +420,16 @@ TEST_P(Step, ParametersMayBeRegisteredWithoutMemory) {
     step.grads = grads.data();
     step.count = int64_t(grads.size());
     EXPECT_TRUE(refused(dsopt_optimizer_step(opt.get(), &step), DSOPT_ERR_STATE, "'p0'|memory"));
-    step.params = params.data(); // masters start from where the parameters are now
+    step.params = params.data(); // masters start from these parameters
     ASSERT_OK(dsopt_optimizer_step(opt.get(), &step));
     plain.train(1);
     EXPECT_TRUE(same(model.text(), plain.model.text()));
     EXPECT_TRUE(same(state_text(opt.get()), state_text(plain.opt())));
 }
 
-TEST_P(StepMoments, StateOfTheCallStandsInForThatOfTheEngine) {
+TEST_P(StepMoments, AreReadFromTheStateOfTheCall) {
     const Trainer trainer(shapes_of({500, 40}), group()), plain(shapes_of({500, 40}), group());
-    // The moments of the first tensor come with each call; the rest stays with the engine.
+    // The moments of the first tensor are passed to each call; the engine stores the others.
     const Array m(DSOPT_DTYPE_F32, 500, 0), v(DSOPT_DTYPE_F32, 500, 0);
     std::vector<dsopt_tensor> state;
     for (int64_t i = 0; i < state_count(trainer.opt()); ++i) {
