@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The same bits whatever the thread count, thread pool, instruction set, chunk, order and packing of the list, and
-// whatever floating-point mode the caller is in.
+// Bits do not depend on the number of threads, the parallel_for hook, the instruction set, the chunk size, the order of
+// the list, how tensors are split, cache sizes, or the floating-point mode of the caller.
 #include "support/harness.h"
 #include <cfenv>
 #include <numeric>
@@ -12,14 +12,14 @@ using namespace test;
 
 namespace {
 
-/// The environment's DSOPT_CACHES while it lives: the sizes of a core's own cache and of the last level.
+/// Sets DSOPT_CACHES during its lifetime: the sizes of a core's own cache and of the last-level cache.
 struct Caches {
     explicit Caches(const char *sizes) { setenv("DSOPT_CACHES", sizes, 1); }
     ~Caches() { unsetenv("DSOPT_CACHES"); }
 };
 constexpr char kNoCaches[] = "0,0", kLargeCaches[] = "1000000000000,1000000000000";
 
-/// One group of each algorithm, each with every dtype and sizes around leaf and chunk; enough for eight threads.
+/// Shapes for one group of each algorithm: every dtype, sizes around leaf and chunk, enough work for eight threads.
 std::vector<Shape> mixed_shapes() {
     std::vector<Shape> shapes;
     for (size_t i = 0; i < std::size(kStandardRules); ++i) {
@@ -33,7 +33,7 @@ std::vector<Shape> mixed_shapes() {
     return shapes;
 }
 
-/// Two steps: parameters, state, and the norms as bits.
+/// Returns the bits of parameters, state and norms after two steps.
 std::string train_mixed(const dsopt_context_desc &desc, double max_norm) {
     Trainer trainer(mixed_shapes(), optimizer_desc(max_norm, DSOPT_OPTIMIZER_REPORT_NORMS), desc);
     for (const int32_t algorithm : kStandardRules) trainer.add(make_group(algorithm), 6);
@@ -58,11 +58,11 @@ const std::string &reference(double max_norm) {
     return text;
 }
 
-using Setting = std::tuple<int32_t, int, const char *, int64_t>; // threads, hook, instruction set, chunk
-class SameBits : public testing::TestWithParam<Setting> {};
+using Setting = std::tuple<int32_t, int, const char *, int64_t>; // threads, hook, instruction set, chunk size
+class StepBits : public testing::TestWithParam<Setting> {};
 
 LABEL(long_emulated);
-TEST_P(SameBits, WhateverRunsTheStep) {
+TEST_P(StepBits, DoNotDependOnThreadsHookIsaAndChunk) {
     const auto [threads, hook, isa_name, chunk] = GetParam();
     const Isa isa(isa_name);
     Workers workers;
@@ -76,16 +76,16 @@ TEST_P(SameBits, WhateverRunsTheStep) {
     EXPECT_TRUE(same(train_mixed(desc, 0.5), reference(0.5)));
 }
 
-INSTANTIATE_TEST_SUITE_P(Settings, SameBits,
+INSTANTIATE_TEST_SUITE_P(Settings, StepBits,
                          testing::Combine(testing::Values(1, 2, 3, 5, 8), testing::Values(0, 1, 2),
                                           testing::ValuesIn(kIsas), testing::Values(4096, 8192, 65536)));
 
-LABEL(cpu); // pools of threads
-TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
+LABEL(cpu); // parallel_for hooks
+TEST(StepParallelFor, ReplacesTheHookOfTheContext) {
     const std::vector<Shape> shapes = shapes_of({100000});
     const Trainer plain(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), context_desc(4));
     dsopt_context_desc desc = context_desc(4);
-    desc.parallel_for = [](void *, int64_t, Body, void *) { FAIL() << "the pool of the context was asked"; };
+    desc.parallel_for = [](void *, int64_t, Body, void *) { FAIL() << "the hook of the context was called"; };
     const Trainer hooked(shapes, make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5), desc);
     struct Count {
         int64_t calls = 0, parts = 0;
@@ -108,7 +108,7 @@ TEST(SameBitsPerCall, APoolOfTheCallReplacesThatOfTheContext) {
     EXPECT_EQ(count.parts, 4);
 }
 
-TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
+TEST(Determinism, GivesOneResultIn100Runs) {
     std::string first;
     for (int run = 0; run < 100; ++run) {
         const Trainer trainer(shapes_of({40000, 5, 4097}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(0.5),
@@ -120,10 +120,104 @@ TEST(SameBitsPerCall, HundredRunsGiveOneResult) {
     }
 }
 
-// What does not stay in a core's cache is asked for ahead, across the ends of tensors; what does not stay in any is
-// written past them.
+// ------------------------------------------------------------------------------------ mixed precision, norms, clipping
+/// A parallel_for hook that runs a loop backwards on two threads. Counts its calls in `calls`.
+void run_on_two_threads(void *calls, int64_t n, void (*body)(void *, int64_t), void *arg) {
+    ++*static_cast<int *>(calls);
+    std::thread other([&] {
+        for (int64_t i = n - 1; i >= 0; i -= 2) body(arg, i);
+    });
+    for (int64_t i = n - 2; i >= 0; i -= 2) body(arg, i);
+    other.join();
+}
+
+struct Execution {
+    int threads;
+    const char *isa;
+    int64_t chunk;
+    bool hook;
+};
+
+/// Returns state, parameters and reports after the steps.
+Snapshot run_steps(const Execution &execution, dsopt_optimizer_desc desc, const std::vector<Array> &weights,
+                   const std::vector<std::vector<Array>> &grads) {
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.threads = execution.threads;
+    context_desc.chunk = execution.chunk;
+    const Context ctx = [&] {
+        const Isa isa(execution.isa);
+        return make_context(context_desc);
+    }();
+    const Scaler scaler = make_scaler(ctx, 64, 2);
+    desc.scaler = scaler.get();
+    desc.flags |= DSOPT_OPTIMIZER_REPORT_NORMS;
+    Trainer trainer(ctx, desc);
+    const int32_t algorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAMW,
+                                  DSOPT_ALGORITHM_ADAM_LEGACY};
+    for (size_t g = 0; g < 4; ++g) {
+        dsopt_group group = group_of(algorithms[g]);
+        group.max_norm = g % 2 ? 1.5 : 0;
+        std::vector<Param> params;
+        for (size_t i = g; i < weights.size(); i += 4) params.push_back({weights[i]});
+        must(trainer.add_group(group, std::move(params)));
+    }
+    std::string reports;
+    int calls = 0;
+    for (const std::vector<Array> &step : grads) {
+        std::vector<Array> ordered;
+        for (size_t g = 0; g < 4; ++g)
+            for (size_t i = g; i < step.size(); i += 4) ordered.push_back(step[i]);
+        must(trainer.step(ordered, [&](dsopt_step &s) {
+            s.parallel_for = execution.hook ? run_on_two_threads : nullptr;
+            s.parallel_user = execution.hook ? &calls : nullptr;
+        }));
+        const dsopt_report report = trainer.report();
+        for (const double value : {report.grad_norm, report.dense_norm, report.weight_norm, report.update_norm,
+                                   report.divisor, report.loss_scale})
+            reports.append(reinterpret_cast<const char *>(&value), sizeof value);
+    }
+    EXPECT_EQ(calls > 0, execution.hook && execution.threads > 1);
+    Snapshot all = trainer.snapshot();
+    all["reports"] = reports;
+    return all;
+}
+
+class MixedPrecisionBits : public testing::TestWithParam<int> {
+}; // standard mode, compat mode with flat masters, compat mode with a master per tensor
+INSTANTIATE_TEST_SUITE_P(, MixedPrecisionBits, testing::Values(0, 1, 2), [](const auto &info) {
+    return std::string(std::array{"Standard", "CompatFlat", "CompatPerTensor"}[size_t(info.param)]);
+});
+
+TEST_P(MixedPrecisionBits, DoNotDependOnThreadsIsaChunkAndHook) {
+    Random random(1);
+    const int32_t dtypes[] = {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32};
+    const std::vector<size_t> sizes = {1, 20481, 0, 4095, 4096, 4097, 33, 30000, 1025, 8192, 12289, 16385};
+    std::vector<Array> weights;
+    for (const size_t size : sizes) weights.emplace_back(dtypes[weights.size() % 3], random.floats(size));
+    std::vector<std::vector<Array>> grads(4);
+    for (size_t step = 0; step < grads.size(); ++step)
+        for (const size_t size : sizes)
+            grads[step].emplace_back(dtypes[(grads[step].size() + step) % 3], random.floats(size, -90, 90));
+    grads[2][7].set(29999, kInf); // step 3 is skipped
+    dsopt_optimizer_desc desc = optimizer_desc();
+    desc.compat = GetParam() == 0 ? DSOPT_COMPAT_NONE : DSOPT_COMPAT_DEEPSPEED;
+    desc.masters = GetParam() == 1 ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
+    desc.max_norm = 2;
+    desc.max_value = 0.1;
+    const Snapshot wanted = run_steps({1, "generic", 4096, false}, desc, weights, grads);
+    for (const char *isa : kIsas)
+        for (const int threads : {1, 2, 3, 5, 8})
+            EXPECT_TRUE(same(wanted, run_steps({threads, isa, 4096, false}, desc, weights, grads)))
+                << isa << ", " << threads << " threads";
+    EXPECT_TRUE(same(wanted, run_steps({3, "avx2", 16384, false}, desc, weights, grads))) << "larger chunks";
+    EXPECT_TRUE(same(wanted, run_steps({5, "avx2", 0, true}, desc, weights, grads))) << "parallel_for hook";
+}
+
+// -------------------------------------------------------------------------------------------------------------- caches
+// Lists larger than a core's cache are prefetched, across the ends of tensors. Lists larger than the last-level cache
+// are written with non-temporal stores.
 LABEL(long_emulated);
-TEST(SameBitsOfLongLists, AskedForAheadOrNot) {
+TEST(Prefetch, ChangesNoBit) {
     for (const char *sizes : {kNoCaches, "0,1000000000000", "1000000000000,0", kLargeCaches})
         for (const char *name : kIsas)
             for (const int32_t threads : {1, 2, 5}) {
@@ -134,9 +228,9 @@ TEST(SameBitsOfLongLists, AskedForAheadOrNot) {
             }
 }
 
-// The same tensors in lists that no cache holds, and each by itself.
+// The same tensors in one list larger than the caches, and each in a list of its own.
 LABEL(long_emulated);
-TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
+TEST(NonTemporalStores, ChangeNoBit) {
     std::vector<Shape> shapes;
     for (int i = 0; i < 4; ++i)
         shapes.push_back({700003, i % 2 ? DSOPT_DTYPE_F16 : DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, size_t(2 + 10 * i), i});
@@ -169,9 +263,9 @@ TEST(SameBitsOfLongLists, WrittenPastTheCaches) {
 }
 
 // --------------------------------------------------------------------------------------------------- types and outputs
-/// What a step reads and writes beside moments.
+/// Dtypes and flags of a step.
 struct Form {
-    int32_t weight, grad, out; // of the output; -1: there is none
+    int32_t weight, grad, out; // dtypes; out -1: no output
     uint32_t optimizer_flags, step_flags;
 };
 std::vector<Form> forms() {
@@ -180,9 +274,10 @@ std::vector<Form> forms() {
         const bool masters = weight != DSOPT_DTYPE_F32 && !(flags & DSOPT_OPTIMIZER_NO_MASTER);
         forms.push_back({weight, grad, -1, flags, 0});
         for (const int32_t out : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
-            for (const uint32_t how :
+            for (const uint32_t step_flags :
                  {0, int(DSOPT_STEP_DELTA), int(DSOPT_STEP_OUT_ONLY), DSOPT_STEP_DELTA | DSOPT_STEP_OUT_ONLY})
-                if (!masters || !(how & DSOPT_STEP_DELTA)) forms.push_back({weight, grad, out, flags, how});
+                if (!masters || !(step_flags & DSOPT_STEP_DELTA))
+                    forms.push_back({weight, grad, out, flags, step_flags});
     };
     for (const int32_t grad : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
         add(DSOPT_DTYPE_F32, grad, 0);
@@ -191,7 +286,7 @@ std::vector<Form> forms() {
     }
     return forms;
 }
-/// A formula as a group chooses it.
+/// A formula and the settings of a group that select it.
 struct Formula {
     const char *name;
     int32_t algorithm, flags;
@@ -210,7 +305,7 @@ constexpr Formula kFormulas[] = {{"Adam", DSOPT_ALGORITHM_ADAM, 0, 0},
                                  {"AdagradEpsInside", DSOPT_ALGORITHM_ADAGRAD, DSOPT_GROUP_EPS_INSIDE_SQRT, 0},
                                  {"Lion", DSOPT_ALGORITHM_LION, 0, 0}};
 
-/// Two steps on sizes around those of registers, some of them off their lines.
+/// Returns the bits after two steps on sizes around register sizes, aligned to cache lines or not.
 std::string train(const Form &form, const Formula &formula) {
     std::vector<Shape> shapes;
     for (const int64_t size : {1, 3, 4, 7, 8, 9, 15, 16, 17, 33, 255, 257, 4115})
@@ -237,12 +332,13 @@ std::string train(const Form &form, const Formula &formula) {
     return all + trainer.text();
 }
 
-// Most forms are converted and rounded in registers; what is left behind them, and all of "generic", goes through tiles.
-class AnyForm : public testing::TestWithParam<Formula> {};
+// Most forms are converted and rounded in registers. Elements after the last full register, and all elements with
+// "generic", are converted in tiles.
+class StepConversions : public testing::TestWithParam<Formula> {};
 
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
+TEST_P(StepConversions, GiveTheSameBitsInRegistersAndTiles) {
     int index = 0;
     for (const Form &form : forms()) {
         const std::string wanted = [&] {
@@ -259,11 +355,11 @@ TEST_P(AnyForm, GivesTheSameBitsInRegistersAndInTiles) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Formulas, AnyForm, testing::ValuesIn(kFormulas),
+INSTANTIATE_TEST_SUITE_P(Formulas, StepConversions, testing::ValuesIn(kFormulas),
                          [](const auto &info) { return std::string(info.param.name); });
 
-TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
-    std::vector<float> values; // ties, what is about them, subnormals, infinities, NaNs
+TEST(StepOutput, RoundsWeightsIdenticallyWithEveryIsa) {
+    std::vector<float> values; // ties, their neighbours, subnormals, infinities, NaNs
     for (uint32_t high = 0; high < 0x10000; ++high)
         for (const uint32_t low : {0x0000u, 0x0fffu, 0x1000u, 0x1001u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
             const uint32_t bits = high << 16 | low;
@@ -279,7 +375,7 @@ TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
             const Isa isa(name);
             const Context ctx = make_context(2);
             dsopt_group group = make_group(DSOPT_ALGORITHM_SGD);
-            group.lr = 0; // the weights stay
+            group.lr = 0; // the weights do not change
             Trainer trainer(ctx, optimizer_desc(), group, {Array(DSOPT_DTYPE_F32, values)});
             const Array outs(dtype, values.size(), 0);
             const dsopt_tensor out = outs.tensor();
@@ -295,24 +391,24 @@ TEST(SameBitsRounded, EveryKindOfWeightToOutputsOf16Bits) {
 }
 
 // --------------------------------------------------------------------------------------------------- order and packing
-class AnyOrder : public testing::TestWithParam<int32_t> {};
+class ListOrder : public testing::TestWithParam<int32_t> {};
 
 LABEL_PARAMS(long_emulated, "Adam");
 LABEL_PARAMS(long_emulated, "AdamLegacy");
 LABEL_PARAMS(long_emulated, "Sgd");
 LABEL_PARAMS(long_emulated, "Adagrad");
-TEST_P(AnyOrder, OfTheListGivesTheSameBits) {
+TEST_P(ListOrder, ChangesNoBit) {
     std::vector<Shape> shapes;
     int64_t content = 0;
     for (const Shape &shape : mixed_shapes()) {
         shapes.push_back(shape);
         shapes.back().content = content++;
     }
-    const float scale = 32; // a power of two: it changes no bit
+    const float scale = 32; // a power of two: exact
     const auto train = [&](const Trainer &trainer, size_t bad) {
         for (uint64_t t = 1; t <= 4; ++t) {
             trainer.model.make_gradients(t);
-            if (t == 3) trainer.model.grads[bad].set(0, kNaN); // a step that is skipped
+            if (t == 3) trainer.model.grads[bad].set(0, kNaN); // this step is skipped
             dsopt_step step = trainer.arguments();
             step.grad_scale = on_device(scale);
             must(trainer.step(step));
@@ -321,11 +417,11 @@ TEST_P(AnyOrder, OfTheListGivesTheSameBits) {
     };
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_REPORT_NORMS);
     desc.nonfinite = DSOPT_NONFINITE_SKIP;
-    const Trainer straight(shapes, make_group(GetParam()), desc, context_desc(2));
+    const Trainer reference_order(shapes, make_group(GetParam()), desc, context_desc(2));
     const auto large = std::max_element(shapes.begin(), shapes.end(),
                                         [](const Shape &a, const Shape &b) { return a.numel < b.numel; });
     const auto bad = size_t(large - shapes.begin());
-    train(straight, bad);
+    train(reference_order, bad);
     desc.flags = 0;
     Random random(5);
     for (int round = 0; round < 3; ++round) {
@@ -337,21 +433,21 @@ TEST_P(AnyOrder, OfTheListGivesTheSameBits) {
         const Trainer other(permuted, make_group(GetParam()), desc, context_desc(3));
         train(other, size_t(std::find(order.begin(), order.end(), bad) - order.begin()));
         for (size_t i = 0; i < order.size(); ++i) {
-            ASSERT_TRUE(same(other.model.params[i].text(), straight.model.params[order[i]].text())) << order[i];
+            ASSERT_TRUE(same(other.model.params[i].text(), reference_order.model.params[order[i]].text())) << order[i];
             for (const dsopt_state_info &info : other.state()) {
                 if (info.param != int64_t(i)) continue;
                 ASSERT_TRUE(same_bits(exported(other.opt(), int64_t(i), info.name),
-                                      exported(straight.opt(), int64_t(order[i]), info.name)))
+                                      exported(reference_order.opt(), int64_t(order[i]), info.name)))
                     << order[i] << " " << info.name;
             }
         }
     }
 }
-INSTANTIATE_TEST_SUITE_P(Algorithms, AnyOrder, testing::ValuesIn(kStandardRules), algorithm_name);
+INSTANTIATE_TEST_SUITE_P(Algorithms, ListOrder, testing::ValuesIn(kStandardRules), algorithm_name);
 
-class AnyPacking : public testing::TestWithParam<int32_t> {};
+class SplitTensor : public testing::TestWithParam<int32_t> {};
 
-TEST_P(AnyPacking, OfOneTensorInPiecesGivesTheSameBits) {
+TEST_P(SplitTensor, HasTheBitsOfTheWhole) {
     constexpr int64_t kNumel = 20000;
     for (const int32_t dtype : kDtypes) {
         const float scale = dtype == DSOPT_DTYPE_F16 ? 32 : 1;
@@ -398,11 +494,10 @@ TEST_P(AnyPacking, OfOneTensorInPiecesGivesTheSameBits) {
         }
     }
 }
-INSTANTIATE_TEST_SUITE_P(ElementWise, AnyPacking, testing::ValuesIn(kElementWise), algorithm_name);
+INSTANTIATE_TEST_SUITE_P(ElementWise, SplitTensor, testing::ValuesIn(kElementWise), algorithm_name);
 
-// Scaling by powers of two is exact: parameters, rate and gradients scaled so that every intermediate result is scaled
-// too.
-TEST(SameBitsScaled, APowerOfTwoOnTheGradientsComesOutThroughGradScale) {
+// Scaling by a power of two is exact: grad_scale divides the gradients without rounding.
+TEST(GradScale, UndoesAPowerOfTwoExactly) {
     for (const int32_t algorithm : kStandardRules) {
         const Trainer plain(shapes_of({5000}), make_group(algorithm)), scaled(shapes_of({5000}), make_group(algorithm));
         const float scale = 1024;
@@ -418,8 +513,7 @@ TEST(SameBitsScaled, APowerOfTwoOnTheGradientsComesOutThroughGradScale) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------- floating-point
-// modes
+// ------------------------------------------------------------------------------------------------ floating-point modes
 #if defined(__x86_64__)
 constexpr unsigned kDefault = 0x1f80, kFlush = 0x8040; // FTZ and DAZ
 
@@ -429,7 +523,7 @@ struct Mode {
     unsigned saved_;
 };
 
-/// Denormals, ties and inexact conversions in everything that a step reads; the tensors of the first step make masters.
+/// Returns the bits after three steps in a floating-point mode. Weights and gradients contain denormals.
 std::string train_in_mode(unsigned csr, const dsopt_context_desc &desc, uint32_t flags) {
     Trainer trainer(mixed_shapes(), optimizer_desc(0.5, flags), desc);
     for (const int32_t algorithm : kStandardRules) {
@@ -465,11 +559,11 @@ std::string train_in_mode(unsigned csr, const dsopt_context_desc &desc, uint32_t
     return all + trainer.text();
 }
 
-class CallersMode : public testing::TestWithParam<unsigned> {};
+class CallersFloatMode : public testing::TestWithParam<unsigned> {};
 
 LABEL(one_of_many);
 LABEL(long_emulated);
-TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
+TEST_P(CallersFloatMode, ChangesNoBitAndIsRestored) {
     for (const uint32_t flags : {0u, uint32_t(DSOPT_OPTIMIZER_NO_MASTER)}) {
         const std::string wanted = train_in_mode(kDefault, context_desc(1), flags);
         for (const char *name : kIsas) {
@@ -477,7 +571,7 @@ TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
             EXPECT_TRUE(same(train_in_mode(GetParam(), context_desc(1), flags), wanted)) << name;
         }
         EXPECT_TRUE(same(train_in_mode(GetParam(), context_desc(4), flags), wanted));
-        // Threads of the caller's pool may be in such a mode while the caller itself is not.
+        // Threads of the parallel_for hook may be in another mode than the caller.
         dsopt_context_desc desc = context_desc(4);
         Workers workers;
         workers.enter = [] { _mm_setcsr(kDefault | kFlush | _MM_ROUND_UP); };
@@ -487,11 +581,11 @@ TEST_P(CallersMode, ChangesNoBitAndIsRestored) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, CallersMode,
+INSTANTIATE_TEST_SUITE_P(Modes, CallersFloatMode,
                          testing::Values(kDefault, kDefault | kFlush, kDefault | _MM_ROUND_DOWN,
                                          kDefault | _MM_ROUND_UP, kDefault | _MM_ROUND_TOWARD_ZERO | kFlush));
 
-TEST(CallersModeExceptions, UnmaskedOnesAreNotRaisedByAStep) {
+TEST(StepFloatExceptions, AreNotRaisedEvenIfUnmasked) {
     const Trainer trainer(shapes_of({5000, 3}, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16), make_group(DSOPT_ALGORITHM_LAMB),
                           optimizer_desc(1.0));
     trainer.model.grads[0].as<uint16_t>()[7] = 0x7c01; // signalling NaN

@@ -7,7 +7,7 @@ using namespace test;
 
 namespace {
 
-// Below, at and above: a vector, two vectors, the lanes of a sum, a tile, a leaf (the smallest chunk), the largest chunk
+// Below, at and above: a vector, two vectors, the lanes of a sum, a tile, a leaf (smallest chunk), the largest chunk.
 const std::vector<int64_t> kSizes = {0,    1,    2,    3,    7,    8,     9,     15,    16,    17,
                                      31,   32,   33,   63,   64,   65,    1023,  1024,  1025,  4095,
                                      4096, 4097, 8191, 8192, 8193, 65535, 65536, 65537, 100003};
