@@ -1,28 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Clipping by norm and by value, the policy for Inf and NaN, what the report tells, the skip budget.
-#include "support/harness.h"
+// Clipping by norm and by value, with scales, limits per group, and norms that the caller passes.
+#include "clip.h"
 
 using namespace test;
 
 namespace {
 
-/// beta1 is 0, so exp_avg is the gradient as the rule saw it; no decay.
-dsopt_group watching(double max_norm = 0) {
-    dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
-    group.beta1 = 0;
-    group.max_norm = max_norm;
-    return group;
-}
-double norm_of(const std::vector<Array> &grads) {
-    long double sum = 0;
-    for (const Array &grad : grads)
-        for (const float g : grad.floats()) sum += static_cast<long double>(g) * g;
-    return double(std::sqrt(sum));
-}
+const std::vector<int64_t> kSizes = {5000, 0, 33, 4097};
+
 void expect_near(double got, double wanted, double tolerance = 1e-12) {
     EXPECT_LE(std::fabs(got - wanted), tolerance * std::fabs(wanted)) << got << " instead of " << wanted;
 }
-std::vector<Array> times(const std::vector<Array> &grads, float factor) {
+std::vector<Array> scaled_by(const std::vector<Array> &grads, float factor) {
     std::vector<Array> list;
     for (const Array &grad : grads) {
         std::vector<float> values = grad.floats();
@@ -32,45 +21,29 @@ std::vector<Array> times(const std::vector<Array> &grads, float factor) {
     return list;
 }
 
-class Clip : public testing::Test {
-protected:
-    Random random{3};
-    const Context ctx = make_context(2);
-    dsopt_optimizer_desc desc = empty();
-    static dsopt_optimizer_desc empty() {
-        DSOPT_NEW(dsopt_optimizer_desc, desc);
-        return desc;
-    }
-    std::vector<Array> grads(double size) { // of three dtypes
-        return {Array(DSOPT_DTYPE_F16, random.floats(5000, -size, size)),
-                Array(DSOPT_DTYPE_BF16, random.floats(9, -size, size)),
-                Array(DSOPT_DTYPE_F32, random.floats(4096, -size, size))};
-    }
-    std::vector<Array> weights() {
-        return {Array(DSOPT_DTYPE_F16, random.floats(5000)), Array(DSOPT_DTYPE_BF16, random.floats(9)),
-                Array(DSOPT_DTYPE_F32, random.floats(4096))};
-    }
-};
-
-TEST_F(Clip, DividesByNormOverMaxNormAndReportsTheUnscaledNorm) {
+TEST(Clip, DividesByNormOverMaxNormAndReportsUnscaledNorm) {
     const double scale = 64;
+    Random random(3);
+    const Context ctx = make_context(2);
+    dsopt_optimizer_desc desc = optimizer_desc();
     for (const int32_t algorithm : kStandardRules)
         for (const double max_norm : {0.25, 1e6}) {
             const Scaler scaler = make_scaler(ctx, scale);
             desc.scaler = scaler.get();
             desc.max_norm = max_norm;
-            const std::vector<Array> start = weights();
-            Trainer clipped(ctx, desc, group_of(algorithm), start), reference(ctx, empty(), group_of(algorithm), start);
+            const std::vector<Array> start = mixed_arrays(random);
+            Trainer clipped(ctx, desc, group_of(algorithm), start),
+                reference(ctx, optimizer_desc(), group_of(algorithm), start);
             for (int step = 0; step < 4; ++step) {
-                const std::vector<Array> g = grads(8);
+                const std::vector<Array> g = mixed_arrays(random, 8);
                 ASSERT_OK(clipped.step(g));
                 const dsopt_report report = clipped.report();
-                const double norm = norm_of(g) / scale;
+                const double norm = exact_norm(g) / scale;
                 expect_near(report.grad_norm, norm);
                 expect_near(report.dense_norm, norm);
                 EXPECT_EQ(report.expert_norm, 0);
                 expect_near(report.divisor, scale * std::max(1.0, (norm + 1e-6) / max_norm));
-                ASSERT_OK(reference.step(times(g, float(1 / report.divisor))));
+                ASSERT_OK(reference.step(scaled_by(g, float(1 / report.divisor))));
                 Snapshot got = clipped.snapshot();
                 got.erase("scaler -1");
                 got.erase("loss_scale -1");
@@ -79,9 +52,10 @@ TEST_F(Clip, DividesByNormOverMaxNormAndReportsTheUnscaledNorm) {
         }
 }
 
-TEST_F(Clip, LeavesGradientsAloneUpToTheLimit) {
-    desc.max_norm = 5.000002;
-    Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F32, 2, 1)});
+TEST(Clip, KeepsGradientsUpToMaxNorm) {
+    const Context ctx = make_context(2);
+    Trainer trainer(ctx, optimizer_desc(5.000002), gradient_as_moment(),
+                    std::vector<Array>{Array(DSOPT_DTYPE_F32, 2, 1)});
     ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F32, {3, 4})}));
     EXPECT_EQ(trainer.report().divisor, 1);
     EXPECT_EQ(trainer.state("exp_avg", 0), (std::vector<float>{3, 4}));
@@ -90,191 +64,149 @@ TEST_F(Clip, LeavesGradientsAloneUpToTheLimit) {
     expect_near(trainer.report().divisor, (5 + 1e-6) / 2.5);
 }
 
-TEST_F(Clip, ByValueCutsUnscaledElementsAfterTheNorm) {
+TEST(Clip, ClampsUnscaledElementsAfterTheNorm) {
     const float scale = 8;
+    Random random(3);
+    const Context ctx = make_context(2);
+    dsopt_optimizer_desc desc = optimizer_desc();
     const Scaler scaler = make_scaler(ctx, double(scale));
     desc.scaler = scaler.get();
     desc.max_value = 0.75;
     for (const double max_norm : {0.0, 2.0}) {
         desc.max_norm = max_norm;
-        Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 5000, 1)});
-        const Array given(DSOPT_DTYPE_F16, random.floats(5000, -10, 10));
-        ASSERT_OK(trainer.step({given}));
+        Trainer trainer(ctx, desc, gradient_as_moment(), std::vector<Array>{Array(DSOPT_DTYPE_F16, 5000, 1)});
+        const Array grad(DSOPT_DTYPE_F16, random.floats(5000, -10, 10));
+        ASSERT_OK(trainer.step({grad}));
         const float inverse = float(1 / trainer.report().divisor);
-        std::vector<float> wanted = given.floats();
+        std::vector<float> wanted = grad.floats();
         for (float &g : wanted) g = std::clamp(g * inverse, -0.75f, 0.75f);
         EXPECT_TRUE(same_bits(trainer.state("exp_avg", 0), wanted));
-        expect_near(trainer.report().grad_norm, norm_of({given}) / double(scale)); // before clipping by value
+        expect_near(trainer.report().grad_norm, exact_norm({grad}) / double(scale)); // the norm before clamping
     }
 }
 
-TEST_F(Clip, ByValueLetsNanThroughAndCutsInfWhereThePolicyApplies) {
+TEST(Clip, KeepsNanAndClampsInfIfNonfiniteIsApplied) {
+    const Context ctx = make_context(2);
+    dsopt_optimizer_desc desc = optimizer_desc();
     desc.max_value = 2;
     desc.nonfinite = DSOPT_NONFINITE_APPLY;
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
-        Trainer trainer(ctx, desc, watching(), std::vector<Array>{Array(dtype, 5, 1)});
+        Trainer trainer(ctx, desc, gradient_as_moment(), std::vector<Array>{Array(dtype, 5, 1)});
         ASSERT_OK(trainer.step({Array(dtype, {kNaN, kInf, -kInf, 3, -1})}));
         EXPECT_TRUE(same_bits(trainer.state("exp_avg", 0), {kNaN, 2, -2, 2, -1})) << dtype_name(dtype);
     }
 }
 
-// --------------------------------------------------------------------------------------------------- Inf and NaN
-class Nonfinite : public Clip {};
-
-TEST_F(Nonfinite, AutoLooksOnlyWhereGradientsAreReadAnyway) {
-    const Scaler scaler = make_scaler(ctx, 8, 1000, DSOPT_SCALER_SHARED);
-    for (const int32_t policy : {DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_SKIP, DSOPT_NONFINITE_APPLY})
-        for (int reader = 0; reader < 4; ++reader) { // nothing, clipping, clipping of the group, scaling
-            desc.nonfinite = policy;
-            desc.max_norm = reader == 1;
-            desc.scaler = reader == 3 ? scaler.get() : nullptr;
-            Trainer trainer(ctx, desc, watching(reader == 2),
-                            std::vector<Array>{Array(DSOPT_DTYPE_BF16, 3, 1), Array(DSOPT_DTYPE_F32, 3, 1)});
-            ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_BF16, 3, 1), Array(DSOPT_DTYPE_F32, {1, kNaN, kInf})}));
-            const dsopt_report report = trainer.report();
-            const bool looks = policy == DSOPT_NONFINITE_SKIP || reader != 0;
-            const bool skips = policy != DSOPT_NONFINITE_APPLY && looks;
-            SCOPED_TRACE(testing::Message() << "policy " << policy << ", reader " << reader);
-            EXPECT_EQ(report.last_skipped, skips);
-            EXPECT_EQ(report.nonfinite, looks ? 2 : 0);
-            EXPECT_EQ(report.first_bad, looks ? 1 : -1);
-            EXPECT_EQ(std::isnan(trainer.weight(1)[1]), !skips);
-        }
-}
-
-TEST_F(Nonfinite, ReportNamesTheFirstBadTensorAndItsKind) {
-    desc.nonfinite = DSOPT_NONFINITE_SKIP;
-    Trainer trainer(ctx, desc);
-    must(trainer.add_group(watching(), {{Array(DSOPT_DTYPE_F16, 3, 1), "a"},
-                                        {Array(DSOPT_DTYPE_F16, 0, 1), "empty"},
-                                        {Array(DSOPT_DTYPE_F32, 9000, 1), "Gewicht ü"},
-                                        {Array(DSOPT_DTYPE_BF16, 3, 1), "c"}}));
-    const auto step = [&](int64_t tensor, std::vector<std::pair<size_t, float>> bad) {
-        std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, 3, 1), Array(DSOPT_DTYPE_F16, 0, 1),
-                                    Array(DSOPT_DTYPE_F32, 9000, 1), Array(DSOPT_DTYPE_BF16, 3, 1)};
-        for (const auto &[place, value] : bad) grads[size_t(tensor)].set(place, value);
-        must(trainer.step(grads));
-        return trainer.report();
-    };
-    dsopt_report report = step(2, {{8999, -kInf}, {0, kInf}, {4096, kInf}});
-    EXPECT_EQ(report.first_bad, 2);
-    EXPECT_STREQ(report.first_bad_name, "Gewicht ü");
-    EXPECT_EQ(report.kind, 1);
-    EXPECT_EQ(report.nonfinite, 3);
-    EXPECT_EQ(report.divisor, 0);
-    report = step(2, {{8999, kNaN}, {0, kInf}}); // a NaN anywhere in the tensor
-    EXPECT_EQ(report.kind, 2);
-    report = step(3, {{2, kInf}});
-    EXPECT_STREQ(report.first_bad_name, "c");
-    report = step(0, {});
-    EXPECT_EQ(report.first_bad, -1);
-    EXPECT_EQ(report.first_bad_name, nullptr);
-    EXPECT_EQ(report.kind, 0);
-    EXPECT_EQ(report.nonfinite, 0);
-    EXPECT_EQ(report.last_skipped, 0);
-    EXPECT_EQ(report.skipped, 3);
-    EXPECT_EQ(report.skipped_in_row, 0);
-}
-
-// -------------------------------------------------------------------------------------------------------- the report
-class ClipReport : public Clip {};
-
-TEST_F(ClipReport, TimesPhasesOnlyWhenAsked) {
-    desc.max_norm = 1;
-    for (const bool timing : {false, true}) {
-        desc.flags = timing ? DSOPT_OPTIMIZER_TIMING : 0;
-        Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM),
-                        std::vector<Array>{Array(DSOPT_DTYPE_F16, 50000, 1)});
-        ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 50000, 1)}));
-        const dsopt_report report = trainer.report();
-        for (const int phase :
-             {DSOPT_MS_OVERFLOW_CHECK, DSOPT_MS_COMPUTE_NORM, DSOPT_MS_UNSCALE_AND_CLIP, DSOPT_MS_BASIC_STEP}) {
-            EXPECT_EQ(report.ms[phase] > 0, timing) << phase;
-            EXPECT_LT(report.ms[phase], 60000);
-        }
-        for (int phase = DSOPT_MS_COMPRESS; phase < 8; ++phase) EXPECT_EQ(report.ms[phase], 0);
-    }
-}
-
-TEST_F(ClipReport, OnTheDeviceSaysTheSameAsTheHosts) {
-    const Scaler scaler = make_scaler(ctx, 16, 1);
-    desc.scaler = scaler.get();
-    desc.max_norm = 0.5;
-    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights());
-    for (int step = 0; step < 6; ++step) {
-        std::vector<Array> g = grads(16);
-        if (step == 2 || step == 3) g[1].set(0, kNaN);
-        const Shared<float> device(DSOPT_REPORT_FLOATS, 77);
-        ASSERT_OK(trainer.step(g, [&](dsopt_step &s) { s.report = device.data(); }));
-        const dsopt_report host = trainer.report();
-        std::vector<float> wanted(DSOPT_REPORT_FLOATS, 0.0f);
-        wanted[DSOPT_REPORT_SKIPPED] = float(host.last_skipped);
-        wanted[DSOPT_REPORT_GRAD_NORM] = float(host.grad_norm);
-        wanted[DSOPT_REPORT_WEIGHT_NORM] = wanted[DSOPT_REPORT_UPDATE_NORM] = kNaN;
-        wanted[DSOPT_REPORT_NONFINITE] = float(host.nonfinite);
-        wanted[DSOPT_REPORT_FIRST_BAD] = float(host.first_bad);
-        wanted[DSOPT_REPORT_DIVISOR] = float(host.divisor);
-        wanted[DSOPT_REPORT_SCALE_USED] = float(host.scale_used);
-        wanted[DSOPT_REPORT_SCALE_NEXT] = float(host.loss_scale);
-        wanted[DSOPT_REPORT_SKIPPED_IN_ROW] = float(info_of(scaler).skipped_in_row);
-        wanted[DSOPT_REPORT_REASONS] = float(host.reasons);
-        EXPECT_TRUE(same_bits({device.begin(), device.end()}, wanted)) << "step " << step;
-        EXPECT_EQ(host.last_skipped, step == 2 || step == 3);
-        EXPECT_EQ(host.reasons & DSOPT_SKIP_GRADIENTS, host.last_skipped ? DSOPT_SKIP_GRADIENTS : 0);
-    }
-}
-
-// ------------------------------------------------------------------------------------------------------- skip budget
-TEST_F(ClipReport, SkipBudgetStopsTheRunUntilItIsForgiven) {
-    const Scaler scaler = make_scaler(ctx, 1024);
-    desc.scaler = scaler.get();
-    desc.skip_budget = 3;
-    Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 2, 1)});
-    const std::vector<Array> good = {Array(DSOPT_DTYPE_F16, 2, 1)}, bad = {Array(DSOPT_DTYPE_F16, 2, kInf)};
-    for (const auto *g : {&bad, &bad, &good, &bad, &bad, &bad}) ASSERT_OK(trainer.step(*g));
-    const Snapshot before = trainer.snapshot();
-    for (const auto *g : {&good, &bad}) {
-        std::vector<Array> copy = *g;
-        EXPECT_TRUE(refused(trainer.step(copy, [](dsopt_step &step) { step.flags = DSOPT_STEP_ZERO_GRADS; }),
-                            DSOPT_ERR_SKIPS, "3"));
-        EXPECT_EQ(copy[0].text(), (*g)[0].text());
-    }
-    EXPECT_TRUE(same(before, trainer.snapshot()));
-    EXPECT_EQ(trainer.report().calls, 6);
-    EXPECT_EQ(trainer.get(DSOPT_KEY_SKIP_BUDGET), 3);
-    ASSERT_OK(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 1));
-    ASSERT_OK(trainer.step(bad));
-    synchronize(); // a step does not wait for the one before
-    EXPECT_TRUE(refused(trainer.step(good), DSOPT_ERR_SKIPS));
-    ASSERT_OK(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 0));
-    for (int i = 0; i < 20; ++i) ASSERT_OK(trainer.step(bad));
-    ASSERT_OK(trainer.step(good));
-    EXPECT_EQ(trainer.report().skipped_in_row, 0);
-}
-
-TEST_F(Clip, RefusesLimitsThatAreNoLimits) {
+TEST(Clip, RefusesAMaxValueThatIsZeroInFp32) {
+    const Context ctx = make_context();
     dsopt_optimizer *opt = nullptr;
-    desc = empty();
-    desc.max_value = 1e-60; // zero in fp32
+    dsopt_optimizer_desc desc = optimizer_desc();
+    desc.max_value = 1e-60;
     EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "max_value"));
-    for (const double value : {-1.0, HUGE_VAL, double(kNaN)}) {
-        desc = empty();
-        desc.max_norm = value;
-        EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "max_norm"));
-        desc = empty();
-        desc.max_value = value;
-        EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "max_value"));
-        Trainer trainer(ctx, empty(), watching(), std::vector<Array>{});
-        for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_GROUP_MAX_NORM})
-            EXPECT_TRUE(refused(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, key, value), DSOPT_ERR_ARGUMENT));
-    }
-    desc = empty();
-    desc.skip_budget = -1;
-    EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "skip_budget"));
-    desc = empty();
-    desc.nonfinite = 3;
-    EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "nonfinite"));
     EXPECT_EQ(opt, nullptr);
+}
+
+class ClipByNorm : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, ClipByNorm, testing::ValuesIn(kAlgorithms), algorithm_name);
+
+/// Returns the divisor of a parameter's gradients, computed from exp_avg after the first step.
+double divisor_applied(const Trainer &trainer, int64_t param) {
+    const std::vector<float> m = exported(trainer.opt(), param, "exp_avg");
+    double moments = 0, gradients = 0;
+    for (size_t i = 0; i < m.size(); ++i) {
+        moments += std::fabs(double(m[i]));
+        gradients += std::fabs(double(trainer.model.grads[size_t(param)][size_t(int64_t(i))]));
+    }
+    return 0.1 * gradients / moments;
+}
+
+TEST_P(ClipByNorm, AppliesTheLargerDivisorOfGroupAndOptimizer) {
+    dsopt_group tight = make_group(GetParam(), 0), loose = tight, none = tight;
+    tight.max_norm = 0.01;
+    loose.max_norm = 1e6;
+    for (const double max_norm : {0.0, 1e5, 0.5})
+        for (const float scale : {1.0f, 2.0f})
+            for (const bool tight_first : {true, false}) {
+                SCOPED_TRACE(testing::Message() << max_norm << ", scale " << scale << ", tight first " << tight_first);
+                Trainer trainer(shapes_of({1000, 2000, 3000}), optimizer_desc(max_norm));
+                trainer.add(tight_first ? tight : none, 1);
+                trainer.add(loose, 1);
+                trainer.add(tight_first ? none : tight, 1);
+                dsopt_step step = trainer.arguments();
+                step.grad_scale = on_device(scale);
+                must(trainer.step(step));
+                const size_t tight_index = tight_first ? 0 : 2;
+                const auto divisor = [&](double norm, double limit) {
+                    return scale * (limit > 0 ? std::max(1.0, (norm / double(scale) + 1e-6) / limit) : 1.0);
+                };
+                const double of_optimizer = divisor(exact_norm(trainer.model.grads), max_norm),
+                             of_group = divisor(exact_norm(trainer.model.grads, tight_index, tight_index + 1), 0.01);
+                ASSERT_GT(of_group, of_optimizer);
+                for (size_t i = 0; i < 3; ++i) {
+                    const double wanted = i == tight_index ? of_group : of_optimizer;
+                    EXPECT_NEAR(divisor_applied(trainer, int64_t(i)), wanted, 1e-6 * wanted) << "group " << i;
+                }
+                const double first = tight_first ? of_group : of_optimizer; // the report contains that of group 0
+                EXPECT_NEAR(report_of(trainer.opt()).divisor, first, 1e-13 * first);
+            }
+}
+
+TEST_P(ClipByNorm, UsesAndReportsTheNormOfUnscaledGradients) {
+    const float scale = 1000;
+    for (const double max_norm : {0.01, 1e9}) {
+        const Trainer trainer(shapes_of(kSizes), make_group(GetParam(), 0), optimizer_desc(max_norm));
+        dsopt_step step = trainer.arguments();
+        step.grad_scale = on_device(scale);
+        must(trainer.step(step));
+        const dsopt_report report = report_of(trainer.opt());
+        const double norm = exact_norm(trainer.model.grads) / double(scale);
+        const double divisor = double(scale) * std::max(1.0, (norm + 1e-6) / max_norm);
+        EXPECT_NEAR(report.grad_norm, norm, 1e-13 * norm);
+        EXPECT_NEAR(report.divisor, divisor, 1e-13 * divisor);
+        EXPECT_EQ(report.divisor == double(scale), max_norm > norm);
+        EXPECT_NEAR(divisor_applied(trainer, 0), divisor, 1e-6 * divisor);
+    }
+}
+
+// Gradients are 3 and 4, so every norm is an integer and the fp32 norm of the caller is exact.
+TEST_P(ClipByNorm, GivesTheSameBitsWithNormsOfTheCaller) {
+    dsopt_group group = make_group(GetParam());
+    group.max_norm = 1.5;
+    for (const float scale : {1.0f, 4.0f}) {
+        Trainer engine(shapes_of({2, 2}), optimizer_desc(2.0)), caller(shapes_of({2, 2}), optimizer_desc(2.0));
+        for (Trainer *trainer : {&engine, &caller}) {
+            trainer->add(group, 1);
+            trainer->add(group, 1);
+            for (const Array &grad : trainer->model.grads) {
+                grad.set(0, 3 * scale);
+                grad.set(1, 4 * scale);
+            }
+        }
+        const float norms[] = {5 * scale, 5 * scale};
+        for (int t = 0; t < 3; ++t) {
+            dsopt_step step = engine.arguments();
+            step.grad_scale = on_device(scale);
+            must(engine.step(step));
+            step = caller.arguments();
+            step.grad_scale = on_device(scale);
+            step.grad_norms = on_device(norms);
+            must(caller.step(step));
+        }
+        EXPECT_TRUE(same(engine.text(), caller.text()));
+        EXPECT_EQ(report_of(caller.opt()).divisor, report_of(engine.opt()).divisor);
+        EXPECT_EQ(report_of(caller.opt()).grad_norm, report_of(engine.opt()).grad_norm);
+        EXPECT_EQ(report_of(caller.opt()).grad_norm, 5 * std::sqrt(2.0));
+    }
+}
+
+TEST_P(ClipByNorm, UsesNormsOfTheCallerInsteadOfGradients) {
+    const Trainer trainer(shapes_of({2}), make_group(GetParam(), 0), optimizer_desc(1.0));
+    const float norm = 1e6f; // not the norm of the gradients
+    dsopt_step step = trainer.arguments();
+    step.grad_norms = on_device(norm);
+    must(trainer.step(step));
+    EXPECT_NEAR(divisor_applied(trainer, 0), 1e6, 2);
+    EXPECT_EQ(report_of(trainer.opt()).grad_norm, 1e6);
 }
 
 } // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions on lists without an optimizer: norm and finite check, a x + b y, clamping.
+// Functions on lists of tensors without an optimizer: norm and check for Inf and NaN, a x + b y, clamping.
 #include "norm_recipe.h"
 #include "support/harness.h"
 #include "support/lanes.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
 
-/// Sizes around vectors, tiles, leaves and parts.
+/// Returns tensors with sizes around those of vectors, tiles, leaves and chunks.
 std::vector<Array> mixed_list(Random &random) {
     std::vector<Array> list;
     for (const size_t size : {0, 1, 7, 8, 9, 31, 32, 33, 1023, 1024, 1025, 4095, 4096, 4097, 8192, 50001}) {
@@ -33,7 +33,7 @@ double exact_norm(const std::vector<Array> &arrays) {
         for (const float x : array.floats()) sum += static_cast<long double>(x) * x;
     return double(std::sqrt(sum));
 }
-TEST(Norm, IsTheExactOneOfMixedListsInTheDocumentedOrder) {
+TEST(Norm, IsExactForMixedListsInTheDocumentedOrder) {
     const Context ctx = make_context(2);
     for (uint64_t seed = 0; seed < 5; ++seed) {
         Random random(seed);
@@ -41,15 +41,15 @@ TEST(Norm, IsTheExactOneOfMixedListsInTheDocumentedOrder) {
         const double norm = norm_of(ctx, list).norm;
         EXPECT_LE(std::fabs(norm - exact_norm(list)), 1e-14 * norm);
         EXPECT_EQ(norm, std::sqrt(lanes::squares_of_list(list)));
-        float most = 0;
+        float largest = 0;
         for (const Array &array : list)
-            for (const float x : array.floats()) most = std::max(most, std::fabs(x));
-        EXPECT_EQ(norm_of(ctx, list, DSOPT_NORM_MAX).norm, double(most));
+            for (const float x : array.floats()) largest = std::max(largest, std::fabs(x));
+        EXPECT_EQ(norm_of(ctx, list, DSOPT_NORM_MAX).norm, double(largest));
     }
 }
 
-TEST(Norm, KeepsItsOrderInEveryTail) {
-    // Numbers of all sizes, whose sum depends on the order.
+TEST(Norm, AddsEveryTailInTheDocumentedOrder) {
+    // Magnitudes differ so much that the sum depends on the order.
     for (const char *isa : kIsas) {
         const Context ctx = make_context(1, isa);
         Random random(17);
@@ -69,22 +69,22 @@ TEST(Norm, KeepsItsOrderInEveryTail) {
 TEST(Norm, HasTheSameBitsForAnyThreadCountAndInstructionSet) {
     Random random(11);
     std::vector<Array> list = mixed_list(random);
-    list.emplace_back(DSOPT_DTYPE_BF16, random.floats(700001)); // enough for every thread to have a part
+    list.emplace_back(DSOPT_DTYPE_BF16, random.floats(700001)); // enough elements for every thread
     list.emplace_back(DSOPT_DTYPE_F16, random.floats(500000));
     const dsopt_norm_result wanted = norm_of(make_context(1, "generic"), list, DSOPT_NORM_L2, 2);
-    const dsopt_norm_result most = norm_of(make_context(1, "generic"), list, DSOPT_NORM_MAX, 2);
+    const dsopt_norm_result largest = norm_of(make_context(1, "generic"), list, DSOPT_NORM_MAX, 2);
     for (const char *isa : kIsas)
         for (const int threads : {1, 2, 3, 8}) {
             const Context ctx = make_context(threads, isa);
             for (const int32_t kind : {DSOPT_NORM_L2, DSOPT_NORM_MAX}) {
                 const dsopt_norm_result got = norm_of(ctx, list, kind, 2);
-                EXPECT_EQ(std::memcmp(&got, kind == DSOPT_NORM_L2 ? &wanted : &most, sizeof got), 0)
+                EXPECT_EQ(std::memcmp(&got, kind == DSOPT_NORM_L2 ? &wanted : &largest, sizeof got), 0)
                     << isa << ", " << threads;
             }
         }
 }
 
-TEST(Norm, CountsInfAndNanAndNamesTheFirstTensor) {
+TEST(Norm, CountsInfAndNanAndReportsTheFirstTensor) {
     for (const char *isa : kIsas)
         for (const int threads : {1, 3}) {
             const Context ctx = make_context(threads, isa);
@@ -113,7 +113,7 @@ TEST(Norm, CountsInfAndNanAndNamesTheFirstTensor) {
         }
 }
 
-TEST(Norm, CoefficientClipsAndIsOneWithoutALimit) {
+TEST(Norm, SetsTheCoefficientToClipOrToOneWithoutALimit) {
     const Context ctx = make_context(2);
     const std::vector<Array> list = {Array(DSOPT_DTYPE_F32, {3, 0}), Array(DSOPT_DTYPE_F16, {0, -4})};
     EXPECT_EQ(norm_of(ctx, list).norm, 5);
@@ -125,7 +125,7 @@ TEST(Norm, CoefficientClipsAndIsOneWithoutALimit) {
     EXPECT_EQ(norm_of(ctx, {}, DSOPT_NORM_L2, 2).coefficient, 1);
 }
 
-TEST(Norm, PassesOverEntriesWithoutData) {
+TEST(Norm, IgnoresEntriesWithoutData) {
     const Context ctx = make_context(2);
     const std::vector<Array> list = {Array::absent(100000), Array(DSOPT_DTYPE_F32, {3, 4}),
                                      Array::absent(5, DSOPT_DTYPE_BF16), Array(DSOPT_DTYPE_F16, {kNaN})};
@@ -133,7 +133,7 @@ TEST(Norm, PassesOverEntriesWithoutData) {
     EXPECT_EQ(norm_of(ctx, list).first_bad, 3);
 }
 
-TEST(Norm, NeitherOverflowsNorUnderflowsWhereTheElementsDoNot) {
+TEST(Norm, NeitherOverflowsNorUnderflowsForFiniteElements) {
     const Context ctx = make_context(2);
     const float big = std::numeric_limits<float>::max(), tiny = std::numeric_limits<float>::denorm_min();
     EXPECT_NEAR(norm_of(ctx, {Array(DSOPT_DTYPE_F32, 10000, big)}).norm / double(big), 100, 1e-12);
@@ -142,7 +142,7 @@ TEST(Norm, NeitherOverflowsNorUnderflowsWhereTheElementsDoNot) {
     EXPECT_EQ(norm_of(ctx, {Array(DSOPT_DTYPE_F32, 10000, tiny)}, DSOPT_NORM_MAX).norm, double(tiny));
 }
 
-TEST(Norm, OverACommAddsUpRanksAndKeepsFirstBadLocal) {
+TEST(Norm, AddsRanksOfACommAndReportsFirstBadLocally) {
     for (const int ranks : {2, 3}) {
         const CommId id = new_id();
         std::vector<std::vector<Array>> parts;
@@ -179,11 +179,11 @@ TEST(Norm, OverACommAddsUpRanksAndKeepsFirstBadLocal) {
                     << "rank " << rank << ", bad " << bad;
             }
         });
-        for (const double norm : norms) EXPECT_EQ(norm, norms[0]) << "every rank has the same bits";
+        for (const double norm : norms) EXPECT_EQ(norm, norms[0]) << "bits differ between ranks";
     }
 }
 
-TEST(Norm, RefusesBadListsAndLeavesTheResult) {
+TEST(Norm, RefusesBadListsAndKeepsTheResult) {
     const Context ctx = make_context(2);
     Array array(DSOPT_DTYPE_F32, 4, 1);
     const dsopt_tensor good = array.tensor();
@@ -287,7 +287,7 @@ TEST(Axpby, HasTheSameBitsForAnyThreadCountAndInstructionSet) {
         }
 }
 
-TEST(Axpby, PassesOverEntriesWithoutDataOnEitherSide) {
+TEST(Axpby, IgnoresEntriesWithoutDataOnEitherSide) {
     const Context ctx = make_context(2);
     const std::vector<Array> x = {Array::absent(2), Array(DSOPT_DTYPE_F32, 2, 1), Array(DSOPT_DTYPE_F32, 2, 5)};
     const std::vector<Array> y = {Array(DSOPT_DTYPE_F16, 2, 7), Array::absent(2, DSOPT_DTYPE_F16),
@@ -299,7 +299,7 @@ TEST(Axpby, PassesOverEntriesWithoutDataOnEitherSide) {
     EXPECT_EQ(y[2][1], 12);
 }
 
-TEST(Axpby, RefusesListsThatDoNotFit) {
+TEST(Axpby, RefusesListsThatDoNotMatch) {
     const Context ctx = make_context(2);
     const Array a(DSOPT_DTYPE_F32, 4, 1), b(DSOPT_DTYPE_F32, 3, 1);
     const dsopt_tensor x = a.tensor(), y = b.tensor();
@@ -315,7 +315,7 @@ TEST(Axpby, RefusesListsThatDoNotFit) {
 }
 
 // ------------------------------------------------------------------------------------------------------------- clamp
-TEST(Clamp, CutsEveryElementAndKeepsNan) {
+TEST(Clamp, ClampsEveryElementAndKeepsNan) {
     Random random(15);
     std::vector<float> values = random.floats(9000, -4, 4);
     std::copy(kSpecial.begin(), kSpecial.end(), values.begin() + 100);
@@ -346,29 +346,29 @@ TEST(Clamp, RefusesLimitsThatAreNotPositive) {
     EXPECT_EQ(x[0], 9);
 }
 
-/// Two model ranks in each of two expert ranks, with what the header's function and a step say of the norm.
-struct Grid {
+/// Two expert ranks of two model ranks each: the norms that norm_over_ranks (dsopt.h) and a step compute on each rank.
+struct RankGrid {
     static constexpr int kTensors = 5;
     static constexpr int32_t kFlags[kTensors] = {0, DSOPT_PARAM_MODEL_PARALLEL, DSOPT_PARAM_REPLICATED, 0,
                                                  DSOPT_PARAM_MODEL_PARALLEL};
     CommId models[2] = {new_id(), new_id()}, experts[2] = {new_id(), new_id()};
     double recipe[4] = {}, report[4] = {}, expert_norm[4] = {};
 
-    /// `bad`: the tensor that has a NaN on rank `where`, -1 = none.
-    explicit Grid(int bad = -1, int where = 3) {
+    /// `bad`: index of the tensor that contains a NaN on rank `bad_rank`; -1 = none.
+    explicit RankGrid(int bad = -1, int bad_rank = 3) {
         run_ranks(4, [&](int rank) {
             const int m = rank % 2, e = rank / 2;
             const Context context = make_context(1);
             const Comm model = make_comm(context, local_desc(models[e], m, 2)),
                        expert = make_comm(context, local_desc(experts[m], e, 2));
-            // Replicated on all ranks, a shard of each model rank, counted by another stage, different experts,
-            // different experts of which each model rank has a shard.
+            // Tensors: replicated on all ranks; sharded over model ranks; counted by another pipeline stage; experts;
+            // experts that are sharded over model ranks.
             const float values[kTensors] = {2, float(3 + m), 100, float(5 + e), float(7 + rank)};
             std::vector<Array> weights, gradients;
             std::vector<dsopt_param> params;
             for (int i = 0; i < kTensors; ++i) {
                 weights.emplace_back(DSOPT_DTYPE_F32, 4, 1);
-                gradients.emplace_back(DSOPT_DTYPE_F32, 4, rank == where && i == bad ? NAN : values[i]);
+                gradients.emplace_back(DSOPT_DTYPE_F32, 4, rank == bad_rank && i == bad ? NAN : values[i]);
             }
             for (int i = 0; i < kTensors; ++i) {
                 dsopt_param param{};
@@ -402,22 +402,22 @@ struct Grid {
 constexpr double kDenseSquares = 4.0 * (2 * 2 + 3 * 3 + 4 * 4),
                  kExpertSquares = 4.0 * (5 * 5 + 6 * 6 + 7 * 7 + 8 * 8 + 9 * 9 + 10 * 10);
 
-TEST(NormRecipe, OfReplicatedShardedAndExpertTensorsIsTheNormOfAStep) {
-    const Grid grid;
+TEST(NormOverRanks, EqualsTheNormOfAStepForAllKindsOfTensors) {
+    const RankGrid grid;
     for (int rank = 0; rank < 4; ++rank) {
         const double norm = std::sqrt(kDenseSquares + kExpertSquares);
         EXPECT_EQ(grid.report[rank], norm) << rank;
         EXPECT_NEAR(grid.recipe[rank], norm, 1e-7 * norm) << rank;
         EXPECT_EQ(grid.recipe[rank], grid.recipe[0]) << rank;
         EXPECT_EQ(grid.expert_norm[rank], std::sqrt(kExpertSquares))
-            << "squares add up over the ranks, it is not the mean of their norms";
+            << "expert_norm is not the root of the sum of squares over all ranks";
     }
 }
 
-TEST(NormRecipe, IsMinusOneOnEveryRankThatSharesANonFiniteTensor) {
-    const double finite = Grid().recipe[0];
-    const Grid shard(1), expert(3, 2), expert_shard(4);
-    EXPECT_EQ(shard.recipe[0], finite) << "another model comm";
+TEST(NormOverRanks, IsMinusOneOnRanksThatShareANonFiniteTensor) {
+    const double finite = RankGrid().recipe[0];
+    const RankGrid shard(1), expert(3, 2), expert_shard(4);
+    EXPECT_EQ(shard.recipe[0], finite) << "the NaN is in another model comm";
     EXPECT_EQ(shard.recipe[2], -1);
     EXPECT_EQ(shard.recipe[3], -1);
     for (int rank = 0; rank < 4; ++rank) {
@@ -425,7 +425,7 @@ TEST(NormRecipe, IsMinusOneOnEveryRankThatSharesANonFiniteTensor) {
         EXPECT_EQ(expert_shard.recipe[rank], -1) << rank;
         EXPECT_TRUE(std::isnan(expert_shard.report[rank])) << rank;
     }
-    EXPECT_EQ(Grid(2).recipe[3], finite) << "of a tensor that another stage counts";
+    EXPECT_EQ(RankGrid(2).recipe[3], finite) << "another stage counts the tensor";
 }
 
 } // namespace

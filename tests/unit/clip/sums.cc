@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms in exactly the documented order, for numbers of leaves and of tensors on either side of what a lane, a row of
-// lanes and one thread of a GPU add up.
+// Norms are added in exactly the documented order, for numbers of leaves and of tensors around the boundaries of a
+// lane, a row of lanes and one thread of a GPU.
 #include "support/harness.h"
 #include "support/lanes.h"
 
@@ -11,24 +11,24 @@ namespace {
 constexpr size_t kLeaf = 4096;
 constexpr size_t kCounts[] = {0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65};
 
-/// A number whose square changes the last bits of a sum according to where it is added.
-float uneven(Random &random) { return float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12))); }
+/// Returns a number of random magnitude: the last bits of a sum of squares depend on the order of addition.
+float random_magnitude(Random &random) { return float(random.uniform(1, 2) * std::exp2(random.uniform(-12, 12))); }
 
-/// One number a leaf, zeros elsewhere: the sums of leaves are known without adding anything.
+/// Returns a tensor with one nonzero element per leaf, so that the sum of a leaf has no rounding error.
 Array tensor_of(size_t leaves, Random &random) {
     std::vector<float> values(leaves * kLeaf);
     for (size_t leaf = 0; leaf < leaves; ++leaf)
-        values[leaf * kLeaf + size_t(random.below(kLeaf / 2))] = uneven(random);
-    if (leaves != 0) values.resize(values.size() - kLeaf / 2); // the last one is a part of one
+        values[leaf * kLeaf + size_t(random.below(kLeaf / 2))] = random_magnitude(random);
+    if (leaves != 0) values.resize(values.size() - kLeaf / 2); // the last leaf is not full
     return {DSOPT_DTYPE_F32, values};
 }
 std::vector<Array> list_of_one_element_each(size_t tensors, Random &random) {
     std::vector<Array> list;
-    for (size_t i = 0; i < tensors; ++i) list.emplace_back(DSOPT_DTYPE_F32, 1, uneven(random));
+    for (size_t i = 0; i < tensors; ++i) list.emplace_back(DSOPT_DTYPE_F32, 1, random_magnitude(random));
     return list;
 }
-/// One after the other, as it is not done.
-double chained(const std::vector<Array> &list) {
+/// Returns the sum of squares in list order, which is not the documented order.
+double sum_in_list_order(const std::vector<Array> &list) {
     double sum = 0;
     for (const Array &array : list)
         for (const float x : array.floats()) sum += double(x) * double(x);
@@ -43,7 +43,7 @@ double norm_of(const Context &ctx, const std::vector<Array> &arrays) {
     return result->norm;
 }
 
-TEST(Sums, OfLeavesAreInTheOrderOfLanes) {
+TEST(NormOrder, AddsLeavesInTheOrderOfLanes) {
     const Context one = make_context(1, "generic"), three = make_context(3);
     for (const size_t leaves : kCounts)
         for (uint64_t seed = 0; seed < 3; ++seed) {
@@ -55,7 +55,7 @@ TEST(Sums, OfLeavesAreInTheOrderOfLanes) {
         }
 }
 
-TEST(Sums, OfTensorsAreInTheOrderOfLanes) {
+TEST(NormOrder, AddsTensorsInTheOrderOfLanes) {
     const Context one = make_context(1, "generic"), three = make_context(3);
     int differ = 0;
     for (const size_t tensors : kCounts)
@@ -63,16 +63,16 @@ TEST(Sums, OfTensorsAreInTheOrderOfLanes) {
             Random random(100 * tensors + seed);
             const std::vector<Array> list = list_of_one_element_each(tensors, random);
             const double wanted = std::sqrt(lanes::squares_of_list(list));
-            differ += wanted != std::sqrt(chained(list));
+            differ += wanted != std::sqrt(sum_in_list_order(list));
             EXPECT_EQ(norm_of(one, list), wanted) << tensors;
             EXPECT_EQ(norm_of(three, list), wanted) << tensors;
         }
-    EXPECT_GT(differ, 20); // or this test says nothing about the order
+    EXPECT_GT(differ, 20); // otherwise this test does not depend on the order
 }
 
-/// Two groups by turns in the list. The report has the norms of all groups, and what group 0 was divided by.
-TEST(Sums, OfGroupsCountTensorsByTheirPlaceInTheWholeList) {
-    constexpr double kMaxNorm = 0.125; // a power of 2, so that the divisor is the norm but for its exponent
+// Parameters of two groups alternate. The report contains the norms of all groups and the divisor of group 0.
+TEST(NormOrder, AddsGroupsByIndexInTheWholeList) {
+    constexpr double kMaxNorm = 0.125; // a power of 2: the division is exact
     const Context ctx = make_context(2);
     for (const size_t tensors : kCounts)
         for (uint64_t seed = 0; seed < 5; ++seed) {
@@ -93,29 +93,29 @@ TEST(Sums, OfGroupsCountTensorsByTheirPlaceInTheWholeList) {
                 params[i].group = i % 3 == 1;
             }
             must(dsopt_optimizer_add_params(trainer.opt(), params.data(), int64_t(tensors)));
-            std::vector<double> own, old, moved;
+            std::vector<double> squares_of_group, old, squares_of_updates;
             const double before = std::sqrt(lanes::squares_of_list(weights));
             for (size_t i = 0; i < tensors; ++i) {
-                own.push_back(i % 3 == 1 ? 0 : lanes::squares(grads[i]));
+                squares_of_group.push_back(i % 3 == 1 ? 0 : lanes::squares(grads[i]));
                 old.push_back(weights[i][0]);
             }
             must(trainer.step(grads));
             const dsopt_report report = trainer.report();
             EXPECT_EQ(report.grad_norm, std::sqrt(lanes::squares_of_list(grads)));
-            const double divisor = (std::sqrt(lanes::add(own)) + 1e-6) / kMaxNorm;
+            const double divisor = (std::sqrt(lanes::add(squares_of_group)) + 1e-6) / kMaxNorm;
             EXPECT_EQ(report.divisor, std::max(1.0, divisor));
             EXPECT_EQ(report.weight_norm, before);
             for (size_t i = 0; i < tensors; ++i) {
                 const float update = weights[i][0] - float(old[i]);
-                moved.push_back(double(update) * double(update));
+                squares_of_updates.push_back(double(update) * double(update));
             }
-            EXPECT_EQ(report.update_norm, std::sqrt(lanes::add(moved)));
+            EXPECT_EQ(report.update_norm, std::sqrt(lanes::add(squares_of_updates)));
         }
 }
 
-/// The ratio of a tensor's norms is what moves its weights: with every element at the same distance from 0, LAMB's
-/// update is 1 for each element, so the ratio is the norm of the weights by the root of their number.
-TEST(Sums, OfTrustRatiosAreInTheOrderOfLanes) {
+// Betas and eps are 0 and gradients are 1, so LAMB's update is 1 for each element. The trust ratio is then the norm of
+// the weights divided by the square root of their number.
+TEST(NormOrder, AddsTrustRatioNormsInTheOrderOfLanes) {
     const Context ctx = make_context(2);
     for (const size_t leaves : kCounts) {
         if (leaves == 0) continue;
@@ -129,7 +129,7 @@ TEST(Sums, OfTrustRatiosAreInTheOrderOfLanes) {
         group.max_trust = 1e30;
         Trainer trainer(ctx, desc, group, std::vector<Array>{weight});
         must(trainer.step({Array(DSOPT_DTYPE_F32, weight.size(), 1.0f)}));
-        const auto updates = double(weight.size()); // of ones
+        const auto updates = double(weight.size()); // sum of the squares of the updates
         EXPECT_EQ(trainer.first("trust_ratio", -1), float(std::sqrt(weights) / std::sqrt(updates))) << leaves;
     }
 }
