@@ -10,7 +10,7 @@ namespace {
 
 const std::vector<size_t> kSizes = {5, 5000, 0, 33};
 
-class Accumulate : public testing::TestWithParam<int32_t> { // dtype of the gradients
+class Accumulate : public testing::TestWithParam<int32_t> { // the dtype of gradients
 protected:
     int32_t dtype() const { return GetParam(); }
     Random random{4};
@@ -60,7 +60,7 @@ TEST_P(Accumulate, SumsMicroBatchesInFp32AndStepsWithTheSum) {
     }
 }
 
-TEST_P(Accumulate, ParameterWithoutAnyGradientHasNoneInTheStep) {
+TEST_P(Accumulate, TreatsParametersWithoutGradientsAsAbsent) {
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), arrays(DSOPT_DTYPE_F16));
     const auto without = [&](std::initializer_list<size_t> absent) {
         std::vector<Array> grads = arrays(dtype());
@@ -72,14 +72,14 @@ TEST_P(Accumulate, ParameterWithoutAnyGradientHasNoneInTheStep) {
     ASSERT_OK(trainer.step_accumulated());
     EXPECT_EQ(trainer.state("step"), (std::vector<float>{0, 1, 1, 1}));
     const Snapshot before = trainer.snapshot();
-    ASSERT_OK(trainer.step_accumulated()); // nothing since the last one
+    ASSERT_OK(trainer.step_accumulated()); // no gradients since the last step
     EXPECT_TRUE(same(before, trainer.snapshot()));
     ASSERT_OK(trainer.accumulate(without({1, 2, 3})));
     ASSERT_OK(trainer.step_accumulated());
     EXPECT_EQ(trainer.state("step"), (std::vector<float>{1, 1, 1, 1}));
 }
 
-TEST_P(Accumulate, OverflowInOneMicroBatchSkipsTheStepAndClearsTheSums) {
+TEST_P(Accumulate, SkipsTheStepAndClearsSumsAfterAnOverflow) {
     const Scaler scaler = make_scaler(ctx, 32);
     desc.scaler = scaler.get();
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
@@ -96,10 +96,10 @@ TEST_P(Accumulate, OverflowInOneMicroBatchSkipsTheStepAndClearsTheSums) {
     Snapshot after = trainer.snapshot();
     after["scaler -1"] = start.at("scaler -1");
     after["loss_scale -1"] = start.at("loss_scale -1");
-    EXPECT_TRUE(same(start, after)) << "accumulators included";
+    EXPECT_TRUE(same(start, after)) << "parameters or state changed";
 }
 
-TEST_P(Accumulate, IsUnscaledAndClippedAsAnyGradient) {
+TEST_P(Accumulate, IsUnscaledAndClippedLikeOtherGradients) {
     const Scaler scaler = make_scaler(ctx, 32);
     DSOPT_NEW(dsopt_optimizer_desc, plain);
     desc.scaler = scaler.get();
@@ -129,28 +129,28 @@ TEST_P(Accumulate, IsUnscaledAndClippedAsAnyGradient) {
     for (size_t i = 0; i < kSizes.size(); ++i) EXPECT_EQ(trainer.weight(i).text(), reference.weight(i).text());
 }
 
-TEST_P(Accumulate, SavedBetweenMicroBatchesGoesOnWithTheSameBits) {
+TEST_P(Accumulate, ResumesBetweenMicroBatchesWithTheSameBits) {
     const std::vector<Array> start = arrays(DSOPT_DTYPE_F16);
-    Trainer straight(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
+    Trainer uninterrupted(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
         first(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start);
     Trainer second(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     std::vector<std::vector<Array>> batches;
     for (int i = 0; i < 4; ++i) batches.push_back(arrays(dtype()));
-    batches[0][3] = batches[1][3] = Array::absent(kSizes[3], dtype()); // comes only after the save
-    batches[2][0] = batches[3][0] = Array::absent(kSizes[0], dtype()); // came only before it
-    for (int i = 0; i < 4; ++i) must(straight.accumulate(batches[size_t(i)]));
-    must(straight.step_accumulated());
+    batches[0][3] = batches[1][3] = Array::absent(kSizes[3], dtype()); // present only after the save
+    batches[2][0] = batches[3][0] = Array::absent(kSizes[0], dtype()); // present only before the save
+    for (int i = 0; i < 4; ++i) must(uninterrupted.accumulate(batches[size_t(i)]));
+    must(uninterrupted.step_accumulated());
     for (int i = 0; i < 2; ++i) must(first.accumulate(batches[size_t(i)]));
     Tape file;
     ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
     ASSERT_OK(file.load(second, DSOPT_IO_PARAMS));
     for (int i = 2; i < 4; ++i) must(second.accumulate(batches[size_t(i)]));
     must(second.step_accumulated());
-    EXPECT_TRUE(same(straight.snapshot(), second.snapshot()));
+    EXPECT_TRUE(same(uninterrupted.snapshot(), second.snapshot()));
     EXPECT_EQ(second.state("step"), (std::vector<float>(4, 1)));
 }
 
-TEST_P(Accumulate, ResetForgetsWhatWasAdded) {
+TEST_P(Accumulate, IsClearedByReset) {
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     const Snapshot start = trainer.snapshot();
     must(trainer.accumulate(arrays(dtype())));
@@ -160,7 +160,7 @@ TEST_P(Accumulate, ResetForgetsWhatWasAdded) {
     EXPECT_EQ(trainer.state("step"), (std::vector<float>(4, 0)));
 }
 
-TEST_P(Accumulate, OrdinaryStepLeavesTheSumsAlone) {
+TEST_P(Accumulate, KeepsSumsInAnOrdinaryStep) {
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     must(trainer.accumulate(arrays(dtype())));
     const std::vector<float> sum = trainer.state("grad_accum", 1);
@@ -168,14 +168,14 @@ TEST_P(Accumulate, OrdinaryStepLeavesTheSumsAlone) {
     EXPECT_TRUE(same_bits(trainer.state("grad_accum", 1), sum));
 }
 
-TEST(AccumulateRefusals, NameWhatIsWrong) {
+TEST(RefusedAccumulate, NamesTheBadArgument) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     const std::vector<Array> weights = {Array(DSOPT_DTYPE_F16, 3, 1), Array(DSOPT_DTYPE_F32, 2, 1)};
-    Trainer without(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
+    Trainer plain(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     const std::vector<Array> grads = {Array(DSOPT_DTYPE_F16, 3, 1), Array(DSOPT_DTYPE_F32, 2, 1)};
-    EXPECT_TRUE(refused(without.accumulate(grads), DSOPT_ERR_UNSUPPORTED, "ACCUMULATE"));
-    EXPECT_TRUE(refused(without.step_accumulated(), DSOPT_ERR_UNSUPPORTED, "ACCUMULATE"));
+    EXPECT_TRUE(refused(plain.accumulate(grads), DSOPT_ERR_UNSUPPORTED, "ACCUMULATE"));
+    EXPECT_TRUE(refused(plain.step_accumulated(), DSOPT_ERR_UNSUPPORTED, "ACCUMULATE"));
     desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     must(trainer.accumulate(grads));
@@ -199,17 +199,17 @@ TEST(AccumulateRefusals, NameWhatIsWrong) {
     EXPECT_TRUE(refused(dsopt_optimizer_apply(trainer.opt(), &step), DSOPT_ERR_UNSUPPORTED, "apply"));
 }
 
-TEST(AccumulateRefusals, CheckpointWithoutSumsDoesNotFit) {
+TEST(AccumulateLoad, RefusesACheckpointWithoutSums) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     const std::vector<Array> weights = {Array(DSOPT_DTYPE_F16, 3, 1)};
-    Trainer without(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
+    Trainer plain(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
-    Trainer with(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
+    Trainer accumulating(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     Tape file;
-    must(file.save(without));
-    EXPECT_TRUE(refused(file.load(with), DSOPT_ERR_MISMATCH));
-    EXPECT_OK(file.load(with, DSOPT_IO_NO_STATE));
+    must(file.save(plain));
+    EXPECT_TRUE(refused(file.load(accumulating), DSOPT_ERR_MISMATCH));
+    EXPECT_OK(file.load(accumulating, DSOPT_IO_NO_STATE));
 }
 
 } // namespace

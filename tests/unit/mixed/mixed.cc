@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of 16-bit parameters with fp32 masters: what they compute, what a skipped one leaves alone, where masters live
-// and how they are refreshed. Clipping and accumulation: clip/clip.cc and accumulate.cc.
+// Steps of 16-bit parameters with fp32 masters: results, skipped steps, memory and initialization of masters. See
+// clip/clip.cc for clipping and accumulate.cc for accumulation.
 #include "support/harness.h"
 
 using namespace test;
@@ -9,8 +9,6 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
-                                   DSOPT_ALGORITHM_ADAM_LEGACY};
 const std::vector<size_t> kSizes = {1, 37, 0, 4097};
 
 std::vector<Array> arrays(Random &random, int32_t dtype, double low, double high) {
@@ -18,7 +16,7 @@ std::vector<Array> arrays(Random &random, int32_t dtype, double low, double high
     for (const size_t size : kSizes) list.emplace_back(dtype, random.floats(size, low, high));
     return list;
 }
-/// The same numbers in another dtype, times `factor` in fp32.
+/// Returns arrays multiplied by `factor` in fp32 and converted to another dtype.
 std::vector<Array> converted(const std::vector<Array> &from, int32_t dtype, float factor = 1) {
     std::vector<Array> list;
     for (const Array &array : from) {
@@ -43,7 +41,7 @@ INSTANTIATE_TEST_SUITE_P(, MixedStep,
                                           testing::Values(DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16)),
                          pair_name);
 
-TEST_P(MixedStep, MasterIsTheFp32OptimizersWeightAndTheParameterItsNearest) {
+TEST_P(MixedStep, KeepsFp32MastersAndRoundsParametersToNearest) {
     const float scale = 1000;
     const Scaler scaler = make_scaler(ctx, double(scale));
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -69,7 +67,7 @@ TEST_P(MixedStep, MasterIsTheFp32OptimizersWeightAndTheParameterItsNearest) {
     }
 }
 
-TEST_P(MixedStep, GradientsMayHaveAnyDtype) {
+TEST_P(MixedStep, AcceptsGradientsOfAnyDtype) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(8);
     const std::vector<Array> start = arrays(random, dtype(), -1, 1);
@@ -87,7 +85,7 @@ TEST_P(MixedStep, GradientsMayHaveAnyDtype) {
     }
 }
 
-TEST_P(MixedStep, OverflowSkipsEverythingButGradientsReportOutputsAndScale) {
+TEST_P(MixedStep, KeepsParametersAndStateOnOverflow) {
     const Scaler scaler = make_scaler(ctx, 64, 2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.scaler = scaler.get();
@@ -95,11 +93,11 @@ TEST_P(MixedStep, OverflowSkipsEverythingButGradientsReportOutputsAndScale) {
     Trainer trainer(ctx, desc, group_of(algorithm()), arrays(random, dtype(), -1, 1));
     for (int step = 0; step < 2; ++step) must(trainer.step(arrays(random, dtype(), -1, 1)));
     for (const float bad : {kInf, -kInf, kNaN})
-        for (const size_t place : {size_t(0), size_t(1023), size_t(4096)}) {
+        for (const size_t index : {size_t(0), size_t(1023), size_t(4096)}) {
             must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_VALUE, 64, nullptr));
             const Snapshot before = trainer.snapshot();
             std::vector<Array> grads = arrays(random, dtype(), -1, 1), outs = arrays(random, DSOPT_DTYPE_F32, 5, 6);
-            grads[3].set(place, bad);
+            grads[3].set(index, bad);
             const std::vector<dsopt_tensor> out = list_of(outs);
             const Shared<float> report(DSOPT_REPORT_FLOATS, 0.0f);
             ASSERT_OK(trainer.step(grads, [&](dsopt_step &step) {
@@ -130,7 +128,7 @@ TEST_P(MixedStep, OverflowSkipsEverythingButGradientsReportOutputsAndScale) {
     EXPECT_EQ(trainer.state("step"), std::vector<float>(4, 2));
 }
 
-TEST_P(MixedStep, LearningRateFromTheDeviceIsTheOneSetOnTheHost) {
+TEST_P(MixedStep, ReadsTheLearningRateFromDeviceMemory) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(10);
     const std::vector<Array> start = arrays(random, dtype(), -1, 1);
@@ -145,23 +143,23 @@ TEST_P(MixedStep, LearningRateFromTheDeviceIsTheOneSetOnTheHost) {
     }
 }
 
-TEST_P(MixedStep, PureFormKeepsScaleAndMastersInTheCallersTensors) {
+TEST_P(MixedStep, UpdatesScaleAndMastersOfTheCallerInApply) {
     const Scaler scaler = make_scaler(ctx, 8, 2), same_scaler = make_scaler(ctx, 8, 2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(11);
     const std::vector<Array> start = arrays(random, dtype(), -1, 1);
     desc.scaler = scaler.get();
-    Trainer remembering(ctx, desc, group_of(algorithm()), start);
+    Trainer stateful(ctx, desc, group_of(algorithm()), start);
     desc.scaler = same_scaler.get();
     Trainer pure(ctx, desc, group_of(algorithm()), start);
-    // Starting values are what an optimizer exports before its first step.
+    // The initial values are those that an optimizer exports before its first step.
     const std::vector<dsopt_state_info> infos = pure.state();
     std::vector<Shared<uint32_t>> memory;
     std::vector<dsopt_tensor> state;
     for (size_t i = 0; i < infos.size(); ++i) {
         memory.emplace_back(size_t(infos[i].tensor.numel) + 2);
         state.push_back(infos[i].tensor);
-        state.back().data = memory.back().data() + memory.back().size() % 2; // doubles of the scaler stay aligned
+        state.back().data = memory.back().data() + memory.back().size() % 2; // aligns the scaler's doubles
         std::vector<uint32_t> words(size_t(state.back().numel));
         must(dsopt_optimizer_export(pure.opt(), int64_t(i), words.data(), words.size() * 4));
         write_device(state.back().data, words.data(), words.size() * 4);
@@ -174,7 +172,7 @@ TEST_P(MixedStep, PureFormKeepsScaleAndMastersInTheCallersTensors) {
     for (int step = 0; step < 7; ++step) {
         std::vector<Array> grads = arrays(random, dtype(), -1, 1);
         if (step == 4) grads[1].set(3, kInf);
-        ASSERT_OK(remembering.step(grads));
+        ASSERT_OK(stateful.step(grads));
         const std::vector<dsopt_tensor> list = list_of(grads);
         DSOPT_NEW(dsopt_step, call);
         call.grads = list.data();
@@ -186,41 +184,41 @@ TEST_P(MixedStep, PureFormKeepsScaleAndMastersInTheCallersTensors) {
         call.workspace_bytes = bytes;
         ASSERT_OK(dsopt_optimizer_apply(pure.opt(), &call));
     }
-    const Snapshot wanted = remembering.snapshot();
+    const Snapshot wanted = stateful.snapshot();
     for (size_t i = 0; i < infos.size(); ++i) {
         const std::string name = std::string(infos[i].name) + " " + std::to_string(infos[i].param);
         EXPECT_EQ(device_text(state[i].data, size_t(state[i].numel) * 4), wanted.at(name)) << name;
     }
     for (size_t i = 0; i < kSizes.size(); ++i) {
-        EXPECT_EQ(weights[i].text(), remembering.weight(i).text());
+        EXPECT_EQ(weights[i].text(), stateful.weight(i).text());
         EXPECT_EQ(pure.weight(i).text(), start[i].text());
     }
-    EXPECT_EQ(info_of(same_scaler).updates, 0) << "the scaler object is not what the pure form moves";
+    EXPECT_EQ(info_of(same_scaler).updates, 0) << "dsopt_optimizer_apply must not change the scaler object";
 }
 
-TEST(MixedOutput, GetsTheMasterRoundedToItsDtypeAndOutOnlyLeavesTheParameter) {
+TEST(MixedOutput, IsTheMasterRoundedToItsDtype) {
     const Context ctx = make_context(2);
     Random random(12);
     const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, -1, 1);
     for (const int32_t out_dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
-        for (const bool only : {false, true}) {
+        for (const bool out_only : {false, true}) {
             DSOPT_NEW(dsopt_optimizer_desc, desc);
             Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start);
             std::vector<Array> outs = arrays(random, out_dtype, 5, 6);
             const std::vector<dsopt_tensor> out = list_of(outs);
             ASSERT_OK(trainer.step(arrays(random, DSOPT_DTYPE_F16, -1, 1), [&](dsopt_step &step) {
                 step.out = out.data();
-                step.flags = only ? DSOPT_STEP_OUT_ONLY : 0;
+                step.flags = out_only ? DSOPT_STEP_OUT_ONLY : 0;
             }));
             for (size_t i = 0; i < kSizes.size(); ++i) {
                 const std::vector<float> master = trainer.state("master", int64_t(i));
                 EXPECT_EQ(outs[i].text(), Array(out_dtype, master).text());
-                EXPECT_EQ(trainer.weight(i).text(), only ? start[i].text() : Array(DSOPT_DTYPE_F16, master).text());
+                EXPECT_EQ(trainer.weight(i).text(), out_only ? start[i].text() : Array(DSOPT_DTYPE_F16, master).text());
             }
         }
 }
 
-TEST(MixedOutput, DeltaIsRefusedWithAMaster) {
+TEST(MixedOutput, RefusesDeltaWithAMaster) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_BF16, 4, 1)});
@@ -234,7 +232,7 @@ TEST(MixedOutput, DeltaIsRefusedWithAMaster) {
                         DSOPT_ERR_UNSUPPORTED, "DELTA"));
 }
 
-TEST(MixedSkip, FlagOfTheCallerSkipsLikeAnOverflow) {
+TEST(MixedSkip, TreatsTheCallersFlagLikeAnOverflow) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(13);
@@ -242,20 +240,20 @@ TEST(MixedSkip, FlagOfTheCallerSkipsLikeAnOverflow) {
     must(trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1)));
     const Snapshot before = trainer.snapshot();
     std::vector<Array> grads = arrays(random, DSOPT_DTYPE_BF16, -1, 1);
-    const int32_t yes = 17, no = 0;
+    const int32_t skip = 17, no_skip = 0;
     ASSERT_OK(trainer.step(grads, [&](dsopt_step &step) {
-        step.skip = on_device(yes);
+        step.skip = on_device(skip);
         step.flags = DSOPT_STEP_ZERO_GRADS;
     }));
     EXPECT_TRUE(same(before, trainer.snapshot()));
     EXPECT_EQ(trainer.report().last_skipped, 1);
     EXPECT_EQ(grads[1].text(), Array(DSOPT_DTYPE_BF16, 37, 0).text());
-    ASSERT_OK(
-        trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1), [&](dsopt_step &step) { step.skip = on_device(no); }));
+    ASSERT_OK(trainer.step(arrays(random, DSOPT_DTYPE_BF16, -1, 1),
+                           [&](dsopt_step &step) { step.skip = on_device(no_skip); }));
     EXPECT_FALSE(same(before, trainer.snapshot()));
 }
 
-TEST(MixedScale, GradScaleAndLossScaleBothDivide) {
+TEST(MixedScale, DividesByGradScaleAndLossScale) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 128);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -274,13 +272,13 @@ TEST(MixedScale, GradScaleAndLossScaleBothDivide) {
     EXPECT_EQ(mixed.report().scale_used, 128);
 }
 
-TEST(MixedScale, OverrideIsUsedForUnscalingToo) {
+TEST(MixedScale, UsesAnOverrideForUnscaling) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.scaler = scaler.get();
     dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0);
-    group.beta1 = 0; // exp_avg is the gradient as the rule saw it
+    group.beta1 = 0; // exp_avg is the gradient that the rule uses
     Trainer trainer(ctx, desc, group, std::vector<Array>{Array(DSOPT_DTYPE_F16, 1, 1)});
     must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_OVERRIDE, 2, nullptr));
     for (int step = 0; step < 3; ++step) {
@@ -290,14 +288,14 @@ TEST(MixedScale, OverrideIsUsedForUnscalingToo) {
         EXPECT_EQ(trainer.report().loss_scale, 2);
     }
     must(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_CLEAR_OVERRIDE, 0, nullptr));
-    for (const float scale : {8.0f, 8.0f, 16.0f}) { // the machine goes on where it paused
+    for (const float scale : {8.0f, 8.0f, 16.0f}) { // the scale continues from its value before the override
         ASSERT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), scale);
         ASSERT_OK(trainer.step({Array(DSOPT_DTYPE_F16, 1, scale)}));
         EXPECT_EQ(trainer.first("exp_avg"), 1);
     }
 }
 
-TEST(MixedScale, StaticScaleSkipsOverflowsAllTheSame) {
+TEST(MixedScale, SkipsOverflowsWithAStaticScale) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 128, 0, DSOPT_SCALER_STATIC);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -312,7 +310,7 @@ TEST(MixedScale, StaticScaleSkipsOverflowsAllTheSame) {
 }
 
 // ------------------------------------------------------------------------------------------------------------ masters
-TEST(Masters, FlatOnesOfAGroupLieWithoutGaps) {
+TEST(Masters, AreContiguousPerGroupInFlatMode) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.masters = DSOPT_MASTERS_FLAT;
@@ -341,13 +339,13 @@ TEST(Masters, FlatOnesOfAGroupLieWithoutGaps) {
                   Array(trainer.weight(i).dtype(), trainer.state("master", int64_t(i))).text());
 }
 
-TEST(Masters, OfTheCallerAreUsedWhereTheyAreBound) {
+TEST(Masters, AreUpdatedInBoundMemory) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(16);
     const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, -1, 1);
     Trainer bound(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start),
-        own(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start);
+        plain(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), start);
     std::vector<Array> masters = converted(start, DSOPT_DTYPE_F32);
     std::vector<dsopt_tensor> list;
     for (const dsopt_state_info &entry : bound.state()) {
@@ -358,14 +356,14 @@ TEST(Masters, OfTheCallerAreUsedWhereTheyAreBound) {
     for (int step = 0; step < 3; ++step) {
         const std::vector<Array> grads = arrays(random, DSOPT_DTYPE_F16, -1, 1);
         ASSERT_OK(bound.step(grads));
-        ASSERT_OK(own.step(grads));
+        ASSERT_OK(plain.step(grads));
     }
-    EXPECT_TRUE(same(bound.snapshot(), own.snapshot()));
+    EXPECT_TRUE(same(bound.snapshot(), plain.snapshot()));
     for (size_t i = 0; i < kSizes.size(); ++i)
-        EXPECT_TRUE(same_bits(masters[i].floats(), own.state("master", int64_t(i))));
+        EXPECT_TRUE(same_bits(masters[i].floats(), plain.state("master", int64_t(i))));
 }
 
-TEST(Masters, AreMadeFromTheParametersByReset) {
+TEST(Masters, AreCopiedFromParametersByReset) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(17);
@@ -384,7 +382,7 @@ TEST(Masters, AreMadeFromTheParametersByReset) {
         }
 }
 
-TEST(Masters, ComeFromTheFileUnlessNoMastersIsSaid) {
+TEST(Masters, AreLoadedUnlessNoMastersIsSet) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(18);
@@ -413,7 +411,7 @@ TEST(Masters, ComeFromTheFileUnlessNoMastersIsSaid) {
     }
 }
 
-TEST(Masters, StartFromTheParametersAfterALoadThatFailed) {
+TEST(Masters, AreCopiedFromParametersAfterAFailedLoad) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Random random(19);
@@ -422,13 +420,13 @@ TEST(Masters, StartFromTheParametersAfterALoadThatFailed) {
     Tape file;
     ASSERT_OK(file.save(saved));
     file.data.back() = char(file.data.back() ^ 1);
-    Trainer fresh(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
-        untouched(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start);
-    ASSERT_TRUE(refused(file.load(fresh), DSOPT_ERR_CHECKSUM));
-    EXPECT_TRUE(same(fresh.snapshot(), untouched.snapshot()));
+    Trainer failed(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),
+        unloaded(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start);
+    ASSERT_TRUE(refused(file.load(failed), DSOPT_ERR_CHECKSUM));
+    EXPECT_TRUE(same(failed.snapshot(), unloaded.snapshot()));
 }
 
-TEST(Masters, AreNotThereWithNoMasterAndTheParameterIsRoundedEveryStep) {
+TEST(Masters, AreAbsentWithNoMasterSoThatEachStepRounds) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     DSOPT_NEW(dsopt_optimizer_desc, plain);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss-scale machine, and what optimizers do to it.
+// The loss scaler, alone and attached to optimizers.
 #include "support/harness.h"
 
 using namespace test;
@@ -8,8 +8,8 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-/// The machines of the original, written from their description (spec: "wrapper" is this one without hysteresis).
-struct Machine {
+/// A reference of the original's loss scalers, written from their specification (its "wrapper" has no hysteresis).
+struct ReferenceScaler {
     double scale, factor = 2, min = 1, max = HUGE_VAL;
     int window = 1000, delayed_shift = 1;
     bool consecutive = false, raise_at_min = false, at_window = false;
@@ -45,16 +45,16 @@ void update(const Scaler &scaler, bool overflow) {
     must(dsopt_scaler_update(scaler.get(), on_device(flag), nullptr));
 }
 
-/// Scale after each letter: "." a good step, "X" an overflow.
+/// Returns the scale after each step: "." = good step, "X" = overflow.
 std::vector<double> scales(const Scaler &scaler, const std::string &steps, std::vector<int> *hysteresis = nullptr) {
-    std::vector<double> seen;
+    std::vector<double> list;
     for (const char step : steps) {
         update(scaler, step == 'X');
-        seen.push_back(info_of(scaler).scale);
-        EXPECT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), float(seen.back()));
+        list.push_back(info_of(scaler).scale);
+        EXPECT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), float(list.back()));
         if (hysteresis != nullptr) hysteresis->push_back(info_of(scaler).hysteresis);
     }
-    return seen;
+    return list;
 }
 
 dsopt_scaler_desc scaler_desc(double init, int window, int hysteresis, uint32_t flags) {
@@ -72,7 +72,7 @@ TEST(ScalerGolden, GrowsAfterWindowGoodStepsAndHalvesOnOverflow) {
     EXPECT_EQ(scales(scaler, ".....X..."), (std::vector<double>{8, 8, 16, 16, 32, 16, 16, 16, 32}));
 }
 
-TEST(ScalerGolden, HysteresisIsUsedUpByIsolatedOverflows) {
+TEST(ScalerGolden, UsesUpHysteresisByIsolatedOverflows) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, scaler_desc(16, 3, 2, 0));
     std::vector<int> budget;
@@ -81,7 +81,7 @@ TEST(ScalerGolden, HysteresisIsUsedUpByIsolatedOverflows) {
     EXPECT_EQ(budget, (std::vector<int>{2, 2, 2, 2, 1, 1, 1, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2}));
 }
 
-TEST(ScalerGolden, ConsecutiveHysteresisIsRefilledByEveryGoodStep) {
+TEST(ScalerGolden, RefillsHysteresisInEveryGoodStep) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, scaler_desc(16, 3, 2, DSOPT_SCALER_REFILL));
     std::vector<int> budget;
@@ -90,7 +90,7 @@ TEST(ScalerGolden, ConsecutiveHysteresisIsRefilledByEveryGoodStep) {
     EXPECT_EQ(budget, (std::vector<int>{2, 2, 2, 2, 1, 1, 2, 2, 2, 2, 1, 2, 1, 2, 2, 2, 2}));
 }
 
-TEST(ScalerGolden, DynamicProfileCountsAFailureAtTheMinimumAndChangesNothingElse) {
+TEST(ScalerGolden, OnlyCountsAFailureAtMinInTheDynamicProfile) {
     const Context ctx = make_context(2);
     dsopt_scaler_desc desc = scaler_desc(4, 0, 0, 0);
     desc.profile = DSOPT_PROFILE_DYNAMIC;
@@ -106,7 +106,7 @@ TEST(ScalerGolden, DynamicProfileCountsAFailureAtTheMinimumAndChangesNothingElse
     EXPECT_EQ(after.hysteresis, before.hysteresis);
 }
 
-TEST(ScalerGolden, KeepAtMinStaysAtTheMinimum) {
+TEST(ScalerGolden, StaysAtTheMinimumWithKeepAtMin) {
     const Context ctx = make_context(2);
     dsopt_scaler_desc desc = scaler_desc(4, 0, 0, DSOPT_SCALER_KEEP_AT_MIN);
     desc.profile = DSOPT_PROFILE_DYNAMIC;
@@ -116,7 +116,7 @@ TEST(ScalerGolden, KeepAtMinStaysAtTheMinimum) {
     EXPECT_EQ(info_of(scaler).updates, 5);
 }
 
-TEST(ScalerMachine, GrowsNoFurtherThanTheLargestPowerOfTwoOfFp32) {
+TEST(ScalerUpdate, GrowsUpToTheLargestPowerOfTwoOfFp32) {
     const Context ctx = make_context(2);
     dsopt_scaler_desc desc = scaler_desc(std::ldexp(1.0, 126), 1, 0, 0);
     const Scaler scaler = make_scaler(ctx, desc);
@@ -128,7 +128,7 @@ TEST(ScalerMachine, GrowsNoFurtherThanTheLargestPowerOfTwoOfFp32) {
 }
 
 LABEL(long_emulated);
-TEST(ScalerMachine, FollowsTheReferenceOnRandomSequencesAndStaysBetweenMinAndMax) {
+TEST(ScalerUpdate, FollowsTheReferenceOnRandomSequences) {
     const Context ctx = make_context(1);
     Random random(1);
     for (const double factor : {2.0, 1.5, 3.0})
@@ -144,45 +144,44 @@ TEST(ScalerMachine, FollowsTheReferenceOnRandomSequencesAndStaysBetweenMinAndMax
                     desc.min = random.below(2) ? 0.25 : 3;
                     desc.max = random.below(2) ? 512 : 1000;
                     const Scaler scaler = make_scaler(ctx, desc);
-                    Machine machine{.scale = 64,
-                                    .factor = factor,
-                                    .min = desc.min,
-                                    .max = desc.max,
-                                    .window = window,
-                                    .delayed_shift = hysteresis,
-                                    .consecutive = (flags & DSOPT_SCALER_REFILL) != 0,
-                                    .raise_at_min = (flags & DSOPT_SCALER_FAIL_AT_MIN) != 0,
-                                    .at_window = (flags & DSOPT_SCALER_GROWTH_AT_WINDOW) != 0,
-                                    .hysteresis = hysteresis};
-                    const double likely = std::array{0.0, 0.1, 0.4, 0.9}[size_t(random.below(4))];
+                    ReferenceScaler reference{.scale = 64,
+                                              .factor = factor,
+                                              .min = desc.min,
+                                              .max = desc.max,
+                                              .window = window,
+                                              .delayed_shift = hysteresis,
+                                              .consecutive = (flags & DSOPT_SCALER_REFILL) != 0,
+                                              .raise_at_min = (flags & DSOPT_SCALER_FAIL_AT_MIN) != 0,
+                                              .at_window = (flags & DSOPT_SCALER_GROWTH_AT_WINDOW) != 0,
+                                              .hysteresis = hysteresis};
+                    const double probability = std::array{0.0, 0.1, 0.4, 0.9}[size_t(random.below(4))];
                     for (int i = 0; i < 200; ++i) {
-                        const bool overflow = random.uniform() < likely;
-                        machine.update(overflow);
+                        const bool overflow = random.uniform() < probability;
+                        reference.update(overflow);
                         update(scaler, overflow);
                         const dsopt_scaler_info info = info_of(scaler);
-                        ASSERT_EQ(info.dynamic, machine.scale)
+                        ASSERT_EQ(info.dynamic, reference.scale)
                             << "call " << i << ", flags " << flags << ", window " << window;
-                        ASSERT_EQ(info.scale, double(float(machine.scale)));
-                        ASSERT_EQ(info.updates, machine.iteration);
-                        ASSERT_EQ(info.last_overflow, machine.last_overflow);
-                        ASSERT_EQ(info.hysteresis, machine.hysteresis);
-                        ASSERT_EQ(info.failures, machine.raised);
-                        ASSERT_EQ(info.skipped_in_row, machine.in_row);
+                        ASSERT_EQ(info.scale, double(float(reference.scale)));
+                        ASSERT_EQ(info.updates, reference.iteration);
+                        ASSERT_EQ(info.last_overflow, reference.last_overflow);
+                        ASSERT_EQ(info.hysteresis, reference.hysteresis);
+                        ASSERT_EQ(info.failures, reference.raised);
+                        ASSERT_EQ(info.skipped_in_row, reference.in_row);
                         ASSERT_GE(info.dynamic, desc.min);
                         ASSERT_LE(info.dynamic, desc.max);
                     }
                 }
 }
 
-TEST(ScalerMachine, GrowsExactlyAfterWindowGoodStepsInBothForms) {
+TEST(ScalerUpdate, GrowsAfterWindowGoodStepsInBothForms) {
     const Context ctx = make_context(1);
     for (const int window : {1, 2, 5, 1000})
         for (const bool at_window : {false, true}) {
             const Scaler scaler = make_scaler(ctx, 4, window, at_window ? DSOPT_SCALER_GROWTH_AT_WINDOW : 0);
             update(scaler, true); // 2
             for (double wanted = 2; wanted < 16; wanted *= 2) {
-                // The current form grows in the good step after `window` of them, later growths come every `window`
-                // steps.
+                // By default, the first growth takes one step more than `window`, later ones take `window` steps.
                 const int steps = window + (!at_window && wanted == 2);
                 for (int i = 1; i < steps; ++i) {
                     update(scaler, false);
@@ -194,7 +193,7 @@ TEST(ScalerMachine, GrowsExactlyAfterWindowGoodStepsInBothForms) {
         }
 }
 
-TEST(ScalerMachine, ToleratesAsManyOverflowsAsItsBudget) {
+TEST(ScalerUpdate, ToleratesAsManyOverflowsAsItsHysteresis) {
     const Context ctx = make_context(1);
     for (const int hysteresis : {1, 2, 3, 8}) {
         const Scaler scaler = make_scaler(ctx, scaler_desc(16, 1000, hysteresis, 0));
@@ -209,7 +208,7 @@ TEST(ScalerMachine, ToleratesAsManyOverflowsAsItsBudget) {
     }
 }
 
-TEST(ScalerMachine, StaticOneNeverMovesAndCountsItsUpdates) {
+TEST(ScalerUpdate, CountsButKeepsAStaticScale) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 128, 0, DSOPT_SCALER_STATIC);
     for (int i = 0; i < 3000; ++i) update(scaler, i % 3 == 0);
@@ -218,7 +217,7 @@ TEST(ScalerMachine, StaticOneNeverMovesAndCountsItsUpdates) {
     EXPECT_EQ(info_of(make_scaler(ctx, 0, 0, DSOPT_SCALER_STATIC)).scale, 1);
 }
 
-TEST(ScalerMachine, ProfilesBringTheirInitialAndMinimumScale) {
+TEST(ScalerProfiles, SetTheInitialAndMinimumScale) {
     struct {
         int32_t profile;
         double init, min;
@@ -246,19 +245,19 @@ TEST(ScalerMachine, ProfilesBringTheirInitialAndMinimumScale) {
     EXPECT_EQ(info_of(Scaler(scaler)).scale, 65536);
 }
 
-TEST(ScalerSet, ValueIsWhereTheMachineGoesOnFrom) {
+TEST(ScalerSet, ContinuesFromANewValue) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 2);
     ASSERT_OK(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_VALUE, 100, nullptr));
     EXPECT_EQ(scales(scaler, "...X"), (std::vector<double>{100, 100, 200, 100}));
 }
 
-TEST(ScalerSet, OverridePausesTheMachineUntilItIsCleared) {
+TEST(ScalerSet, PausesUpdatesUntilAnOverrideIsCleared) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 2);
-    const Scaler undisturbed = make_scaler(ctx, 8, 2);
+    const Scaler without_override = make_scaler(ctx, 8, 2);
     (void)scales(scaler, "..");
-    (void)scales(undisturbed, "..");
+    (void)scales(without_override, "..");
     ASSERT_OK(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_OVERRIDE, 2, nullptr));
     EXPECT_EQ(scales(scaler, ".X.X...."), std::vector<double>(8, 2));
     EXPECT_EQ(info_of(scaler).overridden, 1);
@@ -267,10 +266,10 @@ TEST(ScalerSet, OverridePausesTheMachineUntilItIsCleared) {
     ASSERT_OK(dsopt_scaler_set(scaler.get(), DSOPT_SCALE_CLEAR_OVERRIDE, 0, nullptr));
     EXPECT_EQ(on_host(dsopt_scaler_device_scale(scaler.get())), 8);
     EXPECT_EQ(info_of(scaler).overridden, 0);
-    EXPECT_EQ(scales(scaler, "...X...."), scales(undisturbed, "...X...."));
+    EXPECT_EQ(scales(scaler, "...X...."), scales(without_override, "...X...."));
 }
 
-TEST(ScalerSet, RefusesWhatIsNoScale) {
+TEST(ScalerSet, RefusesInvalidScales) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 2);
     for (const int32_t what : {DSOPT_SCALE_VALUE, DSOPT_SCALE_OVERRIDE})
@@ -283,7 +282,7 @@ TEST(ScalerSet, RefusesWhatIsNoScale) {
     EXPECT_EQ(info_of(scaler).overridden, 0);
 }
 
-TEST(ScalerCreate, RefusesWhatIsOutOfRangeOrWithoutEffect) {
+TEST(ScalerCreate, RefusesValuesOutOfRangeOrWithoutEffect) {
     using Desc = dsopt_scaler_desc;
     struct {
         const char *what;
@@ -346,7 +345,7 @@ TEST(ScalerCreate, RefusesWhatIsOutOfRangeOrWithoutEffect) {
     dsopt_scaler_destroy(nullptr);
 }
 
-TEST(ScalerDevice, PointerIsFixedAndFollowsTheScale) {
+TEST(ScalerDeviceScale, HasAFixedAddressAndFollowsTheScale) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 1);
     const float *const scale = dsopt_scaler_device_scale(scaler.get());
@@ -359,7 +358,7 @@ TEST(ScalerDevice, PointerIsFixedAndFollowsTheScale) {
     }
 }
 
-TEST(ScalerDevice, UpdateRefusesAMisalignedFlag) {
+TEST(ScalerUpdate, RefusesAMisalignedFlag) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 1);
     alignas(4) char memory[8] = {};
@@ -368,7 +367,7 @@ TEST(ScalerDevice, UpdateRefusesAMisalignedFlag) {
     EXPECT_EQ(info_of(scaler).updates, 0);
 }
 
-TEST(ScalerLoss, IsMultipliedOnceAndRoundedToItsDtype) {
+TEST(ScaleLoss, MultipliesOnceAndRoundsToTheDtypeOfTheLoss) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 24.5, 1, DSOPT_SCALER_STATIC);
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16})
@@ -400,9 +399,9 @@ Trainer attached(const Context &ctx, const Scaler &scaler) {
 }
 std::vector<Array> gradient(bool overflow) { return {Array(DSOPT_DTYPE_F16, {1, overflow ? kInf : 0.5f, 2})}; }
 
-TEST(ScalerShared, MovesOnlyByUpdateAndCountsBothOptimizersOverflows) {
+TEST(ScalerShared, ChangesOnlyInUpdateAfterAnyOverflow) {
     const Context ctx = make_context(2);
-    for (int bad = 0; bad < 4; ++bad) { // which of the two sees an overflow
+    for (int bad = 0; bad < 4; ++bad) { // bit mask of the optimizers whose gradients overflow
         const Scaler scaler = make_scaler(ctx, 8, 1, DSOPT_SCALER_SHARED);
         Trainer a = attached(ctx, scaler), b = attached(ctx, scaler);
         ASSERT_OK(a.step(gradient(bad & 1)));
@@ -414,13 +413,13 @@ TEST(ScalerShared, MovesOnlyByUpdateAndCountsBothOptimizersOverflows) {
         ASSERT_OK(dsopt_scaler_update(scaler.get(), nullptr, nullptr));
         EXPECT_EQ(info_of(scaler).updates, 1);
         EXPECT_EQ(info_of(scaler).scale, bad ? 4 : 8);
-        // What was recorded has been used.
+        // The update has cleared the recorded overflow.
         ASSERT_OK(dsopt_scaler_update(scaler.get(), nullptr, nullptr));
         EXPECT_EQ(info_of(scaler).scale, bad ? 4 : 16);
     }
 }
 
-TEST(ScalerShared, SecondOptimizerNeedsTheFlagWhileTheFirstLives) {
+TEST(ScalerShared, AllowsASecondOptimizerOnlyWithTheFlag) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -434,7 +433,7 @@ TEST(ScalerShared, SecondOptimizerNeedsTheFlagWhileTheFirstLives) {
     const Trainer another(ctx, desc);
 }
 
-TEST(ScalerShared, OptimizerKeepsTheScalerAliveWithoutItsHandle) {
+TEST(ScalerAttached, StaysAliveWithoutItsHandle) {
     const Context ctx = make_context(2);
     Scaler scaler = make_scaler(ctx, 8, 1);
     Trainer trainer = attached(ctx, scaler);
@@ -447,7 +446,7 @@ TEST(ScalerShared, OptimizerKeepsTheScalerAliveWithoutItsHandle) {
     EXPECT_EQ(trainer.report().loss_scale, 32);
 }
 
-TEST(ScalerSaved, GoesOnWithTheSameSequenceAfterLoading) {
+TEST(ScalerLoad, ContinuesWithTheSameSequence) {
     const Context ctx = make_context(2);
     const std::string steps = "...X..XX.....X.........X.X....X..";
     for (size_t middle = 0; middle < steps.size(); middle += 4) {
@@ -455,7 +454,8 @@ TEST(ScalerSaved, GoesOnWithTheSameSequenceAfterLoading) {
         desc.min = 2;
         desc.max = 300;
         desc.factor = 1.5;
-        const Scaler saved = make_scaler(ctx, desc), loaded = make_scaler(ctx, 1024, 7); // rules come from the file too
+        const Scaler saved = make_scaler(ctx, desc),
+                     loaded = make_scaler(ctx, 1024, 7); // the file also contains window, factor and limits
         Trainer a = attached(ctx, saved), b = attached(ctx, loaded);
         for (size_t i = 0; i < middle; ++i) must(a.step(gradient(steps[i] == 'X')));
         Tape file;
@@ -470,7 +470,7 @@ TEST(ScalerSaved, GoesOnWithTheSameSequenceAfterLoading) {
     }
 }
 
-TEST(ScalerSaved, StaysAsItIsWithNoScaler) {
+TEST(ScalerLoad, KeepsTheScalerWithNoScaler) {
     const Context ctx = make_context(2);
     const Scaler saved = make_scaler(ctx, 8, 1), kept = make_scaler(ctx, 512, 5);
     Trainer a = attached(ctx, saved), b = attached(ctx, kept);
@@ -484,7 +484,7 @@ TEST(ScalerSaved, StaysAsItIsWithNoScaler) {
     EXPECT_EQ(b.state("step"), a.state("step"));
 }
 
-TEST(ScalerSaved, OverrideIsPartOfWhatIsSaved) {
+TEST(ScalerLoad, RestoresAnOverride) {
     const Context ctx = make_context(2);
     const Scaler saved = make_scaler(ctx, 8, 1), loaded = make_scaler(ctx, 8, 1);
     Trainer a = attached(ctx, saved), b = attached(ctx, loaded);
@@ -497,7 +497,7 @@ TEST(ScalerSaved, OverrideIsPartOfWhatIsSaved) {
     EXPECT_EQ(on_host(dsopt_scaler_device_scale(loaded.get())), 3);
 }
 
-TEST(ScalerSaved, CheckpointWithoutAScaleDoesNotFit) {
+TEST(ScalerLoad, RefusesACheckpointWithoutAScale) {
     const Context ctx = make_context(2);
     const Scaler scaler = make_scaler(ctx, 8, 1);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -508,10 +508,10 @@ TEST(ScalerSaved, CheckpointWithoutAScaleDoesNotFit) {
     EXPECT_TRUE(refused(file.load(with), DSOPT_ERR_MISMATCH, "loss_scale"));
     EXPECT_OK(file.load(with, DSOPT_IO_NO_SCALER));
     ASSERT_OK(file.save(with));
-    EXPECT_OK(file.load(without)); // the other way round there is nothing to put it
+    EXPECT_OK(file.load(without)); // a scale in the file is ignored without a scaler
 }
 
-TEST(ScalerSaved, DynamicCheckpointIsRefusedByAStaticScaler) {
+TEST(ScalerLoad, RefusesADynamicScaleForAStaticScaler) {
     const Context ctx = make_context(2);
     const Scaler saved = make_scaler(ctx, 8, 1), fixed = make_scaler(ctx, 8, 0, DSOPT_SCALER_STATIC);
     Trainer a = attached(ctx, saved), b = attached(ctx, fixed);
@@ -532,7 +532,7 @@ TEST(ScalerExport, NeedsNoMemoryOfParameters) {
     dsopt_group group;
     must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
     dsopt_param param{};
-    param.tensor = {nullptr, 5, DSOPT_DTYPE_F16, 0}; // its master has nothing to start from
+    param.tensor = {nullptr, 5, DSOPT_DTYPE_F16, 0}; // a master cannot be initialized
     must(dsopt_optimizer_add_group(raw, &group, &param, 1));
     int64_t count = 0;
     must(dsopt_optimizer_state_count(raw, &count));
