@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters of alternating groups: the bits of the order in which groups follow one another, whatever an optimizer
-// does with its groups; lists of any length; and what compat mode has to refuse.
+// dsopt_optimizer_add_params: parameters of alternating groups give the bits of contiguous groups in every function of
+// an optimizer. Also long lists, refusals in compat mode, generations of state tensors, parameters added after steps.
 #include "support/onebit.h"
 
 using namespace test;
@@ -9,13 +9,14 @@ namespace {
 
 constexpr int kSteps = 5;
 
-/// A model whose parameters belong to two groups by turns.
+/// A parameter of one of two groups.
 struct Layer {
     size_t numel;
     int32_t group;
     int32_t dtype = DSOPT_DTYPE_F32;
     std::string name() const { return "n" + std::to_string(numel); }
 };
+/// A model whose parameters belong to two alternating groups.
 const std::vector<Layer> kModel{{4097, 0}, {33, 1}, {700, 0}, {0, 1}, {5, 1}, {8192, 0}, {1, 0}, {64, 1}};
 
 std::vector<Layer> with_dtype(int32_t dtype) {
@@ -23,7 +24,7 @@ std::vector<Layer> with_dtype(int32_t dtype) {
     for (Layer &layer : model) layer.dtype = dtype;
     return model;
 }
-std::vector<Layer> in_order(std::vector<Layer> model) {
+std::vector<Layer> sorted_by_group(std::vector<Layer> model) {
     std::stable_sort(model.begin(), model.end(), [](const Layer &a, const Layer &b) { return a.group < b.group; });
     return model;
 }
@@ -32,7 +33,7 @@ struct Groups {
     dsopt_group first, second;
 };
 
-/// An optimizer over the model in the order given.
+/// An optimizer of two groups, and their parameters in a given order.
 class Interleaved {
 public:
     Interleaved(const Context &ctx, const dsopt_optimizer_desc &desc, const Groups &groups,
@@ -65,10 +66,11 @@ public:
             Random random{uint64_t(layer.numel * 100 + size_t(call))};
             grads_.emplace_back(layer.dtype, random.floats(layer.numel, -3, 2));
         }
-        if (call == 3) grads_[0] = Array::absent(layers[0].numel, layers[0].dtype); // of both orders the same
+        // The first parameter is the same one with alternating and with contiguous groups.
+        if (call == 3) grads_[0] = Array::absent(layers[0].numel, layers[0].dtype);
         return trainer.step(grads_, change);
     }
-    /// What each parameter has, by its name; and the counters of all.
+    /// Returns weights, state, step counts and trust ratios of each parameter, by its name.
     std::map<std::string, std::string> by_name() {
         std::map<std::string, std::string> all;
         for (size_t i = 0; i < layers.size(); ++i) all[layers[i].name()] = trainer.weight(i).text();
@@ -96,17 +98,17 @@ testing::AssertionResult same(const std::map<std::string, std::string> &a,
     return test::same(Snapshot(a), Snapshot(b));
 }
 
-/// In both orders, with a step and a list of numbers between them. Norms add up tensors in the order of the list, so
-/// only where nothing clips by all of them are the bits the same.
+/// Expects the same bits with alternating and with contiguous groups. Norms add tensors in the order of the list, so
+/// this holds only without clipping by the norm of all groups.
 void expect_same_bits(const dsopt_optimizer_desc &desc, const Groups &groups, const std::vector<Layer> &model,
                       const std::function<void(dsopt_step &)> &change = {}) {
     const Context ctx = make_context(2);
-    Interleaved turns(ctx, desc, groups, model), order(ctx, desc, groups, in_order(model));
+    Interleaved alternating(ctx, desc, groups, model), contiguous(ctx, desc, groups, sorted_by_group(model));
     for (int call = 1; call <= kSteps; ++call) {
-        must(turns.step(call, change));
-        must(order.step(call, change));
-        ASSERT_TRUE(same(turns.by_name(), order.by_name())) << "step " << call;
-        EXPECT_EQ(turns.trainer.report().reasons, 0);
+        must(alternating.step(call, change));
+        must(contiguous.step(call, change));
+        ASSERT_TRUE(same(alternating.by_name(), contiguous.by_name())) << "step " << call;
+        EXPECT_EQ(alternating.trainer.report().reasons, 0);
     }
 }
 
@@ -116,21 +118,21 @@ Groups groups_of(int32_t first, int32_t second) {
     return groups;
 }
 
-TEST(AlternatingGroups, GiveTheBitsOfGroupsThatFollowOneAnother) {
+TEST(AlternatingGroups, HaveTheBitsOfContiguousGroups) {
     for (const int32_t first : kStandardRules)
         for (const int32_t second : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
             for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16})
                 expect_same_bits(optimizer_desc(), groups_of(first, second), with_dtype(dtype));
 }
 
-TEST(AlternatingGroups, ClipByTheirOwnNorms) {
+TEST(AlternatingGroups, AreClippedByTheirOwnNorms) {
     Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM);
     groups.first.max_norm = 0.5;
     groups.second.max_norm = 2;
     expect_same_bits(optimizer_desc(), groups, kModel);
 }
 
-TEST(AlternatingGroups, HaveHyperParametersOfTheirOwn) {
+TEST(AlternatingGroups, UseTheirOwnHyperParameters) {
     const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB);
     const float lr[] = {2e-3f, 5e-2f};
     expect_same_bits(optimizer_desc(), groups, kModel, [&](dsopt_step &step) { step.lr = on_device(lr); });
@@ -139,48 +141,49 @@ TEST(AlternatingGroups, HaveHyperParametersOfTheirOwn) {
     rows[DSOPT_HYPER_FLOATS + DSOPT_HYPER_BETA1] = 0.5f;
     expect_same_bits(optimizer_desc(), groups, kModel, [&](dsopt_step &step) { step.hyper = on_device(rows); });
     const Context ctx = make_context(1);
-    Interleaved turns(ctx, optimizer_desc(), groups, kModel), order(ctx, optimizer_desc(), groups, in_order(kModel));
-    for (Interleaved *one : {&turns, &order}) {
-        must(one->step(1));
-        must(dsopt_optimizer_set(one->trainer.opt(), 1, DSOPT_KEY_LR, 0));
-        must(one->step(2));
-        EXPECT_EQ(one->trainer.get(DSOPT_KEY_LR), 1e-2);
+    Interleaved alternating(ctx, optimizer_desc(), groups, kModel),
+        contiguous(ctx, optimizer_desc(), groups, sorted_by_group(kModel));
+    for (Interleaved *optimizer : {&alternating, &contiguous}) {
+        must(optimizer->step(1));
+        must(dsopt_optimizer_set(optimizer->trainer.opt(), 1, DSOPT_KEY_LR, 0));
+        must(optimizer->step(2));
+        EXPECT_EQ(optimizer->trainer.get(DSOPT_KEY_LR), 1e-2);
     }
-    EXPECT_TRUE(same(turns.by_name(), order.by_name()));
+    EXPECT_TRUE(same(alternating.by_name(), contiguous.by_name()));
 }
 
-TEST(AlternatingGroups, FlatMastersOfAGroupLieOneBehindTheOther) {
+TEST(AlternatingGroups, HaveContiguousFlatMasters) {
     dsopt_optimizer_desc desc = optimizer_desc();
     desc.masters = DSOPT_MASTERS_FLAT;
     const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB);
     expect_same_bits(desc, groups, with_dtype(DSOPT_DTYPE_F16));
     const Context ctx = make_context(1);
-    Interleaved turns(ctx, desc, groups, with_dtype(DSOPT_DTYPE_BF16));
-    must(turns.step(1));
+    Interleaved alternating(ctx, desc, groups, with_dtype(DSOPT_DTYPE_BF16));
+    must(alternating.step(1));
     const char *next[2] = {};
-    for (const dsopt_state_info &info : turns.trainer.state()) {
+    for (const dsopt_state_info &info : alternating.trainer.state()) {
         if (std::strcmp(info.name, "master") != 0) continue;
-        const int32_t group = turns.layers[size_t(info.param)].group;
+        const int32_t group = alternating.layers[size_t(info.param)].group;
         const auto *const data = static_cast<const char *>(info.tensor.data);
-        if (next[group] != nullptr) { EXPECT_EQ(data, next[group]) << turns.layers[size_t(info.param)].name(); }
+        if (next[group] != nullptr) { EXPECT_EQ(data, next[group]) << alternating.layers[size_t(info.param)].name(); }
         next[group] = data + info.tensor.numel * 4;
     }
 }
 
-TEST(AlternatingGroups, OfTheOneBitFamilyExchangeTheirOwnPart) {
-    // 1-bit Adam beside a group that is never compressed. Bits travel in the order of the list, so the orders have
-    // other scales' places but the same scales: one a tensor.
+TEST(AlternatingGroups, ExchangeOnlyTheirOwnParameters) {
+    // 1-bit Adam and a group that is never compressed. Signs and scales are sent in the order of the list. There
+    // is one scale per tensor, so both orders have the same scales at different indices.
     const CommId ids[2] = {new_id(), new_id()};
     std::map<std::string, std::string> results[2][2];
-    for (const int order : {0, 1})
+    for (const int order : {0, 1}) // alternating, contiguous
         run_ranks(2, [&](int rank) {
             const Context ctx = make_context(1);
             const Comm comm = local_comm(ctx, ids[order], rank, 2);
             Groups groups{group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2)};
             groups.second.flags = DSOPT_GROUP_NON_FREEZE;
-            Interleaved one(ctx, desc_with(comm), groups, order == 0 ? kModel : in_order(kModel));
-            for (int call = 1; call <= kSteps + 2; ++call) must(one.step(call));
-            results[order][rank] = one.by_name();
+            Interleaved optimizer(ctx, desc_with(comm), groups, order == 0 ? kModel : sorted_by_group(kModel));
+            for (int call = 1; call <= kSteps + 2; ++call) must(optimizer.step(call));
+            results[order][rank] = optimizer.by_name();
         });
     for (const int order : {0, 1})
         for (const auto &[name, bytes] : results[order][0])
@@ -188,41 +191,41 @@ TEST(AlternatingGroups, OfTheOneBitFamilyExchangeTheirOwnPart) {
                 EXPECT_EQ(bytes == results[order][1].at(name), true) << name << " differs between ranks";
             }
     const std::vector<std::string> whole{"n33", "n64", "n5", "n33.exp_avg", "n64.exp_avg_sq"};
-    for (const std::string &name : whole) // of the group that is not compressed: the very same bits
+    for (const std::string &name : whole) // the group that is not compressed has the same bits
         EXPECT_TRUE(results[0][0].at(name) == results[1][0].at(name)) << name;
 }
 
-TEST(AlternatingGroups, AreSavedAndLoadedAndResumeWithTheSameBits) {
+TEST(AlternatingGroups, ResumeFromACheckpointWithTheSameBits) {
     const Context ctx = make_context(1);
     for (const int32_t second : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, second);
         const std::vector<Layer> model = with_dtype(DSOPT_DTYPE_F16);
-        Interleaved straight(ctx, optimizer_desc(), groups, model);
+        Interleaved uninterrupted(ctx, optimizer_desc(), groups, model);
         Tape file;
-        for (int call = 1; call <= 2; ++call) must(straight.step(call));
-        ASSERT_OK(file.save(straight.trainer, DSOPT_IO_PARAMS));
-        for (int call = 3; call <= kSteps; ++call) must(straight.step(call));
-        // Names carry what belongs to a parameter, so the other order reads the file too.
-        for (const std::vector<Layer> &layers : {model, in_order(model)}) {
+        for (int call = 1; call <= 2; ++call) must(uninterrupted.step(call));
+        ASSERT_OK(file.save(uninterrupted.trainer, DSOPT_IO_PARAMS));
+        for (int call = 3; call <= kSteps; ++call) must(uninterrupted.step(call));
+        // State is stored by parameter name, so an optimizer with another order can load the file.
+        for (const std::vector<Layer> &layers : {model, sorted_by_group(model)}) {
             Interleaved resumed(ctx, optimizer_desc(), groups, layers);
             ASSERT_OK(file.load(resumed.trainer, DSOPT_IO_PARAMS));
             for (int call = 3; call <= kSteps; ++call) {
-                if (call == 3 && layers[1].group == 0) continue; // its absent gradient is of the first in the list
+                if (call == 3 && layers[1].group == 0) continue; // the gradient of another tensor is absent
                 must(resumed.step(call));
             }
-            if (layers[1].group != 0) { EXPECT_TRUE(same(straight.by_name(), resumed.by_name())); }
+            if (layers[1].group != 0) { EXPECT_TRUE(same(uninterrupted.by_name(), resumed.by_name())); }
         }
-        Interleaved order(ctx, optimizer_desc(), groups, in_order(model));
-        must(order.step(1));
+        Interleaved contiguous(ctx, optimizer_desc(), groups, sorted_by_group(model));
+        must(contiguous.step(1));
         Tape other;
-        ASSERT_OK(other.save(order.trainer, DSOPT_IO_PARAMS));
-        Interleaved turns(ctx, optimizer_desc(), groups, model);
-        ASSERT_OK(other.load(turns.trainer, DSOPT_IO_PARAMS));
-        EXPECT_TRUE(same(order.by_name(), turns.by_name()));
+        ASSERT_OK(other.save(contiguous.trainer, DSOPT_IO_PARAMS));
+        Interleaved alternating(ctx, optimizer_desc(), groups, model);
+        ASSERT_OK(other.load(alternating.trainer, DSOPT_IO_PARAMS));
+        EXPECT_TRUE(same(contiguous.by_name(), alternating.by_name()));
     }
 }
 
-TEST(AlternatingGroups, ACheckpointOfOtherGroupsIsRefused) {
+TEST(AlternatingGroups, RefuseACheckpointOfOtherGroups) {
     const Context ctx = make_context(1);
     const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAMW);
     Interleaved saved(ctx, optimizer_desc(), groups, kModel);
@@ -230,25 +233,25 @@ TEST(AlternatingGroups, ACheckpointOfOtherGroupsIsRefused) {
     Tape file;
     ASSERT_OK(file.save(saved.trainer));
     std::vector<Layer> other = kModel;
-    std::swap(other[0].group, other[1].group); // as many in each
+    std::swap(other[0].group, other[1].group); // the groups keep their sizes
     Interleaved loads(ctx, optimizer_desc(), groups, other);
     must(loads.step(1));
     const auto before = loads.by_name();
     EXPECT_TRUE(refused(file.load(loads.trainer), DSOPT_ERR_MISMATCH, "n4097"));
-    // Damaged in the list of groups: same length, so that offsets hold.
-    const size_t at = file.data.find("0,1,0,1,1,0,0,1,");
-    ASSERT_NE(at, std::string::npos);
+    // The list of groups is corrupted without a change of its length, so that offsets stay valid.
+    const size_t offset = file.data.find("0,1,0,1,1,0,0,1,");
+    ASSERT_NE(offset, std::string::npos);
     for (const char *bad : {"0,1,0,1,1,0,0,0,", "0,1,0,1,1,0,0,2,", "0,1,0,1,1,0,0,1;", "0,1,0,1,1,0,0,,,",
                             "0,1,0,1,1,0,   ,", "0,1,0,1,1,0,-1,1", "1,0,0,1,1,0,0,1,"}) {
-        Tape spoilt = file;
-        spoilt.data.replace(at, std::strlen(bad), bad);
-        const dsopt_status status = spoilt.load(loads.trainer);
+        Tape corrupted = file;
+        corrupted.data.replace(offset, std::strlen(bad), bad);
+        const dsopt_status status = corrupted.load(loads.trainer);
         EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH) << bad << dsopt_status_name(status);
         EXPECT_TRUE(same(before, loads.by_name()));
     }
 }
 
-TEST(AddingMore, BetweenStepsKeepsWhatIsThere) {
+TEST(AddMoreParams, KeepsStateOfOthersBetweenSteps) {
     const Context ctx = make_context(1);
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
         const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB);
@@ -261,12 +264,12 @@ TEST(AddingMore, BetweenStepsKeepsWhatIsThere) {
         grows.layers = model;
         const auto after = grows.by_name();
         for (const auto &[name, bytes] : before) EXPECT_TRUE(after.at(name) == bytes) << name;
-        // The late ones begin where they would begin alone, the early ones go on.
+        // Parameters that are added late start as in a new optimizer; the others continue.
         Interleaved alone(ctx, optimizer_desc(), groups, begin);
         for (int call = 1; call <= kSteps; ++call) must(alone.step(call));
         for (int call = 3; call <= kSteps; ++call) {
             must(grows.step(call));
-            if (call == 3) // ends' own first tensor has an absent gradient there
+            if (call == 3) // the first gradient of Interleaved::step(3) is absent
                 must(ends.trainer.step([&] {
                     std::vector<Array> grads;
                     for (const Layer &layer : end) {
@@ -285,9 +288,9 @@ TEST(AddingMore, BetweenStepsKeepsWhatIsThere) {
 }
 
 LABEL(long_emulated);
-TEST(AddingMore, TwentyThousandInOneCall) {
+TEST(AddMoreParams, Accepts20000InOneCall) {
     const Context ctx = make_context(1);
-    Interleaved one(ctx, optimizer_desc(), groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM), {});
+    Interleaved optimizer(ctx, optimizer_desc(), groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM), {});
     constexpr int64_t count = 20000;
     const Shared<float> memory(count), gradients(count, 1.0f);
     float *const weight = memory.data(), *const gradient = gradients.data();
@@ -298,18 +301,18 @@ TEST(AddingMore, TwentyThousandInOneCall) {
         params[size_t(i)].group = int32_t(i % 2);
         grads[size_t(i)] = {gradient + i, 1, DSOPT_DTYPE_F32, 0};
     }
-    ASSERT_OK(dsopt_optimizer_add_params(one.trainer.opt(), params.data(), count));
+    ASSERT_OK(dsopt_optimizer_add_params(optimizer.trainer.opt(), params.data(), count));
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads.data();
     step.count = count;
-    ASSERT_OK(dsopt_optimizer_step(one.trainer.opt(), &step));
+    ASSERT_OK(dsopt_optimizer_step(optimizer.trainer.opt(), &step));
     EXPECT_NE(memory[0], 0);
     EXPECT_EQ(memory.back(), memory[1]);
     EXPECT_NE(memory.back(), memory[0]);
 }
 
-// ---------------------------------------------------------------------------------------------------------- compat mode
-TEST(CompatMode, RefusesAlternatingGroupsAndTakesThoseThatFollowOneAnother) {
+// --------------------------------------------------------------------------------------------------------- compat mode
+TEST(CompatMode, RefusesAlternatingAndAcceptsContiguousGroups) {
     const Context ctx = make_context(1);
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16}) {
         dsopt_optimizer_desc desc = optimizer_desc();
@@ -322,15 +325,15 @@ TEST(CompatMode, RefusesAlternatingGroupsAndTakesThoseThatFollowOneAnother) {
         int64_t count = 7;
         must(dsopt_optimizer_count(empty.trainer.opt(), nullptr, &count));
         EXPECT_EQ(count, 0);
-        const std::vector<Layer> order = in_order(model);
+        const std::vector<Layer> order = sorted_by_group(model);
         const std::vector<Layer> begin(order.begin(), order.begin() + 2), middle(order.begin() + 2, order.end());
-        ASSERT_OK(empty.add(begin)); // group 0 goes on in the next call
+        ASSERT_OK(empty.add(begin)); // group 0 continues in the next call
         ASSERT_OK(empty.add(middle));
         empty.layers = order;
         EXPECT_TRUE(refused(empty.add({{2, 0, dtype}}), DSOPT_ERR_UNSUPPORTED, "'n2'"));
         empty.trainer.weights().pop_back();
-        // As groups that were added with their parameters.
-        Trainer usual(ctx, desc);
+        // The same groups, added with their parameters.
+        Trainer reference(ctx, desc);
         for (const int32_t group : {0, 1}) {
             std::vector<Param> params;
             for (const Layer &layer : order)
@@ -338,7 +341,7 @@ TEST(CompatMode, RefusesAlternatingGroupsAndTakesThoseThatFollowOneAnother) {
                     Random random{uint64_t(layer.numel + 1)};
                     params.push_back({Array(dtype, random.floats(layer.numel)), layer.name()});
                 }
-            must(usual.add_group(group == 0 ? groups.first : groups.second, std::move(params)));
+            must(reference.add_group(group == 0 ? groups.first : groups.second, std::move(params)));
         }
         for (int call = 1; call <= kSteps; ++call) {
             std::vector<Array> grads;
@@ -346,21 +349,21 @@ TEST(CompatMode, RefusesAlternatingGroupsAndTakesThoseThatFollowOneAnother) {
                 Random random{uint64_t(layer.numel * 100 + size_t(call))};
                 grads.emplace_back(dtype, random.floats(layer.numel, -3, 2));
             }
-            must(usual.step(grads));
+            must(reference.step(grads));
             must(empty.trainer.step(grads));
         }
-        EXPECT_TRUE(test::same(usual.snapshot(), empty.trainer.snapshot()));
+        EXPECT_TRUE(test::same(reference.snapshot(), empty.trainer.snapshot()));
     }
 }
 
 LABEL(long_emulated);
-TEST(StateGeneration, IsTheSameWhileTheTensorStaysInPlace) {
+TEST(StateGeneration, ChangesOnlyIfTheTensorMoves) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
     const Shared<float> weights(300, 1.0f), grads(300, 1.0f);
     std::vector<dsopt_tensor> list;
-    std::map<std::string, std::map<int64_t, const void *>> places;
+    std::map<std::string, std::map<int64_t, const void *>> generations;
     for (size_t i = 0; i < weights.size(); ++i) {
         const dsopt_param param = param_of({&weights[i], 1, DSOPT_DTYPE_F32, 0});
         must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
@@ -373,21 +376,21 @@ TEST(StateGeneration, IsTheSameWhileTheTensorStaysInPlace) {
         for (const char *name : {"step", "trust_ratio"}) {
             const dsopt_state_info info = state_info(opt.get(), state_index(opt.get(), -1, name));
             EXPECT_GT(info.generation, 0);
-            const auto [place, is_new] = places[name].emplace(info.generation, info.tensor.data);
-            EXPECT_EQ(place->second, info.tensor.data) << name << " of " << i;
+            const auto [entry, is_new] = generations[name].emplace(info.generation, info.tensor.data);
+            EXPECT_EQ(entry->second, info.tensor.data) << name << " of " << i;
         }
-        // What was taken first still is what it was, and the tensor goes on elsewhere.
+        // The memory of the first generation keeps its contents after the tensor has moved.
         const std::vector<int32_t> now = steps(opt.get());
         for (size_t k = 0; k <= i; ++k) ASSERT_EQ(now[k], int32_t(i + 1 - k));
-        EXPECT_EQ(on_host(static_cast<const int32_t *>(places["step"].begin()->second)), 1);
+        EXPECT_EQ(on_host(static_cast<const int32_t *>(generations["step"].begin()->second)), 1);
     }
-    for (const auto &[name, all] : places) {
+    for (const auto &[name, all] : generations) {
         EXPECT_GT(all.size(), 3u) << name;
-        EXPECT_LT(all.size(), 25u) << name << ": 300 additions";
+        EXPECT_LT(all.size(), 25u) << name << " generations in 300 additions";
     }
 }
 
-TEST(StateGeneration, ChangesWhenMemoryIsBound) {
+TEST(StateGeneration, ChangesIfOtherMemoryIsBound) {
     Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
     must(trainer.step(trainer.arguments()));
     std::vector<int64_t> before;
@@ -406,7 +409,7 @@ TEST(StateGeneration, ChangesWhenMemoryIsBound) {
     for (size_t i = 0; i < bound.size(); ++i) EXPECT_EQ(bound[i].generation == before[i], i != 0) << bound[i].name;
 }
 
-TEST(AddingMore, LeavesBoundStateWhereItIsIfItFailsAndElseTakesItsContents) {
+TEST(AddMoreParams, CopiesBoundStateOnlyIfItSucceeds) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     const dsopt_group group = make_group(DSOPT_ALGORITHM_LAMB);
@@ -427,7 +430,7 @@ TEST(AddingMore, LeavesBoundStateWhereItIsIfItFailsAndElseTakesItsContents) {
     EXPECT_EQ(state_of(opt.get()).back().tensor.data, counts.data());
     EXPECT_EQ(state_of(opt.get()).back().generation, generation);
     ASSERT_OK(add(4));
-    counts[0] = -1; // the caller's again
+    counts[0] = -1; // the optimizer no longer uses the caller's memory
     ratios[0] = -1;
     const std::vector<dsopt_state_info> after = state_of(opt.get());
     const dsopt_state_info &step = after.back(), &ratio = *(after.end() - 2);
@@ -445,7 +448,7 @@ TEST(AddingMore, LeavesBoundStateWhereItIsIfItFailsAndElseTakesItsContents) {
     EXPECT_EQ(counts[0], -1);
 }
 
-TEST(AddingMore, TwiceWithoutACallBetweenStillFindsOverlapsWithTheOptimizersOwnState) {
+TEST(AddMoreParams, FindsOverlapsWithStateAfterTwoAdditions) {
     Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
     must(trainer.step(trainer.arguments()));
     for (const char *name : {"second", "third"})

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several handles of one optimizer, scalers that let go of their optimizers, and what the 1-bit family says of bias
-// correction and of freeze_step.
+// Several handles of one optimizer, detaching a scaler from its optimizers, and the keys of bias correction and
+// freeze_step with the 1-bit family.
 #include "support/onebit.h"
 #include <condition_variable>
 #include <mutex>
@@ -10,7 +10,7 @@ using namespace test;
 
 namespace {
 
-Optimizer retained(dsopt_optimizer *opt) {
+Optimizer retain(dsopt_optimizer *opt) {
     dsopt_optimizer *other = nullptr;
     must(dsopt_optimizer_retain(opt, &other));
     return Optimizer(other);
@@ -28,20 +28,20 @@ dsopt_status step_with(dsopt_optimizer *opt, const std::vector<Array> &grads) {
     return dsopt_optimizer_step(opt, &step);
 }
 
-// -------------------------------------------------------------------------------------------------------------- handles
-/// An allocator that knows what is out.
-struct Pool {
+// ------------------------------------------------------------------------------------------------------------- handles
+/// An allocator that counts live allocations.
+struct CountingAllocator {
     std::atomic<int> live{0};
     Context context() {
         DSOPT_NEW(dsopt_context_desc, desc);
         desc.user = this;
         desc.threads = 1;
         desc.allocate = [](void *user, size_t bytes, size_t alignment, void *) {
-            ++static_cast<Pool *>(user)->live;
+            ++static_cast<CountingAllocator *>(user)->live;
             return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
         };
         desc.release = [](void *user, void *memory, size_t, void *) {
-            --static_cast<Pool *>(user)->live;
+            --static_cast<CountingAllocator *>(user)->live;
             std::free(memory);
         };
         dsopt_context *ctx = nullptr;
@@ -50,10 +50,10 @@ struct Pool {
     }
 };
 
-TEST(Retain, TheOptimizerLivesUntilTheLastHandleIsGone) {
-    Pool pool;
+TEST(Retain, KeepsTheOptimizerUntilTheLastHandle) {
+    CountingAllocator allocator;
     for (const int last : {0, 1, 2}) {
-        const Context ctx = pool.context();
+        const Context ctx = allocator.context();
         Optimizer handles[3];
         handles[0] = new_optimizer(ctx, optimizer_desc());
         const Array weight(DSOPT_DTYPE_F32, 5, 1);
@@ -61,26 +61,26 @@ TEST(Retain, TheOptimizerLivesUntilTheLastHandleIsGone) {
         param.tensor = weight.tensor();
         const dsopt_group group = group_of(DSOPT_ALGORITHM_ADAMW);
         must(dsopt_optimizer_add_group(handles[0].get(), &group, &param, 1));
-        handles[1] = retained(handles[0].get());
-        handles[2] = retained(handles[1].get()); // of a handle that was retained itself
+        handles[1] = retain(handles[0].get());
+        handles[2] = retain(handles[1].get()); // from a handle that was retained itself
         const std::vector<Array> grads{Array(DSOPT_DTYPE_F32, 5, 1)};
         must(step_with(handles[0].get(), grads));
-        const int live = pool.live;
+        const int live = allocator.live;
         EXPECT_GT(live, 0);
         for (const int other : {0, 1, 2})
             if (other != last) handles[other].reset();
-        EXPECT_EQ(pool.live, live);
+        EXPECT_EQ(allocator.live, live);
         EXPECT_OK(step_with(handles[last].get(), grads));
         handles[last].reset();
-        EXPECT_EQ(pool.live, 0);
+        EXPECT_EQ(allocator.live, 0);
     }
 }
 
-TEST(Retain, EveryHandleActsOnTheSameOptimizer) {
+TEST(Retain, ReturnsAHandleOfTheSameOptimizer) {
     const Context ctx = make_context(1);
     Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
                     std::vector<Array>{Array(DSOPT_DTYPE_F32, 5, 1)});
-    const Optimizer other = retained(trainer.opt());
+    const Optimizer other = retain(trainer.opt());
     must(dsopt_optimizer_set(other.get(), 0, DSOPT_KEY_LR, 0.5));
     EXPECT_EQ(trainer.get(DSOPT_KEY_LR), 0.5);
     must(step_with(other.get(), {Array(DSOPT_DTYPE_F32, 5, 1)}));
@@ -99,7 +99,7 @@ TEST(Retain, EveryHandleActsOnTheSameOptimizer) {
     EXPECT_EQ(params, 2);
 }
 
-TEST(Retain, BusyWorksAcrossHandles) {
+TEST(Retain, ReportsBusyAcrossHandles) {
     struct Gate {
         std::mutex mutex;
         std::condition_variable changed;
@@ -119,12 +119,10 @@ TEST(Retain, BusyWorksAcrossHandles) {
     desc.parallel_for = Gate::run;
     desc.user = &gate;
     desc.threads = 2;
-    dsopt_context *made = nullptr;
-    must(dsopt_context_create(&desc, &made));
-    const Context ctx(made);
+    const Context ctx = make_context(desc);
     Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
                     std::vector<Array>{Array(DSOPT_DTYPE_F32, 1 << 18, 1)});
-    const Optimizer other = retained(trainer.opt());
+    const Optimizer other = retain(trainer.opt());
     std::thread steps([&] { EXPECT_OK(trainer.step({Array(DSOPT_DTYPE_F32, 1 << 18, 1)})); });
     {
         std::unique_lock lock(gate.mutex);
@@ -134,7 +132,7 @@ TEST(Retain, BusyWorksAcrossHandles) {
     EXPECT_TRUE(refused(dsopt_optimizer_set(other.get(), 0, DSOPT_KEY_LR, 0.5), DSOPT_ERR_BUSY));
     EXPECT_TRUE(refused(dsopt_optimizer_get(other.get(), 0, DSOPT_KEY_LR, &value), DSOPT_ERR_BUSY));
     EXPECT_TRUE(refused(step_with(other.get(), {Array(DSOPT_DTYPE_F32, 1 << 18, 1)}), DSOPT_ERR_BUSY));
-    const Optimizer third = retained(other.get()); // beside every other call
+    const Optimizer third = retain(other.get()); // allowed during every other call
     {
         const std::lock_guard lock(gate.mutex);
         gate.open = true;
@@ -144,7 +142,7 @@ TEST(Retain, BusyWorksAcrossHandles) {
     EXPECT_OK(dsopt_optimizer_set(third.get(), 0, DSOPT_KEY_LR, 0.5));
 }
 
-TEST(Retain, HandlesAreMadeAndReleasedByAnyThread) {
+TEST(Retain, WorksFromAnyThread) {
     const Context ctx = make_context(1);
     Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
                     std::vector<Array>{Array(DSOPT_DTYPE_F32, 5, 1)});
@@ -152,29 +150,29 @@ TEST(Retain, HandlesAreMadeAndReleasedByAnyThread) {
     for (int t = 0; t < 4; ++t)
         threads.emplace_back([&] {
             for (int i = 0; i < 200; ++i) {
-                Optimizer own = retained(trainer.opt());
+                Optimizer own = retain(trainer.opt());
                 double value = 0;
                 EXPECT_OK(dsopt_optimizer_get(own.get(), 0, DSOPT_KEY_LR, &value));
-                own = retained(own.get());
+                own = retain(own.get());
             }
         });
     for (std::thread &thread : threads) thread.join();
 }
 
-// -------------------------------------------------------------------------------------------------------------- scalers
-class Detach : public testing::Test {
+// ------------------------------------------------------------------------------------------------------------- scalers
+class ScalerDetach : public testing::Test {
 protected:
-    dsopt_optimizer_desc with(const Scaler &scaler) const {
+    dsopt_optimizer_desc desc_of(const Scaler &scaler) const {
         dsopt_optimizer_desc desc = optimizer_desc();
         desc.scaler = scaler.get();
         return desc;
     }
     std::unique_ptr<Trainer> trainer_of(const Scaler &scaler) const {
-        return std::make_unique<Trainer>(ctx, with(scaler), group_of(DSOPT_ALGORITHM_ADAMW),
+        return std::make_unique<Trainer>(ctx, desc_of(scaler), group_of(DSOPT_ALGORITHM_ADAMW),
                                          std::vector<Array>{Array(DSOPT_DTYPE_F16, 5, 1)});
     }
-    dsopt_status second(const Scaler &scaler) const {
-        const dsopt_optimizer_desc desc = with(scaler);
+    dsopt_status try_create(const Scaler &scaler) const {
+        const dsopt_optimizer_desc desc = desc_of(scaler);
         dsopt_optimizer *opt = nullptr;
         const dsopt_status status = dsopt_optimizer_create(ctx.get(), &desc, &opt);
         dsopt_optimizer_destroy(opt);
@@ -185,23 +183,23 @@ protected:
     const std::vector<Array> bad{Array(DSOPT_DTYPE_F16, 5, kInf)};
 };
 
-TEST_F(Detach, LetsAnotherOptimizerHaveTheScalerAndStopsTheOldOne) {
+TEST_F(ScalerDetach, AllowsANewOptimizerAndStopsTheOldOne) {
     const Scaler scaler = make_scaler(ctx, 64);
-    auto old = trainer_of(scaler);
-    must(old->step(grads));
-    EXPECT_TRUE(refused(second(scaler), DSOPT_ERR_STATE, "dsopt_scaler_detach"));
+    auto detached = trainer_of(scaler);
+    must(detached->step(grads));
+    EXPECT_TRUE(refused(try_create(scaler), DSOPT_ERR_STATE, "dsopt_scaler_detach"));
     ASSERT_OK(dsopt_scaler_detach(scaler.get()));
-    const auto young = trainer_of(scaler);
-    EXPECT_TRUE(refused(second(scaler), DSOPT_ERR_STATE)) << "it has the new one";
+    const auto attached = trainer_of(scaler);
+    EXPECT_TRUE(refused(try_create(scaler), DSOPT_ERR_STATE)) << "the new optimizer uses the scaler";
 
-    const Snapshot before = old->snapshot();
-    EXPECT_TRUE(refused(old->step(bad), DSOPT_ERR_STATE, "detached"));
+    const Snapshot before = detached->snapshot();
+    EXPECT_TRUE(refused(detached->step(bad), DSOPT_ERR_STATE, "detached"));
     EXPECT_EQ(info_of(scaler).scale, 64);
-    const std::vector<dsopt_tensor> params = list_of(old->weights()), list = list_of(grads);
+    const std::vector<dsopt_tensor> params = list_of(detached->weights()), list = list_of(grads);
     std::vector<dsopt_tensor> state;
-    for (const dsopt_state_info &info : old->state()) state.push_back(info.tensor);
+    for (const dsopt_state_info &info : detached->state()) state.push_back(info.tensor);
     size_t bytes = 0;
-    must(dsopt_optimizer_workspace(old->opt(), &bytes));
+    must(dsopt_optimizer_workspace(detached->opt(), &bytes));
     std::vector<char> workspace(bytes);
     DSOPT_NEW(dsopt_step, step);
     step.grads = list.data();
@@ -211,25 +209,25 @@ TEST_F(Detach, LetsAnotherOptimizerHaveTheScalerAndStopsTheOldOne) {
     step.state_count = int64_t(state.size());
     step.workspace = workspace.data();
     step.workspace_bytes = bytes;
-    EXPECT_TRUE(refused(dsopt_optimizer_apply(old->opt(), &step), DSOPT_ERR_STATE, "detached"));
-    EXPECT_TRUE(same(before, old->snapshot()));
+    EXPECT_TRUE(refused(dsopt_optimizer_apply(detached->opt(), &step), DSOPT_ERR_STATE, "detached"));
+    EXPECT_TRUE(same(before, detached->snapshot()));
 
-    must(young->step(bad));
+    must(attached->step(bad));
     EXPECT_EQ(info_of(scaler).scale, 32);
-    old.reset(); // does not take the scaler from the new one
-    EXPECT_TRUE(refused(second(scaler), DSOPT_ERR_STATE));
-    EXPECT_OK(young->step(grads));
+    detached.reset(); // does not detach the new optimizer
+    EXPECT_TRUE(refused(try_create(scaler), DSOPT_ERR_STATE));
+    EXPECT_OK(attached->step(grads));
     EXPECT_EQ(info_of(scaler).updates, 3);
 }
 
-TEST_F(Detach, AScalerWithoutOptimizersStaysFree) {
+TEST_F(ScalerDetach, AcceptsAScalerWithoutOptimizers) {
     const Scaler scaler = make_scaler(ctx, 64);
     for (int i = 0; i < 2; ++i) ASSERT_OK(dsopt_scaler_detach(scaler.get()));
-    EXPECT_OK(second(scaler));
-    EXPECT_OK(second(scaler)) << "the first one is destroyed";
+    EXPECT_OK(try_create(scaler));
+    EXPECT_OK(try_create(scaler)) << "the first optimizer is destroyed";
 }
 
-TEST_F(Detach, SharedScalersLetGoOfAll) {
+TEST_F(ScalerDetach, DetachesAllOptimizersOfASharedScaler) {
     const Scaler scaler = make_scaler(ctx, 64, 1000, DSOPT_SCALER_SHARED);
     auto a = trainer_of(scaler), b = trainer_of(scaler);
     must(a->step(grads));
@@ -238,14 +236,14 @@ TEST_F(Detach, SharedScalersLetGoOfAll) {
     EXPECT_TRUE(refused(a->step(bad), DSOPT_ERR_STATE));
     EXPECT_TRUE(refused(b->step(bad), DSOPT_ERR_STATE));
     must(dsopt_scaler_update(scaler.get(), nullptr, nullptr));
-    EXPECT_EQ(info_of(scaler).scale, 64) << "nothing of theirs was recorded";
+    EXPECT_EQ(info_of(scaler).scale, 64) << "refused steps must not record an overflow";
     a.reset();
     b.reset();
     EXPECT_OK(c->step(grads));
-    EXPECT_OK(second(scaler)) << "it is shared";
+    EXPECT_OK(try_create(scaler)) << "the scaler is shared";
 }
 
-TEST_F(Detach, TheScalerOfADestroyedHandleLivesOn) {
+TEST_F(ScalerDetach, IsNotCausedByDestroyingTheHandle) {
     Scaler scaler = make_scaler(ctx, 64);
     const auto trainer = trainer_of(scaler);
     const float *const scale = dsopt_scaler_device_scale(scaler.get());
@@ -254,8 +252,8 @@ TEST_F(Detach, TheScalerOfADestroyedHandleLivesOn) {
     EXPECT_EQ(on_host(scale), 32);
 }
 
-// ------------------------------------------------------------------------------------------------------- 1-bit family
-TEST(OneBitBias, CorrectionIsOffWithAndWithoutTheFlag) {
+// -------------------------------------------------------------------------------------------------------- 1-bit family
+TEST(OneBitBiasCorrection, IsOffWithAndWithoutTheFlag) {
     for (const int32_t algorithm : kFamily) {
         const dsopt_group plain = group_for(algorithm, 2);
         EXPECT_EQ(plain.flags, 0);
@@ -287,7 +285,7 @@ TEST(OneBitBias, CorrectionIsOffWithAndWithoutTheFlag) {
     }
 }
 
-TEST(FreezeStep, SaysThatAGroupHasNone) {
+TEST(FreezeStepKey, IsRefusedOutsideTheOneBitFamily) {
     const Context ctx = make_context(1);
     Trainer plain(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
                   std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
@@ -307,7 +305,7 @@ TEST(FreezeStep, SaysThatAGroupHasNone) {
     EXPECT_EQ(value, 5);
 }
 
-TEST(Readers, MayAskAtOnceForWhatGroupsThatWereJustAddedCameTo) {
+TEST(StateCount, AllowsConcurrentReadersAfterAddGroup) {
     const Context ctx = make_context();
     const Optimizer opt = new_optimizer(ctx, optimizer_desc());
     const dsopt_group group = group_of(DSOPT_ALGORITHM_ONEBIT_LAMB);

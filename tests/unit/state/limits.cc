@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counters and scales at the ends of their ranges: whatever state a program can reach is saved and loads again, and
-// words that no step leaves behind are refused by name, wherever they come from.
+// Counters and scales at the limits of their ranges. Every state that a program can reach can be saved and loaded.
+// State that no step can produce is refused by name from import, bound memory and files.
 #include "support/harness.h"
 #include <cfloat>
 #include <ctime>
@@ -11,7 +11,7 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-constexpr double kLargestScale = 0x1p127;
+constexpr double kLargestPowerOfTwo = 0x1p127;
 
 std::vector<int32_t> all_algorithms() {
     std::vector<int32_t> list(std::begin(kStandardRules), std::end(kStandardRules));
@@ -22,11 +22,11 @@ bool is_family(int32_t algorithm) {
     return std::find(std::begin(kFamily), std::end(kFamily), algorithm) != std::end(kFamily);
 }
 
-/// An optimizer with a scaler of its own, and gradients that never overflow.
+/// An optimizer with a scaler of its own and one parameter.
 struct Scaled {
     explicit Scaled(int32_t algorithm, int32_t profile = DSOPT_PROFILE_DEFAULT, int32_t compat = DSOPT_COMPAT_NONE) :
         context(make_context()),
-        forgets(is_family(algorithm) && compat != DSOPT_COMPAT_NONE) {
+        load_resets(is_family(algorithm) && compat != DSOPT_COMPAT_NONE) {
         DSOPT_NEW(dsopt_scaler_desc, desc);
         desc.profile = profile;
         desc.window = 1;
@@ -38,13 +38,13 @@ struct Scaled {
                                             std::vector<Array>{Array(DSOPT_DTYPE_F32, {1, 2, 3, 4})});
     }
     dsopt_status step(float gradient = 0) { return trainer->step({Array(DSOPT_DTYPE_F32, 4, gradient)}); }
-    /// Saves, loads, and finds everything as it was.
-    testing::AssertionResult loads_again() {
+    /// True if the optimizer can be saved and loaded and is then unchanged.
+    testing::AssertionResult loads_unchanged() {
         Tape tape;
         if (tape.save(*trainer) != DSOPT_OK) return testing::AssertionFailure() << dsopt_last_error();
         const std::string before = trainer->text() + hyper_text(trainer->opt());
         if (tape.load(*trainer) != DSOPT_OK) return testing::AssertionFailure() << dsopt_last_error();
-        if (forgets) return testing::AssertionSuccess();
+        if (load_resets) return testing::AssertionSuccess();
         return same(trainer->text() + hyper_text(trainer->opt()), before);
     }
     dsopt_status import(const std::string &name, const void *words, size_t bytes, int64_t param = -1) {
@@ -54,73 +54,73 @@ struct Scaled {
     Context context;
     Scaler scaler;
     std::unique_ptr<Trainer> trainer;
-    bool forgets; // the 1-bit family in compat mode: a load decides some of its state anew (docs/compat.md)
+    bool load_resets; // the 1-bit family in compat mode: a load resets some state (docs/compat.md)
 };
 
-TEST(ScaleRange, GrowsToTheLargestPowerOfTwoInEveryProfileAndComesBackAtOnce) {
+TEST(ScaleRange, EndsAtTheLargestPowerOfTwoInEveryProfile) {
     for (int32_t profile = DSOPT_PROFILE_DEFAULT; profile <= DSOPT_PROFILE_DYNAMIC; ++profile)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
             SCOPED_TRACE(profile);
             Scaled run(DSOPT_ALGORITHM_ADAMW, profile, compat);
             for (int i = 0; i < 150; ++i) ASSERT_OK(run.step());
-            EXPECT_EQ(info_of(run.scaler).dynamic, kLargestScale);
-            EXPECT_EQ(on_host(dsopt_scaler_device_scale(run.scaler.get())), float(kLargestScale));
-            EXPECT_TRUE(run.loads_again());
+            EXPECT_EQ(info_of(run.scaler).dynamic, kLargestPowerOfTwo);
+            EXPECT_EQ(on_host(dsopt_scaler_device_scale(run.scaler.get())), float(kLargestPowerOfTwo));
+            EXPECT_TRUE(run.loads_unchanged());
             ASSERT_OK(run.step(INFINITY));
-            EXPECT_EQ(info_of(run.scaler).dynamic, kLargestScale / 2);
+            EXPECT_EQ(info_of(run.scaler).dynamic, kLargestPowerOfTwo / 2);
         }
 }
 
-TEST(ScaleRange, AValueAboveTheLargestPowerOfTwoStaysAndShrinks) {
+TEST(ScaleRange, KeepsAndHalvesAValueAboveTheLargestPowerOfTwo) {
     Scaled run(DSOPT_ALGORITHM_ADAMW);
     ASSERT_OK(dsopt_scaler_set(run.scaler.get(), DSOPT_SCALE_VALUE, double(FLT_MAX), nullptr));
     for (int i = 0; i < 3; ++i) ASSERT_OK(run.step());
     EXPECT_EQ(info_of(run.scaler).dynamic, double(FLT_MAX));
-    EXPECT_TRUE(run.loads_again());
+    EXPECT_TRUE(run.loads_unchanged());
     ASSERT_OK(run.step(NAN));
     EXPECT_EQ(info_of(run.scaler).dynamic, double(FLT_MAX) / 2);
 }
 
-TEST(ScaleRange, WordsOfTheCallerPastItComeBackWithTheFirstOverflow) {
+TEST(ScaleRange, LimitsCallersStateAtTheFirstOverflow) {
     const Context context = make_context();
-    for (const double spoilt : {0x1p416, HUGE_VAL}) {
+    for (const double value : {0x1p416, HUGE_VAL}) {
         const Scaler scaler = make_scaler(context, 8.0, 1);
         const Shared<float> scale(1);
         const Shared<int32_t> words(12), overflow{1};
         const dsopt_tensor state[] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
         ASSERT_OK(dsopt_scaler_init_state(scaler.get(), state, 2, nullptr));
-        std::memcpy(words.data(), &spoilt, sizeof spoilt);
+        std::memcpy(words.data(), &value, sizeof value);
         ASSERT_OK(dsopt_scaler_update_arrays(scaler.get(), state, 2, overflow.data(), nullptr));
         EXPECT_EQ(*scale, FLT_MAX / 2);
     }
 }
 
-TEST(ScaleRange, ScalesThatFp32DoesNotHoldAreRefused) {
+TEST(ScaleRange, RefusesScalesThatFp32CannotHold) {
     const Context context = make_context();
     const Scaler scaler = make_scaler(context, 8.0);
     for (const double value : {0.0, -1.0, 1e-60, 1e39, double(NAN), HUGE_VAL})
         for (const int32_t what : {DSOPT_SCALE_VALUE, DSOPT_SCALE_OVERRIDE})
             EXPECT_TRUE(
                 refused(dsopt_scaler_set(scaler.get(), what, value, nullptr), DSOPT_ERR_ARGUMENT, "loss scale"));
-    dsopt_scaler *made = nullptr;
+    dsopt_scaler *created = nullptr;
     for (const double min : {1e-60, 1e39}) {
         DSOPT_NEW(dsopt_scaler_desc, desc);
         desc.min = min;
         desc.init = 1e38;
-        EXPECT_TRUE(refused(dsopt_scaler_create(context.get(), &desc, &made), DSOPT_ERR_ARGUMENT, "minimum scale"));
+        EXPECT_TRUE(refused(dsopt_scaler_create(context.get(), &desc, &created), DSOPT_ERR_ARGUMENT, "minimum scale"));
     }
 }
 
-/// Every counter of the optimizer at its end, then steps.
-class Ends : public testing::TestWithParam<int32_t> {};
-INSTANTIATE_TEST_SUITE_P(Algorithms, Ends, testing::ValuesIn(all_algorithms()), algorithm_name);
+/// Runs steps after every counter of the optimizer was set to its largest value.
+class CounterLimits : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Algorithms, CounterLimits, testing::ValuesIn(all_algorithms()), algorithm_name);
 
-TEST_P(Ends, OfCountersAndScalesAreSavedAndLoadAgain) {
+TEST_P(CounterLimits, AreSavedAndLoaded) {
     const double most_calls = 9007199254740992.0;
     const bool has_compat = is_family(GetParam()) || std::find(std::begin(kAlgorithms), std::end(kAlgorithms),
                                                                GetParam()) != std::end(kAlgorithms);
     for (const auto &[scale, compat] :
-         {std::pair(double(FLT_MAX), DSOPT_COMPAT_NONE), std::pair(kLargestScale, DSOPT_COMPAT_NONE),
+         {std::pair(double(FLT_MAX), DSOPT_COMPAT_NONE), std::pair(kLargestPowerOfTwo, DSOPT_COMPAT_NONE),
           std::pair(1.0, DSOPT_COMPAT_NONE), std::pair(double(FLT_MAX), DSOPT_COMPAT_DEEPSPEED),
           std::pair(1.0, DSOPT_COMPAT_DEEPSPEED)}) {
         if (compat != DSOPT_COMPAT_NONE && !has_compat) continue;
@@ -141,12 +141,12 @@ TEST_P(Ends, OfCountersAndScalesAreSavedAndLoadAgain) {
                 schedule[1] = frozen;
                 ASSERT_OK(run.import("schedule", schedule, sizeof schedule));
                 ASSERT_OK(run.step(1));
-                EXPECT_TRUE(run.loads_again());
+                EXPECT_TRUE(run.loads_unchanged());
             }
         }
         for (const float gradient : {1.0f, INFINITY, 0.0f, NAN, 1.0f, 1.0f}) {
             ASSERT_OK(run.step(gradient));
-            EXPECT_TRUE(run.loads_again());
+            EXPECT_TRUE(run.loads_unchanged());
             const dsopt_scaler_info info = info_of(run.scaler);
             EXPECT_TRUE(std::isfinite(info.scale) && info.scale > 0 && info.updates >= 0) << info.updates;
         }
@@ -156,7 +156,7 @@ TEST_P(Ends, OfCountersAndScalesAreSavedAndLoadAgain) {
     }
 }
 
-TEST(ScaleRange, UpdatesPastTheirEndKeepTheWindow) {
+TEST(ScalerUpdateCount, KeepsTheWindowAtItsLimit) {
     const Context context = make_context();
     const auto growths = [&](int32_t updates, int32_t last_overflow) {
         const Scaler scaler = make_scaler(context, 8.0, 5);
@@ -178,15 +178,15 @@ TEST(ScaleRange, UpdatesPastTheirEndKeepTheWindow) {
     EXPECT_NE(growths(INT32_MAX, INT32_MAX - 3).find('+'), std::string::npos);
 }
 
-// ------------------------------------------------------------------------------------------- words that nobody leaves
-struct Wrong {
+// ---------------------------------------------------------------------------------------------------- state of no step
+struct InvalidWords {
     const char *entry;
     std::function<void(int32_t *words)> change;
-    const char *names; // what the message says
+    const char *names; // words of the error message
 };
-const std::vector<Wrong> &wrong_words() {
+const std::vector<InvalidWords> &invalid_words() {
     const auto set_double = [](int32_t *words, double value) { std::memcpy(words, &value, sizeof value); };
-    static const std::vector<Wrong> list = {
+    static const std::vector<InvalidWords> list = {
         {"step", [](int32_t *w) { w[0] = -5; }, "step|-5|'p0'"},
         {"schedule", [](int32_t *w) { w[0] = -1; }, "schedule|step|-1"},
         {"schedule", [](int32_t *w) { w[1] = 2; }, "schedule|frozen|2"},
@@ -217,30 +217,30 @@ const std::vector<Wrong> &wrong_words() {
     return list;
 }
 
-TEST(WrongWords, AreRefusedByNameFromImportBoundMemoryAndFiles) {
-    for (const Wrong &wrong : wrong_words()) {
-        SCOPED_TRACE(wrong.names);
+TEST(InvalidState, IsRefusedByNameFromImportBindAndLoad) {
+    for (const InvalidWords &invalid : invalid_words()) {
+        SCOPED_TRACE(invalid.names);
         Scaled run(DSOPT_ALGORITHM_ZERO_ONE_ADAM);
         for (int i = 0; i < 2; ++i) ASSERT_OK(run.step(1));
         dsopt_optimizer *const opt = run.trainer->opt();
-        const int64_t index = state_index(opt, -1, wrong.entry);
+        const int64_t index = state_index(opt, -1, invalid.entry);
         const std::string good = exported_text(opt, index), before = run.trainer->text();
         std::vector<int32_t> words(good.size() / 4);
         std::memcpy(words.data(), good.data(), good.size());
-        wrong.change(words.data());
+        invalid.change(words.data());
 
         EXPECT_TRUE(refused(dsopt_optimizer_import(opt, index, words.data(), good.size()), DSOPT_ERR_ARGUMENT,
-                            std::string("import|") + wrong.names));
+                            std::string("import|") + invalid.names));
         EXPECT_TRUE(same(run.trainer->text(), before));
 
         std::vector<dsopt_tensor> list;
         for (const dsopt_state_info &info : state_of(opt)) list.push_back(info.tensor);
         list[size_t(index)].data = words.data();
         EXPECT_TRUE(refused(dsopt_optimizer_bind(opt, DSOPT_BIND_STATE, list.data(), int64_t(list.size())),
-                            DSOPT_ERR_ARGUMENT, std::string("bound memory|") + wrong.names));
+                            DSOPT_ERR_ARGUMENT, std::string("bound memory|") + invalid.names));
         EXPECT_TRUE(same(run.trainer->text(), before));
 
-        // A file: of bound memory that is spoilt later, which only a load can find.
+        // A file with invalid words: they are written to bound memory after bind, which only a load can detect.
         std::vector<int32_t> bound(words.size());
         std::memcpy(bound.data(), good.data(), good.size());
         list[size_t(index)].data = bound.data();
@@ -250,15 +250,15 @@ TEST(WrongWords, AreRefusedByNameFromImportBoundMemoryAndFiles) {
         ASSERT_OK(tape.save(*run.trainer));
         Scaled other(DSOPT_ALGORITHM_ZERO_ONE_ADAM);
         ASSERT_OK(other.step(1));
-        const std::string there = other.trainer->text();
-        EXPECT_TRUE(refused(tape.load(*other.trainer), DSOPT_ERR_FORMAT, std::string("checkpoint|") + wrong.names));
-        EXPECT_TRUE(same(other.trainer->text(), there));
-        run.trainer->drop(); // before what is bound
+        const std::string state = other.trainer->text();
+        EXPECT_TRUE(refused(tape.load(*other.trainer), DSOPT_ERR_FORMAT, std::string("checkpoint|") + invalid.names));
+        EXPECT_TRUE(same(other.trainer->text(), state));
+        run.trainer->drop(); // destroys the optimizer before the bound memory
     }
 }
 
-// ------------------------------------------------------------------------------------------------- sizes and counts
-TEST(StructSize, ThatNoVersionHasIsRefusedBeforeItIsReadOrCleared) {
+// ---------------------------------------------------------------------------------------------------- sizes and counts
+TEST(UnknownStructSize, IsRefusedBeforeTheStructIsAccessed) {
     const Context context = make_context();
     for (const size_t size : {size_t(4097), size_t(1) << 40, SIZE_MAX}) {
         dsopt_group group;
@@ -269,14 +269,14 @@ TEST(StructSize, ThatNoVersionHasIsRefusedBeforeItIsReadOrCleared) {
         desc.size = size;
         dsopt_optimizer *opt = nullptr;
         EXPECT_TRUE(refused(dsopt_optimizer_create(context.get(), &desc, &opt), DSOPT_ERR_VERSION, "optimizer_desc"));
-        const Optimizer made = make_optimizer(context);
+        const Optimizer created = make_optimizer(context);
         DSOPT_NEW(dsopt_report, report);
         report.size = size;
-        EXPECT_TRUE(refused(dsopt_optimizer_report(made.get(), &report), DSOPT_ERR_VERSION, "dsopt_report"));
+        EXPECT_TRUE(refused(dsopt_optimizer_report(created.get(), &report), DSOPT_ERR_VERSION, "dsopt_report"));
     }
 }
 
-/// Seconds of this thread alone: what else the machine does is not in them. The least of several runs.
+/// Returns the CPU time of this thread in seconds, the minimum of several runs.
 template <class F> double seconds_of(int runs, const F &body) {
     const auto now = [] {
         timespec t{};
@@ -292,10 +292,10 @@ template <class F> double seconds_of(int runs, const F &body) {
     return least;
 }
 
-// Twenty or fifty times the work takes as many times as long, not the square: the factors leave room for caches.
+// Time grows linearly, not quadratically: 20 or 50 times the work may take 100 or 500 times as long, because of caches.
 LABEL(numbers_only);
 LABEL(cpu); // time of the host
-TEST(ManyTensors, GroupsAreAddedInLinearTime) {
+TEST(ManyGroups, AreAddedInLinearTime) {
     const Context context = make_context();
     std::vector<float> memory(100000);
     struct {
@@ -313,20 +313,20 @@ TEST(ManyTensors, GroupsAreAddedInLinearTime) {
             if (kind.stepped) {
                 must(dsopt_optimizer_add_group(opt.get(), &group, nullptr, 0));
                 DSOPT_NEW(dsopt_step, step);
-                must(dsopt_optimizer_step(opt.get(), &step)); // makes the state
+                must(dsopt_optimizer_step(opt.get(), &step)); // allocates the state
             }
             for (int64_t i = 0; i < count; ++i) {
                 const dsopt_param param = param_of({kind.bound ? &memory[size_t(i)] : nullptr, 1, DSOPT_DTYPE_F32, 0});
                 must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
             }
         };
-        const double few = seconds_of(5, [&] { add(5000); }), many = seconds_of(1, [&] { add(100000); });
-        EXPECT_LT(many, 100 * few) << few << " seconds for 5,000 groups";
+        const double base = seconds_of(5, [&] { add(5000); }), many = seconds_of(1, [&] { add(100000); });
+        EXPECT_LT(many, 100 * base) << base << " seconds for 5,000 groups";
     }
 }
 
 LABEL(cpu); // time of the host
-TEST(ManyTensors, AbsentGradientsOfCompatModeTakeLinearTime) {
+TEST(ManyAbsentGradients, TakeLinearTimeInCompatMode) {
     const auto time_of = [&](size_t count, int runs) {
         const Context context = make_context();
         dsopt_optimizer_desc desc = optimizer_desc();
@@ -341,15 +341,15 @@ TEST(ManyTensors, AbsentGradientsOfCompatModeTakeLinearTime) {
         DSOPT_NEW(dsopt_step, step);
         step.grads = absent.data();
         step.count = int64_t(count);
-        must(dsopt_optimizer_step(opt.get(), &step)); // makes the state
+        must(dsopt_optimizer_step(opt.get(), &step)); // allocates the state
         return seconds_of(runs, [&] { must(dsopt_optimizer_step(opt.get(), &step)); });
     };
-    const double few = time_of(2000, 30);
-    EXPECT_LT(time_of(100000, 3), 500 * few) << few << " seconds for 2,000 tensors";
+    const double base = time_of(2000, 30);
+    EXPECT_LT(time_of(100000, 3), 500 * base) << base << " seconds for 2,000 tensors";
 }
 
-TEST(InstructionSet, ThatIsUnknownIsLoggedAndInTheBuildInfo) {
-    GTEST_FLAG_SET(death_test_style, "threadsafe"); // a process that has not asked for the build info yet
+TEST(UnknownIsa, IsLoggedAndInTheBuildInfo) {
+    GTEST_FLAG_SET(death_test_style, "threadsafe"); // starts a process in which dsopt_build_info was not called yet
     EXPECT_EXIT(
         {
             ::setenv("DSOPT_ISA", "AVX2 \"quoted\"", 1);

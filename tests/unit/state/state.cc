@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The list of state tensors: known before the first step, copied in and out, in memory of the engine or of the caller.
+// State tensors: list before the first step, import and export, bind, reset.
 #include "support/harness.h"
 
 using namespace test;
@@ -29,11 +29,12 @@ std::vector<Entry> list_state(const dsopt_optimizer *opt) {
     return list;
 }
 
-/// Two groups, every dtype, an empty tensor; LAMB in the second.
+/// Adds a group of AdamW and one of LAMB, with two parameters each.
 void add_groups(Trainer &trainer) {
     trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 2);
     trainer.add(make_group(DSOPT_ALGORITHM_LAMB), 2);
 }
+/// Shapes of every dtype, one of them empty.
 std::vector<Shape> four_shapes() {
     return {
         {7, DSOPT_DTYPE_F32}, {0, DSOPT_DTYPE_BF16}, {5000, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {3, DSOPT_DTYPE_F32}};
@@ -46,7 +47,7 @@ std::vector<Array> buffers_for(const dsopt_optimizer *opt) {
     return buffers;
 }
 
-TEST(State, NamesOrderAndSizesAreKnownBeforeTheFirstStep) {
+TEST(State, ListsNamesOrderAndSizesBeforeTheFirstStep) {
     Trainer trainer(four_shapes(), optimizer_desc());
     EXPECT_EQ(state_count(trainer.opt()), 0);
     add_groups(trainer);
@@ -71,7 +72,7 @@ TEST(State, NamesOrderAndSizesAreKnownBeforeTheFirstStep) {
         EXPECT_NE(state_info(trainer.opt(), i).tensor.data, nullptr);
 }
 
-TEST(State, WithoutMastersCompatModeKeepsMomentsInTheParametersDtype) {
+TEST(State, HasMomentsOfParameterDtypeInCompatMode) {
     for (const bool compat : {false, true}) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_NO_MASTER);
         desc.compat = compat ? DSOPT_COMPAT_DEEPSPEED : DSOPT_COMPAT_NONE;
@@ -83,7 +84,7 @@ TEST(State, WithoutMastersCompatModeKeepsMomentsInTheParametersDtype) {
     }
 }
 
-TEST(State, NamesAreStaticStorage) {
+TEST(State, ReturnsNamesInStaticStorage) {
     const char *name = nullptr;
     {
         const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAM));
@@ -92,7 +93,7 @@ TEST(State, NamesAreStaticStorage) {
     EXPECT_STREQ(name, "exp_avg_sq");
 }
 
-TEST(State, ExportBeforeTheFirstStepGivesTheStartingValues) {
+TEST(StateExport, ReturnsInitialValuesBeforeTheFirstStep) {
     Trainer trainer(four_shapes(), optimizer_desc());
     add_groups(trainer);
     const std::vector<float> master = exported(trainer.opt(), 2, "master");
@@ -102,7 +103,7 @@ TEST(State, ExportBeforeTheFirstStepGivesTheStartingValues) {
     EXPECT_EQ(exported(trainer.opt(), -1, "trust_ratio"), std::vector<float>(4, 0));
 }
 
-TEST(State, ExportAndImportGoAround) {
+TEST(StateImport, RestoresExportedState) {
     Trainer from(four_shapes(), optimizer_desc()), to(four_shapes(), optimizer_desc());
     add_groups(from);
     add_groups(to);
@@ -122,7 +123,7 @@ TEST(State, ExportAndImportGoAround) {
     EXPECT_TRUE(same(from.text(), to.text()));
 }
 
-TEST(State, ExportAndImportRefuseWrongBuffers) {
+TEST(RefusedStateCopy, NamesWrongBuffersAndIndices) {
     const Trainer trainer(shapes_of({5, 0}), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.train(1);
     const std::string before = trainer.text();
@@ -143,13 +144,13 @@ TEST(State, ExportAndImportRefuseWrongBuffers) {
     }
     EXPECT_TRUE(refused(dsopt_optimizer_export(opt, 0, nullptr, 20), DSOPT_ERR_ARGUMENT, "host"));
     EXPECT_TRUE(refused(dsopt_optimizer_import(opt, 0, nullptr, 20), DSOPT_ERR_ARGUMENT, "host"));
-    EXPECT_OK(dsopt_optimizer_export(opt, 2, nullptr, 0)); // the empty tensor's
+    EXPECT_OK(dsopt_optimizer_export(opt, 2, nullptr, 0)); // exp_avg of the empty tensor
     EXPECT_OK(dsopt_optimizer_import(opt, 2, nullptr, 0));
     EXPECT_EQ(bytes, std::vector<char>(64, 0x11));
     EXPECT_TRUE(same(trainer.text(), before));
 }
 
-TEST(State, AMasterNeedsItsParametersMemory) {
+TEST(StateExport, NeedsMemoryOfTheParameterForAMaster) {
     const Model model(shapes_of({5}, DSOPT_DTYPE_BF16));
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
@@ -166,14 +167,14 @@ TEST(State, AMasterNeedsItsParametersMemory) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------- bind
-TEST(Bind, StateOfTheCallerIsUsedInPlace) {
+TEST(Bind, UsesStateOfTheCallerInPlace) {
     Trainer bound(four_shapes(), optimizer_desc()), own(four_shapes(), optimizer_desc());
     add_groups(bound);
     add_groups(own);
     const std::vector<Array> buffers = buffers_for(bound.opt());
     const std::vector<dsopt_tensor> list = list_of(buffers);
     for (int64_t i = 0; i < 5000; ++i)
-        buffers[5].set(i, bound.model.params[2][size_t(i)]); // the master's starting values
+        buffers[5].set(i, bound.model.params[2][size_t(i)]); // initial values of the master
     ASSERT_OK(dsopt_optimizer_bind(bound.opt(), DSOPT_BIND_STATE, list.data(), int64_t(list.size())));
     for (size_t i = 0; i < list.size(); ++i)
         EXPECT_EQ(state_info(bound.opt(), int64_t(i)).tensor.data, buffers[i].data());
@@ -188,7 +189,7 @@ TEST(Bind, StateOfTheCallerIsUsedInPlace) {
     EXPECT_TRUE(same(bound.text(), own.text()));
 }
 
-TEST(Bind, EntriesWithoutDataStayWithTheEngine) {
+TEST(Bind, KeepsEntriesWithoutDataInTheEngine) {
     const Trainer trainer(shapes_of({50}), make_group(DSOPT_ALGORITHM_ADAMW)),
         plain(shapes_of({50}), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.train(1);
@@ -203,7 +204,7 @@ TEST(Bind, EntriesWithoutDataStayWithTheEngine) {
     EXPECT_TRUE(same(trainer.text(), plain.text()));
 }
 
-TEST(Bind, ParametersMoveWithoutBeingCopied) {
+TEST(Bind, MovesParametersWithoutCopying) {
     const Trainer trainer(four_shapes(), make_group(DSOPT_ALGORITHM_ADAM)),
         plain(four_shapes(), make_group(DSOPT_ALGORITHM_ADAM));
     trainer.train(1);
@@ -213,18 +214,18 @@ TEST(Bind, ParametersMoveWithoutBeingCopied) {
         other.emplace_back(param.dtype(), param.size(), 0.0f, size_of(param.dtype()));
         std::memcpy(other.back().data(), param.data(), param.bytes());
     }
-    const std::string left = trainer.model.text();
+    const std::string before = trainer.model.text();
     const std::vector<dsopt_tensor> list = list_of(other);
     ASSERT_OK(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_PARAMS, list.data(), 4));
     trainer.train(2);
     plain.train(2);
-    EXPECT_TRUE(same(trainer.model.text(), left));
+    EXPECT_TRUE(same(trainer.model.text(), before));
     std::string moved;
     for (const Array &buffer : other) moved += buffer.text();
     EXPECT_TRUE(same(moved, plain.model.text()));
 }
 
-TEST(Bind, RefusesAndKeepsTheOldPlaces) {
+TEST(Bind, RefusesBadListsAndKeepsTheOldMemory) {
     const Trainer trainer({{50, DSOPT_DTYPE_F32}, {60, DSOPT_DTYPE_BF16}}, make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.train(1);
     dsopt_optimizer *const opt = trainer.opt();
@@ -238,7 +239,7 @@ TEST(Bind, RefusesAndKeepsTheOldPlaces) {
     const std::string before = trainer.text();
     struct Case {
         int32_t what;
-        void (*spoil)(std::vector<dsopt_tensor> &list);
+        void (*change)(std::vector<dsopt_tensor> &list);
         dsopt_status status;
         const char *words;
     };
@@ -266,7 +267,7 @@ TEST(Bind, RefusesAndKeepsTheOldPlaces) {
     };
     for (const Case &c : cases) {
         std::vector<dsopt_tensor> list = list_of(c.what == DSOPT_BIND_PARAMS ? params : state);
-        c.spoil(list);
+        c.change(list);
         EXPECT_TRUE(refused(dsopt_optimizer_bind(opt, c.what, list.data(), int64_t(list.size())), c.status, c.words))
             << c.words;
     }
@@ -293,7 +294,7 @@ TEST(Bind, RefusesAndKeepsTheOldPlaces) {
 class Reset : public testing::TestWithParam<uint32_t> {};
 INSTANTIATE_TEST_SUITE_P(Parts, Reset, testing::Range(0u, 8u));
 
-TEST_P(Reset, GivesTheNamedPartsTheirStartingValues) {
+TEST_P(Reset, RestoresInitialValuesOfTheSelectedParts) {
     Trainer trainer(four_shapes(), optimizer_desc(1.0));
     add_groups(trainer);
     trainer.train(1, 2);
@@ -319,7 +320,7 @@ TEST_P(Reset, GivesTheNamedPartsTheirStartingValues) {
     EXPECT_TRUE(same(trainer.model.text(), params));
 }
 
-TEST(ResetAll, ThenTrainsLikeANewOptimizer) {
+TEST(ResetAll, TrainsLikeANewOptimizer) {
     const Trainer trainer(shapes_of({500, 3}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB));
     const std::string start = trainer.model.text();
     trainer.train(1, 3);
@@ -332,7 +333,7 @@ TEST(ResetAll, ThenTrainsLikeANewOptimizer) {
     EXPECT_TRUE(same(trainer.text(), trained));
 }
 
-TEST(ResetRefused, UnknownPartsAndMastersWithoutMemory) {
+TEST(RefusedReset, NamesUnknownPartsAndMissingMemory) {
     const Model model(shapes_of({5}, DSOPT_DTYPE_BF16));
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
