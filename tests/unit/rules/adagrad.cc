@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adagrad against torch.optim.Adagrad's formula, as its documentation gives it, and optax.adagrad's.
+// Compares Adagrad with the documented formulas of torch.optim.Adagrad and optax.adagrad.
 #include "support/rules.h"
 
 using namespace test;
@@ -16,7 +16,7 @@ double reference(const dsopt_group &c, int64_t t, double g, double &p, double &s
     const double root = inside ? std::sqrt(sum + c.eps) : std::sqrt(sum) + c.eps;
     const double update = c.lr / (1 + double(t - 1) * c.lr_decay) * (sum == 0 ? 0 : g / root);
     p -= update;
-    // Where decay and gradient cancel, what is left over is divided by little.
+    // If decay and gradient cancel, the rounding error of their sum is divided by a small root.
     return size + std::fabs(update) + c.lr * size / std::max(root, 1e-30);
 }
 
@@ -52,8 +52,8 @@ TEST(AdagradRule, HasTheDefaultsOfTorch) {
 }
 
 // torch.optim.Adagrad(lr=0.1, lr_decay=0.5, weight_decay=0.01, initial_accumulator_value=0.25, eps=0) on p = 1 with
-// gradients 0.5, -0.25: worked out by hand from the algorithm in its documentation.
-TEST(AdagradRule, GivesTheNumbersOfTheDocumentedAlgorithm) {
+// gradients 0.5, -0.25: computed by hand from the documented algorithm.
+TEST(AdagradRule, MatchesStepsComputedByHand) {
     dsopt_group group = adagrad_group(0.5, 0.25, 0.01, 0, 0);
     group.lr = 0.1;
     const Trainer trainer(shapes_of({1}), group);
@@ -68,7 +68,7 @@ TEST(AdagradRule, GivesTheNumbersOfTheDocumentedAlgorithm) {
     }
 }
 
-TEST(AdagradRule, StartsAndRestartsWithItsInitialValue) {
+TEST(AdagradRule, InitializesSumsAtStartAndReset) {
     const Trainer trainer(shapes_of({1, 255, 256, 257, 5000, 0}), adagrad_group(0, 0.1));
     dsopt_optimizer *const opt = trainer.opt();
     const auto expect_all = [&](float value) {
@@ -83,7 +83,6 @@ TEST(AdagradRule, StartsAndRestartsWithItsInitialValue) {
     expect_all(0.75f);
 }
 
-// The rate decays with the steps of the tensor, and a new rate on the host holds for the next one.
 TEST(AdagradRule, ReadsAndSetsItsHyperParameters) {
     const Trainer trainer(shapes_of({4}), adagrad_group(0.5));
     dsopt_optimizer *const opt = trainer.opt();
@@ -96,7 +95,7 @@ TEST(AdagradRule, ReadsAndSetsItsHyperParameters) {
     EXPECT_EQ(get(opt, 0, DSOPT_KEY_EPS_INSIDE_SQRT), 1);
 }
 
-TEST(AdagradRule, RefusesWhatIsOutOfRangeAndWhatHasNoEffect) {
+TEST(AdagradRule, RefusesValuesOutOfRangeOrWithoutEffect) {
     expect_refused(adagrad_group(-1), DSOPT_ERR_ARGUMENT, "lr_decay|-1");
     expect_refused(adagrad_group(0, -0.5), DSOPT_ERR_ARGUMENT, "initial_accumulator_value|-0.5");
     expect_refused(adagrad_group(0, 1e39), DSOPT_ERR_ARGUMENT, "initial_accumulator_value|1e+39");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lion against the algorithm of Chen et al. 2023, which is optax.lion's.
+// Compares Lion with the algorithm of Chen et al. 2023, which optax.lion implements.
 #include "support/rules.h"
 
 using namespace test;
@@ -39,8 +39,8 @@ TEST(LionRule, HasTheDefaultsOfThePaper) {
     EXPECT_EQ(group.eps, 0);
 }
 
-// Three steps by hand: from zero, momentum and gradient against each other, and both in one direction.
-TEST(LionRule, GivesTheNumbersOfTheAlgorithm) {
+// Three steps: momentum is zero, has the opposite sign of the gradient, has the same sign.
+TEST(LionRule, MatchesStepsComputedByHand) {
     dsopt_group group = lion_group(0.5, 0.75, 0.5);
     group.lr = 0.25;
     const Trainer trainer(shapes_of({1}), group);
@@ -55,7 +55,7 @@ TEST(LionRule, GivesTheNumbersOfTheAlgorithm) {
     }
 }
 
-TEST(LionRule, LeavesAWeightWhereMomentumAndGradientCancel) {
+TEST(LionRule, KeepsAWeightIfMomentumAndGradientCancel) {
     dsopt_group group = lion_group(0.5, 0.5);
     const Trainer trainer(shapes_of({3}), group);
     for (int64_t k = 0; k < 3; ++k) trainer.model.grads[0].set(k, k == 0 ? 0.0f : 1.0f);
@@ -68,7 +68,7 @@ TEST(LionRule, LeavesAWeightWhereMomentumAndGradientCancel) {
     EXPECT_NE(trainer.model.params[0][2], before);
 }
 
-TEST(LionRule, RefusesWhatHasNoEffect) {
+TEST(LionRule, RefusesValuesOutOfRangeOrWithoutEffect) {
     dsopt_group group = lion_group();
     group.eps = 1e-8;
     expect_refused(group, DSOPT_ERR_UNSUPPORTED, "eps|lion");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SGD against torch.optim.SGD's formula, as its documentation gives it.
+// Compares SGD with the documented formula of torch.optim.SGD.
 #include "support/rules.h"
 
 using namespace test;
@@ -45,9 +45,9 @@ TEST(SgdRule, HasTheDefaultsOfTorch) {
     for (const double zero : {group.beta1, group.beta2, group.eps, group.momentum, group.dampening}) EXPECT_EQ(zero, 0);
 }
 
-// torch.optim.SGD(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01) on p = 1 with gradients 0.5, -0.25, 1: worked
-// out by hand from the algorithm in its documentation.
-TEST(SgdRule, GivesTheNumbersOfTheDocumentedAlgorithm) {
+// torch.optim.SGD(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.01) on p = 1 with gradients 0.5, -0.25, 1:
+// computed by hand from the documented algorithm.
+TEST(SgdRule, MatchesStepsComputedByHand) {
     dsopt_group group = sgd_group(0.9, 0.5, 0, 0.01);
     group.lr = 0.1;
     const Trainer trainer(shapes_of({1}), group);
@@ -62,8 +62,8 @@ TEST(SgdRule, GivesTheNumbersOfTheDocumentedAlgorithm) {
     }
 }
 
-// The first step is that of the tensor: one whose gradients begin later has its own, and a step that is skipped is none.
-TEST(SgdRule, TakesTheGradientItselfAtATensorsFirstStep) {
+// The first step is the first one that updates the tensor. Steps without its gradient and skipped steps do not count.
+TEST(SgdRule, InitializesTheBufferWithTheFirstGradient) {
     const Trainer trainer(shapes_of({3, 3}), sgd_group(0.9, 0.5));
     dsopt_step step = trainer.arguments();
     std::vector<dsopt_tensor> grads = trainer.grads;
@@ -82,7 +82,7 @@ TEST(SgdRule, TakesTheGradientItselfAtATensorsFirstStep) {
     }
 }
 
-TEST(SgdRule, RefusesWhatTorchRefusesAndWhatHasNoEffect) {
+TEST(SgdRule, RefusesValuesOutOfRangeOrWithoutEffect) {
     expect_refused(sgd_group(-0.1), DSOPT_ERR_ARGUMENT, "momentum|-0.1");
     expect_refused(sgd_group(INFINITY), DSOPT_ERR_ARGUMENT, "momentum|inf");
     expect_refused(sgd_group(0.9, 1.5), DSOPT_ERR_ARGUMENT, "dampening|1.5");
@@ -119,8 +119,8 @@ TEST(SgdRule, ReadsAndSetsItsHyperParameters) {
     EXPECT_EQ(value, 7);
 }
 
-// The buffer is there or it is not.
-TEST(SgdRule, KeepsMomentumOrDoesWithout) {
+// The momentum buffer cannot be added or removed after the group was created.
+TEST(SgdRule, CannotAddOrRemoveTheMomentumBuffer) {
     const Trainer with(shapes_of({4}), sgd_group(0.9)), without(shapes_of({4}), sgd_group());
     EXPECT_TRUE(refused(dsopt_optimizer_set(with.opt(), 0, DSOPT_KEY_MOMENTUM, 0), DSOPT_ERR_UNSUPPORTED,
                         "momentum_buffer|group 0"));
@@ -138,7 +138,7 @@ TEST(SgdRule, KeepsMomentumOrDoesWithout) {
                         "group 0|momentum_buffer"));
 }
 
-TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
+TEST(SgdRule, ReadsMomentumFromBackendMemory) {
     const Trainer host(shapes_of({100}), sgd_group(0.9)), device(shapes_of({100}), sgd_group(0.9));
     std::vector<float> row(DSOPT_HYPER_FLOATS, NAN);
     for (int t = 1; t <= 4; ++t) {
@@ -153,7 +153,7 @@ TEST(SgdRule, TakesMomentumFromARowInBackendMemory) {
     }
     EXPECT_TRUE(same(device.text(), host.text()));
     const std::string before = device.text();
-    for (const float bad : {0.0f, -0.5f, INFINITY}) { // 0: the buffer would be left over
+    for (const float bad : {0.0f, -0.5f, INFINITY}) { // 0: the momentum buffer would be unused
         row[DSOPT_HYPER_MOMENTUM] = bad;
         dsopt_step step = device.arguments();
         step.hyper = on_device(row);
