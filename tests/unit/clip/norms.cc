@@ -216,7 +216,7 @@ TEST(Norm, RefusesBadListsAndKeepsTheResult) {
     EXPECT_OK(call(nullptr, 0));
 }
 
-// --------------------------------------------------------------------------------------------------------- a x + b y
+// ----------------------------------------------------------------------------------------------------------- a x + b y
 const std::vector<float> kSpecial = {0.0f,      -0.0f,      1,        -1,     kInf,       -kInf,     kNaN,
                                      65504,     65519.996f, 65520,    1e-8f,  -6e-8f,     0x1p-24f,  0x1p-25f,
                                      0x1p-133f, 0x1p-149f,  3.38e38f, -3e38f, 1.0009766f, 1.0004883f};
@@ -314,7 +314,7 @@ TEST(Axpby, RefusesListsThatDoNotMatch) {
     EXPECT_TRUE(same_bits(a.floats(), {1, 1, 1, 1}));
 }
 
-// ------------------------------------------------------------------------------------------------------------- clamp
+// --------------------------------------------------------------------------------------------------------------- clamp
 TEST(Clamp, ClampsEveryElementAndKeepsNan) {
     Random random(15);
     std::vector<float> values = random.floats(9000, -4, 4);

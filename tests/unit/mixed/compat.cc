@@ -229,7 +229,7 @@ TEST(StandardHysteresis, IsApplied) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------------- the reported norm
+// --------------------------------------------------------------------------------------------------- the reported norm
 double reported_norm(dsopt_optimizer_desc desc) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 16);
@@ -370,7 +370,7 @@ TEST(StandardAbsentGradients, KeepTheTensorAndItsStepCount) {
     EXPECT_EQ(trainer.state("step"), (std::vector<float>{2, 1}));
 }
 
-// ---------------------------------------------------------------------------------------- ---- overflow of one rank
+// ------------------------------------------------------------------------------------------- ---- overflow of one rank
 std::array<int, 2> skipped_ranks(const dsopt_optimizer_desc &wanted) {
     const CommId id = new_id();
     std::array<int, 2> skipped{};

@@ -309,7 +309,7 @@ TEST(MixedScale, SkipsOverflowsWithAStaticScale) {
     EXPECT_EQ(trainer.report().loss_scale, 128);
 }
 
-// ------------------------------------------------------------------------------------------------------------ masters
+// ------------------------------------------------------------------------------------------------------------- masters
 TEST(Masters, AreContiguousPerGroupInFlatMode) {
     const Context ctx = make_context(2);
     DSOPT_NEW(dsopt_optimizer_desc, desc);

@@ -391,7 +391,7 @@ TEST(ScaleLoss, MultipliesOnceAndRoundsToTheDtypeOfTheLoss) {
     EXPECT_EQ(loss[0], 1);
 }
 
-// ---------------------------------------------------------------------------------------------------- with optimizers
+// ----------------------------------------------------------------------------------------------------- with optimizers
 Trainer attached(const Context &ctx, const Scaler &scaler) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.scaler = scaler.get();

@@ -208,7 +208,7 @@ TEST(LambTrustRatio, IsOneIfANormIsZero) {
     EXPECT_NE(trainer.model.params[0][0], 0);
 }
 
-// -------------------------------------------------------------------------------------------------- 16-bit parameters
+// --------------------------------------------------------------------------------------------------- 16-bit parameters
 using Storage = std::tuple<int32_t, int32_t, int32_t>; // algorithm, parameter, gradient
 class Step16BitParams : public testing::TestWithParam<Storage> {};
 

@@ -201,7 +201,7 @@ TEST(StepGroups, MayHaveNoParametersInTheWholeOptimizer) {
     EXPECT_EQ(report_of(trainer.opt()).grad_norm, 0);
 }
 
-// ---------------------------------------------------------------------------------------------------------- zero grad
+// ----------------------------------------------------------------------------------------------------------- zero grad
 TEST(ZeroGrad, FillsEveryDtypeWithinItsBounds) {
     std::vector<Shape> shapes;
     for (const int32_t grad : kDtypes)

@@ -18,7 +18,7 @@ INSTANTIATE_TEST_SUITE_P(Algorithms, Step, testing::ValuesIn(kStandardRules), al
 class StepMoments : public Step {}; // for the rules with exp_avg and exp_avg_sq
 INSTANTIATE_TEST_SUITE_P(Algorithms, StepMoments, testing::ValuesIn(kAlgorithms), algorithm_name);
 
-// --------------------------------------------------------------------------------------------------- absent gradients
+// ---------------------------------------------------------------------------------------------------- absent gradients
 TEST_P(Step, KeepsTensorMomentsAndCountOfAbsentGradients) {
     for (const int32_t dtype : kDtypes) {
         Trainer trainer(shapes_of({5000, 33}, dtype, DSOPT_DTYPE_F32), group(), optimizer_desc(), context_desc(2));
