@@ -179,7 +179,7 @@ TEST(StochasticRounding, KeepsRepresentableNumbersInfAndNan) {
     Trainer still(ctx, stochastic_desc(), group_of(DSOPT_ALGORITHM_ADAM, 1e-2, 0), std::vector<Array>{start});
     for (int step = 0; step < 50; ++step) must(still.step({Array(DSOPT_DTYPE_F32, 8, 0)}));
     EXPECT_TRUE(same_bits(still.weight().floats(), start.floats()));
-    // A NaN with every payload bit set, where adding anything would carry into the sign.
+    // Every payload bit of the NaN is set: adding random bits would carry into the sign.
     Trainer nan(ctx, stochastic_desc(), constant_update(1), std::vector<Array>{Array(DSOPT_DTYPE_BF16, 1000, 1)});
     must(nan.step({Array(DSOPT_DTYPE_F32, 1000, std::bit_cast<float>(0x7fffffffu))}));
     for (const float value : nan.weight().floats()) ASSERT_TRUE(std::isnan(value)) << value;
