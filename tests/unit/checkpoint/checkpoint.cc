@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saving and loading: a run that was interrupted has the bits of one that was not.
+// Save and load: a resumed run has the same bits as an uninterrupted one.
 #include "support/file.h"
 #include "support/harness.h"
 #include <cfenv>
@@ -27,9 +27,9 @@ dsopt_status load(const Trainer &trainer, const std::string &data, uint32_t flag
     const dsopt_io io = tape.io(flags);
     return dsopt_optimizer_load(trainer.opt(), nullptr, &io);
 }
-std::string everything(const Trainer &trainer) { return trainer.text() + hyper_text(trainer.opt()); }
+std::string all_bytes(const Trainer &trainer) { return trainer.text() + hyper_text(trainer.opt()); }
 
-/// Two groups with every dtype; the counters differ because the last tensor has a gradient every other time.
+/// Two groups with every dtype. The counters differ, because the last tensor has a gradient only in every other step.
 Trainer make_mixed(int32_t algorithm, const dsopt_optimizer_desc &desc = optimizer_desc(0.7)) {
     Trainer trainer({{500, DSOPT_DTYPE_F32},
                      {0, DSOPT_DTYPE_F32},
@@ -50,7 +50,7 @@ void train(Trainer &trainer, uint64_t first, uint64_t last) {
 class Checkpoint : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, Checkpoint, testing::ValuesIn(kStandardRules), algorithm_name);
 
-TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
+TEST_P(Checkpoint, ResumedRunEqualsUninterruptedRun) {
     const Folder folder;
     const std::string path = folder / "run.safetensors";
     for (const bool by_path : {false, true}) {
@@ -65,23 +65,23 @@ TEST_P(Checkpoint, ResumedInTheMiddleARunHasTheBitsOfAnUninterruptedOne) {
             ASSERT_OK(dsopt_optimizer_save(first.opt(), path.c_str(), &io));
         else
             data = saved(first, DSOPT_IO_PARAMS);
-        for (const Array &param : second.model.params) param.fill(999); // nothing of it may survive
+        for (const Array &param : second.model.params) param.fill(999); // the load must overwrite all of it
         train(second, 7, 9);
         if (by_path)
             ASSERT_OK(dsopt_optimizer_load(second.opt(), path.c_str(), &io));
         else
             ASSERT_OK(load(second, data, DSOPT_IO_PARAMS));
-        EXPECT_TRUE(same(everything(second), everything(first)));
+        EXPECT_TRUE(same(all_bytes(second), all_bytes(first)));
         EXPECT_EQ(report_of(second.opt()).calls, 5);
         EXPECT_EQ(get(second.opt(), 0, DSOPT_KEY_LR), 0.03125);
         must(dsopt_optimizer_set(second.opt(), 0, DSOPT_KEY_LR, make_group(GetParam()).lr));
         train(second, 6, 10);
-        EXPECT_TRUE(same(everything(second), everything(whole)));
+        EXPECT_TRUE(same(all_bytes(second), all_bytes(whole)));
         EXPECT_EQ(steps(second.opt()), (std::vector<int32_t>{10, 10, 10, 5}));
     }
 }
 
-TEST(CheckpointFlags, EpsUncorrectedComesBack) {
+TEST(CheckpointHyper, RestoresEpsUncorrected) {
     const dsopt_group flagged = make_group(DSOPT_ALGORITHM_ADAMW, 0.01, DSOPT_GROUP_EPS_UNCORRECTED);
     Trainer first(shapes_of({500}), flagged), second(shapes_of({500}), make_group(DSOPT_ALGORITHM_ADAMW));
     first.train(1, 3);
@@ -89,33 +89,33 @@ TEST(CheckpointFlags, EpsUncorrectedComesBack) {
     EXPECT_EQ(get(second.opt(), 0, DSOPT_KEY_EPS_UNCORRECTED), 1);
     first.train(4, 6);
     second.train(4, 6);
-    EXPECT_TRUE(same(everything(second), everything(first)));
+    EXPECT_TRUE(same(all_bytes(second), all_bytes(first)));
 }
 
-TEST_P(Checkpoint, IntoAnOptimizerThatNeverStepped) {
-    Trainer whole = make_mixed(GetParam()), fresh = make_mixed(GetParam());
+TEST_P(Checkpoint, LoadsIntoNewOptimizer) {
+    Trainer whole = make_mixed(GetParam()), target = make_mixed(GetParam());
     train(whole, 1, 4);
-    ASSERT_OK(load(fresh, saved(whole, DSOPT_IO_PARAMS), DSOPT_IO_PARAMS));
-    EXPECT_TRUE(same(everything(fresh), everything(whole)));
+    ASSERT_OK(load(target, saved(whole, DSOPT_IO_PARAMS), DSOPT_IO_PARAMS));
+    EXPECT_TRUE(same(all_bytes(target), all_bytes(whole)));
     train(whole, 5, 6);
-    train(fresh, 5, 6);
-    EXPECT_TRUE(same(everything(fresh), everything(whole)));
+    train(target, 5, 6);
+    EXPECT_TRUE(same(all_bytes(target), all_bytes(whole)));
 }
 
-TEST_P(Checkpoint, SavingChangesNothingAndGivesTheSameBytesAgain) {
+TEST_P(Checkpoint, SavesSameBytesAgainAndChangesNothing) {
     const Folder folder;
     Trainer trainer = make_mixed(GetParam());
     train(trainer, 1, 3);
-    const std::string before = everything(trainer);
+    const std::string before = all_bytes(trainer);
     const std::string data = saved(trainer);
-    EXPECT_TRUE(same(everything(trainer), before));
+    EXPECT_TRUE(same(all_bytes(trainer), before));
     EXPECT_TRUE(same(saved(trainer), data));
     ASSERT_OK(dsopt_optimizer_save(trainer.opt(), (folder / "a").c_str(), nullptr));
     std::ifstream file(folder / "a", std::ios::binary);
     EXPECT_TRUE(same(std::string(std::istreambuf_iterator<char>(file), {}), data));
 }
 
-TEST_P(Checkpoint, SavedBeforeTheFirstStep) {
+TEST_P(Checkpoint, RestoresStateBeforeFirstStep) {
     Trainer trainer = make_mixed(GetParam()), other = make_mixed(GetParam()), plain = make_mixed(GetParam());
     const std::string data = saved(trainer);
     train(other, 1, 3);
@@ -124,10 +124,10 @@ TEST_P(Checkpoint, SavedBeforeTheFirstStep) {
     ASSERT_OK(load(other, data));
     train(other, 1, 3);
     train(plain, 1, 3);
-    EXPECT_TRUE(same(everything(other), everything(plain)));
+    EXPECT_TRUE(same(all_bytes(other), all_bytes(plain)));
 }
 
-TEST_P(Checkpoint, StateOfTheCallerIsFilledInPlace) {
+TEST_P(Checkpoint, LoadsIntoBoundState) {
     Trainer from = make_mixed(GetParam()), to = make_mixed(GetParam());
     train(from, 1, 3);
     std::vector<Array> buffers;
@@ -144,8 +144,9 @@ TEST_P(Checkpoint, StateOfTheCallerIsFilledInPlace) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- order
-struct Named {
-    Named(const std::vector<std::string> &names, size_t first_group) :
+/// An optimizer whose parameters have these names. The first letter determines size, dtype and content.
+struct NamedOptimizer {
+    NamedOptimizer(const std::vector<std::string> &names, size_t first_group) :
         model([&] {
             std::vector<Shape> shapes;
             for (const std::string &name : names)
@@ -179,8 +180,8 @@ struct Named {
     std::vector<std::string> names;
 };
 
-TEST(CheckpointOrder, ParametersAreFoundByNameAndCountersWithThem) {
-    Named from({"a", "b", "c", "d", "e"}, 3), to({"c", "a", "b", "e", "d"}, 3);
+TEST(CheckpointNames, MatchParametersInDifferentOrder) {
+    NamedOptimizer from({"a", "b", "c", "d", "e"}, 3), to({"c", "a", "b", "e", "d"}, 3);
     for (uint64_t t = 1; t <= 12; ++t) from.step(t);
     Tape tape;
     dsopt_io io = tape.io(DSOPT_IO_PARAMS);
@@ -191,22 +192,22 @@ TEST(CheckpointOrder, ParametersAreFoundByNameAndCountersWithThem) {
     EXPECT_EQ(steps(to.opt.get()), (std::vector<int32_t>{4, 12, 6, 2, 3}));
     const std::vector<float> trust = exported(from.opt.get(), -1, "trust_ratio");
     EXPECT_EQ(exported(to.opt.get(), -1, "trust_ratio"), (std::vector<float>{0, 0, 0, trust[4], trust[3]}));
-    const size_t places[] = {2, 0, 1, 4, 3};
+    const size_t source[] = {2, 0, 1, 4, 3};
     for (uint64_t t = 13; t <= 20; ++t) {
         from.step(t);
         to.step(t);
     }
     for (size_t i = 0; i < 5; ++i) {
-        EXPECT_TRUE(same(to.model.params[i].text(), from.model.params[places[i]].text())) << i;
+        EXPECT_TRUE(same(to.model.params[i].text(), from.model.params[source[i]].text())) << i;
         EXPECT_EQ(exported(to.opt.get(), int64_t(i), "exp_avg"),
-                  exported(from.opt.get(), int64_t(places[i]), "exp_avg"));
+                  exported(from.opt.get(), int64_t(source[i]), "exp_avg"));
     }
 }
 
-TEST(CheckpointOrder, NamesMayHoldAnything) {
+TEST(CheckpointNames, MayContainAnyText) {
     const std::vector<std::string> names = {"a.exp_avg", "b\"\\\n\x01", "c/3:1:x", "d\xf0\x9f\x98\x80",
                                             "e" + std::string(999, 'z')};
-    Named from(names, 2), to({names[1], names[0], names[4], names[3], names[2]}, 2);
+    NamedOptimizer from(names, 2), to({names[1], names[0], names[4], names[3], names[2]}, 2);
     for (uint64_t t = 1; t <= 3; ++t) from.step(t);
     Tape tape;
     dsopt_io io = tape.io();
@@ -217,8 +218,8 @@ TEST(CheckpointOrder, NamesMayHoldAnything) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- flags
-struct Flags : testing::Test {
-    Flags() : from(make_mixed(DSOPT_ALGORITHM_ADAMW)), to(make_mixed(DSOPT_ALGORITHM_ADAMW)) {
+struct LoadFlags : testing::Test {
+    LoadFlags() : from(make_mixed(DSOPT_ALGORITHM_ADAMW)), to(make_mixed(DSOPT_ALGORITHM_ADAMW)) {
         must(dsopt_optimizer_set(from.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.5));
         must(dsopt_optimizer_set(from.opt(), 1, DSOPT_KEY_BIAS_CORRECTION, 0));
         must(dsopt_optimizer_set(from.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0.25));
@@ -235,14 +236,14 @@ struct Flags : testing::Test {
     std::vector<float> moments, master;
 };
 
-TEST_F(Flags, WithoutAnyStateAndHyperParametersComeBackAndParametersStay) {
+TEST_F(LoadFlags, NoneRestoresStateAndHyperButNoParams) {
     ASSERT_OK(load(to, data));
     EXPECT_TRUE(same(to.model.text(), params));
     EXPECT_TRUE(same(state_text(to.opt()), state_text(from.opt())));
     EXPECT_TRUE(same(hyper_text(to.opt()), hyper_text(from.opt())));
 }
 
-TEST_F(Flags, NoStateLeavesMomentsAndCounters) {
+TEST_F(LoadFlags, NoStateKeepsMomentsAndCounters) {
     ASSERT_OK(load(to, data, DSOPT_IO_NO_STATE));
     EXPECT_EQ(exported(to.opt(), 2, "exp_avg"), moments);
     EXPECT_EQ(steps(to.opt()), (std::vector<int32_t>{2, 2, 2, 1}));
@@ -253,7 +254,7 @@ TEST_F(Flags, NoStateLeavesMomentsAndCounters) {
     EXPECT_TRUE(same(to.model.text(), params));
 }
 
-TEST_F(Flags, NoMastersMakesThemFromTheParameters) {
+TEST_F(LoadFlags, NoMastersCopiesMastersFromParams) {
     ASSERT_OK(load(to, data, DSOPT_IO_NO_MASTERS));
     const std::vector<float> now = exported(to.opt(), 2, "master");
     for (int64_t i = 0; i < 4097; ++i) ASSERT_EQ(now[size_t(i)], to.model.params[2][size_t(i)]);
@@ -262,14 +263,14 @@ TEST_F(Flags, NoMastersMakesThemFromTheParameters) {
     EXPECT_TRUE(same(to.model.text(), params));
 }
 
-TEST_F(Flags, NoMastersWithParamsMakesThemFromTheLoadedOnes) {
+TEST_F(LoadFlags, NoMastersWithParamsCopiesFromLoadedParams) {
     ASSERT_OK(load(to, data, DSOPT_IO_NO_MASTERS | DSOPT_IO_PARAMS));
     EXPECT_TRUE(same(to.model.text(), from.model.text()));
     const std::vector<float> now = exported(to.opt(), 2, "master");
     for (int64_t i = 0; i < 4097; ++i) ASSERT_EQ(now[size_t(i)], from.model.params[2][size_t(i)]);
 }
 
-TEST_F(Flags, NoHyperKeepsThoseThatAreSet) {
+TEST_F(LoadFlags, NoHyperKeepsCurrentHyper) {
     ASSERT_OK(load(to, data, DSOPT_IO_NO_HYPER));
     EXPECT_EQ(get(to.opt(), 0, DSOPT_KEY_LR), 1e-3);
     EXPECT_EQ(get(to.opt(), 1, DSOPT_KEY_BIAS_CORRECTION), 1);
@@ -278,21 +279,21 @@ TEST_F(Flags, NoHyperKeepsThoseThatAreSet) {
     EXPECT_EQ(report_of(to.opt()).calls, 4);
 }
 
-TEST_F(Flags, AllThreeLeaveNothingButTheMasters) {
+TEST_F(LoadFlags, AllExclusionsChangeOnlyMasters) {
     ASSERT_OK(load(to, data, DSOPT_IO_NO_HYPER | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_STATE));
     EXPECT_TRUE(same(hyper_text(to.opt()), hyper));
     EXPECT_EQ(exported(to.opt(), 2, "exp_avg"), moments);
     EXPECT_TRUE(same(to.model.text(), params));
 }
 
-TEST_F(Flags, ParamsBringsThem) {
+TEST_F(LoadFlags, ParamsRestoresParams) {
     ASSERT_OK(load(to, data, DSOPT_IO_PARAMS));
-    EXPECT_TRUE(same(everything(to), everything(from)));
+    EXPECT_TRUE(same(all_bytes(to), all_bytes(from)));
 }
 
-// ---------------------------------------------------------------------------------------- numbers in any environment
-/// Numbers that a short text would lose.
-void set_odd_numbers(const Trainer &trainer) {
+// ------------------------------------------------------------------------ numbers in any locale and rounding mode
+/// Sets numbers that need all digits of a double.
+void set_exact_numbers(const Trainer &trainer) {
     dsopt_optimizer *const opt = trainer.opt();
     must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_LR, 1.0 / 3));
     must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_BETA1, 1 - 0x1p-53));
@@ -304,22 +305,22 @@ void set_odd_numbers(const Trainer &trainer) {
     must(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, 9007199254740992.0));
 }
 
-TEST(CheckpointNumbers, ComeBackToTheLastBit) {
+TEST(CheckpointHyper, RoundTripsDoublesExactly) {
     const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
         to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
-    set_odd_numbers(from);
+    set_exact_numbers(from);
     ASSERT_OK(load(to, saved(from)));
     EXPECT_TRUE(same(hyper_text(to.opt()), hyper_text(from.opt())));
 }
 
-class CheckpointRounding : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Modes, CheckpointRounding,
+class CheckpointRoundingMode : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Modes, CheckpointRoundingMode,
                          testing::Values(FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO));
 
-TEST_P(CheckpointRounding, OfTheCallerChangesNoNumber) {
+TEST_P(CheckpointRoundingMode, DoesNotAffectNumbers) {
     const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
         to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
-    set_odd_numbers(from);
+    set_exact_numbers(from);
     const std::string data = saved(from);
     Tape in{data}, out;
     const dsopt_io reading = in.io(), writing = out.io();
@@ -333,19 +334,19 @@ TEST_P(CheckpointRounding, OfTheCallerChangesNoNumber) {
     EXPECT_TRUE(same(hyper_text(to.opt()), hyper_text(from.opt())));
 }
 
-/// Numbers as 1.234,5. Needs nothing installed, other than the locales of the C library.
-struct Comma : std::numpunct<char> {
+/// Formats numbers as 1.234,5. Unlike a locale of the C library, it is available on every machine.
+struct CommaNumbers : std::numpunct<char> {
     char do_decimal_point() const override { return ','; }
     char do_thousands_sep() const override { return '.'; }
     std::string do_grouping() const override { return "\3"; }
 };
 
-TEST(CheckpointNumbers, DoNotDependOnTheGlobalLocaleOfStreams) {
+TEST(CheckpointHyper, IgnoresGlobalStreamLocale) {
     const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
         to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
-    set_odd_numbers(from);
+    set_exact_numbers(from);
     const std::string plain = saved(from);
-    const std::locale before = std::locale::global(std::locale(std::locale::classic(), new Comma));
+    const std::locale before = std::locale::global(std::locale(std::locale::classic(), new CommaNumbers));
     const std::string data = saved(from);
     const dsopt_status status = load(to, data);
     std::locale::global(before);
@@ -354,12 +355,12 @@ TEST(CheckpointNumbers, DoNotDependOnTheGlobalLocaleOfStreams) {
     EXPECT_TRUE(same(hyper_text(to.opt()), hyper_text(from.opt())));
 }
 
-TEST(CheckpointNumbers, DoNotDependOnTheLocale) {
+TEST(CheckpointHyper, IgnoresCLocale) {
     const char *const set = std::setlocale(LC_ALL, "de_DE.UTF-8");
-    if (set == nullptr) GTEST_SKIP() << "no such locale here"; // a bare machine has none; streams are tested above
+    if (set == nullptr) GTEST_SKIP() << "the locale is not installed"; // the test above needs none
     const Trainer from(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW)),
         to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
-    set_odd_numbers(from);
+    set_exact_numbers(from);
     const std::string data = saved(from);
     const dsopt_status status = load(to, data);
     std::setlocale(LC_ALL, "C");
@@ -368,16 +369,16 @@ TEST(CheckpointNumbers, DoNotDependOnTheLocale) {
     EXPECT_TRUE(same(hyper_text(to.opt()), hyper_text(from.opt())));
 }
 
-TEST(CheckpointLarge, TensorsOfSeveralPieces) {
+TEST(SaveLoad, RestoresTensorsOfSeveralPieces) {
     const Trainer from(shapes_of({1500000, 3}), make_group(DSOPT_ALGORITHM_ADAMW)),
         to(shapes_of({1500000, 3}), make_group(DSOPT_ALGORITHM_ADAMW));
     from.train(1);
     ASSERT_OK(load(to, saved(from, DSOPT_IO_PARAMS), DSOPT_IO_PARAMS));
-    EXPECT_TRUE(same(everything(to), everything(from)));
+    EXPECT_TRUE(same(all_bytes(to), all_bytes(from)));
 }
 
 // -------------------------------------------------------------------------------------------------------- wrong calls
-TEST(CheckpointCalls, RefusesWhatDoesNotFitTogether) {
+TEST(SaveLoad, RefusesInvalidArguments) {
     const Folder folder;
     const std::string path = folder / "x";
     const Trainer trainer(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
@@ -395,7 +396,7 @@ TEST(CheckpointCalls, RefusesWhatDoesNotFitTogether) {
     io.flags = 1u << 31;
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt, nullptr, &io), DSOPT_ERR_ARGUMENT, "flags|80000000"));
     EXPECT_TRUE(refused(dsopt_optimizer_load(opt, nullptr, &io), DSOPT_ERR_ARGUMENT, "flags|80000000"));
-    for (const uint32_t flag : {DSOPT_IO_NO_STATE, DSOPT_IO_NO_MASTERS, DSOPT_IO_NO_HYPER}) { // of loading alone
+    for (const uint32_t flag : {DSOPT_IO_NO_STATE, DSOPT_IO_NO_MASTERS, DSOPT_IO_NO_HYPER}) { // flags for load only
         io.flags = flag;
         EXPECT_NE(dsopt_optimizer_save(opt, nullptr, &io), DSOPT_OK);
     }
@@ -403,7 +404,7 @@ TEST(CheckpointCalls, RefusesWhatDoesNotFitTogether) {
     EXPECT_FALSE(fs::exists(path));
 }
 
-TEST(CheckpointCalls, RefusesWithoutGroupsAndWithoutMemory) {
+TEST(SaveLoad, RefusesMissingGroupsOrMemory) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     Tape tape;
@@ -414,23 +415,22 @@ TEST(CheckpointCalls, RefusesWithoutGroupsAndWithoutMemory) {
     const dsopt_param param = param_of({nullptr, 5, DSOPT_DTYPE_BF16, 0}, "w");
     ASSERT_OK(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE,
-                        "'w'|memory")); // the master's starting value
+                        "'w'|memory")); // the master is initialized from the parameter
     io.flags = DSOPT_IO_PARAMS;
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "'w'|memory"));
-    const Trainer other(shapes_of({5}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
     EXPECT_TRUE(tape.data.empty());
 }
 
-TEST(CheckpointCalls, AWriteCallbackThatFailsEndsTheSaveAtEveryCall) {
+TEST(SaveLoad, StopsSaveAtFailedWriteCallback) {
     const Trainer trainer = make_mixed(DSOPT_ALGORITHM_ADAM);
     trainer.train(1);
-    const std::string before = everything(trainer);
+    const std::string before = all_bytes(trainer);
     for (int n = 0;; ++n) {
         Tape tape;
         tape.fail_at = n;
         const dsopt_io io = tape.io();
         const dsopt_status status = dsopt_optimizer_save(trainer.opt(), nullptr, &io);
-        EXPECT_TRUE(same(everything(trainer), before));
+        EXPECT_TRUE(same(all_bytes(trainer), before));
         if (tape.calls <= n) {
             EXPECT_EQ(status, DSOPT_OK);
             EXPECT_GT(n, 5);
@@ -440,11 +440,11 @@ TEST(CheckpointCalls, AWriteCallbackThatFailsEndsTheSaveAtEveryCall) {
     }
 }
 
-TEST(CheckpointCalls, WrongPathsAreIoErrorsThatLeaveTheOldFileAlone) {
+TEST(SaveLoad, ReportsIoErrorForInvalidPaths) {
     const Folder folder;
     const Trainer trainer(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.train(1);
-    const std::string before = everything(trainer);
+    const std::string before = all_bytes(trainer);
     EXPECT_TRUE(refused(dsopt_optimizer_save(trainer.opt(), (folder / "no/such/folder").c_str(), nullptr), DSOPT_ERR_IO,
                         "No such file"));
     EXPECT_TRUE(refused(dsopt_optimizer_save(trainer.opt(), folder.path.c_str(), nullptr), DSOPT_ERR_IO, "directory"));
@@ -453,7 +453,7 @@ TEST(CheckpointCalls, WrongPathsAreIoErrorsThatLeaveTheOldFileAlone) {
                         "No such file"));
     EXPECT_TRUE(refused(dsopt_optimizer_load(trainer.opt(), folder.path.c_str(), nullptr), DSOPT_ERR_IO, "directory"));
     EXPECT_TRUE(refused(dsopt_optimizer_load(trainer.opt(), "/dev/null", nullptr), DSOPT_ERR_IO, "regular"));
-    EXPECT_TRUE(same(everything(trainer), before));
+    EXPECT_TRUE(same(all_bytes(trainer), before));
     EXPECT_TRUE(fs::is_empty(folder.path));
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every system call of a save and of a load fails in turn, once or from then on. The call ends in a status or succeeds;
-// the old file or the new one is there and loads; nothing else is left; and the same call succeeds afterwards.
+// Every system call of a save and of a load fails in turn, once or from then on. The save or load returns an error or
+// succeeds. The old or the new file exists and loads, no other file is left, and the same call succeeds afterwards.
 #include "support/harness.h"
 #include "support/system_calls.h"
 #include <cerrno>
@@ -17,11 +17,11 @@ Trainer make_trainer() {
     return {shapes_of({3000, 0, 33}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW)};
 }
 
-class SystemCalls : public testing::TestWithParam<std::tuple<int, bool>> {};
-INSTANTIATE_TEST_SUITE_P(Errors, SystemCalls,
+class SystemCallFault : public testing::TestWithParam<std::tuple<int, bool>> {};
+INSTANTIATE_TEST_SUITE_P(Errors, SystemCallFault,
                          testing::Combine(testing::Values(EIO, ENOSPC, EACCES, EMFILE), testing::Bool()));
 
-TEST_P(SystemCalls, OfASaveFailInTurnAndTheOldFileOrTheNewOneIsThere) {
+TEST_P(SystemCallFault, SaveLeavesOldOrNewFile) {
     const auto [error, lasting] = GetParam();
     const Folder folder;
     const Trainer trainer = make_trainer(), reader = make_trainer();
@@ -38,8 +38,8 @@ TEST_P(SystemCalls, OfASaveFailInTurnAndTheOldFileOrTheNewOneIsThere) {
     trainer.train(2);
     ASSERT_OK(with_fault(-1, false, 0, save));
     const int total = Faults::calls;
-    const std::string fresh = slurp(file);
-    ASSERT_NE(old, fresh);
+    const std::string new_text = slurp(file);
+    ASSERT_NE(old, new_text);
     ASSERT_GT(total, 12);
     std::set<std::string> seen;
     int refused_saves = 0;
@@ -51,18 +51,19 @@ TEST_P(SystemCalls, OfASaveFailInTurnAndTheOldFileOrTheNewOneIsThere) {
         ASSERT_NE(Faults::failed, nullptr);
         seen.insert(Faults::failed);
         if (status == DSOPT_OK) {
-            EXPECT_TRUE(same(now, fresh)) << Faults::failed;
+            EXPECT_TRUE(same(now, new_text)) << Faults::failed;
         } else {
             ++refused_saves;
             EXPECT_EQ(status, DSOPT_ERR_IO) << text;
-            const bool behind = text.find("saved, but may not survive") != std::string::npos; // the folder's flush
-            EXPECT_TRUE(same(now, behind ? fresh : old)) << text;
+            // The flush of the folder comes after the rename.
+            const bool renamed = text.find("saved, but may not survive") != std::string::npos;
+            EXPECT_TRUE(same(now, renamed ? new_text : old)) << text;
         }
-        // A temporary that cannot be removed is what the next save finds.
+        // A temporary that could not be removed is left for the next save.
         if (!lasting && Faults::failed != std::string("unlinkat")) { EXPECT_EQ(temporaries(), 0) << Faults::failed; }
         EXPECT_OK(dsopt_optimizer_load(reader.opt(), file.c_str(), nullptr));
         ASSERT_OK(save()) << "after " << Faults::failed;
-        EXPECT_TRUE(same(slurp(file), fresh));
+        EXPECT_TRUE(same(slurp(file), new_text));
         EXPECT_EQ(temporaries(), 0) << Faults::failed;
     }
     for (const char *name : {"open", "openat", "stat", "fstat", "fstatat", "readlinkat", "fallocate", "write", "fchmod",
@@ -71,7 +72,7 @@ TEST_P(SystemCalls, OfASaveFailInTurnAndTheOldFileOrTheNewOneIsThere) {
     EXPECT_GT(refused_saves, 6);
 }
 
-TEST_P(SystemCalls, OfALoadFailInTurnAndNothingChanges) {
+TEST_P(SystemCallFault, LoadReturnsErrorAndChangesNothing) {
     const auto [error, lasting] = GetParam();
     const Folder folder;
     const std::string file = folder / "file";
@@ -93,8 +94,8 @@ TEST_P(SystemCalls, OfALoadFailInTurnAndNothingChanges) {
     }
 }
 
-// What a signal interrupts is tried again, wherever that can happen while data move.
-TEST(SystemCallsInterrupted, AreTriedAgain) {
+// A signal can interrupt write, pread and fallocate while they work on data; the library must retry them.
+TEST(InterruptedSystemCall, IsRetried) {
     const Folder folder;
     const std::string file = folder / "file";
     const Trainer trainer = make_trainer();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints that do not fit, lie or are damaged: refused with nothing changed. Files whose checksums are right are
-// made with the library's own writer, so this program links the static library.
+// A load refuses checkpoints that do not match the optimizer, are inconsistent or are damaged, and changes nothing. The
+// tests create files with valid checksums by the library's own writer, so this program links the static library.
 #include "base/status.h"
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
@@ -29,7 +29,7 @@ dsopt_status load(dsopt_optimizer *opt, const std::string &data, uint32_t flags 
     return dsopt_optimizer_load(opt, nullptr, &io);
 }
 
-/// A checkpoint taken apart, to be put together again with right checksums.
+/// The parsed content of a checkpoint. text() writes it again, with valid checksums.
 struct Content {
     explicit Content(const std::string &data) {
         Tape tape{data};
@@ -68,7 +68,7 @@ struct Content {
     std::vector<std::string> bytes;
 };
 
-/// An optimizer with some steps behind it, and a checkpoint of a later moment.
+/// An optimizer after three steps, and its checkpoint after two of them.
 class Load : public testing::Test {
 protected:
     static constexpr int64_t kDims[2] = {4, 5};
@@ -84,7 +84,7 @@ protected:
         data_ = saved(trainer_.opt(), DSOPT_IO_PARAMS);
         step(3);
         must(dsopt_optimizer_set(trainer_.opt(), 0, DSOPT_KEY_LR, 0.5));
-        before_ = fingerprint();
+        before_ = state_bytes();
     }
     static std::vector<Shape> shapes() {
         return {{20, DSOPT_DTYPE_F32}, {6, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}, {3, DSOPT_DTYPE_F32}};
@@ -95,34 +95,34 @@ protected:
         step.count = 3;
         must(trainer_.step(step));
     }
-    std::string fingerprint() const {
+    std::string state_bytes() const {
         return trainer_.text() + hyper_text(trainer_.opt()) + std::to_string(report_of(trainer_.opt()).calls);
     }
     void expect_refused(const std::string &data, dsopt_status status, const std::string &words, uint32_t flags = 0) {
         EXPECT_TRUE(refused(load(trainer_.opt(), data, flags), status, words)) << words;
-        EXPECT_TRUE(same(fingerprint(), before_)) << words;
+        EXPECT_TRUE(same(state_bytes(), before_)) << words;
     }
-    void expect_spoiled_refused(const std::function<void(Content &)> &spoil, dsopt_status status,
-                                const std::string &words, uint32_t flags = 0) {
+    void expect_change_refused(const std::function<void(Content &)> &change, dsopt_status status,
+                               const std::string &words, uint32_t flags = 0) {
         Content content(data_);
-        spoil(content);
+        change(content);
         expect_refused(content.text(), status, words, flags);
     }
     Trainer trainer_;
     std::string data_, before_;
 };
 
-TEST_F(Load, TakesItsOwnFileAndOneThatWasPutTogetherAgain) {
+TEST_F(Load, AcceptsOwnAndRewrittenFile) {
     for (const std::string &data : {data_, Content(data_).text()}) {
         EXPECT_OK(load(trainer_.opt(), data, DSOPT_IO_PARAMS));
-        EXPECT_FALSE(same(fingerprint(), before_));
+        EXPECT_FALSE(same(state_bytes(), before_));
         step(3);
         must(dsopt_optimizer_set(trainer_.opt(), 0, DSOPT_KEY_LR, 0.5));
-        EXPECT_TRUE(same(fingerprint(), before_));
+        EXPECT_TRUE(same(state_bytes(), before_));
     }
 }
 
-TEST_F(Load, RefusesAnotherOptimizersFile) {
+TEST_F(Load, RefusesFileOfDifferentOptimizer) {
     struct Other {
         std::vector<Shape> shapes;
         std::vector<std::pair<int32_t, size_t>> groups;
@@ -169,19 +169,19 @@ TEST_F(Load, RefusesAnotherOptimizersFile) {
         const Optimizer opt = make_optimizer(context);
         auto list = model.registered();
         for (size_t i = 0; i < list.size(); ++i) list[i].name = other.names[i];
-        size_t at = 0;
+        size_t begin = 0;
         for (const auto &[algorithm, count] : other.groups) {
             const dsopt_group group = make_group(algorithm);
-            must(dsopt_optimizer_add_group(opt.get(), &group, list.data() + at, int64_t(count)));
-            at += count;
+            must(dsopt_optimizer_add_group(opt.get(), &group, list.data() + begin, int64_t(count)));
+            begin += count;
         }
         expect_refused(saved(opt.get()), DSOPT_ERR_MISMATCH, other.words);
     }
 }
 
-TEST_F(Load, EscapesTextOfTheFileInMessages) {
+TEST_F(Load, EscapesFileTextInMessages) {
     std::string hostile = "\x1b]0;title\x07\x1b[31m";
-    for (int i = 0; i < 300; ++i) hostile += "\xc3\xa9"; // two bytes a character
+    for (int i = 0; i < 300; ++i) hostile += "\xc3\xa9"; // two bytes per character
     const std::string names = std::to_string(hostile.size()) + ":" + hostile + "2:p12:p2";
     const std::pair<const char *, std::string> fields[] = {
         {"group.0.algorithm", hostile}, {"params", names},  {"format", hostile},
@@ -197,7 +197,7 @@ TEST_F(Load, EscapesTextOfTheFileInMessages) {
     }
 }
 
-TEST(Error, EndsALongTextBetweenCharacters) {
+TEST(Error, TruncatesTextAtCharacterBoundary) {
     for (const char *character : {"\xc3\xa9", "\xe2\x82\xac", "\xf0\x9f\x98\x80"})
         for (size_t shift = 0; shift < 4; ++shift) {
             std::string text(shift, 'x');
@@ -208,7 +208,7 @@ TEST(Error, EndsALongTextBetweenCharacters) {
         }
 }
 
-TEST_F(Load, RefusesAHeaderThatNoFileOfThisOptimizerHasByItsLength) {
+TEST_F(Load, RefusesTooLongHeaderBeforeReadingIt) {
     struct Reader {
         uint64_t length, taken = 0;
         static int read(void *user, uint64_t offset, void *data, uint64_t bytes) {
@@ -232,10 +232,10 @@ TEST_F(Load, RefusesAHeaderThatNoFileOfThisOptimizerHasByItsLength) {
     const std::string text = dsopt_last_error(), most = "at most ";
     ASSERT_NE(text.find(most), std::string::npos) << text;
     const uint64_t longest = std::stoull(text.substr(text.find(most) + most.size()));
-    EXPECT_LT(longest, 1u << 20) << "of three parameters";
+    EXPECT_LT(longest, 1u << 20) << "the optimizer has three parameters";
     EXPECT_EQ(read_bytes(longest + 1), 8u);
     EXPECT_GE(read_bytes(longest), longest);
-    EXPECT_TRUE(same(fingerprint(), before_));
+    EXPECT_TRUE(same(state_bytes(), before_));
 }
 
 TEST_F(Load, RefusesMomentsOfAnotherDtype) {
@@ -250,10 +250,10 @@ TEST_F(Load, RefusesMomentsOfAnotherDtype) {
 
 TEST_F(Load, RefusesMissingTensorsOfEachKind) {
     for (const char *name : {"p0.exp_avg", "p2.exp_avg_sq", "p1.master", "optimizer.step", "optimizer.trust_ratio"})
-        expect_spoiled_refused([&](Content &c) { c.drop_tensor(name); }, DSOPT_ERR_MISMATCH, name);
-    expect_spoiled_refused([](Content &c) { c.drop_tensor("p1.param"); }, DSOPT_ERR_MISMATCH, "p1.param",
-                           DSOPT_IO_PARAMS);
-    Content without(data_); // what is not asked for may be missing
+        expect_change_refused([&](Content &c) { c.drop_tensor(name); }, DSOPT_ERR_MISMATCH, name);
+    expect_change_refused([](Content &c) { c.drop_tensor("p1.param"); }, DSOPT_ERR_MISMATCH, "p1.param",
+                          DSOPT_IO_PARAMS);
+    Content without(data_); // tensors that the flags exclude may be missing
     for (const char *name : {"p0.param", "p1.param", "p2.param"}) without.drop_tensor(name);
     EXPECT_OK(load(trainer_.opt(), without.text()));
     without.drop_tensor("p1.master");
@@ -261,23 +261,23 @@ TEST_F(Load, RefusesMissingTensorsOfEachKind) {
 }
 
 TEST_F(Load, RefusesTensorsOfAnotherDtypeSizeOrShape) {
-    expect_spoiled_refused([](Content &c) { c.tensor("p0.exp_avg").dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_MISMATCH,
-                           "p0.exp_avg|dtype");
-    expect_spoiled_refused([](Content &c) { c.tensor("optimizer.step").dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_MISMATCH,
-                           "optimizer.step|dtype");
-    expect_spoiled_refused(
+    expect_change_refused([](Content &c) { c.tensor("p0.exp_avg").dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_MISMATCH,
+                          "p0.exp_avg|dtype");
+    expect_change_refused([](Content &c) { c.tensor("optimizer.step").dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_MISMATCH,
+                          "optimizer.step|dtype");
+    expect_change_refused(
         [](Content &c) {
             c.tensor("p0.exp_avg").shape = {5, 4};
         },
         DSOPT_ERR_MISMATCH, "p0.exp_avg|shape");
-    expect_spoiled_refused(
+    expect_change_refused(
         [](Content &c) {
             dsopt::TensorEntry &entry = c.tensor("p2.exp_avg");
             entry.shape = {2};
             entry.bytes = 8;
         },
         DSOPT_ERR_MISMATCH, "p2.exp_avg|8|12");
-    Content flat(data_); // a flat shape of the same size says nothing else
+    Content flat(data_); // a flat shape of the same size is valid
     flat.tensor("p0.exp_avg").shape = {20};
     EXPECT_OK(load(trainer_.opt(), flat.text()));
 }
@@ -286,7 +286,7 @@ TEST_F(Load, RefusesEveryMissingField) {
     for (const auto &entry : Content(data_).metadata) {
         const std::string &key = entry.first;
         if (key.starts_with("xxh3")) continue;
-        expect_spoiled_refused(
+        expect_change_refused(
             [&](Content &c) { std::erase_if(c.metadata, [&](const auto &field) { return field.first == key; }); },
             DSOPT_ERR_FORMAT, key);
     }
@@ -316,10 +316,10 @@ TEST_F(Load, RefusesFieldsOutOfRange) {
         std::vector<const char *> values = field.values;
         values.insert(values.end(), no_number.begin(), no_number.end());
         for (const char *value : values)
-            expect_spoiled_refused([&](Content &c) { c.field(field.key) = value; }, DSOPT_ERR_FORMAT, "");
+            expect_change_refused([&](Content &c) { c.field(field.key) = value; }, DSOPT_ERR_FORMAT, "");
     }
-    expect_spoiled_refused([](Content &c) { c.field("group.0.beta1") = "nan"; }, DSOPT_ERR_FORMAT, "group 0|beta1");
-    expect_spoiled_refused([](Content &c) { c.field("group.1.eps") = "x"; }, DSOPT_ERR_FORMAT, "group.1.eps|x");
+    expect_change_refused([](Content &c) { c.field("group.0.beta1") = "nan"; }, DSOPT_ERR_FORMAT, "group 0|beta1");
+    expect_change_refused([](Content &c) { c.field("group.1.eps") = "x"; }, DSOPT_ERR_FORMAT, "group.1.eps|x");
     for (const char *value : {"0", "1", "3", "-2", "x", "4294967298"})
         EXPECT_NE(load(trainer_.opt(),
                        [&] {
@@ -328,19 +328,19 @@ TEST_F(Load, RefusesFieldsOutOfRange) {
                            return content.text();
                        }()),
                   DSOPT_OK);
-    EXPECT_TRUE(same(fingerprint(), before_));
+    EXPECT_TRUE(same(state_bytes(), before_));
 }
 
-TEST_F(Load, RefusesANewerFormatAndSaysWhichOneItReads) {
+TEST_F(Load, RefusesOtherFormatVersionsAndNamesItsOwn) {
     const std::string now = Content(data_).field("format_version");
     for (const char *version : {"2", "10", "0", "1.1", "", "01"}) {
         if (version == now) continue;
-        expect_spoiled_refused([&](Content &c) { c.field("format_version") = version; }, DSOPT_ERR_FORMAT,
-                               "version|" + now);
+        expect_change_refused([&](Content &c) { c.field("format_version") = version; }, DSOPT_ERR_FORMAT,
+                              "version|" + now);
     }
 }
 
-TEST_F(Load, RefusesADamagedListOfNames) {
+TEST_F(Load, RefusesDamagedListOfNames) {
     const std::string good = Content(data_).field("params");
     ASSERT_EQ(good, "2:p02:p12:p2");
     for (const char *value : {"", "2:p0", "2:p02:p1", "2:p02:p12:p22:p3", "2:p02:p02:p2", "2:p02:p1:p2", "3:p02:p12:p2",
@@ -351,11 +351,11 @@ TEST_F(Load, RefusesADamagedListOfNames) {
         const dsopt_status status = load(trainer_.opt(), content.text());
         EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH)
             << value << ": " << dsopt_status_name(status);
-        EXPECT_TRUE(same(fingerprint(), before_)) << value;
+        EXPECT_TRUE(same(state_bytes(), before_)) << value;
     }
 }
 
-// How many parameters a group has: numbers that do not fit the list of names, and numbers that overflow when added.
+// Numbers of parameters per group that contradict the list of names, and numbers whose sum overflows.
 TEST_F(Load, RefusesWrongGroupSizes) {
     struct Sizes {
         const char *first, *second;
@@ -376,21 +376,21 @@ TEST_F(Load, RefusesWrongGroupSizes) {
         const dsopt_status status = load(trainer_.opt(), content.text());
         EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH)
             << first << " " << second << ": " << dsopt_status_name(status);
-        EXPECT_TRUE(same(fingerprint(), before_));
-        before_ = fingerprint();
+        EXPECT_TRUE(same(state_bytes(), before_));
+        before_ = state_bytes();
     }
 }
 
-TEST_F(Load, RefusesADamagedListOfGroups) {
+TEST_F(Load, RefusesDamagedListOfGroups) {
     const auto with = [&](const char *value) {
         return [=](Content &c) { c.metadata.emplace_back("param_groups", value); };
     };
     for (const char *value :
          {"0,0,2,", "0,0,0,", "0,1,1,", "0,0,1", "x,0,1,", "-1,0,1,", "0,,1,", ",", "0,0,18446744073709551616,"})
-        expect_spoiled_refused(with(value), DSOPT_ERR_FORMAT, "param_groups|damaged");
-    for (const char *value : {"", "0,0,", "0,"}) expect_spoiled_refused(with(value), DSOPT_ERR_FORMAT, "parameters");
-    // A list that fits the names, and a group that says to have more.
-    expect_spoiled_refused(
+        expect_change_refused(with(value), DSOPT_ERR_FORMAT, "param_groups|damaged");
+    for (const char *value : {"", "0,0,", "0,"}) expect_change_refused(with(value), DSOPT_ERR_FORMAT, "parameters");
+    // The list matches the names, but one group states a larger size.
+    expect_change_refused(
         [&](Content &c) {
             with("0,0,1,")(c);
             c.field("group.0.params") = "3";
@@ -398,30 +398,30 @@ TEST_F(Load, RefusesADamagedListOfGroups) {
         DSOPT_ERR_MISMATCH, "group 0|3 parameters|2");
 }
 
-TEST_F(Load, RefusesRanksThatCannotBe) {
+TEST_F(Load, RefusesInvalidRanks) {
     for (const auto &[rank, ranks] : {std::pair{"1", "1"}, {"-1", "1"}, {"0", "0"}, {"0", "-2"}, {"0", "2147483647"}})
-        expect_spoiled_refused(
+        expect_change_refused(
             [&, r = rank, n = ranks](Content &c) {
                 c.field("rank") = r;
                 c.field("ranks") = n;
             },
             DSOPT_ERR_FORMAT, "is of rank");
     for (const char *nodes : {"0", "-1", "2"})
-        expect_spoiled_refused([&](Content &c) { c.metadata.emplace_back("node_ranks", nodes); }, DSOPT_ERR_FORMAT,
-                               "in nodes of");
+        expect_change_refused([&](Content &c) { c.metadata.emplace_back("node_ranks", nodes); }, DSOPT_ERR_FORMAT,
+                              "in nodes of");
 }
 
-TEST_F(Load, RefusesFilesOfRanksThatDoNotFitTogether) {
-    const auto expect_pair_refused = [&](const char *words, const std::function<void(Content &)> &spoil) {
+TEST_F(Load, RefusesInconsistentFilesOfRanks) {
+    const auto expect_pair_refused = [&](const char *words, const std::function<void(Content &)> &change) {
         std::array<Content, 2> both = {Content(data_), Content(data_)};
         for (int rank = 0; rank < 2; ++rank) {
             both[size_t(rank)].field("rank") = std::to_string(rank);
             both[size_t(rank)].field("ranks") = "2";
         }
-        spoil(both[1]);
+        change(both[1]);
         const Tape first{both[0].text()}, second{both[1].text()};
         EXPECT_TRUE(refused(load_all(trainer_.opt(), {&first, &second}), DSOPT_ERR_MISMATCH, words)) << words;
-        EXPECT_TRUE(same(fingerprint(), before_)) << words;
+        EXPECT_TRUE(same(state_bytes(), before_)) << words;
     };
     expect_pair_refused("file 1|nodes of 2", [](Content &c) { c.metadata.emplace_back("node_ranks", "2"); });
     expect_pair_refused("different saves|calls", [](Content &c) { c.field("calls") = "7"; });
@@ -429,7 +429,7 @@ TEST_F(Load, RefusesFilesOfRanksThatDoNotFitTogether) {
     expect_pair_refused("not the same|p0.exp_avg", [](Content &c) { c.bytes[0][0] ^= 1; });
 }
 
-TEST(LoadFields, OfScalersAndAccumulatorsAreChecked) {
+TEST(LoadFields, RefusesInvalidScalerAndAccumulator) {
     const Context context = make_context();
     const Scaler scaler = make_scaler(context, 64);
     dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_ACCUMULATE);
@@ -452,7 +452,7 @@ TEST(LoadFields, OfScalersAndAccumulatorsAreChecked) {
     EXPECT_OK(load(trainer.opt(), data));
 }
 
-TEST(LoadFields, OfTheFamilySayWhatIsCompressedAndInWhichOrder) {
+TEST(LoadFields, RefusesDifferentOneBitFlagsOrOrder) {
     const std::vector<Shape> shapes = {{20}, {20}};
     const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ONEBIT_ADAM));
     const std::string data = saved(trainer.opt());
@@ -464,7 +464,7 @@ TEST(LoadFields, OfTheFamilySayWhatIsCompressedAndInWhichOrder) {
     EXPECT_OK(load(trainer.opt(), data));
 }
 
-TEST(LoadFields, OfTheFamilyThatGroupsMustHaveAlikeAreComparedBeforeAnythingChanges) {
+TEST(LoadFields, RefusesOneBitGroupsWithUnequalSchedules) {
     Trainer trainer({{20}, {20}}, optimizer_desc());
     const auto list = trainer.model.registered();
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ONEBIT_LAMB);
@@ -489,7 +489,7 @@ TEST(LoadFields, OfTheFamilyThatGroupsMustHaveAlikeAreComparedBeforeAnythingChan
     EXPECT_OK(load(trainer.opt(), data));
 }
 
-TEST(LoadFirst, WithoutMemoryOfAParameterRefusesToMakeItsMaster) {
+TEST(LoadBeforeFirstStep, RefusesMasterWithoutParameterMemory) {
     const std::vector<Shape> shapes = shapes_of({30}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), trainer(shapes, optimizer_desc());
     auto list = trainer.model.registered();
@@ -512,16 +512,16 @@ TEST_F(Load, RefusesEveryBitFlip) {
         const dsopt_status status = load(trainer_.opt(), data, DSOPT_IO_PARAMS);
         ASSERT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_CHECKSUM)
             << bit << " " << dsopt_status_name(status);
-        if (bit % 97 == 0) { ASSERT_TRUE(same(fingerprint(), before_)) << bit; }
+        if (bit % 97 == 0) { ASSERT_TRUE(same(state_bytes(), before_)) << bit; }
         (status == DSOPT_ERR_FORMAT ? format : checksum) += 1;
         data[bit / 8] = data_[bit / 8];
     }
-    EXPECT_TRUE(same(fingerprint(), before_));
+    EXPECT_TRUE(same(state_bytes(), before_));
     EXPECT_GT(checksum, 1000);
     EXPECT_GT(format, 10000);
 }
 
-TEST_F(Load, NamesTheDamagedTensorAlsoWhereItIsNotAskedFor) {
+TEST_F(Load, NamesDamagedTensorEvenIfNotLoaded) {
     std::string data = data_;
     data.back() = char(data.back() ^ 1);
     const std::string last = Content(data_).tensors.back().name;
@@ -530,16 +530,16 @@ TEST_F(Load, NamesTheDamagedTensorAlsoWhereItIsNotAskedFor) {
         expect_refused(data, DSOPT_ERR_CHECKSUM, last, flags);
 }
 
-TEST_F(Load, RefusesEveryTruncationAndWhatIsAppended) {
+TEST_F(Load, RefusesEveryTruncationAndAppendedBytes) {
     for (size_t size = 0; size < data_.size(); ++size) {
         ASSERT_EQ(load(trainer_.opt(), data_.substr(0, size)), DSOPT_ERR_FORMAT) << size;
-        if (size % 97 == 0) { ASSERT_TRUE(same(fingerprint(), before_)) << size; }
+        if (size % 97 == 0) { ASSERT_TRUE(same(state_bytes(), before_)) << size; }
     }
     expect_refused(data_ + '\0', DSOPT_ERR_FORMAT, "appended");
     expect_refused(data_ + data_, DSOPT_ERR_FORMAT, "appended");
 }
 
-TEST_F(Load, RefusesLyingLengths) {
+TEST_F(Load, RefusesWrongLengths) {
     for (const uint64_t length : {uint64_t(1) << 63, UINT64_MAX, UINT64_MAX - 7, uint64_t(100000001),
                                   uint64_t(data_.size()), uint64_t(data_.size() - 7), uint64_t(0), uint64_t(1)}) {
         std::string data = data_;
@@ -549,21 +549,22 @@ TEST_F(Load, RefusesLyingLengths) {
     }
     Tape tape{data_};
     dsopt_io io = tape.io();
-    for (const uint64_t total : {uint64_t(0), uint64_t(7), uint64_t(1) << 63, UINT64_MAX}) { // the caller's word for it
+    for (const uint64_t total :
+         {uint64_t(0), uint64_t(7), uint64_t(1) << 63, UINT64_MAX}) { // the total size that the caller states
         io.total = total;
         EXPECT_NE(dsopt_optimizer_load(trainer_.opt(), nullptr, &io), DSOPT_OK);
-        EXPECT_TRUE(same(fingerprint(), before_));
+        EXPECT_TRUE(same(state_bytes(), before_));
     }
 }
 
-/// The header of a file changed as text, its checksum put right.
+/// Replaces text in the header of a file and updates the checksum of the header.
 std::string with_header(const std::string &data, const std::string &find, const std::string &replace) {
     uint64_t length = 0;
     std::memcpy(&length, data.data(), 8);
     std::string header = data.substr(8, length);
-    const size_t at = header.find(find);
-    if (at == std::string::npos) throw std::runtime_error("not in the header: " + find);
-    header.replace(at, find.size(), replace);
+    const size_t offset = header.find(find);
+    if (offset == std::string::npos) throw std::runtime_error("not in the header: " + find);
+    header.replace(offset, find.size(), replace);
     const std::string key = R"("header_xxh3":")";
     const size_t digits = header.find(key) + key.size();
     header.replace(digits, 32, std::string(32, '0'));
@@ -580,7 +581,7 @@ std::string with_header(const std::string &data, const std::string &find, const 
 
 TEST_F(Load, RefusesDuplicateKeys) {
     EXPECT_OK(load(trainer_.opt(), with_header(data_, "\"calls\"", "\"calls\"")));
-    before_ = fingerprint();
+    before_ = state_bytes();
     expect_refused(with_header(data_, R"("calls":"2")", R"("calls":"2","calls":"2")"), DSOPT_ERR_FORMAT, "calls|twice");
     expect_refused(with_header(data_, R"("calls":"2")", R"("calls":"2","format":"dsopt")"), DSOPT_ERR_FORMAT,
                    "format|twice");
@@ -589,7 +590,7 @@ TEST_F(Load, RefusesDuplicateKeys) {
     expect_refused(with_header(data_, R"("__metadata__":{)", R"("__metadata__":{"a":"b",)"), DSOPT_ERR_FORMAT, "");
 }
 
-TEST_F(Load, AReadCallbackThatFailsEndsTheLoadAtEveryCall) {
+TEST_F(Load, StopsAtFailedReadCallback) {
     for (int n = 0;; ++n) {
         Tape tape{data_};
         tape.fail_at = n;
@@ -601,12 +602,12 @@ TEST_F(Load, AReadCallbackThatFailsEndsTheLoadAtEveryCall) {
             break;
         }
         ASSERT_TRUE(refused(status, DSOPT_ERR_IO, "-42"));
-        ASSERT_TRUE(same(fingerprint(), before_)) << n;
+        ASSERT_TRUE(same(state_bytes(), before_)) << n;
     }
 }
 
-// A load that fails before the first step must leave no trace: masters still start from the parameters.
-TEST(LoadFirst, ThatFailsLeavesANewOptimizerNew) {
+// After a failed load before the first step, masters must still be initialized from the parameters.
+TEST(LoadBeforeFirstStep, LeavesOptimizerNewOnFailure) {
     const std::vector<Shape> shapes = shapes_of({3000, 5}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), plain(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
     source.train(1, 3);
@@ -629,7 +630,7 @@ TEST(LoadFirst, ThatFailsLeavesANewOptimizerNew) {
     }
 }
 
-TEST(LoadFirst, IntoBoundMastersThatFailsLeavesThemAlone) {
+TEST(LoadBeforeFirstStep, LeavesBoundMastersUnchangedOnFailure) {
     const std::vector<Shape> shapes = shapes_of({30}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
     const Trainer source(shapes, make_group(DSOPT_ALGORITHM_ADAMW)), trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
     source.train(1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The container as a format. Files and what can happen to them: safetensors_files.cc.
+// The safetensors format: bytes, checksums and refusal of invalid content. safetensors_files.cc tests it on disk.
 #include "support/safetensors.h"
 #include "base/dtype.h"
 #include <ctime>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kPiece = size_t(4) << 20;
 
-// ---- hand-made files: a header of any text with right checksums ----
+// ---- hand-made files: any text as header, with valid checksums ----
 
 std::string hex(XXH128_hash_t hash) {
     char text[33];
@@ -29,14 +29,14 @@ std::string with_length(std::string header) {
     const uint64_t length = header.size();
     return std::string(reinterpret_cast<const char *>(&length), 8) + header;
 }
-/// `rest` follows the digits of the header's checksum.
+/// Returns a file with a valid header checksum. `rest` follows the digits of the checksum.
 std::string file(const std::string &rest, const std::string &data = "") {
     const std::string start = R"({"__metadata__":{"header_xxh3":")";
     const std::string zeroed = with_length(start + std::string(32, '0') + rest);
     return zeroed.substr(0, 8) + start + digest(zeroed) + rest + data;
 }
-/// One tensor "t" with this description, and this many bytes of data, all 'x'.
-std::string one(const std::string &description, size_t bytes) {
+/// Returns a file of one tensor "t" with this description and `bytes` bytes of data, all 'x'.
+std::string one_tensor(const std::string &description, size_t bytes) {
     const std::string data(bytes, 'x');
     return file(R"(","xxh3.t":")" + digest(data) + R"("},"t":)" + description + "}", data);
 }
@@ -48,7 +48,7 @@ void expect_refused(const std::string &data, const std::string &reason) {
 
 // ---- round trips ----
 
-TEST(Safetensors, FileAndCallbacksGiveTheSameBytesAndComeBack) {
+TEST(Safetensors, RoundTripsThroughFileAndCallbacks) {
     const Folder folder;
     const Content content = small();
     save(folder / "a.safetensors", content);
@@ -60,7 +60,7 @@ TEST(Safetensors, FileAndCallbacksGiveTheSameBytesAndComeBack) {
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
 
-TEST(Safetensors, EveryDtypeComesBackAligned) {
+TEST(Safetensors, RoundTripsEveryDtypeAligned) {
     Content content;
     for (int round = 0; round < 3; ++round)
         for (const int32_t dtype :
@@ -83,25 +83,25 @@ TEST(Safetensors, EveryDtypeComesBackAligned) {
     EXPECT_EQ(memory.data.size() % 64, offset % 64);
 }
 
-TEST(Safetensors, HeaderIsTheDocumentedText) {
+TEST(Safetensors, WritesDocumentedHeader) {
     Content content;
     content.metadata = {{"k", "v"}};
     content.add("t", dsopt::kU8, {3}, 3);
     const std::string &data = content.bytes[0];
     std::string rest =
         R"(","k":"v","xxh3.t":")" + digest(data) + R"("},"t":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}})";
-    rest.resize(3 * 64 - 8 - 32 - 32, ' '); // 3 * 64 is the first multiple of 64 with room for it
+    rest.resize(3 * 64 - 8 - 32 - 32, ' '); // 3 * 64 is the first multiple of 64 that the header fits in
     EXPECT_EQ(image(content), file(rest, data));
 }
 
-TEST(Safetensors, NoTensorsAtAll) {
+TEST(Safetensors, RoundTripsFileWithoutTensors) {
     Content content;
     EXPECT_EQ(image(content).size(), 128u);
     Tape memory{image(content)};
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
 
-TEST(Safetensors, TensorsAroundThePieceSizeComeBackPageAligned) {
+TEST(Safetensors, RoundTripsTensorsAroundPieceSize) {
     const Folder folder;
     Content content;
     for (const size_t size : {kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 5})
@@ -111,7 +111,7 @@ TEST(Safetensors, TensorsAroundThePieceSizeComeBackPageAligned) {
     expect_same(SafetensorsReader(file_source((folder / "big").c_str())), content);
 }
 
-TEST(Safetensors, NamesAndMetadataMayHaveAnyText) {
+TEST(Safetensors, AcceptsAnyTextInNamesAndMetadata) {
     Content content;
     content.metadata = {
         {"\"quoted\"", "back\\slash\n\t\x01\x7f/"}, {"", ""}, {"xxh3", "z\xc3\xbcrich \xe2\x82\xac \xf0\x9f\x98\x80"}};
@@ -123,13 +123,13 @@ TEST(Safetensors, NamesAndMetadataMayHaveAnyText) {
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
 
-TEST(Safetensors, HundredThousandTensorsInReasonableTime) {
+TEST(Safetensors, HandlesHundredThousandTensors) {
     Content content;
     for (int i = 0; i < 100'000; ++i) {
         content.tensors.push_back({"layer." + std::to_string(i) + ".exp_avg", dsopt::kU8, {1}, 1});
         content.bytes.push_back(std::string(1, char(i)));
     }
-    const std::clock_t start = std::clock(); // of the processor: others may keep the machine busy
+    const std::clock_t start = std::clock(); // processor time: independent of other processes
     Tape memory{image(content)};
     const SafetensorsReader reader(callback_source(memory.io()));
     for (size_t i = 0; i < reader.tensors().size(); ++i) reader.verify(i);
@@ -139,7 +139,7 @@ TEST(Safetensors, HundredThousandTensorsInReasonableTime) {
 
 // ---- damage ----
 
-TEST(Safetensors, RefusesEveryBitFlipOfASmallFile) {
+TEST(Safetensors, RefusesEveryBitFlip) {
     std::string data = image(small());
     ASSERT_EQ(load(data).status, DSOPT_OK);
     for (size_t bit = 0; bit < 8 * data.size(); ++bit) {
@@ -150,7 +150,7 @@ TEST(Safetensors, RefusesEveryBitFlipOfASmallFile) {
     }
 }
 
-TEST(Safetensors, NamesTheTensorWhoseDataAreDamaged) {
+TEST(Safetensors, NamesDamagedTensor) {
     std::string data = image(small());
     data.back() = char(data.back() ^ 1);
     const Outcome result = load(data);
@@ -164,7 +164,7 @@ TEST(Safetensors, RefusesEveryTruncation) {
         EXPECT_EQ(load(data.substr(0, size)).status, DSOPT_ERR_FORMAT) << size;
 }
 
-TEST(Safetensors, RefusesAnAppendedByte) {
+TEST(Safetensors, RefusesAppendedByte) {
     expect_refused(image(small()) + '\0', "appended");
     expect_refused(image(small()) + ' ', "appended");
 }
@@ -186,22 +186,23 @@ TEST(Safetensors, RefusesPlainSafetensors) {
     expect_refused("PK\x03\x04 an archive of another framework", "not a checkpoint");
 }
 
-TEST(Safetensors, RefusesATensorWithoutChecksumAndAChecksumWithoutTensor) {
+TEST(Safetensors, RefusesUnmatchedTensorsAndChecksums) {
     expect_refused(file(R"("},"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", "x"), "\"t\" has no checksum");
     expect_refused(file(R"(","xxh3.u":"0"}})"), "\"xxh3.u\" belongs to no tensor");
 }
 
-// ---- headers with right checksums and wrong content ----
+// ---- headers with valid checksums and wrong content ----
 
-TEST(Safetensors, HandMadeFilesAreReadableAtAll) {
-    EXPECT_EQ(load(one(R"({"dtype":"U8","shape":[3],"data_offsets":[0,3]})", 3)).text, "");
-    EXPECT_EQ(load(one("{ \"data_offsets\" : [0, 3],\n\"shape\":[3,1] ,\t\"dtype\":\"\\u0055\\u0038\" }\r", 3)).text,
-              "");
-    EXPECT_EQ(load(one(R"({"dtype":"F64","shape":[],"data_offsets":[0,8]})", 8)).text, "");
+TEST(Safetensors, ReadsHandMadeFiles) {
+    EXPECT_EQ(load(one_tensor(R"({"dtype":"U8","shape":[3],"data_offsets":[0,3]})", 3)).text, "");
+    EXPECT_EQ(
+        load(one_tensor("{ \"data_offsets\" : [0, 3],\n\"shape\":[3,1] ,\t\"dtype\":\"\\u0055\\u0038\" }\r", 3)).text,
+        "");
+    EXPECT_EQ(load(one_tensor(R"({"dtype":"F64","shape":[],"data_offsets":[0,8]})", 8)).text, "");
 }
 
 TEST(Safetensors, RefusesHolesAndOverlaps) {
-    expect_refused(one(R"({"dtype":"U8","shape":[3],"data_offsets":[1,4]})", 4), "hole");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[3],"data_offsets":[1,4]})", 4), "hole");
     const std::string sums = R"(","xxh3.a":"","xxh3.b":""},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":)";
     expect_refused(file(sums + R"({"dtype":"U8","shape":[4],"data_offsets":[2,6]}})", "xxxxxx"), "\"b\": overlap");
     expect_refused(file(sums + R"({"dtype":"U8","shape":[1],"data_offsets":[5,6]}})", "xxxxxx"), "\"b\": hole");
@@ -209,22 +210,24 @@ TEST(Safetensors, RefusesHolesAndOverlaps) {
     expect_refused(file(sums + R"({"dtype":"U8","shape":[4],"data_offsets":[4,8]}})", "xxxxxx"), "cut off");
 }
 
-TEST(Safetensors, RefusesDataOffsetsThatDoNotFitTheShape) {
-    expect_refused(one(R"({"dtype":"F32","shape":[3],"data_offsets":[0,3]})", 3), "do not fit the shape");
-    expect_refused(one(R"({"dtype":"U8","shape":[0],"data_offsets":[0,18446744073709551615]})", 3), "do not fit");
-    expect_refused(one(R"({"dtype":"U8","shape":[3],"data_offsets":[3,0]})", 3), "hole");
-    expect_refused(one(R"({"dtype":"U8","shape":[3],"data_offsets":[0]})", 3), "missing");
-    expect_refused(one(R"({"dtype":"U8","shape":[3],"data_offsets":[0,3,3]})", 3), "more than two");
+TEST(Safetensors, RefusesDataOffsetsThatContradictShape) {
+    expect_refused(one_tensor(R"({"dtype":"F32","shape":[3],"data_offsets":[0,3]})", 3), "do not fit the shape");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[0],"data_offsets":[0,18446744073709551615]})", 3),
+                   "do not fit");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[3],"data_offsets":[3,0]})", 3), "hole");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[3],"data_offsets":[0]})", 3), "missing");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[3],"data_offsets":[0,3,3]})", 3), "more than two");
 }
 
 TEST(Safetensors, RefusesShapesThatOverflow) {
     for (const char *shape : {"4294967296,4294967296", "9223372036854775807,3", "9223372036854775808",
                               "18446744073709551615", "4294967296,4294967296,0", "2305843009213693952,8"})
-        expect_refused(one(std::string(R"({"dtype":"F64","shape":[)") + shape + R"(],"data_offsets":[0,0]})", 0),
+        expect_refused(one_tensor(std::string(R"({"dtype":"F64","shape":[)") + shape + R"(],"data_offsets":[0,0]})", 0),
                        "overflow");
-    expect_refused(one(R"({"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]})", 1), "too many dimensions");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]})", 1),
+                   "too many dimensions");
     for (const char *shape : {"-1", "1.0", "1e0", "18446744073709551616", "\"1\"", "null", "true", "[1]", "{}", "-0"})
-        expect_refused(one(std::string(R"({"dtype":"U8","shape":[)") + shape + R"(],"data_offsets":[0,1]})", 1),
+        expect_refused(one_tensor(std::string(R"({"dtype":"U8","shape":[)") + shape + R"(],"data_offsets":[0,1]})", 1),
                        "tensor \"t\"");
 }
 
@@ -238,26 +241,26 @@ TEST(Safetensors, RefusesDuplicateNames) {
     expect_refused(file(sum + R"(,"header_xxh3":""},"t":)" + tensor + "}"), "\"header_xxh3\": is there twice");
     expect_refused(file(sum + R"(},"t":)" + tensor + R"(,"__metadata__":{}})"), "__metadata__ is there twice");
     for (const char *field : {R"("dtype":"U8")", R"("shape":[0])", R"("data_offsets":[0,0])"})
-        expect_refused(one(tensor.substr(0, tensor.size() - 1) + "," + field + "}", 0), "is there twice");
+        expect_refused(one_tensor(tensor.substr(0, tensor.size() - 1) + "," + field + "}", 0), "is there twice");
 }
 
 TEST(Safetensors, RefusesMissingUnknownAndMisplacedFields) {
     for (const char *tensor : {"{}", R"({"shape":[1],"data_offsets":[0,1]})", R"({"dtype":"U8","data_offsets":[0,1]})",
                                R"({"dtype":"U8","shape":[1]})"})
-        expect_refused(one(tensor, 1), "missing");
-    expect_refused(one(R"({"dtype":"U8","shape":[1],"data_offsets":[0,1],"strides":[1]})", 1),
+        expect_refused(one_tensor(tensor, 1), "missing");
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":[1],"data_offsets":[0,1],"strides":[1]})", 1),
                    "unknown field \"strides\"");
     for (const char *dtype : {"f32", "F8", "", "U8 ", "U8\\u0000"})
-        expect_refused(one(std::string(R"({"dtype":")") + dtype + R"(","shape":[1],"data_offsets":[0,1]})", 1),
+        expect_refused(one_tensor(std::string(R"({"dtype":")") + dtype + R"(","shape":[1],"data_offsets":[0,1]})", 1),
                        "unknown dtype");
     for (const char *tensor : {"1", "\"U8\"", "[]", "null", R"({"dtype":1})", R"({"dtype":{}})", R"({"dtype":["U8"]})",
                                R"({"shape":1})", R"({"shape":{}})", R"({"shape":"1"})", R"({"data_offsets":0})"})
-        expect_refused(one(tensor, 1), "tensor \"t\": a value of a wrong kind");
+        expect_refused(one_tensor(tensor, 1), "tensor \"t\": a value of a wrong kind");
     for (const char *value : {"1", "null", "{}", "[]", "true"})
         expect_refused(file(std::string(R"(","k":)") + value + "}}"), "metadata key \"k\": a value of a wrong kind");
 }
 
-TEST(Safetensors, RefusesWhatIsNotJson) {
+TEST(Safetensors, RefusesInvalidJson) {
     for (const char *rest :
          {"", "\"", "\"}", "\"}}}", "\"}}{}", "\"}} x", "\"},}", "\",}}", "\"}/**/}", "\"},\"t\"}", "\",'k':'v'}}"})
         expect_refused(file(rest), "not valid JSON");
@@ -270,7 +273,7 @@ TEST(Safetensors, RefusesWhatIsNotJson) {
 TEST(Safetensors, RefusesDeepNesting) {
     const size_t depth = 1'000'000;
     expect_refused(file("\"},\"t\":" + std::string(depth, '[')), "tensor \"t\"");
-    expect_refused(one(R"({"dtype":"U8","shape":)" + std::string(depth, '[') + std::string(depth, ']') + "}", 1),
+    expect_refused(one_tensor(R"({"dtype":"U8","shape":)" + std::string(depth, '[') + std::string(depth, ']') + "}", 1),
                    "\"t\"");
     std::string objects = "\"},\"t\":";
     for (size_t i = 0; i < depth; ++i) objects += "{\"dtype\":";
@@ -304,22 +307,22 @@ TEST(Safetensors, RefusesNulAndInvalidUtf8) {
     }
 }
 
-TEST(Safetensors, RefusesAMillionMetadataKeys) { // each would take ten times its bytes in the file
+TEST(Safetensors, RefusesTooManyMetadataKeys) { // in memory each takes ten times its bytes in the file
     std::string rest = "\"";
     for (int i = 0; i <= 1 << 20; ++i) rest += ",\"" + std::to_string(i) + "\":\"\"";
     expect_refused(file(rest + "}}"), "too many keys");
 }
 
-TEST(Safetensors, LongNamesAreCutInMessagesBetweenCharacters) {
+TEST(Safetensors, TruncatesNamesInMessagesAtCharacterBoundary) {
     std::string name;
     for (int i = 0; i < 200; ++i) name += "\xe6\x9d\x83";
     expect_refused(file("\"},\"" + name + "\":1}"), "\xe6\x9d\x83...\xe6\x9d\x83");
     EXPECT_LT(load(file("\"},\"" + name + "\":1}")).text.size(), 250u);
 }
 
-// ---- what a writer is given ----
+// ---- input of the writer ----
 
-TEST(Safetensors, RefusesToWriteWrongLists) {
+TEST(Safetensors, RefusesToWriteInvalidContent) {
     const auto status_of = [](auto &&change) {
         Content content = small();
         change(content);
@@ -347,17 +350,17 @@ TEST(Safetensors, RefusesToWriteWrongLists) {
               DSOPT_ERR_UNSUPPORTED);
 }
 
-TEST(Safetensors, ATensorThatChangesMeanwhileIsNotSaved) {
+TEST(Safetensors, RefusesToSaveTensorThatChanges) {
     const Folder folder;
     const Content content = small();
     save(folder / "a", content);
     const std::string before = slurp(folder / "a");
-    int asked = 0;
+    int requests = 0;
     const auto deliver = [&](size_t index, uint64_t offset, size_t) -> const void * {
-        static std::string other;
-        other = content.bytes[index];
-        if (++asked == 5) other[3] = char(other[3] ^ 1); // three tensors have data: the second of the second pass
-        return other.data() + offset;
+        static std::string copy;
+        copy = content.bytes[index];
+        if (++requests == 5) copy[3] = char(copy[3] ^ 1); // three tensors have data: the second one in the second pass
+        return copy.data() + offset;
     };
     const Outcome result = outcome(
         [&] { write_safetensors(*file_sink((folder / "a").c_str()), content.metadata, content.tensors, deliver); });
@@ -369,7 +372,7 @@ TEST(Safetensors, ATensorThatChangesMeanwhileIsNotSaved) {
 
 // ---- callbacks ----
 
-TEST(Safetensors, AWriteCallbackThatFailsEndsTheSaveAtEveryCall) {
+TEST(Safetensors, StopsSaveAtFailedWriteCallback) {
     Tape good;
     save(*callback_sink(good.io()), small());
     ASSERT_EQ(good.calls, 4); // the header and three tensors with data
@@ -384,7 +387,7 @@ TEST(Safetensors, AWriteCallbackThatFailsEndsTheSaveAtEveryCall) {
     }
 }
 
-TEST(Safetensors, AReadCallbackThatFailsEndsTheLoadAtEveryCall) {
+TEST(Safetensors, StopsLoadAtFailedReadCallback) {
     Tape good{image(small())};
     load_all(callback_source(good.io()));
     ASSERT_EQ(good.calls, 5); // length, header, three tensors with data
@@ -398,20 +401,20 @@ TEST(Safetensors, AReadCallbackThatFailsEndsTheLoadAtEveryCall) {
     }
 }
 
-TEST(Safetensors, RefusesCallbacksThatAreMissing) {
+TEST(Safetensors, RefusesMissingCallbacks) {
     DSOPT_NEW(dsopt_io, io);
     EXPECT_EQ(outcome([&] { callback_sink(io); }).status, DSOPT_ERR_ARGUMENT);
     EXPECT_EQ(outcome([&] { callback_source(io); }).status, DSOPT_ERR_ARGUMENT);
 }
 
-TEST(Safetensors, ReadsBehindATensorAreRefused) {
+TEST(Safetensors, RefusesReadsPastTensorEnd) {
     Tape memory{image(small())};
     const SafetensorsReader reader(callback_source(memory.io()));
     char data[64];
-    const size_t at = reader.find("a.exp_avg");
-    EXPECT_EQ(outcome([&] { reader.read(at, 24, data, 0); }).status, DSOPT_OK);
-    EXPECT_EQ(outcome([&] { reader.read(at, 24, data, 1); }).status, DSOPT_ERR_INTERNAL);
-    EXPECT_EQ(outcome([&] { reader.read(at, ~uint64_t(0), data, 2); }).status, DSOPT_ERR_INTERNAL);
+    const size_t index = reader.find("a.exp_avg");
+    EXPECT_EQ(outcome([&] { reader.read(index, 24, data, 0); }).status, DSOPT_OK);
+    EXPECT_EQ(outcome([&] { reader.read(index, 24, data, 1); }).status, DSOPT_ERR_INTERNAL);
+    EXPECT_EQ(outcome([&] { reader.read(index, ~uint64_t(0), data, 2); }).status, DSOPT_ERR_INTERNAL);
 }
 
 } // namespace

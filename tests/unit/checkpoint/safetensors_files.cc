@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checkpoints as files: replaced as a whole, whatever happens meanwhile.
+// Checkpoints on disk: a save replaces the file atomically, despite kills, full disks and concurrent saves.
 #include "support/fork.h"
 #include "support/safetensors.h"
 #include <chrono>
@@ -25,12 +25,12 @@ void expect_io(const Outcome &result, const std::string &reason) {
     EXPECT_NE(result.text.find(reason), std::string::npos) << result.text;
 }
 
-TEST(SafetensorsFile, WrongPathsAreIoErrorsWithAReason) {
+TEST(SafetensorsFile, ReportsIoErrorForInvalidPaths) {
     const Folder folder;
     fs::create_directory(folder / "directory");
     ASSERT_EQ(::mkfifo((folder / "fifo").c_str(), 0600), 0);
     std::string dots = folder.path.string();
-    while (dots.size() < 4090) dots += "/."; // the directory alone is not too long, the path is
+    while (dots.size() < 4090) dots += "/."; // the length of the directory is legal, that of the path is not
     for (const auto &[path, saved, loaded] : std::initializer_list<std::tuple<std::string, std::string, std::string>>{
              {folder / "directory", "Is a directory", "Is a directory"},
              {folder / "directory/", "Is a directory", "Is a directory"},
@@ -47,14 +47,14 @@ TEST(SafetensorsFile, WrongPathsAreIoErrorsWithAReason) {
     EXPECT_EQ(folder.entries(), 2u);
 }
 
-TEST(SafetensorsFile, ANameOfTheGreatestLengthIsFine) {
+TEST(SafetensorsFile, AcceptsNameOfMaximumLength) {
     const Folder folder;
     const std::string path = folder / std::string(255, 'n');
     EXPECT_EQ(save_outcome(path).text, "");
     EXPECT_EQ(load_outcome(path).text, "");
 }
 
-TEST(SafetensorsFile, APathWithoutDirectoryIsInTheCurrentOne) {
+TEST(SafetensorsFile, ResolvesBareNameInCurrentDirectory) {
     const Folder folder;
     const fs::path before = fs::current_path();
     fs::current_path(folder.path);
@@ -64,7 +64,7 @@ TEST(SafetensorsFile, APathWithoutDirectoryIsInTheCurrentOne) {
     EXPECT_EQ(folder.entries(), 1u);
 }
 
-TEST(SafetensorsFile, AReadOnlyDirectoryIsAnIoError) {
+TEST(SafetensorsFile, ReportsIoErrorForReadOnlyDirectory) {
     if (::geteuid() == 0) GTEST_SKIP() << "root may write everywhere";
     const Folder folder;
     fs::permissions(folder.path, fs::perms::owner_read | fs::perms::owner_exec);
@@ -72,7 +72,7 @@ TEST(SafetensorsFile, AReadOnlyDirectoryIsAnIoError) {
     fs::permissions(folder.path, fs::perms::owner_all);
 }
 
-TEST(SafetensorsFile, ModeFollowsTheUmaskAndThenTheExistingFile) {
+TEST(SafetensorsFile, TakesModeFromUmaskOrExistingFile) {
     const Folder folder;
     const mode_t before = ::umask(027);
     save(folder / "a", small());
@@ -87,62 +87,62 @@ TEST(SafetensorsFile, ModeFollowsTheUmaskAndThenTheExistingFile) {
     EXPECT_EQ(now.st_mode & 0777, 0400u);
 }
 
-// A link that somebody else left in a folder like /tmp must not choose what this process replaces. The kernel refuses to
-// follow it where fs.protected_symlinks is set; a name that was read from it would pass.
-TEST(SafetensorsFile, AForeignSymlinkInAFolderForAllIsNotFollowed) {
-    if (::geteuid() != 0) GTEST_SKIP() << "only root makes links of another user";
-    constexpr uid_t nobody = 65534;
+// In a folder like /tmp, a symbolic link of another user must not determine which file this process replaces. The
+// kernel refuses to follow it only if fs.protected_symlinks is set, and never checks a name that was read with readlink.
+TEST(SafetensorsFile, DoesNotFollowForeignSymlinkInStickyFolder) {
+    if (::geteuid() != 0) GTEST_SKIP() << "only root can create links of another user";
+    constexpr uid_t stranger = 65534;
     const Folder folder;
-    spill(folder / "precious", "untouched");
+    spill(folder / "target", "unchanged");
     for (const bool sticky : {true, false})
-        for (const uid_t link_owner : {uid_t(0), nobody})
-            for (const uid_t folder_owner : {uid_t(0), nobody}) {
+        for (const uid_t link_owner : {uid_t(0), stranger})
+            for (const uid_t folder_owner : {uid_t(0), stranger}) {
                 const std::string shared = folder / ("shared" + std::to_string(sticky) + std::to_string(link_owner) +
                                                      std::to_string(folder_owner));
                 fs::create_directory(shared);
                 ASSERT_EQ(::chown(shared.c_str(), folder_owner, gid_t(folder_owner)), 0);
                 ASSERT_EQ(::chmod(shared.c_str(), sticky ? 01777 : 0755), 0);
                 const std::string link = shared + "/run.safetensors";
-                fs::create_symlink(folder / "precious", link);
+                fs::create_symlink(folder / "target", link);
                 ASSERT_EQ(::lchown(link.c_str(), link_owner, gid_t(link_owner)), 0);
                 const Outcome saved = save_outcome(link);
-                const bool foreign = sticky && link_owner == nobody && folder_owner != nobody;
+                const bool foreign = sticky && link_owner == stranger && folder_owner != stranger;
                 if (foreign) {
                     expect_io(saved, "another user");
-                    EXPECT_EQ(slurp(folder / "precious"), "untouched");
+                    EXPECT_EQ(slurp(folder / "target"), "unchanged");
                 } else {
                     EXPECT_EQ(saved.text, "");
-                    EXPECT_EQ(load_outcome(folder / "precious").text, "");
-                    spill(folder / "precious", "untouched");
+                    EXPECT_EQ(load_outcome(folder / "target").text, "");
+                    spill(folder / "target", "unchanged");
                 }
                 EXPECT_TRUE(fs::is_symlink(link));
             }
 }
 
-// The same by somebody who is not root, through a link of root and one of their own.
-TEST(SafetensorsFile, AnotherUserSavesThroughTheirOwnLinkAlone) {
-    if (::geteuid() != 0) GTEST_SKIP() << "only root becomes another user";
-    constexpr uid_t nobody = 65534, other = 65533;
+// The same checks as another user than root: a link of that user and a link of a third one.
+TEST(SafetensorsFile, FollowsOnlyOwnSymlinkInStickyFolder) {
+    if (::geteuid() != 0) GTEST_SKIP() << "only root can change its user";
+    constexpr uid_t user = 65534, other = 65533;
     const Folder folder;
-    const std::string shared = folder / "shared", theirs = folder / "theirs";
-    for (const std::string &path : {shared, theirs}) fs::create_directory(path);
+    const std::string shared = folder / "shared", own = folder / "own";
+    for (const std::string &path : {shared, own}) fs::create_directory(path);
     ASSERT_EQ(::chmod(folder.path.c_str(), 0755), 0);
     ASSERT_EQ(::chmod(shared.c_str(), 01777), 0);
-    ASSERT_EQ(::chown(theirs.c_str(), nobody, nobody), 0);
-    for (const uid_t owner : {nobody, other}) {
+    ASSERT_EQ(::chown(own.c_str(), user, user), 0);
+    for (const uid_t owner : {user, other}) {
         const std::string link = shared + "/" + std::to_string(owner);
-        fs::create_symlink(theirs + "/file", link);
+        fs::create_symlink(own + "/file", link);
         ASSERT_EQ(::lchown(link.c_str(), owner, owner), 0);
         EXPECT_TRUE(holds_in_child([&](const auto &expect) {
-            expect(::setgid(nobody) == 0 && ::setuid(nobody) == 0);
-            expect((save_outcome(link).status == DSOPT_OK) == (owner == nobody));
+            expect(::setgid(user) == 0 && ::setuid(user) == 0);
+            expect((save_outcome(link).status == DSOPT_OK) == (owner == user));
         }));
-        EXPECT_EQ(fs::exists(theirs + "/file"), owner == nobody);
-        fs::remove(theirs + "/file");
+        EXPECT_EQ(fs::exists(own + "/file"), owner == user);
+        fs::remove(own + "/file");
     }
 }
 
-TEST(SafetensorsFile, ASymlinkStaysAndTheFileBehindItIsReplaced) {
+TEST(SafetensorsFile, ReplacesTargetOfSymlink) {
     const Folder folder;
     fs::create_directory(folder / "disk");
     fs::create_symlink("disk/file", folder / "relative"); // dangling at first
@@ -157,7 +157,7 @@ TEST(SafetensorsFile, ASymlinkStaysAndTheFileBehindItIsReplaced) {
     expect_io(save_outcome(folder / "loop"), "symbolic links");
 }
 
-TEST(SafetensorsFile, AFileBeingReadCanBeReplaced) {
+TEST(SafetensorsFile, ReplacesFileWhileItIsRead) {
     const Folder folder;
     save(folder / "a", small());
     const SafetensorsReader reader(file_source((folder / "a").c_str()));
@@ -168,7 +168,7 @@ TEST(SafetensorsFile, AFileBeingReadCanBeReplaced) {
     expect_same(SafetensorsReader(file_source((folder / "a").c_str())), other);
 }
 
-TEST(SafetensorsFile, AFileThatBecomesShorterWhileReadIsAnIoError) {
+TEST(SafetensorsFile, ReportsIoErrorForTruncationDuringRead) {
     const Folder folder;
     save(folder / "a", small());
     const SafetensorsReader reader(file_source((folder / "a").c_str()));
@@ -176,7 +176,7 @@ TEST(SafetensorsFile, AFileThatBecomesShorterWhileReadIsAnIoError) {
     expect_io(outcome([&] { reader.verify(reader.find("b.exp_avg")); }), "shorter");
 }
 
-TEST(SafetensorsFile, TwoSaversToOneNameBothSucceed) {
+TEST(SafetensorsFile, AllowsTwoConcurrentSavesToOneName) {
     const Folder folder;
     const Content content = small();
     Content other = small();
@@ -186,14 +186,14 @@ TEST(SafetensorsFile, TwoSaversToOneNameBothSucceed) {
     write_safetensors(*slow, content.metadata, content.tensors,
                       [&](size_t index, uint64_t offset, size_t) -> const void * {
                           if (std::exchange(first, false))
-                              save(folder / "a", other); // must not sweep the temporary of `slow`
+                              save(folder / "a", other); // must not remove the temporary of `slow`
                           return content.bytes[index].data() + offset;
                       });
     expect_same(SafetensorsReader(file_source((folder / "a").c_str())), content);
     EXPECT_EQ(folder.entries(), 1u);
 }
 
-TEST(SafetensorsFile, ASinkThatIsNotCommittedLeavesNothing) {
+TEST(SafetensorsFile, RemovesTemporaryOfUncommittedSink) {
     const Folder folder;
     save(folder / "a", small());
     const std::string before = slurp(folder / "a");
@@ -207,7 +207,7 @@ TEST(SafetensorsFile, ASinkThatIsNotCommittedLeavesNothing) {
     EXPECT_EQ(slurp(folder / "a"), before);
 }
 
-/// The largest file that the process may write, for a moment; writing over it is an error and no signal.
+/// Limits the size of files that the process may write. A longer write is an error and raises no signal.
 struct FileSizeLimit {
     explicit FileSizeLimit(rlim_t bytes) {
         handler = std::signal(SIGXFSZ, SIG_IGN);
@@ -226,26 +226,26 @@ struct FileSizeLimit {
     void (*handler)(int);
 };
 
-TEST(SafetensorsFile, NoRoomForTheFileLeavesTheOldOneAndNothingElse) {
+TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
     const Folder folder;
     save(folder / "a", small());
     const std::string before = slurp(folder / "a");
     Content large;
     large.add("large", dsopt::kU8, {3'000'000}, 3'000'000);
-    const auto not_asked = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
+    const auto not_called = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
     const Outcome early = outcome([&] {
         const FileSizeLimit limit(100'000);
-        write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors, not_asked);
+        write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors, not_called);
     });
     expect_io(early, "File too large");
     EXPECT_NE(early.text.find(folder / "a"), std::string::npos) << early.text;
-    // The room goes only when part of the data are written: the first write is short, the next one fails.
+    // The limit applies only after part of the data is written: the first write is short, and the next one fails.
     const Outcome late = outcome([&] {
         const FileSizeLimit limit(RLIM_INFINITY);
-        int asked = 0;
+        int requests = 0;
         write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors,
                           [&](size_t index, uint64_t offset, size_t) {
-                              if (++asked == 2) limit.set(2'000'000);
+                              if (++requests == 2) limit.set(2'000'000);
                               return static_cast<const void *>(large.bytes[index].data() + offset);
                           });
     });
@@ -256,7 +256,8 @@ TEST(SafetensorsFile, NoRoomForTheFileLeavesTheOldOneAndNothingElse) {
 
 // ---- crashes ----
 
-Content of_step(uint64_t step) { // contents follow from the step, so a mixture of two steps is seen
+/// Returns content that depends on the step, so that a mixture of two steps is detected.
+Content content_of_step(uint64_t step) {
     Content content;
     content.metadata = {{"step", std::to_string(step)}};
     for (const char *name : {"exp_avg", "exp_avg_sq"}) {
@@ -272,13 +273,14 @@ Content of_step(uint64_t step) { // contents follow from the step, so a mixture 
     return content;
 }
 
-TEST(SafetensorsFile, KilledAtAnyMomentTheFileIsWholeAndNotOlderThanAcknowledged) {
+TEST(SafetensorsFile, SurvivesKillAtAnyMoment) {
     const Folder folder;
     const std::string path = folder / "state.safetensors";
-    save(path, of_step(1));
+    save(path, content_of_step(1));
     const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < 5; ++i) save(path, of_step(1));
-    const auto five = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start);
+    for (int i = 0; i < 5; ++i) save(path, content_of_step(1));
+    const auto five_saves =
+        std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start);
     std::mt19937 random(7);
     uint64_t last = 1;
     size_t interrupted = 0; // in the middle of a save
@@ -290,36 +292,36 @@ TEST(SafetensorsFile, KilledAtAnyMomentTheFileIsWholeAndNotOlderThanAcknowledged
         ASSERT_GE(child, 0);
         if (child == 0) {
             for (uint64_t step = last + 1;; ++step) {
-                if (save_outcome(path, of_step(step)).status != DSOPT_OK) ::_exit(1);
+                if (save_outcome(path, content_of_step(step)).status != DSOPT_OK) ::_exit(1);
                 if (::write(pipe[1], &step, sizeof step) != sizeof step) ::_exit(1);
             }
         }
         ::close(pipe[1]);
         uint64_t acknowledged = last, step;
         if (kill % 2 && ::read(pipe[0], &step, sizeof step) == sizeof step) acknowledged = step; // in the second save
-        ::usleep(useconds_t(random() % uint64_t(five.count() / 4 + 1)));
+        ::usleep(useconds_t(random() % uint64_t(five_saves.count() / 4 + 1)));
         ::kill(child, SIGKILL);
         int status = 0;
         ::waitpid(child, &status, 0);
         EXPECT_TRUE(WIFSIGNALED(status)) << "a save failed";
         while (::read(pipe[0], &step, sizeof step) == sizeof step) acknowledged = step;
         ::close(pipe[0]);
-        EXPECT_LE(folder.entries(), 2u); // more would say that the next save does not sweep
+        EXPECT_LE(folder.entries(), 2u); // more would mean that the next save leaves temporaries
         interrupted += folder.entries() - 1;
         const SafetensorsReader reader(file_source(path.c_str()));
         last = std::stoull(reader.metadata().at("step"));
         EXPECT_GE(last, acknowledged);
-        expect_same(reader, of_step(last));
+        expect_same(reader, content_of_step(last));
     }
     EXPECT_GT(last, 1u);
     EXPECT_GT(interrupted, 0u);
     std::printf("%d kills, %zu of them in the middle of a save, step %s\n", kill, interrupted,
                 std::to_string(last).c_str());
-    save(path, of_step(last));
+    save(path, content_of_step(last));
     EXPECT_EQ(folder.entries(), 1u);
 }
 
-TEST(SafetensorsFile, SweepsTemporariesOfDeadSaversOfTheSameTargetOnly) {
+TEST(SafetensorsFile, RemovesStaleTemporariesOfSameTargetOnly) {
     const Folder folder;
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
@@ -327,19 +329,19 @@ TEST(SafetensorsFile, SweepsTemporariesOfDeadSaversOfTheSameTargetOnly) {
         for (const char *target : {"a", "a", "b"}) {
             auto sink = file_sink((folder / target).c_str());
             sink->begin(100'000);
-            (void)sink.release(); // so that nobody removes the temporary
+            (void)sink.release(); // leaks the sink, so that its destructor does not remove the temporary
         }
         ::_exit(0);
     }
     int status = 0;
     ::waitpid(child, &status, 0);
     ASSERT_EQ(folder.entries(), 3u);
-    spill(folder / ".dsopt-notes.tmp", "the user's own");
+    spill(folder / ".dsopt-notes.tmp", "a file of the user");
     save(folder / "a", small());
-    EXPECT_EQ(folder.entries(), 3u); // "a", the temporary of "b", the user's own
+    EXPECT_EQ(folder.entries(), 3u); // "a", the temporary of "b", the file of the user
     save(folder / "b", small());
     EXPECT_EQ(folder.entries(), 3u);
-    EXPECT_EQ(slurp(folder / ".dsopt-notes.tmp"), "the user's own");
+    EXPECT_EQ(slurp(folder / ".dsopt-notes.tmp"), "a file of the user");
 }
 
 } // namespace
