@@ -88,7 +88,7 @@ TEST(SafetensorsFile, TakesModeFromUmaskOrExistingFile) {
 }
 
 // In a folder like /tmp, a symbolic link of another user must not determine which file this process replaces. The
-// kernel refuses to follow it only if fs.protected_symlinks is set, and never checks a name that was read with readlink.
+// kernel refuses to follow it only if fs.protected_symlinks is set, and does not check a name read with readlink.
 TEST(SafetensorsFile, DoesNotFollowForeignSymlinkInStickyFolder) {
     if (::geteuid() != 0) GTEST_SKIP() << "only root can create links of another user";
     constexpr uid_t stranger = 65534;
