@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every wrong input of the functions on arrays, of second handles, parameters of existing groups and all-reduces: the
-// right status, a text that names the culprit, and nothing changed.
+// Invalid input of the functions on arrays, of retain, of parameters for existing groups and of all-reduces. Each call
+// returns the documented status and a text that names the invalid argument, and changes nothing.
 #include "support/onebit.h"
 
 using namespace test;
@@ -8,12 +8,12 @@ using namespace test;
 namespace {
 
 constexpr int32_t kUnknown = 77;
-char *one_byte_on(void *data) { return static_cast<char *>(data) + 1; }
+char *one_byte_after(void *data) { return static_cast<char *>(data) + 1; }
 
-/// Lists of tensors with the memory behind them, as a caller of the functional form has them.
-class Lists {
+/// State in memory of the caller, as for dsopt_optimizer_apply.
+class CallerState {
 public:
-    explicit Lists(const Trainer &trainer) {
+    explicit CallerState(const Trainer &trainer) {
         for (const dsopt_state_info &info : trainer.state()) {
             arrays_.emplace_back(DSOPT_DTYPE_F32, size_t(info.tensor.numel) + 1, 7.0f);
             state.push_back({arrays_.back().tensor().data, info.tensor.numel, info.tensor.dtype, 0});
@@ -25,9 +25,6 @@ public:
         for (const Array &array : arrays_) all += array.text();
         return all;
     }
-    size_t place_of(const std::string &name) const {
-        return size_t(std::find(names.begin(), names.end(), name) - names.begin());
-    }
     std::vector<dsopt_tensor> state;
     std::vector<std::string> names;
 
@@ -35,12 +32,12 @@ private:
     std::vector<Array> arrays_;
 };
 
-/// What can be wrong with one tensor of a list.
-struct Spoilt {
-    void (*spoil)(dsopt_tensor &);
+/// A way to make one tensor of a list invalid.
+struct InvalidTensor {
+    void (*apply)(dsopt_tensor &);
     dsopt_status status;
 };
-constexpr Spoilt kSpoilt[] = {
+constexpr InvalidTensor kInvalidTensors[] = {
     {[](dsopt_tensor &t) { t.dtype = kUnknown; }, DSOPT_ERR_DTYPE},
     {[](dsopt_tensor &t) { t.dtype = 0; }, DSOPT_ERR_DTYPE},
     {[](dsopt_tensor &t) { t.dtype = t.dtype == DSOPT_DTYPE_I32 ? DSOPT_DTYPE_F32 : DSOPT_DTYPE_I32; },
@@ -49,12 +46,12 @@ constexpr Spoilt kSpoilt[] = {
     {[](dsopt_tensor &t) { t.numel += 1; }, DSOPT_ERR_SHAPE},
     {[](dsopt_tensor &t) { t.numel = -1; }, DSOPT_ERR_SHAPE},
     {[](dsopt_tensor &t) { t.numel = INT64_MAX; }, DSOPT_ERR_SHAPE},
-    {[](dsopt_tensor &t) { t.data = one_byte_on(t.data); }, DSOPT_ERR_ALIGNMENT},
+    {[](dsopt_tensor &t) { t.data = one_byte_after(t.data); }, DSOPT_ERR_ALIGNMENT},
     {[](dsopt_tensor &t) { t.reserved = 1; }, DSOPT_ERR_ARGUMENT},
     {[](dsopt_tensor &t) { t.data = nullptr; }, DSOPT_ERR_ARGUMENT}};
 
 // ------------------------------------------------------------------------------------------------------------- handles
-TEST(RefusedRetain, ChangesNothing) {
+TEST(RetainValidation, RefusesNullArguments) {
     const Context ctx = make_context(1);
     const Trainer trainer(ctx, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW),
                           std::vector<Array>{Array(1, 3, 1.0f)});
@@ -65,7 +62,7 @@ TEST(RefusedRetain, ChangesNothing) {
     EXPECT_TRUE(refused(dsopt_optimizer_retain(trainer.opt(), nullptr), DSOPT_ERR_ARGUMENT, "other is NULL"));
 }
 
-TEST(RefusedNull, EveryFunctionSaysWhichHandle) {
+TEST(NullHandleValidation, NamesNullHandle) {
     float scale = 0;
     int32_t words[12] = {}, reduction = 7;
     dsopt_tensor list[2] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
@@ -87,25 +84,25 @@ TEST(RefusedNull, EveryFunctionSaysWhichHandle) {
     EXPECT_EQ(scale, 0);
 }
 
-// ------------------------------------------------------------------------------------------------- groups and parameters
-class AddParams : public testing::Test {
+// ----------------------------------------------------------------------------------------------- groups and parameters
+class AddParamsValidation : public testing::Test {
 protected:
-    AddParams() {
+    AddParamsValidation() {
         must(trainer_.add_group(group_of(DSOPT_ALGORITHM_ADAMW), {{Array(DSOPT_DTYPE_F32, 5, 1), "a"}}));
         must(trainer_.add_group(group_of(DSOPT_ALGORITHM_LAMB), {}));
         must(trainer_.step({Array(DSOPT_DTYPE_F32, 5, 1)}));
         before_ = trainer_.snapshot();
     }
-    /// Beside a good one, in front of it and behind it.
-    void expect_refused(const std::function<void(dsopt_param &)> &spoil, dsopt_status status, const char *words) {
+    /// Adds an invalid parameter before and after a valid one.
+    void expect_refused(const std::function<void(dsopt_param &)> &change, dsopt_status status, const char *words) {
         const Array good(DSOPT_DTYPE_F32, 3, 1), bad(DSOPT_DTYPE_F32, 4, 1);
-        for (const int place : {0, 1}) {
+        for (const int index : {0, 1}) {
             dsopt_param list[2] = {};
-            list[1 - place].tensor = good.tensor();
-            list[1 - place].name = "good";
-            list[place].tensor = bad.tensor();
-            list[place].name = "bad";
-            spoil(list[place]);
+            list[1 - index].tensor = good.tensor();
+            list[1 - index].name = "good";
+            list[index].tensor = bad.tensor();
+            list[index].name = "bad";
+            change(list[index]);
             EXPECT_TRUE(refused(dsopt_optimizer_add_params(trainer_.opt(), list, 2), status, words));
             int64_t groups = 0, params = 0;
             must(dsopt_optimizer_count(trainer_.opt(), &groups, &params));
@@ -119,14 +116,14 @@ protected:
     Snapshot before_;
 };
 
-TEST_F(AddParams, RefusesWhatAddGroupRefusesAndGroupsThatAreNotThere) {
+TEST_F(AddParamsValidation, RefusesInvalidParamsAndGroups) {
     for (const int32_t group : {-1, 2, INT32_MAX, INT32_MIN})
         expect_refused([&](dsopt_param &p) { p.group = group; }, DSOPT_ERR_ARGUMENT, std::to_string(group).c_str());
     expect_refused([](dsopt_param &p) { p.tensor.dtype = kUnknown; }, DSOPT_ERR_DTYPE, "'bad'");
     expect_refused([](dsopt_param &p) { p.tensor.dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE, "I32");
     expect_refused([](dsopt_param &p) { p.tensor.numel = -1; }, DSOPT_ERR_SHAPE, "'bad'");
     expect_refused([](dsopt_param &p) { p.tensor.numel = INT64_MAX; }, DSOPT_ERR_SHAPE, "'bad'");
-    expect_refused([](dsopt_param &p) { p.tensor.data = one_byte_on(p.tensor.data); }, DSOPT_ERR_ALIGNMENT, "'bad'");
+    expect_refused([](dsopt_param &p) { p.tensor.data = one_byte_after(p.tensor.data); }, DSOPT_ERR_ALIGNMENT, "'bad'");
     expect_refused([](dsopt_param &p) { p.tensor.reserved = 1; }, DSOPT_ERR_ARGUMENT, "'bad'");
     expect_refused([](dsopt_param &p) { p.name = "a"; }, DSOPT_ERR_ARGUMENT, "'a'");
     expect_refused([](dsopt_param &p) { p.name = "good"; }, DSOPT_ERR_ARGUMENT, "'good'");
@@ -140,7 +137,7 @@ TEST_F(AddParams, RefusesWhatAddGroupRefusesAndGroupsThatAreNotThere) {
     expect_refused([&](dsopt_param &p) { p.tensor.data = trainer_.weight().tensor().data; }, DSOPT_ERR_OVERLAP, "'a'");
 }
 
-TEST_F(AddParams, RefusesWrongCountsAndAnOptimizerWithoutGroups) {
+TEST_F(AddParamsValidation, RefusesWrongCountsAndMissingGroups) {
     const Array weight(DSOPT_DTYPE_F32, 3, 1);
     dsopt_param param{};
     param.tensor = weight.tensor();
@@ -156,7 +153,7 @@ TEST_F(AddParams, RefusesWrongCountsAndAnOptimizerWithoutGroups) {
     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer_.opt(), &group, &param, 1), DSOPT_ERR_ARGUMENT, "group"));
 }
 
-TEST_F(AddParams, IsRefusedOnceTheVarianceIsFrozen) {
+TEST_F(AddParamsValidation, RefusesParamsAfterVarianceFreeze) {
     const Array weight(DSOPT_DTYPE_F32, 3, 1);
     Trainer trainer(ctx_, optimizer_desc(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 1),
                     std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
@@ -170,62 +167,64 @@ TEST_F(AddParams, IsRefusedOnceTheVarianceIsFrozen) {
 }
 
 // ----------------------------------------------------------------------------------------------------- starting values
-TEST(RefusedInitState, NamesEveryWrongTensorAndWritesNothing) {
+TEST(InitStateValidation, NamesWrongTensorAndWritesNothing) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 1024);
     dsopt_optimizer_desc desc = optimizer_desc();
     desc.scaler = scaler.get();
     const Trainer trainer(ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_LAMB, 2),
                           std::vector<Array>{Array(DSOPT_DTYPE_F16, 5, 1), Array(DSOPT_DTYPE_F32, 3, 1)});
-    Lists lists(trainer);
+    CallerState caller(trainer);
     const std::vector<Array> weights{Array(DSOPT_DTYPE_F16, 5, 1), Array(DSOPT_DTYPE_F32, 3, 1)};
     std::vector<dsopt_tensor> params = list_of(weights);
-    const std::string before = lists.bytes();
-    const auto call = [&](const std::vector<dsopt_tensor> *of, const std::vector<dsopt_tensor> &state) {
-        return dsopt_optimizer_init_state(trainer.opt(), of != nullptr ? of->data() : nullptr,
-                                          of != nullptr ? int64_t(of->size()) : 0, state.data(), int64_t(state.size()),
-                                          nullptr);
+    const std::string before = caller.bytes();
+    const auto call = [&](const std::vector<dsopt_tensor> *list, const std::vector<dsopt_tensor> &state) {
+        return dsopt_optimizer_init_state(trainer.opt(), list != nullptr ? list->data() : nullptr,
+                                          list != nullptr ? int64_t(list->size()) : 0, state.data(),
+                                          int64_t(state.size()), nullptr);
     };
-    for (size_t i = 0; i < lists.state.size(); ++i)
-        for (const Spoilt &spoilt : kSpoilt) {
-            std::vector<dsopt_tensor> state = lists.state;
-            spoilt.spoil(state[i]);
-            EXPECT_TRUE(refused(call(&params, state), spoilt.status, lists.names[i].c_str())) << i;
+    for (size_t i = 0; i < caller.state.size(); ++i)
+        for (const InvalidTensor &invalid : kInvalidTensors) {
+            std::vector<dsopt_tensor> state = caller.state;
+            invalid.apply(state[i]);
+            EXPECT_TRUE(refused(call(&params, state), invalid.status, caller.names[i].c_str())) << i;
         }
     for (size_t i = 0; i < params.size(); ++i)
-        for (const Spoilt &spoilt : kSpoilt) {
+        for (const InvalidTensor &invalid : kInvalidTensors) {
             std::vector<dsopt_tensor> bad = params;
-            spoilt.spoil(bad[i]);
-            if (bad[i].data == nullptr && params[i].dtype == DSOPT_DTYPE_F32) continue; // it has no master
-            EXPECT_TRUE(refused(call(&bad, lists.state), spoilt.status, i == 0 ? "p0" : "p1")) << i;
+            invalid.apply(bad[i]);
+            if (bad[i].data == nullptr && params[i].dtype == DSOPT_DTYPE_F32)
+                continue; // fp32 parameters have no master
+            EXPECT_TRUE(refused(call(&bad, caller.state), invalid.status, i == 0 ? "p0" : "p1")) << i;
         }
     params[0].dtype = DSOPT_DTYPE_BF16;
-    EXPECT_TRUE(refused(call(&params, lists.state), DSOPT_ERR_DTYPE, "p0"));
+    EXPECT_TRUE(refused(call(&params, caller.state), DSOPT_ERR_DTYPE, "p0"));
     params[0].dtype = DSOPT_DTYPE_F16;
-    std::vector<dsopt_tensor> shorter = lists.state;
+    std::vector<dsopt_tensor> shorter = caller.state;
     shorter.pop_back();
     EXPECT_TRUE(refused(call(&params, shorter), DSOPT_ERR_SHAPE, "entries"));
     EXPECT_TRUE(refused(call(&params, {}), DSOPT_ERR_SHAPE, "the state list has 0 entries"));
-    const int64_t count = int64_t(lists.state.size());
+    const int64_t count = int64_t(caller.state.size());
     EXPECT_TRUE(refused(dsopt_optimizer_init_state(trainer.opt(), params.data(), 2, nullptr, count, nullptr),
                         DSOPT_ERR_ARGUMENT, "the state list is NULL"));
-    EXPECT_TRUE(refused(call(nullptr, lists.state), DSOPT_ERR_ARGUMENT, "'p0'"));
-    // One tensor of exact size for two parameters: the second one is not read.
-    const std::vector<dsopt_tensor> one(params.begin(), params.begin() + 1);
-    EXPECT_TRUE(refused(call(&one, lists.state), DSOPT_ERR_SHAPE, "the list of parameters has 1 entries, not 2"));
-    EXPECT_TRUE(refused(
-        dsopt_optimizer_init_state(trainer.opt(), nullptr, 2, lists.state.data(), int64_t(lists.state.size()), nullptr),
-        DSOPT_ERR_ARGUMENT, "the list of parameters is NULL"));
-    EXPECT_EQ(lists.bytes(), before);
-    EXPECT_OK(call(&params, lists.state));
-    EXPECT_NE(lists.bytes(), before);
+    EXPECT_TRUE(refused(call(nullptr, caller.state), DSOPT_ERR_ARGUMENT, "'p0'"));
+    // The list has one entry for two parameters: a read of the second one would be out of bounds.
+    const std::vector<dsopt_tensor> one_param(params.begin(), params.begin() + 1);
+    EXPECT_TRUE(
+        refused(call(&one_param, caller.state), DSOPT_ERR_SHAPE, "the list of parameters has 1 entries, not 2"));
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(trainer.opt(), nullptr, 2, caller.state.data(),
+                                                   int64_t(caller.state.size()), nullptr),
+                        DSOPT_ERR_ARGUMENT, "the list of parameters is NULL"));
+    EXPECT_EQ(caller.bytes(), before);
+    EXPECT_OK(call(&params, caller.state));
+    EXPECT_NE(caller.bytes(), before);
     const Trainer empty(ctx, optimizer_desc());
-    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, 0, lists.state.data(), 0, nullptr),
+    EXPECT_TRUE(refused(dsopt_optimizer_init_state(empty.opt(), nullptr, 0, caller.state.data(), 0, nullptr),
                         DSOPT_ERR_STATE, "no groups"));
 }
 
-// -------------------------------------------------------------------------------------------------------------- schedule
-TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
+// ------------------------------------------------------------------------------------------------------------ schedule
+TEST(NextReductionValidation, NamesScheduleAndWritesNothing) {
     const Context ctx = make_context(1);
     const Trainer onebit(ctx, optimizer_desc(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2),
                          std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
@@ -235,11 +234,11 @@ TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
     const Shared<int32_t> words(9), reductions{7, 7};
     int32_t *const reduction = reductions.data();
     const dsopt_tensor good{words.data(), 8, DSOPT_DTYPE_I32, 0};
-    for (const Spoilt &spoilt : kSpoilt) {
+    for (const InvalidTensor &invalid : kInvalidTensors) {
         dsopt_tensor schedule = good;
-        spoilt.spoil(schedule);
+        invalid.apply(schedule);
         EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &schedule, reduction, nullptr),
-                            spoilt.status, "schedule"));
+                            invalid.status, "schedule"));
     }
     EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), nullptr, reduction, nullptr),
                         DSOPT_ERR_ARGUMENT, "schedule"));
@@ -247,8 +246,8 @@ TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
                         DSOPT_ERR_ARGUMENT, "schedule"));
     EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &good, nullptr, nullptr),
                         DSOPT_ERR_ARGUMENT, "reduction is NULL"));
-    auto *const odd = reinterpret_cast<int32_t *>(one_byte_on(reduction));
-    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &good, odd, nullptr),
+    auto *const misaligned = reinterpret_cast<int32_t *>(one_byte_after(reduction));
+    EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(onebit.opt(), &good, misaligned, nullptr),
                         DSOPT_ERR_ALIGNMENT, "reduction"));
     EXPECT_TRUE(refused(dsopt_optimizer_next_reduction_on_device(empty.opt(), nullptr, reduction, nullptr),
                         DSOPT_ERR_STATE, "no groups"));
@@ -258,13 +257,13 @@ TEST(RefusedReduction, NamesTheScheduleAndWritesNothing) {
     EXPECT_EQ(reductions[1], 7);
 }
 
-/// As a later header has it, with members behind those that the library knows.
+/// The struct of a later header, with additional members.
 struct LaterSchedule {
     dsopt_schedule_info known;
     unsigned char tail[24];
 };
 
-TEST(RefusedSchedule, DecodesNoFurtherThanBothSidesKnow) {
+TEST(ScheduleDecode, RefusesSmallerAndAcceptsLargerStruct) {
     const Context ctx = make_context(1);
     const Trainer onebit(ctx, optimizer_desc(), group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 9),
                          std::vector<Array>{Array(DSOPT_DTYPE_F32, 4, 1)});
@@ -285,16 +284,18 @@ TEST(RefusedSchedule, DecodesNoFurtherThanBothSidesKnow) {
     LaterSchedule later;
     std::memset(static_cast<void *>(&later), 0x5a, sizeof later);
     later.known.size = sizeof later;
-    ASSERT_OK(dsopt_schedule_decode(onebit.opt(), words, &later.known)); // an output: its tail is not looked at
+    // The tail of an output is neither checked nor written.
+    ASSERT_OK(dsopt_schedule_decode(onebit.opt(), words, &later.known));
     EXPECT_EQ(later.known.size, sizeof later);
     EXPECT_EQ(later.known.step, 5);
     EXPECT_EQ(later.known.var_interval, 2);
     EXPECT_EQ(later.known.var_counter, 1);
-    EXPECT_EQ(later.known.reduction, DSOPT_REDUCTION_FULL) << "the 6th step, every second one moves the variance";
+    EXPECT_EQ(later.known.reduction, DSOPT_REDUCTION_FULL)
+        << "the variance is updated in every second step, also in the 6th one";
     for (const unsigned char byte : later.tail) EXPECT_EQ(byte, 0x5a);
 }
 
-TEST(RefusedSchedule, WordsThatCannotBeAreDecodedAllTheSame) {
+TEST(ScheduleDecode, AcceptsImpossibleWords) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
         const Trainer trainer(ctx, optimizer_desc(), group_for(algorithm, 9),
@@ -311,31 +312,33 @@ TEST(RefusedSchedule, WordsThatCannotBeAreDecodedAllTheSame) {
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------- scaler
-TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
+// -------------------------------------------------------------------------------------------------------------- scaler
+TEST(ScalerArraysValidation, NamesWrongTensorAndWritesNothing) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 1024);
     const Shared<float> scale{3, 3};
     const Shared<int32_t> words(13, 9), overflow{0, 0};
     const dsopt_tensor good[2] = {{scale.data(), 1, DSOPT_DTYPE_F32, 0}, {words.data(), 12, DSOPT_DTYPE_I32, 0}};
-    const auto both = [&](const dsopt_tensor *list, int64_t count, dsopt_status status, const char *part) {
-        EXPECT_TRUE(refused(dsopt_scaler_init_state(scaler.get(), list, count, nullptr), status, part));
+    const auto expect_both_refuse = [&](const dsopt_tensor *list, int64_t count, dsopt_status status,
+                                        const char *words) {
+        EXPECT_TRUE(refused(dsopt_scaler_init_state(scaler.get(), list, count, nullptr), status, words));
         EXPECT_TRUE(
-            refused(dsopt_scaler_update_arrays(scaler.get(), list, count, overflow.data(), nullptr), status, part));
+            refused(dsopt_scaler_update_arrays(scaler.get(), list, count, overflow.data(), nullptr), status, words));
     };
-    for (const int place : {0, 1})
-        for (const Spoilt &spoilt : kSpoilt) {
+    for (const int index : {0, 1})
+        for (const InvalidTensor &invalid : kInvalidTensors) {
             dsopt_tensor list[2] = {good[0], good[1]};
-            spoilt.spoil(list[place]);
-            both(list, 2, spoilt.status, place == 0 ? "loss_scale" : "scaler");
+            invalid.apply(list[index]);
+            expect_both_refuse(list, 2, invalid.status, index == 0 ? "loss_scale" : "scaler");
         }
     const dsopt_tensor swapped[2] = {good[1], good[0]};
-    both(swapped, 2, DSOPT_ERR_DTYPE, "loss_scale");
-    both(nullptr, 2, DSOPT_ERR_ARGUMENT, "NULL");
-    for (const int64_t count : {-1, 0, 1, 3}) both(good, count, DSOPT_ERR_SHAPE, std::to_string(count).c_str());
-    auto *const odd = reinterpret_cast<int32_t *>(one_byte_on(overflow.data()));
-    EXPECT_TRUE(
-        refused(dsopt_scaler_update_arrays(scaler.get(), good, 2, odd, nullptr), DSOPT_ERR_ALIGNMENT, "overflow"));
+    expect_both_refuse(swapped, 2, DSOPT_ERR_DTYPE, "loss_scale");
+    expect_both_refuse(nullptr, 2, DSOPT_ERR_ARGUMENT, "NULL");
+    for (const int64_t count : {-1, 0, 1, 3})
+        expect_both_refuse(good, count, DSOPT_ERR_SHAPE, std::to_string(count).c_str());
+    auto *const misaligned = reinterpret_cast<int32_t *>(one_byte_after(overflow.data()));
+    EXPECT_TRUE(refused(dsopt_scaler_update_arrays(scaler.get(), good, 2, misaligned, nullptr), DSOPT_ERR_ALIGNMENT,
+                        "overflow"));
     EXPECT_EQ(scale[0], 3);
     for (const int32_t word : words) EXPECT_EQ(word, 9);
     EXPECT_OK(dsopt_scaler_init_state(scaler.get(), good, 2, nullptr));
@@ -344,7 +347,7 @@ TEST(RefusedScalerArrays, NameTheTensorAndWriteNothing) {
     EXPECT_EQ(words[12], 9);
 }
 
-TEST(RefusedScalerDecode, SaysWhatIsNullOrTooShort) {
+TEST(ScalerDecode, RefusesNullAndShortStruct) {
     const Context ctx = make_context(1);
     const Scaler scaler = make_scaler(ctx, 512);
     const Shared<float> scale(1);
@@ -365,8 +368,8 @@ TEST(RefusedScalerDecode, SaysWhatIsNullOrTooShort) {
     EXPECT_EQ(info.hysteresis, 1);
 }
 
-// ----------------------------------------------------------------------------------------------------------- all-reduce
-TEST(RefusedAllReduce, NamesTheTensorChangesNothingAndCallsNobody) {
+// ---------------------------------------------------------------------------------------------------------- all-reduce
+TEST(AllReduceValidation, NamesWrongTensorAndChangesNothing) {
     const Context ctx = make_context(1);
     const CommId id = new_id();
     std::vector<Comm> comms(2);
@@ -379,11 +382,11 @@ TEST(RefusedAllReduce, NamesTheTensorChangesNothingAndCallsNobody) {
             return dsopt_comm_all_reduce(comm->get(), list.data(), int64_t(list.size()), op, nullptr);
         };
         for (size_t i = 0; i < good.size(); ++i)
-            for (const Spoilt &spoilt : kSpoilt) {
+            for (const InvalidTensor &invalid : kInvalidTensors) {
                 std::vector<dsopt_tensor> list = good;
-                spoilt.spoil(list[i]);
-                if (list[i].data == nullptr || list[i].numel == good[i].numel + 1) continue; // both are legal here
-                EXPECT_TRUE(refused(call(list), spoilt.status, i == 0 ? "'0'" : "'1'"));
+                invalid.apply(list[i]);
+                if (list[i].data == nullptr || list[i].numel == good[i].numel + 1) continue; // both are valid here
+                EXPECT_TRUE(refused(call(list), invalid.status, i == 0 ? "'0'" : "'1'"));
             }
         for (const int32_t op : {-1, 3, kUnknown})
             EXPECT_TRUE(refused(call(good, op), DSOPT_ERR_ARGUMENT, std::to_string(op).c_str()));

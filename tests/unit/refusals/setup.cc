@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every wrong input of the calls that build things: the right status, a text that names the culprit, and nothing
-// changed.
+// Invalid input of the functions that create contexts, optimizers and groups. Each call returns the documented status
+// and a text that names the invalid argument, and changes nothing.
 #include "support/harness.h"
 #include <csignal>
 #include <functional>
@@ -13,14 +13,14 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// ------------------------------------------------------------------------------------------------------ growing
-// structs
-template <class T> struct Larger { // what a caller has who was compiled with a later header
+// ---------------------------------------------------------------------------------------------------- sizes of structs
+/// The struct of a caller that was compiled with a later header.
+template <class T> struct Larger {
     T known;
     unsigned char tail[24];
 };
 
-/// `call` gets a pointer to a valid struct; `from_caller`: it is an input.
+/// Calls with sizes below and above that of a valid struct. `from_caller`: the struct is an input.
 template <class T>
 void expect_growth(T good, const char *type, bool from_caller, const std::function<dsopt_status(T *)> &call) {
     for (const size_t size : {size_t(0), size_t(1), sizeof(size_t), size_t(16)}) {
@@ -39,14 +39,14 @@ void expect_growth(T good, const char *type, bool from_caller, const std::functi
             refused(call(&larger.known), DSOPT_ERR_VERSION, std::string(type) + "|" + std::to_string(sizeof(T) + i)));
     }
     if (from_caller) return;
-    std::memset(larger.tail, 0x5a, sizeof larger.tail); // an output is written no further than this library knows
+    std::memset(larger.tail, 0x5a, sizeof larger.tail); // the library writes only the members that it knows
     larger.known.size = sizeof larger;
     EXPECT_OK(call(&larger.known)) << type;
     EXPECT_EQ(larger.known.size, sizeof larger);
     for (const unsigned char byte : larger.tail) EXPECT_EQ(byte, 0x5a);
 }
 
-TEST(GrowingStructs, AreReadAsFarAsBothSidesKnowThem) {
+TEST(StructSizeValidation, AcceptsLargerStructsWithZeroTail) {
     const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAMW));
     dsopt_optimizer *const opt = trainer.opt();
     expect_growth<dsopt_context_desc>(context_desc(), "dsopt_context_desc", true, [](dsopt_context_desc *desc) {
@@ -81,7 +81,7 @@ TEST(GrowingStructs, AreReadAsFarAsBothSidesKnowThem) {
     EXPECT_TRUE(refused(dsopt_optimizer_report(opt, nullptr), DSOPT_ERR_ARGUMENT, "dsopt_report"));
 }
 
-TEST(GrowingStructs, GroupInitFillsALaterHeadersGroup) {
+TEST(StructSizeValidation, GroupInitFillsLargerStruct) {
     Larger<dsopt_group> larger;
     std::memset(static_cast<void *>(&larger), 0x5a, sizeof larger);
     ASSERT_OK(dsopt_group_init(&larger.known, sizeof larger, DSOPT_ALGORITHM_LAMB));
@@ -93,12 +93,11 @@ TEST(GrowingStructs, GroupInitFillsALaterHeadersGroup) {
     EXPECT_EQ(group.size, 0u);
 }
 
-// ------------------------------------------------------------------------------------------- context and optimizer
-// desc
-LABEL(cpu); // fields have other limits on CUDA
-TEST(RefusedContext, EveryField) {
+// --------------------------------------------------------------------------------------------- contexts and optimizers
+LABEL(cpu); // the limits of some fields differ on CUDA
+TEST(ContextValidation, RefusesEveryInvalidField) {
     struct Case {
-        void (*spoil)(dsopt_context_desc &);
+        void (*change)(dsopt_context_desc &);
         dsopt_status status;
         const char *words;
     };
@@ -125,7 +124,7 @@ TEST(RefusedContext, EveryField) {
     };
     for (const Case &c : cases) {
         dsopt_context_desc desc = context_desc();
-        c.spoil(desc);
+        c.change(desc);
         dsopt_context *context = nullptr;
         EXPECT_TRUE(refused(dsopt_context_create(&desc, &context), c.status, c.words)) << c.words;
         EXPECT_EQ(context, nullptr);
@@ -133,9 +132,9 @@ TEST(RefusedContext, EveryField) {
     EXPECT_TRUE(refused(dsopt_context_create(nullptr, nullptr), DSOPT_ERR_ARGUMENT, "ctx"));
 }
 
-TEST(RefusedContext, ABackendThatIsNotInTheBuild) {
+TEST(ContextValidation, RefusesBackendThatIsNotBuilt) {
     const std::string info = dsopt_build_info();
-    if (info.find("\"cuda\": \"cuda\"") != std::string::npos) GTEST_SKIP() << "a CUDA device is here";
+    if (info.find("\"cuda\": \"cuda\"") != std::string::npos) GTEST_SKIP() << "the machine has a CUDA device";
     const bool built = info.find("\"cuda\": \"not in this build\"") == std::string::npos;
     dsopt_context_desc desc = context_desc();
     desc.backend = DSOPT_BACKEND_CUDA;
@@ -145,7 +144,7 @@ TEST(RefusedContext, ABackendThatIsNotInTheBuild) {
     EXPECT_EQ(context, nullptr);
 }
 
-TEST(RefusedContext, HugeChunksAndManyThreadsAreFine) {
+TEST(ContextValidation, AcceptsHugeChunksAndManyThreads) {
     for (const int64_t chunk : {int64_t(1) << 40, INT64_MAX / 4096 * 4096}) {
         dsopt_context_desc desc = context_desc(4096);
         desc.chunk = chunk;
@@ -158,9 +157,9 @@ TEST(RefusedContext, HugeChunksAndManyThreadsAreFine) {
     }
 }
 
-TEST(RefusedOptimizer, EveryField) {
+TEST(OptimizerValidation, RefusesEveryInvalidField) {
     struct Case {
-        void (*spoil)(dsopt_optimizer_desc &);
+        void (*change)(dsopt_optimizer_desc &);
         const char *words;
     };
     const Case cases[] = {
@@ -185,7 +184,7 @@ TEST(RefusedOptimizer, EveryField) {
     const Context context = make_context();
     for (const Case &c : cases) {
         dsopt_optimizer_desc desc = optimizer_desc();
-        c.spoil(desc);
+        c.change(desc);
         dsopt_optimizer *opt = nullptr;
         EXPECT_TRUE(refused(dsopt_optimizer_create(context.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, c.words))
             << c.words;
@@ -196,7 +195,7 @@ TEST(RefusedOptimizer, EveryField) {
     EXPECT_TRUE(refused(dsopt_optimizer_create(context.get(), nullptr, nullptr), DSOPT_ERR_ARGUMENT, "opt"));
 }
 
-TEST(RefusedOptimizer, NullHandles) {
+TEST(OptimizerValidation, RefusesNullHandles) {
     dsopt_context_destroy(nullptr);
     dsopt_optimizer_destroy(nullptr);
     int64_t count = 0;
@@ -230,16 +229,16 @@ TEST(RefusedOptimizer, NullHandles) {
     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), nullptr, nullptr, 0), DSOPT_ERR_ARGUMENT, "group"));
 }
 
-// ------------------------------------------------------------------------------------------------------------- groups
-/// A live optimizer with a group and a step behind it; every refusal must leave it as it was.
-class AddGroup : public testing::Test {
+// -------------------------------------------------------------------------------------------------------------- groups
+/// An optimizer with one group, after one step. A refused call must not change it.
+class AddGroupValidation : public testing::Test {
 protected:
-    AddGroup() : trainer_(shapes_of({50, 60, 70}), optimizer_desc(1.0)) {
+    AddGroupValidation() : trainer_(shapes_of({50, 60, 70}), optimizer_desc(1.0)) {
         trainer_.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
         trainer_.train(1);
-        before_ = fingerprint();
+        before_ = state_bytes();
     }
-    std::string fingerprint() {
+    std::string state_bytes() {
         int64_t groups = 0, params = 0;
         must(dsopt_optimizer_count(trainer_.opt(), &groups, &params));
         return trainer_.text() + hyper_text(trainer_.opt()) + std::to_string(groups) + "/" + std::to_string(params);
@@ -249,26 +248,26 @@ protected:
         EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer_.opt(), &group, params.data(), int64_t(params.size())),
                             status, words))
             << words;
-        EXPECT_TRUE(same(fingerprint(), before_)) << words;
+        EXPECT_TRUE(same(state_bytes(), before_)) << words;
     }
     std::vector<dsopt_param> params() const { return trainer_.model.registered(1, 3); }
-    void expect_param_refused(void (*spoil)(dsopt_param &), dsopt_status status, const std::string &words) {
+    void expect_param_refused(void (*change)(dsopt_param &), dsopt_status status, const std::string &words) {
         std::vector<dsopt_param> list = params();
         list[1].name = "layer.weight";
-        spoil(list[1]);
+        change(list[1]);
         expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, status, words);
     }
     Trainer trainer_;
     std::string before_;
 };
 
-TEST_F(AddGroup, RefusesHyperParametersOutOfRange) {
+TEST_F(AddGroupValidation, RefusesHyperParametersOutOfRange) {
     struct Field {
         double dsopt_group::*field;
         const char *name;
         std::vector<double> bad;
     };
-    const std::vector<double> never = {-1, -1e-300, kInf, -kInf, NAN};
+    const std::vector<double> always_invalid = {-1, -1e-300, kInf, -kInf, NAN};
     const Field fields[] = {{&dsopt_group::lr, "lr", {}},
                             {&dsopt_group::beta1, "beta1", {1, 1.5}},
                             {&dsopt_group::beta2, "beta2", {1, 1.5}},
@@ -277,7 +276,7 @@ TEST_F(AddGroup, RefusesHyperParametersOutOfRange) {
                             {&dsopt_group::max_norm, "max_norm", {}}};
     for (const int32_t algorithm : kAlgorithms) {
         for (const Field &field : fields) {
-            std::vector<double> bad = never;
+            std::vector<double> bad = always_invalid;
             bad.insert(bad.end(), field.bad.begin(), field.bad.end());
             for (const double value : bad) {
                 dsopt_group group = make_group(algorithm);
@@ -286,7 +285,7 @@ TEST_F(AddGroup, RefusesHyperParametersOutOfRange) {
             }
         }
         for (double dsopt_group::*field : {&dsopt_group::min_trust, &dsopt_group::max_trust}) {
-            std::vector<double> bad = never;
+            std::vector<double> bad = always_invalid;
             bad.push_back(field == &dsopt_group::min_trust ? 10.5 : 0.001);
             for (const double value : bad) {
                 dsopt_group group = make_group(algorithm);
@@ -298,7 +297,7 @@ TEST_F(AddGroup, RefusesHyperParametersOutOfRange) {
     }
 }
 
-TEST_F(AddGroup, RefusesOptionsThatItDoesNotHave) {
+TEST_F(AddGroupValidation, RefusesUnsupportedOptions) {
     for (const int32_t algorithm : kAlgorithms) {
         expect_refused(make_group(algorithm, 0, 1u << 30), params(), DSOPT_ERR_ARGUMENT, "flags|40000000");
         if (algorithm == DSOPT_ALGORITHM_ADAM || algorithm == DSOPT_ALGORITHM_ADAMW)
@@ -321,16 +320,16 @@ TEST_F(AddGroup, RefusesOptionsThatItDoesNotHave) {
     }
 }
 
-TEST_F(AddGroup, RefusesWrongLists) {
+TEST_F(AddGroupValidation, RefusesWrongLists) {
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer_.opt(), &group, params().data(), -1), DSOPT_ERR_ARGUMENT,
                         "count|-1"));
     EXPECT_TRUE(
         refused(dsopt_optimizer_add_group(trainer_.opt(), &group, nullptr, 2), DSOPT_ERR_ARGUMENT, "params|NULL"));
-    EXPECT_TRUE(same(fingerprint(), before_));
+    EXPECT_TRUE(same(state_bytes(), before_));
 }
 
-TEST_F(AddGroup, RefusesWrongTensors) {
+TEST_F(AddGroupValidation, RefusesWrongTensors) {
     for (const int32_t dtype : std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
         std::vector<dsopt_param> list = params();
         list[0].tensor.dtype = dtype;
@@ -350,7 +349,8 @@ TEST_F(AddGroup, RefusesWrongTensors) {
     expect_param_refused([](auto &p) { p.group = -1; }, DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter|is -1");
     expect_param_refused([](auto &p) { p.offset = -1; }, DSOPT_ERR_UNSUPPORTED, "'layer.weight'|offset|-1");
     expect_param_refused([](auto &p) { p.expert = -1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|expert|-1");
-    expect_param_refused([](auto &p) { p.expert = 1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|expert|1"); // no such comm
+    // The optimizer has no expert comm.
+    expect_param_refused([](auto &p) { p.expert = 1; }, DSOPT_ERR_ARGUMENT, "'layer.weight'|expert|1");
     for (int offset = 1; offset < 4; ++offset) {
         std::vector<dsopt_param> list = params();
         list[1].tensor.data = static_cast<char *>(list[1].tensor.data) + offset;
@@ -364,7 +364,7 @@ TEST_F(AddGroup, RefusesWrongTensors) {
         DSOPT_ERR_ALIGNMENT, "'layer.weight'|2-byte");
 }
 
-TEST_F(AddGroup, RefusesWrongDims) {
+TEST_F(AddGroupValidation, RefusesWrongDims) {
     static const int64_t seventy[] = {7, 10}, other[] = {7, 9}, negative[] = {-7, -10},
                          huge[] = {int64_t(1) << 40, int64_t(1) << 40};
     static const int64_t nine[] = {70, 1, 1, 1, 1, 1, 1, 1, 1}, zero[] = {0, 70};
@@ -382,20 +382,20 @@ TEST_F(AddGroup, RefusesWrongDims) {
     EXPECT_OK(dsopt_optimizer_add_group(trainer_.opt(), &group, list.data(), 2));
 }
 
-TEST_F(AddGroup, RefusesWrongNames) {
+TEST_F(AddGroupValidation, RefusesWrongNames) {
     const auto with_name = [&](const std::string &name) {
         std::vector<dsopt_param> list = params();
         list[1].name = name.c_str();
         const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
         const dsopt_status status = dsopt_optimizer_add_group(trainer_.opt(), &group, list.data(), 2);
-        EXPECT_TRUE(same(fingerprint(), before_)) << name;
+        EXPECT_TRUE(same(state_bytes(), before_)) << name;
         return status;
     };
     EXPECT_TRUE(refused(with_name(""), DSOPT_ERR_ARGUMENT, "name|2"));
     EXPECT_TRUE(refused(with_name(std::string(1001, 'x')), DSOPT_ERR_ARGUMENT, "name|1000"));
     EXPECT_TRUE(refused(with_name(std::string(5000, 'x')), DSOPT_ERR_ARGUMENT, "name|1000"));
-    EXPECT_TRUE(refused(with_name("p0"), DSOPT_ERR_ARGUMENT, "two|'p0'")); // of the first group
-    EXPECT_TRUE(refused(with_name("p1"), DSOPT_ERR_ARGUMENT, "two|'p1'")); // of the same list, by default
+    EXPECT_TRUE(refused(with_name("p0"), DSOPT_ERR_ARGUMENT, "two|'p0'")); // a name of the first group
+    EXPECT_TRUE(refused(with_name("p1"), DSOPT_ERR_ARGUMENT, "two|'p1'")); // the default name of the other parameter
     const char *const not_utf8[] = {"\x80",
                                     "a\xff",
                                     "\xc0\xaf",
@@ -416,7 +416,7 @@ TEST_F(AddGroup, RefusesWrongNames) {
     for (const char *name : not_utf8) EXPECT_TRUE(refused(with_name(name), DSOPT_ERR_ARGUMENT, "name|2|UTF-8"));
 }
 
-TEST_F(AddGroup, AcceptsAnyUtf8NameOfUpToThousandBytes) {
+TEST_F(AddGroupValidation, AcceptsUtf8NamesOfUpTo1000Bytes) {
     const std::string names[] = {
         std::string(1000, 'x'), "\xc3\xa9t\xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80 \xed\x9f\xbf \xf4\x8f\xbf\xbf",
         "a\n\"\\\x01/.param",   "optimizer",
@@ -428,23 +428,24 @@ TEST_F(AddGroup, AcceptsAnyUtf8NameOfUpToThousandBytes) {
     }
 }
 
-TEST_F(AddGroup, RefusesOverlapWithinTheListAndWithEarlierOnes) {
+TEST_F(AddGroupValidation, RefusesOverlapInListAndWithOldParams) {
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
-    const auto expect = [&](void *data, int64_t numel, const char *words) {
+    const auto expect_overlap = [&](void *data, int64_t numel, const char *words) {
         std::vector<dsopt_param> list = params();
         list[1].tensor.data = data;
         list[1].tensor.numel = numel;
         expect_refused(group, list, DSOPT_ERR_OVERLAP, words);
     };
     float *const first = trainer_.model.params[0].as<float>(), *const second = trainer_.model.params[1].as<float>();
-    expect(second, 60, "'p1'|'p2'");
-    expect(second + 59, 1, "'p1'|'p2'");
-    expect(second + 20, 10, "'p1'|'p2'");
-    expect(second - 1, 2, "'p1'|'p2'");
-    expect(first, 1, "'p0'|'p2'");
-    expect(first + 49, 1, "'p0'|'p2'");
-    expect(state_info(trainer_.opt(), 1).tensor.data, 1, "exp_avg_sq|'p0'|'p2'"); // state of the engine
-    // Side by side is no overlap, and an empty tensor shares nothing.
+    expect_overlap(second, 60, "'p1'|'p2'");
+    expect_overlap(second + 59, 1, "'p1'|'p2'");
+    expect_overlap(second + 20, 10, "'p1'|'p2'");
+    expect_overlap(second - 1, 2, "'p1'|'p2'");
+    expect_overlap(first, 1, "'p0'|'p2'");
+    expect_overlap(first + 49, 1, "'p0'|'p2'");
+    // State that the engine allocated.
+    expect_overlap(state_info(trainer_.opt(), 1).tensor.data, 1, "exp_avg_sq|'p0'|'p2'");
+    // Adjacent tensors do not overlap, and an empty tensor overlaps nothing.
     std::vector<dsopt_param> list = {params()[0], params()[0], params()[0]};
     list[0].tensor.numel = 30;
     list[1].tensor.numel = 30;
@@ -453,8 +454,8 @@ TEST_F(AddGroup, RefusesOverlapWithinTheListAndWithEarlierOnes) {
     EXPECT_OK(dsopt_optimizer_add_group(trainer_.opt(), &group, list.data(), 3));
 }
 
-// Against an oracle that compares every pair.
-TEST(AddGroupOverlap, IsFoundExactlyWhereItIs) {
+// The reference compares every pair of tensors.
+TEST(AddGroupOverlap, AgreesWithPairwiseComparison) {
     const Context context = make_context();
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
     const Array memory(DSOPT_DTYPE_F32, 200, 0);
@@ -481,24 +482,25 @@ TEST(AddGroupOverlap, IsFoundExactlyWhereItIs) {
     EXPECT_LT(overlapping, 1800);
 }
 
-// ------------------------------------------------------------------------------------------- sums that wrap around
-// In children: what follows such a sum reads or writes far outside.
-LABEL(cpu); // a child of fork() has no CUDA
-TEST(HugeCountsDeathTest, AreRefusedBeforeTheListIsRead) {
-    const auto attempt = [](int64_t count) {
+// ----------------------------------------------------------------------------------------- sums of sizes that overflow
+// The tests run in child processes: after an overflow, the library would read or write out of bounds.
+LABEL(cpu); // CUDA does not work in a child of fork()
+TEST(AddGroupDeathTest, RefusesHugeCountBeforeReadingList) {
+    const auto run = [](int64_t count) {
         const Trainer trainer(shapes_of({5}), make_group(DSOPT_ALGORITHM_ADAM));
         const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAM);
-        const dsopt_param one = param_of({nullptr, 1, DSOPT_DTYPE_F32, 0});
-        _exit(dsopt_optimizer_add_group(trainer.opt(), &group, &one, count) == DSOPT_ERR_SHAPE ? 0 : 1);
+        const dsopt_param param = param_of({nullptr, 1, DSOPT_DTYPE_F32, 0});
+        _exit(dsopt_optimizer_add_group(trainer.opt(), &group, &param, count) == DSOPT_ERR_SHAPE ? 0 : 1);
     };
-    EXPECT_EXIT(attempt(INT64_MAX), testing::ExitedWithCode(0), "");
-    EXPECT_EXIT(attempt(int64_t(1) << 31), testing::ExitedWithCode(0), "");
+    EXPECT_EXIT(run(INT64_MAX), testing::ExitedWithCode(0), "");
+    EXPECT_EXIT(run(int64_t(1) << 31), testing::ExitedWithCode(0), "");
 }
 
-// Each size is legal, but their sum passes 2^64: the engine's memory would be far too small.
-LABEL(cpu); // a child of fork() has no CUDA
-TEST(HugeParametersDeathTest, WhoseStateOverflowsAreRefusedSomewhere) {
-    const auto attempt = [] {
+// Each size is valid, but their sum exceeds 2^64: the engine would allocate far too little memory. Either the call that
+// adds the group or the allocation of the state must fail.
+LABEL(cpu); // CUDA does not work in a child of fork()
+TEST(AddGroupDeathTest, ReportsOverflowOfStateSize) {
+    const auto run = [] {
         dsopt_context_desc desc = context_desc();
         desc.allocate = [](void *, size_t bytes, size_t alignment, void *) -> void * {
             return bytes > (size_t(1) << 30) ? nullptr : std::aligned_alloc(alignment, (bytes + 63) / 64 * 64);
@@ -518,10 +520,10 @@ TEST(HugeParametersDeathTest, WhoseStateOverflowsAreRefusedSomewhere) {
                   ? 0
                   : 3);
     };
-    EXPECT_EXIT(attempt(), testing::ExitedWithCode(0), "");
+    EXPECT_EXIT(run(), testing::ExitedWithCode(0), "");
 }
 
-TEST(HugeParameters, AreRefusedWhereTheirSumIsTooLarge) {
+TEST(AddGroupSizes, RefusesTooManyElementsInTotal) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     const dsopt_group group = make_group(DSOPT_ALGORITHM_SGD);
@@ -531,8 +533,8 @@ TEST(HugeParameters, AreRefusedWhereTheirSumIsTooLarge) {
     EXPECT_OK(dsopt_optimizer_add_group(opt.get(), &group, list, 2));
 }
 
-// ------------------------------------------------------------------------------------------------------ 1-bit family
-TEST(GroupsOfTheFamily, MustFollowOneScheduleAndOneRuleOfTrust) {
+// -------------------------------------------------------------------------------------------------------- 1-bit family
+TEST(OneBitGroupValidation, RequiresOneScheduleAndTrustRule) {
     const Context context = make_context();
     const Array first(DSOPT_DTYPE_F32, 5, 1), second(DSOPT_DTYPE_F32, 5, 1);
     const Trainer trainer(context, optimizer_desc(), make_group(DSOPT_ALGORITHM_ONEBIT_LAMB),
@@ -552,14 +554,14 @@ TEST(GroupsOfTheFamily, MustFollowOneScheduleAndOneRuleOfTrust) {
     EXPECT_OK(dsopt_optimizer_add_group(trainer.opt(), &good, &param, 1));
 }
 
-// ------------------------------------------------------------------------------------------------------ results
-TEST(RefusedNorm, AResultThatIsNotAligned) {
+// ------------------------------------------------------------------------------------------------------------- results
+TEST(NormValidation, RefusesMisalignedResult) {
     const Context context = make_context();
     const Array values(DSOPT_DTYPE_F32, 5, 1);
     const dsopt_tensor list[] = {values.tensor()};
-    alignas(8) char room[sizeof(dsopt_norm_result) + 8] = {};
+    alignas(8) char memory[sizeof(dsopt_norm_result) + 8] = {};
     EXPECT_TRUE(refused(dsopt_tensors_norm(context.get(), list, 1, DSOPT_NORM_L2, 0, nullptr,
-                                           reinterpret_cast<dsopt_norm_result *>(room + 4), nullptr),
+                                           reinterpret_cast<dsopt_norm_result *>(memory + 4), nullptr),
                         DSOPT_ERR_ALIGNMENT, "result|8 bytes"));
 }
 

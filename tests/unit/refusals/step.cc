@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every wrong input of step, apply and zero_grad: the right status, a text that names the culprit, and nothing changed.
+// Invalid input of step, apply and zero_grad. Each call returns the documented status and a text that names the invalid
+// argument, and changes nothing.
 #include "support/harness.h"
 #include <functional>
 
@@ -9,13 +10,13 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-/// All lists of a call, to be spoiled one way at a time.
-struct Lists {
+/// All lists and arrays of a call. Each case makes one of them invalid.
+struct Arguments {
     std::vector<dsopt_tensor> grads, params, out, state;
     Shared<float> report{std::vector<float>(DSOPT_REPORT_FLOATS, -7)}, lr{0.1f, 0.1f}, scale{1}, norms{1, 1};
     Shared<int32_t> skip{0};
     char *workspace = nullptr;
-    void move(std::vector<dsopt_tensor> &list, size_t i, int bytes) {
+    void misalign(std::vector<dsopt_tensor> &list, size_t i, int bytes) {
         list[i].data = static_cast<char *>(list[i].data) + bytes;
     }
 };
@@ -25,13 +26,13 @@ template <class T> T *shifted(T *pointer, int bytes) {
 
 struct Case {
     const char *name;
-    std::function<void(Lists &, dsopt_step &)> spoil;
+    std::function<void(Arguments &, dsopt_step &)> change;
     dsopt_status status;
     const char *words;
 };
 
-// A fp32 tensor "p0" of 50 and a bf16 one "layer.weight" of 60 with a master.
-const Case kBoth[] = {
+// The parameters are "p0", 50 elements in fp32, and "layer.weight", 60 elements in bf16 with a master.
+const Case kStepAndApply[] = {
     {"UnknownFlags", [](auto &, auto &s) { s.flags = 1u << 30; }, DSOPT_ERR_ARGUMENT, "flags|40000000"},
     {"Reserved", [](auto &, auto &s) { s.reserved = 1; }, DSOPT_ERR_ARGUMENT, "reserved"},
     {"CountTooSmall", [](auto &, auto &s) { s.count = 1; }, DSOPT_ERR_SHAPE, "count|1|2"},
@@ -53,8 +54,9 @@ const Case kBoth[] = {
     {"GradDtypeUnknown", [](auto &l, auto &) { l.grads[1].dtype = -5; }, DSOPT_ERR_DTYPE, "gradient|'layer.weight'|-5"},
     {"GradReserved", [](auto &l, auto &) { l.grads[1].reserved = 9; }, DSOPT_ERR_ARGUMENT,
      "gradient|'layer.weight'|reserved|9"},
-    {"GradMisaligned", [](auto &l, auto &) { l.move(l.grads, 0, 2); }, DSOPT_ERR_ALIGNMENT, "gradient|'p0'|aligned"},
-    {"GradMisalignedHalf", [](auto &l, auto &) { l.move(l.grads, 1, 1); }, DSOPT_ERR_ALIGNMENT,
+    {"GradMisaligned", [](auto &l, auto &) { l.misalign(l.grads, 0, 2); }, DSOPT_ERR_ALIGNMENT,
+     "gradient|'p0'|aligned"},
+    {"GradMisalignedHalf", [](auto &l, auto &) { l.misalign(l.grads, 1, 1); }, DSOPT_ERR_ALIGNMENT,
      "gradient|'layer.weight'|aligned"},
     {"ParamNumel", [](auto &l, auto &) { l.params[1].numel = 61; }, DSOPT_ERR_SHAPE, "parameter|'layer.weight'|61"},
     {"ParamDtype", [](auto &l, auto &) { l.params[1].dtype = DSOPT_DTYPE_F16; }, DSOPT_ERR_DTYPE,
@@ -62,14 +64,15 @@ const Case kBoth[] = {
     {"ParamDtypeInteger", [](auto &l, auto &) { l.params[0].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE,
      "parameter|'p0'|I32"},
     {"ParamReserved", [](auto &l, auto &) { l.params[0].reserved = 1; }, DSOPT_ERR_ARGUMENT, "parameter|'p0'|reserved"},
-    {"ParamMisaligned", [](auto &l, auto &) { l.move(l.params, 0, 1); }, DSOPT_ERR_ALIGNMENT, "parameter|'p0'|aligned"},
+    {"ParamMisaligned", [](auto &l, auto &) { l.misalign(l.params, 0, 1); }, DSOPT_ERR_ALIGNMENT,
+     "parameter|'p0'|aligned"},
     {"ParamWithoutMemory", [](auto &l, auto &) { l.params[1].data = nullptr; }, DSOPT_ERR_STATE,
      "parameter|'layer.weight'|memory"},
     {"OutNumel", [](auto &l, auto &) { l.out[1].numel = 1; }, DSOPT_ERR_SHAPE, "output|'layer.weight'|1"},
     {"OutDtype", [](auto &l, auto &) { l.out[1].dtype = DSOPT_DTYPE_F64; }, DSOPT_ERR_DTYPE,
      "output|'layer.weight'|F64"},
     {"OutReserved", [](auto &l, auto &) { l.out[0].reserved = 3; }, DSOPT_ERR_ARGUMENT, "output|'p0'|reserved"},
-    {"OutMisaligned", [](auto &l, auto &) { l.move(l.out, 0, 3); }, DSOPT_ERR_ALIGNMENT, "output|'p0'|aligned"},
+    {"OutMisaligned", [](auto &l, auto &) { l.misalign(l.out, 0, 3); }, DSOPT_ERR_ALIGNMENT, "output|'p0'|aligned"},
     {"OutOnlyWithoutOut", [](auto &, auto &s) { s.out = nullptr, s.flags = DSOPT_STEP_OUT_ONLY; }, DSOPT_ERR_ARGUMENT,
      "OUT_ONLY|out"},
     {"DeltaWithoutOut", [](auto &, auto &s) { s.out = nullptr, s.flags = DSOPT_STEP_DELTA; }, DSOPT_ERR_ARGUMENT,
@@ -95,7 +98,7 @@ const Case kBoth[] = {
     {"StateDtypeOfTheCounters", [](auto &l, auto &) { l.state[5].dtype = DSOPT_DTYPE_F32; }, DSOPT_ERR_DTYPE,
      "step|optimizer"},
     {"StateReserved", [](auto &l, auto &) { l.state[1].reserved = 1; }, DSOPT_ERR_ARGUMENT, "exp_avg_sq|'p0'|reserved"},
-    {"StateMisaligned", [](auto &l, auto &) { l.move(l.state, 3, 2); }, DSOPT_ERR_ALIGNMENT,
+    {"StateMisaligned", [](auto &l, auto &) { l.misalign(l.state, 3, 2); }, DSOPT_ERR_ALIGNMENT,
      "exp_avg|'layer.weight'|aligned"},
 };
 const Case kStepOnly[] = {
@@ -110,7 +113,7 @@ const Case kApplyOnly[] = {
     {"WorkspaceShifted",
      [](auto &, auto &s) {
          s.workspace = static_cast<char *>(s.workspace) + 1;
-         --s.workspace_bytes; // one less than the slack allows
+         --s.workspace_bytes; // the alignment leaves one byte too few
      },
      DSOPT_ERR_WORKSPACE, "workspace|needed"},
     {"ParamsNull", [](auto &, auto &s) { s.params = nullptr; }, DSOPT_ERR_ARGUMENT, "params"},
@@ -121,22 +124,22 @@ const Case kApplyOnly[] = {
      "step|optimizer|memory"},
 };
 
-struct Refusal {
+struct FunctionCase {
     bool apply;
-    const Case *spoiled;
+    const Case *input;
 };
-std::vector<Refusal> refusals() {
-    std::vector<Refusal> list;
-    for (const Case &c : kBoth)
+std::vector<FunctionCase> function_cases() {
+    std::vector<FunctionCase> list;
+    for (const Case &c : kStepAndApply)
         for (const bool apply : {false, true}) list.push_back({apply, &c});
     for (const Case &c : kStepOnly) list.push_back({false, &c});
     for (const Case &c : kApplyOnly) list.push_back({true, &c});
     return list;
 }
 
-class RefusedStep : public testing::TestWithParam<Refusal> {
+class StepValidation : public testing::TestWithParam<FunctionCase> {
 protected:
-    RefusedStep() :
+    StepValidation() :
         model_({{50, DSOPT_DTYPE_F32, DSOPT_DTYPE_F32}, {60, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16}}),
         context_(make_context()),
         opt_(make_optimizer(context_, optimizer_desc(1.0))) {
@@ -148,31 +151,32 @@ protected:
         workspace_.reset(static_cast<char *>(allocate_shared(workspace_bytes_ + 256)));
         outs_.emplace_back(DSOPT_DTYPE_F32, 50, 0.0f);
         outs_.emplace_back(DSOPT_DTYPE_F32, 60, 0.0f);
-        const dsopt_step step = good();
+        const dsopt_step step = valid_step();
         must(dsopt_optimizer_step(opt_.get(), &step));
     }
-    dsopt_step good() {
-        lists_.grads = list_of(model_.grads);
-        lists_.params = list_of(model_.params);
-        lists_.out = list_of(outs_);
-        lists_.workspace = workspace_.get();
+    dsopt_step valid_step() {
+        arguments_.grads = list_of(model_.grads);
+        arguments_.params = list_of(model_.params);
+        arguments_.out = list_of(outs_);
+        arguments_.workspace = workspace_.get();
         DSOPT_NEW(dsopt_step, step);
-        step.grads = lists_.grads.data();
+        step.grads = arguments_.grads.data();
         step.count = 2;
-        step.params = lists_.params.data();
-        step.out = lists_.out.data();
-        step.lr = lists_.lr.data();
-        step.grad_scale = lists_.scale.data();
-        step.skip = lists_.skip.data();
-        step.report = lists_.report.data();
+        step.params = arguments_.params.data();
+        step.out = arguments_.out.data();
+        step.lr = arguments_.lr.data();
+        step.grad_scale = arguments_.scale.data();
+        step.skip = arguments_.skip.data();
+        step.report = arguments_.report.data();
         return step;
     }
-    dsopt_step good(bool apply) {
-        dsopt_step step = good();
-        lists_.state.clear();
-        for (int64_t i = 0; i < state_count(opt_.get()); ++i) lists_.state.push_back(state_info(opt_.get(), i).tensor);
-        step.state = lists_.state.data();
-        step.state_count = int64_t(lists_.state.size());
+    dsopt_step valid_step(bool apply) {
+        dsopt_step step = valid_step();
+        arguments_.state.clear();
+        for (int64_t i = 0; i < state_count(opt_.get()); ++i)
+            arguments_.state.push_back(state_info(opt_.get(), i).tensor);
+        step.state = arguments_.state.data();
+        step.state_count = int64_t(arguments_.state.size());
         if (apply) {
             step.workspace = workspace_.get();
             step.workspace_bytes = workspace_bytes_;
@@ -182,11 +186,11 @@ protected:
     dsopt_status run(bool apply, const dsopt_step &step) {
         return apply ? dsopt_optimizer_apply(opt_.get(), &step) : dsopt_optimizer_step(opt_.get(), &step);
     }
-    std::string fingerprint() {
+    std::string state_bytes() {
         std::string all = model_.text() + state_text(opt_.get()) + hyper_text(opt_.get());
         for (const auto *buffers : {&model_.grads, &outs_})
             for (const Array &buffer : *buffers) all += buffer.text();
-        all.append(reinterpret_cast<const char *>(lists_.report.data()), lists_.report.size() * 4);
+        all.append(reinterpret_cast<const char *>(arguments_.report.data()), arguments_.report.size() * 4);
         const dsopt_report report = report_of(opt_.get());
         return all + std::to_string(report.calls) + "/" + std::to_string(report.skipped) + "/" +
                std::to_string(report.grad_norm);
@@ -195,29 +199,29 @@ protected:
     std::vector<Array> outs_;
     Context context_;
     Optimizer opt_;
-    Lists lists_;
+    Arguments arguments_;
     size_t workspace_bytes_ = 0;
     std::unique_ptr<char, FreeShared> workspace_;
 };
 
-TEST_P(RefusedStep, NamesTheCulpritAndChangesNothing) {
-    const auto [apply, spoiled] = GetParam();
-    dsopt_step step = good(apply);
-    const std::string before = fingerprint();
-    spoiled->spoil(lists_, step);
-    EXPECT_TRUE(refused(run(apply, step), spoiled->status, spoiled->words));
-    EXPECT_TRUE(same(fingerprint(), before));
-    step = good(apply); // and the same call put right works
+TEST_P(StepValidation, NamesInvalidArgumentAndChangesNothing) {
+    const auto [apply, input] = GetParam();
+    dsopt_step step = valid_step(apply);
+    const std::string before = state_bytes();
+    input->change(arguments_, step);
+    EXPECT_TRUE(refused(run(apply, step), input->status, input->words));
+    EXPECT_TRUE(same(state_bytes(), before));
+    step = valid_step(apply); // the same call with valid arguments
     EXPECT_OK(run(apply, step));
-    EXPECT_FALSE(same(fingerprint(), before));
+    EXPECT_FALSE(same(state_bytes(), before));
 }
 
-std::string refusal_name(const testing::TestParamInfo<Refusal> &info) {
-    return std::string(info.param.apply ? "Apply" : "Step") + info.param.spoiled->name;
+std::string case_name(const testing::TestParamInfo<FunctionCase> &info) {
+    return std::string(info.param.apply ? "Apply" : "Step") + info.param.input->name;
 }
-INSTANTIATE_TEST_SUITE_P(Inputs, RefusedStep, testing::ValuesIn(refusals()), refusal_name);
+INSTANTIATE_TEST_SUITE_P(Inputs, StepValidation, testing::ValuesIn(function_cases()), case_name);
 
-TEST(RefusedSteps, BeforeThereAreGroups) {
+TEST(StepRequirements, RefusesOptimizerWithoutGroups) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
     DSOPT_NEW(dsopt_step, step);
@@ -227,7 +231,7 @@ TEST(RefusedSteps, BeforeThereAreGroups) {
     EXPECT_TRUE(refused(dsopt_optimizer_apply(opt.get(), nullptr), DSOPT_ERR_ARGUMENT, "step|NULL"));
 }
 
-TEST(RefusedSteps, AParameterWithoutMemoryOnlyWhereItIsNeeded) {
+TEST(StepRequirements, RefusesMissingParamMemoryOnlyIfNeeded) {
     const Model model(shapes_of({5, 6}));
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
@@ -242,12 +246,12 @@ TEST(RefusedSteps, AParameterWithoutMemoryOnlyWhereItIsNeeded) {
     const std::string before = model.text();
     EXPECT_TRUE(refused(dsopt_optimizer_step(opt.get(), &step), DSOPT_ERR_STATE, "'p1'|memory"));
     EXPECT_TRUE(same(model.text(), before));
-    grads[1].data = nullptr; // without a gradient nothing is done with it
+    grads[1].data = nullptr; // without a gradient the parameter is not accessed
     EXPECT_OK(dsopt_optimizer_step(opt.get(), &step));
 }
 
-// Texts are cut to their buffer, whatever a name holds.
-TEST(RefusedSteps, LongNamesFitIntoTheText) {
+// Texts are truncated to their buffer. Format characters in names are not interpreted.
+TEST(StepMessages, TruncateLongNames) {
     const Model model(shapes_of({5}));
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
@@ -266,15 +270,15 @@ TEST(RefusedSteps, LongNamesFitIntoTheText) {
 }
 
 // ----------------------------------------------------------------------------------------------------------- zero grad
-TEST(RefusedZeroGrad, NamesTheCulpritAndChangesNothing) {
+TEST(ZeroGradValidation, NamesInvalidTensorAndChangesNothing) {
     const Model model(shapes_of({10, 20, 30}));
     const Context context = make_context();
-    struct Wrong {
-        std::function<void(std::vector<dsopt_tensor> &)> spoil;
+    struct InvalidList {
+        std::function<void(std::vector<dsopt_tensor> &)> change;
         dsopt_status status;
         const char *words;
     };
-    const Wrong cases[] = {
+    const InvalidList cases[] = {
         {[](auto &l) { l[2].dtype = DSOPT_DTYPE_I32; }, DSOPT_ERR_DTYPE, "gradient|2|I32"},
         {[](auto &l) { l[2].dtype = 77; }, DSOPT_ERR_DTYPE, "gradient|2|77"},
         {[](auto &l) { l[2].numel = -1; }, DSOPT_ERR_SHAPE, "gradient|2|-1"},
@@ -284,12 +288,12 @@ TEST(RefusedZeroGrad, NamesTheCulpritAndChangesNothing) {
     };
     std::string before;
     for (const Array &grad : model.grads) before += grad.text();
-    for (const Wrong &wrong : cases)
+    for (const InvalidList &invalid : cases)
         for (const int32_t how : {DSOPT_ZERO_FILL, DSOPT_ZERO_NONE}) {
             std::vector<dsopt_tensor> list = list_of(model.grads);
-            wrong.spoil(list);
+            invalid.change(list);
             EXPECT_TRUE(
-                refused(dsopt_zero_grad(context.get(), list.data(), 3, how, nullptr), wrong.status, wrong.words));
+                refused(dsopt_zero_grad(context.get(), list.data(), 3, how, nullptr), invalid.status, invalid.words));
             for (const dsopt_tensor &tensor : list) EXPECT_NE(tensor.data, nullptr);
         }
     std::vector<dsopt_tensor> list = list_of(model.grads);

@@ -5,7 +5,7 @@ using namespace test;
 
 namespace {
 
-TEST(Unbound, ParametersWithoutMemoryOrGradientEndInAStatusInEveryStage) {
+TEST(MissingMemory, ReturnsStatusOrLeavesStateUnchanged) {
     const Memory memory = memory_under_test();
     for (const Unbound &how : unbound_cases()) expect_status_or_untouched(memory, context_desc(), how);
 }
