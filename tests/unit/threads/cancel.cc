@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// pthread_cancel of a thread that is in a call, or about to be.
+// pthread_cancel of a thread during a call, and before it.
 #include "support/file.h"
 #include "support/harness.h"
 #include <pthread.h>
@@ -15,7 +15,7 @@ void *run(void *body) {
     (*static_cast<const Run *>(body))();
     return nullptr;
 }
-/// True if cancellation ended the thread that runs `body`; `meanwhile` runs in this one.
+/// Runs `body` in a new thread, and `meanwhile` in this one. Returns true if cancellation ended the new thread.
 bool is_cancelled(
     const Run &body, const std::function<void(pthread_t)> &meanwhile = [](pthread_t) {}) {
     pthread_t thread;
@@ -25,8 +25,8 @@ bool is_cancelled(
     EXPECT_EQ(0, pthread_join(thread, &result));
     return result == PTHREAD_CANCELED;
 }
-/// From here on the first cancellation point ends this thread.
-void cancel_myself() { EXPECT_EQ(0, pthread_cancel(pthread_self())); }
+/// Makes the next cancellation point end this thread.
+void cancel_this_thread() { EXPECT_EQ(0, pthread_cancel(pthread_self())); }
 
 class Cancel : public testing::Test {
 protected:
@@ -42,10 +42,10 @@ protected:
     }
 };
 
-TEST_F(Cancel, EndsASavingThreadOnceTheFileIsComplete) {
+TEST_F(Cancel, EndsThreadAfterSaveIsComplete) {
     bool returned = false;
     EXPECT_TRUE(is_cancelled([&] {
-        cancel_myself(); // write and fsync are cancellation points
+        cancel_this_thread(); // write and fsync are cancellation points
         (void)!dsopt_optimizer_save(trainer.opt(), file.c_str(), nullptr);
         returned = true;
     }));
@@ -53,7 +53,7 @@ TEST_F(Cancel, EndsASavingThreadOnceTheFileIsComplete) {
     expect_usable();
 }
 
-TEST_F(Cancel, EndsAThreadThatSavesWithoutEnd) {
+TEST_F(Cancel, EndsThreadThatSavesInLoop) {
     std::atomic<int> saves{0};
     std::atomic<bool> failed{false};
     EXPECT_TRUE(is_cancelled(
@@ -72,23 +72,23 @@ TEST_F(Cancel, EndsAThreadThatSavesWithoutEnd) {
     expect_usable();
 }
 
-TEST_F(Cancel, EndsAThreadThatWaitsForARankAfterTheTimeOut) {
+TEST_F(Cancel, EndsThreadAfterTimeOutOfComm) {
     const Context context = make_context(1);
     const CommId id = new_id();
     EXPECT_TRUE(is_cancelled([&] {
         const dsopt_comm_desc desc = local_desc(id, 0, 2, 50);
         dsopt_comm *comm = nullptr;
-        cancel_myself();
+        cancel_this_thread();
         (void)!dsopt_comm_create(context.get(), &desc, &comm);
     }));
     run_ranks(2, [&](int rank) { EXPECT_OK(meet(context, local_comm(context, id, rank, 2))); });
 }
 
-TEST_F(Cancel, LeavesHooksAndTheStepWhole) {
+TEST_F(Cancel, DoesNotInterruptHooksAndStep) {
     const Context context = make_context(1);
-    int whole = 0;
+    int completed = 0;
     DSOPT_NEW(dsopt_comm_table, table);
-    table.self = &whole;
+    table.self = &completed;
     table.ranks = 2;
     table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t, void *) {
         pthread_testcancel();
@@ -99,29 +99,29 @@ TEST_F(Cancel, LeavesHooksAndTheStepWhole) {
     DSOPT_NEW(dsopt_comm_desc, desc);
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
-    dsopt_comm *made = nullptr;
-    ASSERT_OK(dsopt_comm_create(context.get(), &desc, &made));
-    const Comm comm(made);
-    dsopt_optimizer_desc with_model = optimizer_desc(0.5);
-    with_model.model = comm.get();
-    Trainer ranks(context, with_model, make_group(DSOPT_ALGORITHM_ADAMW), {Array(DSOPT_DTYPE_F32, 100, 1.0f)});
+    dsopt_comm *raw_comm = nullptr;
+    ASSERT_OK(dsopt_comm_create(context.get(), &desc, &raw_comm));
+    const Comm comm(raw_comm);
+    dsopt_optimizer_desc desc_with_model = optimizer_desc(0.5);
+    desc_with_model.model = comm.get();
+    Trainer ranks(context, desc_with_model, make_group(DSOPT_ALGORITHM_ADAMW), {Array(DSOPT_DTYPE_F32, 100, 1.0f)});
     const std::vector<Array> gradients{Array(DSOPT_DTYPE_F32, 100, 0.5f)};
     EXPECT_TRUE(is_cancelled([&] {
-        cancel_myself();
+        cancel_this_thread();
         (void)!ranks.step(gradients);
     }));
-    EXPECT_GT(whole, 0);
+    EXPECT_GT(completed, 0);
     EXPECT_EQ(info_of(comm).status, DSOPT_OK);
     EXPECT_EQ(steps(ranks.opt())[0], 1);
     EXPECT_OK(ranks.step(gradients));
 }
 
-TEST_F(Cancel, WaitsWhereTheThreadHasDisabledIt) {
+TEST_F(Cancel, IsDeferredWhileDisabled) {
     dsopt_status status = DSOPT_ERR_SIGNED;
     int state = PTHREAD_CANCEL_ENABLE;
     EXPECT_TRUE(is_cancelled([&] {
         EXPECT_EQ(0, pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, nullptr));
-        cancel_myself();
+        cancel_this_thread();
         status = dsopt_optimizer_save(trainer.opt(), file.c_str(), nullptr);
         EXPECT_EQ(0, pthread_setcancelstate(PTHREAD_CANCEL_ENABLE, &state));
         pthread_testcancel();
@@ -131,13 +131,13 @@ TEST_F(Cancel, WaitsWhereTheThreadHasDisabledIt) {
     expect_usable();
 }
 
-TEST_F(Cancel, DoesNotActInFunctionsWithoutAStatus) {
+TEST_F(Cancel, IsDeferredInFunctionsWithoutStatus) {
     bool returned = false;
     EXPECT_TRUE(is_cancelled([&] {
         Context context = make_context(1);
         Comm comm = self_comm(context);
         Optimizer optimizer = make_optimizer(context);
-        cancel_myself();
+        cancel_this_thread();
         dsopt_comm_abort(comm.get());
         optimizer.reset();
         comm.reset();

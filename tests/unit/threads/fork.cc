@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Children of a process without a context, which dsopt did not see fork, and default numbers of threads. Nothing before
-// DefaultThreads makes a context outside a child.
+// Children of a process without a context, in which dsopt has not installed its fork handlers, and the default number
+// of threads. Before DefaultThreads, only children create contexts.
 #include "support/fork.h"
 #include "support/harness.h"
 #include <sched.h>
@@ -9,7 +9,7 @@ using namespace test;
 
 namespace {
 
-/// Makes a child that runs no handlers of pthread_atfork, where the C library has such a function.
+/// Forks without running handlers of pthread_atfork, if the C library has such a function.
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
 constexpr auto kBareFork = ::_Fork;
 #else
@@ -23,17 +23,17 @@ std::string trained(int32_t threads) {
     return trainer.text();
 }
 
-TEST(Fork, WhatAChildMakesStepsThoughItsParentHadNoContext) {
+TEST(Fork, ChildStepsIfParentHadNoContext) {
     EXPECT_TRUE(holds_in_child([](const auto &expect) {
-        const std::string alone = trained(1);
-        for (const int32_t threads : {4, 100, 0}) expect(trained(threads) == alone);
-        const auto trains_alike = [&](const auto &expect) { expect(trained(4) == alone); };
-        expect(bool(holds_in_child(trains_alike)));
-        expect(bool(holds_in_child(trains_alike, kBareFork)));
+        const std::string expected = trained(1);
+        for (const int32_t threads : {4, 100, 0}) expect(trained(threads) == expected);
+        const auto trains_identically = [&](const auto &expect) { expect(trained(4) == expected); };
+        expect(bool(holds_in_child(trains_identically)));
+        expect(bool(holds_in_child(trains_identically, kBareFork)));
     }));
 }
 
-/// Into how many pieces a context with the default number of threads cuts a long list.
+/// Returns the number of pieces into which a context with the default number of threads partitions a long list.
 int64_t default_pieces() {
     int64_t most = 0;
     dsopt_context_desc desc = context_desc(0);
@@ -55,7 +55,7 @@ protected:
     }
 };
 
-TEST_F(DefaultThreads, AreThoseOfTheEnvironmentWhenAContextIsMade) {
+TEST_F(DefaultThreads, FollowEnvironment) {
     for (const char *const wanted : {"3", "5,2", " 7 "}) {
         ASSERT_EQ(::setenv("OMP_NUM_THREADS", wanted, 1), 0);
         EXPECT_EQ(default_pieces(), std::atoi(wanted));
@@ -66,24 +66,24 @@ TEST_F(DefaultThreads, AreThoseOfTheEnvironmentWhenAContextIsMade) {
     EXPECT_EQ(default_pieces(), 2);
 }
 
-TEST_F(DefaultThreads, AreTheProcessorsOnWhichTheThreadMayRunWhereTheEnvironmentHasNoNumber) {
+TEST_F(DefaultThreads, EqualUsableProcessorsWithoutEnvironment) {
     cpu_set_t all;
     ASSERT_EQ(::sched_getaffinity(0, sizeof all, &all), 0);
     const int64_t processors = CPU_COUNT(&all);
     const auto expect_processors = [&](int64_t count) {
-        EXPECT_EQ(default_pieces(), count == 1 ? 0 : count); // one piece needs no pool
+        EXPECT_EQ(default_pieces(), count == 1 ? 0 : count); // a single piece is not passed to parallel_for
     };
     expect_processors(processors);
     for (const char *const wanted : {"", "many", "-1", "0"}) {
         ASSERT_EQ(::setenv("OMP_NUM_THREADS", wanted, 1), 0);
         expect_processors(processors);
     }
-    cpu_set_t one;
-    CPU_ZERO(&one);
+    cpu_set_t single;
+    CPU_ZERO(&single);
     int first = 0;
     while (!CPU_ISSET(first, &all)) ++first;
-    CPU_SET(first, &one);
-    ASSERT_EQ(::sched_setaffinity(0, sizeof one, &one), 0);
+    CPU_SET(first, &single);
+    ASSERT_EQ(::sched_setaffinity(0, sizeof single, &single), 0);
     expect_processors(1);
     ASSERT_EQ(::sched_setaffinity(0, sizeof all, &all), 0);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads, life of handles, fork, the log, texts of errors.
+// Concurrent calls, lifetime of handles, fork, the log hook, and texts of statuses and of the build.
 #include "support/fork.h"
 #include "support/harness.h"
 #include "support/owned.h"
@@ -13,7 +13,7 @@ using namespace test;
 
 namespace {
 
-/// A pool that stops inside a step until it is let go.
+/// A parallel_for that blocks inside a step until release().
 struct Gate {
     std::mutex mutex;
     std::condition_variable changed;
@@ -31,7 +31,7 @@ struct Gate {
         std::unique_lock lock(mutex);
         changed.wait(lock, [&] { return inside; });
     }
-    void let_go() {
+    void release() {
         const std::lock_guard lock(mutex);
         open = true;
         changed.notify_all();
@@ -40,7 +40,7 @@ struct Gate {
 
 using Results = std::vector<std::pair<std::string, dsopt_status>>;
 
-/// Every call that needs the optimizer for itself.
+/// Makes every call that needs exclusive access to the optimizer.
 Results exclusive_calls(dsopt_optimizer *opt, const dsopt_step &step) {
     Results results;
     std::vector<float> values(40000);
@@ -65,7 +65,8 @@ Results exclusive_calls(dsopt_optimizer *opt, const dsopt_step &step) {
     return results;
 }
 
-/// Every call that may be made in many threads at once. `apply` has arguments that it refuses once it looks at them.
+/// Makes every call that several threads may make concurrently. The arguments of `apply` are invalid, which only a call
+/// that is not refused as busy detects.
 Results shared_calls(dsopt_optimizer *opt) {
     Results results;
     int64_t groups = -7, params = -7, count = -7;
@@ -85,11 +86,11 @@ Results shared_calls(dsopt_optimizer *opt) {
     results.emplace_back("apply", applied == DSOPT_ERR_SHAPE ? DSOPT_OK : applied);
     const bool all = groups != -7 && params != -7 && value != -7 && count != -7 && bytes != 77 && reduction != -7;
     const bool none = groups == -7 && params == -7 && value == -7 && count == -7 && bytes == 77 && reduction == -7;
-    EXPECT_TRUE(results[0].second == DSOPT_OK ? all : none); // outputs
+    EXPECT_TRUE(results[0].second == DSOPT_OK ? all : none) << "outputs that were written";
     return results;
 }
 
-TEST(Busy, IsWhatASecondThreadGets) {
+TEST(ConcurrentCalls, ReturnBusyDuringStep) {
     const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2)),
         plain(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW));
     Gate gate;
@@ -102,7 +103,7 @@ TEST(Busy, IsWhatASecondThreadGets) {
     for (const Results &results : {exclusive_calls(trainer.opt(), other), shared_calls(trainer.opt())})
         for (const auto &[name, status] : results) EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
     EXPECT_NE(std::strstr(dsopt_last_error(), "another thread"), nullptr);
-    gate.let_go();
+    gate.release();
     thread.join();
     EXPECT_EQ(first, DSOPT_OK);
     for (const auto &[name, status] : shared_calls(trainer.opt())) EXPECT_OK(status) << name;
@@ -111,13 +112,13 @@ TEST(Busy, IsWhatASecondThreadGets) {
     EXPECT_EQ(get(trainer.opt(), 0, DSOPT_KEY_LR), 1e-3);
 }
 
-TEST(Busy, IsWhatChangesGetBesideAnApplyButReadersCome) {
+TEST(ConcurrentCalls, AllowReadersButNotWritersDuringApply) {
     const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
     trainer.train(1);
     const std::string before = trainer.text();
-    const Owned own(trainer.opt(), shapes_of({40000})), beside(trainer.opt(), shapes_of({40000}));
+    const Owned first_state(trainer.opt(), shapes_of({40000})), second_state(trainer.opt(), shapes_of({40000}));
     Gate gate;
-    dsopt_step step = own.arguments();
+    dsopt_step step = first_state.arguments();
     step.parallel_for = Gate::run;
     step.parallel_user = &gate;
     dsopt_status first = DSOPT_ERR_INTERNAL;
@@ -126,17 +127,17 @@ TEST(Busy, IsWhatChangesGetBesideAnApplyButReadersCome) {
     for (const auto &[name, status] : exclusive_calls(trainer.opt(), trainer.arguments()))
         EXPECT_EQ(status, DSOPT_ERR_BUSY) << name;
     for (const auto &[name, status] : shared_calls(trainer.opt())) EXPECT_OK(status) << name;
-    const dsopt_step second = beside.arguments();
+    const dsopt_step second = second_state.arguments();
     EXPECT_OK(dsopt_optimizer_apply(trainer.opt(), &second));
-    gate.let_go();
+    gate.release();
     thread.join();
     EXPECT_EQ(first, DSOPT_OK);
     EXPECT_TRUE(same(trainer.text(), before));
-    EXPECT_TRUE(same(own.text(), beside.text()));
-    trainer.train(2); // nobody is left in it
+    EXPECT_TRUE(same(first_state.text(), second_state.text()));
+    trainer.train(2); // the optimizer is not busy any more
 }
 
-TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
+TEST(ConcurrentCalls, ReturnBusyFromCallbacksOfStepAndSave) {
     const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
     struct Inside {
         const Trainer *trainer;
@@ -166,32 +167,32 @@ TEST(Busy, IsWhatACallbackGetsInItsOwnStepAndSave) {
     for (const auto &[name, status] : inside.results) EXPECT_EQ(status, DSOPT_ERR_BUSY);
 }
 
-TEST(Busy, StepsOfManyThreadsAreTakenWholeOrNotAtAll) {
+TEST(ConcurrentCalls, MakeEachStepCompletelyOrNotAtAll) {
     const Trainer trainer(shapes_of({3000, 5}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(1.0)),
         plain(shapes_of({3000, 5}), make_group(DSOPT_ALGORITHM_LAMB), optimizer_desc(1.0));
-    std::atomic<int> refused{0};
+    std::atomic<int> failures{0};
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i)
         threads.emplace_back([&] {
             const dsopt_step step = trainer.arguments();
-            for (int own = 0; own < 50;) {
+            for (int successes = 0; successes < 50;) {
                 const dsopt_status status = trainer.step(step);
-                own += status == DSOPT_OK;
+                successes += status == DSOPT_OK;
                 if (status == DSOPT_OK) continue;
-                refused += status != DSOPT_ERR_BUSY || std::string(dsopt_last_error()).empty();
-                if (refused) return;
-                std::this_thread::yield(); // the step in the way may belong to a thread that waits for a core
+                failures += status != DSOPT_ERR_BUSY || std::string(dsopt_last_error()).empty();
+                if (failures) return;
+                std::this_thread::yield(); // the thread of the running step may be waiting for a core
             }
         });
     for (std::thread &thread : threads) thread.join();
-    ASSERT_EQ(refused, 0);
+    ASSERT_EQ(failures, 0);
     const int64_t taken = 200;
     EXPECT_EQ(report_of(trainer.opt()).calls, taken);
     for (int64_t i = 0; i < taken; ++i) must(plain.step(plain.arguments()));
     EXPECT_TRUE(same(trainer.text(), plain.text()));
 }
 
-TEST(Threads, OneContextServesManyOptimizersAtOnce) {
+TEST(ConcurrentOptimizers, ShareOneContext) {
     const Context context = make_context(context_desc(2));
     const Trainer plain(shapes_of({20000, 7}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_LAMB),
                         optimizer_desc(0.5));
@@ -220,7 +221,7 @@ TEST(Threads, OneContextServesManyOptimizersAtOnce) {
     for (const std::string &text : texts) EXPECT_TRUE(same(text, plain.text()));
 }
 
-TEST(Threads, ContextsAndOptimizersComeAndGoInAllOfThem) {
+TEST(ConcurrentOptimizers, AreCreatedAndDestroyed) {
     std::atomic<int> failed{0};
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i)
@@ -239,10 +240,10 @@ TEST(Threads, ContextsAndOptimizersComeAndGoInAllOfThem) {
     EXPECT_EQ(failed, 0);
 }
 
-TEST(LastError, BelongsToTheThread) {
+TEST(LastError, IsPerThread) {
     EXPECT_NE(dsopt_optimizer_count(nullptr, nullptr, nullptr), DSOPT_OK);
-    const std::string here = dsopt_last_error();
-    EXPECT_NE(here, "");
+    const std::string text = dsopt_last_error();
+    EXPECT_NE(text, "");
     std::string before, after;
     std::thread([&] {
         before = dsopt_last_error();
@@ -252,13 +253,13 @@ TEST(LastError, BelongsToTheThread) {
     }).join();
     EXPECT_EQ(before, "");
     EXPECT_NE(after.find("1234"), std::string::npos);
-    EXPECT_EQ(dsopt_last_error(), here);
-    const Context context = make_context(); // success leaves it
-    EXPECT_EQ(dsopt_last_error(), here);
+    EXPECT_EQ(dsopt_last_error(), text);
+    const Context context = make_context(); // a successful call does not change the last error
+    EXPECT_EQ(dsopt_last_error(), text);
 }
 
 // ------------------------------------------------------------------------------------------------------------- handles
-TEST(Handles, AnOptimizerOutlivesTheHandleOfItsContext) {
+TEST(Handles, OptimizerOutlivesHandleOfContext) {
     struct Hooks {
         int allocated = 0, released = 0;
     } hooks;
@@ -288,7 +289,7 @@ TEST(Handles, AnOptimizerOutlivesTheHandleOfItsContext) {
     EXPECT_EQ(hooks.released, hooks.allocated);
 }
 
-TEST(Handles, AnyOrderOfDestroyingManyIsFine) {
+TEST(Handles, CanBeDestroyedInAnyOrder) {
     for (int order = 0; order < 6; ++order) {
         const Model model(shapes_of({10, 20}));
         Context context = make_context();
@@ -305,7 +306,7 @@ TEST(Handles, AnyOrderOfDestroyingManyIsFine) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------- fork
-TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
+TEST(Fork, ChildCanOnlyDestroyOptimizersAndContexts) {
     Trainer trainer(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.train(1);
     const std::string before = trainer.text();
@@ -330,14 +331,14 @@ TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
             expect(dsopt_optimizer_next_reduction(opt, call, &reduction) == DSOPT_ERR_FORKED);
         expect(dsopt_optimizer_create(ctx, nullptr, &made) == DSOPT_ERR_FORKED && made == nullptr);
         expect(std::strstr(dsopt_last_error(), "fork") != nullptr);
-        // Lists.
+        // Functions on lists of tensors.
         dsopt_norm_result result;
         for (const int32_t how : {DSOPT_ZERO_FILL, DSOPT_ZERO_NONE})
             expect(dsopt_zero_grad(ctx, nullptr, 0, how, nullptr) == DSOPT_ERR_FORKED);
         expect(dsopt_tensors_norm(ctx, nullptr, 0, DSOPT_NORM_L2, 0, nullptr, &result, nullptr) == DSOPT_ERR_FORKED);
         expect(dsopt_tensors_axpby(ctx, nullptr, nullptr, 1, nullptr, 0, nullptr) == DSOPT_ERR_FORKED);
         expect(dsopt_tensors_clamp(ctx, nullptr, 0, 1, nullptr) == DSOPT_ERR_FORKED);
-        // What the child makes for itself works.
+        // Handles that the child creates work.
         {
             const Trainer fresh(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
             fresh.train(1);
@@ -346,11 +347,11 @@ TEST(Fork, InTheChildOnlyDestroyWorksOnWhatWasMadeBefore) {
         trainer.drop();
         trainer.own_context.reset();
     }));
-    EXPECT_TRUE(same(trainer.text(), before)); // the parent goes on
+    EXPECT_TRUE(same(trainer.text(), before)); // the parent can still step
     trainer.train(2);
 }
 
-TEST(Fork, InTheChildCommsAndScalersThatWereMadeBeforeDoNotWorkEither) {
+TEST(Fork, ChildCanOnlyDestroyCommsAndScalers) {
     const Context context = make_context();
     dsopt_comm *comm = nullptr;
     dsopt_scaler *scaler = nullptr;
@@ -383,14 +384,14 @@ TEST(Fork, InTheChildCommsAndScalersThatWereMadeBeforeDoNotWorkEither) {
         expect(dsopt_scaler_set(scaler, DSOPT_SCALE_VALUE, 2, nullptr) == DSOPT_ERR_FORKED);
         expect(dsopt_scaler_update(scaler, nullptr, nullptr) == DSOPT_ERR_FORKED);
         expect(dsopt_scaler_scale_loss(scaler, &tensor, nullptr) == DSOPT_ERR_FORKED && value == 1);
-        // Nor do they go with what the child makes.
-        for (int place = 0; place < 5; ++place) {
+        // The child cannot use them with its own handles either.
+        for (int member = 0; member < 5; ++member) {
             DSOPT_NEW(dsopt_optimizer_desc, desc);
-            if (place == 0) desc.scaler = scaler;
-            if (place == 1) desc.data = comm;
-            if (place == 2) desc.model = comm;
-            if (place == 3) desc.node = comm;
-            if (place == 4) desc.experts = &comm, desc.expert_count = 1;
+            if (member == 0) desc.scaler = scaler;
+            if (member == 1) desc.data = comm;
+            if (member == 2) desc.model = comm;
+            if (member == 3) desc.node = comm;
+            if (member == 4) desc.experts = &comm, desc.expert_count = 1;
             dsopt_optimizer *made = nullptr;
             expect(dsopt_optimizer_create(fresh.get(), &desc, &made) == DSOPT_ERR_FORKED && made == nullptr);
         }
@@ -402,9 +403,9 @@ TEST(Fork, InTheChildCommsAndScalersThatWereMadeBeforeDoNotWorkEither) {
     dsopt_scaler_destroy(scaler);
 }
 
-TEST(Fork, AnAbortInTheChildIsNotTheParents) {
+TEST(Fork, ChildDoesNotAbortCommOfParent) {
     const Context context = make_context();
-    int aborts = 0, ends = 0; // each process has its own
+    int aborts = 0, ends = 0; // per process
     struct Counts {
         int *aborts, *ends;
     } counts{&aborts, &ends};
@@ -420,7 +421,7 @@ TEST(Fork, AnAbortInTheChildIsNotTheParents) {
     dsopt_comm *comm = nullptr;
     ASSERT_OK(dsopt_comm_create(context.get(), &desc, &comm));
     EXPECT_TRUE(holds_in_child([&](const auto &expect) {
-        dsopt_comm_abort(comm); // may reach the other ranks
+        dsopt_comm_abort(comm); // an abort could affect the other ranks
         expect(aborts == 0);
         dsopt_comm_destroy(comm);
         expect(ends == 1);
@@ -430,7 +431,7 @@ TEST(Fork, AnAbortInTheChildIsNotTheParents) {
     dsopt_comm_destroy(comm);
 }
 
-TEST(Fork, WhatAChildMakesStepsThoughTheParentHasTakenStepsOnManyThreads) {
+TEST(Fork, ChildStepsAfterParentUsedThreads) {
     const auto train = [] {
         const Trainer trainer(shapes_of({400000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(0.5),
                               context_desc(4));
@@ -439,19 +440,19 @@ TEST(Fork, WhatAChildMakesStepsThoughTheParentHasTakenStepsOnManyThreads) {
                              DSOPT_ZERO_FILL, nullptr));
         return trainer.text();
     };
-    const std::string here = train();
+    const std::string expected = train();
     EXPECT_TRUE(holds_in_child([&](const auto &expect) {
-        expect(train() == here);
+        expect(train() == expected);
         const Context made_in_child = make_context();
         expect(bool(holds_in_child([&](const auto &expect) {
             expect(dsopt_zero_grad(made_in_child.get(), nullptr, 0, DSOPT_ZERO_FILL, nullptr) == DSOPT_ERR_FORKED);
-            expect(train() == here);
+            expect(train() == expected);
         })));
     }));
-    EXPECT_EQ(train(), here);
+    EXPECT_EQ(train(), expected);
 }
 
-TEST(Fork, InTheMiddleOfAStepOfAnotherThreadLeavesNothingThatTheChildWaitsFor) {
+TEST(Fork, ChildDoesNotWaitForStepInParent) {
     Trainer trainer(shapes_of({400000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
     Gate gate;
     dsopt_step step = trainer.arguments();
@@ -465,16 +466,16 @@ TEST(Fork, InTheMiddleOfAStepOfAnotherThreadLeavesNothingThatTheChildWaitsFor) {
             expect(status == DSOPT_ERR_FORKED);
         trainer.drop();
         trainer.own_context.reset();
-        // The thread sanitizer lets no threads start here.
+        // One thread only: under the thread sanitizer, no threads can start in this child.
         const Trainer fresh(shapes_of({400000}), make_group(DSOPT_ALGORITHM_ADAMW));
         fresh.train(1);
     }));
-    gate.let_go();
+    gate.release();
     thread.join();
     EXPECT_EQ(first, DSOPT_OK);
 }
 
-TEST(Fork, WhileARankWaitsForAnotherLeavesCommsThatTheChildCanDestroy) {
+TEST(Fork, ChildDestroysCommOfWaitingRank) {
     std::array<char, 16> id{};
     size_t bytes = id.size();
     ASSERT_OK(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id.data(), &bytes));
@@ -490,9 +491,9 @@ TEST(Fork, WhileARankWaitsForAnotherLeavesCommsThatTheChildCanDestroy) {
         desc.id = id.data();
         desc.id_bytes = id.size();
         must(dsopt_comm_create(context.get(), &desc, &comms[rank]));
-        dsopt_optimizer_desc of_ranks = optimizer_desc(1);
-        of_ranks.data = comms[rank];
-        trainers[rank] = std::make_unique<Trainer>(shapes_of({100}), make_group(DSOPT_ALGORITHM_ADAMW), of_ranks);
+        dsopt_optimizer_desc desc_with_comm = optimizer_desc(1);
+        desc_with_comm.data = comms[rank];
+        trainers[rank] = std::make_unique<Trainer>(shapes_of({100}), make_group(DSOPT_ALGORITHM_ADAMW), desc_with_comm);
     };
     std::atomic<bool> made{false};
     dsopt_status status = DSOPT_ERR_INTERNAL;
@@ -503,7 +504,7 @@ TEST(Fork, WhileARankWaitsForAnotherLeavesCommsThatTheChildCanDestroy) {
     });
     make(0);
     while (!made) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::milliseconds(200)); // likely it waits by then
+    std::this_thread::sleep_for(std::chrono::milliseconds(200)); // by then the rank is probably waiting
     EXPECT_TRUE(holds_in_child([&](const auto &) {
         for (dsopt_comm *comm : comms) {
             dsopt_comm_abort(comm);
@@ -531,7 +532,7 @@ struct Log {
     }
 };
 
-TEST(LogHook, GetsWhatTheLevelLetsThrough) {
+TEST(LogHook, ReceivesMessagesUpToLevel) {
     for (const int32_t level : {DSOPT_LOG_ERROR, DSOPT_LOG_WARN, DSOPT_LOG_INFO, DSOPT_LOG_TRACE}) {
         Log log;
         const Context context = make_context(log.desc(level));
@@ -543,7 +544,7 @@ TEST(LogHook, GetsWhatTheLevelLetsThrough) {
     }
 }
 
-TEST(LogHook, LevelZeroAsksTheEnvironment) {
+TEST(LogHook, UsesEnvironmentAtLevelZero) {
     for (const auto &[value, lines] : {std::pair{"info", true},
                                        {"trace", true},
                                        {"warn", false},
@@ -561,7 +562,7 @@ TEST(LogHook, LevelZeroAsksTheEnvironment) {
     EXPECT_TRUE(log.lines.empty());
 }
 
-TEST(LogHook, SaysWhichInstructionSetIsUsed) {
+TEST(LogHook, ReportsInstructionSet) {
     for (const char *isa : {"generic", "no such thing"}) {
         setenv("DSOPT_ISA", isa, 1);
         Log log;
@@ -572,7 +573,7 @@ TEST(LogHook, SaysWhichInstructionSetIsUsed) {
     unsetenv("DSOPT_ISA");
 }
 
-TEST(LogHook, ProcessorRunsTheLoopsThatAreAskedForWhereItHasThem) {
+TEST(LogHook, ReportsRequestedInstructionSetIfSupported) {
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -594,7 +595,7 @@ TEST(LogHook, ProcessorRunsTheLoopsThatAreAskedForWhereItHasThem) {
 }
 
 // --------------------------------------------------------------------------------------------------------------- texts
-TEST(Texts, EveryStatusHasAName) {
+TEST(StatusName, ExistsForEveryStatus) {
     const std::pair<dsopt_status, const char *> names[] = {{DSOPT_OK, "DSOPT_OK"},
                                                            {DSOPT_ERR_ARGUMENT, "DSOPT_ERR_ARGUMENT"},
                                                            {DSOPT_ERR_SHAPE, "DSOPT_ERR_SHAPE"},
@@ -626,7 +627,7 @@ TEST(Texts, EveryStatusHasAName) {
         EXPECT_STREQ(dsopt_status_name(status), "unknown status");
 }
 
-TEST(Texts, VersionAndBuildInfo) {
+TEST(BuildInfo, MatchesVersionAndListsFeatures) {
     EXPECT_EQ(dsopt_version(), DSOPT_VERSION_MAJOR * 10000 + DSOPT_VERSION_MINOR * 100 + DSOPT_VERSION_PATCH);
     EXPECT_EQ(dsopt_abi_version(), DSOPT_ABI_VERSION);
     const std::string info = dsopt_build_info();
