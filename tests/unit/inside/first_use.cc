@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several threads use a global for the first time at once.
+// Several threads concurrently use a global for the first time.
 #include "base/fork.h"
 #include <array>
 #include <gtest/gtest.h>
@@ -8,32 +8,32 @@
 
 namespace {
 
-/// An object whose data are never freed: it stays reachable for leak checkers.
-template <class T> T &make_kept() {
-    static auto &kept = *new std::vector<std::unique_ptr<T>>; // not destroyed at exit, before leaks are looked for
-    return *kept.emplace_back(std::make_unique<T>());
+/// Creates an object that is never destroyed and stays reachable for leak checkers.
+template <class T> T &make_immortal() {
+    static auto &objects = *new std::vector<std::unique_ptr<T>>; // not destroyed at exit, before the leak check
+    return *objects.emplace_back(std::make_unique<T>());
 }
 
-template <class Body> void in_threads(const Body &body) {
+template <class Body> void run_in_threads(const Body &body) {
     std::array<std::thread, 4> threads;
     for (size_t i = 0; i < threads.size(); ++i) threads[i] = std::thread([&body, i] { body(i); });
     for (std::thread &thread : threads) thread.join();
 }
 
-TEST(PerProcess, ThreadsShareTheDataOfTheFirstUse) {
+TEST(PerProcess, ThreadsShareDataOfFirstUse) {
     dsopt::watch_forks();
     for (int round = 0; round < 200; ++round) {
-        auto &shared = make_kept<dsopt::PerProcess<int>>();
-        in_threads([&](size_t) { shared.with([](int &count) { ++count; }); });
+        auto &shared = make_immortal<dsopt::PerProcess<int>>();
+        run_in_threads([&](size_t) { shared.with([](int &count) { ++count; }); });
         ASSERT_EQ(shared.with([](int &count) { return count; }), 4);
     }
 }
 
-TEST(Lazy, ThreadsShareTheValueOfTheFirstUse) {
+TEST(Lazy, ThreadsShareValueOfFirstUse) {
     for (int round = 0; round < 200; ++round) {
-        auto &lazy = make_kept<dsopt::Lazy<std::vector<size_t>>>();
+        auto &lazy = make_immortal<dsopt::Lazy<std::vector<size_t>>>();
         std::array<const std::vector<size_t> *, 4> seen{};
-        in_threads([&](size_t i) {
+        run_in_threads([&](size_t i) {
             seen[i] = &lazy.get([i] { return std::vector<size_t>(100, i); });
             EXPECT_EQ(seen[i]->front(), seen[i]->back());
         });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Another thread holds the lock of a global, or is in its first use, when the process forks.
+// The process forks while another thread holds the lock of a global or initializes it.
 #include "base/fork.h"
 #include "support/fork.h"
 #include "support/label.h"
@@ -12,11 +12,11 @@ LABEL_FILE(one_thread);
 
 namespace {
 
-/// A thread that is inside a body until the end of this object.
-class Inside {
+/// A thread that stays inside a function until the destruction of this object.
+class ThreadInside {
 public:
     /// body(wait) runs in the thread; it calls wait().
-    template <class Body> explicit Inside(const Body &body) {
+    template <class Body> explicit ThreadInside(const Body &body) {
         thread_ = std::thread([this, body] {
             body([this] {
                 std::unique_lock lock(mutex_);
@@ -28,7 +28,7 @@ public:
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [this] { return inside_; });
     }
-    ~Inside() {
+    ~ThreadInside() {
         {
             const std::lock_guard lock(mutex_);
             leaves_ = true;
@@ -44,7 +44,7 @@ private:
     std::thread thread_;
 };
 
-TEST(PerProcess, ALockThatAThreadHeldAtAForkIsFreeInTheChild) {
+TEST(PerProcess, LockHeldAtForkIsFreeInChild) {
     static constinit dsopt::PerProcess<std::vector<int>> shared;
     dsopt::watch_forks();
     const auto push = [](int value) {
@@ -56,14 +56,14 @@ TEST(PerProcess, ALockThatAThreadHeldAtAForkIsFreeInTheChild) {
     EXPECT_EQ(push(1), 1);
     EXPECT_EQ(push(2), 2);
     {
-        const Inside inside([](const auto &wait) {
+        const ThreadInside thread([](const auto &wait) {
             shared.with([&](std::vector<int> &values) {
                 values.push_back(3);
                 wait();
             });
         });
         EXPECT_TRUE(holds_in_child([&](const auto &expect) {
-            expect(push(1) == 1); // the parent's data stay the parent's
+            expect(push(1) == 1); // the child has its own data
             expect(push(2) == 2);
             expect(bool(holds_in_child([&](const auto &expect) { expect(push(1) == 1); })));
         }));
@@ -71,10 +71,10 @@ TEST(PerProcess, ALockThatAThreadHeldAtAForkIsFreeInTheChild) {
     EXPECT_EQ(push(4), 4);
 }
 
-TEST(Lazy, AValueThatAThreadWasComputingAtAForkIsComputedByTheChild) {
+TEST(Lazy, ChildComputesValueInProgressAtFork) {
     static constinit dsopt::Lazy<int> value;
     {
-        const Inside inside([](const auto &wait) {
+        const ThreadInside thread([](const auto &wait) {
             (void)value.get([&] {
                 wait();
                 return 1;

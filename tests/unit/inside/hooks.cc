@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A parallel_for of the caller that does not run every piece once: the call says so, and runs no piece twice. Bindings
-// cannot throw through C, so a pool that failed comes back as if nothing had happened.
+// A parallel_for of the caller that does not run every piece once: the call returns an error and runs no piece twice.
+// Bindings cannot throw through C, so their parallel_for returns normally even if their pool failed.
 #include "base/parallel.h"
 #include "base/status.h"
 #include "support/compressed.h"
@@ -14,25 +14,25 @@ namespace {
 using Body = void (*)(void *arg, int64_t i);
 
 constexpr int kThreads = 4;
-constexpr size_t kNumel = 600000; // of 2 bytes: enough for so many pieces in every pass
+constexpr size_t kNumel = 600000; // enough for kThreads pieces in every pass, with 2-byte elements too
 
-void keep(int64_t n, Body body, void *arg) {
+void run_all(int64_t n, Body body, void *arg) {
     for (int64_t i = 0; i < n; ++i) body(arg, i);
 }
-/// A pool that keeps its promise but in one of the calls that follow `arm`.
+/// A pool that runs every piece once, except in one of the calls after `arm`.
 struct Pool {
-    void (*broken)(int64_t n, Body body, void *arg) = keep;
-    int64_t breaks_in = -1, calls = 0;
+    void (*faulty)(int64_t n, Body body, void *arg) = run_all;
+    int64_t faulty_call = -1, calls = 0;
     static void run(void *user, int64_t n, Body body, void *arg) {
         auto &self = *static_cast<Pool *>(user);
-        if (self.calls++ == self.breaks_in)
-            self.broken(n, body, arg);
+        if (self.calls++ == self.faulty_call)
+            self.faulty(n, body, arg);
         else
-            keep(n, body, arg);
+            run_all(n, body, arg);
     }
     void arm(int64_t call) {
         calls = 0;
-        breaks_in = call;
+        faulty_call = call;
     }
 };
 Context context_with(Pool &pool) {
@@ -48,60 +48,60 @@ Context context_with(Pool &pool) {
 struct Fault {
     const char *name;
     void (*run)(int64_t n, Body body, void *arg);
-    std::vector<const char *> words; // of the text, for four pieces
+    std::vector<const char *> words; // expected in the text, for four pieces
 };
 const Fault kNothing{"runs nothing", [](int64_t, Body, void *) {}, {"had run 0 of 4 pieces", "returned"}};
-const Fault kLast{"leaves the last out",
-                  [](int64_t n, Body body, void *arg) { keep(n - 1, body, arg); },
+const Fault kLast{"skips the last piece",
+                  [](int64_t n, Body body, void *arg) { run_all(n - 1, body, arg); },
                   {"had run 3 of 4 pieces", "returned"}};
-const Fault kTwice{"runs one twice",
+const Fault kTwice{"runs one piece twice",
                    [](int64_t n, Body body, void *arg) {
-                       keep(n, body, arg);
+                       run_all(n, body, arg);
                        body(arg, 2);
                    },
                    {"had run 4 of 4 pieces", "piece 2 twice"}};
-const Fault kInsteadOfAnother{"runs one in place of another",
+const Fault kInsteadOfAnother{"runs one piece in place of another",
                               [](int64_t n, Body body, void *arg) {
                                   for (int64_t i = 0; i < n; ++i) body(arg, i == 1 ? 0 : i);
                               },
                               {"had run 3 of 4 pieces", "piece 0 twice"}};
-const Fault kBehind{"runs one behind the last",
-                    [](int64_t n, Body body, void *arg) {
-                        for (int64_t i = 1; i <= n; ++i) body(arg, i);
-                    },
-                    {"had run 3 of 4 pieces", "piece 4, which is none"}};
-const Fault kNegative{"runs one before the first",
-                      [](int64_t n, Body body, void *arg) {
-                          keep(n, body, arg);
-                          body(arg, -1);
-                      },
-                      {"had run 4 of 4 pieces", "piece -1, which is none"}};
+const Fault kAfterLast{"runs one piece after the last",
+                       [](int64_t n, Body body, void *arg) {
+                           for (int64_t i = 1; i <= n; ++i) body(arg, i);
+                       },
+                       {"had run 3 of 4 pieces", "piece 4, which is none"}};
+const Fault kBeforeFirst{"runs one piece before the first",
+                         [](int64_t n, Body body, void *arg) {
+                             run_all(n, body, arg);
+                             body(arg, -1);
+                         },
+                         {"had run 4 of 4 pieces", "piece -1, which is none"}};
 const Fault kThrows{"throws",
                     [](int64_t, Body body, void *arg) {
                         body(arg, 0);
                         throw std::runtime_error("the pool is down");
                     },
                     {"had run 1 of 4 pieces", "threw", "the pool is down"}};
-const Fault kThrowsLate{"throws when all is done",
-                        [](int64_t n, Body body, void *arg) {
-                            keep(n, body, arg);
-                            throw std::bad_alloc();
-                        },
-                        {"had run 4 of 4 pieces", "threw"}};
+const Fault kThrowsAfterAll{"throws after all pieces",
+                            [](int64_t n, Body body, void *arg) {
+                                run_all(n, body, arg);
+                                throw std::bad_alloc();
+                            },
+                            {"had run 4 of 4 pieces", "threw"}};
 const Fault kThrowsANumber{
     "throws a number", [](int64_t, Body, void *) { throw 5; }, {"had run 0 of 4 pieces", "no std::exception"}};
-const Fault *const kFaults[] = {&kNothing,  &kLast,   &kTwice,      &kInsteadOfAnother, &kBehind,
-                                &kNegative, &kThrows, &kThrowsLate, &kThrowsANumber};
+const Fault *const kFaults[] = {&kNothing,     &kLast,   &kTwice,          &kInsteadOfAnother, &kAfterLast,
+                                &kBeforeFirst, &kThrows, &kThrowsAfterAll, &kThrowsANumber};
 
-testing::AssertionResult says(const std::string &text, const Fault &fault) {
+testing::AssertionResult describes(const std::string &text, const Fault &fault) {
     for (const char *word : fault.words)
         if (text.find(word) == std::string::npos)
             return testing::AssertionFailure() << fault.name << ": '" << word << "' is not in: " << text;
     return testing::AssertionSuccess();
 }
 
-// ------------------------------------------------------------------------------------------------------------- pieces
-TEST(ParallelFor, ThatDoesNotRunEveryPieceOnceIsNoticedAndNoPieceRunsTwice) {
+// -------------------------------------------------------------------------------------------------------------- pieces
+TEST(ParallelFor, DetectsMissingAndRepeatedPieces) {
     for (const Fault *fault : kFaults) {
         Pool pool{fault->run, 0};
         const dsopt::Parallel parallel{kThreads, Pool::run, &pool};
@@ -111,13 +111,13 @@ TEST(ParallelFor, ThatDoesNotRunEveryPieceOnceIsNoticedAndNoPieceRunsTwice) {
             ADD_FAILURE() << fault->name;
         } catch (const dsopt::Error &error) {
             EXPECT_EQ(error.status(), DSOPT_ERR_HOOK) << fault->name;
-            EXPECT_TRUE(says(error.what(), *fault));
+            EXPECT_TRUE(describes(error.what(), *fault));
         }
         for (const int times : runs) EXPECT_LE(times, 1) << fault->name;
     }
 }
 
-TEST(ParallelFor, HasItsPiecesCountedUpToTheMostThatThereCanBe) {
+TEST(ParallelFor, CountsPiecesUpToMaximum) {
     for (const int64_t parts : {int64_t(2), int64_t(63), int64_t(64), int64_t(65), int64_t(128), int64_t(1000),
                                 int64_t(dsopt::Parallel::kMaxThreads)}) {
         Pool pool;
@@ -131,16 +131,16 @@ TEST(ParallelFor, HasItsPiecesCountedUpToTheMostThatThereCanBe) {
     }
 }
 
-TEST(ParallelFor, ThatReturnsWhilePiecesRunIsWaitedForAndNoticed) {
-    struct Hasty {
+TEST(ParallelFor, WaitsForPiecesAfterEarlyReturn) {
+    struct EarlyPool {
         std::mutex mutex;
         std::condition_variable changed;
         bool inside = false, returns = false;
         std::thread thread;
-    } hasty;
+    } pool;
     const dsopt::Parallel parallel{2,
                                    [](void *user, int64_t, Body body, void *arg) {
-                                       auto &self = *static_cast<Hasty *>(user);
+                                       auto &self = *static_cast<EarlyPool *>(user);
                                        self.thread = std::thread([=] { body(arg, 1); });
                                        body(arg, 0);
                                        std::unique_lock lock(self.mutex);
@@ -148,25 +148,25 @@ TEST(ParallelFor, ThatReturnsWhilePiecesRunIsWaitedForAndNoticed) {
                                        self.returns = true;
                                        self.changed.notify_all();
                                    },
-                                   &hasty};
-    int result = 0; // not atomic: whoever does not wait has a race
+                                   &pool};
+    int result = 0; // not atomic: a caller that does not wait has a data race
     try {
         parallel.run(2, [&](int64_t i) {
             if (i == 0) return;
-            std::unique_lock lock(hasty.mutex);
-            hasty.inside = true;
-            hasty.changed.notify_all();
-            hasty.changed.wait(lock, [&] { return hasty.returns; });
+            std::unique_lock lock(pool.mutex);
+            pool.inside = true;
+            pool.changed.notify_all();
+            pool.changed.wait(lock, [&] { return pool.returns; });
             lock.unlock();
-            std::this_thread::sleep_for(std::chrono::milliseconds(50)); // so that it does return first
+            std::this_thread::sleep_for(std::chrono::milliseconds(50)); // so that the pool returns first
             result = 7;
         });
     } catch (const dsopt::Error &error) { EXPECT_EQ(error.status(), DSOPT_ERR_HOOK) << error.what(); }
     EXPECT_EQ(result, 7);
-    hasty.thread.join();
+    pool.thread.join();
 }
 
-// -------------------------------------------------------------------------------------------------------------- calls
+// --------------------------------------------------------------------------------------------------------------- calls
 dsopt_tensor tensor_of(std::vector<float> &values) {
     return {values.data(), int64_t(values.size()), DSOPT_DTYPE_F32, 0};
 }
@@ -189,23 +189,24 @@ Trainer trainer_of(const Context &ctx, int32_t algorithm, const dsopt_optimizer_
     return {ctx, desc, group_of(algorithm), std::move(params)};
 }
 
-/// A call that asks the context's pool; what it needs is made before the pool breaks.
-struct Path {
+/// A call that uses the pool of the context. It creates its arguments before `arm`.
+struct PoolCall {
     const char *name;
     std::function<dsopt_status(const Context &ctx, const std::function<void()> &arm)> call;
 };
-Path list_call(const char *name, std::function<dsopt_status(dsopt_context *, dsopt_tensor &, dsopt_tensor &)> call) {
+PoolCall list_call(const char *name,
+                   std::function<dsopt_status(dsopt_context *, dsopt_tensor &, dsopt_tensor &)> call) {
     return {name, [call](const Context &ctx, const std::function<void()> &arm) {
                 std::vector<float> x(kNumel, 1), y(kNumel, 2);
                 dsopt_tensor first = tensor_of(x), second = tensor_of(y);
                 arm();
                 const dsopt_status status = call(ctx.get(), first, second);
                 const auto is_good = [](float value) { return value == 2 || value == 3; };
-                EXPECT_TRUE(std::all_of(y.begin(), y.end(), is_good)) << "something was added twice";
+                EXPECT_TRUE(std::all_of(y.begin(), y.end(), is_good)) << "an element was added twice";
                 return status;
             }};
 }
-Path step_call(const char *name, int32_t algorithm, double max_norm, int32_t dtype, bool warm) {
+PoolCall step_call(const char *name, int32_t algorithm, double max_norm, int32_t dtype, bool warm) {
     return {name, [=](const Context &ctx, const std::function<void()> &arm) {
                 Trainer trainer = trainer_of(ctx, algorithm, optimizer_desc(max_norm), dtype);
                 const std::vector<Array> grads = gradients();
@@ -214,8 +215,8 @@ Path step_call(const char *name, int32_t algorithm, double max_norm, int32_t dty
                 return trainer.step(grads);
             }};
 }
-std::vector<Path> paths() {
-    std::vector<Path> all;
+std::vector<PoolCall> pool_calls() {
+    std::vector<PoolCall> all;
     all.push_back(list_call("zero_grad", [](dsopt_context *ctx, dsopt_tensor &x, dsopt_tensor &) {
         return dsopt_zero_grad(ctx, &x, 1, DSOPT_ZERO_FILL, nullptr);
     }));
@@ -270,23 +271,24 @@ std::vector<Path> paths() {
     return all;
 }
 
-TEST(ParallelFor, ThatBreaksInAnyCallAndPassIsAStatus) {
-    for (const Path &path : paths())
+TEST(ParallelFor, ReturnsStatusForFaultInAnyCall) {
+    for (const PoolCall &entry : pool_calls())
         for (const Fault *fault : {&kLast, &kTwice, &kThrows}) {
             int64_t failed = 0;
-            for (bool broke = true; broke; failed += broke) {
+            for (bool faulted = true; faulted; failed += faulted) {
                 Pool pool{fault->run};
                 const Context ctx = context_with(pool);
-                const dsopt_status status = path.call(ctx, [&] { pool.arm(failed); });
-                broke = pool.calls > failed;
-                EXPECT_EQ(status, broke ? DSOPT_ERR_HOOK : DSOPT_OK) << path.name << ", " << fault->name;
-                EXPECT_TRUE(!broke || says(dsopt_last_error(), *fault)) << path.name << ": " << dsopt_last_error();
+                const dsopt_status status = entry.call(ctx, [&] { pool.arm(failed); });
+                faulted = pool.calls > failed;
+                EXPECT_EQ(status, faulted ? DSOPT_ERR_HOOK : DSOPT_OK) << entry.name << ", " << fault->name;
+                EXPECT_TRUE(!faulted || describes(dsopt_last_error(), *fault))
+                    << entry.name << ": " << dsopt_last_error();
             }
-            EXPECT_GT(failed, 0) << path.name;
+            EXPECT_GT(failed, 0) << entry.name;
         }
 }
 
-TEST(ParallelFor, OfTheStepIsWatchedLikeThatOfTheContext) {
+TEST(ParallelFor, DetectsFaultsInPoolOfStep) {
     for (const Fault *fault : kFaults) {
         Pool pool{fault->run, 0};
         const Context ctx = make_context(kThreads);
@@ -296,11 +298,11 @@ TEST(ParallelFor, OfTheStepIsWatchedLikeThatOfTheContext) {
             step.parallel_user = &pool;
         });
         EXPECT_EQ(status, DSOPT_ERR_HOOK) << fault->name;
-        EXPECT_TRUE(says(dsopt_last_error(), *fault));
+        EXPECT_TRUE(describes(dsopt_last_error(), *fault));
     }
 }
 
-TEST(ParallelFor, ThatBreaksInAnyPassLeavesAnOptimizerThatACheckpointBringsBack) {
+TEST(ParallelFor, LoadRestoresStateAfterFaultInAnyPass) {
     Pool pool{kLast.run};
     const Context ctx = context_with(pool);
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
@@ -319,7 +321,7 @@ TEST(ParallelFor, ThatBreaksInAnyPassLeavesAnOptimizerThatACheckpointBringsBack)
             pool.arm(-1);
             if (status == DSOPT_OK) break;
             EXPECT_EQ(status, DSOPT_ERR_HOOK);
-            EXPECT_EQ(trainer.report().calls, 1); // nor is it in use
+            EXPECT_EQ(trainer.report().calls, 1); // the failed call did not leave the optimizer busy
             must(file.load(trainer, DSOPT_IO_PARAMS));
         }
         EXPECT_GT(failed, 1);
@@ -328,8 +330,8 @@ TEST(ParallelFor, ThatBreaksInAnyPassLeavesAnOptimizerThatACheckpointBringsBack)
     }
 }
 
-TEST(ParallelFor, ThatBreaksWhileStateIsMadeLeavesNone) {
-    // In compat mode with masters the first use takes a step on zero gradients, which must not get lost.
+TEST(ParallelFor, FaultDuringInitializationLeavesNoState) {
+    // In compat mode with masters, initialization includes a step on zero gradients, which must not be lost.
     for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
         Pool pool{kLast.run};
         const Context ctx = context_with(pool);
@@ -356,8 +358,8 @@ TEST(ParallelFor, ThatBreaksWhileStateIsMadeLeavesNone) {
     }
 }
 
-// -------------------------------------------------------------------------------------------------------------- ranks
-TEST(ParallelFor, ThatBreaksBetweenCollectivesMakesTheCommUnusable) {
+// --------------------------------------------------------------------------------------------------------------- ranks
+TEST(ParallelFor, FaultBetweenCollectivesMakesCommUnusable) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         Pool pool{kLast.run};
@@ -368,20 +370,21 @@ TEST(ParallelFor, ThatBreaksBetweenCollectivesMakesTheCommUnusable) {
         Trainer trainer = trainer_of(ctx, DSOPT_ALGORITHM_ADAMW, desc);
         must(trainer.step(gradients()));
         if (rank == 0) {
-            pool.arm(0); // pass 1; the norm comes after it
+            pool.arm(0); // fails in pass 1, before the norm is reduced
             EXPECT_TRUE(refused(trainer.step(gradients()), DSOPT_ERR_HOOK, "3 of 4"));
-            EXPECT_EQ(info_of(comm).status, DSOPT_ERR_HOOK) << "another step would meet the other rank's norm";
+            EXPECT_EQ(info_of(comm).status, DSOPT_ERR_HOOK)
+                << "another step would be combined with the norm of the other rank";
             dsopt_comm_abort(comm.get());
         } else {
             EXPECT_TRUE(refused(trainer.step(gradients()), DSOPT_ERR_ABORTED));
         }
-        const dsopt_status lost = rank == 0 ? DSOPT_ERR_HOOK : DSOPT_ERR_ABORTED;
-        EXPECT_EQ(info_of(comm).status, lost);
-        EXPECT_TRUE(refused(trainer.step(gradients()), lost));
+        const dsopt_status failure = rank == 0 ? DSOPT_ERR_HOOK : DSOPT_ERR_ABORTED;
+        EXPECT_EQ(info_of(comm).status, failure);
+        EXPECT_TRUE(refused(trainer.step(gradients()), failure));
     });
 }
 
-TEST(ParallelFor, ThatBreaksBeforeRanksMeetIsToldToOthersThatAreChecked) {
+TEST(ParallelFor, FaultBeforeCollectiveIsReportedToOtherRanks) {
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         Pool pool{kLast.run};
@@ -390,7 +393,7 @@ TEST(ParallelFor, ThatBreaksBeforeRanksMeetIsToldToOthersThatAreChecked) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_CHECK_RANKS);
         desc.data = comm.get();
         Trainer trainer = trainer_of(ctx, DSOPT_ALGORITHM_ADAMW, desc, DSOPT_DTYPE_BF16);
-        if (rank == 0) pool.arm(0); // the masters
+        if (rank == 0) pool.arm(0); // fails while masters are initialized
         const dsopt_status status = trainer.step(gradients());
         EXPECT_TRUE(rank == 0 ? refused(status, DSOPT_ERR_HOOK)
                               : refused(status, DSOPT_ERR_MISMATCH, "rank 0 refused"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Intervals: src/base/range.h, and steps on ranges of a tensor whose sums are folded as a whole.
+// Ranges of src/base/range.h, and steps on ranges of a tensor whose sums are folded over the whole tensor.
 #include "base/range.h"
 #include "cpu/onebit_step.h"
 #include "device/device.h"
@@ -18,7 +18,7 @@ void expect_equal(const Range &range, int64_t begin, int64_t numel, int64_t whol
     EXPECT_EQ(range.whole, whole);
 }
 
-TEST(Range, WholeHasAllElements) {
+TEST(Range, WholeRangeHasAllElements) {
     constexpr Range all = dsopt::whole_range(10), none = dsopt::whole_range(0);
     expect_equal(all, 0, 10, 10);
     EXPECT_EQ(all.end(), 10);
@@ -27,7 +27,7 @@ TEST(Range, WholeHasAllElements) {
     expect_equal(intersection(none, none), 0, 0, 0);
 }
 
-TEST(Range, IntersectionHasTheElementsOfBoth) {
+TEST(Range, IntersectionHasCommonElements) {
     constexpr int64_t whole = 7;
     const auto has = [](const Range &range, int64_t i) { return i >= range.begin && i < range.end(); };
     for (int64_t a = 0; a <= whole; ++a)
@@ -56,7 +56,7 @@ TEST(Range, IntersectionWithAContainedRangeIsThatRange) {
     expect_equal(intersection(inner, outer), 5, 3, 12);
 }
 
-TEST(Range, WithinCountsFromTheOuterRange) {
+TEST(Range, WithinIsRelativeToOuterRange) {
     const Range outer{2, 8, 12};
     expect_equal(Range{5, 3, 12}.within(outer), 3, 3, 8);
     expect_equal(outer.within(outer), 0, 8, 8);
@@ -66,7 +66,7 @@ TEST(Range, WithinCountsFromTheOuterRange) {
 using dsopt::kLeaf;
 constexpr int64_t kNumel = 2 * kLeaf + 777, kOffset = 1000;
 
-/// What all ranges of a tensor share: its arrays, and what its leaves leave. Weights are bf16 and rounded at random.
+/// Arrays of a tensor and sums of its leaves, which all its ranges share. Weights are bf16, rounded stochastically.
 struct Tensor {
     std::vector<uint16_t> weights = std::vector<uint16_t>(kNumel);
     std::vector<float> grads = std::vector<float>(kNumel), m = grads, v = grads;
@@ -80,7 +80,7 @@ struct Tensor {
     }
 };
 
-/// A step of LAMB with clipping, of which the job has a range of the tensor that begins with a leaf.
+/// A LAMB step with clipping. The job covers a range of the tensor that begins with a leaf.
 struct RangeStep {
     dsopt::TensorJob job{};
     dsopt::Hyper hyper{};
@@ -141,24 +141,24 @@ struct RangeStep {
     }
 };
 
-/// One step of each, pass by pass: what a fold reads is there when all have run the pass before it.
-void run(const dsopt::DeviceKernels &loops, const std::vector<RangeStep *> &steps,
+/// Makes one step of all ranges, pass by pass: a fold reads sums that the previous pass of all ranges has written.
+void run(const dsopt::DeviceKernels &kernels, const std::vector<RangeStep *> &steps,
          std::vector<dsopt::StepKernels *> running = {}) {
     if (running.size() < steps.size())
-        return loops.run_step(steps[running.size()]->plan, [&](dsopt::StepKernels &own) {
-            auto more = running;
-            more.push_back(&own);
-            run(loops, steps, more);
+        return kernels.run_step(steps[running.size()]->plan, [&](dsopt::StepKernels &step_kernels) {
+            auto all = running;
+            all.push_back(&step_kernels);
+            run(kernels, steps, all);
         });
     for (int twice = 0; twice < 2; ++twice)
-        for (dsopt::StepKernels *own : running) own->inspect(true);
-    for (dsopt::StepKernels *own : running) own->decide();
-    for (dsopt::StepKernels *own : running) own->update();
+        for (dsopt::StepKernels *each : running) each->inspect(true);
+    for (dsopt::StepKernels *each : running) each->decide();
+    for (dsopt::StepKernels *each : running) each->update();
     for (RangeStep *step : steps) dsopt::find_trust(step->plan, 0, dsopt::cpu::LeafFold());
-    for (dsopt::StepKernels *own : running) own->update_weights(false);
+    for (dsopt::StepKernels *each : running) each->update_weights(false);
 }
 
-TEST(TensorJob, StepsOfRangesHaveTheBitsOfTheWholeTensor) {
+TEST(TensorJob, StepsOfRangesEqualStepOfWholeTensor) {
     const std::unique_ptr<dsopt::Device> device = dsopt::make_cpu_device();
     Tensor whole, cut;
     RangeStep all(whole, 0, kNumel), first(cut, 0, kLeaf), rest(cut, kLeaf, kNumel - kLeaf);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schedule of the 1-bit family at any call, without counting up to it.
+// The schedule of the 1-bit family at any call, computed without iterating over the previous calls.
 #include "rules/schedule.h"
 #include <cstring>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO
 
 bool same(const ScheduleState &a, const ScheduleState &b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 
-TEST(ScheduleBefore, EqualsCountingStepByStep) {
+TEST(ScheduleBefore, EqualsStepwiseSchedule) {
     for (const int32_t algorithm : kFamily)
         for (const int64_t freeze : {1, 2, 7, 64, 1000, 1999, INT32_MAX - 1})
             for (const int64_t var : {1, 2, 3, 16, INT32_MAX - 1})
@@ -29,7 +29,7 @@ TEST(ScheduleBefore, EqualsCountingStepByStep) {
                     }
 }
 
-TEST(ScheduleBefore, GoesOnFromTheLastCallOfAllAsFromAnyOther) {
+TEST(ScheduleBefore, AdvancesFromLastPossibleCall) {
     for (const int32_t algorithm : kFamily)
         for (const int64_t freeze : {1, 100000, INT32_MAX - 2, INT32_MAX - 1})
             for (const int64_t var : {1, 16, INT32_MAX - 1}) {

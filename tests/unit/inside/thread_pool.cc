@@ -15,50 +15,51 @@
 using namespace test;
 
 namespace {
-std::atomic<int> g_started{0}; // threads, since the last store
-std::atomic<int> g_limit{-1};  // that may be started, or -1
+std::atomic<int> g_started{0}; // number of threads started since the last reset
+std::atomic<int> g_limit{-1};  // number of threads that may be started; -1: no limit
 } // namespace
 
-/// In place of the C library's: counts, and refuses as a limit of the user's processes does.
-extern "C" int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *of) {
+/// Overrides the function of the C library. Counts threads, and fails like a limit on the processes of the user.
+extern "C" int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *),
+                              void *argument) {
     using Create = int (*)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
     static const auto next = reinterpret_cast<Create>(::dlsym(RTLD_NEXT, "pthread_create"));
     if (g_limit >= 0 && g_started >= g_limit) return EAGAIN;
     ++g_started;
-    return next(thread, attributes, run, of);
+    return next(thread, attributes, run, argument);
 }
 
 namespace {
 
 using dsopt::run_on_pool;
 
-/// How often each part ran.
+/// Returns how often each part ran.
 std::vector<int> run_counts(int threads, int64_t parts) {
     std::vector<std::atomic<int>> counts(static_cast<size_t>(parts));
     run_on_pool(threads, parts, [&](int64_t i) { ++counts[size_t(i)]; });
     return {counts.begin(), counts.end()};
 }
 
-class Pool : public testing::Test {
+class ThreadPool : public testing::Test {
 protected:
     void SetUp() override { dsopt::watch_forks(); }
     void TearDown() override { g_limit = -1; }
 };
 
-TEST_F(Pool, RunsEachPartOnceForAnyNumberOfThreadsAndParts) {
+TEST_F(ThreadPool, RunsEachPartOnce) {
     for (const int threads : {1, 2, 3, 4, 9})
         for (const int64_t parts : {0, 1, threads - 1, threads, threads + 1, 5 * threads + 2})
             EXPECT_EQ(run_counts(threads, parts), std::vector<int>(size_t(parts), 1)) << threads << ' ' << parts;
 }
 
-TEST_F(Pool, RunsEachPartOnceInManyCallsOneAfterTheOther) {
+TEST_F(ThreadPool, RunsEachPartOnceInRepeatedCalls) {
     for (int round = 0; round < 20000; ++round) {
         const int threads = 2 + round % 4;
         ASSERT_EQ(run_counts(threads, threads), std::vector<int>(size_t(threads), 1)) << round;
     }
 }
 
-TEST_F(Pool, ReturnsOnlyAfterWhatThePartsWroteIsVisible) {
+TEST_F(ThreadPool, MakesWritesOfPartsVisible) {
     std::vector<int64_t> values(64, 0);
     for (int64_t round = 1; round <= 2000; ++round) {
         run_on_pool(4, 4, [&](int64_t part) { // not atomic
@@ -68,23 +69,23 @@ TEST_F(Pool, ReturnsOnlyAfterWhatThePartsWroteIsVisible) {
     }
 }
 
-TEST_F(Pool, RunsPartsAtTheSameTime) {
+TEST_F(ThreadPool, RunsPartsConcurrently) {
     std::atomic<int> inside{0};
-    run_on_pool(3, 3, [&](int64_t) { // returns only where three threads are in it
+    run_on_pool(3, 3, [&](int64_t) { // returns only if three threads run it concurrently
         ++inside;
         while (inside < 3) std::this_thread::yield();
     });
     EXPECT_EQ(inside, 3);
 }
 
-TEST_F(Pool, KeepsItsThreads) {
+TEST_F(ThreadPool, ReusesThreads) {
     (void)run_counts(4, 4);
     g_started = 0;
     for (int round = 0; round < 100; ++round) (void)run_counts(2 + round % 3, 4);
     EXPECT_EQ(g_started, 0);
 }
 
-TEST_F(Pool, RunsCallsOfSeveralThreadsAtTheSameTime) {
+TEST_F(ThreadPool, RunsConcurrentCalls) {
     std::atomic<int> inside{0};
     std::array<std::thread, 4> callers;
     for (std::thread &caller : callers)
@@ -99,13 +100,13 @@ TEST_F(Pool, RunsCallsOfSeveralThreadsAtTheSameTime) {
     EXPECT_EQ(inside, 8);
 }
 
-TEST_F(Pool, RunsACallOfAPart) {
+TEST_F(ThreadPool, RunsNestedCalls) {
     std::atomic<int> count{0};
     run_on_pool(3, 3, [&](int64_t) { run_on_pool(3, 3, [&](int64_t) { ++count; }); });
     EXPECT_EQ(count, 9);
 }
 
-TEST_F(Pool, GivesAThreadTheSameThreadsAgain) {
+TEST_F(ThreadPool, ReusesThreadsOfCaller) {
     std::array<std::set<pthread_t>, 2> seen;
     std::atomic<int> round{0};
     const auto ids = [](std::set<pthread_t> &into) {
@@ -123,15 +124,15 @@ TEST_F(Pool, GivesAThreadTheSameThreadsAgain) {
         callers[i] = std::thread([&, i] {
             ids(seen[i]);
             ++round;
-            while (round < 2) std::this_thread::yield(); // both have had their first call
+            while (round < 2) std::this_thread::yield(); // both callers have completed their first call
             for (int call = 0; call < 50; ++call) ids(seen[i]);
         });
     for (std::thread &caller : callers) caller.join();
-    for (const auto &set : seen) EXPECT_LE(set.size(), 5U) << "at most another team after the first call";
+    for (const auto &set : seen) EXPECT_LE(set.size(), 5U) << "the team may change only once, after the first call";
 }
 
-#if !defined(__SANITIZE_THREAD__) // it lets no threads start in a child
-TEST_F(Pool, StartsThreadsOfItsOwnInAChild) {
+#if !defined(__SANITIZE_THREAD__) // under which no threads can start in a child
+TEST_F(ThreadPool, StartsNewThreadsInChild) {
     (void)run_counts(4, 4);
     EXPECT_TRUE(holds_in_child([](const auto &expect) {
         g_started = 0;
@@ -142,7 +143,7 @@ TEST_F(Pool, StartsThreadsOfItsOwnInAChild) {
     EXPECT_EQ(run_counts(4, 9), std::vector<int>(9, 1));
 }
 
-TEST_F(Pool, RunsInAChildOfAProcessWhoseOtherThreadIsInACall) {
+TEST_F(ThreadPool, RunsInChildForkedDuringCall) {
     std::atomic<bool> inside{false}, leaves{false};
     std::thread other([&] {
         run_on_pool(2, 2, [&](int64_t) {
@@ -157,15 +158,15 @@ TEST_F(Pool, RunsInAChildOfAProcessWhoseOtherThreadIsInACall) {
 }
 
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
-TEST_F(Pool, RunsInAChildThatRanNoHandlersOfFork) {
+TEST_F(ThreadPool, RunsInChildWithoutForkHandlers) {
     (void)run_counts(4, 4);
     const auto runs = [](const auto &expect) { expect(run_counts(4, 9) == std::vector<int>(9, 1)); };
     EXPECT_TRUE(holds_in_child(runs, ::_Fork));
 }
 #endif
 
-TEST_F(Pool, RunsAllPartsOnFewerThreadsWhereTheSystemStartsNoMore) {
-    for (const int limit : {0, 1, 2}) // each in a process without threads
+TEST_F(ThreadPool, RunsAllPartsIfThreadsCannotBeStarted) {
+    for (const int limit : {0, 1, 2}) // each in a new process without threads
         EXPECT_TRUE(holds_in_child([limit](const auto &expect) {
             g_started = 0;
             g_limit = limit;
@@ -174,12 +175,12 @@ TEST_F(Pool, RunsAllPartsOnFewerThreadsWhereTheSystemStartsNoMore) {
             expect(run_counts(6, 11) == std::vector<int>(11, 1));
             g_limit = -1;
             expect(run_counts(6, 11) == std::vector<int>(11, 1));
-            expect(g_started == 5); // now the system has started the others
+            expect(g_started == 5); // the remaining threads have been started
         })) << limit;
 }
 #endif
 
-TEST_F(Pool, LeavesSignalsToTheThreadsOfTheProgram) {
+TEST_F(ThreadPool, BlocksSignalsExceptOfCrashesAndProfilers) {
     std::array<sigset_t, 2> masks{};
     std::atomic<int> inside{0};
     run_on_pool(2, 2, [&](int64_t part) {
@@ -191,10 +192,10 @@ TEST_F(Pool, LeavesSignalsToTheThreadsOfTheProgram) {
     for (const int signal : {SIGTERM, SIGINT, SIGCHLD, SIGALRM, SIGUSR1})
         EXPECT_EQ(::sigismember(&masks[1], signal), 1);
     for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGPROF})
-        EXPECT_EQ(::sigismember(&masks[1], signal), 0) << "crash handlers and profilers see them";
+        EXPECT_EQ(::sigismember(&masks[1], signal), 0) << "crash handlers and profilers receive these signals";
 }
 
-TEST_F(Pool, ItsThreadsHaveAName) {
+TEST_F(ThreadPool, NamesItsThreads) {
     std::array<char, 16> name{};
     std::atomic<int> inside{0};
     run_on_pool(2, 2, [&](int64_t part) {
