@@ -7,9 +7,9 @@
 namespace replay {
 namespace {
 
-class Rank {
+class CompressedRank {
 public:
-    Rank(const Case &recorded, Wire &wire, int64_t rank, const std::vector<int64_t> &numels, int64_t steps) :
+    CompressedRank(const Case &recorded, Wire &wire, int64_t rank, const std::vector<int64_t> &numels, int64_t steps) :
         file_(recorded.file),
         comparison_(recorded.comparison),
         wire_(wire),
@@ -118,9 +118,9 @@ void replay_compressed_allreduce(const Case &recorded) {
     Wire wire(read_ranks(file));
     std::vector<int64_t> numels;
     for (const std::vector<int64_t> &shape : read_shapes(file, "buffer_shapes")) numels.push_back(product(shape));
-    std::vector<std::unique_ptr<Rank>> ranks;
+    std::vector<std::unique_ptr<CompressedRank>> ranks;
     for (int64_t r = 0; r < wire.ranks(); ++r)
-        ranks.push_back(std::make_unique<Rank>(recorded, wire, r, numels, steps));
+        ranks.push_back(std::make_unique<CompressedRank>(recorded, wire, r, numels, steps));
     for (int64_t t = 0; t < steps; ++t) {
         wire.on_all([&](int64_t r) { ranks[size_t(r)]->call(t); });
         for (const auto &rank : ranks) rank->compare(t);

@@ -100,9 +100,9 @@ struct State {
     std::vector<int64_t> entries; ///< indices in the engine's state list
 };
 
-class Rank {
+class Fp16Rank {
 public:
-    Rank(const Case &recorded, Setup &setup, Wire &wire, int64_t rank) :
+    Fp16Rank(const Case &recorded, Setup &setup, Wire &wire, int64_t rank) :
         file_(recorded.file),
         comparison_(recorded.comparison),
         setup_(setup),
@@ -300,8 +300,8 @@ private:
 void replay_fp16_optimizer(const Case &recorded) {
     Setup setup(recorded.file);
     Wire wire(setup.ranks);
-    std::vector<std::unique_ptr<Rank>> ranks;
-    for (int64_t r = 0; r < setup.ranks; ++r) ranks.push_back(std::make_unique<Rank>(recorded, setup, wire, r));
+    std::vector<std::unique_ptr<Fp16Rank>> ranks;
+    for (int64_t r = 0; r < setup.ranks; ++r) ranks.push_back(std::make_unique<Fp16Rank>(recorded, setup, wire, r));
     for (const auto &rank : ranks) rank->compare_start();
     for (int64_t t = 0; t < setup.steps; ++t) {
         wire.on_all([&](int64_t r) { ranks[size_t(r)]->step(t); });

@@ -16,9 +16,9 @@ struct Param {
     Array weights, gradient;
 };
 
-class Rank {
+class OneBitRank {
 public:
-    Rank(const Case &recorded, Layout &layout, const std::vector<dsopt_group> &groups, Wire &wire, int64_t rank) :
+    OneBitRank(const Case &recorded, Layout &layout, const std::vector<dsopt_group> &groups, Wire &wire, int64_t rank) :
         file_(recorded.file),
         comparison_(recorded.comparison),
         layout_(layout),
@@ -163,9 +163,9 @@ void replay_onebit(const Case &recorded, dsopt_group (*make_group)(Layout &, siz
     std::vector<dsopt_group> groups;
     for (size_t g = 0; g < layout.group_count(); ++g) groups.push_back(make_group(layout, g));
     layout.finish();
-    std::vector<std::unique_ptr<Rank>> ranks;
+    std::vector<std::unique_ptr<OneBitRank>> ranks;
     for (int64_t r = 0; r < wire.ranks(); ++r)
-        ranks.push_back(std::make_unique<Rank>(recorded, layout, groups, wire, r));
+        ranks.push_back(std::make_unique<OneBitRank>(recorded, layout, groups, wire, r));
     for (int64_t t = 0; t < steps; ++t) {
         if (t == resume) {
             const std::vector<char> checkpoint = ranks[0]->save();

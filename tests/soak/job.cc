@@ -35,7 +35,7 @@ int live(Board &board, const Job &job, int rank) {
         const std::vector<std::string> own = {job.files[size_t(rank) % job.files.size()]};
         if (learner.load(job.own_file ? own : job.files) != DSOPT_OK) return fail(rank, "no load");
     }
-    Board::Rank &mine = board.ranks[rank];
+    Board::RankProgress &mine = board.ranks[rank];
     const auto save = [&](const std::string &file) {
         mine.saving = 1;
         const dsopt_status status = learner.save(file);

@@ -28,7 +28,7 @@ struct Plan {
 /// In memory shared by the ranks and the launcher.
 struct Board {
     SharedComm comm;
-    struct Rank {
+    struct RankProgress {
         // `saved`: step of the rank's last written file of a set
         std::atomic<int64_t> step, saved, saves;
         std::atomic<int> saving;

@@ -147,7 +147,7 @@ void check_exit(int rank, int status, const Plan &plan) {
 /// Runs the job to its end and triggers the planned event.
 void run_job(Board &board, const Job &job, Reader &reader, test::Random &random) {
     board.comm.aborted = board.comm.arrived = board.comm.round = 0;
-    for (Board::Rank &rank : board.ranks) rank.step = rank.saved = rank.saves = rank.saving = 0;
+    for (Board::RankProgress &rank : board.ranks) rank.step = rank.saved = rank.saves = rank.saving = 0;
     std::fflush(stdout);
     std::vector<pid_t> children;
     for (int rank = 0; rank < job.ranks; ++rank) {
@@ -175,7 +175,7 @@ void run_job(Board &board, const Job &job, Reader &reader, test::Random &random)
             if (!whole && plan.others_told && plan.event != Event::stop) board.comm.aborted = 1;
         }
         const pid_t victim = children[size_t(plan.victim)];
-        Board::Rank &its = board.ranks[plan.victim];
+        Board::RankProgress &its = board.ranks[plan.victim];
         const bool kills = plan.event == Event::kill || plan.event == Event::kill_all;
         if (!done && victim != 0 && its.step >= plan.step && (kills || plan.event == Event::stop)) {
             while (kills && plan.in_save && its.saving == 0 && ::waitpid(victim, nullptr, WNOHANG | WNOWAIT) == 0) {}
@@ -202,7 +202,7 @@ void run_job(Board &board, const Job &job, Reader &reader, test::Random &random)
         }
     }
     totals.aborts += plan.event == Event::abort;
-    for (const Board::Rank &rank : board.ranks) totals.saves += rank.saves;
+    for (const Board::RankProgress &rank : board.ranks) totals.saves += rank.saves;
 }
 
 /// Trains from step 0 to the last one.

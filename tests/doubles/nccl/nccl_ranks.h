@@ -93,19 +93,19 @@ private:
 };
 
 /// A comm, and the stream of its calls.
-class Rank {
+class StreamComm {
 public:
-    Rank(const std::shared_ptr<const dsopt::Context> &context, const dsopt_comm_desc &desc) :
+    StreamComm(const std::shared_ptr<const dsopt::Context> &context, const dsopt_comm_desc &desc) :
         comm(dsopt::make_comm(context, desc)) {
         EXPECT_EQ(cudaSetDevice(context->ordinal()), cudaSuccess);
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     }
-    ~Rank() {
+    ~StreamComm() {
         comm.reset();
         (void)cudaStreamDestroy(stream);
     }
-    Rank(const Rank &) = delete;
-    Rank &operator=(const Rank &) = delete;
+    StreamComm(const StreamComm &) = delete;
+    StreamComm &operator=(const StreamComm &) = delete;
 
     /// Runs call(data, result) on copies in `place`, and returns the contents of the result.
     template <class Call> Bytes on(Place place, const Bytes &from, size_t result_bytes, const Call &call) const {
@@ -139,7 +139,7 @@ public:
         run_ranks(ranks, [&](int rank) {
             const auto context = cuda_context(rank);
             together.arrive_and_wait();
-            ranks_[size_t(rank)] = std::make_unique<Rank>(context, desc_of(id, rank, ranks, timeout_ms, flags));
+            ranks_[size_t(rank)] = std::make_unique<StreamComm>(context, desc_of(id, rank, ranks, timeout_ms, flags));
         });
     }
     ~World() {
@@ -147,11 +147,11 @@ public:
     }
     World(const World &) = delete;
     World &operator=(const World &) = delete;
-    Rank &operator[](int rank) const { return *ranks_[size_t(rank)]; }
+    StreamComm &operator[](int rank) const { return *ranks_[size_t(rank)]; }
     void drop(int rank) { ranks_[size_t(rank)].reset(); }
 
 private:
-    std::vector<std::unique_ptr<Rank>> ranks_;
+    std::vector<std::unique_ptr<StreamComm>> ranks_;
 };
 
 /// Sets a variable of the double for one test.
@@ -177,6 +177,6 @@ template <class F> F *in_double(const char *name) {
 inline FakeNcclCounts counts() { return in_double<FakeNcclCounts()>("fake_nccl_counts")(); }
 
 /// Runs every collective in both kinds of memory, with sizes around a word and a piece.
-void exercise(const Rank &rank);
+void exercise(const StreamComm &rank);
 
 } // namespace nccl_test

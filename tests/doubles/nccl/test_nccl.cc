@@ -17,7 +17,7 @@ Bytes bytes_of(int rank, size_t count) {
     for (size_t i = 0; i < count; ++i) bytes[i] = value_at(rank, i);
     return bytes;
 }
-template <class T> void exercise_sums(const Rank &rank, Place place, size_t count, int32_t dtype) {
+template <class T> void exercise_sums(const StreamComm &rank, Place place, size_t count, int32_t dtype) {
     const int ranks = rank.comm->ranks();
     for (const int32_t op : {DSOPT_OP_SUM, DSOPT_OP_MAX}) {
         std::vector<T> own(count), wanted(count);
@@ -46,7 +46,7 @@ template <class T> void exercise_sums(const Rank &rank, Place place, size_t coun
 }
 } // namespace
 
-void exercise(const Rank &rank) {
+void exercise(const StreamComm &rank) {
     Comm &comm = *rank.comm;
     const int ranks = comm.ranks();
     for (const Place place : {Place::host, Place::backend}) {
@@ -291,7 +291,7 @@ TEST(Nccl, AbortThatHangsIsLeftBehind) {
 TEST(Nccl, CallsCannotBeCaptured) {
     const World world(1);
     const World two(2);
-    const Rank &rank = two[0];
+    const StreamComm &rank = two[0];
     cudaGraph_t graph = nullptr;
     ASSERT_EQ(cudaStreamBeginCapture(rank.stream, cudaStreamCaptureModeRelaxed), cudaSuccess);
     EXPECT_TRUE(fails(outcome_of([&] { rank.add(1); }), DSOPT_ERR_STATE, "captured"));
@@ -332,7 +332,7 @@ protected:
 TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
     run_ranks(2, [&](int rank) {
         for (int round = 0; round < 2; ++round) {
-            const Rank mine(cuda_context(rank), desc(theirs[rank]));
+            const StreamComm mine(cuda_context(rank), desc(theirs[rank]));
             EXPECT_EQ(mine.comm->rank(), rank);
             EXPECT_EQ(mine.comm->ranks(), 2);
             exercise(mine);
@@ -342,27 +342,27 @@ TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
 
 TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
-        const auto mine = std::make_unique<Rank>(cuda_context(), desc(theirs[0], 200, flags));
+        const auto mine = std::make_unique<StreamComm>(cuda_context(), desc(theirs[0], 200, flags));
         EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
         mine->comm->abort();
         const auto begin = Clock::now();
         mine->comm.reset(); // leaks what the collective may still write to
         EXPECT_LT(milliseconds_since(begin), 10000);
         // The other rank calls now, so that the stream completes.
-        const Rank other(cuda_context(1), desc(theirs[1], 60000, flags));
+        const StreamComm other(cuda_context(1), desc(theirs[1], 60000, flags));
         EXPECT_EQ(other.add(1), 2);
     }
 }
 
 TEST_F(Borrowed, AbortFreesAHostThatWaitsThoughItsExchangeStaysOnTheStream) {
-    const Rank mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
+    const StreamComm mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     std::thread aborts([&] {
         while (mine.comm->info().calls == 0) give_time(); // the exchange is enqueued
         mine.comm->abort();
     });
     EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), DSOPT_ERR_ABORTED));
     aborts.join();
-    const Rank other(cuda_context(1), desc(theirs[1], 60000, DSOPT_COMM_FLAG_ENQUEUE));
+    const StreamComm other(cuda_context(1), desc(theirs[1], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     EXPECT_EQ(other.add(1), 2);
 }
 
@@ -419,9 +419,11 @@ TEST(NcclHeader, RefusesWhatDoesNotFit) {
 }
 
 /// One rank's optimizer on the device: every gradient is `grad`, clipped to a norm of 1 over the ranks of the model.
-class Trainer {
+class ClippedOptimizer {
 public:
-    Trainer(const std::string &id, int rank, int ranks, int timeout_ms) : param_(values(0.5f)), grad_(values(3)) {
+    ClippedOptimizer(const std::string &id, int rank, int ranks, int timeout_ms) :
+        param_(values(0.5f)),
+        grad_(values(3)) {
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = DSOPT_BACKEND_CUDA;
         where.device = rank;
@@ -440,14 +442,14 @@ public:
         EXPECT_EQ(dsopt_optimizer_add_group(opt_, &group, &param, 1), DSOPT_OK) << dsopt_last_error();
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
     }
-    ~Trainer() {
+    ~ClippedOptimizer() {
         dsopt_optimizer_destroy(opt_);
         dsopt_comm_destroy(comm_);
         dsopt_context_destroy(context_);
         (void)cudaStreamDestroy(stream_);
     }
-    Trainer(const Trainer &) = delete;
-    Trainer &operator=(const Trainer &) = delete;
+    ClippedOptimizer(const ClippedOptimizer &) = delete;
+    ClippedOptimizer &operator=(const ClippedOptimizer &) = delete;
     dsopt_status step() const {
         const dsopt_tensor grad = {grad_.data(), kCount, DSOPT_DTYPE_F32, 0};
         DSOPT_NEW(dsopt_step, step);
@@ -482,9 +484,9 @@ private:
 TEST(NcclHeader, StepAgreesOnTheNormOverTheRanks) {
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
-        const Trainer trainer(id, rank, 2, 60000);
-        for (int step = 0; step < 3; ++step) ASSERT_EQ(trainer.step(), DSOPT_OK) << dsopt_last_error();
-        EXPECT_DOUBLE_EQ(trainer.norm(), std::sqrt(2 * 100 * 9.0));
+        const ClippedOptimizer optimizer(id, rank, 2, 60000);
+        for (int step = 0; step < 3; ++step) ASSERT_EQ(optimizer.step(), DSOPT_OK) << dsopt_last_error();
+        EXPECT_DOUBLE_EQ(optimizer.norm(), std::sqrt(2 * 100 * 9.0));
     });
 }
 
@@ -492,10 +494,10 @@ TEST(NcclHeader, StepThatTimesOutChangesNothing) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:hang,1:0:hang");
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
-        const Trainer trainer(id, rank, 2, 3000);
-        const Bytes before = trainer.param();
-        EXPECT_EQ(trainer.step(), DSOPT_ERR_TIMEOUT);
-        EXPECT_EQ(trainer.param(), before);
+        const ClippedOptimizer optimizer(id, rank, 2, 3000);
+        const Bytes before = optimizer.param();
+        EXPECT_EQ(optimizer.step(), DSOPT_ERR_TIMEOUT);
+        EXPECT_EQ(optimizer.param(), before);
     });
 }
 
@@ -520,7 +522,7 @@ int run_process(char **argv) {
     const int rank = std::atoi(argv[0]), ranks = std::atoi(argv[1]);
     const std::string id = from_hex(argv[2]);
     const Outcome outcome = outcome_of([&] {
-        const Rank mine(cuda_context(), desc_of(id, rank, ranks, 5000));
+        const StreamComm mine(cuda_context(), desc_of(id, rank, ranks, 5000));
         for (int i = 0; i < 3; ++i)
             if (mine.add(rank) != ranks * (ranks - 1) / 2) throw dsopt::Error(DSOPT_ERR_INTERNAL, "a wrong sum");
     });

@@ -18,9 +18,9 @@ using Comms = std::vector<dsopt_comm *>; // data, model, experts
 
 /// AdamW, or LAMB on shards, with everything that ranks agree on in a step: norms of a sharded model and of experts,
 /// clipping, overflow, trust ratios.
-class Trainer {
+class MultiCommTrainer {
 public:
-    Trainer(dsopt_context *context, const Comms &comms, int rank, Memory memory, int32_t algorithm) :
+    MultiCommTrainer(dsopt_context *context, const Comms &comms, int rank, Memory memory, int32_t algorithm) :
         rank_(rank),
         memory_(std::move(memory)) {
         DSOPT_NEW(dsopt_scaler_desc, how);
@@ -56,14 +56,14 @@ public:
             group.max_norm = 0.25;
         }
     }
-    ~Trainer() {
+    ~MultiCommTrainer() {
         dsopt_optimizer_destroy(opt_);
         dsopt_scaler_destroy(scaler_);
         for (const auto *list : {&weights_, &grads_, &state_memory_})
             for (void *memory : *list) memory_.release(memory);
     }
-    Trainer(const Trainer &) = delete;
-    Trainer &operator=(const Trainer &) = delete;
+    MultiCommTrainer(const MultiCommTrainer &) = delete;
+    MultiCommTrainer &operator=(const MultiCommTrainer &) = delete;
 
     void fill(int64_t call) {
         for (size_t t = 0; t < grads_.size(); ++t) {
@@ -230,7 +230,7 @@ std::vector<std::vector<std::string>> on_the_host(int32_t algorithm) {
     std::vector<std::vector<std::string>> all(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
         // The same comm three times: its calls are in the same order on both ranks.
-        all[size_t(rank)] = Trainer(context, {comm, comm, comm}, rank, test::host_memory(), algorithm).run();
+        all[size_t(rank)] = MultiCommTrainer(context, {comm, comm, comm}, rank, test::host_memory(), algorithm).run();
     });
     return all;
 }
@@ -244,7 +244,8 @@ TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
             run_ranks(kRanks, [&](int rank) {
                 const ThreeComms place(ids, rank, flags);
                 const std::vector<std::string> all =
-                    Trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), algorithm).run();
+                    MultiCommTrainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), algorithm)
+                        .run();
                 for (size_t call = 0; call < all.size(); ++call)
                     EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
                         << "algorithm " << algorithm << ", flags " << flags << ", rank " << rank << ", call "
@@ -266,7 +267,7 @@ TEST_P(NcclEnqueuedStep, ReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(together);
         const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-        Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+        MultiCommTrainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
         trainer.fill(1);
         trainer.step();
         trainer.fill(2); // waits for the first step
@@ -291,7 +292,7 @@ TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
             const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-            Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+            MultiCommTrainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
             trainer.fill(1);
             trainer.step();
             trainer.fill(2);
@@ -315,7 +316,7 @@ TEST_P(NcclEnqueuedStep, FirstApplyCanBeCaptured) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
             const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-            Trainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+            MultiCommTrainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
             trainer.fill(1);
             trainer.init_state();
             const std::string before = trainer.weights();

@@ -54,13 +54,13 @@ std::string local_id() {
 
 TEST(Staging, LocalCommServesDeviceMemory) {
     const std::string id = local_id();
-    run_ranks(3, [&](int rank) { exercise(Rank(cuda_context(rank), local_desc(id, rank, 3))); });
+    run_ranks(3, [&](int rank) { exercise(StreamComm(cuda_context(rank), local_desc(id, rank, 3))); });
 }
 
 TEST(Staging, OneRankCopies) {
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
-    run_ranks(1, [&](int) { exercise(Rank(cuda_context(), desc)); });
+    run_ranks(1, [&](int) { exercise(StreamComm(cuda_context(), desc)); });
 }
 
 TEST(MissingFunctions, AreMadeFromTheOthersInBothKindsOfMemory) {
@@ -77,7 +77,7 @@ TEST(MissingFunctions, AreMadeFromTheOthersInBothKindsOfMemory) {
                 desc.size = sizeof desc;
                 desc.kind = DSOPT_COMM_KIND_TABLE;
                 desc.table = &table;
-                const Rank mine(context, desc);
+                const StreamComm mine(context, desc);
                 exercise(mine);
                 EXPECT_EQ(mine.comm->info().calls, behind.calls) << "what is counted is what the table was asked for";
                 EXPECT_GT(behind.calls, 0);
@@ -94,7 +94,7 @@ TEST(MissingFunctions, FailureInsideOneIsAFailureOfTheCall) {
     desc.size = sizeof desc;
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
-    const Rank mine(cuda_context(), desc);
+    const StreamComm mine(cuda_context(), desc);
     char from[6] = {}, to[12];
     EXPECT_TRUE(fails(outcome_of([&] { mine.comm->all_gather(from, to, 6, mine.stream); }), DSOPT_ERR_COMM, "(77)"));
     EXPECT_TRUE(
@@ -145,7 +145,7 @@ TEST(Synchronize, FunctionsGetMemoryOfTheCommWhenTheStreamIsDone) {
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.flags = DSOPT_COMM_FLAG_SYNCHRONIZE;
         desc.table = &table;
-        const Rank mine(cuda_context(1), desc);
+        const StreamComm mine(cuda_context(1), desc);
         seen.stream = mine.stream;
         const DeviceBytes from(Bytes(1 << 20, 1)), to(Bytes(1 << 20, 2));
         seen.of_caller = {from.data(), to.data()};
@@ -210,7 +210,7 @@ TEST(TableCodes, NegativeStatusIsTakenAsItIs) {
         desc.size = sizeof desc;
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
-        const Rank mine(cuda_context(), desc);
+        const StreamComm mine(cuda_context(), desc);
         EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), test.status)) << test.code;
         EXPECT_EQ(mine.comm->info().status, test.status) << test.code;
     }
