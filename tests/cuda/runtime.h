@@ -21,7 +21,7 @@ inline void end_test() {
     EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left in the caller's runtime";
 #else
     EXPECT_EQ(fakert::late_loads(), std::vector<std::string>()) << "loaded at their first launch";
-    EXPECT_EQ(fakert::live_objects(), 0) << "device memory, streams or events were not given back";
+    EXPECT_EQ(fakert::live_objects(), 0) << "device memory, streams or events were not released";
     fakert::reset();
 #endif
 }

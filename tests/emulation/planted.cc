@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Planted defects: `planted NAME` runs one and exits with status 1 if the emulation or a check of the values finds it.
-// A sanitizer reports in its own words. planted.sh lists which build must find which defect.
+// Planted defects: `planted NAME` runs one and exits with status 1 if the emulation or a check of the
+// values finds it. A sanitizer reports in its own words. planted.sh lists which build must find which defect.
 #include "fakert.h"
 #include "launch.h"
 #include <cmath>

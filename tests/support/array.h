@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors in memory of the device under test with known contents, between bytes that nobody may touch.
+// Tensors in memory of the device under test with known contents, between guard bytes that must not change.
 #pragma once
 #include "device.h"
 #include "numbers.h"

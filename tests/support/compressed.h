@@ -7,7 +7,7 @@ namespace test {
 
 using Values = std::vector<std::vector<float>>; // one vector per tensor
 
-/// One rank's list, and the errors that it keeps between calls.
+/// One rank's list of tensors, and its error feedback.
 class Mean {
 public:
     /// `node` NULL: one level.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The device that the tests of a process run on. Knows no test framework.
+// The device that the tests of a process run on. Depends on no test framework.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace test {
 
-/// DSOPT_BACKEND_CUDA if the environment has DSOPT_TEST_DEVICE=cuda, else DSOPT_BACKEND_CPU. The libdsopt that the process
-/// loads decides whether CUDA is a GPU or the emulated device.
+/// Returns DSOPT_BACKEND_CUDA if the environment has DSOPT_TEST_DEVICE=cuda, else DSOPT_BACKEND_CPU. The libdsopt that
+/// the process loads decides whether CUDA is a GPU or the emulated device.
 int32_t default_backend();
 bool on_cuda();
 /// Returns why the device cannot be used, an empty text if it can.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a test reads of parameters and state, as one number: equal on the CPU and on CUDA. Knows no test framework.
+// Digest of the parameters and state that a test reads: one number, equal on the CPU and on CUDA. Depends on no test
+// framework.
 #pragma once
 #include <cstddef>
 #include <cstdint>

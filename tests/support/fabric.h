@@ -16,7 +16,7 @@ public:
     virtual dsopt_status join(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) = 0;
     virtual Context context(int) const { return make_context(1); }
     virtual Memory memory(int) const { return memory_under_test(); }
-    /// For how long the end of a comm may wait for the other ranks.
+    /// Returns for how many milliseconds dsopt_comm_destroy may wait for the other ranks.
     virtual int farewell_ms() const { return 0; }
     /// Returns the factor by which calls take longer on a device emulated by the CPU, without waits.
     virtual int work_factor() const { return 1; }

@@ -11,11 +11,11 @@ namespace test {
 
 class Trainer;
 
-/// Read and write callbacks on memory. `fail_at` is the call that fails, counted over writes and reads.
+/// A file in memory, with read and write callbacks. `fail_at` is the call that fails, counted over writes and reads.
 struct Tape {
     std::string data;
     int calls = 0, fail_at = -1;
-    /// Returns the number of the call. Several ranks may read one tape at once.
+    /// Returns the number of the call. Several ranks may read one object at once.
     int count_call() { return std::atomic_ref(calls)++; }
     static int write(void *user, const void *bytes, size_t size);
     static int read(void *user, uint64_t offset, void *bytes, size_t size);

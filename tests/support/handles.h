@@ -36,7 +36,7 @@ using Scaler = Handle<dsopt_scaler>;
 using Comm = Handle<dsopt_comm>;
 
 // ------------------------------------------------------------------------------------------------------------ contexts
-/// On the device under test with DSOPT_CONTEXT_CHECK_POINTERS, where that is CUDA.
+/// The device under test; with DSOPT_CONTEXT_CHECK_POINTERS if it is CUDA.
 dsopt_context_desc context_desc(int32_t threads = 1);
 dsopt_context_desc context_desc(int32_t threads, int32_t backend, int32_t device = 0);
 Context make_context(const dsopt_context_desc &desc = context_desc());

@@ -42,8 +42,8 @@ inline Memory memory_under_test() {
             [](void *to, const void *from, size_t bytes) { write_device(to, from, bytes); }};
 }
 
-/// Bytes in a memory that outlives them. They begin `shift` bytes behind what was allocated, and have an address even if
-/// there are none.
+/// Bytes in a memory that outlives them. They begin `shift` bytes after the begin of the allocation. The address is not
+/// NULL even for 0 bytes.
 class Block {
 public:
     Block(const Memory &memory, size_t bytes, size_t shift = 0) :

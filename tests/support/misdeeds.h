@@ -17,7 +17,7 @@
 namespace test {
 
 enum class Misdeed {
-    leaves,       // makes no more calls, but exists
+    leaves,       // makes no more calls, and keeps its comm
     aborts,       // its comm
     is_aborted,   // by another thread, while it steps or waits
     destroys,     // its optimizer and comm before the last step
@@ -40,7 +40,7 @@ struct MisdeedCase {
     Misdeed misdeed;
     int32_t algorithm;
     int ranks, who;
-    int64_t when; // at which call
+    int64_t when;
     bool checks, averages;
 
     std::string text() const {

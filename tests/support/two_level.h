@@ -6,13 +6,13 @@
 namespace test {
 
 inline int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
-/// Indices and comms of one rank.
+/// Indices and comms of one rank of a node.
 struct Seat {
     int l, d; // rank in its node, and number of the node
     const Context &ctx;
     const Comm &node, &data;
 };
-/// Runs body(seat) for `nodes` nodes of `per_node` ranks. `make` creates the context of a rank.
+/// Runs body for every rank of `nodes` nodes of `per_node` ranks. `make` creates the context of a rank.
 inline void with_nodes(
     int per_node, int nodes, const std::function<void(const Seat &)> &body,
     const std::function<Context(int)> &make = [](int) { return make_context(1); }) {

@@ -210,7 +210,7 @@ TEST(MpiDeviceFaults, OfEveryCallInTurnGiveAStatusAndTheSameCallSucceedsWithANew
     fail_each_call(fabric, DSOPT_ALGORITHM_ADAMW, true);
 }
 
-TEST(Misdeeds, OfAnMpiRankOnADeviceGiveEveryRankAStatusInBoundedTime) {
+TEST(Misdeeds, ReturnStatusInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 2; ++i) fabrics.push_back(std::make_unique<DeviceMpiFabric>());
     commit_all_misdeeds(fabrics, 1, kMostRanks, true);

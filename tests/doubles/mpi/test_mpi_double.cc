@@ -64,7 +64,7 @@ TEST(MpiDouble, FailsAProgramThatFreesACommunicatorWithARequest) {
     EXPECT_NONFATAL_FAILURE(MPI_Comm_free(&comm), "were not waited for");
 }
 
-TEST(Misdeeds, OfAnMpiRankGiveEveryRankAStatusInBoundedTime) {
+TEST(Misdeeds, ReturnStatusInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 8; ++i) fabrics.push_back(std::make_unique<MpiFabric>());
     commit_all_misdeeds(fabrics, kSanitized ? 1 : 3, 4);

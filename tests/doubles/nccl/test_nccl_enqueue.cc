@@ -16,7 +16,7 @@ constexpr int kRanks = 2;
 constexpr int64_t kCalls = 7;
 using Comms = std::vector<dsopt_comm *>; // data, model, experts
 
-/// AdamW, or LAMB on shards, with everything that ranks agree on in a step: norms of a sharded model and of experts,
+/// Steps of AdamW, or of LAMB on shards, with every reduction of a step: norms of a sharded model and of experts,
 /// clipping, overflow, trust ratios.
 class MultiCommTrainer {
 public:
