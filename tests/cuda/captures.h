@@ -8,7 +8,7 @@
 namespace cuda_test {
 
 /// Runs body() while another thread captures a stream created with `flags`, in this mode.
-template <class Body> void beside_a_capture(cudaStreamCaptureMode mode, unsigned flags, const Body &body) {
+template <class Body> void during_capture(cudaStreamCaptureMode mode, unsigned flags, const Body &body) {
     std::barrier together(2);
     std::thread other([&] {
         cudaStream_t stream = nullptr;
@@ -27,8 +27,8 @@ template <class Body> void beside_a_capture(cudaStreamCaptureMode mode, unsigned
     other.join();
 }
 /// Runs body() during a capture in global mode, in which calls of every thread count.
-template <class Body> void beside_a_global_capture(const Body &body) {
-    beside_a_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, body);
+template <class Body> void during_global_capture(const Body &body) {
+    during_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, body);
 }
 
 } // namespace cuda_test

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA backend: graphs, checkpoints that both backends read, long lists. On the emulated device or on a GPU.
-#include "side.h"
+#include "backend_optimizer.h"
 #include <array>
 #include <thread>
 #include <unistd.h>
@@ -16,7 +16,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
         s.param = s.grad = DSOPT_DTYPE_F16;
         s.scaler = true;
         s.desc.max_norm = 1;
-        Side plain(true, s), graph(true, s);
+        BackendOptimizer plain(true, s), graph(true, s);
         cudaStream_t stream;
         ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
         float *lr;
@@ -25,7 +25,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
             const float values[] = {1e-3f * float(t % 7 + 1), 2e-3f};
             to_device(lr, values, sizeof values);
         };
-        const auto run = [&](Side &side) {
+        const auto run = [&](BackendOptimizer &side) {
             dsopt_step step = side.arguments();
             step.stream = stream;
             step.lr = lr;
@@ -34,7 +34,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
         cudaGraph_t recorded = nullptr;
         cudaGraphExec_t replay = nullptr;
         for (int t = 0; t < 101; ++t) {
-            for (Side *side : {&plain, &graph}) side->fill_gradients(t, t == 50 ? 7 : -1);
+            for (BackendOptimizer *side : {&plain, &graph}) side->fill_gradients(t, t == 50 ? 7 : -1);
             set_lr(t);
             run(plain);
             if (t == 0) {
@@ -48,7 +48,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
             }
             ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
         }
-        EXPECT_TRUE(same(plain.everything(), graph.everything()));
+        EXPECT_TRUE(same(plain.all_bytes(), graph.all_bytes()));
         DSOPT_NEW(dsopt_report, report);
         ASSERT_OK(dsopt_optimizer_report(graph.optimizer, &report));
         EXPECT_GE(report.skipped, 1);
@@ -61,7 +61,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
 
 TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     Setting s;
-    Side side(true, s), reference(false, s);
+    BackendOptimizer side(true, s), reference(false, s);
     cudaStream_t stream;
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     const auto arguments = [&] {
@@ -69,7 +69,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
         step.stream = stream;
         return step;
     };
-    for (Side *each : {&side, &reference}) each->fill_gradients(1);
+    for (BackendOptimizer *each : {&side, &reference}) each->fill_gradients(1);
     dsopt_step step = arguments();
     ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
     ASSERT_OK(reference.step());
@@ -80,7 +80,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     ASSERT_EQ(cudaStreamEndCapture(stream, &recorded), cudaSuccess);
     ASSERT_EQ(cudaGraphInstantiate(&replay, recorded, 0), cudaSuccess);
     // A plain step with another learning rate and one gradient less; the graph must not see either change.
-    for (Side *each : {&side, &reference}) {
+    for (BackendOptimizer *each : {&side, &reference}) {
         each->gradients[4].data = nullptr;
         ASSERT_OK(dsopt_optimizer_set(each->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 0.25));
     }
@@ -93,7 +93,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     ASSERT_OK(dsopt_optimizer_set(reference.optimizer, 0, DSOPT_KEY_LR, 1e-3));
     ASSERT_OK(dsopt_optimizer_set(reference.optimizer, 1, DSOPT_KEY_LR, 2e-3));
     ASSERT_OK(reference.step());
-    EXPECT_TRUE(same(side.everything(), reference.everything()));
+    EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
     // A second capture needs a plain step with the current lists.
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
@@ -106,7 +106,7 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
 }
 
 TEST_F(Cuda, RefusesACaptureBeforeTheFirstStep) {
-    Side side(true, Setting{});
+    BackendOptimizer side(true, Setting{});
     side.fill_gradients(0);
     const Captured captured([&](cudaStream_t stream) { EXPECT_EQ(step_on(side, stream), DSOPT_ERR_STATE); });
     ASSERT_OK(side.step()); // the capture is still valid, and the optimizer is unchanged
@@ -114,8 +114,8 @@ TEST_F(Cuda, RefusesACaptureBeforeTheFirstStep) {
 
 TEST_F(Cuda, StepsWithItsListsAfterACaptureWithOthersThatIsNotReplayed) {
     Setting s;
-    Side side(true, s), reference(false, s);
-    for (Side *each : {&side, &reference}) {
+    BackendOptimizer side(true, s), reference(false, s);
+    for (BackendOptimizer *each : {&side, &reference}) {
         each->fill_gradients(1);
         ASSERT_OK(each->step());
         each->gradients[3].data = each->grads[7].data(); // a longer tensor
@@ -124,20 +124,20 @@ TEST_F(Cuda, StepsWithItsListsAfterACaptureWithOthersThatIsNotReplayed) {
     }
     const Captured captured([&](cudaStream_t stream) { EXPECT_OK(step_on(side, stream)); });
     for (int t = 0; t < 2; ++t) {
-        for (Side *each : {&side, &reference}) ASSERT_OK(each->step());
-        ASSERT_TRUE(same(side.everything(), reference.everything()));
+        for (BackendOptimizer *each : {&side, &reference}) ASSERT_OK(each->step());
+        ASSERT_TRUE(same(side.all_bytes(), reference.all_bytes()));
     }
     captured.replay();
     ASSERT_OK(reference.step());
-    EXPECT_TRUE(same(side.everything(), reference.everything()));
+    EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
 TEST_F(Cuda, CapturesAListInWhichEveryPointerHasChanged) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(3000, 4);
-    Side side(true, s), reference(false, s);
-    for (Side *each : {&side, &reference}) {
+    BackendOptimizer side(true, s), reference(false, s);
+    for (BackendOptimizer *each : {&side, &reference}) {
         each->fill_gradients(0);
         ASSERT_OK(each->step());
         for (size_t i = 0; i + 1 < each->gradients.size(); i += 2)
@@ -147,7 +147,7 @@ TEST_F(Cuda, CapturesAListInWhichEveryPointerHasChanged) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the plain steps were on another stream
     captured.replay();
     ASSERT_OK(reference.step());
-    EXPECT_TRUE(same(side.everything(), reference.everything()));
+    EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
 TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
@@ -156,8 +156,8 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     s.scaler = true;
     s.sizes = {3, 1500000, 4096, 0, 2000001}; // pieces of 4 MiB and tails
     const std::string path = testing::TempDir() + "/dsopt-cuda-" + std::to_string(getpid()) + ".safetensors";
-    Side device(true, s), host(false, s), again(true, s);
-    for (Side *side : {&device, &host}) {
+    BackendOptimizer device(true, s), host(false, s), again(true, s);
+    for (BackendOptimizer *side : {&device, &host}) {
         side->fill_gradients(0);
         ASSERT_OK(side->step());
     }
@@ -166,11 +166,11 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     ASSERT_OK(dsopt_optimizer_load(again.optimizer, path.c_str(), &io));
     // Each backend loads what the other one saved, and both continue identically.
     ASSERT_OK(dsopt_optimizer_load(host.optimizer, path.c_str(), &io));
-    for (Side *side : {&device, &host}) {
+    for (BackendOptimizer *side : {&device, &host}) {
         side->fill_gradients(1);
         ASSERT_OK(side->step());
     }
-    EXPECT_TRUE(same(device.everything(), host.everything()));
+    EXPECT_TRUE(same(device.all_bytes(), host.all_bytes()));
     (void)std::remove(path.c_str());
 }
 
@@ -186,9 +186,9 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
         s.algorithm = algorithm;
         expect_same_bits(s, "a long list");
     }
-    Side host(false, s), device(true, s);
+    BackendOptimizer host(false, s), device(true, s);
     dsopt_norm_result results[2][2] = {};
-    for (Side *side : {&host, &device}) {
+    for (BackendOptimizer *side : {&host, &device}) {
         const bool on_device = side == &device;
         Bytes bytes(on_device, sizeof results[0], 0);
         auto *result = reinterpret_cast<dsopt_norm_result *>(bytes.data());
@@ -212,7 +212,7 @@ TEST_F(Cuda, NamesATensorThatIsNotOnTheContextsDeviceWhenAsked) {
     ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
     if (devices < 2) GTEST_SKIP() << "one device";
     Setting s;
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     DSOPT_NEW(dsopt_context_desc, where);
     where.backend = DSOPT_BACKEND_CUDA;
     where.device = 1;

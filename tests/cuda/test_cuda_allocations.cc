@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // On the emulated device a warm step allocates nothing on the host, even if its lists are at other addresses in each
 // call.
-#include "side.h"
-#include "support/warm.h"
+#include "backend_optimizer.h"
+#include "support/allocations.h"
 
 using namespace cuda_test;
 
 namespace {
 
 TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
-    test::NewWatch::passed_over = fakert::works;
+    test::NewCounter::is_ignored = fakert::works;
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         SCOPED_TRACE(test::name_of(algorithm));
@@ -25,7 +25,7 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
                 group.var_interval_steps = 1;
                 group.local_interval_steps = group.max_local_interval = 2;
             };
-            Side side(true, setting);
+            BackendOptimizer side(true, setting);
             side.fill_gradients(0);
             std::vector<Bytes> elsewhere;
             std::vector<dsopt_tensor> moved = side.gradients;
@@ -39,14 +39,14 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
                 // The same list twice, then other pointers: all of them or one.
                 if (call % 4 >= 2) step.grads = moved.data();
                 if (call % 6 == 5) std::swap(moved[4].data, side.gradients[4].data);
-                test::NewWatch::calls = 0;
+                test::NewCounter::calls = 0;
                 dsopt_status status;
                 {
-                    const test::Armed armed;
+                    const test::CountScope armed;
                     status = dsopt_optimizer_step(side.optimizer, &step);
                 }
                 ASSERT_OK(status);
-                const int64_t news = test::NewWatch::calls;
+                const int64_t news = test::NewCounter::calls;
                 if (call == 0) {
                     EXPECT_GT(news, 0) << "they are seen";
                 } else {
@@ -56,7 +56,7 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
         }
         end_test();
     }
-    test::NewWatch::passed_over = nullptr;
+    test::NewCounter::is_ignored = nullptr;
 }
 
 class CudaWarmCalls : public testing::TestWithParam<size_t> {
@@ -64,10 +64,10 @@ protected:
     void SetUp() override {
         begin_test();
         allow_many_blocks();
-        test::NewWatch::passed_over = fakert::works;
+        test::NewCounter::is_ignored = fakert::works;
     }
     void TearDown() override {
-        test::NewWatch::passed_over = nullptr;
+        test::NewCounter::is_ignored = nullptr;
         end_test();
     }
 };
@@ -75,18 +75,20 @@ INSTANTIATE_TEST_SUITE_P(Tensors, CudaWarmCalls, testing::Values(1, 31, 32, 2000
                          [](const auto &info) { return std::to_string(info.param); });
 
 TEST_P(CudaWarmCalls, AllocateNothingOnTheHostWithoutOtherRanks) {
-    test::expect_no_news_in_warm_calls(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(), GetParam() > 100 ? 2 : 5);
+    test::expect_no_allocations_in_warm_calls(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(),
+                                              GetParam() > 100 ? 2 : 5);
 }
 TEST_P(CudaWarmCalls, AllocateNothingOnTheHostInStepsThatAverageGradients) {
-    test::expect_no_news_in_averaging_steps(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(), GetParam() > 100 ? 3 : 8);
+    test::expect_no_allocations_in_averaging_steps(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(),
+                                                   GetParam() > 100 ? 3 : 8);
 }
 
 TEST(CudaFirstStep, HasSentNothingWhenAnAllocationFails) {
     begin_test();
-    test::NewWatch::passed_over = fakert::works;
+    test::NewCounter::is_ignored = fakert::works;
     test::expect_first_step_repeatable(DSOPT_BACKEND_CUDA, memory_of(true), DSOPT_ALGORITHM_ONEBIT_ADAM,
                                        DSOPT_OPTIMIZER_AVERAGES);
-    test::NewWatch::passed_over = nullptr;
+    test::NewCounter::is_ignored = nullptr;
     end_test();
 }
 

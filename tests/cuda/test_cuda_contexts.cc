@@ -2,8 +2,8 @@
 // Contexts of the CUDA driver: all of the engine's memory, streams and events are in the primary context, whatever
 // context is current in the thread that calls or destroys. Only on the emulated device, which refuses their use in
 // other contexts.
-#include "idle.h"
-#include "side.h"
+#include "backend_optimizer.h"
+#include "noop_comm.h"
 #include <barrier>
 #include <filesystem>
 #include <memory>
@@ -75,12 +75,12 @@ std::string path_of(const char *name) {
 
 TEST_F(CudaContexts, ObjectsAreDestroyedWithoutAContextOnDevice0) {
     dsopt_context *context = nullptr;
-    std::unique_ptr<Side> side;
+    std::unique_ptr<BackendOptimizer> side;
     dsopt_comm *comm = nullptr;
     in_new_thread([&] {
         ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
         context = make_context(1);
-        side = std::make_unique<Side>(true, with_everything(context));
+        side = std::make_unique<BackendOptimizer>(true, with_everything(context));
         side->fill_gradients(0);
         ASSERT_OK(side->step());
         ASSERT_OK(dsopt_zero_grad(context, side->gradients.data(), int64_t(side->gradients.size()), DSOPT_ZERO_FILL,
@@ -119,10 +119,10 @@ TEST_F(CudaContexts, ObjectsAreDestroyedWithoutAContextOnDevice0) {
 
 TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
     const cudaStream_t stream = make_stream();
-    Side reference(true, with_everything(nullptr));
+    BackendOptimizer reference(true, with_everything(nullptr));
     reference.fill_gradients(0);
     for (int t = 0; t < 3; ++t) ASSERT_OK(step_on(reference, stream));
-    const auto expected = reference.everything();
+    const auto expected = reference.all_bytes();
     for (const bool created_there : {false, true}) { // the objects and the first step
         SCOPED_TRACE(created_there);
         dsopt_context *context = nullptr;
@@ -130,7 +130,7 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
         if (created_there) context = make_context(0);
         other.reset();
         if (!created_there) context = make_context(0);
-        std::unique_ptr<Side> side = std::make_unique<Side>(true, with_everything(context));
+        std::unique_ptr<BackendOptimizer> side = std::make_unique<BackendOptimizer>(true, with_everything(context));
         side->fill_gradients(0);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         for (int t = 0; t < 3; ++t) {
@@ -140,7 +140,7 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
             ASSERT_OK(dsopt_optimizer_report(side->optimizer, &report));
             other.reset();
         }
-        EXPECT_TRUE(same(side->everything(), expected));
+        EXPECT_TRUE(same(side->all_bytes(), expected));
         const std::string path = path_of("dsopt-contexts");
         dsopt_scaler *scaler = nullptr;
         other.emplace(0);
@@ -151,7 +151,7 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
         dsopt_scaler_destroy(scaler);
         other.reset();
         std::filesystem::remove(path);
-        EXPECT_TRUE(same(side->everything(), expected));
+        EXPECT_TRUE(same(side->all_bytes(), expected));
         other.emplace(0);
         dsopt_optimizer_destroy(std::exchange(side->optimizer, nullptr));
         dsopt_scaler_destroy(std::exchange(side->scaler, nullptr));
@@ -162,14 +162,14 @@ TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
 }
 
 /// Makes every kind of call that has a stream, and returns the results.
-std::vector<dsopt_status> calls_on(Side &side, dsopt_comm *comm, cudaStream_t stream) {
+std::vector<dsopt_status> calls_on(BackendOptimizer &side, dsopt_comm *comm, cudaStream_t stream) {
     const auto count = int64_t(side.gradients.size());
     dsopt_tensor *const grads = side.gradients.data();
     const dsopt_tensor *const scale = side.gradients.data(); // of one element
     dsopt_step step = side.arguments();
     step.stream = stream;
     size_t bytes = 0;
-    Side::good(dsopt_optimizer_workspace(side.optimizer, &bytes));
+    BackendOptimizer::good(dsopt_optimizer_workspace(side.optimizer, &bytes));
     const Bytes workspace(true, bytes, 0), result(true, sizeof(dsopt_norm_result), 0), word(true, 4, 0);
     std::vector<dsopt_tensor> params(side.gradients), state = side.state();
     for (size_t i = 0; i < params.size(); ++i) params[i].data = side.params[i].data();
@@ -186,7 +186,7 @@ std::vector<dsopt_status> calls_on(Side &side, dsopt_comm *comm, cudaStream_t st
     exchange.tensors = grads;
     exchange.count = count;
     int64_t worker = 0, server = 0;
-    Side::good(dsopt_compressed_sizes(comm, &exchange, &worker, &server, &exchange.workspace_bytes));
+    BackendOptimizer::good(dsopt_compressed_sizes(comm, &exchange, &worker, &server, &exchange.workspace_bytes));
     const Bytes worker_error(true, size_t(worker) * sizeof(float), 0),
         server_error(true, size_t(server) * sizeof(float), 0), messages(true, exchange.workspace_bytes, 0);
     exchange.worker_error = reinterpret_cast<float *>(worker_error.data());
@@ -219,13 +219,13 @@ TEST_F(CudaContexts, RefusesStreamsOfOtherContextsAndDevices) {
     Setting s;
     s.scaler = true;
     s.desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     ASSERT_OK(side.step());
-    const Idle idle(0);
-    const auto before = side.everything();
+    const NoOpComm noop(0);
+    const auto before = side.all_bytes();
     const auto expect_refused = [&](cudaStream_t stream, const char *words) {
-        for (const dsopt_status status : calls_on(side, idle.comm, stream)) EXPECT_EQ(status, DSOPT_ERR_DEVICE);
+        for (const dsopt_status status : calls_on(side, noop.comm, stream)) EXPECT_EQ(status, DSOPT_ERR_DEVICE);
         EXPECT_NE(std::string(dsopt_last_error()).find(words), std::string::npos) << dsopt_last_error();
     };
     const ForeignStream foreign;
@@ -236,18 +236,18 @@ TEST_F(CudaContexts, RefusesStreamsOfOtherContextsAndDevices) {
     ASSERT_OK(side.step()); // NULL is the default stream of the optimizer's device
     ASSERT_EQ(cudaStreamDestroy(distant), cudaSuccess);
     ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-    EXPECT_FALSE(same(side.everything(), before));
-    const auto after = side.everything();
+    EXPECT_FALSE(same(side.all_bytes(), before));
+    const auto after = side.all_bytes();
     {
         const fakert::Context other(0);
         EXPECT_EQ(side.step(), DSOPT_ERR_DEVICE);
         EXPECT_NE(std::string(dsopt_last_error()).find("the default stream"), std::string::npos) << dsopt_last_error();
     }
-    EXPECT_TRUE(same(side.everything(), after));
+    EXPECT_TRUE(same(side.all_bytes(), after));
     DSOPT_NEW(dsopt_comm_info, info);
-    ASSERT_OK(dsopt_comm_query(idle.comm, &info));
+    ASSERT_OK(dsopt_comm_query(noop.comm, &info));
     EXPECT_EQ(info.status, DSOPT_OK);
-    for (const dsopt_status status : calls_on(side, idle.comm, nullptr)) EXPECT_EQ(status, DSOPT_OK);
+    for (const dsopt_status status : calls_on(side, noop.comm, nullptr)) EXPECT_EQ(status, DSOPT_OK);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
@@ -256,7 +256,7 @@ TEST_F(CudaContexts, TakesStreamsOfGreenContextsWhereTheDriverTellsThemApart) {
         fakert::Config config = fakert::config_from_environment();
         config.driver = driver;
         fakert::reset(config);
-        Side side(true, {});
+        BackendOptimizer side(true, {});
         side.fill_gradients(0);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         const cudaStream_t green = fakert::green_stream();
@@ -272,7 +272,7 @@ TEST_F(CudaContexts, RefusedStreamOfOneRankIsAMismatchForTheOthers) {
         Setting s;
         s.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
         s.desc.flags = DSOPT_OPTIMIZER_CHECK_RANKS;
-        Side side(true, s, &group, rank);
+        BackendOptimizer side(true, s, &group, rank);
         side.fill_gradients(0);
         EXPECT_EQ(step_on(side, rank == 1 ? foreign.get() : nullptr), rank == 1 ? DSOPT_ERR_DEVICE : DSOPT_ERR_MISMATCH)
             << dsopt_last_error();

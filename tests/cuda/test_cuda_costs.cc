@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests that only the emulated device allows: the cost of a step in launches, waits, copies and memory, and that the
 // engine survives a failure of every runtime call.
-#include "idle.h"
-#include "side.h"
+#include "backend_optimizer.h"
+#include "noop_comm.h"
 #include <algorithm>
 #include <barrier>
 #include <unistd.h>
@@ -11,7 +11,7 @@ using namespace cuda_test;
 
 namespace {
 
-std::vector<std::string> launches(Side &side) {
+std::vector<std::string> launches(BackendOptimizer &side) {
     fakert::mark();
     EXPECT_EQ(side.step(), DSOPT_OK) << dsopt_last_error();
     return fakert::launched_kernels();
@@ -22,7 +22,7 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
     Setting s;
     s.sizes.assign(3000, 5);
     s.desc.max_norm = 1;
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     for (int t = 0; t < 3; ++t) {
@@ -46,13 +46,13 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClipping) {
         Setting s;
         s.sizes.assign(count, 3);
         {
-            Side adam(true, s);
+            BackendOptimizer adam(true, s);
             ASSERT_OK(adam.step());
             EXPECT_EQ(launches(adam), with_counts({"update"}));
         }
         s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.desc.max_norm = 1;
-        Side lamb(true, s);
+        BackendOptimizer lamb(true, s);
         lamb.fill_gradients(1);
         ASSERT_OK(lamb.step());
         EXPECT_EQ(launches(lamb), with_counts({"inspect", "update", "update_weights"}));
@@ -76,7 +76,7 @@ TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
             s.param_flags = sharded ? DSOPT_PARAM_MODEL_PARALLEL : 0;
             s.model = &group;
             s.model_rank = rank;
-            Side side(true, s);
+            BackendOptimizer side(true, s);
             side.fill_gradients(1);
             ASSERT_OK(side.step());
             together.arrive_and_wait();
@@ -97,7 +97,7 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(2000, 4);
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     std::swap(side.gradients[0].data, side.gradients[1].data);
@@ -132,7 +132,7 @@ TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
         sync{"decide", "begin_onebit", "feed", "apply_mean", "update", "end_onebit"};
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
-        Side side(true, onebit(algorithm, 300));
+        BackendOptimizer side(true, onebit(algorithm, 300));
         side.fill_gradients(0);
         for (int t = 0; t < 4; ++t) ASSERT_OK(side.step());
         for (int t = 0; t < 4; ++t) {
@@ -157,7 +157,7 @@ TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
             const Ranks group(2);
             std::barrier together(2);
             group.run([&](int rank) {
-                Side side(true, onebit(algorithm, many ? 600 : 1), &group, rank);
+                BackendOptimizer side(true, onebit(algorithm, many ? 600 : 1), &group, rank);
                 side.fill_gradients(rank);
                 for (int t = 0; t < 3; ++t) ASSERT_OK(side.step());
                 together.arrive_and_wait();
@@ -177,12 +177,12 @@ TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
 TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) {
     allow_many_blocks();
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
-        const Idle idle(flags);
+        const NoOpComm noop(flags);
         Setting s;
         s.desc.max_norm = 1;
-        s.desc.data = s.desc.model = idle.comm;
-        s.context = idle.context;
-        Side side(true, s);
+        s.desc.data = s.desc.model = noop.comm;
+        s.context = noop.context;
+        BackendOptimizer side(true, s);
         side.fill_gradients(0);
         ASSERT_OK(side.step());
         EXPECT_EQ(launches(side), (std::vector<std::string>{"inspect", "decide", "update"}));
@@ -211,7 +211,7 @@ TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
     Setting s;
     s.sizes = {3, 1500000, 2000001}; // pieces of 4 MiB and tails
     const std::string path = testing::TempDir() + "/dsopt-cuda-costs-" + std::to_string(getpid()) + ".safetensors";
-    Side device(true, s);
+    BackendOptimizer device(true, s);
     ASSERT_OK(device.step());
     fakert::mark();
     ASSERT_OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));

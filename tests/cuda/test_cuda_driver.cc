@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The driver of a step on both backends: what ranks send, also in skipped steps, and the state after a failed exchange.
-#include "side.h"
+#include "backend_optimizer.h"
 #include <algorithm>
 #include <memory>
 #include <tuple>
@@ -33,7 +33,7 @@ Setting setting_of(int32_t algorithm, int32_t compat) {
 using Counts = std::tuple<int64_t, int64_t, int64_t>;
 Counts counts_of(const dsopt_comm *comm) {
     DSOPT_NEW(dsopt_comm_info, info);
-    Side::good(dsopt_comm_query(comm, &info));
+    BackendOptimizer::good(dsopt_comm_query(comm, &info));
     return {info.calls, info.bytes_sent, info.bytes_received};
 }
 
@@ -49,7 +49,7 @@ protected:
                 own.model = &ranks;
                 own.model_rank = rank;
             }
-            Side side(device, own, model ? nullptr : &ranks, rank);
+            BackendOptimizer side(device, own, model ? nullptr : &ranks, rank);
             for (int t = 0; t < 12; ++t) {
                 const bool skipped = t % 3 == 1;
                 side.fill_gradients(t, skipped && rank == 1 ? 1 : -1);
@@ -117,18 +117,19 @@ public:
         table.all_gather = Failing::rows;
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
-        Side::good(dsopt_context_create(&where, &context_));
+        BackendOptimizer::good(dsopt_context_create(&where, &context_));
         DSOPT_NEW(dsopt_comm_desc, desc);
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
-        Side::good(dsopt_comm_create(context_, &desc, &comm));
+        BackendOptimizer::good(dsopt_comm_create(context_, &desc, &comm));
         s.context = context_;
         s.desc.data = comm;
         s.change = [](dsopt_group &g, int index) {
-            Side::good(dsopt_group_init(&g, sizeof g, index == 0 ? g.algorithm : int32_t(DSOPT_ALGORITHM_ADAMW)));
+            BackendOptimizer::good(
+                dsopt_group_init(&g, sizeof g, index == 0 ? g.algorithm : int32_t(DSOPT_ALGORITHM_ADAMW)));
             if (index == 0) g.freeze_step = kFreeze;
         };
-        side = std::make_unique<Side>(device, s);
+        side = std::make_unique<BackendOptimizer>(device, s);
     }
     ~FailingSide() {
         side.reset();
@@ -139,20 +140,20 @@ public:
     std::vector<std::vector<char>> state() const {
         std::vector<std::vector<char>> all;
         int64_t count = 0;
-        Side::good(dsopt_optimizer_state_count(side->optimizer, &count));
+        BackendOptimizer::good(dsopt_optimizer_state_count(side->optimizer, &count));
         for (int64_t i = 0; i < count; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            Side::good(dsopt_optimizer_state(side->optimizer, i, &info));
+            BackendOptimizer::good(dsopt_optimizer_state(side->optimizer, i, &info));
             if (info.param < 0 && (info.flags & DSOPT_STATE_RANK_LOCAL)) continue;
             all.emplace_back(size_t(info.tensor.numel) * 4);
-            Side::good(dsopt_optimizer_export(side->optimizer, i, all.back().data(), all.back().size()));
+            BackendOptimizer::good(dsopt_optimizer_export(side->optimizer, i, all.back().data(), all.back().size()));
         }
         for (const Bytes &bytes : side->params) all.push_back(bytes.get());
         return all;
     }
     Failing failing;
     dsopt_comm *comm = nullptr;
-    std::unique_ptr<Side> side;
+    std::unique_ptr<BackendOptimizer> side;
 
 private:
     dsopt_context *context_ = nullptr;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The functional form on the device: what of it can be captured in a graph, and steps on memory of the caller.
-#include "side.h"
+#include "backend_optimizer.h"
 
 using namespace cuda_test;
 
 namespace {
 
 /// An optimizer with everything that dsopt_optimizer_apply reads and writes. State is aligned only to its elements.
-class Pure : public Side {
+class Pure : public BackendOptimizer {
 public:
     Pure(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0) :
-        Side(device, setting, ranks, rank) {
-        for (const dsopt_tensor &tensor : Side::state()) {
+        BackendOptimizer(device, setting, ranks, rank) {
+        for (const dsopt_tensor &tensor : BackendOptimizer::state()) {
             const size_t size = size_of(tensor.dtype);
             lists_.emplace_back(device, size_t(tensor.numel) * size, size);
             lists_.back().set(std::vector<char>(size_t(tensor.numel) * size, char(0xee)));
@@ -123,8 +123,8 @@ TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
         where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
         dsopt_context *context = nullptr;
         dsopt_optimizer *optimizer = nullptr;
-        Side::good(dsopt_context_create(&where, &context));
-        Side::good(dsopt_optimizer_create(context, nullptr, &optimizer));
+        BackendOptimizer::good(dsopt_context_create(&where, &context));
+        BackendOptimizer::good(dsopt_optimizer_create(context, nullptr, &optimizer));
         std::vector<float> values(count);
         for (int64_t i = 0; i < count; ++i) values[size_t(i)] = std::sin(float(i));
         const Bytes weights(device, count * sizeof(float), 0), grads(device, count * sizeof(float), 0);
@@ -139,24 +139,24 @@ TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
             params[i].tensor = param_list.back();
         }
         dsopt_group group;
-        Side::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
-        Side::good(dsopt_optimizer_add_group(optimizer, &group, params.data(), count));
+        BackendOptimizer::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        BackendOptimizer::good(dsopt_optimizer_add_group(optimizer, &group, params.data(), count));
         int64_t states = 0;
-        Side::good(dsopt_optimizer_state_count(optimizer, &states));
+        BackendOptimizer::good(dsopt_optimizer_state_count(optimizer, &states));
         size_t bytes = 0, workspace_bytes = 0;
         std::vector<size_t> offsets;
         for (int64_t i = 0; i < states; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            Side::good(dsopt_optimizer_state(optimizer, i, &info));
+            BackendOptimizer::good(dsopt_optimizer_state(optimizer, i, &info));
             state.push_back(info.tensor);
             offsets.push_back(bytes);
             bytes += (size_t(info.tensor.numel) * size_of(info.tensor.dtype) + 7) / 8 * 8;
         }
-        Side::good(dsopt_optimizer_workspace(optimizer, &workspace_bytes));
+        BackendOptimizer::good(dsopt_optimizer_workspace(optimizer, &workspace_bytes));
         const Bytes memory(device, bytes, 0), workspace(device, workspace_bytes, 0);
         for (size_t i = 0; i < state.size(); ++i) state[i].data = memory.data() + offsets[i];
-        Side::good(dsopt_optimizer_init_state(optimizer, param_list.data(), int64_t(param_list.size()), state.data(),
-                                              states, nullptr));
+        BackendOptimizer::good(dsopt_optimizer_init_state(optimizer, param_list.data(), int64_t(param_list.size()),
+                                                          state.data(), states, nullptr));
         DSOPT_NEW(dsopt_step, step);
         step.params = param_list.data();
         step.grads = grad_list.data();
@@ -201,7 +201,7 @@ TEST_F(CudaFunctional, StepsWithStateOfTheCallerAfterTheEngineMadeItsOwn) {
         ASSERT_TRUE(same(host.raw(), device.raw())) << t;
         // The engine's own state starts with a step on zero gradients, in the workspace of the steps.
         if (t == 0)
-            for (Pure *side : {&host, &device}) (void)side->everything();
+            for (Pure *side : {&host, &device}) (void)side->all_bytes();
     }
 }
 

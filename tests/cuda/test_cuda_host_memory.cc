@@ -2,8 +2,8 @@
 // Kernels read no host memory. On a GPU such an access is illegal, or slow with some drivers; on the emulated device,
 // which is this process, it would not be noticed. So the engine's allocations here have pages of their own and its
 // calls run on a separate stack, and both are inaccessible while kernels run.
-#include "idle.h"
-#include "side.h"
+#include "backend_optimizer.h"
+#include "noop_comm.h"
 #include <csignal>
 #include <mutex>
 #include <new>
@@ -104,7 +104,7 @@ protected:
     void SetUp() override { begin_test(); }
     void TearDown() override { end_test(); }
     static void steps(const Setting &setting, int count) {
-        Side side(true, setting);
+        BackendOptimizer side(true, setting);
         side.fill_gradients(0);
         for (int t = 0; t < count; ++t) {
             ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -132,13 +132,13 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfSteps) {
 }
 
 TEST_F(CudaHostMemory, IsNotReadByKernelsOfExchanges) {
-    const Idle idle(DSOPT_COMM_FLAG_ENQUEUE);
+    const NoOpComm noop(DSOPT_COMM_FLAG_ENQUEUE);
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Setting s;
         s.algorithm = algorithm;
-        s.context = idle.context;
-        s.desc.data = idle.comm;
+        s.context = noop.context;
+        s.desc.data = noop.comm;
         s.change = [](dsopt_group &group, int) {
             group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
             group.freeze_step = 2;
@@ -150,7 +150,7 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfExchanges) {
 }
 
 TEST_F(CudaHostMemory, IsNotReadByKernelsOfLists) {
-    Side side(true, Setting{});
+    BackendOptimizer side(true, Setting{});
     side.fill_gradients(0);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     in_engine([&] {

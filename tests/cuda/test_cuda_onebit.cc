@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The 1-bit family on the device: how the host knows the stage of a step.
-#include "side.h"
+#include "backend_optimizer.h"
 
 using namespace cuda_test;
 
@@ -38,8 +38,8 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
     for (const int32_t algorithm : kFamily) {
         SCOPED_TRACE(name_of(algorithm));
         Setting s = setting(algorithm);
-        Side device(true, s), host(false, s);
-        for (Side *side : {&device, &host}) {
+        BackendOptimizer device(true, s), host(false, s);
+        for (BackendOptimizer *side : {&device, &host}) {
             for (int t = 0; t < 6; ++t) {
                 side->fill_gradients(t);
                 ASSERT_OK(side->step());
@@ -53,7 +53,7 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
                 ASSERT_OK(side->step());
             }
         }
-        EXPECT_TRUE(same(host.everything(), device.everything()));
+        EXPECT_TRUE(same(host.all_bytes(), device.all_bytes()));
     }
 }
 
@@ -61,7 +61,7 @@ TEST_F(CudaOneBit, TellsTimesOfStepsWithoutOtherRanks) {
     for (const int32_t algorithm : kFamily) {
         Setting s = setting(algorithm);
         s.desc.flags = DSOPT_OPTIMIZER_TIMING;
-        Side side(true, s);
+        BackendOptimizer side(true, s);
         for (int t = 0; t < 9; ++t) {
             side.fill_gradients(t);
             ASSERT_OK(side.step());
@@ -78,8 +78,8 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
         for (const bool applies : {false, true}) {
             SCOPED_TRACE(std::string(name_of(algorithm)) + (applies ? ", apply" : ", step"));
             Setting s = setting(algorithm);
-            Side device(true, s), host(false, s);
-            for (Side *side : {&device, &host}) {
+            BackendOptimizer device(true, s), host(false, s);
+            for (BackendOptimizer *side : {&device, &host}) {
                 size_t bytes = 0;
                 ASSERT_OK(dsopt_optimizer_workspace(side->optimizer, &bytes));
                 const Bytes workspace(side == &device, bytes + 256, 0);
@@ -105,12 +105,12 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
                     }
                 }
             }
-            EXPECT_TRUE(same(host.everything(), device.everything()));
+            EXPECT_TRUE(same(host.all_bytes(), device.all_bytes()));
         }
 }
 
 TEST_F(CudaOneBit, RefusesToBeCaptured) {
-    Side side(true, setting(DSOPT_ALGORITHM_ONEBIT_ADAM));
+    BackendOptimizer side(true, setting(DSOPT_ALGORITHM_ONEBIT_ADAM));
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     cudaStream_t stream = nullptr;

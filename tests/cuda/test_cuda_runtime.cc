@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runtime calls of the CUDA device apart from work: primary contexts, captures of other threads, images, memory. Only
 // on the emulated device, which counts them.
+#include "backend_optimizer.h"
 #include "captures.h"
-#include "side.h"
 #include "support/fork.h"
 #include <algorithm>
 #include <memory>
@@ -15,9 +15,9 @@ TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(3000, 4); // enough for tables that are uploaded
-    Side side(true, s), reference(true, s);
-    for (Side *each : {&side, &reference}) each->fill_gradients(0);
-    const auto steps = [](Side &on) {
+    BackendOptimizer side(true, s), reference(true, s);
+    for (BackendOptimizer *each : {&side, &reference}) each->fill_gradients(0);
+    const auto steps = [](BackendOptimizer &on) {
         for (int t = 0; t < 3; ++t) {
             for (size_t i = 0; i + 1 < on.gradients.size(); i += 2)
                 std::swap(on.gradients[i].data, on.gradients[i + 1].data);
@@ -26,22 +26,22 @@ TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
         ASSERT_OK(
             dsopt_zero_grad(on.context, on.gradients.data(), int64_t(on.gradients.size()), DSOPT_ZERO_FILL, nullptr));
     };
-    beside_a_global_capture([&] { steps(side); });
+    during_global_capture([&] { steps(side); });
     steps(reference);
-    EXPECT_TRUE(same(side.everything(), reference.everything()));
+    EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
 TEST_F(Cuda, LeavesCapturesOfOtherThreadsAloneWhereTheHostWaitsForRanks) {
     const Ranks group(2);
-    std::unique_ptr<Side> sides[2];
+    std::unique_ptr<BackendOptimizer> sides[2];
     group.run([&](int rank) {
         Setting s;
         s.sizes = {5, 4100};
         s.desc.max_norm = 1;
-        sides[rank] = std::make_unique<Side>(true, s, &group, rank);
+        sides[rank] = std::make_unique<BackendOptimizer>(true, s, &group, rank);
         sides[rank]->fill_gradients(0);
     });
-    beside_a_global_capture([&] {
+    during_global_capture([&] {
         group.run([&](int rank) {
             for (int t = 0; t < 2; ++t) EXPECT_OK(sides[rank]->step());
         });
@@ -103,7 +103,7 @@ TEST_F(Cuda, LaunchesLaterKernelsOfACallEarlyWhereTheirCodeWaits) {
         Setting s;
         s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.desc.max_norm = 1;
-        Side side(true, s);
+        BackendOptimizer side(true, s);
         for (int t = 0; t < 2; ++t) {
             side.fill_gradients(t);
             ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -112,8 +112,8 @@ TEST_F(Cuda, LaunchesLaterKernelsOfACallEarlyWhereTheirCodeWaits) {
         }
         EXPECT_EQ(fakert::counters().kernel_launches, 3);
         EXPECT_EQ(fakert::counters().early_launches, c.early ? 2 : 0);
-        if (first.empty()) first = side.everything();
-        EXPECT_TRUE(same(side.everything(), first));
+        if (first.empty()) first = side.all_bytes();
+        EXPECT_TRUE(same(side.all_bytes(), first));
     }
 }
 
@@ -137,7 +137,7 @@ TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
                     g.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
                     g.freeze_step = 2;
                 };
-                Side side(true, s);
+                BackendOptimizer side(true, s);
                 side.fill_gradients(1);
                 for (int t = 0; t < 3; ++t) EXPECT_OK(side.step()); // the other rank waits at the barrier
                 EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -171,7 +171,7 @@ TEST_F(Cuda, RefusesADefaultStreamThatTheDriverRefusesDuringACapture) {
     config.fail_call = 0;
     config.fail_with = cudaErrorStreamCaptureImplicit;
     fakert::reset(config);
-    Side side(true, {});
+    BackendOptimizer side(true, {});
     EXPECT_EQ(side.step(), DSOPT_ERR_STATE);
     EXPECT_NE(std::string(dsopt_last_error()).find("cudaStreamNonBlocking"), std::string::npos) << dsopt_last_error();
     EXPECT_OK(side.step());
@@ -181,7 +181,7 @@ TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(400, 4);
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     fakert::mark();
     for (int64_t count = 2; count <= 400; ++count) {
         ASSERT_OK(dsopt_zero_grad(side.context, side.gradients.data(), count, DSOPT_ZERO_FILL, nullptr));
@@ -194,7 +194,7 @@ TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
 }
 
 TEST_F(Cuda, KeepsTheLastErrorOfTheCaller) {
-    Side side(true, {});
+    BackendOptimizer side(true, {});
     const auto zero = [&] {
         return dsopt_zero_grad(side.context, side.gradients.data(), int64_t(side.gradients.size()), DSOPT_ZERO_FILL,
                                nullptr);
@@ -207,7 +207,7 @@ TEST_F(Cuda, KeepsTheLastErrorOfTheCaller) {
 // dsopt_build_info queries the driver, which initializes it.
 TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
     ASSERT_NE(std::string(dsopt_build_info()).find("cuda"), std::string::npos);
-    EXPECT_TRUE(test::holds_in_child([](const auto &expect) {
+    EXPECT_TRUE(test::passes_in_child([](const auto &expect) {
         DSOPT_NEW(dsopt_context_desc, where);
         dsopt_context *context = nullptr;
         where.backend = DSOPT_BACKEND_CUDA;
@@ -223,9 +223,9 @@ TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
 TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {
     Setting s;
     s.shifted = true;
-    Side side(true, s), reference(true, s);
-    for (Side *each : {&side, &reference}) each->fill_gradients(1);
-    const auto work = [](Side &on, cudaStream_t stream) {
+    BackendOptimizer side(true, s), reference(true, s);
+    for (BackendOptimizer *each : {&side, &reference}) each->fill_gradients(1);
+    const auto work = [](BackendOptimizer &on, cudaStream_t stream) {
         const auto count = int64_t(on.gradients.size());
         std::vector<dsopt_tensor> weights = on.gradients;
         for (size_t i = 0; i < weights.size(); ++i) weights[i].data = on.params[i].data();
@@ -236,7 +236,7 @@ TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {
     const Captured captured([&](cudaStream_t stream) { work(side, stream); });
     captured.replay();
     work(reference, nullptr);
-    EXPECT_TRUE(same(side.everything(), reference.everything()));
+    EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     fakert::mark();
     for (int t = 0; t < 3; ++t) {
@@ -275,7 +275,7 @@ public:
             params[i].tensor = {memory + i * kCount, int64_t(kCount), DSOPT_DTYPE_F32, 0};
             grads.push_back({memory + (kTensors + i) * kCount, int64_t(kCount), DSOPT_DTYPE_F32, 0});
         }
-        Side::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        BackendOptimizer::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
         again([&] { return dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(kTensors)); });
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs every kernel once, on the shortest lists that occupy two blocks: for the thread sanitizer on the emulated
 // device, and for compute-sanitizer on a GPU, where a long suite would take hours.
-#include "side.h"
+#include "backend_optimizer.h"
 
 using namespace cuda_test;
 
@@ -18,13 +18,13 @@ protected:
         return s;
     }
     static void compare(const Setting &setting, int bad) {
-        Side host(false, setting), device(true, setting);
-        for (Side *side : {&host, &device})
+        BackendOptimizer host(false, setting), device(true, setting);
+        for (BackendOptimizer *side : {&host, &device})
             for (int t = 0; t < 2; ++t) {
                 side->fill_gradients(t, t == 0 ? bad : -1);
                 ASSERT_OK(side->step());
             }
-        EXPECT_TRUE(same(host.everything(), device.everything()));
+        EXPECT_TRUE(same(host.all_bytes(), device.all_bytes()));
     }
 };
 
@@ -65,12 +65,12 @@ TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
             results[device].resize(2);
             const Ranks group(2);
             group.run([&](int rank) {
-                Side side(device, s, &group, rank);
+                BackendOptimizer side(device, s, &group, rank);
                 for (int t = 0; t < row.steps; ++t) {
                     side.fill_gradients(t + 9 * rank);
                     ASSERT_OK(side.step());
                 }
-                results[device][size_t(rank)] = side.everything();
+                results[device][size_t(rank)] = side.all_bytes();
             });
         }
         for (size_t rank = 0; rank < 2; ++rank)
@@ -83,22 +83,22 @@ TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
         allow_many_blocks();
         Setting s;
         s.sizes.assign(count, 3);
-        Side host(false, s), device(true, s);
-        for (Side *side : {&host, &device}) {
+        BackendOptimizer host(false, s), device(true, s);
+        for (BackendOptimizer *side : {&host, &device}) {
             side->fill_gradients(1);
             ASSERT_OK(side->step());
             for (size_t i = 0; i + 1 < count; i += 2) std::swap(side->gradients[i].data, side->gradients[i + 1].data);
             ASSERT_OK(side->step());
         }
-        EXPECT_TRUE(same(host.everything(), device.everything())) << count << " tensors";
+        EXPECT_TRUE(same(host.all_bytes(), device.all_bytes())) << count << " tensors";
     }
 }
 
 TEST_F(CudaSmall, WorksOnListsLikeTheCpu) {
     const Setting s = small(DSOPT_ALGORITHM_ADAM);
-    Side host(false, s), device(true, s);
+    BackendOptimizer host(false, s), device(true, s);
     dsopt_norm_result results[2] = {};
-    for (Side *side : {&host, &device}) {
+    for (BackendOptimizer *side : {&host, &device}) {
         const bool on_device = side == &device;
         side->fill_gradients(1);
         const auto count = int64_t(side->gradients.size());

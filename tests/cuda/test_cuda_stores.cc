@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Coalescing of stores: neighboring lanes of a warp write neighboring words, so that every 32-byte sector is written
 // completely. Only the emulated device can show this.
-#include "idle.h"
-#include "side.h"
+#include "backend_optimizer.h"
+#include "noop_comm.h"
 #include <map>
 #include <set>
 #include <tuple>
@@ -69,7 +69,7 @@ TEST_F(Cuda, LanesOfStepsStoreNeighbouringWords) {
                 s.scaler = dtype == DSOPT_DTYPE_F16;
                 s.shifted = shifted;
                 s.step_flags = DSOPT_STEP_ZERO_GRADS;
-                Side side(true, s);
+                BackendOptimizer side(true, s);
                 side.fill_gradients(0);
                 ASSERT_OK(side.step());
                 ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -85,7 +85,7 @@ TEST_F(Cuda, LanesOfListsStoreNeighbouringWords) {
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
         Setting s = whole(DSOPT_ALGORITHM_ADAMW);
         s.param = s.grad = dtype;
-        Side side(true, s);
+        BackendOptimizer side(true, s);
         side.fill_gradients(0);
         std::vector<dsopt_tensor> weights = side.gradients;
         for (size_t i = 0; i < weights.size(); ++i) weights[i].data = side.params[i].data();
@@ -101,20 +101,20 @@ TEST_F(Cuda, LanesOfListsStoreNeighbouringWords) {
 }
 
 TEST_F(Cuda, LanesOfExchangesStoreNeighbouringWords) {
-    const Idle idle(DSOPT_COMM_FLAG_ENQUEUE);
+    const NoOpComm noop(DSOPT_COMM_FLAG_ENQUEUE);
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Setting s = whole(algorithm);
         s.sizes = {8192, 16384};
-        s.context = idle.context;
-        s.desc.data = idle.comm;
+        s.context = noop.context;
+        s.desc.data = noop.comm;
         s.change = [](dsopt_group &group, int) {
             group.flags = DSOPT_GROUP_NO_BIAS_CORRECTION;
             group.freeze_step = 1;
             if (group.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
                 group.local_interval_steps = group.max_local_interval = 2;
         };
-        Side side(true, s);
+        BackendOptimizer side(true, s);
         side.fill_gradients(0);
         for (int t = 0; t < 3; ++t) ASSERT_OK(side.step());
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);

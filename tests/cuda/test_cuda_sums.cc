@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of elements, leaves and tensors: the documented order, for numbers on either side of what one thread, a row of
 // lanes and a warp add up.
-#include "side.h"
+#include "backend_optimizer.h"
 #include "support/lanes.h"
 
 using namespace cuda_test;
@@ -87,12 +87,12 @@ TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
                 s.desc.max_norm = 0.5;
                 s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
                 s.change = [](dsopt_group &group, int index) { group.max_norm = index == 0 ? 0.25 : 0.125; };
-                Side host(false, s), device(true, s);
-                for (Side *side : {&host, &device}) {
+                BackendOptimizer host(false, s), device(true, s);
+                for (BackendOptimizer *side : {&host, &device}) {
                     side->fill_gradients(1);
                     good(side->step());
                 }
-                EXPECT_TRUE(same(host.everything(), device.everything())) << tensors << " tensors";
+                EXPECT_TRUE(same(host.all_bytes(), device.all_bytes())) << tensors << " tensors";
             }
 }
 
@@ -111,13 +111,13 @@ TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
             s.desc.max_norm = 0.5;
             s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
             s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
-            Side host(false, s), device(true, s);
+            BackendOptimizer host(false, s), device(true, s);
             for (int t = 0; t < 2; ++t) {
-                for (Side *side : {&host, &device}) {
+                for (BackendOptimizer *side : {&host, &device}) {
                     side->fill_gradients(t, t == 0 ? int(tensors) - 2 : -1);
                     good(side->step());
                 }
-                EXPECT_TRUE(same(host.everything(), device.everything())) << tensors << " tensors, step " << t;
+                EXPECT_TRUE(same(host.all_bytes(), device.all_bytes())) << tensors << " tensors, step " << t;
             }
         }
 }
@@ -140,12 +140,12 @@ TEST_F(CudaSums, OfScalesHaveTheBitsOfTheCpu) {
                 results[device].resize(2);
                 const Ranks group(2);
                 group.run([&](int rank) {
-                    Side side(device, s, &group, rank);
+                    BackendOptimizer side(device, s, &group, rank);
                     for (int t = 0; t < 3; ++t) {
                         side.fill_gradients(t + 9 * rank);
                         good(side.step());
                     }
-                    results[device][size_t(rank)] = side.everything();
+                    results[device][size_t(rank)] = side.all_bytes();
                 });
             }
             for (size_t rank = 0; rank < 2; ++rank) EXPECT_TRUE(same(results[0][rank], results[1][rank])) << algorithm;

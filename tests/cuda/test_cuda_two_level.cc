@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The full mean over nodes: one pass over the messages of all ranks of a node, and sums in rank order.
-#include "side.h"
+#include "backend_optimizer.h"
 #include <algorithm>
 #include <barrier>
 
@@ -28,16 +28,16 @@ std::vector<float> floats(const std::vector<char> &bytes) {
     if (!values.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
     return values;
 }
-std::vector<float> momentum(Side &side, int64_t param) {
+std::vector<float> momentum(BackendOptimizer &side, int64_t param) {
     std::vector<char> bytes;
     int64_t count = 0;
-    Side::good(dsopt_optimizer_state_count(side.optimizer, &count));
+    BackendOptimizer::good(dsopt_optimizer_state_count(side.optimizer, &count));
     for (int64_t i = 0; i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
-        Side::good(dsopt_optimizer_state(side.optimizer, i, &info));
+        BackendOptimizer::good(dsopt_optimizer_state(side.optimizer, i, &info));
         if (info.param != param || std::strcmp(info.name, "exp_avg") != 0) continue;
         bytes.resize(size_t(info.tensor.numel) * sizeof(float));
-        Side::good(dsopt_optimizer_export(side.optimizer, i, bytes.data(), bytes.size()));
+        BackendOptimizer::good(dsopt_optimizer_export(side.optimizer, i, bytes.data(), bytes.size()));
     }
     return floats(bytes);
 }
@@ -52,7 +52,7 @@ std::vector<std::string> train(bool device, int per_node) {
     std::barrier together(ranks);
     Ranks::run(ranks, [&](int rank) {
         const int d = rank / per_node, l = rank % per_node;
-        Side side(device, setting, &nodes.across[size_t(l)], d, &nodes.inside[size_t(d)], l);
+        BackendOptimizer side(device, setting, &nodes.across[size_t(l)], d, &nodes.inside[size_t(d)], l);
         for (int t = 0; t < 2; ++t) {
             side.fill_gradients(t + 20 * rank);
             if (t == 1)

@@ -2,9 +2,9 @@
 // Calls without a stream wait for the work of earlier calls, on all streams of those calls. They wait for nothing else
 // on the device, so that captures of other threads stay valid. These tests need the emulated device, which runs work
 // only when something waits for it, and refuses what CUDA refuses.
+#include "backend_optimizer.h"
 #include "captures.h"
-#include "idle.h"
-#include "side.h"
+#include "noop_comm.h"
 #include <memory>
 #include <unistd.h>
 
@@ -38,12 +38,12 @@ protected:
         s.sizes = {5, 4100};
         return s;
     }
-    static dsopt_report report_of(const Side &side) {
+    static dsopt_report report_of(const BackendOptimizer &side) {
         DSOPT_NEW(dsopt_report, report);
         EXPECT_OK(dsopt_optimizer_report(side.optimizer, &report));
         return report;
     }
-    static int64_t find(const Side &side, const char *name) {
+    static int64_t find(const BackendOptimizer &side, const char *name) {
         int64_t count = 0;
         EXPECT_OK(dsopt_optimizer_state_count(side.optimizer, &count));
         for (int64_t i = 0; i < count; ++i) {
@@ -54,12 +54,12 @@ protected:
         ADD_FAILURE() << "no state is called " << name;
         return 0;
     }
-    static dsopt_tensor tensor_of(const Side &side, const char *name) {
+    static dsopt_tensor tensor_of(const BackendOptimizer &side, const char *name) {
         DSOPT_NEW(dsopt_state_info, info);
         EXPECT_OK(dsopt_optimizer_state(side.optimizer, find(side, name), &info));
         return info.tensor;
     }
-    static std::vector<char> export_of(const Side &side, const char *name) {
+    static std::vector<char> export_of(const BackendOptimizer &side, const char *name) {
         const dsopt_tensor tensor = tensor_of(side, name);
         std::vector<char> bytes(size_t(tensor.numel) * size_of(tensor.dtype));
         EXPECT_OK(dsopt_optimizer_export(side.optimizer, find(side, name), bytes.data(), bytes.size()));
@@ -69,7 +69,7 @@ protected:
         return testing::TempDir() + "/dsopt-cuda-waits-" + std::to_string(getpid()) + ".safetensors";
     }
     /// Makes steps, and every call without a stream that any optimizer has.
-    static void call_everything(Side &side) {
+    static void call_everything(BackendOptimizer &side) {
         for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
         (void)report_of(side);
         int32_t reduction = 0;
@@ -102,13 +102,13 @@ TEST_F(CudaWaits, CallsWithoutAStreamLeaveCapturesOfOtherThreads) {
         adagrad.sizes = {5, 4100};
         adagrad.algorithm = DSOPT_ALGORITHM_ADAGRAD;
         adagrad.change = [](dsopt_group &group, int) {
-            Side::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAGRAD));
+            BackendOptimizer::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAGRAD));
             group.initial_accumulator_value = 0.1;
         };
         for (const Setting &setting : {mixed_precision(), adagrad}) {
-            Side side(true, setting);
+            BackendOptimizer side(true, setting);
             side.fill_gradients(0);
-            beside_a_capture(mode, cudaStreamNonBlocking, [&] { call_everything(side); });
+            during_capture(mode, cudaStreamNonBlocking, [&] { call_everything(side); });
         }
     }
 }
@@ -117,28 +117,28 @@ TEST_F(CudaWaits, OneBitCallsLeaveCapturesOfOtherThreads) {
     for (const cudaStreamCaptureMode mode : kModes)
         for (const bool compat : {false, true}) {
             SCOPED_TRACE(mode);
-            const Idle idle(0);
+            const NoOpComm noop(0);
             Setting s;
             s.sizes = {5, 4100};
             s.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
             s.desc.compat = compat ? DSOPT_COMPAT_DEEPSPEED : DSOPT_COMPAT_NONE;
             s.desc.flags = compat ? 0 : DSOPT_OPTIMIZER_MOMENTUM_BITS;
-            s.desc.data = idle.comm;
-            s.context = idle.context;
+            s.desc.data = noop.comm;
+            s.context = noop.context;
             s.change = [](dsopt_group &group, int) {
                 group.flags = 0;
                 group.freeze_step = 1;
             };
-            Side side(true, s);
+            BackendOptimizer side(true, s);
             side.fill_gradients(0);
-            beside_a_capture(mode, cudaStreamNonBlocking, [&] { call_everything(side); });
+            during_capture(mode, cudaStreamNonBlocking, [&] { call_everything(side); });
         }
 }
 
 TEST_F(CudaWaits, ScalersAreCreatedBesideCapturesOfOtherThreads) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     for (const cudaStreamCaptureMode mode : kModes)
-        beside_a_capture(mode, cudaStreamNonBlocking, [&] {
+        during_capture(mode, cudaStreamNonBlocking, [&] {
             dsopt_scaler *scaler = nullptr;
             ASSERT_OK(dsopt_scaler_create(side.context, nullptr, &scaler));
             dsopt_scaler_destroy(scaler);
@@ -147,16 +147,16 @@ TEST_F(CudaWaits, ScalersAreCreatedBesideCapturesOfOtherThreads) {
 
 TEST_F(CudaWaits, SkipBudgetOfSeveralRanksLeavesCapturesOfOtherThreads) {
     for (const cudaStreamCaptureMode mode : kModes) {
-        const Idle idle(0);
+        const NoOpComm noop(0);
         Setting s;
         s.sizes = {5, 4100};
         s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
         s.desc.skip_budget = 2;
-        s.desc.data = s.desc.model = idle.comm;
-        s.context = idle.context;
-        Side side(true, s);
+        s.desc.data = s.desc.model = noop.comm;
+        s.context = noop.context;
+        BackendOptimizer side(true, s);
         side.fill_gradients(0, 1);
-        beside_a_capture(mode, cudaStreamNonBlocking, [&] {
+        during_capture(mode, cudaStreamNonBlocking, [&] {
             for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
             ASSERT_EQ(side.step(), DSOPT_ERR_SKIPS) << "the step has not waited for the two before it";
         });
@@ -166,19 +166,19 @@ TEST_F(CudaWaits, SkipBudgetOfSeveralRanksLeavesCapturesOfOtherThreads) {
 TEST_F(CudaWaits, AddedParametersLeaveCapturesOfOtherThreads) {
     Setting s;
     s.sizes = {5, 4100};
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     dsopt_param param{};
     param.tensor = {side.grads[0].data(), 5, DSOPT_DTYPE_F32, 0};
-    beside_a_capture(cudaStreamCaptureModeThreadLocal, cudaStreamNonBlocking, [&] {
+    during_capture(cudaStreamCaptureModeThreadLocal, cudaStreamNonBlocking, [&] {
         ASSERT_OK(dsopt_optimizer_add_params(side.optimizer, &param, 1));
         EXPECT_EQ(export_of(side, "step").size(), 3 * sizeof(int32_t));
     });
 }
 
 TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
-    const Idle idle(0);
+    const NoOpComm noop(0);
     const Bytes tensor(true, 4000, 0);
     const dsopt_tensor list{tensor.data(), 1000, DSOPT_DTYPE_F32, 0};
     DSOPT_NEW(dsopt_compressed, args);
@@ -186,7 +186,7 @@ TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
     args.count = 1;
     int64_t worker = 0, server = 0;
     size_t workspace = 0;
-    ASSERT_OK(dsopt_compressed_sizes(idle.comm, &args, &worker, &server, &workspace));
+    ASSERT_OK(dsopt_compressed_sizes(noop.comm, &args, &worker, &server, &workspace));
     const Bytes of_worker(true, size_t(worker) * 4, 0), of_server(true, size_t(server) * 4, 0),
         memory(true, workspace, 0);
     for (const Bytes *bytes : {&tensor, &of_worker, &of_server}) bytes->set(std::vector<char>(bytes->get().size()));
@@ -196,22 +196,22 @@ TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
     args.workspace = memory.data();
     args.workspace_bytes = workspace;
     args.stream = stream;
-    std::vector<float> owed(size_t(worker), 7.0f);
-    beside_a_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, [&] {
-        ASSERT_OK(dsopt_compressed_allreduce(idle.comm, &args));
-        ASSERT_OK(dsopt_compressed_errors(idle.comm, &args, owed.data(), nullptr));
+    std::vector<float> residuals(size_t(worker), 7.0f);
+    during_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, [&] {
+        ASSERT_OK(dsopt_compressed_allreduce(noop.comm, &args));
+        ASSERT_OK(dsopt_compressed_errors(noop.comm, &args, residuals.data(), nullptr));
     });
-    EXPECT_EQ(owed[0], 0);
+    EXPECT_EQ(residuals[0], 0);
 }
 
 // CUDA forbids any use of the default stream during such a capture.
 TEST_F(CudaWaits, CapturesOfBlockingStreamsAreNotInvalidated) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0);
     const OwnStream stream;
     ASSERT_OK(step_on(side, stream));
     for (const cudaStreamCaptureMode mode : kModes) {
-        beside_a_capture(mode, cudaStreamDefault, [&] {
+        during_capture(mode, cudaStreamDefault, [&] {
             ASSERT_OK(step_on(side, stream));
             (void)report_of(side);
             DSOPT_NEW(dsopt_scaler_info, info);
@@ -229,7 +229,7 @@ TEST_F(CudaWaits, CapturesOfBlockingStreamsAreNotInvalidated) {
 }
 
 TEST_F(CudaWaits, ReportIncludesReplaysOnAnyStream) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0, 1);
     ASSERT_OK(side.step());
     ASSERT_EQ(report_of(side).skipped, 1);
@@ -249,7 +249,7 @@ TEST_F(CudaWaits, ReportIncludesReplaysOnAnyStream) {
 TEST_F(CudaWaits, SaveAndExportIncludeReplaysOnAnyStream) {
     Setting s;
     s.sizes = {5, 4100};
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     const Captured captured([&](cudaStream_t stream) { EXPECT_OK(step_on(side, stream)); });
@@ -267,7 +267,7 @@ TEST_F(CudaWaits, SaveAndExportIncludeReplaysOnAnyStream) {
 }
 
 TEST_F(CudaWaits, IncludeStepsOnEveryStream) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0, 1);
     const OwnStream a, b;
     cudaEvent_t event = nullptr;
@@ -295,16 +295,16 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
         s.desc.scaler = scaler;
         s.context = context;
         constexpr int kMany = 20; // more streams than events
-        std::vector<std::unique_ptr<Side>> sides;
+        std::vector<std::unique_ptr<BackendOptimizer>> sides;
         std::vector<std::unique_ptr<OwnStream>> streams;
         for (int k = 0; k < kMany; ++k) {
-            sides.push_back(std::make_unique<Side>(true, s));
+            sides.push_back(std::make_unique<BackendOptimizer>(true, s));
             streams.push_back(std::make_unique<OwnStream>());
             sides.back()->fill_gradients(0);
             ASSERT_OK(step_on(*sides.back(), *streams.back()));
         }
         constexpr size_t kRecorded = 9; // index of the word of "scaler" that records an overflow
-        const auto recorded = [&](const Side &side) {
+        const auto recorded = [&](const BackendOptimizer &side) {
             int32_t words[12];
             std::memcpy(words, export_of(side, "scaler").data(), sizeof words);
             return words[kRecorded];
@@ -335,7 +335,7 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
 TEST_F(CudaWaits, IncludeApplyOnMemoryOfTheOptimizer) {
     Setting s;
     s.sizes = {5, 4100};
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     const std::vector<char> before = export_of(side, "step");
@@ -367,7 +367,7 @@ TEST_F(CudaWaits, IncludeAStepWhoseEventWasNotRecorded) {
             config.fail_call = record;
         }
         fakert::reset(config);
-        Side side(true, mixed_precision());
+        BackendOptimizer side(true, mixed_precision());
         side.fill_gradients(0, 1);
         const OwnStream stream;
         ASSERT_OK(step_on(side, stream));
@@ -382,7 +382,7 @@ TEST_F(CudaWaits, IncludeAStepWhoseEventWasNotRecorded) {
 TEST_F(CudaWaits, IncludeTheDefaultStreamWhereTensorsAreRead) {
     Setting s;
     s.sizes = {5};
-    Side side(true, s);
+    BackendOptimizer side(true, s);
     side.fill_gradients(0);
     const OwnStream stream;
     ASSERT_OK(step_on(side, stream));
@@ -393,7 +393,7 @@ TEST_F(CudaWaits, IncludeTheDefaultStreamWhereTensorsAreRead) {
 }
 
 TEST_F(CudaWaits, ScalerSetIsInOrderWithItsStream) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     const Bytes copy(true, sizeof(float), 0);
     const OwnStream stream;
     for (int t = 0; t < 10; ++t) // a query of the stream runs one of these
@@ -412,7 +412,7 @@ TEST_F(CudaWaits, ScalerSetIsInOrderWithItsStream) {
 }
 
 TEST_F(CudaWaits, ResetOfCountersCannotBeCaptured) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     const Captured captured([&](cudaStream_t stream) {
@@ -422,7 +422,7 @@ TEST_F(CudaWaits, ResetOfCountersCannotBeCaptured) {
 }
 
 TEST_F(CudaWaits, CostOneEventPerCallAndNoneInACapture) {
-    Side side(true, mixed_precision());
+    BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     const auto events = [](const auto &body) {
@@ -452,7 +452,7 @@ TEST_F(CudaWaits, ReportLogsSkippedStepsAndStepsDoNotWaitForThat) {
     lines.clear();
     Setting setting = mixed_precision();
     setting.context = context.get();
-    Side side(true, setting); // the scale begins at 8 and grows after two good steps
+    BackendOptimizer side(true, setting); // the scale begins at 8 and grows after two good steps
     const OwnStream stream;
     side.fill_gradients(0, 1);
     ASSERT_OK(step_on(side, stream));

@@ -20,7 +20,7 @@ void finish_barrier(Worker &w, Thread &self) {
     w.yes = 0;
     w.at_barrier = 0;
     ++w.round;
-    if (w.places) w.grid->places->fences.barrier();
+    if (w.sync_points) w.grid->sync_points->fences.barrier();
 }
 
 uint64_t combine(Op op, const Thread *lanes, uint32_t need) {
@@ -96,7 +96,7 @@ int block_barrier(bool predicate, Vote vote) {
     }
     require_wait(w, self, "__syncthreads()");
     const unsigned round = w.round & 1;
-    if (w.places) sanitizer::release(&w.places->barrier[round]);
+    if (w.sync_points) sanitizer::release(&w.sync_points->barrier[round]);
     w.yes += predicate;
     if (++w.at_barrier == w.count) {
         finish_barrier(w, self);
@@ -104,7 +104,7 @@ int block_barrier(bool predicate, Vote vote) {
         self.state = State::at_barrier;
         wait(w, self);
     }
-    if (w.places) sanitizer::acquire(&w.places->barrier[round]);
+    if (w.sync_points) sanitizer::acquire(&w.sync_points->barrier[round]);
     const unsigned yes = w.votes[round];
     return vote == Vote::count ? int(yes) : vote == Vote::all ? yes == w.count : vote == Vote::any ? yes != 0 : 0;
 }
@@ -128,13 +128,13 @@ uint64_t warp_op(Op op, uint32_t mask, uint64_t in, int argument, int width) {
     self.argument = argument;
     self.width = width;
     w.warps[number].waiting |= 1u << lane;
-    if (op == Op::syncwarp && w.places) sanitizer::release(&w.places->warp[number]);
+    if (op == Op::syncwarp && w.sync_points) sanitizer::release(&w.sync_points->warp[number]);
     if (!complete(w, number, mask, &self)) {
         if (w.aborted) abandon(w);
         self.state = State::at_warp;
         wait(w, self);
     }
-    if (op == Op::syncwarp && w.places) sanitizer::acquire(&w.places->warp[number]);
+    if (op == Op::syncwarp && w.sync_points) sanitizer::acquire(&w.sync_points->warp[number]);
     return self.out;
 }
 

@@ -115,7 +115,7 @@ void abandon(Worker &w) {
 
 void wait(Worker &w, Thread &self) {
     // the block may be abandoned, and then this thread never resumes
-    if (w.places) sanitizer::release(&w.grid->places->end);
+    if (w.sync_points) sanitizer::release(&w.grid->sync_points->end);
     switch_fiber(*self.fiber, w.scheduler);
 }
 
@@ -137,7 +137,7 @@ void returned(Worker &w, Thread &self) {
         fail(w, "returned without having waited for the kernel before, though its own may begin early");
     self.state = State::done;
     ++w.done;
-    if (w.places) sanitizer::release(&w.grid->places->end);
+    if (w.sync_points) sanitizer::release(&w.grid->sync_points->end);
     const unsigned number = self.number / kLanes;
     Warp &warp = w.warps[number];
     warp.exited |= 1u << self.number % kLanes;
@@ -254,7 +254,7 @@ void begin_block(Worker &w, uint64_t block) {
     const dim3 size = w.grid->launch.grid;
     w.block = {unsigned(block % size.x), unsigned(block / size.x % size.y), unsigned(block / size.x / size.y)};
     for (unsigned i = 0; i < w.count; ++i) {
-        w.threads[i].state = State::fresh;
+        w.threads[i].state = State::not_started;
         w.threads[i].waited = false;
     }
     for (Warp &warp : w.warps) warp.exited = warp.waiting = 0;
@@ -269,8 +269,8 @@ void begin_block(Worker &w, uint64_t block) {
     w.aborted = false;
     prepare_dynamic_shared(w, w.grid->launch.shared);
     if (sanitizer::tsan()) {
-        w.places = new BlockPlaces{};
-        w.grid->places->fences.begin_block(w.count);
+        w.sync_points = new BlockSyncPoints{};
+        w.grid->sync_points->fences.begin_block(w.count);
     }
 }
 
@@ -310,7 +310,7 @@ void end_block(Worker &w) {
         for (Fiber *fiber : w.all) forget_frames(*fiber);
     }
     drop_fibers(w);
-    delete std::exchange(w.places, nullptr);
+    delete std::exchange(w.sync_points, nullptr);
 }
 
 /// Returns a worker for blocks of the grid on this OS thread.
@@ -393,7 +393,7 @@ Grid make_grid(const Launch &launch, void (*body)(const void *), const void *arg
         stride = (seed * 2654435761u) % count | 1;
         while (std::gcd(stride, count) != 1) stride += 2;
     }
-    return {launch, body, argument, count, stride, sanitizer::tsan() ? std::make_unique<GridPlaces>() : nullptr};
+    return {launch, body, argument, count, stride, sanitizer::tsan() ? std::make_unique<GridSyncPoints>() : nullptr};
 }
 
 /// Locks the process under the address sanitizer: shared memory belongs to the process, so only one block may run.
@@ -405,13 +405,13 @@ std::unique_lock<std::mutex> one_grid() {
 
 bool end_grid(Grid &grid, bool &triggered) {
     if (sanitizer::tsan()) {
-        sanitizer::acquire(&grid.places->end);
+        sanitizer::acquire(&grid.sync_points->end);
         sanitizer::Quiet quiet;
         {
             const std::lock_guard<Spin> hold(g_lock);
             destroy_ended();
         }
-        grid.places.reset();
+        grid.sync_points.reset();
     }
     triggered = grid.triggered;
     return !grid.failed;
@@ -492,7 +492,7 @@ struct EarlyGrid::State {
         grid.holds = false;
         enter(Phase::holds);
         const bool given_up = leave(Phase::holds) == Phase::given_up;
-        if (sanitizer::tsan()) sanitizer::acquire(&grid.places->dependency); // for blocks that have not begun
+        if (sanitizer::tsan()) sanitizer::acquire(&grid.sync_points->dependency); // for blocks that have not begun
         go_on(given_up);
     }
 };
@@ -512,7 +512,7 @@ EarlyGrid::~EarlyGrid() {
     delete state_;
 }
 bool EarlyGrid::finish(bool &triggered) {
-    if (sanitizer::tsan()) sanitizer::release(&state_->grid.places->dependency);
+    if (sanitizer::tsan()) sanitizer::release(&state_->grid.sync_points->dependency);
     state_->enter(State::Phase::goes_on);
     state_->thread.join();
     return end_grid(state_->grid, triggered);
@@ -527,11 +527,11 @@ void *dynamic_shared() { return t_worker->dynamic; }
 
 void fence() {
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (t_worker->places) t_worker->grid->places->fences.fence(t_worker->current->number);
+    if (t_worker->sync_points) t_worker->grid->sync_points->fences.fence(t_worker->current->number);
 }
 
 void note_atomic(const void *address) {
-    if (t_worker->places) t_worker->grid->places->fences.atomic(t_worker->current->number, address);
+    if (t_worker->sync_points) t_worker->grid->sync_points->fences.atomic(t_worker->current->number, address);
 }
 
 void note_store(const void *address, size_t bytes) {
@@ -549,7 +549,7 @@ void wait_for_previous() {
         wait(w, self);
     }
     self.waited = true;
-    if (w.places) sanitizer::acquire(&w.grid->places->dependency);
+    if (w.sync_points) sanitizer::acquire(&w.grid->sync_points->dependency);
 }
 
 void let_next_begin() { t_worker->grid->triggered.store(true, std::memory_order_relaxed); }

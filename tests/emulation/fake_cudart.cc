@@ -386,7 +386,7 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
                 if (const cudaError_t error = wait_for_device(t_device)) return error;
         }
         g_launched.push_back({kernel_call.launch.name});
-        return put(stream, Share(new Kernel(std::move(own), t_device)));
+        return enqueue(stream, TaskRef(new Kernel(std::move(own), t_device)));
     });
 }
 

@@ -36,19 +36,19 @@ template <class F> struct TaskOf final : Task {
     TaskOf(std::string what, F &&f) : Task(std::move(what)), work(std::move(f)) {}
     cudaError_t run(Run &) override { return work(); }
 };
-class Share {
+class TaskRef {
 public:
-    Share() = default;
-    explicit Share(Task *task) : task_(task) { ++task_->holders; }
-    Share(const Share &other) : task_(other.task_) {
+    TaskRef() = default;
+    explicit TaskRef(Task *task) : task_(task) { ++task_->holders; }
+    TaskRef(const TaskRef &other) : task_(other.task_) {
         if (task_) ++task_->holders;
     }
-    Share(Share &&other) noexcept : task_(std::exchange(other.task_, nullptr)) {}
-    Share &operator=(Share other) noexcept {
+    TaskRef(TaskRef &&other) noexcept : task_(std::exchange(other.task_, nullptr)) {}
+    TaskRef &operator=(TaskRef other) noexcept {
         std::swap(task_, other.task_);
         return *this;
     }
-    ~Share() {
+    ~TaskRef() {
         if (task_ && !--task_->holders) delete task_;
     }
     Task *operator->() const { return task_; }
@@ -56,8 +56,8 @@ public:
 private:
     Task *task_ = nullptr;
 };
-template <class F> Share make_task(std::string label, F work) {
-    return Share(new TaskOf<F>(std::move(label), std::move(work)));
+template <class F> TaskRef make_task(std::string label, F work) {
+    return TaskRef(new TaskOf<F>(std::move(label), std::move(work)));
 }
 
 struct Dependency {
@@ -65,7 +65,7 @@ struct Dependency {
     uint64_t upto; // the stream must have completed this many works
 };
 struct Work {
-    Share task;
+    TaskRef task;
     std::vector<Dependency> after;
     std::thread::id thread; // host thread that enqueued the work
     uint64_t *called;       // address that orders the host before the call; NULL without the thread sanitizer
@@ -82,7 +82,7 @@ struct NodeDependency {
     uint64_t upto;
 };
 struct Node {
-    Share task;
+    TaskRef task;
     unsigned branch;
     std::vector<NodeDependency> after;
 };
@@ -116,8 +116,8 @@ struct FakeStream {
     struct Trigger {
         std::string kernel{};
         std::thread::id thread{};
-    } trigger{};        // of the kernel that ran last; "": none
-    uint64_t place = 0; // address that represents the stream's order for the thread sanitizer
+    } trigger{};             // of the kernel that ran last; "": none
+    uint64_t sync_point = 0; // address that represents the stream's order for the thread sanitizer
     std::thread worker{};
     fakert::Capture *capture = nullptr;
     unsigned branch = 0; // of that capture
@@ -170,8 +170,8 @@ void need_context();
 extern thread_local bool t_in_host_function;
 
 /// Acquire and release for the host under the thread sanitizer, which otherwise ignores synchronization under the lock.
-void host_follows(uint64_t *place);
-void host_precedes(uint64_t *place);
+void host_follows(uint64_t *sync_point);
+void host_precedes(uint64_t *sync_point);
 
 /// Begin and end of every call that can fail: the configured fault, then a broken device's error, then the call itself
 /// under the lock.
@@ -184,7 +184,7 @@ template <class F> cudaError_t call(const char *function, F &&body) {
     return end_call(error);
 }
 /// Runs a call that releases something. On a broken device it releases too, and returns the device's error.
-template <class F> cudaError_t give_back(const char *function, F &&body) {
+template <class F> cudaError_t call_release(const char *function, F &&body) {
     const Lock lock;
     cudaError_t error = begin_call(function);
     if (!error || error == g_sticky)
@@ -202,7 +202,7 @@ cudaError_t wait_for_device(int device);
 cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream);
 bool is_stream(const FakeStream *stream); // true if the program holds its handle
 /// Appends to the queue, or to the capture.
-cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after = {});
+cudaError_t enqueue(FakeStream *stream, TaskRef task, std::vector<Dependency> after = {});
 cudaError_t run_until(FakeStream *stream, uint64_t upto);
 /// Same as run_until(); the host happens after the work.
 cudaError_t wait_for(FakeStream *stream, uint64_t upto);
@@ -238,7 +238,7 @@ cudaError_t refuse_captures_on(int device);
 cudaError_t refuse_null_stream(int device);
 /// Refuses an operation on a capturing stream that cannot be recorded.
 cudaError_t refuse(Capture &capture, cudaError_t why = cudaErrorStreamCaptureUnsupported);
-cudaError_t record(FakeStream *stream, Share task, std::vector<NodeDependency> after = {});
+cudaError_t record(FakeStream *stream, TaskRef task, std::vector<NodeDependency> after = {});
 cudaError_t record_event(FakeEvent *event, FakeStream *stream);
 cudaError_t wait_event(FakeStream *stream, const FakeEvent *event);
 /// Refuses queries of an event: 907 if it was recorded in a capture.

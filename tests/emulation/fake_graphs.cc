@@ -101,7 +101,7 @@ cudaError_t launch_graph(FakeGraphExec &exec, FakeStream *stream) {
     // Every branch begins after what the stream waits for here, and after the previous launch of this graph.
     std::vector<Dependency> before;
     if (exec.last.stream) before.push_back(exec.last);
-    if (const cudaError_t error = put(stream, make_task("graph", [] { return cudaSuccess; }), before)) return error;
+    if (const cudaError_t error = enqueue(stream, make_task("graph", [] { return cudaSuccess; }), before)) return error;
     std::vector<Branch> branches(exec.graph.branches);
     branches[0].stream = stream;
     for (Branch &branch : branches) branch.length = branch.stream->queued;
@@ -111,7 +111,7 @@ cudaError_t launch_graph(FakeGraphExec &exec, FakeStream *stream) {
             const Branch &branch = branches[dependency.branch];
             after.push_back({branch.stream, branch.length + dependency.upto});
         }
-        if (const cudaError_t error = put(branches[node.branch].stream, node.task, std::move(after))) return error;
+        if (const cudaError_t error = enqueue(branches[node.branch].stream, node.task, std::move(after))) return error;
     }
     exec.last = {stream, stream->queued};
     return cudaSuccess;
@@ -159,7 +159,7 @@ cudaError_t refuse_null_stream(int device) {
     return invalidate_captures_on(device, true) ? cudaErrorStreamCaptureImplicit : cudaSuccess;
 }
 
-cudaError_t record(FakeStream *stream, Share task, std::vector<NodeDependency> after) {
+cudaError_t record(FakeStream *stream, TaskRef task, std::vector<NodeDependency> after) {
     stream->capture->nodes.push_back({std::move(task), stream->branch, std::move(after)});
     ++stream->capture->branches[stream->branch].length;
     return cudaSuccess;
@@ -281,7 +281,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
     });
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
-    return give_back("cudaGraphExecDestroy", [&] {
+    return call_release("cudaGraphExecDestroy", [&] {
         if (!is_exec(exec)) return cudaErrorInvalidValue;
         for (size_t i = 1; i < exec->graph.branches.size(); ++i) destroy_stream(exec->graph.branches[i].stream);
         g_execs.erase(
@@ -291,7 +291,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
     });
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    return give_back("cudaGraphDestroy", [&] {
+    return call_release("cudaGraphDestroy", [&] {
         if (!is_graph(graph)) return cudaErrorInvalidValue;
         g_graphs.erase(std::find_if(g_graphs.begin(), g_graphs.end(),
                                     [&](const KnownGraph &known) { return known.graph == graph; }));

@@ -124,10 +124,10 @@ cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, 
         ++g_counters.copies_to_device, label = "copy to device";
     else if (from_device)
         ++g_counters.copies_to_host, label = "copy to host";
-    return put(stream, make_task(label, [=] {
-                   copy_bytes(to, from, bytes);
-                   return cudaSuccess;
-               }));
+    return enqueue(stream, make_task(label, [=] {
+                       copy_bytes(to, from, bytes);
+                       return cudaSuccess;
+                   }));
 }
 
 } // namespace
@@ -205,7 +205,7 @@ cudaError_t cudaMalloc(void **p, size_t bytes) {
     });
 }
 cudaError_t cudaFree(void *p) {
-    return give_back("cudaFree", [&] {
+    return call_release("cudaFree", [&] {
         ++g_counters.device_frees;
         if (!p) return cudaSuccess;
         if (const auto managed = g_managed_blocks.find(static_cast<char *>(p)); managed != g_managed_blocks.end()) {
@@ -235,13 +235,13 @@ cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t handle) {
         ++g_counters.device_allocations;
         if (const cudaError_t error = allocate(p, bytes, false)) return error;
         if (!*p) return cudaSuccess;
-        return put(stream, make_task("allocation", [memory = static_cast<char *>(*p)] {
-                       const Lock lock;
-                       const auto at = g_device_blocks.find(memory);
-                       at->second.alive = true;
-                       set_access(memory, at->second.mapped, true);
-                       return cudaSuccess;
-                   }));
+        return enqueue(stream, make_task("allocation", [memory = static_cast<char *>(*p)] {
+                           const Lock lock;
+                           const auto at = g_device_blocks.find(memory);
+                           at->second.alive = true;
+                           set_access(memory, at->second.mapped, true);
+                           return cudaSuccess;
+                       }));
     });
 }
 cudaError_t cudaFreeAsync(void *p, cudaStream_t handle) {
@@ -252,13 +252,13 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t handle) {
         ++g_counters.device_frees;
         if (!p) return cudaSuccess;
         if (!g_device_blocks.count(static_cast<char *>(p))) return cudaErrorInvalidValue;
-        return put(stream, make_task("release", [p] {
-                       const Lock lock;
-                       const auto at = g_device_blocks.find(static_cast<char *>(p));
-                       if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // freed twice
-                       release(at);
-                       return cudaSuccess;
-                   }));
+        return enqueue(stream, make_task("release", [p] {
+                           const Lock lock;
+                           const auto at = g_device_blocks.find(static_cast<char *>(p));
+                           if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // freed twice
+                           release(at);
+                           return cudaSuccess;
+                       }));
     });
 }
 cudaError_t cudaMallocManaged(void **p, size_t bytes, unsigned) {
@@ -283,7 +283,7 @@ cudaError_t cudaMallocHost(void **p, size_t bytes) {
     });
 }
 cudaError_t cudaFreeHost(void *p) {
-    return give_back("cudaFreeHost", [&] {
+    return call_release("cudaFreeHost", [&] {
         ++g_counters.host_frees;
         if (p && !g_host_blocks.count(static_cast<char *>(p))) return cudaErrorInvalidValue;
         if (const cudaError_t error = refuse_in_capture(false)) return error;
@@ -327,10 +327,10 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t hand
             !(on_device || managed))
             return cudaErrorInvalidValue;
         ++g_counters.fills;
-        return put(stream, make_task("fill", [=] {
-                       std::memset(to, value, bytes);
-                       return cudaSuccess;
-                   }));
+        return enqueue(stream, make_task("fill", [=] {
+                           std::memset(to, value, bytes);
+                           return cudaSuccess;
+                       }));
     });
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *p) {

@@ -118,7 +118,7 @@ void begin_next(FakeStream *stream) {
     if (!next.task->early || !ready(next)) return;
     run_job([&] {
         sanitizer::acquire(next.called);
-        sanitizer::acquire(&stream->place);
+        sanitizer::acquire(&stream->sync_point);
         next.task->begin(next.run);
     });
 }
@@ -136,10 +136,10 @@ void run_one(FakeStream *stream) {
     if (!error) begin_next(stream);
     run_job([&] {
         sanitizer::acquire(work.called);
-        sanitizer::acquire(&stream->place);
-        for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->place);
+        sanitizer::acquire(&stream->sync_point);
+        for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->sync_point);
         if (!error) error = work.task->run(work.run);
-        sanitizer::release(&stream->place);
+        sanitizer::release(&stream->sync_point);
     });
     if (work.run.triggered) stream->trigger = {work.task->label, work.thread};
     expose(stream->device, false);
@@ -186,14 +186,14 @@ bool is_event(const FakeEvent *event) {
 
 QuietMutex g_mutex;
 
-void host_follows(uint64_t *place) {
+void host_follows(uint64_t *sync_point) {
     sanitizer::end_quiet();
-    sanitizer::acquire(place);
+    sanitizer::acquire(sync_point);
     sanitizer::begin_quiet();
 }
-void host_precedes(uint64_t *place) {
+void host_precedes(uint64_t *sync_point) {
     sanitizer::end_quiet();
-    sanitizer::release(place);
+    sanitizer::release(sync_point);
     sanitizer::begin_quiet();
 }
 
@@ -233,7 +233,7 @@ cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream) {
     return stream->capture && !stream->capture->valid ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
 }
 
-cudaError_t put(FakeStream *stream, Share task, std::vector<Dependency> after) {
+cudaError_t enqueue(FakeStream *stream, TaskRef task, std::vector<Dependency> after) {
     if (stream->capture) return record(stream, std::move(task));
     if (stream->blocking) { // the null stream and the blocking streams of its device wait for each other
         FakeStream *const null = null_stream(stream->device);
@@ -265,7 +265,7 @@ cudaError_t run_until(FakeStream *stream, uint64_t upto) {
 
 cudaError_t wait_for(FakeStream *stream, uint64_t upto) {
     const cudaError_t error = run_until(stream, upto);
-    host_follows(&stream->place);
+    host_follows(&stream->sync_point);
     return error;
 }
 
@@ -278,7 +278,7 @@ cudaError_t wait_for_device(int device) {
 
 cudaError_t query(FakeStream *stream, uint64_t upto) {
     if (stream->done >= upto) {
-        host_follows(&stream->place);
+        host_follows(&stream->sync_point);
         return cudaSuccess;
     }
     if (!threads_mode() && !stream->busy) run_one(stream); // polling makes progress
@@ -345,12 +345,12 @@ cudaError_t launch_host_function(cudaStream_t handle, cudaHostFn_t function, voi
         if (!function) return cudaErrorInvalidValue;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         ++g_counters.host_functions;
-        return put(stream, make_task("host function", [function, mine = std::move(kept)] {
-                       t_in_host_function = true;
-                       function(mine.value);
-                       t_in_host_function = false;
-                       return cudaSuccess;
-                   }));
+        return enqueue(stream, make_task("host function", [function, mine = std::move(kept)] {
+                           t_in_host_function = true;
+                           function(mine.value);
+                           t_in_host_function = false;
+                           return cudaSuccess;
+                       }));
     });
 }
 } // namespace fakert
@@ -369,7 +369,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     });
 }
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-    return give_back("cudaStreamDestroy", [&] {
+    return call_release("cudaStreamDestroy", [&] {
         FakeStream *stream = nullptr;
         if (!handle || handle == cudaStreamLegacy) return cudaErrorInvalidResourceHandle;
         if (find_stream(handle, stream) == cudaErrorInvalidResourceHandle) return cudaErrorInvalidResourceHandle;
@@ -406,7 +406,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (event->capture || stream->capture) return wait_event(stream, event);
         if (!event->stream || event->stream == stream) return cudaSuccess;
-        return put(stream, make_task("wait", [] { return cudaSuccess; }), {{event->stream, event->at}});
+        return enqueue(stream, make_task("wait", [] { return cudaSuccess; }), {{event->stream, event->at}});
     });
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
@@ -423,7 +423,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     });
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    return give_back("cudaEventDestroy", [&] {
+    return call_release("cudaEventDestroy", [&] {
         if (!is_event(event) || event->context != t_context) return cudaErrorInvalidResourceHandle;
         g_events[event] = false;
         return cudaSuccess;
@@ -440,10 +440,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
         event->stream = stream;
         event->at = stream->queued + (event->timing ? 1 : 0);
         if (!event->timing) return cudaSuccess;
-        return put(stream, make_task("event", [=] {
-                       event->milliseconds = now();
-                       return cudaSuccess;
-                   }));
+        return enqueue(stream, make_task("event", [=] {
+                           event->milliseconds = now();
+                           return cudaSuccess;
+                       }));
     });
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {

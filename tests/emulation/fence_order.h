@@ -22,36 +22,36 @@ public:
     void atomic(unsigned thread, const void *address);
 
 private:
-    struct Place {
+    struct SyncPoint {
         uint64_t booked;
     };
     struct Published { // by atomics on one address
-        std::vector<Place *> places;
+        std::vector<SyncPoint *> sync_points;
     };
     struct Seen { // by an atomic: what had been published at that time
         const Published *published;
         size_t count;
     };
-    struct Own { // state of a thread since the last barrier
-        Place *fenced = nullptr;
+    struct ThreadFences { // state of a thread since the last barrier
+        SyncPoint *fenced = nullptr;
         std::vector<Seen> seen{};
     };
-    Place *new_place();
+    SyncPoint *new_sync_point();
     static void remember(std::vector<Seen> &all, Seen seen);
 
-    std::deque<Place> places_;
+    std::deque<SyncPoint> sync_points_;
     std::map<const void *, Published> published_;
-    std::vector<Own> threads_;
-    Place *round_fenced_ = nullptr; // by any thread since the last barrier
+    std::vector<ThreadFences> threads_;
+    SyncPoint *round_fenced_ = nullptr; // by any thread since the last barrier
     std::vector<Seen> round_seen_;
-    std::vector<Place *> block_fenced_; // by any thread before the last barrier
+    std::vector<SyncPoint *> block_fenced_; // by any thread before the last barrier
     std::vector<Seen> block_seen_;
-    std::vector<Place *> taken_;
+    std::vector<SyncPoint *> taken_;
 };
 
-inline FenceOrder::Place *FenceOrder::new_place() {
-    places_.push_back({0});
-    return &places_.back();
+inline FenceOrder::SyncPoint *FenceOrder::new_sync_point() {
+    sync_points_.push_back({0});
+    return &sync_points_.back();
 }
 
 inline void FenceOrder::remember(std::vector<Seen> &all, Seen seen) {
@@ -65,7 +65,7 @@ inline void FenceOrder::remember(std::vector<Seen> &all, Seen seen) {
 
 inline void FenceOrder::begin_block(unsigned threads) {
     const sanitizer::Quiet quiet;
-    threads_.assign(threads, Own{});
+    threads_.assign(threads, ThreadFences{});
     round_fenced_ = nullptr;
     round_seen_.clear();
     block_fenced_.clear();
@@ -78,36 +78,36 @@ inline void FenceOrder::barrier() {
     round_fenced_ = nullptr;
     for (const Seen &seen : round_seen_) remember(block_seen_, seen);
     round_seen_.clear();
-    for (Own &own : threads_) own = Own{};
+    for (ThreadFences &own : threads_) own = ThreadFences{};
 }
 
 inline void FenceOrder::fence(unsigned thread) {
-    Own &own = threads_[thread];
+    ThreadFences &own = threads_[thread];
     {
         const sanitizer::Quiet quiet;
         taken_.clear();
         for (const auto *all : {&own.seen, &block_seen_})
             for (const Seen &seen : *all)
-                taken_.insert(taken_.end(), seen.published->places.begin(),
-                              seen.published->places.begin() + long(seen.count));
+                taken_.insert(taken_.end(), seen.published->sync_points.begin(),
+                              seen.published->sync_points.begin() + long(seen.count));
         own.seen.clear();
-        own.fenced = new_place();
-        if (!round_fenced_) round_fenced_ = new_place();
+        own.fenced = new_sync_point();
+        if (!round_fenced_) round_fenced_ = new_sync_point();
     }
-    for (Place *place : taken_) sanitizer::acquire(place);
+    for (SyncPoint *sync_point : taken_) sanitizer::acquire(sync_point);
     sanitizer::release(own.fenced);
     sanitizer::release(round_fenced_);
 }
 
 inline void FenceOrder::atomic(unsigned thread, const void *address) {
     const sanitizer::Quiet quiet;
-    Own &own = threads_[thread];
+    ThreadFences &own = threads_[thread];
     Published &published = published_[address];
-    const Seen seen{&published, published.places.size()};
+    const Seen seen{&published, published.sync_points.size()};
     remember(own.seen, seen);
     remember(round_seen_, seen);
-    if (own.fenced) published.places.push_back(own.fenced);
-    published.places.insert(published.places.end(), block_fenced_.begin(), block_fenced_.end());
+    if (own.fenced) published.sync_points.push_back(own.fenced);
+    published.sync_points.insert(published.sync_points.end(), block_fenced_.begin(), block_fenced_.end());
 }
 
 } // namespace cuemu

@@ -39,11 +39,11 @@ constexpr unsigned kNoOrder = 1; // flag of __tsan_switch_to_fiber: the switch o
 
 /// A happens-before edge that CUDA guarantees: code after acquire() follows everything before release() of the same
 /// address.
-inline void acquire(void *place) {
-    if (__tsan_acquire) __tsan_acquire(place);
+inline void acquire(void *sync_point) {
+    if (__tsan_acquire) __tsan_acquire(sync_point);
 }
-inline void release(void *place) {
-    if (__tsan_release) __tsan_release(place);
+inline void release(void *sync_point) {
+    if (__tsan_release) __tsan_release(sync_point);
 }
 
 /// While such an object lives, the thread sanitizer ignores accesses and synchronization of this thread. Otherwise its

@@ -14,7 +14,7 @@ namespace cuemu {
 constexpr unsigned kLanes = 32;
 constexpr unsigned kMaxThreads = 1024;
 
-enum class State : uint8_t { fresh, ready, running, at_barrier, at_warp, at_dependency, done };
+enum class State : uint8_t { not_started, ready, running, at_barrier, at_warp, at_dependency, done };
 
 struct Thread {
     uint3 index;
@@ -35,11 +35,11 @@ struct Warp {
 
 /// Addresses of happens-before edges for the thread sanitizer. Allocated per block, because an address keeps its
 /// history as long as it is allocated.
-struct BlockPlaces {
+struct BlockSyncPoints {
     uint64_t barrier[2];
     uint64_t warp[kMaxThreads / kLanes];
 };
-struct GridPlaces {
+struct GridSyncPoints {
     uint64_t end = 0, dependency = 0;
     FenceOrder fences{};
 };
@@ -49,7 +49,7 @@ struct Grid {
     void (*body)(const void *);
     const void *argument;
     uint64_t count, stride;
-    std::unique_ptr<GridPlaces> places; // only under the thread sanitizer, also below
+    std::unique_ptr<GridSyncPoints> sync_points; // only under the thread sanitizer, also below
     std::atomic<uint64_t> next{0};
     std::atomic<bool> failed{false};
     std::atomic<bool> triggered{false};
@@ -65,7 +65,7 @@ struct Worker { // runs one block at a time
     std::vector<Thread *> order{}, ready{};
     Grid *grid = nullptr;
     Thread *current = nullptr;
-    BlockPlaces *places = nullptr;
+    BlockSyncPoints *sync_points = nullptr;
     dim3 shape{0, 0, 0};
     uint3 block{0, 0, 0};
     unsigned count = 0, next = 0, done = 0, at_barrier = 0, at_dependency = 0;

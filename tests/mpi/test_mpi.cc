@@ -172,7 +172,7 @@ void onebit() {
     for (const onebit_run::Setting &setting : onebit_run::settings()) {
         dsopt_comm *const comm = world();
         const auto wanted = onebit_run::run_threads(setting, ranks)[size_t(rank)];
-        const std::vector<std::string> all = onebit_run::Rank(context(), comm, rank, setting).run();
+        const std::vector<std::string> all = onebit_run::RankTrainer(context(), comm, rank, setting).run();
         for (size_t call = 0; call < all.size(); ++call)
             if (all[call] != wanted[call]) {
                 std::printf("%s, call %d:\n", onebit_run::name_of(setting).c_str(), int(call + 1));
@@ -248,7 +248,7 @@ void rank_that_hangs_in_a_compressed_step() {
         };
     };
     {
-        onebit_run::Rank trainer(two, comm, rank, setting);
+        onebit_run::RankTrainer trainer(two, comm, rank, setting);
         EXPECT(trainer.step(1) == DSOPT_OK);
         EXPECT(trainer.step(2) == DSOPT_OK);
         const std::string before = trainer.bytes(false);

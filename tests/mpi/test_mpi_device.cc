@@ -42,7 +42,7 @@ void onebit(const test::Context &context, const test::Memory &memory) {
         setting.calls = 8;
         const test::Comm comm = world(context);
         const auto wanted = onebit_run::run_threads(setting, ranks)[size_t(rank)];
-        expect(onebit_run::Rank(context.get(), comm.get(), rank, setting, memory).run() == wanted,
+        expect(onebit_run::RankTrainer(context.get(), comm.get(), rank, setting, memory).run() == wanted,
                "the bits of ranks that are threads: " + onebit_run::name_of(setting));
     }
 }

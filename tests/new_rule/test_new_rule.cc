@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A rule with three moments and one more beta than any that ships, on both devices: the engine needs no changes except
 // those of edit.py.
-#include "../cuda/side.h"
+#include "../cuda/backend_optimizer.h"
 #include "support/file.h"
 
 using namespace cuda_test;
@@ -40,15 +40,15 @@ std::vector<float> floats_of(const std::vector<char> &bytes) {
     return values;
 }
 /// State tensors of a parameter, by name, on the host.
-std::vector<float> state_of(Side &side, int64_t param, const std::string &name) {
+std::vector<float> state_of(BackendOptimizer &side, int64_t param, const std::string &name) {
     int64_t count = 0;
-    Side::good(dsopt_optimizer_state_count(side.optimizer, &count));
+    BackendOptimizer::good(dsopt_optimizer_state_count(side.optimizer, &count));
     for (int64_t i = 0; i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
-        Side::good(dsopt_optimizer_state(side.optimizer, i, &info));
+        BackendOptimizer::good(dsopt_optimizer_state(side.optimizer, i, &info));
         if (info.param != param || info.name != name) continue;
         std::vector<float> values(size_t(info.tensor.numel));
-        Side::good(dsopt_optimizer_export(side.optimizer, i, values.data(), values.size() * sizeof(float)));
+        BackendOptimizer::good(dsopt_optimizer_export(side.optimizer, i, values.data(), values.size() * sizeof(float)));
         return values;
     }
     ADD_FAILURE() << "no state tensor " << name;
@@ -58,7 +58,7 @@ std::vector<float> state_of(Side &side, int64_t param, const std::string &name) 
 class NewRule : public Cuda {};
 
 TEST_F(NewRule, MatchesDoublePrecisionFormula) {
-    Side side(false, plain(DSOPT_ALGORITHM_ADEMAMIX));
+    BackendOptimizer side(false, plain(DSOPT_ALGORITHM_ADEMAMIX));
     constexpr size_t kTensor = 3; // 1023 elements, of the first group
     const std::vector<float> start = floats_of(side.params[kTensor].get());
     std::vector<double> p(start.begin(), start.end()), m(p.size()), v(p.size()), slow(p.size());
@@ -107,7 +107,7 @@ TEST_F(NewRule, GivesSameBitsOnCpuAndDeviceNextToLamb) {
 TEST_F(NewRule, ApplyGivesSameBitsAsStep) {
     for (const int32_t algorithm : kBoth)
         for (const bool device : {false, true}) {
-            Side steps(device, mixed(algorithm)), pure(device, mixed(algorithm));
+            BackendOptimizer steps(device, mixed(algorithm)), pure(device, mixed(algorithm));
             const std::vector<dsopt_tensor> engine = pure.state(); // only sizes and dtypes are used
             std::vector<Bytes> memory;
             std::vector<dsopt_tensor> state, weights;
@@ -150,30 +150,31 @@ TEST_F(NewRule, ApplyGivesSameBitsAsStep) {
 TEST_F(NewRule, ResumesFromCheckpointWithSameBits) {
     for (const int32_t algorithm : kBoth)
         for (const bool device : {false, true}) {
-            Side whole(device, mixed(algorithm)), loaded(device, mixed(algorithm));
-            test::Tape tape;
-            const dsopt_io to = tape.io(DSOPT_IO_PARAMS);
+            BackendOptimizer whole(device, mixed(algorithm)), loaded(device, mixed(algorithm));
+            test::MemoryFile memory_file;
+            const dsopt_io to = memory_file.io(DSOPT_IO_PARAMS);
             for (int t = 0; t < 6; ++t) {
                 whole.fill_gradients(t);
                 ASSERT_OK(whole.step());
-                if (t == 2) Side::good(dsopt_optimizer_save(whole.optimizer, nullptr, &to));
+                if (t == 2) BackendOptimizer::good(dsopt_optimizer_save(whole.optimizer, nullptr, &to));
             }
-            EXPECT_NE(tape.data.find("exp_avg_slow"), std::string::npos);
-            EXPECT_NE(tape.data.find("beta3"), std::string::npos);
+            EXPECT_NE(memory_file.data.find("exp_avg_slow"), std::string::npos);
+            EXPECT_NE(memory_file.data.find("beta3"), std::string::npos);
             ASSERT_OK(dsopt_optimizer_set(loaded.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_BETA3, 0.25));
-            const dsopt_io from = tape.io(DSOPT_IO_PARAMS);
+            const dsopt_io from = memory_file.io(DSOPT_IO_PARAMS);
             ASSERT_OK(dsopt_optimizer_load(loaded.optimizer, nullptr, &from));
             for (int t = 3; t < 6; ++t) {
                 loaded.fill_gradients(t);
                 ASSERT_OK(loaded.step());
             }
-            EXPECT_TRUE(same(whole.everything(), loaded.everything()));
+            EXPECT_TRUE(same(whole.all_bytes(), loaded.all_bytes()));
         }
 }
 
 TEST_F(NewRule, ReadsBeta3FromHyperRows) {
     for (const bool device : {false, true}) {
-        Side by_key(device, plain(DSOPT_ALGORITHM_ADEMAMIX)), by_row(device, plain(DSOPT_ALGORITHM_ADEMAMIX));
+        BackendOptimizer by_key(device, plain(DSOPT_ALGORITHM_ADEMAMIX)),
+            by_row(device, plain(DSOPT_ALGORITHM_ADEMAMIX));
         ASSERT_OK(dsopt_optimizer_set(by_key.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_BETA3, 0.75));
         std::vector<float> rows(2 * DSOPT_HYPER_FLOATS, NAN);
         rows[DSOPT_HYPER_BETA3] = rows[DSOPT_HYPER_FLOATS + DSOPT_HYPER_BETA3] = 0.75f;
@@ -203,7 +204,7 @@ TEST_F(NewRule, ReadsBeta3FromHyperRows) {
 TEST_F(NewRule, OtherRulesRejectBeta3) {
     Setting setting;
     setting.algorithm = DSOPT_ALGORITHM_ADAMW;
-    Side side(false, setting);
+    BackendOptimizer side(false, setting);
     EXPECT_EQ(dsopt_optimizer_set(side.optimizer, 0, DSOPT_KEY_BETA3, 0.5), DSOPT_ERR_UNSUPPORTED);
     EXPECT_NE(std::string(dsopt_last_error()).find("beta3"), std::string::npos) << dsopt_last_error();
 }

@@ -99,8 +99,8 @@ double to_double(const void *data, int32_t dtype, int64_t index) {
     switch (dtype) {
     case DSOPT_DTYPE_F64: return load<double>(data, index);
     case DSOPT_DTYPE_F32: return double(load<float>(data, index));
-    case DSOPT_DTYPE_F16: return double(test::widened(load<uint16_t>(data, index), dtype));
-    case DSOPT_DTYPE_BF16: return double(test::widened(load<uint16_t>(data, index), dtype));
+    case DSOPT_DTYPE_F16: return double(test::to_fp32(load<uint16_t>(data, index), dtype));
+    case DSOPT_DTYPE_BF16: return double(test::to_fp32(load<uint16_t>(data, index), dtype));
     case DSOPT_DTYPE_I32: return load<int32_t>(data, index);
     case kU8: return load<uint8_t>(data, index);
     case kI64: {

@@ -5,17 +5,17 @@ namespace test {
 namespace {
 
 void *watched_new(size_t bytes, size_t alignment) {
-    if (NewWatch::counts()) {
-        NewWatch::bytes += int64_t(bytes);
-        if (NewWatch::failure.hits(NewWatch::calls++)) {
-            if (NewWatch::instead == nullptr) throw std::bad_alloc();
-            NewWatch::instead();
+    if (NewCounter::counts()) {
+        NewCounter::bytes += int64_t(bytes);
+        if (NewCounter::failure.hits(NewCounter::calls++)) {
+            if (NewCounter::instead == nullptr) throw std::bad_alloc();
+            NewCounter::instead();
         }
     }
     void *memory = alignment == 0 ? std::malloc(bytes == 0 ? 1 : bytes)
                                   : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
     if (memory == nullptr) throw std::bad_alloc();
-    ++NewWatch::live;
+    ++NewCounter::live;
     return memory;
 }
 void *watched_new_or_null(size_t bytes, size_t alignment) noexcept {
@@ -24,7 +24,7 @@ void *watched_new_or_null(size_t bytes, size_t alignment) noexcept {
     } catch (const std::bad_alloc &) { return nullptr; }
 }
 void watched_delete(void *memory) noexcept {
-    if (memory != nullptr) --NewWatch::live;
+    if (memory != nullptr) --NewCounter::live;
     std::free(memory);
 }
 

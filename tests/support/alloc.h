@@ -21,27 +21,27 @@ struct Failure {
 
 /// Calls of operator new, and their bytes, in threads with `armed` set. `live` counts all allocations that are not
 /// deleted yet.
-struct NewWatch {
+struct NewCounter {
     static inline thread_local bool armed = false;
     static inline std::atomic<int64_t> calls{0}, bytes{0}, live{0};
     static inline Failure failure;
-    static inline void (*instead)() = nullptr;     // called in place of failing
-    static inline bool (*passed_over)() = nullptr; // returns true in a thread whose calls do not count
-    static bool counts() { return armed && (passed_over == nullptr || !passed_over()); }
+    static inline void (*instead)() = nullptr;    // called in place of failing
+    static inline bool (*is_ignored)() = nullptr; // returns true in a thread whose calls do not count
+    static bool counts() { return armed && (is_ignored == nullptr || !is_ignored()); }
 };
-struct Armed {
-    Armed() { NewWatch::armed = true; }
-    ~Armed() { NewWatch::armed = false; }
+struct CountScope {
+    CountScope() { NewCounter::armed = true; }
+    ~CountScope() { NewCounter::armed = false; }
 };
 
 /// Allocator hooks for a context.
-struct HookWatch {
+struct HookCounter {
     std::atomic<int64_t> calls{0}, live{0}, live_bytes{0}, wrong{0};
     Failure failure;
     void attach(dsopt_context_desc &desc) {
         desc.user = this;
         desc.allocate = [](void *user, size_t bytes, size_t alignment, void *) -> void * {
-            auto *self = static_cast<HookWatch *>(user);
+            auto *self = static_cast<HookCounter *>(user);
             if (self->failure.hits(self->calls++)) return nullptr;
             if (alignment < 64 || bytes == 0) ++self->wrong;
             ++self->live;
@@ -51,7 +51,7 @@ struct HookWatch {
             return memory;
         };
         desc.release = [](void *user, void *memory, size_t bytes, void *) {
-            auto *self = static_cast<HookWatch *>(user);
+            auto *self = static_cast<HookCounter *>(user);
             --self->live;
             self->live_bytes -= int64_t(bytes);
             std::free(memory);

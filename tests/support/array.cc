@@ -38,7 +38,7 @@ Array::Array(int32_t dtype, size_t numel, float value, size_t offset) :
     dtype_(dtype),
     begin_(kLine + offset) {
     allocate();
-    spoil(0);
+    corrupt(0);
     if (bits_of(value) != 0)
         for (size_t i = 0; i < numel; ++i) store(address() + i * size_of(dtype), dtype, value);
 }

@@ -40,7 +40,7 @@ public:
     /// The bytes of its elements.
     std::string text() const;
     void write(const std::string &text) const { std::memcpy(data(), text.data(), text.size()); }
-    void spoil(int byte) const { std::memset(data(), byte, bytes()); }
+    void corrupt(int byte) const { std::memset(data(), byte, bytes()); }
     /// Fills with signs and fractions of all kinds and exponents from 2^-8 to 1, exact in the storage type.
     void fill(uint64_t seed) const;
     /// Returns true if the guard bytes before and after are unchanged.

@@ -8,11 +8,11 @@ namespace test {
 using Values = std::vector<std::vector<float>>; // one vector per tensor
 
 /// One rank's list of tensors, and its error feedback.
-class Mean {
+class CompressedMean {
 public:
     /// `node` NULL: one level.
-    Mean(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_COMPAT_NONE,
-         dsopt_comm *node = nullptr) :
+    CompressedMean(const Comm &comm, const std::vector<int64_t> &sizes, int32_t compat = DSOPT_COMPAT_NONE,
+                   dsopt_comm *node = nullptr) :
         comm_(comm) {
         args.size = sizeof args;
         args.compat = compat;
@@ -31,8 +31,8 @@ public:
         args.workspace = room_.data() + (256 - reinterpret_cast<uintptr_t>(room_.data()) % 256) % 256;
         args.workspace_bytes = bytes;
     }
-    Mean(const Mean &) = delete;
-    Mean &operator=(const Mean &) = delete;
+    CompressedMean(const CompressedMean &) = delete;
+    CompressedMean &operator=(const CompressedMean &) = delete;
 
     dsopt_status call() { return dsopt_compressed_allreduce(comm_.get(), &args); }
     dsopt_status call(const Values &x) {
@@ -40,12 +40,13 @@ public:
         return call();
     }
     Values read() const { return {values.begin(), values.end()}; }
-    struct Owed {
+    struct Residuals {
         std::vector<float> worker, server;
     };
-    Owed owed() const {
+    Residuals residuals() const {
         const size_t elements = workers == 0 ? 0 : size_t(workers - args.count); // without the scales
-        Owed result{std::vector<float>(elements, 7), std::vector<float>(elements / size_t(info_of(comm_).ranks), 7)};
+        Residuals result{std::vector<float>(elements, 7),
+                         std::vector<float>(elements / size_t(info_of(comm_).ranks), 7)};
         must(dsopt_compressed_errors(comm_.get(), &args, result.worker.data(), result.server.data()));
         return result;
     }

@@ -66,7 +66,7 @@ bool on_cuda() {
 }
 int32_t default_backend() { return on_cuda() ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU; }
 
-std::string missing_device() {
+std::string device_error() {
     if (!on_cuda()) return "";
     if (runtime().count == nullptr) return "libcudart.so is not found";
     int devices = 0;

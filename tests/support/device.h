@@ -18,7 +18,7 @@ namespace test {
 int32_t default_backend();
 bool on_cuda();
 /// Returns why the device cannot be used, an empty text if it can.
-std::string missing_device();
+std::string device_error();
 
 bool is_emulated();
 /// Returns and clears the last error of the CUDA runtime, an empty text if there is none. Waits for the device.

@@ -46,7 +46,7 @@ testing::AssertionResult same_bits(const std::vector<float> &a, const std::vecto
 
 std::string algorithm_name(const testing::TestParamInfo<int32_t> &info) { return name_of(info.param); }
 
-dsopt_status meet(const Context &context, const Comm &comm, float value, dsopt_norm_result *result) {
+dsopt_status call_collective(const Context &context, const Comm &comm, float value, dsopt_norm_result *result) {
     const Array one(DSOPT_DTYPE_F32, 1, value);
     const dsopt_tensor tensor = one.tensor();
     const Shared<dsopt_norm_result> got(1);

@@ -25,6 +25,7 @@ testing::AssertionResult same_bits(const std::vector<float> &a, const std::vecto
 std::string algorithm_name(const testing::TestParamInfo<int32_t> &info);
 
 /// Calls a collective of all ranks: the norm of one element.
-dsopt_status meet(const Context &context, const Comm &comm, float value = 1, dsopt_norm_result *result = nullptr);
+dsopt_status call_collective(const Context &context, const Comm &comm, float value = 1,
+                             dsopt_norm_result *result = nullptr);
 
 } // namespace test

@@ -9,20 +9,20 @@
 
 namespace test {
 
-int Tape::write(void *user, const void *bytes, size_t size) {
-    auto *self = static_cast<Tape *>(user);
+int MemoryFile::write(void *user, const void *bytes, size_t size) {
+    auto *self = static_cast<MemoryFile *>(user);
     if (self->count_call() == self->fail_at) return 4711;
     self->data.append(static_cast<const char *>(bytes), size);
     return 0;
 }
-int Tape::read(void *user, uint64_t offset, void *bytes, size_t size) {
-    auto *self = static_cast<Tape *>(user);
+int MemoryFile::read(void *user, uint64_t offset, void *bytes, size_t size) {
+    auto *self = static_cast<MemoryFile *>(user);
     if (self->count_call() == self->fail_at) return -42;
     if (offset > self->data.size() || size > self->data.size() - offset) return 99;
     std::memcpy(bytes, self->data.data() + offset, size);
     return 0;
 }
-dsopt_io Tape::io(uint32_t flags) {
+dsopt_io MemoryFile::io(uint32_t flags) {
     DSOPT_NEW(dsopt_io, io);
     io.flags = flags;
     io.user = this;
@@ -31,25 +31,25 @@ dsopt_io Tape::io(uint32_t flags) {
     io.total = data.size();
     return io;
 }
-dsopt_status Tape::save(const Trainer &from, uint32_t flags) {
+dsopt_status MemoryFile::save(const Trainer &from, uint32_t flags) {
     data.clear();
     const dsopt_io to = io(flags);
     return dsopt_optimizer_save(from.opt(), nullptr, &to);
 }
-dsopt_status Tape::load(const Trainer &into, uint32_t flags) {
+dsopt_status MemoryFile::load(const Trainer &into, uint32_t flags) {
     const dsopt_io from = io(flags);
     return dsopt_optimizer_load(into.opt(), nullptr, &from);
 }
-dsopt_status load_all(dsopt_optimizer *into, const std::vector<const Tape *> &files, uint32_t flags) {
+dsopt_status load_all(dsopt_optimizer *into, const std::vector<const MemoryFile *> &files, uint32_t flags) {
     std::vector<void *> users;
     std::vector<uint64_t> totals;
-    for (const Tape *file : files) {
-        users.push_back(const_cast<Tape *>(file)); // read() counts its calls
+    for (const MemoryFile *file : files) {
+        users.push_back(const_cast<MemoryFile *>(file)); // read() counts its calls
         totals.push_back(file->data.size());
     }
     DSOPT_NEW(dsopt_io, io);
     io.flags = flags;
-    io.read = Tape::read;
+    io.read = MemoryFile::read;
     io.files = int32_t(files.size());
     io.users = users.data();
     io.totals = totals.data();
@@ -69,10 +69,10 @@ Folder::~Folder() {
 size_t Folder::entries() const {
     return size_t(std::distance(std::filesystem::directory_iterator(path), std::filesystem::directory_iterator()));
 }
-std::string slurp(const std::string &path) {
+std::string read_file(const std::string &path) {
     std::ifstream file(path, std::ios::binary);
     return {std::istreambuf_iterator<char>(file), {}};
 }
-void spill(const std::string &path, const std::string &data) { std::ofstream(path, std::ios::binary) << data; }
+void write_file(const std::string &path, const std::string &data) { std::ofstream(path, std::ios::binary) << data; }
 
 } // namespace test

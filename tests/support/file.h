@@ -12,7 +12,7 @@ namespace test {
 class Trainer;
 
 /// A file in memory, with read and write callbacks. `fail_at` is the call that fails, counted over writes and reads.
-struct Tape {
+struct MemoryFile {
     std::string data;
     int calls = 0, fail_at = -1;
     /// Returns the number of the call. Several ranks may read one object at once.
@@ -25,7 +25,7 @@ struct Tape {
     dsopt_status load(const Trainer &into, uint32_t flags = 0);
 };
 /// Loads the files of several ranks, in the given order.
-dsopt_status load_all(dsopt_optimizer *into, const std::vector<const Tape *> &files, uint32_t flags = 0);
+dsopt_status load_all(dsopt_optimizer *into, const std::vector<const MemoryFile *> &files, uint32_t flags = 0);
 
 /// A folder of one test, removed on destruction.
 struct Folder {
@@ -37,7 +37,7 @@ struct Folder {
     size_t entries() const;
     std::filesystem::path path;
 };
-std::string slurp(const std::string &path);
-void spill(const std::string &path, const std::string &data);
+std::string read_file(const std::string &path);
+void write_file(const std::string &path, const std::string &data);
 
 } // namespace test

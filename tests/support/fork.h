@@ -13,7 +13,7 @@ namespace test {
 
 /// Runs body(expect) in a child, where assertions do not work: its exit code is the number of the first expect(false).
 /// A child that hangs is killed. `make_child` may be _Fork().
-template <class Body> testing::AssertionResult holds_in_child(const Body &body, pid_t (*make_child)() = ::fork) {
+template <class Body> testing::AssertionResult passes_in_child(const Body &body, pid_t (*make_child)() = ::fork) {
     constexpr int thrown = 255;
     const pid_t child = make_child();
     if (child < 0) return testing::AssertionFailure() << "fork: " << std::strerror(errno);

@@ -101,7 +101,7 @@ Digests digests_of_cpu(const std::vector<std::string> &arguments) {
 int main(int argc, char **argv) {
     const std::vector<std::string> arguments(argv, argv + argc);
     testing::InitGoogleTest(&argc, argv);
-    const std::string missing = test::missing_device();
+    const std::string missing = test::device_error();
     if (!missing.empty()) {
         std::printf("skipped: %s\n", missing.c_str());
         return 77;

@@ -16,7 +16,7 @@ struct Format {
 
 } // namespace
 
-float widened(uint16_t bits, int32_t dtype) {
+float to_fp32(uint16_t bits, int32_t dtype) {
     const Format format(dtype);
     const int exponent = bits >> format.fraction_bits & format.special;
     const int fraction = bits & ((1 << format.fraction_bits) - 1);
@@ -27,7 +27,7 @@ float widened(uint16_t bits, int32_t dtype) {
                  std::ldexp((1 << format.fraction_bits) + fraction, exponent - format.bias - format.fraction_bits));
 }
 
-uint16_t narrowed(float value, int32_t dtype) {
+uint16_t to_nearest_16_bits(float value, int32_t dtype) {
     const Format format(dtype);
     const int sign = int(bits_of(value) >> 31) << 15;
     if (std::isnan(value)) {
@@ -45,7 +45,7 @@ uint16_t narrowed(float value, int32_t dtype) {
 }
 
 float rounded(float value, int32_t dtype) {
-    return size_of(dtype) == 2 ? widened(narrowed(value, dtype), dtype) : value;
+    return size_of(dtype) == 2 ? to_fp32(to_nearest_16_bits(value, dtype), dtype) : value;
 }
 
 float loaded(const void *from, int32_t dtype) {
@@ -53,7 +53,7 @@ float loaded(const void *from, int32_t dtype) {
     float value = 0;
     if (size_of(dtype) == 2) {
         std::memcpy(&half, from, 2);
-        return widened(half, dtype);
+        return to_fp32(half, dtype);
     }
     std::memcpy(&value, from, 4);
     return value;
@@ -67,7 +67,7 @@ std::vector<float> Random::floats(size_t n, double low, double high) {
 
 void store(void *to, int32_t dtype, float value) {
     if (size_of(dtype) == 2) {
-        const uint16_t half = narrowed(value, dtype);
+        const uint16_t half = to_nearest_16_bits(value, dtype);
         std::memcpy(to, &half, 2);
     } else {
         std::memcpy(to, &value, 4);

@@ -47,10 +47,10 @@ inline float float_of(uint32_t bits) {
 }
 
 /// Converts a 16-bit pattern to fp32.
-float widened(uint16_t bits, int32_t dtype);
+float to_fp32(uint16_t bits, int32_t dtype);
 /// Converts to the nearest 16-bit pattern, ties to even, with arithmetic in double. A NaN keeps sign and upper payload
 /// and becomes quiet.
-uint16_t narrowed(float value, int32_t dtype);
+uint16_t to_nearest_16_bits(float value, int32_t dtype);
 /// Returns `value` rounded to `dtype`.
 float rounded(float value, int32_t dtype);
 /// Loads one element of F32 or of a 16-bit type as fp32.

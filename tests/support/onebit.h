@@ -42,7 +42,7 @@ struct Problem {
         for (const size_t n : sizes) list.emplace_back(dtype, random.floats(n));
         return list;
     }
-    std::vector<Array> own(int rank, int64_t call) const {
+    std::vector<Array> local_gradients(int rank, int64_t call) const {
         Random random(uint64_t(1000 * call + rank));
         std::vector<Array> list;
         for (const size_t n : sizes) list.emplace_back(dtype, random.floats(n, -size, 1.2 * size));
@@ -52,7 +52,7 @@ struct Problem {
     std::vector<Array> mean(int64_t call) const {
         std::vector<std::vector<float>> sums;
         for (int rank = 0; rank < ranks; ++rank) {
-            const std::vector<Array> list = own(rank, call);
+            const std::vector<Array> list = local_gradients(rank, call);
             for (size_t t = 0; t < list.size(); ++t) {
                 if (rank == 0)
                     sums.push_back(list[t].floats());
@@ -67,8 +67,8 @@ struct Problem {
         }
         return result;
     }
-    std::vector<Array> wanted(int32_t reduction, int rank, int64_t call) const {
-        return reduction == DSOPT_REDUCTION_FULL ? mean(call) : own(rank, call);
+    std::vector<Array> gradients_for(int32_t reduction, int rank, int64_t call) const {
+        return reduction == DSOPT_REDUCTION_FULL ? mean(call) : local_gradients(rank, call);
     }
 };
 inline const Problem kProblem{{700, 1, 33, 0, 5000, 4096}, 1};

@@ -48,10 +48,10 @@ inline std::string name_of(const Setting &setting) {
 
 /// An optimizer and its memory. Sums of gradients, and of their squares, are exact, so that the order in which a comm
 /// adds up does not matter.
-class Rank {
+class RankTrainer {
 public:
-    Rank(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting,
-         Memory memory = test::host_memory()) :
+    RankTrainer(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting,
+                Memory memory = test::host_memory()) :
         rank_(rank),
         setting_(setting),
         memory_(std::move(memory)) {
@@ -87,13 +87,13 @@ public:
         }
         must(dsopt_optimizer_add_group(opt_, &group, params.data(), int64_t(params.size())));
     }
-    ~Rank() {
+    ~RankTrainer() {
         dsopt_optimizer_destroy(opt_);
         for (void *memory : weights_) memory_.release(memory);
         for (void *memory : grads_) memory_.release(memory);
     }
-    Rank(const Rank &) = delete;
-    Rank &operator=(const Rank &) = delete;
+    RankTrainer(const RankTrainer &) = delete;
+    RankTrainer &operator=(const RankTrainer &) = delete;
 
     dsopt_optimizer *opt() const { return opt_; }
     dsopt_status step(int64_t call) {
@@ -211,7 +211,7 @@ inline void with_threads(int ranks, const std::function<void(dsopt_context *, ds
 inline std::vector<std::vector<std::string>> run_threads(const Setting &setting, int ranks) {
     std::vector<std::vector<std::string>> all{size_t(ranks)};
     with_threads(ranks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
-        all[size_t(rank)] = Rank(context, comm, rank, setting).run();
+        all[size_t(rank)] = RankTrainer(context, comm, rank, setting).run();
     });
     return all;
 }

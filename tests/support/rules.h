@@ -2,8 +2,8 @@
 // Common parts of the tests of element-wise rules with one moment or none: each step is compared with the rule's
 // formula in double precision, from the engine's own state before the step. Also properties that hold for every rule.
 #pragma once
+#include "caller_memory.h"
 #include "harness.h"
-#include "owned.h"
 #include <cfloat>
 #include <ostream>
 
@@ -91,7 +91,7 @@ inline void expect_state(const RuleCase &c) {
 }
 
 /// Tests that the bits do not depend on instruction set, number of threads or form of the call.
-inline void expect_same_bits_any_way(const RuleCase &c) {
+inline void expect_same_bits_in_all_modes(const RuleCase &c) {
     std::string wanted;
     const auto note = [&](const std::string &text, const std::string &what) {
         if (wanted.empty())
@@ -110,14 +110,14 @@ inline void expect_same_bits_any_way(const RuleCase &c) {
         }
     // The functional form, on state that dsopt_optimizer_init_state initialized over garbage.
     const Trainer trainer(shapes, c.group);
-    Owned owned(trainer.opt(), trainer.model.params, 0x7f);
-    must(owned.init());
+    CallerMemory caller_memory(trainer.opt(), trainer.model.params, 0x7f);
+    must(caller_memory.init());
     for (uint64_t t = 1; t <= 4; ++t) {
         trainer.model.make_gradients(t);
-        must(owned.apply(trainer.model.grads));
+        must(caller_memory.apply(trainer.model.grads));
     }
-    EXPECT_TRUE(owned.intact()) << c.name;
-    note(owned.text(), "apply");
+    EXPECT_TRUE(caller_memory.intact()) << c.name;
+    note(caller_memory.text(), "apply");
 }
 
 /// Tests that six steps are the same if a checkpoint file is saved and loaded after three.
@@ -205,13 +205,13 @@ class RuleTest : public testing::TestWithParam<RuleCase> {};
 #define RULE_SUITE(suite, cases)                                                                                       \
     class suite : public RuleTest {};                                                                                  \
     INSTANTIATE_TEST_SUITE_P(, suite, testing::ValuesIn(cases), [](const auto &info) { return info.param.name; });     \
-    LABEL_TEST(numbers_only, suite, StaysWithinItsRoundings);                                                          \
-    LABEL_TEST(long_emulated, suite, StaysWithinItsRoundings);                                                         \
-    TEST_P(suite, StaysWithinItsRoundings) { expect_formula_everywhere(GetParam()); }                                  \
-    TEST_P(suite, KeepsWhatTheFormulaNeedsAndNoMore) { expect_state(GetParam()); }                                     \
-    TEST_P(suite, GivesTheSameBitsAnyWay) { expect_same_bits_any_way(GetParam()); }                                    \
-    TEST_P(suite, GoesOnFromACheckpoint) { expect_resumed(GetParam()); }                                               \
-    TEST_P(suite, TakesEveryOptionOfAStep) { expect_options(GetParam()); }
+    LABEL_TEST(numbers_only, suite, MatchesFormula);                                                                   \
+    LABEL_TEST(long_emulated, suite, MatchesFormula);                                                                  \
+    TEST_P(suite, MatchesFormula) { expect_formula_everywhere(GetParam()); }                                           \
+    TEST_P(suite, HasOnlyNeededState) { expect_state(GetParam()); }                                                    \
+    TEST_P(suite, HasSameBitsInAllModes) { expect_same_bits_in_all_modes(GetParam()); }                                \
+    TEST_P(suite, ResumesFromCheckpoint) { expect_resumed(GetParam()); }                                               \
+    TEST_P(suite, SupportsStepOptions) { expect_options(GetParam()); }
 
 /// Expects that dsopt_optimizer_add_group refuses a group, with these words in the error text.
 inline void expect_refused(const dsopt_group &group, dsopt_status status, const std::string &words,

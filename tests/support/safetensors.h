@@ -42,7 +42,7 @@ inline void save(Sink &sink, const Content &content) {
 }
 inline void save(const std::string &path, const Content &content) { save(*file_sink(path.c_str()), content); }
 inline std::string image(const Content &content) {
-    Tape memory;
+    MemoryFile memory;
     save(*callback_sink(memory.io()), content);
     return memory.data;
 }
@@ -62,7 +62,7 @@ inline void load_all(std::unique_ptr<const Source> source) {
     for (size_t i = 0; i < reader.tensors().size(); ++i) reader.verify(i);
 }
 inline Outcome load(const std::string &data) {
-    Tape memory{data};
+    MemoryFile memory{data};
     return outcome([&] { load_all(callback_source(memory.io())); });
 }
 inline bool refused(const Outcome &result) {

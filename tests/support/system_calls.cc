@@ -43,7 +43,7 @@ DiskLog::DiskLog(const std::string &folder) {
     folder_ = now.st_ino;
     for (const auto &entry : std::filesystem::directory_iterator(folder)) {
         if (::stat(entry.path().c_str(), &now) != 0) throw std::runtime_error("a file that is gone");
-        record.contents[next_] = slurp(entry.path());
+        record.contents[next_] = read_file(entry.path());
         files_[now.st_ino] = names_[entry.path().filename()] = next_++;
     }
     record.names = names_;

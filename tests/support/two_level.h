@@ -5,16 +5,16 @@
 
 namespace test {
 
-inline int64_t up(int64_t n) { return (n + 31) / 32 * 32; }
+inline int64_t round_up(int64_t n) { return (n + 31) / 32 * 32; }
 /// Indices and comms of one rank of a node.
-struct Seat {
+struct NodeRank {
     int l, d; // rank in its node, and number of the node
     const Context &ctx;
     const Comm &node, &data;
 };
 /// Runs body for every rank of `nodes` nodes of `per_node` ranks. `make` creates the context of a rank.
 inline void with_nodes(
-    int per_node, int nodes, const std::function<void(const Seat &)> &body,
+    int per_node, int nodes, const std::function<void(const NodeRank &)> &body,
     const std::function<Context(int)> &make = [](int) { return make_context(1); }) {
     std::vector<CommId> in_node(size_t(nodes), CommId{}), between(size_t(per_node), CommId{});
     for (CommId &id : in_node) id = new_id();
@@ -29,15 +29,15 @@ inline void with_nodes(
 }
 
 /// Partition of a vector into one slice per rank of a node, and of each slice into one chunk per node.
-struct Places {
+struct ExchangeLayout {
     int64_t per_node, nodes, total = 0, chunk = 0, scales = 0;
     std::vector<int64_t> begin, numel;
-    Places(int64_t l, int64_t d, const std::vector<int64_t> &sizes) : per_node(l), nodes(d), numel(sizes) {
+    ExchangeLayout(int64_t l, int64_t d, const std::vector<int64_t> &sizes) : per_node(l), nodes(d), numel(sizes) {
         for (const int64_t n : sizes) {
             begin.push_back(total);
-            total += up(n);
+            total += round_up(n);
         }
-        chunk = up((total + l * d - 1) / (l * d));
+        chunk = round_up((total + l * d - 1) / (l * d));
         for (int64_t c = 0; c < l * d; ++c) {
             int64_t first = -1, last = -1;
             for (size_t t = 0; t < sizes.size(); ++t)
@@ -49,7 +49,7 @@ struct Places {
         }
     }
     int64_t slice() const { return chunk * nodes; }
-    int64_t row_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
+    int64_t message_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
     /// Return the first element of tensor t at or after `place`, and the end of its elements before `place`.
     int64_t from(size_t t, int64_t place) const { return std::max(begin[t], place); }
     int64_t to(size_t t, int64_t place) const { return std::min(begin[t] + numel[t], place); }

@@ -154,7 +154,9 @@ int HcclGetCommAsyncError(void *comm, int *error) {
     *error = static_cast<Comm *>(comm)->error;
     return success;
 }
-const char *HcclGetErrorString(int result) { return result == remote ? "a planted remote error" : "a planted error"; }
+const char *HcclGetErrorString(int result) {
+    return result == remote ? "an injected remote error" : "an injected error";
+}
 int HcclAllReduce(char *from, char *to, uint64_t count, int type, int op, void *comm, void *stream) {
     return post(static_cast<Comm *>(comm), {1, type, op, count, from}, count * 4, to, count * 4, stream);
 }

@@ -166,8 +166,8 @@ TEST(Hccl, FaultsBecomeStatusesWithTheLibrarysText) {
         dsopt_status there, elsewhere;
         const char *text;
     } cases[] = {{"1:1:hang", DSOPT_ERR_TIMEOUT, DSOPT_ERR_TIMEOUT, ""},
-                 {"1:1:error", DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, "a planted error"},
-                 {"1:1:async", DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, "a planted remote error"}};
+                 {"1:1:error", DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, "an injected error"},
+                 {"1:1:async", DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, "an injected remote error"}};
     for (const auto &test : cases) {
         const Fault fault(test.fault);
         const std::string id = new_id();

@@ -76,7 +76,7 @@ FakeMpiShared *new_shared(int ranks) {
     all.push_back(std::make_unique<FakeMpiShared>(ranks));
     return all.back().get();
 }
-bool planted(MPI_Comm comm = nullptr) {
+bool injected_failure(MPI_Comm comm = nullptr) {
     if (++t_calls != t_fail_at) return false;
     for (const MPI_Comm one : {comm, t_world})
         if (one != nullptr) one->shared->broken = true;
@@ -96,7 +96,7 @@ int post(MPI_Comm comm, const Call &call, const void *from, size_t bytes, void *
     meeting.parts.resize(shared.ends.size());
     FakeMpiPart &part = meeting.parts[size_t(comm->rank)];
     comm->given.insert({from, to}); // also for a call that fails: a real library may already use the buffers
-    if (planted(comm)) return MPI_ERR_OTHER;
+    if (injected_failure(comm)) return MPI_ERR_OTHER;
     const auto *const bytes_from = static_cast<const char *>(from);
     part.end = comm;
     part.number = number;
@@ -126,7 +126,7 @@ int post_message(int from, int to, MPI_Comm comm, Kind kind, size_t bytes, const
     Channel &channel = comm->shared->channels[{from, to}];
     comm->given.insert(data);
     g_given.insert(data);
-    if (planted(comm)) return MPI_ERR_OTHER;
+    if (injected_failure(comm)) return MPI_ERR_OTHER;
     FakeMpiPart &part = channel.parts.emplace_back();
     part.end = comm;
     part.call = {kind, int(bytes), MPI_BYTE, 0, 0};
@@ -191,7 +191,7 @@ void take(Meeting &meeting, const FakeMpiPart &part) {
 
 int answer(int *out, int value) {
     const std::lock_guard lock(g_mutex);
-    if (planted()) return MPI_ERR_OTHER;
+    if (injected_failure()) return MPI_ERR_OTHER;
     *out = value;
     return MPI_SUCCESS;
 }
@@ -211,7 +211,7 @@ void FakeMpi::fail_at(int64_t n) {
 }
 int64_t FakeMpi::calls() { return t_calls; }
 void FakeMpi::copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes)) { g_copy = copy; }
-bool FakeMpi::was_given(const void *begin, size_t bytes) {
+bool FakeMpi::was_passed(const void *begin, size_t bytes) {
     const std::lock_guard lock(g_mutex);
     const auto found = g_given.lower_bound(begin);
     return found != g_given.end() && *found < static_cast<const char *>(begin) + bytes;
@@ -250,7 +250,7 @@ int MPI_Test(MPI_Request *request, int *over, MPI_Status *) {
     const std::lock_guard lock(g_mutex);
     FakeMpiPart &part = **request;
     FakeMpiShared &shared = *part.end->shared;
-    if (!part.seen && planted(part.end)) return MPI_ERR_OTHER;
+    if (!part.seen && injected_failure(part.end)) return MPI_ERR_OTHER;
     part.seen = true;
     *over = 0;
     if (part.call.kind == Kind::send || part.call.kind == Kind::receive) {

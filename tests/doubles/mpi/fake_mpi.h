@@ -18,7 +18,7 @@ public:
     /// device memory. Collectives access host memory alone, as Open MPI's non-blocking ones do.
     static void copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes));
     /// Returns true if memory that begins in this range was passed to a message since the last world was created.
-    static bool was_given(const void *begin, size_t bytes);
+    static bool was_passed(const void *begin, size_t bytes);
 
 private:
     struct FakeMpiShared *const shared_;

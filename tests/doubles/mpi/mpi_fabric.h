@@ -11,7 +11,7 @@ namespace test {
 
 class MpiFabric : public FailingFabric {
 public:
-    void renew(int ranks) override {
+    void prepare_comm(int ranks) override {
         world_ = std::make_unique<FakeMpi>(ranks);
         FakeMpi::fail_at(0);
     }

@@ -3,8 +3,8 @@
 // MPI does. Device memory is protected from the host: any other access to it ends the program.
 #include "mpi_fabric.h"
 #include "support/cuda_memory.h"
-#include "support/fault_life.h"
-#include "support/misdeeds.h"
+#include "support/failing_calls.h"
+#include "support/rank_faults.h"
 #include <array>
 
 using namespace test;
@@ -53,12 +53,12 @@ TEST(MpiDevice, GivesTheBitsOfRanksThatAreThreads) {
         for (const onebit_run::Setting &setting : onebit_run::settings()) {
             SCOPED_TRACE(onebit_run::name_of(setting) + ", ranks " + std::to_string(ranks));
             const auto wanted = onebit_run::run_threads(setting, ranks);
-            fabric.renew(ranks);
+            fabric.prepare_comm(ranks);
             run_ranks(ranks, [&](int rank) {
                 const Memory memory = fabric.memory(rank);
                 const Context context = fabric.context(rank);
                 const Comm comm = join(fabric, rank, context);
-                EXPECT_TRUE(onebit_run::Rank(context.get(), comm.get(), rank, setting, memory).run() ==
+                EXPECT_TRUE(onebit_run::RankTrainer(context.get(), comm.get(), rank, setting, memory).run() ==
                             wanted[size_t(rank)]);
                 const dsopt_comm_info info = info_of(comm);
                 EXPECT_GE(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL], 4);
@@ -71,7 +71,7 @@ TEST(MpiDevice, AllReduceOfAListGivesTheBitsOfTheHostsComm) {
     constexpr size_t kFloats = 5000; // several pieces
     const auto sum = [](Fabric &fabric) {
         std::array<std::string, 3> results;
-        fabric.renew(3);
+        fabric.prepare_comm(3);
         run_ranks(3, [&](int rank) {
             const Memory memory = fabric.memory(rank);
             const Context context = fabric.context(rank);
@@ -97,7 +97,7 @@ TEST(MpiDevice, AllReduceOfAListGivesTheBitsOfTheHostsComm) {
 
 TEST(MpiDevice, BesideACommForHostMemoryEveryRankGetsAStatus) {
     DeviceMpiFabric fabric;
-    fabric.renew(2);
+    fabric.prepare_comm(2);
     run_ranks(2, [&](int rank) {
         const Memory memory = fabric.memory(rank);
         const Context context = fabric.context(rank);
@@ -114,7 +114,7 @@ TEST(MpiDevice, BesideACommForHostMemoryEveryRankGetsAStatus) {
 
 TEST(MpiDevice, IsRefusedForAContextOfTheCpu) {
     MpiFabric fabric;
-    fabric.renew(1);
+    fabric.prepare_comm(1);
     dsopt_comm *comm = nullptr;
     const Context context = fabric.context(0);
     must(fabric.join(0, 1000, context.get(), &comm));
@@ -128,7 +128,7 @@ TEST(MpiDevice, IsRefusedForAContextOfTheCpu) {
 
 TEST(MpiDevice, CallInACaptureIsRefusedAndTheCommStaysUsable) {
     DeviceMpiFabric fabric;
-    fabric.renew(2);
+    fabric.prepare_comm(2);
     run_ranks(2, [&](int rank) {
         const Memory memory = fabric.memory(rank);
         const Context context = fabric.context(rank);
@@ -159,7 +159,7 @@ struct Watched {
             return cudaMalloc(&memory, bytes) == cudaSuccess ? memory : nullptr;
         };
         desc.release = [](void *user, void *memory, size_t bytes, void *) {
-            static_cast<Watched *>(user)->released += FakeMpi::was_given(memory, bytes);
+            static_cast<Watched *>(user)->released += FakeMpi::was_passed(memory, bytes);
             EXPECT_EQ(cudaFree(memory), cudaSuccess);
         };
         context = make_context(desc);
@@ -172,7 +172,7 @@ TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
     bool failed = true;
     int64_t calls = 0;
     for (; failed && calls < 1000; ++calls) {
-        fabric.renew(2);
+        fabric.prepare_comm(2);
         std::array<dsopt_status, 2> statuses{};
         static std::vector<std::unique_ptr<Watched>> kept; // never freed: leaked memory keeps its context
         std::array<Watched *, 2> watched{};
@@ -184,7 +184,7 @@ TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
             onebit_run::Setting setting;
             setting.sizes = {700, 33};
             setting.freeze_step = 1;
-            onebit_run::Rank trainer(watched[size_t(rank)]->context.get(), comm.get(), rank, setting, memory);
+            onebit_run::RankTrainer trainer(watched[size_t(rank)]->context.get(), comm.get(), rank, setting, memory);
             must(trainer.step(1));
             if (rank == 0) fabric.fail_at(calls + 1);
             statuses[size_t(rank)] = trainer.step(2); // a step that exchanges
@@ -210,10 +210,10 @@ TEST(MpiDeviceFaults, OfEveryCallInTurnGiveAStatusAndTheSameCallSucceedsWithANew
     fail_each_call(fabric, DSOPT_ALGORITHM_ADAMW, true);
 }
 
-TEST(Misdeeds, ReturnStatusInBoundedTime) {
+TEST(RankFaults, ReturnStatusInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 2; ++i) fabrics.push_back(std::make_unique<DeviceMpiFabric>());
-    commit_all_misdeeds(fabrics, 1, kMostRanks, true);
+    run_all_rank_faults(fabrics, 1, kMostRanks, true);
 }
 
 } // namespace

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The adapter of dsopt_mpi.h over a double of MPI whose ranks are threads and whose calls fail on request.
 #include "mpi_fabric.h"
-#include "support/fault_life.h"
-#include "support/misdeeds.h"
+#include "support/failing_calls.h"
+#include "support/rank_faults.h"
 #include <gtest/gtest-spi.h>
 
 using namespace test;
@@ -64,10 +64,10 @@ TEST(MpiDouble, FailsAProgramThatFreesACommunicatorWithARequest) {
     EXPECT_NONFATAL_FAILURE(MPI_Comm_free(&comm), "were not waited for");
 }
 
-TEST(Misdeeds, ReturnStatusInBoundedTime) {
+TEST(RankFaults, ReturnStatusInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 8; ++i) fabrics.push_back(std::make_unique<MpiFabric>());
-    commit_all_misdeeds(fabrics, kSanitized ? 1 : 3, 4);
+    run_all_rank_faults(fabrics, kSanitized ? 1 : 3, 4);
 }
 
 } // namespace

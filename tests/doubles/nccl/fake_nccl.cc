@@ -103,7 +103,7 @@ struct Plan {
 } g_plan;
 
 /// Returns true if this call of a rank fails.
-bool planted(const std::string &id, int rank) {
+bool injected_failure(const std::string &id, int rank) {
     const std::lock_guard lock(g_plan.mutex);
     if (g_plan.id != id || g_plan.rank != rank || ++g_plan.calls != g_plan.at) return false;
     g_plan.told = true;
@@ -132,7 +132,7 @@ struct FakeComm {
     /// Returns true if this call fails.
     bool fails() {
         looked_at = false;
-        return planted(name, rank);
+        return injected_failure(name, rank);
     }
     bool fault(const char *kind, int call) const {
         const char *const all = std::getenv("DSOPT_FAKE_NCCL_FAULT");
@@ -304,7 +304,7 @@ void run_group(const std::vector<Posted> &group) {
     FakeComm *const comm = group[0].comm;
     for (const Posted &posted : group) {
         if (comm->fault("kill", posted.number)) kill(getpid(), SIGKILL);
-        if (comm->fault("async", posted.number)) fail(comm, remote_error, "a planted error");
+        if (comm->fault("async", posted.number)) fail(comm, remote_error, "an injected error");
         if (comm->fault("hang", posted.number))
             for (int looks = 600; !comm->aborted;) nap(looks);
     }
@@ -379,7 +379,7 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
         return fail(nullptr, bad_argument, "type %d, root %d, peer %d", call.type, call.root, peer);
     const int number = comm->calls++;
     t_used.is(comm);
-    if (comm->fails() || comm->fault("error", number)) return fail(comm, system_error, "a planted error");
+    if (comm->fails() || comm->fault("error", number)) return fail(comm, system_error, "an injected error");
     t_group.push_back({comm, call, from, to, peer, stream, number});
     if (t_depth != 0) return comm->fault("slow", number) ? in_progress : success;
     return flush();
@@ -402,7 +402,7 @@ Result make(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocki
     comm->rank = rank;
     comm->ranks = ranks;
     comm->name = id.name;
-    if (comm->fails() || comm->fault("init", 0)) return fail(nullptr, system_error, "a planted error");
+    if (comm->fails() || comm->fault("init", 0)) return fail(nullptr, system_error, "an injected error");
     if (cudaGetDevice(&comm->device) != cudaSuccess) return fail(nullptr, cuda_error, "no device");
     const int file = shm_open(id.name, O_RDWR | O_CREAT, 0600);
     if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) return fail(nullptr, system_error, "no shared memory");
@@ -447,7 +447,7 @@ API long fake_nccl_calls() {
 }
 
 API Result ncclGetUniqueId(UniqueId *id) {
-    if (planted("", 0)) return fail(nullptr, system_error, "a planted error");
+    if (injected_failure("", 0)) return fail(nullptr, system_error, "an injected error");
     // Random, because a process id can be reused while files of a killed process with that id still exist.
     uint64_t random = 0;
     if (getrandom(&random, sizeof random, 0) != sizeof random) return fail(nullptr, system_error, "no random number");
@@ -481,7 +481,7 @@ API Result ncclCommDestroy(FakeComm *comm) {
 API Result ncclCommGetAsyncError(FakeComm *comm, Result *error) {
     const Inside inside(comm);
     t_used.is(comm);
-    if (!comm->looked_at.exchange(true) && planted(comm->name, comm->rank)) return system_error;
+    if (!comm->looked_at.exchange(true) && injected_failure(comm->name, comm->rank)) return system_error;
     *error = (comm->stuck || comm->ending) && comm->state == success ? in_progress : Result(comm->state.load());
     return success;
 }
@@ -513,7 +513,7 @@ API Result ncclAllGather(const void *from, void *to, size_t count, int type, Fak
     return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
 }
 API Result ncclGroupStart() {
-    if (!t_used.name.empty() && planted(t_used.name, t_used.rank)) return system_error;
+    if (!t_used.name.empty() && injected_failure(t_used.name, t_used.rank)) return system_error;
     ++t_depth;
     return success;
 }
@@ -523,7 +523,7 @@ API Result ncclGroupEnd() {
     FakeComm *const comm = t_group.empty() ? nullptr : t_group[0].comm;
     if (comm == nullptr || !comm->fails()) return flush();
     t_group.clear();
-    return fail(comm, system_error, "a planted error");
+    return fail(comm, system_error, "an injected error");
 }
 
 #if !defined(FAKE_NCCL_OLD) // not in 2.4

@@ -8,7 +8,7 @@
 namespace nccl_test {
 
 inline void fail_at(const std::string &id, int rank, int64_t n) {
-    in_double<void(const char *, int, long)>("fake_nccl_fail_at")(id.c_str(), rank, long(n));
+    function_of_double<void(const char *, int, long)>("fake_nccl_fail_at")(id.c_str(), rank, long(n));
 }
 
 constexpr int kMostRanks = 3;
@@ -19,7 +19,7 @@ public:
     }
     /// Each rank has its own device; their numbers start at `first_device`.
     explicit NcclFabric(int first_device = 0) : first_(first_device) {}
-    void renew(int ranks) override {
+    void prepare_comm(int ranks) override {
         ranks_ = ranks;
         id_ = new_id();
     }
@@ -30,7 +30,7 @@ public:
     test::Context context(int rank) const override {
         return test::make_context(test::context_desc(1, DSOPT_BACKEND_CUDA, first_ + rank));
     }
-    int farewell_ms() const override { return 5000; } // documented in dsopt.h
+    int destroy_timeout_ms() const override { return 5000; } // documented in dsopt.h
     int work_factor() const override { return 4; }
     test::Memory memory(int rank) const override {
         cudaStream_t &stream = streams_[size_t(rank)];
@@ -40,7 +40,7 @@ public:
     }
     /// Works for one fabric at a time.
     void fail_at(int64_t n) override { nccl_test::fail_at(id_, 0, n); }
-    int64_t calls() const override { return in_double<long()>("fake_nccl_calls")(); }
+    int64_t calls() const override { return function_of_double<long()>("fake_nccl_calls")(); }
 
 private:
     const int first_;

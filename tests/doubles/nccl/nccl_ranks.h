@@ -29,7 +29,7 @@ constexpr int kDevices = 12; // for three ranks of several comms at once
 inline int milliseconds_since(Clock::time_point begin) {
     return int(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count());
 }
-inline void give_time() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
+inline void sleep_briefly() { std::this_thread::sleep_for(std::chrono::milliseconds(30)); }
 
 inline void run_ranks(int ranks, const std::function<void(int rank)> &body) {
     test::run_ranks(ranks, [&body](int rank) {
@@ -167,16 +167,16 @@ private:
 };
 
 /// Returns a function of the library that the engine has loaded.
-template <class F> F *in_double(const char *name) {
+template <class F> F *function_of_double(const char *name) {
     const char *const path = std::getenv("DSOPT_NCCL_LIBRARY");
     void *const library = dlopen(path != nullptr ? path : "libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
     void *const found = library != nullptr ? dlsym(library, name) : nullptr;
     if (found == nullptr) throw std::runtime_error(std::string("not loaded: ") + name);
     return reinterpret_cast<F *>(found);
 }
-inline FakeNcclCounts counts() { return in_double<FakeNcclCounts()>("fake_nccl_counts")(); }
+inline FakeNcclCounts counts() { return function_of_double<FakeNcclCounts()>("fake_nccl_counts")(); }
 
 /// Runs every collective in both kinds of memory, with sizes around a word and a piece.
-void exercise(const StreamComm &rank);
+void run_all_collectives(const StreamComm &rank);
 
 } // namespace nccl_test

@@ -17,7 +17,7 @@ Bytes bytes_of(int rank, size_t count) {
     for (size_t i = 0; i < count; ++i) bytes[i] = value_at(rank, i);
     return bytes;
 }
-template <class T> void exercise_sums(const StreamComm &rank, Place place, size_t count, int32_t dtype) {
+template <class T> void check_sums(const StreamComm &rank, Place place, size_t count, int32_t dtype) {
     const int ranks = rank.comm->ranks();
     for (const int32_t op : {DSOPT_OP_SUM, DSOPT_OP_MAX}) {
         std::vector<T> own(count), wanted(count);
@@ -46,14 +46,14 @@ template <class T> void exercise_sums(const StreamComm &rank, Place place, size_
 }
 } // namespace
 
-void exercise(const StreamComm &rank) {
+void run_all_collectives(const StreamComm &rank) {
     Comm &comm = *rank.comm;
     const int ranks = comm.ranks();
     for (const Place place : {Place::host, Place::backend}) {
         for (const size_t count : {0, 1, 1000, 20000}) {
-            exercise_sums<float>(rank, place, count, DSOPT_DTYPE_F32);
-            exercise_sums<double>(rank, place, count, DSOPT_DTYPE_F64);
-            exercise_sums<int32_t>(rank, place, count, DSOPT_DTYPE_I32);
+            check_sums<float>(rank, place, count, DSOPT_DTYPE_F32);
+            check_sums<double>(rank, place, count, DSOPT_DTYPE_F64);
+            check_sums<int32_t>(rank, place, count, DSOPT_DTYPE_I32);
         }
         for (const size_t bytes : {size_t(1), size_t(3), size_t(4), size_t(70001)}) {
             Bytes gathered, rows, columns;
@@ -86,7 +86,7 @@ TEST(Nccl, CollectivesInBothKindsOfMemory) {
         run_ranks(ranks, [&](int rank) {
             EXPECT_EQ(world[rank].comm->rank(), rank);
             EXPECT_EQ(world[rank].comm->ranks(), ranks);
-            exercise(world[rank]);
+            run_all_collectives(world[rank]);
             EXPECT_EQ(world[rank].comm->info().status, DSOPT_OK);
         });
     }
@@ -162,7 +162,7 @@ TEST(Nccl, RefusalToMakeACommunicatorHasTheLibrarysText) {
     const auto context = cuda_context();
     const std::string id = new_id();
     const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 1, 1000)); });
-    EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "a planted error"));
+    EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "an injected error"));
 }
 
 TEST(Nccl, RankThatDoesNotCallTimesTheOthersOutAndTheCommIsLost) {
@@ -202,7 +202,7 @@ TEST(Nccl, ErrorOfACallBecomesAStatusWithTheLibrarysText) {
     run_ranks(2, [&](int rank) {
         const Outcome outcome = outcome_of([&] { world[rank].add(1); });
         if (rank == 1)
-            EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "unhandled system error, a planted error"));
+            EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "unhandled system error, an injected error"));
         else
             EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT));
     });
@@ -232,7 +232,7 @@ TEST(Nccl, AbortFromAnotherThreadReleasesABlockedRankAndNobodyIsInsideMeanwhile)
         World world(2, -1);
         const FakeNcclCounts before = counts();
         std::thread blocked([&] { EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED)); });
-        give_time();
+        sleep_briefly();
         world[0].comm->abort();
         blocked.join();
         EXPECT_EQ(world[0].comm->info().status, DSOPT_ERR_ABORTED);
@@ -335,7 +335,7 @@ TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
             const StreamComm mine(cuda_context(rank), desc(theirs[rank]));
             EXPECT_EQ(mine.comm->rank(), rank);
             EXPECT_EQ(mine.comm->ranks(), 2);
-            exercise(mine);
+            run_all_collectives(mine);
         }
     });
 }
@@ -357,7 +357,7 @@ TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
 TEST_F(Borrowed, AbortFreesAHostThatWaitsThoughItsExchangeStaysOnTheStream) {
     const StreamComm mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     std::thread aborts([&] {
-        while (mine.comm->info().calls == 0) give_time(); // the exchange is enqueued
+        while (mine.comm->info().calls == 0) sleep_briefly(); // the exchange is enqueued
         mine.comm->abort();
     });
     EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), DSOPT_ERR_ABORTED));
@@ -569,7 +569,7 @@ TEST(NcclProcesses, KilledRankIsAnErrorToTheOthersWhereTheNetworkTells) {
 // ---------------------------------------------------------------------------------- other libraries; see meson.build
 TEST(OldNccl, WithoutSendAndReceiveAndConfigsServesEveryCollective) {
     const World world(3);
-    run_ranks(3, [&](int rank) { exercise(world[rank]); });
+    run_ranks(3, [&](int rank) { run_all_collectives(world[rank]); });
 }
 TEST(OldNccl, CreatingTimesOutAndTheThreadThatWaitsIsLeftBehind) {
     const auto context = cuda_context();

@@ -378,7 +378,7 @@ TEST(NcclEnqueued, DestroyBeforeTheGraphOfItsExchangesReturnsAndTheLibraryEndsWi
             const FakeNcclCounts now = counts();
             return now.destroyed + now.aborted - before.destroyed - before.aborted;
         };
-        for (int waits = 0; ended() < kRanks && waits < 600; ++waits) give_time();
+        for (int waits = 0; ended() < kRanks && waits < 600; ++waits) sleep_briefly();
         EXPECT_EQ(ended(), kRanks);
         // An old library can only abort a comm in stream order.
         const int aborted = graph_first && has_finalize ? 0 : kRanks;
@@ -396,7 +396,7 @@ TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
         const Device device(id, rank, kRanks, 20000, DSOPT_COMM_FLAG_ENQUEUE);
         onebit_run::Setting setting;
         setting.freeze_step = 1;
-        onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+        onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
         must(trainer.step(1)); // ranks compare their lists
         for (int64_t call = 2; call <= 3; ++call) {
             EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
@@ -418,7 +418,8 @@ TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
         const std::string id = new_id();
         run_ranks(kRanks, [&](int rank) {
             const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
-            onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+            onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting,
+                                            test::cuda_memory(device.stream));
             EXPECT_TRUE(trainer.run() == wanted[size_t(rank)]) << onebit_run::name_of(setting) << ", rank " << rank;
         });
     }
@@ -440,16 +441,17 @@ TEST(NcclEnqueued, OneBitLambOnShardsGivesTheBitsOfThreads) {
     const int32_t one = 1;
     std::vector<std::vector<std::string>> wanted(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
-        wanted[size_t(rank)] = onebit_run::Rank(context, nullptr, rank, shards_of_onebit_lamb(comm, &one)).run();
+        wanted[size_t(rank)] = onebit_run::RankTrainer(context, nullptr, rank, shards_of_onebit_lamb(comm, &one)).run();
     });
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         const std::string id = new_id();
         run_ranks(kRanks, [&](int rank) {
             const Device device(id, rank, kRanks, 60000, flags);
             const DeviceBytes skip(Bytes{1, 0, 0, 0});
-            onebit_run::Rank trainer(device.context, nullptr, rank,
-                                     shards_of_onebit_lamb(device.comm, reinterpret_cast<const int32_t *>(skip.data())),
-                                     test::cuda_memory(device.stream));
+            onebit_run::RankTrainer trainer(
+                device.context, nullptr, rank,
+                shards_of_onebit_lamb(device.comm, reinterpret_cast<const int32_t *>(skip.data())),
+                test::cuda_memory(device.stream));
             const std::vector<std::string> all = trainer.run();
             for (size_t call = 0; call < all.size(); ++call)
                 EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
@@ -473,7 +475,7 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
             if (rank == 1) together.arrive_and_wait(); // rank 0's call has returned
             if (rank == 0) fakert::mark();
         };
-        onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+        onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
         for (int64_t call = 1; call <= 4; ++call) must(trainer.step(call));
         must(trainer.step(5));
         if (rank == 0) {
@@ -492,14 +494,14 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(over);
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
-        onebit_run::Rank trainer(device.context, device.comm, rank, {}, test::cuda_memory(device.stream));
+        onebit_run::RankTrainer trainer(device.context, device.comm, rank, {}, test::cuda_memory(device.stream));
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         if (rank == 1) return over.arrive_and_wait(); // never makes the second step
         must(trainer.step(2));
         expect_busy(device.stream);
         std::thread other([&] {
-            give_time();
+            sleep_briefly();
             dsopt_comm_abort(device.comm);
         });
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
@@ -515,8 +517,8 @@ TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
     run_ranks(kRanks, [&](int rank) {
         const Leaving leaving(over);
         Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
-        auto trainer = std::make_unique<onebit_run::Rank>(device.context, device.comm, rank, onebit_run::Setting{},
-                                                          test::cuda_memory(device.stream));
+        auto trainer = std::make_unique<onebit_run::RankTrainer>(
+            device.context, device.comm, rank, onebit_run::Setting{}, test::cuda_memory(device.stream));
         must(trainer->step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         if (rank == 1) return over.arrive_and_wait();
@@ -533,7 +535,7 @@ TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
 TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
     const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     std::thread other([&] {
-        give_time();
+        sleep_briefly();
         world[0].comm->abort();
     });
     EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED));

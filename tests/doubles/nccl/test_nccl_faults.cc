@@ -2,7 +2,7 @@
 // Every call of NCCL fails in turn.
 #include "comm/nccl/api.h"
 #include "nccl_fabric.h"
-#include "support/fault_life.h"
+#include "support/failing_calls.h"
 
 namespace nccl_test {
 namespace {

@@ -15,7 +15,8 @@ TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
         const std::string id = new_id();
         run_ranks(ranks, [&](int rank) {
             const Device device(id, rank, ranks, 60000);
-            onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+            onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting,
+                                            test::cuda_memory(device.stream));
             const std::vector<std::string> all = trainer.run();
             for (size_t call = 0; call < all.size(); ++call)
                 ASSERT_TRUE(all[call] == wanted[size_t(rank)][call])
@@ -37,11 +38,11 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
         for (const int from : {1, 2}) {
             std::vector<std::string> files(static_cast<size_t>(from));
             onebit_run::with_threads(from, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
-                onebit_run::Rank trainer(context, comm, rank, setting);
+                onebit_run::RankTrainer trainer(context, comm, rank, setting);
                 (void)trainer.run();
                 files[size_t(rank)] = trainer.save();
             });
-            const auto go_on = [&](onebit_run::Rank &trainer, std::vector<std::string> own) {
+            const auto go_on = [&](onebit_run::RankTrainer &trainer, std::vector<std::string> own) {
                 std::vector<std::string> all;
                 trainer.load(own);
                 all.push_back(trainer.bytes());
@@ -53,13 +54,14 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
             };
             std::vector<std::vector<std::string>> wanted(3);
             onebit_run::with_threads(3, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
-                onebit_run::Rank trainer(context, comm, rank, setting);
+                onebit_run::RankTrainer trainer(context, comm, rank, setting);
                 wanted[size_t(rank)] = go_on(trainer, files);
             });
             const std::string id = new_id();
             run_ranks(3, [&](int rank) {
                 const Device device(id, rank, 3, 60000);
-                onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+                onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting,
+                                                test::cuda_memory(device.stream));
                 EXPECT_TRUE(go_on(trainer, files) == wanted[size_t(rank)])
                     << onebit_run::name_of(setting) << " from " << from << " ranks, rank " << rank;
             });
@@ -82,7 +84,8 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
             const std::string id = new_id();
             run_ranks(2, [&](int rank) {
                 const Device device(id, rank, 2, kTimeout);
-                onebit_run::Rank trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
+                onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting,
+                                                test::cuda_memory(device.stream));
                 onebit_run::must(trainer.step(1));
                 const std::string before = trainer.bytes(false);
                 const auto begin = Clock::now();
@@ -107,7 +110,7 @@ TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeO
             setting.freeze_step = 1;
             setting.averages = false;
             setting.model = device.comm;
-            onebit_run::Rank trainer(device.context, nullptr, rank, setting, test::cuda_memory(device.stream));
+            onebit_run::RankTrainer trainer(device.context, nullptr, rank, setting, test::cuda_memory(device.stream));
             for (int64_t call = 1; call <= good; ++call) onebit_run::must(trainer.step(call));
             const auto begin = Clock::now();
             EXPECT_EQ(trainer.step(good + 1), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();

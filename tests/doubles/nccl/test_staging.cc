@@ -54,13 +54,13 @@ std::string local_id() {
 
 TEST(Staging, LocalCommServesDeviceMemory) {
     const std::string id = local_id();
-    run_ranks(3, [&](int rank) { exercise(StreamComm(cuda_context(rank), local_desc(id, rank, 3))); });
+    run_ranks(3, [&](int rank) { run_all_collectives(StreamComm(cuda_context(rank), local_desc(id, rank, 3))); });
 }
 
 TEST(Staging, OneRankCopies) {
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
-    run_ranks(1, [&](int) { exercise(StreamComm(cuda_context(), desc)); });
+    run_ranks(1, [&](int) { run_all_collectives(StreamComm(cuda_context(), desc)); });
 }
 
 TEST(MissingFunctions, AreMadeFromTheOthersInBothKindsOfMemory) {
@@ -78,7 +78,7 @@ TEST(MissingFunctions, AreMadeFromTheOthersInBothKindsOfMemory) {
                 desc.kind = DSOPT_COMM_KIND_TABLE;
                 desc.table = &table;
                 const StreamComm mine(context, desc);
-                exercise(mine);
+                run_all_collectives(mine);
                 EXPECT_EQ(mine.comm->info().calls, behind.calls) << "what is counted is what the table was asked for";
                 EXPECT_GT(behind.calls, 0);
             });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt_optimizer_apply compared with dsopt_optimizer_step: identical bits, outputs, and concurrent calls.
-#include "support/owned.h"
+#include "support/caller_memory.h"
 
 #include "support/file.h"
 
@@ -19,24 +19,24 @@ TEST_P(Apply, MatchesTheBitsOfStep) {
         const std::vector<Shape> shapes = shapes_of(kSizes, param, param);
         const dsopt_optimizer_desc desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS);
         const Optimizer pure = make_pure(context, shapes, GetParam(), desc);
-        Owned owned(pure.get(), shapes);
+        CallerMemory caller_memory(pure.get(), shapes);
         const Trainer trainer(shapes, make_group(GetParam()), desc);
         for (uint64_t t = 1; t <= 20; ++t) {
             const Shared<float> reports[2] = {Shared<float>(DSOPT_REPORT_FLOATS, -7),
                                               Shared<float>(DSOPT_REPORT_FLOATS, -8)};
             const float lr = 0.01f / float(t), scale = t % 3 ? 1.0f : 16.0f;
             const int32_t skip = t == 7;
-            owned.model.make_gradients(t);
+            caller_memory.model.make_gradients(t);
             trainer.model.make_gradients(t);
-            if (t == 11) owned.model.grads[2].set(5, NAN), trainer.model.grads[2].set(5, NAN);
+            if (t == 11) caller_memory.model.grads[2].set(5, NAN), trainer.model.grads[2].set(5, NAN);
             for (int side = 0; side < 2; ++side) {
-                dsopt_step step = side == 0 ? owned.arguments() : trainer.arguments();
+                dsopt_step step = side == 0 ? caller_memory.arguments() : trainer.arguments();
                 step.lr = on_device(lr);
                 step.grad_scale = on_device(scale);
                 step.skip = on_device(skip);
                 step.report = reports[side].data();
                 if (side == 0) {
-                    owned.workspace.spoil(int(t * 37)); // a call must not depend on earlier contents
+                    caller_memory.workspace.corrupt(int(t * 37)); // a call must not depend on earlier contents
                     ASSERT_OK(dsopt_optimizer_apply(pure.get(), &step));
                 } else {
                     must(trainer.step(step));
@@ -44,8 +44,8 @@ TEST_P(Apply, MatchesTheBitsOfStep) {
             }
             ASSERT_EQ(0, std::memcmp(reports[0].data(), reports[1].data(), sizeof(float) * DSOPT_REPORT_FLOATS)) << t;
         }
-        EXPECT_TRUE(same(owned.text(), trainer.text()));
-        EXPECT_TRUE(owned.intact());
+        EXPECT_TRUE(same(caller_memory.text(), trainer.text()));
+        EXPECT_TRUE(caller_memory.intact());
         EXPECT_EQ(steps(trainer.opt())[0], 18);
     }
 }
@@ -54,7 +54,7 @@ TEST_P(Apply, WritesOutputsLikeStep) {
     const Context context = make_context(context_desc(3));
     const std::vector<Shape> shapes = shapes_of(kSizes);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc());
-    const Owned owned(pure.get(), shapes);
+    const CallerMemory caller_memory(pure.get(), shapes);
     const Trainer trainer(shapes, make_group(GetParam()));
     std::vector<Array> outs[2];
     for (auto &list : outs)
@@ -62,7 +62,7 @@ TEST_P(Apply, WritesOutputsLikeStep) {
     const std::vector<dsopt_tensor> lists[2] = {list_of(outs[0]), list_of(outs[1])};
     for (const uint32_t flags :
          {0u, uint32_t(DSOPT_STEP_OUT_ONLY), uint32_t(DSOPT_STEP_DELTA | DSOPT_STEP_ZERO_GRADS)}) {
-        dsopt_step step = owned.arguments(), other = trainer.arguments();
+        dsopt_step step = caller_memory.arguments(), other = trainer.arguments();
         step.out = lists[0].data();
         other.out = lists[1].data();
         step.flags = other.flags = flags;
@@ -70,9 +70,9 @@ TEST_P(Apply, WritesOutputsLikeStep) {
         must(trainer.step(other));
         for (size_t i = 0; i < kSizes.size(); ++i) {
             EXPECT_TRUE(same(outs[0][i].text(), outs[1][i].text()));
-            EXPECT_TRUE(same(owned.model.grads[i].text(), trainer.model.grads[i].text()));
+            EXPECT_TRUE(same(caller_memory.model.grads[i].text(), trainer.model.grads[i].text()));
         }
-        EXPECT_TRUE(same(owned.text(), trainer.text()));
+        EXPECT_TRUE(same(caller_memory.text(), trainer.text()));
     }
 }
 
@@ -84,7 +84,7 @@ TEST_P(Apply, WritesOutputsOverTheGradients) {
             const Context context = make_context(context_desc(threads));
             const std::vector<Shape> shapes = shapes_of(sizes, DSOPT_DTYPE_F32, dtype);
             const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5));
-            Owned in_place(pure.get(), shapes), separate(pure.get(), shapes);
+            CallerMemory in_place(pure.get(), shapes), separate(pure.get(), shapes);
             std::vector<Array> outs;
             for (const int64_t numel : sizes) outs.emplace_back(dtype, size_t(numel), 0.0f);
             const std::vector<dsopt_tensor> list = list_of(outs);
@@ -118,15 +118,15 @@ TEST_P(Apply, RunsOnManyThreadsWithDifferentMemory) {
     const Trainer trainer(shapes, make_group(GetParam()), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
     trainer.train(1, 20);
     constexpr int kThreads = 3;
-    std::vector<Owned> owned;
-    for (int i = 0; i < kThreads; ++i) owned.emplace_back(pure.get(), shapes);
+    std::vector<CallerMemory> caller_memory;
+    for (int i = 0; i < kThreads; ++i) caller_memory.emplace_back(pure.get(), shapes);
     std::atomic<int> failed{0};
     std::vector<std::thread> threads;
     for (int i = 0; i < kThreads; ++i)
         threads.emplace_back([&, i] {
             for (uint64_t t = 1; t <= 20; ++t) {
-                owned[size_t(i)].model.make_gradients(t);
-                const dsopt_step step = owned[size_t(i)].arguments();
+                caller_memory[size_t(i)].model.make_gradients(t);
+                const dsopt_step step = caller_memory[size_t(i)].arguments();
                 size_t bytes = 0;
                 DSOPT_NEW(dsopt_state_info, info);
                 failed += dsopt_optimizer_apply(pure.get(), &step) != DSOPT_OK;
@@ -136,7 +136,7 @@ TEST_P(Apply, RunsOnManyThreadsWithDifferentMemory) {
         });
     for (std::thread &thread : threads) thread.join();
     EXPECT_EQ(failed, 0);
-    for (const Owned &memory : owned) EXPECT_TRUE(same(memory.text(), trainer.text()));
+    for (const CallerMemory &memory : caller_memory) EXPECT_TRUE(same(memory.text(), trainer.text()));
 }
 
 LABEL(varies);
@@ -153,10 +153,10 @@ TEST_P(Apply, IsBusyOrConsistentDuringConcurrentChanges) {
     std::string texts[2];
     for (int i = 0; i < 2; ++i) {
         must(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, rates[i]));
-        const Owned owned(largest.get(), shapes);
-        const dsopt_step step = owned.arguments();
+        const CallerMemory caller_memory(largest.get(), shapes);
+        const dsopt_step step = caller_memory.arguments();
         must(dsopt_optimizer_apply(opt, &step));
-        texts[i] = owned.text();
+        texts[i] = caller_memory.text();
     }
     ASSERT_NE(texts[0], texts[1]);
 
@@ -172,10 +172,10 @@ TEST_P(Apply, IsBusyOrConsistentDuringConcurrentChanges) {
     for (int i = 0; i < kThreads; ++i)
         threads.emplace_back([&] {
             for (int k = 0; k < kApplies; ++k) {
-                const Owned owned(largest.get(), shapes);
-                const dsopt_step step = owned.arguments();
+                const CallerMemory caller_memory(largest.get(), shapes);
+                const dsopt_step step = caller_memory.arguments();
                 retry_while_busy([&] { return dsopt_optimizer_apply(opt, &step); });
-                wrong += owned.text() != texts[0] && owned.text() != texts[1];
+                wrong += caller_memory.text() != texts[0] && caller_memory.text() != texts[1];
                 double rate = rates[0];
                 int64_t groups = 1, params = 4, entries = 0;
                 size_t bytes = 0;
@@ -201,13 +201,13 @@ TEST_P(Apply, IsBusyOrConsistentDuringConcurrentChanges) {
             retry_while_busy([&] { return dsopt_optimizer_bind(opt, DSOPT_BIND_PARAMS, params.data(), 4); });
             const dsopt_step step = trainer.arguments();
             retry_while_busy([&] { return dsopt_optimizer_step(opt, &step); });
-            Tape tape;
+            MemoryFile memory_file;
             retry_while_busy([&] {
-                tape.data.clear();
-                const dsopt_io io = tape.io();
+                memory_file.data.clear();
+                const dsopt_io io = memory_file.io();
                 return dsopt_optimizer_save(opt, nullptr, &io);
             });
-            const dsopt_io io = tape.io();
+            const dsopt_io io = memory_file.io();
             retry_while_busy([&] { return dsopt_optimizer_load(opt, nullptr, &io); });
             int64_t entries = 0;
             retry_while_busy([&] { return dsopt_optimizer_state_count(opt, &entries); });

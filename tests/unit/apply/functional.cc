@@ -7,32 +7,32 @@ using namespace test;
 
 namespace {
 
-std::vector<Form> forms() {
-    std::vector<Form> list;
+std::vector<OptimizerSettings> all_settings() {
+    std::vector<OptimizerSettings> list;
     for (const int32_t algorithm : all_algorithms())
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
-            for (const Kind kind : {Kind::f32, Kind::no_master, Kind::per_tensor, Kind::flat})
+            for (const DtypeMix kind : {DtypeMix::f32, DtypeMix::no_master, DtypeMix::per_tensor, DtypeMix::flat})
                 for (const bool scaled : {false, true})
                     for (const int ranks : {1, 2}) {
                         if (compat != DSOPT_COMPAT_NONE && !has_compat(algorithm)) continue;
-                        if (is_onebit(algorithm) ? kind == Kind::no_master : ranks > 1) continue;
-                        Form form;
-                        form.algorithm = algorithm;
-                        form.compat = compat;
-                        form.kind = kind;
-                        form.scaled = scaled;
-                        form.ranks = ranks;
-                        form.max_norm = compat == DSOPT_COMPAT_NONE || form.wrapped() ? 20 : 0;
-                        list.push_back(form);
+                        if (is_onebit(algorithm) ? kind == DtypeMix::no_master : ranks > 1) continue;
+                        OptimizerSettings settings;
+                        settings.algorithm = algorithm;
+                        settings.compat = compat;
+                        settings.kind = kind;
+                        settings.scaled = scaled;
+                        settings.ranks = ranks;
+                        settings.max_norm = compat == DSOPT_COMPAT_NONE || settings.wrapped() ? 20 : 0;
+                        list.push_back(settings);
                     }
     return list;
 }
 
-class FunctionalApply : public testing::TestWithParam<Form> {
+class FunctionalApply : public testing::TestWithParam<OptimizerSettings> {
 protected:
-    const Form form = GetParam();
+    const OptimizerSettings settings = GetParam();
 };
-INSTANTIATE_TEST_SUITE_P(, FunctionalApply, testing::ValuesIn(forms()),
+INSTANTIATE_TEST_SUITE_P(, FunctionalApply, testing::ValuesIn(all_settings()),
                          [](const auto &info) { return info.param.name(); });
 
 LABEL_PARAMS(long_emulated, "*Scaled*");
@@ -42,18 +42,18 @@ LABEL_PARAMS(long_emulated, "*Compat*F32*");
 TEST_P(FunctionalApply, MatchesStepAfterInitState) {
     constexpr int64_t calls = 9;
     for (const bool passed : {false, true}) {
-        if (passed && form.scaled) continue;
-        with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-            Stepper stepper(ctx, form, false, passed, ids, rank),
-                pure(ctx, form, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
+        if (passed && settings.scaled) continue;
+        with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+            Stepper stepper(ctx, settings, false, passed, ids, rank),
+                pure(ctx, settings, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
             if (!passed) {
                 stepper.allocate();
                 ASSERT_TRUE(same(stepper.snapshot(), pure.snapshot())) << "before the first step";
             }
             for (int64_t call = 1; call <= calls; ++call) {
-                std::vector<Array> grads = gradients_of(form, rank, call);
-                if (call == 3) grads[2] = Array::absent(form.sizes[2]);
-                const bool bad = form.scaled && (call == 5 || call == 6) && rank == form.ranks - 1;
+                std::vector<Array> grads = gradients_of(settings, rank, call);
+                if (call == 3) grads[2] = Array::absent(settings.sizes[2]);
+                const bool bad = settings.scaled && (call == 5 || call == 6) && rank == settings.ranks - 1;
                 if (bad) grads[0].set(99, call == 5 ? kInf : kNaN);
                 Shared<float> reports[2];
                 for (Stepper *side : {&stepper, &pure}) {
@@ -62,7 +62,7 @@ TEST_P(FunctionalApply, MatchesStepAfterInitState) {
                     ASSERT_OK(side->step(grads, [&](dsopt_step &step) { step.report = report.data(); })) << call;
                 }
                 ASSERT_TRUE(same_bits(reports[0], reports[1])) << call << (passed ? ", passed" : "");
-                EXPECT_EQ(reports[0][DSOPT_REPORT_SKIPPED], form.scaled && (call == 5 || call == 6)) << call;
+                EXPECT_EQ(reports[0][DSOPT_REPORT_SKIPPED], settings.scaled && (call == 5 || call == 6)) << call;
                 ASSERT_TRUE(same(stepper.snapshot(), pure.snapshot())) << call << (passed ? ", passed" : "");
             }
         });
@@ -71,20 +71,20 @@ TEST_P(FunctionalApply, MatchesStepAfterInitState) {
 
 LABEL(long_emulated);
 TEST_P(FunctionalApply, ChangesNoStateOfTheOptimizer) {
-    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-        const std::vector<Array> own = weights_of(form);
-        const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
-        const Comm comm = form.ranks > 1 ? local_comm(ctx, ids[0], rank, form.ranks) : nullptr;
-        const Optimizer opt = make_optimizer(ctx, form, own, true, scaler.get(), comm.get());
-        Owned owned(opt.get(), own);
-        must(owned.init());
-        for (int64_t call = 1; call <= 2; ++call) must(owned.apply(gradients_of(form, rank, call)));
+    with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+        const std::vector<Array> own = weights_of(settings);
+        const Scaler scaler = settings.scaled ? make_scaler(ctx, 64, 2) : nullptr;
+        const Comm comm = settings.ranks > 1 ? local_comm(ctx, ids[0], rank, settings.ranks) : nullptr;
+        const Optimizer opt = make_optimizer(ctx, settings, own, true, scaler.get(), comm.get());
+        CallerMemory caller_memory(opt.get(), own);
+        must(caller_memory.init());
+        for (int64_t call = 1; call <= 2; ++call) must(caller_memory.apply(gradients_of(settings, rank, call)));
         for (const dsopt_state_info &info : state_of(opt.get()))
             EXPECT_EQ(info.tensor.data != nullptr,
                       std::strcmp(info.name, "loss_scale") == 0 || std::strcmp(info.name, "scaler") == 0)
                 << info.name;
-        for (size_t i = 0; i < own.size(); ++i) EXPECT_EQ(own[i].text(), weights_of(form)[i].text());
-        if (form.scaled) {
+        for (size_t i = 0; i < own.size(); ++i) EXPECT_EQ(own[i].text(), weights_of(settings)[i].text());
+        if (settings.scaled) {
             EXPECT_EQ(info_of(scaler).updates, 0);
             EXPECT_EQ(info_of(scaler).scale, 64);
         }
@@ -93,25 +93,25 @@ TEST_P(FunctionalApply, ChangesNoStateOfTheOptimizer) {
         EXPECT_EQ(report.calls, 0);
 
         // The engine's own state, once allocated, is neither read nor written.
-        Stepper other(ctx, form, false, false, form.ranks > 1 ? ids + 1 : nullptr, rank);
-        must(other.step(gradients_of(form, rank, 1)));
+        Stepper other(ctx, settings, false, false, settings.ranks > 1 ? ids + 1 : nullptr, rank);
+        must(other.step(gradients_of(settings, rank, 1)));
         const Snapshot before = other.snapshot();
-        Owned again(other.opt(), weights_of(form), 0x77);
+        CallerMemory again(other.opt(), weights_of(settings), 0x77);
         must(again.init());
-        for (int64_t call = 1; call <= 2; ++call) must(again.apply(gradients_of(form, rank, call)));
+        for (int64_t call = 1; call <= 2; ++call) must(again.apply(gradients_of(settings, rank, call)));
         EXPECT_TRUE(same(other.snapshot(), before));
-        EXPECT_TRUE(same(again.snapshot(), owned.snapshot()));
+        EXPECT_TRUE(same(again.snapshot(), caller_memory.snapshot()));
     });
 }
 
 LABEL(long_emulated);
 TEST_P(FunctionalApply, InitializesIdenticalStateOnManyThreads) {
-    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-        const Scaler scaler = form.scaled ? make_scaler(ctx, 64, 2) : nullptr;
-        const Comm comm = form.ranks > 1 ? local_comm(ctx, ids[0], rank, form.ranks) : nullptr;
-        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false, scaler.get(), comm.get());
-        Owned first(opt.get(), weights_of(form)), second(opt.get(), weights_of(form), 0xff),
-            third(opt.get(), weights_of(form), 0x01);
+    with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+        const Scaler scaler = settings.scaled ? make_scaler(ctx, 64, 2) : nullptr;
+        const Comm comm = settings.ranks > 1 ? local_comm(ctx, ids[0], rank, settings.ranks) : nullptr;
+        const Optimizer opt = make_optimizer(ctx, settings, weights_of(settings), false, scaler.get(), comm.get());
+        CallerMemory first(opt.get(), weights_of(settings)), second(opt.get(), weights_of(settings), 0xff),
+            third(opt.get(), weights_of(settings), 0x01);
         must(first.init());
         dsopt_status statuses[2] = {-1, -1};
         std::thread threads[2] = {std::thread([&] { statuses[0] = second.init(); }),
@@ -121,9 +121,9 @@ TEST_P(FunctionalApply, InitializesIdenticalStateOnManyThreads) {
         EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
         EXPECT_TRUE(same(first.snapshot(), third.snapshot()));
         // Initializes the same lists again after a step.
-        must(second.apply(gradients_of(form, rank, 1)));
+        must(second.apply(gradients_of(settings, rank, 1)));
         EXPECT_FALSE(same(first.snapshot(), second.snapshot()));
-        second.model.params = weights_of(form);
+        second.model.params = weights_of(settings);
         must(second.init());
         EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
     });
@@ -131,27 +131,27 @@ TEST_P(FunctionalApply, InitializesIdenticalStateOnManyThreads) {
 
 TEST(InitState, DecaysF32ParametersInPlaceNextToMasters) {
     const Context ctx = make_context(1);
-    Form form;
-    form.compat = DSOPT_COMPAT_DEEPSPEED;
-    form.kind = Kind::per_tensor;
-    const std::vector<Array> before = weights_of(form);
-    const Optimizer opt = make_optimizer(ctx, form, before, false);
-    Owned owned(opt.get(), before);
-    must(owned.init());
-    EXPECT_EQ(owned.model.params[0].text(), before[0].text()); // F16: only its master decays
-    EXPECT_NE(owned.values<float>("master", 0), before[0].floats());
-    EXPECT_NE(owned.model.params[3].text(), before[3].text()); // F32
-    EXPECT_FLOAT_EQ(owned.model.params[3][7], before[3][7] * (1 - 2e-2f * 0.05f));
-    EXPECT_EQ(owned.values<int32_t>("step"), std::vector<int32_t>(5, 1));
+    OptimizerSettings settings;
+    settings.compat = DSOPT_COMPAT_DEEPSPEED;
+    settings.kind = DtypeMix::per_tensor;
+    const std::vector<Array> before = weights_of(settings);
+    const Optimizer opt = make_optimizer(ctx, settings, before, false);
+    CallerMemory caller_memory(opt.get(), before);
+    must(caller_memory.init());
+    EXPECT_EQ(caller_memory.model.params[0].text(), before[0].text()); // F16: only its master decays
+    EXPECT_NE(caller_memory.values<float>("master", 0), before[0].floats());
+    EXPECT_NE(caller_memory.model.params[3].text(), before[3].text()); // F32
+    EXPECT_FLOAT_EQ(caller_memory.model.params[3][7], before[3][7] * (1 - 2e-2f * 0.05f));
+    EXPECT_EQ(caller_memory.values<int32_t>("step"), std::vector<int32_t>(5, 1));
 }
 
 TEST(InitState, NeedsNoParametersWithoutMasters) {
     const Context ctx = make_context(1);
-    for (const Kind kind : {Kind::f32, Kind::no_master}) {
-        Form form;
-        form.kind = kind;
-        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
-        Owned with(opt.get(), weights_of(form)), without(opt.get(), weights_of(form));
+    for (const DtypeMix kind : {DtypeMix::f32, DtypeMix::no_master}) {
+        OptimizerSettings settings;
+        settings.kind = kind;
+        const Optimizer opt = make_optimizer(ctx, settings, weights_of(settings), false);
+        CallerMemory with(opt.get(), weights_of(settings)), without(opt.get(), weights_of(settings));
         must(with.init());
         const std::vector<dsopt_tensor> state = without.state;
         ASSERT_OK(dsopt_optimizer_init_state(opt.get(), nullptr, 0, state.data(), int64_t(state.size()), nullptr));
@@ -162,17 +162,17 @@ TEST(InitState, NeedsNoParametersWithoutMasters) {
 TEST(InitState, IgnoresAddressesOfEmptyTensors) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kBothModes)
-        for (const Kind kind : {Kind::per_tensor, Kind::flat}) {
-            Form form;
-            form.algorithm = algorithm;
-            form.compat = DSOPT_COMPAT_DEEPSPEED;
-            form.kind = kind;
-            form.sizes = {3, 0, 5, 0};
-            const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
-            Owned with(opt.get(), weights_of(form)), without(opt.get(), weights_of(form));
+        for (const DtypeMix kind : {DtypeMix::per_tensor, DtypeMix::flat}) {
+            OptimizerSettings settings;
+            settings.algorithm = algorithm;
+            settings.compat = DSOPT_COMPAT_DEEPSPEED;
+            settings.kind = kind;
+            settings.sizes = {3, 0, 5, 0};
+            const Optimizer opt = make_optimizer(ctx, settings, weights_of(settings), false);
+            CallerMemory with(opt.get(), weights_of(settings)), without(opt.get(), weights_of(settings));
             must(with.init());
             std::vector<dsopt_tensor> state = without.state, params = list_of(without.model.params),
-                                      grads = list_of(gradients_of(form, 0, 1));
+                                      grads = list_of(gradients_of(settings, 0, 1));
             const auto remove_addresses = [](std::vector<dsopt_tensor> &list) {
                 for (dsopt_tensor &tensor : list)
                     if (tensor.numel == 0) tensor.data = nullptr;
@@ -181,27 +181,27 @@ TEST(InitState, IgnoresAddressesOfEmptyTensors) {
             remove_addresses(params);
             must(dsopt_optimizer_init_state(opt.get(), params.data(), int64_t(params.size()), state.data(),
                                             int64_t(state.size()), nullptr));
-            EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << form.name();
-            const std::vector<Array> gradients = gradients_of(form, 0, 1);
+            EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << settings.name();
+            const std::vector<Array> gradients = gradients_of(settings, 0, 1);
             must(with.apply(gradients));
             must(without.apply(gradients, [&](dsopt_step &step) {
                 step.params = params.data();
                 step.state = state.data();
             }));
-            EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << form.name();
+            EXPECT_TRUE(same(with.snapshot(), without.snapshot())) << settings.name();
         }
 }
 
 TEST(InitState, RefusesInvalidListsAndChangesNothing) {
     const Context ctx = make_context(1);
-    Form form;
-    form.kind = Kind::per_tensor;
+    OptimizerSettings settings;
+    settings.kind = DtypeMix::per_tensor;
     for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
-        form.compat = compat;
-        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
-        Owned owned(opt.get(), weights_of(form));
-        const Snapshot before = owned.snapshot();
-        const std::vector<dsopt_tensor> params = list_of(owned.model.params), state = owned.state;
+        settings.compat = compat;
+        const Optimizer opt = make_optimizer(ctx, settings, weights_of(settings), false);
+        CallerMemory caller_memory(opt.get(), weights_of(settings));
+        const Snapshot before = caller_memory.snapshot();
+        const std::vector<dsopt_tensor> params = list_of(caller_memory.model.params), state = caller_memory.state;
         const auto count = int64_t(state.size());
         const auto call = [&](const dsopt_tensor *p, const dsopt_tensor *s, int64_t n) {
             return dsopt_optimizer_init_state(opt.get(), p, p != nullptr ? int64_t(params.size()) : 0, s, n, nullptr);
@@ -232,7 +232,7 @@ TEST(InitState, RefusesInvalidListsAndChangesNothing) {
         if (compat != DSOPT_COMPAT_NONE) {
             EXPECT_TRUE(refused(call(other.data(), state.data(), count), DSOPT_ERR_ARGUMENT, "p3"));
         }
-        EXPECT_TRUE(same(owned.snapshot(), before));
+        EXPECT_TRUE(same(caller_memory.snapshot(), before));
         if (compat == DSOPT_COMPAT_NONE) { EXPECT_OK(call(other.data(), state.data(), count)); }
     }
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -242,11 +242,11 @@ TEST(InitState, RefusesInvalidListsAndChangesNothing) {
 
 // --------------------------------------------------------------------------------------------------------- reduction
 int32_t next_reduction_of(const Stepper &side) {
-    const Owned &owned = *side.owned;
-    const dsopt_tensor schedule = owned.blocks[owned.index("schedule")].tensor();
+    const CallerMemory &caller_memory = *side.caller_memory;
+    const dsopt_tensor schedule = caller_memory.blocks[caller_memory.index("schedule")].tensor();
     int32_t reduction = -1;
     must(dsopt_optimizer_next_reduction_on_device(side.opt(), &schedule, &reduction, nullptr));
-    const std::vector<int32_t> words = owned.values<int32_t>("schedule");
+    const std::vector<int32_t> words = caller_memory.values<int32_t>("schedule");
     DSOPT_NEW(dsopt_schedule_info, info);
     must(dsopt_schedule_decode(side.opt(), words.data(), &info));
     EXPECT_EQ(info.reduction, reduction);
@@ -262,15 +262,15 @@ int32_t next_reduction_of(const Stepper &side) {
 
 class NextReductionOnDevice : public testing::TestWithParam<std::tuple<int32_t, int>> {
 protected:
-    Form form_of(int32_t compat, Kind kind) const {
-        Form form;
-        form.algorithm = std::get<0>(GetParam());
-        form.ranks = std::get<1>(GetParam());
-        form.compat = compat;
-        form.kind = kind;
-        form.freeze_step = 9;
-        form.sizes = {70, 33};
-        return form;
+    OptimizerSettings form_of(int32_t compat, DtypeMix kind) const {
+        OptimizerSettings settings;
+        settings.algorithm = std::get<0>(GetParam());
+        settings.ranks = std::get<1>(GetParam());
+        settings.compat = compat;
+        settings.kind = kind;
+        settings.freeze_step = 9;
+        settings.sizes = {70, 33};
+        return settings;
     }
 };
 INSTANTIATE_TEST_SUITE_P(, NextReductionOnDevice, testing::Combine(testing::ValuesIn(kFamily), testing::Values(1, 2)),
@@ -279,34 +279,34 @@ INSTANTIATE_TEST_SUITE_P(, NextReductionOnDevice, testing::Combine(testing::Valu
                          });
 
 TEST_P(NextReductionOnDevice, MatchesTheReductionOfTheCall) {
-    const Form form = form_of(DSOPT_COMPAT_NONE, Kind::f32);
-    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-        Stepper pure(ctx, form, true, false, ids, rank);
+    const OptimizerSettings settings = form_of(DSOPT_COMPAT_NONE, DtypeMix::f32);
+    with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+        Stepper pure(ctx, settings, true, false, ids, rank);
         for (int64_t call = 1; call <= 40; ++call) {
             int32_t wanted = -1;
             must(dsopt_optimizer_next_reduction(pure.opt(), call, &wanted));
             ASSERT_EQ(next_reduction_of(pure), wanted) << call;
             const int32_t skip = call % 7 == 0 || call == 9;
-            must(pure.step(gradients_of(form, rank, call), [&](dsopt_step &step) { step.skip = on_device(skip); }));
-            EXPECT_EQ(pure.owned->values<int32_t>("schedule")[0], call);
+            must(pure.step(gradients_of(settings, rank, call), [&](dsopt_step &step) { step.skip = on_device(skip); }));
+            EXPECT_EQ(pure.caller_memory->values<int32_t>("schedule")[0], call);
         }
     });
 }
 
 LABEL_PARAMS(long_emulated, "*2");
 TEST_P(NextReductionOnDevice, MatchesThatOfStepInCompatMode) {
-    for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat}) {
-        const Form form = form_of(DSOPT_COMPAT_DEEPSPEED, kind);
-        with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-            Stepper stepper(ctx, form, false, false, ids, rank),
-                pure(ctx, form, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
+    for (const DtypeMix kind : {DtypeMix::f32, DtypeMix::per_tensor, DtypeMix::flat}) {
+        const OptimizerSettings settings = form_of(DSOPT_COMPAT_DEEPSPEED, kind);
+        with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+            Stepper stepper(ctx, settings, false, false, ids, rank),
+                pure(ctx, settings, true, false, ids != nullptr ? ids + 1 : nullptr, rank);
             for (int64_t call = 1; call <= 40; ++call) {
                 int32_t wanted = -1;
                 must(dsopt_optimizer_next_reduction(stepper.opt(), 0, &wanted));
                 ASSERT_EQ(next_reduction_of(pure), wanted) << call;
                 const int32_t skip = call % 7 == 0 || call == 9;
                 for (Stepper *side : {&stepper, &pure})
-                    must(side->step(gradients_of(form, rank, call),
+                    must(side->step(gradients_of(settings, rank, call),
                                     [&](dsopt_step &step) { step.skip = on_device(skip); }));
             }
             EXPECT_TRUE(same(stepper.snapshot(), pure.snapshot()));
@@ -317,9 +317,9 @@ TEST_P(NextReductionOnDevice, MatchesThatOfStepInCompatMode) {
 TEST(NextReduction, IsFullOnDeviceWithoutASchedule) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_LAMB}) {
-        Form form;
-        form.algorithm = algorithm;
-        const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+        OptimizerSettings settings;
+        settings.algorithm = algorithm;
+        const Optimizer opt = make_optimizer(ctx, settings, weights_of(settings), false);
         const Shared<int32_t> reduction{-1}, words(8);
         ASSERT_OK(dsopt_optimizer_next_reduction_on_device(opt.get(), nullptr, reduction.data(), nullptr));
         EXPECT_EQ(*reduction, DSOPT_REDUCTION_FULL);
@@ -341,9 +341,9 @@ TEST(NextReduction, IsFullOnDeviceWithoutASchedule) {
 
 TEST(NextReduction, RefusesInvalidSchedulesOnDevice) {
     const Context ctx = make_context(1);
-    Form form;
-    form.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
-    const Optimizer opt = make_optimizer(ctx, form, weights_of(form), false);
+    OptimizerSettings settings;
+    settings.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM;
+    const Optimizer opt = make_optimizer(ctx, settings, weights_of(settings), false);
     const Shared<int32_t> memory(9), reduction{-1};
     int32_t *const words = memory.data();
     const auto call = [&](dsopt_tensor schedule) {
@@ -388,27 +388,27 @@ private:
 LABEL(long_emulated);
 TEST(ApplyWorkspace, IsUsedWithinItsBytesAtAnyAddress) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM}) {
-        Form form;
-        form.algorithm = algorithm;
-        form.max_norm = 0.5;
-        form.ranks = algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM ? 2 : 1;
-        form.freeze_step = 1;
-        form.sizes = {300, 33, 0, 5};
-        with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-            Stepper pure(ctx, form, true, false, ids, rank);
+        OptimizerSettings settings;
+        settings.algorithm = algorithm;
+        settings.max_norm = 0.5;
+        settings.ranks = algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM ? 2 : 1;
+        settings.freeze_step = 1;
+        settings.sizes = {300, 33, 0, 5};
+        with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+            Stepper pure(ctx, settings, true, false, ids, rank);
             size_t bytes = 0;
             must(dsopt_optimizer_workspace(pure.opt(), &bytes));
-            must(pure.step(gradients_of(form, rank, 1)));
-            const std::vector<Array> blocks = pure.owned->blocks;
-            const std::vector<Array> weights = pure.owned->model.params;
-            must(pure.step(gradients_of(form, rank, 2)));
+            must(pure.step(gradients_of(settings, rank, 1)));
+            const std::vector<Array> blocks = pure.caller_memory->blocks;
+            const std::vector<Array> weights = pure.caller_memory->model.params;
+            must(pure.step(gradients_of(settings, rank, 2)));
             const Snapshot wanted = pure.snapshot();
             for (size_t shift = 0; shift < 256; ++shift) {
-                pure.owned->blocks = blocks;
-                pure.owned->model.params = weights;
+                pure.caller_memory->blocks = blocks;
+                pure.caller_memory->model.params = weights;
                 const size_t size = shift == 0 ? bytes - 255 : bytes;
                 GuardedMemory guarded(size, shift);
-                ASSERT_OK(pure.step(gradients_of(form, rank, 2), [&](dsopt_step &step) {
+                ASSERT_OK(pure.step(gradients_of(settings, rank, 2), [&](dsopt_step &step) {
                     step.workspace = guarded.data();
                     step.workspace_bytes = size;
                 })) << shift;
@@ -418,7 +418,7 @@ TEST(ApplyWorkspace, IsUsedWithinItsBytesAtAnyAddress) {
             for (const size_t shift : {0, 1, 128}) { // one byte too small
                 GuardedMemory guarded(bytes, shift);
                 const size_t size = bytes - 255 + (256 - shift) % 256 - 1;
-                EXPECT_TRUE(refused(pure.step(gradients_of(form, rank, 2),
+                EXPECT_TRUE(refused(pure.step(gradients_of(settings, rank, 2),
                                               [&](dsopt_step &step) {
                                                   step.workspace = guarded.data();
                                                   step.workspace_bytes = size;
@@ -436,7 +436,7 @@ TEST(CompressedWorkspace, IsUsedWithinItsBytesAtAnyAddress) {
             const Problem problem{{300, 33, 0, 5}, 2};
             std::vector<std::string> wanted;
             for (size_t shift = 0; shift < 256; ++shift) {
-                const std::vector<Array> arrays = problem.own(rank, 1);
+                const std::vector<Array> arrays = problem.local_gradients(rank, 1);
                 const std::vector<dsopt_tensor> list = list_of(arrays);
                 DSOPT_NEW(dsopt_compressed, args);
                 args.tensors = list.data();
@@ -501,9 +501,9 @@ TEST(StateInfo, HasTheDimsOfTheParameterOrOneDimension) {
         must(trainer.step(arrays));
         expect_dims(before); // valid until parameters are added
         expect_dims(trainer.state());
-        Owned owned(trainer.opt(), arrays);
-        must(owned.init());
-        std::vector<dsopt_tensor> state = owned.state;
+        CallerMemory caller_memory(trainer.opt(), arrays);
+        must(caller_memory.init());
+        std::vector<dsopt_tensor> state = caller_memory.state;
         must(dsopt_optimizer_bind(trainer.opt(), DSOPT_BIND_STATE, state.data(), int64_t(state.size())));
         expect_dims(before);
         must(trainer.step(arrays));

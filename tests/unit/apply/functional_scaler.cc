@@ -51,8 +51,8 @@ Scaler scaler_of(const Context &ctx, const ScalerSettings &settings) {
 /// The two state tensors, aligned only to their elements.
 struct Arrays {
     explicit Arrays(int garbage = 0xcc) : scale(DSOPT_DTYPE_F32, 1, 0), words(DSOPT_DTYPE_I32, 12, 0) {
-        scale.spoil(garbage);
-        words.spoil(garbage);
+        scale.corrupt(garbage);
+        words.corrupt(garbage);
     }
     std::array<dsopt_tensor, 2> list() const { return {scale.tensor(), words.tensor()}; }
     std::string text() const { return scale.text() + words.text(); }
@@ -156,9 +156,10 @@ TEST_P(ScalerArrays, InitializesFromTheDescriptor) {
     EXPECT_EQ(before.text(), after.text());
     EXPECT_NE(before.text(), handle.text());
     // dsopt_optimizer_init_state writes the same.
-    Owned owned(handle.trainer->opt(), {Array(DSOPT_DTYPE_F32, 3, 1)});
-    must(owned.init());
-    EXPECT_EQ(owned.blocks[owned.index("loss_scale")].text() + owned.blocks[owned.index("scaler")].text(),
+    CallerMemory caller_memory(handle.trainer->opt(), {Array(DSOPT_DTYPE_F32, 3, 1)});
+    must(caller_memory.init());
+    EXPECT_EQ(caller_memory.blocks[caller_memory.index("loss_scale")].text() +
+                  caller_memory.blocks[caller_memory.index("scaler")].text(),
               before.text());
 }
 
@@ -191,35 +192,35 @@ TEST(SharedScaler, UpdatesArraysOfTwoOptimizersLikeTheHandle) {
             const ScalerSettings settings{
                 "", DSOPT_PROFILE_DEFAULT, DSOPT_SCALER_SHARED | more, 64, 0, 0, 0, more ? 0 : 2, 0};
             const Scaler stepping = scaler_of(ctx, settings), pure = scaler_of(ctx, settings);
-            Form forms[2];
-            forms[0].kind = Kind::per_tensor;
-            forms[1].algorithm = DSOPT_ALGORITHM_LAMB;
+            OptimizerSettings all_settings[2];
+            all_settings[0].kind = DtypeMix::per_tensor;
+            all_settings[1].algorithm = DSOPT_ALGORITHM_LAMB;
             std::vector<std::vector<Array>> weights;
             std::vector<Optimizer> steppers, pures;
-            std::vector<std::unique_ptr<Owned>> owned;
+            std::vector<std::unique_ptr<CallerMemory>> caller_memory;
             const Arrays arrays;
             const auto list = arrays.list();
             must(dsopt_scaler_init_state(pure.get(), list.data(), 2, nullptr));
-            for (Form &form : forms) {
-                form.compat = compat;
-                weights.push_back(weights_of(form));
-                steppers.push_back(make_optimizer(ctx, form, weights.back(), true, stepping.get()));
-                pures.push_back(make_optimizer(ctx, form, weights.back(), false, pure.get()));
-                owned.push_back(std::make_unique<Owned>(pures.back().get(), weights.back()));
-                must(owned.back()->init());
+            for (OptimizerSettings &settings : all_settings) {
+                settings.compat = compat;
+                weights.push_back(weights_of(settings));
+                steppers.push_back(make_optimizer(ctx, settings, weights.back(), true, stepping.get()));
+                pures.push_back(make_optimizer(ctx, settings, weights.back(), false, pure.get()));
+                caller_memory.push_back(std::make_unique<CallerMemory>(pures.back().get(), weights.back()));
+                must(caller_memory.back()->init());
             }
             Random random(3);
             for (int64_t call = 1; call <= 20; ++call) {
                 const int bad = random.below(4); // which optimizer overflows, if any
                 for (int i = 0; i < 2; ++i) {
-                    std::vector<Array> grads = gradients_of(forms[i], 0, call);
+                    std::vector<Array> grads = gradients_of(all_settings[i], 0, call);
                     if (bad == i || bad == 2) grads[3].set(1, kInf);
                     const std::vector<dsopt_tensor> gradients = list_of(grads);
                     DSOPT_NEW(dsopt_step, step);
                     step.grads = gradients.data();
                     step.count = int64_t(gradients.size());
                     must(dsopt_optimizer_step(steppers[size_t(i)].get(), &step));
-                    Owned &own = *owned[size_t(i)];
+                    CallerMemory &own = *caller_memory[size_t(i)];
                     std::vector<dsopt_tensor> state = own.state;
                     state[own.index("loss_scale")] = list[0];
                     state[own.index("scaler")] = list[1];

@@ -36,43 +36,44 @@ constexpr HyperEntry kHyperEntries[] = {
 
 /// Returns the state that a skipped step must not change. This excludes the scaler and, in standard mode, the schedule
 /// of the 1-bit family with the state that the freezing call initializes.
-Snapshot state_kept_by_skip(Snapshot all, const Form &form) {
+Snapshot state_kept_by_skip(Snapshot all, const OptimizerSettings &settings) {
     std::erase_if(all, [&](const auto &entry) {
         const std::string name = entry.first.substr(0, entry.first.find(' '));
         const bool of_schedule = name == "schedule" || name == "active" || name == "anchor" ||
                                  name == "exp_avg_sq_fresh" || name == "worker_error" || name == "server_error";
-        return name == "loss_scale" || name == "scaler" || (form.compat == DSOPT_COMPAT_NONE && of_schedule);
+        return name == "loss_scale" || name == "scaler" || (settings.compat == DSOPT_COMPAT_NONE && of_schedule);
     });
     return all;
 }
 
-std::vector<Form> forms() {
-    std::vector<Form> list;
+std::vector<OptimizerSettings> all_settings() {
+    std::vector<OptimizerSettings> list;
     for (const int32_t algorithm : kBothModes)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
             for (const bool masters : {false, true})
                 for (const int ranks : {1, 2}) {
                     if (ranks == 2 && (!is_onebit(algorithm) || masters)) continue;
-                    Form form;
-                    form.algorithm = algorithm;
-                    form.compat = compat;
-                    form.kind = masters ? Kind::flat : Kind::f32;
-                    form.ranks = ranks;
-                    form.max_norm = 2;
-                    form.group_norm = 1;
-                    form.sizes = {70, 0, 33, 5};
-                    list.push_back(form);
+                    OptimizerSettings settings;
+                    settings.algorithm = algorithm;
+                    settings.compat = compat;
+                    settings.kind = masters ? DtypeMix::flat : DtypeMix::f32;
+                    settings.ranks = ranks;
+                    settings.max_norm = 2;
+                    settings.group_norm = 1;
+                    settings.sizes = {70, 0, 33, 5};
+                    list.push_back(settings);
                 }
     return list;
 }
 
-class StepHyper : public testing::TestWithParam<Form> {
+class StepHyper : public testing::TestWithParam<OptimizerSettings> {
 protected:
-    const Form form = GetParam();
+    const OptimizerSettings settings = GetParam();
     /// Runs body() on two identical optimizers, first with step and then with apply.
-    void with_pairs(const Form &of, const std::function<void(int rank, Stepper &, Stepper &)> &body) const {
+    void with_pairs(const OptimizerSettings &of,
+                    const std::function<void(int rank, Stepper &, Stepper &)> &body) const {
         for (const bool pure : {false, true})
-            with_form(of, [&](int rank, const Context &ctx, const CommId *ids) {
+            with_settings(of, [&](int rank, const Context &ctx, const CommId *ids) {
                 Stepper a(ctx, of, pure, false, ids, rank),
                     b(ctx, of, pure, false, ids != nullptr ? ids + 1 : nullptr, rank);
                 if (!pure) a.allocate(), b.allocate();
@@ -80,16 +81,17 @@ protected:
             });
     }
 };
-INSTANTIATE_TEST_SUITE_P(, StepHyper, testing::ValuesIn(forms()), [](const auto &info) { return info.param.name(); });
+INSTANTIATE_TEST_SUITE_P(, StepHyper, testing::ValuesIn(all_settings()),
+                         [](const auto &info) { return info.param.name(); });
 
 LABEL(long_emulated);
 TEST_P(StepHyper, IgnoresValuesOfNaN) {
-    with_pairs(form, [&](int rank, Stepper &with, Stepper &without) {
+    with_pairs(settings, [&](int rank, Stepper &with, Stepper &without) {
         Rows rows;
         for (int64_t call = 1; call <= 8; ++call) {
             if (call == 3) // unused entries may be 0
                 rows.values[0][kEntries - 1] = rows.values[1][kEntries - 1] = rows.values[1][DSOPT_HYPER_MAX_NORM] = 0;
-            const std::vector<Array> grads = gradients_of(form, rank, call);
+            const std::vector<Array> grads = gradients_of(settings, rank, call);
             must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(without.step(grads));
             ASSERT_TRUE(same(with.snapshot(), without.snapshot())) << call;
@@ -103,7 +105,7 @@ TEST_P(StepHyper, MatchesOptimizerSet) {
         for (const int group : {1, int(DSOPT_ALL_GROUPS)}) {
             if (entry.index == DSOPT_HYPER_MAX_NORM && group != DSOPT_ALL_GROUPS) continue;
             SCOPED_TRACE(std::string(entry.name) + " of group " + std::to_string(group));
-            with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
+            with_pairs(settings, [&](int rank, Stepper &with, Stepper &setting) {
                 const Snapshot before = with.snapshot();
                 for (int64_t call = 1; call <= 8; ++call) {
                     const float value = entry.values[call % 3];
@@ -112,7 +114,7 @@ TEST_P(StepHyper, MatchesOptimizerSet) {
                         if ((group == DSOPT_ALL_GROUPS || group == g) &&
                             (entry.index != DSOPT_HYPER_MAX_NORM || g == 0))
                             rows.values[g][entry.index] = value;
-                    const std::vector<Array> grads = gradients_of(form, rank, call);
+                    const std::vector<Array> grads = gradients_of(settings, rank, call);
                     Shared<float> reports[2];
                     for (Stepper *side : {&with, &setting}) {
                         Shared<float> &report = reports[side == &setting];
@@ -135,7 +137,7 @@ TEST_P(StepHyper, MatchesOptimizerSet) {
 LABEL_PARAMS(long_emulated, "*Flat*");
 LABEL_PARAMS(long_emulated, "*Compat*");
 TEST_P(StepHyper, MatchesOptimizerSetOfAllValuesAtOnce) {
-    with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
+    with_pairs(settings, [&](int rank, Stepper &with, Stepper &setting) {
         Random random(9);
         for (int64_t call = 1; call <= 12; ++call) {
             Rows rows;
@@ -148,7 +150,7 @@ TEST_P(StepHyper, MatchesOptimizerSetOfAllValuesAtOnce) {
                     must(dsopt_optimizer_set(setting.opt(), of_all ? int(DSOPT_ALL_GROUPS) : g, entry.key,
                                              double(value)));
                 }
-            const std::vector<Array> grads = gradients_of(form, rank, call);
+            const std::vector<Array> grads = gradients_of(settings, rank, call);
             must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(setting.step(grads));
             ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
@@ -158,14 +160,14 @@ TEST_P(StepHyper, MatchesOptimizerSetOfAllValuesAtOnce) {
 
 LABEL(long_emulated);
 TEST_P(StepHyper, TurnsClippingOffWithZero) {
-    with_pairs(form, [&](int rank, Stepper &with, Stepper &setting) {
+    with_pairs(settings, [&](int rank, Stepper &with, Stepper &setting) {
         Rows rows;
         rows.values[0][DSOPT_HYPER_GROUP_MAX_NORM] = rows.values[1][DSOPT_HYPER_GROUP_MAX_NORM] = 0;
         rows.values[0][DSOPT_HYPER_MAX_NORM] = 0;
         must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_GROUP_MAX_NORM, 0));
         must(dsopt_optimizer_set(setting.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0));
         for (int64_t call = 1; call <= 6; ++call) {
-            const std::vector<Array> grads = gradients_of(form, rank, call);
+            const std::vector<Array> grads = gradients_of(settings, rank, call);
             must(with.step(grads, [&](dsopt_step &step) { step.hyper = rows.data(); }));
             must(setting.step(grads));
             ASSERT_TRUE(same(with.snapshot(), setting.snapshot())) << call;
@@ -190,7 +192,7 @@ TEST_P(StepHyper, SkipsOnInvalidValues) {
     for (const float value : {1.0f, -1.0f, kInf}) list.push_back({1, DSOPT_HYPER_MAX_NORM, value});
     for (const float value : {1.0f, -1.0f, kInf})
         for (const int group : {0, 1}) list.push_back({group, kEntries - 1, value});
-    Form scaled = form;
+    OptimizerSettings scaled = settings;
     scaled.scaled = true;
     // One optimizer gets invalid rows, the other one `skip`. All state is identical, including scaler and schedules.
     with_pairs(scaled, [&](int rank, Stepper &with, Stepper &skipping) {
@@ -220,7 +222,7 @@ TEST_P(StepHyper, SkipsOnInvalidValues) {
                 }));
             }
             ASSERT_EQ(reports[0][DSOPT_REPORT_SKIPPED], 1);
-            const int peer = form.ranks > 1 ? DSOPT_SKIP_PEER : 0;
+            const int peer = settings.ranks > 1 ? DSOPT_SKIP_PEER : 0;
             EXPECT_EQ(int(reports[0][DSOPT_REPORT_REASONS]), DSOPT_SKIP_HYPER | peer);
             EXPECT_EQ(int(reports[1][DSOPT_REPORT_REASONS]), DSOPT_SKIP_CALLER | peer);
             EXPECT_EQ(reports[0][DSOPT_REPORT_DIVISOR], 0);
@@ -229,14 +231,14 @@ TEST_P(StepHyper, SkipsOnInvalidValues) {
             const Snapshot after = with.snapshot();
             ASSERT_TRUE(same(after, skipping.snapshot()));
             EXPECT_NE(after.at("scaler -1"), before.at("scaler -1"));
-            ASSERT_TRUE(same(state_kept_by_skip(before, form), state_kept_by_skip(after, form)));
+            ASSERT_TRUE(same(state_kept_by_skip(before, settings), state_kept_by_skip(after, settings)));
         }
         good();
     });
 }
 
 TEST_P(StepHyper, CannotTurnClippingOn) {
-    Form other = form;
+    OptimizerSettings other = settings;
     other.max_norm = other.group_norm = 0;
     with_pairs(other, [&](int rank, Stepper &with, Stepper &) {
         const std::vector<Array> grads = gradients_of(other, rank, 1);
@@ -253,23 +255,24 @@ TEST_P(StepHyper, CannotTurnClippingOn) {
                 EXPECT_EQ(report[DSOPT_REPORT_SKIPPED], value != 0);
                 EXPECT_EQ((int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) != 0, value != 0);
                 if (value != 0) {
-                    EXPECT_TRUE(same(state_kept_by_skip(before, form), state_kept_by_skip(with.snapshot(), form)));
+                    EXPECT_TRUE(
+                        same(state_kept_by_skip(before, settings), state_kept_by_skip(with.snapshot(), settings)));
                 }
             }
     });
 }
 
 TEST(StepHyperRow, SkipsOnEveryRankIfOneIsInvalid) {
-    Form form;
-    form.algorithm = DSOPT_ALGORITHM_ADAMW;
-    form.ranks = 2;
-    with_form(form, [&](int rank, const Context &ctx, const CommId *ids) {
-        Stepper side(ctx, form, true, false, ids, rank);
+    OptimizerSettings settings;
+    settings.algorithm = DSOPT_ALGORITHM_ADAMW;
+    settings.ranks = 2;
+    with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {
+        Stepper side(ctx, settings, true, false, ids, rank);
         Rows rows;
         if (rank == 1) rows.values[1][DSOPT_HYPER_LR] = -1;
         Shared<float> report(DSOPT_REPORT_FLOATS);
         const Snapshot before = side.snapshot();
-        must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
+        must(side.step(gradients_of(settings, 0, 1), [&](dsopt_step &step) {
             step.hyper = rows.data();
             step.report = report.data();
         }));
@@ -281,26 +284,26 @@ TEST(StepHyperRow, SkipsOnEveryRankIfOneIsInvalid) {
 
 TEST(StepHyperRow, IsRefusedWithLrAndIfMisaligned) {
     const Context ctx = make_context(1);
-    const Form form;
+    const OptimizerSettings settings;
     for (const bool pure : {false, true}) {
-        Stepper side(ctx, form, pure);
+        Stepper side(ctx, settings, pure);
         const Rows rows;
         const float lr[2] = {0, 0};
-        EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1),
+        EXPECT_TRUE(refused(side.step(gradients_of(settings, 0, 1),
                                       [&](dsopt_step &step) { step.lr = on_device(lr), step.hyper = rows.data(); }),
                             DSOPT_ERR_ARGUMENT, "hyper"));
         const auto *misaligned = reinterpret_cast<const float *>(reinterpret_cast<uintptr_t>(rows.data()) + 2);
-        EXPECT_TRUE(refused(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) { step.hyper = misaligned; }),
+        EXPECT_TRUE(refused(side.step(gradients_of(settings, 0, 1), [&](dsopt_step &step) { step.hyper = misaligned; }),
                             DSOPT_ERR_ALIGNMENT));
     }
 }
 
 TEST_P(StepHyper, SkipsTheFirstCallOnInvalidRates) {
-    with_pairs(form, [&](int rank, Stepper &by_hyper, Stepper &by_lr) {
+    with_pairs(settings, [&](int rank, Stepper &by_hyper, Stepper &by_lr) {
         Rows rows;
         rows.values[1][DSOPT_HYPER_LR] = kInf;
         const float rates[2] = {1e-3f, kNaN};
-        const std::vector<Array> grads = gradients_of(form, rank, 1);
+        const std::vector<Array> grads = gradients_of(settings, rank, 1);
         for (Stepper *side : {&by_hyper, &by_lr}) {
             Shared<float> report(DSOPT_REPORT_FLOATS, -7);
             must(side->step(grads, [&](dsopt_step &step) {
@@ -319,21 +322,21 @@ TEST(NoNan, ReportsMinusOneForNaN) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kBothModes)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED})
-            for (const Kind kind : {Kind::f32, Kind::per_tensor, Kind::flat})
+            for (const DtypeMix kind : {DtypeMix::f32, DtypeMix::per_tensor, DtypeMix::flat})
                 for (const bool scaled : {false, true})
                     for (const double max_norm : {0.0, 0.5}) {
-                        Form form;
-                        form.algorithm = algorithm;
-                        form.compat = compat;
-                        form.kind = kind;
-                        form.scaled = scaled;
-                        form.max_norm = max_norm;
-                        form.sizes = {70, 0, 33, 5};
-                        SCOPED_TRACE(form.name());
+                        OptimizerSettings settings;
+                        settings.algorithm = algorithm;
+                        settings.compat = compat;
+                        settings.kind = kind;
+                        settings.scaled = scaled;
+                        settings.max_norm = max_norm;
+                        settings.sizes = {70, 0, 33, 5};
+                        SCOPED_TRACE(settings.name());
                         for (const bool pure : {false, true}) {
-                            Stepper plain(ctx, form, pure), without(ctx, form, pure);
+                            Stepper plain(ctx, settings, pure), without(ctx, settings, pure);
                             for (int64_t call = 1; call <= 6; ++call) {
-                                std::vector<Array> grads = gradients_of(form, 0, call);
+                                std::vector<Array> grads = gradients_of(settings, 0, call);
                                 if (call == 3) grads[0].set(3, kNaN);
                                 if (call == 4) grads[2].set(3, kInf);
                                 const int32_t skip = call == 5;
@@ -360,14 +363,15 @@ TEST(NoNan, ReportsMinusOneForNaN) {
 
 TEST(NoNan, ReportsALossScaleOfNaNAsMinusOne) {
     const Context ctx = make_context(1);
-    Form form;
-    form.scaled = true;
-    Stepper side(ctx, form, true);
+    OptimizerSettings settings;
+    settings.scaled = true;
+    Stepper side(ctx, settings, true);
     const float nan = kNaN;
-    side.owned->blocks[side.owned->index("loss_scale")].write({reinterpret_cast<const char *>(&nan), 4});
+    side.caller_memory->blocks[side.caller_memory->index("loss_scale")].write(
+        {reinterpret_cast<const char *>(&nan), 4});
     Shared<float> report(DSOPT_REPORT_FLOATS);
     const Snapshot before = side.snapshot();
-    must(side.step(gradients_of(form, 0, 1), [&](dsopt_step &step) {
+    must(side.step(gradients_of(settings, 0, 1), [&](dsopt_step &step) {
         step.report = report.data();
         step.flags = DSOPT_STEP_NO_NAN;
     }));
@@ -380,11 +384,11 @@ TEST(NoNan, ReportsALossScaleOfNaNAsMinusOne) {
 
 TEST(NoNan, IsRefusedWithoutAReport) {
     const Context ctx = make_context(1);
-    const Form form;
+    const OptimizerSettings settings;
     for (const bool pure : {false, true}) {
-        Stepper side(ctx, form, pure);
+        Stepper side(ctx, settings, pure);
         EXPECT_TRUE(
-            refused(side.step(gradients_of(form, 0, 1), [](dsopt_step &step) { step.flags = DSOPT_STEP_NO_NAN; }),
+            refused(side.step(gradients_of(settings, 0, 1), [](dsopt_step &step) { step.flags = DSOPT_STEP_NO_NAN; }),
                     DSOPT_ERR_UNSUPPORTED, "NO_NAN"));
     }
 }

@@ -17,14 +17,14 @@ namespace fs = std::filesystem;
 namespace {
 
 std::string saved(const Trainer &trainer, uint32_t flags = 0) {
-    Tape tape;
-    const dsopt_io io = tape.io(flags);
+    MemoryFile memory_file;
+    const dsopt_io io = memory_file.io(flags);
     must(dsopt_optimizer_save(trainer.opt(), nullptr, &io));
-    return tape.data;
+    return memory_file.data;
 }
 dsopt_status load(const Trainer &trainer, const std::string &data, uint32_t flags = 0) {
-    Tape tape{data};
-    const dsopt_io io = tape.io(flags);
+    MemoryFile memory_file{data};
+    const dsopt_io io = memory_file.io(flags);
     return dsopt_optimizer_load(trainer.opt(), nullptr, &io);
 }
 std::string all_bytes(const Trainer &trainer) { return trainer.text() + hyper_text(trainer.opt()); }
@@ -183,10 +183,10 @@ struct NamedOptimizer {
 TEST(CheckpointNames, MatchParametersInDifferentOrder) {
     NamedOptimizer from({"a", "b", "c", "d", "e"}, 3), to({"c", "a", "b", "e", "d"}, 3);
     for (uint64_t t = 1; t <= 12; ++t) from.step(t);
-    Tape tape;
-    dsopt_io io = tape.io(DSOPT_IO_PARAMS);
+    MemoryFile memory_file;
+    dsopt_io io = memory_file.io(DSOPT_IO_PARAMS);
     ASSERT_OK(dsopt_optimizer_save(from.opt.get(), nullptr, &io));
-    io = tape.io(DSOPT_IO_PARAMS);
+    io = memory_file.io(DSOPT_IO_PARAMS);
     ASSERT_OK(dsopt_optimizer_load(to.opt.get(), nullptr, &io));
     EXPECT_EQ(steps(from.opt.get()), (std::vector<int32_t>{12, 6, 4, 3, 2}));
     EXPECT_EQ(steps(to.opt.get()), (std::vector<int32_t>{4, 12, 6, 2, 3}));
@@ -209,10 +209,10 @@ TEST(CheckpointNames, MayContainAnyText) {
                                             "e" + std::string(999, 'z')};
     NamedOptimizer from(names, 2), to({names[1], names[0], names[4], names[3], names[2]}, 2);
     for (uint64_t t = 1; t <= 3; ++t) from.step(t);
-    Tape tape;
-    dsopt_io io = tape.io();
+    MemoryFile memory_file;
+    dsopt_io io = memory_file.io();
     ASSERT_OK(dsopt_optimizer_save(from.opt.get(), nullptr, &io));
-    io = tape.io();
+    io = memory_file.io();
     ASSERT_OK(dsopt_optimizer_load(to.opt.get(), nullptr, &io));
     EXPECT_EQ(exported(to.opt.get(), 1, "exp_avg_sq"), exported(from.opt.get(), 0, "exp_avg_sq"));
 }
@@ -322,7 +322,7 @@ TEST_P(CheckpointRoundingMode, DoesNotAffectNumbers) {
         to(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     set_exact_numbers(from);
     const std::string data = saved(from);
-    Tape in{data}, out;
+    MemoryFile in{data}, out;
     const dsopt_io reading = in.io(), writing = out.io();
     std::fesetround(GetParam());
     const dsopt_status wrote = dsopt_optimizer_save(from.opt(), nullptr, &writing);
@@ -383,8 +383,8 @@ TEST(SaveLoad, RefusesInvalidArguments) {
     const std::string path = folder / "x";
     const Trainer trainer(shapes_of({3}), make_group(DSOPT_ALGORITHM_ADAMW));
     dsopt_optimizer *const opt = trainer.opt();
-    Tape tape;
-    dsopt_io io = tape.io();
+    MemoryFile memory_file;
+    dsopt_io io = memory_file.io();
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt, path.c_str(), &io), DSOPT_ERR_ARGUMENT, "path|callback"));
     EXPECT_TRUE(refused(dsopt_optimizer_load(opt, path.c_str(), &io), DSOPT_ERR_ARGUMENT, "path|callback"));
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt, nullptr, nullptr), DSOPT_ERR_ARGUMENT, "path|callback"));
@@ -400,15 +400,15 @@ TEST(SaveLoad, RefusesInvalidArguments) {
         io.flags = flag;
         EXPECT_NE(dsopt_optimizer_save(opt, nullptr, &io), DSOPT_OK);
     }
-    EXPECT_TRUE(tape.data.empty());
+    EXPECT_TRUE(memory_file.data.empty());
     EXPECT_FALSE(fs::exists(path));
 }
 
 TEST(SaveLoad, RefusesMissingGroupsOrMemory) {
     const Context context = make_context();
     const Optimizer opt = make_optimizer(context);
-    Tape tape;
-    dsopt_io io = tape.io();
+    MemoryFile memory_file;
+    dsopt_io io = memory_file.io();
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "groups"));
     EXPECT_TRUE(refused(dsopt_optimizer_load(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "groups"));
     const dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW);
@@ -418,7 +418,7 @@ TEST(SaveLoad, RefusesMissingGroupsOrMemory) {
                         "'w'|memory")); // the master is initialized from the parameter
     io.flags = DSOPT_IO_PARAMS;
     EXPECT_TRUE(refused(dsopt_optimizer_save(opt.get(), nullptr, &io), DSOPT_ERR_STATE, "'w'|memory"));
-    EXPECT_TRUE(tape.data.empty());
+    EXPECT_TRUE(memory_file.data.empty());
 }
 
 TEST(SaveLoad, StopsSaveAtFailedWriteCallback) {
@@ -426,12 +426,12 @@ TEST(SaveLoad, StopsSaveAtFailedWriteCallback) {
     trainer.train(1);
     const std::string before = all_bytes(trainer);
     for (int n = 0;; ++n) {
-        Tape tape;
-        tape.fail_at = n;
-        const dsopt_io io = tape.io();
+        MemoryFile memory_file;
+        memory_file.fail_at = n;
+        const dsopt_io io = memory_file.io();
         const dsopt_status status = dsopt_optimizer_save(trainer.opt(), nullptr, &io);
         EXPECT_TRUE(same(all_bytes(trainer), before));
-        if (tape.calls <= n) {
+        if (memory_file.calls <= n) {
             EXPECT_EQ(status, DSOPT_OK);
             EXPECT_GT(n, 5);
             break;

@@ -34,20 +34,20 @@ TEST_P(SystemCallFault, SaveLeavesOldOrNewFile) {
     };
     trainer.train(1);
     ASSERT_OK(save());
-    const std::string old = slurp(file);
+    const std::string old = read_file(file);
     trainer.train(2);
     ASSERT_OK(with_fault(-1, false, 0, save));
     const int total = Faults::calls;
-    const std::string new_text = slurp(file);
+    const std::string new_text = read_file(file);
     ASSERT_NE(old, new_text);
     ASSERT_GT(total, 12);
     std::set<std::string> seen;
     int refused_saves = 0;
     for (int n = 0; n < total; ++n) {
         SCOPED_TRACE("call " + std::to_string(n));
-        spill(file, old);
+        write_file(file, old);
         const dsopt_status status = with_fault(n, lasting, error, save);
-        const std::string text = dsopt_last_error(), now = slurp(file);
+        const std::string text = dsopt_last_error(), now = read_file(file);
         ASSERT_NE(Faults::failed, nullptr);
         seen.insert(Faults::failed);
         if (status == DSOPT_OK) {
@@ -63,7 +63,7 @@ TEST_P(SystemCallFault, SaveLeavesOldOrNewFile) {
         if (!lasting && Faults::failed != std::string("unlinkat")) { EXPECT_EQ(temporaries(), 0) << Faults::failed; }
         EXPECT_OK(dsopt_optimizer_load(reader.opt(), file.c_str(), nullptr));
         ASSERT_OK(save()) << "after " << Faults::failed;
-        EXPECT_TRUE(same(slurp(file), new_text));
+        EXPECT_TRUE(same(read_file(file), new_text));
         EXPECT_EQ(temporaries(), 0) << Faults::failed;
     }
     for (const char *name : {"open", "openat", "stat", "fstat", "fstatat", "readlinkat", "fallocate", "write", "fchmod",

@@ -161,7 +161,7 @@ protected:
         must(save());
         record = log.record;
         new_text = state_text(trainer.opt());
-        new_file = slurp(folder / kName);
+        new_file = read_file(folder / kName);
     }
     /// Loads the file from the disk. Other files on the disk do not affect a load.
     Found load(const Files &disk) {
@@ -169,7 +169,7 @@ protected:
         if (file == disk.end()) return nothing;
         const auto known = verdicts.find(file->second);
         if (known != verdicts.end()) return known->second;
-        spill(found / kName, file->second);
+        write_file(found / kName, file->second);
         Found verdict = unreadable;
         if (dsopt_optimizer_load(reader.opt(), (found / kName).c_str(), nullptr) == DSOPT_OK) {
             const std::string state = state_text(reader.opt());
@@ -246,10 +246,10 @@ TEST_F(SavePowerLoss, NextSaveSucceedsAndRemovesTemporaries) {
     EXPECT_GE(by_names.size(), 4u); // with and without each of two temporaries
     for (const auto &[names, disk] : by_names) {
         const Folder copy;
-        for (const auto &[name, text] : disk) spill(copy / name, text);
+        for (const auto &[name, text] : disk) write_file(copy / name, text);
         EXPECT_OK(dsopt_optimizer_save(trainer.opt(), (copy / kName).c_str(), nullptr));
         EXPECT_EQ(copy.entries(), 1u);
-        EXPECT_TRUE(same(slurp(copy / kName), new_file));
+        EXPECT_TRUE(same(read_file(copy / kName), new_file));
     }
 }
 

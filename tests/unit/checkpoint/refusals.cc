@@ -18,22 +18,22 @@ LABEL_FILE(one_thread);
 namespace {
 
 std::string saved(const dsopt_optimizer *opt, uint32_t flags = 0) {
-    Tape tape;
-    const dsopt_io io = tape.io(flags);
+    MemoryFile memory_file;
+    const dsopt_io io = memory_file.io(flags);
     must(dsopt_optimizer_save(const_cast<dsopt_optimizer *>(opt), nullptr, &io));
-    return tape.data;
+    return memory_file.data;
 }
 dsopt_status load(dsopt_optimizer *opt, const std::string &data, uint32_t flags = 0) {
-    Tape tape{data};
-    const dsopt_io io = tape.io(flags);
+    MemoryFile memory_file{data};
+    const dsopt_io io = memory_file.io(flags);
     return dsopt_optimizer_load(opt, nullptr, &io);
 }
 
 /// The parsed content of a checkpoint. text() writes it again, with valid checksums.
 struct Content {
     explicit Content(const std::string &data) {
-        Tape tape{data};
-        const dsopt::SafetensorsReader reader(dsopt::callback_source(tape.io()));
+        MemoryFile memory_file{data};
+        const dsopt::SafetensorsReader reader(dsopt::callback_source(memory_file.io()));
         metadata.assign(reader.metadata().begin(), reader.metadata().end());
         tensors = reader.tensors();
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -57,11 +57,11 @@ struct Content {
         bytes.erase(bytes.begin() + int64_t(i));
     }
     std::string text() const {
-        Tape tape;
-        const auto sink = dsopt::callback_sink(tape.io());
+        MemoryFile memory_file;
+        const auto sink = dsopt::callback_sink(memory_file.io());
         dsopt::write_safetensors(*sink, metadata, tensors,
                                  [&](size_t i, uint64_t offset, size_t) { return bytes[i].data() + offset; });
-        return tape.data;
+        return memory_file.data;
     }
     dsopt::Metadata metadata;
     std::vector<dsopt::TensorEntry> tensors;
@@ -419,7 +419,7 @@ TEST_F(Load, RefusesInconsistentFilesOfRanks) {
             both[size_t(rank)].field("ranks") = "2";
         }
         change(both[1]);
-        const Tape first{both[0].text()}, second{both[1].text()};
+        const MemoryFile first{both[0].text()}, second{both[1].text()};
         EXPECT_TRUE(refused(load_all(trainer_.opt(), {&first, &second}), DSOPT_ERR_MISMATCH, words)) << words;
         EXPECT_TRUE(same(state_bytes(), before_)) << words;
     };
@@ -547,8 +547,8 @@ TEST_F(Load, RefusesWrongLengths) {
         expect_refused(data, DSOPT_ERR_FORMAT, "");
         expect_refused(data.substr(0, 8), DSOPT_ERR_FORMAT, "");
     }
-    Tape tape{data_};
-    dsopt_io io = tape.io();
+    MemoryFile memory_file{data_};
+    dsopt_io io = memory_file.io();
     for (const uint64_t total :
          {uint64_t(0), uint64_t(7), uint64_t(1) << 63, UINT64_MAX}) { // the total size that the caller states
         io.total = total;
@@ -592,11 +592,11 @@ TEST_F(Load, RefusesDuplicateKeys) {
 
 TEST_F(Load, StopsAtFailedReadCallback) {
     for (int n = 0;; ++n) {
-        Tape tape{data_};
-        tape.fail_at = n;
-        const dsopt_io io = tape.io(DSOPT_IO_PARAMS);
+        MemoryFile memory_file{data_};
+        memory_file.fail_at = n;
+        const dsopt_io io = memory_file.io(DSOPT_IO_PARAMS);
         const dsopt_status status = dsopt_optimizer_load(trainer_.opt(), nullptr, &io);
-        if (tape.calls <= n) {
+        if (memory_file.calls <= n) {
             EXPECT_EQ(status, DSOPT_OK);
             EXPECT_GT(n, 10);
             break;

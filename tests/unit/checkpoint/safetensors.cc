@@ -53,10 +53,10 @@ TEST(Safetensors, RoundTripsThroughFileAndCallbacks) {
     const Content content = small();
     save(folder / "a.safetensors", content);
     const std::string data = image(content);
-    EXPECT_EQ(slurp(folder / "a.safetensors"), data);
+    EXPECT_EQ(read_file(folder / "a.safetensors"), data);
     EXPECT_EQ(folder.entries(), 1u);
     expect_same(SafetensorsReader(file_source((folder / "a.safetensors").c_str())), content);
-    Tape memory{data};
+    MemoryFile memory{data};
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
 
@@ -68,7 +68,7 @@ TEST(Safetensors, RoundTripsEveryDtypeAligned) {
                                             DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, dsopt::kI64})
             content.add("t" + std::to_string(dtype) + "." + std::to_string(round), dtype, {3, round},
                         3 * uint64_t(round) * dtype_size(dtype));
-    Tape memory{image(content)};
+    MemoryFile memory{image(content)};
     const SafetensorsReader reader(callback_source(memory.io()));
     expect_same(reader, content);
     size_t last = 8;
@@ -97,7 +97,7 @@ TEST(Safetensors, WritesDocumentedHeader) {
 TEST(Safetensors, RoundTripsFileWithoutTensors) {
     Content content;
     EXPECT_EQ(image(content).size(), 128u);
-    Tape memory{image(content)};
+    MemoryFile memory{image(content)};
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
 
@@ -119,7 +119,7 @@ TEST(Safetensors, AcceptsAnyTextInNamesAndMetadata) {
     content.add("dtype", dsopt::kU8, {1}, 1);
     content.add("\"\\\x1f\xe6\x9d\x83\xe9\x87\x8d", dsopt::kU8, {1}, 1);
     content.add(std::string(5000, 'n'), dsopt::kU8, {1, 1, 1, 1, 1, 1, 1, 1}, 1);
-    Tape memory{image(content)};
+    MemoryFile memory{image(content)};
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
 
@@ -130,7 +130,7 @@ TEST(Safetensors, HandlesHundredThousandTensors) {
         content.bytes.push_back(std::string(1, char(i)));
     }
     const std::clock_t start = std::clock(); // processor time: independent of other processes
-    Tape memory{image(content)};
+    MemoryFile memory{image(content)};
     const SafetensorsReader reader(callback_source(memory.io()));
     for (size_t i = 0; i < reader.tensors().size(); ++i) reader.verify(i);
     EXPECT_EQ(reader.tensors().size(), 100'000u);
@@ -354,7 +354,7 @@ TEST(Safetensors, RefusesToSaveTensorThatChanges) {
     const Folder folder;
     const Content content = small();
     save(folder / "a", content);
-    const std::string before = slurp(folder / "a");
+    const std::string before = read_file(folder / "a");
     int requests = 0;
     const auto deliver = [&](size_t index, uint64_t offset, size_t) -> const void * {
         static std::string copy;
@@ -366,18 +366,18 @@ TEST(Safetensors, RefusesToSaveTensorThatChanges) {
         [&] { write_safetensors(*file_sink((folder / "a").c_str()), content.metadata, content.tensors, deliver); });
     EXPECT_EQ(result.status, DSOPT_ERR_BUSY);
     EXPECT_NE(result.text.find("\"a.exp_avg\""), std::string::npos) << result.text;
-    EXPECT_EQ(slurp(folder / "a"), before);
+    EXPECT_EQ(read_file(folder / "a"), before);
     EXPECT_EQ(folder.entries(), 1u);
 }
 
 // ---- callbacks ----
 
 TEST(Safetensors, StopsSaveAtFailedWriteCallback) {
-    Tape good;
+    MemoryFile good;
     save(*callback_sink(good.io()), small());
     ASSERT_EQ(good.calls, 4); // the header and three tensors with data
     for (int call = 0; call < good.calls; ++call) {
-        Tape memory;
+        MemoryFile memory;
         memory.fail_at = call;
         const Outcome result = outcome([&] { save(*callback_sink(memory.io()), small()); });
         EXPECT_EQ(result.status, DSOPT_ERR_IO);
@@ -388,11 +388,11 @@ TEST(Safetensors, StopsSaveAtFailedWriteCallback) {
 }
 
 TEST(Safetensors, StopsLoadAtFailedReadCallback) {
-    Tape good{image(small())};
+    MemoryFile good{image(small())};
     load_all(callback_source(good.io()));
     ASSERT_EQ(good.calls, 5); // length, header, three tensors with data
     for (int call = 0; call < good.calls; ++call) {
-        Tape memory{good.data};
+        MemoryFile memory{good.data};
         memory.fail_at = call;
         const Outcome result = outcome([&] { load_all(callback_source(memory.io())); });
         EXPECT_EQ(result.status, DSOPT_ERR_IO);
@@ -408,7 +408,7 @@ TEST(Safetensors, RefusesMissingCallbacks) {
 }
 
 TEST(Safetensors, RefusesReadsPastTensorEnd) {
-    Tape memory{image(small())};
+    MemoryFile memory{image(small())};
     const SafetensorsReader reader(callback_source(memory.io()));
     char data[64];
     const size_t index = reader.find("a.exp_avg");

@@ -93,7 +93,7 @@ TEST(SafetensorsFile, DoesNotFollowForeignSymlinkInStickyFolder) {
     if (::geteuid() != 0) GTEST_SKIP() << "only root can create links of another user";
     constexpr uid_t stranger = 65534;
     const Folder folder;
-    spill(folder / "target", "unchanged");
+    write_file(folder / "target", "unchanged");
     for (const bool sticky : {true, false})
         for (const uid_t link_owner : {uid_t(0), stranger})
             for (const uid_t folder_owner : {uid_t(0), stranger}) {
@@ -109,11 +109,11 @@ TEST(SafetensorsFile, DoesNotFollowForeignSymlinkInStickyFolder) {
                 const bool foreign = sticky && link_owner == stranger && folder_owner != stranger;
                 if (foreign) {
                     expect_io(saved, "another user");
-                    EXPECT_EQ(slurp(folder / "target"), "unchanged");
+                    EXPECT_EQ(read_file(folder / "target"), "unchanged");
                 } else {
                     EXPECT_EQ(saved.text, "");
                     EXPECT_EQ(load_outcome(folder / "target").text, "");
-                    spill(folder / "target", "unchanged");
+                    write_file(folder / "target", "unchanged");
                 }
                 EXPECT_TRUE(fs::is_symlink(link));
             }
@@ -133,7 +133,7 @@ TEST(SafetensorsFile, FollowsOnlyOwnSymlinkInStickyFolder) {
         const std::string link = shared + "/" + std::to_string(owner);
         fs::create_symlink(own + "/file", link);
         ASSERT_EQ(::lchown(link.c_str(), owner, owner), 0);
-        EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+        EXPECT_TRUE(passes_in_child([&](const auto &expect) {
             expect(::setgid(user) == 0 && ::setuid(user) == 0);
             expect((save_outcome(link).status == DSOPT_OK) == (owner == user));
         }));
@@ -196,7 +196,7 @@ TEST(SafetensorsFile, AllowsTwoConcurrentSavesToOneName) {
 TEST(SafetensorsFile, RemovesTemporaryOfUncommittedSink) {
     const Folder folder;
     save(folder / "a", small());
-    const std::string before = slurp(folder / "a");
+    const std::string before = read_file(folder / "a");
     {
         const auto sink = file_sink((folder / "a").c_str());
         sink->begin(1000);
@@ -204,7 +204,7 @@ TEST(SafetensorsFile, RemovesTemporaryOfUncommittedSink) {
         EXPECT_EQ(folder.entries(), 2u);
     }
     EXPECT_EQ(folder.entries(), 1u);
-    EXPECT_EQ(slurp(folder / "a"), before);
+    EXPECT_EQ(read_file(folder / "a"), before);
 }
 
 /// Limits the size of files that the process may write. A longer write is an error and raises no signal.
@@ -229,7 +229,7 @@ struct FileSizeLimit {
 TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
     const Folder folder;
     save(folder / "a", small());
-    const std::string before = slurp(folder / "a");
+    const std::string before = read_file(folder / "a");
     Content large;
     large.add("large", dsopt::kU8, {3'000'000}, 3'000'000);
     const auto not_called = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
@@ -250,7 +250,7 @@ TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
                           });
     });
     expect_io(late, "File too large");
-    EXPECT_EQ(slurp(folder / "a"), before);
+    EXPECT_EQ(read_file(folder / "a"), before);
     EXPECT_EQ(folder.entries(), 1u);
 }
 
@@ -336,12 +336,12 @@ TEST(SafetensorsFile, RemovesStaleTemporariesOfSameTargetOnly) {
     int status = 0;
     ::waitpid(child, &status, 0);
     ASSERT_EQ(folder.entries(), 3u);
-    spill(folder / ".dsopt-notes.tmp", "a file of the user");
+    write_file(folder / ".dsopt-notes.tmp", "a file of the user");
     save(folder / "a", small());
     EXPECT_EQ(folder.entries(), 3u); // "a", the temporary of "b", the file of the user
     save(folder / "b", small());
     EXPECT_EQ(folder.entries(), 3u);
-    EXPECT_EQ(slurp(folder / ".dsopt-notes.tmp"), "a file of the user");
+    EXPECT_EQ(read_file(folder / ".dsopt-notes.tmp"), "a file of the user");
 }
 
 } // namespace

@@ -42,7 +42,7 @@ TEST_F(LocalComm, ReducesOverOneToFourRanks) {
             EXPECT_EQ(info_of(comm).status, DSOPT_OK);
             for (int round = 0; round < 50; ++round) {
                 dsopt_norm_result result;
-                ASSERT_OK(meet(ctx, comm, float(rank + round), &result));
+                ASSERT_OK(call_collective(ctx, comm, float(rank + round), &result));
                 double squares = 0;
                 for (int other = 0; other < ranks; ++other) squares += double((other + round) * (other + round));
                 ASSERT_EQ(result.norm, std::sqrt(squares));
@@ -58,16 +58,16 @@ TEST_F(LocalComm, TimesOutIfARankIsNotCreatedAndCanReuseTheId) {
     EXPECT_GE(waited, 50);
     EXPECT_LT(waited, 20000);
     const std::vector<Comm> comms = group(2);
-    run_ranks(2, [&](int rank) { EXPECT_OK(meet(ctx, comms[size_t(rank)])); });
+    run_ranks(2, [&](int rank) { EXPECT_OK(call_collective(ctx, comms[size_t(rank)])); });
 }
 
 TEST_F(LocalComm, TimesOutIfARankDoesNotCallAndStaysUnusable) {
     const std::vector<Comm> comms = group(3, 1500);
-    run_ranks(2, [&](int rank) { EXPECT_TRUE(refused(meet(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
-    EXPECT_TRUE(refused(meet(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late rank fails, too";
+    run_ranks(2, [&](int rank) { EXPECT_TRUE(refused(call_collective(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
+    EXPECT_TRUE(refused(call_collective(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late rank fails, too";
     for (const Comm &comm : comms) {
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_TIMEOUT);
-        EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_TIMEOUT)) << "sticky";
+        EXPECT_TRUE(refused(call_collective(ctx, comm), DSOPT_ERR_TIMEOUT)) << "sticky";
     }
 }
 
@@ -76,11 +76,11 @@ TEST_F(LocalComm, ReleasesABlockedRankOnAbort) {
         const CommId new_comm_id = new_id();
         std::vector<Comm> comms(2);
         run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, new_comm_id, rank, 2, -1); });
-        std::thread blocked([&] { EXPECT_TRUE(refused(meet(ctx, comms[0]), DSOPT_ERR_ABORTED)); });
+        std::thread blocked([&] { EXPECT_TRUE(refused(call_collective(ctx, comms[0]), DSOPT_ERR_ABORTED)); });
         let_others_block();
         dsopt_comm_abort(comms[size_t(aborter)].get());
         blocked.join();
-        EXPECT_TRUE(refused(meet(ctx, comms[1]), DSOPT_ERR_ABORTED));
+        EXPECT_TRUE(refused(call_collective(ctx, comms[1]), DSOPT_ERR_ABORTED));
         EXPECT_EQ(info_of(comms[0]).status, DSOPT_ERR_ABORTED);
         EXPECT_EQ(info_of(comms[1]).status, DSOPT_ERR_ABORTED);
     }
@@ -90,9 +90,9 @@ TEST_F(LocalComm, ReleasesABlockedRankOnAbort) {
 TEST_F(LocalComm, RefusesCallsOfASingleRankAfterAbort) {
     const Comm alone = local_comm(ctx, id, 0, 1), self = self_comm(ctx);
     for (const Comm *comm : {&alone, &self}) {
-        ASSERT_OK(meet(ctx, *comm));
+        ASSERT_OK(call_collective(ctx, *comm));
         dsopt_comm_abort(comm->get());
-        EXPECT_TRUE(refused(meet(ctx, *comm), DSOPT_ERR_ABORTED));
+        EXPECT_TRUE(refused(call_collective(ctx, *comm), DSOPT_ERR_ABORTED));
     }
 }
 
@@ -101,18 +101,18 @@ TEST_F(LocalComm, FailsBlockedCallsIfARankIsDestroyed) {
     std::vector<std::thread> blocked;
     for (const size_t rank : {size_t(0), size_t(1)})
         blocked.emplace_back(
-            [&, rank] { EXPECT_TRUE(refused(meet(ctx, comms[rank]), DSOPT_ERR_COMM, "rank 2 has left")); });
+            [&, rank] { EXPECT_TRUE(refused(call_collective(ctx, comms[rank]), DSOPT_ERR_COMM, "rank 2 has left")); });
     let_others_block();
     comms[2].reset();
     for (std::thread &thread : blocked) thread.join();
-    EXPECT_TRUE(refused(meet(ctx, comms[0]), DSOPT_ERR_COMM));
+    EXPECT_TRUE(refused(call_collective(ctx, comms[0]), DSOPT_ERR_COMM));
     EXPECT_EQ(info_of(comms[1]).status, DSOPT_ERR_COMM);
 }
 
 TEST_F(LocalComm, FailsACallAfterARankWasDestroyed) {
     std::vector<Comm> comms = group(2, -1);
     comms[0].reset();
-    EXPECT_TRUE(refused(meet(ctx, comms[1]), DSOPT_ERR_COMM, "rank 0 has left"));
+    EXPECT_TRUE(refused(call_collective(ctx, comms[1]), DSOPT_ERR_COMM, "rank 0 has left"));
 }
 
 TEST_F(LocalComm, AllowsDestroyRightAfterTheLastCall) {
@@ -120,7 +120,7 @@ TEST_F(LocalComm, AllowsDestroyRightAfterTheLastCall) {
         const CommId new_comm_id = new_id();
         run_ranks(3, [&](int rank) {
             const Comm comm = local_comm(ctx, new_comm_id, rank, 3);
-            EXPECT_OK(meet(ctx, comm)) << "rank " << rank;
+            EXPECT_OK(call_collective(ctx, comm)) << "rank " << rank;
         });
     }
 }
@@ -160,7 +160,7 @@ TEST_F(LocalComm, RefusesADuplicateRankAndADifferentSize) {
     const std::vector<Comm> comms = group(2);
     EXPECT_TRUE(refused(create(0, 2, 50), DSOPT_ERR_ARGUMENT, "rank 0")) << "the rank exists";
     EXPECT_TRUE(refused(create(1, 3, 50), DSOPT_ERR_COMM, "3")) << "another number of ranks";
-    run_ranks(2, [&](int rank) { EXPECT_OK(meet(ctx, comms[size_t(rank)])); });
+    run_ranks(2, [&](int rank) { EXPECT_OK(call_collective(ctx, comms[size_t(rank)])); });
 }
 
 TEST_F(LocalComm, CountsCallsAndBytes) {
@@ -211,7 +211,7 @@ TEST_F(LocalComm, ReleasesEveryRankOnAbortAtAnyTime) {
             dsopt_norm_result result;
             dsopt_status status = DSOPT_OK;
             for (; status == DSOPT_OK; ++rounds) {
-                status = meet(ctx, comms[size_t(rank)], 2, &result);
+                status = call_collective(ctx, comms[size_t(rank)], 2, &result);
                 EXPECT_TRUE(status != DSOPT_OK || result.norm == std::sqrt(12.0));
             }
             EXPECT_EQ(status, DSOPT_ERR_ABORTED);
@@ -281,7 +281,7 @@ TEST(TableComm, CallsTheCallersFunctionsAndCountsThem) {
     EXPECT_EQ(info_of(comm).ranks, 4);
     for (int i = 0; i < 5; ++i) {
         dsopt_norm_result result;
-        ASSERT_OK(meet(ctx, comm, 3, &result));
+        ASSERT_OK(call_collective(ctx, comm, 3, &result));
         EXPECT_EQ(result.norm, 6);
         EXPECT_EQ(info_of(comm).calls, fake.calls);
         EXPECT_EQ(info_of(comm).bytes_sent, fake.bytes * 2 * 3 / 4);
@@ -298,14 +298,14 @@ TEST(TableComm, ReturnsTheCallersErrorTextAndStaysUnusable) {
         dsopt_comm_table table = fake.table();
         if (with_text) table.error = FakeTable::error;
         const Comm comm = table_comm(ctx, table);
-        ASSERT_OK(meet(ctx, comm));
+        ASSERT_OK(call_collective(ctx, comm));
         fake.fail_with = 4711;
-        EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_COMM, "4711"));
+        EXPECT_TRUE(refused(call_collective(ctx, comm), DSOPT_ERR_COMM, "4711"));
         EXPECT_EQ(std::strstr(dsopt_last_error(), "the cable is cut") != nullptr, with_text);
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
         fake.fail_with = 0;
         const int calls = fake.calls;
-        EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_COMM));
+        EXPECT_TRUE(refused(call_collective(ctx, comm), DSOPT_ERR_COMM));
         EXPECT_EQ(fake.calls, calls) << "an unusable comm is not called again";
     }
 }
@@ -355,7 +355,7 @@ TEST(TableComm, IsUnusableAfterAFunctionThrows) {
                 return 0;
             };
             const Comm comm = table_comm(ctx, table);
-            const auto collective = [&] { return meet(ctx, comm); };
+            const auto collective = [&] { return call_collective(ctx, comm); };
             const Shared<float> data(64, 1), errors(256), workspace(1 << 16);
             dsopt_tensor tensor{data.data(), int64_t(data.size()), DSOPT_DTYPE_F32, 0};
             DSOPT_NEW(dsopt_compressed, compressed);
@@ -387,14 +387,14 @@ TEST(TableComm, CallsTheCallersAbort) {
     const Comm comm = table_comm(ctx, fake.table());
     dsopt_comm_abort(comm.get());
     EXPECT_EQ(fake.aborted, 1);
-    EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_ABORTED));
+    EXPECT_TRUE(refused(call_collective(ctx, comm), DSOPT_ERR_ABORTED));
     EXPECT_EQ(fake.calls, 0);
     dsopt_comm_table minimal = fake.table();
     minimal.abort = nullptr;
     minimal.destroy = nullptr;
     const Comm without = table_comm(ctx, minimal);
     dsopt_comm_abort(without.get());
-    EXPECT_TRUE(refused(meet(ctx, without), DSOPT_ERR_ABORTED));
+    EXPECT_TRUE(refused(call_collective(ctx, without), DSOPT_ERR_ABORTED));
 }
 
 TEST(TableComm, ReturnsAbortedFromACallThatAbortEnds) {
@@ -409,7 +409,7 @@ TEST(TableComm, ReturnsAbortedFromACallThatAbortEnds) {
     };
     const Comm comm = table_comm(ctx, table);
     running = comm.get();
-    EXPECT_TRUE(refused(meet(ctx, comm), DSOPT_ERR_ABORTED));
+    EXPECT_TRUE(refused(call_collective(ctx, comm), DSOPT_ERR_ABORTED));
     EXPECT_EQ(info_of(comm).status, DSOPT_ERR_ABORTED);
 }
 
@@ -435,7 +435,7 @@ TEST(SelfComm, HasOneRankAndSendsNothing) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
     dsopt_norm_result result;
-    ASSERT_OK(meet(ctx, comm, -5, &result));
+    ASSERT_OK(call_collective(ctx, comm, -5, &result));
     EXPECT_EQ(result.norm, 5);
     EXPECT_EQ(info_of(comm).rank, 0);
     EXPECT_EQ(info_of(comm).ranks, 1);

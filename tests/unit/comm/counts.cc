@@ -77,7 +77,7 @@ TEST(CommInfo, CountsStepsOfOneBitAdamByReduction) {
         const int64_t mean = numel * 4 * 2 * 3 / 4, bits = 3 * ((numel / 4 / 8 + 4 + 15) / 16 * 16);
         for (int64_t call = 1; call <= 5; ++call) {
             const dsopt_comm_info before = info_of(comm);
-            ASSERT_OK(trainer.step(problem.own(rank, call)));
+            ASSERT_OK(trainer.step(problem.local_gradients(rank, call)));
             const dsopt_comm_info after = info_of(comm);
             const bool full = call <= 2;
             const auto all_reduce = difference(after, before, DSOPT_COLLECTIVE_ALL_REDUCE);
@@ -100,7 +100,7 @@ TEST(StepTiming, MeasuresPhasesOfCompressedStepsIfEnabled) {
                 Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 3), problem.weights(), timing);
                 for (int64_t call = 1; call <= 12; ++call) {
                     const int32_t what = reduction(trainer);
-                    must(trainer.step(problem.wanted(what, rank, call)));
+                    must(trainer.step(problem.gradients_for(what, rank, call)));
                     const dsopt_report report = trainer.report();
                     for (const int phase : {DSOPT_MS_COMPRESS, DSOPT_MS_EXCHANGE, DSOPT_MS_DECOMPRESS})
                         EXPECT_EQ(report.ms[phase] > 0, timing != 0 && what == DSOPT_REDUCTION_COMPRESSED)

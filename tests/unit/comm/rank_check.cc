@@ -138,7 +138,7 @@ TEST(CheckRanks, NamesTheDifferenceOnEveryRankAndChangesNothing) {
                     EXPECT_TRUE(same(trainer.snapshot(), before)) << difference.what;
                     EXPECT_EQ(trainer.report().calls, calls);
                     EXPECT_EQ(info_of(comm).status, DSOPT_OK);
-                    EXPECT_OK(meet(ctx, comm)) << "the comm stays usable";
+                    EXPECT_OK(call_collective(ctx, comm)) << "the comm stays usable";
                 });
             }
 }
@@ -233,7 +233,7 @@ TEST(CheckRanks, AddsOneSmallAllReduceAndChangesNoBit) {
             Trainer plain(ctx, desc_with(comm), group, problem.weights()),
                 with(ctx, checked_desc(comm), group, problem.weights());
             for (int64_t call = 1; call <= 24; ++call) {
-                const std::vector<Array> grads = problem.wanted(reduction(plain), rank, call);
+                const std::vector<Array> grads = problem.gradients_for(reduction(plain), rank, call);
                 const dsopt_comm_info first = info_of(comm);
                 ASSERT_OK(plain.step(grads));
                 const dsopt_comm_info second = info_of(comm);
@@ -257,7 +257,7 @@ TEST(CheckRanks, ComparesOneBitListsWithoutTheFlag) {
             Trainer differing(ctx, desc_with(comm), group_for(algorithm, 4), problem.weights());
             const Snapshot before = differing.snapshot();
             for (int k = 0; k < 2; ++k) { // the second step is refused, too
-                EXPECT_EQ(differing.step(problem.own(rank, 1)), DSOPT_ERR_MISMATCH) << name_of(algorithm);
+                EXPECT_EQ(differing.step(problem.local_gradients(rank, 1)), DSOPT_ERR_MISMATCH) << name_of(algorithm);
                 EXPECT_NE(std::string(dsopt_last_error()).find("parameter 1 is"), std::string::npos)
                     << dsopt_last_error();
             }
@@ -290,7 +290,7 @@ TEST(CheckRanks, AcceptsAbsentGradientsThatTheStepAccepts) {
             Trainer trainer(ctx, checked_desc(comm, DSOPT_OPTIMIZER_AVERAGES), group_for(algorithm, 4),
                             problem.weights());
             for (int64_t call = 1; call <= 24; ++call) { // averaged, compressed and local steps
-                std::vector<Array> grads = problem.own(rank, call);
+                std::vector<Array> grads = problem.local_gradients(rank, call);
                 if (call % 2 == rank) grads[0] = Array::absent(grads[0].size());
                 EXPECT_OK(trainer.step(grads)) << name_of(algorithm) << ", " << call;
             }

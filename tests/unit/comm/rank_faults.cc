@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks are threads, and one of them does something that the others do not expect.
+#include "support/rank_faults.h"
 #include "support/label.h"
-#include "support/misdeeds.h"
 
 using namespace test;
 
@@ -11,7 +11,7 @@ LABEL(long_emulated);
 TEST(RankFault, ReturnsAStatusOnEveryLocalRankInBoundedTime) {
     std::vector<std::unique_ptr<Fabric>> fabrics;
     for (int i = 0; i < 8; ++i) fabrics.push_back(std::make_unique<LocalFabric>());
-    commit_all_misdeeds(fabrics, kSanitized ? 1 : 4, 4);
+    run_all_rank_faults(fabrics, kSanitized ? 1 : 4, 4);
 }
 
 } // namespace

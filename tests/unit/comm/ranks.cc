@@ -431,7 +431,7 @@ TEST_P(StepWithFailingComm, ReturnsTheStatusAndChangesNothing) {
         EXPECT_EQ(std::memcmp(&report_before, &report_after, sizeof report_after), 0);
         EXPECT_TRUE(refused(trainer.step(grads), wanted)) << "the comm is unusable";
         EXPECT_EQ(info_of(comms[0]).status, wanted);
-        Tape file; // the state can still be saved
+        MemoryFile file; // the state can still be saved
         EXPECT_OK(file.save(trainer));
     }
 }

@@ -51,7 +51,8 @@ struct Expected {
     double unclear_count = 0;
 };
 
-Expected expected(const Partition &partition, const std::vector<Values> &x, const std::vector<Mean::Owed> &errors) {
+Expected expected(const Partition &partition, const std::vector<Values> &x,
+                  const std::vector<CompressedMean::Residuals> &errors) {
     const auto ranks = size_t(partition.ranks), tensors = partition.numel.size();
     Expected e;
     std::vector<std::vector<double>> sent(ranks, std::vector<double>(size_t(partition.chunk * partition.ranks)));
@@ -125,7 +126,8 @@ TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
     const Partition partition(int64_t(ranks), sizes);
     constexpr size_t rounds = 4;
     std::vector<std::vector<Values>> x(rounds, std::vector<Values>(ranks)), y = x;
-    std::vector<std::vector<Mean::Owed>> errors(rounds + 1, std::vector<Mean::Owed>(ranks));
+    std::vector<std::vector<CompressedMean::Residuals>> errors(rounds + 1,
+                                                               std::vector<CompressedMean::Residuals>(ranks));
     Random random(11);
     for (auto &round : x)
         for (size_t r = 0; r < ranks; ++r)
@@ -136,10 +138,10 @@ TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
         const auto r = size_t(rank);
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, int(ranks));
-        Mean side(comm, sizes);
+        CompressedMean side(comm, sizes);
         EXPECT_EQ(side.workers, partition.chunk * partition.ranks + int64_t(sizes.size()));
         EXPECT_EQ(side.servers, partition.chunk + partition.scales);
-        errors[0][r] = side.owed();
+        errors[0][r] = side.residuals();
         for (size_t round = 0; round < rounds; ++round) {
             const dsopt_comm_info before = info_of(comm);
             ASSERT_OK(side.call(x[round][r]));
@@ -149,7 +151,7 @@ TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
             EXPECT_EQ(after.bytes_received - before.bytes_received, bytes);
             EXPECT_LE(after.calls - before.calls, 2);
             y[round][r] = side.read();
-            errors[round + 1][r] = side.owed();
+            errors[round + 1][r] = side.residuals();
         }
     });
     if (partition.total == 0) return;
@@ -203,7 +205,7 @@ TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
 // --------------------------------------------------------------------------------------------------------- same bits
 struct Bits {
     Values y;
-    Mean::Owed errors;
+    CompressedMean::Residuals errors;
     std::vector<float> worker, server;
 };
 
@@ -227,14 +229,14 @@ TEST(CompressedAllReduce, IsBitIdenticalForAnyThreadsChunksAndIsa) {
         run_ranks(ranks, [&](int rank) {
             const auto r = size_t(rank);
             const Comm comm = local_comm(contexts[r], id, rank, ranks);
-            Mean side(comm, sizes);
+            CompressedMean side(comm, sizes);
             Random random(uint64_t(20 + rank));
             for (int round = 0; round < 3; ++round) {
                 Values x;
                 for (const int64_t n : sizes) x.push_back(random.floats(size_t(n), -1, 1.2));
                 ASSERT_OK(side.call(x));
             }
-            all[r] = {side.read(), side.owed(), side.worker, side.server};
+            all[r] = {side.read(), side.residuals(), side.worker, side.server};
         });
         return all;
     };
@@ -312,14 +314,14 @@ TEST(CompressedAllReduce, MapsZerosToZerosWithoutErrors) {
     run_ranks(3, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 3);
-        Mean side(comm, {1, 100, 0, 5000});
+        CompressedMean side(comm, {1, 100, 0, 5000});
         for (int round = 0; round < 3; ++round) {
             for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), round % 2 ? -0.0f : 0.0f);
             ASSERT_OK(side.call());
             for (const auto &tensor : side.values)
                 for (const float value : tensor) ASSERT_EQ(value, 0);
-            for (const float value : side.owed().worker) ASSERT_EQ(value, 0);
-            for (const float value : side.owed().server) ASSERT_EQ(value, 0);
+            for (const float value : side.residuals().worker) ASSERT_EQ(value, 0);
+            for (const float value : side.residuals().server) ASSERT_EQ(value, 0);
         }
     });
 }
@@ -334,7 +336,7 @@ TEST(CompressedAllReduce, ConvergesToTheMeanOverManyCalls) {
     run_ranks(ranks, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, ranks);
-        Mean side(comm, {int64_t(numel)});
+        CompressedMean side(comm, {int64_t(numel)});
         std::vector<double> sum(numel);
         const auto largest_deviation = [&](int after) {
             double largest_so_far = 0;
@@ -360,18 +362,18 @@ TEST(CompressedAllReduce, ConvergesToTheMeanOverManyCalls) {
 TEST(CompressedAllReduce, TreatsNegativeZeroAsPositive) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
-    Mean side(comm, {4});
+    CompressedMean side(comm, {4});
     ASSERT_OK(side.call({{-0.0f, 2, -2, 2}}));
     const float scale = float(std::sqrt(3.0));
     EXPECT_FLOAT_EQ(side.values[0][0], scale);
     EXPECT_FLOAT_EQ(side.values[0][2], -scale);
-    EXPECT_FLOAT_EQ(side.owed().worker[0], -scale);
+    EXPECT_FLOAT_EQ(side.residuals().worker[0], -scale);
 }
 
 TEST(CompressedAllReduce, FeedsErrorsBackOnOneRank) {
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
-    Mean side(comm, {3});
+    CompressedMean side(comm, {3});
     ASSERT_OK(side.call({{3, -1, 1}}));
     const float scale = float(std::sqrt(11.0 / 3));
     EXPECT_TRUE(same_bits(side.values[0], {scale, -scale, scale}));
@@ -387,7 +389,7 @@ TEST(CompressedAllReduce, KeepsNaNWithinItsTensor) {
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
-        Mean side(comm, {40, 40});
+        CompressedMean side(comm, {40, 40});
         Values bad(2, std::vector<float>(40, 1)), good = bad;
         if (rank == 1) bad[0][3] = kNaN;
         ASSERT_OK(side.call(bad));
@@ -450,13 +452,13 @@ TEST(CompressedAllReduce, MatchesTheOriginalInCompatMode) {
     run_ranks(2, [&](int rank) {
         const Context ctx = make_context(1);
         const Comm comm = local_comm(ctx, id, rank, 2);
-        Mean side(comm, {5}, DSOPT_COMPAT_DEEPSPEED);
+        CompressedMean side(comm, {5}, DSOPT_COMPAT_DEEPSPEED);
         EXPECT_EQ(side.workers, 16 + 1);
         EXPECT_EQ(side.servers, 8 + 1);
         for (size_t round = 0; round < 2; ++round) {
             const float *input = x[round][rank];
             ASSERT_OK(side.call({std::vector<float>(input, input + 5)}));
-            const Mean::Owed errors = side.owed();
+            const CompressedMean::Residuals errors = side.residuals();
             for (size_t i = 0; i < 5; ++i) EXPECT_NEAR(side.values[0][i], y[round][i], 2e-6) << i;
             for (size_t i = 0; i < 16; ++i)
                 EXPECT_NEAR(errors.worker[i], worker[round][rank][std::min<size_t>(i, 5)], 4e-6) << i;

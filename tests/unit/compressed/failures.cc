@@ -11,7 +11,7 @@ class CompressedArguments : public testing::Test {
 protected:
     const Context ctx = make_context(1);
     const Comm comm = self_comm(ctx);
-    Mean side{comm, {40, 0, 9}};
+    CompressedMean side{comm, {40, 0, 9}};
 
     void SetUp() override {
         for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
@@ -155,7 +155,7 @@ TEST(CompressedAllReduce, ReturnsTheTablesErrorAndStaysUnusable) {
     for (const auto &c : cases) {
         FailingTable functions;
         const Comm comm = FailingTable::comm(ctx, functions);
-        Mean side(comm, {100});
+        CompressedMean side(comm, {100});
         ASSERT_OK(side.call());
         EXPECT_EQ(functions.calls, 2);
         functions.all_to_all = c.all_to_all;
@@ -173,7 +173,7 @@ TEST(CompressedAllReduce, TimesOutIfAPeerDoesNotCall) {
     const CommId id = new_id();
     std::array<Comm, 2> comms;
     run_ranks(2, [&](int rank) { comms[size_t(rank)] = local_comm(ctx, id, rank, 2, 1500); });
-    Mean side(comms[0], {100});
+    CompressedMean side(comms[0], {100});
     EXPECT_TRUE(refused(side.call(), DSOPT_ERR_TIMEOUT));
 }
 

@@ -19,8 +19,8 @@ struct Expected {
 };
 
 /// x[d * per_node + l] has the elements of a rank, and errors[d * per_node + l] its errors.
-Expected expected(const Places &partition, const std::vector<std::vector<float>> &x,
-                  const std::vector<Mean::Owed> &errors, int64_t asked_node) {
+Expected expected(const ExchangeLayout &partition, const std::vector<std::vector<float>> &x,
+                  const std::vector<CompressedMean::Residuals> &errors, int64_t asked_node) {
     const auto ranks = [&](int64_t l, int64_t d) { return size_t(d * partition.per_node + l); };
     const auto all = size_t(partition.slice() * partition.per_node);
     Expected e{std::vector<double>(all), std::vector<double>(all), std::vector<double>(all),
@@ -92,12 +92,13 @@ TEST_P(TwoLevelAllReduceSizes, MatchesTheAlgorithmInDouble) {
     const int per_node = std::get<0>(GetParam()), nodes = std::get<1>(GetParam());
     const auto ranks = size_t(per_node * nodes);
     const std::vector<int64_t> sizes = edge_sizes()[std::get<2>(GetParam())].sizes;
-    const Places partition(per_node, nodes, sizes);
+    const ExchangeLayout partition(per_node, nodes, sizes);
     const bool exact = nodes == 1 && per_node > 1;
     constexpr size_t rounds = 3;
     const auto all = size_t(partition.slice() * per_node);
     std::vector<std::vector<std::vector<float>>> x(rounds, std::vector<std::vector<float>>(ranks)), y = x;
-    std::vector<std::vector<Mean::Owed>> errors(rounds + 1, std::vector<Mean::Owed>(ranks));
+    std::vector<std::vector<CompressedMean::Residuals>> errors(rounds + 1,
+                                                               std::vector<CompressedMean::Residuals>(ranks));
     Random random(11);
     for (auto &round : x)
         for (size_t r = 0; r < ranks; ++r) {
@@ -107,33 +108,33 @@ TEST_P(TwoLevelAllReduceSizes, MatchesTheAlgorithmInDouble) {
                     round[r][size_t(partition.begin[t] + i)] =
                         float(random.uniform(-1 - 0.13 * double(r), 1 + 0.07 * double(r * r)));
         }
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const auto r = size_t(seat.d * per_node + seat.l);
-        Mean side(seat.data, sizes, DSOPT_COMPAT_NONE, seat.node.get());
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const auto r = size_t(node_rank.d * per_node + node_rank.l);
+        CompressedMean side(node_rank.data, sizes, DSOPT_COMPAT_NONE, node_rank.node.get());
         EXPECT_EQ(int64_t(side.worker.size()), exact ? 0 : partition.slice() + int64_t(sizes.size()));
         EXPECT_EQ(int64_t(side.server.size()), exact ? 0 : partition.chunk + partition.scales);
-        errors[0][r] = side.owed();
+        errors[0][r] = side.residuals();
         for (size_t round = 0; round < rounds; ++round) {
             Values input;
             for (size_t t = 0; t < sizes.size(); ++t)
                 input.emplace_back(x[round][r].begin() + partition.begin[t],
                                    x[round][r].begin() + partition.begin[t] + sizes[t]);
-            const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
+            const dsopt_comm_info node = info_of(node_rank.node), data = info_of(node_rank.data);
             ASSERT_OK(side.call(input));
             // Between nodes, a rank sends two messages to each other node. In a node, it sends one fp32 slice to each
             // other rank, then the bits of its own slice.
-            const int64_t message = partition.total > 0 ? partition.row_bytes() : 0,
+            const int64_t message = partition.total > 0 ? partition.message_bytes() : 0,
                           returned_bytes = exact ? partition.slice() * 4 : nodes * message;
-            EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * message);
-            EXPECT_EQ(info_of(seat.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * message);
-            EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent,
+            EXPECT_EQ(info_of(node_rank.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * message);
+            EXPECT_EQ(info_of(node_rank.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * message);
+            EXPECT_EQ(info_of(node_rank.node).bytes_sent - node.bytes_sent,
                       (per_node - 1) * (partition.slice() * 4 + returned_bytes));
-            EXPECT_LE(info_of(seat.data).calls - data.calls, 2);
-            EXPECT_EQ(info_of(seat.node).calls - node.calls, per_node > 1 && partition.total > 0 ? 2 : 0);
+            EXPECT_LE(info_of(node_rank.data).calls - data.calls, 2);
+            EXPECT_EQ(info_of(node_rank.node).calls - node.calls, per_node > 1 && partition.total > 0 ? 2 : 0);
             y[round][r].resize(all);
             for (size_t t = 0; t < sizes.size(); ++t)
                 std::copy(side.values[t].begin(), side.values[t].end(), y[round][r].begin() + partition.begin[t]);
-            errors[round + 1][r] = side.owed();
+            errors[round + 1][r] = side.residuals();
         }
     });
     if (partition.total == 0) return;
@@ -177,7 +178,7 @@ struct Bits {
 };
 const std::vector<int64_t> kSizes = {70001, 0, 1, 33, 4097, 200000, 12345};
 Bits three_calls(const Comm &data, dsopt_comm *node, int rank) {
-    Mean side(data, kSizes, DSOPT_COMPAT_NONE, node);
+    CompressedMean side(data, kSizes, DSOPT_COMPAT_NONE, node);
     Random random(uint64_t(20 + rank));
     for (int round = 0; round < 3; ++round) {
         Values x;
@@ -193,11 +194,11 @@ void expect_same(const Bits &a, const Bits &b, const char *what) {
 }
 
 TEST(TwoLevelAllReduce, MatchesTheFlatOneWithOneRankPerNode) {
-    with_nodes(1, 3, [&](const Seat &seat) {
-        const Bits flat = three_calls(seat.data, nullptr, seat.d);
-        expect_same(three_calls(seat.data, seat.node.get(), seat.d), flat, "one rank per node");
-        const Comm self = self_comm(seat.ctx);
-        expect_same(three_calls(seat.data, self.get(), seat.d), flat, "the comm of one rank");
+    with_nodes(1, 3, [&](const NodeRank &node_rank) {
+        const Bits flat = three_calls(node_rank.data, nullptr, node_rank.d);
+        expect_same(three_calls(node_rank.data, node_rank.node.get(), node_rank.d), flat, "one rank per node");
+        const Comm self = self_comm(node_rank.ctx);
+        expect_same(three_calls(node_rank.data, self.get(), node_rank.d), flat, "the comm of one rank");
     });
 }
 
@@ -222,9 +223,9 @@ TEST(TwoLevelAllReduce, IsBitIdenticalForAnyThreadsChunksAndIsa) {
         }
         with_nodes(
             2, 2,
-            [&](const Seat &seat) {
-                const int rank = seat.d * 2 + seat.l;
-                all[size_t(rank)] = three_calls(seat.data, seat.node.get(), rank);
+            [&](const NodeRank &node_rank) {
+                const int rank = node_rank.d * 2 + node_rank.l;
+                all[size_t(rank)] = three_calls(node_rank.data, node_rank.node.get(), rank);
             },
             [&](int rank) { return std::move(contexts[size_t(rank)]); });
         return all;
@@ -250,9 +251,9 @@ TEST(TwoLevelAllReduce, SendsEachSliceOfANodeOnce) {
         const int64_t message = info_of(comm).bytes_sent / (ranks - 1);
         flat += message * (ranks - per_node); // only to ranks of other nodes
     });
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        (void)three_calls(seat.data, seat.node.get(), seat.d * per_node + seat.l);
-        two += info_of(seat.data).bytes_sent;
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        (void)three_calls(node_rank.data, node_rank.node.get(), node_rank.d * per_node + node_rank.l);
+        two += info_of(node_rank.data).bytes_sent;
     });
     EXPECT_GT(two, 0);
     EXPECT_EQ(flat, per_node * two);
@@ -267,8 +268,8 @@ TEST(TwoLevelAllReduce, ConvergesToTheMeanOverManyCalls) {
         const int ranks = per_node * nodes;
         Values x;
         for (int r = 0; r < ranks; ++r) x.push_back(Random(uint64_t(30 + r)).floats(numel, -1, 1.5));
-        with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
-            Mean side(seat.data, {int64_t(numel)}, DSOPT_COMPAT_NONE, seat.node.get());
+        with_nodes(per_node, nodes, [&, per_node = per_node](const NodeRank &node_rank) {
+            CompressedMean side(node_rank.data, {int64_t(numel)}, DSOPT_COMPAT_NONE, node_rank.node.get());
             std::vector<double> sum(numel);
             const auto largest_deviation = [&](int after) {
                 double largest_so_far = 0;
@@ -281,7 +282,7 @@ TEST(TwoLevelAllReduce, ConvergesToTheMeanOverManyCalls) {
             };
             double early = 0;
             for (int call = 1; call <= calls; ++call) {
-                ASSERT_OK(side.call({x[size_t(seat.d * per_node + seat.l)]}));
+                ASSERT_OK(side.call({x[size_t(node_rank.d * per_node + node_rank.l)]}));
                 for (size_t i = 0; i < numel; ++i) sum[i] += double(side.values[0][i]);
                 if (call == 20) early = largest_deviation(call);
             }
@@ -294,56 +295,56 @@ TEST(TwoLevelAllReduce, ConvergesToTheMeanOverManyCalls) {
 // ---------------------------------------------------------------------------------------------------------- refusals
 class TwoLevelArguments : public testing::Test {
 protected:
-    void expect(const Seat &seat, Mean &side, dsopt_status wanted, const char *text) {
+    void expect(const NodeRank &node_rank, CompressedMean &side, dsopt_status wanted, const char *text) {
         for (auto &tensor : side.values) std::fill(tensor.begin(), tensor.end(), 3.0f);
         const Values values = side.read();
         const auto worker = side.worker, server = side.server;
         EXPECT_TRUE(refused(side.call({}), wanted, text));
         int64_t a = -5, b = -5;
-        EXPECT_TRUE(refused(dsopt_compressed_sizes(seat.data.get(), &side.args, &a, &b, nullptr), wanted, text));
-        EXPECT_TRUE(refused(dsopt_compressed_errors(seat.data.get(), &side.args, nullptr, nullptr), wanted, text));
+        EXPECT_TRUE(refused(dsopt_compressed_sizes(node_rank.data.get(), &side.args, &a, &b, nullptr), wanted, text));
+        EXPECT_TRUE(refused(dsopt_compressed_errors(node_rank.data.get(), &side.args, nullptr, nullptr), wanted, text));
         EXPECT_TRUE(a == -5 && b == -5);
         EXPECT_EQ(side.read(), values);
         EXPECT_EQ(side.worker, worker);
         EXPECT_EQ(side.server, server);
-        EXPECT_EQ(info_of(seat.data).status, DSOPT_OK) << "a refusal does not make a comm unusable";
-        EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
+        EXPECT_EQ(info_of(node_rank.data).status, DSOPT_OK) << "a refusal does not make a comm unusable";
+        EXPECT_EQ(info_of(node_rank.node).status, DSOPT_OK);
     }
 };
 
 TEST_F(TwoLevelArguments, RefusesCompatMode) {
-    with_nodes(2, 2, [&](const Seat &seat) {
-        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
+        CompressedMean side(node_rank.data, {40, 0, 9}, DSOPT_COMPAT_NONE, node_rank.node.get());
         side.args.compat = DSOPT_COMPAT_DEEPSPEED;
-        expect(seat, side, DSOPT_ERR_UNSUPPORTED, "compat");
+        expect(node_rank, side, DSOPT_ERR_UNSUPPORTED, "compat");
     });
 }
 TEST_F(TwoLevelArguments, RefusesOneCommForBothLevels) {
-    with_nodes(1, 2, [&](const Seat &seat) {
-        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
-        side.args.node = seat.data.get();
-        expect(seat, side, DSOPT_ERR_ARGUMENT, "one comm");
+    with_nodes(1, 2, [&](const NodeRank &node_rank) {
+        CompressedMean side(node_rank.data, {40, 0, 9}, DSOPT_COMPAT_NONE, node_rank.node.get());
+        side.args.node = node_rank.data.get();
+        expect(node_rank, side, DSOPT_ERR_ARGUMENT, "one comm");
     });
 }
 TEST_F(TwoLevelArguments, RefusesASmallWorkspace) {
-    with_nodes(2, 2, [&](const Seat &seat) {
-        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
+        CompressedMean side(node_rank.data, {40, 0, 9}, DSOPT_COMPAT_NONE, node_rank.node.get());
         side.args.workspace_bytes -= 256;
         EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_WORKSPACE, "workspace"));
     });
 }
 TEST(TwoLevelAllReduce, ReturnsTheStatusOfTheNodeComm) {
-    with_nodes(2, 2, [&](const Seat &seat) {
-        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
-        dsopt_comm_abort(seat.node.get());
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
+        CompressedMean side(node_rank.data, {40, 0, 9}, DSOPT_COMPAT_NONE, node_rank.node.get());
+        dsopt_comm_abort(node_rank.node.get());
         EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_ABORTED));
-        EXPECT_EQ(info_of(seat.data).calls, 0);
+        EXPECT_EQ(info_of(node_rank.data).calls, 0);
     });
 }
 TEST(TwoLevelAllReduce, FailsOnEveryRankIfARankIsDestroyed) {
-    with_nodes(2, 2, [&](const Seat &seat) {
-        if (seat.l == 1 && seat.d == 1) return;
-        Mean side(seat.data, {40, 0, 9}, DSOPT_COMPAT_NONE, seat.node.get());
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
+        if (node_rank.l == 1 && node_rank.d == 1) return;
+        CompressedMean side(node_rank.data, {40, 0, 9}, DSOPT_COMPAT_NONE, node_rank.node.get());
         EXPECT_TRUE(refused(side.call({}), DSOPT_ERR_COMM));
     });
 }

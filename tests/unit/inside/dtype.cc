@@ -45,7 +45,7 @@ TEST(Dtype, ConvertsEvery16BitValueToFp32) {
                                    (dtype == DSOPT_DTYPE_F16 ? 0x400000u : 0u))
                     << i;
             } else {
-                ASSERT_EQ(got, bits_of(widened(bits, dtype))) << i;
+                ASSERT_EQ(got, bits_of(to_fp32(bits, dtype))) << i;
             }
         }
 }
@@ -57,7 +57,7 @@ TEST(Dtype, RoundTripsEvery16BitValue) {
 }
 
 void expect_rounded(uint32_t bits, int32_t dtype) {
-    ASSERT_EQ(to_16_bits(float_of(bits), dtype), narrowed(float_of(bits), dtype))
+    ASSERT_EQ(to_16_bits(float_of(bits), dtype), to_nearest_16_bits(float_of(bits), dtype))
         << std::hex << bits << " to dtype " << dtype;
 }
 
@@ -76,12 +76,12 @@ TEST(Dtype, RoundsFloatsAroundValuesAndTiesToNearest) {
     for (const int32_t dtype : k16BitDtypes)
         for (uint32_t i = 0; i < 65536; ++i) {
             const auto bits = uint16_t(i);
-            const float value16 = widened(bits, dtype);
+            const float value16 = to_fp32(bits, dtype);
             if (!std::isfinite(value16)) continue;
-            float next16 = widened(uint16_t(bits + 1), dtype);
+            float next16 = to_fp32(uint16_t(bits + 1), dtype);
             if (std::isinf(next16))
                 // The next value, if the exponent did not overflow.
-                next16 = float(2 * double(value16) - double(widened(uint16_t(bits - 1), dtype)));
+                next16 = float(2 * double(value16) - double(to_fp32(uint16_t(bits - 1), dtype)));
             const auto middle = float(
                 (double(value16) + (std::isinf(next16) ? std::copysign(0x1p128, double(value16)) : double(next16))) /
                 2);

@@ -257,14 +257,14 @@ std::vector<PoolCall> pool_calls() {
                    }});
     all.push_back({"load", [](const Context &ctx, const std::function<void()> &arm) {
                        Trainer trainer = trainer_of(ctx, DSOPT_ALGORITHM_ADAMW, optimizer_desc(), DSOPT_DTYPE_BF16);
-                       Tape file;
+                       MemoryFile file;
                        must(file.save(trainer));
                        arm();
                        return file.load(trainer, DSOPT_IO_NO_MASTERS);
                    }});
     all.push_back({"compressed_allreduce", [](const Context &ctx, const std::function<void()> &arm) {
                        const Comm comm = self_comm(ctx);
-                       Mean side(comm, {int64_t(kNumel)});
+                       CompressedMean side(comm, {int64_t(kNumel)});
                        arm();
                        return side.call();
                    }});
@@ -311,7 +311,7 @@ TEST(ParallelFor, LoadRestoresStateAfterFaultInAnyPass) {
                 plain = trainer_of(ctx, algorithm, desc, DSOPT_DTYPE_BF16);
         const std::vector<Array> grads = gradients();
         for (Trainer *each : {&trainer, &plain}) must(each->step(grads));
-        Tape file;
+        MemoryFile file;
         must(file.save(trainer, DSOPT_IO_PARAMS));
         must(plain.step(gradients(3)));
         int64_t failed = 0;

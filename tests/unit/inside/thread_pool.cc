@@ -134,11 +134,11 @@ TEST_F(ThreadPool, ReusesThreadsOfCaller) {
 #if !defined(__SANITIZE_THREAD__) // under which no threads can start in a child
 TEST_F(ThreadPool, StartsNewThreadsInChild) {
     (void)run_counts(4, 4);
-    EXPECT_TRUE(holds_in_child([](const auto &expect) {
+    EXPECT_TRUE(passes_in_child([](const auto &expect) {
         g_started = 0;
         expect(run_counts(4, 9) == std::vector<int>(9, 1));
         expect(g_started == 3);
-        expect(bool(holds_in_child([](const auto &expect) { expect(run_counts(4, 9) == std::vector<int>(9, 1)); })));
+        expect(bool(passes_in_child([](const auto &expect) { expect(run_counts(4, 9) == std::vector<int>(9, 1)); })));
     }));
     EXPECT_EQ(run_counts(4, 9), std::vector<int>(9, 1));
 }
@@ -152,7 +152,7 @@ TEST_F(ThreadPool, RunsInChildForkedDuringCall) {
         });
     });
     while (!inside) std::this_thread::yield();
-    EXPECT_TRUE(holds_in_child([](const auto &expect) { expect(run_counts(4, 9) == std::vector<int>(9, 1)); }));
+    EXPECT_TRUE(passes_in_child([](const auto &expect) { expect(run_counts(4, 9) == std::vector<int>(9, 1)); }));
     leaves = true;
     other.join();
 }
@@ -161,13 +161,13 @@ TEST_F(ThreadPool, RunsInChildForkedDuringCall) {
 TEST_F(ThreadPool, RunsInChildWithoutForkHandlers) {
     (void)run_counts(4, 4);
     const auto runs = [](const auto &expect) { expect(run_counts(4, 9) == std::vector<int>(9, 1)); };
-    EXPECT_TRUE(holds_in_child(runs, ::_Fork));
+    EXPECT_TRUE(passes_in_child(runs, ::_Fork));
 }
 #endif
 
 TEST_F(ThreadPool, RunsAllPartsIfThreadsCannotBeStarted) {
     for (const int limit : {0, 1, 2}) // each in a new process without threads
-        EXPECT_TRUE(holds_in_child([limit](const auto &expect) {
+        EXPECT_TRUE(passes_in_child([limit](const auto &expect) {
             g_started = 0;
             g_limit = limit;
             expect(run_counts(6, 11) == std::vector<int>(11, 1));

@@ -23,16 +23,16 @@ protected:
     }
     /// Checks that bind(unbound) succeeds if every allocation fails.
     void expect_no_allocation() const {
-        NewWatch::calls = 0;
-        NewWatch::failure = {0, true};
+        NewCounter::calls = 0;
+        NewCounter::failure = {0, true};
         dsopt_status status;
         {
-            const Armed armed;
+            const CountScope armed;
             status = bind(unbound);
         }
-        NewWatch::failure = {};
+        NewCounter::failure = {};
         EXPECT_OK(status);
-        EXPECT_EQ(NewWatch::calls, 0);
+        EXPECT_EQ(NewCounter::calls, 0);
         EXPECT_TRUE(refused(trainer.step(trainer.arguments()), DSOPT_ERR_STATE, "no memory"));
     }
 };
@@ -52,16 +52,16 @@ TEST_F(Unbind, AllocatesNothingAfterAddGroup) {
     ASSERT_OK(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1));
     unbound.push_back(param.tensor);
     unbound.back().data = nullptr;
-    NewWatch::calls = 0;
-    NewWatch::failure = {0, true};
+    NewCounter::calls = 0;
+    NewCounter::failure = {0, true};
     dsopt_status status;
     {
-        const Armed armed;
+        const CountScope armed;
         status = bind(unbound);
     }
-    NewWatch::failure = {};
+    NewCounter::failure = {};
     EXPECT_OK(status);
-    EXPECT_EQ(NewWatch::calls, 0);
+    EXPECT_EQ(NewCounter::calls, 0);
 }
 
 TEST_F(Unbind, KeepsCheckingLaterBindsForOverlap) {

@@ -40,19 +40,19 @@ TEST(Fork, WorksInTheChildDuringAnyAllocation) {
     Seen &seen = *new (page) Seen;
     // Each allocation is tested in a new process, in which the thread is the first user of the library.
     for (int64_t allocation = 0; !seen.completed; ++allocation) {
-        ASSERT_TRUE(holds_in_child([&](const auto &expect) {
-            NewWatch::calls = 0;
-            NewWatch::failure.at = allocation;
-            NewWatch::instead = block_in_allocation;
+        ASSERT_TRUE(passes_in_child([&](const auto &expect) {
+            NewCounter::calls = 0;
+            NewCounter::failure.at = allocation;
+            NewCounter::instead = block_in_allocation;
             std::thread([&] {
-                const Armed armed;
+                const CountScope armed;
                 (void)first_use();
                 seen.completed = true;
                 pause_forever(); // a thread that ends may hold a lock of a sanitizer's runtime while the child forks
             }).detach();
             while (!held && !seen.completed) std::this_thread::yield();
             if (held) ++seen.held;
-            expect(bool(holds_in_child([](const auto &expect) { expect(!first_use().empty()); })));
+            expect(bool(passes_in_child([](const auto &expect) { expect(!first_use().empty()); })));
         })) << "allocation "
             << allocation;
     }

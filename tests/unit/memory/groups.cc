@@ -42,9 +42,9 @@ TEST_P(AddManyGroups, AllocatesLinearlyInTheirNumber) {
         const Optimizer opt = make_optimizer(context, desc_with(comm, GetParam().compat));
         const dsopt_group group = make_group(GetParam().algorithm);
         std::vector<float> weights(size_t(count), 1.0f);
-        NewWatch::bytes = 0;
+        NewCounter::bytes = 0;
         {
-            const Armed armed;
+            const CountScope armed;
             for (int64_t i = 0; i < count; ++i) {
                 const dsopt_param param = param_of({&weights[size_t(i)], 1, DSOPT_DTYPE_F32, 0});
                 must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
@@ -56,7 +56,7 @@ TEST_P(AddManyGroups, AllocatesLinearlyInTheirNumber) {
                 if (lr != 0.5 || groups != i + 1) throw std::runtime_error("the group is missing");
             }
         }
-        const int64_t bytes = NewWatch::bytes;
+        const int64_t bytes = NewCounter::bytes;
         EXPECT_EQ(state_of(opt.get()).back().tensor.numel, count) << "steps of all parameters";
         return bytes;
     };
@@ -139,7 +139,7 @@ TEST(AddGroup, KeepsStateIfItFails) {
 
 /// Returns the bytes of the engine after `count` additions. After each, the test views all tensors without a parameter.
 int64_t bytes_with_views(int32_t algorithm, int64_t count) {
-    HookWatch hook;
+    HookCounter hook;
     dsopt_context_desc desc = context_desc();
     hook.attach(desc);
     int64_t bytes = 0;

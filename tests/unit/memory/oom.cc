@@ -17,16 +17,16 @@ LABEL_FILE(one_thread);
 namespace {
 
 /// Checkpoint in memory. Its callbacks do not allocate, because they run while allocations fail.
-struct Tape {
+struct MemoryFile {
     static int write(void *user, const void *data, size_t bytes) {
-        auto *self = static_cast<Tape *>(user);
+        auto *self = static_cast<MemoryFile *>(user);
         if (self->size + bytes > sizeof self->data) return 1;
         std::memcpy(self->data + self->size, data, bytes);
         self->size += bytes;
         return 0;
     }
     static int read(void *user, uint64_t offset, void *data, size_t bytes) {
-        const auto *self = static_cast<const Tape *>(user);
+        const auto *self = static_cast<const MemoryFile *>(user);
         if (offset > self->size || bytes > self->size - offset) return 2;
         std::memcpy(data, self->data + offset, bytes);
         return 0;
@@ -79,21 +79,21 @@ public:
         model_({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}, {30, DSOPT_DTYPE_F16}, {9}}),
         lasting_(news.lasting || hooks.lasting) {
         hook_.failure = hooks;
-        NewWatch::calls = 0;
-        NewWatch::failure = news;
+        NewCounter::calls = 0;
+        NewCounter::failure = news;
     }
     ~Training() {
         // Destroying objects needs no memory.
-        NewWatch::failure = {0, true};
+        NewCounter::failure = {0, true};
         hook_.failure = {0, true};
         const int64_t before = hook_.calls;
         {
-            const Armed armed;
+            const CountScope armed;
             dsopt_context_destroy(context_);
             dsopt_optimizer_destroy(opt_);
             dsopt_comm_destroy(comm_);
         }
-        NewWatch::failure = {};
+        NewCounter::failure = {};
         EXPECT_EQ(hook_.calls, before);
         EXPECT_EQ(hook_.live, 0);
         EXPECT_EQ(hook_.live_bytes, 0);
@@ -105,7 +105,7 @@ public:
     int64_t hooks() const { return hooks_; }
 
     /// Returns parameters, state and checkpoint.
-    std::string train(Tape &tape) {
+    std::string train(MemoryFile &memory_file) {
         dsopt_context_desc desc = context_desc(2);
         hook_.attach(desc);
         desc.parallel_for = run_in_order;
@@ -115,7 +115,7 @@ public:
         const auto list = model_.registered();
         const auto grads = list_of(model_.grads);
         std::vector<char> host(400);
-        dsopt_io io = tape.io();
+        dsopt_io io = memory_file.io();
         uint64_t seed = 1;
         const auto step = [&](int64_t count) {
             model_.make_gradients(seed++);
@@ -138,11 +138,11 @@ public:
         call("optimizer_set", [&] { return dsopt_optimizer_set(opt_, 0, DSOPT_KEY_LR, 0.125); });
         io.flags = DSOPT_IO_PARAMS;
         call("optimizer_save", [&] {
-            tape.size = 0;
+            memory_file.size = 0;
             return dsopt_optimizer_save(opt_, nullptr, &io);
         });
         step(4);
-        io.total = tape.size;
+        io.total = memory_file.size;
         call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
         io.flags = DSOPT_IO_PARAMS | DSOPT_IO_NO_MASTERS;
         call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
@@ -157,30 +157,30 @@ public:
             DSOPT_NEW(dsopt_report, report);
             return dsopt_optimizer_report(opt_, &report);
         });
-        news_ = NewWatch::calls;
+        news_ = NewCounter::calls;
         hooks_ = hook_.calls;
-        return model_.text() + state_text(opt_) + hyper_text(opt_) + std::string(tape.data, tape.size);
+        return model_.text() + state_text(opt_) + hyper_text(opt_) + std::string(memory_file.data, memory_file.size);
     }
 
     /// Loads a checkpoint into a new optimizer before its first step.
-    std::string resume(Tape &tape) {
+    std::string resume(MemoryFile &memory_file) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
         const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_LAMB);
         const auto list = model_.registered();
-        const dsopt_io io = tape.io();
+        const dsopt_io io = memory_file.io();
         call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
         call("optimizer_create", [&] { return dsopt_optimizer_create(context_, nullptr, &opt_); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &first, list.data(), 2); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &second, list.data() + 2, 2); });
         call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
-        news_ = NewWatch::calls;
+        news_ = NewCounter::calls;
         hooks_ = hook_.calls;
         return model_.text() + state_text(opt_) + hyper_text(opt_);
     }
 
     /// Trains in compat mode with flat masters, where allocating the state includes a step on zero gradients.
-    std::string wrap(Tape &) {
+    std::string wrap(MemoryFile &) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
         dsopt_optimizer_desc wrapper = optimizer_desc(0.5);
@@ -189,7 +189,7 @@ public:
         return train_briefly(desc, wrapper, {});
     }
     /// Trains with accumulated gradients.
-    std::string accumulate(Tape &) {
+    std::string accumulate(MemoryFile &) {
         dsopt_context_desc desc = context_desc(1);
         hook_.attach(desc);
         return train_briefly(desc, optimizer_desc(0.5, DSOPT_OPTIMIZER_ACCUMULATE), [&] {
@@ -201,7 +201,7 @@ public:
     }
 
     /// Trains an algorithm of the 1-bit family through all stages, with a second group, and saves and loads it.
-    template <int32_t Algorithm> std::string exchange(Tape &tape) {
+    template <int32_t Algorithm> std::string exchange(MemoryFile &memory_file) {
         dsopt_context_desc desc = context_desc(2);
         hook_.attach(desc);
         desc.parallel_for = run_in_order;
@@ -219,7 +219,7 @@ public:
         call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &group, list.data(), 2); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &adam_group, list.data() + 2, 2); });
-        dsopt_io io = tape.io();
+        dsopt_io io = memory_file.io();
         for (uint64_t t = 1; t <= 9; ++t) {
             model_.make_gradients(t);
             DSOPT_NEW(dsopt_step, step);
@@ -228,13 +228,13 @@ public:
             call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
             if (t % 3 != 2) continue;
             call("optimizer_save", [&] {
-                tape.size = 0;
+                memory_file.size = 0;
                 return dsopt_optimizer_save(opt_, nullptr, &io);
             });
-            io.total = tape.size;
+            io.total = memory_file.size;
             call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
         }
-        news_ = NewWatch::calls;
+        news_ = NewCounter::calls;
         hooks_ = hook_.calls;
         return model_.text() + state_text(opt_) + hyper_text(opt_);
     }
@@ -261,7 +261,7 @@ private:
             }
             call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
         }
-        news_ = NewWatch::calls;
+        news_ = NewCounter::calls;
         hooks_ = hook_.calls;
         return model_.text() + state_text(opt_) + hyper_text(opt_);
     }
@@ -290,14 +290,14 @@ private:
     }
     void end_failure() {
         ++failed_;
-        NewWatch::failure = hook_.failure = {};
+        NewCounter::failure = hook_.failure = {};
     }
     void call(const char *what, const std::function<dsopt_status()> &f) {
         params();
         const std::vector<dsopt_tensor> known = state_tensors();
         const std::string before = fingerprint(known);
         const auto run = [&] {
-            const Armed armed;
+            const CountScope armed;
             return f();
         };
         dsopt_status status = run();
@@ -315,7 +315,7 @@ private:
     }
     Model model_;
     std::vector<dsopt_tensor> params_;
-    HookWatch hook_;
+    HookCounter hook_;
     dsopt_context *context_ = nullptr;
     dsopt_comm *comm_ = nullptr;
     dsopt_optimizer *opt_ = nullptr;
@@ -323,7 +323,7 @@ private:
     int64_t failed_ = 0, news_ = 0, hooks_ = 0;
 };
 
-using Scenario = std::string (Training::*)(Tape &);
+using Scenario = std::string (Training::*)(MemoryFile &);
 
 struct Plan {
     const char *name;
@@ -336,7 +336,7 @@ class OutOfMemory : public testing::TestWithParam<Plan> {};
 TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
     const Scenario scenario = GetParam().scenario;
     const bool hooks = GetParam().hooks, lasting = GetParam().lasting;
-    const auto tape = std::make_unique<Tape>(), saved = std::make_unique<Tape>();
+    const auto memory_file = std::make_unique<MemoryFile>(), saved = std::make_unique<MemoryFile>();
     { // the checkpoint that resume() loads, with two groups
         Trainer two({{40, DSOPT_DTYPE_BF16}, {70}, {20, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16}, {0}}, optimizer_desc());
         two.add(make_group(DSOPT_ALGORITHM_ADAMW), 2);
@@ -347,9 +347,9 @@ TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
         ASSERT_OK(dsopt_optimizer_save(two.opt(), nullptr, &io));
     }
     const auto run_with = [&](Failure failure, int64_t &news, int64_t &hook_calls, int64_t &failed) {
-        *tape = *saved;
+        *memory_file = *saved;
         Training run(hooks ? Failure{} : failure, hooks ? failure : Failure{});
-        std::string result = (run.*scenario)(*tape);
+        std::string result = (run.*scenario)(*memory_file);
         news = run.news();
         hook_calls = run.hooks();
         failed = run.failed();
@@ -360,7 +360,7 @@ TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
     ASSERT_EQ(failed, 0);
     const int64_t total = hooks ? hook_calls : news;
     ASSERT_GT(total, hooks ? 0 : 30);
-    const int64_t live = NewWatch::live;
+    const int64_t live = NewCounter::live;
     int64_t failures = 0;
     for (int64_t n = 0; n < total; ++n) {
         int64_t ignored = 0;
@@ -370,7 +370,7 @@ TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
         if (HasFailure()) break;
     }
     if (!HasFailure()) { // after a failure the message of the test may be allocated
-        EXPECT_EQ(NewWatch::live, live) << "leaked";
+        EXPECT_EQ(NewCounter::live, live) << "leaked";
     }
     // Some allocations are optional (a buffer to sort faster), but not many.
     EXPECT_GT(failures, total * 9 / 10);
@@ -413,14 +413,14 @@ TEST(OutOfMemoryStep, InitializesMastersInTheSuccessfulStep) {
         const Trainer trainer(shapes, make_group(DSOPT_ALGORITHM_ADAMW));
         trainer.model.make_gradients(1);
         const dsopt_step step = trainer.arguments();
-        NewWatch::calls = 0;
-        NewWatch::failure = {n, false};
+        NewCounter::calls = 0;
+        NewCounter::failure = {n, false};
         dsopt_status status;
         {
-            const Armed armed;
+            const CountScope armed;
             status = trainer.step(step);
         }
-        NewWatch::failure = {};
+        NewCounter::failure = {};
         if (status == DSOPT_OK) break;
         EXPECT_EQ(status, DSOPT_ERR_NOMEM);
         load_weights(trainer);
@@ -448,19 +448,19 @@ TEST(OutOfMemoryFile, KeepsFileAndStateIfACallFails) {
         int64_t left_behind = 0;
         for (const bool lasting : {false, true})
             for (int64_t n = 0;; ++n) {
-                NewWatch::calls = 0;
-                NewWatch::failure = {n, lasting};
+                NewCounter::calls = 0;
+                NewCounter::failure = {n, lasting};
                 dsopt_status status;
                 {
-                    const Armed armed;
+                    const CountScope armed;
                     status = dsopt_optimizer_save(trainer.opt(), path.c_str(), nullptr);
                 }
-                NewWatch::failure = {};
+                NewCounter::failure = {};
                 left_behind += std::distance(fs::directory_iterator(folder), fs::directory_iterator()) - 1;
                 if (status == DSOPT_OK) {
                     ASSERT_NE(read_file(), old);
                     std::ofstream(path, std::ios::binary) << old;
-                    if (NewWatch::calls <= n) break;
+                    if (NewCounter::calls <= n) break;
                 } else {
                     ASSERT_EQ(status, DSOPT_ERR_NOMEM) << dsopt_last_error();
                     ASSERT_EQ(read_file(), old);
@@ -471,14 +471,14 @@ TEST(OutOfMemoryFile, KeepsFileAndStateIfACallFails) {
             trainer.train(3); // makes the state differ from the file
             const std::string state = trainer.text();
             for (int64_t n = 0;; ++n) {
-                NewWatch::calls = 0;
-                NewWatch::failure = {n, lasting};
+                NewCounter::calls = 0;
+                NewCounter::failure = {n, lasting};
                 dsopt_status status;
                 {
-                    const Armed armed;
+                    const CountScope armed;
                     status = dsopt_optimizer_load(trainer.opt(), path.c_str(), nullptr);
                 }
-                NewWatch::failure = {};
+                NewCounter::failure = {};
                 if (status == DSOPT_OK) break;
                 ASSERT_EQ(status, DSOPT_ERR_NOMEM) << dsopt_last_error();
                 ASSERT_TRUE(same(trainer.text(), state)) << n;
@@ -488,14 +488,14 @@ TEST(OutOfMemoryFile, KeepsFileAndStateIfACallFails) {
 }
 
 TEST(BuildInfo, SucceedsWithoutMemory) {
-    NewWatch::calls = 0;
-    NewWatch::failure = {0, true};
+    NewCounter::calls = 0;
+    NewCounter::failure = {0, true};
     const char *text = nullptr;
     {
-        const Armed armed;
+        const CountScope armed;
         text = dsopt_build_info();
     }
-    NewWatch::failure = {};
+    NewCounter::failure = {};
     ASSERT_NE(text, nullptr);
     EXPECT_EQ(text[0], '{');
     EXPECT_NE(std::strstr(dsopt_build_info(), "\"version\""), nullptr);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls allocate nothing once they are warm, in step and apply and on lists of any length. A first step that fails to
 // allocate has sent nothing.
-#include "support/warm.h"
-#include "support/owned.h"
+#include "support/allocations.h"
+#include "support/caller_memory.h"
 
 using namespace test;
 
@@ -18,10 +18,10 @@ INSTANTIATE_TEST_SUITE_P(Tensors, WarmCall, testing::Values(1, 31, 32, 10000),
                          [](const auto &info) { return std::to_string(info.param); });
 
 TEST_P(WarmCall, AllocatesNothingWithoutComm) {
-    expect_no_news_in_warm_calls(DSOPT_BACKEND_CPU, host(), GetParam(), 5);
+    expect_no_allocations_in_warm_calls(DSOPT_BACKEND_CPU, host(), GetParam(), 5);
 }
 TEST_P(WarmCall, AllocatesNothingInAveragingSteps) {
-    expect_no_news_in_averaging_steps(DSOPT_BACKEND_CPU, host(), GetParam(), 8);
+    expect_no_allocations_in_averaging_steps(DSOPT_BACKEND_CPU, host(), GetParam(), 8);
 }
 
 TEST(FirstStep, SendsNothingIfAnAllocationFails) {
@@ -39,20 +39,20 @@ INSTANTIATE_TEST_SUITE_P(Algorithms, WarmStep, testing::ValuesIn(kAlgorithms), a
 struct AllocationCount {
     int64_t news, hooks;
 };
-template <class F> AllocationCount count_allocations(const HookWatch &hook, F &&call) {
-    NewWatch::calls = 0;
+template <class F> AllocationCount count_allocations(const HookCounter &hook, F &&call) {
+    NewCounter::calls = 0;
     const int64_t before = hook.calls;
     dsopt_status status;
     {
-        const Armed armed;
+        const CountScope armed;
         status = call();
     }
     EXPECT_EQ(status, DSOPT_OK) << dsopt_last_error();
-    return {NewWatch::calls, hook.calls - before};
+    return {NewCounter::calls, hook.calls - before};
 }
 
 /// Returns a context with counted allocations and a pool that does not allocate.
-Context watched_context(HookWatch &hook, int32_t threads) {
+Context watched_context(HookCounter &hook, int32_t threads) {
     dsopt_context_desc desc = context_desc(threads);
     hook.attach(desc);
     desc.parallel_for = run_in_order;
@@ -61,7 +61,7 @@ Context watched_context(HookWatch &hook, int32_t threads) {
 
 // The library calls the replaced operators.
 TEST(AllocationCounter, CountsAllocationsOfTheLibrary) {
-    HookWatch hook;
+    HookCounter hook;
     const Context context = watched_context(hook, 1);
     dsopt_optimizer *created = nullptr;
     const AllocationCount count =
@@ -72,15 +72,15 @@ TEST(AllocationCounter, CountsAllocationsOfTheLibrary) {
 }
 
 TEST_P(WarmStep, AllocatesNothingInApply) {
-    HookWatch hook;
+    HookCounter hook;
     const Context context = watched_context(hook, 4);
     const std::vector<Shape> shapes = shapes_of({100000, 0, 33, 9000}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16);
     const Optimizer pure = make_pure(context, shapes, GetParam(), optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS));
-    const Owned owned(pure.get(), shapes);
-    dsopt_step step = owned.arguments();
+    const CallerMemory caller_memory(pure.get(), shapes);
+    dsopt_step step = caller_memory.arguments();
     std::vector<float> report(DSOPT_REPORT_FLOATS);
     step.report = report.data();
-    step.out = owned.params.data();
+    step.out = caller_memory.params.data();
     for (int i = 0; i < 3; ++i) {
         const AllocationCount count = count_allocations(hook, [&] { return dsopt_optimizer_apply(pure.get(), &step); });
         EXPECT_EQ(count.news, 0);
@@ -90,7 +90,7 @@ TEST_P(WarmStep, AllocatesNothingInApply) {
 }
 
 TEST_P(WarmStep, AllocatesNothing) {
-    HookWatch hook;
+    HookCounter hook;
     {
         dsopt_context_desc desc = context_desc(4);
         hook.attach(desc);
@@ -153,12 +153,12 @@ TEST_P(WarmStep, AllocatesNothing) {
         EXPECT_GT(hook.live, 0);
         // A refused call does not allocate its text.
         step.count = 1;
-        NewWatch::calls = 0;
+        NewCounter::calls = 0;
         {
-            const Armed armed;
+            const CountScope armed;
             EXPECT_NE(trainer.step(step), DSOPT_OK);
         }
-        EXPECT_EQ(NewWatch::calls, 0);
+        EXPECT_EQ(NewCounter::calls, 0);
     }
     EXPECT_EQ(hook.live, 0);
     EXPECT_EQ(hook.live_bytes, 0);
@@ -185,16 +185,16 @@ TEST(WarmOneBitStep, AllocatesNothingInAnyStage) {
                     DSOPT_NEW(dsopt_step, step);
                     step.grads = lists[call % 2].data();
                     step.count = 2;
-                    const int64_t before = NewWatch::calls;
+                    const int64_t before = NewCounter::calls;
                     dsopt_status status;
                     {
-                        const Armed armed;
+                        const CountScope armed;
                         status = trainer.step(step);
                     }
                     must(status);
-                    must(meet(context, comm)); // the counter includes both ranks
+                    must(call_collective(context, comm)); // the counter includes both ranks
                     // The first call of compat mode changes and sends nothing, so the comm allocates in the second one.
-                    if (call > (compat == DSOPT_COMPAT_NONE ? 0 : 1)) news += NewWatch::calls - before;
+                    if (call > (compat == DSOPT_COMPAT_NONE ? 0 : 1)) news += NewCounter::calls - before;
                 }
             });
             EXPECT_EQ(news, 0) << name_of(algorithm) << " compat " << compat;

@@ -141,7 +141,7 @@ TEST_P(Accumulate, ResumesBetweenMicroBatchesWithTheSameBits) {
     for (int i = 0; i < 4; ++i) must(uninterrupted.accumulate(batches[size_t(i)]));
     must(uninterrupted.step_accumulated());
     for (int i = 0; i < 2; ++i) must(first.accumulate(batches[size_t(i)]));
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
     ASSERT_OK(file.load(second, DSOPT_IO_PARAMS));
     for (int i = 2; i < 4; ++i) must(second.accumulate(batches[size_t(i)]));
@@ -206,7 +206,7 @@ TEST(AccumulateLoad, RefusesACheckpointWithoutSums) {
     Trainer plain(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
     desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
     Trainer accumulating(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), weights);
-    Tape file;
+    MemoryFile file;
     must(file.save(plain));
     EXPECT_TRUE(refused(file.load(accumulating), DSOPT_ERR_MISMATCH));
     EXPECT_OK(file.load(accumulating, DSOPT_IO_NO_STATE));

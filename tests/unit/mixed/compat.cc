@@ -166,7 +166,7 @@ TEST(CompatConstruction, IsRunByTheFirstStepAndNotByALoad) {
     must(stepped.step(one_element(DSOPT_DTYPE_F16)));
     must(exported.step(one_element(DSOPT_DTYPE_F16)));
     EXPECT_TRUE(same(stepped.snapshot(), exported.snapshot()));
-    Tape file;
+    MemoryFile file;
     must(file.save(stepped));
     Trainer loaded(ctx, flat(), group_of(DSOPT_ALGORITHM_ADAMW, 0.1, 0.1), one_element(DSOPT_DTYPE_F16));
     must(file.load(loaded));
@@ -208,7 +208,7 @@ TEST(CompatHysteresis, IsRefusedFromACheckpoint) {
     desc = flat();
     desc.scaler = plain.get();
     Trainer loaded(ctx, desc, gradient_as_moment(), one_element(DSOPT_DTYPE_F16));
-    Tape file;
+    MemoryFile file;
     must(file.save(saved));
     EXPECT_TRUE(refused(file.load(loaded), DSOPT_ERR_MISMATCH, "hysteresis"));
     EXPECT_EQ(info_of(plain).scale, 64);

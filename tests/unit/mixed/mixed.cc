@@ -389,7 +389,7 @@ TEST(Masters, AreLoadedUnlessNoMastersIsSet) {
     Trainer saved(ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), arrays(random, DSOPT_DTYPE_F16, -1, 1));
     for (int step = 0; step < 3; ++step) must(saved.step(arrays(random, DSOPT_DTYPE_F16, -1, 1)));
     const Snapshot wanted = saved.snapshot();
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(saved, DSOPT_IO_PARAMS));
     const std::vector<Array> other = arrays(random, DSOPT_DTYPE_F16, -1, 1);
     for (const uint32_t flags : {0, int(DSOPT_IO_NO_MASTERS), int(DSOPT_IO_NO_STATE), int(DSOPT_IO_PARAMS),
@@ -417,7 +417,7 @@ TEST(Masters, AreCopiedFromParametersAfterAFailedLoad) {
     Random random(19);
     const std::vector<Array> start = arrays(random, DSOPT_DTYPE_F16, 1, 2);
     Trainer saved(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(random, DSOPT_DTYPE_F16, -1, 1));
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(saved));
     file.data.back() = char(file.data.back() ^ 1);
     Trainer failed(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), start),

@@ -458,7 +458,7 @@ TEST(ScalerLoad, ContinuesWithTheSameSequence) {
                      loaded = make_scaler(ctx, 1024, 7); // the file also contains window, factor and limits
         Trainer a = attached(ctx, saved), b = attached(ctx, loaded);
         for (size_t i = 0; i < middle; ++i) must(a.step(gradient(steps[i] == 'X')));
-        Tape file;
+        MemoryFile file;
         ASSERT_OK(file.save(a));
         ASSERT_OK(file.load(b));
         for (size_t i = middle; i < steps.size(); ++i) {
@@ -475,7 +475,7 @@ TEST(ScalerLoad, KeepsTheScalerWithNoScaler) {
     const Scaler saved = make_scaler(ctx, 8, 1), kept = make_scaler(ctx, 512, 5);
     Trainer a = attached(ctx, saved), b = attached(ctx, kept);
     for (int i = 0; i < 3; ++i) must(a.step(gradient(false)));
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(a));
     const dsopt_scaler_info before = info_of(kept);
     ASSERT_OK(file.load(b, DSOPT_IO_NO_SCALER));
@@ -489,7 +489,7 @@ TEST(ScalerLoad, RestoresAnOverride) {
     const Scaler saved = make_scaler(ctx, 8, 1), loaded = make_scaler(ctx, 8, 1);
     Trainer a = attached(ctx, saved), b = attached(ctx, loaded);
     must(dsopt_scaler_set(saved.get(), DSOPT_SCALE_OVERRIDE, 3, nullptr));
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(a));
     ASSERT_OK(file.load(b));
     EXPECT_EQ(info_of(loaded).scale, 3);
@@ -503,7 +503,7 @@ TEST(ScalerLoad, RefusesACheckpointWithoutAScale) {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     Trainer without(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), std::vector<Array>{Array(DSOPT_DTYPE_F16, 3, 1)});
     Trainer with = attached(ctx, scaler);
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(without));
     EXPECT_TRUE(refused(file.load(with), DSOPT_ERR_MISMATCH, "loss_scale"));
     EXPECT_OK(file.load(with, DSOPT_IO_NO_SCALER));
@@ -515,7 +515,7 @@ TEST(ScalerLoad, RefusesADynamicScaleForAStaticScaler) {
     const Context ctx = make_context(2);
     const Scaler saved = make_scaler(ctx, 8, 1), fixed = make_scaler(ctx, 8, 0, DSOPT_SCALER_STATIC);
     Trainer a = attached(ctx, saved), b = attached(ctx, fixed);
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(a));
     EXPECT_TRUE(refused(file.load(b), DSOPT_ERR_MISMATCH, "static"));
     EXPECT_OK(file.load(b, DSOPT_IO_NO_SCALER));

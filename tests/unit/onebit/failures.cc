@@ -54,7 +54,7 @@ UndisturbedStep measure_step(int32_t algorithm) {
     run_ranks(kRanks, [&](int rank) {
         const Context ctx = make_context(2);
         const Comm comm = local_comm(ctx, id, rank, kRanks);
-        onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pools[size_t(rank)]));
+        onebit_run::RankTrainer trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pools[size_t(rank)]));
         for (int64_t call = 1; call <= kCall; ++call) must(trainer.step(call));
     });
     const int64_t loops = pools[0].loops;
@@ -79,7 +79,7 @@ void stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
             std::unique_lock lock(mutex);
             changed.wait(lock, [&] { return failed_peers == kRanks - 1; });
         };
-        onebit_run::Rank trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pool));
+        onebit_run::RankTrainer trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pool));
         for (int64_t call = 1; call < kCall; ++call) must(trainer.step(call));
         const dsopt_status failure = hangs ? DSOPT_ERR_TIMEOUT : DSOPT_ERR_ABORTED;
         const std::string before = trainer.bytes(false);

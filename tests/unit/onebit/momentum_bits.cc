@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // DSOPT_OPTIMIZER_MOMENTUM_BITS: gives the bits of 1-bit Adam without the flag, and decodes exp_avg on export.
+#include "support/caller_memory.h"
 #include "support/onebit.h"
-#include "support/owned.h"
 
 using namespace test;
 
@@ -14,7 +14,7 @@ dsopt_group onebit_group() { return group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, kFree
 
 /// Returns the gradients of a call. Some elements of the first tensor have no gradient in any call.
 std::vector<Array> gradients(const Problem &problem, const Trainer &trainer, int rank, int64_t call) {
-    std::vector<Array> grads = problem.wanted(reduction(trainer), rank, call);
+    std::vector<Array> grads = problem.gradients_for(reduction(trainer), rank, call);
     for (size_t i = 100; i < 140; ++i) grads[0].set(i, 0);
     return grads;
 }
@@ -80,7 +80,7 @@ TEST(MomentumBits, ResumesFromACheckpointWithoutBits) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer first = trainer_of(ctx, comm, onebit_group(), problem.weights(), kBits);
         for (int64_t call = 1; call <= 9; ++call) step(first, problem, rank, call);
-        Tape file;
+        MemoryFile file;
         ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
         EXPECT_EQ(file.data.find("exp_avg_bits"), std::string::npos);
         for (const uint32_t flags : {kBits, 0u}) {
@@ -199,19 +199,19 @@ TEST(MomentumBits, AppliesTheScheduleOfStepWithoutElements) {
         const std::vector<Array> weights{Array(DSOPT_DTYPE_F32, 0, 1.0f), Array(DSOPT_DTYPE_F32, 0, 1.0f)};
         Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights, kBits);
         const Trainer pure = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights, kBits);
-        Owned owned(pure.opt(), weights, 0);
-        must(owned.init());
+        CallerMemory caller_memory(pure.opt(), weights, 0);
+        must(caller_memory.init());
         const auto remove_empty = [&](dsopt_step &) { // NULL for empty tensors
-            for (dsopt_tensor &tensor : owned.state)
+            for (dsopt_tensor &tensor : caller_memory.state)
                 if (tensor.numel == 0) tensor.data = nullptr;
         };
         for (int call = 1; call <= 4; ++call) { // the second call freezes
             ASSERT_OK(trainer.step(weights));
-            ASSERT_OK(owned.apply(weights, remove_empty));
+            ASSERT_OK(caller_memory.apply(weights, remove_empty));
             // Reads memory because an export decodes the momentum first.
             const dsopt_state_info info = state_info(trainer.opt(), state_index(trainer.opt(), -1, "schedule"));
             const std::string words = device_text(info.tensor.data, 8 * sizeof(int32_t));
-            EXPECT_EQ(words, owned.blocks[owned.index("schedule")].text()) << call;
+            EXPECT_EQ(words, caller_memory.blocks[caller_memory.index("schedule")].text()) << call;
         }
     });
 }

@@ -29,7 +29,7 @@ TEST_P(OneBitStep, GivesIdenticalReplicasAfterEveryExchange) {
         Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 12), problem.weights());
         if (rank == 0) text = schedule(trainer, calls);
         for (int64_t call = 1; call <= calls; ++call) {
-            ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+            ASSERT_OK(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
             all[size_t(rank)].push_back(trainer.snapshot());
         }
     });
@@ -82,7 +82,8 @@ TEST_P(OneBitStep, MatchesAdamOrLambUpToFreezeStep) {
             }
         }
         EXPECT_NE(reduction(trainer), DSOPT_REDUCTION_FULL);
-        for (int64_t call = freeze + 1; call <= freeze + 9; ++call) ASSERT_OK(trainer.step(problem.own(rank, call)));
+        for (int64_t call = freeze + 1; call <= freeze + 9; ++call)
+            ASSERT_OK(trainer.step(problem.local_gradients(rank, call)));
         for (size_t t = 0; t < problem.sizes.size(); ++t)
             EXPECT_TRUE(same_bits(trainer.state("exp_avg_sq", int64_t(t)), other.state("exp_avg_sq", int64_t(t))))
                 << "the variance is frozen";
@@ -104,7 +105,7 @@ TEST_P(OneBitStep, FollowsNextReduction) {
             ASSERT_EQ(letter(reduction(trainer)), wanted[size_t(call - 1)]) << call;
             const dsopt_comm_info before = info_of(comm);
             const std::vector<float> v = trainer.state("exp_avg_sq", 0);
-            ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+            ASSERT_OK(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
             const dsopt_comm_info after = info_of(comm);
             const char what = wanted[size_t(call - 1)];
             // Ranks compare lists in the first call and agree on skipping in every call. An exchange adds two calls.
@@ -132,7 +133,7 @@ TEST_P(OneBitStep, AdvancesOnlyTheScheduleIfSkipped) {
         int64_t skipped = 0;
         for (int64_t call = 1; call <= calls; ++call) {
             ASSERT_EQ(letter(reduction(trainer)), wanted[size_t(call - 1)]) << call;
-            std::vector<Array> grads = problem.wanted(reduction(trainer), rank, call);
+            std::vector<Array> grads = problem.gradients_for(reduction(trainer), rank, call);
             const bool skip = std::find(skips.begin(), skips.end(), call) != skips.end();
             const int32_t one = 1;
             const bool flag = skip && call % 2 == 0;
@@ -166,7 +167,7 @@ TEST_P(OneBitStep, FreezesEvenIfTheFreezeStepIsSkipped) {
             const int32_t skip = call == 6;
             ASSERT_EQ(letter(reduction(trainer)), wanted[size_t(call - 1)]) << call;
             const std::string before = trainer.weight(0).text();
-            ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call),
+            ASSERT_OK(trainer.step(problem.gradients_for(reduction(trainer), rank, call),
                                    [&](dsopt_step &step) { step.skip = on_device(skip); }));
             EXPECT_EQ(trainer.weight(0).text() == before, skip == 1);
             if (wanted[size_t(call - 1)] != '-') weights[size_t(rank)].push_back(trainer.weight(4).text());
@@ -186,10 +187,10 @@ TEST_P(OneBitStep, ResumesFromACheckpointWithTheSameBits) {
             Trainer first = trainer_of(ctx, comm, group_for(algorithm, 12), problem.weights());
             const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
                 for (int64_t call = from; call <= to; ++call)
-                    must(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+                    must(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
             };
             train_calls(first, 1, middle);
-            Tape file;
+            MemoryFile file;
             ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
             Trainer second = trainer_of(ctx, comm, group_for(algorithm, 99, 0.5, 0), problem.weights());
             ASSERT_OK(file.load(second, DSOPT_IO_PARAMS));
@@ -213,7 +214,7 @@ TEST_P(OneBitStep, ContinuesFromExportedStateWithTheSameBits) {
         Trainer first = trainer_of(ctx, comm, group_for(algorithm, 3), problem.weights());
         const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
             for (int64_t call = from; call <= to; ++call)
-                must(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+                must(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
         };
         train_calls(first, 1, 8);
         Trainer second = trainer_of(ctx, comm, group_for(algorithm, 3), problem.weights());
@@ -241,7 +242,7 @@ TEST(OneBitErrorFeedback, KeepsTheMomentumMinusTheSentValue) {
         for (int64_t call : {1, 2}) must(trainer.step(problem.mean(call)));
         for (const float value : trainer.state("worker_error")) EXPECT_EQ(value, 0);
         std::vector<std::vector<float>> m = {trainer.state("exp_avg", 0), trainer.state("exp_avg", 1)};
-        const std::vector<Array> grads = problem.own(rank, 3);
+        const std::vector<Array> grads = problem.local_gradients(rank, 3);
         ASSERT_OK(trainer.step(grads));
         const std::vector<float> error = trainer.state("worker_error");
         ASSERT_EQ(error.size(),
@@ -340,7 +341,7 @@ TEST(OneBitTraining, KeepsWeightsWithoutVarianceUnchanged) {
                 Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 4, 1e-2, 0), problem.weights());
                 const std::vector<float> before = trainer.weight(0).floats();
                 for (int64_t call = 1; call <= 30; ++call) {
-                    std::vector<Array> grads = problem.wanted(reduction(trainer), rank, call);
+                    std::vector<Array> grads = problem.gradients_for(reduction(trainer), rank, call);
                     for (size_t i = 100; i < 200 && (i < 150 || call <= 4); ++i)
                         grads[0].set(i, 0); // no gradient at all, or only after the freeze
                     ASSERT_OK(trainer.step(grads));
@@ -373,7 +374,7 @@ TEST(OneBitMask, ZeroesMaskedMomentaAndKeepsWeights) {
             must(dsopt_optimizer_import(trainer.opt(), mask, values.data(), values.size() * 4));
             for (int64_t call = 1; call <= 30; ++call) {
                 const int32_t what = reduction(trainer);
-                std::vector<Array> grads = problem.wanted(what, rank, call);
+                std::vector<Array> grads = problem.gradients_for(what, rank, call);
                 if (call > 1) // one gradient gives the elements a variance
                     for (size_t i = 100; i < 200; ++i) grads[0].set(i, 0);
                 else
@@ -412,7 +413,7 @@ TEST(OneBitGroup, MatchesAdamWithNonFreeze) {
             must(trainer.add_group(non_freeze, {{weights[1], "b"}}));
             for (int64_t call = 1; call <= 20; ++call) {
                 const int32_t what = engine_averages ? DSOPT_REDUCTION_LOCAL : reduction(trainer);
-                ASSERT_OK(trainer.step(problem.wanted(what, rank, call)));
+                ASSERT_OK(trainer.step(problem.gradients_for(what, rank, call)));
                 ASSERT_OK(other.step({problem.mean(call)[1]}));
                 ASSERT_TRUE(same_bits(trainer.weight(1).floats(), other.weight(0).floats())) << call;
                 ASSERT_TRUE(same_bits(trainer.state("exp_avg_sq", 1), other.state("exp_avg_sq", 0))) << call;
@@ -435,7 +436,7 @@ TEST(OneBitGroup, TrainsNextToAnAdamGroup) {
         EXPECT_EQ(schedule(trainer, 8), "FFFFF111") << "setting another key does not change freeze_step";
         for (int64_t call = 1; call <= 12; ++call) {
             EXPECT_EQ(reduction(trainer), reduction(trainer, call));
-            ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+            ASSERT_OK(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
             ASSERT_OK(other.step({problem.mean(call)[0]}));
             ASSERT_TRUE(same_bits(trainer.weight(0).floats(), other.weight(0).floats())) << call;
         }
@@ -494,10 +495,11 @@ TEST_P(OneBitStep, AveragesWithTheBitsOfTheCallersMean) {
         Trainer own = trainer_of(ctx, comm, group, problem.weights()),
                 engine = trainer_of(ctx, comm, group, problem.weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 30; ++call) {
-            ASSERT_OK(own.step(problem.wanted(reduction(own), rank, call)));
-            const std::vector<Array> grads = problem.own(rank, call);
+            ASSERT_OK(own.step(problem.gradients_for(reduction(own), rank, call)));
+            const std::vector<Array> grads = problem.local_gradients(rank, call);
             ASSERT_OK(engine.step(grads));
-            EXPECT_EQ(grads[4].text(), problem.own(rank, call)[4].text()) << "the caller's gradients are not changed";
+            EXPECT_EQ(grads[4].text(), problem.local_gradients(rank, call)[4].text())
+                << "the caller's gradients are not changed";
             ASSERT_TRUE(same(own.snapshot(), engine.snapshot())) << call;
         }
     });
@@ -512,7 +514,7 @@ TEST_P(OneBitStep, TreatsAbsentGradientsAsZerosInReductions) {
         Trainer trainer = trainer_of(ctx, comm, group, problem.weights(), DSOPT_OPTIMIZER_AVERAGES);
         if (rank == 0) text = schedule(trainer, 30);
         for (int64_t call = 1; call <= 30; ++call) {
-            std::vector<Array> grads = problem.own(rank, call);
+            std::vector<Array> grads = problem.local_gradients(rank, call);
             if (call % 3 == 0 && rank == ranks - 1 && ranks > 1) grads[0] = Array::absent(grads[0].size());
             ASSERT_OK(trainer.step(grads));
             Snapshot now = trainer.snapshot();
@@ -546,7 +548,7 @@ TEST_P(OneBitStep, TrainsFp16WeightsWithMastersAndAScaler) {
         const std::string own_schedule = schedule(trainer, 40);
         if (rank == 0) text = own_schedule;
         for (int64_t call = 1; call <= 40; ++call) {
-            std::vector<Array> grads = fp16_problem.own(rank, call);
+            std::vector<Array> grads = fp16_problem.local_gradients(rank, call);
             const bool bad = call % 7 == 0;
             if (bad && rank == int(call) % ranks) grads[2].set(5, kInf);
             const std::string before = trainer.weight(4).text();
@@ -583,7 +585,7 @@ TEST(ZeroOneAdam, KeepsWeightsInAWindowWithLearningRateZero) {
                 const bool zero_lr = (call > 16 && call <= 24) || call == 30; // whole windows and part of one
                 must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_LR, zero_lr ? 0 : 1e-2));
                 const std::string before = trainer.weight(0).text();
-                ASSERT_OK(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+                ASSERT_OK(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
                 // Errors of earlier windows are still applied at an exchange.
                 if (!zero_lr || ranks == 1 || text[size_t(call - 1)] == '-') {
                     EXPECT_EQ(trainer.weight(0).text() == before, zero_lr) << call;
@@ -754,7 +756,8 @@ TEST_P(OneBitStep, FailsIfARankIsDestroyed) {
     run_ranks(ranks, [&](int rank) {
         Comm &comm = comms[size_t(rank)];
         std::optional<Trainer> trainer(trainer_of(ctx, comm, group_for(algorithm, 2), problem.weights()));
-        for (int64_t call = 1; call <= 3; ++call) must(trainer->step(problem.wanted(reduction(*trainer), rank, call)));
+        for (int64_t call = 1; call <= 3; ++call)
+            must(trainer->step(problem.gradients_for(reduction(*trainer), rank, call)));
         if (rank == ranks - 1) {
             trainer.reset();
             comm.reset();
@@ -762,8 +765,8 @@ TEST_P(OneBitStep, FailsIfARankIsDestroyed) {
         }
         ASSERT_EQ(reduction(*trainer), DSOPT_REDUCTION_COMPRESSED);
         const std::string before = trainer->weight(4).text();
-        EXPECT_TRUE(refused(trainer->step(problem.own(rank, 4)), DSOPT_ERR_COMM));
-        EXPECT_TRUE(refused(trainer->step(problem.own(rank, 4)), DSOPT_ERR_COMM)) << "sticky";
+        EXPECT_TRUE(refused(trainer->step(problem.local_gradients(rank, 4)), DSOPT_ERR_COMM));
+        EXPECT_TRUE(refused(trainer->step(problem.local_gradients(rank, 4)), DSOPT_ERR_COMM)) << "sticky";
         if (algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) { EXPECT_EQ(trainer->weight(4).text(), before); }
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_COMM);
     });

@@ -17,7 +17,7 @@ constexpr size_t kParts = 6;
 Problem small(int ranks) { return {{300, 1, 33, 0, 700, 96}, ranks}; }
 
 std::vector<Array> gradients(const Problem &problem, int32_t reduction, int rank, int64_t call) {
-    std::vector<Array> grads = problem.wanted(reduction, rank, call);
+    std::vector<Array> grads = problem.gradients_for(reduction, rank, call);
     for (size_t i = kFirstIdle; i < kLastIdle; ++i) grads[4].set(i, 0);
     return grads;
 }
@@ -28,14 +28,14 @@ void train_calls(Trainer &trainer, const Problem &problem, int rank, int64_t fro
 
 /// Files and state of all ranks of a run after one call.
 struct SavedRun {
-    std::vector<Tape> files;
+    std::vector<MemoryFile> files;
     std::vector<Snapshot> snapshots;
     std::vector<std::vector<float>> worker, server; // errors without scales
     std::vector<Snapshot> later;                    // at the end of the run
     std::string schedule;
-    std::vector<const Tape *> list() const {
-        std::vector<const Tape *> list;
-        for (const Tape &file : files) list.push_back(&file);
+    std::vector<const MemoryFile *> list() const {
+        std::vector<const MemoryFile *> list;
+        for (const MemoryFile &file : files) list.push_back(&file);
         return list;
     }
 };
@@ -114,7 +114,7 @@ TEST_P(Reshard, KeepsMomentsAndRedistributesErrors) {
         const int64_t stop = last_synchronized_call(algorithm, latest), later = 12;
         const SavedRun saved = run_and_save(algorithm, from, stop, later);
         const Problem problem = small(to);
-        std::vector<const Tape *> list = saved.list();
+        std::vector<const MemoryFile *> list = saved.list();
         std::reverse(list.begin(), list.end()); // the order of files does not matter
         std::vector<Snapshot> ends{size_t(to)};
         std::vector<std::vector<float>> joined{size_t(to)};
@@ -191,7 +191,7 @@ TEST_P(Reshard, DropsErrorsInCompatMode) {
     with_ranks(from, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem = small(from);
         Trainer trainer(ctx, desc_with(comm, DSOPT_COMPAT_DEEPSPEED), group_for(algorithm, 99), problem.weights());
-        Tape file = saved.files[size_t(rank)];
+        MemoryFile file = saved.files[size_t(rank)];
         must(file.load(trainer, DSOPT_IO_PARAMS));
         if (rank == 0) plain = trainer.snapshot();
     });
@@ -230,11 +230,11 @@ TEST(ReshardedLoad, RefusesFilesOfDifferentSaves) {
         const SavedRun saved = run_and_save(algorithm, 3, stop), earlier = run_and_save(algorithm, 3, other_stop),
                        two = run_and_save(algorithm, 2, stop), another = run_and_save(algorithm, 3, stop, 0, 0, 2e-2);
         const auto &files = saved.files;
-        Tape damaged = files[1];
+        MemoryFile damaged = files[1];
         damaged.data[damaged.data.size() - 100] ^= 1;
         for (const int ranks : {1, 2, 3})
             expect_unchanged(algorithm, ranks, [&](const Trainer &trainer) {
-                const auto expect = [&](const std::vector<const Tape *> &list, const char *text,
+                const auto expect = [&](const std::vector<const MemoryFile *> &list, const char *text,
                                         dsopt_status status = DSOPT_ERR_MISMATCH) {
                     EXPECT_TRUE(refused(load_all(trainer.opt(), list), status, text)) << ranks << " ranks";
                 };
@@ -252,14 +252,14 @@ TEST(ReshardedLoad, RefusesFilesOfDifferentSaves) {
 
 TEST(ReshardedLoad, RefusesReplicatedTensorsThatDiffer) {
     // Two runs with the same numbers in their metadata, but with other gradients.
-    std::array<Tape, 2> files, others;
+    std::array<MemoryFile, 2> files, others;
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem = small(2);
         for (const bool other : {false, true}) {
             Trainer trainer = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), problem.weights());
             const int64_t first = other ? 11 : 1;
             for (int64_t call = first; call < first + 4; ++call)
-                must(trainer.step(problem.wanted(reduction(trainer), rank, call)));
+                must(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
             must((other ? others : files)[size_t(rank)].save(trainer));
         }
     });
@@ -281,7 +281,7 @@ TEST(ReshardedLoad, RefusesZeroOneAdamBetweenSynchronizations) {
         expect_unchanged(DSOPT_ALGORITHM_ZERO_ONE_ADAM, ranks, [&](const Trainer &trainer) {
             EXPECT_TRUE(refused(load_all(trainer.opt(), three_ranks.list()), DSOPT_ERR_MISMATCH,
                                 "between two synchronisations"));
-            Tape file = three_ranks.files[0];
+            MemoryFile file = three_ranks.files[0];
             for (const uint32_t flags : {0, int(DSOPT_IO_RESET_ERRORS)})
                 EXPECT_TRUE(refused(file.load(trainer, flags), DSOPT_ERR_MISMATCH, "between two synchronisations"));
         });
@@ -315,7 +315,7 @@ TEST(ReshardedLoad, RefusesFrozenZeroOneAdamInCompatMode) {
 }
 
 TEST(ReshardedLoad, RefusesAccumulatedGradients) {
-    std::array<Tape, 2> files;
+    std::array<MemoryFile, 2> files;
     const auto make = [](const Context &ctx, const Comm &comm, int ranks) {
         return Trainer(ctx, desc_with(comm, 0, DSOPT_OPTIMIZER_ACCUMULATE | DSOPT_OPTIMIZER_AVERAGES),
                        group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), small(ranks).weights());
@@ -324,7 +324,7 @@ TEST(ReshardedLoad, RefusesAccumulatedGradients) {
         with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
             Trainer trainer = make(ctx, comm, 2);
             for (int64_t call = 1; call <= 4; ++call) {
-                must(trainer.accumulate(small(2).own(rank, call)));
+                must(trainer.accumulate(small(2).local_gradients(rank, call)));
                 if (call < 4 || !pending) must(trainer.step_accumulated());
             }
             must(files[size_t(rank)].save(trainer));
@@ -347,7 +347,7 @@ LABEL(long_emulated);
 TEST(ReshardedLoad, RefusesASingleFileAndTheFileOfAnotherRank) {
     for (const int32_t algorithm : kFamily) {
         const SavedRun saved = run_and_save(algorithm, 2, last_synchronized_call(algorithm, 20));
-        Tape file = saved.files[1];
+        MemoryFile file = saved.files[1];
         expect_unchanged(algorithm, 3, [&](const Trainer &trainer) {
             EXPECT_TRUE(refused(file.load(trainer), DSOPT_ERR_MISMATCH, "rank 1 of 2, and this is rank 0 of 3"));
             EXPECT_TRUE(refused(file.load(trainer), DSOPT_ERR_MISMATCH, "dsopt_io.files"));
@@ -358,7 +358,7 @@ TEST(ReshardedLoad, RefusesASingleFileAndTheFileOfAnotherRank) {
         for (const int ranks : {1, 2, 3, 4}) // without errors the file of any rank can be loaded
             with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
                 Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 3), small(ranks).weights());
-                Tape own = file;
+                MemoryFile own = file;
                 ASSERT_OK(own.load(trainer, DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS));
                 EXPECT_TRUE(
                     same(without(trainer.snapshot(), kResizedState), without(saved.snapshots[1], kResizedState)));
@@ -373,7 +373,7 @@ TEST(ReshardedLoad, RefusesASingleFileAndTheFileOfAnotherRank) {
 TEST(ReshardedLoad, RefusesContradictoryArguments) {
     const Context ctx = make_context(1);
     Trainer trainer(ctx, optimizer_desc(), group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), small(1).weights());
-    Tape file;
+    MemoryFile file;
     must(file.save(trainer));
     const Snapshot before = trainer.snapshot();
     const char *const paths[] = {"/nowhere/a", nullptr};
@@ -386,7 +386,7 @@ TEST(ReshardedLoad, RefusesContradictoryArguments) {
         return dsopt_optimizer_load(trainer.opt(), path, &io);
     };
     const auto good = [&](dsopt_io &io) {
-        io.read = Tape::read;
+        io.read = MemoryFile::read;
         io.users = users;
         io.totals = totals;
     };
@@ -451,7 +451,7 @@ TEST(ReshardedLoad, ReadsPathsAndLogsTheResharding) {
 }
 
 TEST(ReshardedLoad, AcceptsOptimizersWithoutErrorFeedback) {
-    std::array<Tape, 3> files;
+    std::array<MemoryFile, 3> files;
     std::array<Snapshot, 3> snapshots;
     with_ranks(3, [&](int rank, const Context &ctx, const Comm &comm) {
         Trainer trainer(ctx, desc_with(comm), group_of(DSOPT_ALGORITHM_ADAMW), small(3).weights());

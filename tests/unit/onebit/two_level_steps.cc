@@ -7,11 +7,12 @@ using namespace test;
 
 namespace {
 
-Trainer trainer_of(const Seat &seat, const dsopt_group &group, const std::vector<Array> &weights, uint32_t flags = 0) {
+Trainer trainer_of(const NodeRank &node_rank, const dsopt_group &group, const std::vector<Array> &weights,
+                   uint32_t flags = 0) {
     dsopt_optimizer_desc desc = optimizer_desc(0, flags);
-    desc.data = seat.data.get();
-    desc.node = seat.node.get();
-    return Trainer(seat.ctx, desc, group, weights);
+    desc.data = node_rank.data.get();
+    desc.node = node_rank.node.get();
+    return Trainer(node_rank.ctx, desc, group, weights);
 }
 const std::vector<size_t> kSizes = {700, 1, 33, 0, 5000, 4096};
 std::vector<Array> weights() {
@@ -51,9 +52,9 @@ LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelStep, GivesIdenticalReplicasAfterEveryExchange) {
     constexpr int64_t calls = 30;
     std::vector<std::vector<std::string>> all(size_t(per_node * nodes), std::vector<std::string>(calls));
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const int rank = seat.d * per_node + seat.l;
-        Trainer trainer = trainer_of(seat, group_for(algorithm, 12), weights(), DSOPT_OPTIMIZER_AVERAGES);
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * per_node + node_rank.l;
+        Trainer trainer = trainer_of(node_rank, group_for(algorithm, 12), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (size_t call = 0; call < calls; ++call) {
             const bool local = reduction(trainer) == DSOPT_REDUCTION_LOCAL;
             ASSERT_OK(trainer.step(gradients(rank, int64_t(call) + 1)));
@@ -73,9 +74,9 @@ LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
 LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelStep, KeepsOnlyWeightsWithoutVarianceUnchanged) {
     const auto unused = [](size_t t, size_t i) { return (t == 0 && i >= 50 && i < 90) || (t == 4 && i % 5 == 0); };
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const int rank = seat.d * per_node + seat.l;
-        Trainer trainer = trainer_of(seat, group_for(algorithm, 4, 1e-2, 0), weights(), DSOPT_OPTIMIZER_AVERAGES);
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * per_node + node_rank.l;
+        Trainer trainer = trainer_of(node_rank, group_for(algorithm, 4, 1e-2, 0), weights(), DSOPT_OPTIMIZER_AVERAGES);
         const std::vector<Array> before = weights();
         for (int64_t call = 1; call <= 14; ++call) {
             std::vector<Array> grads = gradients(rank, call);
@@ -92,7 +93,7 @@ TEST_P(TwoLevelStep, KeepsOnlyWeightsWithoutVarianceUnchanged) {
                 }
         if (per_node * nodes == 1 || nodes == 1) return; // no error feedback
         const std::vector<float> error = trainer.state("worker_error");
-        const int64_t chunk = chunk_numel(per_node * nodes), slice = chunk * nodes, begin = slice * seat.l;
+        const int64_t chunk = chunk_numel(per_node * nodes), slice = chunk * nodes, begin = slice * node_rank.l;
         int64_t at = 0;
         for (size_t t = 0; t < kSizes.size(); at += int64_t(kSizes[t] + 31) / 32 * 32, ++t)
             for (size_t i = 0; i < kSizes[t]; ++i) {
@@ -105,16 +106,16 @@ TEST_P(TwoLevelStep, KeepsOnlyWeightsWithoutVarianceUnchanged) {
 
 LABEL(long_emulated);
 TEST_P(TwoLevelStep, ResumesFromACheckpointWithTheSameBits) {
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const int rank = seat.d * per_node + seat.l;
-        Trainer first = trainer_of(seat, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * per_node + node_rank.l;
+        Trainer first = trainer_of(node_rank, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
         const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
             for (int64_t call = from; call <= to; ++call) must(trainer.step(gradients(rank, call)));
         };
         train_calls(first, 1, 12);
-        Tape file;
+        MemoryFile file;
         ASSERT_OK(file.save(first, DSOPT_IO_PARAMS));
-        Trainer second = trainer_of(seat, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        Trainer second = trainer_of(node_rank, group_for(algorithm, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
         ASSERT_OK(file.load(second, DSOPT_IO_PARAMS));
         train_calls(first, 13, 20);
         train_calls(second, 13, 20);
@@ -125,13 +126,13 @@ TEST_P(TwoLevelStep, ResumesFromACheckpointWithTheSameBits) {
 LABEL_PARAMS(long_emulated, "*[13]NodesOf*");
 LABEL_PARAMS(long_emulated, "*NodesOf[13]");
 TEST_P(TwoLevelStep, SkipsOnEveryRankIfOneHasBadGradients) {
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const int rank = seat.d * per_node + seat.l, ranks = per_node * nodes;
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * per_node + node_rank.l, ranks = per_node * nodes;
         dsopt_optimizer_desc desc = optimizer_desc();
-        desc.data = seat.data.get();
-        desc.node = seat.node.get();
+        desc.data = node_rank.data.get();
+        desc.node = node_rank.node.get();
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
-        Trainer trainer(seat.ctx, desc, group_for(algorithm, 4), weights());
+        Trainer trainer(node_rank.ctx, desc, group_for(algorithm, 4), weights());
         for (int64_t call = 1; call <= 12; ++call) {
             std::vector<Array> grads = gradients(reduction(trainer) == DSOPT_REDUCTION_FULL ? 0 : rank, call);
             const bool bad = call % 3 == 0;
@@ -152,15 +153,15 @@ TEST_P(TwoLevelStep, ClipsByTheRootMeanSquareOfAllNorms) {
     for (size_t rank = 0; rank < norms.size(); ++rank)
         for (const Array &tensor : gradients(int(rank), 5))
             for (const float value : tensor.floats()) wanted += double(value) * double(value) / double(norms.size());
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const int rank = seat.d * per_node + seat.l;
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * per_node + node_rank.l;
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES);
-        desc.data = seat.data.get();
-        desc.node = seat.node.get();
+        desc.data = node_rank.data.get();
+        desc.node = node_rank.node.get();
         desc.max_norm = 0.5;
         dsopt_group group = group_for(algorithm, 2);
         group.var_interval_steps = algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 1 : 0;
-        Trainer trainer(seat.ctx, desc, group, weights());
+        Trainer trainer(node_rank.ctx, desc, group, weights());
         for (int64_t call = 1; call <= 5; ++call) ASSERT_OK(trainer.step(gradients(rank, call)));
         norms[size_t(rank)] = trainer.report().grad_norm;
     });
@@ -171,15 +172,15 @@ TEST_P(TwoLevelStep, ClipsByTheRootMeanSquareOfAllNorms) {
 }
 
 TEST(TwoLevelOptimizer, MatchesTheFlatOneWithOneRankPerNode) {
-    with_nodes(1, 3, [&](const Seat &seat) {
+    with_nodes(1, 3, [&](const NodeRank &node_rank) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES);
-        desc.data = seat.data.get();
-        Trainer flat(seat.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
+        desc.data = node_rank.data.get();
+        Trainer flat(node_rank.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
         Trainer two_level =
-            trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
+            trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 10; ++call) {
-            ASSERT_OK(flat.step(gradients(seat.d, call)));
-            ASSERT_OK(two_level.step(gradients(seat.d, call)));
+            ASSERT_OK(flat.step(gradients(node_rank.d, call)));
+            ASSERT_OK(two_level.step(gradients(node_rank.d, call)));
         }
         EXPECT_TRUE(same(flat.snapshot(), two_level.snapshot()));
     });
@@ -204,11 +205,11 @@ TEST(TwoLevelOptimizer, CompressesNothingInOneNode) {
         }
         wanted = alone.weight(4).floats();
     }
-    with_nodes(per_node, 1, [&](const Seat &seat) {
+    with_nodes(per_node, 1, [&](const NodeRank &node_rank) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES);
-        desc.node = seat.node.get(); // no data comm: one node
-        Trainer trainer(seat.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
-        for (int64_t call = 1; call <= 12; ++call) ASSERT_OK(trainer.step(gradients(seat.l, call)));
+        desc.node = node_rank.node.get(); // no data comm: one node
+        Trainer trainer(node_rank.ctx, desc, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4), weights());
+        for (int64_t call = 1; call <= 12; ++call) ASSERT_OK(trainer.step(gradients(node_rank.l, call)));
         for (const dsopt_state_info &info : trainer.state())
             for (const char *name : {"worker_error", "server_error", "active"}) EXPECT_STRNE(info.name, name);
         const std::vector<float> got = trainer.weight(4).floats();
@@ -217,16 +218,16 @@ TEST(TwoLevelOptimizer, CompressesNothingInOneNode) {
 }
 
 TEST(TwoLevelOptimizer, ExportsTheWorkerErrorOfASlice) {
-    with_nodes(2, 2, [&](const Seat &seat) {
-        const int rank = seat.d * 2 + seat.l;
-        Trainer first =
-                    trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES),
-                second =
-                    trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(), DSOPT_OPTIMIZER_AVERAGES);
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * 2 + node_rank.l;
+        Trainer first = trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(),
+                                   DSOPT_OPTIMIZER_AVERAGES),
+                second = trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 3), weights(),
+                                    DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 8; ++call) ASSERT_OK(first.step(gradients(rank, call)));
         std::vector<int64_t> sizes;
         for (const size_t n : kSizes) sizes.push_back(int64_t(n));
-        const Places at(2, 2, sizes);
+        const ExchangeLayout at(2, 2, sizes);
         const std::vector<float> error = first.state("worker_error");
         EXPECT_EQ(int64_t(error.size()), at.slice() + int64_t(sizes.size()));
         EXPECT_EQ(int64_t(first.state("server_error").size()), at.chunk + at.scales);
@@ -251,11 +252,12 @@ TEST(TwoLevelOptimizer, ExportsTheWorkerErrorOfASlice) {
 
 TEST(TwoLevelOptimizer, GivesTheSameBitsWithMomentumBits) {
     for (const auto &[per_node, nodes] : {std::pair{2, 2}, {3, 1}})
-        with_nodes(per_node, nodes, [&, per_node = per_node](const Seat &seat) {
-            const int rank = seat.d * per_node + seat.l;
+        with_nodes(per_node, nodes, [&, per_node = per_node](const NodeRank &node_rank) {
+            const int rank = node_rank.d * per_node + node_rank.l;
             const dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 4);
-            Trainer plain = trainer_of(seat, group, weights(), DSOPT_OPTIMIZER_AVERAGES);
-            Trainer bits = trainer_of(seat, group, weights(), DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS);
+            Trainer plain = trainer_of(node_rank, group, weights(), DSOPT_OPTIMIZER_AVERAGES);
+            Trainer bits =
+                trainer_of(node_rank, group, weights(), DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS);
             for (int64_t call = 1; call <= 12; ++call) {
                 ASSERT_OK(plain.step(gradients(rank, call)));
                 ASSERT_OK(bits.step(gradients(rank, call)));
@@ -270,17 +272,17 @@ TEST(TwoLevelOptimizer, GivesTheSameBitsWithMomentumBits) {
 
 TEST(TwoLevelOptimizer, SendsOneSlicePerRankInFullSteps) {
     constexpr int64_t numel = 1001;
-    with_nodes(3, 2, [&](const Seat &seat) {
-        Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 50),
+    with_nodes(3, 2, [&](const NodeRank &node_rank) {
+        Trainer trainer = trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 50),
                                      {Array(DSOPT_DTYPE_F32, size_t(numel), 1.0f)}, DSOPT_OPTIMIZER_AVERAGES);
-        const int rank = seat.d * 3 + seat.l;
+        const int rank = node_rank.d * 3 + node_rank.l;
         const Array gradient(DSOPT_DTYPE_F32, Random(uint64_t(rank)).floats(size_t(numel)));
         ASSERT_OK(trainer.step({gradient}));
-        const dsopt_comm_info node = info_of(seat.node), data = info_of(seat.data);
+        const dsopt_comm_info node = info_of(node_rank.node), data = info_of(node_rank.data);
         ASSERT_OK(trainer.step({gradient}));
         constexpr int64_t slice = (numel + 2) / 3, flag = 8; // the skip flag: one double over both levels
-        EXPECT_EQ(info_of(seat.data).bytes_sent - data.bytes_sent, slice * 4 + flag);
-        EXPECT_EQ(info_of(seat.node).bytes_sent - node.bytes_sent, 2 * 2 * slice * 4 + flag * 4 / 3);
+        EXPECT_EQ(info_of(node_rank.data).bytes_sent - data.bytes_sent, slice * 4 + flag);
+        EXPECT_EQ(info_of(node_rank.node).bytes_sent - node.bytes_sent, 2 * 2 * slice * 4 + flag * 4 / 3);
     });
 }
 
@@ -332,9 +334,9 @@ TEST(TwoLevelOptimizer, ConvergesLikeTheFlatOne) {
         Trainer trainer(ctx, desc, group, start);
         flat[size_t(rank)] = train(trainer, rank);
     });
-    with_nodes(per_node, nodes, [&](const Seat &seat) {
-        const int rank = seat.d * per_node + seat.l;
-        Trainer trainer = trainer_of(seat, group, start, DSOPT_OPTIMIZER_AVERAGES);
+    with_nodes(per_node, nodes, [&](const NodeRank &node_rank) {
+        const int rank = node_rank.d * per_node + node_rank.l;
+        Trainer trainer = trainer_of(node_rank, group, start, DSOPT_OPTIMIZER_AVERAGES);
         two_level[size_t(rank)] = train(trainer, rank);
     });
     EXPECT_LT(flat[0].last, 0.1 * flat[0].frozen);
@@ -348,14 +350,14 @@ TEST(TwoLevelOptimizer, ConvergesLikeTheFlatOne) {
 }
 
 TEST(TwoLevelOptimizer, AgreesOnSkippingWithAdamW) {
-    with_nodes(2, 2, [&](const Seat &seat) {
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
         dsopt_optimizer_desc desc = optimizer_desc();
-        desc.data = seat.data.get();
-        desc.node = seat.node.get();
+        desc.data = node_rank.data.get();
+        desc.node = node_rank.node.get();
         desc.nonfinite = DSOPT_NONFINITE_SKIP;
-        Trainer trainer(seat.ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), weights());
+        Trainer trainer(node_rank.ctx, desc, group_of(DSOPT_ALGORITHM_ADAMW), weights());
         std::vector<Array> grads = gradients(0, 1);
-        if (seat.l == 1 && seat.d == 1) grads[0].set(3, kInf);
+        if (node_rank.l == 1 && node_rank.d == 1) grads[0].set(3, kInf);
         ASSERT_OK(trainer.step(grads));
         EXPECT_EQ(trainer.report().last_skipped, 1);
         ASSERT_OK(trainer.step(gradients(0, 2)));
@@ -364,16 +366,16 @@ TEST(TwoLevelOptimizer, AgreesOnSkippingWithAdamW) {
 }
 
 TEST(TwoLevelOptimizer, IsRefusedInCompatModeAndWithOneComm) {
-    with_nodes(2, 1, [&](const Seat &seat) {
+    with_nodes(2, 1, [&](const NodeRank &node_rank) {
         dsopt_optimizer *opt = nullptr;
         dsopt_optimizer_desc desc = optimizer_desc();
-        desc.data = seat.data.get();
-        desc.node = seat.node.get();
+        desc.data = node_rank.data.get();
+        desc.node = node_rank.node.get();
         desc.compat = DSOPT_COMPAT_DEEPSPEED;
-        EXPECT_TRUE(refused(dsopt_optimizer_create(seat.ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "compat"));
+        EXPECT_TRUE(refused(dsopt_optimizer_create(node_rank.ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "compat"));
         desc.compat = DSOPT_COMPAT_NONE;
-        desc.data = seat.node.get();
-        EXPECT_TRUE(refused(dsopt_optimizer_create(seat.ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "one comm"));
+        desc.data = node_rank.node.get();
+        EXPECT_TRUE(refused(dsopt_optimizer_create(node_rank.ctx.get(), &desc, &opt), DSOPT_ERR_ARGUMENT, "one comm"));
         EXPECT_EQ(opt, nullptr);
     });
 }
@@ -391,7 +393,7 @@ struct Errors {
 };
 Errors errors_of(const Nodes &nodes, const std::vector<std::vector<float>> &worker,
                  const std::vector<std::vector<float>> &server) { // in the order l * nodes + d
-    const Places at(nodes.per_node, nodes.nodes, param_sizes());
+    const ExchangeLayout at(nodes.per_node, nodes.nodes, param_sizes());
     Errors errors;
     for (size_t t = 0; t < kSizes.size(); ++t)
         for (int64_t k = at.begin[t]; k < at.begin[t] + at.numel[t]; ++k) {
@@ -412,7 +414,7 @@ TEST(TwoLevelCheckpoint, RedistributesErrorsOverOtherNodes) {
     for (const auto &[from, to] : moves) {
         SCOPED_TRACE(from.text() + " to " + to.text());
         const auto saving = size_t(from.ranks()), loading = size_t(to.ranks());
-        std::vector<Tape> files(saving);
+        std::vector<MemoryFile> files(saving);
         std::vector<std::vector<float>> worker(saving), server(saving), new_worker(loading), new_server(loading);
         std::vector<std::string> weights_then(saving), weights_now(loading), weights_later(loading);
         const auto text = [](Trainer &trainer) {
@@ -420,10 +422,10 @@ TEST(TwoLevelCheckpoint, RedistributesErrorsOverOtherNodes) {
             for (Array &weight : trainer.weights()) all += weight.text();
             return all;
         };
-        with_nodes(from.per_node, from.nodes, [&, nodes = from.nodes](const Seat &seat) {
-            const auto r = size_t(seat.l * nodes + seat.d);
+        with_nodes(from.per_node, from.nodes, [&, nodes = from.nodes](const NodeRank &node_rank) {
+            const auto r = size_t(node_rank.l * nodes + node_rank.d);
             Trainer trainer =
-                trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+                trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
             for (int64_t call = 1; call <= 15; ++call) must(trainer.step(gradients(int(r), call)));
             must(files[r].save(trainer, DSOPT_IO_PARAMS));
             weights_then[r] = text(trainer);
@@ -431,14 +433,14 @@ TEST(TwoLevelCheckpoint, RedistributesErrorsOverOtherNodes) {
             worker[r] = trainer.state("worker_error");
             server[r] = trainer.state("server_error");
         });
-        std::vector<const Tape *> list;
-        for (const Tape &file : files) list.push_back(&file);
+        std::vector<const MemoryFile *> list;
+        for (const MemoryFile &file : files) list.push_back(&file);
         std::reverse(list.begin(), list.end()); // the order of files does not matter
         const bool other = from.ranks() != to.ranks() || from.per_node != to.per_node;
-        with_nodes(to.per_node, to.nodes, [&, from = from, nodes = to.nodes](const Seat &seat) {
-            const auto r = size_t(seat.l * nodes + seat.d);
+        with_nodes(to.per_node, to.nodes, [&, from = from, nodes = to.nodes](const NodeRank &node_rank) {
+            const auto r = size_t(node_rank.l * nodes + node_rank.d);
             Trainer trainer =
-                trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
+                trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 6), weights(), DSOPT_OPTIMIZER_AVERAGES);
             if (other && from.nodes > 1 && nodes > 1) {
                 EXPECT_TRUE(refused(files[0].load(trainer, DSOPT_IO_PARAMS), DSOPT_ERR_MISMATCH, "files"))
                     << "the file of one rank is not enough";
@@ -472,20 +474,21 @@ TEST(TwoLevelCheckpoint, RedistributesErrorsOverOtherNodes) {
 }
 
 TEST(TwoLevelCheckpoint, RefusesAFileOfAnotherRank) {
-    std::array<Tape, 4> files;
-    with_nodes(2, 2, [&](const Seat &seat) {
+    std::array<MemoryFile, 4> files;
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
         Trainer trainer =
-            trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
-        for (int64_t call = 1; call <= 4; ++call) must(trainer.step(gradients(seat.l + 2 * seat.d, call)));
-        must(files[size_t(seat.l * 2 + seat.d)].save(trainer));
+            trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
+        for (int64_t call = 1; call <= 4; ++call) must(trainer.step(gradients(node_rank.l + 2 * node_rank.d, call)));
+        must(files[size_t(node_rank.l * 2 + node_rank.d)].save(trainer));
     });
-    with_nodes(2, 2, [&](const Seat &seat) {
+    with_nodes(2, 2, [&](const NodeRank &node_rank) {
         Trainer trainer =
-            trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
+            trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(), DSOPT_OPTIMIZER_AVERAGES);
         const Snapshot before = trainer.snapshot();
-        EXPECT_TRUE(refused(files[size_t(seat.d * 2 + 1 - seat.l)].load(trainer), DSOPT_ERR_MISMATCH, "rank"));
+        EXPECT_TRUE(
+            refused(files[size_t(node_rank.d * 2 + 1 - node_rank.l)].load(trainer), DSOPT_ERR_MISMATCH, "rank"));
         EXPECT_TRUE(same(trainer.snapshot(), before));
-        EXPECT_OK(files[size_t(seat.l * 2 + seat.d)].load(trainer));
+        EXPECT_OK(files[size_t(node_rank.l * 2 + node_rank.d)].load(trainer));
     });
 }
 
@@ -508,26 +511,27 @@ TEST(TwoLevelOptimizer, ComparesRanksInNodesWithCheckRanks) {
             << rank;
         EXPECT_TRUE(same(trainer.snapshot(), before));
     });
-    with_nodes(3, 2, [&](const Seat &seat) {
-        Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(),
+    with_nodes(3, 2, [&](const NodeRank &node_rank) {
+        Trainer trainer = trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), weights(),
                                      DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
-        for (int64_t call = 1; call <= 4; ++call) EXPECT_OK(trainer.step(gradients(seat.d * 3 + seat.l, call)));
+        for (int64_t call = 1; call <= 4; ++call)
+            EXPECT_OK(trainer.step(gradients(node_rank.d * 3 + node_rank.l, call)));
     });
 }
 
 TEST(TwoLevelOptimizer, ComparesListsOverBothLevels) {
     for (const int differing_rank : {0, 1, 2, 3}) // one rank has another list
-        with_nodes(2, 2, [&](const Seat &seat) {
-            const int rank = seat.d * 2 + seat.l;
+        with_nodes(2, 2, [&](const NodeRank &node_rank) {
+            const int rank = node_rank.d * 2 + node_rank.l;
             std::vector<Array> list = weights();
             if (rank == differing_rank) list[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
-            Trainer trainer = trainer_of(seat, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), list,
+            Trainer trainer = trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2), list,
                                          DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
             std::vector<Array> grads = gradients(rank, 1);
             if (rank == differing_rank) grads[4] = Array(DSOPT_DTYPE_F32, 4999, 1.0f);
             EXPECT_TRUE(refused(trainer.step(grads), DSOPT_ERR_MISMATCH, "parameter 4"));
-            EXPECT_EQ(info_of(seat.node).status, DSOPT_OK);
-            EXPECT_EQ(info_of(seat.data).status, DSOPT_OK);
+            EXPECT_EQ(info_of(node_rank.node).status, DSOPT_OK);
+            EXPECT_EQ(info_of(node_rank.data).status, DSOPT_OK);
         });
 }
 

@@ -201,7 +201,7 @@ TEST(AlternatingGroups, ResumeFromACheckpointWithTheSameBits) {
         const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, second);
         const std::vector<Layer> model = with_dtype(DSOPT_DTYPE_F16);
         Interleaved uninterrupted(ctx, optimizer_desc(), groups, model);
-        Tape file;
+        MemoryFile file;
         for (int call = 1; call <= 2; ++call) must(uninterrupted.step(call));
         ASSERT_OK(file.save(uninterrupted.trainer, DSOPT_IO_PARAMS));
         for (int call = 3; call <= kSteps; ++call) must(uninterrupted.step(call));
@@ -217,7 +217,7 @@ TEST(AlternatingGroups, ResumeFromACheckpointWithTheSameBits) {
         }
         Interleaved contiguous(ctx, optimizer_desc(), groups, sorted_by_group(model));
         must(contiguous.step(1));
-        Tape other;
+        MemoryFile other;
         ASSERT_OK(other.save(contiguous.trainer, DSOPT_IO_PARAMS));
         Interleaved alternating(ctx, optimizer_desc(), groups, model);
         ASSERT_OK(other.load(alternating.trainer, DSOPT_IO_PARAMS));
@@ -230,7 +230,7 @@ TEST(AlternatingGroups, RefuseACheckpointOfOtherGroups) {
     const Groups groups = groups_of(DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAMW);
     Interleaved saved(ctx, optimizer_desc(), groups, kModel);
     must(saved.step(1));
-    Tape file;
+    MemoryFile file;
     ASSERT_OK(file.save(saved.trainer));
     std::vector<Layer> other = kModel;
     std::swap(other[0].group, other[1].group); // the groups keep their sizes
@@ -243,7 +243,7 @@ TEST(AlternatingGroups, RefuseACheckpointOfOtherGroups) {
     ASSERT_NE(offset, std::string::npos);
     for (const char *bad : {"0,1,0,1,1,0,0,0,", "0,1,0,1,1,0,0,2,", "0,1,0,1,1,0,0,1;", "0,1,0,1,1,0,0,,,",
                             "0,1,0,1,1,0,   ,", "0,1,0,1,1,0,-1,1", "1,0,0,1,1,0,0,1,"}) {
-        Tape corrupted = file;
+        MemoryFile corrupted = file;
         corrupted.data.replace(offset, std::strlen(bad), bad);
         const dsopt_status status = corrupted.load(loads.trainer);
         EXPECT_TRUE(status == DSOPT_ERR_FORMAT || status == DSOPT_ERR_MISMATCH) << bad << dsopt_status_name(status);

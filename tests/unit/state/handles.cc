@@ -264,7 +264,7 @@ TEST(OneBitBiasCorrection, IsOffWithAndWithoutTheFlag) {
             Trainer a = trainer_of(ctx, comm, plain, problem.weights()),
                     b = trainer_of(ctx, comm, flagged, problem.weights());
             for (int64_t call = 1; call <= 5; ++call) {
-                const std::vector<Array> grads = problem.wanted(reduction(a, call), rank, call);
+                const std::vector<Array> grads = problem.gradients_for(reduction(a, call), rank, call);
                 must(a.step(grads));
                 must(b.step(grads));
                 ASSERT_TRUE(same(a.snapshot(), b.snapshot())) << name_of(algorithm) << " call " << call;

@@ -40,10 +40,10 @@ struct Scaled {
     dsopt_status step(float gradient = 0) { return trainer->step({Array(DSOPT_DTYPE_F32, 4, gradient)}); }
     /// True if the optimizer can be saved and loaded and is then unchanged.
     testing::AssertionResult loads_unchanged() {
-        Tape tape;
-        if (tape.save(*trainer) != DSOPT_OK) return testing::AssertionFailure() << dsopt_last_error();
+        MemoryFile memory_file;
+        if (memory_file.save(*trainer) != DSOPT_OK) return testing::AssertionFailure() << dsopt_last_error();
         const std::string before = trainer->text() + hyper_text(trainer->opt());
-        if (tape.load(*trainer) != DSOPT_OK) return testing::AssertionFailure() << dsopt_last_error();
+        if (memory_file.load(*trainer) != DSOPT_OK) return testing::AssertionFailure() << dsopt_last_error();
         if (load_resets) return testing::AssertionSuccess();
         return same(trainer->text() + hyper_text(trainer->opt()), before);
     }
@@ -246,12 +246,13 @@ TEST(InvalidState, IsRefusedByNameFromImportBindAndLoad) {
         list[size_t(index)].data = bound.data();
         ASSERT_OK(dsopt_optimizer_bind(opt, DSOPT_BIND_STATE, list.data(), int64_t(list.size())));
         bound = words;
-        Tape tape;
-        ASSERT_OK(tape.save(*run.trainer));
+        MemoryFile memory_file;
+        ASSERT_OK(memory_file.save(*run.trainer));
         Scaled other(DSOPT_ALGORITHM_ZERO_ONE_ADAM);
         ASSERT_OK(other.step(1));
         const std::string state = other.trainer->text();
-        EXPECT_TRUE(refused(tape.load(*other.trainer), DSOPT_ERR_FORMAT, std::string("checkpoint|") + invalid.names));
+        EXPECT_TRUE(
+            refused(memory_file.load(*other.trainer), DSOPT_ERR_FORMAT, std::string("checkpoint|") + invalid.names));
         EXPECT_TRUE(same(other.trainer->text(), state));
         run.trainer->drop(); // destroys the optimizer before the bound memory
     }

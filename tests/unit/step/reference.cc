@@ -220,7 +220,7 @@ TEST_P(Step16BitParams, RoundsMastersToNearest) {
         for (size_t i = 0; i < 3; ++i) {
             const std::vector<float> master = exported(trainer.opt(), int64_t(i), "master");
             for (size_t k = 0; k < master.size(); ++k)
-                ASSERT_EQ(trainer.model.params[i].as<uint16_t>()[k], narrowed(master[k], param))
+                ASSERT_EQ(trainer.model.params[i].as<uint16_t>()[k], to_nearest_16_bits(master[k], param))
                     << t << " " << i << " " << k;
         }
     }
@@ -264,8 +264,8 @@ TEST_P(Step16BitParams, RoundsNewWeightsEachStepWithoutMasters) {
         for (size_t i = 0; i < 3000; ++i) {
             // The nearest 16-bit number, or its neighbour if the fp32 result is within its error bound of a tie.
             const double now = wanted.now.p[i], error = ulp(now) + wanted.roundings[i] * kRounding * wanted.size[i];
-            const double low = widened(narrowed(float(now - error), param), param),
-                         high = widened(narrowed(float(now + error), param), param);
+            const double low = to_fp32(to_nearest_16_bits(float(now - error), param), param),
+                         high = to_fp32(to_nearest_16_bits(float(now + error), param), param);
             const double got = trainer.model.params[0][size_t(int64_t(i))];
             ASSERT_TRUE(low <= got && got <= high) << t << " " << i << ": " << got << " for " << now;
         }

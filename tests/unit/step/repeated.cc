@@ -64,11 +64,11 @@ TEST_P(PlanReuse, AppliesChangesFromTheNextStep) {
     for (int round = 0; round < 2; ++round)
         both([](const Trainer &t) {
             const double lr = get(t.opt(), 0, DSOPT_KEY_LR);
-            Tape tape;
+            MemoryFile memory_file;
             must(dsopt_optimizer_set(t.opt(), 0, DSOPT_KEY_LR, lr / 2));
-            must(tape.save(t));
+            must(memory_file.save(t));
             must(dsopt_optimizer_set(t.opt(), 0, DSOPT_KEY_LR, lr));
-            must(tape.load(t)); // sets lr / 2
+            must(memory_file.load(t)); // sets lr / 2
         });
     pair.expect_same("after a load");
 }

@@ -108,7 +108,7 @@ std::vector<float> weights(const Trainer &trainer, size_t i) {
 testing::AssertionResult holds(const Array &buffer, const std::vector<float> &values) {
     for (size_t i = 0; i < values.size(); ++i) {
         const uint32_t wanted =
-            buffer.dtype() == DSOPT_DTYPE_F32 ? bits_of(values[i]) : narrowed(values[i], buffer.dtype());
+            buffer.dtype() == DSOPT_DTYPE_F32 ? bits_of(values[i]) : to_nearest_16_bits(values[i], buffer.dtype());
         const uint32_t got = buffer.dtype() == DSOPT_DTYPE_F32 ? buffer.as<uint32_t>()[i] : buffer.as<uint16_t>()[i];
         if (got != wanted)
             return testing::AssertionFailure()

@@ -81,7 +81,7 @@ TEST_F(Cancel, EndsThreadAfterTimeOutOfComm) {
         cancel_this_thread();
         (void)!dsopt_comm_create(context.get(), &desc, &comm);
     }));
-    run_ranks(2, [&](int rank) { EXPECT_OK(meet(context, local_comm(context, id, rank, 2))); });
+    run_ranks(2, [&](int rank) { EXPECT_OK(call_collective(context, local_comm(context, id, rank, 2))); });
 }
 
 TEST_F(Cancel, DoesNotInterruptHooksAndStep) {

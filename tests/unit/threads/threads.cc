@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Concurrent calls, lifetime of handles, fork, the log hook, and texts of statuses and of the build.
+#include "support/caller_memory.h"
 #include "support/fork.h"
 #include "support/harness.h"
-#include "support/owned.h"
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -116,7 +116,7 @@ TEST(ConcurrentCalls, AllowReadersButNotWritersDuringApply) {
     const Trainer trainer(shapes_of({40000}), make_group(DSOPT_ALGORITHM_ADAMW), optimizer_desc(), context_desc(2));
     trainer.train(1);
     const std::string before = trainer.text();
-    const Owned first_state(trainer.opt(), shapes_of({40000})), second_state(trainer.opt(), shapes_of({40000}));
+    const CallerMemory first_state(trainer.opt(), shapes_of({40000})), second_state(trainer.opt(), shapes_of({40000}));
     Gate gate;
     dsopt_step step = first_state.arguments();
     step.parallel_for = Gate::run;
@@ -310,7 +310,7 @@ TEST(Fork, ChildCanOnlyDestroyOptimizersAndContexts) {
     Trainer trainer(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
     trainer.train(1);
     const std::string before = trainer.text();
-    EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+    EXPECT_TRUE(passes_in_child([&](const auto &expect) {
         dsopt_optimizer *const opt = trainer.opt();
         dsopt_context *const ctx = trainer.own_context.get();
         for (const auto &[name, status] : exclusive_calls(opt, trainer.arguments())) expect(status == DSOPT_ERR_FORKED);
@@ -357,7 +357,7 @@ TEST(Fork, ChildCanOnlyDestroyCommsAndScalers) {
     dsopt_scaler *scaler = nullptr;
     ASSERT_OK(dsopt_comm_create(context.get(), nullptr, &comm));
     ASSERT_OK(dsopt_scaler_create(context.get(), nullptr, &scaler));
-    EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+    EXPECT_TRUE(passes_in_child([&](const auto &expect) {
         const Context fresh = make_context();
         dsopt_comm *other_comm = nullptr;
         dsopt_scaler *other_scaler = nullptr;
@@ -420,7 +420,7 @@ TEST(Fork, ChildDoesNotAbortCommOfParent) {
     desc.table = &table;
     dsopt_comm *comm = nullptr;
     ASSERT_OK(dsopt_comm_create(context.get(), &desc, &comm));
-    EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+    EXPECT_TRUE(passes_in_child([&](const auto &expect) {
         dsopt_comm_abort(comm); // an abort could affect the other ranks
         expect(aborts == 0);
         dsopt_comm_destroy(comm);
@@ -441,10 +441,10 @@ TEST(Fork, ChildStepsAfterParentUsedThreads) {
         return trainer.text();
     };
     const std::string expected = train();
-    EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+    EXPECT_TRUE(passes_in_child([&](const auto &expect) {
         expect(train() == expected);
         const Context made_in_child = make_context();
-        expect(bool(holds_in_child([&](const auto &expect) {
+        expect(bool(passes_in_child([&](const auto &expect) {
             expect(dsopt_zero_grad(made_in_child.get(), nullptr, 0, DSOPT_ZERO_FILL, nullptr) == DSOPT_ERR_FORKED);
             expect(train() == expected);
         })));
@@ -461,7 +461,7 @@ TEST(Fork, ChildDoesNotWaitForStepInParent) {
     dsopt_status first = DSOPT_ERR_INTERNAL;
     std::thread thread([&] { first = trainer.step(step); });
     gate.wait_until_inside();
-    EXPECT_TRUE(holds_in_child([&](const auto &expect) {
+    EXPECT_TRUE(passes_in_child([&](const auto &expect) {
         for (const auto &[name, status] : exclusive_calls(trainer.opt(), trainer.arguments()))
             expect(status == DSOPT_ERR_FORKED);
         trainer.drop();
@@ -505,7 +505,7 @@ TEST(Fork, ChildDestroysCommOfWaitingRank) {
     make(0);
     while (!made) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::milliseconds(200)); // by then the rank is probably waiting
-    EXPECT_TRUE(holds_in_child([&](const auto &) {
+    EXPECT_TRUE(passes_in_child([&](const auto &) {
         for (dsopt_comm *comm : comms) {
             dsopt_comm_abort(comm);
             dsopt_comm_destroy(comm);

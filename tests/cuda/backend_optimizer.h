@@ -29,8 +29,8 @@ inline const test::Memory &memory_of(bool device) {
 }
 
 /// Replaces every NaN by the same one, because devices may produce different NaNs.
-inline void unite_nans(std::vector<char> &values, int32_t dtype) {
-    const auto unite = [&](auto exponent, auto all) {
+inline void canonicalize_nans(std::vector<char> &values, int32_t dtype) {
+    const auto canonicalize = [&](auto exponent, auto all) {
         using Word = decltype(all);
         for (size_t at = 0; at + sizeof(Word) <= values.size(); at += sizeof(Word)) {
             Word word;
@@ -39,9 +39,9 @@ inline void unite_nans(std::vector<char> &values, int32_t dtype) {
                 std::memcpy(&values[at], &all, sizeof all);
         }
     };
-    if (dtype == DSOPT_DTYPE_F32) unite(uint32_t(0x7f800000), uint32_t(0x7fffffff));
-    if (dtype == DSOPT_DTYPE_F16) unite(uint16_t(0x7c00), uint16_t(0x7fff));
-    if (dtype == DSOPT_DTYPE_BF16) unite(uint16_t(0x7f80), uint16_t(0x7fff));
+    if (dtype == DSOPT_DTYPE_F32) canonicalize(uint32_t(0x7f800000), uint32_t(0x7fffffff));
+    if (dtype == DSOPT_DTYPE_F16) canonicalize(uint16_t(0x7c00), uint16_t(0x7fff));
+    if (dtype == DSOPT_DTYPE_BF16) canonicalize(uint16_t(0x7f80), uint16_t(0x7fff));
 }
 
 /// Bytes on the host or on the device.
@@ -101,10 +101,10 @@ struct Nodes {
 };
 
 /// An optimizer with its lists, on one of the two backends.
-class Side {
+class BackendOptimizer {
 public:
-    Side(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0,
-         const Ranks *node_ranks = nullptr, int node_rank = 0) :
+    BackendOptimizer(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0,
+                     const Ranks *node_ranks = nullptr, int node_rank = 0) :
         setting_(setting) {
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
@@ -159,7 +159,7 @@ public:
         if (setting.change != nullptr) setting.change(group, 1);
         good(dsopt_optimizer_add_group(optimizer, &group, list.data() + half, int64_t(list.size() - half)));
     }
-    ~Side() {
+    ~BackendOptimizer() {
         dsopt_optimizer_destroy(optimizer);
         dsopt_scaler_destroy(scaler);
         dsopt_comm_destroy(comm);
@@ -203,7 +203,7 @@ public:
         return list;
     }
     /// Returns everything that a step changes, and its report.
-    std::vector<std::vector<char>> everything() {
+    std::vector<std::vector<char>> all_bytes() {
         std::vector<std::vector<char>> all;
         int64_t count = 0;
         good(dsopt_optimizer_state_count(optimizer, &count));
@@ -212,17 +212,17 @@ public:
             good(dsopt_optimizer_state(optimizer, i, &info));
             std::vector<char> host(size_t(info.tensor.numel) * size_of(info.tensor.dtype));
             good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
-            unite_nans(host, info.tensor.dtype);
+            canonicalize_nans(host, info.tensor.dtype);
             all.push_back(std::move(host));
         }
         for (size_t k = 0; k < params.size(); ++k) {
             all.push_back(params[k].get());
-            unite_nans(all.back(), param_types[k]);
+            canonicalize_nans(all.back(), param_types[k]);
             all.push_back(grads[k].get());
-            unite_nans(all.back(), gradients[k].dtype);
+            canonicalize_nans(all.back(), gradients[k].dtype);
             if (outs.empty()) continue;
             all.push_back(outs[k].get());
-            unite_nans(all.back(), setting_.out);
+            canonicalize_nans(all.back(), setting_.out);
         }
         DSOPT_NEW(dsopt_report, report);
         good(dsopt_optimizer_report(optimizer, &report));
@@ -297,7 +297,7 @@ private:
     cudaGraphExec_t exec_ = nullptr;
 };
 
-inline dsopt_status step_on(Side &side, cudaStream_t stream) {
+inline dsopt_status step_on(BackendOptimizer &side, cudaStream_t stream) {
     dsopt_step step = side.arguments();
     step.stream = stream;
     return dsopt_optimizer_step(side.optimizer, &step);
@@ -311,16 +311,16 @@ protected:
 
 inline void expect_same_bits(const Setting &setting, const char *what) {
     SCOPED_TRACE(what);
-    Side host(false, setting), device(true, setting);
+    BackendOptimizer host(false, setting), device(true, setting);
     for (int t = 0; t < 5; ++t) {
-        for (Side *side : {&host, &device}) {
+        for (BackendOptimizer *side : {&host, &device}) {
             side->fill_gradients(t, t == 2 ? 5 : -1);
             if (t == 3) side->gradients[3].data = nullptr;
             if (t == 4) side->gradients[3].data = side->grads[3].data();
             ASSERT_OK(dsopt_optimizer_set(side->optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, 1e-3 * (t + 1)));
             ASSERT_OK(side->step());
         }
-        ASSERT_TRUE(same(host.everything(), device.everything())) << "step " << t;
+        ASSERT_TRUE(same(host.all_bytes(), device.all_bytes())) << "step " << t;
     }
 }
 

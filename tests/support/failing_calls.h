@@ -11,7 +11,7 @@
 
 namespace test {
 
-class FaultLife {
+class FailingCallRun {
 public:
     static constexpr int kRanks = 2;
     /// Results of a run in which nothing fails.
@@ -22,19 +22,19 @@ public:
     };
 
     /// `healthy` NULL: nothing fails.
-    FaultLife(FailingFabric &fabric, int32_t algorithm, int64_t fail_at = 0, const Record *healthy = nullptr) :
+    FailingCallRun(FailingFabric &fabric, int32_t algorithm, int64_t fail_at = 0, const Record *healthy = nullptr) :
         fabric_(fabric),
         algorithm_(algorithm),
         fail_at_(fail_at),
         healthy_(healthy) {}
     /// Throws if a check fails.
     Record run() {
-        fabric_.renew(kRanks);
+        fabric_.prepare_comm(kRanks);
         run_ranks(kRanks, [&](int rank) {
             try {
-                live(rank);
+                run_rank(rank);
             } catch (...) {
-                together_.arrive_and_drop();
+                barrier_.arrive_and_drop();
                 throw;
             }
         });
@@ -47,7 +47,7 @@ private:
         Memory memory;
         Context context;
         Comm comm;
-        std::unique_ptr<onebit_run::Rank> trainer;
+        std::unique_ptr<onebit_run::RankTrainer> trainer;
     };
 
     onebit_run::Setting setting() const {
@@ -61,56 +61,56 @@ private:
         return setting;
     }
 
-    void live(int rank) {
+    void run_rank(int rank) {
         if (rank == 0) fabric_.fail_at(fail_at_);
-        Member own{fabric_.memory(rank), fabric_.context(rank), nullptr, nullptr};
-        together_.arrive_and_wait();
+        Member member{fabric_.memory(rank), fabric_.context(rank), nullptr, nullptr};
+        barrier_.arrive_and_wait();
         size_t count = 0;
         const auto attempt = [&](const char *what, const std::function<dsopt_status()> &body) {
-            return this->attempt(own, rank, count++, what, body);
+            return this->attempt(member, rank, count++, what, body);
         };
-        if (attempt("create", [&] { return make(own, rank); })) return;
-        own.trainer = new_trainer(own, rank);
+        if (attempt("create", [&] { return make(member, rank); })) return;
+        member.trainer = new_trainer(member, rank);
         int64_t call = 0;
-        const auto step = [&] { return own.trainer->step(call); };
+        const auto step = [&] { return member.trainer->step(call); };
         for (const char *const what : {"first step", "step 2", "step 3"}) {
             ++call;
             if (attempt(what, step)) return;
         }
-        if (attempt("all-reduce", [&] { return all_reduce(own, rank); })) return;
-        if (attempt("exchange", [&] { return exchange(own, rank); })) return;
+        if (attempt("all-reduce", [&] { return all_reduce(member, rank); })) return;
+        if (attempt("exchange", [&] { return exchange(member, rank); })) return;
         const int64_t before = rank == 0 ? fabric_.calls() : 0;
-        std::string saved = own.trainer->save();
-        own.trainer->load(saved);
+        std::string saved = member.trainer->save();
+        member.trainer->load(saved);
         if (rank == 0 && fabric_.calls() != before) throw std::runtime_error("a save or a load calls the comm");
         ++call;
         if (attempt("step 4", step)) return;
-        let_go(own);
+        release(member);
         if (rank == 0) record_.all_calls = fabric_.calls();
-        begin_anew(own, rank); // a failure while releasing is not reported
-        must(all_reduce(own, rank), "with another comm");
+        recreate_comm(member, rank); // a failure while releasing is not reported
+        must(all_reduce(member, rank), "with another comm");
     }
 
     /// Runs body() on all ranks. If the failing call is in body(), runs it a second time with a new comm and returns
     /// true, which ends the run.
-    bool attempt(Member &own, int rank, size_t count, const char *what, const std::function<dsopt_status()> &body) {
+    bool attempt(Member &member, int rank, size_t count, const char *what, const std::function<dsopt_status()> &body) {
         const int64_t begin_calls = healthy_ == nullptr || count == 0 ? 0 : healthy_->calls.at(count - 1);
         if (healthy_ == nullptr || fail_at_ <= begin_calls || fail_at_ > healthy_->calls.at(count)) {
             must(body(), what);
             if (healthy_ != nullptr) return false;
-            together_.arrive_and_wait();
+            barrier_.arrive_and_wait();
             if (rank == 0) {
                 record_.calls.push_back(fabric_.calls());
                 record_.bytes.emplace_back();
             }
-            together_.arrive_and_wait();
-            record_.bytes.back()[size_t(rank)] = own.trainer ? own.trainer->bytes() : "";
+            barrier_.arrive_and_wait();
+            record_.bytes.back()[size_t(rank)] = member.trainer ? member.trainer->bytes() : "";
             return false;
         }
-        const auto bytes = [&](bool whole) { return own.trainer ? own.trainer->bytes(whole) : ""; };
+        const auto bytes = [&](bool whole) { return member.trainer ? member.trainer->bytes(whole) : ""; };
         const std::string before = bytes(true), part = bytes(false);
-        std::string saved = own.trainer ? own.trainer->save() : "";
-        together_.arrive_and_wait();
+        std::string saved = member.trainer ? member.trainer->save() : "";
+        barrier_.arrive_and_wait();
         const auto begin = std::chrono::steady_clock::now();
         const dsopt_status status = body();
         const auto took = std::chrono::steady_clock::now() - begin;
@@ -122,19 +122,19 @@ private:
         };
         check(took < std::chrono::milliseconds(kTimeout / 2), "it came late");
         if (status != DSOPT_OK) {
-            check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !own.comm), "another status");
+            check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !member.comm), "another status");
             // 0/1 Adam changes weights before a synchronization.
             if (algorithm_ != DSOPT_ALGORITHM_ZERO_ONE_ADAM) check(bytes(false) == part, "something has changed");
-            if (own.comm) check(body() == status, "the comm is not lost");
+            if (member.comm) check(body() == status, "the comm is not lost");
         }
-        together_.arrive_and_wait();
+        barrier_.arrive_and_wait();
         if (failed_ != std::array<bool, kRanks>{}) {
             if (rank == 0) has_failed_ = true;
-            let_go(own);
-            begin_anew(own, rank);
+            release(member);
+            recreate_comm(member, rank);
             if (!before.empty()) {
-                own.trainer = new_trainer(own, rank);
-                own.trainer->load(saved);
+                member.trainer = new_trainer(member, rank);
+                member.trainer->load(saved);
                 check(bytes(true) == before, "the checkpoint has other bytes");
                 must(body(), "the same call");
             }
@@ -142,26 +142,27 @@ private:
         check(bytes(true) == healthy_->bytes.at(count)[size_t(rank)], "other bits than without a failure");
         return true;
     }
-    void begin_anew(Member &own, int rank) {
-        together_.arrive_and_wait();
-        if (rank == 0) fabric_.renew(kRanks);
-        together_.arrive_and_wait();
-        must(make(own, rank), "another comm");
+    void recreate_comm(Member &member, int rank) {
+        barrier_.arrive_and_wait();
+        if (rank == 0) fabric_.prepare_comm(kRanks);
+        barrier_.arrive_and_wait();
+        must(make(member, rank), "another comm");
     }
 
-    dsopt_status make(Member &own, int rank) {
+    dsopt_status make(Member &member, int rank) {
         dsopt_comm *comm = nullptr;
-        const dsopt_status status = fabric_.join(rank, kTimeout, own.context.get(), &comm);
+        const dsopt_status status = fabric_.join(rank, kTimeout, member.context.get(), &comm);
         if (status != DSOPT_OK && comm != nullptr) throw std::runtime_error("a comm, though it failed");
-        own.comm.reset(comm);
+        member.comm.reset(comm);
         return status;
     }
-    std::unique_ptr<onebit_run::Rank> new_trainer(const Member &own, int rank) const {
-        return std::make_unique<onebit_run::Rank>(own.context.get(), own.comm.get(), rank, setting(), own.memory);
+    std::unique_ptr<onebit_run::RankTrainer> new_trainer(const Member &member, int rank) const {
+        return std::make_unique<onebit_run::RankTrainer>(member.context.get(), member.comm.get(), rank, setting(),
+                                                         member.memory);
     }
-    static void let_go(Member &own) {
-        own.trainer.reset();
-        own.comm.reset();
+    static void release(Member &member) {
+        member.trainer.reset();
+        member.comm.reset();
     }
 
     static Block filled(const Memory &memory, size_t floats, float value) {
@@ -177,27 +178,28 @@ private:
             throw std::runtime_error("a wrong result");
         return status;
     }
-    static dsopt_status all_reduce(const Member &own, int rank) {
-        const Block block = filled(own.memory, 40, float(rank + 1));
+    static dsopt_status all_reduce(const Member &member, int rank) {
+        const Block block = filled(member.memory, 40, float(rank + 1));
         const dsopt_tensor tensor = {block.data(), 40, DSOPT_DTYPE_F32, 0};
-        return wanted(block, dsopt_comm_all_reduce(own.comm.get(), &tensor, 1, DSOPT_OP_SUM, own.memory.stream), 3, 40);
+        return wanted(block, dsopt_comm_all_reduce(member.comm.get(), &tensor, 1, DSOPT_OP_SUM, member.memory.stream),
+                      3, 40);
     }
-    static dsopt_status exchange(const Member &own, int rank) {
-        const Block block = filled(own.memory, 64, float(rank + 1));
+    static dsopt_status exchange(const Member &member, int rank) {
+        const Block block = filled(member.memory, 64, float(rank + 1));
         const dsopt_tensor tensor = {block.data(), 64, DSOPT_DTYPE_F32, 0};
         DSOPT_NEW(dsopt_compressed, args);
         args.tensors = &tensor;
         args.count = 1;
-        args.stream = own.memory.stream;
+        args.stream = member.memory.stream;
         int64_t worker = 0, server = 0;
-        must(dsopt_compressed_sizes(own.comm.get(), &args, &worker, &server, &args.workspace_bytes));
-        const Block workers = filled(own.memory, size_t(worker), 0), servers = filled(own.memory, size_t(server), 0),
-                    workspace(own.memory, args.workspace_bytes);
+        must(dsopt_compressed_sizes(member.comm.get(), &args, &worker, &server, &args.workspace_bytes));
+        const Block workers = filled(member.memory, size_t(worker), 0),
+                    servers = filled(member.memory, size_t(server), 0), workspace(member.memory, args.workspace_bytes);
         args.worker_error = reinterpret_cast<float *>(workers.data());
         args.server_error = reinterpret_cast<float *>(servers.data());
         args.workspace = workspace.data();
         // Equal numbers, so the result is exact.
-        return wanted(block, dsopt_compressed_allreduce(own.comm.get(), &args), 1.5f, 64);
+        return wanted(block, dsopt_compressed_allreduce(member.comm.get(), &args), 1.5f, 64);
     }
 
     static constexpr int kTimeout = 60000; // never reached: the failing rank informs the others
@@ -205,7 +207,7 @@ private:
     const int32_t algorithm_;
     const int64_t fail_at_;
     const Record *const healthy_;
-    std::barrier<> together_{kRanks};
+    std::barrier<> barrier_{kRanks};
     std::array<bool, kRanks> failed_{};
     bool has_failed_ = false;
     Record record_;
@@ -214,13 +216,13 @@ private:
 /// Runs with a failure in each call of the library in turn. `all` false: only in calls that steps make, because the
 /// other calls are the same for every algorithm.
 inline void fail_each_call(FailingFabric &fabric, int32_t algorithm, bool all) {
-    const FaultLife::Record healthy = FaultLife(fabric, algorithm).run();
+    const FailingCallRun::Record healthy = FailingCallRun(fabric, algorithm).run();
     const int64_t first = all ? 1 : healthy.calls[0] + 1, last = all ? healthy.all_calls : healthy.calls[3];
     int failures = 0;
     for (int64_t call = first; call <= last; ++call) {
-        FaultLife life(fabric, algorithm, call, &healthy);
-        EXPECT_NO_THROW(life.run()) << name_of(algorithm) << ", call " << call;
-        failures += life.has_failed();
+        FailingCallRun failing_run(fabric, algorithm, call, &healthy);
+        EXPECT_NO_THROW(failing_run.run()) << name_of(algorithm) << ", call " << call;
+        failures += failing_run.has_failed();
     }
     EXPECT_GT(failures, (last - first) / 2) << "most calls are made for their result";
     testing::Test::RecordProperty("calls", std::to_string(last - first + 1));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "support/unbound.h"
+#include "support/missing_memory.h"
 
 using namespace test;
 
@@ -7,7 +7,8 @@ namespace {
 
 TEST(MissingMemory, ReturnsStatusOrLeavesStateUnchanged) {
     const Memory memory = memory_under_test();
-    for (const Unbound &how : unbound_cases()) expect_status_or_untouched(memory, context_desc(), how);
+    for (const MissingMemoryCase &test_case : missing_memory_cases())
+        expect_status_or_unchanged(memory, context_desc(), test_case);
 }
 
 } // namespace

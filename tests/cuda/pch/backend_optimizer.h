@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: Apache-2.0
 // Precompiled for programs of many files.
-#include "../side.h"
+#include "../backend_optimizer.h"

@@ -6,10 +6,10 @@
 
 namespace cuda_test {
 
-struct Idle {
+struct NoOpComm {
     dsopt_context *context = nullptr;
     dsopt_comm *comm = nullptr;
-    explicit Idle(uint32_t flags) {
+    explicit NoOpComm(uint32_t flags) {
         DSOPT_NEW(dsopt_context_desc, where);
         where.backend = DSOPT_BACKEND_CUDA;
         EXPECT_OK(dsopt_context_create(&where, &context));
@@ -24,12 +24,12 @@ struct Idle {
         desc.flags = flags;
         EXPECT_OK(dsopt_comm_create(context, &desc, &comm));
     }
-    ~Idle() {
+    ~NoOpComm() {
         dsopt_comm_destroy(comm);
         dsopt_context_destroy(context);
     }
-    Idle(const Idle &) = delete;
-    Idle &operator=(const Idle &) = delete;
+    NoOpComm(const NoOpComm &) = delete;
+    NoOpComm &operator=(const NoOpComm &) = delete;
 };
 
 } // namespace cuda_test

@@ -50,21 +50,21 @@ private:
 };
 
 /// Returns the number of calls of operator new during call(), in this thread and in other armed ones.
-template <class Call> int64_t news_of(const Call &call) {
-    const int64_t before = NewWatch::calls;
+template <class Call> int64_t count_allocations(const Call &call) {
+    const int64_t before = NewCounter::calls;
     dsopt_status status;
     {
-        const Armed armed;
+        const CountScope armed;
         status = call();
     }
     must(status);
-    return NewWatch::calls - before;
+    return NewCounter::calls - before;
 }
 
 /// Tests steps with gradients that the engine averages over two ranks, in every stage of 1-bit Adam. Different
 /// gradients are absent in each call.
-inline void expect_no_news_in_averaging_steps(int32_t backend, const Memory &memory, size_t tensors, int calls) {
-    NewWatch::calls = 0;
+inline void expect_no_allocations_in_averaging_steps(int32_t backend, const Memory &memory, size_t tensors, int calls) {
+    NewCounter::calls = 0;
     const CommId id = new_id();
     run_ranks(2, [&](int rank) {
         const Context context = make_context(context_desc(1, backend));
@@ -79,17 +79,17 @@ inline void expect_no_news_in_averaging_steps(int32_t backend, const Memory &mem
             step.grads = lists.gradients(call);
             step.count = lists.count();
             step.flags = call % 2 == 1 ? DSOPT_STEP_ZERO_GRADS : 0;
-            NewWatch::armed = call > 0; // set per thread: the other rank may still be in its first call
+            NewCounter::armed = call > 0; // set per thread: the other rank may still be in its first call
             const dsopt_status status = dsopt_optimizer_step(opt.get(), &step);
-            NewWatch::armed = false;
+            NewCounter::armed = false;
             must(status);
         }
     });
-    EXPECT_EQ(NewWatch::calls, 0) << tensors << " tensors";
+    EXPECT_EQ(NewCounter::calls, 0) << tensors << " tensors";
 }
 
 /// Tests step, accumulate, zero_grad and apply without other ranks.
-inline void expect_no_news_in_warm_calls(int32_t backend, const Memory &memory, size_t tensors, int calls) {
+inline void expect_no_allocations_in_warm_calls(int32_t backend, const Memory &memory, size_t tensors, int calls) {
     const Context context = make_context(context_desc(1, backend));
     SmallTensors lists(memory, tensors);
     const Optimizer opt = make_optimizer(context, optimizer_desc(1.0, DSOPT_OPTIMIZER_ACCUMULATE)),
@@ -120,7 +120,7 @@ inline void expect_no_news_in_warm_calls(int32_t backend, const Memory &memory, 
     must(dsopt_optimizer_init_state(pure.get(), weights.data(), lists.count(), state.data(), entries, nullptr));
     for (int call = 0; call < calls; ++call) {
         const auto expect_none = [&](const char *what, const auto &body) {
-            const int64_t news = news_of(body);
+            const int64_t news = count_allocations(body);
             EXPECT_EQ(call > 0 ? news : 0, 0) << what << " of " << tensors << " tensors";
         };
         const dsopt_tensor *const grads = lists.gradients(call);
@@ -165,14 +165,14 @@ inline void expect_first_step_repeatable(int32_t backend, const Memory &memory, 
                 step.count = lists.count();
                 dsopt_status status = DSOPT_ERR_NOMEM;
                 if (rank == 0 && call == 0) {
-                    NewWatch::calls = 0;
-                    NewWatch::failure = {failing};
+                    NewCounter::calls = 0;
+                    NewCounter::failure = {failing};
                     {
-                        const Armed armed;
+                        const CountScope armed;
                         status = dsopt_optimizer_step(opt.get(), &step);
                     }
-                    reached = NewWatch::calls > failing;
-                    NewWatch::failure = {};
+                    reached = NewCounter::calls > failing;
+                    NewCounter::failure = {};
                     if (status != DSOPT_OK) {
                         EXPECT_EQ(status, DSOPT_ERR_NOMEM) << failing << ": " << dsopt_last_error();
                     }

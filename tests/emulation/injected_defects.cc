@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Planted defects: `planted NAME` runs one and exits with status 1 if the emulation or a check of the
-// values finds it. A sanitizer reports in its own words. planted.sh lists which build must find which defect.
+// Injected defects: `injected_defects NAME` runs one and exits with status 1 if the emulation or a check of the
+// values finds it. A sanitizer reports in its own words. injected_defects.sh lists which build must find which defect.
 #include "fakert.h"
 #include "launch.h"
 #include <cmath>
@@ -174,7 +174,7 @@ int expect(const float *x, int floats, float value, cudaStream_t stream) {
 }
 template <class Kernel, class... A>
 void launch(Kernel kernel, int blocks, int threads, cudaStream_t stream, A... arguments) {
-    check(dsopt::gpu::Launch{"planted", unsigned(blocks), unsigned(threads), 0, stream}(kernel, arguments...));
+    check(dsopt::gpu::Launch{"injected", unsigned(blocks), unsigned(threads), 0, stream}(kernel, arguments...));
 }
 
 /// Launches a kernel early after the kernel that writes its input.
@@ -188,7 +188,7 @@ int run_early(bool reads_first, bool protect, bool in_graph) {
     check(cudaMemsetAsync(x, 0, kCount * sizeof(float), s));
     if (in_graph) check(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
     launch(fill, 4, 64, s, x, 1.f, kCount);
-    const dsopt::gpu::Launch early{"planted", 4, 64, 0, s};
+    const dsopt::gpu::Launch early{"injected", 4, 64, 0, s};
     check(reads_first ? early({.early = true}, early_reads_first, x, x, y) : early({.early = true}, early_waits, x, y));
     if (in_graph) {
         cudaGraph_t graph = nullptr;
@@ -214,7 +214,7 @@ int run(const char *name) {
         launch(reverse, 4, 64, s, x, kCount);
         return expect(x, kCount, 32, s);
     }
-    const dsopt::gpu::Launch early{"planted", 4, 64, 0, s};
+    const dsopt::gpu::Launch early{"injected", 4, 64, 0, s};
     if (is("early-kernel") || is("early-kernel-in-graph")) return run_early(false, true, is("early-kernel-in-graph"));
     if (is("early-kernel-reads-before-it-waits")) return run_early(true, true, false);
     if (is("early-kernel-reads-old-values")) return run_early(true, false, false);
@@ -237,7 +237,7 @@ int run(const char *name) {
     }
     if (is("write-past-shared")) launch(past_shared, 1, 64, s, x);
     if (is("write-past-dynamic-shared"))
-        check(dsopt::gpu::Launch{"planted", 1, 64, 64 * sizeof(float), s}(past_dynamic_shared, x));
+        check(dsopt::gpu::Launch{"injected", 1, 64, 64 * sizeof(float), s}(past_dynamic_shared, x));
     if (is("missing-barrier")) {
         launch(missing_barrier, 4, 64, s, x);
         return expect(x, kCount, 1, s);

@@ -12,21 +12,21 @@ namespace test {
 
 /// A thread that alternately sleeps and works a little. Any additional time is scheduling delay, which other threads
 /// would have had too.
-class Lateness {
+class SchedulingDelay {
 public:
-    Lateness() : due_(now() + kSleep), thread_([this] { beat(); }) {}
-    ~Lateness() {
-        ends_ = true;
+    SchedulingDelay() : due_(now() + kSleep), thread_([this] { measure(); }) {}
+    ~SchedulingDelay() {
+        stops_ = true;
         thread_.join();
     }
-    Lateness(const Lateness &) = delete;
-    Lateness &operator=(const Lateness &) = delete;
+    SchedulingDelay(const SchedulingDelay &) = delete;
+    SchedulingDelay &operator=(const SchedulingDelay &) = delete;
 
     /// Returns the total delay in milliseconds since the beginning, including a delay that is not over yet.
     int64_t total_ms() const {
         const int64_t due = due_; // read first: a concurrent addition then counts twice rather than not at all
-        const int64_t lasts = now() - due;
-        return (sum_ + (lasts > 0 ? lasts : 0)) / 1000;
+        const int64_t pending = now() - due;
+        return (sum_ + (pending > 0 ? pending : 0)) / 1000;
     }
 
 private:
@@ -37,8 +37,8 @@ private:
         (void)clock_gettime(clock, &time);
         return int64_t(time.tv_sec) * 1000000 + time.tv_nsec / 1000;
     }
-    void beat() {
-        while (!ends_) {
+    void measure() {
+        while (!stops_) {
             const int64_t begin = now(), used = clock_us(CLOCK_THREAD_CPUTIME_ID);
             std::this_thread::sleep_for(std::chrono::microseconds(kSleep));
             int64_t worked = 0;
@@ -49,7 +49,7 @@ private:
         }
     }
 
-    std::atomic<bool> ends_{false};
+    std::atomic<bool> stops_{false};
     std::atomic<int64_t> sum_{0}, due_;
     std::thread thread_;
 };

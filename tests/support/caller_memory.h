@@ -9,7 +9,7 @@ namespace test {
 class Workspace {
 public:
     explicit Workspace(const dsopt_optimizer *opt);
-    void spoil(int byte) {
+    void corrupt(int byte) {
         synchronize();
         std::memset(memory_, byte, bytes_);
     }
@@ -23,13 +23,13 @@ private:
     char *memory_ = nullptr;
 };
 
-class Owned {
+class CallerMemory {
 public:
     /// Allocates state from the optimizer's list, initialized by the rules of dsopt.h: zeros, or a copy of the
     /// parameter.
-    Owned(const dsopt_optimizer *opt, const std::vector<Shape> &shapes);
+    CallerMemory(const dsopt_optimizer *opt, const std::vector<Shape> &shapes);
     /// Allocates state with garbage, which init() replaces.
-    Owned(const dsopt_optimizer *opt, std::vector<Array> weights, int garbage = 0xee);
+    CallerMemory(const dsopt_optimizer *opt, std::vector<Array> weights, int garbage = 0xee);
 
     dsopt_status init();
     /// Returns the arguments of a call with the current lists.

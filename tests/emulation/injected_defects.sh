@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# usage: planted.sh PROGRAM SANITIZERS COMPILER
-# Runs every planted defect that this kind of build must find, and checks the reported text. SANITIZERS has the values
+# usage: injected_defects.sh PROGRAM SANITIZERS COMPILER
+# Runs every injected defect that this kind of build must find, and checks the reported text. SANITIZERS has the values
 # of b_sanitize: none, or address, undefined, thread joined by commas.
 set -u
 program=$1 kinds=",$2," passed=0 failed=0
