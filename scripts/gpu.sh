@@ -69,7 +69,7 @@ end=$(($(date +%s) + 1770))
 if [ -n "$emulated" ]; then
     build=$emulated results=$emulated/rehearsal gpu="emulated device, 9.0, none, none," driver=none toolkit=none
     suite="$build/tests/cuda/test_cuda --gtest_filter=CudaSmall.*" golden="--backend emulated"
-    unit="$build/tests/unit/test_unit unit/rules"
+    unit="$build/tests/unit/test_unit unit/rules" device=emulated
     digests="$build/tests/cuda/digests_emulated" digest_size="3x5000 6"
     nccl="$build/tests/cuda/test_nccl_single_emulated"
     bench="$build/bench/bench_cuda_emulated" LISTS=${LISTS:-5x300 2x5000} repetitions=3
@@ -94,7 +94,8 @@ else
         # As system headers, for every compiler; pkg-config is not needed.
         export CPLUS_INCLUDE_PATH="$packages/include" LIBRARY_PATH="$packages/lib" LD_LIBRARY_PATH="$packages/lib"
     fi
-    suite="$build/tests/cuda/test_cuda_device" golden="--backend cuda" unit="$build/tests/unit/test_unit"
+    suite="$build/tests/cuda/test_cuda_device" golden="--backend cuda"
+    unit="$build/tests/unit/test_unit" device=cuda
     digests="$build/tests/cuda/digests_device" digest_size="gpt2-124m 100"
     nccl="$build/tests/cuda/test_nccl_single"
     bench="$build/bench/bench_cuda" repetitions=11
@@ -206,7 +207,7 @@ tests() {
     # shellcheck disable=SC2086 # a program and its arguments
     counted tests 250 $suite
     # shellcheck disable=SC2086
-    counted unit 200 env DSOPT_TEST_DEVICE=cuda $unit
+    counted unit 200 env DSOPT_TEST_DEVICE="$device" $unit
     # shellcheck disable=SC2086
     counted golden "$(seconds_left)" tests/replay/golden.sh tests/golden "*" -- "$build"/tests/dsopt-replay $golden
 }

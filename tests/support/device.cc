@@ -57,17 +57,23 @@ const Runtime &runtime() {
 
 } // namespace
 
-bool on_cuda() {
-    static const bool cuda = [] {
-        const char *const device = std::getenv("DSOPT_TEST_DEVICE");
-        return device != nullptr && std::strcmp(device, "cuda") == 0;
+namespace {
+const std::string &device() {
+    static const std::string device = [] {
+        const char *const value = std::getenv("DSOPT_TEST_DEVICE");
+        return value == nullptr ? std::string() : std::string(value);
     }();
-    return cuda;
+    return device;
 }
+} // namespace
+
+bool on_cuda() { return device() == "cuda" || device() == "emulated"; }
 int32_t default_backend() { return on_cuda() ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU; }
 
 std::string device_error() {
     if (!on_cuda()) return "";
+    if (device() == "emulated" && !runtime().emulated)
+        throw std::runtime_error("the process has not loaded the libdsopt with the emulated device");
     if (runtime().count == nullptr) return "libcudart.so is not found";
     int devices = 0;
     if (const int error = runtime().count(&devices); error != 0)

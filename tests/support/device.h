@@ -13,11 +13,11 @@
 
 namespace test {
 
-/// Returns DSOPT_BACKEND_CUDA if the environment has DSOPT_TEST_DEVICE=cuda, else DSOPT_BACKEND_CPU. The libdsopt that
-/// the process loads decides whether CUDA is a GPU or the emulated device.
+/// Returns DSOPT_BACKEND_CUDA if the environment has DSOPT_TEST_DEVICE=cuda (a GPU) or =emulated (the process must load
+/// the libdsopt with the emulated device), else DSOPT_BACKEND_CPU.
 int32_t default_backend();
 bool on_cuda();
-/// Returns why the device cannot be used, an empty text if it can.
+/// Returns why the device cannot be used, an empty text if it can. Throws if it is to be the emulated one and is not.
 std::string device_error();
 
 bool is_emulated();
