@@ -15,7 +15,7 @@ import tempfile
 
 SCALARS = {"int32_t": "i32", "int64_t": "i64", "uint64_t": "u64", "size_t": "usize", "float": "f32", "double": "f64"}
 DESCRIPTION, INCLUDE = sys.argv[1:]
-for tool in ("bindgen", "rustc"):
+for tool in ("bindgen", "rustc", "rustfmt"):  # bindgen formats with rustfmt
     if not shutil.which(tool):
         print("bindgen: skipped, %s is not installed" % tool)
         sys.exit(77)
