@@ -82,7 +82,7 @@ Numbers with_skip(int32_t skip) {
 
 constexpr float kBadScales[] = {kNaN, kInf, -kInf, -1.0f, -1024.0f, 0.0f, -0.0f, 1e-45f, 1e-42f};
 
-/// The optimizer of a test, which calls dsopt_optimizer_step or apply.
+/// An optimizer under test. Steps with dsopt_optimizer_step or, if `functional`, with dsopt_optimizer_apply.
 class Subject {
 public:
     Subject(const Context &ctx, const Kind &kind, bool functional, dsopt_comm *comm = nullptr) :
@@ -249,7 +249,7 @@ std::vector<InvalidCase> invalid_cases_for(const Kind &kind, bool all) {
     Numbers three = with_scales(0.0f, {});
     three.lr = std::vector<float>{-1, 1};
     three.skip = 7;
-    list.push_back({"three at once", three, DSOPT_SKIP_SCALE | DSOPT_SKIP_HYPER | DSOPT_SKIP_CALLER});
+    list.push_back({"three reasons", three, DSOPT_SKIP_SCALE | DSOPT_SKIP_HYPER | DSOPT_SKIP_CALLER});
     return list;
 }
 
@@ -447,7 +447,7 @@ struct Words {
 };
 static_assert(sizeof(Words) == 48);
 constexpr double kNaN64 = std::numeric_limits<double>::quiet_NaN(), kInf64 = std::numeric_limits<double>::infinity();
-/// Words that no transition gives.
+/// Invalid words: no update of a scaler produces them.
 const Words kInvalidWords[] = {{0, 0, {0, 0, 0, 0, 0, 0, 0, 0}},
                                {kNaN64, 0, {0, -1, 1, 0, 0, 0, 0, 0}},
                                {kInf64, 0, {5, -1, 1, 0, 0, 0, 0, 0}},

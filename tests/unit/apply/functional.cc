@@ -294,7 +294,7 @@ TEST_P(NextReductionOnDevice, MatchesTheReductionOfTheCall) {
 }
 
 LABEL_PARAMS(long_emulated, "*2");
-TEST_P(NextReductionOnDevice, MatchesThatOfStepInCompatMode) {
+TEST_P(NextReductionOnDevice, MatchesTheReductionOfStepInCompatMode) {
     for (const DtypeMix kind : {DtypeMix::f32, DtypeMix::per_tensor, DtypeMix::flat}) {
         const OptimizerSettings settings = form_of(DSOPT_COMPAT_DEEPSPEED, kind);
         with_settings(settings, [&](int rank, const Context &ctx, const CommId *ids) {

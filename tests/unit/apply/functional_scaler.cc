@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loss scaler on the caller's arrays. It gives the words and the scale of the handle and does not change the
-// handle.
+// Scaler updates on the caller's arrays: words and scale equal those of a handle, and the handle does not change.
 #include "support/functional.h"
 
 using namespace test;
@@ -155,7 +154,7 @@ TEST_P(ScalerArrays, InitializesFromTheDescriptor) {
     must(dsopt_scaler_init_state(handle.scaler.get(), (lists.begin() + 1)->data(), 2, nullptr));
     EXPECT_EQ(before.text(), after.text());
     EXPECT_NE(before.text(), handle.text());
-    // dsopt_optimizer_init_state writes the same.
+    // dsopt_optimizer_init_state writes the same values.
     CallerMemory caller_memory(handle.trainer->opt(), {Array(DSOPT_DTYPE_F32, 3, 1)});
     must(caller_memory.init());
     EXPECT_EQ(caller_memory.blocks[caller_memory.index("loss_scale")].text() +

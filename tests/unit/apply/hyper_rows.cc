@@ -209,7 +209,7 @@ TEST_P(StepHyper, SkipsOnInvalidValues) {
             SCOPED_TRACE("group " + std::to_string(list[i].group) + ", entry " + std::to_string(list[i].index) + ": " +
                          std::to_string(list[i].value));
             const std::vector<Array> grads = gradients_of(scaled, rank, ++call);
-            const int32_t one = 1;
+            const int32_t skip = 1;
             Shared<float> reports[2];
             const Snapshot before = with.snapshot();
             for (Stepper *side : {&with, &skipping}) {
@@ -218,7 +218,7 @@ TEST_P(StepHyper, SkipsOnInvalidValues) {
                 ASSERT_OK(side->step(grads, [&](dsopt_step &step) {
                     step.report = report.data();
                     if (side == &with) step.hyper = rows.data();
-                    if (side == &skipping) step.skip = on_device(one);
+                    if (side == &skipping) step.skip = on_device(skip);
                 }));
             }
             ASSERT_EQ(reports[0][DSOPT_REPORT_SKIPPED], 1);

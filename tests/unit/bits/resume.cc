@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training that is saved and resumed from the checkpoint has the bits of one that runs without a break, with mixed
+// A training run that is saved and resumed from the checkpoint has the bits of an uninterrupted run, with mixed
 // precision, dynamic loss scaling and clipping.
 #include "support/harness.h"
 

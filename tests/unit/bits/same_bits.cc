@@ -12,7 +12,7 @@ using namespace test;
 
 namespace {
 
-/// Sets DSOPT_CACHES during its lifetime: the sizes of a core's own cache and of the last-level cache.
+/// Sets DSOPT_CACHES during its lifetime: the sizes of a core's private cache and of the last-level cache.
 struct Caches {
     explicit Caches(const char *sizes) { setenv("DSOPT_CACHES", sizes, 1); }
     ~Caches() { unsetenv("DSOPT_CACHES"); }
@@ -214,8 +214,8 @@ TEST_P(MixedPrecisionBits, DoNotDependOnThreadsIsaChunkAndHook) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- caches
-// Lists larger than a core's cache are prefetched, across the ends of tensors. Lists larger than the last-level cache
-// are written with non-temporal stores.
+// Lists larger than a core's private cache are prefetched, across the ends of tensors. Lists larger than the last-level
+// cache are written with non-temporal stores.
 LABEL(long_emulated);
 TEST(Prefetch, ChangesNoBit) {
     for (const char *sizes : {kNoCaches, "0,1000000000000", "1000000000000,0", kLargeCaches})
@@ -228,7 +228,7 @@ TEST(Prefetch, ChangesNoBit) {
             }
 }
 
-// The same tensors in one list larger than the caches, and each in a list of its own.
+// Steps the same tensors in one list larger than the caches, and each in a separate list.
 LABEL(long_emulated);
 TEST(NonTemporalStores, ChangeNoBit) {
     std::vector<Shape> shapes;
@@ -447,7 +447,7 @@ INSTANTIATE_TEST_SUITE_P(Algorithms, ListOrder, testing::ValuesIn(kStandardRules
 
 class SplitTensor : public testing::TestWithParam<int32_t> {};
 
-TEST_P(SplitTensor, HasTheBitsOfTheWhole) {
+TEST_P(SplitTensor, HasTheBitsOfTheWholeTensor) {
     constexpr int64_t kNumel = 20000;
     for (const int32_t dtype : kDtypes) {
         const float scale = dtype == DSOPT_DTYPE_F16 ? 32 : 1;

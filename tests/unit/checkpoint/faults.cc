@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every system call of a save and of a load fails in turn, once or from then on. The save or load returns an error or
-// succeeds. The old or the new file exists and loads, no other file is left, and the same call succeeds afterwards.
+// Each system call of a save and of a load fails, one per run: either only that call or also all later ones. The save
+// or load returns an error or succeeds. The old or the new file exists and loads, no other file is left, and the same
+// call succeeds afterwards.
 #include "support/harness.h"
 #include "support/system_calls.h"
 #include <cerrno>

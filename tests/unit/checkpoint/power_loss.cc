@@ -38,7 +38,7 @@ void apply(std::string &file, const DiskChange &change, uint64_t reached, char u
 
 /// Returns the possible contents of a file: each unflushed change is complete, absent or torn.
 std::set<std::string> possible_contents(const std::string &flushed, const std::vector<DiskChange> &pending) {
-    constexpr size_t most = 6; // up to this many changes, all subsets are enumerated; beyond, random ones
+    constexpr size_t max_exhaustive = 6; // enumerates all subsets of up to this many changes, else random subsets
     constexpr int tries = 40;
     std::set<std::string> all;
     const auto add = [&](const auto &reached_of) {
@@ -49,7 +49,7 @@ std::set<std::string> possible_contents(const std::string &flushed, const std::v
         }
     };
     Random random(11);
-    if (pending.size() <= most)
+    if (pending.size() <= max_exhaustive)
         for (uint64_t mask = 0; mask < 1u << pending.size(); ++mask)
             add([&](size_t i) { return mask >> i & 1 ? kAll : kNone; });
     for (size_t torn = 0; torn < pending.size(); ++torn)

@@ -281,7 +281,7 @@ TEST(Safetensors, RefusesDeepNesting) {
 }
 
 TEST(Safetensors, RefusesNulAndInvalidUtf8) {
-    std::vector<std::string> raw = {"\x80", "\xc3", "\xff", "a\xe2\x82"}; // then overlong, surrogate, out of range
+    std::vector<std::string> raw = {"\x80", "\xc3", "\xff", "a\xe2\x82"}; // below: overlong, surrogate, out of range
     raw.insert(raw.end(), {"\xc0\xaf", "\xc1\xbf", "\xe0\x80\x80", "\xf0\x80\x80\x80", "\xed\xa0\x80"});
     raw.insert(raw.end(), {"\xf4\x90\x80\x80", "\xf8\x88\x80\x80\x80"});
     std::vector<std::string> escaped = {"\\u0000", "a\\u0000b", "\\ud800", "\\udc00", "\\ud800\\u0041"};

@@ -64,7 +64,7 @@ TEST_F(LocalComm, TimesOutIfARankIsNotCreatedAndCanReuseTheId) {
 TEST_F(LocalComm, TimesOutIfARankDoesNotCallAndStaysUnusable) {
     const std::vector<Comm> comms = group(3, 1500);
     run_ranks(2, [&](int rank) { EXPECT_TRUE(refused(call_collective(ctx, comms[size_t(rank)]), DSOPT_ERR_TIMEOUT)); });
-    EXPECT_TRUE(refused(call_collective(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "the late rank fails, too";
+    EXPECT_TRUE(refused(call_collective(ctx, comms[2]), DSOPT_ERR_TIMEOUT)) << "a rank that calls late fails, too";
     for (const Comm &comm : comms) {
         EXPECT_EQ(info_of(comm).status, DSOPT_ERR_TIMEOUT);
         EXPECT_TRUE(refused(call_collective(ctx, comm), DSOPT_ERR_TIMEOUT)) << "sticky";

@@ -14,13 +14,13 @@ constexpr double kUlp = 0x1p-23;
 struct Expected {
     std::vector<double> y, server, bound; // per element: result, server error, tolerance
     std::vector<bool> unclear;            // the sign of the server's value depends on rounding
-    std::vector<double> worker;           // errors of the workers of `asked_node`
+    std::vector<double> worker;           // errors of the workers of `node`
     std::vector<double> magnitude;        // of the terms of worker errors
 };
 
 /// x[d * per_node + l] has the elements of a rank, and errors[d * per_node + l] its errors.
 Expected expected(const ExchangeLayout &partition, const std::vector<std::vector<float>> &x,
-                  const std::vector<CompressedMean::Residuals> &errors, int64_t asked_node) {
+                  const std::vector<CompressedMean::Residuals> &errors, int64_t node) {
     const auto ranks = [&](int64_t l, int64_t d) { return size_t(d * partition.per_node + l); };
     const auto all = size_t(partition.slice() * partition.per_node);
     Expected e{std::vector<double>(all), std::vector<double>(all), std::vector<double>(all),
@@ -47,7 +47,7 @@ Expected expected(const ExchangeLayout &partition, const std::vector<std::vector
                     const double value = b[size_t(k - from)], sign = value < 0 ? -scale : scale;
                     sent[size_t(d)][size_t(k - first)] = sign;
                     largest[size_t(k - first)] = std::max(largest[size_t(k - first)], scale);
-                    if (d != asked_node) continue;
+                    if (d != node) continue;
                     e.worker[size_t(k)] = value - sign;
                     e.magnitude[size_t(k)] = std::fabs(value) + scale;
                 }
@@ -193,7 +193,7 @@ void expect_same(const Bits &a, const Bits &b, const char *what) {
     EXPECT_TRUE(same_bits(a.server, b.server)) << what;
 }
 
-TEST(TwoLevelAllReduce, MatchesTheFlatOneWithOneRankPerNode) {
+TEST(TwoLevelAllReduce, MatchesOneLevelWithOneRankPerNode) {
     with_nodes(1, 3, [&](const NodeRank &node_rank) {
         const Bits flat = three_calls(node_rank.data, nullptr, node_rank.d);
         expect_same(three_calls(node_rank.data, node_rank.node.get(), node_rank.d), flat, "one rank per node");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between storage types. The scalar ones of src/base/dtype.h are compared with arithmetic in double
-// (support/numbers.h), and the vectorized ones of the engine, observed in outputs, masters and gradients, with the
-// scalar ones.
+// Conversions between storage types. Scalar conversions of src/base/dtype.h are compared with arithmetic in double
+// (support/numbers.h). Vectorized conversions of the engine, observed in outputs, masters and gradients, are compared
+// with the scalar conversions.
 #include "base/dtype.h"
 #include "support/harness.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranges of src/base/range.h, and steps on ranges of a tensor whose sums are folded over the whole tensor.
+// Ranges of src/base/range.h, and steps on ranges of a tensor, whose sums are reduced over the whole tensor.
 #include "base/range.h"
 #include "cpu/onebit_step.h"
 #include "device/device.h"
@@ -141,7 +141,7 @@ struct RangeStep {
     }
 };
 
-/// Makes one step of all ranges, pass by pass: a fold reads sums that the previous pass of all ranges has written.
+/// Makes one step of all ranges, pass by pass: a reduction reads sums that the previous pass of all ranges has written.
 void run(const dsopt::DeviceKernels &kernels, const std::vector<RangeStep *> &steps,
          std::vector<dsopt::StepKernels *> running = {}) {
     if (running.size() < steps.size())

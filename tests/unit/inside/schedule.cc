@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schedule of the 1-bit family at any call, computed without iterating over the previous calls.
+// The schedule of the 1-bit family before any call, computed without iterating over the previous calls.
 #include "rules/schedule.h"
 #include <cstring>
 #include <gtest/gtest.h>

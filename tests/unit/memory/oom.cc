@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Out of memory: the n-th allocation of a whole training fails, once or from then on, for every n. Each call succeeds,
-// or returns DSOPT_ERR_NOMEM and changes nothing. With retries the training gives the bits of a run without failure.
+// Out of memory: for every n, the n-th allocation of a training run fails, either alone or with all later ones. Each
+// call succeeds, or returns DSOPT_ERR_NOMEM and changes nothing. With retries the run has the same bits as without a
+// failure.
 #include "support/harness.h"
 
 #include "support/alloc.h"
@@ -72,7 +73,7 @@ dsopt_status create(dsopt_context *context, dsopt_comm **comm) {
 }
 } // namespace mirror_comm
 
-/// One training, including the context, with an injected failure.
+/// A training run, including its context, with an injected failure.
 class Training {
 public:
     Training(Failure news, Failure hooks) :

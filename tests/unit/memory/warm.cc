@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls allocate nothing once they are warm, in step and apply and on lists of any length. A first step that fails to
-// allocate has sent nothing.
+// Calls of step and apply, on lists of any length, allocate nothing except the first one. A first step that fails to
+// allocate memory has sent nothing.
 #include "support/allocations.h"
 #include "support/caller_memory.h"
 

@@ -19,9 +19,9 @@ std::vector<Array> gradients(const Problem &problem, const Trainer &trainer, int
     return grads;
 }
 void step(Trainer &trainer, const Problem &problem, int rank, int64_t call, bool skip = false) {
-    const int32_t one = 1;
+    const int32_t skip_flag = 1;
     ASSERT_OK(trainer.step(gradients(problem, trainer, rank, call),
-                           [&](dsopt_step &step) { step.skip = skip ? &one : nullptr; }));
+                           [&](dsopt_step &step) { step.skip = skip ? &skip_flag : nullptr; }));
 }
 /// Returns everything that a step changes except the encoded momentum.
 Snapshot snapshot_without_bits(Trainer &trainer) {

@@ -135,12 +135,13 @@ TEST_P(OneBitStep, AdvancesOnlyTheScheduleIfSkipped) {
             ASSERT_EQ(letter(reduction(trainer)), wanted[size_t(call - 1)]) << call;
             std::vector<Array> grads = problem.gradients_for(reduction(trainer), rank, call);
             const bool skip = std::find(skips.begin(), skips.end(), call) != skips.end();
-            const int32_t one = 1;
+            const int32_t skip_flag = 1;
             const bool flag = skip && call % 2 == 0;
             const int bad = int(call) % ranks; // only this rank has a reason to skip
             if (skip && !flag && rank == bad) grads[4].set(77, call % 3 ? kInf : kNaN);
             Snapshot before = trainer.snapshot();
-            ASSERT_OK(trainer.step(grads, [&](dsopt_step &step) { step.skip = flag && rank == bad ? &one : nullptr; }));
+            ASSERT_OK(
+                trainer.step(grads, [&](dsopt_step &step) { step.skip = flag && rank == bad ? &skip_flag : nullptr; }));
             EXPECT_EQ(trainer.report().last_skipped, skip) << call;
             skipped += skip;
             Snapshot after = trainer.snapshot();
@@ -299,11 +300,11 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
             for (int other = 0; other < ranks; ++other) {
                 Random noise(uint64_t(call * 100 + other));
                 for (size_t i = 0; i < numel; ++i) {
-                    const float own = curvature[i] * (trainer.weight()[i] - target[i]) + float(noise.uniform(-3, 3));
+                    const float local = curvature[i] * (trainer.weight()[i] - target[i]) + float(noise.uniform(-3, 3));
                     if (full)
-                        grad[i] += own / float(ranks);
+                        grad[i] += local / float(ranks);
                     else if (other == rank)
-                        grad[i] = own;
+                        grad[i] = local;
                 }
             }
             must(trainer.step({Array(DSOPT_DTYPE_F32, grad)}));
@@ -492,15 +493,15 @@ LABEL_PARAMS(long_emulated, "*[13]");
 TEST_P(OneBitStep, AveragesWithTheBitsOfTheCallersMean) {
     with_ranks(ranks, [&](int rank, const Context &ctx, const Comm &comm) {
         const dsopt_group group = group_for(algorithm, 12);
-        Trainer own = trainer_of(ctx, comm, group, problem.weights()),
+        Trainer averaged = trainer_of(ctx, comm, group, problem.weights()),
                 engine = trainer_of(ctx, comm, group, problem.weights(), DSOPT_OPTIMIZER_AVERAGES);
         for (int64_t call = 1; call <= 30; ++call) {
-            ASSERT_OK(own.step(problem.gradients_for(reduction(own), rank, call)));
+            ASSERT_OK(averaged.step(problem.gradients_for(reduction(averaged), rank, call)));
             const std::vector<Array> grads = problem.local_gradients(rank, call);
             ASSERT_OK(engine.step(grads));
             EXPECT_EQ(grads[4].text(), problem.local_gradients(rank, call)[4].text())
                 << "the caller's gradients are not changed";
-            ASSERT_TRUE(same(own.snapshot(), engine.snapshot())) << call;
+            ASSERT_TRUE(same(averaged.snapshot(), engine.snapshot())) << call;
         }
     });
 }

@@ -94,10 +94,10 @@ TEST_P(TwoLevelStep, KeepsOnlyWeightsWithoutVarianceUnchanged) {
         if (per_node * nodes == 1 || nodes == 1) return; // no error feedback
         const std::vector<float> error = trainer.state("worker_error");
         const int64_t chunk = chunk_numel(per_node * nodes), slice = chunk * nodes, begin = slice * node_rank.l;
-        int64_t at = 0;
-        for (size_t t = 0; t < kSizes.size(); at += int64_t(kSizes[t] + 31) / 32 * 32, ++t)
+        int64_t tensor_begin = 0;
+        for (size_t t = 0; t < kSizes.size(); tensor_begin += int64_t(kSizes[t] + 31) / 32 * 32, ++t)
             for (size_t i = 0; i < kSizes[t]; ++i) {
-                const int64_t index = at + int64_t(i) - begin;
+                const int64_t index = tensor_begin + int64_t(i) - begin;
                 if (index < 0 || index >= slice) continue;
                 if (unused(t, i)) { ASSERT_EQ(error[size_t(index)], 0) << "tensor " << t << ", element " << i; }
             }
@@ -171,7 +171,7 @@ TEST_P(TwoLevelStep, ClipsByTheRootMeanSquareOfAllNorms) {
     }
 }
 
-TEST(TwoLevelOptimizer, MatchesTheFlatOneWithOneRankPerNode) {
+TEST(TwoLevelOptimizer, MatchesOneLevelWithOneRankPerNode) {
     with_nodes(1, 3, [&](const NodeRank &node_rank) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES);
         desc.data = node_rank.data.get();
@@ -288,7 +288,7 @@ TEST(TwoLevelOptimizer, SendsOneSlicePerRankInFullSteps) {
 
 LABEL(numbers_only);
 LABEL(long_emulated);
-TEST(TwoLevelOptimizer, ConvergesLikeTheFlatOne) {
+TEST(TwoLevelOptimizer, ConvergesLikeOneLevel) {
     // Each rank minimizes the distance to its own point; the sum of squares is least at their mean. No coordinate
     // begins near the mean: one scale for all coordinates would make those with a small variance noisy.
     constexpr size_t numel = 3000;

@@ -150,10 +150,10 @@ TEST(Retain, WorksFromAnyThread) {
     for (int t = 0; t < 4; ++t)
         threads.emplace_back([&] {
             for (int i = 0; i < 200; ++i) {
-                Optimizer own = retain(trainer.opt());
+                Optimizer handle = retain(trainer.opt());
                 double value = 0;
-                EXPECT_OK(dsopt_optimizer_get(own.get(), 0, DSOPT_KEY_LR, &value));
-                own = retain(own.get());
+                EXPECT_OK(dsopt_optimizer_get(handle.get(), 0, DSOPT_KEY_LR, &value));
+                handle = retain(handle.get());
             }
         });
     for (std::thread &thread : threads) thread.join();

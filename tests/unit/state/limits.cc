@@ -178,7 +178,7 @@ TEST(ScalerUpdateCount, KeepsTheWindowAtItsLimit) {
     EXPECT_NE(growths(INT32_MAX, INT32_MAX - 3).find('+'), std::string::npos);
 }
 
-// ---------------------------------------------------------------------------------------------------- state of no step
+// ------------------------------------------------------------------------------------------------------- invalid state
 struct InvalidWords {
     const char *entry;
     std::function<void(int32_t *words)> change;
@@ -284,13 +284,13 @@ template <class F> double seconds_of(int runs, const F &body) {
         ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
         return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
     };
-    double least = HUGE_VAL;
+    double shortest = HUGE_VAL;
     for (int i = 0; i < runs; ++i) {
         const double begin = now();
         body();
-        least = std::min(least, now() - begin);
+        shortest = std::min(shortest, now() - begin);
     }
-    return least;
+    return shortest;
 }
 
 // Time grows linearly, not quadratically: 20 or 50 times the work may take 100 or 500 times as long, because of caches.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step apart from its arithmetic: absent gradients, outputs, flags, scalars in memory, pointers that change.
+// Everything in a step except its arithmetic: absent gradients, outputs, flags, scalars in memory, changing pointers.
 #include "support/harness.h"
 
 using namespace test;

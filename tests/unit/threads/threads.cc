@@ -340,9 +340,9 @@ TEST(Fork, ChildCanOnlyDestroyOptimizersAndContexts) {
         expect(dsopt_tensors_clamp(ctx, nullptr, 0, 1, nullptr) == DSOPT_ERR_FORKED);
         // Handles that the child creates work.
         {
-            const Trainer fresh(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
-            fresh.train(1);
-            expect(fresh.text() == before);
+            const Trainer created(shapes_of({100}, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW));
+            created.train(1);
+            expect(created.text() == before);
         }
         trainer.drop();
         trainer.own_context.reset();
@@ -467,8 +467,8 @@ TEST(Fork, ChildDoesNotWaitForStepInParent) {
         trainer.drop();
         trainer.own_context.reset();
         // One thread only: under the thread sanitizer, no threads can start in this child.
-        const Trainer fresh(shapes_of({400000}), make_group(DSOPT_ALGORITHM_ADAMW));
-        fresh.train(1);
+        const Trainer created(shapes_of({400000}), make_group(DSOPT_ALGORITHM_ADAMW));
+        created.train(1);
     }));
     gate.release();
     thread.join();
