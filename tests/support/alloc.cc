@@ -8,8 +8,8 @@ void *watched_new(size_t bytes, size_t alignment) {
     if (NewCounter::counts()) {
         NewCounter::bytes += int64_t(bytes);
         if (NewCounter::failure.hits(NewCounter::calls++)) {
-            if (NewCounter::instead == nullptr) throw std::bad_alloc();
-            NewCounter::instead();
+            if (NewCounter::on_failure == nullptr) throw std::bad_alloc();
+            NewCounter::on_failure();
         }
     }
     void *memory = alignment == 0 ? std::malloc(bytes == 0 ? 1 : bytes)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts allocations and makes them fail: global operator new of the program, to which calls of the shared library
-// resolve too, and the allocator hook of a context. A program that uses this header links alloc.cc, which defines the
+// Counts allocations and makes them fail: calls of the program's global operator new, which the shared library uses,
+// too, and of the allocator hook of a context. A program that uses this header links alloc.cc, which defines the
 // operators.
 #pragma once
 #include "dsopt.h"
@@ -14,9 +14,11 @@ namespace test {
 
 /// The call that fails, counted from 0; `lasting`: all later calls fail too.
 struct Failure {
-    int64_t at = -1;
+    int64_t failing_call = -1;
     bool lasting = false;
-    bool hits(int64_t call) const { return at >= 0 && (lasting ? call >= at : call == at); }
+    bool hits(int64_t call) const {
+        return failing_call >= 0 && (lasting ? call >= failing_call : call == failing_call);
+    }
 };
 
 /// Calls of operator new, and their bytes, in threads with `armed` set. `live` counts all allocations that are not
@@ -25,7 +27,7 @@ struct NewCounter {
     static inline thread_local bool armed = false;
     static inline std::atomic<int64_t> calls{0}, bytes{0}, live{0};
     static inline Failure failure;
-    static inline void (*instead)() = nullptr;    // called in place of failing
+    static inline void (*on_failure)() = nullptr; // called in place of failing
     static inline bool (*is_ignored)() = nullptr; // returns true in a thread whose calls do not count
     static bool counts() { return armed && (is_ignored == nullptr || !is_ignored()); }
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "array.h"
 #include "digest.h"
-#if __has_include(<sanitizer/asan_interface.h>) // which does nothing without the sanitizer
+#if __has_include(<sanitizer/asan_interface.h>) // its macros do nothing without the sanitizer
 #include <sanitizer/asan_interface.h>
 #else
 #define ASAN_POISON_MEMORY_REGION(begin, bytes) ((void)(begin), (void)(bytes))
@@ -14,8 +14,8 @@ namespace {
 constexpr size_t kLine = 64;
 constexpr char kGuard = 0x5a;
 
-bool guarded(const char *at, size_t bytes) {
-    return std::all_of(at, at + bytes, [](char c) { return c == kGuard; });
+bool is_guard(const char *begin, size_t bytes) {
+    return std::all_of(begin, begin + bytes, [](char c) { return c == kGuard; });
 }
 
 } // namespace
@@ -99,7 +99,7 @@ void Array::fill(uint64_t seed) const {
 bool Array::intact() const {
     ASAN_UNPOISON_MEMORY_REGION(memory_.get(), begin_ + bytes() + tail_);
     synchronize();
-    const bool good = guarded(memory_.get(), begin_) && guarded(address() + bytes(), tail_);
+    const bool good = is_guard(memory_.get(), begin_) && is_guard(address() + bytes(), tail_);
     guard();
     return good;
 }

@@ -9,20 +9,20 @@
 
 namespace test {
 
-/// A tensor that begins `offset` bytes after a multiple of 64. Writes before or after it are detected, and so are reads
-/// with the address sanitizer. Not const to the engine: a step may zero gradients.
+/// A tensor that begins `offset` bytes after a multiple of 64. Writes before or after the tensor are detected; with the
+/// address sanitizer reads are detected, too. A const Array is writable for the engine: a step may zero gradients.
 class Array {
 public:
     Array() : Array(DSOPT_DTYPE_F32, 0, 0) {}
     Array(int32_t dtype, size_t numel, float value, size_t offset = 0);
     Array(int32_t dtype, const std::vector<float> &values);
-    /// Entry of a gradient list for "no gradient this time".
+    /// Returns the entry of a gradient list for a parameter without a gradient: its address is NULL.
     static Array absent(size_t numel, int32_t dtype = DSOPT_DTYPE_F32);
     Array(const Array &other);
     Array(Array &&) noexcept = default;
     Array &operator=(Array other) noexcept;
 
-    /// Waits for the device, as everything does that reads or writes the elements.
+    /// Waits for the device, like every function that reads or writes the elements.
     char *data() const {
         synchronize();
         return address();
@@ -37,7 +37,7 @@ public:
     float operator[](size_t i) const { return loaded(data() + i * size_of(dtype_), dtype_); }
     void set(size_t i, float value) const { store(data() + i * size_of(dtype_), dtype_, value); }
     std::vector<float> floats() const;
-    /// The bytes of its elements.
+    /// Returns the bytes of the elements.
     std::string text() const;
     void write(const std::string &text) const { std::memcpy(data(), text.data(), text.size()); }
     void corrupt(int byte) const { std::memset(data(), byte, bytes()); }
@@ -54,7 +54,7 @@ private:
     int64_t numel_;
     int32_t dtype_;
     bool absent_ = false;
-    size_t begin_, tail_ = 0; // bytes before the first element, and behind the last
+    size_t begin_, tail_ = 0; // bytes before the first element, and after the last one
     std::unique_ptr<char, FreeShared> memory_;
 };
 

@@ -4,20 +4,21 @@
 namespace test {
 namespace {
 
-constexpr size_t kBorder = 256, kGuarded = 64;
+constexpr size_t kAlignment = 256, kGuardBytes = 64;
 
 } // namespace
 
 Workspace::Workspace(const dsopt_optimizer *opt) {
     must(dsopt_optimizer_workspace(opt, &bytes_));
-    room_.reset(static_cast<char *>(allocate_shared(bytes_ + kBorder + kGuarded)));
-    memory_ = room_.get() + (kBorder - reinterpret_cast<uintptr_t>(room_.get()) % kBorder) % kBorder;
+    allocation_.reset(static_cast<char *>(allocate_shared(bytes_ + kAlignment + kGuardBytes)));
+    memory_ =
+        allocation_.get() + (kAlignment - reinterpret_cast<uintptr_t>(allocation_.get()) % kAlignment) % kAlignment;
     corrupt(0xff);
-    std::memset(memory_ + bytes_, 0x5a, kGuarded);
+    std::memset(memory_ + bytes_, 0x5a, kGuardBytes);
 }
 bool Workspace::intact() const {
     synchronize();
-    return std::all_of(memory_ + bytes_, memory_ + bytes_ + kGuarded, [](char c) { return c == 0x5a; });
+    return std::all_of(memory_ + bytes_, memory_ + bytes_ + kGuardBytes, [](char c) { return c == 0x5a; });
 }
 
 CallerMemory::CallerMemory(const dsopt_optimizer *opt, const std::vector<Shape> &shapes) :

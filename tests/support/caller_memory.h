@@ -19,7 +19,7 @@ public:
 
 private:
     size_t bytes_ = 0;
-    std::unique_ptr<char, FreeShared> room_;
+    std::unique_ptr<char, FreeShared> allocation_;
     char *memory_ = nullptr;
 };
 
@@ -34,7 +34,7 @@ public:
     dsopt_status init();
     /// Returns the arguments of a call with the current lists.
     dsopt_step arguments() const;
-    /// Makes one call with the current memory and a workspace full of garbage.
+    /// Calls dsopt_optimizer_apply with the current memory and a workspace full of garbage.
     [[nodiscard]] dsopt_status apply(const std::vector<Array> &gradients,
                                      const std::function<void(dsopt_step &)> &change = {});
 
@@ -62,7 +62,7 @@ private:
     int garbage_ = 0;
 };
 
-/// Creates an optimizer that has only sizes and hyper-parameters, as one created without a device would.
+/// Creates an optimizer whose parameters have sizes and dtypes, and no memory.
 Optimizer make_pure(const Context &context, const std::vector<Shape> &shapes, int32_t algorithm,
                     const dsopt_optimizer_desc &desc);
 

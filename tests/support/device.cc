@@ -99,7 +99,7 @@ void write_device(void *to, const void *from, size_t bytes) {
         runtime().check(runtime().copy(to, from, bytes, 4), "cudaMemcpy"); // cudaMemcpyDefault
     else
         std::memcpy(to, from, bytes);
-    synchronize(); // cudaMemcpy() alone returns while small pageable copies are under way
+    synchronize(); // cudaMemcpy() alone returns while small pageable copies are pending
 }
 std::string device_text(const void *from, size_t bytes) {
     std::string text(bytes, '\0');

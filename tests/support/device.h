@@ -17,11 +17,12 @@ namespace test {
 /// the libdsopt with the emulated device), else DSOPT_BACKEND_CPU.
 int32_t default_backend();
 bool on_cuda();
-/// Returns why the device cannot be used, an empty text if it can. Throws if it is to be the emulated one and is not.
+/// Returns the reason why the device cannot be used, or an empty text. Throws if DSOPT_TEST_DEVICE is `emulated` and
+/// the libdsopt with the emulated device is not loaded.
 std::string device_error();
 
 bool is_emulated();
-/// Returns and clears the last error of the CUDA runtime, an empty text if there is none. Waits for the device.
+/// Returns and clears the last error of the CUDA runtime, or returns an empty text. Waits for the device.
 std::string last_error();
 
 /// Waits for all work of the device. Does nothing on the CPU.
@@ -33,7 +34,7 @@ struct FreeShared {
     void operator()(char *memory) const { free_shared(memory); }
 };
 
-/// Copies from and to memory of the device, that of the engine included, after all work of the device.
+/// Copies from and to device memory, including memory of the engine, after all work of the device is complete.
 std::string device_text(const void *from, size_t bytes);
 void write_device(void *to, const void *from, size_t bytes);
 template <class T> T on_host(const T *from) {

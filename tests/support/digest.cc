@@ -9,12 +9,12 @@ namespace {
 bool g_on = false;
 std::atomic<uint64_t> g_sum{0};
 
-/// The bits of element `i`, those of one NaN for every NaN.
+/// Returns the bits of element `i`. All NaNs have the same bits.
 uint32_t element(const void *data, size_t i, int32_t dtype) {
-    const char *const at = static_cast<const char *>(data) + i * size_of(dtype);
-    if (dtype != DSOPT_DTYPE_I32 && std::isnan(loaded(at, dtype))) return 0x7fffffffu;
+    const char *const address = static_cast<const char *>(data) + i * size_of(dtype);
+    if (dtype != DSOPT_DTYPE_I32 && std::isnan(loaded(address, dtype))) return 0x7fffffffu;
     uint32_t bits = 0;
-    std::memcpy(&bits, at, size_of(dtype));
+    std::memcpy(&bits, address, size_of(dtype));
     return bits;
 }
 

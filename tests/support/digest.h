@@ -9,9 +9,10 @@ namespace test {
 
 /// digest() does nothing before this call.
 void start_digests();
-/// Adds to the number of the running test. The order does not count, because ranks are threads. All NaN are the same.
+/// Adds data to the digest of the running test. The digest does not depend on the order of calls, because ranks are
+/// threads. All NaNs count as equal.
 void digest(const void *data, size_t bytes, int32_t dtype);
-/// Returns the number and starts the next one at 0.
+/// Returns the digest and resets it to 0.
 uint64_t take_digest();
 
 } // namespace test

@@ -47,8 +47,8 @@ testing::AssertionResult same_bits(const std::vector<float> &a, const std::vecto
 std::string algorithm_name(const testing::TestParamInfo<int32_t> &info) { return name_of(info.param); }
 
 dsopt_status call_collective(const Context &context, const Comm &comm, float value, dsopt_norm_result *result) {
-    const Array one(DSOPT_DTYPE_F32, 1, value);
-    const dsopt_tensor tensor = one.tensor();
+    const Array array(DSOPT_DTYPE_F32, 1, value);
+    const dsopt_tensor tensor = array.tensor();
     const Shared<dsopt_norm_result> got(1);
     const dsopt_status status =
         dsopt_tensors_norm(context.get(), &tensor, 1, DSOPT_NORM_L2, 0, comm.get(), got.data(), nullptr);

@@ -88,7 +88,7 @@ private:
         release(member);
         if (rank == 0) record_.all_calls = fabric_.calls();
         recreate_comm(member, rank); // a failure while releasing is not reported
-        must(all_reduce(member, rank), "with another comm");
+        must(all_reduce(member, rank), "all-reduce with a new comm");
     }
 
     /// Runs body() on all ranks. If the failing call is in body(), runs it a second time with a new comm and returns
@@ -108,7 +108,7 @@ private:
             return false;
         }
         const auto bytes = [&](bool whole) { return member.trainer ? member.trainer->bytes(whole) : ""; };
-        const std::string before = bytes(true), part = bytes(false);
+        const std::string before = bytes(true), before_without_errors = bytes(false);
         std::string saved = member.trainer ? member.trainer->save() : "";
         barrier_.arrive_and_wait();
         const auto begin = std::chrono::steady_clock::now();
@@ -120,12 +120,14 @@ private:
         const auto check = [&](bool holds, const char *reason) {
             if (!holds) throw std::runtime_error(text + ": " + reason);
         };
-        check(took < std::chrono::milliseconds(kTimeout / 2), "it came late");
+        check(took < std::chrono::milliseconds(kTimeout / 2), "the status came after half the time-out");
         if (status != DSOPT_OK) {
-            check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !member.comm), "another status");
+            check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !member.comm),
+                  "the status is not that of a failed comm");
             // 0/1 Adam changes weights before a synchronization.
-            if (algorithm_ != DSOPT_ALGORITHM_ZERO_ONE_ADAM) check(bytes(false) == part, "something has changed");
-            if (member.comm) check(body() == status, "the comm is not lost");
+            if (algorithm_ != DSOPT_ALGORITHM_ZERO_ONE_ADAM)
+                check(bytes(false) == before_without_errors, "state has changed");
+            if (member.comm) check(body() == status, "the comm does not return the same status again");
         }
         barrier_.arrive_and_wait();
         if (failed_ != std::array<bool, kRanks>{}) {
@@ -135,24 +137,24 @@ private:
             if (!before.empty()) {
                 member.trainer = new_trainer(member, rank);
                 member.trainer->load(saved);
-                check(bytes(true) == before, "the checkpoint has other bytes");
-                must(body(), "the same call");
+                check(bytes(true) == before, "the loaded state differs from the saved one");
+                must(body(), "the same call with a new comm");
             }
         }
-        check(bytes(true) == healthy_->bytes.at(count)[size_t(rank)], "other bits than without a failure");
+        check(bytes(true) == healthy_->bytes.at(count)[size_t(rank)], "the bits differ from a run without a failure");
         return true;
     }
     void recreate_comm(Member &member, int rank) {
         barrier_.arrive_and_wait();
         if (rank == 0) fabric_.prepare_comm(kRanks);
         barrier_.arrive_and_wait();
-        must(make(member, rank), "another comm");
+        must(make(member, rank), "create a new comm");
     }
 
     dsopt_status make(Member &member, int rank) {
         dsopt_comm *comm = nullptr;
         const dsopt_status status = fabric_.join(rank, kTimeout, member.context.get(), &comm);
-        if (status != DSOPT_OK && comm != nullptr) throw std::runtime_error("a comm, though it failed");
+        if (status != DSOPT_OK && comm != nullptr) throw std::runtime_error("a failed creation returned a comm");
         member.comm.reset(comm);
         return status;
     }
@@ -175,7 +177,7 @@ private:
         const std::vector<float> values(floats, value);
         if (status == DSOPT_OK &&
             block.text() != std::string(reinterpret_cast<const char *>(values.data()), floats * sizeof(float)))
-            throw std::runtime_error("a wrong result");
+            throw std::runtime_error("the result is wrong");
         return status;
     }
     static dsopt_status all_reduce(const Member &member, int rank) {
@@ -224,7 +226,7 @@ inline void fail_each_call(FailingFabric &fabric, int32_t algorithm, bool all) {
         EXPECT_NO_THROW(failing_run.run()) << name_of(algorithm) << ", call " << call;
         failures += failing_run.has_failed();
     }
-    EXPECT_GT(failures, (last - first) / 2) << "most calls are made for their result";
+    EXPECT_GT(failures, (last - first) / 2) << "calls whose failure makes the run fail, of " << last - first + 1;
     testing::Test::RecordProperty("calls", std::to_string(last - first + 1));
     testing::Test::RecordProperty("failures", std::to_string(failures));
 }

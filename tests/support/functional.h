@@ -117,10 +117,10 @@ inline Snapshot raw_snapshot(const dsopt_optimizer *opt, const std::vector<Array
     return all;
 }
 
-/// One of the two ways to step, with a common interface for tests.
+/// An optimizer that steps by dsopt_optimizer_step or by dsopt_optimizer_apply, with one interface for tests.
 class Stepper {
 public:
-    /// `pure`: by dsopt_optimizer_apply. `passed`: each call passes the parameters' memory.
+    /// `pure`: step() calls dsopt_optimizer_apply. `passed`: each call passes the parameters' memory.
     Stepper(const Context &ctx, const OptimizerSettings &settings, bool pure, bool passed = false,
             const CommId *id = nullptr, int rank = 0) :
         weights_(weights_of(settings)),

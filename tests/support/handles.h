@@ -40,9 +40,9 @@ using Comm = Handle<dsopt_comm>;
 dsopt_context_desc context_desc(int32_t threads = 1);
 dsopt_context_desc context_desc(int32_t threads, int32_t backend, int32_t device = 0);
 Context make_context(const dsopt_context_desc &desc = context_desc());
-/// Values of DSOPT_ISA. A processor without one of them uses the kernels of the next lower one that it has.
+/// Values of DSOPT_ISA. If the processor lacks an instruction set, the engine uses the next lower one that it has.
 inline constexpr const char *kAllIsas[] = {"generic", "avx2", "avx512", "avx512_bf16"};
-/// Instruction sets whose bits are compared. The thread sanitizer gains nothing from other code on the same threads.
+/// Instruction sets whose bits are compared. Under the thread sanitizer two are enough, because threads are the same.
 #if defined(__SANITIZE_THREAD__)
 inline constexpr const char *kIsas[] = {"generic", "avx512"};
 #else

@@ -7,7 +7,7 @@
 namespace test {
 
 enum class Label {
-    /// About the CPU, or with memory that only the CPU accesses. Left out on CUDA.
+    /// Tests the CPU backend, or uses memory that only the CPU can access. Left out on CUDA.
     cpu,
     /// Takes long on the emulated device and runs no kernel that shorter tests do not run. Left out there.
     long_emulated,
@@ -15,16 +15,16 @@ enum class Label {
     varies,
     /// Starts no second thread. Left out under TSan.
     one_thread,
-    /// One of many cases in which threads meet in the same way. Left out under TSan.
+    /// One of many cases in which threads interact in the same way. Left out under TSan.
     one_of_many,
-    /// A long training or a statistic. Left out under sanitizers, which find nothing in it that shorter tests lack.
+    /// A long training run, or statistics. Left out under sanitizers, because shorter tests run the same code.
     numbers_only
 };
 
 struct Labelled {
     const char *file, *name, *params;
-    int line;         // of the label; 0: the whole file
-    const char *test; // "Suite.Name" in place of the line, where a macro makes several tests of one line
+    int line;         // of the label; 0: the label applies to the whole file
+    const char *test; // "Suite.Name"; set where a macro defines several tests in one line
 };
 inline std::vector<Labelled> &labels() {
     static std::vector<Labelled> all;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// main() of the unit tests: a program is many subjects, and Meson runs one at a time on one device (device.h).
+// main() of the unit tests. A program has the tests of many folders; each Meson test runs one folder on one device
+// (device.h).
 //
 //     test_unit [--gtest_...] [--without=LABEL]... [--digests=FILE] [FOLDER...]
 //
-// Runs the tests whose source is in one of these folders, or all, without those that have one of these labels (label.h).
+// Runs the tests whose sources are in these folders, or all tests, except those with one of these labels (label.h).
 // --digests: writes the digest (digest.h) of each test.
 #include "device.h"
 #include "digest.h"
@@ -24,12 +25,12 @@
 
 namespace {
 
-/// Lines of the tests in each file, which say what test a label is of.
+/// Lines of the tests in each file. A label applies to the first test after it.
 using Lines = std::map<std::string, std::set<int>>;
 
 std::set<std::string> labels_of(const testing::TestInfo &test, const Lines &lines) {
     std::set<std::string> found;
-    const std::string name = test.name(), param = name.substr(name.find('/') + 1); // the name if it has none
+    const std::string name = test.name(), param = name.substr(name.find('/') + 1); // without a parameter: the name
     const std::string base = std::string(test.test_suite_name()) + "." + name.substr(0, name.find('/'));
     for (const test::Labelled &label : test::labels()) {
         if (test.file() != std::string(label.file) || fnmatch(label.params, param.c_str(), 0) != 0) continue;
@@ -47,26 +48,26 @@ template <class F> void for_each_test(const F &body) {
 
 using Digests = std::map<std::string, uint64_t>;
 
-/// What a test leaves behind, and its digest.
+/// Computes the digest of each test, and fails tests that leave an error in the CUDA runtime.
 class Watch : public testing::EmptyTestEventListener {
 public:
-    /// `wanted`: of the CPU, which the tests must have, too. NULL: not compared.
+    /// `wanted`: digests of the CPU, which must be equal. NULL: digests are not compared.
     explicit Watch(const Digests *wanted) : wanted_(wanted) {}
     Digests digests;
 
 private:
-    void OnTestEnd(const testing::TestInfo &one) override {
+    void OnTestEnd(const testing::TestInfo &info) override {
         test::end_copies();
-        const std::string error = test::last_error(), name = std::string(one.test_suite_name()) + "." + one.name();
-        if (!error.empty()) ADD_FAILURE() << "an error was left in the caller's runtime: " << error;
+        const std::string error = test::last_error(), name = std::string(info.test_suite_name()) + "." + info.name();
+        if (!error.empty()) ADD_FAILURE() << "the test leaves an error in the CUDA runtime: " << error;
         digests[name] = test::take_digest();
         if (wanted_ != nullptr && wanted_->count(name) != 0 && digests[name] != wanted_->at(name))
-            ADD_FAILURE() << "parameters or state that the test read have other bits than on the CPU";
+            ADD_FAILURE() << "parameters or state that the test reads differ from those on the CPU";
     }
     const Digests *wanted_;
 };
 
-/// Runs the same tests on the CPU, in a process of its own, for their digests.
+/// Runs the same tests on the CPU, in a child process. Returns their digests.
 Digests digests_of_cpu(const std::vector<std::string> &arguments) {
     char path[] = "/tmp/dsopt-digests-XXXXXX";
     const int file = mkstemp(path);
@@ -122,28 +123,29 @@ int main(int argc, char **argv) {
     if (test::is_emulated()) without.insert("long_emulated");
 
     Lines lines;
-    for_each_test([&](const testing::TestInfo &one) { lines[one.file()].insert(one.line()); });
+    for_each_test([&](const testing::TestInfo &info) { lines[info.file()].insert(info.line()); });
     std::string filter;
     std::map<std::string, int> left_out;
     bool any = false;
-    for_each_test([&](const testing::TestInfo &one) {
-        const std::string file = one.file();
+    for_each_test([&](const testing::TestInfo &info) {
+        const std::string file = info.file();
         const auto holds = [&](const std::string &folder) { return file.find(folder) != std::string::npos; };
         if (!folders.empty() && std::none_of(folders.begin(), folders.end(), holds)) return;
         any = true;
-        for (const std::string &label : labels_of(one, lines))
+        for (const std::string &label : labels_of(info, lines))
             if (without.count(label) != 0) {
                 ++left_out[label];
                 return;
             }
-        filter += std::string(one.test_suite_name()) + "." + one.name() + ":";
+        filter += std::string(info.test_suite_name()) + "." + info.name() + ":";
     });
     if (!any) {
         std::fprintf(stderr, "no test is in %s\n", folders[0].c_str());
         return 1;
     }
     for (const auto &[label, count] : left_out) std::printf("%d tests left out: %s\n", count, label.c_str());
-    // What the caller filtered stays filtered; of a folder, too, tests may be left out: --gtest_filter=-A.B:C.D
+    // A filter that selects tests replaces the folder and the labels. A filter that begins with '-' excludes tests of
+    // the folder: --gtest_filter=-A.B:C.D
     const std::string wanted = testing::GTEST_FLAG(filter);
     if (filter.empty())
         testing::GTEST_FLAG(filter) = "-*";

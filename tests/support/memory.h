@@ -21,7 +21,7 @@ struct Memory {
     void *stream = nullptr; // of the steps
 };
 
-/// Returns malloc with exact sizes, so that a sanitizer detects an engine that accesses memory past the end of a
+/// Returns functions that allocate exact sizes with malloc, so that a sanitizer detects accesses past the end of a
 /// tensor.
 inline Memory host_memory() {
     const auto copy = [](void *to, const void *from, size_t bytes) {
@@ -42,8 +42,8 @@ inline Memory memory_under_test() {
             [](void *to, const void *from, size_t bytes) { write_device(to, from, bytes); }};
 }
 
-/// Bytes in a memory that outlives them. They begin `shift` bytes after the begin of the allocation. The address is not
-/// NULL even for 0 bytes.
+/// A block of bytes, which begins `shift` bytes after the start of its allocation. The Memory must outlive the block.
+/// The address is not NULL even for 0 bytes.
 class Block {
 public:
     Block(const Memory &memory, size_t bytes, size_t shift = 0) :

@@ -63,7 +63,7 @@ inline std::vector<MissingMemoryCase> missing_memory_cases() {
     return cases;
 }
 
-/// Eleven calls of one rank, through every stage, with their results and whether the parameters changed.
+/// Makes eleven calls on one rank, through every stage. Counts successful calls and records which parameters changed.
 class MissingMemoryRank {
 public:
     MissingMemoryRank(const Memory &memory, const Context &context, const Comm &comm,
@@ -139,9 +139,9 @@ public:
             if (status != DSOPT_ERR_STATE || text.find("'second'") == std::string::npos)
                 throw std::runtime_error("call " + std::to_string(call) + ": " + dsopt_status_name(status) + ": " +
                                          text);
-            if (all_bytes() != before) throw std::runtime_error("a call was refused and has changed something");
+            if (all_bytes() != before) throw std::runtime_error("a refused call has changed memory");
         }
-        const std::string ones(blocks_[1].text()); // a gradient
+        const std::string ones(blocks_[1].text()); // a gradient, which has the initial values of the parameters
         changed = blocks_[0].text() != ones;
         second_changed = blocks_[2].text() != ones;
     }
@@ -175,14 +175,14 @@ inline void expect_status_or_unchanged(const Memory &memory, const dsopt_context
     EXPECT_NO_THROW(run_ranks(test_case.ranks, [&](int rank) {
         const Context context = make_context(desc);
         const Comm comm = test_case.ranks > 1 ? local_comm(context, id, rank, test_case.ranks) : nullptr;
-        MissingMemoryRank one(memory, context, comm, test_case);
-        one.run();
-        successes[size_t(rank)] = one.successes;
-        if (one.successes == 0 && test_case.bound)
-            throw std::runtime_error("everything is refused, though all has memory");
-        if (one.successes > 0 && !one.changed) throw std::runtime_error("the first parameter did not move");
-        if (!test_case.bound && one.second_changed)
-            throw std::runtime_error("memory moved that the engine was not given");
+        MissingMemoryRank checked(memory, context, comm, test_case);
+        checked.run();
+        successes[size_t(rank)] = checked.successes;
+        if (checked.successes == 0 && test_case.bound)
+            throw std::runtime_error("every call is refused, although all parameters have memory");
+        if (checked.successes > 0 && !checked.changed) throw std::runtime_error("the first parameter did not change");
+        if (!test_case.bound && checked.second_changed)
+            throw std::runtime_error("memory that was not passed to the engine has changed");
     }));
     for (const int count : successes) EXPECT_EQ(count, successes[0]);
 }

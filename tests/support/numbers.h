@@ -57,7 +57,7 @@ float rounded(float value, int32_t dtype);
 float loaded(const void *from, int32_t dtype);
 void store(void *to, int32_t dtype, float value);
 
-/// True if a sanitizer is active. Repetitions of one path cost ten times as much then, and find nothing new.
+/// True if a sanitizer is active. Tests then leave out repetitions of one path, which take ten times as long.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kSanitized = true;
 #elif defined(__has_feature)

@@ -46,8 +46,8 @@ inline std::string name_of(const Setting &setting) {
     return name + (setting.compat == DSOPT_COMPAT_NONE ? "" : ", compat");
 }
 
-/// An optimizer and its memory. Sums of gradients, and of their squares, are exact, so that the order in which a comm
-/// adds up does not matter.
+/// An optimizer and its memory. Sums of gradients, and of their squares, are exact, so that results do not depend on
+/// the order in which a comm adds.
 class RankTrainer {
 public:
     RankTrainer(dsopt_context *context, dsopt_comm *comm, int rank, const Setting &setting,

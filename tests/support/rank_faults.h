@@ -59,11 +59,11 @@ inline std::vector<RankFaultCase> rank_fault_cases(uint64_t seed, int most_ranks
     for (int fault = 0; fault < kRankFaults; ++fault)
         for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                         DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
-            RankFaultCase one{RankFault(fault), algorithm, 2 + draw(most_ranks - 1), 0, 1 + draw(5),
-                              draw(3) == 0,     false};
-            one.faulty_rank = draw(one.ranks);
-            one.averages = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM && draw(2) == 0;
-            cases.push_back(one);
+            RankFaultCase fault_case{RankFault(fault), algorithm, 2 + draw(most_ranks - 1), 0, 1 + draw(5),
+                                     draw(3) == 0,     false};
+            fault_case.faulty_rank = draw(fault_case.ranks);
+            fault_case.averages = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM && draw(2) == 0;
+            cases.push_back(fault_case);
         }
     return cases;
 }
@@ -191,7 +191,7 @@ private:
             const std::string before = trainer->bytes(false);
             const dsopt_status status = timed("step", [&] { return trainer->step(call); });
             if (second) second->join();
-            const bool two = second.has_value(); // two steps at once: it is undefined which of them returned what
+            const bool two = second.has_value(); // two concurrent steps: which of them fails is undefined
             second.reset();
             if (status == DSOPT_OK) continue;
             // 0/1 Adam changes weights before a synchronization.
@@ -240,9 +240,11 @@ inline void run_all_rank_faults(const std::vector<std::unique_ptr<Fabric>> &fabr
     std::vector<RankFaultCase> cases;
     const auto first = 1 + uint64_t(testing::GTEST_FLAG(random_seed)); // --gtest_random_seed selects others
     for (uint64_t seed = first; seed < first + seeds; ++seed)
-        for (const RankFaultCase &one : rank_fault_cases(seed, most_ranks)) cases.push_back(one);
+        for (const RankFaultCase &fault_case : rank_fault_cases(seed, most_ranks)) cases.push_back(fault_case);
     if (fewer) // one algorithm per fault
-        std::erase_if(cases, [&, i = 0](const RankFaultCase &one) mutable { return (i++ + int(one.fault)) % 4 != 0; });
+        std::erase_if(cases, [&, i = 0](const RankFaultCase &fault_case) mutable {
+            return (i++ + int(fault_case.fault)) % 4 != 0;
+        });
     const int timeout_ms = kSanitized ? 600 : 200;
     const SchedulingDelay delay;
     AtomicMaximum longest;

@@ -77,19 +77,19 @@ inline void expect_same(const SafetensorsReader &reader, const Content &content)
         return sorted;
     }());
     for (size_t i = 0; i < content.tensors.size(); ++i) {
-        const size_t at = reader.find(content.tensors[i].name);
-        ASSERT_NE(at, SafetensorsReader::npos) << content.tensors[i].name;
-        const TensorEntry &entry = reader.tensors()[at];
+        const size_t index = reader.find(content.tensors[i].name);
+        ASSERT_NE(index, SafetensorsReader::npos) << content.tensors[i].name;
+        const TensorEntry &entry = reader.tensors()[index];
         EXPECT_EQ(entry.name, content.tensors[i].name);
         EXPECT_EQ(entry.dtype, content.tensors[i].dtype);
         EXPECT_EQ(entry.shape, content.tensors[i].shape);
         ASSERT_EQ(entry.bytes, content.tensors[i].bytes);
         std::string data(entry.bytes, '\0');
-        reader.verify(at, data.data());
+        reader.verify(index, data.data());
         EXPECT_EQ(data, content.bytes[i]);
         for (const size_t offset : {size_t(0), size_t(entry.bytes / 2), size_t(entry.bytes)}) {
             std::string part(entry.bytes - offset, '\0');
-            reader.read(at, offset, part.data(), part.size());
+            reader.read(index, offset, part.data(), part.size());
             EXPECT_EQ(part, content.bytes[i].substr(offset));
         }
     }

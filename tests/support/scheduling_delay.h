@@ -10,8 +10,8 @@
 
 namespace test {
 
-/// A thread that alternately sleeps and works a little. Any additional time is scheduling delay, which other threads
-/// would have had too.
+/// A thread that alternately sleeps and works for a fixed time. Any additional time is scheduling delay, which affects
+/// other threads, too.
 class SchedulingDelay {
 public:
     SchedulingDelay() : due_(now() + kSleep), thread_([this] { measure(); }) {}
@@ -24,7 +24,7 @@ public:
 
     /// Returns the total delay in milliseconds since the beginning, including a delay that is not over yet.
     int64_t total_ms() const {
-        const int64_t due = due_; // read first: a concurrent addition then counts twice rather than not at all
+        const int64_t due = due_; // read first: a concurrent addition then counts twice instead of not at all
         const int64_t pending = now() - due;
         return (sum_ + (pending > 0 ? pending : 0)) / 1000;
     }

@@ -19,7 +19,7 @@ mode_t mode_of(int flags, va_list list) { return flags & (O_CREAT | O_TMPFILE) ?
 struct stat64 information(int descriptor) {
     static const auto real = next<int (*)(int, struct stat64 *)>("fstat64");
     struct stat64 now {};
-    if (real(descriptor, &now) != 0) throw std::runtime_error("a descriptor without a file");
+    if (real(descriptor, &now) != 0) throw std::runtime_error("the descriptor has no file");
     return now;
 }
 thread_local test::DiskLog *current_log = nullptr;
@@ -31,7 +31,7 @@ namespace test {
 bool Faults::hit(const char *name) {
     if (!armed) return false;
     const int call = calls++;
-    if (at < 0 || (lasting ? call < at : call != at)) return false;
+    if (failing_call < 0 || (lasting ? call < failing_call : call != failing_call)) return false;
     if (failed == nullptr) failed = name;
     errno = error;
     return true;
@@ -42,7 +42,8 @@ DiskLog::DiskLog(const std::string &folder) {
     if (::stat(folder.c_str(), &now) != 0) throw std::runtime_error("no folder " + folder);
     folder_ = now.st_ino;
     for (const auto &entry : std::filesystem::directory_iterator(folder)) {
-        if (::stat(entry.path().c_str(), &now) != 0) throw std::runtime_error("a file that is gone");
+        if (::stat(entry.path().c_str(), &now) != 0)
+            throw std::runtime_error("a file of the folder does not exist any more");
         record.contents[next_] = read_file(entry.path());
         files_[now.st_ino] = names_[entry.path().filename()] = next_++;
     }
@@ -53,7 +54,7 @@ DiskLog::~DiskLog() { current_log = nullptr; }
 DiskLog *DiskLog::current() { return current_log; }
 
 void DiskLog::expect_folder(int descriptor) const {
-    if (information(descriptor).st_ino != folder_) throw std::runtime_error("not the folder of the log");
+    if (information(descriptor).st_ino != folder_) throw std::runtime_error("the folder is not that of the log");
 }
 void DiskLog::created(int descriptor, int folder, const char *name) {
     expect_folder(folder);
@@ -85,7 +86,7 @@ void DiskLog::resized(int descriptor, uint64_t bytes) {
 }
 void DiskLog::written(int descriptor, const void *data, size_t bytes) {
     const off_t end = ::lseek(descriptor, 0, SEEK_CUR);
-    if (end < off_t(bytes)) throw std::runtime_error("bytes written to no place");
+    if (end < off_t(bytes)) throw std::runtime_error("the offset of the file is less than the bytes written");
     add({.kind = DiskChange::write,
          .file = files_.at(information(descriptor).st_ino),
          .offset = uint64_t(end) - bytes,

@@ -14,16 +14,16 @@ namespace test {
 /// Selects the call that fails.
 struct Faults {
     static inline thread_local bool armed = false;
-    static inline thread_local int calls = 0, at = -1, error = 0;
+    static inline thread_local int calls = 0, failing_call = -1, error = 0;
     static inline thread_local bool lasting = false;
     static inline thread_local const char *failed = nullptr; // name of the first call that failed
     static bool hit(const char *name);
 };
-/// Runs `call` with its system call number `at` failing, and all later ones too if `lasting`. -1: none fails, and they
-/// are counted.
-template <class F> auto with_fault(int at, bool lasting, int error, const F &call) {
+/// Runs `call`. Its system call number `failing_call` fails and, if `lasting`, all later ones. -1: no system call
+/// fails, and all are counted.
+template <class F> auto with_fault(int failing_call, bool lasting, int error, const F &call) {
     Faults::calls = 0;
-    Faults::at = at;
+    Faults::failing_call = failing_call;
     Faults::lasting = lasting;
     Faults::error = error;
     Faults::failed = nullptr;

@@ -50,9 +50,10 @@ struct ExchangeLayout {
     }
     int64_t slice() const { return chunk * nodes; }
     int64_t message_bytes() const { return (4 * scales + chunk / 8 + 15) / 16 * 16; }
-    /// Return the first element of tensor t at or after `place`, and the end of its elements before `place`.
-    int64_t from(size_t t, int64_t place) const { return std::max(begin[t], place); }
-    int64_t to(size_t t, int64_t place) const { return std::min(begin[t] + numel[t], place); }
+    /// Returns the first element of tensor t at or after `index`.
+    int64_t from(size_t t, int64_t index) const { return std::max(begin[t], index); }
+    /// Returns the end of the elements of tensor t before `index`.
+    int64_t to(size_t t, int64_t index) const { return std::min(begin[t] + numel[t], index); }
 };
 
 } // namespace test

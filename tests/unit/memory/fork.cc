@@ -42,8 +42,8 @@ TEST(Fork, WorksInTheChildDuringAnyAllocation) {
     for (int64_t allocation = 0; !seen.completed; ++allocation) {
         ASSERT_TRUE(passes_in_child([&](const auto &expect) {
             NewCounter::calls = 0;
-            NewCounter::failure.at = allocation;
-            NewCounter::instead = block_in_allocation;
+            NewCounter::failure.failing_call = allocation;
+            NewCounter::on_failure = block_in_allocation;
             std::thread([&] {
                 const CountScope armed;
                 (void)first_use();
