@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that dsopt-replay notices a wrong record: runs it on copies of golden cases in which one thing is wrong.
+"""Checks that dsopt-replay detects wrong records: runs it on copies of golden cases, each of which has one error.
 
 usage: altered.py [--backend NAME] REPLAY FILE...
 
 Each tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
 F64), by three units in the last place (16 bit), by one (integers), to the other one (flags), to twice itself (loss
-scales). Replay must fail each copy and name that tensor. The engine computes its own trajectory only from the inputs,
-so a change in any row of an output stays a difference of that one value. Then the structure of each file is damaged in
-ways that a careless reader would not notice. The exit status is 1 unless replay noticed everything.
+scales). Replay must fail each copy and name that tensor. The engine computes the trajectory from the inputs only, so a
+change in any row of an output is a difference of that value alone. Further copies have errors in their structure that
+a reader without checks would accept. The exit status is 1 unless replay detects all errors.
 """
 import argparse
 import json
@@ -149,12 +149,12 @@ def change_scale(values, dtype, rng):
 
 
 def damaged(path):
-    """Yields copies of one file with an error in its structure: (what, bytes, text that replay's line must contain)."""
+    """Yields copies of one file with an error in its structure: (description, bytes, text in replay's line)."""
     golden = Golden(path)
     size = len(golden.data)
-    golden.header["stowaway"] = {"dtype": "U8", "shape": [1], "data_offsets": [size, size + 1]}
+    golden.header["unexpected_entry"] = {"dtype": "U8", "shape": [1], "data_offsets": [size, size + 1]}
     golden.data.append(0)
-    yield "one more tensor", golden.bytes(), "stowaway"
+    yield "one more tensor", golden.bytes(), "unexpected_entry"
 
     for name in dict.fromkeys((golden.compared()[0], golden.tensors()[0])):
         golden = Golden(path)
@@ -164,24 +164,24 @@ def damaged(path):
         yield f"without tensor {name}", golden.bytes(), shared
 
     golden = Golden(path)
-    golden.metadata()["stowaway"] = "1"
-    yield "one more metadata key", golden.bytes(), "stowaway"
+    golden.metadata()["unexpected_entry"] = "1"
+    yield "one more metadata key", golden.bytes(), "unexpected_entry"
 
     golden = Golden(path)
     if "groups" in golden.metadata():
         groups = json.loads(golden.metadata()["groups"])
-        groups[-1]["stowaway"] = 1
+        groups[-1]["unexpected_entry"] = 1
         golden.metadata()["groups"] = json.dumps(groups)
-        yield "one more override in a group", golden.bytes(), "stowaway"
+        yield "one more override in a group", golden.bytes(), "unexpected_entry"
 
     golden = Golden(path)
-    golden.metadata()["algorithm"] = "stowaway"
-    yield "an unknown algorithm", golden.bytes(), "stowaway"
+    golden.metadata()["algorithm"] = "unexpected_entry"
+    yield "an unknown algorithm", golden.bytes(), "unexpected_entry"
     yield "its last byte cut off", Golden(path).bytes()[:-1], ""
 
 
 def checks(paths):
-    """Yields what to run: (what, bytes of the file, verdict, tensor to be named or None, text in the line)."""
+    """Yields the checks: (description, bytes of the file, verdict, tensor to be named or None, text in the line)."""
     for path in paths:
         stem = os.path.basename(path)
         yield stem, Golden(path).bytes(), "PASS", None, ""
@@ -189,8 +189,8 @@ def checks(paths):
             golden = Golden(path)
             if golden.alter(name, random.Random(f"{stem}/{name}")):
                 yield f"{stem} with one value of {name} changed", golden.bytes(), "FAIL", name, ""
-        for what, raw, needle in damaged(path):
-            yield f"{stem}, {what}", raw, "FAIL", None, needle
+        for what, raw, expected_text in damaged(path):
+            yield f"{stem}, {what}", raw, "FAIL", None, expected_text
 
 
 def run_batch(command, batch, folder):
@@ -207,19 +207,19 @@ def run_batch(command, batch, folder):
         print(f"replay printed {len(lines)} lines for {len(batch)} files and ended with status {result.returncode}")
         return 0
     good = 0
-    for index, (what, _, verdict, tensor, needle) in enumerate(batch):
+    for index, (what, _, verdict, tensor, expected_text) in enumerate(batch):
         words = lines[index].split(" ")
-        as_expected = words[:2] == [verdict, str(index)] and needle in lines[index]
+        as_expected = words[:2] == [verdict, str(index)] and expected_text in lines[index]
         if as_expected and tensor is not None:
             as_expected = words[3:4] == [tensor]  # FAIL name difference tensor (...)
         good += as_expected
         if not as_expected:
-            print(f"{what}: expected {verdict} {tensor or needle}, replay said: {lines[index]}")
+            print(f"{what}: expected {verdict} {tensor or expected_text}, replay printed: {lines[index]}")
     return good
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Does dsopt-replay notice a wrong record?")
+    parser = argparse.ArgumentParser(description="Checks that dsopt-replay detects wrong records.")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("replay")
     parser.add_argument("files", nargs="+")

@@ -17,7 +17,7 @@ std::string shape_text(const std::vector<int64_t> &shape) {
 
 /// Index of a finite value in the sorted list of all values of a 16-bit format: adjacent values differ by 1, both zeros
 /// are 0.
-int64_t place(double value, int32_t dtype) {
+int64_t ordinal(double value, int32_t dtype) {
     const int fraction_bits = dtype == DSOPT_DTYPE_F16 ? 10 : 7;
     const int smallest =
         dtype == DSOPT_DTYPE_F16 ? -14 : -126; // exponent of the smallest normal number, shared by subnormals
@@ -30,8 +30,8 @@ int64_t place(double value, int32_t dtype) {
     return value < 0 ? -magnitude : magnitude;
 }
 
-/// Returns the fraction of the tolerance that is used: 0 = equal, above 1 = failure.
-double share_used(double got, double want, int32_t dtype, const Rule &rule, double peak) {
+/// Returns the difference as a fraction of the tolerance: 0 = equal, above 1 = failure.
+double used_tolerance(double got, double want, int32_t dtype, const Rule &rule, double peak) {
     if (got == want || (std::isnan(got) && std::isnan(want))) return 0;
     if (!std::isfinite(got) || !std::isfinite(want)) return HUGE_VAL;
     double allowed = 0;
@@ -39,7 +39,7 @@ double share_used(double got, double want, int32_t dtype, const Rule &rule, doub
         allowed = rule.allowed;
     } else if (rule.kind == Rule::by_dtype) {
         if (dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16)
-            return double(std::abs(place(got, dtype) - place(want, dtype)));
+            return double(std::abs(ordinal(got, dtype) - ordinal(want, dtype)));
         if (dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F64) allowed = float_tolerance * peak;
     }
     return allowed > 0 ? std::abs(got - want) / allowed : HUGE_VAL;
@@ -98,11 +98,11 @@ void Comparison::values(const Tensor &want, int64_t t, int64_t first, const std:
         const double wanted = want.value(first + int64_t(i));
         seen[size_t(first) + i] = true;
         ++count_;
-        const double share = share_used(got[i], wanted, want.dtype, rule, reference);
-        if (share > 1) ++wrong_;
-        if (share <= worst_.share) continue;
+        const double fraction = used_tolerance(got[i], wanted, want.dtype, rule, reference);
+        if (fraction > 1) ++wrong_;
+        if (fraction <= worst_.fraction) continue;
         const double difference = std::abs(got[i] - wanted);
-        worst_ = {share,      std::isnan(difference) || reference == 0 ? HUGE_VAL : difference / reference,
+        worst_ = {fraction,   std::isnan(difference) || reference == 0 ? HUGE_VAL : difference / reference,
                   &want,      t,
                   int64_t(i), got[i],
                   wanted};
@@ -113,7 +113,7 @@ void Comparison::finish() const {
     for (const auto &[name, tensor] : file_.tensors()) {
         if (inputs_.count(name) != 0) continue;
         const auto found = compared_.find(name);
-        if (found == compared_.end()) fail("tensor %s was left untouched", name.c_str());
+        if (found == compared_.end()) fail("tensor %s was not compared", name.c_str());
         const auto &seen = found->second;
         const auto done = std::count(seen.begin(), seen.end(), true);
         if (done != tensor.numel)
@@ -131,7 +131,7 @@ std::string Comparison::summary() const {
         return text;
     }
     const std::string step = worst_.t < 0 ? "initial" : "step " + std::to_string(worst_.t);
-    std::snprintf(text, sizeof text, "%.2g %s (%s, element %lld, got %.9g, want %.9g), %lld of %lld values are off",
+    std::snprintf(text, sizeof text, "%.2g %s (%s, element %lld, got %.9g, want %.9g), %lld of %lld values differ",
                   worst_.relative, name, step.c_str(), (long long)worst_.element, worst_.got, worst_.want,
                   (long long)wrong_, (long long)count_);
     return text;
@@ -139,8 +139,8 @@ std::string Comparison::summary() const {
 
 Rule error_rule(Comparison &comparison, const Tensor &error, const Tensor &scale) {
     const double largest = comparison.peak(scale);
-    const double own = std::max(2e-5 * comparison.peak(error), 1e-6 * largest);
-    return {Rule::within, std::min(4e-6 * largest, own)};
+    const double by_peak = std::max(2e-5 * comparison.peak(error), 1e-6 * largest);
+    return {Rule::within, std::min(4e-6 * largest, by_peak)};
 }
 
 } // namespace replay

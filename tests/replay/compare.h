@@ -13,9 +13,9 @@ namespace replay {
 struct Rule {
     enum Kind {
         by_dtype, ///< F64, F32: 2e-6 of the tensor's peak; F16, BF16: one unit in the last place; integers: exact
-        exact,    ///< loss scales and other values that are integers or powers of two in disguise
-        within    ///< `allowed` is absolute: residuals have a tolerance relative to the largest scale, not to their own
-                  ///< peak
+        exact,    ///< values must be equal: loss scales, and other integers or powers of two
+        within ///< differences are at most `allowed`: the tolerance of residuals is relative to the largest scale, not
+               ///< to their peak
     };
     Kind kind = by_dtype;
     double allowed = 0;
@@ -48,7 +48,7 @@ private:
     void values(const Tensor &want, int64_t t, int64_t first, const std::vector<double> &got, const Rule &rule);
 
     struct Worst {
-        double share = 0;    ///< fraction of the tolerance; above 1 is a failure
+        double fraction = 0; ///< fraction of the tolerance; above 1 is a failure
         double relative = 0; ///< relative to the peak
         const Tensor *tensor = nullptr;
         int64_t t = 0, element = 0;

@@ -26,14 +26,14 @@ void become_emulated(char **argv) {
     folder += "/cuda";
     // Uses the search path instead of a preload, because a sanitizer's library must be the first preloaded one.
     const char *before = std::getenv("LD_LIBRARY_PATH");
-    const std::string mine = before != nullptr && *before != 0 ? folder + ":" + before : folder;
+    const std::string search_path = before != nullptr && *before != 0 ? folder + ":" + before : folder;
+    // The second condition ends a recursion: this program has already been restarted, without success.
     if (access((folder + "/libdsopt.so.1").c_str(), R_OK) != 0 ||
-        (before != nullptr &&
-         std::strncmp(before, folder.c_str(), folder.size()) == 0)) { // or this would start itself again forever
+        (before != nullptr && std::strncmp(before, folder.c_str(), folder.size()) == 0)) {
         std::fprintf(stderr, "dsopt-replay: no emulated backend in %s\n", folder.c_str());
         return;
     }
-    setenv("LD_LIBRARY_PATH", mine.c_str(), 1);
+    setenv("LD_LIBRARY_PATH", search_path.c_str(), 1);
     execv(self, argv);
     std::fprintf(stderr, "dsopt-replay: %s: %s\n", self, std::strerror(errno));
 }

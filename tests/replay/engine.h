@@ -73,14 +73,14 @@ public:
         check(dsopt_scaler_update(get(), static_cast<const int32_t *>(overflow.data()), nullptr),
               "dsopt_scaler_update");
     }
-    /// Failure unless the float that backward reads is the scaler's value.
+    /// Returns the scaler's values. Failure unless the float that the backward pass reads is the dynamic scale.
     dsopt_scaler_info info() const {
         DSOPT_NEW(dsopt_scaler_info, info);
         check(dsopt_scaler_query(get(), &info), "dsopt_scaler_query");
         float used = 0;
         memory_->read(&used, dsopt_scaler_device_scale(get()), sizeof used);
         if (used != float(info.dynamic) || double(used) != info.scale)
-            fail("backward would read the loss scale %.9g, the query says %.9g and the machine is at %.17g",
+            fail("the loss scale in device memory is %.9g, the queried scale is %.9g, the dynamic scale is %.17g",
                  double(used), info.scale, info.dynamic);
         return info;
     }

@@ -25,7 +25,7 @@ for pattern in $patterns; do
     set +f
     for file in "$folder"/$pattern.safetensors; do
         set -f
-        [ -f "$file" ] || { echo "golden: no case is called $pattern"; exit 1; }
+        [ -f "$file" ] || { echo "golden: no case matches $pattern"; exit 1; }
         name=${file##*/}
         left_out "${name%.safetensors}" || set -- "$@" "$file"
     done

@@ -41,7 +41,8 @@ std::vector<int32_t> dtype_list(GoldenFile &file, const std::string &key, int64_
         dtypes.push_back(dtype);
     }
     if (dtypes.size() == 1) dtypes.resize(size_t(params), dtypes[0]);
-    if (int64_t(dtypes.size()) != params) fail("metadata %s: one dtype, or one a parameter", key.c_str());
+    if (int64_t(dtypes.size()) != params)
+        fail("metadata %s: must have one dtype, or one dtype per parameter", key.c_str());
     return dtypes;
 }
 
@@ -55,29 +56,30 @@ Layout::Layout(GoldenFile &file) : file_(file) {
 }
 
 void Layout::read_groups() {
-    std::set<int64_t> placed;
+    std::set<int64_t> listed;
     const auto document = parse_array(file_, "groups");
     for (const auto &entry : document.GetArray()) {
         if (!entry.IsObject() || !entry.HasMember("params")) fail("metadata groups: not a list of objects with params");
         Group group;
-        const auto set = [&group](const std::string &given, const std::string &key, const rapidjson::Value &value) {
-            if (!group.overrides.emplace(key, scalar(value, given)).second)
-                fail("metadata groups: %s is given twice", given.c_str());
+        const auto set = [&group](const std::string &name, const std::string &key, const rapidjson::Value &value) {
+            if (!group.overrides.emplace(key, scalar(value, name)).second)
+                fail("metadata groups: %s is a duplicate key", name.c_str());
         };
         for (const auto &member : entry.GetObject()) {
             const std::string key = member.name.GetString();
             if (key == "params") {
-                if (!member.value.IsArray()) fail("metadata groups: params are a list");
+                if (!member.value.IsArray()) fail("metadata groups: params must be a list");
                 for (const auto &index : member.value.GetArray()) {
                     if (!index.IsInt64() || index.GetInt64() < 0 || index.GetInt64() >= param_count())
-                        fail("metadata groups: params names no parameter");
-                    if (!placed.insert(index.GetInt64()).second)
-                        fail("metadata groups: parameter %lld is in it twice", (long long)index.GetInt64());
+                        fail("metadata groups: an entry of params is not the index of a parameter");
+                    if (!listed.insert(index.GetInt64()).second)
+                        fail("metadata groups: parameter %lld is listed twice", (long long)index.GetInt64());
                     group.params.push_back(index.GetInt64());
                     order_.push_back(index.GetInt64());
                 }
             } else if (key == "betas") {
-                if (!member.value.IsArray() || member.value.Size() != 2) fail("metadata groups: betas are two numbers");
+                if (!member.value.IsArray() || member.value.Size() != 2)
+                    fail("metadata groups: betas must be two numbers");
                 set(key, "beta1", member.value[0]);
                 set(key, "beta2", member.value[1]);
             } else {
@@ -86,8 +88,8 @@ void Layout::read_groups() {
         }
         groups_.push_back(std::move(group));
     }
-    if (placed.size() != shapes_.size())
-        fail("metadata groups: %zu of %zu parameters are in no group", shapes_.size() - placed.size(), shapes_.size());
+    if (listed.size() != shapes_.size())
+        fail("metadata groups: %zu of %zu parameters are in no group", shapes_.size() - listed.size(), shapes_.size());
 }
 
 double Layout::hyper(size_t index, const std::string &key) {
@@ -99,8 +101,8 @@ double Layout::hyper(size_t index, const std::string &key) {
     return found == group.overrides.end() ? common : found->second;
 }
 
-bool Layout::hyper_flag(size_t index, const std::string &key, bool otherwise) {
-    if (!file_.has(key) && groups_[index].overrides.count(key) == 0) return otherwise;
+bool Layout::hyper_flag(size_t index, const std::string &key, bool default_value) {
+    if (!file_.has(key) && groups_[index].overrides.count(key) == 0) return default_value;
     const double value = hyper(index, key);
     if (value != 0 && value != 1) fail("group %zu: %s is neither 0 nor 1", index, key.c_str());
     return value == 1;

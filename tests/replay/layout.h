@@ -29,12 +29,14 @@ public:
     /// Returns a hyper-parameter of a group: its override, or the top-level value. "beta1" and "beta2" also stand for
     /// "betas".
     double hyper(size_t group, const std::string &key);
-    /// Returns a flag. If it was not recorded, it has the original's default, `otherwise`.
-    bool hyper_flag(size_t group, const std::string &key, bool otherwise);
+    /// Returns a flag. If it was not recorded, it has the original's default, `default_value`.
+    bool hyper_flag(size_t group, const std::string &key, bool default_value);
     /// Same for a hyper-parameter that the original stores once for all groups. Since an override of it is never read,
     /// finish() fails if there is one.
     double common(const std::string &key) { return file_.number(key); }
-    bool common_flag(const std::string &key, bool otherwise) { return file_.has(key) ? file_.flag(key) : otherwise; }
+    bool common_flag(const std::string &key, bool default_value) {
+        return file_.has(key) ? file_.flag(key) : default_value;
+    }
 
     /// Failure that names an override that was never read.
     void finish() const;

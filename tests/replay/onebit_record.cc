@@ -73,20 +73,20 @@ OneBitRecord::OneBitRecord(GoldenFile &file, Comparison &comparison, Layout &lay
     for (const Vector &vector : vectors)
         if (!vector.frozen) numels.push_back(vector.numel);
     padded_ = padded_layout(numels, wire.ranks());
-    int64_t place = 0;
+    int64_t vector_index = 0;
     for (const Vector &vector : vectors) {
         if (wire.ranks() == 1) break; // nothing is compressed
-        const Padded own = padded_layout({vector.numel}, wire.ranks())[0];
+        const Padded padded = padded_layout({vector.numel}, wire.ranks())[0];
         const auto output = [&](const char *name, std::vector<int64_t> shape) {
             shape.insert(shape.begin(), steps_);
             return &comparison_.output(file_.name_of(name, rank_, vector.item), shape);
         };
-        errors_.push_back({output("worker_error", {own.padded}), output("server_error", {own.chunk}),
-                           output("worker_scale", {}), output("server_scale", {}), vector.frozen ? -1 : place,
-                           own.padded, own.chunk});
-        place += !vector.frozen;
-        if (algorithm_ == DSOPT_ALGORITHM_ONEBIT_LAMB && own.padded > vector.numel)
-            pad_ = output("exp_avg_pad", {own.padded - vector.numel});
+        errors_.push_back({output("worker_error", {padded.padded}), output("server_error", {padded.chunk}),
+                           output("worker_scale", {}), output("server_scale", {}), vector.frozen ? -1 : vector_index,
+                           padded.padded, padded.chunk});
+        vector_index += !vector.frozen;
+        if (algorithm_ == DSOPT_ALGORITHM_ONEBIT_LAMB && padded.padded > vector.numel)
+            pad_ = output("exp_avg_pad", {padded.padded - vector.numel});
     }
     for (size_t g = 0; g < groups_; ++g) group_of_.insert(group_of_.end(), layout_.group(g).size(), g);
     const char *state = algorithm_ == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "momentum_accumulator" : "exp_avg_sq_fresh";
@@ -138,13 +138,13 @@ void OneBitRecord::compare_errors(int64_t t, Optimizer &optimizer) {
     for (const Errors &e : errors_) {
         std::vector<double> w(size_t(e.padded), 0), s(size_t(e.chunk), 0);
         double ws = 0, ss = 0;
-        if (e.place >= 0) {
-            const Padded &own = padded_[size_t(e.place)];
-            w.assign(worker.begin() + own.worker, worker.begin() + own.worker + own.padded);
-            s.assign(server.begin() + own.server, server.begin() + own.server + own.chunk);
+        if (e.vector_index >= 0) {
+            const Padded &padded = padded_[size_t(e.vector_index)];
+            w.assign(worker.begin() + padded.worker, worker.begin() + padded.worker + padded.padded);
+            s.assign(server.begin() + padded.server, server.begin() + padded.server + padded.chunk);
             if (exchanged) {
-                ws = Row{wire_.sent_to_all(rank_).data(), count}.scale(size_t(e.place));
-                ss = Row{wire_.gathered(rank_).data(), count}.scale(size_t(e.place));
+                ws = Message{wire_.sent_to_all(rank_).data(), count}.scale(size_t(e.vector_index));
+                ss = Message{wire_.gathered(rank_).data(), count}.scale(size_t(e.vector_index));
             }
         }
         comparison_.row(*e.worker_error, t, w, error_rule(comparison_, *e.worker_error, *e.worker_scale));
@@ -170,9 +170,9 @@ void OneBitRecord::compare(int64_t t, Optimizer &optimizer, bool dry) {
     const auto count = int64_t(layout_.order().size());
     for (const PerParam &p : per_param_) {
         std::vector<double> all;
-        for (const int64_t place : p.params) {
-            const int64_t numel = layout_.numel(layout_.order()[size_t(place)]);
-            const auto part = optimizer.state_values(optimizer.state_index(p.state, place, DSOPT_DTYPE_F32, numel));
+        for (const int64_t param : p.params) {
+            const int64_t numel = layout_.numel(layout_.order()[size_t(param)]);
+            const auto part = optimizer.state_values(optimizer.state_index(p.state, param, DSOPT_DTYPE_F32, numel));
             all.insert(all.end(), part.begin(), part.end());
         }
         comparison_.row(*p.recorded, t, all);

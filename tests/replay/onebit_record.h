@@ -34,7 +34,7 @@ public:
 private:
     struct Errors {
         const Tensor *worker_error, *server_error, *worker_scale, *server_scale;
-        int64_t place; ///< index among the compressed vectors, -1 = not compressed
+        int64_t vector_index; ///< among the compressed vectors, -1 = not compressed
         int64_t padded, chunk;
     };
     struct PerParam {

@@ -19,7 +19,7 @@ public:
         layout_(padded_layout(numels, wire.ranks())) {
         for (size_t b = 0; b < numels.size(); ++b) {
             const std::string item = "b" + std::to_string(b);
-            const Padded &place = layout_[b];
+            const Padded &padded = layout_[b];
             const auto output = [&](const char *name, std::vector<int64_t> shape) {
                 shape.insert(shape.begin(), steps);
                 return &comparison_.output(file_.name_of(name, rank, item), shape);
@@ -28,10 +28,10 @@ public:
             tensors_.push_back(arrays_.back().tensor());
             buffers_.push_back(
                 {&comparison_.input(file_.name_of("input", rank, item), DSOPT_DTYPE_F32, {steps, numels[b]}),
-                 output("output", {numels[b]}), output("worker_error", {place.padded}),
-                 output("server_error", {place.chunk}), output("worker_scale", {}), output("server_scale", {}),
-                 output("worker_sign_bits", {wire.ranks(), place.chunk / 8}),
-                 output("server_sign_bits", {place.chunk / 8})});
+                 output("output", {numels[b]}), output("worker_error", {padded.padded}),
+                 output("server_error", {padded.chunk}), output("worker_scale", {}), output("server_scale", {}),
+                 output("worker_sign_bits", {wire.ranks(), padded.chunk / 8}),
+                 output("server_sign_bits", {padded.chunk / 8})});
         }
         args_.size = sizeof args_;
         args_.tensors = tensors_.data();
@@ -62,19 +62,19 @@ public:
         check(dsopt_compressed_errors(comm_.get(), &args_, worker.data(), server.data()), "dsopt_compressed_errors");
         const size_t row = wire_.gathered(rank_).size();
         for (size_t b = 0; b < buffers_.size(); ++b) {
-            const Padded &place = layout_[b];
-            const Row first{wire_.sent_to_all(rank_).data(), buffers_.size()};
-            const Row result{wire_.gathered(rank_).data(), buffers_.size()};
+            const Padded &padded = layout_[b];
+            const Message first{wire_.sent_to_all(rank_).data(), buffers_.size()};
+            const Message result{wire_.gathered(rank_).data(), buffers_.size()};
             comparison_.row(*buffers_[b].output, t, arrays_[b].values());
-            comparison_.row(*buffers_[b].worker_error, t, part(worker, place.worker, place.padded), rule(b, true));
-            comparison_.row(*buffers_[b].server_error, t, part(server, place.server, place.chunk), rule(b, false));
+            comparison_.row(*buffers_[b].worker_error, t, part(worker, padded.worker, padded.padded), rule(b, true));
+            comparison_.row(*buffers_[b].server_error, t, part(server, padded.server, padded.chunk), rule(b, false));
             comparison_.row(*buffers_[b].worker_scale, t, {first.scale(b)});
             comparison_.row(*buffers_[b].server_scale, t, {result.scale(b)});
-            comparison_.row(*buffers_[b].server_sign_bits, t, result.bytes(place));
+            comparison_.row(*buffers_[b].server_sign_bits, t, result.bytes(padded));
             std::vector<double> bits;
             for (int64_t d = 0; d < wire_.ranks(); ++d) {
-                const Row to{wire_.sent_to_all(rank_).data() + size_t(d) * row, buffers_.size()};
-                const std::vector<double> part = to.bytes(place);
+                const Message to{wire_.sent_to_all(rank_).data() + size_t(d) * row, buffers_.size()};
+                const std::vector<double> part = to.bytes(padded);
                 bits.insert(bits.end(), part.begin(), part.end());
             }
             comparison_.row(*buffers_[b].worker_sign_bits, t, bits);

@@ -144,9 +144,9 @@ public:
 
     void step(int64_t t) {
         std::vector<dsopt_tensor> grads;
-        for (size_t place = 0; place < params_.size(); ++place) {
-            Param &p = params_[place];
-            const auto column = t * int64_t(params_.size()) + int64_t(place);
+        for (size_t param = 0; param < params_.size(); ++param) {
+            Param &p = params_[param];
+            const auto column = t * int64_t(params_.size()) + int64_t(param);
             const bool present = present_ == nullptr || present_->value(column) != 0;
             if (present) p.gradient.upload(p.grad->row(t));
             grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());
@@ -168,7 +168,7 @@ public:
 
         const dsopt_report report = optimizer_.report();
         if (report.scale_used != double(float(used_)))
-            fail("step %lld: the report says that gradients carried %.9g, backward was given %.9g", (long long)t,
+            fail("step %lld: the report has the loss scale %.9g, the backward pass used %.9g", (long long)t,
                  report.scale_used, used_);
         const bool skipped = report.last_skipped != 0;
         if (!skipped) last_norm_ = report.grad_norm; // a skipped call does not change the original's attribute
@@ -222,15 +222,15 @@ private:
     }
 
     void add_states() {
-        int64_t place = 0; // in optimizer order
+        int64_t first_param = 0; // in optimizer order
         for (size_t g = 0; g < setup_.groups.size(); ++g) {
-            const int64_t end = place + int64_t(setup_.layout.group(g).size());
+            const int64_t end = first_param + int64_t(setup_.layout.group(g).size());
             if (setup_.flat)
-                add_state("g" + std::to_string(g), place, end);
+                add_state("g" + std::to_string(g), first_param, end);
             else
-                for (int64_t p = place; p < end; ++p)
+                for (int64_t p = first_param; p < end; ++p)
                     add_state(setup_.layout.item(setup_.layout.order()[size_t(p)]), p, p + 1);
-            place = end;
+            first_param = end;
         }
     }
 

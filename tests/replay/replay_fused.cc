@@ -32,10 +32,10 @@ public:
             scale_.upload(&divisor);
         }
         add_groups();
-        for (size_t place = 0; place < params_.size(); ++place) {
-            Param &p = params_[place];
-            p.exp_avg_state = find_state("exp_avg", place, *p.exp_avg);
-            p.exp_avg_sq_state = find_state("exp_avg_sq", place, *p.exp_avg_sq);
+        for (size_t param = 0; param < params_.size(); ++param) {
+            Param &p = params_[param];
+            p.exp_avg_state = find_state("exp_avg", param, *p.exp_avg);
+            p.exp_avg_sq_state = find_state("exp_avg_sq", param, *p.exp_avg_sq);
         }
         const int64_t count = layout_.param_count();
         lr_ = &comparison_.input("lr", DSOPT_DTYPE_F64, {steps_});
@@ -109,15 +109,15 @@ private:
     }
 
     /// The state must have the recorded dtype: an engine with fp32 moments instead would not reproduce the original.
-    int64_t find_state(const char *name, size_t place, const Tensor &recorded) const {
-        return optimizer_.state_index(name, int64_t(place), recorded.dtype, recorded.row_numel());
+    int64_t find_state(const char *name, size_t param, const Tensor &recorded) const {
+        return optimizer_.state_index(name, int64_t(param), recorded.dtype, recorded.row_numel());
     }
 
     void step(int64_t t) {
         std::vector<dsopt_tensor> grads, outs;
-        for (size_t place = 0; place < params_.size(); ++place) {
-            Param &p = params_[place];
-            const auto column = t * layout_.param_count() + int64_t(place);
+        for (size_t param = 0; param < params_.size(); ++param) {
+            Param &p = params_[param];
+            const auto column = t * layout_.param_count() + int64_t(param);
             const bool present = present_ == nullptr || present_->value(column) != 0;
             if (present) p.gradient.upload(p.grad->row(t));
             grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());

@@ -116,22 +116,22 @@ private:
         desc.data = comm_.get();
         optimizer_.reset();
         optimizer_ = std::make_unique<Optimizer>(engine_, desc);
-        size_t place = 0;
+        size_t param = 0;
         for (size_t g = 0; g < groups_.size(); ++g) {
             std::vector<dsopt_param> list;
             for (const int64_t index : layout_.group(g)) {
-                list.push_back(layout_.param(index, params_[place++].weights.tensor()));
+                list.push_back(layout_.param(index, params_[param++].weights.tensor()));
                 if (file_.find("exp_avg_mask/" + layout_.item(index)) != nullptr)
                     list.back().flags = DSOPT_PARAM_MASKED;
             }
             optimizer_->add_group(groups_[g], list);
         }
-        for (place = 0; place < params_.size(); ++place) {
-            Param &p = params_[place];
-            const int64_t index = layout_.order()[place];
-            p.exp_avg_state = optimizer_->state_index("exp_avg", int64_t(place), DSOPT_DTYPE_F32, layout_.numel(index));
+        for (param = 0; param < params_.size(); ++param) {
+            Param &p = params_[param];
+            const int64_t index = layout_.order()[param];
+            p.exp_avg_state = optimizer_->state_index("exp_avg", int64_t(param), DSOPT_DTYPE_F32, layout_.numel(index));
             p.exp_avg_sq_state =
-                optimizer_->state_index("exp_avg_sq", int64_t(place), DSOPT_DTYPE_F32, layout_.numel(index));
+                optimizer_->state_index("exp_avg_sq", int64_t(param), DSOPT_DTYPE_F32, layout_.numel(index));
         }
         record_->prepare(*optimizer_);
     }

@@ -9,7 +9,7 @@
 namespace replay {
 
 void Wire::on_all(const std::function<void(int64_t)> &run) {
-    std::vector<std::exception_ptr> failures(ends_.size());
+    std::vector<std::exception_ptr> failures(endpoints_.size());
     std::vector<std::thread> threads;
     for (int64_t rank = 0; rank < ranks(); ++rank)
         threads.emplace_back([&, rank] {
@@ -17,7 +17,7 @@ void Wire::on_all(const std::function<void(int64_t)> &run) {
                 run(rank);
             } catch (...) {
                 failures[size_t(rank)] = std::current_exception();
-                give_up(); // so that other ranks do not wait for this one
+                abort(); // so that other ranks do not wait for this rank
             }
         });
     for (std::thread &thread : threads) thread.join();
@@ -25,16 +25,16 @@ void Wire::on_all(const std::function<void(int64_t)> &run) {
         if (failure) std::rethrow_exception(failure);
 }
 
-void Wire::give_up() {
+void Wire::abort() {
     const std::lock_guard lock(mutex_);
     failed_ = true;
     changed_.notify_all();
 }
 
-bool Wire::meet() {
+bool Wire::barrier() {
     std::unique_lock lock(mutex_);
     const int64_t round = round_;
-    if (++arrived_ == int(ends_.size())) {
+    if (++arrived_ == int(endpoints_.size())) {
         arrived_ = 0;
         ++round_;
         changed_.notify_all();
@@ -44,63 +44,63 @@ bool Wire::meet() {
 }
 
 int Wire::all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
-    End &end = *static_cast<End *>(self);
-    end.data = send;
-    if (!end.wire->meet()) return 1;
-    std::vector<double> wide(size_t(count), 0);
-    std::vector<float> narrow(size_t(count), 0); // fp32 is added in fp32, in rank order
-    for (const End &other : end.wire->ends_)
+    Endpoint &endpoint = *static_cast<Endpoint *>(self);
+    endpoint.data = send;
+    if (!endpoint.wire->barrier()) return 1;
+    std::vector<double> fp64_sums(size_t(count), 0);
+    std::vector<float> fp32_sums(size_t(count), 0); // fp32 is added in fp32, in rank order
+    for (const Endpoint &other : endpoint.wire->endpoints_)
         for (int64_t i = 0; i < count; ++i) {
             const double value = to_double(other.data, dtype, i);
-            double &sum = wide[size_t(i)];
-            const bool first = &other == &end.wire->ends_[0];
+            double &sum = fp64_sums[size_t(i)];
+            const bool first = &other == &endpoint.wire->endpoints_[0];
             sum = first ? value : op == DSOPT_OP_SUM ? sum + value : std::max(sum, value);
-            narrow[size_t(i)] = op == DSOPT_OP_SUM && !first ? narrow[size_t(i)] + float(value) : float(sum);
+            fp32_sums[size_t(i)] = op == DSOPT_OP_SUM && !first ? fp32_sums[size_t(i)] + float(value) : float(sum);
         }
-    if (!end.wire->meet()) return 1; // all ranks have read
+    if (!endpoint.wire->barrier()) return 1; // all ranks have read
     for (int64_t i = 0; i < count; ++i) {
         if (dtype == DSOPT_DTYPE_F32)
-            static_cast<float *>(recv)[i] = narrow[size_t(i)];
+            static_cast<float *>(recv)[i] = fp32_sums[size_t(i)];
         else if (dtype == DSOPT_DTYPE_F64)
-            static_cast<double *>(recv)[i] = wide[size_t(i)];
+            static_cast<double *>(recv)[i] = fp64_sums[size_t(i)];
         else
-            static_cast<int32_t *>(recv)[i] = int32_t(wide[size_t(i)]);
+            static_cast<int32_t *>(recv)[i] = int32_t(fp64_sums[size_t(i)]);
     }
     return 0;
 }
 
 int Wire::all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
-    End &end = *static_cast<End *>(self);
+    Endpoint &endpoint = *static_cast<Endpoint *>(self);
     const auto *from = static_cast<const unsigned char *>(send);
-    end.to_all.assign(from, from + bytes * end.wire->ranks());
-    ++end.exchanges;
-    end.data = send;
-    if (!end.wire->meet()) return 1;
+    endpoint.to_all.assign(from, from + bytes * endpoint.wire->ranks());
+    ++endpoint.exchanges;
+    endpoint.data = send;
+    if (!endpoint.wire->barrier()) return 1;
     auto *to = static_cast<unsigned char *>(recv);
-    for (const End &other : end.wire->ends_) {
-        std::memcpy(to, static_cast<const unsigned char *>(other.data) + end.rank * bytes, size_t(bytes));
+    for (const Endpoint &other : endpoint.wire->endpoints_) {
+        std::memcpy(to, static_cast<const unsigned char *>(other.data) + endpoint.rank * bytes, size_t(bytes));
         to += bytes;
     }
-    return end.wire->meet() ? 0 : 1;
+    return endpoint.wire->barrier() ? 0 : 1;
 }
 
 int Wire::all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
-    End &end = *static_cast<End *>(self);
+    Endpoint &endpoint = *static_cast<Endpoint *>(self);
     const auto *from = static_cast<const unsigned char *>(send);
-    end.gathered.assign(from, from + bytes);
-    end.data = send;
-    if (!end.wire->meet()) return 1;
+    endpoint.gathered.assign(from, from + bytes);
+    endpoint.data = send;
+    if (!endpoint.wire->barrier()) return 1;
     auto *to = static_cast<unsigned char *>(recv);
-    for (const End &other : end.wire->ends_) {
+    for (const Endpoint &other : endpoint.wire->endpoints_) {
         std::memcpy(to, other.data, size_t(bytes));
         to += bytes;
     }
-    return end.wire->meet() ? 0 : 1;
+    return endpoint.wire->barrier() ? 0 : 1;
 }
 
 dsopt_comm_table Wire::table(int64_t rank) {
     DSOPT_NEW(dsopt_comm_table, table);
-    table.self = &ends_[size_t(rank)];
+    table.self = &endpoints_[size_t(rank)];
     table.rank = int32_t(rank);
     table.ranks = int32_t(ranks());
     table.all_reduce = all_reduce;
@@ -122,7 +122,7 @@ std::vector<Padded> padded_layout(const std::vector<int64_t> &numels, int64_t ra
     return layout;
 }
 
-std::vector<double> Row::bytes(const Padded &vector) const {
+std::vector<double> Message::bytes(const Padded &vector) const {
     const unsigned char *from = data + vectors * sizeof(float) + vector.server / 8;
     return {from, from + vector.chunk / 8};
 }

@@ -13,38 +13,38 @@ namespace replay {
 
 class Wire {
 public:
-    explicit Wire(int64_t ranks) : ends_(static_cast<size_t>(ranks)) {
-        for (size_t r = 0; r < ends_.size(); ++r) ends_[r] = {this, int(r), nullptr, {}, {}, 0};
+    explicit Wire(int64_t ranks) : endpoints_(static_cast<size_t>(ranks)) {
+        for (size_t r = 0; r < endpoints_.size(); ++r) endpoints_[r] = {this, int(r), nullptr, {}, {}, 0};
     }
     Wire(const Wire &) = delete;
     Wire &operator=(const Wire &) = delete;
 
-    int64_t ranks() const { return int64_t(ends_.size()); }
+    int64_t ranks() const { return int64_t(endpoints_.size()); }
     /// Calls run(rank) on one thread per rank; rethrows the first Failure of any rank.
     void on_all(const std::function<void(int64_t)> &run);
 
     dsopt_comm_table table(int64_t rank);
     // The rank's last sent data in an all-to-all (one message per receiver) and in an all-gather, and the number of
     // exchanges.
-    const std::vector<unsigned char> &sent_to_all(int64_t rank) const { return ends_[size_t(rank)].to_all; }
-    const std::vector<unsigned char> &gathered(int64_t rank) const { return ends_[size_t(rank)].gathered; }
-    int64_t exchanges(int64_t rank) const { return ends_[size_t(rank)].exchanges; }
+    const std::vector<unsigned char> &sent_to_all(int64_t rank) const { return endpoints_[size_t(rank)].to_all; }
+    const std::vector<unsigned char> &gathered(int64_t rank) const { return endpoints_[size_t(rank)].gathered; }
+    int64_t exchanges(int64_t rank) const { return endpoints_[size_t(rank)].exchanges; }
 
 private:
-    struct End {
+    struct Endpoint {
         Wire *wire;
         int rank;
         const void *data;
         std::vector<unsigned char> to_all, gathered;
         int64_t exchanges;
     };
-    bool meet(); ///< false if some rank has failed
-    void give_up();
+    bool barrier(); ///< waits for all ranks; false if a rank has failed
+    void abort();
     static int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *);
     static int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *);
     static int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *);
 
-    std::vector<End> ends_;
+    std::vector<Endpoint> endpoints_;
     std::mutex mutex_;
     std::condition_variable changed_;
     int arrived_ = 0;
@@ -80,7 +80,7 @@ struct Padded {
 std::vector<Padded> padded_layout(const std::vector<int64_t> &numels, int64_t ranks);
 
 /// One message: one scale per vector, then bits.
-struct Row {
+struct Message {
     const unsigned char *data;
     size_t vectors;
     double scale(size_t vector) const { return to_double(data, DSOPT_DTYPE_F32, int64_t(vector)); }
