@@ -12,35 +12,37 @@ int fail(int rank, const char *what) {
 }
 
 /// Checks that an unusable comm keeps its status, and that this rank's state can be saved nevertheless.
-int lose(Learner &learner, const Job &job, int rank, dsopt_status status) {
-    if (status != DSOPT_ERR_TIMEOUT && status != DSOPT_ERR_ABORTED) return fail(rank, "another status of a lost comm");
-    if (learner.step() != status) return fail(rank, "a second status of a lost comm");
-    if (learner.save(file_of(job.folder, "lost", rank, job.ranks)) != DSOPT_OK) return fail(rank, "no save when lost");
-    return kLost;
+int check_unusable(Learner &learner, const Job &job, int rank, dsopt_status status) {
+    if (status != DSOPT_ERR_TIMEOUT && status != DSOPT_ERR_ABORTED)
+        return fail(rank, "the status is neither a time-out nor an abort");
+    if (learner.step() != status) return fail(rank, "the unusable comm returns another status");
+    if (learner.save(file_of(job.folder, "unusable", rank, job.ranks)) != DSOPT_OK)
+        return fail(rank, "the save with an unusable comm failed");
+    return kUnusableComm;
 }
 
-test::Comm make_comm(const test::Context &context, SharedEnd &end, int ranks) {
+test::Comm make_comm(const test::Context &context, SharedEndpoint &endpoint, int ranks) {
     if (ranks == 1) return {};
-    const dsopt_comm_table table = end.table();
+    const dsopt_comm_table table = endpoint.table();
     DSOPT_NEW(dsopt_comm_desc, desc);
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
     return test::make_comm(context, desc);
 }
 
-int live(Board &board, const Job &job, int rank) {
+int train_rank(Board &board, const Job &job, int rank) {
     Member member(board, job, rank);
     Learner &learner = member.learner;
     if (!job.files.empty()) {
         const std::vector<std::string> own = {job.files[size_t(rank) % job.files.size()]};
-        if (learner.load(job.own_file ? own : job.files) != DSOPT_OK) return fail(rank, "no load");
+        if (learner.load(job.own_file ? own : job.files) != DSOPT_OK) return fail(rank, "the load failed");
     }
-    Board::RankProgress &mine = board.ranks[rank];
+    Board::RankProgress &progress = board.ranks[rank];
     const auto save = [&](const std::string &file) {
-        mine.saving = 1;
+        progress.saving = 1;
         const dsopt_status status = learner.save(file);
-        mine.saving = 0;
-        mine.saves += status == DSOPT_OK;
+        progress.saving = 0;
+        progress.saves += status == DSOPT_OK;
         return status == DSOPT_OK;
     };
     while (learner.steps() < job.course.steps) {
@@ -49,16 +51,16 @@ int live(Board &board, const Job &job, int rank) {
             if (job.plan.event == Event::abort) dsopt_comm_abort(member.comm.get());
         }
         const dsopt_status status = learner.step();
-        if (status != DSOPT_OK) return lose(learner, job, rank, status);
+        if (status != DSOPT_OK) return check_unusable(learner, job, rank, status);
         const int64_t step = learner.steps();
-        mine.step = step;
-        if (!save(file_of(job.folder, "latest", rank, job.ranks))) return fail(rank, "no save");
+        progress.step = step;
+        if (!save(file_of(job.folder, "latest", rank, job.ranks))) return fail(rank, "the save failed");
         if (step % kSaveEvery != 0 && step != job.course.steps) continue;
         if (rank == 0) board.losses[step] = learner.loss();
         const std::string set = set_folder(job.folder, step);
         std::filesystem::create_directories(set);
-        if (!save(file_of(set, "rank", rank, job.ranks))) return fail(rank, "no save");
-        mine.saved = step;
+        if (!save(file_of(set, "rank", rank, job.ranks))) return fail(rank, "the save failed");
+        progress.saved = step;
     }
     return kDone;
 }
@@ -66,8 +68,8 @@ int live(Board &board, const Job &job, int rank) {
 } // namespace
 
 Member::Member(Board &board, const Job &job, int rank) :
-    end(board.comm, rank, job.ranks, std::chrono::milliseconds(job.timeout_ms)),
-    comm(make_comm(context, end, job.ranks)),
+    endpoint(board.comm, rank, job.ranks, std::chrono::milliseconds(job.timeout_ms)),
+    comm(make_comm(context, endpoint, job.ranks)),
     learner(context, comm, rank, job.course) {}
 
 std::string file_of(const std::string &folder, const std::string &kind, int rank, int ranks) {
@@ -77,7 +79,7 @@ std::string set_folder(const std::string &folder, int64_t step) { return folder 
 
 int run_rank(Board &board, const Job &job, int rank) noexcept {
     try {
-        return live(board, job, rank);
+        return train_rank(board, job, rank);
     } catch (const std::exception &e) { return fail(rank, e.what()); }
 }
 

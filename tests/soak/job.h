@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One job: ranks that are processes. Starts from a checkpoint or from scratch, ends when all are done or one of them
-// ends.
+// One job: ranks that are processes. Starts from a checkpoint or from scratch. Ends when all ranks are done, or after
+// one of them ends early.
 #pragma once
 #include "learner.h"
 #include "shared_comm.h"
@@ -21,8 +21,8 @@ struct Plan {
     int64_t step = 0;     // earliest step
     bool in_save = false; // kill: while the victim is saving
     int64_t delay_us = 0; // kill: after this delay
-    // The launcher aborts the other ranks' comm; otherwise they end by their time-out.
-    bool others_told = true;
+    // True: the launcher aborts the comm of the remaining ranks. False: they end after the time-out.
+    bool aborts_others = true;
 };
 
 /// In memory shared by the ranks and the launcher.
@@ -37,7 +37,7 @@ struct Board {
 };
 
 // Exit status of a rank.
-enum Exit { kDone = 0, kFailed = 2, kLost = 3, kLeft = 4 };
+enum Exit { kDone = 0, kFailed = 2, kUnusableComm = 3, kLeft = 4 };
 
 struct Job {
     Course course;
@@ -56,7 +56,7 @@ std::string set_folder(const std::string &folder, int64_t step); ///< for the fi
 /// A comm and an optimizer that uses it.
 struct Member {
     Member(Board &board, const Job &job, int rank);
-    SharedEnd end;
+    SharedEndpoint endpoint;
     test::Context context = test::make_context();
     test::Comm comm; // NULL: one rank
     Learner learner;

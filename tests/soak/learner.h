@@ -7,7 +7,7 @@
 
 namespace soak {
 
-/// Settings of a training. Results depend only on these and on the step, not on the rank that computes them.
+/// Settings of a training run. Results depend only on the settings and the step, not on the rank that computes them.
 struct Course {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
     int64_t steps = 200;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Trainings of four ranks, each a process, that are killed, stopped and aborted at random and resume from their files,
-// often with another number of ranks.
+// Training runs of four ranks, each a process. Ranks are killed, stopped and aborted at random. The next job resumes
+// from the files, often with another number of ranks.
 //
 //     soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER
 //
-// Ends after N trainings (default 1) and N seconds (default 0). Checks: every file can be read, also while it is being
-// replaced; saved data are not lost; the loss after a restart is the saved one, and it decreases; if a rank ends, the
-// others end with a status. Exits with 1 at the first violation, and leaves the files.
+// Ends after N training runs (default 1) and N seconds (default 0). Checks: every file can be read, also while it is
+// being replaced; saved data are not lost; the loss after a restart equals the loss at the save, and decreases; if a
+// rank ends, the other ranks end with a status. Exits with 1 at the first violation, and does not remove the files.
 #include "job.h"
 #include "support/numbers.h"
 #include <cerrno>
@@ -37,7 +37,7 @@ struct Totals {
     std::exit(1);
 }
 
-/// Reads the files of one training, in a single process.
+/// Reads the files of one training run, in a single process.
 class Reader {
 public:
     Reader(Board &board, std::string folder, const Course &course) :
@@ -51,7 +51,7 @@ public:
         int rank = 0, ranks = 0;
         const size_t slash = file.rfind('/');
         if (std::sscanf(file.c_str() + slash + 1, "%*[a-z]-%d-of-%d", &rank, &ranks) != 2)
-            fail("what is " + file + "?");
+            fail(file + " is an unexpected file");
         Job job;
         job.course = course_;
         job.ranks = ranks;
@@ -82,10 +82,10 @@ public:
                 std::vector<std::string> files;
                 for (int rank = 0; rank < count; ++rank)
                     files.push_back(file_of(set_folder(folder_, step), "rank", rank, count));
-                bool whole = true;
-                for (const std::string &file : files) whole = whole && fs::exists(file);
-                // of two sets of a step, the one of the last job
-                if (!whole || (count != ranks && found.step == step)) continue;
+                bool complete = true;
+                for (const std::string &file : files) complete = complete && fs::exists(file);
+                // If a step has sets of two numbers of ranks, the set of the last job counts.
+                if (!complete || (count != ranks && found.step == step)) continue;
                 before = found.step == step ? before : found.step;
                 found.step = step;
                 found.files = files;
@@ -98,8 +98,8 @@ public:
         // 0/1 Adam between two exchanges: the ranks have different parameters.
         found.any_count = status == DSOPT_OK;
         if (status != DSOPT_OK && (status != DSOPT_ERR_MISMATCH || course_.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM))
-            fail(found.files[0] + " and the others do not load: " + dsopt_last_error());
-        if (found.any_count && learner.steps() != found.step) fail(found.files[0] + " is of another step");
+            fail(found.files[0] + " and the other files of the set do not load: " + dsopt_last_error());
+        if (found.any_count && learner.steps() != found.step) fail(found.files[0] + " has another step number");
         found.loss = learner.loss();
         return found;
     }
@@ -125,7 +125,7 @@ Plan random_plan(test::Random &random, const Course &course, int64_t begin, int 
     plan.step = begin + random.below(int(course.steps / 8) + 1);
     plan.in_save = random.below(2) == 0;
     plan.delay_us = random.below(3000);
-    plan.others_told = random.below(4) != 0;
+    plan.aborts_others = random.below(4) != 0;
     return plan;
 }
 
@@ -133,13 +133,13 @@ void check_exit(int rank, int status, const Plan &plan) {
     const std::string who = "rank " + std::to_string(rank);
     if (WIFSIGNALED(status)) {
         if (WTERMSIG(status) != SIGKILL) fail(who + " ended by signal " + std::to_string(WTERMSIG(status)));
-        if (plan.event != Event::kill && plan.event != Event::kill_all) fail(who + " was killed by somebody else");
+        if (plan.event != Event::kill && plan.event != Event::kill_all) fail(who + " was killed by another process");
         return;
     }
     switch (WEXITSTATUS(status)) {
     case kDone:
     case kLeft: return;
-    case kLost: totals.timeouts += plan.event == Event::none; return; // the machine is too slow
+    case kUnusableComm: totals.timeouts += plan.event == Event::none; return; // the machine is too slow
     default: fail(who + " failed");
     }
 }
@@ -171,16 +171,17 @@ void run_job(Board &board, const Job &job, Reader &reader, test::Random &random)
             --left;
             check_exit(int(rank), status, plan);
             totals.leaves += WIFEXITED(status) && WEXITSTATUS(status) == kLeft;
-            const bool whole = WIFEXITED(status) && WEXITSTATUS(status) == kDone;
-            if (!whole && plan.others_told && plan.event != Event::stop) board.comm.aborted = 1;
+            const bool complete = WIFEXITED(status) && WEXITSTATUS(status) == kDone;
+            if (!complete && plan.aborts_others && plan.event != Event::stop) board.comm.aborted = 1;
         }
         const pid_t victim = children[size_t(plan.victim)];
-        Board::RankProgress &its = board.ranks[plan.victim];
+        Board::RankProgress &progress = board.ranks[plan.victim];
         const bool kills = plan.event == Event::kill || plan.event == Event::kill_all;
-        if (!done && victim != 0 && its.step >= plan.step && (kills || plan.event == Event::stop)) {
-            while (kills && plan.in_save && its.saving == 0 && ::waitpid(victim, nullptr, WNOHANG | WNOWAIT) == 0) {}
+        if (!done && victim != 0 && progress.step >= plan.step && (kills || plan.event == Event::stop)) {
+            while (kills && plan.in_save && progress.saving == 0 &&
+                   ::waitpid(victim, nullptr, WNOHANG | WNOWAIT) == 0) {}
             ::usleep(useconds_t(plan.delay_us));
-            totals.kills_in_saves += kills && its.saving == 1;
+            totals.kills_in_saves += kills && progress.saving == 1;
             done = true;
             if (plan.event == Event::stop) {
                 ::kill(victim, SIGSTOP);
@@ -215,19 +216,19 @@ void train(const Course &course, const std::string &folder, test::Random &random
     const double first = Learner(test::make_context(), {}, 0, course).loss();
     double lowest = first, last = first;
     Reader::Set from;
-    int ranks = kMostRanks, fruitless = 0;
+    int ranks = kMostRanks, jobs_without_progress = 0;
     while (from.step < course.steps) {
         Job job;
         job.course = course;
         job.folder = folder;
         job.files = from.files;
-        // The number of ranks that saved, or fewer than four, or four again.
+        // Ranks: the number of ranks that saved, else fewer after four, else four.
         job.ranks = !from.any_count || random.below(2) == 0 ? ranks
                     : ranks == kMostRanks                   ? 1 + random.below(kMostRanks - 1)
                                                             : kMostRanks;
         job.own_file = job.ranks == ranks && random.below(2) == 0;
-        // After two jobs without progress, one without an event.
-        if (fruitless < 2) job.plan = random_plan(random, course, from.step, job.ranks);
+        // After two jobs without progress, the next job has no event.
+        if (jobs_without_progress < 2) job.plan = random_plan(random, course, from.step, job.ranks);
         totals.restarts += !from.files.empty();
         totals.resharded += !from.files.empty() && job.ranks != ranks;
         run_job(board, job, reader, random);
@@ -237,17 +238,17 @@ void train(const Course &course, const std::string &folder, test::Random &random
         reader.read_all();
         const Reader::Set now = reader.newest(ranks);
         if (now.step < std::max(acknowledged, from.step))
-            fail("files of step " + std::to_string(acknowledged) + " are gone");
+            fail("files of step " + std::to_string(acknowledged) + " are missing");
         if (now.any_count && !now.files.empty()) {
-            if (now.loss != board.losses[now.step]) fail("another loss than when it was saved");
+            if (now.loss != board.losses[now.step]) fail("the loss differs from the loss at the save");
             // The rules without bias correction overshoot at first.
-            const double most = now.step < course.steps / 2 ? first : lowest + first / 20;
-            if (now.loss > most)
+            const double limit = now.step < course.steps / 2 ? first : lowest + first / 20;
+            if (now.loss > limit)
                 fail("the loss rose from " + std::to_string(lowest) + " to " + std::to_string(now.loss));
             lowest = std::min(lowest, now.loss);
             last = now.loss;
         }
-        fruitless = now.step > from.step ? 0 : fruitless + 1;
+        jobs_without_progress = now.step > from.step ? 0 : jobs_without_progress + 1;
         totals.steps += now.step - from.step;
         ranks = int(now.files.empty() ? kMostRanks : now.files.size());
         from = now;
@@ -293,9 +294,9 @@ int run(int argc, char **argv) {
         train({algorithms[ended % 4], steps, seed + uint64_t(ended)}, folder, random);
     const auto took = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
     std::printf("seed %" PRIu64 ", %" PRId64 " s: %" PRId64 " trainings, %" PRId64 " steps, %" PRId64 " saves; %" PRId64
-                " ranks killed (%" PRId64 " times in the middle of a save), %" PRId64 " stopped, %" PRId64
-                " left, %" PRId64 " aborts, %" PRId64 " time-outs by chance; %" PRId64 " restarts, %" PRId64
-                " of them with another number of ranks; %" PRId64 " files read, all of them whole\n",
+                " ranks killed (%" PRId64 " times during a save), %" PRId64 " stopped, %" PRId64 " left, %" PRId64
+                " aborts, %" PRId64 " time-outs by chance; %" PRId64 " restarts, %" PRId64
+                " of them with another number of ranks; %" PRId64 " files read, all of them valid\n",
                 seed, int64_t(took.count()), ended, totals.steps, totals.saves, totals.kills, totals.kills_in_saves,
                 totals.stops, totals.leaves, totals.aborts, totals.timeouts, totals.restarts, totals.resharded,
                 totals.reads);

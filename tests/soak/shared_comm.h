@@ -13,15 +13,15 @@ constexpr int kMostRanks = 4;
 
 /// In shared memory, zeroed. Has no members with destructors, since the process that uses them may be killed.
 struct SharedComm {
-    static constexpr size_t kRow = 128 << 10;
+    static constexpr size_t kMessageBytes = 128 << 10;
     std::atomic<int> aborted, arrived, round;
-    alignas(64) char rows[kMostRanks][kRow];
+    alignas(64) char messages[kMostRanks][kMessageBytes];
 };
 
 /// One rank's end. Waits return DSOPT_ERR_TIMEOUT after the time-out, and DSOPT_ERR_ABORTED if any rank aborts.
-class SharedEnd {
+class SharedEndpoint {
 public:
-    SharedEnd(SharedComm &shared, int rank, int ranks, std::chrono::milliseconds timeout) :
+    SharedEndpoint(SharedComm &shared, int rank, int ranks, std::chrono::milliseconds timeout) :
         shared_(shared),
         rank_(rank),
         ranks_(ranks),
