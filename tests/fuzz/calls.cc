@@ -10,7 +10,7 @@
 namespace fuzz {
 namespace {
 
-constexpr int kMostCalls = 60; // per input
+constexpr int kMaxCalls = 60; // per input
 
 class Calls : public World {
 public:
@@ -35,12 +35,12 @@ public:
                                                     &Calls::load,
                                                     &Calls::save_file,
                                                     &Calls::load_file,
-                                                    &Calls::ask_scaler,
+                                                    &Calls::query_scaler,
                                                     &Calls::scaler_on_arrays,
                                                     &Calls::lists,
                                                     &Calls::lists,
                                                     &Calls::compressed,
-                                                    &Calls::ask_optimizer,
+                                                    &Calls::query_optimizer,
                                                     &Calls::set,
                                                     &Calls::reset,
                                                     &Calls::accumulate,
@@ -49,10 +49,10 @@ public:
                                                     &Calls::destroy,
                                                     &Calls::without_objects,
                                                     &Calls::fail_allocations,
-                                                    &Calls::ask_comm,
+                                                    &Calls::query_comm,
                                                     &Calls::ranks};
         create_context();
-        for (int i = 0; choose.are_left() && i < kMostCalls; ++i) (this->*kAll[choose.below(int(std::size(kAll)))])();
+        for (int i = 0; choose.are_left() && i < kMaxCalls; ++i) (this->*kAll[choose.below(int(std::size(kAll)))])();
         release_all();
     }
 
@@ -81,7 +81,7 @@ private:
         if (counted("context_create", dsopt_context_create(&desc, choose.rarely(32) ? nullptr : &context)) == DSOPT_OK)
             contexts.push_back({test::Context(context), hooks.back().get()});
         else if (context != nullptr)
-            finding("context_create failed and wrote its result");
+            finding("context_create failed and has written its result");
     }
     void create_comm() {
         if (comms.size() == 4) return;
@@ -150,7 +150,7 @@ private:
         if (choose.rarely(6)) desc.skip_budget = choose.below(3);
         if (choose.rarely(16))
             break_one({&desc.compat, &desc.nonfinite, &desc.masters, &desc.skip_budget, &desc.flags});
-        Made made;
+        OptimizerRecord made;
         const OwnContext &context = contexts[index_of(contexts)];
         made.hook = context.hook;
         made.flags = desc.flags;
@@ -164,14 +164,15 @@ private:
         add_group_to(optimizers.back());
     }
 
-    std::vector<dsopt_param> new_params(const Made &o, bool onebit, std::vector<dsopt_tensor> &tensors, int count) {
+    std::vector<dsopt_param> new_params(const OptimizerRecord &o, bool onebit, std::vector<dsopt_tensor> &tensors,
+                                        int count) {
         std::vector<dsopt_param> params;
         for (int i = 0; i < count; ++i) {
             dsopt_param param{};
             const bool halves = o.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
             param.tensor = tensor(choose.of(kSizes), halves ? int32_t(DSOPT_DTYPE_BF16) : choose.of(kDtypes));
             if (choose.rarely(12)) param.tensor.data = nullptr;
-            if (choose.rarely(32)) spoil(param.tensor);
+            if (choose.rarely(32)) make_invalid(param.tensor);
             param.name = choose.rarely(12) ? choose.of(kNames) : nullptr;
             dims_.push_back({param.tensor.numel, 1});
             if (choose.rarely(6)) param.dims = dims_.back().data(), param.ndim = choose.rarely(8) ? choose.byte() : 2;
@@ -185,9 +186,9 @@ private:
         return params;
     }
     void add_group() {
-        if (Made *const o = any_optimizer(); o != nullptr && o->params.size() < 12) add_group_to(*o);
+        if (OptimizerRecord *const o = any_optimizer(); o != nullptr && o->params.size() < 12) add_group_to(*o);
     }
-    void add_group_to(Made &o) {
+    void add_group_to(OptimizerRecord &o) {
         const int32_t algorithm = choose.rarely(24) ? choose.of(kIntegers) : choose.of(kAlgorithms);
         const bool onebit = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM;
         dsopt_group group;
@@ -219,7 +220,7 @@ private:
             [&] { added(o, tensors, true); });
     }
     void add_params() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->params.size() > 12) return;
         std::vector<dsopt_tensor> tensors;
         std::vector<dsopt_param> params = new_params(*o, false, tensors, choose.below(3));
@@ -235,7 +236,7 @@ private:
 
     // ----------------------------------------------------------------------------------------------------------- steps
     /// Fills everything except the lists of state.
-    void fill_step(const Made &o, dsopt_step &step, StepLists &lists) {
+    void fill_step(const OptimizerRecord &o, dsopt_step &step, StepLists &lists) {
         lists.gradients = list_like(o, false);
         step.grads = lists.gradients.data();
         step.count = choose.rarely(48) ? choose.of(kBadSizes) : int64_t(o.params.size());
@@ -256,7 +257,7 @@ private:
         if (choose.rarely(64)) step.size = choose.byte() % sizeof step;
     }
     void step() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         DSOPT_NEW(dsopt_step, step);
         StepLists lists;
@@ -272,7 +273,7 @@ private:
             watch(*o, "step", [&] { return counted("step", dsopt_optimizer_step(o->handle.get(), &step)); });
     }
     void apply() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large()) return;
         DSOPT_NEW(dsopt_step, step);
         StepLists lists;
@@ -286,7 +287,7 @@ private:
             return;
         size_t bytes = 0;
         if (counted("workspace", dsopt_optimizer_workspace(o->handle.get(), &bytes)) != DSOPT_OK) return;
-        if (bytes > kMostBytes) return;
+        if (bytes > kMaxBytes) return;
         if (choose.rarely(8)) fill_words(lists.state[size_t(choose.below(int(lists.state.size())))]);
         if (choose.rarely(32)) lists.state[0].data = nullptr;
         step.params = choose.rarely(32) ? nullptr : lists.params.data();
@@ -298,7 +299,7 @@ private:
             watch(*o, "apply", [&] { return counted("apply", dsopt_optimizer_apply(o->handle.get(), &step)); });
     }
     void accumulate() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         const std::vector<dsopt_tensor> list = list_like(*o, false);
         watch(*o, "accumulate", [&] {
@@ -309,7 +310,7 @@ private:
 
     // ----------------------------------------------------------------------------------------------------------- state
     void read_state() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         DSOPT_NEW(dsopt_state_info, info);
         if (!describe_state(*o, info)) return;
@@ -318,7 +319,7 @@ private:
                                                        choose.rarely(16) ? host.size() + 4 : host.size()));
     }
     void import_state() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         DSOPT_NEW(dsopt_state_info, info);
         if (o == nullptr || !describe_state(*o, info)) return;
         std::vector<char> host(bytes_of(info.tensor));
@@ -334,7 +335,7 @@ private:
         });
     }
     void bind() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large()) return;
         if (choose.flip()) {
             const std::vector<dsopt_tensor> list = list_like(*o, true);
@@ -356,7 +357,7 @@ private:
         });
     }
     void reset() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         const int32_t what = choose.rarely(8) ? choose.of(kIntegers) : 1 << choose.below(5);
         watch(*o, "reset", [&] { return counted("reset", dsopt_optimizer_reset(o->handle.get(), what, nullptr)); });
@@ -365,7 +366,7 @@ private:
     // ----------------------------------------------------------------------------------------------------------- files
     int32_t io_flags() { return choose.rarely(3) ? 1 << choose.below(6) : choose.rarely(16) ? choose.byte() : 0; }
     void save() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large()) return;
         DSOPT_NEW(dsopt_io, io);
         Bytes file;
@@ -378,7 +379,7 @@ private:
         if (status == DSOPT_OK && files.size() < 6) files.push_back(std::move(file));
     }
     void load() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large() || files.empty()) return;
         DSOPT_NEW(dsopt_io, io);
         io.flags = io_flags();
@@ -400,7 +401,7 @@ private:
         watch(*o, "load", [&] { return counted("load", dsopt_optimizer_load(o->handle.get(), nullptr, &io)); });
     }
     void save_file() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large()) return;
         DSOPT_NEW(dsopt_io, io);
         io.flags = choose.rarely(2) ? DSOPT_IO_PARAMS : 0;
@@ -408,7 +409,7 @@ private:
                                                              choose.flip() ? nullptr : &io));
     }
     void load_file() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large()) return;
         DSOPT_NEW(dsopt_io, io);
         io.flags = io_flags();
@@ -422,7 +423,7 @@ private:
     }
 
     // --------------------------------------------------------------------------------------------------------- scalers
-    void ask_scaler() {
+    void query_scaler() {
         if (scalers.empty()) return;
         dsopt_scaler *const scaler = scalers[index_of(scalers)].get();
         switch (choose.below(6)) {
@@ -441,12 +442,12 @@ private:
         }
         case 3: {
             dsopt_tensor loss = tensor(1, choose.of(kDtypes));
-            if (choose.rarely(4)) spoil(loss);
+            if (choose.rarely(4)) make_invalid(loss);
             (void)counted("scaler_scale_loss", dsopt_scaler_scale_loss(scaler, &loss, nullptr));
             break;
         }
         case 4:
-            if (dsopt_scaler_device_scale(scaler) == nullptr) finding("a scaler without a scale");
+            if (dsopt_scaler_device_scale(scaler) == nullptr) finding("a scaler has no scale");
             break;
         case 5: (void)counted("scaler_detach", dsopt_scaler_detach(scaler)); break;
         }
@@ -455,7 +456,7 @@ private:
         if (scalers.empty()) return;
         dsopt_scaler *const scaler = scalers[index_of(scalers)].get();
         std::vector<dsopt_tensor> state = {{floats(1), 1, DSOPT_DTYPE_F32, 0}, {zeros(48), 12, DSOPT_DTYPE_I32, 0}};
-        if (choose.rarely(8)) spoil(state[size_t(choose.below(2))]);
+        if (choose.rarely(8)) make_invalid(state[size_t(choose.below(2))]);
         if (counted("scaler_init_state", dsopt_scaler_init_state(scaler, state.data(), count_of(state), nullptr)) ==
             DSOPT_OK) {
             if (choose.rarely(4)) fill_words(state[1]);
@@ -468,7 +469,7 @@ private:
         DSOPT_NEW(dsopt_scaler_info, info);
         (void)counted("scaler_decode", dsopt_scaler_decode(host, &info));
         DSOPT_NEW(dsopt_schedule_info, schedule);
-        if (const Made *const o = any_optimizer(); o != nullptr)
+        if (const OptimizerRecord *const o = any_optimizer(); o != nullptr)
             (void)counted("schedule_decode", dsopt_schedule_decode(o->handle.get(), host, &schedule));
     }
 
@@ -480,7 +481,7 @@ private:
             x.push_back(tensor(numel, choose.of(kDtypes)));
             y.push_back(choose.rarely(6) ? x.back() : tensor(numel, choose.of(kDtypes)));
             if (choose.rarely(8)) x.back().data = nullptr;
-            if (choose.rarely(8)) spoil(x.back());
+            if (choose.rarely(8)) make_invalid(x.back());
         }
         const int64_t count = choose.rarely(32) ? -1 : count_of(x);
         dsopt_context *const context = any_context();
@@ -512,7 +513,7 @@ private:
         std::vector<dsopt_tensor> list;
         for (int i = choose.below(5); i > 0; --i) {
             list.push_back(tensor(choose.of(kSizes), DSOPT_DTYPE_F32));
-            if (choose.rarely(32)) spoil(list.back());
+            if (choose.rarely(32)) make_invalid(list.back());
         }
         args.tensors = list.data();
         args.count = choose.rarely(32) ? -1 : count_of(list);
@@ -522,7 +523,7 @@ private:
         size_t bytes = 0;
         if (counted("compressed_sizes", dsopt_compressed_sizes(comm, &args, &worker, &server, &bytes)) != DSOPT_OK)
             return;
-        if (bytes > kMostBytes || worker > int64_t(kMostBytes / 4)) return;
+        if (bytes > kMaxBytes || worker > int64_t(kMaxBytes / 4)) return;
         args.worker_error = static_cast<float *>(zeros(size_t(worker) * 4));
         args.server_error = static_cast<float *>(zeros(size_t(server) * 4));
         args.workspace = allocate(bytes);
@@ -530,22 +531,22 @@ private:
         if (choose.rarely(32)) args.worker_error = nullptr;
         for (int i = 1 + choose.below(3); i > 0; --i)
             (void)counted("compressed_allreduce", dsopt_compressed_allreduce(comm, &args));
-        std::vector<float> owed_by_worker(static_cast<size_t>(worker)), owed_by_server(static_cast<size_t>(server));
-        (void)counted("compressed_errors", dsopt_compressed_errors(comm, &args, owed_by_worker.data(),
-                                                                   choose.flip() ? owed_by_server.data() : nullptr));
+        std::vector<float> worker_residuals(static_cast<size_t>(worker)), server_residuals(static_cast<size_t>(server));
+        (void)counted("compressed_errors", dsopt_compressed_errors(comm, &args, worker_residuals.data(),
+                                                                   choose.flip() ? server_residuals.data() : nullptr));
     }
 
-    // ------------------------------------------------------------------------------------------------------- questions
+    // --------------------------------------------------------------------------------------------------------- queries
     int32_t any_group() { return choose.below(4) - 1; }
     void set() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         const int32_t group = any_group(), key = choose.below(40);
         const double value = number();
         watch(*o, "set", [&] { return counted("set", dsopt_optimizer_set(o->handle.get(), group, key, value)); });
     }
-    void ask_optimizer() {
-        Made *const o = any_optimizer();
+    void query_optimizer() {
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         double value = 0;
         int64_t groups = 0, params = 0;
@@ -555,10 +556,10 @@ private:
         (void)counted("report", dsopt_optimizer_report(o->handle.get(), &report));
         (void)counted("count", dsopt_optimizer_count(o->handle.get(), &groups, &params));
         if (size_t(params) != o->params.size())
-            finding("%ld parameters in place of %zu", long(params), o->params.size());
+            finding("count returned %ld parameters in place of %zu", long(params), o->params.size());
     }
     void reduction() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         if (o == nullptr) return;
         int32_t host = 0;
         const int64_t call = choose.rarely(8) ? choose.of(kBadSizes) % 1000000 : choose.byte();
@@ -575,12 +576,12 @@ private:
         }
     }
     void retain() {
-        Made *const o = any_optimizer();
+        OptimizerRecord *const o = any_optimizer();
         dsopt_optimizer *other = nullptr;
         if (o == nullptr || counted("retain", dsopt_optimizer_retain(o->handle.get(), &other)) != DSOPT_OK) return;
         retained.push_back(test::Optimizer(other));
     }
-    void ask_comm() {
+    void query_comm() {
         DSOPT_NEW(dsopt_comm_info, info);
         if (comms.empty()) return;
         dsopt_comm *const comm = comms[index_of(comms)].get();
@@ -593,18 +594,18 @@ private:
         (void)counted("comm_unique_id", dsopt_comm_unique_id(choose.flip() ? DSOPT_COMM_KIND_LOCAL : choose.below(6),
                                                              choose.flip() ? id : nullptr, &bytes));
         if (dsopt_version() <= 0 || dsopt_abi_version() != DSOPT_ABI_VERSION || dsopt_build_info()[0] != '{')
-            finding("no version");
-        if (dsopt_status_name(choose.of(kIntegers))[0] == 0) finding("a status without a name");
+            finding("the version is invalid");
+        if (dsopt_status_name(choose.of(kIntegers))[0] == 0) finding("a status has no name");
         DSOPT_NEW(dsopt_step, step);
         (void)counted("step of NULL", dsopt_optimizer_step(nullptr, &step));
         (void)counted("report of NULL", dsopt_optimizer_report(nullptr, nullptr));
         (void)counted("compressed of NULL", dsopt_compressed_allreduce(nullptr, nullptr));
-        if (const Made *const o = any_optimizer(); o != nullptr) {
+        if (const OptimizerRecord *const o = any_optimizer(); o != nullptr) {
             (void)counted("step by NULL", dsopt_optimizer_step(o->handle.get(), nullptr));
             (void)counted("get to NULL", dsopt_optimizer_get(o->handle.get(), 0, DSOPT_KEY_LR, nullptr));
         }
         dsopt_comm_abort(nullptr);
-        if (dsopt_scaler_device_scale(nullptr) != nullptr) finding("the scale of no scaler");
+        if (dsopt_scaler_device_scale(nullptr) != nullptr) finding("device_scale(NULL) returned an address");
     }
     void fail_allocations() {
         for (const auto &hook : hooks) hook->fails_in = choose.rarely(3) ? choose.below(6) : -1;
@@ -619,15 +620,15 @@ private:
     }
 
     // ----------------------------------------------------------------------------------------------------------- ranks
-    /// Two or three ranks on threads, one of which may give up. Only statuses may differ with timing.
+    /// Two or three ranks on threads, one of which may abort, leave or skip a step. Only statuses may depend on timing.
     void ranks();
 
     std::deque<std::array<int64_t, 2>> dims_; // of parameters; a deque because their addresses must not change
 };
 
 void Calls::ranks() {
-    const int count = 2 + choose.below(2), lazy = choose.rarely(3) ? choose.below(count) : -1,
-              gives_up = choose.below(4);
+    const int count = 2 + choose.below(2), faulty_rank = choose.rarely(3) ? choose.below(count) : -1,
+              fault = choose.below(4);
     const int32_t algorithm = choose.of(kAlgorithms);
     const bool checks = choose.rarely(3), averages = choose.flip();
     const int steps = 1 + choose.below(5);
@@ -636,9 +637,9 @@ void Calls::ranks() {
     const std::string folder = path(0) + ".rank";
     test::run_ranks(count, [&](int rank) {
         const test::Context context = test::make_context(test::context_desc(1, backend));
-        dsopt_comm_desc desc = test::local_desc(id, rank, count, lazy >= 0 ? 4 : 20000);
+        dsopt_comm_desc desc = test::local_desc(id, rank, count, faulty_rank >= 0 ? 4 : 20000);
         dsopt_comm *handle = nullptr;
-        if (lazy == rank && gives_up == 0) return;
+        if (faulty_rank == rank && fault == 0) return;
         if (counted("local comm_create", dsopt_comm_create(context.get(), &desc, &handle)) != DSOPT_OK) return;
         const test::Comm comm(handle);
         Block weights = block(size_t(numel) * 4), gradients = block(size_t(numel) * 4);
@@ -664,10 +665,10 @@ void Calls::ranks() {
         if (counted("ranks' add_group", dsopt_optimizer_add_group(optimizer.get(), &group, &param, 1)) != DSOPT_OK)
             return;
         for (int call = 0; call < steps; ++call) {
-            if (lazy == rank && call == 1) {
-                if (gives_up == 1) return dsopt_comm_abort(comm.get());
-                if (gives_up == 2) return;
-                if (gives_up == 3) continue; // takes one step less than the others
+            if (faulty_rank == rank && call == 1) {
+                if (fault == 1) return dsopt_comm_abort(comm.get());
+                if (fault == 2) return;
+                if (fault == 3) continue; // takes one step less than the others
             }
             DSOPT_NEW(dsopt_step, step);
             step.grads = &gradient;

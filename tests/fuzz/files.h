@@ -9,7 +9,7 @@ struct File {
     Bytes header, data;
 
     static File split(const Bytes &file);
-    Bytes assembled(bool right_tensors, bool right_header) const;
+    Bytes assembled(bool correct_tensors, bool correct_header) const;
 };
 
 } // namespace fuzz

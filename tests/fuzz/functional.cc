@@ -11,7 +11,7 @@
 namespace fuzz {
 namespace {
 
-constexpr int kMostParams = 4, kMostRounds = 12;
+constexpr int kMaxParams = 4, kMaxRounds = 12;
 constexpr float kScalars[] = {test::kNaN,  0,      1,       0.5f, 1e-3f,  0.9f,  -1,
                               -test::kInf, 1e-45f, 3.4e38f, 2,    0.999f, 1e-8f, test::kInf};
 constexpr int32_t kStepFlags[] = {
@@ -69,7 +69,7 @@ struct Request {
     std::optional<int32_t> skip;
 };
 
-/// All memory of one caller of a step.
+/// All memory that a step reads and writes.
 struct Owner {
     Arrays params, grads, outs, state, scalars;
     Block workspace, report;
@@ -184,7 +184,7 @@ Case case_of(Choices &choose) {
     c.scaler = choose.rarely(3);
     if (choose.flip()) c.max_norm = 1;
     if (choose.rarely(4)) c.max_value = 0.5;
-    const int params = choose.below(kMostParams + 1);
+    const int params = choose.below(kMaxParams + 1);
     for (int i = 0; i < params; ++i) {
         c.sizes.push_back(choose.of(kSizes));
         int32_t dtype = choose.of(kDtypes), flags = 0;
@@ -262,7 +262,7 @@ const test::Context &context_on(int32_t backend) {
     return one;
 }
 
-// ---------------------------------------------------------------------------------------------------------- a training
+// -------------------------------------------------------------------------------------------------------- training run
 class Functional : public World {
 public:
     explicit Functional(const Choices &choices) : World(choices), case_(case_of(choose)) {
@@ -275,24 +275,24 @@ public:
         Arrays weights(memory);
         for (size_t i = 0; i < case_.params(); ++i)
             weights.add(case_.dtypes[i], numbers(case_.sizes[i], case_.dtypes[i]));
-        const Side remembering(case_, context, echo_, &weights);
-        if (remembering.status != DSOPT_OK)
-            finding("the same optimizer again: %s", dsopt_status_name(remembering.status));
+        const Side stateful(case_, context, echo_, &weights);
+        if (stateful.status != DSOPT_OK)
+            finding("a second optimizer of the same case: %s", dsopt_status_name(stateful.status));
         opt_ = functional.optimizer.get();
-        twin_ = remembering.optimizer.get();
+        twin_ = stateful.optimizer.get();
         scaler_ = functional.scaler.get();
         weights_ = &weights;
         size_t bytes = 0;
         must("workspace", dsopt_optimizer_workspace(opt_, &bytes));
         Owner owner(memory, bytes, size_t(choose.below(64)));
         prepare(owner);
-        for (int round = 0; choose.are_left() && round < kMostRounds; ++round) {
+        for (int round = 0; choose.are_left() && round < kMaxRounds; ++round) {
             const Request request = next_request(owner);
             switch (choose.below(8)) {
             case 4:
-            case 5: break_call(owner, request); break;
+            case 5: corrupt_call(owner, request); break;
             case 6:
-            case 7: break_state(owner, request); break;
+            case 7: corrupt_state(owner, request); break;
             default: take(owner, request);
             }
         }
@@ -331,7 +331,7 @@ private:
         }
         const std::vector<dsopt_tensor> params = owner.params.list(), state = owner.state.list();
         if (init_state(params, int64_t(params.size()), state, count) != DSOPT_OK)
-            finding("init_state of a good list was refused");
+            finding("init_state refused a valid list");
         for (size_t i = 0; i < names_.size(); ++i) { // the first call creates the twin's state
             if (owner.state.bytes(i) == 0 || names_[i] == "loss_scale" || names_[i] == "scaler") continue;
             Bytes host(owner.state.bytes(i), 0);
@@ -340,7 +340,7 @@ private:
         }
         compare(owner, "init_state");
     }
-    /// Compares state and parameters of both forms.
+    /// Compares state and parameters of both optimizers.
     void compare(const Owner &owner, const char *when) {
         for (size_t i = 0; i < names_.size(); ++i) {
             DSOPT_NEW(dsopt_state_info, info);
@@ -409,16 +409,16 @@ private:
                     dsopt_status_name(second));
         if (request.flags & (DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA))
             differ("OUT_ONLY or DELTA", "a parameter", owner.params.text(), weights);
-        differ("two equal calls of apply", "memory of the caller", owner.text(), again.text());
-        differ("two equal calls of apply", "the report", owner.report.text(), again.report.text());
-        differ("a step in both forms", "the report", owner.report.text(), twin.report.text());
-        differ("a step in both forms", "a gradient", owner.grads.text(), twin.grads.text());
-        differ("a step in both forms", "an output", owner.outs.text(), twin.outs.text());
-        compare(owner, "a step in both forms");
+        differ("two identical calls of apply", "memory of the caller", owner.text(), again.text());
+        differ("two identical calls of apply", "the report", owner.report.text(), again.report.text());
+        differ("apply and step", "the report", owner.report.text(), twin.report.text());
+        differ("apply and step", "a gradient", owner.grads.text(), twin.grads.text());
+        differ("apply and step", "an output", owner.outs.text(), twin.outs.text());
+        compare(owner, "apply and step");
     }
 
     /// Makes a call with one or two errors. A rejected call must not have changed anything.
-    void break_call(const Owner &owner, const Request &request) {
+    void corrupt_call(const Owner &owner, const Request &request) {
         Owner other = owner.copy(memory, 0);
         Call call(other, request, true);
         for (int i = 1 + choose.below(2); i > 0; --i) break_one_of(call, other);
@@ -431,7 +431,7 @@ private:
         if (choose.rarely(4))
             --(params ? count : state_count);
         else
-            spoil(any(params ? lists.params : lists.state));
+            make_invalid(any(params ? lists.params : lists.state));
         refuse_or_obey("init_state", fresh, [&] { return init_state(lists.params, count, lists.state, state_count); });
     }
     void refuse_or_obey(const char *name, const Owner &owner, const std::function<dsopt_status()> &call) {
@@ -454,21 +454,21 @@ private:
         case 8: step.state = nullptr; break;
         case 9: step.params = nullptr; break;
         default:
-            spoil(any(choose.flip()   ? call.state
-                      : choose.flip() ? call.params
-                      : choose.flip() ? call.grads
-                                      : call.outs));
+            make_invalid(any(choose.flip()   ? call.state
+                             : choose.flip() ? call.params
+                             : choose.flip() ? call.grads
+                                             : call.outs));
         }
     }
 
-    /// Writes words that no step writes into the state, then makes three steps by two identical owners, and a decoding
-    /// call.
-    void break_state(const Owner &owner, const Request &request) {
+    /// Writes words into the state that no step writes. Then calls apply three times on two identical copies of all
+    /// memory, and decodes the words.
+    void corrupt_state(const Owner &owner, const Request &request) {
         if (names_.empty()) return;
         Owner other = owner.copy(memory, 0);
         for (int i = 1 + choose.below(4); i > 0; --i) {
             size_t entry = choose.byte() % names_.size();
-            if (choose.flip()) // there are few counters, and most branches depend on them
+            if (choose.flip()) // prefers counters: they are few, and most branches depend on them
                 for (size_t k = names_.size(); k-- > 0;)
                     if (other.state.tensor(k).dtype == DSOPT_DTYPE_I32 && choose.flip()) {
                         entry = k;
@@ -481,9 +481,9 @@ private:
         for (int i = 0; i < 3; ++i) {
             const dsopt_status status = apply(call.step), second = apply(repeated.step);
             if (status != second)
-                finding("hostile words: apply %s, again %s", dsopt_status_name(status), dsopt_status_name(second));
-            differ("two equal calls on hostile words", "memory of the caller", other.text(), again.text());
-            differ("two equal calls on hostile words", "the report", other.report.text(), again.report.text());
+                finding("invalid words: apply %s, again %s", dsopt_status_name(status), dsopt_status_name(second));
+            differ("two identical calls on invalid words", "memory of the caller", other.text(), again.text());
+            differ("two identical calls on invalid words", "the report", other.report.text(), again.report.text());
             if (status != DSOPT_OK) break;
         }
         for (size_t i = 0; i < names_.size(); ++i) decode(other, i);

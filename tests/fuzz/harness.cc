@@ -10,7 +10,7 @@
 namespace fuzz {
 namespace {
 
-constexpr size_t kLongestText = 1023;
+constexpr size_t kMaxText = 1023;
 
 struct Statistics {
     std::mutex mutex; // ranks are threads
@@ -70,8 +70,8 @@ dsopt_status counted(const char *call, dsopt_status status) {
     }
     if (status == DSOPT_ERR_INTERNAL) finding("%s: DSOPT_ERR_INTERNAL", call);
     if (status != DSOPT_OK && dsopt_last_error()[0] == 0)
-        finding("%s: %s without a text", call, dsopt_status_name(status));
-    if (std::strlen(dsopt_last_error()) > kLongestText) finding("%s: a text that is too long", call);
+        finding("%s: %s has no error text", call, dsopt_status_name(status));
+    if (std::strlen(dsopt_last_error()) > kMaxText) finding("%s: the error text is too long", call);
     return status;
 }
 void must(const char *call, dsopt_status status) {
@@ -116,9 +116,9 @@ int all_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) 
     return 0;
 }
 int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
-    const Bytes own(static_cast<const char *>(send), size_t(bytes)); // `recv` may be the same memory as `send`
+    const Bytes sent(static_cast<const char *>(send), size_t(bytes)); // `recv` may be the same memory as `send`
     for (int rank = 0; rank < static_cast<Echo *>(self)->ranks; ++rank)
-        std::memcpy(static_cast<char *>(recv) + rank * bytes, own.data(), size_t(bytes));
+        std::memcpy(static_cast<char *>(recv) + rank * bytes, sent.data(), size_t(bytes));
     return 0;
 }
 } // namespace

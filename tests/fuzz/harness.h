@@ -31,7 +31,7 @@ void count_runs();
 /// the error if one failed.
 std::string outcome();
 
-/// Reads the bytes of an input as choices, one after the other. After the end all choices are 0.
+/// Reads the bytes of an input sequentially as choices. After the end all choices are 0.
 class Choices {
 public:
     Choices(const uint8_t *data, size_t size) : next_(data), left_(size) {}
@@ -43,7 +43,7 @@ public:
     }
     int below(int n) { return byte() % n; }
     bool flip() { return byte() % 2 != 0; }
-    /// True once in n, if the input chooses so; never after the end.
+    /// True for one in n values of a byte; false after the end.
     bool rarely(int n) { return left_ != 0 && byte() % n == n - 1; }
     template <class T, size_t N> T of(const T (&list)[N]) { return list[byte() % N]; }
 
@@ -52,7 +52,7 @@ private:
     size_t left_;
 };
 
-/// A data comm of one rank, in which all other ranks send what this one sends. Must outlive the comm.
+/// State of a data comm of one rank, in which all other ranks send the data of this rank. Must outlive the comm.
 struct Echo {
     int rank = 0, ranks = 1;
 };

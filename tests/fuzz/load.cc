@@ -16,26 +16,26 @@
 namespace fuzz {
 namespace {
 
-constexpr size_t kMostFiles = 5, kMostLength = 20000; // of a header, and of a file's data
+constexpr size_t kMaxFiles = 5, kMaxLength = 20000; // of a header, and of a file's data
 
-/// How an input is loaded.
-enum How : uint8_t {
+/// Flags: how an input is loaded.
+enum Mode : uint8_t {
     kList = 1,       // dsopt_io.files
     kBadTensors = 2, // does not correct the tensors' checksums
     kBadHeader = 4,  // does not correct the header's checksum
-    kFresh = 8,      // loads into an optimizer that never stepped
+    kUntrained = 8,  // loads into an optimizer that has not stepped
     kVerbatim = 16,  // corrects nothing
 };
 
 struct Input {
-    uint8_t kind = 0, how = 0, flags = 0;
+    uint8_t kind = 0, mode = 0, flags = 0;
     std::vector<File> files;
 
     static std::optional<Input> from(const uint8_t *data, size_t size) {
         if (size < 3) return {};
         Input input{data[0], data[1], data[2], {}};
         Bytes rest(reinterpret_cast<const char *>(data) + 3, size - 3);
-        while (rest.size() >= 4 && input.files.size() < kMostFiles) {
+        while (rest.size() >= 4 && input.files.size() < kMaxFiles) {
             uint16_t lengths[2];
             std::memcpy(lengths, rest.data(), sizeof lengths);
             rest.erase(0, sizeof lengths);
@@ -51,7 +51,7 @@ struct Input {
         return input;
     }
     Bytes bytes() const {
-        Bytes all = {char(kind), char(how), char(flags)};
+        Bytes all = {char(kind), char(mode), char(flags)};
         for (const File &file : files) {
             const uint16_t lengths[] = {uint16_t(file.header.size()), uint16_t(file.data.size())};
             all.append(reinterpret_cast<const char *>(lengths), sizeof lengths);
@@ -61,23 +61,23 @@ struct Input {
     }
 };
 
-/// An optimizer ready for the next file, and its contents. Created again after a load has changed it.
-struct Waiting {
+/// An optimizer that is ready for the next load, and its state. It is created again after a load has changed it.
+struct ReadySubject {
     std::unique_ptr<Subject> subject;
     Bytes before;
 };
-Waiting &waiting(int kind, bool fresh) {
-    static std::vector<Waiting> all(size_t(2 * kKinds));
-    Waiting &one = all[size_t(2 * kind + fresh)];
-    if (one.subject == nullptr) {
-        one.subject = std::make_unique<Subject>(kind);
-        if (!fresh) one.subject->train();
-        one.before = one.subject->text(!fresh); // requesting the state would create it
+ReadySubject &ready_subject(int kind, bool untrained) {
+    static std::vector<ReadySubject> all(size_t(2 * kKinds));
+    ReadySubject &ready = all[size_t(2 * kind + untrained)];
+    if (ready.subject == nullptr) {
+        ready.subject = std::make_unique<Subject>(kind);
+        if (!untrained) ready.subject->train();
+        ready.before = ready.subject->text(!untrained); // requesting the state would create it
     }
-    return one;
+    return ready;
 }
 
-/// Loads into an optimizer that has already loaded.
+/// Loads into an optimizer that earlier inputs have used.
 void load_again(int kind, const Bytes &file, uint32_t flags, const char *what) {
     static std::vector<std::unique_ptr<Subject>> all(static_cast<size_t>(kKinds));
     std::unique_ptr<Subject> &other = all[size_t(kind)];
@@ -87,29 +87,30 @@ void load_again(int kind, const Bytes &file, uint32_t flags, const char *what) {
     }
     std::vector<Bytes> files{file};
     if (const dsopt_status status = other->load(files, false, flags); status != DSOPT_OK)
-        finding("what was saved %s cannot be loaded: %s", what, dsopt_status_name(status));
+        finding("the file that was saved %s cannot be loaded: %s", what, dsopt_status_name(status));
 }
 
 void run(const Input &input) {
     const int kind = input.kind % kKinds;
-    const bool fresh = input.how & kFresh;
+    const bool untrained = input.mode & kUntrained;
     std::vector<Bytes> files;
     for (const File &file : input.files)
-        files.push_back(input.how & kVerbatim ? file.header + file.data
-                                              : file.assembled(!(input.how & kBadTensors), !(input.how & kBadHeader)));
-    Waiting &one = waiting(kind, fresh);
-    const dsopt_status status = one.subject->load(files, input.how & kList, input.flags);
-    if (status == DSOPT_ERR_NOMEM) finding("a file made the engine ask for memory that is not there");
+        files.push_back(input.mode & kVerbatim
+                            ? file.header + file.data
+                            : file.assembled(!(input.mode & kBadTensors), !(input.mode & kBadHeader)));
+    ReadySubject &ready = ready_subject(kind, untrained);
+    const dsopt_status status = ready.subject->load(files, input.mode & kList, input.flags);
+    if (status == DSOPT_ERR_NOMEM) finding("the engine requests too much memory for this file");
     if (status != DSOPT_OK) {
-        if (one.subject->text(!fresh) != one.before)
+        if (ready.subject->text(!untrained) != ready.before)
             finding("a refused load changed optimizer %d: %s", kind, dsopt_status_name(status));
         return;
     }
-    const std::unique_ptr<Subject> subject = std::move(one.subject);
+    const std::unique_ptr<Subject> subject = std::move(ready.subject);
     const uint32_t params = input.flags & DSOPT_IO_PARAMS;
     load_again(kind, subject->save(params), params, "after a load");
     for (int i = 0; i < 3; ++i) (void)subject->step();
-    for (const int64_t call : {0, 1, 100}) subject->ask_reduction(call);
+    for (const int64_t call : {0, 1, 100}) subject->query_reduction(call);
     load_again(kind, subject->save(0), 0, "after a load and steps");
 }
 
@@ -155,7 +156,7 @@ public:
         for (int rounds = 1 + below(3); rounds > 0; --rounds)
             change(input_.files[size_t(below(int(input_.files.size())))]);
         for (File &file : input_.files)
-            for (Bytes *part : {&file.header, &file.data}) part->resize(std::min(part->size(), kMostLength));
+            for (Bytes *part : {&file.header, &file.data}) part->resize(std::min(part->size(), kMaxLength));
         return std::move(input_);
     }
 
@@ -165,7 +166,7 @@ private:
     void change(File &file) {
         switch (below(10)) {
         case 0: input_.kind = uint8_t(below(kKinds)); break;
-        case 1: input_.how = uint8_t(below(2) != 0 ? below(2) : below(32)); break;
+        case 1: input_.mode = uint8_t(below(2) != 0 ? below(2) : below(32)); break;
         case 2: input_.flags = uint8_t(below(2) != 0 ? 0 : below(64)); break;
         case 3: replace(file.header, numbers_of(file.header)); break;
         case 4: replace(file.header, values_of(file.header)); break;
@@ -203,8 +204,8 @@ private:
         if (data.size() < 4) return;
         const int words = int(data.size() / 4);
         // Counters and schedules are near the end.
-        const int at = below(3) == 0 ? std::max(words - 1 - below(48), 0) : below(words);
-        std::memcpy(&data[4 * size_t(at)], &kWords[below(int(std::size(kWords)))], 4);
+        const int index = below(3) == 0 ? std::max(words - 1 - below(48), 0) : below(words);
+        std::memcpy(&data[4 * size_t(index)], &kWords[below(int(std::size(kWords)))], 4);
     }
     void mutate(Bytes &text, size_t more) {
         const size_t size = text.size();
@@ -218,13 +219,13 @@ private:
     }
     void change_files() {
         std::vector<File> &all = input_.files;
-        const auto at = size_t(below(int(all.size())));
+        const auto index = size_t(below(int(all.size())));
         if (below(2) != 0 && all.size() > 1)
-            all.erase(all.begin() + long(at));
-        else if (all.size() < kMostFiles)
-            all.push_back(File(all[at]));
+            all.erase(all.begin() + long(index));
+        else if (all.size() < kMaxFiles)
+            all.push_back(File(all[index]));
         else
-            std::swap(all[0], all[at]);
+            std::swap(all[0], all[index]);
     }
 
     Input input_;

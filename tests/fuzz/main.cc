@@ -25,22 +25,22 @@ namespace {
 namespace fs = std::filesystem;
 using Input = std::vector<uint8_t>;
 
-constexpr size_t kMostChanged = 65536;
+constexpr size_t kMaxChanged = 65536;
 
 test::Random random_bytes(1); // for the current seed
 const Input *running = nullptr;
-char kept[64];
+char finding_path[64];
 
-/// Writes the input and raises the same signal again.
-void keep(int signal) {
+/// Writes the input to a file and raises the same signal again.
+void write_finding(int signal) {
     (void)std::signal(signal, SIG_DFL);
-    const int file = running != nullptr ? ::open(kept, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644) : -1;
-    if (file >= 0 && ::write(file, running->data(), running->size()) < 0) (void)!::write(2, "not kept\n", 9);
+    const int file = running != nullptr ? ::open(finding_path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644) : -1;
+    if (file >= 0 && ::write(file, running->data(), running->size()) < 0) (void)!::write(2, "not finding_path\n", 9);
     (void)std::raise(signal);
 }
 
 void run(const Input &input, long seed) {
-    std::snprintf(kept, sizeof kept, "finding-%ld", seed);
+    std::snprintf(finding_path, sizeof finding_path, "finding-%ld", seed);
     running = &input;
     (void)LLVMFuzzerTestOneInput(input.data(), input.size());
     running = nullptr;
@@ -61,10 +61,10 @@ Input random_input(int most) {
 }
 Input changed(Input input) {
     const size_t size = input.size();
-    input.resize(kMostChanged);
+    input.resize(kMaxChanged);
     size_t now = size;
     for (int times = 1 + random_bytes.below(4); times > 0; --times)
-        now = LLVMFuzzerCustomMutator(input.data(), now, kMostChanged, unsigned(random_bytes.next()));
+        now = LLVMFuzzerCustomMutator(input.data(), now, kMaxChanged, unsigned(random_bytes.next()));
     input.resize(now);
     return input;
 }
@@ -74,17 +74,18 @@ Input changed(Input input) {
 // libFuzzer's function, for programs that are not linked to it.
 extern "C" size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most) {
     if (size == 0) return 0;
-    const auto at = [size] { return size_t(random_bytes.below(int(size))); };
+    const auto random_index = [size] { return size_t(random_bytes.below(int(size))); };
     switch (random_bytes.below(4)) {
-    case 0: data[at()] = uint8_t(random_bytes.next()); return size;
-    case 1: data[at()] ^= uint8_t(1 << random_bytes.below(8)); return size;
+    case 0: data[random_index()] = uint8_t(random_bytes.next()); return size;
+    case 1: data[random_index()] ^= uint8_t(1 << random_bytes.below(8)); return size;
     case 2: { // removes a range
-        const size_t begin = at(), bytes = std::min(size - begin, size_t(1 + random_bytes.below(16)));
+        const size_t begin = random_index(), bytes = std::min(size - begin, size_t(1 + random_bytes.below(16)));
         std::memmove(data + begin, data + begin + bytes, size - begin - bytes);
         return size - bytes;
     }
     default: { // duplicates a range
-        const size_t begin = at(), bytes = std::min({size - begin, most - size, size_t(1 + random_bytes.below(16))});
+        const size_t begin = random_index(),
+                     bytes = std::min({size - begin, most - size, size_t(1 + random_bytes.below(16))});
         std::memmove(data + begin + bytes, data + begin, size - begin);
         return size + bytes;
     }
@@ -113,7 +114,7 @@ int main(int argc, char **argv) {
             paths.push_back(word);
         }
     }
-    for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) (void)std::signal(signal, keep);
+    for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) (void)std::signal(signal, write_finding);
     std::vector<Input> files;
     for (const fs::path &path : paths) {
         files.push_back(read(path));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs the same training in different ways: on the CPU and on the emulated CUDA device; with different threads, chunks,
+// Compares variants of a training run: on the CPU and on the emulated CUDA device; with different threads, chunks,
 // instruction sets and alignments; by step and by apply. Every status and every bit must be the same.
 #include "harness.h"
 #include "support/cuda_memory.h"
@@ -105,8 +105,8 @@ Case case_of(Choices &choose) {
     return c;
 }
 
-// --------------------------------------------------------------------------------------------------------------- ways
-struct Way {
+// ------------------------------------------------------------------------------------------------------------ variants
+struct Variant {
     const char *name;
     int32_t backend = DSOPT_BACKEND_CPU;
     int32_t threads = 1;
@@ -116,17 +116,18 @@ struct Way {
     bool applies = false;
     bool reorders = false; // the parameters of each group are in reverse order
 };
-constexpr Way kFirst{.name = "one thread"};
-constexpr Way kOthers[] = {{.name = "three threads", .threads = 3},
-                           {.name = "larger pieces", .threads = 2, .chunk = 8192},
-                           {.name = "no vectors", .isa = "generic"},
-                           {.name = "avx2", .isa = "avx2"},
-                           {.name = "avx512", .isa = "avx512"},
-                           {.name = "other alignment", .shift = 1},
-                           {.name = "the emulated device", .backend = DSOPT_BACKEND_CUDA},
-                           {.name = "the emulated device, other alignment", .backend = DSOPT_BACKEND_CUDA, .shift = 1},
-                           {.name = "apply", .applies = true},
-                           {.name = "another order", .reorders = true}};
+constexpr Variant kReference{.name = "one thread"};
+constexpr Variant kVariants[] = {
+    {.name = "three threads", .threads = 3},
+    {.name = "larger pieces", .threads = 2, .chunk = 8192},
+    {.name = "no vectors", .isa = "generic"},
+    {.name = "avx2", .isa = "avx2"},
+    {.name = "avx512", .isa = "avx512"},
+    {.name = "other alignment", .shift = 1},
+    {.name = "the emulated device", .backend = DSOPT_BACKEND_CUDA},
+    {.name = "the emulated device, other alignment", .backend = DSOPT_BACKEND_CUDA, .shift = 1},
+    {.name = "apply", .applies = true},
+    {.name = "another order", .reorders = true}};
 
 /// False if results depend on the order of the list: norms over lists are added in list order, chunks of an exchange
 /// have their own scales, and the original's counters are stored with the last tensor of a group (docs/compat.md).
@@ -151,12 +152,12 @@ Case reordered(Case c) {
 void run_backwards(void *, int64_t count, void (*body)(void *, int64_t), void *arg) {
     while (count-- > 0) body(arg, count);
 }
-/// Created once per way, because detecting the processor's features takes as long as a step.
-test::Context make_context_of(const Way &way) {
-    dsopt_context_desc desc = test::context_desc(way.threads, way.backend);
-    desc.chunk = way.chunk;
-    if (way.threads > 1 && way.chunk != 0) desc.parallel_for = run_backwards;
-    if (way.isa != nullptr) setenv("DSOPT_ISA", way.isa, 1);
+/// Contexts are created once per variant, because detecting the processor's features takes as long as a step.
+test::Context make_context_of(const Variant &variant) {
+    dsopt_context_desc desc = test::context_desc(variant.threads, variant.backend);
+    desc.chunk = variant.chunk;
+    if (variant.threads > 1 && variant.chunk != 0) desc.parallel_for = run_backwards;
+    if (variant.isa != nullptr) setenv("DSOPT_ISA", variant.isa, 1);
     dsopt_context *context = nullptr;
     const dsopt_status status = dsopt_context_create(&desc, &context);
     unsetenv("DSOPT_ISA");
@@ -164,18 +165,18 @@ test::Context make_context_of(const Way &way) {
     return test::Context(context);
 }
 
-const test::Context &context_of(const Way &way) {
+const test::Context &context_of(const Variant &variant) {
     // Leaked: the emulated device may end before static destructors run.
-    static auto *const all = new std::map<const Way *, test::Context>;
-    test::Context &one = (*all)[&way];
-    if (one == nullptr) one = make_context_of(way);
+    static auto *const all = new std::map<const Variant *, test::Context>;
+    test::Context &one = (*all)[&variant];
+    if (one == nullptr) one = make_context_of(variant);
     return one;
 }
 
 /// Replaces every NaN by the same one.
-void unify_nans(Bytes &bytes, int32_t dtype) {
+void canonicalize_nans(Bytes &bytes, int32_t dtype) {
     if (dtype == DSOPT_DTYPE_I32) return;
-    const auto unify = [&]<class Word>(Word sign_less, Word infinity) {
+    const auto canonicalize = [&]<class Word>(Word sign_less, Word infinity) {
         const Word nan = sign_less;
         for (size_t at = 0; at + sizeof(Word) <= bytes.size(); at += sizeof(Word)) {
             Word word;
@@ -184,26 +185,26 @@ void unify_nans(Bytes &bytes, int32_t dtype) {
         }
     };
     switch (dtype) {
-    case DSOPT_DTYPE_F16: return unify(uint16_t(0x7fff), uint16_t(0x7c00));
-    case DSOPT_DTYPE_BF16: return unify(uint16_t(0x7fff), uint16_t(0x7f80));
-    case DSOPT_DTYPE_F32: return unify(uint32_t(0x7fffffff), uint32_t(0x7f800000));
-    default: return unify(uint64_t(0x7fffffffffffffff), uint64_t(0x7ff0000000000000));
+    case DSOPT_DTYPE_F16: return canonicalize(uint16_t(0x7fff), uint16_t(0x7c00));
+    case DSOPT_DTYPE_BF16: return canonicalize(uint16_t(0x7fff), uint16_t(0x7f80));
+    case DSOPT_DTYPE_F32: return canonicalize(uint32_t(0x7fffffff), uint32_t(0x7f800000));
+    default: return canonicalize(uint64_t(0x7fffffffffffffff), uint64_t(0x7ff0000000000000));
     }
 }
 
-/// Everything observable, in order: a name and its bytes.
+/// All observable results in order, each as a name and its bytes.
 using Transcript = std::vector<std::pair<std::string, Bytes>>;
 
 class Training {
 public:
-    Training(const Case &c, const Way &way) :
+    Training(const Case &c, const Variant &variant) :
         case_(c),
-        way_(way),
-        memory_(way.backend == DSOPT_BACKEND_CUDA ? test::cuda_memory(nullptr) : test::host_memory()),
-        context_(context_of(way)) {
+        way_(variant),
+        memory_(variant.backend == DSOPT_BACKEND_CUDA ? test::cuda_memory(nullptr) : test::host_memory()),
+        context_(context_of(variant)) {
         if (c.ranks > 1) comm_ = echo_comm(context_, echo_ = {0, c.ranks});
         if (note("create", create()) && note("groups", add_groups()) &&
-            (!way.applies || note("init_state", init_state())))
+            (!variant.applies || note("init_state", init_state())))
             for (const StepCase &step : c.steps) take(step);
         if (made_) note_state();
     }
@@ -215,7 +216,7 @@ private:
         return status == DSOPT_OK;
     }
     void note(const std::string &what, Bytes bytes, int32_t dtype) {
-        unify_nans(bytes, dtype);
+        canonicalize_nans(bytes, dtype);
         transcript.push_back({what, std::move(bytes)});
     }
     Block block(size_t elements, int32_t dtype, size_t shift) const {
@@ -404,7 +405,7 @@ private:
     }
 
     const Case &case_;
-    const Way &way_;
+    const Variant &way_;
     const test::Memory memory_;
     Echo echo_;
     const test::Context &context_;
@@ -430,31 +431,31 @@ bool is_status(const std::string &what) {
     return what == "create" || what == "groups" || what == "step" || what == "init_state";
 }
 
-void compare(const Case &c, const Way &way, const Transcript &wanted, const Transcript &got) {
+void compare(const Case &c, const Variant &variant, const Transcript &wanted, const Transcript &got) {
     std::map<std::string, int> times;
     size_t i = 0;
     // In compat mode weights may change when the state is created: in init_state() or the first good step.
     bool stepped = false;
     for (const auto &[what, bytes] : got) {
-        if (way.applies && what == "init_state") {
+        if (variant.applies && what == "init_state") {
             if (bytes != "0") return; // rejected before the first step
             continue;
         }
         const auto same = i < wanted.size() && wanted[i].first == what;
         if (!same)
-            finding("%s, %s: '%s' in place of '%s'", text_of(c).c_str(), way.name, what.c_str(),
+            finding("%s, %s: '%s' in place of '%s'", text_of(c).c_str(), variant.name, what.c_str(),
                     i < wanted.size() ? wanted[i].first.c_str() : "nothing");
         const int time = ++times[what];
         stepped = stepped || (what == "step" && bytes == "0");
-        const bool counts = !way.reorders || what != "report";
-        if (counts && wanted[i].second != bytes && (stepped || !way.applies || is_status(what))) {
+        const bool counts = !variant.reorders || what != "report";
+        if (counts && wanted[i].second != bytes && (stepped || !variant.applies || is_status(what))) {
             // Some cases work only if the engine owns memory and cannot be applied; for others it is the reverse.
-            if (way.applies && is_status(what) && (bytes != "0") != (wanted[i].second != "0")) return;
+            if (variant.applies && is_status(what) && (bytes != "0") != (wanted[i].second != "0")) return;
             // If a list has several errors, the first in list order is reported.
-            if (way.reorders && is_status(what) && bytes != "0" && wanted[i].second != "0") return;
+            if (variant.reorders && is_status(what) && bytes != "0" && wanted[i].second != "0") return;
             size_t at = 0;
             while (at < bytes.size() && at < wanted[i].second.size() && bytes[at] == wanted[i].second[at]) ++at;
-            finding("%s, %s: %s is different at byte %zu, the %dth time%s%s", text_of(c).c_str(), way.name,
+            finding("%s, %s: %s is different at byte %zu, the %dth time%s%s", text_of(c).c_str(), variant.name,
                     what.c_str(), at, time, is_status(what) ? ": " : "", is_status(what) ? bytes.c_str() : "");
         }
         ++i;
@@ -469,12 +470,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz::Choices choose(data, size);
     const bool shifts = choose.flip(); // runs of the emulated device take half of the time
     const fuzz::Case c = fuzz::case_of(choose);
-    const fuzz::Transcript wanted = fuzz::Training(c, fuzz::kFirst).transcript;
+    const fuzz::Transcript wanted = fuzz::Training(c, fuzz::kReference).transcript;
     const fuzz::Case other_order = fuzz::reordered(c);
-    for (const fuzz::Way &way : fuzz::kOthers) {
-        if (way.backend == DSOPT_BACKEND_CUDA && shifts != (way.shift != 0)) continue;
-        if (way.reorders && !fuzz::keeps_bits_in_any_order(c)) continue;
-        fuzz::compare(c, way, wanted, fuzz::Training(way.reorders ? other_order : c, way).transcript);
+    for (const fuzz::Variant &variant : fuzz::kVariants) {
+        if (variant.backend == DSOPT_BACKEND_CUDA && shifts != (variant.shift != 0)) continue;
+        if (variant.reorders && !fuzz::keeps_bits_in_any_order(c)) continue;
+        fuzz::compare(c, variant, wanted, fuzz::Training(variant.reorders ? other_order : c, variant).transcript);
     }
     return 0;
 }

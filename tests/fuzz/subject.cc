@@ -166,7 +166,7 @@ dsopt_status Subject::load(std::vector<Bytes> &files, bool as_list, uint32_t fla
     return counted("load", dsopt_optimizer_load(optimizer_.get(), nullptr, &io));
 }
 
-void Subject::ask_reduction(int64_t call) {
+void Subject::query_reduction(int64_t call) {
     int32_t reduction = 0;
     (void)counted("next_reduction", dsopt_optimizer_next_reduction(optimizer_.get(), call, &reduction));
 }

@@ -20,7 +20,7 @@ public:
     dsopt_status step();
     Bytes save(uint32_t flags);
     dsopt_status load(std::vector<Bytes> &files, bool as_list, uint32_t flags);
-    void ask_reduction(int64_t call);
+    void query_reduction(int64_t call);
     /// Returns everything observable. `state`: also the state tensors, which are created if they do not exist.
     Bytes text(bool state);
 

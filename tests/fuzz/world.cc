@@ -17,7 +17,7 @@ constexpr size_t kLine = 64; // alignment of allocators
 
 void *Hook::allocate(void *self, size_t bytes, size_t, void *) {
     auto &hook = *static_cast<Hook *>(self);
-    if (bytes > kMostBytes || (hook.fails_in >= 0 && hook.fails_in-- == 0)) return nullptr;
+    if (bytes > kMaxBytes || (hook.fails_in >= 0 && hook.fails_in-- == 0)) return nullptr;
     ++hook.live;
     if (hook.backend == DSOPT_BACKEND_CUDA) return hook.memory.allocate(bytes);
     return std::aligned_alloc(kLine, (bytes + kLine) / kLine * kLine);
@@ -89,7 +89,7 @@ dsopt_tensor World::tensor(int64_t numel, int32_t dtype) {
     blocks.back().set(bytes);
     return {data, numel, dtype, 0};
 }
-void World::spoil(dsopt_tensor &tensor) {
+void World::make_invalid(dsopt_tensor &tensor) {
     switch (choose.below(4)) {
     case 0: tensor.dtype = choose.of(kIntegers); break;
     case 1: tensor.reserved = 1; break;
@@ -101,7 +101,7 @@ void World::spoil(dsopt_tensor &tensor) {
     tensor.data = nullptr; // another size or dtype might be accepted, and the engine would read past the end
 }
 void World::fill_words(const dsopt_tensor &tensor) {
-    if (tensor.data == nullptr || tensor.numel <= 0 || tensor.numel > kMostNumel) return;
+    if (tensor.data == nullptr || tensor.numel <= 0 || tensor.numel > kMaxNumel) return;
     Bytes bytes(bytes_of(tensor), 0);
     memory.read(bytes.data(), tensor.data, bytes.size());
     for (int i = 1 + choose.below(3); i > 0 && bytes.size() >= 4; --i) {
@@ -110,34 +110,34 @@ void World::fill_words(const dsopt_tensor &tensor) {
     }
     memory.write(tensor.data, bytes.data(), bytes.size());
 }
-std::vector<dsopt_tensor> World::list_like(const Made &o, bool as_params) {
+std::vector<dsopt_tensor> World::list_like(const OptimizerRecord &o, bool as_params) {
     std::vector<dsopt_tensor> list;
     for (const dsopt_tensor &param : o.params) {
         const int32_t dtype = as_params ? param.dtype : choose.of(kDtypes);
-        const bool absent = param.numel < 0 || param.numel > kMostNumel || (!as_params && choose.rarely(8));
+        const bool absent = param.numel < 0 || param.numel > kMaxNumel || (!as_params && choose.rarely(8));
         list.push_back(absent ? dsopt_tensor{nullptr, param.numel, dtype, 0} : tensor(param.numel, dtype));
-        if (choose.rarely(48)) spoil(list.back());
+        if (choose.rarely(48)) make_invalid(list.back());
     }
     return list;
 }
-bool World::describe_state(const Made &o, dsopt_state_info &info) {
+bool World::describe_state(const OptimizerRecord &o, dsopt_state_info &info) {
     int64_t count = 0;
     if (counted("state_count", dsopt_optimizer_state_count(o.handle.get(), &count)) != DSOPT_OK) return false;
     described = choose.rarely(32) || count == 0 ? choose.of(kBadSizes) : choose.byte() % count;
     return counted("state", dsopt_optimizer_state(o.handle.get(), described, &info)) == DSOPT_OK &&
-           info.tensor.numel <= kMostNumel;
+           info.tensor.numel <= kMaxNumel;
 }
-std::vector<dsopt_tensor> World::state_list(const Made &o, bool as_it_is) {
+std::vector<dsopt_tensor> World::state_list(const OptimizerRecord &o, bool with_values) {
     std::vector<dsopt_tensor> list;
     int64_t count = 0;
     must("state_count", dsopt_optimizer_state_count(o.handle.get(), &count));
     for (int64_t i = 0; i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
         must("state", dsopt_optimizer_state(o.handle.get(), i, &info));
-        if (info.tensor.numel > kMostNumel) return {};
+        if (info.tensor.numel > kMaxNumel) return {};
         const size_t bytes = bytes_of(info.tensor);
         Bytes host(bytes, 0);
-        if (as_it_is && counted("export", dsopt_optimizer_export(o.handle.get(), i, host.data(), bytes)) != DSOPT_OK)
+        if (with_values && counted("export", dsopt_optimizer_export(o.handle.get(), i, host.data(), bytes)) != DSOPT_OK)
             host.assign(bytes, 0);
         void *const data = allocate(bytes);
         blocks.back().set(host);
@@ -146,26 +146,26 @@ std::vector<dsopt_tensor> World::state_list(const Made &o, bool as_it_is) {
     return list;
 }
 
-// ------------------------------------------------------------------------------------------------------------ promises
+// ---------------------------------------------------------------------------------------------------------- invariants
 /// Returns everything observable, or nothing if there is too much.
-Bytes World::snapshot(Made &o) {
+Bytes World::snapshot(OptimizerRecord &o) {
     if (o.is_large()) return {};
     const int64_t fails_in = std::exchange(o.hook->fails_in, -1);
     Bytes all;
     int64_t count = 0;
     must("state_count", dsopt_optimizer_state_count(o.handle.get(), &count));
-    bool whole = true;
-    for (int64_t i = 0; whole && i < count; ++i) {
+    bool complete = true;
+    for (int64_t i = 0; complete && i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
         must("state", dsopt_optimizer_state(o.handle.get(), i, &info));
-        whole = info.tensor.numel <= kMostNumel;
-        if (!whole) break;
+        complete = info.tensor.numel <= kMaxNumel;
+        if (!complete) break;
         Bytes bytes(bytes_of(info.tensor), 0);
-        whole = dsopt_optimizer_export(o.handle.get(), i, bytes.data(), bytes.size()) == DSOPT_OK;
+        complete = dsopt_optimizer_export(o.handle.get(), i, bytes.data(), bytes.size()) == DSOPT_OK;
         all += bytes;
     }
     for (const dsopt_tensor &param : o.params) {
-        if (param.data == nullptr || !whole) continue;
+        if (param.data == nullptr || !complete) continue;
         Bytes bytes(bytes_of(param), 0);
         memory.read(bytes.data(), param.data, bytes.size());
         all += bytes;
@@ -177,10 +177,10 @@ Bytes World::snapshot(Made &o) {
                 all.append(reinterpret_cast<const char *>(&value), sizeof value);
         }
     o.hook->fails_in = fails_in;
-    return whole ? all : Bytes();
+    return complete ? all : Bytes();
 }
 
-void World::watch(Made &o, const char *name, const std::function<dsopt_status()> &call,
+void World::watch(OptimizerRecord &o, const char *name, const std::function<dsopt_status()> &call,
                   const std::function<void()> &then) {
     const Bytes before = choose.flip() ? snapshot(o) : Bytes();
     const dsopt_status status = call();
@@ -190,7 +190,7 @@ void World::watch(Made &o, const char *name, const std::function<dsopt_status()>
     if (snapshot(o) != before)
         finding("%s was refused with %s and changed the optimizer", name, dsopt_status_name(status));
 }
-void World::added(Made &o, const std::vector<dsopt_tensor> &params, bool group) {
+void World::added(OptimizerRecord &o, const std::vector<dsopt_tensor> &params, bool group) {
     o.groups += group;
     o.params.insert(o.params.end(), params.begin(), params.end());
 }
@@ -214,7 +214,7 @@ void World::release_all() {
     }
     retained.clear();
     for (const auto &hook : hooks)
-        if (hook->live != 0) finding("%ld pieces of backend memory were never released", long(hook->live));
+        if (hook->live != 0) finding("%ld blocks of backend memory were not released", long(hook->live));
 }
 
 } // namespace fuzz

@@ -14,8 +14,8 @@ namespace fuzz {
 
 using test::Block;
 
-constexpr size_t kMostBytes = size_t(64) << 20; // of one allocation
-constexpr int64_t kMostNumel = 100000;          // of a tensor that has memory
+constexpr size_t kMaxBytes = size_t(64) << 20; // of one allocation
+constexpr int64_t kMaxNumel = 100000;          // of a tensor that has memory
 
 constexpr int64_t kSizes[] = {0, 1, 2, 3, 5, 7, 17, 31, 32, 33, 64, 100, 255, 256, 1000, 4095, 4096, 4097};
 constexpr int64_t kBadSizes[] = {-1,
@@ -59,7 +59,7 @@ struct Hook {
 };
 
 /// An optimizer and what the fuzzer knows about it.
-struct Made {
+struct OptimizerRecord {
     test::Optimizer handle;
     Hook *hook = nullptr;
     int32_t flags = 0;
@@ -67,11 +67,11 @@ struct Made {
     std::vector<dsopt_tensor> params;
     /// True if it has a parameter that is too large to have memory.
     bool is_large() const {
-        return std::any_of(params.begin(), params.end(), [](const dsopt_tensor &t) { return t.numel > kMostNumel; });
+        return std::any_of(params.begin(), params.end(), [](const dsopt_tensor &t) { return t.numel > kMaxNumel; });
     }
 };
 
-/// Lists that live as long as the step that names them.
+/// Lists that live as long as the step that refers to them.
 struct StepLists {
     std::vector<dsopt_tensor> gradients, params, out, state;
 };
@@ -97,7 +97,7 @@ protected:
     std::vector<OwnContext> contexts;
     std::vector<test::Comm> comms;
     std::vector<test::Scaler> scalers;
-    std::vector<Made> optimizers;
+    std::vector<OptimizerRecord> optimizers;
     std::vector<test::Optimizer> retained;
     std::vector<Bytes> files;
     int64_t described = 0; // by describe_state()
@@ -109,7 +109,7 @@ protected:
         return contexts.empty() || choose.rarely(32) ? nullptr : contexts[index_of(contexts)].handle.get();
     }
     dsopt_comm *any_comm() { return comms.empty() || choose.below(3) == 0 ? nullptr : comms[index_of(comms)].get(); }
-    Made *any_optimizer() { return optimizers.empty() ? nullptr : &optimizers[index_of(optimizers)]; }
+    OptimizerRecord *any_optimizer() { return optimizers.empty() ? nullptr : &optimizers[index_of(optimizers)]; }
     void break_one(std::initializer_list<int32_t *> values) {
         *values.begin()[choose.byte() % values.size()] = choose.of(kIntegers);
     }
@@ -124,26 +124,26 @@ protected:
     void *zeros(size_t bytes);
     void *words(std::initializer_list<int32_t> values);
     void *floats(size_t count);
-    /// A block that is not stored here: for a rank.
+    /// Returns a block that the caller owns, for a rank.
     Block block(size_t bytes) const;
     dsopt_tensor tensor(int64_t numel, int32_t dtype);
     /// Makes an entry invalid; its memory is never accessed.
-    void spoil(dsopt_tensor &tensor);
+    void make_invalid(dsopt_tensor &tensor);
     void fill_words(const dsopt_tensor &tensor);
     static size_t bytes_of(const dsopt_tensor &tensor) { return size_t(tensor.numel) * size_of(tensor.dtype); }
     /// Returns a list as long as the optimizer's parameters, with occasional errors.
-    std::vector<dsopt_tensor> list_like(const Made &o, bool as_params);
-    /// Returns a list of memory for all of its state, with its current values or zeros. Empty if there is too much
-    /// state.
-    std::vector<dsopt_tensor> state_list(const Made &o, bool as_it_is);
-    bool describe_state(const Made &o, dsopt_state_info &info);
+    std::vector<dsopt_tensor> list_like(const OptimizerRecord &o, bool as_params);
+    /// Returns a list of new memory for all state of the optimizer, with the current values or zeros. Empty if there is
+    /// too much state.
+    std::vector<dsopt_tensor> state_list(const OptimizerRecord &o, bool with_values);
+    bool describe_state(const OptimizerRecord &o, dsopt_state_info &info);
 
-    // -------------------------------------------------------------------------------------------------------- promises
+    // ------------------------------------------------------------------------------------------------------ invariants
     /// Calls call(), then then() on success. On failure the optimizer must not have changed.
     void watch(
-        Made &o, const char *name, const std::function<dsopt_status()> &call,
+        OptimizerRecord &o, const char *name, const std::function<dsopt_status()> &call,
         const std::function<void()> &then = [] {});
-    static void added(Made &o, const std::vector<dsopt_tensor> &params, bool group);
+    static void added(OptimizerRecord &o, const std::vector<dsopt_tensor> &params, bool group);
     template <class T> void erase_one(std::vector<T> &list) {
         if (!list.empty()) list.erase(list.begin() + long(index_of(list)));
     }
@@ -151,7 +151,7 @@ protected:
     void release_all();
 
 private:
-    Bytes snapshot(Made &o);
+    Bytes snapshot(OptimizerRecord &o);
     std::string folder_; // created when first needed
 };
 

@@ -10,7 +10,7 @@
 
 namespace soak {
 
-constexpr int64_t kMostSteps = 4096, kSaveEvery = 5;
+constexpr int64_t kMaxSteps = 4096, kSaveEvery = 5;
 
 enum class Event { none, kill, kill_all, stop, abort, leave };
 
@@ -32,8 +32,8 @@ struct Board {
         // `saved`: step of the rank's last written file of a set
         std::atomic<int64_t> step, saved, saves;
         std::atomic<int> saving;
-    } ranks[kMostRanks];
-    double losses[kMostSteps + 1]; // by step at which files were saved
+    } ranks[kMaxRanks];
+    double losses[kMaxSteps + 1]; // by step at which files were saved
 };
 
 // Exit status of a rank.
@@ -41,7 +41,7 @@ enum Exit { kDone = 0, kFailed = 2, kUnusableComm = 3, kLeft = 4 };
 
 struct Job {
     Course course;
-    int ranks = kMostRanks;
+    int ranks = kMaxRanks;
     std::vector<std::string> files; // checkpoint to start from
     bool own_file = false;          // each rank loads only its own file
     std::string folder;

@@ -78,7 +78,7 @@ public:
         for (int64_t step = 1; step <= course_.steps; ++step)
             if (fs::exists(set_folder(folder_, step))) steps.push_back(step);
         for (const int64_t step : steps)
-            for (int count = 1; count <= kMostRanks; ++count) {
+            for (int count = 1; count <= kMaxRanks; ++count) {
                 std::vector<std::string> files;
                 for (int rank = 0; rank < count; ++rank)
                     files.push_back(file_of(set_folder(folder_, step), "rank", rank, count));
@@ -216,7 +216,7 @@ void train(const Course &course, const std::string &folder, test::Random &random
     const double first = Learner(test::make_context(), {}, 0, course).loss();
     double lowest = first, last = first;
     Reader::Set from;
-    int ranks = kMostRanks, jobs_without_progress = 0;
+    int ranks = kMaxRanks, jobs_without_progress = 0;
     while (from.step < course.steps) {
         Job job;
         job.course = course;
@@ -224,8 +224,8 @@ void train(const Course &course, const std::string &folder, test::Random &random
         job.files = from.files;
         // Ranks: the number of ranks that saved, else fewer after four, else four.
         job.ranks = !from.any_count || random.below(2) == 0 ? ranks
-                    : ranks == kMostRanks                   ? 1 + random.below(kMostRanks - 1)
-                                                            : kMostRanks;
+                    : ranks == kMaxRanks                    ? 1 + random.below(kMaxRanks - 1)
+                                                            : kMaxRanks;
         job.own_file = job.ranks == ranks && random.below(2) == 0;
         // After two jobs without progress, the next job has no event.
         if (jobs_without_progress < 2) job.plan = random_plan(random, course, from.step, job.ranks);
@@ -250,7 +250,7 @@ void train(const Course &course, const std::string &folder, test::Random &random
         }
         jobs_without_progress = now.step > from.step ? 0 : jobs_without_progress + 1;
         totals.steps += now.step - from.step;
-        ranks = int(now.files.empty() ? kMostRanks : now.files.size());
+        ranks = int(now.files.empty() ? kMaxRanks : now.files.size());
         from = now;
     }
     ::munmap(memory, sizeof(Board));
@@ -273,7 +273,7 @@ int run(int argc, char **argv) {
             else if (word == "--trainings")
                 trainings = value;
             else if (word == "--steps")
-                steps = std::clamp<int64_t>(value, 20, kMostSteps);
+                steps = std::clamp<int64_t>(value, 20, kMaxSteps);
             else if (word == "--seed")
                 seed = uint64_t(value);
         } else {

@@ -9,13 +9,13 @@
 
 namespace soak {
 
-constexpr int kMostRanks = 4;
+constexpr int kMaxRanks = 4;
 
 /// In shared memory, zeroed. Has no members with destructors, since the process that uses them may be killed.
 struct SharedComm {
     static constexpr size_t kMessageBytes = 128 << 10;
     std::atomic<int> aborted, arrived, round;
-    alignas(64) char messages[kMostRanks][kMessageBytes];
+    alignas(64) char messages[kMaxRanks][kMessageBytes];
 };
 
 /// One rank's end. Waits return DSOPT_ERR_TIMEOUT after the time-out, and DSOPT_ERR_ABORTED if any rank aborts.
