@@ -55,7 +55,7 @@ def adamw():
 
 def onebit(rank, folder):
     """Runs one process, which writes the bytes of its parameters into the folder."""
-    dist.init_process_group("gloo", init_method="file://%s/meet" % folder, rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method="file://%s/rendezvous" % folder, rank=rank, world_size=2)
     start, gradients = Generator(54321), Generator(2000 + rank)
     params = [torch.nn.Parameter(start.numbers(count)) for count in (5, 130)]
     optimizer = OnebitAdam(params, lr=0.015625, freeze_step=3)

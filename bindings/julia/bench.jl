@@ -23,8 +23,8 @@ gradient = [Float32[0.01, 0.02, 0.03, 0.04] for _ in 1:TENSORS]
 julia = median_cost(Dsopt.setup(AdamW(), model), model, gradient)
 println("julia ", round(julia; digits = 2))
 if !isempty(ARGS)
-    said = read(`$(ARGS[1])`, String)
-    c = parse(Float64, split(said)[2])
-    print(said)
+    output = read(`$(ARGS[1])`, String)
+    c = parse(Float64, split(output)[2])
+    print(output)
     println("julia - c ", round(julia - c; digits = 2), ", julia / c ", round(julia / c; digits = 2))
 end

@@ -174,7 +174,7 @@ public:
      *     std::string error();    // any thread; empty: no error
      *     void abort();           // any thread: makes blocked calls return
      *
-     * A collective throws when it fails: dsopt::timeout, dsopt::aborted, or anything.
+     * A collective that fails throws dsopt::timeout, dsopt::aborted, or any other exception.
      */
     template <class Collectives>
     static comm of(const context &ctx, std::unique_ptr<Collectives> collectives, const table_options &options = {}) {

@@ -179,8 +179,8 @@ private:
         detail::set_hooks(desc, hooks);
         return create(desc);
     }
-    void zero(tensor *grads, std::size_t size, std::int32_t how, void *stream) const {
-        detail::check(dsopt_zero_grad(get(), grads, static_cast<std::int64_t>(size), how, stream));
+    void zero(tensor *grads, std::size_t size, std::int32_t mode, void *stream) const {
+        detail::check(dsopt_zero_grad(get(), grads, static_cast<std::int64_t>(size), mode, stream));
     }
     handle handle_;
 };

@@ -31,7 +31,7 @@ struct optimizer_options {
 struct step_options {
     /// Empty = the bound memory. Required by apply.
     span<const tensor> params = {};
-    /// New weights. Empty = not wanted.
+    /// Receives the new weights. Empty = no output.
     span<const tensor> out = {};
     /// Empty = the bound memory. apply needs every entry.
     span<const tensor> state = {};
@@ -80,12 +80,14 @@ public:
     std::int64_t numel() const noexcept { return info_.tensor.numel; }
     /// The parameter's, or one dimension.
     const std::vector<std::int64_t> &dims() const noexcept { return dims_; }
-    /// The tensor with its memory, nullptr while there is none. Throws state_error if that is other memory than when
-    /// the entry was made: allocated, bound, or reallocated when parameters were added. Query the optimizer again then.
+    /// The tensor with its memory; nullptr before the state is allocated. Throws state_error if the memory has changed
+    /// since the entry was created: allocated, bound, or reallocated when parameters were added. Then query the
+    /// optimizer again.
     dsopt::tensor tensor() const {
         if (current().generation != info_.generation)
-            throw state_error(DSOPT_ERR_STATE, "state tensor '" + std::string(name()) +
-                                                   "' has other memory than when this entry was made: ask again");
+            throw state_error(DSOPT_ERR_STATE,
+                              "state tensor '" + std::string(name()) +
+                                  "' has other memory than when this entry was created: query it again");
         return info_.tensor;
     }
 
@@ -104,10 +106,10 @@ private:
     /// Current info of the same entry. Entries of parameters keep their index; the other entries follow them.
     dsopt_state_info current() const {
         if (param() >= 0) return info_at(index_);
-        std::int64_t at = 0;
-        detail::check(dsopt_optimizer_state_count(owner_.get(), &at));
-        dsopt_state_info info = info_at(--at);
-        while (std::strcmp(info.name, name()) != 0) info = info_at(--at);
+        std::int64_t index = 0;
+        detail::check(dsopt_optimizer_state_count(owner_.get(), &index));
+        dsopt_state_info info = info_at(--index);
+        while (std::strcmp(info.name, name()) != 0) info = info_at(--index);
         return info;
     }
 

@@ -6,7 +6,7 @@
 
 namespace dsopt {
 
-/// 0 = the profile's.
+/// Options of a scaler. A number that is 0 has the value of the profile.
 struct scaler_options {
     dsopt::profile profile = dsopt::profile::standard;
     double init = 0, factor = 0, min = 0, max = 0;

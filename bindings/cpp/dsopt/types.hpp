@@ -32,19 +32,20 @@ public:
 private:
     dsopt_status status_;
 };
-/// The call is wrong: argument, shape, dtype, alignment, overlap, device, workspace or version.
+/// An argument is invalid: its value, shape, dtype, alignment, overlap, device, workspace or version.
 struct argument_error : error {
     using error::error;
 };
-/// Not possible in this combination or build, or without effect.
+/// An option is not supported in this combination or build, or has no effect.
 struct unsupported_error : error {
     using error::error;
 };
-/// Not possible now: the order of calls, another thread, a fork, the skip budget, a pool that did not run every index.
+/// The call is not possible now: order of calls, another thread, a fork, the skip budget, or a pool that did not run
+/// every index.
 struct state_error : error {
     using error::error;
 };
-/// Out of host or backend memory.
+/// Host or backend memory is exhausted.
 struct memory_error : error {
     using error::error;
 };
@@ -72,7 +73,7 @@ struct timeout : comm_error {
 struct aborted : comm_error {
     using comm_error::comm_error;
 };
-/// Not a dsopt checkpoint, a damaged one, or not this optimizer's.
+/// A file is not a dsopt checkpoint, is damaged, or belongs to another optimizer.
 struct checkpoint_error : error {
     using error::error;
 };
@@ -127,7 +128,7 @@ inline void check(dsopt_status status) {
     if (status != DSOPT_OK || hook_threw) fail_call(status);
 }
 
-/// Destroys with `Destroy`. Exceptions of hooks that are called meanwhile are dropped.
+/// Deleter that calls `Destroy`. Exceptions of hooks in this call are dropped.
 template <class T, void (*Destroy)(T *)> struct destroyer {
     void operator()(T *object) const noexcept {
         const bool before = hook_threw;
@@ -139,7 +140,7 @@ template <class T, void (*Destroy)(T *)> struct destroyer {
 };
 template <class T, void (*Destroy)(T *)> using handle = std::unique_ptr<T, destroyer<T, Destroy>>;
 
-/// Makes a handle with `create(T **)`.
+/// Returns the handle that `create(T **)` creates.
 template <class Handle, class Create> Handle make(Create &&create) {
     typename Handle::pointer made = nullptr;
     const dsopt_status status = create(&made);

@@ -38,7 +38,7 @@ runs() { # PROGRAM OUTPUT ARGUMENT...: without libdsopt.so
     shift 2
     ! readelf -dW "$program" | grep -q 'NEEDED.*libdsopt' || fail "$program: linked to the shared library"
     said=$("$program" "$@") || fail "$program failed"
-    [ "$said" = "$expected" ] || fail "$program says '$said', not '$expected'"
+    [ "$said" = "$expected" ] || fail "$program prints '$said', not '$expected'"
 }
 resumed="learnt: yes, the same bits: yes"
 strict="-O1 -Wall -Wextra -Wpedantic -Werror"
@@ -50,7 +50,7 @@ pkg-config)
     $cxx -std=c++17 $strict "$examples/resume.cc" $(pkg-config --cflags --libs dsopt) -o "$folder/shared" ||
         fail "shared"
     readelf -dW "$folder/shared" | grep -q 'NEEDED.*libdsopt' || fail "shared: not linked to the shared library"
-    [ "$(LD_LIBRARY_PATH=$libdir "$folder/shared")" = "$resumed" ] || fail "shared: says something else"
+    [ "$(LD_LIBRARY_PATH=$libdir "$folder/shared")" = "$resumed" ] || fail "shared: the output differs"
     ;;
 plugin)
     logged make -C "$examples" host plugin.so "CXX=$cxx" "CXXFLAGS=$strict"

@@ -12,8 +12,8 @@ block() { awk -v mark="\`\`\`$1" '$0 == mark { inside = 1; next } /^```$/ { if (
 block cpp >"$folder/program.cc"
 block text >"$folder/expected"
 [ -s "$folder/program.cc" ] && [ -s "$folder/expected" ] ||
-    { echo "readme: no program, or not what it prints"; exit 1; }
+    { echo "readme: the program or its output is missing"; exit 1; }
 "$@" -std=c++17 -O1 -Wall -Wextra -pedantic -Werror "-I$here/.." "-I$here/../../../include" "$folder/program.cc" \
     "$library" "-Wl,-rpath,$(dirname "$library")" -o "$folder/program"
-(cd "$folder" && ./program >said) || { echo "readme: the program failed"; exit 1; }
-diff "$folder/expected" "$folder/said" || { echo "readme: the program prints something else"; exit 1; }
+(cd "$folder" && ./program >output) || { echo "readme: the program failed"; exit 1; }
+diff "$folder/expected" "$folder/output" || { echo "readme: the program's output differs from the README"; exit 1; }

@@ -29,7 +29,7 @@ struct Refusal { // not derived from std::exception
 struct Hooks {
     std::atomic<int> allocated{0}, released{0};
     int parallel = 0;
-    std::vector<std::string> said;
+    std::vector<std::string> messages;
     bool no_memory = false, no_pool = false, no_log = false, no_release = false;
     void *allocate(std::size_t bytes, std::size_t alignment, void *) {
         if (no_memory) throw Refusal{1};
@@ -49,7 +49,7 @@ struct Hooks {
         }
     }
     void log(dsopt::log_level level, const char *text) {
-        said.push_back(std::to_string(static_cast<int>(level)) + text);
+        messages.push_back(std::to_string(static_cast<int>(level)) + text);
         if (no_log) throw Refusal{4};
     }
 };
@@ -79,7 +79,7 @@ TEST(CppContext, CallsHooks) {
         opt.step(large.grads);
         EXPECT_GT(hooks.allocated, 0);
         EXPECT_GT(hooks.parallel, 0);
-        EXPECT_FALSE(hooks.said.empty());
+        EXPECT_FALSE(hooks.messages.empty());
     }
     EXPECT_EQ(hooks.allocated, hooks.released);
 }
@@ -105,7 +105,7 @@ TEST(CppContext, RethrowsExceptionOfHookIfCallSucceeded) {
     Hooks hooks;
     hooks.no_log = true; // a new context logs its description, after the handle has been created
     EXPECT_EQ(refusal([&] { dsopt::context(four_threads(), hooks); }), 4);
-    EXPECT_EQ(hooks.said.size(), 1u);
+    EXPECT_EQ(hooks.messages.size(), 1u);
     EXPECT_FALSE(dsopt::detail::hook_threw);
     dsopt::context_options quiet;
     quiet.log_level = dsopt::log_level::error;
@@ -127,8 +127,8 @@ TEST(CppContext, DropsExceptionsOfHooksInDestructors) {
 }
 
 struct OnlyLog {
-    std::vector<std::string> said;
-    void log(dsopt::log_level, const char *text) { said.emplace_back(text); }
+    std::vector<std::string> messages;
+    void log(dsopt::log_level, const char *text) { messages.emplace_back(text); }
 };
 
 TEST(CppContext, AcceptsSubsetOfHooks) {
@@ -138,7 +138,7 @@ TEST(CppContext, AcceptsSubsetOfHooks) {
     dsopt::optimizer opt(ctx);
     opt.add_group(dsopt::adamw{}, {large.param});
     opt.step(large.grads);
-    EXPECT_FALSE(hooks.said.empty());
+    EXPECT_FALSE(hooks.messages.empty());
 }
 
 TEST(CppStepOptions, PoolOverridesContextHook) {
@@ -312,8 +312,8 @@ TEST(CppComm, TimesOutAndAborts) {
     options.timeout = std::chrono::milliseconds(-7);
     const std::vector<std::byte> second = dsopt::comm::unique_id(dsopt::comm_kind::local);
     on_ranks(2, [&](int rank) {
-        dsopt::context own;
-        dsopt::comm comm = dsopt::comm::local(own, second, rank, 2, options);
+        dsopt::context own_context;
+        dsopt::comm comm = dsopt::comm::local(own_context, second, rank, 2, options);
         std::vector<float> data(3);
         if (rank == 0) {
             comm.abort();
@@ -332,42 +332,45 @@ TEST(CppComm, TimesOutAndAborts) {
 }
 
 /// Two ranks that exchange data in memory.
-struct Meeting {
+struct Exchange {
     std::mutex mutex;
     std::condition_variable changed;
     int arrived = 0, round = 0;
     const void *sent[2] = {};
-    template <class F> void meet(int rank, const void *send, F &&take) {
+    template <class F> void run(int rank, const void *send, F &&read) {
         std::unique_lock<std::mutex> lock(mutex);
         sent[rank] = send;
         wait(lock);
-        take();
+        read();
         wait(lock);
     }
 
 private:
     void wait(std::unique_lock<std::mutex> &lock) {
-        const int now = round;
+        const int current = round;
         if (++arrived == 2) {
             arrived = 0;
             ++round;
             changed.notify_all();
         }
-        changed.wait(lock, [&] { return round != now; });
+        changed.wait(lock, [&] { return round != current; });
     }
 };
 
 /// A class with the functions of dsopt_comm_table. Counts its instances.
 struct Collectives {
-    Meeting &meeting;
-    int own, throws = 0;
+    Exchange &exchange;
+    int own_rank, throws = 0;
     std::atomic<int> *objects;
-    Collectives(Meeting &where, int rank_, std::atomic<int> *count) : meeting(where), own(rank_), objects(count) {
+    Collectives(Exchange &exchange_, int rank_, std::atomic<int> *count) :
+        exchange(exchange_),
+        own_rank(rank_),
+        objects(count) {
         ++*objects;
     }
     Collectives(const Collectives &) = delete;
     ~Collectives() { --*objects; }
-    std::int32_t rank() const { return own; }
+    std::int32_t rank() const { return own_rank; }
     std::int32_t ranks() const { return 2; }
     void all_reduce(const void *send, void *recv, std::int64_t count, dsopt::dtype type, dsopt::op op, void *) {
         if (throws == 1) throw Refusal{6};
@@ -380,16 +383,16 @@ struct Collectives {
     }
     void all_gather(const void *send, void *recv, std::int64_t bytes, void *) {
         const auto size = static_cast<std::size_t>(bytes);
-        meeting.meet(own, send, [&] {
+        exchange.run(own_rank, send, [&] {
             for (std::size_t r = 0; r < 2; ++r)
-                std::memcpy(static_cast<char *>(recv) + r * size, meeting.sent[r], size);
+                std::memcpy(static_cast<char *>(recv) + r * size, exchange.sent[r], size);
         });
     }
     void all_to_all(const void *send, void *recv, std::int64_t bytes, void *) {
-        const auto size = static_cast<std::size_t>(bytes), row = static_cast<std::size_t>(own) * size;
-        meeting.meet(own, send, [&] {
+        const auto size = static_cast<std::size_t>(bytes), row = static_cast<std::size_t>(own_rank) * size;
+        exchange.run(own_rank, send, [&] {
             for (std::size_t r = 0; r < 2; ++r) {
-                std::memcpy(static_cast<char *>(recv) + r * size, static_cast<const char *>(meeting.sent[r]) + row,
+                std::memcpy(static_cast<char *>(recv) + r * size, static_cast<const char *>(exchange.sent[r]) + row,
                             size);
             }
         });
@@ -400,9 +403,10 @@ struct Collectives {
 private:
     template <class T> void reduce(const void *send, void *recv, std::int64_t count, dsopt::op op) {
         std::vector<T> sum(static_cast<std::size_t>(count));
-        meeting.meet(own, send, [&] {
+        exchange.run(own_rank, send, [&] {
             for (std::size_t i = 0; i < sum.size(); ++i) {
-                const T a = static_cast<const T *>(meeting.sent[0])[i], b = static_cast<const T *>(meeting.sent[1])[i];
+                const T a = static_cast<const T *>(exchange.sent[0])[i],
+                        b = static_cast<const T *>(exchange.sent[1])[i];
                 sum[i] = op == dsopt::op::max ? std::max(a, b) : a + b;
             }
         });
@@ -449,24 +453,24 @@ template <class Connect> std::vector<float> onebit(Connect &&connect) {
 
 TEST(CppComm, CollectivesOfAClassGiveSameBitsAsLocal) {
     std::atomic<int> objects{0};
-    Meeting meeting;
-    const std::vector<float> own = onebit([&](const dsopt::context &ctx, int rank) {
-        return dsopt::comm::of(ctx, std::make_unique<Collectives>(meeting, rank, &objects));
+    Exchange exchange;
+    const std::vector<float> by_class = onebit([&](const dsopt::context &ctx, int rank) {
+        return dsopt::comm::of(ctx, std::make_unique<Collectives>(exchange, rank, &objects));
     });
     EXPECT_EQ(objects, 0);
     const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
     const std::vector<float> local =
         onebit([&](const dsopt::context &ctx, int rank) { return dsopt::comm::local(ctx, id, rank, 2); });
-    EXPECT_EQ(own, local);
+    EXPECT_EQ(by_class, local);
 }
 
 TEST(CppComm, RethrowsExceptionsOfCollectives) {
     std::atomic<int> objects{0};
-    Meeting meeting;
+    Exchange exchange;
     dsopt::context ctx;
     std::vector<float> data(3);
     const auto make = [&](int throws) {
-        auto collectives = std::make_unique<Collectives>(meeting, 0, &objects);
+        auto collectives = std::make_unique<Collectives>(exchange, 0, &objects);
         collectives->throws = throws;
         return dsopt::comm::of(ctx, std::move(collectives));
     };
@@ -482,9 +486,9 @@ TEST(CppComm, RethrowsExceptionsOfCollectives) {
     }
     EXPECT_EQ(objects, 0);
     EXPECT_REFUSED(dsopt::comm::of(ctx, std::unique_ptr<Collectives>()), dsopt::argument_error, "collectives");
-    auto wrong = std::make_unique<Collectives>(meeting, 7, &objects); // rank 7 of 2
+    auto wrong = std::make_unique<Collectives>(exchange, 7, &objects); // rank 7 of 2
     EXPECT_REFUSED(dsopt::comm::of(ctx, std::move(wrong)), dsopt::argument_error, "rank");
-    auto host = std::make_unique<Collectives>(meeting, 0, &objects);
+    auto host = std::make_unique<Collectives>(exchange, 0, &objects);
     dsopt::table_options options;
     options.where = dsopt::memory::backend;
     options.synchronize = true;

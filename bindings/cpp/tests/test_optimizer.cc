@@ -278,7 +278,7 @@ TEST(CppOptimizer, ComputesTheKerasFormula) {
     keras.lr = 1, keras.eps = 0.1, keras.eps_uncorrected = true;
     opt.add_group(keras, {{dsopt::view(w), "w"}});
     opt.step({dsopt::view(g)});
-    // v = 0.001 g^2, and the bias corrections make sqrt(0.001) g of m = 0.1 g.
+    // m = 0.1 g and v = 0.001 g^2. The bias correction sqrt(c2) / c1 turns m into sqrt(0.001) g.
     const double root = std::sqrt(0.001);
     EXPECT_NEAR(w[0], -root / (root + 0.1), 1e-6);
     EXPECT_NEAR(w[1], 2 * root / (2 * root + 0.1), 1e-6);
@@ -419,14 +419,14 @@ TEST(CppStateEntry, ThrowsIfStateMemoryWasReallocated) {
         opt.add_group(rule(), {{dsopt::view(&more[i], 1), ("more" + std::to_string(i)).c_str()}});
         try {
             EXPECT_EQ(steps.tensor().data, words);
-            EXPECT_FALSE(moved) << "an old entry is good again";
+            EXPECT_FALSE(moved) << "an entry of the old memory is valid again";
         } catch (const dsopt::state_error &) { moved = true; }
         EXPECT_EQ(moment.tensor().data, entries.front().tensor().data);
     }
     EXPECT_TRUE(moved);
-    EXPECT_EQ(words[2], 1) << "the old memory is still there";
+    EXPECT_EQ(words[2], 1) << "the old memory is still allocated";
     opt = dsopt::optimizer(ctx);
-    EXPECT_EQ(words[2], 1) << "which the entries keep";
+    EXPECT_EQ(words[2], 1) << "the entries keep the old memory alive";
     EXPECT_EQ(static_cast<const std::int32_t *>(moment.tensor().data) != nullptr, true);
 }
 

@@ -113,25 +113,25 @@ end
 
 """Fill the lists of parameters and gradients from a model, which must have the structure that it had in `setup`."""
 function fill_lists!(state::State, model, gradient)
-    place = 0
+    index = 0
     walk(model, gradient) do leaf, gradient, path
-        place += 1
-        place <= length(state.names) || throw(ArgumentError("$(name_of(path)) was not in the model of setup"))
-        size(leaf) == state.sizes[place] || throw(DimensionMismatch(
-            "$(state.names[place]) had size $(state.sizes[place]) in setup, and $(name_of(path)) has $(size(leaf))"))
-        eltype(leaf) === state.types[place] || throw(ArgumentError(
-            "$(state.names[place]) was of $(state.types[place]) in setup, and $(name_of(path)) is of $(eltype(leaf))"))
+        index += 1
+        index <= length(state.names) || throw(ArgumentError("$(name_of(path)) was not in the model of setup"))
+        size(leaf) == state.sizes[index] || throw(DimensionMismatch(
+            "$(state.names[index]) had size $(state.sizes[index]) in setup, and $(name_of(path)) has $(size(leaf))"))
+        eltype(leaf) === state.types[index] || throw(ArgumentError(
+            "$(state.names[index]) was of $(state.types[index]) in setup, and $(name_of(path)) is of $(eltype(leaf))"))
         push!(state.arrays, leaf)
-        state.params[place] = tensor_of(leaf)
+        state.params[index] = tensor_of(leaf)
         if gradient === nothing
-            state.grads[place] = ABI.dsopt_tensor(C_NULL, length(leaf), dtype_of(eltype(leaf)), 0)
+            state.grads[index] = ABI.dsopt_tensor(C_NULL, length(leaf), dtype_of(eltype(leaf)), 0)
         else
             array = dense(gradient, leaf, path)
             push!(state.arrays, array)
-            state.grads[place] = tensor_of(array)
+            state.grads[index] = tensor_of(array)
         end
     end
-    place == length(state.names) || throw(ArgumentError("$(state.names[place+1]) of setup is not in this model"))
+    index == length(state.names) || throw(ArgumentError("$(state.names[index+1]) of setup is not in this model"))
     return nothing
 end
 
@@ -207,10 +207,10 @@ function report(state::State)
     call(state) do optimizer
         check(ABI.dsopt_optimizer_report(optimizer, report))
     end
-    said = report[]
-    return (calls = said.calls, skipped = said.skipped, skipped_in_row = said.skipped_in_row,
-            last_skipped = said.last_skipped != 0, nonfinite = said.nonfinite,
-            first_bad = said.first_bad < 0 ? nothing : state.names[said.first_bad+1], loss_scale = said.loss_scale,
-            scale_used = said.scale_used, grad_norm = said.grad_norm, divisor = said.divisor,
-            state_bytes = said.state_bytes)
+    result = report[]
+    return (calls = result.calls, skipped = result.skipped, skipped_in_row = result.skipped_in_row,
+            last_skipped = result.last_skipped != 0, nonfinite = result.nonfinite,
+            first_bad = result.first_bad < 0 ? nothing : state.names[result.first_bad+1],
+            loss_scale = result.loss_scale, scale_used = result.scale_used, grad_norm = result.grad_norm, divisor = result.divisor,
+            state_bytes = result.state_bytes)
 end

@@ -43,9 +43,9 @@
     problem = thrown(() -> Dsopt.update!(lazy, model, (w = ones(Float32, 200000),)))
     @test problem isa DsoptError && problem.name == "DSOPT_ERR_HOOK"
 
-    said = Tuple{Symbol,String}[]
-    Context(log = (level, text) -> push!(said, (level, text)), log_level = 4)
-    @test any(((level, text),) -> level === :info && occursin("cpu backend", text), said)
+    messages = Tuple{Symbol,String}[]
+    Context(log = (level, text) -> push!(messages, (level, text)), log_level = 4)
+    @test any(((level, text),) -> level === :info && occursin("cpu backend", text), messages)
     @test thrown(() -> Context(log = (level, text) -> error("no words"), log_level = 4)) isa ErrorException
     @test thrown(() -> Comm(Context(parallel_for = run_pieces), Dsopt.local_id(), 0, 2)) isa ArgumentError
 end

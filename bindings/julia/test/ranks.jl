@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
-"""`rank_program(rank)` on a thread per rank, and what they return. Exceptions come out."""
+"""Run `rank_program(rank)` on one thread per rank. Return the results; an exception of a rank is rethrown."""
 function on_ranks(rank_program, ranks)
     results = Vector{Any}(undef, ranks)
     Threads.@threads :static for rank in 0:ranks-1

@@ -4,12 +4,12 @@
     state = Dsopt.setup(AdamW(0.1), model)
     gradient(w, b = ones(Float32, 2)) = (layer = (w = w, b = b),)
     before = deepcopy(model)
-    for (given, type, words) in (
+    for (gradient_of_w, type, words) in (
         (ones(Float32, 3), DimensionMismatch, r"layer\.w has size \(3,\)"),
         (ones(Float64, 4), ArgumentError, r"layer\.w has elements of Float64"),
         (ones(Int, 4), ArgumentError, r"layer\.w has elements of Int64"),
         ("text", ArgumentError, r"layer\.w is a String"))
-        problem = thrown(() -> Dsopt.update!(state, model, gradient(given)))
+        problem = thrown(() -> Dsopt.update!(state, model, gradient(gradient_of_w)))
         @test problem isa type && occursin(words, says(problem))
     end
     for other in ((layer = (v = ones(Float32, 4),),), (layer = Dict(:v => ones(Float32, 4)),))

@@ -133,7 +133,7 @@ class Exclusive:
             raise error_of(
                 abi.DSOPT_ERR_BUSY,
                 "DSOPT_ERR_BUSY",
-                "the optimizer is in a call of another thread, or in the call that led to this hook",
+                "the optimizer is in a call of another thread, or in the call that runs this hook",
             )
 
     def __exit__(self, *_: object) -> None:

@@ -79,7 +79,7 @@ void parallel_for(void *user, int64_t n, void (*body)(void *, int64_t), void *ar
 // Returns the rank operand of a call: 0 if there is none.
 int32_t read_rank(Program &program, int64_t options, Reader<ffi::RemainingArgs> &in) {
     if (!(options & kRank)) return 0;
-    if (program.backend != kCpu) refuse("operand 'rank' is there on the CPU only, which can read it");
+    if (program.backend != kCpu) refuse("operand 'rank' is supported on the CPU only, where the host can read it");
     return *static_cast<const int32_t *>(in.exact({"operand 'rank'"}, ffi::DataType::S32, {}).untyped_data());
 }
 
@@ -125,7 +125,7 @@ void init(Program &program, int32_t device, void *stream, const ffi::RemainingAr
 // Computes norm and finite check of the gradients: one dsopt_norm_result for all of them, or one for each.
 void norms(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool, const ffi::RemainingArgs &args,
            const ffi::RemainingRets &rets, int64_t options) {
-    if (options != kNorms) refuse("attribute options is " + std::to_string(options) + ", NORMS goes with no other one");
+    if (options != kNorms) refuse("attribute options is " + std::to_string(options) + ", NORMS excludes other options");
     Reader<ffi::RemainingArgs> in(args);
     Reader<ffi::RemainingRets> out(rets);
     std::vector<dsopt_tensor> list;
@@ -248,7 +248,7 @@ void step(Program &program, int32_t device, void *stream, ffi::ThreadPool *pool,
     check(dl.dsopt_optimizer_apply(program.at(device, rank), &step));
     if (program.backend == kCpu && (options & kHyperIsError) &&
         static_cast<int32_t>(step.report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER)
-        refuse("a hyper-parameter that was given as an array is out of range, or eps_root is not 0");
+        refuse("a hyper-parameter that was passed as an array is out of range, or eps_root is not 0");
 }
 
 ffi::Error init_cpu(Program *program, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {

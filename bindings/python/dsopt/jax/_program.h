@@ -110,7 +110,7 @@ struct Program {
             group_reals.size() % kGroupReals ||
             group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam ||
             (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
-            refuse("the attributes are those of another version of dsopt.jax");
+            refuse("the attributes are from another version of dsopt.jax");
         cut_names(attribute<std::string_view>(attrs, "names"));
         if (ranks() > 1 && comm_name.empty()) {
             unique.resize(16);
@@ -120,7 +120,7 @@ struct Program {
         if (ranks() == 1 && backend == kCpu) at(0, 0); // wrong attributes fail the compilation
         if (attribute<int64_t>(attrs, "options") & kZeros) {
             if (backend != kCpu || ranks() > 1)
-                refuse("zeros in place of parameters are there on the CPU and for one rank only");
+                refuse("zeros in place of parameters are supported on the CPU and for one rank only");
             make_zeros();
             find_steps();
         }

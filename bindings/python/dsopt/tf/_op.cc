@@ -146,7 +146,7 @@ public:
         // As in every TensorFlow op that locks several variables: two concurrent steps then cannot deadlock.
         std::sort(order.begin(), order.end(), [](Var *a, Var *b) { return std::less<>()(a->mu(), b->mu()); });
         OP_REQUIRES(ctx, std::adjacent_find(order.begin(), order.end()) == order.end(),
-                    absl::InvalidArgumentError("a variable is given twice"));
+                    absl::InvalidArgumentError("a variable is in the list twice"));
         std::deque<mutex_lock> locks;
         for (Var *variable : order) locks.emplace_back(*variable->mu());
 

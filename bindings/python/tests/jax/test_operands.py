@@ -237,11 +237,11 @@ class Operands(unittest.TestCase):
         self.refused(change("group_numbers", 0, 1 << 40), "attribute group_numbers: algorithm is 1099511627776")
         call = Call()
         call.attributes["offsets"] = np.zeros(3, np.int64)  # not a number for each of the two parameters
-        self.refused(call, "the attributes are those of another version of dsopt.jax")
+        self.refused(call, "the attributes are from another version of dsopt.jax")
         for name in ("numbers", "reals", "group_numbers", "group_reals", "params"):
             call = Call()
             call.attributes[name] = call.attributes[name][:-1]
-            self.refused(call, "the attributes are those of another version of dsopt.jax")
+            self.refused(call, "the attributes are from another version of dsopt.jax")
 
 
 class Norms(unittest.TestCase):

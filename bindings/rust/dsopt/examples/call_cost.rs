@@ -40,7 +40,7 @@ fn timed(times: &mut Vec<f64>, step: &mut dyn FnMut() -> Result<()>) -> Result<(
 fn main() -> Result<()> {
     let steps: usize = std::env::args().nth(1).and_then(|word| word.parse().ok()).unwrap_or(2000);
     let ctx = Context::cpu()?;
-    let (mut c, mut kept, mut fresh) = (Model::new(&ctx)?, Model::new(&ctx)?, Model::new(&ctx)?);
+    let (mut c, mut reused, mut per_step) = (Model::new(&ctx)?, Model::new(&ctx)?, Model::new(&ctx)?);
 
     let raw = |data: &mut Vec<f32>| sys::dsopt_tensor {
         data: data.as_mut_ptr().cast(),
@@ -64,27 +64,27 @@ fn main() -> Result<()> {
     };
     let with_params = sys::dsopt_step { params: params.as_ptr(), ..args };
 
-    let mut list: Vec<TensorMut> = kept.weights.iter_mut().map(TensorMut::from).collect();
-    let grads: Vec<TensorRef> = kept.grads.iter().map(TensorRef::from).collect();
-    let mut step_kept = || kept.opt.step(&mut list, &grads);
+    let mut list: Vec<TensorMut> = reused.weights.iter_mut().map(TensorMut::from).collect();
+    let grads: Vec<TensorRef> = reused.grads.iter().map(TensorRef::from).collect();
+    let mut step_reused = || reused.opt.step(&mut list, &grads);
 
-    let mut step_fresh = || {
-        let mut list: Vec<TensorMut> = fresh.weights.iter_mut().map(TensorMut::from).collect();
-        let grads: Vec<TensorRef> = fresh.grads.iter().map(TensorRef::from).collect();
-        fresh.opt.step(&mut list, &grads)
+    let mut step_per_step = || {
+        let mut list: Vec<TensorMut> = per_step.weights.iter_mut().map(TensorMut::from).collect();
+        let grads: Vec<TensorRef> = per_step.grads.iter().map(TensorRef::from).collect();
+        per_step.opt.step(&mut list, &grads)
     };
 
     let mut times = [Vec::new(), Vec::new(), Vec::new(), Vec::new()];
     for _ in 0..WARM_UP + steps {
         timed(&mut times[0], &mut || step_c(&args))?;
         timed(&mut times[1], &mut || step_c(&with_params))?;
-        timed(&mut times[2], &mut step_kept)?;
-        timed(&mut times[3], &mut step_fresh)?;
+        timed(&mut times[2], &mut step_reused)?;
+        timed(&mut times[3], &mut step_per_step)?;
     }
-    let [bound, c_call, kept_lists, fresh_lists] = times.map(|times| median(times[WARM_UP..].to_vec()));
+    let [bound, c_call, reused_lists, per_step_lists] = times.map(|times| median(times[WARM_UP..].to_vec()));
     println!("c_bound {bound:.2}");
     println!("c_params {c_call:.2}");
-    println!("rust {kept_lists:.2} ratio {:.3}", kept_lists / c_call);
-    println!("rust_lists_each_step {fresh_lists:.2} ratio {:.3}", fresh_lists / c_call);
+    println!("rust {reused_lists:.2} ratio {:.3}", reused_lists / c_call);
+    println!("rust_lists_each_step {per_step_lists:.2} ratio {:.3}", per_step_lists / c_call);
     Ok(())
 }

@@ -46,19 +46,19 @@ kinds! {
     Alignment = DSOPT_ERR_ALIGNMENT,
     /// Two tensors share bytes.
     Overlap = DSOPT_ERR_OVERLAP,
-    /// Memory of another device.
+    /// A tensor is in memory of another device.
     Device = DSOPT_ERR_DEVICE,
     /// The workspace is too small.
     Workspace = DSOPT_ERR_WORKSPACE,
     /// Library and crate are not compatible.
     Version = DSOPT_ERR_VERSION,
-    /// Not possible in this combination or build, or without effect.
+    /// An option is not supported in this combination or build, or has no effect.
     Unsupported = DSOPT_ERR_UNSUPPORTED,
-    /// Not possible now.
+    /// The call is not possible in the current state.
     State = DSOPT_ERR_STATE,
-    /// In use by another thread, or by the call from which a hook calls.
+    /// The object is in use by another thread, or by the call that runs this hook.
     Busy = DSOPT_ERR_BUSY,
-    /// Made before `fork()`: in the child it can only be dropped.
+    /// The object was made before `fork()`: the child can only drop it.
     Forked = DSOPT_ERR_FORKED,
     /// As many steps in a row were skipped as the skip budget allows.
     Skips = DSOPT_ERR_SKIPS,
@@ -80,7 +80,7 @@ kinds! {
     Timeout = DSOPT_ERR_TIMEOUT,
     /// The comm was aborted. It is unusable.
     Aborted = DSOPT_ERR_ABORTED,
-    /// Not a checkpoint of dsopt.
+    /// A file is not a checkpoint of dsopt.
     Format = DSOPT_ERR_FORMAT,
     /// Data of a checkpoint do not match their checksum.
     Checksum = DSOPT_ERR_CHECKSUM,
@@ -160,7 +160,7 @@ pub(crate) fn check(status: sys::dsopt_status) -> Result<()> {
 /// resumes.
 pub(crate) fn owned<T>(status: sys::dsopt_status, made: Option<T>) -> Result<T> {
     check(status)?;
-    made.ok_or_else(|| Error::new(sys::DSOPT_ERR_INTERNAL, "the library gave no object"))
+    made.ok_or_else(|| Error::new(sys::DSOPT_ERR_INTERNAL, "the library returned no object"))
 }
 
 /// Converts a count for C. Slices are never longer than `i64::MAX`.

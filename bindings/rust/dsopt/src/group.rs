@@ -111,8 +111,8 @@ macro_rules! groups {
             #[test]
             fn defaults_are_those_of_the_library() {
                 $(
-                    let (own, library) = ($name::default().raw().unwrap(), defaults(sys::$algorithm).unwrap());
-                    assert_eq!(format!("{own:?}"), format!("{library:?}"), stringify!($name));
+                    let (initial, library) = ($name::default().raw().unwrap(), defaults(sys::$algorithm).unwrap());
+                    assert_eq!(format!("{initial:?}"), format!("{library:?}"), stringify!($name));
                 )*
             }
         }

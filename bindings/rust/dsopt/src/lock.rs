@@ -27,7 +27,7 @@ impl Lock {
         if self.owner.load(Ordering::Relaxed) == here {
             return Err(Error::new(
                 sys::DSOPT_ERR_BUSY,
-                format!("the {what} is in use by the call from which a hook calls"),
+                format!("the {what} is in use by the call that runs this hook"),
             ));
         }
         let inside = self.mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

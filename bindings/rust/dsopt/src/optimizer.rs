@@ -17,7 +17,7 @@ pub(crate) struct Handle {
     pub scaler: Option<Scaler>,
 }
 
-// SAFETY: a handle may be used and destroyed by any thread. Which calls may meet, Optimizer and Applier see to.
+// SAFETY: a handle may be used and destroyed by any thread. Optimizer and Applier prevent conflicting concurrent calls.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
@@ -258,7 +258,7 @@ impl Optimizer {
             return Ok(Busy(None));
         }
         if self.busy.replace(true) {
-            return Err(Error::new(sys::DSOPT_ERR_BUSY, "the comms are in use by the call from which a hook calls"));
+            return Err(Error::new(sys::DSOPT_ERR_BUSY, "the comms are in use by the call that runs this hook"));
         }
         Ok(Busy(Some(&self.busy)))
     }

@@ -46,26 +46,26 @@ impl SkipReasons {
 /// Report of one step, written by the step. Norms are of unscaled gradients before clipping.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepReport {
-    pub(crate) places: [f32; sys::DSOPT_REPORT_FLOATS as usize],
+    pub(crate) values: [f32; sys::DSOPT_REPORT_FLOATS as usize],
 }
 
 impl StepReport {
-    fn place(&self, place: i32) -> f32 {
-        self.places[place as usize]
+    fn value(&self, index: i32) -> f32 {
+        self.values[index as usize]
     }
 
-    fn known(&self, place: i32) -> Option<f32> {
-        Some(self.place(place)).filter(|&value| value >= 0.0) // else NaN, or -1 with no_nan
+    fn known(&self, index: i32) -> Option<f32> {
+        Some(self.value(index)).filter(|&value| value >= 0.0) // else NaN, or -1 with no_nan
     }
 
     /// True if the step was skipped.
     pub fn skipped(&self) -> bool {
-        self.place(sys::DSOPT_REPORT_SKIPPED) != 0.0
+        self.value(sys::DSOPT_REPORT_SKIPPED) != 0.0
     }
 
     /// Reasons for skipping it.
     pub fn reasons(&self) -> SkipReasons {
-        SkipReasons(self.place(sys::DSOPT_REPORT_REASONS) as i32)
+        SkipReasons(self.value(sys::DSOPT_REPORT_REASONS) as i32)
     }
 
     /// Norm of the gradients, if it was computed: with clipping or loss scaling.
@@ -90,27 +90,27 @@ impl StepReport {
 
     /// Number of Inf and NaN found on this rank; 0 if not checked.
     pub fn nonfinite(&self) -> u64 {
-        self.place(sys::DSOPT_REPORT_NONFINITE) as u64
+        self.value(sys::DSOPT_REPORT_NONFINITE) as u64
     }
 
     /// The first parameter with an Inf or NaN.
     pub fn first_bad(&self) -> Option<usize> {
-        Some(self.place(sys::DSOPT_REPORT_FIRST_BAD)).filter(|&index| index >= 0.0).map(|index| index as usize)
+        Some(self.value(sys::DSOPT_REPORT_FIRST_BAD)).filter(|&index| index >= 0.0).map(|index| index as usize)
     }
 
     /// Divisor of the gradients; 0 if the step was skipped.
     pub fn divisor(&self) -> f32 {
-        self.place(sys::DSOPT_REPORT_DIVISOR)
+        self.value(sys::DSOPT_REPORT_DIVISOR)
     }
 
     /// Loss scale of the gradients.
     pub fn scale_used(&self) -> f32 {
-        self.place(sys::DSOPT_REPORT_SCALE_USED)
+        self.value(sys::DSOPT_REPORT_SCALE_USED)
     }
 
     /// Loss scale for the next backward pass.
     pub fn scale_next(&self) -> f32 {
-        self.place(sys::DSOPT_REPORT_SCALE_NEXT)
+        self.value(sys::DSOPT_REPORT_SCALE_NEXT)
     }
 }
 

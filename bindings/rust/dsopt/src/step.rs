@@ -194,7 +194,7 @@ impl<'a> Step<'a> {
 
     /// Receives the report of the step.
     pub fn report(mut self, report: &'a mut StepReport) -> Step<'a> {
-        self.raw.report = report.places.as_mut_ptr();
+        self.raw.report = report.values.as_mut_ptr();
         self.host = true;
         self
     }

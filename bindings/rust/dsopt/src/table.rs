@@ -143,17 +143,17 @@ fn code(result: std::result::Result<(), CommFailure>) -> c_int {
 
 /// Calls a function of the table. A panic is a failure.
 unsafe fn guarded<T: Collectives>(
-    own: *mut c_void,
+    this: *mut c_void,
     call: impl FnOnce(&Owned<T>) -> std::result::Result<(), CommFailure>,
 ) -> c_int {
     panics::catch(-sys::DSOPT_ERR_COMM, || {
         // SAFETY: the pointer of the table, before `destroy`.
-        code(call(unsafe { &*own.cast::<Owned<T>>() }))
+        code(call(unsafe { &*this.cast::<Owned<T>>() }))
     })
 }
 
 unsafe extern "C" fn all_reduce<T: Collectives>(
-    own: *mut c_void,
+    this: *mut c_void,
     send: *const c_void,
     receive: *mut c_void,
     count: i64,
@@ -161,7 +161,7 @@ unsafe extern "C" fn all_reduce<T: Collectives>(
     op: i32,
     _stream: *mut c_void,
 ) -> c_int {
-    let call = |own: &Owned<T>| {
+    let call = |this: &Owned<T>| {
         let op = match op {
             sys::DSOPT_OP_SUM => Reduce::Sum,
             sys::DSOPT_OP_MAX => Reduce::Max,
@@ -184,11 +184,11 @@ unsafe extern "C" fn all_reduce<T: Collectives>(
                 sys::DSOPT_DTYPE_F64 => Values::F64(write(receive, count)),
                 _ => Values::I32(write(receive, count)),
             };
-            own.collectives.all_reduce(values, op)
+            this.collectives.all_reduce(values, op)
         }
     };
-    // SAFETY: `own` is the pointer of the table.
-    unsafe { guarded::<T>(own, call) }
+    // SAFETY: `this` is the table's `self` pointer.
+    unsafe { guarded::<T>(this, call) }
 }
 
 /// Calls `move_rows` with slices of these bytes. `receive` is zeroed first, because its memory may be uninitialized;
@@ -220,43 +220,43 @@ unsafe fn with_rows(
 }
 
 unsafe extern "C" fn all_to_all<T: Collectives>(
-    own: *mut c_void,
+    this: *mut c_void,
     send: *const c_void,
     receive: *mut c_void,
     bytes_per_rank: i64,
     _stream: *mut c_void,
 ) -> c_int {
-    let call = |own: &Owned<T>| {
-        let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)? * own.ranks;
+    let call = |this: &Owned<T>| {
+        let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)? * this.ranks;
         // SAFETY: both have a message per rank.
-        unsafe { with_rows(send, bytes, receive, bytes, |from, to| own.collectives.all_to_all(from, to)) }
+        unsafe { with_rows(send, bytes, receive, bytes, |from, to| this.collectives.all_to_all(from, to)) }
     };
-    // SAFETY: `own` is the pointer of the table.
-    unsafe { guarded::<T>(own, call) }
+    // SAFETY: `this` is the table's `self` pointer.
+    unsafe { guarded::<T>(this, call) }
 }
 
 unsafe extern "C" fn all_gather<T: Collectives>(
-    own: *mut c_void,
+    this: *mut c_void,
     send: *const c_void,
     receive: *mut c_void,
     bytes_per_rank: i64,
     _stream: *mut c_void,
 ) -> c_int {
-    let call = |own: &Owned<T>| {
+    let call = |this: &Owned<T>| {
         let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)?;
-        let all = bytes * own.ranks;
+        let all = bytes * this.ranks;
         // SAFETY: one message to send, and a message per rank to receive.
-        unsafe { with_rows(send, bytes, receive, all, |from, to| own.collectives.all_gather(from, to)) }
+        unsafe { with_rows(send, bytes, receive, all, |from, to| this.collectives.all_gather(from, to)) }
     };
-    // SAFETY: `own` is the pointer of the table.
-    unsafe { guarded::<T>(own, call) }
+    // SAFETY: `this` is the table's `self` pointer.
+    unsafe { guarded::<T>(this, call) }
 }
 
-unsafe extern "C" fn error<T: Collectives>(own: *mut c_void, text: *mut c_char, capacity: usize) -> c_int {
+unsafe extern "C" fn error<T: Collectives>(this: *mut c_void, text: *mut c_char, capacity: usize) -> c_int {
     panics::catch(1, || {
         // SAFETY: the pointer of the table, before `destroy`.
-        let own = unsafe { &*own.cast::<Owned<T>>() };
-        let reason = match own.collectives.error() {
+        let this = unsafe { &*this.cast::<Owned<T>>() };
+        let reason = match this.collectives.error() {
             Some(reason) => CString::new(reason.replace('\0', " ")).unwrap_or_default(),
             None => return 0,
         };
@@ -273,12 +273,12 @@ unsafe extern "C" fn error<T: Collectives>(own: *mut c_void, text: *mut c_char, 
     })
 }
 
-unsafe extern "C" fn abort<T: Collectives>(own: *mut c_void) {
+unsafe extern "C" fn abort<T: Collectives>(this: *mut c_void) {
     // SAFETY: the pointer of the table, before `destroy`.
-    panics::catch((), || unsafe { &*own.cast::<Owned<T>>() }.collectives.abort())
+    panics::catch((), || unsafe { &*this.cast::<Owned<T>>() }.collectives.abort())
 }
 
-unsafe extern "C" fn destroy<T: Collectives>(own: *mut c_void) {
+unsafe extern "C" fn destroy<T: Collectives>(this: *mut c_void) {
     // SAFETY: from Box::into_raw, and the last call of the table.
-    panics::catch((), || drop(unsafe { Box::from_raw(own.cast::<Owned<T>>()) }))
+    panics::catch((), || drop(unsafe { Box::from_raw(this.cast::<Owned<T>>()) }))
 }

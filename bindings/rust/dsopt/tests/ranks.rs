@@ -196,12 +196,12 @@ fn members(count: usize, panics: bool) -> (Vec<Mutex<Option<Member>>>, Arc<Mutex
 #[test]
 fn table_comm_gives_same_bits_as_local_comm() {
     let id = CommId::new(CommKind::Local).unwrap();
-    let (own, dropped) = members(2, false);
+    let (collectives, dropped) = members(2, false);
     let run = |table: bool| {
         ranks(2, |rank| {
             let ctx = context();
             let comm = if table {
-                Comm::table(&ctx, rank, 2, own[rank].lock().unwrap().take().unwrap()).unwrap()
+                Comm::table(&ctx, rank, 2, collectives[rank].lock().unwrap().take().unwrap()).unwrap()
             } else {
                 Comm::connect(&ctx, &id, rank, 2).unwrap()
             };
@@ -217,9 +217,9 @@ fn table_comm_gives_same_bits_as_local_comm() {
 
 #[test]
 fn all_reduce_resumes_a_panic_of_the_collectives() {
-    let (own, dropped) = members(2, true);
+    let (collectives, dropped) = members(2, true);
     let ctx = context();
-    let mut comm = Comm::table(&ctx, 0, 2, own[0].lock().unwrap().take().unwrap()).unwrap();
+    let mut comm = Comm::table(&ctx, 0, 2, collectives[0].lock().unwrap().take().unwrap()).unwrap();
     let mut x = vec![1.0f32; 3];
     let panic = catch_unwind(AssertUnwindSafe(|| comm.all_reduce(&mut [(&mut x).into()], Op::Sum))).unwrap_err();
     assert_eq!(*panic.downcast::<&str>().unwrap(), "the network is down");
@@ -233,7 +233,7 @@ fn all_reduce_resumes_a_panic_of_the_collectives() {
     drop(handle);
     assert_eq!(*dropped.lock().unwrap(), 1);
 
-    let error = Comm::table(&ctx, 2, 2, own[1].lock().unwrap().take().unwrap()).unwrap_err();
+    let error = Comm::table(&ctx, 2, 2, collectives[1].lock().unwrap().take().unwrap()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Argument, "{error}");
     assert_eq!(*dropped.lock().unwrap(), 2, "what is refused is dropped");
 }

@@ -107,7 +107,7 @@ fn step_matches_adamw_in_f64() {
     }
     for (weights, exact) in p.iter().zip(&exact) {
         for (&w, &e) in weights.iter().zip(exact) {
-            assert!((f64::from(w) - e).abs() < 1e-4, "{w} beside {e}");
+            assert!((f64::from(w) - e).abs() < 1e-4, "{w}, expected {e}");
         }
     }
     assert!(last < first / 4.0, "the loss went from {first} to {last}");
@@ -216,7 +216,7 @@ fn step_computes_the_keras_formula() {
         opt.add_group(group, &support::f32_params(&[2])).unwrap();
         let (mut w, g) = ([0.0f32; 2], [1.0f32, -2.0]);
         opt.step(&mut [(&mut w[..]).into()], &[(&g[..]).into()]).unwrap();
-        // v = 0.001 g^2, and the bias corrections make sqrt(0.001) g of m = 0.1 g.
+        // m = 0.1 g and v = 0.001 g^2. The bias correction sqrt(c2) / c1 turns m into sqrt(0.001) g.
         let root = 0.001f32.sqrt();
         for (w, g) in w.iter().zip(g) {
             assert!((w + root * g / (root * g.abs() + 0.1)).abs() < 1e-6, "{w} for {g}");
@@ -273,7 +273,7 @@ fn trains_with_sgd() {
 
 #[test]
 fn trains_with_adagrad() {
-    let near = |w: f32, exact: f32| assert!((w - exact).abs() < 1e-6, "{w} beside {exact}");
+    let near = |w: f32, exact: f32| assert!((w - exact).abs() < 1e-6, "{w}, expected {exact}");
     let group = Adagrad { lr: 0.5, eps: 0.5, ..Default::default() };
     near(trained(&group, &[3.0, 4.0]).0, 1.0 - 0.5 * 3.0 / 3.5 - 0.5 * 4.0 / 5.5);
     let group = Adagrad { lr_decay: 1.0, initial_accumulator_value: 16.0, ..group };
