@@ -7,7 +7,7 @@ set -eu
 ld=$1 objcopy=$2 nm=$3 ar=$4 in=$5 out=$6 dir=$7
 shift 7
 mkdir -p "$dir"
-# The linker uses the most restrictive visibility of all inputs: here, of an object without code.
+# The linker uses the most restrictive visibility of all inputs. An additional object without code makes it hidden.
 {
     echo '.section .note.GNU-stack,"",%progbits'
     "$nm" -g --defined-only "$in" | sed -n 's/^[0-9a-f]* [A-Za-z] \(dsopt_[A-Za-z0-9_]*\)$/.hidden \1/p' | sort

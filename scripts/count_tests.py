@@ -65,14 +65,14 @@ def cases_of(test, gtests):
 
 def reasons_of(test, gtests):
     """Returns the reasons for which cases of one line of testlog.json were skipped."""
-    said = (test["stdout"] or "") + test.get("stderr", "")
-    found = gtests.get(test["name"], []) + [reason.strip() for reason in REASON.findall(said)]
+    output = (test["stdout"] or "") + test.get("stderr", "")
+    found = gtests.get(test["name"], []) + [reason.strip() for reason in REASON.findall(output)]
     if not found and test["result"] == "SKIP":
-        found = [(said.strip().splitlines() or ["no reason given"])[-1]]
+        found = [(output.strip().splitlines() or ["no reason given"])[-1]]
     return list(dict.fromkeys(found))
 
 
-def what_it_said(test):
+def output_of(test):
     lines = ((test["stdout"] or "") + test.get("stderr", "")).splitlines()
     return "\n".join([line for line in lines if line and not line.startswith(NOISE)][-TAIL:])
 
@@ -90,7 +90,7 @@ def main():
                 not_run += [f"{test['name']}: {reason}" for reason in reasons_of(test, skipped_cases)]
             if counts[1] or test["result"] == "SKIP":
                 print(f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, "
-                      f"{test['duration']:.0f} s", what_it_said(test), sep="\n", file=sys.stderr)
+                      f"{test['duration']:.0f} s", output_of(test), sep="\n", file=sys.stderr)
     with open(os.path.join(sys.argv[1], "not-run"), "w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in not_run)
     print(*total)

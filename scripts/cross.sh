@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # cross.sh BUILD: builds the library for aarch64 in BUILD/aarch64 with Debian's cross compiler, and runs it under
-# qemu-user: all recorded cases, and digests of whole trainings, which must equal this machine's, with its best
-# instruction set and with none. Checks the machine code for loops over elements that are not vectorised. Ends with `N
-# passed, N failed`.
+# qemu-user: all recorded cases, and digests of training runs, which must equal this machine's, with its highest
+# instruction set and with generic code. Checks the machine code for loops over elements that are not vectorised. Ends
+# with `N passed, N failed`.
 set -eu
 build=$1/aarch64 prefix=aarch64-linux-gnu
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -4,7 +4,7 @@
 #        gpu.sh --emulated BUILD [PART...]
 #        gpu.sh --pack DIR
 # Runs everything that needs an NVIDIA GPU, without a network. Each part ends within ten minutes, all within half an
-# hour: the last ones are the least important. After each part, and after each list of the benches, the page
+# hour; they are in order of importance. After each part, and after each list of the benches, the page
 # bench/results/<gpu>.md is rewritten from all results in build-gpu/seen, so that parts can be run one by one:
 #   build      in build-gpu; always first, and does nothing if it is up to date
 #   tests      the CUDA suite, the unit tests and the recorded cases on the device
@@ -14,7 +14,7 @@
 #   profile    counters of ncu: bytes of device memory and time of each kernel, step by step
 #   digests    parameters and state after 100 steps of each rule at the size of GPT-2, compared with the CPU's
 # A tool that is missing, or that does not work on this machine, is reported as not available, which is not a failure.
-# --emulated rehearses that with the emulated device of a build folder and tiny lists; its page is in BUILD/rehearsal.
+# --emulated runs the parts on the emulated device of a build folder with tiny lists; the page is in BUILD/rehearsal.
 # DIR has headers and libraries that are not part of the CUDA toolkit, Meson, ninja and g++; --pack copies them there
 # from this machine's packages. TORCH_PYTHON is the Python with PyTorch.
 # shellcheck disable=SC2317 # the functions of the parts are called by the parts' names
@@ -80,7 +80,7 @@ else
     command -v nvcc >/dev/null || { say "no nvcc: the CUDA toolkit is missing, nothing was run"; exit 1; }
     build=build-gpu results=bench/results
     toolkit=$(nvcc --version | sed -n 's/.*release \([^,]*\),.*/\1/p')
-    # First: with a driver that is too old every test would be skipped.
+    # Checked first, because with a driver that is too old every test would be skipped.
     mkdir -p $build
     nvcc -o $build/device_versions tests/cuda/device_versions.cc >$build/device_versions.log 2>&1 || {
         say "nvcc cannot compile a program, nothing was run"
@@ -100,7 +100,7 @@ else
     nccl="$build/tests/cuda/test_nccl_single"
     bench="$build/bench/bench_cuda" repetitions=11
     LISTS=${LISTS:-gpt2-124m resnet50 10000x1000 1x67108864 vit-b-16 bert-large}
-    # NCCL may be part of a framework only.
+    # NCCL may be installed as part of a framework only.
     [ -n "${DSOPT_NCCL_LIBRARY-}" ] || DSOPT_NCCL_LIBRARY=$("${TORCH_PYTHON:-python3}" -c \
         'import nvidia.nccl as n, glob; print(glob.glob(list(n.__path__)[0] + "/lib/libnccl.so*")[0])' 2>/dev/null) || :
     [ -z "${DSOPT_NCCL_LIBRARY-}" ] || export DSOPT_NCCL_LIBRARY
@@ -157,7 +157,7 @@ build() {
     [ ! -f "$build/build.ninja" ] || set -- --reconfigure
     capability=$(echo "$gpu" | cut -d , -f 2 | tr -d ' .')
     status=0
-    # A newer compiler may have new warnings.
+    # Warnings are not errors, because a newer compiler may have new ones.
     limited "$(seconds_left)" meson setup "$@" "$build" --buildtype=release -Dwerror=false -Dcuda=enabled \
         -Dtests=enabled -Dbench=enabled -Dbindings=disabled -Ddevice_archs="$capability" \
         >"$seen/build.log" 2>&1 || status=$?
@@ -169,7 +169,7 @@ build() {
     grep -iE '(error|failed):' "$seen/build.log" | head -n 20
     tail -n 20 "$seen/build.log"
     if words=$(stopped "$status" "$limit"); then
-        verdict build "$words, not finished: another call goes on where it stopped"
+        verdict build "$words, not finished: another call resumes the build"
     else
         verdict build "failed, nothing else was run"
     fi
@@ -222,9 +222,9 @@ nccl() { counted nccl 120 "$nccl"; }
 watch_clocks() { # records clocks and power five times per second, until unwatch_clocks
     command -v nvidia-smi >/dev/null || return 0
     bus=$(echo "$gpu" | cut -d , -f 5 | tr -d ' ')
-    # Without the trap: a signal between the fork and the exec would run it in the child, and be lost.
+    # Resets the trap, because the child would otherwise run it for a signal between fork and exec, which would be lost.
     trap - TERM
-    # Ends by itself if no caller stops it.
+    # The time limit ends nvidia-smi if unwatch_clocks is not called.
     timeout 600 nvidia-smi ${bus:+-i "$bus"} --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu \
         --format=csv,noheader,nounits -lms 200 >>"$seen/clocks" 2>/dev/null &
     watcher=$!
@@ -233,7 +233,8 @@ watch_clocks() { # records clocks and power five times per second, until unwatch
 
 unwatch_clocks() {
     [ -n "$watcher" ] || return 0
-    # With its process group, which timeout makes: a signal just after its fork would leave nvidia-smi running.
+    # Kills the process group that `timeout` creates: a signal to `timeout` alone, just after its fork, would leave
+    # nvidia-smi running.
     kill -- "-$watcher" 2>/dev/null || kill "$watcher" 2>/dev/null || :
     wait "$watcher" 2>/dev/null || :
     watcher=

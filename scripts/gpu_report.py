@@ -115,7 +115,7 @@ def clocks_line(seen):
     known = [form % ("%.0f/%.0f/%.0f" % (min(values), statistics.median(values), max(values)))
              for form, values in zip(CLOCKS, columns) if values]
     if not known:
-        return "Clocks and power are not known: nvidia-smi did not say."
+        return "Clocks and power are not known: nvidia-smi did not report them."
     return "While `bench_cuda` ran, minimum/median/maximum of %d samples: %s." % (
         max(map(len, columns)), ", ".join(known))
 
@@ -170,9 +170,9 @@ def main():
         check, colon, result = line.partition(": ")
         lines.append("| compute-sanitizer%s | %s |" % ((", " + check, result) if colon else ("", line)))
     lines += ["", "## Benches: `bench/bench_cuda`, `bench/torch_cuda.py`", "",
-              "Times are of the device, ms a step, medians with quartiles over rows taken in random turns. \"copy\" is "
-              "a copy on the device that moves as many bytes; \"predicted\" is copy / step by `bench/gpu_model.py` for "
-              "an %s; host is what a call takes." % machine.upper(), "", clocks_line(seen), ""]
+              "Times are device times in ms per step: medians with quartiles over rows that run in random order. "
+              "\"copy\" is a copy on the device that moves as many bytes; \"predicted\" is copy / step by "
+              "`bench/gpu_model.py` for an %s; host is the host time of a call." % machine.upper(), "", clocks_line(seen), ""]
     for line in text(seen, "bench").splitlines():
         lines += ["Not measured: %s." % line, ""]
     lines += bench_tables(seen, machine)

@@ -17,7 +17,7 @@ needs() { # PACKAGE PROGRAM...
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$packages"
-[ -z "$(git status --porcelain --untracked-files=no)" ] || say "what is not committed is not packaged"
+[ -z "$(git status --porcelain --untracked-files=no)" ] || say "uncommitted changes are not packaged"
 version=$(sed -n "s/^project('dsopt'.* version: '\([0-9.]*\)'.*/\1/p" meson.build)
 export_tree() { # sets $tree: a clean copy
     tree=$work/$1/dsopt-$version
@@ -31,7 +31,7 @@ deb() {
     needs "dpkg-dev and debhelper" dpkg-buildpackage dh
     export_tree deb
     [ "$(dpkg-parsechangelog -l packaging/debian/changelog -S Version)" = "$version-1" ] ||
-        fail "packaging/debian/changelog is not about $version"
+        fail "packaging/debian/changelog does not have version $version"
     cp -r "$tree/packaging/debian" "$tree/debian"
     # Not the compilers of the caller's shell: packages are built with Debian's.
     (cd "$tree" && env -u CC -u CXX -u CFLAGS -u CXXFLAGS PATH=/usr/sbin:/usr/bin:/sbin:/bin \
@@ -45,24 +45,24 @@ deb() {
         lintian --allow-root --suppress-tags initial-upload-closes-no-bugs --fail-on error,warning \
             "$work"/deb/*.changes || fail "lintian"
     else
-        say "lintian is not installed: the packages are not checked by it"
+        say "lintian is not installed: it does not check the packages"
     fi
 }
 
 wheel() {
     export_tree wheel
     grep -q "^  version: \"$version\"$" "$tree/packaging/conda/recipe.yaml" ||
-        fail "packaging/conda/recipe.yaml is not about $version"
+        fail "packaging/conda/recipe.yaml does not have version $version"
     scripts/wheel.sh "$tree" "$packages" || fail "the wheels"
 }
 
 crate() {
     needs cargo cargo
     export_tree crate
-    [ -f "$tree/bindings/rust/Cargo.toml" ] || fail "there is no bindings/rust/Cargo.toml to make crates of"
+    [ -f "$tree/bindings/rust/Cargo.toml" ] || fail "bindings/rust/Cargo.toml is missing: no crates"
     "$tree/scripts/sbom.py" crate --output "$tree/bindings/rust/dsopt/sbom.spdx.json" &&
         "$tree/scripts/sbom.py" crate-sys --output "$tree/bindings/rust/dsopt-sys/sbom.spdx.json" ||
-            fail "no bill of materials"
+            fail "the bill of materials is missing"
     # Not built again here, because the tests build them. One crate needs the other, which is in no registry.
     (cd "$tree/bindings/rust" && cargo package --quiet --offline --no-verify --workspace --target-dir "$work/target" \
         --config "patch.crates-io.dsopt-sys.path='$PWD/dsopt-sys'") || fail "cargo package"

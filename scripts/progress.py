@@ -88,7 +88,7 @@ def main():
         durations = {name: took for name, took in earlier(arguments[1]).items() if name in arguments}
         arguments = arguments[2:]
     progress = Progress(arguments[0], arguments[1], durations)
-    said = []
+    output = []
     lines = queue.Queue()
     with subprocess.Popen(arguments[2:], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True, errors="replace") as child:
@@ -106,13 +106,13 @@ def main():
                 continue
             if line is None:
                 break
-            said.append(line)
+            output.append(line)
             progress.read(line)
             progress.show()
         status = child.wait()
     progress.close()
     if status != 0 and progress.phase == "build":
-        print("".join([line for line in said if ERRORS.search(line)][:20]), "".join(said[-40:]), sep="", end="")
+        print("".join([line for line in output if ERRORS.search(line)][:20]), "".join(output[-40:]), sep="", end="")
     return status if status >= 0 else 128 - status
 
 

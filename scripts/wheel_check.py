@@ -47,7 +47,7 @@ def library(path, name, machine):
     yield (f"{name} stays loaded, bound and read-only",
            all(word in dynamic for word in ("NODELETE", "NOW")) and "GNU_RELRO" in segments)
     stack = re.search(r"GNU_STACK\s.*?\s([RWE ]{3})\s+0x", segments)
-    yield f"{name} has a stack without code", bool(stack) and "E" not in stack[1]
+    yield f"{name} has a stack that is not executable", bool(stack) and "E" not in stack[1]
     yield f"{name} has tables for the unwinder", "GNU_EH_FRAME" in segments
 
 
@@ -61,7 +61,7 @@ def checks(folder):
         names = file.namelist()
         file.extractall(folder)
     machine = re.search(r"-py3-none-.*manylinux_\d+_\d+_(x86_64|aarch64)\.whl$", os.path.basename(WHEEL))
-    yield "the name says which Python and which system", bool(machine)
+    yield "the name has the tags of Python and of the platform", bool(machine)
     libraries = [name for name in names if ".so" in os.path.basename(name)]
     wanted = r"dsopt/jax/_handler-\d+\.\d+\.so dsopt/libdsopt\.so"
     yield f"the libraries are {libraries}", bool(re.fullmatch(wanted, " ".join(sorted(libraries))))

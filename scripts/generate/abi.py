@@ -358,7 +358,7 @@ def main(arguments):
         elif not os.path.exists(path) or open(path, encoding="utf-8").read() != text:
             stale.append(name)
     if stale:
-        sys.exit("%s: not what scripts/generate/abi.py makes of dsopt.h. Run it." % ", ".join(stale))
+        sys.exit("%s: stale. Run scripts/generate/abi.py." % ", ".join(stale))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Types:
                 kind, default = "NTuple{%d,%s}" % (field["count"], kind), "(%s)" % ", ".join([default] * field["count"])
                 size *= field["count"]
             if (at, size) != (field["offset"], field["size"]):
-                raise SystemExit("%s.%s has another place in Julia" % (struct["name"], field["name"]))
+                raise SystemExit("%s.%s has another offset in Julia" % (struct["name"], field["name"]))
             at += size
             if field is struct["fields"][0] and field["name"] == "size":
                 default = str(struct["size"])
@@ -95,14 +95,14 @@ class Types:
         rows = ["    %s::%s = %s" % (field, kind, default) for (field, kind), default in zip(fields, defaults)]
         return ["Base.@kwdef struct " + name, *rows, "end", ""]
 
-    def function(self, function, place):
-        """Returns a ccall by the address."""
+    def function(self, function, index):
+        """Returns a function that calls the address with this index."""
         name = function["name"]
         result = self.of(function["result"], "Cstring")[0]
         kinds = [self.of(argument["type"], "Cstring")[0] for argument in function["arguments"]]
         names = [argument["name"] for argument in function["arguments"]]
         types = "(%s)" % (", ".join(kinds) + ("," if len(kinds) == 1 else ""))
-        words = ", ".join(["ADDRESSES[%d]" % place, result, types.replace(" ", "\0"), *names]) + ")"
+        words = ", ".join(["ADDRESSES[%d]" % index, result, types.replace(" ", "\0"), *names]) + ")"
         rows = textwrap.wrap(words, 120, initial_indent="    return ccall(", subsequent_indent=" " * 17)
         return ["function %s(%s)" % (name, ", ".join(names)), *(row.replace("\0", " ") for row in rows), "end", ""]
 
@@ -115,8 +115,8 @@ def text_of(abi):
     names = textwrap.wrap(", ".join(":" + function["name"] for function in abi["functions"]) + ",", 116)
     names = ["(", *("    " + row for row in names), ")"]
     rows += FUNCTIONS.replace("@count@", str(len(abi["functions"]))).replace("@names@", "\n".join(names)).split("\n")
-    for place, function in enumerate(abi["functions"], 1):
-        rows += types.function(function, place)
+    for index, function in enumerate(abi["functions"], 1):
+        rows += types.function(function, index)
     layout = ["# Name, size, and the offset of each field: the package's tests check them.", "const LAYOUT = ("]
     for struct in abi["structs"]:
         offsets = ", ".join(str(field["offset"]) for field in struct["fields"])
@@ -135,7 +135,7 @@ def main(arguments):
         return
     with open(TARGET, encoding="utf-8") as file:
         if file.read() != wanted:
-            sys.exit("bindings/julia/src/abi.jl is not what scripts/generate/julia_structs.py writes: run it")
+            sys.exit("bindings/julia/src/abi.jl: stale. Run scripts/generate/julia_structs.py.")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ runs() { # PROGRAM OUTPUT ARGUMENT...: without libdsopt.so
     program=$1 expected=$2
     shift 2
     ! readelf -dW "$program" | grep -q 'NEEDED.*libdsopt' || fail "$program: linked to the shared library"
-    said=$("$program" "$@") || fail "$program failed"
-    [ "$said" = "$expected" ] || fail "$program prints '$said', not '$expected'"
+    output=$("$program" "$@") || fail "$program failed"
+    [ "$output" = "$expected" ] || fail "$program prints '$output', not '$expected'"
 }
 resumed="learnt: yes, the same bits: yes"
 strict="-O1 -Wall -Wextra -Wpedantic -Werror"
