@@ -4,12 +4,12 @@
 
   c          the C call through ctypes alone, or the output of C-PROGRAM (bench/call_cost)
   bound      opt.step() with bound gradients
-  anew       opt.step(list) with the same arrays as before, each of which is checked
-  dict       same, as a dict by name
+  again      opt.step(list) with the arrays of the previous call, each of which is checked
+  dict       the same arrays in a dict by name
   other      opt.step(list) with other arrays in each call
 
-The variants alternate in one process. The times are CPU times of this thread, which does all the work of so small a
-step, so other processes affect them only through the caches. DSOPT_LIBRARY names the library.
+The variants alternate in one process. The times are CPU times of this thread, which executes the whole step, so other
+processes affect them only through the caches. DSOPT_LIBRARY names the library.
 """
 
 import os
@@ -37,7 +37,7 @@ def optimizer():
 
 def main():
     grads, others = arrays(0.5), [arrays(0.5), arrays(0.25)]
-    raw, bound, anew, by_name, other = (optimizer() for _ in range(5))
+    raw, bound, again, by_name, other = (optimizer() for _ in range(5))
     bound.bind(grads=grads)
     named = dict(zip(by_name.names, grads))
     raw.bind(grads=grads)
@@ -51,7 +51,7 @@ def main():
     runs = {
         "c": lambda: call(handle, step),
         "bound": bound.step,
-        "anew": lambda: anew.step(grads),
+        "again": lambda: again.step(grads),
         "dict": lambda: by_name.step(named),
         "other": changing,
     }
@@ -64,8 +64,9 @@ def main():
             times[name].append((time.thread_time() - begin) / CALLS * 1e6)
     medians = {name: statistics.median(values) for name, values in times.items()}
     if len(sys.argv) > 1:
-        said = subprocess.run([sys.argv[1]], stdout=subprocess.PIPE, check=True, universal_newlines=True).stdout.split()
-        medians["c"] = float(said[said.index("c") + 1])
+        result = subprocess.run([sys.argv[1]], stdout=subprocess.PIPE, check=True, universal_newlines=True)
+        words = result.stdout.split()
+        medians["c"] = float(words[words.index("c") + 1])
     print("python %s, numpy %s, dsopt %s" % (sys.version.split()[0], numpy.__version__, dsopt.__version__))
     for name, median in medians.items():
         print("%-6s %7.1f us  %+7.1f us" % (name, median, median - medians["c"]))

@@ -82,7 +82,7 @@ def main():
         found["c"] = float(subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()[1])
     print("148 x 4:")
     for name, microseconds in found.items():
-        print("  %-9s %10.1f us   %+9.1f us beside c   %6.2f x dsopt" %
+        print("  %-9s %10.1f us   %+9.1f us more than c  %6.2f x dsopt" %
               (name, microseconds, microseconds - found["c"], microseconds / found["dsopt"]))
 
     sizes = list(shapes(share))

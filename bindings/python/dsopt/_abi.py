@@ -148,24 +148,24 @@ def candidates(abi_version: int) -> List[str]:
     return ([own] if os.path.exists(own) else []) + ["libdsopt.so.%s" % abi_version]
 
 
-def _reason(place: str, said: str) -> Tuple[str, str]:
+def _reason(place: str, error: str) -> Tuple[str, str]:
     """Returns why dlopen failed and what to do about it, from the text of dlerror. Empty if `place` does not exist."""
-    missing = re.match(r"(?P<name>[^:]+): cannot open shared object file: No such file", said)
+    missing = re.match(r"(?P<name>[^:]+): cannot open shared object file: No such file", error)
     if missing:
         name = missing.group("name")
         if name == place:
-            return said, ""
+            return error, ""
         return (
             "%s was found, but %s, which it needs, was not" % (place, name),
             "Install the package that has %s, or add the folder of %s to LD_LIBRARY_PATH" % (name, name),
         )
-    version = re.match(r"[^:]+: version `(?P<version>[^']+)' not found \(required by ", said)
+    version = re.match(r"[^:]+: version `(?P<version>[^']+)' not found \(required by ", error)
     if version:
         return (
-            "%s was found, but this system has no %s: %s" % (place, version.group("version"), said),
+            "%s was found, but this system has no %s: %s" % (place, version.group("version"), error),
             "It was built on a newer system: install a wheel of dsopt, or build dsopt on this system",
         )
-    return said, "%s is no library of dsopt that this system can load" % place if os.path.exists(place) else ""
+    return error, "%s is no library of dsopt that this system can load" % place if os.path.exists(place) else ""
 
 
 def load(description: Dict[str, Any], known: Dict[str, Any]) -> Tuple[Any, str]:

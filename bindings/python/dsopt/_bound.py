@@ -24,10 +24,10 @@ class Bound:
         self.shapes: List[Tuple[int, ...]] = []
         self.params: List[Any] = []
         self.state = BoundState()
-        self._params_kept: List[Any] = []
+        self._params_owners: List[Any] = []
         self._pins: List[Any] = []
         self._params_watch = Watch()
-        self._state_given: Optional[Mapping[str, Any]] = None
+        self._bound_state_arrays: Optional[Mapping[str, Any]] = None
         self._grads: Optional[Sequence[Any]] = None
         self._grads_watch = Watch()
         self._grads_call: Tuple[TensorList, Any, Any] = self._with_step(self.list("grads"))
@@ -44,15 +44,15 @@ class Bound:
         step = abi.dsopt_step(grads=ctypes.addressof(grads.struct), count=len(self.names))
         return grads, step, byref(step)
 
-    def add(self, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], arrays: Sequence[Any], kept: Any) -> None:
+    def add(self, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], arrays: Sequence[Any], owners: Any) -> None:
         """Adds parameters that were registered. Bound gradients and state are too short from now on."""
         self.names += names
         self.shapes += shapes
         self.params += arrays
-        self._params_kept.append(kept)
+        self._params_owners.append(owners)
         self._pins += pins_of(arrays)
         self._params_watch.extend(arrays)
-        self._grads = self._call = self._state_given = None
+        self._grads = self._call = self._bound_state_arrays = None
         self.state.watch = Watch()
 
     # ---------------------------------------------------------------------------------------------------------- in use
@@ -64,8 +64,8 @@ class Bound:
         """Binds arrays again whose memory has changed."""
         if not self._params_watch.unchanged():
             self._bind_params(optimizer, self.params, *self._filled("params", self.params))
-        if self._state_given is not None and not self.state.watch.unchanged():
-            self._bind_state(optimizer, self._state_given, *structs_of(optimizer, self._state_given))
+        if self._bound_state_arrays is not None and not self.state.watch.unchanged():
+            self._bind_state(optimizer, self._bound_state_arrays, *structs_of(optimizer, self._bound_state_arrays))
 
     def call_list(self) -> Tuple[TensorList, Any, Any]:
         """Returns the result of _with_step for the gradients of one call, reused by later calls."""
@@ -115,16 +115,16 @@ class Bound:
         filled = self.list(label, write=True)
         return filled, filled.fill(arrays)
 
-    def _bind_params(self, optimizer: Any, arrays: Sequence[Any], filled: TensorList, kept: Any) -> None:
+    def _bind_params(self, optimizer: Any, arrays: Sequence[Any], filled: TensorList, owners: Any) -> None:
         abi.check(
             abi.lib.dsopt_optimizer_bind(optimizer.handle, abi.DSOPT_BIND_PARAMS, filled.struct, len(self.names))
         )
-        self.params, self._params_kept = list(arrays), [kept]
+        self.params, self._params_owners = list(arrays), [owners]
         self._pins, self._params_watch = pins_of(arrays), Watch(arrays)
 
-    def _bind_state(self, optimizer: Any, state: Mapping[str, Any], structs: Any, kept: Any) -> None:
+    def _bind_state(self, optimizer: Any, state: Mapping[str, Any], structs: Any, owners: Any) -> None:
         abi.check(abi.lib.dsopt_optimizer_bind(optimizer.handle, abi.DSOPT_BIND_STATE, structs, len(structs)))
-        self._state_given = dict(state)
-        arrays = list(self._state_given.values())
+        self._bound_state_arrays = dict(state)
+        arrays = list(self._bound_state_arrays.values())
         self.state.watch = Watch(arrays)
-        self.state.kept = kept, pins_of(arrays)  # last, because the old watch reads the old arrays
+        self.state.owners = owners, pins_of(arrays)  # last, because the old watch reads the old arrays

@@ -304,8 +304,8 @@ def _error(method: Callable[[], Optional[str]]) -> Callable[[int, int, int], int
         problem = method()
         if problem is None:
             return 0
-        said = str(problem).encode()[: max(capacity - 1, 0)] + b"\0"
-        ctypes.memmove(text, said, min(len(said), capacity))
+        encoded = str(problem).encode()[: max(capacity - 1, 0)] + b"\0"
+        ctypes.memmove(text, encoded, min(len(encoded), capacity))
         return -int(abi.DSOPT_ERR_COMM)
 
     return _hooks.guarded(error, _failure)

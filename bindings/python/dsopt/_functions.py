@@ -53,7 +53,7 @@ def tensors(
 ) -> Tuple[Any, List[Any]]:
     """Returns a dsopt_tensor list of any arrays, and objects that must be kept alive; None is an entry without data."""
     arrays, stream = _listed(arrays, label), require_stream(stream)
-    structs, kept = (abi.dsopt_tensor * len(arrays))(), []
+    structs, owners = (abi.dsopt_tensor * len(arrays))(), []
     for i, array in enumerate(arrays):
         if array is None:
             structs[i].dtype = abi.DSOPT_DTYPE_F32
@@ -61,8 +61,8 @@ def tensors(
         name = "%s[%d]" % (label, i)
         tensor = require(tensor_of(array, name, stream=stream), name, context=context, write=write, dtypes=dtypes)
         structs[i] = tensor.struct()
-        kept.append(tensor)
-    return structs, kept
+        owners.append(tensor)
+    return structs, owners
 
 
 def _context(context: Optional[Context], comm: Optional[Comm] = None) -> Context:
@@ -117,7 +117,7 @@ def _norm(arrays: Sequence[Any], kind: str, max_norm: float, comm: Optional[Comm
         text = "works on cuda, which norm and clip do not support: use Optimizer(max_norm=...) there, which clips"
         refuse("context", text, abi.DSOPT_ERR_UNSUPPORTED)
     limit = abi.number(max_norm, ctypes.c_double, "max_norm")
-    structs, kept = tensors(arrays, "arrays", context, write=False)
+    structs, owners = tensors(arrays, "arrays", context, write=False)
     result = abi.dsopt_norm_result()
     with gated(context, comm):
         abi.check(
@@ -148,7 +148,7 @@ def clip(
         refuse("max_norm", "is %r, and must be positive" % (max_norm,))
     context = _context(context, comm)
     arrays = _listed(arrays, "arrays")
-    structs, kept = tensors(arrays, "arrays", context, write=True)
+    structs, owners = tensors(arrays, "arrays", context, write=True)
     result = _norm(arrays, "l2", max_norm, comm, context)
     if result.coefficient != 1:
         coefficient = ctypes.c_float(result.coefficient)
@@ -184,7 +184,7 @@ def axpby(
     if len(x) != len(y):
         refuse("x", "has %d arrays, and y has %d" % (len(x), len(y)), abi.DSOPT_ERR_SHAPE)
     factor, memory = scalars(a, "a", 1, context, stream=stream)
-    sources, kept = tensors(x, "x", context, write=False, stream=stream)
+    sources, owners = tensors(x, "x", context, write=False, stream=stream)
     targets, kept_too = tensors(y, "y", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_tensors_axpby(context.handle, factor, sources, b, targets, len(sources), stream))
@@ -201,7 +201,7 @@ def clamp(
     stream   the CUDA stream on which they are used
     """
     context, limit = _context(context), abi.number(limit, ctypes.c_double, "limit")
-    structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
+    structs, owners = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_tensors_clamp(context.handle, structs, len(structs), limit, stream))
 
@@ -214,14 +214,14 @@ def zero(arrays: Sequence[Any], *, context: Optional[Context] = None, stream: Op
     stream   the CUDA stream on which they are used
     """
     context = _context(context)
-    structs, kept = tensors(arrays, "arrays", context, write=True, stream=stream)
+    structs, owners = tensors(arrays, "arrays", context, write=True, stream=stream)
     with gated(context):
         abi.check(abi.lib.dsopt_zero_grad(context.handle, structs, len(structs), abi.DSOPT_ZERO_FILL, stream))
 
 
 def all_reduce(comm: Comm, arrays: Sequence[Any], op: str = "sum", *, stream: Optional[int] = None) -> None:
     """Comm.all_reduce."""
-    structs, kept = tensors(arrays, "arrays", comm.context, write=True, stream=stream)
+    structs, owners = tensors(arrays, "arrays", comm.context, write=True, stream=stream)
     number = choice("op", op, OPS)
     with gated(comm):
         abi.check(abi.lib.dsopt_comm_all_reduce(comm.handle, structs, len(structs), number, stream))
@@ -270,7 +270,7 @@ class CompressedAllReduce:
 
     def __call__(self, arrays: Sequence[Any]) -> None:
         """Overwrite the arrays with their mean. Collective."""
-        structs, kept = tensors(arrays, "arrays", self._comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
+        structs, owners = tensors(arrays, "arrays", self._comm.context, write=True, dtypes=(abi.DSOPT_DTYPE_F32,))
         if [struct.numel for struct in structs] != self._numels:
             refuse("arrays", "has other sizes than this object was made for; make another one", abi.DSOPT_ERR_SHAPE)
         self._args.tensors = ctypes.addressof(structs)

@@ -164,7 +164,7 @@ class TensorList:
 
     def _one_by_one(self, arrays: Sequence[Any], stream: Optional[int], write: bool) -> List[Any]:
         self._types = None  # the list no longer matches the last call, even if an entry is refused
-        kept: List[Any] = [arrays]
+        owners: List[Any] = [arrays]
         for i, array in enumerate(arrays):
             place = self.struct[i]
             if array is None:
@@ -180,7 +180,7 @@ class TensorList:
                 shape=self._shapes[i],
             )
             place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
-            kept.append(tensor.owner)
+            owners.append(tensor.owner)
         self._writes = write or self._write
         numpy = sys.modules.get("numpy")
         self._ndarray = numpy.ndarray if numpy is not None else None
@@ -190,7 +190,7 @@ class TensorList:
             self._dtypes, self._shapes_seen = list(map(_dtype_of, arrays)), list(map(_shape_of, arrays))
         if all(array is None or type(array) is self._ndarray for array in arrays):
             self._pin(arrays)
-        return kept
+        return owners
 
     def _pin(self, arrays: Sequence[Any]) -> None:
         died = self._died.append

@@ -199,12 +199,12 @@ class Optimizer(Handle):
             )
         pairs = named(params, len(self.names))
         pairs, doubles = self._placed(pairs, [group.algorithm] * len(pairs))
-        structs, kept = self._structs(pairs, [0] * len(pairs))
+        structs, owners = self._structs(pairs, [0] * len(pairs))
         data = group.struct()
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(data), structs, len(pairs)))
             self._algorithms.append(type(group).__name__)
-            self._registered(pairs, kept, doubles, [len(self._algorithms) - 1] * len(pairs))
+            self._registered(pairs, owners, doubles, [len(self._algorithms) - 1] * len(pairs))
 
     def add_params(self, params: Arrays, group: Union[int, Sequence[int]]) -> None:
         """Append parameters to existing groups.
@@ -222,10 +222,10 @@ class Optimizer(Handle):
                 "cannot be added to groups where there is float64; add a group for them",
                 abi.DSOPT_ERR_UNSUPPORTED,
             )
-        structs, kept = self._structs(pairs, groups)
+        structs, owners = self._structs(pairs, groups)
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_params(self.handle, structs, len(pairs)))
-            self._registered(pairs, kept, [], [])
+            self._registered(pairs, owners, [], [])
 
     def _structs(self, pairs: List[Tuple[str, Param]], groups: List[int]) -> Tuple[Any, Any]:
         self._bound.follow(self)
@@ -239,10 +239,10 @@ class Optimizer(Handle):
             return pairs, [None] * len(pairs)
         return placed(pairs, algorithms, self._refuses_doubles)
 
-    def _registered(self, pairs: List[Tuple[str, Param]], kept: Any, doubles: List[Any], groups: List[int]) -> None:
+    def _registered(self, pairs: List[Tuple[str, Param]], owners: Any, doubles: List[Any], groups: List[int]) -> None:
         params, first = [param for _, param in pairs], len(self.names)
         shapes = [tuple(param.shape) for param in params]
-        self._bound.add([name for name, _ in pairs], shapes, [param.array for param in params], kept)
+        self._bound.add([name for name, _ in pairs], shapes, [param.array for param in params], owners)
         if self._doubles is None and any(array is not None for array in doubles):
             self._doubles = Doubles(self._looks, self._reports_norms)
             self._doubles.groups += self._groups_of
@@ -367,13 +367,13 @@ class Optimizer(Handle):
                 bound.follow(self)
             if grads is not None:
                 arrays = in_order("grads", grads, bound.names, missing=True)
-                given, plain, step = bound.call_list()
-                kept = given.fill(arrays, stream, zero_grads)
+                tensor_list, plain, step = bound.call_list()
+                owners = tensor_list.fill(arrays, stream, zero_grads)
             elif accumulated:
                 plain = abi.dsopt_step(count=len(bound.names))
-                kept, step = None, byref(plain)
+                owners, step = None, byref(plain)
             else:
-                kept, plain, step = bound.bound_list(stream, zero_grads)
+                owners, plain, step = bound.bound_list(stream, zero_grads)
             plain.flags, plain.stream = flags, stream
             if not (
                 lr is None
@@ -389,7 +389,7 @@ class Optimizer(Handle):
                 if isinstance(lr, (int, float)):
                     self.lr, lr = lr, None
                 args = abi.dsopt_step.from_buffer_copy(plain)
-                kept = kept, self._optional(args, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
+                owners = owners, self._optional(args, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
                 step = byref(args)
             if self.hooked:
                 with gate:
@@ -412,7 +412,7 @@ class Optimizer(Handle):
         report: Any,
     ) -> Any:
         """Fills in the optional fields of a step. The result must be kept during the call."""
-        groups, context, stream, kept = len(self._algorithms), self.context, args.stream, []
+        groups, context, stream, owners = len(self._algorithms), self.context, args.stream, []
         for field, value, count, dtype in (
             ("lr", lr, groups, abi.DSOPT_DTYPE_F32),
             ("hyper", hyper, groups * abi.DSOPT_HYPER_FLOATS, abi.DSOPT_DTYPE_F32),
@@ -424,13 +424,14 @@ class Optimizer(Handle):
             if value is not None:
                 address, memory = scalars(value, field, count, context, dtype, write=field == "report", stream=stream)
                 setattr(args, field, address)
-                kept.append(memory)
+                owners.append(memory)
         for field, arrays in (("out", out), ("params", params)):
             if arrays is not None:
-                given = self._bound.list(field, write=field == "out" or not args.flags & 6)
-                kept.append((given, given.fill(in_order(field, arrays, self.names, missing=field == "out"), stream)))
-                setattr(args, field, ctypes.addressof(given.struct))
-        return kept
+                tensor_list = self._bound.list(field, write=field == "out" or not args.flags & 6)
+                in_list_order = in_order(field, arrays, self.names, missing=field == "out")
+                owners.append((tensor_list, tensor_list.fill(in_list_order, stream)))
+                setattr(args, field, ctypes.addressof(tensor_list.struct))
+        return owners
 
     def accumulate(self, grads: Arrays, *, stream: Optional[int] = None) -> None:
         """Add gradients to the accumulators. The next step(accumulated=True) uses and zeroes them.
@@ -439,10 +440,10 @@ class Optimizer(Handle):
         stream  the CUDA stream on which they are used
         """
         with self._exclusive:
-            given, _, _ = self._bound.call_list()
-            kept = given.fill(in_order("grads", grads, self.names, missing=True), require_stream(stream))
+            tensor_list, _, _ = self._bound.call_list()
+            owners = tensor_list.fill(in_order("grads", grads, self.names, missing=True), require_stream(stream))
             with gated(self):
-                abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, given.struct, len(self.names), stream))
+                abi.check(abi.lib.dsopt_optimizer_accumulate(self.handle, tensor_list.struct, len(self.names), stream))
 
     def zero_grad(self, grads: Optional[Arrays] = None, *, stream: Optional[int] = None) -> None:
         """Set gradients to zero.
@@ -458,14 +459,14 @@ class Optimizer(Handle):
         with self._exclusive:
             require_stream(stream)
             if grads is None:
-                given, _, kept = self._bound.bound_list(stream, True)
+                tensor_list, _, owners = self._bound.bound_list(stream, True)
             else:
-                given, _, _ = self._bound.call_list()
-                kept = given.fill(in_order("grads", grads, self.names, missing=True), stream, True)
+                tensor_list, _, _ = self._bound.call_list()
+                owners = tensor_list.fill(in_order("grads", grads, self.names, missing=True), stream, True)
             with gated(self, self.context):
                 abi.check(
                     abi.lib.dsopt_zero_grad(
-                        self.context.handle, given.struct, len(self.names), abi.DSOPT_ZERO_FILL, stream
+                        self.context.handle, tensor_list.struct, len(self.names), abi.DSOPT_ZERO_FILL, stream
                     )
                 )
 
@@ -587,13 +588,13 @@ class Optimizer(Handle):
             if self.context.backend != "cpu":
                 refuse("state", "is None, and must be arrays in memory of the device")
             state = allocate(self)
-        structs, kept = structs_of(self, state, require_stream(stream))
-        given = self._bound.list("params", write=True)
-        arrays = given.fill(in_order("params", params, self.names), stream)
+        structs, owners = structs_of(self, state, require_stream(stream))
+        tensor_list = self._bound.list("params", write=True)
+        arrays = tensor_list.fill(in_order("params", params, self.names), stream)
         with gated(self):
             abi.check(
                 abi.lib.dsopt_optimizer_init_state(
-                    self.handle, given.struct, len(self.names), structs, len(structs), stream
+                    self.handle, tensor_list.struct, len(self.names), structs, len(structs), stream
                 )
             )
         return state
@@ -635,13 +636,13 @@ class Optimizer(Handle):
         )
         structs, kept_state = structs_of(self, state, stream)
         step.state, step.state_count = ctypes.addressof(structs), len(structs)
-        given = self._bound.list("grads", write=zero_grads)
-        kept_grads = given.fill(in_order("grads", grads, self.names, missing=True), stream)
-        step.grads = ctypes.addressof(given.struct)
+        tensor_list = self._bound.list("grads", write=zero_grads)
+        grad_owners = tensor_list.fill(in_order("grads", grads, self.names, missing=True), stream)
+        step.grads = ctypes.addressof(tensor_list.struct)
         lr = unboxed(lr)
         if isinstance(lr, (int, float)):
             lr = [lr] * len(self._algorithms)
-        kept = self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
+        owners = self._optional(step, lr, hyper, grad_scale, skip, grad_norms, out, params, report)
         step.workspace, step.workspace_bytes, space = self._space(workspace, stream)
         with gated(self):
             abi.check(abi.lib.dsopt_optimizer_apply(self.handle, byref(step)))

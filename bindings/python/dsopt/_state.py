@@ -122,10 +122,10 @@ class BoundState:
     that memory alive, not the memory that was bound when they were made.
     """
 
-    __slots__ = ("kept", "watch")
+    __slots__ = ("owners", "watch")
 
     def __init__(self) -> None:
-        self.kept: Any = None
+        self.owners: Any = None
         self.watch = Watch()
 
 
@@ -216,7 +216,7 @@ class TensorView(_Operators):  # type: ignore[misc]
             self.__copy__()  # which allocates the state
             info = self._info()
         make = array_at if self._backend == "cpu" else DeviceArray
-        owner = self._retained, self._bound.kept
+        owner = self._retained, self._bound.owners
         return make(info.tensor.data or 0, info.tensor.dtype, (info.tensor.numel,), owner)
 
     def __getattr__(self, name: str) -> Any:
@@ -331,7 +331,7 @@ class State(Mapping[str, Any]):
             info = self._info(name)
         if info.param < 0:
             return TensorView(info, self._optimizer)
-        owner = Retained(self._optimizer), self._optimizer.bound_state.kept
+        owner = Retained(self._optimizer), self._optimizer.bound_state.owners
         make = array_at if self._optimizer.context.backend == "cpu" else DeviceArray
         return make(info.address or 0, info.dtype, info.shape, owner)
 
@@ -365,7 +365,7 @@ def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> 
     """Returns a dsopt_tensor list of a state by name, and objects that must be kept alive."""
     entries = infos(optimizer)
     structs = (abi.dsopt_tensor * len(entries))()
-    kept: List[Any] = []
+    owners: List[Any] = []
     unknown = set(state) - {entry.name for entry in entries}
     if unknown:
         refuse("state", "has %r, which is not in the state of this optimizer" % sorted(unknown)[0])
@@ -376,8 +376,8 @@ def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> 
         tensor = tensor_of(state[entry.name], label, stream=stream)
         require(tensor, label, context=optimizer.context, write=True, dtype=entry.dtype, numel=math.prod(entry.shape))
         place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
-        kept.append((state[entry.name], tensor))
-    return structs, kept
+        owners.append((state[entry.name], tensor))
+    return structs, owners
 
 
 def allocate(optimizer: Any) -> Dict[str, Any]:

@@ -72,8 +72,8 @@ class Pages(unittest.TestCase):
                 with self.subTest("%s.%s" % (name, entry)):
                     self.assertIn(entry, page.text)
                     text = reference.inspect.getdoc(documented.resolve(module, entry)) or ""
-                    said = iter(words(page.text[entry]))
-                    self.assertEqual([word for word in words(text) if word not in said], [])  # in this order
+                    page_words = iter(words(page.text[entry]))
+                    self.assertEqual([word for word in words(text) if word not in page_words], [])  # in this order
                     self.assertEqual([a for a in found if a not in words(page.text[entry])], [])
 
     def test_describes_fields(self):

@@ -37,13 +37,13 @@ def ranks(count, work):
 TYPES = {abi.DSOPT_DTYPE_F32: np.float32, abi.DSOPT_DTYPE_F64: np.float64, abi.DSOPT_DTYPE_I32: np.int32}
 
 
-class Meeting:
+class Exchange:
     """Collectives between threads, in Python."""
 
     def __init__(self, count):
         self.rows, self.barrier = [None] * count, threading.Barrier(count, timeout=60)
 
-    def exchange(self, rank, row):
+    def gather(self, rank, row):
         self.rows[rank] = row
         self.barrier.wait()
         rows = list(self.rows)
@@ -52,18 +52,18 @@ class Meeting:
 
 
 class Rank:
-    def __init__(self, meeting, rank):
-        self.meeting, self.rank, self.ended = meeting, rank, 0
+    def __init__(self, exchange, rank):
+        self.exchange, self.rank, self.ended = exchange, rank, 0
 
     def all_reduce(self, send, recv, count, dtype, op, stream):
         kind = np.dtype(TYPES[dtype])
         mine = np.frombuffer(ctypes.string_at(send, count * kind.itemsize), kind)
-        rows = np.stack(self.meeting.exchange(self.rank, mine))
+        rows = np.stack(self.exchange.gather(self.rank, mine))
         result = rows.max(0) if op == abi.DSOPT_OP_MAX else rows.sum(0, dtype=kind)
         ctypes.memmove(recv, result.tobytes(), result.nbytes)
 
     def all_gather(self, send, recv, size, stream):
-        for i, row in enumerate(self.meeting.exchange(self.rank, ctypes.string_at(send, size))):
+        for i, row in enumerate(self.exchange.gather(self.rank, ctypes.string_at(send, size))):
             ctypes.memmove(recv + i * size, row, size)
 
     def destroy(self):
@@ -101,8 +101,8 @@ class Comms(unittest.TestCase):
             return [*x, *y, *opt.params.values()]
 
         id = dsopt.Comm.unique_id()
-        meeting = Meeting(2)
-        peers = [Rank(meeting, rank) for rank in range(2)]
+        exchange = Exchange(2)
+        peers = [Rank(exchange, rank) for rank in range(2)]
         local = ranks(2, lambda rank: work(dsopt.Comm.local(dsopt.Context(), id, rank, 2), rank))
         table = ranks(2, lambda rank: work(dsopt.Comm.table(dsopt.Context(), peers[rank], rank, 2), rank))
         for a, b, c in zip(local[0], local[1], table[0]):
@@ -164,12 +164,12 @@ class Comms(unittest.TestCase):
             dsopt.Comm.table(dsopt.Context(), number, 0, 2).all_reduce(arrays((5,)))
 
     def test_exception_of_destroy_is_unraisable(self):
-        class Rude(Rank):
+        class FailingDestroy(Rank):
             def destroy(self):
                 raise ValueError("not now")
 
         with mock.patch.object(sys, "unraisablehook") as hook:
-            dsopt.Comm.table(dsopt.Context(), Rude(None, 0), 0, 2).close()
+            dsopt.Comm.table(dsopt.Context(), FailingDestroy(None, 0), 0, 2).close()
         self.assertEqual(str(hook.call_args[0][0].exc_value), "not now")
 
     def test_abort_and_time_out_end_a_blocked_call(self):

@@ -38,7 +38,7 @@ class Libraries(unittest.TestCase):
 
     def path(self, **options):
         """Returns the path, and the output."""
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as output:
             path = _compile.Extension(
                 module="dsopt.one",
                 what="handler",
@@ -51,11 +51,11 @@ class Libraries(unittest.TestCase):
                 libraries=[],
                 **options,
             ).path()
-        return path, said.getvalue()
+        return path, output.getvalue()
 
     def test_first_use_compiles_and_prints_one_line(self):
-        path, said = self.path()
-        self.assertEqual(said, "dsopt.one: compiling its handler for Framework 1.2, which is kept as %s\n" % path)
+        path, output = self.path()
+        self.assertEqual(output, "dsopt.one: compiling its handler for Framework 1.2, which is kept as %s\n" % path)
         self.assertTrue(os.path.exists(path))
         self.assertEqual(self.path(), (path, ""))
 

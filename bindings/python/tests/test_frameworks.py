@@ -26,7 +26,7 @@ except ImportError:
     jnp = None
 
 
-@unittest.skipIf(torch is None, "PyTorch is not here")
+@unittest.skipIf(torch is None, "PyTorch is not installed")
 class Torch(unittest.TestCase):
     def test_steps_arrays_of_the_framework(self):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -54,7 +54,7 @@ class Torch(unittest.TestCase):
         self.assertEqual(tensor_of(torch.zeros(0, 3), "x").shape, (0, 3))
 
 
-@unittest.skipIf(ml_dtypes is None, "ml_dtypes is not here")
+@unittest.skipIf(ml_dtypes is None, "ml_dtypes is not installed")
 class Bfloat16(unittest.TestCase):
     def test_steps_arrays_of_the_framework(self):
         w = np.ones(5, ml_dtypes.bfloat16)
@@ -65,7 +65,7 @@ class Bfloat16(unittest.TestCase):
         self.assertEqual(opt.state["w.exp_avg"].dtype, ml_dtypes.bfloat16)
 
 
-@unittest.skipIf(jnp is None, "JAX is not here")
+@unittest.skipIf(jnp is None, "JAX is not installed")
 class Jax(unittest.TestCase):
     def test_accepts_jax_gradients(self):
         (w,), (g,) = arrays((3, 4)), arrays((3, 4), seed=1)

@@ -177,13 +177,13 @@ class ParallelFor(unittest.TestCase):
 
 class Log(unittest.TestCase):
     def test_log_receives_messages(self):
-        said = []
-        context = dsopt.Context(log=lambda level, text: said.append((level, text)), log_level=4)
+        messages = []
+        context = dsopt.Context(log=lambda level, text: messages.append((level, text)), log_level=4)
         opt = dsopt.Optimizer(large(), dsopt.AdamW(), context=context, nonfinite="skip")
         opt.step([np.full(200000, np.nan, np.float32)])
         opt.report()
-        self.assertTrue(said)
-        self.assertTrue(all(level in (1, 2, 3, 4) and text for level, text in said), said)
+        self.assertTrue(messages)
+        self.assertTrue(all(level in (1, 2, 3, 4) and text for level, text in messages), messages)
 
     def test_exception_of_the_log_reaches_the_caller(self):
         def write(level, text):

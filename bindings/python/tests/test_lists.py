@@ -51,7 +51,7 @@ class Lists(unittest.TestCase):
 
     def test_package_works_without_numpy(self):
         """The package needs only the standard library."""
-        status, said, complaint = python("""
+        status, stdout, stderr = python("""
             import sys
             sys.modules["numpy"] = None
             from array import array
@@ -65,26 +65,26 @@ class Lists(unittest.TestCase):
             except BufferError:
                 print("bound memory cannot be resized")
             """)
-        self.assertEqual((status, said, complaint), (0, "[0.5, 2.5] True True\nbound memory cannot be resized\n", ""))
+        self.assertEqual((status, stdout, stderr), (0, "[0.5, 2.5] True True\nbound memory cannot be resized\n", ""))
 
     def test_module_prints_build_information(self):
-        status, said, _ = python("import runpy; runpy.run_module('dsopt')")
+        status, stdout, _ = python("import runpy; runpy.run_module('dsopt')")
         self.assertEqual(status, 0)
         import json
 
-        self.assertEqual(json.loads(said), dsopt.build_info())
-        self.assertEqual(json.loads(said)["version"], dsopt.__version__)
+        self.assertEqual(json.loads(stdout), dsopt.build_info())
+        self.assertEqual(json.loads(stdout)["version"], dsopt.__version__)
 
     def test_missing_library_raises_import_error(self):
         environment = dict(os.environ)
-        status, _, complaint = python("""
+        status, _, stderr = python("""
             import os
             os.environ["DSOPT_LIBRARY"] = "/nonexistent/libdsopt.so"
             import dsopt
             """)
         self.assertEqual(os.environ, environment)
         self.assertEqual(status, 1)
-        self.assertRegex(complaint, "MissingError.*/nonexistent/libdsopt.so.*DSOPT_LIBRARY")
+        self.assertRegex(stderr, "MissingError.*/nonexistent/libdsopt.so.*DSOPT_LIBRARY")
 
 
 if __name__ == "__main__":

@@ -567,11 +567,11 @@ class Lifetimes(unittest.TestCase):
         )
 
     def test_concurrent_calls_raise_state_error(self):
-        inside, go_on = threading.Event(), threading.Event()
+        inside, may_continue = threading.Event(), threading.Event()
 
         def slow(n, body):
             inside.set()
-            go_on.wait(60)
+            may_continue.wait(60)
             for i in range(n):
                 body(i)
 
@@ -585,7 +585,7 @@ class Lifetimes(unittest.TestCase):
                 with self.assertRaises(dsopt.StateError):
                     call()
         finally:
-            go_on.set()
+            may_continue.set()
             thread.join()
         opt.step(grads)
 

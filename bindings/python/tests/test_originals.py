@@ -183,7 +183,7 @@ def on_two_ranks(work):
     return rows
 
 
-@unittest.skipUnless(os.path.isdir(GOLDEN), "tests/golden is not here")
+@unittest.skipUnless(os.path.isdir(GOLDEN), "tests/golden is absent")
 class StateOfDeepSpeed(unittest.TestCase):
     CASES = ("onebit_adam_resume_n2", "zero_one_adam_resume_n2", "onebit_lamb_resume_n2")
 

@@ -459,17 +459,17 @@ class Hyper(NamedTuple):
         if list(unknown) == ["lr"]:
             return {"lr": jnp.full((len(decays),), unknown["lr"], jnp.float32)}
         # NaN = the recipe's value, in double, for numbers known at trace time
-        given = {name: unknown.get(name, np.nan) for name in self._fields}
+        scalars = {name: unknown.get(name, np.nan) for name in self._fields}
         rows = [
             [
-                given["lr"],
-                given["b1"],
-                given["b2"],
-                given["eps"],
-                given["weight_decay"] if decay else 0.0,
+                scalars["lr"],
+                scalars["b1"],
+                scalars["b2"],
+                scalars["eps"],
+                scalars["weight_decay"] if decay else 0.0,
                 0.0,
-                0.0 if g else given["max_norm"],
-                given["eps_root"],
+                0.0 if g else scalars["max_norm"],
+                scalars["eps_root"],
                 *[0.0] * (abi.DSOPT_HYPER_FLOATS - abi.DSOPT_HYPER_MOMENTUM - 1),
             ]
             for g, decay in enumerate(decays)

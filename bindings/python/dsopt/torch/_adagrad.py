@@ -19,7 +19,7 @@ class Adagrad(Torch, TorchAdagrad):
     Sparse gradients are refused. Parameters are float32, float16, bfloat16, float64 or complex; the sums of 16-bit
     ones are float32.
 
-    params                     parameters, or dicts of parameters with their own values of what follows
+    params                     parameters, or dicts of parameters with separate values of the arguments below
     lr                         learning rate; a number, or a tensor that is read in each step
     lr_decay                   lr is divided by 1 + lr_decay times the steps before
     weight_decay               times the weights is added to the gradient
@@ -28,9 +28,9 @@ class Adagrad(Torch, TorchAdagrad):
     foreach                    no effect: the step is the same
     maximize                   must be False
     differentiable             must be False
-    fused                      True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
-                               be clipped between. Else GradScaler does both. The step is the same
-    stochastic_rounding        True: bfloat16 parameters are rounded up or down at random, in proportion to
+    fused                      True: with torch.amp.GradScaler the step unscales gradients and skips on overflow; do not
+                               clip between. Otherwise GradScaler does both. Results are the same
+    stochastic_rounding        True: bfloat16 parameters are rounded up or down with a probability proportional to
                                the distance, so that small updates are not lost; float32 ones are exact
     seed                       of the random numbers, a whole number in [0, 2^64)
     """

@@ -58,7 +58,7 @@ class AdamW(Torch, TorchAdamW):
 
     Parameters are float32, float16, bfloat16, float64 or complex; the moments of 16-bit ones are float32.
 
-    params                  parameters, or dicts of parameters with their own values of what follows
+    params                  parameters, or dicts of parameters with separate values of the arguments below
     lr                      learning rate; a number, or a tensor that is read in each step
     betas                   decay of the running means of gradients and of their squares
     eps                     added to the root of the second mean
@@ -68,9 +68,9 @@ class AdamW(Torch, TorchAdamW):
     maximize                must be False
     capturable              no effect: the step is the same
     differentiable          must be False
-    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
-                            be clipped between. Else GradScaler does both. The step is the same
-    stochastic_rounding     True: bfloat16 parameters are rounded up or down at random, in proportion to
+    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips on overflow; do not
+                            clip between. Otherwise GradScaler does both. Results are the same
+    stochastic_rounding     True: bfloat16 parameters are rounded up or down with a probability proportional to
                             the distance, so that small updates are not lost; float32 ones are exact
     seed                    of the random numbers, a whole number in [0, 2^64)
     """
@@ -114,7 +114,7 @@ class Adam(Torch, TorchAdam):
 
     Parameters are float32, float16, bfloat16, float64 or complex; the moments of 16-bit ones are float32.
 
-    params                  parameters, or dicts of parameters with their own values of what follows
+    params                  parameters, or dicts of parameters with separate values of the arguments below
     lr                      learning rate; a number, or a tensor that is read in each step
     betas                   decay of the running means of gradients and of their squares
     eps                     added to the root of the second mean
@@ -124,10 +124,10 @@ class Adam(Torch, TorchAdam):
     maximize                must be False
     capturable              no effect: the step is the same
     differentiable          must be False
-    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips, so they cannot
-                            be clipped between. Else GradScaler does both. The step is the same
+    fused                   True: with torch.amp.GradScaler the step unscales gradients and skips on overflow; do not
+                            clip between. Otherwise GradScaler does both. Results are the same
     decoupled_weight_decay  True: decoupled decay, as in AdamW
-    stochastic_rounding     True: bfloat16 parameters are rounded up or down at random, in proportion to
+    stochastic_rounding     True: bfloat16 parameters are rounded up or down with a probability proportional to
                             the distance, so that small updates are not lost; float32 ones are exact
     seed                    of the random numbers, a whole number in [0, 2^64)
     """

@@ -15,14 +15,15 @@ from ._parallel import data_group_of
 CHUNK = 2**20  # elements that are hashed at a time
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd numbers without structure, so that equal values at different indices have different products.
-PLACE, TENSOR = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+INDEX, TENSOR = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
-AVERAGED = ("%s: in the first step that takes each rank's own gradients they are equal on all %d ranks. So they were "
-            "averaged before the step, and the communication that the step would save has been made. With DeepSpeed "
-            "set engine.enable_backward_allreduce = False after deepspeed.initialize; do not use "
-            "DistributedDataParallel. If nothing averages them, the ranks have the same data: give each rank its own")
-APART = ("%s: the weights of the %d ranks differ. Each rank must have a whole copy of the parameters with the same "
-         "values: broadcast them before the first step, and use neither ZeRO nor FSDP, which partition them")
+AVERAGED = ("%s: in the first step with local gradients they are equal on all %d ranks. So they were averaged before "
+            "the step, and the communication that the step would save has been made. With DeepSpeed set "
+            "engine.enable_backward_allreduce = False after deepspeed.initialize; do not use DistributedDataParallel. "
+            "If the gradients were not averaged, the ranks have the same data: give each rank different data")
+DIFFERENT_WEIGHTS = (
+    "%s: the weights of the %d ranks differ. Each rank must have a whole copy of the parameters with the same "
+    "values: broadcast them before the first step, and use neither ZeRO nor FSDP, which partition them")
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,8 +40,8 @@ def hash_of(tensors: Iterable[Tuple[int, torch.Tensor]], device: torch.device) -
     for number, tensor in tensors:
         for i, part in enumerate(_flat(tensor).split(CHUNK)):
             bits = part.view(BITS[part.element_size()]).to(torch.int64) + 1
-            place = torch.arange(i * CHUNK, i * CHUNK + len(part), dtype=torch.int64, device=part.device)
-            total += (bits * ((place * PLACE + (number + 1) * TENSOR % 2**62) | 1)).sum().to(device)
+            index = torch.arange(i * CHUNK, i * CHUNK + len(part), dtype=torch.int64, device=part.device)
+            total += (bits * ((index * INDEX + (number + 1) * TENSOR % 2**62) | 1)).sum().to(device)
     return total
 
 
@@ -89,8 +90,8 @@ class Averaged(EngineOptimizer):
     def _compare(self, weights: bool) -> bool:
         """Returns True if the check was conclusive. Collective."""
         plan, group = self._plans[0], data_group_of(self)  # type: ignore[index]
-        given = self._given
-        grads = [(i, grad) for i, grad in enumerate(p.grad if given is None else given.grads.get(p)
+        passed = self._passed
+        grads = [(i, grad) for i, grad in enumerate(p.grad if passed is None else passed.grads.get(p)
                                                     for p in plan.params)
                  if grad is not None and grad.layout == torch.strided and grad.element_size() in BITS]
         gradients = hash_of(grads, plan.device)
@@ -102,13 +103,13 @@ class Averaged(EngineOptimizer):
             found = found.cpu()
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         most, least, heaviest, lightest, nonzero, nonfinite = [int(word) for word in found.tolist()]
-        said: List[str] = []
+        warning_texts: List[str] = []
         if heaviest != ~lightest:
-            said.append(APART)
+            warning_texts.append(DIFFERENT_WEIGHTS)
         elif nonfinite or not nonzero:
             return False
         elif most == ~least:
-            said.append(AVERAGED)
-        for text in said if dist.get_rank(group) == 0 else ():
+            warning_texts.append(AVERAGED)
+        for text in warning_texts if dist.get_rank(group) == 0 else ():
             warnings.warn(text % (type(self).__name__, dist.get_world_size(group)), stacklevel=2)
         return True

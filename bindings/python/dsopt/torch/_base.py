@@ -15,7 +15,7 @@ from ._dtensor import ShardedPlan, local_tensors, takes_norms
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._rounding import check_dtypes, keep, raw_seeds, seeds_of
-from ._several import Given, with_norms
+from ._several import PassedArguments, with_norms
 from ._tensors import Layouts, check_kind, is_dtensor, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -48,7 +48,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Any]] = None  # each a Plan or a DoublePlan
     _loading: Optional[Dict[str, Any]] = None
-    _given: Optional[Given] = None  # during a step with more arguments than a closure
+    _passed: Optional[PassedArguments] = None  # during a step with more arguments than a closure
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -122,20 +122,20 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._run_plans(scale, found_inf)
 
     def _run_plans(self, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
-        plans, given = self._plans or (), self._given
+        plans, passed = self._plans or (), self._passed
         if len(plans) == 1:
             self._run(0, scale, found_inf)
             return
         for plan in plans:
             plan.check_params()
-        self._given = with_norms(self, scale, found_inf)
+        self._passed = with_norms(self, scale, found_inf)
         try:
             # All plans check their arguments before any of them steps: an error does not change weights.
             prepared = [plan.prepare(self, *self._on(plan, scale, found_inf)) for plan in plans]
             for plan, step in zip(plans, prepared):
                 plan.step(self, step)
         finally:
-            self._given = given
+            self._passed = passed
 
     def _run(self, i: int, scale: Optional[torch.Tensor], found_inf: Optional[torch.Tensor]) -> None:
         plan = self._plans[i]  # type: ignore[index]
@@ -146,7 +146,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in values]
 
     def _has_grad(self, param: torch.Tensor) -> bool:
-        return param.grad is not None if self._given is None else param in self._given.grads
+        return param.grad is not None if self._passed is None else param in self._passed.grads
 
     def _is_current(self) -> bool:
         """True if groups, parameters and state tensors are those for which the plans were made."""
@@ -156,7 +156,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     all(map(is_, chain.from_iterable(map(_params_of, groups)), seen.params)) and
                     len(self.state) == len(seen.states) and all(map(is_, self.state.values(), seen.states)) and
                     seen.has_state() and
-                    (all(p.grad is None for p in seen.idle) if self._given is None else
+                    (all(p.grad is None for p in seen.idle) if self._passed is None else
                      not any(map(self._has_grad, seen.idle))) and
                     self._fixed() == seen.fixed and raw_seeds(groups) == seen.seeds and
                     agrees_over_data(self) == seen.agrees)
@@ -216,9 +216,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                     raise refused("param_groups[%d]" % g, option)
             for i, param in enumerate(group["params"]):
                 name = "param_groups[%d]['params'][%d]" % (g, i)
-                given = group["param_names"][i] if "param_names" in group else ""
-                if given and names.count(given) == 1 and len(given.encode()) <= 1000:
-                    name = given
+                given_name = group["param_names"][i] if "param_names" in group else ""
+                if given_name and names.count(given_name) == 1 and len(given_name.encode()) <= 1000:
+                    name = given_name
                 if param in known:
                     raise wrong("%s is also %s" % (name, known[param]), "OVERLAP")
                 known[param] = name

@@ -11,7 +11,7 @@ from ._base import REFUSED, EngineOptimizer, number
 from ._lion import Lion
 from ._originals import mismatch
 from ._rounding import KEYS, defaults_of
-from ._step_arguments import given_of
+from ._step_arguments import passed_arguments_of
 from ._tensors import refused, unsupported, wrong
 
 
@@ -74,11 +74,11 @@ class Named(EngineOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._given = given_of(self.param_groups, grads, output_params, scale, grad_norms)
+        self._passed = passed_arguments_of(self.param_groups, grads, output_params, scale, grad_norms)
         try:
             self._advance()
         finally:
-            self._given = None
+            self._passed = None
         return loss
 
     def _flags(self, group: Dict[str, Any]) -> int:
@@ -172,11 +172,11 @@ class FusedLion(StepArguments, Lion):
     """deepspeed.ops.lion.FusedLion: Lion with DeepSpeed's defaults, which are not the authors'.
 
     params               parameters, or dicts of parameters with separate values of the arguments below
-    lr                   learning rate: the size of a step, as an update is a sign
+    lr                   learning rate: the size of a step, because updates are signs
     betas                weight of the mean in the update, and decay of the mean
     weight_decay         decoupled decay per step, times lr
     set_grad_none        zero_grad() sets gradients to None; False: to zero
-    stochastic_rounding  True: bfloat16 parameters are rounded up or down at random, in proportion to
+    stochastic_rounding  True: bfloat16 parameters are rounded up or down with a probability proportional to
                          the distance, so that small updates are not lost; float32 ones are exact
     seed                 of the random numbers, a whole number in [0, 2^64)
     """

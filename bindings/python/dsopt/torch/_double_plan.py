@@ -145,10 +145,10 @@ class DoublePlan:
             now = owner._hyper(group, g)
             if now != self.checked.hyper[g]:
                 self.checked._set(owner, g, now)
-        given = owner._given
-        grads = [self._examined(entry, entry.param.grad if given is None else given.grads.get(entry.param))
+        passed = owner._passed
+        grads = [self._examined(entry, entry.param.grad if passed is None else passed.grads.get(entry.param))
                  for entry in self.entries]
-        outputs = {} if given is None else given.outputs
+        outputs = {} if passed is None else passed.outputs
         for entry in self.entries:
             if entry.param in outputs:
                 self._check_output(entry, outputs[entry.param])
@@ -181,12 +181,12 @@ class DoublePlan:
     def _divisors(self, owner: EngineOptimizer, scale: Optional[torch.Tensor],
                   grads: List[Optional[torch.Tensor]]) -> Optional[List[float]]:
         """Returns the divisor of each group's gradients. None: the step is skipped, as by the engine."""
-        given, largest = owner._given, self._largest(owner)
-        factor = (1.0 if scale is None else float(scale)) * (1.0 if given is None else given.scale)
+        passed, largest = owner._passed, self._largest(owner)
+        factor = (1.0 if scale is None else float(scale)) * (1.0 if passed is None else passed.scale)
         if not 0 < factor < math.inf:
             return None
-        norms = None if given is None else given.norms
-        if norms is None and (scale is not None or (given is not None and given.scale != 1) or any(largest)):
+        norms = None if passed is None else passed.norms
+        if norms is None and (scale is not None or (passed is not None and passed.scale != 1) or any(largest)):
             sums = [0.0] * len(largest)
             for entry, grad in zip(self.entries, grads):
                 if grad is not None:

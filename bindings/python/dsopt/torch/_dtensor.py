@@ -191,8 +191,8 @@ class ShardedPlan(Plan):
     # ---------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
         self._find_memory()
-        for entry, key, spec in zip(self.entries, self.keys, self.specs) if owner._given is not None else ():
-            if spec is not None and key in owner._given.outputs:
+        for entry, key, spec in zip(self.entries, self.keys, self.specs) if owner._passed is not None else ():
+            if spec is not None and key in owner._passed.outputs:
                 raise unsupported("output_params has a tensor for %s, which is a DTensor; copy its local tensor after "
                                   "the step" % entry.name)
         return super().prepare(owner, scale, skip)
@@ -217,8 +217,8 @@ class ShardedPlan(Plan):
         self.entries = [entry._replace(param=param) for entry, param in zip(self.entries, params)]
         self._note_written()
 
-    def _grads(self, given: Any) -> List[Optional[torch.Tensor]]:
+    def _grads(self, passed: Any) -> List[Optional[torch.Tensor]]:
         self.redistributed = []
-        grads = [key.grad for key in self.keys] if given is None else [given.grads.get(key) for key in self.keys]
+        grads = [key.grad for key in self.keys] if passed is None else [passed.grads.get(key) for key in self.keys]
         return [grad if grad is None or spec is None else local_grad(key, grad, entry.name, self.redistributed)
                 for entry, key, grad, spec in zip(self.entries, self.keys, grads, self.specs)]

@@ -12,11 +12,11 @@ from ._rounding import defaults_of
 class Lion(EngineOptimizer):
     """Chen et al. 2023, with decoupled decay. State is the authors': only exp_avg. FusedLion has DeepSpeed's defaults.
 
-    params               parameters, or dicts of parameters with their own values of what follows
-    lr                   learning rate: the size of a step, as an update is a sign
+    params               parameters, or dicts of parameters with separate values of the arguments below
+    lr                   learning rate: the size of a step, because updates are signs
     betas                weight of the mean in the update, and decay of the mean
     weight_decay         decoupled decay per step, times lr
-    stochastic_rounding  True: bfloat16 parameters are rounded up or down at random, in proportion to
+    stochastic_rounding  True: bfloat16 parameters are rounded up or down with a probability proportional to
                          the distance, so that small updates are not lost; float32 ones are exact
     seed                 of the random numbers, a whole number in [0, 2^64)
     """

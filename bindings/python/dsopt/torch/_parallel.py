@@ -195,10 +195,10 @@ class Parallel:
         names: Dict[str, Entry] = {}
         for entry in experts:
             names.setdefault(self._expert_name(entry), entry)
-        given = wrapper.expert_groups
-        groups = given if given is not None else _loaded("_EXPERT_PARALLEL_GROUP", None) or {}
+        expert_groups = wrapper.expert_groups
+        groups = expert_groups if expert_groups is not None else _loaded("_EXPERT_PARALLEL_GROUP", None) or {}
         # A rank without experts of a group also takes part in its collectives.
-        for name in sorted(given if given is not None else names):
+        for name in sorted(expert_groups if expert_groups is not None else names):
             comm = self._expert_comm(name, groups, names.get(name))
             self.index[name] = len(self.index) + 1
             self.handles = (ctypes.c_void_p * len(self.index))(*(self.handles or ()), comm.handle)

@@ -155,8 +155,8 @@ class Plan:
         self.state_of: List[List[Tuple[int,
                                        str]]] = [[]
                                                  for _ in self.entries]  # per parameter: index and name of each entry
-        fresh = not any(owner._has_begun(owner.state.get(p)) for p in self.keys)
-        given: List[torch.Tensor] = []  # state that exists before the first step
+        is_new = not any(owner._has_begun(owner.state.get(p)) for p in self.keys)
+        existing: List[torch.Tensor] = []  # state that exists before the first step
         self._take_steps(owner)
         self.of_param = [owner.state[p] for p in self.keys]
         self.whole: Dict[str, torch.Tensor] = {}  # state of the whole optimizer by name
@@ -167,8 +167,8 @@ class Plan:
             if info.param >= 0:
                 was_there = name in self.of_param[info.param]
                 tensor = self._state_of_param(owner, info, name)
-                if was_there and fresh:
-                    given.append(tensor)
+                if was_there and is_new:
+                    existing.append(tensor)
                 self.state_of[info.param].append((i, name))
             elif name == "step":
                 tensor = self.steps
@@ -176,14 +176,14 @@ class Plan:
                 tensor = self._state_of_whole(owner, info, name)
             place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
         self._drop_errors()
-        if fresh and self.entries:
+        if is_new and self.entries:
             dense = [p.detach() if is_dense(p) else p.detach().contiguous() for p in self.params]
             put(self.param_words, 0, list(map(_data_ptr, dense)))
-            values = [tensor.clone() for tensor in given]
+            values = [tensor.clone() for tensor in existing]
             abi.check(
                 abi.lib.dsopt_optimizer_init_state(self.handle, self.param_list, len(self.params), self.state_list,
                                                    count.value, self._stream()))
-            for tensor, value in zip(given, values):
+            for tensor, value in zip(existing, values):
                 tensor.copy_(value)
             for param, copy in zip(self.params, dense):
                 if not is_dense(param):
@@ -281,17 +281,17 @@ class Plan:
             now = owner._hyper(group, g)
             if now != self.hyper[g]:
                 self._set(owner, g, now)
-        given, call = owner._given, self.call
-        staged, copies = self._gather(given)
+        passed, call = owner._passed, self.call
+        staged, copies = self._gather(passed)
         call.out = call.grad_norms = None
-        if given is not None:
-            scale = self._take_given(given, scale)
-            copies += [*given.grads.values(), *given.outputs.values()]
+        if passed is not None:
+            scale = self._add_passed(passed, scale)
+            copies += [*passed.grads.values(), *passed.outputs.values()]
         call.stream = self._stream()
         call.grad_scale = None if scale is None else scale.data_ptr()
         skip = self.skip if skip is None else skip
         call.skip = None if skip is None else skip.data_ptr()
-        return staged, (copies, scale, skip), [] if given is None else list(given.outputs.values())
+        return staged, (copies, scale, skip), [] if passed is None else list(passed.outputs.values())
 
     def step(self, owner: EngineOptimizer, prepared: Any) -> None:
         staged, needed, outputs = prepared
@@ -307,22 +307,22 @@ class Plan:
         if bump is not None:
             bump(self.written + outputs if outputs else self.written)
 
-    def _take_given(self, given: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    def _add_passed(self, passed: Any, scale: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """Adds outputs and norms to the call. Returns the scale of the gradients."""
-        if given.outputs:
+        if passed.outputs:
             self.out_list = (abi.dsopt_tensor * max(len(self.params), 1))()
             for place, entry, numel in zip(self.out_list, self.entries, self.numels):
-                out = given.outputs.get(entry.param)
+                out = passed.outputs.get(entry.param)
                 if out is not None and numel:
                     self._check_output(entry, out)
                     place.dtype, factor = dtype_of(out, "the output of " + entry.name)
                     place.data, place.numel = out.data_ptr(), numel * factor
             self.call.out = ctypes.addressof(self.out_list)
-        if given.norms is not None:
-            self.norms = torch.tensor(given.norms, dtype=torch.float32, device=self.device)
+        if passed.norms is not None:
+            self.norms = torch.tensor(passed.norms, dtype=torch.float32, device=self.device)
             self.call.grad_norms = self.norms.data_ptr()
-        if given.scale != 1:
-            scale = given.scale * (1 if scale is None else scale)
+        if passed.scale != 1:
+            scale = passed.scale * (1 if scale is None else scale)
             self.scale = scale = torch.as_tensor(scale, dtype=torch.float32).to(self.device)
         return scale
 
@@ -357,24 +357,25 @@ class Plan:
     def _stream(self) -> Optional[int]:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
 
-    def _grads(self, given: Any) -> List[Optional[torch.Tensor]]:
-        return [p.grad for p in self.params] if given is None else [given.grads.get(p) for p in self.params]
+    def _grads(self, passed: Any) -> List[Optional[torch.Tensor]]:
+        return [p.grad for p in self.params] if passed is None else [passed.grads.get(p) for p in self.params]
 
-    def _gather(self, given: Any) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
+    def _gather(self, passed: Any) -> Tuple[List[Tuple[torch.Tensor, torch.Tensor]], List[torch.Tensor]]:
         """Writes the addresses of parameters and gradients to the lists. Returns the parameters that are stepped in a
         copy, with their copies, and the copies of gradients, which must live until the call has returned."""
         params = self.params
-        grads = self._grads(given)
+        grads = self._grads(passed)
         if not self.plain:
             return self._arrange(grads)
         present = grads
         try:
-            at = list(map(_data_ptr, grads))  # this function takes a third of the time of a step of small tensors
+            # This function takes a third of the time of a step of small tensors.
+            gradient_addresses = list(map(_data_ptr, grads))
         except (TypeError, RuntimeError):  # None; sparse
             present = [p if g is None else g for p, g in zip(params, grads)]
             if any(g.layout != torch.strided for g in present):
                 return self._arrange(grads)
-            at = [0 if g is None else g.data_ptr() for g in grads]
+            gradient_addresses = [0 if g is None else g.data_ptr() for g in grads]
         # Freed memory may be reused for another dtype or shape, so equal addresses prove nothing.
         both = present + params
         if self.layouts is None or not self.layouts.equal(both):
@@ -382,15 +383,15 @@ class Plan:
             if not all(map(_is_contiguous, both)) or any(g.is_neg() for g in present):
                 return self._arrange(grads)
             self.check_params()
-            at = [self._examine(i, g) for i, g in enumerate(grads)]
-            put(self.grad_words, 0, at)
-            self.layouts, self.grad_at = Layouts(both), at
-        elif at != self.grad_at:
+            gradient_addresses = [self._examine(i, g) for i, g in enumerate(grads)]
+            put(self.grad_words, 0, gradient_addresses)
+            self.layouts, self.grad_at = Layouts(both), gradient_addresses
+        elif gradient_addresses != self.grad_at:
             self.grad_at = None
-            if 0 in at:
-                at = [self._examine(i, g) for i, g in enumerate(grads)]
-            put(self.grad_words, 0, at)
-            self.grad_at = at
+            if 0 in gradient_addresses:
+                gradient_addresses = [self._examine(i, g) for i, g in enumerate(grads)]
+            put(self.grad_words, 0, gradient_addresses)
+            self.grad_at = gradient_addresses
         here = list(map(_data_ptr, params))
         if here != self.param_at:
             self._follow(here)

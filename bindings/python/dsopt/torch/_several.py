@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._base import EngineOptimizer
 
 
-class Given(NamedTuple):
+class PassedArguments(NamedTuple):
     """The arguments of one step."""
     grads: Dict[torch.Tensor, torch.Tensor]  # by parameter; missing ones have no gradient
     outputs: Dict[torch.Tensor, torch.Tensor]  # by parameter
@@ -27,19 +27,19 @@ class Given(NamedTuple):
     norms: Optional[List[float]]  # norm of each group's gradients; None: the step computes them if it clips
 
 
-def with_norms(owner: EngineOptimizer, scale: Any, found_inf: Any) -> Optional[Given]:
+def with_norms(owner: EngineOptimizer, scale: Any, found_inf: Any) -> Optional[PassedArguments]:
     """Returns the arguments of this step, with the norm of each group if a group clips or gradients have a scale. A
     norm that is not finite skips the step in each plan. GradScaler has already checked for Inf and NaN."""
-    given = owner._given
-    if given is not None and given.norms is not None:
-        return given
+    passed = owner._passed
+    if passed is not None and passed.norms is not None:
+        return passed
     clips = "max_norm" in owner._fields and any(
         owner._hyper(group, g)[owner._fields.index("max_norm")] for g, group in enumerate(owner.param_groups))
-    if not clips and (scale is None or found_inf is not None) and (given is None or given.scale == 1):
-        return given
+    if not clips and (scale is None or found_inf is not None) and (passed is None or passed.scale == 1):
+        return passed
     grads = {param: param.grad for plan in owner._plans or () for param in plan.keys
-             if param.grad is not None} if given is None else given.grads
-    return (given or Given(grads, {}, 1.0, None))._replace(norms=_norms(owner, grads))
+             if param.grad is not None} if passed is None else passed.grads
+    return (passed or PassedArguments(grads, {}, 1.0, None))._replace(norms=_norms(owner, grads))
 
 
 def _norms(owner: EngineOptimizer, grads: Any) -> List[float]:

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 import torch
 
 from ._base import number
-from ._several import Given
+from ._several import PassedArguments
 from ._tensors import unsupported, wrong
 
 
@@ -70,8 +70,8 @@ def _norms(groups: List[Dict[str, Any]], values: Any) -> Optional[List[float]]:
     return norms
 
 
-def given_of(groups: List[Dict[str, Any]], grads: Any, output_params: Any, scale: Any,
-             grad_norms: Any) -> Optional[Given]:
+def passed_arguments_of(groups: List[Dict[str, Any]], grads: Any, output_params: Any, scale: Any,
+             grad_norms: Any) -> Optional[PassedArguments]:
     """Returns None if all arguments have their defaults."""
     factor = number(scale, 0, "scale")
     if not 0 < factor < 3.4e38:
@@ -82,4 +82,4 @@ def given_of(groups: List[Dict[str, Any]], grads: Any, output_params: Any, scale
     present = {param: grad for param, grad in visited.items() if grad is not None}
     outputs = {param: output for param, output in _tensors(groups, output_params, "output_params")
                if output is not None and param in present}
-    return Given(present, outputs, factor, _norms(groups, grad_norms))
+    return PassedArguments(present, outputs, factor, _norms(groups, grad_norms))

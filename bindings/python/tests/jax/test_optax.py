@@ -37,7 +37,7 @@ def worst(a, b):
     )
 
 
-class BesideOptax(unittest.TestCase):
+class ComparedWithOptax(unittest.TestCase):
     PARAMS = {
         "dense": {"kernel": jnp.linspace(-1, 1, 12).reshape(3, 4), "bias": jnp.zeros(4)},
         "scale": jnp.float32(2.0),

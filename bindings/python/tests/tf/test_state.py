@@ -27,7 +27,7 @@ class Resume(unittest.TestCase):
         self.first = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0))
         fit(self.first, 1)
 
-    def go_on(self, model):
+    def check_next_steps(self, model):
         self.assertTrue(same(everything(model), everything(self.first)))
         fit(model, 1)
         self.assertTrue(same(everything(model), everything(self.whole)))
@@ -37,7 +37,7 @@ class Resume(unittest.TestCase):
         other = make_model(dsopt.tf.AdamW(0.01, global_clipnorm=1.0), seed=9)
         other.optimizer.build(other.trainable_variables)
         tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path).assert_consumed()
-        self.go_on(other)
+        self.check_next_steps(other)
 
     def test_resumes_before_variables_are_created(self):
         path = tf.train.Checkpoint(model=self.first, optimizer=self.first.optimizer).save(self.path)
@@ -45,11 +45,11 @@ class Resume(unittest.TestCase):
         status = tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
         other.optimizer.build(other.trainable_variables)
         status.assert_existing_objects_matched()
-        self.go_on(other)
+        self.check_next_steps(other)
 
     def test_resumes_from_a_model_file(self):
         self.first.save(self.path + ".keras")
-        self.go_on(keras.models.load_model(self.path + ".keras"))
+        self.check_next_steps(keras.models.load_model(self.path + ".keras"))
 
     def test_model_file_needs_the_import_of_dsopt(self):
         """README.md, "What differs from Keras"."""
@@ -68,7 +68,7 @@ class Resume(unittest.TestCase):
         other.optimizer.build(other.trainable_variables)
         other.set_weights(self.first.get_weights())
         other.optimizer.set_weights(weights(self.first.optimizer.variables))
-        self.go_on(other)
+        self.check_next_steps(other)
 
 
 class WithKeras(unittest.TestCase):

@@ -207,7 +207,7 @@ class Memory(unittest.TestCase):
             thread.start()
         for thread in threads:
             thread.join(300)
-            self.assertFalse(thread.is_alive(), "a step waits for ever")
+            self.assertFalse(thread.is_alive(), "a step hangs")
         self.assertEqual(failures, [])
         self.assertTrue(all(np.isfinite(w).all() for w in weights(params)))
 

@@ -13,8 +13,8 @@ from support import data, distance, fit, make_model, same, variables, weights
 TOLERANCE = 2e-4
 
 
-class BesideKeras(unittest.TestCase):
-    def beside(self, name, epochs=5, schedule=None, policy="float32", wrap=None, **options):
+class ComparedWithKeras(unittest.TestCase):
+    def compare(self, name, epochs=5, schedule=None, policy="float32", wrap=None, **options):
         results = []
         keras.mixed_precision.set_global_policy(policy)
         try:
@@ -25,51 +25,51 @@ class BesideKeras(unittest.TestCase):
         finally:
             keras.mixed_precision.set_global_policy("float32")
         (theirs, wanted, _), (ours, got, model) = results
-        self.assertLess(ours[-1], 0.8 * ours[0], "it does not learn")
+        self.assertLess(ours[-1], 0.8 * ours[0], "the loss does not decrease")
         np.testing.assert_allclose(ours, theirs, rtol=1e-4 if policy == "float32" else 0.05)
         if policy == "float32":
             self.assertLess(distance(got, wanted), TOLERANCE)
         return model
 
     def test_adam_trains_like_keras(self):
-        self.beside("Adam")
+        self.compare("Adam")
 
     def test_adamw_trains_like_keras(self):
-        self.beside("AdamW", weight_decay=0.1)
+        self.compare("AdamW", weight_decay=0.1)
 
     def test_global_norm_clipping_matches_keras(self):
-        self.beside("AdamW", global_clipnorm=0.1)
+        self.compare("AdamW", global_clipnorm=0.1)
 
     def test_norm_clipping_per_variable_matches_keras(self):
-        self.beside("AdamW", clipnorm=0.1)
+        self.compare("AdamW", clipnorm=0.1)
 
     def test_value_clipping_matches_keras(self):
-        self.beside("AdamW", clipvalue=0.01)
+        self.compare("AdamW", clipvalue=0.01)
 
     def test_schedule_matches_keras(self):
-        self.beside("AdamW", schedule=lambda: keras.optimizers.schedules.ExponentialDecay(0.02, 10, 0.8))
+        self.compare("AdamW", schedule=lambda: keras.optimizers.schedules.ExponentialDecay(0.02, 10, 0.8))
 
     def test_callable_learning_rate_matches_keras(self):
-        self.beside("AdamW", schedule=lambda: lambda: 0.015)
+        self.compare("AdamW", schedule=lambda: lambda: 0.015)
 
     def test_moving_average_matches_keras(self):
-        model = self.beside("AdamW", use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4)
+        model = self.compare("AdamW", use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=4)
         self.assertEqual(len(model.optimizer._model_variables_moving_average), 6)
 
     def test_gradient_accumulation_matches_keras(self):
-        model = self.beside("AdamW", gradient_accumulation_steps=2, global_clipnorm=1.0, epochs=8)
+        model = self.compare("AdamW", gradient_accumulation_steps=2, global_clipnorm=1.0, epochs=8)
         self.assertEqual(int(model.optimizer.iterations), 8 * 8 // 2)
 
     def test_constant_loss_scale_matches_keras(self):
-        self.beside("AdamW", loss_scale_factor=1024.0)
+        self.compare("AdamW", loss_scale_factor=1024.0)
 
     def test_dynamic_loss_scale_matches_keras(self):
-        self.beside("AdamW", wrap=lambda inner: keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**120))
+        self.compare("AdamW", wrap=lambda inner: keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**120))
 
     def test_mixed_precision_matches_keras(self):
-        model = self.beside("AdamW", policy="mixed_bfloat16")
+        model = self.compare("AdamW", policy="mixed_bfloat16")
         self.assertEqual({v.dtype for v in model.trainable_variables}, {"float32"})
-        self.beside("AdamW", policy="mixed_float16", epochs=8)
+        self.compare("AdamW", policy="mixed_float16", epochs=8)
 
     def test_16_bit_weights_learn(self):
         keras.mixed_precision.set_global_policy("bfloat16")
@@ -108,7 +108,7 @@ class BesideKeras(unittest.TestCase):
         self.assertGreaterEqual(float(tf.reduce_min(model.trainable_variables[0])), 0)
 
 
-class OwnLoop(unittest.TestCase):
+class CustomLoop(unittest.TestCase):
     def test_steps_inside_tf_function(self):
         x, y = data()
         results = []

@@ -174,7 +174,7 @@ def plain_state_dicts(rank):
     train(net, optimizer, range(2, 3))
 
 
-def stochastic_rounding_goes_on(rank):
+def stochastic_rounding_resumes(rank):
     """The state dict has the seed and the number of steps."""
     def one():
         net = shard_model(mlp(torch.bfloat16), line())
@@ -198,5 +198,5 @@ def stochastic_rounding_goes_on(rank):
         assert torch.equal(whole(param), whole(its))
 
 
-SAVE = [saves, resumes, plain_state_dicts, stochastic_rounding_goes_on]
+SAVE = [saves, resumes, plain_state_dicts, stochastic_rounding_resumes]
 LOAD = [loads]

@@ -93,7 +93,7 @@ def gradients_of_other_placements_are_redistributed(rank):
     mesh = line()
     ranks = mesh.size()
     for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
-        for given in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()]):
+        for passed in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()]):
             twins = Twins([((5, 3), mesh, placements), ((4, 4), mesh, [Shard(0)])])
             optimizer, other = AdamW(twins.params, lr=0.1), AdamW(twins.whole, lr=0.1)
             for step in range(3):
@@ -101,11 +101,11 @@ def gradients_of_other_placements_are_redistributed(rank):
                 if step != 1:
                     grad = twins.whole[0].grad
                     # With a power of two as the number of ranks the shares add up without rounding.
-                    twins.params[0].grad = (DTensor.from_local(grad / ranks, mesh, given, run_check=False)
-                                            if given[0].is_partial() else place(grad, mesh, given))
+                    twins.params[0].grad = (DTensor.from_local(grad / ranks, mesh, passed, run_check=False)
+                                            if passed[0].is_partial() else place(grad, mesh, passed))
                 optimizer.step()
                 other.step()
-            twins.assert_params("%s %s" % (placements, given))
+            twins.assert_params("%s %s" % (placements, passed))
 
 
 def gradients_may_be_absent_on_some_ranks(rank):

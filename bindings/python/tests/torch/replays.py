@@ -166,20 +166,20 @@ class Plain(Replay):
 
     def set_inputs(self, t):
         super().set_inputs(t)
-        self.given = {}
+        self.passed = {}
         if self.golden.has("param_out"):
             self.outputs = [self.golden.get("param_out", item="p%d" % i)[t].new_zeros(self.params[i].shape)
                             for i in self.order]
-            self.given = {"grads": self.grads, "output_params": self.outputs,
+            self.passed = {"grads": self.grads, "output_params": self.outputs,
                           "scale": self.golden.number("grad_divisor")}
 
     def step(self, t):
-        self.optimizer.step(**self.given)
+        self.optimizer.step(**self.passed)
 
     def compare(self, t):
         for place, i in enumerate(self.order):
             self.row(t, self.params[i].detach().double(), "param", "p%d" % i)
-            if self.given:
+            if self.passed:
                 self.row(t, self.outputs[place], "param_out", "p%d" % i)
             for name in ("exp_avg", "exp_avg_sq"):
                 self.row(t, self.of(i, name), name, "p%d" % i)
@@ -207,10 +207,10 @@ def scale_arguments(golden):
     """Returns a wrapper's arguments for its loss scale."""
     if golden.metadata.get("dynamic", "1") == "0" or golden.number("loss_scale_static"):
         return {"static_loss_scale": golden.number("loss_scale_static") or golden.number("init_scale")}
-    given = {name: golden.number(name) for name in ("init_scale", "min_scale", "scale_window")}
-    given["delayed_shift"] = golden.number("delayed_shift_ignored")  # not used by the original's wrappers
+    passed = {name: golden.number(name) for name in ("init_scale", "min_scale", "scale_window")}
+    passed["delayed_shift"] = golden.number("delayed_shift_ignored")  # not used by the original's wrappers
     return {"dynamic_loss_scale": True,
-            "dynamic_loss_args": {name: value for name, value in given.items() if value is not None}}
+            "dynamic_loss_args": {name: value for name, value in passed.items() if value is not None}}
 
 
 class Wrapped(Replay):

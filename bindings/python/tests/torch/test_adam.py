@@ -115,7 +115,7 @@ class Values(TestCase):
             self.assertGreater((p.detach() - old).abs().float().min().item(), 0.05)
 
 
-class Going(TestCase):
+class Training(TestCase):
     """The loss decreases: with contiguous and other parameters, groups, schedulers."""
 
     def fall(self, weight, bias, make, schedulers=()):

@@ -60,7 +60,7 @@ def expect(run, texts, count, text="engine.enable_backward_allreduce = False"):
         assert text in found and type(run.optimizer).__name__ in found, found
 
 
-def averaged_gradients_are_noticed_once(rank, kind, compat):
+def averaged_gradients_cause_one_warning(rank, kind, compat):
     run = Run(kind, rank, compat=compat)
     while run.optimizer.next_reduction() == "full":
         assert not run.step(True), run.count
@@ -72,7 +72,7 @@ def averaged_gradients_are_noticed_once(rank, kind, compat):
     expect(run, run.steps(20, True), 1)
 
 
-def gradients_of_each_rank_are_not(rank, kind):
+def local_gradients_cause_no_warning(rank, kind):
     for compat in (None, "deepspeed"):
         run = Run(kind, rank, compat=compat)
         assert not run.steps(16, False)
@@ -86,7 +86,7 @@ def wrappers(rank):
             assert not Run(kind, rank, dtype, wrapper).steps(8, False)
 
 
-def gradients_that_are_passed(rank):
+def grads_argument_is_checked(rank):
     for averaged in (True, False):
         run = Run(OnebitAdam, rank)
         texts = []
@@ -99,7 +99,7 @@ def gradients_that_are_passed(rank):
         expect(run, texts, int(averaged))
 
 
-def zeros_tell_nothing(rank):
+def zero_gradients_cause_no_warning(rank):
     """Zero gradients cause no warning; the first step with other gradients does."""
     for nothing in (lambda grads: [torch.zeros_like(g) for g in grads], lambda grads: [None] * len(grads)):
         run = Run(OnebitAdam, rank)
@@ -108,7 +108,7 @@ def zeros_tell_nothing(rank):
         expect(run, run.steps(3, True), 1)
 
 
-def overflow_tells_nothing(rank):
+def overflow_causes_no_warning(rank):
     run = Run(OnebitAdam, rank)
     run.steps(3, True)
 
@@ -120,7 +120,7 @@ def overflow_tells_nothing(rank):
     expect(run, run.steps(2, True), 1)
 
 
-def a_rank_without_gradients_takes_part(rank):
+def a_rank_without_gradients_participates(rank):
     """With 2 ranks: neither has equal gradients, and neither waits."""
     for kind in FAMILY:
         run = Run(kind, rank)
@@ -129,13 +129,13 @@ def a_rank_without_gradients_takes_part(rank):
         assert not run.steps(16, False, lambda grads: [None if i == rank else g for i, g in enumerate(grads)])
 
 
-def weights_that_differ(rank):
+def different_weights_cause_a_warning(rank):
     for kind in FAMILY:
         run = Run(kind, rank, seed=rank)
         expect(run, run.steps(11, False), 1, "the weights of the 2 ranks differ")
 
 
-def local_steps_of_0_1_adam_may_leave_weights_apart(rank):
+def local_steps_of_0_1_adam_may_change_weights_differently(rank):
     run = Run(ZeroOneAdam, rank)
     assert not run.steps(12, False)
     while run.optimizer.next_reduction() != "local":
@@ -156,15 +156,15 @@ def engines(rank):
         expect(run, texts, 0 if obeys else 1)
 
 
-def a_rank_that_makes_new_plans_takes_part_once(rank):
+def a_rank_that_makes_new_plans_participates_once(rank):
     run = Run(OnebitAdam, rank)
 
-    def anew(grads):
+    def new_plan(grads):
         if rank == 0:
             run.optimizer._plans = None
         return grads
 
-    expect(run, run.steps(9, True, anew), 1)
+    expect(run, run.steps(9, True, new_plan), 1)
 
 
 def copies(rank):
@@ -175,12 +175,13 @@ def copies(rank):
     expect(run, run.steps(5, True), 1)
 
 
-CASES = [functools.partial(averaged_gradients_are_noticed_once, kind=kind, compat=compat) for kind in FAMILY
+CASES = [functools.partial(averaged_gradients_cause_one_warning, kind=kind, compat=compat) for kind in FAMILY
          for compat in (None, "deepspeed")]
-CASES += [functools.partial(gradients_of_each_rank_are_not, kind=kind) for kind in FAMILY]
-CASES += [wrappers, gradients_that_are_passed, zeros_tell_nothing, overflow_tells_nothing,
-          a_rank_without_gradients_takes_part, weights_that_differ, local_steps_of_0_1_adam_may_leave_weights_apart,
-          engines, a_rank_that_makes_new_plans_takes_part_once, copies]
+CASES += [functools.partial(local_gradients_cause_no_warning, kind=kind) for kind in FAMILY]
+CASES += [wrappers, grads_argument_is_checked, zero_gradients_cause_no_warning, overflow_causes_no_warning,
+          a_rank_without_gradients_participates, different_weights_cause_a_warning,
+          local_steps_of_0_1_adam_may_change_weights_differently, engines,
+          a_rank_that_makes_new_plans_participates_once, copies]
 
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
@@ -231,7 +232,7 @@ class Hash(TestCase):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         ranks = 2 if sys.argv[2] == "all" else 1
-        cases = CASES if ranks == 2 else [functools.partial(gradients_of_each_rank_are_not, kind=kind)
+        cases = CASES if ranks == 2 else [functools.partial(local_gradients_cause_no_warning, kind=kind)
                                           for kind in FAMILY]
         child(cases, int(sys.argv[3]), sys.argv[4], ranks)
     else:

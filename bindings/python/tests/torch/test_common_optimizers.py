@@ -21,11 +21,11 @@ def inputs(device="cpu", dtype=torch.float32):
     """Yields our class, torch's class, arguments, description."""
     for info in optim_db:
         if info.optim_cls in OURS:
-            for given in info.optim_inputs_func(device=device, dtype=dtype):
-                yield OURS[info.optim_cls], info, given.kwargs, "%s: %s" % (info.optim_cls.__name__, given.desc)
+            for passed in info.optim_inputs_func(device=device, dtype=dtype):
+                yield OURS[info.optim_cls], info, passed.kwargs, "%s: %s" % (info.optim_cls.__name__, passed.desc)
 
 
-@unittest.skipIf(optim_db is None, "torch %s does not bring common_optimizers" % torch.__version__)
+@unittest.skipIf(optim_db is None, "torch %s has no common_optimizers" % torch.__version__)
 class CommonOptimizers(TestCase):
     def each(self):
         count = 0
@@ -41,18 +41,18 @@ class CommonOptimizers(TestCase):
 
     def test_raises_the_errors_of_torch(self):
         for info in optim_db:
-            for given in info.optim_error_inputs_func("cpu", torch.float32) if info.optim_cls in OURS else ():
-                params = given.optimizer_error_input.params
+            for passed in info.optim_error_inputs_func("cpu", torch.float32) if info.optim_cls in OURS else ():
+                params = passed.optimizer_error_input.params
                 params = [torch.nn.Parameter(torch.randn(1))] if params is None else params
                 kind = OURS[info.optim_cls]
-                with self.subTest(given.optimizer_error_input.desc):
-                    if issubclass(given.error_type, Warning):
-                        with self.assertWarnsRegex(given.error_type, given.error_regex):
-                            kind(params, **given.optimizer_error_input.kwargs)
+                with self.subTest(passed.optimizer_error_input.desc):
+                    if issubclass(passed.error_type, Warning):
+                        with self.assertWarnsRegex(passed.error_type, passed.error_regex):
+                            kind(params, **passed.optimizer_error_input.kwargs)
                     else:
-                        with self.assertRaisesRegex(given.error_type, given.error_regex), warnings.catch_warnings():
+                        with self.assertRaisesRegex(passed.error_type, passed.error_regex), warnings.catch_warnings():
                             warnings.simplefilter("ignore")
-                            kind(params, **given.optimizer_error_input.kwargs)
+                            kind(params, **passed.optimizer_error_input.kwargs)
 
     def trajectory(self, kind, options, steps=7, dtype=torch.float32, **more):
         """Trains a small network on fixed data; returns weights and state."""

@@ -68,9 +68,9 @@ def wrap(index, groups, compat=None, **more):
 
 def norm_is_over_all_experts(rank, index, moe):
     """All ranks use one divisor, so the dense masters stay equal."""
-    given = {} if index == 1 else {"has_moe_layers": moe}
+    passed = {} if index == 1 else {"has_moe_layers": moe}
     groups = model_of(rank, moe=moe)
-    optimizer = wrap(index, groups, clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD}, **given)
+    optimizer = wrap(index, groups, clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD}, **passed)
     for i in range(4):
         give(groups, rank, i)
         norm = norm_of(groups[0]["params"][0].grad, *gathered(groups[1]["params"][0].grad))
@@ -81,9 +81,9 @@ def norm_is_over_all_experts(rank, index, moe):
 
 
 def overflow_of_an_expert_skips_on_all_ranks(rank, index, compat, moe):
-    given = {} if index == 1 else {"has_moe_layers": moe}
+    passed = {} if index == 1 else {"has_moe_layers": moe}
     groups = model_of(rank, moe=moe)
-    optimizer = wrap(index, groups, compat, expert_groups={"ep_size_2": dist.group.WORLD}, **given)
+    optimizer = wrap(index, groups, compat, expert_groups={"ep_size_2": dist.group.WORLD}, **passed)
     for i in range(4):
         give(groups, rank, i)
         if i == 2 and rank == 1:
@@ -94,9 +94,10 @@ def overflow_of_an_expert_skips_on_all_ranks(rank, index, compat, moe):
 
 def compat_norms_are_those_of_the_originals(rank, index, moe):
     """Fused: uses the experts' masters if has_moe_layers is set; otherwise all is dense. Unfused: ignores experts."""
-    given = {} if index == 1 else {"has_moe_layers": moe}
+    options = {} if index == 1 else {"has_moe_layers": moe}
     groups = model_of(rank, moe=moe)
-    optimizer = wrap(index, groups, "deepspeed", clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD}, **given)
+    optimizer = wrap(index, groups, "deepspeed", clip_grad=0.25, expert_groups={"ep_size_2": dist.group.WORLD},
+                     **options)
     for i in range(3):
         give(groups, rank, i)
         dense, own = groups[0]["params"][0].grad, groups[1]["params"][0].grad
@@ -114,11 +115,11 @@ def compat_norms_are_those_of_the_originals(rank, index, moe):
 def groups_that_are_set_count_from_the_next_step_on(rank, index):
     groups, alone = model_of(rank), groups_of(rank, [0], [1])
     optimizer = wrap(index, groups, clip_grad=0.25, expert_groups={"ep_size_2": alone})
-    for i, given in enumerate((alone, dist.group.WORLD, alone)):
-        optimizer.expert_groups = {"ep_size_2": given}
+    for i, passed in enumerate((alone, dist.group.WORLD, alone)):
+        optimizer.expert_groups = {"ep_size_2": passed}
         give(groups, rank, i)
         dense, own = groups[0]["params"][0].grad, groups[1]["params"][0].grad
-        norm = norm_of(dense, *(gathered(own) if given is dist.group.WORLD else [own]))
+        norm = norm_of(dense, *(gathered(own) if passed is dist.group.WORLD else [own]))
         assert not optimizer.step()
         assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (i, optimizer._global_grad_norm, norm)
 
@@ -154,7 +155,7 @@ def groups_are_those_of_deepspeed(rank):
 def unknown_groups_are_refused(rank):
     alone = groups_of(rank, [0], [1])
     other = [dist.new_group([0]), dist.new_group([1])][1 - rank]
-    for groups, given, text in (
+    for groups, passed, text in (
             (model_of(rank), {}, "of 'ep_size_2', and the process group of that name is unknown"),
             (model_of(rank), {"expert_groups": {"ep_size_4": alone}}, "'ep_size_2', and expert_groups has 'ep_size_4'"),
             (model_of(rank), {"expert_groups": {}}, "of 'ep_size_2', and expert_groups has no groups"),
@@ -162,7 +163,7 @@ def unknown_groups_are_refused(rank):
             (model_of(rank, name=None, moe=False), {}, "without the name of their process group")):
         for index in range(2):
             try:
-                wrap(index, groups, **given)
+                wrap(index, groups, **passed)
             except dsopt.ArgumentError as problem:
                 assert text in str(problem), problem
             else:
@@ -289,7 +290,7 @@ def two_sizes_of_expert_groups(rank, index):
             assert math.isclose(optimizer._global_grad_norm, norm, rel_tol=1e-5), (optimizer._global_grad_norm, norm)
 
 
-def experts_beside_model_parallel_ranks(rank, index):
+def experts_with_model_parallel_ranks(rank, index):
     """Model-parallel ranks 0 and 1, 2 and 3 have the same experts; expert-parallel ranks are 0 and 2, 1 and 3."""
     model, experts = groups_of(rank, [0, 1], [2, 3]), groups_of(rank, [0, 2], [1, 3])
 
@@ -311,7 +312,7 @@ def experts_beside_model_parallel_ranks(rank, index):
 
 
 FOUR = [functools.partial(case, index=index) for index in range(2)
-        for case in (two_pairs_of_expert_ranks, two_sizes_of_expert_groups, experts_beside_model_parallel_ranks)]
+        for case in (two_pairs_of_expert_ranks, two_sizes_of_expert_groups, experts_with_model_parallel_ranks)]
 
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")

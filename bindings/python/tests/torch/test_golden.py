@@ -65,7 +65,7 @@ class Recorded(TestCase):
             self.assertEqual(texts[name], "", "rank %d" % rank)
 
 
-@unittest.skipUnless(golden.names(), "there is no tests/golden next to the package")
+@unittest.skipUnless(golden.names(), "tests/golden is absent")
 class LeftOut(TestCase):
     def test_each_reason_applies_to_a_case(self):
         for begin in LEFT_OUT:
@@ -87,7 +87,7 @@ def alter(values, row, peak):
         flat[0] += (2e-5 * peak or 1) if values.dtype.is_floating_point else 1
 
 
-@unittest.skipUnless(golden.names(), "there is no tests/golden next to the package")
+@unittest.skipUnless(golden.names(), "tests/golden is absent")
 class Comparisons(TestCase):
     """A wrong record leads to a failure."""
 

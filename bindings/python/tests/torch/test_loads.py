@@ -238,12 +238,12 @@ def copies_have_the_process_group(rank):
     for kind, freeze in FAMILY:
         options = {"lr": 0.01, freeze: 3}
         engine = Engine()
-        for given in ({"group": alone}, {"group": alone, "deepspeed": engine}):
-            optimizer = kind(params_of(*SHAPES), **options, **given)
+        for passed in ({"group": alone}, {"group": alone, "deepspeed": engine}):
+            optimizer = kind(params_of(*SHAPES), **options, **passed)
             copied = copy.deepcopy(optimizer)
-            assert copied.deepspeed is given.get("deepspeed") and copied.size == 1
+            assert copied.deepspeed is passed.get("deepspeed") and copied.size == 1
             for a, b in zip(steps(copied), steps(optimizer)):
-                assert torch.equal(a, b), (kind, given)
+                assert torch.equal(a, b), (kind, passed)
             refused(optimizer, kind.__name__)
         inner = kind(params_of(*SHAPES, dtype=torch.float16), **options)
         FP16_Optimizer(inner, mpu=Mpu(), dynamic_loss_scale=True)

@@ -168,7 +168,7 @@ CASES = {"names": ((signatures_and_names, DeepSpeedCPUAdam), (signatures_and_nam
                       (elements_without_gradient, DeepSpeedCPULion), (vector_loop_of_lion, DeepSpeedCPULion))}
 
 
-@unittest.skipUnless(GLOO, "torch has no gloo here")
+@unittest.skipUnless(GLOO, "torch is built without gloo")
 class NextToDeepSpeed(TestCase):
     def compare(self, version, cases):
         reason = originals.REASON if version == originals.VERSION else originals.NEWER_REASON

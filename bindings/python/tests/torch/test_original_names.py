@@ -99,7 +99,7 @@ def signatures(rank):
 CASES = (tables_have_every_name, tables_have_no_other_names, tables_have_the_state, signatures)
 
 
-@unittest.skipUnless(GLOO, "torch has no gloo here")
+@unittest.skipUnless(GLOO, "torch is built without gloo")
 class OriginalNames(TestCase):
     @originals.needed
     def test_names_match_deepspeed(self):

@@ -188,7 +188,7 @@ CASES = (override_is_for_the_backward_pass_alone, graph_is_freed_with_an_overrid
 NEWER_CASES = tuple(case for case in CASES if case is not norm_of_a_skipped_step)
 
 
-@unittest.skipUnless(GLOO, "torch has no gloo here")
+@unittest.skipUnless(GLOO, "torch is built without gloo")
 class OriginalWrappers(TestCase):
     @originals.needed
     def test_matches_deepspeed(self):

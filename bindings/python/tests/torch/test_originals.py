@@ -383,7 +383,7 @@ class StateOfTheOriginal(TestCase):
             self.assert_same(params, weights)
 
 
-@unittest.skipUnless(os.path.isdir(GOLDEN), "tests/golden is not here")
+@unittest.skipUnless(os.path.isdir(GOLDEN), "tests/golden is absent")
 class RecordedWrappers(TestCase):
     """Runs of the original's wrappers that resume here after some calls, from their state dicts."""
     NAMES = ("master", "exp_avg", "exp_avg_sq")
@@ -430,7 +430,7 @@ class RecordedWrappers(TestCase):
                         self.assert_close(found, recorded, rtol=0, atol=2e-5 * recorded.abs().max().item())
 
 
-@unittest.skipUnless(GLOO and os.path.isdir(GOLDEN), "torch is built without gloo, or tests/golden is not here")
+@unittest.skipUnless(GLOO and os.path.isdir(GOLDEN), "torch is built without gloo, or tests/golden is absent")
 class TwoProcesses(TestCase):
     def test_resumes_like_the_records(self):
         run_ranks(self, __file__, "recorded")

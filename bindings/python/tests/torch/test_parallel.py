@@ -242,13 +242,13 @@ def square(*tensors):
 def norms_are_of_the_whole_model(rank, index, compat):
     wrapper, kind = WRAPPERS[index]
     mpu = Mpu(rank)
-    for given in (mpu, None):
+    for passed in (mpu, None):
         params = model_of(rank)
-        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=given, clip_grad=0.25, static_loss_scale=SCALE)
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=passed, clip_grad=0.25, static_loss_scale=SCALE)
         lost = compat and wrapper is FP16_UnfusedOptimizer
         for i in range(3):
             give_model(params, rank, i)
-            shards = gathered(params[0].grad, mpu.model) if given else [params[0].grad]
+            shards = gathered(params[0].grad, mpu.model) if passed else [params[0].grad]
             norm = math.sqrt(square(*shards, params[1].grad))
             if lost:  # the original finds no marks on the gradients, and its norm includes the loss scale
                 norm = math.sqrt(square(shards[0], params[1].grad, params[2].grad)) * SCALE
@@ -257,30 +257,30 @@ def norms_are_of_the_whole_model(rank, index, compat):
         # All ranks use one divisor, so tensors shared by model-parallel ranks stay equal.
         for master in optimizer.masters()[0][1:]:
             a, b = gathered(master, mpu.model)
-            assert torch.equal(a, b) == (given is not None), given
+            assert torch.equal(a, b) == (passed is not None), passed
 
 
 def an_mpu_that_is_set_counts_from_the_next_step_on(rank, index):
     wrapper, kind = WRAPPERS[index]
     mpu = Mpu(rank)
     params, others = model_of(rank), model_of(rank)
-    optimizer, reference = (wrapper(kind(some, lr=0.01), mpu=given, clip_grad=0.25, static_loss_scale=SCALE)
-                            for some, given in ((params, None), (others, mpu)))
-    for i, given in enumerate((None, mpu, mpu, None)):
-        optimizer.mpu = given
+    optimizer, reference = (wrapper(kind(some, lr=0.01), mpu=passed, clip_grad=0.25, static_loss_scale=SCALE)
+                            for some, passed in ((params, None), (others, mpu)))
+    for i, passed in enumerate((None, mpu, mpu, None)):
+        optimizer.mpu = passed
         for some, one in ((params, optimizer), (others, reference)):
             give_model(some, rank, i)
             one.step()
         norms = optimizer._global_grad_norm, reference._global_grad_norm
-        assert math.isclose(*norms, rel_tol=1e-5) == (given is not None), (i, norms)
+        assert math.isclose(*norms, rel_tol=1e-5) == (passed is not None), (i, norms)
 
 
 def an_mpu_of_the_engine_that_is_set_counts_from_the_next_step_on(rank):
     engine, mpu = Engine(), Mpu(rank)
     params = params_of((40,))
     optimizer = OnebitAdam(params, engine, lr=0.01, freeze_step=2)
-    for i, (given, ranks) in enumerate(((None, 4), (None, 4), (None, 4), (mpu, 2), (mpu, 2), (None, 4))):
-        engine.mpu = given
+    for i, (passed, ranks) in enumerate(((None, 4), (None, 4), (None, 4), (mpu, 2), (mpu, 2), (None, 4))):
+        engine.mpu = passed
         give(params, 10 * i + rank)
         if engine.enable_backward_allreduce:
             mean(params, None)
@@ -294,9 +294,9 @@ def an_mpu_of_the_engine_that_is_set_counts_from_the_next_step_on(rank):
 def overflow_is_agreed_by_model_parallel_ranks(rank, index, compat):
     wrapper, kind = WRAPPERS[index]
     mpu = Mpu(rank)
-    for given in (mpu, None):
+    for passed in (mpu, None):
         params = model_of(rank)
-        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=given, dynamic_loss_scale=True,
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), mpu=passed, dynamic_loss_scale=True,
                             dynamic_loss_args={"init_scale": SCALE, "scale_window": 100})
         give_model(params, rank, 0)
         assert not optimizer.step()
@@ -304,7 +304,7 @@ def overflow_is_agreed_by_model_parallel_ranks(rank, index, compat):
         if rank == 1:
             params[0].grad[0, 0] = math.inf
         skipped = optimizer.step()
-        assert skipped == (rank in (0, 1) if given else rank == 1), (given, skipped)
+        assert skipped == (rank in (0, 1) if passed else rank == 1), (passed, skipped)
         assert optimizer.cur_scale == (SCALE / 2 if skipped else SCALE)
 
 
@@ -334,9 +334,9 @@ def overflow_is_agreed_by_data_parallel_ranks_that_do_not_average(rank, index, c
     """While the engine does not average in its backward pass: ranks of the mpu's groups; without an mpu, all ranks."""
     wrapper, kind = WRAPPERS[index]
     mpu = Mpu(rank)
-    for given in (mpu, None):
+    for passed in (mpu, None):
         params, engine = model_of(rank), Engine(mpu)
-        optimizer = wrapper(kind(params, lr=0.01, compat=compat), engine, mpu=given, dynamic_loss_scale=True,
+        optimizer = wrapper(kind(params, lr=0.01, compat=compat), engine, mpu=passed, dynamic_loss_scale=True,
                             dynamic_loss_args={"init_scale": SCALE, "scale_window": 100})
         for i, averages in enumerate((True, False, False, True)):
             engine.enable_backward_allreduce = averages
@@ -344,8 +344,8 @@ def overflow_is_agreed_by_data_parallel_ranks_that_do_not_average(rank, index, c
             if rank == 1 and i > 1:
                 params[0].grad[0, 0] = math.inf
             skipped = optimizer.step()
-            expected = i > 1 and (not averages or (rank in (0, 1) if given else rank == 1))
-            assert skipped == expected, (given, i, skipped)
+            expected = i > 1 and (not averages or (rank in (0, 1) if passed else rank == 1))
+            assert skipped == expected, (passed, i, skipped)
 
 
 def every_pipeline_stage_counts(rank, compat):

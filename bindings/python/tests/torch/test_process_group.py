@@ -35,7 +35,7 @@ def same_everywhere(tensors):
     flat = torch.cat([t.detach().float().reshape(-1) for t in tensors])
     both = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(both, flat)
-    assert torch.equal(both[0], both[1]), "the ranks have gone apart by %g" % (both[0] - both[1]).abs().max()
+    assert torch.equal(both[0], both[1]), "the ranks differ by %g" % (both[0] - both[1]).abs().max()
 
 
 def train(net, optimizer, rank, steps, begin=0):
@@ -193,7 +193,7 @@ def masks_of_a_load(rank):
         assert error.abs().max() > 0
         saved = optimizer.state_dict()
         assert torch.equal(saved["param_groups"][0]["exp_avg_mask"], half(20))
-        for mask, goes_on in ((half(20), True), (half(30), False), (None, False)):
+        for mask, continues in ((half(20), True), (half(30), False), (None, False)):
             other = model()
             other[0].bias = None
             other.load_state_dict(net.state_dict())
@@ -204,9 +204,9 @@ def masks_of_a_load(rank):
             assert "exp_avg_mask" not in again.param_groups[1]
             assert mask is None or torch.equal(now, mask)
             again.next_reduction()
-            goes_on = goes_on and compat is None  # the original's load drops the residuals
+            continues = continues and compat is None  # the original's load drops the residuals
             got = again.state[other[0].weight][key]
-            assert torch.equal(got, error if goes_on else torch.zeros_like(error)), (compat, goes_on)
+            assert torch.equal(got, error if continues else torch.zeros_like(error)), (compat, continues)
             start = other[0].weight.detach().clone()
             train(other, again, rank, 4, begin=8)
             moved = (other[0].weight.detach() - start).abs().amax(1) > 0
@@ -239,7 +239,7 @@ def subgroups(rank):
     assert not any("error" in name for state in optimizer.state.values() for name in state)
 
 
-def a_peer_is_gone(rank):
+def a_peer_has_exited(rank):
     net = model()
     optimizer = OnebitAdam(net.parameters(), lr=5e-3, freeze_step=3)
     train(net, optimizer, rank, 2)
@@ -280,6 +280,6 @@ class OneProcess(TestCase):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(CASES if sys.argv[2] == "all" else [a_peer_is_gone], int(sys.argv[3]), sys.argv[4])
+        child(CASES if sys.argv[2] == "all" else [a_peer_has_exited], int(sys.argv[3]), sys.argv[4])
     else:
         main()

@@ -42,8 +42,8 @@ def initialize(name=None, client=None, stage=0, **more):
     if name:
         params = {"lr": 3e-3, **NAMES[name][2], **more.pop("params", {})}
         config["optimizer"] = {"type": name, "params": params}
-    given = {} if client is None else {"optimizer": client(model.parameters())}
-    return deepspeed.initialize(model=model, model_parameters=None if client else model.parameters(), **given,
+    passed = {} if client is None else {"optimizer": client(model.parameters())}
+    return deepspeed.initialize(model=model, model_parameters=None if client else model.parameters(), **passed,
                                 config={**config, **more})[0]
 
 

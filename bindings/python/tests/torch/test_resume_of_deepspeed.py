@@ -87,7 +87,7 @@ def continued(rank, classes, name, wrapped, freeze_step, steps):
         torch.testing.assert_close(weights[2], weights[0], rtol=1e-5, atol=1e-5)
 
 
-def runs_go_on(rank):
+def runs_resume(rank):
     with contextlib.redirect_stdout(io.StringIO()):  # the originals print
         classes = originals.load()
         for name in KINDS:
@@ -105,6 +105,6 @@ class TwoProcesses(TestCase):
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child([runs_go_on], int(sys.argv[3]), sys.argv[4])
+        child([runs_resume], int(sys.argv[3]), sys.argv[4])
     else:
         main()

@@ -48,14 +48,14 @@ def copies_of(params):
     return [torch.nn.Parameter(p.detach().clone()) for p in params]
 
 
-class Beside(TestCase):
+class ComparedWithReference(TestCase):
     def each(self, cases=CASES):
         for kind, options in cases:
             with self.subTest(kind.__name__, **options):
                 yield kind, PAIRS[kind], options
 
 
-class Values(Beside):
+class Values(ComparedWithReference):
     def test_agrees_with_the_reference(self):
         for kind, reference, options in self.each():
             params, others = params_of(*SHAPES), params_of(*SHAPES)
@@ -131,7 +131,7 @@ class Values(Beside):
             self.assert_close(params, others)
 
 
-class Groups(Beside):
+class Groups(ComparedWithReference):
     def test_hyper_parameters_change_at_any_time(self):
         changes = {
             SGD: ({"lr": 0.02}, {"momentum": 0.5}, {"weight_decay": 0.1}, {"dampening": 0.5},
@@ -219,7 +219,7 @@ class Groups(Beside):
             self.assert_close(params, others)
 
 
-class State(Beside):
+class State(ComparedWithReference):
     def test_state_is_compatible_with_torch(self):
         for kind, reference, options in self.each():
             params, others = params_of(*SHAPES), params_of(*SHAPES)
@@ -365,7 +365,7 @@ class Mixed(TestCase):
             self.assert_close(params[0].detach(), others[0].detach().half(), rtol=1e-3, atol=1e-5)
 
 
-class Refused(Beside):
+class Refused(ComparedWithReference):
     def test_rejects_unsupported_options(self):
         params = params_of((3,))
         for kind in (SGD, Adagrad, Lion):

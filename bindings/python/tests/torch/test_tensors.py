@@ -304,10 +304,10 @@ class Strides(TestCase):
                     give_grads(params, others, seed=turn)
                     if turn != 1:
                         params[0].grad = dict(self.kinds_of_strides(shape, params[0].grad))[way]
-                    given, values = params[0].grad, params[0].grad.clone()
+                    passed, values = params[0].grad, params[0].grad.clone()
                     for optimizer in optimizers:
                         optimizer.step()
-                    self.assertTrue(torch.equal(given, values), "the gradient is changed")
+                    self.assertTrue(torch.equal(passed, values), "the gradient is changed")
                 self.assert_same(params, others)
 
     def test_every_class_accepts_any_strides(self):

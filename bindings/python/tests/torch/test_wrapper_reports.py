@@ -143,7 +143,7 @@ def one_rank_sets_equal_values(rank):
 
 
 class Reports(TestCase):
-    @unittest.skipUnless(GLOO, "torch has no gloo here")
+    @unittest.skipUnless(GLOO, "torch is built without gloo")
     def test_ranks_may_report_differently(self):
         run_ranks(self, __file__, "all")
 
@@ -235,7 +235,7 @@ class Reports(TestCase):
         self.step(params, optimizer)
         self.assertEqual(timers.calls[:2], [("basic_step", "start"), ("basic_step", "stop")])
         for name in STEP:
-            self.assertEqual([what for given, what in timers.calls if given == name], ["start", "stop"], name)
+            self.assertEqual([what for passed, what in timers.calls if passed == name], ["start", "stop"], name)
         self.assertGreater(optimizer.phase_times()["basic_step"], 0)
         self.step(params, optimizer, bad=0)
         self.assertEqual(timers.logged, [STEP, OVERFLOW])

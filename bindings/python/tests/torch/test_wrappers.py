@@ -201,11 +201,11 @@ class Wrapped(TestCase):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             for dtype, scale in ((torch.float16, 8.0), (torch.bfloat16, 1.0)):
                 params = params_of(*SHAPES, dtype=dtype)
-                given = self.Config(use_grad_scaling=dtype == torch.float16, dynamic_loss_scale=False, cur_scale=scale,
+                passed = self.Config(use_grad_scaling=dtype == torch.float16, dynamic_loss_scale=False, cur_scale=scale,
                                     **none)
-                optimizer = wrapper(FusedAdam(params), loss_scale_config=given, low_precision_dtype=dtype)
+                optimizer = wrapper(FusedAdam(params), loss_scale_config=passed, low_precision_dtype=dtype)
                 self.step(params, optimizer)
-                for name, value in given.__dict__.items():
+                for name, value in passed.__dict__.items():
                     if name != "cur_iter":
                         self.assertEqual(getattr(optimizer.loss_scale_config, name), value, name)
 
@@ -268,18 +268,18 @@ class Wrapped(TestCase):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
             params, optimizer = self.make(wrapper, clip_grad=0.5)
             grads = [torch.full((2,), 1024.0), torch.full((3,), 2048.0)]
-            given = (grads,) if wrapper is FP16_Optimizer else ()
+            passed = (grads,) if wrapper is FP16_Optimizer else ()
             if wrapper is FP16_UnfusedOptimizer:
                 for master, scale in zip(optimizer.fp32_groups[0], (1024.0, 2048.0)):
                     master.grad = torch.full_like(master, scale)
                 grads = [master.grad for master in optimizer.fp32_groups[0]]
-            scale = optimizer.unscale_and_clip_grads(*given, total_norm=5 * 1024.0, apply_scale=False)
+            scale = optimizer.unscale_and_clip_grads(*passed, total_norm=5 * 1024.0, apply_scale=False)
             self.assertAlmostEqual(scale, 1024 * (5 + 1e-6) / 0.5, places=2)
             self.assertEqual(grads[0].flatten()[0].item(), 1024)
-            optimizer.unscale_and_clip_grads(*given, total_norm=torch.tensor(5 * 1024.0))
+            optimizer.unscale_and_clip_grads(*passed, total_norm=torch.tensor(5 * 1024.0))
             self.assert_close([grads[0].flatten()[0], grads[1].flatten()[-1]], [torch.tensor(0.1), torch.tensor(0.2)])
             optimizer.clip_grad = 0.0
-            self.assertEqual(optimizer.unscale_and_clip_grads(*given, total_norm=1.0, apply_scale=False), 1024)
+            self.assertEqual(optimizer.unscale_and_clip_grads(*passed, total_norm=1.0, apply_scale=False), 1024)
 
     def test_scale_if_loss_scales_losses(self):
         _, optimizer = self.make(FP16_Optimizer)
