@@ -169,8 +169,8 @@ private:
         std::vector<dsopt_param> params;
         for (int i = 0; i < count; ++i) {
             dsopt_param param{};
-            const bool halves = o.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-            param.tensor = tensor(choose.of(kSizes), halves ? int32_t(DSOPT_DTYPE_BF16) : choose.of(kDtypes));
+            const bool is_bf16 = o.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+            param.tensor = tensor(choose.of(kSizes), is_bf16 ? int32_t(DSOPT_DTYPE_BF16) : choose.of(kDtypes));
             if (choose.rarely(12)) param.tensor.data = nullptr;
             if (choose.rarely(32)) make_invalid(param.tensor);
             param.name = choose.rarely(12) ? choose.of(kNames) : nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compares dsopt_optimizer_apply with dsopt_optimizer_step: one optimizer has no memory of its own, its twin has all of
-// it, and both take the same steps. All memory has exactly the size that a call may touch, and empty tensors have none.
+// Compares dsopt_optimizer_apply with dsopt_optimizer_step: one optimizer owns no memory, its twin owns all memory, and
+// both take the same steps. All memory has exactly the size that a call may touch, and empty tensors have none.
 // Steps that both forms accept must give the same bits, two identical calls of apply must give the same bits, a
 // rejected call must not change the caller's memory, and words in the state that no step writes must lead to a status.
 #include "support/numbers.h"

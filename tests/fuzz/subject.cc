@@ -9,24 +9,24 @@ struct Kind {
     int ranks = 1;
     uint32_t flags = 0; // of the optimizer
     int32_t compat = DSOPT_COMPAT_NONE;
-    bool halves = false, scaler = false, masks = false, clips = false, node = false;
+    bool is_16_bit = false, scaler = false, masks = false, clips = false, node = false;
 };
 constexpr uint32_t kAverages = DSOPT_OPTIMIZER_AVERAGES;
 const Kind kAll[] = {
     {DSOPT_ALGORITHM_ADAMW},
     {.algorithm = DSOPT_ALGORITHM_ADAMW,
      .flags = DSOPT_OPTIMIZER_ACCUMULATE,
-     .halves = true,
+     .is_16_bit = true,
      .scaler = true,
      .clips = true},
     {DSOPT_ALGORITHM_LAMB},
     {DSOPT_ALGORITHM_SGD},
     {DSOPT_ALGORITHM_ADAGRAD},
     {DSOPT_ALGORITHM_LION},
-    {.algorithm = DSOPT_ALGORITHM_ADAM, .compat = DSOPT_COMPAT_DEEPSPEED, .halves = true, .scaler = true},
+    {.algorithm = DSOPT_ALGORITHM_ADAM, .compat = DSOPT_COMPAT_DEEPSPEED, .is_16_bit = true, .scaler = true},
     {.algorithm = DSOPT_ALGORITHM_ADAMW,
      .flags = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING,
-     .halves = true},
+     .is_16_bit = true},
     {DSOPT_ALGORITHM_ONEBIT_ADAM},
     {DSOPT_ALGORITHM_ZERO_ONE_ADAM},
     {DSOPT_ALGORITHM_ONEBIT_LAMB},
@@ -34,7 +34,7 @@ const Kind kAll[] = {
     {DSOPT_ALGORITHM_ZERO_ONE_ADAM, 3, kAverages},
     {DSOPT_ALGORITHM_ONEBIT_LAMB, 3, kAverages},
     {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, .ranks = 2, .flags = kAverages, .masks = true},
-    {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM, .ranks = 2, .flags = kAverages, .halves = true, .scaler = true},
+    {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM, .ranks = 2, .flags = kAverages, .is_16_bit = true, .scaler = true},
     {DSOPT_ALGORITHM_ONEBIT_ADAM, 2, kAverages | DSOPT_OPTIMIZER_MOMENTUM_BITS},
     {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, .ranks = 4, .flags = kAverages, .node = true},
     {.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB, .ranks = 2, .compat = DSOPT_COMPAT_DEEPSPEED},
@@ -99,7 +99,7 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     for (size_t i = 0; i < std::size(kSizes); ++i) {
         const auto numel = size_t(kSizes[i]);
         const bool stochastic = kind.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-        const int32_t dtype = !kind.halves               ? DSOPT_DTYPE_F32
+        const int32_t dtype = !kind.is_16_bit            ? DSOPT_DTYPE_F32
                               : stochastic || i % 2 != 0 ? DSOPT_DTYPE_BF16
                                                          : DSOPT_DTYPE_F16;
         weights_.emplace_back(numel * size_of(dtype));

@@ -292,12 +292,12 @@ int run(int argc, char **argv) {
     int64_t ended = 0;
     for (; ended < trainings || Clock::now() < begin + std::chrono::seconds(seconds); ++ended)
         train({algorithms[ended % 4], steps, seed + uint64_t(ended)}, folder, random);
-    const auto took = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
+    const auto duration = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
     std::printf("seed %" PRIu64 ", %" PRId64 " s: %" PRId64 " trainings, %" PRId64 " steps, %" PRId64 " saves; %" PRId64
                 " ranks killed (%" PRId64 " times during a save), %" PRId64 " stopped, %" PRId64 " left, %" PRId64
                 " aborts, %" PRId64 " time-outs by chance; %" PRId64 " restarts, %" PRId64
                 " of them with another number of ranks; %" PRId64 " files read, all of them valid\n",
-                seed, int64_t(took.count()), ended, totals.steps, totals.saves, totals.kills, totals.kills_in_saves,
+                seed, int64_t(duration.count()), ended, totals.steps, totals.saves, totals.kills, totals.kills_in_saves,
                 totals.stops, totals.leaves, totals.aborts, totals.timeouts, totals.restarts, totals.resharded,
                 totals.reads);
     return 0;

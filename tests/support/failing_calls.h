@@ -113,14 +113,14 @@ private:
         barrier_.arrive_and_wait();
         const auto begin = std::chrono::steady_clock::now();
         const dsopt_status status = body();
-        const auto took = std::chrono::steady_clock::now() - begin;
+        const auto duration = std::chrono::steady_clock::now() - begin;
         failed_[size_t(rank)] = status != DSOPT_OK;
         const std::string text = std::string(what) + ", rank " + std::to_string(rank) + ": " +
                                  dsopt_status_name(status) + ": " + dsopt_last_error();
         const auto check = [&](bool holds, const char *reason) {
             if (!holds) throw std::runtime_error(text + ": " + reason);
         };
-        check(took < std::chrono::milliseconds(kTimeout / 2), "the status came after half the time-out");
+        check(duration < std::chrono::milliseconds(kTimeout / 2), "the status came after half the time-out");
         if (status != DSOPT_OK) {
             check(status == DSOPT_ERR_COMM || (status == DSOPT_ERR_STATE && !member.comm),
                   "the status is not that of a failed comm");

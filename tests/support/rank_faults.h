@@ -50,7 +50,7 @@ struct RankFaultCase {
     }
 };
 /// Returns all faults with all algorithms; the other members are random.
-inline std::vector<RankFaultCase> rank_fault_cases(uint64_t seed, int most_ranks) {
+inline std::vector<RankFaultCase> rank_fault_cases(uint64_t seed, int max_ranks) {
     std::vector<RankFaultCase> cases;
     const auto draw = [&seed](int below) {
         seed = seed * 6364136223846793005u + 1442695040888963407u;
@@ -59,7 +59,7 @@ inline std::vector<RankFaultCase> rank_fault_cases(uint64_t seed, int most_ranks
     for (int fault = 0; fault < kRankFaults; ++fault)
         for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                         DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
-            RankFaultCase fault_case{RankFault(fault), algorithm, 2 + draw(most_ranks - 1), 0, 1 + draw(5),
+            RankFaultCase fault_case{RankFault(fault), algorithm, 2 + draw(max_ranks - 1), 0, 1 + draw(5),
                                      draw(3) == 0,     false};
             fault_case.faulty_rank = draw(fault_case.ranks);
             fault_case.averages = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM && draw(2) == 0;
@@ -104,22 +104,23 @@ private:
     void sleep_timeouts(double timeouts) const {
         std::this_thread::sleep_for(std::chrono::milliseconds(int(timeouts * timeout_ms_)));
     }
-    /// Checks that a call takes no longer than `most_ms` plus slack_ms() plus the scheduling delay of the machine.
-    template <class Body> auto timed(const char *what, int64_t most_ms, const Body &body) {
+    /// Checks that a call takes no longer than `limit_ms` plus slack_ms() plus the scheduling delay of the machine.
+    template <class Body> auto timed(const char *what, int64_t limit_ms, const Body &body) {
         struct Watch {
             RankFaultRun &run;
             const char *what;
-            const int64_t most;
-            const int64_t late = run.delay_.total_ms();
+            const int64_t limit;
+            const int64_t earlier_delay_ms = run.delay_.total_ms();
             const Clock::time_point begin = Clock::now();
             ~Watch() {
-                const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-                const int64_t delay_ms = run.delay_.total_ms() - late;
-                EXPECT_LT(took, most + run.slack_ms() + delay_ms)
+                const auto duration_ms =
+                    std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+                const int64_t delay_ms = run.delay_.total_ms() - earlier_delay_ms;
+                EXPECT_LT(duration_ms, limit + run.slack_ms() + delay_ms)
                     << what << ", with a scheduling delay of " << delay_ms << " ms: " << run.case_.text();
-                run.longest_.add(took - most - delay_ms);
+                run.longest_.add(duration_ms - limit - delay_ms);
             }
-        } const watch{*this, what, most_ms};
+        } const watch{*this, what, limit_ms};
         return body();
     }
     template <class Body> auto timed(const char *what, const Body &body) { return timed(what, timeout_ms_, body); }
@@ -235,12 +236,12 @@ private:
 
 /// Runs all cases of `seeds` seeds on one worker per fabric. The workers run in parallel, because most of the time is
 /// spent waiting.
-inline void run_all_rank_faults(const std::vector<std::unique_ptr<Fabric>> &fabrics, uint64_t seeds, int most_ranks,
+inline void run_all_rank_faults(const std::vector<std::unique_ptr<Fabric>> &fabrics, uint64_t seeds, int max_ranks,
                                 bool fewer = false) {
     std::vector<RankFaultCase> cases;
     const auto first = 1 + uint64_t(testing::GTEST_FLAG(random_seed)); // --gtest_random_seed selects others
     for (uint64_t seed = first; seed < first + seeds; ++seed)
-        for (const RankFaultCase &fault_case : rank_fault_cases(seed, most_ranks)) cases.push_back(fault_case);
+        for (const RankFaultCase &fault_case : rank_fault_cases(seed, max_ranks)) cases.push_back(fault_case);
     if (fewer) // one algorithm per fault
         std::erase_if(cases, [&, i = 0](const RankFaultCase &fault_case) mutable {
             return (i++ + int(fault_case.fault)) % 4 != 0;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m dsopt: prints what the library is."""
+"""python -m dsopt: prints a description of the library."""
 
 import json
 

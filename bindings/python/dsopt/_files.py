@@ -70,7 +70,7 @@ def save(optimizer: Any, file: Any, flags: int) -> None:
                 if done is None and not hasattr(file, "fileno"):  # returning None means all was written
                     break
                 if not done:
-                    raise BlockingIOError("the file took nothing of %d bytes" % (size - place))
+                    raise BlockingIOError("the file accepted none of %d bytes" % (size - place))
                 if not isinstance(done, int) or not 0 < done <= size - place:
                     raise _wrong("file.write returned %r, and was given %d bytes" % (done, size - place))
                 place += done
@@ -105,7 +105,7 @@ def _from_objects(optimizer: Any, files: List[Any], several: bool, flags: int) -
         file.seek(0, os.SEEK_END)  # some objects return None
         end = file.tell()
         if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
-            raise _wrong("file.tell returned %r at the place where it is read and %r at its end" % (begin, end))
+            raise _wrong("file.tell returned %r at the current position and %r at the end" % (begin, end))
         begins_and_sizes.append((begin, end - begin))
 
     def read(user: Any, offset: int, data: int, size: int) -> int:

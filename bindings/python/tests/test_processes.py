@@ -84,7 +84,7 @@ class Processes(unittest.TestCase):
                 )
 
     def test_objects_may_be_destroyed_in_any_order_at_exit(self):
-        """The interpreter destroys globals, cycles and atexit functions in an order of its own."""
+        """The interpreter destroys globals, cycles and atexit functions in an unspecified order."""
         self.runs(
             """
             import atexit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's program, for `mypy --strict`. The last function is wrong on purpose."""
+"""A user's program, for `mypy --strict`. The last function has deliberate type errors."""
 
 import sys
 from typing import Dict, List

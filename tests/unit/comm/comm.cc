@@ -398,7 +398,7 @@ TEST(TableComm, CallsTheCallersAbort) {
 }
 
 TEST(TableComm, ReturnsAbortedFromACallThatAbortEnds) {
-    // After an abort, a blocked function of the provider returns an error code of its own.
+    // After an abort, a blocked function of the provider returns the provider's error code.
     static dsopt_comm *running;
     const Context ctx = make_context(1);
     FakeTable fake;

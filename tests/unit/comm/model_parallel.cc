@@ -19,7 +19,7 @@ struct ModelTensor {
         for (const size_t shard : shards) sum += shard;
         return sum;
     }
-    std::vector<float> part(const std::vector<float> &whole, int rank) const {
+    std::vector<float> shard_of(const std::vector<float> &whole, int rank) const {
         if (shards.empty()) return whole;
         size_t begin = 0;
         for (int k = 0; k < rank; ++k) begin += shards[size_t(k)];
@@ -53,7 +53,7 @@ struct Model {
     std::vector<Param> params(int rank) const {
         std::vector<Param> list;
         for (size_t t = 0; t < tensors.size(); ++t)
-            list.push_back({Array(tensors[t].dtype, tensors[t].part(weights(t), rank)), "t" + std::to_string(t),
+            list.push_back({Array(tensors[t].dtype, tensors[t].shard_of(weights(t), rank)), "t" + std::to_string(t),
                             tensors[t].shards.empty() ? 0 : int32_t(DSOPT_PARAM_MODEL_PARALLEL)});
         return list;
     }
@@ -68,11 +68,11 @@ struct Model {
     std::vector<Array> grads(int step, int rank) const {
         std::vector<Array> list;
         for (size_t t = 0; t < tensors.size(); ++t) {
-            const std::vector<float> shard = tensors[t].part(gradients(t, step), rank);
+            const std::vector<float> shard = tensors[t].shard_of(gradients(t, step), rank);
             // An empty shard is absent in every second step.
-            const bool nothing = shard.empty() && step % 2 == 1;
-            list.push_back(is_absent(t, step) || nothing ? Array::absent(shard.size())
-                                                         : Array(tensors[t].dtype, shard));
+            const bool no_gradient = shard.empty() && step % 2 == 1;
+            list.push_back(is_absent(t, step) || no_gradient ? Array::absent(shard.size())
+                                                             : Array(tensors[t].dtype, shard));
         }
         return list;
     }
@@ -164,8 +164,8 @@ struct Training {
             }
             for (size_t t = 0; t < model.tensors.size(); ++t) {
                 expect_near(got[step].ratios[t], whole[step].ratios[t], 1e-5, what + ", ratio " + std::to_string(t));
-                expect_shard_near(got[step].weights[t], model.tensors[t].part(whole[step].weights[t], rank), tolerance,
-                                  what + ", tensor " + std::to_string(t));
+                expect_shard_near(got[step].weights[t], model.tensors[t].shard_of(whole[step].weights[t], rank),
+                                  tolerance, what + ", tensor " + std::to_string(t));
             }
         }
     }
@@ -330,8 +330,8 @@ TEST(ShardedLamb, StepsNextToGroupsOfOtherAlgorithms) {
             expect_near(got.ratios[t], whole.ratios[t], 1e-6, "ratio");
             const bool inside = t > 0 && t <= kTwoShards.tensors.size();
             expect_shard_near(got.weights[t],
-                              inside ? kTwoShards.tensors[t - 1].part(whole.weights[t], rank) : whole.weights[t], 2e-6,
-                              "tensor " + std::to_string(t));
+                              inside ? kTwoShards.tensors[t - 1].shard_of(whole.weights[t], rank) : whole.weights[t],
+                              2e-6, "tensor " + std::to_string(t));
         }
     });
 }

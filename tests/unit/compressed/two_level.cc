@@ -122,7 +122,7 @@ TEST_P(TwoLevelAllReduceSizes, MatchesTheAlgorithmInDouble) {
             const dsopt_comm_info node = info_of(node_rank.node), data = info_of(node_rank.data);
             ASSERT_OK(side.call(input));
             // Between nodes, a rank sends two messages to each other node. In a node, it sends one fp32 slice to each
-            // other rank, then the bits of its own slice.
+            // other rank, then the bits of this rank's slice.
             const int64_t message = partition.total > 0 ? partition.message_bytes() : 0,
                           returned_bytes = exact ? partition.slice() * 4 : nodes * message;
             EXPECT_EQ(info_of(node_rank.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * message);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A fork() while another thread is inside the library: the child can create objects of its own.
+// A fork() while another thread is inside the library: the child can create new objects.
 #include "support/fork.h"
 #include "support/alloc.h"
 #include "support/harness.h"

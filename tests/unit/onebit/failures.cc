@@ -17,15 +17,15 @@ constexpr int kRanks = 3;
 constexpr int64_t kCall = 4;                              // a compressed step
 constexpr auto kBound = std::chrono::milliseconds(60000); // longest allowed time of the other ranks
 
-/// A parallel_for that counts its calls in one step and calls `instead` before loop number `stop_at`.
+/// A parallel_for that counts its calls in one step and calls `on_stop` before loop number `stop_at`.
 struct StoppingPool {
     int64_t stop_at = -1;
-    std::function<void()> instead = {};
+    std::function<void()> on_stop = {};
     int64_t loops = 0;
     bool armed = false;
     static void run(void *user, int64_t n, void (*body)(void *, int64_t), void *arg) {
         auto &self = *static_cast<StoppingPool *>(user);
-        if (self.armed && self.loops++ == self.stop_at) self.instead();
+        if (self.armed && self.loops++ == self.stop_at) self.on_stop();
         for (int64_t i = 0; i < n; ++i) body(arg, i);
     }
 };
@@ -58,8 +58,8 @@ UndisturbedStep measure_step(int32_t algorithm) {
         for (int64_t call = 1; call <= kCall; ++call) must(trainer.step(call));
     });
     const int64_t loops = pools[0].loops;
-    const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-    return {loops, int(std::clamp<int64_t>(loops * took, 1500, 10000))};
+    const auto duration_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+    return {loops, int(std::clamp<int64_t>(loops * duration_ms, 1500, 10000))};
 }
 
 /// Rank 0 stops before a parallel loop of its compressed step. It waits until the other ranks have failed, or aborts.
@@ -74,7 +74,7 @@ void stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
         const Comm comm = local_comm(ctx, id, rank, kRanks, timeout_ms);
         StoppingPool pool;
         if (rank == 0) pool.stop_at = loop;
-        pool.instead = [&] {
+        pool.on_stop = [&] {
             if (!hangs) return dsopt_comm_abort(comm.get());
             std::unique_lock lock(mutex);
             changed.wait(lock, [&] { return failed_peers == kRanks - 1; });

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kFreeze = 12;
 constexpr size_t kFirstIdle = 100, kLastIdle = 300; // elements of tensor 4 without any gradient
-constexpr size_t kParts = 6;
+constexpr size_t kTensors = 6;
 /// Returns a problem whose chunks end in the middle of tensors with any number of ranks.
 Problem small(int ranks) { return {{300, 1, 33, 0, 700, 96}, ranks}; }
 
@@ -42,7 +42,7 @@ struct SavedRun {
 std::vector<float> errors_of(const Trainer &trainer, const char *name, int ranks) {
     if (ranks == 1) return {};
     std::vector<float> values = trainer.state("worker_error");
-    const size_t elements = values.size() - kParts; // one scale per tensor
+    const size_t elements = values.size() - kTensors; // one scale per tensor
     if (std::strcmp(name, "server_error") == 0) {
         values = trainer.state(name);
         values.resize(elements / size_t(ranks));

@@ -68,7 +68,7 @@ TEST(NextReduction, CutsTheVolumeOfOneBitAdamToAFifth) {
     struct {
         const char *what;
         int64_t steps, freeze_step;
-        double least, most; // reduction factor relative to Adam
+        double min_factor, max_factor; // reduction factor relative to Adam
     } const rows[] = {{"1-bit Adam, BERT, freeze_step 16000", 118000, 16000, 5.0, 5.5},
                       {"1-bit Adam, BERT, freeze_step 23000", 118000, 23000, 4.0, 4.5},
                       {"1-bit Adam, BERT, freeze_step 23000", 152000, 23000, 4.5, 5.0},
@@ -84,8 +84,8 @@ TEST(NextReduction, CutsTheVolumeOfOneBitAdamToAFifth) {
         EXPECT_EQ(v.rounds(), 1);
         const double warm = double(row.freeze_step) / double(row.steps);
         EXPECT_NEAR(kFull / v.bits(), 1 / (warm + (1 - warm) / 16), 1e-9);
-        EXPECT_GE(kFull / v.bits(), row.least);
-        EXPECT_LE(kFull / v.bits(), row.most);
+        EXPECT_GE(kFull / v.bits(), row.min_factor);
+        EXPECT_LE(kFull / v.bits(), row.max_factor);
     }
 }
 
@@ -93,7 +93,7 @@ TEST(NextReduction, CutsTheVolumeOfZeroOneAdamFurther) {
     struct {
         const char *what;
         int64_t steps, freeze_step, local_interval_steps, onebit_freeze_step;
-        double least_bits, most_bits, least_rounds, most_rounds; // savings relative to 1-bit Adam
+        double min_bits, max_bits, min_rounds, max_rounds; // savings relative to 1-bit Adam
     } const rows[] = {{"0/1 Adam, BERT", 118000, 12500, 32678, 16000, 0.78, 0.87, 0.38, 0.54},
                       {"0/1 Adam, BERT", 118000, 12500, 32678, 23000, 0.83, 0.87, 0.38, 0.54},
                       {"0/1 Adam, BERT", 152000, 12500, 32678, 23000, 0.83, 0.87, 0.48, 0.54},
@@ -106,10 +106,10 @@ TEST(NextReduction, CutsTheVolumeOfZeroOneAdamFurther) {
         print(row.what, v);
         const double bits = 1 - v.bits() / other.bits(), rounds = 1 - v.rounds() / other.rounds();
         std::printf("    %.1f%% less data and %.1f%% fewer rounds than 1-bit Adam\n", 100 * bits, 100 * rounds);
-        EXPECT_GE(bits, row.least_bits);
-        EXPECT_LE(bits, row.most_bits);
-        EXPECT_GE(rounds, row.least_rounds);
-        EXPECT_LE(rounds, row.most_rounds);
+        EXPECT_GE(bits, row.min_bits);
+        EXPECT_LE(bits, row.max_bits);
+        EXPECT_GE(rounds, row.min_rounds);
+        EXPECT_LE(rounds, row.max_rounds);
         EXPECT_LE(v.last_full, row.freeze_step);
         // Each interval of 1, 2, 4 ... steps lasts 16 variance steps, so k intervals reach step 16 * (2^k - 1).
         const double most = 16 * (std::log2(double(row.freeze_step) / 16 + 1) + 1);

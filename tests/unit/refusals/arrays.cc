@@ -32,7 +32,7 @@ private:
     std::vector<Array> arrays_;
 };
 
-/// A way to make one tensor of a list invalid.
+/// A change that makes one tensor of a list invalid.
 struct InvalidTensor {
     void (*apply)(dsopt_tensor &);
     dsopt_status status;

@@ -22,7 +22,7 @@ bool is_family(int32_t algorithm) {
     return std::find(std::begin(kFamily), std::end(kFamily), algorithm) != std::end(kFamily);
 }
 
-/// An optimizer with a scaler of its own and one parameter.
+/// An optimizer with one scaler and one parameter.
 struct Scaled {
     explicit Scaled(int32_t algorithm, int32_t profile = DSOPT_PROFILE_DEFAULT, int32_t compat = DSOPT_COMPAT_NONE) :
         context(make_context()),
@@ -116,7 +116,7 @@ class CounterLimits : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, CounterLimits, testing::ValuesIn(all_algorithms()), algorithm_name);
 
 TEST_P(CounterLimits, AreSavedAndLoaded) {
-    const double most_calls = 9007199254740992.0;
+    const double max_calls = 9007199254740992.0;
     const bool has_compat = is_family(GetParam()) || std::find(std::begin(kAlgorithms), std::end(kAlgorithms),
                                                                GetParam()) != std::end(kAlgorithms);
     for (const auto &[scale, compat] :
@@ -129,7 +129,7 @@ TEST_P(CounterLimits, AreSavedAndLoaded) {
         Scaled run(GetParam(), DSOPT_PROFILE_DEFAULT, compat);
         ASSERT_OK(run.step(1));
         ASSERT_OK(dsopt_scaler_set(run.scaler.get(), DSOPT_SCALE_VALUE, scale, nullptr));
-        ASSERT_OK(dsopt_optimizer_set(run.trainer->opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, most_calls));
+        ASSERT_OK(dsopt_optimizer_set(run.trainer->opt(), DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, max_calls));
         const int32_t last = INT32_MAX;
         ASSERT_OK(run.import("step", &last, sizeof last));
         std::vector<int32_t> words = exported<int32_t>(run.trainer->opt(), -1, "scaler");
@@ -150,7 +150,7 @@ TEST_P(CounterLimits, AreSavedAndLoaded) {
             const dsopt_scaler_info info = info_of(run.scaler);
             EXPECT_TRUE(std::isfinite(info.scale) && info.scale > 0 && info.updates >= 0) << info.updates;
         }
-        EXPECT_EQ(run.trainer->get(DSOPT_KEY_CALLS), most_calls);
+        EXPECT_EQ(run.trainer->get(DSOPT_KEY_CALLS), max_calls);
         EXPECT_EQ(steps(run.trainer->opt())[0], INT32_MAX);
         for (const float weight : run.trainer->weight().floats()) EXPECT_TRUE(std::isfinite(weight));
     }

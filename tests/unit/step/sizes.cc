@@ -89,7 +89,7 @@ TEST(LambLayout, GivesTheSameBitsAtAnyElementAlignedAddress) {
         }
 }
 
-// Expects that tensors of a list have the bits that they have in an optimizer of their own.
+// Expects that each tensor of a list has the same bits as in an optimizer with this tensor alone.
 void expect_as_alone(const Trainer &list, const std::vector<Shape> &shapes, const dsopt_group &group,
                      size_t stride = 1) {
     for (size_t i = 0; i < shapes.size(); i += stride) {

@@ -28,7 +28,7 @@ def ranks(axis, comm: str) -> int:
         ) from None
     if jax.process_count() > 1 and not comm:
         raise _call.unsupported(
-            "the ranks of a program's own comm are devices of one process; register comms of your own with "
+            "the ranks of a program's own comm are devices of one process; register other comms with "
             "dsopt.jax.register_comm, and name them in `comm`"
         )
     return size
