@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On the emulated device a warm step allocates nothing on the host, even if its lists are at other addresses in each
+// On the emulated device a warm step allocates nothing on the host, even if the addresses in its lists change in each
 // call.
 #include "backend_optimizer.h"
 #include "support/allocations.h"
@@ -8,8 +8,8 @@ using namespace cuda_test;
 
 namespace {
 
-TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
-    test::NewCounter::is_ignored = fakert::works;
+TEST(CudaWarmStep, AllocatesNoHostMemoryWhenListsMove) {
+    test::NewCounter::is_ignored = fakert::in_runtime_call;
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         SCOPED_TRACE(test::name_of(algorithm));
@@ -27,12 +27,12 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
             };
             BackendOptimizer side(true, setting);
             side.fill_gradients(0);
-            std::vector<Bytes> elsewhere;
+            std::vector<Bytes> copies;
             std::vector<dsopt_tensor> moved = side.gradients;
             for (size_t i = 0; i < moved.size(); ++i) {
-                elsewhere.emplace_back(true, side.grads[i].bytes(), 0);
-                elsewhere.back().set(side.grads[i].get());
-                moved[i].data = elsewhere.back().data();
+                copies.emplace_back(true, side.grads[i].bytes(), 0);
+                copies.back().set(side.grads[i].get());
+                moved[i].data = copies.back().data();
             }
             for (int call = 0; call < 12; ++call) {
                 dsopt_step step = side.arguments();
@@ -46,11 +46,11 @@ TEST(CudaAllocations, AreNotMadeOnTheHostByWarmStepsWhoseListsMove) {
                     status = dsopt_optimizer_step(side.optimizer, &step);
                 }
                 ASSERT_OK(status);
-                const int64_t news = test::NewCounter::calls;
+                const int64_t allocations = test::NewCounter::calls;
                 if (call == 0) {
-                    EXPECT_GT(news, 0) << "they are seen";
+                    EXPECT_GT(allocations, 0) << "the counter does not see allocations";
                 } else {
-                    EXPECT_EQ(news, 0) << "call " << call;
+                    EXPECT_EQ(allocations, 0) << "call " << call;
                 }
             }
         }
@@ -64,7 +64,7 @@ protected:
     void SetUp() override {
         begin_test();
         allow_many_blocks();
-        test::NewCounter::is_ignored = fakert::works;
+        test::NewCounter::is_ignored = fakert::in_runtime_call;
     }
     void TearDown() override {
         test::NewCounter::is_ignored = nullptr;
@@ -74,18 +74,18 @@ protected:
 INSTANTIATE_TEST_SUITE_P(Tensors, CudaWarmCalls, testing::Values(1, 31, 32, 2000),
                          [](const auto &info) { return std::to_string(info.param); });
 
-TEST_P(CudaWarmCalls, AllocateNothingOnTheHostWithoutOtherRanks) {
+TEST_P(CudaWarmCalls, AllocateNoHostMemoryOnOneRank) {
     test::expect_no_allocations_in_warm_calls(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(),
                                               GetParam() > 100 ? 2 : 5);
 }
-TEST_P(CudaWarmCalls, AllocateNothingOnTheHostInStepsThatAverageGradients) {
+TEST_P(CudaWarmCalls, AllocateNoHostMemoryInAveragingSteps) {
     test::expect_no_allocations_in_averaging_steps(DSOPT_BACKEND_CUDA, memory_of(true), GetParam(),
                                                    GetParam() > 100 ? 3 : 8);
 }
 
-TEST(CudaFirstStep, HasSentNothingWhenAnAllocationFails) {
+TEST(CudaFirstStep, SendsNothingIfAllocationFails) {
     begin_test();
-    test::NewCounter::is_ignored = fakert::works;
+    test::NewCounter::is_ignored = fakert::in_runtime_call;
     test::expect_first_step_repeatable(DSOPT_BACKEND_CUDA, memory_of(true), DSOPT_ALGORITHM_ONEBIT_ADAM,
                                        DSOPT_OPTIMIZER_AVERAGES);
     test::NewCounter::is_ignored = nullptr;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels read no host memory. On a GPU such an access is illegal, or slow with some drivers; on the emulated device,
-// which is this process, it would not be noticed. So the engine's allocations here have pages of their own and its
-// calls run on a separate stack, and both are inaccessible while kernels run.
+// Kernels read no host memory. On a GPU such an access is illegal, or slow with some drivers. The emulated device is
+// this process and would not notice it. So the engine's allocations here have pages of their own and its calls run on a
+// separate stack; both are inaccessible while kernels run.
 #include "backend_optimizer.h"
 #include "noop_comm.h"
 #include <csignal>
@@ -13,20 +13,20 @@
 
 namespace {
 
-constexpr size_t kPage = 4096, kMost = 100000;
+constexpr size_t kPage = 4096, kMaxRegions = 100000;
 
 /// Allocations that have pages of their own.
 struct Region {
     void *memory;
     size_t bytes;
 };
-Region g_regions[kMost];
+Region g_regions[kMaxRegions];
 size_t g_count = 0;
 std::mutex g_mutex;
 thread_local bool t_in_engine = false;
 
 void *allocate(size_t bytes) {
-    if (!t_in_engine || fakert::works()) {
+    if (!t_in_engine || fakert::in_runtime_call()) {
         void *const memory = std::malloc(bytes != 0 ? bytes : 1);
         if (memory == nullptr) throw std::bad_alloc();
         return memory;
@@ -34,7 +34,7 @@ void *allocate(size_t bytes) {
     const size_t size = (bytes / kPage + 1) * kPage;
     void *const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     const std::lock_guard lock(g_mutex);
-    if (memory == MAP_FAILED || g_count == kMost) throw std::bad_alloc();
+    if (memory == MAP_FAILED || g_count == kMaxRegions) throw std::bad_alloc();
     g_regions[g_count++] = {memory, size};
     return memory;
 }
@@ -62,7 +62,7 @@ void run_kernels() {
     const cudaError_t error = cudaDeviceSynchronize();
     allow(PROT_READ | PROT_WRITE);
     EXPECT_EQ(error, cudaSuccess);
-    EXPECT_GT(fakert::kernels_run(), before) << "they ran before: the host waited";
+    EXPECT_GT(fakert::kernels_run(), before) << "the kernels ran earlier: the call waited for them";
 }
 
 /// Runs body() on a stack that is unmapped afterwards.
@@ -114,7 +114,7 @@ protected:
     }
 };
 
-TEST_F(CudaHostMemory, IsNotReadByKernelsOfSteps) {
+TEST_F(CudaHostMemory, IsNotReadByStepKernels) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         Setting s;
         s.algorithm = algorithm;
@@ -131,7 +131,7 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfSteps) {
     }
 }
 
-TEST_F(CudaHostMemory, IsNotReadByKernelsOfExchanges) {
+TEST_F(CudaHostMemory, IsNotReadByExchangeKernels) {
     const NoOpComm noop(DSOPT_COMM_FLAG_ENQUEUE);
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
@@ -149,7 +149,7 @@ TEST_F(CudaHostMemory, IsNotReadByKernelsOfExchanges) {
     }
 }
 
-TEST_F(CudaHostMemory, IsNotReadByKernelsOfLists) {
+TEST_F(CudaHostMemory, IsNotReadByListKernels) {
     BackendOptimizer side(true, Setting{});
     side.fill_gradients(0);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);

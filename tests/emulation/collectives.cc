@@ -9,7 +9,7 @@ namespace {
 /// all blocks that were launched early share one `__shared__` memory.
 void require_wait(Worker &w, const Thread &self, const char *what) {
     if (!w.grid->launch.early || self.waited) return;
-    fail(w, "%s before the kernel, which was launched early, has waited for the kernel before", what);
+    fail(w, "%s before the kernel, which was launched early, has waited for the preceding kernel", what);
     abandon(w);
 }
 

@@ -114,7 +114,7 @@ void abandon(Worker &w) {
 }
 
 void wait(Worker &w, Thread &self) {
-    // the block may be abandoned, and then this thread never resumes
+    // if the block is abandoned, this thread never resumes
     if (w.sync_points) sanitizer::release(&w.grid->sync_points->end);
     switch_fiber(*self.fiber, w.scheduler);
 }
@@ -134,14 +134,14 @@ void run_as(Worker &w, Thread &thread) {
 
 void returned(Worker &w, Thread &self) {
     if (w.grid->launch.early && !self.waited && !w.aborted)
-        fail(w, "returned without having waited for the kernel before, though its own may begin early");
+        fail(w, "returned without a wait for the preceding kernel, although this kernel was launched early");
     self.state = State::done;
     ++w.done;
     if (w.sync_points) sanitizer::release(&w.grid->sync_points->end);
     const unsigned number = self.number / kLanes;
     Warp &warp = w.warps[number];
     warp.exited |= 1u << self.number % kLanes;
-    // this may have been the last lane they wait for
+    // other lanes may have waited only for this one
     for (uint32_t left = warp.waiting; left && !w.aborted; left &= left - 1) {
         const unsigned lane = unsigned(__builtin_ctz(left));
         if (warp.waiting >> lane & 1u) complete(w, number, w.threads[number * kLanes + lane].mask, nullptr);
@@ -150,7 +150,7 @@ void returned(Worker &w, Thread &self) {
         fail(w, "returned while %u threads of its block wait at __syncthreads()", w.at_barrier);
 }
 
-Thread &next_fresh(Worker &w) {
+Thread &next_new_thread(Worker &w) {
     Thread &thread = w.order.empty() ? w.threads[w.next] : *w.order[w.next];
     ++w.next;
     return thread;
@@ -164,9 +164,9 @@ void thread_main() {
         Thread &self = *w.current;
         Fiber &fiber = *self.fiber;
         returned(w, self);
-        // If no thread is ready, the next one runs on this stack.
+        // If no thread is ready, the next new thread runs on this stack.
         if (w.ready.empty() && w.next < w.count && !w.aborted && !fiber.tsan) {
-            Thread &following = next_fresh(w);
+            Thread &following = next_new_thread(w);
             following.fiber = &fiber;
             run_as(w, following);
             continue;
@@ -246,7 +246,7 @@ void report_deadlock(Worker &w) {
     }
     threadIdx = shown->index;
     fail(w, "deadlock: %u threads wait at __syncthreads(), %u in a warp collective%s, %u returned", barrier, collective,
-         collective ? " (this one too)" : "", w.done);
+         collective ? " (this thread too)" : "", w.done);
 }
 
 void begin_block(Worker &w, uint64_t block) {
@@ -288,7 +288,7 @@ void run_threads(Worker &w) {
             w.ready.pop_back();
             run_as(w, thread);
         } else if (w.next < w.count) {
-            Thread &thread = next_fresh(w);
+            Thread &thread = next_new_thread(w);
             thread.fiber = take_fiber(w);
             run_as(w, thread);
         } else if (w.at_dependency != 0) {
@@ -431,14 +431,14 @@ bool run_grid(const Launch &launch, void (*body)(const void *), const void *argu
 /// State of a grid that was launched early. It has its own OS thread, because shared memory and threadIdx are per OS
 /// thread.
 struct EarlyGrid::State {
-    enum class Phase { begins, holds, goes_on, given_up };
+    enum class Phase { starting, holding, resumed, abandoned };
 
     Launch launch;
     size_t blocks;
     Grid grid;
     std::vector<Worker *> held{};
     QuietMutex mutex{};
-    Phase phase = Phase::begins;
+    Phase phase = Phase::starting;
     std::thread thread{};
 
     State(const Launch &l, void (*body)(const void *), const void *argument, size_t count) :
@@ -472,10 +472,10 @@ struct EarlyGrid::State {
             run_threads(w);
         }
     }
-    void go_on(bool given_up) {
+    void resume(bool abandoned) {
         const auto hold = one_grid();
         for (Worker *w : held) {
-            w->aborted = w->aborted || given_up;
+            w->aborted = w->aborted || abandoned;
             w->at_dependency = 0;
             for (unsigned i = w->count; i > 0; --i)
                 if (Thread &thread = w->threads[i - 1]; thread.state == cuemu::State::at_dependency) wake(*w, thread);
@@ -484,28 +484,28 @@ struct EarlyGrid::State {
             return_worker(*w);
         }
         t_worker = nullptr;
-        if (!given_up) run_blocks(grid);
+        if (!abandoned) run_blocks(grid);
     }
     void run() {
         grid.holds = true;
         begin();
         grid.holds = false;
-        enter(Phase::holds);
-        const bool given_up = leave(Phase::holds) == Phase::given_up;
+        enter(Phase::holding);
+        const bool abandoned = leave(Phase::holding) == Phase::abandoned;
         if (sanitizer::tsan()) sanitizer::acquire(&grid.sync_points->dependency); // for blocks that have not begun
-        go_on(given_up);
+        resume(abandoned);
     }
 };
 
 EarlyGrid::EarlyGrid(const Launch &launch, void (*body)(const void *), const void *argument, size_t blocks) :
     state_(new State(launch, body, argument, blocks)) {
     state_->thread = std::thread([this] { state_->run(); });
-    state_->leave(State::Phase::begins);
+    state_->leave(State::Phase::starting);
 }
 EarlyGrid::~EarlyGrid() {
     bool triggered = false;
     if (state_->thread.joinable()) {
-        state_->enter(State::Phase::given_up);
+        state_->enter(State::Phase::abandoned);
         state_->thread.join();
         end_grid(state_->grid, triggered);
     }
@@ -513,7 +513,7 @@ EarlyGrid::~EarlyGrid() {
 }
 bool EarlyGrid::finish(bool &triggered) {
     if (sanitizer::tsan()) sanitizer::release(&state_->grid.sync_points->dependency);
-    state_->enter(State::Phase::goes_on);
+    state_->enter(State::Phase::resumed);
     state_->thread.join();
     return end_grid(state_->grid, triggered);
 }
@@ -552,6 +552,6 @@ void wait_for_previous() {
     if (w.sync_points) sanitizer::acquire(&w.grid->sync_points->dependency);
 }
 
-void let_next_begin() { t_worker->grid->triggered.store(true, std::memory_order_relaxed); }
+void trigger_successor() { t_worker->grid->triggered.store(true, std::memory_order_relaxed); }
 
 } // namespace cuemu

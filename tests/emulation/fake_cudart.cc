@@ -19,27 +19,28 @@ struct CallCount {
 struct LaunchedKernel {
     std::string name;
 };
-struct Allowance { // for dynamic shared memory
+struct SharedMemoryLimit { // of a kernel, for dynamic shared memory
     const void *function;
     size_t bytes;
 };
 std::vector<CallCount> g_calls;
 std::vector<LaunchedKernel> g_launched, g_late;
 std::set<const void *> g_loaded, g_early;
-std::vector<Allowance> g_allowances;
+std::vector<SharedMemoryLimit> g_shared_limits;
 std::vector<bool> g_contexts; // devices with a primary context
-std::vector<int> g_others;    // devices of the other contexts
+std::vector<int> g_others;    // devices of the contexts that are not primary
 std::vector<std::string> g_triggering;
 long g_all_calls = 0;
-bool g_begun = false, g_forked = false; // a call was made; after that, this process was created by fork()
+bool g_begun = false;  // a call was made
+bool g_forked = false; // this process was created by fork() after a call
 thread_local cudaError_t t_last = cudaSuccess;
 struct Current {
     int device, context;
     bool bound;
 };
-// Contexts that were current before a push. The array has no destructor, because static objects may free device memory
-// at the end of the process, after variables of the main thread were destroyed.
-thread_local std::array<Current, 64> t_before;
+// Contexts that were current before a push. An array, which has no destructor: static objects may free device memory
+// at the end of the process, after thread-local variables of the main thread were destroyed.
+thread_local std::array<Current, 64> t_pushed_contexts;
 thread_local size_t t_pushed = 0;
 
 long count_call(const char *function) {
@@ -54,25 +55,25 @@ uint64_t from_environment(const char *name, uint64_t otherwise) {
     return text ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
-struct OwnCall : KernelCall { // owns the arguments
-    explicit OwnCall(const KernelCall &call) : KernelCall(call) {}
-    OwnCall(OwnCall &&other) noexcept : KernelCall(other) { other.data = nullptr; }
-    OwnCall &operator=(OwnCall &&) = delete;
-    ~OwnCall() {
+struct OwnedCall : KernelCall { // owns the arguments
+    explicit OwnedCall(const KernelCall &call) : KernelCall(call) {}
+    OwnedCall(OwnedCall &&other) noexcept : KernelCall(other) { other.data = nullptr; }
+    OwnedCall &operator=(OwnedCall &&) = delete;
+    ~OwnedCall() {
         if (data) drop(data);
     }
 };
 class Kernel final : public Task {
 public:
-    Kernel(OwnCall &&call, int device) :
+    Kernel(OwnedCall &&call, int device) :
         Task(std::string("kernel ") + call.launch.name, call.launch.early),
         call_(std::move(call)),
         device_(device) {}
 
     void begin(Run &run) override {
-        // At its first launch, several blocks of a kernel begin, and cannot access device memory until they have waited
-        // for the preceding kernel. At later launches one block begins and may read old values, because changing the
-        // page protection is slow.
+        // At the first launch of a kernel, several of its blocks begin early, and device memory is inaccessible to them
+        // until they wait for the preceding kernel. At later launches one block begins early and may read old values,
+        // because changing the page protection is slow.
         bool first = false, hidden = false;
         {
             const Lock lock;
@@ -98,14 +99,14 @@ public:
     }
 
 private:
-    OwnCall call_;
+    OwnedCall call_;
     int device_;
 };
 
 bool launchable(const cuemu::Launch &launch, const void *function) {
     size_t shared = kShared;
-    for (const Allowance &allowance : g_allowances)
-        if (allowance.function == function) shared = allowance.bytes;
+    for (const SharedMemoryLimit &limit : g_shared_limits)
+        if (limit.function == function) shared = limit.bytes;
     const dim3 g = launch.grid, b = launch.block;
     return g.x && g.y && g.z && g.x <= 2147483647u && g.y <= 65535 && g.z <= 65535 && b.x && b.y && b.z &&
            b.x <= 1024 && b.y <= 1024 && b.z <= 64 && uint64_t(b.x) * b.y * b.z <= 1024 && launch.shared <= shared;
@@ -127,7 +128,7 @@ void make_context(int device) {
 // also fail as configured, always with 999.
 constexpr int kOthers = 4096, kGreen = 8192;
 template <class F> int driver(const char *function, const F &body) {
-    const cudaError_t last = t_last; // of the runtime, which knows nothing of the driver's errors
+    const cudaError_t last = t_last; // errors of the driver are not errors of the runtime
     const cudaError_t error = call(function, [&] { return cudaError_t(body()); });
     t_last = last;
     return error == 1 || error == 101 || error == 201 || error == 400 || error == 906 || error == 0 ? int(error) : 999;
@@ -136,13 +137,13 @@ void *handle_of(int device, int context) {
     return reinterpret_cast<void *>(uintptr_t(context == 0 ? device + 1 : kOthers + context));
 }
 void push_context(int device, int context) {
-    t_before.at(t_pushed++) = {t_device, t_context, t_bound};
+    t_pushed_contexts.at(t_pushed++) = {t_device, t_context, t_bound};
     t_device = device;
     t_context = context;
     t_bound = true;
 }
 void pop_context() {
-    const Current &before = t_before.at(--t_pushed);
+    const Current &before = t_pushed_contexts.at(--t_pushed);
     t_device = before.device;
     t_context = before.context;
     t_bound = before.bound;
@@ -239,7 +240,7 @@ thread_local int t_context = 0;
 thread_local bool t_bound = false;
 thread_local bool t_in_host_function = false;
 thread_local int t_locks = 0;
-bool works() { return t_locks != 0; }
+bool in_runtime_call() { return t_locks != 0; }
 
 cudaError_t begin_call(const char *function) {
     static const AtExit at_exit;
@@ -290,7 +291,7 @@ void reset(const Config &config) {
     g_late.clear();
     g_loaded.clear();
     g_early.clear();
-    g_allowances.clear();
+    g_shared_limits.clear();
     g_contexts.clear();
     g_others.clear();
     g_triggering.clear();
@@ -365,11 +366,11 @@ std::vector<std::string> late_loads() {
     return names_of(g_late);
 }
 
-void *take_memory(size_t bytes) { return std::malloc(bytes); }
-void give_memory(void *memory) { std::free(memory); }
+void *allocate_arguments(size_t bytes) { return std::malloc(bytes); }
+void free_arguments(void *memory) { std::free(memory); }
 bool launches() { return g_config.launches; }
 cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
-    OwnCall own(kernel_call);
+    OwnedCall owned(kernel_call);
     return call("cudaLaunchKernel", [&] {
         FakeStream *stream = nullptr;
         if (!launchable(kernel_call.launch, kernel_call.function)) return cudaErrorInvalidConfiguration;
@@ -386,7 +387,7 @@ cudaError_t launch_kernel(const KernelCall &kernel_call, cudaStream_t handle) {
                 if (const cudaError_t error = wait_for_device(t_device)) return error;
         }
         g_launched.push_back({kernel_call.launch.name});
-        return enqueue(stream, TaskRef(new Kernel(std::move(own), t_device)));
+        return enqueue(stream, TaskRef(new Kernel(std::move(owned), t_device)));
     });
 }
 
@@ -402,12 +403,12 @@ cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int
     return call("cudaFuncSetAttribute", [&] {
         if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value < 0 || size_t(value) > kSharedOptin)
             return cudaErrorInvalidValue;
-        for (Allowance &known : g_allowances)
+        for (SharedMemoryLimit &known : g_shared_limits)
             if (known.function == function) {
                 known.bytes = size_t(value);
                 return cudaSuccess;
             }
-        g_allowances.push_back({function, size_t(value)});
+        g_shared_limits.push_back({function, size_t(value)});
         return cudaSuccess;
     });
 }

@@ -24,7 +24,7 @@ struct Run {
 };
 struct Task { // reference-counted by queues and graphs, under the lock
     std::string label;
-    bool early; // a kernel that may begin before preceding work has ended
+    bool early; // a kernel that may begin before the preceding kernel has ended
     int holders = 0;
     explicit Task(std::string what, bool is_early = false) : label(std::move(what)), early(is_early) {}
     virtual ~Task() = default;
@@ -62,7 +62,7 @@ template <class F> TaskRef make_task(std::string label, F work) {
 
 struct Dependency {
     FakeStream *stream;
-    uint64_t upto; // the stream must have completed this many works
+    uint64_t upto; // the stream must have completed this many pieces of work
 };
 struct Work {
     TaskRef task;
@@ -126,9 +126,9 @@ struct FakeEvent {
     bool timing;
     int device, context;          // where the event was created
     FakeStream *stream = nullptr; // NULL: never recorded
-    uint64_t at = 0;
+    uint64_t position = 0;        // in the stream's queue, or among the nodes of `branch`
     double milliseconds = 0;
-    uint64_t capture = 0; // the capture in which it was recorded last, at position `at` of `branch`
+    uint64_t capture = 0; // the capture in which it was recorded last; 0: none
     unsigned branch = 0;
 };
 struct FakeGraph {
@@ -173,8 +173,8 @@ extern thread_local bool t_in_host_function;
 void host_follows(uint64_t *sync_point);
 void host_precedes(uint64_t *sync_point);
 
-/// Begin and end of every call that can fail: the configured fault, then a broken device's error, then the call itself
-/// under the lock.
+/// Begin and end of every call that can fail. An error is the configured fault, the error of a device that has failed,
+/// or that of the call itself.
 cudaError_t begin_call(const char *function);
 cudaError_t end_call(cudaError_t error);
 template <class F> cudaError_t call(const char *function, F &&body) {
@@ -183,28 +183,30 @@ template <class F> cudaError_t call(const char *function, F &&body) {
     if (!error) error = body();
     return end_call(error);
 }
-/// Runs a call that releases something. On a broken device it releases too, and returns the device's error.
+/// Runs a call that releases an object. After a failure of the device it still releases, and returns the device's
+/// error.
 template <class F> cudaError_t call_release(const char *function, F &&body) {
     const Lock lock;
     cudaError_t error = begin_call(function);
     if (!error || error == g_sticky)
-        if (const cudaError_t own = body(); !error) error = own;
+        if (const cudaError_t released = body(); !error) error = released;
     return end_call(error);
 }
 
 // Streams. All of these are called under the lock.
 FakeStream *null_stream(int device);
 FakeStream *new_stream(int device, bool blocking, bool handle);
-void destroy_stream(FakeStream *stream); // once its work is done
-/// Waits for all work of a device; the host happens after it.
+void destroy_stream(FakeStream *stream); // after its work
+/// Waits for all work of a device; for the thread sanitizer the host then happens after that work.
 cudaError_t wait_for_device(int device);
-/// Finds the stream of a handle for work. Returns 400 if there is none, otherwise the error of the captures, if any.
+/// Finds the stream of a handle, for work. Returns cudaErrorInvalidResourceHandle if there is none, and an error if
+/// a capture forbids work on the stream.
 cudaError_t find_stream(cudaStream_t handle, FakeStream *&stream);
 bool is_stream(const FakeStream *stream); // true if the program holds its handle
 /// Appends to the queue, or to the capture.
 cudaError_t enqueue(FakeStream *stream, TaskRef task, std::vector<Dependency> after = {});
 cudaError_t run_until(FakeStream *stream, uint64_t upto);
-/// Same as run_until(); the host happens after the work.
+/// Same as run_until(); for the thread sanitizer the host then happens after the work.
 cudaError_t wait_for(FakeStream *stream, uint64_t upto);
 /// Returns the state of a stream or event as a query reports it; polling makes progress.
 cudaError_t query(FakeStream *stream, uint64_t upto);
@@ -219,8 +221,8 @@ const Block *find_device(const void *p);
 /// end of every call, or until work of another device begins. So page protection changes only once for all work that a
 /// call runs.
 void expose(int device, bool on);
-/// Makes the memory inaccessible again if only one work runs on the device. Returns false if another work runs or
-/// nothing is protected.
+/// Makes the memory inaccessible again if only one piece of work runs on the device. Returns false if there is other
+/// work, or if memory is not protected.
 bool hide(int device);
 void show(int device);
 void close_idle();
@@ -229,8 +231,8 @@ long live_memory();
 void reset_memory();
 
 // Captures. Called under the lock.
-/// Refuses a call that may wait or allocate, and invalidates the capture, if this thread captures (in global mode: any
-/// thread). `relaxed_too`: also if the capture is relaxed, for calls that wait.
+/// Refuses a call that may wait or allocate if this thread captures, or any thread in global mode, and invalidates that
+/// capture. `relaxed_too`: also for a capture in relaxed mode, which forbids only calls that wait.
 cudaError_t refuse_in_capture(bool relaxed_too);
 /// Refuses a call that waits for a whole device, and invalidates every capture there, whatever its mode and thread.
 cudaError_t refuse_captures_on(int device);
@@ -241,7 +243,7 @@ cudaError_t refuse(Capture &capture, cudaError_t why = cudaErrorStreamCaptureUns
 cudaError_t record(FakeStream *stream, TaskRef task, std::vector<NodeDependency> after = {});
 cudaError_t record_event(FakeEvent *event, FakeStream *stream);
 cudaError_t wait_event(FakeStream *stream, const FakeEvent *event);
-/// Refuses queries of an event: 907 if it was recorded in a capture.
+/// Refuses queries of an event that was recorded in a capture, with cudaErrorCapturedEvent.
 cudaError_t refuse_captured(const FakeEvent *event);
 void drop_captures_of(const FakeStream *stream);
 long live_graphs();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Capture of streams into graphs, and their launch. A graph is the work of each captured stream, with the waits between
-// them. A launch enqueues that work in the stream of the launch and in streams of the graph. So a replay runs like all
-// other work, in every mode and under every sanitizer.
+// Capture of streams into graphs, and launches of graphs. A graph is the work of each captured stream, and the waits
+// between these streams. A launch enqueues that work in the stream of the launch and in streams of the graph. So a
+// replay runs like all other work, in every mode and under every sanitizer.
 #include "fake_cudart.h"
 #include <algorithm>
 
@@ -98,7 +98,7 @@ cudaError_t end_capture(cudaStream_t handle, cudaGraph_t *graph) {
 
 cudaError_t launch_graph(FakeGraphExec &exec, FakeStream *stream) {
     if (stream->device != exec.graph.branches[0].stream->device) return cudaErrorInvalidValue;
-    // Every branch begins after what the stream waits for here, and after the previous launch of this graph.
+    // Every branch begins after the earlier work of the stream, and after the previous launch of this graph.
     std::vector<Dependency> before;
     if (exec.last.stream) before.push_back(exec.last);
     if (const cudaError_t error = enqueue(stream, make_task("graph", [] { return cudaSuccess; }), before)) return error;
@@ -168,7 +168,7 @@ cudaError_t record(FakeStream *stream, TaskRef task, std::vector<NodeDependency>
 cudaError_t record_event(FakeEvent *event, FakeStream *stream) {
     event->capture = stream->capture->id;
     event->branch = stream->branch;
-    event->at = stream->capture->branches[stream->branch].length;
+    event->position = stream->capture->branches[stream->branch].length;
     return cudaSuccess;
 }
 
@@ -187,7 +187,7 @@ cudaError_t wait_event(FakeStream *stream, const FakeEvent *event) {
         join(*capture, stream);
     else if (stream->branch == event->branch)
         return cudaSuccess;
-    return record(stream, make_task("wait", [] { return cudaSuccess; }), {{event->branch, event->at}});
+    return record(stream, make_task("wait", [] { return cudaSuccess; }), {{event->branch, event->position}});
 }
 
 cudaError_t refuse_captured(const FakeEvent *event) {

@@ -11,10 +11,10 @@ namespace fakert {
 namespace {
 
 constexpr size_t kPage = 4096, kRedZone = 256, kManagedLine = 256;
-constexpr unsigned char kUnwritten = 0xff, kUntouched = 0xa5;
+constexpr unsigned char kUnwrittenByte = 0xff, kRedZoneByte = 0xa5;
 
 using Blocks = std::map<char *, Block>;
-struct Grave {
+struct FreedBlock {
     char *memory;
     size_t mapped;
 };
@@ -24,7 +24,7 @@ struct Device {
     size_t used = 0;
 };
 Blocks g_device_blocks, g_host_blocks, g_managed_blocks;
-std::vector<Grave> g_graves;
+std::vector<FreedBlock> g_freed;
 std::vector<Device> g_devices;
 
 Device &device(int number) {
@@ -37,24 +37,24 @@ void set_access(char *memory, size_t bytes, bool on) {
 }
 
 Blocks::const_iterator find(const Blocks &blocks, const void *p) {
-    char *const at = static_cast<char *>(const_cast<void *>(p));
-    auto found = blocks.upper_bound(at);
+    char *const address = static_cast<char *>(const_cast<void *>(p));
+    auto found = blocks.upper_bound(address);
     if (found == blocks.begin()) return blocks.end();
     --found;
-    return at < found->first + found->second.bytes ? found : blocks.end();
+    return address < found->first + found->second.bytes ? found : blocks.end();
 }
-/// Returns true if the bytes lie wholly inside the block that contains `p`, or if no block contains it. `is` becomes
-/// true if a block contains it.
-bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &is) {
+/// Returns true if the bytes lie completely inside the block that contains `p`, or if no block contains it.
+/// `found_block` becomes true if a block contains it.
+bool inside(const Blocks &blocks, const void *p, size_t bytes, bool &found_block) {
     const auto found = find(blocks, p);
-    is = found != blocks.end();
-    return !is || bytes <= found->second.bytes - size_t(static_cast<const char *>(p) - found->first);
+    found_block = found != blocks.end();
+    return !found_block || bytes <= found->second.bytes - size_t(static_cast<const char *>(p) - found->first);
 }
 
 void open(int number, bool on) {
     device(number).open = on;
     if (!g_config.protect) return;
-    // Bounds of adjacent blocks: a few system calls suffice for thousands of small blocks.
+    // Adjacent blocks are changed together: a few system calls suffice for thousands of small blocks.
     char *begin = nullptr, *end = nullptr;
     for (const auto &[memory, block] : g_device_blocks) {
         if (block.device != number || !block.alive) continue;
@@ -77,8 +77,8 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     void *const memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return cudaErrorMemoryAllocation;
     char *const begin = static_cast<char *>(memory);
-    std::memset(begin, kUnwritten, bytes);
-    std::memset(begin + bytes, kUntouched, mapped - bytes);
+    std::memset(begin, kUnwrittenByte, bytes);
+    std::memset(begin + bytes, kRedZoneByte, mapped - bytes);
     if (sanitizer::asan()) __asan_poison_memory_region(begin + bytes, mapped - bytes);
     if (g_config.protect && (!alive || !owner.open)) set_access(begin, mapped, false);
     g_device_blocks[begin] = {bytes, mapped, t_device, alive, t_context};
@@ -87,21 +87,21 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     return cudaSuccess;
 }
 
-void release(Blocks::iterator at) {
-    char *const memory = at->first;
-    const Block block = at->second;
+void release(Blocks::iterator block_at) {
+    char *const memory = block_at->first;
+    const Block block = block_at->second;
     set_access(memory, block.mapped, true);
     for (size_t i = block.bytes; i < block.mapped && !sanitizer::asan(); ++i) {
-        if (static_cast<unsigned char>(memory[i]) == kUntouched) continue;
-        std::fprintf(stderr, "fakert: byte %zu was written of a device block of %zu bytes\n", i, block.bytes);
+        if (static_cast<unsigned char>(memory[i]) == kRedZoneByte) continue;
+        std::fprintf(stderr, "fakert: write past the end: byte %zu of a device block of %zu bytes\n", i, block.bytes);
         std::abort();
     }
     if (sanitizer::asan()) __asan_poison_memory_region(memory, block.mapped);
     madvise(memory, block.mapped, MADV_DONTNEED);
     set_access(memory, block.mapped, false);
-    g_graves.push_back({memory, block.mapped});
+    g_freed.push_back({memory, block.mapped});
     device(block.device).used -= block.bytes;
-    g_device_blocks.erase(at);
+    g_device_blocks.erase(block_at);
 }
 
 cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, FakeStream *stream, bool &pageable) {
@@ -111,7 +111,7 @@ cudaError_t copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, 
         !inside(g_host_blocks, to, bytes, to_pinned) || !inside(g_host_blocks, from, bytes, from_pinned) ||
         !inside(g_managed_blocks, to, bytes, to_managed) || !inside(g_managed_blocks, from, bytes, from_managed))
         return cudaErrorInvalidValue;
-    // Managed memory is what the kind says.
+    // Managed memory counts as host or device memory, as `kind` says.
     to_device |= to_managed && (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice);
     from_device |= from_managed && (kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice);
     if (kind != cudaMemcpyDefault && kind != (from_device ? 2 : 0) + (to_device ? 1 : 0)) return cudaErrorInvalidValue;
@@ -179,13 +179,13 @@ long live_memory() { return long(g_device_blocks.size() + g_host_blocks.size() +
 
 void reset_memory() {
     while (!g_device_blocks.empty()) release(g_device_blocks.begin());
-    for (const Grave &grave : g_graves) {
-        if (sanitizer::asan()) __asan_unpoison_memory_region(grave.memory, grave.mapped);
-        munmap(grave.memory, grave.mapped);
+    for (const FreedBlock &freed : g_freed) {
+        if (sanitizer::asan()) __asan_unpoison_memory_region(freed.memory, freed.mapped);
+        munmap(freed.memory, freed.mapped);
     }
     for (const auto &[memory, block] : g_host_blocks) std::free(memory);
     for (const auto &[memory, block] : g_managed_blocks) std::free(memory);
-    g_graves.clear();
+    g_freed.clear();
     g_host_blocks.clear();
     g_managed_blocks.clear();
     g_devices.clear();
@@ -215,14 +215,14 @@ cudaError_t cudaFree(void *p) {
             std::free(p);
             return error;
         }
-        auto at = g_device_blocks.find(static_cast<char *>(p));
-        if (at == g_device_blocks.end() || at->second.context != t_context) return cudaErrorInvalidValue;
+        auto block_at = g_device_blocks.find(static_cast<char *>(p));
+        if (block_at == g_device_blocks.end() || block_at->second.context != t_context) return cudaErrorInvalidValue;
         if (const cudaError_t error = refuse_in_capture(true)) return error;
         ++g_counters.host_waits;
-        const cudaError_t error = wait_for_device(at->second.device);
-        at = g_device_blocks.find(static_cast<char *>(p));
-        if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // cudaFreeAsync() freed it already
-        release(at);
+        const cudaError_t error = wait_for_device(block_at->second.device);
+        block_at = g_device_blocks.find(static_cast<char *>(p));
+        if (block_at == g_device_blocks.end()) return cudaErrorInvalidValue; // cudaFreeAsync() freed it already
+        release(block_at);
         return error;
     });
 }
@@ -230,16 +230,16 @@ cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t handle) {
     return call("cudaMallocAsync", [&] {
         FakeStream *stream = nullptr;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
-        // CUDA would make the memory part of the graph; in the engine that is always a mistake.
+        // CUDA would add an allocation node to the graph, which the engine must never cause.
         if (stream->capture) return refuse(*stream->capture);
         ++g_counters.device_allocations;
         if (const cudaError_t error = allocate(p, bytes, false)) return error;
         if (!*p) return cudaSuccess;
         return enqueue(stream, make_task("allocation", [memory = static_cast<char *>(*p)] {
                            const Lock lock;
-                           const auto at = g_device_blocks.find(memory);
-                           at->second.alive = true;
-                           set_access(memory, at->second.mapped, true);
+                           const auto block_at = g_device_blocks.find(memory);
+                           block_at->second.alive = true;
+                           set_access(memory, block_at->second.mapped, true);
                            return cudaSuccess;
                        }));
     });
@@ -254,9 +254,9 @@ cudaError_t cudaFreeAsync(void *p, cudaStream_t handle) {
         if (!g_device_blocks.count(static_cast<char *>(p))) return cudaErrorInvalidValue;
         return enqueue(stream, make_task("release", [p] {
                            const Lock lock;
-                           const auto at = g_device_blocks.find(static_cast<char *>(p));
-                           if (at == g_device_blocks.end()) return cudaErrorInvalidValue; // freed twice
-                           release(at);
+                           const auto block_at = g_device_blocks.find(static_cast<char *>(p));
+                           if (block_at == g_device_blocks.end()) return cudaErrorInvalidValue; // freed twice
+                           release(block_at);
                            return cudaSuccess;
                        }));
     });

@@ -21,7 +21,7 @@ std::unordered_map<FakeEvent *, bool> g_events;
 uint64_t g_random = 1;
 
 /// Threads of streams' work for the thread sanitizer: logical threads whose parent was created before main(), so that
-/// no host work happens before theirs. The last ones are kept, see Grave in cuda_emu.cc.
+/// no host work happens before theirs. The last ended ones are kept, see g_ended in cuda_emu.cc.
 class DeviceThreads {
 public:
     DeviceThreads() : root_(sanitizer::tsan() ? __tsan_create_fiber(0) : nullptr) {}
@@ -33,21 +33,22 @@ public:
         return thread;
     }
     void end(void *thread) {
-        dead_.push_back({thread});
-        if (dead_.size() <= 256) return;
-        __tsan_destroy_fiber(dead_.front().thread);
-        dead_.pop_front();
+        ended_.push_back({thread});
+        if (ended_.size() <= 256) return;
+        __tsan_destroy_fiber(ended_.front().thread);
+        ended_.pop_front();
     }
 
 private:
-    struct Dead {
+    struct Ended {
         void *thread;
     };
     void *root_;
-    std::deque<Dead> dead_{};
+    std::deque<Ended> ended_{};
 } g_threads;
 
-/// A call on a separate logical thread and stack. On the host's stack the sanitizer would see the host's old accesses.
+/// A call on a separate logical thread and stack. On the host's stack the sanitizer would report races with earlier
+/// accesses of the host.
 struct Job {
     void (*body)(const void *);
     const void *data;
@@ -93,9 +94,9 @@ uint64_t random_number() {
     return g_random;
 }
 
-/// A kernel may trigger the launch of its successor only if the same host thread enqueues a kernel next that waits,
-/// that is, one that is launched early. Events, and work that other threads enqueue, may be between. If a call fails as
-/// configured, other work may follow such a kernel.
+/// A kernel may trigger the launch of its successor only if the next work that the same host thread enqueues is a
+/// kernel that is launched early, because only such a kernel waits. Events, and work that other threads enqueue, may be
+/// between. Not checked if a fault is configured: other work may follow a call that fails.
 cudaError_t check_successor(FakeStream &stream, const Work &work) {
     const std::string &label = work.task->label;
     if (stream.trigger.kernel.empty() || work.thread != stream.trigger.thread || label == "event" || label == "wait")
@@ -215,7 +216,7 @@ FakeStream *new_stream(int device, bool blocking, bool handle) {
 }
 
 void destroy_stream(FakeStream *stream) {
-    run_until(stream, stream->queued); // a device finishes the work later, which cannot be observed
+    run_until(stream, stream->queued); // on a device, the work finishes later; no program can observe the difference
     stop_worker(stream);
     g_streams.erase(position(stream));
     g_retired.push_back({stream});
@@ -339,15 +340,15 @@ struct Argument {
 } // namespace
 
 cudaError_t launch_host_function(cudaStream_t handle, cudaHostFn_t function, void *argument, cudaHostFn_t drop) {
-    Argument kept(argument, drop);
+    Argument owned(argument, drop);
     return call("cudaLaunchHostFunc", [&] {
         FakeStream *stream = nullptr;
         if (!function) return cudaErrorInvalidValue;
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         ++g_counters.host_functions;
-        return enqueue(stream, make_task("host function", [function, mine = std::move(kept)] {
+        return enqueue(stream, make_task("host function", [function, owned = std::move(owned)] {
                            t_in_host_function = true;
-                           function(mine.value);
+                           function(owned.value);
                            t_in_host_function = false;
                            return cudaSuccess;
                        }));
@@ -406,7 +407,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
         if (const cudaError_t error = find_stream(handle, stream)) return error;
         if (event->capture || stream->capture) return wait_event(stream, event);
         if (!event->stream || event->stream == stream) return cudaSuccess;
-        return enqueue(stream, make_task("wait", [] { return cudaSuccess; }), {{event->stream, event->at}});
+        return enqueue(stream, make_task("wait", [] { return cudaSuccess; }), {{event->stream, event->position}});
     });
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
@@ -438,7 +439,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) {
         if (stream->capture) return record_event(event, stream);
         event->capture = 0;
         event->stream = stream;
-        event->at = stream->queued + (event->timing ? 1 : 0);
+        event->position = stream->queued + (event->timing ? 1 : 0);
         if (!event->timing) return cudaSuccess;
         return enqueue(stream, make_task("event", [=] {
                            event->milliseconds = now();
@@ -451,7 +452,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
         ++g_counters.host_waits;
         if (!is_event(event)) return cudaErrorInvalidResourceHandle;
         if (const cudaError_t error = refuse_captured(event)) return error;
-        return event->stream ? wait_for(event->stream, event->at) : cudaSuccess;
+        return event->stream ? wait_for(event->stream, event->position) : cudaSuccess;
     });
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
@@ -459,7 +460,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
         ++g_counters.host_queries;
         if (!is_event(event)) return cudaErrorInvalidResourceHandle;
         if (const cudaError_t error = refuse_captured(event)) return error;
-        return event->stream ? query(event->stream, event->at) : cudaSuccess;
+        return event->stream ? query(event->stream, event->position) : cudaSuccess;
     });
 }
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
@@ -467,7 +468,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEve
         for (const FakeEvent *event : {begin, end}) {
             if (!is_event(event) || !event->timing || !event->stream) return cudaErrorInvalidResourceHandle;
             if (event->capture) return cudaErrorCapturedEvent;
-            if (event->stream->done < event->at) return cudaErrorNotReady;
+            if (event->stream->done < event->position) return cudaErrorNotReady;
         }
         *milliseconds = float(end->milliseconds - begin->milliseconds);
         return cudaSuccess;

@@ -23,7 +23,7 @@ public:
 
 private:
     struct SyncPoint {
-        uint64_t booked;
+        uint64_t unused;
     };
     struct Published { // by atomics on one address
         std::vector<SyncPoint *> sync_points;
@@ -46,7 +46,7 @@ private:
     std::vector<Seen> round_seen_;
     std::vector<SyncPoint *> block_fenced_; // by any thread before the last barrier
     std::vector<Seen> block_seen_;
-    std::vector<SyncPoint *> taken_;
+    std::vector<SyncPoint *> acquired_;
 };
 
 inline FenceOrder::SyncPoint *FenceOrder::new_sync_point() {
@@ -78,35 +78,35 @@ inline void FenceOrder::barrier() {
     round_fenced_ = nullptr;
     for (const Seen &seen : round_seen_) remember(block_seen_, seen);
     round_seen_.clear();
-    for (ThreadFences &own : threads_) own = ThreadFences{};
+    for (ThreadFences &fences : threads_) fences = ThreadFences{};
 }
 
 inline void FenceOrder::fence(unsigned thread) {
-    ThreadFences &own = threads_[thread];
+    ThreadFences &fences = threads_[thread];
     {
         const sanitizer::Quiet quiet;
-        taken_.clear();
-        for (const auto *all : {&own.seen, &block_seen_})
+        acquired_.clear();
+        for (const auto *all : {&fences.seen, &block_seen_})
             for (const Seen &seen : *all)
-                taken_.insert(taken_.end(), seen.published->sync_points.begin(),
-                              seen.published->sync_points.begin() + long(seen.count));
-        own.seen.clear();
-        own.fenced = new_sync_point();
+                acquired_.insert(acquired_.end(), seen.published->sync_points.begin(),
+                                 seen.published->sync_points.begin() + long(seen.count));
+        fences.seen.clear();
+        fences.fenced = new_sync_point();
         if (!round_fenced_) round_fenced_ = new_sync_point();
     }
-    for (SyncPoint *sync_point : taken_) sanitizer::acquire(sync_point);
-    sanitizer::release(own.fenced);
+    for (SyncPoint *sync_point : acquired_) sanitizer::acquire(sync_point);
+    sanitizer::release(fences.fenced);
     sanitizer::release(round_fenced_);
 }
 
 inline void FenceOrder::atomic(unsigned thread, const void *address) {
     const sanitizer::Quiet quiet;
-    ThreadFences &own = threads_[thread];
+    ThreadFences &fences = threads_[thread];
     Published &published = published_[address];
     const Seen seen{&published, published.sync_points.size()};
-    remember(own.seen, seen);
+    remember(fences.seen, seen);
     remember(round_seen_, seen);
-    if (own.fenced) published.sync_points.push_back(own.fenced);
+    if (fences.fenced) published.sync_points.push_back(fences.fenced);
     published.sync_points.insert(published.sync_points.end(), block_fenced_.begin(), block_fenced_.end());
 }
 

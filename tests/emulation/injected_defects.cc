@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Injected defects: `injected_defects NAME` runs one and exits with status 1 if the emulation or a check of the
-// values finds it. A sanitizer reports in its own words. injected_defects.sh lists which build must find which defect.
+// `injected_defects NAME` runs kernels with one defect, and exits with status 1 if the emulation or a check of values
+// detects it. A sanitizer ends the program with its own message. injected_defects.sh lists which kind of build must
+// detect which defect.
 #include "fakert.h"
 #include "launch.h"
 #include <cmath>
@@ -10,7 +11,7 @@
 
 namespace {
 
-constexpr int kCount = 256; // floats of most blocks of memory here; 256 threads are enough for TSan too
+constexpr int kCount = 256; // floats in most blocks of memory; few enough threads for TSan
 
 __device__ int global_index() { return int(blockIdx.x * blockDim.x + threadIdx.x); }
 
@@ -67,13 +68,13 @@ __global__ void missing_second_barrier(float *x) {
     }
     x[threadIdx.x] = sum;
 }
-__global__ void last_block(float *partial, unsigned *ticket, float *result, bool give, bool take) {
+__global__ void last_block(float *partial, unsigned *ticket, float *result, bool release, bool acquire) {
     __shared__ bool last;
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = 1;
-        if (give) __threadfence();
+        if (release) __threadfence();
         last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
-        if (take) __threadfence();
+        if (acquire) __threadfence();
     }
     __syncthreads();
     if (!last || threadIdx.x != 0) return;
@@ -163,7 +164,7 @@ cudaStream_t new_stream() {
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return stream;
 }
-/// Checks the result as every test does.
+/// Compares results with the expected value.
 int expect(const float *x, int floats, float value, cudaStream_t stream) {
     std::vector<float> host(size_t(floats), NAN);
     check(cudaMemcpyAsync(host.data(), x, size_t(floats) * sizeof(float), cudaMemcpyDeviceToHost, stream));
@@ -202,7 +203,7 @@ int run_early(bool reads_first, bool protect, bool in_graph) {
 
 int run(const char *name) {
     const auto is = [&](const char *other) { return !std::strcmp(name, other); };
-    const bool luck = std::strstr(name, "by-luck") != nullptr; // the order happens to be right
+    const bool luck = std::strstr(name, "by-luck") != nullptr; // eager work runs in the right order by chance
     fakert::Config config;
     config.mode = luck ? fakert::Mode::eager : fakert::Mode::lazy;
     fakert::reset(config);
@@ -224,7 +225,7 @@ int run(const char *name) {
         check(early({.early = true}, early_without_wait, x));
     }
     if (is("early-kernel-has-a-barrier-first")) check(early({.early = true}, early_has_a_barrier_first, x));
-    if (is("triggers-before-a-copy") || is("triggers-before-a-kernel-of-another")) {
+    if (is("triggers-before-a-copy") || is("triggers-before-a-kernel-that-does-not-wait")) {
         check(early({.triggers = true}, early_waits, x, y));
         if (is("triggers-before-a-copy")) return expect(y, kCount, 1, s);
         launch(fill, 4, 64, s, x, 1.f, kCount);

@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # usage: injected_defects.sh PROGRAM SANITIZERS COMPILER
-# Runs every injected defect that this kind of build must find, and checks the reported text. SANITIZERS has the values
-# of b_sanitize: none, or address, undefined, thread joined by commas.
+# Runs every injected defect that a build of this kind must detect, and checks the reported text. SANITIZERS has the
+# values of b_sanitize: none, or address, undefined, thread joined by commas.
 set -u
 program=$1 kinds=",$2," passed=0 failed=0
 # clang does not check the alignment of structs that are written as a whole
@@ -39,7 +39,7 @@ for name in clean both-fences fences-and-barriers early-kernel early-kernel-in-g
     judge $name $good "false alarm: $output"
 done
 
-expect all write-past-block 'was written of a device block\|AddressSanitizer: use-after-poison'
+expect all write-past-block 'write past the end: byte\|AddressSanitizer: use-after-poison'
 expect address write-past-shared 'global-buffer-overflow\|insufficient space for an object'
 expect address write-past-dynamic-shared 'heap-buffer-overflow'
 expect none,address missing-barrier 'wrong value'
@@ -69,10 +69,11 @@ expect all unwritten-memory 'wrong value'
 expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV\|stack-overflow' # as above
 expect all early-kernel-reads-old-values 'wrong value\|data race'
 expect all early-kernel-in-graph-reads-old-values 'wrong value\|data race'
-expect all early-kernel-never-waits 'without having waited'
-expect all early-kernel-has-a-barrier-first 'has waited for the kernel before'
+expect all early-kernel-never-waits 'without a wait for the preceding kernel'
+expect all early-kernel-has-a-barrier-first 'has waited for the preceding kernel'
 expect all triggers-before-a-copy 'triggered the launch of its successor, which does not wait for it: copy'
-expect all triggers-before-a-kernel-of-another 'triggered the launch of its successor, which does not wait for it: kernel'
+expect all triggers-before-a-kernel-that-does-not-wait \
+    'triggered the launch of its successor, which does not wait for it: kernel'
 
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]

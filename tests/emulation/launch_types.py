@@ -31,7 +31,7 @@ CASES = [
     ("a kernel uses its argument without waiting", (WAITS, "*argument = 1;", EARLY, LAUNCHER), r"error:.*PdlArgument"),
     ("a kernel reads the value without waiting", (WAITS, "*argument.value_ = 1;", EARLY, LAUNCHER),
      r"value_.* is .*private"),
-    ("a kernel says itself that it triggers", (WAITS, "(void)argument.begin_kernel(true);", EARLY, LAUNCHER),
+    ("a kernel passes the trigger flag itself", (WAITS, "(void)argument.begin_kernel(true);", EARLY, LAUNCHER),
      r"error: (no matching function for call to .*begin_kernel\(bool\)|too many arguments)"),
 ]
 

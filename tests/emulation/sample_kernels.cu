@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(kThreads) sign_pack_kernel(const float *x, uin
 }
 
 __global__ void __launch_bounds__(kThreads) histogram_kernel(const uint8_t *x, int64_t n, unsigned *bins) {
-    DYNAMIC_SHARED(unsigned, own);
-    for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) own[b] = 0;
+    DYNAMIC_SHARED(unsigned, counts);
+    for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) counts[b] = 0;
     __syncthreads();
-    for (int64_t i = first(); i < n; i += stride()) atomicAdd(&own[x[i] & 63], 1u);
+    for (int64_t i = first(); i < n; i += stride()) atomicAdd(&counts[x[i] & 63], 1u);
     __syncthreads();
-    for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) atomicAdd(&bins[b], own[b]);
+    for (unsigned b = threadIdx.x; b < 64; b += blockDim.x) atomicAdd(&bins[b], counts[b]);
 }
 
 __global__ void increment_kernel(GRID_CONSTANT const Addresses addresses) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programmatic dependent launches of the fake runtime. A kernel that is launched early runs up to its wait before the
-// preceding kernel runs, and a kernel may trigger only if such a kernel follows.
+// Programmatic dependent launches in the fake runtime. A kernel that is launched early runs up to its wait before the
+// preceding kernel runs. A kernel may trigger the launch of its successor only if the successor is launched early.
 #include "fakert.h"
 #include "launch.h"
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ struct Log {
 };
 __global__ void waiting_kernel(const PdlArgument<int> argument) { (void)argument.begin_kernel(); }
 __global__ void counting_kernel(const PdlArgument<Log *> argument, Log *log) {
-    atomicAdd(&log->begun, 1u); // too early, if a preceding kernel wrote it
+    atomicAdd(&log->begun, 1u); // before the wait, which is valid because no preceding kernel writes it
     atomicAdd(&argument.begin_kernel()->ended, 1u);
 }
 __global__ void reading_kernel(Log *log) { log->begun_before_end = atomicAdd(&log->begun, 0u); }
@@ -44,10 +44,10 @@ protected:
     unsigned begun() const { return __atomic_load_n(&log_->begun, __ATOMIC_RELAXED); } // while the kernel runs
 
     cudaStream_t stream_ = nullptr;
-    Log own_, *log_ = &own_;
+    Log test_log_, *log_ = &test_log_;
 };
 
-TEST_F(EarlyLaunches, RunUpToTheirWaitBeforeThePrecedingKernel) {
+TEST_F(EarlyLaunches, RunUpToWaitBeforePrecedingKernel) {
     for (int round = 0; round < 2; ++round) { // the first round runs more blocks early
         *log_ = {};
         ASSERT_EQ(read(), cudaSuccess);
@@ -58,7 +58,7 @@ TEST_F(EarlyLaunches, RunUpToTheirWaitBeforeThePrecedingKernel) {
         EXPECT_EQ(log_->ended, kBlocks * kThreads);
     }
 }
-TEST_F(EarlyLaunches, FollowOneAnotherInAGraph) {
+TEST_F(EarlyLaunches, RunInGraphs) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
     ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -74,8 +74,8 @@ TEST_F(EarlyLaunches, FollowOneAnotherInAGraph) {
         EXPECT_EQ(log_->ended, 3 * kBlocks * kThreads);
     }
 }
-TEST_F(EarlyLaunches, AreGivenUpWithTheirStream) {
-    static Log lasting; // under the thread sanitizer, nothing orders the end of the test after such a kernel
+TEST_F(EarlyLaunches, AreAbandonedOnReset) {
+    static Log lasting; // for the thread sanitizer, the end of the test does not happen after an abandoned kernel
     log_ = &lasting;
     cudaEvent_t event = nullptr;
     ASSERT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
@@ -87,8 +87,8 @@ TEST_F(EarlyLaunches, AreGivenUpWithTheirStream) {
     reset();
     EXPECT_EQ(log_->ended, 0u);
 }
-TEST_F(EarlyLaunches, AreGivenUpWhereThePrecedingKernelFails) {
-    static Log lasting; // under the thread sanitizer, nothing orders the end of the test after such a kernel
+TEST_F(EarlyLaunches, AreAbandonedIfPrecedingKernelFails) {
+    static Log lasting; // for the thread sanitizer, the end of the test does not happen after an abandoned kernel
     log_ = &lasting;
     ASSERT_EQ((Launch{"trapping", 1, 1, 0, stream_}(trapping_kernel)), cudaSuccess);
     ASSERT_EQ(count(), cudaSuccess);
@@ -96,7 +96,7 @@ TEST_F(EarlyLaunches, AreGivenUpWhereThePrecedingKernelFails) {
     EXPECT_GE(begun(), kThreads);
     EXPECT_EQ(log_->ended, 0u);
 }
-TEST_F(EarlyLaunches, AreRefusedWhereTheCodeDoesNotWait) {
+TEST_F(EarlyLaunches, AreRejectedBelowCapabilityOrPtx90) {
     EXPECT_EQ(launch({.early = true}), cudaSuccess);
     EXPECT_EQ(counters().early_launches, 1);
     EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
@@ -123,7 +123,7 @@ TEST_F(EarlyLaunches, FollowKernelsThatTrigger) {
     ASSERT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
     EXPECT_EQ(triggering_kernels(), std::vector<std::string>{"waiting"});
 }
-TEST_F(EarlyLaunches, AreNeededBehindKernelsThatTrigger) {
+TEST_F(EarlyLaunches, AreRequiredAfterKernelsThatTrigger) {
     ASSERT_EQ(launch({.triggers = true}), cudaSuccess);
     ASSERT_EQ(launch({}), cudaSuccess);
     EXPECT_EQ(cudaStreamSynchronize(stream_), cudaErrorLaunchFailure);

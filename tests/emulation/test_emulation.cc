@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated execution model: kernels compute the same as on a device, in any order that a device allows. What a
-// device does not guarantee is an error.
+// The emulated execution model: kernels compute the same as on a device, in any order that a device allows. Reliance on
+// what a device does not guarantee is an error.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <algorithm>
@@ -46,7 +46,7 @@ std::vector<Order> orders() {
     return all;
 }
 
-class Kernels : public testing::TestWithParam<Order> {
+class EmulatedKernels : public testing::TestWithParam<Order> {
 protected:
     void SetUp() override {
         fakert::Config config;
@@ -71,9 +71,9 @@ std::string order_name(const testing::TestParamInfo<Order> &info) {
     const char *const names[] = {"eager", "lazy", "random", "threads"};
     return std::string(names[int(info.param.mode)]) + "_" + std::to_string(info.param.seed);
 }
-INSTANTIATE_TEST_SUITE_P(Orders, Kernels, testing::ValuesIn(orders()), order_name);
+INSTANTIATE_TEST_SUITE_P(Orders, EmulatedKernels, testing::ValuesIn(orders()), order_name);
 
-TEST_P(Kernels, AddVectors) {
+TEST_P(EmulatedKernels, AddVectors) {
     for (const int64_t n : kSizes) {
         const Stream stream(cudaStreamDefault);
         const auto x = random_floats(n, 1), y = random_floats(n, 2);
@@ -84,7 +84,7 @@ TEST_P(Kernels, AddVectors) {
     }
 }
 
-TEST_P(Kernels, ScaleWithVectorsAndTail) {
+TEST_P(EmulatedKernels, ScaleWithVectorsAndTail) {
     for (const int64_t n : kSizes) {
         const auto x = random_floats(n, 3);
         const DeviceArray<float> dx(x);
@@ -94,7 +94,7 @@ TEST_P(Kernels, ScaleWithVectorsAndTail) {
     }
 }
 
-TEST_P(Kernels, SumInTheLastBlockWithTheSameBitsInAnyOrder) {
+TEST_P(EmulatedKernels, SumInLastBlockWithSameBitsInAnyOrder) {
     const Stream stream;
     const DeviceArray<double> partial(8), result(1);
     const DeviceArray<unsigned> ticket(std::vector<unsigned>{0});
@@ -127,7 +127,7 @@ TEST_P(Kernels, SumInTheLastBlockWithTheSameBitsInAnyOrder) {
     }
 }
 
-TEST_P(Kernels, PackSignsByBallot) {
+TEST_P(EmulatedKernels, PackSignsByBallot) {
     for (const int64_t n : kSizes) {
         const auto x = random_floats(n, 5);
         const DeviceArray<float> dx(x);
@@ -139,7 +139,7 @@ TEST_P(Kernels, PackSignsByBallot) {
     }
 }
 
-TEST_P(Kernels, CountInDynamicSharedMemory) {
+TEST_P(EmulatedKernels, CountInDynamicSharedMemory) {
     for (const int64_t n : kSizes) {
         std::vector<uint8_t> x(static_cast<size_t>(n));
         std::iota(x.begin(), x.end(), uint8_t(0));
@@ -152,7 +152,7 @@ TEST_P(Kernels, CountInDynamicSharedMemory) {
     }
 }
 
-TEST_P(Kernels, TakeBigStructsByValue) {
+TEST_P(EmulatedKernels, TakeLargeStructsByValue) {
     const DeviceArray<float> x(std::vector<float>(300, 1.0f));
     auto addresses = std::make_unique<sample::Addresses>();
     static_assert(sizeof *addresses > 32000);
@@ -210,19 +210,19 @@ TEST(Barriers, CountVotes) {
     EXPECT_EQ(counts.get(), std::vector<int>(70, 3501));
 }
 
-__global__ void shape_kernel(unsigned *at) {
+__global__ void shape_kernel(unsigned *indices) {
     const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
-    at[block * 24 + thread] = block * 24 + thread;
+    indices[block * 24 + thread] = block * 24 + thread;
 }
 TEST(Grids, HaveThreeDimensions) {
     fakert::reset();
-    const DeviceArray<unsigned> at(24 * 24);
+    const DeviceArray<unsigned> indices(24 * 24);
     const dsopt::gpu::Launch launch{"shape", dim3(2, 3, 4), dim3(4, 3, 2), 0, nullptr};
-    ASSERT_EQ(launch(shape_kernel, at.data()), cudaSuccess);
+    ASSERT_EQ(launch(shape_kernel, indices.data()), cudaSuccess);
     std::vector<unsigned> expected(24 * 24);
     std::iota(expected.begin(), expected.end(), 0u);
-    EXPECT_EQ(at.get(), expected);
+    EXPECT_EQ(indices.get(), expected);
 }
 
 __global__ void atomics_kernel(int *i, unsigned *u, unsigned long long *l) {
@@ -252,7 +252,7 @@ template <class T>
 concept CanAdd = requires(T *p, T v) {
     atomicAdd(p, v);
 };
-TEST(Atomics, HaveNoFloatForms) {
+TEST(Atomics, HaveNoFloatOverloads) {
     static_assert(CanAdd<int> && CanAdd<unsigned> && CanAdd<unsigned long long>);
     static_assert(!CanAdd<float> && !CanAdd<double>);
 }
@@ -320,7 +320,7 @@ struct Broken {
 const Broken kBroken[] = {
     {"BarrierInBranch", [](int *x) { return run(barrier_in_branch_kernel, 1, 64, x, 40); },
      "kernel test, block (0,0,0), thread (40,0,0): returned while 40 threads of its block wait at __syncthreads()"},
-    {"BarrierInBranchOfTheLast", [](int *x) { return run(barrier_in_branch_kernel, 1, 64, x, 0); }, ""},
+    {"BarrierInBranchOfNoThread", [](int *x) { return run(barrier_in_branch_kernel, 1, 64, x, 0); }, ""},
     {"ReturnBeforeBarrier", [](int *x) { return run(return_before_barrier_kernel, 1, 64, x); },
      "thread (4,0,0): __syncthreads() after 4 threads of the block returned"},
     {"OtherCollective", [](int *x) { return run(other_collective_kernel, 1, 32, x); },
@@ -328,18 +328,18 @@ const Broken kBroken[] = {
     {"MaskWithoutCaller", [](int *x) { return run(mask_without_caller_kernel, 1, 32, x); },
      "thread (16,0,0): a warp collective with mask 0000ffff, which leaves out the caller, lane 16"},
     {"ShuffleOfHalfAWarp", [](int *x) { return run(half_warp_kernel, 1, 64, x); },
-     "deadlock: 48 threads wait at __syncthreads(), 16 in a warp collective (this one too), 0 returned"},
+     "deadlock: 48 threads wait at __syncthreads(), 16 in a warp collective (this thread too), 0 returned"},
     {"Trap", [](int *x) { return run(trap_kernel, 2, 32, x); }, "block (1,0,0), thread (3,0,0): __trap()"},
 };
 void PrintTo(const Broken &broken, std::ostream *out) { *out << broken.name; }
 class BrokenKernels : public testing::TestWithParam<Broken> {};
 INSTANTIATE_TEST_SUITE_P(All, BrokenKernels, testing::ValuesIn(kBroken),
                          [](const testing::TestParamInfo<Broken> &info) { return info.param.name; });
-TEST_P(BrokenKernels, AreReportedAndStopTheDevice) {
+TEST_P(BrokenKernels, AreReportedAndDisableDevice) {
     fakert::reset();
     int *x = nullptr;
     ASSERT_EQ(cudaMalloc(&x, 64 * sizeof(int)), cudaSuccess);
-    if (!*GetParam().report) { // no error: no thread waits
+    if (!*GetParam().report) { // not an error: no thread waits
         EXPECT_EQ(GetParam().run(x), cudaSuccess);
         fakert::reset();
         return;
@@ -360,7 +360,7 @@ TEST_P(BrokenKernels, AreReportedAndStopTheDevice) {
 __global__ void order_kernel(unsigned *next, unsigned *order) {
     order[atomicAdd(next, 1u)] = blockIdx.x * 8 + threadIdx.x;
 }
-TEST(Seeds, PermuteBlocksAndThreadsTheSameWayEachTime) {
+TEST(Seeds, PermuteBlocksAndThreadsReproducibly) {
     fakert::reset();
     const cuemu::Options before = cuemu::options();
     const auto run_with = [](uint64_t seed) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contexts of the fake runtime: which calls create one, and which objects belong to it.
+// Contexts of the fake runtime: calls that create a context, and objects that belong to it.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <thread>
@@ -29,7 +29,7 @@ protected:
     }
 };
 
-TEST_F(FakeContexts, AnyCallOfAThreadWithoutOneMakesThatOfItsDevice) {
+TEST_F(FakeContexts, AnyCallCreatesPrimaryContextOfCurrentDevice) {
     using Call = cudaError_t (*)();
     const Call calls[] = {[] { return cudaFree(nullptr); },
                           [] { return cudaFreeHost(nullptr); },
@@ -59,7 +59,7 @@ TEST_F(FakeContexts, AnyCallOfAThreadWithoutOneMakesThatOfItsDevice) {
     }
 }
 
-TEST_F(FakeContexts, RefuseStreamsEventsAndMemoryOfOthers) {
+TEST_F(FakeContexts, RejectStreamsEventsAndMemoryOfOthers) {
     const DeviceArray<float> x(1);
     const Stream stream;
     const fakert::Event event;
@@ -91,7 +91,7 @@ TEST_F(FakeContexts, RefuseStreamsEventsAndMemoryOfOthers) {
     EXPECT_EQ(cudaEventRecord(event, stream), cudaSuccess);
 }
 
-TEST_F(FakeContexts, PrimaryOneServesStreamsOfGreenOnes) {
+TEST_F(FakeContexts, PrimaryContextAcceptsGreenStreams) {
     const DeviceArray<float> x(1);
     const cudaStream_t stream = green_stream();
     set_to_one(x.data(), stream);
@@ -99,7 +99,7 @@ TEST_F(FakeContexts, PrimaryOneServesStreamsOfGreenOnes) {
     EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
-TEST_F(FakeContexts, EventsAreRecordedInStreamsOfTheirDevice) {
+TEST_F(FakeContexts, RejectEventsInStreamsOfOtherDevices) {
     const Stream stream;
     const fakert::Event event;
     EXPECT_EQ(cudaSetDevice(1), cudaSuccess);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake runtime: streams, events, memory, graphs, counters and faults behave as in CUDA where CUDA guarantees
-// something, and as badly as possible where it guarantees nothing.
+// The fake runtime: streams, events, memory, graphs, counters and faults. They behave as CUDA guarantees, and where it
+// guarantees nothing, in the least favorable way.
 #include "device_array.h"
 #include "sample_kernels.h"
 #include <cmath>
@@ -19,7 +19,7 @@ Config in(Mode mode) {
     return config;
 }
 
-class Runtime : public testing::TestWithParam<Mode> {
+class FakeRuntime : public testing::TestWithParam<Mode> {
 protected:
     void SetUp() override { reset(in(GetParam())); }
     void TearDown() override {
@@ -38,7 +38,7 @@ constexpr long kEvery = 4;
 constexpr long kEvery = 1;
 const auto kModes = testing::Values(Mode::eager, Mode::lazy, Mode::random, Mode::threads);
 #endif
-INSTANTIATE_TEST_SUITE_P(Modes, Runtime, kModes, mode_name);
+INSTANTIATE_TEST_SUITE_P(Modes, FakeRuntime, kModes, mode_name);
 
 class LazyRuntime : public testing::Test {
 protected:
@@ -64,7 +64,7 @@ float first_of(const DeviceArray<float> &x, cudaStream_t stream) { // waits for 
 }
 const std::vector<float> kOnes(kCount, 1.0f);
 
-TEST_P(Runtime, StreamKeepsItsOrder) {
+TEST_P(FakeRuntime, StreamRunsInOrder) {
     const DeviceArray<float> x(kOnes), ones(kOnes);
     const Stream stream;
     scale(x, 3, stream);
@@ -73,7 +73,7 @@ TEST_P(Runtime, StreamKeepsItsOrder) {
     EXPECT_EQ(first_of(x, stream), 20);
 }
 
-TEST_P(Runtime, EventOrdersStreams) {
+TEST_P(FakeRuntime, EventOrdersStreams) {
     const DeviceArray<float> x(kOnes), ones(kOnes);
     const Stream one, two;
     const Event done;
@@ -86,7 +86,7 @@ TEST_P(Runtime, EventOrdersStreams) {
     EXPECT_EQ(cudaEventQuery(done), cudaSuccess);
 }
 
-TEST_P(Runtime, NullStreamWaitsForBlockingStreamsAndTheyForIt) {
+TEST_P(FakeRuntime, NullStreamOrdersBlockingStreams) {
     const DeviceArray<float> x(kOnes), ones(kOnes);
     const Stream one(cudaStreamDefault), two(cudaStreamDefault);
     scale(x, 3, one);
@@ -95,7 +95,7 @@ TEST_P(Runtime, NullStreamWaitsForBlockingStreamsAndTheyForIt) {
     EXPECT_EQ(first_of(x, two), 20);
 }
 
-TEST_P(Runtime, QueryBecomesReady) {
+TEST_P(FakeRuntime, QueryBecomesReady) {
     const DeviceArray<float> x(kOnes);
     const Stream stream;
     scale(x, 3, stream);
@@ -105,7 +105,7 @@ TEST_P(Runtime, QueryBecomesReady) {
     EXPECT_EQ(cudaGetLastError(), cudaSuccess); // "not ready" is not recorded as an error
 }
 
-TEST_P(Runtime, TimedEventsComeInOrder) {
+TEST_P(FakeRuntime, MeasuresTimeBetweenEvents) {
     const DeviceArray<float> x(kOnes);
     const Stream stream;
     const Event begin(cudaEventDefault), end(cudaEventDefault), untimed;
@@ -120,7 +120,7 @@ TEST_P(Runtime, TimedEventsComeInOrder) {
     EXPECT_EQ(cudaEventElapsedTime(&milliseconds, begin, untimed), cudaErrorInvalidResourceHandle);
 }
 
-TEST_P(Runtime, HostFunctionRunsInTheStreamAndMayNotCall) {
+TEST_P(FakeRuntime, HostFunctionRunsInOrderAndCannotCallRuntime) {
     const Stream stream;
     struct Seen {
         cudaError_t error = cudaSuccess;
@@ -138,7 +138,7 @@ TEST_P(Runtime, HostFunctionRunsInTheStreamAndMayNotCall) {
     EXPECT_EQ(seen.error, cudaErrorNotPermitted);
 }
 
-TEST_P(Runtime, MemoryLivesInStreamOrder) {
+TEST_P(FakeRuntime, AllocatesAndFreesInStreamOrder) {
     const Stream stream;
     float *x = nullptr;
     ASSERT_EQ(cudaMallocAsync(&x, 400, stream), cudaSuccess);
@@ -152,7 +152,7 @@ TEST_P(Runtime, MemoryLivesInStreamOrder) {
     EXPECT_EQ(cudaFree(x), cudaErrorInvalidValue);
 }
 
-TEST_P(Runtime, CopiesBetweenDevices) {
+TEST_P(FakeRuntime, CopiesBetweenDevices) {
     const DeviceArray<float> x(kOnes);
     ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
     {
@@ -168,7 +168,7 @@ TEST_P(Runtime, CopiesBetweenDevices) {
     ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
 }
 
-TEST_P(Runtime, GraphRunsAgainWithTheArgumentsOfItsCapture) {
+TEST_P(FakeRuntime, GraphReplaysWithArgumentsOfCapture) {
     const DeviceArray<float> x(kOnes), ones(kOnes);
     const Stream stream, other;
     cudaGraph_t graph = nullptr;
@@ -192,7 +192,7 @@ TEST_P(Runtime, GraphRunsAgainWithTheArgumentsOfItsCapture) {
     ASSERT_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
 }
 
-TEST_P(Runtime, GraphCopiesWhatIsThereAtTheLaunch) {
+TEST_P(FakeRuntime, GraphCopiesDataAtLaunch) {
     const DeviceArray<float> x(kOnes);
     const Stream stream;
     float *staging = nullptr;
@@ -218,7 +218,7 @@ TEST_P(Runtime, GraphCopiesWhatIsThereAtTheLaunch) {
     EXPECT_EQ(cudaFreeHost(staging), cudaSuccess);
 }
 
-TEST_P(Runtime, GraphForksAndJoins) {
+TEST_P(FakeRuntime, GraphForksAndJoins) {
     const DeviceArray<float> x(kOnes), y(kOnes), ones(kOnes);
     const Stream stream, side;
     const Event forked, joined;
@@ -247,7 +247,7 @@ TEST_P(Runtime, GraphForksAndJoins) {
 
 // Behavior of lazy streams.
 #ifndef EMULATION_TSAN // a race for TSan
-TEST_F(LazyRuntime, MissingWaitGivesOldData) {
+TEST_F(LazyRuntime, MissingWaitReadsOldData) {
     const DeviceArray<float> x(kOnes);
     const Stream one, two;
     scale(x, 3, one);
@@ -255,11 +255,11 @@ TEST_F(LazyRuntime, MissingWaitGivesOldData) {
     EXPECT_EQ(first_of(x, one), 3);
 }
 #endif
-TEST_F(LazyRuntime, FreshMemoryIsNan) {
+TEST_F(LazyRuntime, NewMemoryIsNan) {
     const DeviceArray<float> x(kCount);
     for (const float value : x.get()) EXPECT_TRUE(std::isnan(value));
 }
-TEST_F(LazyRuntime, RefusesWhatIsNotThere) {
+TEST_F(LazyRuntime, RejectsInvalidMemoryAndDevices) {
     const DeviceArray<float> x(kOnes);
     const Stream stream;
     float host = 0;
@@ -276,7 +276,7 @@ TEST_F(LazyRuntime, RefusesWhatIsNotThere) {
 }
 
 __global__ void nothing_kernel() {}
-TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
+TEST_F(LazyRuntime, ChecksLaunchConfiguration) {
     const auto launch = [](dim3 grid, dim3 block, size_t shared) {
         return dsopt::gpu::Launch{"nothing", grid, block, shared, nullptr}(nothing_kernel);
     };
@@ -292,14 +292,14 @@ TEST_F(LazyRuntime, ChecksTheShapeOfLaunches) {
     EXPECT_EQ(cudaFuncSetAttribute(nothing_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 300 << 10),
               cudaErrorInvalidValue);
 }
-__global__ void asked_about_kernel() {}
-TEST_F(LazyRuntime, WaitsForTheDeviceAtTheFirstLaunchOfAKernelThatNobodyAskedAbout) {
+__global__ void queried_kernel() {}
+TEST_F(LazyRuntime, FirstLaunchOfUnloadedKernelWaitsForDevice) {
     Config config;
     config.first_launch_waits = true;
     reset(config);
     cudaFuncAttributes attributes;
-    ASSERT_EQ(cudaFuncGetAttributes(&attributes, asked_about_kernel), cudaSuccess);
-    ASSERT_EQ((dsopt::gpu::Launch{"asked_about", 1, 32, 0, nullptr}(asked_about_kernel)), cudaSuccess);
+    ASSERT_EQ(cudaFuncGetAttributes(&attributes, queried_kernel), cudaSuccess);
+    ASSERT_EQ((dsopt::gpu::Launch{"queried", 1, 32, 0, nullptr}(queried_kernel)), cudaSuccess);
     EXPECT_EQ(kernels_run(), 0);
     for (int round = 0; round < 2; ++round) {
         ASSERT_EQ((dsopt::gpu::Launch{"nothing", 1, 32, 0, nullptr}(nothing_kernel)), cudaSuccess);
@@ -308,7 +308,7 @@ TEST_F(LazyRuntime, WaitsForTheDeviceAtTheFirstLaunchOfAKernelThatNobodyAskedAbo
     EXPECT_EQ(late_loads(), std::vector<std::string>{"nothing"});
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
-TEST_F(LazyRuntime, DescribesItsDevice) {
+TEST_F(LazyRuntime, ReportsDeviceAttributes) {
     Config config;
     config.multiprocessors = 7;
     config.devices = 3;
@@ -344,61 +344,61 @@ struct Refused {
 void PrintTo(const Refused &refused, std::ostream *out) { *out << refused.name; }
 constexpr auto kLocal = cudaStreamCaptureModeThreadLocal;
 constexpr auto kRelaxed = cudaStreamCaptureModeRelaxed;
-constexpr auto kNo = cudaErrorStreamCaptureUnsupported;
+constexpr auto kUnsupported = cudaErrorStreamCaptureUnsupported;
 #define CALL [](cudaStream_t stream [[maybe_unused]], float *device [[maybe_unused]], float *pinned [[maybe_unused]])
-const Refused kRefused[] = {{"SynchronizingIt", kRelaxed, 1, CALL{return cudaStreamSynchronize(stream);
+const Refused kRefused[] = {{"SynchronizingStream", kRelaxed, 1, CALL{return cudaStreamSynchronize(stream);
 } // namespace
-, kNo
+, kUnsupported
 }
-, {"QueryingIt", kRelaxed, 1, CALL{return cudaStreamQuery(stream);
+, {"QueryingStream", kRelaxed, 1, CALL{return cudaStreamQuery(stream);
 }
-, kNo
+, kUnsupported
 }
-, {"SynchronizingTheDevice", kRelaxed, 1, CALL{return cudaDeviceSynchronize();
+, {"SynchronizingDevice", kRelaxed, 1, CALL{return cudaDeviceSynchronize();
 }
-, kNo
+, kUnsupported
 }
 , {"Allocating", kLocal, 1, CALL{void *p = nullptr;
 return cudaMalloc(&p, 4);
 }
-, kNo
+, kUnsupported
 }
 , {"AllocatingPinned", kLocal, 1, CALL{void *p = nullptr;
 return cudaMallocHost(&p, 4);
 }
-, kNo
+, kUnsupported
 }
 , {"AllocatingInStreamOrder", kRelaxed, 1, CALL{void *p = nullptr;
 return cudaMallocAsync(&p, 4, stream);
 }
-, kNo
+, kUnsupported
 }
 , {"Freeing", kRelaxed, 1, CALL{return cudaFree(device);
 }
-, kNo
+, kUnsupported
 }
 , {"FreeingPinned", kLocal, 1, CALL{return cudaFreeHost(pinned);
 }
-, kNo
+, kUnsupported
 }
 , {"CopyingPageable", kRelaxed, 1, CALL{float f = 0;
 return cudaMemcpyAsync(device, &f, 4, cudaMemcpyHostToDevice, stream);
 }
-, kNo
+, kUnsupported
 }
 , {"CopyingSynchronously", kLocal, 1, CALL{return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice);
 }
-, kNo
+, kUnsupported
 }
-, {"CopyingSynchronouslyBeside", kLocal, 0, CALL{return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice);
-}
-, cudaErrorStreamCaptureImplicit
-}
-, {"UsingTheNullStreamBeside", kLocal, 0, CALL{return cudaMemsetAsync(device, 0, 4, nullptr);
+, {"CopyingDuringBlockingCapture", kLocal, 0, CALL{return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice);
 }
 , cudaErrorStreamCaptureImplicit
 }
-, {"LaunchingAKernelThereBeside", kLocal, 0, CALL{return sample::scale(device, 1, 1, nullptr);
+, {"FillingOnNullStreamDuringBlockingCapture", kLocal, 0, CALL{return cudaMemsetAsync(device, 0, 4, nullptr);
+}
+, cudaErrorStreamCaptureImplicit
+}
+, {"LaunchingOnNullStreamDuringBlockingCapture", kLocal, 0, CALL{return sample::scale(device, 1, 1, nullptr);
 }
 , cudaErrorStreamCaptureImplicit
 }
@@ -408,7 +408,7 @@ return cudaMemcpyAsync(device, &f, 4, cudaMemcpyHostToDevice, stream);
 class Captures : public testing::TestWithParam<Refused> {};
 INSTANTIATE_TEST_SUITE_P(All, Captures, testing::ValuesIn(kRefused),
                          [](const testing::TestParamInfo<Refused> &info) { return info.param.name; });
-TEST_P(Captures, Refuse) {
+TEST_P(Captures, RejectCallAndBecomeInvalid) {
     reset(in(Mode::lazy));
     {
         const DeviceArray<float> x(kOnes);
@@ -442,10 +442,10 @@ TEST_F(LazyRuntime, RelaxedCaptureAllowsAllocation) {
     EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
     EXPECT_EQ(cudaFree(p), cudaSuccess);
 }
-TEST_F(LazyRuntime, CaptureOfThisThreadLeavesOthersAlone) {
+TEST_F(LazyRuntime, ThreadLocalCaptureAllowsCallsOfOtherThreads) {
     const Stream stream;
     cudaGraph_t graph = nullptr;
-    const auto allocate_elsewhere = [] {
+    const auto allocate_in_other_thread = [] {
         cudaError_t error = cudaSuccess;
         std::thread([&] {
             void *p = nullptr;
@@ -455,20 +455,20 @@ TEST_F(LazyRuntime, CaptureOfThisThreadLeavesOthersAlone) {
         return error;
     };
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    EXPECT_EQ(allocate_elsewhere(), cudaSuccess);
+    EXPECT_EQ(allocate_in_other_thread(), cudaSuccess);
     cudaError_t error = cudaSuccess;
     std::thread([&] { error = cudaStreamEndCapture(stream, &graph); }).join();
     EXPECT_EQ(error, cudaErrorStreamCaptureWrongThread);
     EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
     EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), cudaSuccess);
-    EXPECT_EQ(allocate_elsewhere(), cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(allocate_in_other_thread(), cudaErrorStreamCaptureUnsupported);
     EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
 }
-TEST_F(LazyRuntime, DeviceSynchronizeEndsCapturesOfEveryModeAndThread) {
+TEST_F(LazyRuntime, DeviceSynchronizeInvalidatesAllCaptures) {
     const Stream stream, side;
     const Event event;
-    const auto elsewhere = [](const auto &body) { // in a thread with the most permissive capture mode
+    const auto in_other_thread = [](const auto &body) { // in a thread with the most permissive capture mode
         cudaError_t error = cudaSuccess;
         std::thread([&] {
             cudaStreamCaptureMode mode = kRelaxed;
@@ -481,10 +481,10 @@ TEST_F(LazyRuntime, DeviceSynchronizeEndsCapturesOfEveryModeAndThread) {
         SCOPED_TRACE(mode);
         cudaGraph_t graph = nullptr;
         ASSERT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
-        EXPECT_EQ(elsewhere([&] { return cudaEventRecord(event, side); }), cudaSuccess);
-        EXPECT_EQ(elsewhere([&] { return cudaEventSynchronize(event); }), cudaSuccess);
-        EXPECT_EQ(elsewhere([&] { return cudaStreamSynchronize(side); }), cudaSuccess);
-        EXPECT_EQ(elsewhere([] {
+        EXPECT_EQ(in_other_thread([&] { return cudaEventRecord(event, side); }), cudaSuccess);
+        EXPECT_EQ(in_other_thread([&] { return cudaEventSynchronize(event); }), cudaSuccess);
+        EXPECT_EQ(in_other_thread([&] { return cudaStreamSynchronize(side); }), cudaSuccess);
+        EXPECT_EQ(in_other_thread([] {
                       EXPECT_EQ(cudaSetDevice(1), cudaSuccess); // no stream of this device is captured
                       return cudaDeviceSynchronize();
                   }),
@@ -492,11 +492,11 @@ TEST_F(LazyRuntime, DeviceSynchronizeEndsCapturesOfEveryModeAndThread) {
         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
         EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
         ASSERT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
-        EXPECT_EQ(elsewhere([] { return cudaDeviceSynchronize(); }), kNo);
+        EXPECT_EQ(in_other_thread([] { return cudaDeviceSynchronize(); }), kUnsupported);
         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
     }
 }
-TEST_F(LazyRuntime, CaptureBeginsAndEndsWhereItMay) {
+TEST_F(LazyRuntime, RejectsInvalidCaptureSequences) {
     const Stream stream, side;
     const Event before, forked;
     cudaGraph_t graph = nullptr;
@@ -506,7 +506,8 @@ TEST_F(LazyRuntime, CaptureBeginsAndEndsWhereItMay) {
     ASSERT_EQ(cudaEventRecord(before, side), cudaSuccess);
     ASSERT_EQ(cudaStreamBeginCapture(stream, kLocal), cudaSuccess);
     EXPECT_EQ(cudaStreamBeginCapture(stream, kLocal), cudaErrorIllegalState);
-    EXPECT_EQ(cudaStreamIsCapturing(nullptr, &status), cudaSuccess); // it would not wait for a stream of this kind
+    EXPECT_EQ(cudaStreamIsCapturing(nullptr, &status),
+              cudaSuccess); // the null stream does not wait for non-blocking streams
     ASSERT_EQ(cudaEventRecord(forked, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamWaitEvent(side, forked), cudaSuccess);
     EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureUnjoined);
@@ -523,7 +524,7 @@ TEST_F(LazyRuntime, CaptureBeginsAndEndsWhereItMay) {
     EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaErrorStreamCaptureInvalidated);
     EXPECT_EQ(cudaStreamEndCapture(side, &graph), cudaErrorStreamCaptureInvalidated);
 }
-TEST_F(LazyRuntime, NullStreamIsUnusableBesideABlockingCapture) {
+TEST_F(LazyRuntime, NullStreamIsUnusableDuringBlockingCapture) {
     const Stream stream(cudaStreamDefault);
     cudaStreamCaptureStatus status{};
     cudaGraph_t graph = nullptr;
@@ -533,7 +534,7 @@ TEST_F(LazyRuntime, NullStreamIsUnusableBesideABlockingCapture) {
     EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
 }
 
-TEST_F(LazyRuntime, CountsWhatAStepAsksFor) {
+TEST_F(LazyRuntime, CountsCallsByKind) {
     const DeviceArray<float> x(kOnes), ones(kOnes);
     const Stream stream;
     float *staging = nullptr;
@@ -571,59 +572,59 @@ TEST_F(LazyRuntime, CountsWhatAStepAsksFor) {
     EXPECT_EQ(cudaFreeHost(staging), cudaSuccess);
 }
 
-// A short program in which each call fails in turn.
-cudaError_t life(float *result) {
-    const auto deleter = [](void *p) { (void)cudaFree(p); };
-    const auto ender = [](cudaStream_t s) { (void)cudaStreamDestroy(s); };
+// A short program, run repeatedly with a failure of another call each time.
+cudaError_t short_program(float *result) {
+    const auto memory_deleter = [](void *p) { (void)cudaFree(p); };
+    const auto stream_deleter = [](cudaStream_t s) { (void)cudaStreamDestroy(s); };
     float *p = nullptr;
     cudaStream_t s = nullptr;
     if (const cudaError_t error = cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking)) return error;
-    const std::unique_ptr<FakeStream, decltype(ender)> stream(s, ender);
+    const std::unique_ptr<FakeStream, decltype(stream_deleter)> stream(s, stream_deleter);
     if (const cudaError_t error = cudaMalloc(&p, 400)) return error;
-    const std::unique_ptr<void, decltype(deleter)> memory(p, deleter);
+    const std::unique_ptr<void, decltype(memory_deleter)> memory(p, memory_deleter);
     if (const cudaError_t error = cudaMemcpyAsync(p, kOnes.data(), 400, cudaMemcpyHostToDevice, s)) return error;
     if (const cudaError_t error = sample::scale(p, 3, kCount, s)) return error;
     if (const cudaError_t error = sample::add(p, p, p, kCount, s)) return error;
     if (const cudaError_t error = cudaMemcpyAsync(result, p, 4, cudaMemcpyDeviceToHost, s)) return error;
     return cudaStreamSynchronize(s);
 }
-TEST_P(Runtime, FailsAtTheNthCallAndRecovers) {
+TEST_P(FakeRuntime, FailsAtNthCallAndRecovers) {
     Config config = in(GetParam());
     float result = 0;
-    ASSERT_EQ(life(&result), cudaSuccess);
+    ASSERT_EQ(short_program(&result), cudaSuccess);
     const long all = calls();
     EXPECT_EQ(all, 9);
     EXPECT_EQ(calls("cudaLaunchKernel"), 2);
     for (config.fail_call = 0; config.fail_call < all; config.fail_call += kEvery) {
         reset(config);
         const bool at_the_end = config.fail_call >= 7; // a release failed
-        EXPECT_EQ(life(&result), at_the_end ? cudaSuccess : cudaErrorMemoryAllocation) << config.fail_call;
+        EXPECT_EQ(short_program(&result), at_the_end ? cudaSuccess : cudaErrorMemoryAllocation) << config.fail_call;
         EXPECT_EQ(live_objects(), at_the_end ? 1 : 0) << config.fail_call;
         reset(in(GetParam()));
-        ASSERT_EQ(life(&result), cudaSuccess);
+        ASSERT_EQ(short_program(&result), cudaSuccess);
         EXPECT_EQ(result, 6);
     }
 }
-TEST_P(Runtime, FailsAtTheNthCallOfAFunction) {
+TEST_P(FakeRuntime, FailsAtNthCallOfFunction) {
     Config config = in(GetParam());
     config.fail_function = "cudaLaunchKernel";
     config.fail_call = 1;
     config.fail_with = cudaErrorLaunchFailure;
     reset(config);
     float result = 0;
-    EXPECT_EQ(life(&result), cudaErrorLaunchFailure);
+    EXPECT_EQ(short_program(&result), cudaErrorLaunchFailure);
     EXPECT_EQ(calls("cudaLaunchKernel"), 2);
     EXPECT_EQ(cudaGetLastError(), cudaErrorLaunchFailure);
-    EXPECT_EQ(life(&result), cudaSuccess); // the call failed, not the device
+    EXPECT_EQ(short_program(&result), cudaSuccess); // the call failed, not the device
 }
-TEST_P(Runtime, FailsWhenTheNthKernelRuns) {
+TEST_P(FakeRuntime, FailsInNthKernel) {
     Config config = in(GetParam());
     config.fail_kernel = 1;
     reset(config);
     float result = 0;
-    EXPECT_EQ(life(&result), cudaErrorIllegalAddress);
+    EXPECT_EQ(short_program(&result), cudaErrorIllegalAddress);
     EXPECT_EQ(kernels_run(), 2);
-    EXPECT_EQ(life(&result), cudaErrorIllegalAddress); // the device stays unusable
+    EXPECT_EQ(short_program(&result), cudaErrorIllegalAddress); // the device stays unusable
     EXPECT_EQ(live_objects(), 0);
 }
 
@@ -634,14 +635,14 @@ TEST_F(DeathTest, HostCannotReadDeviceMemory) {
     const volatile float *const p = x.data();
     EXPECT_DEATH((void)*p, "");
 }
-TEST_F(DeathTest, WritePastABlockIsSeenWhenItIsFreed) {
+TEST_F(DeathTest, FreeDetectsWritePastBlock) {
     testing::FLAGS_gtest_death_test_style = "threadsafe";
     const auto write = [] {
         const DeviceArray<float> x(kOnes);
         (void)sample::scale(x.data(), 2, kCount + 1, nullptr);
         (void)cudaDeviceSynchronize();
     };
-    EXPECT_DEATH(write(), "was written of a device block|AddressSanitizer");
+    EXPECT_DEATH(write(), "write past the end: byte|AddressSanitizer");
 }
 
 } // namespace

@@ -11,8 +11,8 @@
 //   missing   fused multiply-add and approximate intrinsics, float atomics (the engine's bits must not depend on them
 //             or on an order), grid-wide barriers, inline PTX, textures, clusters, __activemask
 //
-// Stricter than a device: a thread that has returned never counts as arrived at a barrier, and the mask of a collective
-// must include its caller.
+// Stricter than a device: a thread that has returned does not count as arrived at a barrier, and the mask of a
+// collective must include its caller.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -55,7 +55,7 @@ struct dim3 {
     constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
 
-// The fast model of thread-local storage: every kernel reads these, also in a shared library.
+// The fastest model of thread-local storage, also in a shared library: every kernel reads these variables.
 #define CUDA_EMU_TLS __attribute__((tls_model("initial-exec")))
 extern __thread uint3 threadIdx CUDA_EMU_TLS;
 extern __thread uint3 blockIdx CUDA_EMU_TLS;
@@ -134,7 +134,7 @@ void fence();
 void note_atomic(const void *address);
 void note_store(const void *address, size_t bytes);
 void wait_for_previous();
-void let_next_begin();
+void trigger_successor();
 [[noreturn]] void trap(const char *why);
 
 template <class T> inline uint64_t to_bits(T value) {
@@ -212,9 +212,9 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned v) {
 /// Every thread of a kernel that was launched early must call this before it accesses memory, and before barriers and
 /// collectives. In other kernels the call does nothing.
 inline void cudaGridDependencySynchronize() { cuemu::wait_for_previous(); }
-/// Allows the next kernel to begin. The fake runtime starts a kernel that is launched early in any case, and refuses
-/// other work as successor.
-inline void cudaTriggerProgrammaticLaunchCompletion() { cuemu::let_next_begin(); }
+/// Allows the next kernel to begin. The fake runtime does not wait for this to start a kernel that is launched early,
+/// and refuses other work as the successor.
+inline void cudaTriggerProgrammaticLaunchCompletion() { cuemu::trigger_successor(); }
 
 inline void __trap() { cuemu::trap("__trap()"); }
 

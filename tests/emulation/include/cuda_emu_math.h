@@ -44,7 +44,7 @@ template <class I, class F> inline I saturate(F value) {
     return value <= F(Limits::min()) ? Limits::min() : I(value);
 }
 
-inline float as_of_device(float value) { return value == value ? value : from_bits<float>(0x7fffffffu); }
+inline float with_device_nan(float value) { return value == value ? value : from_bits<float>(0x7fffffffu); }
 
 } // namespace cuemu
 
@@ -53,15 +53,15 @@ template <class T> inline T __ldg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldca(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcg(const T *p) { return *cuemu::aligned(p); }
 template <class T> inline T __ldcs(const T *p) { return *cuemu::aligned(p); }
-/// A GPU's arithmetic produces only one NaN. Host arithmetic produces others, so a store replaces them by the device's.
+/// Arithmetic of a GPU produces only one NaN. Arithmetic of the host produces others, which a store replaces by it.
 inline void __stwb(float *p, float value) {
     cuemu::note_store(p, sizeof *p);
-    *cuemu::aligned(p) = cuemu::as_of_device(value);
+    *cuemu::aligned(p) = cuemu::with_device_nan(value);
 }
 inline void __stwb(float4 *p, float4 value) {
     cuemu::note_store(p, sizeof *p);
-    *cuemu::aligned(p) = {cuemu::as_of_device(value.x), cuemu::as_of_device(value.y), cuemu::as_of_device(value.z),
-                          cuemu::as_of_device(value.w)};
+    *cuemu::aligned(p) = {cuemu::with_device_nan(value.x), cuemu::with_device_nan(value.y),
+                          cuemu::with_device_nan(value.z), cuemu::with_device_nan(value.w)};
 }
 template <class T> inline void __stwb(T *p, std::type_identity_t<T> value) {
     cuemu::note_store(p, sizeof *p);
@@ -121,7 +121,7 @@ inline float __uint2float_rn(unsigned v) { return float(v); }
 inline float __ll2float_rn(long long v) { return float(v); }
 inline double __ll2double_rn(long long v) { return double(v); }
 
-// Each is rounded separately; under -ffp-contract=off so are the plain operators.
+// Each operation is rounded separately, like the plain operators under -ffp-contract=off.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

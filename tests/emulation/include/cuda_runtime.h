@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replaces <cuda_runtime.h> in tests: first on the include path, with the same names and values, independently written.
-// Declares only what the engine may call; a call of anything else does not compile.
+// Replaces <cuda_runtime.h> in tests, because it is first on the include path. An independent implementation with the
+// same names and values. Declares only functions that the engine may call; a call of any other does not compile.
 #pragma once
 #include "cuda_emu.h"
 #include <tuple>
@@ -163,8 +163,8 @@ struct KernelCall {
 /// Takes ownership of call.data, also if it fails.
 cudaError_t launch_kernel(const KernelCall &call, cudaStream_t stream);
 bool launches(); // Config::launches
-void *take_memory(size_t bytes);
-void give_memory(void *memory);
+void *allocate_arguments(size_t bytes);
+void free_arguments(void *memory);
 cudaError_t resident_blocks(int *blocks, int threads, size_t shared);
 cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int value);
 
@@ -178,8 +178,8 @@ template <class... P> struct Arguments {
     static void drop(void *data) { delete static_cast<Arguments *>(data); }
     // Memory of the driver, not of the program: tests count allocations of the program, and make them fail while
     // kernels run.
-    static void *operator new(size_t bytes) { return take_memory(bytes); }
-    static void operator delete(void *memory) { give_memory(memory); }
+    static void *operator new(size_t bytes) { return allocate_arguments(bytes); }
+    static void operator delete(void *memory) { free_arguments(memory); }
 };
 
 template <class... P, class... A>

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-/// Memory that the host may read and write while no work of the device is under way. For tests: the engine must not
-/// allocate any.
+/// Memory that the host may read and write while no work of the device is in progress. For tests: the engine must not
+/// allocate managed memory.
 extern "C" cudaError_t cudaMallocManaged(void **memory, size_t bytes, unsigned flags);
 
 namespace fakert {
@@ -28,17 +28,17 @@ struct Config {
     size_t memory = size_t(1) << 40; // bytes per device
     bool protect = true;             // device memory is accessible only while work of its device runs
     bool images = true;              // the program has code of the kernels for the devices
-    bool launches = true;            // false: kernels are accepted and dropped, for timing the host
-    bool first_launch_waits =
-        false;           // lazy loading: the first launch of a kernel waits for the device unless it was queried before
+    bool launches = true;            // false: launches are accepted and kernels do not run, for timing the host
+    // Lazy loading: the first launch of a kernel waits for the device, unless the kernel was queried before.
+    bool first_launch_waits = false;
     int capability = 90; // of the devices: major and minor number
     int ptx = 0;         // PTX version from which the kernels' code was compiled; 0: the devices' version
     int driver = 13000;  // version of the driver
     // For more dynamic shared memory than this, the occupancy query returns an error instead of 0 blocks.
     size_t occupancy_shared = SIZE_MAX;
 
-    // One failing call; -1: none. `fail_function` is a name such as "cudaMalloc". NULL counts all calls. Launches count
-    // as "cudaLaunchKernel".
+    // Index of the call that fails, among calls of `fail_function` (such as "cudaMalloc"; NULL: of all functions); -1:
+    // none. Launches count as "cudaLaunchKernel".
     long fail_call = -1;
     const char *fail_function = nullptr;
     cudaError_t fail_with = cudaErrorMemoryAllocation;
@@ -52,9 +52,9 @@ Config config_from_environment();
 /// Resets all state, leaked objects too. Before the first reset, config_from_environment() is in effect.
 void reset(const Config &config = config_from_environment());
 
-/// Return the number of calls since reset() that could have been configured to fail, of one function or of all, and the
-/// number of kernels that ran since reset().
+/// Returns the number of calls since reset() that can be configured to fail, of one function or of all.
 long calls(const char *function = nullptr);
+/// Returns the number of kernels that ran since reset().
 long kernels_run();
 /// Returns the number of objects not released: device blocks, page-locked blocks, streams, events, graphs.
 long live_objects();
@@ -70,12 +70,11 @@ struct Counters {
     long host_functions;
 };
 void mark();
-/// Returns true if this thread executes the runtime now, not its caller.
-bool works();
+/// Returns true while this thread is inside a call of the runtime.
+bool in_runtime_call();
 Counters counters();
-/// Returns true if a device has its primary context. The context exists from cudaSetDevice() on, or since it was
-/// retained, or since any runtime call, frees included, of a thread without a current context whose device it is
-/// (device 0 by default).
+/// Returns true if the primary context of a device exists. It is created by cudaSetDevice(), by retaining it, or by any
+/// runtime call (also a free) of a thread that has no current context and uses that device (device 0 by default).
 bool has_context(int device);
 /// A non-primary context of a device, current in this thread during the object's lifetime. Streams, events and device
 /// memory belong to the context that was current when they were created, and are refused in others. Such a context has
