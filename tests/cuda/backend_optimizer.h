@@ -24,19 +24,19 @@ using test::size_of;
 using test::store;
 
 inline const test::Memory &memory_of(bool device) {
-    static const test::Memory host = test::host_memory(), there = test::cuda_memory(nullptr);
-    return device ? there : host;
+    static const test::Memory host = test::host_memory(), on_device = test::cuda_memory(nullptr);
+    return device ? on_device : host;
 }
 
-/// Replaces every NaN by the same one, because devices may produce different NaNs.
+/// Replaces every NaN by one bit pattern, because devices may produce different NaNs.
 inline void canonicalize_nans(std::vector<char> &values, int32_t dtype) {
     const auto canonicalize = [&](auto exponent, auto all) {
         using Word = decltype(all);
-        for (size_t at = 0; at + sizeof(Word) <= values.size(); at += sizeof(Word)) {
+        for (size_t offset = 0; offset + sizeof(Word) <= values.size(); offset += sizeof(Word)) {
             Word word;
-            std::memcpy(&word, &values[at], sizeof word);
+            std::memcpy(&word, &values[offset], sizeof word);
             if (Word(word & Word(~(Word(1) << (sizeof(Word) * 8 - 1)))) > exponent)
-                std::memcpy(&values[at], &all, sizeof all);
+                std::memcpy(&values[offset], &all, sizeof all);
         }
     };
     if (dtype == DSOPT_DTYPE_F32) canonicalize(uint32_t(0x7f800000), uint32_t(0x7fffffff));
@@ -65,13 +65,13 @@ struct Setting {
     uint32_t step_flags = 0;
     int32_t out = 0; // dtype; 0: none
     bool shifted = false;
-    bool mixed = false; // dtypes differ from tensor to tensor
+    bool mixed = false; // the dtypes alternate among tensors
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
     uint32_t param_flags = 0;
-    const Ranks *model = nullptr; // model-parallel ranks, and which of them this is
-    int model_rank = 0;
-    void (*change)(dsopt_group &group, int index) = nullptr; // of the two groups, before they are added
-    dsopt_context *context = nullptr;                        // NULL: one of its own
+    const Ranks *model = nullptr;                            // ranks of the model comm
+    int model_rank = 0;                                      // this rank among them
+    void (*change)(dsopt_group &group, int index) = nullptr; // called before each of the two groups is added
+    dsopt_context *context = nullptr;                        // NULL: the optimizer creates its own
 };
 
 /// Ranks that are threads of this process.
@@ -92,10 +92,11 @@ struct Ranks {
 /// Nodes of ranks: the comms of two levels.
 struct Nodes {
     int per_node, nodes;
-    std::deque<Ranks> inside, across; // one per node; one per rank of a node
-    Nodes(int of, int number) : per_node(of), nodes(number) {
-        for (int d = 0; d < nodes; ++d) inside.emplace_back(per_node);
-        for (int l = 0; l < per_node; ++l) across.emplace_back(nodes);
+    std::deque<Ranks> inside; // by node: the ranks of that node
+    std::deque<Ranks> across; // by rank in its node: the ranks of that number in all nodes
+    Nodes(int ranks_per_node, int node_count) : per_node(ranks_per_node), nodes(node_count) {
+        for (int node = 0; node < nodes; ++node) inside.emplace_back(per_node);
+        for (int rank = 0; rank < per_node; ++rank) across.emplace_back(nodes);
     }
     int count() const { return per_node * nodes; }
 };
@@ -106,23 +107,23 @@ public:
     BackendOptimizer(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0,
                      const Ranks *node_ranks = nullptr, int node_rank = 0) :
         setting_(setting) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
         context = setting.context;
-        if (context == nullptr) good(dsopt_context_create(&where, &context));
+        if (context == nullptr) must(dsopt_context_create(&context_desc, &context));
         dsopt_optimizer_desc desc = setting.desc;
         desc.size = sizeof desc;
         if (setting.scaler) {
-            DSOPT_NEW(dsopt_scaler_desc, how);
-            how.init = 8;
-            how.window = 2;
-            good(dsopt_scaler_create(context, &how, &scaler));
+            DSOPT_NEW(dsopt_scaler_desc, scaler_desc);
+            scaler_desc.init = 8;
+            scaler_desc.window = 2;
+            must(dsopt_scaler_create(context, &scaler_desc, &scaler));
             desc.scaler = scaler;
         }
         if (ranks != nullptr) desc.data = comm = ranks->join(context, rank);
         if (setting.model != nullptr) desc.model = model = setting.model->join(context, setting.model_rank);
         if (node_ranks != nullptr) desc.node = node = node_ranks->join(context, node_rank);
-        good(dsopt_optimizer_create(context, &desc, &optimizer));
+        must(dsopt_optimizer_create(context, &desc, &optimizer));
         const int32_t dtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
         std::vector<dsopt_param> list;
         for (size_t i = 0; i < setting.sizes.size(); ++i) {
@@ -148,16 +149,16 @@ public:
         }
         const size_t half = list.size() / 2;
         dsopt_group group;
-        good(dsopt_group_init(&group, sizeof group, setting.algorithm));
+        must(dsopt_group_init(&group, sizeof group, setting.algorithm));
         group.flags = setting.group_flags;
         group.weight_decay = 0.1;
         if (setting.change != nullptr) setting.change(group, 0);
-        good(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(half)));
+        must(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(half)));
         group.lr = 2e-3;
         group.beta1 = 0.8;
         group.weight_decay = 0;
         if (setting.change != nullptr) setting.change(group, 1);
-        good(dsopt_optimizer_add_group(optimizer, &group, list.data() + half, int64_t(list.size() - half)));
+        must(dsopt_optimizer_add_group(optimizer, &group, list.data() + half, int64_t(list.size() - half)));
     }
     ~BackendOptimizer() {
         dsopt_optimizer_destroy(optimizer);
@@ -168,6 +169,7 @@ public:
         if (setting_.context == nullptr) dsopt_context_destroy(context);
     }
 
+    /// Fills gradients with values for step `t`. `bad`: index of a tensor whose last element is not finite; -1: none.
     void fill_gradients(int t, int bad = -1) {
         for (size_t i = 0; i < gradients.size(); ++i) {
             const int32_t dtype = gradients[i].dtype;
@@ -194,10 +196,10 @@ public:
     std::vector<dsopt_tensor> state() {
         std::vector<dsopt_tensor> list;
         int64_t count = 0;
-        good(dsopt_optimizer_state_count(optimizer, &count));
+        must(dsopt_optimizer_state_count(optimizer, &count));
         for (int64_t i = 0; i < count; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            good(dsopt_optimizer_state(optimizer, i, &info));
+            must(dsopt_optimizer_state(optimizer, i, &info));
             list.push_back(info.tensor);
         }
         return list;
@@ -206,12 +208,12 @@ public:
     std::vector<std::vector<char>> all_bytes() {
         std::vector<std::vector<char>> all;
         int64_t count = 0;
-        good(dsopt_optimizer_state_count(optimizer, &count));
+        must(dsopt_optimizer_state_count(optimizer, &count));
         for (int64_t i = 0; i < count; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            good(dsopt_optimizer_state(optimizer, i, &info));
+            must(dsopt_optimizer_state(optimizer, i, &info));
             std::vector<char> host(size_t(info.tensor.numel) * size_of(info.tensor.dtype));
-            good(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
+            must(dsopt_optimizer_export(optimizer, i, host.data(), host.size()));
             canonicalize_nans(host, info.tensor.dtype);
             all.push_back(std::move(host));
         }
@@ -225,7 +227,7 @@ public:
             canonicalize_nans(all.back(), setting_.out);
         }
         DSOPT_NEW(dsopt_report, report);
-        good(dsopt_optimizer_report(optimizer, &report));
+        must(dsopt_optimizer_report(optimizer, &report));
         const double numbers[] = {double(report.skipped),   double(report.skipped_in_row),
                                   double(report.nonfinite), double(report.first_bad),
                                   double(report.kind),      report.loss_scale,
@@ -238,7 +240,7 @@ public:
         }
         return all;
     }
-    static void good(dsopt_status status) { ASSERT_OK(status); }
+    static void must(dsopt_status status) { ASSERT_OK(status); }
 
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
@@ -252,7 +254,7 @@ private:
     Setting setting_;
 };
 
-/// Reports the first list that differs and the byte, because the lists themselves would fill pages.
+/// Compares arrays. The message names only the first array and byte that differ, because the arrays would fill pages.
 inline testing::AssertionResult same(const std::vector<std::vector<char>> &a, const std::vector<std::vector<char>> &b) {
     if (a.size() != b.size()) return testing::AssertionFailure() << a.size() << " and " << b.size() << " arrays";
     for (size_t i = 0; i < a.size(); ++i)

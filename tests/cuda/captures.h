@@ -7,26 +7,26 @@
 
 namespace cuda_test {
 
-/// Runs body() while another thread captures a stream created with `flags`, in this mode.
+/// Runs body() while another thread captures, in mode `mode`, a stream that was created with `flags`.
 template <class Body> void during_capture(cudaStreamCaptureMode mode, unsigned flags, const Body &body) {
-    std::barrier together(2);
+    std::barrier barrier(2);
     std::thread other([&] {
         cudaStream_t stream = nullptr;
         cudaGraph_t graph = nullptr;
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, flags), cudaSuccess);
         EXPECT_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
-        together.arrive_and_wait();
-        together.arrive_and_wait();
+        barrier.arrive_and_wait();
+        barrier.arrive_and_wait();
         EXPECT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "the capture was invalidated";
         (void)cudaGraphDestroy(graph);
         (void)cudaStreamDestroy(stream);
     });
-    together.arrive_and_wait();
+    barrier.arrive_and_wait();
     body();
-    together.arrive_and_wait();
+    barrier.arrive_and_wait();
     other.join();
 }
-/// Runs body() during a capture in global mode, in which calls of every thread count.
+/// Runs body() during a capture in global mode, which calls of any thread can invalidate.
 template <class Body> void during_global_capture(const Body &body) {
     during_capture(cudaStreamCaptureModeGlobal, cudaStreamNonBlocking, body);
 }

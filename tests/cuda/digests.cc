@@ -52,10 +52,10 @@ void enqueue_copy(void *, const void *, size_t, void *) { std::abort(); }
 class Digest {
 public:
     void add(const void *data, size_t bytes) {
-        const char *at = static_cast<const char *>(data);
-        for (; bytes != 0; at += step_of(bytes), bytes -= step_of(bytes)) {
+        const char *position = static_cast<const char *>(data);
+        for (; bytes != 0; position += step_of(bytes), bytes -= step_of(bytes)) {
             uint64_t word = 0;
-            std::memcpy(&word, at, step_of(bytes));
+            std::memcpy(&word, position, step_of(bytes));
             value_ = (value_ ^ word) * 0x9e3779b97f4a7c15u;
             value_ ^= value_ >> 29;
         }
@@ -67,17 +67,17 @@ private:
     uint64_t value_ = 0x243f6a8885a308d3u;
 };
 
-/// The list's elements in one block of host or device memory, each tensor aligned to 256 bytes.
+/// All tensors of a list in one block of host or device memory, each aligned to 256 bytes.
 class Block {
 public:
     std::vector<dsopt_tensor> tensors;
     Block(bool device, const std::vector<int64_t> &sizes, int32_t dtype) : device_(device) {
         for (const int64_t n : sizes) bytes_ += (size_t(n) * test::size_of(dtype) + 255) / 256 * 256;
         data_ = device ? allocate(bytes_ + 1) : std::calloc(1, bytes_ + 1);
-        size_t at = 0;
+        size_t offset = 0;
         for (const int64_t n : sizes) {
-            tensors.push_back({static_cast<char *>(data_) + at, n, dtype, 0});
-            at += (size_t(n) * test::size_of(dtype) + 255) / 256 * 256;
+            tensors.push_back({static_cast<char *>(data_) + offset, n, dtype, 0});
+            offset += (size_t(n) * test::size_of(dtype) + 255) / 256 * 256;
         }
     }
     ~Block() {
@@ -102,14 +102,14 @@ private:
     void *data_ = nullptr;
 };
 
-/// Returns values of about `size` with both signs; `seed` selects them.
+/// Returns random values in [-size, size).
 std::vector<char> values(size_t bytes, int32_t dtype, float size, uint64_t seed) {
     std::vector<char> result(bytes);
     uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
     const size_t step = test::size_of(dtype);
-    for (size_t at = 0; at + step <= bytes; at += step) {
+    for (size_t offset = 0; offset + step <= bytes; offset += step) {
         state = state * 6364136223846793005u + 1442695040888963407u;
-        test::store(&result[at], dtype, size * (float(state >> 40) * 0x1p-23f - 1.0f));
+        test::store(&result[offset], dtype, size * (float(state >> 40) * 0x1p-23f - 1.0f));
     }
     return result;
 }
@@ -120,7 +120,7 @@ struct Rule {
     uint32_t flags = 0; // of the optimizer
     bool clips = false; // with a loss scale if dtype has 16 bits
     double momentum = 0;
-    bool exchanges = false; // one of 8 ranks that all send the same data
+    bool exchanges = false; // with 8 ranks that all send the same data
 };
 
 constexpr Rule kRules[] = {
@@ -148,13 +148,13 @@ template <bool Device> int mirror(void *, const void *send, void *recv, int64_t 
     }
     return 0;
 }
-int keep(void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; }
+int leave_unchanged(void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; }
 
 uint64_t train(bool device, const Rule &rule, const std::vector<int64_t> &sizes, int steps) {
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
     dsopt_context *context = nullptr;
-    check(dsopt_context_create(&where, &context));
+    check(dsopt_context_create(&context_desc, &context));
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.flags = rule.flags;
     desc.max_norm = rule.clips ? 1.0 : 0.0;
@@ -171,12 +171,12 @@ uint64_t train(bool device, const Rule &rule, const std::vector<int64_t> &sizes,
         DSOPT_NEW(dsopt_comm_table, table);
         table.ranks = kRanks;
         table.memory = DSOPT_MEMORY_BACKEND;
-        table.all_reduce = keep;
+        table.all_reduce = leave_unchanged;
         table.all_to_all = table.all_gather = device ? mirror<true> : mirror<false>;
-        DSOPT_NEW(dsopt_comm_desc, how);
-        how.kind = DSOPT_COMM_KIND_TABLE;
-        how.table = &table;
-        check(dsopt_comm_create(context, &how, &comm));
+        DSOPT_NEW(dsopt_comm_desc, comm_desc);
+        comm_desc.kind = DSOPT_COMM_KIND_TABLE;
+        comm_desc.table = &table;
+        check(dsopt_comm_create(context, &comm_desc, &comm));
         desc.data = comm;
     }
     dsopt_optimizer *optimizer = nullptr;
@@ -192,7 +192,7 @@ uint64_t train(bool device, const Rule &rule, const std::vector<int64_t> &sizes,
     if (rule.exchanges) group.freeze_step = steps / 4 + 1;
     check(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(list.size())));
 
-    // Used in rotation, because generating new ones would take longer than the steps.
+    // Four sets of gradients are used in rotation: generating values takes longer than a step.
     std::vector<std::vector<char>> gradients;
     for (uint64_t seed = 0; seed < 4; ++seed) gradients.push_back(values(grads.bytes(), rule.dtype, 0.01f, seed + 11));
     DSOPT_NEW(dsopt_step, step);

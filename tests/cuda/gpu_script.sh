@@ -4,7 +4,7 @@
 # Tests scripts/gpu.sh on simulated machines: small programs replace the toolkit, the build tools and the benches. Cases
 # are a driver that is too old, a build that takes too long, tools that may not trace programs, tools that report
 # errors, and a bench that is killed. The rehearsal on the emulated device covers the kernels and the real benches.
-# shellcheck disable=SC2016 # what the programs expand, not this script
+# shellcheck disable=SC2016 # variables in quotes are expanded by the generated programs
 set -eu
 sources=$1
 folder=$(mktemp -d)
@@ -57,12 +57,12 @@ machine() { # NAME: creates a machine on which everything works, and changes to 
         'echo "\"0\",\"update_kernel\",\"1,000\",\"2,000\",\"1,000\",\"64\",\"528\""' '} >"$2"'
 }
 
-run() { # STATUS PART...: runs gpu.sh with these parts; writes its output to the file `said`
+run() { # STATUS PART...: runs gpu.sh with these parts; writes its output to the file `output`
     expected=$1 status=0
     shift
-    LISTS=${LISTS-5x300} TORCH_PYTHON=false PATH="$PWD/bin:$PATH" scripts/gpu.sh "$@" >said 2>&1 || status=$?
+    LISTS=${LISTS-5x300} TORCH_PYTHON=false PATH="$PWD/bin:$PATH" scripts/gpu.sh "$@" >output 2>&1 || status=$?
     [ "$status" = "$expected" ] && return
-    cat said
+    cat output
     fail "status $status in place of $expected"
 }
 
@@ -107,9 +107,9 @@ has "$page" '^| recorded cases | [1-9][0-9]* passed, 0 failed |'
 machine old-driver
 program device_versions 'echo "the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old"; exit 1'
 run 1
-head -n 1 said >first
+head -n 1 output >first
 has first '^dev: the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old'
-[ ! -e built ] || fail "it was built all the same"
+[ ! -e built ] || fail "the build was not skipped"
 
 machine slow-build # timeout exits with the same status
 program bin/ninja 'exit 124'
@@ -129,7 +129,7 @@ program bin/compute-sanitizer 'echo "========= Error: Device not supported. Plea
 program bin/ncu 'while [ "$1" != --log-file ]; do shift; done' \
     'echo "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters" >"$2"'
 run 0 sanitizer profile
-has said '^dev: not available on this machine: sanitizer profile'
+has output '^dev: not available on this machine: sanitizer profile'
 has "$page" '^| compute-sanitizer, not available | Error: Device not supported'
 has "$page" '^not available: ERR_NVGPUCTRPERM'
 
@@ -138,7 +138,7 @@ program bin/compute-sanitizer 'echo "[  PASSED  ] 6 tests."; echo "========= ERR
 run 1 sanitizer
 has "$page" '^| compute-sanitizer, memcheck | status 9, 6 tests, ERROR SUMMARY: 2 errors |'
 
-machine false-pass # some versions of compute-sanitizer end like this if they do not start the program
+machine false-pass # some versions of compute-sanitizer print this if they do not start the program
 program bin/compute-sanitizer 'echo "========= ERROR SUMMARY: 0 errors"'
 run 1 sanitizer
 has "$page" '^| compute-sanitizer, memcheck | status 0, no test passed, ERROR SUMMARY: 0 errors |'

@@ -79,7 +79,7 @@ def basic_blocks(code):
 
 
 def shortest_iteration(blocks, wanted):
-    """Returns the number of instructions of the shortest iteration of any loop with the wanted ones, or None."""
+    """Returns the length of the shortest iteration, of any loop, that has the wanted instructions, or None."""
     most = tuple(high for _, high in wanted.values())
     least = tuple(low for low, _ in wanted.values())
     worth = [tuple(sum(bool(re.search(pattern, line)) for line in texts) for pattern in wanted) for texts, _ in blocks]

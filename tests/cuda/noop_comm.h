@@ -10,9 +10,9 @@ struct NoOpComm {
     dsopt_context *context = nullptr;
     dsopt_comm *comm = nullptr;
     explicit NoOpComm(uint32_t flags) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        EXPECT_OK(dsopt_context_create(&where, &context));
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        EXPECT_OK(dsopt_context_create(&context_desc, &context));
         DSOPT_NEW(dsopt_comm_table, table);
         table.ranks = 2;
         table.memory = DSOPT_MEMORY_BACKEND;

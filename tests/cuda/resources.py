@@ -71,7 +71,7 @@ SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, 
         "pack_list_kernel": 0, "pack_values_kernel": 0, "reduce_messages_kernel": 0,
         "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
-# Kernels with a loop per rule and per set of formats: their instructions are loaded from memory too.
+# Maximum size of kernels with a loop per rule and set of formats, because instructions are fetched from memory, too.
 MOST_INSTRUCTIONS = {"update_kernel": 31000}
 # Minimum number of ranks whose bits, one byte each, reduce_messages_kernel loads before it waits for any.
 RANKS_AT_ONCE = 4
@@ -92,10 +92,10 @@ ARITHMETIC = re.compile(r"(add|sub|mul|div)\.rn\.f(32|64)|(sqrt|rcp)\.rn\.f(32|6
 
 def find_tools(names, folders):
     """Finds the tools, and adds the folders to PATH, because the tools search there for others."""
-    places = []
+    paths = []
     for folder in folders + sorted(glob.glob("/usr/local/cuda*/bin")):
-        places += [folder] + sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin")))
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath)] + places)
+        paths += [folder] + sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin")))
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath)] + paths)
     missing = [tool for tool in names if shutil.which(tool) is None]
     if missing:
         print("not found: " + ", ".join(missing))
@@ -122,10 +122,10 @@ def registers_of(operand, width=1):
     return set(range(int(number.group(1)), int(number.group(1)) + width)) if number else set()
 
 
-def loads_under_way(code, kind=r"128", registers=4):
-    """Returns the maximum number of such loads of global memory in sequence before one is used; 16-byte loads by
-    default."""
-    most, under_way, count = 0, set(), 0
+def loads_in_flight(code, kind=r"128", registers=4):
+    """Returns the maximum number of loads of global memory in sequence before one of them is used. `kind` and
+    `registers`: width of the loads, by default 16 bytes."""
+    most, in_flight, count = 0, set(), 0
     for line in instructions(code):
         words = re.sub(r"^@\S+\s+", "", line).split(None, 1)
         opcode, operands = words[0], words[1] if len(words) > 1 else ""
@@ -135,10 +135,10 @@ def loads_under_way(code, kind=r"128", registers=4):
         read = {int(name[1:]) for name in (names[1:] if written else names)}
         for name in re.findall(r"(?<![\w.])R(\d+)\.64", operands):
             read.add(int(name) + 1)
-        if read & under_way or re.match(r"(BRA|EXIT|RET|BRX|BAR)\b", opcode) and not line.startswith("@"):
-            under_way, count = set(), 0
+        if read & in_flight or re.match(r"(BRA|EXIT|RET|BRX|BAR)\b", opcode) and not line.startswith("@"):
+            in_flight, count = set(), 0
         if meant:
-            under_way |= registers_of(names[0], registers)
+            in_flight |= registers_of(names[0], registers)
             count += 1
             most = max(most, count)
     return most
@@ -220,7 +220,7 @@ def resident_blocks(arch, registers, shared):
 class Judge:
     passed = failed = 0
 
-    def say(self, good, text):
+    def check(self, good, text):
         self.passed, self.failed = self.passed + good, self.failed + (not good)
         print(text + (": ok" if good else ": FAILED"))
 
@@ -230,16 +230,17 @@ def judge_ptx(judge, text):
     floats = {opcode for opcode in opcodes if re.search(r"\.(f16|bf16|f32|f64|ftz|approx)", opcode)}
     bad = {opcode for opcode in floats if not ARITHMETIC.fullmatch(opcode)}
     bad |= {opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|nc|sat)\b", opcode)}
-    judge.say(len(floats) > 20 and not bad, "%d kinds of PTX instructions on floating-point numbers, not allowed: %s" %
-              (len(floats), " ".join(sorted(bad)) or "none"))
+    judge.check(len(floats) > 20 and not bad,
+                "%d kinds of PTX instructions on floating-point numbers, not allowed: %s" %
+                (len(floats), " ".join(sorted(bad)) or "none"))
     # The square of a float is exact in double, so the fused operation rounds as the separate ones do.
     squares = others = 0
     for function in re.split(r"^\s*\.(?:visible|weak)?\s*\.?entry", text, flags=re.M):
         wide = set(re.findall(r"cvt\.f64\.f32\s+(%fd\d+)", function))
         for a, b in re.findall(r"fma\.rn\.f64\s+%fd\d+, (%fd\d+), (%fd\d+), %fd\d+", function):
             squares, others = squares + (a == b and a in wide), others + (a != b or a not in wide)
-    judge.say(squares > 0 and others == 0,
-              "%d fused multiply-adds of the square of a float in double, %d others" % (squares, others))
+    judge.check(squares > 0 and others == 0,
+                "%d fused multiply-adds of the square of a float in double, %d others" % (squares, others))
 
 
 def judge_machine_code(judge, arch, usage, code):
@@ -248,7 +249,7 @@ def judge_machine_code(judge, arch, usage, code):
         registers, resident = OTHERS.get((kernel, number), (registers, resident))
         names = [name for name in usage if re.search(r"\d" + kernel, name)]
         if not names:
-            judge.say(False, "%s: a kernel is called %s" % (arch, kernel))
+            judge.check(False, "%s: there is no kernel %s" % (arch, kernel))
         for name in names:
             have = int(re.search(r"REG:(\d+)", usage[name]).group(1))
             # From sm_90 on, the compiler's number includes the reserved bytes if the kernel has any shared memory.
@@ -257,33 +258,33 @@ def judge_machine_code(judge, arch, usage, code):
             spills = len(re.findall(r"\b(?:LDL|STL)\b", code[name]))
             generic = len(re.findall(r"\b(?:LD|ST)\.E(?:\.\w+)*\.128\b", code[name]))
             wide = len(re.findall(r"\bSTG\.E(?:\.\w+)*\.128\b", code[name]))
-            under_way = loads_under_way(code[name])
+            in_flight = loads_in_flight(code[name])
             blocks = resident_blocks(number, have, shared)
             # Multiprocessors with less shared memory hold fewer blocks than the registers would allow.
             enough = blocks >= min(resident, MULTIPROCESSOR[number][1] * 1024 // shared)
             good = (have <= registers and spills == 0 and generic == 0 and enough
-                    and under_way >= loads and wide >= stores)
-            judge.say(good,
-                      "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes under way, %2d "
-                      "stores of them, %d generic" % (arch, kernel, have, spills, blocks, under_way, wide, generic))
+                    and in_flight >= loads and wide >= stores)
+            judge.check(good,
+                        "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes in flight, %2d "
+                        "stores of them, %d generic" % (arch, kernel, have, spills, blocks, in_flight, wide, generic))
     if number >= 90:
         late = [name for name in code if not waits_first(code[name])]
-        judge.say(len(code) > 30 and not late,
-                  "%s %d kernels wait for the preceding one before they use memory, others: %s" %
-                  (arch, len(code) - len(late), " ".join(late) or "none"))
+        judge.check(len(code) > 30 and not late,
+                    "%s %d kernels wait for the preceding one before they use memory, others: %s" %
+                    (arch, len(code) - len(late), " ".join(late) or "none"))
     for kernel, most in MOST_INSTRUCTIONS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
             count = len(instructions(code.get(name, "")))
-            judge.say(0 < count <= most, "%s %s: %d instructions" % (arch, kernel, count))
+            judge.check(0 < count <= most, "%s %s: %d instructions" % (arch, kernel, count))
     for name in [name for name in code if re.search(r"\d+reduce_messages_kernel", name)] or ["reduce_messages_kernel"]:
-        ranks = loads_under_way(code.get(name, ""), "U8", 1)
-        judge.say(ranks >= RANKS_AT_ONCE, "%s reduce_messages_kernel: the bits of %d ranks under way" % (arch, ranks))
+        ranks = loads_in_flight(code.get(name, ""), "U8", 1)
+        judge.check(ranks >= RANKS_AT_ONCE, "%s reduce_messages_kernel: the bits of %d ranks in flight" % (arch, ranks))
     for kernel, least_ahead in SUMS.items():
         for name in [name for name in code if re.search(r"\d" + kernel, name)] or [kernel]:
             loops, chain, through_lanes, ahead = addition_chains(code.get(name, ""))
-            judge.say(loops > 0 and chain <= 1 and not through_lanes and ahead >= least_ahead,
-                      "%s %-31s %2d loops that add, %.2f "
-                      "additions in a chain for a value%s, %2d loads ahead" % (
+            judge.check(loops > 0 and chain <= 1 and not through_lanes and ahead >= least_ahead,
+                        "%s %-31s %2d loops that add, %.2f "
+                        "additions in a chain for a value%s, %2d loads ahead" % (
                           arch, kernel, loops, chain, ", through other lanes" if through_lanes else "", ahead))
 
 
@@ -295,8 +296,8 @@ def judge_model(judge, usage, code):
                         for function in usage if re.search(r"\d" + loops.LOOPS[name][0], function))
         good = (count is not None and abs(count - kernel.issued) <= 0.1 * kernel.issued
                 and abs(registers - kernel.registers) <= 8 and kernel.blocks <= resident_blocks(90, registers, 1024))
-        judge.say(good, "sm_90 %-21s %s instructions for an element, %d registers; gpu_model.py has %.1f, %d and %d "
-                  "blocks" % (name, "no loop that is known has" if count is None else "%.1f" % count, registers,
+        judge.check(good, "sm_90 %-21s %s instructions per element, %d registers; gpu_model.py has %.1f, %d and %d "
+                    "blocks" % (name, "an unknown number of" if count is None else "%.1f" % count, registers,
                               kernel.issued, kernel.registers, kernel.blocks))
 
 

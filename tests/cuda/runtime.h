@@ -18,7 +18,7 @@ inline void begin_test() {
 inline void end_test() {
 #ifdef ON_A_GPU
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left in the caller's runtime";
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "cudaGetLastError() reports an error of the engine";
 #else
     EXPECT_EQ(fakert::late_loads(), std::vector<std::string>()) << "loaded at their first launch";
     EXPECT_EQ(fakert::live_objects(), 0) << "device memory, streams or events were not released";

@@ -9,7 +9,12 @@ using namespace cuda_test;
 
 namespace {
 
-TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
+using CudaGraph = Cuda;
+using CudaCheckpoint = Cuda;
+using CudaReduction = Cuda;
+using CudaCheckPointers = Cuda;
+
+TEST_F(CudaGraph, ReplaysMatchPlainStepsWithNewLrAndOverflow) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
         Setting s;
         s.algorithm = algorithm;
@@ -59,7 +64,7 @@ TEST_F(Cuda, ReplaysACapturedStepLikePlainStepsWithChangingLrAndAnOverflow) {
     }
 }
 
-TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
+TEST_F(CudaGraph, ReplayUsesListsAndLrOfCapture) {
     Setting s;
     BackendOptimizer side(true, s), reference(false, s);
     cudaStream_t stream;
@@ -105,14 +110,14 @@ TEST_F(Cuda, KeepsAGraphAsItWasCapturedWhenListsChangeAfterwards) {
     EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
-TEST_F(Cuda, RefusesACaptureBeforeTheFirstStep) {
+TEST_F(CudaGraph, RejectsCaptureBeforeFirstStep) {
     BackendOptimizer side(true, Setting{});
     side.fill_gradients(0);
     const Captured captured([&](cudaStream_t stream) { EXPECT_EQ(step_on(side, stream), DSOPT_ERR_STATE); });
     ASSERT_OK(side.step()); // the capture is still valid, and the optimizer is unchanged
 }
 
-TEST_F(Cuda, StepsWithItsListsAfterACaptureWithOthersThatIsNotReplayed) {
+TEST_F(CudaGraph, PlainStepUsesNewListsAfterUnreplayedCapture) {
     Setting s;
     BackendOptimizer side(true, s), reference(false, s);
     for (BackendOptimizer *each : {&side, &reference}) {
@@ -132,7 +137,7 @@ TEST_F(Cuda, StepsWithItsListsAfterACaptureWithOthersThatIsNotReplayed) {
     EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
-TEST_F(Cuda, CapturesAListInWhichEveryPointerHasChanged) {
+TEST_F(CudaGraph, CapturesListWithAllPointersChanged) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(3000, 4);
@@ -150,7 +155,7 @@ TEST_F(Cuda, CapturesAListInWhichEveryPointerHasChanged) {
     EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
-TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
+TEST_F(CudaCheckpoint, LoadsOnBothBackends) {
     Setting s;
     s.param = s.grad = DSOPT_DTYPE_BF16;
     s.scaler = true;
@@ -164,7 +169,7 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     ASSERT_OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
     DSOPT_NEW(dsopt_io, io);
     ASSERT_OK(dsopt_optimizer_load(again.optimizer, path.c_str(), &io));
-    // Each backend loads what the other one saved, and both continue identically.
+    // The CPU loads the file of the device, and both continue identically.
     ASSERT_OK(dsopt_optimizer_load(host.optimizer, path.c_str(), &io));
     for (BackendOptimizer *side : {&device, &host}) {
         side->fill_gradients(1);
@@ -174,11 +179,11 @@ TEST_F(Cuda, SavesAndLoadsDeviceMemoryAndReadsWhatTheCpuWrote) {
     (void)std::remove(path.c_str());
 }
 
-TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
+TEST_F(CudaReduction, MatchesCpuOnLongListsAndLargeTensors) {
     allow_many_blocks();
     Setting s;
     s.sizes.clear();
-    for (int i = 0; i < 300; ++i) // numbers of leaves around the limit of what one thread adds up, and none
+    for (int i = 0; i < 300; ++i) // zero leaves, and counts around the number that one thread adds
         s.sizes.push_back(i % 50 == 0 ? 0 : i % 37 == 5 ? 4096 * 7 + i : i % 41 == 3 ? 4096 * (7 + i / 8) + i : i % 9);
     s.desc.max_norm = 0.5;
     s.desc.flags = DSOPT_OPTIMIZER_REPORT_NORMS;
@@ -207,18 +212,18 @@ TEST_F(Cuda, AddsUpLongListsAndLargeTensorsInTheOrderOfTheCpu) {
     }
 }
 
-TEST_F(Cuda, NamesATensorThatIsNotOnTheContextsDeviceWhenAsked) {
+TEST_F(CudaCheckPointers, NamesTensorOnAnotherDevice) {
     int devices = 0;
     ASSERT_EQ(cudaGetDeviceCount(&devices), cudaSuccess);
     if (devices < 2) GTEST_SKIP() << "one device";
     Setting s;
     BackendOptimizer side(true, s);
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_BACKEND_CUDA;
-    where.device = 1;
-    where.flags = DSOPT_CONTEXT_CHECK_POINTERS;
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = DSOPT_BACKEND_CUDA;
+    context_desc.device = 1;
+    context_desc.flags = DSOPT_CONTEXT_CHECK_POINTERS;
     dsopt_context *context = nullptr;
-    ASSERT_OK(dsopt_context_create(&where, &context));
+    ASSERT_OK(dsopt_context_create(&context_desc, &context));
     dsopt_optimizer *optimizer = nullptr;
     ASSERT_OK(dsopt_optimizer_create(context, nullptr, &optimizer));
     dsopt_group group;
@@ -234,7 +239,7 @@ TEST_F(Cuda, NamesATensorThatIsNotOnTheContextsDeviceWhenAsked) {
     EXPECT_NE(std::string(dsopt_last_error()).find("elsewhere"), std::string::npos) << dsopt_last_error();
     int current = -1;
     EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
-    EXPECT_EQ(current, 0) << "the caller's device was not given back";
+    EXPECT_EQ(current, 0) << "the caller's device was not restored";
     dsopt_optimizer_destroy(optimizer);
     dsopt_context_destroy(context);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Contexts of the CUDA driver: all of the engine's memory, streams and events are in the primary context, whatever
-// context is current in the thread that calls or destroys. Only on the emulated device, which refuses their use in
-// other contexts.
+// Contexts of the CUDA driver: all memory, streams and events of the engine belong to the primary context, whichever
+// context is current in the calling thread. Only on the emulated device, which refuses their use in other contexts.
 #include "backend_optimizer.h"
 #include "noop_comm.h"
 #include <barrier>
@@ -16,11 +15,11 @@ namespace {
 class CudaContexts : public Cuda {
 protected:
     static dsopt_context *make_context(int device) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        where.device = device;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        context_desc.device = device;
         dsopt_context *context = nullptr;
-        EXPECT_OK(dsopt_context_create(&where, &context));
+        EXPECT_OK(dsopt_context_create(&context_desc, &context));
         return context;
     }
     /// Runs body() in a thread that has selected no device.
@@ -30,7 +29,7 @@ protected:
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
         return stream;
     }
-    static Setting with_everything(dsopt_context *context) {
+    static Setting with_all_resources(dsopt_context *context) {
         Setting s;
         s.algorithm = DSOPT_ALGORITHM_LAMB;
         s.context = context;
@@ -49,14 +48,14 @@ public:
         thread_([this] {
             const fakert::Context context(0);
             EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-            together_.arrive_and_wait();
-            together_.arrive_and_wait();
+            barrier_.arrive_and_wait();
+            barrier_.arrive_and_wait();
             EXPECT_EQ(cudaStreamDestroy(stream_), cudaSuccess);
         }) {
-        together_.arrive_and_wait();
+        barrier_.arrive_and_wait();
     }
     ~ForeignStream() {
-        together_.arrive_and_wait();
+        barrier_.arrive_and_wait();
         thread_.join();
     }
     ForeignStream(const ForeignStream &) = delete;
@@ -65,7 +64,7 @@ public:
 
 private:
     cudaStream_t stream_ = nullptr;
-    std::barrier<> together_{2};
+    std::barrier<> barrier_{2};
     std::thread thread_;
 };
 
@@ -73,14 +72,14 @@ std::string path_of(const char *name) {
     return (std::filesystem::temp_directory_path() / (std::string(name) + std::to_string(getpid()))).string();
 }
 
-TEST_F(CudaContexts, ObjectsAreDestroyedWithoutAContextOnDevice0) {
+TEST_F(CudaContexts, DestroyCreatesNoContextOnDevice0) {
     dsopt_context *context = nullptr;
     std::unique_ptr<BackendOptimizer> side;
     dsopt_comm *comm = nullptr;
     in_new_thread([&] {
         ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
         context = make_context(1);
-        side = std::make_unique<BackendOptimizer>(true, with_everything(context));
+        side = std::make_unique<BackendOptimizer>(true, with_all_resources(context));
         side->fill_gradients(0);
         ASSERT_OK(side->step());
         ASSERT_OK(dsopt_zero_grad(context, side->gradients.data(), int64_t(side->gradients.size()), DSOPT_ZERO_FILL,
@@ -117,24 +116,25 @@ TEST_F(CudaContexts, ObjectsAreDestroyedWithoutAContextOnDevice0) {
     });
 }
 
-TEST_F(CudaContexts, WorksInThePrimaryContextWhileAnotherOneIsCurrent) {
+TEST_F(CudaContexts, CallsUsePrimaryContextWhileAnotherIsCurrent) {
     const cudaStream_t stream = make_stream();
-    BackendOptimizer reference(true, with_everything(nullptr));
+    BackendOptimizer reference(true, with_all_resources(nullptr));
     reference.fill_gradients(0);
     for (int t = 0; t < 3; ++t) ASSERT_OK(step_on(reference, stream));
     const auto expected = reference.all_bytes();
-    for (const bool created_there : {false, true}) { // the objects and the first step
-        SCOPED_TRACE(created_there);
+    // In the second round, the dsopt context is created and the first step taken while another context is current.
+    for (const bool in_other_context : {false, true}) {
+        SCOPED_TRACE(in_other_context);
         dsopt_context *context = nullptr;
         std::optional<fakert::Context> other(std::in_place, 0);
-        if (created_there) context = make_context(0);
+        if (in_other_context) context = make_context(0);
         other.reset();
-        if (!created_there) context = make_context(0);
-        std::unique_ptr<BackendOptimizer> side = std::make_unique<BackendOptimizer>(true, with_everything(context));
+        if (!in_other_context) context = make_context(0);
+        std::unique_ptr<BackendOptimizer> side = std::make_unique<BackendOptimizer>(true, with_all_resources(context));
         side->fill_gradients(0);
         ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
         for (int t = 0; t < 3; ++t) {
-            if ((t % 2 == 0) == created_there) other.emplace(0);
+            if ((t % 2 == 0) == in_other_context) other.emplace(0);
             ASSERT_OK(step_on(*side, stream));
             DSOPT_NEW(dsopt_report, report);
             ASSERT_OK(dsopt_optimizer_report(side->optimizer, &report));
@@ -169,7 +169,7 @@ std::vector<dsopt_status> calls_on(BackendOptimizer &side, dsopt_comm *comm, cud
     dsopt_step step = side.arguments();
     step.stream = stream;
     size_t bytes = 0;
-    BackendOptimizer::good(dsopt_optimizer_workspace(side.optimizer, &bytes));
+    BackendOptimizer::must(dsopt_optimizer_workspace(side.optimizer, &bytes));
     const Bytes workspace(true, bytes, 0), result(true, sizeof(dsopt_norm_result), 0), word(true, 4, 0);
     std::vector<dsopt_tensor> params(side.gradients), state = side.state();
     for (size_t i = 0; i < params.size(); ++i) params[i].data = side.params[i].data();
@@ -186,7 +186,7 @@ std::vector<dsopt_status> calls_on(BackendOptimizer &side, dsopt_comm *comm, cud
     exchange.tensors = grads;
     exchange.count = count;
     int64_t worker = 0, server = 0;
-    BackendOptimizer::good(dsopt_compressed_sizes(comm, &exchange, &worker, &server, &exchange.workspace_bytes));
+    BackendOptimizer::must(dsopt_compressed_sizes(comm, &exchange, &worker, &server, &exchange.workspace_bytes));
     const Bytes worker_error(true, size_t(worker) * sizeof(float), 0),
         server_error(true, size_t(server) * sizeof(float), 0), messages(true, exchange.workspace_bytes, 0);
     exchange.worker_error = reinterpret_cast<float *>(worker_error.data());
@@ -215,7 +215,7 @@ std::vector<dsopt_status> calls_on(BackendOptimizer &side, dsopt_comm *comm, cud
             dsopt_comm_all_reduce(comm, grads, count, DSOPT_OP_SUM, stream)};
 }
 
-TEST_F(CudaContexts, RefusesStreamsOfOtherContextsAndDevices) {
+TEST_F(CudaContexts, RejectStreamsOfOtherContextsAndDevices) {
     Setting s;
     s.scaler = true;
     s.desc.flags = DSOPT_OPTIMIZER_ACCUMULATE;
@@ -231,10 +231,10 @@ TEST_F(CudaContexts, RefusesStreamsOfOtherContextsAndDevices) {
     const ForeignStream foreign;
     expect_refused(foreign.get(), "the stream does not belong to the primary CUDA context of device 0");
     ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
-    const cudaStream_t distant = make_stream();
-    expect_refused(distant, "the stream does not belong to the primary CUDA context of device 0");
+    const cudaStream_t other_device_stream = make_stream();
+    expect_refused(other_device_stream, "the stream does not belong to the primary CUDA context of device 0");
     ASSERT_OK(side.step()); // NULL is the default stream of the optimizer's device
-    ASSERT_EQ(cudaStreamDestroy(distant), cudaSuccess);
+    ASSERT_EQ(cudaStreamDestroy(other_device_stream), cudaSuccess);
     ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
     EXPECT_FALSE(same(side.all_bytes(), before));
     const auto after = side.all_bytes();
@@ -251,7 +251,7 @@ TEST_F(CudaContexts, RefusesStreamsOfOtherContextsAndDevices) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
-TEST_F(CudaContexts, TakesStreamsOfGreenContextsWhereTheDriverTellsThemApart) {
+TEST_F(CudaContexts, AcceptGreenContextStreamsIfDriverSupportsThem) {
     for (const int driver : {12040, 13000}) {
         fakert::Config config = fakert::config_from_environment();
         config.driver = driver;
@@ -265,7 +265,7 @@ TEST_F(CudaContexts, TakesStreamsOfGreenContextsWhereTheDriverTellsThemApart) {
     }
 }
 
-TEST_F(CudaContexts, RefusedStreamOfOneRankIsAMismatchForTheOthers) {
+TEST_F(CudaContexts, RejectedStreamIsMismatchOnOtherRanks) {
     const Ranks group(2);
     const ForeignStream foreign;
     group.run([&](int rank) {

@@ -11,13 +11,17 @@ using namespace cuda_test;
 
 namespace {
 
+using CudaStepCost = Cuda;
+using CudaCheckpoint = Cuda;
+using CudaRuntimeFaults = Cuda;
+
 std::vector<std::string> launches(BackendOptimizer &side) {
     fakert::mark();
     EXPECT_EQ(side.step(), DSOPT_OK) << dsopt_last_error();
     return fakert::launched_kernels();
 }
 
-TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
+TEST_F(CudaStepCost, UnchangedListsNeedNoWaitAllocationOrUpload) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(3000, 5);
@@ -35,8 +39,8 @@ TEST_F(Cuda, StepsWithoutWaitingAllocatingOrUploadingWhileListsStayBound) {
     EXPECT_EQ(fakert::counters().copies_to_device, 0);
 }
 
-/// Another kernel advances the counts of more than 1,024 tensors.
-TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClipping) {
+/// A separate kernel advances the step counts if there are more than 1,024 tensors.
+TEST_F(CudaStepCost, AdamIsOneLaunchAndClippedLambThree) {
     allow_many_blocks();
     for (const size_t count : {size_t(1), size_t(100), size_t(1024), size_t(1025), size_t(5000)}) {
         const auto with_counts = [&](std::vector<std::string> kernels) {
@@ -59,11 +63,11 @@ TEST_F(Cuda, UsesOneLaunchForAdamAndThreeForLambWithClipping) {
     }
 }
 
-TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
+TEST_F(CudaStepCost, ShardedLambAddsOneLaunch) {
     allow_many_blocks();
     for (const bool sharded : {false, true}) {
         const Ranks group(2);
-        std::barrier together(2);
+        std::barrier barrier(2);
         std::vector<std::string> seen, wanted;
         for (int rank = 0; rank < 2; ++rank) {
             for (const char *name : {"fold", "decide", "update", "update_weights"}) wanted.push_back(name);
@@ -79,21 +83,21 @@ TEST_F(Cuda, ShardsOfLambCostOneLaunchMoreAndOthersNone) {
             BackendOptimizer side(true, s);
             side.fill_gradients(1);
             ASSERT_OK(side.step());
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             if (rank == 0) fakert::mark();
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             ASSERT_OK(side.step());
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             if (rank == 0) seen = fakert::launched_kernels();
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
         });
-        std::sort(seen.begin(), seen.end()); // of two ranks running concurrently
+        std::sort(seen.begin(), seen.end()); // two ranks launch concurrently
         std::sort(wanted.begin(), wanted.end());
         EXPECT_EQ(seen, wanted);
     }
 }
 
-TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
+TEST_F(CudaStepCost, PatchesFewPointersAndUploadsMany) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(2000, 4);
@@ -110,7 +114,7 @@ TEST_F(Cuda, SendsFewChangedPointersInArgumentsAndManyInOneUpload) {
     EXPECT_EQ(fakert::counters().host_waits, 0);
 }
 
-/// Returns settings with which 1-bit steps begin soon.
+/// Returns settings in which 1-bit steps begin after two steps.
 Setting onebit(int32_t algorithm, size_t count) {
     Setting s;
     s.algorithm = algorithm;
@@ -123,7 +127,7 @@ Setting onebit(int32_t algorithm, size_t count) {
     return s;
 }
 
-TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
+TEST_F(CudaStepCost, OneBitStageNeedsNoWaitOrAllocation) {
     allow_many_blocks();
     const std::vector<std::string> adam{"decide", "apply_mean", "update", "end_onebit"},
         lamb{"decide", "begin_onebit",   "onebit_lamb_moments", "onebit_trust", "onebit_lamb_weights",
@@ -148,33 +152,33 @@ TEST_F(Cuda, KnowsTheStageOfA1BitStepWithoutWaitingOrAllocating) {
     }
 }
 
-TEST_F(Cuda, LaunchesAsManyKernelsInA1BitExchangeWhateverTheNumberOfTensors) {
+TEST_F(CudaStepCost, OneBitLaunchesDoNotDependOnTensorCount) {
     allow_many_blocks();
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         std::vector<std::string> seen[2];
         for (const bool many : {false, true}) {
             const Ranks group(2);
-            std::barrier together(2);
+            std::barrier barrier(2);
             group.run([&](int rank) {
                 BackendOptimizer side(true, onebit(algorithm, many ? 600 : 1), &group, rank);
                 side.fill_gradients(rank);
                 for (int t = 0; t < 3; ++t) ASSERT_OK(side.step());
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
                 if (rank == 0) fakert::mark();
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
                 ASSERT_OK(side.step());
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
                 if (rank == 0) seen[many] = fakert::launched_kernels();
             });
-            std::sort(seen[many].begin(), seen[many].end()); // of two ranks running concurrently
+            std::sort(seen[many].begin(), seen[many].end()); // two ranks launch concurrently
         }
         EXPECT_EQ(seen[0], seen[1]);
         EXPECT_LE(seen[0].size(), 2 * 13u);
     }
 }
 
-TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) {
+TEST_F(CudaStepCost, StreamOrderedTableNeedsNoWaitAndCanBeCaptured) {
     allow_many_blocks();
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         const NoOpComm noop(flags);
@@ -203,11 +207,11 @@ TEST_F(Cuda, StepsWithACallersTableInStreamOrderWaitForNothingAndCanBeCaptured) 
         }
         (void)cudaGraphDestroy(graph);
         (void)cudaStreamDestroy(stream);
-        ASSERT_OK(side.step()); // refused or not, the comm stays usable
+        ASSERT_OK(side.step()); // the comm stays usable, also after a refused capture
     }
 }
 
-TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
+TEST_F(CudaCheckpoint, SavesTensorsOfAnySizeThroughTwoBuffers) {
     Setting s;
     s.sizes = {3, 1500000, 2000001}; // pieces of 4 MiB and tails
     const std::string path = testing::TempDir() + "/dsopt-cuda-costs-" + std::to_string(getpid()) + ".safetensors";
@@ -219,13 +223,13 @@ TEST_F(Cuda, SavesThroughTwoBuffersHoweverLargeTheTensorsAre) {
     (void)std::remove(path.c_str());
 }
 
-TEST_F(Cuda, SurvivesEveryFailingRuntimeCallAndGivesEverythingBack) {
+TEST_F(CudaRuntimeFaults, DoNotCrashOrHang) {
     const auto scenario = [] { // stops at the first failure
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
         dsopt_context *context = nullptr;
         dsopt_optimizer *optimizer = nullptr;
-        dsopt_status status = dsopt_context_create(&where, &context);
+        dsopt_status status = dsopt_context_create(&context_desc, &context);
         float *memory = nullptr;
         if (status == DSOPT_OK && cudaMalloc(reinterpret_cast<void **>(&memory), 200 * sizeof(float)) != cudaSuccess)
             status = DSOPT_ERR_NOMEM;
@@ -258,7 +262,7 @@ TEST_F(Cuda, SurvivesEveryFailingRuntimeCallAndGivesEverythingBack) {
     for (long n = 0; n < calls; ++n) {
         config.fail_call = n;
         fakert::reset(config);
-        (void)scenario(); // a failing free at the end returns no status; nothing may crash or hang
+        (void)scenario(); // a free that fails at the end returns no status
     }
     fakert::reset();
     EXPECT_EQ(scenario(), DSOPT_OK);

@@ -9,7 +9,8 @@ using namespace cuda_test;
 
 namespace {
 
-constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
+constexpr int32_t kOneBitFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                     DSOPT_ALGORITHM_ONEBIT_LAMB};
 constexpr int64_t kFreeze = 3;
 
 Setting setting_of(int32_t algorithm, int32_t compat) {
@@ -33,23 +34,23 @@ Setting setting_of(int32_t algorithm, int32_t compat) {
 using Counts = std::tuple<int64_t, int64_t, int64_t>;
 Counts counts_of(const dsopt_comm *comm) {
     DSOPT_NEW(dsopt_comm_info, info);
-    BackendOptimizer::good(dsopt_comm_query(comm, &info));
+    BackendOptimizer::must(dsopt_comm_query(comm, &info));
     return {info.calls, info.bytes_sent, info.bytes_received};
 }
 
-class CudaDriver : public Cuda {
+class CudaStepDriver : public Cuda {
 protected:
     /// Returns the counts of every step on rank 0. Every third step is skipped.
-    static std::vector<Counts> wire(bool device, const Setting &setting, bool model) {
+    static std::vector<Counts> traffic(bool device, const Setting &setting, bool model) {
         const Ranks ranks(2);
         std::vector<Counts> all;
         ranks.run([&](int rank) {
-            Setting own = setting;
+            Setting rank_setting = setting;
             if (model) {
-                own.model = &ranks;
-                own.model_rank = rank;
+                rank_setting.model = &ranks;
+                rank_setting.model_rank = rank;
             }
-            BackendOptimizer side(device, own, model ? nullptr : &ranks, rank);
+            BackendOptimizer side(device, rank_setting, model ? nullptr : &ranks, rank);
             for (int t = 0; t < 12; ++t) {
                 const bool skipped = t % 3 == 1;
                 side.fill_gradients(t, skipped && rank == 1 ? 1 : -1);
@@ -69,11 +70,11 @@ protected:
     }
 };
 
-TEST_F(CudaDriver, SendsAsMuchAsTheCpuAlsoInSkippedSteps) {
-    for (const int32_t algorithm : kFamily)
+TEST_F(CudaStepDriver, SendsSameBytesAsCpuEvenIfSkipped) {
+    for (const int32_t algorithm : kOneBitFamily)
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
-            const std::vector<Counts> host = wire(false, setting_of(algorithm, compat), false);
-            EXPECT_EQ(wire(true, setting_of(algorithm, compat), false), host) << algorithm << ", " << compat;
+            const std::vector<Counts> host = traffic(false, setting_of(algorithm, compat), false);
+            EXPECT_EQ(traffic(true, setting_of(algorithm, compat), false), host) << algorithm << ", " << compat;
             // In standard mode the host does not wait to find out that a step is skipped. In compat mode a skipped step
             // sends nothing.
             if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) continue; // its steps differ from each other
@@ -85,20 +86,20 @@ TEST_F(CudaDriver, SendsAsMuchAsTheCpuAlsoInSkippedSteps) {
         }
 }
 
-TEST_F(CudaDriver, SendsAsMuchAsTheCpuForTensorsThatAreSharded) {
+TEST_F(CudaStepDriver, SendsSameBytesAsCpuForShards) {
     Setting s = setting_of(DSOPT_ALGORITHM_LAMB, DSOPT_COMPAT_NONE);
     s.param_flags = DSOPT_PARAM_MODEL_PARALLEL;
-    EXPECT_EQ(wire(true, s, true), wire(false, s, true));
+    EXPECT_EQ(traffic(true, s, true), traffic(false, s, true));
 }
 
-/// Collectives with another rank that sends the same data as this rank, until they fail.
+/// Collectives with another rank that sends the same data as this rank. They fail after `left` calls.
 struct Failing {
     int left = INT32_MAX; // calls until one fails
     int call() { return --left < 0 ? 7 : 0; }
     static int all_reduce(void *self, const void *, void *, int64_t, int32_t, int32_t, void *) {
         return static_cast<Failing *>(self)->call();
     }
-    static int rows(void *self, const void *send, void *recv, int64_t bytes, void *) {
+    static int copy_to_all(void *self, const void *send, void *recv, int64_t bytes, void *) {
         for (int row = 0; row < 2; ++row) std::memcpy(static_cast<char *>(recv) + row * bytes, send, size_t(bytes));
         return static_cast<Failing *>(self)->call();
     }
@@ -113,19 +114,19 @@ public:
         table.self = &failing;
         table.ranks = 2;
         table.all_reduce = Failing::all_reduce;
-        table.all_to_all = Failing::rows;
-        table.all_gather = Failing::rows;
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
-        BackendOptimizer::good(dsopt_context_create(&where, &context_));
+        table.all_to_all = Failing::copy_to_all;
+        table.all_gather = Failing::copy_to_all;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
+        BackendOptimizer::must(dsopt_context_create(&context_desc, &context_));
         DSOPT_NEW(dsopt_comm_desc, desc);
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
-        BackendOptimizer::good(dsopt_comm_create(context_, &desc, &comm));
+        BackendOptimizer::must(dsopt_comm_create(context_, &desc, &comm));
         s.context = context_;
         s.desc.data = comm;
         s.change = [](dsopt_group &g, int index) {
-            BackendOptimizer::good(
+            BackendOptimizer::must(
                 dsopt_group_init(&g, sizeof g, index == 0 ? g.algorithm : int32_t(DSOPT_ALGORITHM_ADAMW)));
             if (index == 0) g.freeze_step = kFreeze;
         };
@@ -136,17 +137,17 @@ public:
         dsopt_comm_destroy(comm);
         dsopt_context_destroy(context_);
     }
-    /// Returns parameters and state, except errors: these hold the sums that were to be sent.
+    /// Returns parameters and state except residuals (error feedback), which hold the sums that were to be sent.
     std::vector<std::vector<char>> state() const {
         std::vector<std::vector<char>> all;
         int64_t count = 0;
-        BackendOptimizer::good(dsopt_optimizer_state_count(side->optimizer, &count));
+        BackendOptimizer::must(dsopt_optimizer_state_count(side->optimizer, &count));
         for (int64_t i = 0; i < count; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            BackendOptimizer::good(dsopt_optimizer_state(side->optimizer, i, &info));
+            BackendOptimizer::must(dsopt_optimizer_state(side->optimizer, i, &info));
             if (info.param < 0 && (info.flags & DSOPT_STATE_RANK_LOCAL)) continue;
             all.emplace_back(size_t(info.tensor.numel) * 4);
-            BackendOptimizer::good(dsopt_optimizer_export(side->optimizer, i, all.back().data(), all.back().size()));
+            BackendOptimizer::must(dsopt_optimizer_export(side->optimizer, i, all.back().data(), all.back().size()));
         }
         for (const Bytes &bytes : side->params) all.push_back(bytes.get());
         return all;
@@ -159,50 +160,50 @@ private:
     dsopt_context *context_ = nullptr;
 };
 
-TEST_F(CudaDriver, FailureOfAnyCollectiveLeavesParametersMomentsAndCountersOfAllGroupsOnBothBackends) {
+TEST_F(CudaStepDriver, FailedCollectiveLeavesStateUnchanged) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const bool device : {false, true}) {
-            constexpr int collectives = 4; // averaged gradients, norms, messages to servers, result messages
-            for (int good = 0; good <= collectives; ++good) {
-                FailingSide it(device, algorithm);
+            constexpr int collectives = 4; // averages of gradients, norms, all-to-all, all-gather
+            for (int successful = 0; successful <= collectives; ++successful) {
+                FailingSide run(device, algorithm);
                 for (int t = 0; t < kFreeze + 2; ++t) {
-                    it.side->fill_gradients(t);
-                    EXPECT_OK(it.side->step());
+                    run.side->fill_gradients(t);
+                    EXPECT_OK(run.side->step());
                 }
-                it.side->fill_gradients(10);
-                const auto before = it.state();
-                it.failing.left = good;
+                run.side->fill_gradients(10);
+                const auto before = run.state();
+                run.failing.left = successful;
                 const std::string what = std::to_string(algorithm) + (device ? ", device, " : ", host, ") +
-                                         std::to_string(good) + " collectives";
-                if (good == collectives) {
-                    EXPECT_OK(it.side->step());
-                    EXPECT_FALSE(same(it.state(), before)) << what;
+                                         std::to_string(successful) + " collectives";
+                if (successful == collectives) {
+                    EXPECT_OK(run.side->step());
+                    EXPECT_FALSE(same(run.state(), before)) << what;
                     continue;
                 }
-                EXPECT_EQ(it.side->step(), DSOPT_ERR_COMM) << what << dsopt_last_error();
-                EXPECT_TRUE(same(it.state(), before)) << what;
+                EXPECT_EQ(run.side->step(), DSOPT_ERR_COMM) << what << dsopt_last_error();
+                EXPECT_TRUE(same(run.state(), before)) << what;
             }
         }
 }
 
 #if !defined(ON_A_GPU)
-TEST_F(CudaDriver, ZeroesGradientsThatItAveragedInOneLaunchWhateverTheirNumber) {
+TEST_F(CudaStepDriver, ZeroesAveragedGradientsInOneLaunch) {
     std::vector<size_t> launches;
     for (const size_t count : {4, 40}) {
         Setting s = setting_of(DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_COMPAT_NONE);
         s.sizes.assign(count, 40);
         s.desc.flags = DSOPT_OPTIMIZER_AVERAGES;
         s.step_flags = DSOPT_STEP_ZERO_GRADS;
-        FailingSide it(true, s);
+        FailingSide run(true, s);
         for (int t = 0; t < 2; ++t) { // full steps; the first one creates tables
-            it.side->fill_gradients(t);
+            run.side->fill_gradients(t);
             fakert::mark();
-            EXPECT_OK(it.side->step());
+            EXPECT_OK(run.side->step());
         }
         const std::vector<std::string> kernels = fakert::launched_kernels();
         EXPECT_EQ(std::count(kernels.begin(), kernels.end(), "zero"), 1);
         launches.push_back(kernels.size());
-        for (const Bytes &bytes : it.side->grads)
+        for (const Bytes &bytes : run.side->grads)
             for (const char byte : bytes.get()) ASSERT_EQ(byte, 0);
     }
     EXPECT_EQ(launches[0], launches[1]);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functional form on the device: what of it can be captured in a graph, and steps on memory of the caller.
+// The functional form (docs/functional.md) on the device: capture in graphs, and steps on memory of the caller.
 #include "backend_optimizer.h"
 
 using namespace cuda_test;
 
 namespace {
 
-/// An optimizer with everything that dsopt_optimizer_apply reads and writes. State is aligned only to its elements.
-class Pure : public BackendOptimizer {
+/// An optimizer with all memory that dsopt_optimizer_apply reads and writes. State is aligned only to its elements.
+class FunctionalOptimizer : public BackendOptimizer {
 public:
-    Pure(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0) :
+    FunctionalOptimizer(bool device, const Setting &setting, const Ranks *ranks = nullptr, int rank = 0) :
         BackendOptimizer(device, setting, ranks, rank) {
         for (const dsopt_tensor &tensor : BackendOptimizer::state()) {
             const size_t size = size_of(tensor.dtype);
@@ -18,7 +18,7 @@ public:
             list.push_back({lists_.back().data(), tensor.numel, tensor.dtype, 0});
         }
         size_t bytes = 0;
-        good(dsopt_optimizer_workspace(optimizer, &bytes));
+        must(dsopt_optimizer_workspace(optimizer, &bytes));
         workspace_.emplace_back(device, bytes, 3);
         for (size_t i = 0; i < params.size(); ++i) {
             const int32_t dtype = setting.mixed ? kDtypes[i % 3] : setting.param;
@@ -29,7 +29,7 @@ public:
         return dsopt_optimizer_init_state(optimizer, weights.data(), int64_t(weights.size()), list.data(),
                                           int64_t(list.size()), stream);
     }
-    dsopt_step pure_arguments() {
+    dsopt_step apply_arguments() {
         dsopt_step step = arguments();
         step.params = weights.data();
         step.state = list.data();
@@ -39,7 +39,7 @@ public:
         return step;
     }
     dsopt_status apply() {
-        const dsopt_step step = pure_arguments();
+        const dsopt_step step = apply_arguments();
         return dsopt_optimizer_apply(optimizer, &step);
     }
     /// Returns the raw bytes of state and parameters.
@@ -52,7 +52,7 @@ public:
     const dsopt_tensor *find(const char *name) const {
         for (size_t i = 0; i < list.size(); ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            good(dsopt_optimizer_state(optimizer, int64_t(i), &info));
+            must(dsopt_optimizer_state(optimizer, int64_t(i), &info));
             if (info.param < 0 && std::strcmp(info.name, name) == 0) return &list[i];
         }
         return nullptr;
@@ -88,19 +88,19 @@ protected:
 };
 
 // ------------------------------------------------------------------------------------------------------------ capture
-TEST_F(CudaFunctional, CapturesInitStateATransitionAndTheReduction) {
+TEST_F(CudaFunctional, CapturesInitStateScalerAndNextReduction) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         Setting s = setting(algorithm, DSOPT_COMPAT_NONE, true);
         s.scaler = true;
-        Pure plain(true, s), graph(true, s);
+        FunctionalOptimizer plain(true, s), graph(true, s);
         ASSERT_OK(plain.init());
-        const bool family = is_onebit(algorithm);
+        const bool onebit = is_onebit(algorithm);
         Bytes answer(true, 4, 0);
         const Captured captured([&](cudaStream_t stream) {
             ASSERT_OK(graph.init(stream));
             ASSERT_OK(dsopt_scaler_update_arrays(graph.scaler, graph.find("loss_scale"), 2, nullptr, stream));
             ASSERT_OK(dsopt_optimizer_next_reduction_on_device(graph.optimizer,
-                                                               family ? graph.find("schedule") : nullptr,
+                                                               onebit ? graph.find("schedule") : nullptr,
                                                                reinterpret_cast<int32_t *>(answer.data()), stream));
         });
         ASSERT_OK(dsopt_scaler_update_arrays(plain.scaler, plain.find("loss_scale"), 2, nullptr, nullptr));
@@ -115,16 +115,16 @@ TEST_F(CudaFunctional, CapturesInitStateATransitionAndTheReduction) {
     }
 }
 
-TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
+TEST_F(CudaFunctional, Captures100000Tensors) {
     constexpr int64_t count = 100000;
     std::vector<char> results[2];
     for (const bool device : {false, true}) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = device ? DSOPT_BACKEND_CUDA : DSOPT_BACKEND_CPU;
         dsopt_context *context = nullptr;
         dsopt_optimizer *optimizer = nullptr;
-        BackendOptimizer::good(dsopt_context_create(&where, &context));
-        BackendOptimizer::good(dsopt_optimizer_create(context, nullptr, &optimizer));
+        BackendOptimizer::must(dsopt_context_create(&context_desc, &context));
+        BackendOptimizer::must(dsopt_optimizer_create(context, nullptr, &optimizer));
         std::vector<float> values(count);
         for (int64_t i = 0; i < count; ++i) values[size_t(i)] = std::sin(float(i));
         const Bytes weights(device, count * sizeof(float), 0), grads(device, count * sizeof(float), 0);
@@ -139,23 +139,23 @@ TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
             params[i].tensor = param_list.back();
         }
         dsopt_group group;
-        BackendOptimizer::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
-        BackendOptimizer::good(dsopt_optimizer_add_group(optimizer, &group, params.data(), count));
+        BackendOptimizer::must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        BackendOptimizer::must(dsopt_optimizer_add_group(optimizer, &group, params.data(), count));
         int64_t states = 0;
-        BackendOptimizer::good(dsopt_optimizer_state_count(optimizer, &states));
+        BackendOptimizer::must(dsopt_optimizer_state_count(optimizer, &states));
         size_t bytes = 0, workspace_bytes = 0;
         std::vector<size_t> offsets;
         for (int64_t i = 0; i < states; ++i) {
             DSOPT_NEW(dsopt_state_info, info);
-            BackendOptimizer::good(dsopt_optimizer_state(optimizer, i, &info));
+            BackendOptimizer::must(dsopt_optimizer_state(optimizer, i, &info));
             state.push_back(info.tensor);
             offsets.push_back(bytes);
             bytes += (size_t(info.tensor.numel) * size_of(info.tensor.dtype) + 7) / 8 * 8;
         }
-        BackendOptimizer::good(dsopt_optimizer_workspace(optimizer, &workspace_bytes));
+        BackendOptimizer::must(dsopt_optimizer_workspace(optimizer, &workspace_bytes));
         const Bytes memory(device, bytes, 0), workspace(device, workspace_bytes, 0);
         for (size_t i = 0; i < state.size(); ++i) state[i].data = memory.data() + offsets[i];
-        BackendOptimizer::good(dsopt_optimizer_init_state(optimizer, param_list.data(), int64_t(param_list.size()),
+        BackendOptimizer::must(dsopt_optimizer_init_state(optimizer, param_list.data(), int64_t(param_list.size()),
                                                           state.data(), states, nullptr));
         DSOPT_NEW(dsopt_step, step);
         step.params = param_list.data();
@@ -182,15 +182,15 @@ TEST_F(CudaFunctional, CapturesAListOf100000Tensors) {
     EXPECT_TRUE(same({results[0]}, {results[1]}));
 }
 
-TEST_F(CudaFunctional, StepsWithStateOfTheCallerAfterTheEngineMadeItsOwn) {
+TEST_F(CudaFunctional, StepUsesCallerStateAfterEngineAllocatedState) {
     Setting s;
     s.param = s.grad = DSOPT_DTYPE_F16;
     s.scaler = true;
     s.desc.compat = DSOPT_COMPAT_DEEPSPEED;
     s.desc.masters = DSOPT_MASTERS_PER_TENSOR;
-    Pure host(false, s), device(true, s);
+    FunctionalOptimizer host(false, s), device(true, s);
     for (int t = 0; t < 2; ++t) {
-        for (Pure *side : {&host, &device}) {
+        for (FunctionalOptimizer *side : {&host, &device}) {
             side->fill_gradients(t);
             if (t == 0) { ASSERT_OK(side->init()); }
             dsopt_step step = side->arguments();
@@ -199,15 +199,16 @@ TEST_F(CudaFunctional, StepsWithStateOfTheCallerAfterTheEngineMadeItsOwn) {
             ASSERT_OK(dsopt_optimizer_step(side->optimizer, &step));
         }
         ASSERT_TRUE(same(host.raw(), device.raw())) << t;
-        // The engine's own state starts with a step on zero gradients, in the workspace of the steps.
+        // all_bytes() makes the engine allocate state, which begins with a step on zero gradients. That step uses the
+        // same workspace as the steps here.
         if (t == 0)
-            for (Pure *side : {&host, &device}) (void)side->all_bytes();
+            for (FunctionalOptimizer *side : {&host, &device}) (void)side->all_bytes();
     }
 }
 
-TEST_F(CudaFunctional, RefusesToCaptureTheStepOnZeroGradientsAndChangesNothing) {
+TEST_F(CudaFunctional, RejectsCaptureOfInitialZeroGradientStep) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM}) {
-        Pure side(true, setting(algorithm, DSOPT_COMPAT_DEEPSPEED, true));
+        FunctionalOptimizer side(true, setting(algorithm, DSOPT_COMPAT_DEEPSPEED, true));
         const auto before = side.raw();
         const Captured captured([&](cudaStream_t stream) {
             EXPECT_EQ(side.init(stream), DSOPT_ERR_STATE);

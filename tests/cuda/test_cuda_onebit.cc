@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The 1-bit family on the device: how the host knows the stage of a step.
+// The 1-bit family on the device: the host knows the stage of the next step (full or compressed).
 #include "backend_optimizer.h"
 
 using namespace cuda_test;
@@ -8,7 +8,7 @@ namespace {
 
 class CudaOneBit : public Cuda {
 protected:
-    /// Sizes on both sides of words and leaves.
+    /// Sizes around multiples of a 32-bit word and of a leaf.
     static Setting setting(int32_t algorithm) {
         Setting s;
         s.algorithm = algorithm;
@@ -30,12 +30,12 @@ protected:
                : algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? "0/1 Adam"
                                                             : "1-bit LAMB";
     }
-    static constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
-                                          DSOPT_ALGORITHM_ONEBIT_LAMB};
+    static constexpr int32_t kOneBitFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
+                                                DSOPT_ALGORITHM_ONEBIT_LAMB};
 };
 
-TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
-    for (const int32_t algorithm : kFamily) {
+TEST_F(CudaOneBit, ReadsStageAfterCounterReset) {
+    for (const int32_t algorithm : kOneBitFamily) {
         SCOPED_TRACE(name_of(algorithm));
         Setting s = setting(algorithm);
         BackendOptimizer device(true, s), host(false, s);
@@ -45,9 +45,9 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
                 ASSERT_OK(side->step());
             }
             ASSERT_OK(dsopt_optimizer_reset(side->optimizer, DSOPT_RESET_COUNTERS, nullptr));
-            int32_t what = -1;
-            ASSERT_OK(dsopt_optimizer_next_reduction(side->optimizer, 0, &what));
-            EXPECT_EQ(what, DSOPT_REDUCTION_FULL);
+            int32_t reduction = -1;
+            ASSERT_OK(dsopt_optimizer_next_reduction(side->optimizer, 0, &reduction));
+            EXPECT_EQ(reduction, DSOPT_REDUCTION_FULL);
             for (int t = 0; t < 6; ++t) {
                 side->fill_gradients(t);
                 ASSERT_OK(side->step());
@@ -57,8 +57,8 @@ TEST_F(CudaOneBit, ReadsItsStageFromWhatWasImported) {
     }
 }
 
-TEST_F(CudaOneBit, TellsTimesOfStepsWithoutOtherRanks) {
-    for (const int32_t algorithm : kFamily) {
+TEST_F(CudaOneBit, ReportsZeroTimesWithoutOtherRanks) {
+    for (const int32_t algorithm : kOneBitFamily) {
         Setting s = setting(algorithm);
         s.desc.flags = DSOPT_OPTIMIZER_TIMING;
         BackendOptimizer side(true, s);
@@ -73,8 +73,8 @@ TEST_F(CudaOneBit, TellsTimesOfStepsWithoutOtherRanks) {
     }
 }
 
-TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
-    for (const int32_t algorithm : kFamily)
+TEST_F(CudaOneBit, ReadsStageAfterStepsWithStateList) {
+    for (const int32_t algorithm : kOneBitFamily)
         for (const bool applies : {false, true}) {
             SCOPED_TRACE(std::string(name_of(algorithm)) + (applies ? ", apply" : ", step"));
             Setting s = setting(algorithm);
@@ -109,7 +109,7 @@ TEST_F(CudaOneBit, KnowsItsStageAfterStepsThatBroughtItsOwnState) {
         }
 }
 
-TEST_F(CudaOneBit, RefusesToBeCaptured) {
+TEST_F(CudaOneBit, RejectsCapture) {
     BackendOptimizer side(true, setting(DSOPT_ALGORITHM_ONEBIT_ADAM));
     side.fill_gradients(0);
     ASSERT_OK(side.step());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runtime calls of the CUDA device apart from work: primary contexts, captures of other threads, images, memory. Only
-// on the emulated device, which counts them.
+// Calls of the CUDA runtime other than work on a stream: primary contexts, captures of other threads, kernel images,
+// memory. Only on the emulated device, which counts them.
 #include "backend_optimizer.h"
 #include "captures.h"
 #include "support/fork.h"
@@ -11,10 +11,16 @@ using namespace cuda_test;
 
 namespace {
 
-TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
+using CudaStep = Cuda;
+using CudaZeroGrad = Cuda;
+using CudaContextCreate = Cuda;
+using CudaLists = Cuda;
+using CudaRuntimeFaults = Cuda;
+
+TEST_F(CudaStep, KeepsCapturesOfOtherThreadsValid) {
     allow_many_blocks();
     Setting s;
-    s.sizes.assign(3000, 4); // enough for tables that are uploaded
+    s.sizes.assign(3000, 4); // more pointers than kernel arguments hold: tables are uploaded
     BackendOptimizer side(true, s), reference(true, s);
     for (BackendOptimizer *each : {&side, &reference}) each->fill_gradients(0);
     const auto steps = [](BackendOptimizer &on) {
@@ -31,7 +37,7 @@ TEST_F(Cuda, LeavesCapturesOfOtherThreadsAlone) {
     EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
-TEST_F(Cuda, LeavesCapturesOfOtherThreadsAloneWhereTheHostWaitsForRanks) {
+TEST_F(CudaStep, KeepsCapturesValidWhileHostWaitsForRanks) {
     const Ranks group(2);
     std::unique_ptr<BackendOptimizer> sides[2];
     group.run([&](int rank) {
@@ -49,13 +55,13 @@ TEST_F(Cuda, LeavesCapturesOfOtherThreadsAloneWhereTheHostWaitsForRanks) {
     group.run([&](int rank) { sides[rank].reset(); });
 }
 
-TEST_F(Cuda, MakesNoContextOnADeviceThatTheCallerNeverChose) {
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_BACKEND_CUDA;
-    where.device = 1;
+TEST_F(CudaZeroGrad, CreatesNoContextOnOtherDevice) {
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = DSOPT_BACKEND_CUDA;
+    context_desc.device = 1;
     dsopt_context *context = nullptr;
     void *memory = nullptr;
-    ASSERT_OK(dsopt_context_create(&where, &context));
+    ASSERT_OK(dsopt_context_create(&context_desc, &context));
     std::thread([&] {
         EXPECT_EQ(cudaSetDevice(1), cudaSuccess);
         EXPECT_EQ(cudaMalloc(&memory, 4000), cudaSuccess);
@@ -65,7 +71,7 @@ TEST_F(Cuda, MakesNoContextOnADeviceThatTheCallerNeverChose) {
         EXPECT_OK(dsopt_zero_grad(context, &tensor, 1, DSOPT_ZERO_FILL, nullptr));
         int current = -1;
         EXPECT_EQ(cudaGetDevice(&current), cudaSuccess);
-        EXPECT_EQ(current, 0) << "the caller's device was not given back";
+        EXPECT_EQ(current, 0) << "the caller's device was not restored";
     })
         .join();
     EXPECT_TRUE(fakert::has_context(1));
@@ -74,20 +80,20 @@ TEST_F(Cuda, MakesNoContextOnADeviceThatTheCallerNeverChose) {
     dsopt_context_destroy(context);
 }
 
-TEST_F(Cuda, SaysAtItsCreationThatThereIsNoCodeForTheDevice) {
+TEST_F(CudaContextCreate, ReportsMissingCodeForDevice) {
     fakert::Config config = fakert::config_from_environment();
     config.images = false;
     fakert::reset(config);
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_BACKEND_CUDA;
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
-    EXPECT_EQ(dsopt_context_create(&where, &context), DSOPT_ERR_MISSING);
+    EXPECT_EQ(dsopt_context_create(&context_desc, &context), DSOPT_ERR_MISSING);
     EXPECT_NE(std::string(dsopt_last_error()).find("no code for CUDA device 0"), std::string::npos)
         << dsopt_last_error();
     EXPECT_EQ(context, nullptr);
 }
 
-TEST_F(Cuda, LaunchesLaterKernelsOfACallEarlyWhereTheirCodeWaits) {
+TEST_F(CudaStep, UsesDependentLaunchIfCodeSupportsIt) {
     // The PTX version matters: code of an older version, compiled by the driver, does not wait.
     struct Case {
         int capability, ptx;
@@ -117,14 +123,14 @@ TEST_F(Cuda, LaunchesLaterKernelsOfACallEarlyWhereTheirCodeWaits) {
     }
 }
 
-TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
+TEST_F(CudaStep, DoesNotTriggerBeforeShardCollective) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const bool sharded : {false, true}) {
             const bool onebit = algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
             const char *const sums = onebit ? "onebit_trust" : "update";
             SCOPED_TRACE(testing::Message() << sums << (sharded ? ", sharded" : ""));
             const Ranks group(2);
-            std::barrier together(2);
+            std::barrier barrier(2);
             std::vector<std::string> names;
             group.run([&](int rank) {
                 Setting s;
@@ -141,31 +147,31 @@ TEST_F(Cuda, TriggersNoKernelBeforeTheCollectiveOfShards) {
                 side.fill_gradients(1);
                 for (int t = 0; t < 3; ++t) EXPECT_OK(side.step()); // the other rank waits at the barrier
                 EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
                 if (rank == 0) fakert::mark();
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
                 EXPECT_OK(side.step());
                 EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
                 if (rank == 0) names = fakert::triggering_kernels();
-                together.arrive_and_wait();
+                barrier.arrive_and_wait();
             });
             EXPECT_EQ(std::count(names.begin(), names.end(), sums), sharded ? 0 : 2);
             EXPECT_NE(names, std::vector<std::string>{});
         }
 }
 
-TEST_F(Cuda, CreatesAContextWhereTheOccupancyQueryRefusesSharedMemory) {
+TEST_F(CudaContextCreate, AcceptsFailedOccupancyQuery) {
     fakert::Config config = fakert::config_from_environment();
     config.occupancy_shared = 20000; // less than two tiles of a leaf
     fakert::reset(config);
     Setting s;
     s.algorithm = DSOPT_ALGORITHM_LAMB;
     expect_same_bits(s, "LAMB");
-    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left in the caller's runtime";
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "cudaGetLastError() reports an error of the engine";
 }
 
-TEST_F(Cuda, RefusesADefaultStreamThatTheDriverRefusesDuringACapture) {
+TEST_F(CudaStep, RejectsDefaultStreamDuringBlockingCapture) {
     fakert::Config config = fakert::config_from_environment();
     config.fail_function = "cuStreamGetCtx";
     config.fail_call = 0;
@@ -177,7 +183,7 @@ TEST_F(Cuda, RefusesADefaultStreamThatTheDriverRefusesDuringACapture) {
     EXPECT_OK(side.step());
 }
 
-TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
+TEST_F(CudaZeroGrad, ReusesMemoryForGrowingLists) {
     allow_many_blocks();
     Setting s;
     s.sizes.assign(400, 4);
@@ -193,7 +199,7 @@ TEST_F(Cuda, ListsThatGrowReuseTheirMemory) {
     EXPECT_EQ(fakert::counters().device_frees, 0) << "a free waits for the whole device";
 }
 
-TEST_F(Cuda, KeepsTheLastErrorOfTheCaller) {
+TEST_F(CudaZeroGrad, PreservesLastErrorOfCaller) {
     BackendOptimizer side(true, {});
     const auto zero = [&] {
         return dsopt_zero_grad(side.context, side.gradients.data(), int64_t(side.gradients.size()), DSOPT_ZERO_FILL,
@@ -205,22 +211,22 @@ TEST_F(Cuda, KeepsTheLastErrorOfTheCaller) {
 }
 
 // dsopt_build_info queries the driver, which initializes it.
-TEST_F(Cuda, SaysInAChildOfForkThatTheParentBeganTheDriver) {
+TEST_F(CudaContextCreate, ReportsForkAfterDriverInitialization) {
     ASSERT_NE(std::string(dsopt_build_info()).find("cuda"), std::string::npos);
     EXPECT_TRUE(test::passes_in_child([](const auto &expect) {
-        DSOPT_NEW(dsopt_context_desc, where);
+        DSOPT_NEW(dsopt_context_desc, context_desc);
         dsopt_context *context = nullptr;
-        where.backend = DSOPT_BACKEND_CUDA;
-        expect(dsopt_context_create(&where, &context) == DSOPT_ERR_MISSING);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        expect(dsopt_context_create(&context_desc, &context) == DSOPT_ERR_MISSING);
         expect(context == nullptr);
         expect(std::strstr(dsopt_last_error(), "fork()") != nullptr);
-        where.backend = DSOPT_BACKEND_CPU;
-        expect(dsopt_context_create(&where, &context) == DSOPT_OK);
+        context_desc.backend = DSOPT_BACKEND_CPU;
+        expect(dsopt_context_create(&context_desc, &context) == DSOPT_OK);
         dsopt_context_destroy(context);
     }));
 }
 
-TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {
+TEST_F(CudaLists, CanBeCapturedAndAllocateOnlyOnce) {
     Setting s;
     s.shifted = true;
     BackendOptimizer side(true, s), reference(true, s);
@@ -247,26 +253,26 @@ TEST_F(Cuda, CapturesWorkOnListsAndAllocatesNothingForItAgain) {
     EXPECT_EQ(c.device_allocations + c.host_allocations + c.device_frees, 0);
 }
 
-/// Calls on one context, and the resulting parameters. Each call is repeated if it fails.
-class Persistent {
+/// Makes calls on one context and returns the resulting parameters. A call that fails is repeated once.
+class RepeatingCaller {
 public:
     std::vector<float> run() {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
         dsopt_context *context = nullptr;
         dsopt_optimizer *optimizer = nullptr;
         float *memory = nullptr;
-        again([&] { return dsopt_context_create(&where, &context); });
-        again([&] {
+        repeat_if_failed([&] { return dsopt_context_create(&context_desc, &context); });
+        repeat_if_failed([&] {
             return cudaMalloc(reinterpret_cast<void **>(&memory), 2 * kBytes) == cudaSuccess ? DSOPT_OK
                                                                                              : DSOPT_ERR_NOMEM;
         });
         std::vector<float> values(2 * kCount * kTensors);
         for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(float(i));
-        again([&] { return copy(memory, values.data(), 2 * kBytes); });
+        repeat_if_failed([&] { return copy(memory, values.data(), 2 * kBytes); });
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.max_norm = 1;
-        again([&] { return dsopt_optimizer_create(context, &desc, &optimizer); });
+        repeat_if_failed([&] { return dsopt_optimizer_create(context, &desc, &optimizer); });
         dsopt_group group;
         std::vector<dsopt_param> params(kTensors);
         std::vector<dsopt_tensor> grads;
@@ -275,20 +281,21 @@ public:
             params[i].tensor = {memory + i * kCount, int64_t(kCount), DSOPT_DTYPE_F32, 0};
             grads.push_back({memory + (kTensors + i) * kCount, int64_t(kCount), DSOPT_DTYPE_F32, 0});
         }
-        BackendOptimizer::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
-        again([&] { return dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(kTensors)); });
+        BackendOptimizer::must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        repeat_if_failed(
+            [&] { return dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(kTensors)); });
         DSOPT_NEW(dsopt_step, step);
         step.grads = grads.data();
         step.count = int64_t(kTensors);
         for (int t = 0; t < 3; ++t) {
             if (t == 1) std::swap(grads[0].data, grads[1].data); // patches the table
-            again([&] { return dsopt_optimizer_step(optimizer, &step); });
+            repeat_if_failed([&] { return dsopt_optimizer_step(optimizer, &step); });
         }
         DSOPT_NEW(dsopt_report, report);
-        again([&] { return dsopt_optimizer_report(optimizer, &report); });
+        repeat_if_failed([&] { return dsopt_optimizer_report(optimizer, &report); });
         EXPECT_EQ(report.calls, 3);
-        again([&] { return dsopt_zero_grad(context, grads.data(), 7, DSOPT_ZERO_FILL, nullptr); });
-        again([&] { return copy(values.data(), memory, 2 * kBytes); });
+        repeat_if_failed([&] { return dsopt_zero_grad(context, grads.data(), 7, DSOPT_ZERO_FILL, nullptr); });
+        repeat_if_failed([&] { return copy(values.data(), memory, 2 * kBytes); });
         dsopt_optimizer_destroy(optimizer);
         dsopt_context_destroy(context);
         (void)cudaFree(memory);
@@ -301,7 +308,7 @@ private:
     static dsopt_status copy(void *to, const void *from, size_t bytes) {
         return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess ? DSOPT_OK : DSOPT_ERR_BACKEND;
     }
-    template <class Call> void again(const Call &call) {
+    template <class Call> void repeat_if_failed(const Call &call) {
         if (call() == DSOPT_OK) return;
         ++failures;
         const dsopt_status status = call();
@@ -309,11 +316,11 @@ private:
     }
 };
 
-TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
+TEST_F(CudaRuntimeFaults, AllowRepeatedCallToSucceed) {
     fakert::Config config = fakert::config_from_environment();
     config.protect = false;
     fakert::reset(config);
-    const std::vector<float> expected = Persistent().run();
+    const std::vector<float> expected = RepeatingCaller().run();
     for (const char *function : {"cuCtxPushCurrent",         "cudaDeviceGetAttribute",
                                  "cudaEventSynchronize",     "cudaDriverGetVersion",
                                  "cudaEventCreate",          "cudaEventRecord",
@@ -326,18 +333,18 @@ TEST_F(Cuda, MakesACallAgainThatFailedAtAnyCallOfTheRuntime) {
                                  "cuDevicePrimaryCtxRetain", "cuStreamGetCtx",
                                  "cudaStreamQuery"}) {
         fakert::reset(config);
-        (void)Persistent().run();
+        (void)RepeatingCaller().run();
         const long calls = fakert::calls(function);
         ASSERT_GT(calls, 0) << function;
         int failures = 0;
         for (long n = 0; n < calls; ++n) {
-            if (n == 4 && calls > 12) n = calls - 8; // the calls between are similar
+            if (n == 4 && calls > 12) n = calls - 8; // the calls in between are similar
             SCOPED_TRACE(std::string(function) + " fails the " + std::to_string(n + 1) + "th time");
             fakert::Config failing = config;
             failing.fail_function = function;
             failing.fail_call = n;
             fakert::reset(failing);
-            Persistent scenario;
+            RepeatingCaller scenario;
             ASSERT_EQ(scenario.run(), expected);
             ASSERT_LE(scenario.failures, 1);
             failures += scenario.failures;

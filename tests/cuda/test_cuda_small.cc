@@ -28,22 +28,22 @@ protected:
     }
 };
 
-TEST_F(CudaSmall, StepsAdamInFp32LikeTheCpu) { compare(small(DSOPT_ALGORITHM_ADAM), -1); }
+TEST_F(CudaSmall, AdamMatchesCpu) { compare(small(DSOPT_ALGORITHM_ADAM), -1); }
 
-TEST_F(CudaSmall, StepsLambWithClippingLikeTheCpu) {
+TEST_F(CudaSmall, LambWithClippingMatchesCpu) {
     Setting s = small(DSOPT_ALGORITHM_LAMB);
     s.desc.max_norm = 0.5;
     compare(s, -1);
 }
 
-TEST_F(CudaSmall, SkipsAndStepsMixedLambWithAScalerLikeTheCpu) {
+TEST_F(CudaSmall, MixedLambWithScalerMatchesCpuAfterSkip) {
     Setting s = small(DSOPT_ALGORITHM_LAMB);
     s.param = s.grad = DSOPT_DTYPE_F16;
     s.scaler = s.shifted = true;
     compare(s, 2);
 }
 
-TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
+TEST_F(CudaSmall, OneBitExchangeMatchesCpu) {
     const struct {
         int32_t algorithm, compat;
         int steps;
@@ -78,8 +78,8 @@ TEST_F(CudaSmall, ExchangesBitsLikeTheCpu) {
     }
 }
 
-TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
-    for (const size_t count : {size_t(2), size_t(1200)}) { // as many words as arguments hold, and more
+TEST_F(CudaSmall, StepsWithChangedPointersMatchCpu) {
+    for (const size_t count : {size_t(2), size_t(1200)}) { // fits into kernel arguments; needs an upload
         allow_many_blocks();
         Setting s;
         s.sizes.assign(count, 3);
@@ -94,7 +94,7 @@ TEST_F(CudaSmall, ReadsPointersThatChangedFromArgumentsAndFromAnUpload) {
     }
 }
 
-TEST_F(CudaSmall, WorksOnListsLikeTheCpu) {
+TEST_F(CudaSmall, ListFunctionsMatchCpu) {
     const Setting s = small(DSOPT_ALGORITHM_ADAM);
     BackendOptimizer host(false, s), device(true, s);
     dsopt_norm_result results[2] = {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Coalescing of stores: neighboring lanes of a warp write neighboring words, so that every 32-byte sector is written
+// Coalescing of stores: adjacent lanes of a warp write adjacent words, so that every 32-byte sector is written
 // completely. Only the emulated device can show this.
 #include "backend_optimizer.h"
 #include "noop_comm.h"
@@ -10,6 +10,10 @@
 using namespace cuda_test;
 
 namespace {
+
+using CudaStep = Cuda;
+using CudaLists = Cuda;
+using CudaExchange = Cuda;
 
 /// Records the stores of all kernels during its lifetime.
 class Stores {
@@ -26,21 +30,21 @@ public:
         for (const cuemu::Store &store : all_) by_thread[{store.kernel, store.block, store.thread}].push_back(store);
         std::set<std::string> kernels;
         int wrong = 0;
-        for (const auto &[key, own] : by_thread) {
+        for (const auto &[key, stores] : by_thread) {
             const auto &[kernel, block, thread] = key;
             kernels.insert(kernel);
             if (thread % 32 == 0) continue;
             const auto before = by_thread.find({kernel, block, thread - 1});
-            if (before == by_thread.end() || before->second.size() != own.size()) {
-                ADD_FAILURE() << kernel << ": lanes store another number of times than their neighbours";
+            if (before == by_thread.end() || before->second.size() != stores.size()) {
+                ADD_FAILURE() << kernel << ": adjacent lanes differ in their number of stores";
                 return kernels;
             }
-            for (size_t n = 0; n < own.size() && wrong < 5; ++n) {
+            for (size_t n = 0; n < stores.size() && wrong < 5; ++n) {
                 const cuemu::Store &left = before->second[n];
-                if (own[n].bytes == left.bytes && own[n].address == left.address + left.bytes) continue;
-                ADD_FAILURE() << kernel << ": store " << n << " of thread " << thread << " has " << own[n].bytes
-                              << " bytes, " << long(own[n].address - left.address) << " bytes behind that of the lane "
-                              << "before with " << left.bytes;
+                if (stores[n].bytes == left.bytes && stores[n].address == left.address + left.bytes) continue;
+                ADD_FAILURE() << kernel << ": store " << n << " of thread " << thread << " has " << stores[n].bytes
+                              << " bytes, at an offset of " << long(stores[n].address - left.address)
+                              << " bytes from the store of the preceding lane, which has " << left.bytes;
                 ++wrong;
             }
         }
@@ -51,8 +55,8 @@ private:
     std::vector<cuemu::Store> all_;
 };
 
-/// Returns settings with tensors that fill whole blocks.
-Setting whole(int32_t algorithm) {
+/// Returns settings with tensors that fill blocks completely.
+Setting full_blocks(int32_t algorithm) {
     Setting s;
     s.algorithm = algorithm;
     s.sizes = {4096, 1024, 8192};
@@ -60,11 +64,11 @@ Setting whole(int32_t algorithm) {
 }
 using Names = std::set<std::string>;
 
-TEST_F(Cuda, LanesOfStepsStoreNeighbouringWords) {
+TEST_F(CudaStep, CoalescesStores) {
     for (const bool shifted : {false, true})
         for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16})
             for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
-                Setting s = whole(algorithm);
+                Setting s = full_blocks(algorithm);
                 s.param = s.grad = dtype;
                 s.scaler = dtype == DSOPT_DTYPE_F16;
                 s.shifted = shifted;
@@ -81,9 +85,9 @@ TEST_F(Cuda, LanesOfStepsStoreNeighbouringWords) {
             }
 }
 
-TEST_F(Cuda, LanesOfListsStoreNeighbouringWords) {
+TEST_F(CudaLists, CoalesceStores) {
     for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16}) {
-        Setting s = whole(DSOPT_ALGORITHM_ADAMW);
+        Setting s = full_blocks(DSOPT_ALGORITHM_ADAMW);
         s.param = s.grad = dtype;
         BackendOptimizer side(true, s);
         side.fill_gradients(0);
@@ -100,11 +104,11 @@ TEST_F(Cuda, LanesOfListsStoreNeighbouringWords) {
     }
 }
 
-TEST_F(Cuda, LanesOfExchangesStoreNeighbouringWords) {
+TEST_F(CudaExchange, CoalescesStores) {
     const NoOpComm noop(DSOPT_COMM_FLAG_ENQUEUE);
     for (const int32_t algorithm :
          {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
-        Setting s = whole(algorithm);
+        Setting s = full_blocks(algorithm);
         s.sizes = {8192, 16384};
         s.context = noop.context;
         s.desc.data = noop.comm;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums of elements, leaves and tensors: the documented order, for numbers on either side of what one thread, a row of
-// lanes and a warp add up.
+// Sums of elements, leaves and tensors: the documented order, for counts below and above the number that one thread, a
+// row of lanes and a warp add.
 #include "backend_optimizer.h"
 #include "support/lanes.h"
 
@@ -14,14 +14,14 @@ class CudaSums : public Cuda {
 protected:
     void SetUp() override {
         Cuda::SetUp();
-        good(dsopt_context_create(&where(), &context_));
+        must(dsopt_context_create(&cuda_desc(), &context_));
     }
     void TearDown() override {
         dsopt_context_destroy(context_);
         Cuda::TearDown();
     }
-    static void good(dsopt_status status) { ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error(); }
-    static const dsopt_context_desc &where() {
+    static void must(dsopt_status status) { ASSERT_EQ(status, DSOPT_OK) << dsopt_last_error(); }
+    static const dsopt_context_desc &cuda_desc() {
         static const dsopt_context_desc desc = [] {
             DSOPT_NEW(dsopt_context_desc, d);
             d.backend = DSOPT_BACKEND_CUDA;
@@ -41,14 +41,14 @@ protected:
             memory.back().set(raw);
             tensors.push_back({memory.back().data() + skipped * size, int64_t(values.size()), dtype, 0});
         }
-        Bytes room(true, sizeof(dsopt_norm_result), 0);
-        good(dsopt_tensors_norm(context_, tensors.data(), int64_t(tensors.size()), DSOPT_NORM_L2, 0, nullptr,
-                                reinterpret_cast<dsopt_norm_result *>(room.data()), nullptr));
+        Bytes result_memory(true, sizeof(dsopt_norm_result), 0);
+        must(dsopt_tensors_norm(context_, tensors.data(), int64_t(tensors.size()), DSOPT_NORM_L2, 0, nullptr,
+                                reinterpret_cast<dsopt_norm_result *>(result_memory.data()), nullptr));
         dsopt_norm_result result;
-        std::memcpy(&result, room.get().data(), sizeof result);
+        std::memcpy(&result, result_memory.get().data(), sizeof result);
         return result.norm;
     }
-    /// Returns numbers of very different sizes: sums of their squares depend on the order.
+    /// Returns random numbers of very different magnitudes, so that sums of their squares depend on the order.
     float uneven() {
         state_ = state_ * 6364136223846793005u + 1442695040888963407u;
         return std::ldexp(1.0f + float(state_ >> 40) * 0x1p-24f, int(state_ >> 33 & 15) - 8);
@@ -58,14 +58,14 @@ protected:
     uint64_t state_ = 1;
 };
 
-/// Sizes around rows of 128 elements, the loads in flight at once, and a leaf; groups of four, and single elements
-/// after them.
-TEST_F(CudaSums, OfElementsAreInTheOrderOfLanes) {
-    for (const size_t most : {0, 128, 512, 1024, 4096})
-        for (const int more : {-5, -4, -3, -1, 0, 1, 2, 4, 5, 127, 128, 129}) {
-            if (int(most) + more < 1) continue;
+/// Sizes around a row of 128 elements, the elements of all loads in flight, and a leaf, with remainders of groups
+/// of four elements and of single elements.
+TEST_F(CudaSums, AddElementsInLaneOrder) {
+    for (const size_t base : {0, 128, 512, 1024, 4096})
+        for (const int extra : {-5, -4, -3, -1, 0, 1, 2, 4, 5, 127, 128, 129}) {
+            if (int(base) + extra < 1) continue;
             for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16}) {
-                std::vector<float> values(most + size_t(more));
+                std::vector<float> values(base + size_t(extra));
                 for (float &value : values) value = test::rounded(uneven(), dtype);
                 for (const size_t skipped : {0, 1, 3})
                     EXPECT_EQ(norm({values}, dtype, skipped), std::sqrt(lanes::squares(values)))
@@ -74,8 +74,8 @@ TEST_F(CudaSums, OfElementsAreInTheOrderOfLanes) {
         }
 }
 
-/// Of the groups, of all of them, of weights and updates, and of LAMB's trust ratios.
-TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
+/// Gradient norms per group and overall, norms of weights and updates, and LAMB's trust ratios.
+TEST_F(CudaSums, MatchCpuInSteps) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
         for (const int tensors : kCounts)
             for (const int leaves : {1, 33}) {
@@ -90,15 +90,15 @@ TEST_F(CudaSums, OfStepsHaveTheBitsOfTheCpu) {
                 BackendOptimizer host(false, s), device(true, s);
                 for (BackendOptimizer *side : {&host, &device}) {
                     side->fill_gradients(1);
-                    good(side->step());
+                    must(side->step());
                 }
                 EXPECT_TRUE(same(host.all_bytes(), device.all_bytes())) << tensors << " tensors";
             }
 }
 
-/// Numbers of tensors around what a block counts itself and whose leaf counts it loads at once. Some have two leaves,
-/// one has no elements, and the last but one is not finite in the first step.
-TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
+/// Numbers of tensors around two limits of a block: tensors that it counts itself, and leaf counts that it loads at
+/// once. Some tensors have two leaves, one has no elements, and the last but one is not finite in the first step.
+TEST_F(CudaSums, MatchCpuWithManyTensors) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
         for (const size_t tensors : {256, 257, 1024, 1025}) {
             if (algorithm == DSOPT_ALGORITHM_LAMB && tensors != 1025) continue;
@@ -115,15 +115,15 @@ TEST_F(CudaSums, OfManyTensorsHaveTheBitsOfTheCpu) {
             for (int t = 0; t < 2; ++t) {
                 for (BackendOptimizer *side : {&host, &device}) {
                     side->fill_gradients(t, t == 0 ? int(tensors) - 2 : -1);
-                    good(side->step());
+                    must(side->step());
                 }
                 EXPECT_TRUE(same(host.all_bytes(), device.all_bytes())) << tensors << " tensors, step " << t;
             }
         }
 }
 
-/// Scales of 1-bit compression are roots of means of squares, also of the results of a server.
-TEST_F(CudaSums, OfScalesHaveTheBitsOfTheCpu) {
+/// Scales of 1-bit compression, of messages and of server results, are root mean squares.
+TEST_F(CudaSums, MatchCpuInScales) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const int32_t compat : {DSOPT_COMPAT_NONE, DSOPT_COMPAT_DEEPSPEED}) {
             Setting s;
@@ -143,7 +143,7 @@ TEST_F(CudaSums, OfScalesHaveTheBitsOfTheCpu) {
                     BackendOptimizer side(device, s, &group, rank);
                     for (int t = 0; t < 3; ++t) {
                         side.fill_gradients(t + 9 * rank);
-                        good(side.step());
+                        must(side.step());
                     }
                     results[device][size_t(rank)] = side.all_bytes();
                 });

@@ -8,6 +8,8 @@ using namespace cuda_test;
 
 namespace {
 
+using CudaTwoLevelMean = Cuda;
+
 constexpr int kNodes = 2;
 
 Setting averaging() {
@@ -31,13 +33,13 @@ std::vector<float> floats(const std::vector<char> &bytes) {
 std::vector<float> momentum(BackendOptimizer &side, int64_t param) {
     std::vector<char> bytes;
     int64_t count = 0;
-    BackendOptimizer::good(dsopt_optimizer_state_count(side.optimizer, &count));
+    BackendOptimizer::must(dsopt_optimizer_state_count(side.optimizer, &count));
     for (int64_t i = 0; i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
-        BackendOptimizer::good(dsopt_optimizer_state(side.optimizer, i, &info));
+        BackendOptimizer::must(dsopt_optimizer_state(side.optimizer, i, &info));
         if (info.param != param || std::strcmp(info.name, "exp_avg") != 0) continue;
         bytes.resize(size_t(info.tensor.numel) * sizeof(float));
-        BackendOptimizer::good(dsopt_optimizer_export(side.optimizer, i, bytes.data(), bytes.size()));
+        BackendOptimizer::must(dsopt_optimizer_export(side.optimizer, i, bytes.data(), bytes.size()));
     }
     return floats(bytes);
 }
@@ -49,19 +51,20 @@ std::vector<std::string> train(bool device, int per_node) {
     const Setting setting = averaging();
     std::vector<std::vector<std::vector<float>>> grads(static_cast<size_t>(ranks)); // by rank and tensor
     std::vector<std::string> kernels;
-    std::barrier together(ranks);
+    std::barrier barrier(ranks);
     Ranks::run(ranks, [&](int rank) {
-        const int d = rank / per_node, l = rank % per_node;
-        BackendOptimizer side(device, setting, &nodes.across[size_t(l)], d, &nodes.inside[size_t(d)], l);
+        const int node_index = rank / per_node, node_rank = rank % per_node;
+        BackendOptimizer side(device, setting, &nodes.across[size_t(node_rank)], node_index,
+                              &nodes.inside[size_t(node_index)], node_rank);
         for (int t = 0; t < 2; ++t) {
             side.fill_gradients(t + 20 * rank);
             if (t == 1)
                 for (const Bytes &bytes : side.grads) grads[size_t(rank)].push_back(floats(bytes.get()));
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             if (device && rank == 0) fakert::mark();
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             EXPECT_EQ(side.step(), DSOPT_OK) << dsopt_last_error();
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
         }
         if (device && rank == 0) kernels = fakert::launched_kernels();
         for (size_t p = 0; p < setting.sizes.size(); ++p) {
@@ -81,15 +84,15 @@ std::vector<std::string> train(bool device, int per_node) {
     return kernels;
 }
 
-TEST_F(Cuda, AddsUpTheRanksOfANodeInOnePassAndInTheirOrder) {
+TEST_F(CudaTwoLevelMean, SumsRanksOfNodeInOnePassInRankOrder) {
     allow_many_blocks();
     for (const int per_node : {2, 3, 4}) {
         (void)train(false, per_node);
         const std::vector<std::string> kernels = train(true, per_node);
         const auto launches = [&](const char *name) { return std::count(kernels.begin(), kernels.end(), name); };
         EXPECT_EQ(launches("sum_slices"), per_node * kNodes);
-        // One pass copies gradients to the buffer, and one divides the buffer by the number of ranks: no pass per rank
-        // of the node.
+        // One pass copies gradients to the buffer, and another divides the buffer by the number of ranks. There is no
+        // pass per rank of the node.
         EXPECT_EQ(launches("axpby"), 2 * per_node * kNodes);
     }
 }

@@ -16,12 +16,12 @@ constexpr cudaStreamCaptureMode kModes[] = {cudaStreamCaptureModeGlobal, cudaStr
                                             cudaStreamCaptureModeRelaxed};
 
 /// A stream that the default stream does not wait for.
-class OwnStream {
+class NonBlockingStream {
 public:
-    OwnStream() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess); }
-    ~OwnStream() { (void)cudaStreamDestroy(stream_); }
-    OwnStream(const OwnStream &) = delete;
-    OwnStream &operator=(const OwnStream &) = delete;
+    NonBlockingStream() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess); }
+    ~NonBlockingStream() { (void)cudaStreamDestroy(stream_); }
+    NonBlockingStream(const NonBlockingStream &) = delete;
+    NonBlockingStream &operator=(const NonBlockingStream &) = delete;
     operator cudaStream_t() const { return stream_; }
 
 private:
@@ -51,7 +51,7 @@ protected:
             EXPECT_OK(dsopt_optimizer_state(side.optimizer, i, &info));
             if (std::strcmp(info.name, name) == 0) return i;
         }
-        ADD_FAILURE() << "no state is called " << name;
+        ADD_FAILURE() << "no state tensor is named " << name;
         return 0;
     }
     static dsopt_tensor tensor_of(const BackendOptimizer &side, const char *name) {
@@ -68,7 +68,7 @@ protected:
     static std::string path() {
         return testing::TempDir() + "/dsopt-cuda-waits-" + std::to_string(getpid()) + ".safetensors";
     }
-    /// Makes steps, and every call without a stream that any optimizer has.
+    /// Makes two steps and every call without a stream argument.
     static void call_everything(BackendOptimizer &side) {
         for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
         (void)report_of(side);
@@ -76,9 +76,9 @@ protected:
         ASSERT_OK(dsopt_optimizer_next_reduction(side.optimizer, 0, &reduction));
         ASSERT_OK(dsopt_optimizer_save(side.optimizer, path().c_str(), nullptr));
         ASSERT_OK(dsopt_optimizer_load(side.optimizer, path().c_str(), nullptr));
-        DSOPT_NEW(dsopt_io, remake);
-        remake.flags = DSOPT_IO_NO_MASTERS;
-        ASSERT_OK(dsopt_optimizer_load(side.optimizer, path().c_str(), &remake));
+        DSOPT_NEW(dsopt_io, no_masters);
+        no_masters.flags = DSOPT_IO_NO_MASTERS;
+        ASSERT_OK(dsopt_optimizer_load(side.optimizer, path().c_str(), &no_masters));
         const std::vector<char> step = export_of(side, "step");
         ASSERT_OK(dsopt_optimizer_import(side.optimizer, find(side, "step"), step.data(), step.size()));
         const std::vector<dsopt_tensor> state = side.state();
@@ -95,14 +95,14 @@ protected:
     }
 };
 
-TEST_F(CudaWaits, CallsWithoutAStreamLeaveCapturesOfOtherThreads) {
+TEST_F(CudaWaits, KeepCapturesOfOtherThreadsValid) {
     for (const cudaStreamCaptureMode mode : kModes) {
         SCOPED_TRACE(mode);
         Setting adagrad;
         adagrad.sizes = {5, 4100};
         adagrad.algorithm = DSOPT_ALGORITHM_ADAGRAD;
         adagrad.change = [](dsopt_group &group, int) {
-            BackendOptimizer::good(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAGRAD));
+            BackendOptimizer::must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAGRAD));
             group.initial_accumulator_value = 0.1;
         };
         for (const Setting &setting : {mixed_precision(), adagrad}) {
@@ -113,7 +113,7 @@ TEST_F(CudaWaits, CallsWithoutAStreamLeaveCapturesOfOtherThreads) {
     }
 }
 
-TEST_F(CudaWaits, OneBitCallsLeaveCapturesOfOtherThreads) {
+TEST_F(CudaWaits, KeepCapturesValidInOneBitCalls) {
     for (const cudaStreamCaptureMode mode : kModes)
         for (const bool compat : {false, true}) {
             SCOPED_TRACE(mode);
@@ -135,7 +135,7 @@ TEST_F(CudaWaits, OneBitCallsLeaveCapturesOfOtherThreads) {
         }
 }
 
-TEST_F(CudaWaits, ScalersAreCreatedBesideCapturesOfOtherThreads) {
+TEST_F(CudaWaits, KeepCapturesValidInScalerCreate) {
     BackendOptimizer side(true, mixed_precision());
     for (const cudaStreamCaptureMode mode : kModes)
         during_capture(mode, cudaStreamNonBlocking, [&] {
@@ -145,7 +145,7 @@ TEST_F(CudaWaits, ScalersAreCreatedBesideCapturesOfOtherThreads) {
         });
 }
 
-TEST_F(CudaWaits, SkipBudgetOfSeveralRanksLeavesCapturesOfOtherThreads) {
+TEST_F(CudaWaits, KeepCapturesValidWithSkipBudgetOfRanks) {
     for (const cudaStreamCaptureMode mode : kModes) {
         const NoOpComm noop(0);
         Setting s;
@@ -158,12 +158,12 @@ TEST_F(CudaWaits, SkipBudgetOfSeveralRanksLeavesCapturesOfOtherThreads) {
         side.fill_gradients(0, 1);
         during_capture(mode, cudaStreamNonBlocking, [&] {
             for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
-            ASSERT_EQ(side.step(), DSOPT_ERR_SKIPS) << "the step has not waited for the two before it";
+            ASSERT_EQ(side.step(), DSOPT_ERR_SKIPS) << "the step did not wait for the two steps before it";
         });
     }
 }
 
-TEST_F(CudaWaits, AddedParametersLeaveCapturesOfOtherThreads) {
+TEST_F(CudaWaits, KeepCapturesValidInAddParams) {
     Setting s;
     s.sizes = {5, 4100};
     BackendOptimizer side(true, s);
@@ -177,7 +177,7 @@ TEST_F(CudaWaits, AddedParametersLeaveCapturesOfOtherThreads) {
     });
 }
 
-TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
+TEST_F(CudaWaits, KeepCapturesValidInCompressedErrors) {
     const NoOpComm noop(0);
     const Bytes tensor(true, 4000, 0);
     const dsopt_tensor list{tensor.data(), 1000, DSOPT_DTYPE_F32, 0};
@@ -187,12 +187,13 @@ TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
     int64_t worker = 0, server = 0;
     size_t workspace = 0;
     ASSERT_OK(dsopt_compressed_sizes(noop.comm, &args, &worker, &server, &workspace));
-    const Bytes of_worker(true, size_t(worker) * 4, 0), of_server(true, size_t(server) * 4, 0),
+    const Bytes worker_error(true, size_t(worker) * 4, 0), server_error(true, size_t(server) * 4, 0),
         memory(true, workspace, 0);
-    for (const Bytes *bytes : {&tensor, &of_worker, &of_server}) bytes->set(std::vector<char>(bytes->get().size()));
-    const OwnStream stream;
-    args.worker_error = reinterpret_cast<float *>(of_worker.data());
-    args.server_error = reinterpret_cast<float *>(of_server.data());
+    for (const Bytes *bytes : {&tensor, &worker_error, &server_error})
+        bytes->set(std::vector<char>(bytes->get().size()));
+    const NonBlockingStream stream;
+    args.worker_error = reinterpret_cast<float *>(worker_error.data());
+    args.server_error = reinterpret_cast<float *>(server_error.data());
     args.workspace = memory.data();
     args.workspace_bytes = workspace;
     args.stream = stream;
@@ -204,11 +205,11 @@ TEST_F(CudaWaits, CompressedErrorsLeaveCapturesOfOtherThreads) {
     EXPECT_EQ(residuals[0], 0);
 }
 
-// CUDA forbids any use of the default stream during such a capture.
-TEST_F(CudaWaits, CapturesOfBlockingStreamsAreNotInvalidated) {
+// During a capture of a blocking stream, CUDA forbids any use of the default stream.
+TEST_F(CudaWaits, KeepCapturesOfBlockingStreamsValid) {
     BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0);
-    const OwnStream stream;
+    const NonBlockingStream stream;
     ASSERT_OK(step_on(side, stream));
     for (const cudaStreamCaptureMode mode : kModes) {
         during_capture(mode, cudaStreamDefault, [&] {
@@ -234,7 +235,7 @@ TEST_F(CudaWaits, ReportIncludesReplaysOnAnyStream) {
     ASSERT_OK(side.step());
     ASSERT_EQ(report_of(side).skipped, 1);
     const Captured captured([&](cudaStream_t stream) { EXPECT_OK(step_on(side, stream)); });
-    const OwnStream other;
+    const NonBlockingStream other;
     int64_t steps = 1;
     for (int t = 0; t < 2; ++t) {
         captured.launch(other);
@@ -253,7 +254,7 @@ TEST_F(CudaWaits, SaveAndExportIncludeReplaysOnAnyStream) {
     side.fill_gradients(0);
     ASSERT_OK(side.step());
     const Captured captured([&](cudaStream_t stream) { EXPECT_OK(step_on(side, stream)); });
-    const OwnStream other;
+    const NonBlockingStream other;
     captured.launch(other);
     int32_t steps[2];
     std::memcpy(steps, export_of(side, "step").data(), sizeof steps);
@@ -269,7 +270,7 @@ TEST_F(CudaWaits, SaveAndExportIncludeReplaysOnAnyStream) {
 TEST_F(CudaWaits, IncludeStepsOnEveryStream) {
     BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0, 1);
-    const OwnStream a, b;
+    const NonBlockingStream a, b;
     cudaEvent_t event = nullptr;
     ASSERT_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
     ASSERT_OK(step_on(side, a));
@@ -280,15 +281,15 @@ TEST_F(CudaWaits, IncludeStepsOnEveryStream) {
     EXPECT_EQ(cudaEventDestroy(event), cudaSuccess);
 }
 
-TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_BACKEND_CUDA;
+TEST_F(CudaWaits, IncludeAllOptimizersOfSharedScaler) {
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
     dsopt_scaler *scaler = nullptr;
-    ASSERT_OK(dsopt_context_create(&where, &context));
-    DSOPT_NEW(dsopt_scaler_desc, how);
-    how.flags = DSOPT_SCALER_SHARED;
-    ASSERT_OK(dsopt_scaler_create(context, &how, &scaler));
+    ASSERT_OK(dsopt_context_create(&context_desc, &context));
+    DSOPT_NEW(dsopt_scaler_desc, scaler_desc);
+    scaler_desc.flags = DSOPT_SCALER_SHARED;
+    ASSERT_OK(dsopt_scaler_create(context, &scaler_desc, &scaler));
     {
         Setting s = mixed_precision();
         s.scaler = false;
@@ -296,10 +297,10 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
         s.context = context;
         constexpr int kMany = 20; // more streams than events
         std::vector<std::unique_ptr<BackendOptimizer>> sides;
-        std::vector<std::unique_ptr<OwnStream>> streams;
+        std::vector<std::unique_ptr<NonBlockingStream>> streams;
         for (int k = 0; k < kMany; ++k) {
             sides.push_back(std::make_unique<BackendOptimizer>(true, s));
-            streams.push_back(std::make_unique<OwnStream>());
+            streams.push_back(std::make_unique<NonBlockingStream>());
             sides.back()->fill_gradients(0);
             ASSERT_OK(step_on(*sides.back(), *streams.back()));
         }
@@ -318,13 +319,13 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
         const Bytes other(true, 64, 0);
         for (int k = 0; k < kMany; ++k) {
             sides[size_t(k)]->fill_gradients(0, k == 0 ? 1 : -1);
-            // Each query of an event runs one of these, so queries alone never complete an event.
+            // Each query of an event runs one of these fills, so the engine's queries cannot complete the step.
             for (int t = 0; t < 100; ++t)
                 ASSERT_EQ(cudaMemsetAsync(other.data(), 0, 64, *streams[size_t(k)]), cudaSuccess);
             ASSERT_OK(step_on(*sides[size_t(k)], *streams[size_t(k)]));
         }
         ASSERT_EQ(cudaStreamQuery(*streams[0]), cudaErrorNotReady);
-        EXPECT_EQ(recorded(*sides.back()), 1) << "the step of the first optimizer was not waited for";
+        EXPECT_EQ(recorded(*sides.back()), 1) << "the export did not wait for the step of the first optimizer";
         EXPECT_EQ(fakert::calls("cudaEventCreate"), events);
         synchronize();
     }
@@ -332,7 +333,7 @@ TEST_F(CudaWaits, IncludeStepsOfAllOptimizersOfASharedScaler) {
     dsopt_context_destroy(context);
 }
 
-TEST_F(CudaWaits, IncludeApplyOnMemoryOfTheOptimizer) {
+TEST_F(CudaWaits, IncludeApplyOnOptimizerMemory) {
     Setting s;
     s.sizes = {5, 4100};
     BackendOptimizer side(true, s);
@@ -346,7 +347,7 @@ TEST_F(CudaWaits, IncludeApplyOnMemoryOfTheOptimizer) {
     size_t bytes = 0;
     ASSERT_OK(dsopt_optimizer_workspace(side.optimizer, &bytes));
     const Bytes workspace(true, bytes, 0);
-    const OwnStream stream;
+    const NonBlockingStream stream;
     dsopt_step step = side.arguments();
     step.params = params.data();
     step.state = state.data();
@@ -358,7 +359,7 @@ TEST_F(CudaWaits, IncludeApplyOnMemoryOfTheOptimizer) {
     EXPECT_NE(export_of(side, "step"), before);
 }
 
-TEST_F(CudaWaits, IncludeAStepWhoseEventWasNotRecorded) {
+TEST_F(CudaWaits, IncludeStepsWithoutRecordedEvent) {
     long record = -1;
     for (const bool fails : {false, true}) {
         fakert::Config config = fakert::config_from_environment();
@@ -369,7 +370,7 @@ TEST_F(CudaWaits, IncludeAStepWhoseEventWasNotRecorded) {
         fakert::reset(config);
         BackendOptimizer side(true, mixed_precision());
         side.fill_gradients(0, 1);
-        const OwnStream stream;
+        const NonBlockingStream stream;
         ASSERT_OK(step_on(side, stream));
         record = fakert::calls("cudaEventRecord");
         ASSERT_OK(step_on(side, stream)) << "the step itself has not failed";
@@ -379,12 +380,12 @@ TEST_F(CudaWaits, IncludeAStepWhoseEventWasNotRecorded) {
     }
 }
 
-TEST_F(CudaWaits, IncludeTheDefaultStreamWhereTensorsAreRead) {
+TEST_F(CudaWaits, IncludeDefaultStreamForTensorReads) {
     Setting s;
     s.sizes = {5};
     BackendOptimizer side(true, s);
     side.fill_gradients(0);
-    const OwnStream stream;
+    const NonBlockingStream stream;
     ASSERT_OK(step_on(side, stream));
     const dsopt_tensor moment = tensor_of(side, "exp_avg");
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
@@ -392,11 +393,11 @@ TEST_F(CudaWaits, IncludeTheDefaultStreamWhereTensorsAreRead) {
     EXPECT_EQ(export_of(side, "exp_avg"), std::vector<char>(20, 0x3f));
 }
 
-TEST_F(CudaWaits, ScalerSetIsInOrderWithItsStream) {
+TEST_F(CudaWaits, ScalerSetRunsInStreamOrder) {
     BackendOptimizer side(true, mixed_precision());
     const Bytes copy(true, sizeof(float), 0);
-    const OwnStream stream;
-    for (int t = 0; t < 10; ++t) // a query of the stream runs one of these
+    const NonBlockingStream stream;
+    for (int t = 0; t < 10; ++t) // a query of the stream runs one of these fills
         ASSERT_EQ(cudaMemsetAsync(copy.data(), 0, sizeof(float), stream), cudaSuccess);
     ASSERT_EQ(
         cudaMemcpyAsync(copy.data(), dsopt_scaler_device_scale(side.scaler), sizeof(float), cudaMemcpyDefault, stream),
@@ -405,13 +406,13 @@ TEST_F(CudaWaits, ScalerSetIsInOrderWithItsStream) {
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     float value = 0;
     std::memcpy(&value, copy.get().data(), sizeof value);
-    EXPECT_EQ(value, 8) << "the scale of before";
+    EXPECT_EQ(value, 8) << "the scale before dsopt_scaler_set()";
     const Captured captured([&](cudaStream_t captured_stream) {
         EXPECT_EQ(dsopt_scaler_set(side.scaler, DSOPT_SCALE_VALUE, 4, captured_stream), DSOPT_ERR_STATE);
     });
 }
 
-TEST_F(CudaWaits, ResetOfCountersCannotBeCaptured) {
+TEST_F(CudaWaits, ResetOfCountersRejectsCapture) {
     BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0);
     ASSERT_OK(side.step());
@@ -421,7 +422,7 @@ TEST_F(CudaWaits, ResetOfCountersCannotBeCaptured) {
     ASSERT_OK(dsopt_optimizer_reset(side.optimizer, DSOPT_RESET_COUNTERS, nullptr));
 }
 
-TEST_F(CudaWaits, CostOneEventPerCallAndNoneInACapture) {
+TEST_F(CudaWaits, RecordOneEventPerCallOutsideCaptures) {
     BackendOptimizer side(true, mixed_precision());
     side.fill_gradients(0);
     ASSERT_OK(side.step());
@@ -439,7 +440,7 @@ TEST_F(CudaWaits, CostOneEventPerCallAndNoneInACapture) {
               0);
 }
 
-TEST_F(CudaWaits, ReportLogsSkippedStepsAndStepsDoNotWaitForThat) {
+TEST_F(CudaWaits, OnlyReportLogsSkippedSteps) {
     std::vector<std::string> lines;
     DSOPT_NEW(dsopt_context_desc, desc);
     desc.backend = DSOPT_BACKEND_CUDA;
@@ -453,7 +454,7 @@ TEST_F(CudaWaits, ReportLogsSkippedStepsAndStepsDoNotWaitForThat) {
     Setting setting = mixed_precision();
     setting.context = context.get();
     BackendOptimizer side(true, setting); // the scale begins at 8 and grows after two good steps
-    const OwnStream stream;
+    const NonBlockingStream stream;
     side.fill_gradients(0, 1);
     ASSERT_OK(step_on(side, stream));
     EXPECT_EQ(report_of(side).skipped, 1);

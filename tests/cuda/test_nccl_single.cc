@@ -15,9 +15,9 @@ class NcclSingle : public testing::Test {
 protected:
     void SetUp() override {
         cuda_test::begin_test();
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        EXPECT_OK(dsopt_context_create(&where, &context));
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        EXPECT_OK(dsopt_context_create(&context_desc, &context));
         ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
     }
     void TearDown() override {
@@ -66,7 +66,7 @@ struct Floats : test::Block {
     }
 };
 
-TEST_F(NcclSingle, MeansOverOneRankAreTheTensorsThemselves) {
+TEST_F(NcclSingle, MeanOverOneRankIsIdentity) {
     for (const int32_t flags : {0, int32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         dsopt_comm *const comm = join(flags);
         const Floats values(3.5f);
@@ -78,7 +78,7 @@ TEST_F(NcclSingle, MeansOverOneRankAreTheTensorsThemselves) {
     }
 }
 
-TEST_F(NcclSingle, AStepWithNormsOverTheCommIsCapturedAndReplayed) {
+TEST_F(NcclSingle, StepWithNormOverCommCanBeReplayed) {
     dsopt_comm *const comm = join(DSOPT_COMM_FLAG_ENQUEUE);
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.data = comm;
@@ -118,7 +118,7 @@ TEST_F(NcclSingle, AStepWithNormsOverTheCommIsCapturedAndReplayed) {
     dsopt_comm_destroy(comm);
 }
 
-TEST_F(NcclSingle, AnAbortedCommRefusesAndIsDestroyed) {
+TEST_F(NcclSingle, AbortedCommRejectsCalls) {
     dsopt_comm *const comm = join(0);
     dsopt_comm_abort(comm);
     const Floats values(3.5f);

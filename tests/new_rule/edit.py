@@ -50,6 +50,6 @@ source, output = map(pathlib.Path, sys.argv[1:])
 text = source.read_text(encoding="utf-8")
 for old, new in EDITS[source.name]:
     if text.count(old) != 1:
-        sys.exit(f"{source}: {text.count(old)} times, not once: {old}")
+        sys.exit(f"{source}: found {text.count(old)} times, not once: {old}")
     text = text.replace(old, new)
 output.write_text(text, encoding="utf-8")

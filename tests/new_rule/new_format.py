@@ -47,7 +47,7 @@ def errors_of(folder, edits, source, *flags):
     text = (sources / "src/base/dtype.h").read_text(encoding="utf-8")
     for old, new in edits:
         if text.count(old) != 1:
-            sys.exit(f"dtype.h has {text.count(old)} times, not once: {old}")
+            sys.exit(f"dtype.h: found {text.count(old)} times, not once: {old}")
         text = text.replace(old, new)
     (folder / "base").mkdir(exist_ok=True)
     (folder / "base/dtype.h").write_text(text, encoding="utf-8")
@@ -82,18 +82,18 @@ with tempfile.TemporaryDirectory() as name:
     cpu = sources / "src/cpu/kernels.cc"
     machine = subprocess.run(compiler + ["-dumpmachine"], capture_output=True, text=True, check=True).stdout
     cpu_flags = ["-DDSOPT_ISA=avx2", "-mavx2", "-mf16c"] if machine.startswith("x86_64") else ["-DDSOPT_ISA=generic"]
-    expect("the tree compiles as it is (CPU)", errors_of(folder, [], cpu, *cpu_flags), None)
-    expect("the tree compiles as it is (CUDA)", errors_of(folder, [], cuda, *cuda_flags), None)
+    expect("the unchanged tree compiles (CPU)", errors_of(folder, [], cpu, *cpu_flags), None)
+    expect("the unchanged tree compiles (CUDA)", errors_of(folder, [], cuda, *cuda_flags), None)
     expect("visit() needs a case", errors_of(folder, ENUMERATOR, cpu, *cpu_flags), r"dtype\.h.*\n?.*byte.*not handled")
     expect("the CPU's registers need conversions", errors_of(folder, CODEC, cpu, *cpu_flags),
            r"(registers|tiles|kernels)\.(h|cc).*error")
     expect("the count of steps in compat mode needs a case",
            errors_of(folder, CODEC, sources / "src/optimizer/plan.cc"),
            r"plan\.cc:\d+:\d+: error: .*byte.*not handled")
-    said = errors_of(folder, CODEC, cuda, *cuda_flags)
+    errors = errors_of(folder, CODEC, cuda, *cuda_flags)
     for function in CUDA:
         line = switch_of(function, sources / "cuda/vec.cuh")
-        expect(f"{function}() needs a case", said, rf"vec\.cuh:{line}:\d+: error: .*byte.*not handled")
+        expect(f"{function}() needs a case", errors, rf"vec\.cuh:{line}:\d+: error: .*byte.*not handled")
 
 print(f"{len(failures)} failures")
 sys.exit(bool(failures))

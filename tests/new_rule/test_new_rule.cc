@@ -39,16 +39,16 @@ std::vector<float> floats_of(const std::vector<char> &bytes) {
     std::memcpy(values.data(), bytes.data(), values.size() * sizeof(float));
     return values;
 }
-/// State tensors of a parameter, by name, on the host.
+/// Returns a copy of the state tensor `name` of a parameter.
 std::vector<float> state_of(BackendOptimizer &side, int64_t param, const std::string &name) {
     int64_t count = 0;
-    BackendOptimizer::good(dsopt_optimizer_state_count(side.optimizer, &count));
+    BackendOptimizer::must(dsopt_optimizer_state_count(side.optimizer, &count));
     for (int64_t i = 0; i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
-        BackendOptimizer::good(dsopt_optimizer_state(side.optimizer, i, &info));
+        BackendOptimizer::must(dsopt_optimizer_state(side.optimizer, i, &info));
         if (info.param != param || info.name != name) continue;
         std::vector<float> values(size_t(info.tensor.numel));
-        BackendOptimizer::good(dsopt_optimizer_export(side.optimizer, i, values.data(), values.size() * sizeof(float)));
+        BackendOptimizer::must(dsopt_optimizer_export(side.optimizer, i, values.data(), values.size() * sizeof(float)));
         return values;
     }
     ADD_FAILURE() << "no state tensor " << name;
@@ -156,7 +156,7 @@ TEST_F(NewRule, ResumesFromCheckpointWithSameBits) {
             for (int t = 0; t < 6; ++t) {
                 whole.fill_gradients(t);
                 ASSERT_OK(whole.step());
-                if (t == 2) BackendOptimizer::good(dsopt_optimizer_save(whole.optimizer, nullptr, &to));
+                if (t == 2) BackendOptimizer::must(dsopt_optimizer_save(whole.optimizer, nullptr, &to));
             }
             EXPECT_NE(memory_file.data.find("exp_avg_slow"), std::string::npos);
             EXPECT_NE(memory_file.data.find("beta3"), std::string::npos);
@@ -178,14 +178,14 @@ TEST_F(NewRule, ReadsBeta3FromHyperRows) {
         ASSERT_OK(dsopt_optimizer_set(by_key.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_BETA3, 0.75));
         std::vector<float> rows(2 * DSOPT_HYPER_FLOATS, NAN);
         rows[DSOPT_HYPER_BETA3] = rows[DSOPT_HYPER_FLOATS + DSOPT_HYPER_BETA3] = 0.75f;
-        const Bytes there(device, rows.size() * sizeof(float), 0);
+        const Bytes device_rows(device, rows.size() * sizeof(float), 0);
         const auto set = [&] {
-            there.set({reinterpret_cast<const char *>(rows.data()),
-                       reinterpret_cast<const char *>(rows.data() + rows.size())});
+            device_rows.set({reinterpret_cast<const char *>(rows.data()),
+                             reinterpret_cast<const char *>(rows.data() + rows.size())});
         };
         set();
         dsopt_step call = by_row.arguments();
-        call.hyper = reinterpret_cast<const float *>(there.data());
+        call.hyper = reinterpret_cast<const float *>(device_rows.data());
         by_key.fill_gradients(0);
         by_row.fill_gradients(0);
         ASSERT_OK(by_key.step());
