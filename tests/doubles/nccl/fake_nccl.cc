@@ -46,8 +46,8 @@ struct Slot {
     std::atomic<bool> leaves;
     Call call;
 };
-struct Channel { // from one rank to another
-    std::atomic<uint64_t> full, taken;
+struct Channel {                          // from one rank to another
+    std::atomic<uint64_t> sent, received; // numbers of chunks
     size_t bytes;
     char data[kChunk];
 };
@@ -63,18 +63,18 @@ size_t element(int type) {
     return type >= 0 && type < 10 ? sizes[type] : 0;
 }
 bool set_to(const char *variable, const char *value) {
-    const char *const is = std::getenv(variable);
-    return is != nullptr && std::strcmp(is, value) == 0;
+    const char *const text = std::getenv(variable);
+    return text != nullptr && std::strcmp(text, value) == 0;
 }
-void nap(int &looks) {
-    if (++looks < 64)
+void pause_polling(int &polls) {
+    if (++polls < 64)
         sched_yield();
     else
-        usleep(looks < 512 ? 50 : 500);
+        usleep(polls < 512 ? 50 : 500);
 }
 
 thread_local std::string t_last;
-std::atomic<int> g_made{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0}, g_sizes{0};
+std::atomic<int> g_created{0}, g_destroyed{0}, g_aborted{0}, g_ids{0}, g_inside{0}, g_count_queries{0};
 
 /// Ids created by this process. If not all ranks join, the shared memory of the others is removed when this process
 /// ends.
@@ -93,25 +93,25 @@ private:
     std::vector<std::string> names_;
 } g_names;
 
-/// The call that fails, see fake_nccl_fail_at().
+/// The call that is to fail, see fake_nccl_fail_at().
 struct Plan {
     std::mutex mutex;
     std::string id;
     int rank = 0;
-    long at = 0, calls = 0;
-    bool told = false; // ranks that wait for others to join get an error
+    long failing_call = 0, calls = 0;
+    bool failed = false; // ranks that wait for others to join get an error
 } g_plan;
 
 /// Returns true if this call of a rank fails.
 bool injected_failure(const std::string &id, int rank) {
     const std::lock_guard lock(g_plan.mutex);
-    if (g_plan.id != id || g_plan.rank != rank || ++g_plan.calls != g_plan.at) return false;
-    g_plan.told = true;
+    if (g_plan.id != id || g_plan.rank != rank || ++g_plan.calls != g_plan.failing_call) return false;
+    g_plan.failed = true;
     return true;
 }
-bool told(const std::string &id) {
+bool has_failed(const std::string &id) {
     const std::lock_guard lock(g_plan.mutex);
-    return g_plan.told && g_plan.id == id;
+    return g_plan.failed && g_plan.id == id;
 }
 
 } // namespace
@@ -124,14 +124,15 @@ struct FakeComm {
     std::atomic<int> state{in_progress}, users{0}, pending{0};
     std::atomic<int> graphs{0}; // number of groups in graphs
     std::atomic<bool> aborted{false}, stuck{false}, ending{false};
-    uint64_t meetings = 0;
+    uint64_t rendezvous_count = 0;
     int calls = 0;
-    std::atomic<bool> looked_at{false}; // since the last other call: repeated queries do not count as calls
+    // An error was queried since the last other call; further queries do not count.
+    std::atomic<bool> error_queried{false};
     std::thread joiner;
 
     /// Returns true if this call fails.
     bool fails() {
-        looked_at = false;
+        error_queried = false;
         return injected_failure(name, rank);
     }
     bool fault(const char *kind, int call) const {
@@ -152,7 +153,7 @@ namespace {
     va_end(arguments);
     if (comm == nullptr) {
         t_last = text;
-    } else { // no thread_local here: under the thread sanitizer the work of streams has threads of its own
+    } else { // not a thread_local: under the thread sanitizer, work of streams runs on separate logical threads
         const std::lock_guard lock(comm->mutex);
         comm->message = text;
         int before = success;
@@ -178,9 +179,9 @@ private:
 
 /// Returns false if the communicator failed or was aborted.
 bool wait_until(FakeComm *comm, const std::function<bool()> &ready) {
-    for (int looks = 0; !ready(); nap(looks)) {
+    for (int polls = 0; !ready(); pause_polling(polls)) {
         if (comm->aborted || comm->state != success) return false;
-        if (looks % 64 != 63 || !set_to("DSOPT_FAKE_NCCL_DEAD", "error")) continue;
+        if (polls % 64 != 63 || !set_to("DSOPT_FAKE_NCCL_DEAD", "error")) continue;
         for (int other = 0; other < comm->ranks; ++other) {
             const int pid = comm->shared->slots[other].pid;
             if (pid < 0 || (pid > 0 && kill(pid, 0) != 0)) {
@@ -191,8 +192,8 @@ bool wait_until(FakeComm *comm, const std::function<bool()> &ready) {
     }
     return true;
 }
-bool meet(FakeComm *comm) {
-    const uint64_t wanted = ++comm->meetings;
+bool rendezvous(FakeComm *comm) {
+    const uint64_t wanted = ++comm->rendezvous_count;
     comm->shared->slots[comm->rank].arrived = wanted;
     for (int other = 0; other < comm->ranks; ++other)
         if (!wait_until(comm, [&] { return comm->shared->slots[other].arrived >= wanted; })) return false;
@@ -224,13 +225,13 @@ struct Posted {
     int number;
 };
 
-/// Each rank copies a piece to shared memory, waits for all ranks, reads what it needs, and waits again.
+/// Each rank copies a chunk to shared memory, waits for all ranks, reads its operands, and waits again.
 void run_collective(const Posted &posted) {
     FakeComm *const comm = posted.comm;
     const Call &call = posted.call;
     Shared &shared = *comm->shared;
     shared.slots[comm->rank].call = call;
-    if (!meet(comm)) return;
+    if (!rendezvous(comm)) return;
     for (int other = 0; other < comm->ranks; ++other) {
         const Call &theirs = shared.slots[other].call;
         if (theirs.kind == call.kind && theirs.type == call.type && theirs.op == call.op && theirs.root == call.root &&
@@ -242,23 +243,23 @@ void run_collective(const Posted &posted) {
     }
     const size_t size = element(call.type), most = kChunk / size;
     char *const to = static_cast<char *>(posted.to);
-    for (size_t at = 0; at < call.count; at += most) {
-        if (!meet(comm)) return;
-        const size_t count = std::min(most, call.count - at);
-        std::memcpy(shared.chunks[comm->rank], static_cast<const char *>(posted.from) + at * size, count * size);
-        if (!meet(comm)) return;
+    for (size_t begin = 0; begin < call.count; begin += most) {
+        if (!rendezvous(comm)) return;
+        const size_t count = std::min(most, call.count - begin);
+        std::memcpy(shared.chunks[comm->rank], static_cast<const char *>(posted.from) + begin * size, count * size);
+        if (!rendezvous(comm)) return;
         if (call.kind == reduces) {
-            if (call.type == 7) reduce_as<float>(comm, to + at * size, count, call.op);
-            if (call.type == 8) reduce_as<double>(comm, to + at * size, count, call.op);
-            if (call.type == 2) reduce_as<int32_t>(comm, to + at * size, count, call.op);
+            if (call.type == 7) reduce_as<float>(comm, to + begin * size, count, call.op);
+            if (call.type == 8) reduce_as<double>(comm, to + begin * size, count, call.op);
+            if (call.type == 2) reduce_as<int32_t>(comm, to + begin * size, count, call.op);
         } else if (call.kind == gathers) {
             for (int rank = 0; rank < comm->ranks; ++rank)
-                std::memcpy(to + (size_t(rank) * call.count + at) * size, shared.chunks[rank], count * size);
+                std::memcpy(to + (size_t(rank) * call.count + begin) * size, shared.chunks[rank], count * size);
         } else {
-            std::memcpy(to + at * size, shared.chunks[call.root], count * size);
+            std::memcpy(to + begin * size, shared.chunks[call.root], count * size);
         }
     }
-    (void)meet(comm);
+    (void)rendezvous(comm);
 }
 
 /// Runs the sends and receives of one group concurrently.
@@ -275,7 +276,7 @@ void run_exchange(const std::vector<Posted> &group) {
             const bool sending = posted.call.kind == sends;
             Channel &channel = sending ? comm->shared->channels[comm->rank][posted.peer]
                                        : comm->shared->channels[posted.peer][comm->rank];
-            const bool waiting = channel.full != channel.taken;
+            const bool waiting = channel.sent != channel.received;
             if (rest == 0 || sending == waiting) continue;
             const size_t bytes = sending ? std::min(rest, kChunk) : channel.bytes;
             if (bytes > rest) {
@@ -285,10 +286,10 @@ void run_exchange(const std::vector<Posted> &group) {
             if (sending) {
                 std::memcpy(channel.data, static_cast<const char *>(posted.from) + done[i], bytes);
                 channel.bytes = bytes;
-                ++channel.full;
+                ++channel.sent;
             } else {
                 std::memcpy(static_cast<char *>(posted.to) + done[i], channel.data, bytes);
-                ++channel.taken;
+                ++channel.received;
             }
             done[i] += bytes;
             left -= bytes;
@@ -306,7 +307,7 @@ void run_group(const std::vector<Posted> &group) {
         if (comm->fault("kill", posted.number)) kill(getpid(), SIGKILL);
         if (comm->fault("async", posted.number)) fail(comm, remote_error, "an injected error");
         if (comm->fault("hang", posted.number))
-            for (int looks = 600; !comm->aborted;) nap(looks);
+            for (int polls = 600; !comm->aborted;) pause_polling(polls);
     }
     if (comm->state == success && !comm->aborted) {
         if (group[0].call.kind >= sends)
@@ -336,12 +337,12 @@ thread_local int t_depth = 0;
 thread_local std::vector<Posted> t_group;
 // Group functions have no communicator. A group begins as a call of the communicator that this thread queried or used
 // last, and ends as a call of the communicator whose exchanges are in it.
-struct Used {
+struct LastUsed {
     std::string name;
     int rank;
-    void is(const FakeComm *comm) { name = comm->name, rank = comm->rank; }
+    void set(const FakeComm *comm) { name = comm->name, rank = comm->rank; }
 };
-thread_local Used t_used;
+thread_local LastUsed t_last_used;
 
 Result flush() {
     if (t_group.empty()) return success;
@@ -378,7 +379,7 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
     if (element(call.type) == 0 || call.root < 0 || call.root >= comm->ranks || peer < 0 || peer >= comm->ranks)
         return fail(nullptr, bad_argument, "type %d, root %d, peer %d", call.type, call.root, peer);
     const int number = comm->calls++;
-    t_used.is(comm);
+    t_last_used.set(comm);
     if (comm->fails() || comm->fault("error", number)) return fail(comm, system_error, "an injected error");
     t_group.push_back({comm, call, from, to, peer, stream, number});
     if (t_depth != 0) return comm->fault("slow", number) ? in_progress : success;
@@ -387,14 +388,15 @@ Result post(FakeComm *comm, const Call &call, const void *from, void *to, int pe
 
 void join(FakeComm *comm) {
     ++comm->shared->joined;
-    for (int looks = 0; comm->shared->joined < comm->ranks && !comm->aborted && !told(comm->name);) nap(looks);
+    for (int polls = 0; comm->shared->joined < comm->ranks && !comm->aborted && !has_failed(comm->name);)
+        pause_polling(polls);
     shm_unlink(comm->name.c_str()); // either all ranks have mapped it, or no other rank will: nothing is leaked
     int before = in_progress;
-    const bool came = comm->shared->joined >= comm->ranks;
-    if (!comm->aborted) comm->state.compare_exchange_strong(before, came ? success : remote_error);
+    const bool complete = comm->shared->joined >= comm->ranks;
+    if (!comm->aborted) comm->state.compare_exchange_strong(before, complete ? success : remote_error);
 }
 
-Result make(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocking) {
+Result create(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocking) {
     *out = nullptr;
     if (ranks < 1 || ranks > kMaxRanks || rank < 0 || rank >= ranks || std::strncmp(id.name, "/fake-nccl-", 11) != 0)
         return fail(nullptr, bad_argument, "rank %d of %d, or the id", rank, ranks);
@@ -411,12 +413,12 @@ Result make(FakeComm **out, int ranks, const UniqueId &id, int rank, bool blocki
     if (memory == MAP_FAILED) return fail(nullptr, system_error, "no shared memory");
     comm->shared = static_cast<Shared *>(memory);
     comm->shared->slots[rank].pid = getpid();
-    ++g_made;
-    FakeComm *const made = *out = comm.release();
+    ++g_created;
+    FakeComm *const created = *out = comm.release();
     if (blocking)
-        join(made);
+        join(created);
     else
-        made->joiner = std::thread(join, made);
+        created->joiner = std::thread(join, created);
     return blocking ? success : in_progress;
 }
 
@@ -431,15 +433,15 @@ void leave(FakeComm *comm) {
 // ------------------------------------------------------------------------------------------------------------- the ABI
 #define API extern "C" __attribute__((visibility("default")))
 
-API FakeNcclCounts fake_nccl_counts() { return {g_made, g_destroyed, g_aborted, g_ids, g_inside, g_sizes}; }
+API FakeNcclCounts fake_nccl_counts() { return {g_created, g_destroyed, g_aborted, g_ids, g_inside, g_count_queries}; }
 
 API void fake_nccl_fail_at(const char *id, int rank, long n) {
     const std::lock_guard lock(g_plan.mutex);
     g_plan.id = id;
     g_plan.rank = rank;
-    g_plan.at = n;
+    g_plan.failing_call = n;
     g_plan.calls = 0;
-    g_plan.told = false;
+    g_plan.failed = false;
 }
 API long fake_nccl_calls() {
     const std::lock_guard lock(g_plan.mutex);
@@ -457,36 +459,37 @@ API Result ncclGetUniqueId(UniqueId *id) {
     return success;
 }
 API Result ncclCommInitRank(FakeComm **comm, int ranks, UniqueId id, int rank) {
-    return make(comm, ranks, id, rank, true);
+    return create(comm, ranks, id, rank, true);
 }
 API Result ncclCommAbort(FakeComm *comm) {
-    const Result said = comm->fails() ? system_error : success; // the abort is done anyway
+    const Result result = comm->fails() ? system_error : success; // a failed call aborts the communicator, too
     if (comm->users != 0) ++g_inside;
     comm->aborted = true;
     if (set_to("DSOPT_FAKE_NCCL_ABORT", "hang")) sleep(20);
     ++g_aborted;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks); // pending work checks the flag
+    for (int polls = 0; comm->pending != 0 || comm->graphs != 0;)
+        pause_polling(polls); // pending work ends when it reads the flag
     leave(comm);
-    return said;
+    return result;
 }
 API Result ncclCommDestroy(FakeComm *comm) {
-    const Result said = comm->fails() ? system_error : success;
+    const Result result = comm->fails() ? system_error : success;
     ++g_destroyed;
     if (comm->joiner.joinable()) comm->joiner.join();
-    for (int looks = 0; comm->pending != 0 || comm->graphs != 0;) nap(looks);
+    for (int polls = 0; comm->pending != 0 || comm->graphs != 0;) pause_polling(polls);
     leave(comm);
-    return said;
+    return result;
 }
 API Result ncclCommGetAsyncError(FakeComm *comm, Result *error) {
     const Inside inside(comm);
-    t_used.is(comm);
-    if (!comm->looked_at.exchange(true) && injected_failure(comm->name, comm->rank)) return system_error;
+    t_last_used.set(comm);
+    if (!comm->error_queried.exchange(true) && injected_failure(comm->name, comm->rank)) return system_error;
     *error = (comm->stuck || comm->ending) && comm->state == success ? in_progress : Result(comm->state.load());
     return success;
 }
 API Result ncclCommCount(FakeComm *comm, int *ranks) {
-    ++g_sizes;
+    ++g_count_queries;
     if (comm->fails()) return system_error;
     *ranks = comm->ranks;
     return success;
@@ -513,7 +516,7 @@ API Result ncclAllGather(const void *from, void *to, size_t count, int type, Fak
     return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
 }
 API Result ncclGroupStart() {
-    if (!t_used.name.empty() && injected_failure(t_used.name, t_used.rank)) return system_error;
+    if (!t_last_used.name.empty() && injected_failure(t_last_used.name, t_last_used.rank)) return system_error;
     ++t_depth;
     return success;
 }
@@ -535,7 +538,7 @@ API Result ncclCommInitRankConfig(FakeComm **comm, int ranks, UniqueId id, int r
     } head;
     std::memcpy(&head, config, sizeof head);
     if (head.magic != 0xcafebeef || head.size < sizeof head) return fail(nullptr, bad_argument, "the config");
-    return make(comm, ranks, id, rank, head.blocking != 0);
+    return create(comm, ranks, id, rank, head.blocking != 0);
 }
 API Result ncclCommFinalize(FakeComm *comm) {
     const Inside inside(comm);
@@ -544,14 +547,15 @@ API Result ncclCommFinalize(FakeComm *comm) {
     comm->ending = true;
     ++comm->pending;
     std::thread([comm] { // waits until enqueued work is done and the other ranks have arrived
-        for (int looks = 0; comm->pending > 1 && !comm->aborted;) nap(looks);
-        for (int looks = 0; comm->graphs != 0;) nap(looks); // an abort waits for this loop and does not end it
+        for (int polls = 0; comm->pending > 1 && !comm->aborted;) pause_polling(polls);
+        for (int polls = 0; comm->graphs != 0;)
+            pause_polling(polls); // an abort waits for this loop and does not end it
         comm->shared->slots[comm->rank].leaves = true;
-        for (int looks = 0, other = 0; other < comm->ranks && !comm->aborted;)
+        for (int polls = 0, other = 0; other < comm->ranks && !comm->aborted;)
             if (comm->shared->slots[other].leaves || comm->shared->slots[other].pid == -1)
                 ++other;
             else
-                nap(looks);
+                pause_polling(polls);
         comm->ending = false;
         --comm->pending;
     })

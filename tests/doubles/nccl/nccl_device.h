@@ -10,10 +10,10 @@ namespace nccl_test {
 class Device {
 public:
     Device(const std::string &id, int rank, int ranks, int timeout_ms, uint32_t flags = 0) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        where.device = rank;
-        onebit_run::must(dsopt_context_create(&where, &context));
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        context_desc.device = rank;
+        onebit_run::must(dsopt_context_create(&context_desc, &context));
         const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms, flags);
         onebit_run::must(dsopt_comm_create(context, &desc, &comm));
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);

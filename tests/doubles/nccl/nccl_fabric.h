@@ -38,7 +38,7 @@ public:
         if (stream == nullptr) { EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess); }
         return test::cuda_memory(stream);
     }
-    /// Works for one fabric at a time.
+    /// Only one fabric at a time may use this.
     void fail_at(int64_t n) override { nccl_test::fail_at(id_, 0, n); }
     int64_t calls() const override { return function_of_double<long()>("fake_nccl_calls")(); }
 

@@ -50,8 +50,8 @@ template <class Body> Outcome outcome_of(Body &&body) {
         return {};
     } catch (const dsopt::Error &error) { return {error.status(), error.what()}; }
 }
-inline testing::AssertionResult fails(const Outcome &outcome, dsopt_status status, const char *part = "") {
-    if (outcome.status == status && outcome.text.find(part) != std::string::npos) return testing::AssertionSuccess();
+inline testing::AssertionResult fails(const Outcome &outcome, dsopt_status status, const char *text = "") {
+    if (outcome.status == status && outcome.text.find(text) != std::string::npos) return testing::AssertionSuccess();
     return testing::AssertionFailure() << outcome.status << " instead of " << status << ": " << outcome.text;
 }
 
@@ -74,7 +74,7 @@ inline dsopt_comm_desc desc_of(const std::string &id, int rank, int ranks, int t
     return desc;
 }
 
-/// Bytes on the device, written and read by the host.
+/// Bytes in device memory, with copies from and to the host.
 class DeviceBytes : public test::Block {
 public:
     explicit DeviceBytes(const Bytes &from) : Block(memory(), from.size()) {
@@ -87,8 +87,8 @@ public:
 
 private:
     static const test::Memory &memory() {
-        static const test::Memory one = test::cuda_memory(nullptr);
-        return one;
+        static const test::Memory device = test::cuda_memory(nullptr);
+        return device;
     }
 };
 
@@ -115,10 +115,10 @@ public:
             call(copy.data(), to.data());
             return to;
         }
-        const DeviceBytes copy(from), there(to);
-        call(copy.data(), there.data());
+        const DeviceBytes copy(from), result(to);
+        call(copy.data(), result.data());
         EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-        return there.get();
+        return result.get();
     }
     /// Returns the sum of one number over the ranks.
     double add(double value) const {
@@ -135,10 +135,10 @@ class World {
 public:
     explicit World(int ranks, int timeout_ms = 60000, uint32_t flags = 0) : ranks_(static_cast<size_t>(ranks)) {
         const std::string id = new_id();
-        std::barrier together(ranks); // creation is subject to the time-out too
+        std::barrier barrier(ranks); // the time-out includes the creation
         run_ranks(ranks, [&](int rank) {
             const auto context = cuda_context(rank);
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             ranks_[size_t(rank)] = std::make_unique<StreamComm>(context, desc_of(id, rank, ranks, timeout_ms, flags));
         });
     }
@@ -148,7 +148,7 @@ public:
     World(const World &) = delete;
     World &operator=(const World &) = delete;
     StreamComm &operator[](int rank) const { return *ranks_[size_t(rank)]; }
-    void drop(int rank) { ranks_[size_t(rank)].reset(); }
+    void destroy(int rank) { ranks_[size_t(rank)].reset(); }
 
 private:
     std::vector<std::unique_ptr<StreamComm>> ranks_;
@@ -176,7 +176,7 @@ template <class F> F *function_of_double(const char *name) {
 }
 inline FakeNcclCounts counts() { return function_of_double<FakeNcclCounts()>("fake_nccl_counts")(); }
 
-/// Runs every collective in both kinds of memory, with sizes around a word and a piece.
+/// Runs every collective in host and in device memory, with sizes around a word and around the provider's piece size.
 void run_all_collectives(const StreamComm &rank);
 
 } // namespace nccl_test

@@ -20,27 +20,27 @@ Bytes bytes_of(int rank, size_t count) {
 template <class T> void check_sums(const StreamComm &rank, Place place, size_t count, int32_t dtype) {
     const int ranks = rank.comm->ranks();
     for (const int32_t op : {DSOPT_OP_SUM, DSOPT_OP_MAX}) {
-        std::vector<T> own(count), wanted(count);
+        std::vector<T> values(count), wanted(count);
         for (size_t i = 0; i < count; ++i) {
             for (int other = 0; other < ranks; ++other) {
                 const T theirs = T(int(i % 57) * (other + 1) - 100);
-                if (other == rank.comm->rank()) own[i] = theirs;
+                if (other == rank.comm->rank()) values[i] = theirs;
                 wanted[i] = other == 0           ? theirs
                             : op == DSOPT_OP_SUM ? T(wanted[i] + theirs)
                                                  : std::max(wanted[i], theirs);
             }
         }
         Bytes data(count * sizeof(T)), result(count * sizeof(T));
-        if (count != 0) std::memcpy(data.data(), own.data(), data.size());
+        if (count != 0) std::memcpy(data.data(), values.data(), data.size());
         if (count != 0) std::memcpy(result.data(), wanted.data(), result.size());
         if (place == Place::host) {
             rank.comm->all_reduce(data.data(), int64_t(count), dtype, op, rank.stream, place);
             EXPECT_EQ(data, result);
         } else {
-            const DeviceBytes there(data);
-            rank.comm->all_reduce(there.data(), int64_t(count), dtype, op, rank.stream, place);
+            const DeviceBytes device_data(data);
+            rank.comm->all_reduce(device_data.data(), int64_t(count), dtype, op, rank.stream, place);
             EXPECT_EQ(cudaStreamSynchronize(rank.stream), cudaSuccess);
-            EXPECT_EQ(there.get(), result);
+            EXPECT_EQ(device_data.get(), result);
         }
     }
 }
@@ -80,7 +80,7 @@ void run_all_collectives(const StreamComm &rank) {
 
 namespace {
 
-TEST(Nccl, CollectivesInBothKindsOfMemory) {
+TEST(NcclComm, RunsCollectivesInHostAndDeviceMemory) {
     for (const int ranks : {1, 2, 3}) {
         const World world(ranks);
         run_ranks(ranks, [&](int rank) {
@@ -92,16 +92,16 @@ TEST(Nccl, CollectivesInBothKindsOfMemory) {
     }
 }
 
-TEST(Nccl, HealthyCommIsDestroyedAndNotAborted) {
+TEST(NcclComm, IsDestroyedWithoutAbort) {
     (void)new_id();
     const FakeNcclCounts before = counts();
     { const World world(2); }
-    EXPECT_EQ(counts().made - before.made, 2);
+    EXPECT_EQ(counts().created - before.created, 2);
     EXPECT_EQ(counts().destroyed - before.destroyed, 2);
     EXPECT_EQ(counts().aborted, before.aborted);
 }
 
-TEST(Nccl, CountsCallsAndBytes) {
+TEST(NcclComm, CountsCallsAndBytes) {
     const World world(3);
     run_ranks(3, [&](int rank) {
         Comm &comm = *world[rank].comm;
@@ -120,19 +120,20 @@ TEST(Nccl, CountsCallsAndBytes) {
     });
 }
 
-// A communicator that is in progress would return "in progress", and nothing would be sent.
-TEST(Nccl, AllToAllDoesNotAskForTheNumberOfRanks) {
+// For a communicator with a call in progress, ncclCommCount() would return "in progress" and the call would send
+// nothing.
+TEST(NcclComm, AllToAllDoesNotQueryNumberOfRanks) {
     const World world(2);
-    const int before = counts().sizes;
+    const int before = counts().count_queries;
     run_ranks(2, [&](int rank) {
         const DeviceBytes sent(Bytes{char(rank), char(rank)}), received(Bytes(2));
         world[rank].comm->all_to_all(sent.data(), received.data(), 1, world[rank].stream, Place::backend);
         EXPECT_EQ(received.get(), (Bytes{0, 1}));
     });
-    EXPECT_EQ(counts().sizes, before);
+    EXPECT_EQ(counts().count_queries, before);
 }
 
-TEST(Nccl, ACallOfAGroupThatIsInProgressIsNoFailure) {
+TEST(NcclComm, AcceptsInProgressInGroup) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:slow,0:3:slow,1:2:slow,2:5:slow");
     const World world(3);
     run_ranks(3, [&](int rank) {
@@ -145,7 +146,7 @@ TEST(Nccl, ACallOfAGroupThatIsInProgressIsNoFailure) {
     });
 }
 
-TEST(Nccl, CreatingTimesOutWhenARankDoesNotComeAndNothingIsLeft) {
+TEST(NcclComm, CreateTimesOutWithoutLeakIfRankIsMissing) {
     const auto context = cuda_context();
     const std::string id = new_id();
     const FakeNcclCounts before = counts();
@@ -154,10 +155,10 @@ TEST(Nccl, CreatingTimesOutWhenARankDoesNotComeAndNothingIsLeft) {
     EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT, "2 ranks"));
     EXPECT_GE(milliseconds_since(begin), 100);
     EXPECT_LT(milliseconds_since(begin), 20000);
-    EXPECT_EQ(counts().made - before.made, counts().aborted - before.aborted);
+    EXPECT_EQ(counts().created - before.created, counts().aborted - before.aborted);
 }
 
-TEST(Nccl, RefusalToMakeACommunicatorHasTheLibrarysText) {
+TEST(NcclComm, CreateReportsErrorTextOfLibrary) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:init");
     const auto context = cuda_context();
     const std::string id = new_id();
@@ -165,7 +166,7 @@ TEST(Nccl, RefusalToMakeACommunicatorHasTheLibrarysText) {
     EXPECT_TRUE(fails(outcome, DSOPT_ERR_COMM, "an injected error"));
 }
 
-TEST(Nccl, RankThatDoesNotCallTimesTheOthersOutAndTheCommIsLost) {
+TEST(NcclComm, TimesOutAndBecomesUnusableIfRankDoesNotCall) {
     const World world(3, 1500);
     const FakeNcclCounts before = counts();
     run_ranks(2, [&](int rank) {
@@ -175,13 +176,14 @@ TEST(Nccl, RankThatDoesNotCallTimesTheOthersOutAndTheCommIsLost) {
         EXPECT_LT(milliseconds_since(begin), 20000);
         EXPECT_EQ(world[rank].comm->info().status, DSOPT_ERR_TIMEOUT);
         EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "unusable"));
-        EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess) << "nothing hangs on the stream";
+        EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess) << "the stream still waits";
     });
     EXPECT_EQ(counts().aborted - before.aborted, 2);
-    EXPECT_TRUE(fails(outcome_of([&] { world[2].add(1); }), DSOPT_ERR_TIMEOUT)) << "the late one";
+    EXPECT_TRUE(fails(outcome_of([&] { world[2].add(1); }), DSOPT_ERR_TIMEOUT))
+        << "a later call of the rank that did not call";
 }
 
-TEST(Nccl, RankThatHangsInACollectiveTimesOutToo) {
+TEST(NcclComm, TimesOutIfRankHangsInCollective) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "1:1:hang");
     const World world(2, 1500);
     run_ranks(2, [&](int rank) {
@@ -190,13 +192,13 @@ TEST(Nccl, RankThatHangsInACollectiveTimesOutToo) {
     });
 }
 
-TEST(Nccl, CallThatStaysInProgressTimesOut) {
+TEST(NcclComm, TimesOutIfCallStaysInProgress) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:busy,1:0:busy");
     const World world(2, 1500);
     run_ranks(2, [&](int rank) { EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT)); });
 }
 
-TEST(Nccl, ErrorOfACallBecomesAStatusWithTheLibrarysText) {
+TEST(NcclComm, ReturnsStatusAndTextOfFailedCall) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "1:0:error");
     const World world(2, 1500);
     run_ranks(2, [&](int rank) {
@@ -208,7 +210,7 @@ TEST(Nccl, ErrorOfACallBecomesAStatusWithTheLibrarysText) {
     });
 }
 
-TEST(Nccl, ErrorThatComesLaterBecomesAStatusToo) {
+TEST(NcclComm, ReturnsStatusOfAsynchronousError) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:async,1:1:async");
     const World world(2);
     run_ranks(2, [&](int rank) {
@@ -217,7 +219,7 @@ TEST(Nccl, ErrorThatComesLaterBecomesAStatusToo) {
     });
 }
 
-TEST(Nccl, DifferentCallsAreNamedByTheDouble) {
+TEST(NcclComm, ReturnsStatusIfRanksMakeDifferentCalls) {
     const World world(2);
     run_ranks(2, [&](int rank) {
         double values[2] = {};
@@ -227,7 +229,7 @@ TEST(Nccl, DifferentCallsAreNamedByTheDouble) {
     });
 }
 
-TEST(Nccl, AbortFromAnotherThreadReleasesABlockedRankAndNobodyIsInsideMeanwhile) {
+TEST(NcclComm, AbortReleasesBlockedRankWithNoThreadInLibrary) {
     for (int round = 0; round < 5; ++round) {
         World world(2, -1);
         const FakeNcclCounts before = counts();
@@ -238,12 +240,12 @@ TEST(Nccl, AbortFromAnotherThreadReleasesABlockedRankAndNobodyIsInsideMeanwhile)
         EXPECT_EQ(world[0].comm->info().status, DSOPT_ERR_ABORTED);
         EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_ABORTED));
         world[1].comm->abort();
-        EXPECT_EQ(counts().aborted - before.aborted, 2) << "an idle one is ended by the abort itself";
+        EXPECT_EQ(counts().aborted - before.aborted, 2) << "dsopt_comm_abort() ends an idle comm itself";
         EXPECT_EQ(counts().inside_while_aborted, 0);
     }
 }
 
-TEST(Nccl, AbortAtAnyMomentLeavesNobodyBehind) {
+TEST(NcclComm, AbortAtAnyTimeReleasesAllRanks) {
     for (int round = 0; round < 20; ++round) {
         const World world(2, 20000);
         std::thread aborter([&] {
@@ -260,16 +262,16 @@ TEST(Nccl, AbortAtAnyMomentLeavesNobodyBehind) {
     EXPECT_EQ(counts().inside_while_aborted, 0);
 }
 
-TEST(Nccl, DestroyReturnsWhenThePeerNeverLetsGo) {
+TEST(NcclComm, DestroyReturnsIfPeerNeverDestroys) {
     World world(2);
     const FakeNcclCounts before = counts();
     const auto begin = Clock::now();
-    world.drop(0);
+    world.destroy(0);
     EXPECT_LT(milliseconds_since(begin), 10000);
     EXPECT_EQ(counts().aborted - before.aborted, 1);
 }
 
-TEST(Nccl, AbortThatHangsIsLeftBehind) {
+TEST(NcclComm, IsLeakedIfAbortHangs) {
     World world(2, 1500);
     EXPECT_TRUE(fails(outcome_of([&] {
                           const Environment slow("DSOPT_FAKE_NCCL_ABORT", "hang");
@@ -283,12 +285,12 @@ TEST(Nccl, AbortThatHangsIsLeftBehind) {
                       }),
                       DSOPT_ERR_TIMEOUT));
     const auto begin = Clock::now();
-    world.drop(0);
-    EXPECT_LT(milliseconds_since(begin), 10000) << "not tried again";
+    world.destroy(0);
+    EXPECT_LT(milliseconds_since(begin), 10000) << "the abort is tried again";
     world[1].comm->abort();
 }
 
-TEST(Nccl, CallsCannotBeCaptured) {
+TEST(NcclComm, RejectsCapture) {
     const World world(1);
     const World two(2);
     const StreamComm &rank = two[0];
@@ -297,11 +299,11 @@ TEST(Nccl, CallsCannotBeCaptured) {
     EXPECT_TRUE(fails(outcome_of([&] { rank.add(1); }), DSOPT_ERR_STATE, "captured"));
     EXPECT_EQ(cudaStreamEndCapture(rank.stream, &graph), cudaSuccess);
     (void)cudaGraphDestroy(graph);
-    EXPECT_EQ(rank.comm->info().status, DSOPT_OK) << "refused, not lost";
+    EXPECT_EQ(rank.comm->info().status, DSOPT_OK) << "the rejected call made the comm unusable";
 }
 
 // ------------------------------------------------------------------------------------------- the caller's communicator
-class Borrowed : public testing::Test {
+class NcclNativeComm : public testing::Test {
 protected:
     const dsopt::nccl::Api api{dsopt::Library::any(dsopt::nccl::kLibrary)};
     dsopt::nccl::Communicator theirs[2] = {};
@@ -329,24 +331,24 @@ protected:
     }
 };
 
-TEST_F(Borrowed, ServesEveryCollectiveAndIsGivenBackUnharmed) {
+TEST_F(NcclNativeComm, RunsCollectivesAndStaysUsable) {
     run_ranks(2, [&](int rank) {
         for (int round = 0; round < 2; ++round) {
-            const StreamComm mine(cuda_context(rank), desc(theirs[rank]));
-            EXPECT_EQ(mine.comm->rank(), rank);
-            EXPECT_EQ(mine.comm->ranks(), 2);
-            run_all_collectives(mine);
+            const StreamComm stream_comm(cuda_context(rank), desc(theirs[rank]));
+            EXPECT_EQ(stream_comm.comm->rank(), rank);
+            EXPECT_EQ(stream_comm.comm->ranks(), 2);
+            run_all_collectives(stream_comm);
         }
     });
 }
 
-TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
+TEST_F(NcclNativeComm, IsNotAbortedByTimeOutOrAbort) {
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
-        const auto mine = std::make_unique<StreamComm>(cuda_context(), desc(theirs[0], 200, flags));
-        EXPECT_TRUE(fails(outcome_of([&] { mine->add(1); }), DSOPT_ERR_TIMEOUT));
-        mine->comm->abort();
+        const auto stream_comm = std::make_unique<StreamComm>(cuda_context(), desc(theirs[0], 200, flags));
+        EXPECT_TRUE(fails(outcome_of([&] { stream_comm->add(1); }), DSOPT_ERR_TIMEOUT));
+        stream_comm->comm->abort();
         const auto begin = Clock::now();
-        mine->comm.reset(); // leaks what the collective may still write to
+        stream_comm->comm.reset(); // leaks the memory that the collective may still write to
         EXPECT_LT(milliseconds_since(begin), 10000);
         // The other rank calls now, so that the stream completes.
         const StreamComm other(cuda_context(1), desc(theirs[1], 60000, flags));
@@ -354,25 +356,25 @@ TEST_F(Borrowed, IsNotAbortedAfterATimeOutNorByAnAbort) {
     }
 }
 
-TEST_F(Borrowed, AbortFreesAHostThatWaitsThoughItsExchangeStaysOnTheStream) {
-    const StreamComm mine(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
+TEST_F(NcclNativeComm, AbortReleasesHostButNotStream) {
+    const StreamComm stream_comm(cuda_context(), desc(theirs[0], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     std::thread aborts([&] {
-        while (mine.comm->info().calls == 0) sleep_briefly(); // the exchange is enqueued
-        mine.comm->abort();
+        while (stream_comm.comm->info().calls == 0) sleep_briefly(); // the exchange is enqueued
+        stream_comm.comm->abort();
     });
-    EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), DSOPT_ERR_ABORTED));
+    EXPECT_TRUE(fails(outcome_of([&] { stream_comm.add(1); }), DSOPT_ERR_ABORTED));
     aborts.join();
     const StreamComm other(cuda_context(1), desc(theirs[1], 60000, DSOPT_COMM_FLAG_ENQUEUE));
     EXPECT_EQ(other.add(1), 2);
 }
 
-TEST_F(Borrowed, OfAnotherDeviceIsRefused) {
+TEST_F(NcclNativeComm, IsRejectedOnAnotherDevice) {
     const auto context = cuda_context(1);
     EXPECT_TRUE(
         fails(outcome_of([&] { (void)dsopt::make_comm(context, desc(theirs[0])); }), DSOPT_ERR_DEVICE, "device 0"));
 }
 
-TEST_F(Borrowed, WithAnIdAsWellIsRefused) {
+TEST_F(NcclNativeComm, IsRejectedTogetherWithId) {
     const std::string id = new_id();
     dsopt_comm_desc both = desc_of(id, 0, 2, 0);
     both.native = theirs[0];
@@ -381,7 +383,7 @@ TEST_F(Borrowed, WithAnIdAsWellIsRefused) {
 }
 
 // ------------------------------------------------------------------------------------------------ through the C header
-TEST(NcclHeader, IdHasItsSize) {
+TEST(NcclUniqueId, HasDocumentedSize) {
     size_t bytes = 0;
     ASSERT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_NCCL, nullptr, &bytes), DSOPT_OK);
     EXPECT_EQ(bytes, 128u);
@@ -395,13 +397,13 @@ TEST(NcclHeader, IdHasItsSize) {
     EXPECT_NE(std::memcmp(a, b, 128), 0);
 }
 
-TEST(NcclHeader, RefusesWhatDoesNotFit) {
+TEST(NcclCommCreate, RejectsInvalidDescriptions) {
     dsopt_context *cpu = nullptr, *gpu = nullptr;
     dsopt_comm *comm = nullptr;
     ASSERT_EQ(dsopt_context_create(nullptr, &cpu), DSOPT_OK);
-    DSOPT_NEW(dsopt_context_desc, where);
-    where.backend = DSOPT_BACKEND_CUDA;
-    ASSERT_EQ(dsopt_context_create(&where, &gpu), DSOPT_OK);
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = DSOPT_BACKEND_CUDA;
+    ASSERT_EQ(dsopt_context_create(&context_desc, &gpu), DSOPT_OK);
     const std::string id = new_id();
     dsopt_comm_desc desc = desc_of(id, 0, 1, 0);
     EXPECT_EQ(dsopt_comm_create(cpu, &desc, &comm), DSOPT_ERR_UNSUPPORTED);
@@ -418,22 +420,22 @@ TEST(NcclHeader, RefusesWhatDoesNotFit) {
     dsopt_context_destroy(gpu);
 }
 
-/// One rank's optimizer on the device: every gradient is `grad`, clipped to a norm of 1 over the ranks of the model.
+/// One rank's optimizer on the device. Every gradient is 3; the norm over the ranks of the model comm is clipped to 1.
 class ClippedOptimizer {
 public:
     ClippedOptimizer(const std::string &id, int rank, int ranks, int timeout_ms) :
         param_(values(0.5f)),
         grad_(values(3)) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        where.device = rank;
-        EXPECT_EQ(dsopt_context_create(&where, &context_), DSOPT_OK);
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        context_desc.device = rank;
+        EXPECT_EQ(dsopt_context_create(&context_desc, &context_), DSOPT_OK);
         const dsopt_comm_desc desc = desc_of(id, rank, ranks, timeout_ms);
         EXPECT_EQ(dsopt_comm_create(context_, &desc, &comm_), DSOPT_OK) << dsopt_last_error();
-        DSOPT_NEW(dsopt_optimizer_desc, how);
-        how.model = comm_;
-        how.max_norm = 1;
-        EXPECT_EQ(dsopt_optimizer_create(context_, &how, &opt_), DSOPT_OK);
+        DSOPT_NEW(dsopt_optimizer_desc, optimizer_desc);
+        optimizer_desc.model = comm_;
+        optimizer_desc.max_norm = 1;
+        EXPECT_EQ(dsopt_optimizer_create(context_, &optimizer_desc, &opt_), DSOPT_OK);
         dsopt_group group;
         EXPECT_EQ(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW), DSOPT_OK);
         dsopt_param param{};
@@ -481,7 +483,7 @@ private:
     cudaStream_t stream_ = nullptr;
 };
 
-TEST(NcclHeader, StepAgreesOnTheNormOverTheRanks) {
+TEST(NcclStep, ClipsByNormOverAllRanks) {
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
         const ClippedOptimizer optimizer(id, rank, 2, 60000);
@@ -490,7 +492,7 @@ TEST(NcclHeader, StepAgreesOnTheNormOverTheRanks) {
     });
 }
 
-TEST(NcclHeader, StepThatTimesOutChangesNothing) {
+TEST(NcclStep, TimeOutLeavesParametersUnchanged) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:hang,1:0:hang");
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
@@ -517,14 +519,14 @@ std::string from_hex(const char *text) {
     return bytes;
 }
 
-/// Adds up three times; the exit code is the status.
+/// Reduces three times; the exit code is the status.
 int run_process(char **argv) {
     const int rank = std::atoi(argv[0]), ranks = std::atoi(argv[1]);
     const std::string id = from_hex(argv[2]);
     const Outcome outcome = outcome_of([&] {
-        const StreamComm mine(cuda_context(), desc_of(id, rank, ranks, 5000));
+        const StreamComm stream_comm(cuda_context(), desc_of(id, rank, ranks, 5000));
         for (int i = 0; i < 3; ++i)
-            if (mine.add(rank) != ranks * (ranks - 1) / 2) throw dsopt::Error(DSOPT_ERR_INTERNAL, "a wrong sum");
+            if (stream_comm.add(rank) != ranks * (ranks - 1) / 2) throw dsopt::Error(DSOPT_ERR_INTERNAL, "a wrong sum");
     });
     return outcome.status;
 }
@@ -551,27 +553,27 @@ std::vector<int> run_processes(int ranks) {
     return codes;
 }
 
-TEST(NcclProcesses, AddUp) { EXPECT_EQ(run_processes(3), (std::vector<int>{0, 0, 0})); }
+TEST(NcclProcesses, SumOverRanks) { EXPECT_EQ(run_processes(3), (std::vector<int>{0, 0, 0})); }
 
-TEST(NcclProcesses, KilledRankTimesTheOthersOutWhereNothingIsSeenOfIt) {
+TEST(NcclProcesses, TimeOutIfKilledRankIsNotDetected) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "1:1:kill");
     EXPECT_EQ(run_processes(3), (std::vector<int>{DSOPT_ERR_TIMEOUT, -SIGKILL, DSOPT_ERR_TIMEOUT}));
 }
 
-TEST(NcclProcesses, KilledRankIsAnErrorToTheOthersWhereTheNetworkTells) {
+TEST(NcclProcesses, ReturnErrorIfNetworkDetectsKilledRank) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:2:kill");
     const Environment seen("DSOPT_FAKE_NCCL_DEAD", "error");
-    // A killed process keeps its id until its parent waits for it, so the last rank may only see the time-out.
+    // A killed process keeps its id until its parent waits for it, so the other rank may not detect it and time out.
     for (const int code : run_processes(2))
         EXPECT_TRUE(code == -SIGKILL || code == DSOPT_ERR_COMM || code == DSOPT_ERR_TIMEOUT) << code;
 }
 
 // ---------------------------------------------------------------------------------- other libraries; see meson.build
-TEST(OldNccl, WithoutSendAndReceiveAndConfigsServesEveryCollective) {
+TEST(OldNccl, RunsCollectivesWithoutSendReceiveAndConfig) {
     const World world(3);
     run_ranks(3, [&](int rank) { run_all_collectives(world[rank]); });
 }
-TEST(OldNccl, CreatingTimesOutAndTheThreadThatWaitsIsLeftBehind) {
+TEST(OldNccl, CreateTimesOutAndLeaksWaitingThread) {
     const auto context = cuda_context();
     const std::string id = new_id();
     const auto begin = Clock::now();
@@ -584,7 +586,7 @@ TEST(OldNccl, CallTimesOut) {
     EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_TIMEOUT));
 }
 
-TEST(NoNccl, IsMissingWithATextThatHelps) {
+TEST(NoNccl, ErrorNamesEnvironmentVariable) {
     const auto context = cuda_context();
     const std::string id(128, 'x');
     const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 2, 100)); });
@@ -596,11 +598,11 @@ TEST(NoNccl, IsMissingWithATextThatHelps) {
     borrowed.native = &borrowed;
     EXPECT_TRUE(fails(outcome_of([&] { (void)dsopt::make_comm(context, borrowed); }), DSOPT_ERR_MISSING, "native"));
 }
-TEST(NoNccl, RelativePathIsRefused) {
+TEST(NoNccl, RejectsRelativePath) {
     const Environment path("DSOPT_NCCL_LIBRARY", "libnccl.so.2");
     EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_ARGUMENT, "absolute"));
 }
-TEST(NoNccl, LibraryThatLacksFunctionsIsRefused) {
+TEST(NoNccl, RejectsLibraryWithoutFunctions) {
     const Environment path("DSOPT_NCCL_LIBRARY", std::getenv("DSOPT_TEST_OTHER_LIBRARY"));
     EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_MISSING, "ncclGetUniqueId"));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// DSOPT_COMM_FLAG_ENQUEUE: exchanges in stream order. Ranks get the same results as with a host that waits, and as with
-// threads on the CPU.
+// DSOPT_COMM_FLAG_ENQUEUE: exchanges in stream order. The results are the same as without the flag, and as with threads
+// on the CPU.
 #include "fakert.h"
 #include "nccl_device.h"
 #include <barrier>
@@ -23,10 +23,10 @@ public:
     MultiCommTrainer(dsopt_context *context, const Comms &comms, int rank, Memory memory, int32_t algorithm) :
         rank_(rank),
         memory_(std::move(memory)) {
-        DSOPT_NEW(dsopt_scaler_desc, how);
-        how.init = 64;
-        how.window = 2;
-        must(dsopt_scaler_create(context, &how, &scaler_));
+        DSOPT_NEW(dsopt_scaler_desc, scaler_desc);
+        scaler_desc.init = 64;
+        scaler_desc.window = 2;
+        must(dsopt_scaler_create(context, &scaler_desc, &scaler_));
         dsopt_comm *const experts[] = {comms[2]};
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.scaler = scaler_;
@@ -182,15 +182,15 @@ public:
     Comms comms;
 };
 
-/// A rank that throws leaves the barrier, so that other ranks do not wait for it.
-class Leaving {
+/// Leaves the barrier if the rank throws, so that other ranks do not wait for it.
+class LeaveOnThrow {
 public:
-    explicit Leaving(std::barrier<> &barrier) : barrier_(barrier), thrown_(std::uncaught_exceptions()) {}
-    ~Leaving() {
+    explicit LeaveOnThrow(std::barrier<> &barrier) : barrier_(barrier), thrown_(std::uncaught_exceptions()) {}
+    ~LeaveOnThrow() {
         if (std::uncaught_exceptions() > thrown_) barrier_.arrive_and_drop();
     }
-    Leaving(const Leaving &) = delete;
-    Leaving &operator=(const Leaving &) = delete;
+    LeaveOnThrow(const LeaveOnThrow &) = delete;
+    LeaveOnThrow &operator=(const LeaveOnThrow &) = delete;
 
 private:
     std::barrier<> &barrier_;
@@ -226,7 +226,7 @@ void expect_busy(cudaStream_t stream) {
 constexpr int32_t kAlgorithms[] = {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB};
 
 /// Returns the results of threads on the CPU.
-std::vector<std::vector<std::string>> on_the_host(int32_t algorithm) {
+std::vector<std::vector<std::string>> on_cpu_threads(int32_t algorithm) {
     std::vector<std::vector<std::string>> all(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
         // The same comm three times: its calls are in the same order on both ranks.
@@ -235,17 +235,17 @@ std::vector<std::vector<std::string>> on_the_host(int32_t algorithm) {
     return all;
 }
 
-TEST(NcclEnqueued, NormsOfModelAndExpertsSkipsAndScalesAreThoseOfTheHost) {
+TEST(NcclEnqueued, StepMatchesCpuWithModelAndExpertComms) {
     for (const int32_t algorithm : kAlgorithms) {
-        const auto wanted = on_the_host(algorithm);
-        ASSERT_NE(wanted[0][2].find("2.0"), std::string::npos) << "nothing of the report is in it";
+        const auto wanted = on_cpu_threads(algorithm);
+        ASSERT_NE(wanted[0][2].find("2.0"), std::string::npos) << "the bytes contain no number of the report";
         for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
             const std::vector<std::string> ids{new_id(), new_id(), new_id()};
             run_ranks(kRanks, [&](int rank) {
-                const ThreeComms place(ids, rank, flags);
-                const std::vector<std::string> all =
-                    MultiCommTrainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), algorithm)
-                        .run();
+                const ThreeComms rank_comms(ids, rank, flags);
+                const std::vector<std::string> all = MultiCommTrainer(rank_comms.context(), rank_comms.comms, rank,
+                                                                      test::cuda_memory(rank_comms.stream()), algorithm)
+                                                         .run();
                 for (size_t call = 0; call < all.size(); ++call)
                     EXPECT_TRUE(all[call] == wanted[size_t(rank)][call])
                         << "algorithm " << algorithm << ", flags " << flags << ", rank " << rank << ", call "
@@ -261,38 +261,40 @@ INSTANTIATE_TEST_SUITE_P(, NcclEnqueuedStep, testing::ValuesIn(kAlgorithms), [](
     return std::string(info.param == DSOPT_ALGORITHM_LAMB ? "Lamb" : "AdamW");
 });
 
-TEST_P(NcclEnqueuedStep, ReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
+TEST_P(NcclEnqueuedStep, ReturnsBeforePeerBegins) {
     const std::vector<std::string> ids{new_id(), new_id(), new_id()};
-    std::barrier together(kRanks);
+    std::barrier barrier(kRanks);
     run_ranks(kRanks, [&](int rank) {
-        const Leaving leaving(together);
-        const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-        MultiCommTrainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+        const LeaveOnThrow leave_on_throw(barrier);
+        const ThreeComms rank_comms(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
+        MultiCommTrainer trainer(rank_comms.context(), rank_comms.comms, rank, test::cuda_memory(rank_comms.stream()),
+                                 GetParam());
         trainer.fill(1);
         trainer.step();
         trainer.fill(2); // waits for the first step
-        together.arrive_and_wait();
+        barrier.arrive_and_wait();
         if (rank == 0) {
             fakert::mark();
             trainer.step();
             const fakert::Counters c = fakert::counters();
             EXPECT_EQ(c.host_waits + c.host_queries + c.copies_to_host + c.copies_to_device + c.device_allocations, 0);
-            expect_busy(place.stream());
+            expect_busy(rank_comms.stream());
         }
-        together.arrive_and_wait();
+        barrier.arrive_and_wait();
         if (rank == 1) trainer.step();
-        EXPECT_EQ(cudaStreamSynchronize(place.stream()), cudaSuccess);
+        EXPECT_EQ(cudaStreamSynchronize(rank_comms.stream()), cudaSuccess);
     });
 }
 
-TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
+TEST_P(NcclEnqueuedStep, GraphMatchesPlainSteps) {
     constexpr int replays = 3;
     std::vector<std::string> wanted(kRanks), got(kRanks);
     for (const bool captured : {false, true}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
-            const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-            MultiCommTrainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+            const ThreeComms rank_comms(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
+            MultiCommTrainer trainer(rank_comms.context(), rank_comms.comms, rank,
+                                     test::cuda_memory(rank_comms.stream()), GetParam());
             trainer.fill(1);
             trainer.step();
             trainer.fill(2);
@@ -301,7 +303,7 @@ TEST_P(NcclEnqueuedStep, InAGraphGivesTheBitsOfPlainSteps) {
                 wanted[size_t(rank)] = trainer.bytes();
                 return;
             }
-            const Graph graph(place.stream(), [&] { trainer.step(); });
+            const Graph graph(rank_comms.stream(), [&] { trainer.step(); });
             for (int i = 0; i < replays; ++i) graph.launch();
             got[size_t(rank)] = trainer.bytes();
         });
@@ -315,13 +317,14 @@ TEST_P(NcclEnqueuedStep, FirstApplyCanBeCaptured) {
     for (const bool captured : {false, true}) {
         const std::vector<std::string> ids{new_id(), new_id(), new_id()};
         run_ranks(kRanks, [&](int rank) {
-            const ThreeComms place(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
-            MultiCommTrainer trainer(place.context(), place.comms, rank, test::cuda_memory(place.stream()), GetParam());
+            const ThreeComms rank_comms(ids, rank, DSOPT_COMM_FLAG_ENQUEUE);
+            MultiCommTrainer trainer(rank_comms.context(), rank_comms.comms, rank,
+                                     test::cuda_memory(rank_comms.stream()), GetParam());
             trainer.fill(1);
             trainer.init_state();
             const std::string before = trainer.weights();
             if (captured) {
-                const Graph graph(place.stream(), [&] { trainer.apply(); });
+                const Graph graph(rank_comms.stream(), [&] { trainer.apply(); });
                 for (int i = 0; i < replays; ++i) graph.launch();
                 got[size_t(rank)] = trainer.weights();
             } else {
@@ -334,7 +337,7 @@ TEST_P(NcclEnqueuedStep, FirstApplyCanBeCaptured) {
     EXPECT_TRUE(got == wanted);
 }
 
-/// A graph of an all-reduce and its resources, as a program would keep them.
+/// A graph of an all-reduce, captured and owned by the program.
 struct GraphOfSum {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
@@ -354,9 +357,9 @@ struct GraphOfSum {
     }
 };
 
-// The library does not end a communicator while a graph refers to it (docs/graphs.md). If the comm is destroyed first,
-// the call returns in bounded time, and the thread that ends the communicator continues once the graph is destroyed.
-TEST(NcclEnqueued, DestroyBeforeTheGraphOfItsExchangesReturnsAndTheLibraryEndsWithTheGraph) {
+// NCCL does not destroy a communicator while a graph refers to it (docs/graphs.md). If the comm is destroyed first, the
+// call returns in bounded time, and a thread destroys the communicator after the graph.
+TEST(NcclEnqueued, DestroyReturnsBeforeGraphIsDestroyed) {
     for (const bool graph_first : {true, false}) {
         const std::string id = new_id();
         const bool has_finalize = std::getenv("DSOPT_NCCL_LIBRARY") == nullptr;
@@ -386,13 +389,13 @@ TEST(NcclEnqueued, DestroyBeforeTheGraphOfItsExchangesReturnsAndTheLibraryEndsWi
     }
 }
 
-// The driver may wait for the whole device at the first launch of a kernel. After an exchange that waits for another
-// rank that has not begun, that would be a deadlock.
-TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
-    std::barrier together(kRanks);
+// The driver may wait for the whole device at the first launch of a kernel. That would be a deadlock behind an exchange
+// that waits for a rank that has not begun.
+TEST(NcclEnqueued, LoadsKernelsBeforeFirstExchange) {
+    std::barrier barrier(kRanks);
     const std::string id = new_id();
     run_ranks(kRanks, [&](int rank) {
-        const Leaving leaving(together);
+        const LeaveOnThrow leave_on_throw(barrier);
         const Device device(id, rank, kRanks, 20000, DSOPT_COMM_FLAG_ENQUEUE);
         onebit_run::Setting setting;
         setting.freeze_step = 1;
@@ -400,9 +403,9 @@ TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
         must(trainer.step(1)); // ranks compare their lists
         for (int64_t call = 2; call <= 3; ++call) {
             EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
             if (rank == 0) must(trainer.step(call));
-            together.arrive_and_wait(); // rank 1 begins after rank 0 has enqueued everything
+            barrier.arrive_and_wait(); // rank 1 begins after rank 0 has enqueued its step
             if (rank == 1) must(trainer.step(call));
         }
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
@@ -410,7 +413,7 @@ TEST(NcclEnqueued, NoKernelIsLaunchedForTheFirstTimeBehindAnExchange) {
     EXPECT_EQ(fakert::late_loads(), std::vector<std::string>());
 }
 
-TEST(NcclEnqueued, OneBitStepsGiveTheBitsOfThreads) {
+TEST(NcclEnqueued, OneBitStepsMatchThreads) {
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.sizes = {300, 1, 33, 4100};
         setting.calls = 10;
@@ -437,7 +440,7 @@ onebit_run::Setting shards_of_onebit_lamb(dsopt_comm *model, const int32_t *skip
     return setting;
 }
 
-TEST(NcclEnqueued, OneBitLambOnShardsGivesTheBitsOfThreads) {
+TEST(NcclEnqueued, OneBitLambOnShardsMatchesThreads) {
     const int32_t one = 1;
     std::vector<std::vector<std::string>> wanted(kRanks);
     onebit_run::with_threads(kRanks, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
@@ -460,19 +463,19 @@ TEST(NcclEnqueued, OneBitLambOnShardsGivesTheBitsOfThreads) {
     }
 }
 
-TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
-    std::barrier together(kRanks);
+TEST(NcclEnqueued, OneBitStepReturnsBeforePeerBegins) {
+    std::barrier barrier(kRanks);
     const std::string id = new_id();
     run_ranks(kRanks, [&](int rank) {
-        const Leaving leaving(together);
+        const LeaveOnThrow leave_on_throw(barrier);
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         onebit_run::Setting setting;
         setting.freeze_step = 2;
         setting.max_norm = 20;
         setting.change = [&](int64_t call, dsopt_step &) {
             if (call != 5) return;
-            together.arrive_and_wait();                // gradients are written
-            if (rank == 1) together.arrive_and_wait(); // rank 0's call has returned
+            barrier.arrive_and_wait();                // gradients are written
+            if (rank == 1) barrier.arrive_and_wait(); // rank 0's call has returned
             if (rank == 0) fakert::mark();
         };
         onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting, test::cuda_memory(device.stream));
@@ -482,22 +485,22 @@ TEST(NcclEnqueued, OneBitStepReturnsBeforeThePeerHasBegunItAndWaitsForNothing) {
             const fakert::Counters c = fakert::counters();
             EXPECT_EQ(c.host_waits + c.host_queries + c.copies_to_host + c.copies_to_device + c.device_allocations, 0);
             expect_busy(device.stream);
-            together.arrive_and_wait();
+            barrier.arrive_and_wait();
         }
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
     });
 }
 
-TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
+TEST(NcclEnqueued, AbortReleasesStreamThatWaitsForPeer) {
     const std::string id = new_id();
-    std::barrier over(kRanks);
+    std::barrier finished(kRanks);
     run_ranks(kRanks, [&](int rank) {
-        const Leaving leaving(over);
+        const LeaveOnThrow leave_on_throw(finished);
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         onebit_run::RankTrainer trainer(device.context, device.comm, rank, {}, test::cuda_memory(device.stream));
         must(trainer.step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
-        if (rank == 1) return over.arrive_and_wait(); // never makes the second step
+        if (rank == 1) return finished.arrive_and_wait(); // never makes the second step
         must(trainer.step(2));
         expect_busy(device.stream);
         std::thread other([&] {
@@ -507,32 +510,32 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheStreamThatWaitsForAPeer) {
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
         other.join();
         EXPECT_EQ(trainer.step(3), DSOPT_ERR_ABORTED);
-        over.arrive_and_wait();
+        finished.arrive_and_wait();
     });
 }
 
-TEST(NcclEnqueued, DestroyReturnsWhileThePeerHoldsUpTheStream) {
+TEST(NcclEnqueued, DestroyReturnsWhilePeerBlocksStream) {
     const std::string id = new_id();
-    std::barrier over(kRanks);
+    std::barrier finished(kRanks);
     run_ranks(kRanks, [&](int rank) {
-        const Leaving leaving(over);
+        const LeaveOnThrow leave_on_throw(finished);
         Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         auto trainer = std::make_unique<onebit_run::RankTrainer>(
             device.context, device.comm, rank, onebit_run::Setting{}, test::cuda_memory(device.stream));
         must(trainer->step(1));
         EXPECT_EQ(cudaStreamSynchronize(device.stream), cudaSuccess);
-        if (rank == 1) return over.arrive_and_wait();
+        if (rank == 1) return finished.arrive_and_wait();
         must(trainer->step(2));
         const auto begin = Clock::now();
         dsopt_comm_destroy(device.comm);
         device.comm = nullptr;
         trainer.reset(); // the last owner
         EXPECT_LT(milliseconds_since(begin), 20000);
-        over.arrive_and_wait();
+        finished.arrive_and_wait();
     });
 }
 
-TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
+TEST(NcclEnqueued, AbortReleasesBlockingHostCall) {
     const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     std::thread other([&] {
         sleep_briefly();
@@ -543,19 +546,19 @@ TEST(NcclEnqueued, AbortFromAnotherThreadFreesTheHostThatNeedsTheResultItself) {
     world[1].comm->abort();
 }
 
-TEST(NcclEnqueued, HostThatNeedsTheResultItselfHearsOfAFailure) {
+TEST(NcclEnqueued, BlockingHostCallReturnsStatusOfFailure) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:0:async,1:0:async");
     const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     run_ranks(kRanks, [&](int rank) { EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_COMM)); });
 }
 
-TEST(NcclEnqueued, HostThatNeedsTheResultItselfTimesOut) {
+TEST(NcclEnqueued, BlockingHostCallTimesOut) {
     const World world(kRanks, 1500, DSOPT_COMM_FLAG_ENQUEUE);
     EXPECT_TRUE(fails(outcome_of([&] { world[0].add(1); }), DSOPT_ERR_TIMEOUT, "1500 ms"));
     world[1].comm->abort();
 }
 
-TEST(NcclEnqueued, FailureOnTheStreamComesWithALaterCall) {
+TEST(NcclEnqueued, LaterCallReturnsStatusOfStreamFailure) {
     const Environment fault("DSOPT_FAKE_NCCL_FAULT", "0:1:async,1:1:async");
     const World world(kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
     run_ranks(kRanks, [&](int rank) {
@@ -566,7 +569,7 @@ TEST(NcclEnqueued, FailureOnTheStreamComesWithALaterCall) {
         };
         add();
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);
-        // The failure happens on the stream: the call itself may have returned by then.
+        // The failure happens on the stream, perhaps after the call has returned.
         const Outcome second = outcome_of(add);
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess);
         EXPECT_TRUE(second.status == DSOPT_OK || second.status == DSOPT_ERR_COMM) << second.text;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every call of NCCL fails in turn.
+// Every call of NCCL fails once, in separate runs.
 #include "comm/nccl/api.h"
 #include "nccl_fabric.h"
 #include "support/failing_calls.h"
@@ -13,13 +13,13 @@ INSTANTIATE_TEST_SUITE_P(, NcclFaults,
                                          DSOPT_ALGORITHM_ZERO_ONE_ADAM),
                          [](const auto &info) { return test::name_of(info.param); });
 
-TEST_P(NcclFaults, OfEveryCallInTurnGiveAStatusAndTheSameCallSucceedsWithANewComm) {
+TEST_P(NcclFaults, ReturnStatusAndNewCommSucceeds) {
     const Environment seen("DSOPT_FAKE_NCCL_DEAD", "error");
     NcclFabric fabric;
     test::fail_each_call(fabric, GetParam(), GetParam() < DSOPT_ALGORITHM_ZERO_ONE_ADAM);
 }
 
-TEST(NcclFault, OfTheCallersCommunicatorAreRefusedAndItServesTheNextCall) {
+TEST(NcclFaultsOfNativeComm, FailCreateAndNextCreateSucceeds) {
     const dsopt::nccl::Api api{dsopt::Library::any(dsopt::nccl::kLibrary)};
     dsopt::nccl::UniqueId id;
     ASSERT_EQ(api.get_unique_id(&id), dsopt::nccl::success);
@@ -48,7 +48,7 @@ TEST(NcclFault, OfTheCallersCommunicatorAreRefusedAndItServesTheNextCall) {
     EXPECT_EQ(api.destroy(native), dsopt::nccl::success);
 }
 
-TEST(NcclFault, OfMakingAnIdGiveAStatusOnce) {
+TEST(NcclFaultsOfUniqueId, ReturnStatusOnce) {
     (void)new_id(); // loads the library
     char bytes[128];
     size_t size = sizeof bytes;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_comm_all_reduce of lists in device memory: staged through a comm of threads, by the library, in stream order,
-// and in a graph. The bits are the same as on the CPU.
+// dsopt_comm_all_reduce of lists in device memory: staged through a LOCAL comm, by NCCL, in stream order, and in a
+// graph. The bits are the same as on the CPU.
 #include "fakert.h"
 #include "nccl_device.h"
 #include <array>
@@ -14,7 +14,7 @@ struct Entry {
     int64_t numel;
     int32_t dtype;
 };
-// Small tensors of each dtype, one that gets a collective of its own, and one without data.
+// Small tensors of each dtype, one that is large enough for a separate collective, and an empty one.
 const std::vector<Entry> kEntries{{7, DSOPT_DTYPE_F32},       {700, DSOPT_DTYPE_F16}, {0, DSOPT_DTYPE_F32},
                                   {1 << 18, DSOPT_DTYPE_F32}, {33, DSOPT_DTYPE_BF16}, {5, DSOPT_DTYPE_F32}};
 size_t bytes_of_entry(const Entry &entry) { return size_t(entry.numel) * (entry.dtype == DSOPT_DTYPE_F32 ? 4 : 2); }
@@ -58,20 +58,20 @@ std::array<char, 16> local_id() {
 
 using Lists = std::vector<Bytes>;
 /// Returns the result of rank 0 on the CPU; the other ranks get the same.
-Lists on_the_host(int32_t op, int round) {
+Lists on_cpu_threads(int32_t op, int round) {
     std::vector<Lists> all(kRanks);
     const std::array<char, 16> id = local_id();
     run_ranks(kRanks, [&](int rank) {
         dsopt_context *context = nullptr;
         onebit_run::must(dsopt_context_create(nullptr, &context));
         dsopt_comm *const comm = local_comm(context, id, rank);
-        Lists own;
+        Lists contents;
         std::vector<dsopt_tensor> list;
-        for (size_t t = 0; t < kEntries.size(); ++t) own.push_back(content(rank, t, round));
+        for (size_t t = 0; t < kEntries.size(); ++t) contents.push_back(content(rank, t, round));
         for (size_t t = 0; t < kEntries.size(); ++t)
-            list.push_back({own[t].data(), kEntries[t].numel, kEntries[t].dtype, 0});
+            list.push_back({contents[t].data(), kEntries[t].numel, kEntries[t].dtype, 0});
         onebit_run::must(dsopt_comm_all_reduce(comm, list.data(), int64_t(list.size()), op, nullptr));
-        all[size_t(rank)] = own;
+        all[size_t(rank)] = contents;
         dsopt_comm_destroy(comm);
         dsopt_context_destroy(context);
     });
@@ -126,9 +126,9 @@ private:
 
 constexpr int32_t kOps[] = {DSOPT_OP_SUM, DSOPT_OP_MEAN, DSOPT_OP_MAX};
 
-TEST(NcclLists, GiveTheBitsOfTheCpuAlsoInStreamOrder) {
+TEST(NcclAllReduce, MatchesCpuWithAndWithoutEnqueueFlag) {
     std::vector<Lists> wanted;
-    for (int round = 0; round < 3; ++round) wanted.push_back(on_the_host(kOps[round], round));
+    for (int round = 0; round < 3; ++round) wanted.push_back(on_cpu_threads(kOps[round], round));
     for (const uint32_t flags : {uint32_t(0), uint32_t(DSOPT_COMM_FLAG_ENQUEUE)}) {
         const std::string id = new_id();
         run_ranks(kRanks, [&](int rank) {
@@ -146,15 +146,15 @@ TEST(NcclLists, GiveTheBitsOfTheCpuAlsoInStreamOrder) {
     }
 }
 
-TEST(NcclLists, ALocalCommServesDeviceMemory) {
-    const Lists wanted = on_the_host(DSOPT_OP_MEAN, 1);
+TEST(NcclAllReduce, LocalCommReducesDeviceMemory) {
+    const Lists wanted = on_cpu_threads(DSOPT_OP_MEAN, 1);
     const std::array<char, 16> id = local_id();
     run_ranks(kRanks, [&](int rank) {
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        where.device = rank;
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        context_desc.device = rank;
         dsopt_context *context = nullptr;
-        onebit_run::must(dsopt_context_create(&where, &context));
+        onebit_run::must(dsopt_context_create(&context_desc, &context));
         dsopt_comm *const comm = local_comm(context, id, rank);
         cudaStream_t stream = nullptr;
         EXPECT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
@@ -176,9 +176,9 @@ TEST(NcclLists, ALocalCommServesDeviceMemory) {
     });
 }
 
-TEST(NcclLists, AreRefusedInACaptureBeforeTheFirstCallMadeTheBucket) {
+TEST(NcclAllReduce, RejectsCaptureBeforeBucketIsAllocated) {
     const std::string id = new_id();
-    const Lists wanted = on_the_host(DSOPT_OP_SUM, 0);
+    const Lists wanted = on_cpu_threads(DSOPT_OP_SUM, 0);
     run_ranks(kRanks, [&](int rank) {
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         DeviceList lists(rank);
@@ -195,11 +195,11 @@ TEST(NcclLists, AreRefusedInACaptureBeforeTheFirstCallMadeTheBucket) {
 
 // The bucket is allocated in stream order, in a graph too. The emulated device has no allocation nodes, so this list
 // has only large tensors.
-TEST(NcclLists, InAGraphGiveTheBitsOfPlainCalls) {
+TEST(NcclAllReduce, GraphMatchesPlainCalls) {
     constexpr size_t large = 3;
     const std::string id = new_id();
     std::vector<Lists> wanted;
-    for (int round = 0; round < 3; ++round) wanted.push_back(on_the_host(DSOPT_OP_SUM, round));
+    for (int round = 0; round < 3; ++round) wanted.push_back(on_cpu_threads(DSOPT_OP_SUM, round));
     run_ranks(kRanks, [&](int rank) {
         const Device device(id, rank, kRanks, 60000, DSOPT_COMM_FLAG_ENQUEUE);
         DeviceList lists(rank);

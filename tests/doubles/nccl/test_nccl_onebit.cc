@@ -6,7 +6,7 @@
 namespace nccl_test {
 namespace {
 
-TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
+TEST(NcclOneBit, MatchesThreadsInEveryCallAndMode) {
     constexpr int ranks = 3; // one per device
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.sizes = {300, 1, 33, 4100};
@@ -29,10 +29,10 @@ TEST(NcclOneBit, GivesTheBitsOfThreadsInEveryCallAndBothModes) {
     }
 }
 
-TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
+TEST(NcclOneBit, LoadsCheckpointsOfOtherRankCountsLikeCpu) {
     for (onebit_run::Setting setting : onebit_run::settings()) {
         setting.sizes = {300, 1, 33, 4100};
-        setting.calls = 6; // not between two synchronizations
+        setting.calls = 6; // the checkpoint is not taken between two synchronizations
         // After synchronizations of the original, ranks differ by rounding.
         if (setting.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && setting.compat != DSOPT_COMPAT_NONE) continue;
         for (const int from : {1, 2}) {
@@ -42,9 +42,9 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
                 (void)trainer.run();
                 files[size_t(rank)] = trainer.save();
             });
-            const auto go_on = [&](onebit_run::RankTrainer &trainer, std::vector<std::string> own) {
+            const auto continue_from = [&](onebit_run::RankTrainer &trainer, std::vector<std::string> files_) {
                 std::vector<std::string> all;
-                trainer.load(own);
+                trainer.load(files_);
                 all.push_back(trainer.bytes());
                 for (int64_t call = setting.calls + 1; call <= setting.calls + 4; ++call) {
                     onebit_run::must(trainer.step(call));
@@ -55,24 +55,24 @@ TEST(NcclOneBit, CheckpointsOfAnotherNumberOfRanksGoOnAsOnTheCpu) {
             std::vector<std::vector<std::string>> wanted(3);
             onebit_run::with_threads(3, [&](dsopt_context *context, dsopt_comm *comm, int rank) {
                 onebit_run::RankTrainer trainer(context, comm, rank, setting);
-                wanted[size_t(rank)] = go_on(trainer, files);
+                wanted[size_t(rank)] = continue_from(trainer, files);
             });
             const std::string id = new_id();
             run_ranks(3, [&](int rank) {
                 const Device device(id, rank, 3, 60000);
                 onebit_run::RankTrainer trainer(device.context, device.comm, rank, setting,
                                                 test::cuda_memory(device.stream));
-                EXPECT_TRUE(go_on(trainer, files) == wanted[size_t(rank)])
+                EXPECT_TRUE(continue_from(trainer, files) == wanted[size_t(rank)])
                     << onebit_run::name_of(setting) << " from " << from << " ranks, rank " << rank;
             });
         }
     }
 }
 
-/// Long, compared with a step on emulated devices.
+/// Milliseconds; much longer than a step on emulated devices.
 constexpr int kTimeout = test::kSanitized ? 3000 : 1000;
 
-TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
+TEST(NcclOneBit, TimesOutIfRankHangsInEitherCollective) {
     // Calls of a rank: one in the first step, then norms, all-to-all and all-gather.
     for (const char *where : {"1:2:hang", "1:3:hang"})
         for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
@@ -97,7 +97,7 @@ TEST(NcclOneBit, RankThatHangsInEitherCollectiveOfAStepGivesTheOthersATimeOut) {
         }
 }
 
-TEST(NcclOneBit, ModelRankThatHangsWhileTrustRatiosAreAgreedGivesTheOthersATimeOut) {
+TEST(NcclOneBit, TimesOutIfModelRankHangsInTrustRatios) {
     // Calls of a rank: norms and sums in the first step; norms, sums and the largest factors in the second.
     for (const char *where : {"1:1:hang", "1:3:hang", "1:4:hang"}) {
         const Environment fault("DSOPT_FAKE_NCCL_FAULT", where);

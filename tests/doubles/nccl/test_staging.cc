@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Features that the engine adds to a comm: data in memory that the comm does not work in, and functions that a table
-// does not have.
+// Features that the engine adds to a comm: staging of data that is not in the comm's memory, and functions that a table
+// lacks.
 #include "nccl_ranks.h"
 
 namespace nccl_test {
 namespace {
 
 /// A comm used through a table of the caller.
-struct Behind {
+struct WrappedComm {
     std::unique_ptr<Comm> comm;
     Place place;
     int calls = 0;
@@ -16,8 +16,9 @@ struct Behind {
         ++calls;
         return outcome_of(call).status;
     }
-    static Behind &of(void *self) { return *static_cast<Behind *>(self); }
-    dsopt_comm_table table(unsigned with) {
+    static WrappedComm &of(void *self) { return *static_cast<WrappedComm *>(self); }
+    /// Returns a table with an all-to-all if bit 0 of `functions` is set, and an all-gather if bit 1 is.
+    dsopt_comm_table table(unsigned functions) {
         dsopt_comm_table table{};
         table.size = sizeof table;
         table.self = this;
@@ -29,11 +30,11 @@ struct Behind {
             EXPECT_EQ(send, recv);
             return of(self).code([&] { of(self).comm->all_reduce(recv, count, dtype, op, stream, of(self).place); });
         };
-        if (with & 1)
+        if (functions & 1)
             table.all_to_all = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) {
                 return of(self).code([&] { of(self).comm->all_to_all(send, recv, bytes, stream, of(self).place); });
             };
-        if (with & 2)
+        if (functions & 2)
             table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) {
                 return of(self).code([&] { of(self).comm->all_gather(send, recv, bytes, stream, of(self).place); });
             };
@@ -52,40 +53,40 @@ std::string local_id() {
     return id;
 }
 
-TEST(Staging, LocalCommServesDeviceMemory) {
+TEST(Staging, LocalCommRunsCollectivesInDeviceMemory) {
     const std::string id = local_id();
     run_ranks(3, [&](int rank) { run_all_collectives(StreamComm(cuda_context(rank), local_desc(id, rank, 3))); });
 }
 
-TEST(Staging, OneRankCopies) {
+TEST(Staging, SelfCommCopies) {
     dsopt_comm_desc desc{};
     desc.size = sizeof desc;
     run_ranks(1, [&](int) { run_all_collectives(StreamComm(cuda_context(), desc)); });
 }
 
-TEST(MissingFunctions, AreMadeFromTheOthersInBothKindsOfMemory) {
+TEST(TableComm, EmulatesMissingFunctions) {
     for (const Place place : {Place::host, Place::backend})
-        for (unsigned with = 0; with < 4; ++with) {
+        for (unsigned functions = 0; functions < 4; ++functions) {
             const std::string id = place == Place::host ? local_id() : new_id();
             run_ranks(3, [&](int rank) {
                 const auto context = cuda_context(rank);
                 const dsopt_comm_desc inner =
                     place == Place::host ? local_desc(id, rank, 3) : desc_of(id, rank, 3, 60000);
-                Behind behind{dsopt::make_comm(context, inner), place};
-                const dsopt_comm_table table = behind.table(with);
+                WrappedComm wrapped{dsopt::make_comm(context, inner), place};
+                const dsopt_comm_table table = wrapped.table(functions);
                 dsopt_comm_desc desc{};
                 desc.size = sizeof desc;
                 desc.kind = DSOPT_COMM_KIND_TABLE;
                 desc.table = &table;
-                const StreamComm mine(context, desc);
-                run_all_collectives(mine);
-                EXPECT_EQ(mine.comm->info().calls, behind.calls) << "what is counted is what the table was asked for";
-                EXPECT_GT(behind.calls, 0);
+                const StreamComm stream_comm(context, desc);
+                run_all_collectives(stream_comm);
+                EXPECT_EQ(stream_comm.comm->info().calls, wrapped.calls) << "info().calls counts calls of the table";
+                EXPECT_GT(wrapped.calls, 0);
             });
         }
 }
 
-TEST(MissingFunctions, FailureInsideOneIsAFailureOfTheCall) {
+TEST(TableComm, ReturnsStatusOfFailedEmulation) {
     dsopt_comm_table table{};
     table.size = sizeof table;
     table.ranks = 2;
@@ -94,39 +95,40 @@ TEST(MissingFunctions, FailureInsideOneIsAFailureOfTheCall) {
     desc.size = sizeof desc;
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
-    const StreamComm mine(cuda_context(), desc);
+    const StreamComm stream_comm(cuda_context(), desc);
     char from[6] = {}, to[12];
-    EXPECT_TRUE(fails(outcome_of([&] { mine.comm->all_gather(from, to, 6, mine.stream); }), DSOPT_ERR_COMM, "(77)"));
-    EXPECT_TRUE(
-        fails(outcome_of([&] { mine.comm->all_gather(from, to, 6, mine.stream); }), DSOPT_ERR_COMM, "unusable"));
+    EXPECT_TRUE(fails(outcome_of([&] { stream_comm.comm->all_gather(from, to, 6, stream_comm.stream); }),
+                      DSOPT_ERR_COMM, "(77)"));
+    EXPECT_TRUE(fails(outcome_of([&] { stream_comm.comm->all_gather(from, to, 6, stream_comm.stream); }),
+                      DSOPT_ERR_COMM, "unusable"));
 }
 
 /// A table of two ranks whose functions record their arguments.
-struct Seen {
+struct RecordingTable {
     int calls = 0;
     cudaStream_t stream = nullptr;
     std::vector<const void *> of_caller;
 
-    dsopt_comm_table table(bool whole) {
+    dsopt_comm_table table(bool all_functions) {
         dsopt_comm_table table{};
         table.size = sizeof table;
         table.self = this;
         table.ranks = 2;
         table.memory = DSOPT_MEMORY_BACKEND;
         table.all_reduce = [](void *self, const void *send, void *recv, int64_t, int32_t, int32_t, void *stream) {
-            return static_cast<Seen *>(self)->see(send, recv, stream);
+            return static_cast<RecordingTable *>(self)->record(send, recv, stream);
         };
-        if (!whole) return table;
+        if (!all_functions) return table;
         const auto rows = [](void *self, const void *send, void *recv, int64_t, void *stream) {
-            return static_cast<Seen *>(self)->see(send, recv, stream);
+            return static_cast<RecordingTable *>(self)->record(send, recv, stream);
         };
         table.all_to_all = rows;
         table.all_gather = rows;
         return table;
     }
-    int see(const void *send, const void *recv, void *given) {
+    int record(const void *send, const void *recv, void *passed_stream) {
         ++calls;
-        EXPECT_EQ(given, stream);
+        EXPECT_EQ(passed_stream, stream);
         EXPECT_EQ(cudaStreamQuery(stream), cudaSuccess) << "the stream is not done";
         int device = -1;
         EXPECT_EQ(cudaGetDevice(&device), cudaSuccess);
@@ -136,35 +138,36 @@ struct Seen {
     }
 };
 
-TEST(Synchronize, FunctionsGetMemoryOfTheCommWhenTheStreamIsDone) {
-    for (const bool whole : {true, false}) {
-        Seen seen;
-        const dsopt_comm_table table = seen.table(whole);
+TEST(SynchronizeFlag, PassesCommMemoryAfterStreamIsDone) {
+    for (const bool all_functions : {true, false}) {
+        RecordingTable recorded;
+        const dsopt_comm_table table = recorded.table(all_functions);
         dsopt_comm_desc desc{};
         desc.size = sizeof desc;
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.flags = DSOPT_COMM_FLAG_SYNCHRONIZE;
         desc.table = &table;
-        const StreamComm mine(cuda_context(1), desc);
-        seen.stream = mine.stream;
+        const StreamComm stream_comm(cuda_context(1), desc);
+        recorded.stream = stream_comm.stream;
         const DeviceBytes from(Bytes(1 << 20, 1)), to(Bytes(1 << 20, 2));
-        seen.of_caller = {from.data(), to.data()};
+        recorded.of_caller = {from.data(), to.data()};
         ASSERT_EQ(cudaSetDevice(0), cudaSuccess);
-        const auto busy = [&] { // a call that does not wait comes too early
-            EXPECT_EQ(cudaMemsetAsync(to.data(), 3, 1 << 20, mine.stream), cudaSuccess);
+        const auto busy = [&] { // a function that is called without a wait finds the stream busy
+            EXPECT_EQ(cudaMemsetAsync(to.data(), 3, 1 << 20, stream_comm.stream), cudaSuccess);
         };
         busy();
-        mine.comm->all_reduce(from.data(), 1 << 18, DSOPT_DTYPE_F32, DSOPT_OP_SUM, mine.stream, Place::backend);
+        stream_comm.comm->all_reduce(from.data(), 1 << 18, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream_comm.stream,
+                                     Place::backend);
         busy();
-        mine.comm->all_gather(from.data(), to.data(), 1 << 19, mine.stream, Place::backend);
+        stream_comm.comm->all_gather(from.data(), to.data(), 1 << 19, stream_comm.stream, Place::backend);
         busy();
-        mine.comm->all_to_all(from.data(), to.data(), 1 << 19, mine.stream, Place::backend);
-        EXPECT_EQ(seen.calls, whole ? 3 : 4) << "an all-to-all is an all-gather for each rank";
-        EXPECT_EQ(cudaStreamSynchronize(mine.stream), cudaSuccess);
+        stream_comm.comm->all_to_all(from.data(), to.data(), 1 << 19, stream_comm.stream, Place::backend);
+        EXPECT_EQ(recorded.calls, all_functions ? 3 : 4) << "an all-to-all is an all-gather for each rank";
+        EXPECT_EQ(cudaStreamSynchronize(stream_comm.stream), cudaSuccess);
     }
 }
 
-TEST(Synchronize, IsRefusedWhereItHasNoEffect) {
+TEST(SynchronizeFlag, IsRejectedIfItHasNoEffect) {
     const auto outcome = [](int32_t kind, int32_t memory, int32_t flags, int32_t backend) {
         dsopt_comm_table table{};
         table.size = sizeof table;
@@ -192,7 +195,7 @@ TEST(Synchronize, IsRefusedWhereItHasNoEffect) {
     EXPECT_EQ(outcome(DSOPT_COMM_KIND_TABLE, DSOPT_MEMORY_BACKEND, 4, cuda), DSOPT_ERR_ARGUMENT);
 }
 
-TEST(TableCodes, NegativeStatusIsTakenAsItIs) {
+TEST(TableComm, ReturnsNegatedStatusUnchanged) {
     const struct {
         int code;
         dsopt_status status;
@@ -210,9 +213,9 @@ TEST(TableCodes, NegativeStatusIsTakenAsItIs) {
         desc.size = sizeof desc;
         desc.kind = DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
-        const StreamComm mine(cuda_context(), desc);
-        EXPECT_TRUE(fails(outcome_of([&] { mine.add(1); }), test.status)) << test.code;
-        EXPECT_EQ(mine.comm->info().status, test.status) << test.code;
+        const StreamComm stream_comm(cuda_context(), desc);
+        EXPECT_TRUE(fails(outcome_of([&] { stream_comm.add(1); }), test.status)) << test.code;
+        EXPECT_EQ(stream_comm.comm->info().status, test.status) << test.code;
     }
 }
 
