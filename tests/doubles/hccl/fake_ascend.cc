@@ -21,8 +21,8 @@ struct Blocks {
     std::map<uintptr_t, size_t> all;
 };
 Blocks &blocks() {
-    static auto *const one = new Blocks;
-    return *one;
+    static auto *const all = new Blocks;
+    return *all;
 }
 
 struct Stream {
@@ -60,11 +60,11 @@ bool fake_ascend_owns(const void *memory, size_t bytes) {
     if (t_context == nullptr) return false;
     if (bytes == 0) return true;
     const std::lock_guard lock(blocks().mutex);
-    const auto at = reinterpret_cast<uintptr_t>(memory);
-    auto next = blocks().all.upper_bound(at);
+    const auto begin = reinterpret_cast<uintptr_t>(memory);
+    auto next = blocks().all.upper_bound(begin);
     if (next == blocks().all.begin()) return false;
     --next;
-    return at + bytes <= next->first + next->second;
+    return begin + bytes <= next->first + next->second;
 }
 
 extern "C" {

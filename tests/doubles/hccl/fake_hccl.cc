@@ -3,7 +3,7 @@
 //   hang   the rank never arrives
 //   error  the call returns an error
 //   async  the communicator reports an error later
-// The double does not reduce fp64, as the library does not.
+// Like the library, the double does not reduce fp64.
 #include "fake_ascend.h"
 #include <atomic>
 #include <condition_variable>
@@ -22,22 +22,22 @@ namespace {
 enum Result { success, bad_parameter = 1, internal = 4, not_supported = 5, remote = 21 };
 enum Type { int32 = 2, float32 = 4, uint8 = 7 };
 
-struct Offer {
+struct Operation {
     int kind = 0, type = 0, detail = 0;
     uint64_t count = 0;
     const char *data = nullptr;
 };
 struct Group {
-    explicit Group(uint32_t n) : offers(n) {}
+    explicit Group(uint32_t n) : operations(n) {}
     std::mutex mutex;
     std::condition_variable changed;
-    std::vector<Offer> offers;
+    std::vector<Operation> operations;
     uint32_t arrived = 0, joined = 0;
     uint64_t round = 0;
 
-    void meet(std::unique_lock<std::mutex> &lock) {
+    void rendezvous(std::unique_lock<std::mutex> &lock) {
         const uint64_t before = round;
-        if (++arrived == offers.size()) {
+        if (++arrived == operations.size()) {
             arrived = 0;
             ++round;
             changed.notify_all();
@@ -54,31 +54,31 @@ struct Comm {
 struct Groups {
     std::mutex mutex;
     std::map<std::string, std::shared_ptr<Group>> all;
-    std::vector<Comm *> comms; // also those of hanging ranks, which are still in use
+    std::vector<Comm *> comms; // never freed, because hanging ranks still use theirs
 };
 Groups &groups() {
-    static auto *const one = new Groups; // never destroyed: ranks may be leaked
-    return *one;
+    static auto *const all = new Groups; // never destroyed: ranks may be leaked
+    return *all;
 }
 
 bool fault(const Comm &comm, const char *kind) {
-    const char *const is = std::getenv("DSOPT_FAKE_HCCL_FAULT");
-    return is != nullptr && std::to_string(comm.rank) + ":" + std::to_string(comm.calls) + ":" + kind == is;
+    const char *const text = std::getenv("DSOPT_FAKE_HCCL_FAULT");
+    return text != nullptr && std::to_string(comm.rank) + ":" + std::to_string(comm.calls) + ":" + kind == text;
 }
-template <class T> void reduce(const std::vector<Offer> &offers, int op, T *to, uint64_t count) {
+template <class T> void reduce(const std::vector<Operation> &operations, int op, T *to, uint64_t count) {
     for (uint64_t i = 0; i < count; ++i) {
-        T total = reinterpret_cast<const T *>(offers[0].data)[i];
-        for (size_t rank = 1; rank < offers.size(); ++rank) {
-            const T next = reinterpret_cast<const T *>(offers[rank].data)[i];
+        T total = reinterpret_cast<const T *>(operations[0].data)[i];
+        for (size_t rank = 1; rank < operations.size(); ++rank) {
+            const T next = reinterpret_cast<const T *>(operations[rank].data)[i];
             total = op == 0 ? T(total + next) : next > total ? next : total;
         }
         to[i] = total;
     }
 }
 
-int post(Comm *comm, const Offer &offer, size_t sent, char *to, size_t received, void *stream) {
-    if (!fake_ascend_owns(offer.data, sent) || !fake_ascend_owns(to, received)) return bad_parameter;
-    if (offer.type != int32 && offer.type != float32 && offer.type != uint8) return not_supported;
+int post(Comm *comm, const Operation &operation, size_t sent, char *to, size_t received, void *stream) {
+    if (!fake_ascend_owns(operation.data, sent) || !fake_ascend_owns(to, received)) return bad_parameter;
+    if (operation.type != int32 && operation.type != float32 && operation.type != uint8) return not_supported;
     const bool hangs = fault(*comm, "hang"), late = fault(*comm, "async"), refused = fault(*comm, "error");
     ++comm->calls;
     if (refused) return internal;
@@ -87,30 +87,31 @@ int post(Comm *comm, const Offer &offer, size_t sent, char *to, size_t received,
         std::unique_lock lock(group.mutex);
         if (late) comm->error = remote;
         if (hangs || late) return group.changed.wait(lock, [] { return false; });
-        group.offers[comm->rank] = offer;
-        group.meet(lock);
+        group.operations[comm->rank] = operation;
+        group.rendezvous(lock);
         bool same = true;
-        for (const Offer &other : group.offers)
-            same = same && other.kind == offer.kind && other.type == offer.type && other.detail == offer.detail &&
-                   other.count == offer.count;
+        for (const Operation &other : group.operations)
+            same = same && other.kind == operation.kind && other.type == operation.type &&
+                   other.detail == operation.detail && other.count == operation.count;
         std::vector<char> result(received);
-        const size_t ranks = group.offers.size();
+        const size_t ranks = group.operations.size();
         if (!same)
             comm->error = bad_parameter;
-        else if (offer.kind == 1 && offer.type == float32)
-            reduce(group.offers, offer.detail, reinterpret_cast<float *>(result.data()), offer.count);
-        else if (offer.kind == 1)
-            reduce(group.offers, offer.detail, reinterpret_cast<int32_t *>(result.data()), offer.count);
+        else if (operation.kind == 1 && operation.type == float32)
+            reduce(group.operations, operation.detail, reinterpret_cast<float *>(result.data()), operation.count);
+        else if (operation.kind == 1)
+            reduce(group.operations, operation.detail, reinterpret_cast<int32_t *>(result.data()), operation.count);
         else
             for (size_t from = 0; from < ranks && received != 0; ++from) {
-                const char *const theirs = group.offers[from].data;
-                if (offer.kind == 2) std::memcpy(&result[from * offer.count], theirs, offer.count);
-                if (offer.kind == 3)
-                    std::memcpy(&result[from * offer.count], theirs + comm->rank * offer.count, offer.count);
+                const char *const theirs = group.operations[from].data;
+                if (operation.kind == 2) std::memcpy(&result[from * operation.count], theirs, operation.count);
+                if (operation.kind == 3)
+                    std::memcpy(&result[from * operation.count], theirs + comm->rank * operation.count,
+                                operation.count);
             }
-        group.meet(lock); // all ranks have read
+        group.rendezvous(lock); // all ranks have read
         if (same && received != 0) std::memcpy(to, result.data(), received);
-        group.meet(lock);
+        group.rendezvous(lock);
     });
 }
 
@@ -143,7 +144,7 @@ int HcclCommInitRootInfo(uint32_t ranks, const char *info, uint32_t rank, void *
 }
 int HcclCommDestroy(void *) { return success; }
 int HcclGetRankSize(void *comm, uint32_t *ranks) {
-    *ranks = uint32_t(static_cast<Comm *>(comm)->group->offers.size());
+    *ranks = uint32_t(static_cast<Comm *>(comm)->group->operations.size());
     return success;
 }
 int HcclGetRankId(void *comm, uint32_t *rank) {
@@ -161,11 +162,11 @@ int HcclAllReduce(char *from, char *to, uint64_t count, int type, int op, void *
     return post(static_cast<Comm *>(comm), {1, type, op, count, from}, count * 4, to, count * 4, stream);
 }
 int HcclAllGather(char *from, char *to, uint64_t count, int type, void *comm, void *stream) {
-    const size_t ranks = static_cast<Comm *>(comm)->group->offers.size();
+    const size_t ranks = static_cast<Comm *>(comm)->group->operations.size();
     return post(static_cast<Comm *>(comm), {2, type, 0, count, from}, count, to, count * ranks, stream);
 }
 int HcclAlltoAll(const char *from, uint64_t count, int type, char *to, uint64_t, int, void *comm, void *stream) {
-    const size_t all = count * static_cast<Comm *>(comm)->group->offers.size();
+    const size_t all = count * static_cast<Comm *>(comm)->group->operations.size();
     return post(static_cast<Comm *>(comm), {3, type, 0, count, from}, all, to, all, stream);
 }
 }

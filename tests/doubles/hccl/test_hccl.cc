@@ -16,12 +16,12 @@ namespace {
 using dsopt::Comm;
 using Clock = std::chrono::steady_clock;
 
-/// Selects a device, which is the program's task.
+/// Selects a device, as a program must before it creates a comm.
 void set_device() {
     void *const runtime = dlopen("libascendcl.so", RTLD_NOW);
-    auto *const choose =
+    auto *const select_device =
         runtime != nullptr ? reinterpret_cast<int (*)(int)>(dlsym(runtime, "aclrtSetDevice")) : nullptr;
-    if (choose == nullptr || choose(0) != 0) throw std::runtime_error("no device");
+    if (select_device == nullptr || select_device(0) != 0) throw std::runtime_error("no device");
 }
 void run_ranks(int ranks, const std::function<void(int rank)> &body) {
     std::vector<std::thread> threads;
@@ -35,11 +35,11 @@ void run_ranks(int ranks, const std::function<void(int rank)> &body) {
     for (std::thread &thread : threads) thread.join();
 }
 
-template <class Body> testing::AssertionResult fails(Body &&body, dsopt_status status, const char *part = "") {
+template <class Body> testing::AssertionResult fails(Body &&body, dsopt_status status, const char *text = "") {
     try {
         body();
     } catch (const dsopt::Error &error) {
-        if (error.status() == status && std::strstr(error.what(), part) != nullptr) return testing::AssertionSuccess();
+        if (error.status() == status && std::strstr(error.what(), text) != nullptr) return testing::AssertionSuccess();
         return testing::AssertionFailure() << error.status() << " instead of " << status << ": " << error.what();
     }
     return testing::AssertionFailure() << "no failure";
@@ -93,7 +93,7 @@ template <class T> void check_reduce(Comm &comm, int32_t dtype) {
         }
 }
 
-TEST(Hccl, CollectivesInHostMemory) {
+TEST(HcclComm, RunsCollectivesInHostMemory) {
     for (const int ranks : {1, 2, 3}) {
         const std::string id = new_id();
         run_ranks(ranks, [&](int rank) {
@@ -121,14 +121,14 @@ TEST(Hccl, CollectivesInHostMemory) {
     }
 }
 
-TEST(Hccl, ThreadWithoutADeviceIsRefused) {
+TEST(HcclComm, CreateRejectsThreadWithoutDevice) {
     std::thread([] {
         const std::string id = new_id();
         EXPECT_TRUE(fails([&] { (void)make(id, 0, 1); }, DSOPT_ERR_STATE, "aclrtSetDevice"));
     }).join();
 }
 
-TEST(Hccl, CallsFromAnotherThreadFindTheDeviceAndGiveItBack) {
+TEST(HcclComm, AcceptsCallsFromThreadWithoutDevice) {
     const std::string id = new_id();
     std::unique_ptr<Comm> comm;
     run_ranks(1, [&](int) { comm = make(id, 0, 1); });
@@ -139,7 +139,7 @@ TEST(Hccl, CallsFromAnotherThreadFindTheDeviceAndGiveItBack) {
     comm.reset();
 }
 
-TEST(Hccl, CreatingTimesOutWhenARankDoesNotCome) {
+TEST(HcclComm, CreateTimesOutIfRankIsMissing) {
     const std::string id = new_id();
     run_ranks(1, [&](int) {
         const auto begin = Clock::now();
@@ -148,7 +148,7 @@ TEST(Hccl, CreatingTimesOutWhenARankDoesNotCome) {
     });
 }
 
-TEST(Hccl, RankThatDoesNotCallTimesTheOthersOutAndDestroyReturns) {
+TEST(HcclComm, TimesOutIfRankDoesNotCall) {
     const std::string id = new_id();
     run_ranks(3, [&](int rank) {
         const auto begin = Clock::now();
@@ -160,10 +160,10 @@ TEST(Hccl, RankThatDoesNotCallTimesTheOthersOutAndDestroyReturns) {
     });
 }
 
-TEST(Hccl, FaultsBecomeStatusesWithTheLibrarysText) {
+TEST(HcclComm, ReturnsStatusAndTextOfFaults) {
     const struct {
         const char *fault;
-        dsopt_status there, elsewhere;
+        dsopt_status faulty_rank, other_rank;
         const char *text;
     } cases[] = {{"1:1:hang", DSOPT_ERR_TIMEOUT, DSOPT_ERR_TIMEOUT, ""},
                  {"1:1:error", DSOPT_ERR_COMM, DSOPT_ERR_TIMEOUT, "an injected error"},
@@ -175,14 +175,14 @@ TEST(Hccl, FaultsBecomeStatusesWithTheLibrarysText) {
             const auto comm = make(id, rank, 2, 1500);
             EXPECT_EQ(add(*comm, rank + 1), 3);
             if (rank == 1)
-                EXPECT_TRUE(fails([&] { add(*comm, 1); }, test.there, test.text)) << test.fault;
+                EXPECT_TRUE(fails([&] { add(*comm, 1); }, test.faulty_rank, test.text)) << test.fault;
             else
-                EXPECT_TRUE(fails([&] { add(*comm, 1); }, test.elsewhere)) << test.fault;
+                EXPECT_TRUE(fails([&] { add(*comm, 1); }, test.other_rank)) << test.fault;
         });
     }
 }
 
-TEST(Hccl, DifferentSizesBecomeAStatus) {
+TEST(HcclComm, ReturnsStatusIfSizesDiffer) {
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
         const auto comm = make(id, rank, 2, 60000);
@@ -192,7 +192,7 @@ TEST(Hccl, DifferentSizesBecomeAStatus) {
     });
 }
 
-TEST(Hccl, AbortFromAnotherThreadReleasesABlockedRank) {
+TEST(HcclComm, AbortReleasesBlockedRank) {
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
         const auto comm = make(id, rank, 2, -1);
@@ -207,7 +207,7 @@ TEST(Hccl, AbortFromAnotherThreadReleasesABlockedRank) {
     });
 }
 
-TEST(Hccl, BorrowedCommunicatorKnowsItsRanks) {
+TEST(HcclComm, ReadsRanksOfNativeComm) {
     const std::string id = new_id();
     void *const library = dlopen("libhccl.so", RTLD_NOW);
     ASSERT_NE(library, nullptr);
@@ -227,7 +227,7 @@ TEST(Hccl, BorrowedCommunicatorKnowsItsRanks) {
     });
 }
 
-TEST(NoHccl, IsMissingWithATextThatHelps) {
+TEST(NoHccl, ErrorNamesEnvironmentVariable) {
     const std::string id(dsopt::kHcclIdBytes, 'x');
     EXPECT_TRUE(fails([&] { (void)make(id, 0, 1); }, DSOPT_ERR_MISSING, "DSOPT_HCCL_LIBRARY"));
 }
