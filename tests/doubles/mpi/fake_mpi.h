@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A world whose ranks are threads, and a plan of which call fails.
+// A world whose ranks are threads, and the choice of the call that fails.
 #pragma once
 #include "mpi.h"
 
@@ -9,8 +9,8 @@ public:
     /// Makes the calling thread the rank `rank`. A world is not destroyed before the process ends, because abandoned
     /// collectives may still write to it.
     void enter(int rank) const;
-    /// The n-th call of this thread from now on fails, and what other ranks wait for there fails too. 0: none. Repeated
-    /// tests of a request do not count.
+    /// Makes the n-th call of this thread from now on fail, and with it the operations that other ranks wait for. 0: no
+    /// call fails. Repeated tests of a request do not count.
     static void fail_at(int64_t n);
     /// Returns the number of calls of this thread since fail_at().
     static int64_t calls();

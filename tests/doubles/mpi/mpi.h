@@ -4,11 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
-struct FakeMpiEnd;  // one rank's endpoint of a communicator
-struct FakeMpiPart; // one rank's arguments of a collective, or a message
+struct FakeMpiEndpoint;  // one rank's endpoint of a communicator
+struct FakeMpiOperation; // one rank's arguments of a collective, or of a send or receive
 struct MPI_Status;
-using MPI_Comm = FakeMpiEnd *;
-using MPI_Request = FakeMpiPart *;
+using MPI_Comm = FakeMpiEndpoint *;
+using MPI_Request = FakeMpiOperation *;
 using MPI_Datatype = int;
 using MPI_Op = int;
 using MPI_Errhandler = int;
@@ -33,7 +33,7 @@ int MPI_Comm_rank(MPI_Comm comm, int *rank);
 int MPI_Comm_size(MPI_Comm comm, int *ranks);
 int MPI_Comm_idup(MPI_Comm comm, MPI_Comm *other, MPI_Request *request);
 int MPI_Comm_free(MPI_Comm *comm);
-int MPI_Test(MPI_Request *request, int *over, MPI_Status *status);
+int MPI_Test(MPI_Request *request, int *complete, MPI_Status *status);
 int MPI_Isend(const void *from, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request *request);
 int MPI_Irecv(void *to, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request *request);
 int MPI_Iallreduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,

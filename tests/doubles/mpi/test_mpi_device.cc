@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dsopt_mpi_comm_device: memory of emulated devices over the double of MPI. The double copies messages as a CUDA-aware
-// MPI does. Device memory is protected from the host: any other access to it ends the program.
+// dsopt_mpi_comm_device: memory of emulated devices over the double of MPI. The double copies messages like a
+// CUDA-aware MPI. Device memory is protected: any other access of the host ends the program.
 #include "mpi_fabric.h"
 #include "support/cuda_memory.h"
 #include "support/failing_calls.h"
@@ -47,7 +47,7 @@ Comm join(Fabric &fabric, int rank, const Context &context) {
     return Comm(comm);
 }
 
-TEST(MpiDevice, GivesTheBitsOfRanksThatAreThreads) {
+TEST(MpiDeviceComm, MatchesThreads) {
     DeviceMpiFabric fabric;
     for (const int ranks : {2, 3})
         for (const onebit_run::Setting &setting : onebit_run::settings()) {
@@ -67,7 +67,7 @@ TEST(MpiDevice, GivesTheBitsOfRanksThatAreThreads) {
         }
 }
 
-TEST(MpiDevice, AllReduceOfAListGivesTheBitsOfTheHostsComm) {
+TEST(MpiDeviceComm, AllReduceMatchesHostComm) {
     constexpr size_t kFloats = 5000; // several pieces
     const auto sum = [](Fabric &fabric) {
         std::array<std::string, 3> results;
@@ -95,7 +95,7 @@ TEST(MpiDevice, AllReduceOfAListGivesTheBitsOfTheHostsComm) {
     EXPECT_EQ(sum(device), sum(host));
 }
 
-TEST(MpiDevice, BesideACommForHostMemoryEveryRankGetsAStatus) {
+TEST(MpiDeviceComm, ReturnsStatusIfOtherRankUsesHostMemory) {
     DeviceMpiFabric fabric;
     fabric.prepare_comm(2);
     run_ranks(2, [&](int rank) {
@@ -112,7 +112,7 @@ TEST(MpiDevice, BesideACommForHostMemoryEveryRankGetsAStatus) {
     });
 }
 
-TEST(MpiDevice, IsRefusedForAContextOfTheCpu) {
+TEST(MpiDeviceComm, RejectsCpuContext) {
     MpiFabric fabric;
     fabric.prepare_comm(1);
     dsopt_comm *comm = nullptr;
@@ -126,7 +126,7 @@ TEST(MpiDevice, IsRefusedForAContextOfTheCpu) {
     EXPECT_EQ(dsopt_mpi_comm_device(context.get(), MPI_COMM_WORLD, -2, &comm), DSOPT_ERR_ARGUMENT);
 }
 
-TEST(MpiDevice, CallInACaptureIsRefusedAndTheCommStaysUsable) {
+TEST(MpiDeviceComm, RejectsCaptureAndStaysUsable) {
     DeviceMpiFabric fabric;
     fabric.prepare_comm(2);
     run_ranks(2, [&](int rank) {
@@ -166,18 +166,18 @@ struct Watched {
     }
 };
 
-/// MPI may still write to the memory of a failed call, whichever MPI call failed and whatever is released later.
-TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
+/// MPI may still write to the memory of a failed call. So that memory is not released, whichever MPI call failed.
+TEST(MpiDeviceComm, LeaksMemoryThatMpiMayStillUse) {
     DeviceMpiFabric fabric;
     bool failed = true;
     int64_t calls = 0;
     for (; failed && calls < 1000; ++calls) {
         fabric.prepare_comm(2);
         std::array<dsopt_status, 2> statuses{};
-        static std::vector<std::unique_ptr<Watched>> kept; // never freed: leaked memory keeps its context
+        static std::vector<std::unique_ptr<Watched>> never_freed; // leaked memory refers to its context
         std::array<Watched *, 2> watched{};
         for (int rank = 0; rank < 2; ++rank)
-            watched[size_t(rank)] = kept.emplace_back(std::make_unique<Watched>(rank)).get();
+            watched[size_t(rank)] = never_freed.emplace_back(std::make_unique<Watched>(rank)).get();
         run_ranks(2, [&](int rank) {
             const Memory memory = fabric.memory(rank);
             Comm comm = join(fabric, rank, watched[size_t(rank)]->context);
@@ -205,7 +205,7 @@ TEST(MpiDevice, LeavesMemoryBehindThatMpiMayStillUse) {
     EXPECT_FALSE(failed);
 }
 
-TEST(MpiDeviceFaults, OfEveryCallInTurnGiveAStatusAndTheSameCallSucceedsWithANewComm) {
+TEST(MpiDeviceFaults, ReturnStatusAndNewCommSucceeds) {
     DeviceMpiFabric fabric;
     fail_each_call(fabric, DSOPT_ALGORITHM_ADAMW, true);
 }
