@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # run.sh MPIRUN PROGRAM SCENARIO RANKS...: runs the program with each of these numbers of ranks on this machine. Works
-# as root, and with more ranks than cores. Every rank must print that it is done, because launchers treat exit codes
+# as root, and with more ranks than cores. Every rank must print `rank finished`, because launchers treat exit codes
 # differently.
 set -u
 [ "$1" != none ] || { echo "mpi: skipped, no MPI is installed"; exit 77; }
@@ -18,11 +18,11 @@ launcher=$1 program=$2 scenario=$3
 shift 3
 [ $# != 0 ] || exit 2
 for ranks; do
-    said=$(timeout 60 "$launcher" $cores -n "$ranks" "$program" "$scenario" 2>&1)
+    output=$(timeout 60 "$launcher" $cores -n "$ranks" "$program" "$scenario" 2>&1)
     code=$?
-    done=$(echo "$said" | grep -o 'that is done' | wc -l)
-    [ "$done" = "$ranks" ] && ! echo "$said" | grep -q 'line [0-9]*: not ' && continue
-    echo "$said"
-    echo "$scenario with $ranks ranks: $done of them are done, exit code $code"
+    finished=$(echo "$output" | grep -o 'rank finished' | wc -l)
+    [ "$finished" = "$ranks" ] && ! echo "$output" | grep -q 'line [0-9]*: not ' && continue
+    echo "$output"
+    echo "$scenario with $ranks ranks: $finished finished, exit code $code"
     exit 1
 done

@@ -26,17 +26,17 @@ int failures = 0, rank = 0, ranks = 1;
     } while (false)
 
 dsopt_context *context() {
-    static dsopt_context *one = nullptr;
-    if (one == nullptr) EXPECT(dsopt_context_create(nullptr, &one) == DSOPT_OK);
-    return one;
+    static dsopt_context *shared = nullptr;
+    if (shared == nullptr) EXPECT(dsopt_context_create(nullptr, &shared) == DSOPT_OK);
+    return shared;
 }
 dsopt_comm *world(int timeout_ms = 60000) {
     dsopt_comm *comm = nullptr;
     EXPECT(dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, timeout_ms, &comm) == DSOPT_OK);
     return comm;
 }
-/// A collective call that every rank must make: the norm over the ranks of a tensor with one element.
-dsopt_status meet(dsopt_comm *comm, double *norm = nullptr, int32_t kind = DSOPT_NORM_L2) {
+/// Makes a collective call, which every rank must make: the norm, over the ranks, of a tensor with one element.
+dsopt_status call_together(dsopt_comm *comm, double *norm = nullptr, int32_t kind = DSOPT_NORM_L2) {
     float value = float(rank + 1);
     const dsopt_tensor tensor = {&value, 1, DSOPT_DTYPE_F32, 0};
     dsopt_norm_result result = {};
@@ -49,17 +49,17 @@ dsopt_status status_of(dsopt_comm *comm) {
     EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
     return info.status;
 }
-/// Rank 0 hangs in until_told() until every other rank has its status and calls tell().
-void tell() {
+/// Rank 0 hangs in wait_for_other_ranks() until each other rank has received a status and calls notify_rank_0().
+void notify_rank_0() {
     const int nothing = 0;
     EXPECT(MPI_Send(&nothing, 1, MPI_INT, 0, 77, MPI_COMM_WORLD) == MPI_SUCCESS);
 }
-void until_told() {
+void wait_for_other_ranks() {
     int nothing = 0;
     for (int other = 1; other < ranks; ++other)
         EXPECT(MPI_Recv(&nothing, 1, MPI_INT, other, 77, MPI_COMM_WORLD, MPI_STATUS_IGNORE) == MPI_SUCCESS);
 }
-void nap(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+void sleep_ms(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
 
 // Calls the functions of the table directly, with sizes around the piece size.
 struct Table {
@@ -92,9 +92,10 @@ template <class T> void check_reduce(Table &table, int32_t dtype, size_t count) 
             for (int other = 1; other < ranks; ++other)
                 wanted[i] = op == DSOPT_OP_SUM ? T(wanted[i] + of(other)) : std::max(wanted[i], of(other));
         }
-        std::vector<T> apart(count);
-        EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), apart.data(), int64_t(count), dtype, op, nullptr) == 0);
-        EXPECT(apart == wanted);
+        std::vector<T> separate(count);
+        EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), separate.data(), int64_t(count), dtype, op, nullptr) ==
+               0);
+        EXPECT(separate == wanted);
         EXPECT(dsopt_mpi_all_reduce_(&table.self, data.data(), data.data(), int64_t(count), dtype, op, nullptr) == 0);
         EXPECT(data == wanted);
     }
@@ -183,7 +184,7 @@ void onebit() {
         EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
         EXPECT(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL] >= 4);
         EXPECT(info.calls_of[DSOPT_COLLECTIVE_ALL_TO_ALL] == info.calls_of[DSOPT_COLLECTIVE_ALL_GATHER]);
-        EXPECT(all.back() != all[all.size() - 2]);
+        EXPECT(all.back() != all[all.size() - 2]); // the last call changed something
         dsopt_comm_destroy(comm);
     }
 }
@@ -191,35 +192,35 @@ void onebit() {
 void info() {
     dsopt_comm *const comm = world();
     DSOPT_NEW(dsopt_comm_info, info);
-    EXPECT(meet(comm) == DSOPT_OK);
+    EXPECT(call_together(comm) == DSOPT_OK);
     EXPECT(dsopt_comm_query(comm, &info) == DSOPT_OK);
     EXPECT(info.rank == rank && info.ranks == ranks && info.calls > 0 && info.status == DSOPT_OK);
-    // A communicator that the program frees, and that has only some of the ranks.
+    // A communicator of some of the ranks, which the program frees.
     MPI_Comm half;
     EXPECT(MPI_Comm_split(MPI_COMM_WORLD, rank % 2, 0, &half) == MPI_SUCCESS);
-    dsopt_comm *part = nullptr;
-    EXPECT(dsopt_mpi_comm(context(), half, &part) == DSOPT_OK);
+    dsopt_comm *half_comm = nullptr;
+    EXPECT(dsopt_mpi_comm(context(), half, &half_comm) == DSOPT_OK);
     EXPECT(MPI_Comm_free(&half) == MPI_SUCCESS);
-    EXPECT(meet(part) == DSOPT_OK);
-    EXPECT(dsopt_comm_query(part, &info) == DSOPT_OK && info.ranks == (ranks + (rank % 2 == 0)) / 2);
-    dsopt_comm_destroy(part);
+    EXPECT(call_together(half_comm) == DSOPT_OK);
+    EXPECT(dsopt_comm_query(half_comm, &info) == DSOPT_OK && info.ranks == (ranks + (rank % 2 == 0)) / 2);
+    dsopt_comm_destroy(half_comm);
     dsopt_comm_destroy(comm);
 }
 
 void different_calls() {
     dsopt_comm *const comm = world();
-    EXPECT(meet(comm, nullptr, rank == 0 ? DSOPT_NORM_MAX : DSOPT_NORM_L2) == DSOPT_ERR_COMM);
+    EXPECT(call_together(comm, nullptr, rank == 0 ? DSOPT_NORM_MAX : DSOPT_NORM_L2) == DSOPT_ERR_COMM);
     EXPECT(std::strstr(dsopt_last_error(), "different collectives") != nullptr);
-    EXPECT(meet(comm) == DSOPT_ERR_COMM);
+    EXPECT(call_together(comm) == DSOPT_ERR_COMM);
     dsopt_comm_destroy(comm);
 }
 
 void rank_that_hangs() {
     dsopt_comm *const comm = world(1500);
-    if (rank == 0) until_told();
+    if (rank == 0) wait_for_other_ranks();
     const auto begin = std::chrono::steady_clock::now();
-    EXPECT(meet(comm) == DSOPT_ERR_TIMEOUT);
-    if (rank != 0) tell();
+    EXPECT(call_together(comm) == DSOPT_ERR_TIMEOUT);
+    if (rank != 0) notify_rank_0();
     if (rank != 0) EXPECT(std::strstr(dsopt_last_error(), "1500 ms") != nullptr);
     EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(20000));
     EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
@@ -237,13 +238,14 @@ void rank_that_hangs_in_a_compressed_step() {
     setting.sizes = {700000};
     setting.averages = false;
     setting.freeze_step = 1;
-    static int64_t at;
+    static int64_t current_call;
     static int times;
     setting.change = [](int64_t call, dsopt_step &step) {
-        at = call;
+        current_call = call;
         times = 0;
         step.parallel_for = [](void *, int64_t n, void (*body)(void *, int64_t), void *arg) {
-            if (rank == 0 && at == 3 && ++times == 2) until_told(); // 1st call: packing, 2nd: reduction
+            if (rank == 0 && current_call == 3 && ++times == 2)
+                wait_for_other_ranks(); // 1st call: packing, 2nd: reduction
             for (int64_t i = 0; i < n; ++i) body(arg, i);
         };
     };
@@ -254,7 +256,7 @@ void rank_that_hangs_in_a_compressed_step() {
         const std::string before = trainer.bytes(false);
         const auto begin = std::chrono::steady_clock::now();
         EXPECT(trainer.step(3) == DSOPT_ERR_TIMEOUT);
-        if (rank != 0) tell();
+        if (rank != 0) notify_rank_0();
         EXPECT(std::strstr(dsopt_last_error(), "all-gather") != nullptr);
         if (rank != 0) EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(20000));
         EXPECT(trainer.bytes(false) == before);
@@ -267,31 +269,31 @@ void rank_that_hangs_in_a_compressed_step() {
 
 void rank_that_hangs_in_creating() {
     dsopt_comm *comm = nullptr;
-    if (rank == 0) until_told();
+    if (rank == 0) wait_for_other_ranks();
     const dsopt_status status = dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, 200, &comm);
     if (rank != 0) EXPECT(status == DSOPT_ERR_TIMEOUT && comm == nullptr);
-    if (rank != 0) tell();
+    if (rank != 0) notify_rank_0();
     dsopt_comm_destroy(comm);
 }
 
 void abort_from_another_thread() {
     dsopt_comm *const comm = world(-1);
     std::thread other([&] {
-        nap(100 + 20 * rank);
+        sleep_ms(100 + 20 * rank);
         dsopt_comm_abort(comm);
     });
     // Rank 0 never calls, so the other ranks are blocked until the abort.
-    if (rank != 0) EXPECT(meet(comm) == DSOPT_ERR_ABORTED);
+    if (rank != 0) EXPECT(call_together(comm) == DSOPT_ERR_ABORTED);
     other.join();
     EXPECT(status_of(comm) == DSOPT_ERR_ABORTED);
-    EXPECT(meet(comm) == DSOPT_ERR_ABORTED);
+    EXPECT(call_together(comm) == DSOPT_ERR_ABORTED);
     dsopt_comm_destroy(comm);
 }
 
-dsopt_comm *kept;
+dsopt_comm *kept_comm;
 void released_after_finalize() {
-    kept = world();
-    EXPECT(meet(kept) == DSOPT_OK);
+    kept_comm = world();
+    EXPECT(call_together(kept_comm) == DSOPT_OK);
 }
 
 void released_in_a_child() {
@@ -302,12 +304,12 @@ void released_in_a_child() {
         _exit(0);
     }
     EXPECT(child > 0);
-    nap(50);
-    EXPECT(meet(comm) == DSOPT_OK);
+    sleep_ms(50);
+    EXPECT(call_together(comm) == DSOPT_OK);
     dsopt_comm_destroy(comm);
 }
 
-void out_of_time() { // before MPI_Init; main() checks after MPI_Finalize
+void check_create_is_rejected() { // before MPI_Init and after MPI_Finalize
     dsopt_comm *comm = nullptr;
     EXPECT(dsopt_mpi_comm(context(), MPI_COMM_WORLD, &comm) == DSOPT_ERR_STATE);
     EXPECT(dsopt_mpi_comm_timeout(context(), MPI_COMM_WORLD, -2, &comm) == DSOPT_ERR_ARGUMENT);
@@ -331,7 +333,7 @@ int main(int argc, char **argv) {
         {"released-after-finalize", released_after_finalize},
         {"released-in-a-child", released_in_a_child}};
     if (argc != 2 || scenarios.count(argv[1]) == 0) return 2;
-    out_of_time();
+    check_create_is_rejected();
     int level = 0;
     EXPECT(MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level) == MPI_SUCCESS);
     EXPECT(MPI_Comm_rank(MPI_COMM_WORLD, &rank) == MPI_SUCCESS && MPI_Comm_size(MPI_COMM_WORLD, &ranks) == MPI_SUCCESS);
@@ -343,15 +345,15 @@ int main(int argc, char **argv) {
         std::fflush(stdout);
         if (failures != 0) MPI_Abort(MPI_COMM_WORLD, 1);
         EXPECT(MPI_Barrier(MPI_COMM_WORLD) == MPI_SUCCESS);
-        std::printf("that is done\n");
+        std::printf("rank finished\n");
         std::fflush(stdout);
-        nap(200);
+        sleep_ms(200);
         MPI_Abort(MPI_COMM_WORLD, 0);
     }
     EXPECT(MPI_Finalize() == MPI_SUCCESS);
-    out_of_time();
-    dsopt_comm_destroy(kept);
+    check_create_is_rejected();
+    dsopt_comm_destroy(kept_comm);
     dsopt_context_destroy(context());
-    std::printf("that is done\n");
+    std::printf("rank finished\n");
     return failures != 0;
 }

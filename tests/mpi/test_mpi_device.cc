@@ -47,7 +47,8 @@ void onebit(const test::Context &context, const test::Memory &memory) {
     }
 }
 
-/// Runs last, because MPI_Finalize may wait for pending operations. Rank 0 waits until the others have their status.
+/// Runs last, because MPI_Finalize may wait for pending operations. Rank 0 waits until the others have received a
+/// status.
 void rank_that_hangs(const test::Context &context, const test::Memory &memory) {
     MPI_Barrier(MPI_COMM_WORLD); // creating the comm has the same time-out
     test::Comm comm = world(context, 10000);
@@ -84,7 +85,7 @@ int main(int argc, char **argv) {
         MPI_Abort(MPI_COMM_WORLD, 1);
     }
     MPI_Barrier(MPI_COMM_WORLD);
-    std::printf("that is done\n");
+    std::printf("rank finished\n");
     std::fflush(stdout);
     MPI_Barrier(MPI_COMM_WORLD);
     (void)poll(nullptr, 0, 200); // time for launchers to forward the output of ranks
