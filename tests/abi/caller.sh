@@ -6,8 +6,8 @@ program=$(realpath "$1")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-said=$("$program")
-[ "$said" = "2.00 -3.00 1.00" ] || { echo "caller: weights are $said, not 2.00 -3.00 1.00"; exit 1; }
+output=$("$program")
+[ "$output" = "2.00 -3.00 1.00" ] || { echo "caller: weights are $output, not 2.00 -3.00 1.00"; exit 1; }
 for name in w.exp_avg w.exp_avg_sq b.exp_avg b.exp_avg_sq; do
     grep -aqF "\"$name\"" run.safetensors || { echo "caller: no $name in the checkpoint"; exit 1; }
 done

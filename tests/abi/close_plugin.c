@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, steps on several threads and closes the plugin. The
-// copy's threads are still waiting for work at that time, so the plugin must stay in memory.
+// close_plugin PLUGIN.so: loads a plugin with a copy of dsopt, takes a step on several threads and closes the plugin.
+// The copy's worker threads still wait for work then, so the plugin must stay in memory.
 #define _DEFAULT_SOURCE // usleep
 #include <dlfcn.h>
 #include <stdio.h>

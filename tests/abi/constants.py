@@ -24,16 +24,16 @@ for name, members in enums.items():
             problems.append("%s: no *_SIGNED" % name)
     if values != sorted(set(values)):
         problems.append("%s: values do not ascend" % name)
-own = {key: name for name, members in enums.items() for key, _ in members}
-others = {key: "a macro" for key in re.findall(r"#define (DSOPT_\w+)", text)}
-for key, where in {**own, **others}.items():
+enum_of = {key: name for name, members in enums.items() for key, _ in members}
+macros = {key: "a macro" for key in re.findall(r"#define (DSOPT_\w+)", text)}
+for key, where in {**enum_of, **macros}.items():
     if key == "DSOPT_OK":
         continue
     if where in prefixes and not key.startswith(prefixes[where]):
         problems.append("%s: does not begin with %s" % (key, prefixes[where]))
     for name, prefix in prefixes.items():
         if name != where and key.startswith(prefix):
-            problems.append("%s of %s begins as the constants of %s" % (key, where, name))
+            problems.append("%s of %s has the prefix of the constants of %s" % (key, where, name))
 if problems:
     sys.exit("\n".join(problems))
-print("%d enums, %d constants" % (len(enums), len(own)))
+print("%d enums, %d constants" % (len(enums), len(enum_of)))

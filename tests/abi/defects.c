@@ -86,7 +86,7 @@ static dsopt_status apply(const dsopt_optimizer *opt, const dsopt_tensor *param,
 }
 
 /* 1. With a loss scale of zero in the state list, as after calloc, apply returned DSOPT_OK and wrote NaN weights. */
-static void spoilt_scales(dsopt_context *ctx) {
+static void invalid_scales(dsopt_context *ctx) {
     const float scales[] = {0, NAN, INFINITY, -1024};
     for (size_t i = 0; i < sizeof scales / sizeof *scales; ++i) {
         float w[N] = {1, 1, 1, 1}, g[N] = {1, 1, 1, 1}, report[DSOPT_REPORT_FLOATS];
@@ -97,14 +97,15 @@ static void spoilt_scales(dsopt_context *ctx) {
         dsopt_optimizer *opt = make(ctx, scaler, DSOPT_COMPAT_NONE, DSOPT_ALGORITHM_ADAMW, &registered);
         struct State state = new_state(opt);
         must(dsopt_optimizer_init_state(opt, &param, 1, state.list, state.count, NULL));
-        if (*(float *)state.list[state.loss_scale].data != 65536) defect(1, "init_state gives no loss scale");
+        if (*(float *)state.list[state.loss_scale].data != 65536)
+            defect(1, "init_state does not initialize the loss scale");
         *(float *)state.list[state.loss_scale].data = scales[i];
         if (scales[i] == 0) memset(state.list[state.scaler].data, 0, 48);
         if (apply(opt, &param, &grad, &state, report) != DSOPT_OK) defect(1, "apply fails");
-        if (report[DSOPT_REPORT_SKIPPED] != 1 || w[0] != 1) defect(1, "a loss scale that is none is divided by");
-        if ((int)report[DSOPT_REPORT_REASONS] != DSOPT_SKIP_SCALE) defect(1, "the reason of the skip is not said");
+        if (report[DSOPT_REPORT_SKIPPED] != 1 || w[0] != 1) defect(1, "apply divides by an invalid loss scale");
+        if ((int)report[DSOPT_REPORT_REASONS] != DSOPT_SKIP_SCALE) defect(1, "the report lacks the reason of the skip");
         if (apply(opt, &param, &grad, &state, report) != DSOPT_OK || report[DSOPT_REPORT_SKIPPED] != 0)
-            defect(1, "the scaler does not recover from a spoilt loss scale");
+            defect(1, "the scaler does not recover from an invalid loss scale");
         free_state(&state);
         dsopt_optimizer_destroy(opt);
         dsopt_scaler_destroy(scaler);
@@ -112,7 +113,7 @@ static void spoilt_scales(dsopt_context *ctx) {
 }
 
 /* 2. The initial words of the scaler were unavailable before parameters had memory. */
-static void starting_words(dsopt_context *ctx) {
+static void initial_scaler_state(dsopt_context *ctx) {
     float scale = 0;
     int32_t words[12] = {0};
     const dsopt_tensor list[2] = {{&scale, 1, DSOPT_DTYPE_F32, 0}, {words, 12, DSOPT_DTYPE_I32, 0}};
@@ -121,12 +122,12 @@ static void starting_words(dsopt_context *ctx) {
     DSOPT_NEW(dsopt_scaler_info, info);
     if (dsopt_scaler_init_state(scaler, list, 2, NULL) != DSOPT_OK || scale != 65536 ||
         dsopt_scaler_decode(words, &info) != DSOPT_OK || info.dynamic != 65536 || info.last_overflow != -1)
-        defect(2, "a scaler has no starting values for arrays");
+        defect(2, "a scaler has no initial values for arrays");
     dsopt_scaler_destroy(scaler);
 }
 
-/* 3. In compat mode with masters, apply never did the first step on zero gradients, so its results differed from
- * step's. */
+/* 3. In compat mode with masters, apply did not do the first step on zero gradients, so its results differed from those
+ * of step. */
 static void first_step(dsopt_context *ctx) {
     uint16_t half[2][N] = {{0x3c00, 0x3c00, 0x3c00, 0x3c00}, {0x3c00, 0x3c00, 0x3c00, 0x3c00}};
     uint16_t g[N] = {0x3800, 0x3800, 0x3800, 0x3800};
@@ -147,7 +148,7 @@ static void first_step(dsopt_context *ctx) {
     int32_t counter = 0;
     must(dsopt_optimizer_export(b, state.step, &counter, sizeof counter));
     if (*(int32_t *)state.list[state.step].data != counter) defect(3, "apply and step count differently");
-    if (memcmp(half[0], half[1], sizeof half[0]) != 0) defect(3, "apply and step come to different weights");
+    if (memcmp(half[0], half[1], sizeof half[0]) != 0) defect(3, "apply and step compute different weights");
     free_state(&state);
     dsopt_optimizer_destroy(a);
     dsopt_optimizer_destroy(b);
@@ -163,12 +164,14 @@ static void reductions(dsopt_context *ctx) {
         struct State state = new_state(opt);
         must(dsopt_optimizer_init_state(opt, &param, 1, state.list, state.count, NULL));
         for (int call = 1; call <= 5; ++call) {
-            int32_t told = 0;
+            int32_t reduction = 0;
             DSOPT_NEW(dsopt_schedule_info, info);
             must(dsopt_schedule_decode(opt, state.list[state.schedule].data, &info));
-            if (dsopt_optimizer_next_reduction_on_device(opt, &state.list[state.schedule], &told, NULL) != DSOPT_OK ||
-                told != (call <= 2 ? DSOPT_REDUCTION_FULL : DSOPT_REDUCTION_COMPRESSED) || told != info.reduction)
-                defect(4, "the reduction of the next apply is not told");
+            if (dsopt_optimizer_next_reduction_on_device(opt, &state.list[state.schedule], &reduction, NULL) !=
+                    DSOPT_OK ||
+                reduction != (call <= 2 ? DSOPT_REDUCTION_FULL : DSOPT_REDUCTION_COMPRESSED) ||
+                reduction != info.reduction)
+                defect(4, "the reduction of the next apply is not reported");
             must(apply(opt, &param, &grad, &state, NULL));
         }
         free_state(&state);
@@ -191,13 +194,13 @@ static dsopt_status large_step(dsopt_context *ctx, float *w, float *g) {
     dsopt_optimizer_destroy(opt);
     return status;
 }
-static void missing_pieces(float *w, float *g) {
+static void idle_thread_pool(float *w, float *g) {
     dsopt_context *ctx = NULL;
     DSOPT_NEW(dsopt_context_desc, desc);
     desc.parallel_for = runs_nothing;
     desc.threads = 2;
     must(dsopt_context_create(&desc, &ctx));
-    if (large_step(ctx, w, g) != DSOPT_ERR_HOOK) defect(5, "a pool that runs no piece goes unnoticed");
+    if (large_step(ctx, w, g) != DSOPT_ERR_HOOK) defect(5, "a pool that runs no work item is not detected");
     dsopt_context_destroy(ctx);
 }
 
@@ -211,27 +214,28 @@ static void after_fork(float *w, float *g) {
     fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
-        dsopt_context *own = NULL;
+        dsopt_context *child_context = NULL;
         alarm(30);
-        if (dsopt_context_create(&desc, &own) != DSOPT_OK || large_step(own, w, g) != DSOPT_OK) _exit(1);
-        _exit(large_step(own, w, g) == DSOPT_OK ? 0 : 1);
+        if (dsopt_context_create(&desc, &child_context) != DSOPT_OK || large_step(child_context, w, g) != DSOPT_OK)
+            _exit(1);
+        _exit(large_step(child_context, w, g) == DSOPT_OK ? 0 : 1);
     }
     int status = 0;
     if (child < 0 || waitpid(child, &status, 0) != child || status != 0)
-        defect(6, "a context made after fork() takes no step");
+        defect(6, "a context that is created after fork() cannot step");
     dsopt_context_destroy(ctx);
 }
 
 int main(void) {
     dsopt_context *ctx = NULL;
     must(dsopt_context_create(NULL, &ctx));
-    spoilt_scales(ctx);
-    starting_words(ctx);
+    invalid_scales(ctx);
+    initial_scaler_state(ctx);
     first_step(ctx);
     reductions(ctx);
     dsopt_context_destroy(ctx);
     float *w = calloc(LARGE, sizeof *w), *g = calloc(LARGE, sizeof *g);
-    missing_pieces(w, g);
+    idle_thread_pool(w, g);
     after_fork(w, g);
     free(w);
     free(g);

@@ -23,8 +23,8 @@ for language in c cpp; do
     ! readelf -dW "$folder/caller_dl-$language" | grep -q 'NEEDED.*libdsopt' || fail "$language: linked to dsopt"
     # By its default name, and by a path.
     LD_LIBRARY_PATH=$(dirname "$library") "$here/caller.sh" "$folder/caller_dl-$language"
-    said=$(cd "$folder" && "./caller_dl-$language" "$library") || fail "$language: by path"
-    [ "$said" = "2.00 -3.00 1.00" ] || fail "$language: by path, weights are $said"
+    output=$(cd "$folder" && "./caller_dl-$language" "$library") || fail "$language: by path"
+    [ "$output" = "2.00 -3.00 1.00" ] || fail "$language: by path, weights are $output"
 done
 
 fake() { echo "$2" | $cc -x c -shared -fPIC -o "$folder/$1.so" -; }
@@ -36,10 +36,10 @@ echo text >"$folder/text.so"
 
 refused() { # LIBRARY WORDS
     for language in c cpp; do
-        said=$("$folder/refused_dl-$language" "$folder/$1.so") || fail "$1 as $language: exit status $?, $said"
-        case $said in
+        output=$("$folder/refused_dl-$language" "$folder/$1.so") || fail "$1 as $language: exit status $?, $output"
+        case $output in
         *"$2"*) ;;
-        *) fail "$1 as $language: says '$said', not '$2'" ;;
+        *) fail "$1 as $language: says '$output', not '$2'" ;;
         esac
     done
 }
@@ -48,5 +48,5 @@ refused text "text.so"
 refused empty "no dsopt_abi_version"
 refused other-abi "another DSOPT_ABI_VERSION"
 refused first-only "no dsopt_version"
-said=$(LD_LIBRARY_PATH='' "$folder/caller_dl-c" "$folder/absent.so" 2>&1) && fail "a library that is absent is loaded"
-case $said in *absent.so*) ;; *) fail "absent: $said" ;; esac
+output=$(LD_LIBRARY_PATH='' "$folder/caller_dl-c" "$folder/absent.so" 2>&1) && fail "a library that is absent is loaded"
+case $output in *absent.so*) ;; *) fail "absent: $output" ;; esac

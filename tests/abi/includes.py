@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that includes between the engine's folders never point upwards and that devices use nothing of the layers
-above.
+"""Checks that no file of the engine includes a file of a higher layer, and that devices use no type of a higher layer.
 
 usage: includes.py SOURCE-FOLDER
 
@@ -12,18 +11,18 @@ import re
 import sys
 
 # Low to high. A file may include files of its folder and of lower layers, but not of other folders in the same layer.
-FLOORS = [["src/base"], ["src/rules"], ["src/device"], ["src/cpu", "cuda"], ["comm"], ["src/exchange"], ["src/step"],
+LAYERS = [["src/base"], ["src/rules"], ["src/device"], ["src/cpu", "cuda"], ["comm"], ["src/exchange"], ["src/step"],
           ["src/optimizer"], ["src/checkpoint"], ["src/abi"]]
-FLOOR = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
-# Words that code of a device has no use for.
+LAYER_OF = {folder: layer for layer, folders in enumerate(LAYERS) for folder in folders}
+# Types that code of a device must not use.
 FOREIGN = re.compile(r"\b(Comm|CommSet|Context|Optimizer|OneBitSetup)\b *[&*(]")
 
 
 def folder_of(path):
-    """The longest folder of the list that the file is in: comm/nccl is comm."""
+    """Returns the longest listed folder that contains the file: comm for comm/nccl."""
     parts = path.parts
     for length in (2, 1):
-        if "/".join(parts[:length]) in FLOOR:
+        if "/".join(parts[:length]) in LAYER_OF:
             return "/".join(parts[:length])
     return None
 
@@ -31,7 +30,7 @@ def folder_of(path):
 def main():
     root = pathlib.Path(sys.argv[1])
     count = wrong = 0
-    for folder in FLOOR:
+    for folder in LAYER_OF:
         for path in sorted((root / folder).rglob("*")):
             if path.suffix not in (".h", ".cc", ".cu", ".cuh"):
                 continue
@@ -46,7 +45,7 @@ def main():
                 if other is None:
                     continue
                 count += 1
-                if other != own and FLOOR[other] >= FLOOR[own]:
+                if other != own and LAYER_OF[other] >= LAYER_OF[own]:
                     wrong += 1
                     print(f"{path.relative_to(root)} includes {name}: {own} is below {other}")
             if own in ("src/cpu", "cuda"):
@@ -54,7 +53,7 @@ def main():
                     if FOREIGN.search(line.partition("//")[0]):
                         wrong += 1
                         print(f"{path.relative_to(root)}:{number}: "
-                              f"a device sees no comm, context or optimizer: {line.strip()}")
+                              f"a device must not use comms, contexts or optimizers: {line.strip()}")
     print(f"{count} includes, {wrong} wrong")
     return 1 if wrong or count < 100 else 0
 

@@ -6,11 +6,11 @@
 set -eu
 here=$(dirname "$(realpath "$0")")
 example=$(realpath "$here/../../examples/fp32.c")
-how=$1 source=$2 build=$3 toolkit=$4 cc=$5
+kind=$1 source=$2 build=$3 toolkit=$4 cc=$5
 shift 5
 tools=pkg-config
-[ "$how" != cmake ] || tools=cmake
-[ "$how" != rust ] || tools="pkg-config rustc"
+[ "$kind" != cmake ] || tools=cmake
+[ "$kind" != rust ] || tools="pkg-config rustc"
 for tool in $tools; do
     $tool --version >/dev/null 2>&1 || { echo "install: skipped, $tool is not installed"; exit 77; }
 done
@@ -54,7 +54,7 @@ static_flags() { flags --static --cflags --libs | sed 's/-ldsopt/-l:libdsopt.a/'
 needs_library() { readelf -dW "$folder/$1" | grep -q 'NEEDED.*libdsopt'; }
 runs() { "$here/caller.sh" "$folder/$1" || fail "$1: does not run"; }
 
-case $how in
+case $kind in
 shared)
     compile shared "$example" $(flags --cflags --libs)
     needs_library shared || fail "shared: not linked to the shared library"
@@ -113,7 +113,7 @@ project(caller C)
 foreach(version 0.1 0.3 1.0)
   find_package(dsopt ${version} QUIET CONFIG)
   if(dsopt_FOUND)
-    message(FATAL_ERROR "taken for version ${version}")
+    message(FATAL_ERROR "accepted as version ${version}")
   endif()
 endforeach()
 find_package(dsopt 0.2 REQUIRED CONFIG COMPONENTS shared static)

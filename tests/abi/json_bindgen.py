@@ -30,7 +30,7 @@ rust = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).st
 
 def expect(got, wanted, what):
     if sorted(got) != sorted(wanted):
-        sys.exit("%s: bindgen has %s too much and %s not" % (what, set(got) - set(wanted), set(wanted) - set(got)))
+        sys.exit("%s: bindgen has %s in addition and lacks %s" % (what, set(got) - set(wanted), set(wanted) - set(got)))
 
 
 def rust_name(field):
@@ -60,12 +60,13 @@ for struct in abi["structs"]:
     lines += ["    assert_eq!(::std::mem::size_of::<%s>(), %d);" % (name, struct["size"]),
               "    let memory = ::std::mem::MaybeUninit::<%s>::zeroed();" % name, "    let whole = memory.as_ptr();"]
     for field in struct["fields"]:
-        at = "unsafe { ::std::ptr::addr_of!((*whole).%s) }" % rust_name(field)
-        lines += ["    let at = %s;" % at, "    assert_eq!(at as usize - whole as usize, %d);" % field["offset"],
-                  "    assert_eq!(::std::mem::size_of_val(unsafe { &*at }), %d);" % field["size"]]
+        expression = "unsafe { ::std::ptr::addr_of!((*whole).%s) }" % rust_name(field)
+        lines += ["    let address = %s;" % expression,
+                  "    assert_eq!(address as usize - whole as usize, %d);" % field["offset"],
+                  "    assert_eq!(::std::mem::size_of_val(unsafe { &*address }), %d);" % field["size"]]
         if field["type"] in SCALARS:
             kind = SCALARS[field["type"]]
-            lines.append("    let _: *const %s = at;" %
+            lines.append("    let _: *const %s = address;" %
                          ("[%s; %d]" % (kind, field["count"]) if "count" in field else kind))
 lines += ["    let value: i32 = %s; assert_eq!(value, %d);" % item for item in abi["constants"].items()] + ["}", ""]
 with tempfile.TemporaryDirectory() as folder:

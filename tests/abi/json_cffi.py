@@ -48,7 +48,8 @@ expect(sorted(names - {*structs, *opaque}), sorted(new["name"] for new in abi["t
 for struct in abi["structs"]:
     name = struct["name"]
     expect(ffi.sizeof(name), struct["size"], name)
-    have = [(field, at.type, at.offset, ffi.sizeof(at.type), at.bitsize) for field, at in ffi.typeof(name).fields]
+    have = [(key, field.type, field.offset, ffi.sizeof(field.type), field.bitsize)
+            for key, field in ffi.typeof(name).fields]
     expect(have, [(field["name"], kind(field), field["offset"], field["size"], -1) for field in struct["fields"]], name)
     for field in struct["fields"]:
         if "signature" in field:

@@ -5,8 +5,8 @@
 usage: json_compiler.py dsopt.json INCLUDE-DIR STANDARD COMPILER...
 
 A program generated from dsopt.json asserts every size, offset, type, value and signature. The list of names that
-dsopt.json must contain comes from the preprocessor. A missing field would leave a gap, which is noticed because no
-struct has padding (test header-*). At the end the same checks must reject descriptions with one error each.
+dsopt.json must contain comes from the preprocessor. A missing field would leave a gap, which is detected because no
+struct has padding (test header-*). At the end the same checks must reject each of a list of wrong descriptions.
 """
 import copy
 import json
@@ -91,7 +91,7 @@ def problems(abi):
         for name in sorted(set(want) ^ set(have)):
             yield "%s: %s" % (name, "missing" if name in want else "not in the header")
         if not want or len(have) != len(set(have)):
-            yield "%s: none, or one twice" % kind
+            yield "%s: none, or a duplicate" % kind
     listed = {constant["name"] for enum in abi["enums"] for constant in enum["constants"]}
     for name in sorted(set(abi["constants"]) - listed):
         if not re.fullmatch(r"DSOPT_(VERSION_(MAJOR|MINOR|PATCH)|ABI_VERSION)", name):
@@ -125,29 +125,29 @@ def altered(abi):
     def save(wrong):
         return named(wrong["functions"], "dsopt_optimizer_save")["arguments"]
 
-    yield "a struct less", alter(lambda wrong: wrong["structs"].pop())
-    yield "a field less", alter(lambda wrong: step(wrong).pop(3))
-    yield "the last field less", alter(lambda wrong: step(wrong).pop())
-    yield "another size", alter(lambda wrong: wrong["structs"][0].update(size=32))
+    yield "a missing struct", alter(lambda wrong: wrong["structs"].pop())
+    yield "a missing field", alter(lambda wrong: step(wrong).pop(3))
+    yield "a missing last field", alter(lambda wrong: step(wrong).pop())
+    yield "a wrong size", alter(lambda wrong: wrong["structs"][0].update(size=32))
     yield "two fields exchanged", alter(lambda wrong: step(wrong)[1].update(name="params")
                                         or step(wrong)[3].update(name="grads"))
-    yield "another type of the same size", alter(lambda wrong: named(step(wrong), "count").update(type="uint64_t"))
-    yield "a const less", alter(lambda wrong: named(step(wrong), "grads").update(type="dsopt_tensor *"))
-    yield ("an array less",
+    yield "a wrong type of the same size", alter(lambda wrong: named(step(wrong), "count").update(type="uint64_t"))
+    yield "a missing const", alter(lambda wrong: named(step(wrong), "grads").update(type="dsopt_tensor *"))
+    yield ("a missing array",
            alter(lambda wrong: named(named(wrong["structs"], "dsopt_report")["fields"], "ms").pop("count")))
-    yield "another signature", alter(lambda wrong: named(named(wrong["structs"], "dsopt_comm_table")["fields"],
+    yield "a wrong signature", alter(lambda wrong: named(named(wrong["structs"], "dsopt_comm_table")["fields"],
                                                          "error")[
         "signature"]["arguments"].pop())
-    yield "a function less", alter(lambda wrong: wrong["functions"].pop(4))
-    yield "an argument less", alter(lambda wrong: save(wrong).pop())
-    yield "another result", alter(lambda wrong: named(wrong["functions"], "dsopt_version").update(result="int64_t"))
-    yield "a constant less", alter(lambda wrong: wrong["constants"].pop("DSOPT_MS_PHASES"))
-    yield "another value", alter(lambda wrong: wrong["constants"].update(DSOPT_ALL_GROUPS=0))
-    yield "another value in its enum", alter(lambda wrong: wrong["enums"][1]["constants"][2].update(value=9))
-    yield "an enum less", alter(lambda wrong: wrong["enums"].pop())
-    yield "a handle less", alter(lambda wrong: wrong["opaque"].pop())
-    yield "another callback", alter(lambda wrong: wrong["callbacks"][0]["arguments"].pop())
-    yield "another typedef", alter(lambda wrong: wrong["typedefs"][0].update(type="int64_t"))
+    yield "a missing function", alter(lambda wrong: wrong["functions"].pop(4))
+    yield "a missing argument", alter(lambda wrong: save(wrong).pop())
+    yield "a wrong result", alter(lambda wrong: named(wrong["functions"], "dsopt_version").update(result="int64_t"))
+    yield "a missing constant", alter(lambda wrong: wrong["constants"].pop("DSOPT_MS_PHASES"))
+    yield "a wrong value", alter(lambda wrong: wrong["constants"].update(DSOPT_ALL_GROUPS=0))
+    yield "a wrong value in its enum", alter(lambda wrong: wrong["enums"][1]["constants"][2].update(value=9))
+    yield "a missing enum", alter(lambda wrong: wrong["enums"].pop())
+    yield "a missing handle", alter(lambda wrong: wrong["opaque"].pop())
+    yield "a wrong callback", alter(lambda wrong: wrong["callbacks"][0]["arguments"].pop())
+    yield "a wrong typedef", alter(lambda wrong: wrong["typedefs"][0].update(type="int64_t"))
 
 
 def main():
@@ -159,8 +159,8 @@ def main():
     count = 0
     for count, (name, wrong) in enumerate(altered(abi), 1):
         if not any(problems(wrong)):
-            sys.exit("not noticed: " + name)
-    print("%d structs, %d functions, %d constants; %d wrong descriptions refused"
+            sys.exit("not detected: " + name)
+    print("%d structs, %d functions, %d constants; %d wrong descriptions rejected"
           % (len(abi["structs"]), len(abi["functions"]), len(abi["constants"]), count))
 
 

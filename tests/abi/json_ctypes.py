@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""json_ctypes.py PACKAGE-FOLDER LIBDSOPT: the ctypes structs that the Python package builds from dsopt.json must have
-the
-sizes and offsets written there, and must train a linear model through the library, on threads of this program."""
+"""json_ctypes.py PACKAGE-FOLDER LIBDSOPT: the ctypes structs that the Python package builds from dsopt.json must
+have the sizes and offsets of that file. They must train a linear model through the library, on threads of this
+program."""
 import ctypes
 import os
 import sys
@@ -12,15 +12,15 @@ sys.path.insert(0, sys.argv[1])
 from dsopt import _abi as abi  # noqa: E402
 
 description = abi.description
-places = 0
+fields = 0
 for struct in description["structs"]:
     kind = getattr(abi, struct["name"])
     assert ctypes.sizeof(kind) == struct["size"], struct["name"]
     for field in struct["fields"]:
-        place = getattr(kind, field["name"])
-        assert (place.offset, place.size) == (field["offset"], field["size"]), (struct["name"], field["name"])
-        places += 1
-assert places > 100, places
+        attribute = getattr(kind, field["name"])
+        assert (attribute.offset, attribute.size) == (field["offset"], field["size"]), (struct["name"], field["name"])
+        fields += 1
+assert fields > 100, fields
 assert abi.lib.dsopt_abi_version() == description["abi_version"] == abi.DSOPT_ABI_VERSION
 version = abi.lib.dsopt_version()
 assert "%d.%d.%d" % (version // 10000, version // 100 % 100, version % 100) == description["version"]
@@ -29,13 +29,13 @@ assert abi.lib.dsopt_status_name(abi.DSOPT_ERR_SHAPE) == b"DSOPT_ERR_SHAPE"
 
 def run(user, n, body, arg):
     assert user == 123
-    pieces.append(n)
+    calls.append(n)
     for i in reversed(range(n)):
         body(arg, i)
 
 
 # y = 2 x0 - 3 x1 + 1 as in examples/fp32.c
-pieces = []
+calls = []
 desc = abi.dsopt_context_desc(parallel_for=abi.dsopt_parallel_for(run), user=123, threads=2)
 context, optimizer, group = ctypes.c_void_p(), ctypes.c_void_p(), abi.dsopt_group()
 abi.check(abi.lib.dsopt_context_create(ctypes.byref(desc), ctypes.byref(context)))
@@ -71,13 +71,13 @@ try:
 except ValueError as error:
     assert error.status == abi.DSOPT_ERR_ARGUMENT, error
 else:
-    raise AssertionError("a step without arguments is taken")
+    raise AssertionError("a step without arguments is accepted")
 # Enough elements for several work items.
 ones, result = (ctypes.c_float * (1 << 20))(*[1] * (1 << 20)), abi.dsopt_norm_result()
 tensor = abi.dsopt_tensor(ctypes.addressof(ones), len(ones), abi.DSOPT_DTYPE_F32)
 abi.check(abi.lib.dsopt_tensors_norm(context, ctypes.byref(tensor), 1, abi.DSOPT_NORM_L2, 0, None, ctypes.byref(result),
                                      None))
-assert pieces and (result.norm, result.nonfinite, result.first_bad) == (1024, 0, -1), (pieces, result.norm)
+assert calls and (result.norm, result.nonfinite, result.first_bad) == (1024, 0, -1), (calls, result.norm)
 abi.lib.dsopt_optimizer_destroy(optimizer)
 abi.lib.dsopt_context_destroy(context)
-print("%d structs, %d fields; learnt %s" % (len(description["structs"]), places, learnt))
+print("%d structs, %d fields; learnt %s" % (len(description["structs"]), fields, learnt))

@@ -3,8 +3,8 @@
 #include <dsopt.h>
 #include <stddef.h>
 
-// Makes a call of this copy fail if `fail`, else takes a step. Returns an address in this copy and the copy's last
-// error text.
+// If `fail`, makes a call that must fail, otherwise takes a step. Returns an address in this copy, or NULL if the
+// result is not as expected, and the copy's last error text.
 const void *ENTRY(int fail, const char **last_error);
 const void *ENTRY(int fail, const char **last_error) {
     enum { COUNT = 1 << 20 }; // enough for two threads
@@ -18,13 +18,13 @@ const void *ENTRY(int fail, const char **last_error) {
     DSOPT_NEW(dsopt_step, step);
     desc.backend = fail ? 77 : DSOPT_BACKEND_CPU, desc.threads = 2;
     step.grads = &grad, step.count = 1;
-    const int went = dsopt_context_create(&desc, &ctx) == DSOPT_OK &&
-                     dsopt_optimizer_create(ctx, NULL, &opt) == DSOPT_OK &&
-                     dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW) == DSOPT_OK &&
-                     dsopt_optimizer_add_group(opt, &group, &param, 1) == DSOPT_OK &&
-                     dsopt_optimizer_step(opt, &step) == DSOPT_OK && w[0] < 1;
+    const int succeeded = dsopt_context_create(&desc, &ctx) == DSOPT_OK &&
+                          dsopt_optimizer_create(ctx, NULL, &opt) == DSOPT_OK &&
+                          dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW) == DSOPT_OK &&
+                          dsopt_optimizer_add_group(opt, &group, &param, 1) == DSOPT_OK &&
+                          dsopt_optimizer_step(opt, &step) == DSOPT_OK && w[0] < 1;
     dsopt_optimizer_destroy(opt);
     dsopt_context_destroy(ctx);
     *last_error = dsopt_last_error();
-    return went != fail ? (const void *)dsopt_build_info() : NULL;
+    return succeeded != fail ? (const void *)dsopt_build_info() : NULL;
 }

@@ -11,7 +11,7 @@ typedef const void *plugin_entry(int fail, const char **last_error);
 
 static void expect(int holds, const char *what) {
     if (holds) return;
-    fprintf(stderr, "plugins: not so: %s\n", what);
+    fprintf(stderr, "plugins: does not hold: %s\n", what);
     exit(1);
 }
 
@@ -31,12 +31,12 @@ int main(int argc, char **argv) {
 
     const void *a = first(1, &error);
     expect(a != NULL, "the first plugin's call fails");
-    expect(*error != 0, "the first plugin has a text of its failure");
+    expect(*error != 0, "the first plugin has an error text");
     const void *b = second(0, &error);
     expect(b != NULL, "the second plugin takes a step");
     expect(*error == 0, "the second plugin sees no failure of the first");
     expect(*dsopt_last_error() == 0, "the program sees no failure of a plugin");
-    const void *own = dsopt_build_info();
-    expect(a != b && a != own && b != own, "there are three copies of the library");
+    const void *shared = dsopt_build_info();
+    expect(a != b && a != shared && b != shared, "there are three copies of the library");
     return 0;
 }

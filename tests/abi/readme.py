@@ -35,9 +35,9 @@ def links(root):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             if not target.exists():
-                wrong.append(f"{page.relative_to(root)}: {link}: there is no such file")
+                wrong.append(f"{page.relative_to(root)}: {link}: no such file")
             elif anchor and (target.suffix != ".md" or anchor not in anchors(target)):
-                wrong.append(f"{page.relative_to(root)}: {link}: there is no such heading")
+                wrong.append(f"{page.relative_to(root)}: {link}: no such heading")
     if wrong:
         fail("\n".join(wrong))
 
@@ -55,7 +55,7 @@ def examples(root, names):
     for page, folder in ((root / "README.md", "examples/"), (root / "examples" / "README.md", "")):
         linked = set(re.findall(rf"^\| \[[^\]]+\]\({folder}(\w+)\.c\)", page.read_text(), flags=re.M))
         if linked != files:
-            fail(f"{page.relative_to(root)}: rows that are missing or too many: " + ", ".join(sorted(files ^ linked)))
+            fail(f"{page.relative_to(root)}: missing or additional rows: " + ", ".join(sorted(files ^ linked)))
 
 
 def main():

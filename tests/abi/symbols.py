@@ -53,15 +53,14 @@ def visible(static):
 
 
 def difference(have, want):
-    parts = [f"lacks {name}" for name in sorted(want - have)] + [f"has {name} too much" for name in sorted(have - want)]
-    return ", ".join(parts)
+    lacking = [f"lacks {name}" for name in sorted(want - have)]
+    return ", ".join(lacking + [f"has {name} in addition" for name in sorted(have - want)])
 
 
 def static_constructors(static):
-    """Returns static constructors. The shared library is linked from the static library's one object, without the
-    compiler's
-    start files, so all constructors are ours, except for one function per source file that nvcc adds to register
-    kernels."""
+    """Returns static constructors of this project. The shared library is linked from the static library's one object,
+    without the compiler's start files. So every constructor comes from dsopt's sources, except one function per source
+    file that nvcc adds to register kernels."""
     section = r"\]\s+(\.(?:preinit_array|init_array|fini_array|ctors|dtors)\S*)(?:\s+[0-9a-zA-Z_]+){3}\s+([0-9a-f]+)"
     found = re.findall(section, output("readelf", "-SW", static))
     functions = sum(int(size, 16) for _, size in found) // 8
