@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""bytes.py ROOT LIBDSOPT: compares the byte formulas of bench/alpha_beta.py with what the engine counts and needs."""
+"""bytes.py ROOT LIBDSOPT: compares the byte formulas of bench/alpha_beta.py with the counts and buffer sizes of the
+engine."""
 import ctypes
 import os
 import sys
@@ -12,12 +13,12 @@ import dsopt  # noqa: E402
 from dsopt import _abi as abi  # noqa: E402
 
 check = abi.check
-kept = []
+comms = []
 
 
 def expect(got, wanted, what):
     if got != wanted:
-        sys.exit("%s: the engine has %s, the model %s" % (what, got, wanted))
+        sys.exit("%s: %s in the engine, %s in the model" % (what, got, wanted))
 
 
 class Idle:
@@ -31,9 +32,9 @@ context = dsopt.Context()
 
 
 def comm_of(ranks):
-    """Handle of a comm of `ranks` ranks, in which the data of the other ranks stays unchanged."""
-    kept.append(dsopt.Comm.table(context, Idle(), 0, ranks))
-    return kept[-1].handle
+    """Returns the handle of a comm of `ranks` ranks whose collectives do nothing."""
+    comms.append(dsopt.Comm.table(context, Idle(), 0, ranks))
+    return comms[-1].handle
 
 
 def sent(comm):
@@ -43,7 +44,8 @@ def sent(comm):
 
 
 def sizes(numels, ranks, node, data=False):
-    """Arguments of an exchange, with floats of worker and server. `data`: with memory."""
+    """Returns arguments of an exchange, the numbers of worker and server floats, and the memory of the arguments.
+    `data`: also allocates tensors, errors and workspace."""
     tensors = (abi.dsopt_tensor * len(numels))(*(abi.dsopt_tensor(None, n, abi.DSOPT_DTYPE_F32) for n in numels))
     args = abi.dsopt_compressed(tensors=ctypes.addressof(tensors), count=len(numels), node=node)
     worker, server, space = ctypes.c_int64(), ctypes.c_int64(), ctypes.c_size_t()
@@ -101,6 +103,7 @@ for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer size
         flat, (two, _) = model.flat_bytes(numels, 64), model.two_level_bytes(numels, 8, 8)
         leaving = flat // 63 * 56  # bytes per rank that go to ranks of other nodes
         if leaving != 8 * two:
-            sys.exit("%s: of a node's bytes two levels save a factor of %.3f, not 8" % (name, leaving / two))
+            sys.exit("%s: two levels reduce the bytes that leave a node by a factor of %.3f, not 8" %
+                     (name, leaving / two))
         checked += 2
-print("%d figures are those of the engine" % checked)
+print("%d figures match the engine" % checked)

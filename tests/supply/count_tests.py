@@ -12,7 +12,7 @@ import tempfile
 
 TESTS = [
     ("plain", "OK", "", [1, 0, 0], []),
-    ("counted", "OK", "a: is not so\n7 passed, 2 failed\n", [7, 2, 0], []),
+    ("counted", "OK", "a: does not hold\n7 passed, 2 failed\n", [7, 2, 0], []),
     ("partly", "OK", "skipped: test_x: no GPU\nskipped: test_y: no GPU at all\n5 passed, 0 failed, 2 skipped\n",
      [5, 0, 2],
      ["test_x: no GPU", "test_y: no GPU at all"]),
@@ -34,15 +34,15 @@ def main():
         with open(os.path.join(build, "meson-logs", "testlog.junit.xml"), "w", encoding="utf-8") as file:
             file.write(JUNIT)
         with open(os.path.join(build, "meson-logs", "testlog.json"), "w", encoding="utf-8") as file:
-            for name, result, said, _, _ in TESTS:
-                file.write(json.dumps({"name": name, "result": result, "stdout": said, "returncode": 0, "duration": 1})
-                           + "\n")
-        said = subprocess.run([sys.executable, script, build], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            for name, result, output, _, _ in TESTS:
+                entry = {"name": name, "result": result, "stdout": output, "returncode": 0, "duration": 1}
+                file.write(json.dumps(entry) + "\n")
+        counted = subprocess.run([sys.executable, script, build], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                               text=True, check=True)
         with open(os.path.join(build, "not-run"), encoding="utf-8") as file:
             not_run = file.read().splitlines()
     results = [
-        ("counts", said.stdout.split(), [str(sum(test[3][i] for test in TESTS)) for i in range(3)]),
+        ("counts", counted.stdout.split(), [str(sum(test[3][i] for test in TESTS)) for i in range(3)]),
         ("not-run", not_run, [f"{test[0]}: {reason}" for test in TESTS for reason in test[4]]),
     ]
     for name, have, want in results:

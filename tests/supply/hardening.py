@@ -34,13 +34,12 @@ def checks(fortified, shared, static, program, *kernels):
     for path in (shared, program):
         for name, holds in checks_of_file(path):
             yield path + " " + name, holds
-    # For programs the compiler's default decides. Code that is not position-independent would be relocated when it is
-    # loaded.
+    # Only the library: programs have the compiler's default. Code with text relocations is modified when it is loaded.
     yield shared + " can be placed anywhere", "TEXTREL" not in output("readelf", "-dW", shared)
     for path, names in ((shared, imports("nm", "-D", shared)), (static, imports("nm", static))):
         yield path + " checks canaries", "__stack_chk_fail" in names
         checked = sorted(name for name in names if name.endswith("_chk"))
-        # A build without optimization cannot have them, and it is an error if they come from elsewhere.
+        # A build without optimization must not have them.
         yield f"{path}: checked functions are {checked}", ("__vsnprintf_chk" in checked) == fortified
     yield "there are kernels", bool(kernels)
     for path in kernels:
@@ -53,7 +52,7 @@ def main():
         passed += holds
         failed += not holds
         if not holds:
-            print(f"{name}: is not so")
+            print(f"{name}: does not hold")
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
 

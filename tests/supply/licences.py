@@ -6,7 +6,7 @@ usage: licences.py ROOT INPUTS CXX...
 
 The texts in LICENSES must be those of the headers in this build, and in every package. The bill of materials of
 each package has the fields that SPDX 2.3 requires, versions as the preprocessor sees them, and the same bytes for the
-same inputs. If spdx-tools are installed, they validate it, too. Prints `name: reason` for each check that fails, then
+same inputs. If spdx-tools are installed, they validate each bill. Prints `name: reason` for each check that fails, then
 `N passed, N failed`.
 """
 import json
@@ -37,16 +37,16 @@ def without_years(text):
 
 
 def preprocessed(source):
-    said = subprocess.run([*CXX, "-x", "c++", "-E", "-P", "-"], input=source, stdout=subprocess.PIPE, text=True,
-                          check=True)
-    return said.stdout.strip().splitlines()[-1].replace(" ", "")
+    output = subprocess.run([*CXX, "-x", "c++", "-E", "-P", "-"], input=source, stdout=subprocess.PIPE, text=True,
+                            check=True)
+    return output.stdout.strip().splitlines()[-1].replace(" ", "")
 
 
 def header(name):
     """Returns the text of a header that the compiler finds."""
-    said = subprocess.run([*CXX, "-x", "c++", "-M", "-"], input=f"#include <{HEADERS[name]}>\n", stdout=subprocess.PIPE,
-                          text=True, check=True)
-    (path,) = {path for path in said.stdout.replace("\\\n", " ").split() if path.endswith("/" + HEADERS[name])}
+    output = subprocess.run([*CXX, "-x", "c++", "-M", "-"], input=f"#include <{HEADERS[name]}>\n",
+                            stdout=subprocess.PIPE, text=True, check=True)
+    (path,) = {path for path in output.stdout.replace("\\\n", " ").split() if path.endswith("/" + HEADERS[name])}
     with open(path, encoding="utf-8") as file:
         return file.read()
 
@@ -79,7 +79,7 @@ def texts():
 
 
 def required(sbom):
-    """What SPDX 2.3 requires of a document without files."""
+    """Yields whether each requirement of SPDX 2.3 on a document without files holds."""
     yield all(isinstance(sbom.get(key), str) and sbom[key] for key in ("name", "documentNamespace"))
     yield (sbom["spdxVersion"] == "SPDX-2.3" and sbom["dataLicense"] == "CC0-1.0" and
            sbom["SPDXID"] == "SPDXRef-DOCUMENT")
@@ -99,7 +99,8 @@ def required(sbom):
         yield relation["relationshipType"] in RELATIONS
         yield {relation["spdxElementId"], relation["relatedSpdxElement"]} <= known
     # Every package is in a relationship.
-    yield {end for one in sbom["relationships"] for end in (one["spdxElementId"], one["relatedSpdxElement"])} == known
+    yield {end for relation in sbom["relationships"]
+           for end in (relation["spdxElementId"], relation["relatedSpdxElement"])} == known
 
 
 def valid(path):
@@ -171,7 +172,7 @@ def main():
             passed += holds
             failed += not holds
             if not holds:
-                print(f"{name}: is not so")
+                print(f"{name}: does not hold")
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that everything that scripts of this project install from PyPI is pinned, with hashes.
+"""Checks that scripts install only pinned packages with hashes from PyPI.
 
 usage: requirements.py ROOT
 
@@ -30,7 +30,7 @@ def normal(name):
 def lists():
     folder = os.path.join(ROOT, "scripts", "requirements")
     names = sorted(os.path.splitext(name)[0] for name in os.listdir(folder))
-    yield "the lists come in pairs", names[::2] == names[1::2] and len(names) >= 10
+    yield "each NAME.in has a NAME.txt", names[::2] == names[1::2] and len(names) >= 10
     for name in names[::2]:
         wanted, text = read(folder, name + ".in"), read(folder, name + ".txt")
         yield f"{name}.in names its oldest Python", bool(re.search(r"^# python 3\.\d+$", wanted, re.M))
@@ -75,7 +75,7 @@ def main():
         passed += holds
         failed += not holds
         if not holds:
-            print(f"{name}: is not so")
+            print(f"{name}: does not hold")
     print(f"{passed} passed, {failed} failed")
     return 1 if failed else 0
 

@@ -12,17 +12,18 @@
 static int passed, failed;
 static void expect(int holds, const char *what) {
     holds ? ++passed : ++failed;
-    if (!holds) printf("%s: is not so\n", what);
+    if (!holds) printf("%s: does not hold\n", what);
 }
 
 #ifdef DLFO_EH_SEGMENT_TYPE // glibc 2.35
 typedef int (*find_function)(void *, struct dl_find_object *);
 
 static void finds_what_the_system_finds(void) {
-    find_function systems;
-    *(void **)&systems = dlsym(RTLD_NEXT, "_dl_find_object");
-    expect(systems != NULL && systems != _dl_find_object, "there is another one to compare with");
-    if (systems == NULL) return;
+    find_function systems_function;
+    *(void **)&systems_function = dlsym(RTLD_NEXT, "_dl_find_object");
+    expect(systems_function != NULL && systems_function != _dl_find_object,
+           "the system has a _dl_find_object to compare with");
+    if (systems_function == NULL) return;
     static int data;
     int local;
     void *const heap = malloc(16);
@@ -34,14 +35,16 @@ static void finds_what_the_system_finds(void) {
                                heap,
                                NULL};
     for (size_t i = 0; i < sizeof addresses / sizeof addresses[0]; ++i) {
-        struct dl_find_object one, other;
-        const int status = _dl_find_object(addresses[i], &one), wanted = systems(addresses[i], &other);
+        struct dl_find_object found, system_found;
+        const int status = _dl_find_object(addresses[i], &found),
+                  wanted = systems_function(addresses[i], &system_found);
         expect(status == wanted, "the same objects are found");
-        expect((status == 0) == (i < 4), "code and data are of an object, the stack and the heap are not");
+        expect((status == 0) == (i < 4), "code and data belong to an object, the stack and the heap do not");
         if (status != 0 || wanted != 0) continue;
-        expect(one.dlfo_eh_frame == other.dlfo_eh_frame, "with the same table for the unwinder");
-        expect((char *)addresses[i] >= (char *)one.dlfo_map_start && (char *)addresses[i] < (char *)one.dlfo_map_end,
-               "that has the address");
+        expect(found.dlfo_eh_frame == system_found.dlfo_eh_frame, "the object has the same table for the unwinder");
+        expect((char *)addresses[i] >= (char *)found.dlfo_map_start &&
+                   (char *)addresses[i] < (char *)found.dlfo_map_end,
+               "the object contains the address");
     }
     free(heap);
 }
@@ -49,7 +52,7 @@ static void finds_what_the_system_finds(void) {
 static void finds_what_the_system_finds(void) {}
 #endif
 
-static struct timespec in(clockid_t clock, int64_t nanoseconds) {
+static struct timespec time_after(clockid_t clock, int64_t nanoseconds) {
     struct timespec time;
     clock_gettime(clock, &time);
     const int64_t sum = time.tv_nsec + nanoseconds;
@@ -80,23 +83,23 @@ static void waits(void) {
     const clockid_t clocks[] = {CLOCK_MONOTONIC, CLOCK_REALTIME};
     pthread_mutex_lock(&mutex);
     for (int i = 0; i < 2; ++i) {
-        struct timespec until = in(clocks[i], 0);
+        struct timespec until = time_after(clocks[i], 0);
         expect(pthread_cond_clockwait(&condition, &mutex, clocks[i], &until) == ETIMEDOUT,
-               "a time in the past has passed");
+               "a deadline in the past times out at once");
         for (int64_t wait = 20000000; wait <= 1500000000; wait += 1480000000) { // the second is longer than a slice
-            until = in(clocks[i], wait);
+            until = time_after(clocks[i], wait);
             int status = 0;
             while (status == 0) // like every caller, because a wait may end early
                 status = pthread_cond_clockwait(&condition, &mutex, clocks[i], &until);
-            expect(status == ETIMEDOUT && is_past(clocks[i], &until), "the wait ends when the time has come");
+            expect(status == ETIMEDOUT && is_past(clocks[i], &until), "the wait ends after its deadline");
         }
         until.tv_nsec = 1000000000;
         expect(pthread_cond_clockwait(&condition, &mutex, clocks[i], &until) == EINVAL,
-               "nanoseconds are below a second");
+               "nanoseconds from 10^9 on are rejected");
     }
-    const struct timespec far = in(CLOCK_MONOTONIC, INT64_C(3600000000000));
+    const struct timespec far = time_after(CLOCK_MONOTONIC, INT64_C(3600000000000));
     pthread_t thread;
-    expect(pthread_create(&thread, NULL, signals, NULL) == 0, "there is a thread");
+    expect(pthread_create(&thread, NULL, signals, NULL) == 0, "the thread is created");
     while (!ready)
         expect(pthread_cond_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &far) == 0, "a signal ends the wait");
     pthread_mutex_unlock(&mutex);

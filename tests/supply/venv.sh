@@ -1,15 +1,15 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# venv.sh ROOT: tests scripts/venv.sh. It must install packages with the right hash, fail if a hash differs, and skip
-# with a reason without a network and without a suitable Python. If building a source package fails, it must omit the
-# package, unless a hash differs. Needs no network: the index is a folder.
+# venv.sh ROOT: tests scripts/venv.sh. The script must install packages with the right hash and fail if a hash differs.
+# Without a network or a suitable Python it must skip with a reason. If a source package cannot be built, it must omit
+# the package, unless a hash differs. The test needs no network: the index is a folder.
 set -eu
 root=$1
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -c 'import ensurepip, venv' 2>/dev/null || { echo "venv: skipped, Python's venv is not installed"; exit 77; }
 passed=0
-fail() { echo "$*"; cat "$folder/said"; echo "$passed passed, 1 failed"; exit 1; }
+fail() { echo "$*"; cat "$folder/output"; echo "$passed passed, 1 failed"; exit 1; }
 pass() { passed=$((passed + 1)); }
 
 mkdir -p "$folder/scripts/requirements" "$folder/index"
@@ -26,7 +26,7 @@ with zipfile.ZipFile(path, "w") as wheel:
 print(hashlib.sha256(open(path, "rb").read()).hexdigest())
 END
 )
-# A source archive with a build backend of its own, which needs the wheel, and one whose backend fails.
+# A source archive whose build backend needs the wheel, and a source archive whose backend fails.
 hashes=$(python3 - "$folder/index" <<'END'
 import hashlib, io, sys, tarfile
 backend = """
@@ -61,12 +61,12 @@ source_list() { # NAME HASH
 }
 make() { # STATUS
     status=0
-    "$folder/scripts/venv.sh" "$folder/venv" one no-such-python python3 >"$folder/said" 2>&1 || status=$?
+    "$folder/scripts/venv.sh" "$folder/venv" one no-such-python python3 >"$folder/output" 2>&1 || status=$?
     [ "$status" = "$1" ]
 }
 export PIP_CONFIG_FILE=/dev/null
 unset PIP_FIND_LINKS PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_NO_INDEX PIP_PROXY
-unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY # so that no proxy answers for the closed index
+unset http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY # a proxy would answer for the closed index
 export no_proxy='*'
 wrong=$(echo "$hash" | tr 0-9a-f 1-9a-f0)
 
@@ -75,30 +75,30 @@ list 3.6 "$hash"
 make 0 || fail "with the right hash: status $status"
 [ "$("$folder/venv/bin/python" -c 'import pinned; print(pinned.value)')" = 7 ] || fail "the module is not installed"
 pass
-touch "$folder/venv/kept"
-make 0 && [ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again"
+touch "$folder/venv/marker"
+make 0 && [ -f "$folder/venv/marker" ] || fail "a complete environment is created again"
 pass
 source_list broken "$(echo "$hashes" | tail -n 1)"
 make 0 || fail "with a source that cannot be built: status $status"
-grep -q '^left out: one-source.txt: ' "$folder/said" || fail "with a source that cannot be built: no reason"
+grep -q '^left out: one-source.txt: ' "$folder/output" || fail "with a source that cannot be built: no reason"
 pass
 source_list built "$(echo "$hashes" | head -n 1 | tr 0-9a-f 1-9a-f0)"
-make 1 && grep -q 'DO NOT MATCH THE HASHES' "$folder/said" || fail "with another hash of a source: status $status"
+make 1 && grep -q 'DO NOT MATCH THE HASHES' "$folder/output" || fail "with another hash of a source: status $status"
 pass
 source_list built "$(echo "$hashes" | head -n 1)"
 make 0 || fail "with a source: status $status"
 [ "$("$folder/venv/bin/python" -c 'import built; print(built.value)')" = 8 ] ||
     fail "the source is not built and installed"
-[ -f "$folder/venv/kept" ] || fail "an environment that is ready is made again for a source"
+[ -f "$folder/venv/marker" ] || fail "a complete environment is created again for a source package"
 pass
 cp "$folder/scripts/requirements/one-source.txt" "$folder/scripts/requirements/one-aside.txt"
-make 0 && [ -f "$folder/venv/aside/built.py" ] || fail "with a version of its own folder: status $status"
+make 0 && [ -f "$folder/venv/aside/built.py" ] || fail "with packages of a separate folder: status $status"
 pass
-touch "$folder/venv/aside/kept"
-make 0 && [ -f "$folder/venv/aside/kept" ] || fail "a folder of other versions that is ready is made again"
+touch "$folder/venv/aside/marker"
+make 0 && [ -f "$folder/venv/aside/marker" ] || fail "a complete separate folder is created again"
 echo "# changed" >>"$folder/scripts/requirements/one-aside.txt"
-make 0 && [ ! -f "$folder/venv/aside/kept" ] && [ -f "$folder/venv/aside/built.py" ] ||
-    fail "a folder of other versions with other pins is not made again: status $status"
+make 0 && [ ! -f "$folder/venv/aside/marker" ] && [ -f "$folder/venv/aside/built.py" ] ||
+    fail "a separate folder with other pins is not created again: status $status"
 pass
 rm "$folder/scripts/requirements/one-source.txt" "$folder/scripts/requirements/one-aside.txt"
 # Network warnings in the log must not hide a wrong hash. No server listens at this index.
@@ -106,17 +106,17 @@ unset PIP_NO_INDEX
 export PIP_INDEX_URL=http://127.0.0.1:9/simple
 list 3.6 "$wrong"
 make 1 || fail "with another hash: status $status in place of 1"
-grep -q 'Retrying' "$folder/said" || fail "with another hash: pip did not ask the index"
-grep -q 'DO NOT MATCH THE HASHES' "$folder/said" || fail "with another hash: no reason"
-[ ! -f "$folder/venv/kept" ] || fail "an environment with other pins is not made again"
-[ ! -f "$folder/venv/ready" ] || fail "with another hash: the environment counts as made"
+grep -q 'Retrying' "$folder/output" || fail "with another hash: pip did not ask the index"
+grep -q 'DO NOT MATCH THE HASHES' "$folder/output" || fail "with another hash: no reason"
+[ ! -f "$folder/venv/marker" ] || fail "an environment with other pins is not created again"
+[ ! -f "$folder/venv/ready" ] || fail "with another hash: the environment is marked as complete"
 pass
 unset PIP_FIND_LINKS
 make 77 || fail "without a network: status $status in place of 77"
-grep -q '^skipped: PyPI was not reached' "$folder/said" || fail "without a network: no reason"
+grep -q '^skipped: PyPI was not reached' "$folder/output" || fail "without a network: no reason"
 pass
 list 3.99 "$hash"
 make 77 || fail "without a Python that fits: status $status in place of 77"
-grep -q '^skipped: there is no Python 3.99' "$folder/said" || fail "without a Python that fits: no reason"
+grep -q '^skipped: there is no Python 3.99' "$folder/output" || fail "without a Python that fits: no reason"
 pass
 echo "$passed passed, 0 failed"
