@@ -163,6 +163,22 @@ TEST_F(CudaWaits, KeepCapturesValidWithSkipBudgetOfRanks) {
     }
 }
 
+TEST_F(CudaWaits, PrecedeAResetOfTheSkipCount) {
+    const NoOpComm noop(0);
+    Setting s;
+    s.sizes = {5, 4100};
+    s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
+    s.desc.skip_budget = 3;
+    s.desc.data = s.desc.model = noop.comm;
+    s.context = noop.context;
+    BackendOptimizer side(true, s);
+    side.fill_gradients(0, 1);
+    for (int t = 0; t < 2; ++t) ASSERT_OK(side.step()); // not executed yet
+    ASSERT_OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 3));
+    for (int t = 0; t < 3; ++t) ASSERT_OK(side.step()) << "skipped steps before the reset were counted";
+    EXPECT_EQ(side.step(), DSOPT_ERR_SKIPS);
+}
+
 TEST_F(CudaWaits, KeepCapturesValidInAddParams) {
     Setting s;
     s.sizes = {5, 4100};
