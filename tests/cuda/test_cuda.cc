@@ -169,13 +169,14 @@ TEST_F(CudaCheckpoint, LoadsOnBothBackends) {
     ASSERT_OK(dsopt_optimizer_save(device.optimizer, path.c_str(), nullptr));
     DSOPT_NEW(dsopt_io, io);
     ASSERT_OK(dsopt_optimizer_load(again.optimizer, path.c_str(), &io));
-    // The CPU loads the file of the device, and both continue identically.
     ASSERT_OK(dsopt_optimizer_load(host.optimizer, path.c_str(), &io));
-    for (BackendOptimizer *side : {&device, &host}) {
+    // All three continue identically.
+    for (BackendOptimizer *side : {&device, &again, &host}) {
         side->fill_gradients(1);
         ASSERT_OK(side->step());
     }
     EXPECT_TRUE(same(device.all_bytes(), host.all_bytes()));
+    EXPECT_TRUE(same(device.all_bytes(), again.all_bytes()));
     (void)std::remove(path.c_str());
 }
 
