@@ -346,65 +346,30 @@ constexpr auto kLocal = cudaStreamCaptureModeThreadLocal;
 constexpr auto kRelaxed = cudaStreamCaptureModeRelaxed;
 constexpr auto kUnsupported = cudaErrorStreamCaptureUnsupported;
 #define CALL [](cudaStream_t stream [[maybe_unused]], float *device [[maybe_unused]], float *pinned [[maybe_unused]])
-const Refused kRefused[] = {{"SynchronizingStream", kRelaxed, 1, CALL{return cudaStreamSynchronize(stream);
-} // namespace
-, kUnsupported
-}
-, {"QueryingStream", kRelaxed, 1, CALL{return cudaStreamQuery(stream);
-}
-, kUnsupported
-}
-, {"SynchronizingDevice", kRelaxed, 1, CALL{return cudaDeviceSynchronize();
-}
-, kUnsupported
-}
-, {"Allocating", kLocal, 1, CALL{void *p = nullptr;
-return cudaMalloc(&p, 4);
-}
-, kUnsupported
-}
-, {"AllocatingPinned", kLocal, 1, CALL{void *p = nullptr;
-return cudaMallocHost(&p, 4);
-}
-, kUnsupported
-}
-, {"AllocatingInStreamOrder", kRelaxed, 1, CALL{void *p = nullptr;
-return cudaMallocAsync(&p, 4, stream);
-}
-, kUnsupported
-}
-, {"Freeing", kRelaxed, 1, CALL{return cudaFree(device);
-}
-, kUnsupported
-}
-, {"FreeingPinned", kLocal, 1, CALL{return cudaFreeHost(pinned);
-}
-, kUnsupported
-}
-, {"CopyingPageable", kRelaxed, 1, CALL{float f = 0;
-return cudaMemcpyAsync(device, &f, 4, cudaMemcpyHostToDevice, stream);
-}
-, kUnsupported
-}
-, {"CopyingSynchronously", kLocal, 1, CALL{return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice);
-}
-, kUnsupported
-}
-, {"CopyingDuringBlockingCapture", kLocal, 0, CALL{return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice);
-}
-, cudaErrorStreamCaptureImplicit
-}
-, {"FillingOnNullStreamDuringBlockingCapture", kLocal, 0, CALL{return cudaMemsetAsync(device, 0, 4, nullptr);
-}
-, cudaErrorStreamCaptureImplicit
-}
-, {"LaunchingOnNullStreamDuringBlockingCapture", kLocal, 0, CALL{return sample::scale(device, 1, 1, nullptr);
-}
-, cudaErrorStreamCaptureImplicit
-}
-,
-}
-;
+// clang-format takes the macro for a statement.
+// clang-format off
+const Refused kRefused[] = {
+    {"SynchronizingStream", kRelaxed, 1, CALL { return cudaStreamSynchronize(stream); }, kUnsupported},
+    {"QueryingStream", kRelaxed, 1, CALL { return cudaStreamQuery(stream); }, kUnsupported},
+    {"SynchronizingDevice", kRelaxed, 1, CALL { return cudaDeviceSynchronize(); }, kUnsupported},
+    {"Allocating", kLocal, 1, CALL { void *p = nullptr; return cudaMalloc(&p, 4); }, kUnsupported},
+    {"AllocatingPinned", kLocal, 1, CALL { void *p = nullptr; return cudaMallocHost(&p, 4); }, kUnsupported},
+    {"AllocatingInStreamOrder", kRelaxed, 1,
+     CALL { void *p = nullptr; return cudaMallocAsync(&p, 4, stream); }, kUnsupported},
+    {"Freeing", kRelaxed, 1, CALL { return cudaFree(device); }, kUnsupported},
+    {"FreeingPinned", kLocal, 1, CALL { return cudaFreeHost(pinned); }, kUnsupported},
+    {"CopyingPageable", kRelaxed, 1,
+     CALL { float f = 0; return cudaMemcpyAsync(device, &f, 4, cudaMemcpyHostToDevice, stream); }, kUnsupported},
+    {"CopyingSynchronously", kLocal, 1,
+     CALL { return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice); }, kUnsupported},
+    {"CopyingDuringBlockingCapture", kLocal, 0,
+     CALL { return cudaMemcpy(device, pinned, 4, cudaMemcpyHostToDevice); }, cudaErrorStreamCaptureImplicit},
+    {"FillingOnNullStreamDuringBlockingCapture", kLocal, 0,
+     CALL { return cudaMemsetAsync(device, 0, 4, nullptr); }, cudaErrorStreamCaptureImplicit},
+    {"LaunchingOnNullStreamDuringBlockingCapture", kLocal, 0,
+     CALL { return sample::scale(device, 1, 1, nullptr); }, cudaErrorStreamCaptureImplicit},
+};
+// clang-format on
 class Captures : public testing::TestWithParam<Refused> {};
 INSTANTIATE_TEST_SUITE_P(All, Captures, testing::ValuesIn(kRefused),
                          [](const testing::TestParamInfo<Refused> &info) { return info.param.name; });
