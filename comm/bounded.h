@@ -16,35 +16,35 @@ class Deadline {
 public:
     explicit Deadline(int timeout_ms) :
         bounded_(timeout_ms >= 0),
-        at_(std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded_ ? timeout_ms : 0)) {}
-    bool over() const { return bounded_ && std::chrono::steady_clock::now() >= at_; }
+        end_(std::chrono::steady_clock::now() + std::chrono::milliseconds(bounded_ ? timeout_ms : 0)) {}
+    bool passed() const { return bounded_ && std::chrono::steady_clock::now() >= end_; }
     /// Waits for done(), which changes with `lock` held. Returns false if done() was still false at the deadline.
     template <class Done>
     bool wait(std::condition_variable &changed, std::unique_lock<std::mutex> &lock, const Done &done) const {
-        if (bounded_) return changed.wait_until(lock, at_, done);
+        if (bounded_) return changed.wait_until(lock, end_, done);
         changed.wait(lock, done);
         return true;
     }
     template <class T> bool wait(const std::future<T> &result) const {
-        if (bounded_) return result.wait_until(at_) == std::future_status::ready;
+        if (bounded_) return result.wait_until(end_) == std::future_status::ready;
         result.wait();
         return true;
     }
 
 private:
     bool bounded_;
-    std::chrono::steady_clock::time_point at_;
+    std::chrono::steady_clock::time_point end_;
 };
 
-/// Calls look() until it returns true. Returns false if the deadline passed first.
-template <class Look> bool poll(const Deadline &deadline, const Look &look) {
-    for (int looks = 1; !look(); ++looks) {
-        if (deadline.over()) return false;
-        // Yields at first, because most exchanges are short; later sleeps 50 us and finally 1 ms per look.
-        if (looks < 200)
+/// Calls is_done() until it returns true. Returns false if the deadline passed first.
+template <class IsDone> bool poll(const Deadline &deadline, const IsDone &is_done) {
+    for (int calls = 1; !is_done(); ++calls) {
+        if (deadline.passed()) return false;
+        // Yields at first, because most exchanges are short; later sleeps 50 us and finally 1 ms per call.
+        if (calls < 200)
             std::this_thread::yield();
         else
-            std::this_thread::sleep_for(std::chrono::microseconds(looks < 1200 ? 50 : 1000));
+            std::this_thread::sleep_for(std::chrono::microseconds(calls < 1200 ? 50 : 1000));
     }
     return true;
 }

@@ -23,10 +23,10 @@ char *Comm::Scratch::get(const std::shared_ptr<const Context> &context, bool dev
     return static_cast<char *>(device ? device_.data() : pinned_ ? pinned_.get() : plain_.data());
 }
 void Comm::Scratch::leak() {
-    static constinit PerProcess<std::vector<Memory>> kept; // never freed
+    static constinit PerProcess<std::vector<Memory>> leaked; // never freed
     bytes_ = 0;
     if (device_.data() != nullptr) outgrown_.push_back(std::move(device_));
-    kept.with([&](auto &memories) {
+    leaked.with([&](auto &memories) {
         for (Memory &memory : outgrown_) memories.push_back(std::move(memory));
     });
     outgrown_.clear();
@@ -43,12 +43,12 @@ Comm::~Comm() {
     try {
         if (!provider_.of_caller) context_->check_process();
     } catch (const Error &) {
-        return; // after fork() the table is the parent's and may be locked by threads that do not exist here: leaked
+        return; // after fork(): leaked, because the parent's threads may hold locks of the table
     }
     table_.destroy(table_.self);
 }
 
-void Comm::begin() {
+void Comm::check_usable() {
     context_->check_process();
     const dsopt_status status = status_.load(std::memory_order_acquire);
     if (status == DSOPT_ERR_ABORTED) throw Error(status, "the comm was aborted");
@@ -60,7 +60,7 @@ void Comm::set_unusable(dsopt_status status) noexcept {
     status_.compare_exchange_strong(first, status);
 }
 
-int Comm::done(int kind, int result, int64_t moved) {
+int Comm::count_call(int kind, int result, int64_t moved) {
     Count &count = counts_[kind];
     count.calls.fetch_add(1, std::memory_order_relaxed);
     if (result == 0) count.moved.fetch_add(moved, std::memory_order_relaxed);
@@ -83,11 +83,11 @@ void Comm::fail(int result, const char *what, void *stream) {
     if (device_) {
         // Pending work on the stream may still write to scratch memory, and freeing that memory would wait for the
         // work. A library that does not use CUDA streams may write to scratch memory at any time.
-        bool over = !provider_.synchronizes;
+        bool completed = !provider_.synchronizes;
         try {
-            over = over && poll(Deadline(200), [&] { return context_->device().finished(stream); });
+            completed = completed && poll(Deadline(200), [&] { return context_->device().finished(stream); });
         } catch (const std::exception &) {} // the stream has failed: no work is pending
-        if (!over)
+        if (!completed)
             for (Scratch *scratch : {&staging_, &spare_, &gathered_, &bucket_}) scratch->leak();
     }
     throw Error(status, "%s over %d ranks failed on rank %d: %s (%d)", what, ranks(), rank(),
@@ -142,8 +142,8 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
     check_stream(stream, place);
     unusable_on_failure([&] {
         int result = 0;
-        const bool elsewhere = !device.is_host() && (place == Place::backend) != device_;
-        if (!elsewhere && !provider_.synchronizes) {
+        const bool is_outside = !device.is_host() && (place == Place::backend) != device_;
+        if (!is_outside && !provider_.synchronizes) {
             result = call(send, recv);
         } else {
             const int64_t second = send == recv ? 0 : round_up(sent, int64_t(kCacheLine));
@@ -157,9 +157,9 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
             if (result == 0) result = wait_for_enqueued(stream);
             if (result == 0) {
                 device.enqueue_copy(recv, staged + second, size_t(received), stream);
-                if (elsewhere) {
-                    device.wait(stream); // the next call uses the same memory, or the host reads the result
-                    begin();             // throws if an abort has ended that wait
+                if (is_outside) {
+                    device.wait(stream); // the next call overwrites the staged data, or the host reads the result
+                    check_usable();      // throws if an abort has ended that wait
                 }
             }
         }
@@ -168,7 +168,7 @@ void Comm::run(const char *what, const void *send, int64_t sent, void *recv, int
 }
 
 int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream) {
-    return done(
+    return count_call(
         DSOPT_COLLECTIVE_ALL_REDUCE,
         call_table(stream, [&] { return table_.all_reduce(table_.self, data, data, count, dtype, op, stream); }),
         count * int64_t(dtype_size(dtype)) * 2 * (ranks() - 1) / ranks());
@@ -176,59 +176,59 @@ int Comm::reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *str
 
 int Comm::gather(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_gather != nullptr)
-        return done(DSOPT_COLLECTIVE_ALL_GATHER,
-                    call_table(stream, [&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
-                    bytes * (ranks() - 1));
-    char *const rows = static_cast<char *>(recv);
+        return count_call(DSOPT_COLLECTIVE_ALL_GATHER,
+                          call_table(stream, [&] { return table_.all_gather(table_.self, send, recv, bytes, stream); }),
+                          bytes * (ranks() - 1));
+    char *const messages = static_cast<char *>(recv);
     // Composes the all-gather from an all-reduce: each rank adds its message to zeros of the other ranks. The sum is of
     // integers, so no bit changes.
-    const int64_t row = round_up(bytes, 4);
-    char *const sums = spare_.get(context_, device_, size_t(row * ranks()), stream);
+    const int64_t padded = round_up(bytes, 4);
+    char *const sums = spare_.get(context_, device_, size_t(padded * ranks()), stream);
     if (device_)
-        context_->device().clear(sums, size_t(row * ranks()), stream);
+        context_->device().clear(sums, size_t(padded * ranks()), stream);
     else
-        std::memset(sums, 0, size_t(row * ranks()));
-    move(sums + rank() * row, send, bytes, provider_place(), stream);
-    if (const int result = reduce(sums, row / 4 * ranks(), DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
+        std::memset(sums, 0, size_t(padded * ranks()));
+    move(sums + rank() * padded, send, bytes, provider_place(), stream);
+    if (const int result = reduce(sums, padded / 4 * ranks(), DSOPT_DTYPE_I32, DSOPT_OP_SUM, stream)) return result;
     for (int other = 0; other < ranks(); ++other)
-        move(rows + other * bytes, sums + other * row, bytes, provider_place(), stream);
+        move(messages + other * bytes, sums + other * padded, bytes, provider_place(), stream);
     return 0;
 }
 
-int Comm::transpose(const void *send, void *recv, int64_t bytes, void *stream) {
+int Comm::exchange_messages(const void *send, void *recv, int64_t bytes, void *stream) {
     if (table_.all_to_all != nullptr)
-        return done(DSOPT_COLLECTIVE_ALL_TO_ALL,
-                    call_table(stream, [&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
-                    bytes * (ranks() - 1));
+        return count_call(DSOPT_COLLECTIVE_ALL_TO_ALL,
+                          call_table(stream, [&] { return table_.all_to_all(table_.self, send, recv, bytes, stream); }),
+                          bytes * (ranks() - 1));
     // Gathers the messages to one rank at a time, so that no more memory is needed than for the result. gather() may
     // use `spare_` itself.
-    const char *const rows = static_cast<const char *>(send);
+    const char *const messages = static_cast<const char *>(send);
     char *const gathered = gathered_.get(context_, device_, size_t(bytes * ranks()), stream);
     for (int to = 0; to < ranks(); ++to) {
-        if (const int result = gather(rows + to * bytes, gathered, bytes, stream)) return result;
+        if (const int result = gather(messages + to * bytes, gathered, bytes, stream)) return result;
         if (to == rank()) move(recv, gathered, bytes * ranks(), provider_place(), stream);
     }
     return 0;
 }
 
 void Comm::all_reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream, Place place) {
-    begin();
+    check_usable();
     if (ranks() == 1 || count == 0) return;
     const int64_t bytes = count * int64_t(dtype_size(dtype));
     run("all-reduce", data, bytes, data, bytes, place, stream,
-        [&](const void *, void *there) { return reduce(there, count, dtype, op, stream); });
+        [&](const void *, void *memory) { return reduce(memory, count, dtype, op, stream); });
 }
 
 void Comm::all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
-    begin();
+    check_usable();
     if (bytes == 0) return;
     if (ranks() == 1 && table_.all_to_all == nullptr) return move(recv, send, bytes, place, stream);
     run("all-to-all", send, bytes * ranks(), recv, bytes * ranks(), place, stream,
-        [&](const void *from, void *to) { return transpose(from, to, bytes, stream); });
+        [&](const void *from, void *to) { return exchange_messages(from, to, bytes, stream); });
 }
 
 void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place) {
-    begin();
+    check_usable();
     if (bytes == 0) return;
     if (ranks() == 1 && table_.all_gather == nullptr) return move(recv, send, bytes, place, stream);
     run("all-gather", send, bytes, recv, bytes * ranks(), place, stream,
@@ -236,26 +236,27 @@ void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream,
 }
 
 void Comm::reserve(const Messages &messages, void *stream, Place place) {
-    const auto take = [&](Scratch &scratch, int64_t bytes) {
+    const auto reserve = [&](Scratch &scratch, int64_t bytes) {
         if (bytes != 0) (void)scratch.get(context_, device_, size_t(bytes), stream);
     };
-    const auto spare_rows = [&](int64_t row) { // for gather()
-        if (table_.all_gather == nullptr) take(spare_, round_up(row, 4) * ranks());
+    const auto reserve_spare = [&](int64_t message) { // for gather()
+        if (table_.all_gather == nullptr) reserve(spare_, round_up(message, 4) * ranks());
     };
-    const bool elsewhere = !context_->device().is_host() && (place == Place::backend) != device_;
-    const bool staged = elsewhere || provider_.synchronizes;
-    if (ranks() != 1 && staged) take(staging_, messages.all_reduce);
+    const bool is_outside = !context_->device().is_host() && (place == Place::backend) != device_;
+    const bool staged = is_outside || provider_.synchronizes;
+    if (ranks() != 1 && staged) reserve(staging_, messages.all_reduce);
     if (messages.all_to_all != 0 && (ranks() != 1 || table_.all_to_all != nullptr)) {
-        const int64_t rows = messages.all_to_all * ranks();
-        if (staged) take(staging_, round_up(rows, int64_t(kCacheLine)) + rows);
+        const int64_t all_bytes = messages.all_to_all * ranks();
+        if (staged) reserve(staging_, round_up(all_bytes, int64_t(kCacheLine)) + all_bytes);
         if (table_.all_to_all == nullptr) {
-            take(gathered_, rows);
-            spare_rows(messages.all_to_all);
+            reserve(gathered_, all_bytes);
+            reserve_spare(messages.all_to_all);
         }
     }
     if (messages.all_gather != 0 && (ranks() != 1 || table_.all_gather != nullptr)) {
-        if (staged) take(staging_, round_up(messages.all_gather, int64_t(kCacheLine)) + messages.all_gather * ranks());
-        spare_rows(messages.all_gather);
+        if (staged)
+            reserve(staging_, round_up(messages.all_gather, int64_t(kCacheLine)) + messages.all_gather * ranks());
+        reserve_spare(messages.all_gather);
     }
 }
 
@@ -292,7 +293,7 @@ dsopt_comm_info Comm::info() const {
 }
 
 namespace {
-/// Handles the comms from the k-th on.
+/// Does the work of unusable_on_failure() for the comms from the k-th on.
 void set_unusable_from(const CommSet &comms, int32_t k, FunctionRef<void()> body) {
     Comm *const others[] = {comms.data, comms.node, comms.model};
     constexpr auto first = int32_t(std::size(others));

@@ -16,7 +16,7 @@ enum class Place { host, backend };
 
 /// Properties of a table's functions that are not in the table.
 struct Provider {
-    bool of_caller = false; // the functions return codes of their own; the engine's return dsopt_status
+    bool of_caller = false; // the functions are the caller's and return its codes; the engine's return dsopt_status
     bool enqueues = false;  // the functions return before the exchange is complete; it completes in stream order
     /// The functions pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
     bool synchronizes = false;
@@ -29,8 +29,8 @@ struct Messages {
     int64_t all_reduce = 0, all_to_all = 0, all_gather = 0;
 };
 
-/// Collectives of a provider, for data in any memory. Data outside the provider's memory are staged here, and
-/// collectives that the provider lacks are composed of the ones it has. Both happen in this class alone.
+/// Collectives of a provider, for data in any memory. Only this class stages data that are not in the provider's
+/// memory, and composes collectives that the provider lacks from other collectives.
 class Comm : NotCopied {
 public:
     Comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table, Provider provider = {});
@@ -50,10 +50,11 @@ public:
     /// `recv` receives ranks() messages of `bytes` each. Copies if there is one rank.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
 
-    /// Allocates the memory that such collectives need, so that none of them fails for lack of memory. Sends nothing.
+    /// Allocates the memory that collectives of these sizes need, so that none of them fails for lack of memory. Sends
+    /// nothing.
     void reserve(const Messages &messages, void *stream, Place place);
-    /// Throws DSOPT_ERR_STATE, before any work, if `stream` is being captured and exchanges of data in such memory
-    /// cannot be captured.
+    /// Throws DSOPT_ERR_STATE, before any work, if `stream` is being captured and collectives on data in memory of kind
+    /// `place` cannot be captured.
     void check_stream(void *stream, Place place) const;
     /// Returns device memory for tensors that are reduced together; it is kept for the next call. During a capture, the
     /// memory of an earlier call must be large enough.
@@ -94,7 +95,7 @@ private:
         size_t bytes_ = 0;
     };
 
-    void begin();
+    void check_usable();
     void set_unusable(dsopt_status status) noexcept;
     template <class Call>
     void run(const char *what, const void *send, int64_t sent, void *recv, int64_t received, Place place, void *stream,
@@ -105,14 +106,14 @@ private:
     template <class Function> int call_table(void *stream, const Function &function);
     int wait_for_enqueued(void *stream);
     void fail(int result, const char *what, void *stream);
-    /// Counts a call and the bytes moved: as many sent as received.
-    int done(int kind, int result, int64_t moved);
+    /// Counts a call and the bytes moved: the numbers of sent and received bytes are equal. Returns `result`.
+    int count_call(int kind, int result, int64_t moved);
     void move(void *to, const void *from, int64_t bytes, Place place, void *stream) const;
     Place provider_place() const { return device_ ? Place::backend : Place::host; }
     // Work on data in the provider's memory; these return 0 or the provider's error.
     int reduce(void *data, int64_t count, int32_t dtype, int32_t op, void *stream);
     int gather(const void *send, void *recv, int64_t bytes, void *stream);
-    int transpose(const void *send, void *recv, int64_t bytes, void *stream);
+    int exchange_messages(const void *send, void *recv, int64_t bytes, void *stream);
 
     std::shared_ptr<const Context> context_;
     dsopt_comm_table table_;
@@ -137,8 +138,8 @@ struct CommSet {
     Comm *data, *model;
     const std::shared_ptr<Comm> *experts;
     int32_t expert_count;
-    /// If set, the data-parallel ranks are those of all nodes, and `data` connects the ranks with the same number in
-    /// each node.
+    /// If set, the data-parallel ranks are the ranks of all nodes, and `data` connects the ranks with the same index in
+    /// their nodes.
     Comm *node;
 };
 

@@ -35,17 +35,17 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
 std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const bool has_id = desc.id != nullptr || desc.id_bytes != 0, by_id = desc.rank != 0 || desc.ranks != 0 || has_id;
     const bool library = desc.kind == DSOPT_COMM_KIND_NCCL || desc.kind == DSOPT_COMM_KIND_HCCL;
-    const bool meets = desc.kind == DSOPT_COMM_KIND_LOCAL || library;
+    const bool joins_ranks = desc.kind == DSOPT_COMM_KIND_LOCAL || library;
     if (desc.kind != DSOPT_COMM_KIND_TABLE && desc.table != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.table has no effect with kind %d", desc.kind);
     if (!library && desc.native != nullptr)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native has no effect with kind %d", desc.kind);
-    if (!meets && (by_id || desc.timeout_ms != 0))
+    if (!joins_ranks && (by_id || desc.timeout_ms != 0))
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "id, rank, ranks and timeout_ms of dsopt_comm_desc have no effect with kind %d", desc.kind);
     if (desc.native != nullptr && by_id)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_desc.native knows its ranks: id, rank and ranks must be 0");
-    if (meets && desc.native == nullptr) {
+    if (joins_ranks && desc.native == nullptr) {
         if (desc.ranks < 1 || desc.ranks > kMaxRanks || desc.rank < 0 || desc.rank >= desc.ranks)
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc: rank %d of %d", desc.rank, desc.ranks);
         const size_t bytes = make_comm_id(desc.kind, nullptr, 0);

@@ -11,14 +11,14 @@ namespace dsopt {
 /// Names by which a library is found.
 struct LibraryNames {
     const char *file;
-    const char *known;    // a function of the library
+    const char *known;    // name of a function of the library
     const char *variable; // environment variable with the path of another file
 };
 
 class Library {
 public:
-    /// Returns the copy that the process has already: in its global scope, if `known` is found there, or loaded by
-    /// name.
+    /// Returns the copy that the process has loaded already: in its global scope, if that has the function `known`, or
+    /// by file name.
     static std::optional<Library> loaded(const LibraryNames &names) {
         if (dlsym(RTLD_DEFAULT, names.known) != nullptr) return Library(RTLD_DEFAULT);
         if (void *const handle = dlopen(names.file, RTLD_NOW | RTLD_NOLOAD)) return Library(handle);
@@ -33,7 +33,7 @@ public:
         if (path != nullptr && path[0] != '/')
             throw Error(DSOPT_ERR_ARGUMENT, "%s is '%s', not an absolute path", names.variable, path);
         const char *const wanted = path != nullptr ? path : names.file;
-        // Never unloaded: its threads and the caller's handles may outlive any comm.
+        // The library is never unloaded: its threads and the caller's handles may outlive any comm.
         if (void *const handle = dlopen(wanted, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) return Library(handle);
         const char *const reason = dlerror();
         throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s", wanted,

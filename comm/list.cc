@@ -24,37 +24,38 @@ bool bypasses_bucket(const dsopt_tensor &tensor) {
 void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_t op, void *stream) {
     const DeviceKernels &kernels = comm.context()->device().kernels();
     const Parallel parallel = comm.context()->parallel();
-    const int32_t adds = op == DSOPT_OP_MEAN ? DSOPT_OP_SUM : op;
+    const int32_t reduction = op == DSOPT_OP_MEAN ? DSOPT_OP_SUM : op;
     const Factor factor{.value = op == DSOPT_OP_MEAN ? 1.0f / float(comm.ranks()) : 1.0f};
     // throws if the comm is unusable, also for an empty list
-    comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, adds, stream);
+    comm.all_reduce(nullptr, 0, DSOPT_DTYPE_F32, reduction, stream);
     if (comm.ranks() == 1) return;
     comm.check_stream(stream, Place::backend); // before any work is enqueued
-    int64_t capacity = 0, small = 0;           // elements of the bucket, and tensors that are packed
-    int64_t alone = 0;                         // elements of the largest other tensor
+    int64_t capacity = 0, packed_count = 0;    // elements of the bucket, and tensors that are packed
+    int64_t largest_unbucketed = 0;            // elements of the largest other tensor
     for (int64_t i = 0; i < count; ++i) {
         if (list[i].data == nullptr) continue;
         if (bypasses_bucket(list[i])) {
-            alone = std::max(alone, list[i].numel);
+            largest_unbucketed = std::max(largest_unbucketed, list[i].numel);
         } else {
             capacity += list[i].numel;
-            ++small;
+            ++packed_count;
         }
     }
     capacity = std::min(capacity, kBucket);
     float *const bucket = capacity != 0 ? comm.bucket(capacity, stream) : nullptr;
     int64_t used = 0;
-    std::vector<dsopt_tensor> stretches, packed; // the slices of tensors that are in the bucket, and their copies there
+    std::vector<dsopt_tensor> slices, packed; // the slices of tensors that are in the bucket, and their copies there
     // Nothing is allocated after the first collective.
-    for (auto *entries : {&stretches, &packed}) entries->reserve(size_t(small) + 1);
-    comm.reserve({.all_reduce = std::max(capacity, alone) * int64_t(sizeof(float))}, stream, Place::backend);
+    for (auto *entries : {&slices, &packed}) entries->reserve(size_t(packed_count) + 1);
+    comm.reserve({.all_reduce = std::max(capacity, largest_unbucketed) * int64_t(sizeof(float))}, stream,
+                 Place::backend);
 
     const auto flush = [&] {
         if (used == 0) return;
-        kernels.axpby({}, stretches.data(), 0, packed.data(), int64_t(packed.size()), parallel, stream);
-        comm.all_reduce(bucket, used, DSOPT_DTYPE_F32, adds, stream, Place::backend);
-        kernels.axpby(factor, packed.data(), 0, stretches.data(), int64_t(packed.size()), parallel, stream);
-        stretches.clear();
+        kernels.axpby({}, slices.data(), 0, packed.data(), int64_t(packed.size()), parallel, stream);
+        comm.all_reduce(bucket, used, DSOPT_DTYPE_F32, reduction, stream, Place::backend);
+        kernels.axpby(factor, packed.data(), 0, slices.data(), int64_t(packed.size()), parallel, stream);
+        slices.clear();
         packed.clear();
         used = 0;
     };
@@ -63,7 +64,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
             const dsopt_tensor &tensor = list[i];
             if (tensor.data == nullptr) continue;
             if (bypasses_bucket(tensor)) {
-                comm.all_reduce(tensor.data, tensor.numel, DSOPT_DTYPE_F32, adds, stream, Place::backend);
+                comm.all_reduce(tensor.data, tensor.numel, DSOPT_DTYPE_F32, reduction, stream, Place::backend);
                 if (op == DSOPT_OP_MEAN) kernels.axpby(factor, &tensor, 0, &tensor, 1, parallel, stream);
                 continue;
             }
@@ -71,7 +72,7 @@ void all_reduce_list(Comm &comm, const dsopt_tensor *list, int64_t count, int32_
                 if (used == capacity) flush();
                 numel = std::min(tensor.numel - begin, capacity - used);
                 char *const data = static_cast<char *>(tensor.data) + size_t(begin) * dtype_size(tensor.dtype);
-                stretches.push_back({data, numel, tensor.dtype, 0});
+                slices.push_back({data, numel, tensor.dtype, 0});
                 packed.push_back({bucket + used, numel, DSOPT_DTYPE_F32, 0});
                 used += numel;
             }

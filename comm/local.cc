@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that are threads of one process. In a collective each rank publishes the addresses of its data, and no rank
-// returns before all are done. One rank adds up each element, in rank order, and writes the result for all ranks. So
-// all ranks get the same bits, and no collective allocates memory.
+// returns before all ranks have finished. Each element is added up by one rank, in rank order, which writes the result
+// to all ranks. So all ranks get the same bits, and no collective allocates memory.
 #include "base/fork.h"
 #include "comm/bounded.h"
 #include "comm/provider.h"
@@ -30,20 +30,20 @@ struct Contribution {
 /// Rendezvous of the ranks of a group.
 class Rendezvous {
 public:
-    explicit Rendezvous(int ranks) : ranks_(ranks), contributions_(size_t(ranks)), present_(size_t(ranks)) {}
+    explicit Rendezvous(int ranks) : ranks_(ranks), contributions_(size_t(ranks)), joined_(size_t(ranks)) {}
     int ranks() const { return ranks_; }
 
     dsopt_status join(int rank, int timeout_ms) {
         {
             const std::lock_guard lock(mutex_);
-            if (present_[size_t(rank)]) return DSOPT_ERR_ARGUMENT;
-            present_[size_t(rank)] = true;
+            if (joined_[size_t(rank)]) return DSOPT_ERR_ARGUMENT;
+            joined_[size_t(rank)] = true;
         }
         return arrive(timeout_ms);
     }
     void leave(int rank) {
         const std::lock_guard lock(mutex_);
-        gone_ = rank;
+        left_rank_ = rank;
         changed_.notify_all();
     }
     void abort() {
@@ -55,15 +55,16 @@ public:
         copy_text(reason_, text, capacity);
     }
 
-    /// Publishes `offer`, waits for all ranks, calls read(offers), and waits until all ranks have read.
-    template <class Read> dsopt_status collect(int rank, const Contribution &offer, int timeout_ms, const Read &read) {
+    /// Publishes `contribution`, waits for all ranks, calls read(offers), and waits until all ranks have read.
+    template <class Read>
+    dsopt_status collect(int rank, const Contribution &contribution, int timeout_ms, const Read &read) {
         {
             const std::lock_guard lock(mutex_);
-            contributions_[size_t(rank)] = offer;
+            contributions_[size_t(rank)] = contribution;
         }
         if (const dsopt_status status = arrive(timeout_ms)) return status;
         for (int other = 0; other < ranks_; ++other)
-            if (!contributions_[size_t(other)].same_call(offer)) {
+            if (!contributions_[size_t(other)].same_call(contribution)) {
                 const std::lock_guard lock(mutex_);
                 fail(DSOPT_ERR_COMM, "ranks " + std::to_string(rank) + " and " + std::to_string(other) +
                                          " called different collectives or sizes");
@@ -97,11 +98,11 @@ private:
         const int64_t round = round_;
         if (ends_round()) return DSOPT_OK;
         if (!Deadline(timeout_ms).wait(changed_, lock, [&] {
-                return round_ != round || failed_ != DSOPT_OK || gone_ >= 0;
+                return round_ != round || failed_ != DSOPT_OK || left_rank_ >= 0;
             }))
             fail(DSOPT_ERR_TIMEOUT, ranks_are_missing(ranks_, timeout_ms));
         if (round_ != round) return DSOPT_OK; // all arrived, whatever happened later
-        if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(gone_) + " has left");
+        if (failed_ == DSOPT_OK) fail(DSOPT_ERR_COMM, "rank " + std::to_string(left_rank_) + " has left");
         return failed_;
     }
 
@@ -117,9 +118,9 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::vector<Contribution> contributions_;
-    std::vector<bool> present_;
+    std::vector<bool> joined_;
     int arrived_ = 0;
-    int gone_ = -1;
+    int left_rank_ = -1; // a rank that has left the group; -1: none
     int64_t round_ = 0;
     dsopt_status failed_ = DSOPT_OK;
     std::string reason_;
@@ -127,24 +128,24 @@ private:
 
 /// Returns the rendezvous of an id. Ranks keep it alive, so the map never has more entries than there are live groups.
 std::shared_ptr<Rendezvous> find_rendezvous(const std::string &id, int ranks) {
-    static constinit PerProcess<std::map<std::string, std::weak_ptr<Rendezvous>>> known;
-    const auto meeting = known.with([&](auto &meetings) {
-        std::erase_if(meetings, [](const auto &item) { return item.second.expired(); });
-        std::weak_ptr<Rendezvous> &entry = meetings[id];
+    static constinit PerProcess<std::map<std::string, std::weak_ptr<Rendezvous>>> all_groups;
+    const auto rendezvous = all_groups.with([&](auto &groups) {
+        std::erase_if(groups, [](const auto &item) { return item.second.expired(); });
+        std::weak_ptr<Rendezvous> &entry = groups[id];
         std::shared_ptr<Rendezvous> found = entry.lock();
         if (!found) entry = found = std::make_shared<Rendezvous>(ranks);
         return found;
     });
-    if (meeting->ranks() != ranks)
-        throw Error(DSOPT_ERR_COMM, "a rank says %d ranks, another one %d", ranks, meeting->ranks());
-    return meeting;
+    if (rendezvous->ranks() != ranks)
+        throw Error(DSOPT_ERR_COMM, "a rank says %d ranks, another one %d", ranks, rendezvous->ranks());
+    return rendezvous;
 }
 
 /// Endpoint of one rank, which has joined the rendezvous.
 class Endpoint : NotCopied {
 public:
-    Endpoint(std::shared_ptr<Rendezvous> meeting, int rank, int timeout_ms) :
-        rendezvous_(std::move(meeting)),
+    Endpoint(std::shared_ptr<Rendezvous> rendezvous, int rank, int timeout_ms) :
+        rendezvous_(std::move(rendezvous)),
         rank_(rank),
         timeout_ms_(timeout_ms) {}
     ~Endpoint() { rendezvous_->leave(rank_); }
@@ -171,27 +172,28 @@ public:
 private:
     /// Reduces this rank's slice block by block and writes the result to every rank. No other rank accesses that slice.
     template <class T> dsopt_status reduce(const Contribution &local) const {
-        return rendezvous_->collect(rank_, local, timeout_ms_, [&](const auto &offers) {
-            const auto ranks = int64_t(offers.size());
+        return rendezvous_->collect(rank_, local, timeout_ms_, [&](const auto &contributions) {
+            const auto ranks = int64_t(contributions.size());
             const int64_t end = local.count / ranks * (rank_ + 1) + local.count % ranks * (rank_ + 1) / ranks;
             int64_t begin = local.count / ranks * rank_ + local.count % ranks * rank_ / ranks;
             T block[1024];
             for (int64_t n = 0; begin < end; begin += n) {
                 n = std::min<int64_t>(end - begin, std::size(block));
-                std::copy_n(static_cast<const T *>(offers[0].data) + begin, n, block);
-                for (size_t rank = 1; rank < offers.size(); ++rank)
-                    reduce_into(block, static_cast<const T *>(offers[rank].data) + begin, n, local.op);
-                for (const Contribution &offer : offers) std::copy_n(block, n, static_cast<T *>(offer.result) + begin);
+                std::copy_n(static_cast<const T *>(contributions[0].data) + begin, n, block);
+                for (size_t rank = 1; rank < contributions.size(); ++rank)
+                    reduce_into(block, static_cast<const T *>(contributions[rank].data) + begin, n, local.op);
+                for (const Contribution &contribution : contributions)
+                    std::copy_n(block, n, static_cast<T *>(contribution.result) + begin);
             }
         });
     }
     /// Copies one message from every rank, which is at `offset` of the rank's data.
     dsopt_status gather_messages(const Contribution &local, int64_t offset, void *recv) const {
         const auto bytes = size_t(local.count);
-        return rendezvous_->collect(rank_, local, timeout_ms_, [&](const auto &offers) {
+        return rendezvous_->collect(rank_, local, timeout_ms_, [&](const auto &contributions) {
             char *to = static_cast<char *>(recv);
-            for (const Contribution &offer : offers) {
-                std::memcpy(to, static_cast<const char *>(offer.data) + offset, bytes);
+            for (const Contribution &contribution : contributions) {
+                std::memcpy(to, static_cast<const char *>(contribution.data) + offset, bytes);
                 to += bytes;
             }
         });
@@ -213,15 +215,15 @@ void make_local_id(void *id) {
 std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
     const int timeout_ms = timeout_of(desc);
     const std::string id(static_cast<const char *>(desc.id), desc.id_bytes);
-    const auto meeting = find_rendezvous(id, desc.ranks);
-    const dsopt_status status = meeting->join(desc.rank, timeout_ms);
+    const auto rendezvous = find_rendezvous(id, desc.ranks);
+    const dsopt_status status = rendezvous->join(desc.rank, timeout_ms);
     if (status == DSOPT_ERR_ARGUMENT) throw Error(status, "rank %d of this id exists already", desc.rank);
     if (status != DSOPT_OK) throw Error(status, "%s", ranks_are_missing(desc.ranks, timeout_ms).c_str());
     dsopt_comm_table table{};
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_HOST;
-    return make_comm_from_endpoint(std::move(context), std::make_unique<Endpoint>(meeting, desc.rank, timeout_ms),
+    return make_comm_from_endpoint(std::move(context), std::make_unique<Endpoint>(rendezvous, desc.rank, timeout_ms),
                                    table);
 }
 

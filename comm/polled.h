@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Base of the endpoints whose library is polled instead of waited for.
+// Base of the endpoints that poll their library, with a time-out, in place of a blocking wait.
 #pragma once
 #include "comm/bounded.h"
 #include "comm/provider.h"
@@ -24,23 +24,23 @@ protected:
     int timeout_ms() const { return timeout_ms_; }
     bool abort_requested() const noexcept { return abort_requested_.load(); }
     Deadline deadline() const { return Deadline(timeout_ms_); }
-    void explain(std::string text) {
+    void set_text(std::string text) {
         const std::lock_guard lock(text_mutex_);
         text_ = std::move(text);
     }
-    /// Polls until look() returns a status; look() returns nullopt while the library is busy.
-    template <class Look> dsopt_status poll_until(const Deadline &deadline, const Look &look) {
+    /// Polls until query() returns a status; query() returns nullopt while the library is busy.
+    template <class Query> dsopt_status poll_until(const Deadline &deadline, const Query &query) {
         std::optional<dsopt_status> status;
-        const bool over = poll(deadline, [&] {
-            status = look();
+        const bool completed = poll(deadline, [&] {
+            status = query();
             if (!status && abort_requested()) {
-                explain("the comm was aborted");
+                set_text("the comm was aborted");
                 status = DSOPT_ERR_ABORTED;
             }
             return status.has_value();
         });
-        if (over) return *status;
-        explain(ranks_are_missing(ranks_, timeout_ms_));
+        if (completed) return *status;
+        set_text(ranks_are_missing(ranks_, timeout_ms_));
         return DSOPT_ERR_TIMEOUT;
     }
 

@@ -24,7 +24,7 @@ void make_hccl_id(void *id);
 const char *nccl_state();
 const char *hccl_state();
 
-/// Longest wait in milliseconds, -1 = none. dsopt_mpi.h has the same default.
+/// Returns the time-out in milliseconds, -1 = none. dsopt_mpi.h has the same default.
 inline int timeout_of(const dsopt_comm_desc &desc) { return desc.timeout_ms == 0 ? 600000 : desc.timeout_ms; }
 
 /// Returns the text of a time-out while waiting for other ranks.
@@ -35,7 +35,7 @@ inline std::string ranks_are_missing(int ranks, int timeout_ms) {
     throw Error(DSOPT_ERR_TIMEOUT, "%s", ranks_are_missing(ranks, timeout_ms).c_str());
 }
 
-/// Copies as much of `from` as fits, for the table's `error`.
+/// Copies as much of `from` as fits into `capacity` bytes, for dsopt_comm_table.error.
 inline void copy_text(const std::string &from, char *to, size_t capacity) {
     if (capacity != 0) to[from.copy(to, capacity - 1)] = 0;
 }

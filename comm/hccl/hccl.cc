@@ -16,7 +16,7 @@ using namespace hccl;
 
 constexpr int kDestroyMs = 5000;
 
-/// Makes a context current in this thread and restores the previous context on destruction.
+/// Makes a context current in this thread, and restores the previous context in the destructor.
 class ScopedContext : NotCopied {
 public:
     ScopedContext(const Api &api, hccl::Current context) : api_(api) {
@@ -114,17 +114,17 @@ private:
             check(api_.copy(to, size_t(received), recv, size_t(received), to_host), "aclrtMemcpy");
             return DSOPT_OK;
         } catch (const Error &error) {
-            explain(error.what());
+            set_text(error.what());
             return error.status();
         }
     }
     /// HCCL does not reduce fp64: gathers the values of all ranks and reduces them in rank order on the host.
     dsopt_status reduce_doubles(const void *from, double *to, int64_t count, int32_t op) {
-        rows_.resize(size_t(count) * size_t(ranks()));
-        const dsopt_status status = all_gather(from, rows_.data(), count * int64_t(sizeof(double)), nullptr);
+        gathered_.resize(size_t(count) * size_t(ranks()));
+        const dsopt_status status = all_gather(from, gathered_.data(), count * int64_t(sizeof(double)), nullptr);
         if (status != DSOPT_OK) return status;
-        std::copy_n(rows_.data(), count, to);
-        for (int rank = 1; rank < ranks(); ++rank) reduce_into(to, rows_.data() + rank * count, count, op);
+        std::copy_n(gathered_.data(), count, to);
+        for (int rank = 1; rank < ranks(); ++rank) reduce_into(to, gathered_.data() + rank * count, count, op);
         return DSOPT_OK;
     }
     void join(const dsopt_comm_desc &desc) {
@@ -172,8 +172,8 @@ private:
     hccl::Current context_ = nullptr;
     Communicator comm_ = nullptr;
     hccl::Stream stream_ = nullptr;
-    Buffer buffers_[2];        // for sending and for receiving
-    std::vector<double> rows_; // gathered values of reduce_doubles()
+    Buffer buffers_[2];            // for sending and for receiving
+    std::vector<double> gathered_; // gathered values of reduce_doubles()
     bool owned_ = false, unusable_ = false;
 };
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks over NCCL. The host polls every collective, because a dead peer would make a blocking wait endless, and checks
-// the communicator, the clock and the abort flag meanwhile. With DSOPT_COMM_FLAG_ENQUEUE the host does not wait at all.
+// Ranks over NCCL. The host polls every collective, because a blocking wait for a dead peer would never end. Meanwhile
+// it checks the communicator, the clock and the abort flag. With DSOPT_COMM_FLAG_ENQUEUE the host does not wait at all.
 //
-// While a communicator is aborted, NCCL allows no other thread to use it. So a thread that aborts only sets a flag. The
-// thread that holds `busy_` ends the communicator: the call that sees the flag, or the aborting thread if there is no
-// call.
+// While a thread aborts a communicator, NCCL allows no other thread to use it. So abort() only sets a flag. The thread
+// that holds `busy_` ends the communicator: the call that sees the flag, or the thread that called abort() if no call
+// is running.
 #include "comm/nccl/api.h"
 #include "comm/polled.h"
 #include <cstring>
@@ -34,8 +34,8 @@ struct Session {
     /// Returns the state of the communicator, or the error of the query.
     Result state() const {
         Result state = success;
-        const Result looked = api.async_error(comm, &state);
-        return looked != success ? looked : state;
+        const Result query_result = api.async_error(comm, &state);
+        return query_result != success ? query_result : state;
     }
     /// Finalizes and destroys the communicator, which needs the other ranks, or aborts it.
     void end(bool graceful, const Deadline &deadline) const {
@@ -58,11 +58,12 @@ struct Session {
     }
 };
 
-/// Ends the communicator on a separate thread, because both ways can block forever. A thread that blocks is detached.
+/// Ends the communicator on a separate thread, because destroy and abort can block forever. A thread that blocks is
+/// detached.
 void end_bounded(const std::shared_ptr<const Session> &session, bool graceful, int limit_ms) noexcept {
-    const Deadline polite(limit_ms / 2);
-    (void)run_bounded(Deadline(limit_ms), [session, graceful, polite] {
-        session->context->device().on_device([&] { session->end(graceful, polite); });
+    const Deadline graceful_deadline(limit_ms / 2);
+    (void)run_bounded(Deadline(limit_ms), [session, graceful, graceful_deadline] {
+        session->context->device().on_device([&] { session->end(graceful, graceful_deadline); });
         return true;
     });
 }
@@ -99,19 +100,19 @@ public:
         return call(stream, [&](const Api &api, Communicator comm) {
             Result result = api.group_start();
             if (result != success) return result;
-            const auto goes_on = [](Result said) { return said == success || said == in_progress; };
-            for (int peer = 0; peer < ranks() && goes_on(result); ++peer) {
+            const auto is_accepted = [](Result code) { return code == success || code == in_progress; };
+            for (int peer = 0; peer < ranks() && is_accepted(result); ++peer) {
                 const char *const from = static_cast<const char *>(send) + peer * bytes;
                 char *const to = static_cast<char *>(recv) + peer * bytes;
                 result = api.send(from, size_t(bytes), uint8, peer, comm, stream);
-                if (goes_on(result)) result = api.recv(to, size_t(bytes), uint8, peer, comm, stream);
+                if (is_accepted(result)) result = api.recv(to, size_t(bytes), uint8, peer, comm, stream);
             }
             const Result ended = api.group_end(); // also after a failure: the group belongs to the thread
-            return goes_on(result) ? ended : result;
+            return is_accepted(result) ? ended : result;
         });
     }
     dsopt_status wait(void *stream) {
-        return inside([&](const Deadline &deadline) { return wait(stream, deadline); });
+        return with_communicator([&](const Deadline &deadline) { return wait(stream, deadline); });
     }
     void abort() noexcept {
         PolledEndpoint::abort();
@@ -122,14 +123,14 @@ private:
     /// enqueue() enqueues the collective on the stream. If the comm only enqueues, this call also reports the failure
     /// of an earlier collective.
     template <class Enqueue> dsopt_status call(void *stream, const Enqueue &enqueue) {
-        return inside([&](const Deadline &deadline) {
-            const dsopt_status status = wait_until_called(enqueue(session_->api, session_->comm), deadline);
+        return with_communicator([&](const Deadline &deadline) {
+            const dsopt_status status = wait_for_call(enqueue(session_->api, session_->comm), deadline);
             if (status != DSOPT_OK) return status;
-            return session_->enqueues ? look() : wait(stream, deadline);
+            return session_->enqueues ? check_state() : wait(stream, deadline);
         });
     }
     /// Calls body() while no other thread uses the communicator. A failure ends the communicator.
-    template <class Body> dsopt_status inside(const Body &body) {
+    template <class Body> dsopt_status with_communicator(const Body &body) {
         dsopt_status status = DSOPT_ERR_INTERNAL;
         {
             const std::lock_guard lock(busy_);
@@ -137,7 +138,7 @@ private:
                 session_->context->device().on_device(
                     [&] { status = abort_requested() ? DSOPT_ERR_ABORTED : body(deadline()); });
             } catch (const Error &error) {
-                explain(error.what());
+                set_text(error.what());
                 status = error.status();
             }
             if (status != DSOPT_OK) stop();
@@ -145,30 +146,30 @@ private:
         stop_if_aborted(); // for an abort() that set the flag after it was read and while `busy_` was still held
         return status;
     }
-    dsopt_status refused(Result result) {
-        explain(session_->describe(result));
+    dsopt_status record_failure(Result result) {
+        set_text(session_->describe(result));
         return DSOPT_ERR_COMM;
     }
 
     /// Waits until a call of a non-blocking communicator has completed.
-    dsopt_status wait_until_called(Result result, const Deadline &deadline) {
+    dsopt_status wait_for_call(Result result, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
             if (result == in_progress) result = session_->state();
             if (result == in_progress) return {};
-            return result == success ? DSOPT_OK : refused(result);
+            return result == success ? DSOPT_OK : record_failure(result);
         });
     }
     /// Returns DSOPT_OK, or the error of the communicator.
-    dsopt_status look() {
+    dsopt_status check_state() {
         const Result state = session_->state();
-        return state == success || state == in_progress ? DSOPT_OK : refused(state);
+        return state == success || state == in_progress ? DSOPT_OK : record_failure(state);
     }
     dsopt_status wait(void *stream, const Deadline &deadline) {
         return poll_until(deadline, [&]() -> std::optional<dsopt_status> {
-            const bool over = session_->context->device().finished(stream);
+            const bool completed = session_->context->device().finished(stream);
             // Checked after `over`: a collective that an error has ended is over too.
-            const dsopt_status status = look();
-            if (status != DSOPT_OK || over) return status;
+            const dsopt_status status = check_state();
+            if (status != DSOPT_OK || completed) return status;
             return {};
         });
     }
@@ -198,16 +199,16 @@ void create(const std::shared_ptr<Session> &session, const dsopt_comm_desc &desc
     Result result = success;
     if (api.init_config == nullptr) {
         // Blocks until all ranks have joined. A thread that never returns keeps what it uses.
-        const auto made =
+        const auto joined =
             run_bounded(deadline, [api, context = session->context, ranks = desc.ranks, rank = desc.rank, id] {
-                std::pair<Communicator, Result> local{nullptr, remote_error};
+                std::pair<Communicator, Result> created{nullptr, remote_error};
                 try {
-                    context->device().on_device([&] { local.second = api.init(&local.first, ranks, id, rank); });
+                    context->device().on_device([&] { created.second = api.init(&created.first, ranks, id, rank); });
                 } catch (const std::exception &) {} // the device has failed
-                return local;
+                return created;
             });
-        if (!made) throw_ranks_missing(desc.ranks, timeout_ms);
-        std::tie(session->comm, result) = *made;
+        if (!joined) throw_ranks_missing(desc.ranks, timeout_ms);
+        std::tie(session->comm, result) = *joined;
     } else {
         session->context->device().on_device([&] {
             Config config;
