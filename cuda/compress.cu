@@ -9,46 +9,47 @@ namespace dsopt::gpu {
 /// Packs compensated values that are already complete.
 __global__ void __launch_bounds__(kThreads, kBlocks)
     pack_values_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
-    pack_groups(x.local, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
-        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = x.local.worker[worker + k];
+    const Exchange &exchange = argument.begin_kernel();
+    pack_groups(exchange.local, [&](int32_t, const Leaf &where, int64_t worker, float *tile) INLINED {
+        for (int k = int(threadIdx.x); k < where.n; k += kThreads) tile[k] = exchange.local.worker[worker + k];
     });
 }
 
 /// Adds a list, one tensor per scale group, to the residual, and packs the compensated values into messages.
 __global__ void __launch_bounds__(kThreads, kBlocks)
     pack_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
-    const Exchange &x = argument.begin_kernel();
-    const Compression &local = x.local;
+    const Exchange &exchange = argument.begin_kernel();
+    const Compression &local = exchange.local;
     pack_groups(local, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = local.worker_scales()[group];
         const float *values = static_cast<const float *>(list[group].data);
-        float *const kept = local.worker + worker;
+        float *const compensated = local.worker + worker;
         const int real = unpadded_elements(list[group], where);
-        for_packs(real, all_aligned(values, kept), [&]<int V>(Width<V>, int i) INLINED {
+        for_packs(real, all_aligned(values, compensated), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> value = load<V>(values, where.begin + i);
-            const Pack<V> sum = compensate(value, load<V>(kept, i), scale, ~0u);
+            const Pack<V> sum = compensate(value, load<V>(compensated, i), scale, ~0u);
             to_tile(sum, tile + i);
-            store(sum, kept, i);
+            store(sum, compensated, i);
         });
-        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads) tile[i] = kept[i] = error_of(kept[i], scale);
+        for (int i = real + int(threadIdx.x); i < where.n; i += kThreads)
+            tile[i] = compensated[i] = error_of(compensated[i], scale);
     });
 }
 
 /// Returns the scale of leaves [begin, end). Computed by a warp; the result is in all of its lanes.
 __device__ __forceinline__ float scale_of(const Compression &local, int64_t begin, int64_t end) {
-    const LeafFold<true> by{threadIdx.x % 32 == 0};
-    const double sum = by.sum(local.sums + begin, int32_t(end - begin));
-    return rms_of(sum, by.number(int32_t(end - begin),
-                                 [&](int32_t leaf) INLINED { return int64_t(local.counts[begin + leaf]); }));
+    const LeafFold<true> fold{threadIdx.x % 32 == 0};
+    const double sum = fold.sum(local.sums + begin, int32_t(end - begin));
+    return rms_of(sum, fold.sum_counts(int32_t(end - begin),
+                                       [&](int32_t leaf) INLINED { return int64_t(local.counts[begin + leaf]); }));
 }
 
 /// Computes the scales of all groups. Stores them with the compensated values, and in the messages of the chunks that
 /// have elements of the group.
 __global__ void __launch_bounds__(kThreads, 4)
     message_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
-    const Compression &local = x.local;
+    const Exchange &exchange = argument.begin_kernel();
+    const Compression &local = exchange.local;
     const CompressLayout &layout = local.layout;
     if (local.skipped()) return;
     const int lane = int(threadIdx.x % 32);
@@ -57,8 +58,8 @@ __global__ void __launch_bounds__(kThreads, 4)
         if (lane == 0) local.worker_scales()[i] = scale;
         const CompressLayout::ScaleGroup group = layout.groups[i];
         if (group.numel == 0) continue;
-        const int64_t first = InChunk(group.unit, group.begin).chunk,
-                      last = InChunk(group.unit, group.begin + group.numel - 1).chunk;
+        const int64_t first = ChunkPosition(group.unit, group.begin).chunk,
+                      last = ChunkPosition(group.unit, group.begin + group.numel - 1).chunk;
         for (int64_t d = first + lane; d <= last; d += 32)
             CompressLayout::scales(local.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
@@ -75,16 +76,16 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
 }
 
-constexpr int kRanksAtOnce =
-    8; // ranks whose bits a thread of reduce_messages_kernel loads at once; limited by registers
+// Number of ranks whose bits a thread of reduce_messages_kernel loads at once; limited by registers.
+constexpr int kRanksAtOnce = 8;
 
 /// Adds the mean of all ranks' messages, in rank order, to the residual of this rank's chunk; stores the compensated
 /// values and packs the result.
 __global__ void __launch_bounds__(kThreads, kBlocks)
     reduce_messages_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
+    const Exchange &exchange = argument.begin_kernel();
     __shared__ float tile[kLeaf];
-    const Compression &local = x.local;
+    const Compression &local = exchange.local;
     const CompressLayout &layout = local.layout;
     if (local.skipped()) return;
     const float share = 1.0f / float(layout.ranks);
@@ -98,26 +99,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         for_packs(where.n, all_aligned(local.server), [&]<int V>(Width<V>, int i) INLINED {
             const Pack<V> old = load<V>(local.server, server + i);
             Pack<V> sum{};
-            const uint8_t *bits_at = layout.bits(local.recv) + (server + i) / 8;
-            const char *scale_at = local.recv + int64_t(index) * 4;
+            const uint8_t *bits_of_rank = layout.bits(local.recv) + (server + i) / 8;
+            const char *scale_of_rank = local.recv + int64_t(index) * 4;
             for (int first = 0; first < layout.ranks; first += kRanksAtOnce) {
                 unsigned bits[kRanksAtOnce];
                 float values[kRanksAtOnce];
                 unrolled<kRanksAtOnce>([&](int r) INLINED {
-                    bits[r] = *bits_at;
-                    values[r] = *reinterpret_cast<const float *>(scale_at);
-                    // After the last rank, the last rank is read again, so that no load depends on a branch.
+                    bits[r] = *bits_of_rank;
+                    values[r] = *reinterpret_cast<const float *>(scale_of_rank);
+                    // After the last rank, the last rank's bits are loaded again, so that no load depends on a branch.
                     const int64_t next = first + r + 1 < layout.ranks ? layout.message_bytes : 0;
-                    bits_at += next;
-                    scale_at += next;
+                    bits_of_rank += next;
+                    scale_of_rank += next;
                 });
                 unrolled<kRanksAtOnce>([&](int r) INLINED {
-                    const bool there = first + r < layout.ranks;
+                    const bool exists = first + r < layout.ranks;
                     const float value = values[r] * share;
                     unrolled<V>([&](int k) INLINED {
                         const float signed_value = (bits[r] << (i % 8) >> (7 - k)) & 1u ? value : -value;
                         const float added = first + r == 0 ? signed_value : sum.at[k] + signed_value;
-                        sum.at[k] = there ? added : sum.at[k];
+                        sum.at[k] = exists ? added : sum.at[k];
                     });
                 });
             }
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 __global__ void __launch_bounds__(kThreads, 4)
     result_scales_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
-    const Compression &local = x.local;
+    const Exchange &exchange = argument.begin_kernel();
+    const Compression &local = exchange.local;
     const CompressLayout &layout = local.layout;
     if (local.skipped()) return;
     float *const scales = CompressLayout::scales(local.result);
@@ -152,15 +153,15 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
-    const Exchange &x = argument.begin_kernel();
-    const ListMean &mean = x.mean;
+    const Exchange &exchange = argument.begin_kernel();
+    const ListMean &mean = exchange.mean;
     for_group_leaves(mean.layout, [&](int32_t group, const Leaf &leaf, int64_t) INLINED {
         const int64_t worker = mean.layout.groups[group].begin + leaf.begin;
         const CompressLayout::Unit unit = mean.layout.groups[group].unit;
-        const InChunk first(unit, worker);
+        const ChunkPosition first(unit, worker);
         const int real = unpadded_elements(list[group], leaf);
         for_packs(real, all_aligned(list[group].data, mean.values), [&]<int V>(Width<V>, int i) INLINED {
-            InChunk where = first;
+            ChunkPosition where = first;
             where.move(unit, i);
             Pack<V> y = mean.values != nullptr ? load<V>(mean.values, worker + i)
                                                : mean_at<V>(mean, mean.results, group, unit, where);
@@ -173,9 +174,9 @@ __global__ void __launch_bounds__(kThreads)
 
 /// Two levels: zeroes the vector between tensors and after the last one.
 __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
-    const CompressLayout &layout = x.mean.layout;
-    float *const vector = x.node.vector;
+    const Exchange &exchange = argument.begin_kernel();
+    const CompressLayout &layout = exchange.mean.layout;
+    float *const vector = exchange.node.vector;
     for (int64_t i = grid_thread(); i + 1 < layout.group_count; i += grid_threads())
         for (int64_t k = layout.groups[i].begin + layout.groups[i].numel; k < layout.groups[i + 1].begin; ++k)
             vector[k] = 0;
@@ -187,10 +188,10 @@ __global__ void __launch_bounds__(kThreads) clear_gaps_kernel(GRID_CONSTANT cons
 /// Copies a list to the vector.
 __global__ void __launch_bounds__(kThreads)
     copy_list_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument, const dsopt_tensor *list) {
-    const Exchange &x = argument.begin_kernel();
-    for_group_leaves(x.mean.layout, [&](int32_t group, const Leaf &where, int64_t) INLINED {
+    const Exchange &exchange = argument.begin_kernel();
+    for_group_leaves(exchange.mean.layout, [&](int32_t group, const Leaf &where, int64_t) INLINED {
         const float *values = static_cast<const float *>(list[group].data) + where.begin;
-        float *to = x.node.vector + x.mean.layout.groups[group].begin + where.begin;
+        float *to = exchange.node.vector + exchange.mean.layout.groups[group].begin + where.begin;
         for (int k = int(threadIdx.x); k < where.n; k += kThreads) to[k] = values[k];
     });
 }
@@ -207,14 +208,14 @@ template <int V> __device__ __forceinline__ Pack<V> mean_of_slices(const NodeSli
     return sum;
 }
 
-/// Adds that mean to the residual, stores the compensated values and packs them into messages.
+/// Adds the mean of slices to the residual, stores the compensated values and packs them into messages.
 __global__ void __launch_bounds__(kThreads, 3) pack_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
-    const Compression &local = x.local;
+    const Exchange &exchange = argument.begin_kernel();
+    const Compression &local = exchange.local;
     pack_groups(local, [&](int32_t group, const Leaf &where, int64_t worker, float *tile) INLINED {
         const float scale = local.worker_scales()[group];
-        for_packs(where.n, all_aligned(x.node.slices, local.worker), [&]<int V>(Width<V>, int i) INLINED {
-            const Pack<V> mean = mean_of_slices<V>(x.node, worker + i);
+        for_packs(where.n, all_aligned(exchange.node.slices, local.worker), [&]<int V>(Width<V>, int i) INLINED {
+            const Pack<V> mean = mean_of_slices<V>(exchange.node, worker + i);
             const uint32_t active = active_from(local.active, worker + i); // `worker`: a multiple of 32
             const Pack<V> sum = compensate(mean, load<V>(local.worker, worker + i), scale, active);
             to_tile(sum, tile + i);
@@ -223,39 +224,46 @@ __global__ void __launch_bounds__(kThreads, 3) pack_slice_kernel(GRID_CONSTANT c
     });
 }
 
-/// One node: that mean is the result. Stores it to the first of the slices.
+/// One node: the mean of slices is the result. Stores it to the first slice.
 __global__ void __launch_bounds__(kThreads) average_slice_kernel(GRID_CONSTANT const PdlArgument<Exchange> argument) {
-    const Exchange &x = argument.begin_kernel();
-    for (int64_t i = grid_thread() * 4; i < x.node.numel; i += grid_threads() * 4)
-        store(mean_of_slices<4>(x.node, i), x.node.slices, i);
+    const Exchange &exchange = argument.begin_kernel();
+    for (int64_t i = grid_thread() * 4; i < exchange.node.numel; i += grid_threads() * 4)
+        store(mean_of_slices<4>(exchange.node, i), exchange.node.slices, i);
 }
 
 // Label::next follows the order of passes in src/exchange/exchange.cc.
-void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) {
-    const CompressLayout &sent = x.local.layout, &all = x.mean.layout;
+void run_pass(ExchangePass pass, const Exchange &exchange, const dsopt_tensor *list, const Launcher &launcher) {
+    const CompressLayout &compressed = exchange.local.layout, &all = exchange.mean.layout;
     switch (pass) {
     case ExchangePass::clear_messages: return; // unused bits are written with tensors' bits or with the scales
     case ExchangePass::pack_list:
-        return launcher.launch_grid(sent.group_leaves, {"pack_list", Next::kernel}, pack_list_kernel, x, list);
+        return launcher.launch_grid(compressed.group_leaves, {"pack_list", Next::kernel}, pack_list_kernel, exchange,
+                                    list);
     case ExchangePass::pack_values:
-        return launcher.launch_grid(sent.group_leaves, {"pack_values", Next::kernel}, pack_values_kernel, x);
+        return launcher.launch_grid(compressed.group_leaves, {"pack_values", Next::kernel}, pack_values_kernel,
+                                    exchange);
     case ExchangePass::message_scales:
-        return launcher.launch_grid(sent.group_count / kWarps + 1, "message_scales", message_scales_kernel, x);
+        return launcher.launch_grid(compressed.group_count / kWarps + 1, "message_scales", message_scales_kernel,
+                                    exchange);
     case ExchangePass::clear_result: return;
     case ExchangePass::reduce_messages:
-        return launcher.launch_grid(sent.segment_leaves, {"reduce_messages", Next::kernel}, reduce_messages_kernel, x);
+        return launcher.launch_grid(compressed.segment_leaves, {"reduce_messages", Next::kernel},
+                                    reduce_messages_kernel, exchange);
     case ExchangePass::result_scales:
-        return launcher.launch_grid(sent.segment_count / kWarps + 1, "result_scales", result_scales_kernel, x);
-    case ExchangePass::decode: return launcher.launch_grid(all.group_leaves, "decode", decode_kernel, x, list);
+        return launcher.launch_grid(compressed.segment_count / kWarps + 1, "result_scales", result_scales_kernel,
+                                    exchange);
+    case ExchangePass::decode: return launcher.launch_grid(all.group_leaves, "decode", decode_kernel, exchange, list);
     case ExchangePass::clear_gaps:
         if (all.group_count != 0)
-            launcher.launch_grid(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, x);
+            launcher.launch_grid(all.group_count / kThreads + 1, "clear_gaps", clear_gaps_kernel, exchange);
         return;
-    case ExchangePass::copy_list: return launcher.launch_grid(all.group_leaves, "copy_list", copy_list_kernel, x, list);
+    case ExchangePass::copy_list:
+        return launcher.launch_grid(all.group_leaves, "copy_list", copy_list_kernel, exchange, list);
     case ExchangePass::pack_slice:
-        return launcher.launch_grid(sent.group_leaves, {"pack_slice", Next::kernel}, pack_slice_kernel, x);
+        return launcher.launch_grid(compressed.group_leaves, {"pack_slice", Next::kernel}, pack_slice_kernel, exchange);
     case ExchangePass::average_slice:
-        return launcher.launch_grid(x.node.numel / (kThreads * 4) + 1, "average_slice", average_slice_kernel, x);
+        return launcher.launch_grid(exchange.node.numel / (kThreads * 4) + 1, "average_slice", average_slice_kernel,
+                                    exchange);
     }
 }
 
@@ -263,14 +271,14 @@ void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t cou
                   FunctionRef<void(ExchangeKernels &)> body) {
     class Run final : public ExchangeKernels {
     public:
-        Run(const Exchange &x, const dsopt_tensor *list, const Launcher &launcher) :
-            x_(x),
+        Run(const Exchange &exchange, const dsopt_tensor *list, const Launcher &launcher) :
+            exchange_(exchange),
             list_(list),
             launcher_(launcher) {}
-        void run(ExchangePass pass) override { run_pass(pass, x_, list_, launcher_); }
+        void run(ExchangePass pass) override { run_pass(pass, exchange_, list_, launcher_); }
 
     private:
-        const Exchange x_;
+        const Exchange exchange_;
         const dsopt_tensor *const list_;
         const Launcher &launcher_;
     };
@@ -280,8 +288,8 @@ void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t cou
         std::memcpy(to, buffers.layout->block.get(), layout);
         if (count != 0) std::memcpy(to + layout, list, tensors);
     });
-    const auto *const there = reinterpret_cast<const dsopt_tensor *>(memory.get() + layout);
-    Run kernels(buffers.on_device(memory.get(), nullptr), there, launcher);
+    const auto *const device_list = reinterpret_cast<const dsopt_tensor *>(memory.get() + layout);
+    Run kernels(buffers.on_device(memory.get(), nullptr), device_list, launcher);
     body(kernels);
 }
 

@@ -12,22 +12,22 @@ namespace dsopt::gpu {
 __device__ __forceinline__ int32_t count_active(const int32_t *active, int64_t begin, int n) {
     if (active == nullptr) return n;
     int32_t count = 0;
-    for (int at = int(threadIdx.x % 32) * 32; at < n; at += 32 * 32) {
-        const uint32_t word = active_from(active, begin + at);
-        count += __popc(n - at < 32 ? word & ((1u << (n - at)) - 1) : word);
+    for (int i = int(threadIdx.x % 32) * 32; i < n; i += 32 * 32) {
+        const uint32_t word = active_from(active, begin + i);
+        count += __popc(n - i < 32 ? word & ((1u << (n - i)) - 1) : word);
     }
     return fold_lanes(count);
 }
 
-/// Position of an element in a unit: its chunk, and its offset in the chunk. Neighbours are found without another
-/// division.
-struct InChunk {
-    int64_t chunk, at;
-    __device__ __forceinline__ InChunk(const CompressLayout::Unit &unit, int64_t worker) :
+/// Position of an element in a unit: its chunk, and its offset in the chunk. move() finds the positions of neighbours
+/// without a division.
+struct ChunkPosition {
+    int64_t chunk, offset;
+    __device__ __forceinline__ ChunkPosition(const CompressLayout::Unit &unit, int64_t worker) :
         chunk((worker - unit.begin) / unit.chunk),
-        at(worker - unit.begin - chunk * unit.chunk) {}
-    __device__ __forceinline__ void move(const CompressLayout::Unit &unit, int64_t by) {
-        for (at += by; at >= unit.chunk; at -= unit.chunk) ++chunk;
+        offset(worker - unit.begin - chunk * unit.chunk) {}
+    __device__ __forceinline__ void move(const CompressLayout::Unit &unit, int64_t elements) {
+        for (offset += elements; offset >= unit.chunk; offset -= unit.chunk) ++chunk;
     }
 };
 
@@ -54,15 +54,15 @@ __device__ __forceinline__ void sum_leaf(const Compression &local, const float *
 template <class Write> __device__ __forceinline__ void pack_signs(const float *tile, int n, const Write &write) {
     constexpr int words = int(kLeaf) / kThreads; // per warp
     const int lane = int(threadIdx.x % 32), begin = int(threadIdx.x / 32) * words * 32;
-    unsigned local = 0;
+    unsigned own_word = 0;
     for (int k = 0; k < words && begin + k * 32 < n; ++k) {
         const int i = begin + k * 32 + lane;
         const unsigned word = __ballot_sync(0xffffffffu, i >= n || !(tile[i] < 0));
-        if (lane == k) local = __byte_perm(__brev(word), 0, 0x0123);
+        if (lane == k) own_word = __byte_perm(__brev(word), 0, 0x0123);
     }
-    if (lane < words && begin + lane * 32 < n) write(begin + lane * 32, local);
+    if (lane < words && begin + lane * 32 < n) write(begin + lane * 32, own_word);
 }
-/// Writes the bytes of such a word that hold any of `n` signs, in one store if possible.
+/// Writes the bytes of a word of signs that contain any of the first `n` signs, in one store if possible.
 __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
     if (n >= 32 && reinterpret_cast<uintptr_t>(to) % 4 == 0)
         *reinterpret_cast<uint32_t *>(to) = bits;
@@ -70,9 +70,9 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
-/// Sets the bits of a message that belong to no group to 1: those of elements from `begin` on, a multiple of 32 if
-/// there are any, and the padding of the message. `first`, `stride`: index of the calling thread, and number of
-/// threads.
+/// Sets the bits of a message that belong to no group to 1: the bits of elements from `begin` on, a multiple of 32 if
+/// there are such elements, and the padding of the message. `first`, `stride`: index of the calling thread, and number
+/// of threads.
 __device__ __forceinline__ void fill_message(const CompressLayout &layout, char *message, int64_t begin, int64_t first,
                                              int64_t stride) {
     uint8_t *const bits = layout.bits(message);
@@ -90,10 +90,10 @@ __device__ inline void pack_leaf(const Compression &local, int32_t group, int64_
     const CompressLayout::Unit unit = local.layout.groups[group].unit;
     const auto written = int(local.layout.bits_of_elements(n));
     pack_signs(tile, n, [&](int i, unsigned bits) INLINED {
-        InChunk where(unit, worker + i);
-        const bool whole = where.at + 32 <= unit.chunk; // chunks begin at whole bytes
+        ChunkPosition where(unit, worker + i);
+        const bool whole = where.offset + 32 <= unit.chunk; // chunks begin at whole bytes
         for (int k = 0; k < 32 && i + k < n; k += 8, where.move(unit, 8)) {
-            uint8_t *const to = local.layout.bits(local.message_to(where.chunk)) + (unit.server + where.at) / 8;
+            uint8_t *const to = local.layout.bits(local.message_to(where.chunk)) + (unit.server + where.offset) / 8;
             if (whole) return write_signs(to, bits, written - i);
             write_signs(to, bits >> k, 8);
         }
@@ -110,8 +110,8 @@ template <class Body> __device__ __forceinline__ void for_group_leaves(const Com
     }
 }
 
-/// Calls fill(group, where, worker, tile), which stores the compensated values from index `worker` on to the tile, and
-/// then packs the leaf, for every leaf of the scale groups that belongs to this block.
+/// For every leaf of the scale groups that belongs to this block: calls fill(group, where, worker, tile), which stores
+/// the compensated values from index `worker` on to the tile, and then packs the leaf.
 template <class Fill> __device__ __forceinline__ void pack_groups(const Compression &local, const Fill &fill) {
     __shared__ float tile[kLeaf];
     if (local.skipped()) return;
@@ -133,10 +133,10 @@ __device__ __forceinline__ Pack<V> compensate(const Pack<V> &x, const Pack<V> &l
 /// Returns the mean of V neighbours of a scale group, from results. For V = 4 or 8 their bits are in one byte.
 template <int V>
 __device__ __forceinline__ Pack<V> mean_at(const ListMean &mean, const char *results, int32_t group,
-                                           const CompressLayout::Unit &unit, const InChunk &place) {
-    const char *message = results + place.chunk * mean.layout.message_bytes;
-    const float scale = CompressLayout::scales(message)[group - mean.layout.chunks[place.chunk].first_group];
-    const int64_t bit = unit.server + place.at;
+                                           const CompressLayout::Unit &unit, const ChunkPosition &position) {
+    const char *message = results + position.chunk * mean.layout.message_bytes;
+    const float scale = CompressLayout::scales(message)[group - mean.layout.chunks[position.chunk].first_group];
+    const int64_t bit = unit.server + position.offset;
     const unsigned bits = unsigned(mean.layout.bits(message)[bit / 8]) << (bit % 8);
     Pack<V> y;
     unrolled<V>([&](int k) INLINED { y.at[k] = (bits >> (7 - k)) & 1u ? scale : -scale; });
@@ -146,7 +146,7 @@ template <int V>
 __device__ __forceinline__ Pack<V> mean_of(const ListMean &mean, const char *results, int32_t group, int64_t worker) {
     if (mean.values != nullptr) return load<V>(mean.values, worker);
     const CompressLayout::Unit &unit = mean.layout.groups[group].unit;
-    return mean_at<V>(mean, results, group, unit, InChunk(unit, worker));
+    return mean_at<V>(mean, results, group, unit, ChunkPosition(unit, worker));
 }
 
 } // namespace dsopt::gpu

@@ -30,7 +30,7 @@ public:
     size_t device_workspace_bytes(const StepShape &shape) const override { return gpu::device_workspace_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return gpu::make_cache(gpu_); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
-        gpu::run_step(plan, launcher_of(plan.how.stream), body);
+        gpu::run_step(plan, launcher_of(plan.execution.stream), body);
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &, void *stream) const override {
@@ -133,7 +133,7 @@ int count_devices(std::string &reason) {
     (void)cudaGetLastError();
     reason = error == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(error);
     if (error == cudaErrorInitializationError)
-        reason += " (a child of fork() cannot use CUDA where the parent has, be it for dsopt_build_info)";
+        reason += " (a child of fork() cannot use CUDA if the parent has used it, for example in dsopt_build_info)";
     return 0;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step as kernels see it.
+// The plan of a step for kernels.
 #pragma once
 #include "device/plan.h"
 
@@ -15,8 +15,8 @@ struct DevicePlan {
     double *tensor_squares;
     double *tensor_updates;
     int32_t *tensor_cell; // index of its cell in the table of norms, -1 = none
-    bool backwards;       // last leaf first: a pass begins with data that the previous pass left in the L2 cache
-    bool decided;         // a kernel before the update makes the decision; else the update computes its own scalars
+    bool backwards;       // last leaf first: a pass begins with data that are in the L2 cache since the previous pass
+    bool decided;         // a kernel before the update makes the decision; else the update kernel makes it at its end
 };
 
 } // namespace dsopt::gpu

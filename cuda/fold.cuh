@@ -10,7 +10,7 @@ namespace dsopt::gpu {
 
 constexpr int32_t kFewLeaves = 8; // with fewer leaves, one thread is faster than a warp
 
-constexpr int kAhead = 16; // loads in flight per lane: the latency of a load is that of some 40 additions
+constexpr int kAhead = 16; // loads in flight per lane: the latency of a load equals that of about 40 additions
 
 /// Returns value(0) + value(1) + ... + value(count - 1), computed by a warp, in all of its lanes.
 template <class Value> __device__ __forceinline__ double add_by_warp(int32_t count, const Value &value) {
@@ -38,21 +38,21 @@ template <bool Warp> struct LeafFold {
         else
             return add_few<kFewLeaves>(count, value);
     }
-    template <class Count> __device__ __forceinline__ int64_t number(int32_t count, const Count &of) const {
+    template <class Count> __device__ __forceinline__ int64_t sum_counts(int32_t count, const Count &count_of) const {
         int64_t all = 0;
-        for (int32_t leaf = first(); leaf < count; leaf += stride) all += of(leaf);
+        for (int32_t leaf = first(); leaf < count; leaf += stride) all += count_of(leaf);
         return Warp ? fold_lanes(all) : all;
     }
-    __device__ __forceinline__ double most(const double *factors, int32_t count) const {
-        double most = 0;
-        for (int32_t leaf = first(); leaf < count; leaf += stride) most = larger_factor(most, factors[leaf]);
-        return Warp ? largest_of_lanes(most) : most;
+    __device__ __forceinline__ double max(const double *factors, int32_t count) const {
+        double largest = 0;
+        for (int32_t leaf = first(); leaf < count; leaf += stride) largest = larger_factor(largest, factors[leaf]);
+        return Warp ? largest_of_lanes(largest) : largest;
     }
 };
 
-/// Calls body(tensor, leaves, by) for every tensor of a list: in one thread if leaves_in(tensor) < kFewLeaves, else in
-/// a warp. Neighbours in the list are processed by different warps, because large tensors are often adjacent. A thread
-/// loads the leaf counts of several tensors at once.
+/// Calls body(tensor, leaves, fold) for every tensor of a list: in one thread if leaves_in(tensor) < kFewLeaves, else
+/// in a warp. Neighbours in the list are processed by different warps, because large tensors are often adjacent. A
+/// thread loads the leaf counts of several tensors at once.
 template <class Leaves, class Body>
 __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_in, const Body &body) {
     constexpr int ahead = 4;
@@ -65,13 +65,13 @@ __device__ __forceinline__ void for_tensors(int32_t count, const Leaves &leaves_
         });
 #pragma unroll 1 // one copy of the body
         for (int32_t begin = base; begin < base + ahead * kThreads && begin < count; begin += kThreads) {
-            const int32_t local = leaves[0];
+            const int32_t its_leaves = leaves[0];
             unrolled<ahead - 1>([&](int k) INLINED { leaves[k] = leaves[k + 1]; });
-            if (local >= 0 && local < kFewLeaves) body(begin + first, local, LeafFold<false>{true});
-            unsigned many = __ballot_sync(0xffffffffu, local >= kFewLeaves);
+            if (its_leaves >= 0 && its_leaves < kFewLeaves) body(begin + first, its_leaves, LeafFold<false>{true});
+            unsigned many = __ballot_sync(0xffffffffu, its_leaves >= kFewLeaves);
             for (; many != 0; many &= many - 1) {
                 const int lane = __ffs(int(many)) - 1;
-                body(begin + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, local, lane),
+                body(begin + lane * kWarps + int32_t(threadIdx.x / 32), __shfl_sync(0xffffffffu, its_leaves, lane),
                      LeafFold<true>{threadIdx.x % 32 == 0});
             }
         }
@@ -84,7 +84,7 @@ template <class Body> __device__ __forceinline__ void for_tensors(const DevicePl
         int32_t(d.plan.count), [&](int32_t i) INLINED { return d.tensor_leaves[i]; }, body);
 }
 
-/// Combines the findings of a block's threads, and returns the result in all of them. Called at most once between two
+/// Combines the counts of a block's threads, and returns the result in all of them. Called at most once between two
 /// barriers of a kernel.
 __device__ inline NonFinite over_block(const NonFinite &found) {
     __shared__ int64_t counts[kWarps], firsts[kWarps];

@@ -11,47 +11,48 @@ namespace dsopt::gpu {
 __device__ inline void fold_on_block(const DevicePlan &d) {
     const StepPlan &plan = d.plan;
     const NormTable &table = plan.norms;
-    for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
+    for_tensors(d, [&](int32_t i, int32_t leaves, auto fold) INLINED {
         if (leaves == 1) return;
         const TensorJob &job = plan.jobs[i];
-        const double squares = is_inspected(job) ? by.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
-        if (by.lead) d.tensor_squares[i] = squares;
+        const double squares = is_inspected(job) ? fold.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
+        if (fold.lead) d.tensor_squares[i] = squares;
     });
     __syncthreads();
     bool suspect = plan.policy.wrapper == Wrapper::fused && table.classes > 1; // squares may be those of weights
-    const int32_t classes = int32_t(table.classes), own_cells = int32_t(table.groups) * classes;
-    for (int32_t cell = int32_t(threadIdx.x / 32); cell < own_cells + classes; cell += kWarps) {
+    const int32_t classes = int32_t(table.classes), group_cells = int32_t(table.groups) * classes;
+    for (int32_t cell = int32_t(threadIdx.x / 32); cell < group_cells + classes; cell += kWarps) {
         const double sum = add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED {
-            const int32_t local = d.tensor_cell[i];
+            const int32_t its_cell = d.tensor_cell[i];
             const double squares = d.tensor_squares[i];
             suspect = suspect || !is_finite(squares);
             // The last row is over all groups.
-            const bool in = local >= 0 && (cell < own_cells ? local == cell : local % classes == cell - own_cells);
-            return in ? squares : 0.0;
+            const bool counts =
+                its_cell >= 0 && (cell < group_cells ? its_cell == cell : its_cell % classes == cell - group_cells);
+            return counts ? squares : 0.0;
         });
-        if (threadIdx.x % 32 == 0) table.at[cell] = sum;
+        if (threadIdx.x % 32 == 0) table.values[cell] = sum;
     }
     NonFinite found;
     if (__syncthreads_or(suspect)) { // a non-finite element makes the squares non-finite
-        for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        for_tensors(d, [&](int32_t i, int32_t leaves, auto fold) INLINED {
             const TensorJob &job = plan.jobs[i];
             if (!is_inspected(job)) return;
             const int64_t *bad = plan.leaf.bad + job.leaves.first;
-            const int64_t here = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
-            if (here == 0) return; // the same in all lanes of a warp
-            const int64_t nans = by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
-            found.add(i, by.lead ? here : 0, nans != 0);
+            const int64_t bad_count = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
+            if (bad_count == 0) return; // the same in all lanes of a warp
+            const int64_t nans = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
+            found.add(i, fold.lead ? bad_count : 0, nans != 0);
         });
         found = over_block(found);
     }
-    if (threadIdx.x == 0) note_nonfinite(plan, found);
+    if (threadIdx.x == 0) record_nonfinite(plan, found);
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
     inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool decides) {
     const DevicePlan &d = argument.begin_kernel();
     const StepPlan &plan = d.plan;
-    for_leaves_by_warp(d, {&plan.control->inspect.taken}, [&](uint32_t leaf, int32_t tensor) INLINED {
+    for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
         const auto [begin, n] = Leaf(job, leaf);
         const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1;
@@ -81,12 +82,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
-/// Completes pass 1 in one thread. `folds`: pass 1 did not run, because gradients are not read. `decides`: ranks have
-/// added up their norms, or there are no other ranks.
+/// Completes pass 1 in one thread. `folds`: clears the norms, because pass 1 did not run. `decides`: makes the
+/// decision, after the all-reduce of norms if there are other ranks.
 __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool folds,
                               const bool decides) {
     const DevicePlan &d = argument.begin_kernel();
-    if (folds) fold_nothing(d.plan);
+    if (folds) clear_norms(d.plan);
     if (decides) (void)decide_step(d.plan);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host functions of each .cu file: some launch its kernels, in stream order, and one loads them.
+// Host functions of each .cu file. They launch its kernels, in stream order. One function per file loads its kernels.
 #pragma once
 #include "base/function_ref.h"
 #include "device/kernels.h"
@@ -15,7 +15,7 @@ void load_upload_kernels(KernelLoader &load);
 void run_in_one_thread(const OneThreadFunction &function, const Launcher &launcher);
 void load_one_thread_kernels(KernelLoader &load);
 
-// lists.cu. These functions implement those of Loops.
+// lists.cu. These functions implement the methods of DeviceKernels with the same names.
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher);
 void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher);
@@ -39,7 +39,7 @@ void load_update_kernels(KernelLoader &load);
 
 // compress.cu
 /// Launches one pass of an exchange. The layout and the list are in device memory; a step has no list.
-void run_pass(ExchangePass pass, const Exchange &x, const dsopt_tensor *list, const Launcher &launcher);
+void run_pass(ExchangePass pass, const Exchange &exchange, const dsopt_tensor *list, const Launcher &launcher);
 /// Implements DeviceKernels::run_exchange().
 void run_exchange(const Exchange &buffers, const dsopt_tensor *list, int64_t count, const Launcher &launcher,
                   FunctionRef<void(ExchangeKernels &)> body);

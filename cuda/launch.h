@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernel launches, and what nvcc and the emulation of CUDA on the CPU (tests/emulation) spell differently, so that both
-// compile the same sources. <<<>>> is not used.
+// Kernel launches, and macros for constructs that differ between nvcc and the emulation of CUDA on the CPU
+// (tests/emulation), so that both compile the same sources. <<<>>> is not used.
 #pragma once
 #include <cuda_runtime.h>
 #include <tuple>
@@ -13,7 +13,8 @@
 /// Goes after the parameters of a lambda in a kernel. A lambda that is not inlined has its captures in local memory.
 #define INLINED __attribute__((always_inline))
 
-/// The same, on devices only: a host compiler takes minutes for a function with the loops of all rules and formats.
+/// Like INLINED, but on devices only: a host compiler takes minutes for a function with the loops of all rules and
+/// formats.
 #if defined(CUDA_EMU)
 #define INLINED_ON_DEVICE __attribute__((noinline))
 #else
@@ -74,7 +75,7 @@ struct Launch {
     template <class... P, class... A> cudaError_t operator()(void (*kernel)(P...), A &&...arguments) const {
         return enqueue(false, kernel, std::forward<A>(arguments)...);
     }
-    /// The same, or launched early if `pdl` says so: the kernel itself then waits for the preceding kernel.
+    /// Launches a kernel, early if `pdl.early`: the kernel itself then waits for the preceding kernel.
     template <class T, class... P, class... A>
     cudaError_t operator()(Pdl pdl, void (*kernel)(PdlArgument<T>, P...), const std::type_identity_t<T> &first,
                            A &&...others) const {

@@ -53,9 +53,9 @@ private:
     std::map<std::pair<const void *, size_t>, unsigned> resident_;
 };
 
-constexpr int kPutWords = 1024; // 8 KiB of kernel arguments
+constexpr int kArgumentWords = 1024; // 8 KiB of kernel arguments
 struct Bytes {
-    uint64_t words[kPutWords];
+    uint64_t words[kArgumentWords];
 };
 
 /// Bytes of a leaf's values in dynamic shared memory. Kernels use none, one or two of these.
@@ -94,8 +94,8 @@ struct Launcher {
     /// Launches as many blocks as are resident, or one per work item if there are fewer.
     template <class... P, class... A>
     void launch_grid(Work work, Label label, void (*kernel)(P...), A &&...arguments) const {
-        const int64_t most = device.resident_blocks(kernel, work.shared);
-        const unsigned blocks = unsigned(work.pieces < 1 ? 1 : work.pieces > most ? most : work.pieces);
+        const int64_t resident = device.resident_blocks(kernel, work.shared);
+        const unsigned blocks = unsigned(work.pieces < 1 ? 1 : work.pieces > resident ? resident : work.pieces);
         run(label, kernel, blocks, kThreads, work.shared, std::forward<A>(arguments)...);
     }
     template <class... P, class... A> void launch_block(Label label, void (*kernel)(P...), A &&...arguments) const {
@@ -117,7 +117,7 @@ struct Launcher {
             check(cudaMemcpyAsync(to, block.memory.get(), bytes, cudaMemcpyHostToDevice, stream), "upload");
             return device.pinned.return_block(std::move(block), stream);
         }
-        put(to, from, bytes);
+        upload_in_arguments(to, from, bytes);
     }
     /// Uploads the bytes that fill(memory) writes to zeroed memory. Allocates nothing on the heap.
     template <class Fill> void upload(void *to, size_t bytes, const Fill &fill) const {
@@ -125,7 +125,7 @@ struct Launcher {
             alignas(8) char image[kOnStack];
             std::memset(image, 0, bytes);
             fill(image);
-            return put(to, image, bytes);
+            return upload_in_arguments(to, image, bytes);
         }
         PinnedPool::Block block = device.pinned.take(bytes);
         char *const image = static_cast<char *>(block.memory.get());
@@ -141,12 +141,13 @@ struct Launcher {
 private:
     static constexpr size_t kOnStack = sizeof(Bytes);
     /// Uploads bytes in kernel arguments.
-    void put(void *to, const void *from, size_t bytes) const {
-        for (size_t at = 0; at < bytes; at += sizeof(Bytes)) {
+    void upload_in_arguments(void *to, const void *from, size_t bytes) const {
+        for (size_t offset = 0; offset < bytes; offset += sizeof(Bytes)) {
             Bytes piece;
-            const size_t here = bytes - at < sizeof piece ? bytes - at : sizeof piece;
-            std::memcpy(piece.words, static_cast<const char *>(from) + at, here);
-            store_words(reinterpret_cast<uint64_t *>(static_cast<char *>(to) + at), piece, int(here / 8), *this);
+            const size_t piece_bytes = bytes - offset < sizeof piece ? bytes - offset : sizeof piece;
+            std::memcpy(piece.words, static_cast<const char *>(from) + offset, piece_bytes);
+            store_words(reinterpret_cast<uint64_t *>(static_cast<char *>(to) + offset), piece, int(piece_bytes / 8),
+                        *this);
         }
     }
     template <class... P, class... A>

@@ -14,7 +14,7 @@ struct DeviceList {
     int64_t leaves;
 };
 
-/// Up to N tensors of a list, or N pairs of two lists, passed by value to a kernel.
+/// Up to N tensors of a list, or N pairs of tensors of two lists, passed by value to a kernel.
 template <int N> struct ListBatch {
     int64_t first_leaf[N + 1]; // prefix sums of leaf counts
     void *x[N];
@@ -44,17 +44,18 @@ __device__ __forceinline__ void for_list_packs(const ListBatch<N> &list, const B
     __syncthreads();
     for (int64_t leaf = blockIdx.x; leaf < first_leaf[list.count]; leaf += gridDim.x) {
         const int32_t tensor = find_range(first_leaf, list.count, leaf);
-        const ListTensor at{{list.x[tensor], list.x_type[tensor]}, {list.y[tensor], list.y_type[tensor]}};
+        const ListTensor pair{{list.x[tensor], list.x_type[tensor]}, {list.y[tensor], list.y_type[tensor]}};
         const Leaf where(list.numel[tensor], leaf - first_leaf[tensor]);
-        for_packs(where.n, all_aligned(at.x.data, at.y.data),
-                  [&](auto width, int i) INLINED { body(width, at, where.begin + i); });
+        for_packs(where.n, all_aligned(pair.x.data, pair.y.data),
+                  [&](auto width, int i) INLINED { body(width, pair, where.begin + i); });
     }
 }
 
 template <int N>
 __global__ void __launch_bounds__(kThreads) zero_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument) {
     const ListBatch<N> &list = argument.begin_kernel();
-    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED { store(Pack<V>{}, at.y, i); });
+    for_list_packs(list,
+                   [&]<int V>(Width<V>, const ListTensor &pair, int64_t i) INLINED { store(Pack<V>{}, pair.y, i); });
 }
 
 /// The factor of x is *factor or, if `factor` is NULL, `value`.
@@ -63,20 +64,20 @@ __global__ void __launch_bounds__(kThreads) axpby_kernel(GRID_CONSTANT const Pdl
                                                          const float *factor, const float value, const float b) {
     const ListBatch<N> &list = argument.begin_kernel();
     const float a = factor != nullptr ? *factor : value;
-    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
-        Pack<V> v = fetch<V>(at.x, i), old{};
-        if (b != 0) old = fetch<V>(at.y, i);
-        v = convert_to_f32(v, at.x.format);
-        old = convert_to_f32(old, at.y.format);
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &pair, int64_t i) INLINED {
+        Pack<V> v = fetch<V>(pair.x, i), old{};
+        if (b != 0) old = fetch<V>(pair.y, i);
+        v = convert_to_f32(v, pair.x.format);
+        old = convert_to_f32(old, pair.y.format);
         unrolled<V>([&](int k) INLINED { v.at[k] = b != 0 ? a * v.at[k] + b * old.at[k] : a * v.at[k]; });
-        store(v, at.y, i);
+        store(v, pair.y, i);
     });
 }
 
-/// y may be the first of the rows.
+/// Computes y = sum of `count` rows. y may be the first row.
 __global__ void __launch_bounds__(kThreads)
-    add_up_rows_kernel(const PdlArgument<const float *> argument, const int64_t stride, const int count,
-                       const int64_t n, float *y) {
+    sum_slices_kernel(const PdlArgument<const float *> argument, const int64_t stride, const int count, const int64_t n,
+                      float *y) {
     const float *const rows = argument.begin_kernel();
     for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
         float sum = rows[i];
@@ -93,10 +94,10 @@ template <int N>
 __global__ void __launch_bounds__(kThreads)
     clamp_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument, const float limit) {
     const ListBatch<N> &list = argument.begin_kernel();
-    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &at, int64_t i) INLINED {
-        Pack<V> v = load<V>(at.y, i);
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &pair, int64_t i) INLINED {
+        Pack<V> v = load<V>(pair.y, i);
         unrolled<V>([&](int k) INLINED { v.at[k] = clamped(v.at[k], limit); });
-        store(v, at.y, i);
+        store(v, pair.y, i);
     });
 }
 
@@ -126,40 +127,40 @@ __global__ void __launch_bounds__(kThreads, 4)
         const auto [begin, n] = Leaf(x.numel, leaf - list.first_leaf[i]);
         const double squares = leaf_squares(slot_of(x), begin, n);
         const int64_t bad = is_finite(squares) ? 0 : leaf_nonfinite(slot_of(x), begin, n);
-        uint32_t most = 0; // magnitudes are compared as integers, in which NaNs are the largest
+        uint32_t largest = 0; // magnitudes are compared as integers, in which NaNs are the largest
         if (kind == DSOPT_NORM_MAX) {
             for (int k = lane; k < n; k += 32)
-                most = larger_factor(most, bits_of(load<1>(slot_of(x), begin + k).at[0]) & 0x7fffffffu);
-            most = largest_of_lanes(most);
+                largest = larger_factor(largest, bits_of(load<1>(slot_of(x), begin + k).at[0]) & 0x7fffffffu);
+            largest = largest_of_lanes(largest);
         }
         if (lane == 0) {
             parts.squares[leaf] = squares;
             parts.bad[leaf] = bad & 0xffff;
-            parts.largest[leaf] = float_of(most);
+            parts.largest[leaf] = float_of(largest);
         }
     }
     if (!last_block(parts.ticket)) return;
     NonFinite found;
     for_tensors(
         int32_t(list.count), [&](int32_t i) INLINED { return int32_t(list.first_leaf[i + 1] - list.first_leaf[i]); },
-        [&](int32_t i, int32_t leaves, auto by) INLINED {
-            const double sum = by.sum(parts.squares + list.first_leaf[i], leaves);
-            if (by.lead) parts.sums[i] = sum;
+        [&](int32_t i, int32_t leaves, auto fold) INLINED {
+            const double sum = fold.sum(parts.squares + list.first_leaf[i], leaves);
+            if (fold.lead) parts.sums[i] = sum;
             const int64_t *bad = parts.bad + list.first_leaf[i];
-            const int64_t here =
-                is_finite(sum) ? 0 : by.number(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
-            found.add(i, by.lead ? here : 0, false);
+            const int64_t bad_count =
+                is_finite(sum) ? 0 : fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf]; });
+            found.add(i, fold.lead ? bad_count : 0, false);
         });
-    uint32_t most = 0;
+    uint32_t largest = 0;
     for (int64_t leaf = threadIdx.x; kind == DSOPT_NORM_MAX && leaf < list.leaves; leaf += kThreads)
-        most = larger_factor(most, bits_of(parts.largest[leaf]));
+        largest = larger_factor(largest, bits_of(parts.largest[leaf]));
     found = over_block(found); // includes a barrier
     __syncthreads();
-    most = uint32_t(-over_block(NonFinite{0, -int64_t(most)}).first);
+    largest = uint32_t(-over_block(NonFinite{0, -int64_t(largest)}).first);
     if (threadIdx.x >= 32) return;
     const double total = add_by_warp(int32_t(list.count), [&](int32_t i) INLINED { return parts.sums[i]; });
     if (threadIdx.x != 0) return;
-    *result = norm_result(kind, raw, total, double(float_of(most)), found, max_norm);
+    *result = norm_result(kind, raw, total, double(float_of(largest)), found, max_norm);
 }
 
 template <int N, class Launch>
@@ -173,13 +174,13 @@ void in_batches_of(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, 
     };
     for (int64_t i = 0; i < count; ++i) {
         if (x[i].data == nullptr || y[i].data == nullptr || x[i].numel == 0) continue;
-        const int32_t at = batch.count++;
-        batch.first_leaf[at + 1] = batch.first_leaf[at] + leaves_of(x[i].numel);
-        batch.x[at] = x[i].data;
-        batch.y[at] = y[i].data;
-        batch.numel[at] = x[i].numel;
-        batch.x_type[at] = Dtype(x[i].dtype);
-        batch.y_type[at] = Dtype(y[i].dtype);
+        const int32_t index = batch.count++;
+        batch.first_leaf[index + 1] = batch.first_leaf[index] + leaves_of(x[i].numel);
+        batch.x[index] = x[i].data;
+        batch.y[index] = y[i].data;
+        batch.numel[index] = x[i].numel;
+        batch.x_type[index] = Dtype(x[i].dtype);
+        batch.y_type[index] = Dtype(y[i].dtype);
         if (batch.count == N) flush();
     }
     flush();
@@ -203,11 +204,13 @@ template <int N> void launch(const Clamp &op, const Launcher &launcher, const Li
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher) {
     std::visit(
-        [&](const auto &known) { in_batches(x, y, count, [&](const auto &batch) { launch(known, launcher, batch); }); },
+        [&](const auto &operation) {
+            in_batches(x, y, count, [&](const auto &batch) { launch(operation, launcher, batch); });
+        },
         op);
 }
 void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {
-    launcher.launch_grid(n / kThreads + 1, "sum_slices", add_up_rows_kernel, rows, stride, count, n, y);
+    launcher.launch_grid(n / kThreads + 1, "sum_slices", sum_slices_kernel, rows, stride, count, n, y);
 }
 
 /// Memory of a list's norm: the list, which is uploaded, and the results of leaves and tensors.
@@ -219,16 +222,16 @@ struct NormMemory {
 
     /// `memory` NULL: only computes the bytes.
     NormMemory(void *memory, int64_t count, int64_t leaves) {
-        Arena pieces(memory);
-        pieces.take(first_leaf, count + 1);
-        pieces.take(tensors, count);
-        image = pieces.bytes();
-        pieces.take(parts.squares, leaves);
-        pieces.take(parts.bad, leaves);
-        pieces.take(parts.largest, leaves);
-        pieces.take(parts.sums, count);
-        pieces.take(parts.ticket, 1);
-        bytes = pieces.bytes();
+        Arena arena(memory);
+        arena.take(first_leaf, count + 1);
+        arena.take(tensors, count);
+        image = arena.bytes();
+        arena.take(parts.squares, leaves);
+        arena.take(parts.bad, leaves);
+        arena.take(parts.largest, leaves);
+        arena.take(parts.sums, count);
+        arena.take(parts.ticket, 1);
+        bytes = arena.bytes();
     }
 };
 
@@ -246,15 +249,15 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
             image.first_leaf[i + 1] = image.first_leaf[i] + (list[i].data != nullptr ? leaves_of(list[i].numel) : 0);
         std::memcpy(image.tensors, list, size_t(count) * sizeof *list);
     });
-    const DeviceList there{memory.tensors, memory.first_leaf, count, leaves};
+    const DeviceList device_list{memory.tensors, memory.first_leaf, count, leaves};
     const NormParts &parts = memory.parts;
     launcher.fill(parts.ticket, 0, sizeof *parts.ticket);
-    launcher.launch_grid(leaves / kWarps + 1, "norm", norm_kernel, there, parts, kind, raw, max_norm, result);
+    launcher.launch_grid(leaves / kWarps + 1, "norm", norm_kernel, device_list, parts, kind, raw, max_norm, result);
 }
 
 void load_list_kernels(KernelLoader &load) {
     load(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
-         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, add_up_rows_kernel, no_norm_kernel, norm_kernel);
+         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, sum_slices_kernel, no_norm_kernel, norm_kernel);
 }
 
 } // namespace dsopt::gpu

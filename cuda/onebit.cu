@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of the 1-bit family: kernels before an exchange, after it, and at the end of every step. Only the device knows
-// whether the step is skipped. The host launches all kernels in any case, and every kernel tests for that.
+// if the step is skipped. So the host always launches all kernels, and every kernel tests if the step is skipped.
 #include "compress.cuh"
 #include "device/onebit_plan.h"
 #include "kernels.h"
@@ -9,11 +9,11 @@
 
 namespace dsopt::gpu {
 
-/// Passed by value to every kernel of such a step. Pointers of `one` are device pointers here.
+/// Passed by value to every kernel of a step of the 1-bit family. Pointers of `onebit` are device pointers here.
 struct DeviceOneBit {
     DevicePlan d;
-    OneBitPlan one;
-    Exchange x;
+    OneBitPlan onebit;
+    Exchange exchange;
     bool packs; // feed_also_packs()
     /// True if the bits of four neighbours of a tensor are in one byte, or there are no bits. In exchanges of compat
     /// mode a tensor may begin at any bit.
@@ -22,51 +22,55 @@ struct DeviceOneBit {
 
 /// Loads the inputs of feed_values().
 template <int V, Feed F>
-__device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job, const OneBitJob &one,
-                                                 int64_t i) {
+__device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const TensorJob &job,
+                                                 const OneBitJob &onebit_job, int64_t i) {
     Inputs<V> t{};
-    const bool in_bits = F == Feed::momentum && b.one.momentum != nullptr && b.one.schedule->momentum_in_bits != 0;
+    const bool in_bits =
+        F == Feed::momentum && b.onebit.momentum != nullptr && b.onebit.schedule->momentum_in_bits != 0;
     t.g = fetch_gradient<V>(job, i);
     if (!in_bits) t.moment[0] = fetch<V>(job.moment(0), i);
     if constexpr (F == Feed::distance) {
         t.p = fetch<V>(job.weight(), i);
         t.moment[1] = fetch<V>(job.moment(1), i);
-        t.local = load<V>(one.track(), i);
+        t.onebit = load<V>(onebit_job.track(), i);
     }
     t.convert_all(job);
-    if (in_bits) t.moment[0] = mean_of<V>(b.x.mean, b.one.momentum, one.scale_group, one.worker + i);
+    if (in_bits)
+        t.moment[0] = mean_of<V>(b.exchange.mean, b.onebit.momentum, onebit_job.scale_group, onebit_job.worker + i);
     return t;
 }
 
-/// Scalars of a tensor in addition to those of find_scalars(). In a struct of their own: if they were in one struct
-/// with the job, the compiler would assume that each store may change everything.
+/// Scalars of a tensor in addition to those of find_scalars(). This struct is separate from SharedTensor: in one struct
+/// with the job, the compiler would assume that each store may change all members.
 struct SharedOneBit {
-    OneBitScalars one;
+    OneBitScalars scalars;
     float scale;  // scale of its compensated values
     bool aligned; // all arrays are aligned, and DeviceOneBit::whole_vectors
 };
 
-/// Calls body(s, o, one, where) for this block's leaves of tensors in exchanges. Called once per kernel.
+/// Calls body(s, o, onebit_job, where) for this block's leaves of tensors in exchanges. Called once per kernel.
 template <class Body> __device__ __forceinline__ void for_local_leaves(const DeviceOneBit &b, const Body &body) {
     __shared__ SharedTensor s;
     __shared__ SharedOneBit o;
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
-        const OneBitJob &one = b.one.jobs[tensor];
-        const bool compensates = b.one.exchanges && b.x.node.vector == nullptr && one.worker >= 0;
-        o.one = onebit_scalars(b.one, tensor, b.d.plan.jobs[tensor].group);
-        o.scale = compensates ? b.x.local.worker_scales()[one.scale_group] : 0.0f;
+        const OneBitJob &onebit_job = b.onebit.jobs[tensor];
+        const bool compensates = b.onebit.exchanges && b.exchange.node.vector == nullptr && onebit_job.worker >= 0;
+        o.scalars = onebit_scalars(b.onebit, tensor, b.d.plan.jobs[tensor].group);
+        o.scale = compensates ? b.exchange.local.worker_scales()[onebit_job.scale_group] : 0.0f;
         o.aligned = b.whole_vectors && s.aligned &&
-                    all_aligned(one.track(), one.fresh, b.x.local.worker, b.x.node.vector, b.x.mean.values);
+                    all_aligned(onebit_job.track(), onebit_job.fresh_variance, b.exchange.local.worker,
+                                b.exchange.node.vector, b.exchange.mean.values);
     };
     for_shared_leaves(b.d, {nullptr}, s, find, [&](const Leaf &where) INLINED {
-        if (s.job.owner == Owner::exchange) body(s, o, b.one.jobs[s.tensor], where);
+        if (s.job.owner == Owner::exchange) body(s, o, b.onebit.jobs[s.tensor], where);
     });
 }
-/// Calls body(Width<V>, s, o, one, i) for V neighbours of such a tensor, from element i on.
+/// Calls body(Width<V>, s, o, onebit_job, i) for V neighbours of a tensor in exchanges, from element i on.
 template <class Body> __device__ __forceinline__ void for_local_packs(const DeviceOneBit &b, const Body &body) {
-    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
-        for_packs(where.n, o.aligned, [&](auto width, int at) INLINED { body(width, s, o, one, where.begin + at); });
+    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &onebit_job, const Leaf &where) INLINED {
+        for_packs(where.n, o.aligned,
+                  [&](auto width, int offset) INLINED { body(width, s, o, onebit_job, where.begin + offset); });
     });
 }
 
@@ -74,31 +78,31 @@ template <int V, Feed F>
 __device__ __forceinline__ Pack<V> feed_values(const SharedTensor &s, const SharedOneBit &o, const Inputs<V> &t) {
     Pack<V> y;
     unrolled<V>([&](int k) INLINED {
-        y.at[k] =
-            feed_value(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
+        y.at[k] = feed_value(F, s.scalars, o.scalars, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
+                             t.onebit.at[k]);
     });
     return y;
 }
 
-/// Loads the inputs of apply_mean(). The mean is in place of the gradient; without other ranks it is this rank's
-/// values.
+/// Loads the inputs of apply_mean(), with the mean in place of the gradient. Without other ranks the mean is this
+/// rank's values.
 template <int V, Feed F>
 __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const SharedTensor &s, const SharedOneBit &o,
-                                               const OneBitJob &one, int64_t i) {
+                                               const OneBitJob &onebit_job, int64_t i) {
     Inputs<V> t{};
     Pack<V> y;
-    if (b.one.exchanges) // first: its addresses need registers, too
-        y = mean_of<V>(b.x.mean, b.x.mean.results, one.scale_group, one.worker + i);
+    if (b.onebit.exchanges) // loaded first, because its addresses also need registers
+        y = mean_of<V>(b.exchange.mean, b.exchange.mean.results, onebit_job.scale_group, onebit_job.worker + i);
     else
         t.g = fetch_gradient<V>(s.job, i);
-    if (F != Feed::momentum || !b.one.exchanges)
+    if (F != Feed::momentum || !b.onebit.exchanges)
         t.moment[0] = fetch<V>(s.job.moment(0), i); // else the mean replaces it
     t.p = fetch<V>(s.job.weight(), i);
     t.moment[1] = fetch<V>(s.job.moment(1), i);
-    if constexpr (F == Feed::distance) t.local = load<V>(one.track(), i);
-    if constexpr (F == Feed::scaled) t.local = load<V>(one.fresh, i);
+    if constexpr (F == Feed::distance) t.onebit = load<V>(onebit_job.track(), i);
+    if constexpr (F == Feed::scaled) t.onebit = load<V>(onebit_job.fresh_variance, i);
     t.convert_all(s.job);
-    t.g = b.one.exchanges ? y : feed_values<V, F>(s, o, t);
+    t.g = b.onebit.exchanges ? y : feed_values<V, F>(s, o, t);
     return t;
 }
 
@@ -109,50 +113,51 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     feed_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     DYNAMIC_SHARED(float, tile); // used if b.packs
-    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
-        float *const vector = b.x.node.vector;
-        float *const to = b.one.exchanges ? (vector != nullptr ? vector : b.x.local.worker) + one.worker : nullptr;
-        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
-            const int64_t i = where.begin + at;
+    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &onebit_job, const Leaf &where) INLINED {
+        float *const vector = b.exchange.node.vector;
+        float *const to =
+            b.onebit.exchanges ? (vector != nullptr ? vector : b.exchange.local.worker) + onebit_job.worker : nullptr;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int offset) INLINED {
+            const int64_t i = where.begin + offset;
             Pack<V> sum{};
             if (to != nullptr && vector == nullptr) sum = load<V>(to, i);
-            Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
+            Inputs<V> t = load_inputs<V, F>(b, s.job, onebit_job, i);
             if constexpr (F == Feed::distance) {
                 unrolled<V>([&](int k) INLINED {
-                    local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
-                               t.local.at[k]);
+                    local_step(s.scalars, o.scalars, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
+                               t.onebit.at[k]);
                 });
                 store(t.p, s.job.weight(), i);
                 store(t.moment[0], s.job.moment(0), i);
-                if (!o.one.anchored) store(t.local, one.track(), i);
+                if (!o.scalars.anchored) store(t.onebit, onebit_job.track(), i);
             }
             if (to == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
             if (vector != nullptr) return store(values, to, i); // not compensated
-            const uint32_t active = active_from(b.x.local.active, one.worker + i);
+            const uint32_t active = active_from(b.exchange.local.active, onebit_job.worker + i);
             sum = compensate(values, sum, o.scale, active);
-            if (b.packs) to_tile(sum, tile + at);
+            if (b.packs) to_tile(sum, tile + offset);
             store(sum, to, i);
         });
         if (b.packs)
-            pack_leaf(b.x.local, one.scale_group, one.worker + where.begin, where.n, tile,
-                      b.x.local.layout.group_leaf[one.scale_group] + where.begin / kLeaf);
+            pack_leaf(b.exchange.local, onebit_job.scale_group, onebit_job.worker + where.begin, where.n, tile,
+                      b.exchange.local.layout.group_leaf[onebit_job.scale_group] + where.begin / kLeaf);
     });
 }
 
-/// The same for the padding after the tensors of a scale group.
+/// Does the same as feed_kernel for the padding after the tensors of a scale group.
 __global__ void __launch_bounds__(kThreads, 4)
     feed_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
-    const Compression &local = b.x.local;
+    const Compression &local = b.exchange.local;
     for (int32_t i = int32_t(blockIdx.x); i < local.layout.group_count; i += int32_t(gridDim.x)) {
         const CompressLayout::ScaleGroup group = local.layout.groups[i];
         const float scale = local.worker_scales()[i];
         float *values = local.worker + group.begin;
         for (int64_t k = group.used + threadIdx.x; k < group.numel; k += kThreads) {
             const float residual = error_of(values[k], scale);
-            values[k] = b.one.padding != nullptr ? b.one.padding[k - group.used] + residual : residual;
+            values[k] = b.onebit.padding != nullptr ? b.onebit.padding[k - group.used] + residual : residual;
         }
     }
 }
@@ -160,28 +165,29 @@ __global__ void __launch_bounds__(kThreads, 4)
     decompress_padding_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
-    const ListMean &mean = b.x.mean;
+    const ListMean &mean = b.exchange.mean;
     const CompressLayout::ScaleGroup group = mean.layout.groups[0];
     for (int64_t k = group.used + grid_thread(); k < group.numel; k += grid_threads())
-        b.one.padding[k - group.used] = mean_of<1>(mean, mean.results, 0, group.begin + k).at[0];
+        b.onebit.padding[k - group.used] = mean_of<1>(mean, mean.results, 0, group.begin + k).at[0];
 }
 
-/// Updates momentum and weights from the mean, which without other ranks is this rank's values.
+/// Updates momentum and weights from the mean. Without other ranks the mean is this rank's values.
 template <Feed F>
 __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     apply_mean_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
-        Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
+    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &onebit_job, int64_t i) INLINED {
+        Inputs<V> t = load_mean<V, F>(b, s, o, onebit_job, i);
         const Pack<V> old = t.p;
-        if (one.mask != nullptr) {
-            unrolled<V>([&](int k) INLINED { t.g.at[k] *= one.mask[i + k]; });
+        if (onebit_job.mask != nullptr) {
+            unrolled<V>([&](int k) INLINED { t.g.at[k] *= onebit_job.mask[i + k]; });
         }
         unrolled<V>([&](int k) INLINED {
-            apply_mean(F, s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
+            apply_mean(F, s.scalars, o.scalars, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
+                       t.onebit.at[k]);
         });
-        if (b.one.momentum == nullptr) store(t.moment[0], s.job.moment(0), i);
-        if constexpr (F == Feed::distance) store(t.local, one.track(), i);
+        if (b.onebit.momentum == nullptr) store(t.moment[0], s.job.moment(0), i);
+        if constexpr (F == Feed::distance) store(t.onebit, onebit_job.track(), i);
         store_weights(b.d.plan, s, s.job, t.p, old, i);
     });
 }
@@ -190,13 +196,14 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
 __global__ void __launch_bounds__(kThreads, 4) local_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     constexpr Feed F = Feed::distance;
-    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &one, int64_t i) INLINED {
-        Inputs<V> t = load_inputs<V, F>(b, s.job, one, i);
+    for_local_packs(b, [&]<int V>(Width<V>, const auto &s, const auto &o, const auto &onebit_job, int64_t i) INLINED {
+        Inputs<V> t = load_inputs<V, F>(b, s.job, onebit_job, i);
         unrolled<V>([&](int k) INLINED {
-            local_step(s.scalars, o.one, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
+            local_step(s.scalars, o.scalars, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
+                       t.onebit.at[k]);
         });
         store(t.moment[0], s.job.moment(0), i);
-        if (!o.one.anchored) store(t.local, one.track(), i);
+        if (!o.scalars.anchored) store(t.onebit, onebit_job.track(), i);
         store_weights(b.d.plan, s, s.job, t.p, t.p, i);
     });
 }
@@ -206,40 +213,41 @@ __global__ void __launch_bounds__(kThreads, 3)
     onebit_lamb_moments_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     DYNAMIC_SHARED(float, memory);
-    __shared__ uint32_t most_of_block;
+    __shared__ uint32_t largest_of_block;
     const Tiles tiles{memory, memory + kLeaf};
     constexpr Feed F = Feed::scaled;
-    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &one, const Leaf &where) INLINED {
-        uint32_t most = 0; // factors are not negative: compared as integers, in which NaNs are the largest
-        if (threadIdx.x == 0) most_of_block = 0;
-        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int at) INLINED {
-            const int64_t i = where.begin + at;
-            Inputs<V> t = load_mean<V, F>(b, s, o, one, i);
+    for_local_leaves(b, [&](const auto &s, const auto &o, const auto &onebit_job, const Leaf &where) INLINED {
+        uint32_t largest = 0; // factors are not negative: compared as integers, in which NaNs are the largest
+        if (threadIdx.x == 0) largest_of_block = 0;
+        for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int offset) INLINED {
+            const int64_t i = where.begin + offset;
+            Inputs<V> t = load_mean<V, F>(b, s, o, onebit_job, i);
             unrolled<V>([&](int k) INLINED {
-                const LambUpdate u =
-                    lamb_apply_mean(s.scalars, o.one, t.g.at[k], one.mask != nullptr ? one.mask[i + k] : 1.0f,
-                                    t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.local.at[k]);
-                tiles.a[at + k] = u.without_decay;
-                tiles.b[at + k] = u.update;
-                most = larger_factor(most, bits_of(u.factor) & 0x7fffffffu);
+                const LambUpdate u = lamb_apply_mean(s.scalars, o.scalars, t.g.at[k],
+                                                     onebit_job.mask != nullptr ? onebit_job.mask[i + k] : 1.0f,
+                                                     t.p.at[k], t.moment[0].at[k], t.moment[1].at[k], t.onebit.at[k]);
+                tiles.a[offset + k] = u.without_decay;
+                tiles.b[offset + k] = u.update;
+                largest = larger_factor(largest, bits_of(u.factor) & 0x7fffffffu);
             });
             store(t.moment[0], s.job.moment(0), i);
-            store(t.local, one.fresh, i);
+            store(t.onebit, onebit_job.fresh_variance, i);
         });
         sum_tiles(b.d.plan, s.job, where, tiles); // begins with a barrier
-        most = largest_of_lanes(most);
-        if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, most);
+        largest = largest_of_lanes(largest);
+        if (threadIdx.x % 32 == 0) atomicMax(&largest_of_block, largest);
         __syncthreads();
-        if (threadIdx.x == 0) b.one.factors[leaf_number(s.job, where)] = double(float_of(most_of_block));
+        if (threadIdx.x == 0) b.onebit.factors[leaf_index(s.job, where)] = double(float_of(largest_of_block));
     });
 }
-/// Computes the trust ratios from these results or, for sharded tensors, stores the sums for the all-reduce. One block.
+/// Computes the trust ratios from the results of onebit_lamb_moments_kernel or, for sharded tensors, stores the sums
+/// for the all-reduce. One block.
 __global__ void __launch_bounds__(kThreads, 1)
     onebit_trust_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_frozen_trust(plan, b.one, i, by); });
+    for_tensors(b.d, [&](int32_t i, int32_t, auto fold) INLINED { find_frozen_trust(plan, b.onebit, i, fold); });
 }
 /// Computes the trust ratios of sharded tensors, like shared_trust_kernel.
 __global__ void __launch_bounds__(kThreads, 1)
@@ -247,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) store_shared_frozen_trust_ratio(plan, b.one, i);
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) store_shared_frozen_trust_ratio(plan, b.onebit, i);
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
@@ -270,16 +278,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     if (skipped(b.d)) return;
-    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) begin_tensor(b.one, i);
-    for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) begin_group(plan, b.one, g);
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) begin_tensor(b.onebit, i);
+    for (int64_t g = threadIdx.x; g < plan.group_count; g += kThreads) begin_group(plan, b.onebit, g);
 }
 
-/// Scaling of momenta: this kernel sums the squares of each leaf; momentum_scaling_kernel computes the factors in one
+/// Sums the squares of each leaf of the momenta. momentum_scaling_kernel then computes the scaling factors in one
 /// block.
 __global__ void __launch_bounds__(kThreads)
     momentum_squares_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
-    if (skipped(b.d) || has_momentum_scaling(b.one)) return;
+    if (skipped(b.d) || has_momentum_scaling(b.onebit)) return;
     for_leaves_by_warp(b.d, {nullptr}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
         const Leaf where(job, leaf);
@@ -292,18 +300,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     __shared__ double mean;
     const StepPlan &plan = b.d.plan;
-    const bool known = has_momentum_scaling(b.one);
+    const bool known = has_momentum_scaling(b.onebit);
     __syncthreads(); // trust_scaling is written below
     if (skipped(b.d) || known) return;
-    for_tensors(b.d, [&](int32_t i, int32_t, auto by) INLINED { find_size_of_momentum(plan, b.one, i, by); });
+    for_tensors(b.d, [&](int32_t i, int32_t, auto fold) INLINED { find_momentum_rms(plan, b.onebit, i, fold); });
     __syncthreads();
     if (threadIdx.x < 32) {
         const double sum =
-            add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return share_of_size(plan, b.one, i); });
+            add_by_warp(int32_t(plan.count), [&](int32_t i) INLINED { return share_of_mean_rms(plan, b.onebit, i); });
         if (threadIdx.x == 0) mean = sum;
     }
     __syncthreads();
-    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) scale_momentum(b.one, i, mean);
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) scale_momentum(b.onebit, i, mean);
 }
 
 /// Runs at the end of every step, skipped or not. One block.
@@ -312,9 +320,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const DeviceOneBit &b = argument.begin_kernel();
     const StepPlan &plan = b.d.plan;
     const bool taken = !skipped(b.d);
-    for (int64_t i = threadIdx.x; taken && i < plan.count; i += kThreads) end_tensor(plan, b.one, i);
-    for (int64_t g = threadIdx.x; taken && g < plan.group_count; g += kThreads) end_group(b.one, g);
-    if (threadIdx.x == 0) end_schedule(b.one, taken);
+    for (int64_t i = threadIdx.x; taken && i < plan.count; i += kThreads) end_tensor(plan, b.onebit, i);
+    for (int64_t g = threadIdx.x; taken && g < plan.group_count; g += kThreads) end_group(b.onebit, g);
+    if (threadIdx.x == 0) end_schedule(b.onebit, taken);
 }
 
 /// Copies the results to OneBitPlan::momentum.
@@ -322,47 +330,49 @@ __global__ void __launch_bounds__(kThreads)
     store_results_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     if (skipped(b.d)) return;
-    const int64_t words = b.x.mean.layout.messages_bytes() / 4;
-    const auto *from = reinterpret_cast<const int32_t *>(b.x.mean.results);
-    auto *to = reinterpret_cast<int32_t *>(b.one.momentum);
+    const int64_t words = b.exchange.mean.layout.messages_bytes() / 4;
+    const auto *from = reinterpret_cast<const int32_t *>(b.exchange.mean.results);
+    auto *to = reinterpret_cast<int32_t *>(b.onebit.momentum);
     for (int64_t k = grid_thread(); k < words; k += grid_threads()) to[k] = from[k];
 }
 
-/// Standard mode, after an update of the variance: finds the elements whose variance is not 0.
+/// Finds the elements whose variance is not 0. Runs in standard mode, after an update of the variance.
 __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument) {
     const DeviceOneBit &b = argument.begin_kernel();
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
-        const int64_t worker = b.one.jobs[tensor].worker;
+        const int64_t worker = b.onebit.jobs[tensor].worker;
         const Leaf where(job, leaf);
         if (worker < 0) return;
         for (int first = int(threadIdx.x) / 32 * 32; first < where.n; first += kThreads) {
             const int i = first + int(threadIdx.x % 32);
-            const bool has = i < where.n && has_variance(load<1>(job.moment(1), where.begin + i).at[0]);
-            const unsigned word = __ballot_sync(0xffffffffu, has);
-            if (threadIdx.x % 32 == 0) b.one.active[(worker + where.begin + first) / 32] = int32_t(word);
+            const bool nonzero = i < where.n && has_variance(load<1>(job.moment(1), where.begin + i).at[0]);
+            const unsigned word = __ballot_sync(0xffffffffu, nonzero);
+            if (threadIdx.x % 32 == 0) b.onebit.active[(worker + where.begin + first) / 32] = int32_t(word);
         }
     });
 }
 
-/// After the step that froze the variance: stores anchors and copies of the variance, and zeroes the residuals.
+/// Stores anchors and copies of the variance, and zeroes the residuals. Runs after the step that froze the variance.
 __global__ void __launch_bounds__(kThreads)
     freeze_kernel(GRID_CONSTANT const PdlArgument<DeviceOneBit> argument, const bool copies_variance) {
     const DeviceOneBit &b = argument.begin_kernel();
-    if (!freezes(b.one, skipped(b.d))) return;
+    if (!freezes(b.onebit, skipped(b.d))) return;
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
-        const OneBitJob &one = b.one.jobs[tensor];
+        const OneBitJob &onebit_job = b.onebit.jobs[tensor];
         const Leaf where(job, leaf);
-        const bool aligned = all_aligned(job.data[kWeight], job.data[kMoment + 1], one.fresh, one.anchor);
-        for_packs(where.n, aligned, [&]<int V>(Width<V>, int at) INLINED {
-            const int64_t i = where.begin + at;
-            if (copies_variance && one.fresh != nullptr) store(load<V>(job.moment(1), i), one.fresh, i);
-            if (one.anchor != nullptr) store(load<V>(job.weight(), i), one.anchor, i);
+        const bool aligned =
+            all_aligned(job.data[kWeight], job.data[kMoment + 1], onebit_job.fresh_variance, onebit_job.anchor);
+        for_packs(where.n, aligned, [&]<int V>(Width<V>, int offset) INLINED {
+            const int64_t i = where.begin + offset;
+            if (copies_variance && onebit_job.fresh_variance != nullptr)
+                store(load<V>(job.moment(1), i), onebit_job.fresh_variance, i);
+            if (onebit_job.anchor != nullptr) store(load<V>(job.weight(), i), onebit_job.anchor, i);
         });
     });
-    if (!clears_residuals(b.one, b.x.mean)) return;
-    const Compression &local = b.x.local;
+    if (!clears_residuals(b.onebit, b.exchange.mean)) return;
+    const Compression &local = b.exchange.local;
     const int64_t workers = local.layout.worker_floats(), servers = local.layout.server_floats();
     for (int64_t k = grid_thread(); k < workers; k += grid_threads()) local.worker[k] = 0;
     for (int64_t k = grid_thread(); k < servers; k += grid_threads()) local.server[k] = 0;
@@ -381,17 +391,17 @@ public:
                const Launcher &launcher) :
         launcher_(launcher),
         b_{.d = d,
-           .one = *plan.onebit,
-           .x = {},
+           .onebit = *plan.onebit,
+           .exchange = {},
            .packs = false,
            .whole_vectors = !(plan.onebit->exchanges && plan.onebit->rules.compat)} {
-        b_.one.jobs = jobs;
-        if (!b_.one.exchanges) return;
-        b_.x = plan.onebit->exchange->on_device(layout, &plan.control->skip);
-        b_.packs = feed_also_packs(b_.one);
+        b_.onebit.jobs = jobs;
+        if (!b_.onebit.exchanges) return;
+        b_.exchange = plan.onebit->exchange->on_device(layout, &plan.control->skip);
+        b_.packs = feed_also_packs(b_.onebit);
     }
 
-    void run(ExchangePass pass) override { run_pass(pass, b_.x, nullptr, launcher_); }
+    void run(ExchangePass pass) override { run_pass(pass, b_.exchange, nullptr, launcher_); }
 
     void run(OneBitPass pass) override {
         switch (pass) {
@@ -399,21 +409,24 @@ public:
             return launcher_.launch_grid(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel},
                                          momentum_squares_kernel, b_);
         case OneBitPass::feed: {
-            const Next next = kernel_if(b_.one.exchanges && b_.x.node.vector == nullptr); // completes the messages
-            return over_leaves({"feed", next}, kFeedKernels[size_t(b_.one.feed)], b_.packs ? kTileBytes : 0);
+            const Next next =
+                kernel_if(b_.onebit.exchanges && b_.exchange.node.vector == nullptr); // completes the messages
+            return launch_over_leaves({"feed", next}, kFeedKernels[size_t(b_.onebit.feed)], b_.packs ? kTileBytes : 0);
         }
         case OneBitPass::feed_padding:
-            return launcher_.launch_grid(b_.x.local.layout.group_count, {"feed_padding", Next::kernel},
+            return launcher_.launch_grid(b_.exchange.local.layout.group_count, {"feed_padding", Next::kernel},
                                          feed_padding_kernel, b_);
-        case OneBitPass::apply_mean: return over_leaves("apply_mean", kApplyMeanKernels[size_t(b_.one.feed)]);
-        case OneBitPass::store_results: return over_leaves("store_results", store_results_kernel);
-        case OneBitPass::local: return over_leaves("local", local_kernel);
+        case OneBitPass::apply_mean: return launch_over_leaves("apply_mean", kApplyMeanKernels[size_t(b_.onebit.feed)]);
+        case OneBitPass::store_results: return launch_over_leaves("store_results", store_results_kernel);
+        case OneBitPass::local: return launch_over_leaves("local", local_kernel);
         case OneBitPass::decompress_padding:
-            return launcher_.launch_grid(b_.x.local.layout.ranks, "decompress_padding", decompress_padding_kernel, b_);
+            return launcher_.launch_grid(b_.exchange.local.layout.ranks, "decompress_padding",
+                                         decompress_padding_kernel, b_);
         case OneBitPass::lamb_moments:
-            return over_leaves({"onebit_lamb_moments", unless_shards()}, onebit_lamb_moments_kernel, 2 * kTileBytes);
-        case OneBitPass::lamb_weights: return over_leaves("onebit_lamb_weights", onebit_lamb_weights_kernel);
-        case OneBitPass::find_active: return over_leaves("find_active", find_active_kernel);
+            return launch_over_leaves({"onebit_lamb_moments", unless_shards()}, onebit_lamb_moments_kernel,
+                                      2 * kTileBytes);
+        case OneBitPass::lamb_weights: return launch_over_leaves("onebit_lamb_weights", onebit_lamb_weights_kernel);
+        case OneBitPass::find_active: return launch_over_leaves("find_active", find_active_kernel);
         case OneBitPass::freeze: return launcher_.launch_grid(b_.d.leaves, "freeze", freeze_kernel, b_, false);
         case OneBitPass::freeze_variance: return launcher_.launch_grid(b_.d.leaves, "freeze", freeze_kernel, b_, true);
         }
@@ -434,7 +447,7 @@ public:
     }
 
 private:
-    void over_leaves(Label label, OneBitKernel kernel, size_t shared = 0) {
+    void launch_over_leaves(Label label, OneBitKernel kernel, size_t shared = 0) {
         launcher_.launch_grid({b_.d.leaves, shared}, label, kernel, b_);
     }
     // The order of passes is in src/step/onebit.cc. The sums of shards are zeroed before a kernel computes them, and
@@ -442,8 +455,8 @@ private:
     Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0); }
     /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {
-        const bool asks_host = b_.one.exchanges && b_.one.rules.compat;
-        return kernel_if(!asks_host && (b_.one.stage == Stage::local || b_.d.plan.shards.count == 0));
+        const bool asks_host = b_.onebit.exchanges && b_.onebit.rules.compat;
+        return kernel_if(!asks_host && (b_.onebit.stage == Stage::local || b_.d.plan.shards.count == 0));
     }
 
     const Launcher &launcher_;

@@ -7,7 +7,7 @@
 
 namespace dsopt::gpu {
 
-/// Each call costs one cudaEventRecord, and none while its stream is being captured. Only the constructor allocates.
+/// Each add() costs one cudaEventRecord, except while the stream is being captured. Only the constructor allocates.
 class CudaPendingWork final : public PendingWork {
 public:
     explicit CudaPendingWork(const Gpu &gpu) : gpu_(gpu) {
@@ -66,7 +66,8 @@ private:
     };
     /// Returns the mark of earlier work on the stream, or a mark that is unused or done. If more streams have pending
     /// work than there are marks, the stream waits for one of the marks, which then covers both streams. A new stream
-    /// may have the handle of a destroyed stream and reuses its mark: the caller has ordered calls on the same memory.
+    /// may have the handle of a destroyed stream and then reuses its mark. This is correct, because the caller must
+    /// order calls on the same memory.
     Mark &mark_for(cudaStream_t stream) {
         for (Mark &mark : marks_)
             if (mark.used && mark.stream == stream) return mark;

@@ -22,10 +22,10 @@ __device__ __forceinline__ bool last_block(uint32_t *ticket) {
     __syncthreads();
     return last;
 }
-/// The same for a kernel that distributes its leaves dynamically.
+/// Like last_block(ticket), for a kernel that distributes its leaves dynamically.
 __device__ __forceinline__ bool last_block(StepFlags::Blocks &blocks) {
     const bool last = last_block(&blocks.done);
-    if (last && threadIdx.x == 0) atomicExch(&blocks.taken, 0u);
+    if (last && threadIdx.x == 0) atomicExch(&blocks.distributed, 0u);
     return last;
 }
 
@@ -50,14 +50,14 @@ template <class Body> __device__ __forceinline__ void for_leaves_by_block(const 
     }
 }
 
-/// Dynamic distribution of leaves over blocks or warps. The first `given` leaves of each are fixed; further leaves come
-/// from an atomic counter, in the order of requests. Multiprocessors do not have the same bandwidth, and with a static
+/// Dynamic distribution of leaves over blocks or warps. The first `fixed` leaves of each are fixed; an atomic counter
+/// assigns further leaves in the order of requests. Multiprocessors do not have the same bandwidth, and with a static
 /// distribution the slowest would determine the kernel's time. The distribution does not change a bit of the result.
 struct LeafDistribution {
-    uint32_t *taken; // NULL: every leaf is fixed
+    uint32_t *distributed; // NULL: every leaf is fixed
     /// Returns the leaf after `last`, the latest leaf of this block or warp. `all`: number of blocks or warps.
-    __device__ __forceinline__ uint32_t after(uint32_t last, uint32_t all, uint32_t given) const {
-        return taken != nullptr ? given * all + atomicAdd(taken, 1u) : last + all;
+    __device__ __forceinline__ uint32_t after(uint32_t last, uint32_t all, uint32_t fixed) const {
+        return distributed != nullptr ? fixed * all + atomicAdd(distributed, 1u) : last + all;
     }
 };
 
@@ -72,12 +72,12 @@ __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const Le
     int32_t tensor = tensor_of(leaf);
     while (leaf < d.leaves) {
         const int32_t next_tensor = tensor_of(next);
-        const uint32_t behind =
+        const uint32_t after_next =
             threadIdx.x % 32 == 0 && next < d.leaves ? distribution.after(next, warps, 2) : UINT32_MAX;
         body(leaf, tensor);
         leaf = next;
         tensor = next_tensor;
-        next = __shfl_sync(0xffffffffu, behind, 0);
+        next = __shfl_sync(0xffffffffu, after_next, 0);
     }
 }
 
@@ -93,16 +93,16 @@ template <class T> __device__ __forceinline__ T largest_of_lanes(T value) {
     return value;
 }
 
-/// Returns the index of the last of `count` ranges, at least one, that begins at or before `at`. The first range begins
-/// at 0, and an empty range begins where the next one does. Called by a warp, which tests 32 ranges at once.
-template <class Index> __device__ __forceinline__ Index find_range(const int64_t *first, Index count, int64_t at) {
+/// Returns the index of the last of `count` ranges, at least one, that begins at or before `index`. The first range
+/// begins at 0, and an empty range begins where the next one does. Called by a warp, which tests 32 ranges at once.
+template <class Index> __device__ __forceinline__ Index find_range(const int64_t *first, Index count, int64_t index) {
     Index low = 0;
     while (count > 1) {
-        const Index each = (count + 31) / 32, mine = Index(threadIdx.x % 32) * each;
-        const unsigned begun = __ballot_sync(0xffffffffu, mine < count && first[low + mine] <= at);
-        const Index skipped = Index(31 - __clz(int(begun))) * each;
-        low += skipped;
-        count = count - skipped < each ? count - skipped : each;
+        const Index each = (count + 31) / 32, range = Index(threadIdx.x % 32) * each;
+        const unsigned begun = __ballot_sync(0xffffffffu, range < count && first[low + range] <= index);
+        const Index passed = Index(31 - __clz(int(begun))) * each;
+        low += passed;
+        count = count - passed < each ? count - passed : each;
     }
     return low;
 }

@@ -7,11 +7,11 @@
 namespace dsopt::gpu {
 
 __device__ __forceinline__ double plus_square(double sum, float x) {
-    const double wide = x;
+    const double exact = x;
 #if defined(__CUDA_ARCH__)
-    return __fma_rn(wide, wide, sum); // the same bits: the square of a float is exact in double
+    return __fma_rn(exact, exact, sum); // the same bits: the square of a float is exact in double
 #else
-    return sum + wide * wide;
+    return sum + exact * exact;
 #endif
 }
 
@@ -34,7 +34,7 @@ constexpr int kBytesInFlight = 64; // of a thread's loads
 /// its lanes. Each thread adds the squares of the four neighbours that it loads from each row of 128 elements.
 __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, int n) {
     LeafSquares sum;
-    const int local = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
+    const int first = int(threadIdx.x % 32) * 4, whole = all_aligned(slot.data) ? n / 4 * 4 : 0;
     visit(slot.format, [&](auto tag) INLINED {
         using Tag = decltype(tag);
         constexpr int rows = kBytesInFlight / int(4 * sizeof(typename Tag::storage));
@@ -42,16 +42,16 @@ __device__ __forceinline__ double leaf_squares(const Slot &slot, int64_t begin, 
         const auto add_rows = [&](int i, auto all) INLINED {
             Pack<4> row[rows];
             unrolled<rows>([&](int k) INLINED {
-                const int at = i + k * kLeafLanes;
-                row[k] = all || at < whole ? fetch<4>(known, begin + at) : Pack<4>{}; // zeros change no sum
+                const int element = i + k * kLeafLanes;
+                row[k] = all || element < whole ? fetch<4>(known, begin + element) : Pack<4>{}; // zeros change no sum
             });
             unrolled<rows>([&](int k) INLINED { sum.add(convert_to_f32(row[k], Tag::format)); });
         };
-        int i = local;
-        for (; i - local + rows * kLeafLanes <= whole; i += rows * kLeafLanes) add_rows(i, std::true_type{});
+        int i = first;
+        for (; i - first + rows * kLeafLanes <= whole; i += rows * kLeafLanes) add_rows(i, std::true_type{});
         if (i < whole) add_rows(i, std::false_type{});
         // Single elements: after the last group of four, or of an array that is not aligned.
-        for (i = whole / kLeafLanes * kLeafLanes + local; i < n; i += kLeafLanes)
+        for (i = whole / kLeafLanes * kLeafLanes + first; i < n; i += kLeafLanes)
             unrolled<4>([&](int k) INLINED {
                 if (i + k >= whole && i + k < n) sum.add(k, load<1>(known, begin + i + k).at[0]);
             });
@@ -74,8 +74,8 @@ __device__ __forceinline__ void sum_tiles(const float *tiles, int n, const Store
         for (unsigned i = lane; i < unsigned(n); i += ahead * kLeafLanes) {
             float x[ahead];
             unrolled<ahead>([&](int a) INLINED {
-                const unsigned at = i + unsigned(a) * kLeafLanes;
-                x[a] = at < unsigned(n) ? tiles[k * kLeaf + at] : 0.0f;
+                const unsigned element = i + unsigned(a) * kLeafLanes;
+                x[a] = element < unsigned(n) ? tiles[k * kLeaf + element] : 0.0f;
             });
             unrolled<ahead>([&](int a) INLINED { sum = plus_square(sum, x[a]); });
         }

@@ -27,8 +27,8 @@ inline void check(cudaError_t error, const char *what) {
 
 class Gpu;
 
-/// Frees the object of a unique_ptr in the device's context: in a thread without a context, one would be created on
-/// device 0.
+/// Frees the object of a unique_ptr in the device's context. Otherwise the runtime would create a context on device 0
+/// in a thread without a context.
 template <auto Free> struct FreedBy {
     const Gpu *gpu = nullptr;
     template <class T> void operator()(T *handle) const noexcept;
@@ -177,7 +177,8 @@ inline Stream Gpu::stream() const {
     return Stream(stream, {this});
 }
 
-/// True if a query found its work completed. Clears "not ready", so that the caller's own calls do not report it.
+/// True if the result of a query is that the work has completed. Clears "not ready", so that the caller's own calls do
+/// not report it.
 inline bool is_done(cudaError_t error, const char *what) {
     if (error == cudaErrorNotReady) {
         (void)cudaGetLastError();
@@ -216,8 +217,8 @@ public:
         Block block = find_free(bytes, exists);
         return block.memory ? std::move(block) : make(bytes);
     }
-    /// Returns no memory if work uses all blocks that are large enough. The caller then uses no block, so that a call
-    /// does not allocate because the device lags behind. If no block is large enough, makes two.
+    /// Returns an empty block if pending work uses all blocks that are large enough: a call does not allocate memory
+    /// only because the device lags behind. If no block is large enough, allocates two.
     Block take_if_free(size_t bytes) {
         const std::lock_guard lock(mutex_);
         bool exists = false;
@@ -257,7 +258,8 @@ private:
         return {};
     }
     Block make(size_t bytes) {
-        // return_block() and keep() must not allocate: if that failed, the block would be freed while work may use it.
+        // return_block() and keep() must not allocate: if the allocation failed, the block would be freed while work
+        // may use it.
         blocks_.reserve(++made_);
         kept_.reserve(made_);
         bytes = std::bit_ceil(bytes);

@@ -11,7 +11,7 @@ namespace {
 class Step final : public StepKernels {
 public:
     Step(const StepPlan &plan, const Launcher &launcher) : plan_(plan), launcher_(launcher) {
-        const StepShape &shape = plan.how.shape;
+        const StepShape &shape = plan.execution.shape;
         const bool in_capture = capturing(launcher.stream);
         if (plan.onebit != nullptr && in_capture)
             throw Error(DSOPT_ERR_STATE, "the host chooses the stage of a 1-bit step: it cannot be captured");
@@ -19,7 +19,7 @@ public:
         if (shape.leaves > INT32_MAX)
             throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
                         static_cast<long long>(shape.leaves));
-        const DeviceWorkspace device_workspace(plan.how.device_workspace, shape);
+        const DeviceWorkspace device_workspace(plan.execution.device_workspace, shape);
         const StepTable table = upload_table(plan, device_workspace, launcher);
         d_ = {.plan = plan,
               .leaves = uint32_t(shape.leaves),
@@ -33,8 +33,8 @@ public:
         d_.plan.groups = table.groups;
         onebit_jobs_ = table.onebit;
         layout_ = device_workspace.layout;
-        if (plan.how.timing && plan.how.cache != nullptr && !in_capture) {
-            marks_ = &static_cast<Cache *>(plan.how.cache)->marks;
+        if (plan.execution.timing && plan.execution.cache != nullptr && !in_capture) {
+            marks_ = &static_cast<Cache *>(plan.execution.cache)->marks;
             marks_->reserve();
         }
     }
@@ -66,7 +66,7 @@ public:
     void decide() override {
         if (!is_decided_) gpu::decide(d_, false, true, launcher_);
     }
-    // The step ends in the last block of its last kernel.
+    // The last block of the last kernel completes the step.
     void update() override {
         d_.backwards = plan_.policy.read_gradients;
         if (onebit_ != nullptr && !leaves_work()) d_.leaves = 0;

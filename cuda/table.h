@@ -13,7 +13,7 @@ struct LeafMap {
     int32_t *tensor_leaves; // number of leaves of each tensor
 };
 
-/// Arrays in Execution::extra.
+/// Arrays in Execution::device_workspace.
 struct DeviceWorkspace {
     char *table;
     LeafMap map;
@@ -24,15 +24,15 @@ struct DeviceWorkspace {
 
     /// `memory` NULL: only computes `bytes`.
     DeviceWorkspace(void *memory, const StepShape &shape) {
-        Arena pieces(memory);
-        pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
-        pieces.take(map.tensor_of_leaf, shape.leaves);
-        pieces.take(map.tensor_leaves, shape.tensors);
-        pieces.take(squares, shape.tensors);
-        pieces.take(updates, shape.tensors);
-        pieces.take(cell, shape.tensors);
-        pieces.take_bytes(layout, shape.exchange != nullptr ? shape.exchange->bytes : 0);
-        bytes = pieces.bytes();
+        Arena arena(memory);
+        arena.take_bytes(table, StepTable(nullptr, shape).bytes);
+        arena.take(map.tensor_of_leaf, shape.leaves);
+        arena.take(map.tensor_leaves, shape.tensors);
+        arena.take(squares, shape.tensors);
+        arena.take(updates, shape.tensors);
+        arena.take(cell, shape.tensors);
+        arena.take_bytes(layout, shape.exchange != nullptr ? shape.exchange->bytes : 0);
+        bytes = arena.bytes();
     }
 };
 
@@ -75,15 +75,15 @@ private:
 constexpr int kPatchWords = 1024; // 12 KiB of kernel arguments
 struct Patch {
     uint64_t words[kPatchWords];
-    uint32_t at[kPatchWords]; // offsets, in words
+    uint32_t offsets[kPatchWords]; // offsets, in words
     int32_t count;
 };
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher);
 /// Makes the map. Sets the cell of tensors without elements to -1 (none), because no other kernel visits them.
 void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_t count, const Launcher &launcher);
 
-/// The table that the steps of one optimizer read, and the host's copy of its contents. The table has its own memory:
-/// steps without a cache upload theirs to the workspace.
+/// The table that the steps of one optimizer read, and the host's copy of its contents. The table is in separate
+/// memory; steps without a cache upload their table to the workspace.
 class Cache final : public StepCache {
 public:
     const void *workspace = nullptr; // the workspace whose map and layout are written
@@ -95,11 +95,11 @@ public:
         marks.add_times(ms);
     }
 
-    /// Returns `image` in device memory. `repeats`: `image` is identical to that of the last step. An unchanged table
+    /// Returns `image` in device memory. `unchanged`: `image` is identical to that of the last step. An unchanged table
     /// costs nothing, up to kPatchWords changed words cost one small kernel, more changes cost an upload.
-    void *upload_if_changed(const char *image, size_t bytes, bool repeats, const Launcher &launcher) {
+    void *upload_if_changed(const char *image, size_t bytes, bool unchanged, const Launcher &launcher) {
         const bool in_capture = capturing(launcher.stream), known = !contents_.empty();
-        if (known && (repeats || std::memcmp(image, contents_.data(), bytes) == 0)) {
+        if (known && (unchanged || std::memcmp(image, contents_.data(), bytes) == 0)) {
             captured_ = captured_ || in_capture;
             return tables_.back().get();
         }
@@ -107,13 +107,13 @@ public:
             throw Error(DSOPT_ERR_STATE,
                         "the lists changed since an earlier capture: run one step without capture first");
         // A graph keeps its table as it was captured; later steps use another table.
-        const bool fresh = tables_.empty() || captured_;
-        if (fresh) tables_.push_back(gpu_.device_memory(bytes));
-        if (fresh || !known || !patch(image, launcher)) {
+        const bool is_new = tables_.empty() || captured_;
+        if (is_new) tables_.push_back(gpu_.device_memory(bytes));
+        if (is_new || !known || !patch(image, launcher)) {
             contents_.clear();
             launcher.upload(tables_.back().get(), image, bytes);
         }
-        // A captured upload has not run yet, and may never run.
+        // A captured upload has not run yet, and may never run: the contents are unknown.
         contents_.assign(image, image + (in_capture ? 0 : bytes));
         captured_ = in_capture;
         return tables_.back().get();
@@ -124,18 +124,18 @@ private:
     bool patch(const char *image, const Launcher &launcher) const {
         Patch patch;
         patch.count = 0;
-        for (size_t at = 0; at < contents_.size(); at += sizeof(uint64_t)) {
-            if (std::memcmp(image + at, contents_.data() + at, sizeof(uint64_t)) == 0) continue;
+        for (size_t offset = 0; offset < contents_.size(); offset += sizeof(uint64_t)) {
+            if (std::memcmp(image + offset, contents_.data() + offset, sizeof(uint64_t)) == 0) continue;
             if (patch.count == kPatchWords) return false;
-            std::memcpy(&patch.words[patch.count], image + at, sizeof(uint64_t));
-            patch.at[patch.count++] = uint32_t(at / sizeof(uint64_t));
+            std::memcpy(&patch.words[patch.count], image + offset, sizeof(uint64_t));
+            patch.offsets[patch.count++] = uint32_t(offset / sizeof(uint64_t));
         }
         patch_words(static_cast<uint64_t *>(tables_.back().get()), patch, launcher);
         return true;
     }
 
     const Gpu &gpu_;
-    std::vector<DeviceMemory> tables_; // the last one is in use, graphs read the others
+    std::vector<DeviceMemory> tables_; // the last table is in use, graphs read the other tables
     std::vector<char> contents_;       // of the last table; empty = unknown
     bool captured_ = false;            // a graph reads the last table, which must not change
 };
@@ -143,27 +143,27 @@ private:
 /// Returns the StepTable that begins at StepPlan::jobs, in device memory. In a new workspace, also writes the data that
 /// is derived from the table.
 inline StepTable upload_table(const StepPlan &plan, const DeviceWorkspace &device_workspace, const Launcher &launcher) {
-    const StepShape &shape = plan.how.shape;
+    const StepShape &shape = plan.execution.shape;
     const char *const image = reinterpret_cast<const char *>(plan.jobs);
     const size_t bytes = StepTable(nullptr, shape).bytes;
-    Cache *const cache = static_cast<Cache *>(plan.how.cache);
-    const bool fresh = cache == nullptr || cache->workspace != plan.how.device_workspace;
-    if (fresh && cache != nullptr && capturing(launcher.stream))
+    Cache *const cache = static_cast<Cache *>(plan.execution.cache);
+    const bool is_new = cache == nullptr || cache->workspace != plan.execution.device_workspace;
+    if (is_new && cache != nullptr && capturing(launcher.stream))
         throw Error(DSOPT_ERR_STATE, "run one step before capturing: the first step allocates tables");
     void *table = device_workspace.table;
     if (cache != nullptr)
-        table = cache->upload_if_changed(image, bytes, plan.how.repeats == Reuse::all, launcher);
+        table = cache->upload_if_changed(image, bytes, plan.execution.reuse == Reuse::all, launcher);
     else
         launcher.upload(table, image, bytes);
-    const StepTable there(table, shape);
-    if (!fresh) return there;
-    map_leaves(there.jobs, device_workspace.map, device_workspace.cell, plan.count, launcher);
+    const StepTable on_device(table, shape);
+    if (!is_new) return on_device;
+    map_leaves(on_device.jobs, device_workspace.map, device_workspace.cell, plan.count, launcher);
     if (const OwnedLayout *const layout = shape.exchange; layout != nullptr)
         launcher.upload(device_workspace.layout, layout->bytes,
                         [&](char *to) { std::memcpy(to, layout->block.get(), layout->bytes); });
     if (cache != nullptr)
-        cache->workspace = plan.how.device_workspace; // last: if a call above fails, the next step repeats it
-    return there;
+        cache->workspace = plan.execution.device_workspace; // last: if a call above fails, the next step repeats it
+    return on_device;
 }
 
 } // namespace dsopt::gpu

@@ -95,27 +95,27 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
     const StepPlan &plan = d.plan;
     if (!skip && !has_count_kernel(plan)) count_steps(plan, threadIdx.x, kThreads);
     if (!skip && plan.policy.report_norms && plan.count != 0) { // in the order of fold_updates()
-        for_tensors(d, [&](int32_t i, int32_t leaves, auto by) INLINED {
+        for_tensors(d, [&](int32_t i, int32_t leaves, auto fold) INLINED {
             const TensorJob &job = plan.jobs[i];
             const bool counts = job.present && leaves != 0;
-            const double weights = counts ? by.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
-            if (by.lead) d.tensor_squares[i] = weights;
-            const double updates = counts ? by.sum(plan.leaf.sums_b + job.leaves.first, leaves) : 0.0;
-            if (by.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
+            const double weights = counts ? fold.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
+            if (fold.lead) d.tensor_squares[i] = weights;
+            const double updates = counts ? fold.sum(plan.leaf.sums_b + job.leaves.first, leaves) : 0.0;
+            if (fold.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
         });
         __syncthreads();
         if (threadIdx.x < 32) { // stored to memory: in registers the sums would be spilled
-            const LeafFold<true> by{threadIdx.x == 0};
-            const double weights = by.sum(d.tensor_squares, int32_t(plan.count));
-            if (by.lead) d.tensor_squares[0] = weights;
-            const double updates = by.sum(d.tensor_updates, int32_t(plan.count));
-            if (by.lead) d.tensor_updates[0] = updates;
+            const LeafFold<true> fold{threadIdx.x == 0};
+            const double weights = fold.sum(d.tensor_squares, int32_t(plan.count));
+            if (fold.lead) d.tensor_squares[0] = weights;
+            const double updates = fold.sum(d.tensor_updates, int32_t(plan.count));
+            if (fold.lead) d.tensor_updates[0] = updates;
         }
     }
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (!d.decided) {
-        fold_nothing(plan);
+        clear_norms(plan);
         decide(plan);
     }
     if (!skip && plan.policy.report_norms) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     const StepPlan &plan = d.plan;
     const Tiles tiles{memory, memory + kLeaf};
     for_shared_leaves(
-        d, {&plan.control->update.taken}, s, [](int32_t) {},
+        d, {&plan.control->update.distributed}, s, [](int32_t) {},
         [&](const Leaf &where) INLINED {
             if (skipped(d) || s.job.owner == Owner::none) // tested in each iteration: one register less in the loop
                 return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         return;
     }
     if (skip) return;
-    for_tensors(d, [&](int32_t i, int32_t, auto by) INLINED { find_trust(plan, i, by); });
+    for_tensors(d, [&](int32_t i, int32_t, auto fold) INLINED { find_trust(plan, i, fold); });
 }
 
 /// Computes the trust ratios of sharded tensors, after model ranks have all-reduced their sums. In a skipped step the
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const bool skip = skipped(d);
     if (!skip)
         for_shared_leaves(
-            d, {&plan.control->update_weights.taken}, s, [](int32_t) {},
+            d, {&plan.control->update_weights.distributed}, s, [](int32_t) {},
             [&](const Leaf &where) INLINED {
                 if (!is_reduced(s.job, s.rule)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[s.tensor] = s.scalars; // for update_weight()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Code that the kernels of pass 2 share with those of the 1-bit family: the tensor of a leaf in shared memory, packs of
-// its arrays, and stores of new weights.
+// Code that the kernels of pass 2 share with the kernels of the 1-bit family: the tensor of a leaf in shared memory,
+// packs of its arrays, and stores of new weights.
 #pragma once
 #include "reduce.cuh"
 #include "rules/all.h"
@@ -35,9 +35,10 @@ template <FormatSet Set> struct KnownSlots {
     __device__ __forceinline__ Slot out() const { return slot(kOut, low); }
     __device__ __forceinline__ Slot moment(int k) const { return slot(kMoment + k, Dtype::f32); }
 };
-/// True if a tensor may need stochastic rounding: only bf16 weights without a master do, which no set except `any` has.
-template <class Slots> constexpr bool kRoundsAtRandom = true;
-template <FormatSet Set> constexpr bool kRoundsAtRandom<KnownSlots<Set>> = Set == FormatSet::any;
+/// True if a tensor may need stochastic rounding. Only bf16 weights without a master need it, and only the set `any`
+/// has such weights.
+template <class Slots> constexpr bool kRoundsStochastically = true;
+template <FormatSet Set> constexpr bool kRoundsStochastically<KnownSlots<Set>> = Set == FormatSet::any;
 /// Returns the set that matches the formats of all arrays of a job; a missing array matches any format.
 __device__ inline FormatSet formats_of(const TensorJob &job) {
     const Dtype low = job.grad() ? job.grad().format : Dtype::f32;
@@ -60,7 +61,7 @@ struct SharedTensor {
     Rule rule;
     bool aligned;      // all arrays of the job are aligned
     FormatSet formats; // of its arrays
-    LeavesAhead ahead; // in here so that one register has the address of everything
+    LeavesAhead ahead; // a member, so that one register has the address of all shared data
 };
 
 __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedTensor &s) {
@@ -135,18 +136,18 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
             }
             __syncthreads();
         }
-        uint32_t taken = 0;
+        uint32_t new_leaf = 0;
         if (threadIdx.x < 32) {
             if (threadIdx.x == 0) {
                 const uint32_t last = ahead.leaf[(round + 2) % rounds];
-                taken = last < d.leaves ? distribution.after(last, gridDim.x, 3) : UINT32_MAX;
+                new_leaf = last < d.leaves ? distribution.after(last, gridDim.x, 3) : UINT32_MAX;
                 load_tensor(round + 2);
             }
             if (ahead.leaf[(round + 1) % rounds] < d.leaves && ahead.tensor[(round + 1) % rounds] != tensor)
                 copy_job(ahead.tensor[(round + 1) % rounds]);
         }
         body(Leaf(s.job, leaf));
-        if (threadIdx.x == 0) ahead.leaf[(round + 3) % rounds] = taken;
+        if (threadIdx.x == 0) ahead.leaf[(round + 3) % rounds] = new_leaf;
         wait_for_copies();
         __syncthreads();
     }
@@ -155,10 +156,11 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
 /// True if the step is skipped. In a step without a decision kernel, CallerScalars::skip is the only reason.
 __device__ inline bool skipped(const DevicePlan &d) {
     if (d.decided) return d.plan.control->skip != 0;
-    return d.plan.given.skip != nullptr && *d.plan.given.skip != 0;
+    return d.plan.caller.skip != nullptr && *d.plan.caller.skip != 0;
 }
 
-/// Shared memory for a leaf's values, for its sums if they are needed. The two tiles are contiguous.
+/// Shared memory for a leaf's values, which sum_tiles() sums. Used only in steps that need sums. The two tiles are
+/// contiguous.
 struct Tiles {
     float *a, *b; // old weight; change, or LAMB's update
 };
@@ -171,7 +173,7 @@ template <int V, class Slots> __device__ __forceinline__ Pack<V> fetch_gradient(
 /// Inputs of a rule for V neighbours. Loaded in the format of memory first, so that all loads are in flight before the
 /// first conversion waits.
 template <int V> struct Inputs {
-    Pack<V> g, p, moment[kMoments], local; // `own`: array of the 1-bit family
+    Pack<V> g, p, moment[kMoments], onebit; // `onebit`: an array of the 1-bit family
     /// Converts everything to fp32. A missing array is zero in any format.
     template <class Slots> __device__ __forceinline__ void convert_all(const Slots &slots) {
         g = convert_to_f32(g, slots.grad().format);
@@ -206,7 +208,7 @@ template <int V, class Slots>
 __device__ __forceinline__ void store_weights(const StepPlan &plan, const SharedTensor &s, const Slots &slots,
                                               Pack<V> &p, const Pack<V> &old, int64_t i) {
     const TensorJob &job = s.job;
-    if (kRoundsAtRandom<Slots> && job.stochastic) {
+    if (kRoundsStochastically<Slots> && job.stochastic) {
         const uint64_t key = rounding_key(job.random_key, s.step);
         unrolled<V>([&](int k) INLINED {
             p.at[k] = round_stochastic_bf16(p.at[k], random_bits(key, uint64_t(job.range.begin + i + k)));
@@ -218,9 +220,9 @@ __device__ __forceinline__ void store_weights(const StepPlan &plan, const Shared
     if (job.zeroes) store(Pack<V>{}, slots.grad(), i);
 }
 
-/// Returns the index of a leaf among the leaves of all tensors. Computed from existing values: saves a register in the
-/// loop of a step.
-__device__ __forceinline__ int64_t leaf_number(const TensorJob &job, const Leaf &where) {
+/// Returns the index of a leaf among the leaves of all tensors. It is computed again where it is needed, which saves a
+/// register in the loop of a step.
+__device__ __forceinline__ int64_t leaf_index(const TensorJob &job, const Leaf &where) {
     return job.first_leaf + where.begin / kLeaf;
 }
 
@@ -229,7 +231,7 @@ __device__ __forceinline__ void sum_tiles(const StepPlan &plan, const TensorJob 
                                           const Tiles &tiles) {
     __syncthreads();
     sum_tiles<2>(tiles.a, where.n, [&](int k, double sum) INLINED {
-        (k == 0 ? plan.leaf.sums_a : plan.leaf.sums_b)[leaf_number(job, where)] = sum;
+        (k == 0 ? plan.leaf.sums_a : plan.leaf.sums_b)[leaf_index(job, where)] = sum;
     });
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies words from kernel arguments to device memory, and makes the map from leaves to tensors.
+// Copies words from kernel arguments to device memory, and computes the map from leaves to tensors.
 #include "kernels.h"
 #include "table.h"
 #include "vec.cuh"
@@ -7,7 +7,7 @@
 namespace dsopt::gpu {
 
 __global__ void __launch_bounds__(kThreads)
-    put_kernel(const PdlArgument<uint64_t *> argument, GRID_CONSTANT const Bytes bytes, const int count) {
+    store_words_kernel(const PdlArgument<uint64_t *> argument, GRID_CONSTANT const Bytes bytes, const int count) {
     uint64_t *const to = argument.begin_kernel();
     for (int i = int(threadIdx.x); i < count; i += kThreads) to[i] = bytes.words[i];
 }
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     patch_kernel(const PdlArgument<uint64_t *> argument, GRID_CONSTANT const Patch patch) {
     uint64_t *const table = argument.begin_kernel();
-    for (int i = int(threadIdx.x); i < patch.count; i += kThreads) table[patch.at[i]] = patch.words[i];
+    for (int i = int(threadIdx.x); i < patch.count; i += kThreads) table[patch.offsets[i]] = patch.words[i];
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 void store_words(uint64_t *to, const Bytes &bytes, int count, const Launcher &launcher) {
-    launcher.launch_block("put", put_kernel, to, bytes, count);
+    launcher.launch_block("put", store_words_kernel, to, bytes, count);
 }
 void patch_words(uint64_t *table, const Patch &patch, const Launcher &launcher) {
     launcher.launch_block("patch", patch_kernel, table, patch);
@@ -40,6 +40,6 @@ void map_leaves(const TensorJob *jobs, const LeafMap &map, int32_t *cell, int64_
     launcher.launch_grid(count, "map", map_kernel, jobs, map, cell, count);
 }
 
-void load_upload_kernels(KernelLoader &load) { load(put_kernel, patch_kernel, map_kernel); }
+void load_upload_kernels(KernelLoader &load) { load(store_words_kernel, patch_kernel, map_kernel); }
 
 } // namespace dsopt::gpu

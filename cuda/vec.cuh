@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads and stores elements of any float dtype as fp32. If arrays are aligned to 16 bytes, four neighbours by one
-// access of 16 bytes, or of 8 bytes for 16-bit elements; else single elements. So a warp accesses whole sectors.
+// Loads and stores elements of any float dtype as fp32. If arrays are aligned to 16 bytes, one access of 16 bytes, or
+// of 8 bytes for 16-bit elements, processes four neighbours, so a warp accesses whole sectors. Otherwise an access
+// processes one element.
 #pragma once
 #include "device/plan.h"
 #include "launch.h"
@@ -58,8 +59,8 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
     return pointer;
 }
 
-/// Stores `value` as it is. The compiler would otherwise split a wide store, and keep a whole job in registers if it
-/// knew that the store does not change it.
+/// Stores `value` with __stwb, which the compiler does not optimise. It would otherwise split a wide store, and keep a
+/// whole job in registers because it knows that the store does not change the job.
 template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
 
 /// Copies from global to shared memory without a register. Complete for this thread after wait_for_copies().
@@ -120,7 +121,7 @@ template <int V> __device__ __forceinline__ Pack<V> fetch(const Slot &slot, int6
     }
     __builtin_unreachable();
 }
-// Convert one element of a 16-bit format.
+// These functions convert one element of a 16-bit format.
 __device__ __forceinline__ float half_to_f32(uint16_t half, Dtype format) {
     switch (format) {
     case Dtype::f16: return F16::load(half);

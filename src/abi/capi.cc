@@ -22,7 +22,8 @@
 using namespace dsopt;
 
 namespace {
-/// A handle shares ownership: an object lives as long as any handle to it, and any object made from it.
+/// A handle shares ownership: an object lives at least as long as its handles and the objects that were created from
+/// it.
 template <class T> struct Handle { std::shared_ptr<T> object; };
 } // namespace
 struct dsopt_context : Handle<const Context> {};
@@ -33,11 +34,11 @@ struct dsopt_optimizer : Handle<Optimizer> {};
 namespace {
 
 /// Defers pthread_cancel: parallel sections, destructors and the caller's hooks cannot be unwound.
-class NotCancelled : NotCopied {
+class CancellationDeferred : NotCopied {
 public:
-    NotCancelled() { (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
+    CancellationDeferred() { (void)pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &before_); }
     /// May unwind a thread whose cancellation is asynchronous.
-    ~NotCancelled() noexcept(false) { (void)pthread_setcancelstate(before_, nullptr); }
+    ~CancellationDeferred() noexcept(false) { (void)pthread_setcancelstate(before_, nullptr); }
 
 private:
     int before_ = PTHREAD_CANCEL_ENABLE;
@@ -63,18 +64,18 @@ template <class F> dsopt_status status_of(F &&body) noexcept {
     }
 }
 
-/// Runs a function that has no status. Such functions are not cancellation points: destructors and cleanup handlers
-/// call them.
-template <class F> void run_whole(F &&body) {
-    const NotCancelled whole;
+/// Runs the body of a public function that returns no status. Such functions are not cancellation points, because
+/// destructors and cleanup handlers call them.
+template <class F> void run_without_status(F &&body) {
+    const CancellationDeferred deferred;
     (void)status_of(std::forward<F>(body));
 }
 
-/// The C boundary: no exception passes it. Its end is a cancellation point.
+/// Runs the body of a public function that returns a status. No exception leaves it. Its end is a cancellation point.
 template <class F> dsopt_status fence(F &&body) {
     dsopt_status status;
     {
-        const NotCancelled whole;
+        const CancellationDeferred deferred;
         status = status_of(std::forward<F>(body));
     }
     pthread_testcancel();
@@ -98,7 +99,7 @@ enum class Needs { groups, everything };
 template <Needs A = Needs::everything, class F> dsopt_status with(dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
-        const Exclusive alone(optimizer.in_use());
+        const Exclusive lock(optimizer.in_use());
         if (A == Needs::everything) optimizer.finalize_groups();
         body(optimizer);
     });
@@ -107,7 +108,7 @@ template <Needs A = Needs::everything, class F> dsopt_status with(dsopt_optimize
 template <Needs A = Needs::everything, class F> dsopt_status with(const dsopt_optimizer *handle, F &&body) {
     return fence([&] {
         Optimizer &optimizer = *object_of(handle, "the optimizer");
-        const Shared with_others(optimizer.in_use());
+        const Shared lock(optimizer.in_use());
         if (A == Needs::everything) optimizer.finalize_groups();
         body(std::as_const(optimizer));
     });
@@ -125,7 +126,7 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
     if (bytes != entry.bytes())
         throw Error(DSOPT_ERR_SHAPE, "%s has %zu bytes, the buffer %zu", entry.name(), entry.bytes(), bytes);
     if (bytes != 0) not_null(host, "host");
-    if (entry.of_scaler()) // has memory from the start
+    if (entry.of_scaler()) // a scaler allocates its memory when it is created
         optimizer.wait_for_tensors();
     else
         optimizer.prepare_for_host();
@@ -148,7 +149,7 @@ std::shared_ptr<Comm> comm_if_any(const dsopt_comm *handle) {
     return handle != nullptr ? object_of(handle, "the comm") : nullptr;
 }
 
-/// Runs a call on dsopt_compressed, that is an exchange without an optimizer.
+/// Runs a call with a dsopt_compressed, which describes an exchange without an optimizer.
 template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compressed *args, F &&body) {
     return fence([&] {
         Comm &data = *object_of(handle, "the comm");
@@ -158,18 +159,18 @@ template <class F> dsopt_status with(const dsopt_comm *handle, const dsopt_compr
 }
 
 Attachments attachments_of(const dsopt_optimizer_desc &desc) {
-    Attachments with;
-    if (desc.scaler != nullptr) with.scaler = object_of(desc.scaler, "the scaler");
-    with.data = comm_if_any(desc.data);
-    with.model = comm_if_any(desc.model);
-    with.node = comm_if_any(desc.node);
+    Attachments attachments;
+    if (desc.scaler != nullptr) attachments.scaler = object_of(desc.scaler, "the scaler");
+    attachments.data = comm_if_any(desc.data);
+    attachments.model = comm_if_any(desc.model);
+    attachments.node = comm_if_any(desc.node);
     require_in(0, 1024, "dsopt_optimizer_desc.expert_count", desc.expert_count);
     if ((desc.expert_count > 0) != (desc.experts != nullptr))
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc: %d expert comms, the list is %s", desc.expert_count,
                     desc.experts != nullptr ? "given" : "NULL");
     for (int32_t i = 0; i < desc.expert_count; ++i)
-        with.experts.push_back(object_of(desc.experts[i], "an entry of dsopt_optimizer_desc.experts"));
-    return with;
+        attachments.experts.push_back(object_of(desc.experts[i], "an entry of dsopt_optimizer_desc.experts"));
+    return attachments;
 }
 
 /// Checks a list that belongs to no optimizer. Messages name its tensors by index.
@@ -178,16 +179,16 @@ void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
     if (count > INT32_MAX) throw Error(DSOPT_ERR_SHAPE, "count is %lld, more than 2^31", ll(count));
     if (count > 0) not_null(list, role);
     for (int64_t i = 0; i < count; ++i) {
-        const std::string name = std::to_string(i); // short enough to need no heap
+        const std::string name = std::to_string(i); // short enough for the string's internal buffer
         check_float_tensor(list[i], {role, name.c_str()});
     }
 }
 
 std::string make_build_info() {
-    // NCCL is not loaded only for this report: it would take precedence over a copy that the caller may load later.
-    const bool can_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
-    const bool can_hccl = std::strcmp(hccl_state(), "loaded") == 0;
-    std::string unknown; // DSOPT_ISA may have any bytes, and the text is JSON
+    // This report does not load NCCL: that copy would take precedence over a copy that the caller may load later.
+    const bool has_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
+    const bool has_hccl = std::strcmp(hccl_state(), "loaded") == 0;
+    std::string unknown; // DSOPT_ISA may contain any bytes, and the text is JSON
     if (const char *const isa = unknown_isa()) {
         unknown = std::string(isa, strnlen(isa, 32));
         for (char &c : unknown)
@@ -201,7 +202,7 @@ std::string make_build_info() {
                   "\"isa\": \"%s\", %s\"threads\": \"pool\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
                   std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
-                  can_nccl ? ", \"nccl\"" : "", can_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
+                  has_nccl ? ", \"nccl\"" : "", has_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
                   cpu_isa_name(), unknown.c_str());
     return text;
 }
@@ -215,7 +216,7 @@ const char *dsopt_last_error(void) { return last_error(); }
 
 const char *dsopt_build_info(void) {
     const char *text = "{}";
-    run_whole([&] {
+    run_without_status([&] {
         static constinit Lazy<std::string> info;
         text = info.get(make_build_info).c_str();
     });
@@ -232,12 +233,12 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
         if (const char *const isa = unknown_isa())
             object->log(DSOPT_LOG_WARN,
                         "DSOPT_ISA is %s, not generic, avx2, avx512 or avx512_bf16: the %s kernels are used",
-                        shown(isa).c_str(), cpu_isa_name());
+                        quoted(isa).c_str(), cpu_isa_name());
         *ctx = new dsopt_context{std::move(object)};
     });
 }
 void dsopt_context_destroy(dsopt_context *ctx) {
-    run_whole([&] { delete ctx; });
+    run_without_status([&] { delete ctx; });
 }
 
 // ------------------------------------------------------------------------------------------------------------- comms
@@ -269,11 +270,11 @@ dsopt_status dsopt_comm_all_reduce(dsopt_comm *comm, const dsopt_tensor *list, i
     });
 }
 void dsopt_comm_abort(dsopt_comm *comm) {
-    if (comm != nullptr)
-        run_whole([&] { object_of(comm, "the comm")->abort(); }); // refused after fork(): the parent's ranks continue
+    // After fork() object_of() throws, so that the parent's ranks continue.
+    if (comm != nullptr) run_without_status([&] { object_of(comm, "the comm")->abort(); });
 }
 void dsopt_comm_destroy(dsopt_comm *comm) {
-    run_whole([&] { delete comm; });
+    run_without_status([&] { delete comm; });
 }
 
 // ------------------------------------------------------------------------------------------------------------ scaler
@@ -285,7 +286,7 @@ dsopt_status dsopt_scaler_create(dsopt_context *ctx, const dsopt_scaler_desc *de
     });
 }
 void dsopt_scaler_destroy(dsopt_scaler *scaler) {
-    run_whole([&] { delete scaler; });
+    run_without_status([&] { delete scaler; });
 }
 const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler) {
     return scaler != nullptr ? scaler->object->scale() : nullptr;
@@ -338,13 +339,13 @@ dsopt_status dsopt_optimizer_create(dsopt_context *ctx, const dsopt_optimizer_de
         const auto &context = object_of(ctx, "ctx");
         not_null(opt, "opt");
         dsopt_optimizer_desc known = read_struct(desc, "dsopt_optimizer_desc");
-        Attachments with = attachments_of(known);
+        Attachments attachments = attachments_of(known);
         known.experts = nullptr; // the caller's array is not kept
-        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(context, known, std::move(with))};
+        *opt = new dsopt_optimizer{std::make_shared<Optimizer>(context, known, std::move(attachments))};
     });
 }
 void dsopt_optimizer_destroy(dsopt_optimizer *opt) {
-    run_whole([&] { delete opt; });
+    run_without_status([&] { delete opt; });
 }
 dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, dsopt_optimizer **other) {
     return fence([&] {
@@ -392,10 +393,10 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.tensor = entry.tensor();
         known.flags = entry.flags;
         known.generation = entry.generation;
-        const bool local = entry.param < 0;
-        known.ndim = local ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
-        known.dims =
-            local ? optimizer.state().flat_dims(entry.kind) : optimizer.params()[size_t(entry.param)].dims.data();
+        const bool of_optimizer = entry.param < 0;
+        known.ndim = of_optimizer ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
+        known.dims = of_optimizer ? optimizer.state().flat_dims(entry.kind)
+                                  : optimizer.params()[size_t(entry.param)].dims.data();
         write_struct(info, known, "dsopt_state_info");
     });
 }
@@ -458,10 +459,10 @@ dsopt_status dsopt_schedule_decode(const dsopt_optimizer *opt, const int32_t *wo
     });
 }
 dsopt_status dsopt_optimizer_next_reduction(dsopt_optimizer *opt, int64_t call, int32_t *reduction) {
-    const auto answer = [&](const Optimizer &optimizer) {
+    const auto query = [&](const Optimizer &optimizer) {
         *not_null(reduction, "reduction") = next_reduction(optimizer, call);
     };
-    return call == 0 ? with(opt, answer) : with(static_cast<const dsopt_optimizer *>(opt), answer);
+    return call == 0 ? with(opt, query) : with(static_cast<const dsopt_optimizer *>(opt), query);
 }
 dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *opt, const dsopt_tensor *grads, int64_t count, void *stream) {
     return with(opt, on_stream(stream, [&](Optimizer &optimizer) { optimizer.accumulate(grads, count, stream); }));

@@ -2,7 +2,7 @@
 // Global variables and fork(). A child starts with the parent's memory as of the fork, and without the parent's other
 // threads. A mutex that another thread held stays locked for ever, and so does the guard of a function-local static
 // that another thread was initializing. Hence every global of the library is initialized at compile time (constinit),
-// and values that are made at run time are in one of the two templates below. tests/abi/symbols.py rejects guards.
+// and values that are computed at run time are in one of the two templates below. tests/abi/symbols.py rejects guards.
 #pragma once
 #include "base/not_copied.h"
 #include <atomic>
@@ -49,9 +49,10 @@ public:
 
 private:
     struct Shared {
-        Shared(int64_t in, const Shared *before) : generation(in), of_parent(before) {}
+        Shared(int64_t created_in, const Shared *parents) : generation(created_in), of_parent(parents) {}
         const int64_t generation;
-        const Shared *const of_parent; // unused; keeps the memory reachable for leak checkers
+        // The parent process's data. Unused; keeps the memory reachable for leak checkers.
+        const Shared *const of_parent;
         std::mutex mutex;
         T data{};
     };
@@ -62,7 +63,7 @@ private:
         auto made = std::make_unique<Shared>(generation, shared);
         if (shared_.compare_exchange_strong(shared, made.get(), std::memory_order_acq_rel, std::memory_order_acquire))
             shared = made.release();
-        return *shared; // that of another thread if the exchange failed
+        return *shared; // the object of another thread if the exchange failed
     }
     std::atomic<Shared *> shared_{nullptr};
 };

@@ -17,8 +17,8 @@ using InUse = std::atomic<int32_t>;
 class Exclusive : NotCopied {
 public:
     explicit Exclusive(InUse &in_use) : in_use_(in_use) {
-        int32_t nobody = 0;
-        if (!in_use.compare_exchange_strong(nobody, -1, std::memory_order_acquire, std::memory_order_relaxed))
+        int32_t unlocked = 0;
+        if (!in_use.compare_exchange_strong(unlocked, -1, std::memory_order_acquire, std::memory_order_relaxed))
             throw_busy();
     }
     ~Exclusive() { in_use_.store(0, std::memory_order_release); }

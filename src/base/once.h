@@ -6,8 +6,8 @@
 
 namespace dsopt {
 
-/// Lazy initialization by the first thread that needs a value; the other threads wait. It can be repeated after
-/// forget(), and after a failure the next thread tries again.
+/// Lazy initialization by the first thread that needs a value; the other threads wait. forget() allows another
+/// initialization. After a failure the next thread tries again.
 class Once : NotCopied {
 public:
     explicit Once(bool is_made) : state_(is_made ? made : missing) {}

@@ -18,15 +18,15 @@ namespace {
 using Body = FunctionRef<void(int64_t i)>;
 
 /// Runs the parts of one call on the caller's pool. Each part runs at most once, whatever the pool does, and check()
-/// reports what went wrong. An exception alone would not: the pool of a binding cannot throw through C, so it prints
-/// the exception and returns.
+/// reports parts that did not run exactly once. A pool's exception alone would not report them: the pool of a binding
+/// cannot throw through C, so it prints the exception and returns.
 class PoolRun {
 public:
     PoolRun(int64_t parts, Body body) : parts_(parts), body_(body) {}
 
-    /// Is passed to the pool in place of the body.
-    static void run(void *handout, int64_t i) {
-        PoolRun &self = *static_cast<PoolRun *>(handout);
+    /// The function that the pool calls in place of the body. `context`: the PoolRun.
+    static void run(void *context, int64_t i) {
+        PoolRun &self = *static_cast<PoolRun *>(context);
         if (i < 0 || i >= self.parts_) {
             self.outside_.store(i, std::memory_order_relaxed);
             return;
@@ -49,12 +49,12 @@ public:
         if (done == parts_ && again < 0 && outside == 0 && thrown == nullptr) return;
         // Waits for parts that still run: they use this stack frame and the caller's memory.
         while (done_.load(std::memory_order_acquire) != begun()) std::this_thread::yield();
-        char twice[80] = "", none[96] = "";
+        char twice[80] = "", invalid[96] = "";
         if (again >= 0) std::snprintf(twice, sizeof twice, "; it handed out piece %lld twice", ll(again));
         if (outside != 0)
-            std::snprintf(none, sizeof none, "; it handed out piece %lld, which is none of them", ll(outside));
+            std::snprintf(invalid, sizeof invalid, "; it handed out piece %lld, which is none of them", ll(outside));
         throw Error(DSOPT_ERR_HOOK, "the parallel_for hook had run %lld of %lld pieces when it %s%s%s%s%s", ll(done),
-                    ll(parts_), thrown != nullptr ? "threw" : "returned", twice, none, thrown != nullptr ? ": " : "",
+                    ll(parts_), thrown != nullptr ? "threw" : "returned", twice, invalid, thrown != nullptr ? ": " : "",
                     thrown != nullptr ? thrown : "");
     }
 
@@ -78,13 +78,13 @@ private:
 
 void Parallel::run_parts(int64_t parts, Body body) const {
     if (hook != nullptr) {
-        PoolRun handout(parts, body);
+        PoolRun pool_run(parts, body);
         try {
-            hook(user, parts, PoolRun::run, &handout);
-        } catch (const std::exception &error) { handout.check(error.what()); } catch (...) {
-            handout.check("something that is no std::exception");
+            hook(user, parts, PoolRun::run, &pool_run);
+        } catch (const std::exception &error) { pool_run.check(error.what()); } catch (...) {
+            pool_run.check("something that is no std::exception");
         }
-        handout.check(nullptr);
+        pool_run.check(nullptr);
         return;
     }
     const int workers = int(std::min<int64_t>(parts, threads));
@@ -98,7 +98,7 @@ void Parallel::run_parts(int64_t parts, Body body) const {
 int default_threads() {
     const auto number = [](const char *variable) {
         const char *const text = secure_getenv(variable);
-        int value = 0; // the first number of a list, which is that of the outermost level
+        int value = 0; // the first number of a list, which is for the outermost parallel region
         return text != nullptr && std::sscanf(text, "%9d", &value) == 1 ? std::max(value, 0) : 0;
     };
     const int wanted = number("OMP_NUM_THREADS"), most = number("OMP_THREAD_LIMIT");
@@ -116,7 +116,7 @@ DefaultFloatEnvironment::DefaultFloatEnvironment() {
 }
 DefaultFloatEnvironment::~DefaultFloatEnvironment() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
 #else
-#error "say here how to set the default rounding mode and keep denormals on this processor"
+#error "DefaultFloatEnvironment needs code that sets the default rounding mode and keeps denormals on this processor"
 #endif
 
 } // namespace dsopt

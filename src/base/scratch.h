@@ -10,11 +10,11 @@
 namespace dsopt {
 
 /// Pool of host memory blocks, each in use for the duration of a call. `apply` may run on several threads at once: the
-/// pool grows to their number of blocks and keeps them.
+/// pool grows to one block per concurrent call and keeps the blocks.
 class ScratchPool {
 public:
     using Block = std::vector<char>;
-    Block take(size_t bytes) {
+    Block acquire(size_t bytes) {
         Block block;
         if (const std::lock_guard lock(mutex_); !free_.empty()) {
             block = std::move(free_.back());
@@ -23,7 +23,7 @@ public:
         if (block.size() < bytes) block = Block(bytes);
         return block;
     }
-    void give(Block block) noexcept {
+    void release(Block block) noexcept {
         const std::lock_guard lock(mutex_);
         try {
             free_.push_back(std::move(block));
@@ -35,13 +35,14 @@ private:
     std::mutex mutex_;
     std::vector<Block> free_;
 };
+/// A block of a pool, for the life of the object. With 0 bytes it uses no block.
 class HostScratch : NotCopied {
 public:
     HostScratch(ScratchPool &pool, size_t bytes) : pool_(pool) {
-        if (bytes != 0) block_ = pool.take(bytes);
+        if (bytes != 0) block_ = pool.acquire(bytes);
     }
     ~HostScratch() {
-        if (!block_.empty()) pool_.give(std::move(block_));
+        if (!block_.empty()) pool_.release(std::move(block_));
     }
     char *data() { return block_.data(); }
 

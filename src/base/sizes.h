@@ -43,8 +43,8 @@ inline size_t alignment_padding(const void *memory) {
     return round_up(address, kWorkspaceAlignment) - address;
 }
 
-/// Largest number of ranks of a comm, and of files of a checkpoint. It exceeds every machine, and sizes computed from
-/// it do not overflow.
+/// Largest number of ranks of a comm, and of files of a checkpoint. No machine has more, and sizes computed from it do
+/// not overflow.
 constexpr int32_t kMaxRanks = 65536;
 /// Largest number of data-parallel ranks of all nodes: fp32 represents every integer up to 2^24.
 constexpr int64_t kMaxDataRanks = int64_t(1) << 24;

@@ -9,7 +9,7 @@ namespace {
 thread_local char last_error_text[1024];
 
 /// Removes an incomplete UTF-8 character from the end of a truncated text.
-void drop_cut_character(char *text) {
+void drop_incomplete_character(char *text) {
     const size_t length = std::strlen(text);
     size_t begin = length; // index of the first byte of the last character
     while (begin > 0 && length - begin < 4 && (static_cast<unsigned char>(text[begin - 1]) & 0xc0) == 0x80) --begin;
@@ -23,7 +23,7 @@ void drop_cut_character(char *text) {
 Error::Error(dsopt_status status, const char *format, ...) noexcept : status_(status) {
     va_list arguments;
     va_start(arguments, format);
-    if (std::vsnprintf(text_, sizeof text_, format, arguments) >= int(sizeof text_)) drop_cut_character(text_);
+    if (std::vsnprintf(text_, sizeof text_, format, arguments) >= int(sizeof text_)) drop_incomplete_character(text_);
     va_end(arguments);
 }
 

@@ -30,7 +30,7 @@ template <class T> T *not_null(T *pointer, const char *what) {
 
 template <class T> void check_size(size_t size, const char *type) {
     static_assert(sizeof(T) >= FirstSize<T>::value, "structs only grow");
-    // An uninitialized size is mostly far larger. Without the limit that many bytes would be read or cleared.
+    // An uninitialized size is usually far larger. Without this limit, the library would read or clear that many bytes.
     constexpr size_t most = 4096;
     if (size > most)
         throw Error(DSOPT_ERR_VERSION, "%s.size is %zu: no version has more than %zu bytes", type, size, most);

@@ -68,13 +68,13 @@ void MemoryMap::check(const dsopt_tensor &tensor, Label label) const {
     const uintptr_t begin = begin_of(tensor), end = end_of(tensor);
     if (begin == end) return;
     const auto next = by_begin_.lower_bound(begin);
-    const auto refuse = [](Label first, Label second, uintptr_t at) {
+    const auto refuse = [](Label first, Label second, uintptr_t address) {
         throw Error(DSOPT_ERR_OVERLAP, "%s '%s' and %s '%s' share memory at %p", first.role, first.name, second.role,
-                    second.name, reinterpret_cast<void *>(at));
+                    second.name, reinterpret_cast<void *>(address));
     };
     if (next != by_begin_.end() && next->first < end) refuse(label, next->second.label, next->first);
     if (next == by_begin_.begin()) return;
-    if (const auto &[before, stretch] = *std::prev(next); begin < stretch.end) refuse(stretch.label, label, begin);
+    if (const auto &[before, range] = *std::prev(next); begin < range.end) refuse(range.label, label, begin);
 }
 
 void MemoryMap::add(const dsopt_tensor &tensor, Label label) {

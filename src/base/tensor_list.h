@@ -28,7 +28,7 @@ void check_length(const dsopt_tensor *list, int64_t count, size_t wanted, const 
 /// A set of tensors that share no bytes. Empty tensors and tensors without memory are ignored.
 class MemoryMap {
 public:
-    /// Throws OVERLAP naming both tensors if `tensor` shares bytes with one in the set.
+    /// Throws OVERLAP naming both tensors if `tensor` shares bytes with a tensor of the set.
     void check(const dsopt_tensor &tensor, Label label) const;
     /// Calls check() and adds the tensor. The label's text must outlive the map.
     void add(const dsopt_tensor &tensor, Label label);

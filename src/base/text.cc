@@ -17,7 +17,7 @@ bool is_text(std::string_view text) {
         if (length == 0 || length > text.size() - i) return false;
         for (size_t k = 1; k < length; ++k)
             if ((byte(i + k) & 0xc0) != 0x80) return false;
-        // Overlong forms, surrogates and code points past U+10FFFF show in the first two bytes.
+        // The first two bytes identify overlong forms, surrogates and code points past U+10FFFF.
         if ((c == 0xe0 && byte(i + 1) < 0xa0) || (c == 0xed && byte(i + 1) > 0x9f) ||
             (c == 0xf0 && byte(i + 1) < 0x90) || (c == 0xf4 && byte(i + 1) > 0x8f))
             return false;
@@ -26,7 +26,7 @@ bool is_text(std::string_view text) {
     return true;
 }
 
-std::string shown(std::string_view text) {
+std::string quoted(std::string_view text) {
     constexpr size_t head = 40, tail = 60;
     const bool utf8 = is_text(text);
     std::string out = "\"";

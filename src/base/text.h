@@ -11,6 +11,6 @@ namespace dsopt {
 bool is_text(std::string_view text);
 
 /// Returns untrusted text for a message: quoted, escaped, and without the middle if it is long.
-std::string shown(std::string_view text);
+std::string quoted(std::string_view text);
 
 } // namespace dsopt

@@ -23,8 +23,8 @@ using Body = FunctionRef<void(int64_t)>;
 
 /// Time for which a waiting thread spins before it sleeps. A spinning thread begins its part within a microsecond;
 /// waking a sleeping thread takes 5 to 50 us. The parallel sections of a step follow each other after a few
-/// microseconds, hence threads spin between them. The steps of a training follow each other after milliseconds, in
-/// which threads must not occupy cores.
+/// microseconds, hence threads spin between them. The steps of a training follow each other after milliseconds,
+/// during which idle threads must not occupy cores.
 constexpr std::chrono::microseconds kSpin{50};
 
 void pause() {
@@ -43,16 +43,17 @@ cpu_set_t affinity() {
 }
 
 /// A number that one thread waits for and others change.
-class alignas(64) Signal { // a cache line of its own
+class alignas(64) Signal { // on a separate cache line
 public:
     uint32_t load() const { return value_.load(std::memory_order_acquire); }
-    bool replace(uint32_t value, uint32_t by) {
-        return value_.compare_exchange_strong(value, by, std::memory_order_acq_rel, std::memory_order_relaxed);
+    bool replace(uint32_t value, uint32_t desired) {
+        return value_.compare_exchange_strong(value, desired, std::memory_order_acq_rel, std::memory_order_relaxed);
     }
     /// May be called only while no thread waits and no other thread changes the number.
     void reset(uint32_t value) { value_.store(value, std::memory_order_relaxed); }
-    /// Returns the new value. A thread that sleeps in wait_while() sees it only after wake().
-    uint32_t add(uint32_t by) { return value_.fetch_add(by) + by; } // sequentially consistent: see wait_while()
+    /// Returns the new value. A thread that sleeps in wait_while() sees it only after wake(). Sequentially consistent:
+    /// see wait_while().
+    uint32_t add(uint32_t increment) { return value_.fetch_add(increment) + increment; }
     void wake() {
         if (asleep_.load()) ::syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
     }
@@ -119,13 +120,13 @@ public:
 
 private:
     struct Worker {
-        Worker(Team &of, int share_of_it) : team(of), share(share_of_it) {}
+        Worker(Team &its_team, int its_share) : team(its_team), share(its_share) {}
         Team &team;
         const int share;
         Signal offers;                   // odd: a share is offered; even: it was accepted
         std::atomic<int> offered_on{-1}; // the processor of the thread that offered the last share
 
-        static bool is_none(uint32_t offers) { return offers % 2 == 0; }
+        static bool has_no_offer(uint32_t offers) { return offers % 2 == 0; }
         void offer() {
             offered_on.store(::sched_getcpu(), std::memory_order_relaxed);
             offers.add(1);
@@ -146,13 +147,14 @@ private:
         /// True for exactly one of the threads that call this function after offer().
         bool accept() {
             const uint32_t offered = offers.load();
-            return !is_none(offered) && offers.replace(offered, offered + 1);
+            return !has_no_offer(offered) && offers.replace(offered, offered + 1);
         }
     };
 
     void grow(int count) noexcept {
         if (int(workers_.size()) >= count) return;
-        // Signals go to the program's threads, except those that a thread itself causes and those of profilers.
+        // Workers block signals, which the program's threads then handle. The exceptions are signals that a thread
+        // itself causes, and the signal of profilers.
         sigset_t blocked, before;
         ::sigfillset(&blocked);
         for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF})
@@ -162,7 +164,7 @@ private:
             while (int(workers_.size()) < count) {
                 workers_.push_back(std::make_unique<Worker>(*this, int(workers_.size()) + 1));
                 pthread_t thread;
-                if (::pthread_create(&thread, nullptr, serve, workers_.back().get()) != 0) {
+                if (::pthread_create(&thread, nullptr, run_worker, workers_.back().get()) != 0) {
                     workers_.pop_back();
                     break;
                 }
@@ -172,12 +174,12 @@ private:
         ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
-    static void *serve(void *of) noexcept {
-        Worker &worker = *static_cast<Worker *>(of);
+    static void *run_worker(void *argument) noexcept {
+        Worker &worker = *static_cast<Worker *>(argument);
         Team &team = worker.team;
         ::pthread_setname_np(::pthread_self(), "dsopt");
         for (;;) {
-            worker.offers.wait_while(Worker::is_none, team.spins_.load(std::memory_order_relaxed));
+            worker.offers.wait_while(Worker::has_no_offer, team.spins_.load(std::memory_order_relaxed));
             worker.leave_processor();
             if (!worker.accept()) continue; // the caller runs the share
             team.run_share(worker.share);
@@ -200,10 +202,10 @@ private:
     int64_t parts_ = 0;
     int shares_ = 0;
     std::atomic<bool> spins_{false}; // also read between calls
-    Signal running_;                 // number of shares that are not done, without the caller's
+    Signal running_;                 // number of unfinished shares, excluding the caller's
 };
 
-/// All teams of a process: as many as calls ran at the same time.
+/// All teams of a process. Their number is the largest number of calls that ran at the same time.
 class Teams {
 public:
     /// Returns a team for a call on `threads` threads. Prefers the team of this thread's last call, whose threads have

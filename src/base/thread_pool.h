@@ -9,7 +9,7 @@ namespace dsopt {
 /// all calls have returned. `body` must not throw. The threads are started by the first call that needs them, sleep
 /// between calls, and last as long as the process. Calls from several threads at the same time use different threads.
 /// Parts whose thread cannot be started, or has not begun when the caller's part is done, run on the calling thread.
-/// May be called only after watch_forks(): a child of fork() starts threads of its own.
+/// May be called only after watch_forks(). A child of fork() starts new threads.
 void run_on_pool(int threads, int64_t parts, FunctionRef<void(int64_t)> body) noexcept;
 
 /// Returns the number of logical processors on which the calling thread may run, at least 1.

@@ -25,7 +25,7 @@ namespace {
 using ull = unsigned long long; // for printf
 
 [[noreturn]] void throw_io(const char *what, const std::string &path, const std::string &reason) {
-    throw Error(DSOPT_ERR_IO, "%s %s: %s", what, shown(path).c_str(), reason.c_str());
+    throw Error(DSOPT_ERR_IO, "%s %s: %s", what, quoted(path).c_str(), reason.c_str());
 }
 [[noreturn]] void throw_io(const char *what, const std::string &path, int error) {
     throw_io(what, path, std::generic_category().message(error));
@@ -56,24 +56,24 @@ constinit std::atomic<unsigned> temporary_counter{0};
 /// Returns the folder with a trailing slash; "" if the path has no slash.
 std::string folder_of(const std::string &path) { return path.substr(0, path.rfind('/') + 1); }
 
-/// Resolves symlinks, so that a save replaces the target of a link and not the link, which often leads to the disk
-/// meant for checkpoints. In a sticky folder that is writable for all users, only links of this user and of the
-/// folder's owner are followed: another user's link could make this process replace any file that it may write. That is
-/// the kernel's rule of fs.protected_symlinks, which the kernel cannot apply here, because this function resolves the
-/// links itself.
+/// Resolves symlinks, so that a save replaces the target of a link and not the link: a link often points to another
+/// disk. In a sticky folder that is writable for all users, only links of this user and of the
+/// folder's owner are followed: another user's link could make this process replace any file that it may write. The
+/// kernel has the same rule (fs.protected_symlinks), but does not apply it to links that a program resolves itself.
 std::string follow_links(std::string path) {
     for (int depth = 0; depth < 40; ++depth) {
         const Fd link(::open(path.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
         // A path that is too long is refused, although opening its folder first might work.
         if (!link && errno == ENAMETOOLONG) throw_io("cannot save", path, errno);
-        struct stat now, around;
+        struct stat now, folder_status;
         // Not a link. Other errors are reported when the directory is opened.
         if (!link || ::fstat(link.get(), &now) != 0 || !S_ISLNK(now.st_mode)) return path;
         const std::string folder = folder_of(path);
-        if (::stat(folder.empty() ? "." : folder.c_str(), &around) != 0) throw_io("cannot save", path, errno);
+        if (::stat(folder.empty() ? "." : folder.c_str(), &folder_status) != 0) throw_io("cannot save", path, errno);
         constexpr mode_t shared = S_ISVTX | S_IWOTH;
-        if ((around.st_mode & shared) == shared && now.st_uid != ::geteuid() && now.st_uid != around.st_uid)
-            throw_io("cannot save", path, "a link of another user in a folder that all may write to");
+        if ((folder_status.st_mode & shared) == shared && now.st_uid != ::geteuid() &&
+            now.st_uid != folder_status.st_uid)
+            throw_io("cannot save", path, "it is another user's link in a folder that is writable for all users");
         char buffer[PATH_MAX];
         const ssize_t length = ::readlinkat(link.get(), "", buffer, sizeof buffer);
         if (length < 0) throw_io("cannot save", path, errno);
@@ -99,7 +99,7 @@ public:
         } else if (errno != ENOENT) {
             fail(errno);
         }
-        // A hash in place of the name: the temporary file's name must not be too long if the target's name is not.
+        // The prefix has a hash of the name, not the name: the temporary name must not exceed the length limit.
         char prefix[32];
         std::snprintf(prefix, sizeof prefix, ".dsopt-%016llx-", ull(XXH3_64bits(name_.data(), name_.size())));
         prefix_ = prefix;
@@ -111,8 +111,8 @@ public:
     void begin(uint64_t total) override {
         sweep();
         create();
-        // Reports a full disk now and not after an hour of writing. Not posix_fallocate, which writes a byte to every
-        // block if the file system does not support fallocate.
+        // Reports a full disk before the first write. posix_fallocate is not used: it writes a byte to every block if
+        // the file system does not support fallocate.
         int result;
         do result = ::fallocate(file_.get(), 0, 0, off_t(total));
         while (result != 0 && errno == EINTR);
@@ -120,12 +120,12 @@ public:
     }
 
     void write(const void *data, size_t bytes) override {
-        const char *at = static_cast<const char *>(data);
+        const char *next = static_cast<const char *>(data);
         while (bytes > 0) {
-            const ssize_t written = ::write(file_.get(), at, bytes);
+            const ssize_t written = ::write(file_.get(), next, bytes);
             if (written < 0 && errno == EINTR) continue;
             if (written <= 0) fail(written < 0 ? errno : EIO);
-            at += written;
+            next += written;
             bytes -= size_t(written);
         }
     }
@@ -156,8 +156,8 @@ private:
             Fd file(::openat(directory_.get(), name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
             if (!file && (errno == EEXIST || errno == EINTR)) continue;
             if (!file) fail(errno);
-            // A sweep can come between open and flock, and then the file is removed or about to be. On other errors the
-            // file system has no locks, so there are no sweeps either.
+            // Another process's sweep() may run between open and flock and remove the file. On other errors the file
+            // system has no locks, so sweep() removes nothing.
             struct stat now;
             if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;
             if (::fstat(file.get(), &now) == 0 && now.st_nlink == 0) continue;
@@ -207,13 +207,13 @@ public:
     }
     uint64_t size() const override { return size_; }
     void read(uint64_t offset, void *data, size_t bytes) const override {
-        char *at = static_cast<char *>(data);
+        char *next = static_cast<char *>(data);
         while (bytes > 0) {
-            const ssize_t count = ::pread(file_.get(), at, bytes, off_t(offset));
+            const ssize_t count = ::pread(file_.get(), next, bytes, off_t(offset));
             if (count < 0 && errno == EINTR) continue;
             if (count < 0) throw_io("cannot read", path_, errno);
             if (count == 0) throw_io("cannot read", path_, "the file became shorter");
-            at += count;
+            next += count;
             offset += uint64_t(count);
             bytes -= size_t(count);
         }
@@ -270,7 +270,8 @@ std::unique_ptr<Source> callback_source(const dsopt_io &io) { return std::make_u
 
 void check_io(const char *path, const dsopt_io &io, bool callback, uint32_t known) {
     if (io.flags & ~known)
-        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has bits that do not fit here: 0x%x", io.flags & ~known);
+        throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.flags has flags that this function does not accept: 0x%x",
+                    io.flags & ~known);
     if (io.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved is %u, must be 0", io.reserved);
     require_in(0, kMaxRanks, "dsopt_io.files", io.files);
     if (io.reserved2 != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_io.reserved2 is %d, must be 0", io.reserved2);

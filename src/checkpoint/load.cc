@@ -11,16 +11,16 @@
 namespace dsopt {
 namespace {
 
-/// What to load, according to the caller's flags and the optimizer.
+/// Selects what a load restores, according to the caller's flags and the optimizer.
 struct LoadSelection {
     bool state, masters, hyper, params;
     bool errors;    // of the 1-bit family
-    Scaler *scaler; // NULL: stays unchanged
+    Scaler *scaler; // NULL: the scaler stays unchanged
 };
 
-/// True if a load drops error feedback, as the original does: OneBit::reset_as_original_load(). Sizes of saved errors
-/// then do not matter.
-bool forgets_errors(const Optimizer &optimizer) {
+/// True if a load drops error feedback, as the original does (OneBit::reset_as_original_load()). The sizes of saved
+/// errors are then not checked.
+bool drops_errors(const Optimizer &optimizer) {
     return optimizer.onebit() != nullptr && optimizer.onebit()->setup().rules.compat;
 }
 
@@ -32,7 +32,7 @@ LoadSelection selection_of(const Optimizer &optimizer, uint32_t flags) {
             .masters = !(flags & DSOPT_IO_NO_MASTERS),
             .hyper = !(flags & DSOPT_IO_NO_HYPER),
             .params = (flags & DSOPT_IO_PARAMS) != 0,
-            .errors = has_residuals && !forgets_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
+            .errors = has_residuals && !drops_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
             .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.attachments().scaler.get()};
 }
 
@@ -42,8 +42,8 @@ struct Transfer {
     const StateEntry *entry; // NULL: the parameter at `param`
     void *param;
     size_t bytes;
-    std::vector<char> made{}; // contents that no file has in this form; `index` is then unused
-    bool from_file() const { return made.empty(); }
+    std::vector<char> computed{}; // contents that RankFiles::compute() returned; `index` is then unused
+    bool from_file() const { return computed.empty(); }
     bool per_param() const { return entry != nullptr && entry->per_param(); }
     /// Returns the destination. State tensors have memory only after Optimizer::ensure_state().
     void *memory() const { return entry != nullptr ? entry->data : param; }
@@ -53,20 +53,20 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
     std::vector<Transfer> transfers;
     for (const StateEntry &entry : optimizer.state()) {
         if (!entry.saved() || (entry.is_error() && !wanted.errors)) continue;
-        if (forgets_errors(optimizer) && entry.kind == StateKind::exp_avg_pad) continue;
+        if (drops_errors(optimizer) && entry.kind == StateKind::exp_avg_pad) continue;
         const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
         if (!(entry.of_scaler() ? wanted.scaler != nullptr : master ? wanted.masters : wanted.state)) continue;
-        if (!files.makes(entry))
+        if (!files.computes(entry))
             transfers.push_back(
                 {find_tensor(files.file(), tensor_of(optimizer, entry)), &entry, nullptr, entry.bytes()});
         else if (entry.numel != 0)
-            transfers.push_back({0, &entry, nullptr, entry.bytes(), files.make(optimizer, entry)});
+            transfers.push_back({0, &entry, nullptr, entry.bytes(), files.compute(optimizer, entry)});
     }
     return transfers;
 }
 
 /// Adds the parameters if they are to be loaded. Throws STATE for a parameter without memory that is to be loaded, or
-/// from which a master is made.
+/// from which a master is initialized.
 void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const LoadSelection &wanted,
                 std::vector<Transfer> &transfers) {
     for (const Param &param : optimizer.params()) {
@@ -98,10 +98,10 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
         const StateEntry *const entry = transfer.entry;
         // Ranks of 0/1 Adam may differ in "step": each rank counts the gradients that it had in local steps, and
         // nothing depends on that count.
-        const bool own_count = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
-                               optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
-        if (transfer.from_file() && !own_count) files.check_identical(transfer.index);
-        if (entry == nullptr || !has_meaning(entry->kind) || entry->numel == 0) continue;
+        const bool may_differ = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
+                                optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
+        if (transfer.from_file() && !may_differ) files.check_identical(transfer.index);
+        if (entry == nullptr || !needs_check(entry->kind) || entry->numel == 0) continue;
         words.resize(transfer.bytes);
         fetch(files.file(), transfer, order, words.data());
         check_contents(optimizer, *entry, words.data(), "the checkpoint", DSOPT_ERR_FORMAT, &rules);
@@ -125,28 +125,28 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const Safe
     size_t total = 0;
     for (const Transfer &transfer : transfers) total += transfer.bytes;
     const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
-    size_t at = 0;
+    size_t offset = 0;
     for (const Transfer &transfer : transfers) {
         if (transfer.from_file())
-            fetch(file, transfer, order, staging.get() + at);
+            fetch(file, transfer, order, staging.get() + offset);
         else
-            std::memcpy(staging.get() + at, transfer.made.data(), transfer.bytes);
-        at += transfer.bytes;
+            std::memcpy(staging.get() + offset, transfer.computed.data(), transfer.bytes);
+        offset += transfer.bytes;
     }
     optimizer.adopt(std::move(loaded), [&] {
-        at = 0;
+        offset = 0;
         for (const Transfer &transfer : transfers) {
-            if (transfer.bytes != 0) std::memcpy(transfer.memory(), staging.get() + at, transfer.bytes);
-            at += transfer.bytes;
+            if (transfer.bytes != 0) std::memcpy(transfer.memory(), staging.get() + offset, transfer.bytes);
+            offset += transfer.bytes;
         }
     });
 }
 
 /// Loads in two passes, because device memory may be larger than host memory: the first pass compares every checksum,
-/// the second one copies through two buffers. If the source fails or changes between the passes, the state is half
+/// the second pass copies through two buffers. If the source fails or changes between the passes, the state is half
 /// loaded, and the error text says so.
-void load_through_pieces(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
-                         const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
+void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
+                    const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
     for (const Transfer &transfer : transfers)
@@ -158,15 +158,15 @@ void load_through_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safe
             for (const Transfer &transfer : transfers) {
                 char *const memory = static_cast<char *>(transfer.memory());
                 if (!transfer.from_file()) {
-                    device.copy(memory, transfer.made.data(), transfer.bytes);
+                    device.copy(memory, transfer.computed.data(), transfer.bytes);
                 } else if (transfer.per_param()) {
                     fetch(file, transfer, order, words.data());
                     device.copy(memory, words.data(), transfer.bytes);
                 } else {
-                    for (size_t at = 0; at < transfer.bytes; at += kPiece) {
-                        const size_t bytes = std::min(kPiece, transfer.bytes - at);
-                        file.read(transfer.index, at, writer.buffer(), bytes);
-                        writer.write(memory + at, bytes);
+                    for (size_t offset = 0; offset < transfer.bytes; offset += kPiece) {
+                        const size_t bytes = std::min(kPiece, transfer.bytes - offset);
+                        file.read(transfer.index, offset, writer.buffer(), bytes);
+                        writer.write(memory + offset, bytes);
                     }
                 }
             }
@@ -202,7 +202,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     files.check(optimizer, wanted.errors);
     std::vector<Transfer> transfers = state_transfers(optimizer, files, wanted);
     add_params(optimizer, files.file(), wanted, transfers);
-    // After the tensors, so that a checkpoint without a loss scale is a MISMATCH and not a FORMAT error.
+    // Read after the tensors, so that a checkpoint without a loss scale fails with MISMATCH, not with FORMAT.
     const ScalerRules rules =
         wanted.scaler != nullptr ? read_scaler_rules(fields, wanted.scaler->rules()) : ScalerRules{};
     if (optimizer.compat() && rules.hysteresis > 1 && wanted.hyper)
@@ -224,7 +224,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                           .resets_errors = (io.flags & DSOPT_IO_RESET_ERRORS) != 0,
                           .has_scaler = wanted.scaler != nullptr,
                           .rules = wanted.scaler != nullptr && wanted.hyper ? std::optional(rules) : std::nullopt};
-    const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_through_pieces;
+    const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_in_pieces;
     load(optimizer, std::move(loaded), files.file(), transfers, saved.order);
     log_resharding(optimizer, files, wanted.errors);
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr char kFormatVersion[] = "1";
 
-/// Calls f(name, number) for every number that a file has of a group, for writing and for reading.
+/// Calls f(name, number) for every number that a file stores per group, for writing and for reading.
 template <class Group, class F> void for_fields(Group &group, F &&f) {
     const RuleInfo &info = info_of(group.algorithm);
     for (const GroupField &field : kGroupFields)
@@ -35,7 +35,7 @@ template <class Rules, class F> void for_scaler_fields(Rules &rules, F &&f) {
     f("scaler.flags", rules.flags);
 }
 
-/// Returns the shortest text that converts back to the same number, whatever the locale.
+/// Returns the shortest text that converts back to the same number, independent of the locale.
 template <class T> std::string to_text(T value) {
     char text[32];
     return {text, std::to_chars(text, text + sizeof text, value).ptr};
@@ -48,7 +48,7 @@ template <class Check> void check_saved(const std::string &what, const Check &ch
     } catch (const Error &e) { throw Error(DSOPT_ERR_FORMAT, "%s of the checkpoint: %s", what.c_str(), e.what()); }
 }
 
-/// Returns the parameter names in order, each after its length, because names may have any character.
+/// Returns the parameter names in order, each after its length, because names may contain any character.
 std::string join_names(const std::vector<Param> &params) {
     std::string text;
     for (const Param &param : params) text += to_text(param.name.size()) + ":" + param.name;
@@ -117,11 +117,11 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
         const std::string &saved = fields.text(prefix + "algorithm");
         const RuleInfo &info = info_of(groups[i].algorithm);
         if (saved != info.name)
-            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %s, here it is %s", i, shown(saved).c_str(),
-                        info.name);
+            throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint is %s, here it is %s", i,
+                        quoted(saved).c_str(), info.name);
         for_fields(groups[i], [&](const char *name, auto &value) { fields.read(prefix + name, value); });
         const auto flags = fields.number<uint32_t>(prefix + "flags");
-        if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // the saved state depends on it
+        if ((flags ^ groups[i].flags) & DSOPT_GROUP_NON_FREEZE) // the saved state depends on this flag
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint and of this optimizer differ in NON_FREEZE",
                         i);
         groups[i].flags = flags;
@@ -152,16 +152,16 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
         const auto found = indices.find(name);
         if (found == indices.end() || found->second < 0)
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a parameter %s, this optimizer has none of that name",
-                        shown(name).c_str());
+                        quoted(name).c_str());
         if (size_t(params[size_t(found->second)].group) != group)
             throw Error(DSOPT_ERR_MISMATCH, "parameter %s is in group %lld of the checkpoint and in group %d here",
-                        shown(name).c_str(), ll(group), params[size_t(found->second)].group);
+                        quoted(name).c_str(), ll(group), params[size_t(found->second)].group);
         order.push_back(found->second);
         found->second = -1; // each name may occur once
     }
     for (const Param &param : params)
         if (indices[param.name] >= 0)
-            throw Error(DSOPT_ERR_MISMATCH, "parameter %s is not in the checkpoint", shown(param.name).c_str());
+            throw Error(DSOPT_ERR_MISMATCH, "parameter %s is not in the checkpoint", quoted(param.name).c_str());
     for (size_t i = 0; i < sizes.size(); ++i) {
         const auto here =
             std::count_if(params.begin(), params.end(), [&](const Param &param) { return size_t(param.group) == i; });
@@ -211,9 +211,9 @@ Metadata metadata_of(const Optimizer &optimizer) {
 }
 
 uint64_t longest_header(const Optimizer &optimizer) {
-    // A byte of a name may be written as \u00xx. A tensor has its name twice, the second time with its checksum, and
-    // dtype, shape and offsets. A parameter has at most all state tensors of all algorithms, the parameter itself, and
-    // its name in the list of parameters.
+    // A byte of a name may be written as \u00xx. A tensor's name occurs twice: with its checksum, and with its dtype,
+    // shape and offsets. A parameter has at most the state tensors of all algorithms and the tensor of the parameter
+    // itself, and its name occurs in the list of parameters.
     constexpr uint64_t escaped = 6, suffix = 32, numbers = 512, tensors_of_param = 16, tensors_of_optimizer = 32;
     constexpr uint64_t group_bytes = 4096, other_bytes = 65536;
     const auto tensor_bytes = [](uint64_t name) { return 2 * escaped * (name + suffix) + numbers; };
@@ -226,7 +226,7 @@ uint64_t longest_header(const Optimizer &optimizer) {
 SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) {
     if (fields.text("format_version") != kFormatVersion)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %s, this library reads %s",
-                    shown(fields.text("format_version")).c_str(), kFormatVersion);
+                    quoted(fields.text("format_version")).c_str(), kFormatVersion);
     SavedOptimizer saved;
     std::vector<int64_t> sizes;
     saved.groups = read_groups(optimizer, fields, sizes);
@@ -240,20 +240,21 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     });
     saved.order = match_params(optimizer, fields, sizes);
     if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))
-        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and what the 1-bit family "
-                                        "keeps of the whole list follows it");
+        throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and state of the 1-bit "
+                                        "family depends on the order");
     return saved;
 }
 
 ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live) {
-    constexpr uint32_t kept = DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED;
-    constexpr uint32_t known = kept | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW;
+    constexpr uint32_t from_live = DSOPT_SCALER_STATIC | DSOPT_SCALER_SHARED;
+    constexpr uint32_t known =
+        from_live | DSOPT_SCALER_REFILL | DSOPT_SCALER_FAIL_AT_MIN | DSOPT_SCALER_GROWTH_AT_WINDOW;
     ScalerRules rules{};
     for_scaler_fields(rules, [&](const char *name, auto &value) { fields.read(name, value); });
     const uint32_t flags = rules.flags;
     if (flags & ~known)
         throw Error(DSOPT_ERR_FORMAT, "field 'scaler.flags' of the checkpoint has unknown bits: 0x%x", flags);
-    rules.flags = (flags & ~kept) | (live.flags & kept);
+    rules.flags = (flags & ~from_live) | (live.flags & from_live);
     if ((flags ^ live.flags) & DSOPT_SCALER_STATIC)
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has a %s loss scale, this optimizer a %s one",
                     flags & DSOPT_SCALER_STATIC ? "static" : "dynamic",
@@ -283,7 +284,7 @@ TensorEntry tensor_of(const Param &param) {
 }
 
 size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
-    const auto name = [&] { return shown(wanted.name); };
+    const auto name = [&] { return quoted(wanted.name); };
     const size_t index = file.find(wanted.name);
     if (index == SafetensorsReader::npos)
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor %s", name().c_str());

@@ -16,7 +16,7 @@ public:
     const std::string &text(const std::string &key) const {
         const auto found = file_.metadata().find(key);
         if (found == file_.metadata().end())
-            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field %s", shown(key).c_str());
+            throw Error(DSOPT_ERR_FORMAT, "the checkpoint has no field %s", quoted(key).c_str());
         return found->second;
     }
     template <class T> T number(const std::string &key) const {
@@ -24,8 +24,8 @@ public:
         T number{};
         const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
         if (error != std::errc() || end != value.data() + value.size())
-            throw Error(DSOPT_ERR_FORMAT, "field %s of the checkpoint is %s, not a number", shown(key).c_str(),
-                        shown(value).c_str());
+            throw Error(DSOPT_ERR_FORMAT, "field %s of the checkpoint is %s, not a number", quoted(key).c_str(),
+                        quoted(value).c_str());
         return number;
     }
     template <class T> void read(const std::string &key, T &value) const { value = number<T>(key); }

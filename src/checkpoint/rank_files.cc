@@ -13,8 +13,8 @@ size_t find_floats(const SafetensorsReader &file, const std::string &name, int64
                    const std::vector<int64_t> &dims = {}) {
     return find_tensor(file, {name, DSOPT_DTYPE_F32, dims, uint64_t(count) * sizeof(float)});
 }
-void read_floats(const SafetensorsReader &file, size_t index, int64_t at, int64_t count, float *to) {
-    file.read(index, uint64_t(at) * sizeof(float), to, size_t(count) * sizeof(float));
+void read_floats(const SafetensorsReader &file, size_t index, int64_t first, int64_t count, float *to) {
+    file.read(index, uint64_t(first) * sizeof(float), to, size_t(count) * sizeof(float));
 }
 
 /// The elements of a scale group for which a rank keeps errors.
@@ -22,8 +22,8 @@ struct StoredErrors {
     Range range;          // relative to the group
     int64_t index, scale; // indices of the first of these elements, and of their scale, in the rank's error buffer
 };
-/// Returns the elements of a group that are in a rank's error buffer. `layout`: the rank's. `kind`: worker_error or
-/// server_error.
+/// Returns the elements of a group that are in a rank's error buffer. `layout`: the layout on that rank. `kind`:
+/// worker_error or server_error.
 StoredErrors stored_errors_of(const ExchangeLayout &layout, StateKind kind, int32_t group) {
     const CompressLayout &vector = layout.whole;
     const CompressLayout::ScaleGroup &all = vector.groups[group];
@@ -50,12 +50,12 @@ public:
     /// Adds this rank's residuals of the elements in `range`, which is relative to the scale group, to `sums`, which
     /// has one element per element of `range`. `errors`: scratch memory of that size.
     void add(int32_t group, const Range &range, float *errors, double *sums) const {
-        const StoredErrors kept = stored_errors_of(layout_, kind_, group);
-        const Range both = intersection(range, kept.range);
+        const StoredErrors stored = stored_errors_of(layout_, kind_, group);
+        const Range both = intersection(range, stored.range);
         if (both.numel == 0) return;
-        read_floats(file_, index_, kept.index + both.begin - kept.range.begin, both.numel, errors);
+        read_floats(file_, index_, stored.index + both.begin - stored.range.begin, both.numel, errors);
         for (int64_t i = 0; i < both.numel; ++i)
-            sums[both.begin - range.begin + i] += double(error_of(errors[i], scales_[size_t(kept.scale)]));
+            sums[both.begin - range.begin + i] += double(error_of(errors[i], scales_[size_t(stored.scale)]));
     }
 
 private:
@@ -77,13 +77,13 @@ Files open_files(const Optimizer &optimizer, const char *path, const dsopt_io &i
     Files files;
     for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
         const char *const name = io.paths != nullptr ? io.paths[i] : path;
-        dsopt_io local = io;
+        dsopt_io file_io = io;
         if (io.users != nullptr) {
-            local.user = io.users[i];
-            local.total = io.totals[i];
+            file_io.user = io.users[i];
+            file_io.total = io.totals[i];
         }
-        files.push_back(
-            std::make_unique<SafetensorsReader>(name != nullptr ? file_source(name) : callback_source(local), longest));
+        files.push_back(std::make_unique<SafetensorsReader>(
+            name != nullptr ? file_source(name) : callback_source(file_io), longest));
     }
     return files;
 }
@@ -130,8 +130,8 @@ void check_one_save(const Files &files) {
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
                             "the files are from different saves: %s is %s on rank 0 and %s on rank %zu",
-                            shown(key).c_str(), shown(value).c_str(),
-                            found == other.end() ? "absent" : shown(found->second).c_str(), rank);
+                            quoted(key).c_str(), quoted(value).c_str(),
+                            found == other.end() ? "absent" : quoted(found->second).c_str(), rank);
         }
     }
 }
@@ -148,8 +148,8 @@ bool is_zero(const SafetensorsReader &file, const std::string &name) {
 
 RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_io &io) :
     files_(open_files(optimizer, path, io)),
-    list_(io.files != 0),
-    own_(optimizer.data_rank()) {
+    is_list_(io.files != 0),
+    local_(optimizer.data_rank()) {
     for (const auto &file : files_)
         if (Fields(*file).text("format") != "dsopt")
             throw Error(DSOPT_ERR_FORMAT, "not an optimizer checkpoint of dsopt");
@@ -158,26 +158,26 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_.rank, saved_.ranks);
     if (saved_.node_ranks < 1 || saved_.ranks % saved_.node_ranks != 0)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_.ranks, saved_.node_ranks);
-    if (!list_) return;
+    if (!is_list_) return;
     files_ = sort_by_rank(std::move(files_), saved_);
     check_one_save(files_);
-    main_ = resharded() ? 0 : own_.rank;
+    main_ = resharded() ? 0 : local_.rank;
 }
 
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
-    if (optimizer.onebit() == nullptr && !list_) return; // all ranks have identical state
+    if (optimizer.onebit() == nullptr && !is_list_) return; // all ranks have identical state
     if (!resharded()) {
-        if (errors && !list_ && saved_.rank != own_.rank)
+        if (errors && !is_list_ && saved_.rank != local_.rank)
             throw Error(DSOPT_ERR_MISMATCH, "the checkpoint is of rank %d of %d, and this is rank %d", saved_.rank,
-                        saved_.ranks, own_.rank);
+                        saved_.ranks, local_.rank);
         return;
     }
-    // With one rank its parameters are those of all ranks, and its accumulators have all gradients.
+    // If one rank saved, its parameters are the common ones, and its accumulators contain all gradients.
     if (saved_.ranks > 1 && !is_zero(file(), "optimizer.lr_sum"))
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is from between two synchronisations of 0/1 Adam ('optimizer.lr_sum' is not 0): "
                     "its %d ranks have no common parameters, and %d cannot go on with them",
-                    saved_.ranks, own_.ranks);
+                    saved_.ranks, local_.ranks);
     if (saved_.ranks > 1)
         for (const auto &file : files_) {
             const Fields fields(*file);
@@ -186,28 +186,28 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
                 throw Error(DSOPT_ERR_MISMATCH,
                             "the checkpoint has gradients in accumulators, the first for parameter %zu: each of its %d "
                             "ranks has its own, and %d cannot go on with them",
-                            param, saved_.ranks, own_.ranks);
+                            param, saved_.ranks, local_.ranks);
         }
-    if (errors && !list_ && saved_nodes() > 1)
+    if (errors && !is_list_ && saved_nodes() > 1)
         throw Error(DSOPT_ERR_MISMATCH,
                     "the checkpoint is of rank %d of %d, and this is rank %d of %d: error feedback ('worker_error', "
                     "'server_error') needs the files of all of them in dsopt_io.files, or DSOPT_IO_RESET_ERRORS",
-                    saved_.rank, saved_.ranks, own_.rank, own_.ranks);
+                    saved_.rank, saved_.ranks, local_.rank, local_.ranks);
 }
 
 void RankFiles::check_identical(size_t index) const {
-    if (!list_ || !resharded()) return;
+    if (!is_list_ || !resharded()) return;
     const TensorEntry &tensor = file().tensors()[index];
     for (size_t rank = 0; rank < files_.size(); ++rank) {
         const size_t other = files_[rank]->find(tensor.name);
         if (other == SafetensorsReader::npos)
-            throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor %s", rank, shown(tensor.name).c_str());
+            throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor %s", rank, quoted(tensor.name).c_str());
         const TensorEntry &entry = files_[rank]->tensors()[other];
         if (entry.dtype != tensor.dtype || entry.bytes != tensor.bytes ||
             files_[rank]->checksum(other) != file().checksum(index))
             throw Error(DSOPT_ERR_MISMATCH,
                         "tensor %s is not the same in the files of ranks %d and %zu: they are from different saves",
-                        shown(tensor.name).c_str(), main_, rank);
+                        quoted(tensor.name).c_str(), main_, rank);
     }
 }
 
@@ -217,24 +217,24 @@ void RankFiles::verify_others() const {
             for (size_t i = 0; i < file->tensors().size(); ++i) file->verify(i);
 }
 
-bool RankFiles::makes(const StateEntry &entry) const {
+bool RankFiles::computes(const StateEntry &entry) const {
     return resharded() && entry.param < 0 &&
            (entry.is_error() || (saved_nodes() == 1 && entry.kind == StateKind::active));
 }
 
-std::vector<char> RankFiles::make(const Optimizer &optimizer, const StateEntry &entry) const {
+std::vector<char> RankFiles::compute(const Optimizer &optimizer, const StateEntry &entry) const {
     std::vector<char> bytes(entry.bytes());
-    const auto take = [&](const auto &list) { std::memcpy(bytes.data(), list.data(), bytes.size()); };
+    const auto store = [&](const auto &list) { std::memcpy(bytes.data(), list.data(), bytes.size()); };
     if (bytes.empty()) return bytes;
     if (entry.kind == StateKind::active)
-        take(active(optimizer));
+        store(active(optimizer));
     else if (saved_nodes() > 1)
-        take(errors(optimizer, entry));
-    return bytes; // zeros if one rank or one node saved: it has no residuals
+        store(errors(optimizer, entry));
+    return bytes; // zeros if one rank or one node saved: there were no residuals
 }
 
-/// Returns the bits of elements that take part in exchanges. Other elements have no residual, whatever their
-/// compensated value and scale are.
+/// Returns the bits of the active elements, which take part in exchanges. Other elements have no residual, whatever
+/// their compensated value and scale are.
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
@@ -243,18 +243,19 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
         file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());
         return words;
     }
-    // One rank or one node saves no such bits: computes them from the variance, as the step that last changed it would.
+    // A checkpoint of one rank or one node has no such bits. They are computed from the variance, like by the step that
+    // last changed the variance.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];
         const int64_t worker = optimizer.onebit()->setup().worker[i];
         if (worker < 0) continue;
         const size_t index = find_floats(file(), param.name + ".exp_avg_sq", param.numel, param.dims);
-        for (int64_t at = 0; at < param.numel; at += kFloats) {
-            const int64_t count = std::min(kFloats, param.numel - at);
-            read_floats(file(), index, at, count, v.data());
+        for (int64_t begin = 0; begin < param.numel; begin += kFloats) {
+            const int64_t count = std::min(kFloats, param.numel - begin);
+            read_floats(file(), index, begin, count, v.data());
             for (int64_t k = 0; k < count; ++k) {
-                const int64_t element = worker + at + k;
+                const int64_t element = worker + begin + k;
                 if (v[size_t(k)] != 0)
                     words[size_t(element / 32)] = int32_t(uint32_t(words[size_t(element / 32)]) | 1u << (element % 32));
             }
@@ -282,12 +283,12 @@ std::vector<float> RankFiles::errors(const Optimizer &optimizer, const StateEntr
     std::vector<float> result(size_t(entry.numel)), errors(size_t(kFloats), 0.0f);
     std::vector<double> sums(size_t(kFloats), 0.0);
     for (int32_t group = 0; group < local.whole.group_count; ++group) {
-        const StoredErrors kept = stored_errors_of(local, entry.kind, group);
-        for (Range piece = kept.range; piece.begin < kept.range.end(); piece.begin += kFloats) {
-            piece.numel = std::min(kFloats, kept.range.end() - piece.begin);
-            std::fill_n(sums.begin(), piece.numel, owners > 1 ? 0.0 : -0.0); // -0 + x has the bits of x
+        const StoredErrors stored = stored_errors_of(local, entry.kind, group);
+        for (Range piece = stored.range; piece.begin < stored.range.end(); piece.begin += kFloats) {
+            piece.numel = std::min(kFloats, stored.range.end() - piece.begin);
+            std::fill_n(sums.begin(), piece.numel, owners > 1 ? 0.0 : -0.0); // the bits of -0 + x are those of x
             for (const ErrorList &list : lists) list.add(group, piece, errors.data(), sums.data());
-            float *const to = result.data() + kept.index + piece.begin - kept.range.begin;
+            float *const to = result.data() + stored.index + piece.begin - stored.range.begin;
             for (int64_t i = 0; i < piece.numel; ++i)
                 if (is_active(active_words.data(), local.whole.groups[group].begin + piece.begin + i))
                     to[i] = float(sums[size_t(i)] / owners);

@@ -6,6 +6,7 @@
 
 namespace dsopt {
 
+/// The open files of a load, and the state that is computed from several of them.
 class RankFiles {
 public:
     /// Opens the files. Checks that a list has all files of one save: every rank once, and the same metadata.
@@ -14,7 +15,7 @@ public:
     /// Returns the file from which identical state is read: this rank's own file if as many ranks saved as load.
     const SafetensorsReader &file() const { return *files_[size_t(main_)]; }
     /// True if another number of ranks saved, or as many ranks in nodes of another size.
-    bool resharded() const { return saved_.ranks != own_.ranks || saved_.node_ranks != own_.node_ranks; }
+    bool resharded() const { return saved_.ranks != local_.ranks || saved_.node_ranks != local_.node_ranks; }
     int saved_ranks() const { return saved_.ranks; }
     /// Returns the number of ranks or, with two levels, of nodes that exchanged compressed values. With 1 there are no
     /// residuals.
@@ -28,10 +29,10 @@ public:
     /// Compares the checksums of all tensors in the files other than file().
     void verify_others() const;
 
-    /// True if the entry has another size, or does not exist, with another number of ranks: make() returns its
-    /// contents.
-    bool makes(const StateEntry &entry) const;
-    std::vector<char> make(const Optimizer &optimizer, const StateEntry &entry) const;
+    /// True for state whose size or existence depends on the number of ranks: compute() returns its contents, which
+    /// are in no file.
+    bool computes(const StateEntry &entry) const;
+    std::vector<char> compute(const Optimizer &optimizer, const StateEntry &entry) const;
 
 private:
     /// Returns a worker_error or server_error: each element is the mean of the residuals of the ranks that have it,
@@ -39,11 +40,11 @@ private:
     std::vector<float> errors(const Optimizer &optimizer, const StateEntry &entry) const;
     std::vector<int32_t> active(const Optimizer &optimizer) const;
 
-    std::vector<std::unique_ptr<SafetensorsReader>> files_; // in the order of ranks if the caller passed a list
-    bool list_;
-    DataRank own_;     // this process's
-    DataRank saved_{}; // the rank that saved the first file
-    int main_ = 0;
+    std::vector<std::unique_ptr<SafetensorsReader>> files_; // a list is in the order of ranks
+    bool is_list_;                                          // the caller passed a list of files
+    DataRank local_;                                        // the rank of this process
+    DataRank saved_{};                                      // the rank that saved the first file
+    int main_ = 0;                                          // index of file()
 };
 
 } // namespace dsopt

@@ -12,8 +12,8 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-// RapidJSON in an unnamed namespace: its symbols cannot clash with those of another copy in the process. A failed
-// assertion in it throws and does not abort the caller's process.
+// RapidJSON is in an unnamed namespace, so that its symbols cannot clash with those of another copy in the process. A
+// failed assertion in RapidJSON throws and does not abort the caller's process.
 // clang-format off
 #define RAPIDJSON_NAMESPACE dsopt::rapidjson
 #define RAPIDJSON_NAMESPACE_BEGIN namespace dsopt { namespace { namespace rapidjson {
@@ -38,7 +38,7 @@ using ull = unsigned long long; // for printf
 
 constexpr uint64_t kMaxHeader = SafetensorsReader::kLongestHeader;
 constexpr size_t kMaxDims = 8;
-constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; more keys need more memory than their header
+constexpr size_t kMaxKeys = size_t(1) << 20; // of metadata; limits the memory that parsing needs
 constexpr size_t kDigits = 32;
 constexpr std::string_view kMetadataKey = "__metadata__";
 constexpr std::string_view kHeaderKey = "header_xxh3";
@@ -116,9 +116,9 @@ void check_names(std::vector<std::string_view> names, const char *what) {
     for (size_t i = 0; i < names.size(); ++i) {
         if (!is_text(names[i]) || names[i] == kMetadataKey || names[i] == kHeaderKey)
             throw Error(DSOPT_ERR_ARGUMENT, "%s %s: not UTF-8, has a NUL, or is reserved", what,
-                        shown(names[i]).c_str());
+                        quoted(names[i]).c_str());
         if (i > 0 && names[i] == names[i - 1])
-            throw Error(DSOPT_ERR_ARGUMENT, "%s %s is there twice", what, shown(names[i]).c_str());
+            throw Error(DSOPT_ERR_ARGUMENT, "%s %s is there twice", what, quoted(names[i]).c_str());
     }
 }
 
@@ -129,7 +129,7 @@ void check_lists(const Metadata &metadata, const std::vector<TensorEntry> &tenso
                     metadata.size() + tensors.size());
     for (const auto &[key, value] : metadata) {
         if (!is_text(value) || key.starts_with(kTensorKey))
-            throw Error(DSOPT_ERR_ARGUMENT, "metadata key %s: reserved, or value not UTF-8", shown(key).c_str());
+            throw Error(DSOPT_ERR_ARGUMENT, "metadata key %s: reserved, or value not UTF-8", quoted(key).c_str());
         names.push_back(key);
     }
     check_names(std::move(names), "metadata key");
@@ -137,9 +137,9 @@ void check_lists(const Metadata &metadata, const std::vector<TensorEntry> &tenso
     for (const auto &[name, dtype, shape, bytes] : tensors) {
         uint64_t expected;
         if (dtype_size(dtype) == 0)
-            throw Error(DSOPT_ERR_DTYPE, "tensor %s: unknown dtype %d", shown(name).c_str(), dtype);
+            throw Error(DSOPT_ERR_DTYPE, "tensor %s: unknown dtype %d", quoted(name).c_str(), dtype);
         if (shape.size() > kMaxDims || !tensor_bytes(dtype, shape, &expected) || bytes != expected)
-            throw Error(DSOPT_ERR_SHAPE, "tensor %s: shape and size do not fit together", shown(name).c_str());
+            throw Error(DSOPT_ERR_SHAPE, "tensor %s: shape and size do not fit together", quoted(name).c_str());
         names.push_back(name);
     }
     check_names(std::move(names), "tensor");
@@ -174,7 +174,7 @@ Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &ten
         const uint64_t begin = header.data_bytes;
         if (__builtin_add_overflow(begin, tensor.bytes, &header.data_bytes) ||
             header.data_bytes > INT64_MAX - 2 * kMaxHeader)
-            throw Error(DSOPT_ERR_SHAPE, "tensor %s: the file would have 2^63 bytes", shown(tensor.name).c_str());
+            throw Error(DSOPT_ERR_SHAPE, "tensor %s: the file would have 2^63 bytes", quoted(tensor.name).c_str());
         append_quoted(text += ',', tensor.name);
         text.append(R"(:{"dtype":")").append(dtype_name(tensor.dtype)).append(R"(","shape":[)");
         for (size_t d = 0; d < tensor.shape.size(); ++d) text += (d ? "," : "") + std::to_string(tensor.shape[d]);
@@ -194,7 +194,7 @@ Header make_header(const Metadata &metadata, const std::vector<TensorEntry> &ten
 
 // ---- reading ----
 
-/// realloc that throws on failure: RapidJSON does not check the result. It only grows memory.
+/// Allocates with realloc and throws on failure, because RapidJSON does not check the result. Memory only grows.
 struct JsonAllocator {
     void *Realloc(void *memory, size_t, size_t bytes) {
         void *const moved = std::realloc(memory, bytes);
@@ -204,7 +204,7 @@ struct JsonAllocator {
     static void Free(void *memory) { std::free(memory); }
 };
 
-/// Receives the header's JSON event by event and accepts only the layout of safetensors. Anything else throws at once,
+/// Receives the events of the JSON parser and accepts only the layout of safetensors. Any other event throws at once,
 /// so nesting is never deeper than three.
 class HeaderHandler : public rapidjson::BaseReaderHandler<rapidjson::UTF8<>, HeaderHandler> {
 public:
@@ -234,7 +234,7 @@ public:
         } else {
             for (const auto &known : kDtypes)
                 if (known.name == text) tensors.back().dtype = known.dtype;
-            if (tensors.back().dtype == 0) fail("unknown dtype " + shown(text));
+            if (tensors.back().dtype == 0) fail("unknown dtype " + quoted(text));
         }
         return true;
     }
@@ -242,12 +242,12 @@ public:
         key_.assign(data, length);
         if (depth_ == 2 && !in_metadata_) {
             const unsigned bit = key_ == "dtype" ? 1 : key_ == "shape" ? 2 : key_ == "data_offsets" ? 4 : 0;
-            if (bit == 0) fail("unknown field " + shown(key_));
-            if (fields_ & bit) fail("field " + shown(key_) + " is there twice");
+            if (bit == 0) fail("unknown field " + quoted(key_));
+            if (fields_ & bit) fail("field " + quoted(key_) + " is there twice");
             fields_ |= bit;
             return true;
         }
-        if (!is_text(key_)) refuse("header: name " + shown(key_) + " is not UTF-8 or has a NUL");
+        if (!is_text(key_)) refuse("header: name " + quoted(key_) + " is not UTF-8 or has a NUL");
         if (depth_ == 2) {
             if (!metadata.emplace(key_, "").second) fail("is there twice");
             if (metadata.size() > kMaxKeys) fail("too many keys");
@@ -272,8 +272,8 @@ public:
 
 private:
     [[noreturn]] void fail(const std::string &why) const {
-        if (depth_ > 0 && in_metadata_) refuse("header: metadata key " + shown(key_) + ": " + why);
-        if (depth_ > 0 && !tensors.empty()) refuse("header: tensor " + shown(tensors.back().name) + ": " + why);
+        if (depth_ > 0 && in_metadata_) refuse("header: metadata key " + quoted(key_) + ": " + why);
+        if (depth_ > 0 && !tensors.empty()) refuse("header: tensor " + quoted(tensors.back().name) + ": " + why);
         refuse("header: " + why);
     }
     void finish_tensor() {
@@ -338,7 +338,7 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
         });
         return digest.hex();
     };
-    // Reads the tensors twice: the sink receives bytes in order, and the checksums come first.
+    // Reads the tensors twice, because the sink receives bytes in order, and the checksums are in the header.
     for (size_t i = 0; i < order.size(); ++i)
         header.text.replace(header.digests[i], kDigits, digest_of(order[i], [](const void *, size_t) {}));
     header.text.replace(8 + kStart.size(), kDigits, header_digest(header.text));
@@ -346,9 +346,9 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
     for (size_t i = 0; i < order.size(); ++i) {
         const std::string digest =
             digest_of(order[i], [&](const void *data, size_t bytes) { sink.write(data, bytes); });
-        // Otherwise a valid old file would be replaced by one that cannot be loaded.
+        // Otherwise a file that cannot be loaded would replace a valid old file.
         if (header.text.compare(header.digests[i], kDigits, digest) != 0)
-            throw Error(DSOPT_ERR_BUSY, "tensor %s changed while it was saved", shown(tensors[order[i]].name).c_str());
+            throw Error(DSOPT_ERR_BUSY, "tensor %s changed while it was saved", quoted(tensors[order[i]].name).c_str());
     }
     sink.commit();
 }
@@ -376,9 +376,9 @@ SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source, uint6
     uint64_t offset = text.size(); // the tensors are contiguous
     for (size_t i = 0; i < tensors_.size(); ++i) {
         const std::string &name = tensors_[i].name;
-        if (!index_.emplace(name, i).second) refuse("header: tensor " + shown(name) + " is there twice");
+        if (!index_.emplace(name, i).second) refuse("header: tensor " + quoted(name) + " is there twice");
         const auto checksum = metadata_.find(key.assign(kTensorKey).append(name));
-        if (checksum == metadata_.end()) refuse("header: tensor " + shown(name) + " has no checksum");
+        if (checksum == metadata_.end()) refuse("header: tensor " + quoted(name) + " has no checksum");
         checksums_.push_back(std::move(checksum->second));
         metadata_.erase(checksum);
         offsets_.push_back(offset);
@@ -386,7 +386,7 @@ SafetensorsReader::SafetensorsReader(std::unique_ptr<const Source> source, uint6
     }
     const auto rest = metadata_.lower_bound(kTensorKey);
     if (rest != metadata_.end() && rest->first.starts_with(kTensorKey))
-        refuse("header: metadata key " + shown(rest->first) + " belongs to no tensor");
+        refuse("header: metadata key " + quoted(rest->first) + " belongs to no tensor");
 }
 
 size_t SafetensorsReader::find(std::string_view name) const {
@@ -404,13 +404,13 @@ void SafetensorsReader::verify(size_t index, void *data) const {
         digest.add(piece, bytes);
     });
     if (digest.hex() != checksums_[index])
-        throw Error(DSOPT_ERR_CHECKSUM, "tensor %s: damaged, checksum does not match", shown(tensor.name).c_str());
+        throw Error(DSOPT_ERR_CHECKSUM, "tensor %s: damaged, checksum does not match", quoted(tensor.name).c_str());
 }
 
 void SafetensorsReader::read(size_t index, uint64_t offset, void *data, size_t bytes) const {
     const TensorEntry &tensor = tensors_.at(index);
     if (offset > tensor.bytes || bytes > tensor.bytes - offset)
-        throw Error(DSOPT_ERR_INTERNAL, "read behind the end of tensor %s", shown(tensor.name).c_str());
+        throw Error(DSOPT_ERR_INTERNAL, "read behind the end of tensor %s", quoted(tensor.name).c_str());
     source_->read(offsets_[index] + offset, data, bytes);
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The checkpoint container: a safetensors file in which every bit is covered by a checksum. Knows nothing of
-// optimizers.
+// The checkpoint container: a safetensors file in which every bit is covered by a checksum. This file does not depend
+// on optimizers.
 //
 //   8 bytes   length of the header, little-endian
 //   header    JSON, padded with spaces so that the data begin at a multiple of 64 (4096 from 1 MiB of data on):
@@ -8,9 +8,9 @@
 //              "<name>":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}, ...}
 //   data      the tensors, contiguous, those with large elements first, so that each is aligned
 //
-// The digits are XXH3-128 in its canonical byte order. "header_xxh3" comes first and is taken over the length field and
-// the header with its own digits as '0'. Any safetensors reader can read the file; only files with these checksums are
-// read here.
+// The digits are XXH3-128 in its canonical byte order. "header_xxh3" comes first. It is the checksum of the length
+// field and the header, computed with '0' in place of its own digits. Any safetensors reader can read the file; only
+// files with these checksums are read here.
 #pragma once
 #include "base/dtype.h"
 #include "base/status.h"
@@ -46,7 +46,7 @@ using SortedMetadata = std::map<std::string, std::string, std::less<>>;
 void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<TensorEntry> &tensors,
                        const Deliver &deliver);
 
-/// An open container. Several threads may call const methods if the source allows it (that of a file does).
+/// An open container. Several threads may call const methods if the source allows that, as file_source() does.
 class SafetensorsReader {
 public:
     /// Reads and checks the whole header; throws DSOPT_ERR_IO or DSOPT_ERR_FORMAT. Needs memory for the header, not for

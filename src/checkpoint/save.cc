@@ -8,7 +8,7 @@ namespace dsopt {
 
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of numbers to text rounds, too
-    if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files has an effect in loading only");
+    if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files is for loading only");
     check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
     check_groups(optimizer);
     const bool with_params = io.flags & DSOPT_IO_PARAMS;

@@ -9,7 +9,7 @@
 namespace dsopt::cpu {
 namespace {
 
-/// First word of a sysfs file that describes a cache; empty if the file cannot be read.
+/// The first word of a sysfs file that describes a cache; empty if the file cannot be read.
 struct Word {
     char text[32] = "";
     Word(int cache, const char *what) {
@@ -50,7 +50,7 @@ CacheSizes cache_sizes() {
     long long core = 0, last = 0;
     const char *const wanted = secure_getenv("DSOPT_CACHES");
     if (wanted != nullptr && std::sscanf(wanted, "%lld,%lld", &core, &last) == 2) return {core, last};
-    static constinit Lazy<CacheSizes> found; // cached: read_sizes() opens some fifty files
+    static constinit Lazy<CacheSizes> found; // cached: read_sizes() opens about fifty files
     return found.get(read_sizes);
 }
 

@@ -16,15 +16,15 @@ void pack_leaf(const OneBitKernels &kernels, const Compression &local, int64_t g
 struct ExchangeRun final : ExchangeKernels {
     const OneBitKernels &kernels;
     const Parallel &parallel;
-    Exchange x;
+    Exchange buffers;
     const dsopt_tensor *list; // one tensor per scale group; NULL in a step, which uses no list
     int64_t last_cache;       // bytes of the last-level cache: longer lists are written with non-temporal stores
 
-    ExchangeRun(const OneBitKernels &by, const Parallel &on, const Exchange &of, const dsopt_tensor *tensors = nullptr,
-                int64_t cache = 0) :
-        kernels(by),
-        parallel(on),
-        x(of),
+    ExchangeRun(const OneBitKernels &its_kernels, const Parallel &its_threads, const Exchange &its_buffers,
+                const dsopt_tensor *tensors = nullptr, int64_t cache = 0) :
+        kernels(its_kernels),
+        parallel(its_threads),
+        buffers(its_buffers),
         list(tensors),
         last_cache(cache) {}
     void run(ExchangePass pass) override;

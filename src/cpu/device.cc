@@ -23,7 +23,7 @@ using cpu::Kernels;
 using cpu::ListPartition;
 
 #if defined(__x86_64__)
-bool ask_for_f16c() {
+bool query_f16c() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
@@ -34,7 +34,7 @@ const Kernels &choose_kernels() {
     const char *wanted = secure_getenv("DSOPT_ISA");
     const auto allowed = [&](const char *isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
     static constinit Lazy<bool> known; // cached: with a hypervisor the query takes microseconds
-    const bool f16c = known.get(ask_for_f16c);
+    const bool f16c = known.get(query_f16c);
     const bool avx2 = f16c && __builtin_cpu_supports("avx2");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -58,13 +58,13 @@ public:
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &parallel, void *) const override {
-        const ListPartition cut(x, count, parallel);
-        std::visit([&](const auto &known) { apply(known, cut, x, y); }, op);
+        const ListPartition partition(x, count, parallel);
+        std::visit([&](const auto &operation) { apply(operation, partition, x, y); }, op);
     }
     void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
                     void *) const override {
-        const dsopt_tensor whole{y, n, DSOPT_DTYPE_F32, 0};
-        ListPartition(&whole, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
+        const dsopt_tensor list{y, n, DSOPT_DTYPE_F32, 0};
+        ListPartition(&list, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
             kernels_.onebit.sum_slices(rows + begin, stride, count, 1, end - begin, y + begin);
         });
     }
@@ -82,18 +82,18 @@ public:
                              kind == DSOPT_NORM_MAX ? largest.data() : nullptr, first[size_t(i)] + begin / kLeaf);
         });
         NonFinite found;
-        double most = 0;
+        double max = 0;
         for (int64_t i = 0; i < count; ++i)
             for (int64_t leaf = first[size_t(i)]; leaf < first[size_t(i) + 1]; ++leaf) {
                 found.add(i, bad[size_t(leaf)] & 0xffff, false);
-                most = larger_factor(most, double(largest[size_t(leaf)]));
+                max = larger_factor(max, double(largest[size_t(leaf)]));
             }
         const double total = add_in_lanes(count, [&](int64_t i) {
             const int64_t begin = first[size_t(i)];
             return add_in_lanes(first[size_t(i) + 1] - begin,
                                 [&](int64_t leaf) { return squares[size_t(begin + leaf)]; });
         });
-        *result = norm_result(kind, raw, total, most, found, max_norm);
+        *result = norm_result(kind, raw, total, max, found, max_norm);
     }
     void run_in_one_thread(const OneThreadFunction &function, void *) const override {
         std::visit([](const auto &call) { call(); }, function);
@@ -105,20 +105,20 @@ public:
     }
 
 private:
-    static void apply(const Zero &, const ListPartition &cut, const dsopt_tensor *, const dsopt_tensor *y) {
-        cut.run([&](int64_t i, int64_t begin, int64_t end) {
+    static void apply(const Zero &, const ListPartition &partition, const dsopt_tensor *, const dsopt_tensor *y) {
+        partition.run([&](int64_t i, int64_t begin, int64_t end) {
             const size_t size = dtype_size(y[i].dtype);
             std::memset(static_cast<char *>(y[i].data) + size_t(begin) * size, 0, size_t(end - begin) * size);
         });
     }
-    void apply(const Axpby &op, const ListPartition &cut, const dsopt_tensor *x, const dsopt_tensor *y) const {
+    void apply(const Axpby &op, const ListPartition &partition, const dsopt_tensor *x, const dsopt_tensor *y) const {
         const float factor = op.a.data != nullptr ? *op.a.data : op.a.value; // read once: it may be an element of y
-        cut.run([&](int64_t i, int64_t begin, int64_t end) {
+        partition.run([&](int64_t i, int64_t begin, int64_t end) {
             if (y[i].data != nullptr) kernels_.axpby(factor, x[i], op.b, y[i], begin, end);
         });
     }
-    void apply(const Clamp &op, const ListPartition &cut, const dsopt_tensor *, const dsopt_tensor *y) const {
-        cut.run([&](int64_t i, int64_t begin, int64_t end) { kernels_.clamp(y[i], op.limit, begin, end); });
+    void apply(const Clamp &op, const ListPartition &partition, const dsopt_tensor *, const dsopt_tensor *y) const {
+        partition.run([&](int64_t i, int64_t begin, int64_t end) { kernels_.clamp(y[i], op.limit, begin, end); });
     }
 
     const Kernels &kernels_ = choose_kernels();

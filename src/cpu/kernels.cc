@@ -72,66 +72,68 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
 bool fits_registers(const Span &span) {
     if (!DSOPT_HAS_MASKS && span.end - span.begin < kWide) return false;
     const TensorJob &job = *span.job;
-    const auto on_line = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
+    const auto is_aligned = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
     const Dtype grad = job.grad().format, weight = job.weight().format;
     return job.grad() && !job.stochastic && !span.sums && moments_are_f32(job) &&
            (weight == Dtype::f32 || grad == Dtype::f32 || weight == grad) &&
-           (!span.streaming || (on_line(job.data[kCopy]) && on_line(job.data[kOut]))) &&
+           (!span.streaming || (is_aligned(job.data[kCopy]) && is_aligned(job.data[kOut]))) &&
            !(kFewRegisters && job.copy() && job.copy().format == Dtype::bf16);
 }
 
 /// Update of one register of weights: change(g, p, m), with an array of moments in `m`. The rule is in a closure: gcc
 /// 12 copies a struct that contains the rule member by member, which slows down small tensors.
-template <int Count, bool WritesMoments, class F> struct Change {
+template <int Count, bool WritesMoments, class F> struct RegisterUpdate {
     static constexpr int count = Count;
     static constexpr bool writes_moments = WritesMoments;
     const F change;
 };
-template <class R> auto change_by(const R &rule) {
+template <class R> auto update_by(const R &rule) {
     const auto change = [rule](Floats g, Floats & p, Floats * m) __attribute__((always_inline)) {
         with_moments<R::moments.count>(
             m, [&](auto &...each) __attribute__((always_inline)) { rule(g, p, each...); });
     };
-    return Change<R::moments.count, true, decltype(change)>{change};
+    return RegisterUpdate<R::moments.count, true, decltype(change)>{change};
 }
 /// The second pass of Passes::reduced, which only reads the moments.
-template <int Count, class R> auto change_by_moments(const R &rule) {
+template <int Count, class R> auto update_by_moments(const R &rule) {
     const auto change = [rule](Floats, Floats & p, Floats * m) __attribute__((always_inline)) {
         with_moments<Count>(
             m, [&](const auto &...each) __attribute__((always_inline)) { rule(p, each...); });
     };
-    return Change<Count, false, decltype(change)>{change};
+    return RegisterUpdate<Count, false, decltype(change)>{change};
 }
 
-// GCOVR_EXCL_BR_START: some hundred instantiations, not all of which have every type
-/// How a register is stored.
-template <class Lanes> struct Stores {
+// GCOVR_EXCL_BR_START: hundreds of instantiations, not all of which have every type
+/// Options for storing a register.
+template <class Lanes> struct StoreOptions {
     const Lanes lanes;
     const bool streaming, by_instruction;
 };
-template <class Tag, class Lanes> DSOPT_HD void put(Floats x, void *to, Tag tag, int64_t i, const Stores<Lanes> &how) {
-    auto *const at = element<typename Tag::storage>(to, i);
-    if (std::is_same_v<Lanes, AllLanes> && how.streaming)
-        write_streaming(rounded(x, tag, how.by_instruction), at);
+template <class Tag, class Lanes>
+DSOPT_HD void store_lanes(Floats x, void *to, Tag tag, int64_t i, const StoreOptions<Lanes> &options) {
+    auto *const target = element<typename Tag::storage>(to, i);
+    if (std::is_same_v<Lanes, AllLanes> && options.streaming)
+        write_streaming(rounded(x, tag, options.by_instruction), target);
     else
-        write(rounded(x, tag, how.by_instruction), at, how.lanes);
+        write(rounded(x, tag, options.by_instruction), target, options.lanes);
 }
-template <class Lanes> DSOPT_HD void put(Floats x, const Slot &to, int64_t i, const Stores<Lanes> &how) {
+template <class Lanes>
+DSOPT_HD void store_lanes(Floats x, const Slot &to, int64_t i, const StoreOptions<Lanes> &options) {
     visit(
-        to.format, [&](auto tag) __attribute__((always_inline)) { put(x, to.data, tag, i, how); });
+        to.format, [&](auto tag) __attribute__((always_inline)) { store_lanes(x, to.data, tag, i, options); });
 }
 
-/// Updates elements [begin, end) with these lanes of each register: each array is read once, converted to fp32,
+/// Updates elements [begin, end), of which each register holds these lanes: each array is read once, converted to fp32,
 /// updated, rounded and written once. `CopiesOnly`: the tensor has a copy, of the gradient's type, and no output.
 template <bool CopiesOnly, class C, class Grad, class Weight, class Lanes>
-DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
+DSOPT_HD void update_lanes(const C update, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight,
                            Lanes lanes) {
     const TensorJob &job = *span.job;
-    const bool keeps = skips_weight_store(span), by_instruction = span.bf16_instruction;
-    const Stores<Lanes> weights{lanes, false, by_instruction};
-    const Stores<Lanes> copies{lanes, span.streaming, by_instruction};
+    const bool skips_store = skips_weight_store(span), by_instruction = span.bf16_instruction;
+    const StoreOptions<Lanes> weights{lanes, false, by_instruction};
+    const StoreOptions<Lanes> copies{lanes, span.streaming, by_instruction};
     // An output that overwrites the gradients is already in the caches.
-    const Stores<Lanes> outputs{lanes, span.streaming && job.data[kOut] != job.data[kGrad], by_instruction};
+    const StoreOptions<Lanes> outputs{lanes, span.streaming && job.data[kOut] != job.data[kGrad], by_instruction};
     const Slot copy = job.copy(), out = job.out();
     const auto *const g = element<typename Grad::storage>(job.grad().data, 0);
     auto *const w = element<typename Weight::storage>(job.weight().data, 0);
@@ -141,14 +143,14 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
         const Floats old = load(w + i, weight, lanes);
         Floats p = old, m[kMoments];
         for (int k = 0; k < C::count; ++k) m[k] = load(moment[k] + i, F32{}, lanes);
-        by.change(load(g + i, grad, lanes), p, m);
+        update.change(load(g + i, grad, lanes), p, m);
         for (int k = 0; C::writes_moments && k < C::count; ++k) write(m[k], moment[k] + i, lanes);
-        if (!keeps) put(p, w, weight, i, weights);
+        if (!skips_store) store_lanes(p, w, weight, i, weights);
         if constexpr (CopiesOnly) {
-            put(p, copy.data, grad, i, copies);
+            store_lanes(p, copy.data, grad, i, copies);
         } else {
-            if (copy) put(p, copy, i, copies);
-            if (out) put(span.flags & DSOPT_STEP_DELTA ? p - old : p, out, i, outputs);
+            if (copy) store_lanes(p, copy, i, copies);
+            if (out) store_lanes(span.flags & DSOPT_STEP_DELTA ? p - old : p, out, i, outputs);
         }
     }
     if (job.zeroes) zero_gradients(job, begin, end - begin);
@@ -157,18 +159,18 @@ DSOPT_HD void update_lanes(const C by, const Span &span, int64_t begin, int64_t 
 /// Updates the elements after the last whole register. Not inlined: inlining makes the loop over whole registers
 /// slower.
 template <bool CopiesOnly, class C, class Grad, class Weight>
-__attribute__((noinline)) void update_rest(const C &by, const Span &span, int64_t begin, int64_t end, Grad grad,
+__attribute__((noinline)) void update_rest(const C &update, const Span &span, int64_t begin, int64_t end, Grad grad,
                                            Weight weight) {
-    update_lanes<CopiesOnly>(by, span, begin, end, grad, weight, FirstLanes(end - begin));
+    update_lanes<CopiesOnly>(update, span, begin, end, grad, weight, FirstLanes(end - begin));
 }
 #endif
 /// Updates whole registers and, with masks, the rest. Returns the index of the first element that is not updated.
 template <bool CopiesOnly, class C, class Grad, class Weight>
-int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
+int64_t update_in_registers(const C &update, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
     const int64_t whole = begin + ((end - begin) & -kWide);
-    if (begin < whole) update_lanes<CopiesOnly>(by, span, begin, whole, grad, weight, AllLanes{});
+    if (begin < whole) update_lanes<CopiesOnly>(update, span, begin, whole, grad, weight, AllLanes{});
 #if DSOPT_HAS_MASKS
-    if (whole < end) update_rest<CopiesOnly>(by, span, whole, end, grad, weight);
+    if (whole < end) update_rest<CopiesOnly>(update, span, whole, end, grad, weight);
     return end;
 #else
     return whole;
@@ -176,18 +178,20 @@ int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_
 }
 // GCOVR_EXCL_BR_STOP
 /// Returns the index of the first element that is not updated.
-template <class C> int64_t update_in_registers(const C &by, const Span &span, int64_t begin, int64_t end) {
+template <class C> int64_t update_in_registers(const C &update, const Span &span, int64_t begin, int64_t end) {
     const TensorJob &job = *span.job;
     const Dtype weight_format = job.weight().format;
     const bool copies_only = job.copy() && !job.out() && job.copy().format == job.grad().format;
     visit(job.grad().format, [&](auto grad) {
-        const auto run = [&](auto weight) { begin = update_in_registers<false>(by, span, begin, end, grad, weight); };
+        const auto run = [&](auto weight) {
+            begin = update_in_registers<false>(update, span, begin, end, grad, weight);
+        };
         if constexpr (std::is_same_v<decltype(grad), F32>) {
             visit(weight_format, run);
         } else if (weight_format != Dtype::f32) {
             run(grad);
         } else if (copies_only) {
-            begin = update_in_registers<true>(by, span, begin, end, grad, F32{});
+            begin = update_in_registers<true>(update, span, begin, end, grad, F32{});
         } else {
             run(F32{});
         }
@@ -196,7 +200,7 @@ template <class C> int64_t update_in_registers(const C &by, const Span &span, in
 }
 #endif
 
-/// True if the step consists only of the rule's loop over fp32 arrays, as in most fp32 programs.
+/// True if the step consists only of the rule's loop over fp32 arrays, as in most fp32 training.
 bool is_plain(const Span &span) {
     const TensorJob &job = *span.job;
     return job.grad() && job.grad().format == Dtype::f32 && job.weight().format == Dtype::f32 && !job.copy() &&
@@ -238,11 +242,11 @@ template <class R> void update_with(const R &rule, const Span &span) {
             prefetch_next(span.prefetch, end - i);
             int64_t rest = i;
 #if DSOPT_HAS_REGISTERS
-            if (in_registers) rest = update_in_registers(change_by(rule), span, i, end);
+            if (in_registers) rest = update_in_registers(update_by(rule), span, i, end);
 #endif
             const int64_t n = end - rest;
             if (n == 0) continue;
-            // Any types, and the elements after the last whole register.
+            // Handles all other types, and the elements after the last whole register.
             const float *g = open_gradient(job, rest, n, g_buffer);
             float *p = weights.open(rest, n), *moment[kMoments] = {};
             for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), rest, n, moment_buffer[k]);
@@ -335,7 +339,7 @@ template <class R> void reduced_second_pass(const Span &span) {
     Buffer moment_buffer[count];
     int64_t begin = span.begin;
 #if DSOPT_HAS_REGISTERS
-    if (fits_registers(span)) begin = update_in_registers(change_by_moments<count>(rule), span, begin, span.end);
+    if (fits_registers(span)) begin = update_in_registers(update_by_moments<count>(rule), span, begin, span.end);
 #endif
     for (int64_t i = begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);

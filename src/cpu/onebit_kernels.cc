@@ -23,7 +23,7 @@ void zero_inactive(float *__restrict x, int64_t n, const int32_t *active, int64_
     }
 }
 
-void sum_slices(const float *rows, int64_t stride, int count, float share, int64_t n, float *y) {
+void sum_slices(const float *rows, int64_t stride, int count, float factor, int64_t n, float *y) {
     Buffer sum;
     for (int64_t i = 0; i < n; i += kTile) {
         const int64_t size = least(kTile, n - i);
@@ -32,7 +32,7 @@ void sum_slices(const float *rows, int64_t stride, int count, float share, int64
             const float *next = rows + row * stride + i;
             for (int64_t k = 0; k < size; ++k) sum.at[k] += next[k];
         }
-        for (int64_t k = 0; k < size; ++k) y[i + k] = sum.at[k] * share;
+        for (int64_t k = 0; k < size; ++k) y[i + k] = sum.at[k] * factor;
     }
 }
 
@@ -83,12 +83,12 @@ enum class StoreMode { store, stream, add };
 
 /// Stores the values of n bits, from bit `first` on, to y, or adds them to y. StoreMode::stream, with non-temporal
 /// stores, requires that y is aligned to 32 bytes and `first` is a multiple of 8.
-template <StoreMode how>
+template <StoreMode mode>
 void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, float *__restrict y) {
     int64_t i = 0;
     const auto single = [&](int64_t k) {
         const float value = (bits[(first + k) / 8] >> (7 - (first + k) % 8)) & 1 ? scale : -scale;
-        y[k] = how == StoreMode::add ? y[k] + value : value;
+        y[k] = mode == StoreMode::add ? y[k] + value : value;
     };
     for (; i < n && (first + i) % 8 != 0; ++i) single(i);
 #if defined(__AVX2__)
@@ -97,10 +97,10 @@ void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, flo
         const __m256i byte = _mm256_and_si256(_mm256_set1_epi32(bits[(first + i) / 8]), place8);
         const __m256 negative = _mm256_castsi256_ps(_mm256_cmpeq_epi32(byte, _mm256_setzero_si256()));
         const __m256 values = _mm256_blendv_ps(_mm256_set1_ps(scale), _mm256_set1_ps(-scale), negative);
-        if (how == StoreMode::stream)
+        if (mode == StoreMode::stream)
             _mm256_stream_ps(y + i, values);
         else
-            _mm256_storeu_ps(y + i, how == StoreMode::add ? _mm256_add_ps(_mm256_loadu_ps(y + i), values) : values);
+            _mm256_storeu_ps(y + i, mode == StoreMode::add ? _mm256_add_ps(_mm256_loadu_ps(y + i), values) : values);
         i += 8;
     };
 #endif
@@ -111,13 +111,13 @@ void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, flo
     const __m512i high = _mm512_slli_epi32(low, 16);
     const auto sixteen = [&](__m512i word, __m512i place) {
         const __m512 values = _mm512_mask_blend_ps(_mm512_test_epi32_mask(word, place), minus, plus);
-        if (how == StoreMode::stream)
+        if (mode == StoreMode::stream)
             _mm512_stream_ps(y + i, values);
         else
-            _mm512_storeu_ps(y + i, how == StoreMode::add ? _mm512_add_ps(_mm512_loadu_ps(y + i), values) : values);
+            _mm512_storeu_ps(y + i, mode == StoreMode::add ? _mm512_add_ps(_mm512_loadu_ps(y + i), values) : values);
         i += 16;
     };
-    if (how == StoreMode::stream && i + 8 <= n && reinterpret_cast<uintptr_t>(y + i) % 64 != 0) eight();
+    if (mode == StoreMode::stream && i + 8 <= n && reinterpret_cast<uintptr_t>(y + i) % 64 != 0) eight();
     while (i + 32 <= n) {
         int32_t word;
         __builtin_memcpy(&word, bits + (first + i) / 8, sizeof word);
@@ -132,7 +132,7 @@ void unpack_bits(const uint8_t *bits, int64_t first, int64_t n, float scale, flo
         for (const uint32x4_t place : places) {
             const uint32x4_t byte = vdupq_n_u32(bits[(first + i) / 8]);
             const float32x4_t values = vbslq_f32(vtstq_u32(byte, place), plus, minus);
-            vst1q_f32(y + i, how == StoreMode::add ? vaddq_f32(vld1q_f32(y + i), values) : values);
+            vst1q_f32(y + i, mode == StoreMode::add ? vaddq_f32(vld1q_f32(y + i), values) : values);
             i += 4;
         }
 #endif
@@ -185,16 +185,16 @@ double reduce_messages(const char *messages, int64_t message_bytes, int64_t mess
     return total.fold();
 }
 
-template <StoreMode how = StoreMode::store> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
+template <StoreMode mode = StoreMode::store> void mean(const MeanView &view, int64_t worker, int64_t n, float *y) {
     if (view.of->values != nullptr) return convert_to_f32(view.of->values + worker, y, n, F32{});
     const CompressLayout &layout = view.of->layout;
     const CompressLayout::Unit unit = layout.groups[view.group].unit;
     while (n > 0) {
-        const int64_t in_unit = worker - unit.begin, d = in_unit / unit.chunk, at = in_unit - d * unit.chunk;
-        const int64_t size = least(n, unit.chunk - at);
+        const int64_t in_unit = worker - unit.begin, d = in_unit / unit.chunk, in_chunk = in_unit - d * unit.chunk;
+        const int64_t size = least(n, unit.chunk - in_chunk);
         const char *const message = view.results + d * layout.message_bytes;
-        unpack_bits<how>(layout.bits(message), unit.server + at, size,
-                         CompressLayout::scales(message)[view.group - layout.chunks[d].first_group], y);
+        unpack_bits<mode>(layout.bits(message), unit.server + in_chunk, size,
+                          CompressLayout::scales(message)[view.group - layout.chunks[d].first_group], y);
         worker += size;
         n -= size;
         y += size;
@@ -343,23 +343,23 @@ struct LambTile {
 };
 /// 1-bit LAMB for one tile, with the mean momentum `y`. `mask` NULL: all ones.
 void apply_lamb_mean(const Scalars s, const OneBitScalars o, const float *__restrict y, const float *__restrict mask,
-                     const float *__restrict p, float *__restrict m, const float *__restrict v, float *__restrict fresh,
-                     LambTile &out, int64_t n) {
-    const auto take = [&](int64_t i, float factor) {
-        float momentum = m[i], variance = fresh[i]; // copies, as in apply_once()
+                     const float *__restrict p, float *__restrict m, const float *__restrict v,
+                     float *__restrict fresh_variance, LambTile &out, int64_t n) {
+    const auto apply_to_element = [&](int64_t i, float factor) {
+        float momentum = m[i], variance = fresh_variance[i]; // copies, as in apply_once()
         const LambUpdate u = lamb_apply_mean(s, o, y[i], factor, p[i], momentum, v[i], variance);
         m[i] = momentum;
-        fresh[i] = variance;
+        fresh_variance[i] = variance;
         out.without_decay.at[i] = u.without_decay;
         out.update.at[i] = u.update;
         out.factor.at[i] = u.factor;
     };
     if (mask == nullptr) {
         DSOPT_LOOP_NO_ALIAS
-        for (int64_t i = 0; i < n; ++i) take(i, 1.0f);
+        for (int64_t i = 0; i < n; ++i) apply_to_element(i, 1.0f);
     } else {
         DSOPT_LOOP_NO_ALIAS
-        for (int64_t i = 0; i < n; ++i) take(i, mask[i]);
+        for (int64_t i = 0; i < n; ++i) apply_to_element(i, mask[i]);
     }
 }
 
@@ -378,7 +378,7 @@ void lamb_mean(const OneBitSpan &span, double *factors) {
             t.open_all(span, i, n);
             mean_of(span, t, i, n, y.at);
             apply_lamb_mean(s, span.onebit, y.at, span.mask != nullptr ? span.mask + i : nullptr, t.p, t.m, t.v,
-                            span.fresh + i, tile, n);
+                            span.fresh_variance + i, tile, n);
             sum_without.add(tile.without_decay.at, n);
             sum_with.add(tile.update.at, n);
             largest = largest_magnitude(tile.factor.at, n, largest); // factors are not negative

@@ -25,7 +25,7 @@ struct OneBitSpan : Span {
     const int32_t *active = nullptr; // ListMean::active
     float *track = nullptr;          // 0/1 Adam: OneBitJob::track(), or NULL
     const float *mask = nullptr;     // OneBitJob::mask, or NULL
-    float *fresh = nullptr;          // OneBitJob::fresh
+    float *fresh_variance = nullptr; // OneBitJob::fresh_variance
     MeanView mean;
     MeanView momentum;                // `of` NULL: the momentum is in exp_avg
     bool momentum_in_results = false; // the new momentum stays in the results; exp_avg is not written

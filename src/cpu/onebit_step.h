@@ -14,22 +14,22 @@ struct LeafFold {
     static double sum(const double *leaves, int32_t count) {
         return add_in_lanes(count, [&](int64_t leaf) { return leaves[leaf]; });
     }
-    static double most(const double *factors, int32_t count) {
-        double most = 0;
-        for (int32_t leaf = 0; leaf < count; ++leaf) most = larger_factor(most, factors[leaf]);
-        return most;
+    static double max(const double *factors, int32_t count) {
+        double largest = 0;
+        for (int32_t leaf = 0; leaf < count; ++leaf) largest = larger_factor(largest, factors[leaf]);
+        return largest;
     }
 };
 
 class OneBitStep final : public OneBitStepKernels {
 public:
-    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &cut) :
+    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &partition) :
         plan_(plan),
         onebit_(*plan.onebit),
         kernels_(kernels),
-        partition_(cut),
-        exchange_(kernels.onebit, plan.how.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()) {
-        exchange_.x.local.skip = &plan.control->skip;
+        partition_(partition),
+        exchange_(kernels.onebit, plan.execution.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()) {
+        exchange_.buffers.local.skip = &plan.control->skip;
     }
 
     void run(ExchangePass pass) override { exchange_.run(pass); }
@@ -41,7 +41,7 @@ public:
         if (!always && is_skipped()) return;
         switch (pass) {
         case OneBitPass::momentum_squares: return momentum_squares();
-        case OneBitPass::feed: return feeds();
+        case OneBitPass::feed: return feed();
         case OneBitPass::feed_padding: return feed_padding();
         case OneBitPass::apply_mean: return for_local(false, kernels_.onebit.apply_mean);
         case OneBitPass::store_results:
@@ -76,8 +76,9 @@ public:
             return for_groups([&](int64_t g) { begin_group(plan_, onebit_, g); });
         case OneBitDecision::scale_momenta: {
             if (skipped || has_momentum_scaling(onebit_)) return;
-            for_tensors([&](int64_t i) { find_size_of_momentum(plan_, onebit_, i, LeafFold()); });
-            const double mean = add_in_lanes(plan_.count, [&](int64_t i) { return share_of_size(plan_, onebit_, i); });
+            for_tensors([&](int64_t i) { find_momentum_rms(plan_, onebit_, i, LeafFold()); });
+            const double mean =
+                add_in_lanes(plan_.count, [&](int64_t i) { return share_of_mean_rms(plan_, onebit_, i); });
             return for_tensors([&](int64_t i) { scale_momentum(onebit_, i, mean); });
         }
         case OneBitDecision::trust:
@@ -93,8 +94,8 @@ public:
 
 private:
     bool is_skipped() const { return plan_.control->skip != 0; }
-    const Compression &local() const { return exchange_.x.local; }
-    const ListMean &mean() const { return exchange_.x.mean; }
+    const Compression &local() const { return exchange_.buffers.local; }
+    const ListMean &mean() const { return exchange_.buffers.mean; }
     /// Returns the location of a scale group's mean. MeanView::of is NULL if there are no other ranks.
     MeanView view_of(int32_t group) const { return {onebit_.exchanges ? &mean() : nullptr, mean().results, group}; }
 
@@ -106,7 +107,7 @@ private:
         });
     }
 
-    void feeds() const {
+    void feed() const {
         if (!feed_also_packs(onebit_)) return for_local(true, kernels_.onebit.feed);
         // A scale group is one tensor and has the same leaves, so each leaf is packed while it is in the cache.
         for_local(true, [&](OneBitSpan &span) {
@@ -144,11 +145,12 @@ private:
         if (!freezes(onebit_, is_skipped())) return;
         for (int64_t i = 0; i < plan_.count; ++i) {
             const TensorJob &job = plan_.jobs[i];
-            const OneBitJob &one = onebit_.jobs[i];
+            const OneBitJob &onebit_job = onebit_.jobs[i];
             const auto bytes = size_t(job.range.numel) * sizeof(float);
             if (bytes == 0) continue;
-            if (copies_variance && one.fresh != nullptr) std::memcpy(one.fresh, job.data[kMoment + 1], bytes);
-            if (one.anchor != nullptr) std::memcpy(one.anchor, job.data[kWeight], bytes);
+            if (copies_variance && onebit_job.fresh_variance != nullptr)
+                std::memcpy(onebit_job.fresh_variance, job.data[kMoment + 1], bytes);
+            if (onebit_job.anchor != nullptr) std::memcpy(onebit_job.anchor, job.data[kWeight], bytes);
         }
         if (!clears_residuals(onebit_, mean())) return;
         // A buffer without elements is NULL, which must not be passed to memset().
@@ -163,11 +165,11 @@ private:
         span.feed = onebit_.feed;
         span.onebit = onebit_scalars(onebit_, i, plain.job->group);
         span.track = job.track();
-        span.fresh = job.fresh;
+        span.fresh_variance = job.fresh_variance;
         span.mask = job.mask;
         if (job.worker < 0) return span; // no other ranks
         span.worker = job.worker;
-        span.vector = exchange_.x.node.vector;
+        span.vector = exchange_.buffers.node.vector;
         if (span.vector == nullptr) {
             span.compensated = local().worker;
             span.scale = local().worker_scales()[job.scale_group];

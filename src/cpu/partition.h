@@ -16,26 +16,26 @@ inline int64_t threads_for(int64_t bytes, const Parallel &parallel) {
 }
 
 /// Static partition of a list into parts of equal bytes, which begin at multiples of a chunk. The partition depends
-/// only on the list and the number of parts, so threads need no work queue. A List has `count`, numel(i) and bytes(i),
-/// the bytes that are moved per element of tensor i.
+/// only on the list and the number of parts, so threads need no work queue. A List has `count`, numel(i) and bytes(i):
+/// the bytes that are read and written per element of tensor i.
 template <class List> class Partition {
 public:
-    /// `ruler` receives the byte offset of every `stride`-th tensor, and of the list's end. `repeats`: `ruler` already
-    /// has the offsets of an identical list.
-    Partition(const List &list, int64_t *ruler, int64_t stride, int64_t chunk, const Parallel &parallel,
-              bool repeats = false) :
+    /// `offsets` receives the byte offset of every `stride`-th tensor, and of the list's end. `reuses_offsets`:
+    /// `offsets` already has the offsets of an identical list.
+    Partition(const List &list, int64_t *offsets, int64_t stride, int64_t chunk, const Parallel &parallel,
+              bool reuses_offsets = false) :
         list_(list),
-        ruler_(ruler),
+        offsets_(offsets),
         stride_(stride),
-        marks_((list.count + stride - 1) / stride),
+        offset_count_((list.count + stride - 1) / stride),
         chunk_(chunk),
         parallel_(parallel) {
-        int64_t at = 0;
-        for (int64_t mark = 0; !repeats && mark < marks_; ++mark) {
-            ruler[mark] = at;
-            for (int64_t i = mark * stride; i < end_of(mark); ++i) at += list.numel(i) * list.bytes(i);
+        int64_t offset = 0;
+        for (int64_t entry = 0; !reuses_offsets && entry < offset_count_; ++entry) {
+            offsets[entry] = offset;
+            for (int64_t i = entry * stride; i < end_of(entry); ++i) offset += list.numel(i) * list.bytes(i);
         }
-        if (!repeats) ruler[marks_] = at;
+        if (!reuses_offsets) offsets[offset_count_] = offset;
         parts_ = threads_for(bytes(), parallel);
     }
 
@@ -49,35 +49,35 @@ public:
         parallel_.run(parts_, [&](int64_t part) {
             const DefaultFloatEnvironment environment;
             const Position first = position(part), last = position(part + 1);
-            auto of_part = start(first, last);
+            auto state = start(first, last);
             for (int64_t i = first.tensor; i < list_.count && i <= last.tensor; ++i) {
                 const int64_t begin = i == first.tensor ? first.element : 0;
                 const int64_t end = i == last.tensor ? last.element : list_.numel(i);
-                if (begin < end) visit(i, begin, end, of_part);
+                if (begin < end) visit(i, begin, end, state);
             }
         });
     }
 
-    int64_t bytes() const { return ruler_[marks_]; }
+    int64_t bytes() const { return offsets_[offset_count_]; }
     int64_t bytes_of_part() const { return bytes() / parts_; }
 
 private:
-    int64_t end_of(int64_t mark) const { return std::min((mark + 1) * stride_, list_.count); }
+    int64_t end_of(int64_t entry) const { return std::min((entry + 1) * stride_, list_.count); }
     Position position(int64_t part) const {
         if (part == parts_) return {list_.count, 0};
-        const int64_t at = int64_t(__int128(bytes()) * part / parts_);
-        const int64_t mark = std::upper_bound(ruler_, ruler_ + marks_, at) - ruler_ - 1;
-        if (mark < 0) return {0, 0};
-        int64_t tensor = mark * stride_, begin = ruler_[mark];
+        const int64_t offset = int64_t(__int128(bytes()) * part / parts_);
+        const int64_t entry = std::upper_bound(offsets_, offsets_ + offset_count_, offset) - offsets_ - 1;
+        if (entry < 0) return {0, 0};
+        int64_t tensor = entry * stride_, begin = offsets_[entry];
         const auto size = [&] { return list_.numel(tensor) * list_.bytes(tensor); };
-        for (; tensor + 1 < end_of(mark) && begin + size() <= at; ++tensor) begin += size();
+        for (; tensor + 1 < end_of(entry) && begin + size() <= offset; ++tensor) begin += size();
         if (list_.numel(tensor) == 0) return {tensor, 0};
-        return {tensor, (at - begin) / list_.bytes(tensor) / chunk_ * chunk_};
+        return {tensor, (offset - begin) / list_.bytes(tensor) / chunk_ * chunk_};
     }
 
     const List list_;
-    const int64_t *ruler_;
-    int64_t stride_, marks_;
+    const int64_t *offsets_;
+    int64_t stride_, offset_count_;
     int64_t chunk_;
     const Parallel &parallel_;
     int64_t parts_;
@@ -88,7 +88,8 @@ private:
 class ListPartition {
 public:
     ListPartition(const dsopt_tensor *list, int64_t count, const Parallel &parallel) :
-        partition_({list, count}, ruler_, std::max<int64_t>((count + kMarks - 1) / kMarks, 1), kLeaf, parallel) {}
+        partition_({list, count}, offsets_, std::max<int64_t>((count + kMaxOffsets - 1) / kMaxOffsets, 1), kLeaf,
+                   parallel) {}
     /// Calls visit(tensor, begin, end) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const {
         partition_.run([](auto, auto) { return 0; },
@@ -97,13 +98,13 @@ public:
 
 private:
     struct List {
-        const dsopt_tensor *at;
+        const dsopt_tensor *tensors;
         int64_t count;
-        int64_t numel(int64_t i) const { return at[i].data != nullptr ? at[i].numel : 0; }
-        int64_t bytes(int64_t i) const { return int64_t(dtype_size(at[i].dtype)); }
+        int64_t numel(int64_t i) const { return tensors[i].data != nullptr ? tensors[i].numel : 0; }
+        int64_t bytes(int64_t i) const { return int64_t(dtype_size(tensors[i].dtype)); }
     };
-    static constexpr int64_t kMarks = 64;
-    int64_t ruler_[kMarks + 1];
+    static constexpr int64_t kMaxOffsets = 64;
+    int64_t offsets_[kMaxOffsets + 1];
     Partition<List> partition_;
 };
 
@@ -113,18 +114,18 @@ public:
     StepPartition(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
         caches_(caches),
-        partition_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.how.device_workspace), 1, plan.how.chunk,
-                   plan.how.parallel, plan.how.repeats != Reuse::nothing),
+        partition_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.execution.device_workspace), 1,
+                   plan.execution.chunk, plan.execution.parallel, plan.execution.reuse != Reuse::nothing),
         streaming_(partition_.bytes() > caches.last),
         bf16_instruction_(bf16_instruction) {}
-    /// Returns the bytes of Execution::extra.
+    /// Returns the size of Execution::device_workspace in bytes.
     static size_t device_workspace_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
 
     /// Calls visit(tensor, span) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const { run(visit, false); }
     /// The same for the pass that reads and writes all arrays: its kernels prefetch if that is faster.
-    template <class Visit> void run_whole(const Visit &visit) const {
-        const TimedPass pass(plan_.how.cache, caches_, partition_.bytes(), partition_.bytes_of_part());
+    template <class Visit> void run_main_pass(const Visit &visit) const {
+        const TimedPass pass(plan_.execution.cache, caches_, partition_.bytes(), partition_.bytes_of_part());
         run(visit, pass.prefetches());
     }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Software prefetch in the pass of a step that reads and writes all arrays: the distance, the arrays, and whether
-// prefetch is faster on this machine. Nothing here changes a bit of the result.
+// Software prefetch in the pass of a step that reads and writes all arrays: the distance, the arrays, and a trial that
+// finds out if prefetch is faster on this machine. Nothing here changes a bit of the result.
 #pragma once
 #include "base/not_copied.h"
 #include "cpu/caches.h"
@@ -34,32 +34,33 @@ inline void prefetch_lines(const Slot &slot, int64_t index, int64_t n) {
 /// Called before each n elements that a kernel processes. `cursor` NULL: no prefetch.
 inline void prefetch_next(PrefetchCursor *cursor, int64_t n) {
     if (cursor == nullptr) return;
-    PrefetchCursor &at = *cursor;
-    n += at.due;
-    at.due = 0;
+    PrefetchCursor &position = *cursor;
+    n += position.due;
+    position.due = 0;
     while (n > 0) {
-        const bool last = at.tensor == at.last_tensor;
-        if (at.tensor > at.last_tensor || (last && at.element == at.last_element)) return;
-        const TensorJob &job = at.jobs[at.tensor];
-        const int64_t end = last ? at.last_element : job.range.numel, left = end - at.element,
+        const bool last = position.tensor == position.last_tensor;
+        if (position.tensor > position.last_tensor || (last && position.element == position.last_element)) return;
+        const TensorJob &job = position.jobs[position.tensor];
+        const int64_t end = last ? position.last_element : job.range.numel, left = end - position.element,
                       size = n < left ? n : left;
         if (job.present) {
-            prefetch_lines(job.grad(), at.element, size);
-            prefetch_lines(job.weight(), at.element, size);
-            for (int k = 0; k < kMoments; ++k) prefetch_lines(job.moment(k), at.element, size);
-            if (at.copies) prefetch_lines(job.copy(), at.element, size);
+            prefetch_lines(job.grad(), position.element, size);
+            prefetch_lines(job.weight(), position.element, size);
+            for (int k = 0; k < kMoments; ++k) prefetch_lines(job.moment(k), position.element, size);
+            if (position.copies) prefetch_lines(job.copy(), position.element, size);
         }
         n -= size;
-        at.element += size;
-        if (at.element == end) ++at.tensor, at.element = 0;
+        position.element += size;
+        if (position.element == end) ++position.tensor, position.element = 0;
     }
 }
 
 } // namespace
 
-/// Decides whether the steps of an optimizer prefetch. With lists larger than the caches, prefetch makes an Intel Xeon
-/// up to a fifth faster and an AMD EPYC up to a third slower. The first kPasses passes alternate between both. Prefetch
-/// stays on only if it was clearly faster each time, because other work on the machine disturbs some measurements.
+/// Decides if the steps of an optimizer prefetch. With lists larger than the caches, prefetch makes an Intel Xeon up to
+/// a fifth faster and an AMD EPYC up to a third slower. The first kPasses passes alternate between passes without and
+/// with prefetch. Prefetch stays on only if it was clearly faster in every pair, because other work on the machine
+/// disturbs some measurements.
 class PrefetchTrial final : public StepCache {
 public:
     explicit PrefetchTrial(int64_t bytes = 0) : bytes_(bytes) {}
@@ -68,7 +69,7 @@ public:
         if (bytes != bytes_) *this = PrefetchTrial(bytes);
         return passes_ < kPasses ? passes_ % 2 == 1 : wins_;
     }
-    /// Records the time of that pass.
+    /// Records the time of the pass for which prefetches() was called.
     void record(double seconds) {
         if (passes_ == kPasses) return;
         const bool with = passes_ % 2 == 1, counts = passes_ >= 2; // the first pair may include page faults

@@ -132,12 +132,14 @@ struct FirstLanes {
     __mmask16 mask;
     explicit FirstLanes(int64_t count) : mask(__mmask16((1u << count) - 1)) {}
 };
-DSOPT_HD Floats load(const float *from, F32, FirstLanes some) { return Floats(_mm512_maskz_loadu_ps(some.mask, from)); }
-template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag, FirstLanes some) {
-    return as_f32(_mm256_maskz_loadu_epi16(some.mask, from), tag);
+DSOPT_HD Floats load(const float *from, F32, FirstLanes lanes) {
+    return Floats(_mm512_maskz_loadu_ps(lanes.mask, from));
 }
-DSOPT_HD void write(Floats x, void *to, FirstLanes some) { _mm512_mask_storeu_ps(to, some.mask, __m512(x)); }
-DSOPT_HD void write(Halves x, void *to, FirstLanes some) { _mm256_mask_storeu_epi16(to, some.mask, __m256i(x)); }
+template <class Tag> DSOPT_HD Floats load(const uint16_t *from, Tag tag, FirstLanes lanes) {
+    return as_f32(_mm256_maskz_loadu_epi16(lanes.mask, from), tag);
+}
+DSOPT_HD void write(Floats x, void *to, FirstLanes lanes) { _mm512_mask_storeu_ps(to, lanes.mask, __m512(x)); }
+DSOPT_HD void write(Halves x, void *to, FirstLanes lanes) { _mm256_mask_storeu_epi16(to, lanes.mask, __m256i(x)); }
 #else
 #define DSOPT_HAS_MASKS 0
 #endif

@@ -17,7 +17,7 @@ public:
     }
 
     void mark(int phase) override {
-        if (!plan_.how.timing) return;
+        if (!plan_.execution.timing) return;
         const auto now = Clock::now();
         double *const ms = plan_.outcome->ms;
         if (phase >= 0)
@@ -50,7 +50,7 @@ public:
             if (!plan_.policy.reduces) finish();
             return;
         }
-        partition_.run_whole([this](int64_t, const Span &span) {
+        partition_.run_main_pass([this](int64_t, const Span &span) {
             if (span.job->owner == Owner::none)
                 kernels_.unchanged(span);
             else if (span.job->owner == Owner::update)

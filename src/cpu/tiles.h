@@ -22,7 +22,7 @@ struct alignas(64) Buffer {
     float at[kTile];
 };
 
-/// Goes before a loop over arrays that do not overlap. gcc drops __restrict when it inlines a function, and then tests
+/// Precedes a loop over arrays that do not overlap. gcc drops __restrict when it inlines a function, and then tests
 /// for overlap before each tile, which costs LAMB a tenth of its time in cache.
 #if defined(__GNUC__) && !defined(__clang__)
 #define DSOPT_LOOP_NO_ALIAS _Pragma("GCC ivdep")
@@ -32,15 +32,15 @@ struct alignas(64) Buffer {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-inline void put(float &to, float value) { to = value; }
-inline void put(const float &, float) {}
-/// Applies the rule to one element of each array. The rule works on copies: all elements are read before any is
-/// written, so possible overlap forces no second read. Arrays that are not const are written even if the rule did not
-/// change the copy.
+inline void assign(float &to, float value) { to = value; }
+inline void assign(const float &, float) {}
+/// Applies the rule to one element of each array. The rule changes copies: all elements are read before any is written,
+/// so the compiler need not read again in case arrays overlap. Arrays that are not const are written even if the rule
+/// did not change the copy.
 template <class R, class... T> inline void apply_once(const R &rule, T &...x) {
     [&](auto... value) {
         rule(value...);
-        (put(x, value), ...);
+        (assign(x, value), ...);
     }(x...);
 }
 /// Applies the rule to the N elements of a small register. Not inlined: the compiler would merge several of these
@@ -50,8 +50,7 @@ template <int N, class R, class... T> __attribute__((noinline)) void apply_to(co
     for (int i = 0; i < N; ++i) apply_once(rule, x[i]...);
 }
 /// Calls rule(x[i]...) for n elements of arrays that do not overlap, in loops that the compiler vectorises. The
-/// elements after the last whole register use smaller registers: one by one, they would take as long as four times as
-/// many elements.
+/// elements after the last whole register use smaller registers, which is about four times faster than single elements.
 template <class R, class... T> void apply(const R &rule, int64_t n, T *__restrict... x) {
     const R local = rule; // a local copy whose address does not escape: it stays in registers
     const int64_t whole = n & -16;
@@ -196,9 +195,9 @@ public:
     }
 
 private:
-    /// Number of lanes that are held in registers at once. The other lanes are in memory meanwhile, and the rows of a
-    /// tile are processed in stripes of kHeld columns. AVX-512 has registers for all lanes, but all would be stored and
-    /// loaded with no other work to overlap, which made pass 1 in the second-level cache take 1.4 times as long.
+    /// Number of lanes that are in registers at once. The other lanes are in memory meanwhile, and the rows of a tile
+    /// are processed in stripes of kHeld columns. AVX-512 has registers for all lanes, but then the loads and stores of
+    /// lanes overlap with no other work: pass 1 in the second-level cache took 1.4 times as long.
 #if defined(__AVX2__) || defined(__aarch64__)
     static constexpr int kHeld = 32;
 #else
@@ -227,7 +226,7 @@ private:
         }
         (std::make_integer_sequence<int, kHeld / kDoubles>{});
     }
-    /// Returns the sums of pairs of neighbours: first of a, then of b.
+    /// Returns the sums of adjacent pairs: first those of a, then those of b.
     static Doubles add_pairs(Doubles a, Doubles b) {
 #if defined(__AVX512F__)
         return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
@@ -294,7 +293,7 @@ inline void write_outputs(const Span &span, const float *weights, const float *c
     if (job.zeroes) zero_gradients(job, index, n);
 }
 
-inline void round_at_random(float *p, uint64_t key, int64_t first, int64_t n) {
+inline void round_stochastically(float *p, uint64_t key, int64_t first, int64_t n) {
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
 
@@ -314,26 +313,27 @@ public:
         compares_(sums_change || (span.flags & DSOPT_STEP_DELTA) != 0) {}
 
     float *open(int64_t index, int64_t n) {
-        at_ = dsopt::cpu::open(span_.job->weight(), index, n, buffer_, skips_store_);
-        if (compares_) convert_to_f32(at_, change_.at, n, F32{});
-        return at_;
+        tile_ = dsopt::cpu::open(span_.job->weight(), index, n, buffer_, skips_store_);
+        if (compares_) convert_to_f32(tile_, change_.at, n, F32{});
+        return tile_;
     }
     /// Stores the new weights to the tensor, its low-precision copy and the output, if present.
     void close(int64_t index, int64_t n) {
         const TensorJob &job = *span_.job;
         // After stochastic rounding the stores below are exact.
-        if (job.stochastic) round_at_random(at_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
-        if (compares_) apply([](float now, float &old) { old = now - old; }, n, at_, change_.at);
-        if (!skips_store_) dsopt::cpu::close(at_, job.weight(), index, n);
-        if (job.copy()) store(at_, job.copy(), index, n, span_.streaming);
-        write_outputs(span_, at_, change_.at, index, n);
+        if (job.stochastic)
+            round_stochastically(tile_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
+        if (compares_) apply([](float now, float &old) { old = now - old; }, n, tile_, change_.at);
+        if (!skips_store_) dsopt::cpu::close(tile_, job.weight(), index, n);
+        if (job.copy()) store(tile_, job.copy(), index, n, span_.streaming);
+        write_outputs(span_, tile_, change_.at, index, n);
     }
     const float *change() const { return change_.at; }
 
 private:
     const Span &span_;
     const bool skips_store_, compares_;
-    float *at_ = nullptr;
+    float *tile_ = nullptr;
     Buffer buffer_, change_;
 };
 

@@ -2,9 +2,9 @@
 // Error-compensated 1-bit mean over the ranks of a comm (spec of Tang et al. 2021; DeepSpeed's compressed_allreduce).
 //
 // Every rank adds the residual of its earlier messages to its values. The sums are the compensated values, which are
-// kept for the next call. One sign bit per element and one scale per scale group form the message to the rank that
-// serves the chunk with these elements. That rank averages the messages, adds its own residual, and sends one bit per
-// element and its scales to all ranks.
+// stored for the next call. One sign bit per element and one scale per scale group form the message to the server of
+// these elements, the rank that averages their chunk. The server averages the messages, adds its own residual, and
+// sends one bit per element and its scales to all ranks.
 //
 // The residual is `value - scale * sign(value)` of a compensated value. The next call computes the residual from the
 // stored value and its scale, which saves a pass.
@@ -19,28 +19,28 @@
 
 namespace dsopt {
 
-/// Maps each element of a vector to its index among a worker's values, among a server's values, and in a message. Plain
-/// numbers, and arrays that are all in one block of memory: a copy of the block and place() make the same layout on a
+/// Maps each element of a vector to its index among a worker's values, among a server's values, and in a message. All
+/// arrays of a layout are in one block of memory: with a copy of the block, place() creates the same layout on a
 /// device.
 struct CompressLayout {
     /// A vector that is partitioned into one chunk per rank.
     struct Unit {
-        int64_t begin;  // index of its first element among the worker's
+        int64_t begin;  // index of the unit's first element among the worker's elements
         int64_t chunk;  // elements per rank
-        int64_t server; // index of the first element among a server's, and of the first bit in a message
+        int64_t server; // index of each chunk's first element among its server's elements, and of its bit in a message
     };
     /// Elements of the worker that share one scale.
     struct ScaleGroup : Range {
         int64_t used; // elements that belong to tensors; the rest is padding
-        Unit unit;    // that contains the elements
+        Unit unit;    // the unit that contains the elements
     };
     /// The scales at the start of a message are those of consecutive scale groups.
     struct Chunk {
         int32_t first_group, scales;
     };
     /// The elements of a scale group that are in one chunk.
-    struct Segment : Range { // in elements of the worker
-        int64_t server;      // as in Unit
+    struct Segment : Range { // range of the worker's elements
+        int64_t server;      // index of the first element among the server's elements, and of its bit in a message
     };
     int32_t ranks = 1, rank = 0;
     int32_t group_count = 0, segment_count = 0;
@@ -119,13 +119,13 @@ struct ExchangeLayout {
     }
     /// Sets the pointers of both layouts and returns the bytes of the block. `block` NULL: only returns the bytes.
     size_t place(void *block) {
-        Arena pieces(block);
-        whole.place(pieces);
+        Arena arena(block);
+        whole.place(arena);
         if (has_levels())
-            slice.place(pieces);
+            slice.place(arena);
         else
             slice = whole;
-        return pieces.bytes();
+        return arena.bytes();
     }
 };
 
@@ -135,7 +135,7 @@ struct OwnedLayout : ExchangeLayout {
     size_t bytes = 0;
 };
 
-/// Compression of one vector by this rank, as a worker and as a server. Does not depend on the number of levels.
+/// Compression of one vector by this rank, as a worker and as a server, with one level or two.
 struct Compression {
     CompressLayout layout;
     float *worker = nullptr, *server = nullptr; // compensated values, followed by their scales
@@ -179,15 +179,15 @@ struct Exchange {
     NodeSlices node;
 
     Exchange() = default;
-    Exchange(const OwnedLayout &of, float *worker, float *server, const int32_t *active, void *workspace) :
-        layout(&of),
-        local{.layout = of.slice,
+    Exchange(const OwnedLayout &its_layout, float *worker, float *server, const int32_t *active, void *workspace) :
+        layout(&its_layout),
+        local{.layout = its_layout.slice,
               .worker = worker,
               .server = server,
-              .active =
-                  active != nullptr ? active + of.slice_range().begin / 32 : nullptr}, // slices begin at whole words
-        mean{.layout = of.whole, .active = active},
-        node{.ranks = of.node_ranks, .numel = of.slice_range().numel} {
+              .active = active != nullptr ? active + its_layout.slice_range().begin / 32
+                                          : nullptr}, // slices begin at whole words
+        mean{.layout = its_layout.whole, .active = active},
+        node{.ranks = its_layout.node_ranks, .numel = its_layout.slice_range().numel} {
         (void)take_from(workspace);
     }
     static size_t workspace_bytes(const OwnedLayout &layout) {
@@ -195,33 +195,34 @@ struct Exchange {
     }
     /// Returns the exchange for kernels. `block`: copy of the layout's block in device memory. `skip`: see Compression.
     Exchange on_device(void *block, const int32_t *skip) const {
-        Exchange there = *this;
+        Exchange on_device = *this;
         ExchangeLayout copy = *layout;
         (void)copy.place(block);
-        there.local.layout = copy.slice;
-        there.mean.layout = copy.whole;
-        there.local.skip = skip;
-        return there;
+        on_device.local.layout = copy.slice;
+        on_device.mean.layout = copy.whole;
+        on_device.local.skip = skip;
+        return on_device;
     }
 
 private:
     /// Sets the buffers in `workspace` and returns the bytes that they use. NULL: only returns the bytes.
     size_t take_from(void *workspace) {
-        const CompressLayout &sent = local.layout;
-        const int64_t leaves = sent.group_leaves > sent.segment_leaves ? sent.group_leaves : sent.segment_leaves;
-        Arena pieces(workspace);
+        const CompressLayout &compressed = local.layout;
+        const int64_t leaves =
+            compressed.group_leaves > compressed.segment_leaves ? compressed.group_leaves : compressed.segment_leaves;
+        Arena arena(workspace);
         for (char **messages : {&local.send, &local.recv, &local.results})
-            pieces.take(*messages, sent.messages_bytes());
-        pieces.take(local.result, sent.message_bytes);
-        pieces.take(local.sums, leaves);
-        pieces.take(local.counts, leaves);
+            arena.take(*messages, compressed.messages_bytes());
+        arena.take(local.result, compressed.message_bytes);
+        arena.take(local.sums, leaves);
+        arena.take(local.counts, leaves);
         mean.results = local.results;
-        if (!layout->has_levels()) return pieces.bytes();
-        pieces.take(mean.results, layout->is_exact() ? 0 : mean.layout.messages_bytes());
-        pieces.take(node.vector, mean.layout.worker_numel);
-        pieces.take(node.slices, mean.layout.worker_numel);
+        if (!layout->has_levels()) return arena.bytes();
+        arena.take(mean.results, layout->is_exact() ? 0 : mean.layout.messages_bytes());
+        arena.take(node.vector, mean.layout.worker_numel);
+        arena.take(node.slices, mean.layout.worker_numel);
         if (layout->is_exact()) mean.values = node.vector;
-        return pieces.bytes();
+        return arena.bytes();
     }
 };
 

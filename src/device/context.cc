@@ -65,7 +65,7 @@ Parallel Context::parallel(dsopt_parallel_for hook, void *user) const {
 void *Context::allocate(size_t bytes, void *stream) const {
     void *memory =
         desc_.allocate != nullptr ? desc_.allocate(desc_.user, bytes, 64, stream) : device_->allocate(bytes, stream);
-    if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "the allocator gave no memory for %zu bytes", bytes);
+    if (memory == nullptr) throw Error(DSOPT_ERR_NOMEM, "the allocator returned no memory for %zu bytes", bytes);
     return memory;
 }
 
@@ -88,7 +88,7 @@ void Context::log(int32_t level, const char *format, ...) const noexcept {
 
 void Context::check_process() const {
     if (generation_ != fork_generation())
-        throw Error(DSOPT_ERR_FORKED, "made before fork(): in the child only destroy works");
+        throw Error(DSOPT_ERR_FORKED, "the object was created before fork(): the child can only destroy it");
 }
 
 } // namespace dsopt

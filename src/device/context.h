@@ -23,7 +23,7 @@ public:
 
     [[gnu::format(printf, 3, 4)]] void log(int32_t level, const char *format, ...) const noexcept;
 
-    /// Throws DSOPT_ERR_FORKED in a child of the process that made the context.
+    /// Throws DSOPT_ERR_FORKED in a child of the process that created the context.
     void check_process() const;
 
 private:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decisions between the two passes: whether the step is taken, the divisors of gradients, the step number of each
-// tensor, the next loss scale. All work on a few scalars. The CUDA backend runs the same functions in one thread, so
-// the host does not wait for the device.
+// Decisions between the two passes: if the step is taken, the divisors of gradients, the step number of each tensor,
+// and the next loss scale. These functions process a few scalars. The CUDA backend runs the same functions in one
+// thread, so the host does not wait for the device.
 #pragma once
 #include "device/plan.h"
 #include "rules/all.h"
@@ -12,18 +12,18 @@ namespace dsopt {
 /// thread of the device runs it.
 struct NormMove {
     static constexpr const char *name = "move_norms";
-    /// take: copies a column and the number of ranks with a reason to skip into the message. put: copies them back.
-    /// mean: divides the squares by `ranks`.
-    enum Kind : uint8_t { take, put, mean } kind;
+    /// to_message: copies a column and the number of ranks with a reason to skip into the message. from_message: copies
+    /// them back. mean: divides the squares by `ranks`.
+    enum Kind : uint8_t { to_message, from_message, mean } kind;
     NormTable table;
-    int64_t column; // of take and put
-    double ranks;   // of mean
+    int64_t column; // for to_message and from_message
+    double ranks;   // for mean
     DSOPT_HD void operator()() const {
-        for (int64_t i = 0; kind == mean && i < table.cells(); ++i) table.at[i] /= ranks;
+        for (int64_t i = 0; kind == mean && i < table.cells(); ++i) table.values[i] /= ranks;
         for (int64_t g = 0; kind != mean && g <= table.groups + 1; ++g) {
             double &cell = g <= table.groups ? table.square(g, column) : table.reasons();
             double &sent = table.message()[g];
-            (kind == take ? sent : cell) = kind == take ? cell : sent;
+            (kind == to_message ? sent : cell) = kind == to_message ? cell : sent;
         }
     }
 };
@@ -37,7 +37,7 @@ inline double fold_leaves(const double *sums, const TensorLeaves &leaves) {
 DSOPT_HD bool updates_trust(const StepPlan &plan, const TensorJob &job) {
     return job.trust_slot < 0 ? job.present : plan.shards.sums[job.trust_slot].shards != 0;
 }
-/// Computes the trust ratio of a tensor, from its own sums of squares or those of all model ranks.
+/// Computes the trust ratio of a tensor, from this rank's sums of squares or the sums over model ranks.
 DSOPT_HD void store_trust_ratio(const StepPlan &plan, int64_t i, double weights, double updates) {
     plan.trust_ratio[i] = factor_of(plan.groups[plan.jobs[i].group], weights, updates);
 }
@@ -111,12 +111,13 @@ DSOPT_HD double row_or(const float *row, int column, double host) {
 /// Returns the hyper-parameters of a group, in which values from backend memory replace the host's.
 DSOPT_HD Hyper caller_hyper(const StepPlan &plan, int64_t group) {
     Hyper hyper = plan.groups[group];
-    if (plan.given.lr != nullptr) hyper.lr = double(plan.given.lr[group]);
-    if (plan.given.hyper != nullptr) {
-        const float *row = plan.given.hyper + group * DSOPT_HYPER_FLOATS;
+    if (plan.caller.lr != nullptr) hyper.lr = double(plan.caller.lr[group]);
+    if (plan.caller.hyper != nullptr) {
+        const float *row = plan.caller.hyper + group * DSOPT_HYPER_FLOATS;
         for_group_fields([&](auto index) {
             constexpr GroupField field = kGroupFields[index];
-            if constexpr (field.place >= 0) hyper.*field.hyper = row_or(row, field.place, hyper.*field.hyper);
+            if constexpr (field.hyper_index >= 0)
+                hyper.*field.hyper = row_or(row, field.hyper_index, hyper.*field.hyper);
         });
     }
     return hyper;
@@ -129,7 +130,7 @@ DSOPT_HD Hyper hyper_of(const StepPlan &plan, int64_t group) {
 }
 DSOPT_HD double max_norm_of(const StepPlan &plan) {
     const double host = plan.limits.max_norm;
-    return plan.given.hyper != nullptr ? row_or(plan.given.hyper, DSOPT_HYPER_MAX_NORM, host) : host;
+    return plan.caller.hyper != nullptr ? row_or(plan.caller.hyper, DSOPT_HYPER_MAX_NORM, host) : host;
 }
 
 DSOPT_HD bool is_not_negative(double value) { return value >= 0 && is_finite(value); }
@@ -138,29 +139,30 @@ DSOPT_HD bool is_beta(double value) { return value >= 0 && value < 1; }
 /// False if backend memory has a hyper-parameter that dsopt_optimizer_set rejects, or one without effect that is not 0.
 /// The host's values were checked when they were set.
 DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
-    if (plan.given.lr == nullptr && plan.given.hyper == nullptr) return true;
+    if (plan.caller.lr == nullptr && plan.caller.hyper == nullptr) return true;
     bool valid = true;
     for (int64_t g = 0; g < plan.group_count; ++g) {
         const Hyper hyper = caller_hyper(plan, g);
         const uint32_t fields = fields_of(hyper.rule);
         for_group_fields([&](auto index) {
             constexpr GroupField field = kGroupFields[index];
-            if constexpr (field.place >= 0) {
+            if constexpr (field.hyper_index >= 0) {
                 const double value = hyper.*field.hyper;
                 const bool has_effect = field.field == 0 || (fields & field.field) != 0;
                 const bool in_range = field.range == GroupField::below_one ? is_beta(value) : is_not_negative(value);
                 valid = valid && (has_effect ? in_range : value == 0);
             }
         });
-        // The host has chosen the formula by whether the momentum is 0.
+        // The formula that the host chose depends on whether the momentum is 0.
         valid = valid && (hyper.momentum != 0) == ((fields & kMomentum) != 0);
-        if (plan.given.hyper == nullptr) continue;
-        const float *row = plan.given.hyper + g * DSOPT_HYPER_FLOATS, of_all = row[DSOPT_HYPER_MAX_NORM];
-        for (int place = kHyperPlaces; place < DSOPT_HYPER_FLOATS; ++place) valid = valid && row_or(row, place, 0) == 0;
-        // Clipping that the host has not enabled is invalid: gradients are not read for it.
+        if (plan.caller.hyper == nullptr) continue;
+        const float *row = plan.caller.hyper + g * DSOPT_HYPER_FLOATS, max_norm = row[DSOPT_HYPER_MAX_NORM];
+        for (int index = kHyperEntries; index < DSOPT_HYPER_FLOATS; ++index)
+            valid = valid && row_or(row, index, 0) == 0;
+        // Clipping that the host has not enabled is invalid, because the step then does not compute norms.
         valid = valid && (hyper.max_norm == 0 || plan.groups[g].max_norm > 0);
-        const bool clips = of_all < 0 || of_all > 0;
-        valid = valid && (!clips || (g == 0 && is_not_negative(of_all) && plan.limits.max_norm > 0));
+        const bool clips = max_norm < 0 || max_norm > 0;
+        valid = valid && (!clips || (g == 0 && is_not_negative(max_norm) && plan.limits.max_norm > 0));
     }
     return valid;
 }
@@ -172,7 +174,7 @@ DSOPT_HD bool can_divide_by(double scale) {
 /// True if the current and the next loss scale are valid. A step with a wrapper divides by the next scale, other steps
 /// divide by the current scale.
 DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
-    const double given = plan.given.grad_scale != nullptr ? double(*plan.given.grad_scale) : 1.0;
+    const double given = plan.caller.grad_scale != nullptr ? double(*plan.caller.grad_scale) : 1.0;
     if (!(given > 0)) return false; // the product with another negative factor would be positive
     if (plan.scaler.state == nullptr) return can_divide_by(given);
     return *plan.scaler.scale > 0 && can_divide_by(given * double(*plan.scaler.scale)) &&
@@ -181,16 +183,16 @@ DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
 
 /// Records this rank's reasons to skip the step, before norms are known. The table receives 1 if there is a reason: the
 /// all-reduce counts the ranks that have one.
-DSOPT_HD void note_reasons(const StepPlan &plan) {
+DSOPT_HD void record_reasons(const StepPlan &plan) {
     InspectResult &found = plan.control->found;
     int32_t reasons = 0;
     if (plan.policy.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // The caller's norms are this rank's: an invalid norm is a reason that other ranks receive.
-    for (int64_t g = 0; plan.policy.skip_nonfinite && plan.given.grad_norms != nullptr && g < plan.group_count; ++g)
-        if (!is_not_negative(double(plan.given.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
+    for (int64_t g = 0; plan.policy.skip_nonfinite && plan.caller.grad_norms != nullptr && g < plan.group_count; ++g)
+        if (!is_not_negative(double(plan.caller.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
     if (!scale_is_valid(plan)) reasons |= DSOPT_SKIP_SCALE;
     if (!hypers_are_valid(plan)) reasons |= DSOPT_SKIP_HYPER;
-    if (plan.given.skip != nullptr && *plan.given.skip != 0) reasons |= DSOPT_SKIP_CALLER;
+    if (plan.caller.skip != nullptr && *plan.caller.skip != 0) reasons |= DSOPT_SKIP_CALLER;
     found.reasons = reasons;
     plan.norms.reasons() = reasons != 0;
 }
@@ -202,29 +204,29 @@ DSOPT_HD bool is_inspected(const TensorJob &job) { return job.present && job.gra
 DSOPT_HD bool sums_weights(const StepPlan &plan, const TensorJob &job) {
     return plan.policy.wrapper == Wrapper::fused && job.expert != 0;
 }
-/// Returns the cell of the table to which the squares of such a tensor are added; -1: none. They are also added to the
-/// cell of the last row, over all groups, in the same column.
+/// Returns the cell of the table to which the squares of an inspected tensor are added; -1: none. The squares are also
+/// added to the cell of the last row, over all groups, in the same column.
 DSOPT_HD int64_t norm_cell(const NormTable &table, const TensorJob &job) {
     return job.in_norm ? job.group * table.classes + job.expert : -1;
 }
-DSOPT_HD void note_nonfinite(const StepPlan &plan, const NonFinite &all) {
+DSOPT_HD void record_nonfinite(const StepPlan &plan, const NonFinite &all) {
     InspectResult &found = plan.control->found;
     found.nonfinite = all.count;
     found.first_bad = all.first_tensor();
     found.kind = all.kind();
-    note_reasons(plan);
+    record_reasons(plan);
 }
 
 /// Zeroes the table of norms and records reasons to skip, for a step without pass 1.
-DSOPT_HD void fold_nothing(const StepPlan &plan) {
-    for (int64_t i = 0; i < plan.norms.cells(); ++i) plan.norms.at[i] = 0;
-    note_nonfinite(plan, {});
+DSOPT_HD void clear_norms(const StepPlan &plan) {
+    for (int64_t i = 0; i < plan.norms.cells(); ++i) plan.norms.values[i] = 0;
+    record_nonfinite(plan, {});
 }
 
 /// Folds the results of pass 1: the leaves of every tensor, then the tensors of every cell of the table. Tensor i of
 /// the list is in lane i % kLanes. Tensors of other cells count as zeros.
 inline void fold_gradients(const StepPlan &plan) {
-    fold_nothing(plan);
+    clear_norms(plan);
     if (!plan.policy.read_gradients) return;
     const NormTable &table = plan.norms;
     NonFinite found;
@@ -246,17 +248,17 @@ inline void fold_gradients(const StepPlan &plan) {
         }
         found.add(i, bad, nans != 0);
     }
-    for (int64_t cell = 0; cell < cells; ++cell) table.at[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
-    note_nonfinite(plan, found);
+    for (int64_t cell = 0; cell < cells; ++cell) table.values[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
+    record_nonfinite(plan, found);
 }
 
 /// Stores the caller's norms to the table, in place of pass 1. A negative or non-finite norm means overflow.
 DSOPT_HD void store_given_norms(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     for (int64_t g = 0; g < table.groups; ++g) {
-        const double norm = plan.given.grad_norms[g];
+        const double norm = plan.caller.grad_norms[g];
         table.square(g, 0) = norm < 0 ? NAN : norm * norm;
-        table.of_all(0) += table.square(g, 0);
+        table.over_groups(0) += table.square(g, 0);
     }
 }
 
@@ -269,13 +271,13 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     const NormTable &table = plan.norms;
     Outcome &outcome = *plan.outcome;
     static_cast<InspectResult &>(outcome) = plan.control->found;
-    const bool have_norms = plan.policy.read_gradients || plan.given.grad_norms != nullptr;
+    const bool have_norms = plan.policy.read_gradients || plan.caller.grad_norms != nullptr;
     const bool wrapped = plan.policy.wrapper != Wrapper::none;
     double total = table.total(table.groups);
     bool skip = table.reasons() != 0;
-    // With expert comms, the count may include this rank's own reason more than once.
-    const bool echoes = table.classes > 1 && outcome.reasons != 0;
-    if (!echoes && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
+    // With expert comms, the count of ranks with a reason may include this rank several times.
+    const bool may_count_itself = table.classes > 1 && outcome.reasons != 0;
+    if (!may_count_itself && table.reasons() > double(outcome.reasons != 0)) outcome.reasons |= DSOPT_SKIP_PEER;
     if (!wrapped && plan.policy.skip_nonfinite && have_norms && !is_finite(total)) {
         outcome.reasons |= DSOPT_SKIP_NORM;
         skip = true;
@@ -283,18 +285,19 @@ DSOPT_HD bool decide(const StepPlan &plan) {
 
     // The original updates the scale before it divides by it; standard mode divides by the scale of the backward pass.
     const double used = plan.scaler.state != nullptr ? double(*plan.scaler.scale) : 1.0;
-    const bool moves = plan.scaler.state != nullptr && !(plan.scaler.rules.flags & DSOPT_SCALER_SHARED);
+    const bool updates_scale = plan.scaler.state != nullptr && !(plan.scaler.rules.flags & DSOPT_SCALER_SHARED);
     if (plan.scaler.state != nullptr && skip) plan.scaler.state->recorded = 1;
-    if (moves) scaler_transition(plan.scaler.rules, *plan.scaler.state, skip);
+    if (updates_scale) scaler_transition(plan.scaler.rules, *plan.scaler.state, skip);
     const double next = plan.scaler.state != nullptr ? double(scale_in_use(*plan.scaler.state)) : 1.0;
-    if (moves) *plan.scaler.scale = float(next);
+    if (updates_scale) *plan.scaler.scale = float(next);
     const double scale =
-        (wrapped ? next : used) * (plan.given.grad_scale != nullptr ? double(*plan.given.grad_scale) : 1.0);
+        (wrapped ? next : used) * (plan.caller.grad_scale != nullptr ? double(*plan.caller.grad_scale) : 1.0);
 
     if (wrapped && have_norms) { // the original has one norm per group
         total = 0;
         for (int64_t g = 0; g < table.groups; ++g) {
-            // Summed separately: the difference to the dense sum would be NaN if the dense sum is not finite.
+            // Summed separately: subtracting the dense sum from the total would give NaN if the dense sum is not
+            // finite.
             const double experts = plan.policy.wrapper == Wrapper::fused ? table.total(g, 1) : 0.0;
             total += wrapper_square(table.square(g, 0)) + (experts != 0 ? wrapper_square(experts) : 0.0);
         }
@@ -305,11 +308,12 @@ DSOPT_HD bool decide(const StepPlan &plan) {
         const double local = clip_divisor(scale, sqrt(table.total(g)), hyper_of(plan, g).max_norm);
         plan.divisors[g] = local > all ? local : all;
     }
-    const double shown = plan.policy.wrapper == Wrapper::unfused ? 1.0 : scale; // that wrapper reports the scaled norm
+    const double reported_scale =
+        plan.policy.wrapper == Wrapper::unfused ? 1.0 : scale; // the unfused wrapper reports the scaled norm
     outcome.skipped = skip;
-    outcome.grad_norm = have_norms ? norm / shown : NAN;
-    outcome.dense_norm = have_norms ? sqrt(table.of_all(0)) / shown : NAN;
-    outcome.expert_norm = have_norms ? sqrt(table.total(table.groups, 1)) / shown : NAN;
+    outcome.grad_norm = have_norms ? norm / reported_scale : NAN;
+    outcome.dense_norm = have_norms ? sqrt(table.over_groups(0)) / reported_scale : NAN;
+    outcome.expert_norm = have_norms ? sqrt(table.total(table.groups, 1)) / reported_scale : NAN;
     outcome.weight_norm = outcome.update_norm = NAN;
     outcome.scale_used = used;
     outcome.divisor = skip ? 0.0 : table.groups != 0 ? plan.divisors[0] : scale;
@@ -318,15 +322,15 @@ DSOPT_HD bool decide(const StepPlan &plan) {
     return !skip;
 }
 
-/// True if the plan alone requires a decision before the update. An agreement of ranks requires one, too.
+/// True if the plan alone requires a decision before the update. If ranks agree on norms, a decision is also required.
 DSOPT_HD bool needs_decision(const StepPlan &plan) {
-    return plan.policy.read_gradients || plan.given.grad_norms != nullptr || plan.given.grad_scale != nullptr ||
-           plan.given.lr != nullptr || plan.given.hyper != nullptr || plan.scaler.state != nullptr ||
+    return plan.policy.read_gradients || plan.caller.grad_norms != nullptr || plan.caller.grad_scale != nullptr ||
+           plan.caller.lr != nullptr || plan.caller.hyper != nullptr || plan.scaler.state != nullptr ||
            plan.onebit != nullptr;
 }
 
-/// Returns the number of the tensor's step, counted from 1. Counts advance at the end of the step, when nothing can
-/// fail.
+/// Returns the number of the tensor's step, counted from 1. Counts advance at the end of the step, after everything
+/// that can fail.
 DSOPT_HD int64_t step_of(const StepPlan &plan, const TensorJob &job) {
     return int64_t(plan.step[job.counter]) + job.ordinal;
 }
@@ -349,12 +353,12 @@ inline void make_all_scalars(const StepPlan &plan) {
 }
 /// Adds TensorJob::advance to the count of a tensor, after a step that was taken.
 DSOPT_HD void advance_count(const StepPlan &plan, int64_t i, int32_t advance) {
-    if (advance != 0) plan.step[i] = more(plan.step[i], advance);
+    if (advance != 0) plan.step[i] = saturating_add(plan.step[i], advance);
 }
 
 /// Makes the decision of a step, once the table has the values that ranks agree on. Writes StepFlags::skip.
 DSOPT_HD bool decide_step(const StepPlan &plan) {
-    if (plan.given.grad_norms != nullptr) store_given_norms(plan);
+    if (plan.caller.grad_norms != nullptr) store_given_norms(plan);
     const bool taken = decide(plan);
     plan.control->skip = !taken;
     return taken;

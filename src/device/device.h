@@ -11,12 +11,13 @@ namespace dsopt {
 /// Page-locked host memory, which the device copies to and from asynchronously.
 using HostBuffer = std::shared_ptr<void>;
 
-/// Work that calls on an object have enqueued. The host can wait for it without waiting for the whole device. Any
-/// number of threads may call.
+/// Work that calls on an object have enqueued. The host can wait for this work without waiting for the whole device.
+/// Any number of threads may use it at the same time.
 class PendingWork {
 public:
     virtual ~PendingWork() = default;
-    /// Adds everything that is on `stream` now. If the stream is being captured, graphs will launch the work.
+    /// Adds everything that is on `stream` now. If the stream is being captured, the work runs when a graph is
+    /// launched.
     virtual void add(void *stream) noexcept = 0;
     /// Waits for all of the work. `replays`: after a capture, also for launches of graphs. These may be on any stream,
     /// so the host then waits for the whole device, which invalidates captures of other threads.
@@ -51,7 +52,7 @@ public:
     /// Allocates memory for a context without an allocator hook. Throws on failure.
     virtual void *allocate(size_t bytes, void *stream) const = 0;
     virtual void release(void *memory, size_t bytes, void *stream) const noexcept = 0;
-    /// False for memory of another device, or of the host only. Slow; for debugging.
+    /// False for memory that this device cannot access, such as memory of another device. Slow; for debugging.
     virtual bool owns(const void *pointer) const = 0;
     virtual HostBuffer host_buffer(size_t bytes) const = 0; // pinned; not for backends that are the host
     /// Throws DSOPT_ERR_DEVICE if a stream of the caller does not belong to this device, or belongs to another context

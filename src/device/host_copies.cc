@@ -22,12 +22,12 @@ const void *HostReader::view(const void *from, size_t bytes, size_t rest) {
     if (!pair_) return from;
     const char *begin = static_cast<const char *>(from);
     if (begin != expected_ || bytes != ready_) fetch(begin, bytes);
-    const int here = next_;
-    pair_->wait(here);
+    const int current = next_;
+    pair_->wait(current);
     next_ = 1 - next_;
     expected_ = nullptr;
     if (rest != 0) fetch(begin + bytes, std::min(rest, kPiece));
-    return pair_->buffer(here);
+    return pair_->buffer(current);
 }
 void HostReader::fetch(const char *from, size_t bytes) {
     pair_->copy(next_, pair_->buffer(next_), from, bytes);

@@ -7,7 +7,7 @@
 
 namespace dsopt {
 
-/// Two page-locked buffers, and the copies from or to each of them.
+/// Two page-locked buffers, and the pending copies from or to each buffer.
 class PinnedPair : NotCopied {
 public:
     explicit PinnedPair(const Device &device);

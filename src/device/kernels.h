@@ -34,7 +34,7 @@ class DeviceKernels {
 public:
     virtual ~DeviceKernels() = default;
     // Steps.
-    /// Returns the size of Execution::extra in bytes.
+    /// Returns the size of Execution::device_workspace in bytes.
     virtual size_t device_workspace_bytes(const StepShape &shape) const = 0;
     virtual std::unique_ptr<StepCache> make_cache() const = 0;
     /// Calls body(kernels) with the kernels of a step, which are valid during the call.

@@ -11,15 +11,15 @@ namespace dsopt {
 
 /// Data of a tensor of the family, in addition to its TensorJob.
 struct OneBitJob {
-    float *anchor;     // 0/1 Adam, standard mode: the weights at the last synchronisation; or NULL
-    float *drift;      // 0/1 Adam, compat mode: change of the weights since the last synchronisation; or NULL
-    float *fresh;      // 1-bit LAMB: estimate of the unfrozen variance
-    const float *mask; // state tensor "mask", or NULL
-    int64_t worker;    // index of its first element in the list's vector; -1: never compressed
+    float *anchor;         // 0/1 Adam, standard mode: the weights at the last synchronisation; or NULL
+    float *drift;          // 0/1 Adam, compat mode: change of the weights since the last synchronisation; or NULL
+    float *fresh_variance; // 1-bit LAMB: state tensor "exp_avg_sq_fresh", the estimate of the unfrozen variance
+    const float *mask;     // state tensor "mask", or NULL
+    int64_t worker;        // index of its first element in the list's vector; -1: never compressed
     int32_t scale_group;
     uint8_t reserved[4]; // no padding, as in TensorJob
 
-    /// Returns the array of 0/1 Adam, anchor or drift.
+    /// Returns the array that 0/1 Adam has in either mode: anchor or drift.
     DSOPT_HD float *track() const { return anchor != nullptr ? anchor : drift; }
 };
 static_assert(sizeof(OneBitJob) == 48);
@@ -55,101 +55,104 @@ inline Feed feed_of(const ScheduleRules &rules, Stage stage) {
     default: return Feed::momentum;
     }
 }
-/// True if OneBitPass::feed also packs the compensated values: a scale group is then one tensor, whose bits are made
-/// while its values are in registers or cache. `one`: the host's plan.
-inline bool feed_also_packs(const OneBitPlan &one) {
-    return one.exchanges && !one.rules.compat && !one.exchange->layout->has_levels();
+/// True if OneBitPass::feed also packs the compensated values: a scale group is then one tensor, whose values are
+/// packed while they are in registers or cache. `onebit`: the host's plan.
+inline bool feed_also_packs(const OneBitPlan &onebit) {
+    return onebit.exchanges && !onebit.rules.compat && !onebit.exchange->layout->has_levels();
 }
 
 /// Returns the scalars that rules use in addition to Scalars, for a tensor of the exchange.
-DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &one, int64_t tensor, int32_t group) {
-    return {one.trust_scaling != nullptr ? one.trust_scaling[tensor] : 1.0f,
-            one.lr_sum != nullptr ? float(one.lr_sum[group]) : 0.0f,
-            one.rules.compat && !one.exchanges && one.feed == Feed::gradient, !one.rules.compat};
+DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &onebit, int64_t tensor, int32_t group) {
+    return {onebit.trust_scaling != nullptr ? onebit.trust_scaling[tensor] : 1.0f,
+            onebit.lr_sum != nullptr ? float(onebit.lr_sum[group]) : 0.0f,
+            onebit.rules.compat && !onebit.exchanges && onebit.feed == Feed::gradient, !onebit.rules.compat};
 }
 
 // The family's counters. begin_...() runs before the exchange of a step that is taken, end_...() after everything else.
 
-DSOPT_HD bool makes_local_step(const OneBitPlan &one) { return one.stage == Stage::local || one.stage == Stage::sync; }
-
-DSOPT_HD void begin_tensor(const OneBitPlan &one, int64_t i) {
-    if (one.trust_factor != nullptr && one.trust_factor[i] == 0) one.trust_factor[i] = 1;
-}
-DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &one, int64_t g) {
-    if (makes_local_step(one)) one.lr_sum[g] = one.lr_sum[g] + hyper_of(plan, g).lr;
+DSOPT_HD bool makes_local_step(const OneBitPlan &onebit) {
+    return onebit.stage == Stage::local || onebit.stage == Stage::sync;
 }
 
-// The original's 1-bit LAMB has one scale for all tensors, so momenta are first scaled to the same size: the mean of
-// their sizes, in which all tensors have the same weight. This happens once; the tensors' factors are then kept.
+DSOPT_HD void begin_tensor(const OneBitPlan &onebit, int64_t i) {
+    if (onebit.trust_factor != nullptr && onebit.trust_factor[i] == 0) onebit.trust_factor[i] = 1;
+}
+DSOPT_HD void begin_group(const StepPlan &plan, const OneBitPlan &onebit, int64_t g) {
+    if (makes_local_step(onebit)) onebit.lr_sum[g] = onebit.lr_sum[g] + hyper_of(plan, g).lr;
+}
 
-DSOPT_HD bool has_momentum_scaling(const OneBitPlan &one) { return one.trust_scaling[0] != 0; }
+// The original's 1-bit LAMB has one scale for all tensors. So each tensor's momentum is first scaled to the same root
+// mean square, which is the mean over tensors. The factors are computed once and then kept.
+
+DSOPT_HD bool has_momentum_scaling(const OneBitPlan &onebit) { return onebit.trust_scaling[0] != 0; }
 template <class Fold>
-DSOPT_HD void find_size_of_momentum(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
+DSOPT_HD void find_momentum_rms(const StepPlan &plan, const OneBitPlan &onebit, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
     const double squares = fold.sum(plan.leaf.sums_a + job.leaves.first, int32_t(job.leaves.count()));
-    if (fold.lead) one.trust_scaling[i] = rms_of(squares, job.leaves.numel);
+    if (fold.lead) onebit.trust_scaling[i] = rms_of(squares, job.leaves.numel);
 }
-/// Returns the contribution of a tensor to the mean of the sizes.
-DSOPT_HD double share_of_size(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
-    return double(one.trust_scaling[i]) / double(plan.count);
+/// Returns the contribution of a tensor to the mean of the root mean squares.
+DSOPT_HD double share_of_mean_rms(const StepPlan &plan, const OneBitPlan &onebit, int64_t i) {
+    return double(onebit.trust_scaling[i]) / double(plan.count);
 }
-DSOPT_HD void scale_momentum(const OneBitPlan &one, int64_t i, double mean) {
-    float &scaling = one.trust_scaling[i];
+DSOPT_HD void scale_momentum(const OneBitPlan &onebit, int64_t i, double mean) {
+    float &scaling = onebit.trust_scaling[i];
     scaling = scaling > 0 ? float(mean / double(scaling)) : 1.0f;
 }
 
 /// True if the step that freezes the variance stores anchors and copies. In standard mode a skipped step does so, too,
 /// because skipped calls count.
-DSOPT_HD bool freezes(const OneBitPlan &one, bool skipped) { return !one.rules.compat || !skipped; }
+DSOPT_HD bool freezes(const OneBitPlan &onebit, bool skipped) { return !onebit.rules.compat || !skipped; }
 /// True if the step that freezes the variance zeroes the residuals: afterwards another quantity is exchanged.
-DSOPT_HD bool clears_residuals(const OneBitPlan &one, const ListMean &mean) {
-    return one.exchanges && mean.values == nullptr;
+DSOPT_HD bool clears_residuals(const OneBitPlan &onebit, const ListMean &mean) {
+    return onebit.exchanges && mean.values == nullptr;
 }
 
-/// Computes the trust ratio of a tensor in a compressed step, from its own sums or those of all model ranks.
-DSOPT_HD void store_frozen_trust_ratio(const StepPlan &plan, const OneBitPlan &one, int64_t i, double factor,
+/// Computes the trust ratio of a tensor in a compressed step, from this rank's sums or the sums over model ranks.
+DSOPT_HD void store_frozen_trust_ratio(const StepPlan &plan, const OneBitPlan &onebit, int64_t i, double factor,
                                        double without, double with) {
-    plan.trust_ratio[i] = frozen_trust(one.trust, factor, without, with,
-                                       hyper_of(plan, plan.jobs[i].group).weight_decay > 0, one.trust_average[i],
-                                       one.trust_weight != nullptr ? one.trust_weight[i] : 1.0f, one.trust_factor[i]);
+    plan.trust_ratio[i] =
+        frozen_trust(onebit.trust, factor, without, with, hyper_of(plan, plan.jobs[i].group).weight_decay > 0,
+                     onebit.trust_average[i], onebit.trust_weight != nullptr ? onebit.trust_weight[i] : 1.0f,
+                     onebit.trust_factor[i]);
 }
 /// Computes the trust ratio of a tensor from the results of its leaves. If the tensor is sharded, stores its sums for
 /// the all-reduce over model ranks instead. `fold`: as for find_trust().
 template <class Fold>
-DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &one, int64_t i, const Fold &fold) {
+DSOPT_HD void find_frozen_trust(const StepPlan &plan, const OneBitPlan &onebit, int64_t i, const Fold &fold) {
     const TensorJob &job = plan.jobs[i];
     if (job.owner != Owner::exchange) return;
     const auto leaves = int32_t(job.leaves.count());
-    const double factor = fold.most(one.factors + job.leaves.first, leaves),
+    const double factor = fold.max(onebit.factors + job.leaves.first, leaves),
                  without = fold.sum(plan.leaf.sums_a + job.leaves.first, leaves),
                  with = fold.sum(plan.leaf.sums_b + job.leaves.first, leaves);
     if (!fold.lead) return;
     const int32_t slot = job.trust_slot;
-    if (slot < 0) return store_frozen_trust_ratio(plan, one, i, factor, without, with);
+    if (slot < 0) return store_frozen_trust_ratio(plan, onebit, i, factor, without, with);
     plan.shards.sums[slot] = {without, with, 1};
     plan.shards.factors()[slot] = replace_nan_by_infinity(factor);
 }
 /// Computes the trust ratio of a sharded tensor from the sums over model ranks.
-DSOPT_HD void store_shared_frozen_trust_ratio(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
+DSOPT_HD void store_shared_frozen_trust_ratio(const StepPlan &plan, const OneBitPlan &onebit, int64_t i) {
     const int32_t slot = plan.jobs[i].trust_slot;
     if (slot < 0 || !updates_trust(plan, plan.jobs[i])) return;
     const ShardSums &sums = plan.shards.sums[slot];
-    store_frozen_trust_ratio(plan, one, i, plan.shards.factors()[slot], sums.weights, sums.updates);
+    store_frozen_trust_ratio(plan, onebit, i, plan.shards.factors()[slot], sums.weights, sums.updates);
 }
 
-DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &one, int64_t i) {
-    if (one.stage != Stage::full || one.trust_average == nullptr) return;
+DSOPT_HD void end_tensor(const StepPlan &plan, const OneBitPlan &onebit, int64_t i) {
+    if (onebit.stage != Stage::full || onebit.trust_average == nullptr) return;
     if (!updates_trust(plan, plan.jobs[i]) || !has_trust(plan.groups[plan.jobs[i].group].rule)) return;
-    average_trust(one.trust, plan.trust_ratio[i], one.trust_average[i],
-                  one.trust_weight != nullptr ? one.trust_weight + i : nullptr);
+    average_trust(onebit.trust, plan.trust_ratio[i], onebit.trust_average[i],
+                  onebit.trust_weight != nullptr ? onebit.trust_weight + i : nullptr);
 }
-DSOPT_HD void end_group(const OneBitPlan &one, int64_t g) {
-    if (one.stage == Stage::sync) one.lr_sum[g] = 0;
+DSOPT_HD void end_group(const OneBitPlan &onebit, int64_t g) {
+    if (onebit.stage == Stage::sync) onebit.lr_sum[g] = 0;
 }
 /// Advances the schedule, except in a skipped step of compat mode: the original does not count such a step.
-DSOPT_HD void end_schedule(const OneBitPlan &one, bool taken) {
-    if (taken && one.stage == Stage::exchange && one.momentum != nullptr) one.schedule->momentum_in_bits = 1;
-    if (taken || !one.rules.compat) (void)advance_schedule(one.rules, *one.schedule);
+DSOPT_HD void end_schedule(const OneBitPlan &onebit, bool taken) {
+    if (taken && onebit.stage == Stage::exchange && onebit.momentum != nullptr) onebit.schedule->momentum_in_bits = 1;
+    if (taken || !onebit.rules.compat) (void)advance_schedule(onebit.rules, *onebit.schedule);
 }
 
 } // namespace dsopt

@@ -33,7 +33,7 @@ DSOPT_HD Slot slot_of(const dsopt_tensor &tensor) { return {tensor.data, Dtype(t
 /// Arrays of a tensor in a step. The arrays of the rule's state begin at kMoment, in the order of its MomentList.
 enum SlotIndex : uint8_t {
     kGrad,   // NULL with `present`: the gradient is zero
-    kWeight, // what the rule updates: the master, or the parameter itself
+    kWeight, // the array that the rule updates: the master, or the parameter itself
     kCopy,   // the low-precision parameter of a master
     kOut,
     kMoment
@@ -59,12 +59,12 @@ struct TensorJob {
     TensorLeaves leaves; // of the registered tensor
     int32_t group;
     int32_t expert;     // 0 = dense
-    int32_t trust_slot; // slot in StepPlan::shards; -1: its trust ratio needs no other rank
+    int32_t trust_slot; // slot in StepPlan::shards; -1: the trust ratio does not depend on other ranks
     /// Index of the entry of StepPlan::step that counts this tensor's steps: its step number is step[counter] +
     /// ordinal.
     int32_t counter;
     uint8_t ordinal;
-    uint8_t advance;                     // added to its own entry of StepPlan::step by a step that is taken
+    uint8_t advance;                     // added to StepPlan::step[index of this tensor] by a step that is taken
     Owner owner;                         // none unless `present`
     bool present;                        // takes part in this step
     bool has_master;                     // its weight is a master
@@ -88,8 +88,9 @@ static_assert(std::has_unique_object_representations_v<TensorJob> && sizeof(Tens
 
 /// Sums of a LAMB tensor that is sharded over model ranks, which all-reduce them.
 struct ShardSums {
-    double weights, updates; // sums of squares; in compressed steps of 1-bit LAMB, of the update without and with decay
-    double shards;           // number of shards that take part in the step; 0: the trust ratio is unchanged
+    double weights,
+        updates;   // sums of squares; in compressed steps of 1-bit LAMB, those of the update without and with decay
+    double shards; // number of shards that take part in the step; 0: the trust ratio is unchanged
 };
 /// Sums of all such tensors, one slot per tensor.
 struct ShardTable {
@@ -105,13 +106,13 @@ struct ShardTable {
 /// dense parameters and one per expert comm. The table is followed by a value that ranks agree on: the number of ranks
 /// with a reason to skip.
 struct NormTable {
-    double *at;
+    double *values;
     int64_t groups, classes;
     DSOPT_HD int64_t cells() const { return (groups + 1) * classes; }
     DSOPT_HD int64_t size() const { return cells() + 1; }
-    DSOPT_HD double &square(int64_t group, int64_t type) const { return at[group * classes + type]; }
-    DSOPT_HD double &of_all(int64_t type) const { return square(groups, type); }
-    DSOPT_HD double &reasons() const { return at[cells()]; }
+    DSOPT_HD double &square(int64_t group, int64_t type) const { return values[group * classes + type]; }
+    DSOPT_HD double &over_groups(int64_t type) const { return square(groups, type); }
+    DSOPT_HD double &reasons() const { return values[cells()]; }
     /// Returns the sum of a row, from column `first` on. `first` = 1: experts only.
     DSOPT_HD double total(int64_t group, int64_t first = 0) const {
         double sum = 0;
@@ -119,15 +120,15 @@ struct NormTable {
         return sum;
     }
     /// Returns the message of all_reduce_norms(), which is after the table: a column and the reasons.
-    DSOPT_HD double *message() const { return at + size(); }
+    DSOPT_HD double *message() const { return values + size(); }
     int64_t message_size() const { return groups + 2; }
     int64_t size_with_message() const { return size() + message_size(); }
     /// Returns kLanes lanes per cell, after the message, for fold_gradients().
-    double *lanes() const { return at + size_with_message(); }
+    double *lanes() const { return values + size_with_message(); }
     int64_t size_with_lanes() const { return size_with_message() + cells() * kLanes; }
 };
 
-/// The original's fp16 wrappers, whose order of events compat mode follows.
+/// The original's fp16 wrappers, whose order of operations compat mode follows.
 enum class Wrapper : uint8_t { none, fused, unfused };
 
 /// Results of pass 1 on this rank, and this rank's reasons to skip the step.
@@ -149,10 +150,10 @@ struct Outcome : InspectResult {
 
 /// Words that the kernels of a step share, in backend memory.
 struct StepFlags {
-    // Devices: for each kernel with a last block, the number of blocks that are done, and of leaves that are
-    // distributed dynamically so far. The last block resets them to 0.
+    // Devices: for each kernel with a last block, the number of finished blocks, and the number of leaves that have
+    // been distributed dynamically. The last block resets both to 0.
     struct Blocks {
-        uint32_t done, taken;
+        uint32_t done, distributed;
     } inspect, update, update_weights;
     int32_t skip; // nonzero: the step changes nothing
     int32_t reserved;
@@ -191,7 +192,7 @@ struct StepShape {
     const OwnedLayout *exchange; // NULL: no other ranks
 };
 
-/// How much of a call's plan is identical to the previous call's.
+/// The part of a call's plan that is identical to the previous call's plan.
 enum class Reuse : uint8_t {
     nothing,           // nothing is known to be identical
     all_but_addresses, // all except the addresses of gradients; their number and types are the same
@@ -207,9 +208,9 @@ struct Execution {
     StepShape shape;
     StepCache *cache; // data that the device keeps between steps; NULL in `apply`
     bool timing;
-    /// How much of the tables of tensors and groups, and of the data in `extra` that is derived from them, is identical
-    /// to the last step in `cache`.
-    Reuse repeats;
+    /// States which tables of tensors and groups, and which data that `device_workspace` derives from them, are
+    /// identical to those of the last step in `cache`.
+    Reuse reuse;
 };
 
 struct OneBitPlan;
@@ -241,14 +242,14 @@ struct StepPlan {
     uint32_t flags;
     StepPolicy policy;
     Limits limits;
-    CallerScalars given;
+    CallerScalars caller;
     PlannedScaler scaler;
     int32_t *step;            // one count per tensor: see TensorJob::counter
     const OneBitPlan *onebit; // plan of the 1-bit family, or NULL
     float *trust_ratio;       // one per tensor, or NULL
     float *report;            // or NULL
     Outcome *outcome;
-    Execution how;
+    Execution execution;
     // Workspace, partitioned by StepMemory.
     StepFlags *control;
     Scalars *scalars; // one per tensor

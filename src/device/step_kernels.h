@@ -80,9 +80,10 @@ public:
     /// phases.
     virtual void mark(int phase) = 0;
     /// Runs pass 1 if the plan reads gradients, and folds its results into the table of norms, with this rank's reasons
-    /// to skip. `agrees`: ranks agree on the table before the decision; else a device may make the decision now.
+    /// to skip. `agrees`: the driver all-reduces the table before the decision; else a device may make the decision
+    /// now.
     virtual void inspect(bool agrees) = 0;
-    /// Runs decide_step(). If ranks agree on the table, they have done so before.
+    /// Runs decide_step(), after the all-reduce of the table if there is one.
     virtual void decide() = 0;
     /// Runs Passes::elementwise and the first pass of Passes::reduced, and computes the trust ratios that need no other
     /// rank. If the plan reduces nothing, also advances counters if the step is taken, and writes norms and the report.

@@ -15,11 +15,11 @@ struct StepTable {
 
     /// `memory` NULL: only computes `bytes`.
     StepTable(void *memory, const StepShape &shape) {
-        Arena pieces(memory);
-        pieces.take(jobs, shape.tensors);
-        pieces.take(groups, shape.groups);
-        if (shape.onebit) pieces.take(onebit, shape.tensors);
-        bytes = pieces.bytes();
+        Arena arena(memory);
+        arena.take(jobs, shape.tensors);
+        arena.take(groups, shape.groups);
+        if (shape.onebit) arena.take(onebit, shape.tensors);
+        bytes = arena.bytes();
     }
 };
 

@@ -45,14 +45,14 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
     context.device().check_stream(args.stream);
     const Exchange buffers(layout, args.worker_error, args.server_error, nullptr,
                            static_cast<char *>(args.workspace) + slack);
-    Comm *const levels = layout.has_levels() ? node : nullptr;
-    reserve_exchange(&comm, levels, layout, args.stream);
+    Comm *const node_comm = layout.has_levels() ? node : nullptr;
+    reserve_exchange(&comm, node_comm, layout, args.stream);
     const auto run = [&](ExchangeKernels &kernels) {
         prepare_exchange(kernels, buffers,
                          [&] { kernels.run(layout.has_levels() ? ExchangePass::copy_list : ExchangePass::pack_list); });
         // A failure between two collectives makes the comms unusable: ranks would pair different collectives.
-        unusable_on_failure({&comm, nullptr, nullptr, 0, levels}, [&] {
-            exchange(&comm, levels, kernels, buffers, args.stream);
+        unusable_on_failure({&comm, nullptr, nullptr, 0, node_comm}, [&] {
+            exchange(&comm, node_comm, kernels, buffers, args.stream);
             kernels.run(ExchangePass::decode);
         });
     };

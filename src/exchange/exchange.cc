@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // With two comms, values are sent in full precision inside a node, and as one bit per element between nodes. Each rank
-// sends only its slice of the vector to other nodes, so the bytes on the link that a node's ranks share are divided by
-// their number.
+// sends only its slice of the vector to other nodes, so the number of bytes between nodes does not grow with the ranks
+// per node.
 #include "exchange/exchange.h"
 #include "base/sizes.h"
 #include "rules/onebit.h"
@@ -107,7 +107,7 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
     const int32_t *const active = on_host(buffers.mean.active, buffers.layout->used_words(), copy_of_active);
     const int64_t first = buffers.layout->slice_range().begin;
     const auto read = [&](const float *values, float scale, int64_t begin, int64_t n, float *residuals) {
-        for (int64_t k = 0; k < n; ++k) // elements that take no part have no residual, although error_of() is not 0
+        for (int64_t k = 0; k < n; ++k) // inactive elements have no residual, although error_of() is not 0
             residuals[k] = is_active(active, first + begin + k) ? error_of(values[k], scale) : 0;
     };
     if (worker != nullptr) {

@@ -13,8 +13,8 @@ DataRank data_rank_of(const Comm *data, const Comm *node);
 /// Prepares the messages of this rank, or with two levels its vector. `feed` runs the kernels that compute compensated
 /// values and pack them, or with two levels store values to the vector.
 void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, FunctionRef<void()> feed);
-/// Sends what was prepared, so that every rank has the results. With one node the result is the exact mean, in the
-/// vector. `data` is NULL with one node, `node` is NULL with one level.
+/// Sends the prepared messages or vector. Afterwards every rank has the results. With one node the result is the exact
+/// mean, in the vector. `data` is NULL with one node, `node` is NULL with one level.
 void exchange(Comm *data, Comm *node, ExchangeKernels &kernels, const Exchange &buffers, void *stream);
 
 /// Reserves memory of the comms for exchange(); reserve_sum() reserves it for sum_over_ranks() of `numel` values.
@@ -34,7 +34,7 @@ const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);
 /// Writes residuals to host memory, one float per element of the worker's or the server's values; NULL = not wanted.
 void read_residuals(const Device &device, const Exchange &buffers, float *worker, float *server);
 
-/// dsopt_compressed_allreduce, dsopt_compressed_errors and dsopt_compressed_sizes.
+/// Implement dsopt_compressed_sizes, dsopt_compressed_allreduce and dsopt_compressed_errors.
 OwnedLayout make_layout(const Comm &comm, const Comm *node, const dsopt_compressed &args);
 void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args);
 void compressed_errors(const Comm &comm, const Comm *node, const dsopt_compressed &args, float *worker, float *server);

@@ -11,7 +11,7 @@ using ScaleGroup = CompressLayout::ScaleGroup;
 using Chunk = CompressLayout::Chunk;
 constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
 
-/// A layout before its arrays are in a block.
+/// A layout whose arrays are not in a block yet.
 struct Draft {
     CompressLayout sizes;
     std::vector<ScaleGroup> groups;
@@ -21,7 +21,7 @@ struct Draft {
         sizes.ranks = ranks;
         sizes.rank = rank;
     }
-    /// Computes the chunks, once all groups are there, in order. Chunks are in order, too, so each group is visited for
+    /// Computes the chunks from all groups, which are in order. Chunks are in order, too, so each group is visited for
     /// few chunks.
     void finish() {
         sizes.group_count = int32_t(groups.size());
@@ -65,7 +65,8 @@ struct Draft {
     }
 };
 
-Draft padded(int ranks, int rank, const std::vector<int64_t> &numels) {
+/// Returns the draft of the original's layout: each tensor is padded, and has a part in every chunk.
+Draft padded_draft(int ranks, int rank, const std::vector<int64_t> &numels) {
     Draft draft(ranks, rank);
     CompressLayout &sizes = draft.sizes;
     const int64_t alignment = ranks * std::lcm<int64_t>(ranks, 8);
@@ -81,7 +82,8 @@ Draft padded(int ranks, int rank, const std::vector<int64_t> &numels) {
     return draft;
 }
 
-Draft bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
+/// Returns the draft of the layout in standard mode: all tensors form one vector, which is partitioned into chunks.
+Draft bucket_draft(int ranks, int rank, const std::vector<int64_t> &numels) {
     Draft draft(ranks, rank);
     int64_t end = 0;
     for (const int64_t numel : numels) {
@@ -100,14 +102,14 @@ Draft bucket(int ranks, int rank, const std::vector<int64_t> &numels) {
     return draft;
 }
 
-/// Returns the draft of a slice, which has one chunk per node: that of the node's rank `node_rank`.
-Draft slice_of(const Draft &whole, int nodes, int node, int node_rank) {
+/// Returns the draft of the slice of the node's rank `node_rank`. A slice has one chunk per node.
+Draft slice_draft(const Draft &whole, int nodes, int node, int node_rank) {
     Draft draft(nodes, node);
     if (nodes == 1) return draft; // nothing is compressed
     draft.sizes.server_numel = whole.sizes.server_numel;
     draft.sizes.worker_numel = draft.sizes.server_numel * nodes;
     draft.sizes.whole_words = true;
-    draft.sizes.message_scales = whole.sizes.message_scales; // messages of all slices have the same size
+    draft.sizes.message_scales = whole.sizes.message_scales; // so that messages of all slices have the same size
     const int64_t numel = draft.sizes.worker_numel;
     const Range slice{node_rank * numel, numel, whole.sizes.worker_numel};
     for (const ScaleGroup &group : whole.groups) { // all groups, so that a group has the same index in all slices
@@ -118,12 +120,12 @@ Draft slice_of(const Draft &whole, int nodes, int node, int node_rank) {
     return draft;
 }
 
-OwnedLayout in_one_block(const Draft &whole, const Draft *slice, int node_ranks, int node_rank) {
+OwnedLayout make_layout_of(const Draft &whole, const Draft *slice, int node_ranks, int node_rank) {
     OwnedLayout layout;
     layout.whole = whole.sizes;
     if (slice != nullptr) layout.slice = slice->sizes;
-    for (CompressLayout *part : {&layout.whole, &layout.slice})
-        part->message_bytes = round_up(part->message_scales * 4 + part->server_numel / 8, 16);
+    for (CompressLayout *each : {&layout.whole, &layout.slice})
+        each->message_bytes = round_up(each->message_scales * 4 + each->server_numel / 8, 16);
     layout.node_ranks = node_ranks;
     layout.node_rank = node_rank;
     layout.bytes = layout.place(nullptr);
@@ -142,10 +144,11 @@ OwnedLayout in_one_block(const Draft &whole, const Draft *slice, int node_ranks,
 OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels) {
     const auto [rank, ranks, node_ranks] = local;
     const int nodes = ranks / node_ranks;
-    const Draft whole = compat && node_ranks == 1 ? padded(ranks, rank, numels) : bucket(ranks, rank, numels);
-    if (node_ranks == 1) return in_one_block(whole, nullptr, 1, 0);
-    const Draft slice = slice_of(whole, nodes, rank % nodes, rank / nodes);
-    return in_one_block(whole, &slice, node_ranks, rank / nodes);
+    const Draft whole =
+        compat && node_ranks == 1 ? padded_draft(ranks, rank, numels) : bucket_draft(ranks, rank, numels);
+    if (node_ranks == 1) return make_layout_of(whole, nullptr, 1, 0);
+    const Draft slice = slice_draft(whole, nodes, rank % nodes, rank / nodes);
+    return make_layout_of(whole, &slice, node_ranks, rank / nodes);
 }
 
 } // namespace dsopt

@@ -7,15 +7,15 @@
 namespace dsopt {
 
 /// The index of a data-parallel rank, the number of ranks, and the number of ranks per node. With two levels ranks are
-/// ordered by the chunks that they average, so the ranks that share a slice are contiguous.
+/// ordered by the chunks that they average, so the ranks with the same slice are contiguous.
 struct DataRank {
     int rank, ranks, node_ranks;
 };
 
-/// Returns the layout of tensors of these sizes on a rank. `compat`: as in the original, each tensor is a vector of its
-/// own, padded to a multiple of ranks * lcm(ranks, 8) with elements that count like all others. Otherwise the whole
-/// list is one vector, with one scale per tensor: tensors begin at multiples of 32 elements, and elements between
-/// tensors take no part. With two levels each rank of a node has a slice of that vector.
+/// Returns the layout of tensors of these sizes on a rank. `compat`: as in the original, each tensor is a separate
+/// vector, padded to a multiple of ranks * lcm(ranks, 8) with elements that enter the scale like all others. Otherwise
+/// the whole list is one vector, with one scale per tensor: tensors begin at multiples of 32 elements, and elements
+/// between tensors are ignored. With two levels each rank of a node has a slice of that vector.
 OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels);
 
 } // namespace dsopt

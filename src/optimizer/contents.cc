@@ -12,7 +12,7 @@ struct Words {
     const void *words;
     dsopt_status status;
     const char *where;
-    template <class T> T at(int64_t index) const {
+    template <class T> T read(int64_t index) const {
         T value;
         std::memcpy(&value, static_cast<const char *>(words) + size_t(index) * sizeof value, sizeof value);
         return value;
@@ -33,7 +33,7 @@ struct Words {
 };
 
 void check_schedule(const Words &words, bool has_bits) {
-    const auto s = words.at<ScheduleState>(0);
+    const auto s = words.read<ScheduleState>(0);
     words.in_range("step", s.step, 0, INT32_MAX);
     words.in_range("frozen", s.frozen, 0, 1);
     words.in_range("var_interval", s.var_interval, 0, INT32_MAX);
@@ -44,7 +44,7 @@ void check_schedule(const Words &words, bool has_bits) {
 }
 
 void check_scaler(const Words &words, const ScalerRules &rules) {
-    const auto s = words.at<ScalerState>(0);
+    const auto s = words.read<ScalerState>(0);
     words.scale("the scale", s.dynamic);
     words.in_range("overridden", s.overridden, 0, 1);
     if (s.overridden != 0) words.scale("the override", s.forced);
@@ -57,7 +57,7 @@ void check_scaler(const Words &words, const ScalerRules &rules) {
 
 } // namespace
 
-bool has_meaning(StateKind kind) {
+bool needs_check(StateKind kind) {
     return kind == StateKind::schedule || kind == StateKind::lr_sum || kind == StateKind::loss_scale ||
            kind == StateKind::scaler || kind == StateKind::step;
 }
@@ -70,14 +70,14 @@ void check_contents(const Optimizer &optimizer, const StateEntry &entry, const v
         check_schedule(words, status != DSOPT_ERR_FORMAT && optimizer.state().find(StateKind::exp_avg_bits) != nullptr);
     if (entry.kind == StateKind::scaler)
         check_scaler(words, rules != nullptr ? *rules : optimizer.attachments().scaler->rules());
-    if (entry.kind == StateKind::loss_scale) words.scale("the value", double(words.at<float>(0)));
+    if (entry.kind == StateKind::loss_scale) words.scale("the value", double(words.read<float>(0)));
     if (entry.kind == StateKind::lr_sum)
-        for (int64_t i = 0; i < entry.numel / 2; ++i) words.finite("group", i, words.at<double>(i));
+        for (int64_t i = 0; i < entry.numel / 2; ++i) words.finite("group", i, words.read<double>(i));
     if (entry.kind != StateKind::step) return;
     for (int64_t i = 0; i < entry.numel; ++i) {
-        if (words.at<int32_t>(i) >= 0) continue;
+        if (words.read<int32_t>(i) >= 0) continue;
         const std::string field = "the counter of '" + optimizer.params()[size_t(i)].name + "'";
-        words.in_range(field.c_str(), words.at<int32_t>(i), 0, INT32_MAX);
+        words.in_range(field.c_str(), words.read<int32_t>(i), 0, INT32_MAX);
     }
 }
 

@@ -7,7 +7,7 @@
 namespace dsopt {
 namespace {
 
-/// True if the key is of the whole optimizer and not of its groups.
+/// True for a key of the whole optimizer, false for a key of groups.
 bool is_optimizer_key(int32_t key, int32_t group) {
     if (key != DSOPT_KEY_MAX_NORM && key != DSOPT_KEY_MAX_VALUE && key != DSOPT_KEY_SKIP_BUDGET &&
         key != DSOPT_KEY_CALLS)
@@ -98,7 +98,7 @@ void Optimizer::set(int32_t group, int32_t key, double value) {
     std::vector<dsopt_group> &changing = registry_.change().groups;
     for (size_t i = first; i < last; ++i)
         if (takes(changing[i])) changing[i] = changed_group(changing[i], key, value);
-    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->follow(groups()); // last: it checks every group
+    if (onebit_ && key == DSOPT_KEY_FREEZE_STEP) onebit_->set_rules(groups()); // last: it checks every group
 }
 
 double Optimizer::get(int32_t group, int32_t key) const {

@@ -41,7 +41,7 @@ const dsopt_group *check_family(const std::vector<dsopt_group> &groups, bool com
     return first;
 }
 
-void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
+void OneBitSetup::set_rules(const std::vector<dsopt_group> &groups, bool compat) {
     const dsopt_group *const first = check_family(groups, compat);
     if (first == nullptr) return;
     rules = schedule_rules(*first, compat);
@@ -51,7 +51,7 @@ void OneBitSetup::follow(const std::vector<dsopt_group> &groups, bool compat) {
 OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
                          const dsopt_optimizer_desc &desc, DataRank local) {
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
-    follow(groups, compat);
+    set_rules(groups, compat);
     compresses = local.ranks > 1;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
@@ -59,14 +59,14 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
     int32_t group = -1;
     for (const Param &param : params) {
         const dsopt_group &g = groups[size_t(param.group)];
-        const bool goes = is_exchanged(g);
-        if (goes && param.trust_slot >= 0) ++trust_slots;
+        const bool exchanged = is_exchanged(g);
+        if (exchanged && param.trust_slot >= 0) ++trust_slots;
         mean.push_back(-1);
-        if (compresses && param.numel != 0 && (!goes || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
+        if (compresses && param.numel != 0 && (!exchanged || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
             mean.back() = mean_numel;
             mean_numel += round_up(param.numel, int64_t(local.node_ranks));
         }
-        if (!goes || !compresses) {
+        if (!exchanged || !compresses) {
             worker.push_back(-1);
             scale_group.push_back(0);
             continue;
@@ -130,10 +130,10 @@ void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const 
         add(StateKind::exp_avg_pad, layout.whole.worker_numel - layout.whole.groups[0].used);
 }
 
-ScheduleState OneBit::read_schedule(const void *data, bool local, void *stream) const {
+ScheduleState OneBit::read_schedule(const void *data, bool engine_schedule, void *stream) const {
     ScheduleState state;
     const Device &device = context_.device();
-    if (local && known_) return *known_;
+    if (engine_schedule && host_schedule_) return *host_schedule_;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     device.enqueue_copy(&state, data, sizeof state, stream);
     device.wait(stream);
@@ -142,15 +142,15 @@ ScheduleState OneBit::read_schedule(const void *data, bool local, void *stream) 
 
 void OneBit::count_step(const OneBitPlan &plan) const {
     if (plan.rules.compat || context_.device().is_host()) return;
-    known_ = plan.now;
-    (void)advance_schedule(setup_.rules, *known_);
+    host_schedule_ = plan.now;
+    (void)advance_schedule(setup_.rules, *host_schedule_);
 }
 
 void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
-                  bool local, void *stream, PlannedOneBit &planned) const {
+                  bool engine_schedule, void *stream, PlannedOneBit &planned) const {
     const auto floats = [&](StateKind kind) { return state.data<float>(list, kind); };
     auto *const schedule = state.data<ScheduleState>(list, StateKind::schedule);
-    const ScheduleState now = read_schedule(schedule, local, stream);
+    const ScheduleState now = read_schedule(schedule, engine_schedule, stream);
     const Stage stage = stage_of(setup_.rules, now);
     auto *const active = state.data<int32_t>(list, StateKind::active);
     // An empty tensor of the caller has no memory, one of the engine has an address. A step must treat both the same.
@@ -181,7 +181,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
         const auto of_param = [&](StateKind kind) { return state.data<float>(list, kind, int64_t(i)); };
         jobs[i] = {.anchor = of_param(StateKind::anchor),
                    .drift = of_param(StateKind::momentum_accumulator),
-                   .fresh = of_param(StateKind::exp_avg_sq_fresh),
+                   .fresh_variance = of_param(StateKind::exp_avg_sq_fresh),
                    .mask = of_param(StateKind::mask),
                    .worker = setup_.worker[i],
                    .scale_group = setup_.scale_group[i],
@@ -203,13 +203,13 @@ void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, 
                       context_.device(), stream);
 }
 
-int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const {
+int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool wrapper_made_first_call) const {
     ScheduleState now{};
     if (call == 0) {
         const void *const data = state.find(StateKind::schedule)->data;
         if (data != nullptr) now = read_schedule(data, true, nullptr);
         // The original's wrapper takes its first step when it is constructed, the engine when state is first needed.
-        if (now.step == 0 && first_call_is_spent) now.step = 1;
+        if (now.step == 0 && wrapper_made_first_call) now.step = 1;
     } else if (setup_.rules.compat) {
         throw Error(DSOPT_ERR_UNSUPPORTED, "in compat mode skipped calls do not count: only the next call is known");
     } else {
@@ -251,12 +251,12 @@ void OneBit::reset_as_original_load(const StateTable &table) const {
     ScheduleState schedule;
     const StateEntry &entry = *table.find(StateKind::schedule);
     device.copy(&schedule, entry.data, sizeof schedule);
-    ScheduleState kept{};
-    kept.step = schedule.step;
+    ScheduleState reset{};
+    reset.step = schedule.step;
     // The original's 0/1 Adam writes this decision to an attribute that nothing reads.
-    kept.frozen = setup_.rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM && schedule.step >= setup_.rules.freeze_step;
-    device.copy(entry.data, &kept, sizeof kept);
-    const auto forgets = [&](StateKind kind) {
+    reset.frozen = setup_.rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM && schedule.step >= setup_.rules.freeze_step;
+    device.copy(entry.data, &reset, sizeof reset);
+    const auto is_reset = [&](StateKind kind) {
         switch (kind) {
         case StateKind::worker_error:
         case StateKind::server_error:
@@ -265,12 +265,12 @@ void OneBit::reset_as_original_load(const StateTable &table) const {
         case StateKind::lr_sum: return true;
         case StateKind::trust_average:
         case StateKind::trust_factor:
-        case StateKind::trust_scaling: return kept.frozen == 0;
+        case StateKind::trust_scaling: return reset.frozen == 0;
         default: return false;
         }
     };
     for (const StateEntry &other : table)
-        if (forgets(other.kind)) device.clear(other.data, other.bytes(), nullptr);
+        if (is_reset(other.kind)) device.clear(other.data, other.bytes(), nullptr);
     device.wait_for_default_stream();
 }
 

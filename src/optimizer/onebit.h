@@ -28,7 +28,7 @@ struct OneBitSetup {
     OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
                 const dsopt_optimizer_desc &desc, DataRank local);
     /// Copies the rules from the groups.
-    void follow(const std::vector<dsopt_group> &groups, bool compat);
+    void set_rules(const std::vector<dsopt_group> &groups, bool compat);
 };
 
 /// The plan of one step and its exchange, to which the plan points.
@@ -56,16 +56,17 @@ public:
         desc_(desc),
         setup_(groups, params, desc, local) {}
     const OneBitSetup &setup() const { return setup_; }
-    void follow(const std::vector<dsopt_group> &groups) { setup_.follow(groups, setup_.rules.compat); }
+    void set_rules(const std::vector<dsopt_group> &groups) { setup_.set_rules(groups, setup_.rules.compat); }
 
     /// Adds the family's state tensors of a parameter; add_state() adds those of the whole optimizer.
     static void add_param_state(const Param &param, int64_t index, const dsopt_group &group,
                                 const dsopt_optimizer_desc &desc, StateTable &state);
     void add_state(int64_t groups, int64_t params, StateTable &state) const;
 
-    /// Fills `planned`, which must not be moved afterwards, and `jobs`. `own`: the schedule in `list` is the engine's.
+    /// Fills `planned`, which must not be moved afterwards, and `jobs`. `engine_schedule`: the schedule in `list` is
+    /// the engine's.
     void plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
-              bool local, void *stream, PlannedOneBit &planned) const;
+              bool engine_schedule, void *stream, PlannedOneBit &planned) const;
     /// True if the engine averages the gradient of this parameter in this step.
     bool averages(const OneBitPlan &plan, size_t param) const;
     /// Adds all parameters whose gradients the engine averages to `means`. Their jobs then use the averaged gradients.
@@ -73,27 +74,27 @@ public:
 
     /// Returns the schedule, from which the host chooses the stage of a step. On a device in standard mode every call
     /// counts, so the host counts steps itself and need not wait. The host waits for `stream` and reads the schedule in
-    /// compat mode, where only the device knows if the last step was skipped, and if the schedule is not the engine's
-    /// (`own` is false).
-    ScheduleState read_schedule(const void *data, bool local, void *stream) const;
+    /// compat mode, where only the device knows if the last step was skipped, and if the schedule is not the engine's.
+    ScheduleState read_schedule(const void *data, bool engine_schedule, void *stream) const;
     /// Counts a step in the host's copy of the schedule. Must be called after a step with the engine's schedule.
     void count_step(const OneBitPlan &plan) const;
     /// True if the next read_schedule() of the engine's schedule does not wait.
-    bool knows_schedule() const { return known_.has_value(); }
+    bool knows_schedule() const { return host_schedule_.has_value(); }
     /// Drops the host's copy of the schedule. Must be called when the schedule's memory may have been written to.
-    void invalidate_schedule() const { known_.reset(); }
+    void invalidate_schedule() const { host_schedule_.reset(); }
 
     /// True once the ranks have compared their lists of parameters in a step.
     bool lists_compared() const { return lists_compared_; }
     void set_lists_compared() { lists_compared_ = true; }
 
-    /// Returns what a call does with gradients, DSOPT_REDUCTION_...; `call`: its number, 0 = the next call.
-    /// `first_call_is_spent`: constructing a wrapper used up the first call.
-    int32_t next_reduction(const StateTable &state, int64_t call, bool first_call_is_spent) const;
-    /// Decodes exp_avg_bits to exp_avg, if the momentum is there (DSOPT_OPTIMIZER_MOMENTUM_BITS). This and the next two
-    /// methods need a caller that has waited for work that uses the state, and their own work is done when they return.
+    /// Returns the reduction of gradients in a call, DSOPT_REDUCTION_...; `call`: its number, 0 = the next call.
+    /// `wrapper_made_first_call`: the original's wrapper makes the first call when it is constructed.
+    int32_t next_reduction(const StateTable &state, int64_t call, bool wrapper_made_first_call) const;
+    /// Decodes exp_avg_bits to exp_avg, if the momentum is there (DSOPT_OPTIMIZER_MOMENTUM_BITS). Before
+    /// this and the next two methods, the caller must have waited for work that uses the state. They are synchronous.
     void decode_momentum(const StateTable &state, const std::vector<Param> &params) const;
-    /// Compat mode, after a load: resets what the original does not load, and decides again if the variance is frozen.
+    /// Compat mode, after a load: resets the state that the original does not load, and decides again if the variance
+    /// is frozen.
     void reset_as_original_load(const StateTable &state) const;
     /// Writes the residuals of an error buffer, and scales of 0, to host memory.
     void export_errors(const StateTable &state, const StateEntry &entry, float *host) const;
@@ -104,7 +105,7 @@ private:
     OneBitSetup setup_;
     bool lists_compared_ = false;
     // The host's copy of the schedule. Mutable: `apply` resets it if its list has the schedule's memory.
-    mutable std::optional<ScheduleState> known_;
+    mutable std::optional<ScheduleState> host_schedule_;
 };
 
 } // namespace dsopt

@@ -14,8 +14,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
                      Attachments attachments) :
     context_(std::move(context)),
     desc_(desc),
-    with_(std::move(attachments)) {
-    logged_.loss_scale = with_.scaler ? with_.scaler->host_written_scale().value_or(0) : 1;
+    attachments_(std::move(attachments)) {
+    logged_.loss_scale = attachments_.scaler ? attachments_.scaler->host_written_scale().value_or(0) : 1;
     if (desc.compat != DSOPT_COMPAT_NONE && desc.compat != DSOPT_COMPAT_DEEPSPEED)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.compat is %d, which this library does not know",
                     desc.compat);
@@ -37,26 +37,27 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (random && !no_master)
         throw Error(DSOPT_ERR_UNSUPPORTED, "STOCHASTIC_ROUNDING has no effect with masters: it needs NO_MASTER");
     if (random && compat()) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
-    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !with_.data && !with_.node)
+    if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !attachments_.data && !attachments_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
     if (!random && desc.seed != 0)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
-    if (compat() && with_.scaler && with_.scaler->rules().hysteresis > 1)
+    if (compat() && attachments_.scaler && attachments_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
-    if (check_node(with_.data.get(), with_.node.get(), desc.compat) == nullptr) with_.node.reset();
-    if (with_.scaler) with_.scaler_token = with_.scaler->attach();
+    if (check_node(attachments_.data.get(), attachments_.node.get(), desc.compat) == nullptr) attachments_.node.reset();
+    if (attachments_.scaler) attachments_.scaler_token = attachments_.scaler->attach();
     // Steps of all optimizers of a scaler update its scale, so these optimizers share their pending work.
-    with_.pending = with_.scaler ? with_.scaler->pending() : context_->device().make_pending_work();
+    attachments_.pending =
+        attachments_.scaler ? attachments_.scaler->pending() : context_->device().make_pending_work();
 }
 
 Optimizer::~Optimizer() {
-    // Comms are released before memory, because releasing memory waits for the device: the last owner of a comm ends
-    // collectives that wait on the device for a peer that is gone.
-    for (auto *comm : {&with_.data, &with_.model, &with_.node}) comm->reset();
-    with_.experts.clear();
+    // Comms are released before memory: releasing memory waits for the device, on which a collective may wait for a
+    // dead peer. Destroying a comm ends its collectives.
+    for (auto *comm : {&attachments_.data, &attachments_.model, &attachments_.node}) comm->reset();
+    attachments_.experts.clear();
 }
 
 void check_groups(const Optimizer &optimizer) {
@@ -72,20 +73,20 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
     grow(nullptr, params, count);
 }
 
-/// Appends to the registry, which is restored on failure. Then drops objects that were made for the shorter lists.
+/// Appends to the registry, which is restored on failure. Then drops objects that were built for the shorter lists.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
     decode_momentum(); // the layout of exp_avg_bits is that of the current list
     Registry &registry = registry_.change();
     registry.append([&](const Registry::Mark &before) {
         // The original has one trust ratio per shard.
-        const bool shares_trust = !compat() && with_.model && with_.model->ranks() > 1;
+        const bool shares_trust = !compat() && attachments_.model && attachments_.model->ranks() > 1;
         registry.add(group, given, count, desc_, shares_trust);
         const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
         const bool had_memory = std::any_of(before.of_optimizer.begin(), before.of_optimizer.end(), has_memory);
         if (had_memory) wait_for_tensors();
         check_not_frozen(before);
         save_contents(before.of_optimizer, registry.state);
-        if (had_memory) registry.memory.reset(); // memory that was bound is the caller's again
+        if (had_memory) registry.memory.reset(); // bound memory is no longer used
     });
     finalized_.forget();
     onebit_.reset();
@@ -116,7 +117,7 @@ void Optimizer::finalize_groups() {
             std::unique_ptr<OneBit> onebit;
             if (registry.family >= 0)
                 onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
-            registry.add_optimizer_state(onebit.get(), with_.scaler.get());
+            registry.add_optimizer_state(onebit.get(), attachments_.scaler.get());
             restore_contents(registry);
             onebit_ = std::move(onebit);
         });
@@ -129,8 +130,8 @@ void Optimizer::adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors) {
     device.wait_for_default_stream();
     fill_tensors();
     if (!loaded.masters) reset(DSOPT_RESET_MASTERS, nullptr);
-    if (loaded.rules) with_.scaler->restore(*loaded.rules);
-    if (loaded.has_scaler) with_.scaler->clamp_hysteresis();
+    if (loaded.rules) attachments_.scaler->restore(*loaded.rules);
+    if (loaded.has_scaler) attachments_.scaler->clamp_hysteresis();
     Registry &registry = registry_.change();
     registry.groups.swap(loaded.groups);
     for (size_t i = 0; i < loaded.accumulated.size(); ++i)
@@ -139,7 +140,7 @@ void Optimizer::adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors) {
     desc_.max_value = loaded.max_value;
     calls_ = loaded.calls;
     resharded_from_ = loaded.resharded_from;
-    if (onebit_) onebit_->follow(registry.groups);
+    if (onebit_) onebit_->set_rules(registry.groups);
     state_changed();
     if (loaded.state && onebit_) onebit_->reset_as_original_load(state());
     if (loaded.resets_errors) reset(DSOPT_RESET_ERRORS, nullptr);

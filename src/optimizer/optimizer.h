@@ -31,7 +31,7 @@ public:
     Outcome *data() const { return static_cast<Outcome *>(memory_.data()); }
     /// True if the host has a copy, which may be some steps old.
     bool is_copied() const { return mirror_ != nullptr; }
-    /// Returns what the host can read without waiting; NULL before the first step.
+    /// Returns the outcome that the host can read without waiting; NULL before the first step.
     const Outcome *known() const { return is_copied() ? static_cast<const Outcome *>(mirror_.get()) : data(); }
     void enqueue_copy(const Device &device, void *stream) const;
     /// Reads the outcome from backend memory. The caller must have waited for the steps.
@@ -52,10 +52,10 @@ struct LoadedMetadata {
     int64_t calls;
     std::string accumulated; // one digit per parameter, as in Param::accumulated; "": stays as it is
     int resharded_from;      // number of ranks that saved; 0 = as many as now
-    bool state, masters;     // are loaded; masters that are not loaded start from the parameters
+    bool state, masters;     // true if loaded; masters that are not loaded start from the parameters
     bool resets_errors;
     bool has_scaler;                  // the scaler's state is loaded
-    std::optional<ScalerRules> rules; // the scaler's new rules; nullopt: they stay
+    std::optional<ScalerRules> rules; // the scaler's new rules; nullopt: the rules stay unchanged
 };
 
 /// Largest count of calls: dsopt_optimizer_get returns the count as a double, which is exact up to 2^53.
@@ -71,7 +71,7 @@ public:
     const Context &context() const { return *context_; }
     const dsopt_optimizer_desc &desc() const { return desc_; }
     bool compat() const { return desc_.compat != DSOPT_COMPAT_NONE; }
-    const Attachments &attachments() const { return with_; }
+    const Attachments &attachments() const { return attachments_; }
     const std::vector<dsopt_group> &groups() const { return registry_->groups; }
     const std::vector<Param> &params() const { return registry_->params; }
     const StateTable &state() const { return registry_->state; }
@@ -79,11 +79,11 @@ public:
     const OneBit *onebit() const { return onebit_.get(); }
     InUse &in_use() const { return in_use_; }
     /// Returns the work that calls on this optimizer and on its scaler enqueued; NULL on backends that are the host.
-    PendingWork *pending() const { return with_.pending.get(); }
+    PendingWork *pending() const { return attachments_.pending.get(); }
     /// Waits for the work that earlier calls on this optimizer and its scaler enqueued. `replays`: also waits for
     /// launches of graphs that contain such calls.
     void wait_for_calls(bool replays = true) const {
-        if (with_.pending) with_.pending->wait(replays);
+        if (attachments_.pending) attachments_.pending->wait(replays);
     }
     /// Waits for earlier calls and for the default stream, where work of the caller may use the tensors. Throws
     /// DSOPT_ERR_STATE if CUDA forbids the use of the default stream.
@@ -91,22 +91,22 @@ public:
     /// Allocates missing state and decodes the momentum. Afterwards the host may read and write every state tensor.
     void prepare_for_host();
     int64_t calls() const { return calls_; }
-    DataRank data_rank() const { return data_rank_of(with_.data.get(), with_.node.get()); }
-    /// Returns the wrapper of the original whose order of events compat mode follows.
+    DataRank data_rank() const { return data_rank_of(attachments_.data.get(), attachments_.node.get()); }
+    /// Returns the wrapper of the original whose order of operations compat mode follows.
     Wrapper wrapper() const { return registry_->wrapper; }
     /// Returns the number of tensors whose trust ratio depends on other model ranks.
     int32_t trust_slots() const { return registry_->trust_slots; }
     /// Throws DSOPT_ERR_STATE if the scaler was detached from this optimizer.
     void check_scaler() const {
-        if (with_.scaler) with_.scaler->check_attached(with_.scaler_token);
+        if (attachments_.scaler) attachments_.scaler->check_attached(attachments_.scaler_token);
     }
 
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
-    /// Builds lazily what depends on all groups: onebit() and the state tensors of the whole optimizer. Must be called
-    /// before every other method except add_group(), add_params(), set(), get() and methods that only read groups and
-    /// parameters. Any number of threads may call it at the same time.
+    /// Lazily builds the objects that depend on all groups: onebit() and the state tensors of the whole optimizer. Must
+    /// be called before every other method except add_group(), add_params(), set(), get() and methods that only read
+    /// groups and parameters. Any number of threads may call it at the same time.
     void finalize_groups();
     void set(int32_t group, int32_t key, double value);
     double get(int32_t group, int32_t key) const;
@@ -151,29 +151,29 @@ private:
         size_t kept, bytes; // the first `kept` of `bytes` are copied, the rest is zeroed
     };
     void fill_blocks(const std::vector<Move> &moves, StateTable &state) const;
-    void save_contents(const std::vector<StateEntry> &local, StateTable &state) const;
+    void save_contents(const std::vector<StateEntry> &entries, StateTable &state) const;
     void restore_contents(Registry &registry) const;
     void initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const;
     void ensure_workspace(void *stream);
 
-    void take_step(const dsopt_step &step, bool &ranks_compared);
+    void execute_step(const dsopt_step &step, bool &ranks_compared);
     void check_skip_budget(void *stream) const;
     Reuse reuse_of(const dsopt_step &step);
     void check_call(const dsopt_step &step) const;
-    const dsopt_tensor *find_state(const dsopt_step &step, bool *is_own);
-    void keep_call(const StepRequest &request);
+    const dsopt_tensor *find_state(const dsopt_step &step, bool *engine_schedule);
+    void store_call(const StepRequest &request);
     void count_call(const dsopt_step &step);
-    void take_apply(const dsopt_step &step, bool &ranks_compared) const;
+    void execute_apply(const dsopt_step &step, bool &ranks_compared) const;
     void run(const StepRequest &request, const dsopt_tensor *state, void *workspace) const;
-    void take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
+    void run_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace, void *stream) const;
     CommSet comms() const {
-        return {with_.data.get(), with_.model.get(), with_.experts.data(), int32_t(with_.experts.size()),
-                with_.node.get()};
+        return {attachments_.data.get(), attachments_.model.get(), attachments_.experts.data(),
+                int32_t(attachments_.experts.size()), attachments_.node.get()};
     }
 
     const std::shared_ptr<const Context> context_;
     dsopt_optimizer_desc desc_;
-    Attachments with_;
+    Attachments attachments_;
     Versioned<Registry> registry_;
     Once finalized_{true}; // `onebit_` and the state tensors of the whole optimizer are built
     std::unique_ptr<OneBit> onebit_;
@@ -189,7 +189,7 @@ private:
     struct {
         int64_t skipped = 0;
         double loss_scale = 0; // 0: unknown
-    } logged_{};               // what log_changes() compares the next report with
+    } logged_{};               // values of the last report, which log_changes() compares with the next report
     mutable InUse in_use_{0};
 };
 
@@ -199,10 +199,10 @@ void check_groups(const Optimizer &optimizer);
 /// refused. Errors name the tensor.
 void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required);
 void check_state_tensor(const Optimizer &optimizer, const dsopt_tensor &tensor, const StateEntry &entry, bool required);
-/// Writes to backend memory what the next step does with gradients, DSOPT_REDUCTION_..., according to the caller's
+/// Writes the next step's reduction of gradients, DSOPT_REDUCTION_..., to backend memory. It follows from the caller's
 /// state tensor `schedule` (NULL: no group is of the 1-bit family).
 void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream);
-/// Returns what a call does with gradients, according to the optimizer's own schedule. `call`: as in OneBit.
+/// Returns the reduction of gradients in a call, which follows from the optimizer's own schedule. `call`: as in OneBit.
 int32_t next_reduction(const Optimizer &optimizer, int64_t call);
 dsopt_schedule_info decode_schedule(const Optimizer &optimizer, const int32_t *words);
 /// Throws ARGUMENT with the name `field`. A max_value below fp32's range would clip every gradient to zero.

@@ -7,8 +7,8 @@
 
 namespace dsopt {
 
-/// A parameter as registered: a range of the tensor of its name. Random numbers follow the indices of that tensor.
-/// dsopt_param does not have the tensor's size, so `whole` is the smallest possible one.
+/// A registered parameter: a range of the tensor with its name. Random numbers are a function of indices in that
+/// tensor. dsopt_param does not have the tensor's size, so `whole` is the smallest possible size.
 struct Param : Range {
     std::string name;
     std::vector<int64_t> dims;
@@ -37,7 +37,7 @@ inline void check_same_numel(const dsopt_tensor &given, const Param &param, cons
     check_float_tensor(given, label);
     check_numel(given, param.numel, label);
 }
-/// Throws unless `given` can take the place of the registered tensor.
+/// Throws unless `given` can replace the registered tensor.
 void check_param(const dsopt_tensor &given, const Param &param);
 
 } // namespace dsopt

@@ -29,19 +29,19 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                (onebit != nullptr && !request.initial && optimizer.onebit()->averages(*onebit, i));
     };
     const auto owner_of = [&](const Param &param) {
-        const bool goes = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
-        if (!goes || onebit->stage == Stage::full) return Owner::update;
+        const bool exchanged = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
+        if (!exchanged || onebit->stage == Stage::full) return Owner::update;
         return onebit->stage == Stage::dry ? Owner::none : Owner::exchange;
     };
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
-        const auto local = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
+        const auto state_of = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
         void *data = step.params != nullptr ? step.params[i].data : param.data;
         const dsopt_tensor *out = step.out != nullptr && step.out[i].data != nullptr ? &step.out[i] : nullptr;
         const bool copies = param.has_master && !(request.flags & DSOPT_STEP_OUT_ONLY) && !request.initial;
         const dsopt_tensor *grad = nullptr;
         if (accumulated)
-            grad = param.accumulated ? local(StateKind::grad_accum) : nullptr;
+            grad = param.accumulated ? state_of(StateKind::grad_accum) : nullptr;
         else if (!request.initial && step.grads[i].data != nullptr)
             grad = &step.grads[i];
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
@@ -68,21 +68,21 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .formats = {}};
         const Slot param_slot{data, Dtype(param.dtype)};
         jobs[i].set(kGrad, slot_or_none(grad));
-        jobs[i].set(kWeight, param.has_master ? slot_of(*local(StateKind::master)) : param_slot);
+        jobs[i].set(kWeight, param.has_master ? slot_of(*state_of(StateKind::master)) : param_slot);
         jobs[i].set(kCopy, {copies ? data : nullptr, param_slot.format});
         jobs[i].set(kOut, slot_or_none(out));
-        for (int k = 0; k < kMoments; ++k) jobs[i].set(kMoment + k, slot_or_none(local(moment_kind(k))));
+        for (int k = 0; k < kMoments; ++k) jobs[i].set(kMoment + k, slot_or_none(state_of(moment_kind(k))));
     }
 }
 
-/// The original's fused Adam has one step counter per group: that of the group's last tensor with a gradient. A step
-/// advances it once per parameter dtype that is present, in the order f16, bf16, f32, and all tensors of a dtype use
-/// the value after the advance for that dtype. With a wrapper the original's group is one fp32 tensor, so every tensor
-/// has its own counter.
+/// The original's fused Adam has one step counter per group: the counter of the group's last tensor with a gradient. A
+/// step advances it once per parameter dtype that is present, in the order f16, bf16, f32, and all tensors of a dtype
+/// use the value after the advance for that dtype. With a wrapper the original's group is one fp32 tensor, so every
+/// tensor has its own counter.
 void assign_group_counters(const std::vector<dsopt_group> &groups, TensorJob *jobs, int64_t count) {
     for (int64_t begin = 0, end = 0; begin < count; begin = end) {
         int32_t last = -1;
-        bool is_there[3] = {};
+        bool present[3] = {};
         const auto type = [&](int64_t i) {
             switch (jobs[i].weight().format) {
             case Dtype::f16: return 0;
@@ -92,15 +92,15 @@ void assign_group_counters(const std::vector<dsopt_group> &groups, TensorJob *jo
             return 2;
         };
         for (end = begin; end < count && jobs[end].group == jobs[begin].group; ++end)
-            if (jobs[end].present) last = int32_t(end), is_there[type(end)] = true;
-        if (last < 0 || !info_of(groups[size_t(jobs[begin].group)].algorithm).one_count) continue;
-        const uint8_t ordinals[] = {1, uint8_t(1 + is_there[0]), uint8_t(1 + is_there[0] + is_there[1])};
+            if (jobs[end].present) last = int32_t(end), present[type(end)] = true;
+        if (last < 0 || !info_of(groups[size_t(jobs[begin].group)].algorithm).counts_per_group) continue;
+        const uint8_t ordinals[] = {1, uint8_t(1 + present[0]), uint8_t(1 + present[0] + present[1])};
         for (int64_t i = begin; i < end; ++i) {
             jobs[i].counter = last;
             jobs[i].ordinal = ordinals[type(i)];
             jobs[i].advance = 0;
         }
-        jobs[last].advance = uint8_t(is_there[0] + is_there[1] + is_there[2]);
+        jobs[last].advance = uint8_t(present[0] + present[1] + present[2]);
     }
 }
 
@@ -133,27 +133,27 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     const OneBitSetup *const onebit = shape.onebit ? &optimizer.onebit()->setup() : nullptr;
     const bool lamb = onebit != nullptr && onebit->rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const Device &device = optimizer.context().device();
-    Arena pieces(workspace);
-    pieces.take(control, 1);
-    pieces.take(outcome, 1);
-    pieces.take(scalars, shape.tensors);
-    pieces.take(divisors, shape.groups);
-    pieces.take(norms, table_of_norms.size_with_lanes());
-    pieces.take(sums_a, shape.leaves);
-    pieces.take(sums_b, shape.leaves);
-    pieces.take(bad, shape.leaves);
-    pieces.take(factors, lamb ? shape.leaves : 0);
-    pieces.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
-    pieces.take_bytes(device_workspace, device.kernels().device_workspace_bytes(shape));
-    pieces.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
-    pieces.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
-    Arena apart(host);
-    Arena &host_pieces = device.is_host() ? pieces : apart;
-    host_pieces.take_bytes(table, StepTable(nullptr, shape).bytes);
-    host_pieces.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * shape.tensors : 0);
-    host_pieces.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
-    bytes = pieces.bytes();
-    host_bytes = apart.bytes();
+    Arena arena(workspace);
+    arena.take(control, 1);
+    arena.take(outcome, 1);
+    arena.take(scalars, shape.tensors);
+    arena.take(divisors, shape.groups);
+    arena.take(norms, table_of_norms.size_with_lanes());
+    arena.take(sums_a, shape.leaves);
+    arena.take(sums_b, shape.leaves);
+    arena.take(bad, shape.leaves);
+    arena.take(factors, lamb ? shape.leaves : 0);
+    arena.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
+    arena.take_bytes(device_workspace, device.kernels().device_workspace_bytes(shape));
+    arena.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
+    arena.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
+    Arena host_arena(host);
+    Arena &host_arrays = device.is_host() ? arena : host_arena;
+    host_arrays.take_bytes(table, StepTable(nullptr, shape).bytes);
+    host_arrays.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * shape.tensors : 0);
+    host_arrays.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
+    bytes = arena.bytes();
+    host_bytes = host_arena.bytes();
 }
 
 size_t Optimizer::workspace_bytes() const { return with_alignment_padding(StepMemory(*this, nullptr, nullptr).bytes); }
@@ -166,9 +166,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const Attachments &with = optimizer.attachments();
     const StateTable &entries = optimizer.state();
     const dsopt_step &step = request.step;
-    if (request.repeats == Reuse::all_but_addresses) {
+    if (request.reuse == Reuse::all_but_addresses) {
         for (int64_t i = 0; i < step.count; ++i) table.jobs[i].data[kGrad] = step.grads[i].data;
-    } else if (request.repeats == Reuse::nothing) {
+    } else if (request.reuse == Reuse::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
         if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
@@ -180,15 +180,15 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         reduces = reduces || passes_of(table.groups[i].rule) == Passes::reduced;
     }
     const Wrapper wrapped = optimizer.wrapper();
-    const bool scales = with.scaler != nullptr && !request.initial;
+    const bool has_scaler = with.scaler != nullptr && !request.initial;
     // The fused wrapper inspects every gradient; without a scaler it only reports. The unfused wrapper also skips.
-    const bool looks =
-        (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || scales || wrapped != Wrapper::none) && !request.initial;
-    const bool reports_only = wrapped == Wrapper::fused && !scales && desc.nonfinite == DSOPT_NONFINITE_AUTO;
+    const bool inspects =
+        (desc.nonfinite == DSOPT_NONFINITE_SKIP || clips || has_scaler || wrapped != Wrapper::none) && !request.initial;
+    const bool reports_only = wrapped == Wrapper::fused && !has_scaler && desc.nonfinite == DSOPT_NONFINITE_AUTO;
     const bool exchanges = onebit != nullptr && onebit->stage != Stage::full;
     const int64_t exchanged = exchanges ? optimizer.onebit()->setup().trust_slots : 0;
     PlannedScaler scaler{};
-    if (scales)
+    if (has_scaler)
         scaler = {entries.data<float>(state, StateKind::loss_scale),
                   entries.data<ScalerState>(state, StateKind::scaler), with.scaler->rules()};
     return {
@@ -198,23 +198,23 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .group_count = int64_t(groups.size()),
         .flags = request.flags,
         .policy = {.wrapper = wrapped,
-                   .read_gradients = looks && step.grad_norms == nullptr,
+                   .read_gradients = inspects && step.grad_norms == nullptr,
                    .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
                    .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
                    .reduces = reduces,
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
                    .dry = onebit != nullptr && onebit->stage == Stage::dry},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
-        .given = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
+        .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,
         .step = entries.data<int32_t>(state, StateKind::step),
         .onebit = onebit,
         .trust_ratio = entries.data<float>(state, StateKind::trust_ratio),
         .report = step.report,
         .outcome = memory.outcome,
-        .how = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(),
-                memory.device_workspace, shape_of(optimizer), nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0,
-                request.repeats},
+        .execution = {step.stream, context.parallel(step.parallel_for, step.parallel_user), context.chunk(),
+                      memory.device_workspace, shape_of(optimizer), nullptr, (desc.flags & DSOPT_OPTIMIZER_TIMING) != 0,
+                      request.reuse},
         .control = memory.control,
         .scalars = memory.scalars,
         .divisors = memory.divisors,
@@ -232,7 +232,7 @@ void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {
         for (int k = 0; k < kSlots; ++k)
             if (job.slot(k) && job.range.numel != 0 && !optimizer.context().device().owns(job.data[k]))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device",
-                            k < kMoment ? kNames[k] : moments.at[k - kMoment].name,
+                            k < kMoment ? kNames[k] : moments.info[k - kMoment].name,
                             optimizer.params()[size_t(i)].name.c_str(), job.data[k]);
     }
 }

@@ -11,9 +11,9 @@ struct StepRequest {
     const dsopt_step &step;
     uint32_t flags;                 // flags of `step`, and flags that they imply
     bool initial = false;           // the original's step on zero gradients when a wrapper is constructed
-    bool remembers = false;         // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
+    bool stateful = false;          // outcome, counters and cache are the engine's: not in dsopt_optimizer_apply
     bool engine_schedule = false;   // the schedule is the engine's, too
-    Reuse repeats = Reuse::nothing; // what is unchanged since the last step, whose tables are reused
+    Reuse reuse = Reuse::nothing;   // the tables of the last step that are reused
     char *host = nullptr;           // the engine's memory for StepMemory::host_bytes; NULL: memory of the pool
     bool *ranks_compared = nullptr; // is set to true when this rank begins to compare its step with other ranks
 };
@@ -22,7 +22,7 @@ uint32_t flags_of(const dsopt_step &step);
 /// Throws if an argument of the call is wrong. `functional`: the call is dsopt_optimizer_apply.
 void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functional);
 
-/// Bytes that must be zero before the first step in a workspace: Control and Outcome, which come first.
+/// Bytes that must be zero before the first step in a workspace: StepFlags and Outcome, which come first.
 constexpr size_t kZeroedBytes = round_up(sizeof(StepFlags)) + sizeof(Outcome);
 
 /// The memory of one step, partitioned into arrays that are aligned to kCacheLine. The partition depends on parameters
@@ -30,7 +30,7 @@ constexpr size_t kZeroedBytes = round_up(sizeof(StepFlags)) + sizeof(Outcome);
 /// otherwise they are in a separate block.
 struct StepMemory {
     StepFlags *control;
-    Outcome *outcome; // used unless StepRequest::remembers
+    Outcome *outcome; // used unless StepRequest::stateful
     Scalars *scalars;
     double *divisors, *norms, *sums_a, *sums_b;
     int64_t *bad;
@@ -60,10 +60,10 @@ void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);
 /// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `lists_only`: compares
-/// nothing except the lists of parameters. `remembers`: calls are counted, as in dsopt_optimizer_step.
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers);
-/// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), where they
-/// would wait for this rank.
+/// nothing except the lists of parameters. `stateful`: calls are counted, as in dsopt_optimizer_step.
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool stateful);
+/// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), in which the
+/// other ranks wait for this rank.
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept;
 
 } // namespace dsopt

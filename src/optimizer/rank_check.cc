@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare what they are about to do before the first
-// collective of a step. Ranks that exchange bits compare their parameter lists before the first step even without the
-// flag.
+// With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare their steps before the first collective of a step.
+// Ranks that exchange bits compare their parameter lists before the first step even without the flag.
 //
 // The comparison is one all-reduce of a few integers. Only if these differ, more all-reduces find the tensor. The
 // maxima of x and of ~x show every rank if all ranks have the same x, so all ranks come to the same result.
@@ -28,12 +27,12 @@ struct Words {
         }
     }
     bool same(int word) const { return high[word][0] == ~low[word][0] && high[word][1] == ~low[word][1]; }
-    int32_t least(int word) const { return ~low[word][0]; }
-    int32_t most(int word) const { return high[word][0]; }
+    int32_t min(int word) const { return ~low[word][0]; }
+    int32_t max(int word) const { return high[word][0]; }
 };
 static_assert(sizeof(Words) == (1 + 4 * Words::count) * sizeof(int32_t));
 
-/// Returns a hash of what ranks compare of a parameter. Ranks have different experts, whose names may differ.
+/// Returns a hash of the properties of a parameter that ranks compare. Names of experts may differ between ranks.
 uint64_t key_of(const Param &param, const dsopt_group &group) {
     uint64_t key = mix(uint64_t(param.numel), uint64_t(param.dtype) << 32 | uint32_t(param.group));
     key = mix(key, uint64_t(group.algorithm) << 32 | (group.flags & DSOPT_GROUP_NON_FREEZE));
@@ -62,12 +61,12 @@ void reduce_words(const Optimizer &optimizer, void *words, size_t bytes, void *s
 /// Returns the first parameter whose key is not the same on all ranks, -1 if there is none.
 int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)> key, void *stream) {
     const size_t count = optimizer.params().size();
-    constexpr size_t most = kComparedBytes / sizeof(uint64_t) / 2;
-    uint64_t keys[most], inverse[most];
+    constexpr size_t piece = kComparedBytes / sizeof(uint64_t) / 2;
+    uint64_t keys[piece], inverse[piece];
     // Compares the list in pieces that fit on the stack: if one rank failed to allocate memory for all keys, the others
     // would wait in the all-reduce.
-    for (size_t begin = 0; begin < count; begin += most) {
-        const size_t n = std::min(most, count - begin);
+    for (size_t begin = 0; begin < count; begin += piece) {
+        const size_t n = std::min(piece, count - begin);
         for (size_t k = 0; k < n; ++k) inverse[k] = ~(keys[k] = key(begin + k));
         for (uint64_t *words : {keys, inverse}) reduce_words(optimizer, words, n * sizeof(uint64_t), stream);
         for (size_t k = 0; k < n; ++k) // the all-reduce takes the maximum of each 32-bit half
@@ -84,8 +83,8 @@ void check_nodes(const Optimizer &optimizer, void *stream) {
     const int nodes = ranks / node_ranks, index = with.node->rank();
     int32_t indices[2] = {index, ~index};
     if (with.data) with.data->all_reduce(indices, std::size(indices), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
-    const bool apart = indices[0] != ~indices[1];
-    int32_t all[5] = {apart, nodes, ~nodes, node_ranks, ~node_ranks};
+    const bool differs = indices[0] != ~indices[1];
+    int32_t all[5] = {differs, nodes, ~nodes, node_ranks, ~node_ranks};
     reduce_words(optimizer, all, sizeof all, stream);
     if (all[1] != ~all[2] || all[3] != ~all[4])
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d nodes of %d to %d ranks", ~all[2], all[1], ~all[4],
@@ -103,7 +102,7 @@ bool checks_ranks(const Optimizer &optimizer) {
     return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
 }
 
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool remembers) {
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool stateful) {
     const std::vector<Param> &params = optimizer.params();
     const auto key = [&](size_t i) { return key_of(params[i], optimizer.groups()[size_t(params[i].group)]); };
     Words words;
@@ -113,20 +112,22 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     // counts as zeros, or affects this rank only.
     const bool full = plan.onebit == nullptr ||
                       (plan.onebit->stage == Stage::full && !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
-    const auto counts = [&](size_t i) { return full && plan.policy.wrapper == Wrapper::none && params[i].expert == 0; };
+    const auto is_compared = [&](size_t i) {
+        return full && plan.policy.wrapper == Wrapper::none && params[i].expert == 0;
+    };
     for (size_t i = 0; i < params.size(); ++i)
-        if (counts(i)) gradients = mix(gradients, 2 * i + plan.jobs[i].present);
+        if (is_compared(i)) gradients = mix(gradients, 2 * i + plan.jobs[i].present);
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
     for (int word = Words::calls; word < Words::count; ++word) words.set(word, 0);
     if (!lists_only) {
-        words.set(Words::calls, remembers ? uint32_t(optimizer.calls()) : 0);
+        words.set(Words::calls, stateful ? uint32_t(optimizer.calls()) : 0);
         words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
         words.set(Words::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
         words.set(Words::gradients, gradients);
     }
     const Words local = words;
-    reduce_words(optimizer, &words, sizeof words, plan.how.stream);
+    reduce_words(optimizer, &words, sizeof words, plan.execution.stream);
 
     const int rank = optimizer.data_rank().rank;
     if (words.refused != 0)
@@ -134,9 +135,9 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
                     words.refused - 1);
     if (!words.same(Words::params))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",
-                    words.least(Words::params), words.most(Words::params), rank, ll(plan.count));
+                    words.min(Words::params), words.max(Words::params), rank, ll(plan.count));
     if (!words.same(Words::list)) {
-        const int64_t i = first_different(optimizer, key, plan.how.stream);
+        const int64_t i = first_different(optimizer, key, plan.execution.stream);
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
@@ -146,21 +147,21 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     }
     if (!words.same(Words::calls))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have made different numbers of calls: from %d to %d, rank %d %d",
-                    words.least(Words::calls), words.most(Words::calls), rank, local.most(Words::calls));
+                    words.min(Words::calls), words.max(Words::calls), rank, local.max(Words::calls));
     if (!words.same(Words::schedule))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps of the schedule: %d to %d, rank %d at %d",
-                    words.least(Words::schedule), words.most(Words::schedule), rank, local.most(Words::schedule));
+                    words.min(Words::schedule), words.max(Words::schedule), rank, local.max(Words::schedule));
     if (!words.same(Words::stage))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different stages: '%s' and '%s', rank %d '%s'",
-                    name_of(Stage(words.least(Words::stage))), name_of(Stage(words.most(Words::stage))), rank,
-                    name_of(Stage(local.most(Words::stage))));
+                    name_of(Stage(words.min(Words::stage))), name_of(Stage(words.max(Words::stage))), rank,
+                    name_of(Stage(local.max(Words::stage))));
     if (!words.same(Words::gradients)) {
-        const auto present = [&](size_t i) { return counts(i) && plan.jobs[i].present; };
-        const int64_t i = std::max<int64_t>(first_different(optimizer, present, plan.how.stream), 0);
+        const auto present = [&](size_t i) { return is_compared(i) && plan.jobs[i].present; };
+        const int64_t i = std::max<int64_t>(first_different(optimizer, present, plan.execution.stream), 0);
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
                     params[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
     }
-    if (optimizer.attachments().node) check_nodes(optimizer, plan.how.stream);
+    if (optimizer.attachments().node) check_nodes(optimizer, plan.execution.stream);
 }
 
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept {

@@ -94,7 +94,7 @@ void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) 
     const int32_t type = as_param ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
     for (int k = 0; k < moments.count; ++k)
-        state.add({whole_range(param.numel), moment_kind(k), index, type, 0, nullptr, &moments.at[k]});
+        state.add({whole_range(param.numel), moment_kind(k), index, type, 0, nullptr, &moments.info[k]});
     if (desc.flags & DSOPT_OPTIMIZER_ACCUMULATE) state.add(StateKind::grad_accum, index, param.numel);
     OneBit::add_param_state(param, index, group, desc, state);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The outcome of the last steps, and what the next step does with gradients.
+// The outcome of the last steps, and the next step's reduction of gradients.
 #include "base/struct_io.h"
 #include "optimizer/optimizer.h"
 #include <cmath>
@@ -64,7 +64,7 @@ dsopt_report Optimizer::report() const {
     r.last_skipped = outcome.skipped;
     r.kind = outcome.kind;
     r.reasons = outcome.reasons;
-    r.loss_scale = with_.scaler ? with_.scaler->info().scale : 1;
+    r.loss_scale = attachments_.scaler ? attachments_.scaler->info().scale : 1;
     r.scale_used = outcome.scale_used;
     r.grad_norm = outcome.grad_norm;
     r.dense_norm = outcome.dense_norm;
@@ -83,16 +83,16 @@ dsopt_report Optimizer::report() const {
 void Optimizer::log_changes(const dsopt_report &report) {
     const int64_t skips = report.skipped - logged_.skipped;
     const double before = logged_.loss_scale != 0 ? logged_.loss_scale : report.loss_scale;
-    const bool moved = report.loss_scale != before && !(std::isnan(report.loss_scale) && std::isnan(before));
+    const bool scale_changed = report.loss_scale != before && !(std::isnan(report.loss_scale) && std::isnan(before));
     char skipped[64] = "", scale[96] = "";
     if (skips > 0)
         std::snprintf(skipped, sizeof skipped, "%lld %s skipped since the last report%s", ll(skips),
-                      skips == 1 ? "step was" : "steps were", moved ? "; " : "");
-    if (moved)
+                      skips == 1 ? "step was" : "steps were", scale_changed ? "; " : "");
+    if (scale_changed)
         std::snprintf(scale, sizeof scale, "the loss scale changed from %.10g to %.10g", before, report.loss_scale);
     logged_.skipped = report.skipped;
     logged_.loss_scale = report.loss_scale;
-    if (skips > 0 || moved) context_->log(DSOPT_LOG_INFO, "call %lld: %s%s", ll(report.calls), skipped, scale);
+    if (skips > 0 || scale_changed) context_->log(DSOPT_LOG_INFO, "call %lld: %s%s", ll(report.calls), skipped, scale);
 }
 
 void write_reduction(const Optimizer &optimizer, const dsopt_tensor *schedule, int32_t *reduction, void *stream) {

@@ -66,7 +66,7 @@ PlannedScaler check_arrays(const dsopt_tensor *list, int64_t count, const Scaler
     return {static_cast<float *>(list[0].data), static_cast<ScalerState *>(list[1].data), rules};
 }
 
-void move_scale(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
+void run_transition(const Context &context, const PlannedScaler &scaler, const int32_t *overflow, void *stream) {
     check_aligned(overflow, sizeof *overflow, "overflow");
     context.device().kernels().run_in_one_thread(UpdateScaler{scaler.rules, scaler.state, scaler.scale, overflow},
                                                  stream);
@@ -111,9 +111,9 @@ std::shared_ptr<void> Scaler::attach() const {
     return token_;
 }
 void Scaler::detach_all() {
-    std::shared_ptr<void> fresh = std::make_shared<char>();
+    std::shared_ptr<void> new_token = std::make_shared<char>();
     const std::lock_guard lock(mutex_);
-    token_.swap(fresh);
+    token_.swap(new_token);
 }
 void Scaler::check_attached(const std::shared_ptr<void> &token) const {
     const std::lock_guard lock(mutex_);
@@ -165,13 +165,13 @@ void Scaler::set(int32_t what, double value, void *stream) {
 void Scaler::update(const int32_t *overflow, void *stream) {
     used_.store(true, std::memory_order_release);
     const Enqueues work(pending_.get(), stream);
-    move_scale(*context_, {scale(), state(), rules()}, overflow, stream);
+    run_transition(*context_, {scale(), state(), rules()}, overflow, stream);
 }
 void Scaler::transition(const dsopt_tensor *state, int64_t count, const int32_t *overflow, void *stream) const {
     const PlannedScaler scaler = check_arrays(state, count, rules());
     used_.store(true, std::memory_order_release);
     const Enqueues work(pending_.get(), stream);
-    move_scale(*context_, scaler, overflow, stream);
+    run_transition(*context_, scaler, overflow, stream);
 }
 void Scaler::init_state(const dsopt_tensor *state, int64_t count, void *stream) const {
     const PlannedScaler scaler = check_arrays(state, count, rules());

@@ -73,7 +73,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state()[i].flags & DSOPT_STATE_FROM_PARAM);
         return flat ? this->params()[size_t(state()[i].param)].group : apart;
     };
-    constexpr size_t in_block = SIZE_MAX; // in place of an offset: the tensor's block has room
+    constexpr size_t in_block = SIZE_MAX; // in place of an offset: the tensor fits into its block
     std::vector<size_t> missing, offsets;
     for (size_t i = 0; i < state().size(); ++i)
         if (state()[i].data == nullptr) missing.push_back(i);
@@ -107,20 +107,20 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
     if (counters && wrapper() != Wrapper::none && !masters_follow) {
         ensure_workspace(stream);
         // The initial step changes parameters that have no separate master: nothing after it may fail.
-        take_initial_step(params, list.data(), workspace_.data(), stream);
+        run_initial_step(params, list.data(), workspace_.data(), stream);
     }
     (void)registry.state.add_arena(std::move(arena));
     for (size_t k = 0; k < missing.size(); ++k) {
         const StateEntry &entry = state()[missing[k]];
         if (entry.param >= 0) {
-            registry.state.place(missing[k], list[missing[k]].data);
+            registry.state.set_memory(missing[k], list[missing[k]].data);
             continue;
         }
         EngineBlock &block = registry.state.block(entry.kind);
         if (offsets[k] != in_block)
             block = {.data = list[missing[k]].data, .capacity = block.grown(entry.bytes()), .kept = {}};
-        block.generation = 0; // its contents are lost
-        registry.state.place_in_block(missing[k]);
+        block.generation = 0; // the contents were not saved
+        registry.state.set_memory_to_block(missing[k]);
     }
     registry.memory.reset();
 }
@@ -162,18 +162,18 @@ void Optimizer::fill_blocks(const std::vector<Move> &moves, StateTable &state) c
     for (size_t i = 0; i < moves.size(); ++i) state.block(moves[i].kind) = blocks[i];
 }
 
-/// Keeps the contents of tensors of the whole optimizer in their blocks, except tensors with Growth::reset. Must be
-/// called before longer tensors replace these in the list. Memory that was bound is the caller's again.
-void Optimizer::save_contents(const std::vector<StateEntry> &local, StateTable &state) const {
+/// Saves the contents of tensors of the whole optimizer in their blocks, except tensors with Growth::reset. Must be
+/// called before longer tensors replace these in the list. Bound memory is not used afterwards.
+void Optimizer::save_contents(const std::vector<StateEntry> &entries, StateTable &state) const {
     const auto is_kept = [](const StateEntry &entry) {
         return entry.data != nullptr && !entry.of_scaler() && record_of(entry.kind).growth != Growth::reset;
     };
     std::vector<Move> moves;
-    for (const StateEntry &entry : local)
+    for (const StateEntry &entry : entries)
         if (is_kept(entry) && entry.data != state.block(entry.kind).data)
             moves.push_back({entry.kind, entry.data, entry.bytes(), entry.bytes()});
     fill_blocks(moves, state);
-    for (const StateEntry &entry : local) {
+    for (const StateEntry &entry : entries) {
         EngineBlock &block = state.block(entry.kind);
         if (entry.data != block.data || !is_kept(entry)) block.generation = 0;
         block.kept = is_kept(entry) ? std::optional(entry.bytes()) : std::nullopt;
@@ -184,14 +184,14 @@ void Optimizer::save_contents(const std::vector<StateEntry> &local, StateTable &
 /// exists: groups are only added, and no option changes which tensors an algorithm has.
 void Optimizer::restore_contents(Registry &registry) const {
     StateTable &state = registry.state;
-    const std::vector<StateEntry> local = state.of_optimizer();
+    const std::vector<StateEntry> entries = state.of_optimizer();
     std::vector<Move> moves;
-    for (const StateEntry &entry : local)
+    for (const StateEntry &entry : entries)
         if (const EngineBlock &block = state.block(entry.kind); block.kept)
             moves.push_back({entry.kind, block.data, *block.kept, entry.bytes()});
     fill_blocks(moves, state);
     for (const Move &move : moves) {
-        state.place_in_block(size_t(state.index_of(move.kind)));
+        state.set_memory_to_block(size_t(state.index_of(move.kind)));
         state.block(move.kind).kept.reset();
     }
     if (!moves.empty()) registry.memory.reset(); // it lacks the tensors that have memory now
@@ -218,12 +218,12 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
     for (size_t i = 0; i < this->state().size(); ++i) {
         const StateEntry &entry = this->state()[i];
         if (entry.kind == StateKind::scaler) // also writes the loss scale, which is the entry before
-            with_.scaler->init_state(state + i - 1, 2, stream);
+            attachments_.scaler->init_state(state + i - 1, 2, stream);
         else if (entry.kind != StateKind::loss_scale)
             initialize(entry, params, state[i].data, stream);
     }
     if (this->state().uses_engine_memory(state, StateKind::schedule)) state_changed();
-    if (initial_step) take_initial_step(params, state, workspace.data(), stream);
+    if (initial_step) run_initial_step(params, state, workspace.data(), stream);
 }
 
 void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required) {
@@ -264,7 +264,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     std::vector<char> words;
     for (size_t i = 0; i < state().size(); ++i) {
         const StateEntry &entry = state()[i];
-        if (list[i].data == nullptr || entry.numel == 0 || !has_meaning(entry.kind)) continue;
+        if (list[i].data == nullptr || entry.numel == 0 || !needs_check(entry.kind)) continue;
         words.resize(entry.bytes());
         context_->device().copy(words.data(), list[i].data, words.size());
         check_contents(*this, entry, words.data(), "bound memory");
@@ -276,7 +276,7 @@ void Optimizer::bind_state(const dsopt_tensor *list, int64_t count) {
     Registry &registry = registry_.change();
     registry.memory = registry.map_memory(nullptr, bound.data());
     for (size_t i = 0; i < bound.size(); ++i) // in place: callers hold pointers to dims
-        if (state()[i].data != bound[i].data) registry.state.place(i, bound[i].data);
+        if (state()[i].data != bound[i].data) registry.state.set_memory(i, bound[i].data);
     state_changed();
 }
 

@@ -46,7 +46,7 @@ constexpr StateKind moment_kind(int k) { return StateKind(int(StateKind::first_m
 /// What happens to a tensor of the whole optimizer when parameters are added.
 enum class Growth : uint8_t {
     reset,    // it gets its starting values
-    carried,  // it keeps its contents
+    carried,  // it keeps its contents, and new elements are zeros
     per_param // it has one element per parameter, and keeps the existing elements
 };
 
@@ -121,8 +121,8 @@ struct EngineBlock {
 };
 
 /// All state tensors of an optimizer: first those of its parameters, then those of the whole optimizer. They are found
-/// by parameter and kind. The table also owns the engine's memory for them. It frees none of that memory before it is
-/// destroyed, because callers have pointers.
+/// by parameter and kind. The table also owns the engine's memory for them, and frees it only when the table is
+/// destroyed, because callers have pointers to it.
 class StateTable {
 public:
     static constexpr int64_t kOptimizer = -1; // in place of a parameter's index
@@ -130,11 +130,11 @@ public:
     /// Appends a tensor. The tensors of a parameter are contiguous; those of the whole optimizer come last.
     void add(const StateEntry &entry) {
         const auto owner = size_t(entry.param + 1);
-        if (owner >= places_.size()) places_.resize(owner + 1);
+        if (owner >= indices_.size()) indices_.resize(owner + 1);
         list_.push_back(entry.tensor());
         entries_.push_back(entry);
         missing_ += entry.data == nullptr;
-        places_[owner][size_t(entry.kind)] = int32_t(entries_.size());
+        indices_[owner][size_t(entry.kind)] = int32_t(entries_.size());
         if (owner == 0) flat_numel_[size_t(entry.kind)] = entry.numel;
     }
     /// Appends a tensor with dtype and flags of its record. The engine never replaces the memory `data`.
@@ -143,16 +143,16 @@ public:
         add({whole_range(numel), kind, param, record.dtype, record.flags, data, nullptr, data != nullptr});
     }
     /// Sets the memory of the i-th tensor, which must be other memory than before.
-    void place(size_t i, void *data) { place(i, data, ++generations_); }
-    /// Places the i-th tensor in its block. Its generation stays if it has been there all the time.
-    void place_in_block(size_t i) {
-        EngineBlock &at = block(entries_[i].kind);
-        if (at.generation == 0) at.generation = ++generations_;
-        place(i, at.data, at.generation);
+    void set_memory(size_t i, void *data) { set_memory(i, data, ++generations_); }
+    /// Sets the memory of the i-th tensor to its block. The generation stays if the tensor was in the block before.
+    void set_memory_to_block(size_t i) {
+        EngineBlock &engine_block = block(entries_[i].kind);
+        if (engine_block.generation == 0) engine_block.generation = ++generations_;
+        set_memory(i, engine_block.data, engine_block.generation);
     }
     EngineBlock &block(StateKind kind) { return blocks_[size_t(kind)]; }
     const EngineBlock &block(StateKind kind) const { return blocks_[size_t(kind)]; }
-    /// Reserves an entry for add_arena(), which then does not throw. Tensors are placed in arenas.
+    /// Reserves an entry for add_arena(), which then does not throw. An arena is memory of one or several tensors.
     void reserve_arena() { arenas_.reserve(arenas_.size() + 1); }
     char *add_arena(Memory arena) {
         arenas_.push_back(std::move(arena));
@@ -171,23 +171,23 @@ public:
             entries_.pop_back();
         }
         list_.resize(entries_.size()); // it has one entry more if add() failed
-        if (places_.size() > size_t(params + 1)) places_.resize(size_t(params + 1));
-        places_[0] = {};
+        if (indices_.size() > size_t(params + 1)) indices_.resize(size_t(params + 1));
+        indices_[0] = {};
     }
 
     /// Returns the tensor's index in lists of all state tensors; -1: there is none.
     int64_t index_of(StateKind kind, int64_t param = kOptimizer) const {
         const auto owner = size_t(param + 1);
-        return owner < places_.size() ? places_[owner][size_t(kind)] - 1 : -1;
+        return owner < indices_.size() ? indices_[owner][size_t(kind)] - 1 : -1;
     }
     const StateEntry *find(StateKind kind, int64_t param = kOptimizer) const {
-        const int64_t at = index_of(kind, param);
-        return at >= 0 ? &entries_[size_t(at)] : nullptr;
+        const int64_t index = index_of(kind, param);
+        return index >= 0 ? &entries_[size_t(index)] : nullptr;
     }
     /// Returns the tensor's entry in a list of all state tensors; NULL: there is none.
     const dsopt_tensor *find(const dsopt_tensor *list, StateKind kind, int64_t param = kOptimizer) const {
-        const int64_t at = index_of(kind, param);
-        return at >= 0 ? list + at : nullptr;
+        const int64_t index = index_of(kind, param);
+        return index >= 0 ? list + index : nullptr;
     }
     /// Returns the only dimension of a tensor of the whole optimizer. The pointer stays valid when entries move, as
     /// dsopt_state_info.dims promises.
@@ -199,8 +199,8 @@ public:
     }
     /// True if a list of all state tensors has the table's own memory for a tensor of the whole optimizer.
     bool uses_engine_memory(const dsopt_tensor *list, StateKind kind) const {
-        const int64_t at = index_of(kind);
-        return at >= 0 && list[at].data == entries_[size_t(at)].data;
+        const int64_t index = index_of(kind);
+        return index >= 0 && list[index].data == entries_[size_t(index)].data;
     }
     const std::vector<dsopt_tensor> &list() const { return list_; }
     /// True if every tensor has memory, including those of the whole optimizer.
@@ -214,17 +214,17 @@ public:
 
 private:
     static constexpr size_t kKinds = size_t(StateKind::step) + 1;
-    using Places = std::array<int32_t, kKinds>; // one more than the index; 0: there is none
+    using Indices = std::array<int32_t, kKinds>; // one more than the index; 0: there is none
 
-    void place(size_t i, void *data, int64_t generation) {
+    void set_memory(size_t i, void *data, int64_t generation) {
         missing_ += int64_t(data == nullptr) - int64_t(entries_[i].data == nullptr);
         entries_[i].data = list_[i].data = data;
         entries_[i].generation = generation;
     }
 
     std::vector<StateEntry> entries_;
-    std::vector<dsopt_tensor> list_;                      // the same tensors, as callers pass lists
-    std::vector<Places> places_ = std::vector<Places>(1); // of the optimizer, then of each parameter
+    std::vector<dsopt_tensor> list_;                         // the same tensors, as callers pass lists
+    std::vector<Indices> indices_ = std::vector<Indices>(1); // of the optimizer, then of each parameter
     std::array<int64_t, kKinds> flat_numel_{};
     std::array<EngineBlock, kKinds> blocks_;
     std::vector<Memory> arenas_;

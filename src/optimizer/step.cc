@@ -19,12 +19,12 @@ struct HostMemory {
 
     /// With `memory` NULL only the bytes before `tables` are counted.
     HostMemory(const Optimizer &optimizer, void *memory) {
-        Arena pieces(memory);
+        Arena arena(memory);
         const auto count = int64_t(optimizer.params().size()), all = int64_t(optimizer.state().size());
-        for (dsopt_tensor **list : {&grads, &params, &out}) pieces.take(*list, count);
-        for (dsopt_tensor **list : {&state, &all_state}) pieces.take(*list, all);
-        pieces.take(tables, 0);
-        bytes = pieces.bytes();
+        for (dsopt_tensor **list : {&grads, &params, &out}) arena.take(*list, count);
+        for (dsopt_tensor **list : {&state, &all_state}) arena.take(*list, all);
+        arena.take(tables, 0);
+        bytes = arena.bytes();
     }
 };
 
@@ -32,9 +32,9 @@ static_assert(sizeof(dsopt_tensor) == 24, "no padding: lists are compared byte b
 
 /// Returns the call without the addresses of its lists and without its stream, for a comparison byte by byte.
 dsopt_step without_addresses(dsopt_step step) {
-    static constexpr dsopt_tensor given{};
+    static constexpr dsopt_tensor placeholder{};
     for (const dsopt_tensor **list : {&step.grads, &step.params, &step.out, &step.state})
-        if (*list != nullptr) *list = &given;
+        if (*list != nullptr) *list = &placeholder;
     step.stream = nullptr;
     return step;
 }
@@ -48,7 +48,7 @@ void copy_list(dsopt_tensor *to, const dsopt_tensor *from, int64_t count) {
 }
 
 /// True if the lists differ in addresses only, and the new addresses are legal.
-bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
+bool differs_in_addresses(const dsopt_tensor *now, const dsopt_tensor *before, int64_t count) {
     bool may = now != nullptr;
     for (int64_t i = 0; i < count && may; ++i) {
         const dsopt_tensor &a = now[i], &b = before[i];
@@ -59,7 +59,8 @@ bool may_be_at(const dsopt_tensor *now, const dsopt_tensor *before, int64_t coun
     return may;
 }
 
-/// With DSOPT_OPTIMIZER_CHECK_RANKS: reports a call that fails before the ranks compare their steps to the other ranks.
+/// With DSOPT_OPTIMIZER_CHECK_RANKS: if a call fails before the ranks compare their steps, reports this to the other
+/// ranks.
 template <class F> void with_refusal(const Optimizer &optimizer, void *stream, F &&body) {
     bool ranks_compared = false;
     try {
@@ -78,7 +79,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     char *const begin = static_cast<char *>(workspace) + alignment_padding(workspace);
     HostScratch scratch(host_scratch_, request.host ? 0 : StepMemory(*this, nullptr, nullptr).host_bytes);
     const StepMemory memory(*this, begin, request.host ? request.host : scratch.data());
-    if (!request.remembers) device.clear(memory.control, kZeroedBytes, stream);
+    if (!request.stateful) device.clear(memory.control, kZeroedBytes, stream);
 
     const StepTable table(memory.table, shape_of(*this));
     const bool engine_schedule = onebit_ && request.engine_schedule;
@@ -87,9 +88,9 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
         onebit_->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
                       onebit);
     StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr);
-    if (request.remembers) {
+    if (request.stateful) {
         plan.outcome = outcome_.data();
-        plan.how.cache = cache_.get();
+        plan.execution.cache = cache_.get();
     }
     if (context_->checks_pointers()) check_pointers(*this, plan);
 
@@ -100,10 +101,10 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (engine_schedule) onebit_->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = // ranks with different lists would send different messages
-        !checks && request.remembers && onebit_ && onebit_->setup().compresses && !onebit_->lists_compared();
+        !checks && request.stateful && onebit_ && onebit_->setup().compresses && !onebit_->lists_compared();
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;
-        if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.remembers);
+        if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.stateful);
     };
     drive({.context = *context_,
            .plan = plan,
@@ -114,14 +115,14 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .means = averages ? &means : nullptr,
            .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
                                                                          : onebit.exchange.node.slices});
-    if (request.remembers && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
+    if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
     if (engine_schedule) onebit_->count_step(onebit.plan);
 }
 
 /// The original's wrappers take one step of the base optimizer on zero gradients when they are constructed: counters
 /// become 1, and decay is applied to the masters, not to the parameters.
-void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace,
-                                  void *stream) const {
+void Optimizer::run_initial_step(const dsopt_tensor *params, const dsopt_tensor *state, void *workspace,
+                                 void *stream) const {
     dsopt_step step{};
     step.params = params;
     step.stream = stream;
@@ -131,40 +132,40 @@ void Optimizer::take_initial_step(const dsopt_tensor *params, const dsopt_tensor
 void Optimizer::step(const dsopt_step &step) {
     with_refusal(*this, step.stream, [&](bool &ranks_compared) {
         context_->device().check_stream(step.stream);
-        take_step(step, ranks_compared);
+        execute_step(step, ranks_compared);
     });
 }
 void Optimizer::apply(const dsopt_step &step) const {
     with_refusal(*this, step.stream, [&](bool &ranks_compared) {
         context_->device().check_stream(step.stream);
-        take_apply(step, ranks_compared);
+        execute_apply(step, ranks_compared);
     });
 }
 
-void Optimizer::take_step(const dsopt_step &step, bool &ranks_compared) {
+void Optimizer::execute_step(const dsopt_step &step, bool &ranks_compared) {
     check_skip_budget(step.stream);
     check_scaler();
-    const Reuse repeats = reuse_of(step);
-    if (repeats == Reuse::nothing) check_call(step);
+    const Reuse reuse = reuse_of(step);
+    if (reuse == Reuse::nothing) check_call(step);
     const Enqueues work(pending(), step.stream);
     ensure_workspace(step.stream);
     bool engine_schedule = false;
     const dsopt_tensor *const state = find_state(step, &engine_schedule);
     const StepRequest request{.step = step,
                               .flags = flags_of(step),
-                              .remembers = true,
+                              .stateful = true,
                               .engine_schedule = engine_schedule,
-                              .repeats = repeats,
+                              .reuse = reuse,
                               .host = HostMemory(*this, host_memory_.data()).tables,
                               .ranks_compared = &ranks_compared};
     planned_ = 0; // in case the step fails
     run(request, state, workspace_.data());
-    keep_call(request);
+    store_call(request);
     count_call(step);
 }
 
-/// Throws SKIPS if the skip budget is used up. Uses the outcomes that have arrived on the host. It waits for the others
-/// only if ranks must come to the same result; such steps are in no graph.
+/// Throws SKIPS if the skip budget is used up. Uses the outcomes that have arrived on the host. It waits for the other
+/// outcomes only if ranks must come to the same result; such steps are in no graph.
 void Optimizer::check_skip_budget(void *stream) const {
     if (desc_.skip_budget <= 0) return;
     if (outcome_.is_copied() && has_peers(comms())) {
@@ -179,8 +180,8 @@ void Optimizer::check_skip_budget(void *stream) const {
                     ll(known->skipped_in_row), desc_.skip_budget, ll(known->nonfinite));
 }
 
-/// Returns how much of the call is the same as in the last call, whose tables can be reused. Lists are compared with
-/// the last call's lists and not with the tables, which occupy five times as many cache lines.
+/// Compares the call with the last call, and returns which of its tables can be reused. Lists are compared with the
+/// last call's lists and not with the tables, which occupy five times as many cache lines.
 Reuse Optimizer::reuse_of(const dsopt_step &step) {
     if (planned_ != registry_.version()) return Reuse::nothing;
     const dsopt_step call = without_addresses(step);
@@ -189,10 +190,10 @@ Reuse Optimizer::reuse_of(const dsopt_step &step) {
         !same_list(step.out, last.out, step.count) || !same_list(step.state, last.state, step.state_count))
         return Reuse::nothing;
     if (same_list(step.grads, last.grads, step.count)) return Reuse::all;
-    return may_be_at(step.grads, last.grads, step.count) ? Reuse::all_but_addresses : Reuse::nothing;
+    return differs_in_addresses(step.grads, last.grads, step.count) ? Reuse::all_but_addresses : Reuse::nothing;
 }
 
-/// Checks a call that is not a repetition of the last one.
+/// Checks a call that differs from the last call.
 void Optimizer::check_call(const dsopt_step &step) const {
     check_step(*this, step, false);
     if (step.workspace != nullptr || step.workspace_bytes != 0)
@@ -204,15 +205,16 @@ void Optimizer::check_call(const dsopt_step &step) const {
 }
 
 /// Returns the state list of a call: the caller's tensors, and for all others the optimizer's, which are allocated if
-/// need be. Sets `is_own` if the schedule is the optimizer's.
-const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) {
-    const auto brings = [&](size_t i) { return step.state[i].data != nullptr || state()[i].numel == 0; };
+/// necessary. Sets `engine_schedule` to true if the schedule is the optimizer's.
+const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *engine_schedule) {
+    const auto has_memory = [&](size_t i) { return step.state[i].data != nullptr || state()[i].numel == 0; };
     bool complete = step.state != nullptr; // the engine needs no memory of its own
-    for (size_t i = 0; i < state().size() && complete; ++i) complete = brings(i);
-    const bool local = step.state == nullptr || state().data<void>(step.state, StateKind::schedule) == nullptr;
-    *is_own = local && !complete;
+    for (size_t i = 0; i < state().size() && complete; ++i) complete = has_memory(i);
+    const bool uses_engine_schedule =
+        step.state == nullptr || state().data<void>(step.state, StateKind::schedule) == nullptr;
+    *engine_schedule = uses_engine_schedule && !complete;
     if (!complete) ensure_state(step.params, step.stream);
-    if (!*is_own) state_changed(); // the list may name the engine's own memory
+    if (!*engine_schedule) state_changed(); // the list may name the engine's own memory
     if (complete) return step.state;
     if (step.state == nullptr) return state().list().data();
     dsopt_tensor *const list = HostMemory(*this, host_memory_.data()).all_state;
@@ -221,19 +223,19 @@ const dsopt_tensor *Optimizer::find_state(const dsopt_step &step, bool *is_own) 
     return list;
 }
 
-/// Stores the call for reuse_of(), unless its jobs differ from step to step, as those of the 1-bit family and of
-/// accumulated gradients do.
-void Optimizer::keep_call(const StepRequest &request) {
+/// Stores the call for reuse_of(), unless its jobs change from step to step, as with the 1-bit family and with
+/// accumulated gradients.
+void Optimizer::store_call(const StepRequest &request) {
     if (onebit_ || (request.flags & DSOPT_STEP_ACCUMULATED) || context_->checks_pointers()) return;
     const dsopt_step &step = request.step;
     const HostMemory last(*this, host_memory_.data());
-    if (request.repeats == Reuse::nothing) {
+    if (request.reuse == Reuse::nothing) {
         last_call_ = without_addresses(step);
         copy_list(last.params, step.params, step.count);
         copy_list(last.out, step.out, step.count);
         copy_list(last.state, step.state, step.state_count);
     }
-    if (request.repeats != Reuse::all) copy_list(last.grads, step.grads, step.count);
+    if (request.reuse != Reuse::all) copy_list(last.grads, step.grads, step.count);
     planned_ = registry_.version();
 }
 
@@ -244,7 +246,7 @@ void Optimizer::count_call(const dsopt_step &step) {
         for (Param &param : registry_.change().params) param.accumulated = false;
 }
 
-void Optimizer::take_apply(const dsopt_step &step, bool &ranks_compared) const {
+void Optimizer::execute_apply(const dsopt_step &step, bool &ranks_compared) const {
     check_step(*this, step, true);
     check_state_list(*this, step.state, step.state_count, true);
     const size_t bytes = StepMemory(*this, nullptr, nullptr).bytes, needed = bytes + alignment_padding(step.workspace);

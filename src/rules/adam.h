@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam and AdamW, and apex's first fused Adam. The functors update one element; they unscale `g`, which is as given.
+// Adam and AdamW, and apex's first fused Adam. The functors update one element. They unscale `g`, the caller's
+// gradient.
 #pragma once
 #include "rules/scalars.h"
 
@@ -10,15 +11,15 @@ inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
 inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
 
 /// Updates both running means with an unscaled gradient.
-template <class F> DSOPT_HD void take_gradient(const Scalars &s, F g, F &m, F &v) {
+template <class F> DSOPT_HD void update_moments(const Scalars &s, F g, F &m, F &v) {
     m = s.beta1 * m + s.a1 * g;
     v = s.beta2 * v + (s.a2 * g) * g;
 }
 
 /// Kingma and Ba 2015 with L2 decay, or Loshchilov and Hutter 2019 with decoupled decay, with one division and one
 /// square root: the bias corrections are factors of the step size and of the root. lr wd p is subtracted together with
-/// the step and not by a factor 1 - lr wd, whose rounding to fp32 is an error of all weights in the same direction in
-/// every step.
+/// the step. A factor 1 - lr wd, rounded to fp32, would change all weights by an error in the same direction in every
+/// step.
 template <bool Decoupled> struct Adam {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kAdamFields | kStepSize;
@@ -27,7 +28,7 @@ template <bool Decoupled> struct Adam {
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v) const {
         g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
-        take_gradient(s, g, m, v);
+        update_moments(s, g, m, v);
         const F change = s.lr * (m / (square_root(v) * s.inverse_root + s.eps));
         p = p - (Decoupled ? change + s.lr_wd * p : change);
     }
@@ -43,7 +44,7 @@ template <bool Decoupled> struct AdamCompat {
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v) const {
         g = unscale(s, g);
         if (!Decoupled) g = g + s.wd * p;
-        take_gradient(s, g, m, v);
+        update_moments(s, g, m, v);
         F update = (m / s.c1) / (square_root(v / s.c2) + s.eps);
         if (Decoupled) update = update + s.wd * p;
         p = p - s.lr * update;
@@ -63,7 +64,7 @@ template <bool EpsInside> struct LegacyAdam {
     static constexpr MomentList moments = kMeans;
     Scalars s; // lr = lr * sqrt(c2) / c1
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v) const {
-        take_gradient(s, unscale(s, g), m, v);
+        update_moments(s, unscale(s, g), m, v);
         p = p - s.lr * plain_update<EpsInside>(s, p, m, v);
     }
 };
@@ -74,7 +75,7 @@ inline void adam_defaults(dsopt_group &group) {
     group.beta2 = 0.999;
     group.eps = 1e-8;
 }
-/// Sets a weight decay, without which AdamW would be Adam. torch.optim has this value.
+/// Sets the weight decay of torch.optim.AdamW. Without weight decay, AdamW would be Adam.
 inline void adamw_defaults(dsopt_group &group) {
     adam_defaults(group);
     group.weight_decay = 0.01;
@@ -95,7 +96,7 @@ constexpr RuleInfo adam_record(int32_t algorithm, const char *name, void (*defau
             .fields = kAdamFields,
             .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_UNCORRECTED,
             .compat = true,
-            .one_count = true,
+            .counts_per_group = true,
             .defaults = defaults,
             .check = check_adam,
             .formula = formula};
@@ -109,7 +110,7 @@ inline constexpr RuleInfo kLegacyAdam{.algorithm = DSOPT_ALGORITHM_ADAM_LEGACY,
                                       .fields = kAdamFields,
                                       .flags = DSOPT_GROUP_NO_BIAS_CORRECTION | DSOPT_GROUP_EPS_INSIDE_SQRT,
                                       .compat = true,
-                                      .one_count = true,
+                                      .counts_per_group = true,
                                       .defaults = adam_defaults,
                                       .formula = by_eps<Rule::legacy, Rule::legacy_eps_inside>};
 

@@ -19,7 +19,7 @@ void check_field(const GroupField &field, double value, const RuleInfo &info) {
     if (field.field != 0 && !(info.fields & field.field)) {
         if (value != 0)
             throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s%s", field.name, info.name,
-                        field.whose != nullptr ? ": it is for " : "", field.whose != nullptr ? field.whose : "");
+                        field.only_in != nullptr ? ": it is for " : "", field.only_in != nullptr ? field.only_in : "");
         return;
     }
     check_range(field.name, value, field.range);
@@ -94,7 +94,7 @@ const MomentList &moments_of(const dsopt_group &group) {
 
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {
     for (int k = 0; k < kMoments; ++k) {
-        const MomentInfo &x = a.at[k], &y = b.at[k];
+        const MomentInfo &x = a.info[k], &y = b.info[k];
         if (std::strcmp(x.name, y.name) != 0) return *x.name != 0 ? &x : &y;
     }
     return nullptr;

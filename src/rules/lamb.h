@@ -17,7 +17,7 @@ template <bool EpsInside> struct Lamb {
         Scalars s;
         /// Returns the update, whose norm the trust ratio needs.
         template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v) const {
-            take_gradient(s, unscale(s, g), m, v);
+            update_moments(s, unscale(s, g), m, v);
             return plain_update<EpsInside>(s, p, m, v);
         }
     };

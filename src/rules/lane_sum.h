@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order of additions in every sum of squares. It is part of the result.
-// Leaves of a tensor, and tensors of a list: lane l of 32 adds values l, l + 32, ... one after the other, then the
-// upper half of the lanes is added to the lower half, five times. Elements of a leaf: 128 lanes, each in order, too;
-// lanes 4t to 4t + 3 are then added as (a + b) + (c + d), and these 32 sums by halves as above. So a thread of a GPU
-// adds up the four neighbours that it loads, and a CPU has four stripes of 32 lanes.
+// The order of additions in every sum of squares. The order determines the bits of the result.
+// Sums over leaves of a tensor, and over tensors of a list, have 32 lanes: lane l adds values l, l + 32, ... in order.
+// Then the upper half of the lanes is added to the lower half, five times. Sums over elements of a leaf have 128 lanes,
+// also in order. Lanes 4t to 4t + 3 are then added as (a + b) + (c + d), and the 32 sums are added by halves as above.
+// So a thread of a GPU adds up the four neighbours that it loads, and a CPU has four stripes of 32 lanes.
 #pragma once
 #include "base/hd.h"
 #include <stdint.h>
@@ -30,7 +30,7 @@ template <int Lanes> DSOPT_HD double fold_leaf_lanes(const double (&lane)[Lanes]
 }
 
 /// Returns the sum of value(0), value(1), ... value(count - 1), computed by one thread. `count` is at most `Lanes`. The
-/// other lanes of kLanes would be zeros, which change no bit of a sum of squares.
+/// lanes from `Lanes` to kLanes are omitted: they would be zeros, which change no bit of a sum of squares.
 template <int Lanes, class Value> DSOPT_HD double add_few(int64_t count, const Value &value) {
     double lane[Lanes];
     for (int l = 0; l < Lanes; ++l) lane[l] = l < count ? value(l) : 0.0;

@@ -34,11 +34,11 @@ DSOPT_HD float scale_in_use(const ScalerState &s) {
     return scale < double(FLT_MAX) ? float(scale) : FLT_MAX;
 }
 
-/// False for words that no transition writes, such as zeros or the contents of another array.
+/// False if the scale of the state is not positive, as in words that no transition has written.
 DSOPT_HD bool scale_can_be_used(const ScalerState &s) { return s.overridden ? s.forced > 0 : s.dynamic > 0; }
 
 /// Repairs a scale after an overflow: a corrupted scale becomes the smallest one, and a scale above FLT_MAX becomes
-/// FLT_MAX. A corrupted override is cleared. A static scale stays as the caller set it.
+/// FLT_MAX. A corrupted override is cleared. A static scale stays unchanged.
 DSOPT_HD void restore_scale(const ScalerRules &rules, ScalerState &s) {
     if (s.overridden && !(s.forced > 0 && s.forced <= double(FLT_MAX))) {
         s.overridden = 0;
@@ -64,13 +64,13 @@ DSOPT_HD void count_update(const ScalerRules &rules, ScalerState &s) {
         s.last_overflow = -1;
         s.updates = int32_t(good < INT32_MAX - rules.window ? good + rules.window : good);
     }
-    s.updates = one_more(s.updates);
+    s.updates = saturating_increment(s.updates);
 }
 
 /// Makes one transition, as DeepSpeed's DynamicLossScaler does. The state machine inside its wrappers is the same
 /// without hysteresis.
 DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool overflow) {
-    s.skipped_in_row = overflow ? one_more(s.skipped_in_row) : 0;
+    s.skipped_in_row = overflow ? saturating_increment(s.skipped_in_row) : 0;
     s.recorded = 0;
     if (overflow) restore_scale(rules, s);
     if (s.overridden) return;
@@ -83,7 +83,7 @@ DSOPT_HD void scaler_transition(const ScalerRules &rules, ScalerState &s, bool o
             --s.hysteresis;
         } else {
             if ((rules.flags & DSOPT_SCALER_FAIL_AT_MIN) && s.dynamic == rules.min) {
-                s.failures = one_more(s.failures);
+                s.failures = saturating_increment(s.failures);
                 return; // the original throws here, before it counts
             }
             s.dynamic = s.dynamic / rules.factor > rules.min ? s.dynamic / rules.factor : rules.min;

@@ -5,10 +5,11 @@
 
 namespace dsopt {
 
-/// Returns the decoded value of the sign of `of`. Zeros of both signs and NaN count as positive, everywhere.
-DSOPT_HD float signed_scale(float scale, float of) { return of < 0 ? -scale : scale; }
-/// Returns the residual of a compensated value, which error feedback adds to the next message.
-DSOPT_HD float error_of(float kept, float scale) { return kept - signed_scale(scale, kept); }
+/// Returns `scale` with the sign of `value`: the decoded value. Zeros of both signs and NaN count as positive, on all
+/// devices.
+DSOPT_HD float signed_scale(float scale, float value) { return value < 0 ? -scale : scale; }
+/// Returns the residual of a compensated value, which error feedback adds to the next value before it is sent.
+DSOPT_HD float error_of(float value, float scale) { return value - signed_scale(scale, value); }
 
 /// Returns the scale of a scale group: signs times the scale have the same mean square as the group.
 DSOPT_HD float rms_of(double squares, int64_t numel) {
@@ -22,19 +23,19 @@ DSOPT_HD uint32_t active_from(const int32_t *active, int64_t element) {
 }
 DSOPT_HD bool is_active(const int32_t *active, int64_t element) { return (active_from(active, element) & 1u) != 0; }
 
-/// Returns the bit of an element in such an array.
+/// Returns the bit of an element in `active`.
 DSOPT_HD bool has_variance(float v) { return v != 0; }
 
 /// The values that a rank adds to an exchange.
 enum class Feed : uint8_t {
     momentum, // 1-bit Adam: the momentum, updated with this rank's gradient
-    scaled,   // 1-bit LAMB: the same momentum, scaled to the same size in all tensors
+    scaled,   // 1-bit LAMB: the updated momentum, scaled to the same root mean square in all tensors
     gradient, // 0/1 Adam until the variance is frozen
     distance, // 0/1 Adam afterwards: change of the weights since the last synchronisation, in units of the momentum
 };
 /// Scalars of the family's formulas for one tensor, in addition to Scalars.
 struct OneBitScalars {
-    float scaling; // 1-bit LAMB: factor that scales the momenta of all tensors to the same size
+    float scaling; // 1-bit LAMB: factor that scales the momenta of all tensors to the same root mean square
     float lr_sum;  // 0/1 Adam: sum of the learning rates since the last synchronisation
     bool drops;    // 0/1 Adam of the original on one rank: the momentum ignores the gradient
     /// True in standard mode: `track` is the anchor, the weights after the last synchronisation. False in compat mode:
@@ -43,8 +44,8 @@ struct OneBitScalars {
 };
 
 /// True for an element that gradients and means change. In standard mode an element whose variance is 0 when the
-/// variance freezes stays as it is: a sign is never 0, and it would be divided by eps.
-DSOPT_HD bool moves(const OneBitScalars &o, float v) { return !o.anchored || has_variance(v); }
+/// variance freezes stays unchanged: a decoded value is never 0, and would be divided by eps.
+DSOPT_HD bool is_updated(const OneBitScalars &o, float v) { return !o.anchored || has_variance(v); }
 
 DSOPT_HD float feed_value(Feed feed, const Scalars &s, const OneBitScalars &o, float g, float p, float m, float v,
                           float track) {
@@ -66,7 +67,7 @@ DSOPT_HD float frozen_update(const Scalars &s, float p, float m, float v) {
 /// Updates moments and weights after the exchange. `y`: the mean, which is identical on all ranks.
 DSOPT_HD void apply_mean(Feed feed, const Scalars &s, const OneBitScalars &o, float y, float &p, float &m, float v,
                          float &track) {
-    if (!moves(o, v)) y = 0;
+    if (!is_updated(o, v)) y = 0;
     if (feed == Feed::distance) {
         if (o.lr_sum != 0) m = -(y / o.lr_sum); // lr_sum 0: no weights changed, m stays
         const float common = o.anchored ? track : p - track;
@@ -81,22 +82,23 @@ DSOPT_HD void apply_mean(Feed feed, const Scalars &s, const OneBitScalars &o, fl
     p = p + -s.lr * frozen_update(s, p, m, v);
 }
 
-/// 1-bit LAMB after the exchange: lamb_apply_mean() updates the momentum and `fresh`, the estimate of the unfrozen
-/// variance, and returns the update without and with decay, whose norms are needed. `factor` is the ratio of a step
-/// with the unfrozen variance to a step with the frozen variance.
+/// 1-bit LAMB after the exchange: lamb_apply_mean() updates the momentum and `fresh_variance`, the estimate of the
+/// unfrozen variance, and returns the update without and with decay, whose norms are needed. `factor` is the ratio of a
+/// step with the unfrozen variance to a step with the frozen variance.
 struct LambUpdate {
     float without_decay, update, factor;
 };
 DSOPT_HD LambUpdate lamb_apply_mean(const Scalars &s, const OneBitScalars &o, float y, float mask, float p, float &m,
-                                    float v, float &fresh) {
+                                    float v, float &fresh_variance) {
     const float old = m;
-    if (!moves(o, v)) y = 0;
+    if (!is_updated(o, v)) y = 0;
     m = y / o.scaling * mask;
     const float gradient = (m - old * s.beta1) / s.a1;
-    fresh = s.beta2 * fresh + (s.a2 * gradient) * gradient;
+    fresh_variance = s.beta2 * fresh_variance + (s.a2 * gradient) * gradient;
     const float denominator = sqrtf(v) + s.eps;
     const float without_decay = m / denominator;
-    return {without_decay, s.wd > 0 ? without_decay + s.wd * p : without_decay, denominator / (sqrtf(fresh) + s.eps)};
+    return {without_decay, s.wd > 0 ? without_decay + s.wd * p : without_decay,
+            denominator / (sqrtf(fresh_variance) + s.eps)};
 }
 
 /// 1-bit LAMB: constants of the trust ratio in compressed steps, in which no rank has the mean gradient.
@@ -131,16 +133,18 @@ DSOPT_HD float frozen_trust(const TrustRules &rules, double factor, double witho
     const double mean = !rules.compat && weight > 0 ? double(average) / double(weight) : double(average);
     return float(mean * factor);
 }
-/// Returns the larger one of two factors. NaN counts as the largest.
-template <class T> DSOPT_HD T larger_factor(T most, T other) { return other > most || other != other ? other : most; }
+/// Returns the larger of two factors. NaN counts as the largest.
+template <class T> DSOPT_HD T larger_factor(T largest, T other) {
+    return other > largest || other != other ? other : largest;
+}
 
 /// Replaces NaN by infinity for an all-reduce of the maximum, which may drop a NaN. frozen_trust() treats both the
 /// same.
 DSOPT_HD double replace_nan_by_infinity(double factor) { return factor != factor ? double(INFINITY) : factor; }
 
-/// Takes a step of 0/1 Adam between exchanges, with this rank's gradient only.
+/// Makes a local step of 0/1 Adam, between exchanges, with this rank's gradient only.
 DSOPT_HD void local_step(const Scalars &s, const OneBitScalars &o, float g, float &p, float &m, float v, float &track) {
-    m = s.beta1 * m + s.a1 * (moves(o, v) ? unscale(s, g) : 0.0f);
+    m = s.beta1 * m + s.a1 * (is_updated(o, v) ? unscale(s, g) : 0.0f);
     const float change = -s.lr * frozen_update(s, p, m, v);
     p = p + change;
     if (!o.anchored) track = track + change;

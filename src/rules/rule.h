@@ -41,7 +41,7 @@ enum class Passes : uint8_t {
 
 constexpr int kMoments = 2; // largest number of moments of a rule
 
-/// Calls call(moment[0], ..., moment[Count - 1]). `moment`: values or pointers of a rule's moments.
+/// Calls call(moment[0], ..., moment[Count - 1]). `moment`: the values of a rule's moments, or pointers to them.
 template <int Count, class T, class Call> DSOPT_HD void with_moments(T *moment, const Call &call) {
     [&]<int... K>(std::integer_sequence<int, K...>) __attribute__((always_inline)) { call(moment[K]...); }
     (std::make_integer_sequence<int, Count>{});
@@ -55,7 +55,7 @@ struct MomentInfo {
 /// All moments of a formula, in the order of the functor's arguments. Entries from `count` on have no name or memory.
 struct MomentList {
     int count;
-    MomentInfo at[kMoments];
+    MomentInfo info[kMoments];
 };
 
 /// Hyper-parameters that only some rules have, and forms of bias correction.
@@ -88,12 +88,12 @@ struct GroupField {
     const char *name; // in messages and checkpoints
     double dsopt_group::*value;
     double Hyper::*hyper; // nullptr: steps do not read it
-    int32_t place;        // index in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: not in rows
+    int32_t hyper_index;  // index in rows of dsopt_step.hyper, DSOPT_HYPER_...; -1: not in rows
     int32_t key;          // DSOPT_KEY_...
     uint32_t field;       // the Field that a rule must have, 0: every rule has it
     Range range;
-    const char *whose; // name of the algorithm that has it, for messages; NULL: several have it
-    bool always_saved; // also if the rule does not have it
+    const char *only_in; // the only algorithm with this hyper-parameter, for messages; NULL: several have it
+    bool always_saved;   // saved even if the rule does not have it
 };
 inline constexpr GroupField kGroupFields[] = {
     {"lr", &dsopt_group::lr, &Hyper::lr, DSOPT_HYPER_LR, DSOPT_KEY_LR, 0, GroupField::not_negative, nullptr, true},
@@ -127,9 +127,9 @@ template <class Call> DSOPT_HD void for_group_fields(const Call &call) {
     (std::make_index_sequence<std::size(kGroupFields)>{});
 }
 /// Number of named entries in a row of dsopt_step.hyper. The other entries must be 0 or NaN.
-constexpr int kHyperPlaces = [] {
+constexpr int kHyperEntries = [] {
     int places = DSOPT_HYPER_MAX_NORM + 1;
-    for (const GroupField &field : kGroupFields) places = field.place < places ? places : field.place + 1;
+    for (const GroupField &field : kGroupFields) places = field.hyper_index < places ? places : field.hyper_index + 1;
     return places;
 }();
 
@@ -154,7 +154,7 @@ struct RuleInfo {
     uint32_t fields;                      // an OR of Field
     int32_t flags = 0;                    // flags of enum dsopt_group_flags that have an effect
     bool compat = false;                  // compat mode supports it
-    bool one_count = false;               // compat mode counts steps per group: see assign_group_counters()
+    bool counts_per_group = false;        // compat mode counts steps per group: see assign_group_counters()
     void (*defaults)(dsopt_group &group); // sets fields whose default is not 0
     void (*check)(const dsopt_group &group, bool compat) = nullptr; // checks what the tables above do not cover
     Rule (*formula)(const dsopt_group &group, bool compat);         // returns the formula for a group's options

@@ -42,7 +42,7 @@ template <class F> DSOPT_HD F unscale(const Scalars &s, F g) {
     return g < -s.limit ? -s.limit : g;
 }
 
-/// base^n by repeated squaring: the same bits on host and device, which pow() does not promise.
+/// Returns base^n by repeated squaring: the same bits on host and device, which pow() does not guarantee.
 DSOPT_HD double power(double base, int64_t n) {
     double result = 1;
     for (; n > 0; n >>= 1, base *= base)
@@ -54,8 +54,8 @@ DSOPT_HD double power(double base, int64_t n) {
 /// first rounds the betas to fp32, as the original kernels do.
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step, double divisor, float limit) {
     const bool dampens = fields & kMomentum; // SGD: beta1 is the momentum, and a1 does not depend on it
-    const double given = dampens ? hyper.momentum : hyper.beta1;
-    const double beta1 = hyper.compat ? double(float(given)) : given;
+    const double first_decay = dampens ? hyper.momentum : hyper.beta1;
+    const double beta1 = hyper.compat ? double(float(first_decay)) : first_decay;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
     Scalars s;
     s.beta1 = float(beta1);
@@ -97,11 +97,11 @@ DSOPT_HD float trust_ratio(double weight_squares, double update_squares, double 
     return float(ratio);
 }
 
-/// Returns the divisor of gradients: their scale, times the clip coefficient if that is above 1. `norm_as_given` is the
-/// norm of gradients as given.
-DSOPT_HD double clip_divisor(double scale, double norm_as_given, double max_norm) {
+/// Returns the divisor of gradients: their scale, times the clip coefficient if that is above 1. `scaled_norm` is the
+/// norm of the gradients before they are unscaled.
+DSOPT_HD double clip_divisor(double scale, double scaled_norm, double max_norm) {
     if (!(max_norm > 0)) return scale;
-    const double coefficient = (norm_as_given / scale + 1e-6) / max_norm;
+    const double coefficient = (scaled_norm / scale + 1e-6) / max_norm;
     return coefficient > 1 ? coefficient * scale : scale;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schedule of the 1-bit family: a few integers, identical on all ranks, from which the stage of a step follows.
+// The schedule of the 1-bit family: a few integers, identical on all ranks, that determine the stage of a step.
 #pragma once
 #include "base/hd.h"
 #include "dsopt.h"
@@ -61,12 +61,12 @@ DSOPT_HD int32_t next_reduction_of(const ScheduleRules &rules, const ScheduleSta
 /// because later exchanges are of another quantity.
 DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
     const Stage stage = stage_of(rules, s);
-    s.step = one_more(s.step);
+    s.step = saturating_increment(s.step);
     if (stage == Stage::dry) return false;
     const int64_t last =
         rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && rules.compat ? rules.freeze_step + 1 : rules.freeze_step;
     if (stage == Stage::local || stage == Stage::sync) {
-        s.local_counter = one_more(s.local_counter);
+        s.local_counter = saturating_increment(s.local_counter);
         if (s.local_counter >= rules.local_interval_steps) {
             s.local_counter = 0;
             const int64_t twice = 2 * int64_t(at_least_one(s.local_interval));
@@ -75,7 +75,7 @@ DSOPT_HD bool advance_schedule(const ScheduleRules &rules, ScheduleState &s) {
         return false;
     }
     if (rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM && stage == Stage::full) {
-        s.var_counter = one_more(s.var_counter);
+        s.var_counter = saturating_increment(s.var_counter);
         if (s.var_counter >= rules.var_interval_steps) {
             s.var_counter = 0;
             // An interval that ends after the freeze is never completed, and must not overflow.
@@ -96,7 +96,7 @@ inline ScheduleState schedule_before(const ScheduleRules &rules, int32_t call) {
     s.step = int32_t(taken);
     s.frozen = taken >= frozen_at;
     if (rules.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM) return s;
-    // Until the freeze: every var_interval-th step counts.
+    // Until the freeze, var_counter counts every var_interval-th step.
     const int64_t unfrozen = s.frozen ? frozen_at : taken;
     const int64_t counts = rules.var_interval_steps > 1 ? rules.var_interval_steps : 1;
     for (int64_t step = 0; step < unfrozen;) {
@@ -111,7 +111,7 @@ inline ScheduleState schedule_before(const ScheduleRules &rules, int32_t call) {
         s.var_counter = 0;
         s.var_interval = int32_t(interval < (1 << 29) ? 2 * interval : interval);
     }
-    // After the freeze: every step counts.
+    // After the freeze, local_counter counts every step.
     const int64_t local = taken - unfrozen, steps = rules.local_interval_steps > 1 ? rules.local_interval_steps : 1;
     s.local_counter = int32_t(local % steps);
     for (int64_t doublings = local / steps; doublings > 0 && s.local_interval != rules.max_local_interval;

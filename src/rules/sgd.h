@@ -5,7 +5,7 @@
 
 namespace dsopt {
 
-/// Without momentum there is no state.
+/// SGD without momentum, which has no state.
 struct Sgd {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = 0;
@@ -17,7 +17,7 @@ struct Sgd {
     }
 };
 
-/// The buffer is the gradient itself at a tensor's first step.
+/// At a tensor's first step, the momentum buffer becomes the gradient itself.
 template <bool Nesterov> struct SgdMomentum {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kMomentum;

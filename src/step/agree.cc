@@ -24,7 +24,8 @@ bool agrees_in_place(const StepRun &run) {
 void all_reduce_table(const StepPlan &plan, const CommSet &comms, const NormTable &table, Place place,
                       FunctionRef<void(const NormMove &)> run) {
     const auto over = [&](Comm *comm, double *values, int64_t count) {
-        if (comm != nullptr) comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.how.stream, place);
+        if (comm != nullptr)
+            comm->all_reduce(values, count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.execution.stream, place);
     };
     const auto over_data = [&](double *values, int64_t count) {
         over(comms.node, values, count);
@@ -32,21 +33,21 @@ void all_reduce_table(const StepPlan &plan, const CommSet &comms, const NormTabl
     };
     for (int32_t k = 0; k < comms.expert_count; ++k) {
         Comm *const expert = comms.experts[k].get();
-        if (expert->ranks() > 1) run({NormMove::take, table, k + 1, 1});
+        if (expert->ranks() > 1) run({NormMove::to_message, table, k + 1, 1});
         over(expert, table.message(), table.message_size());
-        if (expert->ranks() > 1) run({NormMove::put, table, k + 1, 1});
+        if (expert->ranks() > 1) run({NormMove::from_message, table, k + 1, 1});
     }
-    over(comms.model, table.at, table.size());
+    over(comms.model, table.values, table.size());
     const int64_t ranks = data_ranks(comms.data, comms.node);
     const bool local = plan.onebit != nullptr && plan.onebit->stage != Stage::full && plan.onebit->stage != Stage::dry;
     // If gradients were not averaged, all ranks clip by the same norm: the root mean square of the ranks' norms.
     if (local && !plan.onebit->rules.compat && ranks > 1) {
-        over_data(table.at, table.size());
+        over_data(table.values, table.size());
         return run({NormMove::mean, table, 0, double(ranks)});
     }
     // The original assumes that data-parallel ranks have the same averaged gradients. It has no other reasons to skip a
     // step.
-    if (plan.policy.wrapper == Wrapper::none || local || plan.given.any()) over_data(&table.reasons(), 1);
+    if (plan.policy.wrapper == Wrapper::none || local || plan.caller.any()) over_data(&table.reasons(), 1);
 }
 
 } // namespace
@@ -61,7 +62,7 @@ void reserve_norms(const StepRun &run) {
     const Place place = agrees_in_place(run) ? Place::backend : Place::host;
     const int64_t bytes = run.plan.norms.size_with_message() * int64_t(sizeof(double));
     const auto reserve = [&](Comm *comm) {
-        if (comm != nullptr) comm->reserve({.all_reduce = bytes}, run.plan.how.stream, place);
+        if (comm != nullptr) comm->reserve({.all_reduce = bytes}, run.plan.execution.stream, place);
     };
     for (Comm *comm : {run.comms.data, run.comms.node, run.comms.model}) reserve(comm);
     for (int32_t k = 0; k < run.comms.expert_count; ++k) reserve(run.comms.experts[k].get());
@@ -72,23 +73,23 @@ void all_reduce_norms(const StepRun &run) {
     const Device &device = run.context.device();
     if (agrees_in_place(run))
         return all_reduce_table(plan, run.comms, plan.norms, Place::backend, [&](const NormMove &move) {
-            device.kernels().run_in_one_thread(move, plan.how.stream);
+            device.kernels().run_in_one_thread(move, plan.execution.stream);
         });
     NormTable host = plan.norms;
-    host.at = run.host_norms;
+    host.values = run.host_norms;
     const size_t bytes = size_t(host.size()) * sizeof(double);
-    (void)device.finished(plan.how.stream); // refuses a stream that is being captured
-    device.enqueue_copy(host.at, plan.norms.at, bytes, plan.how.stream);
-    device.wait(plan.how.stream);
+    (void)device.finished(plan.execution.stream); // refuses a stream that is being captured
+    device.enqueue_copy(host.values, plan.norms.values, bytes, plan.execution.stream);
+    device.wait(plan.execution.stream);
     all_reduce_table(plan, run.comms, host, Place::host, [](const NormMove &move) { move(); });
-    device.enqueue_copy(plan.norms.at, host.at, bytes, plan.how.stream);
-    device.wait(plan.how.stream); // the next step writes to `host`
+    device.enqueue_copy(plan.norms.values, host.values, bytes, plan.execution.stream);
+    device.wait(plan.execution.stream); // the next step writes to `host`
 }
 
 bool clear_shard_sums(const StepRun &run, bool frozen) {
     const StepPlan &plan = run.plan;
     if ((frozen ? plan.shards.exchanged : plan.shards.count - plan.shards.exchanged) == 0) return false;
-    run.context.device().clear(plan.shards.sums, plan.shards.bytes(), plan.how.stream);
+    run.context.device().clear(plan.shards.sums, plan.shards.bytes(), plan.execution.stream);
     return true;
 }
 
@@ -96,11 +97,11 @@ void all_reduce_shards(const StepRun &run, bool frozen) {
     const StepPlan &plan = run.plan;
     const ShardTable &shards = plan.shards;
     constexpr int64_t doubles = sizeof(ShardSums) / sizeof(double);
-    run.comms.model->all_reduce(shards.sums, doubles * shards.count, DSOPT_DTYPE_F64, DSOPT_OP_SUM, plan.how.stream,
-                                Place::backend);
+    run.comms.model->all_reduce(shards.sums, doubles * shards.count, DSOPT_DTYPE_F64, DSOPT_OP_SUM,
+                                plan.execution.stream, Place::backend);
     if (frozen)
-        run.comms.model->all_reduce(shards.factors(), shards.count, DSOPT_DTYPE_F64, DSOPT_OP_MAX, plan.how.stream,
-                                    Place::backend);
+        run.comms.model->all_reduce(shards.factors(), shards.count, DSOPT_DTYPE_F64, DSOPT_OP_MAX,
+                                    plan.execution.stream, Place::backend);
 }
 
 void norm_over_ranks(const Context &context, Comm *comm, const dsopt_tensor *list, int64_t count, int32_t kind,

@@ -24,14 +24,16 @@ void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Devic
         runs_[run_count_++] = local;
 }
 
-void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const {
+void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch,
+                            const Execution &execution) const {
     const Device &device = context.device();
-    if (count_ != 0) device.kernels().axpby({}, from_, 0, to_, count_, how.parallel, how.stream);
+    if (count_ != 0) device.kernels().axpby({}, from_, 0, to_, count_, execution.parallel, execution.stream);
     for (int64_t i = 0; i < run_count_; ++i)
         sum_over_ranks(context, comms.data, comms.node, static_cast<float *>(runs_[i].data), runs_[i].numel, scratch,
-                       how.parallel, how.stream);
+                       execution.parallel, execution.stream);
     const Factor share{.value = 1.0f / float(data_ranks(comms.data, comms.node))};
-    if (run_count_ != 0) device.kernels().axpby(share, runs_, 0, runs_, run_count_, how.parallel, how.stream);
+    if (run_count_ != 0)
+        device.kernels().axpby(share, runs_, 0, runs_, run_count_, execution.parallel, execution.stream);
 }
 
 int64_t GradientMeans::longest() const {
@@ -40,8 +42,8 @@ int64_t GradientMeans::longest() const {
     return numel;
 }
 
-void GradientMeans::zero_originals(const Device &device, const Execution &how) const {
-    if (count_ != 0) device.kernels().zero(from_, count_, how.parallel, how.stream);
+void GradientMeans::zero_originals(const Device &device, const Execution &execution) const {
+    if (count_ != 0) device.kernels().zero(from_, count_, execution.parallel, execution.stream);
 }
 
 } // namespace dsopt

@@ -14,11 +14,11 @@ public:
     /// Adds a job, whose gradient becomes `mean`, an array of `padded` elements.
     void add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream);
     /// Copies the gradients, sums them over ranks and divides the sums. `scratch`: for sum_over_ranks().
-    void average(const Context &context, const CommSet &comms, float *scratch, const Execution &how) const;
+    void average(const Context &context, const CommSet &comms, float *scratch, const Execution &execution) const;
     /// Returns the number of elements of the longest run. Each run is one all-reduce.
     int64_t longest() const;
     /// Zeroes the caller's gradients, of which the step used copies.
-    void zero_originals(const Device &device, const Execution &how) const;
+    void zero_originals(const Device &device, const Execution &execution) const;
 
 private:
     dsopt_tensor *from_, *to_; // the present gradients, and their copies

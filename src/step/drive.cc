@@ -10,7 +10,7 @@ namespace {
 /// Reserves memory of the comms for every collective of a step.
 void reserve_messages(const StepRun &run) {
     const StepPlan &plan = run.plan;
-    void *const stream = plan.how.stream;
+    void *const stream = plan.execution.stream;
     const auto [data, model, experts, expert_count, node] = run.comms;
     for (Comm *comm : {data, node})
         if (comm != nullptr) comm->reserve({.all_reduce = run.compared_bytes}, stream, Place::host);
@@ -23,7 +23,7 @@ void reserve_messages(const StepRun &run) {
 }
 
 void run_phases(const StepRun &run, StepKernels &kernels) {
-    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, run.plan.how);
+    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, run.plan.execution);
     const bool agrees = has_peers(run.comms);
     kernels.mark(-1);
     kernels.inspect(agrees);
@@ -55,7 +55,7 @@ void drive(const StepRun &run) {
         unusable_on_failure(run.comms, [&] { run_phases(run, kernels); });
     });
     if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS))
-        run.means->zero_originals(device, run.plan.how);
+        run.means->zero_originals(device, run.plan.execution);
 }
 
 } // namespace dsopt

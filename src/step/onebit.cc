@@ -10,8 +10,8 @@ namespace {
 bool is_skipped(const StepRun &run) {
     const Device &device = run.context.device();
     int32_t skip = 0;
-    device.enqueue_copy(&skip, &run.plan.control->skip, sizeof skip, run.plan.how.stream);
-    device.wait(run.plan.how.stream);
+    device.enqueue_copy(&skip, &run.plan.control->skip, sizeof skip, run.plan.execution.stream);
+    device.wait(run.plan.execution.stream);
     return skip != 0;
 }
 
@@ -30,7 +30,7 @@ void feed_and_exchange(const StepRun &run, StepKernels &kernels) {
         local.run(ExchangePass::pack_values);
     });
     kernels.mark(DSOPT_MS_COMPRESS);
-    exchange(run.comms.data, run.comms.node, local, *plan.exchange, run.plan.how.stream);
+    exchange(run.comms.data, run.comms.node, local, *plan.exchange, run.plan.execution.stream);
     kernels.mark(DSOPT_MS_EXCHANGE);
 }
 

@@ -20,7 +20,7 @@ struct AdEmaMix {
     Scalars s;
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m, F &v, F &slow) const {
         g = unscale(s, g);
-        take_gradient(s, g, m, v);
+        update_moments(s, g, m, v);
         slow = s.beta3 * slow + s.a3 * g;
         p = p - s.lr * ademamix_update(s, p, m, v, slow);
     }
@@ -37,7 +37,7 @@ struct AdEmaMixTrust {
         Scalars s;
         template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v, F &slow) const {
             g = unscale(s, g);
-            take_gradient(s, g, m, v);
+            update_moments(s, g, m, v);
             slow = s.beta3 * slow + s.a3 * g;
             return ademamix_update(s, p, m, v, slow);
         }

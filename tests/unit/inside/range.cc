@@ -131,8 +131,8 @@ struct RangeStep {
         plan.step = &count;
         plan.trust_ratio = &trust;
         plan.outcome = &outcome;
-        plan.how.chunk = kLeaf;
-        plan.how.device_workspace = device_workspace.data();
+        plan.execution.chunk = kLeaf;
+        plan.execution.device_workspace = device_workspace.data();
         plan.control = &control;
         plan.scalars = &scalars;
         plan.divisors = &divisor;
