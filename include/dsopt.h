@@ -47,9 +47,9 @@
  *    member, *_SIGNED = -1, only makes the type signed for all compilers and generators of bindings.
  *  - Ownership. Pointers in arguments are borrowed for the call, tensor memory until the stream has passed the call.
  *    Exceptions are documented at the function. Tensors of a list that is documented as an input are only read.
- *  - Handles. An object lives as long as a handle to it, or an object that was made from it. Handles may be destroyed
- *    in any order. Destroying NULL does nothing. A handle must not be destroyed while another thread is in a call with
- *    that same handle; dsopt_optimizer_retain makes a handle for each owner.
+ *  - Handles. An object lives until all handles to it, and all objects that were made from it, are destroyed. Handles
+ *    may be destroyed in any order. Destroying NULL does nothing. A handle must not be destroyed while another thread
+ *    is in a call with that same handle; dsopt_optimizer_retain makes a handle for each owner.
  *  - Failure. Every function that can fail returns a dsopt_status; dsopt_last_error returns the reason as text. A
  *    failed call changes nothing, outputs included. Exceptions are documented at the function.
  *  - An option that would have no effect is refused with DSOPT_ERR_UNSUPPORTED.
@@ -138,7 +138,7 @@ typedef int32_t dsopt_status;
 
 enum dsopt_status_code {
     DSOPT_OK = 0,
-    /* The call is wrong. */
+    /* Invalid calls. */
     /** An argument is null, negative, out of range or not finite. The text names the argument, field or tensor. */
     DSOPT_ERR_ARGUMENT = 10,
     /** A count or numel differs from what was registered, or numel * size overflows. */
@@ -170,16 +170,16 @@ enum dsopt_status_code {
      * are then partly undefined: load a checkpoint. The objects stay usable. Other ranks may wait in a collective of
      * that call: abort its comms instead of repeating the call. Since: 0.2 */
     DSOPT_ERR_HOOK = 23,
-    /* The system is at fault. */
+    /* Failures of the system. */
     /** Out of host or backend memory. */
     DSOPT_ERR_NOMEM = 30,
     /** A driver or library that the call needs is not on this machine. */
     DSOPT_ERR_MISSING = 31,
     /** Opening, reading, writing, flushing or renaming failed. The text has the system's reason. */
     DSOPT_ERR_IO = 32,
-    /** A defect of dsopt. */
+    /** A bug in dsopt. */
     DSOPT_ERR_INTERNAL = 33,
-    /** The device or its driver failed. The text has its reason. */
+    /** The device or its driver failed. The text has the driver's reason. */
     DSOPT_ERR_BACKEND = 34,
     /* Communication. The comm is unusable: each later call on it returns the same status. */
     /** A collective failed. The text has the provider's reason. */
@@ -224,7 +224,7 @@ enum dsopt_dtype {
 
 /**
  * A dense array in backend memory. An empty tensor (numel 0, data NULL) is legal in every list.
- * In a list of gradients, NULL data means "no gradient this time".
+ * In a list of gradients, NULL data means that the parameter has no gradient in this call.
  */
 typedef struct dsopt_tensor {
     /** Aligned to its element. Not written to if the tensor is an input. */
@@ -266,9 +266,9 @@ enum dsopt_context_flags {
 
 /**
  * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
- * when all of them are done. The calling thread should run some of them: otherwise a pool whose threads all wait inside
- * dsopt deadlocks. If the function returns too early, runs an index twice, or throws, the call into dsopt returns
- * DSOPT_ERR_HOOK. Calling `body` after the return is undefined behaviour.
+ * when all calls of `body` have returned. The calling thread should run some of the calls: otherwise a pool whose
+ * threads all wait inside dsopt deadlocks. If the function returns too early, runs an index twice, or throws, the call
+ * into dsopt returns DSOPT_ERR_HOOK. Calling `body` after the return is undefined behaviour.
  */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
@@ -433,8 +433,8 @@ typedef struct dsopt_group {
     double dampening;
     /** Adagrad: finite, >= 0. Since: 0.2 */
     double lr_decay;
-    /** Adagrad: initial sum of squares of state that is created or reset from now on. Finite in fp32, >= 0.
-     * Since: 0.2 */
+    /** Adagrad: initial sum of squares, for state that is created or reset after the field is set. Finite in fp32,
+     * >= 0. Since: 0.2 */
     double initial_accumulator_value;
 } dsopt_group;
 
@@ -442,9 +442,9 @@ enum dsopt_param_flags {
     /** Sharded over the model comm: this rank has one shard, and each rank's shard counts in norms. The gradients of
      * parameters without this flag count in norms on model rank 0 only.
      * LAMB computes one trust ratio for all shards (standard mode). All model ranks must then register the same LAMB
-     * tensors with this flag in the same order, empty if a rank has no elements, and pass gradients for the same ones.
-     * A shard without a gradient counts as zeros. So a model comm of LAMB must not span pipeline stages with different
-     * tensors. */
+     * tensors with this flag in the same order, empty if a rank has no elements, and pass gradients for the same
+     * tensors. A shard without a gradient counts as zeros. So a model comm of LAMB must not span pipeline stages with
+     * different tensors. */
     DSOPT_PARAM_MODEL_PARALLEL = 1,
     /** Another pipeline stage has the same parameter and counts it in norms: it is excluded from norms here. */
     DSOPT_PARAM_REPLICATED = 2,
@@ -567,7 +567,7 @@ typedef struct dsopt_optimizer_desc {
     /** Retained. NULL = no loss scaling. */
     dsopt_scaler *scaler;
     /** Retained. Data-parallel ranks, which agree on skipping; in compat mode as the original (docs/compat.md). NULL =
-     * one. */
+     * one rank. */
     dsopt_comm *data;
     /** Retained. Model-parallel ranks, which sum norms, agree on skipping, and compute LAMB's trust ratios of sharded
      * tensors with one more all-reduce per step of 24 bytes per such tensor. NULL = one rank. */
@@ -580,9 +580,9 @@ typedef struct dsopt_optimizer_desc {
     int32_t skip_budget;
     /** Seed of STOCHASTIC_ROUNDING. */
     uint64_t seed;
-    /** Retained. The ranks of this node, as in dsopt_compressed; NULL = one. With `node` the data-parallel ranks are
-     * those of all nodes, and `data` has the ranks with the same rank in their node. The 1-bit family exchanges in two
-     * levels, and skipping and norms are agreed over both comms. */
+    /** Retained. The ranks of this node, as in dsopt_compressed; NULL = one rank. With `node` the data-parallel ranks
+     * are the ranks of all nodes, and `data` connects the ranks that have the same rank in their nodes. The 1-bit
+     * family exchanges in two levels, and ranks agree on skipping and norms over both comms. */
     dsopt_comm *node;
 } dsopt_optimizer_desc;
 
@@ -623,8 +623,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, 
  *                    other memory. NULL if count is 0.
  * @param[in] count   number of parameters; 0 is legal.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows;
- * _ALIGNMENT; _OVERLAP: with one another or with earlier ones; _UNSUPPORTED: an option that the algorithm does not
- * have; _STATE: the 1-bit family's variance is frozen, and new parameters would have none.
+ * _ALIGNMENT; _OVERLAP: among these parameters or with earlier ones; _UNSUPPORTED: an option that the algorithm does
+ * not have; _STATE: the 1-bit family's variance is frozen, and new parameters would have none.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group,
                                                              const dsopt_param *params, int64_t count);
@@ -773,9 +773,9 @@ typedef struct dsopt_state_info {
      * its memory before the optimizer is destroyed, so the pointer stays readable until then. It points to this tensor
      *  - if it is a parameter's or the scaler's: until dsopt_optimizer_bind names other memory;
      *  - if it is the whole optimizer's, such as "step" or the errors: until `generation` changes. These tensors grow
-     *    with the list: mostly in place, with spare capacity for half as much again, else into other memory. Those that
-     *    are reset when parameters are added ("worker_error", "server_error", "exp_avg_bits", "exp_avg_pad") are new
-     *    tensors then.
+     *    with the list: in place while their memory suffices, else in other memory, with a capacity of at least 1.5
+     *    times the old one. Tensors that are reset when parameters are added ("worker_error", "server_error",
+     *    "exp_avg_bits", "exp_avg_pad") are then new tensors.
      */
     dsopt_tensor tensor;
     /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else one dimension. Owned
@@ -943,8 +943,8 @@ enum dsopt_hyper_index {
 /**
  * Arguments of one step. Lists have one entry per parameter, in flat order. `grads` and `count` are always needed, all
  * else is optional unless it says otherwise. The members from `lr` to `grad_norms` are in backend memory and are read
- * in stream order. A scale or hyper-parameter there that the host would refuse skips the step (DSOPT_SKIP_SCALE,
- * _HYPER), whatever the policy for non-finite gradients.
+ * in stream order. If a scale or hyper-parameter in backend memory has a value that the host would refuse, the step is
+ * skipped (DSOPT_SKIP_SCALE, _HYPER), whatever the policy for non-finite gradients.
  */
 typedef struct dsopt_step {
     size_t size;
@@ -998,7 +998,7 @@ typedef struct dsopt_step {
  * Update every parameter that has a gradient, once. Checks the lists, enqueues on `stream`, and returns before the
  * device is done. The first call allocates; later calls on an unchanged optimizer do not, whichever gradients are
  * absent. A call that returns DSOPT_ERR_NOMEM has sent nothing to other ranks and can be repeated; without CHECK_RANKS
- * they wait for that.
+ * the other ranks wait until it is repeated.
  *
  * A skipped step leaves parameters, state and counters as they are. It happens for the reasons of enum dsopt_skip, on
  * this rank or another one. `out` and `report` are still written, gradients are still zeroed (ZERO_GRADS), and the
@@ -1024,8 +1024,8 @@ typedef struct dsopt_step {
  * between two collectives, such as DSOPT_ERR_HOOK. Parameters, moments and counters of all groups are unchanged, on
  * every backend, with three exceptions: the local update of 0/1 Adam before a synchronisation; a failure of the model
  * comm between LAMB's two passes, when LAMB's moments and other groups are already updated; and comms made with
- * ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose error feedback then holds unsent
- * sums, load a checkpoint (docs/onebit.md).
+ * ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose error buffers then hold compensated
+ * values that were not sent, load a checkpoint (docs/onebit.md).
  * Thread-safety: one thread per optimizer, per scaler and per comm.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step);
@@ -1052,9 +1052,11 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_workspace(const dsopt_optimiz
  * the scaler's initial scale and counters from its desc. In compat mode with masters this includes the step on zero
  * gradients that the original executes when it is constructed, which also decays F32 parameters in place. Afterwards
  * dsopt_optimizer_apply gives the same bits as dsopt_optimizer_step. State that the optimizer owns is not read.
- * If that step is executed, the call allocates and frees workspace, the host may wait for the device, and the call
- * cannot be captured in a graph. Nor can it be captured if a state tensor has an initial value other than 0.
- * @param[in,out] params  one entry per parameter, only read unless that step is executed. NULL is legal if there are no
+ * If the step on zero gradients is executed, the call allocates and frees workspace, the host may wait for the device,
+ * and the call cannot be captured in a graph. Nor can it be captured if a state tensor has an initial value other than
+ * 0.
+ * @param[in,out] params  one entry per parameter, only read unless the step on zero gradients is executed. NULL is
+ * legal if there are no
  *                        masters.
  * @param[in]     count   number of parameters; 0 with params NULL.
  * @param[out]    state   every entry, in list order, with memory unless it is empty.
@@ -1079,20 +1081,21 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_accumulate(dsopt_optimizer *o
 
 /** Reduction of the gradients of a step. Without the 1-bit family: FULL. */
 enum dsopt_reduction {
-    /** They must be averaged over the data-parallel ranks before the step. */
+    /** The gradients must be averaged over the data-parallel ranks before the step. */
     DSOPT_REDUCTION_FULL = 1,
-    /** Leave them local: the step exchanges one bit per element. */
+    /** Leave the gradients local: the step exchanges one bit per element. */
     DSOPT_REDUCTION_COMPRESSED = 2,
-    /** Leave them local: the step sends nothing. */
+    /** Leave the gradients local: the step sends nothing. */
     DSOPT_REDUCTION_LOCAL = 3,
     DSOPT_REDUCTION_SIGNED = -1
 };
 
 /**
  * The reduction of a call of dsopt_optimizer_step, known before the backward pass.
- * @param[in]  call       1, 2, ...: the result is a pure function of it, because calls count whether skipped or not.
- *                        0 = the next call. In compat mode only 0, because skipped calls do not count there: on CUDA
- *                        it waits for earlier calls, as it does after state was imported, bound or loaded.
+ * @param[in]  call       1, 2, ...: the result is a pure function of this number, because skipped calls count, too.
+ *                        0 = the next call. In compat mode only 0 is allowed, because skipped calls do not count
+ *                        there. On CUDA, 0 waits for earlier calls in compat mode, and after state was imported, bound
+ *                        or loaded.
  * @param[out] reduction  enum dsopt_reduction.
  * @return DSOPT_OK; DSOPT_ERR_STATE: no groups, or the default stream cannot be used; DSOPT_ERR_UNSUPPORTED: a number
  * in compat mode. Thread-safety: if `call` is 0 one thread per optimizer, else any number of readers.
@@ -1121,9 +1124,10 @@ typedef struct dsopt_schedule_info {
     int32_t step;
     /** 1 once the variance is frozen. */
     int32_t frozen;
-    /** 0/1 Adam: interval of variance steps, 0 = not started, which counts as 1; and number of them in it. */
+    /** 0/1 Adam: interval of variance steps (0 = not started, which counts as 1), and number of variance steps with
+     * this interval so far. */
     int32_t var_interval, var_counter;
-    /** 0/1 Adam: interval of exchanges after the freeze, 0 as above; and number of steps in it. */
+    /** 0/1 Adam: interval of exchanges after the freeze (0 as above), and number of steps with this interval so far. */
     int32_t local_interval, local_counter;
     /** 1 while exp_avg_bits has the momentum in place of exp_avg. */
     int32_t momentum_in_bits;
@@ -1173,7 +1177,7 @@ enum dsopt_nonfinite_kind {
 
 typedef struct dsopt_report {
     size_t size;
-    /** Calls of dsopt_optimizer_step: all, skipped, and skipped in a row up to now. */
+    /** Calls of dsopt_optimizer_step: all calls, skipped steps, and consecutive skipped steps up to now. */
     int64_t calls, skipped, skipped_in_row;
     /** Inf and NaN elements found in the last call on this rank, whether the step was skipped or applied them. Counted
      * where the gradients are read before the update: with a scaler, max_norm, or DSOPT_NONFINITE_SKIP. Elsewhere 0,
@@ -1221,7 +1225,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, 
 
 /* ---------------------------------------------------------------------------------------------------- save and load */
 enum dsopt_io_flags {
-    /** Load: leave moments, counters, schedule and error feedback as they are. */
+    /** Load: leave moments, counters, schedule and error feedback unchanged. */
     DSOPT_IO_NO_STATE = 1,
     /** Load: ignore saved masters and copy them from the parameters. */
     DSOPT_IO_NO_MASTERS = 2,
@@ -1250,7 +1254,8 @@ typedef struct dsopt_io {
     int (*read)(void *user, uint64_t offset, void *data, size_t bytes);
     /** Load: total bytes that `read` can read. */
     uint64_t total;
-    /** Load with another number of ranks: number of files, one per rank that saved, in any order. 0 = one, `path`. */
+    /** Load with another number of ranks: number of files, one per rank that saved, in any order. 0 = one file,
+     * `path`. */
     int32_t files;
     int32_t reserved2;
     /** With `files`: the paths, or NULL to use `read`. */
@@ -1364,14 +1369,14 @@ typedef struct dsopt_scaler_info {
 enum dsopt_scale {
     /** The dynamic scale. */
     DSOPT_SCALE_VALUE = 0,
-    /** A scale that replaces it; meanwhile transitions change nothing. */
+    /** A scale that replaces the dynamic scale. While it is set, transitions change nothing. */
     DSOPT_SCALE_OVERRIDE = 1,
     DSOPT_SCALE_CLEAR_OVERRIDE = 2,
     DSOPT_SCALE_SIGNED = -1
 };
 
 /**
- * Create a scaler. A transition is that of DeepSpeed's loss_scaler.py, with i = updates and l = last_overflow:
+ * Create a scaler. Transitions are as in DeepSpeed's loss_scaler.py, with i = updates and l = last_overflow:
  *  - On overflow with 1 left in the hysteresis budget, scale = max(scale / factor, min); with more, the budget shrinks
  *    by 1. Then l = i.
  *  - On a good step with k = i - l - 1 > 0 and k a multiple of `window`, scale = min(scale * factor, max) and the
@@ -1396,7 +1401,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_detach(dsopt_scaler *scaler);
 
 /**
  * The loss scale: one float in backend memory, at a fixed address. Multiply the loss or its gradient by it.
- * NULL only for NULL.
+ * Returns NULL only if `scaler` is NULL.
  */
 DSOPT_API const float *dsopt_scaler_device_scale(const dsopt_scaler *scaler);
 
@@ -1413,8 +1418,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_set(dsopt_scaler *scaler, int32_
 /**
  * One transition. With DSOPT_SCALER_SHARED once per iteration, after the last step; else for a scaler without an
  * optimizer.
- * @param[in] overflow  an int32 in backend memory, nonzero = overflow. NULL = what the optimizers recorded.
- * @return DSOPT_OK; DSOPT_ERR_ALIGNMENT.
+ * @param[in] overflow  an int32 in backend memory, nonzero = overflow. NULL = the overflow that the optimizers
+ * recorded. @return DSOPT_OK; DSOPT_ERR_ALIGNMENT.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update(dsopt_scaler *scaler, const int32_t *overflow, void *stream);
 
@@ -1452,7 +1457,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_init_state(const dsopt_scaler *s
  * dsopt_scaler_update on arrays.
  * @param[in,out] state     both tensors.
  * @param[in]     count     2.
- * @param[in]     overflow  as in dsopt_scaler_update. NULL = what dsopt_optimizer_apply recorded in "scaler".
+ * @param[in]     overflow  as in dsopt_scaler_update. NULL = the overflow that dsopt_optimizer_apply recorded in
+ *                          "scaler".
  * @return as dsopt_scaler_init_state. Thread-safety: any number of threads, on different memory. Since: 0.2
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_scaler_update_arrays(const dsopt_scaler *scaler, const dsopt_tensor *state,
@@ -1571,7 +1577,7 @@ typedef struct dsopt_comm_table {
     int (*all_to_all)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream);
     /** Optional. Message s of `recv` comes from rank s. */
     int (*all_gather)(void *self, const void *send, void *recv, int64_t bytes_per_rank, void *stream);
-    /** Optional, any thread: 0 if the communicator is fine, else its error and a text. */
+    /** Optional, any thread: 0 if the communicator is usable, else its error and a text. */
     int (*error)(void *self, char *text, size_t capacity);
     /** Optional, any thread, more than once: make blocked calls return. */
     void (*abort)(void *self);
@@ -1628,8 +1634,8 @@ typedef struct dsopt_comm_info {
     /** DSOPT_OK, or the first failure of this comm. */
     dsopt_status status;
     int32_t reserved;
-    /** Calls of the provider's functions since creation. A collective that is built from another counts as the other.
-     * With one rank almost nothing is called. */
+    /** Calls of the provider's functions since creation. If the engine builds a collective from another collective, the
+     * calls of the other collective count. With one rank there are almost no calls. */
     int64_t calls;
     /** Payload that this rank sent and received, in calls that did not fail. */
     int64_t bytes_sent;
@@ -1799,7 +1805,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_tensors_clamp(dsopt_context *ctx, const
  * Error-compensated 1-bit mean of a list over the ranks of a comm: one bit per element in each direction, two
  * collectives for the whole list (Tang et al. 2021; DeepSpeed's compressed_allreduce).
  *  - Each rank adds the residual of earlier calls, and sends signs and one scale (root mean square) per tensor.
- *  - The server rank of a chunk averages them, adds its residual, and sends signs and scales of the mean to all.
+ *  - The server rank of a chunk averages the messages, adds its residual, and sends signs and scales of the result to
+ *    all ranks.
  *  - All ranks receive the same bits. Zeros and NaN count as positive. A NaN or Inf corrupts the buffers permanently:
  *    check for them first.
  * With `node` the exchange has two levels: full precision inside a node, bits between nodes. docs/onebit.md
@@ -1847,8 +1854,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_sizes(const dsopt_comm *comm
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_compressed_allreduce(dsopt_comm *comm, const dsopt_compressed *args);
 
 /**
- * Copy the residuals of a worker and a server: one float per element, without the scales. With two levels a worker has
- * the residuals of its slice only. Waits for `args->stream`.
+ * Copy the residuals of this rank as a worker and as a server: one float per element, without the scales. With two
+ * levels a worker has the residuals of its slice only. Waits for `args->stream`.
  * @param[out] worker  host memory. NULL = not wanted.
  * @param[out] server  host memory. NULL = not wanted.
  * @return as dsopt_compressed_allreduce. Thread-safety: any.

@@ -12,7 +12,7 @@
  *
  *  - Calls that use the comm, and destroying its last handle, call MPI: make them from threads that MPI_Init_thread
  *    allows. dsopt_comm_abort does not call MPI and may be called from any thread.
- *  - Requests are polled, never waited for, so if a rank hangs, the others return DSOPT_ERR_TIMEOUT. Requests of such a
+ *  - Requests are polled, with a time-out, so if a rank hangs, the others return DSOPT_ERR_TIMEOUT. Requests of such a
  *    call cannot be cancelled: buffers and communicator are leaked, and MPI_Finalize may wait for the rank that hangs;
  *    MPI_Abort does not. If a rank dies, most launchers end the job before another rank can report it.
  *  - Ranks that make different calls, or calls with different sizes, get DSOPT_ERR_COMM. So do ranks if some of them
@@ -49,7 +49,7 @@ typedef struct dsopt_mpi_ {
     int lost;    /* MPI may still write to `send` and `recv` */
     long process;
     double begin; /* start of the call, for the time-out */
-    /* Pieces. After a time-out MPI may still access its buffers, and the caller's memory may be freed. */
+    /* Buffers of one piece. The caller's memory is not passed to MPI, because MPI may access it after a time-out. */
     char *send, *recv;
     MPI_Request *requests; /* NULL: the table works in host memory; else two per rank */
     char text[256];
@@ -88,8 +88,8 @@ static inline int dsopt_mpi_wait_(dsopt_mpi_ *self, MPI_Request *request, int st
 }
 
 /* Sends message d of `send` to rank d and receives message s of `recv` from rank s, for `count` ranks starting with
- * this rank. A step is the stride of messages in bytes. Device memory is used in point-to-point messages only: every
- * CUDA-aware MPI supports that. Open MPI's non-blocking collectives do not. */
+ * this rank. `send_step` and `recv_step` are the distances between messages in bytes. Device memory is used in
+ * point-to-point messages only: every CUDA-aware MPI supports that. Open MPI's non-blocking collectives do not. */
 static inline int dsopt_mpi_messages_(dsopt_mpi_ *self, int count, const char *send, int64_t send_step, char *recv,
                                       int64_t recv_step, int bytes) {
     int i, started = 0, code = MPI_SUCCESS;
@@ -108,14 +108,15 @@ static inline int dsopt_mpi_messages_(dsopt_mpi_ *self, int count, const char *s
     return code;
 }
 
-/* Copies between a piece and memory of the table. From and to a device MPI copies: a message to this rank. */
+/* Copies between a buffer of `self` and memory of the table. MPI copies device memory, as a message of the rank to
+ * itself. */
 static inline int dsopt_mpi_copy_(dsopt_mpi_ *self, void *to, const void *from, size_t bytes) {
     if (self->requests) return dsopt_mpi_messages_(self, 1, (const char *)from, 0, (char *)to, 0, (int)bytes);
     memcpy(to, from, bytes);
     return 0;
 }
 
-/* Fails if ranks make different calls. MPI itself would mix these up or wait forever. */
+/* Fails if ranks make different calls. MPI itself would return wrong data or wait forever. */
 static inline int dsopt_mpi_begin_(dsopt_mpi_ *self, int kind, int64_t count, int32_t dtype, int32_t op) {
     int64_t *const mine = (int64_t *)(void *)self->send, *const most = (int64_t *)(void *)self->recv;
     /* A comm for host memory uses collectives, a comm for device memory uses point-to-point messages. */
