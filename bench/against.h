@@ -48,6 +48,6 @@ public:
 };
 
 /// `against_open` of an adapter. Returns NULL if the library does not know the rule. Other failures end the program.
-using Open = Engine *(const char *library, const Case &what, Shared &shared);
+using Open = Engine *(const char *library, const Case &config, Shared &shared);
 
 } // namespace against

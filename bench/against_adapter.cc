@@ -38,10 +38,10 @@ int32_t dtype_of(Dtype dtype) {
 }
 std::vector<dsopt_tensor> tensors(const std::vector<against::Tensor> &list, Dtype dtype) {
     std::vector<dsopt_tensor> all;
-    for (const against::Tensor &one : list) {
+    for (const against::Tensor &entry : list) {
         dsopt_tensor tensor = {};
-        tensor.data = one.data;
-        tensor.numel = one.numel;
+        tensor.data = entry.data;
+        tensor.numel = entry.numel;
         tensor.dtype = dtype_of(dtype);
         all.push_back(tensor);
     }
@@ -67,15 +67,15 @@ public:
     Engine &operator=(const Engine &) = delete;
 
     /// Returns false if the library does not know the algorithm.
-    bool open(const Case &what, Shared &shared) {
+    bool open(const Case &config, Shared &shared) {
         dsopt_group group;
-        if (dl_.dsopt_group_init(&group, sizeof group, algorithm_of(what.rule)) != DSOPT_OK) return false;
-        group.momentum = what.momentum;
+        if (dl_.dsopt_group_init(&group, sizeof group, algorithm_of(config.rule)) != DSOPT_OK) return false;
+        group.momentum = config.momentum;
         group.weight_decay = 0.01;
-        if (what.exchanges) group.freeze_step = 1;
+        if (config.exchanges) group.freeze_step = 1;
         check(dl_.dsopt_context_create(nullptr, &context_));
         DSOPT_NEW(dsopt_optimizer_desc, desc);
-        if (what.dtype != Dtype::f32) {
+        if (config.dtype != Dtype::f32) {
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
             scaling.window = 1 << 30; // no growth, which would make moments denormal
@@ -83,23 +83,23 @@ public:
             desc.scaler = scaler_;
             desc.max_norm = 1;
         }
-        if (what.exchanges) desc.data = make_comm();
+        if (config.exchanges) desc.data = make_comm();
         check(dl_.dsopt_optimizer_create(context_, &desc, &optimizer_));
         std::vector<dsopt_param> params;
-        for (const dsopt_tensor &tensor : tensors(shared.params, what.dtype)) {
+        for (const dsopt_tensor &tensor : tensors(shared.params, config.dtype)) {
             dsopt_param param = {};
             param.tensor = tensor;
             params.push_back(param);
         }
         check(dl_.dsopt_optimizer_add_group(optimizer_, &group, params.data(), int64_t(params.size())));
         bind_state(shared);
-        grads_ = tensors(shared.grads, what.dtype);
-        outs_ = tensors(shared.outs, what.dtype);
+        grads_ = tensors(shared.grads, config.dtype);
+        outs_ = tensors(shared.outs, config.dtype);
         step_ = dsopt_step();
         step_.size = sizeof step_;
         step_.grads = grads_.data();
         step_.count = int64_t(grads_.size());
-        if (what.delta) {
+        if (config.delta) {
             step_.out = outs_.data();
             step_.flags = DSOPT_STEP_DELTA;
         }
@@ -159,10 +159,10 @@ private:
 
 } // namespace
 
-extern "C" __attribute__((visibility("default"))) against::Engine *against_open(const char *library, const Case &what,
+extern "C" __attribute__((visibility("default"))) against::Engine *against_open(const char *library, const Case &config,
                                                                                 Shared &shared) {
     auto *const engine = new Engine(library);
-    if (engine->open(what, shared)) return engine;
+    if (engine->open(config, shared)) return engine;
     delete engine;
     return nullptr;
 }

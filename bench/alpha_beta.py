@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """alpha_beta.py TIMES.json... [--node-gbyte 100] [LIST...]: step times of 8 to 4,096 ranks as Markdown tables.
 
-TIMES.json is the output of `local_times gpt2-124m` on a machine. It is the measured part: nanoseconds per element of a
-rank's local work; of several runs the minimum is used. The rest is a model. A message takes alpha seconds plus beta
+TIMES.json is the output of `local_times gpt2-124m` on a machine, the measured part: nanoseconds per element of a rank's
+local work. Of several runs, the minimum is used. The rest is a model. A message takes alpha seconds plus beta
 seconds per byte, and a rank can start another message after a gap. Ranks that share a link add up their bytes on it.
-Nothing overlaps, neither with backward nor with each other.
+Messages overlap neither with the backward pass nor with each other.
 
   all-reduce   the best of a ring, a double tree, and both after a reduce-scatter inside the node; its additions are
                free
@@ -49,7 +49,7 @@ class Layout:
                     first.setdefault(c, i)
                     last[c] = i
         self.scales = max((last[c] - first[c] + 1 for c in first), default=0)
-        self.row = (4 * self.scales + self.chunk // 8 + 15) // 16 * 16
+        self.message = (4 * self.scales + self.chunk // 8 + 15) // 16 * 16
 
 
 def all_reduce_bytes(payload, ranks):
@@ -58,15 +58,15 @@ def all_reduce_bytes(payload, ranks):
 
 
 def flat_bytes(numels, ranks):
-    return 2 * (ranks - 1) * Layout(numels, ranks).row
+    return 2 * (ranks - 1) * Layout(numels, ranks).message
 
 
 def two_level_bytes(numels, per_node, nodes):
     """Returns the bytes that a rank sends between nodes, and inside its node."""
     layout = Layout(numels, per_node * nodes)
     out = layout.chunk * nodes * 4
-    back = nodes * layout.row if nodes > 1 else out
-    return 2 * (nodes - 1) * layout.row, (per_node - 1) * (out + back)
+    back = nodes * layout.message if nodes > 1 else out
+    return 2 * (nodes - 1) * layout.message, (per_node - 1) * (out + back)
 
 
 # ------------------------------------------------------------------------------------------------------------- times
@@ -92,13 +92,13 @@ class Net:
         return min(self.ring_or_tree(payload, ranks), inside + self.ring_or_tree(payload, nodes))
 
     def flat(self, numels, ranks):
-        row, per_node = Layout(numels, ranks).row, self.per_node
+        message, per_node = Layout(numels, ranks).message, self.per_node
         if ranks == per_node:
-            return 2 * self.in_node((ranks - 1) * row)
+            return 2 * self.in_node((ranks - 1) * message)
         # from every rank of the node to every rank of other nodes
-        link = per_node * (ranks - per_node) * row * self.beta
+        link = per_node * (ranks - per_node) * message * self.beta
         log_steps = math.ceil(math.log2(ranks)) * self.alpha + link
-        ring = (ranks - 1) * (self.alpha + row * self.beta)
+        ring = (ranks - 1) * (self.alpha + message * self.beta)
         return self.alpha + (ranks - 1) * self.gap + link + min(log_steps, ring)
 
     def two_level(self, numels, ranks):
@@ -107,9 +107,9 @@ class Net:
         out = (per_node - 1) * layout.chunk * nodes * 4
         if nodes == 1:
             return 2 * self.in_node(out)
-        link = per_node * (nodes - 1) * layout.row * self.beta
+        link = per_node * (nodes - 1) * layout.message * self.beta
         between = 2 * link + self.alpha + (nodes - 1) * self.gap + math.ceil(math.log2(nodes)) * self.alpha
-        return self.in_node(out) + between + self.in_node((per_node - 1) * nodes * layout.row)
+        return self.in_node(out) + between + self.in_node((per_node - 1) * nodes * layout.message)
 
 
 def steps(times, numels, net, ranks):
@@ -146,7 +146,7 @@ def tables(times, name, per_node, node_gbyte):
     ranks = [r for r in RANKS if r > per_node or per_node == 1]
     print("\n### %s, %s\n" % (name, "a link for every rank" if per_node == 1 else
                              "%d ranks behind one link" % per_node))
-    heading(["Gbit/s", "milliseconds a step"] + ["%d ranks" % r if r == ranks[0] else str(r) for r in ranks])
+    heading(["Gbit/s", "milliseconds per step"] + ["%d ranks" % r if r == ranks[0] else str(r) for r in ranks])
     for link in LINKS:
         net = Net(link, per_node, node_gbyte)
         columns = [steps(times, numels, net, r) for r in ranks]
@@ -157,7 +157,7 @@ def tables(times, name, per_node, node_gbyte):
                 ["**%.2f**" % (column["fp16 all-reduce"] / column[scheme]) for column in columns])
 
 
-def pays_below(times, numels, per_node, node_gbyte, ranks, scheme):
+def break_even_gbit(times, numels, per_node, node_gbyte, ranks, scheme):
     """Returns the Gbit/s of the link at which a scheme takes as long as the fp16 all-reduce, or None if it is never
     faster."""
     def gain(gbit):
@@ -173,12 +173,14 @@ def pays_below(times, numels, per_node, node_gbyte, ranks, scheme):
 
 
 def limits(times, names, node_gbyte):
-    print("\n### The link below which one bit pays\n\nGbit/s, with the latencies of the faster links: there the step "
-          "takes as long as with the fp16 all-reduce.\n")
+    print("\n### Links at which 1-bit compression breaks even\n")
+    print("Gbit/s at which the step takes as long as with the fp16 all-reduce, with the latencies of the faster links. "
+          "Slower links favour 1-bit compression.\n")
     heading(["list", "scheme"] + ["64 ranks", "512", "4096"])
     for name in names:
         for per_node, scheme in ((1, "1-bit flat"), (PER_NODE, "1-bit flat"), (PER_NODE, "1-bit two levels")):
-            cells = [pays_below(times, shapes(name), per_node, node_gbyte, ranks, scheme) for ranks in (64, 512, 4096)]
+            cells = [break_even_gbit(times, shapes(name), per_node, node_gbyte, ranks, scheme)
+                     for ranks in (64, 512, 4096)]
             row([name, scheme +
                  (", a link for every rank" if per_node == 1 else ", %d ranks behind one link" % per_node)] +
                 ["never" if cell is None else number(cell) for cell in cells])
@@ -186,7 +188,7 @@ def limits(times, names, node_gbyte):
 
 def local_table(data):
     times = data["times"]
-    print("| step | ns an element | own values to bits | exchange, the local part | bits to means, update |")
+    print("| step | ns per element | compression | exchange, local work | decompression, update |")
     print("| --- | --- | --- | --- | --- |")
     names = [("AdamW, fp32 gradients", "full_f32"), ("AdamW, fp16 gradients", "full_f16")]
     for ranks in (8, 64, 512, 4096):
@@ -194,7 +196,7 @@ def local_table(data):
         if "momentum_bits_%d" % ranks in times:  # missing in older files
             names.append(("1-bit Adam, %d ranks, MOMENTUM_BITS" % ranks, "momentum_bits_%d" % ranks))
         if ranks > PER_NODE:
-            names.append(("1-bit Adam, %d ranks, %d a node" % (ranks, PER_NODE), "two_level_%d" % ranks))
+            names.append(("1-bit Adam, %d ranks, %d per node" % (ranks, PER_NODE), "two_level_%d" % ranks))
     for text, key in names:
         t = times[key]
         row([text] + ["%.2f" % t[k] if t[k] else "" for k in ("step", "compress", "exchange", "decompress")])
@@ -204,9 +206,9 @@ def main():
     arguments = sys.argv[1:]
     node_gbyte = 100.0
     if "--node-gbyte" in arguments:
-        at = arguments.index("--node-gbyte")
-        node_gbyte = float(arguments[at + 1])
-        del arguments[at:at + 2]
+        index = arguments.index("--node-gbyte")
+        node_gbyte = float(arguments[index + 1])
+        del arguments[index:index + 2]
     files = [a for a in arguments if a.endswith(".json")]
     names = [a for a in arguments if a not in files] or ["gpt2-124m", "bert-large"]
     if not files:
@@ -222,7 +224,7 @@ def main():
             data["times"][key] = min(data["times"].get(key, value), value, key=lambda t: t["step"])
     print("Measured, of %s:\n" % data["list"])
     local_table(data)
-    print("\nModelled: latency and gap between messages %s; in a node %g us and %g GB/s a rank." % (
+    print("\nModelled: latency and gap between messages %s; in a node %g us and %g GB/s per rank." % (
         ", ".join("%g and %g us at %d Gbit/s" % (a * 1e6, g * 1e6, gbit) for gbit, a, g in LINKS), NODE_ALPHA * 1e6,
         node_gbyte))
     limits(data["times"], names, node_gbyte)

@@ -47,19 +47,19 @@ std::vector<against::Tensor> tensors(const List &list) {
 
 class Shared final : public against::Shared {
 public:
-    Shared(const std::string &list, const Case &what) : sizes_(bench::shapes(list)) {
-        const size_t bytes = what.dtype == Dtype::f32 ? 4 : 2;
+    Shared(const std::string &list, const Case &config) : sizes_(bench::shapes(list)) {
+        const size_t bytes = config.dtype == Dtype::f32 ? 4 : 2;
         params = add(bytes);
         grads = add(bytes);
-        if (what.delta) outs = add(bytes);
+        if (config.delta) outs = add(bytes);
         for (const against::Tensor &grad : grads) // about 1e-3, so that no value is denormal
             for (int64_t i = 0; i < grad.numel; ++i) {
                 const int low = int(i & 0x7f);
-                if (what.dtype == Dtype::f32)
+                if (config.dtype == Dtype::f32)
                     static_cast<float *>(grad.data)[i] = 1e-3f + 1e-6f * float(low);
                 else
                     static_cast<uint16_t *>(grad.data)[i] =
-                        uint16_t((what.dtype == Dtype::f16 ? 0x1400 : 0x3a80) + low);
+                        uint16_t((config.dtype == Dtype::f16 ? 0x1400 : 0x3a80) + low);
             }
     }
     void *state_memory(const char *name, size_t param, size_t element_bytes) override {
@@ -105,10 +105,10 @@ double quantile(std::vector<double> values, double share) {
     return values[size_t(share * double(values.size() - 1) + 0.5)];
 }
 
-void run(const Case &what, const std::string &list, const Build &old_build, const Build &new_build, int rounds) {
-    Shared shared(list, what);
-    const std::unique_ptr<against::Engine> before(old_build.open(old_build.library.c_str(), what, shared)),
-        now(new_build.open(new_build.library.c_str(), what, shared));
+void run(const Case &config, const std::string &list, const Build &old_build, const Build &new_build, int rounds) {
+    Shared shared(list, config);
+    const std::unique_ptr<against::Engine> before(old_build.open(old_build.library.c_str(), config, shared)),
+        now(new_build.open(new_build.library.c_str(), config, shared));
     if (before == nullptr || now == nullptr) return;
     // A block takes about 5 ms, so that the clock's resolution and the first step of a block do not matter.
     const int steps = std::clamp(int(0.005 / time(*now, 1)), 1, 2000);
@@ -121,7 +121,7 @@ void run(const Case &what, const std::string &list, const Build &old_build, cons
         old_times.push_back(a);
         new_times.push_back(b);
     }
-    std::printf("| %s | %s | %.4g | %.4g | %.3f | %.3f to %.3f | %.3f |\n", list.c_str(), what.name,
+    std::printf("| %s | %s | %.4g | %.4g | %.3f | %.3f to %.3f | %.3f |\n", list.c_str(), config.name,
                 quantile(old_times, 0.5) * 1e3, quantile(new_times, 0.5) * 1e3, quantile(ratios, 0.5),
                 quantile(ratios, 0.25), quantile(ratios, 0.75), quantile(old_times, 0) / quantile(new_times, 0));
     std::fflush(stdout);
@@ -153,7 +153,8 @@ int main(int argc, char **argv) {
     std::printf("| list | step | old ms | new ms | old / new | quartiles | best |\n"
                 "| --- | --- | --- | --- | --- | --- | --- |\n");
     for (const std::string &list : lists)
-        for (const Case &what : kCases)
-            if (std::string(what.name).find(only) != std::string::npos) run(what, list, old_build, new_build, rounds);
+        for (const Case &config : kCases)
+            if (std::string(config.name).find(only) != std::string::npos)
+                run(config, list, old_build, new_build, rounds);
     return 0;
 }

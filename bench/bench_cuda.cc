@@ -7,7 +7,7 @@
 //   Pass1/f16, /bf16 the first pass alone, as dsopt_tensors_norm of 16-bit gradients: 2
 //   Lamb, Lamb/clip  LAMB on fp32 weights: 40, and 44 with the norm of the gradients
 //   Sgd, Adagrad, Lion   on fp32 weights: 12, 20 and 20
-// and the local work of one of 8 ranks with one bit per element, on fp32 weights. Its collectives return its own
+// and the local work of one of 8 ranks with one bit per element, on fp32 weights. Its collectives return this rank's
 // messages, in stream order:
 //   Compressed           dsopt_compressed_allreduce: 12 of the worker (value, compensated value read and written), 1 of
 //                        the server, 4 decoded, bits: 17
@@ -19,8 +19,8 @@
 // Memset writes 4 bytes per element and reads none; it is the reference for decoding an exchange.
 // Peers: Chunked is AdamW by a launcher in the form of apex's (cuda_peers.h); PyTorch's are in torch_cuda.py.
 //
-// Every row is set up once per list, all on the same parameters, gradients and moments. A repetition is one batch of
-// steps. Google Benchmark interleaves the rows at random, so a copy is timed close to each step.
+// Every row is set up once per list. All rows use the same parameters, gradients and moments. A repetition is one batch
+// of steps. Google Benchmark interleaves the rows at random, so a copy is timed close to each step.
 #include "bench_util.h"
 #include "cuda_peers.h"
 #include <algorithm>
@@ -56,9 +56,9 @@ public:
         std::vector<uint32_t> pattern(std::min(bytes / 4 + 1, size_t(1) << 20));
         for (size_t i = 0; i < pattern.size(); ++i)
             pattern[i] = word == 0 ? 0 : word ^ uint32_t(i * 2654435761u & 0x003f003fu);
-        for (size_t at = 0; at < bytes; at += pattern.size() * 4)
-            check_cuda(cudaMemcpy(static_cast<char *>(data_) + at, pattern.data(),
-                                  std::min(bytes - at, pattern.size() * 4), cudaMemcpyHostToDevice));
+        for (size_t offset = 0; offset < bytes; offset += pattern.size() * 4)
+            check_cuda(cudaMemcpy(static_cast<char *>(data_) + offset, pattern.data(),
+                                  std::min(bytes - offset, pattern.size() * 4), cudaMemcpyHostToDevice));
     }
     ~DeviceMemory() { (void)cudaFree(data_); }
     DeviceMemory(const DeviceMemory &) = delete;
@@ -74,10 +74,10 @@ struct DeviceList {
     DeviceMemory memory;
     std::vector<dsopt_tensor> tensors;
     DeviceList(const std::vector<int64_t> &sizes, int32_t dtype, uint32_t word) : memory(bytes(sizes, dtype), word) {
-        size_t at = 0;
+        size_t offset = 0;
         for (const int64_t n : sizes) {
-            tensors.push_back({memory.data() + at, n, dtype, 0});
-            at += rounded(n, dtype);
+            tensors.push_back({memory.data() + offset, n, dtype, 0});
+            offset += rounded(n, dtype);
         }
     }
     float *floats(size_t i) const { return static_cast<float *>(tensors[i].data); }
@@ -92,7 +92,7 @@ struct DeviceList {
 };
 
 /// Returns the bits of two 16-bit numbers, or of one float, of about 1e-3.
-uint32_t small(int32_t dtype) {
+uint32_t small_word(int32_t dtype) {
     return dtype == DSOPT_DTYPE_F32 ? 0x3a800000u : dtype == DSOPT_DTYPE_F16 ? 0x14001400u : 0x3a803a80u;
 }
 
@@ -100,7 +100,7 @@ uint32_t small(int32_t dtype) {
 struct Job {
     virtual ~Job() = default;
     virtual void run(cudaStream_t stream) = 0;
-    /// Returns what was wrong with the runs so far, or NULL.
+    /// Returns an error text if the runs so far are not valid measurements, else NULL.
     virtual const char *problem() { return nullptr; }
 };
 
@@ -130,22 +130,22 @@ public:
     }
     DeviceMemory &memory(const std::string &name, size_t bytes) {
         auto &entry = memory_[name];
-        if (!entry) entry = std::make_unique<DeviceMemory>(bytes, small(DSOPT_DTYPE_F32));
+        if (!entry) entry = std::make_unique<DeviceMemory>(bytes, small_word(DSOPT_DTYPE_F32));
         return *entry;
     }
-    DeviceList &params(int32_t dtype) { return tensors("param", dtype, small(dtype)); }
-    DeviceList &grads(int32_t dtype) { return tensors("grad", dtype, small(dtype)); }
+    DeviceList &params(int32_t dtype) { return tensors("param", dtype, small_word(dtype)); }
+    DeviceList &grads(int32_t dtype) { return tensors("grad", dtype, small_word(dtype)); }
 
     Job &job(const std::string &name, const std::function<std::unique_ptr<Job>(Fixture &)> &make) {
         auto &entry = jobs_[name];
         if (!entry) {
             entry = make(*this);
-            for (int i = 0; i < 6; ++i) entry->run(stream); // past the first steps, into the compressed stage
+            for (int i = 0; i < 6; ++i) entry->run(stream); // the first steps, up to the compressed stage
             check_cuda(cudaStreamSynchronize(stream));
         }
         return *entry;
     }
-    /// Keeps one list at a time: the largest takes tens of gigabytes.
+    /// Returns the fixture of a list. Only one fixture is kept, because the largest list takes tens of gigabytes.
     static Fixture &of(const std::string &name) {
         static std::unique_ptr<Fixture> current;
         if (!current || current->list != name) {
@@ -162,14 +162,14 @@ private:
 };
 
 struct Copy final : Job {
-    static constexpr int kMost = 57; // bytes per element, half of them read
+    static constexpr int kMaxBytes = 57; // bytes per element, half of them read
     DeviceMemory &from, &to;
     size_t bytes;
-    Copy(Fixture &f, int of_element) :
+    Copy(Fixture &f, int element_bytes) :
         from(f.memory("from", bytes_of(f))),
         to(f.memory("to", bytes_of(f))),
-        bytes(size_t(f.numel) * size_t(of_element) / 2) {}
-    static size_t bytes_of(const Fixture &f) { return size_t(f.numel) * kMost / 2 + 4; } // each of the two blocks
+        bytes(size_t(f.numel) * size_t(element_bytes) / 2) {}
+    static size_t bytes_of(const Fixture &f) { return size_t(f.numel) * kMaxBytes / 2 + 4; } // each of the two blocks
     void run(cudaStream_t stream) override {
         check_cuda(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, stream));
     }
@@ -203,7 +203,7 @@ dsopt_context *make_context() {
     check(dsopt_context_create(&desc, &context));
     return context;
 }
-/// All-to-all and all-gather in which all of the kRanks ranks send the same data: scales and signs are those of real
+/// All-to-all and all-gather in which all kRanks ranks send the same data, so that scales and signs are as with real
 /// data.
 int mirror(void *, const void *send, void *recv, int64_t bytes, void *stream) {
     for (int rank = 0; rank < kRanks; ++rank)
@@ -228,34 +228,34 @@ struct Step final : Job {
     dsopt_optimizer *optimizer = nullptr;
     dsopt_step step{};
 
-    Step(Fixture &f, const Setting &how) : setting(how) {
+    Step(Fixture &f, const Setting &its_setting) : setting(its_setting) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
-        desc.flags = how.flags;
-        const bool exchanges = how.reduction != DSOPT_REDUCTION_FULL;
+        desc.flags = setting.flags;
+        const bool exchanges = setting.reduction != DSOPT_REDUCTION_FULL;
         if (exchanges) desc.data = comm = make_mirror(context);
-        if (how.clips) {
+        if (setting.clips) {
             desc.max_norm = 1.0;
             DSOPT_NEW(dsopt_scaler_desc, scaling);
             scaling.init = 1024;
             scaling.window = 1 << 30; // no growth, which would make moments denormal
-            if (how.dtype != DSOPT_DTYPE_F32) check(dsopt_scaler_create(context, &scaling, &scaler));
+            if (setting.dtype != DSOPT_DTYPE_F32) check(dsopt_scaler_create(context, &scaling, &scaler));
             desc.scaler = scaler;
         }
         check(dsopt_optimizer_create(context, &desc, &optimizer));
         std::vector<dsopt_param> params(f.sizes.size());
-        for (size_t i = 0; i < params.size(); ++i) params[i].tensor = f.params(how.dtype).tensors[i];
+        for (size_t i = 0; i < params.size(); ++i) params[i].tensor = f.params(setting.dtype).tensors[i];
         dsopt_group group;
-        check(dsopt_group_init(&group, sizeof group, how.algorithm));
+        check(dsopt_group_init(&group, sizeof group, setting.algorithm));
         group.weight_decay = 0.01;
         if (exchanges) group.freeze_step = 1;
-        if (how.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) { // all steps from the fifth on are local
+        if (setting.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) { // all steps from the fifth on are local
             group.local_interval_steps = 1;
             group.max_local_interval = int64_t(1) << 30;
         }
         check(dsopt_optimizer_add_group(optimizer, &group, params.data(), int64_t(params.size())));
         bind_state(f);
         step.size = sizeof step;
-        step.grads = f.grads(how.dtype).tensors.data();
+        step.grads = f.grads(setting.dtype).tensors.data();
         step.count = int64_t(f.sizes.size());
     }
     ~Step() override {
@@ -271,7 +271,7 @@ struct Step final : Job {
     const char *problem() override {
         int32_t reduction = setting.reduction;
         if (comm != nullptr) check(dsopt_optimizer_next_reduction(optimizer, 0, &reduction));
-        if (reduction != setting.reduction) return "the steps are of another stage";
+        if (reduction != setting.reduction) return "the steps are in another stage";
         DSOPT_NEW(dsopt_report, report);
         check(dsopt_optimizer_report(optimizer, &report));
         return report.skipped != 0 ? "steps were skipped: nothing was timed" : nullptr;
@@ -279,7 +279,7 @@ struct Step final : Job {
 
 private:
     static DeviceList &state_list(Fixture &f, const std::string &name) {
-        return f.tensors(name, DSOPT_DTYPE_F32, name == "master" ? small(DSOPT_DTYPE_F32) : 0);
+        return f.tensors(name, DSOPT_DTYPE_F32, name == "master" ? small_word(DSOPT_DTYPE_F32) : 0);
     }
     /// Binds moments and masters to the fixture's memory. The engine allocates all other state.
     void bind_state(Fixture &f) const {
@@ -316,7 +316,7 @@ struct Compressed final : Job {
     dsopt_context *context = make_context();
     dsopt_comm *comm = make_mirror(context);
     dsopt_compressed args{};
-    std::unique_ptr<DeviceMemory> kept, workspace;
+    std::unique_ptr<DeviceMemory> errors, workspace;
     explicit Compressed(Fixture &f) {
         args.size = sizeof args;
         const DeviceList &values = f.grads(DSOPT_DTYPE_F32);
@@ -324,9 +324,9 @@ struct Compressed final : Job {
         args.count = int64_t(values.tensors.size());
         int64_t worker = 0, server = 0;
         check(dsopt_compressed_sizes(comm, &args, &worker, &server, &args.workspace_bytes));
-        kept = std::make_unique<DeviceMemory>(size_t(worker + server) * sizeof(float), 0);
+        errors = std::make_unique<DeviceMemory>(size_t(worker + server) * sizeof(float), 0);
         workspace = std::make_unique<DeviceMemory>(args.workspace_bytes, 0);
-        args.worker_error = reinterpret_cast<float *>(kept->data());
+        args.worker_error = reinterpret_cast<float *>(errors->data());
         args.server_error = args.worker_error + worker;
         args.workspace = workspace->data();
     }
@@ -418,15 +418,15 @@ void add_rows(const std::string &list) {
     for (const int bytes : {2, 12, 17, 20, 24, 25, 28, 30, 33, 40, 44, 57})
         add("Copy/" + std::to_string(bytes), bytes, makes<Copy>(bytes));
     add("Memset", Memset::kBytes, makes<Memset>());
-    const auto step = [&](const std::string &name, int bytes, const Setting &how, bool replays = true) {
-        add(name, bytes, makes<Step>(how), replays);
+    const auto step = [&](const std::string &name, int bytes, const Setting &setting, bool replays = true) {
+        add(name, bytes, makes<Step>(setting), replays);
     };
     step("Fp32", 28, {});
     for (const int32_t dtype : {int32_t(DSOPT_DTYPE_F16), int32_t(DSOPT_DTYPE_BF16)}) {
-        const std::string of = dtype == DSOPT_DTYPE_F16 ? "/f16" : "/bf16";
-        step("Mixed" + of, 30, {.dtype = dtype, .clips = true});
-        step("MixedUpdate" + of, 28, {.dtype = dtype}, false);
-        add("Pass1" + of, 2, makes<Pass1>(dtype));
+        const std::string suffix = dtype == DSOPT_DTYPE_F16 ? "/f16" : "/bf16";
+        step("Mixed" + suffix, 30, {.dtype = dtype, .clips = true});
+        step("MixedUpdate" + suffix, 28, {.dtype = dtype}, false);
+        add("Pass1" + suffix, 2, makes<Pass1>(dtype));
     }
     step("Lamb", 40, {.algorithm = DSOPT_ALGORITHM_LAMB});
     step("Lamb/clip", 44, {.algorithm = DSOPT_ALGORITHM_LAMB, .clips = true}, false);

@@ -26,36 +26,36 @@ struct Fixture {
         dsopt_comm_destroy(comm);
         dsopt_context_destroy(context);
     }
-    int64_t bytes(int32_t dtype) const { // to the bucket and back
+    int64_t bytes(int32_t dtype) const { // of copies to the bucket and back
         return bench::total(sizes) * int64_t(2 * (bench::List::element(dtype) + 4));
     }
 };
 
-void done(benchmark::State &state, int64_t bytes) { state.SetBytesProcessed(state.iterations() * bytes); }
+void set_bytes(benchmark::State &state, int64_t bytes) { state.SetBytesProcessed(state.iterations() * bytes); }
 
 void BM_AllReduceList(benchmark::State &state, const std::string &name, int32_t dtype) {
     Fixture f(name, dtype);
     for (auto _ : state)
         check(dsopt_comm_all_reduce(f.comm, f.list.tensors.data(), int64_t(f.list.tensors.size()), DSOPT_OP_MEAN,
                                     nullptr));
-    done(state, f.bytes(dtype));
+    set_bytes(state, f.bytes(dtype));
 }
 
-/// The loop that a caller without lists would write.
+/// The loop of a caller without dsopt_comm_all_reduce: one collective and two conversions per tensor.
 void BM_TensorByTensor(benchmark::State &state, const std::string &name, int32_t dtype) {
     Fixture f(name, dtype);
-    int64_t most = 0;
-    for (const int64_t n : f.sizes) most = n > most ? n : most;
-    const bench::Memory wide(size_t(most) * sizeof(float));
+    int64_t longest = 0;
+    for (const int64_t n : f.sizes) longest = n > longest ? n : longest;
+    const bench::Memory buffer(size_t(longest) * sizeof(float));
     const float share = 1.0f / kRanks;
     for (auto _ : state)
         for (const dsopt_tensor &tensor : f.list.tensors) {
-            const dsopt_tensor room{wide.as<float>(), tensor.numel, DSOPT_DTYPE_F32, 0};
-            check(dsopt_tensors_axpby(f.context, nullptr, &tensor, 0, &room, 1, nullptr));
-            check(dsopt_comm_all_reduce(f.comm, &room, 1, DSOPT_OP_SUM, nullptr));
-            check(dsopt_tensors_axpby(f.context, &share, &room, 0, &tensor, 1, nullptr));
+            const dsopt_tensor converted{buffer.as<float>(), tensor.numel, DSOPT_DTYPE_F32, 0};
+            check(dsopt_tensors_axpby(f.context, nullptr, &tensor, 0, &converted, 1, nullptr));
+            check(dsopt_comm_all_reduce(f.comm, &converted, 1, DSOPT_OP_SUM, nullptr));
+            check(dsopt_tensors_axpby(f.context, &share, &converted, 0, &tensor, 1, nullptr));
         }
-    done(state, f.bytes(dtype));
+    set_bytes(state, f.bytes(dtype));
 }
 
 void BM_Copy(benchmark::State &state, const std::string &name, int32_t dtype) {
@@ -65,7 +65,7 @@ void BM_Copy(benchmark::State &state, const std::string &name, int32_t dtype) {
         std::memcpy(to.as<char>(), from.as<char>(), size_t(bytes / 2));
         benchmark::ClobberMemory();
     }
-    done(state, bytes);
+    set_bytes(state, bytes);
 }
 
 } // namespace

@@ -69,10 +69,10 @@ struct Engine {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         std::vector<dsopt_tensor> &weights = mixed ? f.params16.tensors : f.masters.tensors;
         if (mixed && clip) {
-            DSOPT_NEW(dsopt_scaler_desc, how);
-            how.init = 1024;
-            how.window = 1 << 30; // no growth, which would make moments denormal
-            check(dsopt_scaler_create(context, &how, &scaler));
+            DSOPT_NEW(dsopt_scaler_desc, scaling);
+            scaling.init = 1024;
+            scaling.window = 1 << 30; // no growth, which would make moments denormal
+            check(dsopt_scaler_create(context, &scaling, &scaler));
             desc.scaler = scaler;
             desc.max_norm = 1.0;
         }
@@ -116,7 +116,7 @@ Engine &Fixture::engine(bool mixed, int32_t dtype, bool clip) {
     return *entry;
 }
 
-void done(benchmark::State &state, const Fixture &f, int bytes) {
+void set_counters(benchmark::State &state, const Fixture &f, int bytes) {
     state.SetBytesProcessed(state.iterations() * f.numel * bytes);
     state.counters["ns/el"] = benchmark::Counter(double(f.numel), benchmark::Counter::kIsIterationInvariantRate |
                                                                       benchmark::Counter::kInvert);
@@ -138,7 +138,7 @@ void run_step(benchmark::State &state, Fixture &f, bool mixed, int32_t dtype, bo
     step.count = int64_t(grads.size());
     check(dsopt_optimizer_step(engine.optimizer, &step));
     for (auto _ : state) check(dsopt_optimizer_step(engine.optimizer, &step));
-    done(state, f, !mixed ? 28 : clip ? 30 : 28);
+    set_counters(state, f, !mixed ? 28 : clip ? 30 : 28);
 }
 void BM_Mixed(benchmark::State &state, const std::string &list, int32_t dtype) {
     run_step(state, Fixture::of(list), true, dtype);
@@ -151,16 +151,17 @@ void BM_Fp32(benchmark::State &state, const std::string &list) {
     run_step(state, Fixture::of(list), false, DSOPT_DTYPE_F32);
 }
 
-/// Splits the whole list into one range per thread: fewer borders than the engine has, the same number of bytes.
-template <class Body> void on_all(const Fixture &f, const Body &body) {
+/// Calls body(tensor, begin, end) on all threads, each with one range of the whole list: fewer boundaries than in the
+/// engine, the same number of bytes.
+template <class Body> void for_ranges(const Fixture &f, const Body &body) {
 #pragma omp parallel
     {
         const int part = omp_get_thread_num(), parts = omp_get_num_threads();
-        int64_t begin = f.numel * part / parts, end = f.numel * (part + 1) / parts, at = 0;
+        int64_t begin = f.numel * part / parts, end = f.numel * (part + 1) / parts, offset = 0;
         for (size_t i = 0; i < f.sizes.size(); ++i) {
-            const int64_t n = f.sizes[i], b = std::max<int64_t>(0, begin - at), e = std::min(n, end - at);
+            const int64_t n = f.sizes[i], b = std::max<int64_t>(0, begin - offset), e = std::min(n, end - offset);
             if (b < e) body(i, b, e);
-            at += n;
+            offset += n;
         }
     }
 }
@@ -173,18 +174,18 @@ void BM_Probe30(benchmark::State &state, const std::string &list) {
         {
             const int part = omp_get_thread_num(), parts = omp_get_num_threads();
             const int64_t begin = f.numel * part / parts, end = f.numel * (part + 1) / parts;
-            int64_t at = 0;
+            int64_t offset = 0;
             for (size_t i = 0; i < f.sizes.size(); ++i) {
                 const auto *g = static_cast<const uint16_t *>(f.grads16.tensors[i].data);
-                const int64_t b = std::max<int64_t>(0, begin - at), e = std::min(f.sizes[i], end - at);
+                const int64_t b = std::max<int64_t>(0, begin - offset), e = std::min(f.sizes[i], end - offset);
                 uint16_t any = 0;
                 for (int64_t k = b; k < e; ++k) any |= g[k];
                 sum += any;
-                at += f.sizes[i];
+                offset += f.sizes[i];
             }
         }
         benchmark::DoNotOptimize(sum);
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             const auto *__restrict g = static_cast<const uint16_t *>(f.grads16.tensors[i].data);
             auto *__restrict p = static_cast<float *>(f.masters.tensors[i].data);
             auto *__restrict m = static_cast<float *>(f.exp_avg.tensors[i].data);
@@ -215,7 +216,7 @@ void BM_Probe30(benchmark::State &state, const std::string &list) {
             }
         });
     }
-    done(state, f, 30);
+    set_counters(state, f, 30);
 }
 
 #if defined(__F16C__)
@@ -233,28 +234,28 @@ void BM_SevenPass(benchmark::State &state, const std::string &list) {
     const auto g16 = [&](size_t i) { return static_cast<const uint16_t *>(f.grads16.tensors[i].data); };
     const auto f32 = [](List &l, size_t i) { return static_cast<float *>(l.tensors[i].data); };
     for (auto _ : state) {
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             float *__restrict copy = f32(f.flat32, i);
             const uint16_t *__restrict g = g16(i);
             for (int64_t k = b; k < e; ++k) copy[k] = half(g[k]);
         });
         double total = 0;
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             const float *copy = f32(f.flat32, i);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
             for (int64_t k = b; k < e; ++k) sum += copy[k];
             benchmark::DoNotOptimize(sum);
         });
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             float *__restrict cast = f32(f.grads32, i);
             const uint16_t *__restrict g = g16(i);
             for (int64_t k = b; k < e; ++k) cast[k] = half(g[k]);
         });
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             std::memcpy(f32(f.flat32, i) + b, f32(f.grads32, i) + b, size_t(e - b) * 4);
         });
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             const float *flat = f32(f.flat32, i);
             float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -263,11 +264,11 @@ void BM_SevenPass(benchmark::State &state, const std::string &list) {
             total += double(sum);
         });
         const float inverse = float(1.0 / (1024.0 * std::max(1.0, std::sqrt(total) / 1024.0)));
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             float *flat = f32(f.flat32, i);
             for (int64_t k = b; k < e; ++k) flat[k] *= inverse;
         });
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             const float *__restrict g = f32(f.flat32, i);
             float *__restrict p = f32(f.masters, i), *__restrict m = f32(f.exp_avg, i),
                               *__restrict v = f32(f.exp_avg_sq, i);
@@ -277,13 +278,13 @@ void BM_SevenPass(benchmark::State &state, const std::string &list) {
                 p[k] -= 1e-3f * ((m[k] / 0.5f) / (std::sqrt(v[k] / 0.5f) + 1e-8f) + 0.01f * p[k]);
             }
         });
-        on_all(f, [&](size_t i, int64_t b, int64_t e) {
+        for_ranges(f, [&](size_t i, int64_t b, int64_t e) {
             uint16_t *__restrict c = static_cast<uint16_t *>(f.params16.tensors[i].data);
             const float *__restrict p = f32(f.masters, i);
             for (int64_t k = b; k < e; ++k) c[k] = to_half(p[k]);
         });
     }
-    done(state, f, 70);
+    set_counters(state, f, 70);
 }
 
 } // namespace

@@ -93,13 +93,13 @@ struct Arrays {
 
 // ------------------------------------------------------------------------------------------------------------- probes
 #if defined(__AVX512F__)
-void write_past_caches(float *to, float x) { _mm512_stream_ps(to, _mm512_set1_ps(x)); }
-void write_past_caches(uint16_t *to, uint16_t x) {
+void store_streaming(float *to, float x) { _mm512_stream_ps(to, _mm512_set1_ps(x)); }
+void store_streaming(uint16_t *to, uint16_t x) {
     _mm256_stream_si256(reinterpret_cast<__m256i *>(to), _mm256_set1_epi16(short(x)));
 }
 void fence() { _mm_sfence(); }
 #else
-template <class T> void write_past_caches(T *to, T x) {
+template <class T> void store_streaming(T *to, T x) {
     for (int i = 0; i < 16; ++i) to[i] = x;
 }
 void fence() {}
@@ -113,13 +113,13 @@ template <int Reads, int Changes, int Writes, int Reads16, int Writes16>
 void move(const Arrays &arrays, size_t tensor, int64_t begin, int64_t end) {
     const float *read[Reads + 1];
     float *change[Changes + 1], *write[Writes + 1];
-    int at = 0;
-    for (int i = 0; i < Changes; ++i) change[i] = arrays.floats(at++, tensor);
-    for (int i = 0; i < Writes; ++i) write[i] = arrays.floats(at++, tensor);
+    int array = 0;
+    for (int i = 0; i < Changes; ++i) change[i] = arrays.floats(array++, tensor);
+    for (int i = 0; i < Writes; ++i) write[i] = arrays.floats(array++, tensor);
     const bool grads32 = !Reads16 && !arrays.half;
     for (int i = 0; i < Reads; ++i)
         read[i] = i == 0 && grads32 ? static_cast<const float *>(arrays.grads->tensors[tensor].data)
-                                    : arrays.floats(at++, tensor);
+                                    : arrays.floats(array++, tensor);
     const auto *const grad = static_cast<const uint16_t *>(arrays.grads->tensors[tensor].data);
     auto *const copy = Writes16 ? static_cast<uint16_t *>(arrays.half->tensors[tensor].data) : nullptr;
     Floats sum = {};
@@ -129,8 +129,8 @@ void move(const Arrays &arrays, size_t tensor, int64_t begin, int64_t end) {
         for (int i = 0; i < Reads; ++i) sum += *reinterpret_cast<const Floats *>(read[i] + k);
         for (int i = 0; i < Changes; ++i) *reinterpret_cast<Floats *>(change[i] + k) += 1e-9f;
         if constexpr (Reads16 > 0) any |= *reinterpret_cast<const Halves *>(grad + k);
-        for (int i = 0; i < Writes; ++i) write_past_caches(write[i] + k, 1e-3f);
-        if constexpr (Writes16 > 0) write_past_caches(copy + k, uint16_t(0x3800));
+        for (int i = 0; i < Writes; ++i) store_streaming(write[i] + k, 1e-3f);
+        if constexpr (Writes16 > 0) store_streaming(copy + k, uint16_t(0x3800));
     }
     for (int64_t k = whole; k < end; ++k) {
         for (int i = 0; i < Reads; ++i) sum[0] += read[i][k];
@@ -146,8 +146,8 @@ void move(const Arrays &arrays, size_t tensor, int64_t begin, int64_t end) {
 
 using Move = void (*)(const Arrays &, size_t, int64_t, int64_t);
 template <int... Counts> bool is(const Pass &pass) {
-    const int counts[] = {Counts...}, of[] = {pass.reads, pass.changes, pass.writes, pass.reads16, pass.writes16};
-    return std::memcmp(counts, of, sizeof of) == 0;
+    const int counts[] = {Counts...}, wanted[] = {pass.reads, pass.changes, pass.writes, pass.reads16, pass.writes16};
+    return std::memcmp(counts, wanted, sizeof wanted) == 0;
 }
 template <int Reads, int Changes, int Writes, int Reads16, int Writes16> Move if_is(const Pass &pass) {
     return is<Reads, Changes, Writes, Reads16, Writes16>(pass) ? move<Reads, Changes, Writes, Reads16, Writes16>
@@ -161,24 +161,25 @@ Move move_of(const Pass &p) {
           if_is<1, 1, 0, 1, 0>(p), if_is<1, 1, 1, 0, 1>(p), if_is<2, 2, 1, 0, 0>(p), if_is<2, 0, 1, 0, 0>(p),
           if_is<2, 1, 1, 0, 0>(p), if_is<3, 0, 1, 0, 0>(p)})
         if (move != nullptr) return move;
-    std::fprintf(stderr, "bench_steps: a pass without a loop\n");
+    std::fprintf(stderr, "bench_steps: no probe for the arrays of a pass\n");
     std::exit(1);
 }
 
-/// Splits the whole list into one range per thread: fewer borders than the engine has, the same number of bytes.
+/// Runs `move` on all threads, each with one range of the whole list: fewer boundaries than in the engine, the same
+/// number of bytes.
 void sweep(const Arrays &arrays, Move move) {
 #pragma omp parallel
     {
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads();
         const int64_t begin = arrays.numel * part / parts, end = arrays.numel * (part + 1) / parts;
-        int64_t at = 0;
-        for (size_t i = 0; i < arrays.sizes.size() && at < end; ++i) {
+        int64_t offset = 0;
+        for (size_t i = 0; i < arrays.sizes.size() && offset < end; ++i) {
             const int64_t n = arrays.sizes[i];
-            const auto within = [&](int64_t place) { // element of this tensor, aligned to 64 bytes
-                return place <= at ? 0 : place >= at + n ? n : (place - at) / 16 * 16;
+            const auto within = [&](int64_t index) { // element of this tensor, aligned to 64 bytes
+                return index <= offset ? 0 : index >= offset + n ? n : (index - offset) / 16 * 16;
             };
             if (const int64_t b = within(begin), e = within(end); b < e) move(arrays, i, b, e);
-            at += n;
+            offset += n;
         }
     }
 }
@@ -244,9 +245,9 @@ private:
             const bool whole = info.param >= 0 && info.tensor.numel == arrays_.sizes[size_t(info.param)] &&
                                info.tensor.dtype == DSOPT_DTYPE_F32 && std::strstr(info.name, "error") == nullptr;
             if (whole) {
-                const size_t at = array.emplace(info.name, array.size()).first->second;
-                if (at + delta_ >= arrays_.f32.size()) std::abort();
-                info.tensor.data = arrays_.f32[at]->tensors[size_t(info.param)].data;
+                const size_t index = array.emplace(info.name, array.size()).first->second;
+                if (index + delta_ >= arrays_.f32.size()) std::abort();
+                info.tensor.data = arrays_.f32[index]->tensors[size_t(info.param)].data;
             }
             state.push_back(info.tensor);
         }
@@ -262,20 +263,21 @@ private:
     dsopt_step step_ = {};
 };
 
-/// Memory of one list and form, and engines on it. Only one at a time is kept, since the largest takes gigabytes. The
-/// engines are kept too, so that no row includes page faults and a repetition can be as short as one step.
+/// Memory of one list and form, and engines that use it. Only one fixture is kept, because the largest list takes
+/// gigabytes. The engines are kept too, so that no row includes page faults and a repetition can be as short as one
+/// step.
 struct Fixture {
     Arrays arrays;
     std::map<std::string, std::unique_ptr<Engine>> engines;
     static Fixture &of(const std::string &list, const std::string &form) {
         static std::map<std::string, std::unique_ptr<Fixture>> all;
         const std::string name = list + "/" + form;
-        auto at = all.find(name);
-        if (at == all.end()) {
+        auto found = all.find(name);
+        if (found == all.end()) {
             all.clear();
-            at = all.emplace(name, new Fixture{{list, dtype_of(form)}, {}}).first;
+            found = all.emplace(name, new Fixture{{list, dtype_of(form)}, {}}).first;
         }
-        return *at->second;
+        return *found->second;
     }
     Engine &engine(const Rule &rule, const std::string &form) {
         auto &entry = engines[rule.name];
@@ -284,7 +286,7 @@ struct Fixture {
     }
 };
 
-void done(benchmark::State &state, const Arrays &arrays, const std::vector<Pass> &passes) {
+void set_counters(benchmark::State &state, const Arrays &arrays, const std::vector<Pass> &passes) {
     int bytes = 0;
     for (const Pass &pass : passes) bytes += pass.bytes();
     state.SetBytesProcessed(state.iterations() * arrays.numel * bytes);
@@ -295,7 +297,7 @@ void step(benchmark::State &state, const Rule &rule, const std::string &form, co
     Engine &engine = fixture.engine(rule, form);
     engine.run();
     for (auto _ : state) engine.run();
-    done(state, fixture.arrays, passes_of(rule, form));
+    set_counters(state, fixture.arrays, passes_of(rule, form));
 }
 void probe(benchmark::State &state, const Rule &rule, const std::string &form, const std::string &list) {
     const Arrays &arrays = Fixture::of(list, form).arrays;
@@ -305,7 +307,7 @@ void probe(benchmark::State &state, const Rule &rule, const std::string &form, c
     for (const Move move : moves) sweep(arrays, move);
     for (auto _ : state)
         for (const Move move : moves) sweep(arrays, move);
-    done(state, arrays, passes);
+    set_counters(state, arrays, passes);
 }
 
 } // namespace

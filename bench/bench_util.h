@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor lists of real models, and memory laid out as theirs.
+// Tensor lists of real models, and memory with the same layout.
 #pragma once
 #include "dsopt.h"
 #include <cstdint>
@@ -41,15 +41,15 @@ inline int64_t total(const std::vector<int64_t> &sizes) {
     return sum;
 }
 
-/// Zeroed memory in huge pages, as the allocators of frameworks and of this engine provide.
+/// Zeroed memory in huge pages, like the memory from the allocators of frameworks and of this engine.
 class Memory {
 public:
     explicit Memory(size_t bytes) : bytes_((bytes + kHuge - 1) / kHuge * kHuge) {
         data_ = std::aligned_alloc(kHuge, bytes_);
         if (data_ == nullptr) std::abort();
         (void)madvise(data_, bytes_, MADV_HUGEPAGE);
-        char *at = static_cast<char *>(data_);
-        for (size_t i = 0; i < bytes_; ++i) at[i] = 0;
+        char *memory = static_cast<char *>(data_);
+        for (size_t i = 0; i < bytes_; ++i) memory[i] = 0;
     }
     ~Memory() { std::free(data_); }
     Memory(const Memory &) = delete;
@@ -67,10 +67,10 @@ struct List {
     Memory memory;
     std::vector<dsopt_tensor> tensors;
     List(const std::vector<int64_t> &sizes, int32_t dtype) : memory(bytes(sizes, dtype)) {
-        size_t at = 0;
+        size_t offset = 0;
         for (const int64_t n : sizes) {
-            tensors.push_back({memory.as<char>() + at, n, dtype, 0});
-            at += rounded(n, dtype);
+            tensors.push_back({memory.as<char>() + offset, n, dtype, 0});
+            offset += rounded(n, dtype);
         }
     }
     static size_t element(int32_t dtype) { return dtype == DSOPT_DTYPE_F32 ? 4 : 2; }

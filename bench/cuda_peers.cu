@@ -7,11 +7,11 @@
 namespace bench {
 namespace {
 
-constexpr int kTensors = 36, kBlocks = 320, kThreads = 512, kEach = 4;
+constexpr int kTensors = 36, kBlocks = 320, kThreads = 512, kPerThread = 4;
 constexpr int64_t kChunk = 65536;
 
 struct Batch {
-    float *at[4][kTensors];
+    float *arrays[4][kTensors];
     int64_t numel[kTensors];
     int chunk_of_block[kBlocks];
     unsigned char tensor_of_block[kBlocks];
@@ -25,34 +25,34 @@ __global__ void __launch_bounds__(kThreads) chunked_adamw(GRID_CONSTANT const Ba
     const int tensor = batch.tensor_of_block[blockIdx.x];
     const int64_t begin = batch.chunk_of_block[blockIdx.x] * kChunk, left = batch.numel[tensor] - begin;
     const int64_t n = left < kChunk ? left : kChunk;
-    const float *const g = batch.at[0][tensor] + begin;
-    float *const p = batch.at[1][tensor] + begin;
-    float *const m = batch.at[2][tensor] + begin;
-    float *const v = batch.at[3][tensor] + begin;
-    for (int64_t i = threadIdx.x; i < n; i += int64_t(kThreads) * kEach) {
-        float gs[kEach], ps[kEach], ms[kEach], vs[kEach];
+    const float *const g = batch.arrays[0][tensor] + begin;
+    float *const p = batch.arrays[1][tensor] + begin;
+    float *const m = batch.arrays[2][tensor] + begin;
+    float *const v = batch.arrays[3][tensor] + begin;
+    for (int64_t i = threadIdx.x; i < n; i += int64_t(kThreads) * kPerThread) {
+        float gs[kPerThread], ps[kPerThread], ms[kPerThread], vs[kPerThread];
 #pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-            const int64_t at = i + int64_t(k) * kThreads;
-            const bool in = at < n;
-            gs[k] = in ? g[at] : 0;
-            ps[k] = in ? p[at] : 0;
-            ms[k] = in ? m[at] : 0;
-            vs[k] = in ? v[at] : 0;
+        for (int k = 0; k < kPerThread; ++k) {
+            const int64_t element = i + int64_t(k) * kThreads;
+            const bool exists = element < n;
+            gs[k] = exists ? g[element] : 0;
+            ps[k] = exists ? p[element] : 0;
+            ms[k] = exists ? m[element] : 0;
+            vs[k] = exists ? v[element] : 0;
         }
 #pragma unroll
-        for (int k = 0; k < kEach; ++k) {
+        for (int k = 0; k < kPerThread; ++k) {
             ms[k] = c.beta1 * ms[k] + (1 - c.beta1) * gs[k];
             vs[k] = c.beta2 * vs[k] + (1 - c.beta2) * gs[k] * gs[k];
             ps[k] = ps[k] - c.lr * ((ms[k] / c.c1) / (sqrtf(vs[k] / c.c2) + c.eps) + c.decay * ps[k]);
         }
 #pragma unroll
-        for (int k = 0; k < kEach; ++k) {
-            const int64_t at = i + int64_t(k) * kThreads;
-            if (at >= n) continue;
-            p[at] = ps[k];
-            m[at] = ms[k];
-            v[at] = vs[k];
+        for (int k = 0; k < kPerThread; ++k) {
+            const int64_t element = i + int64_t(k) * kThreads;
+            if (element >= n) continue;
+            p[element] = ps[k];
+            m[element] = ms[k];
+            v[element] = vs[k];
         }
     }
 }
@@ -79,7 +79,7 @@ cudaError_t ChunkedAdamW::run(int64_t step, cudaStream_t stream) const {
         const int64_t chunks = (tensor.numel + kChunk - 1) / kChunk;
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             if (chunk == 0 || tensors == 0) { // also after a flush within the tensor
-                for (int k = 0; k < 4; ++k) batch.at[k][tensors] = tensor.at[k];
+                for (int k = 0; k < 4; ++k) batch.arrays[k][tensors] = tensor.arrays[k];
                 batch.numel[tensors++] = tensor.numel;
             }
             batch.tensor_of_block[blocks] = static_cast<unsigned char>(tensors - 1);

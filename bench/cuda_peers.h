@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Other ways to launch the same update, for bench_cuda.
+// The same update with another launcher, for bench_cuda.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ public:
 
 private:
     struct Tensor {
-        float *at[4];
+        float *arrays[4];
         int64_t numel;
     };
     std::vector<Tensor> tensors_;

@@ -13,8 +13,8 @@ A step is a chain of kernels. A kernel takes the longest of three times, or some
   them), the arithmetic on them, sums that all warps wait for, and finding the tensor of a leaf if it is a new one.
 Then the last block works alone (sums over leaves and tensors, step counts, the report). Last comes the gap to the next
 kernel, which is shorter if that kernel may be launched early (PDL). A memset of an exchange is a launch of its own, and
-a kernel after it is not launched early. `./dev gpu` prints measured times next to these, which shows what the model
-lacks.
+a kernel after it is not launched early. `./dev gpu` prints measured times next to these, which shows the errors of
+the model.
 """
 import sys
 from typing import NamedTuple
@@ -137,9 +137,9 @@ def list_of(sizes, size, machine):
     return List(sizes, sum(sizes), sum(n > 0 for n in sizes), leaves, cold)
 
 
-def load_seconds(of, machine, end):
+def load_seconds(list_, machine, end):
     """Returns the seconds of a load from the table of jobs."""
-    return machine.latency[end] if of.cold else L2[end] / machine.hertz
+    return machine.latency[end] if list_.cold else L2[end] / machine.hertz
 
 
 def lane_cycles(count, end):
@@ -148,38 +148,38 @@ def lane_cycles(count, end):
     return -(-lane // AHEAD) * L2[end] + lane * CHAIN[end] + 5 * (CHAIN[end] + 25)  # five shuffles and additions
 
 
-def fold_seconds(of, machine, end, least):
+def fold_seconds(list_, machine, end, least):
     """Returns the seconds in which the last block adds up the leaves of each tensor with at least `least` leaves.
 
     A thread adds up few leaves and a warp many; tensors are assigned to warps round-robin. Then a warp adds up the sums
     of tensors."""
-    few = [count for count in of.leaves if least <= count < FEW]
+    few = [count for count in list_.leaves if least <= count < FEW]
     threads = -(-len(few) // THREADS) * (2 * L2[end] + max(few, default=0) * CHAIN[end])
     warps = [0] * WARPS
-    for i, count in enumerate(count for count in of.leaves if count >= FEW):
+    for i, count in enumerate(count for count in list_.leaves if count >= FEW):
         warps[i % WARPS] += lane_cycles(count, end) + 2 * L2[end]
-    rounds = -(-len(of.leaves) // COUNTED) * L2[end]  # loads each tensor's number of leaves from a separate table
-    return (threads + max(warps) + lane_cycles(len(of.leaves), end) + rounds) / machine.hertz
+    rounds = -(-len(list_.leaves) // COUNTED) * L2[end]  # loads each tensor's number of leaves from a separate table
+    return (threads + max(warps) + lane_cycles(len(list_.leaves), end) + rounds) / machine.hertz
 
 
-def scales_seconds(of, machine, end):
-    """Returns the seconds of the same sums by a grid, with a warp per scale group."""
-    rounds = -(-len(of.leaves) // (machine.processors * 4 * WARPS))
-    return rounds * (lane_cycles(max(of.leaves, default=0), end) + 4 * L2[end]) / machine.hertz
+def scales_seconds(list_, machine, end):
+    """Returns the seconds in which a grid adds up the leaves of each tensor, with a warp per scale group."""
+    rounds = -(-len(list_.leaves) // (machine.processors * 4 * WARPS))
+    return rounds * (lane_cycles(max(list_.leaves, default=0), end) + 4 * L2[end]) / machine.hertz
 
 
-def last_seconds(what, of, machine, end):
+def last_seconds(work, list_, machine, end):
     """Returns the seconds of the last block's work, or of a kernel that does nothing else."""
-    if what == "fold":  # pass 1 has folded tensors of one leaf already
-        return fold_seconds(of, machine, end, 2)
-    if what == "trust":
-        return fold_seconds(of, machine, end, 1) + load_seconds(of, machine, end)
-    if what == "scales":
-        return scales_seconds(of, machine, end)
-    if what == "decide":
+    if work == "fold":  # pass 1 has folded tensors of one leaf already
+        return fold_seconds(list_, machine, end, 2)
+    if work == "trust":
+        return fold_seconds(list_, machine, end, 1) + load_seconds(list_, machine, end)
+    if work == "scales":
+        return scales_seconds(list_, machine, end)
+    if work == "decide":
         return DECIDE[end]
     # for more tensors, another kernel counts
-    counts = 2 * load_seconds(of, machine, end) if of.tensors <= COUNTED else 0
+    counts = 2 * load_seconds(list_, machine, end) if list_.tensors <= COUNTED else 0
     return counts + REPORT[end]  # "finish"
 
 
@@ -188,33 +188,34 @@ def pieces_of(numel, piece):
     return numel // LEAF * -(-LEAF // piece) + -(-(numel % LEAF) // piece)
 
 
-def limits(name, of, machine, end):
+def limits(name, list_, machine, end):
     """Returns the seconds of a kernel's bytes, of its instructions and of a block's rounds."""
     kernel, share = KERNELS[name], SERVER_RANKS if name == "reduce messages" else 1
-    if kernel.bytes == 0 or of.numel == 0:
+    if kernel.bytes == 0 or list_.numel == 0:
         return 0, 0, 0
     processors, threads = machine.processors, LANES if kernel.leaves == WARPS else THREADS
-    numel = of.numel / share
+    numel = list_.numel / share
     moved = numel * kernel.bytes / (machine.bandwidth * STREAMS[end])
     issued = numel * (kernel.issued + kernel.outside) / (LANES * 4 * processors * machine.hertz * SLOTS[end])
     piece = kernel.in_flight * threads
     cycles = kernel.in_flight * (kernel.issued + kernel.outside) * DEPENDENT[end]
     cycles += kernel.sums * piece / LEAF_LANES * CHAIN[end]
-    trip = kernel.loads[end] * machine.latency[end] + cycles / machine.hertz + kernel.sums * BARRIER[end]
+    round_seconds = kernel.loads[end] * machine.latency[end] + cycles / machine.hertz + kernel.sums * BARRIER[end]
     # Load of the tensor's step count. Its job is copied while the block works on the tensor before it.
-    find = load_seconds(of, machine, end) + 3 * BARRIER[end]
+    find = load_seconds(list_, machine, end) + 3 * BARRIER[end]
     grid = processors * kernel.blocks * kernel.leaves * share
-    trips = max(pieces_of(min(LEAF, max(of.sizes)), piece), -(-sum(pieces_of(n, piece) for n in of.sizes) // grid))
-    return moved, issued, trips * trip + min(-(-sum(of.leaves) // grid), of.tensors) * find
+    rounds = max(pieces_of(min(LEAF, max(list_.sizes)), piece),
+                 -(-sum(pieces_of(n, piece) for n in list_.sizes) // grid))
+    return moved, issued, rounds * round_seconds + min(-(-sum(list_.leaves) // grid), list_.tensors) * find
 
 
-def kernel_seconds(name, of, machine, end):
-    if sum(of.leaves) == 0:
+def kernel_seconds(name, list_, machine, end):
+    if sum(list_.leaves) == 0:
         return 0
-    last = sum(last_seconds(what, of, machine, end) for what in KERNELS[name].last)
+    last = sum(last_seconds(work, list_, machine, end) for work in KERNELS[name].last)
     if KERNELS[name].bytes == 0:
         return last
-    times, power = limits(name, of, machine, end), OVERLAP[end]
+    times, power = limits(name, list_, machine, end), OVERLAP[end]
     together = max(times) if power is None else sum(time ** power for time in times) ** (1 / power)
     return together + last + (HANDSHAKE[end] if last else 0)
 
@@ -222,15 +223,15 @@ def kernel_seconds(name, of, machine, end):
 def step_seconds(step, sizes, machine="h200", mode="plain", end=BEST):
     size, kernels, _ = STEPS[step]
     machine, gaps = MACHINES[machine], GAPS[mode]
-    of, seconds, early = list_of(sizes, size, machine), 0, False
+    list_, seconds, early = list_of(sizes, size, machine), 0, False
     for name in kernels:
         if name == "memset":  # of the messages, one bit per element
-            seconds += gaps[0][end] + of.numel / 8 / (machine.bandwidth / 2)
+            seconds += gaps[0][end] + list_.numel / 8 / (machine.bandwidth / 2)
         else:
-            seconds += gaps[early][end] + kernel_seconds(name, of, machine, end)
+            seconds += gaps[early][end] + kernel_seconds(name, list_, machine, end)
         early = name != "memset"
-    if of.tensors > COUNTED:  # a kernel for the counts
-        seconds += gaps[early][end] + 2 * load_seconds(of, machine, end)
+    if list_.tensors > COUNTED:  # a kernel for the counts
+        seconds += gaps[early][end] + 2 * load_seconds(list_, machine, end)
     return seconds
 
 
@@ -274,8 +275,8 @@ def kernel_table(machine, name):
              "|" + " --- |" * 4]
     for kernel, properties in KERNELS.items():
         if properties.bytes:
-            of = list_of(shapes(name), properties.bytes, MACHINES[machine])
-            ends = [limits(kernel, of, MACHINES[machine], end) for end in (BEST, WORST)]
+            list_ = list_of(shapes(name), properties.bytes, MACHINES[machine])
+            ends = [limits(kernel, list_, MACHINES[machine], end) for end in (BEST, WORST)]
             spans = [span([time * 1e6 for time in times], "%.0f") for times in zip(*ends)]
             lines.append("| %s | %s |" % (kernel, " | ".join(spans)))
     return lines

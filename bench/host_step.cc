@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// host_step [BATCHES]: the host's part of a step on the CUDA device with bound, unchanged lists. Built with the
-// emulated CUDA runtime, in which launches do nothing here: what is left is the engine's work and the emulator's
-// handling of the few other runtime calls. Prints a row per list and kind of step: number of runtime calls, and the
+// host_step [BATCHES]: the host's work in a step on the CUDA device with bound, unchanged lists. Built with the
+// emulated CUDA runtime, in which launches do nothing here. So the times are those of the engine, and of the few other
+// calls of the emulated runtime. Prints a row per list and kind of step: number of runtime calls, and the
 // minimum and the median of CPU microseconds per step over batches of 100 steps.
 #include "bench_util.h"
 #include "fakert.h"
@@ -29,9 +29,9 @@ public:
     HostStep(const Kind &kind, int64_t tensors, int64_t numel) {
         const size_t bytes = size_t(numel) * (kind.dtype == DSOPT_DTYPE_F32 ? 4 : 2);
         if (cudaMalloc(&memory_, 2 * size_t(tensors) * bytes) != cudaSuccess) std::exit(1);
-        DSOPT_NEW(dsopt_context_desc, where);
-        where.backend = DSOPT_BACKEND_CUDA;
-        check(dsopt_context_create(&where, &context_));
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        check(dsopt_context_create(&context_desc, &context_));
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         DSOPT_NEW(dsopt_scaler_desc, scaling);
         if (kind.mixed) {
@@ -85,7 +85,7 @@ int main(int argc, char **argv) {
     config.protect = false;
     config.launches = false;
     fakert::reset(config);
-    std::printf("| list | step | calls of the runtime | least µs | median µs |\n| --- | --- | --- | --- | --- |\n");
+    std::printf("| list | step | calls of the runtime | minimum µs | median µs |\n| --- | --- | --- | --- | --- |\n");
     for (const int64_t tensors : {148, 10000})
         for (const Kind &kind : {Kind{"AdamW fp32", DSOPT_ALGORITHM_ADAMW, DSOPT_DTYPE_F32, false},
                                  Kind{"AdamW fp16, scaled and clipped", DSOPT_ALGORITHM_ADAMW, DSOPT_DTYPE_F16, true},

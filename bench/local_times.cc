@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // local_times LIST [ROUNDS]: local work of a rank in a step of AdamW and of 1-bit Adam, as JSON for alpha_beta.py. The
-// comms have the wanted number of ranks and functions that do nothing, so only this machine's work is timed. Prints
+// comms have the given number of ranks and functions that do nothing, so only this machine's work is timed. Prints
 // nanoseconds per element of the whole list, the minimum of the rounds.
 #include "bench_util.h"
 #include <algorithm>
@@ -21,11 +21,12 @@ struct Times {
 /// Times a step. `node` 0: no node comm. `data` 0: no comm at all.
 Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const List &grads, int data, int node,
               int rounds, uint32_t flags = 0) {
-    dsopt_comm *const across = data > 0 ? idle_comm(ctx, data) : nullptr, *const inside =
-                                                                              node > 0 ? idle_comm(ctx, node) : nullptr;
+    dsopt_comm *const data_comm = data > 0 ? idle_comm(ctx, data) : nullptr, *const node_comm =
+                                                                                 node > 0 ? idle_comm(ctx, node)
+                                                                                          : nullptr;
     DSOPT_NEW(dsopt_optimizer_desc, desc);
-    desc.data = across;
-    desc.node = inside;
+    desc.data = data_comm;
+    desc.node = node_comm;
     desc.flags = DSOPT_OPTIMIZER_TIMING | flags;
     dsopt_optimizer *opt = nullptr;
     check(dsopt_optimizer_create(ctx, &desc, &opt));
@@ -38,7 +39,7 @@ Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const L
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads.tensors.data();
     step.count = int64_t(grads.tensors.size());
-    // the full-precision step and one that allocates nothing
+    // the first step is in full precision and allocates; the second step allocates nothing
     for (int i = 0; i < 2; ++i) check(dsopt_optimizer_step(opt, &step));
     Times best;
     for (int i = 0; i < rounds; ++i) {
@@ -52,8 +53,8 @@ Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const L
                 report.ms[DSOPT_MS_DECOMPRESS] * 1e6};
     }
     dsopt_optimizer_destroy(opt);
-    dsopt_comm_destroy(inside);
-    dsopt_comm_destroy(across);
+    dsopt_comm_destroy(node_comm);
+    dsopt_comm_destroy(data_comm);
     return best;
 }
 
@@ -89,10 +90,13 @@ int main(int argc, char **argv) {
           measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, 8, 0, rounds, DSOPT_OPTIMIZER_MOMENTUM_BITS),
           elements, ",");
     for (int ranks = 8; ranks <= 4096; ranks *= 2) {
-        const std::string flat = "flat_" + std::to_string(ranks), two = "two_level_" + std::to_string(ranks);
-        print(flat.c_str(), measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, ranks, 0, rounds), elements, ",");
-        print(two.c_str(), measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, ranks / kPerNode, kPerNode, rounds),
-              elements, ranks < 4096 ? "," : "");
+        const std::string one_level = "flat_" + std::to_string(ranks),
+                          two_levels = "two_level_" + std::to_string(ranks);
+        print(one_level.c_str(), measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, ranks, 0, rounds), elements,
+              ",");
+        print(two_levels.c_str(),
+              measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, ranks / kPerNode, kPerNode, rounds), elements,
+              ranks < 4096 ? "," : "");
     }
     std::printf("  }\n}\n");
     dsopt_context_destroy(ctx);

@@ -32,7 +32,7 @@ torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
 def huge(size):
-    """Returns zeros in huge pages, in which the engine keeps an optimizer's errors too."""
+    """Returns zeroed memory in huge pages, as the engine allocates it for an optimizer's errors."""
     memory = mmap.mmap(-1, (size >> 21) + 2 << 21)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return (ctypes.c_char * len(memory)).from_buffer(memory)
@@ -86,14 +86,14 @@ class Framework:
         chunk = bits[:bits.size // RANKS]
         received, scales = numpy.stack([chunk] * RANKS), scale.repeat(RANKS)
         mean = self.unpack(received).view(RANKS, -1).mul_(scales.mul_(1 / RANKS).unsqueeze(1)).sum(0)
-        own, scale = self.compress(mean, self.server_error)
-        self.x.copy_(self.unpack(numpy.concatenate([own] * RANKS)).view(RANKS, -1).mul_(
+        bits, scale = self.compress(mean, self.server_error)
+        self.x.copy_(self.unpack(numpy.concatenate([bits] * RANKS)).view(RANKS, -1).mul_(
             scale.repeat(RANKS).unsqueeze(1))
                      .view(-1))
 
 
 def main():
-    print("| elements | threads | dsopt ms | ns an element | framework ms | framework / dsopt |\n"
+    print("| elements | threads | dsopt ms | ns per element | framework ms | framework / dsopt |\n"
           "| --- | --- | --- | --- | --- | --- |")
     for numel in [int(word) for word in sys.argv[2:]] or [1 << 18, 1 << 20, 1 << 26]:
         numel = (numel + 63) // 64 * 64

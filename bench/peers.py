@@ -38,8 +38,8 @@ def dsopt_step(params):
     return optimizer.step
 
 
-def torch_step(params, **how):
-    return torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, **how).step
+def torch_step(params, **options):
+    return torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, **options).step
 
 
 def deepspeed_step(params):
@@ -82,7 +82,7 @@ def milliseconds(step, repeat):
 
 
 def open_peers(params):
-    """Returns the peers that work here; reports why a peer does not, once."""
+    """Returns the peers that can be used. Reports the reason, once per peer, if a peer cannot."""
     steps = []
     for name, make in PEERS:
         try:
@@ -107,21 +107,21 @@ def main():
         params = [torch.full((n,), 0.5, requires_grad=True) for n in shapes(name)]
         for param in params:
             param.grad = torch.full_like(param, 1e-3)
-        ours = dsopt_step(params)
-        ours()
+        step_dsopt = dsopt_step(params)
+        step_dsopt()
         peers = open_peers(params)
-        repeat = max(1, int(5 / max(milliseconds(ours, 1), 1e-3)))
+        repeat = max(1, int(5 / max(milliseconds(step_dsopt, 1), 1e-3)))
         times, ratios = [], {peer: [] for peer, _ in peers}
         for round_ in range(ROUNDS):
             for peer, step in peers if round_ % 2 else peers[::-1]:
                 step()  # reloads the caches after the other step
-                theirs = milliseconds(step, repeat)
-                ours()
-                mine = milliseconds(ours, repeat)
+                peer_ms = milliseconds(step, repeat)
+                step_dsopt()
+                dsopt_ms = milliseconds(step_dsopt, repeat)
                 step()
-                theirs = (theirs + milliseconds(step, repeat)) / 2
-                times.append(mine)
-                ratios[peer].append(theirs / mine)
+                peer_ms = (peer_ms + milliseconds(step, repeat)) / 2
+                times.append(dsopt_ms)
+                ratios[peer].append(peer_ms / dsopt_ms)
         cells = []
         for peer, _ in PEERS:
             if ratios.get(peer):

@@ -5,8 +5,8 @@
 First bench_steps: each rule in each precision and a probe that moves the same memory without the arithmetic; then
 bench_mixed: the mixed-precision step, fp32 and the original's passes.
 
-Absolute times of a shared machine are worth little, and its bandwidth drifts by half within a minute. So a round is
-short, its rows are interleaved, and ratios are formed within it; the tables have the medians of the rounds.
+Absolute times on a shared machine are not comparable: its bandwidth drifts by half within a minute. So a round is
+short, its rows are interleaved, and ratios are formed within the round. The tables have the medians of the rounds.
 Environment: ROUNDS (default 5 and 11), REPETITIONS of one step in a round (default 9), ONLY (a regular expression, of
 rows like adamw/f32), OMP_NUM_THREADS.
 """
@@ -41,7 +41,7 @@ def rounds(bench, name, rows, default):
     return [one_round(bench, name, rows) for _ in range(int(os.environ.get("ROUNDS", default)))]
 
 
-def known(bench):
+def cases_of(bench):
     """Returns rule and precision of the rows of a bench."""
     listed = subprocess.run([bench, "1x16", "--benchmark_list_tests"], check=True, stdout=subprocess.PIPE,
                             universal_newlines=True).stdout
@@ -50,14 +50,14 @@ def known(bench):
 
 def steps(bench, lists):
     print("| list | step | ms | probe / step | quartiles |\n| --- | --- | --- | --- | --- |")
-    cases = known(bench)
+    cases = cases_of(bench)
     for name in lists:
         for form in FORMS:
-            mine = [case for case in cases if case.endswith("/" + form)]
-            if not mine:
+            selected = [case for case in cases if case.endswith("/" + form)]
+            if not selected:
                 continue
-            results = rounds(bench, name, "/(%s)/" % "|".join(mine), 5)
-            for case in mine:
+            results = rounds(bench, name, "/(%s)/" % "|".join(selected), 5)
+            for case in selected:
                 ratios = sorted(times["Probe/" + case] / times["Step/" + case] for times in results)
                 low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
                 print("| %s | %s | %.4g | %.2f | %.2f to %.2f |" % (

@@ -27,7 +27,7 @@ rows=$(run "$adapter" | grep -c '^| 3x64 | ') || rows=0
 pass
 
 echo '#include "against.h"' | "$@" -std=c++20 -fsyntax-only -x c++ -I "$root/bench" - ||
-    fail "against.h needs more than itself"
+    fail "against.h does not compile by itself"
 ! grep -q '^#include "dsopt' "$root/bench/against.h" || fail "against.h includes a header that differs between commits"
 pass
 

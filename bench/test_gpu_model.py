@@ -40,11 +40,11 @@ def check_step(step, machine, mode):
 
 def check_kernel(name, kernel):
     expect(kernel.blocks * gpu_model.THREADS * kernel.registers <= 65536, name + ": too many registers for its blocks")
-    of, machine = gpu_model.list_of([1 << 24], kernel.bytes, gpu_model.MACHINES["h200"]), gpu_model.MACHINES["h200"]
-    before = [gpu_model.kernel_seconds(name, of, machine, end) for end in (gpu_model.BEST, gpu_model.WORST)]
+    list_, machine = gpu_model.list_of([1 << 24], kernel.bytes, gpu_model.MACHINES["h200"]), gpu_model.MACHINES["h200"]
+    before = [gpu_model.kernel_seconds(name, list_, machine, end) for end in (gpu_model.BEST, gpu_model.WORST)]
     for field in ("bytes", "issued", "outside"):
         gpu_model.KERNELS[name] = kernel._replace(**{field: 2 * getattr(kernel, field)})
-        after = [gpu_model.kernel_seconds(name, of, machine, end) for end in (gpu_model.BEST, gpu_model.WORST)]
+        after = [gpu_model.kernel_seconds(name, list_, machine, end) for end in (gpu_model.BEST, gpu_model.WORST)]
         expect(all(a <= b for a, b in zip(before, after)), "%s is faster with twice the %s" % (name, field))
     gpu_model.KERNELS[name] = kernel
 

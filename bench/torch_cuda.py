@@ -45,8 +45,8 @@ def masters(sizes):
     return weights
 
 
-def plain(sizes, **how):
-    optimizer = torch.optim.AdamW(masters(sizes), lr=1e-3, weight_decay=0.01, **how)
+def plain(sizes, **options):
+    optimizer = torch.optim.AdamW(masters(sizes), lr=1e-3, weight_decay=0.01, **options)
     return milliseconds(optimizer.step)
 
 
@@ -57,11 +57,11 @@ def mixed(sizes, dtype):
     copies = [torch.zeros_like(g) for g in grads]
     optimizer = torch.optim.AdamW(weights, lr=1e-3, weight_decay=0.01, fused=True)
     found, scale = torch.zeros(1, device="cuda"), torch.full((1,), 1.0 / 1024, device="cuda")
-    own = [w.grad for w in weights]
+    grads32 = [w.grad for w in weights]
 
     def step():
-        torch._foreach_copy_(own, grads)
-        torch._amp_foreach_non_finite_check_and_unscale_(own, found, scale)
+        torch._foreach_copy_(grads32, grads)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads32, found, scale)
         torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
         optimizer.step()
         torch._foreach_copy_(copies, weights)
@@ -89,10 +89,10 @@ def wrapper_sequence(sizes):
         flat.grad.mul_(1.0 / (1024 * max(1.0, norm / 1024)))
         optimizer.step()
         flat.grad = None
-        at = 0
+        offset = 0
         for param in params:
-            param.copy_(flat[at:at + param.numel()])
-            at += param.numel()
+            param.copy_(flat[offset:offset + param.numel()])
+            offset += param.numel()
 
     with torch.no_grad():
         return milliseconds(step)

@@ -56,10 +56,10 @@ class Framework:
         c1, c2 = 1 - 0.9 ** self.t, 1 - 0.999 ** self.t
         self.master.mul_(1 - 1e-3 * 0.01)
         self.master.addcdiv_(self.m, (self.v.sqrt() / c2 ** 0.5).add_(1e-8), value=-1e-3 / c1)
-        at = 0
+        offset = 0
         for p in self.params:
-            p.copy_(self.master[at:at + p.numel()].view_as(p))
-            at += p.numel()
+            p.copy_(self.master[offset:offset + p.numel()].view_as(p))
+            offset += p.numel()
 
 
 def main():
