@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functional form, for XLA and other functional frameworks: the optimizer is constant, and everything that a step changes
-// is memory of this program. Threads can step one optimizer at the same time, each with its own memory.
+// The functional form, for XLA and other functional frameworks: the optimizer is constant, and everything that a step
+// changes is memory of this program. Threads can step one optimizer at the same time, each with its own memory.
 // cc apply.c $(pkg-config --cflags --libs dsopt)
 #include <dsopt.h>
 #include <math.h>
@@ -21,7 +21,7 @@ static void *allocate(size_t bytes) {
 int main(void) {
     float w[3] = {0}, g[3], report[DSOPT_REPORT_FLOATS], hyper[DSOPT_HYPER_FLOATS];
     const dsopt_tensor weights = {w, 3, DSOPT_DTYPE_F32, 0}, grads = {g, 3, DSOPT_DTYPE_F32, 0};
-    const dsopt_param param = {.tensor = {NULL, 3, DSOPT_DTYPE_F32, 0}, .name = "w"}; // each call brings the memory
+    const dsopt_param param = {.tensor = {NULL, 3, DSOPT_DTYPE_F32, 0}, .name = "w"}; // each call passes the memory
     dsopt_context *ctx;
     dsopt_optimizer *opt;
     dsopt_group group;

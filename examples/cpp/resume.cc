@@ -34,13 +34,13 @@ public:
         opt_.add_group(dsopt::adamw{}, {{dsopt::view(weights_), "weights", {kInputs / 8, 8}}});
     }
     void train(int from, int to) {
-        std::vector<float> wide(kInputs), gradient(kInputs), x(kInputs);
+        std::vector<float> weights32(kInputs), gradient(kInputs), x(kInputs);
         for (int step = from; step < to; ++step) {
-            ctx_.axpby(nullptr, {dsopt::view(weights_)}, 0, {dsopt::view(wide)}); // bf16 to fp32
+            ctx_.axpby(nullptr, {dsopt::view(weights_)}, 0, {dsopt::view(weights32)}); // bf16 to fp32
             float error = 0;
             for (std::size_t i = 0; i < kInputs; ++i) {
                 x[i] = std::sin(static_cast<float>((step + 1) * static_cast<int>(i + 1)));
-                error += (wide[i] - std::cos(static_cast<float>(i))) * x[i];
+                error += (weights32[i] - std::cos(static_cast<float>(i))) * x[i];
             }
             for (std::size_t i = 0; i < kInputs; ++i) gradient[i] = error * x[i];
             opt_.set(dsopt::key::lr, 0.05 * (kSteps - step) / kSteps);
@@ -48,22 +48,22 @@ public:
         }
     }
     void save(Memory &memory) {
-        dsopt::save_options with_weights;
-        with_weights.params = true;
-        opt_.save_to(memory, with_weights);
+        dsopt::save_options options;
+        options.params = true;
+        opt_.save_to(memory, options);
     }
     void load(Memory &memory) {
-        dsopt::load_options with_weights;
-        with_weights.params = true;
-        opt_.load_from(memory, with_weights);
+        dsopt::load_options options;
+        options.params = true;
+        opt_.load_from(memory, options);
     }
     /// Returns the largest distance of a weight from the solution.
     float distance() const {
-        std::vector<float> wide(kInputs);
-        ctx_.axpby(nullptr, {dsopt::read_only(weights_)}, 0, {dsopt::view(wide)});
+        std::vector<float> weights32(kInputs);
+        ctx_.axpby(nullptr, {dsopt::read_only(weights_)}, 0, {dsopt::view(weights32)});
         float largest = 0;
         for (std::size_t i = 0; i < kInputs; ++i) {
-            largest = std::max(largest, std::abs(wide[i] - std::cos(static_cast<float>(i))));
+            largest = std::max(largest, std::abs(weights32[i] - std::cos(static_cast<float>(i))));
         }
         return largest;
     }

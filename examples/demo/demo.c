@@ -31,7 +31,7 @@ struct row {
     double lr; // the maximum
     // If not 0, weights and gradients are F16 and this is the initial scale. 0: they are F32.
     double loss_scale;
-    // One rank per quarter of the batch, with its own weights and connected by a comm.
+    // If not 0: one rank per quarter of the batch, each with separate weights, connected by a comm.
     int ranks;
     const char *checkpoint; // file name
 };
@@ -73,7 +73,7 @@ struct plan {
     int64_t var_interval_steps;   // 0/1 Adam: number of updates of the variance until they become half as frequent
     int64_t local_interval_steps; // 0/1 Adam: then ranks exchange in ever fewer steps, down to every fourth
 };
-// Training that runs for days uses 1000 good steps; in a run as short as this one, the loss scale would hardly change.
+// A training of days uses a window of 1000 good steps, with which the loss scale would hardly change in this short run.
 static const struct plan full_plan = {.steps = 3000,
                                       .warm_up = 150,
                                       .points = 24,
@@ -134,7 +134,7 @@ static void check(dsopt_status status) {
     exit(1);
 }
 
-static void *need(void *memory) {
+static void *check_memory(void *memory) {
     if (!memory) {
         fprintf(stderr, "demo: out of memory\n");
         exit(1);
@@ -221,7 +221,7 @@ static void create_ranks(struct trainer *t) {
         struct rank *r = &t->rank[q];
         r->trainer = t;
         r->index = q;
-        r->weights = q == 0 ? t->parameters : need(tensors_create(t->text->vocabulary));
+        r->weights = q == 0 ? t->parameters : check_memory(tensors_create(t->text->vocabulary));
         memcpy(r->weights->all, t->parameters->all, t->parameters->size * sizeof(float));
         for (int i = 0; i < TENSORS; ++i) {
             r->params[i] = (dsopt_tensor){r->weights->tensor[i], t->params[i].numel, DSOPT_DTYPE_F32, 0};
@@ -241,7 +241,7 @@ static void destroy_ranks(struct trainer *t) {
 }
 
 static void create_half(struct trainer *t, const struct row *row) {
-    uint16_t *next = t->half = need(calloc(2 * t->parameters->size, sizeof *t->half));
+    uint16_t *next = t->half = check_memory(calloc(2 * t->parameters->size, sizeof *t->half));
     for (int i = 0; i < TENSORS; next += t->params[i++].numel)
         t->half_params[i] = (dsopt_tensor){next, t->params[i].numel, DSOPT_DTYPE_F16, 0};
     for (int i = 0; i < TENSORS; next += t->grads[i++].numel)
@@ -265,10 +265,10 @@ static void trainer_create(struct trainer *t, const struct row *row, const struc
     t->pool = pool;
     t->context = context;
     t->loss_scale = &one;
-    t->parameters = need(tensors_create(text->vocabulary));
+    t->parameters = check_memory(tensors_create(text->vocabulary));
     for (int q = 0; q < QUARTERS; ++q) {
-        t->gradient[q] = need(tensors_create(text->vocabulary));
-        t->activations[q] = need(activations_create());
+        t->gradient[q] = check_memory(tensors_create(text->vocabulary));
+        t->activations[q] = check_memory(activations_create());
     }
     model_init(t->parameters, SEED);
     model_shapes(text->vocabulary, shapes);
@@ -297,17 +297,17 @@ static void trainer_destroy(struct trainer *t) {
 }
 
 /* ------------------------------------------------------------------------------------------------------ training */
-// Adds a quarter's part of the mean gradient over the global batch, times the loss scale, to gradient[q], and its part
-// of the mean loss to loss[q]. A rank computes the mean over its own quarter.
+// Adds a quarter's contribution to the mean gradient over the global batch, times the loss scale, to gradient[q], and
+// its contribution to the mean loss to loss[q]. With ranks, the gradient is the mean over the quarter.
 static void quarter_gradient(void *trainer, int q) {
     struct trainer *t = trainer;
     uint64_t random = SEED + (uint64_t)t->step * QUARTERS + (uint64_t)q;
-    size_t at[QUARTER_BATCH];
+    size_t positions[QUARTER_BATCH];
     for (int i = 0; i < QUARTER_BATCH; ++i)
-        at[i] = CONTEXT + (size_t)(random_uniform(&random) * (double)(t->text->train_size - CONTEXT));
+        positions[i] = CONTEXT + (size_t)(random_uniform(&random) * (double)(t->text->train_size - CONTEXT));
     const float share = *t->loss_scale / (t->ranks ? QUARTER_BATCH : BATCH);
-    t->loss[q] += model_gradient(t->ranks ? t->rank[q].weights : t->parameters, t->text->symbols, at, QUARTER_BATCH,
-                                 share, t->gradient[q], t->activations[q]) /
+    t->loss[q] += model_gradient(t->ranks ? t->rank[q].weights : t->parameters, t->text->symbols, positions,
+                                 QUARTER_BATCH, share, t->gradient[q], t->activations[q]) /
                   BATCH;
 }
 
@@ -345,22 +345,22 @@ static void quarter_held_out(void *trainer, int q) {
     const size_t size = t->text->size - t->text->train_size, count = held_out_count(t);
     const size_t end = count * (size_t)(q + 1) / QUARTERS;
     for (size_t i = count * (size_t)q / QUARTERS; i < end;) {
-        size_t at[MAX_ROWS];
+        size_t positions[MAX_ROWS];
         int rows_used = 0;
         for (; rows_used < MAX_ROWS && i < end; ++i)
-            at[rows_used++] = t->text->train_size + (size_t)((double)i * (double)size / (double)count);
-        t->loss[q] += model_loss(t->parameters, t->text->symbols, at, rows_used, t->activations[q]);
+            positions[rows_used++] = t->text->train_size + (size_t)((double)i * (double)size / (double)count);
+        t->loss[q] += model_loss(t->parameters, t->text->symbols, positions, rows_used, t->activations[q]);
     }
 }
 
 // Converts the optimizer's weights to fp32 for the model.
-static void widen_params(struct trainer *t) {
+static void params_to_fp32(struct trainer *t) {
     if (t->scaler) check(dsopt_tensors_axpby(t->context, NULL, t->half_params, 0, t->params, TENSORS, NULL));
 }
 
 // Converts the model's gradients to 16 bits for the optimizer. Values too large for F16 become infinite, which is why
 // steps are skipped. Values too small become zero, which is why gradients are scaled.
-static void narrow_grads(struct trainer *t) {
+static void grads_to_fp16(struct trainer *t) {
     if (!t->scaler) return;
     check(dsopt_tensors_axpby(t->context, NULL, t->grads, 0, t->half_grads, TENSORS, NULL));
     // The backward pass adds to the gradients.
@@ -392,12 +392,12 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
 
     result->name = row->name;
     result->steps = plan->steps;
-    result->curve_step = need(calloc((size_t)plan->points + 1, sizeof(double)));
-    result->curve_loss = need(calloc((size_t)plan->points + 1, sizeof(double)));
+    result->curve_step = check_memory(calloc((size_t)plan->points + 1, sizeof(double)));
+    result->curve_loss = check_memory(calloc((size_t)plan->points + 1, sizeof(double)));
     progress_start(&progress, row->title, plan->steps);
 
     for (int64_t step = 0;; ++step) {
-        widen_params(t);
+        params_to_fp32(t);
         if (step == point_step(plan, result->curve_size)) {
             result->curve_step[result->curve_size] = (double)step;
             result->curve_loss[result->curve_size++] = result->final_loss = held_out_loss(t);
@@ -415,7 +415,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
         const double loss = batch_gradient(t, step);
         smooth = 0.98 * smooth + loss;
         weight = 0.98 * weight + 1;
-        narrow_grads(t); // not part of the optimizer's time: a model that computes in F16 has no such pass
+        grads_to_fp16(t); // not part of the optimizer's time: a model that computes in F16 has no such pass
 
         const double before = now();
         DSOPT_NEW(dsopt_step, args);
@@ -450,7 +450,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
 /* ------------------------------------------------------------------------------------------------------- results */
 static char *join(const char *folder, const char *name) {
     const size_t size = strlen(folder) + strlen(name) + 2;
-    char *path = need(malloc(size));
+    char *path = check_memory(malloc(size));
     snprintf(path, size, "%s/%s", folder, name);
     return path;
 }
@@ -468,7 +468,7 @@ static void save(const struct trainer *t, const struct row *row, const char *fol
 static void print_sample(const struct trainer *t, const struct row *row) {
     uint8_t context[CONTEXT];
     uint64_t random = SEED;
-    printf("\n%d characters by \"%s\", which goes on where the held-out part begins:\n", SAMPLE, row->name);
+    printf("\n%d characters by \"%s\", which continues where the held-out part begins:\n", SAMPLE, row->name);
     memcpy(context, t->text->symbols + t->text->train_size - CONTEXT, CONTEXT);
     for (int i = 0; i < SAMPLE; ++i) {
         const int symbol = model_sample(t->parameters, context, 0.7, &random, t->activations[0]);
@@ -496,7 +496,7 @@ static int write_curves(const struct result *results, const struct text *text, s
         .title = "Character language model: held-out loss",
         .subtitle = subtitle,
         .x_label = "step",
-        .y_label = "held-out loss, nats a character",
+        .y_label = "held-out loss, nats per character",
         .reference = log(text->vocabulary),
         .reference_label = reference,
         .curves = curves,
@@ -561,7 +561,7 @@ int main(int argc, char **argv) {
         return 2;
     }
     printf("text: %s, %zu bytes, the last %zu held out\n", text.source, text.size, text.size - text.train_size);
-    printf("a uniform guess over %d different bytes costs ln %d = %.3f nats a character\n\n", text.vocabulary,
+    printf("a uniform guess over %d different bytes costs ln %d = %.3f nats per character\n\n", text.vocabulary,
            text.vocabulary, log(text.vocabulary));
 
     // Updating so few parameters takes less time than waking a second thread.
@@ -569,7 +569,7 @@ int main(int argc, char **argv) {
     desc.threads = 1;
     check(dsopt_context_create(&desc, &context));
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    struct pool *pool = need(pool_create(cores < QUARTERS ? (int)cores : QUARTERS));
+    struct pool *pool = check_memory(pool_create(cores < QUARTERS ? (int)cores : QUARTERS));
 
     for (size_t i = 0; i < ROWS; ++i) {
         struct trainer trainer;

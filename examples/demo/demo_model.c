@@ -135,20 +135,21 @@ struct activations *activations_create(void) {
 }
 void activations_destroy(struct activations *activations) { free(activations); }
 
-static void place_factors(float factors[CONTEXT]) {
+static void position_factors(float factors[CONTEXT]) {
     factors[CONTEXT - 1] = 1;
     for (int k = CONTEXT - 2; k >= 0; --k) factors[k] = 0.7f * factors[k + 1];
 }
 
 // Computes logits from the CONTEXT symbols before each position. `output` receives rows of `vocabulary` floats.
-static void forward(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int row_count,
+static void forward(const struct tensors *parameters, const uint8_t *symbols, const size_t *positions, int row_count,
                     struct activations *a) {
     const size_t rows = (size_t)row_count, vocabulary = (size_t)parameters->vocabulary;
     float factors[CONTEXT];
-    place_factors(factors);
+    position_factors(factors);
     for (size_t r = 0; r < rows; ++r)
         for (size_t k = 0; k < CONTEXT; ++k) {
-            const float *embedding = parameters->tensor[EMBEDDING] + (size_t)symbols[at[r] - CONTEXT + k] * EMBED;
+            const float *embedding =
+                parameters->tensor[EMBEDDING] + (size_t)symbols[positions[r] - CONTEXT + k] * EMBED;
             for (size_t j = 0; j < EMBED; ++j) a->input[r * INPUTS + k * EMBED + j] = factors[k] * embedding[j];
         }
     copy_bias(a->hidden, rows, HIDDEN, parameters->tensor[HIDDEN_BIAS]);
@@ -174,27 +175,27 @@ static double softmax(float *logits, int vocabulary) {
     return (double)largest + log(sum);
 }
 
-double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
+double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *positions, int rows,
                   struct activations *a) {
     double loss = 0;
-    forward(parameters, symbols, at, rows, a);
+    forward(parameters, symbols, positions, rows, a);
     for (int r = 0; r < rows; ++r) {
         float *row = a->output + (size_t)r * (size_t)parameters->vocabulary;
-        const float logit = row[symbols[at[r]]];
+        const float logit = row[symbols[positions[r]]];
         loss += softmax(row, parameters->vocabulary) - (double)logit;
     }
     return loss;
 }
 
-double model_gradient(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int row_count,
+double model_gradient(const struct tensors *parameters, const uint8_t *symbols, const size_t *positions, int row_count,
                       float weight, struct tensors *gradient, struct activations *a) {
-    const double loss = model_loss(parameters, symbols, at, row_count, a);
+    const double loss = model_loss(parameters, symbols, positions, row_count, a);
     const size_t rows = (size_t)row_count, vocabulary = (size_t)parameters->vocabulary;
     float factors[CONTEXT];
-    place_factors(factors);
+    position_factors(factors);
 
     // d loss / d logit = probability - (1 for the right symbol)
-    for (size_t r = 0; r < rows; ++r) a->output[r * vocabulary + symbols[at[r]]] -= 1;
+    for (size_t r = 0; r < rows; ++r) a->output[r * vocabulary + symbols[positions[r]]] -= 1;
     for (size_t i = 0; i < rows * vocabulary; ++i) a->output[i] *= weight;
     add_rows(gradient->tensor[OUTPUT_BIAS], rows, vocabulary, a->output);
     multiply_add(gradient->tensor[OUTPUT_WEIGHT], HIDDEN, vocabulary, rows, (struct view){a->hidden, 1, HIDDEN},
@@ -213,7 +214,7 @@ double model_gradient(const struct tensors *parameters, const uint8_t *symbols, 
                  (struct view){parameters->tensor[HIDDEN_WEIGHT], 1, HIDDEN});
     for (size_t r = 0; r < rows; ++r)
         for (size_t k = 0; k < CONTEXT; ++k) {
-            float *embedding = gradient->tensor[EMBEDDING] + (size_t)symbols[at[r] - CONTEXT + k] * EMBED;
+            float *embedding = gradient->tensor[EMBEDDING] + (size_t)symbols[positions[r] - CONTEXT + k] * EMBED;
             for (size_t j = 0; j < EMBED; ++j) embedding[j] += factors[k] * a->d_input[r * INPUTS + k * EMBED + j];
         }
     return loss;
@@ -221,9 +222,9 @@ double model_gradient(const struct tensors *parameters, const uint8_t *symbols, 
 
 int model_sample(const struct tensors *parameters, const uint8_t context[CONTEXT], double temperature, uint64_t *random,
                  struct activations *a) {
-    const size_t at = CONTEXT;
+    const size_t positions = CONTEXT;
     double left = random_uniform(random);
-    forward(parameters, context, &at, 1, a);
+    forward(parameters, context, &positions, 1, a);
     for (int i = 0; i < parameters->vocabulary; ++i) a->output[i] /= (float)temperature;
     softmax(a->output, parameters->vocabulary);
     for (int i = 0; i < parameters->vocabulary - 1; ++i)

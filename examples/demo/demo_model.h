@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A character language model with one hidden layer, forward and backward written by hand:
+// A character language model with one hidden layer, and hand-written forward and backward passes:
 //
 //     the last CONTEXT characters -> one embedding each, concatenated -> HIDDEN units, ReLU -> softmax over the
 //     vocabulary
@@ -42,18 +42,18 @@ struct activations;
 struct activations *activations_create(void); // NULL = out of memory
 void activations_destroy(struct activations *activations);
 
-// Row r predicts symbols[at[r]] from the CONTEXT symbols before it; 1 to MAX_ROWS rows. Returns the sum of the rows'
-// losses in nats.
-double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
+// Row r predicts symbols[positions[r]] from the CONTEXT symbols before it; 1 to MAX_ROWS rows. Returns the sum of the
+// rows' losses in nats.
+double model_loss(const struct tensors *parameters, const uint8_t *symbols, const size_t *positions, int rows,
                   struct activations *a);
 // Same as model_loss(), and adds `weight` times the gradient of the sum to `gradient`.
-double model_gradient(const struct tensors *parameters, const uint8_t *symbols, const size_t *at, int rows,
+double model_gradient(const struct tensors *parameters, const uint8_t *symbols, const size_t *positions, int rows,
                       float weight, struct tensors *gradient, struct activations *a);
 // Draws the symbol after `context`; a temperature below 1 makes likely symbols more likely.
 int model_sample(const struct tensors *parameters, const uint8_t context[CONTEXT], double temperature, uint64_t *random,
                  struct activations *a);
 
-// Own generator (splitmix64): rand() differs from one C library to the next.
+// The random generator splitmix64, because rand() differs between C libraries.
 uint64_t random_next(uint64_t *state);
 double random_uniform(uint64_t *state); // in [0, 1)
 

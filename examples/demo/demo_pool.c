@@ -15,9 +15,10 @@ struct pool {
     pthread_t thread[MAX_WORKERS];
 };
 
-// Runs pieces until none is left. Called and left with the lock held. If a worker is not scheduled, other threads run
-// its pieces and no thread waits for it: on a loaded machine that is much faster than fixed shares and a barrier.
-static void take_pieces(struct pool *pool) {
+// Runs pieces until none is left. The lock is held when the function is called and when it returns. If a worker is not
+// scheduled, other threads run its pieces and no thread waits for it: on a loaded machine that is much faster than
+// fixed shares and a barrier.
+static void run_pieces(struct pool *pool) {
     while (pool->next < pool->n) {
         const int i = pool->next++;
         pthread_mutex_unlock(&pool->lock);
@@ -31,7 +32,7 @@ static void *work(void *argument) {
     struct pool *pool = argument;
     pthread_mutex_lock(&pool->lock);
     while (!pool->stop) {
-        take_pieces(pool);
+        run_pieces(pool);
         if (!pool->stop) pthread_cond_wait(&pool->work, &pool->lock);
     }
     pthread_mutex_unlock(&pool->lock);
@@ -70,7 +71,7 @@ void pool_run(struct pool *pool, int n, void (*body)(void *arg, int i), void *ar
     pool->n = n;
     pool->next = pool->finished = 0;
     pthread_cond_broadcast(&pool->work);
-    take_pieces(pool);
+    run_pieces(pool);
     while (pool->finished < pool->n) pthread_cond_wait(&pool->done, &pool->lock);
     pthread_mutex_unlock(&pool->lock);
 }

@@ -4,8 +4,9 @@
 #define DEMO_POOL_H
 
 struct pool;
-struct pool *
-pool_create(int threads); // the caller counts as one; NULL = out of memory. Fewer threads only make it slower
+// `threads` includes the caller. Returns NULL if out of memory. The pool may have fewer threads, which only makes it
+// slower.
+struct pool *pool_create(int threads);
 void pool_destroy(struct pool *pool);
 
 // Runs body(arg, i) for every i in [0, n) on any thread, and returns when all are done.

@@ -32,10 +32,10 @@ static struct axis make_axis(double low, double high, int wanted) {
 static int tick_count(const struct axis *axis) { return (int)lround((axis->high - axis->low) / axis->tick); }
 static double tick_value(const struct axis *axis, int i) { return axis->low + i * axis->tick; }
 
-static double place_x(const struct axis *axis, double x) {
+static double pixel_x(const struct axis *axis, double x) {
     return LEFT + (WIDTH - LEFT - RIGHT) * (x - axis->low) / (axis->high - axis->low);
 }
-static double place_y(const struct axis *axis, double y) {
+static double pixel_y(const struct axis *axis, double y) {
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (y - axis->low) / (axis->high - axis->low);
 }
 
@@ -54,16 +54,16 @@ static void put_axes(FILE *out, const struct chart *chart, const struct axis *x,
     char label[64];
     const double bottom = HEIGHT - BOTTOM, right = WIDTH - RIGHT;
     for (int i = 0; i <= tick_count(y); ++i) {
-        const double at = place_y(y, tick_value(y, i));
-        fprintf(out, "<path d=\"M%d %.1fH%.1f\" stroke=\"#e3e6ea\"/>\n", LEFT, at, right);
+        const double pixel = pixel_y(y, tick_value(y, i));
+        fprintf(out, "<path d=\"M%d %.1fH%.1f\" stroke=\"#e3e6ea\"/>\n", LEFT, pixel, right);
         snprintf(label, sizeof label, "%.*f", y->decimals, tick_value(y, i));
-        put_text(out, LEFT - 10, at + 4, "text-anchor=\"end\"", label);
+        put_text(out, LEFT - 10, pixel + 4, "text-anchor=\"end\"", label);
     }
     for (int i = 0; i <= tick_count(x); ++i) {
-        const double at = place_x(x, tick_value(x, i));
-        fprintf(out, "<path d=\"M%.1f %.1fv6\" stroke=\"#5b6570\"/>\n", at, bottom);
+        const double pixel = pixel_x(x, tick_value(x, i));
+        fprintf(out, "<path d=\"M%.1f %.1fv6\" stroke=\"#5b6570\"/>\n", pixel, bottom);
         snprintf(label, sizeof label, "%.*f", x->decimals, tick_value(x, i));
-        put_text(out, at, bottom + 22, "text-anchor=\"middle\"", label);
+        put_text(out, pixel, bottom + 22, "text-anchor=\"middle\"", label);
     }
     fprintf(out, "<path d=\"M%d %dV%.1fH%.1f\" fill=\"none\" stroke=\"#5b6570\"/>\n", LEFT, TOP, bottom, right);
     put_text(out, (LEFT + right) / 2, HEIGHT - 16, "text-anchor=\"middle\"", chart->x_label);
@@ -75,7 +75,7 @@ static void put_curve(FILE *out, const struct curve *curve, size_t style, const 
     fputs("<path d=\"", out);
     for (size_t i = 0; i < curve->count; ++i) {
         if (isfinite(curve->y[i]))
-            fprintf(out, "%c%.1f %.1f", pen_down ? 'L' : 'M', place_x(x, curve->x[i]), place_y(y, curve->y[i]));
+            fprintf(out, "%c%.1f %.1f", pen_down ? 'L' : 'M', pixel_x(x, curve->x[i]), pixel_y(y, curve->y[i]));
         pen_down = isfinite(curve->y[i]);
     }
     fprintf(out,
@@ -83,7 +83,7 @@ static void put_curve(FILE *out, const struct curve *curve, size_t style, const 
             styles[style].colour, styles[style].dashes);
     if (pen_down)
         fprintf(out, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"3.5\" fill=\"%s\"/>\n",
-                place_x(x, curve->x[curve->count - 1]), place_y(y, curve->y[curve->count - 1]), styles[style].colour);
+                pixel_x(x, curve->x[curve->count - 1]), pixel_y(y, curve->y[curve->count - 1]), styles[style].colour);
 }
 
 static void put_legend(FILE *out, const struct chart *chart, double top) {
@@ -120,7 +120,7 @@ int svg_write(const char *path, const struct chart *chart) {
     const struct axis x = make_axis(0, last, 8), y = make_axis(low, high, 7);
     // Loss curves usually fall from the reference at the top, so the corner below it on the right is free; but a curve
     // may also rise.
-    const double line = place_y(&y, chart->reference);
+    const double line = pixel_y(&y, chart->reference);
     const int below = line < (double)(TOP + HEIGHT - BOTTOM) / 2;
 
     FILE *out = fopen(path, "w");

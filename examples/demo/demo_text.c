@@ -18,7 +18,7 @@ struct bytes {
 // Appends a file. Reads to the end without querying the length, so that pipes work too.
 static int append_file(struct bytes *bytes, const char *path) {
     FILE *file = fopen(path, "rb");
-    size_t got = 0;
+    size_t count = 0;
     if (!file) return -1;
     do {
         if (bytes->capacity - bytes->size < 65536) {
@@ -32,9 +32,9 @@ static int append_file(struct bytes *bytes, const char *path) {
             bytes->data = data;
             bytes->capacity = capacity;
         }
-        got = fread(bytes->data + bytes->size, 1, bytes->capacity - bytes->size, file);
-        bytes->size += got;
-    } while (got > 0 && bytes->size <= MAXIMUM_SIZE);
+        count = fread(bytes->data + bytes->size, 1, bytes->capacity - bytes->size, file);
+        bytes->size += count;
+    } while (count > 0 && bytes->size <= MAXIMUM_SIZE);
     if (ferror(file)) {
         const int error = errno;
         fclose(file);
@@ -45,7 +45,7 @@ static int append_file(struct bytes *bytes, const char *path) {
     return 0;
 }
 
-static int complain(const char *path) {
+static int report_error(const char *path) {
     fprintf(stderr, "demo: cannot read %s: %s\n", path, strerror(errno));
     return -1;
 }
@@ -96,14 +96,14 @@ static int append_licences(struct bytes *bytes, char **names, size_t count, size
     *files = 0;
     if (!start) {
         errno = ENOMEM;
-        return complain(licences);
+        return report_error(licences);
     }
     start[0] = 0;
     for (size_t i = 0; i < count; ++i) {
         const size_t old_size = bytes->size;
         int seen = 0;
         if (append_file(bytes, names[i])) {
-            const int status = complain(names[i]);
+            const int status = report_error(names[i]);
             free(start);
             return status;
         }
@@ -132,7 +132,7 @@ static int read_licences(struct bytes *bytes, struct text *text) {
 
 static int read_file(struct bytes *bytes, struct text *text, const char *path) {
     snprintf(text->source, sizeof text->source, "%s", path);
-    return append_file(bytes, path) ? complain(path) : 0;
+    return append_file(bytes, path) ? report_error(path) : 0;
 }
 
 int text_load(struct text *text, const char *path) {

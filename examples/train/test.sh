@@ -18,13 +18,13 @@ lines=$(($(wc -l <"$source") - $(wc -l <"$folder/before.c") - 2 * begun))
 [ "$lines" -gt 5 ] && [ "$lines" -lt 25 ] || fail "the optimizer takes $lines lines"
 ! sed '1,6d' "$folder/before.c" | grep -i dsopt || fail "dsopt is in lines without a mark"
 $cc -std=c99 -pedantic -Wall -Wextra -Werror "$folder/before.c" -lm -o "$folder/before" ||
-    fail "it does not compile without dsopt"
+    fail "the program does not compile without dsopt"
 
 cd "$folder"
 "$program" >said || fail "the program failed"
 "$folder/before" 1 >plain || fail "the program without dsopt failed"
 first=$(sed -n 's/^step   0 .*loss //p' said) last=$(sed -n 's/^step 599 .*loss //p' said)
 [ "$first" = "$(sed -n 's/^step   0 .*loss //p' plain)" ] || fail "the first losses differ"
-awk "BEGIN { exit !($first > 3 && $last < 0.5) }" || { cat said; fail "it has not learnt"; }
+awk "BEGIN { exit !($first > 3 && $last < 0.5) }" || { cat said; fail "the loss did not fall"; }
 grep -aq '"w1.exp_avg_sq"' train.safetensors || fail "no state in the checkpoint"
-echo "$lines lines put the optimizer in; loss $first to $last"
+echo "$lines lines add the optimizer; loss $first to $last"

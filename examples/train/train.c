@@ -59,10 +59,10 @@ static void model_init(model *m) {
 
 static int letter(char c) { return c == ' ' ? 26 : c - 'a'; }
 
-// Returns the loss of the letter after three others.
-static float forward(model *m, const char *at) {
+// Returns the loss of predicting the fourth of these letters from the first three.
+static float forward(model *m, const char *letters) {
     for (int c = 0; c < CONTEXT; ++c) {
-        memcpy(m->input + c * EMBED, m->param_of[EMBEDDING] + letter(at[c]) * EMBED, EMBED * sizeof(float));
+        memcpy(m->input + c * EMBED, m->param_of[EMBEDDING] + letter(letters[c]) * EMBED, EMBED * sizeof(float));
     }
     for (int h = 0; h < HIDDEN; ++h) {
         float sum = m->param_of[B1][h];
@@ -78,14 +78,14 @@ static float forward(model *m, const char *at) {
     }
     for (int v = 0; v < VOCAB; ++v) total += m->probability[v] = expf(m->probability[v] - largest);
     for (int v = 0; v < VOCAB; ++v) m->probability[v] /= total;
-    return -logf(m->probability[letter(at[CONTEXT])]);
+    return -logf(m->probability[letter(letters[CONTEXT])]);
 }
 
 // Adds the gradients of the example of the last call of `forward`.
-static void backward(model *m, const char *at) {
+static void backward(model *m, const char *letters) {
     float d_hidden[HIDDEN] = {0}, d_input[INPUT] = {0};
     for (int v = 0; v < VOCAB; ++v) {
-        const float d = (m->probability[v] - (v == letter(at[CONTEXT]) ? 1.0f : 0.0f)) / BATCH;
+        const float d = (m->probability[v] - (v == letter(letters[CONTEXT]) ? 1.0f : 0.0f)) / BATCH;
         m->grad_of[B2][v] += d;
         for (int h = 0; h < HIDDEN; ++h) {
             m->grad_of[W2][v * HIDDEN + h] += d * m->hidden[h];
@@ -100,7 +100,7 @@ static void backward(model *m, const char *at) {
             d_input[i] += d * m->param_of[W1][h * INPUT + i];
         }
     }
-    for (int i = 0; i < INPUT; ++i) m->grad_of[EMBEDDING][letter(at[i / EMBED]) * EMBED + i % EMBED] += d_input[i];
+    for (int i = 0; i < INPUT; ++i) m->grad_of[EMBEDDING][letter(letters[i / EMBED]) * EMBED + i % EMBED] += d_input[i];
 }
 
 /* --------------------------------------------------------------------------------------------------------- training */
@@ -138,9 +138,9 @@ int main(int argc, char **argv) {
         float loss = 0;
         memset(m.grads, 0, (size_t)m.parameters * sizeof(float));
         for (int b = 0; b < BATCH; ++b) {
-            const char *at = text + (step * BATCH + b) * 7 % examples;
-            loss += forward(&m, at) / BATCH;
-            backward(&m, at);
+            const char *letters = text + (step * BATCH + b) * 7 % examples;
+            loss += forward(&m, letters) / BATCH;
+            backward(&m, letters);
         }
         // dsopt {
         check(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr));
