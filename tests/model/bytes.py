@@ -97,7 +97,7 @@ for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer size
                "%s, %d nodes of %d ranks" % (name, nodes, per_node))
         checked += 1
     for ranks in (8,):  # one bit per element each way, at most 0.1% more
-        bits = 8 * ranks * model.Layout(numels, ranks).row / sum(numels)
+        bits = 8 * ranks * model.Layout(numels, ranks).message / sum(numels)
         if not 1 <= bits <= 1.001:
             sys.exit("%s at %d ranks: %.5f bits an element each way" % (name, ranks, bits))
         flat, (two, _) = model.flat_bytes(numels, 64), model.two_level_bytes(numels, 8, 8)
