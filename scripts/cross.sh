@@ -24,9 +24,9 @@ log=$( ([ -f "$build/library/build.ninja" ] || meson setup "$build/library" "$ro
 program() { # COMPILER LIBRARY-FOLDER OUTPUT SOURCE...
     compiler=$1 folder=$2 output=$3
     shift 3
-    $compiler -std=c++20 -O2 -ffp-contract=off -Wno-psabi -I"$root/include" -I"$root/tests" -I"$root/bench" \
-        -isystem "$build/include" -DDSOPT_SHAPES="\"$root/bench/shapes\"" -DCPU_ONLY "$@" -L"$folder" -ldsopt -ldl \
-        -lpthread -Wl,-rpath,"$folder" -o "$output"
+    $compiler -std=c++20 -O2 -ffp-contract=off -Wno-psabi -I"$root/include" -I"$root/tests" -I"$root/src" \
+        -I"$root/bench" -isystem "$build/include" -DDSOPT_SHAPES="\"$root/bench/shapes\"" -DCPU_ONLY "$@" \
+        -L"$folder" -ldsopt -ldl -lpthread -Wl,-rpath,"$folder" -o "$output"
 }
 program $prefix-g++ "$build/library" "$build/dsopt-replay" "$root"/tests/replay/*.cc \
     "$root/tests/support/numbers.cc" "$root/tests/support/handles.cc" "$root/tests/support/device.cc"

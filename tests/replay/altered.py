@@ -22,10 +22,11 @@ import sys
 import tempfile
 
 # dtype: struct code of one element. 16-bit floats are handled as bit patterns.
-CODES = {"F64": "d", "F32": "f", "F16": "H", "BF16": "H", "I64": "q", "I32": "i", "U8": "B"}
+CODES = {"F64": "d", "F32": "f", "F16": "H", "BF16": "H", "I64": "q", "I32": "i", "I16": "h", "U8": "B",
+         "F8_E4M3": "B"}
 SMALLEST_INF = {"F16": 0x7C00, "BF16": 0x7F80}
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask",
-          "input"}
+          "input", "x", "split_x"}
 SCALES = {"loss_scale", "loss_scale_used"}
 BATCH = 128  # files per run of replay: few processes, little disk space
 
@@ -134,7 +135,7 @@ def change_half(bits, dtype, rng):
 
 def change_integer(values, dtype, rng):
     index = rng.randrange(len(values))
-    limit = {"I64": 2**63, "I32": 2**31}[dtype]
+    limit = {"I64": 2**63, "I32": 2**31, "I16": 2**15}[dtype]
     return index, values[index] + 1 if values[index] + 1 < limit else values[index] - 1
 
 

@@ -24,6 +24,7 @@ struct Rule {
 class Comparison {
 public:
     explicit Comparison(const GoldenFile &file) : file_(file) {}
+    const GoldenFile &file() const { return file_; }
 
     /// Returns a tensor that the engine receives. Failure if it is missing or has another dtype or shape.
     const Tensor &input(const std::string &name, int32_t dtype, const std::vector<int64_t> &shape);
