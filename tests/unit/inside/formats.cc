@@ -20,8 +20,13 @@ constexpr uint64_t kStride = 1;
 #endif
 
 // ------------------------------------------------------------------------------------------------------------ masters
+#if defined(__clang__)
+#define OPTIMIZED
+#else
+#define OPTIMIZED __attribute__((optimize("O3")))
+#endif
 /// Returns the first fp32 number, as bits, whose halves are wrong, or 2^32. Optimized: it visits 2^32 numbers.
-__attribute__((optimize("O3"))) uint64_t first_wrong_split(uint64_t begin, uint64_t end) {
+OPTIMIZED uint64_t first_wrong_split(uint64_t begin, uint64_t end) {
     for (uint64_t i = begin; i < end; i += kStride) {
         const auto bits = uint32_t(i);
         const dsopt::SplitMaster split = dsopt::split_master(dsopt::float_of(bits));
