@@ -38,6 +38,16 @@ protected:
         s.sizes = {5, 4100};
         return s;
     }
+    /// Settings of a rank that skips bad steps until the budget is used up.
+    static Setting with_skip_budget(const NoOpComm &noop, int32_t budget) {
+        Setting s;
+        s.sizes = {5, 4100};
+        s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
+        s.desc.skip_budget = budget;
+        s.desc.data = s.desc.model = noop.comm;
+        s.context = noop.context;
+        return s;
+    }
     static dsopt_report report_of(const BackendOptimizer &side) {
         DSOPT_NEW(dsopt_report, report);
         EXPECT_OK(dsopt_optimizer_report(side.optimizer, &report));
@@ -148,13 +158,7 @@ TEST_F(CudaWaits, KeepCapturesValidInScalerCreate) {
 TEST_F(CudaWaits, KeepCapturesValidWithSkipBudgetOfRanks) {
     for (const cudaStreamCaptureMode mode : kModes) {
         const NoOpComm noop(0);
-        Setting s;
-        s.sizes = {5, 4100};
-        s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
-        s.desc.skip_budget = 2;
-        s.desc.data = s.desc.model = noop.comm;
-        s.context = noop.context;
-        BackendOptimizer side(true, s);
+        BackendOptimizer side(true, with_skip_budget(noop, 2));
         side.fill_gradients(0, 1);
         during_capture(mode, cudaStreamNonBlocking, [&] {
             for (int t = 0; t < 2; ++t) ASSERT_OK(side.step());
@@ -165,13 +169,7 @@ TEST_F(CudaWaits, KeepCapturesValidWithSkipBudgetOfRanks) {
 
 TEST_F(CudaWaits, PrecedeAResetOfTheSkipCount) {
     const NoOpComm noop(0);
-    Setting s;
-    s.sizes = {5, 4100};
-    s.desc.nonfinite = DSOPT_NONFINITE_SKIP;
-    s.desc.skip_budget = 3;
-    s.desc.data = s.desc.model = noop.comm;
-    s.context = noop.context;
-    BackendOptimizer side(true, s);
+    BackendOptimizer side(true, with_skip_budget(noop, 3));
     side.fill_gradients(0, 1);
     for (int t = 0; t < 2; ++t) ASSERT_OK(side.step()); // not executed yet
     ASSERT_OK(dsopt_optimizer_set(side.optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_SKIP_BUDGET, 3));
