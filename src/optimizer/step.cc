@@ -32,9 +32,9 @@ static_assert(sizeof(dsopt_tensor) == 24, "no padding: lists are compared byte b
 
 /// Returns the call without the addresses of its lists and without its stream, for a comparison byte by byte.
 dsopt_step without_addresses(dsopt_step step) {
-    static constexpr dsopt_tensor placeholder{};
+    static constexpr dsopt_tensor not_null{};
     for (const dsopt_tensor **list : {&step.grads, &step.params, &step.out, &step.state})
-        if (*list != nullptr) *list = &placeholder;
+        if (*list != nullptr) *list = &not_null;
     step.stream = nullptr;
     return step;
 }
