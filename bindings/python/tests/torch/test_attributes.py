@@ -440,7 +440,7 @@ class Table(TestCase):
             for first, second in rows_of(kind):
                 names = names_in(first)
                 seen.update(names)
-                for name in names if second.startswith("there") else ():
+                for name in names if second.startswith("supported") else ():
                     if first.endswith("of `state`"):
                         self.assertIn(name, [*optimizer.state[params[0]], "state"], kind)
                     elif not first.endswith("of a group"):
