@@ -15,6 +15,7 @@ void load_kernels(KernelLoader &load) {
     load_list_kernels(load);
     load_inspect_kernels(load);
     load_update_kernels(load);
+    load_stored_kernels(load);
     load_compress_kernels(load);
     load_onebit_kernels(load);
 }

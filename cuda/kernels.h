@@ -37,6 +37,11 @@ void share_trust(const DevicePlan &d, const Launcher &launcher);
 void update_weights(const DevicePlan &d, const Launcher &launcher);
 void load_update_kernels(KernelLoader &load);
 
+// stored.cu: the same for tensors with TensorJob::stored. `next`: what follows in the stream.
+void update_stored(const DevicePlan &d, Next next, const Launcher &launcher);
+void update_stored_weights(const DevicePlan &d, Next next, const Launcher &launcher);
+void load_stored_kernels(KernelLoader &load);
+
 // compress.cu
 /// Launches one pass of an exchange. The layout and the list are in device memory; a step has no list.
 void run_pass(ExchangePass pass, const Exchange &exchange, const dsopt_tensor *list, const Launcher &launcher);

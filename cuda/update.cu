@@ -66,65 +66,6 @@ __device__ __forceinline__ void second_pass_pack(const StepPlan &plan, const Sha
     store_weights(plan, s, s.job, t.p, old, i);
 }
 
-/// Handles V neighbours of a tensor that the step does not update: writes the output and zeroes the gradient, if
-/// requested.
-template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
-    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight(), i), job.out(), i);
-    if (job.zeroes) store(Pack<V>{}, job.grad(), i);
-}
-
-/// Advances the counts of all tensors. `first`, `stride`: index of the calling thread and number of threads, in a block
-/// or in the grid. Processes four tensors at a time, so that their loads overlap.
-__device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
-    for (; first < plan.count; first += 4 * stride) {
-        int32_t advance[4];
-        unrolled<4>([&](int k) INLINED {
-            const int64_t i = first + k * stride;
-            advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
-        });
-        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
-    }
-}
-/// True if a separate kernel advances the counts: in a step of 10,000 tensors, one block would take ten rounds of loads
-/// from the table of jobs, one after the other.
-__host__ __device__ __forceinline__ bool has_count_kernel(const StepPlan &plan) { return plan.count > 4 * kThreads; }
-
-/// Runs in the last block of the last kernel: advances the counters of few tensors, computes norms and writes the
-/// report.
-__device__ inline void finish(const DevicePlan &d, bool skip) {
-    const StepPlan &plan = d.plan;
-    if (!skip && !has_count_kernel(plan)) count_steps(plan, threadIdx.x, kThreads);
-    if (!skip && plan.policy.report_norms && plan.count != 0) { // in the order of fold_updates()
-        for_tensors(d, [&](int32_t i, int32_t leaves, auto fold) INLINED {
-            const TensorJob &job = plan.jobs[i];
-            const bool counts = job.present && leaves != 0;
-            const double weights = counts ? fold.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
-            if (fold.lead) d.tensor_squares[i] = weights;
-            const double updates = counts ? fold.sum(plan.leaf.sums_b + job.leaves.first, leaves) : 0.0;
-            if (fold.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
-        });
-        __syncthreads();
-        if (threadIdx.x < 32) { // stored to memory: in registers the sums would be spilled
-            const LeafFold<true> fold{threadIdx.x == 0};
-            const double weights = fold.sum(d.tensor_squares, int32_t(plan.count));
-            if (fold.lead) d.tensor_squares[0] = weights;
-            const double updates = fold.sum(d.tensor_updates, int32_t(plan.count));
-            if (fold.lead) d.tensor_updates[0] = updates;
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (!d.decided) {
-        clear_norms(plan);
-        decide(plan);
-    }
-    if (!skip && plan.policy.report_norms) {
-        d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
-        d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
-    }
-    write_report(plan);
-}
-
 __global__ void __launch_bounds__(kThreads, kBlocks)
     update_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
@@ -135,6 +76,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for_shared_leaves(
         d, {&plan.control->update.distributed}, s, [](int32_t) {},
         [&](const Leaf &where) INLINED {
+            if (s.job.stored) return;
             if (skipped(d) || s.job.owner == Owner::none) // tested in each iteration: one register less in the loop
                 return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
                     unchanged_pack<V>(plan, s.job, where.begin + i);
@@ -153,14 +95,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             });
             if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(plan, s.job, where, tiles);
         });
-    if (!last_block(plan.control->update)) return;
-    const bool skip = skipped(d);
-    if (!plan.policy.reduces) {
-        finish(d, skip);
-        return;
-    }
-    if (skip) return;
-    for_tensors(d, [&](int32_t i, int32_t, auto fold) INLINED { find_trust(plan, i, fold); });
+    if (last_block(plan.control->update) && !plan.policy.stored) end_update(d);
 }
 
 /// Computes the trust ratios of sharded tensors, after model ranks have all-reduced their sums. In a skipped step the
@@ -181,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         for_shared_leaves(
             d, {&plan.control->update_weights.distributed}, s, [](int32_t) {},
             [&](const Leaf &where) INLINED {
-                if (!is_reduced(s.job, s.rule)) return;
+                if (s.job.stored || !is_reduced(s.job, s.rule)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[s.tensor] = s.scalars; // for update_weight()
                 visit(s.rule, [&](auto formula) INLINED {
                     using R = typename decltype(formula)::type;
@@ -191,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                         });
                 });
             });
-    if (last_block(plan.control->update_weights)) finish(d, skip);
+    if (last_block(plan.control->update_weights) && !plan.policy.stored) finish(d, skip);
 }
 
 /// Runs after the last kernel of a step: advances the counts of many tensors.
@@ -204,19 +139,26 @@ void count(const DevicePlan &d, const Launcher &launcher) {
 }
 
 void update(const DevicePlan &d, const Launcher &launcher) {
-    const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
     const StepPlan &plan = d.plan;
-    // The sums of shards are all-reduced after this kernel.
+    // The sums of shards are all-reduced after this pass.
     const Next next =
         kernel_if(plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : has_count_kernel(plan));
-    launcher.launch_grid({d.leaves, tiles}, {"update", next}, update_kernel, d);
+    if (plan.policy.plain) {
+        const size_t tiles = plan.policy.reduces || plan.policy.report_norms ? 2 * kTileBytes : 0;
+        launcher.launch_grid({d.leaves, tiles}, {"update", plan.policy.stored ? Next::kernel : next}, update_kernel, d);
+    }
+    if (plan.policy.stored) update_stored(d, next, launcher);
     if (!plan.policy.reduces) count(d, launcher);
 }
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
     launcher.launch_grid(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
 }
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
-    launcher.launch_grid(d.leaves, {"update_weights", kernel_if(has_count_kernel(d.plan))}, update_weights_kernel, d);
+    const Next next = kernel_if(has_count_kernel(d.plan));
+    if (d.plan.policy.plain)
+        launcher.launch_grid(d.leaves, {"update_weights", d.plan.policy.stored ? Next::kernel : next},
+                             update_weights_kernel, d);
+    if (d.plan.policy.stored) update_stored_weights(d, next, launcher);
     count(d, launcher);
 }
 

@@ -27,7 +27,7 @@ template <FormatSet Set> struct KnownSlots {
     static constexpr Dtype low = Set == FormatSet::f16 ? Dtype::f16 : Set == FormatSet::bf16 ? Dtype::bf16 : Dtype::f32;
     const TensorJob &job;
     __device__ __forceinline__ Slot slot(int index, Dtype known) const {
-        return {job.data[index], Set == FormatSet::any ? job.formats[index] : known};
+        return {job.data[index], Set == FormatSet::any ? Dtype(job.formats[index]) : known};
     }
     __device__ __forceinline__ Slot grad() const { return slot(kGrad, low); }
     __device__ __forceinline__ Slot weight() const { return slot(kWeight, Dtype::f32); }
@@ -45,7 +45,7 @@ __device__ inline FormatSet formats_of(const TensorJob &job) {
     bool known = true;
     unrolled<kSlots>([&](int k) INLINED {
         const bool is_low = k == kGrad || k == kCopy || k == kOut;
-        known = known && (!job.slot(k) || job.formats[k] == (is_low ? low : Dtype::f32));
+        known = known && (!job.slot(k) || job.formats[k] == Format(is_low ? low : Dtype::f32));
     });
     if (!known) return FormatSet::any;
     return low == Dtype::f32 ? FormatSet::f32 : low == Dtype::f16 ? FormatSet::f16 : FormatSet::bf16;
@@ -81,6 +81,7 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedT
 __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
     uintptr_t all = 0;
     unrolled<kSlots>([&](int k) INLINED { all |= reinterpret_cast<uintptr_t>(job.data[k]); });
+    all |= reinterpret_cast<uintptr_t>(job.remainder);
     return (all & 15) == 0;
 }
 
@@ -233,6 +234,76 @@ __device__ __forceinline__ void sum_tiles(const StepPlan &plan, const TensorJob 
     sum_tiles<2>(tiles.a, where.n, [&](int k, double sum) INLINED {
         (k == 0 ? plan.leaf.sums_a : plan.leaf.sums_b)[leaf_index(job, where)] = sum;
     });
+}
+
+/// Handles V neighbours of a tensor that the step does not update: writes the output and zeroes the gradient, if
+/// requested.
+template <int V> __device__ __forceinline__ void unchanged_pack(const StepPlan &plan, const TensorJob &job, int64_t i) {
+    if (job.out()) store(plan.flags & DSOPT_STEP_DELTA ? Pack<V>{} : load<V>(job.weight(), i), job.out(), i);
+    if (job.zeroes) store(Pack<V>{}, job.grad(), i);
+}
+
+/// Advances the counts of all tensors. `first`, `stride`: index of the calling thread and number of threads, in a block
+/// or in the grid. Processes four tensors at a time, so that their loads overlap.
+__device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first, int64_t stride) {
+    for (; first < plan.count; first += 4 * stride) {
+        int32_t advance[4];
+        unrolled<4>([&](int k) INLINED {
+            const int64_t i = first + k * stride;
+            advance[k] = i < plan.count ? plan.jobs[i].advance : 0;
+        });
+        unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
+    }
+}
+/// True if a separate kernel advances the counts: in a step of 10,000 tensors, one block would take ten rounds of loads
+/// from the table of jobs, one after the other.
+__host__ __device__ __forceinline__ bool has_count_kernel(const StepPlan &plan) { return plan.count > 4 * kThreads; }
+
+/// Runs in the last block of the last kernel: advances the counters of few tensors, computes norms and writes the
+/// report.
+__device__ inline void finish(const DevicePlan &d, bool skip) {
+    const StepPlan &plan = d.plan;
+    if (!skip && !has_count_kernel(plan)) count_steps(plan, threadIdx.x, kThreads);
+    if (!skip && plan.policy.report_norms && plan.count != 0) { // in the order of fold_updates()
+        for_tensors(d, [&](int32_t i, int32_t leaves, auto fold) INLINED {
+            const TensorJob &job = plan.jobs[i];
+            const bool counts = job.present && leaves != 0;
+            const double weights = counts ? fold.sum(plan.leaf.sums_a + job.leaves.first, leaves) : 0.0;
+            if (fold.lead) d.tensor_squares[i] = weights;
+            const double updates = counts ? fold.sum(plan.leaf.sums_b + job.leaves.first, leaves) : 0.0;
+            if (fold.lead) d.tensor_updates[i] = counts ? update_weight(plan, i) * updates : 0.0;
+        });
+        __syncthreads();
+        if (threadIdx.x < 32) { // stored to memory: in registers the sums would be spilled
+            const LeafFold<true> fold{threadIdx.x == 0};
+            const double weights = fold.sum(d.tensor_squares, int32_t(plan.count));
+            if (fold.lead) d.tensor_squares[0] = weights;
+            const double updates = fold.sum(d.tensor_updates, int32_t(plan.count));
+            if (fold.lead) d.tensor_updates[0] = updates;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (!d.decided) {
+        clear_norms(plan);
+        decide(plan);
+    }
+    if (!skip && plan.policy.report_norms) {
+        d.plan.outcome->weight_norm = plan.count != 0 ? sqrt(d.tensor_squares[0]) : 0.0;
+        d.plan.outcome->update_norm = plan.count != 0 ? sqrt(d.tensor_updates[0]) : 0.0;
+    }
+    write_report(plan);
+}
+
+/// Runs in the last block of the last kernel of pass 2.
+__device__ inline void end_update(const DevicePlan &d) {
+    const bool skip = skipped(d);
+    if (!d.plan.policy.reduces) {
+        finish(d, skip);
+        return;
+    }
+    if (skip) return;
+    for_tensors(d, [&](int32_t i, int32_t, auto fold) INLINED { find_trust(d.plan, i, fold); });
 }
 
 } // namespace dsopt::gpu

@@ -98,9 +98,9 @@ extern "C" {
 #endif
 
 #define DSOPT_VERSION_MAJOR 0
-#define DSOPT_VERSION_MINOR 2
+#define DSOPT_VERSION_MINOR 3
 #define DSOPT_VERSION_PATCH 0
-#define DSOPT_ABI_VERSION 1
+#define DSOPT_ABI_VERSION 2
 
 /**
  * `DSOPT_NEW(dsopt_step, step);` declares the variable `step`, zeroed and with its size set.
@@ -219,6 +219,12 @@ enum dsopt_dtype {
     DSOPT_DTYPE_I32 = 4,
     /** Only as an argument of dsopt_comm_table.all_reduce: no tensor has this dtype. */
     DSOPT_DTYPE_F64 = 5,
+    /** State tensors: the remainders of masters. Since: 0.3 */
+    DSOPT_DTYPE_I16 = 6,
+    /** State tensors: codes of DSOPT_MOMENT_Q8. Since: 0.3 */
+    DSOPT_DTYPE_U8 = 7,
+    /** State tensors: OCP FP8 E4M3 (no infinity, largest value 448), the codes of DSOPT_MOMENT_E4M3. Since: 0.3 */
+    DSOPT_DTYPE_F8_E4M3 = 8,
     DSOPT_DTYPE_SIGNED = -1
 };
 
@@ -389,6 +395,31 @@ enum dsopt_group_flags {
 };
 
 /**
+ * How a moment is stored between steps. Within a step it is fp32: it is converted, the rule computes the new moment and
+ * moves the weights by it before it is rounded (LAMB: by the stored moment), and the new moment is converted back. The
+ * bits are the same on every backend and for any sharding. Which format is for what, and how exact each is:
+ * docs/low_precision.md. Not for the 1-bit family, compat mode and DSOPT_MASTERS_FLAT. Since: 0.3
+ *
+ * E4M3 and Q8 have one F32 scale per block of 256 consecutive elements of the tensor, the last block shorter. An Inf or
+ * NaN in a block makes the whole block NaN until it is reset, so skip such steps (DSOPT_NONFINITE_SKIP). A block of
+ * zeros is zero bytes.
+ */
+enum dsopt_moment {
+    DSOPT_MOMENT_F32 = 0,
+    /** BF16, rounded to nearest. Not for squares: where 1 - beta2 < 2^-9 a rounded mean of squares could never fall. */
+    DSOPT_MOMENT_BF16 = 1,
+    /** BF16, rounded up or down at random, in proportion to the distance. The random number depends on seed, name, step
+     * and element only. */
+    DSOPT_MOMENT_BF16_RANDOM = 2,
+    /** FP8 E4M3 with scales. Not for squares, whose range it does not have. */
+    DSOPT_MOMENT_E4M3 = 3,
+    /** The 8-bit dynamic map of bitsandbytes and torchao with scales. Squares in Q8 follow falling gradients late: keep
+     * embeddings and norms in F32 (DSOPT_PARAM_F32_MOMENTS). */
+    DSOPT_MOMENT_Q8 = 4,
+    DSOPT_MOMENT_SIGNED = -1
+};
+
+/**
  * Algorithm and hyper-parameters of a group of parameters, filled by dsopt_group_init. Fields that the algorithm does
  * not use are 0 and must stay 0. Groups of an optimizer may have different algorithms, at most one of the 1-bit family.
  */
@@ -436,6 +467,11 @@ typedef struct dsopt_group {
     /** Adagrad: initial sum of squares, for state that is created or reset after the field is set. Finite in fp32,
      * >= 0. Since: 0.2 */
     double initial_accumulator_value;
+    /** enum dsopt_moment: of exp_avg and momentum_buffer. Cannot change later. Since: 0.3 */
+    int32_t exp_avg_format;
+    /** enum dsopt_moment: of exp_avg_sq (F32, BF16_RANDOM or Q8) and sum (F32 or BF16_RANDOM). Cannot change later.
+     * Since: 0.3 */
+    int32_t exp_avg_sq_format;
 } dsopt_group;
 
 enum dsopt_param_flags {
@@ -451,6 +487,8 @@ enum dsopt_param_flags {
     /** The 1-bit family: the exchanged mean is multiplied with state tensor "mask". A 0 stops compression noise from
      * changing an element that never has a gradient. The mask is initially 0: fill it before the first step. */
     DSOPT_PARAM_MASKED = 4,
+    /** The moments are F32, whatever the formats of the group: for embeddings, norms and biases. Since: 0.3 */
+    DSOPT_PARAM_F32_MOMENTS = 8,
     DSOPT_PARAM_SIGNED = -1
 };
 
@@ -466,7 +504,8 @@ typedef struct dsopt_param {
     int32_t ndim;
     /** enum dsopt_param_flags. */
     int32_t flags;
-    /** Index of the first element if it is a slice of a tensor of that name. For stochastic rounding, else 0. */
+    /** Index of the first element if it is a slice of a tensor of that name. For rounding at random, and for moments in
+     * E4M3 or Q8, where it must be a multiple of 256; else 0. A slice has the bits of the whole tensor. */
     int64_t offset;
     /** 0 = dense. k: the ranks of expert comm k - 1 hold different experts, and the squares of their gradients add up,
      * as in DeepSpeed 0.19.6 (get_norm_with_moe_layers). The form of 2023, the mean of the ranks' norms, is not
@@ -546,6 +585,12 @@ enum dsopt_masters {
     /** The masters of a group are contiguous, except for parameters added after the state was allocated. Compat mode:
      * FP16_Optimizer. */
     DSOPT_MASTERS_FLAT = 1,
+    /** BF16 parameters: the master is the parameter itself together with 16 more bits, in state tensor "remainder" (2
+     * bytes per element in place of 4). The weight is the master rounded to nearest, ties away from zero. The master
+     * has the bits that a separate one would have. Whoever overwrites the parameters keeps the remainders, at most half
+     * a unit in the last place of the weight; DSOPT_RESET_MASTERS sets them to 0. F32 parameters are their own masters;
+     * F16 parameters are refused. Standard mode, not with NO_MASTER or the 1-bit family. Since: 0.3 */
+    DSOPT_MASTERS_REMAINDER = 2,
     DSOPT_MASTERS_SIGNED = -1
 };
 
@@ -578,7 +623,7 @@ typedef struct dsopt_optimizer_desc {
     int32_t expert_count;
     /** After this many skipped steps in a row dsopt_optimizer_step returns DSOPT_ERR_SKIPS. 0 = never. */
     int32_t skip_budget;
-    /** Seed of STOCHASTIC_ROUNDING. */
+    /** Seed of STOCHASTIC_ROUNDING and of moments in BF16_RANDOM. */
     uint64_t seed;
     /** Retained. The ranks of this node, as in dsopt_compressed; NULL = one rank. With `node` the data-parallel ranks
      * are the ranks of all nodes, and `data` connects the ranks that have the same rank in their nodes. The 1-bit
@@ -721,11 +766,15 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  * on, then those of the whole optimizer, each in the order of this table. A tensor exists only where it is used.
  *
  *   of each parameter (numel and dims of the parameter)      present
- *   master                F32  copy in full precision         16-bit parameters, without NO_MASTER
- *   exp_avg               F32* running mean of gradients      Adam, LAMB, Lion, and the 1-bit family
- *   exp_avg_sq            F32* running mean of squares        Adam, LAMB, and the 1-bit family
- *   momentum_buffer       F32  momentum                       SGD with momentum
- *   sum                   F32  sum of squares                 Adagrad; starts as initial_accumulator_value
+ *   master                F32  copy in full precision         16-bit parameters, without NO_MASTER and REMAINDER
+ *   remainder             I16  lower 16 bits of the master    BF16 parameters with DSOPT_MASTERS_REMAINDER
+ *   exp_avg               (*)  running mean of gradients      Adam, LAMB, Lion, and the 1-bit family
+ *   exp_avg_scale         F32  a scale per 256 elements       exp_avg in E4M3 or Q8
+ *   exp_avg_sq            (*)  running mean of squares        Adam, LAMB, and the 1-bit family
+ *   exp_avg_sq_scale      F32  a scale per 256 elements       exp_avg_sq in Q8
+ *   momentum_buffer       (*)  momentum                       SGD with momentum
+ *   momentum_buffer_scale F32  a scale per 256 elements       momentum_buffer in E4M3 or Q8
+ *   sum                   (*)  sum of squares                 Adagrad; starts as initial_accumulator_value
  *   grad_accum            F32  sum of gradients               ACCUMULATE
  *   anchor                F32  weights at the last exchange   0/1 Adam, standard mode; rank local
  *   momentum_accumulator  F32  updates since the exchange     0/1 Adam, compat mode; rank local
@@ -749,7 +798,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *   trust_ratio           F32  1 per parameter                with a LAMB group
  *   step                  I32  1 per parameter                always
  *
- * (*) In compat mode with NO_MASTER the moments have the parameter's dtype.
+ * (*) F32, or with a format of the group: BF16, F8_E4M3 or U8. In compat mode with NO_MASTER the parameter's dtype.
+ * A scale tensor has ceil(numel / 256) elements and one dimension, and belongs to the tensor before it: code * scale,
+ * so whoever moves codes between tensors moves both.
  * Engine-owned loss_scale and scaler are memory of the attached scaler.
  * An export of worker_error and server_error has the residuals, followed by scales of 0.
  */
@@ -778,8 +829,8 @@ typedef struct dsopt_state_info {
      *    "exp_avg_bits", "exp_avg_pad") are then new tensors.
      */
     dsopt_tensor tensor;
-    /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else one dimension. Owned
-     * by the optimizer, valid until parameters are added or the optimizer is destroyed. Since: 0.2 */
+    /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else, and for scales, one
+     * dimension. Owned by the optimizer, valid until parameters are added or the optimizer is destroyed. Since: 0.2 */
     const int64_t *dims;
     int32_t ndim;
     /** enum dsopt_state_flags. */
@@ -787,6 +838,10 @@ typedef struct dsopt_state_info {
     /** Changes whenever `tensor.data` becomes other memory: allocated, bound, or reallocated. While it is the same, an
      * earlier pointer still points to this tensor, which may have more elements by now. 0 = no memory. Since: 0.2 */
     int64_t generation;
+    /** Number of elements of the parameter per element of this tensor: 256 for scales, 1 for other tensors of a
+     * parameter, 0: of the whole optimizer. Since: 0.3 */
+    int32_t block;
+    int32_t reserved;
 } dsopt_state_info;
 
 /** Length of the list. @return DSOPT_OK. Thread-safety: any number of readers. */
@@ -836,7 +891,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, in
                                                         int64_t count);
 
 enum dsopt_reset {
-    /** Copies parameters to masters, after new weights were loaded (the original's refresh_fp32_params). */
+    /** Copies parameters to masters, after new weights were loaded (the original's refresh_fp32_params). Sets remainders
+     * to 0, which needs no memory of the parameters. */
     DSOPT_RESET_MASTERS = 1,
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
@@ -957,7 +1013,9 @@ typedef struct dsopt_step {
     const dsopt_tensor *params;
     /** New weights, rounded to the entry's dtype. NULL data = not wanted. Also written when the step is skipped or the
      * gradient is absent: then with the unchanged weight. May be the parameter's memory, or, without ZERO_GRADS and
-     * outside the 1-bit family, memory of its gradient of the same dtype. */
+     * outside the 1-bit family, memory of its gradient of the same dtype. With DSOPT_MASTERS_REMAINDER, of a BF16
+     * parameter: BF16 gives the new parameter, F32 the master; with OUT_ONLY it must be BF16, which together with the
+     * new remainder is the new master. */
     const dsopt_tensor *out;
     /** Memory of the state. Required in `apply`: every entry, in list order, with memory unless it is empty. In `step`,
      * NULL or entries with NULL data mean the bound memory. */

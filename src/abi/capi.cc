@@ -393,10 +393,15 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         known.tensor = entry.tensor();
         known.flags = entry.flags;
         known.generation = entry.generation;
-        const bool of_optimizer = entry.param < 0;
-        known.ndim = of_optimizer ? 1 : int32_t(optimizer.params()[size_t(entry.param)].dims.size());
-        known.dims = of_optimizer ? optimizer.state().flat_dims(entry.kind)
-                                  : optimizer.params()[size_t(entry.param)].dims.data();
+        known.block = entry.block();
+        if (entry.param < 0) {
+            known.ndim = 1;
+            known.dims = optimizer.state().flat_dims(entry.kind);
+        } else {
+            const std::vector<int64_t> &dims = dims_of(optimizer.params()[size_t(entry.param)], entry);
+            known.ndim = int32_t(dims.size());
+            known.dims = dims.data();
+        }
         write_struct(info, known, "dsopt_state_info");
     });
 }

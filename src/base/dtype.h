@@ -12,8 +12,8 @@ namespace dsopt {
 
 enum class Dtype : uint8_t { f32 = DSOPT_DTYPE_F32, f16 = DSOPT_DTYPE_F16, bf16 = DSOPT_DTYPE_BF16 };
 
-/// Dtypes that occur only in safetensors files: no tensor of the ABI has them.
-constexpr int32_t kU8 = 101, kI64 = 102;
+/// A dtype that occurs only in safetensors files: no tensor of the ABI has it.
+constexpr int32_t kI64 = 102;
 
 /// A dtype of the ABI, of state tensors or of files.
 struct DtypeInfo {
@@ -21,13 +21,10 @@ struct DtypeInfo {
     size_t size;
     const char *name; // in files and messages
 };
-inline constexpr DtypeInfo kDtypes[] = {{DSOPT_DTYPE_F32, 4, "F32"},
-                                        {DSOPT_DTYPE_F16, 2, "F16"},
-                                        {DSOPT_DTYPE_BF16, 2, "BF16"},
-                                        {DSOPT_DTYPE_I32, 4, "I32"},
-                                        {DSOPT_DTYPE_F64, 8, "F64"},
-                                        {kU8, 1, "U8"},
-                                        {kI64, 8, "I64"}};
+inline constexpr DtypeInfo kDtypes[] = {
+    {DSOPT_DTYPE_F32, 4, "F32"}, {DSOPT_DTYPE_F16, 2, "F16"},         {DSOPT_DTYPE_BF16, 2, "BF16"},
+    {DSOPT_DTYPE_I32, 4, "I32"}, {DSOPT_DTYPE_F64, 8, "F64"},         {DSOPT_DTYPE_I16, 2, "I16"},
+    {DSOPT_DTYPE_U8, 1, "U8"},   {DSOPT_DTYPE_F8_E4M3, 1, "F8_E4M3"}, {kI64, 8, "I64"}};
 /// Returns the size of an element in bytes; 0 for an unknown dtype.
 constexpr size_t dtype_size(int32_t dtype) {
     for (const DtypeInfo &info : kDtypes)

@@ -276,7 +276,7 @@ TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry) {
     const std::string name = std::string(".") + entry.name();
     if (entry.param < 0) return {"optimizer" + name, entry.dtype, {entry.numel}, entry.bytes()};
     const Param &param = optimizer.params()[size_t(entry.param)];
-    return {param.name + name, entry.dtype, param.dims, entry.bytes()};
+    return {param.name + name, entry.dtype, dims_of(param, entry), entry.bytes()};
 }
 
 TensorEntry tensor_of(const Param &param) {

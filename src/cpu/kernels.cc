@@ -60,7 +60,7 @@ void inspect(const Slot &slot, int64_t begin, int64_t end, double *sums, int64_t
 
 // ------------------------------------------------------------------------------------------------------------- rules
 DSOPT_HD bool moments_are_f32(const TensorJob &job) {
-    bool all = true;
+    bool all = !job.stored;
     for (int k = 0; k < kMoments; ++k) all = all && (!job.moment(k) || job.moment(k).format == Dtype::f32);
     return all;
 }
@@ -249,10 +249,10 @@ template <class R> void update_with(const R &rule, const Span &span) {
             // Handles all other types, and the elements after the last whole register.
             const float *g = open_gradient(job, rest, n, g_buffer);
             float *p = weights.open(rest, n), *moment[kMoments] = {};
-            for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), rest, n, moment_buffer[k]);
+            for (int k = 0; k < count; ++k) moment[k] = open_moment(span, k, rest, n, moment_buffer[k]);
             if (span.sums) weight_sum.add(p, n);
             with_moments<count>(moment, [&](auto... each) { apply(rule, n, g, p, each...); });
-            for (int k = 0; k < count; ++k) close(moment[k], job.moment(k), rest, n);
+            for (int k = 0; k < count; ++k) close_moment<R>(moment[k], span, k, rest, n);
             weights.close(rest, n);
             if (span.sums) change_sum.add(weights.change(), n);
         }
@@ -293,6 +293,27 @@ void reduced_tile(const R &rule, const TensorJob &job, int64_t i, int64_t n, con
                         [&](auto... each) { apply(change, n - done, g, p + done, update + done, each + done...); });
 }
 
+/// The same for stored moments: `update` is that of the moments that the second pass will load.
+template <class R, class Rule>
+void stored_tile(const Rule &rule, const Span &span, int64_t i, int64_t n, const float *p, float *const *moment,
+                 Buffer *buffers, float *update) {
+    constexpr int count = R::moments.count;
+    Buffer g_buffer;
+    const float *const g = open_gradient(*span.job, i, n, g_buffer);
+    with_moments<count>(moment, [&](auto... each) {
+        apply([rule](float g, auto &...each) { rule.take_gradient(g, each...); }, n, g, each...);
+    });
+    const float *rounded[count];
+    for (int k = 0; k < count; ++k) {
+        close_moment<R>(moment[k], span, k, i, n);
+        rounded[k] = open_moment(span, k, i, n, buffers[k]);
+    }
+    with_moments<count>(rounded, [&](auto... each) {
+        apply([rule](float p, float &update, auto... each) { update = rule.update(p, each...); }, n, p, update,
+              each...);
+    });
+}
+
 // The two passes of Passes::reduced construct their functors: passed by reference, a functor is spilled with narrow
 // stores and loaded with wide ones (store-forwarding stall).
 template <class R> void reduced_first_pass(const Span &span) {
@@ -306,13 +327,16 @@ template <class R> void reduced_first_pass(const Span &span) {
         for (int64_t i = leaf; i < stop; i += kTile) {
             const int64_t n = least(kTile, stop - i);
             prefetch_next(span.prefetch, n);
-            const float *p = open(job.weight(), i, n, p_buffer);
+            const float *p = open_weights(job, i, n, p_buffer);
             float *moment[count];
-            for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);
-            reduced_tile<count>(rule, job, i, n, p, moment, u.at);
+            for (int k = 0; k < count; ++k) moment[k] = open_moment(span, k, i, n, moment_buffer[k]);
+            if (job.stored)
+                stored_tile<R>(rule, span, i, n, p, moment, moment_buffer, u.at);
+            else
+                reduced_tile<count>(rule, job, i, n, p, moment, u.at);
             weight_sum.add(p, n);
             update_sum.add(u.at, n);
-            for (int k = 0; k < count; ++k) close(moment[k], job.moment(k), i, n);
+            for (int k = 0; k < count && !job.stored; ++k) close(moment[k], job.moment(k), i, n);
         }
         span.sums_a[job.first_leaf + leaf / kLeaf] = weight_sum.fold();
         span.sums_b[job.first_leaf + leaf / kLeaf] = update_sum.fold();
@@ -334,7 +358,6 @@ void update(const Span &span) {
 template <class R> void reduced_second_pass(const Span &span) {
     constexpr int count = R::moments.count;
     const typename R::Weights rule{*span.scalars, span.trust};
-    const TensorJob &job = *span.job;
     WeightTile weights(span);
     Buffer moment_buffer[count];
     int64_t begin = span.begin;
@@ -345,7 +368,7 @@ template <class R> void reduced_second_pass(const Span &span) {
         const int64_t n = least(kTile, span.end - i);
         float *p = weights.open(i, n);
         const float *moment[count];
-        for (int k = 0; k < count; ++k) moment[k] = open(job.moment(k), i, n, moment_buffer[k]);
+        for (int k = 0; k < count; ++k) moment[k] = open_moment(span, k, i, n, moment_buffer[k]);
         with_moments<count>(moment, [&](auto... each) { apply(rule, n, p, each...); });
         weights.close(i, n);
     }
@@ -365,7 +388,7 @@ void unchanged(const Span &span) {
     const Buffer no_change{};
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
-        const float *weights = job.out() ? open(job.weight(), i, n, buffer) : nullptr;
+        const float *weights = job.out() ? open_weights(job, i, n, buffer) : nullptr;
         write_outputs(span, weights, no_change.at, i, n);
     }
 }

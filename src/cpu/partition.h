@@ -170,7 +170,9 @@ private:
             const TensorJob &job = jobs[i];
             const auto size = [](const Slot &slot) { return int64_t(dtype_size(slot.format)); };
             int64_t bytes = 2 * size(job.weight()) + size(job.grad());
-            for (int k = 0; k < kMoments; ++k) bytes += job.moment(k) ? 2 * size(job.moment(k)) : 0;
+            for (int k = 0; k < kMoments; ++k)
+                bytes += job.data[kMoment + k] ? 2 * size_of(job.formats[kMoment + k]) : 0;
+            bytes += job.remainder != nullptr ? 2 * int64_t(sizeof *job.remainder) : 0;
             for (const Slot &written : {job.copy(), job.out()}) bytes += written ? size(written) : 0;
             return bytes;
         }

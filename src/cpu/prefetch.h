@@ -24,10 +24,10 @@ struct PrefetchCursor {
 // Local to each file that includes this one: some are compiled once per instruction set.
 namespace {
 
-inline void prefetch_lines(const Slot &slot, int64_t index, int64_t n) {
-    if (!slot) return;
-    const size_t size = dtype_size(slot.format);
-    const char *line = static_cast<const char *>(slot.data) + size_t(index) * size;
+/// Prefetches elements of `size` bytes; none if `data` is NULL.
+inline void prefetch_lines(const void *data, size_t size, int64_t index, int64_t n) {
+    if (data == nullptr) return;
+    const char *line = static_cast<const char *>(data) + size_t(index) * size;
     const char *const end = line + size_t(n) * size;
     for (line -= reinterpret_cast<uintptr_t>(line) % 64; line < end; line += 64) __builtin_prefetch(line);
 }
@@ -43,11 +43,15 @@ inline void prefetch_next(PrefetchCursor *cursor, int64_t n) {
         const TensorJob &job = position.jobs[position.tensor];
         const int64_t end = last ? position.last_element : job.range.numel, left = end - position.element,
                       size = n < left ? n : left;
+        const auto prefetch = [&](int slot) {
+            prefetch_lines(job.data[slot], size_t(size_of(job.formats[slot])), position.element, size);
+        };
         if (job.present) {
-            prefetch_lines(job.grad(), position.element, size);
-            prefetch_lines(job.weight(), position.element, size);
-            for (int k = 0; k < kMoments; ++k) prefetch_lines(job.moment(k), position.element, size);
-            if (position.copies) prefetch_lines(job.copy(), position.element, size);
+            prefetch(kGrad);
+            prefetch(kWeight);
+            for (int k = 0; k < kMoments; ++k) prefetch(kMoment + k);
+            prefetch_lines(job.remainder, sizeof *job.remainder, position.element, size);
+            if (position.copies) prefetch(kCopy);
         }
         n -= size;
         position.element += size;

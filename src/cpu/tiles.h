@@ -5,6 +5,7 @@
 #include "cpu/kernels.h"
 #include "cpu/prefetch.h"
 #include "cpu/registers.h"
+#include "rules/formats.h"
 #include "rules/lane_sum.h"
 #include "rules/rounding.h"
 
@@ -116,6 +117,43 @@ inline void store(const float *from, const Slot &slot, int64_t index, int64_t n,
     });
 }
 
+inline void load_moment(const Moment &moment, int64_t index, int64_t n, float *to) {
+    const auto load_codes = [&]<class Codec>(Codec) {
+        load_block<Codec>(element<uint8_t>(moment.data, index), moment.scale[index / kBlock], n, to);
+    };
+    switch (moment.format) {
+    case Format::f32:
+    case Format::f16:
+    case Format::bf16: return load({moment.data, Dtype(moment.format)}, index, n, to);
+    case Format::bf16_random: return load({moment.data, Dtype::bf16}, index, n, to);
+    case Format::e4m3: return load_codes(E4M3{});
+    case Format::q8: return load_codes(Q8{});
+    case Format::q8_squares: return load_codes(Q8Squares{});
+    }
+}
+/// `key`: of the random numbers, moment_key(). `first`: index of the array's first element in the whole tensor.
+inline void store_moment(const float *from, const Moment &moment, int64_t index, int64_t n, uint64_t key,
+                         int64_t first) {
+    const auto store_codes = [&]<class Codec>(Codec) {
+        store_block<Codec>(from, n, element<uint8_t>(moment.data, index), moment.scale + index / kBlock);
+    };
+    switch (moment.format) {
+    case Format::f32:
+    case Format::f16:
+    case Format::bf16: return store(from, {moment.data, Dtype(moment.format)}, index, n);
+    case Format::bf16_random: {
+        auto *const to = element<uint16_t>(moment.data, index);
+        for (int64_t i = 0; i < n; ++i)
+            to[i] =
+                uint16_t(bits_of(round_stochastic_bf16(from[i], random_bits(key, uint64_t(first + index + i)))) >> 16);
+        return;
+    }
+    case Format::e4m3: return store_codes(E4M3{});
+    case Format::q8: return store_codes(Q8{});
+    case Format::q8_squares: return store_codes(Q8Squares{});
+    }
+}
+
 /// Returns the tile as fp32: in place for fp32 arrays unless `private_copy`, else converted into `buffer`.
 inline float *open(const Slot &slot, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
     if (slot.format == Dtype::f32 && !private_copy) return element<float>(slot.data, index);
@@ -124,6 +162,40 @@ inline float *open(const Slot &slot, int64_t index, int64_t n, Buffer &buffer, b
 }
 inline void close(const float *tile, const Slot &slot, int64_t index, int64_t n) {
     if (slot.format != Dtype::f32) store(tile, slot, index, n);
+}
+/// The same for the k-th moment of a span. `n` is kTile or ends at the tensor's end: a tile is a block.
+static_assert(kTile == kBlock);
+inline float *open_moment(const Span &span, int k, int64_t index, int64_t n, Buffer &buffer) {
+    const TensorJob &job = *span.job;
+    if (!job.stored) return open(job.moment(k), index, n, buffer);
+    const Moment moment = job.stored_moment(k);
+    if (moment.format == Format::f32) return element<float>(moment.data, index);
+    load_moment(moment, index, n, buffer.at);
+    return buffer.at;
+}
+template <class R> void close_moment(const float *tile, const Span &span, int k, int64_t index, int64_t n) {
+    const TensorJob &job = *span.job;
+    if (!job.stored) return close(tile, job.moment(k), index, n);
+    const Moment moment = job.stored_moment(k);
+    if (moment.format == Format::f32) return;
+    const MomentKind kind = R::moments.info[k].squares ? MomentKind::square : MomentKind::gradient;
+    store_moment(tile, moment, index, n, moment_key(job.random_key, kind, span.step), job.range.begin);
+}
+/// The same for the weights, which are masters if there is a remainder.
+inline float *open_weights(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer, bool private_copy = false) {
+    if (job.remainder == nullptr) return open(job.weight(), index, n, buffer, private_copy);
+    const auto *const weight = element<uint16_t>(job.weight().data, index), *const remainder = job.remainder + index;
+    for (int64_t i = 0; i < n; ++i) buffer.at[i] = join_master({weight[i], remainder[i]});
+    return buffer.at;
+}
+inline void store_remainders(const float *masters, const TensorJob &job, int64_t index, int64_t n) {
+    uint16_t *const remainder = job.remainder + index;
+    for (int64_t i = 0; i < n; ++i) remainder[i] = split_master(masters[i]).remainder;
+}
+/// Rounds masters to the weights that belong to their remainders.
+inline void store_split_weights(const float *masters, void *weights, int64_t index, int64_t n) {
+    auto *const to = element<uint16_t>(weights, index);
+    for (int64_t i = 0; i < n; ++i) to[i] = split_master(masters[i]).weight;
 }
 inline const float *open_gradient(const TensorJob &job, int64_t index, int64_t n, Buffer &buffer) {
     if (job.grad()) return open(job.grad(), index, n, buffer);
@@ -289,7 +361,10 @@ inline void write_outputs(const Span &span, const float *weights, const float *c
     const TensorJob &job = *span.job;
     // An output that overwrites the gradients is already in the caches.
     const bool streaming = span.streaming && job.data[kOut] != job.data[kGrad];
-    if (job.out()) store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out(), index, n, streaming);
+    if (job.remainder != nullptr && job.out().format == Dtype::bf16 && job.out())
+        store_split_weights(weights, job.data[kOut], index, n);
+    else if (job.out())
+        store(span.flags & DSOPT_STEP_DELTA ? change : weights, job.out(), index, n, streaming);
     if (job.zeroes) zero_gradients(job, index, n);
 }
 
@@ -297,10 +372,11 @@ inline void round_stochastically(float *p, uint64_t key, int64_t first, int64_t 
     for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
 }
 
-/// True if the weights must not be written: DSOPT_STEP_OUT_ONLY leaves parameters unchanged. A master is state and is
-/// written.
+/// True if the weights must not be written: DSOPT_STEP_OUT_ONLY leaves parameters unchanged. A separate master is state
+/// and is written, and so are remainders.
 inline bool skips_weight_store(const Span &span) {
-    return !span.job->has_master && (span.flags & DSOPT_STEP_OUT_ONLY) != 0;
+    const bool separate = span.job->has_master && span.job->remainder == nullptr;
+    return !separate && (span.flags & DSOPT_STEP_OUT_ONLY) != 0;
 }
 
 /// Tile of a span's weights, which a rule updates in place.
@@ -313,7 +389,7 @@ public:
         compares_(sums_change || (span.flags & DSOPT_STEP_DELTA) != 0) {}
 
     float *open(int64_t index, int64_t n) {
-        tile_ = dsopt::cpu::open(span_.job->weight(), index, n, buffer_, skips_store_);
+        tile_ = open_weights(*span_.job, index, n, buffer_, skips_store_);
         if (compares_) convert_to_f32(tile_, change_.at, n, F32{});
         return tile_;
     }
@@ -324,7 +400,12 @@ public:
         if (job.stochastic)
             round_stochastically(tile_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
         if (compares_) apply([](float now, float &old) { old = now - old; }, n, tile_, change_.at);
-        if (!skips_store_) dsopt::cpu::close(tile_, job.weight(), index, n);
+        if (job.remainder != nullptr) {
+            store_remainders(tile_, job, index, n);
+            if (!skips_store_) store_split_weights(tile_, job.data[kWeight], index, n);
+        } else if (!skips_store_) {
+            dsopt::cpu::close(tile_, job.weight(), index, n);
+        }
         if (job.copy()) store(tile_, job.copy(), index, n, span_.streaming);
         write_outputs(span_, tile_, change_.at, index, n);
     }

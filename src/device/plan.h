@@ -3,6 +3,7 @@
 #pragma once
 #include "base/parallel.h"
 #include "base/range.h"
+#include "rules/formats.h"
 #include "rules/lane_sum.h"
 #include "rules/loss_scale.h"
 #include "rules/scalars.h"
@@ -30,10 +31,17 @@ struct Slot {
     explicit DSOPT_HD operator bool() const { return data != nullptr; }
 };
 DSOPT_HD Slot slot_of(const dsopt_tensor &tensor) { return {tensor.data, Dtype(tensor.dtype)}; }
+/// A moment of a step, in any format.
+struct Moment {
+    void *data;   // NULL: the rule has no such moment
+    float *scale; // one per block; NULL if the format has none
+    Format format;
+    explicit DSOPT_HD operator bool() const { return data != nullptr; }
+};
 /// Arrays of a tensor in a step. The arrays of the rule's state begin at kMoment, in the order of its MomentList.
 enum SlotIndex : uint8_t {
     kGrad,   // NULL with `present`: the gradient is zero
-    kWeight, // the array that the rule updates: the master, or the parameter itself
+    kWeight, // the array that the rule updates: the master, or the parameter itself, with or without a remainder
     kCopy,   // the low-precision parameter of a master
     kOut,
     kMoment
@@ -50,7 +58,9 @@ enum class Owner : uint8_t {
 /// One tensor of a step.
 struct TensorJob {
     void *data[kSlots];
-    uint64_t random_key; // the tensor's key, for stochastic rounding; adjacent to range.begin: one load on CUDA
+    float *scale[kMoments]; // of moments whose format has scales
+    uint16_t *remainder;    // lower halves of masters whose rounded upper halves are weight(); NULL: none
+    uint64_t random_key;    // the tensor's key, for stochastic rounding; adjacent to range.begin: one load on CUDA
     // Kernels process the range, which begins at a leaf of the registered tensor, and sums are folded over all leaves
     // of that tensor. Today the range is the whole tensor. CUDA kernels rely on this: they visit every leaf of the
     // step, and the map from leaves to tensors has only leaves of ranges.
@@ -64,27 +74,31 @@ struct TensorJob {
     /// ordinal.
     int32_t counter;
     uint8_t ordinal;
-    uint8_t advance;                     // added to StepPlan::step[index of this tensor] by a step that is taken
-    Owner owner;                         // none unless `present`
-    bool present;                        // takes part in this step
-    bool has_master;                     // its weight is a master
-    bool in_norm;                        // its squares are added to the norm on this rank
-    bool stochastic;                     // bf16 weights without a master: stochastic rounding
-    bool zeroes;                         // its gradient is set to zero once it has been read
-    Dtype formats[(kSlots + 7) / 8 * 8]; // of the slots, then zeros: tables of jobs are compared byte by byte
+    uint8_t advance;                          // added to StepPlan::step[index of this tensor] by a step that is taken
+    Owner owner;                              // none unless `present`
+    bool present;                             // takes part in this step
+    bool has_master;                          // its weight is a master, or becomes one together with the remainder
+    bool in_norm;                             // its squares are added to the norm on this rank
+    bool stochastic;                          // bf16 weights without a master: stochastic rounding
+    bool zeroes;                              // its gradient is set to zero once it has been read
+    Format formats[(kSlots + 8) / 8 * 8 - 1]; // of the slots; no padding: tables of jobs are compared byte by byte
+    /// It has a remainder, or its group has a format of moments other than F32. Loops over fp32 moments do not apply.
+    bool stored;
 
-    DSOPT_HD Slot slot(int index) const { return {data[index], formats[index]}; }
+    /// Moments may have this form unless `stored`.
+    DSOPT_HD Slot slot(int index) const { return {data[index], Dtype(formats[index])}; }
     DSOPT_HD Slot grad() const { return slot(kGrad); }
     DSOPT_HD Slot weight() const { return slot(kWeight); }
     DSOPT_HD Slot copy() const { return slot(kCopy); }
     DSOPT_HD Slot out() const { return slot(kOut); }
     DSOPT_HD Slot moment(int k) const { return slot(kMoment + k); }
+    DSOPT_HD Moment stored_moment(int k) const { return {data[kMoment + k], scale[k], formats[kMoment + k]}; }
     void set(int index, Slot slot) {
         data[index] = slot.data;
-        formats[index] = slot.format;
+        formats[index] = Format(slot.format);
     }
 };
-static_assert(std::has_unique_object_representations_v<TensorJob> && sizeof(TensorJob) <= 144);
+static_assert(std::has_unique_object_representations_v<TensorJob> && sizeof(TensorJob) <= 184);
 
 /// Sums of a LAMB tensor that is sharded over model ranks, which all-reduce them.
 struct ShardSums {
@@ -222,6 +236,8 @@ struct StepPolicy {
     bool skip_nonfinite;
     bool report_norms;
     bool reduces; // there is a group whose rule has Passes::reduced
+    bool stored;  // there is a tensor with TensorJob::stored
+    bool plain;   // there is a tensor without, or no tensor at all
     bool dry;     // learning rates are 0
 };
 

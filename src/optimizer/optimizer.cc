@@ -28,7 +28,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_OPTIMIZER_MOMENTUM_BITS is for standard mode");
     require_in(DSOPT_NONFINITE_AUTO, DSOPT_NONFINITE_APPLY, "dsopt_optimizer_desc.nonfinite", desc.nonfinite);
-    require_in(DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_FLAT, "dsopt_optimizer_desc.masters", desc.masters);
+    require_in(DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_REMAINDER, "dsopt_optimizer_desc.masters", desc.masters);
     check_max_norm(desc.max_norm, "dsopt_optimizer_desc.max_norm");
     check_max_value(desc.max_value, "dsopt_optimizer_desc.max_value");
     require(desc.skip_budget >= 0, "dsopt_optimizer_desc.skip_budget", desc.skip_budget, "not negative");
@@ -39,10 +39,10 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (random && compat()) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
     if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !attachments_.data && !attachments_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
-    if (!random && desc.seed != 0)
-        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.seed has no effect without STOCHASTIC_ROUNDING");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
+    if (compat() && desc.masters == DSOPT_MASTERS_REMAINDER)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_MASTERS_REMAINDER is for standard mode");
     if (compat() && attachments_.scaler && attachments_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
@@ -66,6 +66,9 @@ void check_groups(const Optimizer &optimizer) {
 
 void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, int64_t count) {
     check_group(group, compat());
+    if (has_formats(group) && desc_.masters == DSOPT_MASTERS_FLAT)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "%s with DSOPT_MASTERS_FLAT: moments are F32 there",
+                    group.exp_avg_format != DSOPT_MOMENT_F32 ? "exp_avg_format" : "exp_avg_sq_format");
     grow(&group, params, count);
 }
 void Optimizer::add_params(const dsopt_param *params, int64_t count) {

@@ -96,6 +96,8 @@ public:
     Wrapper wrapper() const { return registry_->wrapper; }
     /// Returns the number of tensors whose trust ratio depends on other model ranks.
     int32_t trust_slots() const { return registry_->trust_slots; }
+    /// Returns the number of parameters with TensorJob::stored.
+    int64_t stored_params() const { return registry_->stored_params; }
     /// Throws DSOPT_ERR_STATE if the scaler was detached from this optimizer.
     void check_scaler() const {
         if (attachments_.scaler) attachments_.scaler->check_attached(attachments_.scaler_token);
@@ -193,6 +195,10 @@ private:
     mutable InUse in_use_{0};
 };
 
+/// Returns the shape of a parameter's state tensor.
+inline const std::vector<int64_t> &dims_of(const Param &param, const StateEntry &entry) {
+    return is_scale(entry.kind) ? param.scale_dims : param.dims;
+}
 /// Throws STATE for an optimizer that has no groups yet.
 void check_groups(const Optimizer &optimizer);
 /// Checks a list of all state tensors; check_state_tensor() checks one of them. `required`: a tensor without memory is

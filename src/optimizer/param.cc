@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/param.h"
 #include "base/text.h"
+#include "rules/group.h"
 #include "rules/rounding.h"
 #include <cstring>
 
@@ -34,22 +35,54 @@ std::vector<int64_t> param_dims(const dsopt_param &param, const char *name) {
     return dims;
 }
 
+/// Sets the formats of the moments, and checks what they need.
+void set_formats(const dsopt_param &given, const dsopt_group &rules, Param &param) {
+    const char *const name = param.name.c_str();
+    const bool f32 = given.flags & DSOPT_PARAM_F32_MOMENTS;
+    if (f32 && !has_formats(rules))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "DSOPT_PARAM_F32_MOMENTS of parameter '%s' has no effect: the moments of its group are F32", name);
+    const MomentList &moments = moments_of(rules);
+    bool scales = false;
+    for (int k = 0; k < kMoments; ++k) {
+        param.formats[k] = k < moments.count && !f32 ? format_of(moments.info[k], rules) : Format::f32;
+        scales = scales || has_scales(param.formats[k]);
+    }
+    if (scales) param.scale_dims = {blocks_of(param.numel)};
+    if (scales && given.offset % kBlock != 0)
+        throw Error(DSOPT_ERR_ARGUMENT,
+                    "parameter '%s' has offset %lld, no multiple of %lld: its moments have a scale per %lld elements",
+                    name, ll(given.offset), ll(kBlock), ll(kBlock));
+}
+
+/// True if a moment is rounded at random, or has scales.
+bool formats_use_offset(const Param &param) {
+    for (const Format format : param.formats)
+        if (format >= Format::bf16_random) return true;
+    return false;
+}
+
 } // namespace
 
-Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_optimizer_desc &desc) {
+Param make_param(const dsopt_param &given, int64_t index, int32_t group, const dsopt_group &rules,
+                 const dsopt_optimizer_desc &desc) {
     Param param{};
     param.name = param_name(given, index);
     const char *const name = param.name.c_str();
     check_float_tensor(given.tensor, param.label());
-    constexpr int32_t known = DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED;
+    constexpr int32_t known =
+        DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED | DSOPT_PARAM_F32_MOMENTS;
     if (given.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", name, given.flags);
     if (given.expert < 0 || given.expert > desc.expert_count)
         throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has expert comm %d of %d", name, given.expert,
                     desc.expert_count);
+    param.numel = given.tensor.numel;
+    set_formats(given, rules, param);
     const bool random = desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-    if (given.offset < 0 || (given.offset != 0 && !random))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' has offset %lld: only stochastic rounding uses it", name,
+    if (given.offset < 0 || (given.offset != 0 && !random && !formats_use_offset(param)))
+        throw Error(DSOPT_ERR_UNSUPPORTED,
+                    "parameter '%s' has offset %lld: only rounding at random and formats with scales use it", name,
                     ll(given.offset));
     if (given.offset > INT64_MAX - given.tensor.numel)
         throw Error(DSOPT_ERR_SHAPE, "parameter '%s' has offset %lld and %lld elements: its tensor has 2^63 at most",
@@ -59,7 +92,6 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
     param.random_key = desc.seed;
     for (const char c : param.name) param.random_key = mix64(param.random_key ^ uint8_t(c)) + 1;
     param.begin = given.offset;
-    param.numel = given.tensor.numel;
     param.whole = param.end();
     param.dims = param_dims(given, name);
     param.data = given.tensor.data;
@@ -68,6 +100,9 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
     param.flags = given.flags;
     param.expert = given.expert;
     param.has_master = param.dtype != DSOPT_DTYPE_F32 && !(desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
+    param.has_remainder = param.has_master && desc.masters == DSOPT_MASTERS_REMAINDER;
+    if (param.has_remainder && param.dtype != DSOPT_DTYPE_BF16)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "parameter '%s' is F16: remainders are for BF16", name);
     return param;
 }
 

@@ -36,6 +36,10 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
         const auto state_of = [&](StateKind kind) { return optimizer.state().find(state, kind, int64_t(i)); };
+        const auto memory_of = [&](StateKind kind) {
+            const dsopt_tensor *const tensor = state_of(kind);
+            return tensor != nullptr ? tensor->data : nullptr;
+        };
         void *data = step.params != nullptr ? step.params[i].data : param.data;
         const dsopt_tensor *out = step.out != nullptr && step.out[i].data != nullptr ? &step.out[i] : nullptr;
         const bool copies = param.has_master && !(request.flags & DSOPT_STEP_OUT_ONLY) && !request.initial;
@@ -49,6 +53,8 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
         const bool present = grad != nullptr || is_zeros || is_sent(i);
         jobs[i] = {.data = {},
+                   .scale = {},
+                   .remainder = static_cast<uint16_t *>(memory_of(StateKind::remainder)),
                    .random_key = param.random_key,
                    .range = param,
                    .first_leaf = param.first_leaf,
@@ -65,13 +71,24 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
                    .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr,
-                   .formats = {}};
+                   .formats = {},
+                   .stored = param.stored()};
         const Slot param_slot{data, Dtype(param.dtype)};
+        const bool separate = param.has_master && !param.has_remainder;
         jobs[i].set(kGrad, slot_or_none(grad));
-        jobs[i].set(kWeight, param.has_master ? slot_of(*state_of(StateKind::master)) : param_slot);
-        jobs[i].set(kCopy, {copies ? data : nullptr, param_slot.format});
+        jobs[i].set(kWeight, separate ? slot_of(*state_of(StateKind::master)) : param_slot);
+        jobs[i].set(kCopy, {copies && separate ? data : nullptr, param_slot.format});
         jobs[i].set(kOut, slot_or_none(out));
-        for (int k = 0; k < kMoments; ++k) jobs[i].set(kMoment + k, slot_or_none(state_of(moment_kind(k))));
+        for (int k = 0; k < kMoments; ++k) {
+            const dsopt_tensor *const moment = state_of(moment_kind(k));
+            // In compat mode moments may have the dtype of the parameter.
+            const Format format = moment == nullptr                 ? Format::f32
+                                  : param.formats[k] != Format::f32 ? param.formats[k]
+                                                                    : Format(moment->dtype);
+            jobs[i].data[kMoment + k] = moment != nullptr ? moment->data : nullptr;
+            jobs[i].formats[kMoment + k] = format;
+            jobs[i].scale[k] = static_cast<float *>(memory_of(scale_kind(k)));
+        }
     }
 }
 
@@ -202,6 +219,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    .skip_nonfinite = desc.nonfinite != DSOPT_NONFINITE_APPLY && !reports_only,
                    .report_norms = (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS) != 0,
                    .reduces = reduces,
+                   .stored = optimizer.stored_params() != 0,
+                   .plain =
+                       optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
                    .dry = onebit != nullptr && onebit->stage == Stage::dry},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
@@ -229,11 +249,14 @@ void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {
         const MomentList &moments = moments_of(optimizer.groups()[size_t(job.group)]);
         constexpr const char *kNames[] = {"gradient", "weight", "parameter", "output"}; // of SlotIndex
         static_assert(std::size(kNames) == kMoment);
-        for (int k = 0; k < kSlots; ++k)
-            if (job.slot(k) && job.range.numel != 0 && !optimizer.context().device().owns(job.data[k]))
-                throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device",
-                            k < kMoment ? kNames[k] : moments.info[k - kMoment].name,
-                            optimizer.params()[size_t(i)].name.c_str(), job.data[k]);
+        const auto check = [&](const void *data, const char *role) {
+            if (data != nullptr && job.range.numel != 0 && !optimizer.context().device().owns(data))
+                throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
+                            optimizer.params()[size_t(i)].name.c_str(), data);
+        };
+        for (int k = 0; k < kSlots; ++k) check(job.data[k], k < kMoment ? kNames[k] : moments.info[k - kMoment].name);
+        for (int k = 0; k < kMoments; ++k) check(job.scale[k], moments.info[k].scale_name);
+        check(job.remainder, record_of(StateKind::remainder).name);
     }
 }
 

@@ -36,6 +36,8 @@ static_assert(sizeof(Words) == (1 + 4 * Words::count) * sizeof(int32_t));
 uint64_t key_of(const Param &param, const dsopt_group &group) {
     uint64_t key = mix(uint64_t(param.numel), uint64_t(param.dtype) << 32 | uint32_t(param.group));
     key = mix(key, uint64_t(group.algorithm) << 32 | (group.flags & DSOPT_GROUP_NON_FREEZE));
+    for (const Format format : param.formats) key = mix(key, uint64_t(format));
+    key = mix(key, param.has_remainder);
     if (param.expert == 0)
         for (const char c : param.name) key = mix(key, uint8_t(c));
     return key;

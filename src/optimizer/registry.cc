@@ -15,6 +15,7 @@ void Registry::truncate(const Mark &mark) noexcept {
     groups.erase(groups.begin() + int64_t(mark.groups), groups.end());
     wrapper = mark.wrapper;
     trust_slots = mark.trust_slots;
+    stored_params = mark.stored_params;
     family = mark.family;
     state.truncate(int64_t(mark.params));
     for (const StateEntry &entry : mark.of_optimizer) state.add(entry); // no allocation: the capacity is there
@@ -51,7 +52,7 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
         if (group < 0 || size_t(group) >= groups.size())
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_param.group of parameter %lld is %d, there are %zu groups",
                         ll(index), group, groups.size());
-        Param param = make_param(given[i], index, group, desc);
+        Param param = make_param(given[i], index, group, groups[size_t(group)], desc);
         if (names.contains(param.name))
             throw Error(DSOPT_ERR_ARGUMENT, "two parameters are called '%s'", param.name.c_str());
         memory->check(param.tensor(), param.label());
@@ -78,6 +79,7 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
         param.trust_slot = shared ? trust_slots++ : -1;
         if (param.has_master && compat)
             wrapper = desc.masters == DSOPT_MASTERS_FLAT ? Wrapper::fused : Wrapper::unfused;
+        stored_params += param.stored();
         params.push_back(std::move(param)); // first, so that truncate() reverts the rest if it fails
         const auto name = names.insert(params.back().name).first;
         memory->add(params.back().tensor(), {"parameter", name->c_str()});
@@ -88,13 +90,17 @@ void Registry::add_params(const dsopt_param *given, int64_t count, bool named_gr
 void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) {
     const Param &param = params[size_t(index)];
     const dsopt_group &group = groups[size_t(param.group)];
-    if (param.has_master) state.add(StateKind::master, index, param.numel);
+    if (param.has_master) state.add(param.has_remainder ? StateKind::remainder : StateKind::master, index, param.numel);
     // The original stores moments in the dtype of the tensor that it updates. In fp16 the second moment underflows.
     const bool as_param = desc.compat != DSOPT_COMPAT_NONE && (desc.flags & DSOPT_OPTIMIZER_NO_MASTER);
-    const int32_t type = as_param ? param.dtype : DSOPT_DTYPE_F32;
     const MomentList &moments = moments_of(group);
-    for (int k = 0; k < moments.count; ++k)
-        state.add({whole_range(param.numel), moment_kind(k), index, type, 0, nullptr, &moments.info[k]});
+    for (int k = 0; k < moments.count; ++k) {
+        const auto add = [&](StateKind kind, int64_t numel, int32_t dtype) {
+            state.add({whole_range(numel), kind, index, dtype, 0, nullptr, &moments.info[k]});
+        };
+        add(moment_kind(k), param.numel, as_param ? param.dtype : dtype_of(param.formats[k]));
+        if (has_scales(param.formats[k])) add(scale_kind(k), blocks_of(param.numel), DSOPT_DTYPE_F32);
+    }
     if (desc.flags & DSOPT_OPTIMIZER_ACCUMULATE) state.add(StateKind::grad_accum, index, param.numel);
     OneBit::add_param_state(param, index, group, desc, state);
 }
@@ -128,6 +134,8 @@ int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc
     }
     if (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS)
         throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not available for the 1-bit family");
+    if (desc.masters == DSOPT_MASTERS_REMAINDER)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_MASTERS_REMAINDER is not available for the 1-bit family");
     const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
     if (joins) check_family(groups[size_t(first)], groups.back(), compat);
     for (size_t i = family >= 0 ? first_new : 0; compat && i < params.size(); ++i)

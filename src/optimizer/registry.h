@@ -38,6 +38,7 @@ struct Registry {
     std::optional<MemoryMap> memory; // of parameters and state; nullopt: the next addition computes it again
     Wrapper wrapper = Wrapper::none; // of the original, whose order of events compat mode follows
     int32_t trust_slots = 0;         // number of tensors whose trust ratio depends on other model ranks
+    int64_t stored_params = 0;       // number of parameters with TensorJob::stored
     int64_t family = -1;             // index of the first group of the 1-bit family; -1: there is none
 
     /// Lengths of the lists at one time. State tensors of the whole optimizer come after those of the parameters and
@@ -46,10 +47,12 @@ struct Registry {
         size_t groups, params;
         Wrapper wrapper;
         int32_t trust_slots;
-        int64_t family;
+        int64_t stored_params, family;
         std::vector<StateEntry> of_optimizer;
     };
-    Mark mark() const { return {groups.size(), params.size(), wrapper, trust_slots, family, state.of_optimizer()}; }
+    Mark mark() const {
+        return {groups.size(), params.size(), wrapper, trust_slots, stored_params, family, state.of_optimizer()};
+    }
     void truncate(const Mark &mark) noexcept;
     /// Calls body(mark), which appends. If it throws, the registry is truncated to the mark.
     template <class F> void append(F &&body) {

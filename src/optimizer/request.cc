@@ -69,6 +69,10 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
                         "DSOPT_STEP_DELTA with a master: adding the change to the rounded '%s' "
                         "would not give the new weight",
                         name);
+        if ((flags & DSOPT_STEP_OUT_ONLY) && wanted && param.has_remainder && step.out[i].dtype != DSOPT_DTYPE_BF16)
+            throw Error(DSOPT_ERR_DTYPE,
+                        "output of '%s' has dtype %s, must be BF16: it is the upper half of the new master", name,
+                        dtype_name(step.out[i].dtype));
         if ((flags & DSOPT_STEP_OUT_ONLY) && !param.has_master &&
             optimizer.groups()[size_t(param.group)].algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             throw Error(DSOPT_ERR_UNSUPPORTED,

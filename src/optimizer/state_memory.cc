@@ -4,6 +4,7 @@
 #include "base/struct_io.h"
 #include "optimizer/contents.h"
 #include <algorithm>
+#include <cstring>
 
 namespace dsopt {
 namespace {
@@ -12,12 +13,13 @@ const char *owner_of(const Optimizer &optimizer, const StateEntry &entry) {
     return entry.param < 0 ? "the optimizer" : optimizer.params()[size_t(entry.param)].name.c_str();
 }
 
-/// Fills a tensor by copies within the device, each twice as long as the last one. Only the first copy is from the
-/// host.
+/// Fills a tensor, F32 or BF16, by copies within the device, each twice as long as the last one. Only the first copy is
+/// from the host.
 void fill(const Device &device, const dsopt_tensor &tensor, float value, void *stream) {
-    const size_t total = size_t(tensor.numel) * sizeof value;
-    float block[256];
-    for (float &element : block) element = value;
+    const size_t size = dtype_size(tensor.dtype), total = size_t(tensor.numel) * size;
+    char block[1024];
+    const uint32_t bits = tensor.dtype == DSOPT_DTYPE_F32 ? bits_of(value) : f32_to_bf16(value);
+    for (size_t at = 0; at < sizeof block; at += size) std::memcpy(block + at, &bits, size); // little-endian
     if (total == 0) return;
     if (!device.is_host()) (void)device.finished(stream); // refuses a stream that is being captured
     size_t done = std::min(total, sizeof block);
@@ -26,13 +28,16 @@ void fill(const Device &device, const dsopt_tensor &tensor, float value, void *s
         device.enqueue_copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
 }
 
+/// True if the master is initialized from the parameter.
+bool needs_params(const Param &param) { return param.has_master && !param.has_remainder; }
+
 } // namespace
 
 void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const {
     const Device &device = context_->device();
     if (!(entry.flags & DSOPT_STATE_FROM_PARAM)) {
         device.clear(data, entry.bytes(), stream);
-        if (entry.moment == nullptr || entry.moment->start == nullptr) return;
+        if (entry.moment == nullptr || entry.moment->start == nullptr || is_scale(entry.kind)) return;
         const double start = groups()[size_t(this->params()[size_t(entry.param)].group)].*entry.moment->start;
         if (start != 0) fill(device, {data, entry.numel, entry.dtype, 0}, float(start), stream);
         return;
@@ -205,7 +210,7 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
     for (size_t i = 0; params != nullptr && i < this->params().size(); ++i) check_param(params[i], this->params()[i]);
     const bool initial_step = wrapper() != Wrapper::none;
     for (size_t i = 0; i < this->params().size(); ++i) // the initial step changes parameters without a master
-        if (this->params()[i].numel != 0 && (this->params()[i].has_master || initial_step) &&
+        if (this->params()[i].numel != 0 && (needs_params(this->params()[i]) || initial_step) &&
             (params == nullptr || params[i].data == nullptr))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has no memory: its state starts from it",
                         this->params()[i].name.c_str());
@@ -286,7 +291,7 @@ void Optimizer::reset(int32_t what, void *stream) {
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params())
-            if (param.has_master && param.numel != 0 && param.data == nullptr)
+            if (needs_params(param) && param.numel != 0 && param.data == nullptr)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
                             param.name.c_str());
     if ((what & DSOPT_RESET_COUNTERS) || state().find(StateKind::exp_avg_bits) != nullptr) {

@@ -4,6 +4,7 @@
 #include "base/dtype.h"
 #include "base/range.h"
 #include "device/context.h"
+#include "rules/formats.h"
 #include "rules/rule.h"
 #include <algorithm>
 #include <array>
@@ -16,8 +17,11 @@ namespace dsopt {
 enum class StateKind : uint8_t {
     // of a parameter
     master,
+    remainder,
     first_moment, // the first of kMoments kinds, see moment_kind(); their names are in the rule's record
     last_moment = first_moment + kMoments - 1,
+    first_scale, // of the first moment; see scale_kind()
+    last_scale = first_scale + kMoments - 1,
     grad_accum,
     anchor,
     momentum_accumulator,
@@ -42,6 +46,8 @@ enum class StateKind : uint8_t {
 };
 
 constexpr StateKind moment_kind(int k) { return StateKind(int(StateKind::first_moment) + k); }
+constexpr StateKind scale_kind(int k) { return StateKind(int(StateKind::first_scale) + k); }
+constexpr bool is_scale(StateKind kind) { return kind >= StateKind::first_scale && kind <= StateKind::last_scale; }
 
 /// What happens to a tensor of the whole optimizer when parameters are added.
 enum class Growth : uint8_t {
@@ -52,7 +58,7 @@ enum class Growth : uint8_t {
 
 /// Properties of a kind of state tensor.
 struct StateRecord {
-    const char *name;  // in dsopt_state_info and in checkpoints; for moments see StateEntry::name
+    const char *name;  // in dsopt_state_info and in checkpoints; for moments and scales see StateEntry::name()
     int32_t reset = 0; // flags DSOPT_RESET_... that reset it
     Growth growth = Growth::reset;
     int32_t dtype = DSOPT_DTYPE_F32; // for moments see Registry::add_param_state()
@@ -60,12 +66,16 @@ struct StateRecord {
 };
 constexpr StateRecord record_of(StateKind kind) {
     constexpr int32_t moments = DSOPT_RESET_MOMENTS, counters = DSOPT_RESET_COUNTERS, errors = DSOPT_RESET_ERRORS;
-    constexpr int32_t f32 = DSOPT_DTYPE_F32, i32 = DSOPT_DTYPE_I32, local = DSOPT_STATE_RANK_LOCAL;
-    if (kind > StateKind::first_moment && kind < StateKind::last_moment) kind = StateKind::first_moment;
+    constexpr int32_t f32 = DSOPT_DTYPE_F32, i16 = DSOPT_DTYPE_I16, i32 = DSOPT_DTYPE_I32;
+    constexpr int32_t local = DSOPT_STATE_RANK_LOCAL;
+    if (kind > StateKind::first_moment && kind <= StateKind::last_scale) kind = StateKind::first_moment;
     switch (kind) {
     case StateKind::master: return {"master", DSOPT_RESET_MASTERS, Growth::reset, f32, DSOPT_STATE_FROM_PARAM};
+    case StateKind::remainder: return {"remainder", DSOPT_RESET_MASTERS, Growth::reset, i16};
     case StateKind::first_moment:
-    case StateKind::last_moment: return {"moment", moments};
+    case StateKind::last_moment:
+    case StateKind::first_scale:
+    case StateKind::last_scale: return {"moment", moments};
     case StateKind::grad_accum: return {"grad_accum", DSOPT_RESET_GRADS};
     case StateKind::anchor: return {"anchor", moments, Growth::reset, f32, local};
     case StateKind::momentum_accumulator: return {"momentum_accumulator", moments, Growth::reset, f32, local};
@@ -97,9 +107,14 @@ struct StateEntry : Range {
     int32_t dtype;
     int32_t flags;
     void *data = nullptr;
-    const MomentInfo *moment = nullptr; // its record in the rule, if it is a moment
+    const MomentInfo *moment = nullptr; // its record in the rule, if it is a moment or has the scales of a moment
     int64_t generation = 0;             // of `data`, as in dsopt_state_info
-    const char *name() const { return moment != nullptr ? moment->name : record_of(kind).name; }
+    const char *name() const {
+        if (moment == nullptr) return record_of(kind).name;
+        return is_scale(kind) ? moment->scale_name : moment->name;
+    }
+    /// Returns the number of the parameter's elements per element, as in dsopt_state_info.
+    int32_t block() const { return param < 0 ? 0 : is_scale(kind) ? int32_t(kBlock) : 1; }
     size_t bytes() const { return size_t(numel) * dtype_size(dtype); }
     dsopt_tensor tensor() const { return {data, numel, dtype, 0}; }
     bool is_error() const { return kind == StateKind::worker_error || kind == StateKind::server_error; }

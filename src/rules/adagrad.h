@@ -8,7 +8,7 @@ namespace dsopt {
 template <bool EpsInside> struct Adagrad {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kEps | kLrDecay;
-    static constexpr MomentList moments{1, {{"sum", &dsopt_group::initial_accumulator_value}}};
+    static constexpr MomentList moments{1, {{"sum", "", /*squares=*/true, &dsopt_group::initial_accumulator_value}}};
     Scalars s; // lr = lr / (1 + (t - 1) lr_decay)
     template <class F> DSOPT_HD void operator()(F g, F &p, F &sum) const {
         g = unscale(s, g) + s.wd * p;

@@ -7,7 +7,8 @@
 namespace dsopt {
 
 /// The running means that Adam and LAMB keep of gradients and of their squares.
-inline constexpr MomentList kMeans{2, {{"exp_avg"}, {"exp_avg_sq"}}};
+inline constexpr MomentList kMeans{
+    2, {{"exp_avg", "exp_avg_scale"}, {"exp_avg_sq", "exp_avg_sq_scale", /*squares=*/true}}};
 inline constexpr uint32_t kAdamFields = kBeta1 | kBeta2 | kEps | kBiasCorrection;
 
 /// Updates both running means with an unscaled gradient.

@@ -7,6 +7,34 @@
 
 namespace dsopt {
 
+/// Formats of moments. The first three are those of gradients and weights (Dtype).
+enum class Format : uint8_t {
+    f32 = DSOPT_DTYPE_F32,
+    f16 = DSOPT_DTYPE_F16, // compat mode only
+    bf16 = DSOPT_DTYPE_BF16,
+    bf16_random,
+    e4m3,
+    q8,
+    q8_squares
+};
+/// True for formats whose elements are codes, with a scale per block.
+DSOPT_HD constexpr bool has_scales(Format format) { return format >= Format::e4m3; }
+/// Returns the dtype of the stored elements.
+DSOPT_HD constexpr int32_t dtype_of(Format format) {
+    switch (format) {
+    case Format::f32: return DSOPT_DTYPE_F32;
+    case Format::f16: return DSOPT_DTYPE_F16;
+    case Format::bf16:
+    case Format::bf16_random: return DSOPT_DTYPE_BF16;
+    case Format::e4m3: return DSOPT_DTYPE_F8_E4M3;
+    case Format::q8:
+    case Format::q8_squares: break;
+    }
+    return DSOPT_DTYPE_U8;
+}
+/// Returns the size of an element in bytes, without its part of a scale.
+DSOPT_HD constexpr int64_t size_of(Format format) { return format == Format::f32 ? 4 : has_scales(format) ? 1 : 2; }
+
 /// Number of consecutive elements of a tensor that share a scale in E4M3 and Q8. The last block may be shorter.
 constexpr int64_t kBlock = 256;
 DSOPT_HD constexpr int64_t blocks_of(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
@@ -81,32 +109,37 @@ struct E4M3 {
         const float t = float_of(top > kLeastTop ? top : kLeastTop);
         return {t / kLargest, kLargest / t, false};
     }
-    DSOPT_HD static uint8_t code_of(float x, float factor) { return code(x * factor); }
+    struct Map {}; // it has no table
+    DSOPT_HD static constexpr Map map() { return {}; }
+    DSOPT_HD static uint8_t code_of(const Map &, float x, float factor) { return code(x * factor); }
+    DSOPT_HD static float level(const Map &, uint8_t code) { return level(code); }
 };
 
-/// Constants of the 8-bit dynamic map (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"), computed
-/// in double and rounded once. Decade d = 0 ... 6 has equidistant levels: level j is first[d] + distance[d] * j. Entry 7
-/// is the level 1.0.
+/// Constants of an 8-bit dynamic map (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"), computed in
+/// double and rounded once. Decade d = 0 ... 6 has equidistant levels: level j is first[d] + distance[d] * j. Entry 7 is
+/// the level 1.0.
 struct DynamicMap {
     uint32_t first[8], distance[8];
     uint32_t inverse[8]; // levels of decade d per unit
     uint32_t end[8];     // larger magnitudes belong to a later decade
+    uint32_t begin[8];   // lower ends of the decades
 };
-/// 2^d levels of each sign in decade d, and 0. There is no level -1.0.
-inline constexpr DynamicMap kSignedMap{
-    {0x3513a3b6, 0x365a1a93, 0x37b24207, 0x3923d70a, 0x3aa7ef9e, 0x3c3ae148, 0x3ddb3333, 0x3f800000},
-    {0x35719787, 0x3696feb5, 0x37bcbe62, 0x38ebedfa, 0x3a1374bc, 0x3b3851ec, 0x3c666666, 0},
-    {0x4987a239, 0x4859038e, 0x472d9c72, 0x460ae38e, 0x44de38e4, 0x43b1c71c, 0x428e38e4, 0},
-    {0x35ff0381, 0x37734507, 0x39007358, 0x3a91d14e, 0x3c2d0e56, 0x3dd28f5c, 0x3f7f199a, kInfBits}};
-/// 2^(d+1) levels in decade d, and 0.
-inline constexpr DynamicMap kUnsignedMap{
-    {0x34ae7ba9, 0x360e9b39, 0x3783126f, 0x3906594b, 0x3a958106, 0x3c2f5c29, 0x3dd40000, 0x3f800000},
-    {0x34f19787, 0x3616feb5, 0x373cbe62, 0x386bedfa, 0x399374bc, 0x3ab851ec, 0x3be66666, 0},
-    {0x4a07a239, 0x48d9038e, 0x47ad9c72, 0x468ae38e, 0x455e38e4, 0x4431c71c, 0x430e38e4, 0},
-    {0x35c29d9f, 0x374d8559, 0x38e94ee4, 0x3a8a71de, 0x3c2872b0, 0x3dcfae14, 0x3f7f8ccd, kInfBits}};
-/// Lower ends of the decades, of both maps.
-inline constexpr uint32_t kDecades[8] = {0x33d6bf95, 0x358637bd, 0x3727c5ac, 0x38d1b717,
-                                         0x3a83126f, 0x3c23d70a, 0x3dcccccd, 0};
+/// Returns the map of signed numbers: 2^d levels of each sign in decade d, and 0. There is no level -1.0.
+DSOPT_HD constexpr DynamicMap signed_map() {
+    return {{0x3513a3b6, 0x365a1a93, 0x37b24207, 0x3923d70a, 0x3aa7ef9e, 0x3c3ae148, 0x3ddb3333, 0x3f800000},
+            {0x35719787, 0x3696feb5, 0x37bcbe62, 0x38ebedfa, 0x3a1374bc, 0x3b3851ec, 0x3c666666, 0},
+            {0x4987a239, 0x4859038e, 0x472d9c72, 0x460ae38e, 0x44de38e4, 0x43b1c71c, 0x428e38e4, 0},
+            {0x35ff0381, 0x37734507, 0x39007358, 0x3a91d14e, 0x3c2d0e56, 0x3dd28f5c, 0x3f7f199a, kInfBits},
+            {0x33d6bf95, 0x358637bd, 0x3727c5ac, 0x38d1b717, 0x3a83126f, 0x3c23d70a, 0x3dcccccd, 0}};
+}
+/// Returns the map of numbers that are not negative: 2^(d+1) levels in decade d, and 0.
+DSOPT_HD constexpr DynamicMap unsigned_map() {
+    return {{0x34ae7ba9, 0x360e9b39, 0x3783126f, 0x3906594b, 0x3a958106, 0x3c2f5c29, 0x3dd40000, 0x3f800000},
+            {0x34f19787, 0x3616feb5, 0x373cbe62, 0x386bedfa, 0x399374bc, 0x3ab851ec, 0x3be66666, 0},
+            {0x4a07a239, 0x48d9038e, 0x47ad9c72, 0x468ae38e, 0x455e38e4, 0x4431c71c, 0x430e38e4, 0},
+            {0x35c29d9f, 0x374d8559, 0x38e94ee4, 0x3a8a71de, 0x3c2872b0, 0x3dcfae14, 0x3f7f8ccd, kInfBits},
+            {0x33d6bf95, 0x358637bd, 0x3727c5ac, 0x38d1b717, 0x3a83126f, 0x3c23d70a, 0x3dcccccd, 0}};
+}
 
 /// A magnitude's position in a map.
 struct MapPosition {
@@ -116,9 +149,9 @@ struct MapPosition {
 /// Returns the nearest level of the magnitude's decade. `levels`: number of levels of decade 0.
 DSOPT_HD MapPosition position_in(const DynamicMap &map, int levels, float magnitude) {
     int d = 0;
-    while (d < 7 && magnitude > float_of(map.end[d])) ++d;
+    for (int k = 0; k < 7; ++k) d += magnitude > float_of(map.end[k]);
     const int32_t last = (levels << d) - 1;
-    const auto j = d == 7 ? 0 : int32_t((magnitude - float_of(kDecades[d])) * float_of(map.inverse[d]));
+    const auto j = d == 7 ? 0 : int32_t((magnitude - float_of(map.begin[d])) * float_of(map.inverse[d]));
     return {d, j < 0 ? 0 : j > last ? last : j};
 }
 DSOPT_HD float level_of(const DynamicMap &map, int decade, int32_t level) {
@@ -126,24 +159,32 @@ DSOPT_HD float level_of(const DynamicMap &map, int decade, int32_t level) {
     return float_of(map.first[decade]) + offset;
 }
 /// Index of the highest bit of a number from 1 to 256.
-DSOPT_HD int highest_bit(uint32_t x) { return 31 - __builtin_clz(x); }
+DSOPT_HD int highest_bit(uint32_t x) {
+#if defined(__CUDA_ARCH__)
+    return 31 - __clz(int(x));
+#else
+    return 31 - __builtin_clz(x);
+#endif
+}
 
-/// 8-bit dynamic map of signed numbers, with the codes of bitsandbytes and torchao.
+/// 8-bit dynamic map of signed numbers, with the codes of bitsandbytes and torchao. `map`: signed_map(), where the
+/// caller has it.
 struct Q8 {
     static constexpr uint32_t kHalfOfFirst = 0x3493a3b6; // half of the smallest positive level
     static constexpr uint32_t kNegative = 0x3f80e809;    // reciprocal of the largest negative level
-    /// |y| is at most 1 and its rounding error. Code 127 is 0.
-    DSOPT_HD static uint8_t code(float y) {
-        const float magnitude = float_of(bits_of(y) & 0x7fffffffu);
-        const MapPosition at = position_in(kSignedMap, 1, magnitude);
+    DSOPT_HD static constexpr DynamicMap map() { return signed_map(); }
+    /// |x * factor| is at most 1 and its rounding error. Code 127 is 0.
+    DSOPT_HD static uint8_t code_of(const DynamicMap &map, float x, float factor) {
+        const float y = x * factor, magnitude = float_of(bits_of(y) & 0x7fffffffu);
+        const MapPosition at = position_in(map, 1, magnitude);
         const int32_t q = magnitude > float_of(kHalfOfFirst) ? (1 << at.decade) + at.level : 0;
         return uint8_t(bits_of(y) >> 31 ? 127 - (q < 127 ? q : 127) : 127 + q);
     }
-    DSOPT_HD static float level(uint8_t code) {
+    DSOPT_HD static float level(const DynamicMap &map, uint8_t code) {
         const int32_t z = int32_t(code) - 127, n = z < 0 ? -z : z;
         if (n == 0) return 0;
         const int d = highest_bit(uint32_t(n));
-        const float magnitude = level_of(kSignedMap, d, n - (1 << d));
+        const float magnitude = level_of(map, d, n - (1 << d));
         return z < 0 ? -magnitude : magnitude;
     }
     /// `positive`, `negative`: the largest element and the largest negated element, at least 0. Both become levels, so
@@ -156,16 +197,17 @@ struct Q8 {
         t = t < float_of(kInfBits - 1) ? t : float_of(kInfBits - 1);
         return {t, 1 / t, false};
     }
-    DSOPT_HD static uint8_t code_of(float x, float factor) { return code(x * factor); }
 };
 
-/// 8-bit dynamic map of numbers that are not negative: moments of squared gradients.
+/// 8-bit dynamic map of numbers that are not negative: moments of squared gradients. `map`: unsigned_map(), where the
+/// caller has it.
 struct Q8Squares {
-    DSOPT_HD static float level(uint8_t code) {
+    DSOPT_HD static constexpr DynamicMap map() { return unsigned_map(); }
+    DSOPT_HD static float level(const DynamicMap &map, uint8_t code) {
         if (code == 0) return 0;
         const uint32_t n = uint32_t(code) + 1;
         const int highest = highest_bit(n);
-        return level_of(kUnsignedMap, highest - 1, int32_t(n) - (1 << highest));
+        return level_of(map, highest - 1, int32_t(n) - (1 << highest));
     }
     DSOPT_HD static BlockScale scale(uint32_t top, float, float) {
         if (!has_codes(top)) return scale_without_codes(top);
@@ -174,14 +216,15 @@ struct Q8Squares {
     }
     /// A number above 0 never becomes code 0, also if x * factor underflows: a second moment of 0 next to a first
     /// moment that is not 0 would make the update 1 / eps times too large.
-    DSOPT_HD static uint8_t code_of(float x, float factor) {
-        const MapPosition at = position_in(kUnsignedMap, 2, float_of(bits_of(x * factor) & 0x7fffffffu));
+    DSOPT_HD static uint8_t code_of(const DynamicMap &map, float x, float factor) {
+        const MapPosition at = position_in(map, 2, float_of(bits_of(x * factor) & 0x7fffffffu));
         return uint8_t(x > 0 ? (2 << at.decade) + at.level - 1 : 0);
     }
 };
 
 /// Stores a block of n elements, 1 to kBlock. The reference for the kernels of every device.
-template <class Format> DSOPT_HD void store_block(const float *x, int64_t n, uint8_t *codes, float *scale) {
+template <class Format> void store_block(const float *x, int64_t n, uint8_t *codes, float *scale) {
+    static constexpr auto map = Format::map();
     uint32_t top = 0;
     float positive = 0, negative = 0;
     for (int64_t i = 0; i < n; ++i) {
@@ -190,11 +233,12 @@ template <class Format> DSOPT_HD void store_block(const float *x, int64_t n, uin
         negative = -x[i] > negative ? -x[i] : negative;
     }
     const BlockScale by = Format::scale(top, positive, negative);
-    for (int64_t i = 0; i < n; ++i) codes[i] = by.zeros ? uint8_t(0) : Format::code_of(x[i], by.factor);
+    for (int64_t i = 0; i < n; ++i) codes[i] = by.zeros ? uint8_t(0) : Format::code_of(map, x[i], by.factor);
     *scale = by.scale;
 }
-template <class Format> DSOPT_HD void load_block(const uint8_t *codes, float scale, int64_t n, float *x) {
-    for (int64_t i = 0; i < n; ++i) x[i] = Format::level(codes[i]) * scale;
+template <class Format> void load_block(const uint8_t *codes, float scale, int64_t n, float *x) {
+    static constexpr auto map = Format::map();
+    for (int64_t i = 0; i < n; ++i) x[i] = Format::level(map, codes[i]) * scale;
 }
 
 } // namespace dsopt

@@ -54,6 +54,41 @@ void check_onebit_fields(const dsopt_group &g) {
             "in [0, trust_max_change]");
 }
 
+constexpr const char *kFormatNames[] = {"F32", "BF16", "BF16_RANDOM", "E4M3", "Q8"}; // of enum dsopt_moment
+
+/// Checks the formats of the moments, for a group that is valid otherwise.
+void check_formats(const dsopt_group &group, const RuleInfo &info, bool compat) {
+    if (!has_formats(group)) return;
+    const MomentList &moments = moments_of(group);
+    const struct {
+        const char *field;
+        int32_t format;
+        bool squares;
+    } formats[] = {{"exp_avg_format", group.exp_avg_format, false},
+                   {"exp_avg_sq_format", group.exp_avg_sq_format, true}};
+    for (const auto &[field, format, squares] : formats) {
+        if (format == DSOPT_MOMENT_F32) continue;
+        const char *const name = kFormatNames[format];
+        if (is_onebit(group.algorithm))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is %s: the moments of %s are F32", field, name, info.name);
+        if (compat) throw Error(DSOPT_ERR_UNSUPPORTED, "%s is %s: formats need standard mode", field, name);
+        const MomentInfo *moment = nullptr;
+        for (int k = 0; k < moments.count; ++k)
+            if (moments.info[k].squares == squares) moment = &moments.info[k];
+        if (moment == nullptr)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s", field, info.name,
+                        group.algorithm == DSOPT_ALGORITHM_SGD && !squares ? " without momentum" : "");
+        if (squares && format == DSOPT_MOMENT_BF16)
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "%s is BF16: rounded to nearest, %s could not follow small changes; BF16_RANDOM can", field,
+                        moment->name);
+        if (squares && format == DSOPT_MOMENT_E4M3)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is E4M3, which does not have the range of squares", field);
+        if (format == DSOPT_MOMENT_Q8 && *moment->scale_name == 0)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is Q8: a sum of squares would stop growing", field);
+    }
+}
+
 } // namespace
 
 const RuleInfo &info_of(int32_t algorithm) {
@@ -70,6 +105,8 @@ dsopt_group default_group(int32_t algorithm) {
 }
 
 void check_group(const dsopt_group &group, bool compat) {
+    require_in(DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8, "dsopt_group.exp_avg_format", group.exp_avg_format);
+    require_in(DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8, "dsopt_group.exp_avg_sq_format", group.exp_avg_sq_format);
     const RuleInfo &info = info_of(group.algorithm);
     int32_t unknown = group.flags;
     for (const GroupFlag &flag : kGroupFlags) unknown &= ~flag.flag;
@@ -82,6 +119,7 @@ void check_group(const dsopt_group &group, bool compat) {
     for (const GroupField &field : kGroupFields) check_field(field, group.*field.value, info);
     if (info.check != nullptr) info.check(group, compat);
     check_onebit_fields(group);
+    check_formats(group, info, compat);
 }
 
 Rule formula_of(const dsopt_group &group, bool compat) { return info_of(group.algorithm).formula(group, compat); }
@@ -90,6 +128,16 @@ const MomentList &moments_of(const dsopt_group &group) {
     const MomentList *moments = nullptr;
     visit(formula_of(group, false), [&](auto formula) { moments = &decltype(formula)::type::moments; });
     return *moments;
+}
+
+Format format_of(const MomentInfo &moment, const dsopt_group &group) {
+    switch (moment.squares ? group.exp_avg_sq_format : group.exp_avg_format) {
+    case DSOPT_MOMENT_BF16: return Format::bf16;
+    case DSOPT_MOMENT_BF16_RANDOM: return Format::bf16_random;
+    case DSOPT_MOMENT_E4M3: return Format::e4m3;
+    case DSOPT_MOMENT_Q8: return moment.squares ? Format::q8_squares : Format::q8;
+    default: return Format::f32;
+    }
 }
 
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b) {

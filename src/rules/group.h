@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions of groups that use the records of algorithms: defaults, checks, hyper-parameters by key.
 #pragma once
+#include "rules/formats.h"
 #include "rules/rule.h"
 
 namespace dsopt {
@@ -14,6 +15,12 @@ void check_group(const dsopt_group &group, bool compat);
 /// Returns the formula of a group; moments_of() returns its moments, which are the same in both modes.
 Rule formula_of(const dsopt_group &group, bool compat);
 const MomentList &moments_of(const dsopt_group &group);
+/// Returns the format of a moment in a group. The group was checked.
+Format format_of(const MomentInfo &moment, const dsopt_group &group);
+/// True if a format of the group is not F32.
+inline bool has_formats(const dsopt_group &group) {
+    return group.exp_avg_format != DSOPT_MOMENT_F32 || group.exp_avg_sq_format != DSOPT_MOMENT_F32;
+}
 /// Returns a moment that is in only one of the two lists, NULL if there is none.
 const MomentInfo *first_difference(const MomentList &a, const MomentList &b);
 bool has_trust(const dsopt_group &group);

@@ -15,10 +15,15 @@ template <bool EpsInside> struct Lamb {
     }
     struct Moments {
         Scalars s;
-        /// Returns the update, whose norm the trust ratio needs.
-        template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v) const {
+        template <class F> DSOPT_HD void take_gradient(F g, F &m, F &v) const {
             update_moments(s, unscale(s, g), m, v);
-            return plain_update<EpsInside>(s, p, m, v);
+        }
+        /// Returns the update, whose norm the trust ratio needs.
+        template <class F> DSOPT_HD F update(F p, F m, F v) const { return plain_update<EpsInside>(s, p, m, v); }
+        /// Both: for fp32 moments. Other moments are stored and loaded in between, because the second pass loads them.
+        template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v) const {
+            take_gradient(g, m, v);
+            return update(p, m, v);
         }
     };
     struct Weights {

@@ -8,7 +8,7 @@ namespace dsopt {
 struct Lion {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kBeta1 | kBeta2;
-    static constexpr MomentList moments{1, {{"exp_avg"}}};
+    static constexpr MomentList moments{1, {{"exp_avg", "exp_avg_scale"}}};
     Scalars s;
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m) const {
         g = unscale(s, g);

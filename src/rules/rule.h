@@ -49,7 +49,9 @@ template <int Count, class T, class Call> DSOPT_HD void with_moments(T *moment, 
 
 /// A state tensor of a formula, with one element per weight.
 struct MomentInfo {
-    const char *name = "";                // in dsopt_state_info and in checkpoints
+    const char *name = "";       // in dsopt_state_info and in checkpoints
+    const char *scale_name = ""; // of the tensor of its scales
+    bool squares = false;        // a mean or sum of squares: not negative, format dsopt_group.exp_avg_sq_format
     double dsopt_group::*start = nullptr; // its starting value; nullptr: 0
 };
 /// All moments of a formula, in the order of the functor's arguments. Entries from `count` on have no name or memory.

@@ -21,7 +21,7 @@ struct Sgd {
 template <bool Nesterov> struct SgdMomentum {
     static constexpr Passes passes = Passes::elementwise;
     static constexpr uint32_t fields = kMomentum;
-    static constexpr MomentList moments{1, {{"momentum_buffer"}}};
+    static constexpr MomentList moments{1, {{"momentum_buffer", "momentum_buffer_scale"}}};
     Scalars s;
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m) const {
         g = unscale(s, g) + s.wd * p;

@@ -22,6 +22,7 @@ void replay_onebit_lamb(const Case &recorded);
 void replay_dynamic_loss_scaler(const Case &recorded);
 void replay_fp16_scale_rule(const Case &recorded);
 void replay_fp16_optimizer(const Case &recorded);
+void replay_low_precision(const Case &recorded);
 void replay_low_precision_codecs(const Case &recorded);
 void replay_low_precision_maps(const Case &recorded);
 

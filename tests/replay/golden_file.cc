@@ -26,9 +26,9 @@ constexpr DtypeRow dtype_rows[] = {{"F64", DSOPT_DTYPE_F64, 8},
                                    {"BF16", DSOPT_DTYPE_BF16, 2},
                                    {"I64", kI64, 8},
                                    {"I32", DSOPT_DTYPE_I32, 4},
-                                   {"U8", kU8, 1},
-                                   {"I16", kI16, 2},
-                                   {"F8_E4M3", kE4M3, 1}};
+                                   {"U8", DSOPT_DTYPE_U8, 1},
+                                   {"I16", DSOPT_DTYPE_I16, 2},
+                                   {"F8_E4M3", DSOPT_DTYPE_F8_E4M3, 1}};
 
 const DtypeRow &dtype_row(int32_t dtype) {
     for (const DtypeRow &row : dtype_rows)
@@ -104,9 +104,9 @@ double to_double(const void *data, int32_t dtype, int64_t index) {
     case DSOPT_DTYPE_F16: return double(test::to_fp32(load<uint16_t>(data, index), dtype));
     case DSOPT_DTYPE_BF16: return double(test::to_fp32(load<uint16_t>(data, index), dtype));
     case DSOPT_DTYPE_I32: return load<int32_t>(data, index);
-    case kU8:
-    case kE4M3: return load<uint8_t>(data, index);
-    case kI16: return load<int16_t>(data, index);
+    case DSOPT_DTYPE_U8:
+    case DSOPT_DTYPE_F8_E4M3: return load<uint8_t>(data, index);
+    case DSOPT_DTYPE_I16: return load<int16_t>(data, index);
     case kI64: {
         const int64_t value = load<int64_t>(data, index), limit = int64_t(1) << 53;
         if (value < -limit || value > limit)

@@ -20,9 +20,9 @@ public:
 };
 [[noreturn, gnu::format(printf, 1, 2)]] void fail(const char *format, ...);
 
-// Dtypes are DSOPT_ constants everywhere, in addition to these of recorded files. An E4M3 number has the value of its
+// Dtypes are DSOPT_ constants everywhere, in addition to this one of recorded files. An E4M3 number has the value of its
 // code.
-constexpr int32_t kU8 = 101, kI64 = 102, kI16 = 103, kE4M3 = 104;
+constexpr int32_t kI64 = 102;
 size_t element_size(int32_t dtype);
 const char *dtype_name(int32_t dtype);
 /// Converts any dtype to double exactly. An I64 that a double cannot represent is a Failure.

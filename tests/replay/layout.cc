@@ -131,6 +131,16 @@ int64_t product(const std::vector<int64_t> &shape) {
     return numel;
 }
 
+std::vector<int64_t> read_integers(GoldenFile &file, const char *key) {
+    std::vector<int64_t> list;
+    const auto document = parse_array(file, key);
+    for (const auto &entry : document.GetArray()) {
+        if (!entry.IsInt64()) fail("metadata %s: not a list of integers", key);
+        list.push_back(entry.GetInt64());
+    }
+    return list;
+}
+
 std::vector<std::vector<int64_t>> read_shapes(GoldenFile &file, const char *key) {
     std::vector<std::vector<int64_t>> shapes;
     const auto document = parse_array(file, key);

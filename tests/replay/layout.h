@@ -57,6 +57,8 @@ private:
     std::vector<Group> groups_;
 };
 
+/// Reads a JSON list of integers.
+std::vector<int64_t> read_integers(GoldenFile &file, const char *key);
 /// Reads a list of shapes; product() is the number of elements of one shape.
 std::vector<std::vector<int64_t>> read_shapes(GoldenFile &file, const char *key);
 int64_t product(const std::vector<int64_t> &shape);

@@ -26,6 +26,7 @@ constexpr Algorithm algorithms[] = {
     {"dynamic_loss_scaler", replay_dynamic_loss_scaler},
     {"fp16_scale_rule", replay_fp16_scale_rule},
     {"fp16_optimizer", replay_fp16_optimizer},
+    {"low_precision", replay_low_precision},
     {"low_precision_codecs", replay_low_precision_codecs},
     {"low_precision_maps", replay_low_precision_maps},
 };

@@ -67,7 +67,7 @@ OneBitRecord::OneBitRecord(GoldenFile &file, Comparison &comparison, Layout &lay
     steps_(steps),
     algorithm_(groups[0].algorithm),
     groups_(groups.size()) {
-    (void)comparison_.input("grads_averaged", kU8, {steps_}); // gradients are recorded after averaging
+    (void)comparison_.input("grads_averaged", DSOPT_DTYPE_U8, {steps_}); // gradients are recorded after averaging
     const std::vector<Vector> vectors = compressed_vectors(layout_, groups, flat);
     std::vector<int64_t> numels;
     for (const Vector &vector : vectors)

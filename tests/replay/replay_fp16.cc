@@ -121,9 +121,10 @@ public:
                                                      rank, steps);
             record_->prepare(optimizer_);
         } else { // gradients are recorded after averaging
-            (void)comparison_.input("grads_averaged", kU8, {steps});
+            (void)comparison_.input("grads_averaged", DSOPT_DTYPE_U8, {steps});
         }
-        if (file_.find("grad_present") != nullptr) present_ = &comparison_.input("grad_present", kU8, {steps, count});
+        if (file_.find("grad_present") != nullptr)
+            present_ = &comparison_.input("grad_present", DSOPT_DTYPE_U8, {steps, count});
         overflow_ = &scalar("overflow");
         scale_used_ = &scalar("loss_scale_used");
         divisor_ = &scalar("combined_scale");

@@ -39,7 +39,8 @@ public:
         }
         const int64_t count = layout_.param_count();
         lr_ = &comparison_.input("lr", DSOPT_DTYPE_F64, {steps_});
-        if (file_.find("grad_present") != nullptr) present_ = &comparison_.input("grad_present", kU8, {steps_, count});
+        if (file_.find("grad_present") != nullptr)
+            present_ = &comparison_.input("grad_present", DSOPT_DTYPE_U8, {steps_, count});
         step_ = &comparison_.output("state_step", {steps_, count});
         step_state_ = optimizer_.state_index("step", -1, DSOPT_DTYPE_I32, count);
         if (lamb_) {

@@ -1,132 +1,236 @@
 // SPDX-License-Identifier: Apache-2.0
-// low_precision_codecs and low_precision_maps: the storage formats of src/rules/formats.h. Codes, scales and what is read
-// back must be equal.
+// low_precision: one rank in standard mode, with moments and masters in formats other than F32. Everything must be equal
+// to the recorded values, any NaN to any other.
 #include "cases.h"
+#include "engine.h"
+#include "layout.h"
 #include "loss_scale.h"
-#include "rules/formats.h"
 #include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
 
 namespace replay {
 namespace {
 
-using namespace dsopt;
-
-std::vector<float> floats_of(const Tensor &tensor) {
-    std::vector<float> values(size_t(tensor.numel));
-    std::memcpy(values.data(), tensor.data, values.size() * sizeof(float));
-    return values;
-}
-template <class T> void expect_equal(Comparison &comparison, const std::string &name, const std::vector<T> &got) {
-    comparison.whole(comparison.output(name, {int64_t(got.size())}), {got.begin(), got.end()}, exact_rule);
-}
-
-template <class Format>
-void compare_blocks(Comparison &comparison, const std::string &name, const std::vector<float> &x) {
-    const auto count = int64_t(x.size());
-    std::vector<uint8_t> codes(x.size());
-    std::vector<float> scales(size_t(blocks_of(count))), read(x.size());
-    for (int64_t i = 0; i < count; i += kBlock) {
-        const int64_t n = std::min(kBlock, count - i);
-        float &scale = scales[size_t(i / kBlock)];
-        store_block<Format>(x.data() + i, n, codes.data() + i, &scale);
-        load_block<Format>(codes.data() + i, scale, n, read.data() + i);
-    }
-    expect_equal(comparison, name, codes);
-    expect_equal(comparison, name + "_scale", scales);
-    expect_equal(comparison, name + "_read", read);
-}
-
-void compare_bf16(Comparison &comparison, const std::string &name, const std::vector<uint16_t> &stored) {
-    std::vector<float> read;
-    for (const uint16_t value : stored) read.push_back(bf16_to_f32(value));
-    expect_equal(comparison, name, read);
-    expect_equal(comparison, name + "_read", read);
-}
-
-/// The engine's key of a parameter.
-uint64_t tensor_key(uint64_t seed, const std::string &name) {
-    for (const char c : name) seed = mix64(seed ^ uint8_t(c)) + 1;
-    return seed;
-}
-
-void compare_split(Comparison &comparison) {
-    const Tensor &split_x = comparison.output("split_x", comparison.file().find("split_x")->shape);
-    (void)comparison.input("split_x", DSOPT_DTYPE_I32, split_x.shape);
-    std::vector<float> weights;
-    std::vector<int32_t> joined;
-    std::vector<int16_t> remainders;
-    for (const float x : floats_of(split_x)) {
-        const SplitMaster split = split_master(x);
-        weights.push_back(bf16_to_f32(split.weight));
-        remainders.push_back(int16_t(split.remainder));
-        joined.push_back(int32_t(bits_of(join_master(split))));
-    }
-    expect_equal(comparison, "split_weight", weights);
-    expect_equal(comparison, "split_remainder", remainders);
-    expect_equal(comparison, "split_joined", joined);
-}
-
-template <class Format> void compare_levels(Comparison &comparison, const std::string &name, int count) {
-    std::vector<float> levels;
-    for (int code = 0; code < count; ++code) levels.push_back(Format::level(uint8_t(code)));
-    if (count == 128) levels.back() = std::numeric_limits<float>::quiet_NaN(); // never stored
-    expect_equal(comparison, name, levels);
-}
-void compare_constants(Comparison &comparison, const std::string &ending, const DynamicMap &map) {
-    const auto compare = [&](const char *letter, const uint32_t *bits, int count) {
-        std::vector<float> values;
-        for (int i = 0; i < count; ++i) values.push_back(float_of(bits[i]));
-        expect_equal(comparison, letter + ending, values);
+struct Param {
+    const Tensor *grad, *weight;
+    Array weights, gradient;
+    struct State {
+        const Tensor *recorded;
+        int64_t index;
     };
-    compare("A_", map.first, 8);
-    compare("C_", map.distance, 8);
-    compare("L_", kDecades, 8);
-    compare("I_", map.inverse, 8);
-    compare("E_", map.end, 7);
+    std::vector<State> state;
+};
+
+constexpr struct {
+    const char *name;
+    int32_t algorithm;
+} kRules[] = {
+    {"adam", DSOPT_ALGORITHM_ADAM},      {"adamw", DSOPT_ALGORITHM_ADAMW}, {"adam_legacy", DSOPT_ALGORITHM_ADAM_LEGACY},
+    {"lamb", DSOPT_ALGORITHM_LAMB},      {"sgd", DSOPT_ALGORITHM_SGD},     {"lion", DSOPT_ALGORITHM_LION},
+    {"adagrad", DSOPT_ALGORITHM_ADAGRAD}};
+constexpr const char *kFormats[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"}; // by enum dsopt_moment
+constexpr const char *kState[] = {"remainder",  "master",           "exp_avg",         "exp_avg_scale",
+                                  "exp_avg_sq", "exp_avg_sq_scale", "momentum_buffer", "momentum_buffer_scale",
+                                  "sum"};
+
+/// Returns one format per group.
+std::vector<int32_t> read_formats(GoldenFile &file, const char *key, size_t groups) {
+    std::vector<int32_t> formats;
+    const std::string text = file.text(key) + ",";
+    for (size_t begin = 0; begin < text.size();) {
+        const size_t comma = text.find(',', begin);
+        const std::string word = text.substr(begin, comma - begin);
+        begin = comma + 1;
+        const auto found = std::find(std::begin(kFormats), std::end(kFormats), word);
+        if (found == std::end(kFormats)) fail("metadata %s: '%s' is no format", key, word.c_str());
+        formats.push_back(int32_t(found - std::begin(kFormats)));
+    }
+    if (formats.size() == 1) formats.resize(groups, formats[0]);
+    if (formats.size() != groups) fail("metadata %s: must have one format, or one per group", key);
+    return formats;
 }
+
+class LowPrecisionReplay {
+public:
+    explicit LowPrecisionReplay(const Case &recorded) :
+        file_(recorded.file),
+        comparison_(recorded.comparison),
+        layout_(file_),
+        engine_(recorded.backend),
+        optimizer_(engine_, make_desc()),
+        skip_value_(engine_, DSOPT_DTYPE_I32, 1) {
+        steps_ = read_steps(file_);
+        expect_one_rank(file_);
+        if (file_.integer("block") != 256) fail("metadata block: not 256");
+        const int64_t count = layout_.param_count();
+        lr_ = &comparison_.input("lr", DSOPT_DTYPE_F64, {steps_});
+        skip_ = &comparison_.input("skip", DSOPT_DTYPE_U8, {steps_});
+        present_ = &comparison_.input("grad_present", DSOPT_DTYPE_U8, {steps_, count});
+        add_groups();
+        for (size_t i = 0; i < params_.size(); ++i) find_state(int64_t(i), layout_.order()[i]);
+        step_ = &comparison_.output("state_step", {steps_, count});
+        step_state_ = optimizer_.state_index("step", -1, DSOPT_DTYPE_I32, count);
+        if (file_.find("lamb_coeff") != nullptr) {
+            coeff_ = &comparison_.output("lamb_coeff", {steps_, count});
+            coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_DTYPE_F32, count);
+        }
+        layout_.finish();
+    }
+
+    void run() {
+        for (int64_t t = 0; t < steps_; ++t) {
+            step(t);
+            compare(t);
+        }
+    }
+
+private:
+    dsopt_optimizer_desc make_desc() {
+        const int64_t count = layout_.param_count();
+        dtypes_ = dtype_list(file_, "dtype", count);
+        grad_dtypes_ = dtype_list(file_, "grad_dtype", count);
+        offsets_ = read_integers(file_, "offsets");
+        if (int64_t(offsets_.size()) != count) fail("metadata offsets: not one per parameter");
+        f32_moments_ = read_integers(file_, "f32_moments");
+        const std::string &masters = file_.text("masters");
+        DSOPT_NEW(dsopt_optimizer_desc, desc);
+        desc.nonfinite = DSOPT_NONFINITE_APPLY;
+        desc.seed = uint64_t(file_.integer("rounding_seed"));
+        const bool has_16_bits = std::count(dtypes_.begin(), dtypes_.end(), DSOPT_DTYPE_F32) != count;
+        if (masters == "remainder")
+            desc.masters = DSOPT_MASTERS_REMAINDER;
+        else if (masters == "none" && has_16_bits)
+            desc.flags |= DSOPT_OPTIMIZER_NO_MASTER;
+        else if (masters != "none" && masters != "f32")
+            fail("metadata masters: '%s'", masters.c_str());
+        if (file_.flag("stochastic_rounding")) desc.flags |= DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+        return desc;
+    }
+
+    dsopt_group make_group(size_t g, int32_t algorithm) {
+        dsopt_group group;
+        check(dsopt_group_init(&group, sizeof group, algorithm), "dsopt_group_init");
+        const double beta1 = layout_.hyper(g, "beta1"), beta2 = layout_.hyper(g, "beta2"),
+                     eps = layout_.hyper(g, "eps");
+        const bool correction = layout_.hyper_flag(g, "bias_correction", true);
+        group.lr = layout_.hyper(g, "lr");
+        group.weight_decay = layout_.hyper(g, "weight_decay");
+        const bool adagrad = algorithm == DSOPT_ALGORITHM_ADAGRAD, lion = algorithm == DSOPT_ALGORITHM_LION;
+        const bool sgd = algorithm == DSOPT_ALGORITHM_SGD;
+        if (!adagrad && !sgd) group.beta1 = beta1, group.beta2 = beta2;
+        if (!lion && !sgd) group.eps = eps;
+        if (!adagrad && !lion && !sgd && !correction) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
+        if (layout_.hyper_flag(g, "eps_inside_sqrt", false)) group.flags |= DSOPT_GROUP_EPS_INSIDE_SQRT;
+        if (algorithm == DSOPT_ALGORITHM_LAMB) {
+            group.min_trust = layout_.hyper(g, "min_coeff");
+            group.max_trust = layout_.hyper(g, "max_coeff");
+        }
+        if (sgd) {
+            group.momentum = layout_.hyper(g, "momentum");
+            group.dampening = layout_.hyper(g, "dampening");
+            if (layout_.hyper_flag(g, "nesterov", false)) group.flags |= DSOPT_GROUP_NESTEROV;
+        }
+        if (adagrad) {
+            group.lr_decay = layout_.hyper(g, "lr_decay");
+            group.initial_accumulator_value = layout_.hyper(g, "initial_accumulator_value");
+        }
+        return group;
+    }
+
+    void add_groups() {
+        const std::string &name = file_.text("rule");
+        const auto *const rule =
+            std::find_if(std::begin(kRules), std::end(kRules), [&](const auto &entry) { return name == entry.name; });
+        if (rule == std::end(kRules)) fail("metadata rule: '%s'", name.c_str());
+        const std::vector<int32_t> first = read_formats(file_, "exp_avg_format", layout_.group_count());
+        const std::vector<int32_t> second = read_formats(file_, "exp_avg_sq_format", layout_.group_count());
+        for (size_t g = 0; g < layout_.group_count(); ++g) {
+            dsopt_group group = make_group(g, rule->algorithm);
+            group.exp_avg_format = first[g];
+            group.exp_avg_sq_format = second[g];
+            std::vector<dsopt_param> list;
+            for (const int64_t index : layout_.group(g)) list.push_back(add_param(index));
+            optimizer_.add_group(group, list);
+        }
+    }
+
+    dsopt_param add_param(int64_t index) {
+        const std::string item = "/" + layout_.item(index);
+        const int64_t numel = layout_.numel(index);
+        const int32_t dtype = dtypes_[size_t(index)], grad_dtype = grad_dtypes_[size_t(index)];
+        Param p{&comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
+                &comparison_.output("param" + item, {steps_, numel}),
+                Array(engine_, dtype, numel),
+                Array(engine_, grad_dtype, numel),
+                {}};
+        p.weights.upload(comparison_.input("param_init" + item, dtype, {numel}).data);
+        params_.push_back(std::move(p));
+        dsopt_param param = layout_.param(index, params_.back().weights.tensor());
+        param.offset = offsets_[size_t(index)];
+        if (std::find(f32_moments_.begin(), f32_moments_.end(), index) != f32_moments_.end())
+            param.flags |= DSOPT_PARAM_F32_MOMENTS;
+        return param;
+    }
+
+    /// The state must have the recorded dtypes and sizes.
+    void find_state(int64_t param, int64_t index) {
+        for (const char *const name : kState) {
+            const Tensor *const recorded = file_.find(std::string(name) + "/" + layout_.item(index));
+            if (recorded == nullptr) continue;
+            params_[size_t(param)].state.push_back(
+                {recorded, optimizer_.state_index(name, param, recorded->dtype, recorded->row_numel())});
+        }
+    }
+
+    void step(int64_t t) {
+        std::vector<dsopt_tensor> grads;
+        for (size_t i = 0; i < params_.size(); ++i) {
+            Param &p = params_[i];
+            const bool present = present_->value(t * layout_.param_count() + layout_.order()[i]) != 0;
+            if (present) p.gradient.upload(p.grad->row(t));
+            grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());
+        }
+        const auto skip = int32_t(skip_->value(t));
+        skip_value_.upload(&skip);
+        optimizer_.set(DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr_->value(t));
+        DSOPT_NEW(dsopt_step, step);
+        step.grads = grads.data();
+        step.count = int64_t(grads.size());
+        step.skip = static_cast<const int32_t *>(skip_value_.data());
+        optimizer_.step(step);
+    }
+
+    void compare(int64_t t) {
+        for (Param &p : params_) {
+            comparison_.row(*p.weight, t, p.weights.values(), exact_rule);
+            for (const Param::State &state : p.state)
+                comparison_.row(*state.recorded, t, optimizer_.state_values(state.index), exact_rule);
+        }
+        compare_per_param(*step_, t, step_state_);
+        if (coeff_ != nullptr) compare_per_param(*coeff_, t, coeff_state_);
+    }
+    /// The record is in the order of parameters, the engine's in the order of groups.
+    void compare_per_param(const Tensor &recorded, int64_t t, int64_t state) {
+        const std::vector<double> got = optimizer_.state_values(state);
+        std::vector<double> ordered(got.size());
+        for (size_t i = 0; i < got.size(); ++i) ordered[size_t(layout_.order()[i])] = got[i];
+        comparison_.row(recorded, t, ordered, exact_rule);
+    }
+
+    GoldenFile &file_;
+    Comparison &comparison_;
+    Layout layout_;
+    std::vector<int32_t> dtypes_, grad_dtypes_; // by parameter index
+    std::vector<int64_t> offsets_, f32_moments_;
+    Engine engine_;
+    std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
+    Optimizer optimizer_;
+    Array skip_value_;
+    int64_t steps_ = 0, step_state_ = 0, coeff_state_ = 0;
+    const Tensor *lr_ = nullptr, *skip_ = nullptr, *present_ = nullptr, *step_ = nullptr, *coeff_ = nullptr;
+};
 
 } // namespace
 
-void replay_low_precision_codecs(const Case &recorded) {
-    GoldenFile &file = recorded.file;
-    Comparison &comparison = recorded.comparison;
-    const Tensor *const x_tensor = file.find("x");
-    if (x_tensor == nullptr || file.find("split_x") == nullptr) fail("tensor x or split_x is missing");
-    const std::vector<float> x = floats_of(comparison.input("x", DSOPT_DTYPE_F32, x_tensor->shape));
-    std::vector<float> magnitudes;
-    for (const float value : x) magnitudes.push_back(std::abs(value));
-
-    compare_blocks<E4M3>(comparison, "e4m3", x);
-    compare_blocks<Q8>(comparison, "q8_signed", x);
-    compare_blocks<Q8Squares>(comparison, "q8_unsigned", magnitudes);
-
-    const uint64_t key =
-        moment_key(tensor_key(uint64_t(file.integer("rounding_seed")), file.text("tensor")),
-                   file.integer("kind") == 1 ? MomentKind::gradient : MomentKind::square, file.integer("step"));
-    const int64_t offset = file.integer("offset");
-    std::vector<uint16_t> nearest, random;
-    for (size_t i = 0; i < x.size(); ++i) {
-        nearest.push_back(f32_to_bf16(x[i]));
-        const float rounded = round_stochastic_bf16(x[i], random_bits(key, uint64_t(offset) + i));
-        random.push_back(uint16_t(bits_of(rounded) >> 16));
-    }
-    compare_bf16(comparison, "bf16", nearest);
-    compare_bf16(comparison, "bf16_random", random);
-    compare_split(comparison);
-}
-
-void replay_low_precision_maps(const Case &recorded) {
-    Comparison &comparison = recorded.comparison;
-    compare_levels<E4M3>(comparison, "e4m3", 128);
-    compare_levels<Q8>(comparison, "levels_signed", 256);
-    compare_levels<Q8Squares>(comparison, "levels_unsigned", 256);
-    compare_constants(comparison, "signed", kSignedMap);
-    compare_constants(comparison, "unsigned", kUnsignedMap);
-    expect_equal(comparison, "half_first", std::vector<float>{float_of(Q8::kHalfOfFirst)});
-    expect_equal(comparison, "negative", std::vector<float>{float_of(Q8::kNegative)});
-}
+void replay_low_precision(const Case &recorded) { LowPrecisionReplay(recorded).run(); }
 
 } // namespace replay

@@ -12,7 +12,7 @@ void replay(const Case &recorded, const dsopt_scaler_desc &desc, bool has_hyster
     Comparison &comparison = recorded.comparison;
     expect_one_rank(recorded.file);
     const int64_t steps = read_steps(recorded.file);
-    const Tensor &overflow = comparison.input("overflow", kU8, {steps});
+    const Tensor &overflow = comparison.input("overflow", DSOPT_DTYPE_U8, {steps});
     ScaleRecord scale(recorded.file, comparison, 0, steps);
     const Tensor *hysteresis = nullptr, *raised = nullptr;
     if (has_hysteresis) {

@@ -6,7 +6,10 @@
 
 namespace dsopt {
 
-inline constexpr MomentList kThreeMoments{3, {{"exp_avg"}, {"exp_avg_sq"}, {"exp_avg_slow"}}};
+inline constexpr MomentList kThreeMoments{3,
+                                          {{"exp_avg", "exp_avg_scale"},
+                                           {"exp_avg_sq", "exp_avg_sq_scale", /*squares=*/true},
+                                           {"exp_avg_slow", "exp_avg_slow_scale"}}};
 constexpr float kAlpha = 5;
 
 template <class F> DSOPT_HD F ademamix_update(const Scalars &s, F p, F m, F v, F slow) {

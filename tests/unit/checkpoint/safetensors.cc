@@ -64,7 +64,7 @@ TEST(Safetensors, RoundTripsEveryDtypeAligned) {
     Content content;
     for (int round = 0; round < 3; ++round)
         for (const int32_t dtype :
-             std::initializer_list<int32_t>{dsopt::kU8, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_F64,
+             std::initializer_list<int32_t>{DSOPT_DTYPE_U8, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_F64,
                                             DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, dsopt::kI64})
             content.add("t" + std::to_string(dtype) + "." + std::to_string(round), dtype, {3, round},
                         3 * uint64_t(round) * dtype_size(dtype));
@@ -86,7 +86,7 @@ TEST(Safetensors, RoundTripsEveryDtypeAligned) {
 TEST(Safetensors, WritesDocumentedHeader) {
     Content content;
     content.metadata = {{"k", "v"}};
-    content.add("t", dsopt::kU8, {3}, 3);
+    content.add("t", DSOPT_DTYPE_U8, {3}, 3);
     const std::string &data = content.bytes[0];
     std::string rest =
         R"(","k":"v","xxh3.t":")" + digest(data) + R"("},"t":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}})";
@@ -105,7 +105,7 @@ TEST(Safetensors, RoundTripsTensorsAroundPieceSize) {
     const Folder folder;
     Content content;
     for (const size_t size : {kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 5})
-        content.add("t" + std::to_string(size), dsopt::kU8, {int64_t(size)}, size);
+        content.add("t" + std::to_string(size), DSOPT_DTYPE_U8, {int64_t(size)}, size);
     save(folder / "big", content);
     EXPECT_EQ(fs::file_size(folder / "big"), 4096 + 5 * kPiece + 5);
     expect_same(SafetensorsReader(file_source((folder / "big").c_str())), content);
@@ -115,10 +115,10 @@ TEST(Safetensors, AcceptsAnyTextInNamesAndMetadata) {
     Content content;
     content.metadata = {
         {"\"quoted\"", "back\\slash\n\t\x01\x7f/"}, {"", ""}, {"xxh3", "z\xc3\xbcrich \xe2\x82\xac \xf0\x9f\x98\x80"}};
-    content.add("", dsopt::kU8, {1}, 1);
-    content.add("dtype", dsopt::kU8, {1}, 1);
-    content.add("\"\\\x1f\xe6\x9d\x83\xe9\x87\x8d", dsopt::kU8, {1}, 1);
-    content.add(std::string(5000, 'n'), dsopt::kU8, {1, 1, 1, 1, 1, 1, 1, 1}, 1);
+    content.add("", DSOPT_DTYPE_U8, {1}, 1);
+    content.add("dtype", DSOPT_DTYPE_U8, {1}, 1);
+    content.add("\"\\\x1f\xe6\x9d\x83\xe9\x87\x8d", DSOPT_DTYPE_U8, {1}, 1);
+    content.add(std::string(5000, 'n'), DSOPT_DTYPE_U8, {1, 1, 1, 1, 1, 1, 1, 1}, 1);
     MemoryFile memory{image(content)};
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
 }
@@ -126,7 +126,7 @@ TEST(Safetensors, AcceptsAnyTextInNamesAndMetadata) {
 TEST(Safetensors, HandlesHundredThousandTensors) {
     Content content;
     for (int i = 0; i < 100'000; ++i) {
-        content.tensors.push_back({"layer." + std::to_string(i) + ".exp_avg", dsopt::kU8, {1}, 1});
+        content.tensors.push_back({"layer." + std::to_string(i) + ".exp_avg", DSOPT_DTYPE_U8, {1}, 1});
         content.bytes.push_back(std::string(1, char(i)));
     }
     const std::clock_t start = std::clock(); // processor time: independent of other processes
@@ -299,7 +299,7 @@ TEST(Safetensors, RefusesNulAndInvalidUtf8) {
     written.push_back(std::string(1, '\0'));
     for (const std::string &text : written) {
         Content name, key, value;
-        name.add(text, dsopt::kU8, {0}, 0);
+        name.add(text, DSOPT_DTYPE_U8, {0}, 0);
         key.metadata = {{text, "v"}};
         value.metadata = {{"k", text}};
         for (const Content *content : {&name, &key, &value})
@@ -328,8 +328,8 @@ TEST(Safetensors, RefusesToWriteInvalidContent) {
         change(content);
         return outcome([&] { image(content); }).status;
     };
-    EXPECT_EQ(status_of([](Content &c) { c.add("a.exp_avg", dsopt::kU8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
-    EXPECT_EQ(status_of([](Content &c) { c.add("__metadata__", dsopt::kU8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Content &c) { c.add("a.exp_avg", DSOPT_DTYPE_U8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Content &c) { c.add("__metadata__", DSOPT_DTYPE_U8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
     EXPECT_EQ(status_of([](Content &c) { c.metadata.push_back({"format", "2"}); }), DSOPT_ERR_ARGUMENT);
     EXPECT_EQ(status_of([](Content &c) { c.metadata.push_back({"header_xxh3", ""}); }), DSOPT_ERR_ARGUMENT);
     EXPECT_EQ(status_of([](Content &c) { c.metadata.push_back({"xxh3.a", ""}); }), DSOPT_ERR_ARGUMENT);
@@ -341,7 +341,7 @@ TEST(Safetensors, RefusesToWriteInvalidContent) {
     EXPECT_EQ(status_of([](Content &c) {
                   const uint64_t half = uint64_t(1) << 62;
                   for (const char *name : {"x", "y", "z", "w", "v"})
-                      c.tensors.push_back({name, dsopt::kU8, {int64_t(half)}, half});
+                      c.tensors.push_back({name, DSOPT_DTYPE_U8, {int64_t(half)}, half});
               }),
               DSOPT_ERR_SHAPE);
     EXPECT_EQ(status_of([](Content &c) {

@@ -231,7 +231,7 @@ TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
     save(folder / "a", small());
     const std::string before = read_file(folder / "a");
     Content large;
-    large.add("large", dsopt::kU8, {3'000'000}, 3'000'000);
+    large.add("large", DSOPT_DTYPE_U8, {3'000'000}, 3'000'000);
     const auto not_called = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
     const Outcome early = outcome([&] {
         const FileSizeLimit limit(100'000);

@@ -79,7 +79,7 @@ TEST(MomentKey, DiffersByKindStepAndTensorAndFromWeights) {
 // ------------------------------------------------------------------------------------------------------------- levels
 template <class Format> std::vector<float> levels_of() {
     std::vector<float> levels;
-    for (int code = 0; code < 256; ++code) levels.push_back(Format::level(uint8_t(code)));
+    for (int code = 0; code < 256; ++code) levels.push_back(Format::level(Format::map(), uint8_t(code)));
     return levels;
 }
 
@@ -161,12 +161,12 @@ TEST(Q8Squares, HasTheLevelsOfTheDynamicMap) { expect_dynamic_map<dsopt::Q8Squar
 template <class Format> void expect_nearest_levels() {
     const std::vector<float> levels = levels_of<Format>();
     for (size_t code = 0; code < 256; ++code) {
-        ASSERT_EQ(Format::code_of(levels[code], 1), code);
+        ASSERT_EQ(Format::code_of(Format::map(), levels[code], 1), code);
         if (code == 255) break;
         const float low = levels[code], high = levels[code + 1];
         for (int k = 0; k <= 1000; ++k) {
             const float y = low + (high - low) * (float(k) / 1000);
-            const int stored = Format::code_of(y, 1);
+            const int stored = Format::code_of(Format::map(), y, 1);
             const double down = std::fabs(double(y) - low), up = std::fabs(high - double(y));
             if (std::fabs(down - up) < 1e-5 * (double(high) - low)) {
                 ASSERT_TRUE(stored == int(code) || stored == int(code) + 1) << y;
