@@ -873,6 +873,25 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, 
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host,
                                                           size_t bytes);
 
+/**
+ * Copy one entry to host memory as fp32, whatever its format: a moment, or, for "remainder", the master that consists of
+ * the parameter and the remainder. F32 entries are copied as by dsopt_optimizer_export. Waits for earlier calls.
+ * @param[out] host   `count` floats.
+ * @param[in]  count  must be numel of the entry.
+ * @return DSOPT_OK; DSOPT_ERR_DTYPE: an I32 entry; DSOPT_ERR_SHAPE: wrong `count`; DSOPT_ERR_STATE: a parameter without
+ * memory, and as dsopt_optimizer_export. Since: 0.3
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_export_f32(dsopt_optimizer *opt, int64_t index, float *host,
+                                                              int64_t count);
+
+/**
+ * Copy fp32 values from host memory to one entry, in its format, rounded to nearest (BF16_RANDOM too). A moment in E4M3
+ * or Q8 gets new scales as well; "remainder" also sets the parameter. Waits for earlier calls.
+ * @return as dsopt_optimizer_export_f32; DSOPT_ERR_ARGUMENT as dsopt_optimizer_import. Since: 0.3
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import_f32(dsopt_optimizer *opt, int64_t index, const float *host,
+                                                              int64_t count);
+
 enum dsopt_bind { DSOPT_BIND_PARAMS = 1, DSOPT_BIND_STATE = 2, DSOPT_BIND_SIGNED = -1 };
 
 /**
@@ -1295,6 +1314,9 @@ enum dsopt_io_flags {
     DSOPT_IO_NO_SCALER = 16,
     /** Load: reset error feedback of the 1-bit family, whichever ranks saved it. */
     DSOPT_IO_RESET_ERRORS = 32,
+    /** Load: moments that were saved in another format are converted through fp32, to nearest. The log (INFO) names
+     * them. Without this flag they are refused. Since: 0.3 */
+    DSOPT_IO_CONVERT = 64,
     DSOPT_IO_SIGNED = -1
 };
 

@@ -8,6 +8,7 @@
 #include "comm/provider.h"
 #include "exchange/exchange.h"
 #include "optimizer/contents.h"
+#include "optimizer/convert.h"
 #include "rules/group.h"
 #include "step/agree.h"
 #include <cctype>
@@ -135,6 +136,32 @@ const StateEntry &entry_for_copy(Optimizer &optimizer, int64_t index, const void
 
 template <class F> dsopt_status with(const dsopt_scaler *handle, F &&body) {
     return fence([&] { body(*object_of(handle, "the scaler")); });
+}
+
+void export_bytes(Optimizer &optimizer, int64_t index, void *host, size_t bytes) {
+    const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+    if (bytes == 0) return; // `host` may be NULL
+    if (entry.is_error())
+        optimizer.onebit()->export_errors(optimizer.state(), entry, static_cast<float *>(host));
+    else
+        optimizer.context().device().copy(host, entry.data, bytes);
+}
+void import_bytes(Optimizer &optimizer, int64_t index, const void *host, size_t bytes) {
+    const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
+    if (entry.of_scaler()) optimizer.check_scaler();
+    check_contents(optimizer, entry, host, "import");
+    optimizer.context().device().copy(entry.data, host, bytes);
+    optimizer.state_changed();
+}
+
+/// Checks the arguments of dsopt_optimizer_export_f32 and _import_f32.
+void check_f32_copy(const Optimizer &optimizer, int64_t index, const float *host, int64_t count) {
+    const StateEntry &entry = entry_at(optimizer, index);
+    if (entry.dtype == DSOPT_DTYPE_I32)
+        throw Error(DSOPT_ERR_DTYPE, "%s has integers of 32 bits, no floats", entry.name());
+    if (count != entry.numel)
+        throw Error(DSOPT_ERR_SHAPE, "%s has %lld elements, the buffer %lld", entry.name(), ll(entry.numel), ll(count));
+    if (count != 0) not_null(host, "host");
 }
 
 /// Returns a function that checks the caller's stream and then calls `body`.
@@ -406,21 +433,27 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
     });
 }
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
-    return with(opt, [&](Optimizer &optimizer) {
-        const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
-        if (bytes == 0) return; // `host` may be NULL
-        if (entry.is_error())
-            optimizer.onebit()->export_errors(optimizer.state(), entry, static_cast<float *>(host));
-        else
-            optimizer.context().device().copy(host, entry.data, bytes);
-    });
+    return with(opt, [&](Optimizer &optimizer) { export_bytes(optimizer, index, host, bytes); });
 }
 dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, int64_t index, const void *host, size_t bytes) {
+    return with(opt, [&](Optimizer &optimizer) { import_bytes(optimizer, index, host, bytes); });
+}
+dsopt_status dsopt_optimizer_export_f32(dsopt_optimizer *opt, int64_t index, float *host, int64_t count) {
     return with(opt, [&](Optimizer &optimizer) {
-        const StateEntry &entry = entry_for_copy(optimizer, index, host, bytes);
-        if (entry.of_scaler()) optimizer.check_scaler();
-        check_contents(optimizer, entry, host, "import");
-        optimizer.context().device().copy(entry.data, host, bytes);
+        check_f32_copy(optimizer, index, host, count);
+        if (!is_converted(entry_at(optimizer, index)))
+            return export_bytes(optimizer, index, host, size_t(count) * sizeof(float));
+        optimizer.prepare_for_host();
+        if (count != 0) export_f32(optimizer, entry_at(optimizer, index), host);
+    });
+}
+dsopt_status dsopt_optimizer_import_f32(dsopt_optimizer *opt, int64_t index, const float *host, int64_t count) {
+    return with(opt, [&](Optimizer &optimizer) {
+        check_f32_copy(optimizer, index, host, count);
+        if (!is_converted(entry_at(optimizer, index)))
+            return import_bytes(optimizer, index, host, size_t(count) * sizeof(float));
+        optimizer.prepare_for_host();
+        if (count != 0) import_f32(optimizer, entry_at(optimizer, index), host);
         optimizer.state_changed();
     });
 }

@@ -4,9 +4,12 @@
 #include "checkpoint/rank_files.h"
 #include "device/host_copies.h"
 #include "optimizer/contents.h"
+#include "optimizer/convert.h"
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <optional>
 
 namespace dsopt {
 namespace {
@@ -14,6 +17,7 @@ namespace {
 /// Selects what a load restores, according to the caller's flags and the optimizer.
 struct LoadSelection {
     bool state, masters, hyper, params;
+    bool converts;  // moments of other formats
     bool errors;    // of the 1-bit family
     Scaler *scaler; // NULL: the scaler stays unchanged
 };
@@ -32,35 +36,98 @@ LoadSelection selection_of(const Optimizer &optimizer, uint32_t flags) {
             .masters = !(flags & DSOPT_IO_NO_MASTERS),
             .hyper = !(flags & DSOPT_IO_NO_HYPER),
             .params = (flags & DSOPT_IO_PARAMS) != 0,
+            .converts = (flags & DSOPT_IO_CONVERT) != 0,
             .errors = has_residuals && !drops_errors(optimizer) && state && !(flags & DSOPT_IO_RESET_ERRORS),
             .scaler = flags & DSOPT_IO_NO_SCALER ? nullptr : optimizer.attachments().scaler.get()};
 }
 
+/// A moment of a file in another format.
+struct Conversion {
+    Format saved;
+    size_t scales;           // index in the file of its scales; npos: it has none
+    const StateEntry *scale; // NULL: the format here has no scales
+};
+
 /// A tensor to be copied from a file to memory.
 struct Transfer {
-    size_t index;            // in the file
-    const StateEntry *entry; // NULL: the parameter at `param`
-    void *param;
-    size_t bytes;
+    size_t index;                 // in the file
+    const StateEntry *entry;      // NULL: the parameter at `param`
+    void *param;                  // the parameter; for a remainder, the parameter that belongs to it
+    size_t bytes;                 // in memory
     std::vector<char> computed{}; // contents that RankFiles::compute() returned; `index` is then unused
+    std::optional<Conversion> conversion{};
     bool from_file() const { return computed.empty(); }
     bool per_param() const { return entry != nullptr && entry->per_param(); }
+    /// True if the bytes of the file are not those in memory.
+    bool converts() const { return conversion || (entry != nullptr && entry->kind == StateKind::remainder); }
     /// Returns the destination. State tensors have memory only after Optimizer::ensure_state().
     void *memory() const { return entry != nullptr ? entry->data : param; }
 };
 
+/// Returns the transfer of a moment that was saved in another format; nullopt if the formats are the same.
+std::optional<Transfer> conversion_of(const Optimizer &optimizer, const SafetensorsReader &file,
+                                      const StateEntry &entry) {
+    if (entry.moment == nullptr || is_scale(entry.kind)) return {};
+    TensorEntry wanted = tensor_of(optimizer, entry);
+    const size_t index = file.find(wanted.name);
+    if (index == SafetensorsReader::npos || file.tensors()[index].dtype == entry.dtype) return {};
+    const int32_t saved = file.tensors()[index].dtype;
+    if (saved != DSOPT_DTYPE_F32 && saved != DSOPT_DTYPE_F16 && saved != DSOPT_DTYPE_BF16 &&
+        saved != DSOPT_DTYPE_F8_E4M3 && saved != DSOPT_DTYPE_U8)
+        return {};
+    wanted.dtype = saved;
+    wanted.bytes = uint64_t(entry.numel) * dtype_size(saved);
+    (void)find_tensor(file, wanted); // checks the size
+    const Param &param = optimizer.params()[size_t(entry.param)];
+    const int k = int(entry.kind) - int(StateKind::first_moment);
+    Conversion conversion{format_from(saved, entry.moment->squares), SafetensorsReader::npos,
+                          optimizer.state().find(scale_kind(k), entry.param)};
+    if (has_scales(conversion.saved)) {
+        const int64_t blocks = blocks_of(entry.numel);
+        conversion.scales = find_tensor(
+            file,
+            {param.name + "." + entry.moment->scale_name, DSOPT_DTYPE_F32, {blocks}, uint64_t(blocks) * sizeof(float)});
+    }
+    return Transfer{index, &entry, nullptr, entry.bytes(), {}, conversion};
+}
+
+void log_conversion(const Optimizer &optimizer, const SafetensorsReader &file, const Transfer &transfer) {
+    const TensorEntry &tensor = file.tensors()[transfer.index];
+    optimizer.context().log(DSOPT_LOG_INFO, "%s was saved in %s, and is converted to %s", tensor.name.c_str(),
+                            dtype_name(tensor.dtype), dtype_name(transfer.entry->dtype));
+}
+
+/// Returns the parameter's memory. Throws STATE if it has none.
+void *param_of_remainder(const Optimizer &optimizer, const StateEntry &entry) {
+    const Param &param = optimizer.params()[size_t(entry.param)];
+    if (param.data == nullptr && param.numel != 0)
+        throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: its master is the parameter and its remainder",
+                    param.name.c_str());
+    return param.data;
+}
+
 std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFiles &files, const LoadSelection &wanted) {
     std::vector<Transfer> transfers;
+    const StateEntry *converted = nullptr; // the scales, if any, follow their moment
     for (const StateEntry &entry : optimizer.state()) {
         if (!entry.saved() || (entry.is_error() && !wanted.errors)) continue;
         if (drops_errors(optimizer) && entry.kind == StateKind::exp_avg_pad) continue;
-        const bool master = entry.flags & DSOPT_STATE_FROM_PARAM;
+        const bool master = is_master(entry.kind);
         if (!(entry.of_scaler() ? wanted.scaler != nullptr : master ? wanted.masters : wanted.state)) continue;
-        if (!files.computes(entry))
-            transfers.push_back(
-                {find_tensor(files.file(), tensor_of(optimizer, entry)), &entry, nullptr, entry.bytes()});
-        else if (entry.numel != 0)
+        if (is_scale(entry.kind) && converted != nullptr && converted->moment == entry.moment &&
+            converted->param == entry.param)
+            continue;
+        if (std::optional<Transfer> conversion =
+                wanted.converts ? conversion_of(optimizer, files.file(), entry) : std::nullopt) {
+            log_conversion(optimizer, files.file(), *conversion);
+            converted = &entry;
+            transfers.push_back(std::move(*conversion));
+        } else if (!files.computes(entry)) {
+            void *const param = entry.kind == StateKind::remainder ? param_of_remainder(optimizer, entry) : nullptr;
+            transfers.push_back({find_tensor(files.file(), tensor_of(optimizer, entry)), &entry, param, entry.bytes()});
+        } else if (entry.numel != 0) {
             transfers.push_back({0, &entry, nullptr, entry.bytes(), files.compute(optimizer, entry)});
+        }
     }
     return transfers;
 }
@@ -74,8 +141,9 @@ void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const
         if (wanted.params) {
             const size_t index = find_tensor(file, tensor_of(param));
             if (missing) throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
+            if (param.has_remainder && wanted.masters) continue; // the master decides
             transfers.push_back({index, nullptr, param.data, size_t(param.numel) * dtype_size(param.dtype)});
-        } else if (!wanted.masters && param.has_master && missing) {
+        } else if (!wanted.masters && param.starts_master() && missing) {
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
         }
     }
@@ -108,12 +176,50 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
     }
 }
 
+/// Reads bytes [offset, offset + bytes) of a tensor of the file.
+using ReadPiece = FunctionRef<const void *(size_t index, size_t offset, size_t bytes)>;
+/// Writes bytes to a state tensor, or to a parameter if `entry` is NULL.
+using WritePiece =
+    FunctionRef<void(const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes)>;
+
+/// Reads a tensor that Transfer::converts(), piece by piece, and writes what belongs to it in memory.
+void convert(const Transfer &transfer, ReadPiece read, WritePiece write) {
+    const StateEntry &entry = *transfer.entry;
+    const auto most = size_t(std::min(entry.numel, kConverted));
+    std::vector<float> values(most);
+    std::vector<float> scales(static_cast<size_t>(blocks_of(int64_t(most))));
+    std::vector<char> codes(most * sizeof(float));
+    for (int64_t first = 0; first < entry.numel; first += kConverted) {
+        const int64_t n = std::min(kConverted, entry.numel - first);
+        const auto at = [first](size_t size) { return size_t(first) * size; };
+        if (!transfer.conversion) { // a master
+            auto *const weights = reinterpret_cast<uint16_t *>(codes.data()), *const remainders = weights + n;
+            const void *const masters = read(transfer.index, at(sizeof(float)), size_t(n) * sizeof(float));
+            std::memcpy(values.data(), masters, size_t(n) * sizeof(float)); // a file's bytes are not aligned
+            split_masters(values.data(), n, weights, remainders);
+            write(nullptr, transfer.param, at(2), weights, size_t(n) * 2);
+            write(&entry, nullptr, at(2), remainders, size_t(n) * 2);
+            continue;
+        }
+        const auto &[saved, saved_scales, scale] = *transfer.conversion;
+        const auto from_size = size_t(size_of(saved)), to_size = dtype_size(entry.dtype);
+        const size_t block = size_t(first / kBlock) * sizeof(float), scale_bytes = size_t(blocks_of(n)) * sizeof(float);
+        if (saved_scales != SafetensorsReader::npos)
+            std::memcpy(scales.data(), read(saved_scales, block, scale_bytes), scale_bytes);
+        std::memcpy(codes.data(), read(transfer.index, at(from_size), size_t(n) * from_size), size_t(n) * from_size);
+        decode(saved, codes.data(), scales.data(), n, values.data());
+        encode(format_from(entry.dtype, entry.moment->squares), values.data(), n, codes.data(), scales.data());
+        write(&entry, nullptr, at(to_size), codes.data(), size_t(n) * to_size);
+        if (scale != nullptr) write(scale, nullptr, block, scales.data(), scale_bytes);
+    }
+}
+
 /// Compares the checksums of all tensors that are not loaded.
 void verify_others(const RankFiles &files, const std::vector<Transfer> &transfers) {
     const SafetensorsReader &file = files.file();
     std::vector<bool> wanted(file.tensors().size());
     for (const Transfer &transfer : transfers)
-        if (transfer.from_file()) wanted[transfer.index] = true;
+        if (transfer.from_file()) wanted[transfer.index] = true; // scales that are converted are compared twice
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
     files.verify_others();
@@ -122,22 +228,47 @@ void verify_others(const RankFiles &files, const std::vector<Transfer> &transfer
 /// Reads all tensors and compares their checksums before the first byte of the optimizer changes.
 void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
                          const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
-    size_t total = 0;
-    for (const Transfer &transfer : transfers) total += transfer.bytes;
-    const auto staging = std::make_unique_for_overwrite<char[]>(std::max<size_t>(total, 1));
-    size_t offset = 0;
+    struct Piece {
+        const StateEntry *entry; // NULL: a parameter
+        void *param;
+        size_t offset; // in the tensor
+        std::unique_ptr<char[]> contents;
+        size_t bytes;
+    };
+    std::vector<Piece> pieces;
+    const auto add = [&](const StateEntry *entry, void *param, size_t offset, size_t bytes) {
+        pieces.push_back({entry, param, offset, std::make_unique_for_overwrite<char[]>(bytes), bytes});
+        return pieces.back().contents.get();
+    };
     for (const Transfer &transfer : transfers) {
-        if (transfer.from_file())
-            fetch(file, transfer, order, staging.get() + offset);
-        else
-            std::memcpy(staging.get() + offset, transfer.computed.data(), transfer.bytes);
-        offset += transfer.bytes;
+        if (transfer.bytes == 0 && transfer.from_file()) {
+            fetch(file, transfer, order, nullptr);
+        } else if (!transfer.converts()) {
+            char *const contents = add(transfer.entry, transfer.param, 0, transfer.bytes);
+            if (transfer.from_file())
+                fetch(file, transfer, order, contents);
+            else
+                std::memcpy(contents, transfer.computed.data(), transfer.bytes);
+        } else {
+            std::map<size_t, std::vector<char>> sources;
+            const auto read = [&](size_t index, size_t offset, size_t) -> const void * {
+                std::vector<char> &source = sources[index];
+                if (source.empty()) {
+                    source.resize(file.tensors()[index].bytes);
+                    file.verify(index, source.data());
+                }
+                return source.data() + offset;
+            };
+            convert(transfer, read,
+                    [&](const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes) {
+                        std::memcpy(add(entry, param, offset, bytes), from, bytes);
+                    });
+        }
     }
     optimizer.adopt(std::move(loaded), [&] {
-        offset = 0;
-        for (const Transfer &transfer : transfers) {
-            if (transfer.bytes != 0) std::memcpy(transfer.memory(), staging.get() + offset, transfer.bytes);
-            offset += transfer.bytes;
+        for (const Piece &piece : pieces) {
+            void *const memory = piece.entry != nullptr ? piece.entry->data : piece.param;
+            std::memcpy(static_cast<char *>(memory) + piece.offset, piece.contents.get(), piece.bytes);
         }
     });
 }
@@ -149,16 +280,32 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safetenso
                     const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
-    for (const Transfer &transfer : transfers)
+    for (const Transfer &transfer : transfers) {
         if (transfer.from_file()) file.verify(transfer.index);
+        if (transfer.conversion && transfer.conversion->scales != SafetensorsReader::npos)
+            file.verify(transfer.conversion->scales);
+    }
     optimizer.wait_for_tensors();
     optimizer.adopt(std::move(loaded), [&] {
         HostWriter writer(device);
+        std::vector<char> piece;
+        const auto read = [&](size_t index, size_t offset, size_t bytes) -> const void * {
+            piece.resize(std::max(piece.size(), bytes));
+            file.read(index, offset, piece.data(), bytes);
+            return piece.data();
+        };
+        const auto write = [&](const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes) {
+            void *const memory = entry != nullptr ? entry->data : param;
+            std::memcpy(writer.buffer(), from, bytes);
+            writer.write(static_cast<char *>(memory) + offset, bytes);
+        };
         try {
             for (const Transfer &transfer : transfers) {
                 char *const memory = static_cast<char *>(transfer.memory());
                 if (!transfer.from_file()) {
                     device.copy(memory, transfer.computed.data(), transfer.bytes);
+                } else if (transfer.converts()) {
+                    convert(transfer, read, write);
                 } else if (transfer.per_param()) {
                     fetch(file, transfer, order, words.data());
                     device.copy(memory, words.data(), transfer.bytes);
@@ -190,7 +337,7 @@ void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool wit
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of text to numbers rounds, too
     constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
-                               DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS;
+                               DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS | DSOPT_IO_CONVERT;
     check_io(path, io, io.read != nullptr, known);
     check_groups(optimizer);
     const LoadSelection wanted = selection_of(optimizer, io.flags);

@@ -9,6 +9,8 @@ namespace dsopt {
 namespace {
 
 constexpr char kFormatVersion[] = "1";
+/// By enum dsopt_moment. Only for readers of the file: a load follows the dtypes of the tensors.
+constexpr const char *kMomentFormats[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"};
 
 /// Calls f(name, number) for every number that a file stores per group, for writing and for reading.
 template <class Group, class F> void for_fields(Group &group, F &&f) {
@@ -191,6 +193,9 @@ Metadata metadata_of(const Optimizer &optimizer) {
         const auto in_group = [&](const Param &param) { return size_t(param.group) == i; };
         metadata.emplace_back(prefix + "algorithm", info_of(group.algorithm).name);
         for_fields(group, [&](const char *name, auto value) { metadata.emplace_back(prefix + name, to_text(value)); });
+        for (const auto &[key, format] :
+             {std::pair{"exp_avg_format", group.exp_avg_format}, {"exp_avg_sq_format", group.exp_avg_sq_format}})
+            if (format != DSOPT_MOMENT_F32) metadata.emplace_back(prefix + key, kMomentFormats[format]);
         metadata.emplace_back(prefix + "flags", to_text(group.flags));
         metadata.emplace_back(prefix + "params",
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
@@ -273,9 +278,11 @@ std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &o
 }
 
 TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry) {
-    const std::string name = std::string(".") + entry.name();
+    const std::string name = std::string(".") + (entry.kind == StateKind::remainder ? "master" : entry.name());
     if (entry.param < 0) return {"optimizer" + name, entry.dtype, {entry.numel}, entry.bytes()};
     const Param &param = optimizer.params()[size_t(entry.param)];
+    if (entry.kind == StateKind::remainder)
+        return {param.name + name, DSOPT_DTYPE_F32, param.dims, uint64_t(param.numel) * sizeof(float)};
     return {param.name + name, entry.dtype, dims_of(param, entry), entry.bytes()};
 }
 
@@ -290,8 +297,8 @@ size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has no tensor %s", name().c_str());
     const TensorEntry &tensor = file.tensors()[index];
     if (tensor.dtype != wanted.dtype)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has dtype %d, here it is %d", name().c_str(),
-                    tensor.dtype, wanted.dtype);
+        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has dtype %s, here it is %s", name().c_str(),
+                    dtype_name(tensor.dtype), dtype_name(wanted.dtype));
     if (tensor.bytes != wanted.bytes)
         throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has %zu bytes, here it has %zu", name().c_str(),
                     size_t(tensor.bytes), size_t(wanted.bytes));

@@ -28,6 +28,8 @@ struct Param : Range {
     std::vector<int64_t> scale_dims; // the only dimension of its scales; empty: no moment has scales
     bool accumulated;                // gradients were accumulated since the last step
 
+    /// True if there is a master that starts as a copy of the parameter.
+    bool starts_master() const { return has_master && !has_remainder; }
     /// As in TensorJob.
     bool stored() const {
         const auto is_low = [](Format format) { return format != Format::f32; };

@@ -28,9 +28,6 @@ void fill(const Device &device, const dsopt_tensor &tensor, float value, void *s
         device.enqueue_copy(static_cast<char *>(tensor.data) + done, tensor.data, std::min(done, total - done), stream);
 }
 
-/// True if the master is initialized from the parameter.
-bool needs_params(const Param &param) { return param.has_master && !param.has_remainder; }
-
 } // namespace
 
 void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, void *data, void *stream) const {
@@ -210,7 +207,7 @@ void Optimizer::init_state(const dsopt_tensor *params, int64_t count, const dsop
     for (size_t i = 0; params != nullptr && i < this->params().size(); ++i) check_param(params[i], this->params()[i]);
     const bool initial_step = wrapper() != Wrapper::none;
     for (size_t i = 0; i < this->params().size(); ++i) // the initial step changes parameters without a master
-        if (this->params()[i].numel != 0 && (needs_params(this->params()[i]) || initial_step) &&
+        if (this->params()[i].numel != 0 && (this->params()[i].starts_master() || initial_step) &&
             (params == nullptr || params[i].data == nullptr))
             throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has no memory: its state starts from it",
                         this->params()[i].name.c_str());
@@ -291,7 +288,7 @@ void Optimizer::reset(int32_t what, void *stream) {
     if (what & ~known) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_reset: unknown parts 0x%x", what);
     if (what & DSOPT_RESET_MASTERS)
         for (const Param &param : params())
-            if (needs_params(param) && param.numel != 0 && param.data == nullptr)
+            if (param.starts_master() && param.numel != 0 && param.data == nullptr)
                 throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from",
                             param.name.c_str());
     if ((what & DSOPT_RESET_COUNTERS) || state().find(StateKind::exp_avg_bits) != nullptr) {
