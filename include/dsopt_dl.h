@@ -56,6 +56,10 @@ typedef struct dsopt_dl {
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_export)(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_import)(dsopt_optimizer *opt, int64_t index, const void *host,
                                                        size_t bytes);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_export_f32)(dsopt_optimizer *opt, int64_t index, float *host,
+                                                           int64_t count);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_import_f32)(dsopt_optimizer *opt, int64_t index, const float *host,
+                                                           int64_t count);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_bind)(dsopt_optimizer *opt, int32_t what, const dsopt_tensor *list,
                                                      int64_t count);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_reset)(dsopt_optimizer *opt, int32_t what, void *stream);
@@ -128,7 +132,7 @@ static inline void dsopt_dl_unload(dsopt_dl *dl) {
 /**
  * Open the shared library, look up every function of this header, and check that header and library are compatible.
  * @param[out] dl    release with dsopt_dl_unload. On failure every byte is zero and the library is closed again.
- * @param[in]  path  as for dlopen. NULL = "libdsopt.so.1", where the system looks for libraries.
+ * @param[in]  path  as for dlopen. NULL = "libdsopt.so.2", where the system looks for libraries.
  * @return NULL, or an error text: dlopen's, the name of the first function that the library lacks, or another
  * DSOPT_ABI_VERSION. The text is valid until the thread's next call of a dl function. Thread-safety: one thread per
  * struct.
@@ -159,6 +163,8 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
         {"the library has no dsopt_optimizer_state", offsetof(dsopt_dl, dsopt_optimizer_state)},
         {"the library has no dsopt_optimizer_export", offsetof(dsopt_dl, dsopt_optimizer_export)},
         {"the library has no dsopt_optimizer_import", offsetof(dsopt_dl, dsopt_optimizer_import)},
+        {"the library has no dsopt_optimizer_export_f32", offsetof(dsopt_dl, dsopt_optimizer_export_f32)},
+        {"the library has no dsopt_optimizer_import_f32", offsetof(dsopt_dl, dsopt_optimizer_import_f32)},
         {"the library has no dsopt_optimizer_bind", offsetof(dsopt_dl, dsopt_optimizer_bind)},
         {"the library has no dsopt_optimizer_reset", offsetof(dsopt_dl, dsopt_optimizer_reset)},
         {"the library has no dsopt_optimizer_step", offsetof(dsopt_dl, dsopt_optimizer_step)},
@@ -202,7 +208,7 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
     const char *problem = NULL;
     size_t i;
     memset(dl, 0, sizeof *dl);
-    dl->library = dlopen(path ? path : "libdsopt.so.1", RTLD_NOW | RTLD_LOCAL);
+    dl->library = dlopen(path ? path : "libdsopt.so.2", RTLD_NOW | RTLD_LOCAL);
     if (!dl->library) {
         problem = dlerror();
         return problem ? problem : "dlopen failed";

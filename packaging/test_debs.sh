@@ -16,19 +16,19 @@ files() {
 rm -f /etc/dpkg/dpkg.cfg.d/*
 files >before
 # First only the library: it must not need the development package.
-quietly apt-get install -y --no-install-recommends ./libdsopt1_*.deb
-[ -e /usr/lib/*/libdsopt.so.1 ] || fail "no libdsopt.so.1"
-[ ! -e /usr/include/dsopt.h ] || fail "libdsopt1 has the header"
+quietly apt-get install -y --no-install-recommends ./libdsopt2_*.deb
+[ -e /usr/lib/*/libdsopt.so.2 ] || fail "no libdsopt.so.2"
+[ ! -e /usr/include/dsopt.h ] || fail "libdsopt2 has the header"
 quietly apt-get install -y --no-install-recommends ./*.deb
 
 strict="-std=c99 -pedantic -Wall -Wextra -Werror"
 gcc $strict fp32.c -o shared $(pkg-config --cflags --libs dsopt)
 gcc $strict fp32.c -o archive $(pkg-config --static --cflags --libs dsopt | sed 's/-ldsopt/-l:libdsopt.a/')
 gcc $strict fp32.c -o static -static $(pkg-config --static --cflags --libs dsopt)
-ldd shared | grep -q 'libdsopt.so.1 => /' || fail "shared: not linked to libdsopt.so.1"
+ldd shared | grep -q 'libdsopt.so.2 => /' || fail "shared: not linked to libdsopt.so.2"
 ! ldd archive | grep libdsopt || fail "archive: linked to the shared library"
 for program in shared archive static; do sh ./caller.sh ./$program || fail "$program"; done
-for package in libdsopt1 libdsopt-dev dsopt-tools; do
+for package in libdsopt2 libdsopt-dev dsopt-tools; do
     grep -q '"spdxVersion"' "/usr/share/doc/$package/sbom.spdx.json" || fail "$package has no bill of materials"
     for holder in 'Milo Yip' 'Yann Collet'; do
         grep -q "$holder" "/usr/share/doc/$package/copyright" || fail "$package does not name $holder"
@@ -44,7 +44,7 @@ for page in dsopt-info.1 dsopt.3 dsopt_optimizer_step.3 dsopt_step.3 dsopt_statu
 done
 man -f dsopt_optimizer_step | grep -q 'Update every parameter' || fail "whatis does not know dsopt_optimizer_step"
 
-quietly apt-get purge -y libdsopt1 libdsopt-dev dsopt-tools
+quietly apt-get purge -y libdsopt2 libdsopt-dev dsopt-tools
 files >after
 ! grep -i warning log || fail "removing warned"
 # Files that apt installed for the packages remain, files of the packages must not.

@@ -38,7 +38,7 @@ PACKAGES = {
     "wheel": ("dsopt", "pkg:pypi/dsopt@%s", "library"),
     "crate": ("dsopt", "pkg:cargo/dsopt@%s", "source"),
     "crate-sys": ("dsopt-sys", "pkg:cargo/dsopt-sys@%s", "source"),
-    "libdsopt1": ("libdsopt1", "pkg:generic/libdsopt1@%s", "library"),
+    "libdsopt2": ("libdsopt2", "pkg:generic/libdsopt2@%s", "library"),
     "libdsopt-dev": ("libdsopt-dev", "pkg:generic/libdsopt-dev@%s", "library"),
     "dsopt-tools": ("dsopt-tools", "pkg:generic/dsopt-tools@%s", "program"),
 }

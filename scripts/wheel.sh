@@ -72,9 +72,9 @@ exceptions() { # ARCH COMPILER RUN...
     arch=$1 compiler=$2
     shift 2
     mkdir "$work/$arch/link"
-    ln -s "$work/$arch/site/dsopt/libdsopt.so" "$work/$arch/link/libdsopt.so.1"
+    ln -s "$work/$arch/site/dsopt/libdsopt.so" "$work/$arch/link/libdsopt.so.2"
     "$compiler" -std=c++17 -O1 -I"$tree/include" "$tree/packaging/wheel/exceptions.cc" -L"$work/$arch/link" \
-        -l:libdsopt.so.1 \
+        -l:libdsopt.so.2 \
         -Wl,-rpath,"$work/$arch/link" -o "$work/$arch/exceptions" || fail "no program for $arch"
     "$@" "$work/$arch/exceptions" || fail "exceptions on $arch"
 }

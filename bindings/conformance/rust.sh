@@ -8,7 +8,7 @@ cargo --version >/dev/null 2>&1 || { echo "there is no cargo"; exit 77; }
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 ln -s "$library" "$folder/libdsopt.so"
-ln -s "$library" "$folder/libdsopt.so.1"
+ln -s "$library" "$folder/libdsopt.so.2"
 export DSOPT_LIB_DIR="$folder" LD_LIBRARY_PATH="$folder"
 cargo run --quiet --offline --manifest-path "$here/../rust/Cargo.toml" --target-dir "$folder/target" \
     --example conformance

@@ -6,7 +6,7 @@
 
 namespace dsopt {
 
-/// sizeof of every growable struct in version 0.2, the first of ABI 1. A shorter struct is refused.
+/// sizeof of every growable struct in version 0.2. A shorter struct is refused.
 template <class T> struct FirstSize;
 template <> struct FirstSize<dsopt_context_desc> { static constexpr size_t value = 80; };
 template <> struct FirstSize<dsopt_group> { static constexpr size_t value = 144; };

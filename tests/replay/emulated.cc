@@ -28,7 +28,7 @@ void become_emulated(char **argv) {
     const char *before = std::getenv("LD_LIBRARY_PATH");
     const std::string search_path = before != nullptr && *before != 0 ? folder + ":" + before : folder;
     // The second condition ends a recursion: this program has already been restarted, without success.
-    if (access((folder + "/libdsopt.so.1").c_str(), R_OK) != 0 ||
+    if (access((folder + "/libdsopt.so.2").c_str(), R_OK) != 0 ||
         (before != nullptr && std::strncmp(before, folder.c_str(), folder.size()) == 0)) {
         std::fprintf(stderr, "dsopt-replay: no emulated backend in %s\n", folder.c_str());
         return;

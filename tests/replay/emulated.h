@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The emulated CUDA backend: a second build of libdsopt.so.1, with the CUDA runtime and a device emulated on the CPU.
+// The emulated CUDA backend: a second build of libdsopt.so.2, with the CUDA runtime and a device emulated on the CPU.
 #pragma once
 
 namespace replay {

@@ -133,7 +133,7 @@ def materials():
     yield "inputs: the version is that of dsopt.h", inputs["version"].split(".")[0] == version
     scanned = 0
     wheels = {"XLA FFI": "0.3", "GCC runtime libraries": "12.2.0"}  # as in scripts/wheel.sh
-    kinds = ("install", "wheel", "crate", "crate-sys", "libdsopt1", "libdsopt-dev", "dsopt-tools")
+    kinds = ("install", "wheel", "crate", "crate-sys", "libdsopt2", "libdsopt-dev", "dsopt-tools")
     for kind, more in [(kind, {}) for kind in kinds] + [("wheel", wheels)]:
         arguments = [] if kind.startswith("crate") else ["--inputs", INPUTS]
         for name, number in more.items():
@@ -144,7 +144,7 @@ def materials():
         yield f"{kind}: the same inputs give the same bytes", text == written(kind, *arguments)
         have = {package["name"]: (package["versionInfo"], package["licenseDeclared"]) for package in sbom["packages"]}
         parts = {name: have[name] for name in have if name in LICENCES}
-        has_library = kind in ("install", "wheel", "libdsopt1", "libdsopt-dev")
+        has_library = kind in ("install", "wheel", "libdsopt2", "libdsopt-dev")
         want = ({name: (number, LICENCES[name]) for name, number in {**inputs["compiled_in"], **more}.items()}
                 if has_library else {})
         yield f"{kind}: {parts} is compiled in, not {want}", parts == want

@@ -4,11 +4,11 @@ module ABI
 
 using Libdl
 
-const VERSION = "0.2.0"
+const VERSION = "0.3.0"
 const DSOPT_VERSION_MAJOR = Int32(0)
-const DSOPT_VERSION_MINOR = Int32(2)
+const DSOPT_VERSION_MINOR = Int32(3)
 const DSOPT_VERSION_PATCH = Int32(0)
-const DSOPT_ABI_VERSION = Int32(1)
+const DSOPT_ABI_VERSION = Int32(2)
 const DSOPT_OK = Int32(0)
 const DSOPT_ERR_ARGUMENT = Int32(10)
 const DSOPT_ERR_SHAPE = Int32(11)
@@ -40,6 +40,9 @@ const DSOPT_DTYPE_F16 = Int32(2)
 const DSOPT_DTYPE_BF16 = Int32(3)
 const DSOPT_DTYPE_I32 = Int32(4)
 const DSOPT_DTYPE_F64 = Int32(5)
+const DSOPT_DTYPE_I16 = Int32(6)
+const DSOPT_DTYPE_U8 = Int32(7)
+const DSOPT_DTYPE_F8_E4M3 = Int32(8)
 const DSOPT_BACKEND_CPU = Int32(0)
 const DSOPT_BACKEND_CUDA = Int32(1)
 const DSOPT_LOG_ERROR = Int32(1)
@@ -62,9 +65,15 @@ const DSOPT_GROUP_EPS_INSIDE_SQRT = Int32(2)
 const DSOPT_GROUP_EPS_UNCORRECTED = Int32(4)
 const DSOPT_GROUP_NON_FREEZE = Int32(16)
 const DSOPT_GROUP_NESTEROV = Int32(32)
+const DSOPT_MOMENT_F32 = Int32(0)
+const DSOPT_MOMENT_BF16 = Int32(1)
+const DSOPT_MOMENT_BF16_RANDOM = Int32(2)
+const DSOPT_MOMENT_E4M3 = Int32(3)
+const DSOPT_MOMENT_Q8 = Int32(4)
 const DSOPT_PARAM_MODEL_PARALLEL = Int32(1)
 const DSOPT_PARAM_REPLICATED = Int32(2)
 const DSOPT_PARAM_MASKED = Int32(4)
+const DSOPT_PARAM_F32_MOMENTS = Int32(8)
 const DSOPT_COMPAT_NONE = Int32(0)
 const DSOPT_COMPAT_DEEPSPEED = Int32(1)
 const DSOPT_NONFINITE_AUTO = Int32(0)
@@ -80,6 +89,7 @@ const DSOPT_OPTIMIZER_CHECK_RANKS = Int32(64)
 const DSOPT_OPTIMIZER_MOMENTUM_BITS = Int32(128)
 const DSOPT_MASTERS_PER_TENSOR = Int32(0)
 const DSOPT_MASTERS_FLAT = Int32(1)
+const DSOPT_MASTERS_REMAINDER = Int32(2)
 const DSOPT_ALL_GROUPS = Int32(-1)
 const DSOPT_KEY_LR = Int32(1)
 const DSOPT_KEY_BETA1 = Int32(2)
@@ -165,6 +175,7 @@ const DSOPT_IO_NO_HYPER = Int32(4)
 const DSOPT_IO_PARAMS = Int32(8)
 const DSOPT_IO_NO_SCALER = Int32(16)
 const DSOPT_IO_RESET_ERRORS = Int32(32)
+const DSOPT_IO_CONVERT = Int32(64)
 const DSOPT_PROFILE_DEFAULT = Int32(0)
 const DSOPT_PROFILE_FUSED = Int32(1)
 const DSOPT_PROFILE_UNFUSED = Int32(2)
@@ -223,7 +234,7 @@ Base.@kwdef struct dsopt_context_desc
 end
 
 Base.@kwdef struct dsopt_group
-    size::UInt64 = 176
+    size::UInt64 = 184
     algorithm::Int32 = 0
     flags::Int32 = 0
     lr::Float64 = 0
@@ -246,6 +257,8 @@ Base.@kwdef struct dsopt_group
     dampening::Float64 = 0
     lr_decay::Float64 = 0
     initial_accumulator_value::Float64 = 0
+    exp_avg_format::Int32 = 0
+    exp_avg_sq_format::Int32 = 0
 end
 
 Base.@kwdef struct dsopt_param
@@ -278,7 +291,7 @@ Base.@kwdef struct dsopt_optimizer_desc
 end
 
 Base.@kwdef struct dsopt_state_info
-    size::UInt64 = 72
+    size::UInt64 = 80
     name::Ptr{UInt8} = C_NULL
     param::Int64 = 0
     tensor::dsopt_tensor = dsopt_tensor()
@@ -286,6 +299,8 @@ Base.@kwdef struct dsopt_state_info
     ndim::Int32 = 0
     flags::Int32 = 0
     generation::Int64 = 0
+    block::Int32 = 0
+    reserved::Int32 = 0
 end
 
 Base.@kwdef struct dsopt_step
@@ -454,21 +469,22 @@ end
 
 # The functions of the library. Their addresses are looked up when the package is loaded: the library may be anywhere.
 # A Ref or an Array can be passed for a pointer to a struct. A call keeps it alive, but not the targets of its pointers.
-const ADDRESSES = fill(C_NULL, 57)
+const ADDRESSES = fill(C_NULL, 59)
 const NAMES = (
     :dsopt_version, :dsopt_abi_version, :dsopt_build_info, :dsopt_status_name, :dsopt_last_error, :dsopt_context_create,
     :dsopt_context_destroy, :dsopt_group_init, :dsopt_optimizer_create, :dsopt_optimizer_destroy,
     :dsopt_optimizer_retain, :dsopt_optimizer_add_group, :dsopt_optimizer_add_params, :dsopt_optimizer_set,
     :dsopt_optimizer_get, :dsopt_optimizer_count, :dsopt_optimizer_state_count, :dsopt_optimizer_state,
-    :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_bind, :dsopt_optimizer_reset,
-    :dsopt_optimizer_step, :dsopt_optimizer_apply, :dsopt_optimizer_workspace, :dsopt_optimizer_init_state,
-    :dsopt_optimizer_accumulate, :dsopt_optimizer_next_reduction, :dsopt_optimizer_next_reduction_on_device,
-    :dsopt_schedule_decode, :dsopt_optimizer_report, :dsopt_optimizer_save, :dsopt_optimizer_load, :dsopt_scaler_create,
-    :dsopt_scaler_destroy, :dsopt_scaler_detach, :dsopt_scaler_device_scale, :dsopt_scaler_set, :dsopt_scaler_update,
-    :dsopt_scaler_query, :dsopt_scaler_scale_loss, :dsopt_scaler_init_state, :dsopt_scaler_update_arrays,
-    :dsopt_scaler_decode, :dsopt_comm_unique_id, :dsopt_comm_create, :dsopt_comm_query, :dsopt_comm_all_reduce,
-    :dsopt_comm_abort, :dsopt_comm_destroy, :dsopt_zero_grad, :dsopt_tensors_norm, :dsopt_tensors_axpby,
-    :dsopt_tensors_clamp, :dsopt_compressed_sizes, :dsopt_compressed_allreduce, :dsopt_compressed_errors,
+    :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_export_f32, :dsopt_optimizer_import_f32,
+    :dsopt_optimizer_bind, :dsopt_optimizer_reset, :dsopt_optimizer_step, :dsopt_optimizer_apply,
+    :dsopt_optimizer_workspace, :dsopt_optimizer_init_state, :dsopt_optimizer_accumulate,
+    :dsopt_optimizer_next_reduction, :dsopt_optimizer_next_reduction_on_device, :dsopt_schedule_decode,
+    :dsopt_optimizer_report, :dsopt_optimizer_save, :dsopt_optimizer_load, :dsopt_scaler_create, :dsopt_scaler_destroy,
+    :dsopt_scaler_detach, :dsopt_scaler_device_scale, :dsopt_scaler_set, :dsopt_scaler_update, :dsopt_scaler_query,
+    :dsopt_scaler_scale_loss, :dsopt_scaler_init_state, :dsopt_scaler_update_arrays, :dsopt_scaler_decode,
+    :dsopt_comm_unique_id, :dsopt_comm_create, :dsopt_comm_query, :dsopt_comm_all_reduce, :dsopt_comm_abort,
+    :dsopt_comm_destroy, :dsopt_zero_grad, :dsopt_tensors_norm, :dsopt_tensors_axpby, :dsopt_tensors_clamp,
+    :dsopt_compressed_sizes, :dsopt_compressed_allreduce, :dsopt_compressed_errors,
 )
 
 function lookup(library)
@@ -558,163 +574,171 @@ function dsopt_optimizer_import(opt, index, host, bytes)
     return ccall(ADDRESSES[20], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
 end
 
+function dsopt_optimizer_export_f32(opt, index, host, count)
+    return ccall(ADDRESSES[21], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
+end
+
+function dsopt_optimizer_import_f32(opt, index, host, count)
+    return ccall(ADDRESSES[22], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
+end
+
 function dsopt_optimizer_bind(opt, what, list, count)
-    return ccall(ADDRESSES[21], Int32, (Ptr{Cvoid}, Int32, Ptr{dsopt_tensor}, Int64), opt, what, list, count)
+    return ccall(ADDRESSES[23], Int32, (Ptr{Cvoid}, Int32, Ptr{dsopt_tensor}, Int64), opt, what, list, count)
 end
 
 function dsopt_optimizer_reset(opt, what, stream)
-    return ccall(ADDRESSES[22], Int32, (Ptr{Cvoid}, Int32, Ptr{Cvoid}), opt, what, stream)
+    return ccall(ADDRESSES[24], Int32, (Ptr{Cvoid}, Int32, Ptr{Cvoid}), opt, what, stream)
 end
 
 function dsopt_optimizer_step(opt, step)
-    return ccall(ADDRESSES[23], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
+    return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
 end
 
 function dsopt_optimizer_apply(opt, step)
-    return ccall(ADDRESSES[24], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
+    return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
 end
 
 function dsopt_optimizer_workspace(opt, bytes)
-    return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
+    return ccall(ADDRESSES[27], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
 end
 
 function dsopt_optimizer_init_state(opt, params, count, state, state_count, stream)
-    return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
+    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
                  opt, params, count, state, state_count, stream)
 end
 
 function dsopt_optimizer_accumulate(opt, grads, count, stream)
-    return ccall(ADDRESSES[27], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
+    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
 end
 
 function dsopt_optimizer_next_reduction(opt, call, reduction)
-    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
+    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
 end
 
 function dsopt_optimizer_next_reduction_on_device(opt, schedule, reduction, stream)
-    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
+    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
                  reduction, stream)
 end
 
 function dsopt_schedule_decode(opt, words, info)
-    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
+    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
 end
 
 function dsopt_optimizer_report(opt, report)
-    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
+    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
 end
 
 function dsopt_optimizer_save(opt, path, io)
-    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
+    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
 end
 
 function dsopt_optimizer_load(opt, path, io)
-    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
+    return ccall(ADDRESSES[35], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
 end
 
 function dsopt_scaler_create(ctx, desc, scaler)
-    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
+    return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
 end
 
 function dsopt_scaler_destroy(scaler)
-    return ccall(ADDRESSES[35], Cvoid, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[37], Cvoid, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_detach(scaler)
-    return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[38], Int32, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_device_scale(scaler)
-    return ccall(ADDRESSES[37], Ptr{Float32}, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[39], Ptr{Float32}, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_set(scaler, what, value, stream)
-    return ccall(ADDRESSES[38], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
+    return ccall(ADDRESSES[40], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
 end
 
 function dsopt_scaler_update(scaler, overflow, stream)
-    return ccall(ADDRESSES[39], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
+    return ccall(ADDRESSES[41], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
 end
 
 function dsopt_scaler_query(scaler, info)
-    return ccall(ADDRESSES[40], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
+    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
 end
 
 function dsopt_scaler_scale_loss(scaler, loss, stream)
-    return ccall(ADDRESSES[41], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
+    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
 end
 
 function dsopt_scaler_init_state(scaler, state, count, stream)
-    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
+    return ccall(ADDRESSES[44], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
 end
 
 function dsopt_scaler_update_arrays(scaler, state, count, overflow, stream)
-    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
+    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
                  count, overflow, stream)
 end
 
 function dsopt_scaler_decode(words, info)
-    return ccall(ADDRESSES[44], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
+    return ccall(ADDRESSES[46], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
 end
 
 function dsopt_comm_unique_id(kind, id, bytes)
-    return ccall(ADDRESSES[45], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
+    return ccall(ADDRESSES[47], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
 end
 
 function dsopt_comm_create(ctx, desc, comm)
-    return ccall(ADDRESSES[46], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
+    return ccall(ADDRESSES[48], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
 end
 
 function dsopt_comm_query(comm, info)
-    return ccall(ADDRESSES[47], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
+    return ccall(ADDRESSES[49], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
 end
 
 function dsopt_comm_all_reduce(comm, list, count, op, stream)
-    return ccall(ADDRESSES[48], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
+    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
                  stream)
 end
 
 function dsopt_comm_abort(comm)
-    return ccall(ADDRESSES[49], Cvoid, (Ptr{Cvoid},), comm)
+    return ccall(ADDRESSES[51], Cvoid, (Ptr{Cvoid},), comm)
 end
 
 function dsopt_comm_destroy(comm)
-    return ccall(ADDRESSES[50], Cvoid, (Ptr{Cvoid},), comm)
+    return ccall(ADDRESSES[52], Cvoid, (Ptr{Cvoid},), comm)
 end
 
 function dsopt_zero_grad(ctx, grads, count, how, stream)
-    return ccall(ADDRESSES[51], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
+    return ccall(ADDRESSES[53], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
                  how, stream)
 end
 
 function dsopt_tensors_norm(ctx, list, count, norm, max_norm, comm, result, stream)
-    return ccall(ADDRESSES[52], Int32,
+    return ccall(ADDRESSES[54], Int32,
                  (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Float64, Ptr{Cvoid}, Ptr{dsopt_norm_result}, Ptr{Cvoid}),
                  ctx, list, count, norm, max_norm, comm, result, stream)
 end
 
 function dsopt_tensors_axpby(ctx, a, x, b, y, count, stream)
-    return ccall(ADDRESSES[53], Int32,
+    return ccall(ADDRESSES[55], Int32,
                  (Ptr{Cvoid}, Ptr{Float32}, Ptr{dsopt_tensor}, Float32, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), ctx, a,
                  x, b, y, count, stream)
 end
 
 function dsopt_tensors_clamp(ctx, list, count, limit, stream)
-    return ccall(ADDRESSES[54], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
+    return ccall(ADDRESSES[56], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
                  limit, stream)
 end
 
 function dsopt_compressed_sizes(comm, args, worker, server, workspace)
-    return ccall(ADDRESSES[55], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
+    return ccall(ADDRESSES[57], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
                  args, worker, server, workspace)
 end
 
 function dsopt_compressed_allreduce(comm, args)
-    return ccall(ADDRESSES[56], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
+    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
 end
 
 function dsopt_compressed_errors(comm, args, worker, server)
-    return ccall(ADDRESSES[57], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
+    return ccall(ADDRESSES[59], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
                  worker, server)
 end
 
@@ -722,10 +746,10 @@ end
 const LAYOUT = (
     (dsopt_tensor, 24, (0, 8, 16, 20)),
     (dsopt_context_desc, 80, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76)),
-    (dsopt_group, 176, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168)),
+    (dsopt_group, 184, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 180)),
     (dsopt_param, 64, (0, 24, 32, 40, 44, 48, 56, 60)),
     (dsopt_optimizer_desc, 96, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88)),
-    (dsopt_state_info, 72, (0, 8, 16, 24, 48, 56, 60, 64)),
+    (dsopt_state_info, 80, (0, 8, 16, 24, 48, 56, 60, 64, 72, 76)),
     (dsopt_step, 152, (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 140, 144)),
     (dsopt_schedule_info, 40, (0, 8, 12, 16, 20, 24, 28, 32, 36)),
     (dsopt_report, 216, (0, 8, 16, 24, 32, 40, 48, 56, 60, 64, 72, 80, 88, 96, 104, 112, 120, 128, 192, 200, 208, 212)),

@@ -24,7 +24,7 @@ OPS = {"sum": abi.DSOPT_OP_SUM, "max": abi.DSOPT_OP_MAX, "mean": abi.DSOPT_OP_ME
 
 
 def version() -> str:
-    """Returns the version of the loaded library, such as "0.2.0"."""
+    """Returns the version of the loaded library, such as "0.3.0"."""
     number = int(abi.lib.dsopt_version())
     return "%d.%d.%d" % (number // 10000, number // 100 % 100, number % 100)
 

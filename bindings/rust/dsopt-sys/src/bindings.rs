@@ -3,9 +3,9 @@
 use std::os::raw::{c_char, c_int, c_void};
 
 pub const DSOPT_VERSION_MAJOR: i32 = 0;
-pub const DSOPT_VERSION_MINOR: i32 = 2;
+pub const DSOPT_VERSION_MINOR: i32 = 3;
 pub const DSOPT_VERSION_PATCH: i32 = 0;
-pub const DSOPT_ABI_VERSION: i32 = 1;
+pub const DSOPT_ABI_VERSION: i32 = 2;
 
 // enum dsopt_status_code
 pub const DSOPT_OK: i32 = 0;
@@ -41,6 +41,9 @@ pub const DSOPT_DTYPE_F16: i32 = 2;
 pub const DSOPT_DTYPE_BF16: i32 = 3;
 pub const DSOPT_DTYPE_I32: i32 = 4;
 pub const DSOPT_DTYPE_F64: i32 = 5;
+pub const DSOPT_DTYPE_I16: i32 = 6;
+pub const DSOPT_DTYPE_U8: i32 = 7;
+pub const DSOPT_DTYPE_F8_E4M3: i32 = 8;
 
 // enum dsopt_backend
 pub const DSOPT_BACKEND_CPU: i32 = 0;
@@ -74,10 +77,18 @@ pub const DSOPT_GROUP_EPS_UNCORRECTED: i32 = 4;
 pub const DSOPT_GROUP_NON_FREEZE: i32 = 16;
 pub const DSOPT_GROUP_NESTEROV: i32 = 32;
 
+// enum dsopt_moment
+pub const DSOPT_MOMENT_F32: i32 = 0;
+pub const DSOPT_MOMENT_BF16: i32 = 1;
+pub const DSOPT_MOMENT_BF16_RANDOM: i32 = 2;
+pub const DSOPT_MOMENT_E4M3: i32 = 3;
+pub const DSOPT_MOMENT_Q8: i32 = 4;
+
 // enum dsopt_param_flags
 pub const DSOPT_PARAM_MODEL_PARALLEL: i32 = 1;
 pub const DSOPT_PARAM_REPLICATED: i32 = 2;
 pub const DSOPT_PARAM_MASKED: i32 = 4;
+pub const DSOPT_PARAM_F32_MOMENTS: i32 = 8;
 
 // enum dsopt_compat
 pub const DSOPT_COMPAT_NONE: i32 = 0;
@@ -101,6 +112,7 @@ pub const DSOPT_OPTIMIZER_MOMENTUM_BITS: i32 = 128;
 // enum dsopt_masters
 pub const DSOPT_MASTERS_PER_TENSOR: i32 = 0;
 pub const DSOPT_MASTERS_FLAT: i32 = 1;
+pub const DSOPT_MASTERS_REMAINDER: i32 = 2;
 
 // enum dsopt_group_index
 pub const DSOPT_ALL_GROUPS: i32 = -1;
@@ -212,6 +224,7 @@ pub const DSOPT_IO_NO_HYPER: i32 = 4;
 pub const DSOPT_IO_PARAMS: i32 = 8;
 pub const DSOPT_IO_NO_SCALER: i32 = 16;
 pub const DSOPT_IO_RESET_ERRORS: i32 = 32;
+pub const DSOPT_IO_CONVERT: i32 = 64;
 
 // enum dsopt_profile
 pub const DSOPT_PROFILE_DEFAULT: i32 = 0;
@@ -370,8 +383,10 @@ pub struct dsopt_group {
     pub dampening: f64,
     pub lr_decay: f64,
     pub initial_accumulator_value: f64,
+    pub exp_avg_format: i32,
+    pub exp_avg_sq_format: i32,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_group>() == 176);
+const _: () = assert!(std::mem::size_of::<dsopt_group>() == 184);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -419,8 +434,10 @@ pub struct dsopt_state_info {
     pub ndim: i32,
     pub flags: i32,
     pub generation: i64,
+    pub block: i32,
+    pub reserved: i32,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_state_info>() == 72);
+const _: () = assert!(std::mem::size_of::<dsopt_state_info>() == 80);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -720,6 +737,18 @@ extern "C" {
         host: *const c_void,
         bytes: usize,
     ) -> dsopt_status;
+    pub fn dsopt_optimizer_export_f32(
+        opt: *mut dsopt_optimizer,
+        index: i64,
+        host: *mut f32,
+        count: i64,
+    ) -> dsopt_status;
+    pub fn dsopt_optimizer_import_f32(
+        opt: *mut dsopt_optimizer,
+        index: i64,
+        host: *const f32,
+        count: i64,
+    ) -> dsopt_status;
     pub fn dsopt_optimizer_bind(
         opt: *mut dsopt_optimizer,
         what: i32,
@@ -945,6 +974,18 @@ crate::dl::functions! {
         index: i64,
         host: *const c_void,
         bytes: usize,
+    ) -> dsopt_status;
+    fn dsopt_optimizer_export_f32(
+        opt: *mut dsopt_optimizer,
+        index: i64,
+        host: *mut f32,
+        count: i64,
+    ) -> dsopt_status;
+    fn dsopt_optimizer_import_f32(
+        opt: *mut dsopt_optimizer,
+        index: i64,
+        host: *const f32,
+        count: i64,
     ) -> dsopt_status;
     fn dsopt_optimizer_bind(
         opt: *mut dsopt_optimizer,

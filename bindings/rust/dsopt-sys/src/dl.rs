@@ -14,7 +14,7 @@ extern "C" {
     fn dlerror() -> *const c_char;
 }
 const RTLD_NOW: c_int = 2;
-const SONAME: &str = "libdsopt.so.1";
+const SONAME: &str = "libdsopt.so.2";
 
 /// Set once, and never freed: the library stays loaded.
 static LOADED: AtomicPtr<Functions> = AtomicPtr::new(ptr::null_mut());

@@ -52,7 +52,7 @@ fn layout_of_context_desc() {
 
 #[test]
 fn layout_of_group() {
-    assert_eq!(size_of::<dsopt_group>(), 176);
+    assert_eq!(size_of::<dsopt_group>(), 184);
     assert_eq!(field!(dsopt_group, size), (0, 8));
     assert_eq!(field!(dsopt_group, algorithm), (8, 4));
     assert_eq!(field!(dsopt_group, flags), (12, 4));
@@ -76,6 +76,8 @@ fn layout_of_group() {
     assert_eq!(field!(dsopt_group, dampening), (152, 8));
     assert_eq!(field!(dsopt_group, lr_decay), (160, 8));
     assert_eq!(field!(dsopt_group, initial_accumulator_value), (168, 8));
+    assert_eq!(field!(dsopt_group, exp_avg_format), (176, 4));
+    assert_eq!(field!(dsopt_group, exp_avg_sq_format), (180, 4));
 }
 
 #[test]
@@ -113,7 +115,7 @@ fn layout_of_optimizer_desc() {
 
 #[test]
 fn layout_of_state_info() {
-    assert_eq!(size_of::<dsopt_state_info>(), 72);
+    assert_eq!(size_of::<dsopt_state_info>(), 80);
     assert_eq!(field!(dsopt_state_info, size), (0, 8));
     assert_eq!(field!(dsopt_state_info, name), (8, 8));
     assert_eq!(field!(dsopt_state_info, param), (16, 8));
@@ -122,6 +124,8 @@ fn layout_of_state_info() {
     assert_eq!(field!(dsopt_state_info, ndim), (56, 4));
     assert_eq!(field!(dsopt_state_info, flags), (60, 4));
     assert_eq!(field!(dsopt_state_info, generation), (64, 8));
+    assert_eq!(field!(dsopt_state_info, block), (72, 4));
+    assert_eq!(field!(dsopt_state_info, reserved), (76, 4));
 }
 
 #[test]
@@ -313,9 +317,9 @@ fn layout_of_compressed() {
 #[test]
 fn constants() {
     assert_eq!(DSOPT_VERSION_MAJOR, 0);
-    assert_eq!(DSOPT_VERSION_MINOR, 2);
+    assert_eq!(DSOPT_VERSION_MINOR, 3);
     assert_eq!(DSOPT_VERSION_PATCH, 0);
-    assert_eq!(DSOPT_ABI_VERSION, 1);
+    assert_eq!(DSOPT_ABI_VERSION, 2);
     assert_eq!(DSOPT_OK, 0);
     assert_eq!(DSOPT_ERR_ARGUMENT, 10);
     assert_eq!(DSOPT_ERR_SHAPE, 11);
@@ -347,6 +351,9 @@ fn constants() {
     assert_eq!(DSOPT_DTYPE_BF16, 3);
     assert_eq!(DSOPT_DTYPE_I32, 4);
     assert_eq!(DSOPT_DTYPE_F64, 5);
+    assert_eq!(DSOPT_DTYPE_I16, 6);
+    assert_eq!(DSOPT_DTYPE_U8, 7);
+    assert_eq!(DSOPT_DTYPE_F8_E4M3, 8);
     assert_eq!(DSOPT_BACKEND_CPU, 0);
     assert_eq!(DSOPT_BACKEND_CUDA, 1);
     assert_eq!(DSOPT_LOG_ERROR, 1);
@@ -369,9 +376,15 @@ fn constants() {
     assert_eq!(DSOPT_GROUP_EPS_UNCORRECTED, 4);
     assert_eq!(DSOPT_GROUP_NON_FREEZE, 16);
     assert_eq!(DSOPT_GROUP_NESTEROV, 32);
+    assert_eq!(DSOPT_MOMENT_F32, 0);
+    assert_eq!(DSOPT_MOMENT_BF16, 1);
+    assert_eq!(DSOPT_MOMENT_BF16_RANDOM, 2);
+    assert_eq!(DSOPT_MOMENT_E4M3, 3);
+    assert_eq!(DSOPT_MOMENT_Q8, 4);
     assert_eq!(DSOPT_PARAM_MODEL_PARALLEL, 1);
     assert_eq!(DSOPT_PARAM_REPLICATED, 2);
     assert_eq!(DSOPT_PARAM_MASKED, 4);
+    assert_eq!(DSOPT_PARAM_F32_MOMENTS, 8);
     assert_eq!(DSOPT_COMPAT_NONE, 0);
     assert_eq!(DSOPT_COMPAT_DEEPSPEED, 1);
     assert_eq!(DSOPT_NONFINITE_AUTO, 0);
@@ -387,6 +400,7 @@ fn constants() {
     assert_eq!(DSOPT_OPTIMIZER_MOMENTUM_BITS, 128);
     assert_eq!(DSOPT_MASTERS_PER_TENSOR, 0);
     assert_eq!(DSOPT_MASTERS_FLAT, 1);
+    assert_eq!(DSOPT_MASTERS_REMAINDER, 2);
     assert_eq!(DSOPT_ALL_GROUPS, -1);
     assert_eq!(DSOPT_KEY_LR, 1);
     assert_eq!(DSOPT_KEY_BETA1, 2);
@@ -472,6 +486,7 @@ fn constants() {
     assert_eq!(DSOPT_IO_PARAMS, 8);
     assert_eq!(DSOPT_IO_NO_SCALER, 16);
     assert_eq!(DSOPT_IO_RESET_ERRORS, 32);
+    assert_eq!(DSOPT_IO_CONVERT, 64);
     assert_eq!(DSOPT_PROFILE_DEFAULT, 0);
     assert_eq!(DSOPT_PROFILE_FUSED, 1);
     assert_eq!(DSOPT_PROFILE_UNFUSED, 2);
