@@ -12,7 +12,7 @@ std::atomic<uint64_t> g_sum{0};
 /// Returns the bits of element `i`. All NaNs have the same bits.
 uint32_t element(const void *data, size_t i, int32_t dtype) {
     const char *const address = static_cast<const char *>(data) + i * size_of(dtype);
-    if (dtype != DSOPT_DTYPE_I32 && std::isnan(loaded(address, dtype))) return 0x7fffffffu;
+    if (is_float(dtype) && std::isnan(loaded(address, dtype))) return 0x7fffffffu;
     uint32_t bits = 0;
     std::memcpy(&bits, address, size_of(dtype));
     return bits;

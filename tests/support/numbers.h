@@ -23,8 +23,14 @@ inline size_t size_of(int32_t dtype) {
     case DSOPT_DTYPE_F64: return 8;
     case DSOPT_DTYPE_F32:
     case DSOPT_DTYPE_I32: return 4;
+    case DSOPT_DTYPE_U8:
+    case DSOPT_DTYPE_F8_E4M3: return 1;
     }
     return 2;
+}
+/// True for the dtypes of parameters and gradients.
+inline bool is_float(int32_t dtype) {
+    return dtype == DSOPT_DTYPE_F32 || dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16;
 }
 inline std::string dtype_name(int32_t dtype) {
     switch (dtype) {
@@ -32,6 +38,9 @@ inline std::string dtype_name(int32_t dtype) {
     case DSOPT_DTYPE_F32: return "F32";
     case DSOPT_DTYPE_I32: return "I32";
     case DSOPT_DTYPE_F16: return "F16";
+    case DSOPT_DTYPE_I16: return "I16";
+    case DSOPT_DTYPE_U8: return "U8";
+    case DSOPT_DTYPE_F8_E4M3: return "F8_E4M3";
     }
     return "BF16";
 }

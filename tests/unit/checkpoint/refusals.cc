@@ -649,4 +649,57 @@ TEST(LoadBeforeFirstStep, LeavesBoundMastersUnchangedOnFailure) {
     EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg"), std::vector<float>(30, 0));
 }
 
+// ------------------------------------------------------------------------------------------------ low-precision state
+/// Returns an optimizer with a moment in a format, and two parameters.
+Trainer make_lion(int32_t format) {
+    dsopt_group group = make_group(DSOPT_ALGORITHM_LION);
+    group.exp_avg_format = format;
+    return Trainer(shapes_of({300, 600}), group);
+}
+
+TEST(LoadFormats, RefusesCodesWithoutScalesOrOfAWrongSize) {
+    const Trainer source = make_lion(DSOPT_MOMENT_E4M3);
+    source.train(1);
+    const std::string file = saved(source.opt());
+    for (const int32_t format : {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8}) {
+        const Trainer target = make_lion(format);
+        target.train(2);
+        const std::string before = target.text();
+        const auto expect_refused = [&](const std::function<void(Content &)> &change, const char *words) {
+            Content content(file);
+            change(content);
+            EXPECT_TRUE(refused(load(target.opt(), content.text(), DSOPT_IO_CONVERT), DSOPT_ERR_MISMATCH, words));
+            EXPECT_TRUE(same(target.text(), before));
+        };
+        expect_refused([](Content &c) { c.drop_tensor("p1.exp_avg_scale"); }, "p1.exp_avg_scale");
+        expect_refused([](Content &c) { c.drop_tensor("p1.exp_avg"); }, "p1.exp_avg");
+        const auto shorten = [](const char *name, size_t size) {
+            return [=](Content &c) {
+                dsopt::TensorEntry &entry = c.tensor(name);
+                entry.shape = {entry.shape[0] - 1};
+                entry.bytes -= size;
+            };
+        };
+        expect_refused(shorten("p1.exp_avg_scale", 4), "p1.exp_avg_scale|bytes");
+        expect_refused(shorten("p0.exp_avg", 1), "p0.exp_avg|bytes");
+        expect_refused([](Content &c) { c.tensor("p1.exp_avg_scale").dtype = DSOPT_DTYPE_I32; },
+                       "p1.exp_avg_scale|I32|F32");
+        expect_refused(
+            [](Content &c) {
+                c.tensor("p0.exp_avg").dtype = DSOPT_DTYPE_I16;
+                c.tensor("p0.exp_avg").shape = {150};
+            },
+            "p0.exp_avg|I16");
+    }
+}
+
+TEST(LoadFormats, RefusesAnotherFormatWithoutTheFlag) {
+    const Trainer source = make_lion(DSOPT_MOMENT_Q8), target = make_lion(DSOPT_MOMENT_E4M3);
+    source.train(1);
+    target.train(2);
+    const std::string before = target.text();
+    EXPECT_TRUE(refused(load(target.opt(), saved(source.opt())), DSOPT_ERR_MISMATCH, "p0.exp_avg|U8|F8_E4M3"));
+    EXPECT_TRUE(same(target.text(), before));
+}
+
 } // namespace

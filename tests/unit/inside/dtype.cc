@@ -24,11 +24,11 @@ uint16_t quiet(uint16_t bits, int32_t dtype) {
 }
 
 TEST(Dtype, HasSizeUnlessUnknown) {
-    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, DSOPT_DTYPE_F64})
+    for (const int32_t dtype : {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_I32, DSOPT_DTYPE_F64,
+                                DSOPT_DTYPE_I16, DSOPT_DTYPE_U8, DSOPT_DTYPE_F8_E4M3})
         EXPECT_EQ(dsopt::dtype_size(dtype), size_of(dtype));
-    EXPECT_EQ(dsopt::dtype_size(DSOPT_DTYPE_U8), 1u);
     EXPECT_EQ(dsopt::dtype_size(dsopt::kI64), 8u);
-    for (const int32_t dtype : {0, -1, 8, INT32_MAX, INT32_MIN}) EXPECT_EQ(dsopt::dtype_size(dtype), 0u);
+    for (const int32_t dtype : {0, -1, 9, INT32_MAX, INT32_MIN}) EXPECT_EQ(dsopt::dtype_size(dtype), 0u);
     for (int32_t dtype = -1; dtype < 10; ++dtype)
         EXPECT_EQ(dsopt::is_float_dtype(dtype), dtype >= DSOPT_DTYPE_F32 && dtype <= DSOPT_DTYPE_BF16);
 }

@@ -169,7 +169,7 @@ TEST(OptimizerValidation, RefusesEveryInvalidField) {
         {[](auto &d) { d.flags = 1u << 31 | DSOPT_OPTIMIZER_NO_MASTER; }, "flags|80000001"},
         {[](auto &d) { d.nonfinite = 3; }, "nonfinite|3"},
         {[](auto &d) { d.nonfinite = -1; }, "nonfinite|-1"},
-        {[](auto &d) { d.masters = 2; }, "masters|2"},
+        {[](auto &d) { d.masters = 3; }, "masters|3"},
         {[](auto &d) { d.masters = -1; }, "masters|-1"},
         {[](auto &d) { d.max_value = -1; }, "max_value|-1"},
         {[](auto &d) { d.max_value = kInf; }, "max_value|inf"},
@@ -330,13 +330,16 @@ TEST_F(AddGroupValidation, RefusesWrongLists) {
 }
 
 TEST_F(AddGroupValidation, RefusesWrongTensors) {
-    for (const int32_t dtype : std::vector<int32_t>{DSOPT_DTYPE_I32, DSOPT_DTYPE_F64, 0, -1, 8, 99, INT32_MAX}) {
+    for (const int32_t dtype :
+         {DSOPT_DTYPE_I32, DSOPT_DTYPE_F64, DSOPT_DTYPE_I16, DSOPT_DTYPE_U8, DSOPT_DTYPE_F8_E4M3}) {
         std::vector<dsopt_param> list = params();
         list[0].tensor.dtype = dtype;
-        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE,
-                       "'p1'|dtype " + (dtype == DSOPT_DTYPE_I32   ? "I32"
-                                        : dtype == DSOPT_DTYPE_F64 ? "F64"
-                                                                   : std::to_string(dtype)));
+        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE, "'p1'|dtype " + dtype_name(dtype));
+    }
+    for (const int32_t dtype : std::vector<int32_t>{0, -1, 9, 99, INT32_MAX}) {
+        std::vector<dsopt_param> list = params();
+        list[0].tensor.dtype = dtype;
+        expect_refused(make_group(DSOPT_ALGORITHM_ADAM), list, DSOPT_ERR_DTYPE, "'p1'|dtype " + std::to_string(dtype));
     }
     expect_param_refused([](auto &p) { p.tensor.numel = -1; }, DSOPT_ERR_SHAPE, "'layer.weight'|-1");
     expect_param_refused([](auto &p) { p.tensor.numel = INT64_MIN; }, DSOPT_ERR_SHAPE, "'layer.weight'");

@@ -239,9 +239,7 @@ TEST(StochasticRounding, IsRefusedIfItHasNoEffect) {
     desc.compat = DSOPT_COMPAT_DEEPSPEED;
     EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED));
     desc.compat = DSOPT_COMPAT_NONE;
-    desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
-    EXPECT_TRUE(refused(dsopt_optimizer_create(ctx.get(), &desc, &opt), DSOPT_ERR_UNSUPPORTED, "seed"));
-    desc.seed = 0;
+    desc.flags = DSOPT_OPTIMIZER_NO_MASTER; // the seed may be that of moments of groups that come later
     Trainer nearest(ctx, desc);
     EXPECT_TRUE(
         refused(nearest.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_BF16, 4, 1), "w", 0, 0, 8}}),
