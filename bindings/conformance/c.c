@@ -23,14 +23,12 @@ static void fill(float *values, int64_t count, uint32_t *x) {
     for (int64_t i = 0; i < count; ++i) values[i] = next(x);
 }
 
-static void hash(uint64_t *digest, const float *values, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-        uint32_t word;
-        memcpy(&word, &values[i], sizeof word);
-        for (int byte = 0; byte < 4; ++byte) {
-            *digest ^= word >> 8 * byte & 0xff;
-            *digest *= UINT64_C(0x100000001b3);
-        }
+// Of memory as it is: the library needs a little-endian machine.
+static void hash(uint64_t *digest, const void *memory, size_t bytes) {
+    const unsigned char *const byte = memory;
+    for (size_t i = 0; i < bytes; ++i) {
+        *digest ^= byte[i];
+        *digest *= UINT64_C(0x100000001b3);
     }
 }
 
@@ -39,6 +37,7 @@ typedef struct model {
     dsopt_param params[MAX_PARAMS];
     dsopt_tensor grads[MAX_PARAMS];
     float weights[MAX_PARAMS][MAX_NUMEL];
+    uint16_t bf16_weights[MAX_PARAMS][MAX_NUMEL]; // of case 3
     float grad_values[MAX_PARAMS][MAX_NUMEL];
     uint32_t seed; // seed of the gradients
 } model;
@@ -66,16 +65,34 @@ static void train(model *m, dsopt_optimizer *opt, int steps) {
     }
 }
 
+static size_t size_of(int32_t dtype) {
+    switch (dtype) {
+    case DSOPT_DTYPE_U8:
+    case DSOPT_DTYPE_F8_E4M3: return 1;
+    case DSOPT_DTYPE_I16:
+    case DSOPT_DTYPE_BF16: return 2;
+    default: return 4;
+    }
+}
+
+static void hash_weights(uint64_t *digest, const model *m) {
+    for (int i = 0; i < m->count; ++i) {
+        const dsopt_tensor *weights = &m->params[i].tensor;
+        hash(digest, weights->data, (size_t)weights->numel * size_of(weights->dtype));
+    }
+}
+
 static void hash_state(uint64_t *digest, dsopt_optimizer *opt, const char *name) {
-    static float values[MAX_NUMEL];
+    static float values[MAX_NUMEL]; // or smaller elements
     int64_t count;
     check(dsopt_optimizer_state_count(opt, &count));
     for (int64_t i = 0; i < count; ++i) {
         DSOPT_NEW(dsopt_state_info, info);
         check(dsopt_optimizer_state(opt, i, &info));
         if (strcmp(info.name, name) != 0) continue;
-        check(dsopt_optimizer_export(opt, i, values, (size_t)info.tensor.numel * sizeof *values));
-        hash(digest, values, info.tensor.numel);
+        const size_t bytes = (size_t)info.tensor.numel * size_of(info.tensor.dtype);
+        check(dsopt_optimizer_export(opt, i, values, bytes));
+        hash(digest, values, bytes);
     }
 }
 
@@ -94,7 +111,7 @@ static void adamw(uint64_t *digest) {
     group.weight_decay = 0.125;
     check(dsopt_optimizer_add_group(opt, &group, m.params, m.count));
     train(&m, opt, 10);
-    for (int i = 0; i < m.count; ++i) hash(digest, m.weights[i], m.grads[i].numel);
+    hash_weights(digest, &m);
     hash_state(digest, opt, "exp_avg");
     hash_state(digest, opt, "exp_avg_sq");
     dsopt_optimizer_destroy(opt);
@@ -155,13 +172,53 @@ static void onebit(uint64_t *digest) {
         fprintf(stderr, "the ranks have different weights\n");
         exit(1);
     }
-    for (int i = 0; i < ranks[0].m.count; ++i) hash(digest, ranks[0].m.weights[i], ranks[0].m.grads[i].numel);
+    hash_weights(digest, &ranks[0].m);
+}
+
+static uint16_t to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16); // to nearest, ties to even
+}
+
+static void low_precision(uint64_t *digest) {
+    static const char *const names[] = {"remainder", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"};
+    static model m;
+    dsopt_context *ctx;
+    dsopt_optimizer *opt;
+    dsopt_group group;
+    DSOPT_NEW(dsopt_optimizer_desc, desc);
+    init(&m, 3, (const char *const[]){"a", "b", "c"}, (const int64_t[]){1, 7, 4099}, 12345, 1000);
+    for (int i = 0; i < m.count; ++i) {
+        dsopt_tensor *weights = &m.params[i].tensor;
+        for (int64_t k = 0; k < weights->numel; ++k) m.bf16_weights[i][k] = to_bf16(m.weights[i][k]);
+        *weights = (dsopt_tensor){m.bf16_weights[i], weights->numel, DSOPT_DTYPE_BF16, 0};
+    }
+    check(dsopt_context_create(NULL, &ctx));
+    desc.masters = DSOPT_MASTERS_REMAINDER;
+    desc.seed = 7;
+    check(dsopt_optimizer_create(ctx, &desc, &opt));
+    check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+    group.lr = 0.015625;
+    group.weight_decay = 0.125;
+    group.exp_avg_format = DSOPT_MOMENT_E4M3;
+    group.exp_avg_sq_format = DSOPT_MOMENT_BF16_RANDOM;
+    check(dsopt_optimizer_add_group(opt, &group, m.params, 2));
+    group.exp_avg_format = DSOPT_MOMENT_Q8;
+    group.exp_avg_sq_format = DSOPT_MOMENT_Q8;
+    check(dsopt_optimizer_add_group(opt, &group, &m.params[2], 1));
+    train(&m, opt, 10);
+    hash_weights(digest, &m);
+    for (size_t i = 0; i < sizeof names / sizeof *names; ++i) hash_state(digest, opt, names[i]);
+    dsopt_optimizer_destroy(opt);
+    dsopt_context_destroy(ctx);
 }
 
 int main(void) {
     uint64_t digest = UINT64_C(0xcbf29ce484222325);
     adamw(&digest);
     onebit(&digest);
+    low_precision(&digest);
     printf("c %016llx\n", (unsigned long long)digest);
     return 0;
 }

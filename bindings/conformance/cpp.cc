@@ -23,12 +23,10 @@ private:
 
 class Digest {
 public:
-    void add(const std::vector<float> &values) {
-        for (const float value : values) {
-            std::uint32_t word;
-            std::memcpy(&word, &value, sizeof word);
-            for (int byte = 0; byte < 4; ++byte) hash_ = (hash_ ^ (word >> 8 * byte & 0xff)) * 0x100000001b3u;
-        }
+    /// Adds memory as it is: the library needs a little-endian machine.
+    template <class T> void add(const std::vector<T> &values) {
+        const auto *const bytes = reinterpret_cast<const unsigned char *>(values.data());
+        for (std::size_t i = 0; i < values.size() * sizeof(T); ++i) hash_ = (hash_ ^ bytes[i]) * 0x100000001b3u;
     }
     std::uint64_t value() const { return hash_; }
 
@@ -64,6 +62,17 @@ struct Model {
     }
 };
 
+template <class T> void add_state(Digest &digest, dsopt::optimizer &opt, const char *name) {
+    for (std::int64_t i = 0; i < opt.state_count(); ++i) {
+        const dsopt::state_entry entry = opt.state(i);
+        if (std::strcmp(entry.name(), name) != 0) continue;
+        if (entry.dtype() != static_cast<std::int32_t>(dsopt::dtype_of<T>::value)) continue;
+        std::vector<T> values(static_cast<std::size_t>(entry.numel()));
+        opt.export_state(i, values);
+        digest.add(values);
+    }
+}
+
 void adamw(Digest &digest) {
     Model model({{"a", 1}, {"b", 7}, {"c", 4099}}, 12345, 1000);
     dsopt::context ctx;
@@ -76,15 +85,7 @@ void adamw(Digest &digest) {
     opt.add_group(group, model.params);
     model.train(opt, 10);
     for (const std::vector<float> &weights : model.weights) digest.add(weights);
-    for (const char *const name : {"exp_avg", "exp_avg_sq"}) {
-        for (std::int64_t i = 0; i < opt.state_count(); ++i) {
-            const dsopt::state_entry entry = opt.state(i);
-            if (std::strcmp(entry.name(), name) != 0) continue;
-            std::vector<float> values(static_cast<std::size_t>(entry.numel()));
-            opt.export_state(i, values);
-            digest.add(values);
-        }
-    }
+    for (const char *const name : {"exp_avg", "exp_avg_sq"}) add_state<float>(digest, opt, name);
 }
 
 void onebit(Digest &digest) {
@@ -110,6 +111,43 @@ void onebit(Digest &digest) {
     for (const std::vector<float> &weights : models[0].weights) digest.add(weights);
 }
 
+dsopt::bf16 to_bf16(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return dsopt::bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16); // to nearest, ties to even
+}
+
+void low_precision(Digest &digest) {
+    Model model({{"a", 1}, {"b", 7}, {"c", 4099}}, 12345, 1000);
+    std::vector<std::vector<dsopt::bf16>> weights(3);
+    for (std::size_t i = 0; i < 3; ++i) {
+        for (const float value : model.weights[i]) weights[i].push_back(to_bf16(value));
+        model.params[i].tensor = dsopt::view(weights[i]);
+    }
+    dsopt::context ctx;
+    dsopt::optimizer_options options;
+    options.masters = dsopt::masters::remainder;
+    options.seed = 7;
+    dsopt::optimizer opt(ctx, options);
+    dsopt::adamw group;
+    group.lr = 0.015625;
+    group.weight_decay = 0.125;
+    group.exp_avg_format = dsopt::moment::e4m3;
+    group.exp_avg_sq_format = dsopt::moment::bf16_random;
+    opt.add_group(group, {model.params[0], model.params[1]});
+    group.exp_avg_format = group.exp_avg_sq_format = dsopt::moment::q8;
+    opt.add_group(group, {model.params[2]});
+    model.train(opt, 10);
+    for (const std::vector<dsopt::bf16> &values : weights) digest.add(values);
+    add_state<std::int16_t>(digest, opt, "remainder");
+    add_state<dsopt::f8_e4m3>(digest, opt, "exp_avg"); // a and b
+    add_state<std::uint8_t>(digest, opt, "exp_avg");   // c
+    add_state<float>(digest, opt, "exp_avg_scale");
+    add_state<dsopt::bf16>(digest, opt, "exp_avg_sq");
+    add_state<std::uint8_t>(digest, opt, "exp_avg_sq");
+    add_state<float>(digest, opt, "exp_avg_sq_scale");
+}
+
 } // namespace
 
 int main() {
@@ -117,6 +155,7 @@ int main() {
         Digest digest;
         adamw(digest);
         onebit(digest);
+        low_precision(digest);
         std::printf("cpp %016llx\n", static_cast<unsigned long long>(digest.value()));
     } catch (const std::exception &failure) {
         std::fprintf(stderr, "%s\n", failure.what());

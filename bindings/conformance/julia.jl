@@ -22,10 +22,11 @@ function digest(arrays)
     return string(hash; base = 16, pad = 16)
 end
 
+# Of cases 1 and 3.
+make_arrays() = map(size -> zeros(Float32, size), (a = 1, b = 7, c = 4099))
+
 function adamw()
-    sizes = (1, 7, 4099)
-    make() = map(size -> zeros(Float32, size), NamedTuple{(:a, :b, :c)}(sizes))
-    model, gradient = make(), make()
+    model, gradient = make_arrays(), make_arrays()
     fill_next!(Numbers(12345), model...)
     rule = AdamW(eta = 0.015625, beta = (0.9, 0.999), epsilon = 1e-8, lambda = 0.125)
     state = Dsopt.setup(rule, model; max_norm = 1)
@@ -67,4 +68,29 @@ function on_two_ranks()
     return results[1]
 end
 
-println("julia ", digest([adamw(); on_two_ranks()]))
+# To nearest, ties to even.
+function to_bfloat16(array)
+    bits = reinterpret(UInt32, array)
+    return collect(reinterpret(Dsopt.BFloat16, UInt16.((bits .+ 0x7fff .+ (bits .>> 16 .& 0x1)) .>> 16)))
+end
+
+function low_precision()
+    start, gradient = make_arrays(), make_arrays()
+    fill_next!(Numbers(12345), start...)
+    model = map(to_bfloat16, start)
+    rule(exp_avg, exp_avg_sq) = AdamW(eta = 0.015625, beta = (0.9, 0.999), epsilon = 1e-8, lambda = 0.125,
+                                      exp_avg_format = exp_avg, exp_avg_sq_format = exp_avg_sq)
+    groups = [((name, array) -> name == "c") => rule(:q8, :q8)]
+    state = Dsopt.setup(rule(:e4m3, :bf16_random), model; groups = groups, master = :remainder, seed = 7)
+    numbers = Numbers(1000)
+    for _ in 1:10
+        fill_next!(numbers, gradient...)
+        Dsopt.update!(state, model, gradient)
+    end
+    entries = Dsopt.export_state(state)
+    kinds = ("remainder", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
+    names = ["$name.$kind" for kind in kinds for name in "abc" if haskey(entries, "$name.$kind")]
+    return [model..., (entries[name] for name in names)...]
+end
+
+println("julia ", digest([adamw(); on_two_ranks(); low_precision()]))

@@ -37,6 +37,17 @@ template <class Options> void set_trust(dsopt_group &group, const Options &from)
     group.min_trust = from.min_trust;
     group.max_trust = from.max_trust;
 }
+inline void set_exp_avg_format(dsopt_group &group, moment format) noexcept {
+    group.exp_avg_format = static_cast<std::int32_t>(format);
+}
+inline void set_exp_avg_sq_format(dsopt_group &group, moment format) noexcept {
+    group.exp_avg_sq_format = static_cast<std::int32_t>(format);
+}
+/// Sets the formats of algorithms with two moments.
+template <class Options> void set_formats(dsopt_group &group, const Options &from) noexcept {
+    set_exp_avg_format(group, from.exp_avg_format);
+    set_exp_avg_sq_format(group, from.exp_avg_sq_format);
+}
 inline void set_bias_correction(dsopt_group &group, bool on) noexcept {
     if (!on) group.flags |= DSOPT_GROUP_NO_BIAS_CORRECTION;
 }
@@ -50,10 +61,12 @@ struct adam {
     bool bias_correction = true;
     /// eps next to the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;
+    moment exp_avg_format = moment::f32, exp_avg_sq_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAM, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, eps_uncorrected);
+        detail::set_formats(group, *this);
         return group;
     }
 };
@@ -63,10 +76,12 @@ struct adamw {
     bool bias_correction = true;
     /// eps next to the root of the uncorrected variance, as in Keras.
     bool eps_uncorrected = false;
+    moment exp_avg_format = moment::f32, exp_avg_sq_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAMW, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_UNCORRECTED, eps_uncorrected);
+        detail::set_formats(group, *this);
         return group;
     }
 };
@@ -74,10 +89,12 @@ struct adamw {
 struct adam_legacy {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     bool bias_correction = true, eps_inside_sqrt = false;
+    moment exp_avg_format = moment::f32, exp_avg_sq_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_ADAM_LEGACY, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
+        detail::set_formats(group, *this);
         return group;
     }
 };
@@ -86,11 +103,13 @@ struct lamb {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     double min_trust = 0.01, max_trust = 10;
     bool bias_correction = true, eps_inside_sqrt = false;
+    moment exp_avg_format = moment::f32, exp_avg_sq_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::adaptive_group_of(DSOPT_ALGORITHM_LAMB, *this);
         detail::set_trust(group, *this);
         detail::set_bias_correction(group, bias_correction);
         detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
+        detail::set_formats(group, *this);
         return group;
     }
 };
@@ -103,11 +122,14 @@ struct sgd {
     double dampening = 0;
     /// Needs momentum, and no dampening.
     bool nesterov = false;
+    /// Of momentum_buffer. Needs momentum.
+    moment exp_avg_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_SGD, *this);
         group.momentum = momentum;
         group.dampening = dampening;
         detail::set_flag(group, DSOPT_GROUP_NESTEROV, nesterov);
+        detail::set_exp_avg_format(group, exp_avg_format);
         return group;
     }
 };
@@ -119,22 +141,27 @@ struct adagrad {
     double initial_accumulator_value = 0;
     /// As in optax.
     bool eps_inside_sqrt = false;
+    /// Of sum.
+    moment exp_avg_sq_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_ADAGRAD, *this);
         group.eps = eps;
         group.lr_decay = lr_decay;
         group.initial_accumulator_value = initial_accumulator_value;
         detail::set_flag(group, DSOPT_GROUP_EPS_INSIDE_SQRT, eps_inside_sqrt);
+        detail::set_exp_avg_sq_format(group, exp_avg_sq_format);
         return group;
     }
 };
 
 struct lion {
     double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0, max_norm = 0;
+    moment exp_avg_format = moment::f32;
     operator dsopt_group() const {
         dsopt_group group = detail::group_of(DSOPT_ALGORITHM_LION, *this);
         group.beta1 = beta1;
         group.beta2 = beta2;
+        detail::set_exp_avg_format(group, exp_avg_format);
         return group;
     }
 };
@@ -190,12 +217,15 @@ struct param {
     /// Shape, for checkpoints; empty = flat.
     std::vector<std::int64_t> dims = {};
     bool model_parallel = false, replicated = false, masked = false;
-    /// First element if the parameter is a slice of a tensor of that name.
+    /// First element if the parameter is a slice of a tensor of that name. For rounding at random, and for moments in
+    /// E4M3 or Q8.
     std::int64_t offset = 0;
     /// 0 = dense; k: an expert of expert comm k - 1.
     std::int32_t expert = 0;
     /// optimizer::add_params: index of the group.
     std::int32_t group = 0;
+    /// The moments are F32, whatever the formats of the group: for embeddings, norms and biases.
+    bool f32_moments = false;
 };
 
 namespace detail {
@@ -212,6 +242,7 @@ inline std::vector<dsopt_param> params_of(span<const param> list) {
         if (from.model_parallel) to.flags |= DSOPT_PARAM_MODEL_PARALLEL;
         if (from.replicated) to.flags |= DSOPT_PARAM_REPLICATED;
         if (from.masked) to.flags |= DSOPT_PARAM_MASKED;
+        if (from.f32_moments) to.flags |= DSOPT_PARAM_F32_MOMENTS;
         to.offset = from.offset;
         to.expert = from.expert;
         to.group = from.group;

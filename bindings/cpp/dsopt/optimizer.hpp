@@ -22,6 +22,7 @@ struct optimizer_options {
     comm *data = nullptr, *model = nullptr, *node = nullptr;
     span<comm> experts = {};
     std::int32_t skip_budget = 0;
+    /// Of stochastic_rounding, and of moments in BF16_RANDOM.
     std::uint64_t seed = 0;
     bool no_master = false, report_norms = false, stochastic_rounding = false, accumulate = false, timing = false;
     bool averages = false, check_ranks = false, momentum_bits = false;
@@ -63,6 +64,8 @@ struct load_options {
     /// Exclude these from the load.
     bool no_state = false, no_masters = false, no_hyper = false, no_scaler = false;
     bool reset_errors = false;
+    /// Convert moments that were saved in another format.
+    bool convert = false;
 };
 
 using schedule_info = dsopt_schedule_info;
@@ -80,6 +83,9 @@ public:
     std::int64_t numel() const noexcept { return info_.tensor.numel; }
     /// The parameter's, or one dimension.
     const std::vector<std::int64_t> &dims() const noexcept { return dims_; }
+    /// Number of elements of the parameter per element: 256 for scales, 1 for other entries of a parameter, 0: of the
+    /// whole optimizer.
+    std::int32_t block() const noexcept { return info_.block; }
     /// The tensor with its memory; nullptr before the state is allocated. Throws state_error if the memory has changed
     /// since the entry was created: allocated, bound, or reallocated when parameters were added. Then query the
     /// optimizer again.
@@ -243,6 +249,15 @@ public:
     template <class C> void import_state(std::int64_t index, const C &from) {
         import_state(index, span<std::remove_pointer_t<decltype(std::data(from))>>(from));
     }
+    /// Copies a moment, or the master of which "remainder" is a part, to host memory as fp32, whatever its format. Other
+    /// F32 entries are copied as they are.
+    void export_f32(std::int64_t index, span<float> to) {
+        detail::check(dsopt_optimizer_export_f32(get(), index, to.data(), detail::count(to)));
+    }
+    /// The reverse, rounded to nearest. "remainder" also sets the parameter.
+    void import_f32(std::int64_t index, span<const float> from) {
+        detail::check(dsopt_optimizer_import_f32(get(), index, from.data(), detail::count(from)));
+    }
     void bind_params(span<const tensor> list) { bind(DSOPT_BIND_PARAMS, list); }
     /// Entries with nullptr keep their memory.
     void bind_state(span<const tensor> list) { bind(DSOPT_BIND_STATE, list); }
@@ -391,6 +406,7 @@ private:
         if (options.no_hyper) io.flags |= DSOPT_IO_NO_HYPER;
         if (options.no_scaler) io.flags |= DSOPT_IO_NO_SCALER;
         if (options.reset_errors) io.flags |= DSOPT_IO_RESET_ERRORS;
+        if (options.convert) io.flags |= DSOPT_IO_CONVERT;
         return io;
     }
     template <class Source> static int read(void *user, std::uint64_t offset, void *data, std::size_t bytes) {

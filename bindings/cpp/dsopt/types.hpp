@@ -171,7 +171,20 @@ enum class dtype : std::int32_t {
     f16 = DSOPT_DTYPE_F16,
     bf16 = DSOPT_DTYPE_BF16,
     i32 = DSOPT_DTYPE_I32,
-    f64 = DSOPT_DTYPE_F64
+    f64 = DSOPT_DTYPE_F64,
+    /* Of state tensors only, as i32. */
+    i16 = DSOPT_DTYPE_I16,
+    u8 = DSOPT_DTYPE_U8,
+    f8_e4m3 = DSOPT_DTYPE_F8_E4M3
+};
+/// How a moment is stored between steps; within a step it is fp32. exp_avg_sq: f32, bf16_random or q8. sum: f32 or
+/// bf16_random.
+enum class moment : std::int32_t {
+    f32 = DSOPT_MOMENT_F32,
+    bf16 = DSOPT_MOMENT_BF16,
+    bf16_random = DSOPT_MOMENT_BF16_RANDOM,
+    e4m3 = DSOPT_MOMENT_E4M3,
+    q8 = DSOPT_MOMENT_Q8
 };
 enum class backend : std::int32_t { cpu = DSOPT_BACKEND_CPU, cuda = DSOPT_BACKEND_CUDA };
 enum class log_level : std::int32_t {
@@ -187,7 +200,11 @@ enum class nonfinite : std::int32_t {
     skip = DSOPT_NONFINITE_SKIP,
     apply = DSOPT_NONFINITE_APPLY
 };
-enum class masters : std::int32_t { per_tensor = DSOPT_MASTERS_PER_TENSOR, flat = DSOPT_MASTERS_FLAT };
+enum class masters : std::int32_t {
+    per_tensor = DSOPT_MASTERS_PER_TENSOR,
+    flat = DSOPT_MASTERS_FLAT,
+    remainder = DSOPT_MASTERS_REMAINDER
+};
 enum class key : std::int32_t {
     lr = DSOPT_KEY_LR,
     beta1 = DSOPT_KEY_BETA1,
@@ -288,9 +305,10 @@ private:
     std::size_t size_ = 0;
 };
 
-/// Storage of IEEE half precision and of bfloat16: the bits.
+/// Storage of IEEE half precision, of bfloat16 and of FP8 E4M3: the bits.
 enum class f16 : std::uint16_t {};
 enum class bf16 : std::uint16_t {};
+enum class f8_e4m3 : std::uint8_t {};
 
 /// The dtype of a C++ type. Specialize it for another type of 16 bits, such as __half.
 template <class T> struct dtype_of;
@@ -298,6 +316,9 @@ template <> struct dtype_of<float> { static constexpr dtype value = dtype::f32; 
 template <> struct dtype_of<f16> { static constexpr dtype value = dtype::f16; };
 template <> struct dtype_of<bf16> { static constexpr dtype value = dtype::bf16; };
 template <> struct dtype_of<std::int32_t> { static constexpr dtype value = dtype::i32; };
+template <> struct dtype_of<std::int16_t> { static constexpr dtype value = dtype::i16; };
+template <> struct dtype_of<std::uint8_t> { static constexpr dtype value = dtype::u8; };
+template <> struct dtype_of<f8_e4m3> { static constexpr dtype value = dtype::f8_e4m3; };
 
 using tensor = dsopt_tensor;
 

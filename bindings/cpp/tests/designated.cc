@@ -14,12 +14,12 @@ float designated() {
     dsopt::scaler scaler(ctx, {.init = 8, .window = 100});
     dsopt::comm self = dsopt::comm::self(ctx);
     dsopt::optimizer opt(ctx, {.max_norm = 1, .scaler = &scaler, .data = &self, .report_norms = true});
-    opt.add_group(dsopt::adamw{.lr = 3e-4, .weight_decay = 0.1},
-                  {{.tensor = dsopt::view(w), .name = "w", .dims = {2, 2}}});
+    opt.add_group(dsopt::adamw{.lr = 3e-4, .weight_decay = 0.1, .exp_avg_format = dsopt::moment::e4m3},
+                  {{.tensor = dsopt::view(w), .name = "w", .dims = {2, 2}, .f32_moments = true}});
     opt.add_group(dsopt::sgd{.lr = 0.1, .momentum = 0.9, .nesterov = true});
     opt.add_group(dsopt::adagrad{.lr_decay = 0.1});
     opt.step({dsopt::view(gradient)}, {.report = report, .pool = pool, .zero_grads = true});
     opt.save("designated.safetensors", {.params = true});
-    opt.load("designated.safetensors", {.params = true, .no_hyper = true});
+    opt.load("designated.safetensors", {.params = true, .no_hyper = true, .convert = true});
     return report[DSOPT_REPORT_GRAD_NORM];
 }

@@ -692,7 +692,6 @@ TEST(CppOptimizer, AcceptsEveryOption) {
     refused([](auto &options) { options.averages = true; }, "AVERAGES");
     refused([](auto &options) { options.momentum_bits = true; }, "MOMENTUM_BITS");
     refused([](auto &options) { options.check_ranks = true; }, "CHECK_RANKS");
-    refused([](auto &options) { options.seed = 1; }, "seed");
     dsopt::optimizer_options options;
     options.max_value = -1;
     EXPECT_REFUSED(dsopt::optimizer(ctx, options), dsopt::argument_error, "max_value");

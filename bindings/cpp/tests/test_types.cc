@@ -65,6 +65,9 @@ TEST(CppTensor, ViewHasTheDtypeOfTheElements) {
     std::vector<dsopt::f16> f16(4);
     std::vector<dsopt::bf16> bf16(5);
     std::int32_t i32[6];
+    std::int16_t i16[7];
+    std::uint8_t u8[8];
+    dsopt::f8_e4m3 f8[9];
     Half own[2];
     EXPECT_EQ(dsopt::view(f32).data, f32.data());
     EXPECT_EQ(dsopt::view(f32).numel, 3);
@@ -74,6 +77,10 @@ TEST(CppTensor, ViewHasTheDtypeOfTheElements) {
     EXPECT_EQ(dsopt::view(bf16).dtype, DSOPT_DTYPE_BF16);
     EXPECT_EQ(dsopt::view(bf16).numel, 5);
     EXPECT_EQ(dsopt::view(i32).dtype, DSOPT_DTYPE_I32);
+    EXPECT_EQ(dsopt::view(i16).dtype, DSOPT_DTYPE_I16);
+    EXPECT_EQ(dsopt::view(u8).dtype, DSOPT_DTYPE_U8);
+    EXPECT_EQ(dsopt::view(f8).dtype, DSOPT_DTYPE_F8_E4M3);
+    EXPECT_EQ(dsopt::view(f8).numel, 9);
     EXPECT_EQ(dsopt::view(own).dtype, DSOPT_DTYPE_F16);
     EXPECT_EQ(dsopt::view(dsopt::span<float>(f32)).numel, 3);
     EXPECT_EQ(dsopt::view(nullptr, 7, dsopt::dtype::bf16).numel, 7);
@@ -237,6 +244,36 @@ TEST(CppGroup, PassesEveryFieldToTheLibrary) {
     EXPECT_EQ(made.trust_threshold, 18);
     EXPECT_EQ(made.trust_min_change, 19);
     EXPECT_EQ(made.trust_max_change, 20);
+}
+
+template <class Group> using exp_avg_format_of = decltype(std::declval<Group>().exp_avg_format);
+template <class Group> using exp_avg_sq_format_of = decltype(std::declval<Group>().exp_avg_sq_format);
+
+/// Expects the members for formats that this algorithm must have, and that they are passed to the library.
+template <class Group> void expect_formats(Group group, bool exp_avg, bool exp_avg_sq) {
+    constexpr bool has_exp_avg = dsopt::detail::has<exp_avg_format_of, Group>;
+    constexpr bool has_exp_avg_sq = dsopt::detail::has<exp_avg_sq_format_of, Group>;
+    const std::int32_t algorithm = dsopt_group(group).algorithm;
+    EXPECT_EQ(has_exp_avg, exp_avg) << algorithm;
+    EXPECT_EQ(has_exp_avg_sq, exp_avg_sq) << algorithm;
+    if constexpr (has_exp_avg) group.exp_avg_format = dsopt::moment::e4m3;
+    if constexpr (has_exp_avg_sq) group.exp_avg_sq_format = dsopt::moment::bf16_random;
+    const dsopt_group made = group;
+    EXPECT_EQ(made.exp_avg_format, exp_avg ? DSOPT_MOMENT_E4M3 : DSOPT_MOMENT_F32) << algorithm;
+    EXPECT_EQ(made.exp_avg_sq_format, exp_avg_sq ? DSOPT_MOMENT_BF16_RANDOM : DSOPT_MOMENT_F32) << algorithm;
+}
+
+TEST(CppGroup, HasFormatsOfTheMomentsOfItsAlgorithm) {
+    expect_formats(dsopt::adam{}, true, true);
+    expect_formats(dsopt::adamw{}, true, true);
+    expect_formats(dsopt::adam_legacy{}, true, true);
+    expect_formats(dsopt::lamb{}, true, true);
+    expect_formats(dsopt::sgd{}, true, false);
+    expect_formats(dsopt::lion{}, true, false);
+    expect_formats(dsopt::adagrad{}, false, true);
+    expect_formats(dsopt::onebit_adam{}, false, false);
+    expect_formats(dsopt::zero_one_adam{}, false, false);
+    expect_formats(dsopt::onebit_lamb{}, false, false);
 }
 
 TEST(CppLibrary, ReturnsVersionAndBuildInfo) {

@@ -5,18 +5,25 @@ function entry(optimizer, index)
     return info[]
 end
 
+# Element types of state tensors.
+const ELEMENTS = Dict(ABI.DSOPT_DTYPE_F32 => Float32, ABI.DSOPT_DTYPE_BF16 => BFloat16,
+                      ABI.DSOPT_DTYPE_F8_E4M3 => Float8E4M3, ABI.DSOPT_DTYPE_U8 => UInt8, ABI.DSOPT_DTYPE_I16 => Int16,
+                      ABI.DSOPT_DTYPE_I32 => Int32)
+
 """
     export_state(state) -> Dict
 
 Return copies of everything that a step changes except the model: keys are `"layer1.weight.exp_avg"`, or
-`"optimizer.step"` for state of the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape. Before
-the first step there may be nothing to copy yet: state of Float16 arrays is initialized from the model.
+`"optimizer.step"` for state of the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape, except
+scales, which have one element per 256. Moments are copied in their format, as Float32, [`BFloat16`](@ref),
+[`Float8E4M3`](@ref) or, for `:q8`, UInt8. Before the first step there may be nothing to copy yet: state of Float16
+arrays is initialized from the model.
 """
 function export_state(state::State)
     found = Dict{String,Array}()
     call(state) do optimizer
         visit_entries(state, optimizer) do index, name, info, shape
-            array = Array{info.tensor.dtype == ABI.DSOPT_DTYPE_F32 ? Float32 : Int32}(undef, shape)
+            array = Array{ELEMENTS[info.tensor.dtype]}(undef, shape)
             check(ABI.dsopt_optimizer_export(optimizer, index, array, sizeof(array)))
             found[name] = array
         end
@@ -34,7 +41,7 @@ function import_state!(state::State, dictionary)
         arrays = Any[]
         visit_entries(state, optimizer) do index, name, info, shape
             haskey(dictionary, name) || throw(ArgumentError("$name is missing"))
-            type = info.tensor.dtype == ABI.DSOPT_DTYPE_F32 ? Float32 : Int32
+            type = ELEMENTS[info.tensor.dtype]
             array = dictionary[name]
             array isa Array{type} && size(array) == shape ||
                 throw(ArgumentError("$name is a $(summary(array)), not $type of size $shape"))
@@ -53,9 +60,50 @@ function visit_entries(visit, state, optimizer)
     for index in 0:count[]-1
         info = entry(optimizer, index)
         owner = info.param < 0 ? "optimizer" : state.names[info.param+1]
-        shape = info.param < 0 ? (Int(info.tensor.numel),) : state.sizes[info.param+1]
+        shape = info.block == 1 ? state.sizes[info.param+1] : (Int(info.tensor.numel),)
         visit(index, string(owner, ".", unsafe_string(info.name)), info, shape)
     end
+end
+
+function find_entry(state, optimizer, wanted)
+    found = nothing
+    visit_entries(state, optimizer) do index, name, info, shape
+        name == wanted && (found = (index, shape))
+    end
+    found === nothing && throw(ArgumentError("there is no state $wanted"))
+    return found
+end
+
+"""
+    export_f32(state, name)
+    export_f32(state, name, model)
+
+Return a copy of one entry of [`export_state`](@ref) in Float32: a moment, whatever its format, or the master of which a
+remainder is a part, for which `model` is needed. Other entries of Float32 are copied as they are.
+"""
+function export_f32(state::State, name::AbstractString, model = nothing)
+    return with_model(state, model) do optimizer
+        index, shape = find_entry(state, optimizer, name)
+        array = Array{Float32}(undef, shape)
+        check(ABI.dsopt_optimizer_export_f32(optimizer, index, array, length(array)))
+        array
+    end
+end
+
+"""
+    import_f32!(state, name, array)
+    import_f32!(state, name, array, model)
+
+The reverse of [`export_f32`](@ref), rounded to nearest. A remainder also sets its array in `model`.
+"""
+function import_f32!(state::State, name::AbstractString, array, model = nothing)
+    with_model(state, model) do optimizer
+        index, shape = find_entry(state, optimizer, name)
+        array isa Array{Float32} && size(array) == shape ||
+            throw(ArgumentError("$name needs an Array of Float32 of size $shape, not a $(summary(array))"))
+        check(ABI.dsopt_optimizer_import_f32(optimizer, index, array, length(array)))
+    end
+    return state
 end
 
 """
@@ -64,34 +112,48 @@ end
 
 Write a checkpoint, a safetensors file; with `model` its arrays too. A crash leaves the old file or the new one.
 """
-save(path::AbstractString, state::State) = transfer(ABI.dsopt_optimizer_save, path, state, nothing)
-save(path::AbstractString, state::State, model) = transfer(ABI.dsopt_optimizer_save, path, state, model)
+function save(path::AbstractString, state::State, model = nothing)
+    return transfer(ABI.dsopt_optimizer_save, path, state, model, model === nothing ? Int32(0) : ABI.DSOPT_IO_PARAMS)
+end
 
 """
-    load!(path, state)
-    load!(path, state, model)
+    load!(path, state; convert = false)
+    load!(path, state, model; convert = false, arrays = true)
 
 Read a checkpoint; with `model` its arrays too. Everything is checked before anything changes.
-"""
-load!(path::AbstractString, state::State) = transfer(ABI.dsopt_optimizer_load, path, state, nothing)
-load!(path::AbstractString, state::State, model) = transfer(ABI.dsopt_optimizer_load, path, state, model)
 
-# The library keeps no memory of a model, so the model is bound only for the call.
-function transfer(transfer_file, path, state, model)
-    io = Ref(ABI.dsopt_io(flags = model === nothing ? Int32(0) : ABI.DSOPT_IO_PARAMS))
-    model === nothing && return call(optimizer -> (check(transfer_file(optimizer, String(path), io)); state), state)
-    exclusively(state) do
+  * `convert = true`: moments that were saved in another format are converted. Otherwise they are refused.
+  * `arrays = false`: arrays of the model in the file are not read. With `master = :remainder` the model still changes,
+    because it is a part of the masters.
+"""
+function load!(path::AbstractString, state::State, model = nothing; convert::Bool = false, arrays::Bool = true)
+    flags = (convert ? ABI.DSOPT_IO_CONVERT : Int32(0)) |
+            (arrays && model !== nothing ? ABI.DSOPT_IO_PARAMS : Int32(0))
+    return transfer(ABI.dsopt_optimizer_load, path, state, model, flags)
+end
+
+function transfer(transfer_file, path, state, model, flags)
+    io = Ref(ABI.dsopt_io(flags = flags))
+    with_model(optimizer -> check(transfer_file(optimizer, String(path), io)), state, model)
+    return state
+end
+
+"""
+Run `f(optimizer)`. The library keeps no memory of a model, so a model that is not `nothing` is bound only for the call.
+"""
+function with_model(f::F, state, model) where {F}
+    model === nothing && return call(f, state)
+    return exclusively(state) do
         fill_lists!(state, model, nothing)
         params, arrays = state.params, state.arrays
         nowhere = [ABI.dsopt_tensor(C_NULL, each.numel, each.dtype, 0) for each in params]
         GC.@preserve params arrays call(state) do optimizer
             check(ABI.dsopt_optimizer_bind(optimizer, ABI.DSOPT_BIND_PARAMS, params, length(params)))
             try
-                check(transfer_file(optimizer, String(path), io))
+                f(optimizer)
             finally
                 check(ABI.dsopt_optimizer_bind(optimizer, ABI.DSOPT_BIND_PARAMS, nowhere, length(nowhere)))
             end
         end
     end
-    return state
 end

@@ -11,6 +11,14 @@ const FIELDS = (eta = :lr, lambda = :weight_decay, epsilon = :eps, max_norm = :m
                 momentum = :momentum, dampening = :dampening, lr_decay = :lr_decay,
                 initial_accumulator_value = :initial_accumulator_value)
 const FLAGS = (nesterov = ABI.DSOPT_GROUP_NESTEROV,)
+const FORMATS = (:exp_avg_format, :exp_avg_sq_format)
+const MOMENTS = (f32 = ABI.DSOPT_MOMENT_F32, bf16 = ABI.DSOPT_MOMENT_BF16, bf16_random = ABI.DSOPT_MOMENT_BF16_RANDOM,
+                 e4m3 = ABI.DSOPT_MOMENT_E4M3, q8 = ABI.DSOPT_MOMENT_Q8)
+
+function moment(keyword, format)
+    format isa Symbol && haskey(MOMENTS, format) && return MOMENTS[format]
+    throw(ArgumentError("$keyword is $(repr(format)), not one of $(join(repr.(keys(MOMENTS)), ", "))"))
+end
 
 """A struct with some fields replaced."""
 function changed(value::T, changes) where {T}
@@ -28,8 +36,10 @@ function Rule(algorithm::Int32; keywords...)
             changes[FIELDS[keyword]] = value
         elseif haskey(FLAGS, keyword)
             value && (changes[:flags] |= FLAGS[keyword])
+        elseif keyword in FORMATS
+            changes[keyword] = moment(keyword, value)
         else
-            names = join((keys(FIELDS)..., keys(FLAGS)...), ", ")
+            names = join((keys(FIELDS)..., keys(FLAGS)..., FORMATS...), ", ")
             throw(ArgumentError("$keyword is no hyper-parameter: there are beta, $names"))
         end
     end
@@ -37,29 +47,38 @@ function Rule(algorithm::Int32; keywords...)
 end
 
 const ADAPTIVE = "eta = 1e-3, beta = (0.9, 0.999), lambda = 0, epsilon = 1e-8, max_norm = 0, ..."
-for (name, algorithm, defaults, formula) in (
-    (:Adam, :ADAM, ADAPTIVE, "p -= eta m̂ / (sqrt(v̂) + epsilon), the decay `lambda` being added to the gradient"),
-    (:AdamW, :ADAMW, replace(ADAPTIVE, "lambda = 0" => "lambda = 0.01"), "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)"),
-    (:Lamb, :LAMB, ADAPTIVE, "Adam with a trust ratio per array, between `min_trust` and `max_trust`"),
+const GRADIENTS = "`exp_avg_format`, the format of the moment of gradients, is `:f32`, `:bf16`, `:bf16_random`,
+     `:e4m3` or `:q8`."
+const SQUARES = "`exp_avg_sq_format`, that of squares, is `:f32`, `:bf16_random` or `:q8`."
+const SUM = "`exp_avg_sq_format`, the format of the sum, is `:f32` or `:bf16_random`."
+for (name, algorithm, defaults, formula, formats) in (
+    (:Adam, :ADAM, ADAPTIVE, "p -= eta m̂ / (sqrt(v̂) + epsilon), the decay `lambda` being added to the gradient",
+     GRADIENTS * " " * SQUARES),
+    (:AdamW, :ADAMW, replace(ADAPTIVE, "lambda = 0" => "lambda = 0.01"), "p -= eta (m̂ / (sqrt(v̂) + epsilon) + lambda p)",
+     GRADIENTS * " " * SQUARES),
+    (:Lamb, :LAMB, ADAPTIVE, "Adam with a trust ratio per array, between `min_trust` and `max_trust`",
+     GRADIENTS * " " * SQUARES),
     (:SGD, :SGD, "eta = 1e-3, momentum = 0, dampening = 0, nesterov = false, lambda = 0, max_norm = 0",
      "As torch.optim.SGD: g += lambda p; b = momentum b + (1 - dampening) g, at first g; p -= eta b. With `nesterov`
-     p -= eta (g + momentum b). Without momentum p -= eta g, and there is no state"),
+     p -= eta (g + momentum b). Without momentum p -= eta g, and there is no state", GRADIENTS),
     (:AdaGrad, :ADAGRAD,
      "eta = 1e-2, lr_decay = 0, lambda = 0, initial_accumulator_value = 0, epsilon = 1e-10, max_norm = 0",
-     "As torch.optim.Adagrad: g += lambda p; s += g^2; p -= eta / (1 + (t - 1) lr_decay) g / (sqrt(s) + epsilon), where
-     s starts as `initial_accumulator_value`"),
+     "As torch.optim.Adagrad: g += lambda p; s += g^2; p -= eta / (1 + (t - 1) `lr_decay`) g / (sqrt(s) + epsilon),
+     where s starts as `initial_accumulator_value`", SUM),
     (:Lion, :LION, "eta = 1e-4, beta = (0.9, 0.99), lambda = 0, max_norm = 0",
-     "p -= eta (sign(beta[1] m + (1 - beta[1]) g) + lambda p), then m = beta[2] m + (1 - beta[2]) g"),
-    (:OnebitAdam, :ONEBIT_ADAM, ADAPTIVE, "1-bit Adam: after step `freeze_step` ranks exchange one bit per element"),
+     "p -= eta (sign(beta[1] m + (1 - beta[1]) g) + lambda p), then m = beta[2] m + (1 - beta[2]) g", GRADIENTS),
+    (:OnebitAdam, :ONEBIT_ADAM, ADAPTIVE, "1-bit Adam: after step `freeze_step` ranks exchange one bit per element",
+     ""),
     (:ZeroOneAdam, :ZERO_ONE_ADAM, ADAPTIVE,
-     "0/1 Adam: also `var_interval_steps`, `local_interval_steps`, `max_local_interval`"),
-    (:OnebitLamb, :ONEBIT_LAMB, ADAPTIVE, "1-bit LAMB: after step `freeze_step` ranks exchange one bit per element"))
+     "0/1 Adam: also `var_interval_steps`, `local_interval_steps`, `max_local_interval`", ""),
+    (:OnebitLamb, :ONEBIT_LAMB, ADAPTIVE, "1-bit LAMB: after step `freeze_step` ranks exchange one bit per element",
+     ""))
     constant = Symbol(:DSOPT_ALGORITHM_, algorithm)
     text = """
         $name(eta; keywords...)
         $name(; $defaults)
 
-    $formula. With `max_norm` the gradients of this rule's arrays are clipped by their norm.
+    $formula. With `max_norm` the gradients of this rule's arrays are clipped by their norm. $formats
     """
     @eval begin
         @doc $text $name(; keywords...) = Rule(ABI.$constant; keywords...)

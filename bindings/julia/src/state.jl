@@ -24,9 +24,10 @@ Base.show(io::IO, state::State) =
     print(io, "Dsopt.State of ", length(state.names), " arrays, ", sum(prod, state.sizes), " elements")
 
 """
-    setup(rule, model; groups = [], scaler, max_norm, max_value, data, average, master, context, ...)
+    setup(rule, model; groups = [], scaler, max_norm, max_value, data, average, master, f32_moments, seed, context, ...)
 
-Make the state of an optimizer for every array of Float32 or Float16 in `model`. No memory of the model is kept.
+Make the state of an optimizer for every array of Float32, Float16 or [`BFloat16`](@ref) in `model`. No memory of the
+model is kept.
 
   * `groups`: pairs `choose => rule`. The first pair with `choose(name, array)` determines the rule of the array; other
     arrays have the first argument. `name` is such as `"layer1.weight"`.
@@ -34,18 +35,24 @@ Make the state of an optimizer for every array of Float32 or Float16 in `model`.
   * `max_norm`, `max_value`: clip all gradients by their norm, or each element.
   * `data`: a [`Comm`](@ref). The 1-bit rules exchange over it. With `average = true`, the default, they also average
     the gradients in steps that need averaged gradients.
-  * `master = false`: Float16 arrays have no copy in Float32.
+  * `master = false`: arrays of 16 bits have no copy in Float32. `master = :remainder`: BFloat16 arrays have 16 more
+    bits in place of the copy. Functions that read or write the copy then need the model.
+  * `f32_moments(name, array)`: if true, the moments of the array are Float32, whatever the formats of its rule.
+  * `seed`: of moments in `:bf16_random`.
   * `nonfinite`: policy for Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
 function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,
                scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing, max_norm = 0,
-               max_value = 0, average = true, master = true, nonfinite::Symbol = :auto)
+               max_value = 0, average = true, master::Union{Bool,Symbol} = true, f32_moments = nothing,
+               seed::Integer = 0, nonfinite::Symbol = :auto)
+    master isa Bool || master === :remainder ||
+        throw(ArgumentError("master is :$master, not one of true, false, :remainder"))
     haskey(NONFINITE, nonfinite) || throw(ArgumentError("nonfinite is :$nonfinite, not one of :auto, :skip, :apply"))
     if context === nothing
         context = scaler !== nothing ? scaler.context : data !== nothing ? data.context : Context()
     end
     rules = Rule[rule; [last(pair) for pair in groups]]
-    names, sizes, types, places = String[], Tuple{Vararg{Int}}[], DataType[], Int32[]
+    names, sizes, types, places, param_flags = String[], Tuple{Vararg{Int}}[], DataType[], Int32[], Int32[]
     seen = IdDict{Any,String}()
     walk(model, nothing) do leaf, _, path
         haskey(seen, leaf) &&
@@ -56,10 +63,12 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
         push!(types, eltype(leaf))
         chosen = findfirst(pair -> first(pair)(names[end], leaf), groups)
         push!(places, chosen === nothing ? 0 : chosen)
+        keeps_f32 = f32_moments !== nothing && f32_moments(names[end], leaf)
+        push!(param_flags, keeps_f32 ? ABI.DSOPT_PARAM_F32_MOMENTS : 0)
     end
-    isempty(names) && throw(ArgumentError("the model has no array of Float32 or Float16"))
+    isempty(names) && throw(ArgumentError("the model has no array of Float32, Float16 or BFloat16"))
     onebit = any(rule -> rule.group.algorithm in ONEBIT, rules)
-    flags = (master ? Int32(0) : ABI.DSOPT_OPTIMIZER_NO_MASTER) |
+    flags = (master === false ? ABI.DSOPT_OPTIMIZER_NO_MASTER : Int32(0)) |
             (onebit && average && data !== nothing ? ABI.DSOPT_OPTIMIZER_AVERAGES : Int32(0))
     handle = with_hooks(context.hooks) do
         use(context) do ctx
@@ -67,7 +76,8 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
                 use(data) do comm
                     desc = ABI.dsopt_optimizer_desc(
                         flags = flags, nonfinite = NONFINITE[nonfinite], max_norm = max_norm, max_value = max_value,
-                        scaler = scale, data = comm)
+                        scaler = scale, data = comm, seed = seed,
+                        masters = master === :remainder ? ABI.DSOPT_MASTERS_REMAINDER : ABI.DSOPT_MASTERS_PER_TENSOR)
                     new_handle(out -> ABI.dsopt_optimizer_create(ctx, Ref(desc), out), ABI.dsopt_optimizer_destroy)
                 end
             end
@@ -86,7 +96,8 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
             params = map(1:count) do i
                 ABI.dsopt_param(
                     tensor = ABI.dsopt_tensor(C_NULL, prod(sizes[i]), dtype_of(types[i]), 0), name = pointer(names[i]),
-                    dims = pointer(dims[i]), ndim = length(dims[i]) > 8 ? 0 : length(dims[i]), group = places[i])
+                    dims = pointer(dims[i]), ndim = length(dims[i]) > 8 ? 0 : length(dims[i]), flags = param_flags[i],
+                    group = places[i])
             end
             check(ABI.dsopt_optimizer_add_params(optimizer, params, count))
         end

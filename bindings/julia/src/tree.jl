@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # A model is any nesting of named tuples, tuples, dictionaries, arrays and structs around arrays of floats.
 
-const Element = isdefined(Core, :BFloat16) ? Union{Float32,Float16,Core.BFloat16} : Union{Float32,Float16}
+# `Core.BFloat16` exists since Julia 1.11.
+if isdefined(Core, :BFloat16)
+    const BFloat16 = Core.BFloat16
+else
+    primitive type BFloat16 <: AbstractFloat 16 end
+    Base.show(io::IO, x::BFloat16) = print(io, "BFloat16(", repr(reinterpret(UInt16, x)), ")")
+end
+@doc """
+Elements of bfloat16 arrays: `Core.BFloat16`, or before Julia 1.11 a type for storage only. `reinterpret` converts from
+and to `UInt16`.
+""" BFloat16
+
+"""Codes of moments in `:e4m3`, for storage only: the bits of FP8 E4M3. `reinterpret` converts from and to `UInt8`."""
+primitive type Float8E4M3 <: AbstractFloat 8 end
+Base.show(io::IO, x::Float8E4M3) = print(io, "Float8E4M3(", repr(reinterpret(UInt8, x)), ")")
+
+const Element = Union{Float32,Float16,BFloat16}
 const Leaf = Array{<:Element}
 
 dtype_of(::Type{Float32}) = ABI.DSOPT_DTYPE_F32
 dtype_of(::Type{Float16}) = ABI.DSOPT_DTYPE_F16
-isdefined(Core, :BFloat16) && @eval dtype_of(::Type{Core.BFloat16}) = ABI.DSOPT_DTYPE_BF16
+dtype_of(::Type{BFloat16}) = ABI.DSOPT_DTYPE_BF16
 
 """Position in a model: the keys from the innermost one outwards. Formatted only for messages and names."""
 struct Path
@@ -59,7 +75,8 @@ function walk(visit::F, model, gradient, path = nothing) where {F}
     if model isa Leaf
         visit(model, gradient, path)
     elseif model isa AbstractArray{<:AbstractFloat} && !(model isa AbstractRange)
-        throw(ArgumentError("$(name_of(path)) is a $(typeof(model)): parameters are Arrays of Float32 or Float16"))
+        throw(ArgumentError(
+            "$(name_of(path)) is a $(typeof(model)): parameters are Arrays of Float32, Float16 or BFloat16"))
     else
         gradient === nothing || check_keys(model, gradient, path)
         for (key, value) in children(model)
@@ -81,7 +98,7 @@ function dense(gradient, leaf, path)
     gradient isa AbstractArray ||
         throw(ArgumentError("the gradient of $(name_of(path)) is a $(typeof(gradient)), not an array"))
     eltype(gradient) <: Element || throw(ArgumentError(
-        "the gradient of $(name_of(path)) has elements of $(eltype(gradient)), not Float32 or Float16"))
+        "the gradient of $(name_of(path)) has elements of $(eltype(gradient)), not Float32, Float16 or BFloat16"))
     size(gradient) == size(leaf) || throw(DimensionMismatch(
         "the gradient of $(name_of(path)) has size $(size(gradient)), the parameter $(size(leaf))"))
     return gradient isa Leaf ? gradient : Array(gradient)

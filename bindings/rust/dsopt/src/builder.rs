@@ -80,9 +80,15 @@ impl OptimizerBuilder {
         momentum_bits = DSOPT_OPTIMIZER_MOMENTUM_BITS,
     }
 
-    /// bfloat16 parameters without masters are rounded up or down at random. Implies `no_master`.
+    /// bfloat16 parameters without masters are rounded up or down at random. Implies `no_master`. The seed is that of
+    /// [`seed`](OptimizerBuilder::seed).
     pub fn stochastic_rounding(mut self, seed: u64) -> Self {
         self.desc.flags |= sys::DSOPT_OPTIMIZER_NO_MASTER | sys::DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
+        self.seed(seed)
+    }
+
+    /// Seed of what is rounded at random, such as [`Moment::Bf16Random`](crate::Moment::Bf16Random).
+    pub fn seed(mut self, seed: u64) -> Self {
         self.desc.seed = seed;
         self
     }
@@ -102,6 +108,13 @@ impl OptimizerBuilder {
     /// The masters of a group are contiguous.
     pub fn flat_masters(mut self) -> Self {
         self.desc.masters = sys::DSOPT_MASTERS_FLAT;
+        self
+    }
+
+    /// The master of a bfloat16 parameter is the parameter itself together with 16 more bits, in the state tensor
+    /// "remainder". Calls that read or write masters need the parameters.
+    pub fn remainder_masters(mut self) -> Self {
+        self.desc.masters = sys::DSOPT_MASTERS_REMAINDER;
         self
     }
 

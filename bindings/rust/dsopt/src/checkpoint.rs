@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::{ptr, slice};
 
-/// State that a load does not change.
+/// What a load changes, and how.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Keep moments, counters, schedule and error feedback.
@@ -20,8 +20,13 @@ pub struct LoadOptions {
     pub keep_hyper: bool,
     /// Keep the loss scale and its counters.
     pub keep_scaler: bool,
+    /// Do not read the parameters. Those that are passed are only used for masters: to copy masters from them, or with
+    /// [`remainder_masters`](crate::OptimizerBuilder::remainder_masters) to write to them.
+    pub keep_params: bool,
     /// Reset error feedback of the 1-bit family.
     pub reset_errors: bool,
+    /// Convert moments that were saved in another format. Otherwise they are refused.
+    pub convert: bool,
 }
 
 impl LoadOptions {
@@ -32,6 +37,7 @@ impl LoadOptions {
             (self.keep_hyper, sys::DSOPT_IO_NO_HYPER),
             (self.keep_scaler, sys::DSOPT_IO_NO_SCALER),
             (self.reset_errors, sys::DSOPT_IO_RESET_ERRORS),
+            (self.convert, sys::DSOPT_IO_CONVERT),
         ]
         .iter()
         .fold(0, |flags, &(set, flag)| if set { flags | flag } else { flags })
@@ -96,7 +102,8 @@ unsafe extern "C" fn read<R: Read + Seek>(user: *mut c_void, offset: u64, data: 
 
 impl Optimizer {
     /// Write a checkpoint: a safetensors file, under a temporary name until it is complete. With a data comm
-    /// each rank writes one file.
+    /// each rank writes one file. With [`remainder_masters`](crate::OptimizerBuilder::remainder_masters) the parameters
+    /// are needed: [`Optimizer::save_params`].
     pub fn save(&mut self, path: impl AsRef<Path>) -> Result<()> {
         self.save_params(path, &[])
     }
@@ -126,14 +133,14 @@ impl Optimizer {
         .map_err(|error| error.with_source(stream.error.take()))
     }
 
-    /// Read a checkpoint. Everything is checked before anything changes. `params` is needed for masters that are copied
-    /// from them, otherwise it may be empty; parameters in the file are ignored.
+    /// Read a checkpoint without parameters; parameters in the file are ignored. Everything is checked before anything
+    /// changes. For masters that are copied from parameters, or that are parts of them, use [`Optimizer::load_files`].
     pub fn load(&mut self, path: impl AsRef<Path>, options: LoadOptions) -> Result<()> {
         self.load_files(&[path], options, &mut [])
     }
 
     /// Read a checkpoint that was saved by this or another number of ranks: one path per rank that saved. Parameters in
-    /// the list are read as well.
+    /// the list are read as well, unless [`LoadOptions::keep_params`] is set.
     pub fn load_files<P: AsRef<Path>>(
         &mut self,
         paths: &[P],
@@ -143,7 +150,7 @@ impl Optimizer {
         let paths: Vec<CString> = paths.iter().map(|path| path_of(path.as_ref())).collect::<Result<_>>()?;
         let pointers: Vec<_> = paths.iter().map(|path| path.as_ptr()).collect();
         let mut io = sys::zeroed!(dsopt_io);
-        io.flags = options.flags() | with_params(params.is_empty());
+        io.flags = options.flags() | with_params(options.keep_params || params.is_empty());
         let mut only = ptr::null();
         match pointers.as_slice() {
             [] => return Err(Error::argument("load_files: no paths")),
@@ -167,7 +174,7 @@ impl Optimizer {
         params: &mut [TensorMut<'_>],
     ) -> Result<()> {
         let mut io = sys::zeroed!(dsopt_io);
-        io.flags = options.flags() | with_params(params.is_empty());
+        io.flags = options.flags() | with_params(options.keep_params || params.is_empty());
         let mut totals = Vec::new();
         for reader in readers.iter_mut() {
             let end = reader.seek(SeekFrom::End(0));

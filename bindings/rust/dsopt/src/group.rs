@@ -18,6 +18,22 @@ pub(crate) fn raw(group: &dyn Group) -> Result<sys::dsopt_group> {
     group.raw()
 }
 
+/// How a moment is stored between steps; within a step it is `f32`. `dsopt.h` compares the formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Moment {
+    /// `f32`. The default.
+    F32 = 0,
+    /// bfloat16, rounded to nearest. Not for means and sums of squares.
+    Bf16 = 1,
+    /// bfloat16, rounded up or down at random, see [`OptimizerBuilder::seed`](crate::OptimizerBuilder::seed).
+    Bf16Random = 2,
+    /// FP8 E4M3 with a scale per 256 elements. Not for means and sums of squares.
+    E4m3 = 3,
+    /// The 8-bit dynamic map of bitsandbytes and torchao, with a scale per 256 elements. Not for sums of squares.
+    Q8 = 4,
+}
+
 /// Returns a group with the library's defaults.
 fn defaults(algorithm: i32) -> Result<sys::dsopt_group> {
     let mut group = MaybeUninit::<sys::dsopt_group>::zeroed();
@@ -42,17 +58,24 @@ macro_rules! text_of {
     (eps) => {
         "Added to the root of the mean of squares."
     };
+    (exp_avg_format) => {
+        "Format of the mean of gradients, or of the momentum."
+    };
+    (exp_avg_sq_format) => {
+        "Format of the mean or the sum of squares."
+    };
 }
 
 /// Fields with their defaults, which are those of `dsopt_group_init`: in parentheses the fields of [`text_of`], then
-/// fields with their own documentation. Without `decays` the default weight decay is 0. A `bool` sets or clears each
-/// flag.
+/// fields with their own documentation, then the formats of the moments that the algorithm has. Without `decays` the
+/// default weight decay is 0. A `bool` sets or clears each flag.
 macro_rules! groups {
     ($(
         $(#[$text:meta])*
         $name:ident = $algorithm:ident($($shared:ident = $shared_default:expr),*) $(decays $decay:literal)? {
             $($(#[$field_text:meta])* $field:ident: $kind:ty = $default:expr,)*
         }
+        $(formats($($format:ident),*))?
         set { $($(#[$set_text:meta])* $set:ident = $set_flag:ident,)* }
         unset { $($(#[$unset_text:meta])* $unset:ident = $unset_flag:ident,)* }
     )*) => {
@@ -66,6 +89,7 @@ macro_rules! groups {
                 /// Clip by the L2 norm of this group's gradients alone. 0 is off.
                 pub max_norm: f64,
                 $($(#[$field_text])* pub $field: $kind,)*
+                $($(#[doc = text_of!($format)] pub $format: Moment,)*)?
                 $($(#[$set_text])* pub $set: bool,)*
                 $($(#[$unset_text])* pub $unset: bool,)*
             }
@@ -77,6 +101,7 @@ macro_rules! groups {
                         weight_decay: 0.0 $(+ $decay)?,
                         max_norm: 0.0,
                         $($field: $default,)*
+                        $($($format: Moment::F32,)*)?
                         $($set: false,)*
                         $($unset: true,)*
                     }
@@ -90,6 +115,7 @@ macro_rules! groups {
                     group.weight_decay = self.weight_decay;
                     group.max_norm = self.max_norm;
                     $(group.$field = self.$field;)*
+                    $($(group.$format = self.$format as i32;)*)?
                     $(if self.$set {
                         group.flags |= sys::$set_flag;
                     })*
@@ -126,6 +152,7 @@ groups! {
     /// let group = dsopt::AdamW { lr: 3e-4, weight_decay: 0.1, ..Default::default() };
     /// ```
     AdamW = DSOPT_ALGORITHM_ADAMW(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) decays 0.01 {}
+    formats(exp_avg_format, exp_avg_sq_format)
     set {
         /// `eps` next to the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
@@ -137,6 +164,7 @@ groups! {
 
     /// Adam with weight decay as L2 (Kingma and Ba 2015).
     Adam = DSOPT_ALGORITHM_ADAM(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
+    formats(exp_avg_format, exp_avg_sq_format)
     set {
         /// `eps` next to the root of the uncorrected mean of squares, as in Keras.
         eps_uncorrected = DSOPT_GROUP_EPS_UNCORRECTED,
@@ -148,6 +176,7 @@ groups! {
 
     /// The first fused Adam of apex: `eps` acts on the uncorrected mean of squares.
     AdamLegacy = DSOPT_ALGORITHM_ADAM_LEGACY(lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8) {}
+    formats(exp_avg_format, exp_avg_sq_format)
     set {
         /// `sqrt(v + eps)` in place of `sqrt(v) + eps`.
         eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
@@ -164,6 +193,7 @@ groups! {
         /// Upper bound of the trust ratio.
         max_trust: f64 = 10.0,
     }
+    formats(exp_avg_format, exp_avg_sq_format)
     set {
         /// `sqrt(v + eps)` in place of `sqrt(v) + eps`.
         eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
@@ -180,6 +210,7 @@ groups! {
         /// Fraction of the gradient that is not added to the momentum after the first step, in `[0, 1]`.
         dampening: f64 = 0.0,
     }
+    formats(exp_avg_format)
     set {
         /// Nesterov's momentum. Needs a momentum, and no dampening.
         nesterov = DSOPT_GROUP_NESTEROV,
@@ -195,6 +226,7 @@ groups! {
         /// Initial sum of squares.
         initial_accumulator_value: f64 = 0.0,
     }
+    formats(exp_avg_sq_format)
     set {
         /// `sqrt(sum + eps)` in place of `sqrt(sum) + eps`, as in optax.
         eps_inside_sqrt = DSOPT_GROUP_EPS_INSIDE_SQRT,
@@ -208,6 +240,7 @@ groups! {
         /// Decay of the running mean of gradients, in `[0, 1)`.
         beta2: f64 = 0.99,
     }
+    formats(exp_avg_format)
     set {}
     unset {}
 
@@ -316,7 +349,14 @@ impl Param {
         self
     }
 
-    /// First element if the parameter is a slice of a tensor of that name. For stochastic rounding.
+    /// The moments are `f32`, whatever the formats of the group: for embeddings, norms and biases.
+    pub fn f32_moments(mut self) -> Param {
+        self.flags |= sys::DSOPT_PARAM_F32_MOMENTS;
+        self
+    }
+
+    /// First element if the parameter is a slice of a tensor of that name. For rounding at random, and for moments in
+    /// [`Moment::E4m3`] or [`Moment::Q8`].
     pub fn offset(mut self, elements: usize) -> Param {
         self.offset = i64::try_from(elements).unwrap_or(i64::MAX);
         self

@@ -27,7 +27,9 @@ pub use comm::{Comm, CommHandle, CommId, CommInfo, CommKind, Op};
 pub use compressed::{Compressed, Errors};
 pub use context::{Context, ContextBuilder, LogLevel, ParallelFor};
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Adagrad, Adam, AdamLegacy, AdamW, Group, Lamb, Lion, OneBitAdam, OneBitLamb, Param, Sgd, ZeroOneAdam};
+pub use group::{
+    Adagrad, Adam, AdamLegacy, AdamW, Group, Lamb, Lion, Moment, OneBitAdam, OneBitLamb, Param, Sgd, ZeroOneAdam,
+};
 pub use lists::{Norm, NormResult};
 pub use optimizer::{Applier, Key, Optimizer, Reduction, Reset};
 pub use report::{Report, SkipReasons, StepReport};
@@ -35,7 +37,7 @@ pub use scaler::{Profile, Scaler, ScalerInfo, ScalerOptions};
 pub use state::{Schedule, StateInfo, View};
 pub use step::{Hyper, Step};
 pub use table::{Collectives, CommFailure, Reduce, Values};
-pub use tensor::{Array, Dtype, Element, TensorMut, TensorRef, BF16, F16};
+pub use tensor::{Array, Dtype, Element, TensorMut, TensorRef, BF16, F16, F8E4M3};
 
 /// The C interface, for functions that this crate does not wrap.
 pub use dsopt_sys as sys;

@@ -2,7 +2,7 @@
 use crate::error::{check, count};
 use crate::optimizer::{Applier, Optimizer, Reduction};
 use crate::tensor::list_mut;
-use crate::{sys, Array, Dtype, Element, Error, Result, TensorMut, BF16, F16};
+use crate::{sys, Array, Dtype, Element, Error, Result, TensorMut, TensorRef, BF16, F16, F8E4M3};
 use std::ffi::CStr;
 use std::mem::size_of_val;
 use std::{ptr, slice};
@@ -21,6 +21,9 @@ pub struct StateInfo {
     pub numel: usize,
     /// Its shape: the parameter's, or one dimension.
     pub dims: Vec<usize>,
+    /// Number of elements of the parameter per element: 256 for scales, 1 for other entries of a parameter, 0: of the
+    /// whole optimizer.
+    pub block: usize,
     /// It is initially a copy of the parameter.
     pub from_param: bool,
     /// It differs between data-parallel ranks.
@@ -29,11 +32,7 @@ pub struct StateInfo {
 
 impl StateInfo {
     pub(crate) fn bytes(&self) -> usize {
-        let size = match self.dtype {
-            Dtype::F32 | Dtype::I32 => 4,
-            Dtype::F16 | Dtype::BF16 => 2,
-        };
-        self.numel * size
+        self.numel * self.dtype.size()
     }
 
     /// True for the scaler's memory, which other optimizers and the scaler's handles use too.
@@ -54,6 +53,12 @@ pub enum View<'a> {
     BF16(&'a [BF16]),
     /// Of `i32`.
     I32(&'a [i32]),
+    /// Of `i16`.
+    I16(&'a [i16]),
+    /// Of `u8`.
+    U8(&'a [u8]),
+    /// Of [`struct@F8E4M3`].
+    F8E4M3(&'a [F8E4M3]),
 }
 
 impl<'a> View<'a> {
@@ -134,6 +139,7 @@ impl Optimizer {
             dtype: dtype_of(&raw)?,
             numel: usize::try_from(raw.tensor.numel).unwrap_or(0),
             dims: dims.iter().map(|&dim| usize::try_from(dim).unwrap_or(0)).collect(),
+            block: usize::try_from(raw.block).unwrap_or(0),
             from_param: raw.flags & sys::DSOPT_STATE_FROM_PARAM != 0,
             rank_local: raw.flags & sys::DSOPT_STATE_RANK_LOCAL != 0,
         })
@@ -172,6 +178,9 @@ impl Optimizer {
                 Dtype::F16 => View::F16(elements(&tensor)),
                 Dtype::BF16 => View::BF16(elements(&tensor)),
                 Dtype::I32 => View::I32(elements(&tensor)),
+                Dtype::I16 => View::I16(elements(&tensor)),
+                Dtype::U8 => View::U8(elements(&tensor)),
+                Dtype::F8E4M3 => View::F8E4M3(elements(&tensor)),
             }
         }))
     }
@@ -201,6 +210,25 @@ impl Optimizer {
         let bytes = size_of_val(from);
         // SAFETY: `from` has `bytes` bytes.
         check(unsafe { sys::dsopt_optimizer_import(self.as_ptr(), count(index), from.as_ptr().cast(), bytes) })
+    }
+
+    /// Copy a moment as `f32`, whatever its format, or the master of which "remainder" is a part. Other `f32` entries
+    /// are copied as they are. `params` is needed for remainders, and may be empty otherwise.
+    pub fn export_f32(&mut self, index: usize, to: &mut [f32], params: &[TensorRef<'_>]) -> Result<()> {
+        let (host, length) = (to.as_mut_ptr(), count(to.len()));
+        self.with_params(params, |opt| {
+            // SAFETY: `host` has `length` floats; bound parameters are borrowed.
+            check(unsafe { sys::dsopt_optimizer_export_f32(opt, count(index), host, length) })
+        })
+    }
+
+    /// The reverse of [`Optimizer::export_f32`], rounded to nearest. A remainder also sets its parameter.
+    pub fn import_f32(&mut self, index: usize, from: &[f32], params: &mut [TensorMut<'_>]) -> Result<()> {
+        let (host, length) = (from.as_ptr(), count(from.len()));
+        self.with_params_mut(params, |opt| {
+            // SAFETY: `host` has `length` floats; bound parameters are borrowed mutably.
+            check(unsafe { sys::dsopt_optimizer_import_f32(opt, count(index), host, length) })
+        })
     }
 
     /// The functional form: a new state with its initial values, for [`Optimizer::apply`].

@@ -16,6 +16,12 @@ pub enum Dtype {
     BF16 = 3,
     /// `i32`: integer state tensors.
     I32 = 4,
+    /// `i16`: the remainders of masters. State tensors only.
+    I16 = 6,
+    /// `u8`: codes of [`Moment::Q8`](crate::Moment::Q8). State tensors only.
+    U8 = 7,
+    /// [`struct@F8E4M3`]: codes of [`Moment::E4m3`](crate::Moment::E4m3). State tensors only.
+    F8E4M3 = 8,
 }
 
 impl Dtype {
@@ -25,8 +31,20 @@ impl Dtype {
             sys::DSOPT_DTYPE_F16 => Dtype::F16,
             sys::DSOPT_DTYPE_BF16 => Dtype::BF16,
             sys::DSOPT_DTYPE_I32 => Dtype::I32,
+            sys::DSOPT_DTYPE_I16 => Dtype::I16,
+            sys::DSOPT_DTYPE_U8 => Dtype::U8,
+            sys::DSOPT_DTYPE_F8_E4M3 => Dtype::F8E4M3,
             _ => return None,
         })
+    }
+
+    /// Bytes of an element.
+    pub(crate) fn size(self) -> usize {
+        match self {
+            Dtype::F32 | Dtype::I32 => 4,
+            Dtype::F16 | Dtype::BF16 | Dtype::I16 => 2,
+            Dtype::U8 | Dtype::F8E4M3 => 1,
+        }
     }
 }
 
@@ -39,6 +57,22 @@ pub struct F16(pub u16);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct BF16(pub u16);
+
+/// The bits of an FP8 E4M3: no infinity, and 448 is the largest value.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct F8E4M3(pub u8);
+
+impl F8E4M3 {
+    /// Exact. A moment is this times the scale of its block.
+    pub fn to_f32(self) -> f32 {
+        if self.0 & 0x7f == 0x7f {
+            return f32::NAN;
+        }
+        let magnitude = f32::from_bits(u32::from(self.0 & 0x7f) << 20) * 2f32.powi(120);
+        f32::from_bits(magnitude.to_bits() | u32::from(self.0 & 0x80) << 24)
+    }
+}
 
 impl BF16 {
     /// Rounds to nearest, ties to even.
@@ -91,7 +125,8 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Element types of tensors: `f32`, [`struct@F16`], [`struct@BF16`] and `i32`.
+/// Element types of tensors: `f32`, [`struct@F16`] and [`struct@BF16`]; of state tensors also `i32`, `i16`, `u8` and
+/// [`struct@F8E4M3`].
 pub trait Element: sealed::Sealed + Copy + Default + Send + Sync + 'static {
     /// The dtype of tensors of this element.
     const DTYPE: Dtype;
@@ -230,7 +265,7 @@ macro_rules! elements {
         )*
     };
 }
-elements! { f32 = F32, F16 = F16, BF16 = BF16, i32 = I32, }
+elements! { f32 = F32, F16 = F16, BF16 = BF16, i32 = I32, i16 = I16, u8 = U8, F8E4M3 = F8E4M3, }
 
 /// A tensor that owns its memory, such as an entry of [`Optimizer::new_state`](crate::Optimizer::new_state).
 #[derive(Clone, Debug, PartialEq)]
@@ -244,6 +279,12 @@ pub enum Array {
     BF16(Vec<BF16>),
     /// Of `i32`.
     I32(Vec<i32>),
+    /// Of `i16`.
+    I16(Vec<i16>),
+    /// Of `u8`.
+    U8(Vec<u8>),
+    /// Of [`struct@F8E4M3`].
+    F8E4M3(Vec<F8E4M3>),
 }
 
 impl Array {
@@ -254,6 +295,9 @@ impl Array {
             Dtype::F16 => Array::F16(vec![F16(0); numel]),
             Dtype::BF16 => Array::BF16(vec![BF16(0); numel]),
             Dtype::I32 => Array::I32(vec![0; numel]),
+            Dtype::I16 => Array::I16(vec![0; numel]),
+            Dtype::U8 => Array::U8(vec![0; numel]),
+            Dtype::F8E4M3 => Array::F8E4M3(vec![F8E4M3(0); numel]),
         }
     }
 
@@ -264,6 +308,9 @@ impl Array {
             Array::F16(values) => values.into(),
             Array::BF16(values) => values.into(),
             Array::I32(values) => values.into(),
+            Array::I16(values) => values.into(),
+            Array::U8(values) => values.into(),
+            Array::F8E4M3(values) => values.into(),
         }
     }
 
@@ -274,6 +321,9 @@ impl Array {
             Array::F16(values) => values.into(),
             Array::BF16(values) => values.into(),
             Array::I32(values) => values.into(),
+            Array::I16(values) => values.into(),
+            Array::U8(values) => values.into(),
+            Array::F8E4M3(values) => values.into(),
         }
     }
 }

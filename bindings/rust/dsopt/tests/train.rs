@@ -2,8 +2,8 @@
 //! Trains a small network and compares with AdamW in f64, and trains the same in half precision with a loss scale.
 mod support;
 use dsopt::{
-    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Lion, Nonfinite, Optimizer, Param,
-    Scaler, ScalerOptions, Sgd, Step, StepReport, TensorMut, TensorRef, BF16, F16,
+    Adagrad, Adam, AdamW, Array, Context, Dtype, ErrorKind, Group, Hyper, Key, Lion, Moment, Nonfinite, Optimizer,
+    Param, Scaler, ScalerOptions, Sgd, Step, StepReport, TensorMut, TensorRef, BF16, F16,
 };
 use support::Random;
 
@@ -70,6 +70,8 @@ fn step_matches_adamw_in_f64() {
         eps: 1e-8,
         weight_decay: 0.01,
         max_norm: 0.0,
+        exp_avg_format: Moment::F32,
+        exp_avg_sq_format: Moment::F32,
         eps_uncorrected: false,
         bias_correction: true,
     };
