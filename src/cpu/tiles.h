@@ -2,6 +2,7 @@
 // Building blocks of the kernels in kernels.cc and onebit_kernels.cc. Included by files that are compiled once per
 // instruction set, so everything is local to the including file.
 #pragma once
+#include "cpu/codecs.h"
 #include "cpu/kernels.h"
 #include "cpu/prefetch.h"
 #include "cpu/registers.h"
@@ -117,9 +118,26 @@ inline void store(const float *from, const Slot &slot, int64_t index, int64_t n,
     });
 }
 
+/// Calls body(i, random) for each i below n, with the random bits of element first + i. A loop has elements with the same
+/// upper 32 bits, so that it has no 64-bit operations.
+template <class Body> void for_random_rows(uint64_t key, int64_t first, int64_t n, const Body &body) {
+    for (int64_t begin = 0; begin < n;) {
+        const auto element = uint64_t(first + begin);
+        const int64_t end = least(n, begin + int64_t((uint64_t(1) << 32) - (element & 0xffffffffu)));
+        const RandomRow row(key, element);
+        const uint32_t low = uint32_t(element) - uint32_t(begin);
+        DSOPT_LOOP_NO_ALIAS
+        for (int64_t i = begin; i < end; ++i) body(i, row.bits(low + uint32_t(i)));
+        begin = end;
+    }
+}
+inline void round_stochastically(float *p, uint64_t key, int64_t first, int64_t n) {
+    for_random_rows(key, first, n, [&](int64_t i, uint32_t random) { p[i] = round_stochastic_bf16(p[i], random); });
+}
+
 inline void load_moment(const Moment &moment, int64_t index, int64_t n, float *to) {
     const auto load_codes = [&]<class Codec>(Codec) {
-        load_block<Codec>(element<uint8_t>(moment.data, index), moment.scale[index / kBlock], n, to);
+        load_stored_block<Codec>(element<uint8_t>(moment.data, index), moment.scale[index / kBlock], n, to);
     };
     switch (moment.format) {
     case Format::f32:
@@ -135,7 +153,7 @@ inline void load_moment(const Moment &moment, int64_t index, int64_t n, float *t
 inline void store_moment(const float *from, const Moment &moment, int64_t index, int64_t n, uint64_t key,
                          int64_t first) {
     const auto store_codes = [&]<class Codec>(Codec) {
-        store_block<Codec>(from, n, element<uint8_t>(moment.data, index), moment.scale + index / kBlock);
+        store_stored_block<Codec>(from, n, element<uint8_t>(moment.data, index), moment.scale + index / kBlock);
     };
     switch (moment.format) {
     case Format::f32:
@@ -143,10 +161,9 @@ inline void store_moment(const float *from, const Moment &moment, int64_t index,
     case Format::bf16: return store(from, {moment.data, Dtype(moment.format)}, index, n);
     case Format::bf16_random: {
         auto *const to = element<uint16_t>(moment.data, index);
-        for (int64_t i = 0; i < n; ++i)
-            to[i] =
-                uint16_t(bits_of(round_stochastic_bf16(from[i], random_bits(key, uint64_t(first + index + i)))) >> 16);
-        return;
+        return for_random_rows(key, first + index, n, [&](int64_t i, uint32_t random) {
+            to[i] = uint16_t(bits_of(round_stochastic_bf16(from[i], random)) >> 16);
+        });
     }
     case Format::e4m3: return store_codes(E4M3{});
     case Format::q8: return store_codes(Q8{});
@@ -188,9 +205,19 @@ inline float *open_weights(const TensorJob &job, int64_t index, int64_t n, Buffe
     for (int64_t i = 0; i < n; ++i) buffer.at[i] = join_master({weight[i], remainder[i]});
     return buffer.at;
 }
-inline void store_remainders(const float *masters, const TensorJob &job, int64_t index, int64_t n) {
-    uint16_t *const remainder = job.remainder + index;
-    for (int64_t i = 0; i < n; ++i) remainder[i] = split_master(masters[i]).remainder;
+/// Stores remainders and, unless `skips_weights`, the weights.
+inline void store_masters(const float *masters, const TensorJob &job, int64_t index, int64_t n, bool skips_weights) {
+    uint16_t *const remainder = job.remainder + index, *const weight = element<uint16_t>(job.data[kWeight], index);
+    if (skips_weights) {
+        for (int64_t i = 0; i < n; ++i) remainder[i] = split_master(masters[i]).remainder;
+        return;
+    }
+    DSOPT_LOOP_NO_ALIAS
+    for (int64_t i = 0; i < n; ++i) {
+        const SplitMaster split = split_master(masters[i]);
+        weight[i] = split.weight;
+        remainder[i] = split.remainder;
+    }
 }
 /// Rounds masters to the weights that belong to their remainders.
 inline void store_split_weights(const float *masters, void *weights, int64_t index, int64_t n) {
@@ -368,10 +395,6 @@ inline void write_outputs(const Span &span, const float *weights, const float *c
     if (job.zeroes) zero_gradients(job, index, n);
 }
 
-inline void round_stochastically(float *p, uint64_t key, int64_t first, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) p[i] = round_stochastic_bf16(p[i], random_bits(key, uint64_t(first + i)));
-}
-
 /// True if the weights must not be written: DSOPT_STEP_OUT_ONLY leaves parameters unchanged. A separate master is state
 /// and is written, and so are remainders.
 inline bool skips_weight_store(const Span &span) {
@@ -400,12 +423,10 @@ public:
         if (job.stochastic)
             round_stochastically(tile_, rounding_key(job.random_key, span_.step), job.range.begin + index, n);
         if (compares_) apply([](float now, float &old) { old = now - old; }, n, tile_, change_.at);
-        if (job.remainder != nullptr) {
-            store_remainders(tile_, job, index, n);
-            if (!skips_store_) store_split_weights(tile_, job.data[kWeight], index, n);
-        } else if (!skips_store_) {
+        if (job.remainder != nullptr)
+            store_masters(tile_, job, index, n, skips_store_);
+        else if (!skips_store_)
             dsopt::cpu::close(tile_, job.weight(), index, n);
-        }
         if (job.copy()) store(tile_, job.copy(), index, n, span_.streaming);
         write_outputs(span_, tile_, change_.at, index, n);
     }

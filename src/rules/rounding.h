@@ -20,15 +20,26 @@ DSOPT_HD uint64_t rounding_key(uint64_t tensor_key, int64_t step) {
     return mix64(tensor_key + uint64_t(step) * 0x9e3779b97f4a7c15ull);
 }
 
-/// Returns 16 random bits for an element. Uses 32-bit operations only, which vectorise.
+/// The part of random_bits() that elements with the same upper 32 bits of their index share.
+struct RandomRow {
+    uint32_t low, high; // of the key
+    DSOPT_HD RandomRow(uint64_t key, uint64_t element) :
+        low(uint32_t(key)),
+        high(uint32_t(key >> 32) ^ (uint32_t(element >> 32) * 0xc2b2ae3du)) {}
+    /// Uses 32-bit operations only, which vectorise. `element`: the lower 32 bits of its index.
+    DSOPT_HD uint32_t bits(uint32_t element) const {
+        uint32_t h = element * 0x9e3779b1u + low;
+        h ^= h >> 16;
+        h *= 0x85ebca6bu;
+        h ^= high;
+        h ^= h >> 13;
+        h *= 0xc2b2ae35u;
+        return (h ^ (h >> 16)) & 0xffffu;
+    }
+};
+/// Returns 16 random bits for an element.
 DSOPT_HD uint32_t random_bits(uint64_t key, uint64_t element) {
-    uint32_t h = uint32_t(element) * 0x9e3779b1u + uint32_t(key);
-    h ^= h >> 16;
-    h *= 0x85ebca6bu;
-    h ^= uint32_t(key >> 32) ^ (uint32_t(element >> 32) * 0xc2b2ae3du);
-    h ^= h >> 13;
-    h *= 0xc2b2ae35u;
-    return (h ^ (h >> 16)) & 0xffffu;
+    return RandomRow(key, element).bits(uint32_t(element));
 }
 
 /// Returns the bf16 number below or above `value`, as a float. Inf and NaN are converted by f32_to_bf16().

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codecs of rules/formats.h on vector registers, with the bits of load_block() and store_block(). Included by files that
+// are compiled once per instruction set, so everything is local to the including file.
+#pragma once
+#include "cpu/registers.h"
+#include "rules/formats.h"
+
+namespace dsopt::cpu {
+namespace {
+
+/// Codecs of a block without registers.
+template <class Codec> void load_codes(const uint8_t *codes, float scale, int64_t begin, int64_t n, float *x) {
+    load_block<Codec>(codes + begin, scale, n - begin, x + begin);
+}
+template <class Codec>
+void store_codes(const float *x, const BlockScale &by, int64_t begin, int64_t n, uint8_t *codes) {
+    static constexpr auto map = Codec::map();
+    for (int64_t i = begin; i < n; ++i) codes[i] = Codec::code_of(map, x[i], by.factor);
+}
+
+#if DSOPT_HAS_REGISTERS
+
+typedef int32_t Integers __attribute__((vector_size(kWide * 4)));
+
+inline Words broadcast(uint32_t bits) { return Words{} + bits; }
+inline Floats broadcast(float value) { return Floats{} + value; }
+
+/// Loads kWide codes as words.
+DSOPT_HD Words load_bytes(const uint8_t *from) {
+#if defined(__AVX512F__)
+    return Words(_mm512_maskz_cvtepu8_epi32(0xffff, read<__m128i>(from)));
+#elif defined(__AVX2__)
+    return Words(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from))));
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kWide)));
+    return __builtin_convertvector(read<Bytes>(from), Words);
+#endif
+}
+/// Stores words from 0 to 255 as bytes.
+DSOPT_HD void store_bytes(Words x, uint8_t *to) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, __m512i(x));
+    __builtin_memcpy(to, &bytes, sizeof bytes);
+#elif defined(__AVX2__)
+    const __m128i halves =
+        _mm_packus_epi32(_mm256_castsi256_si128(__m256i(x)), _mm256_extracti128_si256(__m256i(x), 1));
+    const __m128i bytes = _mm_packus_epi16(halves, halves);
+    __builtin_memcpy(to, &bytes, 8);
+#else
+    typedef uint8_t Bytes __attribute__((vector_size(kWide)));
+    const Bytes bytes = __builtin_convertvector(x, Bytes);
+    __builtin_memcpy(to, &bytes, sizeof bytes);
+#endif
+}
+
+/// A table of eight words, from which each lane selects by the lower three bits of its index.
+class Table {
+public:
+    explicit Table(const uint32_t (&words)[8]) {
+#if defined(__AVX512F__)
+        table_ = _mm512_maskz_broadcast_i64x4(0xff, read<__m256i>(words));
+#elif defined(__AVX2__)
+        table_ = read<__m256i>(words);
+#else
+        for (int k = 0; k < 2; ++k) table_.val[k] = vld1q_u8(reinterpret_cast<const uint8_t *>(words + 4 * k));
+#endif
+    }
+    DSOPT_HD Words operator[](Words index) const {
+#if defined(__AVX512F__)
+        return Words(_mm512_maskz_permutexvar_epi32(0xffff, __m512i(index), table_));
+#elif defined(__AVX2__)
+        return Words(_mm256_permutevar8x32_epi32(table_, __m256i(index)));
+#else
+        const Words bytes = (index & 7) * 0x04040404u + 0x03020100u;
+        return Words(vqtbl2q_u8(table_, uint8x16_t(bytes)));
+#endif
+    }
+
+private:
+#if defined(__AVX512F__)
+    __m512i table_;
+#elif defined(__AVX2__)
+    __m256i table_;
+#else
+    uint8x16x2_t table_;
+#endif
+};
+
+/// Codecs of registers: level() returns what code_of() stands for, before the multiplication by the scale.
+template <class Codec> struct RegisterCodec;
+
+template <> struct RegisterCodec<E4M3> {
+    DSOPT_HD Floats level(Words code) const {
+        const Floats magnitude = Floats((code & 0x7f) << 20) * float_of(0x7b800000u /* 2^120 */);
+        return Floats(Words(magnitude) | (code & 0x80) << 24);
+    }
+    DSOPT_HD Words code_of(Floats x, Floats factor) const {
+        const Words bits = Words(x * factor), magnitude = bits & 0x7fffffffu;
+        const Words subnormal = Words(Floats(magnitude) + 16384.0f) - 0x46800000u;
+        const Words normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - 960;
+        return (Integers(magnitude) < 0x3c800000 ? subnormal : normal) | (bits >> 24 & 0x80);
+    }
+};
+
+/// The position of a magnitude in a dynamic map, see position_in().
+struct RegisterMap {
+    explicit RegisterMap(const DynamicMap &map) :
+        first(map.first),
+        distance(map.distance),
+        inverse(map.inverse),
+        begin(map.begin) {
+        for (int k = 0; k < 7; ++k) end[k] = broadcast(float_of(map.end[k]));
+    }
+    /// Level 2^h + j of decade `index`; `n` is that number.
+    DSOPT_HD Floats level(Floats n, Words exponent, Words index) const {
+        const Floats j = n - Floats(exponent);
+        return Floats(first[index]) + Floats(distance[index]) * j;
+    }
+    /// Returns j, at most `last`.
+    DSOPT_HD Integers position(Floats magnitude, Integers &decade) const {
+        decade = Integers{};
+        for (int k = 0; k < 7; ++k) decade -= magnitude > end[k];
+        const Floats offset = (magnitude - Floats(begin[Words(decade)])) * Floats(inverse[Words(decade)]);
+        const Integers j = __builtin_convertvector(offset, Integers);
+        return j < 0 ? Integers{} : j;
+    }
+    const Table first, distance, inverse, begin;
+    Floats end[7];
+};
+DSOPT_HD Integers smaller(Integers a, Integers b) { return a < b ? a : b; }
+constexpr uint32_t kExponent = 0x7f800000u;
+
+template <> struct RegisterCodec<Q8> {
+    const RegisterMap map{Q8::map()};
+    DSOPT_HD Floats level(Words code) const {
+        const Integers z = Integers(code) - 127, negative = z >> 31;
+        const Integers count = (z ^ negative) - negative;
+        const Floats n = __builtin_convertvector(count, Floats);
+        const Words exponent = Words(n) & kExponent;
+        const Floats magnitude = map.level(n, exponent, (exponent >> 23) + 1);
+        return Floats((count == 0 ? Words{} : Words(magnitude)) | (Words(negative) & 0x80000000u));
+    }
+    DSOPT_HD Words code_of(Floats x, Floats factor) const {
+        const Words y = Words(x * factor);
+        const Floats magnitude = Floats(y & 0x7fffffffu);
+        Integers decade, j = map.position(magnitude, decade);
+        const Integers levels = (Integers{} + 1) << decade, negative = Integers(y) >> 31;
+        Integers q = levels + smaller(j, levels - 1);
+        q = magnitude > float_of(Q8::kHalfOfFirst) ? q : Integers{};
+        q = smaller(q, negative + 128);
+        return Words((q ^ negative) - negative + 127);
+    }
+};
+
+template <> struct RegisterCodec<Q8Squares> {
+    const RegisterMap map{Q8Squares::map()};
+    DSOPT_HD Floats level(Words code) const {
+        const Floats n = __builtin_convertvector(Integers(code) + 1, Floats);
+        const Words exponent = Words(n) & kExponent;
+        const Floats magnitude = map.level(n, exponent, exponent >> 23);
+        return code == 0 ? Floats{} : magnitude;
+    }
+    DSOPT_HD Words code_of(Floats x, Floats factor) const {
+        const Floats magnitude = Floats(Words(x * factor) & 0x7fffffffu);
+        Integers decade, j = map.position(magnitude, decade);
+        const Integers levels = (Integers{} + 2) << decade;
+        const Integers q = levels + smaller(j, levels - 1) - 1;
+        return Words(x > 0 ? q : Integers{});
+    }
+};
+
+/// Largest magnitudes of the elements without and with a sign, as integers.
+struct Extremes {
+    Words positive{}, negative{};
+    DSOPT_HD void add(Floats x) {
+        const Words bits = Words(x), magnitude = bits & 0x7fffffffu;
+        const Integers sign = Integers(bits) >> 31;
+        const Words with = magnitude & Words(sign), without = magnitude & ~Words(sign);
+        positive = without > positive ? without : positive;
+        negative = with > negative ? with : negative;
+    }
+    static uint32_t largest(Words x, uint32_t so_far) {
+        for (int k = 0; k < kWide; ++k) so_far = x[k] > so_far ? x[k] : so_far;
+        return so_far;
+    }
+};
+#endif
+
+/// Loads a block of n elements.
+template <class Codec> void load_stored_block(const uint8_t *codes, float scale, int64_t n, float *x) {
+    int64_t i = 0;
+#if DSOPT_HAS_REGISTERS
+    const RegisterCodec<Codec> codec;
+    for (; i + kWide <= n; i += kWide) write(codec.level(load_bytes(codes + i)) * scale, x + i);
+#endif
+    if (i < n) load_codes<Codec>(codes, scale, i, n, x);
+}
+
+/// Stores a block of n elements, at most kBlock.
+template <class Codec> void store_stored_block(const float *x, int64_t n, uint8_t *codes, float *scale) {
+    int64_t i = 0;
+    uint32_t positive = 0, negative = 0;
+#if DSOPT_HAS_REGISTERS
+    Extremes extremes;
+    for (; i + kWide <= n; i += kWide) extremes.add(load(x + i, F32{}));
+    positive = Extremes::largest(extremes.positive, 0);
+    negative = Extremes::largest(extremes.negative, 0);
+#endif
+    for (; i < n; ++i) {
+        const uint32_t bits = bits_of(x[i]), magnitude = bits & 0x7fffffffu;
+        uint32_t &largest = bits >> 31 ? negative : positive;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const BlockScale by =
+        Codec::scale(positive > negative ? positive : negative, float_of(positive), float_of(negative));
+    *scale = by.scale;
+    if (by.zeros) {
+        __builtin_memset(codes, 0, size_t(n));
+        return;
+    }
+    i = 0;
+#if DSOPT_HAS_REGISTERS
+    const RegisterCodec<Codec> codec;
+    const Floats factor = broadcast(by.factor);
+    for (; i + kWide <= n; i += kWide) store_bytes(codec.code_of(load(x + i, F32{}), factor), codes + i);
+#endif
+    store_codes<Codec>(x, by, i, n, codes);
+}
+
+} // namespace
+} // namespace dsopt::cpu
