@@ -225,19 +225,25 @@ void move(const Arrays &arrays, const Low &low, size_t tensor, int64_t begin, in
     Bytes any8 = {};
     uint8_t zero = 0;
     benchmark::DoNotOptimize(zero);
-    const auto touch = [&](auto &sum_of_reads, auto &value) {
-        if constexpr (StoresLow)
-            value |= zero;
-        else
-            sum_of_reads |= value;
-    };
     const int64_t whole = begin + (end - begin) / 16 * 16;
     for (int64_t k = begin; k < whole; k += 16) {
         for (int i = 0; i < Reads; ++i) sum += *reinterpret_cast<const Floats *>(read[i] + k);
         for (int i = 0; i < Changes; ++i) *reinterpret_cast<Floats *>(change[i] + k) += 1e-9f;
         if constexpr (Reads16 > 0) any |= *reinterpret_cast<const Halves *>(grad + k);
-        for (int i = 0; i < Low16; ++i) touch(any, *reinterpret_cast<Halves *>(half[i] + k));
-        for (int i = 0; i < Low8; ++i) touch(any8, *reinterpret_cast<Bytes *>(byte[i] + k));
+        for (int i = 0; i < Low16; ++i) {
+            Halves &low16 = *reinterpret_cast<Halves *>(half[i] + k);
+            if constexpr (StoresLow)
+                low16 |= zero;
+            else
+                any |= low16;
+        }
+        for (int i = 0; i < Low8; ++i) {
+            Bytes &low8 = *reinterpret_cast<Bytes *>(byte[i] + k);
+            if constexpr (StoresLow)
+                low8 |= zero;
+            else
+                any8 |= low8;
+        }
         for (int i = 0; i < Low8 && k % Pass::kBlock == 0; ++i) {
             sum[0] += scale[i][k / Pass::kBlock];
             if constexpr (StoresLow) scale[i][k / Pass::kBlock] += zero;
