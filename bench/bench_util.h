@@ -73,7 +73,9 @@ struct List {
             offset += rounded(n, dtype);
         }
     }
-    static size_t element(int32_t dtype) { return dtype == DSOPT_DTYPE_F32 ? 4 : 2; }
+    static size_t element(int32_t dtype) {
+        return dtype == DSOPT_DTYPE_F32 ? 4 : dtype == DSOPT_DTYPE_U8 || dtype == DSOPT_DTYPE_F8_E4M3 ? 1 : 2;
+    }
     static size_t rounded(int64_t n, int32_t dtype) { return (size_t(n) * element(dtype) + 63) / 64 * 64; }
     static size_t bytes(const std::vector<int64_t> &sizes, int32_t dtype) {
         size_t sum = 64;

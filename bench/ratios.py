@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ratios.py FOLDER [LIST...]: runs the benches in FOLDER (build/bench) in rounds; medians and ratios as Markdown.
 
-First bench_steps: each rule in each precision and a probe that moves the same memory without the arithmetic; then
-bench_mixed: the mixed-precision step, fp32 and the original's passes.
+First bench_steps: each rule in each precision and a probe that moves the same memory without the arithmetic. Rows whose
+moments are in low precision, such as adamw_e4m3, also have the time of the step with fp32 moments divided by theirs.
+Then bench_mixed: the mixed-precision step, fp32 and the original's passes.
 
 Absolute times on a shared machine are not comparable: its bandwidth drifts by half within a minute. So a round is
 short, its rows are interleaved, and ratios are formed within the round. The tables have the medians of the rounds.
@@ -18,7 +19,8 @@ import subprocess
 import sys
 
 LISTS = ["1x67108864", "gpt2-124m", "bert-large", "resnet50", "10000x1000", "1x1048576", "1x65536"]
-FORMS = ["f32", "f16", "bf16", "delta"]
+FORMS = ["f32", "f16", "bf16", "delta", "remainder", "random"]
+FORMATS = re.compile("_(bf16|e4m3|q8)(?=/)")  # of moments
 PASSES = [("BM_Probe30", "BM_Mixed/f16"), ("BM_Probe30", "BM_Mixed/bf16"), ("BM_Mixed/f16", "BM_Fp32"),
           ("BM_Mixed/bf16", "BM_Fp32"), ("BM_SevenPass", "BM_Mixed/f16"), ("BM_SevenPass", "BM_Mixed/bf16")]
 ONLY = os.environ.get("ONLY", "")
@@ -49,7 +51,7 @@ def cases_of(bench):
 
 
 def steps(bench, lists):
-    print("| list | step | ms | probe / step | quartiles |\n| --- | --- | --- | --- | --- |")
+    print("| list | step | ms | probe / step | quartiles | fp32 moments / step |\n|" + " --- |" * 6)
     cases = cases_of(bench)
     for name in lists:
         for form in FORMS:
@@ -60,9 +62,12 @@ def steps(bench, lists):
             for case in selected:
                 ratios = sorted(times["Probe/" + case] / times["Step/" + case] for times in results)
                 low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-                print("| %s | %s | %.4g | %.2f | %.2f to %.2f |" % (
+                fp32, to_fp32 = FORMATS.sub("", case), ""
+                if fp32 != case and fp32 in selected:
+                    to_fp32 = "%.2f" % statistics.median(t["Step/" + fp32] / t["Step/" + case] for t in results)
+                print("| %s | %s | %.4g | %.2f | %.2f to %.2f | %s |" % (
                     name, case, statistics.median(times["Step/" + case] for times in results),
-                    statistics.median(ratios), low, high),
+                    statistics.median(ratios), low, high, to_fp32),
                     flush=True)
 
 

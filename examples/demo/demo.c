@@ -7,6 +7,7 @@
 #include "demo_model.h"
 #include "demo_pool.h"
 #include "demo_report.h"
+#include "demo_rows.h"
 #include "demo_svg.h"
 #include "demo_text.h"
 #include "dsopt.h"
@@ -23,75 +24,6 @@
 // so the result does not depend on the number of threads.
 enum { QUARTERS = 4, QUARTER_BATCH = MAX_ROWS, BATCH = QUARTERS * QUARTER_BATCH };
 enum { SEED = 1, SAMPLE = 200 };
-
-struct row {
-    const char *name;  // short, for the table
-    const char *title; // long form
-    int32_t algorithm;
-    double lr; // the maximum
-    // If not 0, weights and gradients are F16 and this is the initial scale. 0: they are F32.
-    double loss_scale;
-    // If not 0: one rank per quarter of the batch, each with separate weights, connected by a comm.
-    int ranks;
-    const char *checkpoint; // file name
-};
-static const struct row rows[] = {
-    {.name = "fp32 AdamW",
-     .title = "fp32 AdamW",
-     .algorithm = DSOPT_ALGORITHM_ADAMW,
-     .lr = 2e-3,
-     .checkpoint = "adamw.safetensors"},
-    // The scale is so large that the first steps overflow: the scaler must find the right one.
-    {.name = "fp16 AdamW",
-     .title = "fp16 AdamW: fp16 weights, f32 masters, dynamic loss scaling",
-     .algorithm = DSOPT_ALGORITHM_ADAMW,
-     .lr = 2e-3,
-     .loss_scale = 0x1p24,
-     .checkpoint = "fp16.safetensors"},
-    {.name = "1-bit Adam, 4 ranks",
-     .title = "1-bit Adam on 4 ranks",
-     .algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM,
-     .lr = 2e-3,
-     .ranks = 1,
-     .checkpoint = "onebit_adam.safetensors"},
-    {.name = "0/1 Adam, 4 ranks",
-     .title = "0/1 Adam on 4 ranks",
-     .algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM,
-     .lr = 2e-3,
-     .ranks = 1,
-     .checkpoint = "zero_one_adam.safetensors"},
-};
-enum { ROWS = sizeof rows / sizeof rows[0] };
-
-struct plan {
-    int64_t steps, warm_up, points; // points: of the held-out curve, in addition to the one before the first step
-    // Maximum number of characters; if there are more, evenly spaced ones are used.
-    size_t held_out;
-    int32_t scale_window; // good steps until the loss scale is doubled
-    int64_t freeze_step;  // 1-bit Adam: the variance is updated until this step
-    int64_t zero_one_freeze_step;
-    int64_t var_interval_steps;   // 0/1 Adam: number of updates of the variance until they become half as frequent
-    int64_t local_interval_steps; // 0/1 Adam: then ranks exchange in ever fewer steps, down to every fourth
-};
-// A training of days uses a window of 1000 good steps, with which the loss scale would hardly change in this short run.
-static const struct plan full_plan = {.steps = 3000,
-                                      .warm_up = 150,
-                                      .points = 24,
-                                      .held_out = 32768,
-                                      .scale_window = 200,
-                                      .freeze_step = 600,
-                                      .zero_one_freeze_step = 1000,
-                                      .var_interval_steps = 100,
-                                      .local_interval_steps = 250};
-static const struct plan quick_plan = {.steps = 40,
-                                       .warm_up = 4,
-                                       .points = 5,
-                                       .held_out = 1024,
-                                       .scale_window = 10,
-                                       .freeze_step = 10,
-                                       .zero_one_freeze_step = 16,
-                                       .var_interval_steps = 8,
-                                       .local_interval_steps = 10};
 
 // One of several ranks: a thread that steps on a quarter of the batch. The first rank uses the trainer's own weights.
 struct rank {
@@ -115,11 +47,11 @@ struct trainer {
     double loss[QUARTERS]; // results of the pool
     dsopt_optimizer *optimizer;
     dsopt_tensor params[TENSORS], grads[TENSORS]; // tensors of the model's computation, always F32
-    // With loss scaling the optimizer works on these F16 tensors instead. The model simulates one that computes in F16:
-    // its weights, and the gradients that it passes to the optimizer, are rounded to F16.
+    // With 16-bit weights the optimizer works on these tensors instead. The model simulates one that computes in 16
+    // bits: its weights, and the gradients that it passes to the optimizer, are rounded.
     dsopt_tensor half_params[TENSORS], half_grads[TENSORS];
-    uint16_t *half; // memory of both lists
-    dsopt_scaler *scaler;
+    uint16_t *half;       // memory of both lists; NULL: weights are F32
+    dsopt_scaler *scaler; // NULL: no loss scaling
     const float *loss_scale;
     struct rank rank[QUARTERS];
     const struct row *row;
@@ -163,6 +95,8 @@ static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *ro
     desc.max_norm = 1.0;
     desc.scaler = t->scaler;
     desc.data = comm;
+    desc.masters = row->masters;
+    desc.seed = SEED; // of moments that are rounded at random
     if (comm) desc.flags = DSOPT_OPTIMIZER_AVERAGES;
     check(dsopt_optimizer_create(t->context, &desc, &optimizer));
     check(dsopt_group_init(&group, sizeof group, row->algorithm));
@@ -174,8 +108,11 @@ static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *ro
         group.max_local_interval = 4;
     }
     group.weight_decay = 0.01;
+    group.exp_avg_format = row->exp_avg_format;
+    group.exp_avg_sq_format = row->exp_avg_sq_format;
     check(dsopt_optimizer_add_group(optimizer, &group, params, WEIGHTS));
-    group.weight_decay = 0; // a bias needs no decay
+    group.weight_decay = 0;                                            // a bias needs no decay
+    group.exp_avg_format = group.exp_avg_sq_format = DSOPT_MOMENT_F32; // biases are too few to save bytes
     check(dsopt_optimizer_add_group(optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
     return optimizer;
 }
@@ -243,11 +180,13 @@ static void destroy_ranks(struct trainer *t) {
 static void create_half(struct trainer *t, const struct row *row) {
     uint16_t *next = t->half = check_memory(calloc(2 * t->parameters->size, sizeof *t->half));
     for (int i = 0; i < TENSORS; next += t->params[i++].numel)
-        t->half_params[i] = (dsopt_tensor){next, t->params[i].numel, DSOPT_DTYPE_F16, 0};
+        t->half_params[i] = (dsopt_tensor){next, t->params[i].numel, row->dtype, 0};
     for (int i = 0; i < TENSORS; next += t->grads[i++].numel)
-        t->half_grads[i] = (dsopt_tensor){next, t->grads[i].numel, DSOPT_DTYPE_F16, 0};
+        t->half_grads[i] = (dsopt_tensor){next, t->grads[i].numel, row->dtype, 0};
     check(dsopt_tensors_axpby(t->context, NULL, t->params, 0, t->half_params, TENSORS, NULL));
+}
 
+static void create_scaler(struct trainer *t, const struct row *row) {
     DSOPT_NEW(dsopt_scaler_desc, desc);
     desc.init = row->loss_scale;
     desc.window = t->plan->scale_window;
@@ -277,11 +216,12 @@ static void trainer_create(struct trainer *t, const struct row *row, const struc
         t->grads[i] = (dsopt_tensor){t->gradient[0]->tensor[i], shapes[i].numel, DSOPT_DTYPE_F32, 0};
     }
     t->row = row;
-    if (row->loss_scale > 0) create_half(t, row);
+    if (row->dtype) create_half(t, row);
+    if (row->loss_scale > 0) create_scaler(t, row);
     if (row->ranks)
         create_ranks(t);
     else
-        t->optimizer = create_optimizer(t, row, t->scaler ? t->half_params : t->params, NULL);
+        t->optimizer = create_optimizer(t, row, t->half ? t->half_params : t->params, NULL);
 }
 
 static void trainer_destroy(struct trainer *t) {
@@ -355,13 +295,13 @@ static void quarter_held_out(void *trainer, int q) {
 
 // Converts the optimizer's weights to fp32 for the model.
 static void params_to_fp32(struct trainer *t) {
-    if (t->scaler) check(dsopt_tensors_axpby(t->context, NULL, t->half_params, 0, t->params, TENSORS, NULL));
+    if (t->half) check(dsopt_tensors_axpby(t->context, NULL, t->half_params, 0, t->params, TENSORS, NULL));
 }
 
 // Converts the model's gradients to 16 bits for the optimizer. Values too large for F16 become infinite, which is why
-// steps are skipped. Values too small become zero, which is why gradients are scaled.
-static void grads_to_fp16(struct trainer *t) {
-    if (!t->scaler) return;
+// steps are skipped. Values too small become zero, which is why gradients are scaled. BF16 has the range of F32.
+static void grads_to_half(struct trainer *t) {
+    if (!t->half) return;
     check(dsopt_tensors_axpby(t->context, NULL, t->grads, 0, t->half_grads, TENSORS, NULL));
     // The backward pass adds to the gradients.
     check(dsopt_zero_grad(t->context, t->grads, TENSORS, DSOPT_ZERO_FILL, NULL));
@@ -415,13 +355,13 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
         const double loss = batch_gradient(t, step);
         smooth = 0.98 * smooth + loss;
         weight = 0.98 * weight + 1;
-        grads_to_fp16(t); // not part of the optimizer's time: a model that computes in F16 has no such pass
+        grads_to_half(t); // not part of the optimizer's time: a model that computes in 16 bits has no such pass
 
         const double before = now();
         DSOPT_NEW(dsopt_step, args);
-        args.grads = t->scaler ? t->half_grads : t->grads;
+        args.grads = t->half ? t->half_grads : t->grads;
         args.count = TENSORS;
-        args.flags = t->scaler ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds to the gradients
+        args.flags = t->half ? 0 : DSOPT_STEP_ZERO_GRADS; // the backward pass adds to the gradients
         const double lr = learning_rate(plan, row->lr, step);
         for (int q = 1; q < t->ranks; ++q)
             check(dsopt_optimizer_set(t->rank[q].optimizer, DSOPT_ALL_GROUPS, DSOPT_KEY_LR, lr));
@@ -436,6 +376,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
     result->first_loss = result->curve_loss[0];
     check(dsopt_optimizer_report(t->optimizer, &report));
     result->skipped = report.skipped;
+    result->state_bytes = (double)report.state_bytes / (double)t->parameters->size;
     if (t->scaler) print_loss_scale(row->loss_scale, report.loss_scale, report.skipped);
     if (t->ranks) {
         DSOPT_NEW(dsopt_comm_info, info);

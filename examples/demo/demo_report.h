@@ -9,6 +9,7 @@ struct result {
     const char *name;
     double first_loss, final_loss; // held-out, nats per character
     int64_t skipped;               // steps
+    double state_bytes;            // of the optimizer, per parameter; with ranks, of the first rank
     double bytes_sent;             // per rank and step; 0 without ranks
     double reduction;              // bytes of averaging fp32 gradients / bytes_sent
     int64_t steps;

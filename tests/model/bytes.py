@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""bytes.py ROOT LIBDSOPT: compares the byte formulas of bench/alpha_beta.py with the counts and buffer sizes of the
-engine."""
+"""bytes.py ROOT LIBDSOPT: compares with the engine's counts and buffer sizes: the byte formulas of bench/alpha_beta.py,
+and the bytes per element in the table of docs/low_precision.md."""
 import ctypes
 import os
+import re
 import sys
 
 os.environ["DSOPT_LIBRARY"] = sys.argv[2]
@@ -106,4 +107,67 @@ for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer size
             sys.exit("%s: two levels reduce the bytes that leave a node by a factor of %.3f, not 8" %
                      (name, leaving / two))
         checked += 2
+ELEMENTS = 4096  # of the parameter in the table of docs/low_precision.md: whole blocks
+FORMATS = {name: getattr(abi, "DSOPT_MOMENT_" + name) for name in ("F32", "BF16", "BF16_RANDOM", "E4M3", "Q8")}
+COLUMNS = {  # algorithm, dtype of weights and gradients, fields of dsopt_optimizer_desc
+    "F32": ("ADAMW", "F32", {}),
+    "BF16, F32 master": ("ADAMW", "BF16", {}),
+    "BF16, remainder": ("ADAMW", "BF16", {"masters": abi.DSOPT_MASTERS_REMAINDER}),
+    "BF16, no master": ("ADAMW", "BF16", {"flags": abi.DSOPT_OPTIMIZER_NO_MASTER}),
+    "LAMB, F32": ("LAMB", "F32", {})}
+
+
+def state_of(optimizer):
+    """Returns the bytes of each state tensor of the only parameter, by name."""
+    count, state = ctypes.c_int64(), {}
+    check(abi.lib.dsopt_optimizer_state_count(optimizer, ctypes.byref(count)))
+    size = {abi.DSOPT_DTYPE_F32: 4, abi.DSOPT_DTYPE_BF16: 2, abi.DSOPT_DTYPE_I16: 2, abi.DSOPT_DTYPE_U8: 1,
+            abi.DSOPT_DTYPE_F8_E4M3: 1}
+    for i in range(count.value):
+        info = abi.dsopt_state_info()
+        check(abi.lib.dsopt_optimizer_state(optimizer, i, ctypes.byref(info)))
+        if info.param == 0:
+            state[info.name.decode()] = info.tensor.numel * size[info.tensor.dtype]
+    return state
+
+
+def step_bytes(column, moments):
+    """Returns the bytes per element that a step moves and that the engine and the caller keep, as text."""
+    algorithm, dtype, fields = COLUMNS[column]
+    width = 4 if dtype == "F32" else 2
+    memory = [(ctypes.c_char * (width * ELEMENTS))() for _ in range(2)]
+    weight, grad = (abi.dsopt_tensor(ctypes.addressof(one), ELEMENTS, getattr(abi, "DSOPT_DTYPE_" + dtype))
+                    for one in memory)
+    optimizer, group = ctypes.c_void_p(), abi.dsopt_group()
+    check(abi.lib.dsopt_optimizer_create(context.handle, ctypes.byref(abi.dsopt_optimizer_desc(**fields)),
+                                         ctypes.byref(optimizer)))
+    check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group),
+                                   getattr(abi, "DSOPT_ALGORITHM_" + algorithm)))
+    group.exp_avg_format, group.exp_avg_sq_format = (FORMATS[name] for name in moments.split(", "))
+    param = abi.dsopt_param(tensor=weight)
+    check(abi.lib.dsopt_optimizer_add_group(optimizer, ctypes.byref(group), ctypes.byref(param), 1))
+    check(abi.lib.dsopt_optimizer_step(optimizer, ctypes.byref(abi.dsopt_step(grads=ctypes.addressof(grad), count=1))))
+    state, report = state_of(optimizer), abi.dsopt_report()
+    check(abi.lib.dsopt_optimizer_report(optimizer, ctypes.byref(report)))
+    abi.lib.dsopt_optimizer_destroy(optimizer)
+    whole = 8 if algorithm == "LAMB" else 4  # step, and LAMB's trust ratio: elements of the whole optimizer
+    expect(report.state_bytes, sum(state.values()) + whole, "state of %s, %s" % (column, moments))
+
+    one = width * ELEMENTS  # a pass over the gradient or the weight
+    moved = one + 2 * sum(state.values()) + (one if "master" in state else 2 * one)
+    if algorithm == "LAMB":  # the second pass reads the moments and updates the weight, which the first pass has read
+        moved += sum(state.values()) + one
+    kept = one + sum(state.values())
+    return " / ".join(re.sub(r"\.?0+$", "", "%.2f" % (size / ELEMENTS)) for size in (moved, kept))
+
+
+with open(os.path.join(sys.argv[1], "docs", "low_precision.md"), encoding="utf-8") as page:
+    section = page.read().split("\n## Bytes\n")[1].split("\n## ")[0]
+rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+head, _, *body = rows
+expect(set(head[1:]), set(COLUMNS), "columns of docs/low_precision.md")
+for moments, *cells in body:
+    for column, cell in zip(head[1:], cells):
+        expect(step_bytes(column, moments), cell, "bytes of %s, %s" % (column, moments))
+        checked += 1
 print("%d figures match the engine" % checked)
