@@ -108,7 +108,7 @@ CHAIN = (8, 12)  # cycles between two dependent additions in fp64
 AHEAD = 16  # loads per lane that are in flight at once during sums over leaves
 FEW = 8  # one thread adds up tensors with fewer leaves
 COUNTED = 4 * THREADS  # tensors whose steps the last block counts, and whose leaf counts it loads, per round
-JOB = 136  # bytes of a tensor's job
+JOB = 160  # bytes of a tensor's job
 
 
 class Machine(NamedTuple):

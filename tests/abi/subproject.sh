@@ -37,7 +37,7 @@ ln -s "$source" "$folder/user/subprojects/dsopt"
 cp "$source/examples/fp32.c" "$here/subproject.cc" "$folder/user"
 cat >"$folder/user/meson.build" <<'END'
 project('user', 'c', 'cpp', default_options: ['c_std=c99', 'cpp_std=c++20'])
-dsopt = dependency('dsopt', version: '>=0.2', fallback: ['dsopt', 'dsopt_dep'])
+dsopt = dependency('dsopt', version: '>=0.3', fallback: ['dsopt', 'dsopt_dep'])
 static = dependency('dsopt', static: true)
 fs = import('fs')
 if not fs.is_file(dsopt.get_variable('abi_json')) or not fs.is_file(static.get_variable('abi_json'))

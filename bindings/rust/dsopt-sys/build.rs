@@ -25,7 +25,7 @@ fn pkg_config(archive: bool) -> Result<Vec<String>, String> {
         command.arg("--static");
     }
     let output = command
-        .args(["--libs", "dsopt >= 0.2"])
+        .args(["--libs", "dsopt >= 0.3"])
         .output()
         .map_err(|error| format!("{}: {error}", Path::new(&program).display()))?;
     if !output.status.success() {
