@@ -26,7 +26,7 @@ CODES = {"F64": "d", "F32": "f", "F16": "H", "BF16": "H", "I64": "q", "I32": "i"
          "F8_E4M3": "B"}
 SMALLEST_INF = {"F16": 0x7C00, "BF16": 0x7F80}
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask",
-          "input", "x", "split_x"}
+          "input", "x", "split_x", "skip"}
 SCALES = {"loss_scale", "loss_scale_used"}
 BATCH = 128  # files per run of replay: few processes, little disk space
 
@@ -51,6 +51,8 @@ class Golden:
         inputs = set(INPUTS)
         if self.metadata()["algorithm"] in ("dynamic_loss_scaler", "fp16_scale_rule"):
             inputs.add("overflow")  # an output of the wrappers, but an input of the bare scalers
+        if self.metadata()["algorithm"] == "low_precision_import":
+            inputs |= {"param", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"}
         return [name for name in self.tensors() if name.split("/")[0] not in inputs]
 
     def bytes(self):

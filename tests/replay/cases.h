@@ -25,5 +25,6 @@ void replay_fp16_optimizer(const Case &recorded);
 void replay_low_precision(const Case &recorded);
 void replay_low_precision_codecs(const Case &recorded);
 void replay_low_precision_maps(const Case &recorded);
+void replay_low_precision_import(const Case &recorded);
 
 } // namespace replay

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // low_precision_codecs and low_precision_maps: the storage formats of src/rules/formats.h. Codes, scales and what is read
-// back must be equal.
+// back must be equal. low_precision_import: states of other libraries, whose levels differ by some units in the last
+// place.
 #include "cases.h"
+#include "layout.h"
 #include "loss_scale.h"
 #include "rules/formats.h"
 #include <algorithm>
@@ -88,7 +90,49 @@ void compare_constants(Comparison &comparison, const std::string &ending, const 
     compare("E_", map.end, 7);
 }
 
+/// Compares numbers that may differ by 3e-7 of each.
+void expect_close(Comparison &comparison, const std::string &name, const std::vector<float> &got) {
+    const Tensor &wanted = comparison.output(name, {int64_t(got.size())});
+    for (size_t i = 0; i < got.size(); ++i)
+        if (std::abs(double(got[i]) - wanted.value(int64_t(i))) > 3e-7 * std::abs(wanted.value(int64_t(i))))
+            fail("%s, element %zu: %.9g, recorded is %.9g", name.c_str(), i, double(got[i]), wanted.value(int64_t(i)));
+    comparison.whole(wanted, {got.begin(), got.end()}, {Rule::within, 3e-7 * comparison.peak(wanted)});
+}
+
+/// Reads the codes and scales of a moment.
+template <class Format> void compare_state(Comparison &comparison, const std::string &name, int32_t dtype) {
+    const Tensor *const recorded = comparison.file().find(name);
+    if (recorded == nullptr) fail("tensor %s is missing", name.c_str());
+    const Tensor &codes = comparison.input(name, dtype, recorded->shape);
+    const std::vector<float> scales =
+        floats_of(comparison.input(name + "_scale", DSOPT_DTYPE_F32, {blocks_of(codes.numel)}));
+    std::vector<float> values(size_t(codes.numel));
+    for (int64_t i = 0; i < codes.numel; i += kBlock)
+        load_block<Format>(codes.data + i, scales[size_t(i / kBlock)], std::min(kBlock, codes.numel - i),
+                           values.data() + i);
+    expect_close(comparison, name + "_value", values);
+    if (dtype != DSOPT_DTYPE_U8) return;
+    std::vector<float> levels;
+    for (int code = 0; code < 256; ++code) levels.push_back(Format::level(Format::map(), uint8_t(code)));
+    expect_close(comparison, name + "_map", levels);
+}
+
 } // namespace
+
+void replay_low_precision_import(const Case &recorded) {
+    Comparison &comparison = recorded.comparison;
+    const Tensor *const codes = comparison.file().find("exp_avg");
+    if (codes == nullptr) fail("tensor exp_avg is missing");
+    (void)read_steps(recorded.file);
+    (void)comparison.input("param", DSOPT_DTYPE_F32, codes->shape);
+    if (codes->dtype == DSOPT_DTYPE_F8_E4M3) {
+        compare_state<E4M3>(comparison, "exp_avg", DSOPT_DTYPE_F8_E4M3);
+        compare_state<E4M3>(comparison, "exp_avg_sq", DSOPT_DTYPE_F8_E4M3);
+    } else {
+        compare_state<Q8>(comparison, "exp_avg", DSOPT_DTYPE_U8);
+        compare_state<Q8Squares>(comparison, "exp_avg_sq", DSOPT_DTYPE_U8);
+    }
+}
 
 void replay_low_precision_codecs(const Case &recorded) {
     GoldenFile &file = recorded.file;
