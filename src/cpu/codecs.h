@@ -53,6 +53,26 @@ DSOPT_HD void store_bytes(Words x, uint8_t *to) {
 #endif
 }
 
+/// As round_stochastic_bf16().
+DSOPT_HD Halves rounded_at_random(Floats x, Words random) {
+    const Words bits = Words(x);
+    const Words nonfinite = x == x ? bits : bits | 0x400000;
+    return upper_halves((bits & 0x7f800000u) != 0x7f800000u ? bits + random : nonfinite);
+}
+/// As join_master(), of 16-bit elements in the upper halves of words.
+DSOPT_HD Floats joined(Words weights, Words remainders) {
+    return Floats((weights - ((remainders >> 31) << 16)) | remainders >> 16);
+}
+/// As split_master().
+struct SplitMasters {
+    Halves weights, remainders;
+    DSOPT_HD explicit SplitMasters(Floats masters) {
+        const Words bits = Words(masters);
+        weights = upper_halves(masters == masters ? bits + ((bits & 0x8000) << 1) : bits | 0x400000);
+        remainders = upper_halves(masters == masters ? bits << 16 : Words{});
+    }
+};
+
 /// A table of eight words, from which each lane selects by the lower three bits of its index.
 class Table {
 public:

@@ -66,17 +66,20 @@ DSOPT_HD bool moments_are_f32(const TensorJob &job) {
 }
 
 #if DSOPT_HAS_REGISTERS
+/// True if non-temporal stores, where the span has them, are aligned.
+bool stores_aligned(const Span &span) {
+    const auto is_aligned = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
+    return !span.streaming || (is_aligned(span.job->data[kCopy]) && is_aligned(span.job->data[kOut]));
+}
 /// True if the span can be updated in vector registers, without buffers: the types of weight and gradient have a
 /// kernel, moments are fp32, non-temporal stores are aligned, and neither sums nor stochastic rounding need whole
 /// tiles. Without masked loads and stores, a span that is shorter than a register does not qualify.
 bool fits_registers(const Span &span) {
     if (!DSOPT_HAS_MASKS && span.end - span.begin < kWide) return false;
     const TensorJob &job = *span.job;
-    const auto is_aligned = [](const void *data) { return reinterpret_cast<uintptr_t>(data) % 64 == 0; };
     const Dtype grad = job.grad().format, weight = job.weight().format;
     return job.grad() && !job.stochastic && !span.sums && moments_are_f32(job) &&
-           (weight == Dtype::f32 || grad == Dtype::f32 || weight == grad) &&
-           (!span.streaming || (is_aligned(job.data[kCopy]) && is_aligned(job.data[kOut]))) &&
+           (weight == Dtype::f32 || grad == Dtype::f32 || weight == grad) && stores_aligned(span) &&
            !(kFewRegisters && job.copy() && job.copy().format == Dtype::bf16);
 }
 
@@ -164,6 +167,104 @@ __attribute__((noinline)) void update_rest(const C &update, const Span &span, in
     update_lanes<CopiesOnly>(update, span, begin, end, grad, weight, FirstLanes(end - begin));
 }
 #endif
+/// update_lanes() for moments and masters that are stored in 16 bits. The formats are tested at run time: each test has
+/// the same result for all registers of a span.
+template <class C, class Lanes>
+DSOPT_HD void update_stored_lanes(const C update, const Span &span, int64_t begin, int64_t end, const RandomRow *rows,
+                                  Lanes lanes) {
+    const TensorJob &job = *span.job;
+    const bool skips_store = skips_weight_store(span), by_instruction = span.bf16_instruction;
+    const StoreOptions<Lanes> options{lanes, false, by_instruction}, copies{lanes, span.streaming, by_instruction};
+    const StoreOptions<Lanes> outputs{lanes, span.streaming && job.data[kOut] != job.data[kGrad], by_instruction};
+    const Slot grad = job.grad(), weight = job.weight(), copy = job.copy(), out = job.out();
+    Words index{};
+    for (int k = 0; k < kWide; ++k) index[k] = uint32_t(job.range.begin + begin) + uint32_t(k);
+    const auto load_any = [&](const Slot &slot, int64_t i) __attribute__((always_inline)) {
+        Floats x{};
+        visit(
+            slot.format, [&](auto tag) __attribute__((always_inline)) {
+                x = load(element<typename decltype(tag)::storage>(slot.data, i), tag, lanes);
+            });
+        return x;
+    };
+    const auto load_half = [&](const void *data, int64_t i) __attribute__((always_inline)) {
+        return load(element<uint16_t>(data, i), BF16{}, lanes);
+    };
+    for (int64_t i = begin; i < end; i += kWide, index += kWide) {
+        Floats p, m[kMoments];
+        if (job.remainder != nullptr)
+            p = joined(Words(load_half(weight.data, i)), Words(load_half(job.remainder, i)));
+        else
+            p = load_any(weight, i);
+        for (int k = 0; k < C::count; ++k) {
+            const void *const data = job.data[kMoment + k];
+            m[k] = job.formats[kMoment + k] == Format::f32 ? load(element<float>(data, i), F32{}, lanes)
+                                                           : load_half(data, i);
+        }
+        const Floats old = p;
+        update.change(load_any(grad, i), p, m);
+        for (int k = 0; k < C::count; ++k) {
+            const Format format = job.formats[kMoment + k];
+            if (format == Format::f32)
+                write(m[k], element<float>(job.data[kMoment + k], i), lanes);
+            else if (format == Format::bf16)
+                write(rounded(m[k], BF16{}, by_instruction), element<uint16_t>(job.data[kMoment + k], i), lanes);
+            else
+                write(rounded_at_random(m[k], rows[k].bits(index)), element<uint16_t>(job.data[kMoment + k], i), lanes);
+        }
+        if (job.remainder != nullptr) {
+            const SplitMasters split(p);
+            if (!skips_store) write(split.weights, element<uint16_t>(weight.data, i), lanes);
+            write(split.remainders, job.remainder + i, lanes);
+            if (out && out.format == Dtype::bf16)
+                write(split.weights, element<uint16_t>(out.data, i), lanes);
+            else if (out)
+                store_lanes(p, out, i, outputs);
+            continue;
+        }
+        if (!skips_store) store_lanes(p, weight, i, options);
+        if (copy) store_lanes(p, copy, i, copies);
+        if (out) store_lanes(span.flags & DSOPT_STEP_DELTA ? p - old : p, out, i, outputs);
+    }
+    if (job.zeroes) zero_gradients(job, begin, end - begin);
+}
+#if DSOPT_HAS_MASKS
+template <class C>
+__attribute__((noinline)) void update_stored_rest(const C &update, const Span &span, int64_t begin, int64_t end,
+                                                  const RandomRow *rows) {
+    update_stored_lanes(update, span, begin, end, rows, FirstLanes(end - begin));
+}
+#endif
+struct RandomRows {
+    RandomRow row[kMoments];
+};
+/// True if the span can be updated by update_stored_lanes(). Random numbers change their row every 2^32 elements.
+bool fits_stored_registers(const Span &span) {
+    const TensorJob &job = *span.job;
+    bool fits = job.stored && job.grad() && !job.stochastic && !span.sums && stores_aligned(span);
+    for (int k = 0; k < kMoments; ++k) fits = fits && !has_scales(job.formats[kMoment + k]);
+    const auto row = [&](int64_t index) { return uint64_t(job.range.begin + index) >> 32; };
+    return fits && span.end > span.begin && row(span.begin) == row(span.end - 1);
+}
+/// Returns the index of the first element that is not updated.
+template <class R> int64_t update_stored_in_registers(const R &rule, const Span &span, int64_t begin, int64_t end) {
+    const TensorJob &job = *span.job;
+    const auto row = [&](int k) {
+        const MomentKind kind = R::moments.info[k].squares ? MomentKind::square : MomentKind::gradient;
+        return RandomRow(moment_key(job.random_key, kind, span.step), uint64_t(job.range.begin + begin));
+    };
+    const RandomRows rows = [&]<int... K>(std::integer_sequence<int, K...>) { return RandomRows{{row(K)...}}; }
+    (std::make_integer_sequence<int, kMoments>{});
+    const auto update = update_by(rule);
+    const int64_t whole = begin + ((end - begin) & -kWide);
+    if (begin < whole) update_stored_lanes(update, span, begin, whole, rows.row, AllLanes{});
+#if DSOPT_HAS_MASKS
+    if (whole < end) update_stored_rest(update, span, whole, end, rows.row);
+    return end;
+#else
+    return whole;
+#endif
+}
 /// Updates whole registers and, with masks, the rest. Returns the index of the first element that is not updated.
 template <bool CopiesOnly, class C, class Grad, class Weight>
 int64_t update_in_registers(const C &update, const Span &span, int64_t begin, int64_t end, Grad grad, Weight weight) {
@@ -228,7 +329,8 @@ template <class R> void update_with(const R &rule, const Span &span) {
     WeightTile weights(span, span.sums);
     Buffer g_buffer, moment_buffer[count > 0 ? count : 1];
 #if DSOPT_HAS_REGISTERS
-    const bool in_registers = fits_registers(span);
+    const bool stored_in_registers = fits_stored_registers(span),
+               in_registers = stored_in_registers || fits_registers(span);
 #else
     constexpr bool in_registers = false;
 #endif
@@ -242,7 +344,10 @@ template <class R> void update_with(const R &rule, const Span &span) {
             prefetch_next(span.prefetch, end - i);
             int64_t rest = i;
 #if DSOPT_HAS_REGISTERS
-            if (in_registers) rest = update_in_registers(update_by(rule), span, i, end);
+            if (stored_in_registers)
+                rest = update_stored_in_registers(rule, span, i, end);
+            else if (in_registers)
+                rest = update_in_registers(update_by(rule), span, i, end);
 #endif
             const int64_t n = end - rest;
             if (n == 0) continue;

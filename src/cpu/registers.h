@@ -72,9 +72,8 @@ DSOPT_HD Halves rounded(Floats x, F16) {
     return Halves(vreinterpret_u16_f16(vcvt_f16_f32(float32x4_t(x))));
 #endif
 }
-DSOPT_HD Halves rounded(Floats x, BF16) { // as f32_to_bf16()
-    const Words bits = Words(x), even = bits + ((bits >> 16) & 1) + 0x7fff;
-    const Words word = x == x ? even : bits | 0x400000; // the result is the upper half of a word
+/// Returns the upper half of each word.
+DSOPT_HD Halves upper_halves(Words word) {
 #if defined(__AVX512F__)
     typedef uint16_t Pairs __attribute__((vector_size(64)));
     return __builtin_shufflevector(Pairs(word), Pairs(word), 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -84,6 +83,10 @@ DSOPT_HD Halves rounded(Floats x, BF16) { // as f32_to_bf16()
 #else
     return __builtin_convertvector(word >> 16, Halves);
 #endif
+}
+DSOPT_HD Halves rounded(Floats x, BF16) { // as f32_to_bf16()
+    const Words bits = Words(x), even = bits + ((bits >> 16) & 1) + 0x7fff;
+    return upper_halves(x == x ? even : bits | 0x400000);
 }
 
 /// `by_instruction`: the processor has an instruction for bf16. The instruction treats subnormals as zeros, so a

@@ -26,9 +26,9 @@ struct RandomRow {
     DSOPT_HD RandomRow(uint64_t key, uint64_t element) :
         low(uint32_t(key)),
         high(uint32_t(key >> 32) ^ (uint32_t(element >> 32) * 0xc2b2ae3du)) {}
-    /// Uses 32-bit operations only, which vectorise. `element`: the lower 32 bits of its index.
-    DSOPT_HD uint32_t bits(uint32_t element) const {
-        uint32_t h = element * 0x9e3779b1u + low;
+    /// Uses 32-bit operations only, which vectorise. `element`: the lower 32 bits of its index; a number or a vector.
+    template <class W> DSOPT_HD W bits(W element) const {
+        W h = element * 0x9e3779b1u + low;
         h ^= h >> 16;
         h *= 0x85ebca6bu;
         h ^= high;

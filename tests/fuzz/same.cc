@@ -47,6 +47,7 @@ struct StepCase {
 };
 struct Case {
     int32_t algorithm = 0, compat = 0, flags = 0, nonfinite = 0, masters = 0, group_flags = 0;
+    int32_t first_format = 0, second_format = 0; // of the moments
     int ranks = 1;
     double max_norm = 0, max_value = 0, group_norm = 0, decay = 0, lr = 0, momentum = 0;
     bool scaler = false;
@@ -55,6 +56,22 @@ struct Case {
     std::vector<StepCase> steps;
     bool is_onebit() const { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 };
+
+/// Chooses formats of moments that the algorithm has, and remainders.
+void choose_formats(Choices &choose, Case &c) {
+    constexpr int32_t squares[] = {DSOPT_MOMENT_F32, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_Q8};
+    const bool has_first =
+        c.algorithm != DSOPT_ALGORITHM_ADAGRAD && (c.algorithm != DSOPT_ALGORITHM_SGD || c.momentum != 0);
+    const bool has_second = c.algorithm != DSOPT_ALGORITHM_SGD && c.algorithm != DSOPT_ALGORITHM_LION;
+    if (has_first) c.first_format = choose.below(5);
+    if (has_second) c.second_format = squares[choose.below(c.algorithm == DSOPT_ALGORITHM_ADAGRAD ? 2 : 3)];
+    c.masters = DSOPT_MASTERS_PER_TENSOR;
+    if (!(c.flags & DSOPT_OPTIMIZER_NO_MASTER) && choose.flip()) c.masters = DSOPT_MASTERS_REMAINDER;
+    for (ParamCase &param : c.params) {
+        if (c.masters == DSOPT_MASTERS_REMAINDER && param.dtype == DSOPT_DTYPE_F16) param.dtype = DSOPT_DTYPE_BF16;
+        if ((c.first_format != 0 || c.second_format != 0) && choose.rarely(4)) param.flags |= DSOPT_PARAM_F32_MOMENTS;
+    }
+}
 
 Case case_of(Choices &choose) {
     Case c;
@@ -87,6 +104,7 @@ Case case_of(Choices &choose) {
         c.params.push_back({numel, dtype, choose.of(kDtypes), flags, size_t(choose.below(9)), size_t(i)});
     }
     c.second_group = size_t(choose.below(params + 1));
+    if (!c.is_onebit() && c.compat == DSOPT_COMPAT_NONE && choose.flip()) choose_formats(choose, c);
     const int steps = 1 + choose.below(6);
     for (int k = 0; k < steps; ++k) {
         StepCase step;
@@ -175,7 +193,8 @@ const test::Context &context_of(const Variant &variant) {
 
 /// Replaces every NaN by the same one.
 void canonicalize_nans(Bytes &bytes, int32_t dtype) {
-    if (dtype == DSOPT_DTYPE_I32) return;
+    if (dtype == DSOPT_DTYPE_I32 || dtype == DSOPT_DTYPE_I16 || dtype == DSOPT_DTYPE_U8 || dtype == DSOPT_DTYPE_F8_E4M3)
+        return;
     const auto canonicalize = [&]<class Word>(Word sign_less, Word infinity) {
         const Word nan = sign_less;
         for (size_t at = 0; at + sizeof(Word) <= bytes.size(); at += sizeof(Word)) {
@@ -238,7 +257,7 @@ private:
         desc.masters = case_.masters;
         desc.max_norm = case_.max_norm;
         desc.max_value = case_.max_value;
-        desc.seed = case_.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING ? 5 : 0;
+        desc.seed = 5;
         desc.data = comm_.get();
         if (case_.scaler) scaler_ = test::make_scaler(context_, 64, 2);
         desc.scaler = scaler_.get();
@@ -254,6 +273,8 @@ private:
         group.flags |= case_.group_flags;
         group.lr = case_.lr;
         group.weight_decay = case_.decay;
+        group.exp_avg_format = case_.first_format;
+        group.exp_avg_sq_format = case_.second_format;
         group.max_norm = case_.group_norm;
         if (case_.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = case_.momentum;
         if (case_.is_onebit()) group.freeze_step = 2;
