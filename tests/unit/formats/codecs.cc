@@ -30,7 +30,7 @@ std::vector<std::vector<float>> lists() {
     Random random(11);
     const auto add = [&](size_t n, const std::function<float(size_t)> &number) {
         std::vector<float> list(n);
-        for (size_t i = 0; i < n; ++i) list[i] = number(i);
+        for (size_t i = 0; i < n; ++i) list[i] = number(i) + 0.0f; // the rule adds the decay, 0: -0 would become 0
         all.push_back(std::move(list));
     };
     for (const size_t n : {1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 255, 256, 257, 300, 511, 1000})
@@ -38,7 +38,7 @@ std::vector<std::vector<float>> lists() {
     add(2048, [&](size_t) { return random.number(-20, 0); });
     add(2048, [&](size_t) { return random.number(-126, 127); });
     add(512, [&](size_t i) { return i % 2 ? 1.0f : -1.0f; });
-    add(512, [&](size_t) { return -0.0f; });
+    add(512, [&](size_t) { return 0.0f; });
     add(512, [&](size_t i) { return float_of(uint32_t(i) * 3); });
     add(512, [&](size_t i) { return i < 256 ? float_of(0x7f7fffffu) : -float_of(0x7f7fffffu); });
     add(512, [&](size_t i) { return i == 7 ? kInf : i == 300 ? kNaN : 1.0f; });
@@ -67,15 +67,16 @@ TEST(FormatCodecs, OfAStepStoreWhatAnImportStores) {
         for (const int32_t format : {DSOPT_MOMENT_BF16, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8})
             for (const std::vector<float> &list : lists()) {
                 const Array zeros(DSOPT_DTYPE_F32, list.size(), 0);
-                Trainer stepped(context, apply_desc(), sgd(format), {{zeros}});
-                const Trainer imported(context, apply_desc(), sgd(format), {{zeros}});
+                Trainer stepped(context, apply_desc(), sgd(format), std::vector<Array>{zeros});
+                const Trainer imported(context, apply_desc(), sgd(format), std::vector<Array>{zeros});
                 must(stepped.step({Array(DSOPT_DTYPE_F32, list)}));
                 must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "momentum_buffer"),
                                                 list.data(), int64_t(list.size())));
-                EXPECT_EQ(bytes(stepped.opt(), "momentum_buffer"), bytes(imported.opt(), "momentum_buffer"))
+                EXPECT_TRUE(same(bytes(stepped.opt(), "momentum_buffer"), bytes(imported.opt(), "momentum_buffer")))
                     << kFormatNames[format] << ' ' << list.size();
                 if (format == DSOPT_MOMENT_BF16) continue;
-                EXPECT_EQ(bytes(stepped.opt(), "momentum_buffer_scale"), bytes(imported.opt(), "momentum_buffer_scale"))
+                EXPECT_TRUE(
+                    same(bytes(stepped.opt(), "momentum_buffer_scale"), bytes(imported.opt(), "momentum_buffer_scale")))
                     << kFormatNames[format] << ' ' << list.size();
             }
     });
@@ -88,15 +89,16 @@ TEST(FormatCodecs, OfSquaresStoreWhatAnImportStores) {
     with_isas([&](const Context &context) {
         for (const std::vector<float> &list : lists()) {
             const Array zeros(DSOPT_DTYPE_F32, list.size(), 0);
-            Trainer stepped(context, apply_desc(), group, {{zeros}});
-            const Trainer imported(context, apply_desc(), group, {{zeros}});
+            Trainer stepped(context, apply_desc(), group, std::vector<Array>{zeros});
+            const Trainer imported(context, apply_desc(), group, std::vector<Array>{zeros});
             std::vector<float> squares = list;
             for (float &x : squares) x = x * x;
             must(stepped.step({Array(DSOPT_DTYPE_F32, list)}));
             must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "exp_avg_sq"),
                                             squares.data(), int64_t(squares.size())));
             for (const char *const name : {"exp_avg_sq", "exp_avg_sq_scale"})
-                EXPECT_EQ(bytes(stepped.opt(), name), bytes(imported.opt(), name)) << name << ' ' << list.size();
+                EXPECT_TRUE(same(bytes(stepped.opt(), name), bytes(imported.opt(), name)))
+                    << name << ' ' << list.size();
         }
     });
 }
@@ -111,7 +113,7 @@ TEST(FormatCodecs, OfAStepLoadEveryCode) {
             for (size_t i = 0; i < n; ++i)
                 for (size_t byte = 0; byte < size; ++byte) codes[i * size + byte] = char(i >> 8 * byte & 0xff);
             const std::vector<float> scales = {1, 0x1p-100f, 3.7f, 1e30f};
-            Trainer trainer(context, apply_desc(), sgd(format), {{Array(DSOPT_DTYPE_F32, n, 0)}});
+            Trainer trainer(context, apply_desc(), sgd(format), std::vector<Array>{Array(DSOPT_DTYPE_F32, n, 0)});
             must(trainer.step({Array(DSOPT_DTYPE_F32, n, 0)})); // the first step, which stores the gradient
             dsopt_optimizer *const opt = trainer.opt();
             must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer"), codes.data(), codes.size()));
@@ -140,14 +142,14 @@ TEST(FormatCodecs, StoreEveryLevelAsItsCode) {
             for (size_t i = 0; i < 256; ++i) codes[i] = char(i);
             if (format == DSOPT_MOMENT_E4M3) codes[0x7f] = 0x7e, codes[0xff] = char(0xfe); // no NaN
             if (format == DSOPT_MOMENT_E4M3) codes[0x80] = 0;                              // no negative zero
-            Trainer trainer(context, apply_desc(), sgd(format), {{Array(DSOPT_DTYPE_F32, 256, 0)}});
+            Trainer trainer(context, apply_desc(), sgd(format), std::vector<Array>{Array(DSOPT_DTYPE_F32, 256, 0)});
             must(trainer.step({Array(DSOPT_DTYPE_F32, 256, 0)}));
             dsopt_optimizer *const opt = trainer.opt();
             const float one = 1;
             must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer"), codes.data(), codes.size()));
             must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer_scale"), &one, sizeof one));
             for (int t = 0; t < 3; ++t) must(trainer.step({Array(DSOPT_DTYPE_F32, 256, 0)}));
-            EXPECT_EQ(bytes(opt, "momentum_buffer"), codes) << kFormatNames[format];
+            EXPECT_TRUE(same(bytes(opt, "momentum_buffer"), codes)) << kFormatNames[format];
             EXPECT_EQ(exported(opt, 0, "momentum_buffer_scale"), std::vector<float>{1}) << kFormatNames[format];
         }
     });
