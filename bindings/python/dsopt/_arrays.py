@@ -23,21 +23,32 @@ DTYPE_NAMES = {
     abi.DSOPT_DTYPE_BF16: "bfloat16",
     abi.DSOPT_DTYPE_I32: "int32",
     abi.DSOPT_DTYPE_F64: "float64",
+    abi.DSOPT_DTYPE_I16: "int16",
+    abi.DSOPT_DTYPE_U8: "uint8",
+    abi.DSOPT_DTYPE_F8_E4M3: "float8_e4m3fn",
 }
-DTYPE_SIZES = {abi.DSOPT_DTYPE_F32: 4, abi.DSOPT_DTYPE_F16: 2, abi.DSOPT_DTYPE_BF16: 2, abi.DSOPT_DTYPE_I32: 4}
+DTYPE_SIZES = {
+    abi.DSOPT_DTYPE_F32: 4,
+    abi.DSOPT_DTYPE_F16: 2,
+    abi.DSOPT_DTYPE_BF16: 2,
+    abi.DSOPT_DTYPE_I32: 4,
+    abi.DSOPT_DTYPE_I16: 2,
+    abi.DSOPT_DTYPE_U8: 1,
+    abi.DSOPT_DTYPE_F8_E4M3: 1,
+}
 FLOATS = (abi.DSOPT_DTYPE_F32, abi.DSOPT_DTYPE_F16, abi.DSOPT_DTYPE_BF16)
-_BY_NAME: Dict[str, int] = {
-    "float32": abi.DSOPT_DTYPE_F32,
-    "float16": abi.DSOPT_DTYPE_F16,
-    "bfloat16": abi.DSOPT_DTYPE_BF16,
-    "int32": abi.DSOPT_DTYPE_I32,
-}
+CODES = (abi.DSOPT_DTYPE_I16, abi.DSOPT_DTYPE_U8, abi.DSOPT_DTYPE_F8_E4M3)  # not values by themselves
+# State of these dtypes is accepted as integers too: NumPy itself has no such floats.
+AS_INTEGERS = {abi.DSOPT_DTYPE_BF16: "uint16", abi.DSOPT_DTYPE_F8_E4M3: "uint8"}
+_BY_NAME: Dict[str, int] = {DTYPE_NAMES[number]: number for number in DTYPE_SIZES}
 _BY_TYPESTR = {
     "<f4": "float32",
     "<f2": "float16",
     "<i4": "int32",
     "<f8": "float64",
     "<i8": "int64",
+    "<i2": "int16",
+    "<u2": "uint16",
     "|i1": "int8",
     "|u1": "uint8",
     "|b1": "bool",
@@ -49,10 +60,13 @@ _BY_FORMAT = {
     "d": "float64",
     "q": "int64",
     "l": "int64",
+    "h": "int16",
+    "H": "uint16",
     "b": "int8",
     "B": "uint8",
 }
 _DLPACK_KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
+_DLPACK_E4M3FN = (10, 8)  # its code, which is the whole dtype, and its bits
 CPU, CUDA_HOST, CUDA, CUDA_MANAGED = 1, 3, 2, 13  # DLDeviceType
 _DEVICE_NAMES = {CPU: "cpu", CUDA_HOST: "cpu", CUDA: "cuda", CUDA_MANAGED: "cuda"}
 
@@ -112,20 +126,21 @@ def _sizes(shape: Any, name: str) -> Tuple[int, ...]:
     return sizes
 
 
-def tensor_of(array: Any, name: str, *, stream: Optional[int] = None) -> Tensor:
-    """Returns the Tensor of any array. Errors call it `name`. `stream` is the CUDA stream on which it will be used."""
+def tensor_of(array: Any, name: str, *, stream: Optional[int] = None, dtype: Optional[int] = None) -> Tensor:
+    """Returns the Tensor of any array. Errors call it `name`. `stream` is the CUDA stream on which it will be used.
+    Integers of AS_INTEGERS[dtype] have this dtype."""
     if isinstance(array, Tensor):
         return array
     interface = getattr(array, "__array_interface__", None)
     if interface is not None:
         _refuse_copies(array, name)
-        return _from_interface(array, interface, name, "cpu")
+        return _from_interface(array, interface, name, "cpu", dtype)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _from_dlpack(array, name, stream)
+        return _from_dlpack(array, name, stream, dtype)
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is not None:
-        return _from_interface(array, interface, name, "cuda")
-    return _from_buffer(array, name)
+        return _from_interface(array, interface, name, "cuda", dtype)
+    return _from_buffer(array, name, dtype)
 
 
 def require(
@@ -164,7 +179,10 @@ def _place(device: str, index: int) -> str:
     return device if device == "cpu" or index < 0 else "%s:%d" % (device, index)
 
 
-def _dtype(dtype: str, name: str) -> int:
+def _dtype(dtype: str, name: str, wanted: Optional[int]) -> int:
+    """Returns the number of a dtype; `wanted` is the dtype of tensor_of."""
+    if wanted is not None and dtype == AS_INTEGERS.get(wanted):
+        return wanted
     if dtype not in _BY_NAME:
         _refuse_dtype(name, dtype, FLOATS)
     return _BY_NAME[dtype]
@@ -173,11 +191,10 @@ def _dtype(dtype: str, name: str) -> int:
 def _refuse_dtype(name: str, dtype: str, dtypes: Sequence[int]) -> NoReturn:
     words = [DTYPE_NAMES[number] for number in dtypes]
     text = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-    refuse(
-        name,
-        "has dtype %s, and must have %s; cast it first, such as with array.astype('%s')" % (dtype, text, words[0]),
-        abi.DSOPT_ERR_DTYPE,
-    )
+    advice = "cast it first, such as with array.astype('%s')" % words[0]
+    if dtypes[0] in CODES:
+        advice = "cast values are no codes: use the state of init_state, or import_f32"
+    refuse(name, "has dtype %s, and must have %s; %s" % (dtype, text, advice), abi.DSOPT_ERR_DTYPE)
 
 
 def _contiguous(shape: Sequence[int], strides: Sequence[int], unit: int, name: str) -> None:
@@ -212,7 +229,7 @@ def _refuse_copies(array: Any, name: str) -> None:
         refuse(name, "has a mask, which is not supported; pass its data alone, such as array.filled(0)")
 
 
-def _from_interface(array: Any, interface: Any, name: str, device: str) -> Tensor:
+def _from_interface(array: Any, interface: Any, name: str, device: str, wanted: Optional[int]) -> Tensor:
     """Reads NumPy's __array_interface__, or __cuda_array_interface__, which has the same keys."""
     try:
         typestr, shape, data = interface["typestr"], interface["shape"], interface.get("data")
@@ -220,9 +237,9 @@ def _from_interface(array: Any, interface: Any, name: str, device: str) -> Tenso
     except (AttributeError, KeyError, TypeError) as problem:
         refuse(name, "has an array interface without the fields that it must have: %r" % problem)
     dtype = _BY_TYPESTR.get(typestr, typestr)
-    if kind == "V":  # bfloat16 of ml_dtypes is "<V2", and has a name only
+    if kind == "V":  # bfloat16 of ml_dtypes is "<V2", float8_e4m3fn "|V1" or "<V1": only their names tell what they are
         dtype = str(getattr(getattr(array, "dtype", None), "name", typestr))
-    number, shape = _dtype(dtype, name), _sizes(shape, name)
+    number, shape = _dtype(dtype, name, wanted), _sizes(shape, name)
     if strides is not None:
         _contiguous(shape, strides, DTYPE_SIZES[number], name)
     if mask is not None:
@@ -266,7 +283,7 @@ _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
+def _from_dlpack(array: Any, name: str, stream: Optional[int], wanted: Optional[int]) -> Tensor:
     """The capsule is not consumed, only kept: it releases the memory when the capsule is collected."""
     try:
         kind, index = array.__dlpack_device__()
@@ -299,7 +316,10 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
     if not 0 <= tensor.ndim <= _MOST_DIMENSIONS or tensor.ndim and not tensor.shape:
         refuse(name, "comes by DLPack with %d dimensions, and has sizes for none" % tensor.ndim)
     shape = _sizes(tensor.shape[: tensor.ndim] if tensor.ndim else (), name)
-    number = _dtype("%s%d" % (_DLPACK_KINDS.get(tensor.code, "code%d of " % tensor.code), tensor.bits), name)
+    dtype = "%s%d" % (_DLPACK_KINDS.get(tensor.code, "code%d of " % tensor.code), tensor.bits)
+    if (tensor.code, tensor.bits) == _DLPACK_E4M3FN:
+        dtype = "float8_e4m3fn"
+    number = _dtype(dtype, name, wanted)
     if tensor.lanes != 1:
         refuse(name, "has elements of %d lanes, and must have those of one" % tensor.lanes, abi.DSOPT_ERR_DTYPE)
     if tensor.strides:
@@ -315,7 +335,7 @@ def _from_dlpack(array: Any, name: str, stream: Optional[int]) -> Tensor:
     )
 
 
-def _from_buffer(array: Any, name: str) -> Tensor:
+def _from_buffer(array: Any, name: str, wanted: Optional[int]) -> Tensor:
     """An export of the buffer is kept; meanwhile the array cannot be resized."""
     try:
         view = memoryview(array)
@@ -326,7 +346,7 @@ def _from_buffer(array: Any, name: str) -> Tensor:
             "numpy.asarray(value, 'float32')" % type(array).__name__,
             kind=ArgumentTypeError,
         )
-    number = _dtype(_BY_FORMAT.get(view.format.lstrip("<=@"), view.format), name)
+    number = _dtype(_BY_FORMAT.get(view.format.lstrip("<=@"), view.format), name, wanted)
     if not view.c_contiguous:
         refuse(name, "is not contiguous: shape %s, strides %s. Pass a contiguous copy" % (view.shape, view.strides))
     if view.readonly:

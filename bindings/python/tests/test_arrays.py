@@ -78,6 +78,8 @@ class Arrays(unittest.TestCase):
             ("float32", abi.DSOPT_DTYPE_F32),
             ("float16", abi.DSOPT_DTYPE_F16),
             ("int32", abi.DSOPT_DTYPE_I32),
+            ("int16", abi.DSOPT_DTYPE_I16),
+            ("uint8", abi.DSOPT_DTYPE_U8),
         ):
             x = np.zeros((3, 4), dtype)
             tensor = tensor_of(x, "x")
@@ -103,24 +105,42 @@ class Arrays(unittest.TestCase):
         self.assertEqual(tensor_of(x[1:3], "x").address, x.ctypes.data + 16 * 1)
         self.assertEqual(tensor_of(x[:, :1][:1], "x").numel, 1)  # strides of dimensions of one element are ignored
 
-    def test_accepts_bfloat16_arrays(self):
-        class Named(np.ndarray):  # like ml_dtypes: the typestr is <V2, and only the dtype has a name
-            @property
-            def __array_interface__(self):
-                return {
-                    "typestr": "<V2",
-                    "shape": (4,),
-                    "data": (self.ctypes.data, False),
-                    "strides": None,
-                    "version": 3,
-                }
+    def test_accepts_floats_that_numpy_does_not_have(self):
+        for typestr, name, code, number in (
+            ("<V2", "bfloat16", 4, abi.DSOPT_DTYPE_BF16),
+            ("|V1", "float8_e4m3fn", 10, abi.DSOPT_DTYPE_F8_E4M3),
+            ("<V1", "float8_e4m3fn", 10, abi.DSOPT_DTYPE_F8_E4M3),
+        ):
 
-            @property
-            def dtype(self):
-                return type("bf16", (), {"name": "bfloat16"})()
+            class Named(np.ndarray):  # like ml_dtypes: only the dtype has a name
+                @property
+                def __array_interface__(self):
+                    return {
+                        "typestr": typestr,
+                        "shape": (4,),
+                        "data": (self.ctypes.data, False),
+                        "strides": None,
+                        "version": 3,
+                    }
 
-        self.assertEqual(tensor_of(np.zeros(4, np.uint16).view(Named), "x").dtype, abi.DSOPT_DTYPE_BF16)
-        self.assertEqual(tensor_of(Producer(floats, (4,), code=4, bits=16), "x").dtype, abi.DSOPT_DTYPE_BF16)
+                @property
+                def dtype(self):
+                    return type("float", (), {"name": name})()
+
+            memory, bits = np.zeros(4, "u%s" % typestr[2]), 8 * int(typestr[2])
+            self.assertEqual(tensor_of(memory.view(Named), "x").dtype, number)
+            self.assertEqual(tensor_of(Producer(floats, (4,), code=code, bits=bits), "x").dtype, number)
+
+    def test_integers_stand_for_floats_only_where_these_are_wanted(self):
+        for dtype, number in (("uint16", abi.DSOPT_DTYPE_BF16), ("uint8", abi.DSOPT_DTYPE_F8_E4M3)):
+            words = np.zeros(4, dtype)
+            producer = Producer(floats, (4,), code=1, bits=8 * words.itemsize)
+            for array_ in (words, producer, memoryview(words)):
+                self.assertEqual(tensor_of(array_, "x", dtype=number).dtype, number)
+        self.assertEqual(tensor_of(np.zeros(4, np.uint8), "x", dtype=abi.DSOPT_DTYPE_F32).dtype, abi.DSOPT_DTYPE_U8)
+        self.refused(np.zeros(4, np.uint16), "uint16", "float32")
+        with self.assertRaisesRegex(dsopt.ArgumentError, "float32"):
+            tensor_of(np.zeros(4, np.uint16), "x", dtype=abi.DSOPT_DTYPE_F8_E4M3)
 
     def test_accepts_dlpack(self):
         for versioned in (True, False):
@@ -154,7 +174,8 @@ class Arrays(unittest.TestCase):
         self.refused(Producer(floats, (2, 4), strides=(1, 2)), "not contiguous")
         self.refused(Producer(floats, (4,), bits=64), "float64")
         self.refused(Producer(floats, (4,), code=0, bits=8), "int8")
-        self.refused(Producer(floats, (4,), code=10, bits=8), "dtype")
+        self.refused(Producer(floats, (4,), code=11, bits=8), "dtype")
+        self.refused(Producer(floats, (4,), code=10, bits=16), "dtype")
         self.refused(Producer(floats, (4,), lanes=2), "lanes")
         self.refused(Producer(floats, (4,), major=2), "DLPack 2")
         self.refused(Producer(floats, (4,), label=b"used_dltensor"), "used_dltensor")

@@ -47,6 +47,7 @@ class Functional(unittest.TestCase):
         opt.apply(p, values(1), state, hyper=hyper, report=report)
         self.assertEqual(report[0], 1)  # skipped because of an invalid learning rate
         opt.apply(p, values(1), state, workspace=np.zeros(opt.workspace, np.int32))
+        opt.apply(p, values(1), state, workspace=np.zeros(opt.workspace, np.uint8))
         with self.assertRaisesRegex(dsopt.ArgumentError, "WORKSPACE"):
             opt.apply(p, values(1), state, workspace=np.zeros(1, np.int32))
 
