@@ -116,10 +116,10 @@ class Doubles:
         for i in self.arrays:
             self._start(optimizer, i)
 
-    def set_state(self, name: str, value: Any) -> None:
+    def set_state(self, name: str, value: Any, dtype: str = "float64") -> None:
         view = _view(value, "state[%r]" % name, self.state[name].shape, False)
-        if dtype_of(view) != "float64":
-            refuse("state[%r]" % name, "has dtype float64, and was given %s; cast that first" % dtype_of(view),
+        if dtype_of(view) != dtype:
+            refuse("state[%r]" % name, "has dtype %s, and was given %s; cast that first" % (dtype, dtype_of(view)),
                    abi.DSOPT_ERR_DTYPE)
         self.state[name][...] = view
 
@@ -263,8 +263,9 @@ def placed(
         if double:
             reason = next((what for what, value in refused.items() if value), "")
             reason = reason or ("" if supports(algorithm) else "the 1-bit family, whose exchange is float32")
-            reason = reason or ("a model_parallel, replicated, masked or expert Param" if param.model_parallel or
-                                param.replicated or param.masked or param.expert else "")
+            reason = reason or ("a model_parallel, replicated, masked, expert or f32_moments Param" if
+                                param.model_parallel or param.replicated or param.masked or param.expert or
+                                param.f32_moments else "")
             if reason:
                 text = "has dtype float64, which is not supported with %s; cast it first, such as with "
                 refuse(label, text % reason + "array.astype('float32')", abi.DSOPT_ERR_DTYPE)

@@ -7,10 +7,11 @@ import ctypes
 import inspect
 import sys
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Tuple
+from typing import TYPE_CHECKING, Any, ClassVar, Dict, Tuple
 
 from . import _abi as abi
 from ._errors import ArgumentTypeError, Error
+from ._handle import choice
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -31,6 +32,12 @@ _KEYS = {
     for name, number in abi.description["constants"].items()
     if name.startswith("DSOPT_KEY_")
 }
+FORMATS = {
+    name[len("DSOPT_MOMENT_") :].lower(): number
+    for name, number in abi.description["constants"].items()
+    if name.startswith("DSOPT_MOMENT_") and number >= 0
+}
+_FORMAT_FIELDS = ("exp_avg_format", "exp_avg_sq_format")
 _DEFAULT: Any = object()  # replaced by the library's default when the class is created
 _MEANING = {
     "lr": "learning rate",
@@ -57,6 +64,8 @@ _MEANING = {
     "nesterov": "Nesterov's momentum, which needs momentum above 0 and dampening 0",
     "lr_decay": "lr is divided by 1 + lr_decay * (step - 1)",
     "initial_accumulator_value": "initial value of the sum of squares",
+    "exp_avg_format": "format of exp_avg or momentum_buffer in memory: f32, bf16, bf16_random, e4m3 or q8",
+    "exp_avg_sq_format": "format of exp_avg_sq or sum in memory: f32, bf16_random or q8 (sum: not q8)",
 }
 
 
@@ -88,6 +97,8 @@ def _default_of(group: Any, field: str) -> Any:
         return group.beta1, group.beta2
     if field == "bias_correction":
         return not group.flags & abi.DSOPT_GROUP_NO_BIAS_CORRECTION
+    if field in _FORMAT_FIELDS:
+        return next(name for name, number in FORMATS.items() if number == getattr(group, field))
     return bool(group.flags & _FLAGS[field]) if field in _FLAGS else getattr(group, field)
 
 
@@ -131,6 +142,10 @@ class Group:
     def __post_init__(self) -> None:
         self.struct()  # refuses fields of the wrong type
 
+    def formats(self) -> Dict[str, str]:
+        """Return the formats of the moments, by field."""
+        return {name: getattr(self, name) for name in _FORMAT_FIELDS if hasattr(self, name)}
+
     def struct(self) -> Any:
         """Returns a dsopt_group."""
         group = _initial(self.algorithm)
@@ -145,6 +160,8 @@ class Group:
             elif field.name in _FLAGS:
                 group.flags &= ~_FLAGS[field.name]
                 group.flags |= _FLAGS[field.name] if _flag(value, label) else 0
+            elif field.name in _FORMAT_FIELDS:
+                setattr(group, field.name, choice(label, value, FORMATS))
             else:
                 abi.assign(group, field.name, value, label)
         return group
@@ -161,6 +178,8 @@ class Adam(Group):
     max_norm: float = _DEFAULT
     bias_correction: bool = _DEFAULT
     eps_uncorrected: bool = _DEFAULT
+    exp_avg_format: str = _DEFAULT
+    exp_avg_sq_format: str = _DEFAULT
 
 
 class AdamW(Group):
@@ -174,6 +193,8 @@ class AdamW(Group):
     max_norm: float = _DEFAULT
     bias_correction: bool = _DEFAULT
     eps_uncorrected: bool = _DEFAULT
+    exp_avg_format: str = _DEFAULT
+    exp_avg_sq_format: str = _DEFAULT
 
 
 class AdamLegacy(Group):
@@ -187,6 +208,8 @@ class AdamLegacy(Group):
     max_norm: float = _DEFAULT
     bias_correction: bool = _DEFAULT
     eps_inside_sqrt: bool = _DEFAULT
+    exp_avg_format: str = _DEFAULT
+    exp_avg_sq_format: str = _DEFAULT
 
 
 class Lamb(Group):
@@ -202,6 +225,8 @@ class Lamb(Group):
     max_trust: float = _DEFAULT
     bias_correction: bool = _DEFAULT
     eps_inside_sqrt: bool = _DEFAULT
+    exp_avg_format: str = _DEFAULT
+    exp_avg_sq_format: str = _DEFAULT
 
 
 class OnebitAdam(Group):
@@ -260,6 +285,7 @@ class Sgd(Group):
     weight_decay: float = _DEFAULT
     nesterov: bool = _DEFAULT
     max_norm: float = _DEFAULT
+    exp_avg_format: str = _DEFAULT
 
 
 class Adagrad(Group):
@@ -273,6 +299,7 @@ class Adagrad(Group):
     eps: float = _DEFAULT
     eps_inside_sqrt: bool = _DEFAULT
     max_norm: float = _DEFAULT
+    exp_avg_sq_format: str = _DEFAULT
 
 
 class Lion(Group):
@@ -283,6 +310,7 @@ class Lion(Group):
     betas: Tuple[float, float] = _DEFAULT
     weight_decay: float = _DEFAULT
     max_norm: float = _DEFAULT
+    exp_avg_format: str = _DEFAULT
 
 
 class GroupView:

@@ -25,7 +25,11 @@ from ._state import BoundState, State, allocate, structs_of
 
 COMPAT = {"none": abi.DSOPT_COMPAT_NONE, "deepspeed": abi.DSOPT_COMPAT_DEEPSPEED}
 NONFINITE = {"auto": abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
-MASTERS = {"per_tensor": abi.DSOPT_MASTERS_PER_TENSOR, "flat": abi.DSOPT_MASTERS_FLAT}
+MASTERS = {
+    "per_tensor": abi.DSOPT_MASTERS_PER_TENSOR,
+    "flat": abi.DSOPT_MASTERS_FLAT,
+    "remainder": abi.DSOPT_MASTERS_REMAINDER,
+}
 REDUCTIONS = {
     abi.DSOPT_REDUCTION_FULL: "full",
     abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
@@ -73,10 +77,12 @@ class Optimizer(Handle):
     compat               "none" or "deepspeed" (docs/compat.md)
     nonfinite            Inf and NaN in gradients: "auto" skips the step if they are read before the update anyway, for
                          a scaler or clipping; "skip" always reads them, and skips; "apply" uses them
-    masters              masters of 16-bit parameters: "per_tensor", or "flat" = contiguous per group
+    masters              masters of 16-bit parameters: "per_tensor", "flat" = contiguous per group, or "remainder" =
+                         bfloat16 parameters and 16 bits more in state "<param>.remainder"
     no_master            16-bit parameters without fp32 masters
     report_norms         norms of weights and updates in the report
-    stochastic_rounding  bfloat16 without masters is rounded at random; `seed` is the seed
+    stochastic_rounding  bfloat16 without masters is rounded at random
+    seed                 seed of stochastic rounding, and of moments in the format bf16_random
     accumulate           an fp32 accumulator per parameter, for the method `accumulate`
     timing               times of the phases in the report
     averages             1-bit family: steps average full gradients over the ranks
@@ -198,7 +204,7 @@ class Optimizer(Handle):
                 kind=ArgumentTypeError,
             )
         pairs = named(params, len(self.names))
-        pairs, doubles = self._placed(pairs, [group.algorithm] * len(pairs))
+        pairs, doubles = self._placed(pairs, group)
         structs, owners = self._structs(pairs, [0] * len(pairs))
         data = group.struct()
         with self._exclusive:
@@ -232,12 +238,11 @@ class Optimizer(Handle):
         made = [param.struct(name, self.context, group) for (name, param), group in zip(pairs, groups)]
         return (abi.dsopt_param * len(made))(*[struct for struct, _ in made]), made
 
-    def _placed(
-        self, pairs: List[Tuple[str, Param]], algorithms: List[int]
-    ) -> Tuple[List[Tuple[str, Param]], List[Any]]:
+    def _placed(self, pairs: List[Tuple[str, Param]], group: Group) -> Tuple[List[Tuple[str, Param]], List[Any]]:
         if not any(is_double(param.array) for _, param in pairs):
             return pairs, [None] * len(pairs)
-        return placed(pairs, algorithms, self._refuses_doubles)
+        formats = {"%s=%r" % field: field[1] != "f32" for field in group.formats().items()}
+        return placed(pairs, [group.algorithm] * len(pairs), {**self._refuses_doubles, **formats})
 
     def _registered(self, pairs: List[Tuple[str, Param]], owners: Any, doubles: List[Any], groups: List[int]) -> None:
         params, first = [param for _, param in pairs], len(self.names)
@@ -542,6 +547,7 @@ class Optimizer(Handle):
         hyper: bool = True,
         scaler: bool = True,
         reset_errors: bool = False,
+        convert: bool = False,
     ) -> None:
         """Read a checkpoint. Everything is checked before anything is changed.
 
@@ -552,6 +558,7 @@ class Optimizer(Handle):
         hyper         False = the current hyper-parameters are kept
         scaler        False = the current loss scale and its counters are kept
         reset_errors  error feedback of the 1-bit family starts at zero
+        convert       moments that were saved in another format are converted, rounded to nearest
         """
         self._without_doubles("load", "assign to opt.state by name")
         flags = (
@@ -561,6 +568,7 @@ class Optimizer(Handle):
             | abi.DSOPT_IO_NO_HYPER * (not hyper)
             | abi.DSOPT_IO_NO_SCALER * (not scaler)
             | abi.DSOPT_IO_RESET_ERRORS * bool(reset_errors)
+            | abi.DSOPT_IO_CONVERT * bool(convert)
         )
         with self._exclusive:
             self._bound.follow(self)
@@ -624,7 +632,7 @@ class Optimizer(Handle):
         params     memory of the parameters; new weights are written there or to `out`
         state      all of it by name, from init_state; new state is written there
         lr         a number for all groups in this call, or an array as in `step`
-        workspace  an array of float32 or int32 with Optimizer.workspace bytes; optional on the CPU
+        workspace  an array of uint8, float32 or int32 with Optimizer.workspace bytes; optional on the CPU
 
         All other arguments are as in `step`.
         """

@@ -25,8 +25,10 @@ class Param:
     model_parallel  this rank has a shard; the shards of all ranks of the comm `model` count in norms
     replicated      another pipeline stage counts the same parameter in norms
     masked          1-bit family: the exchanged mean is multiplied with state "<param>.mask", which is initially zero
-    offset          first element of this slice of a tensor; used by stochastic rounding
+    offset          first element of this slice of a tensor; used by random rounding, and by moments in the formats e4m3
+                    and q8, where it must be a multiple of 256
     expert          0 = dense; k = the ranks of experts[k - 1] hold different experts
+    f32_moments     the moments are float32, whatever the formats of the group: for embeddings, norms and biases
     """
 
     array: Any = None
@@ -37,6 +39,7 @@ class Param:
     masked: bool = False
     offset: int = 0
     expert: int = 0
+    f32_moments: bool = False
 
     def struct(self, name: str, context: Any, group: int = 0) -> Tuple[Any, Any]:
         """Returns a dsopt_param, and objects that must be kept during the call: `name` of the parameter, `context` of
@@ -60,6 +63,7 @@ class Param:
             abi.DSOPT_PARAM_MODEL_PARALLEL * bool(self.model_parallel)
             | abi.DSOPT_PARAM_REPLICATED * bool(self.replicated)
             | abi.DSOPT_PARAM_MASKED * bool(self.masked)
+            | abi.DSOPT_PARAM_F32_MOMENTS * bool(self.f32_moments)
         )
         return abi.dsopt_param(
             tensor=place,

@@ -11,7 +11,7 @@ from ctypes import byref
 from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
 from . import _abi as abi
-from ._arrays import DTYPE_NAMES, DTYPE_SIZES, refuse, require, tensor_of
+from ._arrays import AS_INTEGERS, CODES, DTYPE_NAMES, DTYPE_SIZES, Tensor, refuse, require, tensor_of
 from ._errors import Error
 from ._handle import Handle
 from ._lists import Watch
@@ -26,12 +26,18 @@ _CTYPES: Dict[int, Any] = {
     abi.DSOPT_DTYPE_F16: ctypes.c_uint16,
     abi.DSOPT_DTYPE_BF16: ctypes.c_uint16,
     abi.DSOPT_DTYPE_I32: ctypes.c_int32,
+    abi.DSOPT_DTYPE_I16: ctypes.c_int16,
+    abi.DSOPT_DTYPE_U8: ctypes.c_uint8,
+    abi.DSOPT_DTYPE_F8_E4M3: ctypes.c_uint8,
 }
 _TYPESTRS = {
     abi.DSOPT_DTYPE_F32: "<f4",
     abi.DSOPT_DTYPE_F16: "<f2",
     abi.DSOPT_DTYPE_BF16: "<V2",
     abi.DSOPT_DTYPE_I32: "<i4",
+    abi.DSOPT_DTYPE_I16: "<i2",
+    abi.DSOPT_DTYPE_U8: "|u1",
+    abi.DSOPT_DTYPE_F8_E4M3: "|u1",  # no typestr says E4M3
 }
 
 
@@ -47,7 +53,7 @@ _Operators: Any = object if numpy is None else numpy.lib.mixins.NDArrayOperators
 
 def array_at(address: int, dtype: int, shape: Tuple[int, ...], owner: object) -> Any:
     """Returns host memory as a NumPy array, or as a ctypes array without NumPy. `owner` lives as long as the array.
-    Without ml_dtypes, bfloat16 is uint16."""
+    Without ml_dtypes, bfloat16 is uint16 and float8_e4m3fn is uint8."""
     count = math.prod(shape)
     memory = (_CTYPES[dtype] * count).from_address(address) if count else (_CTYPES[dtype] * 0)()
     memory._owner = owner
@@ -57,13 +63,13 @@ def array_at(address: int, dtype: int, shape: Tuple[int, ...], owner: object) ->
 
 
 def numpy_dtype(dtype: int) -> Any:
-    if dtype != abi.DSOPT_DTYPE_BF16:
+    if dtype not in AS_INTEGERS:
         return numpy.dtype(DTYPE_NAMES[dtype])
     try:
         import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        return numpy.dtype("uint16")
-    return numpy.dtype(ml_dtypes.bfloat16)
+        return numpy.dtype(AS_INTEGERS[dtype])
+    return numpy.dtype(getattr(ml_dtypes, DTYPE_NAMES[dtype]))
 
 
 def aligned_zeros(sizes: List[int]) -> Tuple[List[int], Any]:
@@ -83,6 +89,14 @@ def exported(handle: int, index: int, dtype: int, shape: Tuple[int, ...]) -> Any
     (place,), memory = aligned_zeros([size])
     abi.check(abi.lib.dsopt_optimizer_export(handle, index, place, size))
     return array_at(place, dtype, shape, memory)
+
+
+def exported_f32(handle: int, index: int, shape: Tuple[int, ...]) -> Any:
+    """Returns the values of an entry of the state list as float32 in host memory."""
+    count = math.prod(shape)
+    (place,), memory = aligned_zeros([4 * count])
+    abi.check(abi.lib.dsopt_optimizer_export_f32(handle, index, place, count))
+    return array_at(place, abi.DSOPT_DTYPE_F32, shape, memory)
 
 
 class DeviceArray:
@@ -142,7 +156,10 @@ class Info:
             info.name.decode(),
         )  # as in checkpoints
         self.dtype = info.tensor.dtype
-        self.shape: Tuple[int, ...] = (info.tensor.numel,) if whole else optimizer.engine_shapes[info.param]
+        dims = (ctypes.c_int64 * info.ndim).from_address(info.dims) if info.ndim else ()
+        self.shape: Tuple[int, ...] = tuple(dims)
+        if info.block == 1 and not optimizer.engine_shapes[info.param]:
+            self.shape = ()  # the library has one dimension for a parameter without dimensions
         self.rank_local = bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)
         self.address = info.tensor.data
 
@@ -283,6 +300,10 @@ class State(Mapping[str, Any]):
     __cuda_array_interface__. They stay valid after the optimizer is destroyed. Views of the whole optimizer follow
     their tensor when parameters are added. Assigning copies from host memory.
 
+    Moments and masters in fewer bits are codes: bfloat16, float8_e4m3fn, uint8 or int16, with the scales of a moment in
+    "<param>.exp_avg_scale". Without ml_dtypes bfloat16 is uint16 and float8_e4m3fn is uint8. export_f32 and import_f32
+    convert them.
+
     optimizer  the Optimizer; `opt.state` passes it
     """
 
@@ -348,17 +369,51 @@ class State(Mapping[str, Any]):
             self._optimizer._doubles.set_state(name, value)
             return
         info, label = self._info(name), "state[%r]" % name
-        tensor = tensor_of(value, label)
-        if tensor.device != "cpu":
-            refuse(label, "is set from host memory, and was given an array on the device", abi.DSOPT_ERR_DEVICE)
-        if tensor.dtype != info.dtype:
-            text = "has dtype %s, and was given %s; cast that first"
-            refuse(label, text % (DTYPE_NAMES[info.dtype], DTYPE_NAMES[tensor.dtype]), abi.DSOPT_ERR_DTYPE)
-        if tensor.numel != math.prod(info.shape):
-            refuse(label, "has shape %s, and was given %s" % (info.shape, tensor.shape), abi.DSOPT_ERR_SHAPE)
+        tensor = _on_host(value, label, info.dtype, info.shape)
         abi.check(
             abi.lib.dsopt_optimizer_import(self._optimizer.handle, info.index, tensor.address or None, info.bytes)
         )
+
+    def export_f32(self, name: str) -> Any:
+        """Return the values of the tensor `name` as float32 in host memory, in the shape of the tensor, whatever its
+        format. For a remainder they are the master. Waits for earlier calls on the optimizer and for the default
+        stream."""
+        if name in self._doubles():
+            return self._doubles()[name].astype("float32")
+        info = self._info(name)
+        return exported_f32(self._optimizer.handle, info.index, info.shape)
+
+    def import_f32(self, name: str, array: Any) -> None:
+        """Store float32 values from host memory in the tensor `name`, in its format, rounded to nearest. A moment gets
+        new scales as well, and a remainder sets the parameter too.
+
+        array  float32, with as many elements as the tensor
+        """
+        if name in self._doubles():
+            self._optimizer._doubles.set_state(name, array, "float32")
+            return
+        info = self._info(name)
+        tensor = _on_host(array, "state[%r]" % name, abi.DSOPT_DTYPE_F32, info.shape)
+        abi.check(
+            abi.lib.dsopt_optimizer_import_f32(
+                self._optimizer.handle, info.index, tensor.address or None, tensor.numel
+            )
+        )
+
+
+def _on_host(value: Any, label: str, dtype: int, shape: Tuple[int, ...]) -> Tensor:
+    """Returns the Tensor of a new value of a state tensor."""
+    tensor = tensor_of(value, label, dtype=dtype)
+    if tensor.device != "cpu":
+        refuse(label, "is set from host memory, and was given an array on the device", abi.DSOPT_ERR_DEVICE)
+    if tensor.dtype != dtype:
+        text = "has dtype %s, and was given %s; " % (DTYPE_NAMES[dtype], DTYPE_NAMES[tensor.dtype])
+        converts = dtype in CODES or dtype == abi.DSOPT_DTYPE_BF16
+        advice = "import_f32 converts float32 to it" if converts else "cast that first"
+        refuse(label, text + advice, abi.DSOPT_ERR_DTYPE)
+    if tensor.numel != math.prod(shape):
+        refuse(label, "has shape %s, and was given %s" % (shape, tensor.shape), abi.DSOPT_ERR_SHAPE)
+    return tensor
 
 
 def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> Tuple[Any, Any]:
@@ -373,7 +428,7 @@ def structs_of(optimizer: Any, state: Mapping[str, Any], stream: Any = None) -> 
         label = "state[%r]" % entry.name
         if entry.name not in state:
             refuse("state", "lacks %r; init_state makes all of it" % entry.name)
-        tensor = tensor_of(state[entry.name], label, stream=stream)
+        tensor = tensor_of(state[entry.name], label, stream=stream, dtype=entry.dtype)
         require(tensor, label, context=optimizer.context, write=True, dtype=entry.dtype, numel=math.prod(entry.shape))
         place.data, place.numel, place.dtype = tensor.address if tensor.numel else None, tensor.numel, tensor.dtype
         owners.append((state[entry.name], tensor))

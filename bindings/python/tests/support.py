@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import types
 
 import numpy as np
 
@@ -17,6 +18,27 @@ PACKAGE = pathlib.Path(dsopt.__file__).resolve().parent.parent
 def arrays(*shapes, seed=0, dtype=np.float32, scale=1.0):
     rng = np.random.default_rng(seed)
     return [np.asarray(scale * rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+class Bfloat16:
+    """An array of bfloat16 that needs no ml_dtypes: it has a name and an array interface as theirs, and its bits in
+    `words`, uint16."""
+
+    def __init__(self, values):
+        bits = np.asarray(values, np.float32).reshape(-1).view(np.uint32)
+        self.words = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)  # rounded to nearest
+        self.dtype, shape = types.SimpleNamespace(name="bfloat16"), np.shape(values)
+        data = (self.words.ctypes.data, False)
+        self.__array_interface__ = {"version": 3, "typestr": "<V2", "shape": shape, "data": data}
+
+    @property
+    def values(self):
+        """The values as float32."""
+        return values_of_bfloat16(self.words)
+
+
+def values_of_bfloat16(words):
+    return (np.asarray(words).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def adamw(p, g, m, v, t, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, wd=0.0):

@@ -11,16 +11,16 @@ README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 
 
 class Readme(unittest.TestCase):
-    def test_program_prints_the_documented_output(self):
-        """The program prints the output in the README."""
-        (found,) = re.findall(
+    def test_programs_print_the_documented_output(self):
+        found = re.findall(
             r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S
         )
-        source, expected = found
+        self.assertEqual(len(found), 2)
         with tempfile.TemporaryDirectory() as folder:
-            status, said, complaint = python("import os\nos.chdir(%r)\n%s" % (folder, source))
+            for source, expected in found:
+                status, said, complaint = python("import os\nos.chdir(%r)\n%s" % (folder, source))
+                self.assertEqual((status, said, complaint), (0, expected, ""))
             self.assertTrue(os.path.exists(os.path.join(folder, "run.safetensors")))
-        self.assertEqual((status, said, complaint), (0, expected, ""))
 
 
 if __name__ == "__main__":
