@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from array import array
+from types import SimpleNamespace
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
 import dsopt  # noqa: E402
@@ -62,8 +63,39 @@ def onebit():
     return list(ranks[0].values())
 
 
+class Bfloat16:
+    """An array of bfloat16, which the standard library does not have: values rounded to nearest."""
+
+    def __init__(self, values):
+        bits = array("I", values.tobytes())
+        self.words = array("H", [(x + 0x7FFF + (x >> 16 & 1)) >> 16 for x in bits])
+        self.dtype = SimpleNamespace(name="bfloat16")
+        address, count = self.words.buffer_info()
+        self.__array_interface__ = {"version": 3, "typestr": "<V2", "shape": (count,), "data": (address, False)}
+
+
+def low_precision():
+    sizes = {"a": 1, "b": 7, "c": 4099}
+    values = generator(1000)
+    params = {name: Bfloat16(x) for name, x in take(generator(12345), sizes).items()}
+
+    def group(exp_avg, exp_avg_sq):
+        return dsopt.AdamW(lr=0.015625, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.125, exp_avg_format=exp_avg,
+                           exp_avg_sq_format=exp_avg_sq)
+
+    opt = dsopt.Optimizer(
+        {name: params[name] for name in "ab"}, group("e4m3", "bf16_random"), masters="remainder", seed=7
+    )
+    opt.add_group(group("q8", "q8"), {"c": params["c"]})
+    for _ in range(10):
+        opt.step(take(values, sizes))
+    kinds = ("remainder", "exp_avg", "exp_avg_scale", "exp_avg_sq")
+    names = ["%s.%s" % (name, kind) for kind in kinds for name in sizes] + ["c.exp_avg_sq_scale"]
+    return [*(param.words for param in params.values()), *map(opt.state.copy, names)]
+
+
 digest = 0xCBF29CE484222325
-for values in adamw() + onebit():
-    for byte in memoryview(values).tobytes():
+for values in adamw() + onebit() + low_precision():
+    for byte in values.tobytes() if hasattr(values, "tobytes") else bytes(values):  # an array, or one of ctypes
         digest = (digest ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
 print("python %016x" % digest)
