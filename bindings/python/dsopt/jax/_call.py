@@ -21,7 +21,12 @@ _STATE_DTYPES = {
     abi.DSOPT_DTYPE_F16: jnp.float16,
     abi.DSOPT_DTYPE_BF16: jnp.bfloat16,
     abi.DSOPT_DTYPE_I32: jnp.int32,
+    abi.DSOPT_DTYPE_I16: jnp.int16,
+    abi.DSOPT_DTYPE_U8: jnp.uint8,
+    abi.DSOPT_DTYPE_F8_E4M3: jnp.float8_e4m3fn,
 }
+_RANDOM = {abi.DSOPT_MOMENT_BF16_RANDOM}
+_SCALED = {abi.DSOPT_MOMENT_E4M3, abi.DSOPT_MOMENT_Q8}
 
 # enum Option of _handler.cc, by the name of the operand if it has one
 OPTIONS = {"rank": 1, "lr": 2, "hyper": 4, "grad_scale": 8, "skip": 16, "after": 128, "grad_norms": 512}
@@ -29,7 +34,8 @@ OUT, HYPER_IS_ERROR, ZEROS, NORMS = 32, 64, 256, 1024
 _SCALARS = ("rank", "grad_scale", "skip")
 
 # Fields of dsopt_group in the order of the attribute lists
-_GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval")
+_FORMATS = ("exp_avg_format", "exp_avg_sq_format")
+_GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval", *_FORMATS)
 GROUP_REALS = (
     "lr",
     "beta1",
@@ -67,16 +73,24 @@ class Param(NamedTuple):
     shape: tuple
     dtype: str
     group: int
+    f32_moments: bool = False
 
 
 class Entry(NamedTuple):
-    """One state tensor. `param` is -1 for those of the whole optimizer."""
+    """One state tensor. `param` is -1 for those of the whole optimizer. `block` is the number of elements of the
+    parameter per element: 1, or more for scales, which have one dimension."""
 
     name: str
     param: int
     shape: tuple
     dtype: object
     rank_local: bool
+    block: int
+
+    @property
+    def owner(self) -> Optional[int]:
+        """Index of the parameter whose shape the tensor has; None for the others."""
+        return self.param if self.block == 1 else None
 
 
 def names_of(tree, is_leaf=None) -> list:
@@ -114,6 +128,7 @@ class Recipe:
     max_norm: float = 0.0
     max_value: float = 0.0
     seed: int = 0
+    masters: int = 0
     scaler: tuple = ()  # () = none, else the fields of dsopt_scaler_desc by name
     ranks: int = 1
     timeout_ms: int = 0
@@ -127,8 +142,8 @@ class Recipe:
 
     @property
     def needs_whole_tensors(self) -> bool:
-        """True if a step is not element-wise."""
-        return self.looks or self.is_lamb or self.reports_norms or self.rounds_at_random
+        """True if a step is not element-wise, or needs to know where a shard begins."""
+        return self.looks or self.is_lamb or self.reports_norms or self.rounds_at_random or self.has_scales
 
     @property
     def looks(self) -> bool:
@@ -145,7 +160,30 @@ class Recipe:
 
     @property
     def rounds_at_random(self) -> bool:
-        return bool(self.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)
+        return any(self.weight_is_random(i) or self.moment_is_random(i) for i in range(len(self.params)))
+
+    @property
+    def has_scales(self) -> bool:
+        return any(self.is_scaled(i) for i in range(len(self.params)))
+
+    def weight_is_random(self, i: int) -> bool:
+        """True if parameter i is rounded at random."""
+        return bool(self.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) and self.params[i].dtype != "float32"
+
+    def moment_is_random(self, i: int) -> bool:
+        """True if a moment of parameter i is rounded at random."""
+        return bool(_RANDOM & self._formats(i))
+
+    def is_scaled(self, i: int) -> bool:
+        """True if a moment of parameter i has scales."""
+        return bool(_SCALED & self._formats(i))
+
+    def _formats(self, i: int) -> set:
+        """Returns the formats of the moments of parameter i, other than F32."""
+        param = self.params[i]
+        numbers = self.groups[param.group][0][2:]
+        formats = {number for name, number in zip(_GROUP_NUMBERS, numbers) if name in _FORMATS}
+        return set() if param.f32_moments else formats
 
     @functools.cached_property
     def attributes(self) -> dict:
@@ -153,13 +191,14 @@ class Recipe:
         seed = self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
         names = [param.name for param in self.params]
         rows = [
-            (len(name.encode()), math.prod(param.shape), DTYPES[param.dtype], param.group)
+            (len(name.encode()), math.prod(param.shape), DTYPES[param.dtype], param.group, _flags_of(param))
             for name, param in zip(names, self.params)
         ]
         return {
             "numbers": np.array(
                 [self.flags, self.nonfinite, seed, self.ranks, self.timeout_ms, bool(self.scaler)]
-                + [scaler.get(name, 0) for name in _SCALER_NUMBERS],
+                + [scaler.get(name, 0) for name in _SCALER_NUMBERS]
+                + [self.masters],
                 np.int64,
             ),
             "reals": np.array(
@@ -176,6 +215,10 @@ class Recipe:
     @functools.cached_property
     def layout(self) -> "Layout":
         return _layout(self)
+
+
+def _flags_of(param: Param) -> int:
+    return abi.DSOPT_PARAM_F32_MOMENTS if param.f32_moments else 0
 
 
 class Layout(NamedTuple):
@@ -201,6 +244,7 @@ def _layout(recipe: Recipe) -> Layout:
         desc = abi.dsopt_optimizer_desc(
             flags=recipe.flags,
             nonfinite=recipe.nonfinite,
+            masters=recipe.masters,
             max_norm=recipe.max_norm,
             max_value=recipe.max_value,
             seed=recipe.seed,
@@ -225,7 +269,7 @@ def _layout(recipe: Recipe) -> Layout:
         dims = []
         for place, param in zip(params, recipe.params):
             place.tensor.numel, place.tensor.dtype = math.prod(param.shape), DTYPES[param.dtype]
-            place.name, place.group = param.name.encode(), param.group
+            place.name, place.group, place.flags = param.name.encode(), param.group, _flags_of(param)
             if 0 < len(param.shape) <= 8:
                 dims.append((ctypes.c_int64 * len(param.shape))(*param.shape))
                 place.dims, place.ndim = ctypes.addressof(dims[-1]), len(param.shape)
@@ -242,7 +286,7 @@ def _entries(optimizer, params) -> tuple:
     for i in range(count.value):
         info = abi.dsopt_state_info()
         abi.check(abi.lib.dsopt_optimizer_state(optimizer, i, ctypes.byref(info)))
-        shape = params[info.param].shape if info.param >= 0 else (info.tensor.numel,)
+        shape = params[info.param].shape if info.block == 1 else (info.tensor.numel,)
         entries.append(
             Entry(
                 info.name.decode(),
@@ -250,6 +294,7 @@ def _entries(optimizer, params) -> tuple:
                 shape,
                 _STATE_DTYPES[info.tensor.dtype],
                 bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL),
+                info.block,
             )
         )
     return tuple(entries)
@@ -295,24 +340,27 @@ class Init:
     recipe: Recipe
     has_rank: bool = False
     gradient = out = None  # as in Step
-    needs_whole_tensors = False
 
     def __call__(self, *arrays) -> list:
         _build.library()
         params = arrays[self.has_rank :]
         results = [
             like(params[entry.param], entry.dtype)
-            if entry.param >= 0 and entry.shape == params[entry.param].shape
+            if entry.owner is not None and entry.shape == params[entry.param].shape
             else jax.ShapeDtypeStruct(entry.shape, entry.dtype)
             for entry in self.recipe.layout.entries
         ]
         call = jax.ffi.ffi_call("dsopt_init", results)
         return list(call(*arrays, options=np.int64(OPTIONS["rank"] * self.has_rank), **self.recipe.attributes))
 
+    @property
+    def needs_whole_tensors(self) -> bool:
+        return self.recipe.has_scales
+
     def owners(self) -> tuple:
         """Returns the parameter whose shape each operand and each result has; None for the others."""
         operands = [None] * self.has_rank + list(range(len(self.recipe.params)))
-        return operands, [None if entry.param < 0 else entry.param for entry in self.recipe.layout.entries]
+        return operands, [entry.owner for entry in self.recipe.layout.entries]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +426,7 @@ class Step:
     def owners(self) -> tuple:
         """As in Init."""
         leaves = list(range(len(self.recipe.params)))
-        state = [None if entry.param < 0 else entry.param for entry in self.entries()]
+        state = [entry.owner for entry in self.entries()]
         given = [] if self.zeros else leaves
         return [None] * len(self.values) + given + leaves + state, leaves + state + [None]
 
@@ -477,10 +525,10 @@ class Hyper(NamedTuple):
         return {"hyper": jnp.stack([jnp.stack([jnp.asarray(value, jnp.float32) for value in row]) for row in rows])}
 
 
-def decay_groups(mask, tree, count: int) -> list:
-    """Returns 0 for each leaf, or 1 if `mask` disables decay. As in optax: bools for a prefix of the tree, or a
-    function."""
+def chosen(mask, tree, count: int, default: bool) -> list:
+    """Returns a bool for each leaf from a mask as in optax: bools for a prefix of the tree, or a function. None = the
+    default for all."""
     if mask is None:
-        return [0] * count
-    chosen = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)
-    return [0 if flag else 1 for flag in jax.tree.leaves(chosen, is_leaf=lambda x: x is None)]
+        return [default] * count
+    flags = jax.tree.broadcast(mask(tree) if callable(mask) else mask, tree, is_leaf=lambda x: x is None)
+    return [bool(flag) for flag in jax.tree.leaves(flags, is_leaf=lambda x: x is None)]

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _abi as abi
-from . import _call, _comms, _step
+from .._groups import FORMATS
+from .._handle import choice
+from . import _call, _comms, _remainders, _step
 
 _GROUP_OPTIONS = {
     "min_trust",
@@ -116,9 +118,16 @@ class FusedStep:
     max_norm             clip by the L2 norm of the gradients of the call, in a shard_map of the shard; 0 = off
     max_value            clip every element of the gradients; 0 = off
     loss_scale           a number or a DynamicScale: gradients are those of opt.loss_scale(state) * loss
-    masters              True = fp32 copies of 16-bit parameters in the state, which steps update
+    masters              True = fp32 copies of 16-bit parameters in the state, which steps update; "remainder" = the
+                         master of a bfloat16 parameter is the parameter and 16 more bits in state["remainder"]; False =
+                         no masters
+    exp_avg_format       exp_avg or momentum_buffer in the state: "f32", "bf16", "bf16_random", "e4m3" or "q8". With the
+                         last two, state["exp_avg_scale"] has a scale per 256 elements
+    exp_avg_sq_format    exp_avg_sq in the state: "f32", "bf16_random" or "q8"; sum of Adagrad: "f32" or "bf16_random"
+    f32_moments          which parameters have float32 moments whatever the formats, such as embeddings, norms and
+                         biases: a mask as above; None = none
     stochastic_rounding  round 16-bit parameters without masters up or down at random
-    seed                 of the stochastic rounding
+    seed                 of the stochastic rounding, and of moments in "bf16_random"
     nonfinite            policy for Inf and NaN: None (skip if the gradients are read anyway), "skip" or "apply"
     report_norms         report.weight_norm and report.update_norm are computed
     check_ranks          ranks of the 1-bit family compare their lists before an exchange, and all fail if they differ
@@ -158,7 +167,10 @@ class FusedStep:
         max_norm: float = 0.0,
         max_value: float = 0.0,
         loss_scale: Union[None, float, DynamicScale] = None,
-        masters: bool = True,
+        masters: Union[bool, str] = True,
+        exp_avg_format: str = "f32",
+        exp_avg_sq_format: str = "f32",
+        f32_moments: Any = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
         nonfinite: Optional[str] = None,
@@ -174,6 +186,8 @@ class FusedStep:
             raise _call.argument_error("dsopt has no algorithm %r: it must be one of %s" % (algorithm, _names()))
         if nonfinite not in _NONFINITE:
             raise _call.argument_error("nonfinite is %r: it must be None, 'skip' or 'apply'" % (nonfinite,))
+        if masters not in (True, False, "remainder"):
+            raise _call.argument_error("masters is %r: it must be True, False or 'remainder'" % (masters,))
         unknown = sorted(set(options) - _GROUP_OPTIONS - set(_GROUP_FLAGS))
         if unknown:
             raise TypeError("FusedStep() got an unexpected keyword argument %r" % unknown[0])
@@ -187,7 +201,10 @@ class FusedStep:
         self._algorithm, self._axis, self._comm, self._timeout_ms = number, axis_name, comm, timeout_ms
         self._hyper = (learning_rate, b1, b2, eps, weight_decay)
         self._mask, self._max_norm = mask, float(max_norm)
+        self._f32_moments = f32_moments
         self._options = {name: value for name, value in options.items() if name in _GROUP_OPTIONS}
+        for name, value in (("exp_avg_format", exp_avg_format), ("exp_avg_sq_format", exp_avg_sq_format)):
+            self._options[name] = choice(name, value, FORMATS)
         self._group_flags = sum(bit for name, bit in _GROUP_FLAGS.items() if options.get(name))
         flags = [
             (not masters, abi.DSOPT_OPTIMIZER_NO_MASTER),
@@ -199,6 +216,7 @@ class FusedStep:
         self._desc = {
             "flags": sum(bit for on, bit in flags if on),
             "nonfinite": _NONFINITE[nonfinite],
+            "masters": abi.DSOPT_MASTERS_REMAINDER if masters == "remainder" else abi.DSOPT_MASTERS_PER_TENSOR,
             "max_norm": self._max_norm,
             "max_value": float(max_value),
             "seed": int(seed),
@@ -211,22 +229,29 @@ class FusedStep:
         """Return the initial state. In the 1-bit family inside the shard_map or pmap of the steps.
 
         params   tree of float32, float16 or bfloat16 arrays
-        masters  tree of fp32 weights that 16-bit parameters were rounded from; None = the parameters are exact
+        masters  tree of fp32 weights that 16-bit parameters were rounded from; None = the parameters are exact. A
+                 remainder holds such a weight exactly, except halfway between two bfloat16: then off by one unit in the
+                 last place of fp32 if it was rounded towards 0
         """
         tree = _Tree(params)
         recipe = self._recipe(tree, self._values(None))
         state = tree.pack(recipe, _step.init(recipe, tree.leaves, _comms.rank(self._axis)))
         if masters is not None:
             given = tree.treedef.flatten_up_to(masters)
-            kept = tree.treedef.flatten_up_to(state.get("master", jax.tree.map(lambda _: None, params)))
-            state["master"] = tree.treedef.unflatten(
-                [k if k is None else jnp.array(g, jnp.float32) for k, g in zip(kept, given)]
-            )
+            of = {
+                "master": lambda leaf, weight: jnp.array(weight, jnp.float32),
+                "remainder": _remainders.of_rounded,
+            }
+            for name in of.keys() & state.keys():
+                kept = tree.treedef.flatten_up_to(state[name])
+                new = [k if k is None else of[name](leaf, g) for k, leaf, g in zip(kept, tree.leaves, given)]
+                state[name] = tree.treedef.unflatten(new)
         return state
 
     def specs(self, params, param_specs=PartitionSpec(), *, ranks: int = 1) -> dict:
-        """Return the PartitionSpec of each state array: its parameter's; along the axis for state that differs between
-        ranks, which has an additional leading axis; replicated for the rest.
+        """Return the PartitionSpec of each state array: its parameter's; along all axes of the parameter for scales, of
+        which each shard has its own; along the axis for state that differs between ranks, which has an additional
+        leading axis; replicated for the rest.
 
         params       the parameters, or their shapes
         param_specs  the PartitionSpec of all, or a tree of them
@@ -237,18 +262,15 @@ class FusedStep:
             jax.tree.broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
         )
         recipe = self._recipe(tree, self._values(None), ranks)
-        return tree.pack(
-            recipe,
-            [
-                (
-                    PartitionSpec(self._axis)
-                    if entry.rank_local
-                    else specs[entry.param] if entry.param >= 0 else PartitionSpec()
-                )
-                for entry in recipe.layout.entries
-            ],
-            expand=False,
-        )
+
+        def of(entry):
+            if entry.rank_local:
+                return PartitionSpec(self._axis)
+            if entry.param < 0:
+                return PartitionSpec()
+            return specs[entry.param] if entry.block == 1 else _along_all_axes(specs[entry.param])
+
+        return tree.pack(recipe, list(map(of, recipe.layout.entries)), expand=False)
 
     def loss_scale(self, state) -> jax.Array:
         """Return the factor of the loss: a scalar.
@@ -315,14 +337,15 @@ class FusedStep:
         known = {**hyper.known(), **self._options}
         groups = tree.groups(self._mask)
         used = tree.used(self._mask)
+        f32_moments = _call.chosen(self._f32_moments, tree.params, len(tree.leaves), False)
         return _call.Recipe(
             groups=tuple(
                 _call.group(self._algorithm, self._group_flags, **(known if g == 0 else {**known, "weight_decay": 0.0}))
                 for g in used
             ),
             params=tuple(
-                _call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group))
-                for name, leaf, group in zip(tree.names, tree.leaves, groups)
+                _call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group), f32)
+                for name, leaf, group, f32 in zip(tree.names, tree.leaves, groups, f32_moments)
             ),
             ranks=_comms.ranks(self._axis, self._comm) if ranks is None else ranks,
             comm=self._comm,
@@ -344,6 +367,13 @@ def _scaler(scale) -> tuple:
     if isinstance(scale, DynamicScale):
         return tuple(scale._asdict().items())
     return (("flags", abi.DSOPT_SCALER_STATIC), ("init", float(scale)))
+
+
+def _along_all_axes(spec) -> PartitionSpec:
+    """Returns the spec of one dimension that is sharded over every axis of `spec`."""
+    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
+    axes = tuple(axis for part in parts for axis in part if isinstance(axis, str))
+    return PartitionSpec(axes) if axes else PartitionSpec()
 
 
 class _Tree:
@@ -384,7 +414,7 @@ class _Tree:
                 )
 
     def groups(self, mask):
-        return _call.decay_groups(mask, self.params, len(self.leaves))
+        return [0 if decays else 1 for decays in _call.chosen(mask, self.params, len(self.leaves), True)]
 
     def used(self, mask):
         return sorted(set(self.groups(mask)))

@@ -94,7 +94,8 @@ std::vector<ffi::AnyBuffer> read_params(const Program &program, Reader<ffi::Rema
 template <class Buffers>
 ffi::AnyBuffer read_state(const Program &program, const Program::Entry &entry,
                           const std::vector<ffi::AnyBuffer> &shapes, Reader<Buffers> &from) {
-    const auto dims = entry.param < 0 ? Dims(&entry.numel, 1) : shapes[static_cast<size_t>(entry.param)].dimensions();
+    const auto dims =
+        entry.has_shape_of_param ? shapes[static_cast<size_t>(entry.param)].dimensions() : Dims(&entry.numel, 1);
     return from.exact(program.label(entry), type_of(entry.dtype), dims);
 }
 

@@ -57,6 +57,9 @@ int32_t dtype_of(ffi::DataType type) {
     case ffi::DataType::F16: return DSOPT_DTYPE_F16;
     case ffi::DataType::BF16: return DSOPT_DTYPE_BF16;
     case ffi::DataType::S32: return DSOPT_DTYPE_I32;
+    case ffi::DataType::S16: return DSOPT_DTYPE_I16;
+    case ffi::DataType::U8: return DSOPT_DTYPE_U8;
+    case ffi::DataType::F8E4M3FN: return DSOPT_DTYPE_F8_E4M3;
     default: return 0;
     }
 }
@@ -68,6 +71,9 @@ ffi::DataType type_of(int32_t dtype) {
     case DSOPT_DTYPE_F16: return ffi::DataType::F16;
     case DSOPT_DTYPE_BF16: return ffi::DataType::BF16;
     case DSOPT_DTYPE_I32: return ffi::DataType::S32;
+    case DSOPT_DTYPE_I16: return ffi::DataType::S16;
+    case DSOPT_DTYPE_U8: return ffi::DataType::U8;
+    case DSOPT_DTYPE_F8_E4M3: return ffi::DataType::F8E4M3FN;
     default: return ffi::DataType::INVALID;
     }
 }
@@ -80,9 +86,10 @@ dsopt_tensor tensor_of(const ffi::AnyBuffer &buffer) {
     return {buffer.untyped_data(), numel_of(buffer), dtype_of(buffer.element_type()), 0};
 }
 
+// True for the dtypes of parameters and gradients.
 bool is_float(const ffi::AnyBuffer &buffer) {
-    const int32_t dtype = dtype_of(buffer.element_type());
-    return dtype != 0 && dtype != DSOPT_DTYPE_I32;
+    const ffi::DataType type = buffer.element_type();
+    return type == ffi::DataType::F32 || type == ffi::DataType::F16 || type == ffi::DataType::BF16;
 }
 
 // Reads operands or results sequentially. Each function returns the next one, or refuses it by its label.

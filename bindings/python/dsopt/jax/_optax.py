@@ -380,17 +380,25 @@ def _one_call(rule, hyper, values, leaves, grads, moments, over, *, zeros):
 
     The engine steps parameters that are zero, whose change is exactly the direction; the difference of two weights is
     rounded. The zeros are 16-bit, which halves the reads. With `zeros` they and the count of steps are operands,
-    without `zeros` the handler provides both. The count is 1: after the first step no rule here depends on it."""
+    without `zeros` the handler provides both. The count is 1: after the first step no rule here depends on it.
+
+    The engine reads and writes a bfloat16 moment of the gradient itself: like optax, it rounds the moment after the
+    direction is computed. XLA converts all other moments to fp32 and back."""
+    halves = [rule.moments[0] in ("exp_avg", "momentum_buffer") and old[0].dtype == jnp.bfloat16 for old in moments]
+    fields = {**dict(rule.fields), **({"exp_avg_format": abi.DSOPT_MOMENT_BF16} if any(halves) else {})}
     recipe = _call.Recipe(
-        groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **dict(rule.fields)),),
-        params=tuple(_call.Param(leaf.name, leaf.grad.shape, "bfloat16", 0) for leaf in leaves),
+        groups=(_call.group(rule.algorithm, rule.flags, **hyper.known(), **fields),),
+        params=tuple(
+            _call.Param(leaf.name, leaf.grad.shape, "bfloat16", 0, f32_moments=any(halves) and not half)
+            for leaf, half in zip(leaves, halves)
+        ),
         flags=abi.DSOPT_OPTIMIZER_NO_MASTER,
     )
     entries = [entry for entry in recipe.layout.entries if zeros or entry.name != "step"]
     state = [
         jnp.ones(entry.shape, entry.dtype)
         if entry.name == "step"
-        else moments[entry.param][rule.moments.index(entry.name)].astype(jnp.float32)
+        else moments[entry.param][rule.moments.index(entry.name)].astype(entry.dtype)
         for entry in entries
     ]
     change, state, report = _step.step(

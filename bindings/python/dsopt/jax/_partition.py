@@ -59,8 +59,9 @@ def partitioned(call):
     manual, automatic = _manual_axes()
     if manual and automatic and call.needs_whole_tensors:
         raise _call.unsupported(
-            "dsopt.jax: clipping, overflow checks, loss scales, norms, LAMB and random rounding are not supported in a "
-            "shard_map over some axes of a mesh only, here %s of %s: step outside of shard_map, or name all axes"
+            "dsopt.jax: clipping, overflow checks, loss scales, norms, LAMB, random rounding and moments with scales "
+            "are not supported in a shard_map over some axes of a mesh only, here %s of %s: step outside of shard_map, "
+            "or name all axes"
             % (", ".join(manual), ", ".join((*manual, *automatic)))
         )
     function = custom_partitioning(lambda *arrays: call(*arrays))  # pylint: disable=unnecessary-lambda

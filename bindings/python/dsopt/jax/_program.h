@@ -133,6 +133,7 @@ struct Program {
         int64_t numel;
         int32_t dtype;
         bool is_step;
+        bool has_shape_of_param; // else one dimension
     };
 
     // Returns the optimizer of a device and rank. Ranks of a LOCAL comm synchronize here at their first call.
@@ -179,10 +180,21 @@ private:
         kScalerFlags,
         kWindow,
         kHysteresis,
+        kMasters,
         kNumbers
     };
     enum { kMaxNorm, kMaxValue, kInit, kFactor, kMin, kMax, kReals };
-    enum { kAlgorithm, kGroupFlags, kFreeze, kVarInterval, kLocalInterval, kMaxLocalInterval, kGroupNumbers };
+    enum {
+        kAlgorithm,
+        kGroupFlags,
+        kFreeze,
+        kVarInterval,
+        kLocalInterval,
+        kMaxLocalInterval,
+        kExpAvgFormat,
+        kExpAvgSqFormat,
+        kGroupNumbers
+    };
     enum {
         kLearningRate,
         kBeta1,
@@ -202,7 +214,7 @@ private:
         kInitialAccumulator,
         kGroupReals
     };
-    enum { kNameBytes, kNumel, kDtype, kGroup, kParam };
+    enum { kNameBytes, kNumel, kDtype, kGroup, kParamFlags, kParam };
 
     struct Made {
         std::mutex mutex;
@@ -254,6 +266,7 @@ private:
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         desc.flags = int32_of(numbers[kFlags], "attribute numbers: flags");
         desc.nonfinite = int32_of(numbers[kNonfinite], "attribute numbers: nonfinite");
+        desc.masters = int32_of(numbers[kMasters], "attribute numbers: masters");
         desc.seed = static_cast<uint64_t>(numbers[kSeed]);
         desc.max_norm = reals[kMaxNorm];
         desc.max_value = reals[kMaxValue];
@@ -315,6 +328,8 @@ private:
         group.var_interval_steps = n[kVarInterval];
         group.local_interval_steps = n[kLocalInterval];
         group.max_local_interval = n[kMaxLocalInterval];
+        group.exp_avg_format = int32_of(n[kExpAvgFormat], "attribute group_numbers: exp_avg_format");
+        group.exp_avg_sq_format = int32_of(n[kExpAvgSqFormat], "attribute group_numbers: exp_avg_sq_format");
         group.lr = r[kLearningRate];
         group.beta1 = r[kBeta1];
         group.beta2 = r[kBeta2];
@@ -341,6 +356,7 @@ private:
             list[i].tensor.numel = p[kNumel];
             list[i].tensor.dtype = int32_of(p[kDtype], "attribute params: dtype");
             list[i].group = int32_of(p[kGroup], "attribute params: group");
+            list[i].flags = int32_of(p[kParamFlags], "attribute params: flags");
             list[i].name = names[i].c_str();
             if (!offsets.empty()) list[i].offset = offsets[static_cast<size_t>(rank) * count() + i];
         }
@@ -356,7 +372,7 @@ private:
             check(dl.dsopt_optimizer_state(optimizer, i, &info));
             const std::string name = info.name;
             list.push_back({info.param < 0 ? "state '" + name + "'" : name + " of", info.param, info.tensor.numel,
-                            info.tensor.dtype, name == "step"});
+                            info.tensor.dtype, name == "step", info.block == 1});
         }
         return list;
     }

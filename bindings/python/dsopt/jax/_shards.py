@@ -3,7 +3,8 @@
 
 Update rules are element-wise, so a step of shards is a step of smaller parameters. Everything that depends on whole
 tensors (overflow, clipping, norms of the report, trust ratios) is summed over the devices, in one all-reduce of a few
-floats per tensor before the step, and in another one after it for LAMB and for norms of the report."""
+floats per tensor before the step, and in another one after it for LAMB and for norms of the report. Scales of moments
+are gathered in one all-gather after the step."""
 
 import dataclasses
 import math
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _abi as abi
-from . import _call
+from . import _call, _remainders
 
 _FAR = 68  # norms are squared unscaled, and times 2^-68 and 2^68: one of the three squares is in the range of fp32
 
@@ -29,10 +30,22 @@ def program(call, places, axis):
         if place.padded:
             raise _call.unsupported(
                 "dsopt.jax: the sharding of parameter %s does not divide its shape %s, which clipping, overflow "
-                "checks, loss scales, norms, LAMB and random rounding do not support: choose axes that divide it"
-                % (param.name, param.shape)
+                "checks, loss scales, norms, LAMB, random rounding and moments with scales do not support: choose "
+                "axes that divide it" % (param.name, param.shape)
             )
+    if isinstance(call, _call.Init):
+        return _init(call, local)
     return _Shards(call, local, places, axis)
+
+
+def _init(call, local):
+    """Returns the initial values, with the scales of whole tensors."""
+
+    def init(*arrays):
+        entries = call.recipe.layout.entries
+        return [x if entry.block == 1 else jnp.zeros(entry.shape, x.dtype) for entry, x in zip(entries, local(*arrays))]
+
+    return init
 
 
 class _Shards:
@@ -41,12 +54,17 @@ class _Shards:
     def __init__(self, call, local, places, axis):
         self.call, self.local, self.places, self.axis = call, local, places, axis
         self.recipe = call.recipe
+        if self.recipe.is_lamb and any(map(self.recipe.weight_is_random, range(len(self.recipe.params)))):
+            raise _call.unsupported(
+                "dsopt.jax: stochastic_rounding of LAMB is not supported for sharded parameters: use masters"
+            )
+        devices = places[0].sharding._device_assignment  # pylint: disable=protected-access
+        starts = [_starts(self.recipe, i, place, devices) for i, place in enumerate(places)]
+        self.scales = _Scales(call.entries(), starts, axis)
         if self.recipe.rounds_at_random:
-            if self.recipe.is_lamb:
-                raise _call.unsupported(
-                    "dsopt.jax: stochastic_rounding of LAMB is not supported for sharded parameters: use masters"
-                )
-            offsets = _offsets(self.recipe.params, places)
+            random = [self.recipe.weight_is_random(i) or self.recipe.moment_is_random(i) for i in range(len(places))]
+            columns = [column if used else (0,) * len(column) for column, used in zip(starts, random)]
+            offsets = tuple(zip(*columns))
             self.local = dataclasses.replace(local, recipe=dataclasses.replace(local.recipe, offsets=offsets))
 
     def __call__(self, *arrays):
@@ -59,7 +77,8 @@ class _Shards:
         if self.recipe.rounds_at_random:
             values["rank"] = jax.lax.axis_index(self.axis).astype(jnp.int32)
         step = self.lamb if self.recipe.is_lamb else self.plain
-        params, state, report = step(values, list(params), list(grads), list(state))
+        params, state, report = step(values, list(params), list(grads), self.scales.of_shard(state))
+        state = self.scales.of_whole(state)
         if bad is not None:
             report = self.with_bad(report, bad)
         return [*params, *state, report]
@@ -116,6 +135,8 @@ class _Shards:
     def weights(self, params, state):
         """Returns masters, and parameters without a master."""
         masters = self.by_name(state, "master")
+        remainders = self.by_name(state, "remainder")
+        masters.update({i: _remainders.join(params[i], remainder) for i, remainder in remainders.items()})
         return [masters.get(i, param) for i, param in enumerate(params)]
 
     def by_name(self, state, name):
@@ -150,6 +171,8 @@ class _Shards:
         for entry, x in zip(entries, state):
             if entry.name == "master":
                 ours[entry.name, entry.param] = new[entry.param]
+            if entry.name == "remainder":
+                new[entry.param], ours[entry.name, entry.param] = _remainders.split(new[entry.param])
             if entry.name == "trust_ratio":
                 ours[entry.name, entry.param] = jnp.where(skipped, x, ratio)
         new = [jnp.where(skipped, param, x.astype(param.dtype)) for param, x in zip(params, new)]
@@ -188,10 +211,12 @@ def _with_trust_of_1(recipe):
         fields = dict(zip(_call.GROUP_REALS, reals), lr=1.0, min_trust=1.0, max_trust=1.0)
         flags = numbers[1] | abi.DSOPT_GROUP_NO_BIAS_CORRECTION
         groups.append(((numbers[0], flags, *numbers[2:]), tuple(fields[name] for name in _call.GROUP_REALS)))
-    has_master = {entry.param for entry in recipe.layout.entries if entry.name == "master"}
+    has_master = {entry.param for entry in recipe.layout.entries if entry.name in ("master", "remainder")}
     params = tuple(p._replace(dtype="float32") if i in has_master else p for i, p in enumerate(recipe.params))
     flags = recipe.flags & ~abi.DSOPT_OPTIMIZER_REPORT_NORMS
-    return dataclasses.replace(recipe, groups=tuple(groups), params=params, flags=flags)
+    return dataclasses.replace(
+        recipe, groups=tuple(groups), params=params, flags=flags, masters=abi.DSOPT_MASTERS_PER_TENSOR
+    )
 
 
 def _with_rate_of_1(values):
@@ -205,25 +230,66 @@ def _with_rate_of_1(values):
     return given
 
 
-def _offsets(params, places):
-    """Returns a row per device: the offset of its shard in each parameter."""
-    devices = places[0].sharding._device_assignment  # pylint: disable=protected-access
-    columns = []
-    for param, place in zip(params, places):
-        split = [d for d, (whole, part) in enumerate(zip(param.shape, place.shape)) if whole != part]
-        if not split or param.dtype == "float32":
-            columns.append([0] * len(devices))
-            continue
-        if len(split) > 1 or math.prod(param.shape[: split[0]]) != 1:
-            raise _call.unsupported(
-                "dsopt.jax: stochastic_rounding needs shards that are intervals of their parameter, and those of %s "
-                "with shape %s are of shape %s: shard it along its first dimension only, or use masters"
-                % (param.name, param.shape, place.shape)
-            )
-        starts = place.sharding.devices_indices_map(param.shape)
-        size = math.prod(param.shape[split[0] + 1 :])
-        columns.append([(starts[device][split[0]].start or 0) * size for device in devices])
-    return tuple(zip(*columns))
+_BLOCK = 256  # elements per scale
+
+
+class _Scales:
+    """The scales of moments, of which every device has those of the whole tensor. A shard of whole blocks has a slice
+    of them, which is new after a step; one all-gather for all tensors sends it to the other devices."""
+
+    def __init__(self, entries, starts, axis):
+        self.axis, self.parts = axis, {}  # of each entry with scales: where slices begin, whose they are, their size
+        for k, entry in enumerate(entries):
+            if entry.block > 1 and any(starts[entry.param]):
+                blocks = np.array(starts[entry.param]) // _BLOCK  # where the slice of each device begins
+                _, first = np.unique(blocks, return_index=True)  # one device per slice, in the order of the slices
+                self.parts[k] = blocks.astype(np.int32), first, entry.shape[0] // len(first)
+
+    def of_shard(self, state):
+        """Returns the state with the scales of this device's shards."""
+        state = list(state)
+        for k, (blocks, _, size) in self.parts.items():
+            begin = jnp.asarray(blocks)[jax.lax.axis_index(self.axis)]
+            state[k] = jax.lax.dynamic_slice(state[k], (begin,), (size,))
+        return state
+
+    def of_whole(self, state):
+        """Returns the state with the scales of whole tensors."""
+        if not self.parts:
+            return state
+        state = list(state)
+        everyone = jax.lax.all_gather(jnp.concatenate([state[k] for k in self.parts]), self.axis)
+        begin = 0
+        for k, (_, first, size) in self.parts.items():
+            state[k] = everyone[first, begin : begin + size].reshape(-1)
+            begin += size
+        return state
+
+
+def _starts(recipe, i, place, devices):
+    """Returns the index of the first element of each device's shard in parameter i; zeros if it is not used."""
+    param = recipe.params[i]
+    split = [d for d, (whole, part) in enumerate(zip(param.shape, place.shape)) if whole != part]
+    needs = "stochastic_rounding" if recipe.weight_is_random(i) else ""
+    if recipe.moment_is_random(i) or recipe.is_scaled(i):
+        needs = "the format of a moment"
+    if not split or not needs:
+        return (0,) * len(devices)
+    instead = "set f32_moments for it" if needs != "stochastic_rounding" else "use masters"
+    if len(split) > 1 or math.prod(param.shape[: split[0]]) != 1:
+        raise _call.unsupported(
+            "dsopt.jax: %s needs shards that are intervals of their parameter, and those of %s with shape %s are of "
+            "shape %s: shard it along its first dimension only, or %s"
+            % (needs, param.name, param.shape, place.shape, instead)
+        )
+    if recipe.is_scaled(i) and math.prod(place.shape) % _BLOCK:
+        raise _call.unsupported(
+            "dsopt.jax: moments with scales need shards of a multiple of %d elements, and those of %s with shape %s "
+            "have %d: use fewer shards, or %s" % (_BLOCK, param.name, param.shape, math.prod(place.shape), instead)
+        )
+    indices = place.sharding.devices_indices_map(param.shape)
+    size = math.prod(param.shape[split[0] + 1 :])
+    return tuple((indices[device][split[0]].start or 0) * size for device in devices)
 
 
 def _decoded(words):

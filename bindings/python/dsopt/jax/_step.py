@@ -47,7 +47,7 @@ def _owners(call, params, state) -> list:
     """Returns the arrays whose sharding the gradients have: the state of the parameter, else the parameter."""
     owners = list(params)
     for entry, x in zip(call.entries(), state):
-        if entry.param >= 0 and entry.shape == call.recipe.params[entry.param].shape:
+        if entry.owner is not None and entry.shape == call.recipe.params[entry.param].shape:
             owners[entry.param] = x
     return owners
 

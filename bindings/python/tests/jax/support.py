@@ -38,6 +38,12 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def differing(a, b):
+    """Returns the paths of leaves with different bytes in two trees of the same structure."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(a)[0]]
+    return [path for path, x, y in zip(paths, bits(a), bits(b), strict=True) if x != y]
+
+
 def model(seed=0):
     """Returns a multilayer perceptron: parameters, and its loss on a batch."""
     keys = jax.random.split(jax.random.key(seed), 3)

@@ -20,6 +20,17 @@ RECIPE = _call.Recipe(
     params=(_call.Param("w", SHAPES["w"], "float32", 0), _call.Param("b", SHAPES["b"], "bfloat16", 1)),
     flags=abi.DSOPT_OPTIMIZER_NO_MASTER,
 )
+LOW_PRECISION = _call.Recipe(
+    groups=(
+        _call.group(
+            abi.DSOPT_ALGORITHM_ADAMW,
+            exp_avg_format=abi.DSOPT_MOMENT_E4M3,
+            exp_avg_sq_format=abi.DSOPT_MOMENT_Q8,
+        ),
+    ),
+    params=(_call.Param("w", SHAPES["w"], "bfloat16", 0),),
+    masters=abi.DSOPT_MASTERS_REMAINDER,
+)
 VALUES = {
     "rank": jnp.int32(0),
     "lr": jnp.full(2, 0.1, jnp.float32),
@@ -161,6 +172,24 @@ class Operands(unittest.TestCase):
                 call.change(role, jnp.dtype(dtype), shape)
                 self.refused(call, "dsopt: " + role + " is " + wanted)
 
+    def test_codes_remainders_and_scales_are_checked(self):
+        done = Call(recipe=LOW_PRECISION).run()
+        self.assertEqual(done["exp_avg_scale of 'w'"].shape, (1,))
+        for role, dtype, shape, wanted in (
+            ("exp_avg of 'w'", "uint8", (4, 3), "u8[4,3], must be f8e4m3fn[4,3]"),
+            ("exp_avg of 'w'", "float8_e5m2", (4, 3), "f8e5m2[4,3], must be f8e4m3fn[4,3]"),
+            ("exp_avg_sq of 'w'", "float8_e4m3fn", (4, 3), "f8e4m3fn[4,3], must be u8[4,3]"),
+            ("exp_avg_scale of 'w'", "float32", (2,), "f32[2], must be f32[1]"),
+            ("exp_avg_sq_scale of 'w'", "float32", (4, 3), "f32[4,3], must be f32[1]"),
+            ("remainder of 'w'", "uint16", (4, 3), "u16[4,3], must be s16[4,3]"),
+            ("gradient of 'w'", "uint8", (4, 3), "u8[4,3], must be f32, f16 or bf16"),
+            ("gradient of 'w'", "float8_e4m3fn", (4, 3), "f8e4m3fn[4,3], must be f32, f16 or bf16"),
+        ):
+            with self.subTest(role, wanted=wanted):
+                call = Call(recipe=LOW_PRECISION)
+                call.change(role, jnp.dtype(dtype), shape)
+                self.refused(call, "dsopt: " + role + " is " + wanted)
+
     def test_gradients_may_have_another_float_dtype(self):
         for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
             call = Call()
@@ -228,13 +257,16 @@ class Operands(unittest.TestCase):
 
         self.refused(change("params", 0, -5), "the name of parameter 0 has -5 bytes")
         self.refused(change("params", 0, 0), "attribute names has 1 bytes more")
-        self.refused(change("params", 4, 2), "the name of parameter 1 has 2 bytes, of which the attribute names has 1")
+        self.refused(change("params", 5, 2), "the name of parameter 1 has 2 bytes, of which the attribute names has 1")
         self.refused(change("params", 1, -1), "parameter 'w' has numel -1")
         self.refused(change("params", 1, 13), "parameter 'w' is f32[4,3], must be f32[13]")
         self.refused(change("params", 1, 1 << 61), "parameter 'w' has numel", "its size overflows")
         self.refused(change("params", 2, (1 << 32) + 1), "attribute params: dtype is 4294967297, must fit into 32 bits")
         self.refused(change("params", 3, 2), "parameter 0 is 2, there are 2 groups")
+        self.refused(change("params", 4, 1 << 40), "attribute params: flags is 1099511627776")
+        self.refused(change("numbers", 10, 1 << 40), "attribute numbers: masters is 1099511627776")
         self.refused(change("group_numbers", 0, 1 << 40), "attribute group_numbers: algorithm is 1099511627776")
+        self.refused(change("group_numbers", 6, 5), "exp_avg_format")
         call = Call()
         call.attributes["offsets"] = np.zeros(3, np.int64)  # not a number for each of the two parameters
         self.refused(call, "the attributes are from another version of dsopt.jax")
