@@ -33,6 +33,16 @@ class Generator:
         return {name: jnp.asarray(self.array(n)) for name, n in sizes.items()}
 
 
+class Named(dict):
+    """A tree whose leaves have the names of the keys: those of a dict are "['a']", and random rounding depends on the
+    name."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Named, lambda tree: (list(tree.items()), tuple(tree)), lambda names, leaves: Named(zip(names, leaves))
+)
+
+
 def fnv(digest, *arrays):
     for byte in b"".join(np.asarray(array).tobytes() for array in arrays):
         digest = (digest ^ byte) * 0x100000001B3 % 2**64
@@ -75,4 +85,38 @@ def onebit():
     return shards[0]
 
 
-print("jax %016x" % fnv(fnv(0xCBF29CE484222325, *adamw()), *onebit()))
+def low_precision():
+    """Returns everything that is hashed, in order. The groups are two steps, with one set of formats each."""
+    sizes = {"a": 1, "b": 7, "c": 4099}
+    every, gradients = Generator(12345).tree(sizes), Generator(1000)
+    done = []
+    for names, exp_avg, exp_avg_sq in (("ab", "e4m3", "bf16_random"), ("c", "q8", "q8")):
+        opt = FusedStep(
+            "adamw",
+            0.015625,
+            b1=0.9,
+            b2=0.999,
+            eps=1e-8,
+            weight_decay=0.125,
+            masters="remainder",
+            seed=7,
+            exp_avg_format=exp_avg,
+            exp_avg_sq_format=exp_avg_sq,
+        )
+        params = Named((name, every[name].astype(jnp.bfloat16)) for name in names)
+        done.append((opt, jax.jit(opt.step, donate_argnums=(0, 2)), params, opt.init(params)))
+    for _ in range(10):
+        grads = gradients.tree(sizes)
+        for i, (opt, step, params, state) in enumerate(done):
+            params, state, _ = step(params, Named((name, grads[name]) for name in params), state)
+            done[i] = opt, step, params, state
+    (_, _, ab, first), (_, _, c, second) = done
+    pairs = [(ab, c)]
+    pairs += [(first[name], second[name]) for name in ("remainder", "exp_avg", "exp_avg_scale", "exp_avg_sq")]
+    return [*jax.tree.leaves(pairs), second["exp_avg_sq_scale"]["c"]]
+
+
+digest = 0xCBF29CE484222325
+for case in (adamw, onebit, low_precision):
+    digest = fnv(digest, *case())
+print("jax %016x" % digest)
