@@ -19,6 +19,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <utility>
@@ -49,8 +50,28 @@ absl::Status check(dsopt_status status) {
     return status == DSOPT_OK ? absl::OkStatus() : status_of(status, dl.dsopt_last_error());
 }
 
+/// Returns the dtype of a parameter or gradient.
 int32_t dtype_of(DataType type) {
     return type == DT_HALF ? DSOPT_DTYPE_F16 : type == DT_BFLOAT16 ? DSOPT_DTYPE_BF16 : DSOPT_DTYPE_F32;
+}
+
+/// Returns the type of a state variable. E4M3 codes are uint8, because Keras cannot load float8 from its files.
+DataType type_of(int32_t dtype) {
+    switch (dtype) {
+    case DSOPT_DTYPE_BF16: return DT_BFLOAT16;
+    case DSOPT_DTYPE_I16: return DT_INT16;
+    case DSOPT_DTYPE_U8:
+    case DSOPT_DTYPE_F8_E4M3: return DT_UINT8;
+    }
+    return DT_FLOAT;
+}
+
+absl::Status moment_of(const std::string &name, int32_t &format) {
+    const char *const names[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"}; // enum dsopt_moment
+    const auto found = std::find(std::begin(names), std::end(names), name);
+    if (found == std::end(names)) return absl::InvalidArgumentError(absl::StrCat("'", name, "' is no format"));
+    format = int32_t(found - std::begin(names));
+    return absl::OkStatus();
 }
 
 dsopt_tensor view(const Tensor &tensor, int32_t dtype) {
@@ -114,6 +135,7 @@ public:
         context_.reset(context);
         OP_REQUIRES_OK(ctx, make_optimizer(ctx));
         OP_REQUIRES_OK(ctx, add_params(ctx));
+        OP_REQUIRES_OK(ctx, read_state(ctx));
         OP_REQUIRES_OK(ctx, check(dl.dsopt_optimizer_workspace(optimizer_.get(), &workspace_)));
     }
 
@@ -128,10 +150,9 @@ public:
         OP_REQUIRES_OK(ctx, check_shape(*lr, TensorShape({kGroups}), "lr"));
         for (const Tensor &scale : scales) OP_REQUIRES_OK(ctx, check_shape(scale, TensorShape({}), "grad_scale"));
 
-        // Order: parameters, their momentums, their velocities.
-        std::vector<core::RefCountPtr<Var>> variables(size_t(3 * count()));
-        for (int i = 0; i < 3 * count(); ++i) {
-            const auto name = [&] { return absl::StrCat(kWhat[i / count()], " '", names_[size_t(i % count())], "'"); };
+        std::vector<core::RefCountPtr<Var>> variables(entries_.size());
+        for (int i = 0; i < int(entries_.size()); ++i) {
+            const auto name = [&] { return label(entries_[size_t(i)].what, entries_[size_t(i)].param); };
             if (ctx->input(i).dims() != 0)
                 OP_REQUIRES_OK(ctx, check_shape(ctx->input(i), TensorShape({}), absl::StrCat("handle of ", name())));
             const absl::Status found = LookupResource(ctx, HandleFromInput(ctx, i), &variables[size_t(i)]);
@@ -151,12 +172,10 @@ public:
         for (Var *variable : order) locks.emplace_back(*variable->mu());
 
         std::vector<dsopt_tensor> params, state, gradients;
+        for (size_t i = 0; i < entries_.size(); ++i)
+            OP_REQUIRES_OK(ctx, add(ctx, *variables[i], entries_[i], i < names_.size() ? params : state));
         for (int i = 0; i < count(); ++i) {
-            const DataType type = types_[size_t(i)];
-            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(i)], i, kWhat[0], type, params));
-            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(count() + i)], i, kWhat[1], DT_FLOAT, state));
-            OP_REQUIRES_OK(ctx, add(ctx, *variables[size_t(2 * count() + i)], i, kWhat[2], DT_FLOAT, state));
-            OP_REQUIRES_OK(ctx, check_shape(grads[i], i, "gradient of"));
+            OP_REQUIRES_OK(ctx, check_shape(grads[i], entries_[size_t(i)], "gradient of"));
             gradients.push_back(view(grads[i], dtype_of(grads[i].dtype())));
         }
         // The step increments a copy. The caller updates the persistent counter.
@@ -192,14 +211,29 @@ public:
 
 private:
     static constexpr int kGroups = 2; // without and with decay
-    static constexpr const char *kWhat[] = {"variable", "momentum of", "velocity of"};
+
+    /// A variable among the inputs, as the attributes describe it.
+    struct Entry {
+        const char *what; // in error texts
+        size_t param;     // index
+        int32_t dtype;
+        DataType type;
+        PartialTensorShape shape;
+    };
 
     int count() const { return int(names_.size()); }
+    std::string label(const char *what, size_t param) const { return absl::StrCat(what, " '", names_[param], "'"); }
 
     absl::Status make_optimizer(OpKernelConstruction *ctx) {
         DSOPT_NEW(dsopt_optimizer_desc, desc);
         // Keras has no masters and does not check gradients.
-        desc.flags = DSOPT_OPTIMIZER_NO_MASTER;
+        bool remainders = false;
+        int64_t seed = 0;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("remainders", &remainders));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("seed", &seed));
+        desc.flags = remainders ? 0 : DSOPT_OPTIMIZER_NO_MASTER;
+        desc.masters = remainders ? DSOPT_MASTERS_REMAINDER : DSOPT_MASTERS_PER_TENSOR;
+        desc.seed = uint64_t(seed);
         desc.nonfinite = DSOPT_NONFINITE_APPLY;
         TF_RETURN_IF_ERROR(read(ctx, "clipvalue", desc.max_value));
         dsopt_optimizer *optimizer = nullptr;
@@ -214,6 +248,11 @@ private:
         TF_RETURN_IF_ERROR(read(ctx, "beta_2", group.beta2));
         TF_RETURN_IF_ERROR(read(ctx, "epsilon", group.eps));
         TF_RETURN_IF_ERROR(read(ctx, "weight_decay", weight_decay));
+        std::string first, second;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("exp_avg_format", &first));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("exp_avg_sq_format", &second));
+        TF_RETURN_IF_ERROR(moment_of(first, group.exp_avg_format));
+        TF_RETURN_IF_ERROR(moment_of(second, group.exp_avg_sq_format));
         for (int i = 0; i < kGroups; ++i) {
             group.weight_decay = i == 0 ? 0 : weight_decay;
             TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_add_group(optimizer_.get(), &group, nullptr, 0)));
@@ -230,11 +269,14 @@ private:
     }
 
     absl::Status add_params(OpKernelConstruction *ctx) {
-        std::vector<bool> decays;
+        std::vector<bool> decays, f32_moments;
+        DataTypeVector types;
+        std::vector<PartialTensorShape> shapes;
         TF_RETURN_IF_ERROR(ctx->GetAttr("names", &names_));
-        TF_RETURN_IF_ERROR(ctx->GetAttr("dtypes", &types_));
-        TF_RETURN_IF_ERROR(ctx->GetAttr("shapes", &shapes_));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("dtypes", &types));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("shapes", &shapes));
         TF_RETURN_IF_ERROR(ctx->GetAttr("decays", &decays));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("f32_moments", &f32_moments));
         int inputs = 0;
         TF_RETURN_IF_ERROR(ctx->GetAttr("n", &inputs));
         DataTypeVector gradients;
@@ -244,23 +286,55 @@ private:
         if (scaled > 1)
             return absl::InvalidArgumentError(absl::StrCat("grad_scale has ", scaled, " tensors, must have 0 or 1"));
         for (const auto &[name, size] : {std::pair("names", names_.size()),
-                                         {"dtypes", types_.size()},
-                                         {"shapes", shapes_.size()},
+                                         {"dtypes", types.size()},
+                                         {"shapes", shapes.size()},
                                          {"decays", decays.size()},
+                                         {"f32_moments", f32_moments.size()},
                                          {"grads", gradients.size()}})
             if (size != size_t(inputs))
                 return absl::InvalidArgumentError(
                     absl::StrCat(name, " has ", size, " elements, must have ", inputs, ", one per variable"));
         std::vector<dsopt_param> params(names_.size());
         for (size_t i = 0; i < params.size(); ++i) {
-            if (!shapes_[i].IsFullyDefined())
+            if (!shapes[i].IsFullyDefined())
                 return absl::InvalidArgumentError(absl::StrCat("shapes: variable '", names_[i], "' has shape ",
-                                                               shapes_[i].DebugString(), ", must be fully defined"));
-            params[i].tensor = {nullptr, shapes_[i].num_elements(), dtype_of(types_[i]), 0};
+                                                               shapes[i].DebugString(), ", must be fully defined"));
+            entries_.push_back({"variable", i, dtype_of(types[i]), types[i], shapes[i]});
+            params[i].tensor = {nullptr, shapes[i].num_elements(), entries_[i].dtype, 0};
             params[i].name = names_[i].c_str();
             params[i].group = decays[i] ? 1 : 0;
+            params[i].flags = f32_moments[i] ? DSOPT_PARAM_F32_MOMENTS : 0;
         }
         return check(dl.dsopt_optimizer_add_params(optimizer_.get(), params.data(), int64_t(params.size())));
+    }
+
+    /// Appends the state of the parameters, in the order of the optimizer.
+    absl::Status read_state(OpKernelConstruction *ctx) {
+        static constexpr std::pair<const char *, const char *> kWhat[] = {{"remainder", "remainder of"},
+                                                                          {"exp_avg", "momentum of"},
+                                                                          {"exp_avg_scale", "momentum_scale of"},
+                                                                          {"exp_avg_sq", "velocity of"},
+                                                                          {"exp_avg_sq_scale", "velocity_scale of"}};
+        int64_t entries = 0;
+        int given = 0;
+        TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_state_count(optimizer_.get(), &entries)));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("m", &given));
+        for (int64_t i = 0; i < entries; ++i) {
+            DSOPT_NEW(dsopt_state_info, info);
+            TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_state(optimizer_.get(), i, &info)));
+            if (info.param < 0) continue;
+            const char *what = info.name;
+            for (const auto &[name, text] : kWhat)
+                if (std::string(name) == info.name) what = text;
+            const auto param = size_t(info.param);
+            const PartialTensorShape flat({info.tensor.numel});
+            entries_.push_back({what, param, info.tensor.dtype, type_of(info.tensor.dtype),
+                                info.block == 1 ? entries_[param].shape : flat});
+        }
+        const size_t wanted = entries_.size() - names_.size();
+        if (wanted == size_t(given)) return absl::OkStatus();
+        return absl::InvalidArgumentError(
+            absl::StrCat("state has ", given, " variables, must have ", wanted, " with these attributes"));
     }
 
     static absl::Status check_shape(const Tensor &tensor, const TensorShape &wanted, absl::string_view what) {
@@ -269,35 +343,34 @@ private:
             absl::StrCat(what, " has shape ", tensor.shape().DebugString(), ", must be ", wanted.DebugString()));
     }
 
-    absl::Status check_shape(const Tensor &tensor, int i, const char *what) const {
-        if (shapes_[size_t(i)].IsIdenticalTo(tensor.shape())) return absl::OkStatus();
-        return absl::InvalidArgumentError(absl::StrCat(what, " '", names_[size_t(i)], "' has shape ",
+    absl::Status check_shape(const Tensor &tensor, const Entry &wanted, const char *what) const {
+        if (wanted.shape.IsIdenticalTo(tensor.shape())) return absl::OkStatus();
+        return absl::InvalidArgumentError(absl::StrCat(label(what, wanted.param), " has shape ",
                                                        tensor.shape().DebugString(), ", must be ",
-                                                       shapes_[size_t(i)].DebugString()));
+                                                       wanted.shape.DebugString()));
     }
 
     /// Appends the memory of a locked variable. Checks it against the attributes first, and copies it if an earlier
     /// read still references the buffer.
-    absl::Status add(OpKernelContext *ctx, Var &variable, int i, const char *what, DataType type,
-                     std::vector<dsopt_tensor> &list) const {
+    absl::Status add(OpKernelContext *ctx, Var &variable, const Entry &wanted, std::vector<dsopt_tensor> &list) const {
         Tensor &tensor = *variable.tensor();
-        const std::string &name = names_[size_t(i)];
         if (!variable.is_initialized || !tensor.IsInitialized())
-            return absl::FailedPreconditionError(absl::StrCat(what, " '", name, "' is not initialized"));
-        if (tensor.dtype() != type)
-            return absl::InvalidArgumentError(absl::StrCat(
-                what, " '", name, "' has dtype ", DataTypeString(tensor.dtype()), ", must be ", DataTypeString(type)));
-        TF_RETURN_IF_ERROR(check_shape(tensor, i, what));
+            return absl::FailedPreconditionError(absl::StrCat(label(wanted.what, wanted.param), " is not initialized"));
+        if (tensor.dtype() != wanted.type)
+            return absl::InvalidArgumentError(absl::StrCat(label(wanted.what, wanted.param), " has dtype ",
+                                                           DataTypeString(tensor.dtype()), ", must be ",
+                                                           DataTypeString(wanted.type)));
+        TF_RETURN_IF_ERROR(check_shape(tensor, wanted, wanted.what));
         if (!tensor.RefCountIsOne()) {
             Tensor own;
             AllocatorAttributes attributes;
             attributes.set_gpu_compatible(true); // as TensorFlow allocates variables
             attributes.set_nic_compatible(true);
-            TF_RETURN_IF_ERROR(ctx->allocate_temp(type, tensor.shape(), &own, attributes));
+            TF_RETURN_IF_ERROR(ctx->allocate_temp(wanted.type, tensor.shape(), &own, attributes));
             TF_RETURN_IF_ERROR(copy(ctx, tensor, own));
             tensor = own;
         }
-        list.push_back(view(tensor, dtype_of(type)));
+        list.push_back(view(tensor, wanted.dtype));
         return absl::OkStatus();
     }
 
@@ -318,8 +391,7 @@ private:
     std::unique_ptr<dsopt_optimizer, DestroyOptimizer> optimizer_;
     size_t workspace_ = 0;
     std::vector<std::string> names_;
-    DataTypeVector types_;
-    std::vector<PartialTensorShape> shapes_;
+    std::vector<Entry> entries_; // parameters, then their state
 };
 
 } // namespace
@@ -329,19 +401,24 @@ extern "C" DSOPT_API const char *dsopt_tf_load(const char *path) { return dsopt_
 
 REGISTER_OP("DsoptAdam")
     .Input("params: n * resource")
-    .Input("momentums: n * resource")
-    .Input("velocities: n * resource")
+    .Input("state: m * resource") // of each parameter, in the order of dsopt.h
     .Input("grads: grad_types")
     .Input("steps: int32")               // done so far, one per parameter
     .Input("lr: float")                  // one per group
     .Input("grad_scale: scaled * float") // gradients are divided by it
     .Attr("n: int >= 1")
+    .Attr("m: int >= 1")
     .Attr("grad_types: list({float, half, bfloat16}) >= 1")
     .Attr("scaled: int >= 0")
     .Attr("names: list(string)")
     .Attr("dtypes: list({float, half, bfloat16})")
     .Attr("shapes: list(shape)")
     .Attr("decays: list(bool)")
+    .Attr("f32_moments: list(bool)")
+    .Attr("exp_avg_format: string")
+    .Attr("exp_avg_sq_format: string")
+    .Attr("remainders: bool")
+    .Attr("seed: int")
     .Attr("beta_1: string")
     .Attr("beta_2: string")
     .Attr("epsilon: string")
@@ -352,6 +429,4 @@ REGISTER_OP("DsoptAdam")
     .Doc("One step of Keras' Adam or AdamW by dsopt, in place. Hyper-parameters are decimal numbers.");
 
 REGISTER_KERNEL_BUILDER(Name("DsoptAdam").Device(DEVICE_CPU), DsoptAdam);
-REGISTER_KERNEL_BUILDER(
-    Name("DsoptAdam").Device(DEVICE_GPU).HostMemory("params").HostMemory("momentums").HostMemory("velocities"),
-    DsoptAdam);
+REGISTER_KERNEL_BUILDER(Name("DsoptAdam").Device(DEVICE_GPU).HostMemory("params").HostMemory("state"), DsoptAdam);

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam and AdamW with Keras' arguments, formula and variables, and one op per step."""
+import ctypes
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import _abi as abi
-from .._errors import error_of
+from .._arrays import DTYPE_NAMES
+from .._errors import Error, error_of
+from .._groups import AdamW as AdamWGroup
+from .._optimizer import Optimizer
+from .._params import Param
+from .._state import infos
 from . import _build
 
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
+# Names of state variables, by the names in dsopt.h.
+_SUFFIXES = {"remainder": "remainder", "exp_avg": "momentum", "exp_avg_scale": "momentum_scale",
+             "exp_avg_sq": "velocity", "exp_avg_sq_scale": "velocity_scale"}
+_VALUES = {"momentum": "exp_avg", "velocity": "exp_avg_sq", "remainder": "remainder"}
 
 
 def _error(status: int, text: str) -> Exception:
@@ -43,15 +54,16 @@ class _Plan:
 
     def __init__(self, optimizer: "Adam", variables: Sequence[tf.Variable]) -> None:
         places = [optimizer._get_variable_index(variable) for variable in variables]
-        names = optimizer._lists.names
+        lists = optimizer._lists
+        names = lists.names
         if len(set(places)) != len(places):
             twice = next(place for place in places if places.count(place) > 1)
             raise _error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % names[twice])
         decays = optimizer.weight_decay is not None
         self.params = list(variables)
-        self.momentums = [_native(optimizer._momentums[place]) for place in places]
-        self.velocities = [_native(optimizer._velocities[place]) for place in places]
+        self.state = [_native(variable) for place in places for variable in lists.state[place]]
         self.names = [names[place] for place in places]
+        self.f32_moments = [lists.has_f32_moments(names[place]) for place in places]
         self.dtypes = [variable.dtype for variable in variables]
         self.shapes = [variable.shape for variable in variables]
         self.decays = [decays and optimizer._use_weight_decay(variable) for variable in variables]
@@ -60,9 +72,14 @@ class _Plan:
 class _Lists:
     """Plain lists of an optimizer. TensorFlow would save attributes of the optimizer itself in its checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: AdamWGroup, f32_moments: Sequence[str]) -> None:
+        self.group, self.f32_moments = group, list(f32_moments)
         self.names: List[str] = []
+        self.state: List[List[Any]] = []  # of each variable, in the order of dsopt.h
         self.plans: Dict[Tuple, _Plan] = {}
+
+    def has_f32_moments(self, name: str) -> bool:
+        return any(word in name for word in self.f32_moments)
 
 
 @keras.saving.register_keras_serializable(package="dsopt")
@@ -70,7 +87,8 @@ class Adam(keras.optimizers.Optimizer):
     """keras.optimizers.Adam with dsopt: the same arguments and defaults, and the same formula up to rounding.
 
     Its variables have the names, shapes and meaning of Keras', so checkpoints of either continue with the other.
-    Moments are float32 for all variable dtypes. A step is one op, which updates all variables in place.
+    Moments are float32 for all variable dtypes, unless they have another format. A step is one op, which updates all
+    variables in place.
 
     learning_rate                a number, a keras.optimizers.schedules.LearningRateSchedule, or a function without
                                  arguments
@@ -88,6 +106,13 @@ class Adam(keras.optimizers.Optimizer):
     loss_scale_factor            multiplies the loss, and gradients are divided by it; None = 1
     gradient_accumulation_steps  number of calls per update, which uses the mean gradient; None = 1
     name                         name of the optimizer; None = name of the class
+    exp_avg_format               the first moment in memory: "f32", "bf16", "bf16_random", "e4m3" or "q8"
+    exp_avg_sq_format            the second moment in memory: "f32", "bf16_random" or "q8"
+    f32_moments                  list of words: variables with one of them in their name have float32 moments, for
+                                 example ["embedding", "bias"]
+    masters                      None, or "remainder" = a bfloat16 variable has a float32 master, which consists of the
+                                 variable and of 16 more bits
+    seed                         seed of the format "bf16_random"
     kwargs                       Keras refuses all further arguments by name
     """
 
@@ -96,17 +121,32 @@ class Adam(keras.optimizers.Optimizer):
                  clipvalue: Optional[float] = None, global_clipnorm: Optional[float] = None, use_ema: bool = False,
                  ema_momentum: float = 0.99, ema_overwrite_frequency: Optional[int] = None,
                  loss_scale_factor: Optional[float] = None, gradient_accumulation_steps: Optional[int] = None,
-                 name: Optional[str] = None, **kwargs: Any) -> None:
+                 name: Optional[str] = None, *, exp_avg_format: str = "f32", exp_avg_sq_format: str = "f32",
+                 f32_moments: Sequence[str] = (), masters: Optional[str] = None, seed: int = 0, **kwargs: Any) -> None:
         if amsgrad:
             raise _error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf does not support amsgrad=True: leave it False, or use "
                          "keras.optimizers.%s" % type(self).__name__)
+        if masters not in (None, "remainder"):
+            raise _error(abi.DSOPT_ERR_ARGUMENT, "masters is %r, must be None or 'remainder'" % (masters,))
+        if not isinstance(f32_moments, (list, tuple)) or not all(isinstance(word, str) for word in f32_moments):
+            raise _error(abi.DSOPT_ERR_ARGUMENT, "f32_moments is %r, must be a list of words" % (f32_moments,))
+        group = AdamWGroup(exp_avg_format=exp_avg_format, exp_avg_sq_format=exp_avg_sq_format)
+        if f32_moments and set(group.formats().values()) == {"f32"}:
+            raise _error(abi.DSOPT_ERR_UNSUPPORTED, "f32_moments has no effect: the formats of both moments are 'f32'")
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, clipnorm=clipnorm,
                          clipvalue=clipvalue, global_clipnorm=global_clipnorm, use_ema=use_ema,
                          ema_momentum=ema_momentum, ema_overwrite_frequency=ema_overwrite_frequency,
                          loss_scale_factor=loss_scale_factor, name=name,
                          gradient_accumulation_steps=gradient_accumulation_steps, **kwargs)
         self.beta_1, self.beta_2, self.epsilon, self.amsgrad = beta_1, beta_2, epsilon, amsgrad
-        self._lists = _Lists()
+        self.exp_avg_format, self.exp_avg_sq_format, self.masters = exp_avg_format, exp_avg_sq_format, masters
+        self.seed = abi.number(seed, ctypes.c_uint64, "seed")
+        self._lists = _Lists(group, f32_moments)
+
+    @property
+    def f32_moments(self) -> List[str]:
+        """Words in the names of variables that have float32 moments."""
+        return self._lists.f32_moments
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the moments. The first step does this too.
@@ -125,21 +165,44 @@ class Adam(keras.optimizers.Optimizer):
             if self._var_key(variable) in seen:
                 raise _error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % _name(variable))
             seen.add(self._var_key(variable))
-        super().build(variables)
-        names = self._lists.names
-        slots: Tuple[List[Any], List[Any]] = ([], [])
+        names: List[str] = []
         for index, variable in enumerate(variables):
             name = _name(variable)  # names need not be unique outside of models
             names.append(name if name not in names else "%s (number %d)" % (name, index))
-            for slot, suffix in zip(slots, ("momentum", "velocity")):
-                overwritten = self._overwrite_variable_with_gradient(variable)
-                slot.append(None if overwritten else self._moment(variable, name, suffix))
-        self._momentums, self._velocities = slots
+        stepped = [index for index, variable in enumerate(variables)
+                   if not self._overwrite_variable_with_gradient(variable)]
+        entries = self._entries({names[index]: variables[index] for index in stepped})
+        super().build(variables)
+        state: List[Dict[str, Any]] = [{} for _ in variables]
+        for entry in entries:
+            index = stepped[entry.param]
+            suffix = _SUFFIXES[entry.name[len(names[index]) + 1 :]]
+            state[index][suffix] = self._state_variable(variables[index], suffix, entry)
+        self._lists.names, self._lists.state = names, [list(each.values()) for each in state]
+        self._momentums = [each.get("momentum") for each in state]
+        self._velocities = [each.get("velocity") for each in state]
 
-    def _moment(self, variable: Any, name: str, suffix: str) -> Any:
+    def _engine(self, params: Dict[str, Param]) -> Optimizer:
+        """Returns an optimizer of the package dsopt with the state that the op has."""
+        options: Dict[str, Any] = {"masters": "remainder"} if self.masters else {"no_master": True}
+        try:
+            return Optimizer(params, self._lists.group, **options)
+        except Error as problem:
+            problem.ag_pass_through = True  # type: ignore[attr-defined]
+            raise
+
+    def _entries(self, variables: Dict[str, Any]) -> List[Any]:
+        """Returns the state list of variables, without that of the whole optimizer."""
+        params = {name: Param(shape=tuple(variable.shape), dtype=tf.as_dtype(variable.dtype).name,
+                              f32_moments=self._lists.has_f32_moments(name)) for name, variable in variables.items()}
+        return [entry for entry in infos(self._engine(params)) if entry.param >= 0]
+
+    def _state_variable(self, variable: Any, suffix: str, entry: Any) -> Any:
+        """Adds a variable of zeros. E4M3 codes are uint8, because Keras cannot load float8 from its files."""
+        dtype = "uint8" if entry.dtype == abi.DSOPT_DTYPE_F8_E4M3 else DTYPE_NAMES[entry.dtype]
+        name = "%s_%s" % (_name(variable).replace("/", "_").replace(":", "_"), suffix)
         with self._distribution_strategy.extended.colocate_vars_with(_native(variable)):
-            return self.add_variable(shape=variable.shape, dtype="float32",
-                                     name="%s_%s" % (name.replace("/", "_").replace(":", "_"), suffix))
+            return self.add_variable(shape=entry.shape, dtype=dtype, name=name)
 
     def _clip_gradients(self, grads: List[Any]) -> List[Any]:
         # Sparse gradients become dense, as in Keras, which also updates the moments of every row.
@@ -179,13 +242,14 @@ class Adam(keras.optimizers.Optimizer):
         grads = [grad if grad.dtype in _DTYPES else tf.cast(grad, tf.float32) for grad in grads]
         _build.ops().dsopt_adam(
             params=[variable.handle for variable in plan.params],
-            momentums=[variable.handle for variable in plan.momentums],
-            velocities=[variable.handle for variable in plan.velocities],
+            state=[variable.handle for variable in plan.state],
             grads=grads,
             steps=tf.fill([len(grads)], tf.cast(tf.convert_to_tensor(self.iterations), tf.int32)),
             lr=tf.fill([2], tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)),
             grad_scale=self._global_divisor(grads),
             names=plan.names, dtypes=plan.dtypes, shapes=plan.shapes, decays=plan.decays,
+            f32_moments=plan.f32_moments, exp_avg_format=self.exp_avg_format, exp_avg_sq_format=self.exp_avg_sq_format,
+            remainders=self.masters is not None, seed=self.seed - (self.seed >> 63 << 64),
             beta_1=repr(float(self.beta_1)), beta_2=repr(float(self.beta_2)), epsilon=repr(float(self.epsilon)),
             weight_decay=repr(float(self.weight_decay or 0)), clipvalue=repr(float(self.clipvalue or 0)))
 
@@ -193,7 +257,58 @@ class Adam(keras.optimizers.Optimizer):
         """Return the arguments of a new optimizer with the same hyper-parameters."""
         config = super().get_config()
         config.update(beta_1=self.beta_1, beta_2=self.beta_2, epsilon=self.epsilon, amsgrad=self.amsgrad)
+        for name, default in (("exp_avg_format", "f32"), ("exp_avg_sq_format", "f32"), ("f32_moments", []),
+                              ("masters", None), ("seed", 0)):
+            if getattr(self, name) != default:  # without these the configuration is that of Keras
+                config[name] = getattr(self, name)
         return config
+
+    # ------------------------------------------------------------------------------------------------ state as float32
+    def export_f32(self, variable: Any, name: str) -> Any:
+        """Return the values of state as a float32 array of NumPy, in the shape of the variable, whatever the format.
+
+        variable  one of the variables that are stepped
+        name      "momentum", "velocity", or "remainder": the master
+        """
+        engine, *_ = self._on_host(variable)
+        return engine.state.export_f32(self._value(engine, name))
+
+    def import_f32(self, variable: Any, name: str, array: Any) -> None:
+        """Set state from float32 values, in its format, rounded to nearest. A remainder sets the variable as well.
+
+        variable  one of the variables that are stepped
+        name      as in `export_f32`
+        array     float32, with as many elements as the variable
+        """
+        engine, weights, state, own = self._on_host(variable)
+        engine.state.import_f32(self._value(engine, name), np.asarray(array))
+        for target, value in zip(own, state.values()):
+            target.assign(value)
+        if name == "remainder":
+            _native(variable).assign(weights)
+
+    def _on_host(self, variable: Any) -> Tuple[Optimizer, Any, Dict[str, Any], List[Any]]:
+        """Returns an optimizer on copies, the copies of the variable and of its state, and the state variables."""
+        if not self.built or self._var_key(variable) not in self._trainable_variables_indices:
+            raise _error(abi.DSOPT_ERR_ARGUMENT, "variable '%s' is not stepped by this optimizer: pass one of those of "
+                         "`build`" % _name(variable))
+        place = self._get_variable_index(_native(variable))
+        own, weights = self._lists.state[place], np.array(_native(variable).numpy())
+        f32_moments = self._lists.has_f32_moments(self._lists.names[place])
+        engine = self._engine({"variable": Param(weights, f32_moments=f32_moments)})
+        state = engine.init_state({"variable": weights})
+        for entry, copied in zip(infos(engine), own):
+            state[entry.name] = np.array(_native(copied).numpy())
+        engine.bind(state=state)
+        return engine, weights, state, own
+
+    @staticmethod
+    def _value(engine: Optimizer, name: str) -> str:
+        found = "variable.%s" % _VALUES.get(name)
+        if found in engine.state:
+            return found
+        known = [repr(name) for name, kind in _VALUES.items() if "variable." + kind in engine.state]
+        raise _error(abi.DSOPT_ERR_ARGUMENT, "name is %r, must be %s" % (name, " or ".join(known)))
 
 
 @keras.saving.register_keras_serializable(package="dsopt")
@@ -204,7 +319,8 @@ class AdamW(Adam):
 
     The other arguments are those of `Adam`: `learning_rate`, `beta_1`, `beta_2`, `epsilon`, `amsgrad`, `clipnorm`,
     `clipvalue`, `global_clipnorm`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`, `loss_scale_factor`,
-    `gradient_accumulation_steps`, `name`, `kwargs`.
+    `gradient_accumulation_steps`, `name`, `exp_avg_format`, `exp_avg_sq_format`, `f32_moments`, `masters`, `seed`,
+    `kwargs`.
     """
 
     def __init__(self, learning_rate: Any = 0.001, weight_decay: float = 0.004, beta_1: float = 0.9,
@@ -212,9 +328,12 @@ class AdamW(Adam):
                  clipvalue: Optional[float] = None, global_clipnorm: Optional[float] = None, use_ema: bool = False,
                  ema_momentum: float = 0.99, ema_overwrite_frequency: Optional[int] = None,
                  loss_scale_factor: Optional[float] = None, gradient_accumulation_steps: Optional[int] = None,
-                 name: Optional[str] = None, **kwargs: Any) -> None:
+                 name: Optional[str] = None, *, exp_avg_format: str = "f32", exp_avg_sq_format: str = "f32",
+                 f32_moments: Sequence[str] = (), masters: Optional[str] = None, seed: int = 0, **kwargs: Any) -> None:
         if weight_decay is None:
             raise ValueError("Argument `weight_decay` must be a float. Received: weight_decay=None")
         super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, weight_decay, clipnorm, clipvalue,
                          global_clipnorm, use_ema, ema_momentum, ema_overwrite_frequency, loss_scale_factor,
-                         gradient_accumulation_steps, name, **kwargs)
+                         gradient_accumulation_steps, name, exp_avg_format=exp_avg_format,
+                         exp_avg_sq_format=exp_avg_sq_format, f32_moments=f32_moments, masters=masters, seed=seed,
+                         **kwargs)

@@ -98,18 +98,17 @@ class Optimizer(unittest.TestCase):
         optimizer.build(params)
         plan = optimizer._plan(params)
         other = tf.Variable(tf.ones(4))
-        for slot, word in (("momentums", "momentum of 'w0:0'"), ("velocities", "velocity of 'w0:0'")):
-            kept = getattr(plan, slot)
-            setattr(plan, slot, [other])
-            with self.refused(tf.errors.InvalidArgumentError, word, r"\[4\]"):
-                optimizer.apply([tf.ones(5)])
-            setattr(plan, slot, [tf.Variable(tf.ones(5, tf.bfloat16))])
-            with self.refused(tf.errors.InvalidArgumentError, word, "bfloat16", "float"):
-                optimizer.apply([tf.ones(5)])
-            setattr(plan, slot, params)
-            with self.refused(tf.errors.InvalidArgumentError, "twice"):
-                optimizer.apply([tf.ones(5)])
-            setattr(plan, slot, kept)
+        for place, word in enumerate(("momentum of 'w0:0'", "velocity of 'w0:0'")):
+            kept = plan.state[place]
+            for given, words in ((other, (word, r"\[4\]")), (tf.Variable(tf.ones(5, tf.bfloat16)), (word, "bfloat16",
+                                 "float")), (params[0], ("twice",))):
+                plan.state[place] = given
+                with self.refused(tf.errors.InvalidArgumentError, *words):
+                    optimizer.apply([tf.ones(5)])
+            plan.state[place] = kept
+        plan.state.append(other)
+        with self.refused(tf.errors.InvalidArgumentError, "state has 3 variables, must have 2"):
+            optimizer.apply([tf.ones(5)])
 
     def test_rejects_xla(self):
         params, optimizer = variables((5,)), dsopt.tf.Adam()
@@ -133,11 +132,12 @@ class Op(unittest.TestCase):
     """The op alone, for hand-written graphs."""
 
     def call(self, variables_of_op=None, **changed):
-        params, momentums, velocities = variables_of_op or (variables((5,))[0] for _ in range(3))
+        params, *state = variables_of_op or (variables((5,))[0] for _ in range(3))
         arguments = dict(
-            params=[params.handle], momentums=[momentums.handle], velocities=[velocities.handle], grads=[tf.ones(5)],
+            params=[params.handle], state=[variable.handle for variable in state], grads=[tf.ones(5)],
             steps=tf.zeros([1], tf.int32), lr=tf.fill([2], 0.1), grad_scale=[], names=["w"], dtypes=[tf.float32],
-            shapes=[[5]], decays=[False], beta_1="0.9", beta_2="0.999", epsilon="1e-7", weight_decay="0", clipvalue="0")
+            shapes=[[5]], decays=[False], f32_moments=[False], exp_avg_format="f32", exp_avg_sq_format="f32",
+            remainders=False, seed=0, beta_1="0.9", beta_2="0.999", epsilon="1e-7", weight_decay="0", clipvalue="0")
         return _build.ops().dsopt_adam(**{**arguments, **changed})
 
     def refused(self, words, **changed):
@@ -149,6 +149,10 @@ class Op(unittest.TestCase):
         for name, value, words in (
                 ("beta_1", "often", "beta_1 is 'often'"), ("names", ["a", "b"], "names has 2 elements, must have 1"),
                 ("decays", [], "decays has 0 elements, must have 1"), ("shapes", [[6]], "variable 'w'"),
+                ("f32_moments", [], "f32_moments has 0 elements, must have 1"),
+                ("exp_avg_format", "fp8", "'fp8' is no format"), ("exp_avg_sq_format", "", "'' is no format"),
+                ("exp_avg_format", "q8", "state has 2 variables, must have 3"),
+                ("state", [], "Value for attr 'm' of 0 must be at least minimum 1"),
                 ("shapes", [[5], [5]], "shapes has 2 elements, must have 1"),
                 ("dtypes", [tf.float32] * 2, "dtypes has 2 elements, must have 1"),
                 ("dtypes", [tf.float16], "variable 'w' has dtype float, must be half"),
@@ -179,9 +183,10 @@ class Op(unittest.TestCase):
                 self.refused(re.escape("%s 'w' has shape %s, must be [5]" % (what, text_of(shape))),
                              variables_of_op=given)
                 self.assertTrue(same(weights(given), before))
-            name = ("params", "momentums", "velocities")[index]
-            handles = [tf.reshape(variables((5,))[0].handle, [1])]
-            self.refused(r"handle of %s 'w' has shape \[1\], must be \[\]" % what, **{name: handles})
+            handles = [variable.handle for variable in given]
+            handles[index] = tf.reshape(handles[index], [1])
+            self.refused(r"handle of %s 'w' has shape \[1\], must be \[\]" % what, params=handles[:1],
+                         state=handles[1:])
 
     def test_dtypes_of_inputs_are_checked(self):
         for name, value in (("steps", tf.zeros([1])), ("steps", tf.zeros([1], tf.int64)),
