@@ -15,7 +15,7 @@ from dsopt import _abi as abi
 lib = abi.lib
 lib.cudaMalloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 lib.cudaMemcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-TYPES = {"float32": "<f4", "float16": "<f2", "int32": "<i4"}
+TYPES = {"float32": "<f4", "float16": "<f2", "int32": "<i4", "uint8": "|u1", "uint16": "<u2"}
 
 
 class Device:
@@ -86,6 +86,27 @@ weights = Device(start)
 pure.init_state({"w": weights}, state)
 pure.apply({"w": weights}, [Device(grads[0])], state, workspace=Device(np.zeros(pure.workspace, np.int32)))
 assert state["optimizer.step"].numpy()[0] == 1 and (weights.numpy() != start).all()
+
+low = dsopt.AdamW(lr=0.1, exp_avg_format="e4m3", exp_avg_sq_format="bf16_random")
+host = dsopt.Optimizer({"w": start.copy()}, low, seed=7)
+opt = dsopt.Optimizer({"w": Device(start)}, low, seed=7, context=context)
+pure = dsopt.Optimizer({"w": dsopt.Param(shape=(5, 7))}, low, seed=7, context=context)
+state = {"w.exp_avg": Device(np.zeros((5, 7), np.uint8)), "w.exp_avg_scale": Device(np.zeros(1, np.float32)),
+         "w.exp_avg_sq": Device(np.zeros((5, 7), np.uint16)), "optimizer.step": Device(np.zeros(1, np.int32))}
+weights = Device(start)
+pure.init_state({"w": weights}, state)
+for g in grads:
+    host.step([g])
+    opt.step([Device(g)])
+    pure.apply({"w": weights}, [Device(g)], state, workspace=Device(np.zeros(pure.workspace, np.uint8)))
+for name in host.state:
+    assert opt.state.copy(name).tobytes() == host.state.copy(name).tobytes() == state[name].numpy().tobytes(), name
+view = opt.state["w.exp_avg"]
+assert view.shape == (5, 7) and "|u1" in repr(view) and opt.state["w.exp_avg_scale"].shape == (1,)
+assert (opt.state.export_f32("w.exp_avg") == host.state.export_f32("w.exp_avg")).all()
+opt.state.import_f32("w.exp_avg", np.ones((5, 7), np.float32))
+assert (opt.state.export_f32("w.exp_avg") == 1).all()
+refused(lambda: opt.state.import_f32("w.exp_avg", Device(start)), "state['w.exp_avg']", "host memory")
 print("done")
 """
 
