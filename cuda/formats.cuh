@@ -160,7 +160,9 @@ __device__ __forceinline__ void store_moment(BlockPart<V> &x, const Moment &mome
             });
             store_codes<V>(code, moment.data, packs.at(q));
         });
-        if (threadIdx.x % 32 == 0) store_as_is(moment.scale + packs.begin / kBlock, by.scale);
+        // Stored as an integer: a NaN keeps its bits.
+        if (threadIdx.x % 32 == 0)
+            store_as_is(reinterpret_cast<uint32_t *>(moment.scale) + packs.begin / kBlock, bits_of(by.scale));
     });
 }
 

@@ -5,6 +5,7 @@
 #include "device/host_copies.h"
 #include "optimizer/convert.h"
 #include <algorithm>
+#include <optional>
 
 namespace dsopt {
 
@@ -40,7 +41,8 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (with_params)
         for (const Param &param : optimizer.params()) add(tensor_of(param), param.data);
 
-    HostReader reader(optimizer.context().device()), remainders(optimizer.context().device());
+    HostReader reader(optimizer.context().device());
+    std::optional<HostReader> remainders; // page-locked memory is allocated only if there are any
     std::vector<float> masters;
     const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
     write_safetensors(*sink, metadata, tensors, [&](size_t index, uint64_t offset, size_t bytes) -> const void * {
@@ -51,8 +53,9 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
         const auto view = [&](HostReader &half, const char *from) {
             return static_cast<const uint16_t *>(half.view(from + offset / 2, bytes / 2, std::min(rest, bytes) / 2));
         };
+        if (!remainders) remainders.emplace(optimizer.context().device());
         masters.resize(bytes / sizeof(float));
-        join_masters(view(reader, data), view(remainders, remainder), int64_t(masters.size()), masters.data());
+        join_masters(view(reader, data), view(*remainders, remainder), int64_t(masters.size()), masters.data());
         return masters.data();
     });
 }

@@ -37,6 +37,8 @@ double used_tolerance(double got, double want, int32_t dtype, const Rule &rule, 
     double allowed = 0;
     if (rule.kind == Rule::within) {
         allowed = rule.allowed;
+    } else if (rule.kind == Rule::relative) {
+        allowed = rule.allowed * std::abs(want);
     } else if (rule.kind == Rule::by_dtype) {
         if (dtype == DSOPT_DTYPE_F16 || dtype == DSOPT_DTYPE_BF16)
             return double(std::abs(ordinal(got, dtype) - ordinal(want, dtype)));

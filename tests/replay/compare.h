@@ -13,6 +13,7 @@ namespace replay {
 struct Rule {
     enum Kind {
         by_dtype, ///< F64, F32: 2e-6 of the tensor's peak; F16, BF16: one unit in the last place; integers: exact
+        relative, ///< differences are at most `allowed` times the recorded value
         exact,    ///< values must be equal: loss scales, and other integers or powers of two
         within ///< differences are at most `allowed`: the tolerance of residuals is relative to the largest scale, not
                ///< to their peak

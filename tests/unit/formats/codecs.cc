@@ -12,16 +12,16 @@ namespace {
 
 constexpr int32_t kStored[] = {DSOPT_MOMENT_BF16, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8};
 
-std::vector<const char *> isas() {
-    if (on_cuda()) return {nullptr};
-    return {std::begin(kIsas), std::end(kIsas)};
+/// The parameter is an instruction set; "": that of the machine, or the device under test.
+class FormatCodecs : public testing::TestWithParam<const char *> {
+protected:
+    const Context context = make_context(1, *GetParam() != 0 ? GetParam() : nullptr);
+};
+std::string isa_name(const testing::TestParamInfo<const char *> &info) {
+    return *info.param != 0 ? "Isa_" + std::string(info.param) : "Default";
 }
-void with_isas(const std::function<void(const Context &)> &body) {
-    for (const char *const isa : isas()) {
-        SCOPED_TRACE(isa != nullptr ? isa : "device");
-        body(make_context(1, isa));
-    }
-}
+INSTANTIATE_TEST_SUITE_P(Isas, FormatCodecs, testing::Values("", "generic", "avx2", "avx512", "avx512_bf16"), isa_name);
+
 std::string bytes(dsopt_optimizer *opt, const char *name) { return exported_text(opt, state_index(opt, 0, name)); }
 
 /// Returns lists of numbers: all magnitudes, one magnitude, zeros, largest and subnormal numbers, tails of each length.
@@ -62,97 +62,92 @@ dsopt_optimizer_desc apply_desc() {
     return desc;
 }
 
-TEST(FormatCodecs, OfAStepStoreWhatAnImportStores) {
-    with_isas([](const Context &context) {
-        for (const int32_t format : {DSOPT_MOMENT_BF16, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8})
-            for (const std::vector<float> &list : lists()) {
-                const Array zeros(DSOPT_DTYPE_F32, list.size(), 0);
-                Trainer stepped(context, apply_desc(), sgd(format), std::vector<Array>{zeros});
-                const Trainer imported(context, apply_desc(), sgd(format), std::vector<Array>{zeros});
-                must(stepped.step({Array(DSOPT_DTYPE_F32, list)}));
-                must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "momentum_buffer"),
-                                                list.data(), int64_t(list.size())));
-                EXPECT_TRUE(same(bytes(stepped.opt(), "momentum_buffer"), bytes(imported.opt(), "momentum_buffer")))
-                    << kFormatNames[format] << ' ' << list.size();
-                if (format == DSOPT_MOMENT_BF16) continue;
-                EXPECT_TRUE(
-                    same(bytes(stepped.opt(), "momentum_buffer_scale"), bytes(imported.opt(), "momentum_buffer_scale")))
-                    << kFormatNames[format] << ' ' << list.size();
-            }
-    });
+LABEL_PARAMS(cpu, "Isa_*");
+TEST_P(FormatCodecs, OfAStepStoreWhatAnImportStores) {
+    for (const int32_t format : {DSOPT_MOMENT_BF16, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8})
+        for (const std::vector<float> &list : lists()) {
+            const Array zeros(DSOPT_DTYPE_F32, list.size(), 0);
+            Trainer stepped(context, apply_desc(), sgd(format), std::vector<Array>{zeros});
+            const Trainer imported(context, apply_desc(), sgd(format), std::vector<Array>{zeros});
+            must(stepped.step({Array(DSOPT_DTYPE_F32, list)}));
+            must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "momentum_buffer"),
+                                            list.data(), int64_t(list.size())));
+            EXPECT_TRUE(same(bytes(stepped.opt(), "momentum_buffer"), bytes(imported.opt(), "momentum_buffer")))
+                << kFormatNames[format] << ' ' << list.size();
+            if (format == DSOPT_MOMENT_BF16) continue;
+            EXPECT_TRUE(
+                same(bytes(stepped.opt(), "momentum_buffer_scale"), bytes(imported.opt(), "momentum_buffer_scale")))
+                << kFormatNames[format] << ' ' << list.size();
+        }
 }
 
 // AdamW with beta2 = 0 stores the squares of the gradients.
-TEST(FormatCodecs, OfSquaresStoreWhatAnImportStores) {
+LABEL_PARAMS(cpu, "Isa_*");
+TEST_P(FormatCodecs, OfSquaresStoreWhatAnImportStores) {
     dsopt_group group = FormatCase{DSOPT_ALGORITHM_ADAMW, {DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8}}.group(0, 0);
     group.beta2 = 0;
-    with_isas([&](const Context &context) {
-        for (const std::vector<float> &list : lists()) {
-            const Array zeros(DSOPT_DTYPE_F32, list.size(), 0);
-            Trainer stepped(context, apply_desc(), group, std::vector<Array>{zeros});
-            const Trainer imported(context, apply_desc(), group, std::vector<Array>{zeros});
-            std::vector<float> squares = list;
-            for (float &x : squares) x = x * x;
-            must(stepped.step({Array(DSOPT_DTYPE_F32, list)}));
-            must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "exp_avg_sq"),
-                                            squares.data(), int64_t(squares.size())));
-            for (const char *const name : {"exp_avg_sq", "exp_avg_sq_scale"})
-                EXPECT_TRUE(same(bytes(stepped.opt(), name), bytes(imported.opt(), name)))
-                    << name << ' ' << list.size();
-        }
-    });
+    for (const std::vector<float> &list : lists()) {
+        const Array zeros(DSOPT_DTYPE_F32, list.size(), 0);
+        Trainer stepped(context, apply_desc(), group, std::vector<Array>{zeros});
+        const Trainer imported(context, apply_desc(), group, std::vector<Array>{zeros});
+        std::vector<float> squares = list;
+        for (float &x : squares) x = x * x;
+        must(stepped.step({Array(DSOPT_DTYPE_F32, list)}));
+        must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "exp_avg_sq"), squares.data(),
+                                        int64_t(squares.size())));
+        for (const char *const name : {"exp_avg_sq", "exp_avg_sq_scale"})
+            EXPECT_TRUE(same(bytes(stepped.opt(), name), bytes(imported.opt(), name))) << name << ' ' << list.size();
+    }
 }
 
 // Every code, with scales of all sizes.
-TEST(FormatCodecs, OfAStepLoadEveryCode) {
-    with_isas([](const Context &context) {
-        for (const int32_t format : kStored) {
-            const bool scaled = format >= DSOPT_MOMENT_E4M3;
-            const size_t n = scaled ? 4 * 256 : 65536, size = scaled ? 1 : 2;
-            std::string codes(n * size, '\0');
-            for (size_t i = 0; i < n; ++i)
-                for (size_t byte = 0; byte < size; ++byte) codes[i * size + byte] = char(i >> 8 * byte & 0xff);
-            const std::vector<float> scales = {1, 0x1p-100f, 3.7f, 1e30f};
-            Trainer trainer(context, apply_desc(), sgd(format), std::vector<Array>{Array(DSOPT_DTYPE_F32, n, 0)});
-            must(trainer.step({Array(DSOPT_DTYPE_F32, n, 0)})); // the first step, which stores the gradient
-            dsopt_optimizer *const opt = trainer.opt();
-            must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer"), codes.data(), codes.size()));
-            if (scaled)
-                must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer_scale"), scales.data(),
-                                            scales.size() * sizeof(float)));
-            const std::vector<float> values = f32_state(opt, 0, "momentum_buffer");
-            must(trainer.step({Array(DSOPT_DTYPE_F32, n, 0)}));
-            std::vector<float> weights = trainer.weight().floats();
-            for (float &weight : weights) weight = 0 - weight;
-            for (size_t i = 0; i < n; ++i) {
-                if (std::isnan(values[i]))
-                    ASSERT_TRUE(std::isnan(weights[i])) << i;
-                else
-                    ASSERT_EQ(weights[i], values[i]) << kFormatNames[format] << ' ' << i;
-            }
+LABEL_PARAMS(cpu, "Isa_*");
+TEST_P(FormatCodecs, OfAStepLoadEveryCode) {
+    for (const int32_t format : kStored) {
+        const bool scaled = format >= DSOPT_MOMENT_E4M3;
+        const size_t n = scaled ? 4 * 256 : 65536, size = scaled ? 1 : 2;
+        std::string codes(n * size, '\0');
+        for (size_t i = 0; i < n; ++i)
+            for (size_t byte = 0; byte < size; ++byte) codes[i * size + byte] = char(i >> 8 * byte & 0xff);
+        const std::vector<float> scales = {1, 0x1p-100f, 3.7f, 1e30f};
+        Trainer trainer(context, apply_desc(), sgd(format), std::vector<Array>{Array(DSOPT_DTYPE_F32, n, 0)});
+        must(trainer.step({Array(DSOPT_DTYPE_F32, n, 0)})); // the first step, which stores the gradient
+        dsopt_optimizer *const opt = trainer.opt();
+        must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer"), codes.data(), codes.size()));
+        if (scaled)
+            must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer_scale"), scales.data(),
+                                        scales.size() * sizeof(float)));
+        const std::vector<float> values = f32_state(opt, 0, "momentum_buffer");
+        must(trainer.step({Array(DSOPT_DTYPE_F32, n, 0)}));
+        std::vector<float> weights = trainer.weight().floats();
+        for (float &weight : weights) weight = 0 - weight;
+        for (size_t i = 0; i < n; ++i) {
+            if (std::isnan(values[i]))
+                ASSERT_TRUE(std::isnan(weights[i])) << i;
+            else
+                ASSERT_EQ(weights[i], values[i]) << kFormatNames[format] << ' ' << i;
         }
-    });
+    }
 }
 
 // A level is stored as itself: steps that do not change a moment leave its codes.
-TEST(FormatCodecs, StoreEveryLevelAsItsCode) {
-    with_isas([](const Context &context) {
-        for (const int32_t format : {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}) {
-            std::string codes(256, '\0');
-            for (size_t i = 0; i < 256; ++i) codes[i] = char(i);
-            if (format == DSOPT_MOMENT_E4M3) codes[0x7f] = 0x7e, codes[0xff] = char(0xfe); // no NaN
-            if (format == DSOPT_MOMENT_E4M3) codes[0x80] = 0;                              // no negative zero
-            Trainer trainer(context, apply_desc(), sgd(format), std::vector<Array>{Array(DSOPT_DTYPE_F32, 256, 0)});
-            must(trainer.step({Array(DSOPT_DTYPE_F32, 256, 0)}));
-            dsopt_optimizer *const opt = trainer.opt();
-            const float one = 1;
-            must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer"), codes.data(), codes.size()));
-            must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer_scale"), &one, sizeof one));
-            for (int t = 0; t < 3; ++t) must(trainer.step({Array(DSOPT_DTYPE_F32, 256, 0)}));
-            EXPECT_TRUE(same(bytes(opt, "momentum_buffer"), codes)) << kFormatNames[format];
-            EXPECT_EQ(exported(opt, 0, "momentum_buffer_scale"), std::vector<float>{1}) << kFormatNames[format];
-        }
-    });
+LABEL_PARAMS(cpu, "Isa_*");
+TEST_P(FormatCodecs, StoreEveryLevelAsItsCode) {
+    for (const int32_t format : {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}) {
+        std::string codes(256, '\0');
+        for (size_t i = 0; i < 256; ++i) codes[i] = char(i);
+        if (format == DSOPT_MOMENT_E4M3) codes[0x7f] = 0x7e, codes[0xff] = char(0xfe); // no NaN
+        if (format == DSOPT_MOMENT_E4M3) codes[0x80] = 0;                              // no negative zero
+        Trainer trainer(context, apply_desc(), sgd(format), std::vector<Array>{Array(DSOPT_DTYPE_F32, 256, 0)});
+        must(trainer.step({Array(DSOPT_DTYPE_F32, 256, 0)}));
+        dsopt_optimizer *const opt = trainer.opt();
+        const float one = 1;
+        must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer"), codes.data(), codes.size()));
+        must(dsopt_optimizer_import(opt, state_index(opt, 0, "momentum_buffer_scale"), &one, sizeof one));
+        for (int t = 0; t < 3; ++t) must(trainer.step({Array(DSOPT_DTYPE_F32, 256, 0)}));
+        EXPECT_TRUE(same(bytes(opt, "momentum_buffer"), codes)) << kFormatNames[format];
+        EXPECT_EQ(exported(opt, 0, "momentum_buffer_scale"), std::vector<float>{1}) << kFormatNames[format];
+    }
 }
 
 } // namespace
