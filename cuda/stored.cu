@@ -28,81 +28,102 @@ __device__ __forceinline__ void find_keys(const SharedTensor &s, SharedFormats &
     });
 }
 
-template <class R, int V>
+/// Calls body(formula) with the formula of a rule of this kind of passes; nothing for other rules.
+template <Passes Kind, class Body> __device__ __forceinline__ void visit_rule(Rule rule, const Body &body) {
+    visit(rule, [&](auto formula) INLINED {
+        if constexpr (decltype(formula)::type::passes == Kind) body(formula);
+    });
+}
+
+// Only the arithmetic depends on the rule: loads and stores of all formats are compiled once per kernel.
+
+/// Stores a block's values to a tile, whose first element is the block's.
+__device__ __forceinline__ void to_tile(const Eight &x, float *tile, const Block &block) {
+    unrolled<kPerThread>([&](int k) INLINED {
+        if (block.has(k)) tile[block.in_block(k)] = x.at[k];
+    });
+}
+/// True if the update needs the weights before it: they are in Tiles::a meanwhile, because registers are short.
+__host__ __device__ __forceinline__ bool keeps_old(const StepPlan &plan) {
+    return plan.policy.report_norms || (plan.flags & DSOPT_STEP_DELTA) != 0;
+}
+
 __device__ __forceinline__ void update_block(const StepPlan &plan, const SharedTensor &s, const SharedFormats &formats,
-                                             const Leaf &where, const BlockPacks<V> &packs, const Tiles &tiles) {
-    constexpr int moments = R::moments.count;
-    const TensorJob &job = s.job;
-    BlockInputs<V> t;
-    t.template load<moments>(job, packs, formats.maps);
-    unrolled<BlockPacks<V>::count>([&](int q) INLINED {
-        if (!packs.has(q)) return;
-        Pack<V> &p = t.p.pack[q];
-        const Pack<V> old = p;
-        unrolled<V>([&](int k) INLINED {
-            t.template with_moments_of<moments>(
-                q, k, [&](auto &...each) INLINED { R{s.scalars}(t.g.pack[q].at[k], p.at[k], each...); });
+                                             const Leaf &where, const Block &block, const Tiles &tiles) {
+    const auto first = int(block.begin - where.begin);
+    BlockInputs t;
+    t.load<true>(s.job, block, formats.maps);
+    if (keeps_old(plan)) to_tile(t.p, tiles.a + first, block);
+    visit_rule<Passes::elementwise>(s.rule, [&](auto formula) INLINED {
+        using R = typename decltype(formula)::type;
+        unrolled<kPerThread>([&](int k) INLINED {
+            t.with_moments_of<R::moments.count>(k, [&](auto &...each)
+                                                       INLINED { R{s.scalars}(t.g.at[k], t.p.at[k], each...); });
         });
-        store_masters<V>(plan, s, p, old, packs.at(q));
-        if (plan.policy.report_norms) {
-            const auto i = int(packs.at(q) - where.begin);
-            to_tile(old, tiles.a + i);
-            to_tile(p - old, tiles.b + i);
-        }
     });
-    unrolled<moments>([&](int m) INLINED {
-        store_moment<false, V>(t.moment[m], job.stored_moment(m), packs, formats.key[m], job.range.begin, formats.maps);
-    });
+    store_masters(plan, s, t.p, tiles.a + first, block);
+    if (plan.policy.report_norms)
+        unrolled<kPerThread>([&](int k) INLINED {
+            const int i = first + block.in_block(k);
+            if (block.has(k)) tiles.b[i] = t.p.at[k] - tiles.a[i];
+        });
+    t.store_moments(s.job, block, formats.key, formats.maps, false);
 }
 
 /// First pass of Passes::reduced. The update is that of the moments that the second pass will load.
-template <class R, int V>
 __device__ __forceinline__ void first_pass_block(const SharedTensor &s, const SharedFormats &formats, const Leaf &where,
-                                                 const BlockPacks<V> &packs, const Tiles &tiles) {
-    constexpr int moments = R::moments.count, count = BlockPacks<V>::count;
-    const typename R::Moments rule{s.scalars};
-    const TensorJob &job = s.job;
-    BlockInputs<V> t;
-    t.template load<moments>(job, packs, formats.maps);
-    unrolled<count>([&](int q) INLINED {
-        if (!packs.has(q)) return;
-        unrolled<V>([&](int k) INLINED {
-            t.template with_moments_of<moments>(
-                q, k, [&](auto &...each) INLINED { rule.take_gradient(t.g.pack[q].at[k], each...); });
+                                                 const Block &block, const Tiles &tiles) {
+    const auto first = int(block.begin - where.begin);
+    BlockInputs t;
+    t.load<true>(s.job, block, formats.maps);
+    visit_rule<Passes::reduced>(s.rule, [&](auto formula) INLINED {
+        using R = typename decltype(formula)::type;
+        unrolled<kPerThread>([&](int k) INLINED {
+            t.with_moments_of<R::moments.count>(
+                k, [&](auto &...each) INLINED { typename R::Moments{s.scalars}.take_gradient(t.g.at[k], each...); });
         });
     });
-    unrolled<moments>([&](int m) INLINED {
-        store_moment<true, V>(t.moment[m], job.stored_moment(m), packs, formats.key[m], job.range.begin, formats.maps);
-    });
-    unrolled<count>([&](int q) INLINED {
-        if (!packs.has(q)) return;
-        const auto i = int(packs.at(q) - where.begin);
-        unrolled<V>([&](int k) INLINED {
-            const float p = t.p.pack[q].at[k];
-            tiles.a[i + k] = p;
-            t.template with_moments_of<moments>(
-                q, k, [&](auto &...each) INLINED { tiles.b[i + k] = rule.update(p, each...); });
-        });
-    });
-}
-
-template <class R, int V>
-__device__ __forceinline__ void second_pass_block(const StepPlan &plan, const SharedTensor &s, const Maps &maps,
-                                                  const BlockPacks<V> &packs) {
-    constexpr int moments = R::moments.count;
-    BlockInputs<V> t;
-    t.template load<moments, false>(s.job, packs, maps);
-    unrolled<BlockPacks<V>::count>([&](int q) INLINED {
-        if (!packs.has(q)) return;
-        Pack<V> &p = t.p.pack[q];
-        const Pack<V> old = p;
-        unrolled<V>([&](int k) INLINED {
-            t.template with_moments_of<moments>(q, k, [&](auto &...each) INLINED {
-                typename R::Weights{s.scalars, s.trust}(p.at[k], each...);
+    t.store_moments(s.job, block, formats.key, formats.maps, true);
+    Eight update{};
+    visit_rule<Passes::reduced>(s.rule, [&](auto formula) INLINED {
+        using R = typename decltype(formula)::type;
+        unrolled<kPerThread>([&](int k) INLINED {
+            t.with_moments_of<R::moments.count>(k, [&](auto &...each) INLINED {
+                update.at[k] = typename R::Moments{s.scalars}.update(t.p.at[k], each...);
             });
         });
-        store_masters<V>(plan, s, p, old, packs.at(q));
     });
+    to_tile(t.p, tiles.a + first, block);
+    to_tile(update, tiles.b + first, block);
+}
+
+/// `old`: shared memory for the weights of the block.
+__device__ __forceinline__ void second_pass_block(const StepPlan &plan, const SharedTensor &s, const Maps &maps,
+                                                  const Block &block, float *old) {
+    BlockInputs t;
+    t.load<false>(s.job, block, maps);
+    if (keeps_old(plan)) to_tile(t.p, old, block);
+    visit_rule<Passes::reduced>(s.rule, [&](auto formula) INLINED {
+        using R = typename decltype(formula)::type;
+        unrolled<kPerThread>([&](int k) INLINED {
+            t.with_moments_of<R::moments.count>(k, [&](auto &...each) INLINED {
+                typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
+            });
+        });
+    });
+    store_masters(plan, s, t.p, old, block);
+}
+
+/// Writes the outputs of a tensor that the step does not update.
+__device__ __forceinline__ void unchanged_block(const StepPlan &plan, const TensorJob &job, const Block &block) {
+    if (job.out()) {
+        const bool copies = job.remainder == nullptr || job.out().format == Dtype::bf16;
+        Eight weights =
+            copies ? convert_to_f32(fetch(job.weight(), block), block, job.weight().format) : load_masters(job, block);
+        if (plan.flags & DSOPT_STEP_DELTA) weights = Eight{};
+        store(weights, job.out(), block);
+    }
+    if (job.zeroes) store(Eight{}, job.grad(), block);
 }
 
 __global__ void __launch_bounds__(kThreads, kStoredBlocks)
@@ -119,17 +140,13 @@ __global__ void __launch_bounds__(kThreads, kStoredBlocks)
         [&](const Leaf &where) INLINED {
             if (!s.job.stored) return;
             if (skipped(d) || s.job.owner == Owner::none)
-                return for_packs(where.n, s.aligned, [&]<int V>(Width<V>, int i) INLINED {
-                    unchanged_masters<V>(plan, s.job, where.begin + i);
-                });
-            visit(s.rule, [&](auto formula) INLINED {
-                using R = typename decltype(formula)::type;
-                for_blocks(where, s.aligned, [&]<int V>(const BlockPacks<V> &packs) INLINED_ON_DEVICE {
-                    if constexpr (R::passes == Passes::reduced)
-                        first_pass_block<R, V>(s, formats, where, packs, tiles);
-                    else
-                        update_block<R, V>(plan, s, formats, where, packs, tiles);
-                });
+                return for_blocks(where, s.aligned,
+                                  [&](const Block &block) INLINED { unchanged_block(plan, s.job, block); });
+            for_blocks(where, s.aligned, [&](const Block &block) INLINED {
+                if (passes_of(s.rule) == Passes::reduced)
+                    first_pass_block(s, formats, where, block, tiles);
+                else
+                    update_block(plan, s, formats, where, block, tiles);
             });
             if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(plan, s.job, where, tiles);
         });
@@ -139,6 +156,7 @@ __global__ void __launch_bounds__(kThreads, kStoredBlocks)
 __global__ void __launch_bounds__(kThreads, kStoredBlocks)
     update_stored_weights_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
+    DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
     __shared__ Maps maps;
     const StepPlan &plan = d.plan;
@@ -150,23 +168,20 @@ __global__ void __launch_bounds__(kThreads, kStoredBlocks)
             [&](const Leaf &where) INLINED {
                 if (!s.job.stored || !is_reduced(s.job, s.rule)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[s.tensor] = s.scalars; // for update_weight()
-                visit(s.rule, [&](auto formula) INLINED {
-                    using R = typename decltype(formula)::type;
-                    if constexpr (R::passes == Passes::reduced)
-                        for_blocks(where, s.aligned, [&]<int V>(const BlockPacks<V> &packs) INLINED {
-                            second_pass_block<R, V>(plan, s, maps, packs);
-                        });
+                for_blocks(where, s.aligned, [&](const Block &block) INLINED {
+                    second_pass_block(plan, s, maps, block, memory + (block.begin - where.begin));
                 });
             });
     if (last_block(plan.control->update_weights)) finish(d, skip);
 }
 
 void update_stored(const DevicePlan &d, Next next, const Launcher &launcher) {
-    const size_t tiles = d.plan.policy.reduces || d.plan.policy.report_norms ? 2 * kTileBytes : 0;
+    const size_t tiles = d.plan.policy.reduces || keeps_old(d.plan) ? 2 * kTileBytes : 0;
     launcher.launch_grid({d.leaves, tiles}, {"update_stored", next}, update_stored_kernel, d);
 }
 void update_stored_weights(const DevicePlan &d, Next next, const Launcher &launcher) {
-    launcher.launch_grid(d.leaves, {"update_stored_weights", next}, update_stored_weights_kernel, d);
+    const size_t tile = keeps_old(d.plan) ? kTileBytes : 0;
+    launcher.launch_grid({d.leaves, tile}, {"update_stored_weights", next}, update_stored_weights_kernel, d);
 }
 
 void load_stored_kernels(KernelLoader &load) { load(update_stored_kernel, update_stored_weights_kernel); }

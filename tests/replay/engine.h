@@ -129,6 +129,15 @@ public:
         }
         fail("the engine has no state %s of parameter %lld", name.c_str(), (long long)param);
     }
+    /// Returns the names of a parameter's state tensors.
+    std::vector<std::string> state_names(int64_t param) const {
+        int64_t count = 0;
+        check(dsopt_optimizer_state_count(get(), &count), "dsopt_optimizer_state_count");
+        std::vector<std::string> names;
+        for (int64_t i = 0; i < count; ++i)
+            if (const dsopt_state_info info = state_info(i); info.param == param) names.emplace_back(info.name);
+        return names;
+    }
     std::vector<double> state_values(int64_t index) {
         const dsopt_tensor tensor = state_info(index).tensor;
         const size_t bytes = size_t(tensor.numel) * element_size(tensor.dtype);

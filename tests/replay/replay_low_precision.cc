@@ -28,9 +28,6 @@ constexpr struct {
     {"lamb", DSOPT_ALGORITHM_LAMB},      {"sgd", DSOPT_ALGORITHM_SGD},     {"lion", DSOPT_ALGORITHM_LION},
     {"adagrad", DSOPT_ALGORITHM_ADAGRAD}};
 constexpr const char *kFormats[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"}; // by enum dsopt_moment
-constexpr const char *kState[] = {"remainder",  "master",           "exp_avg",         "exp_avg_scale",
-                                  "exp_avg_sq", "exp_avg_sq_scale", "momentum_buffer", "momentum_buffer_scale",
-                                  "sum"};
 
 /// Returns one format per group.
 std::vector<int32_t> read_formats(GoldenFile &file, const char *key, size_t groups) {
@@ -69,7 +66,7 @@ public:
         for (size_t i = 0; i < params_.size(); ++i) find_state(int64_t(i), layout_.order()[i]);
         step_ = &comparison_.output("state_step", {steps_, count});
         step_state_ = optimizer_.state_index("step", -1, DSOPT_DTYPE_I32, count);
-        if (file_.find("lamb_coeff") != nullptr) {
+        if (file_.text("rule") == "lamb") {
             coeff_ = &comparison_.output("lamb_coeff", {steps_, count});
             coeff_state_ = optimizer_.state_index("trust_ratio", -1, DSOPT_DTYPE_F32, count);
         }
@@ -171,11 +168,11 @@ private:
         return param;
     }
 
-    /// The state must have the recorded dtypes and sizes.
+    /// Every state tensor must be recorded, with its dtype and size.
     void find_state(int64_t param, int64_t index) {
-        for (const char *const name : kState) {
-            const Tensor *const recorded = file_.find(std::string(name) + "/" + layout_.item(index));
-            if (recorded == nullptr) continue;
+        for (const std::string &name : optimizer_.state_names(param)) {
+            const Tensor *const recorded = file_.find(name + "/" + layout_.item(index));
+            if (recorded == nullptr) fail("tensor %s/%s is missing", name.c_str(), layout_.item(index).c_str());
             params_[size_t(param)].state.push_back(
                 {recorded, optimizer_.state_index(name, param, recorded->dtype, recorded->row_numel())});
         }
