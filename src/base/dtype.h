@@ -43,8 +43,8 @@ constexpr bool is_float_dtype(int32_t dtype) {
 
 // The builtin behind std::bit_cast: an out-of-line copy of the function itself, from a file that is compiled for one
 // instruction set, could be the copy that the linker keeps for all.
-DSOPT_HD uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
-DSOPT_HD float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+DSOPT_HD constexpr uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+DSOPT_HD constexpr float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 /// A double in memory that is aligned to 4 bytes only, such as I32 state in memory of the caller.
 struct DoubleWords {

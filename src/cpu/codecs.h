@@ -8,14 +8,59 @@
 namespace dsopt::cpu {
 namespace {
 
-/// Codecs of a block without registers.
+// Codecs of elements [begin, n) of a block without registers.
+
+/// The levels of all codes.
+template <class Codec> struct Levels {
+    float of[256] = {};
+    constexpr Levels() {
+        for (int code = 0; code < 256; ++code) of[code] = Codec::level(Codec::map(), uint8_t(code));
+    }
+};
+template <class Codec> inline constexpr Levels<Codec> kLevels{};
+
 template <class Codec> void load_codes(const uint8_t *codes, float scale, int64_t begin, int64_t n, float *x) {
-    load_block<Codec>(codes + begin, scale, n - begin, x + begin);
+    for (int64_t i = begin; i < n; ++i) x[i] = kLevels<Codec>.of[codes[i]] * scale;
 }
 template <class Codec>
 void store_codes(const float *x, const BlockScale &by, int64_t begin, int64_t n, uint8_t *codes) {
     static constexpr auto map = Codec::map();
     for (int64_t i = begin; i < n; ++i) codes[i] = Codec::code_of(map, x[i], by.factor);
+}
+/// position_in() without tables, which would be gathers in a vectorised loop. Returns 2^h + j, where decade 0 has
+/// `levels` levels.
+inline int32_t level_number(const DynamicMap &map, int32_t levels, float magnitude) {
+    float first = float_of(map.begin[0]), inverse = float_of(map.inverse[0]);
+    for (int k = 0; k < 7; ++k) {
+        const bool above = magnitude > float_of(map.end[k]);
+        first = above ? float_of(map.begin[k + 1]) : first;
+        inverse = above ? float_of(map.inverse[k + 1]) : inverse;
+        levels = above ? 2 * levels : levels;
+    }
+    int32_t j = int32_t((magnitude - first) * inverse);
+    j = j < 0 ? 0 : j;
+    return levels + (j < levels - 1 ? j : levels - 1);
+}
+template <>
+inline void store_codes<Q8>(const float *x, const BlockScale &by, int64_t begin, int64_t n, uint8_t *codes) {
+    static constexpr DynamicMap map = Q8::map();
+    const float factor = by.factor;
+    for (int64_t i = begin; i < n; ++i) {
+        const float y = x[i] * factor, magnitude = float_of(bits_of(y) & 0x7fffffffu);
+        const int32_t number = level_number(map, 1, magnitude), negative = int32_t(bits_of(y)) >> 31;
+        int32_t q = magnitude > float_of(Q8::kHalfOfFirst) ? number : 0;
+        q = q < negative + 128 ? q : negative + 128;
+        codes[i] = uint8_t((q ^ negative) - negative + 127);
+    }
+}
+template <>
+inline void store_codes<Q8Squares>(const float *x, const BlockScale &by, int64_t begin, int64_t n, uint8_t *codes) {
+    static constexpr DynamicMap map = Q8Squares::map();
+    const float factor = by.factor;
+    for (int64_t i = begin; i < n; ++i) {
+        const int32_t number = level_number(map, 2, float_of(bits_of(x[i] * factor) & 0x7fffffffu));
+        codes[i] = uint8_t(x[i] > 0 ? number - 1 : 0);
+    }
 }
 
 #if DSOPT_HAS_REGISTERS
@@ -199,9 +244,10 @@ struct Extremes {
         positive = without > positive ? without : positive;
         negative = with > negative ? with : negative;
     }
-    static uint32_t largest(Words x, uint32_t so_far) {
-        for (int k = 0; k < kWide; ++k) so_far = x[k] > so_far ? x[k] : so_far;
-        return so_far;
+    static int32_t largest(Words x) {
+        uint32_t most = 0;
+        for (int k = 0; k < kWide; ++k) most = x[k] > most ? x[k] : most;
+        return int32_t(most);
     }
 };
 #endif
@@ -219,20 +265,21 @@ template <class Codec> void load_stored_block(const uint8_t *codes, float scale,
 /// Stores a block of n elements, at most kBlock.
 template <class Codec> void store_stored_block(const float *x, int64_t n, uint8_t *codes, float *scale) {
     int64_t i = 0;
-    uint32_t positive = 0, negative = 0;
+    int32_t positive = 0, negative = 0;
 #if DSOPT_HAS_REGISTERS
     Extremes extremes;
     for (; i + kWide <= n; i += kWide) extremes.add(load(x + i, F32{}));
-    positive = Extremes::largest(extremes.positive, 0);
-    negative = Extremes::largest(extremes.negative, 0);
+    positive = Extremes::largest(extremes.positive);
+    negative = Extremes::largest(extremes.negative);
 #endif
-    for (; i < n; ++i) {
-        const uint32_t bits = bits_of(x[i]), magnitude = bits & 0x7fffffffu;
-        uint32_t &largest = bits >> 31 ? negative : positive;
-        largest = magnitude > largest ? magnitude : largest;
+    for (; i < n; ++i) { // signed integers, which vectorise
+        const auto bits = int32_t(bits_of(x[i])), magnitude = bits & 0x7fffffff;
+        const int32_t with = bits < 0 ? magnitude : 0, without = bits < 0 ? 0 : magnitude;
+        positive = without > positive ? without : positive;
+        negative = with > negative ? with : negative;
     }
-    const BlockScale by =
-        Codec::scale(positive > negative ? positive : negative, float_of(positive), float_of(negative));
+    const auto top = uint32_t(positive > negative ? positive : negative);
+    const BlockScale by = Codec::scale(top, float_of(uint32_t(positive)), float_of(uint32_t(negative)));
     *scale = by.scale;
     if (by.zeros) {
         __builtin_memset(codes, 0, size_t(n));

@@ -241,8 +241,12 @@ struct RandomRows {
 /// True if the span can be updated by update_stored_lanes(). Random numbers change their row every 2^32 elements.
 bool fits_stored_registers(const Span &span) {
     const TensorJob &job = *span.job;
-    bool fits = job.stored && job.grad() && !job.stochastic && !span.sums && stores_aligned(span);
-    for (int k = 0; k < kMoments; ++k) fits = fits && !has_scales(job.formats[kMoment + k]);
+    bool fits = job.stored && job.grad() && !job.stochastic && !span.sums && stores_aligned(span), halves = false;
+    for (int k = 0; k < kMoments; ++k) {
+        fits = fits && !has_scales(job.formats[kMoment + k]);
+        halves = halves || job.formats[kMoment + k] != Format::f32;
+    }
+    if (kFewRegisters && !halves) return false; // remainders alone: tiles are faster
     const auto row = [&](int64_t index) { return uint64_t(job.range.begin + index) >> 32; };
     return fits && span.end > span.begin && row(span.begin) == row(span.end - 1);
 }

@@ -99,7 +99,7 @@ struct E4M3 {
         return uint8_t((magnitude < 0x3c800000u ? subnormal : normal) | (bits >> 24 & 0x80u));
     }
     /// Exact. The multiplication by 2^120 re-biases the exponent and normalizes subnormals.
-    DSOPT_HD static float level(uint8_t code) {
+    DSOPT_HD static constexpr float level(uint8_t code) {
         const float magnitude = float_of(uint32_t(code & 0x7fu) << 20) * float_of(0x7b800000u /* 2^120 */);
         return float_of(bits_of(magnitude) | uint32_t(code & 0x80u) << 24);
     }
@@ -112,7 +112,7 @@ struct E4M3 {
     struct Map {}; // it has no table
     DSOPT_HD static constexpr Map map() { return {}; }
     DSOPT_HD static uint8_t code_of(const Map &, float x, float factor) { return code(x * factor); }
-    DSOPT_HD static float level(const Map &, uint8_t code) { return level(code); }
+    DSOPT_HD static constexpr float level(const Map &, uint8_t code) { return level(code); }
 };
 
 /// Constants of an 8-bit dynamic map (Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"), computed in
@@ -154,12 +154,12 @@ DSOPT_HD MapPosition position_in(const DynamicMap &map, int levels, float magnit
     const auto j = d == 7 ? 0 : int32_t((magnitude - float_of(map.begin[d])) * float_of(map.inverse[d]));
     return {d, j < 0 ? 0 : j > last ? last : j};
 }
-DSOPT_HD float level_of(const DynamicMap &map, int decade, int32_t level) {
+DSOPT_HD constexpr float level_of(const DynamicMap &map, int decade, int32_t level) {
     const float offset = float_of(map.distance[decade]) * float(level);
     return float_of(map.first[decade]) + offset;
 }
 /// Index of the highest bit of a number from 1 to 256.
-DSOPT_HD int highest_bit(uint32_t x) {
+DSOPT_HD constexpr int highest_bit(uint32_t x) {
 #if defined(__CUDA_ARCH__)
     return 31 - __clz(int(x));
 #else
@@ -180,7 +180,7 @@ struct Q8 {
         const int32_t q = magnitude > float_of(kHalfOfFirst) ? (1 << at.decade) + at.level : 0;
         return uint8_t(bits_of(y) >> 31 ? 127 - (q < 127 ? q : 127) : 127 + q);
     }
-    DSOPT_HD static float level(const DynamicMap &map, uint8_t code) {
+    DSOPT_HD static constexpr float level(const DynamicMap &map, uint8_t code) {
         const int32_t z = int32_t(code) - 127, n = z < 0 ? -z : z;
         if (n == 0) return 0;
         const int d = highest_bit(uint32_t(n));
@@ -203,7 +203,7 @@ struct Q8 {
 /// caller has it.
 struct Q8Squares {
     DSOPT_HD static constexpr DynamicMap map() { return unsigned_map(); }
-    DSOPT_HD static float level(const DynamicMap &map, uint8_t code) {
+    DSOPT_HD static constexpr float level(const DynamicMap &map, uint8_t code) {
         if (code == 0) return 0;
         const uint32_t n = uint32_t(code) + 1;
         const int highest = highest_bit(n);
