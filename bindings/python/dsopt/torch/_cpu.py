@@ -193,7 +193,7 @@ class DeepSpeedCPULion(Offload, Lion):
     betas            weight of the mean in the update, and decay of the mean
     weight_decay     decoupled decay per step, times lr""" + STATES
 
-    _counts = True
+    _counts, _stores = True, ()
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999),
                  weight_decay: float = 0, fp32_optimizer_states: bool = True, *, stochastic_rounding: bool = False,
