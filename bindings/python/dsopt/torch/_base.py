@@ -15,6 +15,7 @@ from ._convert import convert
 from ._double_plan import DoublePlan, is_double
 from ._dtensor import ShardedPlan, local_tensors, takes_norms
 from ._formats import Pair
+from ._import import imported
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
 from ._rounding import Kind, check_dtypes, keep, kinds_of, values_of
@@ -249,14 +250,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._plans = None
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Load `state_dict`, as torch's. State keeps its dtype, which torch would change to that of the parameter.
-        Moments in other formats than this optimizer's are converted, rounded to nearest. A load that fails changes
-        nothing."""
+        """Load `state_dict`, as torch's, or one of an 8-bit optimizer of bitsandbytes or torchao. State keeps its
+        dtype, which torch would change to that of the parameter. Moments in other formats than this optimizer's are
+        converted, rounded to nearest. A load that fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
         before = self.state, self.param_groups
         try:
-            self._loading = state_dict
+            self._loading = state_dict = state_dict if register else imported(state_dict)
             super().load_state_dict(state_dict)
             self._keep_wrapped(before[0])
             saved = _formats.raw_of(self.param_groups)
@@ -333,9 +334,10 @@ class EngineOptimizer(torch.optim.Optimizer):
                 del state[key]
 
 
-def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:
+def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Stores the state dict that is finally loaded: the last of the hooks."""
-    optimizer._loading = state_dict
+    optimizer._loading = state_dict = imported(state_dict)
+    return state_dict
 
 
 class Seen:
