@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the two cases of README.md with dsopt.torch: AdamW with clipping, and 1-bit Adam on two processes with gloo."""
+"""Runs the three cases of README.md with dsopt.torch: AdamW with clipping, 1-bit Adam on two processes with gloo, and
+low-precision state."""
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     print("torch is built without gloo")
     sys.exit(77)
 
-from dsopt.torch import FP16_Optimizer, FusedAdam, OnebitAdam
+from dsopt.torch import AdamW, FP16_Optimizer, FusedAdam, OnebitAdam
 
 
 class Generator:
@@ -31,7 +32,7 @@ class Generator:
 
 
 def bytes_of(tensors):
-    return b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
+    return b"".join(bytes(tensor.detach().reshape(-1).view(torch.uint8).tolist()) for tensor in tensors)
 
 
 def digest_of(data):
@@ -69,6 +70,23 @@ def onebit(rank, folder):
     dist.destroy_process_group()
 
 
+def low_precision():
+    start, gradients = Generator(12345), Generator(1000)
+    params = [torch.nn.Parameter(start.numbers(count).bfloat16()) for count in (1, 7, 4099)]
+    groups = [{"params": params[:2], "param_names": ["a", "b"], "exp_avg_format": "e4m3",
+               "exp_avg_sq_format": "bf16_random", "min_8bit_size": 0},
+              {"params": params[2:], "param_names": ["c"], "exp_avg_format": "q8", "exp_avg_sq_format": "q8"}]
+    optimizer = AdamW([{**group, "seed": 7} for group in groups], lr=0.015625, weight_decay=0.125, masters="remainder")
+    for _ in range(10):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+            param.grad.data = gradients.numbers(param.numel())  # float32: a gradient that is assigned needs the dtype
+        optimizer.step()
+    states = [optimizer.state[param] for param in params]
+    names = ("remainder", "exp_avg", "exp_avg_scale", "exp_avg_sq")
+    return bytes_of(params + [state[name] for name in names for state in states] + [states[2]["exp_avg_sq_scale"]])
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         both = [subprocess.Popen([sys.executable, os.path.abspath(__file__), str(rank), folder]) for rank in range(2)]
@@ -80,7 +98,7 @@ def main():
                 results.append(file.read())
     if results[0] != results[1]:
         sys.exit("the ranks end with different bits")
-    print("torch", digest_of(adamw() + results[0]))
+    print("torch", digest_of(adamw() + results[0] + low_precision()))
 
 
 if __name__ == "__main__":

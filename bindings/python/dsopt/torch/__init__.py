@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of torch that step with the engine. See README.md."""
+from ._8bit import Adam8bit, AdamW8bit
 from ._adagrad import Adagrad
 from ._adam import Adam, AdamW
 from ._cpu import DeepSpeedCPUAdam, DeepSpeedCPULion
@@ -11,7 +12,7 @@ from ._register import register, unregister
 from ._sgd import SGD
 
 __all__ = [
-    "Adagrad", "Adam", "AdamW", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FP16_Optimizer", "FP16_UnfusedOptimizer",
-    "FusedAdam", "FusedLamb", "FusedLion", "Lion", "OnebitAdam", "OnebitLamb", "SGD", "ZeroOneAdam", "register",
-    "unregister"
+    "Adagrad", "Adam", "Adam8bit", "AdamW", "AdamW8bit", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FP16_Optimizer",
+    "FP16_UnfusedOptimizer", "FusedAdam", "FusedLamb", "FusedLion", "Lion", "OnebitAdam", "OnebitLamb", "SGD",
+    "ZeroOneAdam", "register", "unregister"
 ]

@@ -9,6 +9,7 @@ import torch
 from .. import _abi as abi
 from ._adam import Torch
 from ._base import number
+from ._formats import SECOND
 
 TorchAdagrad = torch.optim.Adagrad  # as it is on import
 
@@ -16,8 +17,8 @@ TorchAdagrad = torch.optim.Adagrad  # as it is on import
 class Adagrad(Torch, TorchAdagrad):
     """torch.optim.Adagrad, stepped by the engine (Duchi et al. 2011).
 
-    Sparse gradients are refused. Parameters are float32, float16, bfloat16, float64 or complex; the sums of 16-bit
-    ones are float32.
+    Sparse gradients are refused. Parameters are float32, float16, bfloat16, float64 or complex; the sums are
+    float32 unless a format is given.
 
     params                     parameters, or dicts of parameters with separate values of the arguments below
     lr                         learning rate; a number, or a tensor that is read in each step
@@ -33,8 +34,12 @@ class Adagrad(Torch, TorchAdagrad):
     stochastic_rounding        True: bfloat16 parameters are rounded up or down with a probability proportional to
                                the distance, so that small updates are not lost; float32 ones are exact
     seed                       of the random numbers, a whole number in [0, 2^64)
+    exp_avg_sq_format          format of the sum of squares: "f32" or "bf16_random"
+    masters                    of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
+                               the state, with which a bfloat16 parameter is its own master
     """
 
+    _stores = (SECOND, "masters")
     _fields = ("lr", "lr_decay", "weight_decay", "eps")
 
     def __init__(self,
@@ -50,7 +55,9 @@ class Adagrad(Torch, TorchAdagrad):
                  differentiable: bool = False,
                  fused: Optional[bool] = None,
                  stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0,
+                 exp_avg_sq_format: str = "f32",
+                 masters: Optional[str] = None) -> None:
         self._init(TorchAdagrad,
                    params,
                    lr=lr,
@@ -63,12 +70,15 @@ class Adagrad(Torch, TorchAdagrad):
                    differentiable=differentiable,
                    fused=fused,
                    stochastic_rounding=stochastic_rounding,
-                   seed=seed)
-        for group in self.param_groups:  # torch rounds the sums of 16-bit parameters to their dtype
+                   seed=seed,
+                   exp_avg_sq_format=exp_avg_sq_format,
+                   masters=masters)
+        for group in self.param_groups:  # torch's sums have the dtype of the parameter
+            dtype = torch.float32 if group.get(SECOND, "f32") == "f32" else torch.bfloat16
             for param in group["params"]:
-                if param.dtype in (torch.float16, torch.bfloat16):
+                if param.dtype in (torch.float16, torch.bfloat16) or dtype == torch.bfloat16:
                     start = group["initial_accumulator_value"]
-                    self.state[param]["sum"] = torch.full_like(param.detach(), start, dtype=torch.float32)
+                    self.state[param]["sum"] = torch.full_like(param.detach(), start, dtype=dtype)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_ADAGRAD, 0, {"initial_accumulator_value": self._starts_as("sum", group)}
@@ -78,9 +88,9 @@ class Adagrad(Torch, TorchAdagrad):
 
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
         # torch creates state before the first step. The engine creates the master, and with it the loss scale.
-        return bool(state) and ("master" in state or self._steps_of(state) > 0)
+        return bool(state) and ("master" in state or "remainder" in state or self._steps_of(state) > 0)
 
     def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
         """torch creates only the sums of the first groups; sums of groups that are added later have the same initial
         value."""
-        return float(group["initial_accumulator_value"])
+        return float(group["initial_accumulator_value"]) if name == "sum" else 0.0

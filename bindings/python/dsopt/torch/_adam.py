@@ -10,6 +10,7 @@ import torch
 
 from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
+from ._formats import FIRST, MIN_8BIT_SIZE, SECOND
 from ._rounding import defaults_of
 from ._tensors import DEVICES, refused, unsupported
 
@@ -31,11 +32,13 @@ class Torch(EngineOptimizer):
         if options.get("decoupled_weight_decay") and "decoupled_weight_decay" not in known:
             raise unsupported("Adam: decoupled_weight_decay=True is not known to torch %s; use AdamW" %
                               torch.__version__)
-        rounding = defaults_of(options["stochastic_rounding"], options["seed"])
+        formats = {key: options[key] for key in (FIRST, SECOND) if key in options}
+        extra = defaults_of(options["stochastic_rounding"], options["seed"], formats,
+                            options.get("min_8bit_size", MIN_8BIT_SIZE), options["masters"])
         base.__init__(self, params, **{name: value for name, value in options.items() if name in known})
-        self.defaults.update(rounding)
+        self.defaults.update(extra)
         for group in self.param_groups:
-            for name, value in rounding.items():
+            for name, value in extra.items():
                 group.setdefault(name, value)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -56,7 +59,7 @@ class Torch(EngineOptimizer):
 class AdamW(Torch, TorchAdamW):
     """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
-    Parameters are float32, float16, bfloat16, float64 or complex; the moments of 16-bit ones are float32.
+    Parameters are float32, float16, bfloat16, float64 or complex. Moments are float32 unless a format is given.
 
     params                  parameters, or dicts of parameters with separate values of the arguments below
     lr                      learning rate; a number, or a tensor that is read in each step
@@ -73,7 +76,15 @@ class AdamW(Torch, TorchAdamW):
     stochastic_rounding     True: bfloat16 parameters are rounded up or down with a probability proportional to
                             the distance, so that small updates are not lost; float32 ones are exact
     seed                    of the random numbers, a whole number in [0, 2^64)
+    exp_avg_format          format of the running mean of gradients: "f32"; "bf16", rounded to nearest; "bf16_random",
+                            rounded stochastically; "e4m3" or "q8", a byte per element and a scale per 256 elements
+    exp_avg_sq_format       format of the running mean of squares: "f32", "bf16_random" or "q8"
+    min_8bit_size           smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
+    masters                 of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
+                            the state, with which a bfloat16 parameter is its own master
     """
+
+    _stores = (FIRST, SECOND, "masters")
 
     def __init__(self,
                  params: Any,
@@ -89,7 +100,11 @@ class AdamW(Torch, TorchAdamW):
                  differentiable: bool = False,
                  fused: Optional[bool] = None,
                  stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0,
+                 exp_avg_format: str = "f32",
+                 exp_avg_sq_format: str = "f32",
+                 min_8bit_size: int = MIN_8BIT_SIZE,
+                 masters: Optional[str] = None) -> None:
         self._init(TorchAdamW,
                    params,
                    lr=lr,
@@ -103,7 +118,11 @@ class AdamW(Torch, TorchAdamW):
                    differentiable=differentiable,
                    fused=fused,
                    stochastic_rounding=stochastic_rounding,
-                   seed=seed)
+                   seed=seed,
+                   exp_avg_format=exp_avg_format,
+                   exp_avg_sq_format=exp_avg_sq_format,
+                   min_8bit_size=min_8bit_size,
+                   masters=masters)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
@@ -112,7 +131,7 @@ class AdamW(Torch, TorchAdamW):
 class Adam(Torch, TorchAdam):
     """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015).
 
-    Parameters are float32, float16, bfloat16, float64 or complex; the moments of 16-bit ones are float32.
+    Parameters are float32, float16, bfloat16, float64 or complex. Moments are float32 unless a format is given.
 
     params                  parameters, or dicts of parameters with separate values of the arguments below
     lr                      learning rate; a number, or a tensor that is read in each step
@@ -130,7 +149,15 @@ class Adam(Torch, TorchAdam):
     stochastic_rounding     True: bfloat16 parameters are rounded up or down with a probability proportional to
                             the distance, so that small updates are not lost; float32 ones are exact
     seed                    of the random numbers, a whole number in [0, 2^64)
+    exp_avg_format          format of the running mean of gradients: "f32"; "bf16", rounded to nearest; "bf16_random",
+                            rounded stochastically; "e4m3" or "q8", a byte per element and a scale per 256 elements
+    exp_avg_sq_format       format of the running mean of squares: "f32", "bf16_random" or "q8"
+    min_8bit_size           smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
+    masters                 of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
+                            the state, with which a bfloat16 parameter is its own master
     """
+
+    _stores = (FIRST, SECOND, "masters")
 
     def __init__(self,
                  params: Any,
@@ -147,7 +174,11 @@ class Adam(Torch, TorchAdam):
                  fused: Optional[bool] = None,
                  decoupled_weight_decay: bool = False,
                  stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0,
+                 exp_avg_format: str = "f32",
+                 exp_avg_sq_format: str = "f32",
+                 min_8bit_size: int = MIN_8BIT_SIZE,
+                 masters: Optional[str] = None) -> None:
         self._init(TorchAdam,
                    params,
                    lr=lr,
@@ -162,7 +193,11 @@ class Adam(Torch, TorchAdam):
                    fused=fused,
                    decoupled_weight_decay=decoupled_weight_decay,
                    stochastic_rounding=stochastic_rounding,
-                   seed=seed)
+                   seed=seed,
+                   exp_avg_format=exp_avg_format,
+                   exp_avg_sq_format=exp_avg_sq_format,
+                   min_8bit_size=min_8bit_size,
+                   masters=masters)
 
     def _fixed(self) -> List[Any]:
         return [bool(group.get("decoupled_weight_decay")) for group in self.param_groups]

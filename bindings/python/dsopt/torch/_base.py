@@ -10,18 +10,22 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
+from . import _formats
+from ._convert import convert
 from ._double_plan import DoublePlan, is_double
 from ._dtensor import ShardedPlan, local_tensors, takes_norms
+from ._formats import Pair
+from ._import import imported
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
-from ._rounding import check_dtypes, keep, raw_seeds, seeds_of
+from ._rounding import Kind, check_dtypes, keep, kinds_of, values_of
 from ._several import PassedArguments, with_norms
 from ._tensors import Layouts, check_kind, is_dtensor, refused, unsupported, wrong
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REFUSED = ("amsgrad", "maximize", "differentiable")
-SHAPED = ("master", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator", "momentum_buffer",
-          "sum")  # state tensors of the parameter's shape
+SHAPED = ("master", "remainder", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator",
+          "momentum_buffer", "sum")  # state tensors of the parameter's shape
 WRAPPED = ("master", "loss_scale", "scaler")  # under the keys of a wrapper in its state dict
 WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for state of the whole optimizer
 _params_of = itemgetter("params")
@@ -43,6 +47,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _at_once = False  # True: all parameters have state from the first step on, with or without a gradient
     _reports = False  # True: steps write dsopt_step.report
     _rounds = True  # groups may have stochastic_rounding
+    _stores: Tuple[str, ...] = ()  # keys of _formats that groups may have
     _report: Optional[torch.Tensor] = None  # report of the last step; all plans use the same tensor
     _rank_key = ""  # suffix of the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
@@ -93,6 +98,16 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _engine_desc(self, context: Any) -> Tuple[Any, Tuple[object, ...], bool]:
         """Returns dsopt_optimizer_desc, the objects that it refers to, and True if steps call Python functions."""
         return abi.dsopt_optimizer_desc(flags=abi.DSOPT_OPTIMIZER_NO_MASTER), (), False
+
+    def _formats_in(self, group: Dict[str, Any]) -> Pair:
+        """Returns the formats of a group's moments."""
+        first, second = _formats.FIRST, _formats.SECOND
+        return (group.get(first, "f32") if first in self._stores else "f32",
+                group.get(second, "f32") if second in self._stores else "f32")
+
+    def _formats_of(self, group: Dict[str, Any], param: torch.Tensor) -> Pair:
+        """Returns the formats for the dtype of a parameter of this group."""
+        return self._formats_in(group)
 
     def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
         return 0
@@ -158,7 +173,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     seen.has_state() and
                     (all(p.grad is None for p in seen.idle) if self._passed is None else
                      not any(map(self._has_grad, seen.idle))) and
-                    self._fixed() == seen.fixed and raw_seeds(groups) == seen.seeds and
+                    self._fixed() == seen.fixed and values_of(groups) == seen.values and
                     agrees_over_data(self) == seen.agrees)
         except TypeError:  # the state has other values than tensors
             return False
@@ -166,21 +181,21 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _plan(self) -> None:
         """Makes the plans, and state for parameters with their first gradient."""
         self._plans = None
-        seeds = seeds_of(self)
-        check_dtypes(self, seeds)
+        kinds = kinds_of(self)
+        check_dtypes(self, kinds)
         at_once = self._at_once or takes_norms(self)
         entries, idle = self._entries(at_once)
         devices = list(dict.fromkeys(entry.param.device for entry in entries))
         if len(devices) > 1 and at_once:
             raise unsupported("parameters are on several devices (%s), and must be on one; make an optimizer for each" %
                               ", ".join(map(str, devices)))
-        parts = self._parted(entries, seeds)
+        parts = self._parted(entries, kinds)
         if len(parts) > 1 and takes_norms(self):
             raise unsupported("%s takes norms of whole DTensors in one engine, and its parameters need several: they "
                               "differ in stochastic_rounding, in the seed, or in float64; make an optimizer for each" %
                               type(self).__name__)
-        plans = [DoublePlan(self, device, members) if double else self._plan_of(members)(self, device, seed, members)
-                 for (device, seed, double), members in parts.items()]
+        plans = [DoublePlan(self, device, members) if double else self._plan_of(members)(self, device, kind, members)
+                 for (device, kind, double), members in parts.items()]
         self._seen = Seen(self, idle, any(isinstance(plan, ShardedPlan) for plan in plans))
         self._plans = plans
 
@@ -188,12 +203,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         return ShardedPlan if any(is_dtensor(entry.param) for entry in entries) else Plan
 
     def _parted(self, entries: List[Entry],
-                seeds: List[Optional[int]]) -> Dict[Tuple[torch.device, Optional[int], bool], List[Entry]]:
-        """Returns the entries of each plan: one device, one seed or none, and either float64 parameters or others."""
-        parts: Dict[Tuple[torch.device, Optional[int], bool], List[Entry]] = {}
+                kinds: List[Kind]) -> Dict[Tuple[torch.device, Kind, bool], List[Entry]]:
+        """Returns the entries of each plan: one device, one kind, and either float64 parameters or others."""
+        parts: Dict[Tuple[torch.device, Kind, bool], List[Entry]] = {}
         for entry in entries:
             double = is_double(entry.param)
-            key = entry.param.device, None if double else seeds[entry.group], double
+            key = entry.param.device, Kind() if double else kinds[entry.group], double
             parts.setdefault(key, []).append(entry)
         return parts
 
@@ -235,17 +250,20 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._plans = None
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Load `state_dict`, as torch's. State of 16-bit parameters, which torch would round to their dtype, keeps its
-        dtype. A load that fails changes nothing."""
+        """Load `state_dict`, as torch's, or one of an 8-bit optimizer of bitsandbytes or torchao. State keeps its
+        dtype, which torch would change to that of the parameter. Moments in other formats than this optimizer's are
+        converted, rounded to nearest. A load that fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
         before = self.state, self.param_groups
-        self._loading = state_dict
         try:
+            self._loading = state_dict = state_dict if register else imported(state_dict)
             super().load_state_dict(state_dict)
             self._keep_wrapped(before[0])
+            saved = _formats.raw_of(self.param_groups)
             keep(before[1], self.param_groups)
-            seeds_of(self)
+            kinds_of(self)
+            convert(self, saved)
             self._after_load()
         except BaseException:
             self.state, self.param_groups = before
@@ -258,6 +276,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _keep_wrapped(self, before: Dict[Any, Any]) -> None:
         """Keeps masters and the loss scale if the state dict lacks them: the originals save them elsewhere."""
+        if self._wrapper is None:
+            return
         params = list(chain.from_iterable(map(_params_of, self.param_groups)))
         for param in params:  # also without other state: SGD without momentum has only the master
             if "master" in before.get(param, {}):
@@ -314,9 +334,10 @@ class EngineOptimizer(torch.optim.Optimizer):
                 del state[key]
 
 
-def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> None:
+def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Stores the state dict that is finally loaded: the last of the hooks."""
-    optimizer._loading = state_dict
+    optimizer._loading = state_dict = imported(state_dict)
+    return state_dict
 
 
 class Seen:
@@ -336,7 +357,8 @@ class Seen:
             self.layouts = Layouts(tensors)
             self.memory = list(map(torch.Tensor.detach, tensors))
         self.idle, self.fixed, self.agrees = idle, owner._fixed(), agrees_over_data(owner)
-        self.seeds = raw_seeds(owner.param_groups)
+        self.values = values_of(owner.param_groups)
+        self.formats = {param: owner._formats_in(group) for group in owner.param_groups for param in group["params"]}
 
     def _tensors(self) -> List[torch.Tensor]:
         tensors = list(chain.from_iterable(map(dict.values, self.states)))

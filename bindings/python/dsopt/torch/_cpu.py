@@ -10,13 +10,15 @@ from .. import _abi as abi
 from .._errors import StateError
 from ._base import EngineOptimizer, number
 from ._deepspeed import COMMON, DECAY, Named, ReadOnly
+from ._formats import F32, Pair
 from ._lion import Lion
 from ._rounding import defaults_of
-from ._tensors import refused, unsupported, wrong
+from ._tensors import refused, wrong
 
 CHUNK = 2**20  # elements that a rollback converts to double at a time
 STATES = """
-    fp32_optimizer_states  must be True: the moments are float32 for every dtype of parameters
+    fp32_optimizer_states  False: the moments of 16-bit parameters are bfloat16: %s. In DeepSpeed
+                           they have the dtype of the parameter, and are rounded to nearest
     stochastic_rounding    True: bfloat16 parameters are rounded up or down with a probability proportional to the
                            distance, so that small updates are not lost; float32 ones are exact
     seed                   seed of the random numbers, an integer in [0, 2^64)
@@ -40,17 +42,26 @@ class Offload(EngineOptimizer):
     optimizer_id = 0  # id of the next optimizer of the class
     opt_id = 0
 
-    def _number(self, fp32_optimizer_states: bool) -> None:
-        if not fp32_optimizer_states:
-            raise unsupported("%s: fp32_optimizer_states=False is not supported, as moments are float32 only; leave it "
-                              "True" % type(self).__name__)
+    _bf16: Pair = F32  # formats of the moments with fp32_optimizer_states=False
+    _fp32_states = True
+
+    def _number(self) -> None:
         self.opt_id = type(self).optimizer_id
         type(self).optimizer_id += 1
 
     @ReadOnly
     def fp32_optimizer_states(self) -> bool:
-        """True: the moments are float32."""
-        return True
+        """True: the moments are float32. False: those of 16-bit parameters are bfloat16."""
+        return self._fp32_states
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**super().__getstate__(), "opt_id": self.opt_id, "_fp32_states": self._fp32_states}
+
+    def _formats_in(self, group: Dict[str, Any]) -> Pair:
+        return F32 if self._fp32_states else self._bf16
+
+    def _formats_of(self, group: Dict[str, Any], param: torch.Tensor) -> Pair:
+        return self._formats_in(group) if param.dtype in (torch.float16, torch.bfloat16) else F32
 
 
 class DeepSpeedCPUAdam(Offload, Named):
@@ -59,19 +70,22 @@ class DeepSpeedCPUAdam(Offload, Named):
     bias_correction  False: the means are used without bias correction
     amsgrad          must be False
     adamw_mode       True: decoupled weight decay (AdamW); False: weight_decay times the weights is added to the
-                     gradient (Adam). Each step reads the attribute adam_w_mode""" + STATES
+                     gradient (Adam). Each step reads the attribute adam_w_mode""" + STATES % (
+        "exp_avg is\n                           rounded to nearest, exp_avg_sq stochastically")
 
-    _kept = Named._kept + ("adam_w_mode", "opt_id")
+    _kept = Named._kept + ("adam_w_mode",)
+    _bf16 = "bf16", "bf16_random"
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, bias_correction: bool = True,
                  betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,
                  amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True, *,
                  stochastic_rounding: bool = False, seed: int = 0) -> None:
-        self.adam_w_mode = adamw_mode
+        self.adam_w_mode, self._fp32_states = adamw_mode, bool(fp32_optimizer_states)
         self._start(model_params, None, amsgrad, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
                                                       bias_correction=bias_correction, amsgrad=amsgrad,
-                                                      **defaults_of(stochastic_rounding, seed)))
-        self._number(fp32_optimizer_states)
+                                                      **defaults_of(stochastic_rounding, seed,
+                                                                    random=not fp32_optimizer_states)))
+        self._number()
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if isinstance(param_group, dict) and param_group.get("amsgrad"):
@@ -191,15 +205,14 @@ class DeepSpeedCPULion(Offload, Lion):
     model_params     parameters, or dicts of parameters with separate values of the arguments below
     lr               learning rate: the size of a step, because updates are signs
     betas            weight of the mean in the update, and decay of the mean
-    weight_decay     decoupled decay per step, times lr""" + STATES
+    weight_decay     decoupled decay per step, times lr""" + STATES % "rounded to\n                           nearest"
 
-    _counts = True
+    _counts, _stores = True, ()
+    _bf16 = "bf16", "f32"
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999),
                  weight_decay: float = 0, fp32_optimizer_states: bool = True, *, stochastic_rounding: bool = False,
                  seed: int = 0) -> None:
+        self._fp32_states = bool(fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed)
-        self._number(fp32_optimizer_states)
-
-    def __getstate__(self) -> Dict[str, Any]:
-        return {**super().__getstate__(), "opt_id": self.opt_id}
+        self._number()

@@ -181,6 +181,8 @@ class FusedLion(StepArguments, Lion):
     seed                 of the random numbers, a whole number in [0, 2^64)
     """
 
+    _stores = ()
+
     def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), weight_decay: float = 0.,
                  set_grad_none: bool = True, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
         self.set_grad_none = set_grad_none

@@ -14,7 +14,9 @@ import torch
 from .. import _abi as abi
 from .._double import Hyper, clipping, moments_of, squares, supports, update
 from ._dtensor import is_placed_as, like, local_grad, local_of, refuse, spec_of, takes_norms
+from ._formats import formats_of
 from ._plan import Entry, Plan, Stale, bump
+from ._rounding import Kind
 from ._tensors import DEVICES, FLOATS, check_grad, check_kind, context_of, is_dtensor, unsupported, wrong
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class DoublePlan:
         self.dtypes, self.shapes = [p.dtype for p in self.params], [p.shape for p in self.params]
         self.specs = list(map(spec_of, self.params))
         self._refuse(owner)
-        self.checked = Plan(owner, torch.device("cpu"), None, [])
+        self.checked = Plan(owner, torch.device("cpu"), Kind(), [])
         self.rules: Dict[int, Tuple[int, int, Dict[str, Any]]] = {}
         for entry in entries:
             self.rules.setdefault(entry.group, owner._rule(owner.param_groups[entry.group]))
@@ -88,6 +90,8 @@ class DoublePlan:
             context_of(self.device, entry.name)
         if owner._wrapper is not None:
             owner._wrapper._check_dtypes()
+        for other in self.entries:  # refuses formats
+            formats_of(owner, owner.param_groups[other.group], other.name, other.param, ())
         for sharded in [entry for entry in self.entries if is_dtensor(entry.param)]:
             refuse(owner, sharded.name, sharded.param)
             if takes_norms(owner):

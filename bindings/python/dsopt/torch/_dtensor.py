@@ -7,21 +7,28 @@ parameter.
 """
 from __future__ import annotations
 
+import sys
+from math import prod
 from operator import is_
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 
 from .. import _abi as abi
 from .._comm import Comm
 from .._handles import Context
-from ._mesh import Named, Spread, interval_of
+from ._formats import SCALED, Pair, moment_of
+from ._mesh import Layout, Named, Spread, interval_of, layout_of_scales
 from ._parallel import LAMBS
 from ._plan import Entry, Plan, Stale
-from ._tensors import check_kind, is_dtensor, unsupported, wrong
+from ._rounding import Kind
+from ._tensors import E4M3, check_kind, is_dtensor, unsupported, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
+
+
+SENT_AS = {E4M3: torch.uint8, torch.int16: torch.int32}  # dtypes that gloo does not send
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -90,10 +97,78 @@ def like(key: Any, tensor: Any, what: str) -> Any:
     if tensor.device_mesh != key.device_mesh:
         raise unsupported("%s is on the mesh %s, and the parameter on %s; put both on one mesh" %
                           (what, tensor.device_mesh, key.device_mesh))
-    if tuple(tensor.placements) == tuple(key.placements):
+    return with_placements(key, tensor, key.placements)
+
+
+def with_placements(key: Any, tensor: Any, placements: Any) -> Any:
+    """Returns a DTensor with other placements on the mesh of a parameter. Communicates if they differ."""
+    if tuple(tensor.placements) == tuple(placements):
         return tensor
+    dtype, local = tensor.dtype, tensor._local_tensor
+    if dtype in SENT_AS:
+        sent = SENT_AS[dtype]
+        local = local.view(sent) if dtype == E4M3 else local.to(sent)
+        tensor = _dtensor_of(key, local, tensor.placements, tensor.shape, tensor.stride())
     with torch.no_grad():
-        return tensor.redistribute(placements=key.placements)
+        tensor = tensor.redistribute(placements=placements)
+    if dtype not in SENT_AS:
+        return tensor
+    local = local_of(tensor)
+    local = local.view(dtype) if dtype == E4M3 else local.to(dtype)
+    return _dtensor_of(key, local, placements, tensor.shape, tensor.stride())
+
+
+def wrapped(key: Any, local: torch.Tensor) -> Any:
+    """Returns a DTensor with the placements of a parameter, or `local` itself for a plain parameter."""
+    if not is_dtensor(key):
+        return local
+    return _dtensor_of(key, local, key.placements, key.shape, key.stride())
+
+
+def _dtensor_of(key: Any, local: torch.Tensor, placements: Any, shape: Any, stride: Any) -> Any:
+    with torch.no_grad():
+        return type(key.data).from_local(local, key.device_mesh, placements, run_check=False, shape=torch.Size(shape),
+                                         stride=tuple(stride))
+
+
+def with_scales(key: Any, local: torch.Tensor) -> Any:
+    """Returns the scales of a moment of this parameter as they are in the state."""
+    if not is_dtensor(key):
+        return local
+    layout = _layout(key, "scales")
+    local = local.reshape((-1,) + layout.shape[1:])
+    return _dtensor_of(key, local, layout.placements, layout.shape, torch.empty(layout.shape, device="meta").stride())
+
+
+def local_scales(key: Any, tensor: Any, what: str) -> torch.Tensor:
+    """Returns the scales of this rank's blocks, in one dimension."""
+    check_kind(what, tensor, key)
+    if is_dtensor(key):
+        layout = _layout(key, what)
+        if tuple(tensor.shape) != layout.shape:
+            tensor = _with_shape(key, tensor, layout.shape, what)
+        tensor = with_placements(key, tensor, layout.placements)
+    return local_of(tensor).reshape(-1)
+
+
+def _with_shape(key: Any, tensor: Any, shape: Tuple[int, ...], what: str) -> Any:
+    """Returns a replicated DTensor with another shape, for scales of an optimizer without DTensors, which have one
+    dimension."""
+    if tensor.numel() != prod(shape):
+        raise wrong("%s has shape %s, and must have %s" % (what, tuple(tensor.shape), shape), "SHAPE")
+    module = sys.modules.get("torch.distributed.tensor") or sys.modules["torch.distributed._tensor"]
+    everywhere = [module.Replicate()] * key.device_mesh.ndim
+    local = local_of(with_placements(key, tensor, everywhere)).reshape(shape)
+    return _dtensor_of(key, local, everywhere, shape, local.stride())
+
+
+def _layout(key: Any, what: str) -> Layout:
+    layout = layout_of_scales(key)
+    if layout is None:
+        raise unsupported("%s: the parameter has shape %s and placements %s, and formats 'e4m3' and 'q8' need shards "
+                          "that are made of whole blocks of 256 elements; give this parameter another format" %
+                          (what, tuple(key.shape), _placed(key)))
+    return layout
 
 
 def local_grad(key: Any, grad: Any, name: str, redistributed: List[torch.Tensor]) -> torch.Tensor:
@@ -127,22 +202,26 @@ class MeshNorms:
                 desc.model = comm.handle
         self.hooked = bool(self.comms)
 
-    def describe(self, place: Any, entry: Entry) -> None:
-        """Completes a dsopt_param."""
+    def describe(self, place: Any, entry: Entry, formats: Pair) -> None:
+        """Completes a dsopt_param. `formats` are those of its moments."""
         param = self.tensors.get(entry.name)
         if param is None:
             return
         if self.comms:
             place.flags |= self.spread.flags(param)  # type: ignore[union-attr]
-        if self.desc.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING and param.dtype == torch.bfloat16:
-            # The random number of an element depends on its index in the whole tensor, so any sharding gives the same
-            # bits.
+        # The random number of an element depends on its index in the whole tensor, and blocks are those of the whole
+        # tensor, so any sharding gives the same bits.
+        rounds = self.desc.flags & abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING and param.dtype == torch.bfloat16
+        if any(fmt in SCALED for fmt in formats):
+            _layout(param, entry.name)
+        if rounds or any(fmt in SCALED + ("bf16_random",) for fmt in formats):
             offset = interval_of(param)
             if offset is None:
-                raise unsupported("%s has shape %s, strides %s and placements %s, and stochastic_rounding needs shards "
-                                  "that are intervals of the tensor in memory, as those of Shard(0) are; leave "
-                                  "stochastic_rounding out of the group" %
-                                  (entry.name, tuple(param.shape), param.stride(), _placed(param)))
+                cause = "stochastic_rounding" if rounds else "the format 'bf16_random'"
+                raise unsupported("%s has shape %s, strides %s and placements %s, and %s needs shards that are "
+                                  "intervals of the tensor in memory, as those of Shard(0) are; leave %s out of the "
+                                  "group" % (entry.name, tuple(param.shape), param.stride(), _placed(param), cause,
+                                             cause))
             place.offset = offset
 
 
@@ -150,13 +229,13 @@ class ShardedPlan(Plan):
     """A plan with DTensor parameters. `params` are their local tensors, which are read in each step: FSDP2 may replace
     them."""
 
-    def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
+    def __init__(self, owner: EngineOptimizer, device: torch.device, kind: Kind, entries: List[Entry]) -> None:
         for entry in entries:
             if is_dtensor(entry.param):
                 refuse(owner, entry.name, entry.param)
         self.specs = [spec_of(entry.param) for entry in entries]
         self.redistributed: List[torch.Tensor] = []  # gradients, kept until the step is enqueued
-        super().__init__(owner, device, seed, entries)
+        super().__init__(owner, device, kind, entries)
         self._note_written()
 
     def _with_memory(self, entries: List[Entry]) -> List[Entry]:
@@ -175,6 +254,8 @@ class ShardedPlan(Plan):
         if self.specs[i] is None or tensor is None:
             return super()._state_tensor(i, name)
         what = "state %r of %s" % (name, self.entries[i].name)
+        if moment_of(name) is not None:
+            return local_scales(key, tensor, what)
         check_kind(what, tensor, key)
         return local_of(like(key, tensor, what))
 
@@ -182,11 +263,11 @@ class ShardedPlan(Plan):
         key, old = self.keys[i], self.of_param[i].get(name)
         if self.specs[i] is None:
             super()._keep(i, name, tensor)
+        elif moment_of(name) is not None:
+            if old is None or local_of(old).data_ptr() != tensor.data_ptr():
+                self.of_param[i][name] = with_scales(key, tensor)
         elif local_of(old) is not tensor or tuple(old.placements) != tuple(key.placements):
-            with torch.no_grad():
-                self.of_param[i][name] = type(key.data).from_local(tensor, key.device_mesh, key.placements,
-                                                                   run_check=False, shape=key.shape,
-                                                                   stride=key.stride())
+            self.of_param[i][name] = wrapped(key, tensor)
 
     # ---------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:

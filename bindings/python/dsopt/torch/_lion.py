@@ -2,10 +2,11 @@
 """Lion with the arguments of its authors' implementation for PyTorch."""
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 from .. import _abi as abi
 from ._base import EngineOptimizer, number
+from ._formats import FIRST, MIN_8BIT_SIZE
 from ._rounding import defaults_of
 
 
@@ -19,8 +20,14 @@ class Lion(EngineOptimizer):
     stochastic_rounding  True: bfloat16 parameters are rounded up or down with a probability proportional to
                          the distance, so that small updates are not lost; float32 ones are exact
     seed                 of the random numbers, a whole number in [0, 2^64)
+    exp_avg_format       format of the running mean: "f32"; "bf16", rounded to nearest; "bf16_random",
+                         rounded stochastically; "e4m3" or "q8", a byte per element and a scale per 256 elements
+    min_8bit_size        smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
+    masters              of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
+                         the state, with which a bfloat16 parameter is its own master
     """
 
+    _stores: Tuple[str, ...] = (FIRST, "masters")
     _fields = ("lr", "beta1", "beta2", "weight_decay")
     _counts = False
 
@@ -31,14 +38,17 @@ class Lion(EngineOptimizer):
                  weight_decay: float = 0.0,
                  *,
                  stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0,
+                 exp_avg_format: str = "f32",
+                 min_8bit_size: int = MIN_8BIT_SIZE,
+                 masters: Optional[str] = None) -> None:
         if not 0.0 <= lr:
             raise ValueError("Invalid learning rate: {}".format(lr))
         for i, beta in enumerate(betas):
             if not 0.0 <= beta < 1.0:
                 raise ValueError("Invalid beta parameter at index {}: {}".format(i, beta))
-        super().__init__(
-            params, dict(lr=lr, betas=betas, weight_decay=weight_decay, **defaults_of(stochastic_rounding, seed)))
+        extra = defaults_of(stochastic_rounding, seed, {FIRST: exp_avg_format}, min_8bit_size, masters)
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, **extra))
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         return abi.DSOPT_ALGORITHM_LION, 0, {}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from .. import _abi as abi
 from .._comm import Comm
 from .._handles import Context
+from ._formats import BLOCK, scales_in
 from ._process_group import Collectives, comm_of, memory_of
 from ._tensors import strides_of, unsupported
 
@@ -151,3 +152,37 @@ def interval_of(param: Any) -> Optional[int]:
     for begin, size in zip(begins, shape):
         offset = offset * size + begin
     return offset if prod(sizes) else 0
+
+
+class Layout(NamedTuple):
+    """Shape and placements of the scales of a DTensor."""
+    shape: Tuple[int, ...]
+    placements: Tuple[Any, ...]
+
+
+def layout_of_scales(param: Any) -> Optional[Layout]:
+    """Returns the layout of a tensor with a scale per block of a DTensor; None if some shard is not made of blocks of
+    the whole tensor. If rows are made of blocks, there is a row of scales per row: it is sharded as the parameter is,
+    by any number of ranks. All ranks return the same."""
+    shape = tuple(param.shape)
+    if interval_of(param) is None:
+        return None
+    first = next((d for d, size in enumerate(shape) if size != 1), 0)
+    row = prod(shape[first + 1:])
+    by_rows = bool(shape) and row > 0 and row % BLOCK == 0
+    scales = (shape[first], row // BLOCK) if by_rows else (scales_in(prod(shape)),)
+    shards = [(d, p) for d, p in enumerate(param.placements) if is_shard(p)]
+    if any(p.dim != first for _, p in shards):
+        return None
+    if shards and not by_rows:
+        ranks = prod(param.device_mesh.size(d) for d, _ in shards)
+        chunk = -(-shape[first] // ranks) * row
+        aligned = chunk % BLOCK == 0 or chunk >= prod(shape)
+        if len(shards) > 1 or not aligned or scales_in(chunk) != -(-scales[0] // ranks):
+            return None
+    return Layout(scales, tuple(_on_first_dim(p) if is_shard(p) else p for p in param.placements))
+
+
+def _on_first_dim(placement: Any) -> Any:
+    more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return placement if placement.dim == 0 else type(placement)(0, **more)

@@ -11,6 +11,7 @@ import torch
 
 from .. import _abi as abi
 from .._handles import Comm
+from ._formats import Pair
 from ._process_group import comm_of
 from ._tensors import unsupported, wrong
 
@@ -233,8 +234,8 @@ class Parallel:
                         "nor 'name' of param_groups[%d] with 'moe'" % (entry.name, entry.group))
         return name
 
-    def describe(self, place: Any, entry: Entry) -> None:
-        """Completes a dsopt_param."""
+    def describe(self, place: Any, entry: Entry, formats: Pair) -> None:
+        """Completes a dsopt_param. `formats` are those of its moments."""
         expert = self.owner._wrapper is not None and self._is_expert(entry)
         place.flags |= self._flags(entry.param, expert)
         if expert and self._apart(entry):

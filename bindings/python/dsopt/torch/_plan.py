@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 import torch
 
 from .. import _abi as abi
-from .._handle import Handle
 from .._hooks import gate
+from ._codes import DTYPES, reordered
+from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SECOND, Pair, changed, formats_of,
+                       is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
 from ._parallel import Parallel, agrees_over_data
-from ._tensors import (STATES, Layouts, check_grad, check_kind, context_of, dtype_of, is_dense, put, strides_of,
+from ._rounding import Kind, raw_of
+from ._tensors import (STATES, Engine, Layouts, check_grad, check_kind, context_of, dtype_of, is_dense, put, strides_of,
                        unsupported, words_of, wrong)
 
 if TYPE_CHECKING:
@@ -43,28 +46,24 @@ class Entry(NamedTuple):
     param: torch.Tensor
 
 
-class Engine(Handle):
-    """A dsopt_optimizer."""
-
-    def __init__(self, context: Any, desc: Any, *needed: object) -> None:
-        handle = ctypes.c_void_p()
-        abi.check(abi.lib.dsopt_optimizer_create(context.handle, byref(desc), byref(handle)))
-        self._own(handle, abi.lib.dsopt_optimizer_destroy, context, *needed)
-
-
 class Plan:
-    def __init__(self, owner: EngineOptimizer, device: torch.device, seed: Optional[int], entries: List[Entry]) -> None:
-        self.device, self.seed = device, seed  # the seed of stochastic rounding; None = nearest
+    def __init__(self, owner: EngineOptimizer, device: torch.device, kind: Kind, entries: List[Entry]) -> None:
+        self.device = device
         self.at_once = owner._at_once  # a step may change parameters that have no gradient
         self.keys = [entry.param for entry in entries]  # parameters as keys of the state
+        self.formats = [self._formats_of(owner, entry) for entry in entries]
         self.entries = entries = self._with_memory(entries)
         self.params = [entry.param for entry in entries]
         self.written = self.params  # tensors whose versions a step increments
         self.context = context_of(device, entries[0].name if entries else "the optimizer")
         desc, needed, hooked = owner._engine_desc(self.context)
-        if seed is not None:
+        if kind.rounds:
             desc.flags |= abi.DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING
-            desc.seed = seed
+        if kind.seed is not None:
+            desc.seed = kind.seed
+        if kind.masters is not None:
+            desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER
+            desc.masters = MASTERS[kind.masters]
         if owner._wrapper is not None:
             needed, hooked = owner._wrapper._extend(desc, self.context, device, needed, hooked)
         parallel = self._parallel(owner, desc)
@@ -102,6 +101,10 @@ class Plan:
         """Returns the entries with tensors whose memory the engine can use."""
         return entries
 
+    def _formats_of(self, owner: EngineOptimizer, entry: Entry) -> Pair:
+        group = owner.param_groups[entry.group]
+        return formats_of(owner, group, entry.name, entry.param, scaled_moments(owner, group, entry.param))
+
     def _parallel(self, owner: EngineOptimizer, desc: Any) -> Any:
         return Parallel(owner, self.context, self.device, self.entries, desc)
 
@@ -115,9 +118,11 @@ class Plan:
             for field, value in chain(zip(owner._fields, self.hyper[-1]), fields.items()):
                 setattr(new, field, value)
             new.flags |= flags
-            members = [entry for entry in self.entries if entry.group == g]
+            formats = owner._formats_in(group)
+            new.exp_avg_format, new.exp_avg_sq_format = map(NUMBERS.__getitem__, formats)
+            members = [(entry, own) for entry, own in zip(self.entries, self.formats) if entry.group == g]
             places, dims = (abi.dsopt_param * max(len(members), 1))(), []
-            for place, entry in zip(places, members):
+            for place, (entry, own) in zip(places, members):
                 dtype, factor = dtype_of(entry.param, entry.name)
                 shape = tuple(entry.param.shape) + (2,) * (factor == 2)
                 dims.append((ctypes.c_int64 * max(len(shape), 1))(*shape))
@@ -126,7 +131,9 @@ class Plan:
                 if len(shape) <= 8:
                     place.dims, place.ndim = ctypes.addressof(dims[-1]), len(shape)
                 place.flags = owner._param_flags(group, entry.param)
-                parallel.describe(place, entry)
+                if own != formats:
+                    place.flags |= abi.DSOPT_PARAM_F32_MOMENTS
+                parallel.describe(place, entry, own)
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)),
                       "param_groups[%d]: " % g)
 
@@ -152,9 +159,8 @@ class Plan:
         count = ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_state_count(self.handle, byref(count)))
         self.state_list = (abi.dsopt_tensor * count.value)()
-        self.state_of: List[List[Tuple[int,
-                                       str]]] = [[]
-                                                 for _ in self.entries]  # per parameter: index and name of each entry
+        # Per parameter: index and name of each tensor of its shape. The scales of a moment are the next tensor.
+        self.state_of: List[List[Tuple[int, str]]] = [[] for _ in self.entries]
         is_new = not any(owner._has_begun(owner.state.get(p)) for p in self.keys)
         existing: List[torch.Tensor] = []  # state that exists before the first step
         self._take_steps(owner)
@@ -165,17 +171,20 @@ class Plan:
             abi.check(abi.lib.dsopt_optimizer_state(self.handle, i, byref(info)))
             name = info.name.decode()
             if info.param >= 0:
+                self._convert_master(info.param, name)
                 was_there = name in self.of_param[info.param]
                 tensor = self._state_of_param(owner, info, name)
                 if was_there and is_new:
                     existing.append(tensor)
-                self.state_of[info.param].append((i, name))
+                if moment_of(name) is None:
+                    self.state_of[info.param].append((i, name))
             elif name == "step":
                 tensor = self.steps
             else:
                 tensor = self._state_of_whole(owner, info, name)
             place.data, place.numel, place.dtype = tensor.data_ptr(), info.tensor.numel, info.tensor.dtype
         self._drop_errors()
+        self._drop_masters()
         if is_new and self.entries:
             dense = [p.detach() if is_dense(p) else p.detach().contiguous() for p in self.params]
             put(self.param_words, 0, list(map(_data_ptr, dense)))
@@ -200,10 +209,10 @@ class Plan:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.steps_seen = torch.tensor(old, dtype=dtype, device=self.device)
         self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
-        # The random numbers of stochastic rounding depend on the step.
-        counts = owner._counts or self.seed is not None
-        for p, step in zip(self.keys, self.steps_seen.unbind() if counts else ()):
-            owner.state[p]["step"] = step
+        random = [len(raw) > 1 for raw in raw_of(owner)]  # random numbers depend on the step
+        for entry, p, step in zip(self.entries, self.keys, self.steps_seen.unbind()):
+            if owner._counts or random[entry.group]:
+                owner.state[p]["step"] = step
 
     def _state_tensor(self, i: int, name: str) -> Optional[torch.Tensor]:
         """Returns a state tensor of a parameter, if it exists."""
@@ -219,27 +228,78 @@ class Plan:
     def _state_of_param(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
         entry = self.entries[info.param]
         param = entry.param
+        if moment_of(name) is not None:
+            return self._scales_of_param(info, name)
         dtype = torch.complex64 if param.is_complex() else STATES[info.tensor.dtype]
         tensor = self._state_tensor(info.param, name)
-        if tensor is None:
+        if tensor is not None:
+            self._check_format(info.param, name, tensor)
+        else:
+            self.of_param[info.param].pop(scale_of(name), None)
             # With the parameter's memory order if it is dense, else contiguous.
             like = param.detach() if is_dense(param) else param.detach().contiguous()
             if info.flags & abi.DSOPT_STATE_FROM_PARAM:
                 tensor = like.to(dtype, copy=True)
+            elif self._format_of(info.param, name) in SCALED:
+                tensor = torch.zeros_like(like, dtype=torch.uint8).view(dtype)
             else:
                 start = owner._starts_as(name, owner.param_groups[entry.group])
                 value = complex(start, start) if param.is_complex() else start
                 tensor = torch.full_like(like, value, dtype=dtype)
-        elif tensor.shape != param.shape:
+        if tensor.shape != param.shape:
             raise wrong("state %r of %s has shape %s, and the parameter %s" %
                         (name, entry.name, tuple(tensor.shape), tuple(param.shape)), "SHAPE")
-        elif tensor.dtype != dtype or tensor.device != self.device:
+        if tensor.dtype != dtype or tensor.device != self.device:
             tensor = tensor.to(dtype=dtype, device=self.device)
         if not is_dense(tensor):
             tensor = tensor.contiguous()
         self.plain &= tensor.is_contiguous()
         self._keep(info.param, name, tensor)
         return tensor
+
+    def _scales_of_param(self, info: Any, name: str) -> torch.Tensor:
+        """Returns the scales of a moment, which precedes them in the list. A moment of zeros has scales of zero."""
+        entry, tensor = self.entries[info.param], self._state_tensor(info.param, name)
+        if tensor is None:
+            tensor = torch.zeros(info.tensor.numel, dtype=torch.float32, device=self.device)
+        elif tensor.numel() != info.tensor.numel:
+            raise wrong("state %r of %s has %d elements, and must have %d, one per 256 elements of the parameter" %
+                        (name, entry.name, tensor.numel(), info.tensor.numel), "SHAPE")
+        tensor = tensor.to(dtype=torch.float32, device=self.device).contiguous().reshape(-1)
+        self._keep(info.param, name, tensor)
+        return tensor
+
+    def _format_of(self, i: int, name: str) -> str:
+        """Returns the format of a state tensor of a parameter."""
+        return dict(zip((FIRST, SECOND), self.formats[i]))[KEY_OF[name]] if name in KEY_OF else "f32"
+
+    def _check_format(self, i: int, name: str, tensor: torch.Tensor) -> None:
+        """Refuses a moment that is not stored in its format: a conversion to the dtype of codes makes no codes."""
+        fmt, what = self._format_of(i, name), "state %r of %s" % (name, self.entries[i].name)
+        same = tensor.dtype == DTYPES.get(fmt, torch.bfloat16)
+        if fmt == "f32":
+            same = name not in KEY_OF or is_number(tensor)
+        if not same:
+            raise changed("%s is %s, and its format is %r" % (what, str(tensor.dtype).replace("torch.", ""), fmt))
+        if fmt in SCALED and scale_of(name) not in self.of_param[i]:
+            raise changed("%s has codes, and there is no %r" % (what, scale_of(name)))
+
+    def _convert_master(self, i: int, name: str) -> None:
+        """Converts the master of a state dict to the kind that this optimizer has. Done in the first step: weights may
+        be loaded after the state."""
+        state, other = self.of_param[i], OTHER_MASTER.get(name)
+        if other in state and name not in state:
+            param = self.entries[i].param.detach()
+            tensor = self._state_tensor(i, other).to(self.device)
+            if tensor.shape == param.shape and param.dtype == torch.bfloat16:
+                self._keep(i, name, joined(param, tensor) if name == "master" else remainders_of(tensor.float()))
+
+    def _drop_masters(self) -> None:
+        """Removes masters of a kind that this optimizer does not have: weights change without them."""
+        for state, names in zip(self.of_param, self.state_of):
+            for name in OTHER_MASTER:
+                if name in state and name not in [listed for _, listed in names]:
+                    del state[name]
 
     def _state_of_whole(self, owner: EngineOptimizer, info: Any, name: str) -> torch.Tensor:
         """Returns state of the whole optimizer. Keys of optimizer.state must be parameters, for code that loops over it
@@ -456,8 +516,15 @@ class Plan:
     def _order_state(self, i: int, param: torch.Tensor) -> None:
         """Converts the state of a parameter to the parameter's strides."""
         for index, name in self.state_of[i]:
-            tensor = self._state_tensor(i, name)
-            if strides_of(tensor) != strides_of(param):
+            tensor, fmt = self._state_tensor(i, name), self._format_of(i, name)
+            if strides_of(tensor) == strides_of(param):
+                continue
+            if fmt in SCALED:
+                new, scales = reordered(name, fmt, tensor, self._state_tensor(i, scale_of(name)), param)
+                self._keep(i, scale_of(name), scales)
+                self.state_list[index + 1].data = scales.data_ptr()
+            else:
                 new = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
-                self._keep(i, name, new.copy_(tensor))
-                self.state_list[index].data = new.data_ptr()
+                new.copy_(tensor)
+            self._keep(i, name, new)
+            self.state_list[index].data = new.data_ptr()

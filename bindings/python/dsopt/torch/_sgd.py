@@ -9,15 +9,21 @@ import torch
 from .. import _abi as abi
 from ._adam import Torch
 from ._base import number
+from ._formats import FIRST, MIN_8BIT_SIZE, scale_of
 
 TorchSGD = torch.optim.SGD  # as it is on import
+
+
+def _drop_buffer(state: Dict[str, Any]) -> None:
+    for name in ("momentum_buffer", scale_of("momentum_buffer")):
+        state.pop(name, None)
 
 
 class SGD(Torch, TorchSGD):
     """torch.optim.SGD, stepped by the engine.
 
     Sparse gradients are refused, and so is a momentum that changes between 0 and another value. Parameters are float32,
-    float16, bfloat16, float64 or complex; the momentum of 16-bit ones is float32.
+    float16, bfloat16, float64 or complex. The momentum is float32 unless a format is given.
 
     params                  parameters, or dicts of parameters with separate values of the arguments below
     lr                      learning rate; a number, or a tensor that is read in each step
@@ -33,8 +39,14 @@ class SGD(Torch, TorchSGD):
     stochastic_rounding     True: bfloat16 parameters are rounded up or down with a probability proportional to
                             the distance, so that small updates are not lost; float32 ones are exact
     seed                    of the random numbers, a whole number in [0, 2^64)
+    exp_avg_format          format of the momentum: "f32"; "bf16", rounded to nearest; "bf16_random",
+                            rounded stochastically; "e4m3" or "q8", a byte per element and a scale per 256 elements
+    min_8bit_size           smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
+    masters                 of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
+                            the state, with which a bfloat16 parameter is its own master
     """
 
+    _stores = (FIRST, "masters")
     _fields = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
     _counts = False  # torch's state is only the buffer
 
@@ -51,7 +63,10 @@ class SGD(Torch, TorchSGD):
                  differentiable: bool = False,
                  fused: Optional[bool] = None,
                  stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0,
+                 exp_avg_format: str = "f32",
+                 min_8bit_size: int = MIN_8BIT_SIZE,
+                 masters: Optional[str] = None) -> None:
         self._init(TorchSGD,
                    params,
                    lr=lr,
@@ -64,7 +79,10 @@ class SGD(Torch, TorchSGD):
                    differentiable=differentiable,
                    fused=fused,
                    stochastic_rounding=stochastic_rounding,
-                   seed=seed)
+                   seed=seed,
+                   exp_avg_format=exp_avg_format,
+                   min_8bit_size=min_8bit_size,
+                   masters=masters)
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         nesterov = group["nesterov"] and group["momentum"]
@@ -99,7 +117,7 @@ class SGD(Torch, TorchSGD):
             begun += [False] * (len(self.state) - len(begun))
             for state, was in zip(self.state.values(), begun):
                 if not was:
-                    state.pop("momentum_buffer", None)
+                    _drop_buffer(state)
             raise
 
     def _forget(self) -> None:
@@ -108,7 +126,7 @@ class SGD(Torch, TorchSGD):
             for plan in self._plans or ():
                 for param, step in zip(plan.keys, plan.steps.tolist()):
                     if not step:
-                        self.state.get(param, {}).pop("momentum_buffer", None)
+                        _drop_buffer(self.state.get(param, {}))
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Add a group, as torch's. `param_group` is a dict of its parameters and its hyper-parameters."""

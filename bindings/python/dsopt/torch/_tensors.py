@@ -2,10 +2,13 @@
 """Conversion of torch's tensors to the engine's: dtypes, memory layouts, devices."""
 from __future__ import annotations
 
+import ctypes
+import operator
 import os
 import sys
 import threading
 from array import array
+from ctypes import byref
 from operator import attrgetter
 from typing import Any, Dict, List, Sequence, Tuple
 
@@ -13,6 +16,7 @@ import torch
 
 from .. import _abi as abi
 from .._errors import AssertedError, Error, error_of
+from .._handle import Handle
 from .._handles import Context
 
 DEVICES = ("cpu", "cuda")
@@ -20,8 +24,10 @@ DEVICES = ("cpu", "cuda")
 FLOATS: Dict[torch.dtype, Tuple[int, int]] = {
     torch.float32: (abi.DSOPT_DTYPE_F32, 1), torch.float16: (abi.DSOPT_DTYPE_F16, 1),
     torch.bfloat16: (abi.DSOPT_DTYPE_BF16, 1), torch.complex64: (abi.DSOPT_DTYPE_F32, 2)}
+E4M3: torch.dtype = getattr(torch, "float8_e4m3fn", torch.uint8)  # torch before 2.1 does not have it
 STATES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F16: torch.float16, abi.DSOPT_DTYPE_BF16: torch.bfloat16,
-          abi.DSOPT_DTYPE_I32: torch.int32}
+          abi.DSOPT_DTYPE_I32: torch.int32, abi.DSOPT_DTYPE_I16: torch.int16, abi.DSOPT_DTYPE_U8: torch.uint8,
+          abi.DSOPT_DTYPE_F8_E4M3: E4M3}
 
 
 def wrong(text: str, name: str = "ARGUMENT") -> Error:
@@ -35,6 +41,17 @@ def unsupported(text: str) -> Error:
 def asserted(text: str) -> Error:
     """Returns the error for an unsupported option for which the original has an assert statement."""
     return AssertedError("%s (DSOPT_ERR_UNSUPPORTED)" % text, abi.DSOPT_ERR_UNSUPPORTED, "DSOPT_ERR_UNSUPPORTED")
+
+
+def integer(what: str, value: Any, end: int) -> int:
+    """Returns a whole number in [0, end). `what` names it in the error."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise wrong("%s is %r, and must be a whole number" % (what, value)) from None
+    if not 0 <= found < end:
+        raise wrong("%s is %d, and must be a whole number in [0, 2^%d)" % (what, found, end.bit_length() - 1))
+    return found
 
 
 INSTEAD = {"amsgrad": "use torch.optim for it", "maximize": "minimize the negative loss",
@@ -174,3 +191,12 @@ def context_of(device: torch.device, what: str) -> Context:
                 problem.args = ("%s is on device %s: %s" % (what, device, problem.args[0]),) + problem.args[1:]
                 raise
         return _contexts[key]
+
+
+class Engine(Handle):
+    """A dsopt_optimizer."""
+
+    def __init__(self, context: Any, desc: Any, *needed: object) -> None:
+        handle = ctypes.c_void_p()
+        abi.check(abi.lib.dsopt_optimizer_create(context.handle, byref(desc), byref(handle)))
+        self._own(handle, abi.lib.dsopt_optimizer_destroy, context, *needed)

@@ -14,7 +14,8 @@ import torch
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), *[os.pardir] * 4, "tests", "golden")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "U8": torch.uint8}
+          "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32,
+          "F8_E4M3": getattr(torch, "float8_e4m3fn", torch.uint8)}
 EXACT = 0.0  # as a tolerance
 
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask"}
@@ -28,32 +29,45 @@ HIDDEN = {
 
 
 def names():
-    """Returns the names of the cases recorded from the originals; none if the package is tested without the source tree.
+    """Returns the names of the cases recorded from the originals; none if the package is tested without the source
+    tree. Cases lowp_* follow from a model of the formats: low_precision_names() has them."""
+    return [name for name in _all_names() if not name.startswith("lowp_")]
 
-    Cases lowp_* are of storage formats, which no class of dsopt.torch has yet."""
+
+def low_precision_names():
+    """Returns the names of the cases of steps with moments and masters in other formats than float32."""
+    return [name for name in _all_names() if name.startswith("lowp_") and
+            read(os.path.join(FOLDER, name + ".safetensors"))[0]["algorithm"] == "low_precision"]
+
+
+def _all_names():
     if not os.path.isdir(FOLDER):
         return []
-    return sorted(name[:-len(".safetensors")] for name in os.listdir(FOLDER)
-                  if name.endswith(".safetensors") and not name.startswith("lowp_"))
+    return sorted(name[:-len(".safetensors")] for name in os.listdir(FOLDER) if name.endswith(".safetensors"))
+
+
+def read(path):
+    """Returns metadata and tensors of a file."""
+    with open(path, "rb") as stream:
+        length, = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+        data = bytearray(stream.read())
+    metadata, tensors = header.pop("__metadata__"), {}
+    for key, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES[entry["dtype"]]
+        count = math.prod(entry["shape"])
+        values = torch.frombuffer(data, dtype=dtype, count=count, offset=begin) if end > begin else \
+            torch.empty(0, dtype=dtype)
+        tensors[key] = values.reshape(entry["shape"])
+    return metadata, tensors
 
 
 class Golden:
     """One case: `metadata`, and `tensors` by their names."""
 
     def __init__(self, name):
-        with open(os.path.join(FOLDER, name + ".safetensors"), "rb") as stream:
-            length, = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-            data = bytearray(stream.read())
-        self.metadata = header.pop("__metadata__")
-        self.tensors = {}
-        for key, entry in header.items():
-            begin, end = entry["data_offsets"]
-            dtype = DTYPES[entry["dtype"]]
-            count = math.prod(entry["shape"])
-            values = torch.frombuffer(data, dtype=dtype, count=count, offset=begin) if end > begin else \
-                torch.empty(0, dtype=dtype)
-            self.tensors[key] = values.reshape(entry["shape"])
+        self.metadata, self.tensors = read(os.path.join(FOLDER, name + ".safetensors"))
         self.steps, self.ranks = int(self.metadata["steps"]), int(self.metadata["world_size"])
 
     def number(self, key):

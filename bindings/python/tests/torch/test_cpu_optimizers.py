@@ -96,9 +96,8 @@ class Steps(TestCase):
         params = params_of((3, ))
         for kind in BOTH:
             before = kind.optimizer_id
-            with self.assertRaisesRegex(dsopt.UnsupportedError, "%s: fp32_optimizer_states=False is not supported, as "
-                                        "moments are float32" % kind.__name__):
-                kind(params, fp32_optimizer_states=False)
+            with self.assertRaisesRegex(dsopt.UnsupportedError, "seed is 3, which has no effect"):
+                kind(params, seed=3)
             self.assertEqual(kind.optimizer_id, before)
             with self.assertRaisesRegex(dsopt.UnsupportedError,
                                         "fp32_optimizer_states of %s cannot be set" % kind.__name__):
@@ -156,6 +155,113 @@ class Steps(TestCase):
         param.grad = torch.tensor([0.0, -0.0, 1.0, -1.0])
         optimizer.step()
         self.assert_close(param.detach() - before, torch.tensor([0.0, 0.0, -0.5, 0.5]))
+
+
+class Bfloat16Moments(TestCase):
+    """fp32_optimizer_states=False."""
+
+    KINDS = ((DeepSpeedCPUAdam, lambda: dsopt.AdamW(lr=1e-3, weight_decay=0, exp_avg_format="bf16",
+                                                    exp_avg_sq_format="bf16_random"), ("exp_avg", "exp_avg_sq")),
+             (DeepSpeedCPULion, lambda: dsopt.Lion(lr=1e-3, betas=(0.9, 0.999), exp_avg_format="bf16"), ("exp_avg",)))
+
+    def optimizer(self, kind, params, **options):
+        if kind is DeepSpeedCPUAdam:
+            options.setdefault("seed", 5)
+        return kind(params, fp32_optimizer_states=False, **options)
+
+    def test_moments_of_16_bit_parameters_are_bfloat16(self):
+        for kind, _, names in self.KINDS:
+            params = [p for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+                      for p in params_of((7, 3), dtype=dtype)]
+            optimizer = self.optimizer(kind, params)
+            self.assertIs(optimizer.fp32_optimizer_states, False)
+            stepped(optimizer, params, 2)
+            for name in names:
+                self.assertEqual([optimizer.state[p][name].dtype for p in params],
+                                 [torch.float32, torch.bfloat16, torch.bfloat16, torch.float64])
+
+    def test_gives_same_bits_as_the_formats(self):
+        for kind, group, names in self.KINDS:
+            params = params_of((700,), (5,), dtype=torch.bfloat16)
+            arrays = {"param_groups[0]['params'][%d]" % i: p.detach().clone() for i, p in enumerate(params)}
+            engine = dsopt.Optimizer(arrays, group(), no_master=True, seed=5 if kind is DeepSpeedCPUAdam else 0)
+            optimizer = self.optimizer(kind, params)
+            for i in range(4):
+                give_grads(params, seed=i)
+                optimizer.step()
+                engine.step([p.grad for p in params])
+            self.assert_same(params, list(arrays.values()))
+
+    def test_float32_parameters_have_the_same_bits_as_before(self):
+        for kind, _, _ in self.KINDS:
+            params, others = params_of(*SHAPES), params_of(*SHAPES)
+            stepped(self.optimizer(kind, params), params, 3)
+            stepped(kind(others), others, 3)
+            self.assert_same(params, others)
+
+    def test_variance_falls_without_gradients(self):
+        """Rounded to nearest it could not: the difference is less than half of a unit in the last place."""
+        param = torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))
+        optimizer = self.optimizer(DeepSpeedCPUAdam, [param], lr=0.0)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        param.grad = torch.zeros_like(param)
+        before = optimizer.state[param]["exp_avg_sq"].float().mean().item()
+        for _ in range(300):
+            optimizer.step()
+        after = optimizer.state[param]["exp_avg_sq"].float().mean().item()
+        self.assertAlmostEqual(after / before, 0.999**300, delta=0.01)
+
+    def test_resumes_with_same_bits(self):
+        for kind, _, names in self.KINDS:
+            params = params_of(*SHAPES, dtype=torch.bfloat16)
+            optimizer = self.optimizer(kind, params)
+            stepped(optimizer, params, 3)
+            others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+            resumed = self.optimizer(kind, others)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            copies = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+            stepped(optimizer, params, 2, begin=3)
+            for again in (resumed, *copies):
+                self.assertIs(again.fp32_optimizer_states, False)
+                stepped(again, again.param_groups[0]["params"], 2, begin=3)
+                self.assert_same(again.param_groups[0]["params"], params)
+
+    def test_loads_convert(self):
+        """Also moments of DeepSpeed in float16."""
+        for kind, _, names in self.KINDS:
+            for dtype in (torch.float16, torch.bfloat16):
+                params = params_of((50,), dtype=dtype)
+                wide = kind(params)
+                stepped(wide, params, 3)
+                saved = copy.deepcopy(wide.state_dict())
+                narrow = self.optimizer(kind, [torch.nn.Parameter(p.detach().clone()) for p in params])
+                narrow.load_state_dict(saved)
+                found = narrow.state[narrow.param_groups[0]["params"][0]]
+                for name in names:
+                    self.assertTrue(torch.equal(found[name], wide.state[params[0]][name].bfloat16()))
+                stepped(narrow, narrow.param_groups[0]["params"], 1, begin=3)
+                back = kind([torch.nn.Parameter(p.detach().clone()) for p in params])
+                back.load_state_dict(copy.deepcopy(narrow.state_dict()))
+                stepped(back, back.param_groups[0]["params"], 1, begin=4)
+                self.assertEqual(back.state[back.param_groups[0]["params"][0]]["exp_avg"].dtype, torch.float32)
+                saved["state"][0].update({name: saved["state"][0][name].half() for name in names})
+                narrow.load_state_dict(saved)
+                found = narrow.state[narrow.param_groups[0]["params"][0]]
+                for name in names:
+                    self.assertEqual(found[name].dtype, torch.bfloat16)
+                    self.assert_close(found[name].float(), saved["state"][0][name].float(), rtol=2**-8, atol=0)
+
+    def test_steps_subgroups(self):
+        (param,), (other,) = params_of((300,), dtype=torch.bfloat16), params_of((300,), dtype=torch.bfloat16)
+        optimizer, reference = [self.optimizer(DeepSpeedCPUAdam, [p]) for p in (param, other)]
+        for i in range(3):
+            give_grads([param], [other], seed=i)
+            optimizer.step_subgroup("a")
+            reference.step()
+        self.assert_same([param], [other])
+        with self.assertRaisesRegex(dsopt.TensorError, "the parameter is bfloat16, and must be float32"):
+            optimizer.rollback_subgroup("a")
 
 
 class Subgroups(TestCase):

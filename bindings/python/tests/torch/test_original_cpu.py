@@ -68,8 +68,7 @@ def signatures_and_names(kind):
 
 
 def steps(kind):
-    """Compares weights, state and its keys. Both have float32 moments; the originals also accept bfloat16 and
-    float16."""
+    """Compares weights, state and its keys. Both have float32 moments."""
     original = original_of(kind)
     options = [dict(), dict(weight_decay=0.1, betas=(0.8, 0.95), lr=1e-2)]
     if kind is DeepSpeedCPUAdam:
@@ -94,6 +93,31 @@ def steps(kind):
                     check.assertEqual(a[name].dtype, b[name].dtype)
                     torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-6)
             check.assertEqual({key for key in ours.param_groups[0]}, set(theirs.param_groups[0]))
+
+
+def moments_of_16_bit_parameters(kind):
+    """fp32_optimizer_states=False. The originals' have the dtype of the parameter, and load here."""
+    original = original_of(kind)
+    for dtype, tolerance in ((torch.bfloat16, dict(rtol=2e-2, atol=2e-3)), (torch.float16, dict(rtol=5e-3, atol=1e-3))):
+        params, others = [params_of(*SHAPES[kind], dtype=dtype) for _ in range(2)]
+        ours, theirs = [each(p, fp32_optimizer_states=False) for each, p in ((kind, params), (original, others))]
+        for seed in range(6):
+            give_grads(params, others, seed=seed)
+            ours.step()
+            theirs.step()
+        again = kind([torch.nn.Parameter(q.detach().clone()) for q in others], fp32_optimizer_states=False)
+        again.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        for p, q, r in zip(params, others, again.param_groups[0]["params"]):
+            torch.testing.assert_close(p.detach(), q.detach(), **tolerance)
+            for name in set(ours.state[p]) - {"step"}:
+                check.assertEqual(ours.state[p][name].dtype, torch.bfloat16)
+                check.assertEqual(theirs.state[q][name].dtype, dtype)
+                check.assertTrue(torch.equal(again.state[r][name], theirs.state[q][name].bfloat16()), name)
+        give_grads(again.param_groups[0]["params"], others, seed=6)
+        again.step()
+        theirs.step()
+        for q, r in zip(others, again.param_groups[0]["params"]):
+            torch.testing.assert_close(r.detach(), q.detach(), **tolerance)
 
 
 def state_dicts_load_into_each_other(kind):
@@ -163,9 +187,10 @@ def vector_loop_of_lion(kind):
 
 CASES = {"names": ((signatures_and_names, DeepSpeedCPUAdam), (signatures_and_names, DeepSpeedCPULion)),
          "cpu_adam": ((steps, DeepSpeedCPUAdam), (state_dicts_load_into_each_other, DeepSpeedCPUAdam),
-                      (subgroups, DeepSpeedCPUAdam)),
+                      (subgroups, DeepSpeedCPUAdam), (moments_of_16_bit_parameters, DeepSpeedCPUAdam)),
          "cpu_lion": ((steps, DeepSpeedCPULion), (state_dicts_load_into_each_other, DeepSpeedCPULion),
-                      (elements_without_gradient, DeepSpeedCPULion), (vector_loop_of_lion, DeepSpeedCPULion))}
+                      (elements_without_gradient, DeepSpeedCPULion), (vector_loop_of_lion, DeepSpeedCPULion),
+                      (moments_of_16_bit_parameters, DeepSpeedCPULion))}
 
 
 @unittest.skipUnless(GLOO, "torch is built without gloo")
