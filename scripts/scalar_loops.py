@@ -38,14 +38,15 @@ def unvectorised(code):
     vector = {kind(text)[0] for _, text in code if kind(text) and kind(text)[1]}
     vector |= {"fcvt"} if vector & {"fcvtl", "fcvtl2", "fcvtn", "fcvtn2"} else set()
     bad = set()
-    for address, text in code:
-        branch = BRANCH.match(text)
-        target = int(branch.group(2), 16) if branch else address + 1
-        if target > address:
+    jumps = [(int(match.group(2), 16), address) for address, text in code if (match := BRANCH.match(text))]
+    loops = [(begin, end) for begin, end in jumps if begin <= end]
+    for begin, end in loops:
+        # Loops over elements are innermost loops. Others have arithmetic per block of elements.
+        if any(begin <= other[0] and other[1] <= end and other != (begin, end) for other in loops):
             continue
-        for inner, body in code:
-            if target <= inner <= address and kind(body) and not kind(body)[1] and kind(body)[0] not in vector:
-                bad.add(kind(body)[0])
+        for address, text in code:
+            if begin <= address <= end and kind(text) and not kind(text)[1] and kind(text)[0] not in vector:
+                bad.add(kind(text)[0])
     return bad
 
 
