@@ -106,7 +106,8 @@ DSOPT_HD Halves rounded_at_random(Floats x, Words random) {
 }
 /// As join_master(), of 16-bit elements in the upper halves of words.
 DSOPT_HD Floats joined(Words weights, Words remainders) {
-    return Floats((weights - ((remainders >> 31) << 16)) | remainders >> 16);
+    const Words borrow = (weights & 0x7fffffff) != 0 ? (remainders >> 31) << 16 : Words{};
+    return Floats((weights - borrow) | remainders >> 16);
 }
 /// As split_master().
 struct SplitMasters {

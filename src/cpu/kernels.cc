@@ -495,6 +495,13 @@ void unchanged(const Span &span) {
     if (!job.out() && !job.zeroes) return;
     Buffer buffer;
     const Buffer no_change{};
+    if (job.remainder != nullptr && job.out() && job.out().format == Dtype::bf16) { // the weights as they are
+        const auto bytes = size_t(span.end - span.begin) * sizeof(uint16_t);
+        __builtin_memmove(element<uint16_t>(job.out().data, span.begin),
+                          element<uint16_t>(job.weight().data, span.begin), bytes);
+        if (job.zeroes) zero_gradients(job, span.begin, span.end - span.begin);
+        return;
+    }
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         const float *weights = job.out() ? open_weights(job, i, n, buffer) : nullptr;

@@ -60,9 +60,11 @@ DSOPT_HD SplitMaster split_master(float master) {
     const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
     return {uint16_t(nan ? bits >> 16 | 0x40u : (bits >> 16) + (bits >> 15 & 1u)), uint16_t(nan ? 0u : bits)};
 }
-/// Returns the master: exact for finite values and infinities. With remainder 0 it is the weight.
+/// Returns the master: exact for finite values and infinities. With remainder 0 it is the weight. No master is split into
+/// a zero and a remainder of 2^15 or more. The caller may have set that weight to zero, below which there is no upper half.
 DSOPT_HD float join_master(SplitMaster split) {
-    const uint32_t upper = uint32_t(split.weight) - (uint32_t(split.remainder) >> 15);
+    const bool zero = (split.weight & 0x7fffu) == 0;
+    const uint32_t upper = uint32_t(split.weight) - (zero ? 0 : uint32_t(split.remainder) >> 15);
     return float_of(upper << 16 | split.remainder);
 }
 

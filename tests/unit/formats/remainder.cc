@@ -82,6 +82,26 @@ TEST(RemainderMaster, FollowsWeightsThatTheCallerOverwrites) {
     EXPECT_EQ(f32_state(trainer.opt(), 0, "remainder"), trainer.weight().floats());
 }
 
+TEST(RemainderMaster, OfAWeightThatTheCallerSetsToZeroIsNextToZero) {
+    for (const uint16_t zero : {uint16_t(0), uint16_t(0x8000)}) {
+        Trainer trainer(shapes_of({300}, kBf16, kBf16), make_group(DSOPT_ALGORITHM_ADAMW),
+                        format_desc(DSOPT_MASTERS_REMAINDER));
+        trainer.train(1, 5);
+        const std::string text = exported_text(trainer.opt(), state_index(trainer.opt(), 0, "remainder"));
+        std::vector<uint16_t> remainders(300);
+        std::memcpy(remainders.data(), text.data(), text.size());
+        ASSERT_GT(*std::max_element(remainders.begin(), remainders.end()), 0x8000);
+        std::fill_n(trainer.weight().as<uint16_t>(), 300, zero);
+        const std::vector<float> masters = f32_state(trainer.opt(), 0, "remainder");
+        for (size_t i = 0; i < masters.size(); ++i) {
+            ASSERT_LE(std::fabs(masters[i]), 0x1p-133f) << i;
+            ASSERT_EQ(std::signbit(masters[i]), zero != 0) << i;
+        }
+        trainer.train(6, 6);
+        for (float weight : trainer.weight().floats()) ASSERT_TRUE(std::isfinite(weight));
+    }
+}
+
 TEST(RemainderMaster, ResetNeedsNoMemoryOfParameters) {
     Trainer trainer(shapes_of({300}, kBf16, kBf16), make_group(DSOPT_ALGORITHM_ADAMW),
                     format_desc(DSOPT_MASTERS_REMAINDER));
