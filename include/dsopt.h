@@ -587,9 +587,9 @@ enum dsopt_masters {
     DSOPT_MASTERS_FLAT = 1,
     /** BF16 parameters: the master is the parameter itself together with 16 more bits, in state tensor "remainder" (2
      * bytes per element in place of 4). The weight is the master rounded to nearest, ties away from zero. The master
-     * has the bits that a separate one would have. Whoever overwrites the parameters keeps the remainders, at most half
-     * a unit in the last place of the weight; DSOPT_RESET_MASTERS sets them to 0. F32 parameters are their own masters;
-     * F16 parameters are refused. Standard mode, not with NO_MASTER or the 1-bit family. Since: 0.3 */
+     * has the bits that a separate one would have. A parameter that the caller overwrites keeps its remainder, at most
+     * half a unit in the last place of the weight; DSOPT_RESET_MASTERS sets remainders to 0. F32 parameters are their
+     * own masters; F16 parameters are refused. Standard mode, not with NO_MASTER or the 1-bit family. Since: 0.3 */
     DSOPT_MASTERS_REMAINDER = 2,
     DSOPT_MASTERS_SIGNED = -1
 };
@@ -800,7 +800,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *
  * (*) F32, or with a format of the group: BF16, F8_E4M3 or U8. In compat mode with NO_MASTER the parameter's dtype.
  * A scale tensor has ceil(numel / 256) elements and one dimension, and belongs to the tensor before it: code * scale,
- * so whoever moves codes between tensors moves both.
+ * so codes are only meaningful together with their scales.
  * Engine-owned loss_scale and scaler are memory of the attached scaler.
  * An export of worker_error and server_error has the residuals, followed by scales of 0.
  */
@@ -1304,11 +1304,12 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_report(dsopt_optimizer *opt, 
 enum dsopt_io_flags {
     /** Load: leave moments, counters, schedule and error feedback unchanged. */
     DSOPT_IO_NO_STATE = 1,
-    /** Load: ignore saved masters and copy them from the parameters. */
+    /** Load: ignore saved masters and copy them from the parameters; remainders become 0. */
     DSOPT_IO_NO_MASTERS = 2,
     /** Load: keep the current hyper-parameters, including those of the optimizer and the scaler's rules. */
     DSOPT_IO_NO_HYPER = 4,
-    /** Save and load the parameters as well. */
+    /** Save and load the parameters as well. With DSOPT_MASTERS_REMAINDER a load of masters writes the parameters, which
+     * are half of each master, with and without this flag. */
     DSOPT_IO_PARAMS = 8,
     /** Load: keep the loss scale and its counters. */
     DSOPT_IO_NO_SCALER = 16,
@@ -1355,8 +1356,8 @@ typedef struct dsopt_io {
  * descriptor still refers to the old file. To write to a descriptor, use `io->write`.
  * @param[in] path  NULL = to `io->write`.
  * @param[in] io    NULL = defaults.
- * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unchanged; DSOPT_ERR_STATE: no groups, or the default stream
- * cannot be used.
+ * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unchanged; DSOPT_ERR_STATE: no groups, a parameter that is
+ * to be saved, or has a remainder, has no memory (DSOPT_BIND_PARAMS), or the default stream cannot be used.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
@@ -1370,7 +1371,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
  *
  * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: a checkpoint of another optimizer,
  * files of different saves, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
- * gradients in accumulators). The text names the tensor or field.
+ * gradients in accumulators); _STATE: a parameter that is to be loaded, or is part of a master, has no memory. The text
+ * names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 

@@ -60,6 +60,7 @@ struct Transfer {
     bool per_param() const { return entry != nullptr && entry->per_param(); }
     /// True if the bytes of the file are not those in memory.
     bool converts() const { return conversion || (entry != nullptr && entry->kind == StateKind::remainder); }
+    bool has_saved_scales() const { return conversion && conversion->scales != SafetensorsReader::npos; }
     /// Returns the destination. State tensors have memory only after Optimizer::ensure_state().
     void *memory() const { return entry != nullptr ? entry->data : param; }
 };
@@ -79,9 +80,8 @@ std::optional<Transfer> conversion_of(const Optimizer &optimizer, const Safetens
     wanted.bytes = uint64_t(entry.numel) * dtype_size(saved);
     (void)find_tensor(file, wanted); // checks the size
     const Param &param = optimizer.params()[size_t(entry.param)];
-    const int k = int(entry.kind) - int(StateKind::first_moment);
     Conversion conversion{format_from(saved, entry.moment->squares), SafetensorsReader::npos,
-                          optimizer.state().find(scale_kind(k), entry.param)};
+                          optimizer.state().find(scale_of(entry.kind), entry.param)};
     if (has_scales(conversion.saved)) {
         const int64_t blocks = blocks_of(entry.numel);
         conversion.scales = find_tensor(
@@ -91,18 +91,11 @@ std::optional<Transfer> conversion_of(const Optimizer &optimizer, const Safetens
     return Transfer{index, &entry, nullptr, entry.bytes(), {}, conversion};
 }
 
-void log_conversion(const Optimizer &optimizer, const SafetensorsReader &file, const Transfer &transfer) {
-    const TensorEntry &tensor = file.tensors()[transfer.index];
-    optimizer.context().log(DSOPT_LOG_INFO, "%s was saved in %s, and is converted to %s", tensor.name.c_str(),
-                            dtype_name(tensor.dtype), dtype_name(transfer.entry->dtype));
-}
-
-/// Returns the parameter's memory. Throws STATE if it has none.
+/// Returns the parameter that belongs to a remainder; NULL for other entries.
 void *param_of_remainder(const Optimizer &optimizer, const StateEntry &entry) {
+    if (entry.kind != StateKind::remainder) return nullptr;
     const Param &param = optimizer.params()[size_t(entry.param)];
-    if (param.data == nullptr && param.numel != 0)
-        throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: its master is the parameter and its remainder",
-                    param.name.c_str());
+    check_master_memory(param);
     return param.data;
 }
 
@@ -119,12 +112,11 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
             continue;
         if (std::optional<Transfer> conversion =
                 wanted.converts ? conversion_of(optimizer, files.file(), entry) : std::nullopt) {
-            log_conversion(optimizer, files.file(), *conversion);
             converted = &entry;
             transfers.push_back(std::move(*conversion));
         } else if (!files.computes(entry)) {
-            void *const param = entry.kind == StateKind::remainder ? param_of_remainder(optimizer, entry) : nullptr;
-            transfers.push_back({find_tensor(files.file(), tensor_of(optimizer, entry)), &entry, param, entry.bytes()});
+            transfers.push_back({find_tensor(files.file(), tensor_of(optimizer, entry)), &entry,
+                                 param_of_remainder(optimizer, entry), entry.bytes()});
         } else if (entry.numel != 0) {
             transfers.push_back({0, &entry, nullptr, entry.bytes(), files.compute(optimizer, entry)});
         }
@@ -169,6 +161,7 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
         const bool may_differ = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                 optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
         if (transfer.from_file() && !may_differ) files.check_identical(transfer.index);
+        if (transfer.has_saved_scales()) files.check_identical(transfer.conversion->scales);
         if (entry == nullptr || !needs_check(entry->kind) || entry->numel == 0) continue;
         words.resize(transfer.bytes);
         fetch(files.file(), transfer, order, words.data());
@@ -182,13 +175,24 @@ using ReadPiece = FunctionRef<const void *(size_t index, size_t offset, size_t b
 using WritePiece =
     FunctionRef<void(const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes)>;
 
+/// Memory for convert(), allocated before the first byte of the optimizer changes.
+struct ConversionBuffers {
+    std::vector<float> values, scales;
+    std::vector<char> codes;
+    explicit ConversionBuffers(const std::vector<Transfer> &transfers) {
+        int64_t most = 0;
+        for (const Transfer &transfer : transfers)
+            if (transfer.converts()) most = std::max(most, std::min(transfer.entry->numel, kConverted));
+        values.resize(size_t(most));
+        scales.resize(size_t(blocks_of(most)));
+        codes.resize(size_t(most) * sizeof(float));
+    }
+};
+
 /// Reads a tensor that Transfer::converts(), piece by piece, and writes what belongs to it in memory.
-void convert(const Transfer &transfer, ReadPiece read, WritePiece write) {
+void convert(const Transfer &transfer, ConversionBuffers &buffers, ReadPiece read, WritePiece write) {
+    auto &[values, scales, codes] = buffers;
     const StateEntry &entry = *transfer.entry;
-    const auto most = size_t(std::min(entry.numel, kConverted));
-    std::vector<float> values(most);
-    std::vector<float> scales(static_cast<size_t>(blocks_of(int64_t(most))));
-    std::vector<char> codes(most * sizeof(float));
     for (int64_t first = 0; first < entry.numel; first += kConverted) {
         const int64_t n = std::min(kConverted, entry.numel - first);
         const auto at = [first](size_t size) { return size_t(first) * size; };
@@ -236,6 +240,7 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const Safe
         size_t bytes;
     };
     std::vector<Piece> pieces;
+    ConversionBuffers buffers(transfers);
     const auto add = [&](const StateEntry *entry, void *param, size_t offset, size_t bytes) {
         pieces.push_back({entry, param, offset, std::make_unique_for_overwrite<char[]>(bytes), bytes});
         return pieces.back().contents.get();
@@ -259,7 +264,7 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const Safe
                 }
                 return source.data() + offset;
             };
-            convert(transfer, read,
+            convert(transfer, buffers, read,
                     [&](const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes) {
                         std::memcpy(add(entry, param, offset, bytes), from, bytes);
                     });
@@ -280,17 +285,16 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safetenso
                     const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
+    ConversionBuffers buffers(transfers);
+    std::vector<char> piece(buffers.codes.size());
     for (const Transfer &transfer : transfers) {
         if (transfer.from_file()) file.verify(transfer.index);
-        if (transfer.conversion && transfer.conversion->scales != SafetensorsReader::npos)
-            file.verify(transfer.conversion->scales);
+        if (transfer.has_saved_scales()) file.verify(transfer.conversion->scales);
     }
     optimizer.wait_for_tensors();
     optimizer.adopt(std::move(loaded), [&] {
         HostWriter writer(device);
-        std::vector<char> piece;
         const auto read = [&](size_t index, size_t offset, size_t bytes) -> const void * {
-            piece.resize(std::max(piece.size(), bytes));
             file.read(index, offset, piece.data(), bytes);
             return piece.data();
         };
@@ -305,7 +309,7 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safetenso
                 if (!transfer.from_file()) {
                     device.copy(memory, transfer.computed.data(), transfer.bytes);
                 } else if (transfer.converts()) {
-                    convert(transfer, read, write);
+                    convert(transfer, buffers, read, write);
                 } else if (transfer.per_param()) {
                     fetch(file, transfer, order, words.data());
                     device.copy(memory, words.data(), transfer.bytes);
@@ -322,6 +326,15 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safetenso
     });
 }
 
+void log_conversions(const Optimizer &optimizer, const SafetensorsReader &file,
+                     const std::vector<Transfer> &transfers) {
+    for (const Transfer &transfer : transfers) {
+        if (!transfer.conversion) continue;
+        const TensorEntry &tensor = file.tensors()[transfer.index];
+        optimizer.context().log(DSOPT_LOG_INFO, "%s was saved in %s, and was converted to %s", tensor.name.c_str(),
+                                dtype_name(tensor.dtype), dtype_name(transfer.entry->dtype));
+    }
+}
 void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool with_errors) {
     if (!files.resharded() || optimizer.onebit() == nullptr) return;
     optimizer.context().log(DSOPT_LOG_INFO, "re-sharded a checkpoint of %d ranks for rank %d of %d: %s",
@@ -373,6 +386,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                           .rules = wanted.scaler != nullptr && wanted.hyper ? std::optional(rules) : std::nullopt};
     const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_in_pieces;
     load(optimizer, std::move(loaded), files.file(), transfers, saved.order);
+    log_conversions(optimizer, files.file(), transfers);
     log_resharding(optimizer, files, wanted.errors);
 }
 

@@ -82,7 +82,7 @@ struct TensorJob {
     bool stochastic;                          // bf16 weights without a master: stochastic rounding
     bool zeroes;                              // its gradient is set to zero once it has been read
     Format formats[(kSlots + 8) / 8 * 8 - 1]; // of the slots; no padding: tables of jobs are compared byte by byte
-    /// It has a remainder, or its group has a format of moments other than F32. Loops over fp32 moments do not apply.
+    /// It has a remainder, or a moment in a format other than F32. Loops over fp32 moments do not apply.
     bool stored;
 
     /// Moments may have this form unless `stored`.

@@ -2,7 +2,7 @@
 #include "optimizer/convert.h"
 #include "device/host_copies.h"
 #include <algorithm>
-#include <memory>
+#include <optional>
 
 namespace dsopt {
 namespace {
@@ -69,16 +69,8 @@ struct MomentArrays {
 };
 MomentArrays arrays_of(const Optimizer &optimizer, const StateEntry &entry) {
     const StateTable &state = optimizer.state();
-    const int k = int(entry.kind) - int(StateKind::first_moment);
     return {format_from(entry.dtype, entry.moment->squares), entry.data,
-            state.data<float>(state.list().data(), scale_kind(k), entry.param), entry.numel};
-}
-const Param &param_with_memory(const Optimizer &optimizer, const StateEntry &entry) {
-    const Param &param = optimizer.params()[size_t(entry.param)];
-    if (param.data == nullptr)
-        throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: its master is the parameter and its remainder",
-                    param.name.c_str());
-    return param;
+            state.data<float>(state.list().data(), scale_of(entry.kind), entry.param), entry.numel};
 }
 
 } // namespace
@@ -121,14 +113,23 @@ void join_masters(const uint16_t *weights, const uint16_t *remainders, int64_t n
     for (int64_t i = 0; i < n; ++i) masters[i] = join_master({weights[i], remainders[i]});
 }
 
+void check_master_memory(const Param &param) {
+    if (param.data == nullptr && param.numel != 0)
+        throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory: its master is the parameter and its remainder",
+                    param.name.c_str());
+}
+
 bool is_converted(const StateEntry &entry) {
     return entry.kind == StateKind::remainder || (entry.moment != nullptr && !is_scale(entry.kind));
 }
 
 void export_f32(const Optimizer &optimizer, const StateEntry &entry, float *host) {
+    const DefaultFloatEnvironment environment; // subnormal codes
     const Device &device = optimizer.context().device();
     if (entry.kind == StateKind::remainder) {
-        Pieces weights(device, param_with_memory(optimizer, entry).data, sizeof(uint16_t), entry.numel);
+        const Param &param = optimizer.params()[size_t(entry.param)];
+        check_master_memory(param);
+        Pieces weights(device, param.data, sizeof(uint16_t), entry.numel);
         Pieces remainders(device, entry.data, sizeof(uint16_t), entry.numel);
         return for_pieces(entry.numel, [&](int64_t first, int64_t n) {
             const void *const upper = weights.next(first, n);
@@ -137,18 +138,21 @@ void export_f32(const Optimizer &optimizer, const StateEntry &entry, float *host
     }
     const MomentArrays moment = arrays_of(optimizer, entry);
     Pieces codes(device, moment.codes, moment.size(), moment.numel);
-    Pieces scales(device, moment.scales, sizeof(float), moment.scales_of(moment.numel));
+    std::optional<Pieces> scales; // page-locked memory is allocated only if there are any
+    if (has_scales(moment.format)) scales.emplace(device, moment.scales, sizeof(float), moment.scales_of(moment.numel));
     for_pieces(moment.numel, [&](int64_t first, int64_t n) {
-        const void *const scale = scales.next(first / kBlock, moment.scales_of(n));
-        decode(moment.format, codes.next(first, n), at<float>(scale, 0), n, host + first);
+        const void *const scale = scales ? scales->next(first / kBlock, moment.scales_of(n)) : nullptr;
+        decode(moment.format, codes.next(first, n), static_cast<const float *>(scale), n, host + first);
     });
 }
 
 void import_f32(const Optimizer &optimizer, const StateEntry &entry, const float *host) {
+    const DefaultFloatEnvironment environment; // rounding, and subnormal codes
     const Device &device = optimizer.context().device();
     const auto piece = size_t(std::min(entry.numel, kConverted));
     if (entry.kind == StateKind::remainder) {
-        const Param &param = param_with_memory(optimizer, entry);
+        const Param &param = optimizer.params()[size_t(entry.param)];
+        check_master_memory(param);
         std::vector<uint16_t> weights(piece), remainders(piece);
         return for_pieces(entry.numel, [&](int64_t first, int64_t n) {
             split_masters(host + first, n, weights.data(), remainders.data());

@@ -47,6 +47,8 @@ enum class StateKind : uint8_t {
 
 constexpr StateKind moment_kind(int k) { return StateKind(int(StateKind::first_moment) + k); }
 constexpr StateKind scale_kind(int k) { return StateKind(int(StateKind::first_scale) + k); }
+/// Returns the kind of a moment's scales.
+constexpr StateKind scale_of(StateKind moment) { return scale_kind(int(moment) - int(StateKind::first_moment)); }
 /// True for a separate master, and for a remainder: files have the same tensor for both.
 constexpr bool is_master(StateKind kind) { return kind == StateKind::master || kind == StateKind::remainder; }
 constexpr bool is_scale(StateKind kind) { return kind >= StateKind::first_scale && kind <= StateKind::last_scale; }

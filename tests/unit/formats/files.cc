@@ -108,7 +108,7 @@ TEST(FormatConversion, IsLogged) {
     MemoryFile file;
     must(file.save(source));
     must(file.load(target, DSOPT_IO_CONVERT));
-    EXPECT_NE(log.find("p0.exp_avg was saved in F32, and is converted to F8_E4M3"), std::string::npos) << log;
+    EXPECT_NE(log.find("p0.exp_avg was saved in F32, and was converted to F8_E4M3"), std::string::npos) << log;
 }
 
 TEST(FormatConversion, IsNoOptionOfASave) {

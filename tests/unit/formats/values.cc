@@ -2,6 +2,9 @@
 // State as fp32: dsopt_optimizer_export_f32 and _import_f32, and the entries of the state list.
 #include "support/formats.h"
 #include <cfloat>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 using namespace test;
 
@@ -122,6 +125,31 @@ TEST(FormatValues, ImportIsToTheNearestStoredValue) {
                 << kFormatNames[format] << ' ' << wanted[i];
     }
 }
+
+#if defined(__x86_64__)
+TEST(FormatValues, DoNotDependOnTheCallersFloatingPointMode) {
+    std::vector<float> values(600); // with subnormal codes of E4M3
+    for (size_t i = 0; i < values.size(); ++i)
+        values[i] = std::ldexp(1 + float(i) / 600, -int(i % 18)) * (i % 2 ? 1.0f : -1.0f);
+    for (int32_t format = DSOPT_MOMENT_BF16; format <= DSOPT_MOMENT_Q8; ++format) {
+        const FormatCase c{DSOPT_ALGORITHM_LION, {format, DSOPT_MOMENT_F32}};
+        std::vector<float> wanted, got(600);
+        for (const unsigned mode : {0x1f80u, 0x1f80u | 0x8040u | _MM_ROUND_TOWARD_ZERO}) { // the latter flushes, too
+            const Trainer trainer(shapes_of({600}), c.group(), format_desc());
+            const int64_t index = state_index(trainer.opt(), 0, "exp_avg");
+            const unsigned saved = _mm_getcsr();
+            _mm_setcsr(mode);
+            const dsopt_status imported = dsopt_optimizer_import_f32(trainer.opt(), index, values.data(), 600);
+            const dsopt_status exported = dsopt_optimizer_export_f32(trainer.opt(), index, got.data(), 600);
+            _mm_setcsr(saved);
+            must(imported);
+            must(exported);
+            if (mode == 0x1f80) wanted = got;
+        }
+        EXPECT_TRUE(same_bits(got, wanted)) << kFormatNames[format];
+    }
+}
+#endif
 
 TEST(FormatValues, OtherF32EntriesAreCopiedAsTheyAre) {
     const FormatCase c{DSOPT_ALGORITHM_LAMB, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}};
