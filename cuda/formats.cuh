@@ -32,19 +32,46 @@ struct Block {
     int n;
     /// A whole block of aligned arrays: a thread has elements 4 l and 128 + 4 l on. Else every 32nd.
     bool fours;
-    __device__ __forceinline__ int in_block(int k) const {
-        const int lane = int(threadIdx.x % 32);
-        return fours ? lane * 4 + k / 4 * 128 + k % 4 : lane + 32 * k;
-    }
-    __device__ __forceinline__ bool has(int k) const { return fours || in_block(k) < n; }
-    __device__ __forceinline__ int64_t at(int k) const { return begin + in_block(k); }
+    int lane; // of the calling thread
+    __device__ __forceinline__ int first() const { return lane * (fours ? 4 : 1); }
+    __device__ __forceinline__ int from_first(int k) const { return fours ? k / 4 * 128 + k % 4 : 32 * k; }
+    __device__ __forceinline__ int in_block(int k) const { return first() + from_first(k); }
+    __device__ __forceinline__ bool has(int k) const { return fours || 32 * k < n - first(); }
+    __device__ __forceinline__ int64_t at(int k) const { return begin + first() + from_first(k); }
 };
 
-/// Calls body(block) for the blocks of a leaf, each by a warp. `aligned`: arrays are aligned to groups of four.
-template <class Body> __device__ __forceinline__ void for_blocks(const Leaf &where, bool aligned, const Body &body) {
-    for (int i = int(threadIdx.x / 32) * int(kBlock); i < where.n; i += kWarps * int(kBlock)) {
-        const int left = where.n - i;
-        body(Block{where.begin + i, left < int(kBlock) ? left : int(kBlock), aligned && left >= int(kBlock)});
+/// Keeps the compiler from using registers for values that are in shared memory.
+__device__ __forceinline__ void forget_shared() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" ::: "memory");
+#endif
+}
+/// A warp's position in a leaf, in shared memory: loops over elements need the registers.
+struct Position {
+    int64_t leaf; // its first element
+    int n, first; // elements of the leaf; the block's first element in it
+    bool aligned; // arrays are aligned to groups of four
+    __device__ __forceinline__ Block block() const {
+        const int left = n - first;
+        return {leaf + first, left < int(kBlock) ? left : int(kBlock), aligned && left >= int(kBlock),
+                int(thread_read_here() % 32)};
+    }
+    __device__ __forceinline__ Leaf whole_leaf(const TensorJob &job) const {
+        return Leaf(job.range.numel, leaf / kLeaf);
+    }
+};
+/// Calls body(position) for the blocks of a leaf, each by a warp. `positions`: one per warp.
+template <class Body>
+__device__ __forceinline__ void for_blocks(Position *positions, const Leaf &where, bool aligned, const Body &body) {
+    Position &own = positions[threadIdx.x / 32];
+    if (threadIdx.x % 32 == 0) own = {where.begin, where.n, int(threadIdx.x / 32) * int(kBlock), aligned};
+    __syncwarp();
+    while (own.first < own.n) {
+        body(own);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) own.first += kWarps * int(kBlock);
+        __syncwarp();
+        forget_shared();
     }
 }
 
@@ -76,25 +103,32 @@ __device__ __forceinline__ Slot plain_slot(const Moment &moment) {
 }
 
 // ------------------------------------------------------------------------------------------------------ plain arrays
-/// Loads in the format of memory: two 16-bit elements per word in a group of four. Nothing uses the loaded values.
+/// Loads in the format of memory: in groups of four, two 16-bit elements per word, the later words unused. Nothing uses
+/// the loaded values.
 __device__ __forceinline__ Eight fetch(const Slot &slot, const Block &block) {
     Eight x{};
-    if (block.fours) {
-        unrolled<2>([&](int half) INLINED {
-            const Pack<4> four = gpu::fetch<4>(slot, block.at(4 * half));
-            unrolled<4>([&](int k) INLINED { x.at[4 * half + k] = four.at[k]; });
-        });
-    } else {
+    if (!block.fours) {
         unrolled<kPerThread>([&](int k) INLINED {
             if (block.has(k)) x.at[k] = gpu::fetch<1>(slot, block.at(k)).at[0];
         });
+        return x;
     }
+    // The words of both groups are neighbours, so that all formats are loaded to the same registers: copies would wait.
+    const auto load = [&](Dtype format, auto words) INLINED {
+        unrolled<2>([&](int half) INLINED {
+            const Pack<4> four = gpu::fetch<4>(Slot{slot.data, format}, block.at(4 * half));
+            unrolled<words>([&](int k) INLINED { x.at[half * words + k] = four.at[k]; });
+        });
+    };
+    if (slot.format == Dtype::f32)
+        load(Dtype::f32, Width<4>{});
+    else
+        load(Dtype::bf16, Width<2>{}); // or f16
     return x;
 }
 /// Returns the bits of a 16-bit element that fetch() loaded.
 __device__ __forceinline__ uint16_t half_of(const Eight &x, const Block &block, int k) {
-    const uint32_t word = block.fours ? bits_of(x.at[k / 4 * 4 + k % 4 / 2]) >> (k % 2 * 16) : bits_of(x.at[k]);
-    return uint16_t(word);
+    return uint16_t(block.fours ? bits_of(x.at[k / 2]) >> (k % 2 * 16) : bits_of(x.at[k]));
 }
 __device__ __forceinline__ Eight convert_to_f32(const Eight &x, const Block &block, Dtype format) {
     if (format == Dtype::f32) return x;
@@ -129,14 +163,14 @@ __device__ __forceinline__ void store_halves(const uint16_t (&half)[kPerThread],
 }
 
 // ----------------------------------------------------------------------------------------------------------- moments
-/// As fetch(), of a moment: four codes are in one word.
+/// As fetch(), of a moment: in groups of four, codes are in the first two words.
 __device__ __forceinline__ Eight fetch_moment(const Moment &moment, const Block &block) {
     if (!has_scales(moment.format)) return fetch(plain_slot(moment), block);
     const uint8_t *const from = global(static_cast<const uint8_t *>(moment.data));
     Eight x{};
     if (block.fours)
         unrolled<2>([&](int half) INLINED {
-            x.at[4 * half] = float_of(*reinterpret_cast<const uint32_t *>(from + block.at(4 * half)));
+            x.at[half] = float_of(*reinterpret_cast<const uint32_t *>(from + block.at(4 * half)));
         });
     else
         unrolled<kPerThread>([&](int k) INLINED {
@@ -152,7 +186,7 @@ __device__ __forceinline__ Eight decode_moment(const Eight &x, const Block &bloc
     Eight y;
     visit_codec(format, [&](auto codec) INLINED {
         unrolled<kPerThread>([&](int k) INLINED {
-            const uint32_t word = block.fours ? bits_of(x.at[k / 4 * 4]) >> (k % 4 * 8) : bits_of(x.at[k]);
+            const uint32_t word = block.fours ? bits_of(x.at[k / 4]) >> (k % 4 * 8) : bits_of(x.at[k]);
             y.at[k] = codec.level(maps.of(codec), uint8_t(word)) * scale;
         });
     });
@@ -221,16 +255,33 @@ __device__ __forceinline__ void store_moment(Eight &x, const Moment &moment, con
 
 // ----------------------------------------------------------------------------------------------------------- weights
 __device__ __forceinline__ Slot remainder_slot(const TensorJob &job) { return {job.remainder, Dtype::bf16}; }
-/// Returns masters from weights and remainders as fetch() loads them.
-__device__ __forceinline__ Eight join(const Eight &weights, const Eight &remainders, const Block &block) {
+/// As fetch(), of weights with remainders: in registers that 16-bit weights leave free. Call it after all other loads of
+/// a block: of arrays that are not aligned, it waits for its loads.
+__device__ __forceinline__ Eight fetch_masters(const TensorJob &job, const Block &block) {
+    Eight x = fetch(job.weight(), block);
+    if (job.remainder == nullptr) return x;
+    forget_shared();
+    const Eight remainders = fetch(remainder_slot(job), block);
+    if (block.fours)
+        unrolled<kPerThread / 2>([&](int k) INLINED { x.at[kPerThread / 2 + k] = remainders.at[k]; });
+    else
+        unrolled<kPerThread>([&](int k)
+                                 INLINED { x.at[k] = float_of(bits_of(x.at[k]) | bits_of(remainders.at[k]) << 16); });
+    return x;
+}
+/// Converts what fetch_masters() loaded.
+__device__ __forceinline__ Eight join(const TensorJob &job, const Eight &x, const Block &block) {
+    if (job.remainder == nullptr) return convert_to_f32(x, block, job.weight().format);
     Eight masters;
     unrolled<kPerThread>([&](int k) INLINED {
-        masters.at[k] = join_master({half_of(weights, block, k), half_of(remainders, block, k)});
+        const uint32_t upper =
+            block.fours ? bits_of(x.at[kPerThread / 2 + k / 2]) >> (k % 2 * 16) : bits_of(x.at[k]) >> 16;
+        masters.at[k] = join_master({half_of(x, block, k), uint16_t(upper)});
     });
     return masters;
 }
 __device__ __forceinline__ Eight load_masters(const TensorJob &job, const Block &block) {
-    return join(fetch(job.weight(), block), fetch(remainder_slot(job), block), block);
+    return join(job, fetch_masters(job, block), block);
 }
 /// Stores new weights as store_weights(), and their remainders. `old`: the weights before, in shared memory, from the
 /// block's first element on; for DSOPT_STEP_DELTA.
@@ -245,18 +296,13 @@ __device__ __forceinline__ void store_masters(const StepPlan &plan, const Shared
         });
     }
     if (job.remainder != nullptr) {
-        uint16_t weight[kPerThread], remainder[kPerThread];
-        unrolled<kPerThread>([&](int k) INLINED {
-            const SplitMaster split = split_master(p.at[k]);
-            weight[k] = split.weight;
-            remainder[k] = split.remainder;
-        });
-        if (!out_only) store_halves(weight, job.data[kWeight], block);
-        store_halves(remainder, job.remainder, block);
-        if (job.out() && job.out().format == Dtype::bf16)
-            store_halves(weight, job.data[kOut], block);
-        else if (job.out())
-            store(p, job.out(), block);
+        uint16_t half[kPerThread]; // one array at a time: registers are short
+        unrolled<kPerThread>([&](int k) INLINED { half[k] = split_master(p.at[k]).weight; });
+        if (!out_only) store_halves(half, job.data[kWeight], block);
+        if (job.out() && job.out().format == Dtype::bf16) store_halves(half, job.data[kOut], block);
+        unrolled<kPerThread>([&](int k) INLINED { half[k] = split_master(p.at[k]).remainder; });
+        store_halves(half, job.remainder, block);
+        if (job.out() && job.out().format != Dtype::bf16) store(p, job.out(), block);
     } else {
         if (!out_only || job.has_master) store(p, job.weight(), block);
         if (job.copy()) store(p, job.copy(), block);
@@ -272,40 +318,123 @@ __device__ __forceinline__ void store_masters(const StepPlan &plan, const Shared
     if (job.zeroes) store(Eight{}, job.grad(), block);
 }
 
-/// The arrays of a block in registers.
+/// Values that a thread keeps in shared memory, because registers are short: half of its elements of each array.
+struct Stash {
+    struct alignas(16) Four {
+        float at[4];
+    };
+    Four moment[kMoments][kThreads], gradient[kThreads];
+    __device__ __forceinline__ Four &of(int m) { return moment[m][threadIdx.x]; }
+    __device__ __forceinline__ Four &of_gradient() { return gradient[threadIdx.x]; }
+};
+/// The arrays of a block: all weights are in registers, and of gradients and moments one half, the other in the stash.
 struct BlockInputs {
-    Eight g, p, moment[kMoments];
-    /// Loads a block. All loads are in flight before the first conversion waits. `Gradient` false: `g` is zeros.
+    static constexpr int kHalf = kPerThread / 2;
+    Stash &stash;
+    Stash::Four g, moment[kMoments];
+    Eight p;
+
+    /// Loads a block; the first halves are in registers. `Gradient` false: `g` is not set.
     template <bool Gradient>
     __device__ __forceinline__ void load(const TensorJob &job, const Block &block, const Maps &maps) {
+        // Compiled for each case: where loads of both meet, the compiler copies what they load and so waits for it.
+        if (block.fours)
+            load_fours<Gradient>(job, Block{block.begin, int(kBlock), true, block.lane}, maps);
+        else
+            load_singles<Gradient>(job, Block{block.begin, block.n, false, block.lane}, maps);
+    }
+    /// All loads are in flight before the first conversion waits.
+    template <bool Gradient>
+    __device__ __forceinline__ void load_fours(const TensorJob &job, const Block &block, const Maps &maps) {
         float scale[kMoments];
-        Eight remainder{};
+        Eight raw[kMoments];
         unrolled<kMoments>([&](int m) INLINED {
             const Moment from = job.stored_moment(m);
-            scale[m] = from && has_scales(from.format) ? from.scale[block.begin / kBlock] : 0.0f;
-            moment[m] = from ? fetch_moment(from, block) : Eight{};
+            scale[m] = load_scale(from, block);
+            raw[m] = from ? fetch_moment(from, block) : Eight{};
         });
-        g = Gradient && job.grad() ? fetch(job.grad(), block) : Eight{};
-        p = fetch(job.weight(), block);
-        if (job.remainder != nullptr) remainder = fetch(remainder_slot(job), block);
-        if (Gradient) g = convert_to_f32(g, block, job.grad().format);
-        p = job.remainder != nullptr ? join(p, remainder, block) : convert_to_f32(p, block, job.weight().format);
+        const Eight raw_g = Gradient && job.grad() ? fetch(job.grad(), block) : Eight{};
+        const Eight raw_p = fetch_masters(job, block);
+        forget_shared();
+        unrolled<kMoments>([&](int m) INLINED { set_moment(job, m, raw[m], block, scale[m], maps); });
+        set<Gradient>(job, raw_g, raw_p, block);
+    }
+    /// Waits for each array, which takes fewer registers.
+    template <bool Gradient>
+    __device__ __forceinline__ void load_singles(const TensorJob &job, const Block &block, const Maps &maps) {
         unrolled<kMoments>([&](int m) INLINED {
             const Moment from = job.stored_moment(m);
-            if (from) moment[m] = decode_moment(moment[m], block, from.format, scale[m], maps);
+            if (from) set_moment(job, m, fetch_moment(from, block), block, load_scale(from, block), maps);
+        });
+        set<Gradient>(job, Gradient && job.grad() ? fetch(job.grad(), block) : Eight{}, fetch_masters(job, block),
+                      block);
+    }
+    __device__ __forceinline__ static float load_scale(const Moment &from, const Block &block) {
+        return from && has_scales(from.format) ? *global(from.scale + block.begin / kBlock) : 0.0f;
+    }
+    __device__ __forceinline__ void set_moment(const TensorJob &job, int m, const Eight &raw, const Block &block,
+                                               float scale, const Maps &maps) {
+        const Moment from = job.stored_moment(m);
+        if (from) moment[m] = halve(decode_moment(raw, block, from.format, scale, maps), stash.of(m));
+    }
+    template <bool Gradient>
+    __device__ __forceinline__ void set(const TensorJob &job, const Eight &raw_g, const Eight &raw_p,
+                                        const Block &block) {
+        if (Gradient) g = halve(convert_to_f32(raw_g, block, job.grad().format), stash.of_gradient());
+        p = join(job, raw_p, block);
+    }
+    /// Returns the first half and stores the second one.
+    __device__ __forceinline__ static Stash::Four halve(const Eight &x, Stash::Four &stashed) {
+        Stash::Four first, second;
+        unrolled<kHalf>([&](int k) INLINED {
+            first.at[k] = x.at[k];
+            second.at[k] = x.at[kHalf + k];
+        });
+        stashed = second;
+        return first;
+    }
+    /// Exchanges the half in registers and the half in the stash.
+    template <int Count> __device__ __forceinline__ void swap() {
+        forget_shared();
+        unrolled<Count>([&](int m) INLINED {
+            const Stash::Four other = stash.of(m);
+            stash.of(m) = moment[m];
+            moment[m] = other;
+        });
+        forget_shared();
+    }
+    /// Calls call(k, moment...) for the elements of both halves. Before and after it, the first half and the second
+    /// half are in registers.
+    template <int Count, bool Gradient = false, class Call>
+    __device__ __forceinline__ void for_elements(const Call &call) {
+        unrolled<2>([&](int half) INLINED {
+            if (half == 1) {
+                swap<Count>();
+                if (Gradient) g = stash.of_gradient();
+            }
+            unrolled<kHalf>([&](int k) INLINED {
+                [&]<int... M>(std::integer_sequence<int, M...>) INLINED { call(half * kHalf + k, moment[M].at[k]...); }
+                (std::make_integer_sequence<int, Count>{});
+            });
         });
     }
-    __device__ __forceinline__ void store_moments(const TensorJob &job, const Block &block, const uint64_t *keys,
+    /// Stores the moments after for_elements(). `reads_back`: they become what a later load will give, with the first
+    /// half in registers.
+    __device__ __forceinline__ void store_moments(const TensorJob &job, const Position &at, const uint64_t *keys,
                                                   const Maps &maps, bool reads_back) {
         unrolled<kMoments>([&](int m) INLINED {
+            forget_shared();
             const Moment to = job.stored_moment(m);
-            if (to) store_moment(moment[m], to, block, keys[m], job.range.begin, maps, reads_back);
+            if (!to) return;
+            const Stash::Four first = stash.of(m);
+            Eight x;
+            unrolled<kHalf>([&](int k) INLINED {
+                x.at[k] = first.at[k];
+                x.at[kHalf + k] = moment[m].at[k];
+            });
+            store_moment(x, to, at.block(), keys[m], job.range.begin, maps, reads_back);
+            if (reads_back) moment[m] = halve(x, stash.of(m));
         });
-    }
-    /// Calls call(moment...) for the k-th element.
-    template <int Count, class Call> __device__ __forceinline__ void with_moments_of(int k, const Call &call) {
-        [&]<int... M>(std::integer_sequence<int, M...>) INLINED { call(moment[M].at[k]...); }
-        (std::make_integer_sequence<int, Count>{});
     }
 };
 

@@ -7,13 +7,12 @@
 
 namespace dsopt::gpu {
 
-/// Resident blocks per multiprocessor.
-constexpr int kStoredBlocks = 3;
-
 /// What a block of threads shares, in addition to its tensor.
 struct SharedFormats {
     Maps maps;
     uint64_t key[kMoments]; // of the moments that are rounded at random
+    Stash stash;
+    Position position[kWarps];
 };
 
 /// Sets the keys of a tensor's moments. Called by one thread.
@@ -48,70 +47,69 @@ __host__ __device__ __forceinline__ bool keeps_old(const StepPlan &plan) {
     return plan.policy.report_norms || (plan.flags & DSOPT_STEP_DELTA) != 0;
 }
 
-__device__ __forceinline__ void update_block(const StepPlan &plan, const SharedTensor &s, const SharedFormats &formats,
-                                             const Leaf &where, const Block &block, const Tiles &tiles) {
-    const auto first = int(block.begin - where.begin);
-    BlockInputs t;
-    t.load<true>(s.job, block, formats.maps);
-    if (keeps_old(plan)) to_tile(t.p, tiles.a + first, block);
+// These functions read the block from its position again after forget_shared(), so that no register keeps it.
+
+__device__ __forceinline__ void update_block(const StepPlan &plan, const SharedTensor &s, SharedFormats &formats,
+                                             const Position &at, const Tiles &tiles) {
+    BlockInputs t{formats.stash};
+    t.load<true>(s.job, at.block(), formats.maps);
+    if (keeps_old(plan)) to_tile(t.p, tiles.a + at.first, at.block());
     visit_rule<Passes::elementwise>(s.rule, [&](auto formula) INLINED {
         using R = typename decltype(formula)::type;
-        unrolled<kPerThread>([&](int k) INLINED {
-            t.with_moments_of<R::moments.count>(k, [&](auto &...each)
-                                                       INLINED { R{s.scalars}(t.g.at[k], t.p.at[k], each...); });
-        });
+        t.for_elements<R::moments.count, true>([&](int k, auto &...each)
+                                                   INLINED { R{s.scalars}(t.g.at[k % 4], t.p.at[k], each...); });
     });
-    store_masters(plan, s, t.p, tiles.a + first, block);
-    if (plan.policy.report_norms)
+    forget_shared();
+    store_masters(plan, s, t.p, tiles.a + at.first, at.block());
+    forget_shared();
+    if (plan.policy.report_norms) {
+        const Block block = at.block();
         unrolled<kPerThread>([&](int k) INLINED {
-            const int i = first + block.in_block(k);
+            const int i = at.first + block.in_block(k);
             if (block.has(k)) tiles.b[i] = t.p.at[k] - tiles.a[i];
         });
-    t.store_moments(s.job, block, formats.key, formats.maps, false);
+    }
+    t.store_moments(s.job, at, formats.key, formats.maps, false);
 }
 
 /// First pass of Passes::reduced. The update is that of the moments that the second pass will load.
-__device__ __forceinline__ void first_pass_block(const SharedTensor &s, const SharedFormats &formats, const Leaf &where,
-                                                 const Block &block, const Tiles &tiles) {
-    const auto first = int(block.begin - where.begin);
-    BlockInputs t;
-    t.load<true>(s.job, block, formats.maps);
+__device__ __forceinline__ void first_pass_block(const SharedTensor &s, SharedFormats &formats, const Position &at,
+                                                 const Tiles &tiles) {
+    BlockInputs t{formats.stash};
+    t.load<true>(s.job, at.block(), formats.maps);
     visit_rule<Passes::reduced>(s.rule, [&](auto formula) INLINED {
         using R = typename decltype(formula)::type;
-        unrolled<kPerThread>([&](int k) INLINED {
-            t.with_moments_of<R::moments.count>(
-                k, [&](auto &...each) INLINED { typename R::Moments{s.scalars}.take_gradient(t.g.at[k], each...); });
+        t.for_elements<R::moments.count, true>([&](int k, auto &...each) INLINED {
+            typename R::Moments{s.scalars}.take_gradient(t.g.at[k % 4], each...);
         });
     });
-    t.store_moments(s.job, block, formats.key, formats.maps, true);
+    t.store_moments(s.job, at, formats.key, formats.maps, true);
     Eight update{};
     visit_rule<Passes::reduced>(s.rule, [&](auto formula) INLINED {
         using R = typename decltype(formula)::type;
-        unrolled<kPerThread>([&](int k) INLINED {
-            t.with_moments_of<R::moments.count>(k, [&](auto &...each) INLINED {
-                update.at[k] = typename R::Moments{s.scalars}.update(t.p.at[k], each...);
-            });
+        t.for_elements<R::moments.count>([&](int k, auto &...each) INLINED {
+            update.at[k] = typename R::Moments{s.scalars}.update(t.p.at[k], each...);
         });
     });
-    to_tile(t.p, tiles.a + first, block);
-    to_tile(update, tiles.b + first, block);
+    forget_shared();
+    to_tile(t.p, tiles.a + at.first, at.block());
+    to_tile(update, tiles.b + at.first, at.block());
 }
 
-/// `old`: shared memory for the weights of the block.
-__device__ __forceinline__ void second_pass_block(const StepPlan &plan, const SharedTensor &s, const Maps &maps,
-                                                  const Block &block, float *old) {
-    BlockInputs t;
-    t.load<false>(s.job, block, maps);
-    if (keeps_old(plan)) to_tile(t.p, old, block);
+/// `memory`: shared memory for the weights of a leaf.
+__device__ __forceinline__ void second_pass_block(const StepPlan &plan, const SharedTensor &s, SharedFormats &formats,
+                                                  const Position &at, float *memory) {
+    BlockInputs t{formats.stash};
+    t.load<false>(s.job, at.block(), formats.maps);
+    if (keeps_old(plan)) to_tile(t.p, memory + at.first, at.block());
     visit_rule<Passes::reduced>(s.rule, [&](auto formula) INLINED {
         using R = typename decltype(formula)::type;
-        unrolled<kPerThread>([&](int k) INLINED {
-            t.with_moments_of<R::moments.count>(k, [&](auto &...each) INLINED {
-                typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
-            });
+        t.for_elements<R::moments.count>([&](int k, auto &...each) INLINED {
+            typename R::Weights{s.scalars, s.trust}(t.p.at[k], each...);
         });
     });
-    store_masters(plan, s, t.p, old, block);
+    forget_shared();
+    store_masters(plan, s, t.p, memory + at.first, at.block());
 }
 
 /// Writes the outputs of a tensor that the step does not update.
@@ -126,7 +124,7 @@ __device__ __forceinline__ void unchanged_block(const StepPlan &plan, const Tens
     if (job.zeroes) store(Eight{}, job.grad(), block);
 }
 
-__global__ void __launch_bounds__(kThreads, kStoredBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     update_stored_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     DYNAMIC_SHARED(float, memory);
@@ -140,37 +138,37 @@ __global__ void __launch_bounds__(kThreads, kStoredBlocks)
         [&](const Leaf &where) INLINED {
             if (!s.job.stored) return;
             if (skipped(d) || s.job.owner == Owner::none)
-                return for_blocks(where, s.aligned,
-                                  [&](const Block &block) INLINED { unchanged_block(plan, s.job, block); });
-            for_blocks(where, s.aligned, [&](const Block &block) INLINED {
+                return for_blocks(formats.position, where, s.aligned,
+                                  [&](const Position &at) INLINED { unchanged_block(plan, s.job, at.block()); });
+            for_blocks(formats.position, where, s.aligned, [&](const Position &at) INLINED {
                 if (passes_of(s.rule) == Passes::reduced)
-                    first_pass_block(s, formats, where, block, tiles);
+                    first_pass_block(s, formats, at, tiles);
                 else
-                    update_block(plan, s, formats, where, block, tiles);
+                    update_block(plan, s, formats, at, tiles);
             });
-            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms) sum_tiles(plan, s.job, where, tiles);
+            if (passes_of(s.rule) == Passes::reduced || plan.policy.report_norms)
+                sum_tiles(plan, s.job, formats.position[threadIdx.x / 32].whole_leaf(s.job), tiles);
         });
     if (last_block(plan.control->update)) end_update(d);
 }
 
-__global__ void __launch_bounds__(kThreads, kStoredBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     update_stored_weights_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     DYNAMIC_SHARED(float, memory);
     __shared__ SharedTensor s;
-    __shared__ Maps maps;
+    __shared__ SharedFormats formats;
     const StepPlan &plan = d.plan;
     const bool skip = skipped(d);
-    if (threadIdx.x == 0) maps.fill();
+    if (threadIdx.x == 0) formats.maps.fill();
     if (!skip)
         for_shared_leaves(
             d, {&plan.control->update_weights.distributed}, s, [](int32_t) {},
             [&](const Leaf &where) INLINED {
                 if (!s.job.stored || !is_reduced(s.job, s.rule)) return;
                 if (threadIdx.x == 0 && where.begin == 0) plan.scalars[s.tensor] = s.scalars; // for update_weight()
-                for_blocks(where, s.aligned, [&](const Block &block) INLINED {
-                    second_pass_block(plan, s, maps, block, memory + (block.begin - where.begin));
-                });
+                for_blocks(formats.position, where, s.aligned,
+                           [&](const Position &at) INLINED { second_pass_block(plan, s, formats, at, memory); });
             });
     if (last_block(plan.control->update_weights)) finish(d, skip);
 }
