@@ -10,14 +10,23 @@ constexpr float kNoise = 0.3f;
 
 double rate(int32_t algorithm) { return algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? 0.1 : 0.03; }
 
-std::vector<dsopt_tensor> list_of(std::vector<std::vector<float>> &arrays) {
+template <class T> std::vector<dsopt_tensor> list_of(std::vector<std::vector<T>> &arrays, int32_t dtype) {
     std::vector<dsopt_tensor> list;
-    for (std::vector<float> &array : arrays)
-        list.push_back({array.empty() ? nullptr : array.data(), int64_t(array.size()), DSOPT_DTYPE_F32, 0});
+    for (std::vector<T> &array : arrays) {
+        const size_t numel = array.size() * sizeof(T) / test::size_of(dtype);
+        list.push_back({array.empty() ? nullptr : array.data(), int64_t(numel), dtype, 0});
+    }
     return list;
 }
 
 } // namespace
+
+std::string Course::name() const {
+    std::string text = test::name_of(algorithm);
+    if (first_format != DSOPT_MOMENT_F32 || second_format != DSOPT_MOMENT_F32)
+        text += " with formats " + std::to_string(first_format) + " and " + std::to_string(second_format);
+    return text + (remainders ? " and remainders" : "");
+}
 
 Learner::Learner(const test::Context &context, const test::Comm &comm, int rank, const Course &course) :
     course_(course),
@@ -25,15 +34,21 @@ Learner::Learner(const test::Context &context, const test::Comm &comm, int rank,
     comm_(comm.get()) {
     test::Random random(course.seed);
     for (const size_t n : kSizes) {
-        weights_.emplace_back(n, 0.25f);
+        const size_t size = test::size_of(weight_dtype());
+        weights_.emplace_back(n * size);
+        for (size_t i = 0; i < n; ++i) test::store(&weights_.back()[i * size], weight_dtype(), 0.25f);
         grads_.emplace_back(n);
         goals_.push_back(random.floats(n));
     }
     const bool family = course.algorithm != DSOPT_ALGORITHM_ADAMW;
-    opt_ =
-        test::make_optimizer(context, test::desc_with(comm, DSOPT_COMPAT_NONE, family ? DSOPT_OPTIMIZER_AVERAGES : 0));
+    dsopt_optimizer_desc desc = test::desc_with(comm, DSOPT_COMPAT_NONE, family ? DSOPT_OPTIMIZER_AVERAGES : 0);
+    if (course.remainders) desc.masters = DSOPT_MASTERS_REMAINDER;
+    desc.seed = course.seed;
+    opt_ = test::make_optimizer(context, desc);
     dsopt_group group = test::make_group(course.algorithm, 0);
     group.lr = rate(course.algorithm);
+    group.exp_avg_format = course.first_format;
+    group.exp_avg_sq_format = course.second_format;
     if (family) group.freeze_step = course.steps / 5;
     if (course.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
         group.var_interval_steps = 4;
@@ -41,8 +56,12 @@ Learner::Learner(const test::Context &context, const test::Comm &comm, int rank,
         group.max_local_interval = 4;
     }
     std::vector<dsopt_param> params;
-    for (const dsopt_tensor &tensor : list_of(weights_)) params.push_back(test::param_of(tensor));
+    for (const dsopt_tensor &tensor : list_of(weights_, weight_dtype())) params.push_back(test::param_of(tensor));
     test::must(dsopt_optimizer_add_group(opt(), &group, params.data(), int64_t(params.size())));
+}
+
+float Learner::weight(size_t tensor, size_t index) const {
+    return test::loaded(&weights_[tensor][index * test::size_of(weight_dtype())], weight_dtype());
 }
 
 dsopt_status Learner::step() {
@@ -53,9 +72,9 @@ dsopt_status Learner::step() {
     test::Random random((course_.seed * 1000003 + uint64_t(now)) * 31 + uint64_t(rank_));
     for (size_t t = 0; t < grads_.size(); ++t) {
         const std::vector<float> noise = random.floats(grads_[t].size(), -kNoise, kNoise);
-        for (size_t i = 0; i < noise.size(); ++i) grads_[t][i] = weights_[t][i] - goals_[t][i] + noise[i];
+        for (size_t i = 0; i < noise.size(); ++i) grads_[t][i] = weight(t, i) - goals_[t][i] + noise[i];
     }
-    const std::vector<dsopt_tensor> list = list_of(grads_);
+    const std::vector<dsopt_tensor> list = list_of(grads_, DSOPT_DTYPE_F32);
     if (comm_ != nullptr && course_.algorithm == DSOPT_ALGORITHM_ADAMW) { // the 1-bit family averages in the engine
         const dsopt_status status =
             dsopt_comm_all_reduce(comm_, list.data(), int64_t(list.size()), DSOPT_OP_MEAN, nullptr);
@@ -89,9 +108,9 @@ int64_t Learner::steps() const {
 }
 double Learner::loss() const {
     double sum = 0, count = 0;
-    for (size_t t = 0; t < weights_.size(); ++t)
-        for (size_t i = 0; i < weights_[t].size(); ++i, ++count) {
-            const double off = double(weights_[t][i]) - double(goals_[t][i]);
+    for (size_t t = 0; t < goals_.size(); ++t)
+        for (size_t i = 0; i < goals_[t].size(); ++i, ++count) {
+            const double off = double(weight(t, i)) - double(goals_[t][i]);
             sum += off * off;
         }
     return sum / count;

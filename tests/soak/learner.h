@@ -12,6 +12,10 @@ struct Course {
     int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
     int64_t steps = 200;
     uint64_t seed = 1;
+    int32_t first_format = DSOPT_MOMENT_F32, second_format = DSOPT_MOMENT_F32; // of the moments
+    bool remainders = false; // BF16 weights with DSOPT_MASTERS_REMAINDER, in place of F32 weights
+
+    std::string name() const;
 };
 
 class Learner {
@@ -34,7 +38,11 @@ private:
     Course course_;
     int rank_;
     dsopt_comm *comm_;
-    std::vector<std::vector<float>> weights_, grads_, goals_;
+    int32_t weight_dtype() const { return course_.remainders ? DSOPT_DTYPE_BF16 : DSOPT_DTYPE_F32; }
+    float weight(size_t tensor, size_t index) const;
+
+    std::vector<std::vector<char>> weights_;
+    std::vector<std::vector<float>> grads_, goals_;
     test::Optimizer opt_;
 };
 

@@ -2,11 +2,12 @@
 // Training runs of four ranks, each a process. Ranks are killed, stopped and aborted at random. The next job resumes
 // from the files, often with another number of ranks.
 //
-//     soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER
+//     soak [--seconds N] [--trainings N] [--first N] [--steps N] [--seed S] FOLDER
 //
-// Ends after N training runs (default 1) and N seconds (default 0). Checks: every file can be read, also while it is
-// being replaced; saved data are not lost; the loss after a restart equals the loss at the save, and decreases; if a
-// rank ends, the other ranks end with a status. Exits with 1 at the first violation, and does not remove the files.
+// Ends after N training runs (default 1) and N seconds (default 0). --first: index of the first run's kind. Checks:
+// every file can be read, also while it is being replaced; saved data are not lost; the loss after a restart equals the
+// loss at the save, and decreases; if a rank ends, the other ranks end with a status. Exits with 1 at the first
+// violation, and does not remove the files.
 #include "job.h"
 #include "support/numbers.h"
 #include <cerrno>
@@ -254,14 +255,23 @@ void train(const Course &course, const std::string &folder, test::Random &random
         from = now;
     }
     ::munmap(memory, sizeof(Board));
-    std::printf("%s: loss %.4f to %.6f in %" PRId64 " steps\n", test::name_of(course.algorithm).c_str(), first, last,
-                course.steps);
+    std::printf("%s: loss %.4f to %.6f in %" PRId64 " steps\n", course.name().c_str(), first, last, course.steps);
     if (last > first / 10) fail("the loss did not fall to a tenth");
     fs::remove_all(folder);
 }
 
+/// Kinds of training runs, in the order in which they alternate.
+constexpr Course kKinds[] = {
+    {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW},
+    {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM},
+    {.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB},
+    {.first_format = DSOPT_MOMENT_E4M3, .second_format = DSOPT_MOMENT_BF16_RANDOM, .remainders = true},
+    {.first_format = DSOPT_MOMENT_Q8, .second_format = DSOPT_MOMENT_Q8},
+};
+
 int run(int argc, char **argv) {
-    int64_t seconds = 0, trainings = 1, steps = 200;
+    int64_t seconds = 0, trainings = 1, first = 0, steps = 200;
     uint64_t seed = 1;
     std::string folder;
     for (int i = 1; i < argc; ++i) {
@@ -272,6 +282,8 @@ int run(int argc, char **argv) {
                 seconds = value;
             else if (word == "--trainings")
                 trainings = value;
+            else if (word == "--first")
+                first = value;
             else if (word == "--steps")
                 steps = std::clamp<int64_t>(value, 20, kMaxSteps);
             else if (word == "--seed")
@@ -281,17 +293,19 @@ int run(int argc, char **argv) {
         }
     }
     if (folder.empty()) {
-        std::fprintf(stderr, "usage: soak [--seconds N] [--trainings N] [--steps N] [--seed S] FOLDER\n");
+        std::fprintf(stderr, "usage: soak [--seconds N] [--trainings N] [--first N] [--steps N] [--seed S] FOLDER\n");
         return 2;
     }
     folder += "/soak-" + std::to_string(::getpid());
-    constexpr int32_t algorithms[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
-                                      DSOPT_ALGORITHM_ONEBIT_LAMB};
     test::Random random(seed);
     const auto begin = Clock::now();
     int64_t ended = 0;
-    for (; ended < trainings || Clock::now() < begin + std::chrono::seconds(seconds); ++ended)
-        train({algorithms[ended % 4], steps, seed + uint64_t(ended)}, folder, random);
+    for (; ended < trainings || Clock::now() < begin + std::chrono::seconds(seconds); ++ended) {
+        Course course = kKinds[size_t(first + ended) % std::size(kKinds)];
+        course.steps = steps;
+        course.seed = seed + uint64_t(ended);
+        train(course, folder, random);
+    }
     const auto duration = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - begin);
     std::printf("seed %" PRIu64 ", %" PRId64 " s: %" PRId64 " trainings, %" PRId64 " steps, %" PRId64 " saves; %" PRId64
                 " ranks killed (%" PRId64 " times during a save), %" PRId64 " stopped, %" PRId64 " left, %" PRId64
