@@ -2,7 +2,7 @@
 // The input bytes choose calls of dsopt.h, in any order, with good and bad arguments, on the CPU or the emulated
 // device, alone or as ranks on threads. Every call must return a status; a rejected call must not change an optimizer;
 // no memory may be leaked.
-#include "world.h"
+#include "creation.h"
 #include <cmath>
 #include <cstdio>
 #include <unistd.h>
@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kMaxCalls = 60; // per input
 
-class Calls : public World {
+class Calls : public Creation {
 public:
-    using World::World;
+    using Creation::Creation;
     void run() {
         static constexpr void (Calls::*kAll[])() = {&Calls::create_context,
                                                     &Calls::create_comm,
@@ -57,183 +57,6 @@ public:
     }
 
 private:
-    // -------------------------------------------------------------------------------------------------------- creation
-    void create_context() {
-        if (contexts.size() == 3) return;
-        DSOPT_NEW(dsopt_context_desc, desc);
-        desc.backend = backend;
-        desc.threads = choose.below(4);
-        desc.log_level = choose.below(5);
-        desc.allocate = Hook::allocate;
-        desc.release = Hook::release;
-        desc.log = [](void *, int32_t, const char *) {};
-        if (choose.rarely(4)) desc.parallel_for = run_backwards;
-        if (choose.rarely(8)) desc.chunk = 8192;
-        if (choose.rarely(16)) break_one({&desc.threads, &desc.log_level, &desc.flags, &desc.reserved});
-        if (choose.rarely(32)) desc.backend = 7;
-        if (choose.rarely(32)) desc.device = 99;
-        if (choose.rarely(32)) desc.chunk = choose.of(kBadSizes);
-        if (choose.rarely(32)) desc.release = nullptr;
-        if (choose.rarely(32)) desc.size = choose.byte() % sizeof desc;
-        hooks.push_back(std::make_unique<Hook>(memory, backend));
-        desc.user = hooks.back().get();
-        dsopt_context *context = nullptr;
-        if (counted("context_create", dsopt_context_create(&desc, choose.rarely(32) ? nullptr : &context)) == DSOPT_OK)
-            contexts.push_back({test::Context(context), hooks.back().get()});
-        else if (context != nullptr)
-            finding("context_create failed and has written its result");
-    }
-    void create_comm() {
-        if (comms.size() == 4) return;
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = choose.rarely(6) ? choose.below(7) : choose.flip() ? DSOPT_COMM_KIND_TABLE : DSOPT_COMM_KIND_SELF;
-        echoes.push_back(std::make_unique<Echo>());
-        Echo &echo = *echoes.back();
-        echo.ranks = 1 + choose.below(4);
-        echo.rank = choose.below(echo.ranks);
-        dsopt_comm_table table = echo_table(echo);
-        if (choose.rarely(4)) table.all_to_all = nullptr;
-        if (choose.rarely(4)) table.all_gather = nullptr;
-        if (choose.rarely(32)) table.all_reduce = nullptr;
-        if (choose.rarely(16)) break_one({&table.memory, &table.reserved});
-        if (backend == DSOPT_BACKEND_CUDA && table.memory == DSOPT_MEMORY_BACKEND)
-            table.memory = 7; // memory of the host
-        if (choose.rarely(32)) table.rank = table.ranks;
-        if (choose.rarely(32)) table.size = choose.byte() % sizeof table;
-        if (desc.kind == DSOPT_COMM_KIND_TABLE || choose.rarely(16)) desc.table = &table;
-        const test::CommId id = test::new_id();
-        if (desc.kind == DSOPT_COMM_KIND_LOCAL || choose.rarely(16)) {
-            desc.id = id.data();
-            desc.id_bytes = choose.rarely(8) ? choose.byte() : id.size();
-            desc.ranks = choose.rarely(8) ? 2 : 1;
-            desc.timeout_ms = 1;
-        }
-        if (choose.rarely(16)) break_one({&desc.rank, &desc.timeout_ms, &desc.flags, &desc.reserved});
-        dsopt_comm *comm = nullptr;
-        if (counted("comm_create", dsopt_comm_create(any_context(), choose.rarely(16) ? nullptr : &desc, &comm)) ==
-            DSOPT_OK)
-            comms.push_back(test::Comm(comm));
-    }
-    void create_scaler() {
-        if (scalers.size() == 3) return;
-        DSOPT_NEW(dsopt_scaler_desc, desc);
-        desc.profile = choose.rarely(8) ? choose.of(kIntegers) : choose.below(4);
-        if (choose.flip()) desc.flags = 1 << choose.below(7);
-        for (double *value : {&desc.init, &desc.factor, &desc.min, &desc.max})
-            if (choose.rarely(4)) *value = number();
-        for (int32_t *value : {&desc.window, &desc.hysteresis})
-            if (choose.rarely(4)) *value = choose.of(kIntegers);
-        dsopt_scaler *scaler = nullptr;
-        if (counted("scaler_create", dsopt_scaler_create(any_context(), &desc, &scaler)) == DSOPT_OK)
-            scalers.push_back(test::Scaler(scaler));
-    }
-    void create_optimizer() {
-        if (optimizers.size() == 4 || contexts.empty()) return;
-        DSOPT_NEW(dsopt_optimizer_desc, desc);
-        desc.compat = choose.rarely(4);
-        for (int i = 0; i < 2; ++i)
-            if (choose.rarely(3)) desc.flags |= 1 << choose.below(9);
-        if (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) {
-            desc.flags |= DSOPT_OPTIMIZER_NO_MASTER;
-            desc.seed = choose.byte();
-        }
-        desc.nonfinite = choose.below(3);
-        desc.masters = choose.rarely(4);
-        if (choose.rarely(3)) desc.max_norm = number();
-        if (choose.rarely(4)) desc.max_value = number();
-        if (choose.rarely(3) && !scalers.empty()) desc.scaler = scalers[index_of(scalers)].get();
-        desc.data = any_comm();
-        if (choose.rarely(4)) desc.model = any_comm();
-        if (choose.rarely(4)) desc.node = any_comm();
-        dsopt_comm *const experts[] = {any_comm(), any_comm()};
-        if (choose.rarely(6)) desc.experts = experts, desc.expert_count = choose.below(3);
-        if (choose.rarely(6)) desc.skip_budget = choose.below(3);
-        if (choose.rarely(16))
-            break_one({&desc.compat, &desc.nonfinite, &desc.masters, &desc.skip_budget, &desc.flags});
-        OptimizerRecord made;
-        const OwnContext &context = contexts[index_of(contexts)];
-        made.hook = context.hook;
-        made.flags = desc.flags;
-        dsopt_optimizer *optimizer = nullptr;
-        if (counted("optimizer_create",
-                    dsopt_optimizer_create(context.handle.get(), choose.rarely(16) ? nullptr : &desc, &optimizer)) !=
-            DSOPT_OK)
-            return;
-        made.handle.reset(optimizer);
-        optimizers.push_back(std::move(made));
-        add_group_to(optimizers.back());
-    }
-
-    std::vector<dsopt_param> new_params(const OptimizerRecord &o, bool onebit, std::vector<dsopt_tensor> &tensors,
-                                        int count) {
-        std::vector<dsopt_param> params;
-        for (int i = 0; i < count; ++i) {
-            dsopt_param param{};
-            const bool is_bf16 = o.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-            param.tensor = tensor(choose.of(kSizes), is_bf16 ? int32_t(DSOPT_DTYPE_BF16) : choose.of(kDtypes));
-            if (choose.rarely(12)) param.tensor.data = nullptr;
-            if (choose.rarely(32)) make_invalid(param.tensor);
-            param.name = choose.rarely(12) ? choose.of(kNames) : nullptr;
-            dims_.push_back({param.tensor.numel, 1});
-            if (choose.rarely(6)) param.dims = dims_.back().data(), param.ndim = choose.rarely(8) ? choose.byte() : 2;
-            if (choose.rarely(8)) param.flags = 1 << choose.below(onebit ? 3 : 2);
-            if (choose.rarely(24)) param.offset = choose.of(kSizes);
-            if (choose.rarely(16)) param.expert = choose.below(4);
-            if (choose.rarely(64)) break_one({&param.ndim, &param.flags, &param.expert, &param.group});
-            params.push_back(param);
-            tensors.push_back(param.tensor);
-        }
-        return params;
-    }
-    void add_group() {
-        if (OptimizerRecord *const o = any_optimizer(); o != nullptr && o->params.size() < 12) add_group_to(*o);
-    }
-    void add_group_to(OptimizerRecord &o) {
-        const int32_t algorithm = choose.rarely(24) ? choose.of(kIntegers) : choose.of(kAlgorithms);
-        const bool onebit = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM;
-        dsopt_group group;
-        if (counted("group_init",
-                    dsopt_group_init(&group, choose.rarely(32) ? choose.byte() % sizeof group : sizeof group,
-                                     algorithm)) != DSOPT_OK ||
-            group.size != sizeof group) {
-            group = {};
-            group.size = sizeof group;
-            group.algorithm = algorithm;
-        }
-        for (double *value : {&group.lr, &group.beta1, &group.beta2, &group.eps, &group.weight_decay, &group.max_norm,
-                              &group.momentum, &group.trust_beta})
-            if (choose.rarely(12)) *value = number();
-        if (onebit) group.freeze_step = 1 + choose.below(4);
-        if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
-            for (int64_t *value : {&group.var_interval_steps, &group.local_interval_steps, &group.max_local_interval})
-                *value = 1 + choose.below(3);
-        if (choose.rarely(24)) group.freeze_step = choose.of(kBadSizes);
-        if (choose.rarely(10)) group.flags ^= 1 << choose.below(6);
-        std::vector<dsopt_tensor> tensors;
-        const std::vector<dsopt_param> params = new_params(o, onebit, tensors, choose.below(5));
-        watch(
-            o, "add_group",
-            [&] {
-                return counted("add_group",
-                               dsopt_optimizer_add_group(o.handle.get(), &group, params.data(), count_of(params)));
-            },
-            [&] { added(o, tensors, true); });
-    }
-    void add_params() {
-        OptimizerRecord *const o = any_optimizer();
-        if (o == nullptr || o->params.size() > 12) return;
-        std::vector<dsopt_tensor> tensors;
-        std::vector<dsopt_param> params = new_params(*o, false, tensors, choose.below(3));
-        for (dsopt_param &param : params) param.group = choose.below(3);
-        watch(
-            *o, "add_params",
-            [&] {
-                return counted("add_params",
-                               dsopt_optimizer_add_params(o->handle.get(), params.data(), count_of(params)));
-            },
-            [&] { added(*o, tensors, false); });
-    }
-
     // ----------------------------------------------------------------------------------------------------------- steps
     /// Fills everything except the lists of state.
     void fill_step(const OptimizerRecord &o, dsopt_step &step, StepLists &lists) {
@@ -314,9 +137,23 @@ private:
         if (o == nullptr) return;
         DSOPT_NEW(dsopt_state_info, info);
         if (!describe_state(*o, info)) return;
+        const uint8_t byte = choose.byte();
+        const bool is_longer = byte % 16 == 15;
+        if (byte / 16 % 2 != 0) {
+            std::vector<float> values(size_t(info.tensor.numel));
+            (void)counted("export_f32", dsopt_optimizer_export_f32(o->handle.get(), described, values.data(),
+                                                                   info.tensor.numel + is_longer));
+            return;
+        }
         std::vector<char> host(bytes_of(info.tensor));
         (void)counted("export", dsopt_optimizer_export(o->handle.get(), described, host.data(),
-                                                       choose.rarely(16) ? host.size() + 4 : host.size()));
+                                                       is_longer ? host.size() + 4 : host.size()));
+    }
+    void replace_words(char *data, size_t bytes, int count) {
+        for (; count > 0 && bytes >= 4; --count) {
+            const uint32_t word = choose.of(kWords);
+            std::memcpy(&data[4 * (choose.byte() % (bytes / 4))], &word, 4);
+        }
     }
     void import_state() {
         OptimizerRecord *const o = any_optimizer();
@@ -325,13 +162,22 @@ private:
         std::vector<char> host(bytes_of(info.tensor));
         if (counted("export", dsopt_optimizer_export(o->handle.get(), described, host.data(), host.size())) != DSOPT_OK)
             return;
-        for (int i = choose.below(4); i > 0 && host.size() >= 4; --i) {
-            const uint32_t word = choose.of(kWords);
-            std::memcpy(&host[4 * (choose.byte() % (host.size() / 4))], &word, 4);
-        }
+        const uint8_t byte = choose.byte();
+        if (byte / 4 % 2 != 0) return import_f32(*o, info.tensor.numel, byte % 4);
+        replace_words(host.data(), host.size(), byte % 4);
         watch(*o, "import", [&] {
             return counted("import", dsopt_optimizer_import(o->handle.get(), described,
                                                             choose.rarely(32) ? nullptr : host.data(), host.size()));
+        });
+    }
+    void import_f32(OptimizerRecord &o, int64_t numel, int words) {
+        std::vector<float> values(static_cast<size_t>(numel));
+        if (counted("export_f32", dsopt_optimizer_export_f32(o.handle.get(), described, values.data(), numel)) ==
+            DSOPT_OK)
+            replace_words(reinterpret_cast<char *>(values.data()), values.size() * sizeof(float), words);
+        const float *const host = choose.rarely(32) ? nullptr : values.data();
+        watch(o, "import_f32", [&] {
+            return counted("import_f32", dsopt_optimizer_import_f32(o.handle.get(), described, host, numel));
         });
     }
     void bind() {
@@ -364,7 +210,13 @@ private:
     }
 
     // ----------------------------------------------------------------------------------------------------------- files
-    int32_t io_flags() { return choose.rarely(3) ? 1 << choose.below(6) : choose.rarely(16) ? choose.byte() : 0; }
+    int32_t io_flags() {
+        const auto convert = [](int rest) { return rest % 2 != 0 ? int32_t(DSOPT_IO_CONVERT) : 0; };
+        const bool one = choose.rarely(3);
+        const uint8_t byte = choose.byte();
+        if (one) return 1 << byte % 6 | convert(byte / 6);
+        return byte % 16 == 15 ? choose.byte() : convert(byte / 16);
+    }
     void save() {
         OptimizerRecord *const o = any_optimizer();
         if (o == nullptr || o->is_large()) return;
@@ -622,14 +474,14 @@ private:
     // ----------------------------------------------------------------------------------------------------------- ranks
     /// Two or three ranks on threads, one of which may abort, leave or skip a step. Only statuses may depend on timing.
     void ranks();
-
-    std::deque<std::array<int64_t, 2>> dims_; // of parameters; a deque because their addresses must not change
 };
 
 void Calls::ranks() {
     const int count = 2 + choose.below(2), faulty_rank = choose.rarely(3) ? choose.below(count) : -1,
-              fault = choose.below(4);
-    const int32_t algorithm = choose.of(kAlgorithms);
+              fault = choose.byte();
+    const AlgorithmChoice chosen(choose.byte());
+    const int32_t algorithm = chosen.algorithm;
+    const bool differ = fault / 4 % 2 != 0; // the formats of a faulty rank
     const bool checks = choose.rarely(3), averages = choose.flip();
     const int steps = 1 + choose.below(5);
     const int64_t numel = choose.of(kSizes);
@@ -639,7 +491,7 @@ void Calls::ranks() {
         const test::Context context = test::make_context(test::context_desc(1, backend));
         dsopt_comm_desc desc = test::local_desc(id, rank, count, faulty_rank >= 0 ? 4 : 20000);
         dsopt_comm *handle = nullptr;
-        if (faulty_rank == rank && fault == 0) return;
+        if (faulty_rank == rank && fault % 4 == 0) return;
         if (counted("local comm_create", dsopt_comm_create(context.get(), &desc, &handle)) != DSOPT_OK) return;
         const test::Comm comm(handle);
         Block weights = block(size_t(numel) * 4), gradients = block(size_t(numel) * 4);
@@ -657,6 +509,7 @@ void Calls::ranks() {
             group.freeze_step = 2;
             od.max_norm = 0;
         }
+        if (!(differ && faulty_rank == rank)) set_formats(group, chosen.formats);
         if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             group.var_interval_steps = group.local_interval_steps = group.max_local_interval = 1;
         const test::Optimizer optimizer = test::make_optimizer(context, od);
@@ -666,9 +519,9 @@ void Calls::ranks() {
             return;
         for (int call = 0; call < steps; ++call) {
             if (faulty_rank == rank && call == 1) {
-                if (fault == 1) return dsopt_comm_abort(comm.get());
-                if (fault == 2) return;
-                if (fault == 3) continue; // takes one step less than the others
+                if (fault % 4 == 1) return dsopt_comm_abort(comm.get());
+                if (fault % 4 == 2) return;
+                if (fault % 4 == 3) continue; // takes one step less than the others
             }
             DSOPT_NEW(dsopt_step, step);
             step.grads = &gradient;

@@ -12,6 +12,7 @@ namespace fuzz {
 namespace {
 
 constexpr int kMaxParams = 4, kMaxRounds = 12;
+constexpr int64_t kBlock = 256; // elements per scale
 constexpr float kScalars[] = {test::kNaN,  0,      1,       0.5f, 1e-3f,  0.9f,  -1,
                               -test::kInf, 1e-45f, 3.4e38f, 2,    0.999f, 1e-8f, test::kInf};
 constexpr int32_t kStepFlags[] = {
@@ -156,10 +157,21 @@ struct Case {
     size_t second_group = 0; // its first parameter
     std::vector<dsopt_group> groups;
     std::vector<int64_t> sizes;
-    std::vector<int32_t> dtypes, param_flags;
+    std::vector<int32_t> dtypes, param_flags, out_dtypes;
+    std::vector<int64_t> offsets;
     bool is_onebit() const { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
     size_t params() const { return sizes.size(); }
 };
+
+/// Clears the flag and the offset of a parameter if they would have no effect.
+void clear_without_effect(Case &c, size_t param) {
+    const dsopt_group &group = c.groups[param < c.second_group ? 0 : 1];
+    int32_t &flags = c.param_flags[param];
+    if (Formats{group.exp_avg_format, group.exp_avg_sq_format}.are_f32()) flags &= ~DSOPT_PARAM_F32_MOMENTS;
+    const bool uses_offset = !(flags & DSOPT_PARAM_F32_MOMENTS) &&
+                             (group.exp_avg_format >= DSOPT_MOMENT_BF16_RANDOM || group.exp_avg_sq_format != 0);
+    if (!uses_offset && !(c.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)) c.offsets[param] = 0;
+}
 
 /// Chooses only valid cases: rejected arguments are the subject of `calls`.
 Case case_of(Choices &choose) {
@@ -180,7 +192,12 @@ Case case_of(Choices &choose) {
     if (c.algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM && c.compat == DSOPT_COMPAT_NONE && choose.rarely(3))
         c.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
     c.nonfinite = choose.below(3);
-    if (!(c.flags & DSOPT_OPTIMIZER_NO_MASTER)) c.masters = choose.below(2);
+    const bool may_have_formats = !onebit && c.compat == DSOPT_COMPAT_NONE;
+    if (!(c.flags & DSOPT_OPTIMIZER_NO_MASTER)) {
+        const uint8_t byte = choose.byte();
+        c.masters = byte % 2;
+        if (may_have_formats && byte / 2 % 2 != 0) c.masters = DSOPT_MASTERS_REMAINDER;
+    }
     c.scaler = choose.rarely(3);
     if (choose.flip()) c.max_norm = 1;
     if (choose.rarely(4)) c.max_value = 0.5;
@@ -190,7 +207,14 @@ Case case_of(Choices &choose) {
         int32_t dtype = choose.of(kDtypes), flags = 0;
         if (c.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) dtype = DSOPT_DTYPE_BF16;
         if (onebit && c.flags & DSOPT_OPTIMIZER_NO_MASTER) dtype = DSOPT_DTYPE_F32;
-        if (choose.rarely(8)) flags = DSOPT_PARAM_REPLICATED;
+        if (c.masters == DSOPT_MASTERS_REMAINDER && dtype == DSOPT_DTYPE_F16) dtype = DSOPT_DTYPE_BF16;
+        const uint8_t byte = choose.byte();
+        if (byte % 8 == 7) flags = DSOPT_PARAM_REPLICATED;
+        if (byte % 8 == 5) flags = DSOPT_PARAM_F32_MOMENTS; // in groups with formats
+        // The new remainder and an output in BF16 are the new master.
+        const bool is_split = c.masters == DSOPT_MASTERS_REMAINDER && dtype == DSOPT_DTYPE_BF16;
+        c.out_dtypes.push_back(is_split && byte / 8 % 4 != 3 ? DSOPT_DTYPE_BF16 : DSOPT_DTYPE_F32);
+        c.offsets.push_back(byte / 32 == 7 ? (int64_t(1) << 31) + kBlock : 0); // where something depends on it
         if (onebit && !(c.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && choose.rarely(6)) flags = DSOPT_PARAM_MASKED;
         c.dtypes.push_back(dtype);
         c.param_flags.push_back(flags);
@@ -200,7 +224,14 @@ Case case_of(Choices &choose) {
     for (dsopt_group &group : c.groups) {
         must("group_init", dsopt_group_init(&group, sizeof group, c.algorithm));
         if (c.algorithm != DSOPT_ALGORITHM_SGD) group.weight_decay = 0.01;
-        if (choose.flip()) group.lr = 0.05;
+        const uint8_t byte = choose.byte();
+        if (byte % 2 != 0) group.lr = 0.05;
+        if (may_have_formats && c.masters != DSOPT_MASTERS_FLAT && byte / 2 % 2 != 0) {
+            const Formats formats = formats_of(c.algorithm, byte / 4 % kFormatChoices);
+            group.exp_avg_format = formats.first;
+            group.exp_avg_sq_format = formats.second;
+            if (c.algorithm == DSOPT_ALGORITHM_SGD && !formats.are_f32()) group.momentum = 0.9;
+        }
         if (onebit) group.freeze_step = 2;
         if (c.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
             group.var_interval_steps = 1;
@@ -211,6 +242,7 @@ Case case_of(Choices &choose) {
         if (c.algorithm == DSOPT_ALGORITHM_ADAGRAD && choose.flip()) group.initial_accumulator_value = 0.1;
         if (!onebit && choose.rarely(4)) group.max_norm = 0.5;
     }
+    for (size_t i = 0; i < c.params(); ++i) clear_without_effect(c, i);
     return c;
 }
 
@@ -242,6 +274,7 @@ struct Side {
             names[i] = "p" + std::to_string(i);
             params[i].name = names[i].c_str();
             params[i].flags = c.param_flags[i];
+            params[i].offset = c.offsets[i];
             params[i].tensor = {nullptr, c.sizes[i], c.dtypes[i], 0};
             if (weights != nullptr) params[i].tensor.data = weights->tensor(i).data;
         }
@@ -320,7 +353,10 @@ private:
     void prepare(Owner &owner) {
         owner.workspace.set(Bytes(owner.workspace.bytes(), 0x5a));
         owner.params = weights_->copy();
-        for (const int64_t numel : case_.sizes) owner.outs.add(DSOPT_DTYPE_F32, Bytes(size_t(numel) * 4, 0));
+        for (size_t i = 0; i < case_.params(); ++i) {
+            const int32_t dtype = case_.out_dtypes[i];
+            owner.outs.add(dtype, Bytes(size_t(case_.sizes[i]) * size_of(dtype), 0));
+        }
         int64_t count = 0;
         must("state_count", dsopt_optimizer_state_count(opt_, &count));
         for (int64_t i = 0; i < count; ++i) {

@@ -143,6 +143,18 @@ test::Comm echo_comm(const test::Context &context, Echo &echo) {
 
 size_t size_of(int32_t dtype) { return test::size_of(dtype); }
 
+Formats formats_of(int32_t algorithm, int choice) {
+    constexpr int32_t squares[] = {DSOPT_MOMENT_F32, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_Q8};
+    Formats formats{choice % 5, squares[choice / 5 % 3]};
+    if (algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM) return {};
+    if (algorithm == DSOPT_ALGORITHM_SGD || algorithm == DSOPT_ALGORITHM_LION) formats.second = DSOPT_MOMENT_F32;
+    if (algorithm == DSOPT_ALGORITHM_ADAGRAD) {
+        formats.first = DSOPT_MOMENT_F32;
+        if (formats.second == DSOPT_MOMENT_Q8) formats.second = DSOPT_MOMENT_BF16_RANDOM;
+    }
+    return formats;
+}
+
 int append(void *file, const void *data, size_t bytes) {
     static_cast<Bytes *>(file)->append(static_cast<const char *>(data), bytes);
     return 0;

@@ -61,6 +61,16 @@ test::Comm echo_comm(const test::Context &context, Echo &echo);
 
 size_t size_of(int32_t dtype);
 
+/// Formats of moments, enum dsopt_moment.
+struct Formats {
+    int32_t first = DSOPT_MOMENT_F32, second = DSOPT_MOMENT_F32;
+    bool are_f32() const { return first == DSOPT_MOMENT_F32 && second == DSOPT_MOMENT_F32; }
+};
+constexpr int kFormatChoices = 15;
+/// Returns one of the kFormatChoices pairs of formats, or the closest one that the algorithm has. SGD must have
+/// momentum.
+Formats formats_of(int32_t algorithm, int choice);
+
 /// Callbacks of dsopt_io that write to and read from a string.
 int append(void *file, const void *data, size_t bytes);
 int read_at(void *file, uint64_t offset, void *data, size_t bytes);

@@ -109,6 +109,7 @@ void run(const Input &input) {
     const std::unique_ptr<Subject> subject = std::move(ready.subject);
     const uint32_t params = input.flags & DSOPT_IO_PARAMS;
     load_again(kind, subject->save(params), params, "after a load");
+    subject->copy_as_f32();
     for (int i = 0; i < 3; ++i) (void)subject->step();
     for (const int64_t call : {0, 1, 100}) subject->query_reduction(call);
     load_again(kind, subject->save(0), 0, "after a load and steps");
@@ -167,7 +168,7 @@ private:
         switch (below(10)) {
         case 0: input_.kind = uint8_t(below(kKinds)); break;
         case 1: input_.mode = uint8_t(below(2) != 0 ? below(2) : below(32)); break;
-        case 2: input_.flags = uint8_t(below(2) != 0 ? 0 : below(64)); break;
+        case 2: input_.flags = uint8_t(below(2) != 0 ? 0 : below(128)); break;
         case 3: replace(file.header, numbers_of(file.header)); break;
         case 4: replace(file.header, values_of(file.header)); break;
         case 5: change_word(file.data); break;
@@ -233,6 +234,19 @@ private:
 };
 
 // --------------------------------------------------------------------------------------------------------------- seeds
+/// Kinds of which one loads files of the other.
+struct Conversion {
+    int from, to;
+    uint8_t flags = DSOPT_IO_CONVERT;
+};
+constexpr Conversion kConversions[] = {{20, 21},
+                                       {21, 20},
+                                       {22, 23},
+                                       {23, 22},
+                                       {4, 26},
+                                       {26, 4},
+                                       {20, 22, DSOPT_IO_CONVERT | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_SCALER}};
+
 void write_seeds(const std::string &folder) {
     for (int kind = 0; kind < kKinds; ++kind) {
         const auto write = [&](const std::string &name, const Input &input) {
@@ -253,6 +267,13 @@ void write_seeds(const std::string &folder) {
                 input.files.push_back(File::split(subject.save(0)));
             }
             write("ranks" + std::to_string(ranks), input);
+        }
+        for (const Conversion &conversion : kConversions) {
+            if (conversion.to != kind) continue;
+            Subject subject(conversion.from);
+            subject.train();
+            write("from" + std::to_string(conversion.from),
+                  {uint8_t(kind), 0, conversion.flags, {File::split(subject.save(0))}});
         }
     }
 }

@@ -47,7 +47,7 @@ struct StepCase {
 };
 struct Case {
     int32_t algorithm = 0, compat = 0, flags = 0, nonfinite = 0, masters = 0, group_flags = 0;
-    int32_t first_format = 0, second_format = 0; // of the moments
+    Formats formats; // of the moments
     int ranks = 1;
     double max_norm = 0, max_value = 0, group_norm = 0, decay = 0, lr = 0, momentum = 0;
     bool scaler = false;
@@ -59,17 +59,13 @@ struct Case {
 
 /// Chooses formats of moments that the algorithm has, and remainders.
 void choose_formats(Choices &choose, Case &c) {
-    constexpr int32_t squares[] = {DSOPT_MOMENT_F32, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_Q8};
-    const bool has_first =
-        c.algorithm != DSOPT_ALGORITHM_ADAGRAD && (c.algorithm != DSOPT_ALGORITHM_SGD || c.momentum != 0);
-    const bool has_second = c.algorithm != DSOPT_ALGORITHM_SGD && c.algorithm != DSOPT_ALGORITHM_LION;
-    if (has_first) c.first_format = choose.below(5);
-    if (has_second) c.second_format = squares[choose.below(c.algorithm == DSOPT_ALGORITHM_ADAGRAD ? 2 : 3)];
+    if (c.algorithm != DSOPT_ALGORITHM_SGD || c.momentum != 0)
+        c.formats = formats_of(c.algorithm, choose.below(kFormatChoices));
     c.masters = DSOPT_MASTERS_PER_TENSOR;
     if (!(c.flags & DSOPT_OPTIMIZER_NO_MASTER) && choose.flip()) c.masters = DSOPT_MASTERS_REMAINDER;
     for (ParamCase &param : c.params) {
         if (c.masters == DSOPT_MASTERS_REMAINDER && param.dtype == DSOPT_DTYPE_F16) param.dtype = DSOPT_DTYPE_BF16;
-        if ((c.first_format != 0 || c.second_format != 0) && choose.rarely(4)) param.flags |= DSOPT_PARAM_F32_MOMENTS;
+        if (!c.formats.are_f32() && choose.rarely(4)) param.flags |= DSOPT_PARAM_F32_MOMENTS;
     }
 }
 
@@ -273,8 +269,8 @@ private:
         group.flags |= case_.group_flags;
         group.lr = case_.lr;
         group.weight_decay = case_.decay;
-        group.exp_avg_format = case_.first_format;
-        group.exp_avg_sq_format = case_.second_format;
+        group.exp_avg_format = case_.formats.first;
+        group.exp_avg_sq_format = case_.formats.second;
         group.max_norm = case_.group_norm;
         if (case_.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = case_.momentum;
         if (case_.is_onebit()) group.freeze_step = 2;

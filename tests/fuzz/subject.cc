@@ -10,6 +10,9 @@ struct Kind {
     uint32_t flags = 0; // of the optimizer
     int32_t compat = DSOPT_COMPAT_NONE;
     bool is_16_bit = false, scaler = false, masks = false, clips = false, node = false;
+    int32_t first_format = DSOPT_MOMENT_F32, second_format = DSOPT_MOMENT_F32; // of the moments
+    bool remainders = false, f32_moments = false;                              // f32_moments: of the first parameter
+    bool two_blocks = false;                                                   // the last parameter has two scales
 };
 constexpr uint32_t kAverages = DSOPT_OPTIMIZER_AVERAGES;
 const Kind kAll[] = {
@@ -39,10 +42,41 @@ const Kind kAll[] = {
     {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM, .ranks = 4, .flags = kAverages, .node = true},
     {.algorithm = DSOPT_ALGORITHM_ONEBIT_LAMB, .ranks = 2, .compat = DSOPT_COMPAT_DEEPSPEED},
     {.algorithm = DSOPT_ALGORITHM_ZERO_ONE_ADAM, .ranks = 2, .compat = DSOPT_COMPAT_DEEPSPEED},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW, .two_blocks = true},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW,
+     .first_format = DSOPT_MOMENT_Q8,
+     .second_format = DSOPT_MOMENT_Q8,
+     .f32_moments = true,
+     .two_blocks = true},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW,
+     .is_16_bit = true,
+     .scaler = true,
+     .first_format = DSOPT_MOMENT_E4M3,
+     .second_format = DSOPT_MOMENT_BF16_RANDOM,
+     .remainders = true,
+     .two_blocks = true},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW,
+     .is_16_bit = true,
+     .scaler = true,
+     .first_format = DSOPT_MOMENT_BF16,
+     .second_format = DSOPT_MOMENT_Q8,
+     .two_blocks = true},
+    {.algorithm = DSOPT_ALGORITHM_LAMB,
+     .flags = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING,
+     .is_16_bit = true,
+     .first_format = DSOPT_MOMENT_Q8,
+     .second_format = DSOPT_MOMENT_BF16_RANDOM,
+     .two_blocks = true},
+    {.algorithm = DSOPT_ALGORITHM_SGD,
+     .flags = DSOPT_OPTIMIZER_ACCUMULATE,
+     .is_16_bit = true,
+     .first_format = DSOPT_MOMENT_E4M3,
+     .remainders = true},
+    {.algorithm = DSOPT_ALGORITHM_ADAGRAD, .second_format = DSOPT_MOMENT_BF16_RANDOM},
 };
 static_assert(std::size(kAll) == kKinds);
 
-constexpr int64_t kSizes[] = {5, 0, 33, 70};
+constexpr int64_t kSizes[] = {5, 0, 33, 70}, kTwoBlocks = 300;
 constexpr int64_t kDims[] = {3, 11}; // of the third parameter
 const char *const kNames[] = {"w.a", "b\"\u00e9", "w.c", "d"};
 
@@ -58,6 +92,8 @@ dsopt_group group_of(const Kind &kind) {
     dsopt_group group;
     must("group_init", dsopt_group_init(&group, sizeof group, kind.algorithm));
     group.weight_decay = 0.01;
+    group.exp_avg_format = kind.first_format;
+    group.exp_avg_sq_format = kind.second_format;
     if (kind.algorithm == DSOPT_ALGORITHM_SGD) group.momentum = 0.9;
     if (is_onebit(kind.algorithm)) group.freeze_step = 3;
     if (kind.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) {
@@ -71,7 +107,9 @@ dsopt_group group_of(const Kind &kind) {
 } // namespace
 
 std::vector<int> Subject::rank_counts(int kind) {
-    if (!is_onebit(kAll[kind].algorithm)) return {};
+    const bool has_formats =
+        kAll[kind].first_format != DSOPT_MOMENT_F32 || kAll[kind].second_format != DSOPT_MOMENT_F32;
+    if (!is_onebit(kAll[kind].algorithm)) return has_formats ? std::vector<int>{2} : std::vector<int>{};
     return kAll[kind].node ? std::vector<int>{4} : std::vector<int>{1, 2, 3};
 }
 
@@ -82,6 +120,7 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     desc.compat = kind.compat;
     desc.flags = int32_t(ranks == 1 ? kind.flags & ~(kAverages | DSOPT_OPTIMIZER_MOMENTUM_BITS) : kind.flags);
     desc.max_norm = kind.clips ? 1 : 0;
+    if (kind.remainders) desc.masters = DSOPT_MASTERS_REMAINDER;
     echo_ = kind.node ? Echo{rank / 2, 2} : Echo{rank, ranks};
     if (kind.node) {
         node_echo_ = {rank % 2, 2};
@@ -97,11 +136,11 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     optimizer_.reset(optimizer);
     std::vector<dsopt_param> params;
     for (size_t i = 0; i < std::size(kSizes); ++i) {
-        const auto numel = size_t(kSizes[i]);
-        const bool stochastic = kind.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
-        const int32_t dtype = !kind.is_16_bit            ? DSOPT_DTYPE_F32
-                              : stochastic || i % 2 != 0 ? DSOPT_DTYPE_BF16
-                                                         : DSOPT_DTYPE_F16;
+        const auto numel = size_t(kind.two_blocks && i == 3 ? kTwoBlocks : kSizes[i]);
+        const bool is_bf16 = kind.remainders || (kind.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) != 0;
+        const int32_t dtype = !kind.is_16_bit         ? DSOPT_DTYPE_F32
+                              : is_bf16 || i % 2 != 0 ? DSOPT_DTYPE_BF16
+                                                      : DSOPT_DTYPE_F16;
         weights_.emplace_back(numel * size_of(dtype));
         gradients_.emplace_back(numel * sizeof(float));
         for (size_t k = 0; k < numel; ++k) {
@@ -110,12 +149,13 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
                         float(int(k * 31 + i * 7) % 13 - 6) * 0.125f);
         }
         dsopt_param param{};
-        param.tensor = {numel != 0 ? weights_[i].data() : nullptr, kSizes[i], dtype, 0};
+        param.tensor = {numel != 0 ? weights_[i].data() : nullptr, int64_t(numel), dtype, 0};
         param.name = kNames[i];
         if (i == 2) param.dims = kDims, param.ndim = 2;
+        if (i == 0 && kind.f32_moments) param.flags = DSOPT_PARAM_F32_MOMENTS;
         if (i == 3 && kind.masks) param.flags = DSOPT_PARAM_MASKED;
         params.push_back(param);
-        list_.push_back({numel != 0 ? gradients_[i].data() : nullptr, kSizes[i], DSOPT_DTYPE_F32, 0});
+        list_.push_back({numel != 0 ? gradients_[i].data() : nullptr, int64_t(numel), DSOPT_DTYPE_F32, 0});
     }
     const dsopt_group group = group_of(kind);
     for (size_t first : {0, 2})
@@ -169,6 +209,19 @@ dsopt_status Subject::load(std::vector<Bytes> &files, bool as_list, uint32_t fla
 void Subject::query_reduction(int64_t call) {
     int32_t reduction = 0;
     (void)counted("next_reduction", dsopt_optimizer_next_reduction(optimizer_.get(), call, &reduction));
+}
+
+void Subject::copy_as_f32() {
+    int64_t count = 0;
+    must("state_count", dsopt_optimizer_state_count(optimizer_.get(), &count));
+    for (int64_t i = 0; i < count; ++i) {
+        DSOPT_NEW(dsopt_state_info, info);
+        must("state", dsopt_optimizer_state(optimizer_.get(), i, &info));
+        if (info.tensor.dtype == DSOPT_DTYPE_I32) continue;
+        std::vector<float> values(size_t(info.tensor.numel));
+        must("export_f32", dsopt_optimizer_export_f32(optimizer_.get(), i, values.data(), info.tensor.numel));
+        must("import_f32", dsopt_optimizer_import_f32(optimizer_.get(), i, values.data(), info.tensor.numel));
+    }
 }
 
 const Subject::Keys &Subject::keys() const {

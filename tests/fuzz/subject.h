@@ -6,7 +6,7 @@
 
 namespace fuzz {
 
-constexpr int kKinds = 20;
+constexpr int kKinds = 27;
 
 class Subject {
 public:
@@ -21,6 +21,8 @@ public:
     Bytes save(uint32_t flags);
     dsopt_status load(std::vector<Bytes> &files, bool as_list, uint32_t flags);
     void query_reduction(int64_t call);
+    /// Exports each state tensor of floating-point values as fp32 and imports the values.
+    void copy_as_f32();
     /// Returns everything observable. `state`: also the state tensors, which are created if they do not exist.
     Bytes text(bool state);
 

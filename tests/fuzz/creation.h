@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls that create objects, groups and parameters, with good and bad arguments.
+#pragma once
+#include "world.h"
+
+namespace fuzz {
+
+/// Chooses an algorithm by a byte, and formats by the rest of the byte's value.
+struct AlgorithmChoice {
+    int32_t algorithm = 0;
+    Formats formats;
+
+    explicit AlgorithmChoice(uint8_t byte) : algorithm(kAlgorithms[byte % std::size(kAlgorithms)]) {
+        constexpr int f32 = 7; // a third of the values of `rest`
+        const int rest = byte / int(std::size(kAlgorithms));
+        if (rest > f32) formats = formats_of(algorithm, rest - f32);
+    }
+};
+void set_formats(dsopt_group &group, Formats formats);
+
+class Creation : public World {
+public:
+    using World::World;
+
+protected:
+    void create_context();
+    void create_comm();
+    void create_scaler();
+    void create_optimizer();
+    /// Flags and dtypes are mostly those that are valid for the optimizer, and for groups with or without formats.
+    std::vector<dsopt_param> new_params(const OptimizerRecord &o, bool onebit, bool has_formats,
+                                        std::vector<dsopt_tensor> &tensors, int count);
+    void add_group();
+    void add_group_to(OptimizerRecord &o);
+    void add_params();
+
+private:
+    std::deque<std::array<int64_t, 2>> dims_; // of parameters; a deque because their addresses must not change
+};
+
+} // namespace fuzz
