@@ -3,9 +3,7 @@
 // tests create files with valid checksums by the library's own writer, so this program links the static library.
 #include "base/status.h"
 #include "base/text.h"
-#include "checkpoint/safetensors.h"
-#include "support/file.h"
-#include "support/harness.h"
+#include "content.h"
 #include <functional>
 
 #define XXH_INLINE_ALL
@@ -16,57 +14,6 @@ using namespace test;
 LABEL_FILE(one_thread);
 
 namespace {
-
-std::string saved(const dsopt_optimizer *opt, uint32_t flags = 0) {
-    MemoryFile memory_file;
-    const dsopt_io io = memory_file.io(flags);
-    must(dsopt_optimizer_save(const_cast<dsopt_optimizer *>(opt), nullptr, &io));
-    return memory_file.data;
-}
-dsopt_status load(dsopt_optimizer *opt, const std::string &data, uint32_t flags = 0) {
-    MemoryFile memory_file{data};
-    const dsopt_io io = memory_file.io(flags);
-    return dsopt_optimizer_load(opt, nullptr, &io);
-}
-
-/// The parsed content of a checkpoint. text() writes it again, with valid checksums.
-struct Content {
-    explicit Content(const std::string &data) {
-        MemoryFile memory_file{data};
-        const dsopt::SafetensorsReader reader(dsopt::callback_source(memory_file.io()));
-        metadata.assign(reader.metadata().begin(), reader.metadata().end());
-        tensors = reader.tensors();
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            bytes.emplace_back(tensors[i].bytes, '\0');
-            reader.read(i, 0, bytes[i].data(), bytes[i].size());
-        }
-    }
-    std::string &field(const std::string &key) {
-        for (auto &[name, value] : metadata)
-            if (name == key) return value;
-        throw std::runtime_error("no field " + key);
-    }
-    dsopt::TensorEntry &tensor(const std::string &name) {
-        for (dsopt::TensorEntry &entry : tensors)
-            if (entry.name == name) return entry;
-        throw std::runtime_error("no tensor " + name);
-    }
-    void drop_tensor(const std::string &name) {
-        const size_t i = size_t(&tensor(name) - tensors.data());
-        tensors.erase(tensors.begin() + int64_t(i));
-        bytes.erase(bytes.begin() + int64_t(i));
-    }
-    std::string text() const {
-        MemoryFile memory_file;
-        const auto sink = dsopt::callback_sink(memory_file.io());
-        dsopt::write_safetensors(*sink, metadata, tensors,
-                                 [&](size_t i, uint64_t offset, size_t) { return bytes[i].data() + offset; });
-        return memory_file.data;
-    }
-    dsopt::Metadata metadata;
-    std::vector<dsopt::TensorEntry> tensors;
-    std::vector<std::string> bytes;
-};
 
 /// An optimizer after three steps, and its checkpoint after two of them.
 class Load : public testing::Test {
@@ -647,59 +594,6 @@ TEST(LoadBeforeFirstStep, LeavesBoundMastersUnchangedOnFailure) {
     EXPECT_EQ(load(trainer.opt(), data), DSOPT_ERR_CHECKSUM);
     EXPECT_TRUE(same(master.text(), before));
     EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg"), std::vector<float>(30, 0));
-}
-
-// ------------------------------------------------------------------------------------------------ low-precision state
-/// Returns an optimizer with a moment in a format, and two parameters.
-Trainer make_lion(int32_t format) {
-    dsopt_group group = make_group(DSOPT_ALGORITHM_LION);
-    group.exp_avg_format = format;
-    return Trainer(shapes_of({300, 600}), group);
-}
-
-TEST(LoadFormats, RefusesCodesWithoutScalesOrOfAWrongSize) {
-    const Trainer source = make_lion(DSOPT_MOMENT_E4M3);
-    source.train(1);
-    const std::string file = saved(source.opt());
-    for (const int32_t format : {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_F32, DSOPT_MOMENT_Q8}) {
-        const Trainer target = make_lion(format);
-        target.train(2);
-        const std::string before = target.text();
-        const auto expect_refused = [&](const std::function<void(Content &)> &change, const char *words) {
-            Content content(file);
-            change(content);
-            EXPECT_TRUE(refused(load(target.opt(), content.text(), DSOPT_IO_CONVERT), DSOPT_ERR_MISMATCH, words));
-            EXPECT_TRUE(same(target.text(), before));
-        };
-        expect_refused([](Content &c) { c.drop_tensor("p1.exp_avg_scale"); }, "p1.exp_avg_scale");
-        expect_refused([](Content &c) { c.drop_tensor("p1.exp_avg"); }, "p1.exp_avg");
-        const auto shorten = [](const char *name, size_t size) {
-            return [=](Content &c) {
-                dsopt::TensorEntry &entry = c.tensor(name);
-                entry.shape = {entry.shape[0] - 1};
-                entry.bytes -= size;
-            };
-        };
-        expect_refused(shorten("p1.exp_avg_scale", 4), "p1.exp_avg_scale|bytes");
-        expect_refused(shorten("p0.exp_avg", 1), "p0.exp_avg|bytes");
-        expect_refused([](Content &c) { c.tensor("p1.exp_avg_scale").dtype = DSOPT_DTYPE_I32; },
-                       "p1.exp_avg_scale|I32|F32");
-        expect_refused(
-            [](Content &c) {
-                c.tensor("p0.exp_avg").dtype = DSOPT_DTYPE_I16;
-                c.tensor("p0.exp_avg").shape = {150};
-            },
-            "p0.exp_avg|I16");
-    }
-}
-
-TEST(LoadFormats, RefusesAnotherFormatWithoutTheFlag) {
-    const Trainer source = make_lion(DSOPT_MOMENT_Q8), target = make_lion(DSOPT_MOMENT_E4M3);
-    source.train(1);
-    target.train(2);
-    const std::string before = target.text();
-    EXPECT_TRUE(refused(load(target.opt(), saved(source.opt())), DSOPT_ERR_MISMATCH, "p0.exp_avg|U8|F8_E4M3"));
-    EXPECT_TRUE(same(target.text(), before));
 }
 
 } // namespace
