@@ -72,6 +72,7 @@ struct Setting {
     int model_rank = 0;                                      // this rank among them
     void (*change)(dsopt_group &group, int index) = nullptr; // called before each of the two groups is added
     dsopt_context *context = nullptr;                        // NULL: the optimizer creates its own
+    int32_t first_format = 0, second_format = 0;             // of the moments, enum dsopt_moment
 };
 
 /// Ranks that are threads of this process.
@@ -152,6 +153,8 @@ public:
         must(dsopt_group_init(&group, sizeof group, setting.algorithm));
         group.flags = setting.group_flags;
         group.weight_decay = 0.1;
+        group.exp_avg_format = setting.first_format;
+        group.exp_avg_sq_format = setting.second_format;
         if (setting.change != nullptr) setting.change(group, 0);
         must(dsopt_optimizer_add_group(optimizer, &group, list.data(), int64_t(half)));
         group.lr = 2e-3;
@@ -298,6 +301,28 @@ private:
     cudaGraph_t graph_ = nullptr;
     cudaGraphExec_t exec_ = nullptr;
 };
+
+/// Settings with every format of moments, and with remainders.
+inline std::vector<Setting> format_settings() {
+    std::vector<Setting> all;
+    const auto add = [&](int32_t algorithm, int32_t first, int32_t second, int32_t masters) {
+        Setting s;
+        s.algorithm = algorithm;
+        s.param = s.grad = DSOPT_DTYPE_BF16;
+        s.first_format = first;
+        s.second_format = second;
+        s.desc.masters = masters;
+        s.desc.max_norm = 1;
+        s.desc.seed = 3;
+        all.push_back(s);
+    };
+    add(DSOPT_ALGORITHM_ADAMW, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MASTERS_REMAINDER);
+    add(DSOPT_ALGORITHM_ADAMW, DSOPT_MOMENT_Q8, DSOPT_MOMENT_Q8, DSOPT_MASTERS_PER_TENSOR);
+    add(DSOPT_ALGORITHM_LAMB, DSOPT_MOMENT_BF16, DSOPT_MOMENT_Q8, DSOPT_MASTERS_REMAINDER);
+    add(DSOPT_ALGORITHM_LION, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_F32, DSOPT_MASTERS_PER_TENSOR);
+    add(DSOPT_ALGORITHM_ADAMW, DSOPT_MOMENT_F32, DSOPT_MOMENT_F32, DSOPT_MASTERS_REMAINDER);
+    return all;
+}
 
 inline dsopt_status step_on(BackendOptimizer &side, cudaStream_t stream) {
     dsopt_step step = side.arguments();

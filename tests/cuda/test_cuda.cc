@@ -155,6 +155,58 @@ TEST_F(CudaGraph, CapturesListWithAllPointersChanged) {
     EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
+// Numbers for rounding at random come from counters on the device, so a replay draws those of its own step.
+TEST_F(CudaGraph, ReplaysStepsOnLowPrecisionState) {
+    for (const Setting &s : format_settings()) {
+        SCOPED_TRACE(test::name_of(s.algorithm) + std::to_string(s.first_format) + std::to_string(s.second_format));
+        BackendOptimizer side(true, s), reference(false, s);
+        for (BackendOptimizer *each : {&side, &reference}) {
+            each->fill_gradients(0);
+            ASSERT_OK(each->step());
+        }
+        const Captured captured([&](cudaStream_t stream) { EXPECT_OK(step_on(side, stream)); });
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the plain step was on another stream
+        for (int t = 1; t <= 3; ++t) {
+            for (BackendOptimizer *each : {&side, &reference}) each->fill_gradients(t);
+            captured.replay();
+            ASSERT_OK(reference.step());
+            EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes())) << t;
+        }
+    }
+}
+
+TEST_F(CudaCheckpoint, ConvertsMomentsOnBothBackends) {
+    Setting s;
+    s.algorithm = DSOPT_ALGORITHM_LION;
+    s.param = s.grad = DSOPT_DTYPE_BF16;
+    s.desc.masters = DSOPT_MASTERS_REMAINDER;
+    s.sizes = {3, 1500001, 0, 4096}; // pieces of 2^20 elements and tails
+    const std::string path = testing::TempDir() + "/dsopt-cuda-" + std::to_string(getpid()) + ".safetensors";
+    DSOPT_NEW(dsopt_io, io);
+    io.flags = DSOPT_IO_CONVERT | DSOPT_IO_PARAMS;
+    for (const auto &[saved, loaded] :
+         {std::pair{DSOPT_MOMENT_Q8, DSOPT_MOMENT_E4M3}, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_F32}}) {
+        s.first_format = saved;
+        BackendOptimizer source(true, s);
+        source.fill_gradients(0);
+        ASSERT_OK(source.step());
+        DSOPT_NEW(dsopt_io, with_params);
+        with_params.flags = DSOPT_IO_PARAMS;
+        ASSERT_OK(dsopt_optimizer_save(source.optimizer, path.c_str(), &with_params));
+        s.first_format = loaded;
+        BackendOptimizer device(true, s), host(false, s);
+        for (BackendOptimizer *side : {&device, &host}) {
+            ASSERT_OK(dsopt_optimizer_load(side->optimizer, path.c_str(), &io));
+            side->fill_gradients(1);
+        }
+        EXPECT_TRUE(same(device.all_bytes(), host.all_bytes()));
+        EXPECT_EQ(device.params[1].get(), source.params[1].get());
+        for (BackendOptimizer *side : {&device, &host}) ASSERT_OK(side->step());
+        EXPECT_TRUE(same(device.all_bytes(), host.all_bytes()));
+    }
+    (void)std::remove(path.c_str());
+}
+
 TEST_F(CudaCheckpoint, LoadsOnBothBackends) {
     Setting s;
     s.param = s.grad = DSOPT_DTYPE_BF16;

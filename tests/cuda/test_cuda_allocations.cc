@@ -10,13 +10,16 @@ namespace {
 
 TEST(CudaWarmStep, AllocatesNoHostMemoryWhenListsMove) {
     test::NewCounter::is_ignored = fakert::in_runtime_call;
+    std::vector<Setting> settings = format_settings();
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ONEBIT_ADAM,
                                     DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
-        SCOPED_TRACE(test::name_of(algorithm));
+        settings.emplace_back();
+        settings.back().algorithm = algorithm;
+    }
+    for (Setting &setting : settings) {
+        SCOPED_TRACE(test::name_of(setting.algorithm) + ' ' + std::to_string(setting.first_format));
         begin_test();
         {
-            Setting setting;
-            setting.algorithm = algorithm;
             setting.scaler = true;
             setting.desc.max_norm = 1;
             setting.change = [](dsopt_group &group, int) {

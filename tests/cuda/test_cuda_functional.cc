@@ -115,6 +115,27 @@ TEST_F(CudaFunctional, CapturesInitStateScalerAndNextReduction) {
     }
 }
 
+TEST_F(CudaFunctional, CapturesApplyOnLowPrecisionState) {
+    for (const Setting &s : format_settings()) {
+        SCOPED_TRACE(std::to_string(s.algorithm) + ' ' + std::to_string(s.first_format));
+        FunctionalOptimizer host(false, s), graph(true, s);
+        ASSERT_OK(host.init());
+        const Captured init([&](cudaStream_t stream) { ASSERT_OK(graph.init(stream)); });
+        init.replay();
+        dsopt_step step = graph.apply_arguments();
+        const Captured apply([&](cudaStream_t stream) {
+            step.stream = stream;
+            ASSERT_OK(dsopt_optimizer_apply(graph.optimizer, &step));
+        });
+        for (int t = 0; t < 3; ++t) {
+            for (FunctionalOptimizer *side : {&host, &graph}) side->fill_gradients(t);
+            ASSERT_OK(host.apply());
+            apply.replay();
+            EXPECT_TRUE(same(host.raw(), graph.raw())) << t;
+        }
+    }
+}
+
 TEST_F(CudaFunctional, Captures100000Tensors) {
     constexpr int64_t count = 100000;
     std::vector<char> results[2];

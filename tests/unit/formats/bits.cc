@@ -154,6 +154,45 @@ TEST(FormatLists, MixedWithF32MomentsHaveTheBitsOfEachAlone) {
     }
 }
 
+// Packing: lists of one tensor and of all of them, in both orders. LAMB's trust ratios are those of tensors.
+TEST(FormatLists, HaveTheBitsOfEachTensorAloneInAnyOrder) {
+    for (const FormatCase &c : all_format_cases()) {
+        const Context context = make_context();
+        const auto param_of_size = [](int64_t size) {
+            Array weights(DSOPT_DTYPE_BF16, size_t(size), 0);
+            weights.fill(uint64_t(size) + 1);
+            return Param{weights, "w" + std::to_string(size)};
+        };
+        const auto gradient_of_size = [](int64_t size, uint64_t t) {
+            Array gradient(DSOPT_DTYPE_BF16, size_t(size), 0);
+            gradient.fill(100 * t + uint64_t(size));
+            return gradient;
+        };
+        /// Returns the weights and state of each tensor of the list, by its size.
+        const auto trained_list = [&](const std::vector<int64_t> &sizes) {
+            std::vector<Param> params;
+            for (const int64_t size : sizes) params.push_back(param_of_size(size));
+            Trainer trainer(context, format_desc(DSOPT_MASTERS_REMAINDER), c.group(), params);
+            for (uint64_t t = 1; t <= 3; ++t) {
+                std::vector<Array> gradients;
+                for (const int64_t size : sizes) gradients.push_back(gradient_of_size(size, t));
+                must(trainer.step(gradients));
+            }
+            std::map<int64_t, std::string> texts;
+            for (size_t i = 0; i < sizes.size(); ++i) texts[sizes[i]] = trainer.weight(i).text();
+            for (int64_t k = 0; k < state_count(trainer.opt()); ++k) {
+                const dsopt_state_info info = state_info(trainer.opt(), k);
+                if (info.param >= 0) texts[sizes[size_t(info.param)]] += exported_text(trainer.opt(), k);
+            }
+            return texts;
+        };
+        const std::map<int64_t, std::string> all = trained_list(kFormatSizes);
+        EXPECT_EQ(trained_list({kFormatSizes.rbegin(), kFormatSizes.rend()}), all) << c.name();
+        for (const int64_t size : kFormatSizes)
+            EXPECT_TRUE(same(trained_list({size}).at(size), all.at(size))) << c.name() << ' ' << size;
+    }
+}
+
 // Ranks round alike: nothing depends on the rank.
 TEST(FormatSeeds, SelectTheRandomNumbers) {
     const FormatCase c{DSOPT_ALGORITHM_ADAMW, {DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_BF16_RANDOM}};

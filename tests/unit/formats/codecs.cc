@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The codecs of a step store and load what those of dsopt_optimizer_import_f32 and _export_f32 do, which are the
-// reference: for every instruction set and on the device. An SGD step with a new momentum buffer stores the gradient, and
-// one with momentum 1 and dampening 1 stores the buffer again and subtracts it from the weights.
+// reference: for every instruction set and on the device. An SGD step with a new momentum buffer stores the gradient,
+// and one with momentum 1 and dampening 1 stores the buffer again and subtracts it from the weights.
 #include "support/formats.h"
 
 using namespace test;

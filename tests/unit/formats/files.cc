@@ -95,6 +95,95 @@ TEST(FormatConversion, OfTheSameStorageCopies) {
     EXPECT_TRUE(same(target.text(), source.text()));
 }
 
+// Conversions are in pieces of 2^20 elements, which have their own scales.
+LABEL(long_emulated);
+TEST(FormatConversion, OfSeveralPiecesIsThatOfAnImport) {
+    constexpr int64_t numel = (1 << 21) + 300;
+    const auto make = [](int32_t format) {
+        return Trainer(shapes_of({numel}), FormatCase{DSOPT_ALGORITHM_LION, {format, DSOPT_MOMENT_F32}}.group());
+    };
+    const Trainer source = make(DSOPT_MOMENT_Q8);
+    source.train(1);
+    const std::vector<float> values = f32_state(source.opt(), 0, "exp_avg");
+    MemoryFile file;
+    must(file.save(source));
+    for (const int32_t format : {DSOPT_MOMENT_F32, DSOPT_MOMENT_BF16, DSOPT_MOMENT_E4M3}) {
+        const Trainer loaded = make(format), imported = make(format);
+        must(file.load(loaded, DSOPT_IO_CONVERT));
+        must(dsopt_optimizer_import_f32(imported.opt(), state_index(imported.opt(), 0, "exp_avg"), values.data(),
+                                        numel));
+        EXPECT_TRUE(same_bits(f32_state(loaded.opt(), 0, "exp_avg"), f32_state(imported.opt(), 0, "exp_avg")))
+            << kFormatNames[format];
+    }
+}
+
+TEST(FormatConversion, OfAFlaggedParameterIsToAndFromF32) {
+    const FormatCase c{DSOPT_ALGORITHM_ADAMW, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}};
+    const Context context = make_context();
+    const auto make = [&](int32_t flags) {
+        Array weights(DSOPT_DTYPE_F32, 600, 0), gradient(DSOPT_DTYPE_F32, 600, 0);
+        weights.fill(1);
+        gradient.fill(2);
+        Trainer trainer(context, format_desc(), c.group(), {{weights, "w", flags}});
+        must(trainer.step({gradient}));
+        return trainer;
+    };
+    for (const int32_t saved : {0, int32_t(DSOPT_PARAM_F32_MOMENTS)}) {
+        const Trainer source = make(saved), target = make(saved ^ DSOPT_PARAM_F32_MOMENTS);
+        MemoryFile file;
+        must(file.save(source));
+        EXPECT_TRUE(refused(file.load(target), DSOPT_ERR_MISMATCH, "w.exp_avg|F32"));
+        must(dsopt_optimizer_reset(target.opt(), DSOPT_RESET_MOMENTS, nullptr));
+        must(file.load(target, DSOPT_IO_CONVERT));
+        for (const char *const name : {"exp_avg", "exp_avg_sq"}) {
+            const std::vector<float> values = f32_state(source.opt(), 0, name);
+            if (saved == 0) {
+                EXPECT_TRUE(same_bits(f32_state(target.opt(), 0, name), values)) << name;
+                continue;
+            }
+            const Trainer imported = make(0);
+            const int64_t index = state_index(imported.opt(), 0, name);
+            must(dsopt_optimizer_import_f32(imported.opt(), index, values.data(), 600));
+            EXPECT_TRUE(same_bits(f32_state(target.opt(), 0, name), f32_state(imported.opt(), 0, name))) << name;
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------ several ranks
+const FormatCase kRanked{DSOPT_ALGORITHM_ADAMW, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}};
+
+/// Returns the files of ranks that have taken steps on the same averaged gradients, and the state of the first one.
+std::vector<MemoryFile> saved_by_ranks(int ranks, std::string *state) {
+    std::vector<MemoryFile> files(static_cast<size_t>(ranks));
+    with_ranks(ranks, [&](int rank, const Context &context, const Comm &comm) {
+        dsopt_optimizer_desc desc = desc_with(comm, DSOPT_COMPAT_NONE, DSOPT_OPTIMIZER_CHECK_RANKS);
+        desc.masters = DSOPT_MASTERS_REMAINDER;
+        Trainer trainer(context, desc, kRanked.group(), std::vector<Array>{Array(kBf16, 700, 1), Array(kBf16, 257, 2)});
+        for (uint64_t t = 1; t <= 3; ++t) {
+            std::vector<Array> gradients = {Array(kBf16, 700, 0), Array(kBf16, 257, 0)};
+            for (Array &gradient : gradients) gradient.fill(t);
+            must(trainer.step(gradients));
+        }
+        must(files[size_t(rank)].save(trainer, DSOPT_IO_PARAMS));
+        if (rank == 0) *state = trainer.text();
+    });
+    return files;
+}
+
+TEST(FormatFilesOfRanks, LoadIntoAnyNumberOfRanks) {
+    std::string state;
+    std::vector<MemoryFile> files = saved_by_ranks(2, &state);
+    for (const int ranks : {1, 2, 3})
+        with_ranks(ranks, [&](int, const Context &context, const Comm &comm) {
+            dsopt_optimizer_desc desc = desc_with(comm, DSOPT_COMPAT_NONE, 0);
+            desc.masters = DSOPT_MASTERS_REMAINDER;
+            const Trainer trainer(context, desc, kRanked.group(),
+                                  std::vector<Array>{Array(kBf16, 700, 3), Array(kBf16, 257, 3)});
+            EXPECT_OK(load_all(trainer.opt(), {&files[0], &files[1]}, DSOPT_IO_PARAMS));
+            EXPECT_TRUE(same(trainer.text(), state)) << ranks;
+        });
+}
+
 TEST(FormatConversion, IsLogged) {
     std::string log;
     dsopt_context_desc context = context_desc();

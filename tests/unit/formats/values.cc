@@ -66,6 +66,22 @@ TEST(FormatEntries, HaveTheShapeOfTheirParameter) {
     EXPECT_EQ(scale_dims[0], 3);
 }
 
+// Neither the parameter nor its state has memory.
+TEST(FormatEntries, AreCountedBeyond32Bits) {
+    constexpr int64_t numel = (int64_t(1) << 31) + 256 + 1;
+    const Context context = make_context();
+    const Optimizer opt = make_optimizer(context, format_desc(DSOPT_MASTERS_REMAINDER));
+    const dsopt_group group = FormatCase{DSOPT_ALGORITHM_ADAMW, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}}.group();
+    const dsopt_param param = param_of({nullptr, numel, DSOPT_DTYPE_BF16, 0});
+    must(dsopt_optimizer_add_group(opt.get(), &group, &param, 1));
+    const auto numel_of = [&](const char *name) {
+        return state_info(opt.get(), state_index(opt.get(), 0, name)).tensor.numel;
+    };
+    for (const char *const name : {"remainder", "exp_avg", "exp_avg_sq"}) EXPECT_EQ(numel_of(name), numel) << name;
+    for (const char *const name : {"exp_avg_scale", "exp_avg_sq_scale"})
+        EXPECT_EQ(numel_of(name), (int64_t(1) << 23) + 2) << name;
+}
+
 TEST(FormatEntries, KeepF32MomentsOfAFlaggedParameter) {
     const FormatCase c{DSOPT_ALGORITHM_ADAMW, {DSOPT_MOMENT_Q8, DSOPT_MOMENT_Q8}};
     const Context context = make_context();
@@ -150,6 +166,33 @@ TEST(FormatValues, DoNotDependOnTheCallersFloatingPointMode) {
     }
 }
 #endif
+
+// Conversions are in pieces of 2^20 elements.
+LABEL(long_emulated);
+TEST(FormatValues, OfSeveralPiecesAreThoseOfSlices) {
+    constexpr int64_t total = (1 << 21) + 300, slice = 1 << 18;
+    Random random(6);
+    const std::vector<float> values = random.floats(size_t(total));
+    const auto converted = [](const FormatCase &c, const std::string &name, const std::vector<float> &from) {
+        const auto numel = int64_t(from.size());
+        const Trainer trainer(shapes_of({numel}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), c.group(),
+                              format_desc(DSOPT_MASTERS_REMAINDER));
+        must(dsopt_optimizer_import_f32(trainer.opt(), state_index(trainer.opt(), 0, name), from.data(), numel));
+        return f32_state(trainer.opt(), 0, name);
+    };
+    for (const int32_t format : {DSOPT_MOMENT_BF16, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8})
+        for (const std::string name : {"exp_avg", "remainder"}) {
+            if (name == "remainder" && format != DSOPT_MOMENT_Q8) continue; // does not depend on the format
+            const FormatCase c{DSOPT_ALGORITHM_LION, {format, DSOPT_MOMENT_F32}};
+            const std::vector<float> whole = converted(c, name, values);
+            for (int64_t first = 0; first < total; first += slice) {
+                const auto begin = values.begin() + first, end = begin + std::min(slice, total - first);
+                const std::vector<float> alone = converted(c, name, {begin, end});
+                const auto same_slice = whole.begin() + first;
+                ASSERT_TRUE(same_bits({same_slice, same_slice + (end - begin)}, alone)) << c.name() << ' ' << first;
+            }
+        }
+}
 
 TEST(FormatValues, OtherF32EntriesAreCopiedAsTheyAre) {
     const FormatCase c{DSOPT_ALGORITHM_LAMB, {DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8}};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Formats of moments and masters, src/rules/formats.h, compared with arithmetic in double. Every kernel is compared with
-// these functions.
+// Formats of moments and masters, src/rules/formats.h, compared with arithmetic in double. Every kernel is compared
+// with these functions.
 #include "rules/formats.h"
 #include "support/harness.h"
 #include <cmath>
@@ -74,6 +74,28 @@ TEST(MomentKey, DiffersByKindStepAndTensorAndFromWeights) {
                 keys.insert(dsopt::moment_key(tensor, kind, step));
         }
     EXPECT_EQ(keys.size(), 3u * 99 * 3);
+}
+
+// The first momentum is the gradient. Its key is that of the parameter's name and of the seed.
+TEST(MomentKey, RoundsElementsByTheirIndexInTheWholeTensor) {
+    for (const int64_t offset : {int64_t(0), int64_t(1) << 31, (int64_t(1) << 31) + 256, (int64_t(1) << 40) + 512}) {
+        dsopt_group group = make_group(DSOPT_ALGORITHM_SGD, 0); // without decay
+        group.momentum = 0.9;
+        group.exp_avg_format = DSOPT_MOMENT_BF16_RANDOM;
+        dsopt_optimizer_desc desc = optimizer_desc();
+        desc.seed = 7;
+        const Context context = make_context();
+        Trainer trainer(context, desc, group, {{Array(DSOPT_DTYPE_F32, 700, 1), "w", 0, 0, offset}});
+        Array gradient(DSOPT_DTYPE_F32, 700, 0);
+        gradient.fill(5);
+        must(trainer.step({gradient}));
+        const uint64_t key = dsopt::moment_key(dsopt::mix64(7 ^ uint64_t('w')) + 1, dsopt::MomentKind::gradient, 1);
+        const std::vector<uint16_t> stored = exported<uint16_t>(trainer.opt(), 0, "momentum_buffer");
+        for (size_t i = 0; i < 700; ++i)
+            ASSERT_EQ(dsopt::bf16_to_f32(stored[i]),
+                      dsopt::round_stochastic_bf16(gradient[i], dsopt::random_bits(key, uint64_t(offset) + i)))
+                << offset << ' ' << i;
+    }
 }
 
 // ------------------------------------------------------------------------------------------------------------- levels

@@ -3,6 +3,7 @@
 // allocate memory has sent nothing.
 #include "support/allocations.h"
 #include "support/caller_memory.h"
+#include "support/formats.h"
 
 using namespace test;
 
@@ -163,6 +164,56 @@ TEST_P(WarmStep, AllocatesNothing) {
     EXPECT_EQ(hook.live, 0);
     EXPECT_EQ(hook.live_bytes, 0);
     EXPECT_EQ(hook.wrong, 0);
+}
+
+// ----------------------------------------------------------------------------------------------- low-precision state
+class WarmFormatStep : public testing::TestWithParam<FormatCase> {};
+INSTANTIATE_TEST_SUITE_P(Rules, WarmFormatStep, testing::ValuesIn(all_format_cases()), format_case_name);
+
+const std::vector<Shape> kFormatShapes = shapes_of({9000, 0, 257, 1}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16);
+
+TEST_P(WarmFormatStep, AllocatesNothing) {
+    HookCounter hook;
+    {
+        dsopt_context_desc context = context_desc(4);
+        hook.attach(context);
+        context.parallel_for = run_in_order;
+        const Trainer trainer(kFormatShapes, GetParam().group(), format_desc(DSOPT_MASTERS_REMAINDER), context);
+        const Model second_model(kFormatShapes);
+        const std::vector<dsopt_tensor> lists[] = {list_of(trainer.model.grads), list_of(second_model.grads)};
+        std::vector<dsopt_tensor> out = list_of(second_model.params);
+        for (int call = 0; call < 6; ++call) { // gradients have other addresses in each call
+            dsopt_step step = trainer.arguments();
+            step.grads = lists[call % 2].data();
+            if (call % 3 == 2) step.out = out.data();
+            const AllocationCount count = count_allocations(hook, [&] { return trainer.step(step); });
+            if (call == 0) {
+                EXPECT_GT(count.news, 0);
+                EXPECT_GT(count.hooks, 0);
+            } else {
+                EXPECT_EQ(count.news, 0) << call;
+                EXPECT_EQ(count.hooks, 0) << call;
+            }
+        }
+    }
+    EXPECT_EQ(hook.live, 0);
+}
+
+TEST_P(WarmFormatStep, AllocatesNothingInApply) {
+    HookCounter hook;
+    const Context context = watched_context(hook, 4);
+    const Optimizer pure = make_optimizer(context, format_desc(DSOPT_MASTERS_REMAINDER));
+    std::vector<dsopt_param> params;
+    for (const Shape &shape : kFormatShapes) params.push_back(param_of({nullptr, shape.numel, shape.param, 0}));
+    const dsopt_group group = GetParam().group();
+    must(dsopt_optimizer_add_group(pure.get(), &group, params.data(), int64_t(params.size())));
+    const CallerMemory caller_memory(pure.get(), kFormatShapes);
+    const dsopt_step step = caller_memory.arguments();
+    for (int i = 0; i < 3; ++i) {
+        const AllocationCount count = count_allocations(hook, [&] { return dsopt_optimizer_apply(pure.get(), &step); });
+        EXPECT_EQ(count.news, 0);
+        EXPECT_EQ(count.hooks, 0);
+    }
 }
 
 TEST(WarmOneBitStep, AllocatesNothingInAnyStage) {
