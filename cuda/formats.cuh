@@ -255,8 +255,8 @@ __device__ __forceinline__ void store_moment(Eight &x, const Moment &moment, con
 
 // ----------------------------------------------------------------------------------------------------------- weights
 __device__ __forceinline__ Slot remainder_slot(const TensorJob &job) { return {job.remainder, Dtype::bf16}; }
-/// As fetch(), of weights with remainders: in registers that 16-bit weights leave free. Call it after all other loads of
-/// a block: of arrays that are not aligned, it waits for its loads.
+/// As fetch(), of weights with remainders: in registers that 16-bit weights leave free. Call it after all other loads
+/// of a block: of arrays that are not aligned, it waits for its loads.
 __device__ __forceinline__ Eight fetch_masters(const TensorJob &job, const Block &block) {
     Eight x = fetch(job.weight(), block);
     if (job.remainder == nullptr) return x;

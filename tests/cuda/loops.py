@@ -29,6 +29,12 @@ ADAM = {**accesses(4, 3), **ROOTS}
 MIXED = {**accesses(3, 3), **ROOTS, r"LDG\S*\.64": (1, 1), r"STG": (4, 5), r"STG\S*\.64": (1, 2)}
 SQUARES = (8, {r"DFMA": (8, 8), r"LDS": (8, 8)})  # of a tile in shared memory
 ROWS = {r"LDG\S*\.64": (8, 8), r"DFMA": (32, 32)}  # eight rows of 128 16-bit elements
+# Blocks of stored formats with Adam, not element by element. Their formats are known at run time only: what tells them
+# apart is arithmetic, of random bits, of codes, and of the upper halves of masters.
+STORED = {r"MUFU\.RSQ": (8, 8), r"(LDG|STG)\S*\.U(8|16)": (0, 0)}
+RANDOM = {r"0x85ebca6b|-0x7a143595": (8, 8)}
+E4M3 = {r"\bFMUL .*e\+36": (8, 8), r"\bFADD .*\b16384": (8, 8)}
+SPLIT = {r"ISETP\.GT\.U32\S* .*0x7f800000": (8, 16)}
 # By the names of gpu_model.py: the kernel, and for each of its loops the elements per iteration and, per pattern, the
 # minimum and maximum number of instructions in an iteration.
 LOOPS = {
@@ -50,6 +56,11 @@ LOOPS = {
                              [(4, {**ADAM, **accesses(3, 2), r"LDG\S*\.U8": (1, 1)})]),
     "apply mean, bits": ("apply_mean_kernelILNS.*4FeedE0E", [(4, {**ADAM, **accesses(2, 1), r"LDG\S*\.128": (2, 3),
                                                          r"LDG\S*\.U8": (1, 2)})]),
+    "update bf16, bf16 random": ("update_stored_kernel", [(8, {**STORED, **RANDOM, r"F2FP\.BF16": (4, 4)})]),
+    "update e4m3, bf16 random": ("update_stored_kernel", [(8, {**STORED, **RANDOM, **E4M3})]),
+    "update q8": ("update_stored_kernel", [(8, {**STORED, r"I2F": (16, 32), r"F2I": (16, 16)})]),
+    "update remainder": ("update_stored_kernel", [(8, {**STORED, **SPLIT, r"STG\S*\.128": (4, 4)})]),
+    "update remainder, e4m3, bf16 random": ("update_stored_kernel", [(8, {**STORED, **SPLIT, **RANDOM, **E4M3})]),
     "moments of 1-bit LAMB": ("onebit_lamb_moments_kernel", [(4, accesses(4, 2)), SQUARES, SQUARES]),
 }
 
@@ -63,7 +74,9 @@ def basic_blocks(code):
         predicate, opcode, operands = re.match(r"(@\S+\s+)?(\S+)\s*(.*)", line).groups()
         jump = re.search(r"0x([0-9a-f]+)$", operands)
         ends = re.match(r"(BRA|EXIT|RET|BRX)\b", opcode)
-        to = [] if ends and not predicate and not re.match(r"!?U?P\d", operands) else [i + 1]
+        # BRA.DIV jumps only if threads of a warp have diverged.
+        goes_on = not ends or predicate or re.match(r"!?U?P\d", operands) or opcode.startswith("BRA.DIV")
+        to = [i + 1] if goes_on else []
         if opcode.startswith("BRA") and jump:
             to.append(index[int(jump.group(1), 16)])
         follow.append([j for j in to if j < len(lines)])
@@ -84,10 +97,12 @@ def shortest_iteration(blocks, wanted):
     least = tuple(low for low, _ in wanted.values())
     worth = [tuple(sum(bool(re.search(pattern, line)) for line in texts) for pattern in wanted) for texts, _ in blocks]
     loops = sorted({(i - j, j, i) for i, (_, follow) in enumerate(blocks) for j in follow if j <= i})
-    best = None
+    best, found = None, []  # the loops with such an iteration
     for _, head, end in loops:  # short loops first: their result bounds the search in the loops around them
         if any(sum(column) < low for column, low in zip(zip(*worth[head:end + 1]), least)):
             continue
+        if any(head <= inner and outer <= end for inner, outer in found):
+            continue  # around one: its iterations are longer, and searching them takes minutes
         heap, seen = [(0, head, (0,) * len(most))], set()
         while heap:
             length, i, have = heapq.heappop(heap)
@@ -96,6 +111,7 @@ def shortest_iteration(blocks, wanted):
             if i == head and length != 0:
                 if all(a >= b for a, b in zip(have, least)):
                     best = length
+                    found.append((head, end))
                     break
                 continue
             if (i, have) in seen:

@@ -36,6 +36,8 @@ LEAF = 4096 * 4  # bytes of a leaf in shared memory
 BUDGET = [
     ("update_kernel", 64, 4, 0, 4, 3),
     ("update_weights_kernel", 64, 4, 0, 3, 1),
+    ("update_stored_kernel", 64, 4, 2 * LEAF, 6, 6),
+    ("update_stored_weights_kernel", 64, 4, LEAF, 4, 2),
     ("inspect_kernel", 64, 4, 0, 4, 0),
     ("momentum_squares_kernel", 64, 4, 0, 4, 0),
     ("norm_kernel", 64, 4, 0, 4, 0),
@@ -61,18 +63,19 @@ BUDGET = [
 # Devices with other limits of registers and resident blocks. With two leaves in shared memory, three blocks fit on
 # multiprocessors with 100 KiB of it.
 OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
-          for kernel in ("update_kernel", "pack_values_kernel", "pack_list_kernel", "reduce_messages_kernel",
-                         "pack_slice_kernel",
+          for kernel in ("update_kernel", "update_stored_kernel", "update_stored_weights_kernel", "pack_values_kernel",
+                         "pack_list_kernel", "reduce_messages_kernel", "pack_slice_kernel",
                          "feed_kernelILNS.*4FeedE[012]E")}
 # Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16,
+        "update_stored_kernel": 16, "update_stored_weights_kernel": 16,
         "momentum_squares_kernel": 0,
         "pack_list_kernel": 0, "pack_values_kernel": 0, "reduce_messages_kernel": 0,
         "feed_kernelILNS.*4FeedE0E": 0,
         "onebit_lamb_moments_kernel": 0}
 # Maximum size of kernels with a loop per rule and set of formats, because instructions are fetched from memory, too.
-MOST_INSTRUCTIONS = {"update_kernel": 31000}
+MOST_INSTRUCTIONS = {"update_kernel": 31000, "update_stored_kernel": 31000, "update_stored_weights_kernel": 12500}
 # Minimum number of ranks whose bits, one byte each, reduce_messages_kernel loads before it waits for any.
 RANKS_AT_ONCE = 4
 REGISTERS = 65536
