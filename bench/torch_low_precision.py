@@ -51,12 +51,11 @@ def torchao_step(name):
 def eager(make):
     """The same optimizer, with torch.compile off during its steps."""
     def make_eager(params):
-        import torch._dynamo
         optimizer = make(params)
         step = optimizer.step
 
         def run():
-            with torch._dynamo.config.patch(disable=True):
+            with torch.compiler.set_stance("force_eager"):
                 step()
         optimizer.step = run
         return optimizer

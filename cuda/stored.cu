@@ -7,7 +7,7 @@
 
 namespace dsopt::gpu {
 
-/// What a block of threads shares, in addition to its tensor.
+/// Memory that a block of threads shares, in addition to its tensor.
 struct SharedFormats {
     Maps maps;
     uint64_t key[kMoments]; // of the moments that are rounded at random
