@@ -15,8 +15,8 @@ EDITS = {
     "dsopt.h": [
         ("    DSOPT_ALGORITHM_SIGNED = -1",
          "    DSOPT_ALGORITHM_ADEMAMIX = 100, DSOPT_ALGORITHM_ADEMAMIX_TRUST = 101,\n    DSOPT_ALGORITHM_SIGNED = -1"),
-        ("    double initial_accumulator_value;\n} dsopt_group;",
-         "    double initial_accumulator_value;\n    double beta3;\n} dsopt_group;"),
+        ("    int32_t exp_avg_sq_format;\n} dsopt_group;",
+         "    int32_t exp_avg_sq_format;\n    double beta3;\n} dsopt_group;"),
         ("    DSOPT_KEY_SIGNED = -1", "    DSOPT_KEY_BETA3 = 100,\n    DSOPT_KEY_SIGNED = -1"),
         ("    DSOPT_HYPER_SIGNED = -1", "    DSOPT_HYPER_BETA3 = 8,\n    DSOPT_HYPER_SIGNED = -1"),
     ],

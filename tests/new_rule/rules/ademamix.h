@@ -38,11 +38,15 @@ struct AdEmaMixTrust {
     }
     struct Moments {
         Scalars s;
-        template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v, F &slow) const {
+        template <class F> DSOPT_HD void take_gradient(F g, F &m, F &v, F &slow) const {
             g = unscale(s, g);
             update_moments(s, g, m, v);
             slow = s.beta3 * slow + s.a3 * g;
-            return ademamix_update(s, p, m, v, slow);
+        }
+        template <class F> DSOPT_HD F update(F p, F m, F v, F slow) const { return ademamix_update(s, p, m, v, slow); }
+        template <class F> DSOPT_HD F operator()(F g, F p, F &m, F &v, F &slow) const {
+            take_gradient(g, m, v, slow);
+            return update(p, m, v, slow);
         }
     };
     struct Weights {
