@@ -184,7 +184,7 @@ def _dtype(dtype: str, name: str, wanted: Optional[int]) -> int:
     if wanted is not None and dtype == AS_INTEGERS.get(wanted):
         return wanted
     if dtype not in _BY_NAME:
-        _refuse_dtype(name, dtype, FLOATS)
+        _refuse_dtype(name, dtype, FLOATS if wanted is None else (wanted,))
     return _BY_NAME[dtype]
 
 

@@ -197,6 +197,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         plans = [DoublePlan(self, device, members) if double else self._plan_of(members)(self, device, kind, members)
                  for (device, kind, double), members in parts.items()]
         self._seen = Seen(self, idle, any(isinstance(plan, ShardedPlan) for plan in plans))
+        self._note_formats()
         self._plans = plans
 
     def _plan_of(self, entries: List[Entry]) -> Any:
@@ -264,6 +265,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             keep(before[1], self.param_groups)
             kinds_of(self)
             convert(self, saved)
+            self._note_formats()
             self._after_load()
         except BaseException:
             self.state, self.param_groups = before
@@ -298,7 +300,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._adopt(self.state.pop(WHOLE, None))
         if loaded is not None:
             self._restore(loaded)
+        else:  # a copy
+            self._note_formats()
         self._plans = None
+
+    def _note_formats(self) -> None:
+        """Stores the formats of the state, which cannot change from here on."""
+        self._formats = {param: self._formats_in(group) for group in self.param_groups for param in group["params"]}
 
     def _restore(self, loaded: Dict[str, Any]) -> None:
         places = chain.from_iterable(group["params"] for group in loaded["param_groups"])
@@ -314,7 +322,10 @@ class EngineOptimizer(torch.optim.Optimizer):
                     raise wrong("state %r of parameter %s has shape %s, and the parameter %s" %
                                 (name, place, tuple(saved[name].shape), tuple(param.shape)), "SHAPE")
             for name, value in saved.items():
-                if torch.is_tensor(value) and name != "step" and value.dtype != param.dtype:
+                if not torch.is_tensor(value) or name == "step":
+                    continue
+                # torch shares tensors of the parameter's dtype with the state dict: codes and scales stay together.
+                if value.dtype != param.dtype or _formats.moment_of(name) is not None:
                     state[name] = value.detach().to(param.device, copy=True)
 
     def _adopt(self, whole: Optional[Dict[str, torch.Tensor]]) -> None:
@@ -358,7 +369,6 @@ class Seen:
             self.memory = list(map(torch.Tensor.detach, tensors))
         self.idle, self.fixed, self.agrees = idle, owner._fixed(), agrees_over_data(owner)
         self.values = values_of(owner.param_groups)
-        self.formats = {param: owner._formats_in(group) for group in owner.param_groups for param in group["params"]}
 
     def _tensors(self) -> List[torch.Tensor]:
         tensors = list(chain.from_iterable(map(dict.values, self.states)))

@@ -8,7 +8,7 @@ import torch
 
 from ._codes import DTYPES, dense, encode, values_of
 from ._dtensor import like, local_of, local_scales, with_scales, wrapped
-from ._formats import FIRST, KEY_OF, KEYS, SCALED, SECOND, formats_of, is_codes, scale_of, scales_in
+from ._formats import FIRST, KEY_OF, KEYS, SCALED, SECOND, check_dtype, formats_of, is_codes, scale_of, scales_in
 from ._originals import mismatch
 from ._tensors import is_dense, is_dtensor, wrong
 
@@ -22,8 +22,10 @@ def convert(owner: EngineOptimizer, saved: List[List[Any]]) -> None:
         for i, param in enumerate(group["params"]):
             state = owner.state.get(param) or {}
             moments = [name for name in KEY_OF if torch.is_tensor(state.get(name))]
+            what = "param_groups[%d]['params'][%d]" % (g, i)
+            for name in moments + ["remainder"] * torch.is_tensor(state.get("remainder")):
+                check_dtype(state, name, "state %r of %s" % (name, what))
             if moments:
-                what = "param_groups[%d]['params'][%d]" % (g, i)
                 _convert(owner, group, what, param, state, {name: dict(zip(KEYS, values))[KEY_OF[name]]
                                                             for name in moments})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
-from .._errors import StateError
+from .._errors import StateError, error_of
 from .._groups import FORMATS as NUMBERS
 from .._handle import choice
 from ._tensors import E4M3, integer, unsupported
@@ -58,6 +58,22 @@ def is_number(tensor: torch.Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and not is_codes(tensor)
 
 
+def check_dtype(state: Dict[str, Any], name: str, what: str) -> None:
+    """Refuses codes and remainders that were converted to another dtype, as torch.optim does in a load."""
+    tensor = state[name]
+    if name == "remainder":
+        good = tensor.dtype == torch.int16
+    elif name in KEY_OF:
+        good = is_codes(tensor) or (is_number(tensor) and scale_of(name) not in state)
+    else:
+        return
+    if not good:
+        raise error_of(abi.DSOPT_ERR_DTYPE, "DSOPT_ERR_DTYPE",
+                       "%s is %s%s: it was converted, and codes are no numbers; save and load it with the dtype that "
+                       "it has here" % (what, _name_of(tensor.dtype),
+                                     " next to %r" % scale_of(name) if scale_of(name) in state else ""))
+
+
 def defaults_of(formats: Dict[str, Any], min_8bit_size: Any, masters: Any) -> Dict[str, Any]:
     """Returns the defaults of a constructor with these arguments."""
     for key, value in formats.items():
@@ -75,14 +91,14 @@ def defaults_of(formats: Dict[str, Any], min_8bit_size: Any, masters: Any) -> Di
 
 def check(owner: EngineOptimizer) -> None:
     """Checks the keys of all groups, and refuses a format that has changed since the last step."""
-    seen = owner.__dict__.get("_seen")  # of the last plan
+    seen = owner.__dict__.get("_formats", {})  # when state was made, loaded or copied
     for g, group in enumerate(owner.param_groups):
         for key in KEYS:
             if key in group:
                 _check_key(owner, "param_groups[%d]: %s" % (g, key), key, group[key])
         now = owner._formats_in(group)
-        for param in group["params"] if seen is not None else ():
-            for key, old, new in zip((FIRST, SECOND), seen.formats.get(param, now), now):
+        for param in group["params"]:
+            for key, old, new in zip((FIRST, SECOND), seen.get(param, now), now):
                 if old != new and any(KEY_OF.get(name) == key for name in owner.state.get(param, ())):
                     raise changed("param_groups[%d]: %s is %r, and the state has %r" % (g, key, new, old))
     _check_masters(owner)

@@ -17,8 +17,8 @@ import torch
 from .. import _abi as abi
 from .._hooks import gate
 from ._codes import DTYPES, reordered
-from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SECOND, Pair, changed, formats_of,
-                       is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
+from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SECOND, Pair, changed, check_dtype,
+                       formats_of, is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
 from ._parallel import Parallel, agrees_over_data
 from ._rounding import Kind, raw_of
 from ._tensors import (STATES, Engine, Layouts, check_grad, check_kind, context_of, dtype_of, is_dense, put, strides_of,
@@ -281,6 +281,7 @@ class Plan:
             same = name not in KEY_OF or is_number(tensor)
         if not same:
             raise changed("%s is %s, and its format is %r" % (what, str(tensor.dtype).replace("torch.", ""), fmt))
+        check_dtype(self.of_param[i], name, what)
         if fmt in SCALED and scale_of(name) not in self.of_param[i]:
             raise changed("%s has codes, and there is no %r" % (what, scale_of(name)))
 
@@ -289,6 +290,7 @@ class Plan:
         be loaded after the state."""
         state, other = self.of_param[i], OTHER_MASTER.get(name)
         if other in state and name not in state:
+            check_dtype(state, other, "state %r of %s" % (other, self.entries[i].name))
             param = self.entries[i].param.detach()
             tensor = self._state_tensor(i, other).to(self.device)
             if tensor.shape == param.shape and param.dtype == torch.bfloat16:

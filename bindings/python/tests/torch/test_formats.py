@@ -40,6 +40,9 @@ SAME = [
 ]
 
 
+KEYS_OF_ADAM = ("exp_avg", "exp_avg_sq")
+
+
 def bytes_of(tensor):
     return tensor.detach().cpu().contiguous().reshape(-1).view(U8)
 
@@ -373,6 +376,60 @@ class Formats(TestCase):
                     self.assert_same(params, weights)
                     group[key] = before
                     run(optimizer, params, 1)
+
+    def test_a_change_after_a_load_or_in_a_copy_raises(self):
+        params = params_of((600,), (600,))
+        optimizer = AdamW(params)
+        run(optimizer, params, 2)
+        loaded = AdamW(params)
+        loaded.load_state_dict(optimizer.state_dict())
+        for other in (optimizer, loaded, copy.deepcopy(optimizer)):
+            for value in ("q8", "e4m3", "bf16"):
+                other.param_groups[0]["exp_avg_format"] = value
+                text = "exp_avg_format is '%s', and the state has 'f32'" % value
+                with self.assertRaisesRegex(dsopt.StateError, text):
+                    run(other, other.param_groups[0]["params"], 1)
+
+    def test_codes_that_torch_converted_are_refused(self):
+        for formats in ({"exp_avg_format": "q8", "exp_avg_sq_format": "q8"}, {"exp_avg_format": "e4m3"}):
+            params = params_of((600,))
+            optimizer = AdamW(params, min_8bit_size=0, **formats)
+            run(optimizer, params, 2)
+            other = torch.optim.AdamW(params)
+            other.load_state_dict(optimizer.state_dict())  # converts codes to the dtype of the parameter
+            text = "'exp_avg' of .* is float32 next to 'exp_avg_scale': it was converted, and codes are no numbers"
+            with self.assertRaisesRegex(dsopt.TensorError, text):
+                optimizer.load_state_dict(other.state_dict())
+            run(optimizer, params, 1)
+            state = optimizer.state[params[0]]
+            for name in KEYS_OF_ADAM:
+                state[name] = state[name].to(torch.float32)
+            with self.assertRaisesRegex(dsopt.Error, "converted, and codes are no numbers|its format is"):
+                run(optimizer, params, 1)
+
+    def test_a_remainder_that_was_converted_is_refused(self):
+        params = [torch.nn.Parameter(p.detach().bfloat16()) for p in params_of((600,))]
+        optimizer = AdamW(params, masters="remainder")
+        run(optimizer, params, 2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["remainder"] = saved["state"][0]["remainder"].bfloat16()
+        with self.assertRaisesRegex(dsopt.TensorError, "'remainder' of .* is bfloat16: it was converted"):
+            optimizer.load_state_dict(saved)
+
+    def test_a_loaded_state_shares_neither_codes_nor_scales(self):
+        params = params_of((600,))
+        optimizer = AdamW(params, exp_avg_format="q8", exp_avg_sq_format="q8", min_8bit_size=0)
+        run(optimizer, params, 2)
+        saved = optimizer.state_dict()
+        before = copy.deepcopy(saved["state"])
+        others = params_of((600,))
+        other = AdamW(others, exp_avg_format="q8", exp_avg_sq_format="q8", min_8bit_size=0)
+        other.load_state_dict(saved)
+        run(other, others, 5)
+        for name in KEYS_OF_ADAM:
+            for key in (name, name + "_scale"):
+                self.assertTrue(torch.equal(optimizer.state[params[0]][key], before[0][key]), key)
+                self.assertFalse(torch.equal(other.state[others[0]][key], before[0][key]), key)
 
     def test_a_change_before_there_is_state_is_followed(self):
         params = params_of((600,), (600,))
