@@ -93,14 +93,18 @@ class Gate:
         self._closed = False
 
     def __enter__(self) -> None:
-        with self._changed:
-            if self._closed:
-                raise StateError(
-                    "the interpreter shuts down: hooks of Python cannot be called any more", 19, "DSOPT_ERR_STATE"
-                )
-            self._inside += 1
-        if in_main_thread():
+        main = in_main_thread()
+        if main:  # first: an interrupt that is raised inside Condition.__enter__ would leave the lock locked
             interrupts.begin()
+        with self._changed:
+            closed = self._closed
+            self._inside += not closed
+        if closed:
+            if main:
+                interrupts.end()
+            raise StateError(
+                "the interpreter shuts down: hooks of Python cannot be called any more", 19, "DSOPT_ERR_STATE"
+            )
 
     def __exit__(self, *_: Any) -> None:
         with self._changed:

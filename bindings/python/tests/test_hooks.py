@@ -3,6 +3,7 @@ import concurrent.futures
 import gc
 import os
 import signal
+import sys
 import threading
 import unittest
 import weakref
@@ -86,6 +87,8 @@ class ParallelFor(unittest.TestCase):
                 self.completed += 1
 
         armed, stop = [], threading.Event()
+        self.addCleanup(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(1e-5)  # interrupts arrive at more places
 
         def handle(*_):
             if armed:
