@@ -74,6 +74,14 @@ def run_ranks(test, program, which, ranks=2, environment=None):
     return said
 
 
+def run_save_and_load(test, program, saving, loading):
+    """Runs the cases `save` of such a program in `saving` processes and `load` in `loading`, with one folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"DSOPT_TEST_CHECKPOINTS": folder}
+        run_ranks(test, program, "save:%d" % saving, saving, environment)
+        run_ranks(test, program, "load:%d" % loading, loading, environment)
+
+
 def child(cases, rank, file, ranks=2):
     """Runs in such a process: calls each case with its rank, over gloo."""
     faulthandler.enable()

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint with DTensors: saved by two processes and loaded by four, and the reverse."""
-import os
 import sys
-import tempfile
 import unittest
-from unittest import mock
 
 from dtensors import ABSENT
-from support import TestCase, child, main, run_ranks
+from support import TestCase, child, main, run_save_and_load
 
 if not ABSENT:
     from dtensor_checkpoints import LOAD, SAVE
@@ -16,17 +13,11 @@ if not ABSENT:
 
 @unittest.skipIf(ABSENT, ABSENT)
 class Checkpoints(TestCase):
-    def over(self, saving, loading):
-        with tempfile.TemporaryDirectory() as folder:
-            with mock.patch.dict(os.environ, {"DSOPT_TEST_CHECKPOINTS": folder}):
-                run_ranks(self, __file__, "save:%d" % saving, saving)
-                run_ranks(self, __file__, "load:%d" % loading, loading)
-
     def test_four_processes_load_from_two(self):
-        self.over(2, 4)
+        run_save_and_load(self, __file__, 2, 4)
 
     def test_two_processes_load_from_four(self):
-        self.over(4, 2)
+        run_save_and_load(self, __file__, 4, 2)
 
 
 if __name__ == "__main__":
