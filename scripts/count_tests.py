@@ -8,7 +8,7 @@ Prints `passed failed skipped` on standard output, and on standard error the end
 of a GoogleTest program are counted individually, a program that ends with a line `N passed, N failed[, N skipped]`
 counts with these numbers, any other program as one case. A test that failed without a failed case (it crashed, timed
 out, leaked memory) is one more failed case. Writes BUILD/not-run: a line `TEST: REASON` for each reason for which
-something was skipped.
+something was skipped; and BUILD/failed: what standard error has of the failed tests.
 """
 import collections
 import json
@@ -81,7 +81,7 @@ def main():
     logs = os.path.join(sys.argv[1], "meson-logs")
     gtests, skipped_cases = gtest_cases(os.path.join(logs, "testlog.junit.xml"))
     total = [0, 0, 0]
-    not_run = []
+    not_run, failures = [], []
     with open(os.path.join(logs, "testlog.json"), encoding="utf-8") as lines:
         for test in map(json.loads, lines):
             counts = cases_of(test, gtests)
@@ -89,10 +89,14 @@ def main():
             if counts[2]:
                 not_run += [f"{test['name']}: {reason}" for reason in reasons_of(test, skipped_cases)]
             if counts[1] or test["result"] == "SKIP":
-                print(f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, "
-                      f"{test['duration']:.0f} s", output_of(test), sep="\n", file=sys.stderr)
-    with open(os.path.join(sys.argv[1], "not-run"), "w", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in not_run)
+                shown = (f"--- {test['name']}: {test['result']}, exit status {test['returncode']}, "
+                         f"{test['duration']:.0f} s\n{output_of(test)}")
+                print(shown, file=sys.stderr)
+                if counts[1]:
+                    failures.append(shown)
+    for name, lines in (("not-run", not_run), ("failed", failures)):
+        with open(os.path.join(sys.argv[1], name), "w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
     print(*total)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that scripts/count_tests.py counts skipped tests and names the reasons.
+"""Checks that scripts/count_tests.py counts skipped tests, names the reasons, and stores the output of failed tests.
 
 usage: count_tests.py ROOT
 """
@@ -41,9 +41,14 @@ def main():
                               text=True, check=True)
         with open(os.path.join(build, "not-run"), encoding="utf-8") as file:
             not_run = file.read().splitlines()
+        with open(os.path.join(build, "failed"), encoding="utf-8") as file:
+            failures = file.read().splitlines()
     results = [
         ("counts", counted.stdout.split(), [str(sum(test[3][i] for test in TESTS)) for i in range(3)]),
         ("not-run", not_run, [f"{test[0]}: {reason}" for test in TESTS for reason in test[4]]),
+        ("failed", failures, [
+            "--- counted: OK, exit status 0, 1 s", "a: does not hold", "7 passed, 2 failed",
+            "--- crashed: FAIL, exit status 0, 1 s", ""]),
     ]
     for name, have, want in results:
         if have != want:
