@@ -40,12 +40,6 @@ struct Block {
     __device__ __forceinline__ int64_t at(int k) const { return begin + first() + from_first(k); }
 };
 
-/// Keeps the compiler from using registers for values that are in shared memory.
-__device__ __forceinline__ void forget_shared() {
-#if defined(__CUDA_ARCH__)
-    asm volatile("" ::: "memory");
-#endif
-}
 /// A warp's position in a leaf, in shared memory: loops over elements need the registers.
 struct Position {
     int64_t leaf; // its first element

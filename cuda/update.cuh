@@ -54,6 +54,7 @@ __device__ inline FormatSet formats_of(const TensorJob &job) {
 /// Data of the tensor of a block's current leaf, in shared memory.
 struct SharedTensor {
     TensorJob job;
+    Hyper hyper;     // of `group`
     Scalars scalars; // for `group` and `step`, which neighbouring tensors often share
     float trust;
     int64_t step;
@@ -71,7 +72,9 @@ __device__ inline void find_scalars(const DevicePlan &d, int32_t tensor, SharedT
     if (plan.trust_ratio != nullptr) s.trust = plan.trust_ratio[tensor];
     if (s.step == step && s.group == group) return;
     const double divisor = d.decided ? plan.divisors[group] : 1.0;
-    s.scalars = make_scalars(hyper_of(plan, group), step, divisor, plan.limits.max_value);
+    s.hyper = hyper_of(plan, group);
+    forget_shared(); // in registers its numbers would be spilled
+    s.scalars = make_scalars(s.hyper, step, divisor, plan.limits.max_value);
     s.rule = plan.groups[group].rule;
     s.step = step;
     s.group = group;

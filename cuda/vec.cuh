@@ -34,6 +34,13 @@ __device__ __forceinline__ unsigned thread_read_here() {
 #endif
 }
 
+/// Keeps the compiler from using registers for values that are in shared memory.
+__device__ __forceinline__ void forget_shared() {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" ::: "memory");
+#endif
+}
+
 /// Calls body(0), body(1), ... body(Count - 1), unrolled: arrays that are indexed by the argument stay in registers.
 template <int Count, class Body> __device__ __forceinline__ void unrolled(const Body &body) {
 #pragma unroll
