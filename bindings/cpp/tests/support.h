@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include <dsopt.hpp>
+#include <functional>
 #include <gtest/gtest.h>
+#include <thread>
 
 /// Expects `statement` to throw exactly `kind`, with `words` in its text.
 #define EXPECT_REFUSED(statement, kind, words)                                                                         \
@@ -34,3 +36,23 @@ struct SerialPool {
         for (std::int64_t i = 0; i < n; ++i) run(i);
     }
 };
+
+/// An exception that is not derived from std::exception.
+struct Refusal {
+    int number;
+};
+
+/// Returns the number of the Refusal that a call throws, 0 if it throws none.
+template <class F> int refusal(F &&call) {
+    try {
+        call();
+    } catch (const Refusal &refused) { return refused.number; }
+    return 0;
+}
+
+/// Calls `body(rank)` on one thread per rank.
+inline void on_ranks(int ranks, const std::function<void(int)> &body) {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; ++r) threads.emplace_back(body, r);
+    for (std::thread &thread : threads) thread.join();
+}
