@@ -63,7 +63,14 @@ __global__ void __launch_bounds__(kThreads, 4)
         for (int64_t d = first + lane; d <= last; d += 32)
             CompressLayout::scales(local.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
-    // Fills the bits and scales of messages that belong to no group.
+    // Fills the bits and scales of messages that belong to no group. Bits up to the next whole word are those of a leaf.
+    for (int64_t i = grid_thread(); layout.whole_words && i + 1 < layout.group_count; i += grid_threads()) {
+        const CompressLayout::ScaleGroup group = layout.groups[i], next = layout.groups[i + 1];
+        const int64_t begin = round_up(group.end(), 32);
+        if (next.numel == 0 || begin >= next.begin) continue;
+        const ChunkPosition where(group.unit, begin);
+        fill_words(layout.bits(local.message_to(where.chunk)), where.offset, where.offset + next.begin - begin);
+    }
     for (int64_t d = 0; d < layout.ranks; ++d) {
         const int64_t used = layout.whole_words ? layout.used_numel - d * layout.server_numel : layout.server_numel;
         fill_message(layout, local.message_to(d), used < 0 ? 0 : used, grid_thread(), grid_threads());
@@ -148,6 +155,11 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     for (int64_t i = layout.segment_count + grid_thread(); i < layout.message_scales; i += grid_threads())
         scales[i] = 0;
+    for (int64_t i = grid_thread(); layout.whole_words && i + 1 < layout.segment_count; i += grid_threads()) {
+        const CompressLayout::Segment segment = layout.segments[i], next = layout.segments[i + 1];
+        if (next.numel != 0)
+            fill_words(layout.bits(local.result), round_up(segment.server + segment.numel, 32), next.server);
+    }
     fill_message(layout, local.result, layout.server_used_words(), grid_thread(), grid_threads());
 }
 

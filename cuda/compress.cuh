@@ -70,9 +70,13 @@ __device__ __forceinline__ void write_signs(uint8_t *to, unsigned bits, int n) {
         for (int k = 0; k < 4 && k * 8 < n; ++k) to[k] = uint8_t(bits >> (8 * k));
 }
 
-/// Sets the bits of a message that belong to no group to 1: the bits of elements from `begin` on, a multiple of 32 if
-/// there are such elements, and the padding of the message. `first`, `stride`: index of the calling thread, and number
-/// of threads.
+/// Sets bits [begin, end), whole words, to 1.
+__device__ __forceinline__ void fill_words(uint8_t *bits, int64_t begin, int64_t end) {
+    for (int64_t k = begin / 8; k < end / 8; k += 4) *reinterpret_cast<uint32_t *>(bits + k) = ~0u;
+}
+/// Sets the bits at the end of a message that belong to no group to 1: the bits of elements from `begin` on, a multiple
+/// of 32 if there are such elements, and the padding of the message. `first`, `stride`: index of the calling thread, and
+/// number of threads.
 __device__ __forceinline__ void fill_message(const CompressLayout &layout, char *message, int64_t begin, int64_t first,
                                              int64_t stride) {
     uint8_t *const bits = layout.bits(message);

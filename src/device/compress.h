@@ -45,8 +45,8 @@ struct CompressLayout {
     int32_t ranks = 1, rank = 0;
     int32_t group_count = 0, segment_count = 0;
     int64_t worker_numel = 0, server_numel = 0;
-    /// True: every scale group begins at a whole word of bits, and so do the elements after the last group, from
-    /// `used_numel` on, a multiple of 32. False: groups end at any byte, and no elements follow the last group.
+    /// True: groups begin at whole words of bits, no chunk begins between two groups, and elements from `used_numel` on, a
+    /// multiple of 32, follow the last group. False: groups end at any byte, and no elements are between or after them.
     bool whole_words = false;
     int64_t used_numel = 0;
     int64_t message_scales = 0; // at the start of every message, before the bits

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/layout.h"
 #include "device/plan.h"
+#include "exchange/vector.h"
 #include <algorithm>
 #include <numeric>
 
@@ -9,7 +10,8 @@ namespace {
 
 using ScaleGroup = CompressLayout::ScaleGroup;
 using Chunk = CompressLayout::Chunk;
-constexpr int64_t kWord = 32; // tensors and chunks begin at whole words of bits
+constexpr int64_t kWord = 32; // bits
+static_assert(ListVector::kAlignment % kWord == 0, "tensors and chunks begin at whole words of bits");
 
 /// A layout whose arrays are not in a block yet.
 struct Draft {
@@ -85,16 +87,10 @@ Draft padded_draft(int ranks, int rank, const std::vector<int64_t> &numels) {
 /// Returns the draft of the layout in standard mode: all tensors form one vector, which is partitioned into chunks.
 Draft bucket_draft(int ranks, int rank, const std::vector<int64_t> &numels) {
     Draft draft(ranks, rank);
-    int64_t end = 0;
-    for (const int64_t numel : numels) {
-        draft.groups.push_back({{end, numel, 0}, numel, {}});
-        end += round_up(numel, kWord);
-    }
-    const int64_t chunk = round_up((end + ranks - 1) / ranks, kWord);
-    for (ScaleGroup &group : draft.groups) {
-        group.whole = chunk * ranks;
-        group.unit = {0, chunk, 0};
-    }
+    const ListVector vector(numels);
+    const int64_t chunk = VectorPartition{vector.blocks(), ranks}.chunk_numel();
+    for (size_t i = 0; i < numels.size(); ++i)
+        draft.groups.push_back({{vector.range(i).begin, numels[i], chunk * ranks}, numels[i], {0, chunk, 0}});
     draft.sizes.worker_numel = chunk * ranks;
     draft.sizes.server_numel = chunk;
     draft.sizes.whole_words = true;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Common parts of the tests of two-level exchanges: ranks in nodes as threads, and the partition of elements.
 #pragma once
+#include "list_vector.h"
 #include "onebit.h"
 
 namespace test {
 
-inline int64_t round_up(int64_t n) { return (n + 31) / 32 * 32; }
 /// Indices and comms of one rank of a node.
 struct NodeRank {
     int l, d; // rank in its node, and number of the node
@@ -30,14 +30,12 @@ inline void with_nodes(
 
 /// Partition of a vector into one slice per rank of a node, and of each slice into one chunk per node.
 struct ExchangeLayout {
-    int64_t per_node, nodes, total = 0, chunk = 0, scales = 0;
+    int64_t per_node, nodes, chunk = 0, scales = 0;
     std::vector<int64_t> begin, numel;
     ExchangeLayout(int64_t l, int64_t d, const std::vector<int64_t> &sizes) : per_node(l), nodes(d), numel(sizes) {
-        for (const int64_t n : sizes) {
-            begin.push_back(total);
-            total += round_up(n);
-        }
-        chunk = round_up((total + l * d - 1) / (l * d));
+        const ListVector vector(sizes);
+        begin = vector.begin;
+        chunk = vector.chunk(l * d);
         for (int64_t c = 0; c < l * d; ++c) {
             int64_t first = -1, last = -1;
             for (size_t t = 0; t < sizes.size(); ++t)

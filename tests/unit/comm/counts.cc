@@ -36,7 +36,7 @@ constexpr Counters kNothing{0, 0, 0};
 TEST(CommInfo, CountsOneBitPerElementOfACompressedMean) {
     for (const int ranks : {2, 3, 4})
         with_ranks(ranks, [&](int, const Context &, const Comm &comm) {
-            // Both tensors are whole words. One chunk has elements of both.
+            // The tensors are in blocks 0 to 2 and 3 to 6.
             Array a(DSOPT_DTYPE_F32, 9600, 1), b(DSOPT_DTYPE_F32, 14400, -1);
             const std::vector<dsopt_tensor> list = {a.tensor(), b.tensor()};
             DSOPT_NEW(dsopt_compressed, args);
@@ -49,8 +49,7 @@ TEST(CommInfo, CountsOneBitPerElementOfACompressedMean) {
             args.worker_error = worker_error.data();
             args.server_error = server_error.data();
             args.workspace = memory.data() + (256 - reinterpret_cast<uintptr_t>(memory.data()) % 256) % 256;
-            const int64_t chunk = (24000 / 32 + ranks - 1) / ranks * 32; // rounded up to whole words
-            const int64_t scales = 24000 % ranks == 0 && 9600 % chunk == 0 ? 1 : 2;
+            const int64_t blocks = (7 + ranks - 1) / ranks, chunk = 4096 * blocks, scales = 3 % blocks == 0 ? 1 : 2;
             const int64_t message = (chunk / 8 + 4 * scales + 15) / 16 * 16, bytes = (ranks - 1) * message;
             for (int64_t call = 1; call <= 3; ++call) {
                 ASSERT_OK(dsopt_compressed_allreduce(comm.get(), &args));

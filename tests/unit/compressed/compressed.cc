@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The error-compensated 1-bit mean without an optimizer, compared with the algorithm in double.
 #include "support/compressed.h"
+#include "support/list_vector.h"
 #include "support/shapes.h"
 
 using namespace test;
@@ -19,17 +20,13 @@ Context context_of(int threads, int64_t chunk = 0) {
 }
 
 // ---------------------------------------------------------------------------------------------------- the algorithm
-int64_t round_up_to_words(int64_t n) { return (n + 31) / 32 * 32; }
-
 struct Partition {
-    int64_t ranks, total = 0, chunk = 0, scales = 0;
+    int64_t ranks, chunk = 0, scales = 0;
     std::vector<int64_t> begin, numel;
     Partition(int64_t w, const std::vector<int64_t> &sizes) : ranks(w), numel(sizes) {
-        for (const int64_t n : sizes) {
-            begin.push_back(total);
-            total += round_up_to_words(n);
-        }
-        chunk = round_up_to_words((total + w - 1) / w);
+        const ListVector vector(sizes);
+        begin = vector.begin;
+        chunk = vector.chunk(w);
         for (int64_t d = 0; d < w; ++d) {
             int64_t first = -1, last = -1;
             for (size_t t = 0; t < sizes.size(); ++t)
@@ -146,7 +143,7 @@ TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
             const dsopt_comm_info before = info_of(comm);
             ASSERT_OK(side.call(x[round][r]));
             const dsopt_comm_info after = info_of(comm);
-            const int64_t bytes = 2 * (partition.ranks - 1) * (partition.total > 0 ? partition.message_bytes() : 0);
+            const int64_t bytes = 2 * (partition.ranks - 1) * (partition.chunk > 0 ? partition.message_bytes() : 0);
             EXPECT_EQ(after.bytes_sent - before.bytes_sent, bytes);
             EXPECT_EQ(after.bytes_received - before.bytes_received, bytes);
             EXPECT_LE(after.calls - before.calls, 2);
@@ -154,7 +151,7 @@ TEST_P(CompressedAllReduceSizes, MatchesTheAlgorithmInDouble) {
             errors[round + 1][r] = side.residuals();
         }
     });
-    if (partition.total == 0) return;
+    if (partition.chunk == 0) return;
     double unclear = 0, elements = 0;
     for (size_t round = 0; round < rounds; ++round) {
         const Expected e = expected(partition, x[round], errors[round]);
@@ -427,7 +424,7 @@ TEST(CompressedAllReduce, SendsOneBitPerElementOfGpt2) {
         int64_t worker = 0, server = 0;
         ASSERT_OK(dsopt_compressed_sizes(comm.get(), &args, &worker, &server, nullptr));
         const int64_t chunk = (worker - args.count) / ranks, scales = server - chunk;
-        EXPECT_EQ(chunk % 32, 0);
+        EXPECT_EQ(chunk % kVectorBlock, 0);
         EXPECT_GE(chunk * ranks, total);
         const double bits = 8.0 * double(ranks) * double((4 * scales + chunk / 8 + 15) / 16 * 16) / double(total);
         EXPECT_GE(bits, 1);

@@ -123,21 +123,21 @@ TEST_P(TwoLevelAllReduceSizes, MatchesTheAlgorithmInDouble) {
             ASSERT_OK(side.call(input));
             // Between nodes, a rank sends two messages to each other node. In a node, it sends one fp32 slice to each
             // other rank, then the bits of this rank's slice.
-            const int64_t message = partition.total > 0 ? partition.message_bytes() : 0,
+            const int64_t message = partition.chunk > 0 ? partition.message_bytes() : 0,
                           returned_bytes = exact ? partition.slice() * 4 : nodes * message;
             EXPECT_EQ(info_of(node_rank.data).bytes_sent - data.bytes_sent, 2 * (nodes - 1) * message);
             EXPECT_EQ(info_of(node_rank.data).bytes_received - data.bytes_received, 2 * (nodes - 1) * message);
             EXPECT_EQ(info_of(node_rank.node).bytes_sent - node.bytes_sent,
                       (per_node - 1) * (partition.slice() * 4 + returned_bytes));
             EXPECT_LE(info_of(node_rank.data).calls - data.calls, 2);
-            EXPECT_EQ(info_of(node_rank.node).calls - node.calls, per_node > 1 && partition.total > 0 ? 2 : 0);
+            EXPECT_EQ(info_of(node_rank.node).calls - node.calls, per_node > 1 && partition.chunk > 0 ? 2 : 0);
             y[round][r].resize(all);
             for (size_t t = 0; t < sizes.size(); ++t)
                 std::copy(side.values[t].begin(), side.values[t].end(), y[round][r].begin() + partition.begin[t]);
             errors[round + 1][r] = side.residuals();
         }
     });
-    if (partition.total == 0) return;
+    if (partition.chunk == 0) return;
     double unclear = 0;
     for (size_t round = 0; round < rounds; ++round) {
         for (size_t r = 1; r < ranks; ++r) ASSERT_TRUE(same_bits(y[round][r], y[round][0])) << "rank " << r;

@@ -246,8 +246,7 @@ TEST(OneBitErrorFeedback, KeepsTheMomentumMinusTheSentValue) {
         const std::vector<Array> grads = problem.local_gradients(rank, 3);
         ASSERT_OK(trainer.step(grads));
         const std::vector<float> error = trainer.state("worker_error");
-        ASSERT_EQ(error.size(),
-                  192u + 2); // 100 and 40 rounded up to whole words, in chunks of 96 per rank, and two scales
+        ASSERT_EQ(error.size(), 2 * 4096u + 2); // a chunk of one block per rank, and two scales
         const size_t begin[] = {0, 128};
         std::vector<bool> used(error.size());
         for (size_t t = 0; t < 2; ++t) {

@@ -27,12 +27,9 @@ std::vector<Array> gradients(int rank, int64_t call) {
     for (const size_t n : kSizes) list.emplace_back(DSOPT_DTYPE_F32, random.floats(n, -1, 1.2));
     return list;
 }
-/// Returns the number of elements of a chunk if the list is partitioned into `chunks`, in whole words.
-int64_t chunk_numel(int chunks) {
-    int64_t all = 0;
-    for (const size_t n : kSizes) all += int64_t(n + 31) / 32 * 32;
-    return ((all + chunks - 1) / chunks + 31) / 32 * 32;
-}
+ListVector vector_of_list() { return ListVector(std::vector<int64_t>(kSizes.begin(), kSizes.end())); }
+/// Returns the number of elements of a chunk if the list is partitioned into `chunks`.
+int64_t chunk_numel(int chunks) { return vector_of_list().chunk(chunks); }
 class TwoLevelStep : public testing::TestWithParam<std::tuple<int32_t, int, int>> {
 protected:
     const int32_t algorithm = std::get<0>(GetParam());
@@ -94,10 +91,10 @@ TEST_P(TwoLevelStep, KeepsOnlyWeightsWithoutVarianceUnchanged) {
         if (per_node * nodes == 1 || nodes == 1) return; // no error feedback
         const std::vector<float> error = trainer.state("worker_error");
         const int64_t chunk = chunk_numel(per_node * nodes), slice = chunk * nodes, begin = slice * node_rank.l;
-        int64_t tensor_begin = 0;
-        for (size_t t = 0; t < kSizes.size(); tensor_begin += int64_t(kSizes[t] + 31) / 32 * 32, ++t)
+        const ListVector vector = vector_of_list();
+        for (size_t t = 0; t < kSizes.size(); ++t)
             for (size_t i = 0; i < kSizes[t]; ++i) {
-                const int64_t index = tensor_begin + int64_t(i) - begin;
+                const int64_t index = vector.begin[t] + int64_t(i) - begin;
                 if (index < 0 || index >= slice) continue;
                 if (unused(t, i)) { ASSERT_EQ(error[size_t(index)], 0) << "tensor " << t << ", element " << i; }
             }
