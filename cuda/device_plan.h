@@ -8,8 +8,9 @@ namespace dsopt::gpu {
 /// Passed by value to every kernel. The pointers of `plan` are device pointers here.
 struct DevicePlan {
     StepPlan plan;
-    uint32_t leaves;
-    const int32_t *tensor_of_leaf;
+    uint32_t leaves; // that kernels visit, from `first_leaf` on
+    uint32_t first_leaf;
+    const int32_t *tensor_of_leaf; // of all leaves
     // One entry per tensor.
     const int32_t *tensor_leaves; // number of leaves; neighbouring threads read neighbouring words (coalesced)
     double *tensor_squares;

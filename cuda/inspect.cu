@@ -39,6 +39,10 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
             if (!is_inspected(job)) return;
             const int64_t *bad = plan.leaf.bad + job.leaves.first;
             const int64_t bad_count = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
+            if (plan.policy.parts) {
+                if (fold.lead) found.add_part(i, bad_count, d.tensor_squares[i]);
+                return;
+            }
             if (bad_count == 0) return; // the same in all lanes of a warp
             const int64_t nans = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
             found.add(i, fold.lead ? bad_count : 0, nans != 0);
@@ -49,13 +53,13 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
-    inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const bool decides) {
+    inspect_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument, const Fold what_follows) {
     const DevicePlan &d = argument.begin_kernel();
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
         const auto [begin, n] = Leaf(job, leaf);
-        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1;
+        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && !plan.policy.parts;
         if (lead && begin == 0) d.tensor_cell[tensor] = is_inspected(job) ? int32_t(norm_cell(plan.norms, job)) : -1;
         if (!is_inspected(job)) {
             if (lead && alone) d.tensor_squares[tensor] = 0;
@@ -77,9 +81,23 @@ __global__ void __launch_bounds__(kThreads, 4)
             plan.leaf.bad[leaf] = bad;
         }
     });
-    if (!last_block(plan.control->inspect)) return;
+    if (!last_block(plan.control->inspect) || what_follows == Fold::none) return;
     fold_on_block(d);
-    if (decides && threadIdx.x == 0) (void)decide_step(d.plan);
+    if (what_follows == Fold::decide && threadIdx.x == 0) (void)decide_step(d.plan);
+}
+
+/// Folds the results of leaves that other ranks have completed, in one block.
+__global__ void __launch_bounds__(kThreads) fold_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
+    const StepPlan &plan = d.plan;
+    for (int64_t i = threadIdx.x; i < plan.count; i += kThreads) {
+        const TensorJob &job = plan.jobs[i];
+        const bool counts = is_inspected(job) && job.leaves.numel != 0;
+        d.tensor_cell[i] = counts ? int32_t(norm_cell(plan.norms, job)) : -1;
+        if (d.tensor_leaves[i] <= 1) d.tensor_squares[i] = counts ? plan.leaf.sums_a[job.leaves.first] : 0.0;
+    }
+    __syncthreads();
+    fold_on_block(d);
 }
 
 /// Completes pass 1 in one thread. `folds`: clears the norms, because pass 1 did not run. `decides`: makes the
@@ -91,10 +109,11 @@ __global__ void decide_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argume
     if (decides) (void)decide_step(d.plan);
 }
 
-void inspect(const DevicePlan &d, bool decides, const Launcher &launcher) {
-    // `decides`: ranks do not agree in this step, so the next operation is a kernel, not a collective.
-    launcher.launch_grid(d.leaves / kWarps + 1, {"inspect", kernel_if(decides)}, inspect_kernel, d, decides);
+void inspect(const DevicePlan &d, Fold fold, const Launcher &launcher) {
+    // Fold::decide: ranks do not agree in this step, so the next operation is a kernel, not a collective.
+    launcher.launch_grid(d.leaves / kWarps + 1, {"inspect", kernel_if(fold == Fold::decide)}, inspect_kernel, d, fold);
 }
+void fold_parts(const DevicePlan &d, const Launcher &launcher) { launcher.launch_block("fold_parts", fold_kernel, d); }
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
     // After an agreement of ranks the update may begin with a memset, a copy or a collective.
     const bool alone = folds && decides, updates = decides && d.plan.onebit == nullptr && d.plan.shards.count == 0;
@@ -102,6 +121,6 @@ void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launc
     launcher.launch_thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
 }
 
-void load_inspect_kernels(KernelLoader &load) { load(inspect_kernel, decide_kernel); }
+void load_inspect_kernels(KernelLoader &load) { load(inspect_kernel, fold_kernel, decide_kernel); }
 
 } // namespace dsopt::gpu

@@ -24,8 +24,10 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
 void load_list_kernels(KernelLoader &load);
 
 // inspect.cu
-/// Launches pass 1. `decides`: the last block also makes the decision.
-void inspect(const DevicePlan &d, bool decides, const Launcher &launcher);
+/// Launches pass 1. `fold`: what the last block does.
+void inspect(const DevicePlan &d, Fold fold, const Launcher &launcher);
+/// Folds the results of pass 1 that ranks have completed.
+void fold_parts(const DevicePlan &d, const Launcher &launcher);
 /// Completes pass 1: see decide_kernel.
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher);
 void load_inspect_kernels(KernelLoader &load);
@@ -35,6 +37,9 @@ void update(const DevicePlan &d, const Launcher &launcher);
 /// Computes the trust ratios of tensors that are sharded over model ranks.
 void share_trust(const DevicePlan &d, const Launcher &launcher);
 void update_weights(const DevicePlan &d, const Launcher &launcher);
+/// StepKernels::find_trust() and finish().
+void find_trust_of_parts(const DevicePlan &d, const Launcher &launcher);
+void finish_parts(const DevicePlan &d, const Launcher &launcher);
 void load_update_kernels(KernelLoader &load);
 
 // stored.cu: the same for tensors with TensorJob::stored. `next`: what follows in the stream.

@@ -107,6 +107,13 @@ __global__ void no_norm_kernel(const PdlArgument<dsopt_norm_result *> argument) 
     *result = {.norm = 0, .coefficient = 1, .reserved = 0, .nonfinite = 0, .first_bad = -1};
 }
 
+template <int N>
+__global__ void __launch_bounds__(kThreads) copy_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument) {
+    const ListBatch<N> &list = argument.begin_kernel();
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &pair, int64_t i)
+                             INLINED { store_fetched(fetch<V>(pair.x, i), pair.y, i); });
+}
+
 /// Partial results of dsopt_tensors_norm, one entry per leaf.
 struct NormParts {
     double *squares;
@@ -201,6 +208,9 @@ template <int N> void launch(const Axpby &op, const Launcher &launcher, const Li
 template <int N> void launch(const Clamp &op, const Launcher &launcher, const ListBatch<N> &batch) {
     launcher.launch_grid(batch.leaves(), "clamp", clamp_kernel<N>, batch, op.limit);
 }
+template <int N> void launch(const Copy &, const Launcher &launcher, const ListBatch<N> &batch) {
+    launcher.launch_grid(batch.leaves(), "copy", copy_kernel<N>, batch);
+}
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher) {
     std::visit(
@@ -257,7 +267,8 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
 
 void load_list_kernels(KernelLoader &load) {
     load(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
-         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, sum_slices_kernel, no_norm_kernel, norm_kernel);
+         clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, copy_kernel<kFewTensors>, copy_kernel<kManyTensors>,
+         sum_slices_kernel, no_norm_kernel, norm_kernel);
 }
 
 } // namespace dsopt::gpu

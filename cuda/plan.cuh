@@ -42,11 +42,12 @@ struct Leaf {
 
 /// Calls body(leaf, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in advance.
 template <class Body> __device__ __forceinline__ void for_leaves_by_block(const DevicePlan &d, const Body &body) {
-    int32_t next = blockIdx.x < d.leaves ? d.tensor_of_leaf[blockIdx.x] : 0;
+    const int32_t *const tensor_of = d.tensor_of_leaf + d.first_leaf;
+    int32_t next = blockIdx.x < d.leaves ? tensor_of[blockIdx.x] : 0;
     for (uint32_t leaf = blockIdx.x; leaf < d.leaves; leaf += gridDim.x) {
         const int32_t tensor = next;
-        if (leaf + gridDim.x < d.leaves) next = d.tensor_of_leaf[leaf + gridDim.x];
-        body(leaf, tensor);
+        if (leaf + gridDim.x < d.leaves) next = tensor_of[leaf + gridDim.x];
+        body(d.first_leaf + leaf, tensor);
     }
 }
 
@@ -67,14 +68,15 @@ template <class Body>
 __device__ __forceinline__ void for_leaves_by_warp(const DevicePlan &d, const LeafDistribution &distribution,
                                                    const Body &body) {
     const uint32_t warps = gridDim.x * kWarps, first = blockIdx.x * kWarps + threadIdx.x / 32;
-    const auto tensor_of = [&](uint32_t leaf) INLINED { return leaf < d.leaves ? d.tensor_of_leaf[leaf] : 0; };
+    const auto tensor_of = [&](uint32_t leaf)
+                               INLINED { return leaf < d.leaves ? d.tensor_of_leaf[d.first_leaf + leaf] : 0; };
     uint32_t leaf = first, next = first + warps;
     int32_t tensor = tensor_of(leaf);
     while (leaf < d.leaves) {
         const int32_t next_tensor = tensor_of(next);
         const uint32_t after_next =
             threadIdx.x % 32 == 0 && next < d.leaves ? distribution.after(next, warps, 2) : UINT32_MAX;
-        body(leaf, tensor);
+        body(d.first_leaf + leaf, tensor);
         leaf = next;
         tensor = next_tensor;
         next = __shfl_sync(0xffffffffu, after_next, 0);

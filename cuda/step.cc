@@ -22,7 +22,8 @@ public:
         const DeviceWorkspace device_workspace(plan.execution.device_workspace, shape);
         const StepTable table = upload_table(plan, device_workspace, launcher);
         d_ = {.plan = plan,
-              .leaves = uint32_t(shape.leaves),
+              .leaves = uint32_t(plan.visited.count),
+              .first_leaf = uint32_t(plan.visited.first),
               .tensor_of_leaf = device_workspace.map.tensor_of_leaf,
               .tensor_leaves = device_workspace.map.tensor_leaves,
               .tensor_squares = device_workspace.squares,
@@ -53,15 +54,22 @@ public:
         if (phase < 0) marks_->clear();
         marks_->add(phase, launcher_.stream);
     }
-    void inspect(bool agrees) override {
+    void inspect(Fold fold) override {
+        const bool agrees = fold != Fold::decide;
         d_.decided = d_.decided || agrees;
         if (plan_.policy.read_gradients)
-            gpu::inspect(d_, !agrees, launcher_);
-        else if (agrees)
+            gpu::inspect(d_, fold, launcher_);
+        else if (fold == Fold::table)
             gpu::decide(d_, true, false, launcher_);
-        else if (d_.decided)
+        else if (d_.decided && fold == Fold::decide)
             gpu::decide(d_, true, true, launcher_);
         is_decided_ = !agrees;
+    }
+    void fold_gradients() override {
+        if (plan_.policy.read_gradients)
+            fold_parts(d_, launcher_);
+        else
+            gpu::decide(d_, true, false, launcher_);
     }
     void decide() override {
         if (!is_decided_) gpu::decide(d_, false, true, launcher_);
@@ -72,6 +80,8 @@ public:
         if (onebit_ != nullptr && !leaves_work()) d_.leaves = 0;
         gpu::update(d_, launcher_);
     }
+    void find_trust() override { find_trust_of_parts(d_, launcher_); }
+    void finish() override { finish_parts(d_, launcher_); }
     void update_weights(bool shared) override {
         if (shared) share_trust(d_, launcher_);
         d_.backwards = !d_.backwards;

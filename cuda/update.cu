@@ -126,7 +126,26 @@ __global__ void __launch_bounds__(kThreads, 4)
                         });
                 });
             });
-    if (last_block(plan.control->update_weights) && !plan.policy.stored) finish(d, skip);
+    if (last_block(plan.control->update_weights) && !plan.policy.stored && !plan.policy.parts) finish(d, skip);
+}
+
+/// Computes trust ratios from sums that ranks have completed, in one block.
+__global__ void __launch_bounds__(kThreads, 4) find_trust_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
+    const StepPlan &plan = d.plan;
+    if (skipped(d)) return;
+    for_tensors(d, [&](int32_t i, int32_t, auto fold) INLINED { find_trust(plan, i, fold); });
+    // For update_weight(): this rank may have nothing of a tensor.
+    for (int64_t i = threadIdx.x; plan.policy.report_norms && i < plan.count; i += kThreads) {
+        const TensorJob &job = plan.jobs[i];
+        plan.scalars[i] = make_scalars(hyper_of(plan, job.group), step_of(plan, job), plan.divisors[job.group],
+                                       plan.limits.max_value);
+    }
+}
+/// Completes a step of parts, in one block.
+__global__ void __launch_bounds__(kThreads, 4) finish_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
+    const DevicePlan &d = argument.begin_kernel();
+    finish(d, skipped(d));
 }
 
 /// Runs after the last kernel of a step: advances the counts of many tensors.
@@ -141,8 +160,8 @@ void count(const DevicePlan &d, const Launcher &launcher) {
 void update(const DevicePlan &d, const Launcher &launcher) {
     const StepPlan &plan = d.plan;
     // The sums of shards are all-reduced after this pass.
-    const Next next =
-        kernel_if(plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : has_count_kernel(plan));
+    const bool is_followed = plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : has_count_kernel(plan);
+    const Next next = kernel_if(is_followed && !plan.policy.parts);
     if (plan.policy.plain) {
         const size_t tiles = plan.policy.reduces || plan.policy.report_norms ? 2 * kTileBytes : 0;
         launcher.launch_grid({d.leaves, tiles}, {"update", plan.policy.stored ? Next::kernel : next}, update_kernel, d);
@@ -153,6 +172,10 @@ void update(const DevicePlan &d, const Launcher &launcher) {
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
     launcher.launch_grid(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
 }
+void find_trust_of_parts(const DevicePlan &d, const Launcher &launcher) {
+    launcher.launch_block("find_trust", find_trust_kernel, d);
+}
+void finish_parts(const DevicePlan &d, const Launcher &launcher) { launcher.launch_block("finish", finish_kernel, d); }
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
     const Next next = kernel_if(has_count_kernel(d.plan));
     if (d.plan.policy.plain)
@@ -163,7 +186,7 @@ void update_weights(const DevicePlan &d, const Launcher &launcher) {
 }
 
 void load_update_kernels(KernelLoader &load) {
-    load(update_kernel, shared_trust_kernel, update_weights_kernel, count_kernel);
+    load(update_kernel, shared_trust_kernel, update_weights_kernel, find_trust_kernel, finish_kernel, count_kernel);
 }
 
 } // namespace dsopt::gpu

@@ -89,7 +89,7 @@ __device__ __forceinline__ bool all_aligned(const TensorJob &job) {
 }
 
 __device__ __forceinline__ uint32_t leaf_at(const DevicePlan &d, uint32_t position) {
-    return d.backwards ? d.leaves - 1 - position : position;
+    return d.first_leaf + (d.backwards ? d.leaves - 1 - position : position);
 }
 
 /// Calls body(where) for this block's leaves, distributed dynamically, with the tensor's job and scalars in `s`. For a
@@ -300,6 +300,7 @@ __device__ inline void finish(const DevicePlan &d, bool skip) {
 
 /// Runs in the last block of the last kernel of pass 2.
 __device__ inline void end_update(const DevicePlan &d) {
+    if (d.plan.policy.parts) return; // other kernels, after ranks have completed the sums
     const bool skip = skipped(d);
     if (!d.plan.policy.reduces) {
         finish(d, skip);

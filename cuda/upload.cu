@@ -22,11 +22,11 @@ __global__ void __launch_bounds__(kThreads)
     map_kernel(const PdlArgument<const TensorJob *> argument, const LeafMap map, int32_t *cell, const int64_t count) {
     const TensorJob *const jobs = argument.begin_kernel();
     for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
-        for (int64_t leaf = threadIdx.x; leaf < leaves_of(jobs[i].range.numel); leaf += kThreads)
-            map.tensor_of_leaf[jobs[i].first_leaf + leaf] = int32_t(i);
+        for (int64_t leaf = threadIdx.x; leaf < jobs[i].leaves.count(); leaf += kThreads)
+            map.tensor_of_leaf[jobs[i].leaves.first + leaf] = int32_t(i);
         if (threadIdx.x != 0) continue;
         map.tensor_leaves[i] = int32_t(jobs[i].leaves.count());
-        if (jobs[i].range.numel == 0) cell[i] = -1;
+        if (jobs[i].leaves.numel == 0) cell[i] = -1;
     }
 }
 

@@ -190,6 +190,16 @@ template <int V> __device__ __forceinline__ void store(const Pack<V> &x, float *
     store(x, floats(data), i);
 }
 
+/// Stores what fetch() loaded from memory of the same format, without a conversion.
+template <int V> __device__ __forceinline__ void store_fetched(const Pack<V> &x, const Slot &slot, int64_t i) {
+    if (slot.format == Dtype::f32) return store(x, slot, i);
+    uint16_t *const to = global(static_cast<uint16_t *>(slot.data) + i);
+    if constexpr (V == 1)
+        store_as_is(to, uint16_t(bits_of(x.at[0])));
+    else
+        store_as_is(reinterpret_cast<uint2 *>(to), uint2{bits_of(x.at[0]), bits_of(x.at[1])});
+}
+
 /// Stores to shared memory.
 template <int V> __device__ __forceinline__ void to_tile(const Pack<V> &x, float *tile) {
     unrolled<V>([&](int k) INLINED { tile[k] = x.at[k]; });

@@ -567,7 +567,7 @@ enum dsopt_optimizer_flags {
      * 1-bit family, and (where the caller averages) which gradients are present. The values of gradients are not
      * compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
      * arguments of one rank are invalid, it returns that status and the others return DSOPT_ERR_MISMATCH. Without this
-     * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 100 bytes per step, two
+     * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 116 bytes per step, two
      * more with a node comm. The 1-bit family compares parameter lists at the first step after each new group even
      * without it. */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
@@ -576,6 +576,15 @@ enum dsopt_optimizer_flags {
      * calls exp_avg is stale; dsopt_optimizer_export, _import, _save, _bind, _reset and _add_group update it. Not with
      * masks. No effect with one rank or one node. */
     DSOPT_OPTIMIZER_MOMENTUM_BITS = 128,
+    /** State tensors of parameters are spread over the data-parallel ranks (ZeRO stage 1): each rank keeps one part of
+     * the list, updates it, and gets the other weights from the other ranks. Weights have the same bits as without it.
+     * The gradients are averages, the same on all ranks. Parameters, gradients and accumulated gradients are whole on
+     * every rank; for the part see dsopt_optimizer_shard. Every step and dsopt_optimizer_apply are collective, also
+     * skipped steps; before the first step the ranks compare their lists. Needs `data` or `node`. Standard mode, without
+     * experts, `dsopt_step.out` and the 1-bit family. docs/sharding.md. Since: 0.3 */
+    DSOPT_OPTIMIZER_SHARD = 256,
+    /** The same over the ranks of `node`, which it needs: every node has all of the state. Since: 0.3 */
+    DSOPT_OPTIMIZER_SHARD_NODE = 512,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
 
@@ -669,7 +678,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, 
  * @param[in] count   number of parameters; 0 is legal.
  * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows;
  * _ALIGNMENT; _OVERLAP: among these parameters or with earlier ones; _UNSUPPORTED: an option that the algorithm does
- * not have; _STATE: the 1-bit family's variance is frozen, and new parameters would have none.
+ * not have; _STATE: the 1-bit family's variance is frozen, and new parameters would have none; or there is sharded
+ * state.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group,
                                                              const dsopt_param *params, int64_t count);
@@ -809,6 +819,8 @@ enum dsopt_state_flags {
     DSOPT_STATE_FROM_PARAM = 1,
     /** Differs between data-parallel ranks. */
     DSOPT_STATE_RANK_LOCAL = 2,
+    /** The part of the parameter that this rank keeps, see dsopt_optimizer_shard. Since: 0.3 */
+    DSOPT_STATE_SHARDED = 4,
     DSOPT_STATE_SIGNED = -1
 };
 
@@ -829,8 +841,8 @@ typedef struct dsopt_state_info {
      *    "exp_avg_bits", "exp_avg_pad") are then new tensors.
      */
     dsopt_tensor tensor;
-    /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else, and for scales, one
-     * dimension. Owned by the optimizer, valid until parameters are added or the optimizer is destroyed. Since: 0.2 */
+    /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else, for scales and with
+     * DSOPT_STATE_SHARDED, one dimension. Owned by the optimizer, valid until parameters are added or the optimizer is destroyed. Since: 0.2 */
     const int64_t *dims;
     int32_t ndim;
     /** enum dsopt_state_flags. */
@@ -854,6 +866,19 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state_count(const dsopt_optim
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index,
                                                          dsopt_state_info *info);
+
+/**
+ * The part of a parameter whose state a rank keeps: elements [begin, begin + numel). It follows from the list, so it is
+ * known before the first step and changes when parameters are added. Without DSOPT_OPTIMIZER_SHARD it is the whole
+ * parameter on every rank.
+ * @param[in]  rank   of the data-parallel ranks: rank in `data` + ranks of `data` * rank in `node`; -1 = this one.
+ * @param[out] begin  a multiple of 4096; 0 if there is nothing.
+ * @param[out] numel  0: nothing.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: parameter or rank; DSOPT_ERR_STATE: no groups. Thread-safety: any number of
+ * readers. Since: 0.3
+ */
+DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_shard(const dsopt_optimizer *opt, int64_t param, int32_t rank,
+                                                         int64_t *begin, int64_t *numel);
 
 /**
  * Copy one entry to host memory. Before the first step the call allocates and initializes the state, except for

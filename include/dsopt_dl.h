@@ -53,6 +53,8 @@ typedef struct dsopt_dl {
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_state_count)(const dsopt_optimizer *opt, int64_t *count);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_state)(const dsopt_optimizer *opt, int64_t index,
                                                       dsopt_state_info *info);
+    DSOPT_CHECK dsopt_status (*dsopt_optimizer_shard)(const dsopt_optimizer *opt, int64_t param, int32_t rank,
+                                                      int64_t *begin, int64_t *numel);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_export)(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes);
     DSOPT_CHECK dsopt_status (*dsopt_optimizer_import)(dsopt_optimizer *opt, int64_t index, const void *host,
                                                        size_t bytes);
@@ -161,6 +163,7 @@ DSOPT_CHECK static inline const char *dsopt_dl_load(dsopt_dl *dl, const char *pa
         {"the library has no dsopt_optimizer_count", offsetof(dsopt_dl, dsopt_optimizer_count)},
         {"the library has no dsopt_optimizer_state_count", offsetof(dsopt_dl, dsopt_optimizer_state_count)},
         {"the library has no dsopt_optimizer_state", offsetof(dsopt_dl, dsopt_optimizer_state)},
+        {"the library has no dsopt_optimizer_shard", offsetof(dsopt_dl, dsopt_optimizer_shard)},
         {"the library has no dsopt_optimizer_export", offsetof(dsopt_dl, dsopt_optimizer_export)},
         {"the library has no dsopt_optimizer_import", offsetof(dsopt_dl, dsopt_optimizer_import)},
         {"the library has no dsopt_optimizer_export_f32", offsetof(dsopt_dl, dsopt_optimizer_export_f32)},

@@ -432,6 +432,14 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
         write_struct(info, known, "dsopt_state_info");
     });
 }
+dsopt_status dsopt_optimizer_shard(const dsopt_optimizer *opt, int64_t param, int32_t rank, int64_t *begin,
+                                   int64_t *numel) {
+    return with(opt, [&](const Optimizer &optimizer) {
+        const Range part = find_part(optimizer, param, rank);
+        *not_null(begin, "begin") = part.begin;
+        *not_null(numel, "numel") = part.numel;
+    });
+}
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {
     return with(opt, [&](Optimizer &optimizer) { export_bytes(optimizer, index, host, bytes); });
 }

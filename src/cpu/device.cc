@@ -117,6 +117,13 @@ private:
             if (y[i].data != nullptr) kernels_.axpby(factor, x[i], op.b, y[i], begin, end);
         });
     }
+    static void apply(const Copy &, const ListPartition &partition, const dsopt_tensor *x, const dsopt_tensor *y) {
+        partition.run([&](int64_t i, int64_t begin, int64_t end) {
+            const size_t size = dtype_size(y[i].dtype), offset = size_t(begin) * size;
+            std::memcpy(static_cast<char *>(y[i].data) + offset, static_cast<const char *>(x[i].data) + offset,
+                        size_t(end - begin) * size);
+        });
+    }
     void apply(const Clamp &op, const ListPartition &partition, const dsopt_tensor *, const dsopt_tensor *y) const {
         partition.run([&](int64_t i, int64_t begin, int64_t end) { kernels_.clamp(y[i], op.limit, begin, end); });
     }

@@ -27,7 +27,7 @@ public:
         last_mark_ = now;
     }
 
-    void inspect(bool) override {
+    void inspect(Fold fold) override {
         if (plan_.policy.read_gradients)
             partition_.run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
@@ -37,8 +37,9 @@ public:
                 if (sums_weights(plan_, job))
                     kernels_.squares(job.weight(), span.begin, span.end, plan_.leaf.sums_a, leaf);
             });
-        fold_gradients(plan_);
+        if (fold != Fold::none) fold_gradients();
     }
+    void fold_gradients() override { dsopt::fold_gradients(plan_); }
 
     void decide() override {
         if (decide_step(plan_)) make_all_scalars(plan_);
@@ -47,7 +48,7 @@ public:
     void update() override {
         if (is_skipped()) {
             partition_.run([this](int64_t, const Span &span) { kernels_.unchanged(span); });
-            if (!plan_.policy.reduces) finish();
+            if (!plan_.policy.reduces) end();
             return;
         }
         partition_.run_main_pass([this](int64_t, const Span &span) {
@@ -56,29 +57,37 @@ public:
             else if (span.job->owner == Owner::update)
                 kernels_.update(span);
         });
-        if (!plan_.policy.reduces) return finish();
-        for (int64_t i = 0; i < plan_.count; ++i) find_trust(plan_, i, LeafFold());
+        if (!plan_.policy.reduces) return end();
+        if (!plan_.policy.parts) find_trust();
+    }
+
+    void find_trust() override {
+        for (int64_t i = 0; !is_skipped() && i < plan_.count; ++i) dsopt::find_trust(plan_, i, LeafFold());
     }
 
     void update_weights(bool shared) override {
-        if (is_skipped()) return finish();
+        if (is_skipped()) return end();
         for (int64_t i = 0; shared && i < plan_.count; ++i) store_shared_trust_ratio(plan_, i);
         partition_.run([&](int64_t, const Span &span) {
             if (is_reduced(*span.job, span.rule)) kernels_.update_weights(span);
         });
-        finish();
+        end();
+    }
+
+    void finish() override {
+        if (!is_skipped()) {
+            for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i, plan_.jobs[i].advance);
+            if (plan_.policy.report_norms) fold_updates(plan_);
+        }
+        write_report(plan_);
     }
 
 private:
     using Clock = std::chrono::steady_clock;
 
     bool is_skipped() const { return plan_.control->skip != 0; }
-    void finish() {
-        if (!is_skipped()) {
-            for (int64_t i = 0; i < plan_.count; ++i) advance_count(plan_, i, plan_.jobs[i].advance);
-            if (plan_.policy.report_norms) fold_updates(plan_);
-        }
-        write_report(plan_);
+    void end() {
+        if (!plan_.policy.parts) finish();
     }
 
     const DefaultFloatEnvironment environment_;

@@ -74,8 +74,16 @@ struct NonFinite {
     int64_t first = INT64_MAX;
     DSOPT_HD void add(int64_t tensor, int64_t bad, bool has_nans) {
         count += bad;
+        if (bad != 0) add_tensor(tensor, has_nans);
+    }
+    /// The same for a tensor of which this rank has a part, with `bad` elements. `squares`: the sum over the tensor.
+    DSOPT_HD void add_part(int64_t tensor, int64_t bad, double squares) {
+        count += bad;
+        if (!is_finite(squares)) add_tensor(tensor, squares != squares);
+    }
+    DSOPT_HD void add_tensor(int64_t tensor, bool has_nans) {
         const int64_t found = tensor * 2 + has_nans;
-        if (bad != 0 && found < first) first = found;
+        if (found < first) first = found;
     }
     DSOPT_HD int64_t first_tensor() const { return first == INT64_MAX ? -1 : first / 2; }
     /// Returns InspectResult::kind.
@@ -186,7 +194,7 @@ DSOPT_HD bool scale_is_valid(const StepPlan &plan) {
 DSOPT_HD void record_reasons(const StepPlan &plan) {
     InspectResult &found = plan.control->found;
     int32_t reasons = 0;
-    if (plan.policy.skip_nonfinite && found.nonfinite != 0) reasons |= DSOPT_SKIP_GRADIENTS;
+    if (plan.policy.skip_nonfinite && found.first_bad >= 0) reasons |= DSOPT_SKIP_GRADIENTS;
     // The caller's norms are this rank's: an invalid norm is a reason that other ranks receive.
     for (int64_t g = 0; plan.policy.skip_nonfinite && plan.caller.grad_norms != nullptr && g < plan.group_count; ++g)
         if (!is_not_negative(double(plan.caller.grad_norms[g]))) reasons |= DSOPT_SKIP_NORM;
@@ -241,12 +249,15 @@ inline void fold_gradients(const StepPlan &plan) {
             bad += plan.leaf.bad[leaf] & 0xffff;
             nans += plan.leaf.bad[leaf] >> 32;
         }
-        if (const int64_t cell = norm_cell(table, job); cell >= 0) {
-            const double squares = fold_leaves(plan.leaf.sums_a, job.leaves);
+        const int64_t cell = norm_cell(table, job);
+        const double squares = cell >= 0 || plan.policy.parts ? fold_leaves(plan.leaf.sums_a, job.leaves) : 0.0;
+        if (cell >= 0)
             for (const int64_t index : {cell, table.groups * table.classes + cell % table.classes})
                 lanes[index * kLanes + i % kLanes] += squares;
-        }
-        found.add(i, bad, nans != 0);
+        if (plan.policy.parts)
+            found.add_part(i, bad, squares);
+        else
+            found.add(i, bad, nans != 0);
     }
     for (int64_t cell = 0; cell < cells; ++cell) table.values[cell] = fold_lanes<kLanes>(lanes + cell * kLanes);
     record_nonfinite(plan, found);

@@ -28,7 +28,9 @@ struct Axpby {
 struct Clamp {
     float limit;
 };
-using ElementOp = std::variant<Zero, Axpby, Clamp>;
+/// y = x, byte by byte. Both have the same dtype.
+struct Copy {};
+using ElementOp = std::variant<Zero, Axpby, Clamp, Copy>;
 
 class DeviceKernels {
 public:
@@ -49,6 +51,10 @@ public:
     void axpby(const Factor &a, const dsopt_tensor *x, float b, const dsopt_tensor *y, int64_t count,
                const Parallel &parallel, void *stream) const {
         for_elements(Axpby{a, b}, x, y, count, parallel, stream);
+    }
+    void copy(const dsopt_tensor *x, const dsopt_tensor *y, int64_t count, const Parallel &parallel,
+              void *stream) const {
+        for_elements(Copy{}, x, y, count, parallel, stream);
     }
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *stream) const {
         for_elements(Clamp{limit}, list, list, count, parallel, stream);

@@ -62,8 +62,7 @@ struct TensorJob {
     uint16_t *remainder;    // lower halves of masters whose rounded upper halves are weight(); NULL: none
     uint64_t random_key;    // the tensor's key, for stochastic rounding; adjacent to range.begin: one load on CUDA
     // Kernels process the range, which begins at a leaf of the registered tensor, and sums are folded over all leaves
-    // of that tensor. Today the range is the whole tensor. CUDA kernels rely on this: they visit every leaf of the
-    // step, and the map from leaves to tensors has only leaves of ranges.
+    // of that tensor. The range is the whole tensor unless other ranks have the other elements (StepPolicy::parts).
     Range range;         // elements of the registered tensor that are in `data`
     int64_t first_leaf;  // index of the range's first leaf
     TensorLeaves leaves; // of the registered tensor
@@ -239,12 +238,19 @@ struct StepPolicy {
     bool stored;  // there is a tensor with TensorJob::stored
     bool plain;   // there is a tensor without, or no tensor at all
     bool dry;     // learning rates are 0
+    /// State is sharded: ranges of jobs are parts of tensors. The driver completes the results of leaves with those of
+    /// other ranks, so the kernels fold nothing themselves.
+    bool parts;
 };
 
 /// Results of the leaves of all tensors, one entry per leaf.
 struct LeafResults {
     double *sums_a, *sums_b;
     int64_t *bad; // number of non-finite elements, plus 2^32 times the number of NaNs
+};
+/// Consecutive leaves among the leaves of all tensors.
+struct LeafInterval {
+    int64_t first, count;
 };
 
 /// Everything that the kernels of one step need; owns nothing. `jobs` and `groups` are in host memory (StepTable),
@@ -272,6 +278,7 @@ struct StepPlan {
     double *divisors; // one per group
     NormTable norms;
     LeafResults leaf;
+    LeafInterval visited; // the leaves of the jobs' ranges
     ShardTable shards;
 };
 

@@ -74,23 +74,35 @@ protected:
     ~OneBitStepKernels() = default;
 };
 
+/// What follows pass 1.
+enum class Fold : uint8_t {
+    decide, // results are folded into the table of norms, and a device may make the decision now
+    table,  // results are folded; ranks agree on the table before the decision
+    none,   // ranks complete the results first: StepPolicy::parts
+};
+
 class StepKernels {
 public:
     /// Adds the time since the last mark to this phase, DSOPT_MS_...; -1: the first mark of a step, which resets all
     /// phases.
     virtual void mark(int phase) = 0;
     /// Runs pass 1 if the plan reads gradients, and folds its results into the table of norms, with this rank's reasons
-    /// to skip. `agrees`: the driver all-reduces the table before the decision; else a device may make the decision
-    /// now.
-    virtual void inspect(bool agrees) = 0;
+    /// to skip, unless `fold` is Fold::none.
+    virtual void inspect(Fold fold) = 0;
+    /// Folds the results of pass 1, after Fold::none.
+    virtual void fold_gradients() = 0;
     /// Runs decide_step(), after the all-reduce of the table if there is one.
     virtual void decide() = 0;
-    /// Runs Passes::elementwise and the first pass of Passes::reduced, and computes the trust ratios that need no other
-    /// rank. If the plan reduces nothing, also advances counters if the step is taken, and writes norms and the report.
+    /// Runs Passes::elementwise and the first pass of Passes::reduced. Unless StepPolicy::parts, also does the work of
+    /// find_trust(), or if the plan reduces nothing, that of finish().
     virtual void update() = 0;
-    /// Runs the second pass of Passes::reduced; then advances counters, and writes norms and the report. `shared`:
+    /// Computes the trust ratios that need no other model rank. Only with StepPolicy::parts.
+    virtual void find_trust() = 0;
+    /// Runs the second pass of Passes::reduced. Unless StepPolicy::parts, also does the work of finish(). `shared`:
     /// model ranks have all-reduced their sums, so store_shared_trust_ratio() runs first.
     virtual void update_weights(bool shared) = 0;
+    /// Advances counters if the step is taken, and writes norms and the report. Only with StepPolicy::parts.
+    virtual void finish() = 0;
     /// Returns NULL if the plan has no group of the 1-bit family.
     OneBitStepKernels *onebit() const { return onebit_; }
 

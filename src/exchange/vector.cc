@@ -2,6 +2,7 @@
 #include "exchange/vector.h"
 #include "base/sizes.h"
 #include "device/plan.h"
+#include <algorithm>
 
 namespace dsopt {
 
@@ -18,6 +19,11 @@ ListVector::ListVector(const std::vector<int64_t> &numels) : numels_(numels) {
         end = begin + numel;
     }
     blocks_ = (end + kBlock - 1) / kBlock;
+}
+
+size_t ListVector::tensor_at(int64_t element) const {
+    const auto after = size_t(std::upper_bound(begins_.begin(), begins_.end(), element) - begins_.begin());
+    return after != 0 && range(after - 1).end() > element ? after - 1 : after;
 }
 
 Range part_of(const Range &tensor, const Range &chunk) {

@@ -18,6 +18,8 @@ public:
     /// Returns the range of a tensor in the vector. An empty tensor takes no place.
     Range range(size_t tensor) const { return {begins_[tensor], numels_[tensor], numel()}; }
     size_t tensors() const { return begins_.size(); }
+    /// Returns the tensor that contains an element of the vector, or the next one.
+    size_t tensor_at(int64_t element) const;
     int64_t blocks() const { return blocks_; }
     int64_t numel() const { return blocks_ * kBlock; }
 

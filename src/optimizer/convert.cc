@@ -129,7 +129,7 @@ void export_f32(const Optimizer &optimizer, const StateEntry &entry, float *host
     if (entry.kind == StateKind::remainder) {
         const Param &param = optimizer.params()[size_t(entry.param)];
         check_master_memory(param);
-        Pieces weights(device, param.data, sizeof(uint16_t), entry.numel);
+        Pieces weights(device, at<uint16_t>(param.data, entry.begin), sizeof(uint16_t), entry.numel);
         Pieces remainders(device, entry.data, sizeof(uint16_t), entry.numel);
         return for_pieces(entry.numel, [&](int64_t first, int64_t n) {
             const void *const upper = weights.next(first, n);
@@ -156,7 +156,7 @@ void import_f32(const Optimizer &optimizer, const StateEntry &entry, const float
         std::vector<uint16_t> weights(piece), remainders(piece);
         return for_pieces(entry.numel, [&](int64_t first, int64_t n) {
             split_masters(host + first, n, weights.data(), remainders.data());
-            device.copy(at<uint16_t>(param.data, first), weights.data(), size_t(n) * sizeof(uint16_t));
+            device.copy(at<uint16_t>(param.data, entry.begin + first), weights.data(), size_t(n) * sizeof(uint16_t));
             device.copy(at<uint16_t>(entry.data, first), remainders.data(), size_t(n) * sizeof(uint16_t));
         });
     }

@@ -83,10 +83,6 @@ public:
     /// Drops the host's copy of the schedule. Must be called when the schedule's memory may have been written to.
     void invalidate_schedule() const { host_schedule_.reset(); }
 
-    /// True once the ranks have compared their lists of parameters in a step.
-    bool lists_compared() const { return lists_compared_; }
-    void set_lists_compared() { lists_compared_ = true; }
-
     /// Returns the reduction of gradients in a call, DSOPT_REDUCTION_...; `call`: its number, 0 = the next call.
     /// `wrapper_made_first_call`: the original's wrapper makes the first call when it is constructed.
     int32_t next_reduction(const StateTable &state, int64_t call, bool wrapper_made_first_call) const;
@@ -103,7 +99,6 @@ private:
     const Context &context_;
     const dsopt_optimizer_desc desc_;
     OneBitSetup setup_;
-    bool lists_compared_ = false;
     // The host's copy of the schedule. Mutable: `apply` resets it if its list has the schedule's memory.
     mutable std::optional<ScheduleState> host_schedule_;
 };

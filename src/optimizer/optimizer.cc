@@ -22,7 +22,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     constexpr int32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
                               DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
-                              DSOPT_OPTIMIZER_MOMENTUM_BITS;
+                              DSOPT_OPTIMIZER_MOMENTUM_BITS | DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
@@ -46,6 +46,7 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (compat() && attachments_.scaler && attachments_.scaler->rules().hysteresis > 1)
         throw Error(DSOPT_ERR_UNSUPPORTED,
                     "the original's wrappers ignore hysteresis: a scaler with one needs standard mode");
+    check_shard(desc, attachments_.data != nullptr, attachments_.node != nullptr);
     if (check_node(attachments_.data.get(), attachments_.node.get(), desc.compat) == nullptr) attachments_.node.reset();
     if (attachments_.scaler) attachments_.scaler_token = attachments_.scaler->attach();
     // Steps of all optimizers of a scaler update its scale, so these optimizers share their pending work.
@@ -69,6 +70,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
     if (has_formats(group) && desc_.masters == DSOPT_MASTERS_FLAT)
         throw Error(DSOPT_ERR_UNSUPPORTED, "%s with DSOPT_MASTERS_FLAT: moments are F32 there",
                     group.exp_avg_format != DSOPT_MOMENT_F32 ? "exp_avg_format" : "exp_avg_sq_format");
+    check_shard_algorithm(desc_, group.algorithm);
     grow(&group, params, count);
 }
 void Optimizer::add_params(const dsopt_param *params, int64_t count) {
@@ -78,14 +80,16 @@ void Optimizer::add_params(const dsopt_param *params, int64_t count) {
 
 /// Appends to the registry, which is restored on failure. Then drops objects that were built for the shorter lists.
 void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t count) {
+    const auto has_any = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
+    if (is_sharded(desc_) && std::any_of(state().begin(), state().end(), has_any))
+        throw Error(DSOPT_ERR_STATE, "state is sharded by the whole list: parameters come before the first step");
     decode_momentum(); // the layout of exp_avg_bits is that of the current list
     Registry &registry = registry_.change();
     registry.append([&](const Registry::Mark &before) {
         // The original has one trust ratio per shard.
         const bool shares_trust = !compat() && attachments_.model && attachments_.model->ranks() > 1;
         registry.add(group, given, count, desc_, shares_trust);
-        const auto has_memory = [](const StateEntry &entry) { return entry.data != nullptr && !entry.of_scaler(); };
-        const bool had_memory = std::any_of(before.of_optimizer.begin(), before.of_optimizer.end(), has_memory);
+        const bool had_memory = std::any_of(before.of_optimizer.begin(), before.of_optimizer.end(), has_any);
         if (had_memory) wait_for_tensors();
         check_not_frozen(before);
         save_contents(before.of_optimizer, registry.state);
@@ -93,6 +97,8 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     });
     finalized_.forget();
     onebit_.reset();
+    shard_.reset();
+    lists_compared_ = false;
     workspace_ = Memory();
     cache_.reset(); // it describes the workspace
 }
@@ -122,9 +128,31 @@ void Optimizer::finalize_groups() {
                 onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
             registry.add_optimizer_state(onebit.get(), attachments_.scaler.get());
             restore_contents(registry);
+            if (parts_of(desc_, data_rank()) > 1) {
+                shard_ = std::make_unique<Shard>(registry.params, desc_, data_rank(), context_->device().is_host());
+                set_parts(registry);
+            }
             onebit_ = std::move(onebit);
         });
     });
+}
+
+/// Limits the state tensors of parameters to this rank's parts. Accumulated gradients stay whole: they are this rank's
+/// own, or will be averaged.
+void Optimizer::set_parts(Registry &registry) const {
+    for (size_t i = 0; i < registry.params.size(); ++i) {
+        Param &param = registry.params[i];
+        const int64_t numel = shard_->part(i).numel;
+        param.part_dims.assign(1, numel);
+        if (!param.scale_dims.empty()) param.scale_dims.assign(1, blocks_of(numel));
+    }
+    for (size_t i = 0; i < registry.state.size(); ++i) {
+        const StateEntry &entry = registry.state[i];
+        if (entry.param < 0 || entry.kind == StateKind::grad_accum) continue;
+        const Range part = shard_->part(size_t(entry.param));
+        const Range scales{part.begin / kBlock, blocks_of(part.numel), blocks_of(part.whole)};
+        registry.state.set_part(i, is_scale(entry.kind) ? scales : part);
+    }
 }
 
 void Optimizer::adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors) {

@@ -8,6 +8,7 @@
 #include "optimizer/onebit.h"
 #include "optimizer/registry.h"
 #include "optimizer/scaler.h"
+#include "optimizer/shard.h"
 #include "step/drive.h"
 #include <memory>
 #include <string>
@@ -77,6 +78,10 @@ public:
     const StateTable &state() const { return registry_->state; }
     /// Returns NULL without a group of the 1-bit family, and before finalize_groups().
     const OneBit *onebit() const { return onebit_.get(); }
+    /// Returns NULL unless state is sharded over several ranks, and before finalize_groups().
+    const Shard *shard() const { return shard_.get(); }
+    /// Returns the elements of a parameter whose state this rank keeps.
+    Range part_of(size_t param) const { return shard_ ? shard_->part(param) : whole_range(params()[param].numel); }
     InUse &in_use() const { return in_use_; }
     /// Returns the work that calls on this optimizer and on its scaler enqueued; NULL on backends that are the host.
     PendingWork *pending() const { return attachments_.pending.get(); }
@@ -106,8 +111,8 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
-    /// Lazily builds the objects that depend on all groups: onebit() and the state tensors of the whole optimizer. Must
-    /// be called before every other method except add_group(), add_params(), set(), get() and methods that only read
+    /// Lazily builds the objects that depend on all groups: onebit(), shard() and the state tensors of the whole
+    /// optimizer. Must be called before every other method except add_group(), add_params(), set(), get() and methods that only read
     /// groups and parameters. Any number of threads may call it at the same time.
     void finalize_groups();
     void set(int32_t group, int32_t key, double value);
@@ -147,6 +152,7 @@ public:
 private:
     void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
     void check_not_frozen(const Registry::Mark &before) const;
+    void set_parts(Registry &registry) const;
     struct Move { // a copy of a tensor of the whole optimizer to its block
         StateKind kind;
         const void *from;
@@ -177,8 +183,10 @@ private:
     dsopt_optimizer_desc desc_;
     Attachments attachments_;
     Versioned<Registry> registry_;
-    Once finalized_{true}; // `onebit_` and the state tensors of the whole optimizer are built
+    Once finalized_{true}; // `onebit_`, `shard_` and the state tensors of the whole optimizer are built
     std::unique_ptr<OneBit> onebit_;
+    std::unique_ptr<Shard> shard_;
+    bool lists_compared_ = false; // the ranks have compared their lists of parameters in a step
     LastOutcome outcome_;
     Memory workspace_;
     std::vector<char> host_memory_; // HostMemory of step.cc
@@ -197,10 +205,13 @@ private:
 
 /// Returns the shape of a parameter's state tensor.
 inline const std::vector<int64_t> &dims_of(const Param &param, const StateEntry &entry) {
-    return is_scale(entry.kind) ? param.scale_dims : param.dims;
+    if (is_scale(entry.kind)) return param.scale_dims;
+    return entry.flags & DSOPT_STATE_SHARDED ? param.part_dims : param.dims;
 }
 /// Throws STATE for an optimizer that has no groups yet.
 void check_groups(const Optimizer &optimizer);
+/// Implements dsopt_optimizer_shard.
+Range find_part(const Optimizer &optimizer, int64_t param, int32_t rank);
 /// Checks a list of all state tensors; check_state_tensor() checks one of them. `required`: a tensor without memory is
 /// refused. Errors name the tensor.
 void check_state_list(const Optimizer &optimizer, const dsopt_tensor *list, int64_t count, bool required);

@@ -25,6 +25,7 @@ struct Param : Range {
     bool has_master;                 // or a remainder
     bool has_remainder;              // DSOPT_MASTERS_REMAINDER
     Format formats[kMoments];        // of its moments; in compat mode they may have the parameter's dtype
+    std::vector<int64_t> part_dims;  // sharded state: the only dimension of its state tensors; else empty
     std::vector<int64_t> scale_dims; // the only dimension of its scales; empty: no moment has scales
     bool accumulated;                // gradients were accumulated since the last step
 

@@ -13,12 +13,30 @@ Slot slot_or_none(const dsopt_tensor *tensor) {
     return tensor != nullptr ? slot_of(*tensor) : Slot{nullptr, Dtype::f32};
 }
 
+/// Returns an array from an element on; NULL stays NULL.
+void *from_element(void *data, int64_t element, size_t size) {
+    return data != nullptr ? static_cast<char *>(data) + size_t(element) * size : nullptr;
+}
+
+/// Returns the gradient of a parameter in a call; NULL if it has none.
+const dsopt_tensor *gradient_of(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                                size_t i) {
+    if (request.flags & DSOPT_STEP_ACCUMULATED)
+        return optimizer.params()[i].accumulated ? optimizer.state().find(state, StateKind::grad_accum, int64_t(i))
+                                                 : nullptr;
+    return !request.initial && request.step.grads[i].data != nullptr ? &request.step.grads[i] : nullptr;
+}
+
+/// Returns the memory of a whole parameter in a call.
+void *memory_of_param(const Optimizer &optimizer, const StepRequest &request, size_t i) {
+    return request.step.params != nullptr ? request.step.params[i].data : optimizer.params()[i].data;
+}
+
 void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                const OneBitPlan *onebit, TensorJob *jobs) {
     const dsopt_step &step = request.step;
     const std::vector<Param> &params = optimizer.params();
     const std::shared_ptr<Comm> &model = optimizer.attachments().model;
-    const bool accumulated = request.flags & DSOPT_STEP_ACCUMULATED;
     const bool rounds_at_random = optimizer.desc().flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const bool first_model_rank = !model || model->rank() == 0;
@@ -40,14 +58,15 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
             const dsopt_tensor *const tensor = state_of(kind);
             return tensor != nullptr ? tensor->data : nullptr;
         };
-        void *data = step.params != nullptr ? step.params[i].data : param.data;
+        // The arrays of state have the part only; parameters and gradients are whole.
+        const Range part = optimizer.part_of(i);
+        const auto slot_of_part = [&](const Slot &slot) {
+            return Slot{from_element(slot.data, part.begin, dtype_size(slot.format)), slot.format};
+        };
+        void *const data = memory_of_param(optimizer, request, i);
         const dsopt_tensor *out = step.out != nullptr && step.out[i].data != nullptr ? &step.out[i] : nullptr;
         const bool copies = param.has_master && !(request.flags & DSOPT_STEP_OUT_ONLY) && !request.initial;
-        const dsopt_tensor *grad = nullptr;
-        if (accumulated)
-            grad = param.accumulated ? state_of(StateKind::grad_accum) : nullptr;
-        else if (!request.initial && step.grads[i].data != nullptr)
-            grad = &step.grads[i];
+        const dsopt_tensor *const grad = gradient_of(optimizer, request, state, i);
         const bool sharded = param.flags & DSOPT_PARAM_MODEL_PARALLEL;
         // With a wrapper an absent gradient counts as zeros, unless the parameter has no memory yet.
         const bool is_zeros = wrapped && (param.has_master || data != nullptr || param.numel == 0);
@@ -56,8 +75,8 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .scale = {},
                    .remainder = static_cast<uint16_t *>(memory_of(StateKind::remainder)),
                    .random_key = param.random_key,
-                   .range = param,
-                   .first_leaf = param.first_leaf,
+                   .range = {param.begin + part.begin, part.numel, param.whole},
+                   .first_leaf = param.first_leaf + part.begin / kLeaf,
                    .leaves = param.leaves(),
                    .group = param.group,
                    .expert = param.expert,
@@ -70,14 +89,14 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
-                   .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr,
+                   .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr && !optimizer.shard(),
                    .formats = {},
                    .stored = param.stored()};
-        const Slot param_slot{data, Dtype(param.dtype)};
+        const Slot param_slot = slot_of_part({data, Dtype(param.dtype)});
         const bool separate = param.has_master && !param.has_remainder;
-        jobs[i].set(kGrad, slot_or_none(grad));
+        jobs[i].set(kGrad, slot_of_part(slot_or_none(grad)));
         jobs[i].set(kWeight, separate ? slot_of(*state_of(StateKind::master)) : param_slot);
-        jobs[i].set(kCopy, {copies && separate ? data : nullptr, param_slot.format});
+        jobs[i].set(kCopy, {copies && separate ? param_slot.data : nullptr, param_slot.format});
         jobs[i].set(kOut, slot_or_none(out));
         for (int k = 0; k < kMoments; ++k) {
             const dsopt_tensor *const moment = state_of(moment_kind(k));
@@ -164,10 +183,14 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     arena.take_bytes(device_workspace, device.kernels().device_workspace_bytes(shape));
     arena.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
     arena.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
+    const Shard *const shard = optimizer.shard();
+    arena.take_bytes(staging, shard != nullptr ? size_t(shard->staging_bytes()) : 0);
     Arena host_arena(host);
     Arena &host_arrays = device.is_host() ? arena : host_arena;
     host_arrays.take_bytes(table, StepTable(nullptr, shape).bytes);
     host_arrays.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * shape.tensors : 0);
+    for (dsopt_tensor **list : {&weights, &gradients}) host_arrays.take(*list, shard != nullptr ? shape.tensors : 0);
+    host_arrays.take(copied, shard != nullptr ? StepParts::lists_of(shard->rows()) : 0);
     host_arrays.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
     bytes = arena.bytes();
     host_bytes = host_arena.bytes();
@@ -184,7 +207,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const StateTable &entries = optimizer.state();
     const dsopt_step &step = request.step;
     if (request.reuse == Reuse::all_but_addresses) {
-        for (int64_t i = 0; i < step.count; ++i) table.jobs[i].data[kGrad] = step.grads[i].data;
+        for (int64_t i = 0; i < step.count; ++i)
+            table.jobs[i].data[kGrad] =
+                from_element(step.grads[i].data, optimizer.part_of(size_t(i)).begin, dtype_size(step.grads[i].dtype));
     } else if (request.reuse == Reuse::nothing) {
         plan_jobs(optimizer, request, state, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
@@ -223,7 +248,8 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    .plain =
                        optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
-                   .dry = onebit != nullptr && onebit->stage == Stage::dry},
+                   .dry = onebit != nullptr && onebit->stage == Stage::dry,
+                   .parts = optimizer.shard() != nullptr},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,
@@ -240,7 +266,18 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .divisors = memory.divisors,
         .norms = {memory.norms, int64_t(groups.size()), 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
+        .visited = optimizer.shard() ? optimizer.shard()->leaves() : LeafInterval{0, shape_of(optimizer).leaves},
         .shards = {memory.shards, optimizer.trust_slots(), exchanged}};
+}
+
+void plan_parts(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                const StepMemory &memory) {
+    for (size_t i = 0; i < optimizer.params().size(); ++i) {
+        memory.weights[i] = optimizer.params()[i].tensor();
+        memory.weights[i].data = memory_of_param(optimizer, request, i);
+        const dsopt_tensor *const gradient = gradient_of(optimizer, request, state, i);
+        memory.gradients[i] = gradient != nullptr ? *gradient : dsopt_tensor{};
+    }
 }
 
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {

@@ -39,10 +39,12 @@ struct StepMemory {
     double *factors;
     char *exchange;
     float *mean;
+    char *staging;
     size_t bytes;
     // Written by the host.
     char *table;
     dsopt_tensor *lists;
+    dsopt_tensor *weights, *gradients, *copied; // sharded state
     double *host_norms;
     size_t host_bytes; // 0 if backend memory is host memory
 
@@ -54,6 +56,9 @@ StepShape shape_of(const Optimizer &optimizer);
 /// Fills the tables of tensors and groups, and returns the plan. `state`: a list of all state tensors.
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
+/// Fills StepMemory::weights and gradients, which have whole tensors, for a step of sharded state.
+void plan_parts(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                const StepMemory &memory);
 /// Throws DEVICE if a tensor of the step is not in memory of the context's device (DSOPT_CONTEXT_CHECK_POINTERS).
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
 

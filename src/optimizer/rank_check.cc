@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // With DSOPT_OPTIMIZER_CHECK_RANKS the data-parallel ranks compare their steps before the first collective of a step.
-// Ranks that exchange bits compare their parameter lists before the first step even without the flag.
+// Ranks that exchange bits or weights compare their parameter lists before the first step even without the flag.
 //
 // The comparison is one all-reduce of a few integers. Only if these differ, more all-reduces find the tensor. The
 // maxima of x and of ~x show every rank if all ranks have the same x, so all ranks come to the same result.
@@ -17,7 +17,7 @@ uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e377
 
 /// Everything that ranks compare, as words.
 struct Words {
-    enum : int { params, list, calls, schedule, stage, gradients, count };
+    enum : int { params, list, calls, schedule, stage, gradients, options, count };
     int32_t refused = 0;                             // rank + 1 of a rank that refused its arguments, 0 = none
     int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x; their maxima are the largest x and ~ the smallest x
     void set(int word, uint64_t value) {
@@ -119,9 +119,11 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     };
     for (size_t i = 0; i < params.size(); ++i)
         if (is_compared(i)) gradients = mix(gradients, 2 * i + plan.jobs[i].present);
+    constexpr int32_t compared = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES;
+    words.set(Words::options, uint32_t(optimizer.desc().flags & compared));
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
-    for (int word = Words::calls; word < Words::count; ++word) words.set(word, 0);
+    for (const int word : {Words::calls, Words::schedule, Words::stage, Words::gradients}) words.set(word, 0);
     if (!lists_only) {
         words.set(Words::calls, stateful ? uint32_t(optimizer.calls()) : 0);
         words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
@@ -135,6 +137,10 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
     if (words.refused != 0)
         throw Error(DSOPT_ERR_MISMATCH, "rank %d refused the arguments of this step, so no rank takes it",
                     words.refused - 1);
+    if (!words.same(Words::options))
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "ranks have different options: SHARD, SHARD_NODE and AVERAGES are 0x%x on rank %d",
+                    local.max(Words::options), rank);
     if (!words.same(Words::params))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",
                     words.min(Words::params), words.max(Words::params), rank, ll(plan.count));

@@ -47,6 +47,8 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
     const uint32_t flags = flags_of(step);
     if ((flags & DSOPT_STEP_OUT_ONLY) && step.count > 0 && step.out == nullptr)
         throw Error(DSOPT_ERR_ARGUMENT, "DSOPT_STEP_OUT_ONLY and _DELTA need dsopt_step.out");
+    if (is_sharded(optimizer.desc()) && (step.out != nullptr || (flags & DSOPT_STEP_OUT_ONLY)))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_step.out: with SHARD a rank computes new weights of its part only");
     for (size_t i = 0; i < params.size(); ++i) {
         const Param &param = params[i];
         const char *name = param.name.c_str();
@@ -56,7 +58,8 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         // weight. The check is the same in every stage, so that it fails in the first step of a training, not later.
         const bool is_used = has_gradient || wrapped ||
                              (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
-                             optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr;
+                             optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr ||
+                             optimizer.shard() != nullptr; // ranks exchange every weight
         if (step.params != nullptr) check_param(step.params[i], param);
         const void *const data = step.params != nullptr ? step.params[i].data : param.data;
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;

@@ -45,7 +45,9 @@ void Optimizer::initialize(const StateEntry &entry, const dsopt_tensor *params, 
     if (source == nullptr)
         throw Error(DSOPT_ERR_STATE, "the master of '%s' starts as a copy of the parameter, which has no memory yet",
                     param.name.c_str());
-    const dsopt_tensor from{source, entry.numel, param.dtype, 0}, to{data, entry.numel, DSOPT_DTYPE_F32, 0};
+    const size_t offset = size_t(entry.begin) * dtype_size(param.dtype);
+    const dsopt_tensor from{static_cast<char *>(source) + offset, entry.numel, param.dtype, 0},
+        to{data, entry.numel, DSOPT_DTYPE_F32, 0};
     device.kernels().axpby({}, &from, 0, &to, 1, context_->parallel(), stream);
 }
 

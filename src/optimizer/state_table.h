@@ -161,6 +161,12 @@ public:
         const StateRecord record = record_of(kind);
         add({whole_range(numel), kind, param, record.dtype, record.flags, data, nullptr, data != nullptr});
     }
+    /// Limits the i-th tensor, which has no memory yet, to a part of its parameter.
+    void set_part(size_t i, const Range &part) {
+        static_cast<Range &>(entries_[i]) = part;
+        list_[i].numel = part.numel;
+        entries_[i].flags |= DSOPT_STATE_SHARDED;
+    }
     /// Sets the memory of the i-th tensor, which must be other memory than before.
     void set_memory(size_t i, void *data) { set_memory(i, data, ++generations_); }
     /// Sets the memory of the i-th tensor to its block. The generation stays if the tensor was in the block before.

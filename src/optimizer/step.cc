@@ -101,11 +101,16 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (engine_schedule) onebit_->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     const bool checks_lists = // ranks with different lists would send different messages
-        !checks && request.stateful && onebit_ && onebit_->setup().compresses && !onebit_->lists_compared();
+        !checks && request.stateful && (shard_ || (onebit_ && onebit_->setup().compresses)) && !lists_compared_;
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;
         if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.stateful);
     };
+    std::optional<StepParts> parts;
+    if (shard_) {
+        plan_parts(*this, request, state, memory);
+        parts.emplace(StepParts{shard_->rows(), shard_->in_node(), memory.weights, memory.copied, memory.staging});
+    }
     drive({.context = *context_,
            .plan = plan,
            .compare = compare,
@@ -114,7 +119,9 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
            .host_norms = memory.host_norms,
            .means = averages ? &means : nullptr,
            .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
-                                                                         : onebit.exchange.node.slices});
+                                                                         : onebit.exchange.node.slices,
+           .parts = parts ? &*parts : nullptr,
+           .zeroed = parts && (plan.flags & DSOPT_STEP_ZERO_GRADS) ? memory.gradients : nullptr});
     if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
     if (engine_schedule) onebit_->count_step(onebit.plan);
 }
@@ -240,7 +247,7 @@ void Optimizer::store_call(const StepRequest &request) {
 }
 
 void Optimizer::count_call(const dsopt_step &step) {
-    if (onebit_) onebit_->set_lists_compared();
+    lists_compared_ = true;
     calls_ = std::min(calls_ + 1, kMaxCalls);
     if (step.flags & DSOPT_STEP_ACCUMULATED)
         for (Param &param : registry_.change().params) param.accumulated = false;

@@ -3,6 +3,7 @@
 // no other ranks, and the driver does not know how a device runs its kernels.
 #pragma once
 #include "step/average.h"
+#include "step/parts.h"
 
 namespace dsopt {
 
@@ -16,10 +17,12 @@ struct StepRun {
     double *host_norms;         // NormTable::size_with_message() on the host, unless backend memory is the host's
     const GradientMeans *means; // NULL if the engine averages no gradients
     float *mean_scratch;        // for sum_over_ranks()
+    const StepParts *parts;     // NULL unless state is sharded
+    const dsopt_tensor *zeroed; // gradients that are zeroed after the step, one entry per tensor; NULL: by kernels
 };
 
 /// Runs a step: compares ranks, averages gradients, inspects them, reduces norms over ranks, decides, exchanges,
-/// updates.
+/// updates, and gathers the weights of sharded state.
 ///
 /// All memory that a step needs, tables and messages included, is allocated before ranks compare. So a step that fails
 /// for lack of memory has sent nothing, and the same call can be repeated. A failure after that makes the comms of the

@@ -87,6 +87,8 @@ const DSOPT_OPTIMIZER_TIMING = Int32(16)
 const DSOPT_OPTIMIZER_AVERAGES = Int32(32)
 const DSOPT_OPTIMIZER_CHECK_RANKS = Int32(64)
 const DSOPT_OPTIMIZER_MOMENTUM_BITS = Int32(128)
+const DSOPT_OPTIMIZER_SHARD = Int32(256)
+const DSOPT_OPTIMIZER_SHARD_NODE = Int32(512)
 const DSOPT_MASTERS_PER_TENSOR = Int32(0)
 const DSOPT_MASTERS_FLAT = Int32(1)
 const DSOPT_MASTERS_REMAINDER = Int32(2)
@@ -115,6 +117,7 @@ const DSOPT_KEY_MAX_VALUE = Int32(34)
 const DSOPT_KEY_SKIP_BUDGET = Int32(35)
 const DSOPT_STATE_FROM_PARAM = Int32(1)
 const DSOPT_STATE_RANK_LOCAL = Int32(2)
+const DSOPT_STATE_SHARDED = Int32(4)
 const DSOPT_BIND_PARAMS = Int32(1)
 const DSOPT_BIND_STATE = Int32(2)
 const DSOPT_RESET_MASTERS = Int32(1)
@@ -469,15 +472,15 @@ end
 
 # The functions of the library. Their addresses are looked up when the package is loaded: the library may be anywhere.
 # A Ref or an Array can be passed for a pointer to a struct. A call keeps it alive, but not the targets of its pointers.
-const ADDRESSES = fill(C_NULL, 59)
+const ADDRESSES = fill(C_NULL, 60)
 const NAMES = (
     :dsopt_version, :dsopt_abi_version, :dsopt_build_info, :dsopt_status_name, :dsopt_last_error, :dsopt_context_create,
     :dsopt_context_destroy, :dsopt_group_init, :dsopt_optimizer_create, :dsopt_optimizer_destroy,
     :dsopt_optimizer_retain, :dsopt_optimizer_add_group, :dsopt_optimizer_add_params, :dsopt_optimizer_set,
     :dsopt_optimizer_get, :dsopt_optimizer_count, :dsopt_optimizer_state_count, :dsopt_optimizer_state,
-    :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_export_f32, :dsopt_optimizer_import_f32,
-    :dsopt_optimizer_bind, :dsopt_optimizer_reset, :dsopt_optimizer_step, :dsopt_optimizer_apply,
-    :dsopt_optimizer_workspace, :dsopt_optimizer_init_state, :dsopt_optimizer_accumulate,
+    :dsopt_optimizer_shard, :dsopt_optimizer_export, :dsopt_optimizer_import, :dsopt_optimizer_export_f32,
+    :dsopt_optimizer_import_f32, :dsopt_optimizer_bind, :dsopt_optimizer_reset, :dsopt_optimizer_step,
+    :dsopt_optimizer_apply, :dsopt_optimizer_workspace, :dsopt_optimizer_init_state, :dsopt_optimizer_accumulate,
     :dsopt_optimizer_next_reduction, :dsopt_optimizer_next_reduction_on_device, :dsopt_schedule_decode,
     :dsopt_optimizer_report, :dsopt_optimizer_save, :dsopt_optimizer_load, :dsopt_scaler_create, :dsopt_scaler_destroy,
     :dsopt_scaler_detach, :dsopt_scaler_device_scale, :dsopt_scaler_set, :dsopt_scaler_update, :dsopt_scaler_query,
@@ -566,179 +569,184 @@ function dsopt_optimizer_state(opt, index, info)
     return ccall(ADDRESSES[18], Int32, (Ptr{Cvoid}, Int64, Ptr{dsopt_state_info}), opt, index, info)
 end
 
-function dsopt_optimizer_export(opt, index, host, bytes)
-    return ccall(ADDRESSES[19], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
+function dsopt_optimizer_shard(opt, param, rank, begin, numel)
+    return ccall(ADDRESSES[19], Int32, (Ptr{Cvoid}, Int64, Int32, Ptr{Int64}, Ptr{Int64}), opt, param, rank, begin,
+                 numel)
 end
 
-function dsopt_optimizer_import(opt, index, host, bytes)
+function dsopt_optimizer_export(opt, index, host, bytes)
     return ccall(ADDRESSES[20], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
 end
 
-function dsopt_optimizer_export_f32(opt, index, host, count)
-    return ccall(ADDRESSES[21], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
+function dsopt_optimizer_import(opt, index, host, bytes)
+    return ccall(ADDRESSES[21], Int32, (Ptr{Cvoid}, Int64, Ptr{Cvoid}, UInt64), opt, index, host, bytes)
 end
 
-function dsopt_optimizer_import_f32(opt, index, host, count)
+function dsopt_optimizer_export_f32(opt, index, host, count)
     return ccall(ADDRESSES[22], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
 end
 
+function dsopt_optimizer_import_f32(opt, index, host, count)
+    return ccall(ADDRESSES[23], Int32, (Ptr{Cvoid}, Int64, Ptr{Float32}, Int64), opt, index, host, count)
+end
+
 function dsopt_optimizer_bind(opt, what, list, count)
-    return ccall(ADDRESSES[23], Int32, (Ptr{Cvoid}, Int32, Ptr{dsopt_tensor}, Int64), opt, what, list, count)
+    return ccall(ADDRESSES[24], Int32, (Ptr{Cvoid}, Int32, Ptr{dsopt_tensor}, Int64), opt, what, list, count)
 end
 
 function dsopt_optimizer_reset(opt, what, stream)
-    return ccall(ADDRESSES[24], Int32, (Ptr{Cvoid}, Int32, Ptr{Cvoid}), opt, what, stream)
+    return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Int32, Ptr{Cvoid}), opt, what, stream)
 end
 
 function dsopt_optimizer_step(opt, step)
-    return ccall(ADDRESSES[25], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
-end
-
-function dsopt_optimizer_apply(opt, step)
     return ccall(ADDRESSES[26], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
 end
 
+function dsopt_optimizer_apply(opt, step)
+    return ccall(ADDRESSES[27], Int32, (Ptr{Cvoid}, Ptr{dsopt_step}), opt, step)
+end
+
 function dsopt_optimizer_workspace(opt, bytes)
-    return ccall(ADDRESSES[27], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
+    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{UInt64}), opt, bytes)
 end
 
 function dsopt_optimizer_init_state(opt, params, count, state, state_count, stream)
-    return ccall(ADDRESSES[28], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
+    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}),
                  opt, params, count, state, state_count, stream)
 end
 
 function dsopt_optimizer_accumulate(opt, grads, count, stream)
-    return ccall(ADDRESSES[29], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
+    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), opt, grads, count, stream)
 end
 
 function dsopt_optimizer_next_reduction(opt, call, reduction)
-    return ccall(ADDRESSES[30], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
+    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Int64, Ptr{Int32}), opt, call, reduction)
 end
 
 function dsopt_optimizer_next_reduction_on_device(opt, schedule, reduction, stream)
-    return ccall(ADDRESSES[31], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
+    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Int32}, Ptr{Cvoid}), opt, schedule,
                  reduction, stream)
 end
 
 function dsopt_schedule_decode(opt, words, info)
-    return ccall(ADDRESSES[32], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
+    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{dsopt_schedule_info}), opt, words, info)
 end
 
 function dsopt_optimizer_report(opt, report)
-    return ccall(ADDRESSES[33], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
+    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Ptr{dsopt_report}), opt, report)
 end
 
 function dsopt_optimizer_save(opt, path, io)
-    return ccall(ADDRESSES[34], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
-end
-
-function dsopt_optimizer_load(opt, path, io)
     return ccall(ADDRESSES[35], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
 end
 
+function dsopt_optimizer_load(opt, path, io)
+    return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid}, Cstring, Ptr{dsopt_io}), opt, path, io)
+end
+
 function dsopt_scaler_create(ctx, desc, scaler)
-    return ccall(ADDRESSES[36], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
+    return ccall(ADDRESSES[37], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, scaler)
 end
 
 function dsopt_scaler_destroy(scaler)
-    return ccall(ADDRESSES[37], Cvoid, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[38], Cvoid, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_detach(scaler)
-    return ccall(ADDRESSES[38], Int32, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[39], Int32, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_device_scale(scaler)
-    return ccall(ADDRESSES[39], Ptr{Float32}, (Ptr{Cvoid},), scaler)
+    return ccall(ADDRESSES[40], Ptr{Float32}, (Ptr{Cvoid},), scaler)
 end
 
 function dsopt_scaler_set(scaler, what, value, stream)
-    return ccall(ADDRESSES[40], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
+    return ccall(ADDRESSES[41], Int32, (Ptr{Cvoid}, Int32, Float64, Ptr{Cvoid}), scaler, what, value, stream)
 end
 
 function dsopt_scaler_update(scaler, overflow, stream)
-    return ccall(ADDRESSES[41], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
+    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Ptr{Int32}, Ptr{Cvoid}), scaler, overflow, stream)
 end
 
 function dsopt_scaler_query(scaler, info)
-    return ccall(ADDRESSES[42], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
+    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{dsopt_scaler_info}), scaler, info)
 end
 
 function dsopt_scaler_scale_loss(scaler, loss, stream)
-    return ccall(ADDRESSES[43], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
+    return ccall(ADDRESSES[44], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Ptr{Cvoid}), scaler, loss, stream)
 end
 
 function dsopt_scaler_init_state(scaler, state, count, stream)
-    return ccall(ADDRESSES[44], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
+    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), scaler, state, count, stream)
 end
 
 function dsopt_scaler_update_arrays(scaler, state, count, overflow, stream)
-    return ccall(ADDRESSES[45], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
+    return ccall(ADDRESSES[46], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Ptr{Int32}, Ptr{Cvoid}), scaler, state,
                  count, overflow, stream)
 end
 
 function dsopt_scaler_decode(words, info)
-    return ccall(ADDRESSES[46], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
+    return ccall(ADDRESSES[47], Int32, (Ptr{Int32}, Ptr{dsopt_scaler_info}), words, info)
 end
 
 function dsopt_comm_unique_id(kind, id, bytes)
-    return ccall(ADDRESSES[47], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
+    return ccall(ADDRESSES[48], Int32, (Int32, Ptr{Cvoid}, Ptr{UInt64}), kind, id, bytes)
 end
 
 function dsopt_comm_create(ctx, desc, comm)
-    return ccall(ADDRESSES[48], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
+    return ccall(ADDRESSES[49], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_desc}, Ptr{Ptr{Cvoid}}), ctx, desc, comm)
 end
 
 function dsopt_comm_query(comm, info)
-    return ccall(ADDRESSES[49], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
+    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_comm_info}), comm, info)
 end
 
 function dsopt_comm_all_reduce(comm, list, count, op, stream)
-    return ccall(ADDRESSES[50], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
+    return ccall(ADDRESSES[51], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), comm, list, count, op,
                  stream)
 end
 
 function dsopt_comm_abort(comm)
-    return ccall(ADDRESSES[51], Cvoid, (Ptr{Cvoid},), comm)
-end
-
-function dsopt_comm_destroy(comm)
     return ccall(ADDRESSES[52], Cvoid, (Ptr{Cvoid},), comm)
 end
 
+function dsopt_comm_destroy(comm)
+    return ccall(ADDRESSES[53], Cvoid, (Ptr{Cvoid},), comm)
+end
+
 function dsopt_zero_grad(ctx, grads, count, how, stream)
-    return ccall(ADDRESSES[53], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
+    return ccall(ADDRESSES[54], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Ptr{Cvoid}), ctx, grads, count,
                  how, stream)
 end
 
 function dsopt_tensors_norm(ctx, list, count, norm, max_norm, comm, result, stream)
-    return ccall(ADDRESSES[54], Int32,
+    return ccall(ADDRESSES[55], Int32,
                  (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Int32, Float64, Ptr{Cvoid}, Ptr{dsopt_norm_result}, Ptr{Cvoid}),
                  ctx, list, count, norm, max_norm, comm, result, stream)
 end
 
 function dsopt_tensors_axpby(ctx, a, x, b, y, count, stream)
-    return ccall(ADDRESSES[55], Int32,
+    return ccall(ADDRESSES[56], Int32,
                  (Ptr{Cvoid}, Ptr{Float32}, Ptr{dsopt_tensor}, Float32, Ptr{dsopt_tensor}, Int64, Ptr{Cvoid}), ctx, a,
                  x, b, y, count, stream)
 end
 
 function dsopt_tensors_clamp(ctx, list, count, limit, stream)
-    return ccall(ADDRESSES[56], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
+    return ccall(ADDRESSES[57], Int32, (Ptr{Cvoid}, Ptr{dsopt_tensor}, Int64, Float64, Ptr{Cvoid}), ctx, list, count,
                  limit, stream)
 end
 
 function dsopt_compressed_sizes(comm, args, worker, server, workspace)
-    return ccall(ADDRESSES[57], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
+    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Int64}, Ptr{Int64}, Ptr{UInt64}), comm,
                  args, worker, server, workspace)
 end
 
 function dsopt_compressed_allreduce(comm, args)
-    return ccall(ADDRESSES[58], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
+    return ccall(ADDRESSES[59], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}), comm, args)
 end
 
 function dsopt_compressed_errors(comm, args, worker, server)
-    return ccall(ADDRESSES[59], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
+    return ccall(ADDRESSES[60], Int32, (Ptr{Cvoid}, Ptr{dsopt_compressed}, Ptr{Float32}, Ptr{Float32}), comm, args,
                  worker, server)
 end
 

@@ -151,7 +151,7 @@ void run(const dsopt::DeviceKernels &kernels, const std::vector<RangeStep *> &st
             run(kernels, steps, all);
         });
     for (int twice = 0; twice < 2; ++twice)
-        for (dsopt::StepKernels *each : running) each->inspect(true);
+        for (dsopt::StepKernels *each : running) each->inspect(dsopt::Fold::table);
     for (dsopt::StepKernels *each : running) each->decide();
     for (dsopt::StepKernels *each : running) each->update();
     for (RangeStep *step : steps) dsopt::find_trust(step->plan, 0, dsopt::cpu::LeafFold());

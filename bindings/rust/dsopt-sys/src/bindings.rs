@@ -108,6 +108,8 @@ pub const DSOPT_OPTIMIZER_TIMING: i32 = 16;
 pub const DSOPT_OPTIMIZER_AVERAGES: i32 = 32;
 pub const DSOPT_OPTIMIZER_CHECK_RANKS: i32 = 64;
 pub const DSOPT_OPTIMIZER_MOMENTUM_BITS: i32 = 128;
+pub const DSOPT_OPTIMIZER_SHARD: i32 = 256;
+pub const DSOPT_OPTIMIZER_SHARD_NODE: i32 = 512;
 
 // enum dsopt_masters
 pub const DSOPT_MASTERS_PER_TENSOR: i32 = 0;
@@ -144,6 +146,7 @@ pub const DSOPT_KEY_SKIP_BUDGET: i32 = 35;
 // enum dsopt_state_flags
 pub const DSOPT_STATE_FROM_PARAM: i32 = 1;
 pub const DSOPT_STATE_RANK_LOCAL: i32 = 2;
+pub const DSOPT_STATE_SHARDED: i32 = 4;
 
 // enum dsopt_bind
 pub const DSOPT_BIND_PARAMS: i32 = 1;
@@ -725,6 +728,13 @@ extern "C" {
         index: i64,
         info: *mut dsopt_state_info,
     ) -> dsopt_status;
+    pub fn dsopt_optimizer_shard(
+        opt: *const dsopt_optimizer,
+        param: i64,
+        rank: i32,
+        begin: *mut i64,
+        numel: *mut i64,
+    ) -> dsopt_status;
     pub fn dsopt_optimizer_export(
         opt: *mut dsopt_optimizer,
         index: i64,
@@ -962,6 +972,13 @@ crate::dl::functions! {
         opt: *const dsopt_optimizer,
         index: i64,
         info: *mut dsopt_state_info,
+    ) -> dsopt_status;
+    fn dsopt_optimizer_shard(
+        opt: *const dsopt_optimizer,
+        param: i64,
+        rank: i32,
+        begin: *mut i64,
+        numel: *mut i64,
     ) -> dsopt_status;
     fn dsopt_optimizer_export(
         opt: *mut dsopt_optimizer,

@@ -398,6 +398,8 @@ fn constants() {
     assert_eq!(DSOPT_OPTIMIZER_AVERAGES, 32);
     assert_eq!(DSOPT_OPTIMIZER_CHECK_RANKS, 64);
     assert_eq!(DSOPT_OPTIMIZER_MOMENTUM_BITS, 128);
+    assert_eq!(DSOPT_OPTIMIZER_SHARD, 256);
+    assert_eq!(DSOPT_OPTIMIZER_SHARD_NODE, 512);
     assert_eq!(DSOPT_MASTERS_PER_TENSOR, 0);
     assert_eq!(DSOPT_MASTERS_FLAT, 1);
     assert_eq!(DSOPT_MASTERS_REMAINDER, 2);
@@ -426,6 +428,7 @@ fn constants() {
     assert_eq!(DSOPT_KEY_SKIP_BUDGET, 35);
     assert_eq!(DSOPT_STATE_FROM_PARAM, 1);
     assert_eq!(DSOPT_STATE_RANK_LOCAL, 2);
+    assert_eq!(DSOPT_STATE_SHARDED, 4);
     assert_eq!(DSOPT_BIND_PARAMS, 1);
     assert_eq!(DSOPT_BIND_STATE, 2);
     assert_eq!(DSOPT_RESET_MASTERS, 1);
