@@ -37,10 +37,6 @@ public:
                       const Parallel &, void *stream) const override {
         gpu::for_elements(op, x, y, count, launcher_of(stream));
     }
-    void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &,
-                    void *stream) const override {
-        gpu::sum_slices(rows, stride, count, n, y, launcher_of(stream));
-    }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &, void *stream) const override {
         gpu::norm(list, count, kind, max_norm, raw, result, launcher_of(stream));

@@ -18,7 +18,6 @@ void load_one_thread_kernels(KernelLoader &load);
 // lists.cu. These functions implement the methods of DeviceKernels with the same names.
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher);
-void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher);
 void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw, dsopt_norm_result *result,
           const Launcher &launcher);
 void load_list_kernels(KernelLoader &load);

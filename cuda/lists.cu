@@ -74,16 +74,22 @@ __global__ void __launch_bounds__(kThreads) axpby_kernel(GRID_CONSTANT const Pdl
     });
 }
 
-/// Computes y = sum of `count` rows. y may be the first row.
+/// Sums rows in order. Each thread has the elements of all rows, in any dtype.
+template <int N>
 __global__ void __launch_bounds__(kThreads)
-    sum_slices_kernel(const PdlArgument<const float *> argument, const int64_t stride, const int count, const int64_t n,
-                      float *y) {
-    const float *const rows = argument.begin_kernel();
-    for (int64_t i = grid_thread(); i < n; i += grid_threads()) {
-        float sum = rows[i];
-        for (int row = 1; row < count; ++row) sum += rows[row * stride + i];
-        y[i] = sum;
-    }
+    sum_rows_kernel(GRID_CONSTANT const PdlArgument<ListBatch<N>> argument, const SumRows rows) {
+    const ListBatch<N> &list = argument.begin_kernel();
+    for_list_packs(list, [&]<int V>(Width<V>, const ListTensor &pair, int64_t i) INLINED {
+        Pack<V> sum = load<V>(pair.x, i);
+        Slot next = pair.x;
+        for (int row = 1; row < rows.count; ++row) {
+            next.data = static_cast<char *>(next.data) + rows.stride;
+            const Pack<V> x = load<V>(next, i);
+            unrolled<V>([&](int k) INLINED { sum.at[k] += x.at[k]; });
+        }
+        unrolled<V>([&](int k) INLINED { sum.at[k] *= rows.share; });
+        store(sum, pair.y, i);
+    });
 }
 
 __device__ __forceinline__ float clamped(float x, float limit) {
@@ -211,6 +217,9 @@ template <int N> void launch(const Clamp &op, const Launcher &launcher, const Li
 template <int N> void launch(const Copy &, const Launcher &launcher, const ListBatch<N> &batch) {
     launcher.launch_grid(batch.leaves(), "copy", copy_kernel<N>, batch);
 }
+template <int N> void launch(const SumRows &op, const Launcher &launcher, const ListBatch<N> &batch) {
+    launcher.launch_grid(batch.leaves(), "sum_rows", sum_rows_kernel<N>, batch, op);
+}
 void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                   const Launcher &launcher) {
     std::visit(
@@ -219,10 +228,6 @@ void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor
         },
         op);
 }
-void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Launcher &launcher) {
-    launcher.launch_grid(n / kThreads + 1, "sum_slices", sum_slices_kernel, rows, stride, count, n, y);
-}
-
 /// Memory of a list's norm: the list, which is uploaded, and the results of leaves and tensors.
 struct NormMemory {
     int64_t *first_leaf;
@@ -268,7 +273,7 @@ void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm
 void load_list_kernels(KernelLoader &load) {
     load(zero_kernel<kFewTensors>, zero_kernel<kManyTensors>, axpby_kernel<kFewTensors>, axpby_kernel<kManyTensors>,
          clamp_kernel<kFewTensors>, clamp_kernel<kManyTensors>, copy_kernel<kFewTensors>, copy_kernel<kManyTensors>,
-         sum_slices_kernel, no_norm_kernel, norm_kernel);
+         sum_rows_kernel<kFewTensors>, sum_rows_kernel<kManyTensors>, no_norm_kernel, norm_kernel);
 }
 
 } // namespace dsopt::gpu

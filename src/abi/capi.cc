@@ -435,9 +435,11 @@ dsopt_status dsopt_optimizer_state(const dsopt_optimizer *opt, int64_t index, ds
 dsopt_status dsopt_optimizer_shard(const dsopt_optimizer *opt, int64_t param, int32_t rank, int64_t *begin,
                                    int64_t *numel) {
     return with(opt, [&](const Optimizer &optimizer) {
+        not_null(begin, "begin");
+        not_null(numel, "numel");
         const Range part = find_part(optimizer, param, rank);
-        *not_null(begin, "begin") = part.begin;
-        *not_null(numel, "numel") = part.numel;
+        *begin = part.begin;
+        *numel = part.numel;
     });
 }
 dsopt_status dsopt_optimizer_export(dsopt_optimizer *opt, int64_t index, void *host, size_t bytes) {

@@ -61,13 +61,6 @@ public:
         const ListPartition partition(x, count, parallel);
         std::visit([&](const auto &operation) { apply(operation, partition, x, y); }, op);
     }
-    void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
-                    void *) const override {
-        const dsopt_tensor list{y, n, DSOPT_DTYPE_F32, 0};
-        ListPartition(&list, 1, parallel).run([&](int64_t, int64_t begin, int64_t end) {
-            kernels_.onebit.sum_slices(rows + begin, stride, count, 1, end - begin, y + begin);
-        });
-    }
     void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,
               dsopt_norm_result *result, const Parallel &parallel, void *) const override {
         std::vector<int64_t> first(size_t(count) + 1);
@@ -122,6 +115,19 @@ private:
             const size_t size = dtype_size(y[i].dtype), offset = size_t(begin) * size;
             std::memcpy(static_cast<char *>(y[i].data) + offset, static_cast<const char *>(x[i].data) + offset,
                         size_t(end - begin) * size);
+        });
+    }
+    void apply(const SumRows &op, const ListPartition &partition, const dsopt_tensor *x, const dsopt_tensor *y) const {
+        partition.run([&](int64_t i, int64_t begin, int64_t end) {
+            for (int64_t leaf = begin; leaf < end; leaf += kLeaf) { // the sums stay in the cache
+                const int64_t last = std::min(leaf + kLeaf, end);
+                dsopt_tensor row = x[i];
+                for (int k = 0; k < op.count; ++k) {
+                    kernels_.axpby(1, row, k == 0 ? 0.0f : 1.0f, y[i], leaf, last);
+                    row.data = static_cast<char *>(row.data) + op.stride;
+                }
+                if (op.share != 1) kernels_.axpby(op.share, y[i], 0, y[i], leaf, last);
+            }
         });
     }
     void apply(const Clamp &op, const ListPartition &partition, const dsopt_tensor *, const dsopt_tensor *y) const {

@@ -30,7 +30,13 @@ struct Clamp {
 };
 /// y = x, byte by byte. Both have the same dtype.
 struct Copy {};
-using ElementOp = std::variant<Zero, Axpby, Clamp, Copy>;
+/// y = share * (x + x' + x'' ...) of `count` arrays, each `stride` bytes after the one before, in fp32 and in order.
+struct SumRows {
+    int64_t stride;
+    int count;
+    float share;
+};
+using ElementOp = std::variant<Zero, Axpby, Clamp, Copy, SumRows>;
 
 class DeviceKernels {
 public:
@@ -59,10 +65,6 @@ public:
     void clamp(const dsopt_tensor *list, int64_t count, float limit, const Parallel &parallel, void *stream) const {
         for_elements(Clamp{limit}, list, list, count, parallel, stream);
     }
-    /// Computes y = sum of `count` rows of n floats, in order. Row k begins at rows + k * stride. y may be the first
-    /// row.
-    virtual void sum_slices(const float *rows, int64_t stride, int count, int64_t n, float *y, const Parallel &parallel,
-                            void *stream) const = 0;
     /// Computes a norm. `raw`: result->norm is this rank's sum of squares or largest magnitude, and finish_norm()
     /// computes the norm after ranks have combined their values.
     virtual void norm(const dsopt_tensor *list, int64_t count, int32_t kind, double max_norm, bool raw,

@@ -76,23 +76,6 @@ void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void
     node->reserve({.all_to_all = slice, .all_gather = results}, stream, Place::backend);
 }
 
-void reserve_sum(Comm *data, Comm *node, int64_t numel, void *stream) {
-    const int64_t slice = (node != nullptr ? numel / node->ranks() : numel) * int64_t(sizeof(float));
-    if (data != nullptr) data->reserve({.all_reduce = slice}, stream, Place::backend);
-    if (node != nullptr) node->reserve({.all_to_all = slice, .all_gather = slice}, stream, Place::backend);
-}
-
-void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
-                    const Parallel &parallel, void *stream) {
-    if (node == nullptr) return data->all_reduce(values, numel, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
-    if (numel == 0) return;
-    const int64_t slice = numel / node->ranks(), bytes = slice * int64_t(sizeof(float));
-    node->all_to_all(values, scratch, bytes, stream, Place::backend);
-    context.device().kernels().sum_slices(scratch, slice, node->ranks(), slice, scratch, parallel, stream);
-    if (data != nullptr) data->all_reduce(scratch, slice, DSOPT_DTYPE_F32, DSOPT_OP_SUM, stream, Place::backend);
-    node->all_gather(scratch, values, bytes, stream, Place::backend);
-}
-
 void read_residuals(const Device &device, const Exchange &buffers, float *worker, float *server) {
     const Compression &local = buffers.local;
     const CompressLayout &layout = local.layout;

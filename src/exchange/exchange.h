@@ -17,16 +17,8 @@ void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, Functio
 /// mean, in the vector. `data` is NULL with one node, `node` is NULL with one level.
 void exchange(Comm *data, Comm *node, ExchangeKernels &kernels, const Exchange &buffers, void *stream);
 
-/// Reserves memory of the comms for exchange(); reserve_sum() reserves it for sum_over_ranks() of `numel` values.
+/// Reserves memory of the comms for exchange().
 void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void *stream);
-void reserve_sum(Comm *data, Comm *node, int64_t numel, void *stream);
-
-/// Sums values over all ranks in full precision, in place. Without `node` it is one all-reduce. With `node` only this
-/// rank's slice is sent to other nodes; `numel` must be a multiple of the node's ranks, and `scratch` has `numel`
-/// floats. All ranks get the same bits, because each element is summed in one order: one rank adds the values of its
-/// node in rank order, in one pass, and the sums are all-reduced.
-void sum_over_ranks(const Context &context, Comm *data, Comm *node, float *values, int64_t numel, float *scratch,
-                    const Parallel &parallel, void *stream);
 
 /// Returns `node`, or NULL for a node of one rank. Throws if `node` cannot be used together with `data` or `compat`.
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);

@@ -61,11 +61,6 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         const dsopt_group &g = groups[size_t(param.group)];
         const bool exchanged = is_exchanged(g);
         if (exchanged && param.trust_slot >= 0) ++trust_slots;
-        mean.push_back(-1);
-        if (compresses && param.numel != 0 && (!exchanged || (desc.flags & DSOPT_OPTIMIZER_AVERAGES))) {
-            mean.back() = mean_numel;
-            mean_numel += round_up(param.numel, int64_t(local.node_ranks));
-        }
         if (!exchanged || !compresses) {
             worker.push_back(-1);
             scale_group.push_back(0);
@@ -81,7 +76,6 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         numels.back() += param.numel;
     }
     if (compresses) layout = layout_for(local, compat, numels);
-    if (layout.has_levels() && layout.whole.worker_numel < mean_numel) mean_scratch = mean_numel;
     for (size_t i = 0; i < params.size(); ++i)
         if (worker[i] >= 0) worker[i] += layout.whole.groups[scale_group[i]].begin;
 }
@@ -187,20 +181,6 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
                    .scale_group = setup_.scale_group[i],
                    .reserved = {}};
     }
-}
-
-bool OneBit::averages(const OneBitPlan &onebit, size_t param) const {
-    if (setup_.mean[param] < 0) return false;
-    if (onebit.stage == Stage::full) return (desc_.flags & DSOPT_OPTIMIZER_AVERAGES) != 0;
-    return setup_.worker[param] < 0; // in the other stages every tensor that is never compressed
-}
-
-void OneBit::plan_means(const OneBitPlan &onebit, TensorJob *jobs, float *mean, GradientMeans &means,
-                        void *stream) const {
-    for (size_t i = 0; i < setup_.mean.size(); ++i)
-        if (averages(onebit, i))
-            means.add(jobs[i], mean + setup_.mean[i], round_up(jobs[i].range.numel, int64_t(setup_.layout.node_ranks)),
-                      context_.device(), stream);
 }
 
 int32_t OneBit::next_reduction(const StateTable &state, int64_t call, bool wrapper_made_first_call) const {

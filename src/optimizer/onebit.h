@@ -6,7 +6,6 @@
 #include "optimizer/param.h"
 #include "optimizer/state_table.h"
 #include "rules/onebit_family.h"
-#include "step/average.h"
 #include <optional>
 
 namespace dsopt {
@@ -19,11 +18,8 @@ struct OneBitSetup {
     // One entry per parameter, as in OneBitJob.
     std::vector<int64_t> worker;
     std::vector<int32_t> scale_group;
-    std::vector<int64_t> mean; // index of the parameter's averaged gradient in StepMemory::mean, -1 = none
-    int64_t mean_numel = 0;
-    int64_t mean_scratch = 0; // floats after the means for sum_over_ranks(), unless the exchange's memory suffices
-    bool compresses = false;  // there is more than one rank
-    int32_t trust_slots = 0;  // number of parameters in exchanges that have a trust slot
+    bool compresses = false; // there is more than one rank
+    int32_t trust_slots = 0; // number of parameters in exchanges that have a trust slot
 
     OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,
                 const dsopt_optimizer_desc &desc, DataRank local);
@@ -67,11 +63,6 @@ public:
     /// the engine's.
     void plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *jobs, void *workspace, double *factors,
               bool engine_schedule, void *stream, PlannedOneBit &planned) const;
-    /// True if the engine averages the gradient of this parameter in this step.
-    bool averages(const OneBitPlan &plan, size_t param) const;
-    /// Adds all parameters whose gradients the engine averages to `means`. Their jobs then use the averaged gradients.
-    void plan_means(const OneBitPlan &plan, TensorJob *jobs, float *mean, GradientMeans &means, void *stream) const;
-
     /// Returns the schedule, from which the host chooses the stage of a step. On a device in standard mode every call
     /// counts, so the host counts steps itself and need not wait. The host waits for `stream` and reads the schedule in
     /// compat mode, where only the device knows if the last step was skipped, and if the schedule is not the engine's.

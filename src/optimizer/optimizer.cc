@@ -39,6 +39,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     if (random && compat()) throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no stochastic rounding");
     if ((desc.flags & DSOPT_OPTIMIZER_CHECK_RANKS) && !attachments_.data && !attachments_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
+    if ((desc.flags & DSOPT_OPTIMIZER_AVERAGES) && !attachments_.data && !attachments_.node)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "AVERAGES has no effect without dsopt_optimizer_desc.data");
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
     if (compat() && desc.masters == DSOPT_MASTERS_REMAINDER)
@@ -97,7 +99,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     });
     finalized_.forget();
     onebit_.reset();
-    shard_.reset();
+    parts_.reset();
     lists_compared_ = false;
     workspace_ = Memory();
     cache_.reset(); // it describes the workspace
@@ -128,10 +130,14 @@ void Optimizer::finalize_groups() {
                 onebit = std::make_unique<OneBit>(*context_, registry.groups, registry.params, desc_, data_rank());
             registry.add_optimizer_state(onebit.get(), attachments_.scaler.get());
             restore_contents(registry);
-            if (parts_of(desc_, data_rank()) > 1) {
-                shard_ = std::make_unique<Shard>(registry.params, desc_, data_rank(), context_->device().is_host());
-                set_parts(registry);
-            }
+            const auto is_averaged = [&](const dsopt_group &group) {
+                return may_average(desc_, group, registry.family >= 0);
+            };
+            if (data_rank().ranks > 1 &&
+                (is_sharded(desc_) || std::any_of(registry.groups.begin(), registry.groups.end(), is_averaged)))
+                parts_ = std::make_unique<RankParts>(registry.params, registry.groups, desc_, data_rank(),
+                                                     context_->device().is_host());
+            if (shards()) set_parts(registry);
             onebit_ = std::move(onebit);
         });
     });
@@ -142,14 +148,14 @@ void Optimizer::finalize_groups() {
 void Optimizer::set_parts(Registry &registry) const {
     for (size_t i = 0; i < registry.params.size(); ++i) {
         Param &param = registry.params[i];
-        const int64_t numel = shard_->part(i).numel;
+        const int64_t numel = parts_->part(i).numel;
         param.part_dims.assign(1, numel);
         if (!param.scale_dims.empty()) param.scale_dims.assign(1, blocks_of(numel));
     }
     for (size_t i = 0; i < registry.state.size(); ++i) {
         const StateEntry &entry = registry.state[i];
         if (entry.param < 0 || entry.kind == StateKind::grad_accum) continue;
-        const Range part = shard_->part(size_t(entry.param));
+        const Range part = parts_->part(size_t(entry.param));
         const Range scales{part.begin / kBlock, blocks_of(part.numel), blocks_of(part.whole)};
         registry.state.set_part(i, is_scale(entry.kind) ? scales : part);
     }

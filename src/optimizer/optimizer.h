@@ -78,10 +78,11 @@ public:
     const StateTable &state() const { return registry_->state; }
     /// Returns NULL without a group of the 1-bit family, and before finalize_groups().
     const OneBit *onebit() const { return onebit_.get(); }
-    /// Returns NULL unless state is sharded over several ranks, and before finalize_groups().
-    const Shard *shard() const { return shard_.get(); }
+    /// Returns NULL before finalize_groups(), and unless ranks average gradients or state is sharded.
+    const RankParts *parts() const { return parts_.get(); }
+    bool shards() const { return parts_ && parts_->sharding() != Sharding::none; }
     /// Returns the elements of a parameter whose state this rank keeps.
-    Range part_of(size_t param) const { return shard_ ? shard_->part(param) : whole_range(params()[param].numel); }
+    Range part_of(size_t param) const { return parts_ ? parts_->part(param) : whole_range(params()[param].numel); }
     InUse &in_use() const { return in_use_; }
     /// Returns the work that calls on this optimizer and on its scaler enqueued; NULL on backends that are the host.
     PendingWork *pending() const { return attachments_.pending.get(); }
@@ -111,7 +112,7 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
-    /// Lazily builds the objects that depend on all groups: onebit(), shard() and the state tensors of the whole
+    /// Lazily builds the objects that depend on all groups: onebit(), parts() and the state tensors of the whole
     /// optimizer. Must be called before every other method except add_group(), add_params(), set(), get() and methods that only read
     /// groups and parameters. Any number of threads may call it at the same time.
     void finalize_groups();
@@ -183,9 +184,9 @@ private:
     dsopt_optimizer_desc desc_;
     Attachments attachments_;
     Versioned<Registry> registry_;
-    Once finalized_{true}; // `onebit_`, `shard_` and the state tensors of the whole optimizer are built
+    Once finalized_{true}; // `onebit_`, `parts_` and the state tensors of the whole optimizer are built
     std::unique_ptr<OneBit> onebit_;
-    std::unique_ptr<Shard> shard_;
+    std::unique_ptr<RankParts> parts_;
     bool lists_compared_ = false; // the ranks have compared their lists of parameters in a step
     LastOutcome outcome_;
     Memory workspace_;

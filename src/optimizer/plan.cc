@@ -32,7 +32,17 @@ void *memory_of_param(const Optimizer &optimizer, const StepRequest &request, si
     return request.step.params != nullptr ? request.step.params[i].data : optimizer.params()[i].data;
 }
 
-void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+/// True if the engine averages the gradient of this parameter in the step: an absent one is then zeros.
+bool averages(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan *onebit, size_t i) {
+    const bool all = optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES;
+    if (request.initial) return false;
+    if (onebit == nullptr) return all;
+    if (!optimizer.parts() || optimizer.parts()->mean(i) < 0) return false;
+    // In stages without full-precision gradients, every tensor that is never compressed.
+    return onebit->stage == Stage::full ? all : onebit->jobs[i].worker < 0;
+}
+
+void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,
                const OneBitPlan *onebit, TensorJob *jobs) {
     const dsopt_step &step = request.step;
     const std::vector<Param> &params = optimizer.params();
@@ -43,8 +53,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     // If ranks exchange or average, an absent gradient counts as zeros: all ranks must send messages of the same size.
     const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
     const auto is_sent = [&](size_t i) {
-        return (exchanges && onebit->jobs[i].worker >= 0) ||
-               (onebit != nullptr && !request.initial && optimizer.onebit()->averages(*onebit, i));
+        return (exchanges && onebit->jobs[i].worker >= 0) || averages(optimizer, request, onebit, i);
     };
     const auto owner_of = [&](const Param &param) {
         const bool exchanged = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
@@ -89,12 +98,17 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .has_master = param.has_master,
                    .in_norm = !(param.flags & DSOPT_PARAM_REPLICATED) && (sharded || first_model_rank),
                    .stochastic = rounds_at_random && param.dtype == DSOPT_DTYPE_BF16,
-                   .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr && !optimizer.shard(),
+                   .zeroes = (request.flags & DSOPT_STEP_ZERO_GRADS) && grad != nullptr && !optimizer.shards(),
                    .formats = {},
                    .stored = param.stored()};
         const Slot param_slot = slot_of_part({data, Dtype(param.dtype)});
         const bool separate = param.has_master && !param.has_remainder;
-        jobs[i].set(kGrad, slot_of_part(slot_or_none(grad)));
+        if (optimizer.parts() && averages(optimizer, request, onebit, i)) {
+            jobs[i].set(kGrad, {means + optimizer.parts()->mean(i), Dtype::f32});
+            jobs[i].zeroes = false;
+        } else {
+            jobs[i].set(kGrad, slot_of_part(slot_or_none(grad)));
+        }
         jobs[i].set(kWeight, separate ? slot_of(*state_of(StateKind::master)) : param_slot);
         jobs[i].set(kCopy, {copies && separate ? param_slot.data : nullptr, param_slot.format});
         jobs[i].set(kOut, slot_or_none(out));
@@ -182,15 +196,15 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     arena.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
     arena.take_bytes(device_workspace, device.kernels().device_workspace_bytes(shape));
     arena.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
-    arena.take(mean, onebit != nullptr ? onebit->mean_numel + onebit->mean_scratch : 0);
-    const Shard *const shard = optimizer.shard();
-    arena.take_bytes(staging, shard != nullptr ? size_t(shard->staging_bytes()) : 0);
+    const RankParts *const parts = optimizer.parts();
+    arena.take(mean, parts != nullptr ? parts->mean_numel() : 0);
+    for (char *&staged : staging) arena.take(staged, parts != nullptr ? parts->layout().staging_bytes() : 0);
     Arena host_arena(host);
     Arena &host_arrays = device.is_host() ? arena : host_arena;
     host_arrays.take_bytes(table, StepTable(nullptr, shape).bytes);
-    host_arrays.take(lists, onebit != nullptr && onebit->mean_numel != 0 ? 3 * shape.tensors : 0);
-    for (dsopt_tensor **list : {&weights, &gradients}) host_arrays.take(*list, shard != nullptr ? shape.tensors : 0);
-    host_arrays.take(copied, shard != nullptr ? StepParts::lists_of(shard->rows()) : 0);
+    for (dsopt_tensor **list : {&weights, &averaged, &gradients})
+        host_arrays.take(*list, parts != nullptr ? shape.tensors : 0);
+    host_arrays.take(pieces, parts != nullptr ? 2 * parts->layout().max_pieces() : 0);
     host_arrays.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
     bytes = arena.bytes();
     host_bytes = host_arena.bytes();
@@ -207,11 +221,12 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
     const StateTable &entries = optimizer.state();
     const dsopt_step &step = request.step;
     if (request.reuse == Reuse::all_but_addresses) {
-        for (int64_t i = 0; i < step.count; ++i)
+        const bool own = !optimizer.parts() || !(desc.flags & DSOPT_OPTIMIZER_AVERAGES); // not means
+        for (int64_t i = 0; own && i < step.count; ++i)
             table.jobs[i].data[kGrad] =
                 from_element(step.grads[i].data, optimizer.part_of(size_t(i)).begin, dtype_size(step.grads[i].dtype));
     } else if (request.reuse == Reuse::nothing) {
-        plan_jobs(optimizer, request, state, onebit, table.jobs);
+        plan_jobs(optimizer, request, state, memory.mean, onebit, table.jobs);
         plan_groups(groups, optimizer.compat(), table.groups);
         if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
             assign_group_counters(groups, table.jobs, int64_t(optimizer.params().size()));
@@ -249,7 +264,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                        optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
                    .dry = onebit != nullptr && onebit->stage == Stage::dry,
-                   .parts = optimizer.shard() != nullptr},
+                   .parts = optimizer.shards()},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,
@@ -266,18 +281,35 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .divisors = memory.divisors,
         .norms = {memory.norms, int64_t(groups.size()), 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
-        .visited = optimizer.shard() ? optimizer.shard()->leaves() : LeafInterval{0, shape_of(optimizer).leaves},
+        .visited = optimizer.shards() ? optimizer.parts()->leaves() : LeafInterval{0, shape_of(optimizer).leaves},
         .shards = {memory.shards, optimizer.trust_slots(), exchanged}};
 }
 
-void plan_parts(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
-                const StepMemory &memory) {
+StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                   const StepMemory &memory, const StepPlan &plan) {
+    bool any = false;
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
-        memory.weights[i] = optimizer.params()[i].tensor();
-        memory.weights[i].data = memory_of_param(optimizer, request, i);
+        const Param &param = optimizer.params()[i];
         const dsopt_tensor *const gradient = gradient_of(optimizer, request, state, i);
-        memory.gradients[i] = gradient != nullptr ? *gradient : dsopt_tensor{};
+        memory.weights[i] = param.tensor();
+        memory.weights[i].data = memory_of_param(optimizer, request, i);
+        memory.averaged[i] = memory.gradients[i] = {};
+        const bool averaged = averages(optimizer, request, plan.onebit, i);
+        if (averaged) {
+            const bool accumulated = request.flags & DSOPT_STEP_ACCUMULATED;
+            memory.averaged[i] = {gradient != nullptr ? gradient->data : nullptr, param.numel,
+                                  accumulated ? int32_t(DSOPT_DTYPE_F32) : request.step.grads[i].dtype, 0};
+            any = true;
+        }
+        if (gradient != nullptr && (averaged || optimizer.shards())) memory.gradients[i] = *gradient;
     }
+    const RankParts &parts = *optimizer.parts();
+    return {parts.layout(),
+            parts.sharding(),
+            any ? memory.averaged : nullptr,
+            optimizer.shards() ? memory.weights : nullptr,
+            memory.pieces,
+            {memory.staging[0], memory.staging[1]}};
 }
 
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {

@@ -39,12 +39,12 @@ struct StepMemory {
     double *factors;
     char *exchange;
     float *mean;
-    char *staging;
+    char *staging[2]; // StepRows::staging
     size_t bytes;
     // Written by the host.
     char *table;
-    dsopt_tensor *lists;
-    dsopt_tensor *weights, *gradients, *copied; // sharded state
+    dsopt_tensor *weights, *averaged, *pieces; // StepRows
+    dsopt_tensor *gradients;                   // StepRun::zeroed
     double *host_norms;
     size_t host_bytes; // 0 if backend memory is host memory
 
@@ -56,17 +56,18 @@ StepShape shape_of(const Optimizer &optimizer);
 /// Fills the tables of tensors and groups, and returns the plan. `state`: a list of all state tensors.
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
-/// Fills StepMemory::weights and gradients, which have whole tensors, for a step of sharded state.
-void plan_parts(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
-                const StepMemory &memory);
+/// Fills the lists of a step in which ranks exchange rows. `plan`: of the step.
+StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
+                   const StepMemory &memory, const StepPlan &plan);
 /// Throws DEVICE if a tensor of the step is not in memory of the context's device (DSOPT_CONTEXT_CHECK_POINTERS).
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
 
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);
 /// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `lists_only`: compares
-/// nothing except the lists of parameters. `stateful`: calls are counted, as in dsopt_optimizer_step.
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool stateful);
+/// nothing except the lists of parameters and the dtypes of messages. `averaged`: StepRows::averaged. `stateful`: calls are counted, as in dsopt_optimizer_step.
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_tensor *averaged, bool lists_only,
+                 bool stateful);
 /// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), in which the
 /// other ranks wait for this rank.
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept;

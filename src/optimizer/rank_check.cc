@@ -104,31 +104,33 @@ bool checks_ranks(const Optimizer &optimizer) {
     return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
 }
 
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_only, bool stateful) {
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_tensor *averaged, bool lists_only,
+                 bool stateful) {
     const std::vector<Param> &params = optimizer.params();
     const auto key = [&](size_t i) { return key_of(params[i], optimizer.groups()[size_t(params[i].group)]); };
     Words words;
     uint64_t list = 0, gradients = 0;
     for (size_t i = 0; i < params.size(); ++i) list = mix(list, key(i));
     // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent gradient
-    // counts as zeros, or affects this rank only.
-    const bool full = plan.onebit == nullptr ||
-                      (plan.onebit->stage == Stage::full && !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
-    const auto is_compared = [&](size_t i) {
-        return full && plan.policy.wrapper == Wrapper::none && params[i].expert == 0;
+    // counts as zeros, or affects this rank only, and the dtype is that of messages.
+    const bool full = !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES) &&
+                      (plan.onebit == nullptr || plan.onebit->stage == Stage::full);
+    const auto gradient_key = [&](size_t i) -> uint64_t {
+        if (averaged != nullptr && averaged[i].numel != 0) return uint64_t(averaged[i].dtype) << 32;
+        const bool is_compared = full && !lists_only && plan.policy.wrapper == Wrapper::none && params[i].expert == 0;
+        return is_compared && plan.jobs[i].present;
     };
-    for (size_t i = 0; i < params.size(); ++i)
-        if (is_compared(i)) gradients = mix(gradients, 2 * i + plan.jobs[i].present);
+    for (size_t i = 0; i < params.size(); ++i) gradients = mix(gradients, gradient_key(i));
     constexpr int32_t compared = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES;
     words.set(Words::options, uint32_t(optimizer.desc().flags & compared));
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
-    for (const int word : {Words::calls, Words::schedule, Words::stage, Words::gradients}) words.set(word, 0);
+    words.set(Words::gradients, gradients);
+    for (const int word : {Words::calls, Words::schedule, Words::stage}) words.set(word, 0);
     if (!lists_only) {
         words.set(Words::calls, stateful ? uint32_t(optimizer.calls()) : 0);
         words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
         words.set(Words::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
-        words.set(Words::gradients, gradients);
     }
     const Words local = words;
     reduce_words(optimizer, &words, sizeof words, plan.execution.stream);
@@ -164,10 +166,13 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, bool lists_on
                     name_of(Stage(words.min(Words::stage))), name_of(Stage(words.max(Words::stage))), rank,
                     name_of(Stage(local.max(Words::stage))));
     if (!words.same(Words::gradients)) {
-        const auto present = [&](size_t i) { return is_compared(i) && plan.jobs[i].present; };
-        const int64_t i = std::max<int64_t>(first_different(optimizer, present, plan.execution.stream), 0);
-        throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank",
-                    params[size_t(i)].name.c_str(), plan.jobs[i].present ? "there" : "absent", rank);
+        const int64_t i = std::max<int64_t>(first_different(optimizer, gradient_key, plan.execution.stream), 0);
+        const char *const name = params[size_t(i)].name.c_str();
+        if (averaged != nullptr && averaged[i].numel != 0)
+            throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",
+                        name, dtype_name(averaged[i].dtype), rank);
+        throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank", name,
+                    plan.jobs[i].present ? "there" : "absent", rank);
     }
     if (optimizer.attachments().node) check_nodes(optimizer, plan.execution.stream);
 }

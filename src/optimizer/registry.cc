@@ -101,7 +101,10 @@ void Registry::add_param_state(int64_t index, const dsopt_optimizer_desc &desc) 
         add(moment_kind(k), param.numel, as_param ? param.dtype : dtype_of(param.formats[k]));
         if (has_scales(param.formats[k])) add(scale_kind(k), blocks_of(param.numel), DSOPT_DTYPE_F32);
     }
-    if (desc.flags & DSOPT_OPTIMIZER_ACCUMULATE) state.add(StateKind::grad_accum, index, param.numel);
+    if (desc.flags & DSOPT_OPTIMIZER_ACCUMULATE) {
+        const int32_t local = desc.flags & DSOPT_OPTIMIZER_AVERAGES ? DSOPT_STATE_RANK_LOCAL : 0;
+        state.add({whole_range(param.numel), StateKind::grad_accum, index, DSOPT_DTYPE_F32, local});
+    }
     OneBit::add_param_state(param, index, group, desc, state);
 }
 
@@ -126,10 +129,9 @@ void Registry::add_optimizer_state(const OneBit *onebit, const Scaler *scaler) {
 int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc) const {
     const bool joins = is_onebit(groups.back().algorithm), compat = desc.compat != DSOPT_COMPAT_NONE;
     if (family < 0 && !joins) {
-        if (desc.flags & (DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_MOMENTUM_BITS))
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s is for the 1-bit family, whose first group comes first",
-                        desc.flags & DSOPT_OPTIMIZER_AVERAGES ? "DSOPT_OPTIMIZER_AVERAGES"
-                                                              : "DSOPT_OPTIMIZER_MOMENTUM_BITS");
+        if (desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "DSOPT_OPTIMIZER_MOMENTUM_BITS is for the 1-bit family, whose first group comes first");
         return -1;
     }
     if (desc.flags & DSOPT_OPTIMIZER_REPORT_NORMS)

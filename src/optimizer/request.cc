@@ -54,12 +54,16 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         const char *name = param.name.c_str();
         const bool has_gradient = accumulated ? param.accumulated : step.grads[i].data != nullptr;
         if (has_gradient && !accumulated) check_same_numel(step.grads[i], param, "gradient of");
+        const bool averaged = (optimizer.parts() && optimizer.parts()->mean(i) >= 0) ||
+                              (onebit == nullptr && (optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
+        // It says what the other ranks send.
+        if (averaged && optimizer.parts() && !accumulated && !has_gradient)
+            check_same_numel(step.grads[i], param, "absent gradient of");
         // An absent gradient counts as zeros if ranks exchange or average it, and 0/1 Adam keeps a copy of every
         // weight. The check is the same in every stage, so that it fails in the first step of a training, not later.
-        const bool is_used = has_gradient || wrapped ||
-                             (onebit != nullptr && (onebit->worker[i] >= 0 || onebit->mean[i] >= 0)) ||
+        const bool is_used = has_gradient || wrapped || (onebit != nullptr && onebit->worker[i] >= 0) || averaged ||
                              optimizer.state().find(StateKind::anchor, int64_t(i)) != nullptr ||
-                             optimizer.shard() != nullptr; // ranks exchange every weight
+                             optimizer.shards(); // ranks exchange every weight
         if (step.params != nullptr) check_param(step.params[i], param);
         const void *const data = step.params != nullptr ? step.params[i].data : param.data;
         const bool wanted = step.out != nullptr && step.out[i].data != nullptr;

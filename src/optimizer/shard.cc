@@ -14,10 +14,19 @@ ListVector vector_of(const std::vector<Param> &params) {
     for (const Param &param : params) numels.push_back(param.numel);
     return ListVector(numels);
 }
-int64_t largest_element(const std::vector<Param> &params) {
-    int64_t size = 1;
+/// Returns the bytes of the largest element in rows: F32 means, or weights.
+int64_t largest_element(const std::vector<Param> &params, bool means) {
+    int64_t size = means ? int64_t(sizeof(float)) : 1;
     for (const Param &param : params) size = std::max(size, int64_t(dtype_size(param.dtype)));
     return size;
+}
+bool has_family(const std::vector<dsopt_group> &groups) {
+    return std::any_of(groups.begin(), groups.end(),
+                       [](const dsopt_group &group) { return is_onebit(group.algorithm); });
+}
+/// The sharding of an optimizer with these ranks: a node of one rank has everything.
+Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &local) {
+    return sharding_of(desc) == Sharding::in_node && local.node_ranks == 1 ? Sharding::none : sharding_of(desc);
 }
 
 } // namespace
@@ -46,21 +55,33 @@ void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm) 
         throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family is sharded in its node: DSOPT_OPTIMIZER_SHARD_NODE");
 }
 
-Shard::Shard(const std::vector<Param> &params, const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host) :
+bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family) {
+    return (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || (family && !is_exchanged(group));
+}
+
+RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
+                     const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host) :
     local_(local),
-    in_node_(desc.flags & DSOPT_OPTIMIZER_SHARD_NODE),
-    rows_(vector_of(params), local.ranks, largest_element(params), on_host ? kHostStaging : kDeviceStaging) {
+    sharding_(effective_sharding(desc, local)),
+    layout_(vector_of(params), local.ranks,
+            largest_element(params, (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || has_family(groups)),
+            on_host ? kHostStaging : kDeviceStaging) {
+    const bool family = has_family(groups);
     for (size_t i = 0; i < params.size(); ++i) {
-        parts_.push_back(part(i, local.rank));
-        const int64_t count = leaves_of(parts_[i].numel);
-        if (leaves_.count == 0) leaves_.first = params[i].first_leaf + parts_[i].begin / kLeaf;
-        leaves_.count += count;
+        const Range &range = parts_.emplace_back(part(i, local.rank));
+        if (leaves_.count == 0) leaves_.first = params[i].first_leaf + range.begin / kLeaf;
+        leaves_.count += leaves_of(range.numel);
+        const bool averages = may_average(desc, groups[size_t(params[i].group)], family);
+        means_.push_back(averages && params[i].numel != 0 ? mean_numel_ : -1);
+        if (averages) mean_numel_ += round_up(range.numel, ListVector::kAlignment);
     }
 }
 
-Range Shard::part(size_t param, int rank) const {
-    const int chunks = in_node_ ? local_.ranks / local_.node_ranks : 1;
-    return part_of(rows_.vector().range(param), rows_.partition().chunks(rank / chunks * chunks, chunks));
+Range RankParts::part(size_t param, int rank) const {
+    const Range tensor = layout_.vector().range(param);
+    if (sharding_ == Sharding::none) return whole_range(tensor.numel);
+    const int chunks = sharding_ == Sharding::in_node ? local_.ranks / local_.node_ranks : 1;
+    return part_of(tensor, layout_.partition().chunks(rank / chunks * chunks, chunks));
 }
 
 Range find_part(const Optimizer &optimizer, int64_t param, int32_t rank) {
@@ -71,9 +92,9 @@ Range find_part(const Optimizer &optimizer, int64_t param, int32_t rank) {
     const DataRank local = optimizer.data_rank();
     if (rank < -1 || rank >= local.ranks)
         throw Error(DSOPT_ERR_ARGUMENT, "rank is %d, there are %d data-parallel ranks", rank, local.ranks);
-    const Shard *const shard = optimizer.shard();
-    if (shard == nullptr) return whole_range(optimizer.params()[size_t(param)].numel);
-    return shard->part(size_t(param), rank < 0 ? local.rank : rank);
+    const RankParts *const parts = optimizer.parts();
+    if (parts == nullptr) return whole_range(optimizer.params()[size_t(param)].numel);
+    return parts->part(size_t(param), rank < 0 ? local.rank : rank);
 }
 
 } // namespace dsopt

@@ -4,45 +4,52 @@
 #include "device/plan.h"
 #include "exchange/layout.h"
 #include "optimizer/param.h"
-#include "step/parts.h"
+#include "step/rows.h"
 
 namespace dsopt {
 
-/// True if flags of an optimizer ask for sharded state. With one rank the parts are whole parameters, and there is no
-/// Shard.
-constexpr bool is_sharded(const dsopt_optimizer_desc &desc) {
-    return (desc.flags & (DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE)) != 0;
+/// Returns how an optimizer of several ranks shards its state.
+constexpr Sharding sharding_of(const dsopt_optimizer_desc &desc) {
+    return desc.flags & DSOPT_OPTIMIZER_SHARD        ? Sharding::ranks
+           : desc.flags & DSOPT_OPTIMIZER_SHARD_NODE ? Sharding::in_node
+                                                     : Sharding::none;
 }
-/// Number of different parts: all data-parallel ranks, or those of a node.
-constexpr int parts_of(const dsopt_optimizer_desc &desc, const DataRank &local) {
-    if (!is_sharded(desc)) return 1;
-    return desc.flags & DSOPT_OPTIMIZER_SHARD_NODE ? local.node_ranks : local.ranks;
-}
+constexpr bool is_sharded(const dsopt_optimizer_desc &desc) { return sharding_of(desc) != Sharding::none; }
 /// Throws UNSUPPORTED for options that cannot be combined with sharded state. `has_data`, `has_node`: there are comms.
 void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node);
 /// Throws UNSUPPORTED for an algorithm that cannot be sharded in this way.
 void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm);
 
-/// The parts, which follow from the list and the ranks. A part is one interval of the list's vector.
-class Shard {
+/// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list and the
+/// ranks. A part is one interval of the list's vector. Without sharded state every part is the whole parameter, and the
+/// rows are for means of gradients.
+class RankParts {
 public:
-    Shard(const std::vector<Param> &params, const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host);
+    RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
+              const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host);
+    Sharding sharding() const { return sharding_; }
     /// Returns the elements of a parameter that are in the part of a rank.
     Range part(size_t param, int rank) const;
     /// The same for this rank.
     const Range &part(size_t param) const { return parts_[param]; }
-    /// Returns the leaves of this rank's part.
+    /// Returns the leaves of this rank's parts.
     LeafInterval leaves() const { return leaves_; }
-    const RowLayout &rows() const { return rows_; }
-    bool in_node() const { return in_node_; }
-    int64_t staging_bytes() const { return StepParts::staging_bytes(rows_, local_, in_node_); }
+    const RowLayout &layout() const { return layout_; }
+    /// Returns the index of the mean of a parameter's gradient in StepMemory::mean. -1: its gradient is never averaged.
+    int64_t mean(size_t param) const { return means_[param]; }
+    int64_t mean_numel() const { return mean_numel_; }
 
 private:
-    DataRank local_;
-    bool in_node_;
-    RowLayout rows_;
+    const DataRank local_;
+    const Sharding sharding_;
+    const RowLayout layout_;
     std::vector<Range> parts_;
     LeafInterval leaves_{0, 0};
+    std::vector<int64_t> means_;
+    int64_t mean_numel_ = 0;
 };
+/// True if the engine may average the gradient of a parameter of this group, which has other ranks. `family`: there is a
+/// group of the 1-bit family.
+bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family);
 
 } // namespace dsopt

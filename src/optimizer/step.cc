@@ -5,6 +5,7 @@
 #include "step/agree.h"
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 namespace dsopt {
 
@@ -95,33 +96,26 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (context_->checks_pointers()) check_pointers(*this, plan);
 
     const CommSet ranks = request.initial ? CommSet{} : comms();
-    const bool averages = onebit_ && onebit_->setup().mean_numel != 0 && !request.initial;
-    GradientMeans means(memory.lists, plan.count);
-    if (averages) onebit_->plan_means(onebit.plan, table.jobs, memory.mean, means, stream);
+    std::optional<StepRows> rows;
+    if (parts_ && !request.initial) rows.emplace(plan_rows(*this, request, state, memory, plan));
     if (engine_schedule) onebit_->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
-    const bool checks_lists = // ranks with different lists would send different messages
-        !checks && request.stateful && (shard_ || (onebit_ && onebit_->setup().compresses)) && !lists_compared_;
+    // Ranks with different lists would send different messages.
+    const bool sends_lists = parts_ || (onebit_ && onebit_->setup().compresses);
+    const bool checks_lists = !checks && request.stateful && sends_lists && !lists_compared_;
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;
-        if (checks || checks_lists) check_ranks(*this, plan, checks_lists, request.stateful);
+        if (checks || checks_lists)
+            check_ranks(*this, plan, rows ? rows->averaged : nullptr, checks_lists, request.stateful);
     };
-    std::optional<StepParts> parts;
-    if (shard_) {
-        plan_parts(*this, request, state, memory);
-        parts.emplace(StepParts{shard_->rows(), shard_->in_node(), memory.weights, memory.copied, memory.staging});
-    }
     drive({.context = *context_,
            .plan = plan,
            .compare = compare,
            .compared_bytes = checks || checks_lists ? kComparedBytes : 0,
            .comms = ranks,
            .host_norms = memory.host_norms,
-           .means = averages ? &means : nullptr,
-           .mean_scratch = onebit_ && onebit_->setup().mean_scratch != 0 ? memory.mean + onebit_->setup().mean_numel
-                                                                         : onebit.exchange.node.slices,
-           .parts = parts ? &*parts : nullptr,
-           .zeroed = parts && (plan.flags & DSOPT_STEP_ZERO_GRADS) ? memory.gradients : nullptr});
+           .rows = rows ? &*rows : nullptr,
+           .zeroed = rows && (plan.flags & DSOPT_STEP_ZERO_GRADS) ? memory.gradients : nullptr});
     if (request.stateful && desc_.skip_budget > 0) outcome_.enqueue_copy(device, stream);
     if (engine_schedule) onebit_->count_step(onebit.plan);
 }

@@ -1,49 +1,147 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/average.h"
 #include "exchange/exchange.h"
-#include <algorithm>
 
 namespace dsopt {
+namespace {
 
-void GradientMeans::add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream) {
-    dsopt_tensor local{mean, job.range.numel, DSOPT_DTYPE_F32, 0};
-    if (!job.grad()) {
-        device.clear(mean, size_t(job.range.numel) * sizeof(float), stream);
-    } else {
-        from_[count_] = {job.data[kGrad], job.range.numel, int32_t(job.grad().format), 0};
-        to_[count_++] = local;
+using Piece = RowLayout::Piece;
+
+/// Rows that a rank received: a row of each of `count` ranks, at multiples of `stride` bytes.
+struct Received {
+    char *data;
+    bool f32; // the dtype of elements; false: that of the gradients
+    int64_t stride;
+    int count;
+};
+
+/// Averages stripes.
+class Averager {
+public:
+    explicit Averager(const StepRun &run) :
+        run_(run),
+        rows_(*run.rows),
+        local_(data_rank_of(run.comms.data, run.comms.node)),
+        nodes_(local_.ranks / local_.node_ranks) {}
+
+    void average(int64_t stripe) const {
+        const int64_t bytes = row_bytes(stripe, false), f32_bytes = row_bytes(stripe, true);
+        if (bytes == 0) return;
+        pack(stripe, bytes);
+        Comm *const data = run_.comms.data, *const node = run_.comms.node;
+        if (node == nullptr) {
+            data->all_to_all(sent(), received(), bytes, stream(), Place::backend);
+            return add_up(stripe, {received(), false, bytes, local_.ranks}, f32_bytes);
+        }
+        const int64_t slice = nodes_ * bytes; // of this rank in its node: a row per node
+        node->all_to_all(sent(), received(), slice, stream(), Place::backend);
+        if (nodes_ == 1) return add_up(stripe, {received(), false, slice, local_.node_ranks}, f32_bytes);
+        clear(sent(), nodes_ * f32_bytes);
+        PieceList pieces(rows_);
+        const int first = local_.rank / nodes_ * nodes_;
+        for (int k = 0; k < nodes_; ++k)
+            for_pieces(stripe, first + k, false, [&](const Piece &piece, int64_t f32_offset) {
+                pieces.add({sent() + k * f32_bytes + f32_offset, piece.range.numel, DSOPT_DTYPE_F32, 0},
+                           received() + k * bytes + piece.offset, rows_.averaged[piece.tensor].dtype);
+            });
+        sum(pieces, {slice, local_.node_ranks, 1});
+        data->all_to_all(sent(), received(), f32_bytes, stream(), Place::backend);
+        add_up(stripe, {received(), true, f32_bytes, nodes_}, f32_bytes);
     }
-    if (padded != job.range.numel)
-        device.clear(mean + job.range.numel, size_t(padded - job.range.numel) * sizeof(float), stream);
-    job.set(kGrad, {mean, Dtype::f32});
-    job.zeroes = false;
-    local.numel = padded;
-    if (run_count_ != 0 && static_cast<float *>(runs_[run_count_ - 1].data) + runs_[run_count_ - 1].numel == mean)
-        runs_[run_count_ - 1].numel += padded;
-    else
-        runs_[run_count_++] = local;
+
+private:
+    char *sent() const { return rows_.staging[0]; }
+    char *received() const { return rows_.staging[1]; }
+    void *stream() const { return run_.plan.execution.stream; }
+    void clear(char *memory, int64_t bytes) const { run_.context.device().clear(memory, size_t(bytes), stream()); }
+    void sum(const PieceList &pieces, const SumRows &rows) const {
+        run_.context.device().kernels().for_elements(rows, pieces.others(), pieces.tensors(), pieces.count(),
+                                                     run_.plan.execution.parallel, stream());
+    }
+    void copy(const dsopt_tensor *from, const dsopt_tensor *to, int64_t count) const {
+        run_.context.device().kernels().copy(from, to, count, run_.plan.execution.parallel, stream());
+    }
+    auto size_of(bool f32) const {
+        return [this, f32](size_t i) {
+            const dsopt_tensor &gradient = rows_.averaged[i];
+            return gradient.numel == 0 ? int64_t(0)
+                   : f32               ? int64_t(sizeof(float))
+                                       : int64_t(dtype_size(gradient.dtype));
+        };
+    }
+    int64_t row_bytes(int64_t stripe, bool f32) const { return rows_.layout.row_bytes(stripe, size_of(f32)); }
+    /// Calls visit(piece, offset of the piece in an F32 row) for each piece of a row.
+    template <class Visit> void for_pieces(int64_t stripe, int row, bool f32, const Visit &visit) const {
+        int64_t f32_offset = 0;
+        (void)rows_.layout.for_pieces(stripe, row, size_of(f32), [&](const Piece &piece) {
+            visit(piece, f32_offset);
+            f32_offset += round_up(piece.range.numel * int64_t(sizeof(float)), int64_t(kCacheLine));
+        });
+    }
+    /// Returns the elements of a piece in the mean of its tensor.
+    dsopt_tensor mean_of(const Piece &piece) const {
+        const TensorJob &job = run_.plan.jobs[piece.tensor];
+        const int64_t begin = (job.first_leaf - job.leaves.first) * kLeaf; // of the job's range
+        return piece_of({job.data[kGrad], job.range.numel, DSOPT_DTYPE_F32, 0},
+                        {piece.range.begin - begin, piece.range.numel, job.range.numel});
+    }
+
+    /// Copies the gradients to one row per rank; absent ones are zeros.
+    void pack(int64_t stripe, int64_t bytes) const {
+        clear(sent(), local_.ranks * bytes);
+        PieceList pieces(rows_);
+        for (int row = 0; row < local_.ranks; ++row)
+            for_pieces(stripe, row, false, [&](const Piece &piece, int64_t) {
+                const dsopt_tensor &gradient = rows_.averaged[piece.tensor];
+                if (gradient.data != nullptr)
+                    pieces.add(piece_of(gradient, piece.range), sent() + row * bytes + piece.offset);
+            });
+        copy(pieces.tensors(), pieces.others(), pieces.count());
+    }
+    /// Computes this rank's row of means, and gathers those of the other ranks if its jobs need them.
+    void add_up(int64_t stripe, const Received &from, int64_t f32_bytes) const {
+        const bool alone = rows_.sharding == Sharding::ranks;
+        PieceList pieces(rows_);
+        if (!alone) clear(sent(), f32_bytes);
+        for_pieces(stripe, local_.rank, from.f32, [&](const Piece &piece, int64_t f32_offset) {
+            pieces.add(alone ? mean_of(piece)
+                             : dsopt_tensor{sent() + f32_offset, piece.range.numel, DSOPT_DTYPE_F32, 0},
+                       from.data + piece.offset, from.f32 ? DSOPT_DTYPE_F32 : rows_.averaged[piece.tensor].dtype);
+        });
+        sum(pieces, {from.stride, from.count, 1.0f / float(local_.ranks)});
+        if (alone) return;
+        const bool in_node = rows_.sharding == Sharding::in_node;
+        char *const all = gather_rows(rows_, run_.comms.data, in_node ? nullptr : run_.comms.node, f32_bytes, stream());
+        const int first = in_node ? local_.rank / nodes_ * nodes_ : 0, count = in_node ? nodes_ : local_.ranks;
+        pieces.clear();
+        for (int row = 0; row < count; ++row)
+            for_pieces(stripe, first + row, true, [&](const Piece &piece, int64_t) {
+                pieces.add(mean_of(piece), all + row * f32_bytes + piece.offset);
+            });
+        copy(pieces.others(), pieces.tensors(), pieces.count());
+    }
+
+    const StepRun &run_;
+    const StepRows &rows_;
+    const DataRank local_;
+    const int nodes_;
+};
+
+} // namespace
+
+void average_gradients(const StepRun &run) {
+    const Averager averager(run);
+    for (int64_t stripe = 0; stripe < run.rows->layout.stripes(); ++stripe) averager.average(stripe);
 }
 
-void GradientMeans::average(const Context &context, const CommSet &comms, float *scratch,
-                            const Execution &execution) const {
-    const Device &device = context.device();
-    if (count_ != 0) device.kernels().axpby({}, from_, 0, to_, count_, execution.parallel, execution.stream);
-    for (int64_t i = 0; i < run_count_; ++i)
-        sum_over_ranks(context, comms.data, comms.node, static_cast<float *>(runs_[i].data), runs_[i].numel, scratch,
-                       execution.parallel, execution.stream);
-    const Factor share{.value = 1.0f / float(data_ranks(comms.data, comms.node))};
-    if (run_count_ != 0)
-        device.kernels().axpby(share, runs_, 0, runs_, run_count_, execution.parallel, execution.stream);
-}
-
-int64_t GradientMeans::longest() const {
-    int64_t numel = 0;
-    for (int64_t i = 0; i < run_count_; ++i) numel = std::max(numel, runs_[i].numel);
-    return numel;
-}
-
-void GradientMeans::zero_originals(const Device &device, const Execution &execution) const {
-    if (count_ != 0) device.kernels().zero(from_, count_, execution.parallel, execution.stream);
+void reserve_average(const StepRun &run) {
+    const auto [data, model, experts, expert_count, node] = run.comms;
+    int64_t message = run.rows->layout.max_row_bytes();
+    for (Comm *comm : {data, node}) {
+        if (comm == nullptr) continue;
+        comm->reserve({.all_to_all = message, .all_gather = message}, run.plan.execution.stream, Place::backend);
+        message *= comm->ranks();
+    }
 }
 
 } // namespace dsopt

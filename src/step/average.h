@@ -1,29 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Gradients that the engine averages itself, in full precision over all data ranks.
+// Gradients that the engine averages itself, in fp32 over all data-parallel ranks (DSOPT_OPTIMIZER_AVERAGES).
+//
+// The mean of W ranks is the sum in rank order, which begins with rank 0's value, times 1 / W in fp32. With two levels
+// the ranks of a node are added up in order, then the nodes. So the bits do not depend on the provider of the comms, on
+// sharding or on the dtype of messages: gradients travel in their own dtype, and widening is exact.
 #pragma once
-#include "comm/comm.h"
+#include "step/drive.h"
 
 namespace dsopt {
 
-/// Jobs that use the mean of all ranks' gradients in place of this rank's gradient, in memory of the step.
-class GradientMeans {
-public:
-    /// `lists`: memory for three lists of `count` tensors.
-    GradientMeans(dsopt_tensor *lists, int64_t count) : from_(lists), to_(lists + count), runs_(lists + 2 * count) {}
-
-    /// Adds a job, whose gradient becomes `mean`, an array of `padded` elements.
-    void add(TensorJob &job, float *mean, int64_t padded, const Device &device, void *stream);
-    /// Copies the gradients, sums them over ranks and divides the sums. `scratch`: for sum_over_ranks().
-    void average(const Context &context, const CommSet &comms, float *scratch, const Execution &execution) const;
-    /// Returns the number of elements of the longest run. Each run is one all-reduce.
-    int64_t longest() const;
-    /// Zeroes the caller's gradients, of which the step used copies.
-    void zero_originals(const Device &device, const Execution &execution) const;
-
-private:
-    dsopt_tensor *from_, *to_; // the present gradients, and their copies
-    dsopt_tensor *runs_;       // runs of contiguous means
-    int64_t count_ = 0, run_count_ = 0;
-};
+/// Averages StepRows::averaged. The means are in the gradients of the jobs, F32 arrays that have the elements of the
+/// job's range.
+void average_gradients(const StepRun &run);
+/// Reserves memory of the comms for this function.
+void reserve_average(const StepRun &run);
 
 } // namespace dsopt

@@ -2,10 +2,14 @@
 #include "step/drive.h"
 #include "exchange/exchange.h"
 #include "step/agree.h"
+#include "step/average.h"
+#include "step/gather.h"
 #include "step/onebit.h"
 
 namespace dsopt {
 namespace {
+
+bool averages(const StepRun &run) { return run.rows != nullptr && run.rows->averaged != nullptr; }
 
 /// Reserves memory of the comms for every collective of a step.
 void reserve_messages(const StepRun &run) {
@@ -17,15 +21,16 @@ void reserve_messages(const StepRun &run) {
     reserve_norms(run);
     if (model != nullptr && plan.shards.count != 0)
         model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);
-    if (run.parts != nullptr) reserve_parts(run);
-    if (run.means != nullptr) reserve_sum(data, node, run.means->longest(), stream);
+    if (plan.policy.parts) reserve_gather(run);
+    if (averages(run)) reserve_average(run);
     if (plan.onebit != nullptr && plan.onebit->exchanges)
         reserve_exchange(data, node, *plan.onebit->exchange->layout, stream);
 }
 
 /// Runs pass 1 on this rank's parts and folds the results of all ranks.
 void inspect_parts(const StepRun &run, StepKernels &kernels) {
-    clear_sums(run, /*counts=*/true);
+    for (void *results : {static_cast<void *>(run.plan.leaf.sums_a), static_cast<void *>(run.plan.leaf.bad)})
+        clear_leaves(run, results);
     kernels.inspect(Fold::none);
     if (run.plan.policy.read_gradients) complete_leaves(run, run.plan.leaf.sums_a);
     kernels.fold_gradients();
@@ -34,22 +39,25 @@ void inspect_parts(const StepRun &run, StepKernels &kernels) {
 /// Runs Passes::elementwise and Passes::reduced, in which sums are followed by factors, then by weights.
 void update(const StepRun &run, StepKernels &kernels) {
     const StepPolicy &policy = run.plan.policy;
+    const LeafResults &leaf = run.plan.leaf;
     const bool shards = clear_shard_sums(run, false),
                completes = policy.parts && (policy.reduces || policy.report_norms);
-    if (completes) clear_sums(run, /*counts=*/false);
+    for (double *sums : {leaf.sums_a, leaf.sums_b})
+        if (completes) clear_leaves(run, sums);
     kernels.update();
-    if (completes)
-        for (double *sums : {run.plan.leaf.sums_a, run.plan.leaf.sums_b}) complete_leaves(run, sums);
+    for (double *sums : {leaf.sums_a, leaf.sums_b})
+        if (completes) complete_leaves(run, sums);
     if (policy.parts && policy.reduces) kernels.find_trust();
     if (shards) all_reduce_shards(run, false);
     if (policy.reduces) kernels.update_weights(shards);
 }
 
 void run_phases(const StepRun &run, StepKernels &kernels) {
-    if (run.means != nullptr) run.means->average(run.context, run.comms, run.mean_scratch, run.plan.execution);
+    if (averages(run)) average_gradients(run);
+    const bool parts = run.plan.policy.parts;
     const bool agrees = has_peers(run.comms);
     kernels.mark(-1);
-    if (run.parts != nullptr)
+    if (parts)
         inspect_parts(run, kernels);
     else
         kernels.inspect(agrees ? Fold::table : Fold::decide);
@@ -61,9 +69,9 @@ void run_phases(const StepRun &run, StepKernels &kernels) {
     if (kernels.onebit() != nullptr) update_onebit(run, kernels);
     update(run, kernels);
     if (kernels.onebit() != nullptr) end_onebit(run, kernels);
-    if (run.parts != nullptr) kernels.finish();
+    if (parts) kernels.finish();
     kernels.mark(DSOPT_MS_BASIC_STEP);
-    if (run.parts == nullptr) return;
+    if (!parts) return;
     gather_weights(run);
     kernels.mark(DSOPT_MS_EXCHANGE);
 }
@@ -81,7 +89,6 @@ void drive(const StepRun &run) {
         unusable_on_failure(run.comms, [&] { run_phases(run, kernels); });
     });
     const Execution &execution = run.plan.execution;
-    if (run.means != nullptr && (run.plan.flags & DSOPT_STEP_ZERO_GRADS)) run.means->zero_originals(device, execution);
     if (run.zeroed != nullptr) device.kernels().zero(run.zeroed, run.plan.count, execution.parallel, execution.stream);
 }
 

@@ -2,8 +2,9 @@
 // The driver of a step: all communication, and the order of kernels, which is the same on every device. A device knows
 // no other ranks, and the driver does not know how a device runs its kernels.
 #pragma once
-#include "step/average.h"
-#include "step/parts.h"
+#include "device/context.h"
+#include "device/kernels.h"
+#include "step/rows.h"
 
 namespace dsopt {
 
@@ -15,9 +16,7 @@ struct StepRun {
     int64_t compared_bytes;      // of its largest all-reduce, 0 if it compares nothing
     const CommSet &comms;
     double *host_norms;         // NormTable::size_with_message() on the host, unless backend memory is the host's
-    const GradientMeans *means; // NULL if the engine averages no gradients
-    float *mean_scratch;        // for sum_over_ranks()
-    const StepParts *parts;     // NULL unless state is sharded
+    const StepRows *rows;       // NULL unless the engine averages gradients, or state is sharded
     const dsopt_tensor *zeroed; // gradients that are zeroed after the step, one entry per tensor; NULL: by kernels
 };
 

@@ -24,4 +24,15 @@ RowLayout::RowLayout(ListVector vector, int ranks, int64_t element, int64_t capa
     }
 }
 
+char *gather_rows(const StepRows &rows, Comm *data, Comm *node, int64_t bytes, void *stream) {
+    int at = 0;
+    for (Comm *comm : {data, node}) {
+        if (comm == nullptr) continue;
+        comm->all_gather(rows.staging[at], rows.staging[1 - at], bytes, stream, Place::backend);
+        bytes *= comm->ranks();
+        at = 1 - at;
+    }
+    return rows.staging[at];
+}
+
 } // namespace dsopt

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages with pieces of a list's tensors, for data-parallel ranks that each have a part of the list.
 #pragma once
+#include "base/dtype.h"
 #include "base/sizes.h"
+#include "comm/comm.h"
 #include "exchange/vector.h"
 #include <algorithm>
 
@@ -18,6 +20,8 @@ public:
     RowLayout(ListVector vector, int ranks, int64_t element, int64_t capacity);
     int ranks() const { return partition_.ranks; }
     int64_t stripes() const { return stripes_; }
+    /// Returns the bytes of one of StepRows::staging.
+    int64_t staging_bytes() const { return ranks() * max_row_bytes(); }
     /// Returns an upper bound of row_bytes().
     int64_t max_row_bytes() const { return stripe_blocks_ * ListVector::kBlock * element_; }
     /// Returns the largest number of pieces of a stripe, in all rows together.
@@ -63,5 +67,54 @@ private:
     VectorPartition partition_;
     int64_t element_, stripe_blocks_, stripes_, max_pieces_ = 0;
 };
+
+/// The parts that ranks keep of sharded state.
+enum class Sharding : uint8_t {
+    none,   // every rank has everything
+    ranks,  // one part per rank: DSOPT_OPTIMIZER_SHARD
+    in_node // one part per rank of a node: DSOPT_OPTIMIZER_SHARD_NODE
+};
+
+/// Messages of a step in rows, and their memory.
+struct StepRows {
+    const RowLayout &layout;
+    Sharding sharding;
+    /// This rank's gradients that the step averages, whole; one entry per tensor, with numel 0 for other tensors, and
+    /// without data for zeros. NULL if there are none.
+    const dsopt_tensor *averaged;
+    const dsopt_tensor *weights; // the whole parameters of sharded state, or NULL
+    dsopt_tensor *lists;         // 2 * RowLayout::max_pieces() tensors
+    char *staging[2];            // two times a row of every rank: what a collective sends and what it receives
+};
+
+/// Returns a range of a tensor.
+inline dsopt_tensor piece_of(const dsopt_tensor &tensor, const Range &range) {
+    const int64_t offset = range.begin * int64_t(dtype_size(tensor.dtype));
+    return {static_cast<char *>(tensor.data) + offset, range.numel, tensor.dtype, 0};
+}
+
+/// Pieces of tensors, and their places in rows or sources of their sums: two lists for one operation of a device.
+class PieceList {
+public:
+    explicit PieceList(const StepRows &rows) : tensors_(rows.lists), others_(rows.lists + rows.layout.max_pieces()) {}
+    /// Adds a piece, and the same number of elements at `other`.
+    void add(const dsopt_tensor &piece, char *other, int32_t dtype) {
+        tensors_[count_] = piece;
+        others_[count_++] = {other, piece.numel, dtype, 0};
+    }
+    void add(const dsopt_tensor &piece, char *other) { add(piece, other, piece.dtype); }
+    void clear() { count_ = 0; }
+    const dsopt_tensor *tensors() const { return tensors_; }
+    const dsopt_tensor *others() const { return others_; }
+    int64_t count() const { return count_; }
+
+private:
+    dsopt_tensor *tensors_, *others_;
+    int64_t count_ = 0;
+};
+
+/// Gathers a message of every rank, at staging[0], over `data` and then over `node`; NULL = one rank. Returns the
+/// messages, in the order of rows.
+char *gather_rows(const StepRows &rows, Comm *data, Comm *node, int64_t bytes, void *stream);
 
 } // namespace dsopt

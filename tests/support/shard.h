@@ -15,7 +15,7 @@ struct Topology {
     int ranks() const { return per_node * nodes; }
     std::string name() const {
         return std::to_string(nodes) + "x" + std::to_string(per_node) +
-               (flag == DSOPT_OPTIMIZER_SHARD_NODE ? "InNode" : "");
+               (flag == DSOPT_OPTIMIZER_SHARD_NODE ? "InNode" : flag == 0 ? "Unsharded" : "");
     }
     friend void PrintTo(const Topology &t, std::ostream *out) { *out << t.name(); }
 };
@@ -121,6 +121,73 @@ struct ShardTraining {
         return made;
     }
 };
+
+/// Returns the gradients of a rank that are not averaged. A tensor may be absent on one rank only.
+inline std::vector<Array> own_gradients(const ShardTraining &training, int64_t step, const NodeRank &rank) {
+    ShardTraining own = training;
+    const int number = rank.d * 100 + rank.l;
+    if (number != 0) own.bad_step = 0;
+    if (number != 1) own.absent = 999;
+    std::vector<Array> list = own.gradients(step);
+    for (size_t t = 0; t < list.size(); ++t) {
+        if (list[t].tensor().data == nullptr) continue;
+        const bool bad = list[t].numel() != 0 && std::isinf(list[t][list[t].size() - 1]);
+        list[t].fill(uint64_t(step) * 100 + t + 7777 * uint64_t(number));
+        if (bad) list[t].set(list[t].size() - 1, kInf);
+    }
+    return list;
+}
+/// Returns the mean of the gradients of all ranks: the ranks of a node are added up in order, then the nodes, in fp32.
+inline std::vector<Array> mean_gradients(const ShardTraining &training, int64_t step, const Topology &topology) {
+    std::vector<std::vector<float>> total;
+    const auto add = [](std::vector<std::vector<float>> &sums, const std::vector<std::vector<float>> &values) {
+        if (sums.empty()) {
+            sums = values;
+            return;
+        }
+        for (size_t t = 0; t < sums.size(); ++t)
+            for (size_t i = 0; i < sums[t].size(); ++i) sums[t][i] += values[t][i];
+    };
+    const Context none;
+    const Comm no_comm;
+    for (int d = 0; d < topology.nodes; ++d) {
+        std::vector<std::vector<float>> of_node;
+        for (int l = 0; l < topology.per_node; ++l) {
+            std::vector<std::vector<float>> values;
+            for (const Array &gradient : own_gradients(training, step, {l, d, none, no_comm, no_comm}))
+                values.push_back(gradient.tensor().data != nullptr ? gradient.floats()
+                                                                   : std::vector<float>(gradient.size()));
+            add(of_node, values);
+        }
+        add(total, of_node);
+    }
+    std::vector<Array> means;
+    for (std::vector<float> &values : total) {
+        for (float &value : values) value *= 1.0f / float(topology.ranks());
+        means.emplace_back(DSOPT_DTYPE_F32, values);
+    }
+    return means;
+}
+
+/// Runs the training with DSOPT_OPTIMIZER_AVERAGES, and on one rank that gets the mean. Compares after every step.
+inline void expect_bits_of_mean(const ShardTraining &training, const Topology &topology) {
+    with_nodes(topology.per_node, topology.nodes, [&](const NodeRank &rank) {
+        dsopt_optimizer_desc desc = training.desc;
+        Scaler scaler, one_scaler;
+        Trainer whole = training.trainer(rank.ctx, desc, one_scaler);
+        desc.flags |= int32_t(topology.flag) | DSOPT_OPTIMIZER_AVERAGES;
+        desc.data = rank.data.get();
+        if (topology.per_node > 1) desc.node = rank.node.get();
+        Trainer averages = training.trainer(rank.ctx, desc, scaler);
+        for (int64_t step = 1; step <= training.steps; ++step) {
+            const std::vector<Array> gradients = own_gradients(training, step, rank);
+            ASSERT_OK(averages.step(gradients));
+            ASSERT_OK(whole.step(mean_gradients(training, step, topology)));
+            expect_same_training(averages, whole);
+            if (testing::Test::HasFatalFailure()) return;
+        }
+    });
+}
 
 /// Runs the training sharded and on one rank, and compares after every step. `take` makes a step.
 inline void expect_same_bits(

@@ -742,9 +742,9 @@ TEST(OneBitGroup, RefusesUnsupportedOptions) {
         EXPECT_TRUE(refused(norms.add_group(group_for(algorithm, 5), {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}),
                             DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS"));
     }
-    Trainer averages(ctx, optimizer_desc(0, DSOPT_OPTIMIZER_AVERAGES));
-    EXPECT_TRUE(refused(averages.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}),
-                        DSOPT_ERR_UNSUPPORTED, "AVERAGES"));
+    Trainer bits(ctx, optimizer_desc(0, DSOPT_OPTIMIZER_MOMENTUM_BITS));
+    EXPECT_TRUE(refused(bits.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w"}}),
+                        DSOPT_ERR_UNSUPPORTED, "MOMENTUM_BITS"));
 }
 
 TEST_P(OneBitStep, FailsIfARankIsDestroyed) {

@@ -267,7 +267,7 @@ TEST(TwoLevelOptimizer, GivesTheSameBitsWithMomentumBits) {
         });
 }
 
-TEST(TwoLevelOptimizer, SendsOneSlicePerRankInFullSteps) {
+TEST(TwoLevelOptimizer, SendsRowsInFullSteps) {
     constexpr int64_t numel = 1001;
     with_nodes(3, 2, [&](const NodeRank &node_rank) {
         Trainer trainer = trainer_of(node_rank, group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 50),
@@ -277,9 +277,11 @@ TEST(TwoLevelOptimizer, SendsOneSlicePerRankInFullSteps) {
         ASSERT_OK(trainer.step({gradient}));
         const dsopt_comm_info node = info_of(node_rank.node), data = info_of(node_rank.data);
         ASSERT_OK(trainer.step({gradient}));
-        constexpr int64_t slice = (numel + 2) / 3, flag = 8; // the skip flag: one double over both levels
-        EXPECT_EQ(info_of(node_rank.data).bytes_sent - data.bytes_sent, slice * 4 + flag);
-        EXPECT_EQ(info_of(node_rank.node).bytes_sent - node.bytes_sent, 2 * 2 * slice * 4 + flag * 4 / 3);
+        // A row of each rank, all as long as the longest, to the other rank of `data` and back, and a row of each node to
+        // the two other ranks of `node` and back. The skip flag is one double over both levels.
+        constexpr int64_t row = (numel * 4 + 63) / 64 * 64, flag = 8;
+        EXPECT_EQ(info_of(node_rank.data).bytes_sent - data.bytes_sent, 2 * row + flag);
+        EXPECT_EQ(info_of(node_rank.node).bytes_sent - node.bytes_sent, 2 * 2 * 2 * row + flag * 4 / 3);
     });
 }
 
