@@ -116,7 +116,9 @@ void inspect(const DevicePlan &d, Fold fold, const Launcher &launcher) {
 void fold_parts(const DevicePlan &d, const Launcher &launcher) { launcher.launch_block("fold_parts", fold_kernel, d); }
 void decide(const DevicePlan &d, bool folds, bool decides, const Launcher &launcher) {
     // After an agreement of ranks the update may begin with a memset, a copy or a collective.
-    const bool alone = folds && decides, updates = decides && d.plan.onebit == nullptr && d.plan.shards.count == 0;
+    const StepPlan &plan = d.plan;
+    const bool alone = folds && decides,
+               updates = decides && plan.onebit == nullptr && plan.shards.count == 0 && !plan.policy.parts;
     const Next next = kernel_if(alone || updates);
     launcher.launch_thread({decides ? "decide" : "fold", next}, decide_kernel, d, folds, decides);
 }
