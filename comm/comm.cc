@@ -235,6 +235,21 @@ void Comm::all_gather(const void *send, void *recv, int64_t bytes, void *stream,
         [&](const void *from, void *to) { return gather(from, to, bytes, stream); });
 }
 
+void Comm::reduce_scatter(const void *send, void *recv, int64_t count, void *stream, Place place) {
+    check_usable();
+    if (count == 0) return;
+    const int64_t bytes = count * int64_t(sizeof(float));
+    run("reduce-scatter", send, bytes * ranks(), recv, bytes, place, stream, [&](const void *from, void *to) {
+        return count_call(DSOPT_COLLECTIVE_REDUCE_SCATTER,
+                          call_table(stream,
+                                     [&] {
+                                         return table_.reduce_scatter(table_.self, from, to, count, DSOPT_DTYPE_F32,
+                                                                      DSOPT_OP_SUM, stream);
+                                     }),
+                          bytes * (ranks() - 1));
+    });
+}
+
 void Comm::reserve(const Messages &messages, void *stream, Place place) {
     const auto reserve = [&](Scratch &scratch, int64_t bytes) {
         if (bytes != 0) (void)scratch.get(context_, device_, size_t(bytes), stream);

@@ -20,6 +20,7 @@ struct Provider {
     bool enqueues = false;  // the functions return before the exchange is complete; it completes in stream order
     /// The functions pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
     bool synchronizes = false;
+    bool sums = false; // DSOPT_COMM_FLAG_PROVIDER_SUMS
     /// With `enqueues`: waits until the stream is done, at most for the comm's time-out. NULL: waits without a limit.
     int (*wait)(void *self, void *stream) = nullptr;
 };
@@ -40,6 +41,8 @@ public:
     int rank() const { return table_.rank; }
     int ranks() const { return table_.ranks; }
     bool on_device() const { return device_; }
+    /// True if means are added up by reduce_scatter().
+    bool provider_sums() const { return provider_.sums && ranks() > 1; }
     // Results on the host are complete when these functions return, results on the device in stream order. Any failure
     // makes the comm unusable, because ranks could then be at different calls.
     /// Reduces in place. Does nothing with one rank.
@@ -49,6 +52,9 @@ public:
     void all_to_all(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
     /// `recv` receives ranks() messages of `bytes` each. Copies if there is one rank.
     void all_gather(const void *send, void *recv, int64_t bytes, void *stream, Place place = Place::host);
+
+    /// `send` has ranks() rows of `count` floats; `recv` receives the sum of this rank's row, in the provider's order.
+    void reduce_scatter(const void *send, void *recv, int64_t count, void *stream, Place place);
 
     /// Allocates the memory that collectives of these sizes need, so that none of them fails for lack of memory. Sends
     /// nothing.

@@ -16,6 +16,7 @@ std::unique_ptr<Comm> make_self_comm(std::shared_ptr<const Context> context) {
 std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, const dsopt_comm_table &table,
                                       int32_t flags) {
     const bool enqueues = flags & DSOPT_COMM_FLAG_ENQUEUE, synchronizes = flags & DSOPT_COMM_FLAG_SYNCHRONIZE;
+    const bool sums = flags & DSOPT_COMM_FLAG_PROVIDER_SUMS;
     if (table.ranks < 1 || table.rank < 0 || table.rank >= table.ranks)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table: rank %d of %d", table.rank, table.ranks);
     if (table.all_reduce == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.all_reduce is NULL");
@@ -23,11 +24,14 @@ std::unique_ptr<Comm> make_table_comm(std::shared_ptr<const Context> context, co
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.memory is %d", table.memory);
     if (table.reserved != 0)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_table.reserved is %d, must be 0", table.reserved);
-    if (flags != 0 && (context->device().is_host() || table.memory != DSOPT_MEMORY_BACKEND))
+    if (sums && table.reduce_scatter == nullptr)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_comm_table.reduce_scatter is NULL");
+    if ((enqueues || synchronizes) && (context->device().is_host() || table.memory != DSOPT_MEMORY_BACKEND))
         throw Error(DSOPT_ERR_UNSUPPORTED, "%s needs a CUDA context and a table that takes its memory",
                     enqueues ? "DSOPT_COMM_FLAG_ENQUEUE" : "DSOPT_COMM_FLAG_SYNCHRONIZE");
-    return std::make_unique<Comm>(std::move(context), table,
-                                  Provider{.of_caller = true, .enqueues = enqueues, .synchronizes = synchronizes});
+    return std::make_unique<Comm>(
+        std::move(context), table,
+        Provider{.of_caller = true, .enqueues = enqueues, .synchronizes = synchronizes, .sums = sums});
 }
 
 } // namespace
@@ -53,7 +57,8 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
             throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.id has %zu bytes, one of kind %d %zu", desc.id_bytes,
                         desc.kind, bytes);
     }
-    if (desc.flags & ~uint32_t(DSOPT_COMM_FLAG_ENQUEUE | DSOPT_COMM_FLAG_SYNCHRONIZE))
+    constexpr int32_t known = DSOPT_COMM_FLAG_ENQUEUE | DSOPT_COMM_FLAG_SYNCHRONIZE | DSOPT_COMM_FLAG_PROVIDER_SUMS;
+    if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.flags has unknown bits: 0x%x", desc.flags);
     if (desc.reserved != 0) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.reserved is %u, must be 0", desc.reserved);
     if ((desc.flags & DSOPT_COMM_FLAG_ENQUEUE) && (desc.flags & DSOPT_COMM_FLAG_SYNCHRONIZE))
@@ -61,7 +66,10 @@ std::unique_ptr<Comm> make_comm(std::shared_ptr<const Context> context, const ds
                     "DSOPT_COMM_FLAG_ENQUEUE and DSOPT_COMM_FLAG_SYNCHRONIZE contradict each other");
     if ((desc.flags & DSOPT_COMM_FLAG_SYNCHRONIZE) && desc.kind != DSOPT_COMM_KIND_TABLE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_FLAG_SYNCHRONIZE has no effect with kind %d", desc.kind);
-    if (desc.flags != 0 && desc.kind != DSOPT_COMM_KIND_NCCL && desc.kind != DSOPT_COMM_KIND_TABLE)
+    if ((desc.flags & DSOPT_COMM_FLAG_PROVIDER_SUMS) && !library && desc.kind != DSOPT_COMM_KIND_TABLE)
+        throw Error(DSOPT_ERR_UNSUPPORTED, "PROVIDER_SUMS has no effect with kind %d", desc.kind);
+    if ((desc.flags & DSOPT_COMM_FLAG_ENQUEUE) && desc.kind != DSOPT_COMM_KIND_NCCL &&
+        desc.kind != DSOPT_COMM_KIND_TABLE)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_COMM_FLAG_ENQUEUE has no effect with kind %d", desc.kind);
     if (desc.timeout_ms < -1) throw Error(DSOPT_ERR_ARGUMENT, "dsopt_comm_desc.timeout_ms is %d", desc.timeout_ms);
     switch (desc.kind) {

@@ -166,6 +166,10 @@ public:
     dsopt_status all_gather(const void *send, void *recv, int64_t bytes, void *) const {
         return gather_messages({Contribution::gather, 0, 0, bytes, send, nullptr}, 0, recv);
     }
+    bool has_reduce_scatter() const { return false; } // the engine adds in the same order
+    dsopt_status reduce_scatter(const void *, void *, int64_t, int32_t, int32_t, void *) const {
+        return DSOPT_ERR_UNSUPPORTED;
+    }
     void describe(char *text, size_t capacity) const { rendezvous_->describe(text, capacity); }
     void abort() const { rendezvous_->abort(); }
 

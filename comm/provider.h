@@ -64,6 +64,11 @@ std::unique_ptr<Comm> make_comm_from_endpoint(std::shared_ptr<const Context> con
     table.all_gather = [](void *self, const void *send, void *recv, int64_t bytes, void *stream) -> int {
         return static_cast<Endpoint *>(self)->all_gather(send, recv, bytes, stream);
     };
+    if (endpoint->has_reduce_scatter())
+        table.reduce_scatter = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
+                                  void *stream) -> int {
+            return static_cast<Endpoint *>(self)->reduce_scatter(send, recv, count, dtype, op, stream);
+        };
     table.error = [](void *self, char *text, size_t capacity) {
         static_cast<Endpoint *>(self)->describe(text, capacity);
         return 0;

@@ -1644,6 +1644,10 @@ enum dsopt_comm_flags {
      * Not together with ENQUEUE. Since: 0.2
      */
     DSOPT_COMM_FLAG_SYNCHRONIZE = 2,
+    /** Means of gradients (DSOPT_OPTIMIZER_AVERAGES) are added up by the provider, in its order and in F32, for links on
+     * which an all-to-all is slow. Without it the engine adds in the order of ranks: the same bits with every provider.
+     * For NCCL, HCCL and a TABLE with reduce_scatter. Refused for LOCAL, which adds in the order of ranks. Since: 0.3 */
+    DSOPT_COMM_FLAG_PROVIDER_SUMS = 4,
     DSOPT_COMM_FLAG_SIGNED = -1
 };
 
@@ -1667,8 +1671,8 @@ enum dsopt_memory {
  * Collectives of the caller (MPI, Gloo, ...). The functions return 0 or any error code; if they know the status,
  * -DSOPT_ERR_COMM, -DSOPT_ERR_TIMEOUT or -DSOPT_ERR_ABORTED. They return when the collective is complete. With
  * DSOPT_MEMORY_BACKEND the data are ready in the order of `stream`, and completion in that order is enough; see
- * DSOPT_COMM_FLAG_SYNCHRONIZE for functions that cannot use a stream. An exception of all_reduce, all_to_all,
- * all_gather or error is a failed collective, whatever is thrown: DSOPT_ERR_COMM, and the comm is unusable.
+ * DSOPT_COMM_FLAG_SYNCHRONIZE for functions that cannot use a stream. An exception of a collective or of error is a
+ * failed collective, whatever is thrown: DSOPT_ERR_COMM, and the comm is unusable.
  * Optional functions may be NULL. The engine then builds all_to_all from all_gather, and all_gather from I32
  * all_reduce, with more bytes.
  */
@@ -1693,6 +1697,10 @@ typedef struct dsopt_comm_table {
     /** enum dsopt_memory of `send` and `recv`. */
     int32_t memory;
     int32_t reserved;
+    /** Optional. `send` has `ranks` rows of `count` elements; `recv` gets the sum of row `rank` over all ranks, in any
+     * order of additions. F32, SUM. `recv` may be that row. Since: 0.3 */
+    int (*reduce_scatter)(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op,
+                          void *stream);
 } dsopt_comm_table;
 
 typedef struct dsopt_comm_desc {
@@ -1730,6 +1738,8 @@ enum dsopt_collective {
     DSOPT_COLLECTIVE_ALL_TO_ALL = 1,
     /** This rank's message to each other rank, one message from each. */
     DSOPT_COLLECTIVE_ALL_GATHER = 2,
+    /** (ranks - 1) / ranks of the rows in each direction. Since: 0.3 */
+    DSOPT_COLLECTIVE_REDUCE_SCATTER = 3,
     /** Length of the arrays. Entries without a name are 0. */
     DSOPT_COLLECTIVE_SLOTS = 8,
     DSOPT_COLLECTIVE_SIGNED = -1

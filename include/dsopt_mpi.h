@@ -209,6 +209,29 @@ static inline int dsopt_mpi_all_gather_(void *of, const void *send, void *recv, 
     return dsopt_mpi_rows_((dsopt_mpi_ *)of, send, recv, bytes, 0);
 }
 
+/* Each rank gets the sum of its row, in pieces of at most DSOPT_MPI_PIECE bytes from all rows. */
+static inline int dsopt_mpi_reduce_scatter_(void *of, const void *send, void *recv, int64_t count, int32_t dtype,
+                                            int32_t op, void *stream) {
+    dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
+    const int64_t shared = DSOPT_MPI_PIECE / 4 / self->ranks, most = shared > 0 ? shared : 1;
+    int64_t at;
+    int row, code = dsopt_mpi_begin_(self, 4, count, dtype, op);
+    (void)stream;
+    for (at = 0; !code && at < count; at += most) {
+        const int part = (int)(count - at < most ? count - at : most);
+        const size_t bytes = (size_t)part * 4;
+        MPI_Request request;
+        for (row = 0; !code && row < self->ranks; ++row)
+            code = dsopt_mpi_copy_(self, self->send + (size_t)row * bytes, (const char *)send + (row * count + at) * 4,
+                                   bytes);
+        if (code) break;
+        code = MPI_Ireduce_scatter_block(self->send, self->recv, part, MPI_FLOAT, MPI_SUM, self->comm, &request);
+        code = dsopt_mpi_wait_(self, &request, code);
+        if (!code) code = dsopt_mpi_copy_(self, (char *)recv + at * 4, self->recv, bytes);
+    }
+    return code;
+}
+
 static inline int dsopt_mpi_error_(void *of, char *text, size_t capacity) {
     (void)snprintf(text, capacity, "%s", ((dsopt_mpi_ *)of)->text);
     return ((dsopt_mpi_ *)of)->lost;
@@ -229,7 +252,7 @@ static inline void dsopt_mpi_destroy_(void *of) {
 }
 
 static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms, int device,
-                                             dsopt_comm **comm) {
+                                             int32_t flags, dsopt_comm **comm) {
     dsopt_mpi_ *self;
     int initialized = 0, finalized = 0, code;
     MPI_Request request;
@@ -269,7 +292,7 @@ static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, i
             return DSOPT_ERR_NOMEM;
         }
         table.memory = DSOPT_MEMORY_BACKEND;
-        desc.flags = DSOPT_COMM_FLAG_SYNCHRONIZE;
+        flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
     }
     table.self = self;
     table.rank = self->rank;
@@ -277,11 +300,13 @@ static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, i
     table.all_reduce = dsopt_mpi_all_reduce_;
     table.all_to_all = dsopt_mpi_all_to_all_;
     table.all_gather = dsopt_mpi_all_gather_;
+    table.reduce_scatter = dsopt_mpi_reduce_scatter_;
     table.error = dsopt_mpi_error_;
     table.abort = dsopt_mpi_abort_;
     table.destroy = dsopt_mpi_destroy_;
     desc.kind = DSOPT_COMM_KIND_TABLE;
     desc.table = &table;
+    desc.flags = flags;
     status = dsopt_comm_create(ctx, &desc, comm);
     if (status != DSOPT_OK) dsopt_mpi_destroy_(self);
     return status;
@@ -290,7 +315,16 @@ static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, i
 /** dsopt_mpi_comm with a time-out in milliseconds, 0 = 600000, -1 = none; it bounds this call too. */
 static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
                                                   dsopt_comm **comm) {
-    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 0, comm);
+    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 0, 0, comm);
+}
+
+/**
+ * dsopt_mpi_comm_timeout with means of gradients that MPI adds up: DSOPT_COMM_FLAG_PROVIDER_SUMS. All ranks must call
+ * this function. Since: 0.3
+ */
+static inline dsopt_status dsopt_mpi_comm_sums(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
+                                               dsopt_comm **comm) {
+    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 0, DSOPT_COMM_FLAG_PROVIDER_SUMS, comm);
 }
 
 /**
@@ -315,7 +349,7 @@ static inline dsopt_status dsopt_mpi_comm_timeout(dsopt_context *ctx, MPI_Comm m
  */
 static inline dsopt_status dsopt_mpi_comm_device(dsopt_context *ctx, MPI_Comm mpi, int32_t timeout_ms,
                                                  dsopt_comm **comm) {
-    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 1, comm);
+    return dsopt_mpi_create_(ctx, mpi, timeout_ms, 1, 0, comm);
 }
 
 /**

@@ -34,6 +34,8 @@ struct Api {
                          Stream stream) = hccl.need("HcclAllReduce");
     Result (*all_gather)(void *send, void *recv, uint64_t count, DataType type, Communicator comm,
                          Stream stream) = hccl.need("HcclAllGather");
+    Result (*reduce_scatter)(void *send, void *recv, uint64_t count, DataType type, Operation op, Communicator comm,
+                             Stream stream) = hccl.need("HcclReduceScatter");
     // Each of these may be NULL.
     Result (*all_to_all)(const void *send, uint64_t count, DataType type, const void *recv, uint64_t recv_count,
                          DataType recv_type, Communicator comm, Stream stream) = hccl.find("HcclAlltoAll");

@@ -83,6 +83,12 @@ public:
             return api_.all_gather(send, recv, uint64_t(bytes), uint8, comm_, stream_);
         });
     }
+    static bool has_reduce_scatter() { return true; }
+    dsopt_status reduce_scatter(const void *from, void *to, int64_t count, int32_t, int32_t, void *) {
+        return call(from, count * 4 * ranks(), to, count * 4, [&](void *send, void *recv) {
+            return api_.reduce_scatter(send, recv, uint64_t(count), float32, sum, comm_, stream_);
+        });
+    }
     bool has_all_to_all() const { return api_.all_to_all != nullptr; }
     dsopt_status all_to_all(const void *from, void *to, int64_t bytes, void *) {
         return call(from, bytes * ranks(), to, bytes * ranks(), [&](void *send, void *recv) {
@@ -189,7 +195,8 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
     auto endpoint = std::make_unique<Endpoint>(Api{Library::for_comm(kLibrary, desc)}, desc);
     dsopt_comm_table table{};
     endpoint->open(desc, table);
-    return make_comm_from_endpoint(std::move(context), std::move(endpoint), table);
+    return make_comm_from_endpoint(std::move(context), std::move(endpoint), table,
+                                   Provider{.sums = (desc.flags & DSOPT_COMM_FLAG_PROVIDER_SUMS) != 0});
 }
 
 const char *hccl_state() { return Library::state(kLibrary); }

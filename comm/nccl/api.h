@@ -40,6 +40,8 @@ struct Api {
                          Stream stream) = library.need("ncclAllReduce");
     Result (*all_gather)(const void *send, void *recv, size_t count, DataType type, Communicator comm,
                          Stream stream) = library.need("ncclAllGather");
+    Result (*reduce_scatter)(const void *send, void *recv, size_t count, DataType type, Operation op, Communicator comm,
+                             Stream stream) = library.need("ncclReduceScatter");
     Result (*group_start)() = library.need("ncclGroupStart");
     Result (*group_end)() = library.need("ncclGroupEnd");
     // NULL before 2.7.

@@ -95,6 +95,12 @@ public:
             return api.all_gather(send, recv, size_t(bytes), uint8, comm, stream);
         });
     }
+    static bool has_reduce_scatter() { return true; }
+    dsopt_status reduce_scatter(const void *send, void *recv, int64_t count, int32_t, int32_t, void *stream) {
+        return call(stream, [&](const Api &api, Communicator comm) {
+            return api.reduce_scatter(send, recv, size_t(count), float32, sum, comm, stream);
+        });
+    }
     bool has_all_to_all() const { return session_->api.send != nullptr && session_->api.recv != nullptr; }
     dsopt_status all_to_all(const void *send, void *recv, int64_t bytes, void *stream) {
         return call(stream, [&](const Api &api, Communicator comm) {
@@ -267,10 +273,11 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
         create(session, desc, timeout_ms);
     else
         borrow(*session, table);
-    return make_comm_from_endpoint(std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms),
-                                   table, Provider{.enqueues = enqueues, .wait = [](void *self, void *stream) -> int {
-                                                       return static_cast<Endpoint *>(self)->wait(stream);
-                                                   }});
+    return make_comm_from_endpoint(
+        std::move(context), std::make_unique<Endpoint>(session, table.ranks, timeout_ms), table,
+        Provider{.enqueues = enqueues,
+                 .sums = (desc.flags & DSOPT_COMM_FLAG_PROVIDER_SUMS) != 0,
+                 .wait = [](void *self, void *stream) -> int { return static_cast<Endpoint *>(self)->wait(stream); }});
 }
 
 const char *nccl_state() {

@@ -22,34 +22,43 @@ public:
         run_(run),
         rows_(*run.rows),
         local_(data_rank_of(run.comms.data, run.comms.node)),
-        nodes_(local_.ranks / local_.node_ranks) {}
+        nodes_(local_.ranks / local_.node_ranks),
+        sends_f32_((run.comms.node != nullptr ? run.comms.node : run.comms.data)->provider_sums()) {}
 
     void average(int64_t stripe) const {
         const int64_t bytes = row_bytes(stripe, false), f32_bytes = row_bytes(stripe, true);
         if (bytes == 0) return;
         pack(stripe, bytes);
         Comm *const data = run_.comms.data, *const node = run_.comms.node;
-        if (node == nullptr) {
-            data->all_to_all(sent(), received(), bytes, stream(), Place::backend);
-            return add_up(stripe, {received(), false, bytes, local_.ranks}, f32_bytes);
-        }
-        const int64_t slice = nodes_ * bytes; // of this rank in its node: a row per node
-        node->all_to_all(sent(), received(), slice, stream(), Place::backend);
-        if (nodes_ == 1) return add_up(stripe, {received(), false, slice, local_.node_ranks}, f32_bytes);
+        if (node == nullptr) return add_up(stripe, exchange(*data, bytes, false), f32_bytes);
+        const Received slice = exchange(*node, nodes_ * bytes, false); // of this rank in its node: a row per node
+        if (nodes_ == 1) return add_up(stripe, slice, f32_bytes);
         clear(sent(), nodes_ * f32_bytes);
         PieceList pieces(rows_);
         const int first = local_.rank / nodes_ * nodes_;
         for (int k = 0; k < nodes_; ++k)
             for_pieces(stripe, first + k, false, [&](const Piece &piece, int64_t f32_offset) {
                 pieces.add({sent() + k * f32_bytes + f32_offset, piece.range.numel, DSOPT_DTYPE_F32, 0},
-                           received() + k * bytes + piece.offset, rows_.averaged[piece.tensor].dtype);
+                           received() + k * bytes + piece.offset, sent_dtype(piece.tensor));
             });
-        sum(pieces, {slice, local_.node_ranks, 1});
-        data->all_to_all(sent(), received(), f32_bytes, stream(), Place::backend);
-        add_up(stripe, {received(), true, f32_bytes, nodes_}, f32_bytes);
+        sum(pieces, {slice.stride, slice.count, 1});
+        add_up(stripe, exchange(*data, f32_bytes, true), f32_bytes);
     }
 
 private:
+    /// Sends a message of `bytes` to every rank of `comm`, which adds up what it receives. If the provider adds, there
+    /// is only the sum.
+    Received exchange(Comm &comm, int64_t bytes, bool f32) const {
+        if (comm.provider_sums()) {
+            comm.reduce_scatter(sent(), received(), bytes / int64_t(sizeof(float)), stream(), Place::backend);
+            return {received(), true, 0, 1};
+        }
+        comm.all_to_all(sent(), received(), bytes, stream(), Place::backend);
+        return {received(), f32, bytes, comm.ranks()};
+    }
+    /// Returns the dtype in which a gradient is sent.
+    int32_t sent_dtype(size_t i) const { return sends_f32_ ? DSOPT_DTYPE_F32 : rows_.averaged[i].dtype; }
+
     char *sent() const { return rows_.staging[0]; }
     char *received() const { return rows_.staging[1]; }
     void *stream() const { return run_.plan.execution.stream; }
@@ -63,10 +72,8 @@ private:
     }
     auto size_of(bool f32) const {
         return [this, f32](size_t i) {
-            const dsopt_tensor &gradient = rows_.averaged[i];
-            return gradient.numel == 0 ? int64_t(0)
-                   : f32               ? int64_t(sizeof(float))
-                                       : int64_t(dtype_size(gradient.dtype));
+            if (rows_.averaged[i].numel == 0) return int64_t(0);
+            return int64_t(dtype_size(f32 ? int32_t(DSOPT_DTYPE_F32) : sent_dtype(i)));
         };
     }
     int64_t row_bytes(int64_t stripe, bool f32) const { return rows_.layout.row_bytes(stripe, size_of(f32)); }
@@ -94,9 +101,13 @@ private:
             for_pieces(stripe, row, false, [&](const Piece &piece, int64_t) {
                 const dsopt_tensor &gradient = rows_.averaged[piece.tensor];
                 if (gradient.data != nullptr)
-                    pieces.add(piece_of(gradient, piece.range), sent() + row * bytes + piece.offset);
+                    pieces.add(piece_of(gradient, piece.range), sent() + row * bytes + piece.offset,
+                               sent_dtype(piece.tensor));
             });
-        copy(pieces.tensors(), pieces.others(), pieces.count());
+        if (!sends_f32_) return copy(pieces.tensors(), pieces.others(), pieces.count());
+        const Execution &execution = run_.plan.execution;
+        run_.context.device().kernels().axpby({}, pieces.tensors(), 0, pieces.others(), pieces.count(),
+                                              execution.parallel, execution.stream);
     }
     /// Computes this rank's row of means, and gathers those of the other ranks if its jobs need them.
     void add_up(int64_t stripe, const Received &from, int64_t f32_bytes) const {
@@ -106,7 +117,7 @@ private:
         for_pieces(stripe, local_.rank, from.f32, [&](const Piece &piece, int64_t f32_offset) {
             pieces.add(alone ? mean_of(piece)
                              : dsopt_tensor{sent() + f32_offset, piece.range.numel, DSOPT_DTYPE_F32, 0},
-                       from.data + piece.offset, from.f32 ? DSOPT_DTYPE_F32 : rows_.averaged[piece.tensor].dtype);
+                       from.data + piece.offset, from.f32 ? int32_t(DSOPT_DTYPE_F32) : sent_dtype(piece.tensor));
         });
         sum(pieces, {from.stride, from.count, 1.0f / float(local_.ranks)});
         if (alone) return;
@@ -125,6 +136,7 @@ private:
     const StepRows &rows_;
     const DataRank local_;
     const int nodes_;
+    const bool sends_f32_; // the first comm's provider adds, which it can do in F32 only
 };
 
 } // namespace

@@ -199,6 +199,7 @@ const DSOPT_COMM_KIND_HCCL = Int32(3)
 const DSOPT_COMM_KIND_TABLE = Int32(4)
 const DSOPT_COMM_FLAG_ENQUEUE = Int32(1)
 const DSOPT_COMM_FLAG_SYNCHRONIZE = Int32(2)
+const DSOPT_COMM_FLAG_PROVIDER_SUMS = Int32(4)
 const DSOPT_OP_SUM = Int32(0)
 const DSOPT_OP_MAX = Int32(1)
 const DSOPT_OP_MEAN = Int32(2)
@@ -207,6 +208,7 @@ const DSOPT_MEMORY_BACKEND = Int32(1)
 const DSOPT_COLLECTIVE_ALL_REDUCE = Int32(0)
 const DSOPT_COLLECTIVE_ALL_TO_ALL = Int32(1)
 const DSOPT_COLLECTIVE_ALL_GATHER = Int32(2)
+const DSOPT_COLLECTIVE_REDUCE_SCATTER = Int32(3)
 const DSOPT_COLLECTIVE_SLOTS = Int32(8)
 const DSOPT_ZERO_FILL = Int32(0)
 const DSOPT_ZERO_NONE = Int32(1)
@@ -406,7 +408,7 @@ Base.@kwdef struct dsopt_scaler_info
 end
 
 Base.@kwdef struct dsopt_comm_table
-    size::UInt64 = 80
+    size::UInt64 = 88
     self::Ptr{Cvoid} = C_NULL
     rank::Int32 = 0
     ranks::Int32 = 0
@@ -418,6 +420,7 @@ Base.@kwdef struct dsopt_comm_table
     destroy::Ptr{Cvoid} = C_NULL
     memory::Int32 = 0
     reserved::Int32 = 0
+    reduce_scatter::Ptr{Cvoid} = C_NULL
 end
 
 Base.@kwdef struct dsopt_comm_desc
@@ -764,7 +767,7 @@ const LAYOUT = (
     (dsopt_io, 80, (0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 64, 72)),
     (dsopt_scaler_desc, 56, (0, 8, 12, 16, 24, 32, 40, 48, 52)),
     (dsopt_scaler_info, 56, (0, 8, 16, 24, 32, 40, 44, 48, 52)),
-    (dsopt_comm_table, 80, (0, 8, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76)),
+    (dsopt_comm_table, 88, (0, 8, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80)),
     (dsopt_comm_desc, 64, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 60)),
     (dsopt_comm_info, 240, (0, 8, 12, 16, 20, 24, 32, 40, 48, 112, 176)),
     (dsopt_norm_result, 32, (0, 8, 12, 16, 24)),

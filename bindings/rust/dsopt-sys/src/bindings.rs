@@ -258,6 +258,7 @@ pub const DSOPT_COMM_KIND_TABLE: i32 = 4;
 // enum dsopt_comm_flags
 pub const DSOPT_COMM_FLAG_ENQUEUE: i32 = 1;
 pub const DSOPT_COMM_FLAG_SYNCHRONIZE: i32 = 2;
+pub const DSOPT_COMM_FLAG_PROVIDER_SUMS: i32 = 4;
 
 // enum dsopt_op
 pub const DSOPT_OP_SUM: i32 = 0;
@@ -272,6 +273,7 @@ pub const DSOPT_MEMORY_BACKEND: i32 = 1;
 pub const DSOPT_COLLECTIVE_ALL_REDUCE: i32 = 0;
 pub const DSOPT_COLLECTIVE_ALL_TO_ALL: i32 = 1;
 pub const DSOPT_COLLECTIVE_ALL_GATHER: i32 = 2;
+pub const DSOPT_COLLECTIVE_REDUCE_SCATTER: i32 = 3;
 pub const DSOPT_COLLECTIVE_SLOTS: i32 = 8;
 
 // enum dsopt_zero
@@ -606,8 +608,19 @@ pub struct dsopt_comm_table {
     pub destroy: Option<unsafe extern "C" fn(self_: *mut c_void)>,
     pub memory: i32,
     pub reserved: i32,
+    pub reduce_scatter: Option<
+        unsafe extern "C" fn(
+            self_: *mut c_void,
+            send: *const c_void,
+            recv: *mut c_void,
+            count: i64,
+            dtype: i32,
+            op: i32,
+            stream: *mut c_void,
+        ) -> c_int,
+    >,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_comm_table>() == 80);
+const _: () = assert!(std::mem::size_of::<dsopt_comm_table>() == 88);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -241,7 +241,7 @@ fn layout_of_scaler_info() {
 
 #[test]
 fn layout_of_comm_table() {
-    assert_eq!(size_of::<dsopt_comm_table>(), 80);
+    assert_eq!(size_of::<dsopt_comm_table>(), 88);
     assert_eq!(field!(dsopt_comm_table, size), (0, 8));
     assert_eq!(field!(dsopt_comm_table, self_), (8, 8));
     assert_eq!(field!(dsopt_comm_table, rank), (16, 4));
@@ -254,6 +254,7 @@ fn layout_of_comm_table() {
     assert_eq!(field!(dsopt_comm_table, destroy), (64, 8));
     assert_eq!(field!(dsopt_comm_table, memory), (72, 4));
     assert_eq!(field!(dsopt_comm_table, reserved), (76, 4));
+    assert_eq!(field!(dsopt_comm_table, reduce_scatter), (80, 8));
 }
 
 #[test]
@@ -510,6 +511,7 @@ fn constants() {
     assert_eq!(DSOPT_COMM_KIND_TABLE, 4);
     assert_eq!(DSOPT_COMM_FLAG_ENQUEUE, 1);
     assert_eq!(DSOPT_COMM_FLAG_SYNCHRONIZE, 2);
+    assert_eq!(DSOPT_COMM_FLAG_PROVIDER_SUMS, 4);
     assert_eq!(DSOPT_OP_SUM, 0);
     assert_eq!(DSOPT_OP_MAX, 1);
     assert_eq!(DSOPT_OP_MEAN, 2);
@@ -518,6 +520,7 @@ fn constants() {
     assert_eq!(DSOPT_COLLECTIVE_ALL_REDUCE, 0);
     assert_eq!(DSOPT_COLLECTIVE_ALL_TO_ALL, 1);
     assert_eq!(DSOPT_COLLECTIVE_ALL_GATHER, 2);
+    assert_eq!(DSOPT_COLLECTIVE_REDUCE_SCATTER, 3);
     assert_eq!(DSOPT_COLLECTIVE_SLOTS, 8);
     assert_eq!(DSOPT_ZERO_FILL, 0);
     assert_eq!(DSOPT_ZERO_NONE, 1);
