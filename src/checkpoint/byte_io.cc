@@ -130,10 +130,12 @@ public:
         }
     }
 
-    void commit() override {
+    void flush() override {
         if (old_mode_ >= 0) (void)!::fchmod(file_.get(), mode_t(old_mode_)); // some file systems have no modes
         // No retry: after a failure the kernel has dropped the dirty pages, and a second fsync would report success.
         if (::fsync(file_.get()) != 0) fail(errno);
+    }
+    void commit() override {
         if (::renameat(directory_.get(), temporary_.c_str(), directory_.get(), name_.c_str()) != 0) fail(errno);
         temporary_.clear();
         file_ = Fd(); // releases the lock, only now: sweep() must not find the temporary file unlocked
@@ -238,6 +240,7 @@ public:
         if (result != 0) throw Error(DSOPT_ERR_IO, "io.write returned %d at offset %llu", result, ull(offset_));
         offset_ += bytes;
     }
+    void flush() override {}
     void commit() override {}
 
 private:

@@ -14,7 +14,8 @@ public:
     virtual ~Sink() = default;
     virtual void begin(uint64_t total) = 0; ///< must be called once, first; `total`: number of bytes to come
     virtual void write(const void *data, size_t bytes) = 0;
-    virtual void commit() = 0; ///< must be called once, last; makes the bytes visible and durable
+    virtual void flush() = 0;  ///< must be called once, after the last write; makes the bytes durable
+    virtual void commit() = 0; ///< must be called once, last; makes the bytes visible
 };
 
 /// Random access to bytes.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/parallel.h"
+#include "checkpoint/agreement.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/rank_files.h"
 #include "device/host_copies.h"
@@ -44,51 +45,52 @@ LoadSelection selection_of(const Optimizer &optimizer, uint32_t flags) {
 /// A moment of a file in another format.
 struct Conversion {
     Format saved;
-    size_t scales;           // index in the file of its scales; npos: it has none
+    SavedRange scales;       // empty: it has none
     const StateEntry *scale; // NULL: the format here has no scales
 };
 
-/// A tensor to be copied from a file to memory.
+/// A tensor to be copied from files to memory.
 struct Transfer {
-    size_t index;                 // in the file
+    SavedRange from;
     const StateEntry *entry;      // NULL: the parameter at `param`
     void *param;                  // the parameter; for a remainder, the parameter that belongs to it
     size_t bytes;                 // in memory
-    std::vector<char> computed{}; // contents that RankFiles::compute() returned; `index` is then unused
+    std::vector<char> computed{}; // contents that RankFiles::compute() returned; `from` is then unused
     std::optional<Conversion> conversion{};
     bool from_file() const { return computed.empty(); }
     bool per_param() const { return entry != nullptr && entry->per_param(); }
+    bool is_master() const { return entry != nullptr && entry->kind == StateKind::remainder; }
     /// True if the bytes of the file are not those in memory.
-    bool converts() const { return conversion || (entry != nullptr && entry->kind == StateKind::remainder); }
-    bool has_saved_scales() const { return conversion && conversion->scales != SafetensorsReader::npos; }
+    bool converts() const { return conversion || is_master(); }
+    /// Returns the number of elements that are converted. The masters of remainders are those of the whole parameter,
+    /// whose weights they are, although a sharded remainder is a part.
+    int64_t numel() const { return is_master() ? entry->whole : entry->numel; }
     /// Returns the destination. State tensors have memory only after Optimizer::ensure_state().
     void *memory() const { return entry != nullptr ? entry->data : param; }
 };
 
 /// Returns the transfer of a moment that was saved in another format; nullopt if the formats are the same.
-std::optional<Transfer> conversion_of(const Optimizer &optimizer, const SafetensorsReader &file,
-                                      const StateEntry &entry) {
+std::optional<Transfer> conversion_of(const Optimizer &optimizer, const RankFiles &files, const StateEntry &entry) {
     if (entry.moment == nullptr || is_scale(entry.kind)) return {};
     TensorEntry wanted = tensor_of(optimizer, entry);
-    const size_t index = file.find(wanted.name);
-    if (index == SafetensorsReader::npos || file.tensors()[index].dtype == entry.dtype) return {};
-    const int32_t saved = file.tensors()[index].dtype;
-    if (saved != DSOPT_DTYPE_F32 && saved != DSOPT_DTYPE_F16 && saved != DSOPT_DTYPE_BF16 &&
-        saved != DSOPT_DTYPE_F8_E4M3 && saved != DSOPT_DTYPE_U8)
+    const int32_t saved = files.dtype(wanted.name);
+    if (saved == entry.dtype || (saved != DSOPT_DTYPE_F32 && saved != DSOPT_DTYPE_F16 && saved != DSOPT_DTYPE_BF16 &&
+                                 saved != DSOPT_DTYPE_F8_E4M3 && saved != DSOPT_DTYPE_U8))
         return {};
     wanted.dtype = saved;
-    wanted.bytes = uint64_t(entry.numel) * dtype_size(saved);
-    (void)find_tensor(file, wanted); // checks the size
+    wanted.bytes = uint64_t(entry.whole) * dtype_size(saved);
     const Param &param = optimizer.params()[size_t(entry.param)];
-    Conversion conversion{format_from(saved, entry.moment->squares), SafetensorsReader::npos,
-                          optimizer.state().find(scale_of(entry.kind), entry.param)};
+    Transfer transfer{files.find(wanted, entry), &entry, nullptr, entry.bytes()};
+    Conversion conversion{
+        format_from(saved, entry.moment->squares), {}, optimizer.state().find(scale_of(entry.kind), entry.param)};
     if (has_scales(conversion.saved)) {
-        const int64_t blocks = blocks_of(entry.numel);
-        conversion.scales = find_tensor(
-            file,
-            {param.name + "." + entry.moment->scale_name, DSOPT_DTYPE_F32, {blocks}, uint64_t(blocks) * sizeof(float)});
+        const int64_t blocks = blocks_of(entry.whole);
+        conversion.scales = files.find(
+            {param.name + "." + entry.moment->scale_name, DSOPT_DTYPE_F32, {blocks}, uint64_t(blocks) * sizeof(float)},
+            {entry.begin / kBlock, blocks_of(entry.numel), blocks});
     }
-    return Transfer{index, &entry, nullptr, entry.bytes(), {}, conversion};
+    transfer.conversion = std::move(conversion);
+    return transfer;
 }
 
 /// Returns the parameter that belongs to a remainder; NULL for other entries.
@@ -111,14 +113,17 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
             converted->param == entry.param)
             continue;
         if (std::optional<Transfer> conversion =
-                wanted.converts ? conversion_of(optimizer, files.file(), entry) : std::nullopt) {
+                wanted.converts ? conversion_of(optimizer, files, entry) : std::nullopt) {
             converted = &entry;
             transfers.push_back(std::move(*conversion));
         } else if (!files.computes(entry)) {
-            transfers.push_back({find_tensor(files.file(), tensor_of(optimizer, entry)), &entry,
-                                 param_of_remainder(optimizer, entry), entry.bytes()});
+            const bool whole = entry.kind == StateKind::remainder,
+                       in_parts = entry.param >= 0 && entry.kind != StateKind::grad_accum;
+            transfers.push_back(
+                {files.find(tensor_of(optimizer, entry), whole ? whole_range(entry.whole) : Range(entry), in_parts),
+                 &entry, param_of_remainder(optimizer, entry), entry.bytes()});
         } else if (entry.numel != 0) {
-            transfers.push_back({0, &entry, nullptr, entry.bytes(), files.compute(optimizer, entry)});
+            transfers.push_back({{}, &entry, nullptr, entry.bytes(), files.compute(optimizer, entry)});
         }
     }
     return transfers;
@@ -126,25 +131,25 @@ std::vector<Transfer> state_transfers(const Optimizer &optimizer, const RankFile
 
 /// Adds the parameters if they are to be loaded. Throws STATE for a parameter without memory that is to be loaded, or
 /// from which a master is initialized.
-void add_params(const Optimizer &optimizer, const SafetensorsReader &file, const LoadSelection &wanted,
+void add_params(const Optimizer &optimizer, const RankFiles &files, const LoadSelection &wanted,
                 std::vector<Transfer> &transfers) {
     for (const Param &param : optimizer.params()) {
         const bool missing = param.data == nullptr && param.numel != 0;
         if (wanted.params) {
-            const size_t index = find_tensor(file, tensor_of(param));
+            SavedRange from = files.find(tensor_of(param), whole_range(param.numel));
             if (missing) throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to load into", param.name.c_str());
             if (param.has_remainder && wanted.masters) continue; // the master decides
-            transfers.push_back({index, nullptr, param.data, size_t(param.numel) * dtype_size(param.dtype)});
+            transfers.push_back({std::move(from), nullptr, param.data, size_t(param.numel) * dtype_size(param.dtype)});
         } else if (!wanted.masters && param.starts_master() && missing) {
             throw Error(DSOPT_ERR_STATE, "parameter '%s' has no memory to make its master from", param.name.c_str());
         }
     }
 }
 
-/// Reads a whole tensor and compares its checksum. A tensor with one element per parameter is permuted from the file's
+/// Reads all bytes and compares their checksums. A tensor with one element per parameter is permuted from the file's
 /// order of parameters to this optimizer's.
-void fetch(const SafetensorsReader &file, const Transfer &transfer, const std::vector<int64_t> &order, char *to) {
-    file.verify(transfer.index, to);
+void fetch(const Transfer &transfer, const std::vector<int64_t> &order, char *to) {
+    transfer.from.verify(to);
     if (!transfer.per_param()) return;
     const std::vector<char> saved(to, to + transfer.bytes);
     for (size_t i = 0; i < order.size(); ++i) std::memcpy(to + size_t(order[i]) * 4, saved.data() + i * 4, 4);
@@ -160,17 +165,17 @@ void check_transfers(const Optimizer &optimizer, const RankFiles &files, const s
         // nothing depends on that count.
         const bool may_differ = entry != nullptr && entry->kind == StateKind::step && optimizer.onebit() != nullptr &&
                                 optimizer.onebit()->setup().rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM;
-        if (transfer.from_file() && !may_differ) files.check_identical(transfer.index);
-        if (transfer.has_saved_scales()) files.check_identical(transfer.conversion->scales);
+        if (transfer.from_file() && !may_differ) files.check_identical(entry, transfer.from);
+        if (transfer.conversion) files.check_identical(entry, transfer.conversion->scales);
         if (entry == nullptr || !needs_check(entry->kind) || entry->numel == 0) continue;
         words.resize(transfer.bytes);
-        fetch(files.file(), transfer, order, words.data());
+        fetch(transfer, order, words.data());
         check_contents(optimizer, *entry, words.data(), "the checkpoint", DSOPT_ERR_FORMAT, &rules);
     }
 }
 
-/// Reads bytes [offset, offset + bytes) of a tensor of the file.
-using ReadPiece = FunctionRef<const void *(size_t index, size_t offset, size_t bytes)>;
+/// Reads bytes [offset, offset + bytes) of a saved tensor.
+using ReadPiece = FunctionRef<const void *(const SavedRange &from, size_t offset, size_t bytes)>;
 /// Writes bytes to a state tensor, or to a parameter if `entry` is NULL.
 using WritePiece =
     FunctionRef<void(const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes)>;
@@ -182,7 +187,7 @@ struct ConversionBuffers {
     explicit ConversionBuffers(const std::vector<Transfer> &transfers) {
         int64_t most = 0;
         for (const Transfer &transfer : transfers)
-            if (transfer.converts()) most = std::max(most, std::min(transfer.entry->numel, kConverted));
+            if (transfer.converts()) most = std::max(most, std::min(transfer.numel(), kConverted));
         values.resize(size_t(most));
         scales.resize(size_t(blocks_of(most)));
         codes.resize(size_t(most) * sizeof(float));
@@ -193,24 +198,26 @@ struct ConversionBuffers {
 void convert(const Transfer &transfer, ConversionBuffers &buffers, ReadPiece read, WritePiece write) {
     auto &[values, scales, codes] = buffers;
     const StateEntry &entry = *transfer.entry;
-    for (int64_t first = 0; first < entry.numel; first += kConverted) {
-        const int64_t n = std::min(kConverted, entry.numel - first);
+    for (int64_t first = 0; first < transfer.numel(); first += kConverted) {
+        const int64_t n = std::min(kConverted, transfer.numel() - first);
         const auto at = [first](size_t size) { return size_t(first) * size; };
         if (!transfer.conversion) { // a master
             auto *const weights = reinterpret_cast<uint16_t *>(codes.data()), *const remainders = weights + n;
-            const void *const masters = read(transfer.index, at(sizeof(float)), size_t(n) * sizeof(float));
+            const void *const masters = read(transfer.from, at(sizeof(float)), size_t(n) * sizeof(float));
             std::memcpy(values.data(), masters, size_t(n) * sizeof(float)); // a file's bytes are not aligned
             split_masters(values.data(), n, weights, remainders);
             write(nullptr, transfer.param, at(2), weights, size_t(n) * 2);
-            write(&entry, nullptr, at(2), remainders, size_t(n) * 2);
+            const Range part = intersection({first, n, entry.whole}, entry);
+            if (part.numel != 0)
+                write(&entry, nullptr, size_t(part.begin - entry.begin) * 2, remainders + (part.begin - first),
+                      size_t(part.numel) * 2);
             continue;
         }
         const auto &[saved, saved_scales, scale] = *transfer.conversion;
         const auto from_size = size_t(size_of(saved)), to_size = dtype_size(entry.dtype);
         const size_t block = size_t(first / kBlock) * sizeof(float), scale_bytes = size_t(blocks_of(n)) * sizeof(float);
-        if (saved_scales != SafetensorsReader::npos)
-            std::memcpy(scales.data(), read(saved_scales, block, scale_bytes), scale_bytes);
-        std::memcpy(codes.data(), read(transfer.index, at(from_size), size_t(n) * from_size), size_t(n) * from_size);
+        if (has_scales(saved)) std::memcpy(scales.data(), read(saved_scales, block, scale_bytes), scale_bytes);
+        std::memcpy(codes.data(), read(transfer.from, at(from_size), size_t(n) * from_size), size_t(n) * from_size);
         decode(saved, codes.data(), scales.data(), n, values.data());
         encode(format_from(entry.dtype, entry.moment->squares), values.data(), n, codes.data(), scales.data());
         write(&entry, nullptr, at(to_size), codes.data(), size_t(n) * to_size);
@@ -218,20 +225,21 @@ void convert(const Transfer &transfer, ConversionBuffers &buffers, ReadPiece rea
     }
 }
 
-/// Compares the checksums of all tensors that are not loaded.
+/// Compares the checksums of all tensors that are not loaded. Of sharded state a rank reads only what it loads.
 void verify_others(const RankFiles &files, const std::vector<Transfer> &transfers) {
+    if (files.sharded()) return;
     const SafetensorsReader &file = files.file();
     std::vector<bool> wanted(file.tensors().size());
-    for (const Transfer &transfer : transfers)
-        if (transfer.from_file()) wanted[transfer.index] = true; // scales that are converted are compared twice
+    for (const Transfer &transfer : transfers) // scales that are converted are compared twice
+        for (const SavedSegment &segment : transfer.from.segments()) wanted[segment.index] = true;
     for (size_t i = 0; i < wanted.size(); ++i)
         if (!wanted[i]) file.verify(i);
     files.verify_others();
 }
 
 /// Reads all tensors and compares their checksums before the first byte of the optimizer changes.
-void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
-                         const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
+void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const std::vector<Transfer> &transfers,
+                         const std::vector<int64_t> &order, FunctionRef<void()> before_adopt) {
     struct Piece {
         const StateEntry *entry; // NULL: a parameter
         void *param;
@@ -247,20 +255,20 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const Safe
     };
     for (const Transfer &transfer : transfers) {
         if (transfer.bytes == 0 && transfer.from_file()) {
-            fetch(file, transfer, order, nullptr);
+            fetch(transfer, order, nullptr);
         } else if (!transfer.converts()) {
             char *const contents = add(transfer.entry, transfer.param, 0, transfer.bytes);
             if (transfer.from_file())
-                fetch(file, transfer, order, contents);
+                fetch(transfer, order, contents);
             else
                 std::memcpy(contents, transfer.computed.data(), transfer.bytes);
         } else {
-            std::map<size_t, std::vector<char>> sources;
-            const auto read = [&](size_t index, size_t offset, size_t) -> const void * {
-                std::vector<char> &source = sources[index];
+            std::map<const SavedRange *, std::vector<char>> sources;
+            const auto read = [&](const SavedRange &from, size_t offset, size_t) -> const void * {
+                std::vector<char> &source = sources[&from];
                 if (source.empty()) {
-                    source.resize(file.tensors()[index].bytes);
-                    file.verify(index, source.data());
+                    source.resize(size_t(from.bytes()));
+                    from.verify(source.data());
                 }
                 return source.data() + offset;
             };
@@ -270,6 +278,7 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const Safe
                     });
         }
     }
+    before_adopt();
     optimizer.adopt(std::move(loaded), [&] {
         for (const Piece &piece : pieces) {
             void *const memory = piece.entry != nullptr ? piece.entry->data : piece.param;
@@ -281,21 +290,22 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const Safe
 /// Loads in two passes, because device memory may be larger than host memory: the first pass compares every checksum,
 /// the second pass copies through two buffers. If the source fails or changes between the passes, the state is half
 /// loaded, and the error text says so.
-void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const SafetensorsReader &file,
-                    const std::vector<Transfer> &transfers, const std::vector<int64_t> &order) {
+void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const std::vector<Transfer> &transfers,
+                    const std::vector<int64_t> &order, FunctionRef<void()> before_adopt) {
     const Device &device = optimizer.context().device();
     std::vector<char> words(order.size() * 4);
     ConversionBuffers buffers(transfers);
     std::vector<char> piece(buffers.codes.size());
     for (const Transfer &transfer : transfers) {
-        if (transfer.from_file()) file.verify(transfer.index);
-        if (transfer.has_saved_scales()) file.verify(transfer.conversion->scales);
+        if (transfer.from_file()) transfer.from.verify();
+        if (transfer.conversion) transfer.conversion->scales.verify();
     }
+    before_adopt();
     optimizer.wait_for_tensors();
     optimizer.adopt(std::move(loaded), [&] {
         HostWriter writer(device);
-        const auto read = [&](size_t index, size_t offset, size_t bytes) -> const void * {
-            file.read(index, offset, piece.data(), bytes);
+        const auto read = [&](const SavedRange &from, size_t offset, size_t bytes) -> const void * {
+            from.read(offset, piece.data(), bytes);
             return piece.data();
         };
         const auto write = [&](const StateEntry *entry, void *param, size_t offset, const void *from, size_t bytes) {
@@ -311,12 +321,12 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safetenso
                 } else if (transfer.converts()) {
                     convert(transfer, buffers, read, write);
                 } else if (transfer.per_param()) {
-                    fetch(file, transfer, order, words.data());
+                    fetch(transfer, order, words.data());
                     device.copy(memory, words.data(), transfer.bytes);
                 } else {
                     for (size_t offset = 0; offset < transfer.bytes; offset += kPiece) {
                         const size_t bytes = std::min(kPiece, transfer.bytes - offset);
-                        file.read(transfer.index, offset, writer.buffer(), bytes);
+                        transfer.from.read(offset, static_cast<char *>(writer.buffer()), bytes);
                         writer.write(memory + offset, bytes);
                     }
                 }
@@ -326,13 +336,12 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const Safetenso
     });
 }
 
-void log_conversions(const Optimizer &optimizer, const SafetensorsReader &file,
-                     const std::vector<Transfer> &transfers) {
+void log_conversions(const Optimizer &optimizer, const std::vector<Transfer> &transfers) {
     for (const Transfer &transfer : transfers) {
-        if (!transfer.conversion) continue;
-        const TensorEntry &tensor = file.tensors()[transfer.index];
-        optimizer.context().log(DSOPT_LOG_INFO, "%s was saved in %s, and was converted to %s", tensor.name.c_str(),
-                                dtype_name(tensor.dtype), dtype_name(transfer.entry->dtype));
+        if (!transfer.conversion || transfer.from.segments().empty()) continue;
+        optimizer.context().log(DSOPT_LOG_INFO, "%s was saved in %s, and was converted to %s",
+                                tensor_of(optimizer, *transfer.entry).name.c_str(),
+                                dtype_name(transfer.from.tensor().dtype), dtype_name(transfer.entry->dtype));
     }
 }
 void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool with_errors) {
@@ -345,10 +354,16 @@ void log_resharding(const Optimizer &optimizer, const RankFiles &files, bool wit
                                                          "joined server errors");
 }
 
-} // namespace
+/// Words of a hash of the save, which must be the same on all ranks.
+AgreedWords words_of(const std::string &save_id) {
+    AgreedWords words{};
+    for (size_t i = 0; i < save_id.size(); ++i) // FNV-1a in each word, from different starts
+        for (size_t k = 0; k < words.size(); ++k)
+            words[k] = int32_t((uint32_t(words[k]) ^ (uint8_t(save_id[i]) + uint32_t(k))) * 16777619u);
+    return words;
+}
 
-void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
-    const DefaultFloatEnvironment environment; // conversion of text to numbers rounds, too
+void load_together(Optimizer &optimizer, const char *path, const dsopt_io &io, Agreement &ranks) {
     constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
                                DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS | DSOPT_IO_CONVERT;
     check_io(path, io, io.read != nullptr, known);
@@ -361,7 +376,7 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     SavedOptimizer saved = read_optimizer(optimizer, fields);
     files.check(optimizer, wanted.errors);
     std::vector<Transfer> transfers = state_transfers(optimizer, files, wanted);
-    add_params(optimizer, files.file(), wanted, transfers);
+    add_params(optimizer, files, wanted, transfers);
     // Read after the tensors, so that a checkpoint without a loss scale fails with MISMATCH, not with FORMAT.
     const ScalerRules rules =
         wanted.scaler != nullptr ? read_scaler_rules(fields, wanted.scaler->rules()) : ScalerRules{};
@@ -385,9 +400,20 @@ void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                           .has_scaler = wanted.scaler != nullptr,
                           .rules = wanted.scaler != nullptr && wanted.hyper ? std::optional(rules) : std::nullopt};
     const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_in_pieces;
-    load(optimizer, std::move(loaded), files.file(), transfers, saved.order);
-    log_conversions(optimizer, files.file(), transfers);
+    load(optimizer, std::move(loaded), transfers, saved.order, [&] {
+        AgreedWords words = words_of(files.save_id());
+        if (!ranks.reach(words)) throw Error(DSOPT_ERR_MISMATCH, "ranks load files of different saves");
+    });
+    log_conversions(optimizer, transfers);
     log_resharding(optimizer, files, wanted.errors);
+}
+
+} // namespace
+
+void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    const DefaultFloatEnvironment environment; // conversion of text to numbers rounds, too
+    Agreement ranks(optimizer, "dsopt_optimizer_load", "refuses its files, so no rank loads");
+    ranks.run([&] { load_together(optimizer, path, io, ranks); });
 }
 
 } // namespace dsopt

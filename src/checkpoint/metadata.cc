@@ -8,7 +8,7 @@
 namespace dsopt {
 namespace {
 
-constexpr char kFormatVersion[] = "1";
+constexpr char kFormatVersion[] = "1", kShardedVersion[] = "2";
 /// By enum dsopt_moment. Only for readers of the file: a load follows the dtypes of the tensors.
 constexpr const char *kMomentFormats[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"};
 
@@ -68,6 +68,12 @@ std::vector<std::string> split_names(const std::string &text) {
         at = begin + length;
     }
     return names;
+}
+
+std::string join_dims(const std::vector<int64_t> &dims) {
+    std::string text;
+    for (const int64_t dim : dims) text += (text.empty() ? "" : ",") + to_text(dim);
+    return text;
 }
 
 /// Returns the group of each parameter; "" if the parameters are in the order of their groups, so that the file has the
@@ -176,10 +182,14 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
 
 } // namespace
 
-Metadata metadata_of(const Optimizer &optimizer) {
+bool is_in_pieces(const Optimizer &optimizer, size_t param) {
+    return optimizer.shards() && (optimizer.parts()->is_split(param) || optimizer.params()[param].numel > kFilePiece);
+}
+
+Metadata metadata_of(const Optimizer &optimizer, const std::string &save_id) {
     const DataRank local = optimizer.data_rank();
     Metadata metadata{{"format", "dsopt"},
-                      {"format_version", kFormatVersion},
+                      {"format_version", optimizer.shards() ? kShardedVersion : kFormatVersion},
                       {"rank", to_text(local.rank)},
                       {"ranks", to_text(local.ranks)},
                       {"calls", to_text(optimizer.calls())},
@@ -187,6 +197,16 @@ Metadata metadata_of(const Optimizer &optimizer) {
                       {"max_value", to_text(optimizer.desc().max_value)},
                       {"groups", to_text(optimizer.groups().size())}};
     if (local.node_ranks > 1) metadata.emplace_back("node_ranks", to_text(local.node_ranks));
+    // Error feedback and `active` follow the vector of 4,096-element blocks; before 0.3, another one.
+    if (optimizer.onebit() != nullptr && !optimizer.compat()) metadata.emplace_back("layout", kVectorLayout);
+    if (optimizer.shards()) {
+        metadata.emplace_back("shard", sharding_name(optimizer.parts()->sharding()));
+        metadata.emplace_back("save_id", save_id);
+        for (size_t i = 0; i < optimizer.params().size(); ++i) {
+            const Param &param = optimizer.params()[i];
+            if (is_in_pieces(optimizer, i)) metadata.emplace_back("shape." + param.name, join_dims(param.dims));
+        }
+    }
     for (size_t i = 0; i < optimizer.groups().size(); ++i) {
         const dsopt_group &group = optimizer.groups()[i];
         const std::string prefix = "group." + std::to_string(i) + ".";
@@ -223,13 +243,16 @@ uint64_t longest_header(const Optimizer &optimizer) {
     constexpr uint64_t group_bytes = 4096, other_bytes = 65536;
     const auto tensor_bytes = [](uint64_t name) { return 2 * escaped * (name + suffix) + numbers; };
     uint64_t bytes = other_bytes + tensors_of_optimizer * tensor_bytes(0) + optimizer.groups().size() * group_bytes;
-    for (const Param &param : optimizer.params())
-        bytes += tensors_of_param * tensor_bytes(param.name.size()) + escaped * param.name.size() + suffix;
+    for (const Param &param : optimizer.params()) {
+        const uint64_t pieces = 1 + uint64_t(param.numel / kFilePiece); // of sharded state, and the shape
+        bytes += pieces * tensors_of_param * tensor_bytes(param.name.size()) + escaped * param.name.size() + suffix +
+                 tensor_bytes(param.name.size());
+    }
     return std::min(bytes, SafetensorsReader::kLongestHeader);
 }
 
 SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) {
-    if (fields.text("format_version") != kFormatVersion)
+    if (fields.text("format_version") != (fields.has("shard") ? kShardedVersion : kFormatVersion))
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %s, this library reads %s",
                     quoted(fields.text("format_version")).c_str(), kFormatVersion);
     SavedOptimizer saved;
@@ -244,6 +267,13 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
         require_in(0, kMaxCalls, "calls", saved.calls);
     });
     saved.order = match_params(optimizer, fields, sizes);
+    for (const Param &param : optimizer.params()) {
+        const std::string key = "shape." + param.name;
+        if (!fields.has(key) || param.dims.size() < 2 || fields.text(key).find(',') == std::string::npos) continue;
+        if (fields.text(key) != join_dims(param.dims))
+            throw Error(DSOPT_ERR_MISMATCH, "parameter %s of the checkpoint has another shape of the same size",
+                        quoted(param.name).c_str());
+    }
     if (optimizer.onebit() != nullptr && !std::is_sorted(saved.order.begin(), saved.order.end()))
         throw Error(DSOPT_ERR_MISMATCH, "the checkpoint has the parameters in another order, and state of the 1-bit "
                                         "family depends on the order");
@@ -278,16 +308,23 @@ std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &o
 }
 
 TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry) {
-    const std::string name = std::string(".") + (entry.kind == StateKind::remainder ? "master" : entry.name());
-    if (entry.param < 0) return {"optimizer" + name, entry.dtype, {entry.numel}, entry.bytes()};
+    const bool remainder = entry.kind == StateKind::remainder; // files have the masters
+    const int32_t dtype = remainder ? int32_t(DSOPT_DTYPE_F32) : entry.dtype;
+    const std::string name = std::string(".") + (remainder ? "master" : entry.name());
+    const uint64_t bytes = uint64_t(entry.whole) * dtype_size(dtype);
+    if (entry.param < 0) return {"optimizer" + name, dtype, {entry.whole}, bytes};
     const Param &param = optimizer.params()[size_t(entry.param)];
-    if (entry.kind == StateKind::remainder)
-        return {param.name + name, DSOPT_DTYPE_F32, param.dims, uint64_t(param.numel) * sizeof(float)};
-    return {param.name + name, entry.dtype, dims_of(param, entry), entry.bytes()};
+    return {param.name + name, dtype, is_scale(entry.kind) ? std::vector<int64_t>{entry.whole} : param.dims, bytes};
 }
 
 TensorEntry tensor_of(const Param &param) {
     return {param.name + ".param", param.dtype, param.dims, uint64_t(param.numel) * dtype_size(param.dtype)};
+}
+
+void check_shape(const TensorEntry &saved, const TensorEntry &wanted) {
+    if (saved.shape.size() > 1 && wanted.shape.size() > 1 && saved.shape != wanted.shape)
+        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has another shape of the same size",
+                    quoted(wanted.name).c_str());
 }
 
 size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
@@ -302,9 +339,7 @@ size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted) {
     if (tensor.bytes != wanted.bytes)
         throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has %zu bytes, here it has %zu", name().c_str(),
                     size_t(tensor.bytes), size_t(wanted.bytes));
-    if (tensor.shape.size() > 1 && wanted.shape.size() > 1 && tensor.shape != wanted.shape)
-        throw Error(DSOPT_ERR_MISMATCH, "tensor %s of the checkpoint has another shape of the same size",
-                    name().c_str());
+    check_shape(tensor, wanted);
     return index;
 }
 

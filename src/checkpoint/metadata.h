@@ -34,7 +34,22 @@ private:
     const SafetensorsReader &file_;
 };
 
-Metadata metadata_of(const Optimizer &optimizer);
+/// Number of elements of the longest tensor in a file of sharded state: a checksum covers little more than what a rank
+/// of another number of ranks reads. A multiple of kBlock.
+constexpr int64_t kFilePiece = int64_t(1) << 24;
+/// Pieces of a tensor in the files of sharded state are called NAME@FIRST_ELEMENT.
+constexpr char kPieceMark = '@';
+inline std::string piece_name(const std::string &name, int64_t begin) {
+    return name + kPieceMark + std::to_string(begin);
+}
+
+/// Value of the field "layout" of files of the 1-bit family in standard mode.
+constexpr char kVectorLayout[] = "2";
+
+/// `save_id`: of a save of sharded state, else "".
+Metadata metadata_of(const Optimizer &optimizer, const std::string &save_id);
+/// True if files have pieces of this parameter's tensors.
+bool is_in_pieces(const Optimizer &optimizer, size_t param);
 /// Returns an upper bound of the header length of this optimizer's checkpoints, with room for keys of other programs.
 uint64_t longest_header(const Optimizer &optimizer);
 
@@ -52,9 +67,15 @@ ScalerRules read_scaler_rules(const Fields &fields, const ScalerRules &live);
 /// Returns one digit per parameter of this optimizer, as in Param::accumulated.
 std::string read_accumulated(const Fields &fields, const std::vector<int64_t> &order);
 
-/// Returns the entry of a state tensor, or of a parameter, in a file.
+/// Returns the entry of a state tensor, or of a parameter, in a file. Of sharded state, that of the whole tensor.
 TensorEntry tensor_of(const Optimizer &optimizer, const StateEntry &entry);
 TensorEntry tensor_of(const Param &param);
+/// Returns the value of the field "shard".
+constexpr const char *sharding_name(Sharding sharding) {
+    return sharding == Sharding::none ? "" : sharding == Sharding::in_node ? "node" : "data";
+}
+/// Throws MISMATCH if both have several dimensions and they differ.
+void check_shape(const TensorEntry &saved, const TensorEntry &wanted);
 /// Returns the index of a tensor with this name, dtype and size. Throws MISMATCH naming the tensor.
 size_t find_tensor(const SafetensorsReader &file, const TensorEntry &wanted);
 

@@ -127,6 +127,8 @@ void check_one_save(const Files &files) {
         for (const auto &[key, value] : first) {
             if (key == "rank" || key == "accumulated") continue; // check() handles accumulators
             const auto found = other.find(key);
+            if (key == "save_id" && found != other.end() && found->second != value)
+                throw Error(DSOPT_ERR_MISMATCH, "file of rank %zu is of another save than that of rank 0", rank);
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
                             "the files are from different saves: %s is %s on rank 0 and %s on rank %zu",
@@ -158,13 +160,42 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of rank %d of %d", saved_.rank, saved_.ranks);
     if (saved_.node_ranks < 1 || saved_.ranks % saved_.node_ranks != 0)
         throw Error(DSOPT_ERR_FORMAT, "the checkpoint is of %d ranks in nodes of %d", saved_.ranks, saved_.node_ranks);
-    if (!is_list_) return;
+    const Fields fields(*files_[0]);
+    const bool sharded = fields.has("shard");
+    if (sharded) saved_parts_ = fields.text("shard");
+    if (optimizer.shards()) local_parts_ = sharding_name(optimizer.parts()->sharding());
+    old_layout_ = optimizer.onebit() != nullptr && !optimizer.compat() && saved_nodes() > 1 && !fields.has("layout");
+    if (!is_list_ && !sharded) return;
     files_ = sort_by_rank(std::move(files_), saved_);
     check_one_save(files_);
     main_ = resharded() ? 0 : local_.rank;
+    if (sharded) pieces_.emplace(files_);
+}
+
+std::string RankFiles::save_id() const { return sharded() ? Fields(file()).text("save_id") : ""; }
+
+int32_t RankFiles::dtype(const std::string &name) const {
+    if (sharded()) return pieces_->dtype(name);
+    const size_t index = file().find(name);
+    return index != SafetensorsReader::npos ? file().tensors()[index].dtype : 0;
+}
+
+SavedRange RankFiles::find(const TensorEntry &whole, const Range &range, bool in_parts) const {
+    const auto size = int64_t(dtype_size(whole.dtype));
+    SavedRange result;
+    if (!sharded() || !in_parts) {
+        result.add({&file(), find_tensor(file(), whole), uint64_t(range.begin * size), uint64_t(range.numel * size)});
+        return result;
+    }
+    result = pieces_->find(whole, range);
+    for (const SavedSegment &segment : result.segments()) // a tensor that is not in pieces has its shape
+        if (segment.is_whole()) check_shape(segment.file->tensors()[segment.index], whole);
+    return result;
 }
 
 void RankFiles::check(const Optimizer &optimizer, bool errors) const {
+    if (errors && old_layout_)
+        throw Error(DSOPT_ERR_MISMATCH, "error feedback of a version before 0.3: DSOPT_IO_RESET_ERRORS");
     if (optimizer.onebit() == nullptr && !is_list_) return; // all ranks have identical state
     if (!resharded()) {
         if (errors && !is_list_ && saved_.rank != local_.rank)
@@ -195,19 +226,22 @@ void RankFiles::check(const Optimizer &optimizer, bool errors) const {
                     saved_.rank, saved_.ranks, local_.rank, local_.ranks);
 }
 
-void RankFiles::check_identical(size_t index) const {
-    if (!is_list_ || !resharded()) return;
-    const TensorEntry &tensor = file().tensors()[index];
-    for (size_t rank = 0; rank < files_.size(); ++rank) {
-        const size_t other = files_[rank]->find(tensor.name);
-        if (other == SafetensorsReader::npos)
-            throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor %s", rank, quoted(tensor.name).c_str());
-        const TensorEntry &entry = files_[rank]->tensors()[other];
-        if (entry.dtype != tensor.dtype || entry.bytes != tensor.bytes ||
-            files_[rank]->checksum(other) != file().checksum(index))
-            throw Error(DSOPT_ERR_MISMATCH,
-                        "tensor %s is not the same in the files of ranks %d and %zu: they are from different saves",
-                        quoted(tensor.name).c_str(), main_, rank);
+void RankFiles::check_identical(const StateEntry *entry, const SavedRange &range) const {
+    const bool of_optimizer = entry != nullptr && entry->param < 0 && !(entry->flags & DSOPT_STATE_RANK_LOCAL);
+    if (files_.size() == 1 || !(sharded() ? of_optimizer : resharded())) return;
+    for (const SavedSegment &segment : range.segments()) {
+        const TensorEntry &tensor = segment.file->tensors()[segment.index];
+        for (size_t rank = 0; rank < files_.size(); ++rank) {
+            const size_t other = files_[rank]->find(tensor.name);
+            if (other == SafetensorsReader::npos)
+                throw Error(DSOPT_ERR_MISMATCH, "rank %zu's file has no tensor %s", rank, quoted(tensor.name).c_str());
+            const TensorEntry &found = files_[rank]->tensors()[other];
+            if (found.dtype != tensor.dtype || found.bytes != tensor.bytes ||
+                files_[rank]->checksum(other) != segment.file->checksum(segment.index))
+                throw Error(DSOPT_ERR_MISMATCH,
+                            "tensor %s is not the same in the files of ranks %d and %zu: they are from different saves",
+                            quoted(tensor.name).c_str(), main_, rank);
+        }
     }
 }
 
@@ -218,8 +252,8 @@ void RankFiles::verify_others() const {
 }
 
 bool RankFiles::computes(const StateEntry &entry) const {
-    return resharded() && entry.param < 0 &&
-           (entry.is_error() || (saved_nodes() == 1 && entry.kind == StateKind::active));
+    if (entry.kind == StateKind::active) return old_layout_ || (resharded() && saved_nodes() == 1);
+    return resharded() && entry.is_error();
 }
 
 std::vector<char> RankFiles::compute(const Optimizer &optimizer, const StateEntry &entry) const {
@@ -238,22 +272,25 @@ std::vector<char> RankFiles::compute(const Optimizer &optimizer, const StateEntr
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
-    if (saved_nodes() > 1) {
+    if (saved_nodes() > 1 && !old_layout_) {
         const uint64_t bytes = words.size() * sizeof(int32_t);
         file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());
         return words;
     }
-    // A checkpoint of one rank or one node has no such bits. They are computed from the variance, like by the step that
+    // A checkpoint of one rank or one node has no such bits, and before 0.3 they are others. They are computed from the variance, like by the step that
     // last changed the variance.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];
         const int64_t worker = optimizer.onebit()->setup().worker[i];
         if (worker < 0) continue;
-        const size_t index = find_floats(file(), param.name + ".exp_avg_sq", param.numel, param.dims);
+        const SavedRange saved =
+            find({param.name + ".exp_avg_sq", DSOPT_DTYPE_F32, param.dims, uint64_t(param.numel) * sizeof(float)},
+                 whole_range(param.numel));
         for (int64_t begin = 0; begin < param.numel; begin += kFloats) {
             const int64_t count = std::min(kFloats, param.numel - begin);
-            read_floats(file(), index, begin, count, v.data());
+            saved.read(uint64_t(begin) * sizeof(float), reinterpret_cast<char *>(v.data()),
+                       size_t(count) * sizeof(float));
             for (int64_t k = 0; k < count; ++k) {
                 const int64_t element = worker + begin + k;
                 if (v[size_t(k)] != 0)

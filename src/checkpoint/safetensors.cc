@@ -320,7 +320,7 @@ std::string read_header(const Source &source, uint64_t longest) {
 } // namespace
 
 void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<TensorEntry> &tensors,
-                       const Deliver &deliver) {
+                       const Deliver &deliver, const std::function<void()> &before_commit) {
     check_lists(metadata, tensors);
     std::vector<size_t> order(tensors.size());
     std::iota(order.begin(), order.end(), size_t(0));
@@ -350,6 +350,8 @@ void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<T
         if (header.text.compare(header.digests[i], kDigits, digest) != 0)
             throw Error(DSOPT_ERR_BUSY, "tensor %s changed while it was saved", quoted(tensors[order[i]].name).c_str());
     }
+    sink.flush();
+    before_commit();
     sink.commit();
 }
 

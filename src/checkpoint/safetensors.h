@@ -40,11 +40,13 @@ using Deliver = std::function<const void *(size_t index, uint64_t offset, size_t
 using Metadata = std::vector<std::pair<std::string, std::string>>;
 using SortedMetadata = std::map<std::string, std::string, std::less<>>;
 
-/// Writes a container. Checks everything and calls begin() before it requests the first tensor.
+/// Writes a container. Checks everything and calls begin() before it requests the first tensor. Calls before_commit(),
+/// which may throw, when all bytes are durable and not yet visible.
 /// Throws DSOPT_ERR_ARGUMENT, _DTYPE, _SHAPE: a wrong entry; _UNSUPPORTED: header over the format's limit; _BUSY: a
 /// tensor changed meanwhile; and what the sink and `deliver` throw.
-void write_safetensors(Sink &sink, const Metadata &metadata, const std::vector<TensorEntry> &tensors,
-                       const Deliver &deliver);
+void write_safetensors(
+    Sink &sink, const Metadata &metadata, const std::vector<TensorEntry> &tensors, const Deliver &deliver,
+    const std::function<void()> &before_commit = [] {});
 
 /// An open container. Several threads may call const methods if the source allows that, as file_source() does.
 class SafetensorsReader {

@@ -54,12 +54,6 @@ const char *name_of(Stage stage) {
     return "a synchronisation";
 }
 
-void reduce_words(const Optimizer &optimizer, void *words, size_t bytes, void *stream) {
-    for (Comm *comm : {optimizer.attachments().node.get(), optimizer.attachments().data.get()})
-        if (comm != nullptr)
-            comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
-}
-
 /// Returns the first parameter whose key is not the same on all ranks, -1 if there is none.
 int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)> key, void *stream) {
     const size_t count = optimizer.params().size();
@@ -70,7 +64,7 @@ int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)
     for (size_t begin = 0; begin < count; begin += piece) {
         const size_t n = std::min(piece, count - begin);
         for (size_t k = 0; k < n; ++k) inverse[k] = ~(keys[k] = key(begin + k));
-        for (uint64_t *words : {keys, inverse}) reduce_words(optimizer, words, n * sizeof(uint64_t), stream);
+        for (uint64_t *words : {keys, inverse}) max_over_ranks(optimizer, words, n * sizeof(uint64_t), stream);
         for (size_t k = 0; k < n; ++k) // the all-reduce takes the maximum of each 32-bit half
             if (keys[k] != ~inverse[k]) return int64_t(begin + k);
     }
@@ -87,7 +81,7 @@ void check_nodes(const Optimizer &optimizer, void *stream) {
     if (with.data) with.data->all_reduce(indices, std::size(indices), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
     const bool differs = indices[0] != ~indices[1];
     int32_t all[5] = {differs, nodes, ~nodes, node_ranks, ~node_ranks};
-    reduce_words(optimizer, all, sizeof all, stream);
+    max_over_ranks(optimizer, all, sizeof all, stream);
     if (all[1] != ~all[2] || all[3] != ~all[4])
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d nodes of %d to %d ranks", ~all[2], all[1], ~all[4],
                     all[3]);
@@ -99,6 +93,12 @@ void check_nodes(const Optimizer &optimizer, void *stream) {
 }
 
 } // namespace
+
+void max_over_ranks(const Optimizer &optimizer, void *words, size_t bytes, void *stream) {
+    for (Comm *comm : {optimizer.attachments().node.get(), optimizer.attachments().data.get()})
+        if (comm != nullptr)
+            comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
+}
 
 bool checks_ranks(const Optimizer &optimizer) {
     return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
@@ -133,7 +133,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_t
         words.set(Words::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
     }
     const Words local = words;
-    reduce_words(optimizer, &words, sizeof words, plan.execution.stream);
+    max_over_ranks(optimizer, &words, sizeof words, plan.execution.stream);
 
     const int rank = optimizer.data_rank().rank;
     if (words.refused != 0)
@@ -191,7 +191,7 @@ void report_refusal(const Optimizer &optimizer, void *stream) noexcept {
             } catch (const Error &) {
                 stream = nullptr; // the refused call's stream is unusable; NULL is the default stream of the device
             }
-            reduce_words(optimizer, &words, sizeof words, stream);
+            max_over_ranks(optimizer, &words, sizeof words, stream);
         });
     } catch (const std::exception &) { // ignored: the call returns the error that it failed with
     }

@@ -84,6 +84,14 @@ Range RankParts::part(size_t param, int rank) const {
     return part_of(tensor, layout_.partition().chunks(rank / chunks * chunks, chunks));
 }
 
+bool RankParts::is_split(size_t param) const {
+    const Range tensor = layout_.vector().range(param);
+    if (sharding_ == Sharding::none || tensor.numel == 0) return false;
+    const int chunks = sharding_ == Sharding::in_node ? local_.ranks / local_.node_ranks : 1;
+    const int64_t size = layout_.partition().chunk_numel() * chunks;
+    return tensor.begin / size != (tensor.end() - 1) / size;
+}
+
 Range find_part(const Optimizer &optimizer, int64_t param, int32_t rank) {
     check_groups(optimizer);
     const auto count = int64_t(optimizer.params().size());

@@ -32,6 +32,8 @@ public:
     Range part(size_t param, int rank) const;
     /// The same for this rank.
     const Range &part(size_t param) const { return parts_[param]; }
+    /// True if several ranks have parts of a parameter.
+    bool is_split(size_t param) const;
     /// Returns the leaves of this rank's parts.
     LeafInterval leaves() const { return leaves_; }
     const RowLayout &layout() const { return layout_; }
