@@ -39,7 +39,7 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
             if (!is_inspected(job)) return;
             const int64_t *bad = plan.leaf.bad + job.leaves.first;
             const int64_t bad_count = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
-            if (plan.policy.parts) {
+            if (plan.policy.completes) {
                 if (fold.lead) found.add_part(i, bad_count, d.tensor_squares[i]);
                 return;
             }
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
         const auto [begin, n] = Leaf(job, leaf);
-        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && !plan.policy.parts;
+        const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && !plan.policy.completes;
         if (lead && begin == 0) d.tensor_cell[tensor] = is_inspected(job) ? int32_t(norm_cell(plan.norms, job)) : -1;
         if (!is_inspected(job)) {
             if (lead && alone) d.tensor_squares[tensor] = 0;

@@ -15,10 +15,17 @@ struct DeviceOneBit {
     OneBitPlan onebit;
     Exchange exchange;
     bool packs; // feed_also_packs()
+    bool fed;   // `d` has the jobs of StepPlan::fed: arrays of the family are whole
     /// True if the bits of four neighbours of a tensor are in one byte, or there are no bits. In exchanges of compat
     /// mode a tensor may begin at any bit.
     bool whole_vectors;
 };
+
+/// Returns the index of a job's first element in a Compression or ListMean.
+template <class Part>
+__device__ __forceinline__ int64_t index_in(const Part &part, const TensorJob &job, const OneBitJob &onebit_job) {
+    return onebit_job.worker + job.begin() - part.begin;
+}
 
 /// Loads the inputs of feed_values().
 template <int V, Feed F>
@@ -32,11 +39,12 @@ __device__ __forceinline__ Inputs<V> load_inputs(const DeviceOneBit &b, const Te
     if constexpr (F == Feed::distance) {
         t.p = fetch<V>(job.weight(), i);
         t.moment[1] = fetch<V>(job.moment(1), i);
-        t.onebit = load<V>(onebit_job.track(), i);
+        t.onebit = load<V>(onebit_job.track(), b.fed ? job.begin() + i : i);
     }
     t.convert_all(job);
     if (in_bits)
-        t.moment[0] = mean_of<V>(b.exchange.mean, b.onebit.momentum, onebit_job.scale_group, onebit_job.worker + i);
+        t.moment[0] = mean_of<V>(b.exchange.mean, b.onebit.momentum, onebit_job.scale_group,
+                                 index_in(b.exchange.mean, job, onebit_job) + i);
     return t;
 }
 
@@ -55,12 +63,11 @@ template <class Body> __device__ __forceinline__ void for_local_leaves(const Dev
     if (skipped(b.d)) return;
     const auto find = [&](int32_t tensor) INLINED {
         const OneBitJob &onebit_job = b.onebit.jobs[tensor];
-        const bool compensates = b.onebit.exchanges && b.exchange.node.vector == nullptr && onebit_job.worker >= 0;
+        const bool compensates = b.onebit.exchanges && onebit_job.worker >= 0;
         o.scalars = onebit_scalars(b.onebit, tensor, b.d.plan.jobs[tensor].group);
         o.scale = compensates ? b.exchange.local.worker_scales()[onebit_job.scale_group] : 0.0f;
         o.aligned = b.whole_vectors && s.aligned &&
-                    all_aligned(onebit_job.track(), onebit_job.fresh_variance, b.exchange.local.worker,
-                                b.exchange.node.vector, b.exchange.mean.values);
+                    all_aligned(onebit_job.track(), onebit_job.fresh_variance, b.exchange.local.worker);
     };
     for_shared_leaves(b.d, {nullptr}, s, find, [&](const Leaf &where) INLINED {
         if (s.job.owner == Owner::exchange) body(s, o, b.onebit.jobs[s.tensor], where);
@@ -92,7 +99,8 @@ __device__ __forceinline__ Inputs<V> load_mean(const DeviceOneBit &b, const Shar
     Inputs<V> t{};
     Pack<V> y;
     if (b.onebit.exchanges) // loaded first, because its addresses also need registers
-        y = mean_of<V>(b.exchange.mean, b.exchange.mean.results, onebit_job.scale_group, onebit_job.worker + i);
+        y = mean_of<V>(b.exchange.mean, b.exchange.mean.results, onebit_job.scale_group,
+                       index_in(b.exchange.mean, s.job, onebit_job) + i);
     else
         t.g = fetch_gradient<V>(s.job, i);
     if (F != Feed::momentum || !b.onebit.exchanges)
@@ -114,33 +122,33 @@ __global__ void __launch_bounds__(kThreads, F == Feed::distance ? 3 : 4)
     const DeviceOneBit &b = argument.begin_kernel();
     DYNAMIC_SHARED(float, tile); // used if b.packs
     for_local_leaves(b, [&](const auto &s, const auto &o, const auto &onebit_job, const Leaf &where) INLINED {
-        float *const vector = b.exchange.node.vector;
-        float *const to =
-            b.onebit.exchanges ? (vector != nullptr ? vector : b.exchange.local.worker) + onebit_job.worker : nullptr;
+        const int64_t first = index_in(b.exchange.local, s.job, onebit_job);
+        float *const to = b.onebit.exchanges ? b.exchange.local.worker + first : nullptr;
         for_packs(where.n, o.aligned, [&]<int V>(Width<V>, int offset) INLINED {
             const int64_t i = where.begin + offset;
             Pack<V> sum{};
-            if (to != nullptr && vector == nullptr) sum = load<V>(to, i);
+            if (to != nullptr) sum = load<V>(to, i);
             Inputs<V> t = load_inputs<V, F>(b, s.job, onebit_job, i);
             if constexpr (F == Feed::distance) {
-                unrolled<V>([&](int k) INLINED {
-                    local_step(s.scalars, o.scalars, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
-                               t.onebit.at[k]);
-                });
-                store(t.p, s.job.weight(), i);
-                store(t.moment[0], s.job.moment(0), i);
-                if (!o.scalars.anchored) store(t.onebit, onebit_job.track(), i);
+                if (b.onebit.feed_steps) {
+                    unrolled<V>([&](int k) INLINED {
+                        local_step(s.scalars, o.scalars, t.g.at[k], t.p.at[k], t.moment[0].at[k], t.moment[1].at[k],
+                                   t.onebit.at[k]);
+                    });
+                    store(t.p, s.job.weight(), i);
+                    store(t.moment[0], s.job.moment(0), i);
+                    if (!o.scalars.anchored) store(t.onebit, onebit_job.track(), i);
+                }
             }
             if (to == nullptr) return;
             const Pack<V> values = feed_values<V, F>(s, o, t);
-            if (vector != nullptr) return store(values, to, i); // not compensated
-            const uint32_t active = active_from(b.exchange.local.active, onebit_job.worker + i);
+            const uint32_t active = active_from(b.exchange.local.active, first + i);
             sum = compensate(values, sum, o.scale, active);
             if (b.packs) to_tile(sum, tile + offset);
             store(sum, to, i);
         });
         if (b.packs)
-            pack_leaf(b.exchange.local, onebit_job.scale_group, onebit_job.worker + where.begin, where.n, tile,
+            pack_leaf(b.exchange.local, onebit_job.scale_group, first + where.begin, where.n, tile,
                       b.exchange.local.layout.group_leaf[onebit_job.scale_group] + where.begin / kLeaf);
     });
 }
@@ -341,14 +349,15 @@ __global__ void __launch_bounds__(kThreads) find_active_kernel(GRID_CONSTANT con
     const DeviceOneBit &b = argument.begin_kernel();
     for_leaves_by_block(b.d, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = b.d.plan.jobs[tensor];
-        const int64_t worker = b.onebit.jobs[tensor].worker;
+        const OneBitJob &onebit_job = b.onebit.jobs[tensor];
+        const int64_t first_element = index_in(b.exchange.mean, job, onebit_job);
         const Leaf where(job, leaf);
-        if (worker < 0) return;
+        if (onebit_job.worker < 0) return;
         for (int first = int(threadIdx.x) / 32 * 32; first < where.n; first += kThreads) {
             const int i = first + int(threadIdx.x % 32);
             const bool nonzero = i < where.n && has_variance(load<1>(job.moment(1), where.begin + i).at[0]);
             const unsigned word = __ballot_sync(0xffffffffu, nonzero);
-            if (threadIdx.x % 32 == 0) b.onebit.active[(worker + where.begin + first) / 32] = int32_t(word);
+            if (threadIdx.x % 32 == 0) b.onebit.active[(first_element + where.begin + first) / 32] = int32_t(word);
         }
     });
 }
@@ -387,18 +396,23 @@ constexpr OneBitKernel kApplyMeanKernels[] = {apply_mean_kernel<Feed::momentum>,
 
 class OneBitStep final : public OneBitStepKernels {
 public:
-    OneBitStep(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
+    OneBitStep(const StepPlan &plan, const DevicePlan &d, const DevicePlan &fed, const OneBitJob *jobs, void *layout,
                const Launcher &launcher) :
         launcher_(launcher),
         b_{.d = d,
            .onebit = *plan.onebit,
            .exchange = {},
            .packs = false,
+           .fed = false,
            .whole_vectors = !(plan.onebit->exchanges && plan.onebit->rules.compat)} {
         b_.onebit.jobs = jobs;
-        if (!b_.onebit.exchanges) return;
-        b_.exchange = plan.onebit->exchange->on_device(layout, &plan.control->skip);
-        b_.packs = feed_also_packs(b_.onebit);
+        if (b_.onebit.exchanges) {
+            b_.exchange = plan.onebit->exchange->on_device(layout, &plan.control->skip);
+            b_.packs = feed_also_packs(b_.onebit);
+        }
+        feeding_ = b_;
+        feeding_.d = fed;
+        feeding_.fed = plan.fed != nullptr;
     }
 
     void run(ExchangePass pass) override { run_pass(pass, b_.exchange, nullptr, launcher_); }
@@ -409,9 +423,9 @@ public:
             return launcher_.launch_grid(b_.d.leaves / kWarps + 1, {"momentum_squares", Next::kernel},
                                          momentum_squares_kernel, b_);
         case OneBitPass::feed: {
-            const Next next =
-                kernel_if(b_.onebit.exchanges && b_.exchange.node.vector == nullptr); // completes the messages
-            return launch_over_leaves({"feed", next}, kFeedKernels[size_t(b_.onebit.feed)], b_.packs ? kTileBytes : 0);
+            const Next next = kernel_if(b_.onebit.exchanges); // completes the messages
+            return launcher_.launch_grid({feeding_.d.leaves, b_.packs ? kTileBytes : 0}, {"feed", next},
+                                         kFeedKernels[size_t(b_.onebit.feed)], feeding_);
         }
         case OneBitPass::feed_padding:
             return launcher_.launch_grid(b_.exchange.local.layout.group_count, {"feed_padding", Next::kernel},
@@ -452,20 +466,21 @@ private:
     }
     // The order of passes is in src/step/onebit.cc. The sums of shards are zeroed before a kernel computes them, and
     // all-reduced afterwards.
-    Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0); }
+    Next unless_shards() const { return kernel_if(b_.d.plan.shards.exchanged == 0 && !b_.d.plan.policy.parts); }
     /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {
         const bool asks_host = b_.onebit.exchanges && b_.onebit.rules.compat;
-        return kernel_if(!asks_host && (b_.onebit.stage == Stage::local || b_.d.plan.shards.count == 0));
+        return kernel_if(!asks_host && !b_.d.plan.policy.parts &&
+                         (b_.onebit.stage == Stage::local || b_.d.plan.shards.count == 0));
     }
 
     const Launcher &launcher_;
-    DeviceOneBit b_;
+    DeviceOneBit b_, feeding_; // the latter for OneBitPass::feed
 };
 
-void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const OneBitJob *jobs, void *layout,
-                         const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body) {
-    OneBitStep step(plan, d, jobs, layout, launcher);
+void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const DevicePlan &fed, const OneBitJob *jobs,
+                         void *layout, const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body) {
+    OneBitStep step(plan, d, fed, jobs, layout, launcher);
     body(step);
 }
 

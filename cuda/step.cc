@@ -32,6 +32,12 @@ public:
               .decided = needs_decision(plan)};
         d_.plan.jobs = table.jobs;
         d_.plan.groups = table.groups;
+        fed_ = d_;
+        if (plan.fed != nullptr) {
+            fed_.plan.jobs = table.fed;
+            fed_.leaves = uint32_t(plan.fed_visited.count);
+            fed_.first_leaf = uint32_t(plan.fed_visited.first);
+        }
         onebit_jobs_ = table.onebit;
         layout_ = device_workspace.layout;
         if (plan.execution.timing && plan.execution.cache != nullptr && !in_capture) {
@@ -43,7 +49,7 @@ public:
     /// Calls body(*this), with the kernels of the 1-bit family if the plan has a group of it.
     void run(FunctionRef<void(StepKernels &)> body) {
         if (plan_.onebit == nullptr) return body(*this);
-        with_onebit_kernels(plan_, d_, onebit_jobs_, layout_, launcher_, [&](OneBitStepKernels &kernels) {
+        with_onebit_kernels(plan_, d_, fed_, onebit_jobs_, layout_, launcher_, [&](OneBitStepKernels &kernels) {
             onebit_ = &kernels;
             body(*this);
         });
@@ -58,7 +64,7 @@ public:
         const bool agrees = fold != Fold::decide;
         d_.decided = d_.decided || agrees;
         if (plan_.policy.read_gradients)
-            gpu::inspect(d_, fold, launcher_);
+            gpu::inspect(fed_, fold, launcher_);
         else if (fold == Fold::table)
             gpu::decide(d_, true, false, launcher_);
         else if (d_.decided && fold == Fold::decide)
@@ -100,7 +106,7 @@ private:
 
     const StepPlan &plan_;
     const Launcher &launcher_;
-    DevicePlan d_{};
+    DevicePlan d_{}, fed_{};                 // with the jobs of the plan, and those of StepPlan::fed if there are any
     bool is_decided_ = false;                // inspect() makes the decision
     const OneBitJob *onebit_jobs_ = nullptr; // in device memory, like `layout_`
     void *layout_ = nullptr;

@@ -50,7 +50,7 @@ const Kernels &choose_kernels() {
 class CpuKernels final : public DeviceKernels {
 public:
     size_t device_workspace_bytes(const StepShape &shape) const override {
-        return cpu::StepPartition::device_workspace_bytes(shape.tensors);
+        return cpu::StepPartition::device_workspace_bytes(shape);
     }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::PrefetchTrial>(); }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {

@@ -229,7 +229,7 @@ struct Tile {
         p = weights.open(i, n);
         m = m_buffer.at;
         if (!replaces_momentum && span.momentum.of != nullptr)
-            mean(span.momentum, span.worker + i, n, m);
+            mean(span.momentum, span.in_mean + i, n, m);
         else if (!replaces_momentum)
             m = open(job.moment(0), i, n, m_buffer);
         v = open(job.moment(1), i, n, v_buffer);
@@ -292,20 +292,16 @@ void feed(const OneBitSpan &span) {
     for (int64_t i = span.begin; i < span.end; i += kTile) {
         const int64_t n = least(kTile, span.end - i);
         t.open_all(span, i, n);
-        if (span.feed == Feed::distance) {
+        if (span.feed == Feed::distance && span.steps) {
             local_tile(span, t, n);
             close(t.p, job.weight(), i, n);
             close(t.m, job.moment(0), i, n);
         }
-        if (span.vector != nullptr) {
-            feed_tile(span, t, n, span.vector + span.worker + i);
-            continue;
-        }
         if (span.compensated == nullptr) continue;
-        float *const value = span.compensated + span.worker + i;
+        float *const value = span.compensated + span.in_local + i;
         feed_tile(span, t, n, x.at);
         add_residual(x.at, value, span.scale, n);
-        if (span.active != nullptr) zero_inactive(value, n, span.active, span.worker + i);
+        if (span.active != nullptr) zero_inactive(value, n, span.active, span.in_mean + i);
     }
 }
 
@@ -314,7 +310,7 @@ void mean_of(const OneBitSpan &span, const Tile &t, int64_t i, int64_t n, float 
     if (span.mean.of == nullptr)
         feed_tile(span, t, n, y);
     else
-        mean(span.mean, span.worker + i, n, y);
+        mean(span.mean, span.in_mean + i, n, y);
 }
 
 void apply_mean(const OneBitSpan &span) {

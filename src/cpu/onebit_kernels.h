@@ -18,9 +18,10 @@ struct OneBitSpan : Span {
     explicit OneBitSpan(const Span &span) : Span(span) {}
     Feed feed{};
     OneBitScalars onebit{};
-    int64_t worker = 0;              // index of the tensor's first element in the list's vector
-    float *vector = nullptr;         // two levels: receives the uncompensated values; else NULL
-    float *compensated = nullptr;    // the worker's values; NULL with two levels or without other ranks
+    bool steps = false;              // OneBitPlan::feed_steps
+    int64_t in_mean = 0;             // index of the job's first element in the layout of the mean, and in `active`
+    int64_t in_local = 0;            // the same in `compensated`
+    float *compensated = nullptr;    // the worker's values; NULL without other ranks
     float scale = 0;                 // scale of the compensated values
     const int32_t *active = nullptr; // ListMean::active
     float *track = nullptr;          // 0/1 Adam: OneBitJob::track(), or NULL

@@ -23,11 +23,13 @@ struct LeafFold {
 
 class OneBitStep final : public OneBitStepKernels {
 public:
-    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &partition) :
+    /// `fed`: of the jobs of OneBitPass::feed.
+    OneBitStep(const StepPlan &plan, const Kernels &kernels, const StepPartition &partition, const StepPartition &fed) :
         plan_(plan),
         onebit_(*plan.onebit),
         kernels_(kernels),
         partition_(partition),
+        fed_(fed),
         exchange_(kernels.onebit, plan.execution.parallel, onebit_.exchanges ? *onebit_.exchange : Exchange()) {
         exchange_.buffers.local.skip = &plan.control->skip;
     }
@@ -131,12 +133,13 @@ private:
 
     void find_active() const {
         partition_.run([&](int64_t i, const Span &span) {
-            const int64_t worker = onebit_.jobs[i].worker; // a multiple of 32, like `span.begin`
+            const int64_t worker = onebit_.jobs[i].worker; // a multiple of 32, like all other terms of the index
+            const int64_t first = worker + span.job->begin() - mean().begin;
             const auto *v = static_cast<const float *>(span.job->data[kMoment + 1]);
             for (int64_t k = span.begin; worker >= 0 && k < span.end; k += 32) {
                 uint32_t word = 0;
                 for (int64_t b = 0; b < 32 && k + b < span.end; ++b) word |= uint32_t(has_variance(v[k + b])) << b;
-                onebit_.active[(worker + k) / 32] = int32_t(word);
+                onebit_.active[(first + k) / 32] = int32_t(word);
             }
         });
     }
@@ -164,16 +167,17 @@ private:
         OneBitSpan span(plain);
         span.feed = onebit_.feed;
         span.onebit = onebit_scalars(onebit_, i, plain.job->group);
-        span.track = job.track();
+        span.steps = onebit_.feed_steps;
+        // Arrays of the family are whole if `fed` has only the ranges of a slice.
+        const int64_t begin = plain.job->begin(), moved = feeding && plan_.fed != nullptr ? begin : 0;
+        span.track = job.track() != nullptr ? job.track() + moved : nullptr;
         span.fresh_variance = job.fresh_variance;
         span.mask = job.mask;
         if (job.worker < 0) return span; // no other ranks
-        span.worker = job.worker;
-        span.vector = exchange_.buffers.node.vector;
-        if (span.vector == nullptr) {
-            span.compensated = local().worker;
-            span.scale = local().worker_scales()[job.scale_group];
-        }
+        span.in_mean = job.worker + begin - mean().begin;
+        span.in_local = job.worker + begin - local().begin;
+        span.compensated = local().worker;
+        span.scale = local().worker_scales()[job.scale_group];
         span.active = mean().active;
         span.mean = view_of(job.scale_group);
         span.momentum_in_results = onebit_.momentum != nullptr;
@@ -183,7 +187,7 @@ private:
     }
 
     template <class Visit> void for_local(bool feeding, const Visit &visit) const {
-        partition_.run([&](int64_t i, const Span &span) {
+        (feeding ? fed_ : partition_).run([&](int64_t i, const Span &span) {
             if (span.job->owner != Owner::exchange) return;
             OneBitSpan local = span_of(i, span, feeding);
             visit(local);
@@ -193,7 +197,7 @@ private:
     const StepPlan &plan_;
     const OneBitPlan &onebit_;
     const Kernels &kernels_;
-    const StepPartition &partition_;
+    const StepPartition &partition_, &fed_;
     ExchangeRun exchange_;
 };
 

@@ -111,15 +111,20 @@ private:
 /// Partition of a step's tensors.
 class StepPartition {
 public:
-    StepPartition(const StepPlan &plan, const CacheSizes &caches, bool bf16_instruction) :
+    /// `jobs`: those of the plan, or StepPlan::fed.
+    StepPartition(const StepPlan &plan, const TensorJob *jobs, const CacheSizes &caches, bool bf16_instruction) :
         plan_(plan),
+        jobs_(jobs),
         caches_(caches),
-        partition_({plan.jobs, plan.count}, static_cast<int64_t *>(plan.execution.device_workspace), 1,
-                   plan.execution.chunk, plan.execution.parallel, plan.execution.reuse != Reuse::nothing),
+        partition_({jobs, plan.count},
+                   static_cast<int64_t *>(plan.execution.device_workspace) + (jobs == plan.jobs ? 0 : plan.count + 1),
+                   1, plan.execution.chunk, plan.execution.parallel, plan.execution.reuse != Reuse::nothing),
         streaming_(partition_.bytes() > caches.last),
         bf16_instruction_(bf16_instruction) {}
     /// Returns the size of Execution::device_workspace in bytes.
-    static size_t device_workspace_bytes(int64_t tensors) { return size_t(tensors + 1) * sizeof(int64_t); }
+    static size_t device_workspace_bytes(const StepShape &shape) {
+        return size_t(shape.tensors + 1) * sizeof(int64_t) * (shape.feeds_slice ? 2 : 1);
+    }
 
     /// Calls visit(tensor, span) for every piece, on all threads.
     template <class Visit> void run(const Visit &visit) const { run(visit, false); }
@@ -139,11 +144,10 @@ private:
     };
     template <class Visit> void run(const Visit &visit, bool prefetches) const {
         const auto start = [&](const auto &first, const auto &last) {
-            return PartState{{plan_.jobs, first.tensor, first.element, last.tensor, last.element, !streaming_},
-                             streaming_};
+            return PartState{{jobs_, first.tensor, first.element, last.tensor, last.element, !streaming_}, streaming_};
         };
         partition_.run(start, [&](int64_t i, int64_t begin, int64_t end, PartState &state) {
-            const TensorJob &job = plan_.jobs[i];
+            const TensorJob &job = jobs_[i];
             const Rule rule = plan_.groups[job.group].rule;
             visit(i, Span{.job = &job,
                           .scalars = &plan_.scalars[i],
@@ -178,6 +182,7 @@ private:
         }
     };
     const StepPlan &plan_;
+    const TensorJob *const jobs_;
     const CacheSizes &caches_;
     const Partition<List> partition_;
     const bool streaming_, bf16_instruction_;

@@ -12,8 +12,9 @@ public:
     Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
         plan_(plan),
         kernels_(kernels),
-        partition_(plan, caches, kernels.bf16_instruction) {
-        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, partition_);
+        partition_(plan, plan.jobs, caches, kernels.bf16_instruction) {
+        if (plan.fed != nullptr) fed_.emplace(plan, plan.fed, caches, kernels.bf16_instruction);
+        if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, partition_, fed());
     }
 
     void mark(int phase) override {
@@ -29,7 +30,7 @@ public:
 
     void inspect(Fold fold) override {
         if (plan_.policy.read_gradients)
-            partition_.run([&](int64_t, const Span &span) {
+            fed().run([&](int64_t, const Span &span) {
                 const TensorJob &job = *span.job;
                 if (!is_inspected(job)) return;
                 const int64_t leaf = job.first_leaf + span.begin / kLeaf;
@@ -86,6 +87,7 @@ private:
     using Clock = std::chrono::steady_clock;
 
     bool is_skipped() const { return plan_.control->skip != 0; }
+    const StepPartition &fed() const { return fed_ ? *fed_ : partition_; }
     void end() {
         if (!plan_.policy.parts) finish();
     }
@@ -94,6 +96,7 @@ private:
     const StepPlan &plan_;
     const Kernels &kernels_;
     const StepPartition partition_;
+    std::optional<StepPartition> fed_; // of StepPlan::fed
     std::optional<OneBitStep> onebit_step_;
     Clock::time_point last_mark_;
 };

@@ -9,8 +9,9 @@
 // The residual is `value - scale * sign(value)` of a compensated value. The next call computes the residual from the
 // stored value and its scale, which saves a pass.
 //
-// Two levels: the ranks of a node first average the vector in full precision, each rank one slice. A slice is then
-// compressed and exchanged by the ranks that have it, one per node, and its results are sent to every rank of the node.
+// Two levels: the ranks of a node first average in full precision, each rank one slice. A slice is then compressed and
+// exchanged by the ranks that have it, one per node, and its results are sent to every rank of the node. A list is
+// averaged itself (ExchangeUse::list); a step averages gradients, and feeds its slice as with one level.
 #pragma once
 #include "base/range.h"
 #include "base/sizes.h"
@@ -138,6 +139,7 @@ struct OwnedLayout : ExchangeLayout {
 /// Compression of one vector by this rank, as a worker and as a server, with one level or two.
 struct Compression {
     CompressLayout layout;
+    int64_t begin = 0;                          // index of the worker's first element in the list's vector
     float *worker = nullptr, *server = nullptr; // compensated values, followed by their scales
     const int32_t *active = nullptr; // one bit per element of the worker, lowest first, 1 = active; NULL = all active
     char *send = nullptr;            // messages to each rank
@@ -158,6 +160,7 @@ struct Compression {
 /// Mean of a list after an exchange, the same on every rank.
 struct ListMean {
     CompressLayout layout;
+    int64_t begin = 0;               // index of the first element in the list's vector
     char *results = nullptr;         // messages of all servers
     const float *values = nullptr;   // the mean itself if nothing is compressed; else NULL
     const int32_t *active = nullptr; // as in Compression, for all elements of the list
@@ -171,27 +174,45 @@ struct NodeSlices {
     float *slices = nullptr; // this rank's slice, from each rank of the node
 };
 
+/// Users of exchanges. They differ in two levels only.
+enum class ExchangeUse : uint8_t {
+    list,        // dsopt_compressed_allreduce: the ranks of a node average their lists first
+    step,        // a step of an optimizer: its gradients are the node's, and each rank feeds its slice
+    sharded_step // the same, and each rank takes the mean of its slice only
+};
+
 /// Layouts and buffers of one exchange, for the host or, from on_device(), for kernels.
 struct Exchange {
     const OwnedLayout *layout = nullptr; // in host memory
-    Compression local;                   // of the list; with two levels, of this rank's slice
+    ExchangeUse use = ExchangeUse::list;
+    Compression local; // of the list; with two levels, of this rank's slice
     ListMean mean;
     NodeSlices node;
 
     Exchange() = default;
-    Exchange(const OwnedLayout &its_layout, float *worker, float *server, const int32_t *active, void *workspace) :
+    /// `active`: of the whole list; of the slice for ExchangeUse::sharded_step.
+    Exchange(const OwnedLayout &its_layout, float *worker, float *server, const int32_t *active, void *workspace,
+             ExchangeUse its_use = ExchangeUse::list) :
         layout(&its_layout),
-        local{.layout = its_layout.slice,
-              .worker = worker,
-              .server = server,
-              .active = active != nullptr ? active + its_layout.slice_range().begin / 32
-                                          : nullptr}, // slices begin at whole words
+        use(its_use),
+        local{.layout = its_layout.slice, .worker = worker, .server = server, .active = active},
         mean{.layout = its_layout.whole, .active = active},
         node{.ranks = its_layout.node_ranks, .numel = its_layout.slice_range().numel} {
+        if (use != ExchangeUse::list) local.begin = its_layout.slice_range().begin;
+        if (use == ExchangeUse::sharded_step) {
+            mean.layout = its_layout.slice;
+            mean.begin = local.begin;
+        } else if (active != nullptr) {
+            local.active += its_layout.slice_range().begin / 32; // slices begin at whole words
+        }
         (void)take_from(workspace);
     }
-    static size_t workspace_bytes(const OwnedLayout &layout) {
-        return Exchange(layout, nullptr, nullptr, nullptr, nullptr).take_from(nullptr);
+    /// Returns the number of words of `active`.
+    int64_t active_words() const {
+        return use == ExchangeUse::sharded_step ? (layout->slice.used_numel + 31) / 32 : layout->used_words();
+    }
+    static size_t workspace_bytes(const OwnedLayout &layout, ExchangeUse use = ExchangeUse::list) {
+        return Exchange(layout, nullptr, nullptr, nullptr, nullptr, use).take_from(nullptr);
     }
     /// Returns the exchange for kernels. `block`: copy of the layout's block in device memory. `skip`: see Compression.
     Exchange on_device(void *block, const int32_t *skip) const {
@@ -199,7 +220,7 @@ struct Exchange {
         ExchangeLayout copy = *layout;
         (void)copy.place(block);
         on_device.local.layout = copy.slice;
-        on_device.mean.layout = copy.whole;
+        on_device.mean.layout = use == ExchangeUse::sharded_step ? copy.slice : copy.whole;
         on_device.local.skip = skip;
         return on_device;
     }
@@ -217,8 +238,9 @@ private:
         arena.take(local.sums, leaves);
         arena.take(local.counts, leaves);
         mean.results = local.results;
-        if (!layout->has_levels()) return arena.bytes();
+        if (!layout->has_levels() || use == ExchangeUse::sharded_step) return arena.bytes();
         arena.take(mean.results, layout->is_exact() ? 0 : mean.layout.messages_bytes());
+        if (use == ExchangeUse::step) return arena.bytes();
         arena.take(node.vector, mean.layout.worker_numel);
         arena.take(node.slices, mean.layout.worker_numel);
         if (layout->is_exact()) mean.values = node.vector;

@@ -250,11 +250,11 @@ inline void fold_gradients(const StepPlan &plan) {
             nans += plan.leaf.bad[leaf] >> 32;
         }
         const int64_t cell = norm_cell(table, job);
-        const double squares = cell >= 0 || plan.policy.parts ? fold_leaves(plan.leaf.sums_a, job.leaves) : 0.0;
+        const double squares = cell >= 0 || plan.policy.completes ? fold_leaves(plan.leaf.sums_a, job.leaves) : 0.0;
         if (cell >= 0)
             for (const int64_t index : {cell, table.groups * table.classes + cell % table.classes})
                 lanes[index * kLanes + i % kLanes] += squares;
-        if (plan.policy.parts)
+        if (plan.policy.completes)
             found.add_part(i, bad, squares);
         else
             found.add(i, bad, nans != 0);

@@ -15,7 +15,7 @@ struct OneBitJob {
     float *drift;          // 0/1 Adam, compat mode: change of the weights since the last synchronisation; or NULL
     float *fresh_variance; // 1-bit LAMB: state tensor "exp_avg_sq_fresh", the estimate of the unfrozen variance
     const float *mask;     // state tensor "mask", or NULL
-    int64_t worker;        // index of its first element in the list's vector; -1: never compressed
+    int64_t worker;        // index of the registered tensor in the list's vector; -1: never compressed
     int32_t scale_group;
     uint8_t reserved[4]; // no padding, as in TensorJob
 
@@ -33,7 +33,8 @@ struct OneBitPlan {
     ScheduleState now; // state before the step, as known to the host
     Stage stage;       // derived from `now`
     Feed feed;         // derived from the stage and the algorithm
-    bool exchanges;    // there are other ranks
+    bool exchanges;    // there are other ranks or, with two levels, other nodes
+    bool feed_steps;   // Feed::distance: OneBitPass::feed also makes the local step
     ScheduleState *schedule;
     DoubleWords *lr_sum; // one per group; 0/1 Adam
     // One entry per tensor; 1-bit LAMB.
@@ -57,9 +58,7 @@ inline Feed feed_of(const ScheduleRules &rules, Stage stage) {
 }
 /// True if OneBitPass::feed also packs the compensated values: a scale group is then one tensor, whose values are
 /// packed while they are in registers or cache. `onebit`: the host's plan.
-inline bool feed_also_packs(const OneBitPlan &onebit) {
-    return onebit.exchanges && !onebit.rules.compat && !onebit.exchange->layout->has_levels();
-}
+inline bool feed_also_packs(const OneBitPlan &onebit) { return onebit.exchanges && !onebit.rules.compat; }
 
 /// Returns the scalars that rules use in addition to Scalars, for a tensor of the exchange.
 DSOPT_HD OneBitScalars onebit_scalars(const OneBitPlan &onebit, int64_t tensor, int32_t group) {

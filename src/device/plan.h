@@ -86,6 +86,8 @@ struct TensorJob {
 
     /// Moments may have this form unless `stored`.
     DSOPT_HD Slot slot(int index) const { return {data[index], Dtype(formats[index])}; }
+    /// Returns the index of the range's first element in the registered tensor.
+    DSOPT_HD int64_t begin() const { return (first_leaf - leaves.first) * kLeaf; }
     DSOPT_HD Slot grad() const { return slot(kGrad); }
     DSOPT_HD Slot weight() const { return slot(kWeight); }
     DSOPT_HD Slot copy() const { return slot(kCopy); }
@@ -202,6 +204,7 @@ struct OwnedLayout;
 struct StepShape {
     int64_t tensors, groups, leaves;
     bool onebit;                 // there is a group of the 1-bit family
+    bool feeds_slice;            // StepPlan::fed may be set
     const OwnedLayout *exchange; // NULL: no other ranks
 };
 
@@ -241,6 +244,7 @@ struct StepPolicy {
     /// State is sharded: ranges of jobs are parts of tensors. The driver completes the results of leaves with those of
     /// other ranks, so the kernels fold nothing themselves.
     bool parts;
+    bool completes; // the same for pass 1: `parts`, or StepPlan::fed
 };
 
 /// Results of the leaves of all tensors, one entry per leaf.
@@ -257,6 +261,9 @@ struct LeafInterval {
 /// everything else is in backend memory.
 struct StepPlan {
     TensorJob *jobs; // begins a StepTable, whose other arrays follow
+    /// The 1-bit family in two levels, unless state is sharded: jobs whose ranges are in this rank's slice, with the
+    /// node's gradients, for pass 1 and OneBitPass::feed. NULL: `jobs`.
+    TensorJob *fed;
     int64_t count;
     const Hyper *groups;
     int64_t group_count;
@@ -278,7 +285,7 @@ struct StepPlan {
     double *divisors; // one per group
     NormTable norms;
     LeafResults leaf;
-    LeafInterval visited; // the leaves of the jobs' ranges
+    LeafInterval visited, fed_visited; // the leaves of the ranges of `jobs` and `fed`
     ShardTable shards;
 };
 

@@ -11,6 +11,7 @@ struct StepTable {
     TensorJob *jobs;
     Hyper *groups;
     OneBitJob *onebit = nullptr; // NULL without the 1-bit family
+    TensorJob *fed = nullptr;    // NULL unless StepShape::feeds_slice
     size_t bytes;
 
     /// `memory` NULL: only computes `bytes`.
@@ -19,6 +20,7 @@ struct StepTable {
         arena.take(jobs, shape.tensors);
         arena.take(groups, shape.groups);
         if (shape.onebit) arena.take(onebit, shape.tensors);
+        if (shape.feeds_slice) arena.take(fed, shape.tensors);
         bytes = arena.bytes();
     }
 };

@@ -46,7 +46,7 @@ void compressed_allreduce(Comm &comm, Comm *node, const dsopt_compressed &args) 
     const Exchange buffers(layout, args.worker_error, args.server_error, nullptr,
                            static_cast<char *>(args.workspace) + slack);
     Comm *const node_comm = layout.has_levels() ? node : nullptr;
-    reserve_exchange(&comm, node_comm, layout, args.stream);
+    reserve_exchange(&comm, node_comm, layout, ExchangeUse::list, args.stream);
     const auto run = [&](ExchangeKernels &kernels) {
         prepare_exchange(kernels, buffers,
                          [&] { kernels.run(layout.has_levels() ? ExchangePass::copy_list : ExchangePass::pack_list); });

@@ -25,8 +25,6 @@ DataRank data_rank_of(const Comm *data, const Comm *node) {
     return {in_data + in_node * count, count * node_ranks, node_ranks};
 }
 
-namespace {
-/// Exchanges packed messages, so that every rank of `comm` has the results.
 void exchange_messages(Comm &comm, ExchangeKernels &kernels, const Compression &local, void *stream) {
     const int64_t bytes = local.layout.message_bytes;
     comm.all_to_all(local.send, local.recv, bytes, stream, Place::backend);
@@ -41,7 +39,6 @@ void pack_messages(ExchangeKernels &kernels, FunctionRef<void()> feed) {
     feed();
     kernels.run(ExchangePass::message_scales);
 }
-} // namespace
 
 void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, FunctionRef<void()> feed) {
     if (!buffers.layout->has_levels()) return pack_messages(kernels, feed);
@@ -66,11 +63,13 @@ void exchange(Comm *data, Comm *node, ExchangeKernels &kernels, const Exchange &
                      Place::backend);
 }
 
-void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void *stream) {
+void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, ExchangeUse use, void *stream) {
     const int64_t message = layout.slice.message_bytes;
     if (data != nullptr && !layout.is_exact())
         data->reserve({.all_to_all = message, .all_gather = message}, stream, Place::backend);
-    if (node == nullptr) return;
+    if (node == nullptr || use == ExchangeUse::sharded_step) return;
+    if (use == ExchangeUse::step)
+        return node->reserve({.all_gather = layout.slice.messages_bytes()}, stream, Place::backend);
     const int64_t slice = layout.slice_range().numel * int64_t(sizeof(float)),
                   results = layout.is_exact() ? slice : layout.slice.messages_bytes();
     node->reserve({.all_to_all = slice, .all_gather = results}, stream, Place::backend);
@@ -87,8 +86,8 @@ void read_residuals(const Device &device, const Exchange &buffers, float *worker
     };
     std::vector<float> copy;
     std::vector<int32_t> copy_of_active;
-    const int32_t *const active = on_host(buffers.mean.active, buffers.layout->used_words(), copy_of_active);
-    const int64_t first = buffers.layout->slice_range().begin;
+    const int32_t *const active = on_host(buffers.mean.active, buffers.active_words(), copy_of_active);
+    const int64_t first = buffers.layout->slice_range().begin - buffers.mean.begin;
     const auto read = [&](const float *values, float scale, int64_t begin, int64_t n, float *residuals) {
         for (int64_t k = 0; k < n; ++k) // inactive elements have no residual, although error_of() is not 0
             residuals[k] = is_active(active, first + begin + k) ? error_of(values[k], scale) : 0;

@@ -10,6 +10,12 @@ namespace dsopt {
 
 DataRank data_rank_of(const Comm *data, const Comm *node);
 
+/// Packs this rank's messages. `feed` runs the kernels that compute compensated values and pack them.
+void pack_messages(ExchangeKernels &kernels, FunctionRef<void()> feed);
+/// Exchanges packed messages, so that every rank of `comm` has the results.
+void exchange_messages(Comm &comm, ExchangeKernels &kernels, const Compression &local, void *stream);
+
+// ExchangeUse::list.
 /// Prepares the messages of this rank, or with two levels its vector. `feed` runs the kernels that compute compensated
 /// values and pack them, or with two levels store values to the vector.
 void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, FunctionRef<void()> feed);
@@ -17,8 +23,8 @@ void prepare_exchange(ExchangeKernels &kernels, const Exchange &buffers, Functio
 /// mean, in the vector. `data` is NULL with one node, `node` is NULL with one level.
 void exchange(Comm *data, Comm *node, ExchangeKernels &kernels, const Exchange &buffers, void *stream);
 
-/// Reserves memory of the comms for exchange().
-void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, void *stream);
+/// Reserves memory of the comms for exchange() or, according to `use`, for the exchange of a step.
+void reserve_exchange(Comm *data, Comm *node, const ExchangeLayout &layout, ExchangeUse use, void *stream);
 
 /// Returns `node`, or NULL for a node of one rank. Throws if `node` cannot be used together with `data` or `compat`.
 const Comm *check_node(const Comm *data, const Comm *node, int32_t compat);

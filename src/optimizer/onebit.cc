@@ -52,7 +52,8 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
                          const dsopt_optimizer_desc &desc, DataRank local) {
     const bool compat = desc.compat == DSOPT_COMPAT_DEEPSPEED;
     set_rules(groups, compat);
-    compresses = local.ranks > 1;
+    compresses = local.ranks > local.node_ranks;
+    if (desc.flags & DSOPT_OPTIMIZER_SHARD_NODE && local.node_ranks > 1) use = ExchangeUse::sharded_step;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
     std::vector<int64_t> numels; // of scale groups
@@ -107,12 +108,18 @@ void OneBit::add_state(int64_t groups, int64_t params, StateTable &state) const 
     const auto add = [&](StateKind kind, int64_t numel) { state.add(kind, StateTable::kOptimizer, numel); };
     const OwnedLayout &layout = setup_.layout;
     const bool compat = setup_.rules.compat;
-    if (setup_.compresses && !layout.is_exact()) {
+    if (setup_.compresses) {
+        const Exchange sizes(layout, nullptr, nullptr, nullptr, nullptr, setup_.use);
         add(StateKind::worker_error, layout.slice.worker_floats());
         add(StateKind::server_error, layout.slice.server_floats());
-        if (!compat) add(StateKind::active, layout.used_words());
+        // Of sharded state, that of the slice: it differs between the ranks of a node.
+        const int32_t flags = setup_.use == ExchangeUse::sharded_step ? DSOPT_STATE_RANK_LOCAL : 0;
+        const auto add_bits = [&](StateKind kind, int64_t words) {
+            state.add({whole_range(words), kind, StateTable::kOptimizer, DSOPT_DTYPE_I32, flags});
+        };
+        if (!compat) add_bits(StateKind::active, sizes.active_words());
         if (desc_.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS)
-            add(StateKind::exp_avg_bits, layout.whole.messages_bytes() / 4);
+            add_bits(StateKind::exp_avg_bits, sizes.mean.layout.messages_bytes() / 4);
     }
     add(StateKind::schedule, sizeof(ScheduleState) / 4);
     if (setup_.rules.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) add(StateKind::lr_sum, 2 * groups);
@@ -152,7 +159,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
     const bool has_bits = bits != nullptr && bits->numel != 0;
     if (setup_.compresses)
         planned.exchange = Exchange(setup_.layout, floats(StateKind::worker_error), floats(StateKind::server_error),
-                                    active, workspace);
+                                    active, workspace, setup_.use);
     planned.plan = {.jobs = jobs,
                     .exchange = &planned.exchange,
                     .rules = setup_.rules,
@@ -161,6 +168,7 @@ void OneBit::plan(const StateTable &state, const dsopt_tensor *list, OneBitJob *
                     .stage = stage,
                     .feed = feed_of(setup_.rules, stage),
                     .exchanges = setup_.compresses,
+                    .feed_steps = !setup_.compresses || !setup_.layout.has_levels(),
                     .schedule = schedule,
                     .lr_sum = state.data<DoubleWords>(list, StateKind::lr_sum),
                     .trust_average = floats(StateKind::trust_average),
@@ -207,7 +215,7 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     device.copy(&state, schedule->data, sizeof state);
     if (state.momentum_in_bits == 0) return;
     Exchange exchange(setup_.layout, nullptr, nullptr,
-                      static_cast<const int32_t *>(table.find(StateKind::active)->data), nullptr);
+                      static_cast<const int32_t *>(table.find(StateKind::active)->data), nullptr, setup_.use);
     exchange.mean.results = static_cast<char *>(bits->data);
     std::vector<dsopt_tensor> moments; // in standard mode a scale group is a parameter
     for (size_t i = 0; i < params.size(); ++i) {
@@ -259,7 +267,8 @@ void OneBit::export_errors(const StateTable &table, const StateEntry &entry, flo
     auto *data = static_cast<float *>(entry.data);
     const StateEntry *const active = table.find(StateKind::active);
     const Exchange exchange(setup_.layout, worker ? data : nullptr, worker ? nullptr : data,
-                            active != nullptr ? static_cast<const int32_t *>(active->data) : nullptr, nullptr);
+                            active != nullptr ? static_cast<const int32_t *>(active->data) : nullptr, nullptr,
+                            setup_.use);
     read_residuals(context_.device(), exchange, worker ? out : nullptr, worker ? nullptr : out);
     // With scales of 0 the values in the buffer are the residuals themselves.
     const int64_t elements = worker ? setup_.layout.slice.worker_numel : setup_.layout.slice.server_numel;

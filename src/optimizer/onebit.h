@@ -18,7 +18,8 @@ struct OneBitSetup {
     // One entry per parameter, as in OneBitJob.
     std::vector<int64_t> worker;
     std::vector<int32_t> scale_group;
-    bool compresses = false; // there is more than one rank
+    bool compresses = false; // there is more than one rank or, with a node comm, more than one node
+    ExchangeUse use = ExchangeUse::step;
     int32_t trust_slots = 0; // number of parameters in exchanges that have a trust slot
 
     OneBitSetup(const std::vector<dsopt_group> &groups, const std::vector<Param> &params,

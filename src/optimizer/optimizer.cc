@@ -131,7 +131,7 @@ void Optimizer::finalize_groups() {
             registry.add_optimizer_state(onebit.get(), attachments_.scaler.get());
             restore_contents(registry);
             const auto is_averaged = [&](const dsopt_group &group) {
-                return may_average(desc_, group, registry.family >= 0);
+                return may_average(desc_, group, registry.family >= 0, data_rank());
             };
             if (data_rank().ranks > 1 &&
                 (is_sharded(desc_) || std::any_of(registry.groups.begin(), registry.groups.end(), is_averaged)))

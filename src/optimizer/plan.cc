@@ -32,14 +32,42 @@ void *memory_of_param(const Optimizer &optimizer, const StepRequest &request, si
     return request.step.params != nullptr ? request.step.params[i].data : optimizer.params()[i].data;
 }
 
-/// True if the engine averages the gradient of this parameter in the step: an absent one is then zeros.
-bool averages(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan *onebit, size_t i) {
-    const bool all = optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES;
-    if (request.initial) return false;
-    if (onebit == nullptr) return all;
-    if (!optimizer.parts() || optimizer.parts()->mean(i) < 0) return false;
-    // In stages without full-precision gradients, every tensor that is never compressed.
-    return onebit->stage == Stage::full ? all : onebit->jobs[i].worker < 0;
+/// The ranks over which the engine averages a gradient in a step. An absent one is then zeros.
+enum class Averages : uint8_t { none, all, in_node };
+Averages averages_of(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan *onebit, size_t i) {
+    const Averages with_flag = optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES ? Averages::all : Averages::none;
+    if (request.initial) return Averages::none;
+    if (onebit == nullptr) return with_flag;
+    if (!optimizer.parts() || optimizer.parts()->mean(i) < 0) return Averages::none;
+    if (onebit->stage == Stage::full || onebit->stage == Stage::dry) return with_flag;
+    // Stages in which ranks have gradients of their own: of every tensor that is never compressed and, with a node comm,
+    // the node's. One node is all ranks.
+    const DataRank local = optimizer.data_rank();
+    if (!is_exchanged(optimizer.groups()[size_t(optimizer.params()[i].group)])) return Averages::all;
+    if (local.node_ranks == 1) return Averages::none;
+    return local.ranks == local.node_ranks ? Averages::all : Averages::in_node;
+}
+
+/// True if every rank of a node needs the node's mean of every gradient: in local steps of 0/1 Adam.
+bool needs_all_of_node(const OneBitPlan &onebit) { return makes_local_step(onebit); }
+
+/// Fills the jobs of StepPlan::fed: the ranges of `jobs` that are in this rank's slice.
+void plan_fed(const Optimizer &optimizer, const StepRequest &request, const OneBitPlan &onebit, const TensorJob *jobs,
+              TensorJob *fed) {
+    for (size_t i = 0; i < optimizer.params().size(); ++i) {
+        const Param &param = optimizer.params()[i];
+        const Range slice = optimizer.parts()->slice(i);
+        const bool has_slice = averages_of(optimizer, request, &onebit, i) == Averages::in_node &&
+                               !needs_all_of_node(onebit); // of the mean
+        TensorJob &job = fed[i] = jobs[i];
+        job.range = {param.begin + slice.begin, slice.numel, param.whole};
+        job.first_leaf = param.first_leaf + slice.begin / kLeaf;
+        job.zeroes = false;
+        for (int k = 0; k < kSlots; ++k)
+            if (k != kGrad || !has_slice)
+                job.data[k] = from_element(job.data[k], slice.begin, size_t(size_of(job.formats[k])));
+        job.data[kCopy] = job.data[kOut] = nullptr; // no pass over these jobs writes weights to them
+    }
 }
 
 void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state, float *means,
@@ -53,7 +81,8 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
     // If ranks exchange or average, an absent gradient counts as zeros: all ranks must send messages of the same size.
     const bool exchanges = onebit != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
     const auto is_sent = [&](size_t i) {
-        return (exchanges && onebit->jobs[i].worker >= 0) || averages(optimizer, request, onebit, i);
+        return (exchanges && onebit->jobs[i].worker >= 0) ||
+               averages_of(optimizer, request, onebit, i) != Averages::none;
     };
     const auto owner_of = [&](const Param &param) {
         const bool exchanged = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
@@ -103,7 +132,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                    .stored = param.stored()};
         const Slot param_slot = slot_of_part({data, Dtype(param.dtype)});
         const bool separate = param.has_master && !param.has_remainder;
-        if (optimizer.parts() && averages(optimizer, request, onebit, i)) {
+        if (optimizer.parts() && averages_of(optimizer, request, onebit, i) != Averages::none) {
             jobs[i].set(kGrad, {means + optimizer.parts()->mean(i), Dtype::f32});
             jobs[i].zeroes = false;
         } else {
@@ -173,8 +202,13 @@ StepShape shape_of(const Optimizer &optimizer) {
     const std::vector<Param> &params = optimizer.params();
     const OneBit *const onebit = optimizer.onebit();
     const int64_t leaves = params.empty() ? 0 : params.back().leaves().end();
-    return {int64_t(params.size()), int64_t(optimizer.groups().size()), leaves, onebit != nullptr,
-            onebit != nullptr && onebit->setup().compresses ? &onebit->setup().layout : nullptr};
+    const bool exchanges = onebit != nullptr && onebit->setup().compresses;
+    return {.tensors = int64_t(params.size()),
+            .groups = int64_t(optimizer.groups().size()),
+            .leaves = leaves,
+            .onebit = onebit != nullptr,
+            .feeds_slice = exchanges && onebit->setup().layout.has_levels() && !optimizer.shards(),
+            .exchange = exchanges ? &onebit->setup().layout : nullptr};
 }
 
 StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) {
@@ -195,14 +229,14 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     arena.take(factors, lamb ? shape.leaves : 0);
     arena.take_bytes(shards, ShardTable{nullptr, optimizer.trust_slots(), 0}.bytes());
     arena.take_bytes(device_workspace, device.kernels().device_workspace_bytes(shape));
-    arena.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange) : 0);
+    arena.take_bytes(exchange, shape.exchange != nullptr ? Exchange::workspace_bytes(*shape.exchange, onebit->use) : 0);
     const RankParts *const parts = optimizer.parts();
     arena.take(mean, parts != nullptr ? parts->mean_numel() : 0);
     for (char *&staged : staging) arena.take(staged, parts != nullptr ? parts->layout().staging_bytes() : 0);
     Arena host_arena(host);
     Arena &host_arrays = device.is_host() ? arena : host_arena;
     host_arrays.take_bytes(table, StepTable(nullptr, shape).bytes);
-    for (dsopt_tensor **list : {&weights, &averaged, &gradients})
+    for (dsopt_tensor **list : {&weights, &averaged, &averaged_in_node, &gradients})
         host_arrays.take(*list, parts != nullptr ? shape.tensors : 0);
     host_arrays.take(pieces, parts != nullptr ? 2 * parts->layout().max_pieces() : 0);
     host_arrays.take(host_norms, device.is_host() ? 0 : table_of_norms.size_with_message());
@@ -231,6 +265,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         if (optimizer.compat() && optimizer.wrapper() == Wrapper::none)
             assign_group_counters(groups, table.jobs, int64_t(optimizer.params().size()));
     }
+    // In the stages that exchange. Such plans are never reused.
+    const bool feeds = table.fed != nullptr && (onebit->stage == Stage::exchange || onebit->stage == Stage::sync);
+    if (feeds) plan_fed(optimizer, request, *onebit, table.jobs, table.fed);
     bool clips = desc.max_norm > 0, reduces = false;
     for (size_t i = 0; i < groups.size(); ++i) {
         clips = clips || table.groups[i].max_norm > 0;
@@ -250,6 +287,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                   entries.data<ScalerState>(state, StateKind::scaler), with.scaler->rules()};
     return {
         .jobs = table.jobs,
+        .fed = feeds ? table.fed : nullptr,
         .count = int64_t(optimizer.params().size()),
         .groups = table.groups,
         .group_count = int64_t(groups.size()),
@@ -264,7 +302,8 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                        optimizer.stored_params() != int64_t(optimizer.params().size()) || optimizer.params().empty(),
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
                    .dry = onebit != nullptr && onebit->stage == Stage::dry,
-                   .parts = optimizer.shards()},
+                   .parts = optimizer.shards(),
+                   .completes = optimizer.shards() || feeds},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,
@@ -282,34 +321,38 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .norms = {memory.norms, int64_t(groups.size()), 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
         .visited = optimizer.shards() ? optimizer.parts()->leaves() : LeafInterval{0, shape_of(optimizer).leaves},
+        .fed_visited = feeds ? optimizer.parts()->slice_leaves() : LeafInterval{0, 0},
         .shards = {memory.shards, optimizer.trust_slots(), exchanged}};
 }
 
 StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepPlan &plan) {
-    bool any = false;
+    const RankParts &parts = *optimizer.parts();
+    StepRows rows{.layout = parts.layout(),
+                  .sharding = parts.sharding(),
+                  .averaged = nullptr,
+                  .averaged_in_node = nullptr,
+                  .all_of_node = plan.onebit != nullptr && needs_all_of_node(*plan.onebit),
+                  .weights = optimizer.shards() ? memory.weights : nullptr,
+                  .lists = memory.pieces,
+                  .staging = {memory.staging[0], memory.staging[1]}};
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];
         const dsopt_tensor *const gradient = gradient_of(optimizer, request, state, i);
         memory.weights[i] = param.tensor();
         memory.weights[i].data = memory_of_param(optimizer, request, i);
-        memory.averaged[i] = memory.gradients[i] = {};
-        const bool averaged = averages(optimizer, request, plan.onebit, i);
-        if (averaged) {
-            const bool accumulated = request.flags & DSOPT_STEP_ACCUMULATED;
-            memory.averaged[i] = {gradient != nullptr ? gradient->data : nullptr, param.numel,
-                                  accumulated ? int32_t(DSOPT_DTYPE_F32) : request.step.grads[i].dtype, 0};
-            any = true;
+        memory.averaged[i] = memory.averaged_in_node[i] = memory.gradients[i] = {};
+        const Averages averages = averages_of(optimizer, request, plan.onebit, i);
+        if (averages != Averages::none) {
+            const bool accumulated = request.flags & DSOPT_STEP_ACCUMULATED, all = averages == Averages::all;
+            (all ? memory.averaged : memory.averaged_in_node)[i] = {
+                gradient != nullptr ? gradient->data : nullptr, param.numel,
+                accumulated ? int32_t(DSOPT_DTYPE_F32) : request.step.grads[i].dtype, 0};
+            (all ? rows.averaged : rows.averaged_in_node) = all ? memory.averaged : memory.averaged_in_node;
         }
-        if (gradient != nullptr && (averaged || optimizer.shards())) memory.gradients[i] = *gradient;
+        if (gradient != nullptr && (averages != Averages::none || optimizer.shards())) memory.gradients[i] = *gradient;
     }
-    const RankParts &parts = *optimizer.parts();
-    return {parts.layout(),
-            parts.sharding(),
-            any ? memory.averaged : nullptr,
-            optimizer.shards() ? memory.weights : nullptr,
-            memory.pieces,
-            {memory.staging[0], memory.staging[1]}};
+    return rows;
 }
 
 void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {

@@ -43,8 +43,8 @@ struct StepMemory {
     size_t bytes;
     // Written by the host.
     char *table;
-    dsopt_tensor *weights, *averaged, *pieces; // StepRows
-    dsopt_tensor *gradients;                   // StepRun::zeroed
+    dsopt_tensor *weights, *averaged, *averaged_in_node, *pieces; // StepRows
+    dsopt_tensor *gradients;                                      // StepRun::zeroed
     double *host_norms;
     size_t host_bytes; // 0 if backend memory is host memory
 
@@ -65,8 +65,8 @@ void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);
 /// Compares the step with those of the other ranks. Throws MISMATCH naming the difference. `lists_only`: compares
-/// nothing except the lists of parameters and the dtypes of messages. `averaged`: StepRows::averaged. `stateful`: calls are counted, as in dsopt_optimizer_step.
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_tensor *averaged, bool lists_only,
+/// nothing except the lists of parameters and the dtypes of messages. `rows`: of the step, or NULL. `stateful`: calls are counted, as in dsopt_optimizer_step.
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only,
                  bool stateful);
 /// Reports to the other ranks that this rank refused its step. Must be called in place of check_ranks(), in which the
 /// other ranks wait for this rank.

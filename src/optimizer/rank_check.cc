@@ -94,6 +94,14 @@ void check_nodes(const Optimizer &optimizer, void *stream) {
 
 } // namespace
 
+/// Returns the dtype in which a gradient is sent; 0: it is not.
+static int32_t sent_dtype(const StepRows *rows, size_t i) {
+    if (rows == nullptr) return 0;
+    for (const dsopt_tensor *list : {rows->averaged, rows->averaged_in_node})
+        if (list != nullptr && list[i].numel != 0) return list[i].dtype;
+    return 0;
+}
+
 void max_over_ranks(const Optimizer &optimizer, void *words, size_t bytes, void *stream) {
     for (Comm *comm : {optimizer.attachments().node.get(), optimizer.attachments().data.get()})
         if (comm != nullptr)
@@ -104,7 +112,7 @@ bool checks_ranks(const Optimizer &optimizer) {
     return (optimizer.desc().flags & DSOPT_OPTIMIZER_CHECK_RANKS) && optimizer.data_rank().ranks > 1;
 }
 
-void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_tensor *averaged, bool lists_only,
+void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only,
                  bool stateful) {
     const std::vector<Param> &params = optimizer.params();
     const auto key = [&](size_t i) { return key_of(params[i], optimizer.groups()[size_t(params[i].group)]); };
@@ -116,7 +124,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_t
     const bool full = !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES) &&
                       (plan.onebit == nullptr || plan.onebit->stage == Stage::full);
     const auto gradient_key = [&](size_t i) -> uint64_t {
-        if (averaged != nullptr && averaged[i].numel != 0) return uint64_t(averaged[i].dtype) << 32;
+        if (const int32_t dtype = sent_dtype(rows, i)) return uint64_t(dtype) << 32;
         const bool is_compared = full && !lists_only && plan.policy.wrapper == Wrapper::none && params[i].expert == 0;
         return is_compared && plan.jobs[i].present;
     };
@@ -168,9 +176,9 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const dsopt_t
     if (!words.same(Words::gradients)) {
         const int64_t i = std::max<int64_t>(first_different(optimizer, gradient_key, plan.execution.stream), 0);
         const char *const name = params[size_t(i)].name.c_str();
-        if (averaged != nullptr && averaged[i].numel != 0)
+        if (const int32_t dtype = sent_dtype(rows, size_t(i)))
             throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",
-                        name, dtype_name(averaged[i].dtype), rank);
+                        name, dtype_name(dtype), rank);
         throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' is %s on rank %d, and not so on another rank", name,
                     plan.jobs[i].present ? "there" : "absent", rank);
     }

@@ -55,8 +55,9 @@ void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm) 
         throw Error(DSOPT_ERR_UNSUPPORTED, "the 1-bit family is sharded in its node: DSOPT_OPTIMIZER_SHARD_NODE");
 }
 
-bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family) {
-    return (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || (family && !is_exchanged(group));
+bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family, const DataRank &local) {
+    // Outside of exchanges, of every rank; in exchanges with two levels, of the ranks of a node.
+    return (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || (family && (!is_exchanged(group) || local.node_ranks > 1));
 }
 
 RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
@@ -66,15 +67,28 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_g
     layout_(vector_of(params), local.ranks,
             largest_element(params, (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || has_family(groups)),
             on_host ? kHostStaging : kDeviceStaging) {
-    const bool family = has_family(groups);
+    const bool family = has_family(groups), two_levels = family && local.node_ranks > 1;
+    const auto add_leaves = [&](LeafInterval &leaves, const Param &param, const Range &range) {
+        if (leaves.count == 0) leaves.first = param.first_leaf + range.begin / kLeaf;
+        leaves.count += leaves_of(range.numel);
+    };
     for (size_t i = 0; i < params.size(); ++i) {
+        const dsopt_group &group = groups[size_t(params[i].group)];
         const Range &range = parts_.emplace_back(part(i, local.rank));
-        if (leaves_.count == 0) leaves_.first = params[i].first_leaf + range.begin / kLeaf;
-        leaves_.count += leaves_of(range.numel);
-        const bool averages = may_average(desc, groups[size_t(params[i].group)], family);
+        add_leaves(leaves_, params[i], range);
+        if (two_levels) add_leaves(slice_leaves_, params[i], slice(i));
+        const bool averages = may_average(desc, group, family, local);
+        // 1-bit Adam and LAMB only need the mean of the slice, unless ranks average everything in full steps.
+        const bool sliced = is_exchanged(group) && group.algorithm != DSOPT_ALGORITHM_ZERO_ONE_ADAM &&
+                            !(desc.flags & DSOPT_OPTIMIZER_AVERAGES) && local.ranks > local.node_ranks;
         means_.push_back(averages && params[i].numel != 0 ? mean_numel_ : -1);
-        if (averages) mean_numel_ += round_up(range.numel, ListVector::kAlignment);
+        if (averages) mean_numel_ += round_up(sliced ? slice(i).numel : range.numel, ListVector::kAlignment);
     }
+}
+
+Range RankParts::slice(size_t param) const {
+    const int nodes = local_.ranks / local_.node_ranks;
+    return part_of(layout_.vector().range(param), layout_.partition().chunks(local_.rank / nodes * nodes, nodes));
 }
 
 Range RankParts::part(size_t param, int rank) const {

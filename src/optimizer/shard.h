@@ -36,6 +36,9 @@ public:
     bool is_split(size_t param) const;
     /// Returns the leaves of this rank's parts.
     LeafInterval leaves() const { return leaves_; }
+    /// Returns the elements of a parameter that are in this rank's slice of its node, and the leaves of the slice.
+    Range slice(size_t param) const;
+    LeafInterval slice_leaves() const { return slice_leaves_; }
     const RowLayout &layout() const { return layout_; }
     /// Returns the index of the mean of a parameter's gradient in StepMemory::mean. -1: its gradient is never averaged.
     int64_t mean(size_t param) const { return means_[param]; }
@@ -46,12 +49,12 @@ private:
     const Sharding sharding_;
     const RowLayout layout_;
     std::vector<Range> parts_;
-    LeafInterval leaves_{0, 0};
+    LeafInterval leaves_{0, 0}, slice_leaves_{0, 0};
     std::vector<int64_t> means_;
     int64_t mean_numel_ = 0;
 };
-/// True if the engine may average the gradient of a parameter of this group, which has other ranks. `family`: there is a
-/// group of the 1-bit family.
-bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family);
+/// True if the engine may average the gradient of a parameter of this group. `family`: there is a group of the 1-bit
+/// family.
+bool may_average(const dsopt_optimizer_desc &desc, const dsopt_group &group, bool family, const DataRank &local);
 
 } // namespace dsopt

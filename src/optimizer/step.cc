@@ -105,8 +105,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     const bool checks_lists = !checks && request.stateful && sends_lists && !lists_compared_;
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;
-        if (checks || checks_lists)
-            check_ranks(*this, plan, rows ? rows->averaged : nullptr, checks_lists, request.stateful);
+        if (checks || checks_lists) check_ranks(*this, plan, rows ? &*rows : nullptr, checks_lists, request.stateful);
     };
     drive({.context = *context_,
            .plan = plan,

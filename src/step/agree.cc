@@ -38,12 +38,14 @@ void all_reduce_table(const StepPlan &plan, const CommSet &comms, const NormTabl
         if (expert->ranks() > 1) run({NormMove::from_message, table, k + 1, 1});
     }
     over(comms.model, table.values, table.size());
-    const int64_t ranks = data_ranks(comms.data, comms.node);
     const bool local = plan.onebit != nullptr && plan.onebit->stage != Stage::full && plan.onebit->stage != Stage::dry;
-    // If gradients were not averaged, all ranks clip by the same norm: the root mean square of the ranks' norms.
-    if (local && !plan.onebit->rules.compat && ranks > 1) {
-        over_data(table.values, table.size());
-        return run({NormMove::mean, table, 0, double(ranks)});
+    // If gradients were not averaged over all ranks, all of them clip by the same norm: the root mean square of the
+    // ranks' norms or, with a node comm, of the nodes' norms.
+    if (local && !plan.onebit->rules.compat && data_ranks(comms.data, comms.node) > 1) {
+        over(comms.node, &table.reasons(), 1);
+        if (comms.data == nullptr || comms.data->ranks() == 1) return;
+        over(comms.data, table.values, table.size());
+        return run({NormMove::mean, table, 0, double(comms.data->ranks())});
     }
     // The original assumes that data-parallel ranks have the same averaged gradients. It has no other reasons to skip a
     // step.

@@ -15,12 +15,15 @@ struct Received {
     int count;
 };
 
-/// Averages stripes.
+/// Averages stripes of a list of gradients, over all ranks or in the node.
 class Averager {
 public:
-    explicit Averager(const StepRun &run) :
+    Averager(const StepRun &run, const dsopt_tensor *gradients, bool in_node) :
         run_(run),
         rows_(*run.rows),
+        gradients_(gradients),
+        in_node_(in_node),
+        jobs_(in_node && run.plan.fed != nullptr && !run.rows->all_of_node ? run.plan.fed : run.plan.jobs),
         local_(data_rank_of(run.comms.data, run.comms.node)),
         nodes_(local_.ranks / local_.node_ranks),
         sends_f32_((run.comms.node != nullptr ? run.comms.node : run.comms.data)->provider_sums()) {}
@@ -32,16 +35,19 @@ public:
         Comm *const data = run_.comms.data, *const node = run_.comms.node;
         if (node == nullptr) return add_up(stripe, exchange(*data, bytes, false), f32_bytes);
         const Received slice = exchange(*node, nodes_ * bytes, false); // of this rank in its node: a row per node
-        if (nodes_ == 1) return add_up(stripe, slice, f32_bytes);
-        clear(sent(), nodes_ * f32_bytes);
+        if (nodes_ == 1 && !in_node_) return add_up(stripe, slice, f32_bytes);
+        const bool stores = in_node_ && !rows_.all_of_node; // means, not sums to send
+        if (!stores) clear(sent(), nodes_ * f32_bytes);
         PieceList pieces(rows_);
         const int first = local_.rank / nodes_ * nodes_;
         for (int k = 0; k < nodes_; ++k)
             for_pieces(stripe, first + k, false, [&](const Piece &piece, int64_t f32_offset) {
-                pieces.add({sent() + k * f32_bytes + f32_offset, piece.range.numel, DSOPT_DTYPE_F32, 0},
+                pieces.add(stores ? mean_of(piece) : f32_piece(piece, sent() + k * f32_bytes + f32_offset),
                            received() + k * bytes + piece.offset, sent_dtype(piece.tensor));
             });
-        sum(pieces, {slice.stride, slice.count, 1});
+        sum(pieces, {slice.stride, slice.count, in_node_ ? 1.0f / float(local_.node_ranks) : 1.0f});
+        if (stores) return;
+        if (in_node_) return gather_means(stripe, nullptr, node, nodes_ * f32_bytes, 0, f32_bytes);
         add_up(stripe, exchange(*data, f32_bytes, true), f32_bytes);
     }
 
@@ -57,7 +63,7 @@ private:
         return {received(), f32, bytes, comm.ranks()};
     }
     /// Returns the dtype in which a gradient is sent.
-    int32_t sent_dtype(size_t i) const { return sends_f32_ ? DSOPT_DTYPE_F32 : rows_.averaged[i].dtype; }
+    int32_t sent_dtype(size_t i) const { return sends_f32_ ? DSOPT_DTYPE_F32 : gradients_[i].dtype; }
 
     char *sent() const { return rows_.staging[0]; }
     char *received() const { return rows_.staging[1]; }
@@ -72,7 +78,7 @@ private:
     }
     auto size_of(bool f32) const {
         return [this, f32](size_t i) {
-            if (rows_.averaged[i].numel == 0) return int64_t(0);
+            if (gradients_[i].numel == 0) return int64_t(0);
             return int64_t(dtype_size(f32 ? int32_t(DSOPT_DTYPE_F32) : sent_dtype(i)));
         };
     }
@@ -87,10 +93,12 @@ private:
     }
     /// Returns the elements of a piece in the mean of its tensor.
     dsopt_tensor mean_of(const Piece &piece) const {
-        const TensorJob &job = run_.plan.jobs[piece.tensor];
-        const int64_t begin = (job.first_leaf - job.leaves.first) * kLeaf; // of the job's range
+        const TensorJob &job = jobs_[piece.tensor];
         return piece_of({job.data[kGrad], job.range.numel, DSOPT_DTYPE_F32, 0},
-                        {piece.range.begin - begin, piece.range.numel, job.range.numel});
+                        {piece.range.begin - job.begin(), piece.range.numel, job.range.numel});
+    }
+    static dsopt_tensor f32_piece(const Piece &piece, char *data) {
+        return {data, piece.range.numel, DSOPT_DTYPE_F32, 0};
     }
 
     /// Copies the gradients to one row per rank; absent ones are zeros.
@@ -99,7 +107,7 @@ private:
         PieceList pieces(rows_);
         for (int row = 0; row < local_.ranks; ++row)
             for_pieces(stripe, row, false, [&](const Piece &piece, int64_t) {
-                const dsopt_tensor &gradient = rows_.averaged[piece.tensor];
+                const dsopt_tensor &gradient = gradients_[piece.tensor];
                 if (gradient.data != nullptr)
                     pieces.add(piece_of(gradient, piece.range), sent() + row * bytes + piece.offset,
                                sent_dtype(piece.tensor));
@@ -122,10 +130,17 @@ private:
         sum(pieces, {from.stride, from.count, 1.0f / float(local_.ranks)});
         if (alone) return;
         const bool in_node = rows_.sharding == Sharding::in_node;
-        char *const all = gather_rows(rows_, run_.comms.data, in_node ? nullptr : run_.comms.node, f32_bytes, stream());
-        const int first = in_node ? local_.rank / nodes_ * nodes_ : 0, count = in_node ? nodes_ : local_.ranks;
-        pieces.clear();
-        for (int row = 0; row < count; ++row)
+        gather_means(stripe, run_.comms.data, in_node ? nullptr : run_.comms.node, f32_bytes,
+                     in_node ? local_.rank / nodes_ * nodes_ : 0, f32_bytes);
+    }
+    /// Gathers F32 rows over the comms, and copies them to the means. `message`: bytes of this rank's rows. `first`: the
+    /// first row that all ranks together have.
+    void gather_means(int64_t stripe, Comm *data, Comm *node, int64_t message, int first, int64_t f32_bytes) const {
+        char *const all = gather_rows(rows_, data, node, message, stream());
+        const int64_t count =
+            message / f32_bytes * (data != nullptr ? data->ranks() : 1) * (node != nullptr ? node->ranks() : 1);
+        PieceList pieces(rows_);
+        for (int row = 0; row < int(count); ++row)
             for_pieces(stripe, first + row, true, [&](const Piece &piece, int64_t) {
                 pieces.add(mean_of(piece), all + row * f32_bytes + piece.offset);
             });
@@ -134,6 +149,9 @@ private:
 
     const StepRun &run_;
     const StepRows &rows_;
+    const dsopt_tensor *const gradients_;
+    const bool in_node_;
+    const TensorJob *const jobs_; // their gradients are the means
     const DataRank local_;
     const int nodes_;
     const bool sends_f32_; // the first comm's provider adds, which it can do in F32 only
@@ -142,8 +160,12 @@ private:
 } // namespace
 
 void average_gradients(const StepRun &run) {
-    const Averager averager(run);
-    for (int64_t stripe = 0; stripe < run.rows->layout.stripes(); ++stripe) averager.average(stripe);
+    const StepRows &rows = *run.rows;
+    for (const dsopt_tensor *gradients : {rows.averaged_in_node, rows.averaged}) {
+        if (gradients == nullptr) continue;
+        const Averager averager(run, gradients, gradients == rows.averaged_in_node);
+        for (int64_t stripe = 0; stripe < rows.layout.stripes(); ++stripe) averager.average(stripe);
+    }
 }
 
 void reserve_average(const StepRun &run) {

@@ -9,8 +9,8 @@
 
 namespace dsopt {
 
-/// Averages StepRows::averaged. The means are in the gradients of the jobs, F32 arrays that have the elements of the
-/// job's range.
+/// Averages StepRows::averaged and averaged_in_node. The means are in the gradients of the jobs, or of StepPlan::fed: F32
+/// arrays that have the elements of the job's range.
 void average_gradients(const StepRun &run);
 /// Reserves memory of the comms for this function.
 void reserve_average(const StepRun &run);

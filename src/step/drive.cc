@@ -9,7 +9,9 @@
 namespace dsopt {
 namespace {
 
-bool averages(const StepRun &run) { return run.rows != nullptr && run.rows->averaged != nullptr; }
+bool averages(const StepRun &run) {
+    return run.rows != nullptr && (run.rows->averaged != nullptr || run.rows->averaged_in_node != nullptr);
+}
 
 /// Reserves memory of the comms for every collective of a step.
 void reserve_messages(const StepRun &run) {
@@ -21,10 +23,10 @@ void reserve_messages(const StepRun &run) {
     reserve_norms(run);
     if (model != nullptr && plan.shards.count != 0)
         model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);
-    if (plan.policy.parts) reserve_gather(run);
+    if (plan.policy.completes) reserve_gather(run);
     if (averages(run)) reserve_average(run);
     if (plan.onebit != nullptr && plan.onebit->exchanges)
-        reserve_exchange(data, node, *plan.onebit->exchange->layout, stream);
+        reserve_exchange(data, node, *plan.onebit->exchange->layout, plan.onebit->exchange->use, stream);
 }
 
 /// Runs pass 1 on this rank's parts and folds the results of all ranks.
@@ -57,7 +59,7 @@ void run_phases(const StepRun &run, StepKernels &kernels) {
     const bool parts = run.plan.policy.parts;
     const bool agrees = has_peers(run.comms);
     kernels.mark(-1);
-    if (parts)
+    if (run.plan.policy.completes)
         inspect_parts(run, kernels);
     else
         kernels.inspect(agrees ? Fold::table : Fold::decide);

@@ -5,12 +5,13 @@
 namespace dsopt {
 namespace {
 
-/// The comms over which the parts of sharded state are spread.
+/// The comms over which the parts of sharded state, or those of StepPlan::fed, are spread.
 struct PartComms {
     Comm *data, *node;
 };
 PartComms comms_of(const StepRun &run) {
-    return {run.rows->sharding == Sharding::in_node ? nullptr : run.comms.data, run.comms.node};
+    const bool in_node = run.rows->sharding == Sharding::in_node || run.plan.fed != nullptr;
+    return {in_node ? nullptr : run.comms.data, run.comms.node};
 }
 
 /// The rows with this rank's part.

@@ -2,6 +2,7 @@
 #include "step/onebit.h"
 #include "exchange/exchange.h"
 #include "step/agree.h"
+#include "step/gather.h"
 
 namespace dsopt {
 namespace {
@@ -23,14 +24,21 @@ void feed_and_exchange(const StepRun &run, StepKernels &kernels) {
         if (plan.feed == Feed::distance) local.run(OneBitPass::feed); // it also takes the local step
         return;
     }
-    prepare_exchange(local, *plan.exchange, [&] {
+    // With two levels a rank feeds its slice, but without sharded state it moves all weights.
+    if (plan.feed == Feed::distance && !plan.feed_steps) local.run(OneBitPass::local);
+    pack_messages(local, [&] {
         local.run(OneBitPass::feed);
-        if (!plan.rules.compat) return; // packed by `feed`, or with two levels after the exchange in the node
+        if (!plan.rules.compat) return; // packed by `feed`
         local.run(OneBitPass::feed_padding);
         local.run(ExchangePass::pack_values);
     });
     kernels.mark(DSOPT_MS_COMPRESS);
-    exchange(run.comms.data, run.comms.node, local, *plan.exchange, run.plan.execution.stream);
+    const Exchange &buffers = *plan.exchange;
+    void *const stream = run.plan.execution.stream;
+    exchange_messages(*run.comms.data, local, buffers.local, stream);
+    if (run.comms.node != nullptr && buffers.use == ExchangeUse::step)
+        run.comms.node->all_gather(buffers.local.results, buffers.mean.results, buffers.local.layout.messages_bytes(),
+                                   stream, Place::backend);
     kernels.mark(DSOPT_MS_EXCHANGE);
 }
 
@@ -51,7 +59,12 @@ void update_lamb(const StepRun &run, StepKernels &kernels) {
     }
     feed_and_exchange(run, kernels);
     if (plan.padding != nullptr) local.run(OneBitPass::decompress_padding);
+    const LeafResults &leaf = run.plan.leaf;
+    for (double *results : {leaf.sums_a, leaf.sums_b, plan.factors})
+        if (run.plan.policy.parts) clear_leaves(run, results);
     local.run(OneBitPass::lamb_moments);
+    for (double *results : {leaf.sums_a, leaf.sums_b, plan.factors}) // a factor has one owner, like a sum
+        if (run.plan.policy.parts) complete_leaves(run, results);
     const bool shards = clear_shard_sums(run, true);
     local.decide(OneBitDecision::trust);
     if (shards) {

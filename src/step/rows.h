@@ -79,9 +79,13 @@ enum class Sharding : uint8_t {
 struct StepRows {
     const RowLayout &layout;
     Sharding sharding;
-    /// This rank's gradients that the step averages, whole; one entry per tensor, with numel 0 for other tensors, and
-    /// without data for zeros. NULL if there are none.
+    /// This rank's gradients that the step averages over all ranks, whole; one entry per tensor, with numel 0 for other
+    /// tensors, and without data for zeros. NULL if there are none.
     const dsopt_tensor *averaged;
+    /// The same for gradients that the step averages inside the node. `all_of_node`: every rank of the node gets all
+    /// means; otherwise those of its slice, which are the gradients of StepPlan::fed or of sharded jobs.
+    const dsopt_tensor *averaged_in_node;
+    bool all_of_node;
     const dsopt_tensor *weights; // the whole parameters of sharded state, or NULL
     dsopt_tensor *lists;         // 2 * RowLayout::max_pieces() tensors
     char *staging[2];            // two times a row of every rank: what a collective sends and what it receives
