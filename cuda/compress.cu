@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kThreads, 4)
             CompressLayout::scales(local.message_to(d))[i - layout.chunks[d].first_group] = scale;
     }
     // Fills the bits and scales of messages that belong to no group. Bits up to the next whole word are those of a leaf.
-    for (int64_t i = grid_thread(); layout.whole_words && i + 1 < layout.group_count; i += grid_threads()) {
+    for (int64_t i = grid_thread(); layout.whole_words && !layout.has_holes && i + 1 < layout.group_count;
+         i += grid_threads()) {
         const CompressLayout::ScaleGroup group = layout.groups[i], next = layout.groups[i + 1];
         const int64_t begin = round_up(group.end(), 32);
         if (next.numel == 0 || begin >= next.begin) continue;
@@ -155,7 +156,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     for (int64_t i = layout.segment_count + grid_thread(); i < layout.message_scales; i += grid_threads())
         scales[i] = 0;
-    for (int64_t i = grid_thread(); layout.whole_words && i + 1 < layout.segment_count; i += grid_threads()) {
+    for (int64_t i = grid_thread(); layout.whole_words && !layout.has_holes && i + 1 < layout.segment_count;
+         i += grid_threads()) {
         const CompressLayout::Segment segment = layout.segments[i], next = layout.segments[i + 1];
         if (next.numel != 0)
             fill_words(layout.bits(local.result), round_up(segment.server + segment.numel, 32), next.server);
@@ -247,7 +249,9 @@ __global__ void __launch_bounds__(kThreads) average_slice_kernel(GRID_CONSTANT c
 void run_pass(ExchangePass pass, const Exchange &exchange, const dsopt_tensor *list, const Launcher &launcher) {
     const CompressLayout &compressed = exchange.local.layout, &all = exchange.mean.layout;
     switch (pass) {
-    case ExchangePass::clear_messages: return; // unused bits are written with tensors' bits or with the scales
+    case ExchangePass::clear_messages: // without holes, unused bits are written with tensors' bits or with the scales
+        if (compressed.has_holes) launcher.fill(exchange.local.send, 0xff, size_t(compressed.messages_bytes()));
+        return;
     case ExchangePass::pack_list:
         return launcher.launch_grid(compressed.group_leaves, {"pack_list", Next::kernel}, pack_list_kernel, exchange,
                                     list);
@@ -257,7 +261,9 @@ void run_pass(ExchangePass pass, const Exchange &exchange, const dsopt_tensor *l
     case ExchangePass::message_scales:
         return launcher.launch_grid(compressed.group_count / kWarps + 1, "message_scales", message_scales_kernel,
                                     exchange);
-    case ExchangePass::clear_result: return;
+    case ExchangePass::clear_result:
+        if (compressed.has_holes) launcher.fill(exchange.local.result, 0xff, size_t(compressed.message_bytes));
+        return;
     case ExchangePass::reduce_messages:
         return launcher.launch_grid(compressed.segment_leaves, {"reduce_messages", Next::kernel},
                                     reduce_messages_kernel, exchange);

@@ -470,7 +470,7 @@ private:
     /// Exchanges of compat mode begin with a copy to the host, and the update of shards with a memset.
     Next after_begin() const {
         const bool asks_host = b_.onebit.exchanges && b_.onebit.rules.compat;
-        return kernel_if(!asks_host && !b_.d.plan.policy.parts &&
+        return kernel_if(!asks_host && !b_.d.plan.policy.parts && !b_.exchange.local.layout.has_holes &&
                          (b_.onebit.stage == Stage::local || b_.d.plan.shards.count == 0));
     }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/rank_files.h"
 #include "base/sizes.h"
+#include "exchange/vector.h"
 #include <algorithm>
 #include <cstring>
 
@@ -138,6 +139,12 @@ void check_one_save(const Files &files) {
     }
 }
 
+std::vector<int64_t> numels_of(const Optimizer &optimizer) {
+    std::vector<int64_t> numels;
+    for (const Param &param : optimizer.params()) numels.push_back(param.numel);
+    return numels;
+}
+
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
     const size_t index = file.find(name);
     if (index == SafetensorsReader::npos) return true;
@@ -252,7 +259,8 @@ void RankFiles::verify_others() const {
 }
 
 bool RankFiles::computes(const StateEntry &entry) const {
-    if (entry.kind == StateKind::active) return old_layout_ || (resharded() && saved_nodes() == 1);
+    if (entry.kind == StateKind::active) // of a slice if state is sharded in the node
+        return old_layout_ || (resharded() && (saved_nodes() == 1 || saved_parts_ == "node" || local_parts_ == "node"));
     return resharded() && entry.is_error();
 }
 
@@ -260,9 +268,12 @@ std::vector<char> RankFiles::compute(const Optimizer &optimizer, const StateEntr
     std::vector<char> bytes(entry.bytes());
     const auto store = [&](const auto &list) { std::memcpy(bytes.data(), list.data(), bytes.size()); };
     if (bytes.empty()) return bytes;
-    if (entry.kind == StateKind::active)
-        store(active(optimizer));
-    else if (saved_nodes() > 1)
+    if (entry.kind == StateKind::active) {
+        const OneBitSetup &setup = optimizer.onebit()->setup();
+        const std::vector<int32_t> words = active(optimizer);
+        const int64_t first = setup.use == ExchangeUse::sharded_step ? setup.layout.slice_range().begin / 32 : 0;
+        std::memcpy(bytes.data(), words.data() + first, bytes.size());
+    } else if (saved_nodes() > 1)
         store(errors(optimizer, entry));
     return bytes; // zeros if one rank or one node saved: there were no residuals
 }
@@ -272,6 +283,19 @@ std::vector<char> RankFiles::compute(const Optimizer &optimizer, const StateEntr
 std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
+    if (saved_nodes() > 1 && saved_parts_ == "node") { // joins the slices of the first node
+        const int64_t chunk = VectorPartition{ListVector(numels_of(optimizer)).blocks(), saved_.ranks}.chunk_numel();
+        for (int l = 0; l < saved_.node_ranks; ++l) {
+            const SafetensorsReader &file = *files_[size_t(l * saved_nodes())];
+            const int64_t first = l * saved_nodes() * chunk / 32;
+            const int64_t count = std::clamp<int64_t>(int64_t(words.size()) - first, 0, saved_nodes() * chunk / 32);
+            const uint64_t size = uint64_t(count) * sizeof(int32_t);
+            std::vector<int32_t> slice(static_cast<size_t>(count));
+            file.verify(find_tensor(file, {"optimizer.active", DSOPT_DTYPE_I32, {}, size}), slice.data());
+            std::copy(slice.begin(), slice.end(), words.begin() + std::min(first, int64_t(words.size())));
+        }
+        return words;
+    }
     if (saved_nodes() > 1 && !old_layout_) {
         const uint64_t bytes = words.size() * sizeof(int32_t);
         file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());

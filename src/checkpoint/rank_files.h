@@ -53,6 +53,7 @@ private:
     /// Returns a worker_error or server_error: each element is the mean of the residuals of the ranks that have it,
     /// added in double in rank order and rounded once.
     std::vector<float> errors(const Optimizer &optimizer, const StateEntry &entry) const;
+    /// Returns `active` of the whole list.
     std::vector<int32_t> active(const Optimizer &optimizer) const;
 
     std::vector<std::unique_ptr<SafetensorsReader>> files_; // a list is in the order of ranks

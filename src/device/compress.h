@@ -49,6 +49,9 @@ struct CompressLayout {
     /// True: groups begin at whole words of bits, no chunk begins between two groups, and elements from `used_numel` on, a
     /// multiple of 32, follow the last group. False: groups end at any byte, and no elements are between or after them.
     bool whole_words = false;
+    /// True: the vector also has tensors that are never exchanged, which groups without elements stand for. Bits between
+    /// groups are then set before messages are packed, because chunks may begin there.
+    bool has_holes = false;
     int64_t used_numel = 0;
     int64_t message_scales = 0; // at the start of every message, before the bits
     /// A multiple of 16: messages are contiguous, and NCCL copies a message that is not aligned to 16 bytes byte by
@@ -113,11 +116,7 @@ struct ExchangeLayout {
         return {node_rank * numel, numel, whole.worker_numel};
     }
     /// Returns the number of words of bits up to the last tensor's end, which is the same for any number of ranks.
-    int64_t used_words() const {
-        if (whole.group_count == 0) return 0;
-        const CompressLayout::ScaleGroup &last = whole.groups[whole.group_count - 1];
-        return (last.end() + 31) / 32;
-    }
+    int64_t used_words() const { return (whole.used_numel + 31) / 32; }
     /// Sets the pointers of both layouts and returns the bytes of the block. `block` NULL: only returns the bytes.
     size_t place(void *block) {
         Arena arena(block);
@@ -209,7 +208,9 @@ struct Exchange {
     }
     /// Returns the number of words of `active`.
     int64_t active_words() const {
-        return use == ExchangeUse::sharded_step ? (layout->slice.used_numel + 31) / 32 : layout->used_words();
+        if (use != ExchangeUse::sharded_step) return layout->used_words();
+        const Range words = intersection({0, layout->used_words(), 0}, {local.begin / 32, node.numel / 32, 0});
+        return words.numel;
     }
     static size_t workspace_bytes(const OwnedLayout &layout, ExchangeUse use = ExchangeUse::list) {
         return Exchange(layout, nullptr, nullptr, nullptr, nullptr, use).take_from(nullptr);

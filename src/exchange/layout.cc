@@ -85,12 +85,15 @@ Draft padded_draft(int ranks, int rank, const std::vector<int64_t> &numels) {
 }
 
 /// Returns the draft of the layout in standard mode: all tensors form one vector, which is partitioned into chunks.
-Draft bucket_draft(int ranks, int rank, const std::vector<int64_t> &numels) {
+Draft bucket_draft(int ranks, int rank, const std::vector<int64_t> &numels, const std::vector<bool> &exchanged) {
     Draft draft(ranks, rank);
     const ListVector vector(numels);
     const int64_t chunk = VectorPartition{vector.blocks(), ranks}.chunk_numel();
-    for (size_t i = 0; i < numels.size(); ++i)
-        draft.groups.push_back({{vector.range(i).begin, numels[i], chunk * ranks}, numels[i], {0, chunk, 0}});
+    for (size_t i = 0; i < numels.size(); ++i) {
+        const int64_t numel = exchanged.empty() || exchanged[i] ? numels[i] : 0;
+        draft.groups.push_back({{vector.range(i).begin, numel, chunk * ranks}, numel, {0, chunk, 0}});
+        draft.sizes.has_holes = draft.sizes.has_holes || numel != numels[i];
+    }
     draft.sizes.worker_numel = chunk * ranks;
     draft.sizes.server_numel = chunk;
     draft.sizes.whole_words = true;
@@ -105,6 +108,7 @@ Draft slice_draft(const Draft &whole, int nodes, int node, int node_rank) {
     draft.sizes.server_numel = whole.sizes.server_numel;
     draft.sizes.worker_numel = draft.sizes.server_numel * nodes;
     draft.sizes.whole_words = true;
+    draft.sizes.has_holes = whole.sizes.has_holes;
     draft.sizes.message_scales = whole.sizes.message_scales; // so that messages of all slices have the same size
     const int64_t numel = draft.sizes.worker_numel;
     const Range slice{node_rank * numel, numel, whole.sizes.worker_numel};
@@ -137,11 +141,12 @@ OwnedLayout make_layout_of(const Draft &whole, const Draft *slice, int node_rank
 
 } // namespace
 
-OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels) {
+OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels,
+                       const std::vector<bool> &exchanged) {
     const auto [rank, ranks, node_ranks] = local;
     const int nodes = ranks / node_ranks;
     const Draft whole =
-        compat && node_ranks == 1 ? padded_draft(ranks, rank, numels) : bucket_draft(ranks, rank, numels);
+        compat && node_ranks == 1 ? padded_draft(ranks, rank, numels) : bucket_draft(ranks, rank, numels, exchanged);
     if (node_ranks == 1) return make_layout_of(whole, nullptr, 1, 0);
     const Draft slice = slice_draft(whole, nodes, rank % nodes, rank / nodes);
     return make_layout_of(whole, &slice, node_ranks, rank / nodes);

@@ -15,7 +15,9 @@ struct DataRank {
 /// Returns the layout of tensors of these sizes on a rank. `compat`: as in the original, each tensor is a separate
 /// vector, padded to a multiple of ranks * lcm(ranks, 8) with elements that enter the scale like all others. Otherwise
 /// the whole list is a ListVector with one chunk per rank and one scale per tensor; elements between tensors are ignored.
-/// With two levels each rank of a node has a slice of that vector.
-OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels);
+/// With two levels each rank of a node has a slice of that vector. `exchanged`: the tensors that are compressed, the
+/// others only take their place in the vector; empty = all, which compat mode needs.
+OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels,
+                       const std::vector<bool> &exchanged = {});
 
 } // namespace dsopt

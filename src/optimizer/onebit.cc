@@ -56,13 +56,13 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
     if (desc.flags & DSOPT_OPTIMIZER_SHARD_NODE && local.node_ranks > 1) use = ExchangeUse::sharded_step;
     const bool lamb = rules.algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
     const bool masters = desc.masters == DSOPT_MASTERS_FLAT;
-    std::vector<int64_t> numels; // of scale groups
+    std::vector<int64_t> numels;  // of scale groups
+    std::vector<bool> compressed; // standard mode, in which a scale group is a parameter
     int32_t group = -1;
     for (const Param &param : params) {
-        const dsopt_group &g = groups[size_t(param.group)];
-        const bool exchanged = is_exchanged(g);
+        const bool exchanged = is_exchanged(groups[size_t(param.group)]);
         if (exchanged && param.trust_slot >= 0) ++trust_slots;
-        if (!exchanged || !compresses) {
+        if (!compresses || (!exchanged && compat)) {
             worker.push_back(-1);
             scale_group.push_back(0);
             continue;
@@ -73,10 +73,11 @@ OneBitSetup::OneBitSetup(const std::vector<dsopt_group> &groups, const std::vect
         group = param.group;
         if (!joins) numels.push_back(0);
         scale_group.push_back(int32_t(numels.size()) - 1);
-        worker.push_back(numels.back()); // within the scale group, whose begin is added below
+        worker.push_back(exchanged ? numels.back() : -1); // within the scale group, whose begin is added below
         numels.back() += param.numel;
+        if (!compat) compressed.push_back(exchanged);
     }
-    if (compresses) layout = layout_for(local, compat, numels);
+    if (compresses) layout = layout_for(local, compat, numels, compressed);
     for (size_t i = 0; i < params.size(); ++i)
         if (worker[i] >= 0) worker[i] += layout.whole.groups[scale_group[i]].begin;
 }
@@ -219,9 +220,10 @@ void OneBit::decode_momentum(const StateTable &table, const std::vector<Param> &
     exchange.mean.results = static_cast<char *>(bits->data);
     std::vector<dsopt_tensor> moments; // in standard mode a scale group is a parameter
     for (size_t i = 0; i < params.size(); ++i) {
+        moments.push_back({});
         if (setup_.worker[i] < 0) continue;
-        moments.push_back(table.find(StateKind::first_moment, int64_t(i))->tensor());
-        if (moments.back().data == nullptr && params[i].numel != 0)
+        moments.back() = table.find(StateKind::first_moment, int64_t(i))->tensor();
+        if (moments.back().data == nullptr && moments.back().numel != 0)
             throw Error(DSOPT_ERR_STATE, "exp_avg of '%s' has no memory for the momentum in exp_avg_bits",
                         params[i].name.c_str());
     }
