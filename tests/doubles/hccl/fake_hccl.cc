@@ -65,14 +65,16 @@ bool fault(const Comm &comm, const char *kind) {
     const char *const text = std::getenv("DSOPT_FAKE_HCCL_FAULT");
     return text != nullptr && std::to_string(comm.rank) + ":" + std::to_string(comm.calls) + ":" + kind == text;
 }
-template <class T> void reduce(const std::vector<Operation> &operations, int op, T *to, uint64_t count) {
-    for (uint64_t i = 0; i < count; ++i) {
+/// Reduces `count` elements of each rank, which begin with element `begin`.
+template <class T>
+void reduce(const std::vector<Operation> &operations, int op, T *to, uint64_t begin, uint64_t count) {
+    for (uint64_t i = begin; i < begin + count; ++i) {
         T total = reinterpret_cast<const T *>(operations[0].data)[i];
         for (size_t rank = 1; rank < operations.size(); ++rank) {
             const T next = reinterpret_cast<const T *>(operations[rank].data)[i];
             total = op == 0 ? T(total + next) : next > total ? next : total;
         }
-        to[i] = total;
+        to[i - begin] = total;
     }
 }
 
@@ -95,12 +97,16 @@ int post(Comm *comm, const Operation &operation, size_t sent, char *to, size_t r
                    other.detail == operation.detail && other.count == operation.count;
         std::vector<char> result(received);
         const size_t ranks = group.operations.size();
+        const bool reduces = operation.kind == 1 || operation.kind == 4;
+        const uint64_t begin = operation.kind == 4 ? comm->rank * operation.count : 0;
         if (!same)
             comm->error = bad_parameter;
-        else if (operation.kind == 1 && operation.type == float32)
-            reduce(group.operations, operation.detail, reinterpret_cast<float *>(result.data()), operation.count);
-        else if (operation.kind == 1)
-            reduce(group.operations, operation.detail, reinterpret_cast<int32_t *>(result.data()), operation.count);
+        else if (reduces && operation.type == float32)
+            reduce(group.operations, operation.detail, reinterpret_cast<float *>(result.data()), begin,
+                   operation.count);
+        else if (reduces)
+            reduce(group.operations, operation.detail, reinterpret_cast<int32_t *>(result.data()), begin,
+                   operation.count);
         else
             for (size_t from = 0; from < ranks && received != 0; ++from) {
                 const char *const theirs = group.operations[from].data;
@@ -164,6 +170,10 @@ int HcclAllReduce(char *from, char *to, uint64_t count, int type, int op, void *
 int HcclAllGather(char *from, char *to, uint64_t count, int type, void *comm, void *stream) {
     const size_t ranks = static_cast<Comm *>(comm)->group->operations.size();
     return post(static_cast<Comm *>(comm), {2, type, 0, count, from}, count, to, count * ranks, stream);
+}
+int HcclReduceScatter(char *from, char *to, uint64_t count, int type, int op, void *comm, void *stream) {
+    const size_t ranks = static_cast<Comm *>(comm)->group->operations.size();
+    return post(static_cast<Comm *>(comm), {4, type, op, count, from}, count * 4 * ranks, to, count * 4, stream);
 }
 int HcclAlltoAll(const char *from, uint64_t count, int type, char *to, uint64_t, int, void *comm, void *stream) {
     const size_t all = count * static_cast<Comm *>(comm)->group->operations.size();

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-enum class Kind { duplicate, all_reduce, reduce, broadcast, all_to_all, all_gather, send, receive };
+enum class Kind { duplicate, all_reduce, reduce, reduce_scatter, broadcast, all_to_all, all_gather, send, receive };
 struct Call {
     Kind kind;
     int count, type, op, root;
@@ -69,7 +69,7 @@ thread_local MPI_Comm t_world = nullptr;
 void copy_on_host(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
 void (*g_copy)(void *to, const void *from, size_t bytes) = copy_on_host;
 std::set<const void *> g_message_buffers; // buffers passed to messages of all communicators
-thread_local int64_t t_calls = 0, t_failing_call = 0;
+thread_local int64_t t_calls = 0, t_failing_call = 0, t_hanging_call = 0;
 
 FakeMpiShared *new_shared(int ranks) {
     static auto &all = *new std::vector<std::unique_ptr<FakeMpiShared>>; // never freed, see FakeMpi::enter()
@@ -82,6 +82,9 @@ bool injected_failure(MPI_Comm comm = nullptr) {
         if (affected != nullptr) affected->shared->broken = true;
     return true;
 }
+
+/// Returns true if the call that injected_failure() has just counted never arrives.
+bool injected_hang() { return t_calls == t_hanging_call; }
 
 size_t size_of(int type) {
     constexpr size_t sizes[] = {1, 4, 8, 4, 8};
@@ -103,7 +106,7 @@ int post(MPI_Comm comm, const Call &call, const void *from, size_t bytes, void *
     operation.call = call;
     operation.sent.assign(bytes_from, bytes_from + bytes);
     operation.to = to;
-    ++collective.arrived;
+    if (!injected_hang()) ++collective.arrived;
     ++comm->pending;
     *request = &operation;
     return MPI_SUCCESS;
@@ -130,7 +133,7 @@ int post_message(int from, int to, MPI_Comm comm, Kind kind, size_t bytes, const
     FakeMpiOperation &operation = channel.operations.emplace_back();
     operation.endpoint = comm;
     operation.call = {kind, int(bytes), MPI_BYTE, 0, 0};
-    (kind == Kind::send ? channel.sends : channel.receives).push_back(&operation);
+    if (!injected_hang()) (kind == Kind::send ? channel.sends : channel.receives).push_back(&operation);
     if (kind == Kind::send)
         operation.from = data;
     else
@@ -145,11 +148,12 @@ int post_message(int from, int to, MPI_Comm comm, Kind kind, size_t bytes, const
     return MPI_SUCCESS;
 }
 
-template <class T> void reduce(const Collective &collective, const Call &call, void *to) {
+/// Reduces elements of each rank, of which the first is element `begin`.
+template <class T> void reduce(const Collective &collective, const Call &call, size_t begin, void *to) {
     std::vector<T> total(size_t(call.count)), theirs(size_t(call.count));
     for (size_t rank = 0; rank < collective.operations.size(); ++rank) {
         const std::vector<char> &sent = collective.operations[rank].sent;
-        if (!sent.empty()) std::memcpy(theirs.data(), sent.data(), sent.size());
+        if (!sent.empty()) std::memcpy(theirs.data(), sent.data() + begin * sizeof(T), theirs.size() * sizeof(T));
         for (size_t i = 0; i < total.size(); ++i)
             total[i] = rank == 0            ? theirs[i]
                        : call.op == MPI_SUM ? T(total[i] + theirs[i])
@@ -173,10 +177,13 @@ void finish(Collective &collective, const FakeMpiOperation &operation) {
         if (int(rank) != call.root) return;
         [[fallthrough]];
     case Kind::all_reduce:
-        if (call.type == MPI_INT32_T) return reduce<int32_t>(collective, call, to);
-        if (call.type == MPI_INT64_T) return reduce<int64_t>(collective, call, to);
-        if (call.type == MPI_FLOAT) return reduce<float>(collective, call, to);
-        return reduce<double>(collective, call, to);
+    case Kind::reduce_scatter: {
+        const size_t begin = call.kind == Kind::reduce_scatter ? rank * size_t(call.count) : 0;
+        if (call.type == MPI_INT32_T) return reduce<int32_t>(collective, call, begin, to);
+        if (call.type == MPI_INT64_T) return reduce<int64_t>(collective, call, begin, to);
+        if (call.type == MPI_FLOAT) return reduce<float>(collective, call, begin, to);
+        return reduce<double>(collective, call, begin, to);
+    }
     case Kind::broadcast: return copy(0, collective.operations[size_t(call.root)].sent, 0);
     case Kind::all_to_all:
         for (size_t r = 0; r < collective.operations.size(); ++r)
@@ -207,8 +214,12 @@ FakeMpi::FakeMpi(int ranks) :
     }()) {}
 void FakeMpi::enter(int rank) const { t_world = &shared_->endpoints[size_t(rank)]; }
 void FakeMpi::fail_at(int64_t n) {
-    t_calls = 0;
+    t_calls = t_hanging_call = 0;
     t_failing_call = n;
+}
+void FakeMpi::hang_at(int64_t n) {
+    fail_at(0);
+    t_hanging_call = n;
 }
 int64_t FakeMpi::calls() { return t_calls; }
 void FakeMpi::copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes)) { g_copy = copy; }
@@ -285,6 +296,11 @@ int MPI_Iallreduce(const void *from, void *to, int count, MPI_Datatype type, MPI
 int MPI_Ireduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,
                 MPI_Request *request) {
     return post(comm, {Kind::reduce, count, type, op, root}, from, size_t(count) * size_of(type), to, request);
+}
+int MPI_Ireduce_scatter_block(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                              MPI_Request *request) {
+    const size_t bytes = size_t(count) * size_of(type) * comm->shared->endpoints.size();
+    return post(comm, {Kind::reduce_scatter, count, type, op, 0}, from, bytes, to, request);
 }
 int MPI_Ibcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm, MPI_Request *request) {
     return post(comm, {Kind::broadcast, count, type, 0, root}, data, size_t(count) * size_of(type), data, request);

@@ -40,6 +40,8 @@ int MPI_Iallreduce(const void *from, void *to, int count, MPI_Datatype type, MPI
                    MPI_Request *request);
 int MPI_Ireduce(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,
                 MPI_Request *request);
+int MPI_Ireduce_scatter_block(const void *from, void *to, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                              MPI_Request *request);
 int MPI_Ibcast(void *data, int count, MPI_Datatype type, int root, MPI_Comm comm, MPI_Request *request);
 int MPI_Ialltoall(const void *from, int count, MPI_Datatype type, void *to, int received, MPI_Datatype received_type,
                   MPI_Comm comm, MPI_Request *request);

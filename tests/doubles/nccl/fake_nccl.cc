@@ -27,8 +27,8 @@
 namespace {
 
 enum Result { success, cuda_error, system_error, internal_error, bad_argument, bad_usage, remote_error, in_progress };
-enum Kind : int { reduces, gathers, sends, receives };
-const char *const kKinds[] = {"all-reduce", "all-gather", "send", "receive"};
+enum Kind : int { reduces, gathers, scatters, sends, receives };
+const char *const kKinds[] = {"all-reduce", "all-gather", "reduce-scatter", "send", "receive"};
 constexpr int kMaxRanks = 8;
 constexpr size_t kChunk = size_t(16) << 10;
 
@@ -225,7 +225,14 @@ struct Posted {
     int number;
 };
 
-/// Each rank copies a chunk to shared memory, waits for all ranks, reads its operands, and waits again.
+template <class T> void reduce_chunk(const Posted &posted, int row, size_t begin, size_t count) {
+    const FakeComm *const comm = posted.comm;
+    if (posted.call.kind == reduces || row == comm->rank)
+        reduce_as<T>(comm, static_cast<T *>(posted.to) + begin, count, posted.call.op);
+}
+
+/// Each rank copies a chunk to shared memory, waits for all ranks, reads its operands, and waits again. A reduce-scatter
+/// does so with each row.
 void run_collective(const Posted &posted) {
     FakeComm *const comm = posted.comm;
     const Call &call = posted.call;
@@ -242,23 +249,23 @@ void run_collective(const Posted &posted) {
         return;
     }
     const size_t size = element(call.type), most = kChunk / size;
+    const int rows = call.kind == scatters ? comm->ranks : 1;
     char *const to = static_cast<char *>(posted.to);
-    for (size_t begin = 0; begin < call.count; begin += most) {
-        if (!rendezvous(comm)) return;
-        const size_t count = std::min(most, call.count - begin);
-        std::memcpy(shared.chunks[comm->rank], static_cast<const char *>(posted.from) + begin * size, count * size);
-        if (!rendezvous(comm)) return;
-        if (call.kind == reduces) {
-            if (call.type == 7) reduce_as<float>(comm, to + begin * size, count, call.op);
-            if (call.type == 8) reduce_as<double>(comm, to + begin * size, count, call.op);
-            if (call.type == 2) reduce_as<int32_t>(comm, to + begin * size, count, call.op);
-        } else if (call.kind == gathers) {
-            for (int rank = 0; rank < comm->ranks; ++rank)
-                std::memcpy(to + (size_t(rank) * call.count + begin) * size, shared.chunks[rank], count * size);
-        } else {
-            std::memcpy(to + begin * size, shared.chunks[call.root], count * size);
+    for (int row = 0; row < rows; ++row)
+        for (size_t begin = 0; begin < call.count; begin += most) {
+            if (!rendezvous(comm)) return;
+            const size_t count = std::min(most, call.count - begin), sent = size_t(row) * call.count + begin;
+            std::memcpy(shared.chunks[comm->rank], static_cast<const char *>(posted.from) + sent * size, count * size);
+            if (!rendezvous(comm)) return;
+            if (call.kind == gathers) {
+                for (int rank = 0; rank < comm->ranks; ++rank)
+                    std::memcpy(to + (size_t(rank) * call.count + begin) * size, shared.chunks[rank], count * size);
+                continue;
+            }
+            if (call.type == 7) reduce_chunk<float>(posted, row, begin, count);
+            if (call.type == 8) reduce_chunk<double>(posted, row, begin, count);
+            if (call.type == 2) reduce_chunk<int32_t>(posted, row, begin, count);
         }
-    }
     (void)rendezvous(comm);
 }
 
@@ -514,6 +521,10 @@ API Result ncclAllReduce(const void *from, void *to, size_t count, int type, int
 }
 API Result ncclAllGather(const void *from, void *to, size_t count, int type, FakeComm *comm, cudaStream_t on) {
     return post(comm, {gathers, type, 0, 0, count}, from, to, 0, on);
+}
+API Result ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, FakeComm *comm,
+                             cudaStream_t on) {
+    return post(comm, {scatters, type, op, 0, count}, from, to, 0, on);
 }
 API Result ncclGroupStart() {
     if (!t_last_used.name.empty() && injected_failure(t_last_used.name, t_last_used.rank)) return system_error;
