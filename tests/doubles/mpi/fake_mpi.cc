@@ -69,7 +69,7 @@ thread_local MPI_Comm t_world = nullptr;
 void copy_on_host(void *to, const void *from, size_t bytes) { std::memcpy(to, from, bytes); }
 void (*g_copy)(void *to, const void *from, size_t bytes) = copy_on_host;
 std::set<const void *> g_message_buffers; // buffers passed to messages of all communicators
-thread_local int64_t t_calls = 0, t_failing_call = 0, t_hanging_call = 0;
+thread_local int64_t t_calls = 0, t_failing_call = 0, t_posts = 0, t_hanging_post = 0;
 
 FakeMpiShared *new_shared(int ranks) {
     static auto &all = *new std::vector<std::unique_ptr<FakeMpiShared>>; // never freed, see FakeMpi::enter()
@@ -83,8 +83,7 @@ bool injected_failure(MPI_Comm comm = nullptr) {
     return true;
 }
 
-/// Returns true if the call that injected_failure() has just counted never arrives.
-bool injected_hang() { return t_calls == t_hanging_call; }
+bool injected_hang() { return ++t_posts == t_hanging_post; }
 
 size_t size_of(int type) {
     constexpr size_t sizes[] = {1, 4, 8, 4, 8};
@@ -214,12 +213,13 @@ FakeMpi::FakeMpi(int ranks) :
     }()) {}
 void FakeMpi::enter(int rank) const { t_world = &shared_->endpoints[size_t(rank)]; }
 void FakeMpi::fail_at(int64_t n) {
-    t_calls = t_hanging_call = 0;
+    t_calls = t_hanging_post = 0;
     t_failing_call = n;
 }
 void FakeMpi::hang_at(int64_t n) {
     fail_at(0);
-    t_hanging_call = n;
+    t_posts = 0;
+    t_hanging_post = n;
 }
 int64_t FakeMpi::calls() { return t_calls; }
 void FakeMpi::copy_messages_by(void (*copy)(void *to, const void *from, size_t bytes)) { g_copy = copy; }

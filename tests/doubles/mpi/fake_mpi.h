@@ -12,8 +12,8 @@ public:
     /// Makes the n-th call of this thread from now on fail, and with it the operations that other ranks wait for. 0: no
     /// call fails. Repeated tests of a request do not count.
     static void fail_at(int64_t n);
-    /// Makes the n-th call of this thread from now on never arrive if it is a collective or a message: no rank that
-    /// waits for the call gets a result. 0: every call arrives. Calls are counted as in fail_at(), which sets 0.
+    /// Makes the n-th collective or message of this thread from now on never arrive: no rank that waits for it gets a
+    /// result. 0: every call arrives. fail_at() sets 0.
     static void hang_at(int64_t n);
     /// Returns the number of calls of this thread since fail_at().
     static int64_t calls();

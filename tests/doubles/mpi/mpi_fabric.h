@@ -19,6 +19,11 @@ public:
         world_->enter(rank);
         return dsopt_mpi_comm_timeout(context, MPI_COMM_WORLD, timeout_ms, comm);
     }
+    /// Same as join(), with means that MPI adds up.
+    dsopt_status join_sums(int rank, int timeout_ms, dsopt_context *context, dsopt_comm **comm) {
+        world_->enter(rank);
+        return dsopt_mpi_comm_sums(context, MPI_COMM_WORLD, timeout_ms, comm);
+    }
     void fail_at(int64_t n) override { FakeMpi::fail_at(n); }
     int64_t calls() const override { return FakeMpi::calls(); }
 
