@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sharded state and means of gradients on emulated devices connected by the double of NCCL.
+#include "../shard_faults.h"
+#include "nccl_device.h"
+#include "nccl_fabric.h"
+
+namespace nccl_test {
+namespace {
+
+TEST(NcclShard, HasTheBitsOfOneRank) {
+    for (const uint32_t flags : {0u, uint32_t(DSOPT_COMM_FLAG_ENQUEUE)})
+        for (const int ranks : {2, 3}) {
+            const std::string id = new_id();
+            run_ranks(ranks, [&](int rank) {
+                const Device device(id, rank, ranks, 60000, flags);
+                shard_run::expect_bits_of_one_rank(device.context, device.comm, rank, ranks,
+                                                   test::cuda_memory(device.stream));
+            });
+        }
+}
+
+TEST(NcclShard, AddsByReduceScatterWithProviderSums) {
+    for (const uint32_t flags : {0u, uint32_t(DSOPT_COMM_FLAG_ENQUEUE)})
+        for (const int ranks : {2, 3}) {
+            const std::string id = new_id();
+            std::vector<std::string> weights{size_t(ranks)};
+            run_ranks(ranks, [&](int rank) {
+                const Device device(id, rank, ranks, 60000, flags | DSOPT_COMM_FLAG_PROVIDER_SUMS);
+                weights[size_t(rank)] = shard_run::train_with_provider_sums(device.context, device.comm, ranks, rank,
+                                                                            test::cuda_memory(device.stream));
+            });
+            for (const std::string &of_rank : weights) EXPECT_TRUE(of_rank == weights[0]);
+        }
+}
+
+TEST(NcclShard, RejectsSumsOnSomeRanksOnly) {
+    const std::string id = new_id();
+    run_ranks(2, [&](int rank) {
+        const Device device(id, rank, 2, 5000, rank == 0 ? uint32_t(DSOPT_COMM_FLAG_PROVIDER_SUMS) : 0);
+        shard_run::Setting setting;
+        setting.flags |= DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS;
+        shard_run::RankTrainer trainer(device.context, device.comm, setting, test::cuda_memory(device.stream));
+        EXPECT_NE(trainer.step(1, shard_run::gradients_of(rank)), DSOPT_OK);
+    });
+}
+
+class FaultyNccl final : public shard_run::FaultyFabric {
+public:
+    void prepare(shard_run::Fault fault, int64_t n) override {
+        fault_ = fault;
+        call_ = n;
+        id_ = new_id();
+        hang_.reset();
+        if (fault == shard_run::Fault::hangs)
+            hang_ = std::make_unique<Environment>("DSOPT_FAKE_NCCL_FAULT",
+                                                  ("0:" + std::to_string(n - 1) + ":hang").c_str());
+    }
+    void arm() override { fail_at(id_, 0, fault_ == shard_run::Fault::fails ? call_ : 0); }
+    dsopt_status join(int rank, int timeout_ms, int32_t flags, dsopt_context *context, dsopt_comm **comm) override {
+        const dsopt_comm_desc desc = desc_of(id_, rank, 2, timeout_ms, uint32_t(flags));
+        return dsopt_comm_create(context, &desc, comm);
+    }
+    test::Context context(int rank) const override { return fabric_.context(rank); }
+    test::Memory memory(int rank) const override { return fabric_.memory(rank); }
+    int work_factor() const override { return fabric_.work_factor(); }
+
+private:
+    const NcclFabric fabric_;
+    std::string id_;
+    std::unique_ptr<Environment> hang_;
+    shard_run::Fault fault_ = shard_run::Fault::none;
+    int64_t call_ = 0;
+};
+
+TEST(NcclShardFaults, ReturnStatusAndLeaveThePartOfAStep) {
+    const Environment seen("DSOPT_FAKE_NCCL_DEAD", "error");
+    FaultyNccl fabric;
+    fail_each_call_of_sharded_steps(fabric);
+}
+
+} // namespace
+} // namespace nccl_test
