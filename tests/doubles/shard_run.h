@@ -91,13 +91,21 @@ public:
 
     const Setting &setting() const { return setting_; }
     dsopt_status step(int64_t call, const Gradients &gradients) {
-        std::vector<dsopt_tensor> list;
+        fill(call, gradients);
+        return step();
+    }
+    void fill(int64_t call, const Gradients &gradients) {
         for (size_t t = 0; t < grads_.size(); ++t) {
             std::vector<float> values(size_t(setting_.sizes[t]));
             for (size_t i = 0; i < values.size(); ++i) values[i] = gradients(call, t, i);
             grads_[t].set(values.data());
-            list.push_back({grads_[t].data(), setting_.sizes[t], DSOPT_DTYPE_F32, 0});
         }
+    }
+    /// Steps with the gradients of the last fill().
+    dsopt_status step() {
+        std::vector<dsopt_tensor> list;
+        for (size_t t = 0; t < grads_.size(); ++t)
+            list.push_back({grads_[t].data(), setting_.sizes[t], DSOPT_DTYPE_F32, 0});
         DSOPT_NEW(dsopt_step, step);
         step.grads = list.data();
         step.count = int64_t(list.size());

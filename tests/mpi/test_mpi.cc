@@ -2,6 +2,7 @@
 // Tests of the MPI adapter, compiled with a small piece size. Every rank is a process: run.sh. The argument is the
 // scenario; a rank on which an expectation fails reports it and exits with 1.
 #define DSOPT_MPI_PIECE 4096
+#include "doubles/shard_run.h"
 #include "dsopt_mpi.h"
 #include "support/onebit_run.h"
 #include <atomic>
@@ -101,8 +102,32 @@ template <class T> void check_reduce(Table &table, int32_t dtype, size_t count) 
     }
 }
 
+/// Each rank gets the sum of its row, also in place of that row.
+void check_reduce_scatter(Table &table, size_t count) {
+    const auto of = [&](int from, int row, size_t i) { return float((from + 1) * int(i % 91) + row * 7 - 50); };
+    std::vector<float> rows(count * size_t(ranks)), wanted(count), sums(count);
+    for (size_t i = 0; i < count; ++i)
+        for (int other = 0; other < ranks; ++other) {
+            rows[size_t(other) * count + i] = of(rank, other, i);
+            wanted[i] += of(other, rank, i);
+        }
+    const std::vector<float> sent = rows;
+    float *const own = rows.data() + size_t(rank) * count;
+    const auto reduce = [&](float *to) {
+        return dsopt_mpi_reduce_scatter_(&table.self, rows.data(), to, int64_t(count), DSOPT_DTYPE_F32, DSOPT_OP_SUM,
+                                         nullptr);
+    };
+    EXPECT(reduce(sums.data()) == 0);
+    EXPECT(sums == wanted);
+    EXPECT(rows == sent);
+    EXPECT(reduce(own) == 0);
+    EXPECT(std::vector<float>(own, own + count) == wanted);
+}
+
 void collectives() {
     Table table;
+    for (const size_t count : {size_t(0), size_t(1), size_t(511), size_t(512), size_t(513), size_t(5000)})
+        check_reduce_scatter(table, count);
     for (const size_t count : {size_t(0), size_t(1), size_t(511), size_t(512), size_t(513), size_t(5000)}) {
         check_reduce<float>(table, DSOPT_DTYPE_F32, count);
         check_reduce<double>(table, DSOPT_DTYPE_F64, count);
@@ -187,6 +212,48 @@ void onebit() {
         EXPECT(all.back() != all[all.size() - 2]); // the last call changed something
         dsopt_comm_destroy(comm);
     }
+}
+
+/// Sharded state, and means of gradients: the bits of one rank, and equal weights if MPI adds.
+void shard() {
+    dsopt_comm *comm = world();
+    try {
+        shard_run::expect_bits_of_one_rank(context(), comm, rank, ranks, test::host_memory());
+        dsopt_comm_destroy(comm);
+        comm = nullptr;
+        EXPECT(dsopt_mpi_comm_sums(context(), MPI_COMM_WORLD, 60000, &comm) == DSOPT_OK);
+        const std::string weights =
+            shard_run::train_with_provider_sums(context(), comm, ranks, rank, test::host_memory());
+        std::string first = weights;
+        EXPECT(MPI_Bcast(first.data(), int(first.size()), MPI_BYTE, 0, MPI_COMM_WORLD) == MPI_SUCCESS);
+        EXPECT(weights == first);
+    } catch (const std::exception &error) {
+        std::printf("rank %d, line 0: not as expected: %s\n", rank, error.what());
+        std::fflush(stdout);
+        MPI_Abort(MPI_COMM_WORLD, 1); // the other ranks wait for this one
+    }
+    dsopt_comm_destroy(comm);
+}
+
+/// Rank 0 hangs before its second sharded step.
+void rank_that_hangs_in_a_sharded_step() {
+    dsopt_comm *const comm = world(2000);
+    shard_run::Setting setting;
+    setting.flags |= DSOPT_OPTIMIZER_AVERAGES;
+    {
+        shard_run::RankTrainer trainer(context(), comm, setting, test::host_memory());
+        EXPECT(trainer.step(1, shard_run::gradients_of(rank)) == DSOPT_OK);
+        const shard_run::RankTrainer::Saved before = trainer.save();
+        if (rank == 0) wait_for_other_ranks();
+        const auto begin = std::chrono::steady_clock::now();
+        EXPECT(trainer.step(2, shard_run::gradients_of(rank)) == DSOPT_ERR_TIMEOUT);
+        if (rank != 0) notify_rank_0();
+        EXPECT(std::chrono::steady_clock::now() - begin < std::chrono::milliseconds(20000));
+        EXPECT(trainer.save() == before);
+        EXPECT(status_of(comm) == DSOPT_ERR_TIMEOUT);
+        EXPECT(trainer.step(3, shard_run::gradients_of(rank)) == DSOPT_ERR_TIMEOUT);
+    }
+    dsopt_comm_destroy(comm);
 }
 
 void info() {
@@ -324,11 +391,13 @@ int main(int argc, char **argv) {
         {"same-bits", same_bits},
         {"step", step},
         {"onebit", onebit},
+        {"shard", shard},
         {"info", info},
         {"different-calls", different_calls},
         {"rank-that-hangs", rank_that_hangs},
         {"rank-that-hangs-in-creating", rank_that_hangs_in_creating},
         {"rank-that-hangs-in-a-compressed-step", rank_that_hangs_in_a_compressed_step},
+        {"rank-that-hangs-in-a-sharded-step", rank_that_hangs_in_a_sharded_step},
         {"abort-from-another-thread", abort_from_another_thread},
         {"released-after-finalize", released_after_finalize},
         {"released-in-a-child", released_in_a_child}};

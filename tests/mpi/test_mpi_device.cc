@@ -2,6 +2,7 @@
 // dsopt_mpi_comm_device over an MPI of this machine, with an emulated device. Its memory is host memory, which any MPI
 // accepts. Every rank is a process: run.sh. A rank on which an expectation fails exits with 1.
 #define DSOPT_MPI_PIECE 4096
+#include "doubles/shard_run.h"
 #include "dsopt_mpi.h"
 #include "support/cuda_memory.h"
 #include "support/onebit_run.h"
@@ -47,6 +48,11 @@ void onebit(const test::Context &context, const test::Memory &memory) {
     }
 }
 
+void shard(const test::Context &context, const test::Memory &memory) {
+    const test::Comm comm = world(context);
+    shard_run::expect_bits_of_one_rank(context.get(), comm.get(), rank, ranks, memory);
+}
+
 /// Runs last, because MPI_Finalize may wait for pending operations. Rank 0 waits until the others have received a
 /// status.
 void rank_that_hangs(const test::Context &context, const test::Memory &memory) {
@@ -78,6 +84,7 @@ int main(int argc, char **argv) {
         const test::Memory memory = test::cuda_memory(stream);
         all_reduce(context, memory);
         onebit(context, memory);
+        shard(context, memory);
         rank_that_hangs(context, memory);
     } catch (const std::exception &error) {
         std::printf("rank %d, line 0: not as expected: %s\n", rank, error.what());

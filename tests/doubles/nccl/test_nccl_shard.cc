@@ -33,6 +33,44 @@ TEST(NcclShard, AddsByReduceScatterWithProviderSums) {
         }
 }
 
+TEST(NcclShard, GraphMatchesPlainSteps) {
+    constexpr int64_t replays = 100;
+    for (const uint32_t flags : {uint32_t(DSOPT_OPTIMIZER_SHARD), uint32_t(DSOPT_OPTIMIZER_AVERAGES),
+                                 uint32_t(DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_AVERAGES)})
+        for (const uint32_t sums : {0u, uint32_t(DSOPT_COMM_FLAG_PROVIDER_SUMS)}) {
+            const bool averages = (flags & DSOPT_OPTIMIZER_AVERAGES) != 0;
+            if (!averages && sums != 0) continue;
+            const std::string id = new_id();
+            run_ranks(2, [&](int rank) {
+                const Device device(id, rank, 2, 60000, DSOPT_COMM_FLAG_ENQUEUE | sums);
+                shard_run::Setting setting;
+                setting.flags = flags;
+                setting.sizes = {2100, 0, 33, 2100};
+                const test::Memory memory = test::cuda_memory(device.stream);
+                const auto gradients = averages ? shard_run::gradients_of(rank) : shard_run::means_of(2);
+                shard_run::RankTrainer plain(device.context, device.comm, setting, memory),
+                    captured(device.context, device.comm, setting, memory);
+                test::must(plain.step(1, gradients));
+                test::must(captured.step(1, gradients)); // allocates
+                cudaGraph_t graph = nullptr;
+                cudaGraphExec_t exec = nullptr;
+                EXPECT_EQ(cudaStreamBeginCapture(device.stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+                test::must(captured.step());
+                EXPECT_EQ(cudaStreamEndCapture(device.stream, &graph), cudaSuccess);
+                EXPECT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+                for (int64_t call = 2; call <= replays + 1; ++call) {
+                    test::must(plain.step(call, gradients));
+                    captured.fill(call, gradients);
+                    EXPECT_EQ(cudaGraphLaunch(exec, device.stream), cudaSuccess);
+                    ASSERT_EQ(captured.weights(), plain.weights()) << "flags " << flags << ", call " << call;
+                }
+                EXPECT_EQ(captured.state_bytes(), plain.state_bytes());
+                (void)cudaGraphExecDestroy(exec);
+                (void)cudaGraphDestroy(graph);
+            });
+        }
+}
+
 TEST(NcclShard, RejectsSumsOnSomeRanksOnly) {
     const std::string id = new_id();
     run_ranks(2, [&](int rank) {
