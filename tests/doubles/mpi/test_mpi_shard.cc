@@ -37,7 +37,7 @@ TEST(MpiShard, AddsByReduceScatterWithProviderSums) {
     }
 }
 
-TEST(MpiShard, RejectsSumsOnSomeRanksOnly) {
+TEST(MpiShard, ReturnsStatusIfOnlyOneRankHasProviderSums) {
     MpiFabric fabric;
     fabric.prepare_comm(2);
     run_ranks(2, [&](int rank) {
