@@ -163,7 +163,8 @@ private:
 TEST_F(CudaStepDriver, FailedCollectiveLeavesStateUnchanged) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
         for (const bool device : {false, true}) {
-            constexpr int collectives = 4; // averages of gradients, norms, all-to-all, all-gather
+            // All-to-all and all-gather of gradients, norms, all-to-all and all-gather of the exchange.
+            constexpr int collectives = 5;
             for (int successful = 0; successful <= collectives; ++successful) {
                 FailingSide run(device, algorithm);
                 for (int t = 0; t < kFreeze + 2; ++t) {

@@ -90,10 +90,12 @@ TEST_F(CudaTwoLevelMean, SumsRanksOfNodeInOnePassInRankOrder) {
         (void)train(false, per_node);
         const std::vector<std::string> kernels = train(true, per_node);
         const auto launches = [&](const char *name) { return std::count(kernels.begin(), kernels.end(), name); };
-        EXPECT_EQ(launches("sum_slices"), per_node * kNodes);
-        // One pass copies gradients to the buffer, and another divides the buffer by the number of ranks. There is no
-        // pass per rank of the node.
-        EXPECT_EQ(launches("axpby"), 2 * per_node * kNodes);
+        // The list has three blocks, one per chunk. They are in two slices of each node, whose ranks add up the
+        // gradients of the node. Three ranks add up the sums of the nodes. There is no pass per rank that is added.
+        EXPECT_EQ(launches("sum_rows"), 2 * kNodes + 3);
+        // Each rank packs its gradients and unpacks the means.
+        EXPECT_EQ(launches("copy"), 2 * per_node * kNodes);
+        EXPECT_EQ(launches("axpby"), 0);
     }
 }
 
