@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sharded steps of two ranks in which one call of a comm's library fails or never arrives, each in turn. Every rank gets
-// a status in bounded time. A step that fails before its gather leaves everything as it was. One that fails in its
-// gather leaves this rank's part and the tensors' counters of the new step, and the other weights undefined. With the
-// last checkpoint and a new comm the step has the same bits as without a failure.
+// a status in bounded time. What a failed step leaves:
+//
+//   before the update               everything as it was
+//   while LAMB completes its sums   moments of the new step in this rank's part, weights as they were
+//   in the gather                   this rank's part and the tensors' counters of the new step, other weights undefined
+//
+// With the last checkpoint and a new comm the step has the same bits as without a failure.
 #pragma once
 #include "shard_run.h"
 #include "support/numbers.h"
 #include "support/scheduling_delay.h"
 #include <array>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <gtest/gtest.h>
@@ -37,6 +42,7 @@ struct FaultCase {
     Fault fault;
     uint32_t flags;         // of the optimizer
     int32_t comm_flags = 0; // of the comm
+    int32_t algorithm = DSOPT_ALGORITHM_ADAMW;
 };
 
 class ShardFaultRun {
@@ -46,6 +52,7 @@ public:
         case_(fault_case),
         steps_(fault_case.fault == Fault::hangs ? 1 : 2) {
         setting_.flags = case_.flags;
+        setting_.algorithm = case_.algorithm;
         setting_.sizes = {2100, 0, 33, 2100}; // two blocks
     }
     /// Runs with a fault in each call in turn, until no call is left.
@@ -60,6 +67,7 @@ public:
         }
         EXPECT_GT(failed_before_gather_, 0);
         EXPECT_GT(failed_in_gather_, 0);
+        EXPECT_EQ(moved_moments_, setting_.algorithm == DSOPT_ALGORITHM_LAMB);
         testing::Test::RecordProperty("calls of the last case", std::to_string(n - 3));
     }
 
@@ -165,11 +173,15 @@ private:
                "the status of a failed comm: " + std::string(dsopt_status_name(status)) + ": " + text);
         expect(info_of(member.comm.get()).status == status, "a comm with the status of the step: " + text);
         const Result now = result_of(member), &before = result.after.back();
-        result.in_gather = now.saved.state != before.saved.state;
+        result.in_gather = now.own_weights != before.own_weights;
         if (result.in_gather) {
             const Result &next = healthy_[size_t(rank)].after[size_t(call)];
             expect(now.saved.state == next.saved.state && now.own_weights == next.own_weights,
                    "this rank's part and the counters of the new step: " + text);
+        } else if (now.saved.state != before.saved.state) {
+            expect(setting_.algorithm == DSOPT_ALGORITHM_LAMB && now.saved.weights == before.saved.weights,
+                   "everything as before the step: " + text);
+            moved_moments_ = true;
         } else {
             expect(now.saved == before.saved, "everything as before the step: " + text);
         }
@@ -218,6 +230,7 @@ private:
     Setting setting_;
     Ranks results_, healthy_;
     int failed_before_gather_ = 0, failed_in_gather_ = 0;
+    std::atomic<bool> moved_moments_ = false;
 };
 
 /// Runs all kinds of sharded steps with each fault.
@@ -225,7 +238,8 @@ inline void fail_each_call_of_sharded_steps(FaultyFabric &fabric) {
     constexpr uint32_t averages = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_AVERAGES;
     for (const FaultCase &fault_case :
          {FaultCase{Fault::fails, DSOPT_OPTIMIZER_SHARD}, FaultCase{Fault::fails, averages},
-          FaultCase{Fault::fails, averages, DSOPT_COMM_FLAG_PROVIDER_SUMS}, FaultCase{Fault::hangs, averages},
+          FaultCase{Fault::fails, averages, DSOPT_COMM_FLAG_PROVIDER_SUMS},
+          FaultCase{Fault::fails, averages, 0, DSOPT_ALGORITHM_LAMB}, FaultCase{Fault::hangs, averages},
           FaultCase{Fault::hangs, averages, DSOPT_COMM_FLAG_PROVIDER_SUMS}}) {
         ShardFaultRun(fabric, fault_case).run_each();
         if (testing::Test::HasFailure()) return;
