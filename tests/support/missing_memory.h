@@ -174,7 +174,9 @@ inline void expect_status_or_unchanged(const Memory &memory, const dsopt_context
     std::vector<int> successes(size_t(test_case.ranks));
     EXPECT_NO_THROW(run_ranks(test_case.ranks, [&](int rank) {
         const Context context = make_context(desc);
-        const Comm comm = test_case.ranks > 1 ? local_comm(context, id, rank, test_case.ranks) : nullptr;
+        const Comm comm = test_case.ranks > 1  ? local_comm(context, id, rank, test_case.ranks)
+                          : test_case.averages ? self_comm(context)
+                                               : nullptr;
         MissingMemoryRank checked(memory, context, comm, test_case);
         checked.run();
         successes[size_t(rank)] = checked.successes;
