@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """alpha_beta.py TIMES.json... [--node-gbyte 100] [LIST...]: step times of 8 to 4,096 ranks as Markdown tables.
+alpha_beta.py --wire [--node-gbyte 450] [LIST...]: seconds that the messages of a step are on the wire, nothing else.
 
 TIMES.json is the output of `local_times gpt2-124m` on a machine, the measured part: nanoseconds per element of a rank's
 local work. Of several runs, the minimum is used. The rest is a model. A message takes alpha seconds plus beta
@@ -12,7 +13,13 @@ Messages overlap neither with the backward pass nor with each other.
   1-bit flat   all-to-all (one latency, a gap for every further message), all-gather (log steps or a ring)
   two levels   reduce-scatter of fp32 in the node, the two steps of 1-bit flat between nodes for one slice per rank,
                all-gather of bits in the node
+  SHARD        AdamW with DSOPT_OPTIMIZER_SHARD and AVERAGES, 16-bit weights and gradients, fp32 masters: all-to-all of
+               gradients, all-gather of weights
+  SHARD_NODE   the same with DSOPT_OPTIMIZER_SHARD_NODE: means are also gathered between nodes, weights in the node only
+
+An all-reduce of norms, of results of leaves and of one flag is left out: it has at most 0.02 bytes per element.
 """
+import bisect
 import json
 import math
 import os
@@ -32,24 +39,73 @@ def shapes(name):
         return [int(line.rsplit(",", 1)[1]) for line in file.read().splitlines()[1:]]
 
 
+BLOCK, ALIGNMENT, LINE = 4096, 64, 64  # elements, elements, bytes
+HOST_STAGING, DEVICE_STAGING = 4 << 20, 64 << 20  # memory for a row of every rank
+
+
+def up(value, multiple):
+    return -(-value // multiple) * multiple
+
+
+class Vector:
+    """ListVector of src/exchange/vector.h: where each tensor begins, and the chunk of each of `ranks` ranks."""
+
+    def __init__(self, numels, ranks):
+        self.numels, self.begins, end = numels, [], 0
+        for numel in numels:
+            begin = up(end, ALIGNMENT)
+            if numel > BLOCK - begin % BLOCK:
+                begin = up(begin, BLOCK)
+            self.begins.append(begin if numel else end)
+            end = self.begins[-1] + numel
+        self.blocks = -(-end // BLOCK)
+        self.chunk_blocks = -(-self.blocks // ranks)
+        self.chunk = self.chunk_blocks * BLOCK
+
+    def pieces(self, begin, end):
+        """Returns the tensors that have elements of [begin, end), each with the number of these elements."""
+        i, found = max(bisect.bisect_right(self.begins, begin) - 1, 0), []
+        while i < len(self.begins) and self.begins[i] < end:
+            count = min(self.begins[i] + self.numels[i], end) - max(self.begins[i], begin)
+            if count > 0:
+                found.append((i, count))
+            i += 1
+        return found
+
+
 class Layout:
-    """Layout of src/exchange/exchange.h for a list and a number of ranks: chunks of whole words, a scale per tensor and
+    """Layout of src/exchange/layout.h for a list and a number of ranks: one chunk per rank, a scale per tensor and
     chunk."""
 
     def __init__(self, numels, ranks):
-        begin, total = [], 0
-        for numel in numels:
-            begin.append(total)
-            total += (numel + 31) // 32 * 32
-        self.chunk = (-(-total // ranks) + 31) // 32 * 32
-        first, last = {}, {}
-        for i, numel in enumerate(numels):
-            if numel:
-                for c in range(begin[i] // self.chunk, (begin[i] + numel - 1) // self.chunk + 1):
-                    first.setdefault(c, i)
-                    last[c] = i
-        self.scales = max((last[c] - first[c] + 1 for c in first), default=0)
-        self.message = (4 * self.scales + self.chunk // 8 + 15) // 16 * 16
+        vector = Vector(numels, ranks)
+        self.chunk, self.scales = vector.chunk, 0
+        for rank in range(ranks if self.chunk else 0):
+            pieces = vector.pieces(rank * self.chunk, (rank + 1) * self.chunk)
+            if pieces:
+                self.scales = max(self.scales, pieces[-1][0] - pieces[0][0] + 1)
+        self.message = up(4 * self.scales + self.chunk // 8, 16)
+
+
+class Rows:
+    """Rows of src/step/rows.h: the pieces of each rank's chunk in each stripe. `largest`: bytes of the largest element
+    that is sent."""
+
+    def __init__(self, numels, ranks, largest, staging=HOST_STAGING):
+        self.vector, self.ranks = Vector(numels, ranks), ranks
+        fitting = staging // (ranks * BLOCK * largest)
+        self.stripe = min(max(fitting, 1), max(self.vector.chunk_blocks, 1))
+
+    def bytes(self, sizes):
+        """Returns the bytes of a row, added up over the stripes. `sizes`: bytes of an element per tensor; 0: left out."""
+        total, chunk = 0, self.vector.chunk
+        for first in range(0, self.vector.chunk_blocks, self.stripe):
+            count = min(self.stripe, self.vector.chunk_blocks - first) * BLOCK
+            total += max(sum(up(n * sizes[i], LINE)
+                             for i, n in self.vector.pieces(row * chunk + first * BLOCK,
+                                                            row * chunk + first * BLOCK + count))
+                         for row in range(self.ranks))
+        return total
 
 
 def all_reduce_bytes(payload, ranks):
@@ -67,6 +123,44 @@ def two_level_bytes(numels, per_node, nodes):
     out = layout.chunk * nodes * 4
     back = nodes * layout.message if nodes > 1 else out
     return 2 * (nodes - 1) * layout.message, (per_node - 1) * (out + back)
+
+
+def sharded_bytes(numels, per_node, nodes, weights, gradients=None, in_node=False, completed=1,
+                  staging=HOST_STAGING, staged=4):
+    """Returns the bytes that a rank sends in a step of sharded state, per comm (`data`, `node`) and kind of collective.
+
+    weights, gradients  bytes of an element per tensor; `gradients` None: the caller averages
+    in_node             DSOPT_OPTIMIZER_SHARD_NODE; else _SHARD
+    completed           all-reduces of the results of leaves: 1 if gradients are read, 2 more for LAMB or REPORT_NORMS
+    staged              bytes of the largest element in rows: 4 with means, which are fp32, or with fp32 weights
+    """
+    ranks = per_node * nodes
+    rows = Rows(numels, ranks, staged, staging)
+    leaves = sum(-(-numel // BLOCK) for numel in numels)
+    sent = {comm: {"all_to_all": 0, "all_gather": 0, "all_reduce": all_reduce_bytes(8, size)}
+            for comm, size in (("data", nodes), ("node", per_node))}  # the reasons to skip a step
+    for comm, size in (("data", nodes), ("node", per_node)):
+        if comm == "node" or not in_node:
+            sent[comm]["all_reduce"] += completed * all_reduce_bytes(8 * leaves, size)
+    row = rows.bytes(weights)
+    sent["node"]["all_gather"] += (per_node - 1) * nodes * row
+    if not in_node:
+        sent["data"]["all_gather"] += (nodes - 1) * row
+    if gradients is not None:
+        row, means = rows.bytes(gradients), rows.bytes([4 if size else 0 for size in gradients])
+        sent["node"]["all_to_all"] += (per_node - 1) * nodes * row
+        sent["data"]["all_to_all"] += (nodes - 1) * (means if per_node > 1 else row)
+        if in_node:
+            sent["data"]["all_gather"] += (nodes - 1) * means
+    return sent
+
+
+def rows_sent(numels, per_node, nodes, in_node):
+    """Returns the bytes of AVERAGES and sharded state with 16-bit tensors that a rank sends between nodes, and inside
+    its node."""
+    halves = [2] * len(numels)
+    sent = sharded_bytes(numels, per_node, nodes, halves, halves, in_node, 0, DEVICE_STAGING)
+    return tuple(sent[comm]["all_to_all"] + sent[comm]["all_gather"] for comm in ("data", "node"))
 
 
 # ------------------------------------------------------------------------------------------------------------- times
@@ -112,6 +206,14 @@ class Net:
         return self.in_node(out) + between + self.in_node((per_node - 1) * nodes * layout.message)
 
 
+    def sharded(self, numels, ranks, in_node):
+        nodes = ranks // self.per_node
+        data, node = rows_sent(numels, self.per_node, nodes, in_node)
+        # all ranks of a node share the link; two collectives, or three with means that are gathered
+        between = 0 if nodes == 1 else self.per_node * data * self.beta + 2 * (self.alpha + (nodes - 1) * self.gap)
+        return 2 * self.in_node(node / 2) + between
+
+
 def steps(times, numels, net, ranks):
     """Returns the seconds of a step by scheme."""
     elements = sum(numels)
@@ -124,6 +226,10 @@ def steps(times, numels, net, ranks):
               "1-bit flat": local("flat_%d" % ranks) + net.flat(numels, ranks)}
     if net.per_node > 1:
         result["1-bit two levels"] = local("two_level_%d" % ranks) + net.two_level(numels, ranks)
+    for scheme, key, in_node in (("SHARD", "shard%s_%d", False), ("SHARD_NODE", "shard_in_node%s_%d", True)):
+        key = key % ("_two_level" if net.per_node > 1 and not in_node else "", ranks)
+        if key in times and (net.per_node > 1 or not in_node):  # missing in older files
+            result[scheme] = local(key) + net.sharded(numels, ranks, in_node)
     return result
 
 
@@ -186,6 +292,29 @@ def limits(times, names, node_gbyte):
                 ["never" if cell is None else number(cell) for cell in cells])
 
 
+WIRE_RANKS = 64
+
+
+def wire_table(names, node_gbyte):
+    """Prints the milliseconds that the messages of a rank are on the wire: bytes divided by bandwidth."""
+    per_node, nodes = PER_NODE, WIRE_RANKS // PER_NODE
+    gbits = [link[0] for link in LINKS]
+    print("Milliseconds on the wire inside a node (%g GB/s per rank) + between nodes, %d ranks in nodes of %d, a link "
+          "for every rank, 16-bit weights and gradients.\n" % (node_gbyte, WIRE_RANKS, per_node))
+    heading(["list", "step", "bytes per parameter"] + ["%d Gbit/s" % gbits[0]] + [str(g) for g in gbits[1:]])
+    for name in names:
+        numels = shapes(name)
+        total = sum(numels)
+        between = all_reduce_bytes(2 * total, nodes) / per_node
+        schemes = [("all-reduce of gradients", (between, 2 * (per_node - 1) / per_node * 2 * total)),
+                   ("SHARD", rows_sent(numels, per_node, nodes, False)),
+                   ("SHARD_NODE", rows_sent(numels, per_node, nodes, True)),
+                   ("1-bit Adam, two levels", two_level_bytes(numels, per_node, nodes))]
+        for scheme, (data, node) in schemes:
+            row([name, scheme, "%.2f + %.2f" % (node / total, data / total)] +
+                ["%s + %s" % (number(node / node_gbyte / 1e6), number(data * 8 / gbit / 1e6)) for gbit in gbits])
+
+
 def local_table(data):
     times = data["times"]
     print("| step | ns per element | compression | exchange, local work | decompression, update |")
@@ -197,6 +326,11 @@ def local_table(data):
             names.append(("1-bit Adam, %d ranks, MOMENTUM_BITS" % ranks, "momentum_bits_%d" % ranks))
         if ranks > PER_NODE:
             names.append(("1-bit Adam, %d ranks, %d per node" % (ranks, PER_NODE), "two_level_%d" % ranks))
+    for ranks in (8, 64):
+        for text, key in (("SHARD, %d ranks", "shard_%d"), ("SHARD, %d ranks in nodes", "shard_two_level_%d"),
+                          ("SHARD_NODE, %d ranks", "shard_in_node_%d")):
+            if key % ranks in times:  # missing in older files
+                names.append((text % ranks, key % ranks))
     for text, key in names:
         t = times[key]
         row([text] + ["%.2f" % t[k] if t[k] else "" for k in ("step", "compress", "exchange", "decompress")])
@@ -204,11 +338,14 @@ def local_table(data):
 
 def main():
     arguments = sys.argv[1:]
-    node_gbyte = 100.0
+    wire = "--wire" in arguments
+    node_gbyte = 450.0 if wire else 100.0
     if "--node-gbyte" in arguments:
         index = arguments.index("--node-gbyte")
         node_gbyte = float(arguments[index + 1])
         del arguments[index:index + 2]
+    if wire:
+        return wire_table([a for a in arguments if a != "--wire"] or ["llama-2-7b"], node_gbyte)
     files = [a for a in arguments if a.endswith(".json")]
     names = [a for a in arguments if a not in files] or ["gpt2-124m", "bert-large"]
     if not files:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """bytes.py ROOT LIBDSOPT: compares with the engine's counts and buffer sizes: the byte formulas of bench/alpha_beta.py,
-and the bytes per element in the table of docs/low_precision.md."""
+those of steps with sharded state too, and the bytes per element in the table of docs/low_precision.md."""
 import ctypes
 import os
 import re
@@ -42,6 +42,18 @@ def sent(comm):
     info = abi.dsopt_comm_info()
     check(abi.lib.dsopt_comm_query(comm, ctypes.byref(info)))
     return info.bytes_sent
+
+
+KINDS = {"all_reduce": abi.DSOPT_COLLECTIVE_ALL_REDUCE, "all_to_all": abi.DSOPT_COLLECTIVE_ALL_TO_ALL,
+         "all_gather": abi.DSOPT_COLLECTIVE_ALL_GATHER, "reduce_scatter": abi.DSOPT_COLLECTIVE_REDUCE_SCATTER}
+
+
+def sent_of(comm):
+    """Returns the bytes sent by kind of collective."""
+    info = abi.dsopt_comm_info()
+    check(abi.lib.dsopt_comm_query(comm, ctypes.byref(info)))
+    expect(sum(info.sent_of), info.bytes_sent, "sum of the counters")
+    return {kind: info.sent_of[index] for kind, index in KINDS.items()}
 
 
 def sizes(numels, ranks, node, data=False):
@@ -88,6 +100,73 @@ for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
     expect(sent(comm), model.all_reduce_bytes(8, ranks) + model.all_reduce_bytes(16, ranks),
            "all-reduce of %d ranks" % ranks)
     checked += 1
+
+WIDTHS = {abi.DSOPT_DTYPE_F32: 4, abi.DSOPT_DTYPE_BF16: 2, abi.DSOPT_DTYPE_F16: 2}
+
+
+class Parts:
+    """An optimizer of rank 0 whose state is sharded over comms that do nothing. Tensors, if they have memory, are
+    zeros."""
+
+    def __init__(self, numels, per_node, nodes, weights, flags, algorithm="ADAMW", has_memory=True, **fields):
+        self.comms = {"data": comm_of(nodes) if nodes > 1 else None, "node": comm_of(per_node) if per_node > 1 else None}
+        self.memory, self.handle, group = [], ctypes.c_void_p(), abi.dsopt_group()
+        desc = abi.dsopt_optimizer_desc(flags=flags, **self.comms, **fields)
+        check(abi.lib.dsopt_optimizer_create(context.handle, ctypes.byref(desc), ctypes.byref(self.handle)))
+        check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group),
+                                       getattr(abi, "DSOPT_ALGORITHM_" + algorithm)))
+        params = (abi.dsopt_param * len(numels))(*(
+            abi.dsopt_param(tensor=self.tensor(n, dtype) if has_memory else abi.dsopt_tensor(None, n, dtype))
+            for n, dtype in zip(numels, weights)))
+        check(abi.lib.dsopt_optimizer_add_group(self.handle, ctypes.byref(group), params, len(numels)))
+
+    def tensor(self, numel, dtype):
+        self.memory.append((ctypes.c_char * max(numel * WIDTHS[dtype], 1))())
+        return abi.dsopt_tensor(ctypes.addressof(self.memory[-1]), numel, dtype)
+
+    def step(self, numels, gradients):
+        """Returns the bytes that a step sends, by comm and kind."""
+        list_ = (abi.dsopt_tensor * len(numels))(*map(self.tensor, numels, gradients))
+        step = abi.dsopt_step(grads=ctypes.addressof(list_), count=len(numels))
+        check(abi.lib.dsopt_optimizer_step(self.handle, ctypes.byref(step)))  # the first step also compares lists
+        before = {name: sent_of(comm) for name, comm in self.comms.items() if comm}
+        check(abi.lib.dsopt_optimizer_step(self.handle, ctypes.byref(step)))
+        return {name: {kind: sent - before[name][kind] for kind, sent in sent_of(comm).items()}
+                for name, comm in self.comms.items() if comm}
+
+    def close(self):
+        abi.lib.dsopt_optimizer_destroy(self.handle)
+
+
+def check_shard_bytes(numels, per_node, nodes, in_node, averages, weights, gradients, algorithm, clips):
+    flags = abi.DSOPT_OPTIMIZER_SHARD_NODE if in_node else abi.DSOPT_OPTIMIZER_SHARD
+    flags |= abi.DSOPT_OPTIMIZER_AVERAGES if averages else 0
+    parts = Parts(numels, per_node, nodes, weights, flags, algorithm, max_norm=1.0 if clips else 0.0)
+    got = parts.step(numels, gradients)
+    parts.close()
+    wide = [WIDTHS[dtype] for dtype in weights]
+    wanted = model.sharded_bytes(numels, per_node, nodes, wide,
+                                 [WIDTHS[dtype] for dtype in gradients] if averages else None, in_node,
+                                 clips + 2 * (algorithm == "LAMB"), staged=4 if averages else max(wide))
+    for name, counts in got.items():
+        expect({kind: count for kind, count in counts.items() if count or kind in wanted[name]}, wanted[name],
+               "%s of %d nodes of %d ranks, list of %d" % (name, nodes, per_node, len(numels)))
+    return len(got)
+
+
+# One stripe and several ones; blocks that tensors share; chunks that are empty.
+SHARD_LISTS = [[1], [700, 1, 33, 0, 5000, 4096, 12345, 64, 4095, 9000, 4097], [1 + i * 37 % 900 for i in range(300)],
+               [3000000, 5, 70001]]
+F32, BF16, F16 = abi.DSOPT_DTYPE_F32, abi.DSOPT_DTYPE_BF16, abi.DSOPT_DTYPE_F16
+for numels in SHARD_LISTS:
+    mixed = [(F32, BF16, F16)[i % 3] for i in range(len(numels))]
+    same = [BF16] * len(numels)
+    for per_node, nodes in ((1, 2), (1, 3), (1, 8), (1, 64), (2, 1), (2, 2), (3, 2), (8, 8)):
+        for in_node in (False, True) if per_node > 1 else (False,):
+            for averages in (False, True):
+                checked += check_shard_bytes(numels, per_node, nodes, in_node, averages, same, same, "ADAMW", True)
+                checked += check_shard_bytes(numels, per_node, nodes, in_node, averages, mixed, mixed[::-1], "LAMB",
+                                             False)
 
 for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer sizes: the lists need no memory
     numels = model.shapes(name)
