@@ -226,10 +226,11 @@ def steps(times, numels, net, ranks):
               "1-bit flat": local("flat_%d" % ranks) + net.flat(numels, ranks)}
     if net.per_node > 1:
         result["1-bit two levels"] = local("two_level_%d" % ranks) + net.two_level(numels, ranks)
-    for scheme, key, in_node in (("SHARD", "shard%s_%d", False), ("SHARD_NODE", "shard_in_node%s_%d", True)):
-        key = key % ("_two_level" if net.per_node > 1 and not in_node else "", ranks)
-        if key in times and (net.per_node > 1 or not in_node):  # missing in older files
-            result[scheme] = local(key) + net.sharded(numels, ranks, in_node)
+    sharded = [("SHARD", "shard_%d", False)] if net.per_node == 1 else [
+        ("SHARD", "shard_two_level_%d", False), ("SHARD_NODE", "shard_in_node_%d", True)]
+    for scheme, key, in_node in sharded:
+        if key % ranks in times:  # missing in older files
+            result[scheme] = local(key % ranks) + net.sharded(numels, ranks, in_node)
     return result
 
 

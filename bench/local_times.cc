@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// local_times LIST [ROUNDS]: local work of a rank in a step of AdamW and of 1-bit Adam, as JSON for alpha_beta.py. The
+// local_times LIST [ROUNDS]: local work of a rank in a step of AdamW, of AdamW with sharded state (16-bit tensors, fp32
+// masters, gradients that the engine averages) and of 1-bit Adam, as JSON for alpha_beta.py. The
 // comms have the given number of ranks and functions that do nothing, so only this machine's work is timed. Prints
 // nanoseconds per element of the whole list, the minimum of the rounds.
 #include "bench_util.h"
@@ -89,6 +90,21 @@ int main(int argc, char **argv) {
     print("momentum_bits_8",
           measure(ctx, DSOPT_ALGORITHM_ONEBIT_ADAM, params, grads, 8, 0, rounds, DSOPT_OPTIMIZER_MOMENTUM_BITS),
           elements, ",");
+    const List weights(sizes, DSOPT_DTYPE_F16);
+    const int32_t averages = DSOPT_OPTIMIZER_AVERAGES, shard = averages | DSOPT_OPTIMIZER_SHARD,
+                  in_node = averages | DSOPT_OPTIMIZER_SHARD_NODE;
+    for (int ranks = 8; ranks <= 4096; ranks *= 2) {
+        const int nodes = ranks / kPerNode;
+        const auto sharded = [&](const char *name, int data, int node, int32_t flags) {
+            const std::string key = name + std::to_string(ranks);
+            print(key.c_str(),
+                  measure(ctx, DSOPT_ALGORITHM_ADAMW, weights, halves, data, node, rounds, uint32_t(flags)), elements,
+                  ",");
+        };
+        sharded("shard_", ranks, 0, shard);
+        if (nodes > 1) sharded("shard_two_level_", nodes, kPerNode, shard);
+        sharded("shard_in_node_", nodes, kPerNode, in_node);
+    }
     for (int ranks = 8; ranks <= 4096; ranks *= 2) {
         const std::string one_level = "flat_" + std::to_string(ranks),
                           two_levels = "two_level_" + std::to_string(ranks);

@@ -4,7 +4,7 @@ readme.py same TEXT PROGRAM
 readme.py examples ROOT NAME...
 
 links: every relative link in *.md, docs/*.md and examples/*.md must lead to a file, and to a heading if it names one.
-same: the first C program in TEXT must be identical to PROGRAM, which other tests compile and run.
+same: a C program in TEXT must be identical to PROGRAM, which other tests compile and run.
 examples: the tests must run every examples/*.c (NAME...), and README.md and examples/README.md must link to each of
 them.
 """
@@ -43,9 +43,9 @@ def links(root):
 
 
 def same(text, program):
-    found = re.search(r"^```c\n(.*?)^```$", text.read_text(), flags=re.M | re.S)
-    if found is None or found[1] != program.read_text():
-        fail(f"the C program in {text.name} is not {program.name}")
+    found = re.findall(r"^```c\n(.*?)^```$", text.read_text(), flags=re.M | re.S)
+    if program.read_text() not in found:
+        fail(f"none of the C programs in {text.name} is {program.name}")
 
 
 def examples(root, names):
