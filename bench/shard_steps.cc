@@ -39,7 +39,8 @@ struct Measured {
 Measured measure(const std::vector<int64_t> &sizes, int ranks, int rounds) {
     Measured measured;
     std::barrier together(ranks);
-    const std::string id = "shard_steps " + std::to_string(ranks);
+    char id[16] = ""; // the length of an id of LOCAL
+    std::snprintf(id, sizeof id, "shard_steps %d", ranks);
     const auto run = [&](int rank) {
         DSOPT_NEW(dsopt_context_desc, context_desc);
         context_desc.threads = 1;
@@ -49,8 +50,8 @@ Measured measure(const std::vector<int64_t> &sizes, int ranks, int rounds) {
         comm_desc.kind = DSOPT_COMM_KIND_LOCAL;
         comm_desc.rank = rank;
         comm_desc.ranks = ranks;
-        comm_desc.id = id.data();
-        comm_desc.id_bytes = id.size();
+        comm_desc.id = id;
+        comm_desc.id_bytes = sizeof id;
         dsopt_comm *comm = nullptr;
         check(dsopt_comm_create(context, &comm_desc, &comm));
         const List weights(sizes, DSOPT_DTYPE_F32), grads(sizes, DSOPT_DTYPE_F32);
@@ -69,7 +70,8 @@ Measured measure(const std::vector<int64_t> &sizes, int ranks, int rounds) {
             dsopt_group group;
             check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
             std::vector<dsopt_param> params;
-            for (const dsopt_tensor &tensor : weights.tensors) params.push_back({tensor, nullptr, nullptr, 0, 0, 0, 0, 0});
+            for (const dsopt_tensor &tensor : weights.tensors)
+                params.push_back({tensor, nullptr, nullptr, 0, 0, 0, 0, 0});
             check(dsopt_optimizer_add_group(optimizers[kind], &group, params.data(), int64_t(params.size())));
         }
         for (int round = -2; round < rounds; ++round) // the first steps allocate
@@ -104,8 +106,9 @@ int main(int argc, char **argv) {
     std::vector<int> counts;
     for (int i = 3; i < argc; ++i) counts.push_back(std::atoi(argv[i]));
     if (counts.empty()) counts = {2, 4, 8};
-    std::printf("| list | ranks | gradients averaged by | unsharded, ms | sharded, ms | sharded / unsharded | quartiles | "
-                "goal |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n");
+    std::printf(
+        "| list | ranks | gradients averaged by | unsharded, ms | sharded, ms | sharded / unsharded | quartiles | "
+        "goal |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n");
     for (const int ranks : counts) {
         const Measured measured = measure(sizes, ranks, rounds);
         for (const bool averages : {false, true}) {

@@ -11,13 +11,18 @@ int fail(int rank, const char *what) {
     return kFailed;
 }
 
-/// Checks that an unusable comm keeps its status, and that this rank's state can be saved nevertheless.
+/// Checks that an unusable comm keeps its status, and that this rank's state can be saved nevertheless. Sharded state
+/// cannot: all ranks save together.
 int check_unusable(Learner &learner, const Job &job, int rank, dsopt_status status) {
     if (status != DSOPT_ERR_TIMEOUT && status != DSOPT_ERR_ABORTED)
         return fail(rank, "the status is neither a time-out nor an abort");
     if (learner.step() != status) return fail(rank, "the unusable comm returns another status");
-    if (learner.save(file_of(job.folder, "unusable", rank, job.ranks)) != DSOPT_OK)
-        return fail(rank, "the save with an unusable comm failed");
+    const std::string file = file_of(job.folder, "unusable", rank, job.ranks);
+    const bool together = job.course.shard != 0;
+    if (learner.save(file) != (together ? status : DSOPT_OK))
+        return fail(rank, together ? "the save with an unusable comm returns another status"
+                                   : "the save with an unusable comm failed");
+    if (together && std::filesystem::exists(file)) return fail(rank, "a save that failed has written a file");
     return kUnusableComm;
 }
 
@@ -35,7 +40,9 @@ int train_rank(Board &board, const Job &job, int rank) {
     Learner &learner = member.learner;
     if (!job.files.empty()) {
         const std::vector<std::string> own = {job.files[size_t(rank) % job.files.size()]};
-        if (learner.load(job.own_file ? own : job.files) != DSOPT_OK) return fail(rank, "the load failed");
+        const dsopt_status status = learner.load(job.own_file ? own : job.files);
+        if (status != DSOPT_OK && job.course.shard != 0) return check_unusable(learner, job, rank, status);
+        if (status != DSOPT_OK) return fail(rank, "the load failed");
     }
     Board::RankProgress &progress = board.ranks[rank];
     const auto save = [&](const std::string &file) {
@@ -43,7 +50,10 @@ int train_rank(Board &board, const Job &job, int rank) {
         const dsopt_status status = learner.save(file);
         progress.saving = 0;
         progress.saves += status == DSOPT_OK;
-        return status == DSOPT_OK;
+        return status;
+    };
+    const auto fail_save = [&](dsopt_status status) { // other ranks are needed for sharded state
+        return job.course.shard != 0 ? check_unusable(learner, job, rank, status) : fail(rank, "the save failed");
     };
     while (learner.steps() < job.course.steps) {
         if (rank == job.plan.victim && learner.steps() >= job.plan.step) {
@@ -54,12 +64,12 @@ int train_rank(Board &board, const Job &job, int rank) {
         if (status != DSOPT_OK) return check_unusable(learner, job, rank, status);
         const int64_t step = learner.steps();
         progress.step = step;
-        if (!save(file_of(job.folder, "latest", rank, job.ranks))) return fail(rank, "the save failed");
+        if (const dsopt_status failed = save(file_of(job.folder, "latest", rank, job.ranks))) return fail_save(failed);
         if (step % kSaveEvery != 0 && step != job.course.steps) continue;
         if (rank == 0) board.losses[step] = learner.loss();
         const std::string set = set_folder(job.folder, step);
         std::filesystem::create_directories(set);
-        if (!save(file_of(set, "rank", rank, job.ranks))) return fail(rank, "the save failed");
+        if (const dsopt_status failed = save(file_of(set, "rank", rank, job.ranks))) return fail_save(failed);
         progress.saved = step;
     }
     return kDone;

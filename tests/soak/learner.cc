@@ -6,9 +6,20 @@ namespace soak {
 namespace {
 
 constexpr size_t kSizes[] = {700, 1, 33, 0, 4100};
+constexpr size_t kShardedSizes[] = {700, 1, 33, 0, 4100, 13000}; // four ranks have parts of the last one
 constexpr float kNoise = 0.3f;
 
-double rate(int32_t algorithm) { return algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? 0.1 : 0.03; }
+std::vector<size_t> sizes_of(const Course &course) {
+    if (course.shard != 0) return {std::begin(kShardedSizes), std::end(kShardedSizes)};
+    return {std::begin(kSizes), std::end(kSizes)};
+}
+bool is_family(int32_t algorithm) {
+    return algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM || algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ||
+           algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB;
+}
+double rate(int32_t algorithm) {
+    return algorithm == DSOPT_ALGORITHM_LAMB ? 0.3 : algorithm == DSOPT_ALGORITHM_ONEBIT_LAMB ? 0.1 : 0.03;
+}
 
 template <class T> std::vector<dsopt_tensor> list_of(std::vector<std::vector<T>> &arrays, int32_t dtype) {
     std::vector<dsopt_tensor> list;
@@ -25,7 +36,8 @@ std::string Course::name() const {
     std::string text = test::name_of(algorithm);
     if (first_format != DSOPT_MOMENT_F32 || second_format != DSOPT_MOMENT_F32)
         text += " with formats " + std::to_string(first_format) + " and " + std::to_string(second_format);
-    return text + (remainders ? " and remainders" : "");
+    text += remainders ? " and remainders" : "";
+    return text + (averages() ? ", sharded, averages" : shard != 0 ? ", sharded" : "");
 }
 
 Learner::Learner(const test::Context &context, const test::Comm &comm, int rank, const Course &course) :
@@ -33,15 +45,17 @@ Learner::Learner(const test::Context &context, const test::Comm &comm, int rank,
     rank_(rank),
     comm_(comm.get()) {
     test::Random random(course.seed);
-    for (const size_t n : kSizes) {
+    for (const size_t n : sizes_of(course)) {
         const size_t size = test::size_of(weight_dtype());
         weights_.emplace_back(n * size);
         for (size_t i = 0; i < n; ++i) test::store(&weights_.back()[i * size], weight_dtype(), 0.25f);
         grads_.emplace_back(n);
         goals_.push_back(random.floats(n));
     }
-    const bool family = course.algorithm != DSOPT_ALGORITHM_ADAMW;
-    dsopt_optimizer_desc desc = test::desc_with(comm, DSOPT_COMPAT_NONE, family ? DSOPT_OPTIMIZER_AVERAGES : 0);
+    const bool family = is_family(course.algorithm);
+    const int32_t flags = comm == nullptr ? 0 : family ? int32_t(DSOPT_OPTIMIZER_AVERAGES) : course.shard;
+    dsopt_optimizer_desc desc = test::desc_with(comm, DSOPT_COMPAT_NONE, uint32_t(flags));
+    if (course.shard != 0) desc.max_norm = 50; // clips at first
     if (course.remainders) desc.masters = DSOPT_MASTERS_REMAINDER;
     desc.seed = course.seed;
     opt_ = test::make_optimizer(context, desc);
@@ -69,13 +83,15 @@ dsopt_status Learner::step() {
     const double share = double(now) / double(course_.steps); // the rate decreases in the second half, to 0
     const double lr = rate(course_.algorithm) * std::min(1.0, 2 - 2 * share);
     test::must(dsopt_optimizer_set(opt(), 0, DSOPT_KEY_LR, std::max(lr, 0.0)));
-    test::Random random((course_.seed * 1000003 + uint64_t(now)) * 31 + uint64_t(rank_));
+    const int gradients_of = course_.shard != 0 ? 0 : rank_;
+    test::Random random((course_.seed * 1000003 + uint64_t(now)) * 31 + uint64_t(gradients_of));
     for (size_t t = 0; t < grads_.size(); ++t) {
         const std::vector<float> noise = random.floats(grads_[t].size(), -kNoise, kNoise);
         for (size_t i = 0; i < noise.size(); ++i) grads_[t][i] = weight(t, i) - goals_[t][i] + noise[i];
     }
     const std::vector<dsopt_tensor> list = list_of(grads_, DSOPT_DTYPE_F32);
-    if (comm_ != nullptr && course_.algorithm == DSOPT_ALGORITHM_ADAMW) { // the 1-bit family averages in the engine
+    // The 1-bit family averages in the engine, and sharded ranks have the same gradients.
+    if (comm_ != nullptr && !is_family(course_.algorithm) && course_.shard == 0) {
         const dsopt_status status =
             dsopt_comm_all_reduce(comm_, list.data(), int64_t(list.size()), DSOPT_OP_MEAN, nullptr);
         if (status != DSOPT_OK) return status;

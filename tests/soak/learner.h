@@ -14,8 +14,12 @@ struct Course {
     uint64_t seed = 1;
     int32_t first_format = DSOPT_MOMENT_F32, second_format = DSOPT_MOMENT_F32; // of the moments
     bool remainders = false; // BF16 weights with DSOPT_MASTERS_REMAINDER, in place of F32 weights
+    /// DSOPT_OPTIMIZER_SHARD, with AVERAGES or without. All ranks pass the same gradients, so that weights have the same
+    /// bits with any number of ranks; with AVERAGES, with a power of 2, whose mean is exact.
+    int32_t shard = 0;
 
     std::string name() const;
+    bool averages() const { return shard & DSOPT_OPTIMIZER_AVERAGES; }
 };
 
 class Learner {
@@ -33,6 +37,7 @@ public:
     [[nodiscard]] dsopt_status load(const std::vector<std::string> &files, uint32_t flags = 0);
     int64_t steps() const; ///< steps taken, in this process or before
     double loss() const;   ///< mean squared distance from the targets, without noise
+    bool same_weights(const Learner &other) const { return weights_ == other.weights_; }
 
 private:
     Course course_;
