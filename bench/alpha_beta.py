@@ -97,7 +97,7 @@ class Rows:
         self.stripe = min(max(fitting, 1), max(self.vector.chunk_blocks, 1))
 
     def bytes(self, sizes):
-        """Returns the bytes of a row, added up over the stripes. `sizes`: bytes of an element per tensor; 0: left out."""
+        """Returns the bytes of a row, added up over the stripes. `sizes`: bytes of an element per tensor, or 0."""
         total, chunk = 0, self.vector.chunk
         for first in range(0, self.vector.chunk_blocks, self.stripe):
             count = min(self.stripe, self.vector.chunk_blocks - first) * BLOCK

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """bytes.py ROOT LIBDSOPT: compares with the engine's counts and buffer sizes: the byte formulas of bench/alpha_beta.py,
-those of steps with sharded state too, and the bytes per element in the table of docs/low_precision.md."""
+those of steps with sharded state too, and the bytes per element in the tables of docs/low_precision.md and
+docs/sharding.md."""
 import ctypes
 import os
 import re
@@ -109,7 +110,8 @@ class Parts:
     zeros."""
 
     def __init__(self, numels, per_node, nodes, weights, flags, algorithm="ADAMW", has_memory=True, **fields):
-        self.comms = {"data": comm_of(nodes) if nodes > 1 else None, "node": comm_of(per_node) if per_node > 1 else None}
+        self.comms = {name: comm_of(ranks) if ranks > 1 else None
+                      for name, ranks in (("data", nodes), ("node", per_node))}
         self.memory, self.handle, group = [], ctypes.c_void_p(), abi.dsopt_group()
         desc = abi.dsopt_optimizer_desc(flags=flags, **self.comms, **fields)
         check(abi.lib.dsopt_optimizer_create(context.handle, ctypes.byref(desc), ctypes.byref(self.handle)))
@@ -240,13 +242,50 @@ def step_bytes(column, moments):
     return " / ".join(re.sub(r"\.?0+$", "", "%.2f" % (size / ELEMENTS)) for size in (moved, kept))
 
 
-with open(os.path.join(sys.argv[1], "docs", "low_precision.md"), encoding="utf-8") as page:
-    section = page.read().split("\n## Bytes\n")[1].split("\n## ")[0]
-rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
-head, _, *body = rows
+def table_of(page, section):
+    """Returns the rows of the first table in a section of a page in docs, as lists of cells."""
+    with open(os.path.join(sys.argv[1], "docs", page), encoding="utf-8") as file:
+        text = file.read().split("\n## %s\n" % section)[1].split("\n## ")[0]
+    lines = text[text.index("\n| ") + 1:].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+head, _, *body = table_of("low_precision.md", "Bytes")
 expect(set(head[1:]), set(COLUMNS), "columns of docs/low_precision.md")
 for moments, *cells in body:
     for column, cell in zip(head[1:], cells):
         expect(step_bytes(column, moments), cell, "bytes of %s, %s" % (column, moments))
         checked += 1
+
+FLAGS = {"unsharded": 0, "SHARD": abi.DSOPT_OPTIMIZER_SHARD, "SHARD_NODE": abi.DSOPT_OPTIMIZER_SHARD_NODE,
+         "averaged by the caller": 0, "AVERAGES": abi.DSOPT_OPTIMIZER_AVERAGES}
+RANKS = {"8 ranks": (1, 8), "64 ranks in nodes of 8": (8, 8)}  # per node, nodes
+numels = model.shapes("llama-2-7b")
+
+
+def rank_bytes(per_node, nodes, flags):
+    """Returns the bytes per element of weights and gradients in BF16, state and workspace of a rank. The list needs no
+    memory."""
+    parts = Parts(numels, per_node, nodes, [BF16] * len(numels), flags, has_memory=False)
+    report, workspace = abi.dsopt_report(), ctypes.c_size_t()
+    check(abi.lib.dsopt_optimizer_report(parts.handle, ctypes.byref(report)))
+    check(abi.lib.dsopt_optimizer_workspace(parts.handle, ctypes.byref(workspace)))
+    parts.close()
+    share = sum(numels) * 12 // (nodes * per_node if flags & abi.DSOPT_OPTIMIZER_SHARD else
+                                              per_node if flags & abi.DSOPT_OPTIMIZER_SHARD_NODE else 1)
+    if report.state_bytes > 1.05 * share:
+        sys.exit("%d nodes of %d ranks: %d bytes of state, %d are the share of a rank" % (nodes, per_node,
+                                                                                         report.state_bytes, share))
+    return "%.2f" % (4 + (report.state_bytes + workspace.value) / sum(numels))
+
+
+(_, _, *head), _, *body = table_of("sharding.md", "Memory per rank")
+expect(set(head), set(RANKS), "columns of docs/sharding.md")
+for row, _, *cells in body:
+    kind, averaged_by = row.split(", ")
+    for column, cell in zip(head, cells):
+        if cell:
+            expect(rank_bytes(*RANKS[column], FLAGS[kind] | FLAGS[averaged_by]), cell,
+                   "memory of %s, %s" % (row, column))
+            checked += 1
 print("%d figures match the engine" % checked)
