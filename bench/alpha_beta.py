@@ -126,13 +126,14 @@ def two_level_bytes(numels, per_node, nodes):
 
 
 def sharded_bytes(numels, per_node, nodes, weights, gradients=None, in_node=False, completed=1,
-                  staging=HOST_STAGING, staged=4):
+                  staging=HOST_STAGING, staged=4, provider_sums=False):
     """Returns the bytes that a rank sends in a step of sharded state, per comm (`data`, `node`) and kind of collective.
 
     weights, gradients  bytes of an element per tensor; `gradients` None: the caller averages
     in_node             DSOPT_OPTIMIZER_SHARD_NODE; else _SHARD
     completed           all-reduces of the results of leaves: 1 if gradients are read, 2 more for LAMB or REPORT_NORMS
     staged              bytes of the largest element in rows: 4 with means, which are fp32, or with fp32 weights
+    provider_sums       DSOPT_COMM_FLAG_PROVIDER_SUMS
     """
     ranks = per_node * nodes
     rows = Rows(numels, ranks, staged, staging)
@@ -147,9 +148,10 @@ def sharded_bytes(numels, per_node, nodes, weights, gradients=None, in_node=Fals
     if not in_node:
         sent["data"]["all_gather"] += (nodes - 1) * row
     if gradients is not None:
-        row, means = rows.bytes(gradients), rows.bytes([4 if size else 0 for size in gradients])
-        sent["node"]["all_to_all"] += (per_node - 1) * nodes * row
-        sent["data"]["all_to_all"] += (nodes - 1) * (means if per_node > 1 else row)
+        means = rows.bytes([4 if size else 0 for size in gradients])
+        row, kind = (means, "reduce_scatter") if provider_sums else (rows.bytes(gradients), "all_to_all")
+        sent["node"][kind] = (per_node - 1) * nodes * row
+        sent["data"][kind] = (nodes - 1) * (means if per_node > 1 else row)
         if in_node:
             sent["data"]["all_gather"] += (nodes - 1) * means
     return sent

@@ -39,6 +39,18 @@ def comm_of(ranks):
     return comms[-1].handle
 
 
+def summing_comm_of(ranks):
+    """The same with DSOPT_COMM_FLAG_PROVIDER_SUMS."""
+    table, handle = abi.dsopt_comm_table(ranks=ranks), ctypes.c_void_p()
+    for name in ("all_reduce", "all_to_all", "all_gather", "reduce_scatter"):
+        setattr(table, name, dict(table._fields_)[name](lambda *_: 0))
+    desc = abi.dsopt_comm_desc(kind=abi.DSOPT_COMM_KIND_TABLE, table=ctypes.addressof(table),
+                               flags=abi.DSOPT_COMM_FLAG_PROVIDER_SUMS)
+    check(abi.lib.dsopt_comm_create(context.handle, ctypes.byref(desc), ctypes.byref(handle)))
+    comms.append((table, handle))
+    return handle
+
+
 def sent(comm):
     info = abi.dsopt_comm_info()
     check(abi.lib.dsopt_comm_query(comm, ctypes.byref(info)))
@@ -109,7 +121,8 @@ class Parts:
     """An optimizer of rank 0 whose state is sharded over comms that do nothing. Tensors, if they have memory, are
     zeros."""
 
-    def __init__(self, numels, per_node, nodes, weights, flags, algorithm="ADAMW", has_memory=True, **fields):
+    def __init__(self, numels, per_node, nodes, weights, flags, algorithm="ADAMW", has_memory=True, comm_of=comm_of,
+                 **fields):
         self.comms = {name: comm_of(ranks) if ranks > 1 else None
                       for name, ranks in (("data", nodes), ("node", per_node))}
         self.memory, self.handle, group = [], ctypes.c_void_p(), abi.dsopt_group()
@@ -140,16 +153,18 @@ class Parts:
         abi.lib.dsopt_optimizer_destroy(self.handle)
 
 
-def check_shard_bytes(numels, per_node, nodes, in_node, averages, weights, gradients, algorithm, clips):
+def check_shard_bytes(numels, per_node, nodes, in_node, averages, weights, gradients, algorithm, clips, sums=False):
     flags = abi.DSOPT_OPTIMIZER_SHARD_NODE if in_node else abi.DSOPT_OPTIMIZER_SHARD
     flags |= abi.DSOPT_OPTIMIZER_AVERAGES if averages else 0
-    parts = Parts(numels, per_node, nodes, weights, flags, algorithm, max_norm=1.0 if clips else 0.0)
+    parts = Parts(numels, per_node, nodes, weights, flags, algorithm, max_norm=1.0 if clips else 0.0,
+                  comm_of=summing_comm_of if sums else comm_of)
     got = parts.step(numels, gradients)
     parts.close()
     wide = [WIDTHS[dtype] for dtype in weights]
     wanted = model.sharded_bytes(numels, per_node, nodes, wide,
                                  [WIDTHS[dtype] for dtype in gradients] if averages else None, in_node,
-                                 clips + 2 * (algorithm == "LAMB"), staged=4 if averages else max(wide))
+                                 clips + 2 * (algorithm == "LAMB"), staged=4 if averages else max(wide),
+                                 provider_sums=sums)
     for name, counts in got.items():
         expect({kind: count for kind, count in counts.items() if count or kind in wanted[name]}, wanted[name],
                "%s of %d nodes of %d ranks, list of %d" % (name, nodes, per_node, len(numels)))
@@ -169,6 +184,7 @@ for numels in SHARD_LISTS:
                 checked += check_shard_bytes(numels, per_node, nodes, in_node, averages, same, same, "ADAMW", True)
                 checked += check_shard_bytes(numels, per_node, nodes, in_node, averages, mixed, mixed[::-1], "LAMB",
                                              False)
+            checked += check_shard_bytes(numels, per_node, nodes, in_node, True, same, same, "ADAMW", False, sums=True)
 
 for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer sizes: the lists need no memory
     numels = model.shapes(name)
