@@ -2,7 +2,7 @@
 // AdamW with sharded state: mpicc sharded_mpi.c $(pkg-config --cflags --libs dsopt) && mpirun -n 4 ./a.out
 #include <dsopt_mpi.h>
 
-enum { N = 1000000, STEPS = 100 };
+enum { N = 250000, STEPS = 100 };
 static float w[N], g[N];
 
 static void check(dsopt_status status) {
@@ -47,4 +47,4 @@ int main(int argc, char **argv) {
 }
 
 // Prints with four ranks:
-// w[3] = 4.5, 2031620 bytes of state of 8000000
+// w[3] = 4.5, 524292 bytes of state of 2000000
