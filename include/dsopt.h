@@ -560,8 +560,11 @@ enum dsopt_optimizer_flags {
     DSOPT_OPTIMIZER_ACCUMULATE = 8,
     /** Times per phase in the report. */
     DSOPT_OPTIMIZER_TIMING = 16,
-    /** The 1-bit family: if dsopt_optimizer_next_reduction returns FULL, the step averages the gradients over the
-     * data-parallel ranks itself, into F32 workspace. The caller's gradients are not changed. */
+    /** The step averages the gradients over the data-parallel ranks itself, into F32 workspace; the caller's gradients
+     * are not changed. With the 1-bit family: if dsopt_optimizer_next_reduction returns FULL. The mean is the sum in the
+     * order of ranks, in fp32, times 1 / ranks; with `node` the ranks of a node are added up first. Gradients are sent
+     * in their own dtype, so an entry without data, which counts as zeros, needs the numel of its parameter and the
+     * dtype that the other ranks send (DSOPT_ERR_SHAPE, _DTYPE). Needs `data` or `node`. */
     DSOPT_OPTIMIZER_AVERAGES = 32,
     /** Before each step the data-parallel ranks compare their calls: parameter lists, number of calls, stage of the
      * 1-bit family, and (where the caller averages) which gradients are present. The values of gradients are not
@@ -578,12 +581,15 @@ enum dsopt_optimizer_flags {
     DSOPT_OPTIMIZER_MOMENTUM_BITS = 128,
     /** State tensors of parameters are spread over the data-parallel ranks (ZeRO stage 1): each rank keeps one part of
      * the list, updates it, and gets the other weights from the other ranks. Weights have the same bits as without it.
-     * The gradients are averages, the same on all ranks. Parameters, gradients and accumulated gradients are whole on
-     * every rank; for the part see dsopt_optimizer_shard. Every step and dsopt_optimizer_apply are collective, also
-     * skipped steps; before the first step the ranks compare their lists. Needs `data` or `node`. Standard mode, without
-     * experts, `dsopt_step.out` and the 1-bit family. docs/sharding.md. Since: 0.3 */
+     * The gradients are averages, the same on all ranks, or with AVERAGES this rank's own. Parameters, gradients and
+     * accumulated gradients are whole on every rank; for the part see dsopt_optimizer_shard. Every step and
+     * dsopt_optimizer_apply are collective, also skipped steps; before the first step the ranks compare their lists.
+     * Needs `data` or `node`. Standard mode, without experts, `dsopt_step.out` and the 1-bit family.
+     * docs/sharding.md. Since: 0.3 */
     DSOPT_OPTIMIZER_SHARD = 256,
-    /** The same over the ranks of `node`, which it needs: every node has all of the state. Since: 0.3 */
+    /** The same over the ranks of `node`, which it needs: every node has all of the state. The form for 1-bit Adam and
+     * 1-bit LAMB: weights have the bits of unsharded state with the same `data` and `node`. Not for 0/1 Adam.
+     * Since: 0.3 */
     DSOPT_OPTIMIZER_SHARD_NODE = 512,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
@@ -636,7 +642,8 @@ typedef struct dsopt_optimizer_desc {
     uint64_t seed;
     /** Retained. The ranks of this node, as in dsopt_compressed; NULL = one rank. With `node` the data-parallel ranks
      * are the ranks of all nodes, and `data` connects the ranks that have the same rank in their nodes. The 1-bit
-     * family exchanges in two levels, and ranks agree on skipping and norms over both comms. */
+     * family exchanges in two levels: in stages other than full a step averages the gradients inside the node and then
+     * is a step with one rank per node. Ranks agree on skipping and norms over both comms. */
     dsopt_comm *node;
 } dsopt_optimizer_desc;
 

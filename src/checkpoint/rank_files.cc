@@ -125,11 +125,12 @@ void check_one_save(const Files &files) {
     const auto &first = files[0]->metadata();
     for (size_t rank = 1; rank < files.size(); ++rank) {
         const auto &other = files[rank]->metadata();
+        const auto id = first.find("save_id"), other_id = other.find("save_id");
+        if (id != first.end() && other_id != other.end() && id->second != other_id->second)
+            throw Error(DSOPT_ERR_MISMATCH, "file of rank %zu is of another save than that of rank 0", rank);
         for (const auto &[key, value] : first) {
             if (key == "rank" || key == "accumulated") continue; // check() handles accumulators
             const auto found = other.find(key);
-            if (key == "save_id" && found != other.end() && found->second != value)
-                throw Error(DSOPT_ERR_MISMATCH, "file of rank %zu is of another save than that of rank 0", rank);
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
                             "the files are from different saves: %s is %s on rank 0 and %s on rank %zu",
