@@ -31,6 +31,10 @@ using all_to_all_of = decltype(std::declval<C &>().all_to_all(
 template <class C>
 using all_gather_of = decltype(std::declval<C &>().all_gather(
     static_cast<const void *>(nullptr), static_cast<void *>(nullptr), std::int64_t{}, static_cast<void *>(nullptr)));
+template <class C>
+using reduce_scatter_of =
+    decltype(std::declval<C &>().reduce_scatter(static_cast<const void *>(nullptr), static_cast<void *>(nullptr),
+                                                std::int64_t{}, dtype{}, op{}, static_cast<void *>(nullptr)));
 template <class C> using error_of = decltype(std::string(std::declval<C &>().error()));
 template <class C> using abort_of = decltype(std::declval<C &>().abort());
 
@@ -55,6 +59,15 @@ template <class C> dsopt_comm_table table_of(C *collectives, memory where) {
     if constexpr (has<all_gather_of, C>) {
         table.all_gather = [](void *self, const void *send, void *recv, std::int64_t bytes_per_rank, void *stream) {
             return communicate([&] { static_cast<C *>(self)->all_gather(send, recv, bytes_per_rank, stream); });
+        };
+    }
+    if constexpr (has<reduce_scatter_of, C>) {
+        table.reduce_scatter = [](void *self, const void *send, void *recv, std::int64_t count, std::int32_t type,
+                                  std::int32_t operation, void *stream) {
+            return communicate([&] {
+                static_cast<C *>(self)->reduce_scatter(send, recv, count, static_cast<dtype>(type),
+                                                       static_cast<op>(operation), stream);
+            });
         };
     }
     if constexpr (has<error_of, C>) {
@@ -86,6 +99,9 @@ struct comm_options {
     std::chrono::milliseconds timeout{0};
     /// Exchanges are enqueued on the stream: DSOPT_COMM_FLAG_ENQUEUE.
     bool enqueue = false;
+    /// Means of gradients (averages) are added up by the provider, in its order: DSOPT_COMM_FLAG_PROVIDER_SUMS. Not of
+    /// LOCAL.
+    bool provider_sums = false;
 };
 
 /// Options of comm::of.
@@ -96,6 +112,8 @@ struct table_options {
     bool enqueue = false;
     /// They pass device memory to a library that does not use CUDA streams: DSOPT_COMM_FLAG_SYNCHRONIZE.
     bool synchronize = false;
+    /// Means of gradients (averages) are added up by the member reduce_scatter: DSOPT_COMM_FLAG_PROVIDER_SUMS.
+    bool provider_sums = false;
 };
 
 using comm_info = dsopt_comm_info;
@@ -171,6 +189,7 @@ public:
      *
      *     void all_to_all(const void *send, void *recv, std::int64_t bytes_per_rank, void *stream);
      *     void all_gather(const void *send, void *recv, std::int64_t bytes_per_rank, void *stream);
+     *     void reduce_scatter(const void *send, void *recv, std::int64_t count, dsopt::dtype, dsopt::op, void *stream);
      *     std::string error();    // any thread; empty: no error
      *     void abort();           // any thread: makes blocked calls return
      *
@@ -185,6 +204,7 @@ public:
         desc.table = &table;
         if (options.enqueue) desc.flags |= DSOPT_COMM_FLAG_ENQUEUE;
         if (options.synchronize) desc.flags |= DSOPT_COMM_FLAG_SYNCHRONIZE;
+        if (options.provider_sums) desc.flags |= DSOPT_COMM_FLAG_PROVIDER_SUMS;
         dsopt_comm *made = nullptr;
         const dsopt_status status = dsopt_comm_create(ctx.get(), &desc, &made);
         if (status == DSOPT_OK) static_cast<void>(collectives.release()); // the table's `destroy` deletes it
@@ -251,6 +271,7 @@ private:
         desc.id = id.data();
         desc.id_bytes = id.size();
         if (options.enqueue) desc.flags |= DSOPT_COMM_FLAG_ENQUEUE;
+        if (options.provider_sums) desc.flags |= DSOPT_COMM_FLAG_PROVIDER_SUMS;
         return desc;
     }
     static comm create(const context &ctx, const dsopt_comm_desc &desc) {

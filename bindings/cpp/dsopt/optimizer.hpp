@@ -15,6 +15,8 @@ struct optimizer_options {
     dsopt::compat compat = dsopt::compat::none;
     dsopt::nonfinite nonfinite = dsopt::nonfinite::automatic;
     dsopt::masters masters = dsopt::masters::per_tensor;
+    /// Needs `data` or `node`; shard::node needs `node`.
+    dsopt::shard shard = dsopt::shard::none;
     /// 0 = off.
     double max_norm = 0, max_value = 0;
     /// The optimizer keeps these alive.
@@ -25,6 +27,7 @@ struct optimizer_options {
     /// Of stochastic_rounding, and of moments in BF16_RANDOM.
     std::uint64_t seed = 0;
     bool no_master = false, report_norms = false, stochastic_rounding = false, accumulate = false, timing = false;
+    /// averages: gradients are this rank's own, and the step averages them; needs `data` or `node`.
     bool averages = false, check_ranks = false, momentum_bits = false;
 };
 
@@ -81,7 +84,9 @@ public:
     std::int32_t flags() const noexcept { return info_.flags; }
     std::int32_t dtype() const noexcept { return info_.tensor.dtype; }
     std::int64_t numel() const noexcept { return info_.tensor.numel; }
-    /// The parameter's, or one dimension.
+    /// True if the entry is the part of its parameter that this rank keeps, see optimizer::shard.
+    bool sharded() const noexcept { return (info_.flags & DSOPT_STATE_SHARDED) != 0; }
+    /// The parameter's, or one dimension: of the whole optimizer, scales, and sharded entries.
     const std::vector<std::int64_t> &dims() const noexcept { return dims_; }
     /// Number of elements of the parameter per element: 256 for scales, 1 for other entries of a parameter, 0: of the
     /// whole optimizer.
@@ -125,6 +130,11 @@ private:
     std::vector<std::int64_t> dims_;
 };
 
+/// Elements [begin, begin + numel) of a parameter. Without elements `begin` is 0.
+struct shard_range {
+    std::int64_t begin = 0, numel = 0;
+};
+
 /// Groups, parameters and their state.
 class optimizer {
 public:
@@ -164,7 +174,17 @@ public:
         return params;
     }
 
+    /// The part of a parameter whose state a data-parallel rank keeps: without sharding the whole parameter. `rank` is
+    /// the rank in `data` + ranks of `data` * rank in `node`; -1 = this one. Changes when parameters are added.
+    shard_range shard(std::int64_t param, std::int32_t rank = -1) const {
+        shard_range range;
+        detail::check(dsopt_optimizer_shard(get(), param, rank, &range.begin, &range.numel));
+        return range;
+    }
+
     /* Stepping. */
+    /// With averages an absent gradient counts as zeros: view(nullptr, numel, type), with the dtype of the gradient
+    /// that the other ranks pass.
     void step(span<const tensor> grads, const step_options &options = {}) {
         const dsopt_step arguments = arguments_of(grads, detail::count(grads), options);
         detail::check(dsopt_optimizer_step(get(), &arguments));
@@ -340,6 +360,7 @@ private:
         if (options.averages) desc.flags |= DSOPT_OPTIMIZER_AVERAGES;
         if (options.check_ranks) desc.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
         if (options.momentum_bits) desc.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
+        desc.flags |= static_cast<std::int32_t>(options.shard);
         desc.nonfinite = static_cast<std::int32_t>(options.nonfinite);
         desc.masters = static_cast<std::int32_t>(options.masters);
         desc.max_norm = options.max_norm;

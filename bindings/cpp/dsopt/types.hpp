@@ -205,6 +205,8 @@ enum class masters : std::int32_t {
     flat = DSOPT_MASTERS_FLAT,
     remainder = DSOPT_MASTERS_REMAINDER
 };
+/// Data-parallel ranks over which state is spread: none, all of them, or those of each node.
+enum class shard : std::int32_t { none = 0, data = DSOPT_OPTIMIZER_SHARD, node = DSOPT_OPTIMIZER_SHARD_NODE };
 enum class key : std::int32_t {
     lr = DSOPT_KEY_LR,
     beta1 = DSOPT_KEY_BETA1,

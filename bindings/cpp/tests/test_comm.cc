@@ -96,7 +96,7 @@ private:
 /// A class with the functions of dsopt_comm_table. Counts its instances.
 struct Collectives {
     Exchange &exchange;
-    int own_rank, throws = 0;
+    int own_rank, throws = 0, scattered = 0;
     std::atomic<int> *objects;
     Collectives(Exchange &exchange_, int rank_, std::atomic<int> *count) :
         exchange(exchange_),
@@ -132,6 +132,19 @@ struct Collectives {
                             size);
             }
         });
+    }
+    void reduce_scatter(const void *send, void *recv, std::int64_t count, dsopt::dtype type, dsopt::op op, void *) {
+        EXPECT_EQ(type, dsopt::dtype::f32);
+        EXPECT_EQ(op, dsopt::op::sum);
+        ++scattered;
+        const std::size_t numel = static_cast<std::size_t>(count), row = static_cast<std::size_t>(own_rank) * numel;
+        std::vector<float> sum(numel);
+        exchange.run(own_rank, send, [&] {
+            for (std::size_t i = 0; i < numel; ++i)
+                sum[i] = static_cast<const float *>(exchange.sent[1])[row + i] +
+                         static_cast<const float *>(exchange.sent[0])[row + i];
+        });
+        if (numel != 0) std::memcpy(recv, sum.data(), numel * sizeof(float));
     }
     std::string error() const { return throws == 3 ? "the network is down" : ""; }
     void abort() {}
@@ -198,6 +211,39 @@ TEST(CppComm, CollectivesOfAClassGiveSameBitsAsLocal) {
     const std::vector<float> local =
         onebit([&](const dsopt::context &ctx, int rank) { return dsopt::comm::local(ctx, id, rank, 2); });
     EXPECT_EQ(by_class, local);
+}
+
+TEST(CppComm, ProviderSumsAreOfReduceScatter) {
+    std::atomic<int> objects{0};
+    Exchange exchange;
+    std::vector<float> weights[2];
+    on_ranks(2, [&](int rank) {
+        dsopt::context ctx;
+        auto collectives = std::make_unique<Collectives>(exchange, rank, &objects);
+        const Collectives &calls = *collectives;
+        dsopt::table_options sums;
+        sums.provider_sums = true;
+        dsopt::comm comm = dsopt::comm::of(ctx, std::move(collectives), sums);
+        dsopt::optimizer_options options;
+        options.data = &comm;
+        options.averages = true;
+        dsopt::optimizer opt(ctx, options);
+        std::vector<float> &w = weights[rank] = {1, 2};
+        dsopt::sgd sgd;
+        sgd.lr = 1;
+        opt.add_group(sgd, {{dsopt::view(w), "w"}});
+        const std::vector<float> g = {0.5f + static_cast<float>(rank), 1};
+        opt.step({dsopt::read_only(g)});
+        EXPECT_EQ(calls.scattered, 1);
+        EXPECT_EQ(w, (std::vector<float>{0, 1}));
+        EXPECT_GT(comm.info().calls_of[DSOPT_COLLECTIVE_REDUCE_SCATTER], 0);
+    });
+    EXPECT_EQ(weights[0], weights[1]);
+    dsopt::context ctx;
+    dsopt::comm_options options;
+    options.provider_sums = true;
+    const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
+    EXPECT_REFUSED(dsopt::comm::local(ctx, id, 0, 1, options), dsopt::unsupported_error, "PROVIDER_SUMS");
 }
 
 TEST(CppComm, RethrowsExceptionsOfCollectives) {
