@@ -22,6 +22,7 @@ class Bound:
         self._context = context
         self.names: List[str] = []
         self.shapes: List[Tuple[int, ...]] = []
+        self.dtypes: List[int] = []
         self.params: List[Any] = []
         self.state = BoundState()
         self._params_owners: List[Any] = []
@@ -37,17 +38,25 @@ class Bound:
 
     def list(self, label: str, write: bool = False) -> TensorList:
         """Returns an empty list with an entry for each parameter."""
-        return TensorList(label, self.names, self.shapes, self._context, write=write)
+        return TensorList(label, self.names, self.shapes, self.dtypes, self._context, write=write)
 
     def _with_step(self, grads: TensorList) -> Tuple[TensorList, Any, Any]:
         """Returns the list, a dsopt_step with these gradients, and a reference to the struct."""
         step = abi.dsopt_step(grads=ctypes.addressof(grads.struct), count=len(self.names))
         return grads, step, byref(step)
 
-    def add(self, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], arrays: Sequence[Any], owners: Any) -> None:
+    def add(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Tuple[int, ...]],
+        dtypes: Sequence[int],
+        arrays: Sequence[Any],
+        owners: Any,
+    ) -> None:
         """Adds parameters that were registered. Bound gradients and state are too short from now on."""
         self.names += names
         self.shapes += shapes
+        self.dtypes += dtypes
         self.params += arrays
         self._params_owners.append(owners)
         self._pins += pins_of(arrays)

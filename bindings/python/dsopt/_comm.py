@@ -103,32 +103,51 @@ class Comm(Handle):
 
     @classmethod
     def nccl(
-        cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0, enqueue: bool = False
+        cls,
+        context: Context,
+        id: bytes,
+        rank: int,
+        ranks: int,
+        *,
+        timeout_ms: int = 0,
+        enqueue: bool = False,
+        provider_sums: bool = False,
     ) -> Comm:
         """Ranks are processes, one per GPU, and NCCL is made here. Collective.
 
-        context     a CUDA context
-        id          the bytes of unique_id("nccl"), the same on all ranks
-        rank        number of this rank, from 0 on
-        ranks       number of ranks
-        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
-        enqueue     exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
+        context        a CUDA context
+        id             the bytes of unique_id("nccl"), the same on all ranks
+        rank           number of this rank, from 0 on
+        ranks          number of ranks
+        timeout_ms     time-out of a call; 0 = 600000, -1 = no limit
+        enqueue        exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
+        provider_sums  NCCL adds up means of gradients, in its order (DSOPT_COMM_FLAG_PROVIDER_SUMS)
         """
-        return cls._from_id(
-            context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
-        )
+        flags = _flags(enqueue, provider_sums=provider_sums)
+        return cls._from_id(context, abi.DSOPT_COMM_KIND_NCCL, id, rank, ranks, timeout_ms, flags)
 
     @classmethod
-    def hccl(cls, context: Context, id: bytes, rank: int, ranks: int, *, timeout_ms: int = 0) -> Comm:
+    def hccl(
+        cls,
+        context: Context,
+        id: bytes,
+        rank: int,
+        ranks: int,
+        *,
+        timeout_ms: int = 0,
+        provider_sums: bool = False,
+    ) -> Comm:
         """Ranks are processes, one per Ascend NPU, and HCCL is made here. Collective.
 
-        context     a CPU context; the exchange is staged through device memory
-        id          the bytes of unique_id("hccl"), the same on all ranks
-        rank        number of this rank, from 0 on
-        ranks       number of ranks
-        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
+        context        a CPU context; the exchange is staged through device memory
+        id             the bytes of unique_id("hccl"), the same on all ranks
+        rank           number of this rank, from 0 on
+        ranks          number of ranks
+        timeout_ms     time-out of a call; 0 = 600000, -1 = no limit
+        provider_sums  HCCL adds up means of gradients, in its order (DSOPT_COMM_FLAG_PROVIDER_SUMS)
         """
-        return cls._from_id(context, abi.DSOPT_COMM_KIND_HCCL, id, rank, ranks, timeout_ms)
+        flags = _flags(provider_sums=provider_sums)
+        return cls._from_id(context, abi.DSOPT_COMM_KIND_HCCL, id, rank, ranks, timeout_ms, flags)
 
     @classmethod
     def native(
@@ -140,15 +159,17 @@ class Comm(Handle):
         owner: object = None,
         timeout_ms: int = 0,
         enqueue: bool = False,
+        provider_sums: bool = False,
     ) -> Comm:
         """A communicator of the caller.
 
-        context     the arrays of its collectives are in its memory
-        kind        "nccl" or "hccl"
-        address     address of the communicator, such as an ncclComm_t, as a number
-        owner       any object, kept as long as the comm, such as one that keeps the communicator alive
-        timeout_ms  time-out of a call; 0 = 600000, -1 = no limit
-        enqueue     NCCL: exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
+        context        the arrays of its collectives are in its memory
+        kind           "nccl" or "hccl"
+        address        address of the communicator, such as an ncclComm_t, as a number
+        owner          any object, kept as long as the comm, such as one that keeps the communicator alive
+        timeout_ms     time-out of a call; 0 = 600000, -1 = no limit
+        enqueue        NCCL: exchanges are enqueued and the host does not wait for them (DSOPT_COMM_FLAG_ENQUEUE)
+        provider_sums  the communicator adds up means of gradients, in its order (DSOPT_COMM_FLAG_PROVIDER_SUMS)
         """
         if not isinstance(address, int):
             raise ArgumentError(
@@ -161,7 +182,7 @@ class Comm(Handle):
                 kind=choice("kind", kind, choices),
                 native=address,
                 timeout_ms=timeout_ms,
-                flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue),
+                flags=_flags(enqueue, provider_sums=provider_sums),
             ),
             owner,
         )
@@ -177,23 +198,27 @@ class Comm(Handle):
         memory: str = "host",
         enqueue: bool = False,
         synchronize: bool = False,
+        provider_sums: bool = False,
     ) -> Comm:
         """Collectives that are methods of a Python object.
 
-        context      the arrays of its collectives are in its memory
-        collectives  the object, with the methods below
-        rank         number of this rank, from 0 on
-        ranks        number of ranks
-        memory       "host" or "backend": where `send` and `recv` are
-        enqueue      with memory of a device: methods enqueue, and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
-        synchronize  with memory of a device: for methods that cannot use the stream; the host waits for the stream
-                     before each of them (DSOPT_COMM_FLAG_SYNCHRONIZE)
+        context        the arrays of its collectives are in its memory
+        collectives    the object, with the methods below
+        rank           number of this rank, from 0 on
+        ranks          number of ranks
+        memory         "host" or "backend": where `send` and `recv` are
+        enqueue        with memory of a device: methods enqueue, and the host does not wait (DSOPT_COMM_FLAG_ENQUEUE)
+        synchronize    with memory of a device: for methods that cannot use the stream; the host waits for the stream
+                       before each of them (DSOPT_COMM_FLAG_SYNCHRONIZE)
+        provider_sums  reduce_scatter adds up means of gradients, in its order (DSOPT_COMM_FLAG_PROVIDER_SUMS)
 
         Its methods:
 
         all_reduce(send, recv, count, dtype, op, stream)   dtype F32, F64 or I32 and op SUM or MAX as numbers of dsopt.h
         all_to_all(send, recv, bytes_per_rank, stream)     optional
         all_gather(send, recv, bytes_per_rank, stream)     optional
+        reduce_scatter(send, recv, count, dtype, op, stream)  optional: `recv` gets the sum over all ranks of row `rank`
+            of `send`, whose rows have `count` elements each; F32, SUM. For provider_sums
         error()    optional, any thread: None if there is no error, else a text
         abort()    optional, any thread, more than once: makes blocked calls return
         destroy()  optional, the last call
@@ -209,8 +234,7 @@ class Comm(Handle):
                 abi.dsopt_comm_desc(
                     kind=abi.DSOPT_COMM_KIND_TABLE,
                     table=ctypes.addressof(table),
-                    flags=abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
-                    | abi.DSOPT_COMM_FLAG_SYNCHRONIZE * bool(synchronize),
+                    flags=_flags(enqueue, synchronize, provider_sums),
                 ),
                 hooked=True,
             )
@@ -249,6 +273,14 @@ _done: List[Any] = []
 _numbers = itertools.count(1)
 
 
+def _flags(enqueue: bool = False, synchronize: bool = False, provider_sums: bool = False) -> int:
+    return int(
+        abi.DSOPT_COMM_FLAG_ENQUEUE * bool(enqueue)
+        | abi.DSOPT_COMM_FLAG_SYNCHRONIZE * bool(synchronize)
+        | abi.DSOPT_COMM_FLAG_PROVIDER_SUMS * bool(provider_sums)
+    )
+
+
 def _failure(problem: BaseException) -> int:
     return -int(abi.DSOPT_ERR_TIMEOUT if isinstance(problem, TimeoutError) else abi.DSOPT_ERR_COMM)
 
@@ -264,7 +296,7 @@ def _table(collectives: object, rank: int, ranks: int, memory: int) -> Any:
     number = next(_numbers)
     table = abi.dsopt_comm_table(self=number, rank=rank, ranks=ranks, memory=memory)
     kinds = dict(abi.dsopt_comm_table._fields_)
-    for name in ("all_reduce", "all_to_all", "all_gather"):
+    for name in ("all_reduce", "all_to_all", "all_gather", "reduce_scatter"):
         method = getattr(collectives, name, None)
         if method is not None:
             setattr(table, name, kinds[name](_collective(method)))

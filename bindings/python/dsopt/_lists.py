@@ -104,12 +104,21 @@ class TensorList:
 
     A NumPy array to which a weak reference exists is pinned: ndarray.resize refuses it. Pinning costs a quarter of a
     call, so new arrays are pinned when they are passed a second time.
+
+    An absent array has the sizes and the dtype of its parameter: with averages they say what the other ranks send.
     """
 
     def __init__(
-        self, label: str, names: Sequence[str], shapes: Sequence[Tuple[int, ...]], context: Any, *, write: bool
+        self,
+        label: str,
+        names: Sequence[str],
+        shapes: Sequence[Tuple[int, ...]],
+        dtypes: Sequence[int],
+        context: Any,
+        *,
+        write: bool,
     ) -> None:
-        self._label, self._names, self._shapes = label, names, shapes
+        self._label, self._names, self._shapes, self._absent = label, names, shapes, dtypes
         self._context, self._write = context, write
         count = len(names)
         self._words = words_of("Q", bytes(24 * count))  # data, numel, dtype per array
@@ -168,7 +177,7 @@ class TensorList:
         for i, array in enumerate(arrays):
             place = self.struct[i]
             if array is None:
-                place.data, place.numel, place.dtype = None, math.prod(self._shapes[i]), abi.DSOPT_DTYPE_F32
+                place.data, place.numel, place.dtype = None, math.prod(self._shapes[i]), self._absent[i]
                 continue
             tensor = tensor_of(array, self.name(i), stream=stream)
             require(

@@ -30,6 +30,7 @@ MASTERS = {
     "flat": abi.DSOPT_MASTERS_FLAT,
     "remainder": abi.DSOPT_MASTERS_REMAINDER,
 }
+SHARD = {"data": abi.DSOPT_OPTIMIZER_SHARD, "node": abi.DSOPT_OPTIMIZER_SHARD_NODE}
 REDUCTIONS = {
     abi.DSOPT_REDUCTION_FULL: "full",
     abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
@@ -85,9 +86,11 @@ class Optimizer(Handle):
     seed                 seed of stochastic rounding, and of moments in the format bf16_random
     accumulate           an fp32 accumulator per parameter, for the method `accumulate`
     timing               times of the phases in the report
-    averages             1-bit family: steps average full gradients over the ranks
+    averages             gradients are this rank's own, and steps average them over `data` and `node`
     check_ranks          ranks compare their calls before each step
     momentum_bits        1-bit Adam: after the freeze, momentum is kept as bits
+    shard                None, or the ranks over which state is spread: "data" = all data-parallel ranks, of `data` and
+                         `node`; "node" = those of `node`. Every step is then collective. See the method `shard`
     skip_budget          skipped steps in a row after which `step` raises StateError; 0 = never
 
     One thread at a time; a concurrent call raises StateError.
@@ -117,6 +120,7 @@ class Optimizer(Handle):
         averages: bool = False,
         check_ranks: bool = False,
         momentum_bits: bool = False,
+        shard: Optional[str] = None,
         skip_budget: int = 0,
         seed: int = 0,
     ) -> None:
@@ -143,6 +147,7 @@ class Optimizer(Handle):
             | abi.DSOPT_OPTIMIZER_AVERAGES * bool(averages)
             | abi.DSOPT_OPTIMIZER_CHECK_RANKS * bool(check_ranks)
             | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * bool(momentum_bits)
+            | (0 if shard is None else choice("shard", shard, SHARD))
         )
         desc = abi.dsopt_optimizer_desc(
             compat=choice("compat", compat, COMPAT),
@@ -246,8 +251,8 @@ class Optimizer(Handle):
 
     def _registered(self, pairs: List[Tuple[str, Param]], owners: Any, doubles: List[Any], groups: List[int]) -> None:
         params, first = [param for _, param in pairs], len(self.names)
-        shapes = [tuple(param.shape) for param in params]
-        self._bound.add([name for name, _ in pairs], shapes, [param.array for param in params], owners)
+        shapes, dtypes = [tuple(param.shape) for param in params], [struct.tensor.dtype for struct, _ in owners]
+        self._bound.add([name for name, _ in pairs], shapes, dtypes, [param.array for param in params], owners)
         if self._doubles is None and any(array is not None for array in doubles):
             self._doubles = Doubles(self._looks, self._reports_norms)
             self._doubles.groups += self._groups_of
@@ -275,6 +280,25 @@ class Optimizer(Handle):
     def groups(self) -> List[GroupView]:
         """Hyper-parameters group by group: `opt.groups[0].lr = 1e-4`."""
         return [GroupView(self, i) for i in range(len(self._algorithms))]
+
+    def shard(self, param: Union[str, int], rank: Optional[int] = None) -> Tuple[int, int]:
+        """Return the first element and the number of elements of a parameter whose state a rank keeps: (0, 0) if there
+        are none, and without `shard` the whole parameter. It changes when parameters are added.
+
+        param  name of the parameter, or its index in flat order
+        rank   rank in `data` + ranks of `data` * rank in `node`; None = this one
+        """
+        if isinstance(param, str):
+            if param not in self.names:
+                refuse("param", "is %r, which is not registered; registered are %s" % (param, abi.shown(self.names)))
+            param = self.names.index(param)
+        index = abi.number(param, ctypes.c_int64, "param")
+        begin, numel = ctypes.c_int64(), ctypes.c_int64()
+        number = -1 if rank is None else abi.number(rank, ctypes.c_int32, "rank")
+        if rank is not None and number < 0:
+            refuse("rank", "is %d, and must be the number of a data-parallel rank, or None" % number)
+        abi.check(abi.lib.dsopt_optimizer_shard(self.handle, index, number, byref(begin), byref(numel)))
+        return begin.value, numel.value
 
     @property
     def lr(self) -> float:
@@ -508,7 +532,8 @@ class Optimizer(Handle):
 
     @property
     def state(self) -> State:
-        """State tensors by name, as views of their memory."""
+        """State tensors by name, as views of their memory. With `shard` those of a parameter have one dimension, and
+        are the part of this rank."""
         return State(self)
 
     def reset(self, *parts: str, stream: Optional[int] = None) -> None:

@@ -146,7 +146,7 @@ class BoundState:
 class Info:
     """One entry of the state list."""
 
-    __slots__ = ("index", "name", "param", "dtype", "shape", "rank_local", "address")
+    __slots__ = ("index", "name", "param", "dtype", "shape", "rank_local", "sharded", "address")
 
     def __init__(self, index: int, info: Any, optimizer: Any) -> None:
         self.index, self.param = index, info.param
@@ -158,7 +158,8 @@ class Info:
         self.dtype = info.tensor.dtype
         dims = (ctypes.c_int64 * info.ndim).from_address(info.dims) if info.ndim else ()
         self.shape: Tuple[int, ...] = tuple(dims)
-        if info.block == 1 and not optimizer.engine_shapes[info.param]:
+        self.sharded = bool(info.flags & abi.DSOPT_STATE_SHARDED)
+        if info.block == 1 and not self.sharded and not optimizer.engine_shapes[info.param]:
             self.shape = ()  # the library has one dimension for a parameter without dimensions
         self.rank_local = bool(info.flags & abi.DSOPT_STATE_RANK_LOCAL)
         self.address = info.tensor.data
@@ -303,6 +304,8 @@ class State(Mapping[str, Any]):
     Moments and masters in fewer bits are codes: bfloat16, float8_e4m3fn, uint8 or int16, with the scales of a moment in
     "<param>.exp_avg_scale". Without ml_dtypes bfloat16 is uint16 and float8_e4m3fn is uint8. export_f32 and import_f32
     convert them.
+
+    Of an optimizer with `shard`, tensors of a parameter have one dimension: they are the part of this rank.
 
     optimizer  the Optimizer; `opt.state` passes it
     """

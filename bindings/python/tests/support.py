@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 
 import numpy as np
@@ -62,3 +63,23 @@ def python(program, *arguments, timeout=120, library=None, preload=False):
         timeout=timeout,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def ranks(count, work):
+    """Runs work(rank) on one thread per rank. Raises the exception of a rank, if any."""
+    results, problems = [None] * count, []
+
+    def run(rank):
+        try:
+            results[rank] = work(rank)
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
+    return results

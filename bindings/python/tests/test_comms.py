@@ -11,27 +11,7 @@ import numpy as np
 import dsopt
 from dsopt import _abi as abi
 from dsopt import _comm
-from support import arrays
-
-
-def ranks(count, work):
-    """Runs work(rank) on one thread per rank. Raises the exception of a rank, if any."""
-    results, problems = [None] * count, []
-
-    def run(rank):
-        try:
-            results[rank] = work(rank)
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
-    return results
+from support import arrays, ranks
 
 
 TYPES = {abi.DSOPT_DTYPE_F32: np.float32, abi.DSOPT_DTYPE_F64: np.float64, abi.DSOPT_DTYPE_I32: np.int32}
@@ -53,7 +33,7 @@ class Exchange:
 
 class Rank:
     def __init__(self, exchange, rank):
-        self.exchange, self.rank, self.ended = exchange, rank, 0
+        self.exchange, self.rank, self.ended, self.sums = exchange, rank, 0, []
 
     def all_reduce(self, send, recv, count, dtype, op, stream):
         kind = np.dtype(TYPES[dtype])
@@ -65,6 +45,12 @@ class Rank:
     def all_gather(self, send, recv, size, stream):
         for i, row in enumerate(self.exchange.gather(self.rank, ctypes.string_at(send, size))):
             ctypes.memmove(recv + i * size, row, size)
+
+    def reduce_scatter(self, send, recv, count, dtype, op, stream):
+        self.sums.append((count, dtype, op))
+        mine = np.frombuffer(ctypes.string_at(send, 4 * count * len(self.exchange.rows)), np.float32)
+        rows = np.stack(self.exchange.gather(self.rank, mine)).reshape(len(self.exchange.rows), -1, count)
+        ctypes.memmove(recv, rows[::-1, self.rank].sum(0).tobytes(), 4 * count)
 
     def destroy(self):
         self.ended += 1
@@ -112,6 +98,30 @@ class Comms(unittest.TestCase):
         gc.collect()
         self.assertEqual([peer.ended for peer in peers], [1, 1])
         self.assertFalse([entry for entry in _comm._tables.values() if entry[1] in peers])
+
+    def test_provider_sums_are_those_of_reduce_scatter(self):
+        exchange = Exchange(2)
+        peers = [Rank(exchange, rank) for rank in range(2)]
+
+        def work(rank):
+            comm = dsopt.Comm.table(dsopt.Context(), peers[rank], rank, 2, provider_sums=True)
+            w = np.array([1, 2], np.float32)
+            opt = dsopt.Optimizer({"w": w}, dsopt.Sgd(lr=1), context=comm.context, data=comm, averages=True)
+            opt.step([np.array([0.5 + rank, 1], np.float32)])
+            self.assertEqual(comm.query().calls_of[abi.DSOPT_COLLECTIVE_REDUCE_SCATTER], 1)
+            self.assertEqual([entry[1:] for entry in peers[rank].sums], [(abi.DSOPT_DTYPE_F32, abi.DSOPT_OP_SUM)])
+            return w
+
+        for w in ranks(2, work):
+            np.testing.assert_array_equal(w, [0, 1])
+
+    def test_provider_sums_need_reduce_scatter(self):
+        class Without:
+            def all_reduce(self, *_):
+                pass
+
+        with self.assertRaisesRegex(dsopt.UnsupportedError, "reduce_scatter is NULL"):
+            dsopt.Comm.table(dsopt.Context(), Without(), 0, 2, provider_sums=True)
 
     def test_compressed_all_reduce_feeds_errors_back(self):
         id = dsopt.Comm.unique_id()
@@ -191,7 +201,7 @@ class Comms(unittest.TestCase):
             comm.all_reduce(arrays((5,)))
 
     def test_rejects_invalid_arguments(self):
-        context = dsopt.Context()
+        context, peer = dsopt.Context(), Rank(None, 0)
         for make, text in (
             (lambda: dsopt.Comm.local(context, "id", 0, 2), "id"),
             (lambda: dsopt.Comm.local(context, b"short", 0, 2), "id"),
@@ -199,16 +209,16 @@ class Comms(unittest.TestCase):
             (lambda: dsopt.Comm.unique_id("mpi"), "kind.*'local'"),
             (lambda: dsopt.Comm.native(context, "mpi", 1), "kind"),
             (lambda: dsopt.Comm.table(context, object(), 0, 2), "all_reduce"),
-            (lambda: dsopt.Comm.table(context, Rank(None, 0), 5, 2), "rank"),
-            (lambda: dsopt.Comm.table(context, Rank(None, 0), 0, 2, memory="disk"), "memory"),
+            (lambda: dsopt.Comm.table(context, peer, 5, 2), "rank"),
+            (lambda: dsopt.Comm.table(context, peer, 0, 2, memory="disk"), "memory"),
             (lambda: dsopt.Comm.single(context).all_reduce([np.zeros(3)]), r"arrays\[0\].*float64"),
             (lambda: dsopt.Comm.single(context).all_reduce([], "product"), "op.*'mean'"),
         ):
             with self.assertRaisesRegex(dsopt.ArgumentError, text):
                 make()
         with self.assertRaisesRegex(dsopt.UnsupportedError, "DSOPT_COMM_FLAG_SYNCHRONIZE needs a CUDA context"):
-            dsopt.Comm.table(context, Rank(None, 0), 0, 2, memory="backend", synchronize=True)
-        self.assertFalse([entry for entry in _comm._tables.values() if entry[1] in peers])
+            dsopt.Comm.table(context, peer, 0, 2, memory="backend", synchronize=True)
+        self.assertFalse([entry for entry in _comm._tables.values() if entry[1] is peer])
         with self.assertRaises(dsopt.Error):  # no device, no library
             dsopt.Comm.nccl(context, b"\0" * 128, 0, 1)
 
