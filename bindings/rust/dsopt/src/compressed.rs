@@ -21,6 +21,8 @@ pub struct Compressed {
     worker: Vec<f32>,
     server: Vec<f32>,
     workspace: Vec<u8>,
+    /// Sizes of the list of the first call.
+    numels: Vec<usize>,
     deepspeed: bool,
 }
 
@@ -55,7 +57,7 @@ impl Compressed {
     }
 
     /// Checks the buffers for this list, or creates them before the first exchange.
-    fn prepare(&mut self, comm: &Comm, args: &mut sys::dsopt_compressed) -> Result<()> {
+    fn prepare(&mut self, comm: &Comm, args: &mut sys::dsopt_compressed, tensors: &[TensorMut<'_>]) -> Result<()> {
         comm.context().host_only("the buffer of a compressed all-reduce")?;
         let (mut worker, mut server, mut workspace) = (0, 0, 0);
         // SAFETY: the comm lives, and the list is borrowed by the caller.
@@ -64,8 +66,11 @@ impl Compressed {
         if self.worker.is_empty() && self.server.is_empty() {
             self.worker.resize(worker, 0.0);
             self.server.resize(server, 0.0);
+            self.numels = tensors.iter().map(TensorMut::numel).collect();
         }
-        if self.worker.len() != worker || self.server.len() != server {
+        // Lists of other sizes may have buffers of the same length, which is a multiple of a block.
+        let same = self.numels.iter().copied().eq(tensors.iter().map(TensorMut::numel));
+        if !same || self.worker.len() != worker || self.server.len() != server {
             let text = "compressed: the list, or the number of ranks, is not that of the first exchange";
             return Err(Error::new(sys::DSOPT_ERR_SHAPE, text));
         }
@@ -90,7 +95,7 @@ impl Compressed {
         tensors: &mut [TensorMut<'_>],
     ) -> Result<()> {
         let mut args = self.arguments(node, tensors);
-        self.prepare(comm, &mut args)?;
+        self.prepare(comm, &mut args, tensors)?;
         // SAFETY: list and comms are borrowed mutably, and the buffers have the sizes that the library returned.
         check(unsafe { sys::dsopt_compressed_allreduce(comm.as_ptr(), &args) })
     }
@@ -103,7 +108,7 @@ impl Compressed {
         tensors: &mut [TensorMut<'_>],
     ) -> Result<Errors> {
         let mut args = self.arguments(node, tensors);
-        self.prepare(comm, &mut args)?;
+        self.prepare(comm, &mut args, tensors)?;
         // The library writes no more than the buffers hold, scales included.
         let mut errors = Errors { worker: vec![0.0; self.worker.len()], server: vec![0.0; self.server.len()] };
         // SAFETY: as in all_reduce; the results have room for the buffers without their scales.
