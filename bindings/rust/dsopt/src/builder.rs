@@ -16,6 +16,16 @@ pub enum Nonfinite {
     Apply = 2,
 }
 
+/// Ranks over which state is spread, see [`OptimizerBuilder::shard`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Shard {
+    /// All data-parallel ranks, those of `data` and `node`.
+    Data = sys::DSOPT_OPTIMIZER_SHARD as isize,
+    /// The ranks of `node`: every node has all of the state.
+    Node = sys::DSOPT_OPTIMIZER_SHARD_NODE as isize,
+}
+
 /// Options of an [`Optimizer`]. Comms are moved in.
 #[derive(Debug)]
 #[must_use = "build() makes the optimizer"]
@@ -72,7 +82,9 @@ impl OptimizerBuilder {
         accumulators = DSOPT_OPTIMIZER_ACCUMULATE,
         /// Times per phase in the report.
         timing = DSOPT_OPTIMIZER_TIMING,
-        /// The 1-bit family: the step averages gradients if they must be averaged in full precision.
+        /// Gradients are those of this rank, and the step averages them over the data-parallel ranks. It needs
+        /// [`data`](OptimizerBuilder::data) or [`node`](OptimizerBuilder::node). An
+        /// [absent](crate::TensorRef::absent) gradient counts as zeros.
         averages = DSOPT_OPTIMIZER_AVERAGES,
         /// Data-parallel ranks compare their calls before each step.
         check_ranks = DSOPT_OPTIMIZER_CHECK_RANKS,
@@ -166,6 +178,14 @@ impl OptimizerBuilder {
         self
     }
 
+    /// State is spread over data-parallel ranks: each keeps and updates the part of [`Optimizer::shard`], and gets the
+    /// other weights from the other ranks. Weights have the same bits as without it. Every step is then collective.
+    pub fn shard(mut self, ranks: Shard) -> Self {
+        self.desc.flags &= !(sys::DSOPT_OPTIMIZER_SHARD | sys::DSOPT_OPTIMIZER_SHARD_NODE);
+        self.desc.flags |= ranks as i32;
+        self
+    }
+
     /// Make the optimizer, without groups.
     pub fn build(mut self) -> Result<Optimizer> {
         let pointer = |comm: &Option<Comm>| comm.as_ref().map_or(ptr::null_mut(), Comm::as_ptr);
@@ -183,7 +203,9 @@ impl OptimizerBuilder {
             unsafe { sys::dsopt_optimizer_create(self.context.as_ptr(), &self.desc, &mut handle) }
         };
         let deepspeed = self.desc.compat == sys::DSOPT_COMPAT_DEEPSPEED;
+        let averages = self.desc.flags & sys::DSOPT_OPTIMIZER_AVERAGES != 0;
         let (context, scaler, comms) = (self.context, self.scaler, self.comms);
-        owned(status, NonNull::new(handle).map(|handle| Optimizer::own(handle, context, scaler, comms, deepspeed)))
+        let own = |handle| Optimizer::own(handle, context, scaler, comms, deepspeed, averages);
+        owned(status, NonNull::new(handle).map(own))
     }
 }

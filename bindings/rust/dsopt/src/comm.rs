@@ -172,6 +172,30 @@ impl Comm {
         ranks: usize,
         timeout: Duration,
     ) -> Result<Comm> {
+        Comm::connect_of(context, id, rank, ranks, timeout, 0)
+    }
+
+    /// As [`Comm::connect_within`]. Means of gradients that an optimizer forms
+    /// ([`averages`](crate::OptimizerBuilder::averages)) are added up by NCCL or HCCL, in its order, for links on which
+    /// an all-to-all is slow.
+    pub fn connect_summing(
+        context: &Context,
+        id: &CommId,
+        rank: usize,
+        ranks: usize,
+        timeout: Duration,
+    ) -> Result<Comm> {
+        Comm::connect_of(context, id, rank, ranks, timeout, sys::DSOPT_COMM_FLAG_PROVIDER_SUMS)
+    }
+
+    fn connect_of(
+        context: &Context,
+        id: &CommId,
+        rank: usize,
+        ranks: usize,
+        timeout: Duration,
+        flags: i32,
+    ) -> Result<Comm> {
         let number = |name, value| {
             i32::try_from(value).map_err(|_| Error::argument(format!("{name} is {value}, which is too large")))
         };
@@ -182,6 +206,7 @@ impl Comm {
         desc.timeout_ms = i32::try_from(timeout.as_millis()).map_or(-1, |milliseconds| milliseconds.max(1));
         desc.id = id.bytes.as_ptr().cast();
         desc.id_bytes = id.bytes.len();
+        desc.flags = flags;
         // SAFETY: the id outlives the call. Ranks of kind LOCAL are threads, which share memory only during
         // collectives.
         unsafe { Comm::from_desc(context, &desc) }

@@ -21,7 +21,7 @@ mod step;
 mod table;
 mod tensor;
 
-pub use builder::{Nonfinite, OptimizerBuilder};
+pub use builder::{Nonfinite, OptimizerBuilder, Shard};
 pub use checkpoint::LoadOptions;
 pub use comm::{Comm, CommHandle, CommId, CommInfo, CommKind, Op};
 pub use compressed::{Compressed, Errors};

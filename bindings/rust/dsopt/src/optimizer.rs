@@ -6,6 +6,7 @@ use crate::lock::Guard;
 use crate::tensor::list;
 use crate::{panics, sys, Comm, Context, Error, Group, Op, Param, Report, Result, Scaler, TensorMut, TensorRef};
 use std::cell::Cell;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -98,6 +99,7 @@ pub struct Optimizer {
     /// After the handle, so that they are dropped after it.
     comms: Comms,
     deepspeed: bool,
+    pub(crate) averages: bool,
     /// True while a call through `&self` uses the comms. The `Cell` also makes the optimizer !Sync.
     busy: Cell<bool>,
     /// Counts the optimizer and its appliers.
@@ -232,9 +234,10 @@ impl Optimizer {
         scaler: Option<Scaler>,
         comms: Comms,
         deepspeed: bool,
+        averages: bool,
     ) -> Optimizer {
         let handle = Handle { pointer, context, scaler };
-        Optimizer { handle, comms, deepspeed, busy: Cell::new(false), appliers: Arc::new(()) }
+        Optimizer { handle, comms, deepspeed, averages, busy: Cell::new(false), appliers: Arc::new(()) }
     }
 
     /// The handle, for calls of `dsopt-sys`. It is valid as long as this optimizer.
@@ -380,6 +383,18 @@ impl Optimizer {
     /// The data-parallel comm's handle, to query or abort it.
     pub fn data_comm(&self) -> Option<crate::CommHandle> {
         self.comms.data.as_ref().map(Comm::handle)
+    }
+
+    /// The elements of a parameter whose state a data-parallel rank keeps: empty if there are none, and without
+    /// [`shard`](OptimizerBuilder::shard) all of them. They change when parameters are added. `rank` is the rank in
+    /// `data` + ranks of `data` * rank in `node`; `None` is this rank.
+    pub fn shard(&self, param: usize, rank: Option<usize>) -> Result<Range<usize>> {
+        let rank = rank.map_or(-1, |rank| i32::try_from(rank).unwrap_or(i32::MAX));
+        let (mut begin, mut numel) = (0, 0);
+        // SAFETY: the handle lives, and the results are written only on success.
+        check(unsafe { sys::dsopt_optimizer_shard(self.as_ptr(), count(param), rank, &mut begin, &mut numel) })?;
+        let begin = usize::try_from(begin).unwrap_or(0);
+        Ok(begin..begin + usize::try_from(numel).unwrap_or(0))
     }
 
     /// Statistics of the steps so far. On CUDA it waits for earlier calls.

@@ -19,7 +19,7 @@ pub struct StateInfo {
     pub dtype: Dtype,
     /// Number of elements.
     pub numel: usize,
-    /// Its shape: the parameter's, or one dimension.
+    /// Its shape: the parameter's, or one dimension: of the whole optimizer, scales and sharded entries.
     pub dims: Vec<usize>,
     /// Number of elements of the parameter per element: 256 for scales, 1 for other entries of a parameter, 0: of the
     /// whole optimizer.
@@ -28,6 +28,8 @@ pub struct StateInfo {
     pub from_param: bool,
     /// It differs between data-parallel ranks.
     pub rank_local: bool,
+    /// It is the part of its parameter that this rank keeps, see [`Optimizer::shard`].
+    pub sharded: bool,
 }
 
 impl StateInfo {
@@ -142,6 +144,7 @@ impl Optimizer {
             block: usize::try_from(raw.block).unwrap_or(0),
             from_param: raw.flags & sys::DSOPT_STATE_FROM_PARAM != 0,
             rank_local: raw.flags & sys::DSOPT_STATE_RANK_LOCAL != 0,
+            sharded: raw.flags & sys::DSOPT_STATE_SHARDED != 0,
         })
     }
 

@@ -7,7 +7,7 @@ use crate::{panics, sys, Context, Error, Result, StepReport, TensorMut, TensorRe
 use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
-use std::ptr;
+use std::{ptr, slice};
 
 /// Hyper-parameters of one group for one step. NaN means the value that is set, which is also more exact than an `f32`.
 ///
@@ -220,11 +220,35 @@ impl<'a> Step<'a> {
         &mut self.raw
     }
 
+    /// Returns the gradients with the size and dtype of the parameter for those that are absent: they say what the other
+    /// ranks send. `None` if there are none. The lists have this length.
+    fn filled(&self, length: usize) -> Option<Vec<sys::dsopt_tensor>> {
+        if self.raw.grads.is_null() || length == 0 {
+            return None;
+        }
+        let absent = |grad: &sys::dsopt_tensor| grad.data.is_null() && grad.numel == 0;
+        // SAFETY: lists of this length, borrowed for 'a.
+        let (grads, params) =
+            unsafe { (slice::from_raw_parts(self.raw.grads, length), slice::from_raw_parts(self.raw.params, length)) };
+        if !grads.iter().any(absent) {
+            return None;
+        }
+        let fill = |(grad, param): (&sys::dsopt_tensor, &sys::dsopt_tensor)| {
+            if absent(grad) {
+                sys::dsopt_tensor { data: ptr::null_mut(), ..*param }
+            } else {
+                *grad
+            }
+        };
+        Some(grads.iter().zip(params).map(fill).collect())
+    }
+
     /// Checks lengths that the library does not receive, and makes the call.
     fn run(
         mut self,
         context: &Context,
         opt: *const sys::dsopt_optimizer,
+        averages: bool,
         call: impl FnOnce(&sys::dsopt_step) -> sys::dsopt_status,
     ) -> Result<()> {
         let length = self.lengths[0].1;
@@ -245,6 +269,10 @@ impl<'a> Step<'a> {
                     }
                 }
             }
+        }
+        let filled = if averages { self.filled(length) } else { None };
+        if let Some(grads) = &filled {
+            self.raw.grads = grads.as_ptr();
         }
         let skip = 1;
         if self.skip {
@@ -284,13 +312,13 @@ impl Optimizer {
         let _inside = self.enter()?;
         let opt = self.as_ptr();
         // SAFETY: the lists have the lengths that the library expects, and their tensors are borrowed for this call.
-        step.run(self.context(), opt, |raw| unsafe { sys::dsopt_optimizer_step(opt, raw) })
+        step.run(self.context(), opt, self.averages, |raw| unsafe { sys::dsopt_optimizer_step(opt, raw) })
     }
 
     /// A step as a pure function: reads and writes only its arguments. See [`Applier::apply`].
     pub fn apply(&self, step: Step<'_>, state: &mut [TensorMut<'_>], workspace: &mut Vec<u8>) -> Result<()> {
         let _busy = self.use_comms()?;
-        apply(self.context(), self.as_ptr(), step, state, workspace)
+        apply(self.context(), self.as_ptr(), self.averages, step, state, workspace)
     }
 }
 
@@ -300,13 +328,15 @@ impl Applier {
     /// `state` has every entry of [`Optimizer::state`], in that order, with the values of
     /// [`init_state`](Optimizer::init_state) or of an earlier call. The workspace grows as needed, and holds no state.
     pub fn apply(&self, step: Step<'_>, state: &mut [TensorMut<'_>], workspace: &mut Vec<u8>) -> Result<()> {
-        apply(&self.handle.context, self.handle.as_ptr(), step, state, workspace)
+        let averages = false; // it has no comms
+        apply(&self.handle.context, self.handle.as_ptr(), averages, step, state, workspace)
     }
 }
 
 fn apply(
     context: &Context,
     opt: *const sys::dsopt_optimizer,
+    averages: bool,
     mut step: Step<'_>,
     state: &mut [TensorMut<'_>],
     workspace: &mut Vec<u8>,
@@ -323,5 +353,5 @@ fn apply(
     step.raw.workspace = if workspace.is_empty() { ptr::null_mut() } else { workspace.as_mut_ptr().cast() };
     step.raw.workspace_bytes = workspace.len();
     // SAFETY: as in step_with; state and workspace are borrowed mutably.
-    step.run(context, opt, |raw| unsafe { sys::dsopt_optimizer_apply(opt, raw) })
+    step.run(context, opt, averages, |raw| unsafe { sys::dsopt_optimizer_apply(opt, raw) })
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-use crate::{panics, sys, Comm, Context, Error, Result};
+use crate::{panics, sys, Comm, Context, Element, Error, Result};
 use std::ffi::{c_void, CString};
+use std::mem::size_of;
 use std::os::raw::{c_char, c_int};
 use std::{ptr, slice};
 
@@ -48,6 +49,8 @@ pub trait Collectives: Send + Sync + 'static {
     const ALL_TO_ALL: bool = false;
     /// True if [`Collectives::all_gather`] is implemented. The engine can build it from all_reduce, with more bytes.
     const ALL_GATHER: bool = false;
+    /// True if [`Collectives::reduce_scatter`] is implemented, for [`Comm::table_summing`].
+    const REDUCE_SCATTER: bool = false;
 
     /// Every rank must receive the same bits.
     fn all_reduce(&self, values: Values<'_>, op: Reduce) -> std::result::Result<(), CommFailure>;
@@ -60,6 +63,13 @@ pub trait Collectives: Send + Sync + 'static {
 
     /// `receive` has `ranks` messages: message s comes from rank s.
     fn all_gather(&self, send: &[u8], receive: &mut [u8]) -> std::result::Result<(), CommFailure> {
+        let _ = (send, receive);
+        Err(CommFailure::Failed)
+    }
+
+    /// `send` has `ranks` rows of the length of `receive`, which gets the sum over all ranks of the row of this rank, in
+    /// any order of additions.
+    fn reduce_scatter(&self, send: &[f32], receive: &mut [f32]) -> std::result::Result<(), CommFailure> {
         let _ = (send, receive);
         Err(CommFailure::Failed)
     }
@@ -82,6 +92,22 @@ struct Owned<T> {
 impl Comm {
     /// A comm on the program's collectives, which are moved in and dropped with the comm's last user.
     pub fn table<T: Collectives>(context: &Context, rank: usize, ranks: usize, collectives: T) -> Result<Comm> {
+        Comm::table_of(context, rank, ranks, collectives, 0)
+    }
+
+    /// As [`Comm::table`]. Means of gradients that an optimizer forms ([`averages`](crate::OptimizerBuilder::averages))
+    /// are added up by [`Collectives::reduce_scatter`], in its order.
+    pub fn table_summing<T: Collectives>(context: &Context, rank: usize, ranks: usize, collectives: T) -> Result<Comm> {
+        Comm::table_of(context, rank, ranks, collectives, sys::DSOPT_COMM_FLAG_PROVIDER_SUMS)
+    }
+
+    fn table_of<T: Collectives>(
+        context: &Context,
+        rank: usize,
+        ranks: usize,
+        collectives: T,
+        flags: i32,
+    ) -> Result<Comm> {
         let number = |name, value| {
             i32::try_from(value).map_err(|_| Error::argument(format!("{name} is {value}, which is too large")))
         };
@@ -95,6 +121,9 @@ impl Comm {
         if T::ALL_GATHER {
             table.all_gather = Some(all_gather::<T>);
         }
+        if T::REDUCE_SCATTER {
+            table.reduce_scatter = Some(reduce_scatter::<T>);
+        }
         table.error = Some(error::<T>);
         table.abort = Some(abort::<T>);
         table.destroy = Some(destroy::<T>);
@@ -104,6 +133,7 @@ impl Comm {
         let mut desc = sys::zeroed!(dsopt_comm_desc);
         desc.kind = sys::DSOPT_COMM_KIND_TABLE;
         desc.table = &table;
+        desc.flags = flags;
         let mut handle = ptr::null_mut();
         // SAFETY: the table is copied; its functions receive the pointer that `destroy` frees.
         let status = unsafe { sys::dsopt_comm_create(context.as_ptr(), &desc, &mut handle) };
@@ -191,25 +221,25 @@ unsafe extern "C" fn all_reduce<T: Collectives>(
     unsafe { guarded::<T>(this, call) }
 }
 
-/// Calls `move_rows` with slices of these bytes. `receive` is zeroed first, because its memory may be uninitialized;
+/// Calls `move_rows` with slices of these lengths. `receive` is zeroed first, because its memory may be uninitialized;
 /// `send` is copied if the two overlap.
-unsafe fn with_rows(
+unsafe fn with_rows<E: Element>(
     send: *const c_void,
     sent: usize,
     receive: *mut c_void,
     received: usize,
-    move_rows: impl FnOnce(&[u8], &mut [u8]) -> std::result::Result<(), CommFailure>,
+    move_rows: impl FnOnce(&[E], &mut [E]) -> std::result::Result<(), CommFailure>,
 ) -> std::result::Result<(), CommFailure> {
-    let (from, to) = (send as usize, receive as usize);
-    let copy = if sent != 0 && received != 0 && from < to + received && to < from + sent {
+    let (from, to, size) = (send as usize, receive as usize, size_of::<E>());
+    let copy = if sent != 0 && received != 0 && from < to + received * size && to < from + sent * size {
         // SAFETY: the caller promises this memory.
-        Some(unsafe { read::<u8>(send, sent) }.to_vec())
+        Some(unsafe { read::<E>(send, sent) }.to_vec())
     } else {
         None
     };
     if received != 0 {
         // SAFETY: the caller promises this memory.
-        unsafe { ptr::write_bytes(receive.cast::<u8>(), 0, received) };
+        unsafe { ptr::write_bytes(receive.cast::<E>(), 0, received) };
     }
     match copy {
         // SAFETY: the caller promises this memory.
@@ -229,7 +259,7 @@ unsafe extern "C" fn all_to_all<T: Collectives>(
     let call = |this: &Owned<T>| {
         let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)? * this.ranks;
         // SAFETY: both have a message per rank.
-        unsafe { with_rows(send, bytes, receive, bytes, |from, to| this.collectives.all_to_all(from, to)) }
+        unsafe { with_rows::<u8>(send, bytes, receive, bytes, |from, to| this.collectives.all_to_all(from, to)) }
     };
     // SAFETY: `this` is the table's `self` pointer.
     unsafe { guarded::<T>(this, call) }
@@ -246,7 +276,29 @@ unsafe extern "C" fn all_gather<T: Collectives>(
         let bytes = usize::try_from(bytes_per_rank).map_err(|_| CommFailure::Failed)?;
         let all = bytes * this.ranks;
         // SAFETY: one message to send, and a message per rank to receive.
-        unsafe { with_rows(send, bytes, receive, all, |from, to| this.collectives.all_gather(from, to)) }
+        unsafe { with_rows::<u8>(send, bytes, receive, all, |from, to| this.collectives.all_gather(from, to)) }
+    };
+    // SAFETY: `this` is the table's `self` pointer.
+    unsafe { guarded::<T>(this, call) }
+}
+
+unsafe extern "C" fn reduce_scatter<T: Collectives>(
+    this: *mut c_void,
+    send: *const c_void,
+    receive: *mut c_void,
+    count: i64,
+    dtype: i32,
+    op: i32,
+    _stream: *mut c_void,
+) -> c_int {
+    let call = |this: &Owned<T>| {
+        if dtype != sys::DSOPT_DTYPE_F32 || op != sys::DSOPT_OP_SUM {
+            return Err(CommFailure::Failed);
+        }
+        let count = usize::try_from(count).map_err(|_| CommFailure::Failed)?;
+        let all = count * this.ranks;
+        // SAFETY: a row of floats per rank to send, and one row to receive.
+        unsafe { with_rows::<f32>(send, all, receive, count, |from, to| this.collectives.reduce_scatter(from, to)) }
     };
     // SAFETY: `this` is the table's `self` pointer.
     unsafe { guarded::<T>(this, call) }

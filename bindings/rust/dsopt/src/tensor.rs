@@ -163,8 +163,17 @@ unsafe impl Sync for TensorMut<'_> {}
 
 impl<'a> TensorRef<'a> {
     /// In a list of gradients: no gradient this time. The parameter and its step count do not change.
+    ///
+    /// With [`averages`](crate::OptimizerBuilder::averages) it counts as zeros of the dtype of the parameter, which must
+    /// then be the dtype of the gradients of the other ranks; see [`TensorRef::absent_as`].
     pub fn absent() -> TensorRef<'a> {
-        let raw = sys::dsopt_tensor { data: ptr::null_mut(), numel: 0, dtype: sys::DSOPT_DTYPE_F32, reserved: 0 };
+        TensorRef::absent_as(Dtype::F32, 0)
+    }
+
+    /// As [`TensorRef::absent`], for averages of gradients that have this dtype on the other ranks. `numel` is that of
+    /// the parameter.
+    pub fn absent_as(dtype: Dtype, numel: usize) -> TensorRef<'a> {
+        let raw = sys::dsopt_tensor { data: ptr::null_mut(), numel: numel as i64, dtype: dtype as i32, reserved: 0 };
         TensorRef { raw, memory: PhantomData }
     }
 

@@ -3,27 +3,15 @@
 mod support;
 use dsopt::{
     AdamW, Collectives, Comm, CommFailure, CommId, CommKind, Compressed, Context, Dtype, ErrorKind, LoadOptions, Norm,
-    OneBitAdam, Op, Optimizer, Param, Reduce, Reduction, TensorMut, TensorRef, Values,
+    OneBitAdam, Op, Optimizer, Param, Reduce, Reduction, Sgd, TensorMut, TensorRef, Values,
 };
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
-use support::{Folder, Random};
+use support::{context, ranks, Folder, Random};
 
 const SIZES: [usize; 2] = [5, 130];
-
-fn ranks<R: Send>(count: usize, run: impl Fn(usize) -> R + Sync) -> Vec<R> {
-    thread::scope(|scope| {
-        let run = &run;
-        let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-fn context() -> Context {
-    Context::builder().threads(1).build().unwrap()
-}
 
 fn onebit(comm: Comm, ctx: &Context) -> Optimizer {
     let mut opt = Optimizer::builder(ctx).data(comm).build().unwrap();
@@ -134,6 +122,8 @@ struct Shared {
 
 struct Member {
     shared: Arc<Shared>,
+    rank: usize,
+    scattered: Arc<Mutex<usize>>,
     dropped: Arc<Mutex<usize>>,
     panics: bool,
 }
@@ -180,6 +170,17 @@ impl Collectives for Member {
         Ok(())
     }
 
+    const REDUCE_SCATTER: bool = true;
+
+    fn reduce_scatter(&self, send: &[f32], receive: &mut [f32]) -> Result<(), CommFailure> {
+        let mut sums = send.to_vec();
+        self.all_reduce(Values::F32(&mut sums), Reduce::Sum)?;
+        let length = receive.len();
+        receive.copy_from_slice(&sums[self.rank * length..(self.rank + 1) * length]);
+        *self.scattered.lock().unwrap() += 1;
+        Ok(())
+    }
+
     fn error(&self) -> Option<String> {
         self.panics.then(|| "cable".to_string())
     }
@@ -189,7 +190,11 @@ fn members(count: usize, panics: bool) -> (Vec<Mutex<Option<Member>>>, Arc<Mutex
     let state = Mutex::new((0, 0, Vec::new(), Vec::new()));
     let shared = Arc::new(Shared { state, changed: Condvar::new(), ranks: count });
     let dropped = Arc::new(Mutex::new(0));
-    let member = |_| Mutex::new(Some(Member { shared: shared.clone(), dropped: dropped.clone(), panics }));
+    let scattered = Arc::new(Mutex::new(0));
+    let member = |rank| {
+        let (shared, scattered, dropped) = (shared.clone(), scattered.clone(), dropped.clone());
+        Mutex::new(Some(Member { shared, rank, scattered, dropped, panics }))
+    };
     ((0..count).map(member).collect(), dropped)
 }
 
@@ -213,6 +218,38 @@ fn table_comm_gives_same_bits_as_local_comm() {
     };
     assert_eq!(run(false), run(true));
     assert_eq!(*dropped.lock().unwrap(), 2, "collectives are dropped with their comm, once");
+}
+
+#[test]
+fn provider_sums_are_those_of_reduce_scatter() {
+    let (collectives, _) = members(2, false);
+    let weights = ranks(2, |rank| {
+        let ctx = context();
+        let member = collectives[rank].lock().unwrap().take().unwrap();
+        let scattered = member.scattered.clone();
+        let comm = Comm::table_summing(&ctx, rank, 2, member).unwrap();
+        let mut opt = Optimizer::builder(&ctx).data(comm).averages().build().unwrap();
+        opt.add_group(&Sgd { lr: 1.0, ..Default::default() }, &[Param::new("w", Dtype::F32, 2)]).unwrap();
+        let (mut w, g) = (vec![1.0f32, 2.0], vec![0.5 + rank as f32, 1.0]);
+        opt.step(&mut [(&mut w).into()], &[(&g).into()]).unwrap();
+        assert!(*scattered.lock().unwrap() > 0);
+        w
+    });
+    assert_eq!(weights, [[0.0, 1.0], [0.0, 1.0]]);
+
+    struct Plain;
+    impl Collectives for Plain {
+        fn all_reduce(&self, _: Values<'_>, _: Reduce) -> Result<(), CommFailure> {
+            Ok(())
+        }
+    }
+    let ctx = context();
+    let error = Comm::table_summing(&ctx, 0, 2, Plain).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert!(error.text().contains("reduce_scatter is NULL"), "{error}");
+    let id = CommId::new(CommKind::Local).unwrap();
+    let error = Comm::connect_summing(&ctx, &id, 0, 1, Duration::from_secs(1)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
 }
 
 #[test]
@@ -288,8 +325,10 @@ fn norms_and_compressed_means_span_ranks() {
         for (i, sum) in sums.iter().enumerate() {
             assert!((sum / 200.0 - ((i % 7) as f32 - 2.5)).abs() < 0.2, "{i}: {}", sum / 200.0);
         }
-        let error = exchange.all_reduce(&mut comm, None, &mut [(&mut vec![0.0f32; 300]).into()]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Shape, "{error}");
+        for other in [300, 5000] {
+            let error = exchange.all_reduce(&mut comm, None, &mut [(&mut vec![0.0f32; other]).into()]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Shape, "{error}");
+        }
         sums
     });
     assert_eq!(results[0], results[1]);

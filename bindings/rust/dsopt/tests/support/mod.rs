@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #![allow(dead_code)] // each test uses only some functions
-use dsopt::{Dtype, Param};
+use dsopt::{Context, Dtype, Param};
 use std::path::PathBuf;
+use std::thread;
 
 /// The numbers of the conformance programs: exact in fp32, in [-0.5, 0.5).
 pub struct Random(pub u32);
@@ -40,4 +41,17 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Returns the results of one thread per rank.
+pub fn ranks<R: Send>(count: usize, run: impl Fn(usize) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub fn context() -> Context {
+    Context::builder().threads(1).build().unwrap()
 }
