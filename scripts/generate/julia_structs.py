@@ -23,6 +23,10 @@ SCALARS = {
     "float": ("Float32", "0", 4),
     "double": ("Float64", "0", 8),
 }
+KEYWORDS = set(
+    "baremodule begin break catch const continue do else elseif end export false finally for function global if import "
+    "let local macro module quote return struct true try using while".split()
+)
 
 HEAD = """\
 # SPDX-License-Identifier: Apache-2.0
@@ -101,6 +105,7 @@ class Types:
         result = self.of(function["result"], "Cstring")[0]
         kinds = [self.of(argument["type"], "Cstring")[0] for argument in function["arguments"]]
         names = [argument["name"] for argument in function["arguments"]]
+        names = [argument + "_" if argument in KEYWORDS else argument for argument in names]
         types = "(%s)" % (", ".join(kinds) + ("," if len(kinds) == 1 else ""))
         words = ", ".join(["ADDRESSES[%d]" % index, result, types.replace(" ", "\0"), *names]) + ")"
         rows = textwrap.wrap(words, 120, initial_indent="    return ccall(", subsequent_indent=" " * 17)

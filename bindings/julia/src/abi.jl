@@ -572,8 +572,8 @@ function dsopt_optimizer_state(opt, index, info)
     return ccall(ADDRESSES[18], Int32, (Ptr{Cvoid}, Int64, Ptr{dsopt_state_info}), opt, index, info)
 end
 
-function dsopt_optimizer_shard(opt, param, rank, begin, numel)
-    return ccall(ADDRESSES[19], Int32, (Ptr{Cvoid}, Int64, Int32, Ptr{Int64}, Ptr{Int64}), opt, param, rank, begin,
+function dsopt_optimizer_shard(opt, param, rank, begin_, numel)
+    return ccall(ADDRESSES[19], Int32, (Ptr{Cvoid}, Int64, Int32, Ptr{Int64}, Ptr{Int64}), opt, param, rank, begin_,
                  numel)
 end
 
