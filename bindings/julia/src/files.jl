@@ -15,7 +15,8 @@ const ELEMENTS = Dict(ABI.DSOPT_DTYPE_F32 => Float32, ABI.DSOPT_DTYPE_BF16 => BF
 
 Return copies of everything that a step changes except the model: keys are `"layer1.weight.exp_avg"`, or
 `"optimizer.step"` for state of the whole optimizer, as in a checkpoint. Arrays of a parameter have its shape, except
-scales, which have one element per 256. Moments are copied in their format, as Float32, [`BFloat16`](@ref),
+scales, which have one element per 256, and vectors of sharded state, which are the part of this rank
+([`shard`](@ref)). Moments are copied in their format, as Float32, [`BFloat16`](@ref),
 [`Float8E4M3`](@ref) or, for `:q8`, UInt8. Before the first step there may be nothing to copy yet: state of Float16
 arrays is initialized from the model.
 """
@@ -60,7 +61,8 @@ function visit_entries(visit, state, optimizer)
     for index in 0:count[]-1
         info = entry(optimizer, index)
         owner = info.param < 0 ? "optimizer" : state.names[info.param+1]
-        shape = info.block == 1 ? state.sizes[info.param+1] : (Int(info.tensor.numel),)
+        whole = info.block == 1 && info.flags & ABI.DSOPT_STATE_SHARDED == 0
+        shape = whole ? state.sizes[info.param+1] : (Int(info.tensor.numel),)
         visit(index, string(owner, ".", unsafe_string(info.name)), info, shape)
     end
 end
@@ -113,7 +115,8 @@ end
 Write a checkpoint, a safetensors file; with `model` its arrays too. A crash leaves the old file or the new one.
 """
 function save(path::AbstractString, state::State, model = nothing)
-    return transfer(ABI.dsopt_optimizer_save, path, state, model, model === nothing ? Int32(0) : ABI.DSOPT_IO_PARAMS)
+    flags = model === nothing ? Int32(0) : ABI.DSOPT_IO_PARAMS
+    return transfer(ABI.dsopt_optimizer_save, blocking_save, path, state, model, flags)
 end
 
 """
@@ -129,12 +132,17 @@ Read a checkpoint; with `model` its arrays too. Everything is checked before any
 function load!(path::AbstractString, state::State, model = nothing; convert::Bool = false, arrays::Bool = true)
     flags = (convert ? ABI.DSOPT_IO_CONVERT : Int32(0)) |
             (arrays && model !== nothing ? ABI.DSOPT_IO_PARAMS : Int32(0))
-    return transfer(ABI.dsopt_optimizer_load, path, state, model, flags)
+    return transfer(ABI.dsopt_optimizer_load, blocking_load, path, state, model, flags)
 end
 
-function transfer(transfer_file, path, state, model, flags)
+function transfer(transfer_file, blocking_file, path, state, model, flags)
     io = Ref(ABI.dsopt_io(flags = flags))
-    with_model(optimizer -> check(transfer_file(optimizer, String(path), io)), state, model)
+    file = String(path)
+    with_model(state, model) do optimizer
+        # As in update!
+        transfer_now = state.context.hooks === nothing ? blocking_file : transfer_file
+        check(transfer_now(optimizer, file, io))
+    end
     return state
 end
 

@@ -113,7 +113,9 @@ end
 # Calls that wait for other ranks. If another thread collects garbage meanwhile, it would wait for this thread, and this
 # thread for a rank on the other one: a deadlock. So this thread enters a GC-safe region, in which it does not access
 # objects of Julia. Everything between the two calls is plain numbers: nothing there may allocate or be compiled.
-const CREATE, STEP = (findfirst(isequal(name), ABI.NAMES) for name in (:dsopt_comm_create, :dsopt_optimizer_step))
+const CREATE, STEP, SAVE, LOAD =
+    (findfirst(isequal(Symbol(:dsopt_, name)), ABI.NAMES) for name in
+     (:comm_create, :optimizer_step, :optimizer_save, :optimizer_load))
 
 function blocking(address::Ptr{Cvoid}, ctx::Ptr{Cvoid}, desc::Ptr{ABI.dsopt_comm_desc}, out::Ptr{Ptr{Cvoid}})
     collecting = ccall(:jl_gc_safe_enter, Int8, ())
@@ -129,6 +131,13 @@ function blocking(address::Ptr{Cvoid}, optimizer::Ptr{Cvoid}, step::Ptr{ABI.dsop
     return status
 end
 
+function blocking(address::Ptr{Cvoid}, optimizer::Ptr{Cvoid}, path::Cstring, io::Ptr{ABI.dsopt_io})
+    collecting = ccall(:jl_gc_safe_enter, Int8, ())
+    status = ccall(address, Int32, (Ptr{Cvoid}, Cstring, Ptr{ABI.dsopt_io}), optimizer, path, io)
+    ccall(:jl_gc_safe_leave, Cvoid, (Int8,), collecting)
+    return status
+end
+
 function blocking_create(ctx, desc, out)
     return GC.@preserve desc out blocking(
         ABI.ADDRESSES[CREATE], ctx, Base.unsafe_convert(Ptr{ABI.dsopt_comm_desc}, desc),
@@ -138,3 +147,11 @@ end
 function blocking_step(optimizer, step)
     return GC.@preserve step blocking(ABI.ADDRESSES[STEP], optimizer, Base.unsafe_convert(Ptr{ABI.dsopt_step}, step))
 end
+
+# Save and load of sharded state.
+function blocking_transfer(index, optimizer, path, io)
+    return GC.@preserve path io blocking(
+        ABI.ADDRESSES[index], optimizer, Base.unsafe_convert(Cstring, path), Base.unsafe_convert(Ptr{ABI.dsopt_io}, io))
+end
+blocking_save(optimizer, path, io) = blocking_transfer(SAVE, optimizer, path, io)
+blocking_load(optimizer, path, io) = blocking_transfer(LOAD, optimizer, path, io)

@@ -24,7 +24,8 @@ Base.show(io::IO, state::State) =
     print(io, "Dsopt.State of ", length(state.names), " arrays, ", sum(prod, state.sizes), " elements")
 
 """
-    setup(rule, model; groups = [], scaler, max_norm, max_value, data, average, master, f32_moments, seed, context, ...)
+    setup(rule, model; groups = [], scaler, max_norm, max_value, data, node, average, shard, master, f32_moments, seed,
+          context, ...)
 
 Make the state of an optimizer for every array of Float32, Float16 or [`BFloat16`](@ref) in `model`. No memory of the
 model is kept.
@@ -33,8 +34,13 @@ model is kept.
     arrays have the first argument. `name` is such as `"layer1.weight"`.
   * `scaler`: a [`Scaler`](@ref) for Float16 gradients.
   * `max_norm`, `max_value`: clip all gradients by their norm, or each element.
-  * `data`: a [`Comm`](@ref). The 1-bit rules exchange over it. With `average = true`, the default, they also average
-    the gradients in steps that need averaged gradients.
+  * `data`: a [`Comm`](@ref) of the data-parallel ranks. The 1-bit rules exchange over it. `node`: a comm of the ranks
+    of this node, where `data` has one rank per node.
+  * `average = true`: gradients are those of this rank, and steps average them over `data` and `node`; `nothing` then
+    counts as zeros of the type of the array, which must be that of the gradients of the other ranks. `false`: the
+    caller averages. The default is `true` for 1-bit rules with `data`, and else `false`.
+  * `shard`: `:data` spreads the state over the ranks of `data` and `node`, `:node` over those of `node`. Each step is
+    then a collective. See [`shard`](@ref).
   * `master = false`: arrays of 16 bits have no copy in Float32. `master = :remainder`: BFloat16 arrays have 16 more
     bits in place of the copy. Functions that read or write the copy then need the model.
   * `f32_moments(name, array)`: if true, the moments of the array are Float32, whatever the formats of its rule.
@@ -42,14 +48,18 @@ model is kept.
   * `nonfinite`: policy for Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
 function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,
-               scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing, max_norm = 0,
-               max_value = 0, average = true, master::Union{Bool,Symbol} = true, f32_moments = nothing,
+               scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing,
+               node::Union{Comm,Nothing} = nothing, max_norm = 0, max_value = 0,
+               average::Union{Bool,Nothing} = nothing, shard::Union{Symbol,Nothing} = nothing, master::Union{Bool,Symbol} = true, f32_moments = nothing,
                seed::Integer = 0, nonfinite::Symbol = :auto)
     master isa Bool || master === :remainder ||
         throw(ArgumentError("master is :$master, not one of true, false, :remainder"))
     haskey(NONFINITE, nonfinite) || throw(ArgumentError("nonfinite is :$nonfinite, not one of :auto, :skip, :apply"))
+    shard === nothing || haskey(SHARD, shard) || throw(ArgumentError("shard is :$shard, not one of :data, :node"))
     if context === nothing
-        context = scaler !== nothing ? scaler.context : data !== nothing ? data.context : Context()
+        owners = (scaler, data, node)
+        first_owner = findfirst(owner -> owner !== nothing, owners)
+        context = first_owner === nothing ? Context() : owners[first_owner].context
     end
     rules = Rule[rule; [last(pair) for pair in groups]]
     names, sizes, types, places, param_flags = String[], Tuple{Vararg{Int}}[], DataType[], Int32[], Int32[]
@@ -67,18 +77,24 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
         push!(param_flags, keeps_f32 ? ABI.DSOPT_PARAM_F32_MOMENTS : 0)
     end
     isempty(names) && throw(ArgumentError("the model has no array of Float32, Float16 or BFloat16"))
-    onebit = any(rule -> rule.group.algorithm in ONEBIT, rules)
+    if average === nothing
+        average = data !== nothing && any(rule -> rule.group.algorithm in ONEBIT, rules)
+    end
     flags = (master === false ? ABI.DSOPT_OPTIMIZER_NO_MASTER : Int32(0)) |
-            (onebit && average && data !== nothing ? ABI.DSOPT_OPTIMIZER_AVERAGES : Int32(0))
+            (average ? ABI.DSOPT_OPTIMIZER_AVERAGES : Int32(0)) | (shard === nothing ? Int32(0) : SHARD[shard])
     handle = with_hooks(context.hooks) do
         use(context) do ctx
             use(scaler) do scale
                 use(data) do comm
-                    desc = ABI.dsopt_optimizer_desc(
-                        flags = flags, nonfinite = NONFINITE[nonfinite], max_norm = max_norm, max_value = max_value,
-                        scaler = scale, data = comm, seed = seed,
-                        masters = master === :remainder ? ABI.DSOPT_MASTERS_REMAINDER : ABI.DSOPT_MASTERS_PER_TENSOR)
-                    new_handle(out -> ABI.dsopt_optimizer_create(ctx, Ref(desc), out), ABI.dsopt_optimizer_destroy)
+                    use(node) do node_comm
+                        desc = ABI.dsopt_optimizer_desc(
+                            flags = flags, nonfinite = NONFINITE[nonfinite], max_norm = max_norm,
+                            max_value = max_value, scaler = scale, data = comm, node = node_comm, seed = seed,
+                            masters = master === :remainder ? ABI.DSOPT_MASTERS_REMAINDER :
+                                      ABI.DSOPT_MASTERS_PER_TENSOR)
+                        new_handle(out -> ABI.dsopt_optimizer_create(ctx, Ref(desc), out),
+                                   ABI.dsopt_optimizer_destroy)
+                    end
                 end
             end
         end
@@ -106,6 +122,7 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
 end
 
 const NONFINITE = (auto = ABI.DSOPT_NONFINITE_AUTO, skip = ABI.DSOPT_NONFINITE_SKIP, apply = ABI.DSOPT_NONFINITE_APPLY)
+const SHARD = (data = ABI.DSOPT_OPTIMIZER_SHARD, node = ABI.DSOPT_OPTIMIZER_SHARD_NODE)
 const ONEBIT = (ABI.DSOPT_ALGORITHM_ONEBIT_ADAM, ABI.DSOPT_ALGORITHM_ZERO_ONE_ADAM, ABI.DSOPT_ALGORITHM_ONEBIT_LAMB)
 
 """Run `call(pointer)` on the optimizer; exceptions and messages of hooks are handled afterwards."""
@@ -150,7 +167,7 @@ end
     update!(state, model, gradients) -> (state, model)
 
 One step: the arrays of `model` change in place. `gradients` has the structure of the model; `nothing`, anywhere in it,
-means that the arrays below are not changed.
+means that the arrays below are not changed; see `average` of [`setup`](@ref).
 """
 function update!(state::State, model, gradient)
     exclusively(state) do
@@ -204,6 +221,24 @@ function adjust!(state::State; group = nothing, keywords...)
         end
     end
     return state
+end
+
+"""
+    shard(state, name; rank = nothing)
+
+Return the linear indices of the array `name` whose state a data-parallel rank keeps: all of them without `shard` in
+[`setup`](@ref), and `1:0` if there are none. `rank`, from 0 on, is the rank in `data` + ranks of `data` * rank in
+`node`; `nothing` is this rank.
+"""
+function shard(state::State, name::AbstractString; rank::Union{Integer,Nothing} = nothing)
+    index = findfirst(isequal(name), state.names)
+    index === nothing && throw(ArgumentError("there is no array $name"))
+    rank === nothing || rank >= 0 || throw(ArgumentError("rank is $rank"))
+    start, numel = Ref{Int64}(0), Ref{Int64}(0)
+    call(state) do optimizer
+        check(ABI.dsopt_optimizer_shard(optimizer, index - 1, rank === nothing ? -1 : rank, start, numel))
+    end
+    return Int(start[])+1:Int(start[])+Int(numel[])
 end
 
 """

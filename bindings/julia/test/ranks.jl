@@ -37,6 +37,61 @@ else
         @test models[1].v != values(2, 130)
     end
 
+    # Trains on as many ranks as `ids` has for each. Returns the models, and what `look` returns.
+    sharded_sizes = (a = (5,), b = (0, 4), c = (3, 3000), d = (130,))
+    sharded_gradient(seed) = map(size -> values(seed + length(size), size...), sharded_sizes)
+    function train_sharded(look, ranks; average = nothing, keywords...)
+        id = Dsopt.local_id()
+        return on_ranks(ranks) do rank
+            model = sharded_gradient(1000)
+            comm = Comm(Context(threads = 1), id, rank, ranks; timeout = 300)
+            where_ = get(keywords, :shard, nothing) === :node ? (node = comm,) : (data = comm,)
+            state = Dsopt.setup(AdamW(0.01; lambda = 0.1), model; max_norm = 1, average = average, where_..., keywords...)
+            for i in 1:4
+                gradient = sharded_gradient(average === true ? 10 * i + rank : 10 * i)
+                average === true && rank == 1 && (gradient = merge(gradient, (c = nothing,)))
+                (i + rank) % 2 == 0 && GC.gc()
+                Dsopt.update!(state, model, gradient)
+            end
+            (model, look(state, rank))
+        end
+    end
+    nothing_more(state, rank) = nothing
+
+    @testset "sharded state gives the bits of one rank" begin
+        (expected, _), = train_sharded(nothing_more, 1)
+        for shard in (:data, :node), ranks in (1, 2)
+            @test all(result -> result[1] == expected, train_sharded(nothing_more, ranks; shard = shard))
+        end
+    end
+
+    @testset "averages are the same with and without shard" begin
+        expected = first(train_sharded(nothing_more, 2; average = true)[1])
+        for shard in (:data, :node)
+            results = train_sharded(nothing_more, 2; average = true, shard = shard)
+            @test all(result -> result[1] == expected, results)
+        end
+    end
+
+    @testset "parts tile, and state is the part of the rank" begin
+        train_sharded(2; shard = :data) do state, rank
+            entries = Dsopt.export_state(state)
+            for (name, size) in pairs(sharded_sizes)
+                parts = [Dsopt.shard(state, string(name); rank = of) for of in 0:1]
+                @test sort([parts[1]; parts[2]]) == 1:prod(size)
+                @test all(part -> (first(part) - 1) % 4096 == 0, parts)
+                @test Dsopt.shard(state, string(name)) == parts[rank+1]
+                for kind in ("exp_avg", "exp_avg_sq")
+                    @test Base.size(entries["$name.$kind"]) == (length(parts[rank+1]),)
+                end
+            end
+            @test Dsopt.export_f32(state, "c.exp_avg") == entries["c.exp_avg"]
+            Dsopt.import_state!(state, entries)
+            problem = thrown(() -> Dsopt.shard(state, "a"; rank = 2))
+            @test problem isa DsoptError && problem.name == "DSOPT_ERR_ARGUMENT"
+        end
+    end
+
     @testset "Comm times out if a rank is missing" begin
         id = Dsopt.local_id()
         problem = thrown(() -> Comm(Context(), id, 0, 2; timeout = 0.2))

@@ -64,3 +64,25 @@
     @test thrown(() -> Dsopt.setup(AdamW(), (w = same,); nonfinite = :ignore)) isa ArgumentError
     @test thrown(() -> Context(threads = -1)) isa DsoptError
 end
+
+@testset "what cannot be sharded is refused" begin
+    model = (w = ones(Float32, 3),)
+    single(context = Context()) = Comm(context, Dsopt.local_id(), 0, 1)
+    refusal(rule, words; keywords...) = begin
+        problem = thrown(() -> Dsopt.setup(rule, model; keywords...))
+        problem isa DsoptError && problem.name == "DSOPT_ERR_UNSUPPORTED" && occursin(words, problem.text)
+    end
+    @test refusal(AdamW(), "SHARD has no effect without"; shard = :data)
+    @test refusal(AdamW(), "SHARD_NODE has no effect without"; shard = :node, data = single())
+    @test refusal(AdamW(), "AVERAGES has no effect without"; average = true)
+    @test refusal(OnebitAdam(), "1-bit family"; shard = :data, data = single())
+    @test refusal(ZeroOneAdam(), "0/1 Adam is not sharded"; shard = :data, data = single())
+    problem = thrown(() -> Dsopt.setup(AdamW(), model; shard = :all, data = single()))
+    @test problem isa ArgumentError && occursin("shard is :all", says(problem))
+    state = Dsopt.setup(AdamW(), model)
+    @test Dsopt.shard(state, "w") == 1:3
+    @test thrown(() -> Dsopt.shard(state, "v")) isa ArgumentError
+    @test thrown(() -> Dsopt.shard(state, "w"; rank = -1)) isa ArgumentError
+    problem = thrown(() -> Dsopt.shard(state, "w"; rank = 1))
+    @test problem isa DsoptError && problem.name == "DSOPT_ERR_ARGUMENT"
+end
