@@ -123,25 +123,32 @@ end
     load!(path, state; convert = false)
     load!(path, state, model; convert = false, arrays = true)
 
-Read a checkpoint; with `model` its arrays too. Everything is checked before anything changes.
+Read a checkpoint; with `model` its arrays too. Everything is checked before anything changes. `path` may be a vector of
+the files of all ranks that saved, for 1-bit rules and sharded state.
 
   * `convert = true`: moments that were saved in another format are converted. Otherwise they are refused.
   * `arrays = false`: arrays of the model in the file are not read. With `master = :remainder` the model still changes,
     because it is a part of the masters.
 """
-function load!(path::AbstractString, state::State, model = nothing; convert::Bool = false, arrays::Bool = true)
+function load!(path::Union{AbstractString,AbstractVector{<:AbstractString}}, state::State, model = nothing;
+               convert::Bool = false, arrays::Bool = true)
     flags = (convert ? ABI.DSOPT_IO_CONVERT : Int32(0)) |
             (arrays && model !== nothing ? ABI.DSOPT_IO_PARAMS : Int32(0))
     return transfer(ABI.dsopt_optimizer_load, blocking_load, path, state, model, flags)
 end
 
 function transfer(transfer_file, blocking_file, path, state, model, flags)
-    io = Ref(ABI.dsopt_io(flags = flags))
-    file = String(path)
-    with_model(state, model) do optimizer
-        # As in update!
-        transfer_now = state.context.hooks === nothing ? blocking_file : transfer_file
-        check(transfer_now(optimizer, file, io))
+    names = path isa AbstractString ? String[] : String[path...]
+    pointers = Cstring[Base.unsafe_convert(Cstring, name) for name in names]
+    file = path isa AbstractString ? String(path) : Cstring(C_NULL)
+    GC.@preserve names pointers begin
+        io = Ref(isempty(names) ? ABI.dsopt_io(flags = flags) :
+                 ABI.dsopt_io(flags = flags, files = length(names), paths = pointer(pointers)))
+        with_model(state, model) do optimizer
+            # As in update!
+            transfer_now = state.context.hooks === nothing ? blocking_file : transfer_file
+            check(transfer_now(optimizer, file, io))
+        end
     end
     return state
 end

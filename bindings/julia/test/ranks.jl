@@ -92,6 +92,42 @@ else
         end
     end
 
+    @testset "files of sharded state are loaded by any number of ranks" begin
+        mktempdir() do folder
+            paths = [joinpath(folder, "rank$rank.safetensors") for rank in 0:1]
+            make(comm, model) = Dsopt.setup(AdamW(0.01), model; data = comm, shard = :data)
+            function continued(state, model)
+                foreach(i -> Dsopt.update!(state, model, sharded_gradient(10 * i)), 11:13)
+                return model
+            end
+            connect(id, rank, ranks) = Comm(Context(threads = 1), id, rank, ranks; timeout = 300)
+            first_id = Dsopt.local_id()
+            expected, _ = on_ranks(2) do rank
+                model = sharded_gradient(1000)
+                state = make(connect(first_id, rank, 2), model)
+                Dsopt.update!(state, model, sharded_gradient(5))
+                Dsopt.save(paths[rank+1], state, model)
+                continued(state, model)
+            end
+            for ranks in (1, 2)
+                id = Dsopt.local_id()
+                models = on_ranks(ranks) do rank
+                    model = sharded_gradient(2000)
+                    state = make(connect(id, rank, ranks), model)
+                    Dsopt.load!(paths, state, model)
+                    continued(state, model)
+                end
+                @test all(isequal(expected), models)
+            end
+            model = sharded_gradient(2000)
+            whole = Dsopt.setup(AdamW(0.01), model)
+            problem = thrown(() -> Dsopt.load!(paths[1:1], whole, model))
+            @test problem isa DsoptError && problem.name == "DSOPT_ERR_MISMATCH"
+            Dsopt.load!(paths, whole, model)
+            @test continued(whole, model) == expected
+        end
+    end
+
     @testset "Comm times out if a rank is missing" begin
         id = Dsopt.local_id()
         problem = thrown(() -> Comm(Context(), id, 0, 2; timeout = 0.2))
