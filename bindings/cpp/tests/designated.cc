@@ -13,7 +13,8 @@ float designated() {
     dsopt::context ctx({.threads = 2});
     dsopt::scaler scaler(ctx, {.init = 8, .window = 100});
     dsopt::comm self = dsopt::comm::self(ctx);
-    dsopt::optimizer opt(ctx, {.max_norm = 1, .scaler = &scaler, .data = &self, .report_norms = true});
+    dsopt::optimizer opt(
+        ctx, {.shard = dsopt::shard::data, .max_norm = 1, .scaler = &scaler, .data = &self, .report_norms = true});
     opt.add_group(dsopt::adamw{.lr = 3e-4, .weight_decay = 0.1, .exp_avg_format = dsopt::moment::e4m3},
                   {{.tensor = dsopt::view(w), .name = "w", .dims = {2, 2}, .f32_moments = true}});
     opt.add_group(dsopt::sgd{.lr = 0.1, .momentum = 0.9, .nesterov = true});

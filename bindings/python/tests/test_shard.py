@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded state and averages, over ranks that are threads: the bits of optimizers without them."""
 
+import os
+import tempfile
 import unittest
 
 import numpy as np
@@ -129,6 +131,60 @@ class Shard(unittest.TestCase):
 
         for weights in ranks(2, work):
             self.same(weights, expected)
+
+    def test_files_are_loaded_by_another_number_of_ranks(self):
+        expected, _ = train(1, steps=6)
+        with tempfile.TemporaryDirectory() as folder:
+
+            def path(rank):
+                return os.path.join(folder, "rank%d.safetensors" % rank)
+
+            train(RANKS, lambda opt, comm: opt.save(path(comm.rank), params=True), shard="data", steps=3)
+            for count, options in ((1, {}), (2, {"shard": "data"})):
+                id = dsopt.Comm.unique_id()
+
+                def work(rank):
+                    comm = dsopt.Comm.local(dsopt.Context(), id, rank, count)
+                    weights = dict(zip(SHAPES, arrays(*SHAPES.values(), seed=99)))
+                    group = dsopt.Lamb(lr=0.01, weight_decay=0.1)
+                    opt = dsopt.Optimizer(weights, group, context=comm.context, max_norm=1, data=comm, **options)
+                    opt.load([path(rank) for rank in range(RANKS)], params=True)
+                    for step in range(3, 6):
+                        opt.step(gradients(step))
+                    return weights
+
+                for weights in ranks(count, work):
+                    self.same(weights, expected)
+
+    def test_onebit_adam_is_sharded_in_its_node(self):
+        def run(shard):
+            nodes, columns = [[dsopt.Comm.unique_id() for _ in range(2)] for _ in range(2)]
+
+            def work(rank):
+                node, local = divmod(rank, 2)
+                context = dsopt.Context(threads=1)
+                weights = dict(zip(SHAPES, arrays(*SHAPES.values())))
+                opt = dsopt.Optimizer(
+                    weights,
+                    dsopt.OnebitAdam(lr=0.01, freeze_step=3),
+                    context=context,
+                    node=dsopt.Comm.local(context, nodes[node], local, 2),
+                    data=dsopt.Comm.local(context, columns[local], node, 2),
+                    averages=True,
+                    shard=shard,
+                )
+                for step in range(7):
+                    opt.step(gradients(step, rank))
+                _, numel = opt.shard("c")
+                self.assertEqual(numel < 3 * 4099, shard is not None)
+                self.assertEqual(opt.state["c.exp_avg"].size, numel)
+                return weights
+
+            return ranks(4, work)
+
+        expected = run(None)
+        for weights in run("node"):
+            self.same(weights, expected[0])
 
     def test_refuses_what_cannot_be_sharded(self):
         context = dsopt.Context()
