@@ -11,8 +11,8 @@ Messages overlap neither with the backward pass nor with each other.
   all-reduce   the best of a ring, a double tree, and both after a reduce-scatter inside the node; its additions are
                free
   1-bit flat   all-to-all (one latency, a gap for every further message), all-gather (log steps or a ring)
-  two levels   reduce-scatter of fp32 in the node, the two steps of 1-bit flat between nodes for one slice per rank,
-               all-gather of bits in the node
+  two levels   all-to-all of 16-bit gradients in the node, the two steps of 1-bit flat between nodes for one slice per
+               rank, all-gather of bits in the node
   SHARD        AdamW with DSOPT_OPTIMIZER_SHARD and AVERAGES, 16-bit weights and gradients, fp32 masters: all-to-all of
                gradients, all-gather of weights
   SHARD_NODE   the same with DSOPT_OPTIMIZER_SHARD_NODE: means are also gathered between nodes, weights in the node only
@@ -118,7 +118,7 @@ def flat_bytes(numels, ranks):
 
 
 def two_level_bytes(numels, per_node, nodes):
-    """Returns the bytes that a rank sends between nodes, and inside its node."""
+    """Returns the bytes that a rank sends between nodes, and inside its node, in dsopt_compressed_allreduce."""
     layout = Layout(numels, per_node * nodes)
     out = layout.chunk * nodes * 4
     back = nodes * layout.message if nodes > 1 else out
@@ -157,12 +157,32 @@ def sharded_bytes(numels, per_node, nodes, weights, gradients=None, in_node=Fals
     return sent
 
 
-def rows_sent(numels, per_node, nodes, in_node):
-    """Returns the bytes of AVERAGES and sharded state with 16-bit tensors that a rank sends between nodes, and inside
-    its node."""
+def onebit_bytes(numels, per_node, nodes, weights, gradients, in_node=False, staging=HOST_STAGING):
+    """Returns the bytes that a rank sends in an exchange step of 1-bit Adam or 1-bit LAMB with a node comm, per comm and
+    kind of collective, without all-reduces. `in_node`: DSOPT_OPTIMIZER_SHARD_NODE. Others as in sharded_bytes()."""
+    ranks = per_node * nodes
+    rows, message = Rows(numels, ranks, max([4] + weights), staging), Layout(numels, ranks).message
+    means = rows.bytes([4] * len(numels))  # of one node, which has nothing to compress
+    back = rows.bytes(weights) if in_node else message if nodes > 1 else means
+    node = {"all_to_all": (per_node - 1) * nodes * rows.bytes(gradients), "all_gather": (per_node - 1) * nodes * back}
+    between = (nodes - 1) * message
+    return {"data": {"all_to_all": between, "all_gather": between}, "node": node}
+
+
+def sent_halves(bytes_of, numels, per_node, nodes, *arguments):
+    """Returns the bytes of messages with 16-bit weights and gradients that a rank sends between nodes, and inside its
+    node."""
     halves = [2] * len(numels)
-    sent = sharded_bytes(numels, per_node, nodes, halves, halves, in_node, 0, DEVICE_STAGING)
+    sent = bytes_of(numels, per_node, nodes, halves, halves, *arguments)
     return tuple(sent[comm]["all_to_all"] + sent[comm]["all_gather"] for comm in ("data", "node"))
+
+
+def rows_sent(numels, per_node, nodes, in_node):
+    return sent_halves(sharded_bytes, numels, per_node, nodes, in_node, 0, DEVICE_STAGING)
+
+
+def onebit_sent(numels, per_node, nodes, in_node):
+    return sent_halves(onebit_bytes, numels, per_node, nodes, in_node, DEVICE_STAGING)
 
 
 # ------------------------------------------------------------------------------------------------------------- times
@@ -198,15 +218,13 @@ class Net:
         return self.alpha + (ranks - 1) * self.gap + link + min(log_steps, ring)
 
     def two_level(self, numels, ranks):
-        per_node, nodes = self.per_node, ranks // self.per_node
-        layout = Layout(numels, ranks)
-        out = (per_node - 1) * layout.chunk * nodes * 4
+        nodes = ranks // self.per_node
+        sent = onebit_bytes(numels, self.per_node, nodes, [2] * len(numels), [2] * len(numels), staging=DEVICE_STAGING)
+        inside = sum(self.in_node(payload) for payload in sent["node"].values())
         if nodes == 1:
-            return 2 * self.in_node(out)
-        link = per_node * (nodes - 1) * layout.message * self.beta
-        between = 2 * link + self.alpha + (nodes - 1) * self.gap + math.ceil(math.log2(nodes)) * self.alpha
-        return self.in_node(out) + between + self.in_node((per_node - 1) * nodes * layout.message)
-
+            return inside
+        link = self.per_node * sum(sent["data"].values()) * self.beta  # all ranks of a node share it
+        return inside + link + self.alpha + (nodes - 1) * self.gap + math.ceil(math.log2(nodes)) * self.alpha
 
     def sharded(self, numels, ranks, in_node):
         nodes = ranks // self.per_node
@@ -312,7 +330,8 @@ def wire_table(names, node_gbyte):
         schemes = [("all-reduce of gradients", (between, 2 * (per_node - 1) / per_node * 2 * total)),
                    ("SHARD", rows_sent(numels, per_node, nodes, False)),
                    ("SHARD_NODE", rows_sent(numels, per_node, nodes, True)),
-                   ("1-bit Adam, two levels", two_level_bytes(numels, per_node, nodes))]
+                   ("1-bit Adam, two levels", onebit_sent(numels, per_node, nodes, False)),
+                   ("1-bit Adam, SHARD_NODE", onebit_sent(numels, per_node, nodes, True))]
         for scheme, (data, node) in schemes:
             row([name, scheme, "%.2f + %.2f" % (node / total, data / total)] +
                 ["%s + %s" % (number(node / node_gbyte / 1e6), number(data * 8 / gbit / 1e6)) for gbit in gbits])

@@ -117,6 +117,9 @@ for ranks in (2, 3, 8):  # an all-reduce of one double, and one of two
 WIDTHS = {abi.DSOPT_DTYPE_F32: 4, abi.DSOPT_DTYPE_BF16: 2, abi.DSOPT_DTYPE_F16: 2}
 
 
+WARMUP = 2  # full steps of the 1-bit family
+
+
 class Parts:
     """An optimizer of rank 0 whose state is sharded over comms that do nothing. Tensors, if they have memory, are
     zeros."""
@@ -130,6 +133,7 @@ class Parts:
         check(abi.lib.dsopt_optimizer_create(context.handle, ctypes.byref(desc), ctypes.byref(self.handle)))
         check(abi.lib.dsopt_group_init(ctypes.byref(group), ctypes.sizeof(group),
                                        getattr(abi, "DSOPT_ALGORITHM_" + algorithm)))
+        group.freeze_step = WARMUP if algorithm.startswith("ONEBIT") else group.freeze_step
         params = (abi.dsopt_param * len(numels))(*(
             abi.dsopt_param(tensor=self.tensor(n, dtype) if has_memory else abi.dsopt_tensor(None, n, dtype))
             for n, dtype in zip(numels, weights)))
@@ -139,11 +143,12 @@ class Parts:
         self.memory.append((ctypes.c_char * max(numel * WIDTHS[dtype], 1))())
         return abi.dsopt_tensor(ctypes.addressof(self.memory[-1]), numel, dtype)
 
-    def step(self, numels, gradients):
-        """Returns the bytes that a step sends, by comm and kind."""
+    def step(self, numels, gradients, warmup=1):
+        """Returns the bytes that a step after `warmup` others sends, by comm and kind."""
         list_ = (abi.dsopt_tensor * len(numels))(*map(self.tensor, numels, gradients))
         step = abi.dsopt_step(grads=ctypes.addressof(list_), count=len(numels))
-        check(abi.lib.dsopt_optimizer_step(self.handle, ctypes.byref(step)))  # the first step also compares lists
+        for _ in range(warmup):  # the first step also compares lists
+            check(abi.lib.dsopt_optimizer_step(self.handle, ctypes.byref(step)))
         before = {name: sent_of(comm) for name, comm in self.comms.items() if comm}
         check(abi.lib.dsopt_optimizer_step(self.handle, ctypes.byref(step)))
         return {name: {kind: sent - before[name][kind] for kind, sent in sent_of(comm).items()}
@@ -171,6 +176,19 @@ def check_shard_bytes(numels, per_node, nodes, in_node, averages, weights, gradi
     return len(got)
 
 
+def check_onebit_bytes(numels, per_node, nodes, in_node, weights, gradients, algorithm):
+    flags = abi.DSOPT_OPTIMIZER_SHARD_NODE if in_node else 0
+    parts = Parts(numels, per_node, nodes, weights, flags, algorithm)
+    got = parts.step(numels, gradients, WARMUP)
+    parts.close()
+    wanted = model.onebit_bytes(numels, per_node, nodes, [WIDTHS[dtype] for dtype in weights],
+                                [WIDTHS[dtype] for dtype in gradients], in_node)
+    for name, counts in got.items():
+        expect({kind: count for kind, count in counts.items() if kind != "all_reduce" and count}, wanted[name],
+               "%s of %d nodes of %d ranks, %s, list of %d" % (name, nodes, per_node, algorithm, len(numels)))
+    return len(got)
+
+
 # One stripe and several ones; blocks that tensors share; chunks that are empty.
 SHARD_LISTS = [[1], [700, 1, 33, 0, 5000, 4096, 12345, 64, 4095, 9000, 4097], [1 + i * 37 % 900 for i in range(300)],
                [3000000, 5, 70001]]
@@ -184,6 +202,9 @@ for numels in SHARD_LISTS:
                 checked += check_shard_bytes(numels, per_node, nodes, in_node, averages, same, same, "ADAMW", True)
                 checked += check_shard_bytes(numels, per_node, nodes, in_node, averages, mixed, mixed[::-1], "LAMB",
                                              False)
+            if per_node > 1:
+                checked += check_onebit_bytes(numels, per_node, nodes, in_node, same, same, "ONEBIT_ADAM")
+                checked += check_onebit_bytes(numels, per_node, nodes, in_node, mixed, mixed[::-1], "ONEBIT_LAMB")
             checked += check_shard_bytes(numels, per_node, nodes, in_node, True, same, same, "ADAMW", False, sums=True)
 
 for name in ("gpt2-124m", "bert-large"):  # lengths of messages from buffer sizes: the lists need no memory
@@ -275,20 +296,22 @@ for moments, *cells in body:
 
 FLAGS = {"unsharded": 0, "SHARD": abi.DSOPT_OPTIMIZER_SHARD, "SHARD_NODE": abi.DSOPT_OPTIMIZER_SHARD_NODE,
          "averaged by the caller": 0, "AVERAGES": abi.DSOPT_OPTIMIZER_AVERAGES}
+ALGORITHMS = {"AdamW": "ADAMW", "1-bit Adam": "ONEBIT_ADAM"}
 RANKS = {"8 ranks": (1, 8), "64 ranks in nodes of 8": (8, 8)}  # per node, nodes
 numels = model.shapes("llama-2-7b")
 
 
-def rank_bytes(per_node, nodes, flags):
+def rank_bytes(per_node, nodes, flags, algorithm):
     """Returns the bytes per element of weights and gradients in BF16, state and workspace of a rank. The list needs no
     memory."""
-    parts = Parts(numels, per_node, nodes, [BF16] * len(numels), flags, has_memory=False)
+    parts = Parts(numels, per_node, nodes, [BF16] * len(numels), flags, algorithm, has_memory=False)
     report, workspace = abi.dsopt_report(), ctypes.c_size_t()
     check(abi.lib.dsopt_optimizer_report(parts.handle, ctypes.byref(report)))
     check(abi.lib.dsopt_optimizer_workspace(parts.handle, ctypes.byref(workspace)))
     parts.close()
-    share = sum(numels) * 12 // (nodes * per_node if flags & abi.DSOPT_OPTIMIZER_SHARD else
-                                              per_node if flags & abi.DSOPT_OPTIMIZER_SHARD_NODE else 1)
+    errors = sum(numels) * 4 * (nodes + 1) // (nodes * per_node) if algorithm == "ONEBIT_ADAM" else 0
+    share = errors + sum(numels) * 12 // (nodes * per_node if flags & abi.DSOPT_OPTIMIZER_SHARD else
+                                                  per_node if flags & abi.DSOPT_OPTIMIZER_SHARD_NODE else 1)
     if report.state_bytes > 1.05 * share:
         sys.exit("%d nodes of %d ranks: %d bytes of state, %d are the share of a rank" % (nodes, per_node,
                                                                                          report.state_bytes, share))
@@ -298,10 +321,10 @@ def rank_bytes(per_node, nodes, flags):
 (_, _, *head), _, *body = table_of("sharding.md", "Memory per rank")
 expect(set(head), set(RANKS), "columns of docs/sharding.md")
 for row, _, *cells in body:
-    kind, averaged_by = row.split(", ")
+    algorithm, kind, averaged_by = row.split(", ")
     for column, cell in zip(head, cells):
         if cell:
-            expect(rank_bytes(*RANKS[column], FLAGS[kind] | FLAGS[averaged_by]), cell,
+            expect(rank_bytes(*RANKS[column], FLAGS[kind] | FLAGS[averaged_by], ALGORITHMS[algorithm]), cell,
                    "memory of %s, %s" % (row, column))
             checked += 1
 print("%d figures match the engine" % checked)
