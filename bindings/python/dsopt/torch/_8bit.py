@@ -6,6 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 
 from ._adam import AdamW
 from ._formats import MIN_8BIT_SIZE
+from ._ranks import rows
 from ._tensors import unsupported
 
 ARGUMENTS = """
@@ -27,7 +28,7 @@ ARGUMENTS = """
     seed                 of the random numbers, a whole number in [0, 2^64)
     masters              of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
                          the state, with which a bfloat16 parameter is its own master
-    """
+    """ + rows(25)
 REFUSED = {"is_paged": (False, "its state stays on the device of the parameters"),
            "percentile_clipping": (100, "clip with torch.nn.utils.clip_grad_norm_"),
            "max_unorm": (0, "leave it out"), "skip_zeros": (False, "leave it out")}
@@ -42,7 +43,8 @@ class AdamW8bit(AdamW):
                  weight_decay: float = 1e-2, amsgrad: bool = False, optim_bits: int = 32, args: Any = None,
                  min_8bit_size: int = MIN_8BIT_SIZE, *, is_paged: bool = False, percentile_clipping: int = 100,
                  block_wise: bool = True, stochastic_rounding: bool = False, seed: int = 0,
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None, group: Any = None, shard: Any = False, average: bool = False,
+                 node_group: Any = None, max_grad_norm: float = 0.) -> None:
         given: Dict[str, Any] = {"is_paged": is_paged, "percentile_clipping": percentile_clipping}
         for name, (only, instead) in REFUSED.items():
             for where, value in (("", given.get(name, only)), ("args.", getattr(args, name, only))):
@@ -51,7 +53,8 @@ class AdamW8bit(AdamW):
                                       (type(self).__name__, where, name, value, instead))
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, stochastic_rounding=stochastic_rounding,
                          seed=seed, exp_avg_format="q8", exp_avg_sq_format="q8",
-                         min_8bit_size=getattr(args, "min_8bit_size", min_8bit_size), masters=masters)
+                         min_8bit_size=getattr(args, "min_8bit_size", min_8bit_size), masters=masters, group=group,
+                         shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
 
 
 class Adam8bit(AdamW8bit):
@@ -62,7 +65,9 @@ class Adam8bit(AdamW8bit):
                  weight_decay: float = 0, amsgrad: bool = False, optim_bits: int = 32, args: Any = None,
                  min_8bit_size: int = MIN_8BIT_SIZE, *, is_paged: bool = False, percentile_clipping: int = 100,
                  block_wise: bool = True, stochastic_rounding: bool = False, seed: int = 0,
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None, group: Any = None, shard: Any = False, average: bool = False,
+                 node_group: Any = None, max_grad_norm: float = 0.) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, optim_bits, args, min_8bit_size,
                          is_paged=is_paged, percentile_clipping=percentile_clipping, block_wise=block_wise,
-                         stochastic_rounding=stochastic_rounding, seed=seed, masters=masters)
+                         stochastic_rounding=stochastic_rounding, seed=seed, masters=masters, group=group,
+                         shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)

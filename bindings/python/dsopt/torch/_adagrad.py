@@ -10,12 +10,13 @@ from .. import _abi as abi
 from ._adam import Torch
 from ._base import number
 from ._formats import SECOND
+from ._ranks import rows
 
 TorchAdagrad = torch.optim.Adagrad  # as it is on import
 
 
 class Adagrad(Torch, TorchAdagrad):
-    """torch.optim.Adagrad, stepped by the engine (Duchi et al. 2011).
+    __doc__ = """torch.optim.Adagrad, stepped by the engine (Duchi et al. 2011).
 
     Sparse gradients are refused. Parameters are float32, float16, bfloat16, float64 or complex; the sums are
     float32 unless a format is given.
@@ -37,7 +38,7 @@ class Adagrad(Torch, TorchAdagrad):
     exp_avg_sq_format          format of the sum of squares: "f32" or "bf16_random"
     masters                    of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
                                the state, with which a bfloat16 parameter is its own master
-    """
+    """ + rows(31)
 
     _stores = (SECOND, "masters")
     _fields = ("lr", "lr_decay", "weight_decay", "eps")
@@ -57,7 +58,13 @@ class Adagrad(Torch, TorchAdagrad):
                  stochastic_rounding: bool = False,
                  seed: int = 0,
                  exp_avg_sq_format: str = "f32",
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None,
+                 group: Any = None,
+                 shard: Any = False,
+                 average: bool = False,
+                 node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         self._init(TorchAdagrad,
                    params,
                    lr=lr,
@@ -73,6 +80,9 @@ class Adagrad(Torch, TorchAdagrad):
                    seed=seed,
                    exp_avg_sq_format=exp_avg_sq_format,
                    masters=masters)
+        if self._shards:  # the sums of this rank's parts are made in the first step
+            self.state.clear()
+            return
         for group in self.param_groups:  # torch's sums have the dtype of the parameter
             dtype = torch.float32 if group.get(SECOND, "f32") == "f32" else torch.bfloat16
             for param in group["params"]:

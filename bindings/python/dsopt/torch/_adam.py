@@ -11,6 +11,7 @@ import torch
 from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer
 from ._formats import FIRST, MIN_8BIT_SIZE, SECOND
+from ._ranks import rows
 from ._rounding import defaults_of
 from ._tensors import DEVICES, refused, unsupported
 
@@ -57,7 +58,7 @@ class Torch(EngineOptimizer):
 
 
 class AdamW(Torch, TorchAdamW):
-    """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
+    __doc__ = """torch.optim.AdamW, stepped by the engine (Loshchilov and Hutter 2019).
 
     Parameters are float32, float16, bfloat16, float64 or complex. Moments are float32 unless a format is given.
 
@@ -82,7 +83,7 @@ class AdamW(Torch, TorchAdamW):
     min_8bit_size           smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
     masters                 of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
                             the state, with which a bfloat16 parameter is its own master
-    """
+    """ + rows(28)
 
     _stores = (FIRST, SECOND, "masters")
 
@@ -104,7 +105,13 @@ class AdamW(Torch, TorchAdamW):
                  exp_avg_format: str = "f32",
                  exp_avg_sq_format: str = "f32",
                  min_8bit_size: int = MIN_8BIT_SIZE,
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None,
+                 group: Any = None,
+                 shard: Any = False,
+                 average: bool = False,
+                 node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         self._init(TorchAdamW,
                    params,
                    lr=lr,
@@ -129,7 +136,7 @@ class AdamW(Torch, TorchAdamW):
 
 
 class Adam(Torch, TorchAdam):
-    """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015).
+    __doc__ = """torch.optim.Adam, stepped by the engine (Kingma and Ba 2015).
 
     Parameters are float32, float16, bfloat16, float64 or complex. Moments are float32 unless a format is given.
 
@@ -155,7 +162,7 @@ class Adam(Torch, TorchAdam):
     min_8bit_size           smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
     masters                 of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
                             the state, with which a bfloat16 parameter is its own master
-    """
+    """ + rows(28)
 
     _stores = (FIRST, SECOND, "masters")
 
@@ -178,7 +185,13 @@ class Adam(Torch, TorchAdam):
                  exp_avg_format: str = "f32",
                  exp_avg_sq_format: str = "f32",
                  min_8bit_size: int = MIN_8BIT_SIZE,
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None,
+                 group: Any = None,
+                 shard: Any = False,
+                 average: bool = False,
+                 node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         self._init(TorchAdam,
                    params,
                    lr=lr,

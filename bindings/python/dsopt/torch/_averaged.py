@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Iterable, List, Optional
 
 import torch
 import torch.distributed as dist
 
 from .. import _abi as abi
 from ._base import EngineOptimizer
+from ._hash import BITS, hash_of
 from ._parallel import data_group_of
-
-CHUNK = 2**20  # elements that are hashed at a time
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd numbers without structure, so that equal values at different indices have different products.
-INDEX, TENSOR = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
 AVERAGED = ("%s: in the first step with local gradients they are equal on all %d ranks. So they were averaged before "
             "the step, and the communication that the step would save has been made. With DeepSpeed set "
@@ -24,25 +20,6 @@ AVERAGED = ("%s: in the first step with local gradients they are equal on all %d
 DIFFERENT_WEIGHTS = (
     "%s: the weights of the %d ranks differ. Each rank must have a whole copy of the parameters with the same "
     "values: broadcast them before the first step, and use neither ZeRO nor FSDP, which partition them")
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().contiguous().reshape(-1)
-
-
-def hash_of(tensors: Iterable[Tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Returns a 64-bit hash of numbered tensors, as a tensor on the device. It does not depend on the order of the
-    sums, so it is equal for equal bits."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for number, tensor in tensors:
-        for i, part in enumerate(_flat(tensor).split(CHUNK)):
-            bits = part.view(BITS[part.element_size()]).to(torch.int64) + 1
-            index = torch.arange(i * CHUNK, i * CHUNK + len(part), dtype=torch.int64, device=part.device)
-            total += (bits * ((index * INDEX + (number + 1) * TENSOR % 2**62) | 1)).sum().to(device)
-    return total
 
 
 def _any(tests: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

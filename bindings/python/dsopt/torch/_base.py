@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
+from .. import _files
 from . import _formats
 from ._convert import convert
 from ._double_plan import DoublePlan, is_double
@@ -18,6 +19,8 @@ from ._formats import Pair
 from ._import import imported
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
+from ._rank_plan import RankPlan, check_entries
+from ._ranks import KEY, DataRanks, check_whole, data_ranks_of
 from ._rounding import Kind, check_dtypes, keep, kinds_of, values_of
 from ._several import PassedArguments, with_norms
 from ._tensors import Layouts, check_kind, is_dtensor, refused, unsupported, wrong
@@ -53,6 +56,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Any]] = None  # each a Plan or a DoublePlan
     _loading: Optional[Dict[str, Any]] = None
+    _ranks: Optional[DataRanks] = None  # with shard or average
     _passed: Optional[PassedArguments] = None  # during a step with more arguments than a closure
 
     @property
@@ -60,11 +64,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         """True if the step does GradScaler's unscaling and skipping: with fused=True only, as in torch. Then accelerate
         does not detect a skipped step, and Lightning refuses to clip. Before torch 2.0 GradScaler had another
         protocol."""
+        if self._ranks is not None and self._ranks.averages:
+            if VERSION < (2, 0):
+                self._ranks.refuse_scaler(type(self).__name__)
+            return True  # the step refuses
         return VERSION >= (2, 0) and bool(self.__dict__.get("defaults", {}).get("fused"))
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignores the value that torch's constructors set; the property follows from `fused`."""
+
+    def _begin_ranks(self, group: Any, shard: Any, average: Any, node_group: Any, max_grad_norm: Any = 0.0) -> None:
+        """Takes these arguments of the constructor."""
+        self._ranks = data_ranks_of(type(self), group, shard, average, node_group, max_grad_norm)
+        if self._ranks is not None:
+            self._at_once = True  # the list of all ranks
+
+    @property
+    def _shards(self) -> bool:
+        return self._ranks is not None and self._ranks.shards
 
     # ----------------------------------------------------------------------------------- descriptions for the engine
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
@@ -128,6 +146,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _advance(self) -> None:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if self._ranks is not None and self._ranks.averages and not (scale is None and found_inf is None):
+            self._ranks.refuse_scaler(type(self).__name__)
         if self._plans is None or not self._is_current():
             self._plan()
         try:
@@ -190,6 +210,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise unsupported("parameters are on several devices (%s), and must be on one; make an optimizer for each" %
                               ", ".join(map(str, devices)))
         parts = self._parted(entries, kinds)
+        if self._ranks is not None:
+            check_entries(self, entries, len(parts))
         if len(parts) > 1 and takes_norms(self):
             raise unsupported("%s takes norms of whole DTensors in one engine, and its parameters need several: they "
                               "differ in stochastic_rounding, in the seed, or in float64; make an optimizer for each" %
@@ -201,6 +223,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._plans = plans
 
     def _plan_of(self, entries: List[Entry]) -> Any:
+        if self._ranks is not None:
+            return RankPlan
         return ShardedPlan if any(is_dtensor(entry.param) for entry in entries) else Plan
 
     def _parted(self, entries: List[Entry],
@@ -244,7 +268,51 @@ class EngineOptimizer(torch.optim.Optimizer):
                     idle.append(param)
         return entries, idle
 
+    # --------------------------------------------------------------------------------------------------------- files
+    def save(self, path: Any) -> None:
+        """Write state and hyper-parameters to a file in safetensors form. With `shard` or `average` all ranks must call
+        this function together, each with a `path` of its own, and later load all files of the same call."""
+        plan = self._file_plan("save")
+        plan.exchange_file(self, lambda plan: _files.save(plan, path, 0))
+
+    def load(self, paths: Any) -> None:
+        """Read state and hyper-parameters that `save` wrote. `paths`: the file of an optimizer without `shard`, or a
+        list of the files of all ranks that saved, of any number. With `shard` or `average` all ranks must call this
+        function together. Moments in other formats are converted, rounded to nearest. Load the weights first. A load
+        that fails changes no value."""
+        plan = self._file_plan("load")
+        try:
+            plan.exchange_file(self, lambda plan: _files.load(plan, paths, abi.DSOPT_IO_CONVERT))
+        finally:
+            self._plans = None
+
+    def _file_plan(self, what: str) -> Plan:
+        """Returns the plan of all parameters, with their state."""
+        kind = type(self).__name__
+        if self._wrapper is not None or hasattr(self, "_group"):
+            raise unsupported("%s: %s is not supported%s; use state_dict" %
+                              (kind, what, " in " + type(self._wrapper).__name__ if self._wrapper else ""))
+        if any(is_dtensor(param) for group in self.param_groups for param in group["params"]):
+            raise unsupported("%s: %s is not supported with DTensors; use torch.distributed.checkpoint" % (kind, what))
+        if not self._at_once or self._plans is None or not self._is_current():
+            self._at_once = True
+            self._plan()
+        plans = self._plans or []
+        if len(plans) != 1 or not isinstance(plans[0], Plan):
+            raise unsupported("%s: %s needs one engine for all parameters, and they differ in device, "
+                              "stochastic_rounding, seed or masters, are float64, or there are none; use state_dict" %
+                              (kind, what))
+        return plans[0]
+
     # --------------------------------------------------------------------------------------------- groups and state
+    def state_dict(self, *args: Any, **options: Any) -> Dict[str, Any]:
+        """Returns the state and the groups. `args` and options are torch's. With `shard` the tensors are this rank's
+        parts, and "shard" has this rank, the number of ranks and the number of ranks of a node."""
+        found: Dict[str, Any] = super().state_dict(*args, **options)
+        if self._shards and found["state"]:
+            found[KEY] = self._ranks.numbers()  # type: ignore[union-attr]
+        return found
+
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Add a group, as torch's. `param_group` is a dict of its parameters and its hyper-parameters."""
         super().add_param_group(param_group)
@@ -308,7 +376,16 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Stores the formats of the state, which cannot change from here on."""
         self._formats = {param: self._formats_in(group) for group in self.param_groups for param in group["params"]}
 
+    def __getstate__(self) -> Dict[str, Any]:
+        if self._ranks is not None:
+            self._ranks.refuse_pickle(type(self).__name__)
+        return super().__getstate__()  # type: ignore[no-any-return]
+
     def _restore(self, loaded: Dict[str, Any]) -> None:
+        if not self._shards:
+            check_whole(type(self).__name__, loaded)
+        elif loaded["state"]:
+            self._ranks.check_loaded(type(self).__name__, loaded.get(KEY))  # type: ignore[union-attr]
         places = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         for place, param in zip(places, chain.from_iterable(group["params"] for group in self.param_groups)):
             saved, state = loaded["state"].get(place), self.state.get(param)
@@ -318,7 +395,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if not torch.is_tensor(saved.get(name)):
                     continue
                 check_kind("state %r of parameter %s" % (name, place), saved[name], param)
-                if saved[name].shape != param.shape:
+                if not self._fits(saved[name], param):
                     raise wrong("state %r of parameter %s has shape %s, and the parameter %s" %
                                 (name, place, tuple(saved[name].shape), tuple(param.shape)), "SHAPE")
             for name, value in saved.items():
@@ -327,6 +404,12 @@ class EngineOptimizer(torch.optim.Optimizer):
                 # torch shares tensors of the parameter's dtype with the state dict: codes and scales stay together.
                 if value.dtype != param.dtype or _formats.moment_of(name) is not None:
                     state[name] = value.detach().to(param.device, copy=True)
+
+    def _fits(self, tensor: torch.Tensor, param: torch.Tensor) -> bool:
+        """True if a state tensor may be that of a parameter. The first step checks the length of parts."""
+        if self._shards:
+            return tensor.dim() == 1 and tensor.numel() <= param.numel()
+        return tensor.shape == param.shape
 
     def _adopt(self, whole: Optional[Dict[str, torch.Tensor]]) -> None:
         """Converts state of the whole optimizer from versions before 0.2."""

@@ -72,7 +72,7 @@ def _recode(param: Any, state: Dict[str, Any], name: str, have: str, want: str, 
                                                                 local_scales(param, state[scale], label))
     if want in SCALED:
         order = local_of(param).detach()
-        if is_dense(order):  # the blocks are those of the parameter's memory
+        if values.shape == order.shape and is_dense(order):  # the blocks are those of the parameter's memory
             values = torch.empty_strided(order.shape, order.stride(), dtype=torch.float32,
                                          device=values.device).copy_(values)
         codes, scales = encode(name, want, dense(values))

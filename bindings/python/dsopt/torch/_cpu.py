@@ -12,6 +12,7 @@ from ._base import EngineOptimizer, number
 from ._deepspeed import COMMON, DECAY, Named, ReadOnly
 from ._formats import F32, Pair
 from ._lion import Lion
+from ._ranks import rows
 from ._rounding import defaults_of
 from ._tensors import refused, wrong
 
@@ -22,7 +23,7 @@ STATES = """
     stochastic_rounding    True: bfloat16 parameters are rounded up or down with a probability proportional to the
                            distance, so that small updates are not lost; float32 ones are exact
     seed                   seed of the random numbers, an integer in [0, 2^64)
-    """
+    """ + rows(27).replace("%", "%%")
 TENSORS = """
     Parameters are float32, float16 or bfloat16, on the CPU or on a device of the engine. Gradients may have another
     dtype than their parameter.
@@ -79,7 +80,9 @@ class DeepSpeedCPUAdam(Offload, Named):
     def __init__(self, model_params: Any, lr: Any = 1e-3, bias_correction: bool = True,
                  betas: Tuple[Any, Any] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,
                  amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True, *,
-                 stochastic_rounding: bool = False, seed: int = 0) -> None:
+                 stochastic_rounding: bool = False, seed: int = 0, group: Any = None, shard: Any = False,
+                 average: bool = False, node_group: Any = None, max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         self.adam_w_mode, self._fp32_states = adamw_mode, bool(fp32_optimizer_states)
         self._start(model_params, None, amsgrad, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
                                                       bias_correction=bias_correction, amsgrad=amsgrad,
@@ -212,7 +215,9 @@ class DeepSpeedCPULion(Offload, Lion):
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999),
                  weight_decay: float = 0, fp32_optimizer_states: bool = True, *, stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0, group: Any = None, shard: Any = False, average: bool = False, node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
         self._fp32_states = bool(fp32_optimizer_states)
-        super().__init__(model_params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed)
+        super().__init__(model_params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed,
+                         group=group, shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
         self._number()

@@ -10,6 +10,7 @@ from .. import _abi as abi
 from ._base import REFUSED, EngineOptimizer, number
 from ._lion import Lion
 from ._originals import mismatch
+from ._ranks import rows
 from ._rounding import KEYS, defaults_of
 from ._step_arguments import passed_arguments_of
 from ._tensors import refused, unsupported, wrong
@@ -42,6 +43,10 @@ class Named(EngineOptimizer):
         if compat and defaults.get("stochastic_rounding"):
             raise unsupported("%s: stochastic_rounding=True is not supported with compat='deepspeed', as the original "
                               "does not have it; leave compat out" % type(self).__name__)
+        if compat and self._ranks is not None:
+            raise unsupported("%s: %s is not supported with compat='deepspeed', as the original keeps all state on "
+                              "every rank and averages elsewhere; leave compat out" %
+                              (type(self).__name__, "shard" if self._shards else "average"))
         self._compat = compat
         super().__init__(params, defaults)
 
@@ -131,6 +136,8 @@ class StepArguments(EngineOptimizer):
         grads, output_params, scale, grad_norms  must be None, as in the original: use FP16_Optimizer
         grad_scaler                              no effect
         """
+        if grad_scaler is not None and self._ranks is not None and self._ranks.averages:
+            self._ranks.refuse_scaler(type(self).__name__)
         for name, value in (("grads", grads), ("output_params", output_params), ("scale", scale), ("grad_norms",
                                                                                                    grad_norms)):
             if value is not None:
@@ -144,14 +151,16 @@ class FusedAdam(StepArguments, Named):
     bias_correction  False: the means are used without bias correction
     adam_w_mode      True: decoupled weight decay (AdamW); False: weight_decay times the weights is added to the
                      gradient (Adam)""" + AMSGRAD + """
-    set_grad_none    zero_grad() sets gradients to None; False: to zero""" + COMPAT
+    set_grad_none    zero_grad() sets gradients to None; False: to zero""" + COMPAT + rows(21)
 
     _kept = Named._kept + ("adam_w_mode", "set_grad_none")
 
     def __init__(self, params: Any, lr: Any = 1e-3, bias_correction: bool = True, betas: Tuple[Any, Any] = (0.9, 0.999),
                  eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0., amsgrad: bool = False,
                  set_grad_none: bool = True, *, compat: Optional[str] = None, stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0, group: Any = None, shard: Any = False, average: bool = False, node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         self.adam_w_mode, self.set_grad_none = 1 if adam_w_mode else 0, set_grad_none
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, **defaults_of(stochastic_rounding, seed)))
@@ -169,7 +178,7 @@ class FusedAdam(StepArguments, Named):
 
 
 class FusedLion(StepArguments, Lion):
-    """deepspeed.ops.lion.FusedLion: Lion with DeepSpeed's defaults, which are not the authors'.
+    __doc__ = """deepspeed.ops.lion.FusedLion: Lion with DeepSpeed's defaults, which are not the authors'.
 
     params               parameters, or dicts of parameters with separate values of the arguments below
     lr                   learning rate: the size of a step, because updates are signs
@@ -179,14 +188,16 @@ class FusedLion(StepArguments, Lion):
     stochastic_rounding  True: bfloat16 parameters are rounded up or down with a probability proportional to
                          the distance, so that small updates are not lost; float32 ones are exact
     seed                 of the random numbers, a whole number in [0, 2^64)
-    """
+    """ + rows(25)
 
     _stores = ()
 
     def __init__(self, params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999), weight_decay: float = 0.,
-                 set_grad_none: bool = True, *, stochastic_rounding: bool = False, seed: int = 0) -> None:
+                 set_grad_none: bool = True, *, stochastic_rounding: bool = False, seed: int = 0, group: Any = None,
+                 shard: Any = False, average: bool = False, node_group: Any = None, max_grad_norm: float = 0.) -> None:
         self.set_grad_none = set_grad_none
-        super().__init__(params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed)
+        super().__init__(params, lr, betas, weight_decay, stochastic_rounding=stochastic_rounding, seed=seed,
+                         group=group, shard=shard, average=average, node_group=node_group, max_grad_norm=max_grad_norm)
 
     def __getstate__(self) -> Dict[str, Any]:
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
@@ -219,7 +230,8 @@ class FusedLamb(TrustRatios, Named):
     """ + COMMON + LAMB + """
     bias_correction  False: the means are used without bias correction
     eps_inside_sqrt  True: sqrt(v + eps) in place of sqrt(v) + eps
-    max_grad_norm    largest L2 norm of the gradients of a group; 0 = off""" + AMSGRAD + COMPAT
+    max_grad_norm    largest L2 norm of the gradients of a group; 0 = off""" + AMSGRAD + COMPAT + rows(
+        21, "max_grad_norm")
 
     _fields = Named._fields + ("max_norm", "min_trust", "max_trust")
     _kept = Named._kept + ("eps_mode",)
@@ -239,7 +251,12 @@ class FusedLamb(TrustRatios, Named):
                  *,
                  compat: Optional[str] = None,
                  stochastic_rounding: bool = False,
-                 seed: int = 0) -> None:
+                 seed: int = 0,
+                 group: Any = None,
+                 shard: Any = False,
+                 average: bool = False,
+                 node_group: Any = None) -> None:
+        self._begin_ranks(group, shard, average, node_group)
         self.eps_mode = 0 if eps_inside_sqrt else 1
         self._start(
             params, compat, amsgrad,

@@ -7,11 +7,12 @@ from typing import Any, Dict, Optional, Tuple
 from .. import _abi as abi
 from ._base import EngineOptimizer, number
 from ._formats import FIRST, MIN_8BIT_SIZE
+from ._ranks import rows
 from ._rounding import defaults_of
 
 
 class Lion(EngineOptimizer):
-    """Chen et al. 2023, with decoupled decay. State is the authors': only exp_avg. FusedLion has DeepSpeed's defaults.
+    __doc__ = """Chen et al. 2023, with decoupled decay. State is the authors': only exp_avg. FusedLion has DeepSpeed's defaults.
 
     params               parameters, or dicts of parameters with separate values of the arguments below
     lr                   learning rate: the size of a step, because updates are signs
@@ -25,7 +26,7 @@ class Lion(EngineOptimizer):
     min_8bit_size        smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
     masters              of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
                          the state, with which a bfloat16 parameter is its own master
-    """
+    """ + rows(25)
 
     _stores: Tuple[str, ...] = (FIRST, "masters")
     _fields = ("lr", "beta1", "beta2", "weight_decay")
@@ -41,7 +42,13 @@ class Lion(EngineOptimizer):
                  seed: int = 0,
                  exp_avg_format: str = "f32",
                  min_8bit_size: int = MIN_8BIT_SIZE,
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None,
+                 group: Any = None,
+                 shard: Any = False,
+                 average: bool = False,
+                 node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         if not 0.0 <= lr:
             raise ValueError("Invalid learning rate: {}".format(lr))
         for i, beta in enumerate(betas):

@@ -62,6 +62,8 @@ MORE = """
     compat              None: standard mode; "deepspeed": also reproduces the original's quirks (docs/compat.md). A load
                         then restarts error feedback with zeros
     stochastic_rounding must be False: 16-bit parameters have float32 masters
+    shard               must be False
+    node_group          must be None
     """
 FREEZE = """
     freeze_step         number of full-precision steps, in which the gradients are averaged and the variance is adapted.
@@ -110,6 +112,12 @@ class Onebit(OnebitNames, Averaged):
         self._reset_engine_flag()
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
+
+    def _refuse_shard(self, shard: Any, node_group: Any) -> None:
+        for name, value in (("shard", shard), ("node_group", node_group)):
+            if value:
+                raise unsupported("%s: %s=%r is not supported yet by the 1-bit family; leave it out, or use AdamW or "
+                                  "FusedLamb with shard" % (type(self).__name__, name, value))
 
     @staticmethod
     def _ignored(where: str, name: str, value: Any) -> UnsupportedError:
@@ -421,7 +429,10 @@ class OnebitAdam(Onebit):
                  *,
                  group: Any = None,
                  compat: Optional[str] = None,
-                 stochastic_rounding: bool = False) -> None:
+                 stochastic_rounding: bool = False,
+                 shard: Any = False,
+                 node_group: Any = None) -> None:
+        self._refuse_shard(shard, node_group)
         self.freeze_step = freeze_step
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
                     max_grad_norm, amsgrad, cuda_aware, comm_backend_name, stochastic_rounding)
@@ -472,7 +483,10 @@ class ZeroOneAdam(Onebit):
                  *,
                  group: Any = None,
                  compat: Optional[str] = None,
-                 stochastic_rounding: bool = False) -> None:
+                 stochastic_rounding: bool = False,
+                 shard: Any = False,
+                 node_group: Any = None) -> None:
+        self._refuse_shard(shard, node_group)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
@@ -531,7 +545,10 @@ class OnebitLamb(TrustRatios, Onebit):
                  *,
                  group: Any = None,
                  compat: Optional[str] = None,
-                 stochastic_rounding: bool = False) -> None:
+                 stochastic_rounding: bool = False,
+                 shard: Any = False,
+                 node_group: Any = None) -> None:
+        self._refuse_shard(shard, node_group)
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 from ctypes import byref
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -40,6 +40,30 @@ class Stale(Exception):
     """The plan no longer describes the parameters."""
 
 
+# Keys of groups whose names differ from those of the engine's fields, the second ones with an index in a pair.
+GROUP_KEYS: Dict[str, Tuple[str, Optional[int]]] = {
+    "beta1": ("betas", 0), "beta2": ("betas", 1), "max_norm": ("max_grad_norm", None),
+    "min_trust": ("min_coeff", None), "max_trust": ("max_coeff", None)}
+
+
+def key_of(field: str) -> int:
+    """Returns the DSOPT_KEY of a field of dsopt_group."""
+    name = "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper()
+    return getattr(abi, name)  # type: ignore[no-any-return]
+
+
+def set_field(group: Dict[str, Any], field: str, value: float) -> None:
+    """Sets the hyper-parameter of a group that is this field of dsopt_group."""
+    key, index = GROUP_KEYS.get(field, (field, None))
+    old = group[key] if index is None else group[key][index]
+    if torch.is_tensor(old):
+        old.fill_(value)
+    elif index is None:
+        group[key] = type(old)(value) if isinstance(old, bool) else value
+    else:
+        group[key] = tuple(value if i == index else x for i, x in enumerate(group[key]))
+
+
 class Entry(NamedTuple):
     group: int
     name: str
@@ -47,6 +71,8 @@ class Entry(NamedTuple):
 
 
 class Plan:
+    owned = "the parameter"  # what has state here, in errors
+
     def __init__(self, owner: EngineOptimizer, device: torch.device, kind: Kind, entries: List[Entry]) -> None:
         self.device = device
         self.at_once = owner._at_once  # a step may change parameters that have no gradient
@@ -186,7 +212,7 @@ class Plan:
         self._drop_errors()
         self._drop_masters()
         if is_new and self.entries:
-            dense = [p.detach() if is_dense(p) else p.detach().contiguous() for p in self.params]
+            dense = [p.detach() if self._in_place(p) else p.detach().contiguous() for p in self.params]
             put(self.param_words, 0, list(map(_data_ptr, dense)))
             values = [tensor.clone() for tensor in existing]
             abi.check(
@@ -195,7 +221,7 @@ class Plan:
             for tensor, value in zip(existing, values):
                 tensor.copy_(value)
             for param, copy in zip(self.params, dense):
-                if not is_dense(param):
+                if not self._in_place(param):
                     param.detach().copy_(copy)
             self.steps_seen.add_(self.steps)
 
@@ -236,8 +262,7 @@ class Plan:
             self._check_format(info.param, name, tensor)
         else:
             self.of_param[info.param].pop(scale_of(name), None)
-            # With the parameter's memory order if it is dense, else contiguous.
-            like = param.detach() if is_dense(param) else param.detach().contiguous()
+            like = self._owned(info.param)
             if info.flags & abi.DSOPT_STATE_FROM_PARAM:
                 tensor = like.to(dtype, copy=True)
             elif self._format_of(info.param, name) in SCALED:
@@ -246,9 +271,9 @@ class Plan:
                 start = owner._starts_as(name, owner.param_groups[entry.group])
                 value = complex(start, start) if param.is_complex() else start
                 tensor = torch.full_like(like, value, dtype=dtype)
-        if tensor.shape != param.shape:
-            raise wrong("state %r of %s has shape %s, and the parameter %s" %
-                        (name, entry.name, tuple(tensor.shape), tuple(param.shape)), "SHAPE")
+        if tuple(tensor.shape) != self._shape_of(info.param):
+            raise wrong("state %r of %s has shape %s, and %s %s" %
+                        (name, entry.name, tuple(tensor.shape), self.owned, self._shape_of(info.param)), "SHAPE")
         if tensor.dtype != dtype or tensor.device != self.device:
             tensor = tensor.to(dtype=dtype, device=self.device)
         if not is_dense(tensor):
@@ -256,6 +281,19 @@ class Plan:
         self.plain &= tensor.is_contiguous()
         self._keep(info.param, name, tensor)
         return tensor
+
+    def _in_place(self, param: torch.Tensor) -> bool:
+        """True if the engine steps a parameter where it is, False: in a contiguous copy."""
+        return is_dense(param)
+
+    def _owned(self, i: int) -> torch.Tensor:
+        """Returns the elements of a parameter that have state here, in the memory order of the state."""
+        param = self.entries[i].param.detach()
+        return param if self._in_place(param) else param.contiguous()
+
+    def _shape_of(self, i: int) -> Tuple[int, ...]:
+        """Returns the shape of the state of a parameter."""
+        return tuple(self.entries[i].param.shape)
 
     def _scales_of_param(self, info: Any, name: str) -> torch.Tensor:
         """Returns the scales of a moment, which precedes them in the list. A moment of zeros has scales of zero."""
@@ -291,7 +329,7 @@ class Plan:
         state, other = self.of_param[i], OTHER_MASTER.get(name)
         if other in state and name not in state:
             check_dtype(state, other, "state %r of %s" % (other, self.entries[i].name))
-            param = self.entries[i].param.detach()
+            param = self._owned(i)
             tensor = self._state_tensor(i, other).to(self.device)
             if tensor.shape == param.shape and param.dtype == torch.bfloat16:
                 self._keep(i, name, joined(param, tensor) if name == "master" else remainders_of(tensor.float()))
@@ -334,6 +372,43 @@ class Plan:
             for key in [key for key in state if key.startswith(ERRORS)]:
                 if not any(state[key] is tensor for tensor in used):
                     del state[key]
+
+    # -------------------------------------------------------------------------------------------------------- files
+    def exchange_file(self, owner: EngineOptimizer, call: Callable[[Plan], None]) -> None:
+        """Calls a function that saves the state to a file, or loads it. The engine has the memory of all tensors during
+        the call. Loaded hyper-parameters are written to the groups."""
+        for entry in self.entries:
+            if not self._in_order(entry):
+                raise unsupported("%s or its state is not contiguous, and files are in row-major order; use state_dict" %
+                                  entry.name)
+        for i, param in enumerate(self.params):
+            self._order_state(i, param.detach())
+        copies = [param.detach().contiguous() for param in self.params]
+        self.layouts = self.grad_at = self.param_at = None
+        put(self.param_words, 0, list(map(_data_ptr, copies)))
+        self.steps.copy_(self.steps_seen)
+        lists = ((abi.DSOPT_BIND_PARAMS, self.param_list, len(self.params)),
+                 (abi.DSOPT_BIND_STATE, self.state_list, len(self.state_list)))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self.gate:
+            for what, tensors, count in lists:
+                abi.check(abi.lib.dsopt_optimizer_bind(self.handle, what, tensors, count))
+            call(self)
+        self.steps_seen.copy_(self.steps)
+        for param, copy in zip(self.params, copies):
+            if copy.data_ptr() != param.data_ptr():  # with masters="remainder" a load writes the parameters
+                param.detach().copy_(copy)
+        for g, group in enumerate(owner.param_groups):
+            for field, old in zip(owner._fields, self.hyper[g]):
+                value = ctypes.c_double()
+                abi.check(abi.lib.dsopt_optimizer_get(self.handle, g, key_of(field), byref(value)))
+                if value.value != old:
+                    set_field(group, field, value.value)
+
+    def _in_order(self, entry: Entry) -> bool:
+        """True if a parameter and its state are in row-major order."""
+        return entry.param.is_contiguous()
 
     # --------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
@@ -412,8 +487,7 @@ class Plan:
         # Fields that become 0 are set first: nesterov and dampening exclude each other.
         for field, old, new in sorted(zip(owner._fields, self.hyper[g], now), key=lambda change: change[2] != 0):
             if new != old:
-                key = getattr(abi, "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper())
-                abi.check(abi.lib.dsopt_optimizer_set(self.handle, g, key, new), "param_groups[%d]: " % g)
+                abi.check(abi.lib.dsopt_optimizer_set(self.handle, g, key_of(field), new), "param_groups[%d]: " % g)
         self.hyper[g] = now
 
     def _stream(self) -> Optional[int]:
@@ -504,7 +578,7 @@ class Plan:
             if grad is None and not self.at_once:
                 continue
             param = param.detach()
-            if not is_dense(param):
+            if not self._in_place(param):
                 staged.append((param, param.clone(memory_format=torch.contiguous_format)))
                 param = staged[-1][1]
                 self.param_list[i].data = param.data_ptr()

@@ -10,6 +10,7 @@ from .. import _abi as abi
 from ._adam import Torch
 from ._base import number
 from ._formats import FIRST, MIN_8BIT_SIZE, scale_of
+from ._ranks import rows
 
 TorchSGD = torch.optim.SGD  # as it is on import
 
@@ -20,7 +21,7 @@ def _drop_buffer(state: Dict[str, Any]) -> None:
 
 
 class SGD(Torch, TorchSGD):
-    """torch.optim.SGD, stepped by the engine.
+    __doc__ = """torch.optim.SGD, stepped by the engine.
 
     Sparse gradients are refused, and so is a momentum that changes between 0 and another value. Parameters are float32,
     float16, bfloat16, float64 or complex. The momentum is float32 unless a format is given.
@@ -44,7 +45,7 @@ class SGD(Torch, TorchSGD):
     min_8bit_size           smaller tensors, in elements, have float32 moments in place of "e4m3" and "q8"
     masters                 of 16-bit parameters: None; "float32": copies in the state; "remainder": 16 more bits in
                             the state, with which a bfloat16 parameter is its own master
-    """
+    """ + rows(28)
 
     _stores = (FIRST, "masters")
     _fields = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
@@ -66,7 +67,13 @@ class SGD(Torch, TorchSGD):
                  seed: int = 0,
                  exp_avg_format: str = "f32",
                  min_8bit_size: int = MIN_8BIT_SIZE,
-                 masters: Optional[str] = None) -> None:
+                 masters: Optional[str] = None,
+                 group: Any = None,
+                 shard: Any = False,
+                 average: bool = False,
+                 node_group: Any = None,
+                 max_grad_norm: float = 0.) -> None:
+        self._begin_ranks(group, shard, average, node_group, max_grad_norm)
         self._init(TorchSGD,
                    params,
                    lr=lr,

@@ -9,7 +9,7 @@ import warnings
 from support import TestCase, child, main, params_of, run_ranks, torch
 
 from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, OnebitAdam, OnebitLamb, ZeroOneAdam
-from dsopt.torch import _averaged
+from dsopt.torch import _hash
 
 GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 SHAPES = ((7, 3), (1, ), (0, ), (40, ))
@@ -203,7 +203,7 @@ class OneRank(TestCase):
 
 class Hash(TestCase):
     def hash(self, *tensors):
-        return int(_averaged.hash_of(enumerate(tensors), torch.device("cpu")))
+        return int(_hash.hash_of(enumerate(tensors), torch.device("cpu")))
 
     def test_equal_bits_have_equal_hashes(self):
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.float64):
@@ -222,8 +222,8 @@ class Hash(TestCase):
         self.assertEqual(self.hash(torch.empty(0), a), self.hash(torch.empty(0, 3), a))
 
     def test_hash_covers_edges_of_chunks(self):
-        a = torch.randn(2 * _averaged.CHUNK + 1)
-        for place in (0, _averaged.CHUNK - 1, _averaged.CHUNK, 2 * _averaged.CHUNK):
+        a = torch.randn(2 * _hash.CHUNK + 1)
+        for place in (0, _hash.CHUNK - 1, _hash.CHUNK, 2 * _hash.CHUNK):
             b = a.clone()
             b[place] = -b[place]
             self.assertNotEqual(self.hash(a), self.hash(b), place)
