@@ -72,6 +72,18 @@ FREEZE = """
                         15 to 25 % of all steps"""
 
 
+WORD = 32  # bits
+LINE, BLOCK = 64, 4096  # elements: alignment of tensors in the vector that ranks exchange, and its blocks
+
+
+def begin_after(end: int, numel: int) -> int:
+    """Returns the begin of a tensor in the vector of exchanged tensors. `end`: of the tensor before it."""
+    if numel == 0:
+        return end
+    begin = -(-end // LINE) * LINE
+    return begin if numel <= BLOCK - begin % BLOCK else -(-begin // BLOCK) * BLOCK
+
+
 def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     if a is None or b is None:
         return a is b
@@ -344,11 +356,11 @@ class Onebit(OnebitNames, Averaged):
 
     def _find_active(self) -> None:
         """Computes "active": exchanges include the elements whose variance is not 0, determined when it last changed.
-        One bit per element, lowest first; each parameter starts at a new word."""
+        One bit per element of the vector of exchanged parameters, lowest first."""
         for plan in self._plans or ():
             if "active" not in plan.whole:
                 continue
-            begin = 0
+            words, end = plan.whole["active"].zero_(), 0
             for entry in plan.entries:
                 if self.param_groups[entry.group].get("non_freeze"):
                     continue
@@ -356,13 +368,12 @@ class Onebit(OnebitNames, Averaged):
                 like = param if is_dense(param) else param.contiguous()
                 if strides_of(variance) != strides_of(like):
                     variance = torch.empty_strided(param.shape, like.stride(), device=param.device).copy_(variance)
-                count = -(-param.numel() // 32)
-                bits = torch.zeros(count * 32, dtype=torch.bool, device=param.device)
+                begin = begin_after(end, param.numel())
+                end, count = begin + param.numel(), -(-param.numel() // WORD)
+                bits = torch.zeros(count * WORD, dtype=torch.bool, device=param.device)
                 bits[:param.numel()] = variance.as_strided((param.numel(), ), (1, )) != 0
-                words = plan.whole["active"][begin:begin + count].zero_()
-                for bit, column in enumerate(bits.view(count, 32).unbind(1)):
-                    words |= column.to(torch.int32) << bit
-                begin += count
+                for bit, column in enumerate(bits.view(count, WORD).unbind(1)):
+                    words[begin // WORD:begin // WORD + count] |= column.to(torch.int32) << bit
 
     def _set_anchors(self) -> None:
         """0/1 Adam: sets the anchors to the weights, as after an exchange. The originals do not save anchors."""
