@@ -83,7 +83,7 @@ class RankPlan(Plan):
         if not self.shards:
             return super()._owned(i)
         begin, numel = self._part(i)
-        return self.entries[i].param.detach().reshape(-1)[begin:begin + numel]
+        return self.entries[i].param.detach().contiguous().view(-1)[begin:begin + numel]
 
     def _in_order(self, entry: Entry) -> bool:
         return self.shards or super()._in_order(entry)
