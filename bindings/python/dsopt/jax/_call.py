@@ -74,6 +74,7 @@ class Param(NamedTuple):
     dtype: str
     group: int
     f32_moments: bool = False
+    sharded: bool = False  # over the model comm
 
 
 class Entry(NamedTuple):
@@ -131,6 +132,8 @@ class Recipe:
     masters: int = 0
     scaler: tuple = ()  # () = none, else the fields of dsopt_scaler_desc by name
     ranks: int = 1
+    replicas: int = 1  # comms, each of `ranks` devices
+    over_model: bool = False  # the comm is dsopt_optimizer_desc.model, not data
     timeout_ms: int = 0
     comm: str = ""  # "" = the program makes a LOCAL comm
     offsets: tuple = ()  # offsets of each rank's shards in their parameters, a row per rank; () = whole
@@ -198,7 +201,7 @@ class Recipe:
             "numbers": np.array(
                 [self.flags, self.nonfinite, seed, self.ranks, self.timeout_ms, bool(self.scaler)]
                 + [scaler.get(name, 0) for name in _SCALER_NUMBERS]
-                + [self.masters],
+                + [self.masters, self.replicas, self.over_model],
                 np.int64,
             ),
             "reals": np.array(
@@ -218,7 +221,7 @@ class Recipe:
 
 
 def _flags_of(param: Param) -> int:
-    return abi.DSOPT_PARAM_F32_MOMENTS if param.f32_moments else 0
+    return abi.DSOPT_PARAM_F32_MOMENTS * param.f32_moments | abi.DSOPT_PARAM_MODEL_PARALLEL * param.sharded
 
 
 class Layout(NamedTuple):
@@ -253,9 +256,10 @@ def _layout(recipe: Recipe) -> Layout:
             scaler = abi.dsopt_scaler_desc(**dict(recipe.scaler))
             desc.scaler = create(lib.dsopt_scaler_create, lib.dsopt_scaler_destroy, context, ctypes.byref(scaler))
         if recipe.ranks > 1:
-            desc.data = create(
+            comm = create(
                 lib.dsopt_comm_create, lib.dsopt_comm_destroy, context, ctypes.byref(_silent_comm(recipe.ranks))
             )
+            setattr(desc, "model" if recipe.over_model else "data", comm)
         optimizer = create(lib.dsopt_optimizer_create, lib.dsopt_optimizer_destroy, context, ctypes.byref(desc))
         for numbers, reals in recipe.groups:
             made = abi.dsopt_group(

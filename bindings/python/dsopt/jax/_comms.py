@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 1-bit family under shard_map and pmap: ranks, comms, and the order of calls."""
+"""Steps over a mesh axis, under shard_map and pmap: ranks, comms, and the order of calls."""
 
+import math
 import weakref
 
 import jax
@@ -12,8 +13,25 @@ FAMILY = (abi.DSOPT_ALGORITHM_ONEBIT_ADAM, abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM, ab
 
 
 def rank(axis):
-    """Returns this device's index on the axis, as an array; None without an axis."""
-    return None if axis is None else jax.lax.axis_index(axis)
+    """Returns this device's index on the axis, as an array; None without an axis. Each device with the same indices on
+    the other axes of the shard_map is in another comm, and the number of ranks of the comms before is added."""
+    if axis is None:
+        return None
+    index = 0
+    for name in _other_axes(axis):
+        index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)
+    return index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+
+
+def replicas(axis) -> int:
+    """Returns the number of comms over the axis: one for each combination of indices on the other axes."""
+    return 1 if axis is None else math.prod(map(jax.lax.axis_size, _other_axes(axis)))
+
+
+def _other_axes(axis) -> list:
+    """Returns the other axes of the shard_map around a call; none in a pmap."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [name for name in mesh.axis_names if name != axis and name in mesh.manual_axes]
 
 
 def ranks(axis, comm: str) -> int:
@@ -24,7 +42,7 @@ def ranks(axis, comm: str) -> int:
         size = jax.lax.axis_size(axis)
     except NameError:
         raise _call.argument_error(
-            "there is no axis %r here: call init and step of the 1-bit family inside a shard_map or pmap over it" % axis
+            "there is no axis %r here: call init and step inside a shard_map or pmap over it" % axis
         ) from None
     if jax.process_count() > 1 and not comm:
         raise _call.unsupported(

@@ -115,7 +115,8 @@ class FusedStep:
     algorithm            "adamw", "adam", "lamb", "adam_legacy", "sgd", "adagrad", "lion", "onebit_adam",
                          "zero_one_adam" or "onebit_lamb"
     mask                 which parameters decay: a tree of bools, a prefix of one, or a function of the parameters
-    max_norm             clip by the L2 norm of the gradients of the call, in a shard_map of the shard; 0 = off
+    max_norm             clip by the L2 norm of the gradients of the call, in a shard_map of the shard unless there
+                         is a model_axis; 0 = off
     max_value            clip every element of the gradients; 0 = off
     loss_scale           a number or a DynamicScale: gradients are those of opt.loss_scale(state) * loss
     masters              True = fp32 copies of 16-bit parameters in the state, which steps update; "remainder" = the
@@ -132,8 +133,13 @@ class FusedStep:
     report_norms         report.weight_norm and report.update_norm are computed
     check_ranks          ranks of the 1-bit family compare their lists before an exchange, and all fail if they differ
     axis_name            1-bit family: mesh axis of the ranks, inside a shard_map or pmap
-    comm                 1-bit family: name of a comm from register_comm; "" = the program makes one
-    timeout_ms           1-bit family: time-out of waits for other ranks; 0 = 600000, -1 = no limit
+    model_axis           not of the 1-bit family: mesh axis over which parameters are sharded, inside a shard_map. Norms of
+                         gradients, the check for Inf and NaN, and LAMB's trust ratios are then those of whole tensors; norms of
+                         report_norms are those of the shard
+    replicated           with model_axis: which parameters each device of the axis has as a whole: a mask as above; None =
+                         none
+    comm                 with an axis: name of a comm from register_comm; "" = the program makes one
+    timeout_ms           with an axis: time-out of waits for other ranks; 0 = 600000, -1 = no limit
 
     `options`, numbers that some algorithms have; an option without effect is refused:
 
@@ -177,6 +183,8 @@ class FusedStep:
         report_norms: bool = False,
         check_ranks: bool = False,
         axis_name: Optional[str] = None,
+        model_axis: Optional[str] = None,
+        replicated: Any = None,
         comm: str = "",
         timeout_ms: int = 0,
         **options: Any,
@@ -198,7 +206,13 @@ class FusedStep:
                 if exchanges
                 else "axis_name is for the 1-bit family: average gradients with jax.lax.pmean for %s" % algorithm
             )
-        self._algorithm, self._axis, self._comm, self._timeout_ms = number, axis_name, comm, timeout_ms
+        if exchanges and model_axis is not None:
+            raise _call.unsupported("model_axis is not supported by the 1-bit family: leave it out for %s" % algorithm)
+        if replicated is not None and model_axis is None:
+            raise _call.argument_error("replicated has no effect without model_axis: leave it out")
+        self._model_axis, self._replicated = model_axis, replicated
+        self._axis = axis_name if exchanges else model_axis
+        self._algorithm, self._comm, self._timeout_ms = number, comm, timeout_ms
         self._hyper = (learning_rate, b1, b2, eps, weight_decay)
         self._mask, self._max_norm = mask, float(max_norm)
         self._f32_moments = f32_moments
@@ -226,7 +240,7 @@ class FusedStep:
 
     # ------------------------------------------------------------------------------------------------------------ state
     def init(self, params, masters=None) -> dict:
-        """Return the initial state. In the 1-bit family inside the shard_map or pmap of the steps.
+        """Return the initial state. With axis_name or model_axis inside the shard_map or pmap of the steps.
 
         params   tree of float32, float16 or bfloat16 arrays
         masters  tree of fp32 weights that 16-bit parameters were rounded from; None = the parameters are exact. A
@@ -291,7 +305,7 @@ class FusedStep:
         learning_rate  replaces the optimizer's; None = keep it
         grad_scale     gradients are divided by this number, such as the number of micro-batches; None = 1
         skip           a number or bool: the step is skipped unless it is 0; None = 0
-        after          an array of an earlier call: in the 1-bit family every rank then makes the two calls in that
+        after          an array of an earlier call: with an axis every rank then makes the two calls in that
                        order, as steps in one function always do
         """
         tree = _Tree(params)
@@ -338,16 +352,20 @@ class FusedStep:
         groups = tree.groups(self._mask)
         used = tree.used(self._mask)
         f32_moments = _call.chosen(self._f32_moments, tree.params, len(tree.leaves), False)
+        over_model = self._model_axis is not None
+        replicated = _call.chosen(self._replicated, tree.params, len(tree.leaves), not over_model)
         return _call.Recipe(
             groups=tuple(
                 _call.group(self._algorithm, self._group_flags, **(known if g == 0 else {**known, "weight_decay": 0.0}))
                 for g in used
             ),
             params=tuple(
-                _call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group), f32)
-                for name, leaf, group, f32 in zip(tree.names, tree.leaves, groups, f32_moments)
+                _call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group), f32, not whole)
+                for name, leaf, group, f32, whole in zip(tree.names, tree.leaves, groups, f32_moments, replicated)
             ),
             ranks=_comms.ranks(self._axis, self._comm) if ranks is None else ranks,
+            replicas=_comms.replicas(self._axis) if ranks is None else 1,
+            over_model=over_model,
             comm=self._comm,
             timeout_ms=self._timeout_ms,
             **self._desc,

@@ -264,7 +264,7 @@ ffi::Error step_cpu(Program *program, ffi::ThreadPool pool, ffi::RemainingArgs a
 // Runs before the program, and so outside of a capture: allocates what the first call on a device needs.
 ffi::Error prepare_cuda(Program *program, int32_t device) {
     return fence([&] {
-        if (program->ranks() > 1) refuse("the 1-bit family runs on the CPU devices of JAX only");
+        if (program->ranks() > 1) refuse("steps over a mesh axis run on the CPU devices of JAX only");
         program->at(device, 0);
     });
 }

@@ -55,7 +55,7 @@ def partitioned(call):
     """Returns a _call.Init or _call.Step with rules for its shardings. In a program of one device and in a shard_map
     JAX uses the call itself."""
     if call.recipe.ranks > 1:
-        return call  # the 1-bit family, whose ranks are in a shard_map or pmap
+        return call  # its ranks are in a shard_map or pmap
     manual, automatic = _manual_axes()
     if manual and automatic and call.needs_whole_tensors:
         raise _call.unsupported(

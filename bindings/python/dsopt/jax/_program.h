@@ -109,13 +109,16 @@ struct Program {
         if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
             group_reals.size() % kGroupReals ||
             group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam ||
+            ranks() < 1 || replicas() < 1 ||
             (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
             refuse("the attributes are from another version of dsopt.jax");
         cut_names(attribute<std::string_view>(attrs, "names"));
         if (ranks() > 1 && comm_name.empty()) {
-            unique.resize(16);
-            size_t bytes = unique.size();
-            check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, unique.data(), &bytes));
+            unique.resize(static_cast<size_t>(replicas()), std::vector<char>(16));
+            for (auto &id : unique) {
+                size_t bytes = id.size();
+                check(dl.dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id.data(), &bytes));
+            }
         }
         if (ranks() == 1 && backend == kCpu) at(0, 0); // wrong attributes fail the compilation
         if (attribute<int64_t>(attrs, "options") & kZeros) {
@@ -136,12 +139,13 @@ struct Program {
         bool has_shape_of_param; // else one dimension
     };
 
-    // Returns the optimizer of a device and rank. Ranks of a LOCAL comm synchronize here at their first call.
+    // Returns the optimizer of a device and rank: rank in the comm + ranks * number of the comm. Ranks of a LOCAL comm synchronize here at their first call.
     dsopt_optimizer *at(int32_t device, int64_t rank) { return made_at(device, rank).optimizer.get(); }
     const std::vector<Entry> &entries(int32_t device, int64_t rank) { return made_at(device, rank).entries; }
     dsopt_context *context(int32_t device) { return made_at(device, 0).context.get(); }
 
     int64_t ranks() const { return numbers[kRanks]; }
+    int64_t replicas() const { return numbers[kReplicas]; }
     size_t count() const { return params.size() / kParam; }
     size_t groups() const { return group_numbers.size() / kGroupNumbers; }
     const std::string &name(size_t param) const { return names[param]; }
@@ -181,6 +185,8 @@ private:
         kWindow,
         kHysteresis,
         kMasters,
+        kReplicas, // comms, each of `ranks` devices
+        kOverModel,
         kNumbers
     };
     enum { kMaxNorm, kMaxValue, kInit, kFactor, kMin, kMax, kReals };
@@ -226,7 +232,7 @@ private:
     };
 
     Made &made_at(int32_t device, int64_t rank) {
-        const int64_t rows = offsets.empty() ? ranks() : static_cast<int64_t>(offsets.size() / count());
+        const int64_t rows = offsets.empty() ? ranks() * replicas() : static_cast<int64_t>(offsets.size() / count());
         if (rank < 0 || rank >= rows)
             refuse("operand 'rank' is " + std::to_string(rank) + ", must be from 0 to " + std::to_string(rows - 1));
         Made *made;
@@ -271,7 +277,7 @@ private:
         desc.max_norm = reals[kMaxNorm];
         desc.max_value = reals[kMaxValue];
         if (numbers[kHasScaler]) desc.scaler = scaler(made);
-        if (ranks() > 1) desc.data = comm(made, rank);
+        if (ranks() > 1) (numbers[kOverModel] ? desc.model : desc.data) = comm(made, rank);
         dsopt_optimizer *optimizer;
         check(dl.dsopt_optimizer_create(context, &desc, &optimizer));
         Optimizer owner(optimizer);
@@ -307,11 +313,11 @@ private:
         }
         DSOPT_NEW(dsopt_comm_desc, desc);
         desc.kind = DSOPT_COMM_KIND_LOCAL;
-        desc.rank = static_cast<int32_t>(rank);
+        desc.rank = static_cast<int32_t>(rank % ranks());
         desc.ranks = int32_of(ranks(), "attribute numbers: ranks");
         desc.timeout_ms = int32_of(numbers[kTimeout], "attribute numbers: timeout");
-        desc.id = unique.data();
-        desc.id_bytes = unique.size();
+        desc.id = unique[static_cast<size_t>(rank / ranks())].data();
+        desc.id_bytes = unique[0].size();
         dsopt_comm *comm;
         check(dl.dsopt_comm_create(made.context.get(), &desc, &comm));
         made.comm.reset(comm);
@@ -406,7 +412,7 @@ private:
     const std::vector<int64_t> offsets; // offsets of a rank's shards in their parameters, a row per rank; empty = whole
     std::vector<std::string> names;     // of the parameters
     const std::string comm_name;
-    std::vector<char> unique; // id of the LOCAL comm
+    std::vector<std::vector<char>> unique; // ids of the LOCAL comms
     Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
     std::vector<dsopt_tensor> zero_params;
     int64_t step_place = -1; // index in the state

@@ -113,6 +113,27 @@ class Family(unittest.TestCase):
                         ]
                         self.assertEqual(mine, expected[rank])
 
+    def test_each_index_on_another_axis_has_a_comm(self):
+        grads = all_grads(2)
+        results = []
+        for mesh in (mesh_of(2), Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "other"))):
+            opt = dsopt.jax.onebit_adam(1e-2, axis_name="dp", freeze_step=3, timeout_ms=60000)
+            specs = opt.specs(PARAMS, ranks=2)
+            over = {"mesh": mesh, "check_vma": False}
+            state = jax.jit(jax.shard_map(opt.init, in_specs=P(), out_specs=specs, **over))(PARAMS)
+
+            def body(params, grads, state, opt=opt):
+                return opt.step(params, jax.tree.map(lambda g: g[0], grads), state)[:2]
+
+            step = jax.jit(jax.shard_map(body, in_specs=(P(), P("dp"), specs), out_specs=(P(), specs), **over))
+            params = PARAMS
+            for i in range(STEPS):
+                params, state = step(params, jax.tree.map(lambda g, i=i: g[i], grads), state)
+            for leaf in jax.tree.leaves(params):
+                self.assertEqual(len({np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}), 1)
+            results.append(bits(params))
+        self.assertEqual(*results)
+
     def test_orders_two_exchanges_in_one_program(self):
         """The second exchange reads the report of the first, so that every rank runs them in the same order."""
         opts = [dsopt.jax.onebit_adam(1e-2, axis_name="dp", freeze_step=2, timeout_ms=60000) for _ in range(2)]

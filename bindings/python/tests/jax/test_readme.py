@@ -14,11 +14,11 @@ class Readme(unittest.TestCase):
     def test_programs_run(self):
         with open(README, encoding="utf-8") as file:
             programs = re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
-        self.assertEqual(len(programs), 6)
+        self.assertEqual(len(programs), 7)
         for program in programs:
             with self.subTest(program.splitlines()[0]):
                 done = subprocess.run([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, check=True)
-                self.assertRegex(done.stdout, r"^loss \d\.\d -> 0\.0\d+")
+                self.assertRegex(done.stdout, r"^(loss \d\.\d -> 0\.0\d+|norm of 30 ones: 5\.4772)")
 
 
 if __name__ == "__main__":
