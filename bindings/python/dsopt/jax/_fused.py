@@ -133,11 +133,11 @@ class FusedStep:
     report_norms         report.weight_norm and report.update_norm are computed
     check_ranks          ranks of the 1-bit family compare their lists before an exchange, and all fail if they differ
     axis_name            1-bit family: mesh axis of the ranks, inside a shard_map or pmap
-    model_axis           not of the 1-bit family: mesh axis over which parameters are sharded, inside a shard_map. Norms of
-                         gradients, the check for Inf and NaN, and LAMB's trust ratios are then those of whole tensors; norms of
-                         report_norms are those of the shard
-    replicated           with model_axis: which parameters each device of the axis has as a whole: a mask as above; None =
-                         none
+    model_axis           not of the 1-bit family: mesh axis over which parameters are sharded, inside a shard_map. Norms
+                         of gradients, the check for Inf and NaN, and LAMB's trust ratios are then those of whole
+                         tensors; norms of report_norms are those of the shard
+    replicated           with model_axis: which parameters each device of the axis has as a whole: a mask as above;
+                         None = none
     comm                 with an axis: name of a comm from register_comm; "" = the program makes one
     timeout_ms           with an axis: time-out of waits for other ranks; 0 = 600000, -1 = no limit
 

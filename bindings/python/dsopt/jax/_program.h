@@ -413,7 +413,7 @@ private:
     std::vector<std::string> names;     // of the parameters
     const std::string comm_name;
     std::vector<std::vector<char>> unique; // ids of the LOCAL comms
-    Zeros zero_memory;        // for the largest parameter; they overlap, as they are only read
+    Zeros zero_memory;                     // for the largest parameter; they overlap, as they are only read
     std::vector<dsopt_tensor> zero_params;
     int64_t step_place = -1; // index in the state
     dsopt_tensor step_tensor{};

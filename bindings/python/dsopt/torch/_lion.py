@@ -12,7 +12,8 @@ from ._rounding import defaults_of
 
 
 class Lion(EngineOptimizer):
-    __doc__ = """Chen et al. 2023, with decoupled decay. State is the authors': only exp_avg. FusedLion has DeepSpeed's defaults.
+    __doc__ = """Chen et al. 2023, with decoupled decay. State is the authors': only exp_avg. FusedLion has DeepSpeed's
+    defaults.
 
     params               parameters, or dicts of parameters with separate values of the arguments below
     lr                   learning rate: the size of a step, because updates are signs

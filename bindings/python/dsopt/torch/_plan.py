@@ -379,8 +379,7 @@ class Plan:
         the call. Loaded hyper-parameters are written to the groups."""
         for entry in self.entries:
             if not self._in_order(entry):
-                raise unsupported("%s or its state is not contiguous, and files are in row-major order; use state_dict" %
-                                  entry.name)
+                raise unsupported("%s is not contiguous, and files are in row-major order; use state_dict" % entry.name)
         for i, param in enumerate(self.params):
             self._order_state(i, param.detach())
         copies = [param.detach().contiguous() for param in self.params]
@@ -407,7 +406,7 @@ class Plan:
                     set_field(group, field, value.value)
 
     def _in_order(self, entry: Entry) -> bool:
-        """True if a parameter and its state are in row-major order."""
+        """True if the state of a parameter is in row-major order."""
         return entry.param.is_contiguous()
 
     # --------------------------------------------------------------------------------------------------------- step

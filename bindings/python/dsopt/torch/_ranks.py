@@ -25,9 +25,9 @@ KEY = "shard"  # in state dicts
 ROWS = {
     "group": "process group of the data-parallel ranks; None: all ranks. With node_group the ranks with the same rank "
              "in their nodes; None: there is one node",
-    "shard": "True: each rank keeps the state of its part of the parameters, and the step gathers the weights. \"node\": "
-             "the same over the ranks of node_group. Gradients are averages, as with DistributedDataParallel, or "
-             "average=True",
+    "shard": "True: each rank keeps the state of its part of the parameters, and the step gathers the weights. "
+             "\"node\": the same over the ranks of node_group. Gradients are averages, as with DistributedDataParallel, "
+             "or average=True",
     "average": "True: the step averages the gradients over the ranks. Do not use DistributedDataParallel, and start "
                "with the same weights on all ranks",
     "node_group": "process group of the ranks of this node; None: one level",
@@ -37,8 +37,8 @@ ROWS = {
 
 def rows(column: int, *without: str) -> str:
     """Returns the last rows of a docstring, for these arguments, from the first name on. `column`: of the text."""
-    found = [textwrap.fill(text, 120, initial_indent=("    " + name + " ").ljust(column), subsequent_indent=" " * column)
-             for name, text in ROWS.items() if name not in without]
+    found = [textwrap.fill(text, 120, initial_indent=("    " + name + " ").ljust(column),
+                           subsequent_indent=" " * column) for name, text in ROWS.items() if name not in without]
     return "\n".join(found).lstrip() + "\n    "
 
 

@@ -74,7 +74,7 @@ def same_state(sharded, whole, params, others, ranks=True):
             check.assertTrue(torch.equal(found.view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name)
 
 
-# ---------------------------------------------------------------------------------------------------- averaged elsewhere
+# --------------------------------------------------------------------------------------------------- averaged elsewhere
 def module(seed=0):
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Tanh(), torch.nn.Linear(300, 33))
@@ -180,7 +180,8 @@ def grad_scaler_under_ddp(rank):
         return
     models = [torch.nn.parallel.DistributedDataParallel(module()) for _ in range(2)]
     for fused in (False, True):
-        optimizers = [AdamW(model.parameters(), fused=fused, shard=shard) for model, shard in zip(models, (True, False))]
+        optimizers = [AdamW(model.parameters(), fused=fused, shard=shard)
+                      for model, shard in zip(models, (True, False))]
         scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in models]
         for step in range(5):
             for model, optimizer, scaler in zip(models, optimizers, scalers):
@@ -211,8 +212,9 @@ def shards_in_the_node(rank):
         whole.step()
         same(params, others, step)
     ranks = dist.get_world_size()
-    check.assertEqual(sharded.state_dict()["shard"], [rank // (ranks // 2) + 2 * (rank % (ranks // 2)), ranks, ranks // 2])
-    numel = [torch.tensor([sharded.state[param]["exp_avg"].numel() for param in params]) for _ in range(1)][0]
+    node_ranks = ranks // 2
+    check.assertEqual(sharded.state_dict()["shard"], [rank // node_ranks + 2 * (rank % node_ranks), ranks, node_ranks])
+    numel = torch.tensor([sharded.state[param]["exp_avg"].numel() for param in params])
     dist.all_reduce(numel, group=node)
     check.assertEqual(numel.tolist(), [param.numel() for param in params])
     # With AVERAGES: the bits of two levels without shard.
@@ -231,7 +233,7 @@ def shards_in_the_node(rank):
     give(gradients(alone, 1), alone)
     optimizer.step()
     check.assertEqual(optimizer.state_dict()["shard"], [rank, ranks, ranks])
-    with check.assertRaisesRegex(ValueError, "node_group has %d of %d ranks, and group is None" % (ranks // 2, ranks)):
+    with check.assertRaisesRegex(ValueError, "node_group has %d of %d ranks, and group is None" % (node_ranks, ranks)):
         optimizer = AdamW(alone, shard="node", node_group=node)
         optimizer.step()
 
@@ -479,7 +481,8 @@ BOTH = [under_ddp_has_the_bits_of_the_whole_state, memory_orders, complex_parame
 BOTH += [functools.partial(has_the_bits_of_the_whole_state, name=name) for name in RULES]
 BOTH += [functools.partial(averages_in_rank_order, name=name, shard=shard) for shard in (False, True)
          for name in ("adamw", "sgd", "lamb", "8 bit")]
-BOTH += [functools.partial(case, shard=shard) for shard in (False, True) for case in (averages_like_ddp, clips_the_mean)]
+BOTH += [functools.partial(case, shard=shard) for shard in (False, True)
+         for case in (averages_like_ddp, clips_the_mean)]
 FOUR = BOTH + [shards_in_the_node]
 
 
