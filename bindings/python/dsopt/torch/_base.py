@@ -79,6 +79,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._ranks = data_ranks_of(type(self), group, shard, average, node_group, max_grad_norm)
         if self._ranks is not None:
             self._at_once = True  # the list of all ranks
+            self._counts |= self._ranks.shards  # each parameter has state, so new ones are detected
 
     @property
     def _shards(self) -> bool:
@@ -193,6 +194,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                     seen.has_state() and
                     (all(p.grad is None for p in seen.idle) if self._passed is None else
                      not any(map(self._has_grad, seen.idle))) and
+                    # The lists of all ranks change in the same step, also if only some ranks have a gradient.
+                    (self._ranks is None or not any(p.requires_grad for p in seen.idle)) and
                     self._fixed() == seen.fixed and values_of(groups) == seen.values and
                     agrees_over_data(self) == seen.agrees)
         except TypeError:  # the state has other values than tensors

@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
 
 class Plan:
-    owned = "the parameter"  # what has state here, in errors
+    local_name = "the parameter"  # what has state on this rank, in errors
 
     def __init__(self, owner: EngineOptimizer, device: torch.device, kind: Kind, entries: List[Entry]) -> None:
         self.device = device
@@ -262,7 +262,7 @@ class Plan:
             self._check_format(info.param, name, tensor)
         else:
             self.of_param[info.param].pop(scale_of(name), None)
-            like = self._owned(info.param)
+            like = self._local(info.param)
             if info.flags & abi.DSOPT_STATE_FROM_PARAM:
                 tensor = like.to(dtype, copy=True)
             elif self._format_of(info.param, name) in SCALED:
@@ -273,7 +273,7 @@ class Plan:
                 tensor = torch.full_like(like, value, dtype=dtype)
         if tuple(tensor.shape) != self._shape_of(info.param):
             raise wrong("state %r of %s has shape %s, and %s %s" %
-                        (name, entry.name, tuple(tensor.shape), self.owned, self._shape_of(info.param)), "SHAPE")
+                        (name, entry.name, tuple(tensor.shape), self.local_name, self._shape_of(info.param)), "SHAPE")
         if tensor.dtype != dtype or tensor.device != self.device:
             tensor = tensor.to(dtype=dtype, device=self.device)
         if not is_dense(tensor):
@@ -286,8 +286,8 @@ class Plan:
         """True if the engine steps a parameter where it is, False: in a contiguous copy."""
         return is_dense(param)
 
-    def _owned(self, i: int) -> torch.Tensor:
-        """Returns the elements of a parameter that have state here, in the memory order of the state."""
+    def _local(self, i: int) -> torch.Tensor:
+        """Returns the elements of a parameter that have state on this rank, in the memory order of the state."""
         param = self.entries[i].param.detach()
         return param if self._in_place(param) else param.contiguous()
 
@@ -329,7 +329,7 @@ class Plan:
         state, other = self.of_param[i], OTHER_MASTER.get(name)
         if other in state and name not in state:
             check_dtype(state, other, "state %r of %s" % (other, self.entries[i].name))
-            param = self._owned(i)
+            param = self._local(i)
             tensor = self._state_tensor(i, other).to(self.device)
             if tensor.shape == param.shape and param.dtype == torch.bfloat16:
                 self._keep(i, name, joined(param, tensor) if name == "master" else remainders_of(tensor.float()))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, List, Tuple
 import torch
 
 from .. import _abi as abi
+from .._errors import StateError
 from .._handles import Comm, Context
 from ._double_plan import is_double
 from ._formats import Pair
@@ -57,19 +58,25 @@ class RankComms:
 class RankPlan(Plan):
     """A plan of an optimizer with `shard` or `average`."""
 
-    owned = "this rank's part"
+    local_name = "this rank's part"
 
     def __init__(self, owner: EngineOptimizer, device: torch.device, kind: Kind, entries: List[Entry]) -> None:
         assert owner._ranks is not None
-        owner._ranks.compare(owner, entries, device)
         self.shards = owner._ranks.shards
+        without = [entry.name for entry in entries if not owner.state.get(entry.param)]
+        if self.shards and without and len(without) < len(entries):
+            raise StateError("%s has no state, and other parameters have: state is sharded by the whole list, so all "
+                             "parameters come before the first step; save with opt.save(path), and load into an "
+                             "optimizer that has all (DSOPT_ERR_STATE)" % without[0], abi.DSOPT_ERR_STATE,
+                             "DSOPT_ERR_STATE")
+        owner._ranks.compare(owner, entries, device)
         super().__init__(owner, device, kind, entries)
 
     def _parallel(self, owner: EngineOptimizer, desc: Any) -> RankComms:
         return RankComms(owner, self.context, self.device, desc)
 
     # --------------------------------------------------------------------------------------------------------- parts
-    def _part(self, i: int) -> Tuple[int, int]:
+    def _range_of(self, i: int) -> Tuple[int, int]:
         """Returns the begin and the number of elements of this rank's part of a parameter, in torch's elements."""
         begin, numel = ctypes.c_int64(), ctypes.c_int64()
         abi.check(abi.lib.dsopt_optimizer_shard(self.handle, i, -1, byref(begin), byref(numel)))
@@ -79,17 +86,17 @@ class RankPlan(Plan):
     def _in_place(self, param: torch.Tensor) -> bool:
         return param.is_contiguous() if self.shards else is_dense(param)
 
-    def _owned(self, i: int) -> torch.Tensor:
+    def _local(self, i: int) -> torch.Tensor:
         if not self.shards:
-            return super()._owned(i)
-        begin, numel = self._part(i)
+            return super()._local(i)
+        begin, numel = self._range_of(i)
         return self.entries[i].param.detach().contiguous().view(-1)[begin:begin + numel]
 
     def _in_order(self, entry: Entry) -> bool:
         return self.shards or super()._in_order(entry)
 
     def _shape_of(self, i: int) -> Tuple[int, ...]:
-        return (self._part(i)[1],) if self.shards else super()._shape_of(i)
+        return (self._range_of(i)[1],) if self.shards else super()._shape_of(i)
 
     def _order_state(self, i: int, param: torch.Tensor) -> None:
         if not self.shards:

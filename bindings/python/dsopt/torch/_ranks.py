@@ -26,8 +26,8 @@ ROWS = {
     "group": "process group of the data-parallel ranks; None: all ranks. With node_group the ranks with the same rank "
              "in their nodes; None: there is one node",
     "shard": "True: each rank keeps the state of its part of the parameters, and the step gathers the weights. "
-             "\"node\": the same over the ranks of node_group. Gradients are averages, as with DistributedDataParallel, "
-             "or average=True",
+             "\"node\": the same over the ranks of node_group. Gradients are averages, as with "
+             "DistributedDataParallel, or average=True",
     "average": "True: the step averages the gradients over the ranks. Do not use DistributedDataParallel, and start "
                "with the same weights on all ranks",
     "node_group": "process group of the ranks of this node; None: one level",

@@ -129,7 +129,7 @@ class SGD(Torch, TorchSGD):
 
     def _forget(self) -> None:
         """Removes buffers whose first step was skipped: the gradient that creates a buffer is not dampened."""
-        if any(group["dampening"] for group in self.param_groups):
+        if any(group["dampening"] for group in self.param_groups) and not self._shards:  # its state has `step`
             for plan in self._plans or ():
                 for param, step in zip(plan.keys, plan.steps.tolist()):
                     if not step:

@@ -111,7 +111,7 @@ def has_the_bits_of_the_whole_state(rank, name):
     params, others = params_of(*SHAPES, dtype=dtype), params_of(*SHAPES, dtype=dtype)
     groups = [[{"params": some[:3]}, {"params": some[3:], "lr": 0.02}] for some in (params, others)]
     sharded, whole = kind(groups[0], shard=True, **options), kind(groups[1], **options)
-    whole._at_once = True  # with shard every parameter has state from the first step on
+    whole._at_once = whole._counts = True  # with shard every parameter has state, with `step`, from the first step on
     for step in range(6):
         grads = gradients(params, step)
         grads[5] = None if step in (0, 3) else grads[5]
@@ -254,7 +254,7 @@ def averages_in_rank_order(rank, name, shard):
     kind, options, dtype = RULES[name]
     params, others = params_of(*SHAPES), params_of(*SHAPES)
     optimizer, one = kind(params, average=True, shard=shard, **options), kind(others, **options)
-    one._at_once = True
+    one._at_once = one._counts = True
     absent = {(1, 5), (0, 0)}
     for step in range(5):
         grads = gradients(params, step, rank)
@@ -420,7 +420,7 @@ def begun(name, steps, **options):
     kind, given, dtype = RULES[name]
     params = params_of(*SHAPES, dtype=dtype)
     optimizer = kind(params, **given, **options)
-    optimizer._at_once = True
+    optimizer._at_once = optimizer._counts = True
     go_on(optimizer, params, range(steps))
     return optimizer, params
 
@@ -460,7 +460,7 @@ def load_case(rank, name):
         copied = copy.deepcopy(others)
         reference = kind(copied, **options)
         reference.load_state_dict(copy.deepcopy(whole.state_dict()))
-        reference._at_once = True
+        reference._at_once = reference._counts = True
         go_on(optimizer, params, range(5, 9))
         go_on(reference, copied, range(5, 9))
         same(params, copied, (name, shard))
@@ -603,6 +603,32 @@ class OneProcess(TestCase):
         optimizer = AdamW(params_of((5,)), shard=True)
         for call in (pickle.dumps, copy.deepcopy):
             self.refuses(dsopt.StateError, "AdamW with shard or average cannot be pickled or copied", call, optimizer)
+
+    def test_refuses_parameters_once_there_is_state(self):
+        for kind, options in ((AdamW, {}), (SGD, {"lr": 0.1}), (Lion, {})):
+            first, second, frozen = params_of((9000,), (5,), (6,))
+            frozen.requires_grad_(False)
+            optimizer = kind([first, frozen], shard=True, **options)
+            give(gradients([first], 1), [first])
+            optimizer.step()
+            frozen.requires_grad_(True)
+            self.refuses(dsopt.StateError, r"\['params'\]\[1\] has no state, and other parameters have", optimizer.step)
+            frozen.requires_grad_(False)
+            optimizer.step()
+            optimizer.add_param_group({"params": [second]})
+            self.refuses(dsopt.StateError, r"param_groups\[1\]\['params'\]\[0\] has no state", optimizer.step)
+
+    def test_continues_dampened_momentum_of_absent_gradients(self):
+        params, others = params_of((9000,), (5,)), params_of((9000,), (5,))
+        options = dict(lr=0.1, momentum=0.9, dampening=0.5)
+        sharded, whole = SGD(params, shard=True, **options), SGD(others, **options)
+        for step in range(4):
+            grads = gradients(params, step)
+            give([grads[0], None if step < 2 else grads[1]], params, others)
+            sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+            sharded.step()
+            whole.step()
+            self.assert_same(params, others)
 
     def test_names_a_part_of_another_length(self):
         params = params_of((9000,))
