@@ -442,7 +442,7 @@ def gradients_with_a_scale_next_to_other_plans(rank):
 
 def program_of_the_readme(rank):
     text = (pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "README.md").read_text(encoding="utf-8")
-    program, = re.findall(r"^```py\n(.*?)^```$", text, flags=re.M | re.S)
+    program, = [found for found in re.findall(r"^```py\n(.*?)^```$", text, flags=re.M | re.S) if "fully_shard" in found]
     said = io.StringIO()
     # The test has already created the process group, without an address.
     with mock.patch.object(torch.distributed, "init_process_group"), contextlib.redirect_stdout(said):

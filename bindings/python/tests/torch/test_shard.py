@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`shard` and `average`: state in parts, and means of gradients, over one, two and four processes with gloo."""
+import contextlib
 import copy
 import functools
 import glob
+import io
 import os
+import pathlib
 import pickle
+import re
+import shutil
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 from support import VERSION, TestCase, child, main, params_of, run_ranks, run_save_and_load, torch
 
@@ -411,6 +417,24 @@ def dtensors_are_refused(rank):
     AdamW([param]).step()
 
 
+def program_of_the_readme(rank):
+    readme = pathlib.Path(__file__).resolve().parents[2] / "dsopt" / "torch" / "README.md"
+    programs = re.findall(r"^```py\n(.*?)^```$", readme.read_text(encoding="utf-8"), flags=re.M | re.S)
+    program, = [found for found in programs if "shard=True" in found]
+    said, folder, before = io.StringIO(), [tempfile.mkdtemp() if rank == 0 else None], os.getcwd()
+    dist.broadcast_object_list(folder)
+    os.chdir(folder[0])
+    try:  # the test has already created the process group, without an address
+        with mock.patch.object(dist, "init_process_group"), contextlib.redirect_stdout(said):
+            exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+        dist.barrier()
+    finally:
+        os.chdir(before)
+        if rank == 0:
+            shutil.rmtree(folder[0])
+    check.assertEqual(said.getvalue(), "trained: True\n")
+
+
 # --------------------------------------------------------------------------------------------------------------- files
 SAVED = ("adamw", "sgd", "8 bit", "remainder", "masters", "random", "lamb", "adagrad")
 
@@ -477,7 +501,7 @@ FILES = {what: [functools.partial(case, name=name) for name in SAVED] for what, 
                                                                                          ("load", load_case))}
 BOTH = [under_ddp_has_the_bits_of_the_whole_state, memory_orders, complex_parameters, skips_with_found_inf,
         grad_scaler_under_ddp, averages_of_16_bit_are_the_same_in_parts, refuses_grad_scaler, compares_ranks,
-        state_dicts, dtensors_are_refused]
+        state_dicts, dtensors_are_refused, program_of_the_readme]
 BOTH += [functools.partial(has_the_bits_of_the_whole_state, name=name) for name in RULES]
 BOTH += [functools.partial(averages_in_rank_order, name=name, shard=shard) for shard in (False, True)
          for name in ("adamw", "sgd", "lamb", "8 bit")]
