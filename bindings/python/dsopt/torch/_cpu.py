@@ -14,7 +14,7 @@ from ._formats import F32, Pair
 from ._lion import Lion
 from ._ranks import rows
 from ._rounding import defaults_of
-from ._tensors import refused, wrong
+from ._tensors import refused, unsupported, wrong
 
 CHUNK = 2**20  # elements that a rollback converts to double at a time
 STATES = """
@@ -115,6 +115,9 @@ class DeepSpeedCPUAdam(Offload, Named):
     # ----------------------------------------------------------------------------------------------------- subgroups
     def _subgroup_param(self, where: str) -> Tuple[Optional[int], Optional[torch.Tensor]]:
         """Returns the group and the only parameter with a gradient."""
+        if self._ranks is not None:
+            raise unsupported("%s is not supported with shard or average: a subgroup is the state of one tensor on one "
+                              "rank" % where)
         found = [(g, param) for g, group in enumerate(self.param_groups) for param in group["params"]
                  if param.grad is not None]
         if len(found) > 1:

@@ -623,6 +623,13 @@ class OneProcess(TestCase):
             self.refuses(NotImplementedError, "FusedAdam with %s is not supported in FP16_Optimizer" % argument,
                          FP16_Optimizer, FusedAdam(half, **{argument: True}))
 
+    def test_refuses_subgroups(self):
+        param, = params_of((5,))
+        give(gradients([param], 1), [param])
+        optimizer = DeepSpeedCPUAdam([param], average=True)
+        self.refuses(NotImplementedError, r"step_subgroup\(3\) is not supported with shard or average",
+                     optimizer.step_subgroup, 3)
+
     def test_refuses_copies_and_pickles(self):
         optimizer = AdamW(params_of((5,)), shard=True)
         for call in (pickle.dumps, copy.deepcopy):
