@@ -302,8 +302,8 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
         file().verify(find_tensor(file(), {"optimizer.active", DSOPT_DTYPE_I32, {}, bytes}), words.data());
         return words;
     }
-    // A checkpoint of one rank or one node has no such bits, and before 0.3 they are others. They are computed from the variance, like by the step that
-    // last changed the variance.
+    // A checkpoint of one rank or one node has no such bits, and before 0.3 they are others. They are computed from the
+    // variance, like by the step that last changed the variance.
     std::vector<float> v(size_t(kFloats), 0.0f);
     for (size_t i = 0; i < optimizer.params().size(); ++i) {
         const Param &param = optimizer.params()[i];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of the 1-bit family that are loaded by another number of ranks: state that is kept exactly, redistributed
 // error feedback, and refusals.
+#include "support/file_header.h"
 #include "support/list_vector.h"
 #include "support/onebit.h"
 #include <filesystem>
@@ -366,6 +367,31 @@ TEST(ReshardedLoad, RefusesASingleFileAndTheFileOfAnotherRank) {
                     if (ranks == 1) continue;
                     for (const float value : trainer.state(name)) ASSERT_EQ(value, 0);
                 }
+            });
+    }
+}
+
+// Files of versions before 0.3 have no field `layout`; their error feedback and `active` lie in another vector.
+TEST(ReshardedLoad, RefusesErrorFeedbackOfVersionsBefore03) {
+    for (const int32_t algorithm : kFamily) {
+        SavedRun saved = run_and_save(algorithm, 2, last_synchronized_call(algorithm, 20));
+        for (MemoryFile &file : saved.files) {
+            file.data = with_header(file.data, R"(,"layout":"2")", "");
+            file.data = with_header(file.data, R"("optimizer.active":)", R"("optimizer.older":)"); // not read
+        }
+        const char *const text = "error feedback of a version before 0.3: DSOPT_IO_RESET_ERRORS";
+        for (const int ranks : {1, 2, 3})
+            expect_unchanged(algorithm, ranks, [&](const Trainer &trainer) {
+                EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list()), DSOPT_ERR_MISMATCH, text)) << ranks;
+            });
+        for (const int ranks : {1, 2, 3})
+            with_ranks(ranks, [&](int, const Context &ctx, const Comm &comm) {
+                Trainer trainer = trainer_of(ctx, comm, group_for(algorithm, 3), small(ranks).weights());
+                ASSERT_OK(load_all(trainer.opt(), saved.list(), DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS));
+                EXPECT_TRUE(
+                    same(without(trainer.snapshot(), kResizedState), without(saved.snapshots[0], kResizedState)));
+                if (ranks == 1) return;
+                EXPECT_TRUE(same(trainer.snapshot()["active -1"], saved.snapshots[0]["active -1"])) << ranks;
             });
     }
 }

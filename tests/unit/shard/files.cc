@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of sharded state: any number of ranks loads what any other number saved, and goes on with the same bits.
 #include "support/file.h"
+#include "support/file_header.h"
 #include "support/shard.h"
 
 using namespace test;
@@ -186,6 +187,29 @@ TEST(ShardedFile, OfEveryRankIsNeededOnce) {
                         "file of rank 2 is of another save than that of rank 0"));
     EXPECT_EQ(trainer.text(), before);
     EXPECT_OK(load({&saved.files[2], &saved.files[0], &saved.files[1]}));
+}
+
+// Pieces of three ranks: [0, 8192), [8192, 16384) and [16384, 20000).
+TEST(ShardedFile, WithAGapOrAnOverlapIsRefused) {
+    const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .sizes = {20000, 300}};
+    const Saved saved = save_after(training, {1, 3}, 1);
+    const Context context = make_context(1);
+    Scaler none;
+    Trainer trainer = training.trainer(context, training.desc, none);
+    const std::string before = trainer.text();
+    for (const auto &[name, text] : std::initializer_list<std::pair<std::string, std::string>>{
+             {"t0.exp_avg@4096", "'t0.exp_avg': elements 4096 to 8191 are in the files of ranks 0 and 1"},
+             {"t0.exp_avg@8256", "'t0.exp_avg': elements 8192 to 8255 are in no file"},
+             {"t0.other@8192", "'t0.exp_avg': elements 8192 to 16383 are in no file"},
+             {"t0.exp_avg@12288", "'t0.exp_avg': the checkpoint has elements up to 20479, here it has 20000"},
+             {"t0.exp_avg@-8192", "'t0.exp_avg': elements 8192 to 16383 are in no file"}}) {
+        MemoryFile edited = saved.files[1];
+        edited.data = with_header(edited.data, "\"t0.exp_avg@8192\"", "\"" + name + "\"");
+        EXPECT_TRUE(
+            refused(load_all(trainer.opt(), {&saved.files[0], &edited, &saved.files[2]}), DSOPT_ERR_MISMATCH, text));
+        EXPECT_EQ(trainer.text(), before) << name;
+    }
+    EXPECT_OK(load_all(trainer.opt(), saved.list()));
 }
 
 TEST(ShardedFile, IsLoadedByAllRanksOrByNone) {
