@@ -40,4 +40,9 @@ struct Folder {
 std::string read_file(const std::string &path);
 void write_file(const std::string &path, const std::string &data);
 
+/// Replaces text in the header of a file and updates the checksum of the header.
+std::string with_header(const std::string &data, const std::string &find, const std::string &replace);
+/// Renames a tensor in a file.
+std::string with_tensor_name(const std::string &data, const std::string &from, const std::string &to);
+
 } // namespace test

@@ -4,10 +4,7 @@
 #include "base/status.h"
 #include "base/text.h"
 #include "content.h"
-#include "support/file_header.h"
 #include <functional>
-
-#define XXH_INLINE_ALL
 
 using namespace test;
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of the 1-bit family that are loaded by another number of ranks: state that is kept exactly, redistributed
 // error feedback, and refusals.
-#include "support/file_header.h"
 #include "support/list_vector.h"
 #include "support/onebit.h"
 #include <filesystem>
@@ -377,10 +376,10 @@ TEST(ReshardedLoad, RefusesErrorFeedbackOfVersionsBefore03) {
         SavedRun saved = run_and_save(algorithm, 2, last_synchronized_call(algorithm, 20));
         for (MemoryFile &file : saved.files) {
             file.data = with_header(file.data, R"(,"layout":"2")", "");
-            file.data = with_header(file.data, R"("optimizer.active":)", R"("optimizer.older":)"); // not read
+            file.data = with_tensor_name(file.data, "optimizer.active", "optimizer.older"); // not read
         }
         const char *const text = "error feedback of a version before 0.3: DSOPT_IO_RESET_ERRORS";
-        for (const int ranks : {1, 2, 3})
+        for (const int ranks : {2, 3}) // one rank has no error feedback
             expect_unchanged(algorithm, ranks, [&](const Trainer &trainer) {
                 EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list()), DSOPT_ERR_MISMATCH, text)) << ranks;
             });

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Checkpoints of sharded state: any number of ranks loads what any other number saved, and goes on with the same bits.
 #include "support/file.h"
-#include "support/file_header.h"
 #include "support/shard.h"
 
 using namespace test;
@@ -198,13 +197,13 @@ TEST(ShardedFile, WithAGapOrAnOverlapIsRefused) {
     Trainer trainer = training.trainer(context, training.desc, none);
     const std::string before = trainer.text();
     for (const auto &[name, text] : std::initializer_list<std::pair<std::string, std::string>>{
-             {"t0.exp_avg@4096", "'t0.exp_avg': elements 4096 to 8191 are in the files of ranks 0 and 1"},
-             {"t0.exp_avg@8256", "'t0.exp_avg': elements 8192 to 8255 are in no file"},
-             {"t0.other@8192", "'t0.exp_avg': elements 8192 to 16383 are in no file"},
-             {"t0.exp_avg@12288", "'t0.exp_avg': the checkpoint has elements up to 20479, here it has 20000"},
-             {"t0.exp_avg@-8192", "'t0.exp_avg': elements 8192 to 16383 are in no file"}}) {
+             {"t0.exp_avg@4096", R"("t0.exp_avg": elements 4096 to 8191 are in the files of ranks 0 and 1)"},
+             {"t0.exp_avg@8256", R"("t0.exp_avg": elements 8192 to 8255 are in no file)"},
+             {"t0.other@8192", R"("t0.exp_avg": elements 8192 to 16383 are in no file)"},
+             {"t0.exp_avg@12288", R"("t0.exp_avg": the checkpoint has elements up to 20479, here it has 20000)"},
+             {"t0.exp_avg@-8192", R"("t0.exp_avg": elements 8192 to 16383 are in no file)"}}) {
         MemoryFile edited = saved.files[1];
-        edited.data = with_header(edited.data, "\"t0.exp_avg@8192\"", "\"" + name + "\"");
+        edited.data = with_tensor_name(edited.data, "t0.exp_avg@8192", name);
         EXPECT_TRUE(
             refused(load_all(trainer.opt(), {&saved.files[0], &edited, &saved.files[2]}), DSOPT_ERR_MISMATCH, text));
         EXPECT_EQ(trainer.text(), before) << name;
