@@ -45,24 +45,29 @@ struct MemoryFile {
 };
 
 /// A comm of two ranks, of which the other one sends the same data. It has no second thread and does not allocate.
+/// `self` is its number of ranks: with one rank there is no other.
 namespace mirror_comm {
-template <class T> void add(const void *send, void *recv, int64_t count, int32_t op) {
+int ranks_of(const void *self) { return *static_cast<const int *>(self); }
+template <class T> void add(int ranks, const void *send, void *recv, int64_t count, int32_t op) {
     for (int64_t i = 0; i < count; ++i)
-        static_cast<T *>(recv)[i] = static_cast<const T *>(send)[i] * T(op == DSOPT_OP_SUM ? 2 : 1);
+        static_cast<T *>(recv)[i] = static_cast<const T *>(send)[i] * T(op == DSOPT_OP_SUM ? ranks : 1);
 }
-int all_reduce(void *, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
-    if (dtype == DSOPT_DTYPE_F32) add<float>(send, recv, count, op);
-    if (dtype == DSOPT_DTYPE_F64) add<double>(send, recv, count, op);
-    if (dtype == DSOPT_DTYPE_I32) add<int32_t>(send, recv, count, op);
+int all_reduce(void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) {
+    if (dtype == DSOPT_DTYPE_F32) add<float>(ranks_of(self), send, recv, count, op);
+    if (dtype == DSOPT_DTYPE_F64) add<double>(ranks_of(self), send, recv, count, op);
+    if (dtype == DSOPT_DTYPE_I32) add<int32_t>(ranks_of(self), send, recv, count, op);
     return 0;
 }
-int all_gather(void *, const void *send, void *recv, int64_t bytes, void *) {
-    for (int rank = 0; rank < 2; ++rank) std::memcpy(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes));
+int all_gather(void *self, const void *send, void *recv, int64_t bytes, void *) {
+    for (int rank = 0; rank < ranks_of(self); ++rank)
+        std::memmove(static_cast<char *>(recv) + rank * bytes, send, size_t(bytes));
     return 0;
 }
-dsopt_status create(dsopt_context *context, dsopt_comm **comm) {
+dsopt_status create(dsopt_context *context, int ranks, dsopt_comm **comm) {
+    static int counts[] = {0, 1, 2};
     DSOPT_NEW(dsopt_comm_table, table);
-    table.ranks = 2;
+    table.self = &counts[ranks];
+    table.ranks = ranks;
     table.all_reduce = all_reduce;
     table.all_to_all = all_gather; // both received messages are the first one sent
     table.all_gather = all_gather;
@@ -210,13 +215,29 @@ public:
         group.freeze_step = 3;
         if (Algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
             group.var_interval_steps = 1, group.local_interval_steps = 2, group.max_local_interval = 2;
+        return train_over_ranks(memory_file, desc, group, 0, 2);
+    }
+    /// Trains with sharded state. Of a rank of two, the checkpoint is not loaded: it is half of the state.
+    template <int32_t Algorithm, uint32_t Flag, int Ranks> std::string shard(MemoryFile &memory_file) {
+        dsopt_context_desc desc = context_desc(2);
+        hook_.attach(desc);
+        desc.parallel_for = run_in_order;
+        dsopt_group group = make_group(Algorithm);
+        if (Flag == DSOPT_OPTIMIZER_SHARD_NODE) group.freeze_step = 3;
+        return train_over_ranks(memory_file, desc, group, Flag, Ranks);
+    }
+
+private:
+    std::string train_over_ranks(MemoryFile &memory_file, const dsopt_context_desc &desc, const dsopt_group &group,
+                                 uint32_t shard_flag, int ranks) {
         const dsopt_group adam_group = make_group(DSOPT_ALGORITHM_ADAMW);
         const auto list = model_.registered();
         const auto grads = list_of(model_.grads);
         call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
-        call("comm_create", [&] { return mirror_comm::create(context_, &comm_); });
-        dsopt_optimizer_desc optimizer = optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS);
-        optimizer.data = comm_;
+        call("comm_create", [&] { return mirror_comm::create(context_, ranks, &comm_); });
+        dsopt_optimizer_desc optimizer =
+            optimizer_desc(0.5, DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS | shard_flag);
+        (shard_flag == DSOPT_OPTIMIZER_SHARD_NODE ? optimizer.node : optimizer.data) = comm_;
         call("optimizer_create", [&] { return dsopt_optimizer_create(context_, &optimizer, &opt_); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &group, list.data(), 2); });
         call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &adam_group, list.data() + 2, 2); });
@@ -233,14 +254,13 @@ public:
                 return dsopt_optimizer_save(opt_, nullptr, &io);
             });
             io.total = memory_file.size;
+            if (shard_flag != 0 && ranks > 1) continue;
             call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
         }
         news_ = NewCounter::calls;
         hooks_ = hook_.calls;
         return model_.text() + state_text(opt_) + hyper_text(opt_);
     }
-
-private:
     std::string train_briefly(const dsopt_context_desc &desc, const dsopt_optimizer_desc &optimizer,
                               const std::function<void()> &accumulate) {
         const dsopt_group first = make_group(DSOPT_ALGORITHM_ADAMW), second = make_group(DSOPT_ALGORITHM_ADAMW);
@@ -391,6 +411,9 @@ std::vector<Plan> plans() {
     add("OneBitAdam", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_ADAM>);
     add("ZeroOneAdam", &Training::exchange<DSOPT_ALGORITHM_ZERO_ONE_ADAM>);
     add("OneBitLamb", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_LAMB>);
+    add("ShardedLamb", &Training::shard<DSOPT_ALGORITHM_LAMB, DSOPT_OPTIMIZER_SHARD, 1>);
+    add("ShardedAdamW", &Training::shard<DSOPT_ALGORITHM_ADAMW, DSOPT_OPTIMIZER_SHARD, 2>);
+    add("OneBitAdamInNode", &Training::shard<DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_OPTIMIZER_SHARD_NODE, 2>);
     return list;
 }
 std::string plan_name(const testing::TestParamInfo<Plan> &info) {

@@ -4,6 +4,7 @@
 #include "support/allocations.h"
 #include "support/caller_memory.h"
 #include "support/formats.h"
+#include "support/shard.h"
 
 using namespace test;
 
@@ -250,6 +251,46 @@ TEST(WarmOneBitStep, AllocatesNothingInAnyStage) {
             });
             EXPECT_EQ(news, 0) << name_of(algorithm) << " compat " << compat;
         }
+}
+
+class WarmShardedStep : public testing::TestWithParam<Topology> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, WarmShardedStep, testing::ValuesIn(kFewTopologies), topology_name);
+
+TEST_P(WarmShardedStep, AllocatesNothing) {
+    for (const uint32_t averages : {0u, uint32_t(DSOPT_OPTIMIZER_AVERAGES)}) {
+        std::atomic<int64_t> news{0};
+        with_nodes(GetParam().per_node, GetParam().nodes, [&](const NodeRank &rank) {
+            ShardTraining training;
+            training.groups = {make_group(DSOPT_ALGORITHM_ADAMW), make_group(DSOPT_ALGORITHM_LAMB)};
+            training.param = training.grad = DSOPT_DTYPE_BF16;
+            training.scaled = true;
+            Scaler scaler;
+            dsopt_optimizer_desc desc = optimizer_desc(0.5, averages | GetParam().flag);
+            desc.masters = DSOPT_MASTERS_PER_TENSOR;
+            desc.data = rank.data.get();
+            if (GetParam().per_node > 1) desc.node = rank.node.get();
+            Trainer trainer = training.trainer(rank.ctx, desc, scaler);
+            const std::vector<Array> gradients[] = {training.gradients(1), training.gradients(2)};
+            const std::vector<dsopt_tensor> lists[] = {list_of(gradients[0]), list_of(gradients[1])};
+            for (int call = 0; call < 6; ++call) {
+                DSOPT_NEW(dsopt_step, step);
+                step.grads = lists[call % 2].data();
+                step.count = int64_t(lists[0].size());
+                const int64_t before = NewCounter::calls;
+                dsopt_status status;
+                {
+                    const CountScope armed;
+                    status = trainer.step(step);
+                }
+                must(status);
+                // The counter includes all ranks: each waits until the others have returned.
+                must(call_collective(rank.ctx, rank.data));
+                if (GetParam().per_node > 1) must(call_collective(rank.ctx, rank.node));
+                if (call > 0) news += NewCounter::calls - before;
+            }
+        });
+        EXPECT_EQ(news, 0) << "AVERAGES " << averages;
+    }
 }
 
 } // namespace

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sharded state: weights, state and reports have the bits of an optimizer that keeps all of the state.
+#include "support/caller_memory.h"
 #include "support/shard.h"
 
 using namespace test;
@@ -122,6 +123,68 @@ TEST(Shard, UsesGivenNorms) {
                              return trainer.step(gradients,
                                                  [&](dsopt_step &step) { step.grad_norms = norm.as<float>(); });
                          });
+}
+
+// Two model ranks have shards of all tensors, and the optimizer state of each shard is spread over the data ranks.
+TEST(Shard, ReducesNormsAndTrustRatiosOverModelRanks) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB})
+        for (const int data_ranks : {1, 2, 3})
+            with_nodes(2, data_ranks, [&](const NodeRank &rank) {
+                const Comm &model = rank.node;
+                ShardTraining training{.groups = {group_of(algorithm)}, .param_flags = DSOPT_PARAM_MODEL_PARALLEL};
+                if (rank.l == 1) training.bad_step = 3;
+                dsopt_optimizer_desc desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS);
+                desc.model = model.get();
+                Scaler none;
+                Trainer whole = training.trainer(rank.ctx, desc, none);
+                desc.flags |= DSOPT_OPTIMIZER_SHARD;
+                desc.data = rank.data.get();
+                Trainer sharded = training.trainer(rank.ctx, desc, none);
+                for (int64_t step = 1; step <= training.steps; ++step) {
+                    std::vector<Array> gradients = training.gradients(step);
+                    for (Array &gradient : gradients)
+                        if (gradient.numel() != 0 && rank.l == 1 && step != training.bad_step)
+                            gradient.fill(uint64_t(step) * 1000 + uint64_t(gradient.numel()));
+                    ASSERT_OK(sharded.step(gradients));
+                    ASSERT_OK(whole.step(gradients));
+                    ASSERT_EQ(sharded.report().last_skipped, step == 3);
+                    expect_same_training(sharded, whole);
+                    if (testing::Test::HasFatalFailure()) return;
+                }
+            });
+}
+
+TEST(Shard, AppliesWithTheBitsOfSteps) {
+    for (const Topology &topology : kFewTopologies)
+        for (const uint32_t averages : {0u, uint32_t(DSOPT_OPTIMIZER_AVERAGES)})
+            with_nodes(topology.per_node, topology.nodes, [&](const NodeRank &rank) {
+                ShardTraining training{.groups = {make_group(DSOPT_ALGORITHM_LAMB)},
+                                       .param = DSOPT_DTYPE_BF16,
+                                       .grad = DSOPT_DTYPE_BF16,
+                                       .desc = optimizer_desc(0.5, topology.flag | averages),
+                                       .absent = 6};
+                training.desc.data = rank.data.get();
+                if (topology.per_node > 1) training.desc.node = rank.node.get();
+                Scaler none;
+                Trainer steps = training.trainer(rank.ctx, training.desc, none);
+                const Optimizer pure =
+                    make_pure(rank.ctx, shapes_of(training.sizes, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16),
+                              DSOPT_ALGORITHM_LAMB, training.desc);
+                CallerMemory memory(pure.get(), steps.weights());
+                must(memory.init());
+                for (int64_t step = 1; step <= training.steps; ++step) {
+                    const std::vector<Array> gradients =
+                        averages != 0 ? own_gradients(training, step, rank) : training.gradients(step);
+                    ASSERT_OK(steps.step(gradients));
+                    ASSERT_OK(memory.apply(gradients));
+                    for (size_t t = 0; t < training.sizes.size(); ++t)
+                        ASSERT_TRUE(same(memory.model.params[t].text(), steps.weight(t).text())) << t;
+                    for (size_t i = 0; i < memory.blocks.size(); ++i)
+                        ASSERT_TRUE(same(memory.blocks[i].text(), exported_text(steps.opt(), int64_t(i)))) << i;
+                }
+                EXPECT_TRUE(memory.intact());
+                EXPECT_TRUE(memory.workspace.intact());
+            });
 }
 
 LABEL(one_of_many);
