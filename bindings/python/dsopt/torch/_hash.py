@@ -16,7 +16,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().contiguous().reshape(-1)
+    flat: torch.Tensor = tensor.resolve_neg().contiguous().reshape(-1)
+    return flat
 
 
 def hash_of(tensors: Iterable[Tuple[int, torch.Tensor]], device: torch.device) -> torch.Tensor:
@@ -24,7 +25,7 @@ def hash_of(tensors: Iterable[Tuple[int, torch.Tensor]], device: torch.device) -
     sums, so it is equal for equal bits."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, tensor in tensors:
-        for i, part in enumerate(_flat(tensor).split(CHUNK)):
+        for i, part in enumerate(torch.split(_flat(tensor), CHUNK)):
             bits = part.view(BITS[part.element_size()]).to(torch.int64) + 1
             index = torch.arange(i * CHUNK, i * CHUNK + len(part), dtype=torch.int64, device=part.device)
             total += (bits * ((index * INDEX + (number + 1) * TENSOR % 2**62) | 1)).sum().to(device)

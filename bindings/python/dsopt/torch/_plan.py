@@ -17,6 +17,7 @@ import torch
 from .. import _abi as abi
 from .._hooks import gate
 from ._codes import DTYPES, reordered
+from ._fields import key_of, set_field
 from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SECOND, Pair, changed, check_dtype,
                        formats_of, is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
 from ._parallel import Parallel, agrees_over_data
@@ -38,30 +39,6 @@ _ungated = contextlib.nullcontext()
 
 class Stale(Exception):
     """The plan no longer describes the parameters."""
-
-
-# Keys of groups whose names differ from those of the engine's fields, the second ones with an index in a pair.
-GROUP_KEYS: Dict[str, Tuple[str, Optional[int]]] = {
-    "beta1": ("betas", 0), "beta2": ("betas", 1), "max_norm": ("max_grad_norm", None),
-    "min_trust": ("min_coeff", None), "max_trust": ("max_coeff", None)}
-
-
-def key_of(field: str) -> int:
-    """Returns the DSOPT_KEY of a field of dsopt_group."""
-    name = "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper()
-    return getattr(abi, name)  # type: ignore[no-any-return]
-
-
-def set_field(group: Dict[str, Any], field: str, value: float) -> None:
-    """Sets the hyper-parameter of a group that is this field of dsopt_group."""
-    key, index = GROUP_KEYS.get(field, (field, None))
-    old = group[key] if index is None else group[key][index]
-    if torch.is_tensor(old):
-        old.fill_(value)
-    elif index is None:
-        group[key] = type(old)(value) if isinstance(old, bool) else value
-    else:
-        group[key] = tuple(value if i == index else x for i, x in enumerate(group[key]))
 
 
 class Entry(NamedTuple):
@@ -407,7 +384,7 @@ class Plan:
 
     def _in_order(self, entry: Entry) -> bool:
         """True if the state of a parameter is in row-major order."""
-        return entry.param.is_contiguous()
+        return bool(entry.param.is_contiguous())
 
     # --------------------------------------------------------------------------------------------------------- step
     def prepare(self, owner: EngineOptimizer, scale: Optional[torch.Tensor], skip: Optional[torch.Tensor]) -> Any:
