@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .. import _abi as abi
 from ._base import EngineOptimizer
 from ._hash import BITS, hash_of
-from ._parallel import data_group_of
+from ._ranks import largest
 
 AVERAGED = ("%s: in the first step with local gradients they are equal on all %d ranks. So they were averaged before "
             "the step, and the communication that the step would save has been made. With DeepSpeed set "
@@ -38,6 +38,8 @@ class Averaged(EngineOptimizer):
     _calls_left = 0  # steps that certainly need averaged gradients: they do not read the stage from the device
     _rank_key = ""
     _algorithm = 0
+    size: Any
+    _levels: Any
     _schedule: Any
     _schedule_fields: Any
 
@@ -66,7 +68,7 @@ class Averaged(EngineOptimizer):
 
     def _compare(self, weights: bool) -> bool:
         """Returns True if the check was conclusive. Collective."""
-        plan, group = self._plans[0], data_group_of(self)  # type: ignore[index]
+        plan, levels = self._plans[0], self._levels()  # type: ignore[index]
         passed = self._passed
         grads = [(i, grad) for i, grad in enumerate(p.grad if passed is None else passed.grads.get(p)
                                                     for p in plan.params)
@@ -76,10 +78,7 @@ class Averaged(EngineOptimizer):
         found = torch.stack([gradients, ~gradients, params, ~params,
                              _any(((g != 0).any() for _, g in grads), plan.device),
                              _any((~torch.isfinite(g).all() for _, g in grads), plan.device)])
-        if "nccl" not in str(dist.get_backend(group)):
-            found = found.cpu()
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        most, least, heaviest, lightest, nonzero, nonfinite = [int(word) for word in found.tolist()]
+        most, least, heaviest, lightest, nonzero, nonfinite = map(int, largest(found, levels, plan.device).tolist())
         warning_texts: List[str] = []
         if heaviest != ~lightest:
             warning_texts.append(DIFFERENT_WEIGHTS)
@@ -87,6 +86,6 @@ class Averaged(EngineOptimizer):
             return False
         elif most == ~least:
             warning_texts.append(AVERAGED)
-        for text in warning_texts if dist.get_rank(group) == 0 else ():
-            warnings.warn(text % (type(self).__name__, dist.get_world_size(group)), stacklevel=2)
+        for text in warning_texts if all(dist.get_rank(group) == 0 for _, group in levels) else ():
+            warnings.warn(text % (type(self).__name__, self.size), stacklevel=2)
         return True

@@ -273,16 +273,17 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------------------------- files
     def save(self, path: Any) -> None:
-        """Write state and hyper-parameters to a file in safetensors form. With `shard` or `average` all ranks must call
-        this function together, each with a `path` of its own, and later load all files of the same call."""
+        """Write state and hyper-parameters to a file in safetensors form. With `shard` or `average`, and in the 1-bit
+        family, all ranks must call this function together, each with a `path` of its own, and later load all files of
+        the same call."""
         plan = self._file_plan("save")
         plan.exchange_file(self, lambda plan: _files.save(plan, path, 0))
 
     def load(self, paths: Any) -> None:
         """Read state and hyper-parameters that `save` wrote. `paths`: the file of an optimizer without `shard`, or a
-        list of the files of all ranks that saved, of any number. With `shard` or `average` all ranks must call this
-        function together. Moments in other formats are converted, rounded to nearest. Load the weights first. A load
-        that fails changes no value."""
+        list of the files of all ranks that saved, of any number. With `shard` or `average`, and in the 1-bit family,
+        all ranks must call this function together. Moments in other formats are converted, rounded to nearest. Load the
+        weights first. A load that fails changes no value."""
         plan = self._file_plan("load")
         try:
             plan.exchange_file(self, lambda plan: _files.load(plan, paths, abi.DSOPT_IO_CONVERT))
@@ -292,9 +293,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _file_plan(self, what: str) -> Plan:
         """Returns the plan of all parameters, with their state."""
         kind = type(self).__name__
-        if self._wrapper is not None or hasattr(self, "_group"):
-            raise unsupported("%s: %s is not supported%s; use state_dict" %
-                              (kind, what, " in " + type(self._wrapper).__name__ if self._wrapper else ""))
+        compat = hasattr(self, "_group") and getattr(self, "_compat", None)  # of the 1-bit family
+        if self._wrapper is not None or compat:
+            raise unsupported("%s: %s is not supported %s; use state_dict" %
+                              (kind, what, "with compat=%r" % compat if self._wrapper is None else "in " +
+                               type(self._wrapper).__name__))
         if any(is_dtensor(param) for group in self.param_groups for param in group["params"]):
             raise unsupported("%s: %s is not supported with DTensors; use torch.distributed.checkpoint" % (kind, what))
         if not self._at_once or self._plans is None or not self._is_current():
@@ -382,7 +385,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> Dict[str, Any]:
         if self._ranks is not None:
             self._ranks.refuse_pickle(type(self).__name__)
-        return super().__getstate__()  # type: ignore[no-any-return]
+        state: Any = super().__getstate__()
+        return dict(state)
 
     def _restore(self, loaded: Dict[str, Any]) -> None:
         if not self._shards:
@@ -411,8 +415,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _fits(self, tensor: torch.Tensor, param: torch.Tensor) -> bool:
         """True if a state tensor may be that of a parameter. The first step checks the length of parts."""
         if self._shards:
-            return tensor.dim() == 1 and tensor.numel() <= param.numel()
-        return tensor.shape == param.shape
+            return bool(tensor.dim() == 1 and tensor.numel() <= param.numel())
+        return bool(tensor.shape == param.shape)
 
     def _adopt(self, whole: Optional[Dict[str, torch.Tensor]]) -> None:
         """Converts state of the whole optimizer from versions before 0.2."""

@@ -10,15 +10,14 @@ import torch
 
 from .. import _abi as abi
 from .._errors import StateError, UnsupportedError
-from ._averaged import Averaged
 from ._base import VERSION, number
 from ._deepspeed import COMMON, DECAY, LAMB, Named, ReadOnly, TrustRatios
 from ._onebit_names import NCCL, OnebitNames
+from ._onebit_ranks import OnebitRanks
 from ._originals import check_class, converted, is_original
 from ._parallel import data_group_of
-from ._process_group import check_backend, comm_of
 from ._resume import resume
-from ._tensors import is_dense, strides_of, unsupported, wrong
+from ._tensors import unsupported, wrong
 
 REDUCTIONS = {abi.DSOPT_REDUCTION_FULL: "full", abi.DSOPT_REDUCTION_COMPRESSED: "compressed",
               abi.DSOPT_REDUCTION_LOCAL: "local"}
@@ -62,8 +61,11 @@ MORE = """
     compat              None: standard mode; "deepspeed": also reproduces the original's quirks (docs/compat.md). A load
                         then restarts error feedback with zeros
     stochastic_rounding must be False: 16-bit parameters have float32 masters
-    shard               must be False
-    node_group          must be None
+    shard               "node": each rank of node_group keeps the state of its part of the parameters, and the step
+                        gathers the weights in the node. True is refused, and ZeroOneAdam is not sharded
+    node_group          process group of the ranks of this node, which exchange gradients in full precision; `group` has
+                        the ranks with the same rank in their nodes, which exchange bits, and may be left out if there
+                        is one node. None: one level. Not with compat="deepspeed"
     """
 FREEZE = """
     freeze_step         number of full-precision steps, in which the gradients are averaged and the variance is adapted.
@@ -72,25 +74,13 @@ FREEZE = """
                         15 to 25 % of all steps"""
 
 
-WORD = 32  # bits
-LINE, BLOCK = 64, 4096  # elements: alignment of tensors in the vector that ranks exchange, and its blocks
-
-
-def begin_after(end: int, numel: int) -> int:
-    """Returns the begin of a tensor in the vector of exchanged tensors. `end`: of the tensor before it."""
-    if numel == 0:
-        return end
-    begin = -(-end // LINE) * LINE
-    return begin if numel <= BLOCK - begin % BLOCK else -(-begin // BLOCK) * BLOCK
-
-
 def same_mask(a: Optional[torch.Tensor], b: Optional[torch.Tensor]) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and torch.equal(a.detach().cpu().float(), b.detach().cpu().float())
 
 
-class Onebit(OnebitNames, Averaged):
+class Onebit(OnebitNames, OnebitRanks):
     """Base class of the 1-bit family."""
 
     # GradScaler would skip the step on a rank whose gradients are not finite, and the other ranks would wait for it in
@@ -112,6 +102,9 @@ class Onebit(OnebitNames, Averaged):
             raise self._ignored(type(self).__name__, "eps_inside_sqrt", eps_inside_sqrt)
         if max_grad_norm and not compat:
             raise self._ignored(type(self).__name__, "max_grad_norm", max_grad_norm)
+        if compat and self._nodes is not None:
+            raise unsupported("%s: node_group is not supported with compat='deepspeed', as the original has one level "
+                              "of ranks; leave compat out" % type(self).__name__)
         if stochastic_rounding:
             raise unsupported("%s: stochastic_rounding=True is not supported, as its 16-bit parameters have float32 "
                               "masters; leave it out" % type(self).__name__)
@@ -120,16 +113,10 @@ class Onebit(OnebitNames, Averaged):
                               "memory, and all others host memory" % (type(self).__name__, cuda_aware))
         self._eps_mode, self._comm_backend_name = 0 if eps_inside_sqrt else 1, comm_backend_name
         self._group, self._engine = group, deepspeed
-        check_backend(comm_backend_name, data_group_of(self))
+        self._check_backends()
         self._reset_engine_flag()
         self._start(params, compat, amsgrad, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                                                   weight_decay=weight_decay, max_grad_norm=max_grad_norm, **more))
-
-    def _refuse_shard(self, shard: Any, node_group: Any) -> None:
-        for name, value in (("shard", shard), ("node_group", node_group)):
-            if value:
-                raise unsupported("%s: %s=%r is not supported yet by the 1-bit family; leave it out, or use AdamW or "
-                                  "FusedLamb with shard" % (type(self).__name__, name, value))
 
     @staticmethod
     def _ignored(where: str, name: str, value: Any) -> UnsupportedError:
@@ -177,19 +164,12 @@ class Onebit(OnebitNames, Averaged):
         desc, needed, hooked = super()._engine_desc(context)
         desc.flags &= ~abi.DSOPT_OPTIMIZER_NO_MASTER  # the family always has masters
         desc.nonfinite = abi.DSOPT_NONFINITE_SKIP  # non-finite values would stay in the error feedback
-        group = data_group_of(self)
-        check_backend(self._comm_backend_name, group)
-        self._comm = comm = comm_of(group, context, torch.device(context.backend, context.device)
-                       if context.backend == "cuda" else torch.device("cpu"))
-        self._rank_key = "" if comm is None else "_rank%dof%d" % (comm.rank, comm.ranks)
-        if comm is not None:
-            desc.data = comm.handle
-            if self._engine is None:
-                desc.flags |= abi.DSOPT_OPTIMIZER_AVERAGES
-        return desc, needed + (comm,), hooked or comm is not None
+        self._check_backends()
+        comms = self._add_comms(desc, context)
+        return desc, (*needed, *comms), hooked or any(comm.hooked for comm in comms)
 
     def _plan(self) -> None:
-        has_active = any("active" in state for state in self.state.values())
+        has_active = any(map(self._has_active, self.state.values()))
         self._masked = []
         for g, group in enumerate(self.param_groups):
             if group.get("exp_avg_mask") is not None:
@@ -234,6 +214,8 @@ class Onebit(OnebitNames, Averaged):
         flat = getattr(self._wrapper, "_masters", None) == abi.DSOPT_MASTERS_FLAT and mask.shape == (sum(sizes), )
         for param, part in zip(params, mask.split(sizes) if flat else [mask] * len(params)):
             try:
+                if self._shards:
+                    part = self._part_of_mask(param, part)
                 self.state[param]["mask"].copy_(part.detach().reshape(param.shape) if flat else part.detach())
             except RuntimeError:
                 raise wrong("param_groups[%d]: exp_avg_mask has shape %s, and must be broadcastable to that of each "
@@ -262,6 +244,19 @@ class Onebit(OnebitNames, Averaged):
             self._no_anchors = before
             raise
 
+    def load(self, paths: Any) -> None:
+        """As that of the other classes. The stage follows from the step and freeze_step of this optimizer."""
+        self._file_plan("load")
+        masks = [(state, state["mask"].clone()) for state in self.state.values() if "mask" in state]
+        super().load(paths)
+        states = [state for state in self.state.values() if state]
+        resume(states, self._algorithm, self._schedule_fields()["freeze_step"], compat=False)
+        if any(not torch.equal(state["mask"], mask) for state, mask in masks):
+            self._reset_errors()
+        self._drop_active(states)
+        self._unchecked = True
+        self._update_engine_flag()
+
     def _after_load(self) -> None:
         super()._after_load()
         self._unchecked = True
@@ -269,7 +264,7 @@ class Onebit(OnebitNames, Averaged):
 
     def __getstate__(self) -> Dict[str, Any]:
         """Returns the state for pickling. A process group or an engine belongs to this process."""
-        if self._engine is not None or data_group_of(self) is not None:
+        if self._engine is not None or self._nodes is not None or data_group_of(self) is not None:
             raise StateError("a %s with %s cannot be pickled; use state_dict (DSOPT_ERR_STATE)" %
                              (type(self).__name__, "a process group" if self._engine is None else "deepspeed=..."),
                              abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
@@ -279,7 +274,7 @@ class Onebit(OnebitNames, Averaged):
         """Returns a copy that exchanges over the same process group and has the same engine."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__setstate__(copy.deepcopy(super().__getstate__(), memo))
-        copied._engine = self._engine
+        copied._engine, copied._nodes = self._engine, self._nodes
         copied._group = self._group if self._wrapper is None else data_group_of(self)
         return copied
 
@@ -303,8 +298,7 @@ class Onebit(OnebitNames, Averaged):
         resume(states, self._algorithm, self._schedule_fields()["freeze_step"], bool(self._compat))
         if changed:
             self._reset_errors()
-        for state in states:
-            state.pop("active", None)  # it follows from the variance, and a run of one rank does not save it
+        self._drop_active(states)
         self._no_anchors = not all("anchor" in state for state in states)
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
@@ -353,27 +347,6 @@ class Onebit(OnebitNames, Averaged):
                 for grad in [param.grad.detach() for param in plan.params if param.grad is not None]:
                     grad.mul_((1 / self.grad_scale).to(grad.device))
             self.grad_scale = None
-
-    def _find_active(self) -> None:
-        """Computes "active": exchanges include the elements whose variance is not 0, determined when it last changed.
-        One bit per element of the vector of exchanged parameters, lowest first."""
-        for plan in self._plans or ():
-            if "active" not in plan.whole:
-                continue
-            words, end = plan.whole["active"].zero_(), 0
-            for entry in plan.entries:
-                if self.param_groups[entry.group].get("non_freeze"):
-                    continue
-                param, variance = entry.param.detach(), self.state[entry.param]["exp_avg_sq"]
-                like = param if is_dense(param) else param.contiguous()
-                if strides_of(variance) != strides_of(like):
-                    variance = torch.empty_strided(param.shape, like.stride(), device=param.device).copy_(variance)
-                begin = begin_after(end, param.numel())
-                end, count = begin + param.numel(), -(-param.numel() // WORD)
-                bits = torch.zeros(count * WORD, dtype=torch.bool, device=param.device)
-                bits[:param.numel()] = variance.as_strided((param.numel(), ), (1, )) != 0
-                for bit, column in enumerate(bits.view(count, WORD).unbind(1)):
-                    words[begin // WORD:begin // WORD + count] |= column.to(torch.int32) << bit
 
     def _set_anchors(self) -> None:
         """0/1 Adam: sets the anchors to the weights, as after an exchange. The originals do not save anchors."""
@@ -443,7 +416,7 @@ class OnebitAdam(Onebit):
                  stochastic_rounding: bool = False,
                  shard: Any = False,
                  node_group: Any = None) -> None:
-        self._refuse_shard(shard, node_group)
+        self._begin_nodes(group, shard, node_group)
         self.freeze_step = freeze_step
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
                     max_grad_norm, amsgrad, cuda_aware, comm_backend_name, stochastic_rounding)
@@ -497,7 +470,7 @@ class ZeroOneAdam(Onebit):
                  stochastic_rounding: bool = False,
                  shard: Any = False,
                  node_group: Any = None) -> None:
-        self._refuse_shard(shard, node_group)
+        self._begin_nodes(group, shard, node_group)
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,
@@ -559,7 +532,7 @@ class OnebitLamb(TrustRatios, Onebit):
                  stochastic_rounding: bool = False,
                  shard: Any = False,
                  node_group: Any = None) -> None:
-        self._refuse_shard(shard, node_group)
+        self._begin_nodes(group, shard, node_group)
         self.freeze_step, self.coeff_beta = freeze_step, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._begin(params, compat, group, deepspeed, lr, betas, eps, weight_decay, bias_correction, eps_inside_sqrt,

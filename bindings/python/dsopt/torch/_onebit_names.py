@@ -2,11 +2,10 @@
 """Attributes of DeepSpeed's 1-bit optimizers, read-only where they follow from the state or from the arguments."""
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from ._deepspeed import Named, ReadOnly
-from ._parallel import data_group_of
 from ._process_group import Default, ranks_of
 
 NCCL = Default("nccl")
@@ -15,6 +14,7 @@ NCCL = Default("nccl")
 class OnebitNames(Named):
     """Base class of the three classes."""
 
+    _levels: Any  # a method
     _group: Any = None
     _engine: Any = None
     _comm: Any = None
@@ -37,13 +37,13 @@ class OnebitNames(Named):
 
     @ReadOnly
     def size(self) -> int:
-        """Number of ranks that exchange."""
-        return ranks_of(data_group_of(self))
+        """Number of data-parallel ranks, of all nodes."""
+        return prod(ranks_of(group) for _, group in self._levels())
 
     @ReadOnly
     def divider(self) -> int:
         """In compat mode a tensor is padded to a multiple of size times this."""
-        return self.size * 8 // gcd(self.size, 8)
+        return int(self.size * 8 // gcd(self.size, 8))
 
     @ReadOnly
     def eps_mode(self) -> int:
@@ -62,7 +62,7 @@ class OnebitNames(Named):
 
     @ReadOnly
     def comm_backend_handle(self) -> Any:
-        """The dsopt.Comm over the process group; None on one rank and before the first step."""
+        """The dsopt.Comm over `group`, or in one node over node_group; None on one rank and before the first step."""
         return self._comm
 
     @ReadOnly

@@ -187,7 +187,7 @@ class Parallel:
     def _add_experts(self, entries: List[Entry]) -> None:
         wrapper = self.owner._wrapper
         experts = [entry for entry in entries if self._is_expert(entry)]
-        if experts and self.desc.data and hasattr(self.owner, "_group"):
+        if experts and (self.desc.data or self.desc.node) and hasattr(self.owner, "_group"):
             raise unsupported("%s is a parameter of experts, and the exchange of %s would average it with other "
                               "experts of other ranks; use another optimizer for it" %
                               (experts[0].name, type(self.owner).__name__))

@@ -72,7 +72,9 @@ class RankPlan(Plan):
         owner._ranks.compare(owner, entries, device)
         super().__init__(owner, device, kind, entries)
 
-    def _parallel(self, owner: EngineOptimizer, desc: Any) -> RankComms:
+    def _parallel(self, owner: EngineOptimizer, desc: Any) -> Any:
+        if hasattr(owner, "_group"):  # the 1-bit family adds its comms itself
+            return super()._parallel(owner, desc)
         return RankComms(owner, self.context, self.device, desc)
 
     # --------------------------------------------------------------------------------------------------------- parts
@@ -90,7 +92,8 @@ class RankPlan(Plan):
         if not self.shards:
             return super()._local(i)
         begin, numel = self._range_of(i)
-        return self.entries[i].param.detach().contiguous().view(-1)[begin:begin + numel]
+        part: torch.Tensor = self.entries[i].param.detach().contiguous().view(-1)[begin:begin + numel]
+        return part
 
     def _in_order(self, entry: Entry) -> bool:
         return self.shards or super()._in_order(entry)

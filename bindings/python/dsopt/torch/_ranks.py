@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SHARDS = {False: 0, None: 0, True: abi.DSOPT_OPTIMIZER_SHARD, "node": abi.DSOPT_OPTIMIZER_SHARD_NODE}
 KEY = "shard"  # in state dicts
+Level = Tuple[str, Any]  # name of an argument, and its process group
 ROWS = {
     "group": "process group of the data-parallel ranks; None: all ranks. With node_group the ranks with the same rank "
              "in their nodes; None: there is one node",
@@ -40,6 +41,15 @@ def rows(column: int, *without: str) -> str:
     found = [textwrap.fill(text, 120, initial_indent=("    " + name + " ").ljust(column),
                            subsequent_indent=" " * column) for name, text in ROWS.items() if name not in without]
     return "\n".join(found).lstrip() + "\n    "
+
+
+def largest(numbers: torch.Tensor, levels: List[Level], device: torch.device) -> torch.Tensor:
+    """Returns the maxima of whole numbers over the ranks of all levels. Collective. `device`: of the parameters."""
+    all_reduce: Any = dist.all_reduce if is_distributed() else None  # untyped in torch 1.13
+    for name, group in reversed(levels) if all_reduce else ():
+        numbers = numbers.to(device if memory_of(group, device, name) else "cpu")
+        all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    return numbers
 
 
 class DataRanks:
@@ -67,7 +77,7 @@ class DataRanks:
                         "have the same rank in their nodes" % nodes)
         return True
 
-    def _levels(self) -> List[Tuple[str, Any]]:
+    def levels(self) -> List[Level]:
         """Returns the name and the process group of each level, nodes last."""
         data = [] if self._is_one_node() else [("group", self.group)]
         return data + ([] if self.node_group is None else [("node_group", self.node_group)])
@@ -86,7 +96,7 @@ class DataRanks:
         desc.flags |= self.flags
         desc.max_norm = self.max_grad_norm
         found = []
-        for name, group in self._levels():
+        for name, group in self.levels():
             comm = comm_of(group, context, device, name) or Comm.single(context)
             found.append(comm)
             setattr(desc, "data" if name == "group" else "node", comm.handle)
@@ -105,10 +115,7 @@ class DataRanks:
         words = [int.from_bytes(digest, "little", signed=True), len(entries)]
         weights = int(hash_of(enumerate(entry.param for entry in entries), device)) if self.averages else 0
         high = torch.tensor([x for word in (*words, weights) for x in (word, ~word)], dtype=torch.int64)
-        for name, group in reversed(self._levels()) if is_distributed() else ():
-            high = high.to(device if memory_of(group, device, name) else "cpu")
-            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-        lists, inverse, count, lowest, heaviest, lightest = high.tolist()
+        lists, inverse, count, lowest, heaviest, lightest = largest(high, self.levels(), device).tolist()
         where = "rank %d of %s" % (self.numbers()[0], type(owner).__name__)
         if count != ~lowest:
             raise wrong("ranks have from %d to %d parameters to step, and %s has %d; make the optimizer with the same "
@@ -125,9 +132,9 @@ class DataRanks:
     def check_loaded(self, kind: str, saved: Any) -> None:
         """Refuses a state dict that does not have this rank's parts. `saved`: its key "shard"."""
         if self.shards and saved != self.numbers():
-            raise unsupported("the state dict has %s, and this optimizer needs the parts of rank %d of %d, in nodes of "
-                              "%d ranks; save with opt.save(path) and load with opt.load(paths) of %s, which takes the "
-                              "files of any number of ranks" % (parts_of(saved), *self.numbers(), kind))
+            raise unsupported("the state dict has %s, and this optimizer needs %s; save with opt.save(path) and load "
+                              "with opt.load(paths) of %s, which takes the files of any number of ranks" %
+                              (parts_of(saved), parts_of(self.numbers()), kind))
 
     def refuse_scaler(self, kind: str) -> None:
         raise unsupported("%s: average=True is not supported with GradScaler, which decides about a step by the "
@@ -155,16 +162,21 @@ def check_whole(kind: str, loaded: Dict[str, Any]) -> None:
                           (parts_of(saved), kind))
 
 
+def flags_of_shard(kind: type, shard: Any) -> int:
+    """Returns the flag of dsopt_optimizer_desc of the argument shard."""
+    if not isinstance(shard, (bool, str, type(None))) or shard not in SHARDS:
+        raise wrong("%s: shard is %r, and must be False, True or 'node'" % (kind.__name__, shard))
+    return int(SHARDS[shard])
+
+
 def data_ranks_of(kind: type, group: Any, shard: Any, average: Any, node_group: Any,
                   max_grad_norm: Any = 0.0) -> Optional[DataRanks]:
     """Returns the ranks of an optimizer of this class with these arguments; None: it does without other ranks."""
     name = kind.__name__
-    if not isinstance(shard, (bool, str, type(None))) or shard not in SHARDS:
-        raise wrong("%s: shard is %r, and must be False, True or 'node'" % (name, shard))
+    flags = flags_of_shard(kind, shard) | (abi.DSOPT_OPTIMIZER_AVERAGES if average else 0)
     norm = float(max_grad_norm)
     if not 0 <= norm < float("inf"):
         raise wrong("%s: max_grad_norm is %r, and must be a finite number, not negative" % (name, max_grad_norm))
-    flags = SHARDS[shard] | (abi.DSOPT_OPTIMIZER_AVERAGES if average else 0)
     if not flags:
         for argument, value in (("group", group), ("node_group", node_group)):
             if value is not None:
