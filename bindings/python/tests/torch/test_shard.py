@@ -19,7 +19,7 @@ from support import VERSION, TestCase, child, main, params_of, run_ranks, run_sa
 
 import dsopt
 from dsopt.torch import (SGD, Adagrad, Adam, Adam8bit, AdamW, AdamW8bit, DeepSpeedCPUAdam, DeepSpeedCPULion,
-                         FP16_Optimizer, FusedAdam, FusedLamb, FusedLion, Lion, OnebitAdam, OnebitLamb, ZeroOneAdam)
+                         FP16_Optimizer, FusedAdam, FusedLamb, FusedLion, Lion)
 
 dist = torch.distributed
 GLOO = dist.is_available() and dist.is_gloo_available()
@@ -576,7 +576,6 @@ class OneProcess(TestCase):
         FP16_Optimizer(wrapped)
         for optimizer, pattern in (
             (wrapped, "FusedAdam: save is not supported in FP16_Optimizer; use state_dict"),
-            (OnebitAdam(params_of((5,))), "OnebitAdam: save is not supported; use state_dict"),
             (AdamW(params_of((5,), dtype=torch.float64)), "save needs one engine for all parameters"),
             (AdamW([torch.nn.Parameter(torch.zeros(3, 4).t())]), "is not contiguous, and files are in row-major"),
         ):
@@ -601,10 +600,6 @@ class OneProcess(TestCase):
         for kind in (FusedAdam, FusedLamb):
             self.refuses(unsupported, "shard is not supported with compat='deepspeed'", kind, params, shard=True,
                          compat="deepspeed")
-        for kind in (OnebitAdam, OnebitLamb, ZeroOneAdam):
-            for argument in ("shard", "node_group"):
-                self.refuses(unsupported, "%s: %s='node' is not supported yet by the 1-bit family" %
-                             (kind.__name__, argument), kind, params, **{argument: "node"})
 
     def test_refuses_what_one_engine_cannot_step(self):
         double, = params_of((5,), dtype=torch.float64)
