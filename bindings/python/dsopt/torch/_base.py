@@ -83,6 +83,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def _shards(self) -> bool:
+        """True if the state is this rank's parts."""
         return self._ranks is not None and self._ranks.shards
 
     # ----------------------------------------------------------------------------------- descriptions for the engine

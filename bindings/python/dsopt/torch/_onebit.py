@@ -245,7 +245,11 @@ class Onebit(OnebitNames, OnebitRanks):
             raise
 
     def load(self, paths: Any) -> None:
-        """As that of the other classes. The stage follows from the step and freeze_step of this optimizer."""
+        """Read state and hyper-parameters that `save` wrote. `paths`: a list of the files of all ranks that saved, of
+        any number, or the file of one rank. All ranks must call this function together. Load the weights first. The
+        stage follows from the step and the freeze step of this optimizer. With another number of ranks or nodes error
+        feedback is averaged. If exp_avg_mask differs from that of the run that saved, error feedback restarts with
+        zeros."""
         self._file_plan("load")
         masks = [(state, state["mask"].clone()) for state in self.state.values() if "mask" in state]
         super().load(paths)
