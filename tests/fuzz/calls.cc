@@ -482,6 +482,7 @@ void Calls::ranks() {
     const AlgorithmChoice chosen(choose.byte());
     const int32_t algorithm = chosen.algorithm;
     const bool differ = fault / 4 % 2 != 0; // the formats of a faulty rank
+    const int sharded = fault / 8 % 4;      // 1: over the ranks, 2: the same as ranks of a node
     const bool checks = choose.rarely(3), averages = choose.flip();
     const int steps = 1 + choose.below(5);
     const int64_t numel = choose.of(kSizes);
@@ -498,14 +499,16 @@ void Calls::ranks() {
         const dsopt_tensor weight{weights.data(), numel, DSOPT_DTYPE_F32, 0},
             gradient{gradients.data(), numel, DSOPT_DTYPE_F32, 0};
         DSOPT_NEW(dsopt_optimizer_desc, od);
-        od.data = comm.get();
+        (sharded == 2 ? od.node : od.data) = comm.get();
+        if (sharded == 1) od.flags |= DSOPT_OPTIMIZER_SHARD;
+        if (sharded == 2) od.flags |= DSOPT_OPTIMIZER_SHARD_NODE;
         od.max_norm = 1;
         if (checks) od.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
         dsopt_group group;
         must("group_init", dsopt_group_init(&group, sizeof group, algorithm));
         const bool onebit = algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM;
+        if (averages && (onebit || sharded != 0)) od.flags |= DSOPT_OPTIMIZER_AVERAGES;
         if (onebit) {
-            if (averages) od.flags |= DSOPT_OPTIMIZER_AVERAGES;
             group.freeze_step = 2;
             od.max_norm = 0;
         }

@@ -82,7 +82,7 @@ void Creation::create_optimizer() {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.compat = choose.rarely(4);
     for (int i = 0; i < 2; ++i)
-        if (choose.rarely(3)) desc.flags |= 1 << choose.below(9);
+        if (choose.rarely(3)) desc.flags |= 1 << choose.below(10);
     if (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) {
         desc.flags |= DSOPT_OPTIMIZER_NO_MASTER;
         desc.seed = choose.byte();

@@ -187,7 +187,7 @@ Case case_of(Choices &choose) {
         c.flags |= DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING;
     if (choose.rarely(4)) c.flags |= DSOPT_OPTIMIZER_ACCUMULATE;
     if (choose.rarely(4)) c.flags |= DSOPT_OPTIMIZER_TIMING;
-    if (onebit && choose.flip()) c.flags |= DSOPT_OPTIMIZER_AVERAGES;
+    if (onebit && choose.flip() && c.ranks > 1) c.flags |= DSOPT_OPTIMIZER_AVERAGES;
     if (c.ranks > 1 && choose.rarely(3)) c.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
     if (c.algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM && c.compat == DSOPT_COMPAT_NONE && choose.rarely(3))
         c.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
@@ -197,6 +197,10 @@ Case case_of(Choices &choose) {
         const uint8_t byte = choose.byte();
         c.masters = byte % 2;
         if (may_have_formats && byte / 2 % 2 != 0) c.masters = DSOPT_MASTERS_REMAINDER;
+        if (may_have_formats && c.ranks > 1 && byte / 4 % 4 == 1) {
+            c.flags |= DSOPT_OPTIMIZER_SHARD;
+            if (byte / 16 % 2 != 0) c.flags |= DSOPT_OPTIMIZER_AVERAGES;
+        }
     }
     c.scaler = choose.rarely(3);
     if (choose.flip()) c.max_norm = 1;

@@ -77,8 +77,9 @@ ReadySubject &ready_subject(int kind, bool untrained) {
     return ready;
 }
 
-/// Loads into an optimizer that earlier inputs have used.
+/// Loads into an optimizer that earlier inputs have used. The file of one rank is not enough for sharded state.
 void load_again(int kind, const Bytes &file, uint32_t flags, const char *what) {
+    if (Subject::is_sharded(kind)) return;
     static std::vector<std::unique_ptr<Subject>> all(static_cast<size_t>(kKinds));
     std::unique_ptr<Subject> &other = all[size_t(kind)];
     if (other == nullptr) {
@@ -247,6 +248,21 @@ constexpr Conversion kConversions[] = {{20, 21},
                                        {26, 4},
                                        {20, 22, DSOPT_IO_CONVERT | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_SCALER}};
 
+/// Gives files of sharded state the save_id of the first. Each rank has saved alone, and drawn its own.
+void make_one_save(std::vector<File> &files) {
+    constexpr std::string_view key = "\"save_id\":\"";
+    const auto id_of = [&](Bytes &header) {
+        const size_t at = header.find(key), begin = at + key.size();
+        return at == Bytes::npos ? std::pair(size_t(0), size_t(0)) : std::pair(begin, header.find('"', begin) - begin);
+    };
+    const auto [begin, count] = id_of(files[0].header);
+    const Bytes id = files[0].header.substr(begin, count);
+    for (File &file : files) {
+        const auto [at, old] = id_of(file.header);
+        file.header.replace(at, old, id);
+    }
+}
+
 void write_seeds(const std::string &folder) {
     for (int kind = 0; kind < kKinds; ++kind) {
         const auto write = [&](const std::string &name, const Input &input) {
@@ -266,6 +282,7 @@ void write_seeds(const std::string &folder) {
                 subject.train();
                 input.files.push_back(File::split(subject.save(0)));
             }
+            make_one_save(input.files);
             write("ranks" + std::to_string(ranks), input);
         }
         for (const Conversion &conversion : kConversions) {

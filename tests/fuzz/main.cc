@@ -60,11 +60,11 @@ Input random_input(int most) {
     return input;
 }
 Input changed(Input input) {
-    const size_t size = input.size();
-    input.resize(kMaxChanged);
-    size_t now = size;
+    size_t now = input.size();
+    const size_t most = std::max(now, size_t(kMaxChanged));
+    input.resize(most);
     for (int times = 1 + random_bytes.below(4); times > 0; --times)
-        now = LLVMFuzzerCustomMutator(input.data(), now, kMaxChanged, unsigned(random_bytes.next()));
+        now = LLVMFuzzerCustomMutator(input.data(), now, most, unsigned(random_bytes.next()));
     input.resize(now);
     return input;
 }

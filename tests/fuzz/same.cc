@@ -82,6 +82,11 @@ Case case_of(Choices &choose) {
         c.flags |= DSOPT_OPTIMIZER_AVERAGES;
         if (choose.rarely(3)) c.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
     }
+    if (!c.is_onebit() && c.compat == DSOPT_COMPAT_NONE && choose.rarely(3)) {
+        c.ranks = 2 + choose.below(3);
+        c.flags |= DSOPT_OPTIMIZER_SHARD;
+        if (choose.flip()) c.flags |= DSOPT_OPTIMIZER_AVERAGES;
+    }
     c.nonfinite = choose.below(3);
     c.masters = choose.rarely(4) ? DSOPT_MASTERS_FLAT : DSOPT_MASTERS_PER_TENSOR;
     if (choose.rarely(2)) c.max_norm = choose.flip() ? 1 : 0.01;
@@ -99,6 +104,9 @@ Case case_of(Choices &choose) {
         const int64_t numel = choose.rarely(4) ? choose.of(kLargeSizes) : choose.of(kSmallSizes);
         c.params.push_back({numel, dtype, choose.of(kDtypes), flags, size_t(choose.below(9)), size_t(i)});
     }
+    // The other ranks send what this one sends, for elements of other tensors. In one dtype a NaN stays a NaN.
+    if (c.flags & DSOPT_OPTIMIZER_SHARD)
+        for (ParamCase &param : c.params) param.dtype = c.params[0].dtype;
     c.second_group = size_t(choose.below(params + 1));
     if (!c.is_onebit() && c.compat == DSOPT_COMPAT_NONE && choose.flip()) choose_formats(choose, c);
     const int steps = 1 + choose.below(6);

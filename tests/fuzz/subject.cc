@@ -13,8 +13,10 @@ struct Kind {
     int32_t first_format = DSOPT_MOMENT_F32, second_format = DSOPT_MOMENT_F32; // of the moments
     bool remainders = false, f32_moments = false;                              // f32_moments: of the first parameter
     bool two_blocks = false;                                                   // the last parameter has two scales
+    bool long_list = false;                                                    // of several parts of sharded state
 };
 constexpr uint32_t kAverages = DSOPT_OPTIMIZER_AVERAGES;
+constexpr uint32_t kShards = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE;
 const Kind kAll[] = {
     {DSOPT_ALGORITHM_ADAMW},
     {.algorithm = DSOPT_ALGORITHM_ADAMW,
@@ -73,10 +75,22 @@ const Kind kAll[] = {
      .first_format = DSOPT_MOMENT_E4M3,
      .remainders = true},
     {.algorithm = DSOPT_ALGORITHM_ADAGRAD, .second_format = DSOPT_MOMENT_BF16_RANDOM},
+    {.algorithm = DSOPT_ALGORITHM_ADAMW, .ranks = 2, .flags = DSOPT_OPTIMIZER_SHARD, .long_list = true},
+    {.algorithm = DSOPT_ALGORITHM_LION,
+     .ranks = 3,
+     .flags = DSOPT_OPTIMIZER_SHARD | kAverages,
+     .is_16_bit = true,
+     .scaler = true,
+     .first_format = DSOPT_MOMENT_Q8,
+     .long_list = true},
+    {.algorithm = DSOPT_ALGORITHM_ONEBIT_ADAM,
+     .ranks = 4,
+     .flags = DSOPT_OPTIMIZER_SHARD_NODE | kAverages,
+     .node = true},
 };
 static_assert(std::size(kAll) == kKinds);
 
-constexpr int64_t kSizes[] = {5, 0, 33, 70}, kTwoBlocks = 300;
+constexpr int64_t kSizes[] = {5, 0, 33, 70}, kTwoBlocks = 300, kLong = 4200;
 constexpr int64_t kDims[] = {3, 11}; // of the third parameter
 const char *const kNames[] = {"w.a", "b\"\u00e9", "w.c", "d"};
 
@@ -106,7 +120,10 @@ dsopt_group group_of(const Kind &kind) {
 
 } // namespace
 
+bool Subject::is_sharded(int kind) { return (kAll[kind].flags & kShards) != 0; }
+
 std::vector<int> Subject::rank_counts(int kind) {
+    if (kAll[kind].flags & DSOPT_OPTIMIZER_SHARD) return {1, 2, 3};
     const bool has_formats =
         kAll[kind].first_format != DSOPT_MOMENT_F32 || kAll[kind].second_format != DSOPT_MOMENT_F32;
     if (!is_onebit(kAll[kind].algorithm)) return has_formats ? std::vector<int>{2} : std::vector<int>{};
@@ -118,7 +135,7 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     if (ranks == 0) ranks = kind.ranks;
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.compat = kind.compat;
-    desc.flags = int32_t(ranks == 1 ? kind.flags & ~(kAverages | DSOPT_OPTIMIZER_MOMENTUM_BITS) : kind.flags);
+    desc.flags = int32_t(ranks == 1 ? kind.flags & ~(kAverages | kShards | DSOPT_OPTIMIZER_MOMENTUM_BITS) : kind.flags);
     desc.max_norm = kind.clips ? 1 : 0;
     if (kind.remainders) desc.masters = DSOPT_MASTERS_REMAINDER;
     echo_ = kind.node ? Echo{rank / 2, 2} : Echo{rank, ranks};
@@ -136,7 +153,10 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     optimizer_.reset(optimizer);
     std::vector<dsopt_param> params;
     for (size_t i = 0; i < std::size(kSizes); ++i) {
-        const auto numel = size_t(kind.two_blocks && i == 3 ? kTwoBlocks : kSizes[i]);
+        const auto numel = size_t(i != 3            ? kSizes[i]
+                                  : kind.two_blocks ? kTwoBlocks
+                                  : kind.long_list  ? kLong
+                                                    : kSizes[3]);
         const bool is_bf16 = kind.remainders || (kind.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) != 0;
         const int32_t dtype = !kind.is_16_bit         ? DSOPT_DTYPE_F32
                               : is_bf16 || i % 2 != 0 ? DSOPT_DTYPE_BF16

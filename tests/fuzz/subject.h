@@ -6,12 +6,14 @@
 
 namespace fuzz {
 
-constexpr int kKinds = 27;
+constexpr int kKinds = 30;
 
 class Subject {
 public:
     // ranks 0: as many as the kind has
     explicit Subject(int kind, int rank = 0, int ranks = 0);
+    /// True if each rank of this kind saves a part of the state.
+    static bool is_sharded(int kind);
     /// Returns the world sizes whose files an optimizer of the kind may load.
     static std::vector<int> rank_counts(int kind);
 
