@@ -68,7 +68,7 @@ private:
         int phase;
     };
     const Gpu &gpu_;
-    Mark marks_[DSOPT_MS_PHASES + 1]; // each phase occurs at most once
+    Mark marks_[DSOPT_MS_PHASES + 3]; // each phase occurs at most once, DSOPT_MS_EXCHANGE three times
     int count_ = 0;
 };
 

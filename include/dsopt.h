@@ -564,15 +564,19 @@ enum dsopt_optimizer_flags {
      * are not changed. With the 1-bit family: if dsopt_optimizer_next_reduction returns FULL. The mean is the sum in the
      * order of ranks, in fp32, times 1 / ranks; with `node` the ranks of a node are added up first. Gradients are sent
      * in their own dtype, so an entry without data, which counts as zeros, needs the numel of its parameter and the
-     * dtype that the other ranks send (DSOPT_ERR_SHAPE, _DTYPE). Needs `data` or `node`. */
+     * dtype that the other ranks send (DSOPT_ERR_SHAPE, _DTYPE); so does the 1-bit family with a node comm, or beside a
+     * group of another algorithm. With one rank these are not checked. Ranks compare the dtypes in the first step, and
+     * with CHECK_RANKS in every step; ranks that change them differently later get wrong averages. Needs `data` or
+     * `node`. */
     DSOPT_OPTIMIZER_AVERAGES = 32,
-    /** Before each step the data-parallel ranks compare their calls: parameter lists, number of calls, stage of the
-     * 1-bit family, and (where the caller averages) which gradients are present. The values of gradients are not
-     * compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
+    /** Before each step, also of dsopt_optimizer_apply, the data-parallel ranks compare their calls: parameter lists,
+     * number of calls, stage of the 1-bit family, which gradients are present (where the caller averages) or their
+     * dtypes (where the step averages), and which sums of sharded state the step needs. The values of gradients and the
+     * flags of comms are not compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
      * arguments of one rank are invalid, it returns that status and the others return DSOPT_ERR_MISMATCH. Without this
-     * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 116 bytes per step, two
-     * more with a node comm. The 1-bit family compares parameter lists at the first step after each new group even
-     * without it. */
+     * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 132 bytes per step, two
+     * more with a node comm. Where ranks exchange, average or shard, dsopt_optimizer_step compares lists and options at
+     * the first step after each new group even without it. */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
     /** 1-bit Adam in standard mode: keep the frozen stage's momentum as the bits of the last exchange, in
      * exp_avg_bits, which saves 8 bytes of memory traffic per element and step. The weights get the same bits. Between
@@ -584,6 +588,9 @@ enum dsopt_optimizer_flags {
      * The gradients are averages, the same on all ranks, or with AVERAGES this rank's own. Parameters, gradients and
      * accumulated gradients are whole on every rank; for the part see dsopt_optimizer_shard. Every step and
      * dsopt_optimizer_apply are collective, also skipped steps; before the first step the ranks compare their lists.
+     * Parameters are added before the first call that makes state: a step, even if it is refused then, or a load.
+     * If the gather of weights fails, this rank's part and the counters are of the new step, which is not counted in
+     * dsopt_report.calls: load a checkpoint.
      * Needs `data` or `node`. Standard mode, without experts, `dsopt_step.out` and the 1-bit family.
      * docs/sharding.md. Since: 0.3 */
     DSOPT_OPTIMIZER_SHARD = 256,
@@ -849,7 +856,8 @@ typedef struct dsopt_state_info {
      */
     dsopt_tensor tensor;
     /** Shape: the parameter's if `param` >= 0, so state can be sharded as its parameter is; else, for scales and with
-     * DSOPT_STATE_SHARDED, one dimension. Owned by the optimizer, valid until parameters are added or the optimizer is destroyed. Since: 0.2 */
+     * DSOPT_STATE_SHARDED, one dimension. Owned by the optimizer, valid until parameters are added or the optimizer is
+     * destroyed. Since: 0.2 */
     const int64_t *dims;
     int32_t ndim;
     /** enum dsopt_state_flags. */
@@ -1080,8 +1088,9 @@ typedef struct dsopt_step {
     /** Nonzero = skip: write nothing except `out`, `report` and zeroed gradients. Counters do not change. The scaler
      * treats it as an overflow, like every other reason. */
     const int32_t *skip;
-    /** L2 norms of the gradients as passed (scaled), one per group. Saves reading the gradients for the norm. A
-     * negative or non-finite norm counts as an overflow: it skips the step unless the policy is APPLY. */
+    /** L2 norms of the gradients as passed (scaled), one per group. Saves reading the gradients for the norm. With
+     * DSOPT_OPTIMIZER_AVERAGES: of their averages, the same on all ranks; other norms make ranks diverge. A negative or
+     * non-finite norm counts as an overflow: it skips the step unless the policy is APPLY. */
     const float *grad_norms;
     /** Out: DSOPT_REPORT_FLOATS floats, enum dsopt_report_index. */
     float *report;
@@ -1264,10 +1273,11 @@ enum dsopt_phase {
     DSOPT_MS_UNSCALE_AND_CLIP = 2,
     /** Pass 2, which also writes 16-bit parameters. */
     DSOPT_MS_BASIC_STEP = 3,
-    /* Of steps with an exchange, and not part of BASIC_STEP. */
+    /* Not part of BASIC_STEP. */
     /** Compression. */
     DSOPT_MS_COMPRESS = 4,
-    /** The collectives, and the work of the rank between them. */
+    /** The collectives of an exchange, and the work of the rank between them; averages of gradients
+     * (DSOPT_OPTIMIZER_AVERAGES); the gather of weights (DSOPT_OPTIMIZER_SHARD). */
     DSOPT_MS_EXCHANGE = 5,
     /** Decompression and update. */
     DSOPT_MS_DECOMPRESS = 6,
@@ -1367,8 +1377,8 @@ typedef struct dsopt_io {
     int (*read)(void *user, uint64_t offset, void *data, size_t bytes);
     /** Load: total bytes that `read` can read. */
     uint64_t total;
-    /** Load with another number of ranks: number of files, one per rank that saved, in any order. 0 = one file,
-     * `path`. */
+    /** Load with another number of ranks, or a checkpoint of sharded state: number of files, one per rank that saved, in
+     * any order. 0 = one file, `path`. */
     int32_t files;
     int32_t reserved2;
     /** With `files`: the paths, or NULL to use `read`. */
@@ -1386,10 +1396,15 @@ typedef struct dsopt_io {
  * folder is flushed: a crash leaves the old file or the new one. Waits for earlier calls. docs/checkpoints.md
  * Symbolic links are followed and their target is replaced, also for /dev/stdout or /proc/self/fd/N: the open
  * descriptor still refers to the old file. To write to a descriptor, use `io->write`.
+ *
+ * With sharded state (DSOPT_OPTIMIZER_SHARD, _SHARD_NODE) every data-parallel rank calls it: the call is collective.
+ * Either all ranks replace their files or none does, and it returns when every file is in place. A call that is refused
+ * for its pointers, a struct's `size`, or BUSY takes no part: the other ranks wait until the comm's time-out.
  * @param[in] path  NULL = to `io->write`.
  * @param[in] io    NULL = defaults.
  * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unchanged; DSOPT_ERR_STATE: no groups, a parameter that is
- * to be saved, or has a remainder, has no memory (DSOPT_BIND_PARAMS), or the default stream cannot be used.
+ * to be saved, or has a remainder, has no memory (DSOPT_BIND_PARAMS), or the default stream cannot be used. With sharded
+ * state also DSOPT_ERR_MISMATCH: another rank could not save; DSOPT_ERR_COMM, _TIMEOUT, _ABORTED.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
@@ -1401,10 +1416,14 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
  * moments, masters, counters and schedule are exact, and the 1-bit family's error feedback is repartitioned as
  * docs/checkpoints.md says. dsopt_report.resharded_from and an INFO log message report it.
  *
+ * A checkpoint of sharded state is loaded from the files of all ranks that saved, also with the same number of ranks,
+ * and a rank reads the tensors of which it keeps a part. If the state of this optimizer is sharded, the call is
+ * collective, as dsopt_optimizer_save is: all ranks load or none does.
+ *
  * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: a checkpoint of another optimizer,
  * files of different saves, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
- * gradients in accumulators); _STATE: a parameter that is to be loaded, or is part of a master, has no memory. The text
- * names the tensor or field.
+ * gradients in accumulators), or another rank refuses its files; _STATE: a parameter that is to be loaded, or is part of
+ * a master, has no memory; _COMM, _TIMEOUT, _ABORTED, with sharded state. The text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 

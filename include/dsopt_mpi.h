@@ -37,7 +37,7 @@ extern "C" {
 #define DSOPT_MPI_PIECE (4 << 20)
 #endif
 #if DSOPT_MPI_PIECE < 4096
-#error "DSOPT_MPI_PIECE: 4096 at least, and no less than there are ranks"
+#error "DSOPT_MPI_PIECE: 4096 at least, and no less than 4 bytes per rank"
 #endif
 
 /* Private up to dsopt_mpi_comm_timeout. */
@@ -213,7 +213,7 @@ static inline int dsopt_mpi_all_gather_(void *of, const void *send, void *recv, 
 static inline int dsopt_mpi_reduce_scatter_(void *of, const void *send, void *recv, int64_t count, int32_t dtype,
                                             int32_t op, void *stream) {
     dsopt_mpi_ *const self = (dsopt_mpi_ *)of;
-    const int64_t shared = DSOPT_MPI_PIECE / 4 / self->ranks, most = shared > 0 ? shared : 1;
+    const int64_t most = DSOPT_MPI_PIECE / 4 / self->ranks;
     int64_t at;
     int row, code = dsopt_mpi_begin_(self, 4, count, dtype, op);
     (void)stream;
@@ -281,9 +281,9 @@ static inline dsopt_status dsopt_mpi_create_(dsopt_context *ctx, MPI_Comm mpi, i
     code = MPI_Comm_set_errhandler(self->comm, MPI_ERRORS_RETURN);
     if (!code) code = MPI_Comm_rank(self->comm, &self->rank);
     if (!code) code = MPI_Comm_size(self->comm, &self->ranks);
-    if (code) {
+    if (code || self->ranks > DSOPT_MPI_PIECE / 4) {
         dsopt_mpi_destroy_(self);
-        return DSOPT_ERR_COMM;
+        return code ? DSOPT_ERR_COMM : DSOPT_ERR_ARGUMENT;
     }
     if (device) {
         self->requests = (MPI_Request *)calloc(2 * (size_t)self->ranks, sizeof *self->requests);

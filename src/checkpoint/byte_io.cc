@@ -198,20 +198,34 @@ private:
 
 class FileSource final : public Source {
 public:
-    explicit FileSource(const char *path) : path_(path) {
-        // O_NONBLOCK: opening a FIFO must not wait for a writer.
-        file_ = Fd(::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
-        struct stat now;
-        if (!file_ || ::fstat(file_.get(), &now) != 0) throw_io("cannot load", path_, errno);
-        if (S_ISDIR(now.st_mode)) throw_io("cannot load", path_, EISDIR);
-        if (!S_ISREG(now.st_mode)) throw_io("cannot load", path_, "not a regular file");
-        size_ = uint64_t(now.st_size);
+    FileSource(const char *path, bool keep_open) : path_(path) {
+        Fd file = open(&opened_);
+        if (S_ISDIR(opened_.st_mode)) throw_io("cannot load", path_, EISDIR);
+        if (!S_ISREG(opened_.st_mode)) throw_io("cannot load", path_, "not a regular file");
+        if (keep_open) file_ = std::move(file);
     }
-    uint64_t size() const override { return size_; }
+    uint64_t size() const override { return uint64_t(opened_.st_size); }
     void read(uint64_t offset, void *data, size_t bytes) const override {
+        if (bytes == 0) return;
+        if (file_) return read(file_, offset, data, bytes);
+        struct stat now;
+        const Fd file = open(&now);
+        if (now.st_dev != opened_.st_dev || now.st_ino != opened_.st_ino)
+            throw_io("cannot read", path_, "the file was replaced");
+        read(file, offset, data, bytes);
+    }
+
+private:
+    Fd open(struct stat *now) const {
+        // O_NONBLOCK: opening a FIFO must not wait for a writer.
+        Fd file(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+        if (!file || ::fstat(file.get(), now) != 0) throw_io("cannot load", path_, errno);
+        return file;
+    }
+    void read(const Fd &file, uint64_t offset, void *data, size_t bytes) const {
         char *next = static_cast<char *>(data);
         while (bytes > 0) {
-            const ssize_t count = ::pread(file_.get(), next, bytes, off_t(offset));
+            const ssize_t count = ::pread(file.get(), next, bytes, off_t(offset));
             if (count < 0 && errno == EINTR) continue;
             if (count < 0) throw_io("cannot read", path_, errno);
             if (count == 0) throw_io("cannot read", path_, "the file became shorter");
@@ -221,10 +235,9 @@ public:
         }
     }
 
-private:
     std::string path_;
-    Fd file_;
-    uint64_t size_ = 0;
+    Fd file_; // closed between reads unless it is kept open
+    struct stat opened_;
 };
 
 // ---- callbacks ----
@@ -267,7 +280,9 @@ private:
 } // namespace
 
 std::unique_ptr<Sink> file_sink(const char *path) { return std::make_unique<FileSink>(path); }
-std::unique_ptr<Source> file_source(const char *path) { return std::make_unique<FileSource>(path); }
+std::unique_ptr<Source> file_source(const char *path, bool keep_open) {
+    return std::make_unique<FileSource>(path, keep_open);
+}
 std::unique_ptr<Sink> callback_sink(const dsopt_io &io) { return std::make_unique<CallbackSink>(io); }
 std::unique_ptr<Source> callback_source(const dsopt_io &io) { return std::make_unique<CallbackSource>(io); }
 

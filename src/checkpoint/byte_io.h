@@ -31,7 +31,8 @@ public:
 /// file is in place. The temporary file is ".dsopt-<hash of the name>-<pid>-<counter>.tmp" in the target's directory.
 /// The next save of the same target removes temporary files of killed savers.
 std::unique_ptr<Sink> file_sink(const char *path);
-std::unique_ptr<Source> file_source(const char *path);
+/// `keep_open` false: each read opens the file again, for loads of more files than a process may have open.
+std::unique_ptr<Source> file_source(const char *path, bool keep_open = true);
 
 /// Throws DSOPT_ERR_ARGUMENT unless `path` and the fields of `io` are consistent and its flags are among `known`.
 /// `callback`: `io` has the function for this direction.

@@ -278,8 +278,9 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const std:
                     });
         }
     }
+    ReservedState state = optimizer.reserve_state(nullptr);
     before_adopt();
-    optimizer.adopt(std::move(loaded), [&] {
+    optimizer.adopt(std::move(loaded), std::move(state), [&] {
         for (const Piece &piece : pieces) {
             void *const memory = piece.entry != nullptr ? piece.entry->data : piece.param;
             std::memcpy(static_cast<char *>(memory) + piece.offset, piece.contents.get(), piece.bytes);
@@ -300,10 +301,11 @@ void load_in_pieces(Optimizer &optimizer, LoadedMetadata loaded, const std::vect
         if (transfer.from_file()) transfer.from.verify();
         if (transfer.conversion) transfer.conversion->scales.verify();
     }
+    ReservedState state = optimizer.reserve_state(nullptr);
+    HostWriter writer(device);
     before_adopt();
     optimizer.wait_for_tensors();
-    optimizer.adopt(std::move(loaded), [&] {
-        HostWriter writer(device);
+    optimizer.adopt(std::move(loaded), std::move(state), [&] {
         const auto read = [&](const SavedRange &from, size_t offset, size_t bytes) -> const void * {
             from.read(offset, piece.data(), bytes);
             return piece.data();

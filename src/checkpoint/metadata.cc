@@ -252,9 +252,10 @@ uint64_t longest_header(const Optimizer &optimizer) {
 }
 
 SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) {
-    if (fields.text("format_version") != (fields.has("shard") ? kShardedVersion : kFormatVersion))
-        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %s, this library reads %s",
-                    quoted(fields.text("format_version")).c_str(), kFormatVersion);
+    const char *const version = fields.has("shard") ? kShardedVersion : kFormatVersion;
+    if (fields.text("format_version") != version)
+        throw Error(DSOPT_ERR_FORMAT, "the checkpoint has format version %s, this library reads %s of such files",
+                    quoted(fields.text("format_version")).c_str(), version);
     SavedOptimizer saved;
     std::vector<int64_t> sizes;
     saved.groups = read_groups(optimizer, fields, sizes);

@@ -74,6 +74,7 @@ private:
 using Files = std::vector<std::unique_ptr<SafetensorsReader>>;
 
 Files open_files(const Optimizer &optimizer, const char *path, const dsopt_io &io) {
+    constexpr int32_t most_open = 64;
     const uint64_t longest = longest_header(optimizer);
     Files files;
     for (int32_t i = 0; i < std::max(io.files, 1); ++i) {
@@ -84,7 +85,7 @@ Files open_files(const Optimizer &optimizer, const char *path, const dsopt_io &i
             file_io.total = io.totals[i];
         }
         files.push_back(std::make_unique<SafetensorsReader>(
-            name != nullptr ? file_source(name) : callback_source(file_io), longest));
+            name != nullptr ? file_source(name, io.files <= most_open) : callback_source(file_io), longest));
     }
     return files;
 }
@@ -138,12 +139,6 @@ void check_one_save(const Files &files) {
                             found == other.end() ? "absent" : quoted(found->second).c_str(), rank);
         }
     }
-}
-
-std::vector<int64_t> numels_of(const Optimizer &optimizer) {
-    std::vector<int64_t> numels;
-    for (const Param &param : optimizer.params()) numels.push_back(param.numel);
-    return numels;
 }
 
 bool is_zero(const SafetensorsReader &file, const std::string &name) {
@@ -285,7 +280,7 @@ std::vector<int32_t> RankFiles::active(const Optimizer &optimizer) const {
     const OwnedLayout &layout = optimizer.onebit()->setup().layout;
     std::vector<int32_t> words(size_t(layout.used_words()));
     if (saved_nodes() > 1 && saved_parts_ == "node") { // joins the slices of the first node
-        const int64_t chunk = VectorPartition{ListVector(numels_of(optimizer)).blocks(), saved_.ranks}.chunk_numel();
+        const int64_t chunk = VectorPartition{vector_of(optimizer.params()).blocks(), saved_.ranks}.chunk_numel();
         for (int l = 0; l < saved_.node_ranks; ++l) {
             const SafetensorsReader &file = *files_[size_t(l * saved_nodes())];
             const int64_t first = l * saved_nodes() * chunk / 32;

@@ -33,7 +33,7 @@ public:
     int saved_ranks() const { return saved_.ranks; }
     /// Returns the number of ranks or, with two levels, of nodes that exchanged compressed values. With 1 there are no
     /// residuals.
-    int saved_nodes() const { return saved_.ranks / saved_.node_ranks; }
+    int saved_nodes() const { return saved_.nodes(); }
 
     /// Throws MISMATCH for state that another number of ranks, or another rank, cannot load. `errors`: error feedback
     /// is to be loaded.

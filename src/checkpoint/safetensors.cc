@@ -397,13 +397,21 @@ size_t SafetensorsReader::find(std::string_view name) const {
 }
 
 void SafetensorsReader::verify(size_t index, void *data) const {
+    verify(index, 0, data, data != nullptr ? size_t(tensors_.at(index).bytes) : 0);
+}
+
+void SafetensorsReader::verify(size_t index, uint64_t offset, void *data, size_t bytes) const {
     const TensorEntry &tensor = tensors_.at(index);
-    const auto buffer = data ? nullptr : piece_buffer(tensor.bytes);
+    const bool whole = bytes == tensor.bytes;
+    const auto buffer = whole ? nullptr : piece_buffer(tensor.bytes);
     Digest digest;
-    for_pieces(tensor.bytes, [&](uint64_t offset, size_t bytes) {
-        void *const piece = data ? static_cast<std::byte *>(data) + offset : buffer.get();
-        source_->read(offsets_[index] + offset, piece, bytes);
-        digest.add(piece, bytes);
+    for_pieces(tensor.bytes, [&](uint64_t begin, size_t count) {
+        std::byte *const piece = whole ? static_cast<std::byte *>(data) + begin : buffer.get();
+        source_->read(offsets_[index] + begin, piece, count);
+        digest.add(piece, count);
+        const uint64_t first = std::max(begin, offset), end = std::min(begin + count, offset + bytes);
+        if (!whole && first < end)
+            std::memcpy(static_cast<std::byte *>(data) + (first - offset), piece + (first - begin), end - first);
     });
     if (digest.hex() != checksums_[index])
         throw Error(DSOPT_ERR_CHECKSUM, "tensor %s: damaged, checksum does not match", quoted(tensor.name).c_str());

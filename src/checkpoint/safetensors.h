@@ -65,6 +65,8 @@ public:
     /// Reads a tensor in pieces. Throws DSOPT_ERR_CHECKSUM if the checksum differs. If `data` is not NULL, the bytes
     /// are stored there, even if the checksum differs.
     void verify(size_t index, void *data = nullptr) const;
+    /// The same, and stores bytes [offset, offset + bytes) only.
+    void verify(size_t index, uint64_t offset, void *data, size_t bytes) const;
     /// Reads a part of a tensor without comparing the checksum.
     void read(size_t index, uint64_t offset, void *data, size_t bytes) const;
 

@@ -13,7 +13,8 @@
 namespace dsopt {
 namespace {
 
-constexpr char kFunction[] = "dsopt_optimizer_save", kFailed[] = "could not save";
+constexpr char kFunction[] = "dsopt_optimizer_save", kFailed[] = "could not save",
+               kNotInPlace[] = "could not put its file in place, so the files are of different saves";
 
 /// Returns 128 random bits, 16 in each word, on the first rank. Other ranks' words are smaller than all of these.
 AgreedWords random_words(const Optimizer &optimizer) {
@@ -83,7 +84,7 @@ private:
         // With SHARD_NODE every node has all parts: nodes behind the first leave them out.
         const DataRank local = optimizer_.data_rank();
         const bool in_node = optimizer_.parts()->sharding() == Sharding::in_node;
-        if (in_node && local.rank % (local.ranks / local.node_ranks) != 0) return;
+        if (in_node && local.rank != local.first_of_slice()) return;
         const int64_t longest = kFilePiece / block;
         if (part.numel == part.whole && part.numel <= longest) return add(whole, source);
         const size_t size = dtype_size(whole.dtype), in_memory = source.remainder != nullptr ? size / 2 : size;
@@ -114,14 +115,16 @@ void check_save(const Optimizer &optimizer, const char *path, const dsopt_io &io
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of numbers to text rounds, too
     AgreedWords id{};
-    Agreement begin(optimizer, kFunction, kFailed), end(optimizer, kFunction, kFailed);
+    Agreement begin(optimizer, kFunction, kFailed), end(optimizer, kFunction, kFailed),
+        done(optimizer, kFunction, kNotInPlace);
+    AgreedWords none{};
     begin.run([&] {
         check_save(optimizer, path, io);
         optimizer.prepare_for_host();
         id = random_words(optimizer);
         (void)begin.reach(id);
     });
-    end.run([&] {
+    const auto write = [&] {
         const Contents contents(optimizer, (io.flags & DSOPT_IO_PARAMS) != 0);
         HostReader reader(optimizer.context().device());
         std::optional<HostReader> remainders; // page-locked memory is allocated only if there are any
@@ -141,9 +144,12 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
             join_masters(view(reader, data), view(*remainders, remainder), int64_t(masters.size()), masters.data());
             return masters.data();
         };
-        AgreedWords none{};
         write_safetensors(*sink, metadata_of(optimizer, hex(id)), contents.tensors, deliver,
                           [&] { (void)end.reach(none); });
+    };
+    done.run([&] {
+        end.run(write);
+        (void)done.reach(none); // every file is in place
     });
 }
 

@@ -22,15 +22,8 @@ int64_t split_name(const std::string &text, std::string &name) {
 } // namespace
 
 void SavedRange::verify(char *data) const {
-    std::vector<char> whole;
     for (const SavedSegment &segment : segments_) {
-        if (data == nullptr || segment.is_whole()) {
-            segment.file->verify(segment.index, data);
-        } else {
-            whole.resize(size_t(segment.file->tensors()[segment.index].bytes));
-            segment.file->verify(segment.index, whole.data());
-            std::memcpy(data, whole.data() + segment.offset, size_t(segment.bytes));
-        }
+        segment.file->verify(segment.index, segment.offset, data, data != nullptr ? size_t(segment.bytes) : 0);
         if (data != nullptr) data += segment.bytes;
     }
 }

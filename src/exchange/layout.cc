@@ -144,7 +144,7 @@ OwnedLayout make_layout_of(const Draft &whole, const Draft *slice, int node_rank
 OwnedLayout layout_for(const DataRank &local, bool compat, const std::vector<int64_t> &numels,
                        const std::vector<bool> &exchanged) {
     const auto [rank, ranks, node_ranks] = local;
-    const int nodes = ranks / node_ranks;
+    const int nodes = local.nodes();
     const Draft whole =
         compat && node_ranks == 1 ? padded_draft(ranks, rank, numels) : bucket_draft(ranks, rank, numels, exchanged);
     if (node_ranks == 1) return make_layout_of(whole, nullptr, 1, 0);

@@ -10,6 +10,9 @@ namespace dsopt {
 /// ordered by the chunks that they average, so the ranks with the same slice are contiguous.
 struct DataRank {
     int rank, ranks, node_ranks;
+    int nodes() const { return ranks / node_ranks; }
+    /// Returns the first rank with the same slice.
+    int first_of_slice() const { return rank / nodes() * nodes(); }
 };
 
 /// Returns the layout of tensors of these sizes on a rank. `compat`: as in the original, each tensor is a separate

@@ -133,8 +133,8 @@ void Optimizer::finalize_groups() {
             const auto is_averaged = [&](const dsopt_group &group) {
                 return may_average(desc_, group, registry.family >= 0, data_rank());
             };
-            if (data_rank().ranks > 1 &&
-                (is_sharded(desc_) || std::any_of(registry.groups.begin(), registry.groups.end(), is_averaged)))
+            if (data_rank().ranks > 1 && (effective_sharding(desc_, data_rank()) != Sharding::none ||
+                                          std::any_of(registry.groups.begin(), registry.groups.end(), is_averaged)))
                 parts_ = std::make_unique<RankParts>(registry.params, registry.groups, desc_, data_rank(),
                                                      context_->device().is_host());
             if (shards()) set_parts(registry);
@@ -161,9 +161,9 @@ void Optimizer::set_parts(Registry &registry) const {
     }
 }
 
-void Optimizer::adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors) {
+void Optimizer::adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef<void()> fill_tensors) {
     const Device &device = context_->device();
-    ensure_state(nullptr, nullptr, loaded.masters);
+    ensure_state(std::move(reserved), nullptr, nullptr, loaded.masters);
     device.wait_for_default_stream();
     fill_tensors();
     if (!loaded.masters) reset(DSOPT_RESET_MASTERS, nullptr);

@@ -64,6 +64,14 @@ constexpr int64_t kMaxCalls = int64_t(1) << 53;
 
 struct StepRequest;
 
+/// Memory for the state tensors that have none.
+struct ReservedState {
+    static constexpr size_t kInBlock = SIZE_MAX; // in place of an offset: the tensor fits into its EngineBlock
+    std::vector<size_t> missing, offsets;        // index of each tensor in the state, and its first byte in `arena`
+    std::vector<dsopt_tensor> list;              // of all state
+    Memory arena;
+};
+
 class Optimizer {
 public:
     Optimizer(std::shared_ptr<const Context> context, const dsopt_optimizer_desc &desc, Attachments attachments);
@@ -126,7 +134,11 @@ public:
     /// Allocates every state tensor that has no memory and writes its starting values. `params`: the source of masters,
     /// NULL = the bound parameters. `masters_follow`: masters are left uninitialized, because the caller fills them at
     /// once.
-    void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false);
+    void ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow = false) {
+        ensure_state(reserve_state(stream), params, stream, masters_follow);
+    }
+    /// The same with memory that reserve_state() returned, after which neither state nor parameters have changed.
+    void ensure_state(ReservedState reserved, const dsopt_tensor *params, void *stream, bool masters_follow);
     /// Writes starting values to the caller's list, including the original's step on zero gradients.
     void init_state(const dsopt_tensor *params, int64_t count, const dsopt_tensor *state, int64_t state_count,
                     void *stream) const;
@@ -136,10 +148,12 @@ public:
     void state_changed() const {
         if (onebit_) onebit_->invalidate_schedule();
     }
-    /// Finishes a load after the caller has read and checked the file: allocates all state tensors, calls
-    /// fill_tensors(), then applies `loaded`. Allocation comes after all checks of the file, because loaded masters are
-    /// uninitialized until fill_tensors(), and a failed load must not leave uninitialized masters.
-    void adopt(LoadedMetadata loaded, FunctionRef<void()> fill_tensors);
+    /// Allocates memory for the state tensors that have none, and leaves the optimizer as it is.
+    ReservedState reserve_state(void *stream);
+    /// Finishes a load after the caller has read and checked the file: gives all state tensors memory, calls
+    /// fill_tensors(), then applies `loaded`. Loaded masters are uninitialized until fill_tensors(), and a failed load
+    /// must not leave uninitialized masters.
+    void adopt(LoadedMetadata loaded, ReservedState reserved, FunctionRef<void()> fill_tensors);
     void accumulate(const dsopt_tensor *grads, int64_t count, void *stream);
 
     void step(const dsopt_step &step);

@@ -355,17 +355,23 @@ StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const
     return rows;
 }
 
-void check_pointers(const Optimizer &optimizer, const StepPlan &plan) {
+void check_pointers(const Optimizer &optimizer, const StepRequest &request, const StepPlan &plan) {
+    const dsopt_tensor *const grads = request.step.grads;
     for (int64_t i = 0; i < plan.count; ++i) {
         const TensorJob &job = plan.jobs[i];
         const MomentList &moments = moments_of(optimizer.groups()[size_t(job.group)]);
         constexpr const char *kNames[] = {"gradient", "weight", "parameter", "output"}; // of SlotIndex
         static_assert(std::size(kNames) == kMoment);
+        int64_t numel = optimizer.params()[size_t(i)].numel;
         const auto check = [&](const void *data, const char *role) {
-            if (data != nullptr && job.range.numel != 0 && !optimizer.context().device().owns(data))
+            if (data != nullptr && numel != 0 && !optimizer.context().device().owns(data))
                 throw Error(DSOPT_ERR_DEVICE, "%s of '%s' at %p is not memory of this context's device", role,
                             optimizer.params()[size_t(i)].name.c_str(), data);
         };
+        // Whole tensors first: the job has this rank's part, and the average in place of the gradient.
+        check(grads != nullptr ? grads[i].data : nullptr, kNames[kGrad]);
+        check(memory_of_param(optimizer, request, size_t(i)), kNames[kCopy]);
+        numel = job.range.numel;
         for (int k = 0; k < kSlots; ++k) check(job.data[k], k < kMoment ? kNames[k] : moments.info[k - kMoment].name);
         for (int k = 0; k < kMoments; ++k) check(job.scale[k], moments.info[k].scale_name);
         check(job.remainder, record_of(StateKind::remainder).name);

@@ -60,7 +60,7 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
 StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepPlan &plan);
 /// Throws DEVICE if a tensor of the step is not in memory of the context's device (DSOPT_CONTEXT_CHECK_POINTERS).
-void check_pointers(const Optimizer &optimizer, const StepPlan &plan);
+void check_pointers(const Optimizer &optimizer, const StepRequest &request, const StepPlan &plan);
 
 /// True if ranks compare every step: DSOPT_OPTIMIZER_CHECK_RANKS with several ranks.
 bool checks_ranks(const Optimizer &optimizer);

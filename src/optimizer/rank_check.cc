@@ -17,7 +17,7 @@ uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e377
 
 /// Everything that ranks compare, as words.
 struct Words {
-    enum : int { params, list, calls, schedule, stage, gradients, options, count };
+    enum : int { params, list, calls, schedule, stage, gradients, options, sums, count };
     int32_t refused = 0;                             // rank + 1 of a rank that refused its arguments, 0 = none
     int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x; their maxima are the largest x and ~ the smallest x
     void set(int word, uint64_t value) {
@@ -74,9 +74,9 @@ int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)
 /// Two levels: ranks that exchange a slice with one another must have the same rank in their nodes. Otherwise they
 /// would average different tensors.
 void check_nodes(const Optimizer &optimizer, void *stream) {
-    const auto &[local, ranks, node_ranks] = optimizer.data_rank();
+    const int node_ranks = optimizer.data_rank().node_ranks;
     const Attachments &with = optimizer.attachments();
-    const int nodes = ranks / node_ranks, index = with.node->rank();
+    const int nodes = optimizer.data_rank().nodes(), index = with.node->rank();
     int32_t indices[2] = {index, ~index};
     if (with.data) with.data->all_reduce(indices, std::size(indices), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
     const bool differs = indices[0] != ~indices[1];
@@ -92,15 +92,15 @@ void check_nodes(const Optimizer &optimizer, void *stream) {
                     ~indices[1], indices[0]);
 }
 
-} // namespace
-
 /// Returns the dtype in which a gradient is sent; 0: it is not.
-static int32_t sent_dtype(const StepRows *rows, size_t i) {
+int32_t sent_dtype(const StepRows *rows, size_t i) {
     if (rows == nullptr) return 0;
     for (const dsopt_tensor *list : {rows->averaged, rows->averaged_in_node})
         if (list != nullptr && list[i].numel != 0) return list[i].dtype;
     return 0;
 }
+
+} // namespace
 
 void max_over_ranks(const Optimizer &optimizer, void *words, size_t bytes, void *stream) {
     for (Comm *comm : {optimizer.attachments().node.get(), optimizer.attachments().data.get()})
@@ -131,6 +131,8 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
     for (size_t i = 0; i < params.size(); ++i) gradients = mix(gradients, gradient_key(i));
     constexpr int32_t compared = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES;
     words.set(Words::options, uint32_t(optimizer.desc().flags & compared));
+    // The sums of parts that ranks complete together.
+    words.set(Words::sums, plan.policy.completes ? 1 + plan.policy.read_gradients + 2 * plan.policy.report_norms : 0);
     words.set(Words::params, uint64_t(plan.count));
     words.set(Words::list, list);
     words.set(Words::gradients, gradients);
@@ -173,6 +175,10 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different stages: '%s' and '%s', rank %d '%s'",
                     name_of(Stage(words.min(Words::stage))), name_of(Stage(words.max(Words::stage))), rank,
                     name_of(Stage(local.max(Words::stage))));
+    if (!words.same(Words::sums))
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "ranks have different options: some read gradients before the update (max_norm, a scaler or "
+                    "DSOPT_NONFINITE_SKIP, without dsopt_step.grad_norms) or have REPORT_NORMS, others do not");
     if (!words.same(Words::gradients)) {
         const int64_t i = std::max<int64_t>(first_different(optimizer, gradient_key, plan.execution.stream), 0);
         const char *const name = params[size_t(i)].name.c_str();

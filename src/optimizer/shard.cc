@@ -9,11 +9,6 @@ namespace {
 // Memory for a message of every rank in bytes. On a device longer messages use the links better.
 constexpr int64_t kHostStaging = int64_t(4) << 20, kDeviceStaging = int64_t(64) << 20;
 
-ListVector vector_of(const std::vector<Param> &params) {
-    std::vector<int64_t> numels;
-    for (const Param &param : params) numels.push_back(param.numel);
-    return ListVector(numels);
-}
 /// Returns the bytes of the largest element in rows: F32 means, or weights.
 int64_t largest_element(const std::vector<Param> &params, bool means) {
     int64_t size = means ? int64_t(sizeof(float)) : 1;
@@ -24,12 +19,19 @@ bool has_family(const std::vector<dsopt_group> &groups) {
     return std::any_of(groups.begin(), groups.end(),
                        [](const dsopt_group &group) { return is_onebit(group.algorithm); });
 }
-/// The sharding of an optimizer with these ranks: a node of one rank has everything.
-Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &local) {
-    return sharding_of(desc) == Sharding::in_node && local.node_ranks == 1 ? Sharding::none : sharding_of(desc);
-}
 
 } // namespace
+
+ListVector vector_of(const std::vector<Param> &params) {
+    std::vector<int64_t> numels;
+    for (const Param &param : params) numels.push_back(param.numel);
+    return ListVector(numels);
+}
+
+Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &local) {
+    if (local.ranks == 1 || (sharding_of(desc) == Sharding::in_node && local.node_ranks == 1)) return Sharding::none;
+    return sharding_of(desc);
+}
 
 void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node) {
     if (!is_sharded(desc)) return;
@@ -87,21 +89,21 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_g
 }
 
 Range RankParts::slice(size_t param) const {
-    const int nodes = local_.ranks / local_.node_ranks;
-    return part_of(layout_.vector().range(param), layout_.partition().chunks(local_.rank / nodes * nodes, nodes));
+    const Range chunks = layout_.partition().chunks(local_.first_of_slice(), local_.nodes());
+    return part_of(layout_.vector().range(param), chunks);
 }
 
 Range RankParts::part(size_t param, int rank) const {
     const Range tensor = layout_.vector().range(param);
     if (sharding_ == Sharding::none) return whole_range(tensor.numel);
-    const int chunks = sharding_ == Sharding::in_node ? local_.ranks / local_.node_ranks : 1;
+    const int chunks = sharding_ == Sharding::in_node ? local_.nodes() : 1;
     return part_of(tensor, layout_.partition().chunks(rank / chunks * chunks, chunks));
 }
 
 bool RankParts::is_split(size_t param) const {
     const Range tensor = layout_.vector().range(param);
     if (sharding_ == Sharding::none || tensor.numel == 0) return false;
-    const int chunks = sharding_ == Sharding::in_node ? local_.ranks / local_.node_ranks : 1;
+    const int chunks = sharding_ == Sharding::in_node ? local_.nodes() : 1;
     const int64_t size = layout_.partition().chunk_numel() * chunks;
     return tensor.begin / size != (tensor.end() - 1) / size;
 }

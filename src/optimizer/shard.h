@@ -14,7 +14,11 @@ constexpr Sharding sharding_of(const dsopt_optimizer_desc &desc) {
            : desc.flags & DSOPT_OPTIMIZER_SHARD_NODE ? Sharding::in_node
                                                      : Sharding::none;
 }
+/// Returns the same for an optimizer of these ranks: a single rank, or one in a node of one rank, has everything.
+Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &local);
 constexpr bool is_sharded(const dsopt_optimizer_desc &desc) { return sharding_of(desc) != Sharding::none; }
+/// Returns the vector of a list of parameters.
+ListVector vector_of(const std::vector<Param> &params);
 /// Throws UNSUPPORTED for options that cannot be combined with sharded state. `has_data`, `has_node`: there are comms.
 void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node);
 /// Throws UNSUPPORTED for an algorithm that cannot be sharded in this way.

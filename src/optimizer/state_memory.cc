@@ -69,16 +69,16 @@ void Optimizer::prepare_for_host() {
     context_->device().wait_for_default_stream();
 }
 
-void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool masters_follow) {
-    if (state().empty() || state().is_complete()) return;
+ReservedState Optimizer::reserve_state(void *stream) {
+    ReservedState reserved;
+    if (state().empty() || state().is_complete()) return reserved;
     // Flat masters come first, contiguous per group. All other tensors follow, each aligned to kCacheLine.
     constexpr int32_t apart = INT32_MAX;
     const auto flat_group = [&](size_t i) {
         const bool flat = desc_.masters == DSOPT_MASTERS_FLAT && (state()[i].flags & DSOPT_STATE_FROM_PARAM);
         return flat ? this->params()[size_t(state()[i].param)].group : apart;
     };
-    constexpr size_t in_block = SIZE_MAX; // in place of an offset: the tensor fits into its block
-    std::vector<size_t> missing, offsets;
+    auto &[missing, offsets, list, arena] = reserved;
     for (size_t i = 0; i < state().size(); ++i)
         if (state()[i].data == nullptr) missing.push_back(i);
     std::stable_sort(missing.begin(), missing.end(), [&](size_t a, size_t b) { return flat_group(a) < flat_group(b); });
@@ -87,7 +87,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         const StateEntry &entry = state()[missing[k]];
         const EngineBlock &block = state().block(entry.kind); // empty for a tensor of a parameter
         if (block.data != nullptr && block.capacity >= entry.bytes()) {
-            offsets.push_back(in_block);
+            offsets.push_back(ReservedState::kInBlock);
             continue;
         }
         const int32_t group = flat_group(missing[k]);
@@ -95,19 +95,26 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
         offsets.push_back(bytes);
         bytes += block.grown(entry.bytes());
     }
+    arena = Memory(context_, std::max(round_up(bytes), kCacheLine), stream);
+    list = state().list();
+    registry_.change().state.reserve_arena();
+    return reserved;
+}
+
+void Optimizer::ensure_state(ReservedState reserved, const dsopt_tensor *params, void *stream, bool masters_follow) {
+    auto &[missing, offsets, list, arena] = reserved;
+    if (missing.empty()) return;
     state_changed();
-    Memory arena(context_, std::max(round_up(bytes), kCacheLine), stream);
-    std::vector<dsopt_tensor> list = state().list();
     bool counters = false;
     for (size_t k = 0; k < missing.size(); ++k) {
         const StateEntry &entry = state()[missing[k]];
-        void *const data = list[missing[k]].data =
-            offsets[k] == in_block ? state().block(entry.kind).data : static_cast<char *>(arena.data()) + offsets[k];
+        void *const data = list[missing[k]].data = offsets[k] == ReservedState::kInBlock
+                                                       ? state().block(entry.kind).data
+                                                       : static_cast<char *>(arena.data()) + offsets[k];
         counters = counters || entry.per_param();
         if (!masters_follow || !(entry.flags & DSOPT_STATE_FROM_PARAM)) initialize(entry, params, data, stream);
     }
     Registry &registry = registry_.change();
-    registry.state.reserve_arena();
     if (counters && wrapper() != Wrapper::none && !masters_follow) {
         ensure_workspace(stream);
         // The initial step changes parameters that have no separate master: nothing after it may fail.
@@ -121,7 +128,7 @@ void Optimizer::ensure_state(const dsopt_tensor *params, void *stream, bool mast
             continue;
         }
         EngineBlock &block = registry.state.block(entry.kind);
-        if (offsets[k] != in_block)
+        if (offsets[k] != ReservedState::kInBlock)
             block = {.data = list[missing[k]].data, .capacity = block.grown(entry.bytes()), .kept = {}};
         block.generation = 0; // the contents were not saved
         registry.state.set_memory_to_block(missing[k]);

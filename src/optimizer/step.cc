@@ -93,7 +93,7 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
         plan.outcome = outcome_.data();
         plan.execution.cache = cache_.get();
     }
-    if (context_->checks_pointers()) check_pointers(*this, plan);
+    if (context_->checks_pointers()) check_pointers(*this, request, plan);
 
     const CommSet ranks = request.initial ? CommSet{} : comms();
     std::optional<StepRows> rows;

@@ -25,7 +25,7 @@ public:
         in_node_(in_node),
         jobs_(in_node && run.plan.fed != nullptr && !run.rows->all_of_node ? run.plan.fed : run.plan.jobs),
         local_(data_rank_of(run.comms.data, run.comms.node)),
-        nodes_(local_.ranks / local_.node_ranks),
+        nodes_(local_.nodes()),
         sends_f32_((run.comms.node != nullptr ? run.comms.node : run.comms.data)->provider_sums()) {}
 
     void average(int64_t stripe) const {
@@ -39,7 +39,7 @@ public:
         const bool stores = in_node_ && !rows_.all_of_node; // means, not sums to send
         if (!stores) clear(sent(), nodes_ * f32_bytes);
         PieceList pieces(rows_);
-        const int first = local_.rank / nodes_ * nodes_;
+        const int first = local_.first_of_slice();
         for (int k = 0; k < nodes_; ++k)
             for_pieces(stripe, first + k, false, [&](const Piece &piece, int64_t f32_offset) {
                 pieces.add(stores ? mean_of(piece) : f32_piece(piece, sent() + k * f32_bytes + f32_offset),
@@ -131,7 +131,7 @@ private:
         if (alone) return;
         const bool in_node = rows_.sharding == Sharding::in_node;
         gather_means(stripe, run_.comms.data, in_node ? nullptr : run_.comms.node, f32_bytes,
-                     in_node ? local_.rank / nodes_ * nodes_ : 0, f32_bytes);
+                     in_node ? local_.first_of_slice() : 0, f32_bytes);
     }
     /// Gathers F32 rows over the comms, and copies them to the means. `message`: bytes of this rank's rows. `first`: the
     /// first row that all ranks together have.

@@ -55,10 +55,13 @@ void update(const StepRun &run, StepKernels &kernels) {
 }
 
 void run_phases(const StepRun &run, StepKernels &kernels) {
-    if (averages(run)) average_gradients(run);
     const bool parts = run.plan.policy.parts;
     const bool agrees = has_peers(run.comms);
     kernels.mark(-1);
+    if (averages(run)) {
+        average_gradients(run);
+        kernels.mark(DSOPT_MS_EXCHANGE);
+    }
     if (run.plan.policy.completes)
         inspect_parts(run, kernels);
     else

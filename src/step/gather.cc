@@ -20,8 +20,8 @@ struct OwnRows {
 };
 OwnRows own_rows(const StepRun &run) {
     const DataRank local = data_rank_of(run.comms.data, run.comms.node);
-    const int count = run.rows->sharding == Sharding::in_node ? local.ranks / local.node_ranks : 1;
-    return {local.rank / count * count, count};
+    const bool in_node = run.rows->sharding == Sharding::in_node;
+    return in_node ? OwnRows{local.first_of_slice(), local.nodes()} : OwnRows{local.rank, 1};
 }
 
 } // namespace

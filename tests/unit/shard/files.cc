@@ -2,6 +2,7 @@
 // Checkpoints of sharded state: any number of ranks loads what any other number saved, and goes on with the same bits.
 #include "support/file.h"
 #include "support/shard.h"
+#include <sys/resource.h>
 
 using namespace test;
 
@@ -209,6 +210,37 @@ TEST(ShardedFile, WithAGapOrAnOverlapIsRefused) {
         EXPECT_EQ(trainer.text(), before) << name;
     }
     EXPECT_OK(load_all(trainer.opt(), saved.list()));
+}
+
+// A rank reads the files of all ranks, and may have fewer of them open at once.
+TEST(ShardedFile, IsLoadedFromMoreFilesThanAProcessMayHaveOpen) {
+    ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}};
+    training.sizes = {5000, 70, 4096};
+    const Saved saved = save_after(training, {1, 66}, 1);
+    const Folder folder;
+    std::vector<std::string> paths;
+    for (const MemoryFile &file : saved.files) {
+        paths.push_back(folder / std::to_string(paths.size()));
+        write_file(paths.back(), file.data);
+    }
+    std::vector<const char *> list;
+    for (const std::string &path : paths) list.push_back(path.c_str());
+    Scaler none;
+    const Context context = make_context(1);
+    Trainer trainer = training.trainer(context, training.desc, none);
+    DSOPT_NEW(dsopt_io, io);
+    io.files = int32_t(list.size());
+    io.paths = list.data();
+    rlimit before{};
+    ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+    const auto opened = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+    const rlimit few{rlim_t(opened) + 10, before.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+    const dsopt_status status = dsopt_optimizer_load(trainer.opt(), nullptr, &io);
+    const std::string text = dsopt_last_error();
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+    EXPECT_EQ(status, DSOPT_OK) << text;
+    EXPECT_EQ(trainer.report().calls, 1);
 }
 
 TEST(ShardedFile, IsLoadedByAllRanksOrByNone) {

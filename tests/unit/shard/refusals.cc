@@ -126,6 +126,42 @@ TEST(ShardRefusals, AreOfDifferentListsAndOptions) {
     });
 }
 
+// They decide which sums ranks complete together.
+TEST(ShardRefusals, AreOfOptionsThatReadGradientsOnOneRankOnly) {
+    const std::function<void(dsopt_optimizer_desc &)> options[] = {
+        [](dsopt_optimizer_desc &desc) { desc.max_norm = 1; },
+        [](dsopt_optimizer_desc &desc) { desc.nonfinite = DSOPT_NONFINITE_SKIP; },
+        [](dsopt_optimizer_desc &desc) { desc.flags |= DSOPT_OPTIMIZER_REPORT_NORMS; }};
+    for (const auto &option : options)
+        with_ranks(2, [&](int rank, const Context &context, const Comm &comm) {
+            dsopt_optimizer_desc desc = desc_with(comm, DSOPT_COMPAT_NONE, uint32_t(kShard));
+            if (rank == 1) option(desc);
+            Trainer trainer(context, desc, group_of(DSOPT_ALGORITHM_ADAMW), {Array(DSOPT_DTYPE_F32, 5000, 1)});
+            EXPECT_TRUE(refused(trainer.step({Array(DSOPT_DTYPE_F32, 5000, 1)}), DSOPT_ERR_MISMATCH,
+                                "some read gradients before the update"));
+            for (const float value : trainer.weight().floats()) ASSERT_EQ(value, 1);
+            EXPECT_EQ(info_of(comm).status, DSOPT_OK);
+        });
+}
+
+TEST(ShardNode, OfOneRankNeedsTheMemoryOfUnshardedState) {
+    const Context context = make_context(1);
+    const CommId id = new_id();
+    size_t bytes[2] = {};
+    run_ranks(2, [&](int rank) {
+        const Context own = make_context(1);
+        const Comm data = local_comm(own, id, rank, 2), node = self_comm(own);
+        for (const int32_t flags : {0, kInNode}) {
+            const Trainer trainer(own, with_flags(flags, &data, &node), group_of(DSOPT_ALGORITHM_ADAMW),
+                                  {Array(DSOPT_DTYPE_F32, 5000, 1)});
+            size_t needed = 0;
+            must(dsopt_optimizer_workspace(trainer.opt(), &needed));
+            if (rank == 0) bytes[flags != 0] = needed;
+        }
+    });
+    EXPECT_EQ(bytes[1], bytes[0]);
+}
+
 TEST(ShardQuery, NamesTheParameterAndTheRank) {
     const Context context = make_context(1);
     int64_t begin = -1, numel = -1;
