@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-LIMIT = 31
+LIMIT = 33
 
 
 def main():
