@@ -7,8 +7,9 @@
 namespace dsopt::gpu {
 
 /// Computes the same result as fold_gradients(), in parallel over tensors and then over the cells of the table. The
-/// kernel has already stored the cells of tensors, and the squares of tensors with one leaf.
-__device__ inline void fold_on_block(const DevicePlan &d) {
+/// kernel has already stored the cells of tensors, and the squares of tensors with one leaf. `Parts`: other ranks have
+/// completed the sums of squares, but not the counts of non-finite elements.
+template <bool Parts> __device__ inline void fold_on_block(const DevicePlan &d) {
     const StepPlan &plan = d.plan;
     const NormTable &table = plan.norms;
     for_tensors(d, [&](int32_t i, int32_t leaves, auto fold) INLINED {
@@ -39,13 +40,13 @@ __device__ inline void fold_on_block(const DevicePlan &d) {
             if (!is_inspected(job)) return;
             const int64_t *bad = plan.leaf.bad + job.leaves.first;
             const int64_t bad_count = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] & 0xffff; });
-            if (plan.policy.completes) {
+            if constexpr (Parts) {
                 if (fold.lead) found.add_part(i, bad_count, d.tensor_squares[i]);
-                return;
+            } else {
+                if (bad_count == 0) return; // the same in all lanes of a warp
+                const int64_t nans = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
+                found.add(i, fold.lead ? bad_count : 0, nans != 0);
             }
-            if (bad_count == 0) return; // the same in all lanes of a warp
-            const int64_t nans = fold.sum_counts(leaves, [&](int32_t leaf) INLINED { return bad[leaf] >> 32; });
-            found.add(i, fold.lead ? bad_count : 0, nans != 0);
         });
         found = over_block(found);
     }
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         }
     });
     if (!last_block(plan.control->inspect) || what_follows == Fold::none) return;
-    fold_on_block(d);
+    fold_on_block<false>(d);
     if (what_follows == Fold::decide && threadIdx.x == 0) (void)decide_step(d.plan);
 }
 
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(GRID_CONSTANT const PdlA
         if (d.tensor_leaves[i] <= 1) d.tensor_squares[i] = counts ? plan.leaf.sums_a[job.leaves.first] : 0.0;
     }
     __syncthreads();
-    fold_on_block(d);
+    fold_on_block<true>(d);
 }
 
 /// Completes pass 1 in one thread. `folds`: clears the norms, because pass 1 did not run. `decides`: makes the

@@ -7,8 +7,8 @@ usage: resources.py LIBDSOPT FOLDER...
 
 Checks the machine code and the PTX that ship, or the code that nvcc generates from the sources for sm_90:
 - the PTX has only arithmetic whose result IEEE 754 defines, with one rounding each;
-- registers are within budget, nothing is spilled, and as many blocks are resident on a multiprocessor as each kernel is
-  designed for, because the grid size depends on it;
+- registers are within budget, nothing is spilled (SPILLS has the exceptions), and as many blocks are resident on a
+  multiprocessor as each kernel is designed for, because the grid size depends on it;
 - number of 16-byte loads in flight before the first one is waited for, and of 16-byte stores;
 - number of ranks whose bits an exchange loads before it waits for the first load;
 - from sm_90 on, the wait for the preceding kernel comes before anything else that uses memory;
@@ -66,6 +66,8 @@ OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
           for kernel in ("update_kernel", "update_stored_kernel", "update_stored_weights_kernel", "pack_values_kernel",
                          "pack_list_kernel", "reduce_messages_kernel", "pack_slice_kernel",
                          "feed_kernelILNS.*4FeedE[012]E")}
+# Instructions that spill: the loop counter of the last block, which folds the results of all leaves.
+SPILLS = {("inspect_kernel", number): 2 for number in (120, 121)}
 # Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16,
@@ -265,7 +267,7 @@ def judge_machine_code(judge, arch, usage, code):
             blocks = resident_blocks(number, have, shared)
             # Multiprocessors with less shared memory hold fewer blocks than the registers would allow.
             enough = blocks >= min(resident, MULTIPROCESSOR[number][1] * 1024 // shared)
-            good = (have <= registers and spills == 0 and generic == 0 and enough
+            good = (have <= registers and spills <= SPILLS.get((kernel, number), 0) and generic == 0 and enough
                     and in_flight >= loads and wide >= stores)
             judge.check(good,
                         "%s %-31s %2d registers, %d spills, %d blocks resident, %d loads of 16 bytes in flight, %2d "
