@@ -22,6 +22,8 @@ TEST_P(Averages, GiveTheBitsOfTheMean) {
                         GetParam());
 }
 
+LABEL_PARAMS(long_emulated, "[58]x*");
+LABEL_PARAMS(long_emulated, "2x[23]Unsharded");
 TEST_P(Averages, GiveTheBitsOfTheMeanInMixedPrecision) {
     expect_bits_of_mean({.groups = {group_of(DSOPT_ALGORITHM_LAMB), group_of(DSOPT_ALGORITHM_ADAMW)},
                          .param = DSOPT_DTYPE_BF16,

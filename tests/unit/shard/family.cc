@@ -109,11 +109,13 @@ protected:
 };
 INSTANTIATE_TEST_SUITE_P(, ShardFamily, testing::ValuesIn(cases()), [](const auto &info) { return info.param.name(); });
 
+LABEL_PARAMS(long_emulated, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevels) {
     expect_bits_of_unsharded({.bad_call = 6});
     expect_bits_of_unsharded({.averages = false, .bad_call = 2});
 }
 
+LABEL_PARAMS(long_emulated, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsInMixedPrecision) {
     expect_bits_of_unsharded({.param = DSOPT_DTYPE_BF16, .bad_call = 7});
 }
@@ -126,6 +128,7 @@ TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsBesideOtherGroups) {
 LABEL(long_emulated);
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMasks) { expect_bits_of_unsharded({.param_flags = DSOPT_PARAM_MASKED}); }
 
+LABEL_PARAMS(long_emulated, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMomentumInBits) {
     if (GetParam().algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM) return;
     expect_bits_of_unsharded({.desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_MOMENTUM_BITS)});
@@ -133,6 +136,9 @@ TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMomentumInBits) {
 
 // Files of one node sharding, of another one, and of ranks with all of the state load into each other. Error feedback is
 // redistributed: afterwards replicas agree, and with the same ranks the bits are those of an uninterrupted run.
+LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(long_emulated, "*2x3");
+LABEL_PARAMS(long_emulated, "*Lamb2x[12]");
 TEST_P(ShardFamily, ResumesFromFilesOfOtherRanks) {
     const auto [algorithm, per_node, nodes] = GetParam();
     const FamilyRun run{.averages = true};

@@ -86,6 +86,7 @@ class ShardFiles : public testing::TestWithParam<Topology> {};
 INSTANTIATE_TEST_SUITE_P(, ShardFiles, testing::ValuesIn(kRuns), topology_name);
 
 // Masters, two rules, a loss scale.
+LABEL_PARAMS(long_emulated, "[135]x*");
 TEST_P(ShardFiles, AreLoadedByAnyNumberOfRanks) {
     const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW), group_of(DSOPT_ALGORITHM_LAMB)},
                                  .param = DSOPT_DTYPE_BF16,
