@@ -79,6 +79,11 @@
  *    and for any order and packing of the lists. Norms give the same bits on every backend and instruction set and for
  *    any number of threads. Denormals are not flushed. Arithmetic is fp32 for all storage dtypes; multiply and add
  *    round separately.
+ *    Muon: on the CPU the same bits on every instruction set, for any number of threads and ranks and any order and
+ *    packing of the lists. On CUDA products come from cuBLASLt: the same bits from step to step for one library, device
+ *    and list; against the CPU and between devices an orthogonalised matrix differs from the exact iteration by less
+ *    than 4e-2 (BF16), 5e-3 (F16), 5e-5 (F32) of its norm. Momentum, norms, counters and all other groups keep the
+ *    promises above.
  *  - Since: 0.1, unless a line says otherwise. Nothing is frozen before 1.0.
  */
 #include <stddef.h>
@@ -357,6 +362,16 @@ enum dsopt_algorithm {
     /** Chen et al. 2023, as in optax.lion: p -= lr (sign(beta1 m + (1 - beta1) g) + wd p), then
      * m = beta2 m + (1 - beta2) g. The sign of 0 is 0. Standard mode only. Since: 0.2 */
     DSOPT_ALGORITHM_LION = 10,
+    /** Jordan et al. 2024, as in torch.optim.Muon, for matrices: m = mu m + (1 - mu) g; u = (1 - mu) g + mu m with
+     * DSOPT_GROUP_NESTEROV, else u = m; O = NS(u / max(|u|, eps)); p = p (1 - lr wd) - lr adjust O. NS is `ns_steps`
+     * Newton-Schulz iterations A = X X^T; X = a X + (b A + c A A) X, which bring all singular values of X close to 1; of
+     * a matrix with more rows than columns they take the transpose. X is fp32; inputs of products are rounded to
+     * `ns_dtype`, and sums are fp32. A zero matrix stays zero. With bias correction and NESTEROV,
+     * u = mu / (1 - mu^(t+1)) m + (1 - mu) / (1 - mu^t) g, as in optax.
+     * Each parameter is one matrix or is cut into matrices (dsopt_param.rows, cols). Other parameters, such as
+     * embeddings, norms and biases, go into a group of another algorithm, outside the 1-bit family. One NaN that is
+     * applied ends a whole matrix, so prefer DSOPT_NONFINITE_SKIP. Standard mode only. docs/muon.md. Since: 0.3 */
+    DSOPT_ALGORITHM_MUON = 11,
     /* The 1-bit family: data-parallel ranks exchange one bit per element. None has bias correction. docs/onebit.md */
     /** 1-bit Adam, Tang et al. 2021. Up to freeze_step it is AdamW on averaged gradients. After that v is frozen, each
      * rank adds its gradient to m, m becomes the 1-bit mean over ranks, and p -= lr (m / (sqrt(v) + eps) + wd p). */
@@ -389,9 +404,34 @@ enum dsopt_group_flags {
     /** 1-bit Adam only: the group is never compressed and its variance never frozen. In steps with an exchange the
      * engine averages the group's gradients, so dsopt_optimizer_next_reduction holds for all groups. */
     DSOPT_GROUP_NON_FREEZE = 16,
-    /** SGD: Nesterov's momentum. Needs a momentum above 0 and a dampening of 0. Since: 0.2 */
+    /** SGD and Muon: Nesterov's momentum. In SGD it needs a momentum above 0 and a dampening of 0. Since: 0.2 */
     DSOPT_GROUP_NESTEROV = 32,
     DSOPT_GROUP_SIGNED = -1
+};
+
+/** Muon: coefficients of the Newton-Schulz iterations. Steps after the last triple of a preset repeat it. Since: 0.3 */
+enum dsopt_ns {
+    /** ns_a, ns_b and ns_c in every step. */
+    DSOPT_NS_CONSTANT = 0,
+    /** Polar Express, Amsel et al. 2025: five triples. */
+    DSOPT_NS_POLAR_EXPRESS = 1,
+    /** You's five triples ("quintic"), from modded-nanogpt. */
+    DSOPT_NS_YOU = 2,
+    DSOPT_NS_SIGNED = -1
+};
+
+/** Muon: factor of the learning rate, for a matrix of r outputs and c inputs. Weight decay does not have it. r is
+ * dsopt_param.rows, or cols with DSOPT_PARAM_ROWS_ARE_INPUTS. Since: 0.3 */
+enum dsopt_adjust {
+    /** sqrt(max(1, r / c)) */
+    DSOPT_ADJUST_ORIGINAL = 0,
+    /** 0.2 sqrt(max(r, c)): updates as large as AdamW's (Moonlight), so its learning rate and weight decay can be used. */
+    DSOPT_ADJUST_MATCH_RMS_ADAMW = 1,
+    /** sqrt(r / c) */
+    DSOPT_ADJUST_SPECTRAL = 2,
+    /** 1 */
+    DSOPT_ADJUST_NONE = 3,
+    DSOPT_ADJUST_SIGNED = -1
 };
 
 /**
@@ -457,7 +497,7 @@ typedef struct dsopt_group {
     /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
     double trust_min_change, trust_max_change;
     /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer exists only with
-     * momentum. Since: 0.2 */
+     * momentum. Muon: in (0, 1). Since: 0.2 */
     double momentum;
     /** SGD with momentum: fraction of the gradient that is not added to the momentum after the first step, in [0, 1].
      * Since: 0.2 */
@@ -472,6 +512,17 @@ typedef struct dsopt_group {
     /** enum dsopt_moment: of exp_avg_sq (F32, BF16_RANDOM or Q8) and sum (F32 or BF16_RANDOM). Cannot change later.
      * Since: 0.3 */
     int32_t exp_avg_sq_format;
+    /** Muon with DSOPT_NS_CONSTANT: finite in fp32. With a preset: 0. Since: 0.3 */
+    double ns_a, ns_b, ns_c;
+    /** Muon: number of Newton-Schulz iterations, 1 to 99. Since: 0.3 */
+    int32_t ns_steps;
+    /** Muon: enum dsopt_ns. Since: 0.3 */
+    int32_t ns_schedule;
+    /** Muon: dtype of the inputs of products, DSOPT_DTYPE_BF16, _F16 or _F32. Matrices with fewer than 16 rows or columns
+     * use F32. Cannot change later. Since: 0.3 */
+    int32_t ns_dtype;
+    /** Muon: enum dsopt_adjust. Since: 0.3 */
+    int32_t adjust;
 } dsopt_group;
 
 enum dsopt_param_flags {
@@ -489,6 +540,9 @@ enum dsopt_param_flags {
     DSOPT_PARAM_MASKED = 4,
     /** The moments are F32, whatever the formats of the group: for embeddings, norms and biases. Since: 0.3 */
     DSOPT_PARAM_F32_MOMENTS = 8,
+    /** Muon: the weight is used as y = x W, as in JAX and in GPT-2's Conv1D, so a matrix has `cols` outputs (enum
+     * dsopt_adjust). Since: 0.3 */
+    DSOPT_PARAM_ROWS_ARE_INPUTS = 16,
     DSOPT_PARAM_SIGNED = -1
 };
 
@@ -513,13 +567,22 @@ typedef struct dsopt_param {
     int32_t expert;
     /** dsopt_optimizer_add_params: index of the parameter's group. dsopt_optimizer_add_group: 0. Since: 0.2 */
     int32_t group;
+    /** Muon: the tensor is cut into matrices of rows x cols, each orthogonalised on its own. Both 0: a tensor with two
+     * dims is one matrix. If cols is the product of the last dims, every `rows` consecutive rows of that length are a
+     * matrix: of a convolution (out, in, height, width) with cols = in height width, a stack (experts, out, in), or fused
+     * queries, keys and values (3 d, d) with rows = cols = d. Otherwise cols must divide the last dim, and a matrix is
+     * `cols` columns of `rows` rows: x W with W of (d, 3 d). A flat parameter needs both. They must divide the tensor
+     * without rest (DSOPT_ERR_SHAPE). Other algorithms: 0. Since: 0.3 */
+    int64_t rows, cols;
 } dsopt_param;
 
 /**
  * Fill `group` with every default of an algorithm, as the original documents them: lr 1e-3, betas 0.9 and 0.999, eps
  * 1e-8, trust ratio 0.01 to 10. Weight decay is 0.01 in ADAMW and 0 elsewhere. SGD: lr 1e-3, no momentum. Adagrad: lr
- * 1e-2, eps 1e-10, initial sum 0. Lion: lr 1e-4, betas 0.9 and 0.99. The 1-bit family: freeze_step 100000, intervals
- * 16, 32678 and 16, trust_beta 0.9, trust_threshold 0.1, change 0.5 to 4.
+ * 1e-2, eps 1e-10, initial sum 0. Lion: lr 1e-4, betas 0.9 and 0.99. Muon, as torch.optim.Muon: lr 1e-3, momentum 0.95
+ * with NESTEROV and NO_BIAS_CORRECTION, weight decay 0.1, eps 1e-7, five iterations with 3.4445, -4.7750 and 2.0315 in
+ * BF16, ADJUST_ORIGINAL. The 1-bit family: freeze_step 100000, intervals 16, 32678 and 16, trust_beta 0.9,
+ * trust_threshold 0.1, change 0.5 to 4.
  * @param[out] group      every byte is written.
  * @param[in]  size       sizeof(dsopt_group) in the caller's header.
  * @param[in]  algorithm  enum dsopt_algorithm.
@@ -598,6 +661,13 @@ enum dsopt_optimizer_flags {
      * 1-bit LAMB: weights have the bits of unsharded state with the same `data` and `node`. Not for 0/1 Adam.
      * Since: 0.3 */
     DSOPT_OPTIMIZER_SHARD_NODE = 512,
+    /** Muon: the data-parallel ranks, with `node` the ranks of a node, share out the orthogonalisation of matrices: each
+     * rank runs the iterations of some, and gets the results of the others with one all-gather of 2 bytes per element
+     * (F32 products: 4). Bits do not depend on the number of ranks. Gradients are the same on all ranks, or averaged by
+     * the step (AVERAGES), and absent on all ranks alike. If the exchange fails, moments are of the new step and weights
+     * are not: load a checkpoint. Needs `data` or `node`, and a group of Muon at the first step. Not with SHARD and
+     * SHARD_NODE, which deal out whole tensors. Since: 0.3 */
+    DSOPT_OPTIMIZER_SPLIT_MATRICES = 1024,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
 
@@ -736,16 +806,30 @@ enum dsopt_key {
     DSOPT_KEY_FREEZE_STEP = 12,
     /** 0 or 1. Since: 0.2 */
     DSOPT_KEY_EPS_UNCORRECTED = 13,
-    /** SGD. Since: 0.2 */
+    /** SGD and Muon. Since: 0.2 */
     DSOPT_KEY_MOMENTUM = 14,
     /** SGD. Since: 0.2 */
     DSOPT_KEY_DAMPENING = 15,
-    /** 0 or 1. SGD. Since: 0.2 */
+    /** 0 or 1. SGD and Muon. Since: 0.2 */
     DSOPT_KEY_NESTEROV = 16,
     /** Adagrad. Since: 0.2 */
     DSOPT_KEY_LR_DECAY = 17,
     /** Adagrad. Since: 0.2 */
     DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE = 18,
+    /** Muon. Since: 0.3 */
+    DSOPT_KEY_NS_STEPS = 19,
+    /** Muon with DSOPT_NS_CONSTANT. Since: 0.3 */
+    DSOPT_KEY_NS_A = 20,
+    /** Muon with DSOPT_NS_CONSTANT. Since: 0.3 */
+    DSOPT_KEY_NS_B = 21,
+    /** Muon with DSOPT_NS_CONSTANT. Since: 0.3 */
+    DSOPT_KEY_NS_C = 22,
+    /** Muon: enum dsopt_adjust. Since: 0.3 */
+    DSOPT_KEY_ADJUST = 23,
+    /** Muon: enum dsopt_ns. A preset sets ns_a, ns_b and ns_c to 0, CONSTANT to their defaults. Since: 0.3 */
+    DSOPT_KEY_NS_SCHEDULE = 24,
+    /** Muon: enum dsopt_dtype. Read only: it determines the size of the workspace. Since: 0.3 */
+    DSOPT_KEY_NS_DTYPE = 25,
     /* Of the optimizer: `group` must be DSOPT_ALL_GROUPS. */
     DSOPT_KEY_MAX_NORM = 32,
     /** Number of steps so far, skipped ones included. Set by callers that keep their own checkpoints. */
@@ -796,7 +880,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_count(const dsopt_optimizer *
  *   exp_avg_scale         F32  a scale per 256 elements       exp_avg in E4M3 or Q8
  *   exp_avg_sq            (*)  running mean of squares        Adam, LAMB, and the 1-bit family
  *   exp_avg_sq_scale      F32  a scale per 256 elements       exp_avg_sq in Q8
- *   momentum_buffer       (*)  momentum                       SGD with momentum
+ *   momentum_buffer       (*)  momentum                       SGD with momentum, Muon
  *   momentum_buffer_scale F32  a scale per 256 elements       momentum_buffer in E4M3 or Q8
  *   sum                   (*)  sum of squares                 Adagrad; starts as initial_accumulator_value
  *   grad_accum            F32  sum of gradients               ACCUMULATE
@@ -1048,7 +1132,7 @@ enum dsopt_hyper_index {
     DSOPT_HYPER_GROUP_MAX_NORM = 5,
     /** dsopt_optimizer_desc.max_norm. Read from the row of group 0; NaN or 0 in the others. */
     DSOPT_HYPER_MAX_NORM = 6,
-    /** SGD with momentum: above 0. NaN or 0 in the other groups. */
+    /** SGD with momentum: above 0. Muon: in (0, 1). NaN or 0 in the other groups. */
     DSOPT_HYPER_MOMENTUM = 7,
     /** Length of a row. Indices 8 to 15 are reserved: NaN or 0. */
     DSOPT_HYPER_FLOATS = 16,

@@ -17,6 +17,8 @@ template <class Group, class F> void for_fields(Group &group, F &&f) {
     const RuleInfo &info = info_of(group.algorithm);
     for (const GroupField &field : kGroupFields)
         if (field.always_saved || (info.fields & field.field)) f(field.name, group.*field.value);
+    for (const GroupInt &field : kGroupInts)
+        if (info.fields & field.field) f(field.name, group.*field.value);
     if (is_onebit(group.algorithm)) {
         f("trust_beta", group.trust_beta);
         f("trust_threshold", group.trust_threshold);

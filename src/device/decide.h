@@ -163,6 +163,7 @@ DSOPT_HD bool hypers_are_valid(const StepPlan &plan) {
         });
         // The formula that the host chose depends on whether the momentum is 0.
         valid = valid && (hyper.momentum != 0) == ((fields & kMomentum) != 0);
+        if (fields & kMatrix) valid = valid && matrix_hypers_are_valid(hyper.momentum, hyper.eps);
         if (plan.caller.hyper == nullptr) continue;
         const float *row = plan.caller.hyper + g * DSOPT_HYPER_FLOATS, max_norm = row[DSOPT_HYPER_MAX_NORM];
         for (int index = kHyperEntries; index < DSOPT_HYPER_FLOATS; ++index)

@@ -2,6 +2,7 @@
 // Reads and sets hyper-parameters by key.
 #include "optimizer/optimizer.h"
 #include "rules/group.h"
+#include "rules/muon.h"
 #include <cmath>
 
 namespace dsopt {
@@ -26,7 +27,16 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
     const RuleInfo &info = info_of(group.algorithm);
     if (const GroupField *const field = find_field(key))
         group.*field->value = value;
-    else if (const GroupFlag *const flag = find_flag(key))
+    else if (const GroupInt *const whole = find_int(key)) {
+        if (!whole->settable) throw Error(DSOPT_ERR_UNSUPPORTED, "%s of a group cannot change", whole->name);
+        if (!(info.fields & whole->field)) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no %s", info.name, whole->name);
+        require(value >= whole->low && value <= whole->high && std::floor(value) == value, whole->name, value,
+                "one of its whole numbers");
+        if (key == DSOPT_KEY_NS_SCHEDULE && int32_t(value) != group.ns_schedule)
+            set_ns_schedule(group, int32_t(value));
+        else
+            group.*whole->value = int32_t(value);
+    } else if (const GroupFlag *const flag = find_flag(key))
         set_flag(flag->flag, value == 1);
     else if (key == DSOPT_KEY_BIAS_CORRECTION && !(info.fields & kBiasCorrection)) {
         if (value != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no bias correction", info.name);
@@ -121,6 +131,11 @@ double Optimizer::get(int32_t group, int32_t key) const {
     case DSOPT_KEY_FREEZE_STEP:
         if (!is_onebit(g.algorithm)) throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu has no freeze_step", index);
         return double(g.freeze_step);
+    }
+    if (const GroupInt *const whole = find_int(key)) {
+        if (!(info.fields & whole->field))
+            throw Error(DSOPT_ERR_UNSUPPORTED, "group %zu is %s, which has no %s", index, info.name, whole->name);
+        return g.*whole->value;
     }
     const GroupField *const field = find_field(key);
     if (field == nullptr) throw Error(DSOPT_ERR_ARGUMENT, "key %d is no hyper-parameter", key);

@@ -5,13 +5,14 @@
 #include "rules/adam.h"
 #include "rules/lamb.h"
 #include "rules/lion.h"
+#include "rules/muon.h"
 #include "rules/onebit_family.h"
 #include "rules/sgd.h"
 
 namespace dsopt {
 
-inline constexpr const RuleInfo *kRules[] = {&kAdam,        &kAdamW,      &kLamb, &kLegacyAdam, &kOneBitAdam,
-                                             &kZeroOneAdam, &kOneBitLamb, &kSgd,  &kAdagrad,    &kLion};
+inline constexpr const RuleInfo *kRules[] = {
+    &kAdam, &kAdamW, &kLamb, &kLegacyAdam, &kOneBitAdam, &kZeroOneAdam, &kOneBitLamb, &kSgd, &kAdagrad, &kLion, &kMuon};
 
 /// The tag that visit() passes for a formula.
 template <class T> struct Formula { using type = T; };
@@ -33,6 +34,8 @@ template <class F> DSOPT_HD constexpr void visit(Rule rule, F &&f) {
     case Rule::adagrad: f(Formula<Adagrad<false>>{}); return;
     case Rule::adagrad_eps_inside: f(Formula<Adagrad<true>>{}); return;
     case Rule::lion: f(Formula<Lion>{}); return;
+    case Rule::muon: f(Formula<Muon<false>>{}); return;
+    case Rule::muon_nesterov: f(Formula<Muon<true>>{}); return;
     }
 }
 

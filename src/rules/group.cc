@@ -3,6 +3,7 @@
 #include "rules/all.h"
 #include <cmath>
 #include <cstring>
+#include <string>
 
 namespace dsopt {
 namespace {
@@ -12,17 +13,28 @@ void check_range(const char *name, double value, GroupField::Range range) {
     case GroupField::below_one: return require(value >= 0 && value < 1, name, value, "in [0, 1)");
     case GroupField::not_negative:
         return require(std::isfinite(value) && value >= 0, name, value, "finite and not negative");
+    case GroupField::finite: return require(std::isfinite(float(value)), name, value, "finite in fp32");
     }
 }
 
+[[noreturn]] void refuse_field(const char *name, const char *only_in, const RuleInfo &info) {
+    throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s%s", name, info.name,
+                only_in != nullptr ? ": it is for " : "", only_in != nullptr ? only_in : "");
+}
 void check_field(const GroupField &field, double value, const RuleInfo &info) {
     if (field.field != 0 && !(info.fields & field.field)) {
-        if (value != 0)
-            throw Error(DSOPT_ERR_UNSUPPORTED, "%s has no effect in %s%s%s", field.name, info.name,
-                        field.only_in != nullptr ? ": it is for " : "", field.only_in != nullptr ? field.only_in : "");
+        if (value != 0) refuse_field(field.name, field.only_in, info);
         return;
     }
     check_range(field.name, value, field.range);
+}
+void check_int(const GroupInt &field, int32_t value, const RuleInfo &info) {
+    if (!(info.fields & field.field)) {
+        if (value != 0) refuse_field(field.name, field.only_in, info);
+        return;
+    }
+    const std::string name = std::string("dsopt_group.") + field.name;
+    require_in(field.low, field.high, name.c_str(), value);
 }
 
 /// Checks the fields that only the 1-bit family has. Fields that the algorithm does not use must be 0.
@@ -117,6 +129,7 @@ void check_group(const dsopt_group &group, bool compat) {
     if (compat && !info.compat)
         throw Error(DSOPT_ERR_UNSUPPORTED, "the original has no %s: it needs standard mode", info.name);
     for (const GroupField &field : kGroupFields) check_field(field, group.*field.value, info);
+    for (const GroupInt &field : kGroupInts) check_int(field, group.*field.value, info);
     if (info.check != nullptr) info.check(group, compat);
     check_onebit_fields(group);
     check_formats(group, info, compat);
@@ -152,6 +165,11 @@ bool has_trust(const dsopt_group &group) { return (info_of(group.algorithm).fiel
 
 const GroupField *find_field(int32_t key) {
     for (const GroupField &field : kGroupFields)
+        if (field.key == key) return &field;
+    return nullptr;
+}
+const GroupInt *find_int(int32_t key) {
+    for (const GroupInt &field : kGroupInts)
         if (field.key == key) return &field;
     return nullptr;
 }

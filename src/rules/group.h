@@ -27,6 +27,8 @@ bool has_trust(const dsopt_group &group);
 
 /// Returns NULL if no numeric hyper-parameter has this key.
 const GroupField *find_field(int32_t key);
+/// Returns NULL if no integer has this key.
+const GroupInt *find_int(int32_t key);
 /// Returns NULL if no flag has this key.
 const GroupFlag *find_flag(int32_t key);
 

@@ -27,7 +27,9 @@ enum class Rule : uint8_t {
     sgd_nesterov,
     adagrad,
     adagrad_eps_inside,
-    lion
+    lion,
+    muon,
+    muon_nesterov
 };
 
 /// The passes that the driver runs for a formula, after pass 1 over the gradients.
@@ -36,7 +38,10 @@ enum class Passes : uint8_t {
     /// Two passes. The first pass runs the functor Moments, and sums squares of the weights and of the results of
     /// Moments. factor() computes the factor of each tensor from these sums, which are reduced over model ranks. The
     /// second pass runs the functor Weights with the factor.
-    reduced
+    reduced,
+    /// Passes over matrices, in batches (device/matrix_plan.h): the functor Form moves the momentum and computes what is
+    /// orthogonalised, and MatrixApply moves the weights by the result.
+    matrix
 };
 
 constexpr int kMoments = 2; // largest number of moments of a rule
@@ -68,9 +73,11 @@ enum Field : uint32_t {
     kTrust = 8, // min_trust and max_trust
     kBiasCorrection = 16,
     kFoldedCorrection = 32, // sqrt(c2) / c1 is in the learning rate
-    kMomentum = 64,         // and dampening
-    kLrDecay = 128,         // and initial_accumulator_value
-    kStepSize = 256,        // 1 / c1 is in the learning rate
+    kMomentum = 64,
+    kLrDecay = 128,   // and initial_accumulator_value
+    kStepSize = 256,  // 1 / c1 is in the learning rate
+    kDampening = 512, // of the momentum
+    kMatrix = 1024,   // the numbers of Newton-Schulz iterations
 };
 
 /// Hyper-parameters of a group as a step reads them.
@@ -86,7 +93,7 @@ static_assert(offsetof(Hyper, reserved) + 4 == sizeof(Hyper) && offsetof(Hyper, 
 
 /// One hyper-parameter of dsopt_group.
 struct GroupField {
-    enum Range : uint8_t { not_negative, below_one };
+    enum Range : uint8_t { not_negative, below_one, finite };
     const char *name; // in messages and checkpoints
     double dsopt_group::*value;
     double Hyper::*hyper; // nullptr: steps do not read it
@@ -114,13 +121,34 @@ inline constexpr GroupField kGroupFields[] = {
     {"max_trust", &dsopt_group::max_trust, &Hyper::max_trust, -1, DSOPT_KEY_MAX_TRUST, kTrust, GroupField::not_negative,
      "LAMB", true},
     {"momentum", &dsopt_group::momentum, &Hyper::momentum, DSOPT_HYPER_MOMENTUM, DSOPT_KEY_MOMENTUM, kMomentum,
-     GroupField::not_negative, "SGD", false},
-    {"dampening", &dsopt_group::dampening, &Hyper::dampening, -1, DSOPT_KEY_DAMPENING, kMomentum,
+     GroupField::not_negative, "SGD and Muon", false},
+    {"dampening", &dsopt_group::dampening, &Hyper::dampening, -1, DSOPT_KEY_DAMPENING, kDampening,
      GroupField::not_negative, "SGD", false},
     {"lr_decay", &dsopt_group::lr_decay, &Hyper::lr_decay, -1, DSOPT_KEY_LR_DECAY, kLrDecay, GroupField::not_negative,
      "Adagrad", false},
     {"initial_accumulator_value", &dsopt_group::initial_accumulator_value, nullptr, -1,
      DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, kLrDecay, GroupField::not_negative, "Adagrad", false},
+    {"ns_a", &dsopt_group::ns_a, nullptr, -1, DSOPT_KEY_NS_A, kMatrix, GroupField::finite, "Muon", false},
+    {"ns_b", &dsopt_group::ns_b, nullptr, -1, DSOPT_KEY_NS_B, kMatrix, GroupField::finite, "Muon", false},
+    {"ns_c", &dsopt_group::ns_c, nullptr, -1, DSOPT_KEY_NS_C, kMatrix, GroupField::finite, "Muon", false},
+};
+
+/// One integer hyper-parameter of dsopt_group, which steps read from their plan.
+struct GroupInt {
+    const char *name; // in messages and checkpoints
+    int32_t dsopt_group::*value;
+    int32_t key;    // DSOPT_KEY_...
+    bool settable;  // by key
+    uint32_t field; // the Field that a rule must have
+    int32_t low, high;
+    const char *only_in; // as in GroupField
+};
+inline constexpr GroupInt kGroupInts[] = {
+    {"ns_steps", &dsopt_group::ns_steps, DSOPT_KEY_NS_STEPS, true, kMatrix, 1, 99, "Muon"},
+    {"ns_schedule", &dsopt_group::ns_schedule, DSOPT_KEY_NS_SCHEDULE, true, kMatrix, DSOPT_NS_CONSTANT, DSOPT_NS_YOU,
+     "Muon"},
+    {"ns_dtype", &dsopt_group::ns_dtype, DSOPT_KEY_NS_DTYPE, false, kMatrix, DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16, "Muon"},
+    {"adjust", &dsopt_group::adjust, DSOPT_KEY_ADJUST, true, kMatrix, DSOPT_ADJUST_ORIGINAL, DSOPT_ADJUST_NONE, "Muon"},
 };
 
 /// Calls call(index) with each index of kGroupFields as a constant: device code cannot read the table at run time.

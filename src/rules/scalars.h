@@ -10,8 +10,8 @@ namespace dsopt {
 /// Everything that a formula reads in addition to tensors. Multiplication by `inverse` unscales and clips a gradient.
 struct Scalars {
     float lr;           // includes the bias correction if the formula has kFoldedCorrection or kStepSize
-    float beta1, beta2; // decay of the moments
-    float a1, a2;       // weights of the gradient in the moments: 1 - beta, or 1 - dampening
+    float beta1, beta2; // decay of the moments; Muon: of the momentum, and its weight in Nesterov's mixture
+    float a1, a2;       // weights of the gradient in the same places: 1 - beta, or 1 - dampening
     float eps, wd;
     float lr_wd;        // learning rate times weight decay, without bias correction
     float c1, c2;       // bias corrections; 1 if there is none
@@ -53,8 +53,8 @@ DSOPT_HD double power(double base, int64_t n) {
 /// Returns the scalars of a step. `step` includes this update. `fields`: an OR of Field, of the formula. Compat mode
 /// first rounds the betas to fp32, as the original kernels do.
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step, double divisor, float limit) {
-    const bool dampens = fields & kMomentum; // SGD: beta1 is the momentum, and a1 does not depend on it
-    const double first_decay = dampens ? hyper.momentum : hyper.beta1;
+    const bool dampens = fields & kDampening; // SGD: a1 does not depend on the momentum
+    const double first_decay = fields & kMomentum ? hyper.momentum : hyper.beta1;
     const double beta1 = hyper.compat ? double(float(first_decay)) : first_decay;
     const double beta2 = hyper.compat ? double(float(hyper.beta2)) : hyper.beta2;
     Scalars s;
@@ -76,6 +76,10 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
     s.limit = limit;
     s.first = step == 1;
     s.lr = float(hyper.lr);
+    if (fields & kMatrix) {
+        s.beta2 = float(hyper.bias_correction ? beta1 / (1.0 - power(beta1, step + 1)) : beta1);
+        s.a2 = float(hyper.bias_correction ? (1.0 - beta1) / c1 : 1.0 - beta1);
+    }
     if (fields & kFoldedCorrection) {
         if (hyper.compat)
             s.lr = s.lr * sqrtf(s.c2) / s.c1;

@@ -20,7 +20,7 @@ struct Sgd {
 /// At a tensor's first step, the momentum buffer becomes the gradient itself.
 template <bool Nesterov> struct SgdMomentum {
     static constexpr Passes passes = Passes::elementwise;
-    static constexpr uint32_t fields = kMomentum;
+    static constexpr uint32_t fields = kMomentum | kDampening;
     static constexpr MomentList moments{1, {{"momentum_buffer", "momentum_buffer_scale"}}};
     Scalars s;
     template <class F> DSOPT_HD void operator()(F g, F &p, F &m) const {
@@ -45,7 +45,7 @@ inline Rule sgd_formula(const dsopt_group &group, bool) {
 }
 inline constexpr RuleInfo kSgd{.algorithm = DSOPT_ALGORITHM_SGD,
                                .name = "sgd",
-                               .fields = kMomentum,
+                               .fields = kMomentum | kDampening,
                                .flags = DSOPT_GROUP_NESTEROV,
                                .defaults = [](dsopt_group &group) { group.lr = 1e-3; },
                                .check = check_sgd,

@@ -57,6 +57,7 @@ const DSOPT_ALGORITHM_ADAM_LEGACY = Int32(7)
 const DSOPT_ALGORITHM_SGD = Int32(8)
 const DSOPT_ALGORITHM_ADAGRAD = Int32(9)
 const DSOPT_ALGORITHM_LION = Int32(10)
+const DSOPT_ALGORITHM_MUON = Int32(11)
 const DSOPT_ALGORITHM_ONEBIT_ADAM = Int32(16)
 const DSOPT_ALGORITHM_ZERO_ONE_ADAM = Int32(17)
 const DSOPT_ALGORITHM_ONEBIT_LAMB = Int32(18)
@@ -65,6 +66,13 @@ const DSOPT_GROUP_EPS_INSIDE_SQRT = Int32(2)
 const DSOPT_GROUP_EPS_UNCORRECTED = Int32(4)
 const DSOPT_GROUP_NON_FREEZE = Int32(16)
 const DSOPT_GROUP_NESTEROV = Int32(32)
+const DSOPT_NS_CONSTANT = Int32(0)
+const DSOPT_NS_POLAR_EXPRESS = Int32(1)
+const DSOPT_NS_YOU = Int32(2)
+const DSOPT_ADJUST_ORIGINAL = Int32(0)
+const DSOPT_ADJUST_MATCH_RMS_ADAMW = Int32(1)
+const DSOPT_ADJUST_SPECTRAL = Int32(2)
+const DSOPT_ADJUST_NONE = Int32(3)
 const DSOPT_MOMENT_F32 = Int32(0)
 const DSOPT_MOMENT_BF16 = Int32(1)
 const DSOPT_MOMENT_BF16_RANDOM = Int32(2)
@@ -74,6 +82,7 @@ const DSOPT_PARAM_MODEL_PARALLEL = Int32(1)
 const DSOPT_PARAM_REPLICATED = Int32(2)
 const DSOPT_PARAM_MASKED = Int32(4)
 const DSOPT_PARAM_F32_MOMENTS = Int32(8)
+const DSOPT_PARAM_ROWS_ARE_INPUTS = Int32(16)
 const DSOPT_COMPAT_NONE = Int32(0)
 const DSOPT_COMPAT_DEEPSPEED = Int32(1)
 const DSOPT_NONFINITE_AUTO = Int32(0)
@@ -89,6 +98,7 @@ const DSOPT_OPTIMIZER_CHECK_RANKS = Int32(64)
 const DSOPT_OPTIMIZER_MOMENTUM_BITS = Int32(128)
 const DSOPT_OPTIMIZER_SHARD = Int32(256)
 const DSOPT_OPTIMIZER_SHARD_NODE = Int32(512)
+const DSOPT_OPTIMIZER_SPLIT_MATRICES = Int32(1024)
 const DSOPT_MASTERS_PER_TENSOR = Int32(0)
 const DSOPT_MASTERS_FLAT = Int32(1)
 const DSOPT_MASTERS_REMAINDER = Int32(2)
@@ -111,6 +121,13 @@ const DSOPT_KEY_DAMPENING = Int32(15)
 const DSOPT_KEY_NESTEROV = Int32(16)
 const DSOPT_KEY_LR_DECAY = Int32(17)
 const DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE = Int32(18)
+const DSOPT_KEY_NS_STEPS = Int32(19)
+const DSOPT_KEY_NS_A = Int32(20)
+const DSOPT_KEY_NS_B = Int32(21)
+const DSOPT_KEY_NS_C = Int32(22)
+const DSOPT_KEY_ADJUST = Int32(23)
+const DSOPT_KEY_NS_SCHEDULE = Int32(24)
+const DSOPT_KEY_NS_DTYPE = Int32(25)
 const DSOPT_KEY_MAX_NORM = Int32(32)
 const DSOPT_KEY_CALLS = Int32(33)
 const DSOPT_KEY_MAX_VALUE = Int32(34)
@@ -239,7 +256,7 @@ Base.@kwdef struct dsopt_context_desc
 end
 
 Base.@kwdef struct dsopt_group
-    size::UInt64 = 184
+    size::UInt64 = 224
     algorithm::Int32 = 0
     flags::Int32 = 0
     lr::Float64 = 0
@@ -264,6 +281,13 @@ Base.@kwdef struct dsopt_group
     initial_accumulator_value::Float64 = 0
     exp_avg_format::Int32 = 0
     exp_avg_sq_format::Int32 = 0
+    ns_a::Float64 = 0
+    ns_b::Float64 = 0
+    ns_c::Float64 = 0
+    ns_steps::Int32 = 0
+    ns_schedule::Int32 = 0
+    ns_dtype::Int32 = 0
+    adjust::Int32 = 0
 end
 
 Base.@kwdef struct dsopt_param
@@ -275,6 +299,8 @@ Base.@kwdef struct dsopt_param
     offset::Int64 = 0
     expert::Int32 = 0
     group::Int32 = 0
+    rows::Int64 = 0
+    cols::Int64 = 0
 end
 
 Base.@kwdef struct dsopt_optimizer_desc
@@ -757,8 +783,8 @@ end
 const LAYOUT = (
     (dsopt_tensor, 24, (0, 8, 16, 20)),
     (dsopt_context_desc, 80, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76)),
-    (dsopt_group, 184, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 180)),
-    (dsopt_param, 64, (0, 24, 32, 40, 44, 48, 56, 60)),
+    (dsopt_group, 224, (0, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 152, 160, 168, 176, 180, 184, 192, 200, 208, 212, 216, 220)),
+    (dsopt_param, 80, (0, 24, 32, 40, 44, 48, 56, 60, 64, 72)),
     (dsopt_optimizer_desc, 96, (0, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 76, 80, 88)),
     (dsopt_state_info, 80, (0, 8, 16, 24, 48, 56, 60, 64, 72, 76)),
     (dsopt_step, 152, (0, 8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 140, 144)),

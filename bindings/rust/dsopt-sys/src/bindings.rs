@@ -66,6 +66,7 @@ pub const DSOPT_ALGORITHM_ADAM_LEGACY: i32 = 7;
 pub const DSOPT_ALGORITHM_SGD: i32 = 8;
 pub const DSOPT_ALGORITHM_ADAGRAD: i32 = 9;
 pub const DSOPT_ALGORITHM_LION: i32 = 10;
+pub const DSOPT_ALGORITHM_MUON: i32 = 11;
 pub const DSOPT_ALGORITHM_ONEBIT_ADAM: i32 = 16;
 pub const DSOPT_ALGORITHM_ZERO_ONE_ADAM: i32 = 17;
 pub const DSOPT_ALGORITHM_ONEBIT_LAMB: i32 = 18;
@@ -76,6 +77,17 @@ pub const DSOPT_GROUP_EPS_INSIDE_SQRT: i32 = 2;
 pub const DSOPT_GROUP_EPS_UNCORRECTED: i32 = 4;
 pub const DSOPT_GROUP_NON_FREEZE: i32 = 16;
 pub const DSOPT_GROUP_NESTEROV: i32 = 32;
+
+// enum dsopt_ns
+pub const DSOPT_NS_CONSTANT: i32 = 0;
+pub const DSOPT_NS_POLAR_EXPRESS: i32 = 1;
+pub const DSOPT_NS_YOU: i32 = 2;
+
+// enum dsopt_adjust
+pub const DSOPT_ADJUST_ORIGINAL: i32 = 0;
+pub const DSOPT_ADJUST_MATCH_RMS_ADAMW: i32 = 1;
+pub const DSOPT_ADJUST_SPECTRAL: i32 = 2;
+pub const DSOPT_ADJUST_NONE: i32 = 3;
 
 // enum dsopt_moment
 pub const DSOPT_MOMENT_F32: i32 = 0;
@@ -89,6 +101,7 @@ pub const DSOPT_PARAM_MODEL_PARALLEL: i32 = 1;
 pub const DSOPT_PARAM_REPLICATED: i32 = 2;
 pub const DSOPT_PARAM_MASKED: i32 = 4;
 pub const DSOPT_PARAM_F32_MOMENTS: i32 = 8;
+pub const DSOPT_PARAM_ROWS_ARE_INPUTS: i32 = 16;
 
 // enum dsopt_compat
 pub const DSOPT_COMPAT_NONE: i32 = 0;
@@ -110,6 +123,7 @@ pub const DSOPT_OPTIMIZER_CHECK_RANKS: i32 = 64;
 pub const DSOPT_OPTIMIZER_MOMENTUM_BITS: i32 = 128;
 pub const DSOPT_OPTIMIZER_SHARD: i32 = 256;
 pub const DSOPT_OPTIMIZER_SHARD_NODE: i32 = 512;
+pub const DSOPT_OPTIMIZER_SPLIT_MATRICES: i32 = 1024;
 
 // enum dsopt_masters
 pub const DSOPT_MASTERS_PER_TENSOR: i32 = 0;
@@ -138,6 +152,13 @@ pub const DSOPT_KEY_DAMPENING: i32 = 15;
 pub const DSOPT_KEY_NESTEROV: i32 = 16;
 pub const DSOPT_KEY_LR_DECAY: i32 = 17;
 pub const DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE: i32 = 18;
+pub const DSOPT_KEY_NS_STEPS: i32 = 19;
+pub const DSOPT_KEY_NS_A: i32 = 20;
+pub const DSOPT_KEY_NS_B: i32 = 21;
+pub const DSOPT_KEY_NS_C: i32 = 22;
+pub const DSOPT_KEY_ADJUST: i32 = 23;
+pub const DSOPT_KEY_NS_SCHEDULE: i32 = 24;
+pub const DSOPT_KEY_NS_DTYPE: i32 = 25;
 pub const DSOPT_KEY_MAX_NORM: i32 = 32;
 pub const DSOPT_KEY_CALLS: i32 = 33;
 pub const DSOPT_KEY_MAX_VALUE: i32 = 34;
@@ -390,8 +411,15 @@ pub struct dsopt_group {
     pub initial_accumulator_value: f64,
     pub exp_avg_format: i32,
     pub exp_avg_sq_format: i32,
+    pub ns_a: f64,
+    pub ns_b: f64,
+    pub ns_c: f64,
+    pub ns_steps: i32,
+    pub ns_schedule: i32,
+    pub ns_dtype: i32,
+    pub adjust: i32,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_group>() == 184);
+const _: () = assert!(std::mem::size_of::<dsopt_group>() == 224);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -404,8 +432,10 @@ pub struct dsopt_param {
     pub offset: i64,
     pub expert: i32,
     pub group: i32,
+    pub rows: i64,
+    pub cols: i64,
 }
-const _: () = assert!(std::mem::size_of::<dsopt_param>() == 64);
+const _: () = assert!(std::mem::size_of::<dsopt_param>() == 80);
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -52,7 +52,7 @@ fn layout_of_context_desc() {
 
 #[test]
 fn layout_of_group() {
-    assert_eq!(size_of::<dsopt_group>(), 184);
+    assert_eq!(size_of::<dsopt_group>(), 224);
     assert_eq!(field!(dsopt_group, size), (0, 8));
     assert_eq!(field!(dsopt_group, algorithm), (8, 4));
     assert_eq!(field!(dsopt_group, flags), (12, 4));
@@ -78,11 +78,18 @@ fn layout_of_group() {
     assert_eq!(field!(dsopt_group, initial_accumulator_value), (168, 8));
     assert_eq!(field!(dsopt_group, exp_avg_format), (176, 4));
     assert_eq!(field!(dsopt_group, exp_avg_sq_format), (180, 4));
+    assert_eq!(field!(dsopt_group, ns_a), (184, 8));
+    assert_eq!(field!(dsopt_group, ns_b), (192, 8));
+    assert_eq!(field!(dsopt_group, ns_c), (200, 8));
+    assert_eq!(field!(dsopt_group, ns_steps), (208, 4));
+    assert_eq!(field!(dsopt_group, ns_schedule), (212, 4));
+    assert_eq!(field!(dsopt_group, ns_dtype), (216, 4));
+    assert_eq!(field!(dsopt_group, adjust), (220, 4));
 }
 
 #[test]
 fn layout_of_param() {
-    assert_eq!(size_of::<dsopt_param>(), 64);
+    assert_eq!(size_of::<dsopt_param>(), 80);
     assert_eq!(field!(dsopt_param, tensor), (0, 24));
     assert_eq!(field!(dsopt_param, name), (24, 8));
     assert_eq!(field!(dsopt_param, dims), (32, 8));
@@ -91,6 +98,8 @@ fn layout_of_param() {
     assert_eq!(field!(dsopt_param, offset), (48, 8));
     assert_eq!(field!(dsopt_param, expert), (56, 4));
     assert_eq!(field!(dsopt_param, group), (60, 4));
+    assert_eq!(field!(dsopt_param, rows), (64, 8));
+    assert_eq!(field!(dsopt_param, cols), (72, 8));
 }
 
 #[test]
@@ -369,6 +378,7 @@ fn constants() {
     assert_eq!(DSOPT_ALGORITHM_SGD, 8);
     assert_eq!(DSOPT_ALGORITHM_ADAGRAD, 9);
     assert_eq!(DSOPT_ALGORITHM_LION, 10);
+    assert_eq!(DSOPT_ALGORITHM_MUON, 11);
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_ADAM, 16);
     assert_eq!(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 17);
     assert_eq!(DSOPT_ALGORITHM_ONEBIT_LAMB, 18);
@@ -377,6 +387,13 @@ fn constants() {
     assert_eq!(DSOPT_GROUP_EPS_UNCORRECTED, 4);
     assert_eq!(DSOPT_GROUP_NON_FREEZE, 16);
     assert_eq!(DSOPT_GROUP_NESTEROV, 32);
+    assert_eq!(DSOPT_NS_CONSTANT, 0);
+    assert_eq!(DSOPT_NS_POLAR_EXPRESS, 1);
+    assert_eq!(DSOPT_NS_YOU, 2);
+    assert_eq!(DSOPT_ADJUST_ORIGINAL, 0);
+    assert_eq!(DSOPT_ADJUST_MATCH_RMS_ADAMW, 1);
+    assert_eq!(DSOPT_ADJUST_SPECTRAL, 2);
+    assert_eq!(DSOPT_ADJUST_NONE, 3);
     assert_eq!(DSOPT_MOMENT_F32, 0);
     assert_eq!(DSOPT_MOMENT_BF16, 1);
     assert_eq!(DSOPT_MOMENT_BF16_RANDOM, 2);
@@ -386,6 +403,7 @@ fn constants() {
     assert_eq!(DSOPT_PARAM_REPLICATED, 2);
     assert_eq!(DSOPT_PARAM_MASKED, 4);
     assert_eq!(DSOPT_PARAM_F32_MOMENTS, 8);
+    assert_eq!(DSOPT_PARAM_ROWS_ARE_INPUTS, 16);
     assert_eq!(DSOPT_COMPAT_NONE, 0);
     assert_eq!(DSOPT_COMPAT_DEEPSPEED, 1);
     assert_eq!(DSOPT_NONFINITE_AUTO, 0);
@@ -401,6 +419,7 @@ fn constants() {
     assert_eq!(DSOPT_OPTIMIZER_MOMENTUM_BITS, 128);
     assert_eq!(DSOPT_OPTIMIZER_SHARD, 256);
     assert_eq!(DSOPT_OPTIMIZER_SHARD_NODE, 512);
+    assert_eq!(DSOPT_OPTIMIZER_SPLIT_MATRICES, 1024);
     assert_eq!(DSOPT_MASTERS_PER_TENSOR, 0);
     assert_eq!(DSOPT_MASTERS_FLAT, 1);
     assert_eq!(DSOPT_MASTERS_REMAINDER, 2);
@@ -423,6 +442,13 @@ fn constants() {
     assert_eq!(DSOPT_KEY_NESTEROV, 16);
     assert_eq!(DSOPT_KEY_LR_DECAY, 17);
     assert_eq!(DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, 18);
+    assert_eq!(DSOPT_KEY_NS_STEPS, 19);
+    assert_eq!(DSOPT_KEY_NS_A, 20);
+    assert_eq!(DSOPT_KEY_NS_B, 21);
+    assert_eq!(DSOPT_KEY_NS_C, 22);
+    assert_eq!(DSOPT_KEY_ADJUST, 23);
+    assert_eq!(DSOPT_KEY_NS_SCHEDULE, 24);
+    assert_eq!(DSOPT_KEY_NS_DTYPE, 25);
     assert_eq!(DSOPT_KEY_MAX_NORM, 32);
     assert_eq!(DSOPT_KEY_CALLS, 33);
     assert_eq!(DSOPT_KEY_MAX_VALUE, 34);
