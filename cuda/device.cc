@@ -30,6 +30,8 @@ public:
     }
     size_t device_workspace_bytes(const StepShape &shape) const override { return gpu::device_workspace_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return gpu::make_cache(gpu_); }
+    void check_matrices() const override { throw Error(DSOPT_ERR_UNSUPPORTED, "muon needs a context of the CPU"); }
+    size_t matrix_workspace_bytes(const MatrixBatch &) const override { return 0; }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
         gpu::run_step(plan, launcher_of(plan.execution.stream), body);
     }

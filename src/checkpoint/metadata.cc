@@ -78,6 +78,29 @@ std::string join_dims(const std::vector<int64_t> &dims) {
     return text;
 }
 
+/// Returns the text for the matrices of a parameter; "" if the tensor has none, or is one matrix by its own dims.
+std::string blocks_text(const Param &param) {
+    const MatrixShape &shape = param.matrix;
+    const bool whole = param.dims.size() == 2 && param.dims[0] == shape.rows && param.dims[1] == shape.cols;
+    return shape.rows == 0 || whole ? "" : to_text(shape);
+}
+/// Returns the flags of a parameter that determine what its state means.
+int32_t saved_flags(const Param &param) { return param.flags & DSOPT_PARAM_ROWS_ARE_INPUTS; }
+
+/// Throws MISMATCH if a parameter of the file is cut into other matrices, or has other flags.
+void check_blocks(const Fields &fields, const Param &param) {
+    const std::string blocks = "blocks." + param.name, flags = "param_flags." + param.name, here = blocks_text(param);
+    const std::string saved = fields.has(blocks) ? fields.text(blocks) : "";
+    if (saved != here)
+        throw Error(DSOPT_ERR_MISMATCH, "parameter %s of the checkpoint is cut into matrices of %s, here of %s",
+                    quoted(param.name).c_str(), saved.empty() ? "its own dims" : quoted(saved).c_str(),
+                    here.empty() ? "its own dims" : quoted(here).c_str());
+    if ((fields.has(flags) ? fields.number<int32_t>(flags) : 0) != saved_flags(param))
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "parameter %s of the checkpoint and of this optimizer differ in ROWS_ARE_INPUTS",
+                    quoted(param.name).c_str());
+}
+
 /// Returns the group of each parameter; "" if the parameters are in the order of their groups, so that the file has the
 /// form of earlier versions, which required that order.
 std::string join_groups(const std::vector<Param> &params) {
@@ -135,6 +158,7 @@ std::vector<dsopt_group> read_groups(const Optimizer &optimizer, const Fields &f
             throw Error(DSOPT_ERR_MISMATCH, "group %zu of the checkpoint and of this optimizer differ in NON_FREEZE",
                         i);
         groups[i].flags = flags;
+        groups[i].ns_dtype = optimizer.groups()[i].ns_dtype; // it determines the size of the workspace
         sizes.push_back(fields.number<int64_t>(prefix + "params"));
         check_saved("group " + std::to_string(i), [&] { check_group(groups[i], optimizer.compat()); });
         if (const MomentInfo *const moment = first_difference(moments_of(groups[i]), moments_of(optimizer.groups()[i])))
@@ -223,6 +247,11 @@ Metadata metadata_of(const Optimizer &optimizer, const std::string &save_id) {
                               to_text(std::count_if(optimizer.params().begin(), optimizer.params().end(), in_group)));
     }
     metadata.emplace_back("params", join_names(optimizer.params()));
+    for (const Param &param : optimizer.params()) {
+        if (std::string blocks = blocks_text(param); !blocks.empty())
+            metadata.emplace_back("blocks." + param.name, std::move(blocks));
+        if (saved_flags(param) != 0) metadata.emplace_back("param_flags." + param.name, to_text(saved_flags(param)));
+    }
     if (std::string list = join_groups(optimizer.params()); !list.empty())
         metadata.emplace_back("param_groups", std::move(list));
     if (optimizer.desc().flags & DSOPT_OPTIMIZER_ACCUMULATE) {
@@ -248,7 +277,7 @@ uint64_t longest_header(const Optimizer &optimizer) {
     for (const Param &param : optimizer.params()) {
         const uint64_t pieces = 1 + uint64_t(param.numel / kFilePiece); // of sharded state, and the shape
         bytes += pieces * tensors_of_param * tensor_bytes(param.name.size()) + escaped * param.name.size() + suffix +
-                 tensor_bytes(param.name.size());
+                 3 * tensor_bytes(param.name.size()); // dims, blocks and flags
     }
     return std::min(bytes, SafetensorsReader::kLongestHeader);
 }
@@ -271,6 +300,7 @@ SavedOptimizer read_optimizer(const Optimizer &optimizer, const Fields &fields) 
     });
     saved.order = match_params(optimizer, fields, sizes);
     for (const Param &param : optimizer.params()) {
+        check_blocks(fields, param);
         const std::string key = "shape." + param.name;
         if (!fields.has(key) || param.dims.size() < 2 || fields.text(key).find(',') == std::string::npos) continue;
         if (fields.text(key) != join_dims(param.dims))

@@ -3,6 +3,7 @@
 #include "base/fork.h"
 #include "cpu/compress.h"
 #include "cpu/kernels.h"
+#include "cpu/matrix_step.h"
 #include "cpu/partition.h"
 #include "cpu/prefetch.h"
 #include "cpu/step.h"
@@ -53,8 +54,12 @@ public:
         return cpu::StepPartition::device_workspace_bytes(shape);
     }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::PrefetchTrial>(); }
+    void check_matrices() const override {}
+    size_t matrix_workspace_bytes(const MatrixBatch &batch) const override {
+        return cpu::MatrixMemory(batch, nullptr).bytes;
+    }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
-        cpu::run_step(plan, kernels_, caches_, body);
+        cpu::run_step(plan, kernels_, products_, caches_, body);
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &parallel, void *) const override {
@@ -135,6 +140,7 @@ private:
     }
 
     const Kernels &kernels_ = choose_kernels();
+    const cpu::Products &products_ = cpu::choose_products();
     const cpu::CacheSizes caches_ = cpu::cache_sizes();
 };
 

@@ -457,9 +457,10 @@ void update(const Span &span) {
         using R = typename decltype(formula)::type;
         if constexpr (R::passes == Passes::elementwise) {
             update_with(R{*span.scalars}, span);
-        } else {
-            static_assert(R::passes == Passes::reduced);
+        } else if constexpr (R::passes == Passes::reduced) {
             reduced_first_pass<R>(span);
+        } else {
+            static_assert(R::passes == Passes::matrix); // in matrix_kernels.cc
         }
     });
 }
@@ -540,15 +541,26 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
 } // namespace
 
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
+void DSOPT_JOIN(form_, DSOPT_ISA)(const MatrixSpan &span);
+void DSOPT_JOIN(scale_, DSOPT_ISA)(float *x, int64_t n, double factor);
+void DSOPT_JOIN(apply_matrices_, DSOPT_ISA)(const Span &span, const MatrixResults &results);
 
 namespace {
 // Evaluated at compile time: no code of this file may run on a processor without its instruction set.
 constexpr Kernels table(const char *name, bool bf16_instruction) {
-    return {name,      DSOPT_JOIN(onebit_, DSOPT_ISA),
-            inspect,   squares,
-            update,    update_weights,
-            unchanged, axpby,
-            clamp,     bf16_instruction};
+    return {name,
+            DSOPT_JOIN(onebit_, DSOPT_ISA),
+            inspect,
+            squares,
+            update,
+            update_weights,
+            DSOPT_JOIN(form_, DSOPT_ISA),
+            DSOPT_JOIN(scale_, DSOPT_ISA),
+            DSOPT_JOIN(apply_matrices_, DSOPT_ISA),
+            unchanged,
+            axpby,
+            clamp,
+            bf16_instruction};
 }
 } // namespace
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels of the CPU backend. kernels.cc is compiled once per instruction set; the results are bitwise identical.
 #pragma once
-#include "device/plan.h"
+#include "device/matrix_plan.h"
 #include "rules/all.h"
 
 namespace dsopt::cpu {
@@ -34,6 +34,27 @@ struct Span {
     PrefetchCursor *prefetch; // NULL: no prefetch
 };
 
+/// Leaves of one matrix in a step, and its memory.
+struct MatrixSpan {
+    const TensorJob *job;
+    const Scalars *scalars;
+    Rule rule;
+    int64_t step; // as in Span
+    const MatrixShape *shape;
+    int64_t begin;                 // index of the matrix's first element in the tensor
+    int64_t first_leaf, last_leaf; // leaves [first_leaf, last_leaf) of the matrix
+    float *x;                      // n x m, row-major: the transpose of a tall matrix
+    double *squares;               // of each leaf of the matrix
+};
+/// Results of the matrices of one tensor, for the elements of a Span.
+struct MatrixResults {
+    const MatrixShape *shape;
+    int64_t first;  // the first of the tensor's matrices that is at `x`
+    const float *x; // matrices of n x m, one after the other
+    double adjust;
+    const Hyper *hyper;
+};
+
 struct Kernels {
     const char *name;
     const OneBitKernels &onebit;
@@ -48,6 +69,12 @@ struct Kernels {
     void (*update)(const Span &span);
     /// Passes::reduced: the second pass, which updates the weights.
     void (*update_weights)(const Span &span);
+    /// Passes::matrix: moves the momentum, and stores what is orthogonalised.
+    void (*form)(const MatrixSpan &span);
+    /// Multiplies `n` elements by a factor, in double.
+    void (*scale)(float *x, int64_t n, double factor);
+    /// Passes::matrix: updates the weights.
+    void (*apply_matrices)(const Span &span, const MatrixResults &results);
     /// Handles a tensor that the step does not update: writes its output and zeroes its gradient, if requested.
     void (*unchanged)(const Span &span);
     /// y = a x + b y; y is not read when b is 0. `begin` and `end` in elements.

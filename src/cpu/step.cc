@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/step.h"
+#include "cpu/matrix_step.h"
 #include "cpu/onebit_step.h"
 #include <chrono>
 #include <optional>
@@ -9,11 +10,12 @@ namespace {
 
 class Step final : public StepKernels {
 public:
-    Step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches) :
+    Step(const StepPlan &plan, const Kernels &kernels, const Products &products, const CacheSizes &caches) :
         plan_(plan),
         kernels_(kernels),
         partition_(plan, plan.jobs, caches, kernels.bf16_instruction) {
         if (plan.fed != nullptr) fed_.emplace(plan, plan.fed, caches, kernels.bf16_instruction);
+        if (plan.matrices != nullptr) matrices_ = &matrix_step_.emplace(plan, kernels, products);
         if (plan.onebit != nullptr) onebit_ = &onebit_step_.emplace(plan, kernels, partition_, fed());
     }
 
@@ -89,7 +91,7 @@ private:
     bool is_skipped() const { return plan_.control->skip != 0; }
     const StepPartition &fed() const { return fed_ ? *fed_ : partition_; }
     void end() {
-        if (!plan_.policy.parts) finish();
+        if (!plan_.policy.ends_later) finish();
     }
 
     const DefaultFloatEnvironment environment_;
@@ -98,14 +100,15 @@ private:
     const StepPartition partition_;
     std::optional<StepPartition> fed_; // of StepPlan::fed
     std::optional<OneBitStep> onebit_step_;
+    std::optional<MatrixStep> matrix_step_;
     Clock::time_point last_mark_;
 };
 
 } // namespace
 
-void run_step(const StepPlan &plan, const Kernels &kernels, const CacheSizes &caches,
+void run_step(const StepPlan &plan, const Kernels &kernels, const Products &products, const CacheSizes &caches,
               FunctionRef<void(StepKernels &)> body) {
-    Step step(plan, kernels, caches);
+    Step step(plan, kernels, products, caches);
     body(step);
 }
 

@@ -53,6 +53,7 @@ enum class Owner : uint8_t {
     none,     // not updated: no gradient, or the step does not include its algorithm. Outputs are still written.
     update,   // StepKernels
     exchange, // OneBitStepKernels
+    matrix,   // MatrixStepKernels
 };
 
 /// One tensor of a step.
@@ -198,14 +199,17 @@ struct Limits {
 };
 
 class StepCache;
+struct MatrixCounts;
+struct MatrixPlan;
 struct OwnedLayout;
 
 /// Numbers that determine the sizes of a step's memory.
 struct StepShape {
     int64_t tensors, groups, leaves;
-    bool onebit;                 // there is a group of the 1-bit family
-    bool feeds_slice;            // StepPlan::fed may be set
-    const OwnedLayout *exchange; // NULL: no other ranks
+    bool onebit;                  // there is a group of the 1-bit family
+    bool feeds_slice;             // StepPlan::fed may be set
+    const OwnedLayout *exchange;  // NULL: no other ranks
+    const MatrixCounts *matrices; // NULL: no rule has Passes::matrix
 };
 
 /// The part of a call's plan that is identical to the previous call's plan.
@@ -244,7 +248,8 @@ struct StepPolicy {
     /// State is sharded: ranges of jobs are parts of tensors. The driver completes the results of leaves with those of
     /// other ranks, so the kernels fold nothing themselves.
     bool parts;
-    bool completes; // the same for pass 1: `parts`, or StepPlan::fed
+    bool completes;  // the same for pass 1: `parts`, or StepPlan::fed
+    bool ends_later; // the driver calls StepKernels::finish(): `parts`, or passes over matrices follow the others
 };
 
 /// Results of the leaves of all tensors, one entry per leaf.
@@ -273,10 +278,11 @@ struct StepPlan {
     Limits limits;
     CallerScalars caller;
     PlannedScaler scaler;
-    int32_t *step;            // one count per tensor: see TensorJob::counter
-    const OneBitPlan *onebit; // plan of the 1-bit family, or NULL
-    float *trust_ratio;       // one per tensor, or NULL
-    float *report;            // or NULL
+    int32_t *step;              // one count per tensor: see TensorJob::counter
+    const OneBitPlan *onebit;   // plan of the 1-bit family, or NULL
+    const MatrixPlan *matrices; // or NULL
+    float *trust_ratio;         // one per tensor, or NULL
+    float *report;              // or NULL
     Outcome *outcome;
     Execution execution;
     // Workspace, partitioned by StepMemory.

@@ -3,6 +3,7 @@
 // stream order. If a device fuses kernels, the later call has nothing to do. Nothing here depends on other ranks.
 #pragma once
 #include "device/decide.h"
+#include "device/matrix_plan.h"
 #include "device/onebit_plan.h"
 
 namespace dsopt {
@@ -94,21 +95,25 @@ public:
     /// Runs decide_step(), after the all-reduce of the table if there is one.
     virtual void decide() = 0;
     /// Runs Passes::elementwise and the first pass of Passes::reduced. Unless StepPolicy::parts, also does the work of
-    /// find_trust(), or if the plan reduces nothing, that of finish().
+    /// find_trust(); unless StepPolicy::ends_later, that of finish() if the plan reduces nothing. In a skipped step it
+    /// writes the outputs of all tensors.
     virtual void update() = 0;
     /// Computes the trust ratios that need no other model rank. Only with StepPolicy::parts.
     virtual void find_trust() = 0;
-    /// Runs the second pass of Passes::reduced. Unless StepPolicy::parts, also does the work of finish(). `shared`:
+    /// Runs the second pass of Passes::reduced. Unless StepPolicy::ends_later, also does the work of finish(). `shared`:
     /// model ranks have all-reduced their sums, so store_shared_trust_ratio() runs first.
     virtual void update_weights(bool shared) = 0;
-    /// Advances counters if the step is taken, and writes norms and the report. Only with StepPolicy::parts.
+    /// Advances counters if the step is taken, and writes norms and the report. Only with StepPolicy::ends_later.
     virtual void finish() = 0;
     /// Returns NULL if the plan has no group of the 1-bit family.
     OneBitStepKernels *onebit() const { return onebit_; }
+    /// Returns NULL if the plan has no matrices.
+    MatrixStepKernels *matrices() const { return matrices_; }
 
 protected:
     ~StepKernels() = default;
     OneBitStepKernels *onebit_ = nullptr;
+    MatrixStepKernels *matrices_ = nullptr;
 };
 
 } // namespace dsopt

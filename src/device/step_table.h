@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include "base/sizes.h"
+#include "device/matrix_plan.h"
 #include "device/onebit_plan.h"
 
 namespace dsopt {
@@ -10,8 +11,11 @@ namespace dsopt {
 struct StepTable {
     TensorJob *jobs;
     Hyper *groups;
-    OneBitJob *onebit = nullptr; // NULL without the 1-bit family
-    TensorJob *fed = nullptr;    // NULL unless StepShape::feeds_slice
+    OneBitJob *onebit = nullptr;      // NULL without the 1-bit family
+    TensorJob *fed = nullptr;         // NULL unless StepShape::feeds_slice
+    MatrixJob *matrix_jobs = nullptr; // NULL without matrices, as the next two
+    MatrixBatch *matrix_batches = nullptr;
+    MatrixPlace *matrix_places = nullptr; // NULL unless ranks share matrices out
     size_t bytes;
 
     /// `memory` NULL: only computes `bytes`.
@@ -21,6 +25,11 @@ struct StepTable {
         arena.take(groups, shape.groups);
         if (shape.onebit) arena.take(onebit, shape.tensors);
         if (shape.feeds_slice) arena.take(fed, shape.tensors);
+        if (shape.matrices != nullptr) {
+            arena.take(matrix_jobs, shape.matrices->jobs);
+            arena.take(matrix_batches, shape.matrices->batches);
+            if (shape.matrices->split) arena.take(matrix_places, shape.matrices->matrices);
+        }
         bytes = arena.bytes();
     }
 };

@@ -22,7 +22,8 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
     constexpr int32_t known = DSOPT_OPTIMIZER_NO_MASTER | DSOPT_OPTIMIZER_REPORT_NORMS |
                               DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING | DSOPT_OPTIMIZER_ACCUMULATE |
                               DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_CHECK_RANKS |
-                              DSOPT_OPTIMIZER_MOMENTUM_BITS | DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE;
+                              DSOPT_OPTIMIZER_MOMENTUM_BITS | DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE |
+                              DSOPT_OPTIMIZER_SPLIT_MATRICES;
     if (desc.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "dsopt_optimizer_desc.flags has unknown bits: 0x%x", desc.flags);
     if ((desc.flags & DSOPT_OPTIMIZER_MOMENTUM_BITS) && compat())
@@ -41,6 +42,13 @@ Optimizer::Optimizer(std::shared_ptr<const Context> context, const dsopt_optimiz
         throw Error(DSOPT_ERR_UNSUPPORTED, "CHECK_RANKS has no effect without dsopt_optimizer_desc.data");
     if ((desc.flags & DSOPT_OPTIMIZER_AVERAGES) && !attachments_.data && !attachments_.node)
         throw Error(DSOPT_ERR_UNSUPPORTED, "AVERAGES has no effect without dsopt_optimizer_desc.data");
+    if (desc.flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) {
+        if (!attachments_.data && !attachments_.node)
+            throw Error(DSOPT_ERR_UNSUPPORTED, "SPLIT_MATRICES has no effect without dsopt_optimizer_desc.data");
+        if (is_sharded(desc))
+            throw Error(DSOPT_ERR_UNSUPPORTED,
+                        "SPLIT_MATRICES has no effect with SHARD: a rank has the matrices of its own tensors");
+    }
     if (no_master && desc.masters != DSOPT_MASTERS_PER_TENSOR)
         throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_optimizer_desc.masters has no effect with NO_MASTER");
     if (compat() && desc.masters == DSOPT_MASTERS_REMAINDER)
@@ -73,6 +81,7 @@ void Optimizer::add_group(const dsopt_group &group, const dsopt_param *params, i
         throw Error(DSOPT_ERR_UNSUPPORTED, "%s with DSOPT_MASTERS_FLAT: moments are F32 there",
                     group.exp_avg_format != DSOPT_MOMENT_F32 ? "exp_avg_format" : "exp_avg_sq_format");
     check_shard_algorithm(desc_, group.algorithm);
+    if (is_matrix_rule(group.algorithm)) context_->device().kernels().check_matrices();
     grow(&group, params, count);
 }
 void Optimizer::add_params(const dsopt_param *params, int64_t count) {
@@ -100,6 +109,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     finalized_.forget();
     onebit_.reset();
     parts_.reset();
+    matrices_.reset();
     lists_compared_ = false;
     workspace_ = Memory();
     cache_.reset(); // it describes the workspace
@@ -138,9 +148,18 @@ void Optimizer::finalize_groups() {
                 parts_ = std::make_unique<RankParts>(registry.params, registry.groups, desc_, data_rank(),
                                                      context_->device().is_host());
             if (shards()) set_parts(registry);
+            set_matrices(registry);
             onebit_ = std::move(onebit);
         });
     });
+}
+
+void Optimizer::set_matrices(const Registry &registry) {
+    const Comm *const comm = attachments_.node ? attachments_.node.get() : attachments_.data.get();
+    const bool split = (desc_.flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) && comm != nullptr;
+    auto matrices = std::make_unique<Matrices>(registry.params, registry.groups, shards() ? parts_.get() : nullptr,
+                                               split ? comm->ranks() : 1, split ? comm->rank() : 0);
+    if (matrices->counts().matrices != 0) matrices_ = std::move(matrices);
 }
 
 /// Limits the state tensors of parameters to this rank's parts. Accumulated gradients stay whole: they are this rank's

@@ -5,6 +5,7 @@
 #include "base/scratch.h"
 #include "comm/comm.h"
 #include "device/context.h"
+#include "optimizer/matrices.h"
 #include "optimizer/onebit.h"
 #include "optimizer/registry.h"
 #include "optimizer/scaler.h"
@@ -88,6 +89,8 @@ public:
     const OneBit *onebit() const { return onebit_.get(); }
     /// Returns NULL before finalize_groups(), and unless ranks average gradients or state is sharded.
     const RankParts *parts() const { return parts_.get(); }
+    /// Returns NULL before finalize_groups(), and if this rank has no matrices.
+    const Matrices *matrices() const { return matrices_.get(); }
     bool shards() const { return parts_ && parts_->sharding() != Sharding::none; }
     /// Returns the elements of a parameter whose state this rank keeps.
     Range part_of(size_t param) const { return parts_ ? parts_->part(param) : whole_range(params()[param].numel); }
@@ -120,8 +123,8 @@ public:
     void add_group(const dsopt_group &group, const dsopt_param *params, int64_t count);
     /// Adds parameters to the groups that dsopt_param.group names.
     void add_params(const dsopt_param *params, int64_t count);
-    /// Lazily builds the objects that depend on all groups: onebit(), parts() and the state tensors of the whole
-    /// optimizer. Must be called before every other method except add_group(), add_params(), set(), get() and methods that only read
+    /// Lazily builds the objects that depend on all groups: onebit(), parts(), matrices() and the state tensors of the
+    /// whole optimizer. Must be called before every other method except add_group(), add_params(), set(), get() and methods that only read
     /// groups and parameters. Any number of threads may call it at the same time.
     void finalize_groups();
     void set(int32_t group, int32_t key, double value);
@@ -168,6 +171,7 @@ private:
     void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
     void check_not_frozen(const Registry::Mark &before) const;
     void set_parts(Registry &registry) const;
+    void set_matrices(const Registry &registry);
     struct Move { // a copy of a tensor of the whole optimizer to its block
         StateKind kind;
         const void *from;
@@ -198,9 +202,10 @@ private:
     dsopt_optimizer_desc desc_;
     Attachments attachments_;
     Versioned<Registry> registry_;
-    Once finalized_{true}; // `onebit_`, `parts_` and the state tensors of the whole optimizer are built
+    Once finalized_{true}; // `onebit_`, `parts_`, `matrices_` and the state tensors of the whole optimizer are built
     std::unique_ptr<OneBit> onebit_;
     std::unique_ptr<RankParts> parts_;
+    std::unique_ptr<Matrices> matrices_;
     bool lists_compared_ = false; // the ranks have compared their lists of parameters in a step
     LastOutcome outcome_;
     Memory workspace_;

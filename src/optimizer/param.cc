@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optimizer/param.h"
 #include "base/text.h"
+#include "optimizer/matrices.h"
 #include "rules/group.h"
 #include "rules/rounding.h"
 #include <cstring>
@@ -70,8 +71,8 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
     param.name = param_name(given, index);
     const char *const name = param.name.c_str();
     check_float_tensor(given.tensor, param.label());
-    constexpr int32_t known =
-        DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED | DSOPT_PARAM_F32_MOMENTS;
+    constexpr int32_t known = DSOPT_PARAM_MODEL_PARALLEL | DSOPT_PARAM_REPLICATED | DSOPT_PARAM_MASKED |
+                              DSOPT_PARAM_F32_MOMENTS | DSOPT_PARAM_ROWS_ARE_INPUTS;
     if (given.flags & ~known)
         throw Error(DSOPT_ERR_ARGUMENT, "parameter '%s' has unknown flags 0x%x", name, given.flags);
     if (given.expert < 0 || given.expert > desc.expert_count)
@@ -94,6 +95,7 @@ Param make_param(const dsopt_param &given, int64_t index, int32_t group, const d
     param.begin = given.offset;
     param.whole = param.end();
     param.dims = param_dims(given, name);
+    param.matrix = matrix_shape_of(given, param, rules);
     param.data = given.tensor.data;
     param.dtype = given.tensor.dtype;
     param.group = group;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 #include "base/tensor_list.h"
-#include "device/plan.h"
+#include "device/matrix_plan.h"
 #include <algorithm>
 #include <iterator>
 #include <string>
@@ -27,6 +27,7 @@ struct Param : Range {
     Format formats[kMoments];        // of its moments; in compat mode they may have the parameter's dtype
     std::vector<int64_t> part_dims;  // sharded state: the only dimension of its state tensors; else empty
     std::vector<int64_t> scale_dims; // the only dimension of its scales; empty: no moment has scales
+    MatrixShape matrix;              // of rules with Passes::matrix; rows 0: none
     bool accumulated;                // gradients were accumulated since the last step
 
     /// True if there is a master that starts as a copy of the parameter.

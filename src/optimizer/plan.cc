@@ -85,6 +85,7 @@ void plan_jobs(const Optimizer &optimizer, const StepRequest &request, const dso
                averages_of(optimizer, request, onebit, i) != Averages::none;
     };
     const auto owner_of = [&](const Param &param) {
+        if (is_matrix_rule(optimizer.groups()[size_t(param.group)].algorithm)) return Owner::matrix;
         const bool exchanged = onebit != nullptr && is_exchanged(optimizer.groups()[size_t(param.group)]);
         if (!exchanged || onebit->stage == Stage::full) return Owner::update;
         return onebit->stage == Stage::dry ? Owner::none : Owner::exchange;
@@ -208,7 +209,8 @@ StepShape shape_of(const Optimizer &optimizer) {
             .leaves = leaves,
             .onebit = onebit != nullptr,
             .feeds_slice = exchanges && onebit->setup().layout.has_levels() && !optimizer.shards(),
-            .exchange = exchanges ? &onebit->setup().layout : nullptr};
+            .exchange = exchanges ? &onebit->setup().layout : nullptr,
+            .matrices = optimizer.matrices() != nullptr ? &optimizer.matrices()->counts() : nullptr};
 }
 
 StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) {
@@ -233,6 +235,14 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     const RankParts *const parts = optimizer.parts();
     arena.take(mean, parts != nullptr ? parts->mean_numel() : 0);
     for (char *&staged : staging) arena.take(staged, parts != nullptr ? parts->layout().staging_bytes() : 0);
+    const Matrices *const own = optimizer.matrices();
+    size_t batch_bytes = 0;
+    for (size_t i = 0; own != nullptr && i < own->batches().size(); ++i)
+        batch_bytes = std::max(batch_bytes, device.kernels().matrix_workspace_bytes(own->batches()[i]));
+    arena.take_bytes(matrices, batch_bytes);
+    const int64_t row_bytes = own != nullptr ? own->row_bytes() : 0;
+    arena.take(matrix_row, row_bytes);
+    arena.take(matrix_rows, own != nullptr ? row_bytes * own->ranks() : 0);
     Arena host_arena(host);
     Arena &host_arrays = device.is_host() ? arena : host_arena;
     host_arrays.take_bytes(table, StepTable(nullptr, shape).bytes);
@@ -247,7 +257,8 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
 size_t Optimizer::workspace_bytes() const { return with_alignment_padding(StepMemory(*this, nullptr, nullptr).bytes); }
 
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
-                   const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit) {
+                   const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit,
+                   const MatrixPlan *matrices) {
     const Context &context = optimizer.context();
     const dsopt_optimizer_desc &desc = optimizer.desc();
     const std::vector<dsopt_group> &groups = optimizer.groups();
@@ -303,12 +314,14 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
                    // The first call of compat mode is dry: learning rates are 0. NON_FREEZE groups do update moments.
                    .dry = onebit != nullptr && onebit->stage == Stage::dry,
                    .parts = optimizer.shards(),
-                   .completes = optimizer.shards() || feeds},
+                   .completes = optimizer.shards() || feeds,
+                   .ends_later = optimizer.shards() || matrices != nullptr},
         .limits = {request.initial ? 0.0 : desc.max_norm, desc.max_value > 0 ? float(desc.max_value) : INFINITY},
         .caller = {step.lr, step.hyper, step.grad_scale, step.grad_norms, step.skip},
         .scaler = scaler,
         .step = entries.data<int32_t>(state, StateKind::step),
         .onebit = onebit,
+        .matrices = matrices,
         .trust_ratio = entries.data<float>(state, StateKind::trust_ratio),
         .report = step.report,
         .outcome = memory.outcome,

@@ -39,7 +39,8 @@ struct StepMemory {
     double *factors;
     char *exchange;
     float *mean;
-    char *staging[2]; // StepRows::staging
+    char *staging[2];                          // StepRows::staging
+    char *matrices, *matrix_row, *matrix_rows; // of MatrixPlan
     size_t bytes;
     // Written by the host.
     char *table;
@@ -55,7 +56,8 @@ struct StepMemory {
 StepShape shape_of(const Optimizer &optimizer);
 /// Fills the tables of tensors and groups, and returns the plan. `state`: a list of all state tensors.
 StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
-                   const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit);
+                   const StepMemory &memory, const StepTable &table, const OneBitPlan *onebit,
+                   const MatrixPlan *matrices);
 /// Fills the lists of a step in which ranks exchange rows. `plan`: of the step.
 StepRows plan_rows(const Optimizer &optimizer, const StepRequest &request, const dsopt_tensor *state,
                    const StepMemory &memory, const StepPlan &plan);

@@ -38,6 +38,8 @@ uint64_t key_of(const Param &param, const dsopt_group &group) {
     key = mix(key, uint64_t(group.algorithm) << 32 | (group.flags & DSOPT_GROUP_NON_FREEZE));
     for (const Format format : param.formats) key = mix(key, uint64_t(format));
     key = mix(key, param.has_remainder);
+    if (param.matrix.rows != 0)
+        key = mix(mix(key, uint64_t(param.matrix.rows) << 32 | uint64_t(param.matrix.cols)), uint64_t(group.ns_dtype));
     if (param.expert == 0)
         for (const char c : param.name) key = mix(key, uint8_t(c));
     return key;
@@ -129,7 +131,8 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
         return is_compared && plan.jobs[i].present;
     };
     for (size_t i = 0; i < params.size(); ++i) gradients = mix(gradients, gradient_key(i));
-    constexpr int32_t compared = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES;
+    constexpr int32_t compared =
+        DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_SPLIT_MATRICES;
     words.set(Words::options, uint32_t(optimizer.desc().flags & compared));
     // The sums of parts that ranks complete together.
     words.set(Words::sums, plan.policy.completes ? 1 + plan.policy.read_gradients + 2 * plan.policy.report_norms : 0);
@@ -151,7 +154,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
                     words.refused - 1);
     if (!words.same(Words::options))
         throw Error(DSOPT_ERR_MISMATCH,
-                    "ranks have different options: SHARD, SHARD_NODE and AVERAGES are 0x%x on rank %d",
+                    "ranks have different options: SHARD, SHARD_NODE, AVERAGES and SPLIT_MATRICES are 0x%x on rank %d",
                     local.max(Words::options), rank);
     if (!words.same(Words::params))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",

@@ -138,6 +138,9 @@ int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc
         throw Error(DSOPT_ERR_UNSUPPORTED, "REPORT_NORMS is not available for the 1-bit family");
     if (desc.masters == DSOPT_MASTERS_REMAINDER)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_MASTERS_REMAINDER is not available for the 1-bit family");
+    const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
+    if (std::any_of(groups.begin(), groups.end(), has_matrices))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "muon and the 1-bit family in one optimizer");
     const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
     if (joins) check_family(groups[size_t(first)], groups.back(), compat);
     for (size_t i = family >= 0 ? first_new : 0; compat && i < params.size(); ++i)

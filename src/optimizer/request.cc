@@ -2,6 +2,7 @@
 // Checks of a call's arguments, before anything is enqueued.
 #include "base/struct_io.h"
 #include "optimizer/plan.h"
+#include <algorithm>
 
 namespace dsopt {
 
@@ -42,6 +43,10 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
     const void *const scalars[] = {step.lr, step.hyper, step.grad_scale, step.skip, step.grad_norms, step.report};
     for (const void *scalar : scalars) check_aligned(scalar, 4, "a scalar of dsopt_step");
 
+    const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
+    if ((optimizer.desc().flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) &&
+        std::none_of(optimizer.groups().begin(), optimizer.groups().end(), has_matrices))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "SPLIT_MATRICES has no effect without a group of muon");
     const OneBitSetup *const onebit = optimizer.onebit() != nullptr ? &optimizer.onebit()->setup() : nullptr;
     const bool wrapped = optimizer.wrapper() != Wrapper::none;
     const uint32_t flags = flags_of(step);

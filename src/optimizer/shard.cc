@@ -51,6 +51,8 @@ void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node)
 }
 
 void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm) {
+    if (is_sharded(desc) && is_matrix_rule(algorithm))
+        throw Error(DSOPT_ERR_UNSUPPORTED, "sharded state with muon, which needs whole matrices");
     if (!is_sharded(desc) || !is_onebit(algorithm)) return;
     if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) throw Error(DSOPT_ERR_UNSUPPORTED, "0/1 Adam is not sharded");
     if (desc.flags & DSOPT_OPTIMIZER_SHARD)

@@ -88,7 +88,15 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (onebit_)
         onebit_->plan(this->state(), state, table.onebit, memory.exchange, memory.factors, engine_schedule, stream,
                       onebit);
-    StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr);
+    MatrixPlan matrices{};
+    if (matrices_) {
+        matrices = matrices_->plan(groups(), table, request.reuse != Reuse::nothing);
+        matrices.row = memory.matrix_row;
+        matrices.rows = memory.matrix_rows;
+        matrices.workspace = memory.matrices;
+    }
+    StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr,
+                              matrices_ ? &matrices : nullptr);
     if (request.stateful) {
         plan.outcome = outcome_.data();
         plan.execution.cache = cache_.get();
@@ -101,7 +109,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     if (engine_schedule) onebit_->invalidate_schedule(); // in case the step fails
     const bool checks = request.ranks_compared != nullptr && checks_ranks(*this);
     // Ranks with different lists would send different messages.
-    const bool sends_lists = parts_ || (onebit_ && onebit_->setup().compresses);
+    const bool sends_lists =
+        parts_ || (matrices_ && matrices_->counts().split) || (onebit_ && onebit_->setup().compresses);
     const bool checks_lists = !checks && request.stateful && sends_lists && !lists_compared_;
     const auto compare = [&] {
         if (checks) *request.ranks_compared = true;

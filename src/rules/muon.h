@@ -40,6 +40,12 @@ DSOPT_HD bool matrix_hypers_are_valid(double momentum, double eps) {
     return momentum > 0 && momentum < 1 && eps >= kLeastNsEps && eps <= kLargestNsEps;
 }
 
+/// Returns the factor that normalises a matrix, from the sum of the squares of its elements.
+DSOPT_HD double ns_scale(double squares, double eps) {
+    const double norm = sqrt(squares);
+    return 1.0 / (norm > eps ? norm : eps);
+}
+
 /// Coefficients of one Newton-Schulz iteration.
 struct NsTriple {
     double a, b, c;

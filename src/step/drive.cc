@@ -4,6 +4,7 @@
 #include "step/agree.h"
 #include "step/average.h"
 #include "step/gather.h"
+#include "step/matrices.h"
 #include "step/onebit.h"
 
 namespace dsopt {
@@ -25,6 +26,7 @@ void reserve_messages(const StepRun &run) {
         model->reserve({.all_reduce = int64_t(plan.shards.bytes())}, stream, Place::backend);
     if (plan.policy.completes) reserve_gather(run);
     if (averages(run)) reserve_average(run);
+    reserve_matrices(run);
     if (plan.onebit != nullptr && plan.onebit->exchanges)
         reserve_exchange(data, node, *plan.onebit->exchange->layout, plan.onebit->exchange->use, stream);
 }
@@ -38,7 +40,7 @@ void inspect_parts(const StepRun &run, StepKernels &kernels) {
     kernels.fold_gradients();
 }
 
-/// Runs Passes::elementwise and Passes::reduced, in which sums are followed by factors, then by weights.
+/// Runs Passes::elementwise, Passes::matrix and Passes::reduced, in which sums are followed by factors, then by weights.
 void update(const StepRun &run, StepKernels &kernels) {
     const StepPolicy &policy = run.plan.policy;
     const LeafResults &leaf = run.plan.leaf;
@@ -47,6 +49,7 @@ void update(const StepRun &run, StepKernels &kernels) {
     for (double *sums : {leaf.sums_a, leaf.sums_b})
         if (completes) clear_leaves(run, sums);
     kernels.update();
+    if (kernels.matrices() != nullptr) update_matrices(run, kernels);
     for (double *sums : {leaf.sums_a, leaf.sums_b})
         if (completes) complete_leaves(run, sums);
     if (policy.parts && policy.reduces) kernels.find_trust();
@@ -74,7 +77,7 @@ void run_phases(const StepRun &run, StepKernels &kernels) {
     if (kernels.onebit() != nullptr) update_onebit(run, kernels);
     update(run, kernels);
     if (kernels.onebit() != nullptr) end_onebit(run, kernels);
-    if (parts) kernels.finish();
+    if (run.plan.policy.ends_later) kernels.finish();
     kernels.mark(DSOPT_MS_BASIC_STEP);
     if (!parts) return;
     gather_weights(run);

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "step/matrices.h"
+
+namespace dsopt {
+namespace {
+
+bool is_split(const StepRun &run) { return run.plan.matrices != nullptr && run.plan.matrices->places != nullptr; }
+
+/// Returns the ranks that share matrices out: those of a node, so that nothing is sent between nodes.
+Comm &sharing_comm(const StepRun &run) { return run.comms.node != nullptr ? *run.comms.node : *run.comms.data; }
+
+} // namespace
+
+void update_matrices(const StepRun &run, StepKernels &kernels) {
+    MatrixStepKernels &local = *kernels.matrices();
+    const MatrixPlan &plan = *run.plan.matrices;
+    const bool split = is_split(run);
+    for (int64_t batch = 0; batch < plan.counts.batches; ++batch) {
+        local.run(MatrixPass::form, batch);
+        local.run(MatrixPass::orthogonalize, batch);
+        local.run(split ? MatrixPass::send : MatrixPass::apply, batch);
+    }
+    if (!split) return;
+    kernels.mark(DSOPT_MS_BASIC_STEP);
+    sharing_comm(run).all_gather(plan.row, plan.rows, plan.row_bytes, run.plan.execution.stream, Place::backend);
+    kernels.mark(DSOPT_MS_EXCHANGE);
+    for (int64_t batch = 0; batch < plan.counts.batches; ++batch) {
+        local.run(MatrixPass::take, batch);
+        local.run(MatrixPass::apply, batch);
+    }
+}
+
+void reserve_matrices(const StepRun &run) {
+    if (is_split(run))
+        sharing_comm(run).reserve({.all_gather = run.plan.matrices->row_bytes}, run.plan.execution.stream,
+                                  Place::backend);
+}
+
+} // namespace dsopt
