@@ -20,6 +20,8 @@ struct MatrixShape {
     DSOPT_HD int64_t leaves() const { return leaves_of(numel()); }
     /// Returns the number of matrices side by side.
     DSOPT_HD int64_t across() const { return stride / cols; }
+    /// Returns a number proportional to the operations of an iteration.
+    double cost() const { return double(n()) * double(n()) * (3 * double(m()) + double(n())); }
     DSOPT_HD int64_t band() const { return rows * stride; }
     /// Returns the index of a matrix's first element in the tensor.
     DSOPT_HD int64_t first(int64_t matrix) const { return matrix / across() * band() + matrix % across() * cols; }

@@ -152,9 +152,8 @@ void Matrices::deal() {
     for (const MatrixBatch &batch : batches_)
         for (int64_t k = batch.first_job; k < batch.first_job + batch.jobs; ++k) {
             const MatrixJob &job = jobs_[size_t(k)];
-            const auto n = double(batch.shape.n()), m = double(batch.shape.m());
             for (int64_t j = 0; j < job.count; ++j) {
-                order.push_back({3 * n * n * m + n * n * n, job.tensor, job.first + j, batch.first + job.index + j});
+                order.push_back({batch.shape.cost(), job.tensor, job.first + j, batch.first + job.index + j});
                 batch_of.push_back(&batch);
             }
         }

@@ -15,6 +15,37 @@ int64_t largest_element(const std::vector<Param> &params, bool means) {
     for (const Param &param : params) size = std::max(size, int64_t(dtype_size(param.dtype)));
     return size;
 }
+/// Deals tensors of matrices to owners by the cost of their iterations: the most expensive one first, each to the owner
+/// with the least work.
+std::vector<int> deal(const std::vector<Param> &params, bool shards, int count) {
+    std::vector<int> owners(params.size(), -1);
+    std::vector<size_t> order;
+    for (size_t i = 0; i < params.size() && shards; ++i)
+        if (params[i].matrix.rows != 0 && params[i].numel != 0) order.push_back(i);
+    const auto cost = [&](size_t i) {
+        return params[i].matrix.cost() * double(params[i].numel / params[i].matrix.numel());
+    };
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return cost(a) > cost(b); });
+    std::vector<double> work(size_t(count), 0.0);
+    for (const size_t i : order) {
+        const auto least = std::min_element(work.begin(), work.end());
+        owners[i] = int(least - work.begin());
+        *least += cost(i);
+    }
+    return owners;
+}
+/// Returns the vector of the tensors of one owner; -1: of those that are not dealt out.
+ListVector vector_of(const std::vector<Param> &params, const std::vector<int> &owners, int owner) {
+    std::vector<int64_t> numels;
+    for (size_t i = 0; i < params.size(); ++i) numels.push_back(owners[i] == owner ? params[i].numel : 0);
+    return ListVector(numels);
+}
+std::vector<ListVector> dealt_vectors(const std::vector<Param> &params, const std::vector<int> &owners, int count) {
+    std::vector<ListVector> vectors;
+    if (std::all_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; })) return vectors;
+    for (int owner = 0; owner < count; ++owner) vectors.push_back(vector_of(params, owners, owner));
+    return vectors;
+}
 bool has_family(const std::vector<dsopt_group> &groups) {
     return std::any_of(groups.begin(), groups.end(),
                        [](const dsopt_group &group) { return is_onebit(group.algorithm); });
@@ -51,8 +82,6 @@ void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node)
 }
 
 void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm) {
-    if (is_sharded(desc) && is_matrix_rule(algorithm))
-        throw Error(DSOPT_ERR_UNSUPPORTED, "sharded state with muon, which needs whole matrices");
     if (!is_sharded(desc) || !is_onebit(algorithm)) return;
     if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM) throw Error(DSOPT_ERR_UNSUPPORTED, "0/1 Adam is not sharded");
     if (desc.flags & DSOPT_OPTIMIZER_SHARD)
@@ -68,14 +97,18 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_g
                      const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host) :
     local_(local),
     sharding_(effective_sharding(desc, local)),
-    layout_(vector_of(params), local.ranks,
+    owners_(deal(params, sharding_ != Sharding::none, owners())),
+    layout_(vector_of(params, owners_, -1), dealt_vectors(params, owners_, owners()), local.ranks,
             largest_element(params, (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || has_family(groups)),
             on_host ? kHostStaging : kDeviceStaging) {
     const bool family = has_family(groups), two_levels = family && local.node_ranks > 1;
     const auto add_leaves = [&](LeafInterval &leaves, const Param &param, const Range &range) {
-        if (leaves.count == 0) leaves.first = param.first_leaf + range.begin / kLeaf;
-        leaves.count += leaves_of(range.numel);
+        if (range.numel == 0) return;
+        const int64_t first = param.first_leaf + range.begin / kLeaf;
+        if (leaves.count == 0) leaves.first = first;
+        leaves.count = first + leaves_of(range.numel) - leaves.first;
     };
+    for (const Param &param : params) numels_.push_back(param.numel);
     for (size_t i = 0; i < params.size(); ++i) {
         const dsopt_group &group = groups[size_t(params[i].group)];
         const Range &range = parts_.emplace_back(part(i, local.rank));
@@ -98,15 +131,15 @@ Range RankParts::slice(size_t param) const {
 Range RankParts::part(size_t param, int rank) const {
     const Range tensor = layout_.vector().range(param);
     if (sharding_ == Sharding::none) return whole_range(tensor.numel);
-    const int chunks = sharding_ == Sharding::in_node ? local_.nodes() : 1;
+    const int chunks = ranks_of_owner();
+    if (owners_[param] >= 0) return {0, rank / chunks == owners_[param] ? numels_[param] : 0, numels_[param]};
     return part_of(tensor, layout_.partition().chunks(rank / chunks * chunks, chunks));
 }
 
 bool RankParts::is_split(size_t param) const {
     const Range tensor = layout_.vector().range(param);
     if (sharding_ == Sharding::none || tensor.numel == 0) return false;
-    const int chunks = sharding_ == Sharding::in_node ? local_.nodes() : 1;
-    const int64_t size = layout_.partition().chunk_numel() * chunks;
+    const int64_t size = layout_.partition().chunk_numel() * ranks_of_owner();
     return tensor.begin / size != (tensor.end() - 1) / size;
 }
 

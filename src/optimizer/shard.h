@@ -17,7 +17,7 @@ constexpr Sharding sharding_of(const dsopt_optimizer_desc &desc) {
 /// Returns the same for an optimizer of these ranks: a single rank, or one in a node of one rank, has everything.
 Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &local);
 constexpr bool is_sharded(const dsopt_optimizer_desc &desc) { return sharding_of(desc) != Sharding::none; }
-/// Returns the vector of a list of parameters.
+/// Returns the vector of a list of parameters, none of which is dealt out.
 ListVector vector_of(const std::vector<Param> &params);
 /// Throws UNSUPPORTED for options that cannot be combined with sharded state. `has_data`, `has_node`: there are comms.
 void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node);
@@ -26,7 +26,7 @@ void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm);
 
 /// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list and the
 /// ranks. A part is one interval of the list's vector. Without sharded state every part is the whole parameter, and the
-/// rows are for means of gradients.
+/// rows are for means of gradients. Tensors of matrices are dealt out whole: their vector has no place for them.
 class RankParts {
 public:
     RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
@@ -38,7 +38,7 @@ public:
     const Range &part(size_t param) const { return parts_[param]; }
     /// True if several ranks have parts of a parameter.
     bool is_split(size_t param) const;
-    /// Returns the leaves of this rank's parts.
+    /// Returns an interval with the leaves of this rank's parts, and with leaves of other ranks if tensors are dealt out.
     LeafInterval leaves() const { return leaves_; }
     /// Returns the elements of a parameter that are in this rank's slice of its node, and the leaves of the slice.
     Range slice(size_t param) const;
@@ -49,9 +49,15 @@ public:
     int64_t mean_numel() const { return mean_numel_; }
 
 private:
+    /// Returns the number of owners that tensors are dealt to, and of consecutive ranks of each.
+    int owners() const { return sharding_ == Sharding::in_node ? local_.node_ranks : local_.ranks; }
+    int ranks_of_owner() const { return sharding_ == Sharding::in_node ? local_.nodes() : 1; }
+
     const DataRank local_;
     const Sharding sharding_;
+    const std::vector<int> owners_; // of each parameter; -1: it is in the list's vector
     const RowLayout layout_;
+    std::vector<int64_t> numels_; // of the parameters
     std::vector<Range> parts_;
     LeafInterval leaves_{0, 0}, slice_leaves_{0, 0};
     std::vector<int64_t> means_;

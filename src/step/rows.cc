@@ -8,20 +8,29 @@ namespace dsopt {
 // in a row than in the vector.
 static_assert(ListVector::kAlignment % int64_t(kCacheLine) == 0);
 
-RowLayout::RowLayout(ListVector vector, int ranks, int64_t element, int64_t capacity) :
+RowLayout::RowLayout(ListVector vector, std::vector<ListVector> dealt, int ranks, int64_t element, int64_t capacity) :
     vector_(std::move(vector)),
+    dealt_(std::move(dealt)),
     partition_{vector_.blocks(), ranks},
     element_(element) {
-    const int64_t chunk = partition_.chunk_blocks(), fitting = capacity / (ranks * ListVector::kBlock * element);
-    stripe_blocks_ = std::clamp<int64_t>(fitting, 1, std::max<int64_t>(chunk, 1));
-    stripes_ = (chunk + stripe_blocks_ - 1) / stripe_blocks_;
-    for (int64_t stripe = 0; stripe < stripes_; ++stripe) {
+    stripes_ = stripes_of(partition_.chunk_blocks(), capacity);
+    int64_t longest = 0;
+    for (const ListVector &owned : dealt_)
+        longest = std::max(longest, VectorPartition{owned.blocks(), ranks / int(dealt_.size())}.chunk_blocks());
+    dealt_stripes_ = stripes_of(longest, capacity);
+    for (int64_t stripe = 0; stripe < stripes(); ++stripe) {
         int64_t pieces = 0;
         for (int row = 0; row < ranks; ++row)
             (void)for_pieces(
                 stripe, row, [](size_t) { return 1; }, [&](const Piece &) { ++pieces; });
         max_pieces_ = std::max(max_pieces_, pieces);
     }
+}
+
+RowLayout::Stripes RowLayout::stripes_of(int64_t chunk_blocks, int64_t capacity) const {
+    const int64_t fitting = capacity / (ranks() * ListVector::kBlock * element_);
+    const int64_t blocks = std::clamp<int64_t>(fitting, 1, std::max<int64_t>(chunk_blocks, 1));
+    return {blocks, (chunk_blocks + blocks - 1) / blocks};
 }
 
 char *gather_rows(const StepRows &rows, Comm *data, Comm *node, int64_t bytes, void *stream) {

@@ -13,17 +13,22 @@ namespace dsopt {
 /// a row is the elements of one chunk in a stripe: in the order of the list, each tensor's piece begins at a multiple of
 /// kCacheLine bytes. Every row of a stripe has the length of the longest one, and gaps are zeros. Stripes bound the
 /// memory for rows, whatever the list.
+///
+/// Tensors that are dealt out whole have no place in the list's vector. Those of one owner are a vector of their own,
+/// with one chunk per rank of the owner, and their stripes follow those of the list.
 class RowLayout {
 public:
-    /// `capacity`: bytes of one row of every rank, unless a stripe of one block needs more. `element`: bytes of the
-    /// largest element.
-    RowLayout(ListVector vector, int ranks, int64_t element, int64_t capacity);
+    /// `dealt`: a vector per owner, in which other tensors have no elements; empty: nothing is dealt out. `capacity`:
+    /// bytes of one row of every rank, unless a stripe of one block needs more. `element`: bytes of the largest element.
+    RowLayout(ListVector vector, std::vector<ListVector> dealt, int ranks, int64_t element, int64_t capacity);
     int ranks() const { return partition_.ranks; }
-    int64_t stripes() const { return stripes_; }
+    int64_t stripes() const { return stripes_.count + dealt_stripes_.count; }
     /// Returns the bytes of one of StepRows::staging.
     int64_t staging_bytes() const { return ranks() * max_row_bytes(); }
     /// Returns an upper bound of row_bytes().
-    int64_t max_row_bytes() const { return stripe_blocks_ * ListVector::kBlock * element_; }
+    int64_t max_row_bytes() const {
+        return std::max(stripes_.blocks, dealt_stripes_.blocks) * ListVector::kBlock * element_;
+    }
     /// Returns the largest number of pieces of a stripe, in all rows together.
     int64_t max_pieces() const { return max_pieces_; }
     const ListVector &vector() const { return vector_; }
@@ -38,13 +43,19 @@ public:
     /// 0 for a tensor that is left out.
     template <class Size, class Visit>
     int64_t for_pieces(int64_t stripe, int row, const Size &size_of, const Visit &visit) const {
-        const int64_t blocks = partition_.chunk_blocks(), first = stripe * stripe_blocks_;
-        const int64_t count = std::min(stripe_blocks_, blocks - first);
-        const Range elements = intersection(
-            {(row * blocks + first) * ListVector::kBlock, count * ListVector::kBlock, 0}, whole_range(vector_.numel()));
+        const bool dealt = stripe >= stripes_.count;
+        const int chunks = dealt ? partition_.ranks / int(dealt_.size()) : partition_.ranks; // of the vector
+        const ListVector &vector = dealt ? dealt_[size_t(row / chunks)] : vector_;
+        const Stripes &stripes = dealt ? dealt_stripes_ : stripes_;
+        const int64_t blocks = VectorPartition{vector.blocks(), chunks}.chunk_blocks(),
+                      first = (dealt ? stripe - stripes_.count : stripe) * stripes.blocks,
+                      count = std::max<int64_t>(std::min(stripes.blocks, blocks - first), 0);
+        const Range elements =
+            intersection({(row % chunks * blocks + first) * ListVector::kBlock, count * ListVector::kBlock, 0},
+                         whole_range(vector.numel()));
         int64_t bytes = 0;
-        for (size_t i = vector_.tensor_at(elements.begin); i < vector_.tensors(); ++i) {
-            const Range tensor = vector_.range(i);
+        for (size_t i = vector.tensor_at(elements.begin); i < vector.tensors(); ++i) {
+            const Range tensor = vector.range(i);
             if (tensor.begin >= elements.end()) break;
             const Range range = part_of(tensor, elements);
             const int64_t size = size_of(i);
@@ -63,9 +74,16 @@ public:
     }
 
 private:
+    struct Stripes {
+        int64_t blocks, count; // blocks of a chunk in one stripe, and number of stripes
+    };
+    Stripes stripes_of(int64_t chunk_blocks, int64_t capacity) const;
+
     ListVector vector_;
+    std::vector<ListVector> dealt_;
     VectorPartition partition_;
-    int64_t element_, stripe_blocks_, stripes_, max_pieces_ = 0;
+    int64_t element_, max_pieces_ = 0;
+    Stripes stripes_{}, dealt_stripes_{};
 };
 
 /// The parts that ranks keep of sharded state.
