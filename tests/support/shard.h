@@ -4,7 +4,9 @@
 #include "formats.h"
 #include "harness.h"
 #include "two_level.h"
+#include <array>
 #include <ostream>
+#include <tuple>
 
 namespace test {
 
@@ -15,9 +17,10 @@ struct Topology {
     int ranks() const { return per_node * nodes; }
     std::string name() const {
         return std::to_string(nodes) + "x" + std::to_string(per_node) +
-               (flag == DSOPT_OPTIMIZER_SHARD_NODE ? "InNode"
-                : flag == 0                        ? "Unsharded"
-                                                   : "");
+               (flag == DSOPT_OPTIMIZER_SHARD_NODE       ? "InNode"
+                : flag == DSOPT_OPTIMIZER_SPLIT_MATRICES ? "Split"
+                : flag == 0                              ? "Unsharded"
+                                                         : "");
     }
     friend void PrintTo(const Topology &t, std::ostream *out) { *out << t.name(); }
 };
@@ -93,6 +96,7 @@ struct ShardTraining {
     std::vector<int64_t> sizes = kShardSizes;
     int64_t steps = 5;
     int32_t param_flags = 0;
+    std::vector<std::array<int64_t, 2>> blocks = {}; // rows and columns of the matrices of the first tensors
 
     std::vector<Array> gradients(int64_t step) const {
         std::vector<Array> list;
@@ -118,6 +122,8 @@ struct ShardTraining {
             for (size_t t = sizes.size() * g / groups.size(); t < sizes.size() * (g + 1) / groups.size(); ++t) {
                 params.push_back({Array(param, size_t(sizes[t]), 0), "t" + std::to_string(t), param_flags});
                 params.back().weight.fill(t + 1);
+                if (t < blocks.size())
+                    std::tie(params.back().rows, params.back().cols) = std::pair(blocks[t][0], blocks[t][1]);
             }
             must(made.add_group(groups[g], std::move(params)));
         }

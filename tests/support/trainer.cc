@@ -115,7 +115,7 @@ dsopt_status Trainer::add_group(const dsopt_group &group, std::vector<Param> par
     std::vector<dsopt_param> list;
     for (const Param &param : params)
         list.push_back({param.weight.tensor(), param.name.empty() ? nullptr : param.name.c_str(), nullptr, 0,
-                        param.flags, param.offset, param.expert, 0});
+                        param.flags, param.offset, param.expert, 0, param.rows, param.cols});
     const dsopt_status status = dsopt_optimizer_add_group(opt(), &group, list.data(), int64_t(list.size()));
     for (Param &param : params) model.params.push_back(std::move(param.weight)); // the memory does not move
     return status;

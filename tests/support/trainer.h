@@ -46,6 +46,7 @@ struct Param {
     int32_t flags = 0;
     int32_t expert = 0;
     int64_t offset = 0;
+    int64_t rows = 0, cols = 0;
 };
 
 class Trainer {

@@ -112,6 +112,23 @@ TEST_P(ShardFiles, HaveParametersForAnyNumberOfRanks) {
     }
 }
 
+// Tensors of Muon are dealt out whole.
+LABEL(long_emulated);
+TEST_P(ShardFiles, HaveWholeMatricesForAnyNumberOfRanks) {
+    dsopt_group muon = make_group(DSOPT_ALGORITHM_MUON);
+    const ShardTraining training{.groups = {muon, group_of(DSOPT_ALGORITHM_ADAMW)},
+                                 .param = DSOPT_DTYPE_BF16,
+                                 .grad = DSOPT_DTYPE_BF16,
+                                 .sizes = {24 * 40, 96 * 16, 0, 700, 5000, 0},
+                                 .blocks = {{24, 40}, {48, 16}, {8, 8}}};
+    const Saved saved = save_after(training, GetParam(), 2);
+    for (const Topology &topology : kRuns) {
+        SCOPED_TRACE(topology.name());
+        expect_resumed(training, topology, saved, 2);
+        if (HasFatalFailure()) return;
+    }
+}
+
 // Codes with scales, and masters that are half in the parameters.
 LABEL(long_emulated);
 TEST_P(ShardFiles, HaveLowPrecisionStateForAnyNumberOfRanks) {
