@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.h"
-#include "base/fork.h"
 #include "cpu/compress.h"
+#include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "cpu/matrix_step.h"
 #include "cpu/partition.h"
@@ -13,9 +13,6 @@
 #include <new>
 #include <sys/mman.h>
 #include <vector>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 
 namespace dsopt {
 namespace {
@@ -23,27 +20,14 @@ namespace {
 using cpu::Kernels;
 using cpu::ListPartition;
 
-#if defined(__x86_64__)
-bool query_f16c() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-}
-#endif
-
 const Kernels &choose_kernels() {
 #if defined(__x86_64__)
-    const char *wanted = secure_getenv("DSOPT_ISA");
-    const auto allowed = [&](const char *isa) { return wanted == nullptr || std::strcmp(wanted, isa) == 0; };
-    static constinit Lazy<bool> known; // cached: with a hypervisor the query takes microseconds
-    const bool f16c = known.get(query_f16c);
-    const bool avx2 = f16c && __builtin_cpu_supports("avx2");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-    const bool up_to_avx512 = allowed("avx512") || allowed("avx512_bf16");
-    if (bf16 && allowed("avx512_bf16")) return cpu::kernels_avx512_bf16;
-    if (avx512 && up_to_avx512) return cpu::kernels_avx512;
-    if (avx2 && (allowed("avx2") || up_to_avx512)) return cpu::kernels_avx2;
+    switch (cpu::chosen_isa()) {
+    case cpu::Isa::generic: break;
+    case cpu::Isa::avx2: return cpu::kernels_avx2;
+    case cpu::Isa::avx512: return cpu::kernels_avx512;
+    case cpu::Isa::avx512_bf16: return cpu::kernels_avx512_bf16;
+    }
 #endif
     return cpu::kernels_generic;
 }
@@ -184,12 +168,7 @@ private:
 } // namespace
 
 const char *cpu_isa_name() { return choose_kernels().name; }
-const char *unknown_isa() {
-    const char *const wanted = secure_getenv("DSOPT_ISA");
-    for (const char *known : {"generic", "avx2", "avx512", "avx512_bf16"})
-        if (wanted == nullptr || std::strcmp(wanted, known) == 0) return nullptr;
-    return wanted;
-}
+const char *unknown_isa() { return cpu::unknown_isa(); }
 std::unique_ptr<Device> make_cpu_device() { return std::make_unique<CpuDevice>(); }
 
 } // namespace dsopt

@@ -7,12 +7,10 @@ namespace dsopt::cpu {
 MatrixMemory::MatrixMemory(const MatrixBatch &batch, void *memory) {
     Arena arena(memory);
     const MatrixShape &shape = batch.shape;
-    const auto size = int64_t(dtype_size(batch.recipe.input));
     arena.take(matrices, batch.count);
     arena.take(squares, batch.count * shape.leaves());
     arena.take(x, batch.count * shape.numel());
-    arena.take(inputs, batch.count * shape.numel() * size);
-    for (char **square : {&a, &b}) arena.take(*square, batch.count * shape.n() * shape.n() * size);
+    arena.take(products, batch.count * ns_workspace_bytes(shape.n(), shape.m(), batch.recipe.input));
     bytes = arena.bytes();
 }
 
@@ -71,8 +69,7 @@ void MatrixStep::form(const MatrixBatch &batch, const MatrixMemory &memory) cons
 
 void MatrixStep::orthogonalize(const MatrixBatch &batch, const MatrixMemory &memory) const {
     const MatrixShape &shape = batch.shape;
-    const int64_t numel = shape.numel(), square = shape.n() * shape.n();
-    const auto size = int64_t(dtype_size(batch.recipe.input));
+    const int64_t numel = shape.numel(), bytes = ns_workspace_bytes(shape.n(), shape.m(), batch.recipe.input);
     const double eps = hyper_of(plan_, batch.group).eps;
     for_leaves(batch, true, [&](const MatrixJob &, int64_t matrix, int64_t first, int64_t last) {
         const double squares = fold_leaves(memory.squares, {matrix * shape.leaves(), numel});
@@ -84,12 +81,8 @@ void MatrixStep::orthogonalize(const MatrixBatch &batch, const MatrixMemory &mem
         const MatrixJob &job = matrices_.jobs[k];
         for (int64_t i = job.index; is_active(job) && i < job.index + job.count; ++i)
             if (is_mine(batch.first + i))
-                memory.matrices[count++] = {shape.n(),
-                                            shape.m(),
-                                            memory.x + i * numel,
-                                            memory.inputs + i * numel * size,
-                                            memory.a + i * square * size,
-                                            memory.b + i * square * size};
+                memory.matrices[count++] = ns_matrix(shape.n(), shape.m(), memory.x + i * numel,
+                                                     memory.products + i * bytes, batch.recipe.input);
     }
     newton_schulz(products_, batch.recipe, memory.matrices, count, plan_.execution.parallel);
 }

@@ -12,7 +12,7 @@ struct MatrixMemory {
     NsMatrix *matrices; // those of the step's tensors, in the order of the batch
     double *squares;    // of leaves
     float *x;
-    char *inputs, *a, *b;
+    char *products; // of ns_workspace_bytes() for each matrix
     size_t bytes;
     /// With `memory` NULL only `bytes`.
     MatrixMemory(const MatrixBatch &batch, void *memory);

@@ -1,60 +1,107 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/newton_schulz.h"
-#include <vector>
+#include <algorithm>
+#include <atomic>
 
 namespace dsopt::cpu {
 namespace {
 
-float rd(float x, Dtype input) {
-    if (input == Dtype::f32) return x;
-    const float y = input == Dtype::bf16 ? bf16_to_f32(f32_to_bf16(x)) : f16_to_f32(f32_to_f16(x));
-    return y < kLeastInput && y > -kLeastInput ? 0.0f : y;
+constinit std::atomic<int64_t> run_so_far{0};
+
+/// Operations of an iteration from which on each product is partitioned among threads.
+constexpr double kLeastPartitioned = 2e7;
+
+double operations(const NsMatrix &matrix) {
+    const auto n = double(matrix.n), m = double(matrix.m);
+    return 4 * n * n * m + 2 * n * n * n;
 }
-__attribute__((target("avx2,fma"))) void row(const float *left, const float *right, int64_t depth, int64_t cols,
-                                             float *out) {
-    for (int64_t j = 0; j < cols; ++j) out[j] = 0;
-    for (int64_t k = 0; k < depth; ++k)
-        for (int64_t j = 0; j < cols; ++j) out[j] = __builtin_fmaf(left[k], right[k * cols + j], out[j]);
+bool is_large(const NsMatrix &matrix) { return operations(matrix) >= kLeastPartitioned; }
+bool is_empty(const NsMatrix &matrix) { return matrix.n == 0 || matrix.m == 0; }
+
+/// Xh = rd(X).
+void round_input(const Products &products, const Product &product, const Parallel &parallel) {
+    constexpr int64_t least = int64_t(1) << 15;
+    const int64_t count = product.n * product.m, size = int64_t(dtype_size(product.input));
+    const int64_t parts = std::clamp<int64_t>(count / least, 1, parallel.threads);
+    const int64_t part = round_up((count + parts - 1) / parts, int64_t(kCacheLine));
+    parallel.run(parts, [&](int64_t i) {
+        const DefaultFloatEnvironment environment;
+        const int64_t begin = i * part, end = std::min(begin + part, count);
+        if (begin < end)
+            products.round(product.x + begin, static_cast<char *>(product.xh) + begin * size, product.input,
+                           end - begin);
+    });
 }
+
+/// Runs all iterations of a matrix.
+void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix &matrix, const Parallel &parallel) {
+    Product product{ProductKind::gram,
+                    ns_input(matrix.n, recipe.input),
+                    false,
+                    matrix.n,
+                    matrix.m,
+                    matrix.x,
+                    matrix.input,
+                    matrix.a,
+                    matrix.b,
+                    {}};
+    for (int step = 0; step < recipe.steps; ++step) {
+        std::copy_n(recipe.at(step), 3, product.triple);
+        product.last = step == recipe.steps - 1;
+        round_input(products, product, parallel);
+        for (const ProductKind kind : {ProductKind::gram, ProductKind::polynomial, ProductKind::update}) {
+            product.kind = kind;
+            run_product(products, product, parallel);
+        }
+        run_so_far.fetch_add(3, std::memory_order_relaxed);
+    }
+}
+
+/// Spreads small matrices over the threads, largest first. There is no memory for a sorted list, so the matrices are
+/// visited once per power of two of their operations.
+class SmallMatrices {
+public:
+    SmallMatrices(const NsMatrix *matrices, int64_t count) : matrices_(matrices), count_(count) {
+        for (int64_t i = 0; i < count; ++i)
+            if (is_small(matrices[i])) {
+                present_ |= 1u << size_of(matrices[i]);
+                ++small_;
+            }
+    }
+    int64_t count() const { return small_; }
+    /// Calls use(matrix) for matrices that no other thread has visited, until all are visited.
+    template <class Use> void visit(const Use &use) {
+        for (int size = kSizes - 1; size >= 0; --size) {
+            if (!(present_ >> size & 1)) continue;
+            for (int64_t i; (i = next_[size].fetch_add(1, std::memory_order_relaxed)) < count_;)
+                if (is_small(matrices_[i]) && size_of(matrices_[i]) == size) use(matrices_[i]);
+        }
+    }
+
+private:
+    static constexpr int kSizes = 32;
+    static bool is_small(const NsMatrix &matrix) { return !is_empty(matrix) && !is_large(matrix); }
+    static int size_of(const NsMatrix &matrix) { return 31 - __builtin_clz(uint32_t(operations(matrix))); }
+
+    const NsMatrix *const matrices_;
+    const int64_t count_;
+    int64_t small_ = 0;
+    uint32_t present_ = 0; // a bit for each size
+    std::atomic<int64_t> next_[kSizes] = {};
+};
 
 } // namespace
 
-const Products &choose_products() {
-    static constexpr Products products;
-    return products;
+void newton_schulz(const Products &products, const NsRecipe &recipe, const NsMatrix *matrices, int64_t count,
+                   const Parallel &parallel) {
+    for (int64_t i = 0; i < count; ++i)
+        if (!is_empty(matrices[i]) && is_large(matrices[i])) iterate(products, recipe, matrices[i], parallel);
+    SmallMatrices small(matrices, count);
+    parallel.run(std::min<int64_t>(parallel.threads, small.count()), [&](int64_t) {
+        small.visit([&](const NsMatrix &matrix) { iterate(products, recipe, matrix, Parallel{}); });
+    });
 }
-void newton_schulz(const Products &, const NsRecipe &recipe, const NsMatrix *matrices, int64_t count,
-                   const Parallel &) {
-    for (int64_t i = 0; i < count; ++i) {
-        const auto &[n, m, x, in, a_, b_] = matrices[i];
-        std::vector<float> h(size_t(n * m)), t(size_t(n * m)), a(size_t(n * n)), b(size_t(n * n)), s;
-        s.resize(size_t(m));
-        for (int step = 0; step < recipe.steps; ++step) {
-            const float *c = recipe.at(step);
-            for (int64_t k = 0; k < n * m; ++k) h[size_t(k)] = rd(x[k], recipe.input);
-            for (int64_t r = 0; r < n; ++r)
-                for (int64_t k = 0; k < m; ++k) t[size_t(k * n + r)] = h[size_t(r * m + k)];
-            for (int64_t r = 0; r < n; ++r) {
-                row(&h[size_t(r * m)], t.data(), m, n, &a[size_t(r * n)]);
-                for (int64_t k = 0; k < n; ++k) a[size_t(r * n + k)] = rd(a[size_t(r * n + k)], recipe.input);
-            }
-            for (int64_t r = 0; r < n; ++r) {
-                row(&a[size_t(r * n)], a.data(), n, n, &b[size_t(r * n)]);
-                for (int64_t k = 0; k < n; ++k) {
-                    const float u = c[1] * a[size_t(r * n + k)], v = c[2] * b[size_t(r * n + k)];
-                    b[size_t(r * n + k)] = rd(u + v, recipe.input);
-                }
-            }
-            for (int64_t r = 0; r < n; ++r) {
-                row(&b[size_t(r * n)], h.data(), n, m, s.data());
-                for (int64_t k = 0; k < m; ++k) {
-                    const float u = c[0] * x[r * m + k];
-                    x[r * m + k] = u + s[size_t(k)];
-                }
-            }
-        }
-        for (int64_t k = 0; k < n * m; ++k) x[k] = rd(x[k], recipe.input);
-    }
-}
+
+int64_t products_run() { return run_so_far.load(std::memory_order_relaxed); }
 
 } // namespace dsopt::cpu

@@ -150,3 +150,9 @@ DSOPT_HD void write(Halves x, void *to, FirstLanes lanes) { _mm256_mask_storeu_e
 } // namespace
 } // namespace dsopt::cpu
 #endif
+
+// Names of the kernel table of each instruction set.
+#define DSOPT_JOIN_(a, b) a##b
+#define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
+#define DSOPT_TEXT_(x) #x
+#define DSOPT_TEXT(x) DSOPT_TEXT_(x)

@@ -441,9 +441,3 @@ private:
 
 } // namespace
 } // namespace dsopt::cpu
-
-// Names of the kernel table of each instruction set.
-#define DSOPT_JOIN_(a, b) a##b
-#define DSOPT_JOIN(a, b) DSOPT_JOIN_(a, b)
-#define DSOPT_TEXT_(x) #x
-#define DSOPT_TEXT(x) DSOPT_TEXT_(x)

@@ -29,13 +29,15 @@ struct MatrixShape {
 
 /// Matrices with fewer rows or columns have fp32 products: rounded inputs would cost accuracy and save nothing.
 constexpr int64_t kLeastRounded = 16;
+/// Returns the dtype to which the inputs of products of a matrix are rounded. `n`: its rows or columns, whichever is less.
+DSOPT_HD constexpr Dtype ns_input(int64_t n, Dtype input) { return n < kLeastRounded ? Dtype::f32 : input; }
 
 /// Newton-Schulz iterations of a batch, with coefficients in fp32. A step after the last triple repeats it.
 struct NsRecipe {
     float triple[5][3];
     int32_t triples, steps;
     Dtype input; // to which inputs of products are rounded; F32: they are not rounded
-    uint8_t reserved[3];
+    uint8_t reserved[3] = {};
     DSOPT_HD const float *at(int32_t step) const { return triple[step < triples ? step : triples - 1]; }
 };
 /// Magnitudes below it become 0 when inputs of products are rounded: no partial sum of 16-bit inputs is then denormal,

@@ -21,7 +21,7 @@ int64_t row_stride(const dsopt_param &given, int64_t cols) {
 }
 
 Dtype input_of(const dsopt_group &group, const MatrixShape &shape) {
-    return shape.n() < kLeastRounded ? Dtype::f32 : Dtype(group.ns_dtype);
+    return ns_input(shape.n(), Dtype(group.ns_dtype));
 }
 
 NsRecipe recipe_of(const dsopt_group &group, Dtype input) {

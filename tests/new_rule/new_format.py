@@ -81,7 +81,7 @@ with tempfile.TemporaryDirectory() as name:
     cuda_flags = [f"-I{sources}/tests/emulation/include", f"-I{sources}/cuda"]
     cpu = sources / "src/cpu/kernels.cc"
     machine = subprocess.run(compiler + ["-dumpmachine"], capture_output=True, text=True, check=True).stdout
-    cpu_flags = ["-DDSOPT_ISA=avx2", "-mavx2", "-mf16c"] if machine.startswith("x86_64") else ["-DDSOPT_ISA=generic"]
+    cpu_flags = ["-DDSOPT_ISA=avx2", "-mavx2", "-mf16c", "-mfma"] if machine.startswith("x86_64") else ["-DDSOPT_ISA=generic"]
     expect("the unchanged tree compiles (CPU)", errors_of(folder, [], cpu, *cpu_flags), None)
     expect("the unchanged tree compiles (CUDA)", errors_of(folder, [], cuda, *cuda_flags), None)
     expect("visit() needs a case", errors_of(folder, ENUMERATOR, cpu, *cpu_flags), r"dtype\.h.*\n?.*byte.*not handled")
