@@ -6,7 +6,8 @@ usage: altered.py [--backend NAME] REPLAY FILE...
 
 Each tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
 F64), by three units in the last place (16 bit), by one (integers), to the other one (flags), to twice itself (loss
-scales). Replay must fail each copy and name that tensor. The engine computes the trajectory from the inputs only, so a
+scales). In records of Muon, changes are as large as their tolerances require, and further copies have other options
+than those with which they were recorded. Replay must fail each copy and name that tensor. The engine computes the trajectory from the inputs only, so a
 change in any row of an output is a difference of that value alone. Further copies have errors in their structure that
 a reader without checks would accept. The exit status is 1 unless replay detects all errors.
 """
@@ -26,7 +27,12 @@ CODES = {"F64": "d", "F32": "f", "F16": "H", "BF16": "H", "I64": "q", "I32": "i"
          "F8_E4M3": "B"}
 SMALLEST_INF = {"F16": 0x7C00, "BF16": 0x7F80}
 INPUTS = {"grad", "grad16", "grads_averaged", "grad_present", "lr", "param_init", "param16_init", "exp_avg_mask",
-          "input", "x", "split_x", "skip"}
+          "input", "x", "split_x", "skip", "grad_u8", "original_error"}
+OPTIONAL = {"grad_present", "original_error"}  # tensors that a record may lack
+# muon: change of one value, as a fraction of the peak. Weights are compared by the norm of their difference, recorded
+# weights within the error of the original.
+MUON_CHANGES = {"exact": 4e-3, "exact_last": 4e-3, "param": 8, "param_last": 8, "momentum_last": 1e-4,
+                "update_length": 1e-2}
 SCALES = {"loss_scale", "loss_scale_used"}
 BATCH = 128  # files per run of replay: few processes, little disk space
 
@@ -99,6 +105,8 @@ class Golden:
             index = rng.randrange(len(values))
             delta = 3e-5 * max(peak, 0.1 * scale) if max(peak, scale) > 0 else 1.0
             value = values[index] + delta
+        elif self.metadata()["algorithm"] == "muon":
+            index, value = change_of_muon(values, dtype, MUON_CHANGES[name.split("/")[0]], rng)
         else:
             index, value = change(values, dtype, rng)
         struct.pack_into("<" + code, self.data, begin + index * struct.calcsize(code), value)
@@ -135,6 +143,17 @@ def change_half(bits, dtype, rng):
     return index, sign | (magnitude + 3 if magnitude + 3 < infinity else magnitude - 3)
 
 
+def change_of_muon(values, dtype, fraction, rng):
+    """Changes one value by a fraction of the peak. A momentum in BF16 may differ by its rounding in ten steps."""
+    index = rng.randrange(len(values))
+    if dtype != "BF16":
+        peak = max(map(abs, values))
+        return index, values[index] + fraction * (peak if peak > 0 else 1.0)
+    floats = [struct.unpack("<f", struct.pack("<I", bits << 16))[0] for bits in values]
+    changed = floats[index] + max(fraction, 0.1) * (max(map(abs, floats)) or 1.0)
+    return index, struct.unpack("<I", struct.pack("<f", changed))[0] >> 16
+
+
 def change_integer(values, dtype, rng):
     index = rng.randrange(len(values))
     limit = {"I64": 2**63, "I32": 2**31, "I16": 2**15}[dtype]
@@ -159,7 +178,8 @@ def damaged(path):
     golden.data.append(0)
     yield "one more tensor", golden.bytes(), "unexpected_entry"
 
-    for name in dict.fromkeys((golden.compared()[0], golden.tensors()[0])):
+    required = [name for name in golden.tensors() if name.split("/")[0] not in OPTIONAL]
+    for name in dict.fromkeys((golden.compared()[0], required[0])):
         golden = Golden(path)
         golden.drop(name)
         # A tensor that the rank does not have is looked up by the name shared by all ranks.
@@ -183,6 +203,53 @@ def damaged(path):
     yield "its last byte cut off", Golden(path).bytes()[:-1], ""
 
 
+def other_options(path):
+    """Yields copies of one record of Muon with options other than the recorded ones: (description, bytes)."""
+    def changed(change):
+        golden = Golden(path)
+        groups = json.loads(golden.metadata()["groups"])
+        for group in groups:
+            change(group, {**golden.metadata(), **group})
+        golden.metadata()["groups"] = json.dumps(groups)
+        return golden.bytes()
+
+    if Golden(path).metadata()["bias_correction"] == "0":
+        yield "another momentum rule", changed(
+            lambda group, old: group.update(nesterov=1 - int(old["nesterov"])))
+    yield "another adjustment", changed(
+        lambda group, old: group.update(adjust="none" if old["adjust"] == "match_rms_adamw" else "match_rms_adamw"))
+    yield "another decay", changed(
+        lambda group, old: group.update(weight_decay=0.0 if float(old["weight_decay"]) > 0 else 0.1))
+    yield "another number of iterations", changed(lambda group, old: group.update(ns_steps=8 - int(old["ns_steps"])))
+
+    golden = Golden(path)
+    shapes = json.loads(golden.metadata()["param_shapes"])
+    transposed = [shape[::-1] for shape in shapes]
+    if transposed != shapes:
+        golden.metadata()["param_shapes"] = json.dumps(transposed)
+        yield "transposed shapes", golden.bytes()
+
+    golden = Golden(path)
+    if any(name.startswith("momentum_last/") and golden.header[name]["dtype"] == "F32" for name in golden.tensors()):
+        golden.metadata()["momentum"] = str(1.0001 * float(golden.metadata()["momentum"]))
+        yield "a momentum that is 1e-4 larger", golden.bytes()
+
+    if "grad_present" not in golden.header:
+        return
+    golden = Golden(path)
+    begin, end = golden.header["grad_present"]["data_offsets"]
+    present = golden.values("grad_present")
+    golden.data[begin:end] = struct.pack(f"<{len(present)}{CODES[golden.header['grad_present']['dtype']]}",
+                                         *[1] * len(present))
+    if 0 in present:
+        yield "absent gradients taken as they are", golden.bytes()
+        for row, param in (divmod(place, len(shapes)) for place, value in enumerate(present) if value == 0):
+            begin, end = golden.header[f"grad/p{param}"]["data_offsets"]
+            size = (end - begin) // int(golden.metadata()["steps"])
+            golden.data[begin + row * size:begin + (row + 1) * size] = bytes(size)
+        yield "absent gradients taken for zeros", golden.bytes()
+
+
 def checks(paths):
     """Yields the checks: (description, bytes of the file, verdict, tensor to be named or None, text in the line)."""
     for path in paths:
@@ -194,6 +261,9 @@ def checks(paths):
                 yield f"{stem} with one value of {name} changed", golden.bytes(), "FAIL", name, ""
         for what, raw, expected_text in damaged(path):
             yield f"{stem}, {what}", raw, "FAIL", None, expected_text
+        if Golden(path).metadata()["algorithm"] == "muon":
+            for what, raw in other_options(path):
+                yield f"{stem} with {what}", raw, "FAIL", None, ""
 
 
 def run_batch(command, batch, folder):

@@ -26,5 +26,6 @@ void replay_low_precision(const Case &recorded);
 void replay_low_precision_codecs(const Case &recorded);
 void replay_low_precision_maps(const Case &recorded);
 void replay_low_precision_import(const Case &recorded);
+void replay_muon(const Case &recorded);
 
 } // namespace replay

@@ -91,15 +91,50 @@ void Comparison::whole(const Tensor &want, const std::vector<double> &got, const
     values(want, -1, 0, got, rule);
 }
 
-void Comparison::values(const Tensor &want, int64_t t, int64_t first, const std::vector<double> &got,
-                        const Rule &rule) {
+void Comparison::one(const Tensor &want, int64_t index, double got, const Rule &rule) {
+    values(want, index / std::max<int64_t>(want.row_numel(), 1), index, {got}, rule);
+}
+
+void Comparison::see(const Tensor &want, int64_t first, size_t count) {
     std::vector<bool> &seen = compared_[want.name];
     seen.resize(size_t(want.numel));
+    for (size_t i = 0; i < count; ++i) seen[size_t(first) + i] = true;
+    count_ += int64_t(count);
+}
+
+double Comparison::within_norm(const Tensor &want, int64_t t, const std::vector<double> &got, double allowed) {
+    const int64_t numel = t < 0 ? want.numel : want.row_numel(), first = t < 0 ? 0 : t * numel;
+    if (int64_t(got.size()) != numel)
+        fail("tensor %s: the engine has %zu values of %lld", want.name.c_str(), got.size(), (long long)numel);
+    see(want, first, got.size());
+    double squares = 0, size = 0, largest = -1;
+    size_t element = 0;
+    for (size_t i = 0; i < got.size(); ++i) {
+        const double wanted = want.value(first + int64_t(i)), difference = std::abs(got[i] - wanted);
+        squares += difference * difference;
+        size += wanted * wanted;
+        if (difference > largest) largest = difference, element = i;
+    }
+    const double norm = std::sqrt(squares);
+    const double fraction = norm == 0 ? 0 : norm <= allowed || norm > allowed ? norm / allowed : HUGE_VAL;
+    if (fraction > 1) ++wrong_;
+    if (fraction > worst_.fraction)
+        worst_ = {fraction,
+                  std::isnan(norm) || size == 0 ? HUGE_VAL : norm / std::sqrt(size),
+                  &want,
+                  t,
+                  int64_t(element),
+                  got[element],
+                  want.value(first + int64_t(element))};
+    return fraction;
+}
+
+void Comparison::values(const Tensor &want, int64_t t, int64_t first, const std::vector<double> &got,
+                        const Rule &rule) {
+    see(want, first, got.size());
     const double reference = peak(want);
     for (size_t i = 0; i < got.size(); ++i) {
         const double wanted = want.value(first + int64_t(i));
-        seen[size_t(first) + i] = true;
-        ++count_;
         const double fraction = used_tolerance(got[i], wanted, want.dtype, rule, reference);
         if (fraction > 1) ++wrong_;
         if (fraction <= worst_.fraction) continue;
@@ -130,7 +165,7 @@ std::string Comparison::summary() const {
     const char *name = worst_.tensor == nullptr ? "-" : worst_.tensor->name.c_str();
     if (passed()) {
         std::snprintf(text, sizeof text, "%.2g %s %lld", worst_.relative, name, (long long)count_);
-        return text;
+        return text + notes_;
     }
     const std::string step = worst_.t < 0 ? "initial" : "step " + std::to_string(worst_.t);
     std::snprintf(text, sizeof text, "%.2g %s (%s, element %lld, got %.9g, want %.9g), %lld of %lld values differ",

@@ -36,6 +36,14 @@ public:
     void row(const Tensor &want, int64_t t, const std::vector<double> &got, const Rule &rule = {});
     void whole(const Tensor &want, const std::vector<double> &got, const Rule &rule = {});
 
+    /// Compares one value of a tensor with a leading dimension; `index` counts all of its elements.
+    void one(const Tensor &want, int64_t index, double got, const Rule &rule);
+    /// Compares the norm of the difference from a row, or from the whole tensor if `t` is -1, with `allowed`. Returns
+    /// the fraction of it that is used.
+    double within_norm(const Tensor &want, int64_t t, const std::vector<double> &got, double allowed);
+    /// Adds words to the summary of a case that passes.
+    void note(const std::string &text) { notes_ += text; }
+
     /// Returns the largest finite magnitude in all rows of the tensor, 0 if there is none.
     double peak(const Tensor &tensor);
 
@@ -47,6 +55,8 @@ public:
     std::string summary() const;
 
 private:
+    /// Marks values as compared, from index `first` on.
+    void see(const Tensor &want, int64_t first, size_t count);
     void values(const Tensor &want, int64_t t, int64_t first, const std::vector<double> &got, const Rule &rule);
 
     struct Worst {
@@ -63,6 +73,7 @@ private:
     std::map<std::string, double> peaks_;
     Worst worst_;
     int64_t count_ = 0, wrong_ = 0;
+    std::string notes_;
 };
 
 /// Tolerance for residuals: 4e-6 of the largest scale from which they were computed. If the residuals are far below

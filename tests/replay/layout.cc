@@ -82,6 +82,9 @@ void Layout::read_groups() {
                     fail("metadata groups: betas must be two numbers");
                 set(key, "beta1", member.value[0]);
                 set(key, "beta2", member.value[1]);
+            } else if (member.value.IsString()) {
+                if (!group.words.emplace(key, member.value.GetString()).second)
+                    fail("metadata groups: %s is a duplicate key", key.c_str());
             } else {
                 set(key, key, member.value);
             }
@@ -108,7 +111,20 @@ bool Layout::hyper_flag(size_t index, const std::string &key, bool default_value
     return value == 1;
 }
 
+std::string Layout::hyper_word(size_t index, const std::string &key) {
+    Group &group = groups_[index];
+    const auto found = group.words.find(key);
+    const std::string &common = file_.text(key);
+    group.read.insert(key);
+    return found == group.words.end() ? common : found->second;
+}
+
 void Layout::finish() const {
+    for (const Group &group : groups_)
+        for (const auto &[key, word] : group.words)
+            if (group.read.count(key) == 0)
+                fail("the override %s = '%s' of a group is not understood by this algorithm's replay", key.c_str(),
+                     word.c_str());
     for (size_t i = 0; i < groups_.size(); ++i)
         for (const auto &[key, value] : groups_[i].overrides)
             if (groups_[i].read.count(key) == 0)

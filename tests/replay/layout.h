@@ -31,6 +31,8 @@ public:
     double hyper(size_t group, const std::string &key);
     /// Returns a flag. If it was not recorded, it has the original's default, `default_value`.
     bool hyper_flag(size_t group, const std::string &key, bool default_value);
+    /// Returns a hyper-parameter that is a word.
+    std::string hyper_word(size_t group, const std::string &key);
     /// Same for a hyper-parameter that the original stores once for all groups. Since an override of it is never read,
     /// finish() fails if there is one.
     double common(const std::string &key) { return file_.number(key); }
@@ -45,6 +47,7 @@ private:
     struct Group {
         std::vector<int64_t> params;
         std::map<std::string, double> overrides;
+        std::map<std::string, std::string> words;
         std::set<std::string> read;
     };
 

@@ -30,6 +30,7 @@ constexpr Algorithm algorithms[] = {
     {"low_precision_codecs", replay_low_precision_codecs},
     {"low_precision_maps", replay_low_precision_maps},
     {"low_precision_import", replay_low_precision_import},
+    {"muon", replay_muon},
 };
 
 /// Returns the file name without folder and extension. The name in the record is not used, because copies of a case
