@@ -80,6 +80,7 @@ std::string name_of(int32_t algorithm) {
     case DSOPT_ALGORITHM_SGD: return "Sgd";
     case DSOPT_ALGORITHM_ADAGRAD: return "Adagrad";
     case DSOPT_ALGORITHM_LION: return "Lion";
+    case DSOPT_ALGORITHM_MUON: return "Muon";
     case DSOPT_ALGORITHM_ONEBIT_ADAM: return "OneBitAdam";
     case DSOPT_ALGORITHM_ZERO_ONE_ADAM: return "ZeroOneAdam";
     case DSOPT_ALGORITHM_ONEBIT_LAMB: return "OneBitLamb";

@@ -51,19 +51,20 @@ namespace {
 /// Returns true if the algorithm has this hyper-parameter.
 bool has(int32_t algorithm, int32_t key) {
     const bool sgd = algorithm == DSOPT_ALGORITHM_SGD, adagrad = algorithm == DSOPT_ALGORITHM_ADAGRAD;
+    const bool muon = algorithm == DSOPT_ALGORITHM_MUON;
     switch (key) {
     case DSOPT_KEY_BETA1:
-    case DSOPT_KEY_BETA2: return !sgd && !adagrad;
+    case DSOPT_KEY_BETA2: return !sgd && !adagrad && !muon;
     case DSOPT_KEY_EPS: return !sgd && algorithm != DSOPT_ALGORITHM_LION;
     case DSOPT_KEY_MIN_TRUST:
     case DSOPT_KEY_MAX_TRUST: return algorithm == DSOPT_ALGORITHM_LAMB;
-    case DSOPT_KEY_MOMENTUM:
+    case DSOPT_KEY_MOMENTUM: return sgd || muon;
     case DSOPT_KEY_DAMPENING: return sgd;
     case DSOPT_KEY_LR_DECAY:
     case DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE: return adagrad;
     case DSOPT_KEY_FREEZE_STEP: return false; // 1-bit family only
     }
-    return true;
+    return key < DSOPT_KEY_NS_STEPS || muon;
 }
 
 } // namespace
@@ -73,7 +74,7 @@ std::string hyper_text(const dsopt_optimizer *opt) {
     int64_t groups = 0;
     must(dsopt_optimizer_count(opt, &groups, nullptr));
     for (int32_t group = 0; group < groups; ++group)
-        for (int32_t key = DSOPT_KEY_LR; key <= DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE; ++key)
+        for (int32_t key = DSOPT_KEY_LR; key <= DSOPT_KEY_NS_DTYPE; ++key)
             if (has(int32_t(get(opt, group, DSOPT_KEY_ALGORITHM)), key)) add(get(opt, group, key));
     for (const int32_t key : {DSOPT_KEY_MAX_NORM, DSOPT_KEY_MAX_VALUE, DSOPT_KEY_SKIP_BUDGET, DSOPT_KEY_CALLS})
         add(get(opt, DSOPT_ALL_GROUPS, key));
@@ -121,9 +122,12 @@ dsopt_status Trainer::add_group(const dsopt_group &group, std::vector<Param> par
     return status;
 }
 void Trainer::add(const dsopt_group &group, size_t count) {
-    const auto list = model.registered(added_, added_ + count);
-    must(dsopt_optimizer_add_group(opt(), &group, list.data(), int64_t(list.size())));
-    added_ += count;
+    add(group, std::vector<dsopt_param>(count));
+}
+void Trainer::add(const dsopt_group &group, std::vector<dsopt_param> params) {
+    for (size_t i = 0; i < params.size(); ++i) params[i].tensor = model.params[added_ + i].tensor();
+    must(dsopt_optimizer_add_group(opt(), &group, params.data(), int64_t(params.size())));
+    added_ += params.size();
 }
 
 dsopt_step Trainer::arguments() const {

@@ -69,6 +69,8 @@ public:
     dsopt_status add_group(const dsopt_group &group, std::vector<Param> params);
     /// Adds a group of the next `count` tensors of the model.
     void add(const dsopt_group &group, size_t count);
+    /// The same for parameters with other members than their tensors, which are set here.
+    void add(const dsopt_group &group, std::vector<dsopt_param> params);
 
     dsopt_optimizer *opt() const { return opt_.get(); }
     /// Destroys the optimizer before the other members.
