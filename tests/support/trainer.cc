@@ -121,9 +121,7 @@ dsopt_status Trainer::add_group(const dsopt_group &group, std::vector<Param> par
     for (Param &param : params) model.params.push_back(std::move(param.weight)); // the memory does not move
     return status;
 }
-void Trainer::add(const dsopt_group &group, size_t count) {
-    add(group, std::vector<dsopt_param>(count));
-}
+void Trainer::add(const dsopt_group &group, size_t count) { add(group, std::vector<dsopt_param>(count)); }
 void Trainer::add(const dsopt_group &group, std::vector<dsopt_param> params) {
     for (size_t i = 0; i < params.size(); ++i) params[i].tensor = model.params[added_ + i].tensor();
     must(dsopt_optimizer_add_group(opt(), &group, params.data(), int64_t(params.size())));

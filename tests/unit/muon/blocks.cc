@@ -14,7 +14,8 @@ void expect_cut(const Cut &cut, size_t matrices, const dsopt_group &group = muon
     const std::vector<Matrix> blocks = matrices_of(cut);
     ASSERT_EQ(blocks.size(), matrices);
     std::vector<Cut> apart;
-    for (const Matrix &block : blocks) apart.push_back({{block.rows, block.cols}, 0, 0, cut.flags, cut.param, cut.grad});
+    for (const Matrix &block : blocks)
+        apart.push_back({{block.rows, block.cols}, 0, 0, cut.flags, cut.param, cut.grad});
     const Trainer whole = muon_trainer({cut}, group), pieces = muon_trainer(apart, group);
     const auto scatter = [&](const Array &from, const std::vector<Array> &to) {
         for (size_t b = 0; b < blocks.size(); ++b)
