@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.h"
 #include "kernels.h"
+#include "lt.h"
 #include "pending.h"
 #include <string>
 
@@ -18,6 +19,7 @@ void load_kernels(KernelLoader &load) {
     load_stored_kernels(load);
     load_compress_kernels(load);
     load_onebit_kernels(load);
+    load_matrix_kernels(load);
 }
 
 class CudaKernels final : public DeviceKernels {
@@ -30,10 +32,15 @@ public:
     }
     size_t device_workspace_bytes(const StepShape &shape) const override { return gpu::device_workspace_bytes(shape); }
     std::unique_ptr<StepCache> make_cache() const override { return gpu::make_cache(gpu_); }
-    void check_matrices() const override { throw Error(DSOPT_ERR_UNSUPPORTED, "muon needs a context of the CPU"); }
-    size_t matrix_workspace_bytes(const MatrixBatch &) const override { return 0; }
+    void check_matrices() const override {
+        const std::lock_guard lock(mutex_);
+        if (!lt_) lt_ = std::make_unique<Lt>(gpu_);
+    }
+    size_t matrix_workspace_bytes(const MatrixBatch &batch) const override {
+        return gpu::matrix_workspace_bytes(batch);
+    }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
-        gpu::run_step(plan, launcher_of(plan.execution.stream), body);
+        gpu::run_step(plan, lt_.get(), launcher_of(plan.execution.stream), body);
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &, void *stream) const override {
@@ -56,6 +63,8 @@ private:
 
     const Gpu &gpu_;
     mutable Shared shared_;
+    mutable std::mutex mutex_;
+    mutable std::unique_ptr<Lt> lt_; // once an optimizer has matrices
 };
 
 class CudaDevice final : public Device {

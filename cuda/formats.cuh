@@ -312,6 +312,25 @@ __device__ __forceinline__ void store_masters(const StepPlan &plan, const Shared
     if (job.zeroes) store(Eight{}, job.grad(), block);
 }
 
+/// Stores a block's values to a tile, whose first element is the block's.
+__device__ __forceinline__ void to_tile(const Eight &x, float *tile, const Block &block) {
+    unrolled<kPerThread>([&](int k) INLINED {
+        if (block.has(k)) tile[block.in_block(k)] = x.at[k];
+    });
+}
+/// True if the update needs the weights before it: they are in Tiles::a meanwhile, because registers are short.
+__host__ __device__ __forceinline__ bool keeps_old(const StepPlan &plan) {
+    return plan.policy.report_norms || (plan.flags & DSOPT_STEP_DELTA) != 0;
+}
+/// Stores to Tiles::b the changes of a block's weights from those in Tiles::a.
+__device__ __forceinline__ void store_changes(const Eight &p, const Tiles &tiles, const Position &at) {
+    const Block block = at.block();
+    unrolled<kPerThread>([&](int k) INLINED {
+        const int i = at.first + block.in_block(k);
+        if (block.has(k)) tiles.b[i] = p.at[k] - tiles.a[i];
+    });
+}
+
 /// Values that a thread keeps in shared memory, because registers are short: half of its elements of each array.
 struct Stash {
     struct alignas(16) Four {

@@ -36,9 +36,9 @@ void update(const DevicePlan &d, const Launcher &launcher);
 /// Computes the trust ratios of tensors that are sharded over model ranks.
 void share_trust(const DevicePlan &d, const Launcher &launcher);
 void update_weights(const DevicePlan &d, const Launcher &launcher);
-/// StepKernels::find_trust() and finish().
+/// StepKernels::find_trust() and finish(), the second one with the counts of many tensors.
 void find_trust_of_parts(const DevicePlan &d, const Launcher &launcher);
-void finish_parts(const DevicePlan &d, const Launcher &launcher);
+void finish_later(const DevicePlan &d, const Launcher &launcher);
 void load_update_kernels(KernelLoader &load);
 
 // stored.cu: the same for tensors with TensorJob::stored. `next`: what follows in the stream.
@@ -61,9 +61,18 @@ void with_onebit_kernels(const StepPlan &plan, const DevicePlan &d, const Device
                          void *layout, const Launcher &launcher, FunctionRef<void(OneBitStepKernels &)> body);
 void load_onebit_kernels(KernelLoader &load);
 
+// matrices.cu
+class Lt;
+/// Calls body() with the kernels of matrices. `plan` has host pointers, `d` and `table` have device pointers.
+void with_matrix_kernels(const StepPlan &plan, const DevicePlan &d, const StepTable &table, Lt &lt,
+                         const Launcher &launcher, FunctionRef<void(MatrixStepKernels &)> body);
+size_t matrix_workspace_bytes(const MatrixBatch &batch);
+void load_matrix_kernels(KernelLoader &load);
+
 // step.cc
 size_t device_workspace_bytes(const StepShape &shape);
 std::unique_ptr<StepCache> make_cache(const Gpu &gpu);
-void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepKernels &)> body);
+/// `lt`: NULL unless the plan has matrices.
+void run_step(const StepPlan &plan, Lt *lt, const Launcher &launcher, FunctionRef<void(StepKernels &)> body);
 
 } // namespace dsopt::gpu

@@ -4,6 +4,7 @@
 #include "device/decide.h"
 #include "kernels.h"
 #include "table.h"
+#include <optional>
 
 namespace dsopt::gpu {
 namespace {
@@ -20,7 +21,7 @@ public:
             throw Error(DSOPT_ERR_SHAPE, "the list has %lld leaves, more than 2^31",
                         static_cast<long long>(shape.leaves));
         const DeviceWorkspace device_workspace(plan.execution.device_workspace, shape);
-        const StepTable table = upload_table(plan, device_workspace, launcher);
+        table_.emplace(upload_table(plan, device_workspace, launcher));
         d_ = {.plan = plan,
               .leaves = uint32_t(plan.visited.count),
               .first_leaf = uint32_t(plan.visited.first),
@@ -30,15 +31,14 @@ public:
               .tensor_updates = device_workspace.updates,
               .tensor_cell = device_workspace.cell,
               .decided = needs_decision(plan)};
-        d_.plan.jobs = table.jobs;
-        d_.plan.groups = table.groups;
+        d_.plan.jobs = table_->jobs;
+        d_.plan.groups = table_->groups;
         fed_ = d_;
         if (plan.fed != nullptr) {
-            fed_.plan.jobs = table.fed;
+            fed_.plan.jobs = table_->fed;
             fed_.leaves = uint32_t(plan.fed_visited.count);
             fed_.first_leaf = uint32_t(plan.fed_visited.first);
         }
-        onebit_jobs_ = table.onebit;
         layout_ = device_workspace.layout;
         if (plan.execution.timing && plan.execution.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.execution.cache)->marks;
@@ -46,11 +46,17 @@ public:
         }
     }
 
-    /// Calls body(*this), with the kernels of the 1-bit family if the plan has a group of it.
-    void run(FunctionRef<void(StepKernels &)> body) {
-        if (plan_.onebit == nullptr) return body(*this);
-        with_onebit_kernels(plan_, d_, fed_, onebit_jobs_, layout_, launcher_, [&](OneBitStepKernels &kernels) {
-            onebit_ = &kernels;
+    /// Calls body(*this), with the kernels of the 1-bit family or of matrices if the plan has them. No plan has both.
+    void run(Lt *lt, FunctionRef<void(StepKernels &)> body) {
+        if (plan_.onebit != nullptr)
+            return with_onebit_kernels(plan_, d_, fed_, table_->onebit, layout_, launcher_,
+                                       [&](OneBitStepKernels &kernels) {
+                                           onebit_ = &kernels;
+                                           body(*this);
+                                       });
+        if (plan_.matrices == nullptr) return body(*this);
+        with_matrix_kernels(plan_, d_, *table_, *lt, launcher_, [&](MatrixStepKernels &kernels) {
+            matrices_ = &kernels;
             body(*this);
         });
     }
@@ -83,11 +89,11 @@ public:
     // The last block of the last kernel completes the step.
     void update() override {
         d_.backwards = plan_.policy.read_gradients;
-        if (onebit_ != nullptr && !leaves_work()) d_.leaves = 0;
+        if ((onebit_ != nullptr || matrices_ != nullptr) && !leaves_work()) d_.leaves = 0;
         gpu::update(d_, launcher_);
     }
     void find_trust() override { find_trust_of_parts(d_, launcher_); }
-    void finish() override { finish_parts(d_, launcher_); }
+    void finish() override { finish_later(d_, launcher_); }
     void update_weights(bool shared) override {
         if (shared) share_trust(d_, launcher_);
         d_.backwards = !d_.backwards;
@@ -106,9 +112,9 @@ private:
 
     const StepPlan &plan_;
     const Launcher &launcher_;
-    DevicePlan d_{}, fed_{};                 // with the jobs of the plan, and those of StepPlan::fed if there are any
-    bool is_decided_ = false;                // inspect() makes the decision
-    const OneBitJob *onebit_jobs_ = nullptr; // in device memory, like `layout_`
+    DevicePlan d_{}, fed_{};         // with the jobs of the plan, and those of StepPlan::fed if there are any
+    bool is_decided_ = false;        // inspect() makes the decision
+    std::optional<StepTable> table_; // in device memory, like `layout_`
     void *layout_ = nullptr;
     Marks *marks_ = nullptr;
 };
@@ -117,8 +123,8 @@ private:
 
 size_t device_workspace_bytes(const StepShape &shape) { return DeviceWorkspace(nullptr, shape).bytes; }
 std::unique_ptr<StepCache> make_cache(const Gpu &gpu) { return std::make_unique<Cache>(gpu); }
-void run_step(const StepPlan &plan, const Launcher &launcher, FunctionRef<void(StepKernels &)> body) {
-    Step(plan, launcher).run(body);
+void run_step(const StepPlan &plan, Lt *lt, const Launcher &launcher, FunctionRef<void(StepKernels &)> body) {
+    Step(plan, launcher).run(lt, body);
 }
 
 } // namespace dsopt::gpu

@@ -27,25 +27,7 @@ __device__ __forceinline__ void find_keys(const SharedTensor &s, SharedFormats &
     });
 }
 
-/// Calls body(formula) with the formula of a rule of this kind of passes; nothing for other rules.
-template <Passes Kind, class Body> __device__ __forceinline__ void visit_rule(Rule rule, const Body &body) {
-    visit(rule, [&](auto formula) INLINED {
-        if constexpr (decltype(formula)::type::passes == Kind) body(formula);
-    });
-}
-
 // Only the arithmetic depends on the rule: loads and stores of all formats are compiled once per kernel.
-
-/// Stores a block's values to a tile, whose first element is the block's.
-__device__ __forceinline__ void to_tile(const Eight &x, float *tile, const Block &block) {
-    unrolled<kPerThread>([&](int k) INLINED {
-        if (block.has(k)) tile[block.in_block(k)] = x.at[k];
-    });
-}
-/// True if the update needs the weights before it: they are in Tiles::a meanwhile, because registers are short.
-__host__ __device__ __forceinline__ bool keeps_old(const StepPlan &plan) {
-    return plan.policy.report_norms || (plan.flags & DSOPT_STEP_DELTA) != 0;
-}
 
 // These functions read the block from its position again after forget_shared(), so that no register keeps it.
 
@@ -62,13 +44,7 @@ __device__ __forceinline__ void update_block(const StepPlan &plan, const SharedT
     forget_shared();
     store_masters(plan, s, t.p, tiles.a + at.first, at.block());
     forget_shared();
-    if (plan.policy.report_norms) {
-        const Block block = at.block();
-        unrolled<kPerThread>([&](int k) INLINED {
-            const int i = at.first + block.in_block(k);
-            if (block.has(k)) tiles.b[i] = t.p.at[k] - tiles.a[i];
-        });
-    }
+    if (plan.policy.report_norms) store_changes(t.p, tiles, at);
     t.store_moments(s.job, at, formats.key, formats.maps, false);
 }
 
@@ -140,6 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             if (skipped(d) || s.job.owner == Owner::none)
                 return for_blocks(formats.position, where, s.aligned,
                                   [&](const Position &at) INLINED { unchanged_block(plan, s.job, at.block()); });
+            if (s.job.owner != Owner::update) return;
             for_blocks(formats.position, where, s.aligned, [&](const Position &at) INLINED {
                 if (passes_of(s.rule) == Passes::reduced)
                     first_pass_block(s, formats, at, tiles);
@@ -170,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                 for_blocks(formats.position, where, s.aligned,
                            [&](const Position &at) INLINED { second_pass_block(plan, s, formats, at, memory); });
             });
-    if (last_block(plan.control->update_weights) && !plan.policy.parts) finish(d, skip);
+    if (last_block(plan.control->update_weights) && !plan.policy.ends_later) finish(d, skip);
 }
 
 void update_stored(const DevicePlan &d, Next next, const Launcher &launcher) {

@@ -68,7 +68,8 @@ private:
         int phase;
     };
     const Gpu &gpu_;
-    Mark marks_[DSOPT_MS_PHASES + 3]; // each phase occurs at most once, DSOPT_MS_EXCHANGE three times
+    /// Each phase occurs at most once, except DSOPT_MS_EXCHANGE, three times, and DSOPT_MS_BASIC_STEP, twice.
+    Mark marks_[DSOPT_MS_PHASES + 4];
     int count_ = 0;
 };
 

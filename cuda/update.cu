@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                 for_known_packs(s, where.n, [&]<int V>(Width<V>, const auto &slots, int i) INLINED {
                     if constexpr (R::passes == Passes::reduced) {
                         first_pass_pack<R, V>(s, slots, where, i, tiles);
-                    } else {
-                        static_assert(R::passes == Passes::elementwise);
+                    } else if constexpr (R::passes == Passes::elementwise) {
                         update_pack<R, V>(plan, s, slots, where, i, tiles);
                     }
                 });
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                         });
                 });
             });
-    if (last_block(plan.control->update_weights) && !plan.policy.stored && !plan.policy.parts) finish(d, skip);
+    if (last_block(plan.control->update_weights) && !plan.policy.stored && !plan.policy.ends_later) finish(d, skip);
 }
 
 /// Computes trust ratios from sums that ranks have completed, in one block.
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 4) find_trust_kernel(GRID_CONSTANT c
                                        plan.limits.max_value);
     }
 }
-/// Completes a step of parts, in one block.
+/// Completes a step whose end is not that of the update, in one block.
 __global__ void __launch_bounds__(kThreads, 4) finish_kernel(GRID_CONSTANT const PdlArgument<DevicePlan> argument) {
     const DevicePlan &d = argument.begin_kernel();
     finish(d, skipped(d));
@@ -161,13 +160,13 @@ void update(const DevicePlan &d, const Launcher &launcher) {
     const StepPlan &plan = d.plan;
     // The sums of shards are all-reduced after this pass.
     const bool is_followed = plan.policy.reduces ? plan.shards.count == plan.shards.exchanged : has_count_kernel(plan);
-    const Next next = kernel_if(is_followed && !plan.policy.parts);
+    const Next next = kernel_if(is_followed && !plan.policy.ends_later);
     if (plan.policy.plain) {
         const size_t tiles = plan.policy.reduces || plan.policy.report_norms ? 2 * kTileBytes : 0;
         launcher.launch_grid({d.leaves, tiles}, {"update", plan.policy.stored ? Next::kernel : next}, update_kernel, d);
     }
     if (plan.policy.stored) update_stored(d, next, launcher);
-    if (!plan.policy.reduces) count(d, launcher);
+    if (!plan.policy.reduces && !plan.policy.ends_later) count(d, launcher);
 }
 void share_trust(const DevicePlan &d, const Launcher &launcher) {
     launcher.launch_grid(d.plan.count / kThreads + 1, {"shared_trust", Next::kernel}, shared_trust_kernel, d);
@@ -175,14 +174,17 @@ void share_trust(const DevicePlan &d, const Launcher &launcher) {
 void find_trust_of_parts(const DevicePlan &d, const Launcher &launcher) {
     launcher.launch_block("find_trust", find_trust_kernel, d);
 }
-void finish_parts(const DevicePlan &d, const Launcher &launcher) { launcher.launch_block("finish", finish_kernel, d); }
+void finish_later(const DevicePlan &d, const Launcher &launcher) {
+    launcher.launch_block({"finish", kernel_if(has_count_kernel(d.plan))}, finish_kernel, d);
+    count(d, launcher);
+}
 void update_weights(const DevicePlan &d, const Launcher &launcher) {
-    const Next next = kernel_if(has_count_kernel(d.plan));
+    const Next next = kernel_if(has_count_kernel(d.plan) && !d.plan.policy.ends_later);
     if (d.plan.policy.plain)
         launcher.launch_grid(d.leaves, {"update_weights", d.plan.policy.stored ? Next::kernel : next},
                              update_weights_kernel, d);
     if (d.plan.policy.stored) update_stored_weights(d, next, launcher);
-    count(d, launcher);
+    if (!d.plan.policy.ends_later) count(d, launcher);
 }
 
 void load_update_kernels(KernelLoader &load) {

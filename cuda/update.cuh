@@ -258,6 +258,13 @@ __device__ __forceinline__ void count_steps(const StepPlan &plan, int64_t first,
         unrolled<4>([&](int k) INLINED { advance_count(plan, first + k * stride, advance[k]); });
     }
 }
+/// Calls body(formula) with the formula of a rule of this kind of passes; nothing for other rules.
+template <Passes Kind, class Body> __device__ __forceinline__ void visit_rule(Rule rule, const Body &body) {
+    visit(rule, [&](auto formula) INLINED {
+        if constexpr (decltype(formula)::type::passes == Kind) body(formula);
+    });
+}
+
 /// True if a separate kernel advances the counts: in a step of 10,000 tensors, one block would take ten rounds of loads
 /// from the table of jobs, one after the other.
 __host__ __device__ __forceinline__ bool has_count_kernel(const StepPlan &plan) { return plan.count > 4 * kThreads; }
@@ -303,7 +310,7 @@ __device__ inline void end_update(const DevicePlan &d) {
     if (d.plan.policy.parts) return; // other kernels, after ranks have completed the sums
     const bool skip = skipped(d);
     if (!d.plan.policy.reduces) {
-        finish(d, skip);
+        if (!d.plan.policy.ends_later) finish(d, skip);
         return;
     }
     if (skip) return;

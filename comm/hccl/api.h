@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Own declarations of the parts of HCCL and of Ascend's runtime that are used, so that the build needs no headers.
 #pragma once
-#include "comm/library.h"
+#include "base/library.h"
 #include <cstddef>
 #include <cstdint>
 

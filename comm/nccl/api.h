@@ -2,7 +2,7 @@
 // Own declarations of the part of NCCL's ABI that is used, so that the build needs no header. The ABI has been stable
 // since 2.4. tests/doubles/nccl/abi_check.cc compares these declarations with <nccl.h> if it is installed.
 #pragma once
-#include "comm/library.h"
+#include "base/library.h"
 #include <cstddef>
 
 namespace dsopt::nccl {

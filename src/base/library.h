@@ -33,7 +33,7 @@ public:
         if (path != nullptr && path[0] != '/')
             throw Error(DSOPT_ERR_ARGUMENT, "%s is '%s', not an absolute path", names.variable, path);
         const char *const wanted = path != nullptr ? path : names.file;
-        // The library is never unloaded: its threads and the caller's handles may outlive any comm.
+        // The library is never unloaded: its threads and the caller's handles may outlive any object of dsopt.
         if (void *const handle = dlopen(wanted, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) return Library(handle);
         const char *const reason = dlerror();
         throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s", wanted,
