@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
-from .._double import Hyper, clipping, moments_of, squares, supports, update
+from .._double import Hyper, clipping, limits_of, moments_of, squares, update
 from ._dtensor import is_placed_as, like, local_grad, local_of, refuse, spec_of, takes_norms
 from ._formats import formats_of
 from ._plan import Entry, Plan, Stale, bump
@@ -102,9 +102,10 @@ class DoublePlan:
         if getattr(owner, "_compat", None):
             raise wrong(what + "compat='deepspeed' does not have, as the original does not; leave compat out", "DTYPE")
         for entry in self.entries:
-            if not supports(owner._rule(owner.param_groups[entry.group])[0]):
-                raise wrong(what + "%s does not have, as its exchange is float32; convert the parameter" %
-                            type(owner).__name__, "DTYPE")
+            limit = limits_of(owner._rule(owner.param_groups[entry.group])[0])
+            if limit:
+                raise wrong(what + "%s does not have, as its %s float32; convert the parameter" %
+                            (type(owner).__name__, limit + (" is" if limit == "exchange" else " are")), "DTYPE")
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
         """As in Plan. Steps are in host memory, as in torch, because the host needs them."""
