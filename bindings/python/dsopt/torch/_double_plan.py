@@ -115,7 +115,7 @@ class DoublePlan:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.steps = torch.tensor(old, dtype=dtype, device="cpu")
         for entry, state, step in zip(self.entries, states, self.steps.unbind()):
-            if owner._counts or groups[entry.group].get("stochastic_rounding"):
+            if owner._counts_in(groups[entry.group]) or groups[entry.group].get("stochastic_rounding"):
                 state["step"] = step
 
     def _moments_of(self, owner: EngineOptimizer, entry: Entry) -> List[str]:
@@ -171,7 +171,7 @@ class DoublePlan:
 
     def _hyper_of(self, owner: EngineOptimizer, g: int) -> Hyper:
         _, flags, _ = self.rules[g]
-        values = dict(zip(owner._fields, self.checked.hyper[g]))
+        values = dict(zip(owner._fields_in(owner.param_groups[g]), self.checked.hyper[g]))
         known = {name: values[name] for name in Hyper._fields if name in values}
         known.setdefault("bias_correction", not flags & abi.DSOPT_GROUP_NO_BIAS_CORRECTION)
         return Hyper(**known, eps_inside_sqrt=bool(flags & abi.DSOPT_GROUP_EPS_INSIDE_SQRT))
