@@ -268,7 +268,8 @@ struct param {
     std::int32_t group = 0;
     /// The moments are F32, whatever the formats of the group: for embeddings, norms and biases.
     bool f32_moments = false;
-    /// Muon: the tensor is cut into matrices of rows x cols, dsopt_param.rows. 0 = a tensor of two dims is one matrix.
+    /// Muon: the tensor is partitioned into matrices of rows x cols, dsopt_param.rows. 0 = a tensor of two dims is one
+    /// matrix.
     std::int64_t rows = 0, cols = 0;
     /// Muon: the weight is used as y = x W, so a matrix has `cols` outputs.
     bool rows_are_inputs = false;

@@ -29,7 +29,7 @@ struct optimizer_options {
     bool no_master = false, report_norms = false, stochastic_rounding = false, accumulate = false, timing = false;
     /// averages: gradients are this rank's own, and the step averages them; needs `data` or `node`.
     bool averages = false, check_ranks = false, momentum_bits = false;
-    /// Muon: the ranks share out the orthogonalisation of matrices. Needs `data` or `node`.
+    /// Muon: the orthogonalisation is partitioned among the ranks. Needs `data` or `node`.
     bool split_matrices = false;
 };
 

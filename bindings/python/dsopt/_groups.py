@@ -368,7 +368,7 @@ class Lion(Group):
 
 
 class Muon(Group):
-    """As in torch.optim.Muon, for matrices: the momentum of each is orthogonalized (docs/muon.md). Other parameters,
+    """As in torch.optim.Muon, for matrices: the momentum of each is orthogonalised (docs/muon.md). Other parameters,
     such as embeddings, norms and biases, go into a group of another algorithm. Blocks of a tensor: Param."""
 
     algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_MUON
@@ -623,4 +623,4 @@ class GroupView:
 
 
 ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, Sgd, Adagrad, Lion, Muon, OnebitAdam, ZeroOneAdam, OnebitLamb)
-_SHOWN = ("lr", "betas", "eps", "momentum", "lr_decay", "weight_decay", "adjust")  # in the representation of a GroupView
+_SHOWN = ("lr", "betas", "eps", "momentum", "lr_decay", "weight_decay", "adjust")  # in repr(GroupView)

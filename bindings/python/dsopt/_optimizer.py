@@ -91,8 +91,8 @@ class Optimizer(Handle):
     momentum_bits        1-bit Adam: after the freeze, momentum is kept as bits
     shard                None, or the ranks over which state is spread: "data" = all data-parallel ranks, of `data` and
                          `node`; "node" = those of `node`. Every step is then collective. See the method `shard`
-    split_matrices       Muon: the data-parallel ranks, with `node` the ranks of a node, share out the orthogonalization
-                         of matrices. Needs `data` or `node`
+    split_matrices       Muon: the matrices are partitioned among the data-parallel ranks, with `node` among those of a
+                         node, and each rank orthogonalises its own. Needs `data` or `node`
     skip_budget          skipped steps in a row after which `step` raises StateError; 0 = never
 
     One thread at a time; a concurrent call raises StateError.

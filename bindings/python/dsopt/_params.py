@@ -29,8 +29,8 @@ class Param:
                     and q8, where it must be a multiple of 256
     expert          0 = dense; k = the ranks of experts[k - 1] hold different experts
     f32_moments     the moments are float32, whatever the formats of the group: for embeddings, norms and biases
-    rows, cols      Muon: the tensor is cut into matrices of rows x cols (docs/muon.md); 0 = a tensor of two dimensions is
-                    one matrix
+    rows, cols      Muon: the tensor is partitioned into matrices of rows x cols (docs/muon.md); 0 = a tensor of two
+                    dimensions is one matrix
     rows_are_inputs Muon: the weight is used as y = x W, as in JAX, so a matrix has `cols` outputs
     """
 

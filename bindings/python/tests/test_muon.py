@@ -18,10 +18,10 @@ EXPRESS = tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in (
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673)))
-BOUNDS = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 5e-5}  # error of an orthogonalized matrix, relative to its norm
+BOUNDS = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 5e-5}  # error of an orthogonalised matrix, relative to its norm
 
 
-def orthogonalized(u, triples=JORDAN, steps=5, eps=1e-7):
+def orthogonalised(u, triples=JORDAN, steps=5, eps=1e-7):
     """Returns the exact result, in double."""
     x = u.T if u.shape[0] > u.shape[1] else u
     x = x / max(np.linalg.norm(x), eps)
@@ -53,7 +53,7 @@ class Exact:
         u = mu * self.m + (1 - mu) * g if self.nesterov else self.m
         if self.corrects:
             u = mu / (1 - mu ** (self.t + 1)) * self.m + (1 - mu) / (1 - mu**self.t) * g
-        o = self.lr * self.scale * orthogonalized(u, **self.iteration)
+        o = self.lr * self.scale * orthogonalised(u, **self.iteration)
         self.length += np.linalg.norm(o)
         self.p = self.decay * self.p - o
 

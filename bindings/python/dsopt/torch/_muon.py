@@ -41,14 +41,14 @@ def _triple(value: Any, g: int) -> Tuple[float, ...]:
 
 class Muon(EngineOptimizer):
     __doc__ = """torch.optim.Muon, stepped by the engine (Jordan et al. 2024): the momentum of each matrix is
-    orthogonalized. docs/muon.md says for which parameters it is.
+    orthogonalised. docs/muon.md says for which parameters it is.
 
     Parameters of Muon are float32, float16 or bfloat16 with two dimensions; groups may have more keys than torch's:
 
     use_muon            False: the group is stepped by AdamW, with the keys lr, betas, eps and weight_decay, whose
                         defaults are 3e-4, (0.9, 0.95), 1e-10 and 0, as in the author's implementation
-    rows, cols          each parameter is cut into matrices of rows x cols: fused queries, keys and values, stacks of
-                        experts, convolutions (cols = inputs * height * width). Then any number of dimensions
+    rows, cols          each parameter is partitioned into matrices of rows x cols: fused queries, keys and values,
+                        stacks of experts, convolutions (cols = inputs * height * width). Then any number of dimensions
     rows_are_inputs     True: weights are used as y = x W, so columns are the outputs of adjust_lr_fn
 
     params              parameters, or dicts of parameters with separate values of the arguments below
@@ -60,7 +60,8 @@ class Muon(EngineOptimizer):
     eps                 smallest divisor of a matrix that is normalized
     ns_steps            number of iterations, 1 to 99
     adjust_lr_fn        factor of lr for a matrix: None or "original", "match_rms_adamw", "spectral_unclamped", "none"
-    ns_schedule         "constant": ns_coefficients in each iteration; "polar_express" or "you": a preset of five triples
+    ns_schedule         "constant": ns_coefficients in each iteration; "polar_express" or "you": a preset of five
+                        triples
     ns_dtype            dtype of the inputs of products: "bfloat16", "float16" or "float32". Matrices stay float32
     stochastic_rounding True: bfloat16 parameters are rounded up or down with a probability proportional to
                         the distance, so that small updates are not lost; float32 ones are exact
@@ -203,8 +204,8 @@ class Muon(EngineOptimizer):
     def _check_param(self, name: str, param: torch.Tensor) -> None:
         kind = type(self).__name__
         if is_dtensor(param):
-            raise unsupported("%s is a DTensor of shape %s, and %s orthogonalizes whole matrices; use plain parameters, "
-                              "with shard=True or split_matrices=True, or a group with use_muon=False" %
+            raise unsupported("%s is a DTensor of shape %s, and %s orthogonalises whole matrices; use plain "
+                              "parameters, with shard=True or split_matrices=True, or a group with use_muon=False" %
                               (name, tuple(param.shape), kind))
         if param.is_complex():
             raise wrong("%s is %s, and %s is for float32, float16 and bfloat16; put it into a group with "

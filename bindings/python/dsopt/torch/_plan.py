@@ -464,7 +464,8 @@ class Plan:
 
     def _set(self, owner: EngineOptimizer, g: int, now: Tuple[float, ...]) -> None:
         # Fields that become 0 are set first: nesterov and dampening exclude each other.
-        for field, old, new in sorted(zip(owner._fields_in(owner.param_groups[g]), self.hyper[g], now), key=lambda change: change[2] != 0):
+        fields = owner._fields_in(owner.param_groups[g])
+        for field, old, new in sorted(zip(fields, self.hyper[g], now), key=lambda change: change[2] != 0):
             if new != old:
                 abi.check(abi.lib.dsopt_optimizer_set(self.handle, g, key_of(field), new), "param_groups[%d]: " % g)
         self.hyper[g] = now

@@ -32,7 +32,7 @@ ROWS = {
     "average": "True: the step averages the gradients over the ranks. Do not use DistributedDataParallel, and start "
                "with the same weights on all ranks",
     "node_group": "process group of the ranks of this node; None: one level",
-    "split_matrices": "True: each of the ranks, with node_group of the ranks of the node, orthogonalizes some of the "
+    "split_matrices": "True: each of the ranks, with node_group of the ranks of the node, orthogonalises some of the "
                       "matrices, and gets the others from the other ranks",
     "max_grad_norm": "with average=True: largest L2 norm of the averaged gradients; 0 = off",
 }

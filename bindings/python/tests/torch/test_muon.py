@@ -15,7 +15,7 @@ import dsopt
 from dsopt.torch import AdamW, FP16_Optimizer, Muon
 
 TORCH = getattr(torch.optim, "Muon", None)  # torch 2.9
-BOUNDS = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 5e-5}  # error of an orthogonalized matrix, relative to its norm
+BOUNDS = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 5e-5}  # error of an orthogonalised matrix, relative to its norm
 TORCH_ERROR = 6e-2  # of torch, whose matrices are bfloat16, for gradients of noise
 TRIPLE = (3.4445, -4.775, 2.0315)
 SHAPES = ((32, 32), (64, 16), (16, 48), (5, 3), (1, 12))
@@ -48,12 +48,12 @@ class Formula(torch.optim.Optimizer):
                 self.exact[p].mul_(1 - group["lr"] * group["weight_decay"])
                 squares = 0
                 for target, source in zip(self.blocks(self.exact[p]), self.blocks(u)):
-                    o = self.orthogonalized(source, group)
+                    o = self.orthogonalised(source, group)
                     target.sub_(o)
                     squares += float(o.norm())**2
                 self.length[p] += squares**0.5
 
-    def orthogonalized(self, u, group):
+    def orthogonalised(self, u, group):
         rows, cols = u.shape
         x = u.T if rows > cols else u
         x = x / max(float(x.norm()), group["eps"])
@@ -487,7 +487,7 @@ class Refused(Compared):
                 param = torch.nn.Parameter(tensor.distribute_tensor(torch.ones(8, 6), mesh, [tensor.Shard(0)]))
                 param.grad = param.detach().clone()
                 with self.assertRaisesRegex(NotImplementedError, r"'params'\]\[0\] is a DTensor of shape \(8, 6\), and "
-                                            "Muon orthogonalizes whole matrices"):
+                                            "Muon orthogonalises whole matrices"):
                     Muon([param]).step()
                 Muon([{"params": [param], "use_muon": False}]).step()
             finally:
