@@ -166,6 +166,48 @@ struct lion {
     }
 };
 
+/// Coefficients of a Newton-Schulz iteration: X = a X + (b A + c A A) X with A = X X^T.
+struct ns_triple {
+    double a = 0, b = 0, c = 0;
+};
+
+/// For matrices; parameters of another shape need param::rows and cols, or a group of another algorithm.
+struct muon {
+    double lr = 1e-3, momentum = 0.95, weight_decay = 0.1, eps = 1e-7, max_norm = 0;
+    bool nesterov = true;
+    /// Optax's mixture; needs nesterov.
+    bool bias_correction = false;
+    std::int32_t ns_steps = 5;
+    dsopt::ns_schedule ns_schedule = dsopt::ns_schedule::constant;
+    /// All 0 = the schedule's: 3.4445, -4.775, 2.0315, or those of the preset, which has no other.
+    ns_triple ns_coefficients = {};
+    /// Inputs of products: bf16, f16 or f32.
+    dtype ns_dtype = dtype::bf16;
+    dsopt::adjust adjust = dsopt::adjust::original;
+    /// Of momentum_buffer: f32, bf16 or bf16_random.
+    moment exp_avg_format = moment::f32;
+    operator dsopt_group() const {
+        dsopt_group group = detail::group_of(DSOPT_ALGORITHM_MUON, *this);
+        group.momentum = momentum;
+        group.eps = eps;
+        group.flags = 0; // the defaults set both
+        detail::set_flag(group, DSOPT_GROUP_NESTEROV, nesterov);
+        detail::set_bias_correction(group, bias_correction);
+        group.ns_steps = ns_steps;
+        group.ns_schedule = static_cast<std::int32_t>(ns_schedule);
+        const bool given = ns_coefficients.a != 0 || ns_coefficients.b != 0 || ns_coefficients.c != 0;
+        if (given || ns_schedule != dsopt::ns_schedule::constant) {
+            group.ns_a = ns_coefficients.a;
+            group.ns_b = ns_coefficients.b;
+            group.ns_c = ns_coefficients.c;
+        }
+        group.ns_dtype = static_cast<std::int32_t>(ns_dtype);
+        group.adjust = static_cast<std::int32_t>(adjust);
+        detail::set_exp_avg_format(group, exp_avg_format);
+        return group;
+    }
+};
+
 struct onebit_adam {
     double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, max_norm = 0;
     std::int64_t freeze_step = 100000;
@@ -226,6 +268,11 @@ struct param {
     std::int32_t group = 0;
     /// The moments are F32, whatever the formats of the group: for embeddings, norms and biases.
     bool f32_moments = false;
+    /// Muon: the tensor is partitioned into matrices of rows x cols, dsopt_param.rows. 0 = a tensor of two dims is one
+    /// matrix.
+    std::int64_t rows = 0, cols = 0;
+    /// Muon: the weight is used as y = x W, so a matrix has `cols` outputs.
+    bool rows_are_inputs = false;
 };
 
 namespace detail {
@@ -243,9 +290,12 @@ inline std::vector<dsopt_param> params_of(span<const param> list) {
         if (from.replicated) to.flags |= DSOPT_PARAM_REPLICATED;
         if (from.masked) to.flags |= DSOPT_PARAM_MASKED;
         if (from.f32_moments) to.flags |= DSOPT_PARAM_F32_MOMENTS;
+        if (from.rows_are_inputs) to.flags |= DSOPT_PARAM_ROWS_ARE_INPUTS;
         to.offset = from.offset;
         to.expert = from.expert;
         to.group = from.group;
+        to.rows = from.rows;
+        to.cols = from.cols;
         params.push_back(to);
     }
     return params;

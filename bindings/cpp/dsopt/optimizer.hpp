@@ -29,6 +29,8 @@ struct optimizer_options {
     bool no_master = false, report_norms = false, stochastic_rounding = false, accumulate = false, timing = false;
     /// averages: gradients are this rank's own, and the step averages them; needs `data` or `node`.
     bool averages = false, check_ranks = false, momentum_bits = false;
+    /// Muon: the orthogonalisation is partitioned among the ranks. Needs `data` or `node`.
+    bool split_matrices = false;
 };
 
 /// Arguments of step and apply, documented at dsopt_step. Lists have the length of the gradients' list.
@@ -360,6 +362,7 @@ private:
         if (options.averages) desc.flags |= DSOPT_OPTIMIZER_AVERAGES;
         if (options.check_ranks) desc.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
         if (options.momentum_bits) desc.flags |= DSOPT_OPTIMIZER_MOMENTUM_BITS;
+        if (options.split_matrices) desc.flags |= DSOPT_OPTIMIZER_SPLIT_MATRICES;
         desc.flags |= static_cast<std::int32_t>(options.shard);
         desc.nonfinite = static_cast<std::int32_t>(options.nonfinite);
         desc.masters = static_cast<std::int32_t>(options.masters);

@@ -186,6 +186,23 @@ enum class moment : std::int32_t {
     e4m3 = DSOPT_MOMENT_E4M3,
     q8 = DSOPT_MOMENT_Q8
 };
+/// Muon: triples of the Newton-Schulz iterations: `ns_a`, `ns_b` and `ns_c` of the group in every step, or a preset.
+enum class ns_schedule : std::int32_t {
+    constant = DSOPT_NS_CONSTANT,
+    polar_express = DSOPT_NS_POLAR_EXPRESS,
+    you = DSOPT_NS_YOU
+};
+/// Muon: factor of the learning rate for a matrix of r outputs and c inputs.
+enum class adjust : std::int32_t {
+    /// sqrt(max(1, r / c)).
+    original = DSOPT_ADJUST_ORIGINAL,
+    /// 0.2 sqrt(max(r, c)).
+    match_rms_adamw = DSOPT_ADJUST_MATCH_RMS_ADAMW,
+    /// sqrt(r / c).
+    spectral_unclamped = DSOPT_ADJUST_SPECTRAL,
+    /// 1.
+    none = DSOPT_ADJUST_NONE
+};
 enum class backend : std::int32_t { cpu = DSOPT_BACKEND_CPU, cuda = DSOPT_BACKEND_CUDA };
 enum class log_level : std::int32_t {
     automatic = 0,
@@ -226,6 +243,13 @@ enum class key : std::int32_t {
     nesterov = DSOPT_KEY_NESTEROV,
     lr_decay = DSOPT_KEY_LR_DECAY,
     initial_accumulator_value = DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE,
+    ns_steps = DSOPT_KEY_NS_STEPS,
+    ns_a = DSOPT_KEY_NS_A,
+    ns_b = DSOPT_KEY_NS_B,
+    ns_c = DSOPT_KEY_NS_C,
+    adjust = DSOPT_KEY_ADJUST,
+    ns_schedule = DSOPT_KEY_NS_SCHEDULE,
+    ns_dtype = DSOPT_KEY_NS_DTYPE,
     max_norm = DSOPT_KEY_MAX_NORM,
     calls = DSOPT_KEY_CALLS,
     max_value = DSOPT_KEY_MAX_VALUE,

@@ -146,9 +146,11 @@ _RULES: Dict[int, Tuple[Callable[..., Optional[float]], Tuple[str, ...]]] = {
 }
 
 
-def supports(algorithm: int) -> bool:
-    """False for the 1-bit family, whose exchange is fp32."""
-    return algorithm in _RULES
+def limits_of(algorithm: int) -> str:
+    """Returns what is fp32 in an algorithm that has no rule here; "" for the others."""
+    if algorithm == abi.DSOPT_ALGORITHM_MUON:
+        return "products"
+    return "" if algorithm in _RULES else "exchange"
 
 
 def moments_of(algorithm: int, momentum: float) -> Tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from . import _abi as abi
 from ._arrays import refuse
-from ._double import Hyper, clipping, moments_of, squares, supports, update
+from ._double import Hyper, clipping, limits_of, moments_of, squares, update
 from ._errors import UnsupportedError
 from ._functions import norm as norm_of
 from ._params import Param, in_order, unboxed
@@ -24,6 +24,8 @@ except ImportError:  # then there are no float64 arrays to step
     numpy = None  # type: ignore[assignment]
 
 _KEYS = {name: getattr(abi, "DSOPT_KEY_" + name.upper()) for name in Hyper._fields}
+_LIMITED = {"": "", "exchange": "the 1-bit family, whose exchange is float32",
+            "products": "Muon, whose products are float32"}
 _CASTS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -262,10 +264,12 @@ def placed(
         arrays.append(_view(param.array, label, None, True) if double else None)
         if double:
             reason = next((what for what, value in refused.items() if value), "")
-            reason = reason or ("" if supports(algorithm) else "the 1-bit family, whose exchange is float32")
+            reason = reason or _LIMITED[limits_of(algorithm)]
             reason = reason or ("a model_parallel, replicated, masked, expert or f32_moments Param" if
                                 param.model_parallel or param.replicated or param.masked or param.expert or
                                 param.f32_moments else "")
+            reason = reason or ("rows, cols and rows_are_inputs" if param.rows or param.cols or param.rows_are_inputs
+                                else "")
             if reason:
                 text = "has dtype float64, which is not supported with %s; cast it first, such as with "
                 refuse(label, text % reason + "array.astype('float32')", abi.DSOPT_ERR_DTYPE)

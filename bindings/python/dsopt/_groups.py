@@ -7,7 +7,7 @@ import ctypes
 import inspect
 import sys
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Dict, Tuple
+from typing import TYPE_CHECKING, Any, ClassVar, Dict, Optional, Tuple
 
 from . import _abi as abi
 from ._errors import ArgumentTypeError, Error
@@ -37,7 +37,31 @@ FORMATS = {
     for name, number in abi.description["constants"].items()
     if name.startswith("DSOPT_MOMENT_") and number >= 0
 }
+ADJUST = {
+    "original": abi.DSOPT_ADJUST_ORIGINAL,
+    "match_rms_adamw": abi.DSOPT_ADJUST_MATCH_RMS_ADAMW,
+    "spectral_unclamped": abi.DSOPT_ADJUST_SPECTRAL,
+    "none": abi.DSOPT_ADJUST_NONE,
+}
+NS_SCHEDULE = {
+    "constant": abi.DSOPT_NS_CONSTANT,
+    "polar_express": abi.DSOPT_NS_POLAR_EXPRESS,
+    "you": abi.DSOPT_NS_YOU,
+}
+NS_DTYPE = {
+    "bfloat16": abi.DSOPT_DTYPE_BF16,
+    "float16": abi.DSOPT_DTYPE_F16,
+    "float32": abi.DSOPT_DTYPE_F32,
+}
+_TRIPLE = ("ns_a", "ns_b", "ns_c")
 _FORMAT_FIELDS = ("exp_avg_format", "exp_avg_sq_format")
+_WORDS = {  # fields that are numbers in dsopt_group and words here
+    "exp_avg_format": FORMATS,
+    "exp_avg_sq_format": FORMATS,
+    "adjust": ADJUST,
+    "ns_schedule": NS_SCHEDULE,
+    "ns_dtype": NS_DTYPE,
+}
 _DEFAULT: Any = object()  # replaced by the library's default when the class is created
 _MEANING = {
     "lr": "learning rate",
@@ -64,6 +88,11 @@ _MEANING = {
     "nesterov": "Nesterov's momentum, which needs momentum above 0 and dampening 0",
     "lr_decay": "lr is divided by 1 + lr_decay * (step - 1)",
     "initial_accumulator_value": "initial value of the sum of squares",
+    "ns_steps": "number of Newton-Schulz iterations",
+    "ns_coefficients": "(a, b, c) of each iteration; None = those of ns_schedule. Presets have no other",
+    "ns_schedule": "constant, or a preset with a triple for each of five iterations: polar_express or you",
+    "ns_dtype": "dtype of the inputs of products: bfloat16, float16 or float32",
+    "adjust": "factor of lr by the shape of a matrix: original, match_rms_adamw, spectral_unclamped or none",
     "exp_avg_format": "format of exp_avg or momentum_buffer in memory: f32, bf16, bf16_random, e4m3 or q8",
     "exp_avg_sq_format": "format of exp_avg_sq or sum in memory: f32, bf16_random or q8 (sum: not q8)",
 }
@@ -76,6 +105,15 @@ def _pair(value: Any, label: str) -> Tuple[Any, Any]:
         text = "%s is %s, and must be a pair of numbers" % (label, abi.shown(value))
         raise ArgumentTypeError(text, 10, "DSOPT_ERR_ARGUMENT") from problem
     return first, second
+
+
+def _triple(value: Any, label: str) -> Tuple[Any, Any, Any]:
+    try:
+        a, b, c = value
+    except (TypeError, ValueError) as problem:
+        text = "%s is %s, and must be three numbers" % (label, abi.shown(value))
+        raise ArgumentTypeError(text, 10, "DSOPT_ERR_ARGUMENT") from problem
+    return a, b, c
 
 
 def _flag(value: Any, label: str) -> bool:
@@ -92,13 +130,19 @@ def _initial(algorithm: int) -> Any:
     return group
 
 
+def _word_of(words: Dict[str, int], number: float) -> str:
+    return next(word for word, value in words.items() if value == number)
+
+
 def _default_of(group: Any, field: str) -> Any:
     if field == "betas":
         return group.beta1, group.beta2
     if field == "bias_correction":
         return not group.flags & abi.DSOPT_GROUP_NO_BIAS_CORRECTION
-    if field in _FORMAT_FIELDS:
-        return next(name for name, number in FORMATS.items() if number == getattr(group, field))
+    if field == "ns_coefficients":
+        return None
+    if field in _WORDS:
+        return _word_of(_WORDS[field], getattr(group, field))
     return bool(group.flags & _FLAGS[field]) if field in _FLAGS else getattr(group, field)
 
 
@@ -108,6 +152,7 @@ class Group:
     and can be changed until the group is passed to an Optimizer. Positional `values` are refused."""
 
     algorithm: ClassVar[int]
+    meanings: ClassVar[Dict[str, str]] = {}  # of fields whose meaning differs from that in other algorithms
 
     if not TYPE_CHECKING:  # type checkers derive the arguments from the fields
 
@@ -136,7 +181,8 @@ class Group:
         shown = inspect.signature(cls.__init__)
         arguments = [p.replace(kind=p.KEYWORD_ONLY) for p in list(shown.parameters.values())[1:]]
         cls.__signature__ = shown.replace(parameters=arguments)  # type: ignore[attr-defined]
-        rows = ["%-26s %s (%r)" % (p.name, _MEANING.get(p.name, "see the class"), p.default) for p in arguments]
+        meanings = {**_MEANING, **cls.meanings}
+        rows = ["%-26s %s (%r)" % (p.name, meanings.get(p.name, "see the class"), p.default) for p in arguments]
         cls.__doc__ = "%s\n\n    Fields and their defaults:\n\n    %s\n" % (cls.__doc__, "\n    ".join(rows))
 
     def __post_init__(self) -> None:
@@ -160,11 +206,19 @@ class Group:
             elif field.name in _FLAGS:
                 group.flags &= ~_FLAGS[field.name]
                 group.flags |= _FLAGS[field.name] if _flag(value, label) else 0
-            elif field.name in _FORMAT_FIELDS:
-                setattr(group, field.name, choice(label, value, FORMATS))
+            elif field.name in _WORDS:
+                setattr(group, field.name, choice(label, value, _WORDS[field.name]))
+            elif field.name == "ns_coefficients":
+                self._set_triple(group, value, label)
             else:
                 abi.assign(group, field.name, value, label)
         return group
+
+    def _set_triple(self, group: Any, value: Any, label: str) -> None:
+        if value is None and group.ns_schedule == abi.DSOPT_NS_CONSTANT:
+            return  # the library's
+        for place, number in zip(_TRIPLE, (0.0, 0.0, 0.0) if value is None else _triple(value, label)):
+            abi.assign(group, place, number, label)
 
 
 class Adam(Group):
@@ -313,6 +367,33 @@ class Lion(Group):
     exp_avg_format: str = _DEFAULT
 
 
+class Muon(Group):
+    """As in torch.optim.Muon, for matrices: the momentum of each is orthogonalised (docs/muon.md). Other parameters,
+    such as embeddings, norms and biases, go into a group of another algorithm. Blocks of a tensor: Param."""
+
+    algorithm: ClassVar[int] = abi.DSOPT_ALGORITHM_MUON
+    meanings: ClassVar[Dict[str, str]] = {
+        "eps": "smallest divisor of a matrix that is normalized",
+        "momentum": "decay of the momentum per step, in (0, 1)",
+        "nesterov": "Nesterov's momentum",
+        "bias_correction": "the mixture of optax, which divides by 1 - momentum^step; needs nesterov",
+        "exp_avg_format": "format of momentum_buffer in memory: f32, bf16 or bf16_random",
+    }
+    lr: float = _DEFAULT
+    momentum: float = _DEFAULT
+    nesterov: bool = _DEFAULT
+    weight_decay: float = _DEFAULT
+    eps: float = _DEFAULT
+    ns_steps: int = _DEFAULT
+    ns_schedule: str = _DEFAULT
+    ns_coefficients: Optional[Tuple[float, float, float]] = _DEFAULT
+    ns_dtype: str = _DEFAULT
+    adjust: str = _DEFAULT
+    bias_correction: bool = _DEFAULT
+    max_norm: float = _DEFAULT
+    exp_avg_format: str = _DEFAULT
+
+
 class GroupView:
     """The current hyper-parameters of one group, or of all. A change takes effect with the next step.
 
@@ -373,7 +454,7 @@ class GroupView:
 
     @property
     def eps(self) -> float:
-        """Added to the root of the second moment."""
+        """Added to the root of the second moment. Muon: smallest divisor of a matrix."""
         return self._get(abi.DSOPT_KEY_EPS)
 
     @eps.setter
@@ -445,7 +526,7 @@ class GroupView:
 
     @property
     def momentum(self) -> float:
-        """SGD: decay of the momentum per step. Cannot change between 0 and another value."""
+        """SGD and Muon: decay of the momentum per step. Of SGD it cannot change between 0 and another value."""
         return self._get(abi.DSOPT_KEY_MOMENTUM)
 
     @momentum.setter
@@ -463,7 +544,7 @@ class GroupView:
 
     @property
     def nesterov(self) -> bool:
-        """SGD: Nesterov's momentum."""
+        """SGD and Muon: Nesterov's momentum."""
         return bool(self._get(abi.DSOPT_KEY_NESTEROV))
 
     @nesterov.setter
@@ -488,6 +569,58 @@ class GroupView:
     def initial_accumulator_value(self, value: float) -> None:
         self._set(abi.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE, value)
 
+    @property
+    def ns_steps(self) -> int:
+        """Muon: number of Newton-Schulz iterations."""
+        return int(self._get(abi.DSOPT_KEY_NS_STEPS))
 
-ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, Sgd, Adagrad, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb)
-_SHOWN = ("lr", "betas", "eps", "momentum", "lr_decay", "weight_decay")  # in the representation of a GroupView
+    @ns_steps.setter
+    def ns_steps(self, value: int) -> None:
+        self._set(abi.DSOPT_KEY_NS_STEPS, value)
+
+    @property
+    def ns_schedule(self) -> str:
+        """Muon: "constant", "polar_express" or "you". Setting it sets ns_coefficients to those of the schedule."""
+        return _word_of(NS_SCHEDULE, self._get(abi.DSOPT_KEY_NS_SCHEDULE))
+
+    @ns_schedule.setter
+    def ns_schedule(self, value: str) -> None:
+        self._set(abi.DSOPT_KEY_NS_SCHEDULE, choice("ns_schedule", value, NS_SCHEDULE))
+
+    @property
+    def ns_coefficients(self) -> Optional[Tuple[float, float, float]]:
+        """Muon: (a, b, c) of each Newton-Schulz iteration; None with a preset of ns_schedule."""
+        if self.ns_schedule != "constant":
+            return None
+        return self._get(abi.DSOPT_KEY_NS_A), self._get(abi.DSOPT_KEY_NS_B), self._get(abi.DSOPT_KEY_NS_C)
+
+    @ns_coefficients.setter
+    def ns_coefficients(self, value: Tuple[float, float, float]) -> None:
+        keys = abi.DSOPT_KEY_NS_A, abi.DSOPT_KEY_NS_B, abi.DSOPT_KEY_NS_C
+        before, after = list(map(self._get, keys)), _triple(value, "ns_coefficients")
+        try:
+            for key, number in zip(keys, after):
+                self._set(key, number)
+        except BaseException:
+            for key, number in zip(keys, before):
+                self._set(key, number)
+            raise
+
+    @property
+    def ns_dtype(self) -> str:
+        """Muon: dtype of the inputs of products: "bfloat16", "float16" or "float32". Cannot change."""
+        return _word_of(NS_DTYPE, self._get(abi.DSOPT_KEY_NS_DTYPE))
+
+    @property
+    def adjust(self) -> str:
+        """Muon: factor of lr by the shape of a matrix: "original", "match_rms_adamw", "spectral_unclamped" or
+        "none"."""
+        return _word_of(ADJUST, self._get(abi.DSOPT_KEY_ADJUST))
+
+    @adjust.setter
+    def adjust(self, value: str) -> None:
+        self._set(abi.DSOPT_KEY_ADJUST, choice("adjust", value, ADJUST))
+
+
+ALGORITHMS = (Adam, AdamW, AdamLegacy, Lamb, Sgd, Adagrad, Lion, Muon, OnebitAdam, ZeroOneAdam, OnebitLamb)
+_SHOWN = ("lr", "betas", "eps", "momentum", "lr_decay", "weight_decay", "adjust")  # in repr(GroupView)

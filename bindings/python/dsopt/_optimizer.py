@@ -91,6 +91,8 @@ class Optimizer(Handle):
     momentum_bits        1-bit Adam: after the freeze, momentum is kept as bits
     shard                None, or the ranks over which state is spread: "data" = all data-parallel ranks, of `data` and
                          `node`; "node" = those of `node`. Every step is then collective. See the method `shard`
+    split_matrices       Muon: the matrices are partitioned among the data-parallel ranks, with `node` among those of a
+                         node, and each rank orthogonalises its own. Needs `data` or `node`
     skip_budget          skipped steps in a row after which `step` raises StateError; 0 = never
 
     One thread at a time; a concurrent call raises StateError.
@@ -120,6 +122,7 @@ class Optimizer(Handle):
         averages: bool = False,
         check_ranks: bool = False,
         momentum_bits: bool = False,
+        split_matrices: bool = False,
         shard: Optional[str] = None,
         skip_budget: int = 0,
         seed: int = 0,
@@ -147,6 +150,7 @@ class Optimizer(Handle):
             | abi.DSOPT_OPTIMIZER_AVERAGES * bool(averages)
             | abi.DSOPT_OPTIMIZER_CHECK_RANKS * bool(check_ranks)
             | abi.DSOPT_OPTIMIZER_MOMENTUM_BITS * bool(momentum_bits)
+            | abi.DSOPT_OPTIMIZER_SPLIT_MATRICES * bool(split_matrices)
             | (0 if shard is None else choice("shard", shard, SHARD))
         )
         desc = abi.dsopt_optimizer_desc(

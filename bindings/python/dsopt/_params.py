@@ -29,6 +29,9 @@ class Param:
                     and q8, where it must be a multiple of 256
     expert          0 = dense; k = the ranks of experts[k - 1] hold different experts
     f32_moments     the moments are float32, whatever the formats of the group: for embeddings, norms and biases
+    rows, cols      Muon: the tensor is partitioned into matrices of rows x cols (docs/muon.md); 0 = a tensor of two
+                    dimensions is one matrix
+    rows_are_inputs Muon: the weight is used as y = x W, as in JAX, so a matrix has `cols` outputs
     """
 
     array: Any = None
@@ -40,6 +43,9 @@ class Param:
     offset: int = 0
     expert: int = 0
     f32_moments: bool = False
+    rows: int = 0
+    cols: int = 0
+    rows_are_inputs: bool = False
 
     def struct(self, name: str, context: Any, group: int = 0) -> Tuple[Any, Any]:
         """Returns a dsopt_param, and objects that must be kept during the call: `name` of the parameter, `context` of
@@ -64,6 +70,7 @@ class Param:
             | abi.DSOPT_PARAM_REPLICATED * bool(self.replicated)
             | abi.DSOPT_PARAM_MASKED * bool(self.masked)
             | abi.DSOPT_PARAM_F32_MOMENTS * bool(self.f32_moments)
+            | abi.DSOPT_PARAM_ROWS_ARE_INPUTS * bool(self.rows_are_inputs)
         )
         return abi.dsopt_param(
             tensor=place,
@@ -74,6 +81,8 @@ class Param:
             offset=self.offset,
             expert=self.expert,
             group=group,
+            rows=self.rows,
+            cols=self.cols,
         ), (shape, tensor)
 
 

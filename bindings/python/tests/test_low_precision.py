@@ -52,7 +52,7 @@ class Groups(unittest.TestCase):
         first, second = ["exp_avg_format"], ["exp_avg_sq_format"]
         for kind in dsopt._groups.ALGORITHMS:
             expected = first + second
-            if kind in (dsopt.Sgd, dsopt.Lion):
+            if kind in (dsopt.Sgd, dsopt.Lion, dsopt.Muon):
                 expected = first
             elif kind is dsopt.Adagrad:
                 expected = second

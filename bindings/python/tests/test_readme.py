@@ -15,7 +15,7 @@ class Readme(unittest.TestCase):
         found = re.findall(
             r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", README.read_text(encoding="utf-8"), re.M | re.S
         )
-        self.assertEqual(len(found), 3)
+        self.assertEqual(len(found), 4)
         with tempfile.TemporaryDirectory() as folder:
             for source, expected in found:
                 status, said, complaint = python("import os\nos.chdir(%r)\n%s" % (folder, source))

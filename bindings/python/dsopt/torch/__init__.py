@@ -7,12 +7,13 @@ from ._cpu import DeepSpeedCPUAdam, DeepSpeedCPULion
 from ._deepspeed import FusedAdam, FusedLamb, FusedLion
 from ._fp16 import FP16_Optimizer, FP16_UnfusedOptimizer
 from ._lion import Lion
+from ._muon import Muon
 from ._onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from ._register import register, unregister
 from ._sgd import SGD
 
 __all__ = [
     "Adagrad", "Adam", "Adam8bit", "AdamW", "AdamW8bit", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FP16_Optimizer",
-    "FP16_UnfusedOptimizer", "FusedAdam", "FusedLamb", "FusedLion", "Lion", "OnebitAdam", "OnebitLamb", "SGD",
-    "ZeroOneAdam", "register", "unregister"
+    "FP16_UnfusedOptimizer", "FusedAdam", "FusedLamb", "FusedLion", "Lion", "Muon", "OnebitAdam", "OnebitLamb",
+    "SGD", "ZeroOneAdam", "register", "unregister"
 ]

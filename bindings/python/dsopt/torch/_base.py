@@ -15,6 +15,7 @@ from . import _formats
 from ._convert import convert
 from ._double_plan import DoublePlan, is_double
 from ._dtensor import ShardedPlan, local_tensors, takes_norms
+from ._fields import set_field
 from ._formats import Pair
 from ._import import imported
 from ._parallel import agrees_over_data
@@ -52,6 +53,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _rounds = True  # groups may have stochastic_rounding
     _stores: Tuple[str, ...] = ()  # keys of _formats that groups may have
     _report: Optional[torch.Tensor] = None  # report of the last step; all plans use the same tensor
+    _kept: Tuple[str, ...] = ()  # keys of groups that keep their values if a state dict lacks them
     _rank_key = ""  # suffix of the names of state tensors that differ between ranks
     _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Any]] = None  # each a Plan or a DoublePlan
@@ -74,9 +76,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """Ignores the value that torch's constructors set; the property follows from `fused`."""
 
-    def _begin_ranks(self, group: Any, shard: Any, average: Any, node_group: Any, max_grad_norm: Any = 0.0) -> None:
+    def _begin_ranks(self, group: Any, shard: Any, average: Any, node_group: Any, max_grad_norm: Any = 0.0,
+                     split_matrices: Any = False) -> None:
         """Takes these arguments of the constructor."""
-        self._ranks = data_ranks_of(type(self), group, shard, average, node_group, max_grad_norm)
+        self._ranks = data_ranks_of(type(self), group, shard, average, node_group, max_grad_norm, split_matrices)
         if self._ranks is not None:
             self._at_once = True  # the list of all ranks
             self._counts |= self._ranks.shards  # each parameter has state, so new ones are detected
@@ -91,13 +94,25 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Returns algorithm, flags and constant fields of a group."""
         raise NotImplementedError
 
+    def _fields_in(self, group: Dict[str, Any]) -> Tuple[str, ...]:
+        """Returns the fields of dsopt_group that a group of param_groups has."""
+        return self._fields
+
     def _hyper(self, group: Dict[str, Any], g: int) -> Tuple[float, ...]:
-        """Returns the values of `_fields` of a group."""
+        """Returns the values of `_fields_in` a group."""
         lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         if type(lr) is float and type(beta1) is float and type(beta2) is float and type(eps) is float:
             return lr, beta1, beta2, eps, float(decay)
         return (number(lr, g, "lr"), number(beta1, g, "betas[0]"), number(beta2, g, "betas[1]"), number(eps, g, "eps"),
                 number(decay, g, "weight_decay"))
+
+    def _set_field(self, group: Dict[str, Any], field: str, value: float) -> None:
+        """Sets the hyper-parameter of a group that is this field of dsopt_group."""
+        set_field(group, field, value)
+
+    def _counts_in(self, group: Dict[str, Any]) -> bool:
+        """True if "step" is in the state of each parameter of a group."""
+        return self._counts
 
     def _steps_of(self, state: Dict[str, Any]) -> float:
         """Returns the step count of a parameter, from its state."""
@@ -131,6 +146,15 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
         return 0
+
+    def _block_of(self, group: Dict[str, Any]) -> Tuple[int, int]:
+        """Returns dsopt_param.rows and cols of the parameters of a group."""
+        return 0, 0
+
+    def _is_row_major(self, group: Dict[str, Any]) -> bool:
+        """True if the rule of a group depends on the order of elements: parameters must be contiguous to be stepped in
+        place."""
+        return False
 
     def _fixed(self) -> List[Any]:
         """Returns values that are read when plans are made, not in each step. If they change, plans are made again."""
@@ -338,6 +362,10 @@ class EngineOptimizer(torch.optim.Optimizer):
             self._keep_wrapped(before[0])
             saved = _formats.raw_of(self.param_groups)
             keep(before[1], self.param_groups)
+            for old, new in zip(before[1], self.param_groups):
+                for key in self._kept:
+                    if key in old:
+                        new.setdefault(key, old[key])
             kinds_of(self)
             convert(self, saved)
             self._note_formats()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 import torch
 
 from .. import _abi as abi
-from .._double import Hyper, clipping, moments_of, squares, supports, update
+from .._double import Hyper, clipping, limits_of, moments_of, squares, update
 from ._dtensor import is_placed_as, like, local_grad, local_of, refuse, spec_of, takes_norms
 from ._formats import formats_of
 from ._plan import Entry, Plan, Stale, bump
@@ -102,9 +102,10 @@ class DoublePlan:
         if getattr(owner, "_compat", None):
             raise wrong(what + "compat='deepspeed' does not have, as the original does not; leave compat out", "DTYPE")
         for entry in self.entries:
-            if not supports(owner._rule(owner.param_groups[entry.group])[0]):
-                raise wrong(what + "%s does not have, as its exchange is float32; convert the parameter" %
-                            type(owner).__name__, "DTYPE")
+            limit = limits_of(owner._rule(owner.param_groups[entry.group])[0])
+            if limit:
+                raise wrong(what + "%s does not have, as its %s float32; convert the parameter" %
+                            (type(owner).__name__, limit + (" is" if limit == "exchange" else " are")), "DTYPE")
 
     def _take_steps(self, owner: EngineOptimizer) -> None:
         """As in Plan. Steps are in host memory, as in torch, because the host needs them."""
@@ -114,7 +115,7 @@ class DoublePlan:
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         self.steps = torch.tensor(old, dtype=dtype, device="cpu")
         for entry, state, step in zip(self.entries, states, self.steps.unbind()):
-            if owner._counts or groups[entry.group].get("stochastic_rounding"):
+            if owner._counts_in(groups[entry.group]) or groups[entry.group].get("stochastic_rounding"):
                 state["step"] = step
 
     def _moments_of(self, owner: EngineOptimizer, entry: Entry) -> List[str]:
@@ -170,7 +171,7 @@ class DoublePlan:
 
     def _hyper_of(self, owner: EngineOptimizer, g: int) -> Hyper:
         _, flags, _ = self.rules[g]
-        values = dict(zip(owner._fields, self.checked.hyper[g]))
+        values = dict(zip(owner._fields_in(owner.param_groups[g]), self.checked.hyper[g]))
         known = {name: values[name] for name in Hyper._fields if name in values}
         known.setdefault("bias_correction", not flags & abi.DSOPT_GROUP_NO_BIAS_CORRECTION)
         return Hyper(**known, eps_inside_sqrt=bool(flags & abi.DSOPT_GROUP_EPS_INSIDE_SQRT))

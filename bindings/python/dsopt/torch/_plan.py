@@ -17,7 +17,7 @@ import torch
 from .. import _abi as abi
 from .._hooks import gate
 from ._codes import DTYPES, reordered
-from ._fields import key_of, set_field
+from ._fields import key_of
 from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SECOND, Pair, changed, check_dtype,
                        formats_of, is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
 from ._parallel import Parallel, agrees_over_data
@@ -53,6 +53,7 @@ class Plan:
     def __init__(self, owner: EngineOptimizer, device: torch.device, kind: Kind, entries: List[Entry]) -> None:
         self.device = device
         self.at_once = owner._at_once  # a step may change parameters that have no gradient
+        self.row_major = [owner._is_row_major(group) for group in owner.param_groups]
         self.keys = [entry.param for entry in entries]  # parameters as keys of the state
         self.formats = [self._formats_of(owner, entry) for entry in entries]
         self.entries = entries = self._with_memory(entries)
@@ -118,7 +119,7 @@ class Plan:
             new = abi.dsopt_group()
             abi.check(abi.lib.dsopt_group_init(byref(new), ctypes.sizeof(new), algorithm))
             self.hyper.append(owner._hyper(group, g))
-            for field, value in chain(zip(owner._fields, self.hyper[-1]), fields.items()):
+            for field, value in chain(zip(owner._fields_in(group), self.hyper[-1]), fields.items()):
                 setattr(new, field, value)
             new.flags |= flags
             formats = owner._formats_in(group)
@@ -134,6 +135,7 @@ class Plan:
                 if len(shape) <= 8:
                     place.dims, place.ndim = ctypes.addressof(dims[-1]), len(shape)
                 place.flags = owner._param_flags(group, entry.param)
+                place.rows, place.cols = owner._block_of(group)
                 if own != formats:
                     place.flags |= abi.DSOPT_PARAM_F32_MOMENTS
                 parallel.describe(place, entry, own)
@@ -189,7 +191,7 @@ class Plan:
         self._drop_errors()
         self._drop_masters()
         if is_new and self.entries:
-            dense = [p.detach() if self._in_place(p) else p.detach().contiguous() for p in self.params]
+            dense = [p.detach() if self._in_place(i) else p.detach().contiguous() for i, p in enumerate(self.params)]
             put(self.param_words, 0, list(map(_data_ptr, dense)))
             values = [tensor.clone() for tensor in existing]
             abi.check(
@@ -197,8 +199,8 @@ class Plan:
                                                    count.value, self._stream()))
             for tensor, value in zip(existing, values):
                 tensor.copy_(value)
-            for param, copy in zip(self.params, dense):
-                if not self._in_place(param):
+            for i, (param, copy) in enumerate(zip(self.params, dense)):
+                if not self._in_place(i):
                     param.detach().copy_(copy)
             self.steps_seen.add_(self.steps)
 
@@ -214,7 +216,7 @@ class Plan:
         self.steps = torch.zeros(count, dtype=torch.int32, device=self.device)
         random = [len(raw) > 1 for raw in raw_of(owner)]  # random numbers depend on the step
         for entry, p, step in zip(self.entries, self.keys, self.steps_seen.unbind()):
-            if owner._counts or random[entry.group]:
+            if owner._counts_in(owner.param_groups[entry.group]) or random[entry.group]:
                 owner.state[p]["step"] = step
 
     def _state_tensor(self, i: int, name: str) -> Optional[torch.Tensor]:
@@ -259,14 +261,15 @@ class Plan:
         self._keep(info.param, name, tensor)
         return tensor
 
-    def _in_place(self, param: torch.Tensor) -> bool:
+    def _in_place(self, i: int) -> bool:
         """True if the engine steps a parameter where it is, False: in a contiguous copy."""
-        return is_dense(param)
+        param = self.entries[i].param
+        return param.is_contiguous() if self.row_major[self.entries[i].group] else is_dense(param)
 
     def _local(self, i: int) -> torch.Tensor:
         """Returns the elements of a parameter that have state on this rank, in the memory order of the state."""
         param = self.entries[i].param.detach()
-        return param if self._in_place(param) else param.contiguous()
+        return param if self._in_place(i) else param.contiguous()
 
     def _shape_of(self, i: int) -> Tuple[int, ...]:
         """Returns the shape of the state of a parameter."""
@@ -376,11 +379,11 @@ class Plan:
             if copy.data_ptr() != param.data_ptr():  # with masters="remainder" a load writes the parameters
                 param.detach().copy_(copy)
         for g, group in enumerate(owner.param_groups):
-            for field, old in zip(owner._fields, self.hyper[g]):
+            for field, old in zip(owner._fields_in(group), self.hyper[g]):
                 value = ctypes.c_double()
                 abi.check(abi.lib.dsopt_optimizer_get(self.handle, g, key_of(field), byref(value)))
                 if value.value != old:
-                    set_field(group, field, value.value)
+                    owner._set_field(group, field, value.value)
 
     def _in_order(self, entry: Entry) -> bool:
         """True if the state of a parameter is in row-major order."""
@@ -461,7 +464,8 @@ class Plan:
 
     def _set(self, owner: EngineOptimizer, g: int, now: Tuple[float, ...]) -> None:
         # Fields that become 0 are set first: nesterov and dampening exclude each other.
-        for field, old, new in sorted(zip(owner._fields, self.hyper[g], now), key=lambda change: change[2] != 0):
+        fields = owner._fields_in(owner.param_groups[g])
+        for field, old, new in sorted(zip(fields, self.hyper[g], now), key=lambda change: change[2] != 0):
             if new != old:
                 abi.check(abi.lib.dsopt_optimizer_set(self.handle, g, key_of(field), new), "param_groups[%d]: " % g)
         self.hyper[g] = now
@@ -554,7 +558,7 @@ class Plan:
             if grad is None and not self.at_once:
                 continue
             param = param.detach()
-            if not self._in_place(param):
+            if not self._in_place(i):
                 staged.append((param, param.clone(memory_format=torch.contiguous_format)))
                 param = staged[-1][1]
                 self.param_list[i].data = param.data_ptr()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of optimizers with `shard` or `average`: over the data-parallel ranks, in one engine.
+"""Steps of optimizers with `shard`, `average` or `split_matrices`: over the data-parallel ranks, in one engine.
 
 With `shard` the state of a parameter is this rank's part of it, an interval of its elements in row-major order, as a
 tensor of one dimension. A parameter with another memory order is stepped in a copy.
@@ -19,7 +19,7 @@ from ._double_plan import is_double
 from ._formats import Pair
 from ._plan import Entry, Plan
 from ._rounding import Kind
-from ._tensors import is_dense, is_dtensor, unsupported
+from ._tensors import is_dtensor, unsupported
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def check_entries(owner: EngineOptimizer, entries: List[Entry], engines: int) -> None:
     """Refuses parameters that cannot be stepped by one engine over the data-parallel ranks."""
-    what = "shard" if owner._ranks.shards else "average"  # type: ignore[union-attr]
+    what = owner._ranks.argument  # type: ignore[union-attr]
     if owner._wrapper is not None:
         raise unsupported("%s with %s is not supported in %s; step it without the wrapper" %
                           (type(owner).__name__, what, type(owner._wrapper).__name__))
@@ -56,7 +56,7 @@ class RankComms:
 
 
 class RankPlan(Plan):
-    """A plan of an optimizer with `shard` or `average`."""
+    """A plan of an optimizer with `shard`, `average` or `split_matrices`."""
 
     local_name = "this rank's part"
 
@@ -85,8 +85,8 @@ class RankPlan(Plan):
         factor = 2 if self.entries[i].param.is_complex() else 1
         return begin.value // factor, numel.value // factor
 
-    def _in_place(self, param: torch.Tensor) -> bool:
-        return param.is_contiguous() if self.shards else is_dense(param)
+    def _in_place(self, i: int) -> bool:
+        return self.entries[i].param.is_contiguous() if self.shards else super()._in_place(i)
 
     def _local(self, i: int) -> torch.Tensor:
         if not self.shards:

@@ -32,14 +32,18 @@ ROWS = {
     "average": "True: the step averages the gradients over the ranks. Do not use DistributedDataParallel, and start "
                "with the same weights on all ranks",
     "node_group": "process group of the ranks of this node; None: one level",
+    "split_matrices": "True: each of the ranks, with node_group of the ranks of the node, orthogonalises some of the "
+                      "matrices, and gets the others from the other ranks",
     "max_grad_norm": "with average=True: largest L2 norm of the averaged gradients; 0 = off",
 }
 
 
-def rows(column: int, *without: str) -> str:
-    """Returns the last rows of a docstring, for these arguments, from the first name on. `column`: of the text."""
+def rows(column: int, *without: str, also: Tuple[str, ...] = ()) -> str:
+    """Returns the last rows of a docstring, for these arguments, from the first name on. `column`: of the text. `also`:
+    arguments that not all classes have."""
     found = [textwrap.fill(text, 120, initial_indent=("    " + name + " ").ljust(column),
-                           subsequent_indent=" " * column) for name, text in ROWS.items() if name not in without]
+                           subsequent_indent=" " * column)
+             for name, text in ROWS.items() if name in also or name not in ("split_matrices", *without)]
     return "\n".join(found).lstrip() + "\n    "
 
 
@@ -62,6 +66,11 @@ class DataRanks:
     @property
     def shards(self) -> bool:
         return bool(self.flags & (abi.DSOPT_OPTIMIZER_SHARD | abi.DSOPT_OPTIMIZER_SHARD_NODE))
+
+    @property
+    def argument(self) -> str:
+        """Name of the argument because of which there are other ranks."""
+        return "shard" if self.shards else "average" if self.averages else "split_matrices"
 
     @property
     def averages(self) -> bool:
@@ -141,9 +150,10 @@ class DataRanks:
                           "gradients of its own rank; use DistributedDataParallel without average" % kind)
 
     def refuse_pickle(self, kind: str) -> None:
-        raise StateError("%s with shard or average cannot be pickled or copied, because its process group belongs to "
-                         "this process; use state_dict (DSOPT_ERR_STATE)" % kind, abi.DSOPT_ERR_STATE,
-                         "DSOPT_ERR_STATE")
+        raise StateError("%s with %s cannot be pickled or copied, because its process group belongs to "
+                         "this process; use state_dict (DSOPT_ERR_STATE)" %
+                         (kind, "shard or average" if self.argument != "split_matrices" else self.argument),
+                         abi.DSOPT_ERR_STATE, "DSOPT_ERR_STATE")
 
 
 def parts_of(saved: Any) -> str:
@@ -170,17 +180,20 @@ def flags_of_shard(kind: type, shard: Any) -> int:
 
 
 def data_ranks_of(kind: type, group: Any, shard: Any, average: Any, node_group: Any,
-                  max_grad_norm: Any = 0.0) -> Optional[DataRanks]:
+                  max_grad_norm: Any = 0.0, split_matrices: Any = False) -> Optional[DataRanks]:
     """Returns the ranks of an optimizer of this class with these arguments; None: it does without other ranks."""
     name = kind.__name__
     flags = flags_of_shard(kind, shard) | (abi.DSOPT_OPTIMIZER_AVERAGES if average else 0)
+    flags |= abi.DSOPT_OPTIMIZER_SPLIT_MATRICES if split_matrices else 0
     norm = float(max_grad_norm)
     if not 0 <= norm < float("inf"):
         raise wrong("%s: max_grad_norm is %r, and must be a finite number, not negative" % (name, max_grad_norm))
     if not flags:
         for argument, value in (("group", group), ("node_group", node_group)):
             if value is not None:
-                raise unsupported("%s: %s has no effect without shard or average; leave it out" % (name, argument))
+                raise unsupported("%s: %s has no effect without %s; leave it out" %
+                                  (name, argument, "shard or average" if kind.__name__ != "Muon" else
+                                   "shard, average or split_matrices"))
     if norm and not average:
         raise unsupported("%s: max_grad_norm has no effect without average=True; clip averaged gradients with "
                           "torch.nn.utils.clip_grad_norm_" % name)
