@@ -138,7 +138,7 @@ fn error(group: &Muon, cut: &Cut) -> f64 {
         Matrix::of(cut.rows, cut.cols, |row, col| f64::from(values[(cut.index)(matrix, row, col)]))
     };
     let mut opt = Optimizer::new(&context()).unwrap();
-    opt.add_group(group, &[cut.param.clone()]).unwrap();
+    opt.add_group(group, std::slice::from_ref(&cut.param)).unwrap();
     let mut w = Random(7).vec(numel);
     let mut references: Vec<_> =
         (0..cut.count).map(|matrix| Reference::new(block(&w, matrix), cut.rows_are_inputs)).collect();
