@@ -7,9 +7,12 @@
 //   remainder  as bf16, with masters of bf16 + 16 bits (DSOPT_MASTERS_REMAINDER)
 //   random     as bf16, without masters, with stochastic rounding
 // A rule such as adamw_e4m3 stores its moments in low precision (kFormats); adamw has them in fp32.
+// Muon steps the matrices of the layers of a list, with BF16 products (muon) or F32 (muon_f32), and AdamW the other
+// tensors; its probe has the traffic of Muon's passes over all tensors, without the products.
 // 1-bit Adam is in its compressed stage, as one rank of 8 whose collectives do nothing. The probe does not include the
 // server's part.
 #include "bench_util.h"
+#include <algorithm>
 #include <benchmark/benchmark.h>
 #include <cstring>
 #include <map>
@@ -55,6 +58,7 @@ struct Rule {
     double momentum;
     std::vector<Pass> passes; // fp32 weights and gradients
     Formats formats = kFormats[kF32];
+    int32_t products = 0; // Muon: dtype of their inputs
     bool low() const { return formats.exp_avg != DSOPT_MOMENT_F32; }
 };
 /// Returns a rule of two moments in low precision. Of its passes only the first one stores moments.
@@ -71,6 +75,8 @@ Rule in_format(const Rule &rule, int format) {
     return low;
 }
 const Rule kAdamW = {"adamw", DSOPT_ALGORITHM_ADAMW, 0, {{.reads = 1, .changes = 3}}};
+// Pass 1 writes the update before it is orthogonalised, pass 2 reads it afterwards.
+const std::vector<Pass> kMuonPasses = {{.reads = 1, .changes = 1, .writes = 1}, {.reads = 1, .changes = 1}};
 const Rule kLamb = {"lamb", DSOPT_ALGORITHM_LAMB, 0, {{.reads = 2, .changes = 2}, {.reads = 2, .changes = 1}}};
 const std::vector<Rule> kRules = {
     kAdamW,
@@ -84,6 +90,8 @@ const std::vector<Rule> kRules = {
     kLamb,
     in_format(kLamb, kE4m3),
     in_format(kLamb, kQ8),
+    {"muon", DSOPT_ALGORITHM_MUON, 0.95, kMuonPasses, kFormats[kF32], DSOPT_DTYPE_BF16},
+    {"muon_f32", DSOPT_ALGORITHM_MUON, 0.95, kMuonPasses, kFormats[kF32], DSOPT_DTYPE_F32},
     // Pass 1: gradient, momentum and residual to sign bits. Pass 2: decoded momentum and weights.
     {"onebit_adam",
      DSOPT_ALGORITHM_ONEBIT_ADAM,
@@ -94,6 +102,7 @@ constexpr const char *kForms[] = {"f32", "f16", "bf16", "delta", "remainder", "r
 /// True for forms whose weights have no fp32 master.
 bool is_low(const std::string &form) { return form == "remainder" || form == "random"; }
 bool has_form(const Rule &rule, const std::string &form) {
+    if (rule.algorithm == DSOPT_ALGORITHM_MUON) return form == "f32" || form == "bf16";
     if (is_low(form)) return rule.algorithm == DSOPT_ALGORITHM_ADAMW;
     if (rule.low()) return form == "f32" || (form == "bf16" && rule.algorithm == DSOPT_ALGORITHM_ADAMW);
     return form != "delta" || rule.algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM; // an unsupported combination
@@ -122,11 +131,15 @@ constexpr int kFloats = 4;
 /// Memory of all steps of a form on a list.
 struct Arrays {
     std::vector<int64_t> sizes;
+    std::vector<bench::Matrix> matrices; // of each tensor
     int64_t numel;
     std::vector<std::unique_ptr<List>> f32; // weights or masters, moments and other state
     std::optional<List> grads, half;        // half: the weights
     std::map<std::string, List> low;        // state in low precision, with its scales: see low_list()
-    Arrays(const std::string &list, int32_t dtype) : sizes(bench::shapes(list)), numel(bench::total(sizes)) {
+    Arrays(const std::string &list, int32_t dtype) :
+        sizes(bench::shapes(list)),
+        matrices(bench::matrices(list)),
+        numel(bench::total(sizes)) {
         for (int i = 0; i < kFloats; ++i) f32.push_back(std::make_unique<List>(sizes, DSOPT_DTYPE_F32));
         grads.emplace(sizes, dtype);
         if (dtype != DSOPT_DTYPE_F32) half.emplace(sizes, dtype);
@@ -283,8 +296,8 @@ Move move_of(const Pass &p) {
          {if_is<0, 0, 0, 1, 0>(p), if_is<1, 3, 0, 0, 0>(p), if_is<1, 1, 0, 0, 0>(p), if_is<1, 2, 0, 0, 0>(p),
           if_is<2, 2, 0, 0, 0>(p), if_is<2, 1, 0, 0, 0>(p), if_is<1, 1, 1, 0, 0>(p), if_is<0, 3, 0, 1, 1>(p),
           if_is<0, 1, 0, 1, 1>(p), if_is<0, 2, 0, 1, 1>(p), if_is<1, 2, 0, 1, 0>(p), if_is<2, 1, 0, 0, 1>(p),
-          if_is<1, 1, 0, 1, 0>(p), if_is<1, 1, 1, 0, 1>(p), if_is<2, 2, 1, 0, 0>(p), if_is<2, 0, 1, 0, 0>(p),
-          if_is<2, 1, 1, 0, 0>(p), if_is<3, 0, 1, 0, 0>(p),
+          if_is<1, 1, 0, 1, 0>(p), if_is<1, 1, 1, 0, 1>(p), if_is<0, 1, 1, 1, 0>(p), if_is<1, 1, 0, 0, 1>(p),
+          if_is<2, 2, 1, 0, 0>(p), if_is<2, 0, 1, 0, 0>(p), if_is<2, 1, 1, 0, 0>(p), if_is<3, 0, 1, 0, 0>(p),
           // adamw_bf16, _e4m3 and _q8 in f32 and bf16, then all in remainder and random
           if_is<1, 1, 0, 0, 0, 2, 0>(p), if_is<1, 1, 0, 0, 0, 1, 1>(p), if_is<1, 1, 0, 0, 0, 0, 2>(p),
           if_is<0, 1, 0, 1, 1, 2, 0>(p), if_is<0, 1, 0, 1, 1, 1, 1>(p), if_is<0, 1, 0, 1, 1, 0, 2>(p),
@@ -347,10 +360,19 @@ public:
         group.exp_avg_format = rule.formats.exp_avg;
         group.exp_avg_sq_format = rule.formats.exp_avg_sq;
         if (exchanges) group.freeze_step = 1;
+        if (rule.products != 0) group.ns_dtype = rule.products;
+        check(dsopt_optimizer_add_group(optimizer_, &group, nullptr, 0));
+        check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
+        if (rule.products != 0) check(dsopt_optimizer_add_group(optimizer_, &group, nullptr, 0));
         std::vector<dsopt_param> params(arrays.sizes.size());
-        for (size_t i = 0; i < params.size(); ++i)
+        for (size_t i = 0; i < params.size(); ++i) {
             params[i].tensor = mixed ? arrays.half->tensors[i] : arrays.f32[0]->tensors[i];
-        check(dsopt_optimizer_add_group(optimizer_, &group, params.data(), int64_t(params.size())));
+            if (rule.products == 0) continue;
+            const bench::Matrix &matrix = arrays.matrices[i];
+            params[i].rows = matrix.rows, params[i].cols = matrix.cols;
+            params[i].group = matrix.rows == 0;
+        }
+        check(dsopt_optimizer_add_params(optimizer_, params.data(), int64_t(params.size())));
         bind();
         step_.size = sizeof step_;
         step_.grads = arrays.grads->tensors.data();
@@ -359,8 +381,9 @@ public:
             step_.out = arrays.f32.back()->tensors.data();
             step_.flags = DSOPT_STEP_DELTA;
         }
-        for (int i = 0; i < 16; ++i)
-            run(); // reaches the compressed stage, and ends the trial of prefetching (cpu/prefetch.h)
+        // Reaches the compressed stage, and ends the trial of prefetching (cpu/prefetch.h), whose effect on a step of
+        // Muon, which takes seconds, is small.
+        for (int i = 0; i < (rule.products == 0 ? 16 : 1); ++i) run();
     }
     ~Engine() {
         dsopt_optimizer_destroy(optimizer_);
@@ -433,6 +456,11 @@ struct Fixture {
     }
 };
 
+bool has_matrices(const std::string &list) {
+    const std::vector<bench::Matrix> matrices = bench::matrices(list);
+    return std::any_of(matrices.begin(), matrices.end(), [](const bench::Matrix &each) { return each.rows != 0; });
+}
+
 void set_counters(benchmark::State &state, const Arrays &arrays, const std::vector<Pass> &passes) {
     double bytes = 0;
     for (const Pass &pass : passes) bytes += pass.bytes();
@@ -469,6 +497,7 @@ int main(int argc, char **argv) {
         for (const std::string form : kForms)
             for (const Rule &rule : kRules) {
                 if (!has_form(rule, form)) continue;
+                if (rule.products != 0 && !has_matrices(list)) continue;
                 const std::string name = rule.name + "/" + form + "/" + list;
                 const auto add = [&](const char *kind, auto function) {
                     benchmark::RegisterBenchmark(

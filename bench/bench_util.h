@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <memory>
+#include <regex>
 #include <sstream>
 #include <string>
 #include <sys/mman.h>
@@ -34,6 +35,22 @@ inline std::vector<int64_t> shapes(const std::string &name) {
     std::getline(file, line); // the heading
     while (std::getline(file, line)) sizes.push_back(std::stoll(line.substr(line.rfind(',') + 1)));
     return sizes;
+}
+/// Rows and columns of a tensor; both 0 if Muon does not step it.
+struct Matrix {
+    int64_t rows = 0, cols = 0;
+};
+/// Returns the matrices of a list: the tensors of two dimensions of its numbered layers, which embeddings and heads are
+/// not. "NxM" has none.
+inline std::vector<Matrix> matrices(const std::string &name) {
+    std::vector<Matrix> found(shapes(name).size());
+    std::ifstream file(std::string(DSOPT_SHAPES) + "/" + name + ".csv");
+    const std::regex row("[^,]*[._][0-9]+\\.[^,]*,([0-9]+)x([0-9]+),[0-9]+");
+    std::string line;
+    std::getline(file, line);
+    for (size_t i = 0; std::getline(file, line); ++i)
+        if (std::smatch dims; std::regex_match(line, dims, row)) found[i] = {std::stoll(dims[1]), std::stoll(dims[2])};
+    return found;
 }
 inline int64_t total(const std::vector<int64_t> &sizes) {
     int64_t sum = 0;

@@ -9,7 +9,7 @@ Then bench_mixed: the mixed-precision step, fp32 and the original's passes.
 Absolute times on a shared machine are not comparable: its bandwidth drifts by half within a minute. So a round is
 short, its rows are interleaved, and ratios are formed within the round. The tables have the medians of the rounds.
 Environment: ROUNDS (default 5 and 11), REPETITIONS of one step in a round (default 9), ONLY (a regular expression, of
-rows like adamw/f32), OMP_NUM_THREADS.
+rows like adamw/f32; those of muon are run only with it), OMP_NUM_THREADS.
 """
 import json
 import os
@@ -43,17 +43,18 @@ def rounds(bench, name, rows, default):
     return [one_round(bench, name, rows) for _ in range(int(os.environ.get("ROUNDS", default)))]
 
 
-def cases_of(bench):
-    """Returns rule and precision of the rows of a bench."""
-    listed = subprocess.run([bench, "1x16", "--benchmark_list_tests"], check=True, stdout=subprocess.PIPE,
+def cases_of(bench, name):
+    """Returns rule and precision of the rows of a bench on a list."""
+    listed = subprocess.run([bench, name, "--benchmark_list_tests"], check=True, stdout=subprocess.PIPE,
                             universal_newlines=True).stdout
-    return [case for case in re.findall(r"^Step/(\w+/\w+)/", listed, re.M) if re.search(ONLY, case)]
+    cases = [case for case in re.findall(r"^Step/(\w+/\w+)/", listed, re.M) if re.search(ONLY, case)]
+    return [case for case in cases if ONLY or not case.startswith("muon")]  # whose steps take seconds
 
 
 def steps(bench, lists):
     print("| list | step | ms | probe / step | quartiles | fp32 moments / step |\n|" + " --- |" * 6)
-    cases = cases_of(bench)
     for name in lists:
+        cases = cases_of(bench, name)
         for form in FORMS:
             selected = [case for case in cases if case.endswith("/" + form)]
             if not selected:

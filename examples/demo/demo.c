@@ -110,10 +110,20 @@ static dsopt_optimizer *create_optimizer(struct trainer *t, const struct row *ro
     group.weight_decay = 0.01;
     group.exp_avg_format = row->exp_avg_format;
     group.exp_avg_sq_format = row->exp_avg_sq_format;
-    check(dsopt_optimizer_add_group(optimizer, &group, params, WEIGHTS));
+    check(dsopt_optimizer_add_group(optimizer, &group, NULL, 0));
     group.weight_decay = 0;                                            // a bias needs no decay
     group.exp_avg_format = group.exp_avg_sq_format = DSOPT_MOMENT_F32; // biases are too few to save bytes
-    check(dsopt_optimizer_add_group(optimizer, &group, params + WEIGHTS, TENSORS - WEIGHTS));
+    check(dsopt_optimizer_add_group(optimizer, &group, NULL, 0));
+    for (int i = 0; i < TENSORS; ++i) params[i].group = i >= WEIGHTS;
+    if (row->hidden_algorithm) {
+        check(dsopt_group_init(&group, sizeof group, row->hidden_algorithm));
+        group.weight_decay = 0.01;
+        group.adjust = DSOPT_ADJUST_MATCH_RMS_ADAMW;
+        check(dsopt_optimizer_add_group(optimizer, &group, NULL, 0));
+        params[HIDDEN_WEIGHT].group = 2;
+        params[HIDDEN_WEIGHT].flags = DSOPT_PARAM_ROWS_ARE_INPUTS; // of (inputs, outputs)
+    }
+    check(dsopt_optimizer_add_params(optimizer, params, TENSORS));
     return optimizer;
 }
 

@@ -8,7 +8,8 @@ struct row {
     const char *name;  // short, for the table
     const char *title; // long form
     int32_t algorithm;
-    double lr; // the maximum
+    int32_t hidden_algorithm; // of the hidden layer's weights; 0: that of the other weights
+    double lr;                // the maximum
     // Of weights and gradients. 0: they are F32. Else they have 16 bits, and the optimizer keeps masters.
     int32_t dtype;
     double loss_scale;                         // initial; 0: no loss scaling
@@ -24,6 +25,13 @@ static const struct row rows[] = {
      .algorithm = DSOPT_ALGORITHM_ADAMW,
      .lr = 2e-3,
      .checkpoint = "adamw.safetensors"},
+    // Muon is for matrices of layers. Its updates are as large as those of AdamW, so one learning rate is for both.
+    {.name = "Muon and AdamW",
+     .title = "Muon for the hidden layer's weights, AdamW for the others",
+     .algorithm = DSOPT_ALGORITHM_ADAMW,
+     .hidden_algorithm = DSOPT_ALGORITHM_MUON,
+     .lr = 2e-3,
+     .checkpoint = "muon.safetensors"},
     // The scale is so large that the first steps overflow: the scaler must find the right one.
     {.name = "fp16 AdamW",
      .title = "fp16 AdamW: fp16 weights, f32 masters, dynamic loss scaling",

@@ -9,7 +9,8 @@ enum { WIDTH = 860, HEIGHT = 520, LEFT = 76, RIGHT = 32, TOP = 84, BOTTOM = 64, 
 // Distinguishable for color-blind readers too (Okabe and Ito). The dashes keep overlapping curves apart.
 static const struct {
     const char *colour, *dashes;
-} styles[] = {{"#0072b2", "none"}, {"#d55e00", "9 4"}, {"#009e73", "3 3"}, {"#aa4499", "10 3 2 3"}, {"#7a6a00", "6 2"}};
+} styles[] = {{"#0072b2", "none"},     {"#d55e00", "9 4"}, {"#009e73", "3 3"},
+              {"#aa4499", "10 3 2 3"}, {"#7a6a00", "6 2"}, {"#56b4e9", "14 4"}};
 enum { STYLES = sizeof styles / sizeof styles[0] };
 
 struct axis {

@@ -21,7 +21,7 @@ include("tree.jl")
 include("state.jl")
 include("files.jl")
 
-export Adam, AdamW, Lamb, SGD, AdaGrad, Lion, OnebitAdam, ZeroOneAdam, OnebitLamb
+export Adam, AdamW, Lamb, SGD, AdaGrad, Lion, Muon, OnebitAdam, ZeroOneAdam, OnebitLamb
 export Comm, Context, DsoptError, Scaler
 
 """Path of the library: `DSOPT_LIBRARY`, else its name, which the system looks up."""

@@ -25,7 +25,7 @@ Base.show(io::IO, state::State) =
 
 """
     setup(rule, model; groups = [], scaler, max_norm, max_value, data, node, average, shard, master, f32_moments, seed,
-          context, ...)
+          blocks, rows_are_inputs, split_matrices, context, ...)
 
 Make the state of an optimizer for every array of Float32, Float16 or [`BFloat16`](@ref) in `model`. No memory of the
 model is kept.
@@ -45,13 +45,22 @@ model is kept.
     bits in place of the copy. Functions that read or write the copy then need the model.
   * `f32_moments(name, array)`: if true, the moments of the array are Float32, whatever the formats of its rule.
   * `seed`: of moments in `:bf16_random`.
+  * `blocks(name, array)`, of the arrays of [`Muon`](@ref): the size `(rows, cols)` of the matrices into which the array
+    is cut, each made orthogonal on its own, or `nothing`: a matrix is not cut. If `rows` is the product of the first
+    sizes, every `cols` columns of that length are a matrix: `(kw kh in, out)` for a convolution of size
+    `(kw, kh, in, out)`, `(out, in)` for a stack of size `(out, in, experts)`. Otherwise `rows` divides the first size,
+    and a matrix is `rows` rows of `cols` columns: `(d, d)` for queries, keys and values in one array of size `(3d, d)`.
+  * `rows_are_inputs(name, array)`, of the arrays of [`Muon`](@ref): true if `adjust` must take columns for outputs, as
+    for convolutions. By default a matrix is used as `W * x`.
+  * `split_matrices = true`: the ranks of `data`, with `node` those of a node, share out the work of [`Muon`](@ref).
   * `nonfinite`: policy for Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
 function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,
                scaler::Union{Scaler,Nothing} = nothing, data::Union{Comm,Nothing} = nothing,
                node::Union{Comm,Nothing} = nothing, max_norm = 0, max_value = 0,
-               average::Union{Bool,Nothing} = nothing, shard::Union{Symbol,Nothing} = nothing, master::Union{Bool,Symbol} = true, f32_moments = nothing,
-               seed::Integer = 0, nonfinite::Symbol = :auto)
+               average::Union{Bool,Nothing} = nothing, shard::Union{Symbol,Nothing} = nothing,
+               master::Union{Bool,Symbol} = true, f32_moments = nothing, seed::Integer = 0, blocks = nothing,
+               rows_are_inputs = nothing, split_matrices::Bool = false, nonfinite::Symbol = :auto)
     master isa Bool || master === :remainder ||
         throw(ArgumentError("master is :$master, not one of true, false, :remainder"))
     haskey(NONFINITE, nonfinite) || throw(ArgumentError("nonfinite is :$nonfinite, not one of :auto, :skip, :apply"))
@@ -63,6 +72,7 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
     end
     rules = Rule[rule; [last(pair) for pair in groups]]
     names, sizes, types, places, param_flags = String[], Tuple{Vararg{Int}}[], DataType[], Int32[], Int32[]
+    matrices = Tuple{Int,Int}[]
     seen = IdDict{Any,String}()
     walk(model, nothing) do leaf, _, path
         haskey(seen, leaf) &&
@@ -74,14 +84,25 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
         chosen = findfirst(pair -> first(pair)(names[end], leaf), groups)
         push!(places, chosen === nothing ? 0 : chosen)
         keeps_f32 = f32_moments !== nothing && f32_moments(names[end], leaf)
-        push!(param_flags, keeps_f32 ? ABI.DSOPT_PARAM_F32_MOMENTS : 0)
+        param_flag = keeps_f32 ? ABI.DSOPT_PARAM_F32_MOMENTS : Int32(0)
+        matrix = (0, 0)
+        if rules[places[end]+1].group.algorithm == ABI.DSOPT_ALGORITHM_MUON
+            # The rows of the library are columns here.
+            are_inputs = rows_are_inputs !== nothing && rows_are_inputs(names[end], leaf)
+            are_inputs || (param_flag |= ABI.DSOPT_PARAM_ROWS_ARE_INPUTS)
+            block = blocks === nothing ? nothing : blocks(names[end], leaf)
+            block === nothing || (matrix = (block[1], block[2]))
+        end
+        push!(param_flags, param_flag)
+        push!(matrices, matrix)
     end
     isempty(names) && throw(ArgumentError("the model has no array of Float32, Float16 or BFloat16"))
     if average === nothing
         average = data !== nothing && any(rule -> rule.group.algorithm in ONEBIT, rules)
     end
     flags = (master === false ? ABI.DSOPT_OPTIMIZER_NO_MASTER : Int32(0)) |
-            (average ? ABI.DSOPT_OPTIMIZER_AVERAGES : Int32(0)) | (shard === nothing ? Int32(0) : SHARD[shard])
+            (average ? ABI.DSOPT_OPTIMIZER_AVERAGES : Int32(0)) | (shard === nothing ? Int32(0) : SHARD[shard]) |
+            (split_matrices ? ABI.DSOPT_OPTIMIZER_SPLIT_MATRICES : Int32(0))
     handle = with_hooks(context.hooks) do
         use(context) do ctx
             use(scaler) do scale
@@ -113,7 +134,7 @@ function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothin
                 ABI.dsopt_param(
                     tensor = ABI.dsopt_tensor(C_NULL, prod(sizes[i]), dtype_of(types[i]), 0), name = pointer(names[i]),
                     dims = pointer(dims[i]), ndim = length(dims[i]) > 8 ? 0 : length(dims[i]), flags = param_flags[i],
-                    group = places[i])
+                    group = places[i], rows = matrices[i][2], cols = matrices[i][1])
             end
             check(ABI.dsopt_optimizer_add_params(optimizer, params, count))
         end
@@ -192,7 +213,10 @@ const KEYS = Dict(:eta => ABI.DSOPT_KEY_LR, :lambda => ABI.DSOPT_KEY_WEIGHT_DECA
                   :freeze_step => ABI.DSOPT_KEY_FREEZE_STEP, :momentum => ABI.DSOPT_KEY_MOMENTUM,
                   :dampening => ABI.DSOPT_KEY_DAMPENING, :nesterov => ABI.DSOPT_KEY_NESTEROV,
                   :lr_decay => ABI.DSOPT_KEY_LR_DECAY,
-                  :initial_accumulator_value => ABI.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE)
+                  :initial_accumulator_value => ABI.DSOPT_KEY_INITIAL_ACCUMULATOR_VALUE,
+                  :bias_correction => ABI.DSOPT_KEY_BIAS_CORRECTION, :ns_steps => ABI.DSOPT_KEY_NS_STEPS,
+                  :ns_a => ABI.DSOPT_KEY_NS_A, :ns_b => ABI.DSOPT_KEY_NS_B, :ns_c => ABI.DSOPT_KEY_NS_C,
+                  :adjust => ABI.DSOPT_KEY_ADJUST, :ns_schedule => ABI.DSOPT_KEY_NS_SCHEDULE)
 
 """
     adjust!(state, eta; group = nothing)
@@ -209,6 +233,10 @@ function adjust!(state::State; group = nothing, keywords...)
     for (keyword, value) in keywords
         if keyword === :beta
             append!(changes, [:beta1 => value[1], :beta2 => value[2]])
+        elseif keyword === :ns_coefficients
+            append!(changes, [name => x for (name, x) in zip(COEFFICIENTS, value)])
+        elseif keyword in (:adjust, :ns_schedule)
+            push!(changes, keyword => constant_of(keyword, value))
         elseif haskey(KEYS, keyword)
             push!(changes, keyword => value)
         else

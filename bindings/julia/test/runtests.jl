@@ -14,5 +14,6 @@ include("support.jl")
     include("low_precision.jl")
     include("lifetime.jl")
     include("ranks.jl")
+    include("muon.jl")
     include("readme.jl")
 end

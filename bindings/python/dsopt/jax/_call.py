@@ -35,7 +35,17 @@ _SCALARS = ("rank", "grad_scale", "skip")
 
 # Fields of dsopt_group in the order of the attribute lists
 _FORMATS = ("exp_avg_format", "exp_avg_sq_format")
-_GROUP_NUMBERS = ("freeze_step", "var_interval_steps", "local_interval_steps", "max_local_interval", *_FORMATS)
+_GROUP_NUMBERS = (
+    "freeze_step",
+    "var_interval_steps",
+    "local_interval_steps",
+    "max_local_interval",
+    *_FORMATS,
+    "ns_steps",
+    "ns_schedule",
+    "ns_dtype",
+    "adjust",
+)
 GROUP_REALS = (
     "lr",
     "beta1",
@@ -53,6 +63,9 @@ GROUP_REALS = (
     "dampening",
     "lr_decay",
     "initial_accumulator_value",
+    "ns_a",
+    "ns_b",
+    "ns_c",
 )
 _SCALER_NUMBERS = ("profile", "flags", "window", "hysteresis")
 _SCALER_REALS = ("init", "factor", "min", "max")
@@ -75,6 +88,9 @@ class Param(NamedTuple):
     group: int
     f32_moments: bool = False
     sharded: bool = False  # over the model comm
+    rows: int = 0  # Muon: of the matrices into which it is cut; 0 = two dimensions are a matrix
+    cols: int = 0
+    rows_are_inputs: bool = False
 
 
 class Entry(NamedTuple):
@@ -106,14 +122,14 @@ def names_of(tree, is_leaf=None) -> list:
     return names
 
 
-def group(algorithm: int, flags: int = 0, **fields) -> tuple:
+def group(algorithm: int, flags: Optional[int] = None, **fields) -> tuple:
     """Returns a dsopt_group with the library's defaults, as a hashable tuple: algorithm, flags, integers, reals."""
     made = abi.dsopt_group()
     abi.check(abi.lib.dsopt_group_init(ctypes.byref(made), ctypes.sizeof(made), algorithm))
     for name, value in fields.items():
         setattr(made, name, value)
     return (
-        (algorithm, flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
+        (algorithm, made.flags if flags is None else flags) + tuple(getattr(made, name) for name in _GROUP_NUMBERS),
         tuple(float(getattr(made, name)) for name in GROUP_REALS),
     )
 
@@ -146,7 +162,8 @@ class Recipe:
     @property
     def needs_whole_tensors(self) -> bool:
         """True if a step is not element-wise, or needs to know where a shard begins."""
-        return self.looks or self.is_lamb or self.reports_norms or self.rounds_at_random or self.has_scales
+        uses_norms = self.looks or self.is_lamb or self.reports_norms
+        return uses_norms or self.rounds_at_random or self.has_scales or self.has_matrices
 
     @property
     def looks(self) -> bool:
@@ -156,6 +173,14 @@ class Recipe:
     @property
     def is_lamb(self) -> bool:
         return any(numbers[0] == abi.DSOPT_ALGORITHM_LAMB for numbers, _ in self.groups)
+
+    @property
+    def has_matrices(self) -> bool:
+        return any(map(self.is_matrix, range(len(self.params))))
+
+    def is_matrix(self, i: int) -> bool:
+        """True if parameter i is one of Muon."""
+        return self.groups[self.params[i].group][0][0] == abi.DSOPT_ALGORITHM_MUON
 
     @property
     def reports_norms(self) -> bool:
@@ -194,7 +219,16 @@ class Recipe:
         seed = self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
         names = [param.name for param in self.params]
         rows = [
-            (len(name.encode()), math.prod(param.shape), DTYPES[param.dtype], param.group, _flags_of(param))
+            (
+                len(name.encode()),
+                math.prod(param.shape),
+                DTYPES[param.dtype],
+                param.group,
+                _flags_of(param),
+                len(_dims_of(param)),
+                param.rows,
+                param.cols,
+            )
             for name, param in zip(names, self.params)
         ]
         return {
@@ -210,6 +244,7 @@ class Recipe:
             "group_numbers": np.array([numbers for numbers, _ in self.groups], np.int64).ravel(),
             "group_reals": np.array([reals for _, reals in self.groups], np.float64).ravel(),
             "params": np.array(rows, np.int64).ravel(),
+            "dims": np.array([size for param in self.params for size in _dims_of(param)], np.int64),
             "names": "".join(names),
             "offsets": np.array(self.offsets, np.int64).ravel(),
             "comm": self.comm,
@@ -221,7 +256,16 @@ class Recipe:
 
 
 def _flags_of(param: Param) -> int:
-    return abi.DSOPT_PARAM_F32_MOMENTS * param.f32_moments | abi.DSOPT_PARAM_MODEL_PARALLEL * param.sharded
+    return (
+        abi.DSOPT_PARAM_F32_MOMENTS * param.f32_moments
+        | abi.DSOPT_PARAM_MODEL_PARALLEL * param.sharded
+        | abi.DSOPT_PARAM_ROWS_ARE_INPUTS * param.rows_are_inputs
+    )
+
+
+def _dims_of(param: Param) -> tuple:
+    """Returns the shape as it is registered: the library has at most eight dimensions."""
+    return param.shape if len(param.shape) <= 8 else ()
 
 
 class Layout(NamedTuple):
@@ -274,7 +318,8 @@ def _layout(recipe: Recipe) -> Layout:
         for place, param in zip(params, recipe.params):
             place.tensor.numel, place.tensor.dtype = math.prod(param.shape), DTYPES[param.dtype]
             place.name, place.group, place.flags = param.name.encode(), param.group, _flags_of(param)
-            if 0 < len(param.shape) <= 8:
+            place.rows, place.cols = param.rows, param.cols
+            if _dims_of(param):
                 dims.append((ctypes.c_int64 * len(param.shape))(*param.shape))
                 place.dims, place.ndim = ctypes.addressof(dims[-1]), len(param.shape)
         abi.check(lib.dsopt_optimizer_add_params(optimizer, params, len(recipe.params)))
@@ -359,7 +404,7 @@ class Init:
 
     @property
     def needs_whole_tensors(self) -> bool:
-        return self.recipe.has_scales
+        return self.recipe.has_scales or self.recipe.has_matrices
 
     def owners(self) -> tuple:
         """Returns the parameter whose shape each operand and each result has; None for the others."""
@@ -499,34 +544,41 @@ class Hyper(NamedTuple):
         )
         return {name: fixed(value) for name, value in fields if fixed(value) is not None}
 
-    def values(self, decays) -> dict:
-        """Returns the other values, as arrays of `step`. `decays`: for each group, True if it has a weight decay."""
-        unknown = {
+    def unknown(self) -> dict:
+        """Returns the other values, as scalars."""
+        return {
             name: one_number("learning_rate" if name == "lr" else name, value)
             for name, value in self._asdict().items()
             if fixed(value) is None
         }
-        if not unknown:
-            return {}
-        if list(unknown) == ["lr"]:
-            return {"lr": jnp.full((len(decays),), unknown["lr"], jnp.float32)}
+
+
+def values_of(groups) -> dict:
+    """Returns the values that are not known at trace time, as arrays of `step`. `groups`: for each group its Hyper, and
+    True if it has a weight decay."""
+    unknown = [hyper.unknown() for hyper, _ in groups]
+    if not any(unknown):
+        return {}
+    if all(list(each) == ["lr"] for each in unknown):
+        return {"lr": jnp.stack([jnp.asarray(each["lr"], jnp.float32) for each in unknown])}
+    rows = []
+    for (_, decays), each in zip(groups, unknown):
         # NaN = the recipe's value, in double, for numbers known at trace time
-        scalars = {name: unknown.get(name, np.nan) for name in self._fields}
-        rows = [
+        scalars = {name: each.get(name, np.nan) for name in Hyper._fields}
+        rows.append(
             [
                 scalars["lr"],
                 scalars["b1"],
                 scalars["b2"],
                 scalars["eps"],
-                scalars["weight_decay"] if decay else 0.0,
+                scalars["weight_decay"] if decays else 0.0,
                 0.0,
-                0.0 if g else scalars["max_norm"],
+                0.0 if rows else scalars["max_norm"],
                 scalars["eps_root"],
                 *[0.0] * (abi.DSOPT_HYPER_FLOATS - abi.DSOPT_HYPER_MOMENTUM - 1),
             ]
-            for g, decay in enumerate(decays)
-        ]
-        return {"hyper": jnp.stack([jnp.stack([jnp.asarray(value, jnp.float32) for value in row]) for row in rows])}
+        )
+    return {"hyper": jnp.stack([jnp.stack([jnp.asarray(value, jnp.float32) for value in row]) for row in rows])}
 
 
 def chosen(mask, tree, count: int, default: bool) -> list:

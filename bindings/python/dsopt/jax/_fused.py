@@ -28,12 +28,34 @@ _GROUP_OPTIONS = {
     "dampening",
     "lr_decay",
     "initial_accumulator_value",
+    "ns_steps",
 }
+# Bits of dsopt_group.flags, and the value of the option that sets them.
 _GROUP_FLAGS = {
-    "eps_inside_sqrt": abi.DSOPT_GROUP_EPS_INSIDE_SQRT,
-    "no_bias_correction": abi.DSOPT_GROUP_NO_BIAS_CORRECTION,
-    "nesterov": abi.DSOPT_GROUP_NESTEROV,
+    "eps_inside_sqrt": (abi.DSOPT_GROUP_EPS_INSIDE_SQRT, True),
+    "no_bias_correction": (abi.DSOPT_GROUP_NO_BIAS_CORRECTION, True),
+    "bias_correction": (abi.DSOPT_GROUP_NO_BIAS_CORRECTION, False),
+    "nesterov": (abi.DSOPT_GROUP_NESTEROV, True),
 }
+_GROUP_WORDS = {
+    "ns_schedule": {
+        "constant": abi.DSOPT_NS_CONSTANT,
+        "polar_express": abi.DSOPT_NS_POLAR_EXPRESS,
+        "you": abi.DSOPT_NS_YOU,
+    },
+    "ns_dtype": {
+        "bfloat16": abi.DSOPT_DTYPE_BF16,
+        "float16": abi.DSOPT_DTYPE_F16,
+        "float32": abi.DSOPT_DTYPE_F32,
+    },
+    "adjust": {
+        "original": abi.DSOPT_ADJUST_ORIGINAL,
+        "match_rms_adamw": abi.DSOPT_ADJUST_MATCH_RMS_ADAMW,
+        "spectral_unclamped": abi.DSOPT_ADJUST_SPECTRAL,
+        "none": abi.DSOPT_ADJUST_NONE,
+    },
+}
+_OPTIONS = _GROUP_OPTIONS | set(_GROUP_FLAGS) | set(_GROUP_WORDS) | {"ns_coefficients"}
 _NONFINITE = {None: abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
 
 
@@ -112,7 +134,7 @@ class FusedStep:
 
     Known when the program is traced:
 
-    algorithm            "adamw", "adam", "lamb", "adam_legacy", "sgd", "adagrad", "lion", "onebit_adam",
+    algorithm            "adamw", "adam", "lamb", "adam_legacy", "sgd", "adagrad", "lion", "muon", "onebit_adam",
                          "zero_one_adam" or "onebit_lamb"
     mask                 which parameters decay: a tree of bools, a prefix of one, or a function of the parameters
     max_norm             clip by the L2 norm of the gradients of the call, in a shard_map of the shard unless there
@@ -138,18 +160,39 @@ class FusedStep:
                          tensors; norms of report_norms are those of the shard
     replicated           with model_axis: which parameters each device of the axis has as a whole: a mask as above;
                          None = none
+    other                Muon: a FusedStep for the parameters that are not in muon_mask, such as
+                         FusedStep("adamw", 3e-4). Its algorithm, hyper-parameters, mask, formats, f32_moments and
+                         options are used; what concerns the whole step is set in this object
+    muon_mask            Muon: which parameters are stepped by it: a mask as above; None = those of two dimensions.
+                         Embeddings have two, and train better with `other`
+    blocks               Muon: a tree with (rows, cols) for parameters that are cut into matrices of that size, and None
+                         for the others, or a function of the parameters that returns it. If `cols` is the product of
+                         the last dimensions, every `rows` consecutive rows are a matrix: a stack (layers, in, out) with
+                         (in, out). Otherwise a matrix is `cols` columns of `rows` rows: fused queries, keys and values
+                         (d, 3 d) with (d, d). Required for parameters that do not have two dimensions
+    rows_are_inputs      Muon: which matrices are used as x @ W, so that columns are outputs, which `adjust` needs: True
+                         or False for all, or a mask as above. The default is True, because kernels of Flax and Haiku
+                         have the shape (in, out), which optax.contrib.muon assumes, too. It is False for weights of
+                         (out, in), as in Equinox and PyTorch
     comm                 with an axis: name of a comm from register_comm; "" = the program makes one
     timeout_ms           with an axis: time-out of waits for other ranks; 0 = 600000, -1 = no limit
 
     `options`, numbers that some algorithms have; an option without effect is refused:
 
-    momentum                   SGD: decay of the momentum; 0 = none
+    momentum                   SGD: decay of the momentum; 0 = none. Muon: in (0, 1)
     dampening                  SGD: fraction of the gradient that is not added to the momentum after the first step
-    nesterov                   SGD: True = Nesterov's momentum
+    nesterov                   SGD and Muon, where it is the default: True = Nesterov's momentum
     lr_decay                   Adagrad: learning rate / (1 + lr_decay * steps)
     initial_accumulator_value  Adagrad: initial sum of squares
     eps_inside_sqrt            Adagrad and adam_legacy: True = eps is added under the root
     no_bias_correction         Adam and LAMB: True = moments without bias correction
+    bias_correction            Muon: True = Nesterov's mixture of optax.contrib.muon
+    ns_steps                   Muon: number of Newton-Schulz iterations
+    ns_schedule                Muon: "constant", or five triples of coefficients, "polar_express" or "you"
+    ns_coefficients            Muon: triple of the constant schedule; None = 3.4445, -4.775, 2.0315
+    ns_dtype                   Muon: dtype of the inputs of products, "bfloat16", "float16" or "float32"
+    adjust                     Muon: factor of the learning rate by the shape of a matrix, "original",
+                               "match_rms_adamw", "spectral_unclamped" or "none"
     min_trust, max_trust       LAMB: bounds of the trust ratio
     freeze_step                1-bit family: number of the last step that changes the variance
     var_interval_steps         0/1 Adam: DeepSpeed's var_update_scaler
@@ -185,6 +228,10 @@ class FusedStep:
         axis_name: Optional[str] = None,
         model_axis: Optional[str] = None,
         replicated: Any = None,
+        other: Optional["FusedStep"] = None,
+        muon_mask: Any = None,
+        blocks: Any = None,
+        rows_are_inputs: Any = True,
         comm: str = "",
         timeout_ms: int = 0,
         **options: Any,
@@ -196,7 +243,7 @@ class FusedStep:
             raise _call.argument_error("nonfinite is %r: it must be None, 'skip' or 'apply'" % (nonfinite,))
         if masters not in (True, False, "remainder"):
             raise _call.argument_error("masters is %r: it must be True, False or 'remainder'" % (masters,))
-        unknown = sorted(set(options) - _GROUP_OPTIONS - set(_GROUP_FLAGS))
+        unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             raise TypeError("FusedStep() got an unexpected keyword argument %r" % unknown[0])
         exchanges = number in _comms.FAMILY
@@ -212,14 +259,36 @@ class FusedStep:
             raise _call.argument_error("replicated has no effect without model_axis: leave it out")
         self._model_axis, self._replicated = model_axis, replicated
         self._axis = axis_name if exchanges else model_axis
-        self._algorithm, self._comm, self._timeout_ms = number, comm, timeout_ms
+        self._name, self._algorithm, self._comm, self._timeout_ms = algorithm, number, comm, timeout_ms
         self._hyper = (learning_rate, b1, b2, eps, weight_decay)
         self._mask, self._max_norm = mask, float(max_norm)
         self._f32_moments = f32_moments
+        is_muon = number == abi.DSOPT_ALGORITHM_MUON
+        given = {"other": other, "muon_mask": muon_mask, "blocks": blocks}
+        for name in (name for name, value in given.items() if value is not None and not is_muon):
+            raise _call.argument_error("%s is for muon, and has no effect in %s: leave it out" % (name, algorithm))
+        self._other, self._muon_mask, self._blocks = other, muon_mask if is_muon else True, blocks
+        self._rows_are_inputs = rows_are_inputs if is_muon else False
         self._options = {name: value for name, value in options.items() if name in _GROUP_OPTIONS}
+        self._options.update(_ns_options(options))
         for name, value in (("exp_avg_format", exp_avg_format), ("exp_avg_sq_format", exp_avg_sq_format)):
             self._options[name] = choice(name, value, FORMATS)
-        self._group_flags = sum(bit for name, bit in _GROUP_FLAGS.items() if options.get(name))
+        self._group_flags = _call.group(number)[0][1]  # also loads and checks the library
+        for name, (bit, sets) in _GROUP_FLAGS.items():
+            if name in options:
+                self._group_flags &= ~bit
+                self._group_flags |= bit if bool(options[name]) == sets else 0
+        self._of_step = {
+            "max_norm": max_norm,
+            "max_value": max_value,
+            "loss_scale": loss_scale,
+            "masters": masters,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+            "nonfinite": nonfinite,
+            "report_norms": report_norms,
+            "check_ranks": check_ranks,
+        }
         flags = [
             (not masters, abi.DSOPT_OPTIMIZER_NO_MASTER),
             (report_norms, abi.DSOPT_OPTIMIZER_REPORT_NORMS),
@@ -236,7 +305,18 @@ class FusedStep:
             "seed": int(seed),
             "scaler": _scaler(loss_scale),
         }
-        _call.group(number)  # loads and checks the library
+        if other is not None:
+            other._check_as_other()
+
+    def _check_as_other(self):
+        """Refuses options of the whole step, which the object with this one as `other` has."""
+        if self._algorithm == abi.DSOPT_ALGORITHM_MUON or self._axis is not None:
+            raise _call.argument_error(
+                "other is %s: it must be another rule than muon, without axis_name and model_axis" % self._name
+            )
+        default = FusedStep(self._name)._of_step
+        for name in (name for name, value in self._of_step.items() if value != default[name]):
+            raise _call.argument_error("other has %s, which concerns the whole step: pass it with muon" % name)
 
     # ------------------------------------------------------------------------------------------------------------ state
     def init(self, params, masters=None) -> dict:
@@ -248,7 +328,7 @@ class FusedStep:
                  last place of fp32 if it was rounded towards 0
         """
         tree = _Tree(params)
-        recipe = self._recipe(tree, self._values(None))
+        recipe = self._recipe(tree)
         state = tree.pack(recipe, _step.init(recipe, tree.leaves, _comms.rank(self._axis)))
         if masters is not None:
             given = tree.treedef.flatten_up_to(masters)
@@ -275,7 +355,7 @@ class FusedStep:
         specs = tree.treedef.flatten_up_to(
             jax.tree.broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
         )
-        recipe = self._recipe(tree, self._values(None), ranks)
+        recipe = self._recipe(tree, ranks=ranks)
 
         def of(entry):
             if entry.rank_local:
@@ -296,26 +376,42 @@ class FusedStep:
         return state["loss_scale"][0]
 
     # ------------------------------------------------------------------------------------------------------------- step
-    def step(self, params, grads, state, *, learning_rate=None, grad_scale=None, skip=None, after=None):
+    def step(
+        self,
+        params,
+        grads,
+        state,
+        *,
+        learning_rate=None,
+        other_learning_rate=None,
+        grad_scale=None,
+        skip=None,
+        after=None,
+    ):
         """Step once. Returns (params, state, report).
 
-        params         tree of arrays; donate it
-        grads          tree of gradients of the same structure and shapes, of any of the three float dtypes
-        state          from init or the step before; donate it
-        learning_rate  replaces the optimizer's; None = keep it
-        grad_scale     gradients are divided by this number, such as the number of micro-batches; None = 1
-        skip           a number or bool: the step is skipped unless it is 0; None = 0
-        after          an array of an earlier call: with an axis every rank then makes the two calls in that
-                       order, as steps in one function always do
+        params               tree of arrays; donate it
+        grads                tree of gradients of the same structure and shapes, of any of the three float dtypes
+        state                from init or the step before; donate it
+        learning_rate        replaces the optimizer's; None = keep it
+        other_learning_rate  replaces that of `other`; None = keep it
+        grad_scale           gradients are divided by this number, such as the number of micro-batches; None = 1
+        skip                 a number or bool: the step is skipped unless it is 0; None = 0
+        after                an array of an earlier call: with an axis every rank then makes the two calls in that
+                             order, as steps in one function always do
         """
         tree = _Tree(params)
-        recipe_values = self._values(state, learning_rate)
-        recipe = self._recipe(tree, recipe_values)
+        if other_learning_rate is not None and self._other is None:
+            raise _call.argument_error("other_learning_rate has no effect without `other`: leave it out")
+        hypers = [self._values(state, learning_rate)]
+        if self._other is not None:
+            hypers.append(self._other._values(state, other_learning_rate))
+        recipe = self._recipe(tree, hypers)
         gradients = [jnp.asarray(grad) for grad in tree.up_to(grads, "gradients")]
         tree.check_gradients(gradients)
         entries = tree.unpack(recipe, state)
         values = {
-            **recipe_values.values([group == 0 for group in tree.used(self._mask)]),
+            **_call.values_of([(hypers[rule], decays) for rule, decays in _used(self._groups(tree))]),
             "rank": _comms.rank(self._axis),
             "grad_scale": grad_scale,
             "skip": skip,
@@ -347,21 +443,55 @@ class FusedStep:
             raise _call.argument_error("the state has no 'step': make one with init of this optimizer")
         return jnp.max(state["step"], initial=0)
 
-    def _recipe(self, tree, hyper, ranks=None) -> _call.Recipe:
-        known = {**hyper.known(), **self._options}
-        groups = tree.groups(self._mask)
-        used = tree.used(self._mask)
-        f32_moments = _call.chosen(self._f32_moments, tree.params, len(tree.leaves), False)
+    @property
+    def _rules(self) -> tuple:
+        """The objects with the hyper-parameters of groups."""
+        return (self,) if self._other is None else (self, self._other)
+
+    def _groups(self, tree) -> list:
+        """Returns the group of each parameter: index of its rule, and True if it decays."""
+        is_first = tree.chosen(_is_matrix if self._muon_mask is None else self._muon_mask, True)
+        if not any(is_first):
+            raise _call.argument_error("no parameter is in muon_mask: pass a mask, or use another algorithm than muon")
+        if not all(is_first) and self._other is None:
+            raise _call.argument_error(
+                'parameter %s is not in muon_mask: pass other=FusedStep("adamw"), or another algorithm'
+                % tree.names[is_first.index(False)]
+            )
+        decays = [tree.chosen(rule._mask, True) for rule in self._rules]
+        return [(0, decays[0][i]) if first else (1, decays[1][i]) for i, first in enumerate(is_first)]
+
+    def _recipe(self, tree, hypers=None, ranks=None) -> _call.Recipe:
+        rules = self._rules
+        hypers = [rule._values(None) for rule in rules] if hypers is None else hypers
+        known = [{**hyper.known(), **rule._options} for rule, hyper in zip(rules, hypers)]
+        no_decay = {"weight_decay": 0.0}
+        groups = self._groups(tree)
+        used = _used(groups)
+        f32_moments = [tree.chosen(rule._f32_moments, False) for rule in rules]
         over_model = self._model_axis is not None
-        replicated = _call.chosen(self._replicated, tree.params, len(tree.leaves), not over_model)
+        replicated = tree.chosen(self._replicated, not over_model)
+        are_inputs = tree.chosen(self._rows_are_inputs, False)
+        blocks = tree.blocks(self._blocks)
         return _call.Recipe(
             groups=tuple(
-                _call.group(self._algorithm, self._group_flags, **(known if g == 0 else {**known, "weight_decay": 0.0}))
-                for g in used
+                _call.group(
+                    rules[rule]._algorithm, rules[rule]._group_flags, **{**known[rule], **({} if decays else no_decay)}
+                )
+                for rule, decays in used
             ),
             params=tuple(
-                _call.Param(name, jnp.shape(leaf), leaf.dtype.name, used.index(group), f32, not whole)
-                for name, leaf, group, f32, whole in zip(tree.names, tree.leaves, groups, f32_moments, replicated)
+                _call.Param(
+                    name,
+                    jnp.shape(leaf),
+                    leaf.dtype.name,
+                    used.index(groups[i]),
+                    f32_moments[groups[i][0]][i],
+                    not replicated[i],
+                    *blocks[i],
+                    rows_are_inputs=are_inputs[i] and groups[i][0] == 0,
+                )
+                for i, (name, leaf) in enumerate(zip(tree.names, tree.leaves))
             ),
             ranks=_comms.ranks(self._axis, self._comm) if ranks is None else ranks,
             replicas=_comms.replicas(self._axis) if ranks is None else 1,
@@ -370,6 +500,29 @@ class FusedStep:
             timeout_ms=self._timeout_ms,
             **self._desc,
         )
+
+
+def _is_matrix(params):
+    """The default of muon_mask."""
+    return jax.tree.map(lambda leaf: len(jnp.shape(leaf)) == 2, params)
+
+
+def _used(groups) -> list:
+    """Returns the groups that have parameters, in the engine's order: of each rule those that decay first."""
+    return sorted(set(groups), key=lambda group: (group[0], not group[1]))
+
+
+def _ns_options(options) -> dict:
+    """Returns the fields of dsopt_group for Muon's options that are not numbers."""
+    fields = {name: choice(name, options[name], words) for name, words in _GROUP_WORDS.items() if name in options}
+    triple = options.get("ns_coefficients")
+    if triple is None and fields.get("ns_schedule", abi.DSOPT_NS_CONSTANT) != abi.DSOPT_NS_CONSTANT:
+        triple = 0.0, 0.0, 0.0  # a preset has its own
+    if triple is not None:
+        if len(triple) != 3:
+            raise _call.argument_error("ns_coefficients is %r: it must be three numbers" % (triple,))
+        fields.update(zip(("ns_a", "ns_b", "ns_c"), map(float, triple)))
+    return fields
 
 
 def _names() -> str:
@@ -431,11 +584,17 @@ class _Tree:
                     % (name, grad.dtype.name, ", ".join(_call.DTYPES))
                 )
 
-    def groups(self, mask):
-        return [0 if decays else 1 for decays in _call.chosen(mask, self.params, len(self.leaves), True)]
+    def chosen(self, mask, default):
+        return _call.chosen(mask, self.params, len(self.leaves), default)
 
-    def used(self, mask):
-        return sorted(set(self.groups(mask)))
+    def blocks(self, blocks) -> list:
+        """Returns rows and cols of each parameter."""
+        given = self.up_to(blocks(self.params) if callable(blocks) else blocks, "blocks") if blocks is not None else ()
+        pairs = [(0, 0) if pair is None else pair for pair in given] or [(0, 0)] * len(self.leaves)
+        for name, pair in zip(self.names, pairs):
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(n, int) for n in pair)):
+                raise _call.argument_error("blocks of %s is %r: it must be (rows, cols) or None" % (name, pair))
+        return pairs
 
     def pack(self, recipe, values, expand=True) -> dict:
         """Returns the list of state as a dict."""

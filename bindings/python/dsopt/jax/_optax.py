@@ -336,7 +336,7 @@ class _Leaf:
 
 def _direction(rule, hyper, leaves):
     """Returns direction and moments of each leaf."""
-    values = hyper.values([True])
+    values = _call.values_of([(hyper, True)])
     over = [leaf.gives_memory for leaf in leaves]
     parts = [slice(len(leaves))] if all(over) else list(_parts([leaf.grad.size for leaf in leaves]))
     grads = [leaf.grad for leaf in leaves]

@@ -104,13 +104,14 @@ struct Program {
         group_numbers(list<int64_t>(attrs, "group_numbers")),
         group_reals(list<double>(attrs, "group_reals")),
         params(list<int64_t>(attrs, "params")),
+        dims(list<int64_t>(attrs, "dims")),
         offsets(list<int64_t>(attrs, "offsets")),
         comm_name(attribute<std::string_view>(attrs, "comm")) {
         if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
             group_reals.size() % kGroupReals ||
             group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam ||
             ranks() < 1 || replicas() < 1 ||
-            (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
+            !has_dims() || (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
             refuse("the attributes are from another version of dsopt.jax");
         cut_names(attribute<std::string_view>(attrs, "names"));
         if (ranks() > 1 && comm_name.empty()) {
@@ -199,6 +200,10 @@ private:
         kMaxLocalInterval,
         kExpAvgFormat,
         kExpAvgSqFormat,
+        kNsSteps,
+        kNsSchedule,
+        kNsDtype,
+        kAdjust,
         kGroupNumbers
     };
     enum {
@@ -218,9 +223,12 @@ private:
         kDampening,
         kLrDecay,
         kInitialAccumulator,
+        kNsA,
+        kNsB,
+        kNsC,
         kGroupReals
     };
-    enum { kNameBytes, kNumel, kDtype, kGroup, kParamFlags, kParam };
+    enum { kNameBytes, kNumel, kDtype, kGroup, kParamFlags, kNdim, kRows, kCols, kParam };
 
     struct Made {
         std::mutex mutex;
@@ -245,6 +253,17 @@ private:
         std::lock_guard<std::mutex> lock(made->mutex);
         if (!made->optimizer) make(*made, device, rank);
         return *made;
+    }
+
+    // True if the attribute dims has the shapes of all parameters.
+    bool has_dims() const {
+        int64_t left = static_cast<int64_t>(dims.size());
+        for (size_t i = 0; i < count(); ++i) {
+            const int64_t ndim = params[i * kParam + kNdim];
+            if (ndim < 0 || ndim > left) return false;
+            left -= ndim;
+        }
+        return left == 0;
     }
 
     void cut_names(std::string_view text) {
@@ -336,6 +355,10 @@ private:
         group.max_local_interval = n[kMaxLocalInterval];
         group.exp_avg_format = int32_of(n[kExpAvgFormat], "attribute group_numbers: exp_avg_format");
         group.exp_avg_sq_format = int32_of(n[kExpAvgSqFormat], "attribute group_numbers: exp_avg_sq_format");
+        group.ns_steps = int32_of(n[kNsSteps], "attribute group_numbers: ns_steps");
+        group.ns_schedule = int32_of(n[kNsSchedule], "attribute group_numbers: ns_schedule");
+        group.ns_dtype = int32_of(n[kNsDtype], "attribute group_numbers: ns_dtype");
+        group.adjust = int32_of(n[kAdjust], "attribute group_numbers: adjust");
         group.lr = r[kLearningRate];
         group.beta1 = r[kBeta1];
         group.beta2 = r[kBeta2];
@@ -352,11 +375,15 @@ private:
         group.dampening = r[kDampening];
         group.lr_decay = r[kLrDecay];
         group.initial_accumulator_value = r[kInitialAccumulator];
+        group.ns_a = r[kNsA];
+        group.ns_b = r[kNsB];
+        group.ns_c = r[kNsC];
         check(dl.dsopt_optimizer_add_group(optimizer, &group, nullptr, 0));
     }
 
     void add_params(dsopt_optimizer *optimizer, int64_t rank) {
         std::vector<dsopt_param> list(count());
+        const int64_t *shape = dims.data();
         for (size_t i = 0; i < count(); ++i) {
             const int64_t *p = &params[i * kParam];
             list[i].tensor.numel = p[kNumel];
@@ -364,6 +391,11 @@ private:
             list[i].group = int32_of(p[kGroup], "attribute params: group");
             list[i].flags = int32_of(p[kParamFlags], "attribute params: flags");
             list[i].name = names[i].c_str();
+            list[i].ndim = int32_of(p[kNdim], "attribute params: ndim");
+            list[i].dims = list[i].ndim ? shape : nullptr;
+            shape += list[i].ndim;
+            list[i].rows = p[kRows];
+            list[i].cols = p[kCols];
             if (!offsets.empty()) list[i].offset = offsets[static_cast<size_t>(rank) * count() + i];
         }
         check(dl.dsopt_optimizer_add_params(optimizer, list.data(), static_cast<int64_t>(list.size())));
@@ -409,6 +441,7 @@ private:
     const std::vector<int64_t> group_numbers;
     const std::vector<double> group_reals;
     const std::vector<int64_t> params;
+    const std::vector<int64_t> dims;    // of all parameters
     const std::vector<int64_t> offsets; // offsets of a rank's shards in their parameters, a row per rank; empty = whole
     std::vector<std::string> names;     // of the parameters
     const std::string comm_name;

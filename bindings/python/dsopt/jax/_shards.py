@@ -26,6 +26,13 @@ def program(call, places, axis):
     is_spread = any(place.shape != param.shape for place, param in zip(places, recipe.params))
     if not is_spread or not call.needs_whole_tensors:
         return local
+    for i, (place, param) in enumerate(zip(places, recipe.params)):
+        if recipe.is_matrix(i) and not _has_whole_matrices(param, place):
+            raise _call.unsupported(
+                "dsopt.jax: Muon needs whole matrices, and the sharding of parameter %s with shape %s divides them into "
+                "shards of shape %s: replicate it, or shard a dimension that counts matrices"
+                % (param.name, param.shape, place.shape)
+            )
     for place, param in zip(places, recipe.params):
         if place.padded:
             raise _call.unsupported(
@@ -58,6 +65,8 @@ class _Shards:
             raise _call.unsupported(
                 "dsopt.jax: stochastic_rounding of LAMB is not supported for sharded parameters: use masters"
             )
+        if self.recipe.is_lamb and self.recipe.has_matrices:
+            raise _call.unsupported("dsopt.jax: LAMB next to Muon is not supported for sharded parameters")
         devices = places[0].sharding._device_assignment  # pylint: disable=protected-access
         starts = [_starts(self.recipe, i, place, devices) for i, place in enumerate(places)]
         self.scales = _Scales(call.entries(), starts, axis)
@@ -264,6 +273,17 @@ class _Scales:
             state[k] = everyone[first, begin : begin + size].reshape(-1)
             begin += size
         return state
+
+
+def _has_whole_matrices(param, place) -> bool:
+    """Returns True if no matrix of a parameter of Muon is divided among shards. Matrices of consecutive rows are
+    intervals of their parameter; others are columns of every shard."""
+    split = [d for d, (whole, part) in enumerate(zip(param.shape, place.shape)) if whole != part]
+    if not split:
+        return True
+    cols = {math.prod(param.shape[d:]) for d in range(len(param.shape))}
+    run = math.prod(place.shape[split[-1] :])  # consecutive elements of a shard
+    return param.rows > 0 and param.cols in cols and run % (param.rows * param.cols) == 0 and not place.padded
 
 
 def _starts(recipe, i, place, devices):

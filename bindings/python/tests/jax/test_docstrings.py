@@ -19,7 +19,7 @@ def is_row(argument, text):
 class Docstrings(unittest.TestCase):
     def test_every_option_and_algorithm_of_fused_step_is_described(self):
         text = dsopt.jax.FusedStep.__doc__
-        options = _fused._GROUP_OPTIONS | set(_fused._GROUP_FLAGS)  # pylint: disable=protected-access
+        options = _fused._OPTIONS  # pylint: disable=protected-access
         self.assertEqual([name for name in options if not is_row(name, text)], [])
         named = re.findall(r'"(\w+)"', re.search(r"algorithm  (.*?)\n +mask", text, re.DOTALL).group(1))
         with self.assertRaises(dsopt.ArgumentError) as caught:

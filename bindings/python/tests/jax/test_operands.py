@@ -257,7 +257,7 @@ class Operands(unittest.TestCase):
 
         self.refused(change("params", 0, -5), "the name of parameter 0 has -5 bytes")
         self.refused(change("params", 0, 0), "attribute names has 1 bytes more")
-        self.refused(change("params", 5, 2), "the name of parameter 1 has 2 bytes, of which the attribute names has 1")
+        self.refused(change("params", 8, 2), "the name of parameter 1 has 2 bytes, of which the attribute names has 1")
         self.refused(change("params", 1, -1), "parameter 'w' has numel -1")
         self.refused(change("params", 1, 13), "parameter 'w' is f32[4,3], must be f32[13]")
         self.refused(change("params", 1, 1 << 61), "parameter 'w' has numel", "its size overflows")
@@ -270,7 +270,7 @@ class Operands(unittest.TestCase):
         call = Call()
         call.attributes["offsets"] = np.zeros(3, np.int64)  # not a number for each of the two parameters
         self.refused(call, "the attributes are from another version of dsopt.jax")
-        for name in ("numbers", "reals", "group_numbers", "group_reals", "params"):
+        for name in ("numbers", "reals", "group_numbers", "group_reals", "params", "dims"):
             call = Call()
             call.attributes[name] = call.attributes[name][:-1]
             self.refused(call, "the attributes are from another version of dsopt.jax")

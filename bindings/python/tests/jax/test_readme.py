@@ -14,7 +14,7 @@ class Readme(unittest.TestCase):
     def test_programs_run(self):
         with open(README, encoding="utf-8") as file:
             programs = re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
-        self.assertEqual(len(programs), 7)
+        self.assertEqual(len(programs), 8)
         for program in programs:
             with self.subTest(program.splitlines()[0]):
                 done = subprocess.run([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, check=True)

@@ -90,6 +90,10 @@ impl OptimizerBuilder {
         check_ranks = DSOPT_OPTIMIZER_CHECK_RANKS,
         /// 1-bit Adam: after the freeze, keep momentum as the bits of the last exchange.
         momentum_bits = DSOPT_OPTIMIZER_MOMENTUM_BITS,
+        /// [`Muon`](crate::Muon): the data-parallel ranks, with [`node`](OptimizerBuilder::node) those of a node, share
+        /// out the orthogonalisation of matrices. Weights have the same bits for any number of ranks. Not with
+        /// [`shard`](OptimizerBuilder::shard).
+        split_matrices = DSOPT_OPTIMIZER_SPLIT_MATRICES,
     }
 
     /// bfloat16 parameters without masters are rounded up or down at random. Implies `no_master`. The seed is that of

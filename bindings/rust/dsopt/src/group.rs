@@ -5,13 +5,13 @@ use std::ffi::CString;
 use std::mem::{size_of, MaybeUninit};
 use std::ptr;
 
-mod sealed {
+pub(crate) mod sealed {
     pub trait Sealed {
         fn raw(&self) -> crate::Result<crate::sys::dsopt_group>;
     }
 }
 
-/// An algorithm and its hyper-parameters: [`AdamW`], [`Lamb`], [`Sgd`] and the others. `dsopt.h` has the formulas.
+/// An algorithm and its hyper-parameters: [`AdamW`], [`Lamb`], [`Muon`](crate::Muon) and the others. `dsopt.h` has the formulas.
 pub trait Group: sealed::Sealed {}
 
 pub(crate) fn raw(group: &dyn Group) -> Result<sys::dsopt_group> {
@@ -35,7 +35,7 @@ pub enum Moment {
 }
 
 /// Returns a group with the library's defaults.
-fn defaults(algorithm: i32) -> Result<sys::dsopt_group> {
+pub(crate) fn defaults(algorithm: i32) -> Result<sys::dsopt_group> {
     let mut group = MaybeUninit::<sys::dsopt_group>::zeroed();
     // SAFETY: the struct has the size that is passed, and every byte of it is written on success.
     unsafe {
@@ -301,16 +301,18 @@ pub struct Param {
     offset: i64,
     expert: i32,
     group: i32,
+    rows: i64,
+    cols: i64,
 }
 
 impl Param {
     /// A flat parameter. The name must be unique in its optimizer.
     pub fn new(name: impl Into<String>, dtype: Dtype, numel: usize) -> Param {
         let name = name.into().into_bytes();
-        Param { name, dtype, numel, dims: Vec::new(), flags: 0, offset: 0, expert: 0, group: 0 }
+        Param { name, dtype, numel, dims: Vec::new(), flags: 0, offset: 0, expert: 0, group: 0, rows: 0, cols: 0 }
     }
 
-    /// A parameter with a shape, for checkpoints.
+    /// A parameter with a shape, for checkpoints and for [`Muon`](crate::Muon).
     pub fn shaped(name: impl Into<String>, dtype: Dtype, dims: &[usize]) -> Param {
         // Saturates, so that a product that overflows is refused.
         let numel = dims.iter().fold(1usize, |numel, &dim| numel.saturating_mul(dim));
@@ -361,6 +363,24 @@ impl Param {
         self.offset = i64::try_from(elements).unwrap_or(i64::MAX);
         self
     }
+
+    /// [`Muon`](crate::Muon): the tensor is cut into matrices of `rows` x `cols`, each orthogonalised on its own.
+    ///
+    /// If `cols` is the product of the last dims, every `rows` consecutive rows of that length are a matrix, as in stacks
+    /// of experts and in fused queries, keys and values. Otherwise `cols` divides the last dim, and a matrix is `cols`
+    /// columns of `rows` rows. A parameter without a shape, or with another number of dims than two, needs it.
+    pub fn blocks(mut self, rows: usize, cols: usize) -> Param {
+        self.rows = i64::try_from(rows).unwrap_or(i64::MAX);
+        self.cols = i64::try_from(cols).unwrap_or(i64::MAX);
+        self
+    }
+
+    /// [`Muon`](crate::Muon): the weight is used as `y = x W`, so a matrix has as many outputs as columns, see
+    /// [`Adjust`](crate::Adjust).
+    pub fn rows_are_inputs(mut self) -> Param {
+        self.flags |= sys::DSOPT_PARAM_ROWS_ARE_INPUTS;
+        self
+    }
 }
 
 /// Parameters as structs of C, and the memory to which they point.
@@ -391,6 +411,8 @@ impl<'a> RawParams<'a> {
                 offset: param.offset,
                 expert: param.expert,
                 group: param.group,
+                rows: param.rows,
+                cols: param.cols,
             });
             names.push(name);
         }

@@ -12,6 +12,7 @@ mod error;
 mod group;
 mod lists;
 mod lock;
+mod muon;
 mod optimizer;
 mod panics;
 mod report;
@@ -31,6 +32,7 @@ pub use group::{
     Adagrad, Adam, AdamLegacy, AdamW, Group, Lamb, Lion, Moment, OneBitAdam, OneBitLamb, Param, Sgd, ZeroOneAdam,
 };
 pub use lists::{Norm, NormResult};
+pub use muon::{Adjust, Muon, NsSchedule};
 pub use optimizer::{Applier, Key, Optimizer, Reduction, Reset};
 pub use report::{Report, SkipReasons, StepReport};
 pub use scaler::{Profile, Scaler, ScalerInfo, ScalerOptions};

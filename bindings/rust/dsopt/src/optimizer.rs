@@ -149,6 +149,16 @@ pub enum Key {
     Nesterov = 16,
     LrDecay = 17,
     InitialAccumulatorValue = 18,
+    NsSteps = 19,
+    NsA = 20,
+    NsB = 21,
+    NsC = 22,
+    /// A constant of `enum dsopt_adjust`, the number of an [`Adjust`](crate::Adjust).
+    Adjust = 23,
+    /// A constant of `enum dsopt_ns`. A preset sets the coefficients to 0, `DSOPT_NS_CONSTANT` to their defaults.
+    NsSchedule = 24,
+    /// Only read: a constant of `enum dsopt_dtype`, the number of a [`Dtype`](crate::Dtype).
+    NsDtype = 25,
     /// Of the optimizer.
     MaxNorm = 32,
     /// Of the optimizer: number of steps so far.

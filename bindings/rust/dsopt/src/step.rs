@@ -29,7 +29,7 @@ pub struct Hyper {
     pub group_max_norm: f32,
     /// Clip by the norm of all gradients, of group 0 only. Requires that a positive value is set.
     pub max_norm: f32,
-    /// Momentum of [`Sgd`](crate::Sgd) with momentum, above 0. NaN or 0 for the other groups.
+    /// Momentum of [`Sgd`](crate::Sgd) with momentum, above 0, and of [`Muon`](crate::Muon). NaN or 0 for the other groups.
     pub momentum: f32,
     /// Reserved for later versions: 0.
     #[doc(hidden)]
