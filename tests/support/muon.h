@@ -48,7 +48,7 @@ struct Cut {
 inline Cut matrix(int64_t rows, int64_t cols, int32_t param = DSOPT_DTYPE_F32, int32_t grad = DSOPT_DTYPE_F32) {
     return {{rows, cols}, 0, 0, 0, param, grad};
 }
-inline std::vector<Shape> shapes_of(const std::vector<Cut> &cuts) {
+inline std::vector<Shape> cut_shapes(const std::vector<Cut> &cuts) {
     std::vector<Shape> shapes;
     for (const Cut &cut : cuts) shapes.push_back({cut.numel(), cut.param, cut.grad});
     return shapes;
@@ -62,7 +62,7 @@ inline std::vector<dsopt_param> params_of(const std::vector<Cut> &cuts) {
 inline Trainer muon_trainer(const std::vector<Cut> &cuts, const dsopt_group &group = muon_group(),
                             const dsopt_optimizer_desc &desc = optimizer_desc(),
                             const dsopt_context_desc &context = context_desc()) {
-    Trainer trainer(shapes_of(cuts), desc, context);
+    Trainer trainer(cut_shapes(cuts), desc, context);
     trainer.add(group, params_of(cuts));
     return trainer;
 }

@@ -99,7 +99,7 @@ TEST_P(MuonBits, AreTheSameForAnyOrderAndPacking) {
 LABEL(one_thread);
 TEST_P(MuonBits, AreTheSameForAnyPartitionIntoGroups) {
     const std::vector<Cut> cuts = all_cuts();
-    Trainer groups(shapes_of(cuts), optimizer_desc());
+    Trainer groups(cut_shapes(cuts), optimizer_desc());
     for (const Cut &cut : cuts) groups.add(muon_group(GetParam()), params_of({cut}));
     const Trainer one = muon_trainer(cuts, muon_group(GetParam()));
     groups.train(1, 2);
@@ -126,7 +126,7 @@ TEST_P(MuonBits, AreTheSameAtAnyAlignment) {
     for (const int32_t dtype : kDtypes) {
         const std::vector<Cut> cuts = {matrix(33, 70, dtype, dtype), {{17, 51}, 17, 17, 0, dtype, dtype}};
         const auto train_at = [&](size_t offset) {
-            std::vector<Shape> shapes = shapes_of(cuts);
+            std::vector<Shape> shapes = cut_shapes(cuts);
             for (Shape &shape : shapes) shape.offset = offset;
             Trainer trainer(shapes, optimizer_desc());
             trainer.add(muon_group(GetParam()), params_of(cuts));

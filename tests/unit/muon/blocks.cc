@@ -133,7 +133,7 @@ TEST(MuonBlocks, TakesParametersOfDifferentFormsInOneGroup) {
 TEST(MuonBlocks, CutsParametersThatAreAddedLater) {
     const std::vector<Cut> cuts = {{{48, 16}, 16, 16}, {{17, 34}, 17, 17}};
     const Trainer wanted = muon_trainer(cuts);
-    Trainer later(shapes_of(cuts), optimizer_desc());
+    Trainer later(cut_shapes(cuts), optimizer_desc());
     later.add(muon_group(), std::vector<dsopt_param>{});
     std::vector<dsopt_param> params = params_of(cuts);
     for (size_t i = 0; i < cuts.size(); ++i) params[i].tensor = later.model.params[i].tensor();

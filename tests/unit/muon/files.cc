@@ -32,7 +32,7 @@ Trainer make_trainer(const dsopt_group &group, const dsopt_optimizer_desc &desc 
                              flat,
                              matrix(0, 8)};
     cuts[1].flags = DSOPT_PARAM_ROWS_ARE_INPUTS;
-    std::vector<Shape> shapes = shapes_of(cuts);
+    std::vector<Shape> shapes = cut_shapes(cuts);
     shapes.push_back({500, DSOPT_DTYPE_F16, DSOPT_DTYPE_F16});
     Trainer trainer(shapes, desc, context_desc(1));
     trainer.add(group, params_of(cuts));
@@ -148,7 +148,7 @@ TEST(MuonFile, RefusesOtherAlgorithms) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_SGD, DSOPT_ALGORITHM_ADAMW}) {
         dsopt_group group = group_of(algorithm);
         if (algorithm == DSOPT_ALGORITHM_SGD) group.momentum = 0.9;
-        Trainer other(shapes_of(std::vector<Cut>{matrix(4, 6)}), optimizer_desc());
+        Trainer other(cut_shapes(std::vector<Cut>{matrix(4, 6)}), optimizer_desc());
         other.add(group, params_of({matrix(4, 6)}));
         other.train(1);
         EXPECT_TRUE(refused(load(other, saved(muon)), DSOPT_ERR_MISMATCH, "muon"));

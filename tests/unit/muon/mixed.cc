@@ -25,7 +25,7 @@ struct Mixed {
             scaler = make_scaler(context, 64, 2);
             desc.scaler = scaler.get();
         }
-        std::vector<Shape> shapes = shapes_of(kMatrices);
+        std::vector<Shape> shapes = cut_shapes(kMatrices);
         for (const int64_t numel : kFlat) shapes.push_back({numel, DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16});
         model = Model(shapes);
         opt = make_optimizer(context, desc);
@@ -118,7 +118,7 @@ TEST(MuonMixed, ClipsByItsOwnGroupAlone) {
 TEST(MuonMixed, HoldsSeveralGroupsOfItsOwn) {
     dsopt_group first = muon_group(DSOPT_DTYPE_BF16), second = muon_group(DSOPT_DTYPE_F32);
     second.lr = 0.1, second.ns_steps = 3, second.adjust = DSOPT_ADJUST_SPECTRAL, second.momentum = 0.5;
-    Trainer both(shapes_of({matrix(20, 33), matrix(20, 33)}), optimizer_desc());
+    Trainer both(cut_shapes({matrix(20, 33), matrix(20, 33)}), optimizer_desc());
     both.add(first, params_of({matrix(20, 33)}));
     both.add(second, params_of({matrix(20, 33)}));
     both.train(1, 3);

@@ -15,7 +15,7 @@ namespace {
 void expect_param_refused(const Cut &cut, dsopt_status status, const std::string &words,
                           const dsopt_group &group = muon_group(),
                           const dsopt_optimizer_desc &desc = optimizer_desc()) {
-    Trainer trainer(shapes_of(std::vector<Cut>{cut}), desc);
+    Trainer trainer(cut_shapes(std::vector<Cut>{cut}), desc);
     dsopt_param param = cut.registered();
     param.name = "weight";
     param.tensor = trainer.model.params[0].tensor();
