@@ -206,6 +206,40 @@ public:
         });
     }
 
+    /// Trains matrices beside a group of another rule, and saves and loads them.
+    std::string orthogonalize(MemoryFile &memory_file) {
+        dsopt_context_desc desc = context_desc(2);
+        hook_.attach(desc);
+        desc.parallel_for = run_in_order;
+        const dsopt_group muon = group_of(DSOPT_ALGORITHM_MUON), adam_group = make_group(DSOPT_ALGORITHM_ADAMW);
+        auto list = model_.registered();
+        list[0].rows = 5, list[0].cols = 4; // two matrices
+        list[1].rows = 7, list[1].cols = 10;
+        const auto grads = list_of(model_.grads);
+        call("context_create", [&] { return dsopt_context_create(&desc, &context_); });
+        call("optimizer_create", [&] { return dsopt_optimizer_create(context_, nullptr, &opt_); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &muon, list.data(), 2); });
+        call("optimizer_add_group", [&] { return dsopt_optimizer_add_group(opt_, &adam_group, list.data() + 2, 2); });
+        dsopt_io io = memory_file.io();
+        for (uint64_t t = 1; t <= 3; ++t) {
+            model_.make_gradients(t);
+            DSOPT_NEW(dsopt_step, step);
+            step.grads = grads.data();
+            step.count = 4;
+            call("optimizer_step", [&] { return dsopt_optimizer_step(opt_, &step); });
+            if (t != 2) continue;
+            call("optimizer_save", [&] {
+                memory_file.size = 0;
+                return dsopt_optimizer_save(opt_, nullptr, &io);
+            });
+            io.total = memory_file.size;
+            call("optimizer_load", [&] { return dsopt_optimizer_load(opt_, nullptr, &io); });
+        }
+        news_ = NewCounter::calls;
+        hooks_ = hook_.calls;
+        return model_.text() + state_text(opt_) + hyper_text(opt_);
+    }
+
     /// Trains an algorithm of the 1-bit family through all stages, with a second group, and saves and loads it.
     template <int32_t Algorithm> std::string exchange(MemoryFile &memory_file) {
         dsopt_context_desc desc = context_desc(2);
@@ -408,6 +442,7 @@ std::vector<Plan> plans() {
     add("Resume", &Training::resume);
     add("Wrap", &Training::wrap);
     add("Accumulate", &Training::accumulate);
+    add("Muon", &Training::orthogonalize);
     add("OneBitAdam", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_ADAM>);
     add("ZeroOneAdam", &Training::exchange<DSOPT_ALGORITHM_ZERO_ONE_ADAM>);
     add("OneBitLamb", &Training::exchange<DSOPT_ALGORITHM_ONEBIT_LAMB>);

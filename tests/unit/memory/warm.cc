@@ -4,6 +4,7 @@
 #include "support/allocations.h"
 #include "support/caller_memory.h"
 #include "support/formats.h"
+#include "support/muon.h"
 #include "support/shard.h"
 
 using namespace test;
@@ -215,6 +216,64 @@ TEST_P(WarmFormatStep, AllocatesNothingInApply) {
         EXPECT_EQ(count.news, 0);
         EXPECT_EQ(count.hooks, 0);
     }
+}
+
+// ------------------------------------------------------------------------------------------------------------- muon
+const std::vector<Cut> kCuts = {
+    matrix(64, 90, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), {{40, 120}, 40, 40}, matrix(0, 8), matrix(5, 3)};
+
+class WarmMuonStep : public testing::TestWithParam<int32_t> {};
+INSTANTIATE_TEST_SUITE_P(Products, WarmMuonStep, testing::ValuesIn(kDtypes),
+                         [](const auto &info) { return dtype_name(info.param); });
+
+LABEL(cpu);
+TEST_P(WarmMuonStep, AllocatesNothing) {
+    HookCounter hook;
+    {
+        dsopt_context_desc context = context_desc(4);
+        hook.attach(context);
+        context.parallel_for = run_in_order;
+        std::vector<Shape> shapes = cut_shapes(kCuts);
+        shapes.push_back({500});
+        Trainer trainer(shapes, optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS), context);
+        trainer.add(muon_group(GetParam()), params_of(kCuts));
+        trainer.add(make_group(DSOPT_ALGORITHM_ADAMW), 1);
+        const Model second_model(shapes);
+        std::vector<dsopt_tensor> lists[] = {list_of(trainer.model.grads), list_of(second_model.grads)};
+        lists[1][1].data = nullptr;
+        const std::vector<dsopt_tensor> out = list_of(second_model.params);
+        for (int call = 0; call < 8; ++call) { // gradients have other addresses in each call, and one is absent
+            dsopt_step step = trainer.arguments();
+            step.grads = lists[call % 2].data();
+            if (call % 3 == 2) step.out = out.data();
+            if (call == 6) must(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_KEY_NS_STEPS, 7));
+            if (call == 7) must(dsopt_optimizer_set(trainer.opt(), 0, DSOPT_KEY_LR, 0.5));
+            const AllocationCount count = count_allocations(hook, [&] { return trainer.step(step); });
+            EXPECT_EQ(count.news > 0, call == 0) << call;
+            EXPECT_EQ(count.hooks > 0, call == 0) << call;
+        }
+    }
+    EXPECT_EQ(hook.live, 0);
+    EXPECT_EQ(hook.wrong, 0);
+}
+
+LABEL(cpu);
+TEST_P(WarmMuonStep, AllocatesNothingInApply) {
+    HookCounter hook;
+    const Context context = watched_context(hook, 4);
+    const Optimizer pure = make_optimizer(context, optimizer_desc(0.5));
+    std::vector<dsopt_param> params = params_of(kCuts);
+    for (size_t i = 0; i < params.size(); ++i) params[i].tensor = {nullptr, kCuts[i].numel(), kCuts[i].param, 0};
+    const dsopt_group group = muon_group(GetParam());
+    must(dsopt_optimizer_add_group(pure.get(), &group, params.data(), int64_t(params.size())));
+    const CallerMemory caller_memory(pure.get(), cut_shapes(kCuts));
+    const dsopt_step step = caller_memory.arguments();
+    for (int i = 0; i < 3; ++i) {
+        const AllocationCount count = count_allocations(hook, [&] { return dsopt_optimizer_apply(pure.get(), &step); });
+        EXPECT_EQ(count.news, 0) << i;
+        EXPECT_EQ(count.hooks, 0) << i;
+    }
+    EXPECT_EQ(hook.calls, 0);
 }
 
 TEST(WarmOneBitStep, AllocatesNothingInAnyStage) {
