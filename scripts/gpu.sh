@@ -104,6 +104,12 @@ else
     [ -n "${DSOPT_NCCL_LIBRARY-}" ] || DSOPT_NCCL_LIBRARY=$("${TORCH_PYTHON:-python3}" -c \
         'import nvidia.nccl as n, glob; print(glob.glob(list(n.__path__)[0] + "/lib/libnccl.so*")[0])' 2>/dev/null) || :
     [ -z "${DSOPT_NCCL_LIBRARY-}" ] || export DSOPT_NCCL_LIBRARY
+    # cuBLASLt of the toolkit, if the dynamic linker does not know its folder.
+    if [ -z "${DSOPT_CUBLASLT_LIBRARY-}" ]; then
+        for file in /usr/local/cuda/lib64/libcublasLt.so.[0-9][0-9]; do
+            [ ! -e "$file" ] || export DSOPT_CUBLASLT_LIBRARY="$file"
+        done
+    fi
     case " $parts " in
     *" build "*) ;;
     *) parts="build $parts" ;;

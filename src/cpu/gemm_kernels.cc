@@ -80,10 +80,12 @@ DSOPT_HD void multiply_rows(int64_t count, const float *left, const float *right
                             std::integer_sequence<int, R...>) {
     Floats s0[] = {(First ? Floats{} : load_as<Floats>(sums + R * kSumsStride))...};
     Floats s1[] = {(First ? Floats{} : load_as<Floats>(sums + R * kSumsStride + kWide))...};
-    for (; count > 0; --count, left += kRows, right += kColumns) {
+    do { // at least once: gcc 12 would spill registers for a loop that may not run
         const Floats y0 = load_as<Floats>(right), y1 = load_as<Floats>(right + kWide);
         (multiply_add_row<Words>(left + R, y0, y1, s0[R], s1[R]), ...);
-    }
+        left += kRows;
+        right += kColumns;
+    } while (--count > 0);
     (store_row_of_tile(sums + R * kSumsStride, s0[R], s1[R]), ...);
 }
 /// Adds `count` words of the chains to a register tile of sums. `First`: the chains begin.

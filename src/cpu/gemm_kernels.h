@@ -38,7 +38,7 @@ struct Products {
     /// inputs is denormal. Copies if `input` is F32.
     void (*round)(const float *x, void *to, Dtype input, int64_t count);
     /// Computes a tile. Of symmetric results the elements on and below the diagonal are computed and stored twice.
-    /// Tiles may be computed in any order and at the same time. Uses up to 512 KiB of stack.
+    /// Tiles may be computed in any order and at the same time. Uses up to 352 KiB of stack.
     void (*run)(const Product &product, const ProductTile &tile);
     /// Returns true if this processor's instructions give the specified bits. NULL: they do by definition.
     bool (*verify)();

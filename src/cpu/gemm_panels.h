@@ -126,6 +126,7 @@ void pack_columns(const typename Words::T *from, int64_t stride, int64_t length,
     available -= (Words::elements - 1) * stride;
     for (int64_t k = 0; k < length; k += Words::elements, from += Words::elements * stride, panel += Width) {
         const bool whole = k + Words::elements <= length;
+        for (int64_t i = 0; i < Words::elements; ++i) __builtin_prefetch(from + i * stride + Width, 0, 2);
         for (int c = 0; c < Width; c += 8)
             if (c > 0 && c >= columns)
                 store_as(load_as<Eight>(panel + c - 8), panel + c);

@@ -68,6 +68,7 @@ struct Setting {
     bool mixed = false; // the dtypes alternate among tensors
     std::vector<int64_t> sizes{1, 7, 0, 1023, 4095, 4096, 4097, 9000, 33};
     uint32_t param_flags = 0;
+    std::vector<std::array<int64_t, 2>> matrices{};          // rows and cols of the first parameters
     const Ranks *model = nullptr;                            // ranks of the model comm
     int model_rank = 0;                                      // this rank among them
     void (*change)(dsopt_group &group, int index) = nullptr; // called before each of the two groups is added
@@ -140,6 +141,7 @@ public:
             dsopt_param entry{};
             entry.tensor = {params.back().data(), n, param, 0};
             entry.flags = setting.param_flags;
+            if (i < setting.matrices.size()) entry.rows = setting.matrices[i][0], entry.cols = setting.matrices[i][1];
             list.push_back(entry);
             gradients.push_back({grads.back().data(), n, grad, 0});
             param_types.push_back(param);

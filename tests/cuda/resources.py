@@ -59,6 +59,10 @@ BUDGET = [
     ("local_kernel", 64, 4, 0, 5, 3),
     ("onebit_lamb_moments_kernel", 80, 3, 2 * LEAF, 4, 2),
     ("onebit_lamb_weights_kernel", 64, 4, 0, 3, 1),
+    ("form_kernel", 64, 4, LEAF, 2, 2),
+    ("inputs_kernel", 64, 4, 0, 1, 1),
+    ("results_kernel", 64, 4, 0, 1, 1),
+    ("apply_matrices_kernel", 64, 4, 2 * LEAF, 2, 2),
 ]
 # Devices with other limits of registers and resident blocks. With two leaves in shared memory, three blocks fit on
 # multiprocessors with 100 KiB of it.
@@ -75,6 +79,7 @@ SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, 
         "momentum_squares_kernel": 0,
         "pack_list_kernel": 0, "pack_values_kernel": 0, "reduce_messages_kernel": 0,
         "feed_kernelILNS.*4FeedE0E": 0,
+        "form_kernel": 0, "inputs_kernelILb1E": 16,
         "onebit_lamb_moments_kernel": 0}
 # Maximum size of kernels with a loop per rule and set of formats, because instructions are fetched from memory, too.
 MOST_INSTRUCTIONS = {"update_kernel": 31000, "update_stored_kernel": 31000, "update_stored_weights_kernel": 12500}
