@@ -115,7 +115,8 @@ TEST_P(ShardFiles, HaveParametersForAnyNumberOfRanks) {
 // Tensors of Muon are dealt out whole.
 LABEL(long_emulated);
 TEST_P(ShardFiles, HaveWholeMatricesForAnyNumberOfRanks) {
-    dsopt_group muon = make_group(DSOPT_ALGORITHM_MUON);
+    dsopt_group muon;
+    must(dsopt_group_init(&muon, sizeof muon, DSOPT_ALGORITHM_MUON));
     const ShardTraining training{.groups = {muon, group_of(DSOPT_ALGORITHM_ADAMW)},
                                  .param = DSOPT_DTYPE_BF16,
                                  .grad = DSOPT_DTYPE_BF16,

@@ -24,7 +24,8 @@ const std::vector<int64_t> kSizes = {24 * 40, 3 * 16 * 20, 96 * 16, 0,    33,   
                                      700,     1,           0,       5000, 4097, 33,      64};
 
 dsopt_group muon(int32_t products = DSOPT_DTYPE_BF16) {
-    dsopt_group group = make_group(DSOPT_ALGORITHM_MUON);
+    dsopt_group group;
+    must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_MUON));
     group.lr = 0.02;
     group.ns_dtype = products;
     return group;
