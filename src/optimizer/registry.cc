@@ -139,7 +139,7 @@ int64_t Registry::find_onebit(size_t first_new, const dsopt_optimizer_desc &desc
     if (desc.masters == DSOPT_MASTERS_REMAINDER)
         throw Error(DSOPT_ERR_UNSUPPORTED, "DSOPT_MASTERS_REMAINDER is not available for the 1-bit family");
     const auto has_matrices = [](const dsopt_group &group) { return is_matrix_rule(group.algorithm); };
-    if (std::any_of(groups.begin(), groups.end(), has_matrices))
+    if (family < 0 ? std::any_of(groups.begin(), groups.end(), has_matrices) : has_matrices(groups.back()))
         throw Error(DSOPT_ERR_UNSUPPORTED, "muon and the 1-bit family in one optimizer");
     const int64_t first = family >= 0 ? family : int64_t(groups.size()) - 1;
     if (joins) check_family(groups[size_t(first)], groups.back(), compat);

@@ -294,7 +294,7 @@ TEST(ExpertParallelStep, RefusesExpertNumbersWithoutComms) {
         EXPECT_TRUE(
             refused(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w", 0, expert}}),
                     DSOPT_ERR_ARGUMENT, "'w'"));
-    EXPECT_TRUE(refused(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w", 16}}),
+    EXPECT_TRUE(refused(trainer.add_group(group_of(DSOPT_ALGORITHM_ADAM), {{Array(DSOPT_DTYPE_F32, 2, 1), "w", 32}}),
                         DSOPT_ERR_ARGUMENT, "'w'"));
     EXPECT_EQ(opt, nullptr);
 }
