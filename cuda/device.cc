@@ -40,7 +40,8 @@ public:
         return gpu::matrix_workspace_bytes(batch);
     }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
-        gpu::run_step(plan, lt_.get(), launcher_of(plan.execution.stream), body);
+        Lt *const lt = plan.matrices != nullptr ? lt_.get() : nullptr; // else another thread may be setting it
+        gpu::run_step(plan, lt, launcher_of(plan.execution.stream), body);
     }
     void for_elements(const ElementOp &op, const dsopt_tensor *x, const dsopt_tensor *y, int64_t count,
                       const Parallel &, void *stream) const override {

@@ -10,8 +10,13 @@
 
 namespace dsopt::gpu {
 
-/// Workspace of a product. NVIDIA recommends 32 MiB for devices of capability 9.0.
+/// Workspace of a product. NVIDIA recommends 32 MiB for devices of capability 9.0. The emulated device fills all memory
+/// that it allocates, which takes long, and the double of the library needs 1 MiB.
+#if defined(CUDA_EMU)
+constexpr size_t kLtWorkspace = size_t(1) << 20;
+#else
 constexpr size_t kLtWorkspace = size_t(32) << 20;
+#endif
 /// Alignment in bytes of the first element of every matrix, and of every column.
 constexpr int64_t kLtAlignment = 16;
 /// Largest number of matrices in a call: the library's kernels have one index of the grid for it.

@@ -69,7 +69,7 @@ end=$(($(date +%s) + 1770))
 if [ -n "$emulated" ]; then
     build=$emulated results=$emulated/rehearsal gpu="emulated device, 9.0, none, none," driver=none toolkit=none
     suite="$build/tests/cuda/test_cuda --gtest_filter=CudaSmall.*" golden="--backend emulated"
-    unit="$build/tests/unit/test_unit unit/rules" device=emulated
+    unit="$build/tests/unit/test_unit unit/rules unit/muon" device=emulated
     digests="$build/tests/cuda/digests_emulated" digest_size="3x5000 6"
     nccl="$build/tests/cuda/test_nccl_single_emulated"
     bench="$build/bench/bench_cuda_emulated" LISTS=${LISTS:-5x300 2x5000} repetitions=3

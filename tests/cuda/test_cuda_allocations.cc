@@ -16,13 +16,20 @@ TEST(CudaWarmStep, AllocatesNoHostMemoryWhenListsMove) {
         settings.emplace_back();
         settings.back().algorithm = algorithm;
     }
+    settings.emplace_back();
+    settings.back().algorithm = DSOPT_ALGORITHM_MUON; // of the first group; the second one is AdamW's
+    settings.back().group_flags = DSOPT_GROUP_NESTEROV | DSOPT_GROUP_NO_BIAS_CORRECTION;
+    settings.back().matrices = {{24, 40}, {24, 40}};
+    settings.back().sizes = {24 * 40, 2 * 24 * 40, 7, 4097, 33};
     for (Setting &setting : settings) {
         SCOPED_TRACE(test::name_of(setting.algorithm) + ' ' + std::to_string(setting.first_format));
         begin_test();
         {
             setting.scaler = true;
             setting.desc.max_norm = 1;
-            setting.change = [](dsopt_group &group, int) {
+            setting.change = [](dsopt_group &group, int index) {
+                if (index == 1 && group.algorithm == DSOPT_ALGORITHM_MUON)
+                    BackendOptimizer::must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
                 if (group.freeze_step != 0) group.freeze_step = 3;
                 if (group.max_local_interval == 0) return;
                 group.var_interval_steps = 1;

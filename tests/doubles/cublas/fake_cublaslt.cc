@@ -176,6 +176,7 @@ struct Call {
     float alpha, beta;
     const void *a, *b, *c;
     void *d, *workspace;
+    Call *next = nullptr; // in the list of free ones
 };
 
 void multiply(const Call &call, int64_t index) {
@@ -212,9 +213,11 @@ void multiply(const Call &call, int64_t index) {
     }
 }
 
-/// Calls that are not in use, so that a call allocates nothing once there are enough.
+/// Calls that are not in use. There are enough before the first product, so that no product allocates memory.
 std::mutex g_mutex;
-std::vector<Call *> g_free;
+Call *g_free = nullptr;
+long g_free_count = 0;
+constexpr long kEnough = 1024;
 
 void run(void *argument) {
     const Call &call = *static_cast<const Call *>(argument);
@@ -224,13 +227,17 @@ void run(void *argument) {
 }
 void drop(void *argument) {
     const std::lock_guard lock(g_mutex);
-    g_free.push_back(static_cast<Call *>(argument));
+    auto *const call = static_cast<Call *>(argument);
+    call->next = g_free;
+    g_free = call;
+    ++g_free_count;
 }
 Call *take(const Call &value) {
     const std::lock_guard lock(g_mutex);
-    if (g_free.empty()) return new Call(value);
-    Call *const call = g_free.back();
-    g_free.pop_back();
+    if (g_free == nullptr) return new Call(value);
+    Call *const call = g_free;
+    g_free = call->next;
+    --g_free_count;
     *call = value;
     return call;
 }
@@ -270,6 +277,8 @@ int cublasLtCreate(Handle **handle) {
         (void)cudaGetLastError();
         return not_initialized;
     }
+    const Layout empty{};
+    while (g_free_count < kEnough) drop(new Call{{{}, empty, empty, empty, empty}, 0, 0, {}, {}, {}, {}, {}});
     *handle = new Handle(made);
     ++g_handles;
     return success;

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _abi as abi
-from .._groups import FORMATS
+from .._groups import ADJUST, FORMATS, NS_DTYPE, NS_SCHEDULE
 from .._handle import choice
 from . import _call, _comms, _remainders, _step
 
@@ -37,24 +37,7 @@ _GROUP_FLAGS = {
     "bias_correction": (abi.DSOPT_GROUP_NO_BIAS_CORRECTION, False),
     "nesterov": (abi.DSOPT_GROUP_NESTEROV, True),
 }
-_GROUP_WORDS = {
-    "ns_schedule": {
-        "constant": abi.DSOPT_NS_CONSTANT,
-        "polar_express": abi.DSOPT_NS_POLAR_EXPRESS,
-        "you": abi.DSOPT_NS_YOU,
-    },
-    "ns_dtype": {
-        "bfloat16": abi.DSOPT_DTYPE_BF16,
-        "float16": abi.DSOPT_DTYPE_F16,
-        "float32": abi.DSOPT_DTYPE_F32,
-    },
-    "adjust": {
-        "original": abi.DSOPT_ADJUST_ORIGINAL,
-        "match_rms_adamw": abi.DSOPT_ADJUST_MATCH_RMS_ADAMW,
-        "spectral_unclamped": abi.DSOPT_ADJUST_SPECTRAL,
-        "none": abi.DSOPT_ADJUST_NONE,
-    },
-}
+_GROUP_WORDS = {"ns_schedule": NS_SCHEDULE, "ns_dtype": NS_DTYPE, "adjust": ADJUST}
 _OPTIONS = _GROUP_OPTIONS | set(_GROUP_FLAGS) | set(_GROUP_WORDS) | {"ns_coefficients"}
 _NONFINITE = {None: abi.DSOPT_NONFINITE_AUTO, "skip": abi.DSOPT_NONFINITE_SKIP, "apply": abi.DSOPT_NONFINITE_APPLY}
 
