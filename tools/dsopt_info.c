@@ -51,7 +51,7 @@ static const char *member(const char *json, const char *key) {
 /// Prints the instruction sets that the library has kernels for and that this processor has.
 static void instruction_sets(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
-    const int avx2 = __builtin_cpu_supports("avx2");
+    const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const int bf16 = avx512 && __builtin_cpu_supports("avx512bf16");

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-LIMIT = 33
+LIMIT = 36
 
 
 def main():

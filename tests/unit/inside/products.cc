@@ -432,6 +432,30 @@ TEST(NewtonSchulz, CountsThreeProductsPerStepAndMatrix) {
     EXPECT_EQ(products_run() - before, 10 * 4 * 3);
 }
 
+// An optimizer that runs no iterations still trains, more slowly, so only a count shows it.
+TEST(MuonStep, RunsThreeProductsPerIterationOfEachMatrixWithAGradient) {
+    dsopt_group group;
+    test::must(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_MUON));
+    group.ns_steps = 4;
+    const test::Context context = test::make_context(2);
+    dsopt_optimizer_desc desc = test::optimizer_desc();
+    desc.nonfinite = DSOPT_NONFINITE_SKIP;
+    const auto stack = [](const char *name) {
+        return test::Param{test::Array(DSOPT_DTYPE_F32, size_t(3 * 20 * 16), 0.5f), name, 0, 0, 0, 20, 16};
+    };
+    test::Trainer trainer(context, desc, group, {stack("a"), stack("b")});
+    test::Array gradient(DSOPT_DTYPE_F32, size_t(3 * 20 * 16), 0);
+    gradient.fill(7);
+    const int64_t before = products_run();
+    test::must(trainer.step({gradient, gradient}));
+    EXPECT_EQ(products_run() - before, 6 * 4 * 3);
+    test::must(trainer.step({gradient, test::Array::absent(3 * 20 * 16)}));
+    EXPECT_EQ(products_run() - before, 9 * 4 * 3);
+    gradient.set(0, test::kInf);
+    test::must(trainer.step({gradient, gradient}));
+    EXPECT_EQ(products_run() - before, 9 * 4 * 3) << "in a skipped step";
+}
+
 TEST(NewtonSchulz, ThrowsHookIfACallersPoolLeavesAPieceOut) {
     for (const int64_t n : {24, 160}) { // matrices on several threads, and a partitioned product
         std::vector<Workspace> matrices(2, Workspace(n, n, std::vector<float>(size_t(n * n), 0.01f), Dtype::f32));

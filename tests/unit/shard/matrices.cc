@@ -138,6 +138,67 @@ TEST(MatricesOfRanks, MustHaveTheSameBlocks) {
     });
 }
 
+/// A comm of two ranks in one process, whose all-gather fails.
+struct FailingGather {
+    int gathers = 0;
+    Comm comm(const Context &context) {
+        DSOPT_NEW(dsopt_comm_table, table);
+        table.self = this;
+        table.ranks = 2;
+        table.all_reduce = [](void *, const void *send, void *recv, int64_t count, int32_t dtype, int32_t, void *) {
+            std::memmove(recv, send, size_t(count) * size_of(dtype));
+            return 0;
+        };
+        table.all_gather = [](void *self, const void *, void *, int64_t, void *) {
+            ++static_cast<FailingGather *>(self)->gathers;
+            return 5;
+        };
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_TABLE;
+        desc.table = &table;
+        dsopt_comm *made = nullptr;
+        must(dsopt_comm_create(context.get(), &desc, &made));
+        return Comm(made);
+    }
+};
+
+// As after a failure between LAMB's passes: moments of the new step, weights as they were.
+LABEL(cpu); // the collectives are on the host
+TEST(MatricesOfRanks, KeepTheirWeightsIfTheExchangeFails) {
+    const Context context = make_context(1);
+    FailingGather failing;
+    const Comm comm = failing.comm(context);
+    dsopt_optimizer_desc desc = optimizer_desc(0, kSplit);
+    desc.data = comm.get();
+    Scaler none;
+    const ShardTraining training{.groups = {muon()}, .sizes = {24 * 40, 16 * 16}, .blocks = {{24, 40}, {16, 16}}};
+    Trainer trainer = training.trainer(context, desc, none);
+    const std::string before = trainer.model.text();
+    EXPECT_TRUE(refused(trainer.step(training.gradients(1)), DSOPT_ERR_COMM, "5"));
+    EXPECT_EQ(failing.gathers, 1);
+    EXPECT_EQ(trainer.model.text(), before);
+    EXPECT_EQ(trainer.report().calls, 0);
+    const std::vector<float> momentum = trainer.state("momentum_buffer", 0);
+    EXPECT_TRUE(std::any_of(momentum.begin(), momentum.end(), [](float x) { return x != 0; }));
+    EXPECT_TRUE(refused(trainer.step(training.gradients(1)), DSOPT_ERR_COMM, ""));
+    EXPECT_EQ(failing.gathers, 1);
+}
+
+// Rank 1 fails between its passes. Rank 0 waits for it in the all-gather, and gets a status.
+TEST(MatricesOfRanks, ReportAFailureOfAnotherRank) {
+    with_ranks(2, [](int rank, const Context &context, const Comm &comm) {
+        dsopt_optimizer_desc desc = optimizer_desc(0, kSplit);
+        desc.data = comm.get();
+        Scaler none;
+        const ShardTraining training{
+            .groups = {muon()}, .sizes = {24 * 40, 300 * 300}, .blocks = {{24, 40}, {300, 300}}};
+        Trainer trainer = training.trainer(context, desc, none);
+        ASSERT_OK(trainer.step(training.gradients(1)));
+        if (rank == 1) dsopt_comm_abort(comm.get());
+        EXPECT_NE(trainer.step(training.gradients(2)), DSOPT_OK);
+    });
+}
+
 TEST(MatricesOfRanks, RefuseWhatHasNoEffect) {
     const Context context = make_context(1);
     const Comm comm = self_comm(context);
