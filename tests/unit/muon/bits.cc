@@ -6,8 +6,6 @@
 
 using namespace test;
 
-LABEL_FILE(cpu);
-
 namespace {
 
 /// Sizes at the edges of tiles and leaves, several matrices of one shape, and an empty one.

@@ -4,7 +4,6 @@
 
 using namespace test;
 
-LABEL_FILE(cpu);
 LABEL_FILE(one_thread);
 
 namespace {

@@ -7,7 +7,6 @@
 
 using namespace test;
 
-LABEL_FILE(cpu);
 LABEL_FILE(one_thread);
 
 namespace {

@@ -6,7 +6,6 @@
 
 using namespace test;
 
-LABEL_FILE(cpu);
 LABEL_FILE(one_thread);
 
 namespace {
