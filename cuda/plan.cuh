@@ -29,13 +29,14 @@ __device__ __forceinline__ bool last_block(StepFlags::Blocks &blocks) {
     return last;
 }
 
-/// Elements of the index-th leaf of a tensor, or of another range that is partitioned into leaves.
+/// Elements of the index-th leaf of a tensor, or of another range that is partitioned into leaves. A leaf outside of the
+/// range, which only another rank has, is empty.
 struct Leaf {
     int64_t begin;
     int n;
     __device__ __forceinline__ Leaf(int64_t numel, int64_t index) :
         begin(index * kLeaf),
-        n(int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
+        n(index < 0 || numel < begin ? 0 : int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
     __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
         Leaf(job.range.numel, leaf - job.first_leaf) {}
 };

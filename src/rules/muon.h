@@ -25,8 +25,8 @@ template <bool Nesterov> struct Muon {
 
 /// Moves weights by an orthogonalised update.
 struct MatrixApply {
-    float decay; // 1 - lr wd
-    float lr;    // with the adjustment to the shape
+    float decay;             // 1 - lr wd
+    float lr;                // with the adjustment to the shape
     MatrixApply() = default; // sets nothing
     DSOPT_HD MatrixApply(const Hyper &hyper, double adjust) :
         decay(float(1.0 - hyper.lr * hyper.weight_decay)),

@@ -37,9 +37,13 @@ ShardTraining training_of(int32_t products = DSOPT_DTYPE_BF16) {
 class MatrixRanks : public testing::TestWithParam<Topology> {};
 INSTANTIATE_TEST_SUITE_P(, MatrixRanks, testing::ValuesIn(topologies()), topology_name);
 
+LABEL_PARAMS(long_emulated, "[1358]x*");
+LABEL_PARAMS(long_emulated, "2x[13]*");
 TEST_P(MatrixRanks, GiveTheBitsOfOneRank) { expect_same_bits(training_of(), GetParam()); }
 
 // Masters, a loss scale that overflows, a skipped step, norms, an absent gradient of matrices.
+LABEL_PARAMS(long_emulated, "[1358]x*");
+LABEL_PARAMS(long_emulated, "2x[13]*");
 TEST_P(MatrixRanks, GiveTheBitsOfOneRankInMixedPrecision) {
     ShardTraining training = training_of(DSOPT_DTYPE_F16);
     training.param = training.grad = DSOPT_DTYPE_BF16;
@@ -50,6 +54,8 @@ TEST_P(MatrixRanks, GiveTheBitsOfOneRankInMixedPrecision) {
     expect_same_bits(training, GetParam());
 }
 
+LABEL_PARAMS(long_emulated, "[1358]x*");
+LABEL_PARAMS(long_emulated, "2x[13]*");
 TEST_P(MatrixRanks, AverageGradients) {
     ShardTraining training = training_of();
     training.desc = optimizer_desc(0.5);

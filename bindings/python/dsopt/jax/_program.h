@@ -110,8 +110,8 @@ struct Program {
         if (numbers.size() != kNumbers || reals.size() != kReals || group_numbers.size() % kGroupNumbers ||
             group_reals.size() % kGroupReals ||
             group_reals.size() / kGroupReals != group_numbers.size() / kGroupNumbers || params.size() % kParam ||
-            ranks() < 1 || replicas() < 1 ||
-            !has_dims() || (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
+            ranks() < 1 || replicas() < 1 || !has_dims() ||
+            (offsets.empty() ? 0 : count() == 0 || ranks() > 1 || offsets.size() % count()))
             refuse("the attributes are from another version of dsopt.jax");
         cut_names(attribute<std::string_view>(attrs, "names"));
         if (ranks() > 1 && comm_name.empty()) {
