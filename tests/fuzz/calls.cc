@@ -482,10 +482,12 @@ void Calls::ranks() {
     const AlgorithmChoice chosen(choose.byte());
     const int32_t algorithm = chosen.algorithm;
     const bool differ = fault / 4 % 2 != 0; // the formats of a faulty rank
-    const int sharded = fault / 8 % 4;      // 1: over the ranks, 2: the same as ranks of a node
+    const int sharded = fault / 8 % 4;      // 1: over the ranks, 2: the same as ranks of a node, 3: matrices of Muon
     const bool checks = choose.rarely(3), averages = choose.flip();
     const int steps = 1 + choose.below(5);
-    const int64_t numel = choose.of(kSizes);
+    const int64_t size = choose.of(kSizes), rows = 20, cols = 16;
+    const bool matrices = algorithm == DSOPT_ALGORITHM_MUON;
+    const int64_t numel = matrices ? 3 * rows * cols : size;
     const test::CommId id = test::new_id();
     const std::string folder = path(0) + ".rank";
     test::run_ranks(count, [&](int rank) {
@@ -502,6 +504,7 @@ void Calls::ranks() {
         (sharded == 2 ? od.node : od.data) = comm.get();
         if (sharded == 1) od.flags |= DSOPT_OPTIMIZER_SHARD;
         if (sharded == 2) od.flags |= DSOPT_OPTIMIZER_SHARD_NODE;
+        if (matrices && sharded == 3) od.flags |= DSOPT_OPTIMIZER_SPLIT_MATRICES;
         od.max_norm = 1;
         if (checks) od.flags |= DSOPT_OPTIMIZER_CHECK_RANKS;
         dsopt_group group;
@@ -518,6 +521,7 @@ void Calls::ranks() {
         const test::Optimizer optimizer = test::make_optimizer(context, od);
         dsopt_param param{};
         param.tensor = weight;
+        if (matrices) param.rows = rows, param.cols = cols;
         if (counted("ranks' add_group", dsopt_optimizer_add_group(optimizer.get(), &group, &param, 1)) != DSOPT_OK)
             return;
         for (int call = 0; call < steps; ++call) {

@@ -82,7 +82,10 @@ void Creation::create_optimizer() {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.compat = choose.rarely(4);
     for (int i = 0; i < 2; ++i)
-        if (choose.rarely(3)) desc.flags |= 1 << choose.below(10);
+        if (choose.rarely(3)) {
+            const uint8_t byte = choose.byte();
+            desc.flags |= byte >= 250 ? DSOPT_OPTIMIZER_SPLIT_MATRICES : 1 << byte % 10;
+        }
     if (desc.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING) {
         desc.flags |= DSOPT_OPTIMIZER_NO_MASTER;
         desc.seed = choose.byte();
@@ -117,12 +120,15 @@ void Creation::create_optimizer() {
     add_group_to(optimizers.back());
 }
 
-std::vector<dsopt_param> Creation::new_params(const OptimizerRecord &o, bool onebit, bool has_formats,
+std::vector<dsopt_param> Creation::new_params(const OptimizerRecord &o, bool onebit, bool has_formats, bool matrices,
                                               std::vector<dsopt_tensor> &tensors, int count) {
     std::vector<dsopt_param> params;
     for (int i = 0; i < count; ++i) {
         dsopt_param param{};
-        const int64_t numel = choose.of(kSizes);
+        int64_t numel = choose.of(kSizes);
+        const bool is_cut = matrices && !choose.rarely(16);
+        const Cut chosen = is_cut ? cut_of(choose) : Cut();
+        if (is_cut) numel = chosen.numel;
         int32_t dtype = DSOPT_DTYPE_BF16;
         if (!(o.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)) {
             const uint8_t byte = choose.byte();
@@ -141,6 +147,7 @@ std::vector<dsopt_param> Creation::new_params(const OptimizerRecord &o, bool one
             param.flags = 1 << byte % (onebit ? 3 : 2);
             if (has_formats && byte % 8 < 5) param.flags = DSOPT_PARAM_F32_MOMENTS;
         }
+        if (is_cut) cut(param, chosen);
         if (choose.rarely(24)) param.offset = choose.of(kSizes);
         if (choose.rarely(16)) param.expert = choose.below(4);
         if (choose.rarely(64)) break_one({&param.ndim, &param.flags, &param.expert, &param.group});
@@ -148,6 +155,14 @@ std::vector<dsopt_param> Creation::new_params(const OptimizerRecord &o, bool one
         tensors.push_back(param.tensor);
     }
     return params;
+}
+void Creation::cut(dsopt_param &param, const Cut &cut) {
+    cut.describe(param);
+    std::copy(cut.dims.begin(), cut.dims.end(), dims_.back().begin());
+    if (cut.ndim != 0) param.dims = dims_.back().data();
+    if (choose.rarely(16)) (choose.flip() ? param.rows : param.cols) = choose.of(kBadSizes);
+    if (choose.rarely(16)) (choose.flip() ? param.rows : param.cols) = choose.of(kSizes);
+    if (choose.rarely(16)) param.flags ^= 1 << choose.below(5);
 }
 void Creation::add_group() {
     if (OptimizerRecord *const o = any_optimizer(); o != nullptr && o->params.size() < 12) add_group_to(*o);
@@ -169,6 +184,13 @@ void Creation::add_group_to(OptimizerRecord &o) {
     for (double *value : {&group.lr, &group.beta1, &group.beta2, &group.eps, &group.weight_decay, &group.max_norm,
                           &group.momentum, &group.trust_beta})
         if (choose.rarely(12)) *value = number();
+    const bool matrices = algorithm == DSOPT_ALGORITHM_MUON;
+    if (matrices) {
+        choose_iterations(choose, group);
+        if (choose.rarely(8)) break_one({&group.ns_steps, &group.ns_schedule, &group.ns_dtype, &group.adjust});
+        for (double *value : {&group.ns_a, &group.ns_b, &group.ns_c})
+            if (choose.rarely(16)) *value = number();
+    }
     if (onebit) group.freeze_step = 1 + choose.below(4);
     if (algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM)
         for (int64_t *value : {&group.var_interval_steps, &group.local_interval_steps, &group.max_local_interval})
@@ -183,7 +205,7 @@ void Creation::add_group_to(OptimizerRecord &o) {
         set_formats(group, chosen.formats);
     const bool has_formats = !Formats{group.exp_avg_format, group.exp_avg_sq_format}.are_f32();
     std::vector<dsopt_tensor> tensors;
-    const std::vector<dsopt_param> params = new_params(o, onebit, has_formats, tensors, choose.below(5));
+    const std::vector<dsopt_param> params = new_params(o, onebit, has_formats, matrices, tensors, choose.below(5));
     watch(
         o, "add_group",
         [&] {
@@ -193,13 +215,14 @@ void Creation::add_group_to(OptimizerRecord &o) {
         [&] {
             added(o, tensors, true);
             o.has_formats |= has_formats;
+            o.has_matrices |= matrices;
         });
 }
 void Creation::add_params() {
     OptimizerRecord *const o = any_optimizer();
     if (o == nullptr || o->params.size() > 12) return;
     std::vector<dsopt_tensor> tensors;
-    std::vector<dsopt_param> params = new_params(*o, false, o->has_formats, tensors, choose.below(3));
+    std::vector<dsopt_param> params = new_params(*o, false, o->has_formats, o->has_matrices, tensors, choose.below(3));
     for (dsopt_param &param : params) param.group = choose.below(3);
     watch(
         *o, "add_params",

@@ -10,10 +10,13 @@ struct AlgorithmChoice {
     int32_t algorithm = 0;
     Formats formats;
 
-    explicit AlgorithmChoice(uint8_t byte) : algorithm(kAlgorithms[byte % std::size(kAlgorithms)]) {
+    explicit AlgorithmChoice(uint8_t byte) : algorithm(algorithm_of(byte, kAlgorithms)) {
         constexpr int f32 = 7; // a third of the values of `rest`
         const int rest = byte / int(std::size(kAlgorithms));
-        if (rest > f32) formats = formats_of(algorithm, rest - f32);
+        if (algorithm == DSOPT_ALGORITHM_MUON)
+            formats = formats_of(algorithm, byte - kFirstOfMuon);
+        else if (rest > f32)
+            formats = formats_of(algorithm, rest - f32);
     }
 };
 void set_formats(dsopt_group &group, Formats formats);
@@ -28,14 +31,17 @@ protected:
     void create_scaler();
     void create_optimizer();
     /// Flags and dtypes are mostly those that are valid for the optimizer, and for groups with or without formats.
-    std::vector<dsopt_param> new_params(const OptimizerRecord &o, bool onebit, bool has_formats,
+    /// matrices: mostly valid for Muon.
+    std::vector<dsopt_param> new_params(const OptimizerRecord &o, bool onebit, bool has_formats, bool matrices,
                                         std::vector<dsopt_tensor> &tensors, int count);
     void add_group();
     void add_group_to(OptimizerRecord &o);
     void add_params();
 
 private:
-    std::deque<std::array<int64_t, 2>> dims_; // of parameters; a deque because their addresses must not change
+    static constexpr size_t kMaxDims = 8;
+    std::deque<std::array<int64_t, kMaxDims>> dims_; // a deque because their addresses must not change
+    void cut(dsopt_param &param, const Cut &cut);
 };
 
 } // namespace fuzz

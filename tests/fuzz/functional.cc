@@ -159,24 +159,49 @@ struct Case {
     std::vector<int64_t> sizes;
     std::vector<int32_t> dtypes, param_flags, out_dtypes;
     std::vector<int64_t> offsets;
+    std::vector<Cut> cuts;
+    const dsopt_group &group_of(size_t param) const { return groups[param < second_group ? 0 : 1]; }
+    bool splits() const { return (flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) != 0; }
     bool is_onebit() const { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
     size_t params() const { return sizes.size(); }
 };
 
 /// Clears the flag and the offset of a parameter if they would have no effect.
 void clear_without_effect(Case &c, size_t param) {
-    const dsopt_group &group = c.groups[param < c.second_group ? 0 : 1];
+    const dsopt_group &group = c.group_of(param);
     int32_t &flags = c.param_flags[param];
     if (Formats{group.exp_avg_format, group.exp_avg_sq_format}.are_f32()) flags &= ~DSOPT_PARAM_F32_MOMENTS;
     const bool uses_offset = !(flags & DSOPT_PARAM_F32_MOMENTS) &&
                              (group.exp_avg_format >= DSOPT_MOMENT_BF16_RANDOM || group.exp_avg_sq_format != 0);
+    if (group.algorithm == DSOPT_ALGORITHM_MUON) c.offsets[param] = 0;
     if (!uses_offset && !(c.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)) c.offsets[param] = 0;
+}
+
+/// Cuts the parameters of Muon into matrices. If ranks share them out, all are alike and this is rank 0: it sends no
+/// less than the others, so they send defined values.
+void choose_matrices(Choices &choose, Case &c) {
+    const bool splits =
+        c.algorithm == DSOPT_ALGORITHM_MUON && c.ranks > 1 && !(c.flags & DSOPT_OPTIMIZER_SHARD) && choose.flip();
+    if (splits) {
+        c.flags |= DSOPT_OPTIMIZER_SPLIT_MATRICES;
+        c.rank = 0;
+        for (dsopt_group &group : c.groups)
+            if (group.algorithm == DSOPT_ALGORITHM_MUON) group.ns_dtype = c.groups[0].ns_dtype;
+    }
+    std::optional<Cut> first;
+    c.cuts.resize(c.params());
+    for (size_t i = 0; i < c.params(); ++i) {
+        if (c.group_of(i).algorithm != DSOPT_ALGORITHM_MUON) continue;
+        c.cuts[i] = splits && first ? *first : cut_of(choose);
+        first = c.cuts[i];
+        c.sizes[i] = c.cuts[i].numel;
+    }
 }
 
 /// Chooses only valid cases: rejected arguments are the subject of `calls`.
 Case case_of(Choices &choose) {
     Case c;
-    c.algorithm = choose.of(kAlgorithms);
+    c.algorithm = algorithm_of(choose.byte(), kAlgorithms);
     const bool onebit = c.is_onebit(), has_compat = onebit || c.algorithm <= DSOPT_ALGORITHM_ADAM_LEGACY;
     if (has_compat && choose.rarely(4)) c.compat = DSOPT_COMPAT_DEEPSPEED;
     if (choose.rarely(3)) c.ranks = onebit ? 2 + choose.below(2) : 2;
@@ -226,12 +251,15 @@ Case case_of(Choices &choose) {
     c.groups.resize(1 + size_t(choose.below(2)));
     c.second_group = c.groups.size() == 2 ? size_t(choose.below(params + 1)) : c.params();
     for (dsopt_group &group : c.groups) {
-        must("group_init", dsopt_group_init(&group, sizeof group, c.algorithm));
+        const bool is_beside = c.algorithm == DSOPT_ALGORITHM_MUON && &group != c.groups.data() && choose.flip();
+        must("group_init",
+             dsopt_group_init(&group, sizeof group, is_beside ? int32_t(DSOPT_ALGORITHM_ADAMW) : c.algorithm));
+        if (group.algorithm == DSOPT_ALGORITHM_MUON) choose_iterations(choose, group);
         if (c.algorithm != DSOPT_ALGORITHM_SGD) group.weight_decay = 0.01;
         const uint8_t byte = choose.byte();
         if (byte % 2 != 0) group.lr = 0.05;
         if (may_have_formats && c.masters != DSOPT_MASTERS_FLAT && byte / 2 % 2 != 0) {
-            const Formats formats = formats_of(c.algorithm, byte / 4 % kFormatChoices);
+            const Formats formats = formats_of(group.algorithm, byte / 4 % kFormatChoices);
             group.exp_avg_format = formats.first;
             group.exp_avg_sq_format = formats.second;
             if (c.algorithm == DSOPT_ALGORITHM_SGD && !formats.are_f32()) group.momentum = 0.9;
@@ -246,6 +274,7 @@ Case case_of(Choices &choose) {
         if (c.algorithm == DSOPT_ALGORITHM_ADAGRAD && choose.flip()) group.initial_accumulator_value = 0.1;
         if (!onebit && choose.rarely(4)) group.max_norm = 0.5;
     }
+    choose_matrices(choose, c);
     for (size_t i = 0; i < c.params(); ++i) clear_without_effect(c, i);
     return c;
 }
@@ -279,6 +308,7 @@ struct Side {
             params[i].name = names[i].c_str();
             params[i].flags = c.param_flags[i];
             params[i].offset = c.offsets[i];
+            c.cuts[i].describe(params[i]);
             params[i].tensor = {nullptr, c.sizes[i], c.dtypes[i], 0};
             if (weights != nullptr) params[i].tensor.data = weights->tensor(i).data;
         }
@@ -410,7 +440,7 @@ private:
         owner.grads = Arrays(memory);
         for (const int64_t numel : case_.sizes) {
             const int32_t dtype = choose.of(kDtypes);
-            request.absent.push_back(choose.rarely(8));
+            request.absent.push_back(choose.rarely(8) && !case_.splits()); // without it nothing is sent
             owner.grads.add(dtype, numbers(numel, dtype, choose.rarely(8)));
         }
         request.flags = choose.of(kStepFlags);

@@ -147,12 +147,63 @@ Formats formats_of(int32_t algorithm, int choice) {
     constexpr int32_t squares[] = {DSOPT_MOMENT_F32, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_Q8};
     Formats formats{choice % 5, squares[choice / 5 % 3]};
     if (algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM) return {};
+    if (algorithm == DSOPT_ALGORITHM_MUON) return {choice % 3, DSOPT_MOMENT_F32};
     if (algorithm == DSOPT_ALGORITHM_SGD || algorithm == DSOPT_ALGORITHM_LION) formats.second = DSOPT_MOMENT_F32;
     if (algorithm == DSOPT_ALGORITHM_ADAGRAD) {
         formats.first = DSOPT_MOMENT_F32;
         if (formats.second == DSOPT_MOMENT_Q8) formats.second = DSOPT_MOMENT_BF16_RANDOM;
     }
     return formats;
+}
+
+void Cut::describe(dsopt_param &param) const {
+    param.dims = ndim != 0 ? dims.data() : nullptr;
+    param.ndim = ndim;
+    param.flags |= flags;
+    param.rows = rows;
+    param.cols = cols;
+}
+Cut cut_of(Choices &choose) {
+    constexpr int64_t sides[] = {1, 2, 3, 7, 8, 15, 16, 17, 20, 24}; // products of 16-bit dtypes begin at 16
+    const uint8_t byte = choose.byte();
+    const int64_t count = byte / 4 % 4, rows = choose.of(sides), cols = choose.of(sides);
+    Cut cut;
+    cut.rows = rows;
+    cut.cols = cols;
+    cut.numel = count * rows * cols;
+    switch (byte % 4) {
+    case 0: // one matrix
+        cut.dims = {count == 0 ? 0 : rows, cols};
+        cut.ndim = 2;
+        cut.rows = cut.cols = 0;
+        cut.numel = cut.dims[0] * cols;
+        break;
+    case 1: // a stack
+        cut.dims = {count, rows, cols};
+        cut.ndim = 3;
+        break;
+    case 2: // columns
+        cut.dims = {rows, count * cols};
+        cut.ndim = 2;
+        break;
+    case 3: break; // flat
+    }
+    if (byte / 16 % 4 == 3) cut.flags = DSOPT_PARAM_ROWS_ARE_INPUTS;
+    return cut;
+}
+void choose_iterations(Choices &choose, dsopt_group &group) {
+    constexpr int32_t dtypes[] = {DSOPT_DTYPE_BF16, DSOPT_DTYPE_F16, DSOPT_DTYPE_F32},
+                      flags[] = {DSOPT_GROUP_NESTEROV | DSOPT_GROUP_NO_BIAS_CORRECTION, DSOPT_GROUP_NESTEROV,
+                                 DSOPT_GROUP_NO_BIAS_CORRECTION};
+    const uint8_t fields = choose.byte(), others = choose.byte();
+    group.ns_dtype = dtypes[fields % 3];
+    group.ns_schedule = fields / 3 % 3;
+    group.adjust = fields / 9 % 4;
+    group.flags = flags[others % 3];
+    group.ns_steps = 1 + others / 3 % 8;
+    if (others / 24 % 2 != 0) group.momentum = 0.5;
+    if (others / 48 % 2 != 0) group.ns_a = 2, group.ns_b = -1.5, group.ns_c = 0.5;
+    if (group.ns_schedule != DSOPT_NS_CONSTANT) group.ns_a = group.ns_b = group.ns_c = 0;
 }
 
 int append(void *file, const void *data, size_t bytes) {

@@ -3,6 +3,7 @@
 #pragma once
 #include "support/handles.h"
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -70,6 +71,27 @@ constexpr int kFormatChoices = 15;
 /// Returns one of the kFormatChoices pairs of formats, or the closest one that the algorithm has. SGD must have
 /// momentum.
 Formats formats_of(int32_t algorithm, int choice);
+
+/// Returns an algorithm of the list, or Muon for the last values of a byte: inputs that are older than Muon keep their
+/// meaning.
+constexpr uint8_t kFirstOfMuon = 242;
+template <size_t N> int32_t algorithm_of(uint8_t byte, const int32_t (&list)[N]) {
+    return byte >= kFirstOfMuon ? int32_t(DSOPT_ALGORITHM_MUON) : list[byte % N];
+}
+
+/// The shape of a parameter of Muon, and how it is cut into small matrices. By default a flat parameter of other
+/// algorithms.
+struct Cut {
+    std::array<int64_t, 3> dims{};
+    int32_t ndim = 0, flags = 0;
+    int64_t rows = 0, cols = 0, numel = 0;
+    /// Sets everything except the tensor. The dims are not copied.
+    void describe(dsopt_param &param) const;
+};
+/// Chooses a valid one.
+Cut cut_of(Choices &choose);
+/// Chooses valid values of the fields that only Muon has, of its flags and of its momentum.
+void choose_iterations(Choices &choose, dsopt_group &group);
 
 /// Callbacks of dsopt_io that write to and read from a string.
 int append(void *file, const void *data, size_t bytes);

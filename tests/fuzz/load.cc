@@ -246,7 +246,9 @@ constexpr Conversion kConversions[] = {{20, 21},
                                        {23, 22},
                                        {4, 26},
                                        {26, 4},
-                                       {20, 22, DSOPT_IO_CONVERT | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_SCALER}};
+                                       {20, 22, DSOPT_IO_CONVERT | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_SCALER},
+                                       {30, 31, DSOPT_IO_CONVERT | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_SCALER},
+                                       {33, 30, DSOPT_IO_CONVERT}};
 
 /// Gives files of sharded state the save_id of the first. Each rank has saved alone, and drawn its own.
 void make_one_save(std::vector<File> &files) {

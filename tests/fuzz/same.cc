@@ -20,7 +20,8 @@ using test::Block;
 constexpr int32_t kAlgorithms[] = {
     DSOPT_ALGORITHM_ADAM,          DSOPT_ALGORITHM_ADAMW,       DSOPT_ALGORITHM_LAMB,  DSOPT_ALGORITHM_ADAM_LEGACY,
     DSOPT_ALGORITHM_SGD,           DSOPT_ALGORITHM_ADAGRAD,     DSOPT_ALGORITHM_LION,  DSOPT_ALGORITHM_ONEBIT_ADAM,
-    DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB};
+    DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB,
+    DSOPT_ALGORITHM_MUON};
 // Sizes next to the edges of a vector, a word of bits, a warp, a tile and a leaf. One in four is large, so that there
 // are many cases.
 constexpr int64_t kSmallSizes[] = {0, 1, 2, 7, 8, 9, 15, 17, 31, 32, 33, 64, 100};
@@ -35,6 +36,7 @@ struct ParamCase {
     int32_t flags;
     size_t shift; // offset from an aligned address, in elements
     size_t index; // in the case, also if the list has another order
+    Cut cut = {};
 };
 struct StepCase {
     int32_t flags = 0;
@@ -54,6 +56,10 @@ struct Case {
     size_t second_group = 0; // its first parameter
     std::vector<ParamCase> params;
     std::vector<StepCase> steps;
+    dsopt_group iterations{};                                                     // of Muon
+    bool is_beside = false;                                                       // the second group is of AdamW
+    bool splits() const { return (flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) != 0; } // absent gradients send nothing
+    bool is_muon() const { return algorithm == DSOPT_ALGORITHM_MUON; }
     bool is_onebit() const { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
 };
 
@@ -66,6 +72,22 @@ void choose_formats(Choices &choose, Case &c) {
     for (ParamCase &param : c.params) {
         if (c.masters == DSOPT_MASTERS_REMAINDER && param.dtype == DSOPT_DTYPE_F16) param.dtype = DSOPT_DTYPE_BF16;
         if (!c.formats.are_f32() && choose.rarely(4)) param.flags |= DSOPT_PARAM_F32_MOMENTS;
+    }
+}
+
+/// Chooses the fields of Muon, and cuts its parameters into matrices. If ranks share them out, all are alike: this rank
+/// sends no less than the others, so they send defined values.
+void choose_matrices(Choices &choose, Case &c) {
+    c.compat = DSOPT_COMPAT_NONE;
+    must("group_init", dsopt_group_init(&c.iterations, sizeof c.iterations, c.algorithm));
+    choose_iterations(choose, c.iterations);
+    c.is_beside = choose.flip();
+    const bool splits = (c.flags & DSOPT_OPTIMIZER_SHARD) != 0 && choose.flip();
+    if (splits) c.flags ^= DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SPLIT_MATRICES;
+    for (size_t i = 0; i < c.params.size(); ++i) {
+        if (c.is_beside && i >= c.second_group) continue;
+        c.params[i].cut = splits && i != 0 ? c.params[0].cut : cut_of(choose);
+        c.params[i].numel = c.params[i].cut.numel;
     }
 }
 
@@ -109,6 +131,7 @@ Case case_of(Choices &choose) {
         for (ParamCase &param : c.params) param.dtype = c.params[0].dtype;
     c.second_group = size_t(choose.below(params + 1));
     if (!c.is_onebit() && c.compat == DSOPT_COMPAT_NONE && choose.flip()) choose_formats(choose, c);
+    if (c.is_muon()) choose_matrices(choose, c);
     const int steps = 1 + choose.below(6);
     for (int k = 0; k < steps; ++k) {
         StepCase step;
@@ -119,7 +142,7 @@ Case case_of(Choices &choose) {
         if (!step.lr && choose.rarely(6)) step.hyper = choose.rarely(4) ? choose.of(kPoisons) : 0.05f;
         step.skips = choose.rarely(12);
         step.outs = choose.rarely(3) || (step.flags & (DSOPT_STEP_OUT_ONLY | DSOPT_STEP_DELTA)) != 0;
-        for (int i = 0; i < params; ++i) step.absent.push_back(choose.rarely(8));
+        for (int i = 0; i < params; ++i) step.absent.push_back(choose.rarely(8) && !c.splits());
         if (choose.rarely(6)) step.poisoned = choose.below(params), step.poison = choose.of(kPoisons);
         step.seed = choose.byte();
         c.steps.push_back(step);
@@ -274,6 +297,7 @@ private:
     dsopt_status add_groups() {
         dsopt_group group;
         must("group_init", dsopt_group_init(&group, sizeof group, case_.algorithm));
+        if (case_.is_muon()) group = case_.iterations;
         group.flags |= case_.group_flags;
         group.lr = case_.lr;
         group.weight_decay = case_.decay;
@@ -295,12 +319,20 @@ private:
             dsopt_param param{};
             param.tensor = {weights_.back().data(), p.numel, p.dtype, 0};
             param.flags = p.flags;
+            p.cut.describe(param);
             params.push_back(param);
         }
         for (size_t i = 0; i < params.size(); ++i) params[i].name = names_[i].c_str();
         const size_t first = case_.second_group;
         dsopt_status status =
             counted("add_group", dsopt_optimizer_add_group(optimizer_.get(), &group, params.data(), int64_t(first)));
+        if (case_.is_beside) {
+            dsopt_group other;
+            must("group_init", dsopt_group_init(&other, sizeof other, DSOPT_ALGORITHM_ADAMW));
+            other.exp_avg_format = case_.formats.first;
+            other.max_norm = case_.group_norm;
+            group = other;
+        }
         if (status == DSOPT_OK)
             status = counted("add_group", dsopt_optimizer_add_group(optimizer_.get(), &group, params.data() + first,
                                                                     int64_t(params.size() - first)));
@@ -499,6 +531,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const fuzz::Case other_order = fuzz::reordered(c);
     for (const fuzz::Variant &variant : fuzz::kVariants) {
         if (variant.backend == DSOPT_BACKEND_CUDA && shifts != (variant.shift != 0)) continue;
+        if (variant.backend == DSOPT_BACKEND_CUDA && c.is_muon()) continue; // products have other bits there
         if (variant.reorders && !fuzz::keeps_bits_in_any_order(c)) continue;
         fuzz::compare(c, variant, wanted, fuzz::Training(variant.reorders ? other_order : c, variant).transcript);
     }

@@ -14,9 +14,12 @@ struct Kind {
     bool remainders = false, f32_moments = false;                              // f32_moments: of the first parameter
     bool two_blocks = false;                                                   // the last parameter has two scales
     bool long_list = false;                                                    // of several parts of sharded state
+    int32_t schedule = DSOPT_NS_CONSTANT;                                      // of Muon
 };
 constexpr uint32_t kAverages = DSOPT_OPTIMIZER_AVERAGES;
 constexpr uint32_t kShards = DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE;
+constexpr uint32_t kSplits = DSOPT_OPTIMIZER_SPLIT_MATRICES;
+constexpr uint32_t kOfRanks = kAverages | kShards | kSplits | DSOPT_OPTIMIZER_MOMENTUM_BITS; // with several ranks only
 const Kind kAll[] = {
     {DSOPT_ALGORITHM_ADAMW},
     {.algorithm = DSOPT_ALGORITHM_ADAMW,
@@ -87,11 +90,28 @@ const Kind kAll[] = {
      .ranks = 4,
      .flags = DSOPT_OPTIMIZER_SHARD_NODE | kAverages,
      .node = true},
+    {.algorithm = DSOPT_ALGORITHM_MUON},
+    {.algorithm = DSOPT_ALGORITHM_MUON,
+     .flags = DSOPT_OPTIMIZER_ACCUMULATE,
+     .is_16_bit = true,
+     .scaler = true,
+     .first_format = DSOPT_MOMENT_BF16_RANDOM,
+     .remainders = true,
+     .schedule = DSOPT_NS_POLAR_EXPRESS},
+    {.algorithm = DSOPT_ALGORITHM_MUON, .ranks = 2, .flags = DSOPT_OPTIMIZER_SHARD},
+    {.algorithm = DSOPT_ALGORITHM_MUON,
+     .ranks = 2,
+     .flags = kSplits | kAverages,
+     .is_16_bit = true,
+     .schedule = DSOPT_NS_YOU},
 };
 static_assert(std::size(kAll) == kKinds);
 
 constexpr int64_t kSizes[] = {5, 0, 33, 70}, kTwoBlocks = 300, kLong = 4200;
 constexpr int64_t kDims[] = {3, 11}; // of the third parameter
+/// The first two parameters of Muon: one matrix, and three in a flat parameter.
+constexpr int64_t kMatrix[] = {16, 17}, kRows = 4, kCols = 6;
+constexpr int64_t kMatrixSizes[] = {kMatrix[0] * kMatrix[1], 3 * kRows *kCols};
 const char *const kNames[] = {"w.a", "b\"\u00e9", "w.c", "d"};
 
 /// Shared by all subjects, because detecting the processor's features takes longer than a load.
@@ -101,10 +121,18 @@ const test::Context &context() {
 }
 
 bool is_onebit(int32_t algorithm) { return algorithm >= DSOPT_ALGORITHM_ONEBIT_ADAM; }
+bool is_muon(const Kind &kind) { return kind.algorithm == DSOPT_ALGORITHM_MUON; }
 
-dsopt_group group_of(const Kind &kind) {
+/// The second group of Muon is of AdamW.
+dsopt_group group_of(const Kind &kind, bool second) {
     dsopt_group group;
-    must("group_init", dsopt_group_init(&group, sizeof group, kind.algorithm));
+    must("group_init", dsopt_group_init(&group, sizeof group,
+                                        is_muon(kind) && second ? int32_t(DSOPT_ALGORITHM_ADAMW) : kind.algorithm));
+    if (group.algorithm == DSOPT_ALGORITHM_MUON && kind.schedule != DSOPT_NS_CONSTANT) {
+        group.ns_schedule = kind.schedule;
+        group.ns_a = group.ns_b = group.ns_c = 0;
+        group.flags = DSOPT_GROUP_NESTEROV;
+    }
     group.weight_decay = 0.01;
     group.exp_avg_format = kind.first_format;
     group.exp_avg_sq_format = kind.second_format;
@@ -135,7 +163,7 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     if (ranks == 0) ranks = kind.ranks;
     DSOPT_NEW(dsopt_optimizer_desc, desc);
     desc.compat = kind.compat;
-    desc.flags = int32_t(ranks == 1 ? kind.flags & ~(kAverages | kShards | DSOPT_OPTIMIZER_MOMENTUM_BITS) : kind.flags);
+    desc.flags = int32_t(ranks == 1 ? kind.flags & ~kOfRanks : kind.flags);
     desc.max_norm = kind.clips ? 1 : 0;
     if (kind.remainders) desc.masters = DSOPT_MASTERS_REMAINDER;
     echo_ = kind.node ? Echo{rank / 2, 2} : Echo{rank, ranks};
@@ -153,7 +181,9 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
     optimizer_.reset(optimizer);
     std::vector<dsopt_param> params;
     for (size_t i = 0; i < std::size(kSizes); ++i) {
-        const auto numel = size_t(i != 3            ? kSizes[i]
+        const bool is_matrix = is_muon(kind) && i < std::size(kMatrixSizes);
+        const auto numel = size_t(is_matrix         ? kMatrixSizes[i]
+                                  : i != 3          ? kSizes[i]
                                   : kind.two_blocks ? kTwoBlocks
                                   : kind.long_list  ? kLong
                                                     : kSizes[3]);
@@ -171,15 +201,23 @@ Subject::Subject(int index, int rank, int ranks) : kind_(index) {
         dsopt_param param{};
         param.tensor = {numel != 0 ? weights_[i].data() : nullptr, int64_t(numel), dtype, 0};
         param.name = kNames[i];
+        if (is_matrix && i == 0) param.dims = kMatrix, param.ndim = 2;
+        if (is_matrix && i == 1) {
+            param.rows = kRows;
+            param.cols = kCols;
+            param.flags = DSOPT_PARAM_ROWS_ARE_INPUTS;
+        }
         if (i == 2) param.dims = kDims, param.ndim = 2;
         if (i == 0 && kind.f32_moments) param.flags = DSOPT_PARAM_F32_MOMENTS;
         if (i == 3 && kind.masks) param.flags = DSOPT_PARAM_MASKED;
         params.push_back(param);
         list_.push_back({numel != 0 ? gradients_[i].data() : nullptr, int64_t(numel), DSOPT_DTYPE_F32, 0});
     }
-    const dsopt_group group = group_of(kind);
-    for (size_t first : {0, 2})
+    dsopt_group group = group_of(kind, false);
+    for (size_t first : {0, 2}) {
+        if (first != 0 && is_muon(kind)) group = group_of(kind, true);
         must("add_group", dsopt_optimizer_add_group(optimizer_.get(), &group, &params[first], 2));
+    }
     steps_ = kind.algorithm == DSOPT_ALGORITHM_ZERO_ONE_ADAM ? 5 : 4;
 }
 

@@ -6,7 +6,7 @@
 
 namespace fuzz {
 
-constexpr int kKinds = 30;
+constexpr int kKinds = 34;
 
 class Subject {
 public:

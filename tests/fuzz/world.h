@@ -64,7 +64,7 @@ struct OptimizerRecord {
     Hook *hook = nullptr;
     int32_t flags = 0, compat = 0, masters = 0;
     size_t groups = 0;
-    bool has_formats = false; // in a group
+    bool has_formats = false, has_matrices = false; // in a group
     std::vector<dsopt_tensor> params;
     /// True if it has a parameter that is too large to have memory.
     bool is_large() const {
