@@ -8,7 +8,8 @@ fp32 by torch.mm. Prints a Markdown table: medians of wall time and of CPU time 
 peer, formed within a round. A second table compares the passes over memory, without the iterations, with a step of SGD
 with momentum: the time of a step is linear in the number of iterations, and that of none is extrapolated, for matrices
 of 16 rows, whose products are short.
-Environment: ROUNDS (default 5), OMP_NUM_THREADS.
+Environment: ROUNDS (default 5), MATRICES (number of matrices from the beginning of a list; default all),
+OMP_NUM_THREADS.
 """
 import os
 import statistics
@@ -26,6 +27,7 @@ import dsopt  # noqa: E402
 from lists import matrices  # noqa: E402
 
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
+MATRICES = int(os.environ.get("MATRICES", "0")) or None
 LISTS = ["gpt2-124m"]
 LR, DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -107,7 +109,7 @@ def ratio(times, name, peer, kind):
 
 
 def compare(name):
-    shapes = matrices(name)
+    shapes = matrices(name)[:MATRICES]
     steps = {}
     for peer, make in STEPS.items():
         try:
