@@ -29,8 +29,7 @@ __device__ __forceinline__ bool last_block(StepFlags::Blocks &blocks) {
     return last;
 }
 
-/// Elements of the index-th leaf of a tensor, or of another range that is partitioned into leaves. A leaf outside of the
-/// range, which only another rank has, is empty.
+/// Elements of the index-th leaf of a tensor, or of another range that is partitioned into leaves.
 struct Leaf {
     int64_t begin;
     int n;

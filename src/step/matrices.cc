@@ -15,6 +15,8 @@ void update_matrices(const StepRun &run, StepKernels &kernels) {
     MatrixStepKernels &local = *kernels.matrices();
     const MatrixPlan &plan = *run.plan.matrices;
     const bool split = is_split(run);
+    // Gaps, matrices without a gradient and skipped steps: zeros are sent.
+    if (split) run.context.device().clear(plan.row, size_t(plan.row_bytes), run.plan.execution.stream);
     for (int64_t batch = 0; batch < plan.counts.batches; ++batch) {
         local.run(MatrixPass::form, batch);
         local.run(MatrixPass::orthogonalize, batch);
