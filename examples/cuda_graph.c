@@ -33,7 +33,7 @@ int main(void) {
     check_cuda(cudaMalloc((void **)&on_device, 8 * sizeof(float)));
     check_cuda(cudaMemsetAsync(on_device, 0, 8 * sizeof(float), stream));
     const dsopt_tensor grad = {on_device + 3, 3, DSOPT_DTYPE_F32, 0};
-    const dsopt_param param = {{on_device, 3, DSOPT_DTYPE_F32, 0}, "w", NULL, 0, 0, 0, 0, 0};
+    const dsopt_param param = {{on_device, 3, DSOPT_DTYPE_F32, 0}, "w", NULL, 0, 0, 0, 0, 0, 0, 0};
     check(dsopt_optimizer_create(ctx, NULL, &opt));
     check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
     group.weight_decay = 0; // the default of AdamW is 0.01

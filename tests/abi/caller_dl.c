@@ -15,8 +15,8 @@ static void check(dsopt_status status) {
 int main(int argc, char **argv) {
     float w[3] = {0}, g[3] = {0};
     dsopt_tensor grads[] = {{g, 2, DSOPT_DTYPE_F32, 0}, {g + 2, 1, DSOPT_DTYPE_F32, 0}};
-    dsopt_param params[] = {{{w, 2, DSOPT_DTYPE_F32, 0}, "w", NULL, 0, 0, 0, 0, 0},
-                            {{w + 2, 1, DSOPT_DTYPE_F32, 0}, "b", NULL, 0, 0, 0, 0, 0}};
+    dsopt_param params[] = {{{w, 2, DSOPT_DTYPE_F32, 0}, "w", NULL, 0, 0, 0, 0, 0, 0, 0},
+                            {{w + 2, 1, DSOPT_DTYPE_F32, 0}, "b", NULL, 0, 0, 0, 0, 0, 0, 0}};
     dsopt_context *ctx;
     dsopt_optimizer *opt;
     dsopt_group group;

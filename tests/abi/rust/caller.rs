@@ -28,6 +28,8 @@ struct Param {
     offset: i64,
     expert: i32,
     group: i32,
+    rows: i64,
+    cols: i64,
 }
 
 #[repr(C)]

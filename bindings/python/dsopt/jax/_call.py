@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _abi as abi
-from .._errors import ArgumentError, UnsupportedError
+from .._errors import ArgumentError, Error, UnsupportedError
 from . import _build
 
 DTYPES = {"float32": abi.DSOPT_DTYPE_F32, "float16": abi.DSOPT_DTYPE_F16, "bfloat16": abi.DSOPT_DTYPE_BF16}
@@ -277,7 +277,18 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)  # an optax update can have a recipe for each leaf
 def _layout(recipe: Recipe) -> Layout:
-    """Makes a temporary optimizer, on the CPU and without memory. Raises the errors of the recipe."""
+    """Raises the errors of the recipe."""
+    layout = _layout_on(recipe, abi.DSOPT_BACKEND_CPU)
+    if all(numbers[0] != abi.DSOPT_ALGORITHM_MUON for numbers, _ in recipe.groups):
+        return layout
+    try:  # products of matrices need other workspace on a device
+        return layout._replace(workspace=max(layout.workspace, _layout_on(recipe, abi.DSOPT_BACKEND_CUDA).workspace))
+    except Error:  # without a device
+        return layout
+
+
+def _layout_on(recipe: Recipe, backend: int) -> Layout:
+    """Makes a temporary optimizer without memory."""
     lib, handles = abi.lib, []
 
     def create(function, destroy, *arguments):
@@ -287,7 +298,8 @@ def _layout(recipe: Recipe) -> Layout:
         return handle
 
     try:
-        context = create(lib.dsopt_context_create, lib.dsopt_context_destroy, None)
+        context_desc = abi.dsopt_context_desc(backend=backend)
+        context = create(lib.dsopt_context_create, lib.dsopt_context_destroy, ctypes.byref(context_desc))
         desc = abi.dsopt_optimizer_desc(
             flags=recipe.flags,
             nonfinite=recipe.nonfinite,
