@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     const StepPlan &plan = d.plan;
     for_leaves_by_warp(d, {&plan.control->inspect.distributed}, [&](uint32_t leaf, int32_t tensor) INLINED {
         const TensorJob &job = plan.jobs[tensor];
-        const auto [begin, n] = Leaf(job, leaf);
+        const auto [begin, n] = Leaf(job, leaf); // n <= 0 behind the range
+        if (begin < 0) return;                   // before the range: another rank's leaf
         const bool lead = threadIdx.x % 32 == 0, alone = job.leaves.count() == 1 && !plan.policy.completes;
         if (lead && begin == 0) d.tensor_cell[tensor] = is_inspected(job) ? int32_t(norm_cell(plan.norms, job)) : -1;
         if (!is_inspected(job)) {

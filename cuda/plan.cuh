@@ -36,11 +36,8 @@ struct Leaf {
     __device__ __forceinline__ Leaf(int64_t numel, int64_t index) :
         begin(index * kLeaf),
         n(int(numel - begin < kLeaf ? numel - begin : kLeaf)) {}
-    /// Sharded state with matrices: a leaf may be outside of the job's range, and then has no elements.
     __device__ __forceinline__ Leaf(const TensorJob &job, uint32_t leaf) :
-        Leaf(job.range.numel, leaf - job.first_leaf) {
-        if (begin < 0 || begin >= job.range.numel) n = 0;
-    }
+        Leaf(job.range.numel, leaf - job.first_leaf) {}
 };
 
 /// Calls body(leaf, tensor) for every gridDim.x-th leaf, in a block. The tensor of the next leaf is loaded in advance.

@@ -34,11 +34,9 @@ public:
         d_.plan.jobs = table_->jobs;
         d_.plan.groups = table_->groups;
         fed_ = d_;
-        if (plan.fed != nullptr) {
-            fed_.plan.jobs = table_->fed;
-            fed_.leaves = uint32_t(plan.fed_visited.count);
-            fed_.first_leaf = uint32_t(plan.fed_visited.first);
-        }
+        fed_.leaves = uint32_t(plan.fed_visited.count);
+        fed_.first_leaf = uint32_t(plan.fed_visited.first);
+        if (plan.fed != nullptr) fed_.plan.jobs = table_->fed;
         layout_ = device_workspace.layout;
         if (plan.execution.timing && plan.execution.cache != nullptr && !in_capture) {
             marks_ = &static_cast<Cache *>(plan.execution.cache)->marks;

@@ -150,8 +150,7 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
             if (ahead.leaf[(round + 1) % rounds] < d.leaves && ahead.tensor[(round + 1) % rounds] != tensor)
                 copy_job(ahead.tensor[(round + 1) % rounds]);
         }
-        const Leaf where(s.job, leaf);
-        if (where.n != 0) body(where);
+        body(Leaf(s.job, leaf));
         if (threadIdx.x == 0) ahead.leaf[(round + 3) % rounds] = new_leaf;
         wait_for_copies();
         __syncthreads();

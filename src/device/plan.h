@@ -291,7 +291,9 @@ struct StepPlan {
     double *divisors; // one per group
     NormTable norms;
     LeafResults leaf;
-    LeafInterval visited, fed_visited; // the leaves of the ranges of `jobs` and `fed`
+    /// The leaves of the ranges of `jobs`, without those of matrices in sharded state, which only their own passes visit;
+    /// and the leaves that pass 1 and OneBitPass::feed visit, with leaves of other ranks between them.
+    LeafInterval visited, fed_visited;
     ShardTable shards;
 };
 

@@ -334,7 +334,9 @@ StepPlan make_plan(const Optimizer &optimizer, const StepRequest &request, const
         .norms = {memory.norms, int64_t(groups.size()), 1 + int64_t(request.initial ? 0 : with.experts.size())},
         .leaf = {memory.sums_a, memory.sums_b, memory.bad},
         .visited = optimizer.shards() ? optimizer.parts()->leaves() : LeafInterval{0, shape_of(optimizer).leaves},
-        .fed_visited = feeds ? optimizer.parts()->slice_leaves() : LeafInterval{0, 0},
+        .fed_visited = feeds                ? optimizer.parts()->slice_leaves()
+                       : optimizer.shards() ? optimizer.parts()->inspected_leaves()
+                                            : LeafInterval{0, shape_of(optimizer).leaves},
         .shards = {memory.shards, optimizer.trust_slots(), exchanged}};
 }
 

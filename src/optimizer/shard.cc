@@ -112,7 +112,8 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_g
     for (size_t i = 0; i < params.size(); ++i) {
         const dsopt_group &group = groups[size_t(params[i].group)];
         const Range &range = parts_.emplace_back(part(i, local.rank));
-        add_leaves(leaves_, params[i], range);
+        add_leaves(inspected_leaves_, params[i], range);
+        if (owners_[i] < 0) add_leaves(leaves_, params[i], range);
         if (two_levels) add_leaves(slice_leaves_, params[i], slice(i));
         const bool averages = may_average(desc, group, family, local);
         // 1-bit Adam and LAMB only need the mean of the slice, unless ranks average everything in full steps.

@@ -38,8 +38,10 @@ public:
     const Range &part(size_t param) const { return parts_[param]; }
     /// True if several ranks have parts of a parameter.
     bool is_split(size_t param) const;
-    /// Returns an interval with the leaves of this rank's parts, and with leaves of other ranks if tensors are dealt out.
+    /// Returns an interval with the leaves of this rank's parts, without those of tensors that are dealt out; and one
+    /// with all of them, and leaves of other ranks between them.
     LeafInterval leaves() const { return leaves_; }
+    LeafInterval inspected_leaves() const { return inspected_leaves_; }
     /// Returns the elements of a parameter that are in this rank's slice of its node, and the leaves of the slice.
     Range slice(size_t param) const;
     LeafInterval slice_leaves() const { return slice_leaves_; }
@@ -59,7 +61,7 @@ private:
     const RowLayout layout_;
     std::vector<int64_t> numels_; // of the parameters
     std::vector<Range> parts_;
-    LeafInterval leaves_{0, 0}, slice_leaves_{0, 0};
+    LeafInterval leaves_{0, 0}, inspected_leaves_{0, 0}, slice_leaves_{0, 0};
     std::vector<int64_t> means_;
     int64_t mean_numel_ = 0;
 };

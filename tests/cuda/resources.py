@@ -69,9 +69,11 @@ BUDGET = [
 OTHERS = {(kernel, number): (80, 3) for number in (120, 121)
           for kernel in ("update_kernel", "update_stored_kernel", "update_stored_weights_kernel", "pack_values_kernel",
                          "pack_list_kernel", "reduce_messages_kernel", "pack_slice_kernel",
-                         "feed_kernelILNS.*4FeedE[012]E")}
-# Instructions that spill: the loop counter of the last block, which folds the results of all leaves.
+                         "feed_kernelILNS.*4FeedE[012]E", "form_kernel", "apply_matrices_kernel")}
+# Instructions that spill: the loop counter of the last block, which folds the results of all leaves; in form_kernel a
+# value per tile of a row.
 SPILLS = {("inspect_kernel", number): 2 for number in (120, 121)}
+SPILLS.update({("form_kernel", number): 4 for number in (100, 103, 110)})
 # Kernels that add up values of a leaf, or sums of leaves; for the latter the minimum of loads in flight per lane.
 SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, "norm_kernel": 16,
         "message_scales_kernel": 16, "result_scales_kernel": 16, "onebit_trust_kernel": 16,
