@@ -84,7 +84,7 @@ SUMS = {"inspect_kernel": 16, "update_kernel": 16, "update_weights_kernel": 16, 
         "form_kernel": 0, "inputs_kernelILb1E": 16,
         "onebit_lamb_moments_kernel": 0}
 # Maximum size of kernels with a loop per rule and set of formats, because instructions are fetched from memory, too.
-MOST_INSTRUCTIONS = {"update_kernel": 31000, "update_stored_kernel": 31000, "update_stored_weights_kernel": 12500}
+MOST_INSTRUCTIONS = {"update_kernel": 31000, "update_stored_kernel": 31200, "update_stored_weights_kernel": 12600}
 # Minimum number of ranks whose bits, one byte each, reduce_messages_kernel loads before it waits for any.
 RANKS_AT_ONCE = 4
 REGISTERS = 65536
