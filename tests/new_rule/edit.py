@@ -15,15 +15,14 @@ EDITS = {
     "dsopt.h": [
         ("    DSOPT_ALGORITHM_SIGNED = -1",
          "    DSOPT_ALGORITHM_ADEMAMIX = 100, DSOPT_ALGORITHM_ADEMAMIX_TRUST = 101,\n    DSOPT_ALGORITHM_SIGNED = -1"),
-        ("    int32_t exp_avg_sq_format;\n} dsopt_group;",
-         "    int32_t exp_avg_sq_format;\n    double beta3;\n} dsopt_group;"),
+        ("    int32_t adjust;\n} dsopt_group;", "    int32_t adjust;\n    double beta3;\n} dsopt_group;"),
         ("    DSOPT_KEY_SIGNED = -1", "    DSOPT_KEY_BETA3 = 100,\n    DSOPT_KEY_SIGNED = -1"),
         ("    DSOPT_HYPER_SIGNED = -1", "    DSOPT_HYPER_BETA3 = 8,\n    DSOPT_HYPER_SIGNED = -1"),
     ],
     "rule.h": [
-        ("    lion\n};", "    lion,\n    ademamix,\n    ademamix_trust\n};"),
+        ("    muon_nesterov\n};", "    muon_nesterov,\n    ademamix,\n    ademamix_trust\n};"),
         ("constexpr int kMoments = 2;", "constexpr int kMoments = 3;"),
-        ("    kStepSize = 256,", "    kBeta3 = 512,\n    kStepSize = 256,"),
+        ("    kStepSize = 256,", "    kBeta3 = 2048,\n    kStepSize = 256,"),
         ("dampening, lr_decay;\n", "dampening, lr_decay,\n        beta3;\n"),
         ("inline constexpr GroupField kGroupFields[] = {\n",
          "inline constexpr GroupField kGroupFields[] = {\n"
@@ -38,7 +37,7 @@ EDITS = {
     ],
     "all.h": [
         ("#include \"rules/adam.h\"\n", "#include \"rules/adam.h\"\n#include \"rules/ademamix.h\"\n"),
-        ("kRules[] = {&kAdam,", "kRules[] = {&kAdEmaMix, &kAdEmaMixTrust, &kAdam,"),
+        ("kRules[] = {\n", "kRules[] = {\n    &kAdEmaMix, &kAdEmaMixTrust,\n"),
         ("    case Rule::lion: f(Formula<Lion>{}); return;\n",
          "    case Rule::lion: f(Formula<Lion>{}); return;\n"
          "    case Rule::ademamix: f(Formula<AdEmaMix>{}); return;\n"
