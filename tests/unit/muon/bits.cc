@@ -6,6 +6,8 @@
 
 using namespace test;
 
+LABEL_FILE(long_emulated);
+
 namespace {
 
 /// Sizes at the edges of tiles and leaves, several matrices of one shape, and an empty one.

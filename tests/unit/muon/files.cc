@@ -4,6 +4,8 @@
 
 using namespace test;
 
+LABEL_FILE(long_emulated);
+
 LABEL_FILE(one_thread);
 
 namespace {
