@@ -20,7 +20,8 @@ void train_in_c(Model &model, double max_norm, int steps) {
     group.lr = 0.01;
     group.weight_decay = 0.1;
     std::vector<dsopt_param> params;
-    for (int i = 0; i < 3; ++i) params.push_back({model.weights[std::size_t(i)], kNames[i], nullptr, 0, 0, 0, 0, 0, 0, 0});
+    for (int i = 0; i < 3; ++i)
+        params.push_back({model.weights[std::size_t(i)], kNames[i], nullptr, 0, 0, 0, 0, 0, 0, 0});
     MUST(dsopt_optimizer_add_group(opt, &group, params.data(), 3));
     for (int s = 0; s < steps; ++s) {
         model.next_gradients(std::uint32_t(s));
