@@ -365,11 +365,11 @@ enum dsopt_algorithm {
     DSOPT_ALGORITHM_LION = 10,
     /** Jordan et al. 2024, as in torch.optim.Muon, for matrices: m = mu m + (1 - mu) g; u = (1 - mu) g + mu m with
      * DSOPT_GROUP_NESTEROV, else u = m; O = NS(u / max(|u|, eps)); p = p (1 - lr wd) - lr adjust O. NS is `ns_steps`
-     * Newton-Schulz iterations A = X X^T; X = a X + (b A + c A A) X, which bring all singular values of X close to 1; of
-     * a matrix with more rows than columns they take the transpose. X is fp32; inputs of products are rounded to
+     * Newton-Schulz iterations A = X X^T; X = a X + (b A + c A A) X, which bring all singular values of X close to 1;
+     * of a matrix with more rows than columns they take the transpose. X is fp32; inputs of products are rounded to
      * `ns_dtype`, and sums are fp32. A zero matrix stays zero. With bias correction and NESTEROV,
      * u = mu / (1 - mu^(t+1)) m + (1 - mu) / (1 - mu^t) g, as in optax.
-     * Each parameter is one matrix or is cut into matrices (dsopt_param.rows, cols). Other parameters, such as
+     * Each parameter is one matrix or is partitioned into matrices (dsopt_param.rows, cols). Other parameters, such as
      * embeddings, norms and biases, go into a group of another algorithm, outside the 1-bit family. One NaN that is
      * applied ends a whole matrix, so prefer DSOPT_NONFINITE_SKIP. Standard mode only. docs/muon.md. Since: 0.3 */
     DSOPT_ALGORITHM_MUON = 11,
@@ -426,7 +426,7 @@ enum dsopt_ns {
 enum dsopt_adjust {
     /** sqrt(max(1, r / c)) */
     DSOPT_ADJUST_ORIGINAL = 0,
-    /** 0.2 sqrt(max(r, c)): updates as large as AdamW's (Moonlight), so its learning rate and weight decay can be used. */
+    /** 0.2 sqrt(max(r, c)): updates as large as AdamW's (Moonlight), whose learning rate and decay then fit. */
     DSOPT_ADJUST_MATCH_RMS_ADAMW = 1,
     /** sqrt(r / c) */
     DSOPT_ADJUST_SPECTRAL = 2,
@@ -519,8 +519,8 @@ typedef struct dsopt_group {
     int32_t ns_steps;
     /** Muon: enum dsopt_ns. Since: 0.3 */
     int32_t ns_schedule;
-    /** Muon: dtype of the inputs of products, DSOPT_DTYPE_BF16, _F16 or _F32. Matrices with fewer than 16 rows or columns
-     * use F32. Cannot change later. Since: 0.3 */
+    /** Muon: dtype of the inputs of products, DSOPT_DTYPE_BF16, _F16 or _F32. Matrices with fewer than 16 rows or
+     * columns use F32. Cannot change later. Since: 0.3 */
     int32_t ns_dtype;
     /** Muon: enum dsopt_adjust. Since: 0.3 */
     int32_t adjust;
@@ -568,12 +568,12 @@ typedef struct dsopt_param {
     int32_t expert;
     /** dsopt_optimizer_add_params: index of the parameter's group. dsopt_optimizer_add_group: 0. Since: 0.2 */
     int32_t group;
-    /** Muon: the tensor is cut into matrices of rows x cols, each orthogonalised on its own. Both 0: a tensor with two
-     * dims is one matrix. If cols is the product of the last dims, every `rows` consecutive rows of that length are a
-     * matrix: of a convolution (out, in, height, width) with cols = in height width, a stack (experts, out, in), or fused
-     * queries, keys and values (3 d, d) with rows = cols = d. Otherwise cols must divide the last dim, and a matrix is
-     * `cols` columns of `rows` rows: x W with W of (d, 3 d). A flat parameter needs both. They must divide the tensor
-     * without rest (DSOPT_ERR_SHAPE). Other algorithms: 0. Since: 0.3 */
+    /** Muon: the tensor is partitioned into matrices of rows x cols, each orthogonalised on its own. Both 0: a tensor
+     * with two dims is one matrix. If cols is the product of the last dims, every `rows` consecutive rows of that
+     * length are a matrix: of a convolution (out, in, height, width) with cols = in height width, a stack (experts,
+     * out, in), or fused queries, keys and values (3 d, d) with rows = cols = d. Otherwise cols must divide the last
+     * dim, and a matrix is `cols` columns of `rows` rows: x W with W of (d, 3 d). A flat parameter needs both. They
+     * must divide the tensor without rest (DSOPT_ERR_SHAPE). Other algorithms: 0. Since: 0.3 */
     int64_t rows, cols;
 } dsopt_param;
 
@@ -625,22 +625,22 @@ enum dsopt_optimizer_flags {
     /** Times per phase in the report. */
     DSOPT_OPTIMIZER_TIMING = 16,
     /** The step averages the gradients over the data-parallel ranks itself, into F32 workspace; the caller's gradients
-     * are not changed. With the 1-bit family: if dsopt_optimizer_next_reduction returns FULL. The mean is the sum in the
-     * order of ranks, in fp32, times 1 / ranks; with `node` the ranks of a node are added up first. Gradients are sent
-     * in their own dtype, so an entry without data, which counts as zeros, needs the numel of its parameter and the
-     * dtype that the other ranks send (DSOPT_ERR_SHAPE, _DTYPE); so does the 1-bit family with a node comm, or beside a
-     * group of another algorithm. With one rank these are not checked. Ranks compare the dtypes in the first step, and
-     * with CHECK_RANKS in every step; ranks that change them differently later get wrong averages. Needs `data` or
-     * `node`. */
+     * are not changed. With the 1-bit family: if dsopt_optimizer_next_reduction returns FULL. The mean is the sum in
+     * the order of ranks, in fp32, times 1 / ranks; with `node` the ranks of a node are added up first. Gradients are
+     * sent in their own dtype, so an entry without data, which counts as zeros, needs the numel of its parameter and
+     * the dtype that the other ranks send (DSOPT_ERR_SHAPE, _DTYPE); so does the 1-bit family with a node comm, or
+     * beside a group of another algorithm. With one rank these are not checked. Ranks compare the dtypes in the first
+     * step, and with CHECK_RANKS in every step; ranks that change them differently later get wrong averages. Needs
+     * `data` or `node`. */
     DSOPT_OPTIMIZER_AVERAGES = 32,
     /** Before each step, also of dsopt_optimizer_apply, the data-parallel ranks compare their calls: parameter lists,
      * number of calls, stage of the 1-bit family, which gradients are present (where the caller averages) or their
      * dtypes (where the step averages), and which sums of sharded state the step needs. The values of gradients and the
-     * flags of comms are not compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If the
-     * arguments of one rank are invalid, it returns that status and the others return DSOPT_ERR_MISMATCH. Without this
-     * flag such ranks hang, fail with the comm's status, or diverge. Cost: one all-reduce of 132 bytes per step, two
-     * more with a node comm. Where ranks exchange, average or shard, dsopt_optimizer_step compares lists and options at
-     * the first step after each new group even without it. */
+     * flags of comms are not compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the
+     * comm stays usable. If the arguments of one rank are invalid, it returns that status and the others return
+     * DSOPT_ERR_MISMATCH. Without this flag such ranks hang, fail with the comm's status, or diverge. Cost: one
+     * all-reduce of 132 bytes per step, two more with a node comm. Where ranks exchange, average or shard,
+     * dsopt_optimizer_step compares lists and options at the first step after each new group even without it. */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
     /** 1-bit Adam in standard mode: keep the frozen stage's momentum as the bits of the last exchange, in
      * exp_avg_bits, which saves 8 bytes of memory traffic per element and step. The weights get the same bits. Between
@@ -662,12 +662,12 @@ enum dsopt_optimizer_flags {
      * 1-bit LAMB: weights have the bits of unsharded state with the same `data` and `node`. Not for 0/1 Adam.
      * Since: 0.3 */
     DSOPT_OPTIMIZER_SHARD_NODE = 512,
-    /** Muon: the data-parallel ranks, with `node` the ranks of a node, share out the orthogonalisation of matrices: each
-     * rank runs the iterations of some, and gets the results of the others with one all-gather of 2 bytes per element
-     * (F32 products: 4). Bits do not depend on the number of ranks. Gradients are the same on all ranks, or averaged by
-     * the step (AVERAGES), and absent on all ranks alike. If the exchange fails, moments are of the new step and weights
-     * are not: load a checkpoint. Needs `data` or `node`, and a group of Muon at the first step. Not with SHARD and
-     * SHARD_NODE, which deal out whole tensors. Since: 0.3 */
+    /** Muon: the orthogonalisation of matrices is partitioned among the data-parallel ranks, with `node` among the
+     * ranks of a node: each rank runs the iterations of some, and gets the results of the others with one all-gather of
+     * 2 bytes per element (F32 products: 4). Bits do not depend on the number of ranks. Gradients are the same on all
+     * ranks, or averaged by the step (AVERAGES), and absent on all ranks alike. If the exchange fails, moments are of
+     * the new step and weights are not: load a checkpoint. Needs `data` or `node`, and a group of Muon at the first
+     * step. Not with SHARD and SHARD_NODE, which partition whole tensors. Since: 0.3 */
     DSOPT_OPTIMIZER_SPLIT_MATRICES = 1024,
     DSOPT_OPTIMIZER_SIGNED = -1
 };
@@ -761,10 +761,10 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_retain(dsopt_optimizer *opt, 
  * @param[in] params  copied, names and dims too. Tensor memory is borrowed until the optimizer is destroyed or bound to
  *                    other memory. NULL if count is 0.
  * @param[in] count   number of parameters; 0 is legal.
- * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows;
- * _ALIGNMENT; _OVERLAP: among these parameters or with earlier ones; _UNSUPPORTED: an option that the algorithm does
- * not have; _STATE: the 1-bit family's variance is frozen, and new parameters would have none; or there is sharded
- * state.
+ * @return DSOPT_OK; DSOPT_ERR_ARGUMENT: hyper-parameter, name, dims or flags; _DTYPE; _SHAPE: numel * size overflows,
+ * or rows and cols do not divide the tensor; _MISSING: Muon on CUDA without cuBLASLt on this machine; _ALIGNMENT;
+ * _OVERLAP: among these parameters or with earlier ones; _UNSUPPORTED: an option that the algorithm does not have;
+ * _STATE: the 1-bit family's variance is frozen, and new parameters would have none; or there is sharded state.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_add_group(dsopt_optimizer *opt, const dsopt_group *group,
                                                              const dsopt_param *params, int64_t count);
@@ -970,7 +970,7 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_state(const dsopt_optimizer *
 /**
  * The part of a parameter whose state a rank keeps: elements [begin, begin + numel). It follows from the list, so it is
  * known before the first step and changes when parameters are added. Without DSOPT_OPTIMIZER_SHARD it is the whole
- * parameter on every rank.
+ * parameter on every rank. A tensor of Muon is whole on one rank (of each node, with SHARD_NODE), and empty on others.
  * @param[in]  rank   of the data-parallel ranks: rank in `data` + ranks of `data` * rank in `node`; -1 = this one.
  * @param[out] begin  a multiple of 4096; 0 if there is nothing.
  * @param[out] numel  0: nothing.
@@ -999,8 +999,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_import(dsopt_optimizer *opt, 
                                                           size_t bytes);
 
 /**
- * Copy one entry to host memory as fp32, whatever its format: a moment, or, for "remainder", the master that consists of
- * the parameter and the remainder. F32 entries are copied as by dsopt_optimizer_export. Waits for earlier calls.
+ * Copy one entry to host memory as fp32, whatever its format: a moment, or, for "remainder", the master that consists
+ * of the parameter and the remainder. F32 entries are copied as by dsopt_optimizer_export. Waits for earlier calls.
  * @param[out] host   `count` floats.
  * @param[in]  count  must be numel of the entry.
  * @return DSOPT_OK; DSOPT_ERR_DTYPE: an I32 entry; DSOPT_ERR_SHAPE: wrong `count`; DSOPT_ERR_STATE: a parameter without
@@ -1035,8 +1035,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_bind(dsopt_optimizer *opt, in
                                                         int64_t count);
 
 enum dsopt_reset {
-    /** Copies parameters to masters, after new weights were loaded (the original's refresh_fp32_params). Sets remainders
-     * to 0, which needs no memory of the parameters. */
+    /** Copies parameters to masters, after new weights were loaded (the original's refresh_fp32_params). Sets
+     * remainders to 0, which needs no memory of the parameters. */
     DSOPT_RESET_MASTERS = 1,
     DSOPT_RESET_MOMENTS = 2,
     DSOPT_RESET_COUNTERS = 4,
@@ -1225,8 +1225,9 @@ typedef struct dsopt_step {
  * parameter has no memory, the scaler was detached, or this call cannot be captured; _SKIPS; _MISMATCH: see
  * CHECK_RANKS; _NOMEM; _BACKEND. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED: the comms are unusable, as after any other failure
  * between two collectives, such as DSOPT_ERR_HOOK. Parameters, moments and counters of all groups are unchanged, on
- * every backend, with three exceptions: the local update of 0/1 Adam before a synchronisation; a failure of the model
- * comm between LAMB's two passes, when LAMB's moments and other groups are already updated; and comms made with
+ * every backend, with four exceptions: the all-gather of SPLIT_MATRICES, when moments and other groups are already
+ * updated and the weights of Muon are not; the local update of 0/1 Adam before a synchronisation; a failure of the
+ * model comm between LAMB's two passes, when LAMB's moments and other groups are already updated; and comms made with
  * ENQUEUE. In these cases, and after a failed exchange of the 1-bit family, whose error buffers then hold compensated
  * values that were not sent, load a checkpoint (docs/onebit.md).
  * Thread-safety: one thread per optimizer, per scaler and per comm.
@@ -1435,8 +1436,8 @@ enum dsopt_io_flags {
     DSOPT_IO_NO_MASTERS = 2,
     /** Load: keep the current hyper-parameters, including those of the optimizer and the scaler's rules. */
     DSOPT_IO_NO_HYPER = 4,
-    /** Save and load the parameters as well. With DSOPT_MASTERS_REMAINDER a load of masters writes the parameters, which
-     * are half of each master, with and without this flag. */
+    /** Save and load the parameters as well. With DSOPT_MASTERS_REMAINDER a load of masters writes the parameters,
+     * which are half of each master, with and without this flag. */
     DSOPT_IO_PARAMS = 8,
     /** Load: keep the loss scale and its counters. */
     DSOPT_IO_NO_SCALER = 16,
@@ -1462,8 +1463,8 @@ typedef struct dsopt_io {
     int (*read)(void *user, uint64_t offset, void *data, size_t bytes);
     /** Load: total bytes that `read` can read. */
     uint64_t total;
-    /** Load with another number of ranks, or a checkpoint of sharded state: number of files, one per rank that saved, in
-     * any order. 0 = one file, `path`. */
+    /** Load with another number of ranks, or a checkpoint of sharded state: number of files, one per rank that saved,
+     * in any order. 0 = one file, `path`. */
     int32_t files;
     int32_t reserved2;
     /** With `files`: the paths, or NULL to use `read`. */
@@ -1488,8 +1489,8 @@ typedef struct dsopt_io {
  * @param[in] path  NULL = to `io->write`.
  * @param[in] io    NULL = defaults.
  * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unchanged; DSOPT_ERR_STATE: no groups, a parameter that is
- * to be saved, or has a remainder, has no memory (DSOPT_BIND_PARAMS), or the default stream cannot be used. With sharded
- * state also DSOPT_ERR_MISMATCH: another rank could not save; DSOPT_ERR_COMM, _TIMEOUT, _ABORTED.
+ * to be saved, or has a remainder, has no memory (DSOPT_BIND_PARAMS), or the default stream cannot be used. With
+ * sharded state also DSOPT_ERR_MISMATCH: another rank could not save; DSOPT_ERR_COMM, _TIMEOUT, _ABORTED.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
@@ -1507,8 +1508,8 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
  *
  * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: a checkpoint of another optimizer,
  * files of different saves, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
- * gradients in accumulators), or another rank refuses its files; _STATE: a parameter that is to be loaded, or is part of
- * a master, has no memory; _COMM, _TIMEOUT, _ABORTED, with sharded state. The text names the tensor or field.
+ * gradients in accumulators), or another rank refuses its files; _STATE: a parameter that is to be loaded, or is part
+ * of a master, has no memory; _COMM, _TIMEOUT, _ABORTED, with sharded state. The text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
@@ -1755,9 +1756,10 @@ enum dsopt_comm_flags {
      * Not together with ENQUEUE. Since: 0.2
      */
     DSOPT_COMM_FLAG_SYNCHRONIZE = 2,
-    /** Means of gradients (DSOPT_OPTIMIZER_AVERAGES) are added up by the provider, in its order and in F32, for links on
-     * which an all-to-all is slow. Without it the engine adds in the order of ranks: the same bits with every provider.
-     * For NCCL, HCCL and a TABLE with reduce_scatter. Refused for LOCAL, which adds in the order of ranks. Since: 0.3 */
+    /** Means of gradients (DSOPT_OPTIMIZER_AVERAGES) are added up by the provider, in its order and in F32, for links
+     * on which an all-to-all is slow. Without it the engine adds in the order of ranks: the same bits with every
+     * provider. For NCCL, HCCL and a TABLE with reduce_scatter. Refused for LOCAL, which adds in the order of ranks.
+     * Since: 0.3 */
     DSOPT_COMM_FLAG_PROVIDER_SUMS = 4,
     DSOPT_COMM_FLAG_SIGNED = -1
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices of a step: the tensors of rules with Passes::matrix, cut into matrices, in batches of equal shape.
+// Matrices of a step: the tensors of rules with Passes::matrix, partitioned into matrices, in batches of equal shape.
 #pragma once
 #include "base/sizes.h"
 #include "device/plan.h"
@@ -7,7 +7,7 @@
 
 namespace dsopt {
 
-/// How a tensor is cut into matrices: into bands of `rows` rows, each of which has matrices of `cols` columns side by
+/// How a tensor is partitioned into matrices: into bands of `rows` rows, each of which has matrices of `cols` columns side by
 /// side.
 struct MatrixShape {
     int64_t rows, cols;
@@ -62,7 +62,7 @@ struct MatrixBatch {
 static_assert(sizeof(MatrixBatch) == 24 + 8 + sizeof(NsRecipe) + 8 + 32 && sizeof(NsRecipe) == 72,
               "no padding: tables of these are compared byte by byte");
 
-/// The rank that orthogonalises a matrix, if ranks share them out.
+/// The rank that orthogonalises a matrix, if matrices are partitioned among ranks.
 struct MatrixPlace {
     int64_t offset; // of the result in the rank's row, in bytes
     int64_t rank;
@@ -81,13 +81,13 @@ struct MatrixPlan {
     MatrixBatch *batches;
     MatrixPlace *places; // one per matrix; NULL: this rank orthogonalises all
     MatrixCounts counts;
-    int64_t rank;      // this rank among those that share matrices out
+    int64_t rank;      // this rank among those that matrices are partitioned among
     int64_t row_bytes; // of a rank's results
     char *row, *rows;  // of this rank, and of all ranks
     char *workspace;   // of DeviceKernels::matrix_workspace_bytes(), for one batch
 };
 
-/// Returns the largest workspace of a batch that is not exceeded unless one tensor's smallest part needs more.
+/// Largest workspace of a batch in bytes, unless one tensor's smallest part needs more.
 constexpr int64_t kMatrixWorkspace = int64_t(256) << 20;
 /// Returns about the bytes of workspace of a matrix: X in fp32, its rounded inputs, and two square matrices.
 inline int64_t matrix_bytes(const MatrixShape &shape, Dtype input) {

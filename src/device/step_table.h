@@ -15,7 +15,7 @@ struct StepTable {
     TensorJob *fed = nullptr;         // NULL unless StepShape::feeds_slice
     MatrixJob *matrix_jobs = nullptr; // NULL without matrices, as the next two
     MatrixBatch *matrix_batches = nullptr;
-    MatrixPlace *matrix_places = nullptr; // NULL unless ranks share matrices out
+    MatrixPlace *matrix_places = nullptr; // NULL unless matrices are partitioned among ranks
     size_t bytes;
 
     /// `memory` NULL: only computes `bytes`.

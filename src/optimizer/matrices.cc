@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kMostRows = INT32_MAX; // and columns
 
-/// Returns the distance between rows of `cols` elements in a tensor; 0: it cannot be cut into such rows.
+/// Returns the distance between rows of `cols` elements in a tensor; 0: it has no such rows.
 int64_t row_stride(const dsopt_param &given, int64_t cols) {
     if (given.ndim == 0) return cols;
     int64_t product = 1;
@@ -137,42 +137,37 @@ Matrices::Matrices(const std::vector<Param> &params, const std::vector<dsopt_gro
     counts_.jobs = int64_t(jobs_.size());
     counts_.batches = int64_t(batches_.size());
     counts_.split = ranks > 1;
-    if (counts_.split) deal();
+    if (counts_.split) assign_ranks();
 }
 
-/// Deals matrices to ranks by the cost of an iteration: the most expensive one first, each to the rank with the least
-/// work.
-void Matrices::deal() {
+/// Partitions matrices among ranks by the cost of an iteration. Costs are in the order of the list, not of batches.
+void Matrices::assign_ranks() {
     struct Entry {
-        double cost;
         int64_t param, of_param, matrix;
+        const MatrixBatch *batch;
     };
-    std::vector<Entry> order;
-    std::vector<const MatrixBatch *> batch_of;
+    std::vector<Entry> entries; // in the order of batches
     for (const MatrixBatch &batch : batches_)
         for (int64_t k = batch.first_job; k < batch.first_job + batch.jobs; ++k) {
             const MatrixJob &job = jobs_[size_t(k)];
-            for (int64_t j = 0; j < job.count; ++j) {
-                order.push_back({batch.shape.cost(), job.tensor, job.first + j, batch.first + job.index + j});
-                batch_of.push_back(&batch);
-            }
+            for (int64_t j = 0; j < job.count; ++j)
+                entries.push_back({job.tensor, job.first + j, batch.first + job.index + j, &batch});
         }
-    std::sort(order.begin(), order.end(), [](const Entry &a, const Entry &b) {
-        return std::tie(b.cost, a.param, a.of_param) < std::tie(a.cost, b.param, b.of_param);
+    std::vector<Entry> list = entries;
+    std::sort(list.begin(), list.end(), [](const Entry &a, const Entry &b) {
+        return std::tie(a.param, a.of_param) < std::tie(b.param, b.of_param);
     });
-    places_.resize(order.size());
-    std::vector<double> work(size_t(ranks_), 0.0);
-    for (const Entry &entry : order) {
-        const auto rank = std::min_element(work.begin(), work.end()) - work.begin();
-        work[size_t(rank)] += entry.cost;
-        places_[size_t(entry.matrix)].rank = rank;
-    }
+    std::vector<double> costs;
+    for (const Entry &entry : list) costs.push_back(entry.batch->shape.cost());
+    const std::vector<int> ranks = partition_by_cost(costs, ranks_);
+    places_.resize(list.size());
+    for (size_t k = 0; k < list.size(); ++k) places_[size_t(list[k].matrix)].rank = ranks[k];
     std::vector<int64_t> bytes(size_t(ranks_), 0);
-    for (size_t i = 0; i < places_.size(); ++i) { // in the order of batches
-        const MatrixBatch &batch = *batch_of[i];
-        int64_t &end = bytes[size_t(places_[i].rank)];
-        places_[i].offset = end;
-        end += round_up(batch.shape.numel() * int64_t(dtype_size(batch.recipe.input)), int64_t(16));
+    for (const Entry &entry : entries) {
+        MatrixPlace &place = places_[size_t(entry.matrix)];
+        int64_t &end = bytes[size_t(place.rank)];
+        place.offset = end;
+        end += round_up(entry.batch->shape.numel() * int64_t(dtype_size(entry.batch->recipe.input)), int64_t(16));
     }
     row_bytes_ = round_up(*std::max_element(bytes.begin(), bytes.end()), int64_t(kCacheLine));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrices of a list of parameters: how tensors are cut, the batches of a step, and which rank orthogonalises which
+// Matrices of a list of parameters: how tensors are partitioned, the batches of a step, and which rank orthogonalises which
 // matrix.
 #pragma once
 #include "device/step_table.h"
@@ -9,7 +9,7 @@
 
 namespace dsopt {
 
-/// Returns how a parameter is cut into matrices. `given.dims` were checked. Throws ARGUMENT, SHAPE or UNSUPPORTED.
+/// Returns how a parameter is partitioned into matrices. `given.dims` were checked. Throws ARGUMENT, SHAPE or UNSUPPORTED.
 MatrixShape matrix_shape_of(const dsopt_param &given, const Param &param, const dsopt_group &rules);
 /// Returns the text of a shape's rows and columns for messages and files.
 std::string to_text(const MatrixShape &shape);
@@ -19,7 +19,7 @@ std::string to_text(const MatrixShape &shape);
 class Matrices {
 public:
     /// `parts`: of sharded state, else NULL; a rank has the matrices of its own tensors. `ranks`, `rank`: of those that
-    /// share matrices out, 1 and 0 if each rank orthogonalises all.
+    /// matrices are partitioned among, 1 and 0 if each rank orthogonalises all.
     Matrices(const std::vector<Param> &params, const std::vector<dsopt_group> &groups, const RankParts *parts,
              int ranks, int rank);
     const MatrixCounts &counts() const { return counts_; }
@@ -30,7 +30,7 @@ public:
     MatrixPlan plan(const std::vector<dsopt_group> &groups, const StepTable &table, bool reused) const;
 
 private:
-    void deal();
+    void assign_ranks();
 
     const int ranks_, rank_;
     std::vector<MatrixJob> jobs_;

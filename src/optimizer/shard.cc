@@ -2,6 +2,7 @@
 #include "optimizer/shard.h"
 #include "optimizer/optimizer.h"
 #include "rules/group.h"
+#include <numeric>
 
 namespace dsopt {
 namespace {
@@ -15,32 +16,28 @@ int64_t largest_element(const std::vector<Param> &params, bool means) {
     for (const Param &param : params) size = std::max(size, int64_t(dtype_size(param.dtype)));
     return size;
 }
-/// Deals tensors of matrices to owners by the cost of their iterations: the most expensive one first, each to the owner
-/// with the least work.
-std::vector<int> deal(const std::vector<Param> &params, bool shards, int count) {
-    std::vector<int> owners(params.size(), -1);
-    std::vector<size_t> order;
-    for (size_t i = 0; i < params.size() && shards; ++i)
-        if (params[i].matrix.rows != 0 && params[i].numel != 0) order.push_back(i);
-    const auto cost = [&](size_t i) {
-        return params[i].matrix.cost() * double(params[i].numel / params[i].matrix.numel());
-    };
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return cost(a) > cost(b); });
-    std::vector<double> work(size_t(count), 0.0);
-    for (const size_t i : order) {
-        const auto least = std::min_element(work.begin(), work.end());
-        owners[i] = int(least - work.begin());
-        *least += cost(i);
+/// Returns the owner of each tensor of matrices; -1: the parameter is in the list's vector.
+std::vector<int> owners_of(const std::vector<Param> &params, bool shards, int count) {
+    std::vector<size_t> whole;
+    std::vector<double> costs;
+    for (size_t i = 0; i < params.size() && shards; ++i) {
+        const MatrixShape &shape = params[i].matrix;
+        if (shape.rows == 0 || params[i].numel == 0) continue;
+        whole.push_back(i);
+        costs.push_back(shape.cost() * double(params[i].numel / shape.numel()));
     }
+    const std::vector<int> assigned = partition_by_cost(costs, count);
+    std::vector<int> owners(params.size(), -1);
+    for (size_t k = 0; k < whole.size(); ++k) owners[whole[k]] = assigned[k];
     return owners;
 }
-/// Returns the vector of the tensors of one owner; -1: of those that are not dealt out.
+/// Returns the vector of the tensors of one owner; -1: of those that no owner has as a whole.
 ListVector vector_of(const std::vector<Param> &params, const std::vector<int> &owners, int owner) {
     std::vector<int64_t> numels;
     for (size_t i = 0; i < params.size(); ++i) numels.push_back(owners[i] == owner ? params[i].numel : 0);
     return ListVector(numels);
 }
-std::vector<ListVector> dealt_vectors(const std::vector<Param> &params, const std::vector<int> &owners, int count) {
+std::vector<ListVector> owned_vectors(const std::vector<Param> &params, const std::vector<int> &owners, int count) {
     std::vector<ListVector> vectors;
     if (std::all_of(owners.begin(), owners.end(), [](int owner) { return owner < 0; })) return vectors;
     for (int owner = 0; owner < count; ++owner) vectors.push_back(vector_of(params, owners, owner));
@@ -52,6 +49,20 @@ bool has_family(const std::vector<dsopt_group> &groups) {
 }
 
 } // namespace
+
+std::vector<int> partition_by_cost(const std::vector<double> &costs, int count) {
+    std::vector<size_t> order(costs.size());
+    std::iota(order.begin(), order.end(), size_t(0));
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return costs[a] > costs[b]; });
+    std::vector<double> work(size_t(count), 0.0);
+    std::vector<int> owners(costs.size());
+    for (const size_t i : order) {
+        const auto least = std::min_element(work.begin(), work.end());
+        owners[i] = int(least - work.begin());
+        *least += costs[i];
+    }
+    return owners;
+}
 
 ListVector vector_of(const std::vector<Param> &params) {
     std::vector<int64_t> numels;
@@ -97,8 +108,8 @@ RankParts::RankParts(const std::vector<Param> &params, const std::vector<dsopt_g
                      const dsopt_optimizer_desc &desc, const DataRank &local, bool on_host) :
     local_(local),
     sharding_(effective_sharding(desc, local)),
-    owners_(deal(params, sharding_ != Sharding::none, owners())),
-    layout_(vector_of(params, owners_, -1), dealt_vectors(params, owners_, owners()), local.ranks,
+    owners_(owners_of(params, sharding_ != Sharding::none, owners())),
+    layout_(vector_of(params, owners_, -1), owned_vectors(params, owners_, owners()), local.ranks,
             largest_element(params, (desc.flags & DSOPT_OPTIMIZER_AVERAGES) || has_family(groups)),
             on_host ? kHostStaging : kDeviceStaging) {
     const bool family = has_family(groups), two_levels = family && local.node_ranks > 1;

@@ -17,7 +17,10 @@ constexpr Sharding sharding_of(const dsopt_optimizer_desc &desc) {
 /// Returns the same for an optimizer of these ranks: a single rank, or one in a node of one rank, has everything.
 Sharding effective_sharding(const dsopt_optimizer_desc &desc, const DataRank &local);
 constexpr bool is_sharded(const dsopt_optimizer_desc &desc) { return sharding_of(desc) != Sharding::none; }
-/// Returns the vector of a list of parameters, none of which is dealt out.
+/// Assigns items to `count` owners: the most expensive item first, each to the owner with the lowest sum of costs; of
+/// equal ones, the first. Returns the owner of each item.
+std::vector<int> partition_by_cost(const std::vector<double> &costs, int count);
+/// Returns the vector of a list of parameters, none of which is whole on one rank.
 ListVector vector_of(const std::vector<Param> &params);
 /// Throws UNSUPPORTED for options that cannot be combined with sharded state. `has_data`, `has_node`: there are comms.
 void check_shard(const dsopt_optimizer_desc &desc, bool has_data, bool has_node);
@@ -26,7 +29,7 @@ void check_shard_algorithm(const dsopt_optimizer_desc &desc, int32_t algorithm);
 
 /// This rank's parts of the parameters, and the rows in which ranks exchange parts. They follow from the list and the
 /// ranks. A part is one interval of the list's vector. Without sharded state every part is the whole parameter, and the
-/// rows are for means of gradients. Tensors of matrices are dealt out whole: their vector has no place for them.
+/// rows are for means of gradients. Tensors of matrices are whole on one rank, and have no place in the vector.
 class RankParts {
 public:
     RankParts(const std::vector<Param> &params, const std::vector<dsopt_group> &groups,
@@ -38,7 +41,7 @@ public:
     const Range &part(size_t param) const { return parts_[param]; }
     /// True if several ranks have parts of a parameter.
     bool is_split(size_t param) const;
-    /// Returns an interval with the leaves of this rank's parts, without those of tensors that are dealt out; and one
+    /// Returns an interval with the leaves of this rank's parts, without those of whole tensors of matrices; and one
     /// with all of them, and leaves of other ranks between them.
     LeafInterval leaves() const { return leaves_; }
     LeafInterval inspected_leaves() const { return inspected_leaves_; }
@@ -51,7 +54,7 @@ public:
     int64_t mean_numel() const { return mean_numel_; }
 
 private:
-    /// Returns the number of owners that tensors are dealt to, and of consecutive ranks of each.
+    /// Returns the number of owners of whole tensors, and of consecutive ranks of each.
     int owners() const { return sharding_ == Sharding::in_node ? local_.node_ranks : local_.ranks; }
     int ranks_of_owner() const { return sharding_ == Sharding::in_node ? local_.nodes() : 1; }
 

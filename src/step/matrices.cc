@@ -6,7 +6,7 @@ namespace {
 
 bool is_split(const StepRun &run) { return run.plan.matrices != nullptr && run.plan.matrices->places != nullptr; }
 
-/// Returns the ranks that share matrices out: those of a node, so that nothing is sent between nodes.
+/// Returns the ranks that matrices are partitioned among: those of a node, so that nothing is sent between nodes.
 Comm &sharing_comm(const StepRun &run) { return run.comms.node != nullptr ? *run.comms.node : *run.comms.data; }
 
 } // namespace

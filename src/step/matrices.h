@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over matrices, and the exchange of their results between ranks that share them out.
+// Passes over matrices, and the exchange of their results between ranks that matrices are partitioned among.
 #pragma once
 #include "step/drive.h"
 

@@ -14,11 +14,11 @@ namespace dsopt {
 /// kCacheLine bytes. Every row of a stripe has the length of the longest one, and gaps are zeros. Stripes bound the
 /// memory for rows, whatever the list.
 ///
-/// Tensors that are dealt out whole have no place in the list's vector. Those of one owner are a vector of their own,
+/// Tensors that one rank has as a whole have no place in the list's vector. Those of one owner are a vector of their own,
 /// with one chunk per rank of the owner, and their stripes follow those of the list.
 class RowLayout {
 public:
-    /// `dealt`: a vector per owner, in which other tensors have no elements; empty: nothing is dealt out. `capacity`:
+    /// `dealt`: a vector per owner, in which other tensors have no elements; empty: there are no such tensors. `capacity`:
     /// bytes of one row of every rank, unless a stripe of one block needs more. `element`: bytes of the largest element.
     RowLayout(ListVector vector, std::vector<ListVector> dealt, int ranks, int64_t element, int64_t capacity);
     int ranks() const { return partition_.ranks; }

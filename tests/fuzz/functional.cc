@@ -177,7 +177,7 @@ void clear_without_effect(Case &c, size_t param) {
     if (!uses_offset && !(c.flags & DSOPT_OPTIMIZER_STOCHASTIC_ROUNDING)) c.offsets[param] = 0;
 }
 
-/// Cuts the parameters of Muon into matrices. If ranks share them out, all are alike and this is rank 0: it sends no
+/// Partitions parameters of Muon into matrices. If ranks partition those, all are alike and this is rank 0: it sends no
 /// less than the others, so they send defined values.
 void choose_matrices(Choices &choose, Case &c) {
     const bool splits =

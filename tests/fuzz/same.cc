@@ -75,7 +75,7 @@ void choose_formats(Choices &choose, Case &c) {
     }
 }
 
-/// Chooses the fields of Muon, and cuts its parameters into matrices. If ranks share them out, all are alike: this rank
+/// Chooses the fields of Muon, and partitions its parameters into matrices. If ranks partition those, all are alike: this rank
 /// sends no less than the others, so they send defined values.
 void choose_matrices(Choices &choose, Case &c) {
     c.compat = DSOPT_COMPAT_NONE;

@@ -52,7 +52,7 @@ model is kept.
     and a matrix is `rows` rows of `cols` columns: `(d, d)` for queries, keys and values in one array of size `(3d, d)`.
   * `rows_are_inputs(name, array)`, of the arrays of [`Muon`](@ref): true if `adjust` must take columns for outputs, as
     for convolutions. By default a matrix is used as `W * x`.
-  * `split_matrices = true`: the ranks of `data`, with `node` those of a node, share out the work of [`Muon`](@ref).
+  * `split_matrices = true`: the ranks of `data`, with `node` those of a node, partition the matrices of [`Muon`](@ref).
   * `nonfinite`: policy for Inf and NaN in gradients: `:auto`, `:skip` or `:apply`.
 """
 function setup(rule::Rule, model; groups = Pair[], context::Union{Context,Nothing} = nothing,

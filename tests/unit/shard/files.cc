@@ -112,7 +112,7 @@ TEST_P(ShardFiles, HaveParametersForAnyNumberOfRanks) {
     }
 }
 
-// Tensors of Muon are dealt out whole.
+// Tensors of Muon are whole on one rank.
 LABEL(long_emulated);
 TEST_P(ShardFiles, HaveWholeMatricesForAnyNumberOfRanks) {
     dsopt_group muon;

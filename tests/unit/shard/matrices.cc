@@ -112,7 +112,7 @@ TEST(MatricesOfRanks, ApplyWithTheBitsOfSteps) {
         });
 }
 
-// Tensors of matrices have one owner: the cost of their iterations is dealt out evenly.
+// Tensors of matrices have one owner: the cost of their iterations is partitioned evenly.
 TEST(MatricesOfRanks, AreDealtOutWhole) {
     with_ranks(3, [](int rank, const Context &context, const Comm &comm) {
         dsopt_optimizer_desc desc = optimizer_desc(0, DSOPT_OPTIMIZER_SHARD);

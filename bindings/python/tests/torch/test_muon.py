@@ -542,7 +542,7 @@ class OneRank(Compared):
 
 # ------------------------------------------------------------------------------------------------------- several ranks
 def same_bits(rank):
-    """Ranks that share out matrices or state, with averaged gradients, have the bits of one rank."""
+    """Ranks that partition matrices or state, with averaged gradients, have the bits of one rank."""
     shapes = (16, 8), (24, 8), (8, 30), (3, 3), (8,)
     for options in ({"split_matrices": True}, {"average": True, "split_matrices": True}, {"shard": True},
                     {"shard": True, "average": True}):
