@@ -35,7 +35,7 @@ Times measure(dsopt_context *ctx, int32_t algorithm, const List &params, const L
     check(dsopt_group_init(&group, sizeof group, algorithm));
     if (algorithm == DSOPT_ALGORITHM_ONEBIT_ADAM) group.freeze_step = 1;
     std::vector<dsopt_param> list;
-    for (const dsopt_tensor &tensor : params.tensors) list.push_back({tensor, nullptr, nullptr, 0, 0, 0, 0, 0});
+    for (const dsopt_tensor &tensor : params.tensors) list.emplace_back().tensor = tensor;
     check(dsopt_optimizer_add_group(opt, &group, list.data(), int64_t(list.size())));
     DSOPT_NEW(dsopt_step, step);
     step.grads = grads.tensors.data();

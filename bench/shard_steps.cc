@@ -84,8 +84,7 @@ Measured measure(const std::vector<int64_t> &sizes, int ranks, int rounds) {
             dsopt_group group;
             check(dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW));
             std::vector<dsopt_param> params;
-            for (const dsopt_tensor &tensor : weights.tensors)
-                params.push_back({tensor, nullptr, nullptr, 0, 0, 0, 0, 0});
+            for (const dsopt_tensor &tensor : weights.tensors) params.emplace_back().tensor = tensor;
             check(dsopt_optimizer_add_group(optimizers[kind], &group, params.data(), int64_t(params.size())));
         }
         for (int round = -2; round < rounds; ++round) // the first steps allocate
