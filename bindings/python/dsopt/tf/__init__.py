@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keras' Adam and AdamW with dsopt, for TensorFlow. See README.md in this folder."""
+"""Keras' Adam, AdamW and Muon with dsopt, for TensorFlow. See README.md in this folder."""
+from ._muon import Muon
 from ._optimizer import Adam, AdamW
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "Muon"]

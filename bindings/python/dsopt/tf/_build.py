@@ -36,7 +36,7 @@ def op_path() -> str:
 
 @functools.lru_cache(maxsize=None)
 def ops() -> Any:
-    """Returns the module of TensorFlow with the op `dsopt_adam`, loaded once per process."""
+    """Returns the module of TensorFlow with the op `dsopt_step`, loaded once per process."""
     path = op_path()
     try:
         module = tf.load_op_library(path)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The op of dsopt.tf: one step of Adam or AdamW as in Keras, in place on resource variables. It is compiled against the
-// installed TensorFlow (_build.py) and opens libdsopt at run time.
+// The op of dsopt.tf: one step in place on resource variables. It is compiled against the installed TensorFlow
+// (_build.py) and opens libdsopt at run time.
 #include "dsopt_dl.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/device.h"
@@ -66,11 +66,50 @@ DataType type_of(int32_t dtype) {
     return DT_FLOAT;
 }
 
-absl::Status moment_of(const std::string &name, int32_t &format) {
-    const char *const names[] = {"f32", "bf16", "bf16_random", "e4m3", "q8"}; // enum dsopt_moment
-    const auto found = std::find(std::begin(names), std::end(names), name);
-    if (found == std::end(names)) return absl::InvalidArgumentError(absl::StrCat("'", name, "' is no format"));
-    format = int32_t(found - std::begin(names));
+/// Sets a field of a group that is a number.
+absl::Status set_field(absl::string_view name, absl::string_view text, dsopt_group &group) {
+    static constexpr std::pair<const char *, double dsopt_group::*> kNumbers[] = {
+        {"beta1", &dsopt_group::beta1},       {"beta2", &dsopt_group::beta2},
+        {"eps", &dsopt_group::eps},           {"weight_decay", &dsopt_group::weight_decay},
+        {"momentum", &dsopt_group::momentum}, {"ns_a", &dsopt_group::ns_a},
+        {"ns_b", &dsopt_group::ns_b},         {"ns_c", &dsopt_group::ns_c},
+    };
+    static constexpr std::pair<const char *, int32_t dsopt_group::*> kIntegers[] = {
+        {"algorithm", &dsopt_group::algorithm},
+        {"flags", &dsopt_group::flags},
+        {"exp_avg_format", &dsopt_group::exp_avg_format},
+        {"exp_avg_sq_format", &dsopt_group::exp_avg_sq_format},
+        {"ns_steps", &dsopt_group::ns_steps},
+        {"ns_schedule", &dsopt_group::ns_schedule},
+        {"ns_dtype", &dsopt_group::ns_dtype},
+        {"adjust", &dsopt_group::adjust},
+    };
+    for (const auto &[known, field] : kNumbers)
+        if (name == known) {
+            if (absl::SimpleAtod(text, &(group.*field))) return absl::OkStatus();
+            return absl::InvalidArgumentError(absl::StrCat(name, " is '", text, "', which is no number"));
+        }
+    for (const auto &[known, field] : kIntegers)
+        if (name == known) {
+            if (absl::SimpleAtoi(text, &(group.*field))) return absl::OkStatus();
+            return absl::InvalidArgumentError(absl::StrCat(name, " is '", text, "', which is no integer"));
+        }
+    return absl::InvalidArgumentError(absl::StrCat("'", name, "' is no field of a group"));
+}
+
+/// Reads groups from words such as "beta1=0.9". A group begins with its algorithm, whose defaults the others replace.
+absl::Status read_groups(const std::vector<std::string> &words, std::vector<dsopt_group> &groups) {
+    for (const std::string &word : words) {
+        const size_t end = std::min(word.find('='), word.size());
+        const std::string name = word.substr(0, end), value = word.substr(std::min(end + 1, word.size()));
+        const bool begins = name == "algorithm";
+        if (begins) groups.emplace_back();
+        if (groups.empty()) return absl::InvalidArgumentError("the first field of a group must be its algorithm");
+        TF_RETURN_IF_ERROR(set_field(name, value, groups.back()));
+        if (begins)
+            TF_RETURN_IF_ERROR(
+                check(dl.dsopt_group_init(&groups.back(), sizeof groups.back(), groups.back().algorithm)));
+    }
     return absl::OkStatus();
 }
 
@@ -116,9 +155,9 @@ struct DestroyOptimizer {
 };
 
 /// Attributes describe the optimizer, which is created with the kernel; the variables are inputs of each call.
-class DsoptAdam : public OpKernel {
+class DsoptStep : public OpKernel {
 public:
-    explicit DsoptAdam(OpKernelConstruction *ctx) : OpKernel(ctx) {
+    explicit DsoptStep(OpKernelConstruction *ctx) : OpKernel(ctx) {
         OP_REQUIRES(ctx, dl.library != nullptr,
                     absl::FailedPreconditionError("libdsopt is not loaded: import dsopt.tf"));
         const auto *const accelerator = ctx->device()->tensorflow_accelerator_device_info();
@@ -147,7 +186,7 @@ public:
         OP_REQUIRES_OK(ctx, ctx->input("steps", &steps));
         OP_REQUIRES_OK(ctx, ctx->input("lr", &lr));
         OP_REQUIRES_OK(ctx, check_shape(*steps, TensorShape({count()}), "steps"));
-        OP_REQUIRES_OK(ctx, check_shape(*lr, TensorShape({kGroups}), "lr"));
+        OP_REQUIRES_OK(ctx, check_shape(*lr, TensorShape({groups_}), "lr"));
         for (const Tensor &scale : scales) OP_REQUIRES_OK(ctx, check_shape(scale, TensorShape({}), "grad_scale"));
 
         std::vector<core::RefCountPtr<Var>> variables(entries_.size());
@@ -210,8 +249,6 @@ public:
     }
 
 private:
-    static constexpr int kGroups = 2; // without and with decay
-
     /// A variable among the inputs, as the attributes describe it.
     struct Entry {
         const char *what; // in error texts
@@ -240,23 +277,13 @@ private:
         TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_create(context_.get(), &desc, &optimizer)));
         optimizer_.reset(optimizer);
 
-        dsopt_group group;
-        TF_RETURN_IF_ERROR(check(dl.dsopt_group_init(&group, sizeof group, DSOPT_ALGORITHM_ADAMW)));
-        group.flags = DSOPT_GROUP_EPS_UNCORRECTED;
-        double weight_decay = 0;
-        TF_RETURN_IF_ERROR(read(ctx, "beta_1", group.beta1));
-        TF_RETURN_IF_ERROR(read(ctx, "beta_2", group.beta2));
-        TF_RETURN_IF_ERROR(read(ctx, "epsilon", group.eps));
-        TF_RETURN_IF_ERROR(read(ctx, "weight_decay", weight_decay));
-        std::string first, second;
-        TF_RETURN_IF_ERROR(ctx->GetAttr("exp_avg_format", &first));
-        TF_RETURN_IF_ERROR(ctx->GetAttr("exp_avg_sq_format", &second));
-        TF_RETURN_IF_ERROR(moment_of(first, group.exp_avg_format));
-        TF_RETURN_IF_ERROR(moment_of(second, group.exp_avg_sq_format));
-        for (int i = 0; i < kGroups; ++i) {
-            group.weight_decay = i == 0 ? 0 : weight_decay;
+        std::vector<std::string> fields;
+        std::vector<dsopt_group> groups;
+        TF_RETURN_IF_ERROR(ctx->GetAttr("fields", &fields));
+        TF_RETURN_IF_ERROR(read_groups(fields, groups));
+        groups_ = int64_t(groups.size());
+        for (const dsopt_group &group : groups)
             TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_add_group(optimizer_.get(), &group, nullptr, 0)));
-        }
         return absl::OkStatus();
     }
 
@@ -269,14 +296,18 @@ private:
     }
 
     absl::Status add_params(OpKernelConstruction *ctx) {
-        std::vector<bool> decays, f32_moments;
+        std::vector<int32> groups;
+        std::vector<int64_t> blocks;
+        std::vector<bool> f32_moments, rows_are_inputs;
         DataTypeVector types;
         std::vector<PartialTensorShape> shapes;
         TF_RETURN_IF_ERROR(ctx->GetAttr("names", &names_));
         TF_RETURN_IF_ERROR(ctx->GetAttr("dtypes", &types));
         TF_RETURN_IF_ERROR(ctx->GetAttr("shapes", &shapes));
-        TF_RETURN_IF_ERROR(ctx->GetAttr("decays", &decays));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("group_of", &groups));
         TF_RETURN_IF_ERROR(ctx->GetAttr("f32_moments", &f32_moments));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("blocks", &blocks));
+        TF_RETURN_IF_ERROR(ctx->GetAttr("rows_are_inputs", &rows_are_inputs));
         int inputs = 0;
         TF_RETURN_IF_ERROR(ctx->GetAttr("n", &inputs));
         DataTypeVector gradients;
@@ -288,13 +319,18 @@ private:
         for (const auto &[name, size] : {std::pair("names", names_.size()),
                                          {"dtypes", types.size()},
                                          {"shapes", shapes.size()},
-                                         {"decays", decays.size()},
+                                         {"group_of", groups.size()},
                                          {"f32_moments", f32_moments.size()},
+                                         {"rows_are_inputs", rows_are_inputs.size()},
                                          {"grads", gradients.size()}})
             if (size != size_t(inputs))
                 return absl::InvalidArgumentError(
                     absl::StrCat(name, " has ", size, " elements, must have ", inputs, ", one per variable"));
+        if (blocks.size() != 2 * names_.size())
+            return absl::InvalidArgumentError(
+                absl::StrCat("blocks has ", blocks.size(), " elements, must have ", 2 * inputs, ", two per variable"));
         std::vector<dsopt_param> params(names_.size());
+        std::vector<std::vector<int64_t>> dims(names_.size());
         for (size_t i = 0; i < params.size(); ++i) {
             if (!shapes[i].IsFullyDefined())
                 return absl::InvalidArgumentError(absl::StrCat("shapes: variable '", names_[i], "' has shape ",
@@ -302,8 +338,14 @@ private:
             entries_.push_back({"variable", i, dtype_of(types[i]), types[i], shapes[i]});
             params[i].tensor = {nullptr, shapes[i].num_elements(), entries_[i].dtype, 0};
             params[i].name = names_[i].c_str();
-            params[i].group = decays[i] ? 1 : 0;
-            params[i].flags = f32_moments[i] ? DSOPT_PARAM_F32_MOMENTS : 0;
+            for (int k = 0; k < shapes[i].dims(); ++k) dims[i].push_back(shapes[i].dim_size(k));
+            params[i].dims = dims[i].data();
+            params[i].ndim = int32_t(dims[i].size());
+            params[i].group = groups[i];
+            params[i].flags =
+                (f32_moments[i] ? DSOPT_PARAM_F32_MOMENTS : 0) | (rows_are_inputs[i] ? DSOPT_PARAM_ROWS_ARE_INPUTS : 0);
+            params[i].rows = blocks[2 * i];
+            params[i].cols = blocks[2 * i + 1];
         }
         return check(dl.dsopt_optimizer_add_params(optimizer_.get(), params.data(), int64_t(params.size())));
     }
@@ -314,7 +356,8 @@ private:
                                                                           {"exp_avg", "momentum of"},
                                                                           {"exp_avg_scale", "momentum_scale of"},
                                                                           {"exp_avg_sq", "velocity of"},
-                                                                          {"exp_avg_sq_scale", "velocity_scale of"}};
+                                                                          {"exp_avg_sq_scale", "velocity_scale of"},
+                                                                          {"momentum_buffer", "momentum of"}};
         int64_t entries = 0;
         int given = 0;
         TF_RETURN_IF_ERROR(check(dl.dsopt_optimizer_state_count(optimizer_.get(), &entries)));
@@ -389,6 +432,7 @@ private:
     bool on_gpu_ = false;
     std::unique_ptr<dsopt_context, DestroyContext> context_;
     std::unique_ptr<dsopt_optimizer, DestroyOptimizer> optimizer_;
+    int64_t groups_ = 0;
     size_t workspace_ = 0;
     std::vector<std::string> names_;
     std::vector<Entry> entries_; // parameters, then their state
@@ -399,7 +443,7 @@ private:
 /// Opens libdsopt for all ops of the process. Called once, by _build.py. Returns NULL, or an error text.
 extern "C" DSOPT_API const char *dsopt_tf_load(const char *path) { return dsopt_dl_load(&dl, path); }
 
-REGISTER_OP("DsoptAdam")
+REGISTER_OP("DsoptStep")
     .Input("params: n * resource")
     .Input("state: m * resource") // of each parameter, in the order of dsopt.h
     .Input("grads: grad_types")
@@ -413,20 +457,19 @@ REGISTER_OP("DsoptAdam")
     .Attr("names: list(string)")
     .Attr("dtypes: list({float, half, bfloat16})")
     .Attr("shapes: list(shape)")
-    .Attr("decays: list(bool)")
+    // Fields of each group in turn, such as "beta1=0.9", from its algorithm on. TensorFlow takes attributes for equal
+    // if their texts are, in which it omits the middle of strings of more than 80 characters.
+    .Attr("fields: list(string) >= 1")
+    .Attr("group_of: list(int)") // index of the group of each parameter
     .Attr("f32_moments: list(bool)")
-    .Attr("exp_avg_format: string")
-    .Attr("exp_avg_sq_format: string")
+    .Attr("blocks: list(int)") // rows and cols of each parameter
+    .Attr("rows_are_inputs: list(bool)")
     .Attr("remainders: bool")
     .Attr("seed: int")
-    .Attr("beta_1: string")
-    .Attr("beta_2: string")
-    .Attr("epsilon: string")
-    .Attr("weight_decay: string")
     .Attr("clipvalue: string")
     .SetIsStateful()
     .SetShapeFn(shape_inference::NoOutputs)
-    .Doc("One step of Keras' Adam or AdamW by dsopt, in place. Hyper-parameters are decimal numbers.");
+    .Doc("One step of an optimizer by dsopt, in place. Hyper-parameters are decimal numbers.");
 
-REGISTER_KERNEL_BUILDER(Name("DsoptAdam").Device(DEVICE_CPU), DsoptAdam);
-REGISTER_KERNEL_BUILDER(Name("DsoptAdam").Device(DEVICE_GPU).HostMemory("params").HostMemory("state"), DsoptAdam);
+REGISTER_KERNEL_BUILDER(Name("DsoptStep").Device(DEVICE_CPU), DsoptStep);
+REGISTER_KERNEL_BUILDER(Name("DsoptStep").Device(DEVICE_GPU).HostMemory("params").HostMemory("state"), DsoptStep);

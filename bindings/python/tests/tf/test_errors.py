@@ -16,6 +16,9 @@ from dsopt.tf import _build
 from support import fit, gradients, make_model, same, variables, weights
 
 
+ADAMW = ["algorithm=%d" % dsopt.AdamW.algorithm, "flags=%d" % dsopt.AdamW(eps_uncorrected=True).struct().flags]
+
+
 def text_of(shape):
     """Returns the shape as TensorFlow formats it."""
     return str(shape).replace(" ", "")
@@ -136,9 +139,9 @@ class Op(unittest.TestCase):
         arguments = dict(
             params=[params.handle], state=[variable.handle for variable in state], grads=[tf.ones(5)],
             steps=tf.zeros([1], tf.int32), lr=tf.fill([2], 0.1), grad_scale=[], names=["w"], dtypes=[tf.float32],
-            shapes=[[5]], decays=[False], f32_moments=[False], exp_avg_format="f32", exp_avg_sq_format="f32",
-            remainders=False, seed=0, beta_1="0.9", beta_2="0.999", epsilon="1e-7", weight_decay="0", clipvalue="0")
-        return _build.ops().dsopt_adam(**{**arguments, **changed})
+            shapes=[[5]], fields=2 * ADAMW, group_of=[0], f32_moments=[False],
+            blocks=[0, 0], rows_are_inputs=[False], remainders=False, seed=0, clipvalue="0")
+        return _build.ops().dsopt_step(**{**arguments, **changed})
 
     def refused(self, words, **changed):
         with self.subTest(**changed), self.assertRaisesRegex(tf.errors.InvalidArgumentError, words):
@@ -147,11 +150,19 @@ class Op(unittest.TestCase):
     def test_attributes_are_checked(self):
         self.call()
         for name, value, words in (
-                ("beta_1", "often", "beta_1 is 'often'"), ("names", ["a", "b"], "names has 2 elements, must have 1"),
-                ("decays", [], "decays has 0 elements, must have 1"), ("shapes", [[6]], "variable 'w'"),
+                ("fields", ["algorithm=2", "beta1=often"], "beta1 is 'often', which is no number"),
+                ("fields", ["algorithm=2", "flags=0.5"], "flags is '0.5', which is no integer"),
+                ("fields", ["algorithm=2", "flags"], "flags is '', which is no integer"),
+                ("fields", ["algorithm=2", "beta3=1"], "'beta3' is no field of a group"),
+                ("fields", ["algorithm=99"], "algorithm"), ("fields", [], "Value for attr|at least minimum 1"),
+                ("fields", ["beta1=0.9", "algorithm=2"], "first field of a group must be its algorithm"),
+                ("fields", ADAMW + ["exp_avg_format=99"], "exp_avg_format"),
+                ("fields", ADAMW + ["exp_avg_format=4"], "state has 2 variables, must have 3"),
+                ("group_of", [2], "group"), ("blocks", [0], "blocks has 1 elements, must have 2, two per variable"),
+                ("rows_are_inputs", [], "rows_are_inputs has 0 elements, must have 1"),
+                ("names", ["a", "b"], "names has 2 elements, must have 1"),
+                ("group_of", [], "group_of has 0 elements, must have 1"), ("shapes", [[6]], "variable 'w'"),
                 ("f32_moments", [], "f32_moments has 0 elements, must have 1"),
-                ("exp_avg_format", "fp8", "'fp8' is no format"), ("exp_avg_sq_format", "", "'' is no format"),
-                ("exp_avg_format", "q8", "state has 2 variables, must have 3"),
                 ("state", [], "Value for attr 'm' of 0 must be at least minimum 1"),
                 ("shapes", [[5], [5]], "shapes has 2 elements, must have 1"),
                 ("dtypes", [tf.float32] * 2, "dtypes has 2 elements, must have 1"),
@@ -161,6 +172,9 @@ class Op(unittest.TestCase):
                 ("clipvalue", "-1", "max_value"), ("grads", [tf.ones(5)] * 2, "grads has 2 elements, must have 1"),
                 ("grad_scale", [tf.ones([])] * 2, "grad_scale has 2 tensors, must have 0 or 1")):
             self.refused(words, **{name: value})
+
+        with self.assertRaisesRegex(tf.errors.UnimplementedError, "rows and cols of parameter 'w'"):
+            self.call(blocks=[5, 1])
 
     def test_shapes_of_inputs_are_checked(self):
         """Too few elements, none, too many, another number of dimensions."""

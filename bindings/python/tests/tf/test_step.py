@@ -157,10 +157,10 @@ class Memory(unittest.TestCase):
         optimizer.build(params)
         traced = tf.function(lambda grads: optimizer.apply_gradients(zip(grads, params))).get_concrete_function(
             gradients(params, 0))
-        nodes = [node for node in traced.graph.as_graph_def().node if node.op == "DsoptAdam"]
+        nodes = [node for node in traced.graph.as_graph_def().node if node.op == "DsoptStep"]
         self.assertEqual(len(nodes), 1)
-        self.assertEqual(nodes[0].attr["beta_2"].s, b"0.999")
-        self.assertEqual([bool(b) for b in nodes[0].attr["decays"].list.b], [True] * len(SHAPES))
+        self.assertEqual(list(nodes[0].attr["fields"].list.s).count(b"beta2=0.999"), 2)
+        self.assertEqual(list(nodes[0].attr["group_of"].list.i), [1] * len(SHAPES))
 
     def test_values_read_before_a_step_do_not_change(self):
         params, optimizer = variables((6000,), (3,)), dsopt.tf.Adam(0.1)
