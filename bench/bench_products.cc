@@ -58,7 +58,8 @@ struct Matrix {
             value = float(int32_t(state)) / 2147483648.0f / std::sqrt(float(n * m) / 3);
         }
         char *const memory = workspace.data();
-        matrix = ns_matrix(n, m, x.data(), memory + round_up(uintptr_t(memory), kCacheLine) - uintptr_t(memory), input);
+        matrix =
+            ns_matrix(n, m, 1, x.data(), memory + round_up(uintptr_t(memory), kCacheLine) - uintptr_t(memory), input);
     }
 };
 
@@ -85,8 +86,8 @@ void BM_Product(benchmark::State &state, ProductKind kind, int64_t n, int64_t m,
     Matrix data(n, m, input);
     const NsMatrix &matrix = data.matrix;
     const Products &products = choose_products();
-    Product product{kind, input, false, n, m, matrix.x, matrix.input, matrix.a, matrix.b, {1, 0.5f, 0.5f}};
-    products.round(matrix.x, matrix.input, input, n * m);
+    Product product{kind, input, false, n, m, 1, matrix.x, matrix.input, matrix.a, matrix.b, {1, 0.5f, 0.5f}};
+    products.round(matrix.x, 1, matrix.input, input, n * m);
     for (const ProductKind first : {ProductKind::gram, ProductKind::polynomial}) {
         product.kind = first;
         run_product(products, product, Parallel{});

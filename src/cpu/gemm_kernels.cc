@@ -200,8 +200,9 @@ template <class Tag> void mix(float *sums, const ProductTile &tile, const Produc
     }
 }
 
-/// X = a X + sums, and rd() of it in the last iteration.
-template <class Tag> void update(const float *sums, const ProductTile &tile, const Product &product, Tag tag) {
+/// X = a X + sums, and rd() of it in the last iteration. `Scales`: in the first one, where X is x * scale.
+template <bool Scales, class Tag>
+void update(const float *sums, const ProductTile &tile, const Product &product, Tag tag) {
     const float a = product.triple[0];
     const int64_t count = tile.column_end - tile.column;
     typename Tag::storage rounded[8];
@@ -210,7 +211,9 @@ template <class Tag> void update(const float *sums, const ProductTile &tile, con
         const float *const sum = sums + (i - tile.row) * kSumsStride;
         int64_t j = 0;
         for (; j + 8 <= count; j += 8) {
-            Eight value = a * load_as<Eight>(x + j) + load_as<Eight>(sum + j);
+            Eight value = load_as<Eight>(x + j);
+            if constexpr (Scales) value = scaled(value, product.scale);
+            value = a * value + load_as<Eight>(sum + j);
             if (product.last) {
                 store_eight(value, rounded, tag);
                 value = load_eight(rounded, tag);
@@ -218,7 +221,7 @@ template <class Tag> void update(const float *sums, const ProductTile &tile, con
             store_as(value, x + j);
         }
         for (; j < count; ++j) {
-            x[j] = a * x[j] + sum[j];
+            x[j] = a * (Scales ? scaled(x[j], product.scale) : x[j]) + sum[j];
             if (!product.last) continue;
             store_one(x[j], rounded, tag);
             x[j] = tag.load(*rounded);
@@ -240,15 +243,24 @@ template <class Words> void run_tile(const Product &product, const ProductTile &
     case ProductKind::polynomial:
         mix(sums, tile, product, tag);
         return store_symmetric(sums, tile, product.b, product.n, tag);
-    case ProductKind::update: return update(sums, tile, product, tag);
+    case ProductKind::update:
+        return product.scale == 1 ? update<false>(sums, tile, product, tag) : update<true>(sums, tile, product, tag);
     }
 }
 
 void run(const Product &product, const ProductTile &tile) {
     visit(product.input, [&](auto tag) { run_tile<Singles<decltype(tag)>>(product, tile); });
 }
-void round(const float *x, void *to, Dtype input, int64_t count) {
-    visit(input, [&](auto tag) { store_row(x, static_cast<typename decltype(tag)::storage *>(to), count, tag); });
+template <class Tag> void round_row(const float *x, double scale, typename Tag::storage *to, int64_t count, Tag tag) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) store_eight(scaled(load_as<Eight>(x + i), scale), to + i, tag);
+    for (; i < count; ++i) store_one(scaled(x[i], scale), to + i, tag);
+}
+void round(const float *x, double scale, void *to, Dtype input, int64_t count) {
+    visit(input, [&](auto tag) {
+        auto *const rounded = static_cast<typename decltype(tag)::storage *>(to);
+        scale == 1 ? store_row(x, rounded, count, tag) : round_row(x, scale, rounded, count, tag);
+    });
 }
 
 #if defined(__AVX512F__)

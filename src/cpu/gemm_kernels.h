@@ -19,6 +19,7 @@ struct Product {
     Dtype input;     // dtype of xh, a and b
     bool last;       // `update` stores rd(X)
     int64_t n, m;    // rows and columns of X
+    double scale;    // X is x * scale, rounded once, until `update` stores X
     float *x;        // n x m
     void *xh;        // n x m
     void *a, *b;     // n x n
@@ -34,9 +35,9 @@ struct Products {
     const char *name;
     int32_t rows, columns;           // of a tile in registers
     int32_t most_rows, most_columns; // of a ProductTile, multiples of the above
-    /// Rounds to nearest, ties to even. Magnitudes below 2^-50 become +0, so that no partial sum of products of 16-bit
-    /// inputs is denormal. Copies if `input` is F32.
-    void (*round)(const float *x, void *to, Dtype input, int64_t count);
+    /// Stores rd(x * scale), where the product is rounded once: to nearest, ties to even, with magnitudes below
+    /// kLeastInput as +0. F32 is not rounded a second time.
+    void (*round)(const float *x, double scale, void *to, Dtype input, int64_t count);
     /// Computes a tile. Of symmetric results the elements on and below the diagonal are computed and stored twice.
     /// Tiles may be computed in any order and at the same time. Uses up to 352 KiB of stack.
     void (*run)(const Product &product, const ProductTile &tile);

@@ -3,6 +3,7 @@
 // are compiled once per instruction set, so everything is local to the including file.
 #pragma once
 #include "cpu/registers.h"
+#include "rules/muon.h"
 
 namespace dsopt::cpu {
 namespace {
@@ -10,6 +11,8 @@ namespace {
 typedef float Eight __attribute__((vector_size(32)));
 typedef uint32_t EightWords __attribute__((vector_size(32)));
 typedef uint16_t EightHalves __attribute__((vector_size(16)));
+typedef float Four __attribute__((vector_size(16)));
+typedef double FourDoubles __attribute__((vector_size(32)));
 
 DSOPT_HD int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -31,9 +34,9 @@ template <class Tag> DSOPT_HD Eight load_eight(const uint16_t *from, Tag tag) {
 #endif
 }
 
-/// Bits of the least magnitude that is not rounded to zero: 2^-50 of bf16, and the least subnormal of fp16, so that -0
-/// becomes +0.
-constexpr uint16_t least_magnitude(BF16) { return (127 - 50) << 7; }
+/// Bits of the least magnitude that is not rounded to zero. It is the least subnormal of fp16, which is above kLeastInput;
+/// -0 becomes +0.
+constexpr uint16_t least_magnitude(BF16) { return uint16_t(__builtin_bit_cast(uint32_t, kLeastInput) >> 16); }
 constexpr uint16_t least_magnitude(F16) { return 1; }
 
 DSOPT_HD EightHalves rounded_eight(Eight x, BF16) {
@@ -54,6 +57,14 @@ DSOPT_HD void store_eight(Eight x, float *to, F32) { store_as(x, to); }
 template <class Tag> DSOPT_HD void store_eight(Eight x, uint16_t *to, Tag tag) {
     const EightHalves halves = rounded_eight(x, tag);
     store_as((halves & 0x7fff) >= least_magnitude(tag) ? halves : EightHalves{}, to);
+}
+/// Returns x * scale: the product in double, rounded once.
+DSOPT_HD float scaled(float x, double scale) { return float(double(x) * scale); }
+DSOPT_HD Eight scaled(Eight x, double scale) {
+    const Four low = __builtin_shufflevector(x, x, 0, 1, 2, 3), high = __builtin_shufflevector(x, x, 4, 5, 6, 7);
+    const Four a = __builtin_convertvector(__builtin_convertvector(low, FourDoubles) * scale, Four);
+    const Four b = __builtin_convertvector(__builtin_convertvector(high, FourDoubles) * scale, Four);
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
 }
 DSOPT_HD void store_one(float x, float *to, F32) { *to = x; }
 template <class Tag> DSOPT_HD void store_one(float x, uint16_t *to, Tag tag) {

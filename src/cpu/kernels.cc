@@ -542,7 +542,6 @@ void clamp(const dsopt_tensor &x, float limit, int64_t begin, int64_t end) {
 
 extern const OneBitKernels DSOPT_JOIN(onebit_, DSOPT_ISA);
 void DSOPT_JOIN(form_, DSOPT_ISA)(const MatrixSpan &span);
-void DSOPT_JOIN(scale_, DSOPT_ISA)(float *x, int64_t n, double factor);
 void DSOPT_JOIN(apply_matrices_, DSOPT_ISA)(const Span &span, const MatrixResults &results);
 
 namespace {
@@ -555,7 +554,6 @@ constexpr Kernels table(const char *name, bool bf16_instruction) {
             update,
             update_weights,
             DSOPT_JOIN(form_, DSOPT_ISA),
-            DSOPT_JOIN(scale_, DSOPT_ISA),
             DSOPT_JOIN(apply_matrices_, DSOPT_ISA),
             unchanged,
             axpby,

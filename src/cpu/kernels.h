@@ -71,8 +71,6 @@ struct Kernels {
     void (*update_weights)(const Span &span);
     /// Passes::matrix: moves the momentum, and stores what is orthogonalised.
     void (*form)(const MatrixSpan &span);
-    /// Multiplies `n` elements by a factor, in double.
-    void (*scale)(float *x, int64_t n, double factor);
     /// Passes::matrix: updates the weights.
     void (*apply_matrices)(const Span &span, const MatrixResults &results);
     /// Handles a tensor that the step does not update: writes its output and zeroes its gradient, if requested.

@@ -85,10 +85,6 @@ void DSOPT_JOIN(form_, DSOPT_ISA)(const MatrixSpan &span) {
     });
 }
 
-void DSOPT_JOIN(scale_, DSOPT_ISA)(float *x, int64_t n, double factor) {
-    for (int64_t i = 0; i < n; ++i) x[i] = float(double(x[i]) * factor);
-}
-
 void DSOPT_JOIN(apply_matrices_, DSOPT_ISA)(const Span &span, const MatrixResults &results) {
     const MatrixApply rule(*results.hyper, results.adjust);
     const TensorJob &job = *span.job;

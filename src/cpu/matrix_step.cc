@@ -71,18 +71,15 @@ void MatrixStep::orthogonalize(const MatrixBatch &batch, const MatrixMemory &mem
     const MatrixShape &shape = batch.shape;
     const int64_t numel = shape.numel(), bytes = ns_workspace_bytes(shape.n(), shape.m(), batch.recipe.input);
     const double eps = hyper_of(plan_, batch.group).eps;
-    for_leaves(batch, true, [&](const MatrixJob &, int64_t matrix, int64_t first, int64_t last) {
-        const double squares = fold_leaves(memory.squares, {matrix * shape.leaves(), numel});
-        float *const x = memory.x + matrix * numel;
-        kernels_.scale(x + first * kLeaf, std::min(last * kLeaf, numel) - first * kLeaf, ns_scale(squares, eps));
-    });
     int64_t count = 0;
     for (int64_t k = batch.first_job; k < batch.first_job + batch.jobs; ++k) {
         const MatrixJob &job = matrices_.jobs[k];
         for (int64_t i = job.index; is_active(job) && i < job.index + job.count; ++i)
-            if (is_mine(batch.first + i))
-                memory.matrices[count++] = ns_matrix(shape.n(), shape.m(), memory.x + i * numel,
+            if (is_mine(batch.first + i)) {
+                const double squares = fold_leaves(memory.squares, {i * shape.leaves(), numel});
+                memory.matrices[count++] = ns_matrix(shape.n(), shape.m(), ns_scale(squares, eps), memory.x + i * numel,
                                                      memory.products + i * bytes, batch.recipe.input);
+            }
     }
     newton_schulz(products_, batch.recipe, memory.matrices, count, plan_.execution.parallel);
 }

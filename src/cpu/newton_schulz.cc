@@ -28,8 +28,8 @@ void round_input(const Products &products, const Product &product, const Paralle
         const DefaultFloatEnvironment environment;
         const int64_t begin = i * part, end = std::min(begin + part, count);
         if (begin < end)
-            products.round(product.x + begin, static_cast<char *>(product.xh) + begin * size, product.input,
-                           end - begin);
+            products.round(product.x + begin, product.scale, static_cast<char *>(product.xh) + begin * size,
+                           product.input, end - begin);
     });
 }
 
@@ -40,6 +40,7 @@ void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix &m
                     false,
                     matrix.n,
                     matrix.m,
+                    matrix.scale,
                     matrix.x,
                     matrix.input,
                     matrix.a,
@@ -53,6 +54,7 @@ void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix &m
             product.kind = kind;
             run_product(products, product, parallel);
         }
+        product.scale = 1;
         run_so_far.fetch_add(3, std::memory_order_relaxed);
     }
 }

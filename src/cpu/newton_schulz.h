@@ -9,10 +9,11 @@
 
 namespace dsopt::cpu {
 
-/// A matrix of n x m, n <= m, row-major (the caller stores tall matrices transposed), with its workspace. `x` is
-/// normalised; on return it is O = rd(X).
+/// A matrix of n x m, n <= m, row-major (the caller stores tall matrices transposed), with its workspace. The iterations
+/// begin with X = x * scale, rounded once; on return x is O = rd(X).
 struct NsMatrix {
     int64_t n, m;
+    double scale;
     float *x;
     void *input; // n x m elements of ns_input()
     void *a, *b; // n x n elements of ns_input()
@@ -27,9 +28,9 @@ constexpr int64_t ns_workspace_bytes(int64_t n, int64_t m, Dtype input) {
     return ns_array_bytes(n * m, n, input) + 2 * ns_array_bytes(n * n, n, input);
 }
 /// Returns a matrix with its arrays in a workspace of ns_workspace_bytes().
-inline NsMatrix ns_matrix(int64_t n, int64_t m, float *x, void *workspace, Dtype input) {
+inline NsMatrix ns_matrix(int64_t n, int64_t m, double scale, float *x, void *workspace, Dtype input) {
     char *const memory = static_cast<char *>(workspace), *const a = memory + ns_array_bytes(n * m, n, input);
-    return {n, m, x, memory, a, a + ns_array_bytes(n * n, n, input)};
+    return {n, m, scale, x, memory, a, a + ns_array_bytes(n * n, n, input)};
 }
 
 /// Runs the iterations of `count` matrices on all threads: many small matrices are spread over the threads, each

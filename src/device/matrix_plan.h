@@ -40,9 +40,6 @@ struct NsRecipe {
     uint8_t reserved[3] = {};
     DSOPT_HD const float *at(int32_t step) const { return triple[step < triples ? step : triples - 1]; }
 };
-/// Magnitudes below it become 0 when inputs of products are rounded: no partial sum of 16-bit inputs is then denormal,
-/// so instructions that flush denormals give the same bits.
-constexpr float kLeastInput = 0x1p-50f;
 
 /// Matrices of one tensor in a batch: whole bands, which begin at a leaf of the tensor.
 struct MatrixJob {

@@ -34,6 +34,9 @@ struct MatrixApply {
     template <class F> DSOPT_HD void operator()(F &p, F o) const { p = p * decay - lr * o; }
 };
 
+/// Magnitudes below it become 0 when inputs of products are rounded: no partial sum of 16-bit inputs is then denormal,
+/// so instructions that flush denormals give the same bits.
+constexpr float kLeastInput = 0x1p-50f;
 /// Limits of eps. Above 2^-100 its reciprocal is finite in fp32.
 constexpr double kLeastNsEps = 0x1p-100, kLargestNsEps = 1;
 /// True for hyper-parameters that a group of Muon may have, in addition to their ranges in kGroupFields.

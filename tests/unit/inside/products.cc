@@ -81,7 +81,7 @@ struct Workspace {
         x(values),
         memory(size_t(ns_workspace_bytes(n, m, input)), char(0x5a)) {
         x.push_back(17);
-        matrix = ns_matrix(n, m, x.data(), memory.data(), input);
+        matrix = ns_matrix(n, m, 1, x.data(), memory.data(), input);
     }
     std::vector<float> loaded(const void *array, int64_t count, Dtype input) const {
         std::vector<float> values;
@@ -99,9 +99,10 @@ bool same_bits(const std::vector<float> &x, const std::vector<float> &y) {
 
 /// Runs one iteration by the three products.
 void run_products(const Products &products, const NsMatrix &matrix, Dtype input, bool last, const Parallel &parallel) {
-    Product product{ProductKind::gram, input, last, matrix.n, matrix.m, matrix.x, matrix.input, matrix.a, matrix.b, {}};
+    Product product{ProductKind::gram, input,        last,     matrix.n, matrix.m, 1,
+                    matrix.x,          matrix.input, matrix.a, matrix.b, {}};
     std::copy_n(kTriple, 3, product.triple);
-    products.round(matrix.x, matrix.input, input, matrix.n * matrix.m);
+    products.round(matrix.x, 1, matrix.input, input, matrix.n * matrix.m);
     for (const ProductKind kind : kKinds) {
         product.kind = kind;
         run_product(products, product, parallel);
@@ -223,7 +224,7 @@ TEST(ProductsRound, RoundsToEvenAndMagnitudesBelow2ToMinus50ToZero) {
         for (const Dtype input : kInputs)
             for (const size_t count : {size_t(0), size_t(1), size_t(7), size_t(8), size_t(9), values.size()}) {
                 std::vector<float> found(count + 1, 3.0f);
-                products->round(values.data(), found.data(), input, int64_t(count));
+                products->round(values.data(), 1, found.data(), input, int64_t(count));
                 const size_t size = dtype_size(input);
                 for (size_t i = 0; i < count; ++i) {
                     const float x = test::loaded(reinterpret_cast<char *>(found.data()) + i * size, int32_t(input));
@@ -367,6 +368,26 @@ TEST(NewtonSchulz, RunsIterationsOfTheProductsAndRoundsTheResult) {
     }
 }
 
+TEST(NewtonSchulz, BeginsWithTheScaledMatrixRoundedOnce) {
+    test::Random random(12);
+    for (const double scale : {0.0, 1.0 / 3, 1e-30, 0x1p100})
+        for (const auto &[n, m] : {std::pair<int64_t, int64_t>{1, 1}, {7, 9}, {18, 41}, {30, 300}}) {
+            const std::vector<float> values = random.floats(n * m, -0.1, 0.1);
+            std::vector<float> unscaled = values, scaled;
+            for (float &x : unscaled)
+                if (scale != 0) x = float(double(x) / scale);
+            for (const float x : unscaled) scaled.push_back(float(double(x) * scale));
+            for (const Products *products : all_products())
+                for (const Dtype input : kInputs) {
+                    Workspace found(n, m, unscaled, input), expected(n, m, scaled, input);
+                    found.matrix.scale = scale;
+                    newton_schulz(*products, recipe_of(input, 2), &found.matrix, 1, {2});
+                    newton_schulz(*products, recipe_of(input, 2), &expected.matrix, 1, {});
+                    EXPECT_TRUE(same_bits(found.x, expected.x)) << products->name << " " << scale << " " << n;
+                }
+        }
+}
+
 TEST(NewtonSchulz, DoesNotRoundInputsOfMatricesWithFewerThan16Rows) {
     test::Random random(10);
     for (const int64_t n : {int64_t(1), kLeastRounded - 1, kLeastRounded}) {
@@ -461,7 +482,7 @@ TEST(NewtonSchulz, ThrowsHookIfACallersPoolLeavesAPieceOut) {
         std::vector<Workspace> matrices(2, Workspace(n, n, std::vector<float>(size_t(n * n), 0.01f), Dtype::f32));
         std::vector<NsMatrix> list;
         for (Workspace &matrix : matrices)
-            list.push_back(ns_matrix(n, n, matrix.x.data(), matrix.memory.data(), Dtype::f32));
+            list.push_back(ns_matrix(n, n, 1, matrix.x.data(), matrix.memory.data(), Dtype::f32));
         Pool pool{.first = 1};
         try {
             newton_schulz(choose_products(), recipe_of(Dtype::f32), list.data(), 2, {2, Pool::run, &pool});
