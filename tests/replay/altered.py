@@ -4,10 +4,10 @@
 
 usage: altered.py [--backend NAME] REPLAY FILE...
 
-Each tensor that replay compares gets a copy of its file with one value changed: by 3e-5 of the tensor's peak (F32,
-F64), by three units in the last place (16 bit), by one (integers), to the other one (flags), to twice itself (loss
-scales). In records of Muon, changes are as large as their tolerances require, and further copies have other options
-than those that were recorded. Replay must fail each copy and name that tensor. The engine computes the trajectory from
+Each quantity that replay compares gets a copy of its file with one value changed, in a tensor of any parameter and
+rank: by 3e-5 of the tensor's peak (F32, F64), by three units in the last place (16 bit), by one (integers), to the other
+one (flags), to twice itself (loss scales). In records of Muon, changes are as large as their tolerances require, and
+further copies have other options than those that were recorded. Replay must fail each copy and name that tensor. The engine computes the trajectory from
 the inputs only, so a change in any row of an output is a difference of that value alone. Further copies have errors in
 their structure that a reader without checks would accept. The exit status is 1 unless replay detects all errors.
 """
@@ -255,10 +255,9 @@ def checks(paths):
     for path in paths:
         stem = os.path.basename(path)
         yield stem, Golden(path).bytes(), "PASS", None, ""
+        # A copy costs a training: one tensor of each quantity, of any parameter and rank.
         names = Golden(path).compared()
-        if Golden(path).metadata()["algorithm"] == "muon":  # six trainings a copy: one tensor of each quantity
-            names = {name.split("/")[0]: name for name in random.Random(stem).sample(names, len(names))}.values()
-        for name in names:
+        for name in {name.split("/")[0]: name for name in random.Random(stem).sample(names, len(names))}.values():
             golden = Golden(path)
             if golden.alter(name, random.Random(f"{stem}/{name}")):
                 yield f"{stem} with one value of {name} changed", golden.bytes(), "FAIL", name, ""

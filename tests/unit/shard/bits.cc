@@ -21,6 +21,9 @@ TEST_P(ShardTopology, GivesTheBitsOfOneRank) {
 }
 
 // Masters, a loss scale that overflows, a skipped step, an absent gradient and two rules.
+LABEL_PARAMS(long_emulated, "[158]x*");
+LABEL_PARAMS(long_emulated, "2x1");
+LABEL_PARAMS(long_emulated, "3x2");
 TEST_P(ShardTopology, GivesTheBitsOfOneRankInMixedPrecision) {
     expect_same_bits({.groups = {group_of(DSOPT_ALGORITHM_ADAMW), group_with_momentum(DSOPT_ALGORITHM_SGD)},
                       .param = DSOPT_DTYPE_BF16,
@@ -53,6 +56,8 @@ TEST_P(ShardRule, GivesTheBitsOfOneRankForEveryDtype) {
 class ShardFormat : public testing::TestWithParam<FormatCase> {};
 INSTANTIATE_TEST_SUITE_P(, ShardFormat, testing::ValuesIn(few_format_cases()), format_case_name);
 
+LABEL_PARAMS(long_emulated, "AdamWE4M3*");
+LABEL_PARAMS(long_emulated, "AdamWQ8*");
 TEST_P(ShardFormat, GivesTheBitsOfOneRank) {
     for (const int32_t masters : {DSOPT_MASTERS_PER_TENSOR, DSOPT_MASTERS_REMAINDER})
         for (const Topology &topology : kFewTopologies)

@@ -139,6 +139,7 @@ TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMomentumInBits) {
 LABEL_PARAMS(long_emulated, "*[13]x*");
 LABEL_PARAMS(long_emulated, "*2x3");
 LABEL_PARAMS(long_emulated, "*Lamb2x[12]");
+LABEL_PARAMS(long_emulated, "*2x1");
 TEST_P(ShardFamily, ResumesFromFilesOfOtherRanks) {
     const auto [algorithm, per_node, nodes] = GetParam();
     const FamilyRun run{.averages = true};

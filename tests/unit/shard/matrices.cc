@@ -83,6 +83,7 @@ TEST(MatricesOfRanks, ComeInStripes) {
 }
 
 LABEL(one_of_many);
+LABEL(long_emulated);
 TEST(MatricesOfRanks, DoNotDependOnThreads) {
     for (const int threads : {2, 3})
         for (const Topology &topology : kFew) expect_same_bits(training_of(), topology, threads);
