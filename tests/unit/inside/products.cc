@@ -129,6 +129,7 @@ void expect_chain(int64_t n, int64_t m, Dtype input, const std::vector<float> &v
     }
 }
 
+LABEL(one_thread);
 TEST(Products, HaveBitsOfAScalarChainForAllSmallSizes) {
     test::Random random(1);
     for (int64_t n = 1; n <= 70; n += test::kSanitized && n > 33 ? 5 : 1)
@@ -136,6 +137,7 @@ TEST(Products, HaveBitsOfAScalarChainForAllSmallSizes) {
             for (const int64_t m : {n, n + 1 + (n * 7) % 23}) expect_chain(n, m, input, random.floats(size_t(n * m)));
 }
 
+LABEL(one_thread);
 TEST(Products, HaveBitsOfAScalarChainAroundSizesOfTilesAndBlocks) {
     test::Random random(2);
     // Blocks have 192 or 256 words of one or two elements; tiles have at most 168 rows and 256 columns.
@@ -333,6 +335,7 @@ double relative_error(const std::vector<float> &found, const Doubles &expected) 
     return std::sqrt(error / norm);
 }
 
+LABEL(numbers_only);
 TEST(NewtonSchulz, IsCloseToTheRecurrenceInDoubleForEverySpectrum) {
     constexpr int64_t sizes[][2] = {{1, 64}, {3, 5}, {32, 32}, {16, 64}, {96, 128}, {256, 256}};
     test::Random random(8);
@@ -368,6 +371,7 @@ TEST(NewtonSchulz, RunsIterationsOfTheProductsAndRoundsTheResult) {
     }
 }
 
+LABEL(one_of_many);
 TEST(NewtonSchulz, BeginsWithTheScaledMatrixRoundedOnce) {
     test::Random random(12);
     for (const double scale : {0.0, 1.0 / 3, 1e-30, 0x1p100})

@@ -73,6 +73,8 @@ const std::vector<Options> kOptions = {
     {kBf16, kBf16, kRandomRounding, kRandomMoments, kBf16, kNoClip, true, kDelta, false, true},
 };
 
+LABEL(long_emulated);
+LABEL(numbers_only);
 TEST(MuonOptionList, HasEveryPairThatIsPossible) {
     using Pair = std::array<int, 4>; // option, value, option, value
     const auto add = [](std::set<Pair> &pairs, const Options &options) {

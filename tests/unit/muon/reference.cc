@@ -79,6 +79,7 @@ TEST_P(MuonReferences, MatchesAdjustments) {
         expect_reference(cuts, group, 3);
     }
 }
+LABEL(numbers_only);
 TEST_P(MuonReferences, MatchesLargerMatrices) {
     expect_reference({matrix(64, 64), matrix(96, 70), matrix(65, 130)}, muon_group(GetParam()), 3);
 }

@@ -74,6 +74,7 @@ TEST(MatricesOfRanks, MayBeNone) {
             expect_same_bits({.groups = {muon()}, .sizes = sizes, .blocks = {{24, 40}}}, {1, 2, flag});
 }
 
+LABEL(one_of_many);
 LABEL(long_emulated);
 TEST(MatricesOfRanks, ComeInStripes) {
     ShardTraining training{
