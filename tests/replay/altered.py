@@ -5,11 +5,12 @@
 usage: altered.py [--backend NAME] REPLAY FILE...
 
 Each quantity that replay compares gets a copy of its file with one value changed, in a tensor of any parameter and
-rank: by 3e-5 of the tensor's peak (F32, F64), by three units in the last place (16 bit), by one (integers), to the other
-one (flags), to twice itself (loss scales). In records of Muon, changes are as large as their tolerances require, and
-further copies have other options than those that were recorded. Replay must fail each copy and name that tensor. The engine computes the trajectory from
-the inputs only, so a change in any row of an output is a difference of that value alone. Further copies have errors in
-their structure that a reader without checks would accept. The exit status is 1 unless replay detects all errors.
+rank: by 3e-5 of the tensor's peak (F32, F64), by three units in the last place (16 bit), by one (integers), to the
+other one (flags), to twice itself (loss scales). In records of Muon, changes are as large as their tolerances require,
+and further copies have other options than those that were recorded. Replay must fail each copy and name that tensor.
+The engine computes the trajectory from the inputs only, so a change in any row of an output is a difference of that
+value alone. Further copies have errors in their structure that a reader without checks would accept. The exit status is
+1 unless replay detects all errors.
 """
 import argparse
 import json
