@@ -88,7 +88,7 @@ class Param(NamedTuple):
     group: int
     f32_moments: bool = False
     sharded: bool = False  # over the model comm
-    rows: int = 0  # Muon: of the matrices into which it is cut; 0 = two dimensions are a matrix
+    rows: int = 0  # Muon: of the matrices into which it is partitioned; 0 = two dimensions are a matrix
     cols: int = 0
     rows_are_inputs: bool = False
 

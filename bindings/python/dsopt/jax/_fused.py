@@ -149,11 +149,11 @@ class FusedStep:
                          options are used; what concerns the whole step is set in this object
     muon_mask            Muon: which parameters are stepped by it: a mask as above; None = those of two dimensions.
                          Embeddings have two, and train better with `other`
-    blocks               Muon: a tree with (rows, cols) for parameters that are cut into matrices of that size, and None
-                         for the others, or a function of the parameters that returns it. If `cols` is the product of
-                         the last dimensions, every `rows` consecutive rows are a matrix: a stack (layers, in, out) with
-                         (in, out). Otherwise a matrix is `cols` columns of `rows` rows: fused queries, keys and values
-                         (d, 3 d) with (d, d). Required for parameters that do not have two dimensions
+    blocks               Muon: a tree with (rows, cols) for parameters that are partitioned into matrices of that size,
+                         and None for the others, or a function of the parameters that returns it. If `cols` is the
+                         product of the last dimensions, every `rows` consecutive rows are a matrix: a stack (layers,
+                         in, out) with (in, out). Otherwise a matrix is `cols` columns of `rows` rows: fused queries,
+                         keys and values (d, 3 d) with (d, d). Required for parameters that do not have two dimensions
     rows_are_inputs      Muon: which matrices are used as x @ W, so that columns are outputs, which `adjust` needs: True
                          or False for all, or a mask as above. The default is True, because kernels of Flax and Haiku
                          have the shape (in, out), which optax.contrib.muon assumes, too. It is False for weights of

@@ -54,8 +54,9 @@ class Muon(Base):
     adjust                       with rms_rate=None: "original", "match_rms_adamw", "spectral_unclamped" or "none"
     rows_are_inputs              weights are used as x @ W, as in Keras' layers, so a matrix has `cols` outputs, which
                                  `adjust` needs
-    blocks                       dict of regular expressions and (rows, cols): variables whose path has a match are cut
-                                 into matrices of this size, for example {"query/kernel": (512, 512)}; None = none
+    blocks                       dict of regular expressions and (rows, cols): variables whose path has a match are
+                                 partitioned into matrices of this size, for example {"query/kernel": (512, 512)};
+                                 None = none
     exp_avg_format               momentum, of both algorithms, in memory: "f32", "bf16" or "bf16_random"
     exp_avg_sq_format            AdamW's second moment in memory: "f32", "bf16_random" or "q8"
     f32_moments                  list of words: variables with one of them in their name have float32 moments

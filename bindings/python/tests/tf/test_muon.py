@@ -150,7 +150,7 @@ class Choice(unittest.TestCase):
         self.assertEqual(self.rules(dsopt.tf.Muon(exclude_layers=["^he.d"], exclude_embeddings=False), *shapes),
                          ["muon", "muon", "adamw", "adamw", "adamw"])
 
-    def test_blocks_are_orthogonalized_apart(self):
+    def test_blocks_are_orthogonalised_apart(self):
         whole, parts = variables((3, 8, 12)), variables((3, 8, 12))
         parts = [tf.Variable(parts[0][i]) for i in range(3)]
         a = dsopt.tf.Muon(0.01, blocks={"w0": (8, 12)})

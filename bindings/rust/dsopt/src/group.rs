@@ -364,7 +364,8 @@ impl Param {
         self
     }
 
-    /// [`Muon`](crate::Muon): the tensor is cut into matrices of `rows` x `cols`, each orthogonalised on its own.
+    /// [`Muon`](crate::Muon): the tensor is partitioned into matrices of `rows` x `cols`, each orthogonalised on its
+    /// own.
     ///
     /// If `cols` is the product of the last dims, every `rows` consecutive rows of that length are a matrix, as in stacks
     /// of experts and in fused queries, keys and values. Otherwise `cols` divides the last dim, and a matrix is `cols`

@@ -40,9 +40,10 @@ pub enum Adjust {
 /// Muon (Jordan et al. 2024), as in torch.optim.Muon: the momentum of a matrix is orthogonalised. Weight decay is
 /// decoupled.
 ///
-/// A parameter is one matrix, with two dims, or is cut into matrices by [`Param::blocks`](crate::Param::blocks). Other
-/// parameters, such as embeddings, norms and biases, go into a group of another algorithm. One NaN that is applied ends a
-/// whole matrix, so prefer [`Nonfinite::Skip`](crate::Nonfinite::Skip).
+/// A parameter is one matrix, with two dims, or is partitioned into matrices by
+/// [`Param::blocks`](crate::Param::blocks). Other parameters, such as embeddings, norms and biases, go into a group of
+/// another algorithm. One NaN that is applied ends a whole matrix, so prefer
+/// [`Nonfinite::Skip`](crate::Nonfinite::Skip).
 ///
 /// ```
 /// use dsopt::{AdamW, Context, Dtype, Muon, Optimizer, Param};
