@@ -34,8 +34,8 @@ template <class Tag> DSOPT_HD Eight load_eight(const uint16_t *from, Tag tag) {
 #endif
 }
 
-/// Bits of the least magnitude that is not rounded to zero. It is the least subnormal of fp16, which is above kLeastInput;
-/// -0 becomes +0.
+/// Bits of the least magnitude that is not rounded to zero: kLeastInput of bf16, and of fp16 its least subnormal, which
+/// is larger. -0 becomes +0.
 constexpr uint16_t least_magnitude(BF16) { return uint16_t(__builtin_bit_cast(uint32_t, kLeastInput) >> 16); }
 constexpr uint16_t least_magnitude(F16) { return 1; }
 

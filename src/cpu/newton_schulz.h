@@ -9,8 +9,8 @@
 
 namespace dsopt::cpu {
 
-/// A matrix of n x m, n <= m, row-major (the caller stores tall matrices transposed), with its workspace. The iterations
-/// begin with X = x * scale, rounded once; on return x is O = rd(X).
+/// A matrix of n x m, n <= m, row-major (the caller stores tall matrices transposed), with its workspace. The
+/// iterations begin with X = x * scale, rounded once; on return x is O = rd(X).
 struct NsMatrix {
     int64_t n, m;
     double scale;

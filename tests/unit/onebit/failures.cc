@@ -2,7 +2,6 @@
 // A rank hangs or aborts in the middle of a compressed step: the other ranks return a status in bounded time.
 #include "support/onebit.h"
 #include "support/onebit_run.h"
-#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <condition_variable>
@@ -65,18 +64,19 @@ UndisturbedStep measure_step(int32_t algorithm) {
 }
 
 /// Rank 0 stops before a parallel loop of its compressed step. It waits until the other ranks have failed, or aborts.
-/// Returns false without a check if the steps before it do not end within the time-out.
-bool try_stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
+/// Returns the reason, without a check, if the steps before it do not end within the time-out.
+std::string try_stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
     const std::string what = std::string(name_of(algorithm)) + ", loop " + std::to_string(loop);
     const CommId id = new_id();
     std::mutex mutex;
     std::condition_variable changed;
     int failed_peers = 0;
-    std::atomic<bool> too_slow{false};
+    std::string too_slow;
     std::barrier before_last_step(kRanks);
     run_ranks(kRanks, [&](int rank) {
-        const Context ctx = make_context(2);
-        const Comm comm = local_comm(ctx, id, rank, kRanks, timeout_ms);
+        Context ctx;
+        Comm comm;
+        std::unique_ptr<onebit_run::RankTrainer> running;
         StoppingPool pool;
         if (rank == 0) pool.stop_at = loop;
         pool.on_stop = [&] {
@@ -84,13 +84,19 @@ bool try_stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
             std::unique_lock lock(mutex);
             changed.wait(lock, [&] { return failed_peers == kRanks - 1; });
         };
-        onebit_run::RankTrainer trainer(ctx.get(), comm.get(), rank, setting_of(algorithm, pool));
-        dsopt_status undisturbed = DSOPT_OK;
-        for (int64_t call = 1; call < kCall && undisturbed == DSOPT_OK; ++call) undisturbed = trainer.step(call);
-        if (undisturbed == DSOPT_ERR_TIMEOUT) too_slow = true;
+        try {
+            ctx = make_context(2);
+            comm = local_comm(ctx, id, rank, kRanks, timeout_ms);
+            running =
+                std::make_unique<onebit_run::RankTrainer>(ctx.get(), comm.get(), rank, setting_of(algorithm, pool));
+            for (int64_t call = 1; call < kCall; ++call) must(running->step(call));
+        } catch (const std::exception &problem) {
+            const std::lock_guard lock(mutex);
+            too_slow = problem.what();
+        }
         before_last_step.arrive_and_wait();
-        if (too_slow) return;
-        must(undisturbed);
+        if (!too_slow.empty()) return;
+        onebit_run::RankTrainer &trainer = *running;
         const dsopt_status failure = hangs ? DSOPT_ERR_TIMEOUT : DSOPT_ERR_ABORTED;
         const std::string before = trainer.bytes(false);
         const auto begin = Clock::now();
@@ -108,12 +114,13 @@ bool try_stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
         ++failed_peers;
         changed.notify_all();
     });
-    return !too_slow;
+    return too_slow;
 }
 /// The same, with a time-out that is longer each time the machine is too slow for it.
 void stop_at(int32_t algorithm, int64_t loop, bool hangs, int timeout_ms) {
-    for (int time = timeout_ms; !try_stop_at(algorithm, loop, hangs, time); time *= 4)
-        ASSERT_LT(time, 1000000) << "a step without a failure takes as long";
+    std::string problem;
+    for (int time = timeout_ms; !(problem = try_stop_at(algorithm, loop, hangs, time)).empty(); time *= 4)
+        ASSERT_LT(time, 1000000) << problem;
 }
 
 class OneBitStepFailure : public testing::TestWithParam<int32_t> {};

@@ -36,7 +36,7 @@ def error(status: int, text: str) -> Exception:
 
 if keras.backend.backend() != "tensorflow":
     raise error(abi.DSOPT_ERR_MISSING, "dsopt.tf needs Keras on TensorFlow, and Keras runs on %s: set "
-                 "KERAS_BACKEND=tensorflow" % keras.backend.backend())
+                "KERAS_BACKEND=tensorflow" % keras.backend.backend())
 
 
 def _native(variable: Any) -> tf.Variable:
@@ -169,7 +169,7 @@ class Base(keras.optimizers.Optimizer):
             dtype = tf.as_dtype(variable.dtype)
             if dtype not in _DTYPES and not self._overwrite_variable_with_gradient(variable):
                 raise error(abi.DSOPT_ERR_DTYPE, "variable '%s' has dtype %s, must be float32, float16 or bfloat16"
-                             % (name_of(variable), dtype.name))
+                            % (name_of(variable), dtype.name))
             if self._var_key(variable) in seen:
                 raise error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % name_of(variable))
             seen.add(self._var_key(variable))
@@ -257,16 +257,16 @@ class Base(keras.optimizers.Optimizer):
                              learning_rate: Any) -> None:
         if tf.distribute.has_strategy():
             raise error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf does not support tf.distribute.Strategy: average the "
-                         "gradients, and apply them outside of it")
+                        "gradients, and apply them outside of it")
         if _in_xla():
             raise error(abi.DSOPT_ERR_UNSUPPORTED, "the step of dsopt.tf is an op of TensorFlow that XLA cannot "
-                         "compile: pass jit_compile=False to model.compile and to tf.function")
+                        "compile: pass jit_compile=False to model.compile and to tf.function")
         plan = self._plan([_native(variable) for variable in trainable_variables])
         rules, fields = self._current()
         for grad, name in zip(grads, plan.names):
             if not grad.dtype.is_floating:
                 raise error(abi.DSOPT_ERR_DTYPE, "gradient of '%s' has dtype %s, must be a float"
-                             % (name, grad.dtype.name))
+                            % (name, grad.dtype.name))
         grads = [grad if grad.dtype in _DTYPES else tf.cast(grad, tf.float32) for grad in grads]
         divisor = self._global_divisor(grads)
         scales = [rules[rule].grad_scale for rule in plan.rules]
@@ -322,7 +322,7 @@ class Base(keras.optimizers.Optimizer):
         """Returns an optimizer on copies, the copies of the variable and of its state, and the state variables."""
         if not self.built or self._var_key(variable) not in self._trainable_variables_indices:
             raise error(abi.DSOPT_ERR_ARGUMENT, "variable '%s' is not stepped by this optimizer: pass one of those of "
-                         "`build`" % name_of(variable))
+                        "`build`" % name_of(variable))
         place = self._get_variable_index(_native(variable))
         lists = self._lists
         own, weights = lists.state[place], np.array(_native(variable).numpy())

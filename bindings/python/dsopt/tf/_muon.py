@@ -35,8 +35,8 @@ class Muon(Base):
     global_clipnorm              all gradients are clipped to this L2 norm together; None = off
     use_ema                      keep a moving average of the variables
     ema_momentum                 decay of that average
-    ema_overwrite_frequency      number of steps after which variables are set to their average; None = at the end of
-    fit
+    ema_overwrite_frequency      number of steps after which variables are set to their average; None = at the end
+                                 of fit
     loss_scale_factor            multiplies the loss, and gradients are divided by it; None = 1
     gradient_accumulation_steps  number of calls per update, which uses the mean gradient; None = 1
     name                         name of the optimizer; None = name of the class
@@ -55,8 +55,8 @@ class Muon(Base):
     rows_are_inputs              weights are used as x @ W, as in Keras' layers, so a matrix has `cols` outputs, which
                                  `adjust` needs
     blocks                       dict of regular expressions and (rows, cols): variables whose path has a match are
-                                 partitioned into matrices of this size, for example {"query/kernel": (512, 512)};
-                                 None = none
+                                 partitioned into matrices of this size, for example {"query/kernel": (512, 512)},
+                                 unless they are excluded; None = none
     exp_avg_format               momentum, of both algorithms, in memory: "f32", "bf16" or "bf16_random"
     exp_avg_sq_format            AdamW's second moment in memory: "f32", "bf16_random" or "q8"
     f32_moments                  list of words: variables with one of them in their name have float32 moments
@@ -83,14 +83,8 @@ class Muon(Base):
                  blocks: Optional[Mapping[str, Sequence[int]]] = None, exp_avg_format: str = "f32",
                  exp_avg_sq_format: str = "f32", f32_moments: Sequence[str] = (), masters: Optional[str] = None,
                  seed: int = 0, **kwargs: Any) -> None:
-        if not adam_lr_ratio > 0:
-            raise error(abi.DSOPT_ERR_ARGUMENT, "adam_lr_ratio is %r, must be above 0" % (adam_lr_ratio,))
-        if rms_rate is not None and not rms_rate > 0:
-            raise error(abi.DSOPT_ERR_ARGUMENT, "rms_rate is %r, must be above 0, or None" % (rms_rate,))
-        if rms_rate is not None and adjust != "none":
-            raise error(abi.DSOPT_ERR_ARGUMENT, "adjust=%r has no effect with rms_rate: pass rms_rate=None" % (adjust,))
-        if not 0 < momentum < 1:
-            raise error(abi.DSOPT_ERR_ARGUMENT, "momentum is %r, must be above 0 and below 1" % (momentum,))
+        if exclude_layers is not None and not isinstance(exclude_layers, (list, tuple)):
+            raise error(abi.DSOPT_ERR_ARGUMENT, "exclude_layers is %r, must be a list" % (exclude_layers,))
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, clipnorm=clipnorm,
                          clipvalue=clipvalue, global_clipnorm=global_clipnorm, use_ema=use_ema,
                          ema_momentum=ema_momentum, ema_overwrite_frequency=ema_overwrite_frequency,
@@ -114,9 +108,18 @@ class Muon(Base):
     def _hyper(self) -> Tuple:
         return (self.adam_beta_1, self.adam_beta_2, self.epsilon, self.adam_weight_decay, self.adam_lr_ratio,
                 self.weight_decay, self.muon_a, self.muon_b, self.muon_c, self.momentum, self.ns_steps, self.nesterov,
-                self.rms_rate)
+                self.rms_rate, self.ns_schedule, self.ns_dtype, self.adjust)
 
     def _rules(self) -> List[Rule]:
+        if not self.adam_lr_ratio > 0:
+            raise error(abi.DSOPT_ERR_ARGUMENT, "adam_lr_ratio is %r, must be above 0" % (self.adam_lr_ratio,))
+        if self.rms_rate is not None and not self.rms_rate > 0:
+            raise error(abi.DSOPT_ERR_ARGUMENT, "rms_rate is %r, must be above 0, or None" % (self.rms_rate,))
+        if self.rms_rate is not None and self.adjust != "none":
+            raise error(abi.DSOPT_ERR_ARGUMENT, "adjust=%r has no effect with rms_rate: pass rms_rate=None"
+                        % (self.adjust,))
+        if not 0 < self.momentum < 1:
+            raise error(abi.DSOPT_ERR_ARGUMENT, "momentum is %r, must be above 0 and below 1" % (self.momentum,))
         ratio = float(self.adam_lr_ratio)
         adamw = AdamWGroup(betas=(self.adam_beta_1, self.adam_beta_2), eps=self.epsilon, eps_uncorrected=True,
                            exp_avg_format=self.exp_avg_format, exp_avg_sq_format=self.exp_avg_sq_format)

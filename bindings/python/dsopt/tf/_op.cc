@@ -16,6 +16,7 @@
 #include <absl/synchronization/notification.h>
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -243,9 +244,11 @@ public:
             step.parallel_user = ctx->device()->tensorflow_cpu_worker_threads()->workers;
         }
         OP_REQUIRES_OK(ctx, check(dl.dsopt_optimizer_apply(optimizer_.get(), &step)));
-        OP_REQUIRES(ctx, (int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) == 0,
-                    absl::InvalidArgumentError(
-                        absl::StrCat("learning_rate is ", step.lr[0], ", must be finite and not negative")));
+        if ((int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) == 0) return;
+        const float *const wrong =
+            std::find_if(step.lr, step.lr + groups_ - 1, [](float rate) { return !std::isfinite(rate) || rate < 0; });
+        ctx->SetStatus(
+            absl::InvalidArgumentError(absl::StrCat("learning_rate is ", *wrong, ", must be finite and not negative")));
     }
 
 private:

@@ -28,8 +28,8 @@ class Adam(Base):
     global_clipnorm              all gradients are clipped to this L2 norm together; None = off
     use_ema                      keep a moving average of the variables
     ema_momentum                 decay of that average
-    ema_overwrite_frequency      number of steps after which variables are set to their average; None = at the end of
-    fit
+    ema_overwrite_frequency      number of steps after which variables are set to their average; None = at the end
+                                 of fit
     loss_scale_factor            multiplies the loss, and gradients are divided by it; None = 1
     gradient_accumulation_steps  number of calls per update, which uses the mean gradient; None = 1
     name                         name of the optimizer; None = name of the class
@@ -52,7 +52,7 @@ class Adam(Base):
                  f32_moments: Sequence[str] = (), masters: Optional[str] = None, seed: int = 0, **kwargs: Any) -> None:
         if amsgrad:
             raise error(abi.DSOPT_ERR_UNSUPPORTED, "dsopt.tf does not support amsgrad=True: leave it False, or use "
-                         "keras.optimizers.%s" % type(self).__name__)
+                        "keras.optimizers.%s" % type(self).__name__)
         super().__init__(learning_rate=learning_rate, weight_decay=weight_decay, clipnorm=clipnorm,
                          clipvalue=clipvalue, global_clipnorm=global_clipnorm, use_ema=use_ema,
                          ema_momentum=ema_momentum, ema_overwrite_frequency=ema_overwrite_frequency,

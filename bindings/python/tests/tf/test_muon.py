@@ -258,7 +258,8 @@ class Refusals(unittest.TestCase):
                                ({"adjust": "original"}, "adjust='original' has no effect with rms_rate"),
                                ({"rms_rate": None, "adjust": "often"}, "adjust"), ({"ns_dtype": "float8"}, "ns_dtype"),
                                ({"ns_schedule": "often"}, "ns_schedule"), ({"blocks": {"w": 3}}, r"blocks\['w'\] is 3"),
-                               ({"masters": "fp32"}, "masters is 'fp32'")):
+                               ({"masters": "fp32"}, "masters is 'fp32'"),
+                               ({"exclude_layers": "head"}, "exclude_layers is 'head'")):
             with self.subTest(options), self.assertRaisesRegex(dsopt.ArgumentError, words):
                 dsopt.tf.Muon(**options)
 
