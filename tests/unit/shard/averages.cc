@@ -17,6 +17,7 @@ const std::vector<Topology> kFew = {{1, 3}, {2, 2}, {2, 3, DSOPT_OPTIMIZER_SHARD
 class Averages : public testing::TestWithParam<Topology> {};
 INSTANTIATE_TEST_SUITE_P(, Averages, testing::ValuesIn(all_topologies()), topology_name);
 
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(Averages, GiveTheBitsOfTheMean) {
     expect_bits_of_mean({.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .desc = optimizer_desc(0.5), .absent = 4},
                         GetParam());
@@ -24,6 +25,7 @@ TEST_P(Averages, GiveTheBitsOfTheMean) {
 
 LABEL_PARAMS(long_emulated, "[58]x*");
 LABEL_PARAMS(long_emulated, "2x[23]Unsharded");
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(Averages, GiveTheBitsOfTheMeanInMixedPrecision) {
     expect_bits_of_mean({.groups = {group_of(DSOPT_ALGORITHM_LAMB), group_of(DSOPT_ALGORITHM_ADAMW)},
                          .param = DSOPT_DTYPE_BF16,
@@ -41,6 +43,7 @@ TEST(AveragesOfDtypes, AreOfWidenedGradients) {
             expect_bits_of_mean({.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .grad = dtype, .steps = 2}, topology);
 }
 
+LABEL(one_of_many);
 LABEL(long_emulated);
 TEST(AveragesOfLongLists, ComeInStripes) {
     for (const Topology &topology : kFew)

@@ -16,6 +16,7 @@ dsopt_group group_with_momentum(int32_t algorithm) {
     return group;
 }
 
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(ShardTopology, GivesTheBitsOfOneRank) {
     expect_same_bits({.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .desc = optimizer_desc(0.5)}, GetParam());
 }
@@ -24,6 +25,7 @@ TEST_P(ShardTopology, GivesTheBitsOfOneRank) {
 LABEL_PARAMS(long_emulated, "[158]x*");
 LABEL_PARAMS(long_emulated, "2x1");
 LABEL_PARAMS(long_emulated, "3x2");
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(ShardTopology, GivesTheBitsOfOneRankInMixedPrecision) {
     expect_same_bits({.groups = {group_of(DSOPT_ALGORITHM_ADAMW), group_with_momentum(DSOPT_ALGORITHM_SGD)},
                       .param = DSOPT_DTYPE_BF16,
@@ -35,6 +37,7 @@ TEST_P(ShardTopology, GivesTheBitsOfOneRankInMixedPrecision) {
                      GetParam());
 }
 
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(ShardTopology, GivesTheBitsOfOneRankForTrustRatios) {
     expect_same_bits({.groups = {group_of(DSOPT_ALGORITHM_LAMB), group_of(DSOPT_ALGORITHM_ADAMW)},
                       .desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_REPORT_NORMS),

@@ -110,12 +110,14 @@ protected:
 INSTANTIATE_TEST_SUITE_P(, ShardFamily, testing::ValuesIn(cases()), [](const auto &info) { return info.param.name(); });
 
 LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevels) {
     expect_bits_of_unsharded({.bad_call = 6});
     expect_bits_of_unsharded({.averages = false, .bad_call = 2});
 }
 
 LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsInMixedPrecision) {
     expect_bits_of_unsharded({.param = DSOPT_DTYPE_BF16, .bad_call = 7});
 }
@@ -129,6 +131,7 @@ LABEL(long_emulated);
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMasks) { expect_bits_of_unsharded({.param_flags = DSOPT_PARAM_MASKED}); }
 
 LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMomentumInBits) {
     if (GetParam().algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM) return;
     expect_bits_of_unsharded({.desc = optimizer_desc(0.5, DSOPT_OPTIMIZER_MOMENTUM_BITS)});
@@ -140,6 +143,7 @@ LABEL_PARAMS(long_emulated, "*[13]x*");
 LABEL_PARAMS(long_emulated, "*2x3");
 LABEL_PARAMS(long_emulated, "*Lamb2x[12]");
 LABEL_PARAMS(long_emulated, "*2x1");
+LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, ResumesFromFilesOfOtherRanks) {
     const auto [algorithm, per_node, nodes] = GetParam();
     const FamilyRun run{.averages = true};

@@ -39,11 +39,13 @@ INSTANTIATE_TEST_SUITE_P(, MatrixRanks, testing::ValuesIn(topologies()), topolog
 
 LABEL_PARAMS(long_emulated, "[1358]x*");
 LABEL_PARAMS(long_emulated, "2x[13]*");
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(MatrixRanks, GiveTheBitsOfOneRank) { expect_same_bits(training_of(), GetParam()); }
 
 // Masters, a loss scale that overflows, a skipped step, norms, an absent gradient of matrices.
 LABEL_PARAMS(long_emulated, "[1358]x*");
 LABEL_PARAMS(long_emulated, "2x[13]*");
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(MatrixRanks, GiveTheBitsOfOneRankInMixedPrecision) {
     ShardTraining training = training_of(DSOPT_DTYPE_F16);
     training.param = training.grad = DSOPT_DTYPE_BF16;
@@ -56,6 +58,7 @@ TEST_P(MatrixRanks, GiveTheBitsOfOneRankInMixedPrecision) {
 
 LABEL_PARAMS(long_emulated, "[1358]x*");
 LABEL_PARAMS(long_emulated, "2x[13]*");
+LABEL_PARAMS(one_of_many, "[158]x*");
 TEST_P(MatrixRanks, AverageGradients) {
     ShardTraining training = training_of();
     training.desc = optimizer_desc(0.5);
