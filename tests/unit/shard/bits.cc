@@ -205,6 +205,7 @@ TEST(Shard, DoesNotDependOnThreads) {
 }
 
 // Rows of all ranks are larger than the memory for them, so weights are gathered in several messages.
+LABEL(one_of_many);
 LABEL(long_emulated);
 TEST(Shard, GathersLongListsInStripes) {
     for (const Topology &topology : kFewTopologies)

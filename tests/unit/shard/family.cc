@@ -144,6 +144,8 @@ LABEL_PARAMS(long_emulated, "*2x3");
 LABEL_PARAMS(long_emulated, "*Lamb2x[12]");
 LABEL_PARAMS(long_emulated, "*2x1");
 LABEL_PARAMS(one_of_many, "*[13]x*");
+LABEL_PARAMS(one_of_many, "*2x[13]");
+LABEL_PARAMS(one_of_many, "*Lamb*");
 TEST_P(ShardFamily, ResumesFromFilesOfOtherRanks) {
     const auto [algorithm, per_node, nodes] = GetParam();
     const FamilyRun run{.averages = true};
