@@ -16,6 +16,7 @@
 #include <barrier>
 #include <chrono>
 #include <gtest/gtest.h>
+#include <mutex>
 
 namespace shard_run {
 
@@ -99,13 +100,14 @@ private:
     int timeout_ms(Fault fault) const { return waits(fault) ? 400 * (test::kSanitized ? 4 : 1) : 60000; }
 
     Outcome run(Fault fault, int64_t n) {
-        // A loaded machine may need longer than the time-out to create a comm.
+        // A loaded machine may need longer than the time-out to create a comm, and may pause during a step.
         for (int attempt = 0; attempt < 5; ++attempt) {
             results_ = {};
+            late_.clear();
             const Outcome outcome = run_once(fault, n);
-            if (outcome != Outcome::not_joined) return outcome;
+            if (outcome != Outcome::not_joined && late_.empty()) return outcome;
         }
-        ADD_FAILURE() << "no comm";
+        ADD_FAILURE() << "no comm, or a step beyond its bound, in each of five runs:" << late_;
         return Outcome::failed;
     }
     Outcome run_once(Fault fault, int64_t n) {
@@ -158,8 +160,11 @@ private:
                 const std::string text = dsopt_last_error();
                 result.failed = true;
                 expect(fault != Fault::none, "a step without a failure: " + text);
-                expect(ms < limit_ms + 1000 * (test::kSanitized ? 4 : 1) * fabric_.work_factor() + delay_ms,
-                       "a status in time, but after " + std::to_string(ms) + " ms: " + text);
+                if (ms >= limit_ms + 1000 * (test::kSanitized ? 4 : 1) * fabric_.work_factor() + delay_ms) {
+                    const std::lock_guard lock(late_mutex_);
+                    late_ += '\n' + std::to_string(ms) + " ms, of which " + std::to_string(delay_ms) +
+                             " are scheduling delay: " + text;
+                }
                 expect_failed_step(member, rank, call, status, text);
             }
             barrier.arrive_and_wait();
@@ -227,6 +232,8 @@ private:
     const FaultCase case_;
     const int64_t steps_; // a hanging call takes the time-out, so only those of one step hang
     const test::SchedulingDelay delay_;
+    std::mutex late_mutex_;
+    std::string late_; // a line for each step of this run that took longer
     Setting setting_;
     Ranks results_, healthy_;
     int failed_before_gather_ = 0, failed_in_gather_ = 0;

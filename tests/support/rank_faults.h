@@ -90,10 +90,16 @@ public:
         timeout_ms_(timeout_ms),
         delay_(delay),
         longest_(longest) {}
+    /// A case with a call beyond its bound runs again, because a loaded machine may have paused, but a defect returns.
     void run() {
         SCOPED_TRACE(case_.text());
-        fabric_.prepare_comm(case_.ranks);
-        EXPECT_NO_THROW(run_ranks(case_.ranks, [&](int rank) { run_rank(rank); }));
+        for (int runs = 0; runs < 3; ++runs) {
+            late_.clear();
+            fabric_.prepare_comm(case_.ranks);
+            EXPECT_NO_THROW(run_ranks(case_.ranks, [&](int rank) { run_rank(rank); }));
+            if (late_.empty()) return;
+        }
+        ADD_FAILURE() << "in each of three runs:" << late_;
     }
 
 private:
@@ -116,9 +122,12 @@ private:
                 const auto duration_ms =
                     std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
                 const int64_t delay_ms = run.delay_.total_ms() - earlier_delay_ms;
-                EXPECT_LT(duration_ms, limit + run.slack_ms() + delay_ms)
-                    << what << ", with a scheduling delay of " << delay_ms << " ms: " << run.case_.text();
                 run.longest_.add(duration_ms - limit - delay_ms);
+                if (duration_ms < limit + run.slack_ms() + delay_ms) return;
+                const std::lock_guard lock(run.late_mutex_);
+                run.late_ += '\n' + std::string(what) + ": " + std::to_string(duration_ms) + " ms, of which " +
+                             std::to_string(delay_ms) + " are scheduling delay; allowed: " + std::to_string(limit) +
+                             " + " + std::to_string(run.slack_ms());
             }
         } const watch{*this, what, limit_ms};
         return body();
@@ -232,6 +241,8 @@ private:
     const int timeout_ms_;
     const SchedulingDelay &delay_;
     AtomicMaximum &longest_; // time of a call beyond its bound and the scheduling delay
+    std::mutex late_mutex_;
+    std::string late_; // a line for each call of this run that took longer
 };
 
 /// Runs all cases of `seeds` seeds on one worker per fabric. The workers run in parallel, because most of the time is

@@ -144,7 +144,7 @@ TEST(HcclComm, CreateTimesOutIfRankIsMissing) {
     run_ranks(1, [&](int) {
         const auto begin = Clock::now();
         EXPECT_TRUE(fails([&] { (void)make(id, 0, 2, 100); }, DSOPT_ERR_TIMEOUT, "2 ranks"));
-        EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
+        EXPECT_LT(Clock::now() - begin, std::chrono::seconds(50));
     });
 }
 
@@ -156,7 +156,7 @@ TEST(HcclComm, TimesOutIfRankDoesNotCall) {
         if (rank == 2) return;
         EXPECT_TRUE(fails([&] { add(*comm, 1); }, DSOPT_ERR_TIMEOUT, "1500 ms"));
         EXPECT_TRUE(fails([&] { add(*comm, 1); }, DSOPT_ERR_TIMEOUT, "unusable"));
-        EXPECT_LT(Clock::now() - begin, std::chrono::seconds(20));
+        EXPECT_LT(Clock::now() - begin, std::chrono::seconds(50));
     });
 }
 

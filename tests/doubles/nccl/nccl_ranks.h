@@ -25,6 +25,8 @@ using Bytes = std::vector<char>;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kDevices = 12; // for three ranks of several comms at once
+/// Less than the time-out of a comm that must not wait for it, and longer than a loaded machine pauses.
+constexpr int kLongestMs = 50000;
 
 inline int milliseconds_since(Clock::time_point begin) {
     return int(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count());

@@ -154,7 +154,7 @@ TEST(NcclComm, CreateTimesOutWithoutLeakIfRankIsMissing) {
     const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 2, 100)); });
     EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT, "2 ranks"));
     EXPECT_GE(milliseconds_since(begin), 100);
-    EXPECT_LT(milliseconds_since(begin), 20000);
+    EXPECT_LT(milliseconds_since(begin), kLongestMs);
     EXPECT_EQ(counts().created - before.created, counts().aborted - before.aborted);
 }
 
@@ -173,7 +173,7 @@ TEST(NcclComm, TimesOutAndBecomesUnusableIfRankDoesNotCall) {
         const auto begin = Clock::now();
         EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "1500 ms"));
         EXPECT_GE(milliseconds_since(begin), 1500);
-        EXPECT_LT(milliseconds_since(begin), 20000);
+        EXPECT_LT(milliseconds_since(begin), kLongestMs);
         EXPECT_EQ(world[rank].comm->info().status, DSOPT_ERR_TIMEOUT);
         EXPECT_TRUE(fails(outcome_of([&] { world[rank].add(1); }), DSOPT_ERR_TIMEOUT, "unusable"));
         EXPECT_EQ(cudaStreamSynchronize(world[rank].stream), cudaSuccess) << "the stream still waits";
@@ -267,7 +267,7 @@ TEST(NcclComm, DestroyReturnsIfPeerNeverDestroys) {
     const FakeNcclCounts before = counts();
     const auto begin = Clock::now();
     world.destroy(0);
-    EXPECT_LT(milliseconds_since(begin), 10000);
+    EXPECT_LT(milliseconds_since(begin), kLongestMs);
     EXPECT_EQ(counts().aborted - before.aborted, 1);
 }
 
@@ -279,14 +279,14 @@ TEST(NcclComm, IsLeakedIfAbortHangs) {
                           try {
                               world[0].add(1);
                           } catch (...) {
-                              EXPECT_LT(milliseconds_since(begin), 10000);
+                              EXPECT_LT(milliseconds_since(begin), kLongestMs);
                               throw;
                           }
                       }),
                       DSOPT_ERR_TIMEOUT));
     const auto begin = Clock::now();
     world.destroy(0);
-    EXPECT_LT(milliseconds_since(begin), 10000) << "the abort is tried again";
+    EXPECT_LT(milliseconds_since(begin), kLongestMs) << "the abort is tried again";
     world[1].comm->abort();
 }
 
@@ -349,7 +349,7 @@ TEST_F(NcclNativeComm, IsNotAbortedByTimeOutOrAbort) {
         stream_comm->comm->abort();
         const auto begin = Clock::now();
         stream_comm->comm.reset(); // leaks the memory that the collective may still write to
-        EXPECT_LT(milliseconds_since(begin), 10000);
+        EXPECT_LT(milliseconds_since(begin), kLongestMs);
         // The other rank calls now, so that the stream completes.
         const StreamComm other(cuda_context(1), desc(theirs[1], 60000, flags));
         EXPECT_EQ(other.add(1), 2);
@@ -579,7 +579,7 @@ TEST(OldNccl, CreateTimesOutAndLeaksWaitingThread) {
     const auto begin = Clock::now();
     const Outcome outcome = outcome_of([&] { (void)dsopt::make_comm(context, desc_of(id, 0, 2, 100)); });
     EXPECT_TRUE(fails(outcome, DSOPT_ERR_TIMEOUT, "2 ranks"));
-    EXPECT_LT(milliseconds_since(begin), 20000);
+    EXPECT_LT(milliseconds_since(begin), kLongestMs);
 }
 TEST(OldNccl, CallTimesOut) {
     const World world(2, 1500);

@@ -90,7 +90,7 @@ TEST(NcclOneBit, TimesOutIfRankHangsInEitherCollective) {
                 const std::string before = trainer.bytes(false);
                 const auto begin = Clock::now();
                 EXPECT_EQ(trainer.step(2), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
-                EXPECT_LT(milliseconds_since(begin), 20000);
+                EXPECT_LT(milliseconds_since(begin), kLongestMs);
                 EXPECT_TRUE(trainer.bytes(false) == before) << where;
                 EXPECT_EQ(trainer.step(3), DSOPT_ERR_TIMEOUT) << "the comm is unusable";
             });
@@ -114,7 +114,7 @@ TEST(NcclOneBit, TimesOutIfModelRankHangsInTrustRatios) {
             for (int64_t call = 1; call <= good; ++call) onebit_run::must(trainer.step(call));
             const auto begin = Clock::now();
             EXPECT_EQ(trainer.step(good + 1), DSOPT_ERR_TIMEOUT) << where << ": " << dsopt_last_error();
-            EXPECT_LT(milliseconds_since(begin), 20000);
+            EXPECT_LT(milliseconds_since(begin), kLongestMs);
             EXPECT_EQ(trainer.step(good + 2), DSOPT_ERR_TIMEOUT) << "the comm is unusable";
         });
     }
