@@ -216,6 +216,7 @@ TEST_P(MixedPrecisionBits, DoNotDependOnThreadsIsaChunkAndHook) {
 // -------------------------------------------------------------------------------------------------------------- caches
 // Lists larger than a core's private cache are prefetched, across the ends of tensors. Lists larger than the last-level
 // cache are written with non-temporal stores.
+LABEL(one_of_many);
 LABEL(long_emulated);
 TEST(Prefetch, ChangesNoBit) {
     for (const char *sizes : {kNoCaches, "0,1000000000000", "1000000000000,0", kLargeCaches})
@@ -229,6 +230,7 @@ TEST(Prefetch, ChangesNoBit) {
 }
 
 // Steps the same tensors in one list larger than the caches, and each in a separate list.
+LABEL(one_of_many);
 LABEL(long_emulated);
 TEST(NonTemporalStores, ChangeNoBit) {
     std::vector<Shape> shapes;

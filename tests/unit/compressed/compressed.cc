@@ -323,6 +323,7 @@ TEST(CompressedAllReduce, MapsZerosToZerosWithoutErrors) {
     });
 }
 
+LABEL(numbers_only);
 LABEL(long_emulated);
 TEST(CompressedAllReduce, ConvergesToTheMeanOverManyCalls) {
     constexpr int ranks = 4, calls = 2000;

@@ -260,6 +260,7 @@ TEST(TwoLevelAllReduce, SendsEachSliceOfANodeOnce) {
 }
 
 // -------------------------------------------------------------------------------------------------------- properties
+LABEL(numbers_only);
 LABEL(long_emulated);
 TEST(TwoLevelAllReduce, ConvergesToTheMeanOverManyCalls) {
     constexpr size_t numel = 500;

@@ -417,8 +417,8 @@ TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
     const int64_t total = hooks ? hook_calls : news;
     ASSERT_GT(total, hooks ? 0 : 30);
     const int64_t live = NewCounter::live;
-    // Sanitizers are slow: every third allocation, beginning with another one in some of the plans.
-    const int64_t every = kSanitized ? 3 : 1,
+    // Sanitizers are slow: every seventh allocation, beginning with another one in some of the plans.
+    const int64_t every = kSanitized ? 7 : 1,
                   first = int64_t(std::strlen(GetParam().name) + hooks + 2 * lasting) % every;
     int64_t failures = 0, runs = 0;
     for (int64_t n = first; n < total; n += every, ++runs) {

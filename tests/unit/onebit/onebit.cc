@@ -180,6 +180,7 @@ TEST_P(OneBitStep, FreezesEvenIfTheFreezeStepIsSkipped) {
 
 // ------------------------------------------------------------------------------------------------------- checkpoints
 LABEL_PARAMS(one_of_many, "*[12]");
+LABEL_PARAMS(one_of_many, "OneBit*");
 LABEL(long_emulated);
 TEST_P(OneBitStep, ResumesFromACheckpointWithTheSameBits) {
     constexpr int64_t calls = 36;

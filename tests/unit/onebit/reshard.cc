@@ -107,6 +107,7 @@ INSTANTIATE_TEST_SUITE_P(, Reshard,
 
 LABEL_PARAMS(one_of_many, "*From[123]To*");
 LABEL_PARAMS(one_of_many, "*From4To[124]");
+LABEL_PARAMS(one_of_many, "[OZ]*Adam*");
 LABEL_PARAMS(long_emulated, "*From[134]To*");
 LABEL_PARAMS(long_emulated, "*From2To[124]");
 LABEL_PARAMS(long_emulated, "[OZ]*Adam*");

@@ -411,6 +411,7 @@ Errors errors_of(const Nodes &nodes, const std::vector<std::vector<float>> &work
     return errors;
 }
 
+LABEL(one_of_many);
 LABEL(long_emulated);
 TEST(TwoLevelCheckpoint, RedistributesErrorsOverOtherNodes) {
     const std::pair<Nodes, Nodes> moves[] = {{{1, 4}, {2, 2}}, {{2, 2}, {1, 4}}, {{2, 2}, {1, 3}}, {{1, 3}, {2, 2}},

@@ -49,6 +49,9 @@ TEST_P(ShardTopology, GivesTheBitsOfOneRankForTrustRatios) {
 class ShardRule : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(, ShardRule, testing::ValuesIn(kStandardRules), algorithm_name);
 
+LABEL_PARAMS(long_emulated, "Adam");
+LABEL_PARAMS(long_emulated, "AdamLegacy");
+LABEL_PARAMS(long_emulated, "Adagrad");
 TEST_P(ShardRule, GivesTheBitsOfOneRankForEveryDtype) {
     for (const int32_t dtype : kDtypes)
         for (const Topology &topology : kFewTopologies)

@@ -110,6 +110,7 @@ protected:
 INSTANTIATE_TEST_SUITE_P(, ShardFamily, testing::ValuesIn(cases()), [](const auto &info) { return info.param.name(); });
 
 LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(long_emulated, "*2x3");
 LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevels) {
     expect_bits_of_unsharded({.bad_call = 6});
@@ -117,6 +118,7 @@ TEST_P(ShardFamily, GivesTheBitsOfTwoLevels) {
 }
 
 LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(long_emulated, "*2x3");
 LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsInMixedPrecision) {
     expect_bits_of_unsharded({.param = DSOPT_DTYPE_BF16, .bad_call = 7});
@@ -131,6 +133,7 @@ LABEL(long_emulated);
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMasks) { expect_bits_of_unsharded({.param_flags = DSOPT_PARAM_MASKED}); }
 
 LABEL_PARAMS(long_emulated, "*[13]x*");
+LABEL_PARAMS(long_emulated, "*2x3");
 LABEL_PARAMS(one_of_many, "*[13]x*");
 TEST_P(ShardFamily, GivesTheBitsOfTwoLevelsWithMomentumInBits) {
     if (GetParam().algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM) return;

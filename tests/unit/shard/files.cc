@@ -87,6 +87,7 @@ INSTANTIATE_TEST_SUITE_P(, ShardFiles, testing::ValuesIn(kRuns), topology_name);
 
 // Masters, two rules, a loss scale.
 LABEL_PARAMS(long_emulated, "[135]x*");
+LABEL_PARAMS(long_emulated, "2x[12]");
 TEST_P(ShardFiles, AreLoadedByAnyNumberOfRanks) {
     const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW), group_of(DSOPT_ALGORITHM_LAMB)},
                                  .param = DSOPT_DTYPE_BF16,
