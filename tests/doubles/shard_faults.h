@@ -107,12 +107,14 @@ private:
             const Outcome outcome = run_once(fault, n);
             if (outcome != Outcome::not_joined && late_.empty()) return outcome;
         }
-        ADD_FAILURE() << "no comm, or a step beyond its bound, in each of five runs:" << late_;
+        ADD_FAILURE() << where(n) << ": no comm, or a step beyond its bound, in each of five runs:" << late_;
         return Outcome::failed;
     }
+    std::string where(int64_t n) const {
+        return "call " + std::to_string(n) + ", flags " + std::to_string(case_.flags) + " and " +
+               std::to_string(case_.comm_flags);
+    }
     Outcome run_once(Fault fault, int64_t n) {
-        const std::string where = "call " + std::to_string(n) + ", flags " + std::to_string(case_.flags) + " and " +
-                                  std::to_string(case_.comm_flags);
         fabric_.prepare(fault, n);
         std::barrier barrier(kRanks);
         EXPECT_NO_THROW(test::run_ranks(kRanks, [&](int rank) {
@@ -122,12 +124,12 @@ private:
                 barrier.arrive_and_drop();
                 throw;
             }
-        })) << where;
+        })) << where(n);
         const auto &[first, second] = results_;
         if (!first.joined || !second.joined) return Outcome::not_joined;
         if (first.failed && first.after.size() == size_t(steps_)) { // in the last step
             // Calls of rank 0 fail in the order of its step.
-            EXPECT_TRUE(first.in_gather || failed_in_gather_ == 0 || waits(fault)) << where;
+            EXPECT_TRUE(first.in_gather || failed_in_gather_ == 0 || waits(fault)) << where(n);
             ++(first.in_gather ? failed_in_gather_ : failed_before_gather_);
         }
         return first.failed || second.failed ? Outcome::failed : Outcome::succeeded;
