@@ -142,13 +142,13 @@ std::shared_ptr<Rendezvous> find_rendezvous(const std::string &id, int ranks) {
 }
 
 /// Endpoint of one rank, which has joined the rendezvous.
-class Endpoint : NotCopied {
+class LocalEndpoint : NotCopied {
 public:
-    Endpoint(std::shared_ptr<Rendezvous> rendezvous, int rank, int timeout_ms) :
+    LocalEndpoint(std::shared_ptr<Rendezvous> rendezvous, int rank, int timeout_ms) :
         rendezvous_(std::move(rendezvous)),
         rank_(rank),
         timeout_ms_(timeout_ms) {}
-    ~Endpoint() { rendezvous_->leave(rank_); }
+    ~LocalEndpoint() { rendezvous_->leave(rank_); }
 
     dsopt_status all_reduce(const void *send, void *recv, int64_t count, int32_t dtype, int32_t op, void *) const {
         const Contribution local{Contribution::reduce, dtype, op, count, send, recv};
@@ -227,8 +227,8 @@ std::unique_ptr<Comm> make_local_comm(std::shared_ptr<const Context> context, co
     table.rank = desc.rank;
     table.ranks = desc.ranks;
     table.memory = DSOPT_MEMORY_HOST;
-    return make_comm_from_endpoint(std::move(context), std::make_unique<Endpoint>(rendezvous, desc.rank, timeout_ms),
-                                   table);
+    return make_comm_from_endpoint(std::move(context),
+                                   std::make_unique<LocalEndpoint>(rendezvous, desc.rank, timeout_ms), table);
 }
 
 } // namespace dsopt

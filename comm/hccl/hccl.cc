@@ -10,9 +10,8 @@
 #include <utility>
 
 namespace dsopt {
+namespace hccl {
 namespace {
-
-using namespace hccl;
 
 constexpr int kDestroyMs = 5000;
 
@@ -184,14 +183,17 @@ private:
 };
 
 } // namespace
+} // namespace hccl
 
 void make_hccl_id(void *id) {
+    using namespace hccl;
     const Api api{Library::any(kLibrary)};
     const Result result = api.root_info(static_cast<RootInfo *>(id));
     if (result != 0) throw Error(DSOPT_ERR_COMM, "HcclGetRootInfo: error %d", result);
 }
 
 std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    using namespace hccl;
     auto endpoint = std::make_unique<Endpoint>(Api{Library::for_comm(kLibrary, desc)}, desc);
     dsopt_comm_table table{};
     endpoint->open(desc, table);
@@ -199,6 +201,6 @@ std::unique_ptr<Comm> make_hccl_comm(std::shared_ptr<const Context> context, con
                                    Provider{.sums = (desc.flags & DSOPT_COMM_FLAG_PROVIDER_SUMS) != 0});
 }
 
-const char *hccl_state() { return Library::state(kLibrary); }
+const char *hccl_state() { return Library::state(hccl::kLibrary); }
 
 } // namespace dsopt

@@ -12,9 +12,8 @@
 #include <tuple>
 
 namespace dsopt {
+namespace nccl {
 namespace {
-
-using namespace nccl;
 
 constexpr int kAbortMs = 2000, kDestroyMs = 5000;
 
@@ -251,14 +250,17 @@ void borrow(const Session &session, dsopt_comm_table &table) {
 }
 
 } // namespace
+} // namespace nccl
 
 void make_nccl_id(void *id) {
+    using namespace nccl;
     const Api api{Library::any(kLibrary)};
     const Result result = api.get_unique_id(static_cast<UniqueId *>(id));
     if (result != success) throw Error(DSOPT_ERR_COMM, "ncclGetUniqueId: %s", api.error_string(result));
 }
 
 std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, const dsopt_comm_desc &desc) {
+    using namespace nccl;
     if (context->device().is_host())
         throw Error(DSOPT_ERR_UNSUPPORTED, "NCCL works in device memory: it needs a CUDA context");
     const bool enqueues = desc.flags & DSOPT_COMM_FLAG_ENQUEUE;
@@ -282,7 +284,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
 
 const char *nccl_state() {
     if (std::strcmp(cuda_state(), "cuda") != 0) return "needs CUDA";
-    return Library::state(kLibrary);
+    return Library::state(nccl::kLibrary);
 }
 
 } // namespace dsopt

@@ -22,11 +22,11 @@
 
 using namespace dsopt;
 
-namespace {
+namespace dsopt {
 /// A handle shares ownership: an object lives at least as long as its handles and the objects that were created from
 /// it.
 template <class T> struct Handle { std::shared_ptr<T> object; };
-} // namespace
+} // namespace dsopt
 struct dsopt_context : Handle<const Context> {};
 struct dsopt_comm : Handle<Comm> {};
 struct dsopt_scaler : Handle<Scaler> {};

@@ -7,7 +7,7 @@ namespace dsopt {
 namespace {
 
 /// The words of one state tensor, and checks whose messages begin with `where`.
-struct Words {
+struct StateWords {
     const StateEntry &entry;
     const void *words;
     dsopt_status status;
@@ -32,7 +32,7 @@ struct Words {
     }
 };
 
-void check_schedule(const Words &words, bool has_bits) {
+void check_schedule(const StateWords &words, bool has_bits) {
     const auto s = words.read<ScheduleState>(0);
     words.in_range("step", s.step, 0, INT32_MAX);
     words.in_range("frozen", s.frozen, 0, 1);
@@ -43,7 +43,7 @@ void check_schedule(const Words &words, bool has_bits) {
     words.in_range("momentum_in_bits", s.momentum_in_bits, 0, has_bits);
 }
 
-void check_scaler(const Words &words, const ScalerRules &rules) {
+void check_scaler(const StateWords &words, const ScalerRules &rules) {
     const auto s = words.read<ScalerState>(0);
     words.scale("the scale", s.dynamic);
     words.in_range("overridden", s.overridden, 0, 1);
@@ -64,7 +64,7 @@ bool needs_check(StateKind kind) {
 
 void check_contents(const Optimizer &optimizer, const StateEntry &entry, const void *contents, const char *where,
                     dsopt_status status, const ScalerRules *rules) {
-    const Words words{entry, contents, status, where};
+    const StateWords words{entry, contents, status, where};
     if (entry.kind == StateKind::schedule)
         // A file has the decoded momentum.
         check_schedule(words, status != DSOPT_ERR_FORMAT && optimizer.state().find(StateKind::exp_avg_bits) != nullptr);

@@ -55,7 +55,7 @@ private:
 };
 
 /// Calls body(first, n) for each piece of an array.
-template <class Body> void for_pieces(int64_t numel, const Body &body) {
+template <class Body> void for_chunks(int64_t numel, const Body &body) {
     for (int64_t first = 0; first < numel; first += kConverted) body(first, std::min(kConverted, numel - first));
 }
 
@@ -131,7 +131,7 @@ void export_f32(const Optimizer &optimizer, const StateEntry &entry, float *host
         check_master_memory(param);
         Pieces weights(device, at<uint16_t>(param.data, entry.begin), sizeof(uint16_t), entry.numel);
         Pieces remainders(device, entry.data, sizeof(uint16_t), entry.numel);
-        return for_pieces(entry.numel, [&](int64_t first, int64_t n) {
+        return for_chunks(entry.numel, [&](int64_t first, int64_t n) {
             const void *const upper = weights.next(first, n);
             join_masters(at<uint16_t>(upper, 0), at<uint16_t>(remainders.next(first, n), 0), n, host + first);
         });
@@ -140,7 +140,7 @@ void export_f32(const Optimizer &optimizer, const StateEntry &entry, float *host
     Pieces codes(device, moment.codes, moment.size(), moment.numel);
     std::optional<Pieces> scales; // page-locked memory is allocated only if there are any
     if (has_scales(moment.format)) scales.emplace(device, moment.scales, sizeof(float), moment.scales_of(moment.numel));
-    for_pieces(moment.numel, [&](int64_t first, int64_t n) {
+    for_chunks(moment.numel, [&](int64_t first, int64_t n) {
         const void *const scale = scales ? scales->next(first / kBlock, moment.scales_of(n)) : nullptr;
         decode(moment.format, codes.next(first, n), static_cast<const float *>(scale), n, host + first);
     });
@@ -154,7 +154,7 @@ void import_f32(const Optimizer &optimizer, const StateEntry &entry, const float
         const Param &param = optimizer.params()[size_t(entry.param)];
         check_master_memory(param);
         std::vector<uint16_t> weights(piece), remainders(piece);
-        return for_pieces(entry.numel, [&](int64_t first, int64_t n) {
+        return for_chunks(entry.numel, [&](int64_t first, int64_t n) {
             split_masters(host + first, n, weights.data(), remainders.data());
             device.copy(at<uint16_t>(param.data, entry.begin + first), weights.data(), size_t(n) * sizeof(uint16_t));
             device.copy(at<uint16_t>(entry.data, first), remainders.data(), size_t(n) * sizeof(uint16_t));
@@ -163,7 +163,7 @@ void import_f32(const Optimizer &optimizer, const StateEntry &entry, const float
     const MomentArrays moment = arrays_of(optimizer, entry);
     std::vector<char> codes(piece * moment.size());
     std::vector<float> scales(size_t(moment.scales_of(int64_t(piece))));
-    for_pieces(moment.numel, [&](int64_t first, int64_t n) {
+    for_chunks(moment.numel, [&](int64_t first, int64_t n) {
         encode(moment.format, host + first, n, codes.data(), scales.data());
         device.copy(at<char>(moment.codes, first * int64_t(moment.size())), codes.data(), size_t(n) * moment.size());
         const auto count = size_t(moment.scales_of(n));

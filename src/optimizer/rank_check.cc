@@ -16,7 +16,7 @@ namespace {
 uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e3779b97f4a7c15ull; }
 
 /// Everything that ranks compare, as words.
-struct Words {
+struct ComparedWords {
     enum : int { params, list, calls, schedule, stage, gradients, options, sums, count };
     int32_t refused = 0;                             // rank + 1 of a rank that refused its arguments, 0 = none
     int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x; their maxima are the largest x and ~ the smallest x
@@ -30,7 +30,7 @@ struct Words {
     int32_t min(int word) const { return ~low[word][0]; }
     int32_t max(int word) const { return high[word][0]; }
 };
-static_assert(sizeof(Words) == (1 + 4 * Words::count) * sizeof(int32_t));
+static_assert(sizeof(ComparedWords) == (1 + 4 * ComparedWords::count) * sizeof(int32_t));
 
 /// Returns a hash of the properties of a parameter that ranks compare. Names of experts may differ between ranks.
 uint64_t key_of(const Param &param, const dsopt_group &group) {
@@ -118,7 +118,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
                  bool stateful) {
     const std::vector<Param> &params = optimizer.params();
     const auto key = [&](size_t i) { return key_of(params[i], optimizer.groups()[size_t(params[i].group)]); };
-    Words words;
+    ComparedWords words;
     uint64_t list = 0, gradients = 0;
     for (size_t i = 0; i < params.size(); ++i) list = mix(list, key(i));
     // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent gradient
@@ -133,33 +133,34 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
     for (size_t i = 0; i < params.size(); ++i) gradients = mix(gradients, gradient_key(i));
     constexpr int32_t compared =
         DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_SPLIT_MATRICES;
-    words.set(Words::options, uint32_t(optimizer.desc().flags & compared));
+    words.set(ComparedWords::options, uint32_t(optimizer.desc().flags & compared));
     // The sums of parts that ranks complete together.
-    words.set(Words::sums, plan.policy.completes ? 1 + plan.policy.read_gradients + 2 * plan.policy.report_norms : 0);
-    words.set(Words::params, uint64_t(plan.count));
-    words.set(Words::list, list);
-    words.set(Words::gradients, gradients);
-    for (const int word : {Words::calls, Words::schedule, Words::stage}) words.set(word, 0);
+    words.set(ComparedWords::sums,
+              plan.policy.completes ? 1 + plan.policy.read_gradients + 2 * plan.policy.report_norms : 0);
+    words.set(ComparedWords::params, uint64_t(plan.count));
+    words.set(ComparedWords::list, list);
+    words.set(ComparedWords::gradients, gradients);
+    for (const int word : {ComparedWords::calls, ComparedWords::schedule, ComparedWords::stage}) words.set(word, 0);
     if (!lists_only) {
-        words.set(Words::calls, stateful ? uint32_t(optimizer.calls()) : 0);
-        words.set(Words::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
-        words.set(Words::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
+        words.set(ComparedWords::calls, stateful ? uint32_t(optimizer.calls()) : 0);
+        words.set(ComparedWords::schedule, plan.onebit != nullptr ? uint32_t(plan.onebit->now.step) : 0);
+        words.set(ComparedWords::stage, uint32_t(plan.onebit != nullptr ? plan.onebit->stage : Stage::full));
     }
-    const Words local = words;
+    const ComparedWords local = words;
     max_over_ranks(optimizer, &words, sizeof words, plan.execution.stream);
 
     const int rank = optimizer.data_rank().rank;
     if (words.refused != 0)
         throw Error(DSOPT_ERR_MISMATCH, "rank %d refused the arguments of this step, so no rank takes it",
                     words.refused - 1);
-    if (!words.same(Words::options))
+    if (!words.same(ComparedWords::options))
         throw Error(DSOPT_ERR_MISMATCH,
                     "ranks have different options: SHARD, SHARD_NODE, AVERAGES and SPLIT_MATRICES are 0x%x on rank %d",
-                    local.max(Words::options), rank);
-    if (!words.same(Words::params))
+                    local.max(ComparedWords::options), rank);
+    if (!words.same(ComparedWords::params))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",
-                    words.min(Words::params), words.max(Words::params), rank, ll(plan.count));
-    if (!words.same(Words::list)) {
+                    words.min(ComparedWords::params), words.max(ComparedWords::params), rank, ll(plan.count));
+    if (!words.same(ComparedWords::list)) {
         const int64_t i = first_different(optimizer, key, plan.execution.stream);
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
@@ -168,21 +169,23 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
             "%d, and something else on another rank",
             ll(i), param.name.c_str(), rank, ll(param.numel), param.dtype, param.group);
     }
-    if (!words.same(Words::calls))
+    if (!words.same(ComparedWords::calls))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have made different numbers of calls: from %d to %d, rank %d %d",
-                    words.min(Words::calls), words.max(Words::calls), rank, local.max(Words::calls));
-    if (!words.same(Words::schedule))
+                    words.min(ComparedWords::calls), words.max(ComparedWords::calls), rank,
+                    local.max(ComparedWords::calls));
+    if (!words.same(ComparedWords::schedule))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different steps of the schedule: %d to %d, rank %d at %d",
-                    words.min(Words::schedule), words.max(Words::schedule), rank, local.max(Words::schedule));
-    if (!words.same(Words::stage))
+                    words.min(ComparedWords::schedule), words.max(ComparedWords::schedule), rank,
+                    local.max(ComparedWords::schedule));
+    if (!words.same(ComparedWords::stage))
         throw Error(DSOPT_ERR_MISMATCH, "ranks are at different stages: '%s' and '%s', rank %d '%s'",
-                    name_of(Stage(words.min(Words::stage))), name_of(Stage(words.max(Words::stage))), rank,
-                    name_of(Stage(local.max(Words::stage))));
-    if (!words.same(Words::sums))
+                    name_of(Stage(words.min(ComparedWords::stage))), name_of(Stage(words.max(ComparedWords::stage))),
+                    rank, name_of(Stage(local.max(ComparedWords::stage))));
+    if (!words.same(ComparedWords::sums))
         throw Error(DSOPT_ERR_MISMATCH,
                     "ranks have different options: some read gradients before the update (max_norm, a scaler or "
                     "DSOPT_NONFINITE_SKIP, without dsopt_step.grad_norms) or have REPORT_NORMS, others do not");
-    if (!words.same(Words::gradients)) {
+    if (!words.same(ComparedWords::gradients)) {
         const int64_t i = std::max<int64_t>(first_different(optimizer, gradient_key, plan.execution.stream), 0);
         const char *const name = params[size_t(i)].name.c_str();
         if (const int32_t dtype = sent_dtype(rows, size_t(i)))
@@ -196,7 +199,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
 
 void report_refusal(const Optimizer &optimizer, void *stream) noexcept {
     try {
-        Words words;
+        ComparedWords words;
         words.refused = optimizer.data_rank().rank + 1;
         // INT32_MIN leaves the other ranks' maxima as they are.
         for (auto *side : {&words.high, &words.low})

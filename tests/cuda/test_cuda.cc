@@ -7,7 +7,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_tests {
 
 using CudaGraph = Cuda;
 using CudaCheckpoint = Cuda;
@@ -297,4 +297,4 @@ TEST_F(CudaCheckPointers, NamesTensorOnAnotherDevice) {
     dsopt_context_destroy(context);
 }
 
-} // namespace
+} // namespace cuda_tests

@@ -6,7 +6,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_allocations_tests {
 
 TEST(CudaWarmStep, AllocatesNoHostMemoryWhenListsMove) {
     test::NewCounter::is_ignored = fakert::in_runtime_call;
@@ -102,4 +102,4 @@ TEST(CudaFirstStep, SendsNothingIfAllocationFails) {
     end_test();
 }
 
-} // namespace
+} // namespace cuda_allocations_tests

@@ -10,7 +10,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_contexts_tests {
 
 class CudaContexts : public Cuda {
 protected:
@@ -280,4 +280,4 @@ TEST_F(CudaContexts, RejectedStreamIsMismatchOnOtherRanks) {
     });
 }
 
-} // namespace
+} // namespace cuda_contexts_tests

@@ -9,7 +9,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_costs_tests {
 
 using CudaStepCost = Cuda;
 using CudaCheckpoint = Cuda;
@@ -268,4 +268,4 @@ TEST_F(CudaRuntimeFaults, DoNotCrashOrHang) {
     EXPECT_EQ(scenario(), DSOPT_OK);
 }
 
-} // namespace
+} // namespace cuda_costs_tests

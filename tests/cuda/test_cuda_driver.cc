@@ -7,7 +7,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_driver_tests {
 
 constexpr int32_t kOneBitFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM,
                                      DSOPT_ALGORITHM_ONEBIT_LAMB};
@@ -211,4 +211,4 @@ TEST_F(CudaStepDriver, ZeroesAveragedGradientsInOneLaunch) {
 }
 #endif
 
-} // namespace
+} // namespace cuda_driver_tests

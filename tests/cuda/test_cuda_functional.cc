@@ -4,7 +4,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_functional_tests {
 
 /// An optimizer with all memory that dsopt_optimizer_apply reads and writes. State is aligned only to its elements.
 class FunctionalOptimizer : public BackendOptimizer {
@@ -242,4 +242,4 @@ TEST_F(CudaFunctional, RejectsCaptureOfInitialZeroGradientStep) {
     }
 }
 
-} // namespace
+} // namespace cuda_functional_tests

@@ -7,7 +7,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_matrices_tests {
 
 constexpr int kSteps = 5; // Newton-Schulz iterations
 
@@ -195,4 +195,4 @@ TEST_F(CudaMatricesFaults, EveryCallOfTheLibraryReturnsItsStatus) {
     EXPECT_EQ(after.descriptors, before.descriptors);
 }
 
-} // namespace
+} // namespace cuda_matrices_tests

@@ -4,7 +4,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_onebit_tests {
 
 class CudaOneBit : public Cuda {
 protected:
@@ -127,4 +127,4 @@ TEST_F(CudaOneBit, RejectsCapture) {
     ASSERT_EQ(cudaStreamDestroy(stream), cudaSuccess);
 }
 
-} // namespace
+} // namespace cuda_onebit_tests

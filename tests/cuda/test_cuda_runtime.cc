@@ -9,7 +9,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_runtime_tests {
 
 using CudaStep = Cuda;
 using CudaZeroGrad = Cuda;
@@ -354,4 +354,4 @@ TEST_F(CudaRuntimeFaults, AllowRepeatedCallToSucceed) {
     }
 }
 
-} // namespace
+} // namespace cuda_runtime_tests

@@ -5,7 +5,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_small_tests {
 
 class CudaSmall : public Cuda {
 protected:
@@ -123,4 +123,4 @@ TEST_F(CudaSmall, ListFunctionsMatchCpu) {
     }
 }
 
-} // namespace
+} // namespace cuda_small_tests

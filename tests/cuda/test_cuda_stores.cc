@@ -9,7 +9,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_stores_tests {
 
 using CudaStep = Cuda;
 using CudaLists = Cuda;
@@ -134,4 +134,4 @@ TEST_F(CudaExchange, CoalescesStores) {
     }
 }
 
-} // namespace
+} // namespace cuda_stores_tests

@@ -6,7 +6,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_sums_tests {
 
 constexpr int kCounts[] = {0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65};
 
@@ -152,4 +152,4 @@ TEST_F(CudaSums, MatchCpuInScales) {
         }
 }
 
-} // namespace
+} // namespace cuda_sums_tests

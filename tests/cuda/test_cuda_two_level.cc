@@ -6,7 +6,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_two_level_tests {
 
 using CudaTwoLevelMean = Cuda;
 
@@ -99,4 +99,4 @@ TEST_F(CudaTwoLevelMean, SumsRanksOfNodeInOnePassInRankOrder) {
     }
 }
 
-} // namespace
+} // namespace cuda_two_level_tests

@@ -10,7 +10,7 @@
 
 using namespace cuda_test;
 
-namespace {
+namespace cuda_waits_tests {
 
 constexpr cudaStreamCaptureMode kModes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
                                             cudaStreamCaptureModeRelaxed};
@@ -485,4 +485,4 @@ TEST_F(CudaWaits, OnlyReportLogsSkippedSteps) {
                             "the loss scale changed from 4 to 1");
 }
 
-} // namespace
+} // namespace cuda_waits_tests

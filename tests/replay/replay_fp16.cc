@@ -89,7 +89,7 @@ void Setup::read_scaler(GoldenFile &file, int32_t profile) {
     }
 }
 
-struct Param {
+struct WrappedParam {
     const Tensor *grad, *param;
     Array weights, gradient;
 };
@@ -146,7 +146,7 @@ public:
     void step(int64_t t) {
         std::vector<dsopt_tensor> grads;
         for (size_t param = 0; param < params_.size(); ++param) {
-            Param &p = params_[param];
+            WrappedParam &p = params_[param];
             const auto column = t * int64_t(params_.size()) + int64_t(param);
             const bool present = present_ == nullptr || present_->value(column) != 0;
             if (present) p.gradient.upload(p.grad->row(t));
@@ -162,7 +162,7 @@ public:
     }
 
     void compare(int64_t t) {
-        for (const Param &p : params_) comparison_.row(*p.param, t, p.weights.values());
+        for (const WrappedParam &p : params_) comparison_.row(*p.param, t, p.weights.values());
         for (const State &state : states_) comparison_.row(*state.recorded, t, values(state));
         scale_.compare(t, scaler_info());
         comparison_.row(*scale_used_, t, {used_}, exact_rule);
@@ -214,9 +214,9 @@ private:
         const std::string &item = setup_.layout.item(index);
         const int64_t numel = setup_.layout.numel(index), steps = setup_.steps;
         const int32_t dtype = setup_.dtype;
-        Param p{&comparison_.input(file_.name_of("grad16", rank_, item), dtype, {steps, numel}),
-                &output(file_.name_of("param16", rank_, item), dtype, {steps, numel}), Array(engine_, dtype, numel),
-                Array(engine_, dtype, numel)};
+        WrappedParam p{&comparison_.input(file_.name_of("grad16", rank_, item), dtype, {steps, numel}),
+                       &output(file_.name_of("param16", rank_, item), dtype, {steps, numel}),
+                       Array(engine_, dtype, numel), Array(engine_, dtype, numel)};
         p.weights.upload(comparison_.input("param16_init/" + item, dtype, {numel}).data);
         params_.push_back(std::move(p));
         return setup_.layout.param(index, params_.back().weights.tensor());
@@ -285,7 +285,7 @@ private:
     Engine engine_;
     Comm comm_;
     std::optional<Scaler> scaler_;
-    std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
+    std::vector<WrappedParam> params_; // in optimizer order; outlives the optimizer, which borrows the weights
     Optimizer optimizer_;
     std::vector<State> states_;
     ScaleRecord scale_;

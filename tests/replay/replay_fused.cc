@@ -7,7 +7,7 @@
 namespace replay {
 namespace {
 
-struct Param {
+struct FusedParam {
     const Tensor *grad, *param, *exp_avg, *exp_avg_sq, *param_out /* NULL: not recorded */;
     int64_t exp_avg_state = 0, exp_avg_sq_state = 0;
     Array weights, gradient;
@@ -33,7 +33,7 @@ public:
         }
         add_groups();
         for (size_t param = 0; param < params_.size(); ++param) {
-            Param &p = params_[param];
+            FusedParam &p = params_[param];
             p.exp_avg_state = find_state("exp_avg", param, *p.exp_avg);
             p.exp_avg_sq_state = find_state("exp_avg_sq", param, *p.exp_avg_sq);
         }
@@ -81,16 +81,16 @@ private:
         const std::string item = "/" + layout_.item(index);
         const int64_t numel = layout_.numel(index);
         const int32_t dtype = dtypes_[size_t(index)], grad_dtype = grad_dtypes_[size_t(index)];
-        Param p{&comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
-                &output("param" + item, dtype, numel),
-                &output("exp_avg" + item, dtype, numel),
-                &output("exp_avg_sq" + item, dtype, numel),
-                lamb_ ? file_.find("param_out" + item) : nullptr,
-                0,
-                0,
-                Array(engine_, dtype, numel),
-                Array(engine_, grad_dtype, numel),
-                {}};
+        FusedParam p{&comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
+                     &output("param" + item, dtype, numel),
+                     &output("exp_avg" + item, dtype, numel),
+                     &output("exp_avg_sq" + item, dtype, numel),
+                     lamb_ ? file_.find("param_out" + item) : nullptr,
+                     0,
+                     0,
+                     Array(engine_, dtype, numel),
+                     Array(engine_, grad_dtype, numel),
+                     {}};
         if (p.param_out != nullptr) {
             // The original writes this copy in the gradient's type.
             (void)output(p.param_out->name, grad_dtype, numel);
@@ -117,7 +117,7 @@ private:
     void step(int64_t t) {
         std::vector<dsopt_tensor> grads, outs;
         for (size_t param = 0; param < params_.size(); ++param) {
-            Param &p = params_[param];
+            FusedParam &p = params_[param];
             const auto column = t * layout_.param_count() + int64_t(param);
             const bool present = present_ == nullptr || present_->value(column) != 0;
             if (present) p.gradient.upload(p.grad->row(t));
@@ -134,7 +134,7 @@ private:
     }
 
     void compare(int64_t t) {
-        for (Param &p : params_) {
+        for (FusedParam &p : params_) {
             comparison_.row(*p.param, t, p.weights.values());
             comparison_.row(*p.exp_avg, t, optimizer_.state_values(p.exp_avg_state));
             comparison_.row(*p.exp_avg_sq, t, optimizer_.state_values(p.exp_avg_sq_state));
@@ -150,7 +150,7 @@ private:
     Layout layout_;
     std::vector<int32_t> dtypes_, grad_dtypes_; // by parameter index
     Engine engine_;
-    std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
+    std::vector<FusedParam> params_; // in optimizer order; outlives the optimizer, which borrows the weights
     Optimizer optimizer_;
     Array scale_;
     int64_t steps_ = 0, step_state_ = 0, coeff_state_ = 0;

@@ -10,7 +10,7 @@
 namespace replay {
 namespace {
 
-struct Param {
+struct StoredParam {
     const Tensor *grad, *weight;
     Array weights, gradient;
     struct State {
@@ -154,11 +154,11 @@ private:
         const std::string item = "/" + layout_.item(index);
         const int64_t numel = layout_.numel(index);
         const int32_t dtype = dtypes_[size_t(index)], grad_dtype = grad_dtypes_[size_t(index)];
-        Param p{&comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
-                &comparison_.output("param" + item, {steps_, numel}),
-                Array(engine_, dtype, numel),
-                Array(engine_, grad_dtype, numel),
-                {}};
+        StoredParam p{&comparison_.input("grad" + item, grad_dtype, {steps_, numel}),
+                      &comparison_.output("param" + item, {steps_, numel}),
+                      Array(engine_, dtype, numel),
+                      Array(engine_, grad_dtype, numel),
+                      {}};
         p.weights.upload(comparison_.input("param_init" + item, dtype, {numel}).data);
         params_.push_back(std::move(p));
         dsopt_param param = layout_.param(index, params_.back().weights.tensor());
@@ -181,7 +181,7 @@ private:
     void step(int64_t t) {
         std::vector<dsopt_tensor> grads;
         for (size_t i = 0; i < params_.size(); ++i) {
-            Param &p = params_[i];
+            StoredParam &p = params_[i];
             const bool present = present_->value(t * layout_.param_count() + int64_t(i)) != 0;
             if (present) p.gradient.upload(p.grad->row(t));
             grads.push_back(present ? p.gradient.tensor() : p.gradient.absent());
@@ -197,9 +197,9 @@ private:
     }
 
     void compare(int64_t t) {
-        for (Param &p : params_) {
+        for (StoredParam &p : params_) {
             comparison_.row(*p.weight, t, p.weights.values(), exact_rule);
-            for (const Param::State &state : p.state)
+            for (const StoredParam::State &state : p.state)
                 comparison_.row(*state.recorded, t, optimizer_.state_values(state.index), exact_rule);
         }
         comparison_.row(*step_, t, optimizer_.state_values(step_state_), exact_rule);
@@ -212,7 +212,7 @@ private:
     std::vector<int32_t> dtypes_, grad_dtypes_; // by parameter index
     std::vector<int64_t> offsets_, f32_moments_;
     Engine engine_;
-    std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
+    std::vector<StoredParam> params_; // in optimizer order; outlives the optimizer, which borrows the weights
     Optimizer optimizer_;
     Array skip_value_;
     int64_t steps_ = 0, step_state_ = 0, coeff_state_ = 0;

@@ -10,7 +10,7 @@
 namespace replay {
 namespace {
 
-struct Param {
+struct OnebitParam {
     const Tensor *grad, *param, *exp_avg, *exp_avg_sq;
     int64_t exp_avg_state = 0, exp_avg_sq_state = 0;
     Array weights, gradient;
@@ -33,14 +33,14 @@ public:
             const auto output = [&](const char *name) {
                 return &comparison_.output(file_.name_of(name, rank_, item), {steps_, numel});
             };
-            Param p{&comparison_.input(file_.name_of("grad", rank_, item), DSOPT_DTYPE_F32, {steps_, numel}),
-                    output("param"),
-                    output("exp_avg"),
-                    output("exp_avg_sq"),
-                    0,
-                    0,
-                    Array(engine_, DSOPT_DTYPE_F32, numel),
-                    Array(engine_, DSOPT_DTYPE_F32, numel)};
+            OnebitParam p{&comparison_.input(file_.name_of("grad", rank_, item), DSOPT_DTYPE_F32, {steps_, numel}),
+                          output("param"),
+                          output("exp_avg"),
+                          output("exp_avg_sq"),
+                          0,
+                          0,
+                          Array(engine_, DSOPT_DTYPE_F32, numel),
+                          Array(engine_, DSOPT_DTYPE_F32, numel)};
             p.weights.upload(comparison_.input("param_init/" + item, DSOPT_DTYPE_F32, {numel}).data);
             params_.push_back(std::move(p));
         }
@@ -53,7 +53,7 @@ public:
 
     void step(int64_t t) {
         std::vector<dsopt_tensor> grads;
-        for (Param &p : params_) {
+        for (OnebitParam &p : params_) {
             p.gradient.upload(p.grad->row(t));
             grads.push_back(p.gradient.tensor());
         }
@@ -66,7 +66,7 @@ public:
     }
 
     void compare(int64_t t) {
-        for (const Param &p : params_) {
+        for (const OnebitParam &p : params_) {
             comparison_.row(*p.param, t, p.weights.values());
             comparison_.row(*p.exp_avg, t, optimizer_->state_values(p.exp_avg_state));
             comparison_.row(*p.exp_avg_sq, t, optimizer_->state_values(p.exp_avg_sq_state));
@@ -127,7 +127,7 @@ private:
             optimizer_->add_group(groups_[g], list);
         }
         for (param = 0; param < params_.size(); ++param) {
-            Param &p = params_[param];
+            OnebitParam &p = params_[param];
             const int64_t index = layout_.order()[param];
             p.exp_avg_state = optimizer_->state_index("exp_avg", int64_t(param), DSOPT_DTYPE_F32, layout_.numel(index));
             p.exp_avg_sq_state =
@@ -144,7 +144,7 @@ private:
     Engine engine_;
     Comm comm_;
     int64_t steps_;
-    std::vector<Param> params_; // in optimizer order; outlives the optimizer, which borrows the weights
+    std::vector<OnebitParam> params_; // in optimizer order; outlives the optimizer, which borrows the weights
     std::unique_ptr<Optimizer> optimizer_;
     std::unique_ptr<OneBitRecord> record_;
     const Tensor *lr_ = nullptr, *coeff_ = nullptr;

@@ -36,12 +36,14 @@ struct AddLabel {
     }
 };
 #define DSOPT_LABEL_JOINED(a, b) a##b
-#define DSOPT_LABEL_NAME(line) DSOPT_LABEL_JOINED(kLabel, line)
+#define DSOPT_LABEL_NAME(number) DSOPT_LABEL_JOINED(kLabel, number)
 #define LABEL(name) LABEL_PARAMS(name, "*")
 #define LABEL_PARAMS(name, params)                                                                                     \
-    static const test::AddLabel DSOPT_LABEL_NAME(__LINE__)(test::Label::name, #name, params, __FILE__, __LINE__)
+    static const test::AddLabel DSOPT_LABEL_NAME(__COUNTER__)(test::Label::name, #name, params, __FILE__, __LINE__)
 #define LABEL_TEST(name, suite, which)                                                                                 \
-    static const test::AddLabel kLabel_##name##suite(test::Label::name, #name, "*", __FILE__, 0, #suite "." #which)
-#define LABEL_FILE(name) static const test::AddLabel kFileLabel_##name(test::Label::name, #name, "*", __FILE__, 0)
+    static const test::AddLabel DSOPT_LABEL_NAME(__COUNTER__)(test::Label::name, #name, "*", __FILE__, 0,              \
+                                                              #suite "." #which)
+#define LABEL_FILE(name)                                                                                               \
+    static const test::AddLabel DSOPT_LABEL_NAME(__COUNTER__)(test::Label::name, #name, "*", __FILE__, 0)
 
 } // namespace test

@@ -10,7 +10,7 @@ namespace test {
 using namespace dsopt;
 namespace fs = std::filesystem;
 
-struct Content {
+struct Container {
     Metadata metadata;
     std::vector<TensorEntry> tensors;
     std::vector<std::string> bytes;
@@ -27,8 +27,8 @@ struct Content {
     }
 };
 
-inline Content small() {
-    Content content;
+inline Container small() {
+    Container content;
     content.metadata = {{"format", "1"}, {"algorithm", "adamw"}};
     content.add("a.exp_avg", DSOPT_DTYPE_F32, {2, 3}, 24);
     content.add("b.empty", DSOPT_DTYPE_F32, {0, 7}, 0);
@@ -37,11 +37,11 @@ inline Content small() {
     return content;
 }
 
-inline void save(Sink &sink, const Content &content) {
+inline void save(Sink &sink, const Container &content) {
     write_safetensors(sink, content.metadata, content.tensors, content.deliver());
 }
-inline void save(const std::string &path, const Content &content) { save(*file_sink(path.c_str()), content); }
-inline std::string image(const Content &content) {
+inline void save(const std::string &path, const Container &content) { save(*file_sink(path.c_str()), content); }
+inline std::string image(const Container &content) {
     MemoryFile memory;
     save(*callback_sink(memory.io()), content);
     return memory.data;
@@ -69,7 +69,7 @@ inline bool refused(const Outcome &result) {
     return result.status == DSOPT_ERR_FORMAT || result.status == DSOPT_ERR_CHECKSUM;
 }
 
-inline void expect_same(const SafetensorsReader &reader, const Content &content) {
+inline void expect_same(const SafetensorsReader &reader, const Container &content) {
     ASSERT_EQ(reader.tensors().size(), content.tensors.size());
     EXPECT_EQ(Metadata(reader.metadata().begin(), reader.metadata().end()), [&] {
         Metadata sorted = content.metadata;

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <unistd.h>
 
-namespace {
+namespace checkpoint_tests {
 
 TEST(CppCheckpoint, SavesToAFileAndLoads) {
     const std::string path = ::testing::TempDir() + "dsopt-cpp-" + std::to_string(::getpid()) + ".safetensors";
@@ -89,4 +89,4 @@ TEST(CppCheckpoint, SavesToAnObjectAndLoads) {
     EXPECT_REFUSED(other.load_from(memory), dsopt::checkpoint_error, "\"adamw\", here it is adam");
 }
 
-} // namespace
+} // namespace checkpoint_tests

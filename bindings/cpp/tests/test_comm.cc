@@ -9,7 +9,7 @@
 #include <memory>
 #include <mutex>
 
-namespace {
+namespace comm_tests {
 
 TEST(CppComm, ReducesOverThreads) {
     const std::vector<std::byte> id = dsopt::comm::unique_id(dsopt::comm_kind::local);
@@ -314,4 +314,4 @@ TEST(CppComm, CompressesAList) {
     EXPECT_EQ(means[0], means[1]);
 }
 
-} // namespace
+} // namespace comm_tests

@@ -2,7 +2,7 @@
 // Lists without an optimizer.
 #include "model.h"
 
-namespace {
+namespace context_tests {
 
 TEST(CppContext, OperatesOnListsWithoutOptimizer) {
     dsopt::context ctx;
@@ -37,4 +37,4 @@ TEST(CppContext, OperatesOnListsWithoutOptimizer) {
     EXPECT_REFUSED(ctx.norm({dsopt::view(y)}, nullptr), dsopt::argument_error, "result");
 }
 
-} // namespace
+} // namespace context_tests

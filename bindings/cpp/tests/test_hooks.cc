@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <thread>
 
-namespace {
+namespace hooks_tests {
 
 constexpr std::int64_t kLarge = 1 << 18; // enough for several pieces
 
@@ -271,4 +271,4 @@ TEST(CppOptimizer, AcceptsCommsOfEveryRole) {
     EXPECT_GT(opt.report().expert_norm, 0);
 }
 
-} // namespace
+} // namespace hooks_tests

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-namespace {
+namespace low_precision_tests {
 
 constexpr std::size_t kNumels[] = {7, 700}; // 1 and 3 blocks
 constexpr std::uint32_t kSteps = 20;
@@ -416,4 +416,4 @@ TEST(CppLowPrecision, RefusesWrongConversions) {
     opt.export_f32(find(opt, "exp_avg", 0), seven); // needs no parameter
 }
 
-} // namespace
+} // namespace low_precision_tests

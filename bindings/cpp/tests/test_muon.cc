@@ -3,7 +3,7 @@
 #include "support.h"
 #include <cmath>
 
-namespace {
+namespace muon_tests {
 
 using matrix = std::vector<std::vector<double>>;
 
@@ -199,4 +199,4 @@ TEST(CppMuon, RefusesWhatItCannotStep) {
     EXPECT_REFUSED(dsopt::optimizer(ctx, options), dsopt::unsupported_error, "SPLIT_MATRICES");
 }
 
-} // namespace
+} // namespace muon_tests

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-namespace {
+namespace optimizer_tests {
 
 /// The same training with dsopt.h.
 void train_in_c(Model &model, double max_norm, int steps) {
@@ -480,4 +480,4 @@ TEST(CppOptimizer, AcceptsEveryOption) {
     EXPECT_STREQ(without.state(0).name(), "exp_avg");
 }
 
-} // namespace
+} // namespace optimizer_tests

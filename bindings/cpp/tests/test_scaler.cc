@@ -3,7 +3,7 @@
 #include "model.h"
 #include <limits>
 
-namespace {
+namespace scaler_tests {
 
 TEST(CppScaler, HalvesScaleIfAStepIsSkipped) {
     Model model;
@@ -94,4 +94,4 @@ TEST(CppScaler, AcceptsEveryOption) {
     EXPECT_EQ(dsopt::scaler(ctx, options).info().hysteresis, 3);
 }
 
-} // namespace
+} // namespace scaler_tests

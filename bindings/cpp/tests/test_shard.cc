@@ -4,7 +4,7 @@
 #include <cstring>
 #include <memory>
 
-namespace {
+namespace shard_tests {
 
 constexpr int kRanks = 3;
 constexpr std::int64_t kBlock = 4096; // parts begin at multiples of it
@@ -163,4 +163,4 @@ TEST(CppAverages, NeedDtypeAndLengthOfAnAbsentGradient) {
     });
 }
 
-} // namespace
+} // namespace shard_tests

@@ -7,17 +7,17 @@
 #include <span>
 #endif
 
-namespace {
+namespace types_tests {
 
 struct Half {
     std::uint16_t bits;
 };
 
-} // namespace
+} // namespace types_tests
 
-template <> struct dsopt::dtype_of<Half> { static constexpr dsopt::dtype value = dsopt::dtype::f16; };
+template <> struct dsopt::dtype_of<types_tests::Half> { static constexpr dsopt::dtype value = dsopt::dtype::f16; };
 
-namespace {
+namespace types_tests {
 
 std::size_t length(dsopt::span<const float> list) { return list.size(); }
 
@@ -302,4 +302,4 @@ TEST(CppLibrary, ReturnsVersionAndBuildInfo) {
     EXPECT_NE(std::string(dsopt::build_info()).find("\"version\""), std::string::npos);
 }
 
-} // namespace
+} // namespace types_tests

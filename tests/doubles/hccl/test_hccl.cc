@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-namespace {
+namespace hccl_tests {
 
 using dsopt::Comm;
 using Clock = std::chrono::steady_clock;
@@ -232,4 +232,4 @@ TEST(NoHccl, ErrorNamesEnvironmentVariable) {
     EXPECT_TRUE(fails([&] { (void)make(id, 0, 1); }, DSOPT_ERR_MISSING, "DSOPT_HCCL_LIBRARY"));
 }
 
-} // namespace
+} // namespace hccl_tests

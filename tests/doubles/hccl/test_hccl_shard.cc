@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace hccl_shard_tests {
 
 /// Selects a device, as a program must before it creates a comm.
 void set_device() {
@@ -70,7 +70,7 @@ public:
             setenv(kVariable, (call + (fault == shard_run::Fault::hangs ? ":hang" : ":error")).c_str(), 1);
     }
     dsopt_status join(int rank, int timeout_ms, int32_t flags, dsopt_context *context, dsopt_comm **comm) override {
-        return ::join(id_, rank, 2, timeout_ms, flags, context, comm);
+        return hccl_shard_tests::join(id_, rank, 2, timeout_ms, flags, context, comm);
     }
     bool reports_failures() const override { return false; }
 
@@ -84,4 +84,4 @@ TEST(HcclShardFaults, ReturnStatusAndLeaveThePartOfAStep) {
     fail_each_call_of_sharded_steps(fabric);
 }
 
-} // namespace
+} // namespace hccl_shard_tests

@@ -9,7 +9,7 @@
 
 using namespace test;
 
-namespace {
+namespace mpi_device_tests {
 
 void copy_between_memories(void *to, const void *from, size_t bytes) {
     EXPECT_EQ(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), cudaSuccess);
@@ -216,4 +216,4 @@ TEST(RankFaults, ReturnStatusInBoundedTime) {
     run_all_rank_faults(fabrics, 1, kMostRanks, true);
 }
 
-} // namespace
+} // namespace mpi_device_tests

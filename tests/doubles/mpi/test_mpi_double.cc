@@ -7,7 +7,7 @@
 
 using namespace test;
 
-namespace {
+namespace mpi_double_tests {
 
 class MpiFaults : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(, MpiFaults,
@@ -70,4 +70,4 @@ TEST(RankFaults, ReturnStatusInBoundedTime) {
     run_all_rank_faults(fabrics, kSanitized ? 1 : 3, 4);
 }
 
-} // namespace
+} // namespace mpi_double_tests

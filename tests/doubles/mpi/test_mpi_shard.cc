@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace mpi_shard_tests {
 
 void with_comms(bool sums, int ranks, const std::function<void(dsopt_context *, dsopt_comm *, int rank)> &body) {
     MpiFabric fabric;
@@ -83,4 +83,4 @@ TEST(MpiShardFaults, ReturnStatusAndLeaveThePartOfAStep) {
     fail_each_call_of_sharded_steps(fabric);
 }
 
-} // namespace
+} // namespace mpi_shard_tests

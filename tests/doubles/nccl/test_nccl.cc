@@ -10,7 +10,7 @@
 
 namespace nccl_test {
 
-namespace {
+namespace nccl_tests {
 char value_at(int rank, size_t i) { return char(rank * 31 + int(i % 101) + 1); }
 Bytes bytes_of(int rank, size_t count) {
     Bytes bytes(count);
@@ -44,7 +44,9 @@ template <class T> void check_sums(const StreamComm &rank, Place place, size_t c
         }
     }
 }
-} // namespace
+} // namespace nccl_tests
+
+using namespace nccl_tests;
 
 void run_all_collectives(const StreamComm &rank) {
     Comm &comm = *rank.comm;
@@ -78,7 +80,7 @@ void run_all_collectives(const StreamComm &rank) {
     }
 }
 
-namespace {
+namespace nccl_tests {
 
 TEST(NcclComm, RunsCollectivesInHostAndDeviceMemory) {
     for (const int ranks : {1, 2, 3}) {
@@ -607,7 +609,7 @@ TEST(NoNccl, RejectsLibraryWithoutFunctions) {
     EXPECT_TRUE(fails(outcome_of([&] { (void)new_id(); }), DSOPT_ERR_MISSING, "ncclGetUniqueId"));
 }
 
-} // namespace
+} // namespace nccl_tests
 } // namespace nccl_test
 
 int main(int argc, char **argv) {
@@ -616,7 +618,7 @@ int main(int argc, char **argv) {
     config.mode = fakert::Mode::threads; // collectives wait inside a stream
     config.first_launch_waits = true;    // a driver that loads a kernel waits for those collectives
     fakert::reset(config);
-    if (argc == 5 && std::strcmp(argv[1], "--rank") == 0) return nccl_test::run_process(argv + 2);
+    if (argc == 5 && std::strcmp(argv[1], "--rank") == 0) return nccl_test::nccl_tests::run_process(argv + 2);
     testing::InitGoogleTest(&argc, argv);
     return RUN_ALL_TESTS();
 }

@@ -7,7 +7,7 @@
 #include <cmath>
 
 namespace nccl_test {
-namespace {
+namespace nccl_enqueue_tests {
 
 using onebit_run::Memory;
 using onebit_run::must;
@@ -578,5 +578,5 @@ TEST(NcclEnqueued, LaterCallReturnsStatusOfStreamFailure) {
     });
 }
 
-} // namespace
+} // namespace nccl_enqueue_tests
 } // namespace nccl_test

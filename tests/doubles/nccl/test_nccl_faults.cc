@@ -5,7 +5,7 @@
 #include "support/failing_calls.h"
 
 namespace nccl_test {
-namespace {
+namespace nccl_faults_tests {
 
 class NcclFaults : public testing::TestWithParam<int32_t> {};
 INSTANTIATE_TEST_SUITE_P(, NcclFaults,
@@ -57,5 +57,5 @@ TEST(NcclFaultsOfUniqueId, ReturnStatusOnce) {
     EXPECT_EQ(dsopt_comm_unique_id(DSOPT_COMM_KIND_NCCL, bytes, &size), DSOPT_OK) << dsopt_last_error();
 }
 
-} // namespace
+} // namespace nccl_faults_tests
 } // namespace nccl_test

@@ -6,7 +6,7 @@
 #include <array>
 
 namespace nccl_test {
-namespace {
+namespace nccl_lists_tests {
 
 constexpr int kRanks = 2;
 
@@ -222,5 +222,5 @@ TEST(NcclAllReduce, GraphMatchesPlainCalls) {
     });
 }
 
-} // namespace
+} // namespace nccl_lists_tests
 } // namespace nccl_test

@@ -4,7 +4,7 @@
 #include "nccl_device.h"
 
 namespace nccl_test {
-namespace {
+namespace nccl_onebit_tests {
 
 TEST(NcclOneBit, MatchesThreadsInEveryCallAndMode) {
     constexpr int ranks = 3; // one per device
@@ -120,5 +120,5 @@ TEST(NcclOneBit, TimesOutIfModelRankHangsInTrustRatios) {
     }
 }
 
-} // namespace
+} // namespace nccl_onebit_tests
 } // namespace nccl_test

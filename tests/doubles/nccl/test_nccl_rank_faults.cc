@@ -4,7 +4,7 @@
 #include "support/rank_faults.h"
 
 namespace nccl_test {
-namespace {
+namespace nccl_rank_faults_tests {
 
 TEST(RankFaults, ReturnStatusInBoundedTime) {
     (void)new_id(); // loads the library: under the thread sanitizer, loading orders nothing
@@ -13,5 +13,5 @@ TEST(RankFaults, ReturnStatusInBoundedTime) {
     test::run_all_rank_faults(fabrics, 1, kMostRanks, test::kSanitized);
 }
 
-} // namespace
+} // namespace nccl_rank_faults_tests
 } // namespace nccl_test

@@ -5,7 +5,7 @@
 #include "nccl_fabric.h"
 
 namespace nccl_test {
-namespace {
+namespace nccl_shard_tests {
 
 TEST(NcclShard, HasTheBitsOfOneRank) {
     for (const uint32_t flags : {0u, uint32_t(DSOPT_COMM_FLAG_ENQUEUE)})
@@ -116,5 +116,5 @@ TEST(NcclShardFaults, ReturnStatusAndLeaveThePartOfAStep) {
     fail_each_call_of_sharded_steps(fabric);
 }
 
-} // namespace
+} // namespace nccl_shard_tests
 } // namespace nccl_test

@@ -4,7 +4,7 @@
 #include "nccl_ranks.h"
 
 namespace nccl_test {
-namespace {
+namespace staging_tests {
 
 /// A comm used through a table of the caller.
 struct WrappedComm {
@@ -219,5 +219,5 @@ TEST(TableComm, ReturnsNegatedStatusUnchanged) {
     }
 }
 
-} // namespace
+} // namespace staging_tests
 } // namespace nccl_test

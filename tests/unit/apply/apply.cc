@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace apply_tests {
 
 const std::vector<int64_t> kSizes = {5000, 0, 33, 9000};
 
@@ -241,4 +241,4 @@ TEST_P(Apply, NeedsMoreWorkspaceOnlyWithMoreGroups) {
     EXPECT_GT(bytes(), before);
 }
 
-} // namespace
+} // namespace apply_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace apply_device_scalars_tests {
 
 const std::vector<size_t> kSizes{40, 1, 300};
 const std::vector<size_t> kLeaves{40, 1, 5000}; // the sum of the last tensor has more than one leaf
@@ -557,4 +557,4 @@ TEST(InvalidScaler, RecoversFromAScaleThatOverflowsDouble) {
     EXPECT_EQ(info_of(scaler).scale, 1);
 }
 
-} // namespace
+} // namespace apply_device_scalars_tests

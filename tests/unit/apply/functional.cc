@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace apply_functional_tests {
 
 std::vector<OptimizerSettings> all_settings() {
     std::vector<OptimizerSettings> list;
@@ -512,4 +512,4 @@ TEST(StateInfo, HasTheDimsOfTheParameterOrOneDimension) {
     }
 }
 
-} // namespace
+} // namespace apply_functional_tests

@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace apply_functional_scaler_tests {
 
 struct ScalerSettings {
     const char *name;
@@ -292,4 +292,4 @@ TEST(ScalerUpdateArrays, RefusesInvalidListsAndWritesNothing) {
     EXPECT_TRUE(refused(dsopt_scaler_decode(overflow, &info), DSOPT_ERR_VERSION));
 }
 
-} // namespace
+} // namespace apply_functional_scaler_tests

@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace apply_hyper_rows_tests {
 
 constexpr int kEntries = DSOPT_HYPER_FLOATS;
 
@@ -393,4 +393,4 @@ TEST(NoNan, IsRefusedWithoutAReport) {
     }
 }
 
-} // namespace
+} // namespace apply_hyper_rows_tests

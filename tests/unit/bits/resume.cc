@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace bits_resume_tests {
 
 /// A least-squares problem in fp16 whose scaled gradients sometimes overflow.
 struct Training {
@@ -85,4 +85,4 @@ TEST_P(ResumedTraining, HasTheSameBitsWithDynamicLossScaling) {
     }
 }
 
-} // namespace
+} // namespace bits_resume_tests

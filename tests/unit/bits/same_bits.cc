@@ -10,7 +10,7 @@
 
 using namespace test;
 
-namespace {
+namespace bits_same_bits_tests {
 
 /// Sets DSOPT_CACHES during its lifetime: the sizes of a core's private cache and of the last-level cache.
 struct Caches {
@@ -599,4 +599,4 @@ TEST(StepFloatExceptions, AreNotRaisedEvenIfUnmasked) {
 }
 #endif
 
-} // namespace
+} // namespace bits_same_bits_tests

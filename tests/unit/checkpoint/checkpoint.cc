@@ -14,7 +14,7 @@ using namespace test;
 LABEL_FILE(one_thread);
 namespace fs = std::filesystem;
 
-namespace {
+namespace checkpoint_tests {
 
 std::string saved(const Trainer &trainer, uint32_t flags = 0) {
     MemoryFile memory_file;
@@ -457,4 +457,4 @@ TEST(SaveLoad, ReportsIoErrorForInvalidPaths) {
     EXPECT_TRUE(fs::is_empty(folder.path));
 }
 
-} // namespace
+} // namespace checkpoint_tests

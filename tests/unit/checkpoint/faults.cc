@@ -12,7 +12,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace checkpoint_faults_tests {
 
 Trainer make_trainer() {
     return {shapes_of({3000, 0, 33}, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16), make_group(DSOPT_ALGORITHM_ADAMW)};
@@ -119,4 +119,4 @@ TEST(InterruptedSystemCall, IsRetried) {
     }
 }
 
-} // namespace
+} // namespace checkpoint_faults_tests

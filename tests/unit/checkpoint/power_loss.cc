@@ -13,7 +13,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace checkpoint_power_loss_tests {
 
 using Files = std::map<std::string, std::string>; // contents by name
 
@@ -282,4 +282,4 @@ TEST_F(SavePowerLoss, ReplayDetectsSaveInPlace) {
     EXPECT_TRUE(after_any_change().contains(unreadable));
 }
 
-} // namespace
+} // namespace checkpoint_power_loss_tests

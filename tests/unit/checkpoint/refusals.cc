@@ -10,7 +10,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace checkpoint_refusals_tests {
 
 /// An optimizer after three steps, and its checkpoint after two of them.
 class Load : public testing::Test {
@@ -571,4 +571,4 @@ TEST(LoadBeforeFirstStep, LeavesBoundMastersUnchangedOnFailure) {
     EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg"), std::vector<float>(30, 0));
 }
 
-} // namespace
+} // namespace checkpoint_refusals_tests

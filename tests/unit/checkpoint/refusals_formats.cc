@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace checkpoint_refusals_formats_tests {
 
 /// Returns an optimizer with a moment in a format, and two parameters.
 Trainer make_lion(int32_t format) {
@@ -85,4 +85,4 @@ TEST(LoadFormats, RefusesAnotherFormatWithoutTheFlag) {
     EXPECT_TRUE(same(target.text(), before));
 }
 
-} // namespace
+} // namespace checkpoint_refusals_formats_tests

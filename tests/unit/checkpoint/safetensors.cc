@@ -11,7 +11,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace checkpoint_safetensors_tests {
 
 constexpr size_t kPiece = size_t(4) << 20;
 
@@ -50,7 +50,7 @@ void expect_refused(const std::string &data, const std::string &reason) {
 
 TEST(Safetensors, RoundTripsThroughFileAndCallbacks) {
     const Folder folder;
-    const Content content = small();
+    const Container content = small();
     save(folder / "a.safetensors", content);
     const std::string data = image(content);
     EXPECT_EQ(read_file(folder / "a.safetensors"), data);
@@ -61,7 +61,7 @@ TEST(Safetensors, RoundTripsThroughFileAndCallbacks) {
 }
 
 TEST(Safetensors, RoundTripsEveryDtypeAligned) {
-    Content content;
+    Container content;
     for (int round = 0; round < 3; ++round)
         for (const int32_t dtype :
              std::initializer_list<int32_t>{DSOPT_DTYPE_U8, DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_F64,
@@ -84,7 +84,7 @@ TEST(Safetensors, RoundTripsEveryDtypeAligned) {
 }
 
 TEST(Safetensors, WritesDocumentedHeader) {
-    Content content;
+    Container content;
     content.metadata = {{"k", "v"}};
     content.add("t", DSOPT_DTYPE_U8, {3}, 3);
     const std::string &data = content.bytes[0];
@@ -95,7 +95,7 @@ TEST(Safetensors, WritesDocumentedHeader) {
 }
 
 TEST(Safetensors, RoundTripsFileWithoutTensors) {
-    Content content;
+    Container content;
     EXPECT_EQ(image(content).size(), 128u);
     MemoryFile memory{image(content)};
     expect_same(SafetensorsReader(callback_source(memory.io())), content);
@@ -103,7 +103,7 @@ TEST(Safetensors, RoundTripsFileWithoutTensors) {
 
 TEST(Safetensors, RoundTripsTensorsAroundPieceSize) {
     const Folder folder;
-    Content content;
+    Container content;
     for (const size_t size : {kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 5})
         content.add("t" + std::to_string(size), DSOPT_DTYPE_U8, {int64_t(size)}, size);
     save(folder / "big", content);
@@ -112,7 +112,7 @@ TEST(Safetensors, RoundTripsTensorsAroundPieceSize) {
 }
 
 TEST(Safetensors, AcceptsAnyTextInNamesAndMetadata) {
-    Content content;
+    Container content;
     content.metadata = {
         {"\"quoted\"", "back\\slash\n\t\x01\x7f/"}, {"", ""}, {"xxh3", "z\xc3\xbcrich \xe2\x82\xac \xf0\x9f\x98\x80"}};
     content.add("", DSOPT_DTYPE_U8, {1}, 1);
@@ -124,7 +124,7 @@ TEST(Safetensors, AcceptsAnyTextInNamesAndMetadata) {
 }
 
 TEST(Safetensors, HandlesHundredThousandTensors) {
-    Content content;
+    Container content;
     for (int i = 0; i < 100'000; ++i) {
         content.tensors.push_back({"layer." + std::to_string(i) + ".exp_avg", DSOPT_DTYPE_U8, {1}, 1});
         content.bytes.push_back(std::string(1, char(i)));
@@ -298,11 +298,11 @@ TEST(Safetensors, RefusesNulAndInvalidUtf8) {
     std::vector<std::string> written = raw;
     written.push_back(std::string(1, '\0'));
     for (const std::string &text : written) {
-        Content name, key, value;
+        Container name, key, value;
         name.add(text, DSOPT_DTYPE_U8, {0}, 0);
         key.metadata = {{text, "v"}};
         value.metadata = {{"k", text}};
-        for (const Content *content : {&name, &key, &value})
+        for (const Container *content : {&name, &key, &value})
             EXPECT_EQ(outcome([&] { image(*content); }).status, DSOPT_ERR_ARGUMENT);
     }
 }
@@ -324,27 +324,27 @@ TEST(Safetensors, TruncatesNamesInMessagesAtCharacterBoundary) {
 
 TEST(Safetensors, RefusesToWriteInvalidContent) {
     const auto status_of = [](auto &&change) {
-        Content content = small();
+        Container content = small();
         change(content);
         return outcome([&] { image(content); }).status;
     };
-    EXPECT_EQ(status_of([](Content &c) { c.add("a.exp_avg", DSOPT_DTYPE_U8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
-    EXPECT_EQ(status_of([](Content &c) { c.add("__metadata__", DSOPT_DTYPE_U8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
-    EXPECT_EQ(status_of([](Content &c) { c.metadata.push_back({"format", "2"}); }), DSOPT_ERR_ARGUMENT);
-    EXPECT_EQ(status_of([](Content &c) { c.metadata.push_back({"header_xxh3", ""}); }), DSOPT_ERR_ARGUMENT);
-    EXPECT_EQ(status_of([](Content &c) { c.metadata.push_back({"xxh3.a", ""}); }), DSOPT_ERR_ARGUMENT);
-    EXPECT_EQ(status_of([](Content &c) { c.tensors.resize(1 << 20); }), DSOPT_ERR_UNSUPPORTED);
-    EXPECT_EQ(status_of([](Content &c) { c.tensors[0].dtype = 0; }), DSOPT_ERR_DTYPE);
-    EXPECT_EQ(status_of([](Content &c) { c.tensors[0].bytes += 1; }), DSOPT_ERR_SHAPE);
-    EXPECT_EQ(status_of([](Content &c) { c.tensors[0].shape = {-2, -3}; }), DSOPT_ERR_SHAPE);
-    EXPECT_EQ(status_of([](Content &c) { c.tensors[0].shape = std::vector<int64_t>(9, 1); }), DSOPT_ERR_SHAPE);
-    EXPECT_EQ(status_of([](Content &c) {
+    EXPECT_EQ(status_of([](Container &c) { c.add("a.exp_avg", DSOPT_DTYPE_U8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Container &c) { c.add("__metadata__", DSOPT_DTYPE_U8, {1}, 1); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Container &c) { c.metadata.push_back({"format", "2"}); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Container &c) { c.metadata.push_back({"header_xxh3", ""}); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Container &c) { c.metadata.push_back({"xxh3.a", ""}); }), DSOPT_ERR_ARGUMENT);
+    EXPECT_EQ(status_of([](Container &c) { c.tensors.resize(1 << 20); }), DSOPT_ERR_UNSUPPORTED);
+    EXPECT_EQ(status_of([](Container &c) { c.tensors[0].dtype = 0; }), DSOPT_ERR_DTYPE);
+    EXPECT_EQ(status_of([](Container &c) { c.tensors[0].bytes += 1; }), DSOPT_ERR_SHAPE);
+    EXPECT_EQ(status_of([](Container &c) { c.tensors[0].shape = {-2, -3}; }), DSOPT_ERR_SHAPE);
+    EXPECT_EQ(status_of([](Container &c) { c.tensors[0].shape = std::vector<int64_t>(9, 1); }), DSOPT_ERR_SHAPE);
+    EXPECT_EQ(status_of([](Container &c) {
                   const uint64_t half = uint64_t(1) << 62;
                   for (const char *name : {"x", "y", "z", "w", "v"})
                       c.tensors.push_back({name, DSOPT_DTYPE_U8, {int64_t(half)}, half});
               }),
               DSOPT_ERR_SHAPE);
-    EXPECT_EQ(status_of([](Content &c) {
+    EXPECT_EQ(status_of([](Container &c) {
                   c.metadata.push_back({"long", std::string(100'000'000, 'x')});
               }),
               DSOPT_ERR_UNSUPPORTED);
@@ -352,7 +352,7 @@ TEST(Safetensors, RefusesToWriteInvalidContent) {
 
 TEST(Safetensors, RefusesToSaveTensorThatChanges) {
     const Folder folder;
-    const Content content = small();
+    const Container content = small();
     save(folder / "a", content);
     const std::string before = read_file(folder / "a");
     int requests = 0;
@@ -417,4 +417,4 @@ TEST(Safetensors, RefusesReadsPastTensorEnd) {
     EXPECT_EQ(outcome([&] { reader.read(index, ~uint64_t(0), data, 2); }).status, DSOPT_ERR_INTERNAL);
 }
 
-} // namespace
+} // namespace checkpoint_safetensors_tests

@@ -12,9 +12,9 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace checkpoint_safetensors_files_tests {
 
-Outcome save_outcome(const std::string &path, const Content &content = small()) {
+Outcome save_outcome(const std::string &path, const Container &content = small()) {
     return outcome([&] { save(path, content); });
 }
 Outcome load_outcome(const std::string &path) {
@@ -161,7 +161,7 @@ TEST(SafetensorsFile, ReplacesFileWhileItIsRead) {
     const Folder folder;
     save(folder / "a", small());
     const SafetensorsReader reader(file_source((folder / "a").c_str()));
-    Content other = small();
+    Container other = small();
     other.metadata = {};
     save(folder / "a", other);
     expect_same(reader, small());
@@ -178,8 +178,8 @@ TEST(SafetensorsFile, ReportsIoErrorForTruncationDuringRead) {
 
 TEST(SafetensorsFile, AllowsTwoConcurrentSavesToOneName) {
     const Folder folder;
-    const Content content = small();
-    Content other = small();
+    const Container content = small();
+    Container other = small();
     other.metadata = {};
     const auto slow = file_sink((folder / "a").c_str());
     bool first = true;
@@ -230,7 +230,7 @@ TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
     const Folder folder;
     save(folder / "a", small());
     const std::string before = read_file(folder / "a");
-    Content large;
+    Container large;
     large.add("large", DSOPT_DTYPE_U8, {3'000'000}, 3'000'000);
     const auto not_called = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
     const Outcome early = outcome([&] {
@@ -257,8 +257,8 @@ TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
 // ---- crashes ----
 
 /// Returns content that depends on the step, so that a mixture of two steps is detected.
-Content content_of_step(uint64_t step) {
-    Content content;
+Container content_of_step(uint64_t step) {
+    Container content;
     content.metadata = {{"step", std::to_string(step)}};
     for (const char *name : {"exp_avg", "exp_avg_sq"}) {
         std::mt19937_64 random(step + content.tensors.size());
@@ -344,4 +344,4 @@ TEST(SafetensorsFile, RemovesStaleTemporariesOfSameTargetOnly) {
     EXPECT_EQ(read_file(folder / ".dsopt-notes.tmp"), "a file of the user");
 }
 
-} // namespace
+} // namespace checkpoint_safetensors_files_tests

@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace clip_tests {
 
 const std::vector<int64_t> kSizes = {5000, 0, 33, 4097};
 
@@ -209,4 +209,4 @@ TEST_P(ClipByNorm, UsesNormsOfTheCallerInsteadOfGradients) {
     EXPECT_EQ(report_of(trainer.opt()).grad_norm, 1e6);
 }
 
-} // namespace
+} // namespace clip_tests

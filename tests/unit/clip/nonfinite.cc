@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace clip_nonfinite_tests {
 
 const std::vector<int64_t> kSizes = {5000, 0, 33, 4097};
 
@@ -270,4 +270,4 @@ TEST(SkipBudget, RefusesStepsUntilItIsSetAgain) {
     EXPECT_EQ(trainer.report().skipped_in_row, 0);
 }
 
-} // namespace
+} // namespace clip_nonfinite_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace clip_norms_tests {
 
 constexpr int32_t kDtypes[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
 
@@ -428,4 +428,4 @@ TEST(NormOverRanks, IsMinusOneOnRanksThatShareANonFiniteTensor) {
     EXPECT_EQ(RankGrid(2).recipe[3], finite) << "another stage counts the tensor";
 }
 
-} // namespace
+} // namespace clip_norms_tests

@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace clip_report_tests {
 
 const std::vector<int64_t> kSizes = {5000, 0, 33, 4097};
 
@@ -326,4 +326,4 @@ TEST(ReportLog, LogsNothingBelowInfoOrIfTheReportFails) {
     EXPECT_EQ(logged.report().size(), 1u) << "a failed report does not drop messages";
 }
 
-} // namespace
+} // namespace clip_report_tests

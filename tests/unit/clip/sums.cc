@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace clip_sums_tests {
 
 constexpr size_t kLeaf = 4096;
 constexpr size_t kCounts[] = {0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65};
@@ -134,4 +134,4 @@ TEST(NormOrder, AddsTrustRatioNormsInTheOrderOfLanes) {
     }
 }
 
-} // namespace
+} // namespace clip_sums_tests

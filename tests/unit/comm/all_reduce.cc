@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_all_reduce_tests {
 
 constexpr size_t kUnbucketedNumel = size_t(1) << 18; // larger fp32 tensors are reduced without the bucket
 constexpr size_t kBucketNumel = size_t(1) << 20;     // elements of the bucket
@@ -329,4 +329,4 @@ TEST(AllReduce, AveragesGradientsToThoseOfTheWholeBatch) {
         });
 }
 
-} // namespace
+} // namespace comm_all_reduce_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_tests {
 
 using Clock = std::chrono::steady_clock;
 
@@ -538,4 +538,4 @@ TEST(CommUniqueId, HasAFixedSizeAndIsUnique) {
     EXPECT_TRUE(refused(dsopt_comm_unique_id(DSOPT_COMM_KIND_LOCAL, id, nullptr), DSOPT_ERR_ARGUMENT));
 }
 
-} // namespace
+} // namespace comm_tests

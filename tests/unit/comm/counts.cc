@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_counts_tests {
 
 struct Counters {
     int64_t calls, sent, received;
@@ -195,4 +195,4 @@ TEST(CommInfo, CountsNoBytesOfAFailedCall) {
     expect_sums(info_of(comm));
 }
 
-} // namespace
+} // namespace comm_counts_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_model_parallel_tests {
 
 /// A tensor of the whole model. `shards` has the size of each rank's shard; if empty, every rank has the whole tensor.
 struct ModelTensor {
@@ -511,4 +511,4 @@ TEST(ShardedLamb, TimesOutIfAPeerHasNoShards) {
     });
 }
 
-} // namespace
+} // namespace comm_model_parallel_tests

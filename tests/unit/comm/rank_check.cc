@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_rank_check_tests {
 
 dsopt_optimizer_desc checked_desc(const Comm &comm, uint32_t flags = 0) {
     return desc_with(comm, DSOPT_COMPAT_NONE, flags | DSOPT_OPTIMIZER_CHECK_RANKS);
@@ -340,4 +340,4 @@ TEST(CheckRanks, ReportsAnExhaustedSkipBudgetOnEveryRank) {
     });
 }
 
-} // namespace
+} // namespace comm_rank_check_tests

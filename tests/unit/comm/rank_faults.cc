@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_rank_faults_tests {
 
 LABEL(long_emulated);
 TEST(RankFault, ReturnsAStatusOnEveryLocalRankInBoundedTime) {
@@ -14,4 +14,4 @@ TEST(RankFault, ReturnsAStatusOnEveryLocalRankInBoundedTime) {
     run_all_rank_faults(fabrics, kSanitized ? 1 : 4, 4);
 }
 
-} // namespace
+} // namespace comm_rank_faults_tests

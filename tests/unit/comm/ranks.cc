@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace comm_ranks_tests {
 
 dsopt_optimizer_desc empty_desc() {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -436,4 +436,4 @@ TEST_P(StepWithFailingComm, ReturnsTheStatusAndChangesNothing) {
     }
 }
 
-} // namespace
+} // namespace comm_ranks_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace compressed_tests {
 
 constexpr double kUlp = 0x1p-23;
 
@@ -465,4 +465,4 @@ TEST(CompressedAllReduce, MatchesTheOriginalInCompatMode) {
     });
 }
 
-} // namespace
+} // namespace compressed_tests

@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace compressed_failures_tests {
 
 // ---------------------------------------------------------------------------------------------------------- refusals
 class CompressedArguments : public testing::Test {
@@ -177,4 +177,4 @@ TEST(CompressedAllReduce, TimesOutIfAPeerDoesNotCall) {
     EXPECT_TRUE(refused(side.call(), DSOPT_ERR_TIMEOUT));
 }
 
-} // namespace
+} // namespace compressed_failures_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace compressed_two_level_tests {
 
 constexpr double kUlp = 0x1p-23;
 
@@ -350,4 +350,4 @@ TEST(TwoLevelAllReduce, FailsOnEveryRankIfARankIsDestroyed) {
     });
 }
 
-} // namespace
+} // namespace compressed_two_level_tests

@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_bits_tests {
 
 class FormatBits : public testing::TestWithParam<FormatCase> {};
 INSTANTIATE_TEST_SUITE_P(Rules, FormatBits, testing::ValuesIn(all_format_cases()), format_case_name);
@@ -209,4 +209,4 @@ TEST(FormatSeeds, SelectTheRandomNumbers) {
     EXPECT_NE(run(1, "w"), run(1, "v"));
 }
 
-} // namespace
+} // namespace formats_bits_tests

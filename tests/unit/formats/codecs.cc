@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_codecs_tests {
 
 constexpr int32_t kStored[] = {DSOPT_MOMENT_BF16, DSOPT_MOMENT_BF16_RANDOM, DSOPT_MOMENT_E4M3, DSOPT_MOMENT_Q8};
 
@@ -150,4 +150,4 @@ TEST_P(FormatCodecs, StoreEveryLevelAsItsCode) {
     }
 }
 
-} // namespace
+} // namespace formats_codecs_tests

@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_files_tests {
 
 constexpr int32_t kBf16 = DSOPT_DTYPE_BF16;
 const std::vector<int64_t> kSizes = {0, 1, 255, 256, 257, 5000};
@@ -282,4 +282,4 @@ TEST(RemainderFile, NeedsMemoryOfParameters) {
     EXPECT_OK(file.load(target, DSOPT_IO_NO_MASTERS));
 }
 
-} // namespace
+} // namespace formats_files_tests

@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_properties_tests {
 
 class FormatProperties : public testing::TestWithParam<FormatCase> {};
 INSTANTIATE_TEST_SUITE_P(Rules, FormatProperties, testing::ValuesIn(all_format_cases()), format_case_name);
@@ -177,4 +177,4 @@ TEST(FormatState, BytesAreCountedInTheReport) {
     EXPECT_EQ(trainer.report().state_bytes, 2000 + 1000 + 16 + 2000 + 4);
 }
 
-} // namespace
+} // namespace formats_properties_tests

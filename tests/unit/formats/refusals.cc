@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_refusals_tests {
 
 constexpr int32_t kF32 = DSOPT_MOMENT_F32, kBf16 = DSOPT_MOMENT_BF16, kRandom = DSOPT_MOMENT_BF16_RANDOM,
                   kE4m3 = DSOPT_MOMENT_E4M3, kQ8 = DSOPT_MOMENT_Q8;
@@ -194,4 +194,4 @@ TEST_F(FormatRefusals, RanksWithDifferentFormats) {
         });
 }
 
-} // namespace
+} // namespace formats_refusals_tests

@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_remainder_tests {
 
 constexpr int32_t kBf16 = DSOPT_DTYPE_BF16;
 
@@ -214,4 +214,4 @@ TEST(RemainderMaster, OfNanStaysNan) {
     EXPECT_EQ(f32_state(trainer.opt(), 0, "remainder")[6], masters[6]);
 }
 
-} // namespace
+} // namespace formats_remainder_tests

@@ -10,7 +10,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace formats_values_tests {
 
 constexpr int32_t kStored[] = {DSOPT_DTYPE_F32, DSOPT_DTYPE_BF16, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F8_E4M3,
                                DSOPT_DTYPE_U8}; // by enum dsopt_moment
@@ -242,4 +242,4 @@ TEST(FormatValues, RefuseWrongArguments) {
     EXPECT_TRUE(same(trainer.text(), before));
 }
 
-} // namespace
+} // namespace formats_values_tests

@@ -7,7 +7,7 @@
 
 using namespace test;
 
-namespace {
+namespace inside_dtype_tests {
 
 constexpr int32_t k16BitDtypes[] = {DSOPT_DTYPE_F16, DSOPT_DTYPE_BF16};
 
@@ -188,4 +188,4 @@ TEST_P(VectorConversion, ConvertsGradientsLikeScalarCode) {
     }
 }
 
-} // namespace
+} // namespace inside_dtype_tests

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-namespace {
+namespace inside_first_use_tests {
 
 /// Creates an object that is never destroyed and stays reachable for leak checkers.
 template <class T> T &make_immortal() {
@@ -41,4 +41,4 @@ TEST(Lazy, ThreadsShareValueOfFirstUse) {
     }
 }
 
-} // namespace
+} // namespace inside_first_use_tests

@@ -10,7 +10,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace inside_fork_tests {
 
 /// A thread that stays inside a function until the destruction of this object.
 class ThreadInside {
@@ -86,4 +86,4 @@ TEST(Lazy, ChildComputesValueInProgressAtFork) {
     EXPECT_TRUE(passes_in_child([&](const auto &expect) { expect(value.get([] { return 4; }) == 1); }));
 }
 
-} // namespace
+} // namespace inside_fork_tests

@@ -9,7 +9,7 @@
 
 using namespace test;
 
-namespace {
+namespace inside_formats_tests {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -286,4 +286,4 @@ TEST(BlocksOf, CountsTheLastShortBlock) {
     EXPECT_EQ(dsopt::blocks_of((int64_t(1) << 31) + 256), (int64_t(1) << 23) + 1);
 }
 
-} // namespace
+} // namespace inside_formats_tests

@@ -9,7 +9,7 @@
 
 using namespace test;
 
-namespace {
+namespace inside_hooks_tests {
 
 using Body = void (*)(void *arg, int64_t i);
 
@@ -402,4 +402,4 @@ TEST(ParallelFor, FaultBeforeCollectiveIsReportedToOtherRanks) {
     });
 }
 
-} // namespace
+} // namespace inside_hooks_tests

@@ -9,10 +9,10 @@
 #include <xmmintrin.h>
 #endif
 
+namespace inside_products_tests {
+
 using namespace dsopt;
 using namespace dsopt::cpu;
-
-namespace {
 
 constexpr Dtype kInputs[] = {Dtype::f32, Dtype::bf16, Dtype::f16};
 constexpr ProductKind kKinds[] = {ProductKind::gram, ProductKind::polynomial, ProductKind::update};
@@ -21,7 +21,7 @@ constexpr float kTriple[] = {3.4445f, -4.7750f, 2.0315f};
 /// Returns the kernels of all instruction sets that this processor has.
 std::vector<const Products *> all_products() {
     std::vector<const Products *> all;
-    for (int isa = 0; isa <= int(processor_isa()); ++isa) all.push_back(&products_of(Isa(isa)));
+    for (int isa = 0; isa <= int(processor_isa()); ++isa) all.push_back(&products_of(cpu::Isa(isa)));
     return all;
 }
 
@@ -513,4 +513,4 @@ TEST(ChooseProducts, FollowsTheInstructionSetThatIsSelected) {
     EXPECT_STREQ(choose_products().name, "generic");
 }
 
-} // namespace
+} // namespace inside_products_tests

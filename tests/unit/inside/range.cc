@@ -10,7 +10,7 @@
 using dsopt::intersection;
 using dsopt::Range;
 
-namespace {
+namespace inside_range_tests {
 
 void expect_equal(const Range &range, int64_t begin, int64_t numel, int64_t whole) {
     EXPECT_EQ(range.begin, begin);
@@ -180,4 +180,4 @@ TEST(TensorJob, StepsOfRangesEqualStepOfWholeTensor) {
     }
 }
 
-} // namespace
+} // namespace inside_range_tests

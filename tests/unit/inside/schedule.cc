@@ -6,7 +6,7 @@
 
 using namespace dsopt;
 
-namespace {
+namespace inside_schedule_tests {
 
 constexpr int32_t kFamily[] = {DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ZERO_ONE_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB};
 
@@ -41,4 +41,4 @@ TEST(ScheduleBefore, AdvancesFromLastPossibleCall) {
             }
 }
 
-} // namespace
+} // namespace inside_schedule_tests

@@ -14,14 +14,15 @@
 
 using namespace test;
 
-namespace {
+namespace inside_thread_pool_tests {
 std::atomic<int> g_started{0}; // number of threads started since the last reset
 std::atomic<int> g_limit{-1};  // number of threads that may be started; -1: no limit
-} // namespace
+} // namespace inside_thread_pool_tests
 
 /// Overrides the function of the C library. Counts threads, and fails like a limit on the processes of the user.
 extern "C" int pthread_create(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *),
                               void *argument) {
+    using namespace inside_thread_pool_tests;
     using Create = int (*)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
     static const auto next = reinterpret_cast<Create>(::dlsym(RTLD_NEXT, "pthread_create"));
     if (g_limit >= 0 && g_started >= g_limit) return EAGAIN;
@@ -29,7 +30,7 @@ extern "C" int pthread_create(pthread_t *thread, const pthread_attr_t *attribute
     return next(thread, attributes, run, argument);
 }
 
-namespace {
+namespace inside_thread_pool_tests {
 
 using dsopt::run_on_pool;
 
@@ -206,4 +207,4 @@ TEST_F(ThreadPool, NamesItsThreads) {
     EXPECT_STREQ(name.data(), "dsopt");
 }
 
-} // namespace
+} // namespace inside_thread_pool_tests

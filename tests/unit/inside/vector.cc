@@ -10,7 +10,7 @@ using dsopt::ListVector;
 using dsopt::Range;
 using dsopt::VectorPartition;
 
-namespace {
+namespace inside_vector_tests {
 
 constexpr int64_t kBlock = ListVector::kBlock;
 
@@ -141,4 +141,4 @@ TEST(VectorPartition, PaddingOfManySmallTensorsIsSmallForFewRanks) {
     EXPECT_NEAR(added_by_chunks(sixties, 1024), 31, 0.5);
 }
 
-} // namespace
+} // namespace inside_vector_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace memory_bind_tests {
 
 class Unbind : public testing::Test {
 protected:
@@ -80,4 +80,4 @@ TEST_F(Unbind, KeepsCheckingLaterBindsForOverlap) {
     EXPECT_TRUE(refused(dsopt_optimizer_add_group(trainer.opt(), &group, &param, 1), DSOPT_ERR_OVERLAP));
 }
 
-} // namespace
+} // namespace memory_bind_tests

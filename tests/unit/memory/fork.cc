@@ -9,7 +9,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace memory_fork_tests {
 
 /// Makes the first calls of a process, up to a step over a comm. Returns the state.
 std::string first_use() {
@@ -60,4 +60,4 @@ TEST(Fork, WorksInTheChildDuringAnyAllocation) {
     ::munmap(page, sizeof(Seen));
 }
 
-} // namespace
+} // namespace memory_fork_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace memory_groups_tests {
 
 /// Returns a comm of two ranks that fails if used.
 Comm idle_comm(const Context &context) {
@@ -179,4 +179,4 @@ TEST(AddGroup, KeepsMemoryOfStateViewsLinear) {
     }
 }
 
-} // namespace
+} // namespace memory_groups_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace memory_load_tests {
 
 // The optimizers are new, so the load allocates their state.
 TEST(ShardedLoad, IsRefusedByAllRanksIfOneHasNoMemory) {
@@ -49,4 +49,4 @@ TEST(ShardedLoad, IsRefusedByAllRanksIfOneHasNoMemory) {
         });
 }
 
-} // namespace
+} // namespace memory_load_tests

@@ -16,7 +16,7 @@ namespace fs = std::filesystem;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace memory_oom_tests {
 
 /// Checkpoint in memory. Its callbacks do not allocate, because they run while allocations fail.
 struct MemoryFile {
@@ -564,4 +564,4 @@ TEST(BuildInfo, SucceedsWithoutMemory) {
     EXPECT_NE(std::strstr(dsopt_build_info(), "\"version\""), nullptr);
 }
 
-} // namespace
+} // namespace memory_oom_tests

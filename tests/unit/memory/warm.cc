@@ -9,7 +9,7 @@
 
 using namespace test;
 
-namespace {
+namespace memory_warm_tests {
 
 const Memory &host() {
     static const Memory memory = host_memory();
@@ -352,4 +352,4 @@ TEST_P(WarmShardedStep, AllocatesNothing) {
     }
 }
 
-} // namespace
+} // namespace memory_warm_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace mixed_accumulate_tests {
 
 const std::vector<size_t> kSizes = {5, 5000, 0, 33};
 
@@ -212,4 +212,4 @@ TEST(AccumulateLoad, RefusesACheckpointWithoutSums) {
     EXPECT_OK(file.load(accumulating, DSOPT_IO_NO_STATE));
 }
 
-} // namespace
+} // namespace mixed_accumulate_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace mixed_compat_tests {
 
 dsopt_optimizer_desc standard() {
     DSOPT_NEW(dsopt_optimizer_desc, desc);
@@ -477,4 +477,4 @@ TEST(CompatMoments, HaveTheParametersDtypeWithoutAWrapper) {
     }
 }
 
-} // namespace
+} // namespace mixed_compat_tests

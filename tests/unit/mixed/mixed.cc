@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace mixed_tests {
 
 const std::vector<size_t> kSizes = {1, 37, 0, 4097};
 
@@ -449,4 +449,4 @@ TEST(Masters, AreAbsentWithNoMasterSoThatEachStepRounds) {
     }
 }
 
-} // namespace
+} // namespace mixed_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace mixed_scaler_tests {
 
 /// A reference of the original's loss scalers, written from their specification (its "wrapper" has no hysteresis).
 struct ReferenceScaler {
@@ -562,4 +562,4 @@ TEST(ScalerExport, NeedsNoMemoryOfParameters) {
     }
 }
 
-} // namespace
+} // namespace mixed_scaler_tests

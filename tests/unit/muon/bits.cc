@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(long_emulated);
 
-namespace {
+namespace muon_bits_tests {
 
 /// Sizes at the edges of tiles and leaves, several matrices of one shape, and an empty one.
 std::vector<Cut> all_cuts() {
@@ -139,4 +139,4 @@ TEST_P(MuonBits, AreTheSameAtAnyAlignment) {
     }
 }
 
-} // namespace
+} // namespace muon_bits_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace muon_blocks_tests {
 
 /// Trains one parameter, and its matrices as parameters of their own, and compares weights and momenta.
 void expect_cut(const Cut &cut, size_t matrices, const dsopt_group &group = muon_group(DSOPT_DTYPE_BF16)) {
@@ -147,4 +147,4 @@ TEST(MuonBlocks, CutsParametersThatAreAddedLater) {
     EXPECT_TRUE(same(later.text(), wanted.text()));
 }
 
-} // namespace
+} // namespace muon_blocks_tests

@@ -8,7 +8,7 @@ LABEL_FILE(long_emulated);
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace muon_files_tests {
 
 std::string saved(const Trainer &trainer, uint32_t flags = 0) {
     MemoryFile file;
@@ -168,4 +168,4 @@ TEST(MuonFile, ConvertsTheFormatOfTheMomentum) {
     EXPECT_EQ(to.state("momentum_buffer", 0), from.state("momentum_buffer", 0));
 }
 
-} // namespace
+} // namespace muon_files_tests

@@ -9,7 +9,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace muon_mixed_tests {
 
 /// Two matrices, and two flat tensors.
 const std::vector<Cut> kMatrices = {matrix(20, 33, DSOPT_DTYPE_BF16, DSOPT_DTYPE_F32), {{17, 48}, 17, 16}};
@@ -389,4 +389,4 @@ TEST(MuonState, StartsAgainAfterAReset) {
     EXPECT_TRUE(same(trainer.text(), fresh.text()));
 }
 
-} // namespace
+} // namespace muon_mixed_tests

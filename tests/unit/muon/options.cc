@@ -12,7 +12,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace muon_options_tests {
 
 constexpr int32_t kF32 = DSOPT_DTYPE_F32, kF16 = DSOPT_DTYPE_F16, kBf16 = DSOPT_DTYPE_BF16;
 constexpr int32_t kF32Moments = DSOPT_MOMENT_F32, kBf16Moments = DSOPT_MOMENT_BF16,
@@ -330,4 +330,4 @@ TEST_P(MuonOptions, MatchTheExactStep) {
     }
 }
 
-} // namespace
+} // namespace muon_options_tests

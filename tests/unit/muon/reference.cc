@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace muon_reference_tests {
 
 /// Trains these parameters and checks every step.
 void expect_reference(const std::vector<Cut> &cuts, const dsopt_group &group, int calls = 20) {
@@ -246,4 +246,4 @@ TEST(Muon, LeavesTensorsWithoutGradientAlone) {
     EXPECT_TRUE(same(trainer.model.params[1].text(), without.model.params[1].text()));
 }
 
-} // namespace
+} // namespace muon_reference_tests

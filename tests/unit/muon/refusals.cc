@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace muon_refusals_tests {
 
 /// Expects that a parameter is refused, and that nothing is added.
 void expect_param_refused(const Cut &cut, dsopt_status status, const std::string &words,
@@ -379,4 +379,4 @@ TEST(MuonKeys, TakeEffectAtTheNextStep) {
     }
 }
 
-} // namespace
+} // namespace muon_refusals_tests

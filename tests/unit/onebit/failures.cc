@@ -12,7 +12,7 @@ using namespace test;
 LABEL_FILE(cpu); // the rank stops at a parallel loop of the host
 using Clock = std::chrono::steady_clock;
 
-namespace {
+namespace onebit_failures_tests {
 
 constexpr int kRanks = 3;
 constexpr int64_t kCall = 4;                              // a compressed step
@@ -145,4 +145,4 @@ TEST_P(OneBitStepFailure, ReturnsAbortedOnPeersIfARankAborts) {
     for (int64_t loop = 0; loop < step.loops; ++loop) stop_at(GetParam(), loop, false, 60000);
 }
 
-} // namespace
+} // namespace onebit_failures_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace onebit_momentum_bits_tests {
 
 constexpr int64_t kFreeze = 5;
 constexpr uint32_t kBits = DSOPT_OPTIMIZER_MOMENTUM_BITS;
@@ -216,4 +216,4 @@ TEST(MomentumBits, AppliesTheScheduleOfStepWithoutElements) {
     });
 }
 
-} // namespace
+} // namespace onebit_momentum_bits_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace onebit_tests {
 
 class OneBitStep : public testing::TestWithParam<std::tuple<int32_t, int>> {
 protected:
@@ -866,4 +866,4 @@ TEST(OneBitGroup, StepsWithoutParameters) {
     });
 }
 
-} // namespace
+} // namespace onebit_tests

@@ -9,7 +9,7 @@
 
 using namespace test;
 
-namespace {
+namespace onebit_reshard_tests {
 
 constexpr int64_t kFreeze = 12;
 constexpr size_t kFirstIdle = 100, kLastIdle = 300; // elements of tensor 4 without any gradient
@@ -493,4 +493,4 @@ TEST(ReshardedLoad, AcceptsOptimizersWithoutErrorFeedback) {
     });
 }
 
-} // namespace
+} // namespace onebit_reshard_tests

@@ -8,7 +8,7 @@ using namespace test;
 LABEL_FILE(one_thread);
 LABEL_FILE(cpu); // trains nothing
 
-namespace {
+namespace onebit_schedule_tests {
 
 /// Bits per parameter and step, in each direction, with many ranks and gradients in half precision.
 constexpr double kFull = 16, kCompressed = 1;
@@ -118,4 +118,4 @@ TEST(NextReduction, CutsTheVolumeOfZeroOneAdamFurther) {
     }
 }
 
-} // namespace
+} // namespace onebit_schedule_tests

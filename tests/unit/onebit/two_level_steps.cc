@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace onebit_two_level_steps_tests {
 
 Trainer trainer_of(const NodeRank &node_rank, const dsopt_group &group, const std::vector<Array> &weights,
                    uint32_t flags = 0) {
@@ -541,4 +541,4 @@ TEST(TwoLevelOptimizer, ComparesListsOverBothLevels) {
         });
 }
 
-} // namespace
+} // namespace onebit_two_level_steps_tests

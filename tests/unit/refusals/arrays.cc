@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace refusals_arrays_tests {
 
 constexpr int32_t kUnknown = 77;
 char *one_byte_after(void *data) { return static_cast<char *>(data) + 1; }
@@ -402,4 +402,4 @@ TEST(AllReduceValidation, NamesWrongTensorAndChangesNothing) {
     }
 }
 
-} // namespace
+} // namespace refusals_arrays_tests

@@ -3,7 +3,7 @@
 
 using namespace test;
 
-namespace {
+namespace refusals_missing_memory_tests {
 
 TEST(MissingMemory, ReturnsStatusOrLeavesStateUnchanged) {
     const Memory memory = memory_under_test();
@@ -11,4 +11,4 @@ TEST(MissingMemory, ReturnsStatusOrLeavesStateUnchanged) {
         expect_status_or_unchanged(memory, context_desc(), test_case);
 }
 
-} // namespace
+} // namespace refusals_missing_memory_tests

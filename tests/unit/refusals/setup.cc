@@ -9,7 +9,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace refusals_setup_tests {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
@@ -568,4 +568,4 @@ TEST(NormValidation, RefusesMisalignedResult) {
                         DSOPT_ERR_ALIGNMENT, "result|8 bytes"));
 }
 
-} // namespace
+} // namespace refusals_setup_tests

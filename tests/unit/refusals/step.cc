@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace refusals_step_tests {
 
 /// All lists and arrays of a call. Each case makes one of them invalid.
 struct Arguments {
@@ -309,4 +309,4 @@ TEST(ZeroGradValidation, NamesInvalidTensorAndChangesNothing) {
     EXPECT_TRUE(same(before, after));
 }
 
-} // namespace
+} // namespace refusals_step_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace rules_adagrad_tests {
 
 double reference(const dsopt_group &c, int64_t t, double g, double &p, double &sum) {
     const double size = std::fabs(p) + std::fabs(g);
@@ -109,4 +109,4 @@ TEST(AdagradRule, RefusesValuesOutOfRangeOrWithoutEffect) {
     expect_refused(group, DSOPT_ERR_UNSUPPORTED, "lr_decay|Adagrad");
 }
 
-} // namespace
+} // namespace rules_adagrad_tests

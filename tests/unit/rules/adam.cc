@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace rules_adam_tests {
 
 constexpr size_t kElements = 1000;
 constexpr int kSteps = 100;
@@ -98,4 +98,4 @@ TEST_P(AdamDrift, IsNoLargerWithOneDivisionThanWithThree) {
 INSTANTIATE_TEST_SUITE_P(Both, AdamDrift, testing::Values(DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW),
                          [](const auto &info) { return name_of(info.param); });
 
-} // namespace
+} // namespace rules_adam_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace rules_lion_tests {
 
 double reference(const dsopt_group &c, int64_t, double g, double &p, double &m) {
     const double size = std::fabs(p) + std::fabs(g) + std::fabs(m);
@@ -81,4 +81,4 @@ TEST(LionRule, RefusesValuesOutOfRangeOrWithoutEffect) {
     expect_refused(lion_group(), DSOPT_ERR_UNSUPPORTED, "lion|standard mode", DSOPT_COMPAT_DEEPSPEED);
 }
 
-} // namespace
+} // namespace rules_lion_tests

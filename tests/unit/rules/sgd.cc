@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace rules_sgd_tests {
 
 double reference(const dsopt_group &c, int64_t t, double g, double &p, double &buffer) {
     double size = std::fabs(p) + c.lr * (std::fabs(g) + c.weight_decay * std::fabs(p) + 2 * std::fabs(buffer));
@@ -173,4 +173,4 @@ TEST(SgdRule, ReadsMomentumFromBackendMemory) {
     EXPECT_EQ(report_of(plain.opt()).reasons, 0);
 }
 
-} // namespace
+} // namespace rules_sgd_tests

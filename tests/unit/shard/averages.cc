@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_averages_tests {
 
 std::vector<Topology> all_topologies() {
     std::vector<Topology> list = kTopologies;
@@ -115,4 +115,4 @@ TEST(AveragesOfDifferentDtypes, AreRefusedByEveryRank) {
         });
 }
 
-} // namespace
+} // namespace shard_averages_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_bits_tests {
 
 class ShardTopology : public testing::TestWithParam<Topology> {};
 INSTANTIATE_TEST_SUITE_P(, ShardTopology, testing::ValuesIn(kTopologies), topology_name);
@@ -225,4 +225,4 @@ TEST(Shard, TakesListsWithoutElements) {
     }
 }
 
-} // namespace
+} // namespace shard_bits_tests

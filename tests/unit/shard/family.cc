@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_family_tests {
 
 struct FamilyCase {
     int32_t algorithm;
@@ -249,4 +249,4 @@ TEST(TwoLevelExchange, SendsTheMomentumOfTheNodesMeanGradient) {
     });
 }
 
-} // namespace
+} // namespace shard_family_tests

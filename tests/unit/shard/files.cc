@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_files_tests {
 
 /// Ranks and options of a run. Without a flag state is not sharded.
 const std::vector<Topology> kRuns = {
@@ -317,4 +317,4 @@ TEST(ShardedFile, IsSavedByAllRanksOrByNone) {
     EXPECT_EQ(folder.entries(), 3u); // no temporary file
 }
 
-} // namespace
+} // namespace shard_files_tests

@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_matrices_tests {
 
 constexpr uint32_t kSplit = DSOPT_OPTIMIZER_SPLIT_MATRICES;
 
@@ -231,4 +231,4 @@ TEST(MatricesOfRanks, RefuseWhatHasNoEffect) {
                         "SPLIT_MATRICES has no effect without a group of muon"));
 }
 
-} // namespace
+} // namespace shard_matrices_tests

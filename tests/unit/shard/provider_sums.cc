@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_provider_sums_tests {
 
 /// A caller's comm of ranks that are threads. Its reduce_scatter adds from the last rank to the first; the other
 /// functions are those that the engine builds everything else from.
@@ -363,4 +363,4 @@ TEST(ProviderSumsFailures, LeaveEverythingAndMakeTheCommUnusable) {
         }
 }
 
-} // namespace
+} // namespace shard_provider_sums_tests

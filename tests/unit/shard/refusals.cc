@@ -4,7 +4,7 @@
 
 using namespace test;
 
-namespace {
+namespace shard_refusals_tests {
 
 constexpr int32_t kShard = DSOPT_OPTIMIZER_SHARD, kInNode = DSOPT_OPTIMIZER_SHARD_NODE;
 
@@ -212,4 +212,4 @@ TEST(ShardQuery, GivesPartsThatTile) {
         });
 }
 
-} // namespace
+} // namespace shard_refusals_tests

@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace state_add_params_tests {
 
 constexpr int kSteps = 5;
 
@@ -460,4 +460,4 @@ TEST(AddMoreParams, FindsOverlapsWithStateAfterTwoAdditions) {
                         "step 'the optimizer' share memory"));
 }
 
-} // namespace
+} // namespace state_add_params_tests

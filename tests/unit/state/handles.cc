@@ -8,7 +8,7 @@
 
 using namespace test;
 
-namespace {
+namespace state_handles_tests {
 
 Optimizer retain(dsopt_optimizer *opt) {
     dsopt_optimizer *other = nullptr;
@@ -323,4 +323,4 @@ TEST(StateCount, AllowsConcurrentReadersAfterAddGroup) {
     }
 }
 
-} // namespace
+} // namespace state_handles_tests

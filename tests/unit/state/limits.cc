@@ -9,7 +9,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace state_limits_tests {
 
 constexpr double kLargestPowerOfTwo = 0x1p127;
 
@@ -372,4 +372,4 @@ TEST(UnknownIsa, IsLoggedAndInTheBuildInfo) {
     EXPECT_EQ(std::string(dsopt_build_info()).find("isa_unknown"), std::string::npos);
 }
 
-} // namespace
+} // namespace state_limits_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace state_tests {
 
 struct Entry {
     std::string name;
@@ -348,4 +348,4 @@ TEST(RefusedReset, NamesUnknownPartsAndMissingMemory) {
     EXPECT_TRUE(refused(dsopt_optimizer_reset(opt.get(), 0x80000001u, nullptr), DSOPT_ERR_ARGUMENT, "0x8"));
 }
 
-} // namespace
+} // namespace state_tests

@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace step_counting_tests {
 
 enum class Mode { standard, compat };
 constexpr Mode kModes[] = {Mode::standard, Mode::compat};
@@ -97,4 +97,4 @@ TEST(StepCount, CanBeResetForOneTensor) {
     EXPECT_EQ(trainer.model.params[2].text(), continued.model.params[2].text());
 }
 
-} // namespace
+} // namespace step_counting_tests

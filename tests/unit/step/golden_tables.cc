@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace step_golden_tables_tests {
 
 constexpr int64_t kNumel = 5;
 
@@ -172,4 +172,4 @@ TEST(CompatStepCount, IsIncrementedPerDtypeInTheLastTensor) {
     EXPECT_NE(compat.model.params[0].text(), standard.model.params[0].text());
 }
 
-} // namespace
+} // namespace step_golden_tables_tests

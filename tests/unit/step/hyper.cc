@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace step_hyper_tests {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
@@ -355,4 +355,4 @@ TEST(RefusedAddGroup, LeavesTheOptimizerUnchanged) {
     ASSERT_OK(dsopt_optimizer_add_group(trainer.opt(), &group, list.data(), 1));
 }
 
-} // namespace
+} // namespace step_hyper_tests

@@ -8,7 +8,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace step_reference_tests {
 
 template <class T> std::vector<double> doubles(const std::vector<T> &values) { return {values.begin(), values.end()}; }
 std::vector<double> doubles(const Array &buffer) {
@@ -360,4 +360,4 @@ TEST(StepExtremes, CorrectsNoBiasAfterManySteps) {
     }
 }
 
-} // namespace
+} // namespace step_reference_tests

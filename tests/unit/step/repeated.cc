@@ -7,7 +7,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace step_repeated_tests {
 
 const std::vector<int64_t> kSizes{1, 0, 7, 255, 256, 4097, 33};
 
@@ -202,4 +202,4 @@ TEST(RepeatedStep, AlternatesWithAccumulatedGradients) {
     }
 }
 
-} // namespace
+} // namespace step_repeated_tests

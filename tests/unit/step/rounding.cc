@@ -6,7 +6,7 @@
 
 using namespace test;
 
-namespace {
+namespace step_rounding_tests {
 
 constexpr double kUlp = 0x1p-7; // of bf16 numbers in [1, 2)
 
@@ -259,4 +259,4 @@ TEST(StochasticRounding, IsRefusedIfItHasNoEffect) {
     EXPECT_EQ(opt, nullptr);
 }
 
-} // namespace
+} // namespace step_rounding_tests

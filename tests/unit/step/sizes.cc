@@ -5,7 +5,7 @@
 
 using namespace test;
 
-namespace {
+namespace step_sizes_tests {
 
 // Below, at and above: a vector, two vectors, the lanes of a sum, a tile, a leaf (smallest chunk), the largest chunk.
 const std::vector<int64_t> kSizes = {0,    1,    2,    3,    7,    8,     9,     15,    16,    17,
@@ -238,4 +238,4 @@ TEST(ZeroGrad, IgnoresHugeEntriesWithoutData) {
     EXPECT_TRUE(same(model.grads[0].text(), std::string(400, '\0')));
 }
 
-} // namespace
+} // namespace step_sizes_tests

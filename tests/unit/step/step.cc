@@ -6,7 +6,7 @@ using namespace test;
 
 LABEL_FILE(one_thread);
 
-namespace {
+namespace step_tests {
 
 const std::vector<int64_t> kSizes = {5000, 1, 0, 33, 4097};
 
@@ -463,4 +463,4 @@ TEST(StepDelta, IsRefusedForAParameterWithAMaster) {
     EXPECT_TRUE(same(trainer.text(), before));
 }
 
-} // namespace
+} // namespace step_tests

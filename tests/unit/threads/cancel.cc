@@ -7,7 +7,7 @@
 
 using namespace test;
 
-namespace {
+namespace threads_cancel_tests {
 
 using Run = std::function<void()>;
 
@@ -148,4 +148,4 @@ TEST_F(Cancel, IsDeferredInFunctionsWithoutStatus) {
     EXPECT_TRUE(returned);
 }
 
-} // namespace
+} // namespace threads_cancel_tests

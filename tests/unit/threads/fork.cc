@@ -7,7 +7,7 @@
 
 using namespace test;
 
-namespace {
+namespace threads_fork_tests {
 
 /// Forks without running handlers of pthread_atfork, if the C library has such a function.
 #if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
@@ -88,4 +88,4 @@ TEST_F(DefaultThreads, EqualUsableProcessorsWithoutEnvironment) {
     ASSERT_EQ(::sched_setaffinity(0, sizeof all, &all), 0);
 }
 
-} // namespace
+} // namespace threads_fork_tests

@@ -11,7 +11,7 @@
 
 using namespace test;
 
-namespace {
+namespace threads_tests {
 
 /// A parallel_for that blocks inside a step until release().
 struct Gate {
@@ -638,4 +638,4 @@ TEST(BuildInfo, MatchesVersionAndListsFeatures) {
     EXPECT_EQ(dsopt_build_info(), dsopt_build_info());
 }
 
-} // namespace
+} // namespace threads_tests

@@ -1,3 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-// Precompiled for programs of many files.
-#include "support/harness.h"
