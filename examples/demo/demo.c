@@ -352,13 +352,13 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
             result->curve_step[result->curve_size] = (double)step;
             result->curve_loss[result->curve_size++] = result->final_loss = held_out_loss(t);
         }
-        if (step > 0 && progress_due(&progress, step)) {
+        if (progress_due(&progress, step)) {
             check(dsopt_optimizer_report(t->optimizer, &report)); // may wait, so called only if something is printed
             if (t->scaler)
                 snprintf(detail, sizeof detail, "skipped %lld", (long long)report.skipped);
             else
                 snprintf(detail, sizeof detail, "|g| %.2f", report.grad_norm);
-            progress_show(&progress, step, smooth / weight, result->final_loss, detail);
+            progress_show(&progress, step, step > 0 ? smooth / weight : 0, result->final_loss, detail);
         }
         if (step == plan->steps) break;
 

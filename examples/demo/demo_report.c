@@ -21,6 +21,7 @@ void progress_start(struct progress *progress, const char *name, int64_t steps) 
 }
 
 int progress_due(const struct progress *progress, int64_t step) {
+    if (step == 0) return 1;
     if (progress->terminal) return step == progress->steps || now() - progress->drawn > 0.1;
     return step * 10 / progress->steps > progress->tenths;
 }
@@ -30,13 +31,17 @@ void progress_show(struct progress *progress, int64_t step, double train_loss, d
     char bar[BAR + 1], line[160];
     const int full = (int)(step * BAR / progress->steps);
     const double elapsed = now() - progress->started;
-    const double left = step > 0 ? elapsed / (double)step * (double)(progress->steps - step) : 0;
     memset(bar, '.', BAR);
     memset(bar, '#', (size_t)full);
     bar[BAR] = 0;
-    snprintf(line, sizeof line, "[%s] %*lld/%lld  train %.3f  held-out %.3f  %s  ETA %.0f s", bar,
-             snprintf(NULL, 0, "%lld", (long long)progress->steps), (long long)step, (long long)progress->steps,
-             train_loss, held_out_loss, detail, left);
+    const int used =
+        snprintf(line, sizeof line, "[%s] %*lld/%lld", bar, snprintf(NULL, 0, "%lld", (long long)progress->steps),
+                 (long long)step, (long long)progress->steps);
+    if (step == 0)
+        snprintf(line + used, sizeof line - (size_t)used, "  held-out %.3f", held_out_loss);
+    else
+        snprintf(line + used, sizeof line - (size_t)used, "  train %.3f  held-out %.3f  %s  ETA %.0f s", train_loss,
+                 held_out_loss, detail, elapsed / (double)step * (double)(progress->steps - step));
     // The line is padded to overwrite a longer previous line. It is below 80 columns, because a wrapped line could not
     // be redrawn.
     if (progress->terminal)

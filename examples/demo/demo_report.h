@@ -28,9 +28,11 @@ struct progress {
 double now(void); // seconds since a fixed moment
 
 void progress_start(struct progress *progress, const char *name, int64_t steps);
-// Returns true if a line should be printed after `step`: often on a terminal, elsewhere after each tenth of the run.
+// Returns true if a line should be printed after `step`: before the first step; then often on a terminal, elsewhere
+// after each tenth of the run.
 int progress_due(const struct progress *progress, int64_t step);
-// `detail`: the row's most important value in addition to the losses; a dozen characters.
+// `detail`: the row's most important value in addition to the losses; a dozen characters. Before the first step only
+// the held-out loss is known and shown.
 void progress_show(struct progress *progress, int64_t step, double train_loss, double held_out_loss,
                    const char *detail);
 
