@@ -502,7 +502,6 @@ int main(int argc, char **argv) {
 
     struct text text;
     struct result results[ROWS];
-    dsopt_context *context;
     size_t parameters = 0;
     int failed = 0;
     memset(results, 0, sizeof results);
@@ -515,15 +514,17 @@ int main(int argc, char **argv) {
     printf("a uniform guess over %d different bytes costs ln %d = %.3f nats per character\n\n", text.vocabulary,
            text.vocabulary, log(text.vocabulary));
 
-    // Updating so few parameters takes less time than waking a second thread.
-    DSOPT_NEW(dsopt_context_desc, desc);
-    desc.threads = 1;
-    check(dsopt_context_create(&desc, &context));
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    struct pool *pool = check_memory(pool_create(cores < QUARTERS ? (int)cores : QUARTERS));
+    const int threads = cores < QUARTERS ? (int)cores : QUARTERS;
+    struct pool *pool = check_memory(pool_create(threads));
 
     for (size_t i = 0; i < ROWS; ++i) {
         struct trainer trainer;
+        // Updating so few parameters takes less time than waking a second thread, except for Muon's matrix products.
+        dsopt_context *context;
+        DSOPT_NEW(dsopt_context_desc, desc);
+        desc.threads = rows[i].hidden_algorithm == DSOPT_ALGORITHM_MUON ? threads : 1;
+        check(dsopt_context_create(&desc, &context));
         trainer_create(&trainer, &rows[i], &text, plan, pool, context);
         parameters = trainer.parameters->size;
         train(&trainer, &rows[i], &results[i]);
@@ -537,6 +538,7 @@ int main(int argc, char **argv) {
         }
         putchar('\n');
         trainer_destroy(&trainer);
+        dsopt_context_destroy(context);
     }
     print_table(results, ROWS);
     if (write_curves(results, &text, parameters, folder)) failed = 1;
@@ -546,7 +548,6 @@ int main(int argc, char **argv) {
         free(results[i].curve_loss);
     }
     pool_destroy(pool);
-    dsopt_context_destroy(context);
     text_free(&text);
     return failed;
 }
