@@ -333,6 +333,18 @@ static int64_t point_step(const struct plan *plan, size_t point) {
     return (int64_t)ceil((double)plan->steps * pow((double)point / (double)plan->points, 2));
 }
 
+// Returns the bytes of the tensors that the optimizer works on. The fp32 tensors that simulate a model of 16 bits are
+// not counted.
+static double weight_and_gradient_bytes(const struct trainer *t) {
+    const dsopt_tensor *params = t->half ? t->half_params : t->params, *grads = t->half ? t->half_grads : t->grads;
+    double sum = 0;
+    for (int i = 0; i < TENSORS; ++i) {
+        sum += (double)params[i].numel * (params[i].dtype == DSOPT_DTYPE_F32 ? 4 : 2);
+        sum += (double)grads[i].numel * (grads[i].dtype == DSOPT_DTYPE_F32 ? 4 : 2);
+    }
+    return sum;
+}
+
 static void train(struct trainer *t, const struct row *row, struct result *result) {
     const struct plan *plan = t->plan;
     struct progress progress;
@@ -387,6 +399,7 @@ static void train(struct trainer *t, const struct row *row, struct result *resul
     check(dsopt_optimizer_report(t->optimizer, &report));
     result->skipped = report.skipped;
     result->state_bytes = (double)report.state_bytes / (double)t->parameters->size;
+    result->bytes = result->state_bytes + weight_and_gradient_bytes(t) / (double)t->parameters->size;
     if (t->scaler) print_loss_scale(row->loss_scale, report.loss_scale, report.skipped);
     if (t->ranks) {
         DSOPT_NEW(dsopt_comm_info, info);
@@ -439,7 +452,11 @@ static int write_curves(const struct result *results, const struct text *text, s
     char subtitle[512], reference[64];
     char *path = join(folder, "loss.svg");
     for (size_t i = 0; i < ROWS; ++i)
-        curves[i] = (struct curve){rows[i].title, results[i].curve_step, results[i].curve_loss, results[i].curve_size};
+        curves[i] = (struct curve){.name = rows[i].title,
+                                   .x = results[i].curve_step,
+                                   .y = results[i].curve_loss,
+                                   .count = results[i].curve_size,
+                                   .amount = results[i].bytes};
     snprintf(subtitle, sizeof subtitle, "%zu parameters, batches of %d, text of %zu bytes, the last tenth held out",
              parameters, BATCH, text->size);
     snprintf(reference, sizeof reference, "uniform guess, ln %d = %.3f", text->vocabulary, log(text->vocabulary));
@@ -450,6 +467,8 @@ static int write_curves(const struct result *results, const struct text *text, s
         .y_label = "held-out loss, nats per character",
         .reference = log(text->vocabulary),
         .reference_label = reference,
+        .amount_label = "bytes per parameter: weight + gradient + optimizer state",
+        .last_label = "final loss",
         .curves = curves,
         .count = ROWS,
     };

@@ -62,17 +62,18 @@ void print_table(const struct result *results, size_t count) {
     int width = (int)strlen("row");
     for (size_t i = 0; i < count; ++i)
         if ((int)strlen(results[i].name) > width) width = (int)strlen(results[i].name);
-    printf("%-*s  held-out loss  skipped  state bytes  bytes sent per  times     optimizer     total\n", width, "");
-    printf("%-*s  first   final    steps    per param   rank and step   less  ms/step   share  time s\n", width, "row");
-    for (int i = 0; i < width + 88; ++i) putchar('-');
+    printf("%-*s  held-out loss   steps   bytes/param  bytes sent  times        optimizer   total\n", width, "");
+    printf("%-*s  first  final  skipped  state  total    per step   less  ms/step   share  time s\n", width, "row");
+    for (int i = 0; i < width + 81; ++i) putchar('-');
     putchar('\n');
     for (size_t i = 0; i < count; ++i) {
         const struct result *r = &results[i];
         char less[16] = "-";
         if (r->bytes_sent > 0) snprintf(less, sizeof less, "%.1f", r->reduction);
-        printf("%-*s  %5.3f   %5.3f  %7lld  %11.2f  %14.0f  %5s  %7.3f  %4.1f %%  %6.1f\n", width, r->name,
-               r->first_loss, r->final_loss, (long long)r->skipped, r->state_bytes, r->bytes_sent, less,
+        printf("%-*s  %5.3f  %5.3f  %7lld  %5.2f  %5.2f  %10.0f  %5s  %7.3f  %4.1f %%  %6.1f\n", width, r->name,
+               r->first_loss, r->final_loss, (long long)r->skipped, r->state_bytes, r->bytes, r->bytes_sent, less,
                1e3 * r->optimizer_seconds / (double)r->steps, 100 * r->optimizer_seconds / r->total_seconds,
                r->total_seconds);
     }
+    puts("bytes/param: state of the optimizer; total: with weight and gradient. bytes sent: by each rank");
 }

@@ -10,6 +10,7 @@ struct result {
     double first_loss, final_loss; // held-out, nats per character
     int64_t skipped;               // steps
     double state_bytes;            // of the optimizer, per parameter; with ranks, of the first rank
+    double bytes;                  // weight, gradient and state_bytes
     double bytes_sent;             // per rank and step; 0 without ranks
     double reduction;              // bytes of averaging fp32 gradients / bytes_sent
     int64_t steps;

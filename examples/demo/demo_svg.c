@@ -95,17 +95,21 @@ static void put_legend(FILE *out, const struct chart *chart, double top) {
         while (chart->curves[i].name[length]) ++length;
         longest = length > longest ? length : longest;
     }
-    const double left = WIDTH - RIGHT - 110 - 7.2 * (double)longest;
+    const double right = WIDTH - RIGHT - 8, amounts = right - 84, left = amounts - 92 - 7.2 * (double)longest;
     fprintf(out, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%zu\" fill=\"#ffffff\" fill-opacity=\"0.85\"/>\n",
-            left - 8, top - 14, WIDTH - RIGHT - left + 7, chart->count * LEGEND_LINE + 6);
+            left - 8, top - 14, right + 7 - left + 8, (chart->count + 1) * LEGEND_LINE + 6);
+    put_text(out, amounts, top + 4.5, "text-anchor=\"end\" fill=\"#5b6570\"", chart->amount_label);
+    put_text(out, right, top + 4.5, "text-anchor=\"end\" fill=\"#5b6570\"", chart->last_label);
     for (size_t i = 0; i < chart->count; ++i) {
         const struct curve *curve = &chart->curves[i];
-        const double y = top + (double)i * LEGEND_LINE;
+        const double y = top + (double)(i + 1) * LEGEND_LINE;
         fprintf(out, "<path d=\"M%.1f %.1fh30\" stroke=\"%s\" stroke-dasharray=\"%s\" stroke-width=\"2.2\"/>\n", left,
                 y, styles[i % STYLES].colour, styles[i % STYLES].dashes);
         put_text(out, left + 40, y + 4.5, "", curve->name);
+        snprintf(text, sizeof text, "%.1f", curve->amount);
+        put_text(out, amounts, y + 4.5, "text-anchor=\"end\" font-weight=\"600\"", text);
         snprintf(text, sizeof text, "%.3f", curve->count ? curve->y[curve->count - 1] : NAN);
-        put_text(out, WIDTH - RIGHT - 8, y + 4.5, "text-anchor=\"end\" font-weight=\"600\"", text);
+        put_text(out, right, y + 4.5, "text-anchor=\"end\" font-weight=\"600\"", text);
     }
 }
 

@@ -8,12 +8,14 @@ struct curve {
     const char *name;
     const double *x, *y; // points with a non-finite y leave a gap
     size_t count;
+    double amount; // shown in the legend
 };
 
 struct chart {
     const char *title, *subtitle, *x_label, *y_label;
     double reference; // a dashed horizontal line
     const char *reference_label;
+    const char *amount_label, *last_label; // above the legend's columns: the amounts, and the last y of the curves
     const struct curve *curves;
     size_t count;
 };
