@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Archives of inputs of the fuzz targets: corpus/TARGET.tar, with an index in corpus/TARGET.txt.
+"""Archives of inputs of the fuzz targets: corpus/TARGET.tar.xz, with an index in corpus/TARGET.txt.
 
 corpus.py unpack TARGET FOLDER               extracts the inputs to FOLDER
 corpus.py pack TARGET FOLDER PROGRAM         makes the archive and the index from the files of FOLDER
@@ -11,6 +11,7 @@ A line of the index is what PROGRAM --index prints for a file: its name, its siz
 outcome of target "calls" depends on how often the compiled program allocates, so it is not compared.
 """
 import io
+import lzma
 import os
 import pathlib
 import re
@@ -25,7 +26,7 @@ UNSTABLE = {"calls"}
 
 def unpack(target, folder):
     os.makedirs(folder, exist_ok=True)
-    with tarfile.open(CORPUS / f"{target}.tar") as archive:
+    with tarfile.open(CORPUS / f"{target}.tar.xz") as archive:
         for member in archive:
             (pathlib.Path(folder) / os.path.basename(member.name)).write_bytes(archive.extractfile(member).read())
 
@@ -44,8 +45,9 @@ def index_of(program, folder, *arguments):
 
 
 def pack(target, folder, program):
-    # The same files give the same archive.
-    with tarfile.open(CORPUS / f"{target}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+    # The same files give the same archive. The inputs repeat each other, so it has a few percent of their size.
+    with tarfile.open(CORPUS / f"{target}.tar.xz", "w:xz", format=tarfile.USTAR_FORMAT,
+                      preset=9 | lzma.PRESET_EXTREME) as archive:
         for path in sorted(pathlib.Path(folder).iterdir()):
             member = tarfile.TarInfo(path.name)
             content = path.read_bytes()
