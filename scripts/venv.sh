@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # venv.sh FOLDER NAME PYTHON...: creates the virtual environment FOLDER with the pins of scripts/requirements/NAME.txt,
 # with the first suitable PYTHON, unless it exists already with these pins. Every file must have a hash of that list.
-# Exits with 77 and a reason if there is no such Python or no network; a different hash is a failure. Packages without a
-# wheel are in NAME-source.txt, and are built in that environment, with the packages of NAME.txt. If that fails they are
-# omitted, with the reason. Other versions of the same packages are in NAME-aside.txt; they are also built, and are in
-# FOLDER/aside, for PYTHONPATH.
+# Exits with 77 and a reason if there is no such Python, no network, or the list has no hashes for this system; a
+# different hash is a failure. Packages without a wheel are in NAME-source.txt, and are built in that environment, with
+# the packages of NAME.txt. If that fails they are omitted, with the reason. Other versions of the same packages are in
+# NAME-aside.txt; they are also built, and are in FOLDER/aside, for PYTHONPATH.
 set -eu
 folder=$1 name=$2
 shift 2
@@ -57,6 +57,12 @@ if command -v flock >/dev/null; then
     flock 9
 fi
 ! cmp -s "$requirements/$name.txt" "$folder/ready" || from_source
+machines=$(sed -n 's/^# machine //p' "$requirements/$name.in")
+case " ${machines:-x86_64 aarch64} " in
+*" $(uname -m) "*) ;;
+*) skip "$name.txt has no hashes of wheels for $(uname -m)" ;;
+esac
+getconf GNU_LIBC_VERSION >/dev/null 2>&1 || skip "$name.txt has hashes of wheels for Linux with glibc alone"
 oldest=$(sed -n 's/^# python \([0-9.]*\)$/\1/p' "$requirements/$name.in")
 newest=$(sed -n 's/^# newest python \([0-9.]*\)$/\1/p' "$requirements/$name.in")
 version() { echo "($(echo "$1" | tr . ,),)"; }

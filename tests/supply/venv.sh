@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # venv.sh ROOT: tests scripts/venv.sh. The script must install packages with the right hash and fail if a hash differs.
-# Without a network or a suitable Python it must skip with a reason. If a source package cannot be built, it must omit
-# the package, unless a hash differs. The test needs no network: the index is a folder.
+# Without a network, a suitable Python or hashes for the machine it must skip with a reason. If a source package cannot
+# be built, it must omit the package, unless a hash differs. The test needs no network: the index is a folder.
 set -eu
 root=$1
 folder=$(mktemp -d)
@@ -118,5 +118,10 @@ pass
 list 3.99 "$hash"
 make 77 || fail "without a Python that fits: status $status in place of 77"
 grep -q '^skipped: there is no Python 3.99' "$folder/output" || fail "without a Python that fits: no reason"
+pass
+list 3.6 "$hash"
+echo '# machine none' >>"$folder/scripts/requirements/one.in"
+make 77 || fail "on a machine without hashes: status $status"
+grep -q '^skipped: one.txt has no hashes' "$folder/output" || fail "on a machine without hashes: no reason"
 pass
 echo "$passed passed, 0 failed"
