@@ -18,7 +18,10 @@ enum class Label {
     /// One of many cases in which threads interact in the same way. Left out under TSan.
     one_of_many,
     /// A long training run, or statistics. Left out under sanitizers, because shorter tests run the same code.
-    numbers_only
+    numbers_only,
+    /// Takes a second or more of the processor, and shorter tests find most of what it finds. In suites of its own
+    /// (slow-*), which ./dev test does not run.
+    slow
 };
 
 struct Labelled {

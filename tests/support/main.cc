@@ -2,9 +2,10 @@
 // main() of the unit tests. A program has the tests of many folders; each Meson test runs one folder on one device
 // (device.h).
 //
-//     test_unit [--gtest_...] [--without=LABEL]... [--digests=FILE] [FOLDER...]
+//     test_unit [--gtest_...] [--without=LABEL]... [--only=LABEL] [--digests=FILE] [FOLDER...]
 //
 // Runs the tests whose sources are in these folders, or all tests, except those with one of these labels (label.h).
+// --only: of these, only those with that label.
 // --digests: writes the digest (digest.h) of each test.
 #include "device.h"
 #include "digest.h"
@@ -109,11 +110,13 @@ int main(int argc, char **argv) {
     }
     std::set<std::string> without;
     std::vector<std::string> folders;
-    std::string digests;
+    std::string digests, only;
     for (int i = 1; i < argc; ++i) {
         const std::string word = argv[i], value = word.substr(word.find('=') + 1);
         if (word.rfind("--without=", 0) == 0)
             without.insert(value);
+        else if (word.rfind("--only=", 0) == 0)
+            only = value;
         else if (word.rfind("--digests=", 0) == 0)
             digests = value;
         else
@@ -131,8 +134,10 @@ int main(int argc, char **argv) {
         const std::string file = info.file();
         const auto holds = [&](const std::string &folder) { return file.find(folder) != std::string::npos; };
         if (!folders.empty() && std::none_of(folders.begin(), folders.end(), holds)) return;
+        const std::set<std::string> labels = labels_of(info, lines);
+        if (!only.empty() && labels.count(only) == 0) return;
         any = true;
-        for (const std::string &label : labels_of(info, lines))
+        for (const std::string &label : labels)
             if (without.count(label) != 0) {
                 ++left_out[label];
                 return;

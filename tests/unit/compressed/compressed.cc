@@ -258,6 +258,7 @@ TEST(CompressedAllReduce, IsBitIdenticalForAnyThreadsChunksAndIsa) {
 // them if the tensor is shifted.
 LABEL(one_of_many);
 LABEL(long_emulated);
+LABEL(slow);
 TEST(CompressedAllReduce, IsBitIdenticalForAnyAlignmentOfLongLists) {
     constexpr size_t numel[] = {8400005, 8400037};
     std::vector<float> pattern(numel[1] + 32); // has period 19
@@ -325,6 +326,7 @@ TEST(CompressedAllReduce, MapsZerosToZerosWithoutErrors) {
 
 LABEL(numbers_only);
 LABEL(long_emulated);
+LABEL(slow);
 TEST(CompressedAllReduce, ConvergesToTheMeanOverManyCalls) {
     constexpr int ranks = 4, calls = 2000;
     constexpr size_t numel = 500;

@@ -262,6 +262,7 @@ TEST(TwoLevelAllReduce, SendsEachSliceOfANodeOnce) {
 // -------------------------------------------------------------------------------------------------------- properties
 LABEL(numbers_only);
 LABEL(long_emulated);
+LABEL(slow);
 TEST(TwoLevelAllReduce, ConvergesToTheMeanOverManyCalls) {
     constexpr size_t numel = 500;
     constexpr int calls = 2000;

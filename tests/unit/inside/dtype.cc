@@ -61,6 +61,7 @@ void expect_rounded(uint32_t bits, int32_t dtype) {
         << std::hex << bits << " to dtype " << dtype;
 }
 
+LABEL(slow);
 TEST(Dtype, RoundsRandomFloatsToNearest) {
     Random random(11);
     for (int i = 0; i < (kSanitized ? 200000 : 5000000); ++i) {

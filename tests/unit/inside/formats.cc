@@ -39,6 +39,7 @@ OPTIMIZED uint64_t first_wrong_split(uint64_t begin, uint64_t end) {
     return uint64_t(1) << 32;
 }
 
+LABEL(slow);
 TEST(SplitMaster, RestoresEveryNumberAndKeepsNan) {
     const uint64_t half = uint64_t(1) << 31;
     uint64_t lower = 0;

@@ -138,6 +138,7 @@ TEST(Products, HaveBitsOfAScalarChainForAllSmallSizes) {
 }
 
 LABEL(one_thread);
+LABEL(slow);
 TEST(Products, HaveBitsOfAScalarChainAroundSizesOfTilesAndBlocks) {
     test::Random random(2);
     // Blocks have 192 or 256 words of one or two elements; tiles have at most 168 rows and 256 columns.
@@ -336,6 +337,7 @@ double relative_error(const std::vector<float> &found, const Doubles &expected) 
 }
 
 LABEL(numbers_only);
+LABEL(slow);
 TEST(NewtonSchulz, IsCloseToTheRecurrenceInDoubleForEverySpectrum) {
     constexpr int64_t sizes[][2] = {{1, 64}, {3, 5}, {32, 32}, {16, 64}, {96, 128}, {256, 256}};
     test::Random random(8);

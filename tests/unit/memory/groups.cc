@@ -171,6 +171,7 @@ int64_t bytes_with_views(int32_t algorithm, int64_t count) {
 }
 
 LABEL(numbers_only);
+LABEL(slow);
 TEST(AddGroup, KeepsMemoryOfStateViewsLinear) {
     for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB}) {
         const int64_t count = algorithm == DSOPT_ALGORITHM_ADAMW ? 2000 : 1000;

@@ -389,6 +389,8 @@ struct Plan {
 };
 class OutOfMemory : public testing::TestWithParam<Plan> {};
 
+LABEL_PARAMS(slow, "OneBit*");
+LABEL_PARAMS(slow, "ZeroOneAdam*");
 TEST_P(OutOfMemory, GivesTheSameBitsAfterARetry) {
     const Scenario scenario = GetParam().scenario;
     const bool hooks = GetParam().hooks, lasting = GetParam().lasting;

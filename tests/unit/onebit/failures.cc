@@ -129,6 +129,8 @@ INSTANTIATE_TEST_SUITE_P(, OneBitStepFailure, testing::ValuesIn(kFamily),
 
 LABEL_PARAMS(one_of_many, "OneBitAdam");
 LABEL_PARAMS(one_of_many, "ZeroOneAdam");
+LABEL_PARAMS(slow, "OneBitAdam");
+LABEL_PARAMS(slow, "ZeroOneAdam");
 TEST_P(OneBitStepFailure, TimesOutOnPeersIfARankHangs) {
     const UndisturbedStep step = measure_step(GetParam());
     ASSERT_GE(step.loops, 4) << "compression, decompression and the loops before and after them";
@@ -140,6 +142,8 @@ TEST_P(OneBitStepFailure, TimesOutOnPeersIfARankHangs) {
 
 LABEL_PARAMS(one_of_many, "OneBitAdam");
 LABEL_PARAMS(one_of_many, "OneBitLamb");
+LABEL_PARAMS(slow, "OneBitAdam");
+LABEL_PARAMS(slow, "OneBitLamb");
 TEST_P(OneBitStepFailure, ReturnsAbortedOnPeersIfARankAborts) {
     const UndisturbedStep step = measure_step(GetParam());
     for (int64_t loop = 0; loop < step.loops; ++loop) stop_at(GetParam(), loop, false, 60000);

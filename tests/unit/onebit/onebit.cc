@@ -318,6 +318,7 @@ double train(int32_t algorithm, int ranks, int64_t calls) {
 
 LABEL(numbers_only);
 LABEL(long_emulated);
+LABEL(slow);
 TEST(OneBitTraining, ConvergesLikeFullPrecision) {
     constexpr int64_t calls = 2000;
     for (const int ranks : {2, 4}) {

@@ -89,6 +89,7 @@ TEST(NextReduction, CutsTheVolumeOfOneBitAdamToAFifth) {
     }
 }
 
+LABEL(slow);
 TEST(NextReduction, CutsTheVolumeOfZeroOneAdamFurther) {
     struct {
         const char *what;

@@ -293,6 +293,7 @@ TEST(TwoLevelOptimizer, SendsRowsInFullSteps) {
 
 LABEL(numbers_only);
 LABEL(long_emulated);
+LABEL(slow);
 TEST(TwoLevelOptimizer, ConvergesLikeOneLevel) {
     // Each rank minimizes the distance to its own point; the sum of squares is least at their mean. No coordinate
     // begins near the mean: one scale for all coordinates would make those with a small variance noisy.

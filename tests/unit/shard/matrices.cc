@@ -79,6 +79,7 @@ TEST(MatricesOfRanks, MayBeNone) {
 
 LABEL(one_of_many);
 LABEL(long_emulated);
+LABEL(slow);
 TEST(MatricesOfRanks, ComeInStripes) {
     ShardTraining training{
         .groups = {muon()}, .sizes = {4 * 250000, 4 * 100000}, .steps = 2, .blocks = {{4, 250000}, {4, 100000}}};

@@ -214,6 +214,7 @@ TEST(ProviderSums, AreWithinRoundingAndTheSameOnAllRanks) {
 
 /// With a node the first exchange is over its ranks, the second one over the nodes.
 LABEL(long_emulated);
+LABEL(slow);
 TEST(ProviderSums, AreOfEitherLevel) {
     for (const Topology &topology : {Topology{2, 2}, Topology{3, 2, DSOPT_OPTIMIZER_SHARD_NODE}, Topology{2, 3, 0}})
         for (const int sums : {1, 2, 3}) {
