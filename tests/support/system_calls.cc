@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "system_calls.h"
 #include "file.h"
+#include <algorithm>
 #include <cerrno>
 #include <cstdarg>
 #include <dlfcn.h>
@@ -145,13 +146,13 @@ int fallocate64(int file, int mode, off64_t offset, off64_t bytes) {
 ssize_t write(int file, const void *data, size_t bytes) {
     static const auto real = next<ssize_t (*)(int, const void *, size_t)>("write");
     if (Faults::hit("write")) return -1;
-    const ssize_t written = real(file, data, bytes);
+    const ssize_t written = real(file, data, std::min(bytes, Faults::longest));
     if (DiskLog *log = DiskLog::current(); log && written > 0) log->written(file, data, size_t(written));
     return written;
 }
 ssize_t pread64(int file, void *data, size_t bytes, off64_t offset) {
     static const auto real = next<ssize_t (*)(int, void *, size_t, off64_t)>("pread64");
-    return Faults::hit("pread") ? -1 : real(file, data, bytes, offset);
+    return Faults::hit("pread") ? -1 : real(file, data, std::min(bytes, Faults::longest), offset);
 }
 int fchmod(int file, mode_t mode) noexcept {
     static const auto real = next<int (*)(int, mode_t)>("fchmod");

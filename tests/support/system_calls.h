@@ -11,11 +11,12 @@
 
 namespace test {
 
-/// Selects the call that fails.
+/// Selects the call that fails, or limits what a call transfers.
 struct Faults {
     static inline thread_local bool armed = false;
     static inline thread_local int calls = 0, failing_call = -1, error = 0;
     static inline thread_local bool lasting = false;
+    static inline thread_local size_t longest = SIZE_MAX;    // bytes that a write or a read transfers
     static inline thread_local const char *failed = nullptr; // name of the first call that failed
     static bool hit(const char *name);
 };

@@ -119,4 +119,25 @@ TEST(InterruptedSystemCall, IsRetried) {
     }
 }
 
+// A signal, or the limit of 2 GiB per call, can end write and pread after a part of the bytes.
+TEST(PartialTransfer, IsContinued) {
+    const Folder folder;
+    const std::string file = folder / "file";
+    const Trainer trainer = make_trainer();
+    trainer.train(1);
+    ASSERT_OK(dsopt_optimizer_save(trainer.opt(), file.c_str(), nullptr));
+    const std::string whole = read_file(file), saved = state_text(trainer.opt());
+    Faults::longest = 1000;
+    const dsopt_status save = dsopt_optimizer_save(trainer.opt(), file.c_str(), nullptr);
+    Faults::longest = SIZE_MAX;
+    ASSERT_OK(save);
+    EXPECT_TRUE(same(read_file(file), whole));
+    trainer.train(2);
+    Faults::longest = 1000;
+    const dsopt_status load = dsopt_optimizer_load(trainer.opt(), file.c_str(), nullptr);
+    Faults::longest = SIZE_MAX;
+    ASSERT_OK(load);
+    EXPECT_TRUE(same(state_text(trainer.opt()), saved));
+}
+
 } // namespace checkpoint_faults_tests
