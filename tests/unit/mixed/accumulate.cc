@@ -150,6 +150,23 @@ TEST_P(Accumulate, ResumesBetweenMicroBatchesWithTheSameBits) {
     EXPECT_EQ(second.state("step"), (std::vector<float>(4, 1)));
 }
 
+TEST_P(Accumulate, ResumesWithAnotherOrderOfParameters) {
+    const auto list = [](const std::vector<std::string> &names) {
+        std::vector<Param> params;
+        for (const std::string &name : names) params.push_back({Array(DSOPT_DTYPE_F16, 5, 1), name});
+        return params;
+    };
+    const dsopt_group group = group_of(DSOPT_ALGORITHM_ADAM);
+    Trainer first(ctx, desc, group, list({"a", "b", "c"})), second(ctx, desc, group, list({"c", "a", "b"}));
+    const Array absent = Array::absent(5, dtype());
+    must(first.accumulate({Array(dtype(), 5, 1), absent, absent}));
+    MemoryFile file;
+    ASSERT_OK(file.save(first));
+    ASSERT_OK(file.load(second));
+    must(second.step_accumulated());
+    EXPECT_EQ(second.state("step"), (std::vector<float>{0, 1, 0}));
+}
+
 TEST_P(Accumulate, IsClearedByReset) {
     Trainer trainer(ctx, desc, group_of(DSOPT_ALGORITHM_ADAM), arrays(DSOPT_DTYPE_F16));
     const Snapshot start = trainer.snapshot();
