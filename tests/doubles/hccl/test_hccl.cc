@@ -16,12 +16,16 @@ namespace hccl_tests {
 using dsopt::Comm;
 using Clock = std::chrono::steady_clock;
 
+/// Returns a function of the runtime.
+template <class F> F *runtime(const char *name) {
+    void *const library = dlopen("libascendcl.so", RTLD_NOW);
+    void *const function = library != nullptr ? dlsym(library, name) : nullptr;
+    if (function == nullptr) throw std::runtime_error(std::string("no ") + name);
+    return reinterpret_cast<F *>(function);
+}
 /// Selects a device, as a program must before it creates a comm.
 void set_device() {
-    void *const runtime = dlopen("libascendcl.so", RTLD_NOW);
-    auto *const select_device =
-        runtime != nullptr ? reinterpret_cast<int (*)(int)>(dlsym(runtime, "aclrtSetDevice")) : nullptr;
-    if (select_device == nullptr || select_device(0) != 0) throw std::runtime_error("no device");
+    if (runtime<int(int)>("aclrtSetDevice")(0) != 0) throw std::runtime_error("no device");
 }
 void run_ranks(int ranks, const std::function<void(int rank)> &body) {
     std::vector<std::thread> threads;
@@ -137,6 +141,21 @@ TEST(HcclComm, AcceptsCallsFromThreadWithoutDevice) {
         comm->all_gather(row.data(), row.data(), 1, nullptr);
     }).join();
     comm.reset();
+}
+
+TEST(HcclComm, RestoresTheContextOfTheThread) {
+    const std::string id = new_id();
+    std::unique_ptr<Comm> comm;
+    run_ranks(1, [&](int) { comm = make(id, 0, 1); });
+    std::thread([&] {
+        int other = 0; // its address is a context of the double
+        void *now = nullptr;
+        ASSERT_EQ(runtime<int(void *)>("aclrtSetCurrentContext")(&other), 0);
+        std::vector<char> row(1);
+        comm->all_gather(row.data(), row.data(), 1, nullptr);
+        ASSERT_EQ(runtime<int(void **)>("aclrtGetCurrentContext")(&now), 0);
+        EXPECT_EQ(now, &other);
+    }).join();
 }
 
 TEST(HcclComm, CreateTimesOutIfRankIsMissing) {
