@@ -283,11 +283,11 @@ class Record:
         if self.error:
             return "%s: DOES NOT COMPILE\n%s" % (self.fault.name, self.error)
         seconds = "%.1f s to build, %.1f s to test" % (self.build, sum(one.cpu for one in self.outcomes.values()))
-        by = ["%s %s%s" % (suite, "by its time limit" if one.result == "TIMEOUT" else "",
-                           "(%s)" % ", ".join(one.cases[:3]) if one.cases else "")
+        by = [" ".join([suite] + ["at its time limit"] * (one.result == "TIMEOUT") +
+                       ["(%s)" % ", ".join(one.cases[:3])] * bool(one.cases))
               for suite, one in self.outcomes.items() if one.found]
         if by:
-            return "%s: found by %s; %s" % (self.fault.name, ", ".join(text.strip() for text in by), seconds)
+            return "%s: found by %s; %s" % (self.fault.name, ", ".join(by), seconds)
         return "%s: SURVIVES %s; %s. %s" % (self.fault.name, ", ".join(self.outcomes), seconds, self.fault.effect)
 
     def json(self) -> Dict[str, Any]:
