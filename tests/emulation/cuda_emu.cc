@@ -113,12 +113,6 @@ void abandon(Worker &w) {
     for (;;) switch_fiber(*w.current->fiber, w.scheduler);
 }
 
-void wait(Worker &w, Thread &self) {
-    // if the block is abandoned, this thread never resumes
-    if (w.sync_points) sanitizer::release(&w.grid->sync_points->end);
-    switch_fiber(*self.fiber, w.scheduler);
-}
-
 void wake(Worker &w, Thread &thread) {
     thread.state = State::ready;
     w.ready.push_back(&thread);
@@ -171,11 +165,18 @@ void thread_main() {
             run_as(w, following);
             continue;
         }
+        if (!w.ready.empty() && !w.aborted && !fiber.tsan && options().seed == 0) { // as choose_next() would choose
+            Thread &following = *w.ready.back();
+            w.ready.pop_back();
+            w.spare.push_back(&fiber);
+            run_as(w, following);
+            switch_fiber(fiber, *following.fiber); // does not return: the next use of the stack begins at its upper end
+        }
         switch_fiber(fiber, w.scheduler);
     }
 }
 
-const size_t kStack = size_t(sanitizer::asan() ? 256 : 128) << 10; // kernels take up to 32 KiB by value
+const size_t kStack = size_t(sanitizer::asan() ? 256 : 160) << 10; // kernels take up to 32 KiB by value
 
 Fiber *add_fiber(Worker &w) {
     if (!sanitizer::tsan()) return new_fiber(kStack);
@@ -194,6 +195,27 @@ Fiber *take_fiber(Worker &w) {
     // Synchronization is visible to the sanitizer here: a thread happens after everything before the launch.
     prepare(*fiber, thread_main, sanitizer::tsan() ? create_tsan_fiber() : nullptr);
     return fiber;
+}
+
+/// Makes the thread that runs next the current one. Returns false if none can run, or if the block is abandoned.
+bool choose_next(Worker &w) {
+    const uint64_t seed = options().seed;
+    if (w.aborted) return false;
+    bool resume = !w.ready.empty();
+    if (resume && seed && w.next < w.count) resume = random_number(w) & 1;
+    if (resume) {
+        if (seed) std::swap(w.ready.back(), w.ready[random_number(w) % w.ready.size()]);
+        Thread &thread = *w.ready.back();
+        w.ready.pop_back();
+        run_as(w, thread);
+    } else if (w.next < w.count) {
+        Thread &thread = next_new_thread(w);
+        thread.fiber = take_fiber(w);
+        run_as(w, thread);
+    } else {
+        return false;
+    }
+    return true;
 }
 
 /// Frees the fibers under the thread sanitizer. A stack is not reused within a block, because the sanitizer would
@@ -276,31 +298,14 @@ void begin_block(Worker &w, uint64_t block) {
 
 /// Runs until all threads have returned or wait for the preceding kernel.
 void run_threads(Worker &w) {
-    const uint64_t seed = options().seed;
     t_worker = &w;
     blockIdx = w.block;
-    while (w.done < w.count && !w.aborted) {
-        bool resume = !w.ready.empty();
-        if (resume && seed && w.next < w.count) resume = random_number(w) & 1;
-        if (resume) {
-            if (seed) std::swap(w.ready.back(), w.ready[random_number(w) % w.ready.size()]);
-            Thread &thread = *w.ready.back();
-            w.ready.pop_back();
-            run_as(w, thread);
-        } else if (w.next < w.count) {
-            Thread &thread = next_new_thread(w);
-            thread.fiber = take_fiber(w);
-            run_as(w, thread);
-        } else if (w.at_dependency != 0) {
-            return;
-        } else {
-            report_deadlock(w);
-            break;
-        }
-        Fiber *const fiber = w.current->fiber;
-        switch_fiber(w.scheduler, *fiber);
-        if (w.current->state == State::done && !fiber->tsan) w.spare.push_back(fiber);
+    while (choose_next(w)) {
+        switch_fiber(w.scheduler, *w.current->fiber);
+        if (Fiber *const fiber = w.current->fiber; w.current->state == State::done && !fiber->tsan)
+            w.spare.push_back(fiber);
     }
+    if (w.done < w.count && !w.aborted && w.at_dependency == 0) report_deadlock(w);
 }
 
 void end_block(Worker &w) {
@@ -371,6 +376,17 @@ uint64_t from_environment(const char *name, uint64_t otherwise) {
 }
 
 } // namespace
+
+void wait(Worker &w, Thread &self) {
+    if (w.sync_points) {
+        // If the block is abandoned, this thread never resumes. For the thread sanitizer a new thread happens after the
+        // one that creates its fiber, which must be the scheduler.
+        sanitizer::release(&w.grid->sync_points->end);
+        switch_fiber(*self.fiber, w.scheduler);
+    } else {
+        switch_fiber(*self.fiber, choose_next(w) ? *w.current->fiber : w.scheduler);
+    }
+}
 
 Options &options() {
     static Options options{unsigned(from_environment("CUEMU_WORKERS", 1)), from_environment("CUEMU_SEED", 0)};

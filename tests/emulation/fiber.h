@@ -19,6 +19,7 @@ struct Fiber {
 #endif
     char *stack = nullptr;
     size_t size = 0;
+    size_t unused = 0; // bytes at the upper end of the stack
     void *tsan = nullptr;
     void *fake_stack = nullptr; // the address sanitizer's, while the fiber does not run
     bool owns_stack = true;
