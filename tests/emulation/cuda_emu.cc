@@ -444,36 +444,85 @@ bool run_grid(const Launch &launch, void (*body)(const void *), const void *argu
     return end_grid(grid, triggered);
 }
 
+namespace {
+
+/// An OS thread and its creator, of which one runs at a time. A thread whose function has returned waits for the next
+/// one, until the end of the process: creating a thread takes longer than most kernels. Under the thread sanitizer every
+/// function has a new thread, whose shared memory has no access history.
+class Coroutine {
+public:
+    static Coroutine &take() {
+        if (!sanitizer::tsan()) {
+            const std::lock_guard<Spin> hold(g_lock);
+            if (Coroutine *const idle = g_idle_coroutines) {
+                g_idle_coroutines = idle->next_idle_;
+                return *idle;
+            }
+        }
+        Coroutine *const made = new Coroutine;
+        made->thread_ = std::thread([made] { made->loop(); });
+        return *made;
+    }
+    /// Returns when the function pauses or has returned.
+    void call(void (*body)(void *), void *data) {
+        body_ = body;
+        data_ = data;
+        resume();
+    }
+    void resume() {
+        run_.post();
+        stopped_.wait();
+    }
+    /// Called in the function: returns at the next resume().
+    void pause() {
+        stopped_.post();
+        run_.wait();
+    }
+    /// Called after the function has returned.
+    void give_back() {
+        if (sanitizer::tsan()) {
+            thread_.join();
+            delete this;
+            return;
+        }
+        const std::lock_guard<Spin> hold(g_lock);
+        next_idle_ = std::exchange(g_idle_coroutines, this);
+    }
+
+private:
+    void loop() {
+        do {
+            run_.wait();
+            body_(data_);
+            stopped_.post();
+        } while (!sanitizer::tsan());
+    }
+
+    static Coroutine *g_idle_coroutines; // protected by g_lock
+    QuietSemaphore run_, stopped_;
+    std::thread thread_{};
+    void (*body_)(void *) = nullptr;
+    void *data_ = nullptr;
+    Coroutine *next_idle_ = nullptr;
+};
+Coroutine *Coroutine::g_idle_coroutines = nullptr;
+
+} // namespace
+
 /// State of a grid that was launched early. It has its own OS thread, because shared memory and threadIdx are per OS
 /// thread.
 struct EarlyGrid::State {
-    enum class Phase { starting, holding, resumed, abandoned };
-
     Launch launch;
     size_t blocks;
     Grid grid;
     std::vector<Worker *> held{};
-    QuietMutex mutex{};
-    Phase phase = Phase::starting;
-    std::thread thread{};
+    bool abandoned = false, ended = false;
+    Coroutine &thread = Coroutine::take();
 
     State(const Launch &l, void (*body)(const void *), const void *argument, size_t count) :
         launch(l),
         blocks(count),
         grid(make_grid(launch, body, argument)) {}
-    void enter(Phase next) {
-        mutex.lock();
-        phase = next;
-        mutex.notify();
-        mutex.unlock();
-    }
-    Phase leave(Phase before) {
-        mutex.lock();
-        while (phase == before) mutex.wait();
-        const Phase now = phase;
-        mutex.unlock();
-        return now;
-    }
 
     /// Runs the first blocks up to their wait.
     void begin() {
@@ -488,7 +537,7 @@ struct EarlyGrid::State {
             run_threads(w);
         }
     }
-    void resume(bool abandoned) {
+    void resume() {
         const auto hold = one_grid();
         for (Worker *w : held) {
             w->aborted = w->aborted || abandoned;
@@ -502,35 +551,37 @@ struct EarlyGrid::State {
         t_worker = nullptr;
         if (!abandoned) run_blocks(grid);
     }
+    void end() {
+        thread.resume();
+        thread.give_back();
+        ended = true;
+    }
     void run() {
         grid.holds = true;
         begin();
         grid.holds = false;
-        enter(Phase::holding);
-        const bool abandoned = leave(Phase::holding) == Phase::abandoned;
+        thread.pause();
         if (sanitizer::tsan()) sanitizer::acquire(&grid.sync_points->dependency); // for blocks that have not begun
-        resume(abandoned);
+        resume();
     }
 };
 
 EarlyGrid::EarlyGrid(const Launch &launch, void (*body)(const void *), const void *argument, size_t blocks) :
     state_(new State(launch, body, argument, blocks)) {
-    state_->thread = std::thread([this] { state_->run(); });
-    state_->leave(State::Phase::starting);
+    state_->thread.call([](void *state) { static_cast<State *>(state)->run(); }, state_);
 }
 EarlyGrid::~EarlyGrid() {
     bool triggered = false;
-    if (state_->thread.joinable()) {
-        state_->enter(State::Phase::abandoned);
-        state_->thread.join();
+    if (!state_->ended) {
+        state_->abandoned = true;
+        state_->end();
         end_grid(state_->grid, triggered);
     }
     delete state_;
 }
 bool EarlyGrid::finish(bool &triggered) {
     if (sanitizer::tsan()) sanitizer::release(&state_->grid.sync_points->dependency);
-    state_->enter(State::Phase::resumed);
-    state_->thread.join();
+    state_->end();
     return end_grid(state_->grid, triggered);
 }
 

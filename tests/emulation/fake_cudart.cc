@@ -17,7 +17,7 @@ struct CallCount {
     long count;
 };
 struct LaunchedKernel {
-    std::string name;
+    const char *name; // names of launches are constant
 };
 struct SharedMemoryLimit { // of a kernel, for dynamic shared memory
     const void *function;
@@ -29,7 +29,7 @@ std::set<const void *> g_loaded, g_early;
 std::vector<SharedMemoryLimit> g_shared_limits;
 std::vector<bool> g_contexts; // devices with a primary context
 std::vector<int> g_others;    // devices of the contexts that are not primary
-std::vector<std::string> g_triggering;
+std::vector<LaunchedKernel> g_triggering;
 long g_all_calls = 0;
 bool g_begun = false;  // a call was made
 bool g_forked = false; // this process was created by fork() after a call
@@ -44,6 +44,8 @@ thread_local std::array<Current, 64> t_pushed_contexts;
 thread_local size_t t_pushed = 0;
 
 long count_call(const char *function) {
+    for (CallCount &known : g_calls) // nearly always the same string
+        if (known.function == function) return known.count++;
     for (CallCount &known : g_calls)
         if (!std::strcmp(known.function, function)) return known.count++;
     g_calls.push_back({function, 1});
@@ -70,32 +72,32 @@ public:
         call_(std::move(call)),
         device_(device) {}
 
+    void prepare(Run &run) override { run.first = early && g_early.insert(call_.function).second; }
+    cudaError_t check() override {
+        return g_kernels_run++ == g_config.fail_kernel ? g_config.fail_kernel_with : cudaSuccess;
+    }
     void begin(Run &run) override {
         // At the first launch of a kernel, several of its blocks begin early, and device memory is inaccessible to them
         // until they wait for the preceding kernel. At later launches one block begins early and may read old values,
         // because changing the page protection is slow.
-        bool first = false, hidden = false;
-        {
+        bool hidden = false;
+        if (run.first) {
             const Lock lock;
-            first = g_early.insert(call_.function).second;
-            hidden = first && hide(device_);
+            hidden = hide(device_);
         }
-        run.early = std::make_unique<cuemu::EarlyGrid>(call_.launch, call_.body, call_.data, first ? 4 : 1);
+        run.early = std::make_unique<cuemu::EarlyGrid>(call_.launch, call_.body, call_.data, run.first ? 4 : 1);
         if (!hidden) return;
         const Lock lock;
         show(device_);
     }
     cudaError_t run(Run &run) override {
-        {
-            const Lock lock;
-            if (g_kernels_run++ == g_config.fail_kernel) return g_config.fail_kernel_with;
-        }
         if (early && !run.early) begin(run);
         const bool ran = early ? run.early->finish(run.triggered)
                                : cuemu::run_grid(call_.launch, call_.body, call_.data, run.triggered);
-        const Lock lock;
-        if (run.triggered) g_triggering.push_back(call_.launch.name);
         return ran ? cudaSuccess : cudaErrorLaunchFailure;
+    }
+    void finish(Run &run) override {
+        if (run.triggered) g_triggering.push_back({call_.launch.name});
     }
 
 private:
@@ -114,7 +116,7 @@ bool launchable(const cuemu::Launch &launch, const void *function) {
 
 std::vector<std::string> names_of(const std::vector<LaunchedKernel> &kernels) {
     std::vector<std::string> names;
-    for (const LaunchedKernel &kernel : kernels) names.push_back(kernel.name);
+    for (const LaunchedKernel &kernel : kernels) names.emplace_back(kernel.name);
     return names;
 }
 
@@ -248,7 +250,7 @@ cudaError_t begin_call(const char *function) {
     g_begun = watches == 0;
     if (g_forked) return cudaErrorInitializationError; // a driver that the parent initialized cannot be used in a child
     if (t_in_host_function) return cudaErrorNotPermitted;
-    if (needs_context(function)) need_context();
+    if (!t_bound && needs_context(function)) need_context();
     const bool counted = !g_config.fail_function || !std::strcmp(g_config.fail_function, function);
     const long of_function = count_call(function), of_all = g_all_calls++;
     if (counted && (g_config.fail_function ? of_function : of_all) == g_config.fail_call) return g_config.fail_with;
@@ -357,7 +359,7 @@ std::vector<std::string> launched_kernels() {
 }
 std::vector<std::string> triggering_kernels() {
     const Lock lock;
-    std::vector<std::string> names(g_triggering);
+    std::vector<std::string> names(names_of(g_triggering));
     std::sort(names.begin(), names.end());
     return names;
 }

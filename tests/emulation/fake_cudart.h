@@ -20,6 +20,7 @@ namespace fakert {
 /// State of one execution of a task.
 struct Run {
     std::unique_ptr<cuemu::EarlyGrid> early{}; // of a kernel that has begun early
+    bool first = false;                        // first launch of this kernel
     bool triggered = false;                    // the kernel allowed the next one to begin
 };
 struct Task { // reference-counted by queues and graphs, under the lock
@@ -28,6 +29,12 @@ struct Task { // reference-counted by queues and graphs, under the lock
     int holders = 0;
     explicit Task(std::string what, bool is_early = false) : label(std::move(what)), early(is_early) {}
     virtual ~Task() = default;
+    // Called under the lock: before begin() or run(), before run(), and after run(). The work of a stream takes the
+    // lock no more often than it must, because many threads compete for it.
+    virtual void prepare(Run &) {}
+    virtual cudaError_t check() { return cudaSuccess; }
+    virtual void finish(Run &) {}
+    // Called without the lock:
     virtual void begin(Run &) {} // starts a kernel that was launched early
     virtual cudaError_t run(Run &run) = 0;
 };
@@ -70,6 +77,7 @@ struct Work {
     std::thread::id thread; // host thread that enqueued the work
     uint64_t *called;       // address that orders the host before the call; NULL without the thread sanitizer
     Run run{};
+    bool prepared = false;
 };
 
 /// A stream that joined a capture, and the number of its recorded nodes.

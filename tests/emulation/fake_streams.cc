@@ -63,26 +63,44 @@ void job_main() {
     for (;;) cuemu::switch_fiber(*job.fiber, job.host);
 }
 
+/// Releases the lock during its lifetime.
+struct Unlocked {
+    Unlocked() { g_mutex.unlock(); }
+    ~Unlocked() { g_mutex.lock(); }
+    Unlocked(const Unlocked &) = delete;
+    Unlocked &operator=(const Unlocked &) = delete;
+};
+
 /// Calls body() without the lock.
 template <class Body> void run_job(const Body &body) {
     Job job{[](const void *data) { (*static_cast<const Body *>(data))(); }, &body};
-    if (sanitizer::tsan()) {
-        job.fiber = cuemu::new_fiber(size_t(512) << 10);
-        cuemu::prepare(*job.fiber, job_main, g_threads.create());
-        job.host.tsan = __tsan_get_current_fiber();
+    if (!sanitizer::tsan()) {
+        const Unlocked unlocked;
+        body();
+        return;
     }
-    g_mutex.unlock();
-    if (job.fiber) {
+    job.fiber = cuemu::new_fiber(size_t(512) << 10);
+    cuemu::prepare(*job.fiber, job_main, g_threads.create());
+    job.host.tsan = __tsan_get_current_fiber();
+    {
+        const Unlocked unlocked;
         Job *const outer = std::exchange(t_job, &job);
         cuemu::switch_fiber(job.host, *job.fiber);
         t_job = outer;
-    } else {
-        body();
     }
-    g_mutex.lock();
-    if (!job.fiber) return;
     g_threads.end(job.fiber->tsan);
     cuemu::delete_fiber(job.fiber);
+}
+/// Calls both without the lock, as two jobs.
+template <class First, class Second> void run_jobs(const First &first, const Second &second) {
+    if (sanitizer::tsan()) {
+        run_job(first);
+        run_job(second);
+        return;
+    }
+    const Unlocked unlocked;
+    first();
+    second();
 }
 
 bool threads_mode() { return g_config.mode == Mode::threads; }
@@ -112,53 +130,71 @@ bool ready(const Work &work) {
     return std::all_of(work.after.begin(), work.after.end(),
                        [](const Dependency &dependency) { return dependency.stream->done >= dependency.upto; });
 }
-/// Runs the next work up to its wait, if it is a kernel that was launched early.
-void begin_next(FakeStream *stream) {
-    if (stream->queue.empty()) return;
+void prepare(Work &work) {
+    if (!work.prepared) work.task->prepare(work.run);
+    work.prepared = true;
+}
+/// Returns the next work, if it is a kernel that was launched early and can begin; else NULL.
+Work *early_work(FakeStream *stream) {
+    if (stream->queue.empty()) return nullptr;
     Work &next = stream->queue.front(); // its address does not change while others are appended
-    if (!next.task->early || !ready(next)) return;
-    run_job([&] {
-        sanitizer::acquire(next.called);
-        sanitizer::acquire(&stream->sync_point);
-        next.task->begin(next.run);
-    });
+    if (!next.task->early || !ready(next)) return nullptr;
+    prepare(next);
+    return &next;
 }
 
 void run_one(FakeStream *stream) {
-    stream->busy = true;
     Work work = std::move(stream->queue.front());
     stream->queue.pop_front();
     cudaError_t error = cudaSuccess;
     for (const Dependency &dependency : work.after)
         if (const cudaError_t failed = run_until(dependency.stream, dependency.upto)) error = failed;
     if (!error) error = check_successor(*stream, work);
-    expose(stream->device, true);
     if (g_sticky) error = g_sticky;
-    if (!error) begin_next(stream);
-    run_job([&] {
-        sanitizer::acquire(work.called);
-        sanitizer::acquire(&stream->sync_point);
-        for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->sync_point);
-        if (!error) error = work.task->run(work.run);
-        sanitizer::release(&stream->sync_point);
-    });
+    Work *const next = error ? nullptr : early_work(stream);
+    if (!error) error = work.task->check();
+    prepare(work);
+    expose(stream->device, true);
+    run_jobs(
+        [&] {
+            if (!next) return;
+            sanitizer::acquire(next->called);
+            sanitizer::acquire(&stream->sync_point);
+            next->task->begin(next->run);
+        },
+        [&] {
+            sanitizer::acquire(work.called);
+            sanitizer::acquire(&stream->sync_point);
+            for (const Dependency &dependency : work.after) sanitizer::acquire(&dependency.stream->sync_point);
+            if (!error) error = work.task->run(work.run);
+            sanitizer::release(&stream->sync_point);
+        });
+    work.task->finish(work.run);
     if (work.run.triggered) stream->trigger = {work.task->label, work.thread};
     expose(stream->device, false);
     delete work.called;
     work = {};
     ++stream->done;
-    stream->busy = false;
     if (error && !g_sticky) g_sticky = error;
-    g_mutex.notify();
+}
+
+/// Runs the next work of the stream while `more()`; other threads that need work of the stream wait meanwhile.
+template <class More> void run_while(FakeStream *stream, const More &more) {
+    stream->busy = true;
+    while (more()) {
+        run_one(stream);
+        g_mutex.notify();
+    }
+    stream->busy = false;
+    g_mutex.notify(); // another thread may have to go on
 }
 
 void work_loop(FakeStream *stream) {
     const Lock lock;
-    while (!stream->quit || !stream->queue.empty())
-        if (stream->queue.empty())
-            g_mutex.wait();
-        else
-            run_one(stream);
+    while (!stream->quit || !stream->queue.empty()) {
+        run_while(stream, [&] { return !stream->queue.empty(); });
+        g_mutex.wait([&] { return stream->quit || !stream->queue.empty(); });
+    }
 }
 
 void stop_worker(FakeStream *stream) {
@@ -258,9 +294,9 @@ cudaError_t enqueue(FakeStream *stream, TaskRef task, std::vector<Dependency> af
 cudaError_t run_until(FakeStream *stream, uint64_t upto) {
     while (stream->done < upto)
         if (stream->busy || threads_mode())
-            g_mutex.wait();
+            g_mutex.wait([&] { return stream->done >= upto || (!stream->busy && !threads_mode()); });
         else
-            run_one(stream);
+            run_while(stream, [&] { return stream->done < upto; });
     return g_sticky;
 }
 
@@ -282,7 +318,10 @@ cudaError_t query(FakeStream *stream, uint64_t upto) {
         host_follows(&stream->sync_point);
         return cudaSuccess;
     }
-    if (!threads_mode() && !stream->busy) run_one(stream); // polling makes progress
+    if (!threads_mode() && !stream->busy) { // polling makes progress
+        bool once = true;
+        run_while(stream, [&] { return std::exchange(once, false); });
+    }
     return g_sticky ? g_sticky : cudaErrorNotReady;
 }
 
@@ -292,7 +331,9 @@ void run_some() {
     if (!all) return;
     const size_t chosen = random_number() % all;
     FakeStream *const stream = (chosen < g_null.size() ? g_null[chosen] : g_streams[chosen - g_null.size()]).stream;
-    for (uint64_t k = random_number() % 3; k && !stream->queue.empty() && !stream->busy; --k) run_one(stream);
+    if (stream->busy) return;
+    uint64_t most = random_number() % 3;
+    run_while(stream, [&] { return most != 0 && !stream->queue.empty() && most--; });
 }
 
 bool is_stream(const FakeStream *stream) { return position(stream) != g_streams.end() && stream->handle; }
