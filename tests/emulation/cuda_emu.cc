@@ -4,6 +4,7 @@
 // Only what CUDA guarantees is a happens-before edge for the thread sanitizer: barriers, __syncwarp() and fences.
 // Shuffles, votes and the emulator's own switches are not. So each CUDA thread is a logical thread of the sanitizer,
 // and each block has its own OS thread, whose shared memory has no access history.
+#include "memory_rights.h"
 #include "quiet_mutex.h"
 #include "scheduler.h"
 #include <cstdarg>
@@ -517,6 +518,7 @@ struct EarlyGrid::State {
     Grid grid;
     std::vector<Worker *> held{};
     bool abandoned = false, ended = false;
+    MemoryRights rights = MemoryRights::current(); // before the wait, then those after it
     Coroutine &thread = Coroutine::take();
 
     State(const Launch &l, void (*body)(const void *), const void *argument, size_t count) :
@@ -557,10 +559,12 @@ struct EarlyGrid::State {
         ended = true;
     }
     void run() {
+        rights.apply();
         grid.holds = true;
         begin();
         grid.holds = false;
         thread.pause();
+        rights.apply();
         if (sanitizer::tsan()) sanitizer::acquire(&grid.sync_points->dependency); // for blocks that have not begun
         resume();
     }
@@ -581,6 +585,7 @@ EarlyGrid::~EarlyGrid() {
 }
 bool EarlyGrid::finish(bool &triggered) {
     if (sanitizer::tsan()) sanitizer::release(&state_->grid.sync_points->dependency);
+    state_->rights = MemoryRights::current();
     state_->end();
     return end_grid(state_->grid, triggered);
 }

@@ -52,11 +52,6 @@ long count_call(const char *function) {
     return 0;
 }
 
-uint64_t from_environment(const char *name, uint64_t otherwise) {
-    const char *const text = std::getenv(name);
-    return text ? std::strtoull(text, nullptr, 10) : otherwise;
-}
-
 struct OwnedCall : KernelCall { // owns the arguments
     explicit OwnedCall(const KernelCall &call) : KernelCall(call) {}
     OwnedCall(OwnedCall &&other) noexcept : KernelCall(other) { other.data = nullptr; }
@@ -72,20 +67,26 @@ public:
         call_(std::move(call)),
         device_(device) {}
 
-    void prepare(Run &run) override { run.first = early && g_early.insert(call_.function).second; }
+    void prepare(Run &run) override {
+        run.first = early && g_early.insert(call_.function).second;
+        run.key = memory_key(device_);
+    }
     cudaError_t check() override {
         return g_kernels_run++ == g_config.fail_kernel ? g_config.fail_kernel_with : cudaSuccess;
     }
     void begin(Run &run) override {
-        // At the first launch of a kernel, several of its blocks begin early, and device memory is inaccessible to them
-        // until they wait for the preceding kernel. At later launches one block begins early and may read old values,
-        // because changing the page protection is slow.
+        // Device memory is inaccessible to an early kernel until it waits for the preceding kernel. At the first launch
+        // of a kernel, several of its blocks begin early. At later launches one block does, and without protection keys
+        // it may read old values, because changing the page protection is slow.
         bool hidden = false;
         if (run.first) {
             const Lock lock;
             hidden = hide(device_);
         }
+        const cuemu::MemoryRights before = cuemu::MemoryRights::current();
+        before.without(run.key).apply();
         run.early = std::make_unique<cuemu::EarlyGrid>(call_.launch, call_.body, call_.data, run.first ? 4 : 1);
+        before.apply();
         if (!hidden) return;
         const Lock lock;
         show(device_);
@@ -232,6 +233,11 @@ struct AtExit { // ends the workers of streams before the objects that they use 
 };
 
 } // namespace
+
+uint64_t from_environment(const char *name, uint64_t otherwise) {
+    const char *const text = std::getenv(name);
+    return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
 
 Config g_config = config_from_environment();
 Counters g_counters{};

@@ -7,6 +7,7 @@
 // after the work only after a call that waits.
 #pragma once
 #include "fakert.h"
+#include "memory_rights.h"
 #include "quiet_mutex.h"
 #include <deque>
 #include <memory>
@@ -21,6 +22,7 @@ namespace fakert {
 struct Run {
     std::unique_ptr<cuemu::EarlyGrid> early{}; // of a kernel that has begun early
     bool first = false;                        // first launch of this kernel
+    int key = -1;                              // of the device's memory
     bool triggered = false;                    // the kernel allowed the next one to begin
 };
 struct Task { // reference-counted by queues and graphs, under the lock
@@ -176,6 +178,7 @@ extern thread_local int t_context; // the current context, as in FakeStream::con
 extern thread_local bool t_bound;
 void need_context();
 extern thread_local bool t_in_host_function;
+uint64_t from_environment(const char *name, uint64_t otherwise);
 
 /// Acquire and release for the host under the thread sanitizer, which otherwise ignores synchronization under the lock.
 void host_follows(uint64_t *sync_point);
@@ -225,12 +228,16 @@ void reset_streams();
 
 // Memory. Called under the lock, except copy_bytes().
 const Block *find_device(const void *p);
-/// Makes the memory of a device accessible while its work runs. The memory stays accessible until close_idle(), at the
-/// end of every call, or until work of another device begins. So page protection changes only once for all work that a
-/// call runs.
-void expose(int device, bool on);
-/// Makes the memory inaccessible again if only one piece of work runs on the device. Returns false if there is other
-/// work, or if memory is not protected.
+/// Makes the memory of a device accessible to this thread while it runs work of the device, and returns its previous
+/// rights. Without protection keys, the memory becomes accessible to all threads, and stays so until close_idle(), at
+/// the end of every call, or until work of another device begins. So page protection changes only once for all work
+/// that a call runs.
+cuemu::MemoryRights expose(int device);
+void end_exposure(int device, const cuemu::MemoryRights &before);
+/// Returns the protection key of a device's memory; -1: none.
+int memory_key(int device);
+/// Without protection keys: makes the memory inaccessible again if only one piece of work runs on the device. Returns
+/// false if there is other work, or if memory is not protected.
 bool hide(int device);
 void show(int device);
 void close_idle();

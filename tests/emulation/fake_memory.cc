@@ -2,6 +2,7 @@
 // Memory of the fake runtime. Device memory is host memory that is accessible only to work of its device, contains NaN
 // at first, ends in a red zone, and is never reused.
 #include "fake_cudart.h"
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -19,6 +20,8 @@ struct FreedBlock {
     size_t mapped;
 };
 struct Device {
+    int key; // protection key of its memory; -1: none, and page protection changes for the whole process
+    // Only without a key:
     int working = 0;   // number of streams whose work runs now
     bool open = false; // its memory is accessible
     size_t used = 0;
@@ -27,13 +30,28 @@ Blocks g_device_blocks, g_host_blocks, g_managed_blocks;
 std::vector<FreedBlock> g_freed;
 std::vector<Device> g_devices;
 
+/// Returns the key of a device; keys last until the end of the process.
+int key_of(size_t number) {
+    static const bool usable = from_environment("CUEMU_KEYS", 1) != 0 && cuemu::MemoryRights::exist();
+    static std::array<int, 16> keys{}; // 0: not known yet; key 0 is that of ordinary memory
+    if (!usable || !g_config.protect || number >= keys.size()) return -1;
+    if (keys[number] == 0) keys[number] = cuemu::new_memory_key();
+    return keys[number];
+}
+
 Device &device(int number) {
-    if (g_devices.size() <= size_t(number)) g_devices.resize(size_t(number) + 1);
+    while (g_devices.size() <= size_t(number)) g_devices.push_back({key_of(g_devices.size())});
     return g_devices[size_t(number)];
 }
 
 void set_access(char *memory, size_t bytes, bool on) {
     mprotect(memory, bytes, on ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+void mark(char *memory, size_t bytes, int key) {
+    if (cuemu::mark_memory(memory, bytes, key)) return;
+    std::perror("fakert: protection key of device memory");
+    std::abort();
 }
 
 Blocks::const_iterator find(const Blocks &blocks, const void *p) {
@@ -80,7 +98,8 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
     std::memset(begin, kUnwrittenByte, bytes);
     std::memset(begin + bytes, kRedZoneByte, mapped - bytes);
     if (sanitizer::asan()) __asan_poison_memory_region(begin + bytes, mapped - bytes);
-    if (g_config.protect && (!alive || !owner.open)) set_access(begin, mapped, false);
+    if (owner.key >= 0) mark(begin, mapped, owner.key);
+    if (g_config.protect && (!alive || (owner.key < 0 && !owner.open))) set_access(begin, mapped, false);
     g_device_blocks[begin] = {bytes, mapped, t_device, alive, t_context};
     owner.used += bytes;
     *p = memory;
@@ -90,7 +109,9 @@ cudaError_t allocate(void **p, size_t bytes, bool alive) {
 void release(Blocks::iterator block_at) {
     char *const memory = block_at->first;
     const Block block = block_at->second;
-    set_access(memory, block.mapped, true);
+    const cuemu::MemoryRights before = cuemu::MemoryRights::current();
+    before.with(device(block.device).key).apply();
+    if (device(block.device).key < 0 || !block.alive) set_access(memory, block.mapped, true);
     for (size_t i = block.bytes; i < block.mapped && !sanitizer::asan(); ++i) {
         if (static_cast<unsigned char>(memory[i]) == kRedZoneByte) continue;
         std::fprintf(stderr, "fakert: write past the end: byte %zu of a device block of %zu bytes\n", i, block.bytes);
@@ -99,6 +120,7 @@ void release(Blocks::iterator block_at) {
     if (sanitizer::asan()) __asan_poison_memory_region(memory, block.mapped);
     madvise(memory, block.mapped, MADV_DONTNEED);
     set_access(memory, block.mapped, false);
+    before.apply();
     g_freed.push_back({memory, block.mapped});
     device(block.device).used -= block.bytes;
     g_device_blocks.erase(block_at);
@@ -137,16 +159,33 @@ const Block *find_device(const void *p) {
     return found == g_device_blocks.end() ? nullptr : &found->second;
 }
 
-void expose(int number, bool on) {
+cuemu::MemoryRights expose(int number) {
     Device &owner = device(number);
-    owner.working += on ? 1 : -1;
-    if (!on || owner.open) return;
+    const cuemu::MemoryRights before = cuemu::MemoryRights::current();
+    if (owner.key >= 0) {
+        before.with(owner.key).apply();
+        return before;
+    }
+    ++owner.working;
+    if (owner.open) return before;
     close_idle();
     open(number, true);
+    return before;
 }
 
+void end_exposure(int number, const cuemu::MemoryRights &before) {
+    Device &owner = device(number);
+    if (owner.key < 0)
+        --owner.working;
+    else
+        before.apply();
+}
+
+int memory_key(int number) { return device(number).key; }
+
 bool hide(int number) {
-    if (!g_config.protect || device(number).working != 1) return false;
+    const Device &owner = device(number);
+    if (!g_config.protect || owner.key >= 0 || owner.working != 1) return false;
     open(number, false);
     return true;
 }
@@ -160,19 +199,18 @@ void close_idle() {
 /// Copies bytes. A copy can access the memory of all devices; other work only that of its own device.
 void copy_bytes(void *to, const void *from, size_t bytes) {
     int devices[2] = {-1, -1};
-    const auto expose_both = [&](bool on) {
-        for (const int number : devices)
-            if (number >= 0) expose(number, on);
-    };
+    const cuemu::MemoryRights before = cuemu::MemoryRights::current();
     {
         const Lock lock;
         if (const Block *block = find_device(to)) devices[0] = block->device;
         if (const Block *block = find_device(from)) devices[1] = block->device;
-        expose_both(true);
+        for (const int number : devices)
+            if (number >= 0) expose(number);
     }
     std::memmove(to, from, bytes); // visible to the sanitizers
     const Lock lock;
-    expose_both(false);
+    for (const int number : devices)
+        if (number >= 0) end_exposure(number, before);
 }
 
 long live_memory() { return long(g_device_blocks.size() + g_host_blocks.size() + g_managed_blocks.size()); }

@@ -154,7 +154,7 @@ void run_one(FakeStream *stream) {
     Work *const next = error ? nullptr : early_work(stream);
     if (!error) error = work.task->check();
     prepare(work);
-    expose(stream->device, true);
+    const cuemu::MemoryRights before = expose(stream->device);
     run_jobs(
         [&] {
             if (!next) return;
@@ -171,7 +171,7 @@ void run_one(FakeStream *stream) {
         });
     work.task->finish(work.run);
     if (work.run.triggered) stream->trigger = {work.task->label, work.thread};
-    expose(stream->device, false);
+    end_exposure(stream->device, before);
     delete work.called;
     work = {};
     ++stream->done;

@@ -57,8 +57,13 @@ expect undefined-gcc misaligned-vector 'misaligned address'
 expect all misaligned-cached-vector 'misaligned address'
 expect undefined index-overflow 'signed integer overflow'
 expect all dropped-tail 'wrong value'
-expect all host-reads-device-memory 'Segmentation fault\|SEGV'
-expect all memory-of-another-device 'Segmentation fault\|SEGV\|stack-overflow' # the memory may be next to a stack
+for keys in 1 0; do # with protection keys, if the processor has them, and with page protection of the whole process
+    export CUEMU_KEYS=$keys
+    expect all host-reads-device-memory 'Segmentation fault\|SEGV'
+    expect all memory-of-another-device 'Segmentation fault\|SEGV\|stack-overflow' # the memory may be next to a stack
+    expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV\|stack-overflow' # as above
+done
+unset CUEMU_KEYS
 expect all use-after-free 'Segmentation fault\|SEGV\|AddressSanitizer: use-after-poison'
 expect all missing-event 'wrong value\|data race'
 expect thread missing-event-by-luck 'data race'
@@ -66,7 +71,6 @@ expect thread missing-event-in-graph-by-luck 'data race'
 expect all page-locked-memory-refilled 'wrong value\|data race'
 expect thread result-read-by-luck 'data race'
 expect all unwritten-memory 'wrong value'
-expect all early-kernel-reads-before-it-waits 'Segmentation fault\|SEGV\|stack-overflow' # as above
 expect all early-kernel-reads-old-values 'wrong value\|data race'
 expect all early-kernel-in-graph-reads-old-values 'wrong value\|data race'
 expect all early-kernel-never-waits 'without a wait for the preceding kernel'

@@ -97,7 +97,8 @@ struct Launch {
 /// violated. `triggered` becomes true if a thread allowed the next kernel to begin.
 bool run_grid(const Launch &launch, void (*body)(const void *), const void *argument, bool &triggered);
 /// A grid that was launched early and runs in two parts. The constructor returns when all threads of the first `blocks`
-/// blocks wait for the preceding kernel.
+/// blocks wait for the preceding kernel. Until then these blocks may access the same device memory as the thread that
+/// calls the constructor, and all blocks later the same as the thread that calls finish().
 class EarlyGrid {
 public:
     EarlyGrid(const Launch &launch, void (*body)(const void *), const void *argument, size_t blocks);
