@@ -30,7 +30,10 @@ def read_table():
         if not words:
             continue
         if words[0] == "part":
-            parts.setdefault(words[1], [])
+            name, _, last = words[1].partition("..")
+            stem, _, first = name.rpartition("-")
+            for part in [f"{stem}-{i}" for i in range(int(first), int(last) + 1)] if last else [name]:
+                parts.setdefault(part, [])
             continue
         if len(words) != 1 + len(COLUMNS):
             sys.exit(f"{TABLE.name}:{number}: {len(words) - 1} tiers, there are {len(COLUMNS)} builds")
