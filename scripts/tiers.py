@@ -64,7 +64,8 @@ def targets(build, suites):
     root = pathlib.Path(build).resolve()
     needed = {target for test in introspect(build, "tests") if test["name"] in suites for target in test["depends"]}
     for target in introspect(build, "targets"):
-        if target["id"] in needed:
+        # Tests of an installation need everything that is installed.
+        if target["id"] in needed or (target["installed"] and target["build_by_default"]):
             for name in target["filename"]:
                 yield str(pathlib.Path(name).resolve().relative_to(root))
 
