@@ -46,11 +46,11 @@ inline std::string image(const Container &content) {
     save(*callback_sink(memory.io()), content);
     return memory.data;
 }
-struct Outcome {
+struct ReadOutcome {
     dsopt_status status = DSOPT_OK;
     std::string text;
 };
-template <class F> Outcome outcome(F &&body) {
+template <class F> ReadOutcome outcome(F &&body) {
     try {
         body();
         return {};
@@ -61,11 +61,11 @@ inline void load_all(std::unique_ptr<const Source> source) {
     const SafetensorsReader reader(std::move(source));
     for (size_t i = 0; i < reader.tensors().size(); ++i) reader.verify(i);
 }
-inline Outcome load(const std::string &data) {
+inline ReadOutcome load(const std::string &data) {
     MemoryFile memory{data};
     return outcome([&] { load_all(callback_source(memory.io())); });
 }
-inline bool refused(const Outcome &result) {
+inline bool refused(const ReadOutcome &result) {
     return result.status == DSOPT_ERR_FORMAT || result.status == DSOPT_ERR_CHECKSUM;
 }
 

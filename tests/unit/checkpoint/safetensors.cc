@@ -41,7 +41,7 @@ std::string one_tensor(const std::string &description, size_t bytes) {
     return file(R"(","xxh3.t":")" + digest(data) + R"("},"t":)" + description + "}", data);
 }
 void expect_refused(const std::string &data, const std::string &reason) {
-    const Outcome result = load(data);
+    const ReadOutcome result = load(data);
     EXPECT_EQ(result.status, DSOPT_ERR_FORMAT) << reason;
     EXPECT_NE(result.text.find(reason), std::string::npos) << result.text;
 }
@@ -144,7 +144,7 @@ TEST(Safetensors, RefusesEveryBitFlip) {
     ASSERT_EQ(load(data).status, DSOPT_OK);
     for (size_t bit = 0; bit < 8 * data.size(); ++bit) {
         data[bit / 8] = char(data[bit / 8] ^ (1 << bit % 8));
-        const Outcome result = load(data);
+        const ReadOutcome result = load(data);
         EXPECT_TRUE(refused(result)) << "bit " << bit << ": " << result.text;
         data[bit / 8] = char(data[bit / 8] ^ (1 << bit % 8));
     }
@@ -153,7 +153,7 @@ TEST(Safetensors, RefusesEveryBitFlip) {
 TEST(Safetensors, NamesDamagedTensor) {
     std::string data = image(small());
     data.back() = char(data.back() ^ 1);
-    const Outcome result = load(data);
+    const ReadOutcome result = load(data);
     EXPECT_EQ(result.status, DSOPT_ERR_CHECKSUM);
     EXPECT_NE(result.text.find("\"b.exp_avg\""), std::string::npos) << result.text;
 }
@@ -290,7 +290,7 @@ TEST(Safetensors, RefusesNulAndInvalidUtf8) {
         for (const std::string &rest :
              {"\",\"k\":\"" + text + "\"}}", "\",\"" + text + "\":\"v\"}}",
               "\"},\"" + text + "\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}"}) {
-            const Outcome result = load(file(rest));
+            const ReadOutcome result = load(file(rest));
             EXPECT_EQ(result.status, DSOPT_ERR_FORMAT) << rest;
             for (const char c : result.text) EXPECT_TRUE(c >= 0x20 && c < 0x7f) << result.text;
         }
@@ -362,7 +362,7 @@ TEST(Safetensors, RefusesToSaveTensorThatChanges) {
         if (++requests == 5) copy[3] = char(copy[3] ^ 1); // three tensors have data: the second one in the second pass
         return copy.data() + offset;
     };
-    const Outcome result = outcome(
+    const ReadOutcome result = outcome(
         [&] { write_safetensors(*file_sink((folder / "a").c_str()), content.metadata, content.tensors, deliver); });
     EXPECT_EQ(result.status, DSOPT_ERR_BUSY);
     EXPECT_NE(result.text.find("\"a.exp_avg\""), std::string::npos) << result.text;
@@ -379,7 +379,7 @@ TEST(Safetensors, StopsSaveAtFailedWriteCallback) {
     for (int call = 0; call < good.calls; ++call) {
         MemoryFile memory;
         memory.fail_at = call;
-        const Outcome result = outcome([&] { save(*callback_sink(memory.io()), small()); });
+        const ReadOutcome result = outcome([&] { save(*callback_sink(memory.io()), small()); });
         EXPECT_EQ(result.status, DSOPT_ERR_IO);
         EXPECT_NE(result.text.find("4711"), std::string::npos) << result.text;
         EXPECT_EQ(memory.calls, call + 1);
@@ -394,7 +394,7 @@ TEST(Safetensors, StopsLoadAtFailedReadCallback) {
     for (int call = 0; call < good.calls; ++call) {
         MemoryFile memory{good.data};
         memory.fail_at = call;
-        const Outcome result = outcome([&] { load_all(callback_source(memory.io())); });
+        const ReadOutcome result = outcome([&] { load_all(callback_source(memory.io())); });
         EXPECT_EQ(result.status, DSOPT_ERR_IO);
         EXPECT_NE(result.text.find("-42"), std::string::npos) << result.text;
         EXPECT_EQ(memory.calls, call + 1);

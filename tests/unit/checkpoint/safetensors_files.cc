@@ -14,13 +14,13 @@ LABEL_FILE(one_thread);
 
 namespace checkpoint_safetensors_files_tests {
 
-Outcome save_outcome(const std::string &path, const Container &content = small()) {
+ReadOutcome save_outcome(const std::string &path, const Container &content = small()) {
     return outcome([&] { save(path, content); });
 }
-Outcome load_outcome(const std::string &path) {
+ReadOutcome load_outcome(const std::string &path) {
     return outcome([&] { load_all(file_source(path.c_str())); });
 }
-void expect_io(const Outcome &result, const std::string &reason) {
+void expect_io(const ReadOutcome &result, const std::string &reason) {
     EXPECT_EQ(result.status, DSOPT_ERR_IO) << result.text;
     EXPECT_NE(result.text.find(reason), std::string::npos) << result.text;
 }
@@ -58,7 +58,7 @@ TEST(SafetensorsFile, ResolvesBareNameInCurrentDirectory) {
     const Folder folder;
     const fs::path before = fs::current_path();
     fs::current_path(folder.path);
-    const Outcome saved = save_outcome("plain"), loaded = load_outcome("plain");
+    const ReadOutcome saved = save_outcome("plain"), loaded = load_outcome("plain");
     fs::current_path(before);
     EXPECT_EQ(saved.text + loaded.text, "");
     EXPECT_EQ(folder.entries(), 1u);
@@ -105,7 +105,7 @@ TEST(SafetensorsFile, DoesNotFollowForeignSymlinkInStickyFolder) {
                 const std::string link = shared + "/run.safetensors";
                 fs::create_symlink(folder / "target", link);
                 ASSERT_EQ(::lchown(link.c_str(), link_owner, gid_t(link_owner)), 0);
-                const Outcome saved = save_outcome(link);
+                const ReadOutcome saved = save_outcome(link);
                 const bool foreign = sticky && link_owner == stranger && folder_owner != stranger;
                 if (foreign) {
                     expect_io(saved, "another user");
@@ -233,14 +233,14 @@ TEST(SafetensorsFile, KeepsOldFileIfDiskIsFull) {
     Container large;
     large.add("large", DSOPT_DTYPE_U8, {3'000'000}, 3'000'000);
     const auto not_called = [](size_t, uint64_t, size_t) -> const void * { throw std::logic_error("too late"); };
-    const Outcome early = outcome([&] {
+    const ReadOutcome early = outcome([&] {
         const FileSizeLimit limit(100'000);
         write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors, not_called);
     });
     expect_io(early, "File too large");
     EXPECT_NE(early.text.find(folder / "a"), std::string::npos) << early.text;
     // The limit applies only after part of the data is written: the first write is short, and the next one fails.
-    const Outcome late = outcome([&] {
+    const ReadOutcome late = outcome([&] {
         const FileSizeLimit limit(RLIM_INFINITY);
         int requests = 0;
         write_safetensors(*file_sink((folder / "a").c_str()), {}, large.tensors,

@@ -27,7 +27,7 @@ dsopt_norm_result norm_of(const Context &ctx, const std::vector<Array> &arrays, 
                             nullptr));
     return *result;
 }
-double exact_norm(const std::vector<Array> &arrays) {
+double norm_in_long_double(const std::vector<Array> &arrays) {
     long double sum = 0;
     for (const Array &array : arrays)
         for (const float x : array.floats()) sum += static_cast<long double>(x) * x;
@@ -39,7 +39,7 @@ TEST(Norm, IsExactForMixedListsInTheDocumentedOrder) {
         Random random(seed);
         const std::vector<Array> list = mixed_list(random);
         const double norm = norm_of(ctx, list).norm;
-        EXPECT_LE(std::fabs(norm - exact_norm(list)), 1e-14 * norm);
+        EXPECT_LE(std::fabs(norm - norm_in_long_double(list)), 1e-14 * norm);
         EXPECT_EQ(norm, std::sqrt(lanes::squares_of_list(list)));
         float largest = 0;
         for (const Array &array : list)
@@ -153,7 +153,7 @@ TEST(Norm, AddsRanksOfACommAndReportsFirstBadLocally) {
                              Array(DSOPT_DTYPE_F32, random.floats(100))});
             all.insert(all.end(), parts.back().begin(), parts.back().end());
         }
-        const double wanted = exact_norm(all);
+        const double wanted = norm_in_long_double(all);
         std::vector<double> norms(size_t(ranks), 0.0);
         run_ranks(ranks, [&](int rank) {
             const Context ctx = make_context(2);
