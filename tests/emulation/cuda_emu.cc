@@ -452,7 +452,7 @@ namespace {
 /// function has a new thread, whose shared memory has no access history.
 class Coroutine {
 public:
-    static Coroutine &take() {
+    static Coroutine &acquire() {
         if (!sanitizer::tsan()) {
             const std::lock_guard<Spin> hold(g_lock);
             if (Coroutine *const idle = g_idle_coroutines) {
@@ -480,7 +480,7 @@ public:
         run_.wait();
     }
     /// Called after the function has returned.
-    void give_back() {
+    void release() {
         if (sanitizer::tsan()) {
             thread_.join();
             delete this;
@@ -519,7 +519,7 @@ struct EarlyGrid::State {
     std::vector<Worker *> held{};
     bool abandoned = false, ended = false;
     MemoryRights rights = MemoryRights::current(); // before the wait, then those after it
-    Coroutine &thread = Coroutine::take();
+    Coroutine &thread = Coroutine::acquire();
 
     State(const Launch &l, void (*body)(const void *), const void *argument, size_t count) :
         launch(l),
@@ -555,7 +555,7 @@ struct EarlyGrid::State {
     }
     void end() {
         thread.resume();
-        thread.give_back();
+        thread.release();
         ended = true;
     }
     void run() {

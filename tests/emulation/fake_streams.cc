@@ -186,7 +186,7 @@ template <class More> void run_while(FakeStream *stream, const More &more) {
         g_mutex.notify();
     }
     stream->busy = false;
-    g_mutex.notify(); // another thread may have to go on
+    g_mutex.notify(); // another thread may wait for the stream to be free
 }
 
 void work_loop(FakeStream *stream) {

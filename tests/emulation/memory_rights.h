@@ -15,7 +15,7 @@ namespace cuemu {
 
 /// Returns a new key, or -1 if there is none: there are 15, and some processors and kernels have none.
 inline int new_memory_key() { return pkey_alloc(0, PKEY_DISABLE_ACCESS); }
-/// Gives pages a key. Returns false if that fails.
+/// Sets the protection key of pages. Returns false if that fails.
 inline bool mark_memory(void *memory, size_t bytes, int key) {
     return pkey_mprotect(memory, bytes, PROT_READ | PROT_WRITE, key) == 0;
 }
@@ -23,7 +23,7 @@ inline bool mark_memory(void *memory, size_t bytes, int key) {
 /// The rights of a thread. Without effect on a processor without protection keys.
 class MemoryRights {
 public:
-    /// Must be called before the first key is taken: it needs one.
+    /// Must be called before the first key is allocated: it allocates one, and frees it.
     static bool exist() {
         static const bool exist = [] {
             const int key = new_memory_key();

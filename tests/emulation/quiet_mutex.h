@@ -44,8 +44,8 @@ private:
     Waiter *waiters_ = nullptr;
 };
 
-/// Hands over from one thread to another. Where the two alternate, this takes half of the system calls of a lock and
-/// notify(), because a thread that is woken finds no lock taken.
+/// A semaphore for two threads that run alternately: half of the system calls of a lock and notify(), because a thread
+/// that is woken does not wait for a lock.
 class QuietSemaphore {
 public:
     QuietSemaphore() { sem_init(&semaphore_, 0, 0); }
