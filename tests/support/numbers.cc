@@ -17,6 +17,9 @@ struct Format {
 } // namespace
 
 float to_fp32(uint16_t bits, int32_t dtype) {
+    if (dtype == DSOPT_DTYPE_BF16) { // the upper half of an fp32
+        return (bits & 0x7fffu) > 0x7f80u ? std::nanf("") : float_of(uint32_t(bits) << 16);
+    }
     const Format format(dtype);
     const int exponent = bits >> format.fraction_bits & format.special;
     const int fraction = bits & ((1 << format.fraction_bits) - 1);
