@@ -3,6 +3,7 @@
 #include "support/compressed.h"
 #include "support/list_vector.h"
 #include "support/shapes.h"
+#include <barrier>
 
 using namespace test;
 
@@ -432,6 +433,67 @@ TEST(CompressedAllReduce, SendsOneBitPerElementOfGpt2) {
         const double bits = 8.0 * double(ranks) * double((4 * scales + chunk / 8 + 15) / 16 * 16) / double(total);
         EXPECT_GE(bits, 1);
         EXPECT_LE(bits, 1.001);
+    });
+}
+
+/// The table of one of two ranks, which has no collective but the all-reduce.
+class SumsOnly {
+public:
+    struct Shared {
+        std::barrier<> barrier{2};
+        const void *sent[2] = {};
+    };
+    SumsOnly(Shared &shared, int rank) : shared_(shared), rank_(rank) {}
+    Comm comm(const Context &ctx) {
+        DSOPT_NEW(dsopt_comm_table, table);
+        table.self = this;
+        table.rank = rank_;
+        table.ranks = 2;
+        table.all_reduce = [](void *self, const void *send, void *recv, int64_t count, int32_t dtype, int32_t, void *) {
+            SumsOnly &rank = *static_cast<SumsOnly *>(self);
+            return dtype == DSOPT_DTYPE_I32 ? rank.sum<int32_t>(send, recv, count) : rank.sum<float>(send, recv, count);
+        };
+        DSOPT_NEW(dsopt_comm_desc, desc);
+        desc.kind = DSOPT_COMM_KIND_TABLE;
+        desc.table = &table;
+        dsopt_comm *comm = nullptr;
+        must(dsopt_comm_create(ctx.get(), &desc, &comm));
+        return Comm(comm);
+    }
+
+private:
+    template <class T>
+    int sum(const void *send, void *recv, int64_t count) {
+        shared_.sent[rank_] = send;
+        shared_.barrier.arrive_and_wait();
+        std::vector<T> sums(static_cast<const T *>(shared_.sent[0]), static_cast<const T *>(shared_.sent[0]) + count);
+        for (int64_t i = 0; i < count; ++i) sums[size_t(i)] += static_cast<const T *>(shared_.sent[1])[i];
+        shared_.barrier.arrive_and_wait(); // `recv` may be `send`
+        std::copy(sums.begin(), sums.end(), static_cast<T *>(recv));
+        return 0;
+    }
+    Shared &shared_;
+    int rank_;
+};
+
+TEST(CompressedAllReduce, WithATableThatHasOnlyAnAllReduceHasTheSameBitsInEveryCall) {
+    SumsOnly::Shared shared;
+    const std::vector<int64_t> sizes = {5, 4097};
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        SumsOnly table(shared, rank);
+        const Comm sums = table.comm(ctx);
+        CompressedMean wanted(comm, sizes), got(sums, sizes);
+        Random random(1 + uint64_t(rank));
+        for (int call = 0; call < 3; ++call) {
+            Values x;
+            for (const int64_t n : sizes) x.push_back(random.floats(size_t(n), -1, 1));
+            ASSERT_OK(wanted.call(x));
+            ASSERT_OK(got.call(x));
+            for (size_t t = 0; t < sizes.size(); ++t)
+                EXPECT_TRUE(same_bits(got.values[t], wanted.values[t])) << "call " << call << ", tensor " << t;
+            EXPECT_TRUE(same_bits(got.worker, wanted.worker)) << "call " << call;
+            EXPECT_TRUE(same_bits(got.server, wanted.server)) << "call " << call;
+        }
     });
 }
 

@@ -237,6 +237,34 @@ TEST_P(OneBitStep, ContinuesFromExportedStateWithTheSameBits) {
     });
 }
 
+TEST(OneBitSchedule, OfAnImportReplacesThatOfEarlierSteps) {
+    with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
+        const Problem problem{{100, 40}, 2};
+        Trainer first = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 2), problem.weights());
+        Trainer second = trainer_of(ctx, comm, group_for(DSOPT_ALGORITHM_ZERO_ONE_ADAM, 2), problem.weights());
+        const auto train_calls = [&](Trainer &trainer, int64_t from, int64_t to) {
+            for (int64_t call = from; call <= to; ++call)
+                must(trainer.step(problem.gradients_for(reduction(trainer), rank, call)));
+        };
+        train_calls(first, 1, 7);
+        train_calls(second, 1, 1); // its schedule has been read
+        const std::vector<dsopt_state_info> list = first.state();
+        for (size_t i = 0; i < list.size(); ++i) {
+            std::string bytes(size_t(list[i].tensor.numel) * size_of(list[i].tensor.dtype), 0);
+            must(dsopt_optimizer_export(first.opt(), int64_t(i), bytes.data(), bytes.size()));
+            must(dsopt_optimizer_import(second.opt(), int64_t(i), bytes.data(), bytes.size()));
+        }
+        for (size_t t = 0; t < problem.sizes.size(); ++t) {
+            const dsopt_tensor to = second.weight(t).tensor(), from = first.weight(t).tensor();
+            std::memcpy(to.data, from.data, size_t(to.numel) * 4);
+        }
+        EXPECT_EQ(reduction(first), reduction(second));
+        train_calls(first, 8, 12);
+        train_calls(second, 8, 12);
+        EXPECT_TRUE(same(first.snapshot(), second.snapshot()));
+    });
+}
+
 TEST(OneBitErrorFeedback, KeepsTheMomentumMinusTheSentValue) {
     with_ranks(2, [&](int rank, const Context &ctx, const Comm &comm) {
         const Problem problem{{100, 40}, 2};
