@@ -462,8 +462,7 @@ public:
     }
 
 private:
-    template <class T>
-    int sum(const void *send, void *recv, int64_t count) {
+    template <class T> int sum(const void *send, void *recv, int64_t count) {
         shared_.sent[rank_] = send;
         shared_.barrier.arrive_and_wait();
         std::vector<T> sums(static_cast<const T *>(shared_.sent[0]), static_cast<const T *>(shared_.sent[0]) + count);
