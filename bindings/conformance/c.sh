@@ -10,4 +10,5 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 $cc -std=c99 -pedantic -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror -O1 -pthread "-I$here/../../include" \
     "$here/c.c" "$library" "-Wl,-rpath,$(dirname "$library")" -o "$folder/c"
-"$folder/c"
+cd "$folder" # the program writes checkpoints
+./c

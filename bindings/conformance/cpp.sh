@@ -10,4 +10,5 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 $cxx -std=c++17 -pedantic -Wall -Wextra -Werror -O1 -pthread "-I$here/../../include" "-I$here/../cpp" "$here/cpp.cc" \
     "$library" "-Wl,-rpath,$(dirname "$library")" -o "$folder/cpp"
-"$folder/cpp"
+cd "$folder" # the program writes checkpoints
+./cpp

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the conformance cases with dsopt.jax and prints `jax DIGEST`. The 1-bit case uses two devices of this
-process."""
+"""Runs the conformance cases with dsopt.jax. Ranks are two devices of this process."""
 
 import os
 
@@ -11,9 +10,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from dsopt.jax import FusedStep, onebit_adam
+from dsopt.jax import DynamicScale, FusedStep, onebit_adam
 
 
 class Generator:
@@ -43,7 +42,8 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def fnv(digest, *arrays):
+def fnv(arrays):
+    digest = 0xCBF29CE484222325
     for byte in b"".join(np.asarray(array).tobytes() for array in arrays):
         digest = (digest ^ byte) * 0x100000001B3 % 2**64
     return digest
@@ -116,7 +116,70 @@ def low_precision():
     return [*jax.tree.leaves(pairs), second["exp_avg_sq_scale"]["c"]]
 
 
-digest = 0xCBF29CE484222325
-for case in (adamw, onebit, low_precision):
-    digest = fnv(digest, *case())
-print("jax %016x" % digest)
+def resharded():
+    """Returns everything that is hashed, in order. Half of each array is on a device, and then all on one: checkpoints
+    of JAX are arrays of the program."""
+    sizes = {"a": 6, "b": 9000, "c": 130}
+    over_two = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("dp",)), P("dp"))
+    opt = FusedStep("adamw", 0.015625, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.125)
+    params, gradients = jax.device_put(Generator(54321).tree(sizes), over_two), Generator(4000)
+    step, state = jax.jit(opt.step), jax.jit(opt.init)(params)
+    for _ in range(3):
+        params, state, _ = jax.block_until_ready(step(params, jax.device_put(gradients.tree(sizes), over_two), state))
+    leaves = jax.tree.leaves([params, state["exp_avg"]])
+    if any(2 * leaf.addressable_shards[0].data.size != leaf.size for leaf in leaves):
+        raise SystemExit("jax: a device has more than its half")
+    params, state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), (params, state))
+    for _ in range(3):
+        params, state, _ = step(params, gradients.tree(sizes), state)
+    return jax.tree.leaves([params, state["exp_avg"], state["exp_avg_sq"]])
+
+
+def muon():
+    """Returns everything that is hashed, in order."""
+    shapes = {"qkv": (48, 16), "w": (20, 17), "bias": (130,)}
+
+    def tree(generator):
+        flat = ((name, generator.array(int(np.prod(shape)))) for name, shape in shapes.items())
+        return Named((name, jnp.asarray(values.reshape(shapes[name]))) for name, values in flat)
+
+    other = FusedStep("adamw", 0.0078125, b1=0.9, b2=0.999, eps=0.0, weight_decay=0.25)
+    opt = FusedStep(
+        "muon",
+        0.015625,
+        momentum=0.9375,
+        weight_decay=0.125,
+        rows_are_inputs=False,
+        blocks=Named(qkv=(16, 16), w=None, bias=None),
+        other=other,
+    )
+    params, gradients = tree(Generator(777)), Generator(888)
+    step, state = jax.jit(opt.step, donate_argnums=(0, 2)), opt.init(params)
+    for _ in range(5):
+        params, state, _ = step(params, tree(gradients), state)
+    return jax.tree.leaves([params, state["momentum_buffer"], state["exp_avg"], state["exp_avg_sq"]])
+
+
+def accumulation():
+    """Returns everything that is hashed, in order. The program adds up gradients."""
+    sizes = {"a": 1, "b": 7, "c": 4099}
+    scale = DynamicScale(init=1024.0, window=2)
+    opt = FusedStep(
+        "adamw", 0.015625, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.125, max_norm=1.0, loss_scale=scale
+    )
+    params = jax.tree.map(lambda x: (jnp.floor(x * 1024) / 1024).astype(jnp.float16), Generator(12345).tree(sizes))
+    step, state, gradients = jax.jit(opt.step, donate_argnums=(0, 2)), opt.init(params), Generator(5000)
+    for number in range(8):
+        sums = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+        factor = np.float32(opt.loss_scale(state))
+        for micro in range(3):
+            for total in sums.values():
+                total += gradients.array(total.size) * factor
+            if (number, micro) == (3, 1):
+                sums["c"][0] = np.inf
+        params, state, _ = step(params, sums, state)
+    return jax.tree.leaves([params, state["master"], state["exp_avg"], state["exp_avg_sq"], state["loss_scale"]])
+
+
+for case in (adamw, onebit, low_precision, resharded, muon, accumulation):
+    print("jax %s %016x" % (case.__name__, fnv(case())))

@@ -10,5 +10,6 @@ trap 'rm -rf "$folder"' EXIT
 ln -s "$library" "$folder/libdsopt.so"
 ln -s "$library" "$folder/libdsopt.so.2"
 export DSOPT_LIB_DIR="$folder" LD_LIBRARY_PATH="$folder"
+cd "$folder" # the program writes checkpoints
 cargo run --quiet --offline --manifest-path "$here/../rust/Cargo.toml" --target-dir "$folder/target" \
     --example conformance
