@@ -19,7 +19,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$root/scripts/venv.sh" "$venvs/wheel" wheel python3 || fail "the environment for building wheels cannot be created"
 python=$venvs/wheel/bin/python
-jax=$("$root/scripts/jax_python.sh") || fail "no JAX to compile the handler for"
+jax=$("$root/scripts/framework_python.sh" jax) || fail "no JAX to compile the handler for"
 headers=$("$jax" -c 'import jax; print(jax.ffi.include_dir())')
 ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
 export ZIG_GLOBAL_CACHE_DIR ZIG_LOCAL_CACHE_DIR
