@@ -321,16 +321,6 @@ class Steps(unittest.TestCase):
                 self.assertEqual(opt.groups[0].algorithm, group.algorithm)
                 self.assertIn("<%s lr=" % type(group).__name__, repr(opt.groups[0]))
 
-    def test_accumulates_gradients(self):
-        p, q = arrays((4,)), arrays((4,))
-        opt, peer = dsopt.Optimizer(p, dsopt.AdamW(), accumulate=True), dsopt.Optimizer(q, dsopt.AdamW())
-        parts = [arrays((4,), seed=s) for s in (1, 2)]
-        for part in parts:
-            opt.accumulate(part)
-        opt.step(accumulated=True, grad_scale=2)
-        peer.step([(parts[0][0] + parts[1][0]) / 2])
-        np.testing.assert_array_equal(p[0], q[0])
-
     def test_rejects_invalid_arguments(self):
         (w,) = arrays((4,))
         group = dsopt.AdamW()
