@@ -8,7 +8,7 @@ import unittest
 import numpy as np
 
 import dsopt
-from support import arrays
+from support import arrays, ranks
 
 
 def optimizer(seed=0, **options):
@@ -54,6 +54,34 @@ class Checkpoints(unittest.TestCase):
         memory.seek(0)
         other.load(memory, hyper=False)
         self.assertEqual(other.lr, 0.5)
+
+    def test_resets_errors_only_if_asked(self):
+        id = dsopt.Comm.unique_id()
+
+        def work(rank):
+            comm = dsopt.Comm.local(dsopt.Context(), id, rank, 2)
+
+            def optimizer():
+                group = dsopt.OnebitAdam(lr=0.1, freeze_step=1)
+                return dsopt.Optimizer(arrays((130,)), group, data=comm, averages=True, context=comm.context)
+
+            opt, file = optimizer(), io.BytesIO()
+            for t in range(3):
+                opt.step(arrays((130,), seed=10 * rank + t))
+            opt.save(file)
+            errors = opt.state.copy("optimizer.worker_error")
+            found = []
+            for reset in (False, True):
+                other = optimizer()
+                file.seek(0)
+                other.load(file, reset_errors=reset)
+                found.append(other.state.copy("optimizer.worker_error"))
+            return errors, found
+
+        for errors, (kept, reset) in ranks(2, work):
+            self.assertTrue(np.any(errors))
+            np.testing.assert_array_equal(kept, errors)
+            self.assertFalse(np.any(reset))
 
     def test_reports_failures(self):
         opt = trained()
