@@ -5,11 +5,15 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <link.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
 #include <time.h>
+#include <unistd.h>
 #include <unwind.h>
 
 #define HIDDEN __attribute__((visibility("hidden")))
@@ -70,6 +74,19 @@ HIDDEN int pthread_cond_clockwait(pthread_cond_t *condition, pthread_mutex_t *mu
     slice.tv_nsec = (slice.tv_nsec + left) % second;
     const int status = pthread_cond_timedwait(condition, mutex, &slice);
     return status == ETIMEDOUT && !whole ? 0 : status;
+}
+
+// glibc 2.25: random bytes. The system call is of Linux 3.17, later than some systems with glibc 2.17.
+HIDDEN ssize_t getrandom(void *buffer, size_t length, unsigned flags) {
+    const ssize_t made = syscall(SYS_getrandom, buffer, length, flags);
+    if (made >= 0 || errno != ENOSYS) return made;
+    const int device = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (device < 0) return -1;
+    const ssize_t count = read(device, buffer, length);
+    const int error = errno;
+    close(device);
+    errno = error;
+    return count;
 }
 
 static _Unwind_Reason_Code stop(struct _Unwind_Context *context, void *data) {

@@ -7,7 +7,18 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
+#if defined(__x86_64__) || defined(__aarch64__)
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#endif
 
 static int passed, failed;
 static void expect(int holds, const char *what) {
@@ -106,8 +117,82 @@ static void waits(void) {
     pthread_join(thread, NULL);
 }
 
+typedef ssize_t (*random_function)(void *, size_t, unsigned);
+
+/// What a call returned.
+struct answer {
+    ssize_t count;
+    int error;
+    int written; // an element is no longer zero
+};
+static struct answer call(random_function function, void *buffer, size_t length, unsigned flags) {
+    if (buffer != NULL) memset(buffer, 0, length);
+    errno = 0;
+    struct answer answer = {function(buffer, length, flags), errno, 0};
+    for (size_t i = 0; buffer != NULL && i < length; ++i) answer.written |= ((char *)buffer)[i] != 0;
+    return answer;
+}
+
+static void makes_random_bytes_as_the_system_does(void) {
+    random_function systems_function;
+    *(void **)&systems_function = dlsym(RTLD_NEXT, "getrandom");
+    expect(systems_function != NULL && systems_function != getrandom, "the system has a getrandom to compare with");
+    if (systems_function == NULL) return;
+    char first[256], second[256];
+    const struct {
+        void *buffer;
+        size_t length;
+        unsigned flags;
+    } calls[] = {{first, 0, 0},       {first, 16, 0}, {first, sizeof first, 0}, {first, 64, GRND_NONBLOCK},
+                 {first, 16, 0x8000}, // no flag
+                 {NULL, 16, 0}};
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; ++i) {
+        const struct answer found = call(getrandom, calls[i].buffer, calls[i].length, calls[i].flags),
+                            wanted = call(systems_function, calls[i].buffer, calls[i].length, calls[i].flags);
+        expect(found.count == wanted.count && found.error == wanted.error, "getrandom returns what the system's does");
+        expect(found.written == wanted.written, "getrandom writes bytes if the system's does");
+    }
+    call(getrandom, first, sizeof first, 0);
+    call(getrandom, second, sizeof second, 0);
+    expect(memcmp(first, second, sizeof first) != 0, "two calls give different bytes");
+}
+
+/// In a child, to which the system call does not exist: Linux before 3.17.
+static void makes_random_bytes_without_the_system_call(void) {
+#if defined(__x86_64__) || defined(__aarch64__)
+    const pid_t child = fork();
+    if (child == 0) {
+        struct sock_filter instructions[] = {
+            BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+            BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_getrandom, 0, 1),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        };
+        const struct sock_fprog filter = {sizeof instructions / sizeof instructions[0], instructions};
+        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+            prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0) != 0)
+            _exit(2);
+        char bytes[256];
+        random_function systems_function;
+        *(void **)&systems_function = dlsym(RTLD_NEXT, "getrandom");
+        if (call(systems_function, bytes, 16, 0).error != ENOSYS) _exit(2);
+        const struct answer some = call(getrandom, bytes, sizeof bytes, 0), none = call(getrandom, bytes, 0, 0);
+        _exit(some.count != sizeof bytes || !some.written || none.count != 0);
+    }
+    int status = -1;
+    expect(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status), "the child ends");
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 2) {
+        puts("the system call cannot be disabled here: not tested without it");
+        return;
+    }
+    expect(WIFEXITED(status) && WEXITSTATUS(status) == 0, "getrandom needs no system call of Linux 3.17");
+#endif
+}
+
 int main(void) {
     finds_what_the_system_finds();
+    makes_random_bytes_as_the_system_does();
+    makes_random_bytes_without_the_system_call();
     waits();
     printf("%d passed, %d failed\n", passed, failed);
     return failed != 0;
