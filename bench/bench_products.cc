@@ -63,6 +63,12 @@ struct Matrix {
     }
 };
 
+/// Memory of one thread.
+struct Scratch {
+    std::vector<char> memory = std::vector<char>(size_t(choose_products().scratch_bytes) + kCacheLine);
+    char *data() { return memory.data() + round_up(uintptr_t(memory.data()), kCacheLine) - uintptr_t(memory.data()); }
+};
+
 const NsRecipe kRecipe{{{3.4445f, -4.7750f, 2.0315f}}, 1, 5, Dtype::f32};
 
 void set_operations(benchmark::State &state, double peak, double operations) {
@@ -86,15 +92,16 @@ void BM_Product(benchmark::State &state, ProductKind kind, int64_t n, int64_t m,
     Matrix data(n, m, input);
     const NsMatrix &matrix = data.matrix;
     const Products &products = choose_products();
+    Scratch scratch;
     Product product{kind, input, false, n, m, 1, matrix.x, matrix.input, matrix.a, matrix.b, {1, 0.5f, 0.5f}};
     products.round(matrix.x, 1, matrix.input, input, n * m);
     for (const ProductKind first : {ProductKind::gram, ProductKind::polynomial}) {
         product.kind = first;
-        run_product(products, product, Parallel{});
+        run_product(products, product, Parallel{}, scratch.data());
     }
     product.kind = kind;
     product.triple[0] = 0;
-    for (auto _ : state) run_product(products, product, Parallel{});
+    for (auto _ : state) run_product(products, product, Parallel{}, scratch.data());
     set_operations(state, peak, operations_of(kind, n, m));
 }
 
@@ -107,7 +114,8 @@ void BM_NewtonSchulz(benchmark::State &state, int64_t count, int64_t n, int64_t 
     for (Matrix &matrix : data) matrices.push_back(matrix.matrix);
     NsRecipe recipe = kRecipe;
     recipe.input = input;
-    for (auto _ : state) newton_schulz(choose_products(), recipe, matrices.data(), count, Parallel{});
+    Scratch scratch;
+    for (auto _ : state) newton_schulz(choose_products(), recipe, matrices.data(), count, Parallel{}, scratch.data());
     double operations = 0;
     for (const ProductKind kind : {ProductKind::gram, ProductKind::polynomial, ProductKind::update})
         operations += operations_of(kind, n, m);

@@ -36,8 +36,8 @@ public:
         const std::lock_guard lock(mutex_);
         if (!lt_) lt_ = std::make_unique<Lt>(gpu_);
     }
-    size_t matrix_workspace_bytes(const MatrixBatch &batch) const override {
-        return gpu::matrix_workspace_bytes(batch);
+    MatrixSizes matrix_sizes(const MatrixBatch &batch, int) const override {
+        return {gpu::matrix_workspace_bytes(batch), 0};
     }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
         Lt *const lt = plan.matrices != nullptr ? lt_.get() : nullptr; // else another thread may be setting it

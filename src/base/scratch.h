@@ -23,6 +23,10 @@ public:
         if (block.size() < bytes) block = Block(bytes);
         return block;
     }
+    /// Allocates a block of this size, so that the next call of acquire() need not.
+    void reserve(size_t bytes) {
+        if (bytes != 0) release(acquire(bytes));
+    }
     void release(Block block) noexcept {
         const std::lock_guard lock(mutex_);
         try {

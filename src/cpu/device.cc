@@ -39,8 +39,10 @@ public:
     }
     std::unique_ptr<StepCache> make_cache() const override { return std::make_unique<cpu::PrefetchTrial>(); }
     void check_matrices() const override {}
-    size_t matrix_workspace_bytes(const MatrixBatch &batch) const override {
-        return cpu::MatrixMemory(batch, nullptr).bytes;
+    MatrixSizes matrix_sizes(const MatrixBatch &batch, int threads) const override {
+        const MatrixShape &shape = batch.shape;
+        return {cpu::MatrixMemory(batch, nullptr).bytes,
+                size_t(cpu::ns_scratch_bytes(products_, shape.n(), shape.m(), batch.count, threads))};
     }
     void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const override {
         cpu::run_step(plan, kernels_, products_, caches_, body);

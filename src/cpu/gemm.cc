@@ -78,13 +78,14 @@ const Products &products_of(Isa isa) {
 }
 const Products &choose_products() { return products_of(chosen_isa()); }
 
-void run_product(const Products &products, const Product &product, const Parallel &parallel) {
+void run_product(const Products &products, const Product &product, const Parallel &parallel, char *scratch) {
     const TileGrid grid(products, product, parallel.threads);
     std::atomic<int64_t> next{0};
-    parallel.run(std::min<int64_t>(parallel.threads, grid.count()), [&](int64_t) {
+    parallel.run(std::min<int64_t>(parallel.threads, grid.count()), [&](int64_t part) {
         const DefaultFloatEnvironment environment;
+        char *const own = scratch + part * products.scratch_bytes;
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < grid.count();)
-            if (grid.is_useful(i)) products.run(product, grid[i]);
+            if (grid.is_useful(i)) products.run(product, grid[i], own);
     });
 }
 

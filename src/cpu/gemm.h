@@ -12,7 +12,8 @@ const Products &products_of(Isa isa);
 /// Returns the kernels for chosen_isa().
 const Products &choose_products();
 
-/// Computes a product on up to `parallel.threads` threads. The number of threads does not change the result.
-void run_product(const Products &products, const Product &product, const Parallel &parallel);
+/// Computes a product on up to `parallel.threads` threads, each of which uses Products::scratch_bytes of `scratch`. The
+/// number of threads does not change the result.
+void run_product(const Products &products, const Product &product, const Parallel &parallel, char *scratch);
 
 } // namespace dsopt::cpu

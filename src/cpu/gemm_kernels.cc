@@ -4,6 +4,7 @@
 // each panel of right columns, which stays in the first-level cache; partial sums are stored as fp32 between blocks.
 #include "cpu/gemm_kernels.h"
 #include "cpu/gemm_panels.h"
+#include <new>
 #include <utility>
 
 namespace dsopt::cpu {
@@ -122,11 +123,18 @@ DSOPT_HD void pack(const T *from, int64_t stride, bool by_rows, int64_t k, int64
         pack_columns<Words, Width>(from + begin, stride, length, chains - first, whole * stride - begin, panel);
 }
 
+/// Products::run's memory.
+struct Scratch {
+    alignas(64) float left[kMostRows * kDepth + kPadding]; // panels
+    alignas(64) float right[kDepth * kColumns + kPadding]; // a panel
+    alignas(64) float sums[kMostRows * kSumsStride];       // of the tile
+};
+
 /// Computes the sums of a tile. With `lower`, register tiles above the diagonal are left out.
 template <class Words>
 void sum_tile(const Operands<typename Words::T> &operands, const ProductTile &tile, int64_t rows, int64_t columns,
-              bool lower, float *sums) {
-    alignas(64) float left[kMostRows * kDepth + kPadding], right[kDepth * kColumns + kPadding];
+              bool lower, Scratch &scratch) {
+    float *const left = scratch.left, *const right = scratch.right;
     constexpr int64_t most = kDepth * Words::elements;
     const int64_t blocks = (operands.length + most - 1) / most;
     const int64_t block = ((operands.length + blocks - 1) / blocks + 15) / 16 * 16;
@@ -143,7 +151,7 @@ void sum_tile(const Operands<typename Words::T> &operands, const ProductTile &ti
             panel = left;
             for (int64_t r = tile.row; r < tile.row_end; r += kRows, panel += kRows * count) {
                 if (lower && c >= r + kRows) continue;
-                float *const to = sums + (r - tile.row) * kSumsStride + (c - tile.column);
+                float *const to = scratch.sums + (r - tile.row) * kSumsStride + (c - tile.column);
                 if (k == 0)
                     multiply<Words, true>(count, panel, right, to);
                 else
@@ -229,15 +237,16 @@ void update(const float *sums, const ProductTile &tile, const Product &product, 
     }
 }
 
-template <class Words> void run_tile(const Product &product, const ProductTile &whole) {
-    alignas(64) float sums[kMostRows * kSumsStride];
+template <class Words> void run_tile(const Product &product, const ProductTile &whole, void *memory) {
+    Scratch &scratch = *new (memory) Scratch;
+    float *const sums = scratch.sums;
     const typename Words::tag tag;
     const bool symmetric = product.kind != ProductKind::update;
     ProductTile tile = whole;
     if (symmetric) tile.column_end = smaller(tile.column_end, tile.row_end);
     if (tile.column >= tile.column_end) return; // above the diagonal
     sum_tile<Words>(Operands<typename Words::T>(product), tile, product.n, symmetric ? product.n : product.m, symmetric,
-                    sums);
+                    scratch);
     switch (product.kind) {
     case ProductKind::gram: return store_symmetric(sums, tile, product.a, product.n, tag);
     case ProductKind::polynomial:
@@ -248,8 +257,8 @@ template <class Words> void run_tile(const Product &product, const ProductTile &
     }
 }
 
-void run(const Product &product, const ProductTile &tile) {
-    visit(product.input, [&](auto tag) { run_tile<Singles<decltype(tag)>>(product, tile); });
+void run(const Product &product, const ProductTile &tile, void *scratch) {
+    visit(product.input, [&](auto tag) { run_tile<Singles<decltype(tag)>>(product, tile, scratch); });
 }
 template <class Tag> void round_row(const float *x, double scale, typename Tag::storage *to, int64_t count, Tag tag) {
     int64_t i = 0;
@@ -264,11 +273,11 @@ void round(const float *x, double scale, void *to, Dtype input, int64_t count) {
 }
 
 #if defined(__AVX512F__)
-void run_with_pairs(const Product &product, const ProductTile &tile) {
+void run_with_pairs(const Product &product, const ProductTile &tile, void *scratch) {
     if (product.input == Dtype::bf16)
-        run_tile<Pairs>(product, tile);
+        run_tile<Pairs>(product, tile, scratch);
     else
-        run(product, tile);
+        run(product, tile, scratch);
 }
 
 /// Compares the instruction with the chain, on elements whose exponents are close to each other (so that sums cancel)
@@ -302,7 +311,7 @@ bool verify_pairs() {
 #endif
 
 constexpr Products table(const char *name, decltype(Products::run) tile_kernel, decltype(Products::verify) verify) {
-    return {name, kRows, kColumns, kMostRows, kMostColumns, round, tile_kernel, verify};
+    return {name, kRows, kColumns, kMostRows, kMostColumns, round, tile_kernel, int64_t(sizeof(Scratch)), verify};
 }
 
 } // namespace

@@ -39,8 +39,10 @@ struct Products {
     /// kLeastInput as +0. F32 is not rounded a second time.
     void (*round)(const float *x, double scale, void *to, Dtype input, int64_t count);
     /// Computes a tile. Of symmetric results the elements on and below the diagonal are computed and stored twice.
-    /// Tiles may be computed in any order and at the same time. Uses up to 352 KiB of stack.
-    void (*run)(const Product &product, const ProductTile &tile);
+    /// Tiles may be computed in any order and at the same time, with different `scratch` of `scratch_bytes`, aligned to
+    /// 64 bytes, which is overwritten. The stack would be too small: threads of musl have 128 KiB.
+    void (*run)(const Product &product, const ProductTile &tile, void *scratch);
+    int64_t scratch_bytes;
     /// Returns true if this processor's instructions give the specified bits. NULL: they do by definition.
     bool (*verify)();
 };

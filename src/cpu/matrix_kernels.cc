@@ -6,8 +6,11 @@
 namespace dsopt::cpu {
 namespace {
 
-struct alignas(64) LeafBuffer {
-    float at[kLeaf];
+/// Elements that are formed before they are transposed: as many as fit on a small stack.
+constexpr int64_t kPiece = kLeaf / 2;
+static_assert(kPiece % kTile == 0);
+struct alignas(64) PieceBuffer {
+    float at[kPiece];
 };
 
 /// Moves the momentum of `n` consecutive elements of the tensor.
@@ -27,29 +30,32 @@ template <class R> void form_leaves(const MatrixSpan &span) {
     Span tile{};
     tile.job = span.job;
     tile.step = span.step;
-    LeafBuffer buffer;
+    PieceBuffer buffer;
     for (int64_t leaf = span.first_leaf; leaf < span.last_leaf; ++leaf) {
-        const int64_t begin = leaf * kLeaf, numel = least(kLeaf, shape.numel() - begin);
-        float *const u = shape.tall() ? buffer.at : span.x + begin;
-        int64_t row = begin / cols, col = begin % cols;
-        for (int64_t i = 0; i < numel;) {
-            const int64_t run = shape.stride == cols ? kTile : cols - col, n = least(least(kTile, run), numel - i);
-            form_tile<R>(rule, tile, span.begin + row * shape.stride + col, n, u + i);
-            i += n;
-            col += n;
-            if (col >= cols) row += col / cols, col %= cols;
+        const int64_t leaf_end = least((leaf + 1) * kLeaf, shape.numel());
+        LeafSum sum(leaf_end - leaf * kLeaf);
+        for (int64_t begin = leaf * kLeaf; begin < leaf_end; begin += kPiece) {
+            const int64_t numel = least(kPiece, leaf_end - begin);
+            float *const u = shape.tall() ? buffer.at : span.x + begin;
+            int64_t row = begin / cols, col = begin % cols;
+            for (int64_t i = 0; i < numel;) {
+                const int64_t run = shape.stride == cols ? kTile : cols - col, n = least(least(kTile, run), numel - i);
+                form_tile<R>(rule, tile, span.begin + row * shape.stride + col, n, u + i);
+                i += n;
+                col += n;
+                if (col >= cols) row += col / cols, col %= cols;
+            }
+            sum.add(u, numel);
+            if (!shape.tall()) continue;
+            row = begin / cols, col = begin % cols;
+            for (int64_t i = 0; i < numel; ++row, col = 0) { // transposes
+                const int64_t n = least(cols - col, numel - i);
+                float *const to = span.x + col * rows + row;
+                for (int64_t k = 0; k < n; ++k) to[k * rows] = u[i + k];
+                i += n;
+            }
         }
-        LeafSum sum(numel);
-        sum.add(u, numel);
         span.squares[leaf] = sum.fold();
-        if (!shape.tall()) continue;
-        row = begin / cols, col = begin % cols;
-        for (int64_t i = 0; i < numel; ++row, col = 0) { // transposes
-            const int64_t n = least(cols - col, numel - i);
-            float *const to = span.x + col * rows + row;
-            for (int64_t k = 0; k < n; ++k) to[k * rows] = u[i + k];
-            i += n;
-        }
     }
 }
 

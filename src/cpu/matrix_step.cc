@@ -81,7 +81,7 @@ void MatrixStep::orthogonalize(const MatrixBatch &batch, const MatrixMemory &mem
                                                      memory.products + i * bytes, batch.recipe.input);
             }
     }
-    newton_schulz(products_, batch.recipe, memory.matrices, count, plan_.execution.parallel);
+    newton_schulz(products_, batch.recipe, memory.matrices, count, plan_.execution.parallel, matrices_.scratch);
 }
 
 void MatrixStep::exchange(const MatrixBatch &batch, const MatrixMemory &memory, bool sends) const {

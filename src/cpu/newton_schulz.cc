@@ -11,10 +11,11 @@ constinit std::atomic<int64_t> run_so_far{0};
 /// Operations of an iteration from which on each product is partitioned among threads.
 constexpr double kLeastPartitioned = 2e7;
 
-double operations(const NsMatrix &matrix) {
-    const auto n = double(matrix.n), m = double(matrix.m);
+double operations(int64_t rows, int64_t columns) {
+    const auto n = double(rows), m = double(columns);
     return 4 * n * n * m + 2 * n * n * n;
 }
+double operations(const NsMatrix &matrix) { return operations(matrix.n, matrix.m); }
 bool is_large(const NsMatrix &matrix) { return operations(matrix) >= kLeastPartitioned; }
 bool is_empty(const NsMatrix &matrix) { return matrix.n == 0 || matrix.m == 0; }
 
@@ -34,7 +35,8 @@ void round_input(const Products &products, const Product &product, const Paralle
 }
 
 /// Runs all iterations of a matrix.
-void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix &matrix, const Parallel &parallel) {
+void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix &matrix, const Parallel &parallel,
+             char *scratch) {
     Product product{ProductKind::gram,
                     ns_input(matrix.n, recipe.input),
                     false,
@@ -52,7 +54,7 @@ void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix &m
         round_input(products, product, parallel);
         for (const ProductKind kind : {ProductKind::gram, ProductKind::polynomial, ProductKind::update}) {
             product.kind = kind;
-            run_product(products, product, parallel);
+            run_product(products, product, parallel, scratch);
         }
         product.scale = 1;
         run_so_far.fetch_add(3, std::memory_order_relaxed);
@@ -94,13 +96,19 @@ private:
 
 } // namespace
 
+int64_t ns_scratch_bytes(const Products &products, int64_t n, int64_t m, int64_t count, int64_t threads) {
+    const bool large = operations(n, m) >= kLeastPartitioned;
+    return products.scratch_bytes * (large ? threads : std::min(count, threads));
+}
+
 void newton_schulz(const Products &products, const NsRecipe &recipe, const NsMatrix *matrices, int64_t count,
-                   const Parallel &parallel) {
+                   const Parallel &parallel, char *scratch) {
     for (int64_t i = 0; i < count; ++i)
-        if (!is_empty(matrices[i]) && is_large(matrices[i])) iterate(products, recipe, matrices[i], parallel);
+        if (!is_empty(matrices[i]) && is_large(matrices[i])) iterate(products, recipe, matrices[i], parallel, scratch);
     SmallMatrices small(matrices, count);
-    parallel.run(std::min<int64_t>(parallel.threads, small.count()), [&](int64_t) {
-        small.visit([&](const NsMatrix &matrix) { iterate(products, recipe, matrix, Parallel{}); });
+    parallel.run(std::min<int64_t>(parallel.threads, small.count()), [&](int64_t part) {
+        char *const own = scratch + part * products.scratch_bytes;
+        small.visit([&](const NsMatrix &matrix) { iterate(products, recipe, matrix, Parallel{}, own); });
     });
 }
 

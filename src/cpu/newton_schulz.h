@@ -33,11 +33,15 @@ inline NsMatrix ns_matrix(int64_t n, int64_t m, double scale, float *x, void *wo
     return {n, m, scale, x, memory, a, a + ns_array_bytes(n * n, n, input)};
 }
 
+/// Returns the bytes of newton_schulz()'s scratch for `count` matrices of n x m.
+int64_t ns_scratch_bytes(const Products &products, int64_t n, int64_t m, int64_t count, int64_t threads);
+
 /// Runs the iterations of `count` matrices on all threads: many small matrices are spread over the threads, each
 /// product of a large one is partitioned. The number of threads does not change the result. Throws HOOK as
 /// Parallel::run() does; the matrices are then undefined. Allocates nothing.
+/// `scratch` is aligned to 64 bytes.
 void newton_schulz(const Products &products, const NsRecipe &recipe, const NsMatrix *matrices, int64_t count,
-                   const Parallel &parallel);
+                   const Parallel &parallel, char *scratch);
 
 /// Returns the number of products that this process has run, 3 per step and matrix. For tests.
 int64_t products_run();

@@ -47,8 +47,8 @@ public:
     virtual std::unique_ptr<StepCache> make_cache() const = 0;
     /// Throws UNSUPPORTED or MISSING if the device cannot multiply matrices.
     virtual void check_matrices() const = 0;
-    /// Returns the size of MatrixPlan::workspace in bytes for one batch.
-    virtual size_t matrix_workspace_bytes(const MatrixBatch &batch) const = 0;
+    /// Returns the memory for one batch, on up to `threads` threads.
+    virtual MatrixSizes matrix_sizes(const MatrixBatch &batch, int threads) const = 0;
     /// Calls body(kernels) with the kernels of a step, which are valid during the call.
     virtual void run_step(const StepPlan &plan, FunctionRef<void(StepKernels &)> body) const = 0;
     // Lists. Entries without data are ignored.

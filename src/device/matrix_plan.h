@@ -59,6 +59,11 @@ struct MatrixBatch {
 static_assert(sizeof(MatrixBatch) == 24 + 8 + sizeof(NsRecipe) + 8 + 32 && sizeof(NsRecipe) == 72,
               "no padding: tables of these are compared byte by byte");
 
+/// Bytes of memory that a batch needs. `workspace` does not depend on the machine and its threads.
+struct MatrixSizes {
+    size_t workspace, scratch;
+};
+
 /// The rank that orthogonalises a matrix, if matrices are partitioned among ranks.
 struct MatrixPlace {
     int64_t offset; // of the result in the rank's row, in bytes
@@ -81,7 +86,8 @@ struct MatrixPlan {
     int64_t rank;      // this rank among those that matrices are partitioned among
     int64_t row_bytes; // of a rank's results
     char *row, *rows;  // of this rank, and of all ranks
-    char *workspace;   // of DeviceKernels::matrix_workspace_bytes(), for one batch
+    char *workspace;   // of MatrixSizes::workspace bytes, for one batch
+    char *scratch;     // of MatrixSizes::scratch bytes, for one batch; in host memory, aligned to 64 bytes
 };
 
 /// Largest workspace of a batch in bytes, unless one tensor's smallest part needs more.

@@ -181,7 +181,8 @@ MatrixPlan Matrices::plan(const std::vector<dsopt_group> &groups, const StepTabl
                     .row_bytes = row_bytes_,
                     .row = nullptr,
                     .rows = nullptr,
-                    .workspace = nullptr};
+                    .workspace = nullptr,
+                    .scratch = nullptr};
     if (reused) return plan;
     std::copy(jobs_.begin(), jobs_.end(), plan.jobs);
     std::copy(places_.begin(), places_.end(), plan.places);

@@ -159,7 +159,15 @@ void Optimizer::set_matrices(const Registry &registry) {
     const bool split = (desc_.flags & DSOPT_OPTIMIZER_SPLIT_MATRICES) && comm != nullptr;
     auto matrices = std::make_unique<Matrices>(registry.params, registry.groups, shards() ? parts_.get() : nullptr,
                                                split ? comm->ranks() : 1, split ? comm->rank() : 0);
-    if (matrices->counts().matrices != 0) matrices_ = std::move(matrices);
+    if (matrices->counts().matrices == 0) return;
+    const DeviceKernels &kernels = context_->device().kernels();
+    const int threads = context_->parallel().threads;
+    size_t bytes = 0;
+    for (const MatrixBatch &batch : matrices->batches())
+        bytes = std::max(bytes, kernels.matrix_sizes(batch, threads).scratch);
+    matrix_scratch_bytes_ = bytes != 0 ? bytes + kCacheLine : 0; // blocks of the pool have any alignment
+    matrix_scratch_.reserve(matrix_scratch_bytes_);              // later `apply` allocates nothing
+    matrices_ = std::move(matrices);
 }
 
 /// Limits the state tensors of parameters to this rank's parts. Accumulated gradients stay whole: they are this rank's

@@ -213,9 +213,10 @@ private:
     std::unique_ptr<StepCache> cache_;
     dsopt_step last_call_{}; // without addresses of lists; these are in `host_memory_`
     int64_t planned_ = 0;    // version of the registry for which the tables of the last call are valid; 0: none
-    mutable ScratchPool host_scratch_;
-    int64_t calls_ = 0;          // of dsopt_optimizer_step
-    int32_t resharded_from_ = 0; // as in dsopt_report
+    mutable ScratchPool host_scratch_, matrix_scratch_;
+    size_t matrix_scratch_bytes_ = 0; // of a call, with `matrices_`
+    int64_t calls_ = 0;               // of dsopt_optimizer_step
+    int32_t resharded_from_ = 0;      // as in dsopt_report
     struct {
         int64_t skipped = 0;
         double loss_scale = 0; // 0: unknown

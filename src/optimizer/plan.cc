@@ -236,9 +236,10 @@ StepMemory::StepMemory(const Optimizer &optimizer, void *workspace, void *host) 
     arena.take(mean, parts != nullptr ? parts->mean_numel() : 0);
     for (char *&staged : staging) arena.take(staged, parts != nullptr ? parts->layout().staging_bytes() : 0);
     const Matrices *const own = optimizer.matrices();
+    const int threads = optimizer.context().parallel().threads;
     size_t batch_bytes = 0;
     for (size_t i = 0; own != nullptr && i < own->batches().size(); ++i)
-        batch_bytes = std::max(batch_bytes, device.kernels().matrix_workspace_bytes(own->batches()[i]));
+        batch_bytes = std::max(batch_bytes, device.kernels().matrix_sizes(own->batches()[i], threads).workspace);
     arena.take_bytes(matrices, batch_bytes);
     const int64_t row_bytes = own != nullptr ? own->row_bytes() : 0;
     arena.take(matrix_row, row_bytes);

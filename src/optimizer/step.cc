@@ -80,6 +80,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
     char *const begin = static_cast<char *>(workspace) + alignment_padding(workspace);
     HostScratch scratch(host_scratch_, request.host ? 0 : StepMemory(*this, nullptr, nullptr).host_bytes);
     const StepMemory memory(*this, begin, request.host ? request.host : scratch.data());
+    // It is not in the workspace, whose size is part of programs that may run on other machines (JAX's).
+    HostScratch matrix_scratch(matrix_scratch_, matrices_ ? matrix_scratch_bytes_ : 0);
     if (!request.stateful) device.clear(memory.control, kZeroedBytes, stream);
 
     const StepTable table(memory.table, shape_of(*this));
@@ -94,6 +96,8 @@ void Optimizer::run(const StepRequest &request, const dsopt_tensor *state, void 
         matrices.row = memory.matrix_row;
         matrices.rows = memory.matrix_rows;
         matrices.workspace = memory.matrices;
+        if (matrix_scratch_bytes_ != 0)
+            matrices.scratch = matrix_scratch.data() + (0 - uintptr_t(matrix_scratch.data())) % kCacheLine;
     }
     StepPlan plan = make_plan(*this, request, state, memory, table, onebit_ ? &onebit.plan : nullptr,
                               matrices_ ? &matrices : nullptr);

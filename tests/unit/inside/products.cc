@@ -93,6 +93,30 @@ struct Workspace {
     std::vector<float> result() const { return {x.begin(), x.end() - 1}; }
 };
 
+/// Scratch of these threads, whose bytes after the end are checked for overwrites.
+class Scratch {
+public:
+    Scratch(const Products &products, int threads) :
+        bytes_(size_t(products.scratch_bytes) * size_t(threads)),
+        memory_(bytes_ + 2 * kCacheLine, char(0x5a)) {}
+    Scratch(const Scratch &) = delete;
+    Scratch &operator=(const Scratch &) = delete;
+    ~Scratch() {
+        for (size_t i = 0; i < kCacheLine; ++i) EXPECT_EQ(data()[bytes_ + i], char(0x5a));
+    }
+    char *data() { return memory_.data() + (0 - uintptr_t(memory_.data())) % kCacheLine; }
+
+private:
+    const size_t bytes_;
+    std::vector<char> memory_;
+};
+/// newton_schulz() with scratch of its own.
+void iterate(const Products &products, const NsRecipe &recipe, const NsMatrix *matrices, int64_t count,
+             const Parallel &parallel) {
+    Scratch scratch(products, parallel.threads);
+    newton_schulz(products, recipe, matrices, count, parallel, scratch.data());
+}
+
 bool same_bits(const std::vector<float> &x, const std::vector<float> &y) {
     return x.size() == y.size() && (x.empty() || std::memcmp(x.data(), y.data(), x.size() * sizeof(float)) == 0);
 }
@@ -102,10 +126,11 @@ void run_products(const Products &products, const NsMatrix &matrix, Dtype input,
     Product product{ProductKind::gram, input,        last,     matrix.n, matrix.m, 1,
                     matrix.x,          matrix.input, matrix.a, matrix.b, {}};
     std::copy_n(kTriple, 3, product.triple);
+    Scratch scratch(products, parallel.threads);
     products.round(matrix.x, 1, matrix.input, input, matrix.n * matrix.m);
     for (const ProductKind kind : kKinds) {
         product.kind = kind;
-        run_product(products, product, parallel);
+        run_product(products, product, parallel, scratch.data());
     }
 }
 
@@ -187,7 +212,7 @@ TEST(Products, KeepDenormalsInF32WhateverTheCallersEnvironment) {
         const unsigned saved = _mm_getcsr();
         _mm_setcsr(saved | bits);
         const NsRecipe recipe{{{kTriple[0], kTriple[1], kTriple[2]}}, 1, 2, Dtype::f32};
-        newton_schulz(choose_products(), recipe, &found.matrix, 1, {});
+        iterate(choose_products(), recipe, &found.matrix, 1, {});
         _mm_setcsr(saved);
         return found.result();
     };
@@ -348,7 +373,7 @@ TEST(NewtonSchulz, IsCloseToTheRecurrenceInDoubleForEverySpectrum) {
             const Doubles expected = recurrence(Doubles(values.begin(), values.end()), n, m, 5);
             for (const Dtype input : kInputs) {
                 Workspace found(n, m, values, input);
-                newton_schulz(choose_products(), recipe_of(input), &found.matrix, 1, {2});
+                iterate(choose_products(), recipe_of(input), &found.matrix, 1, {2});
                 const Dtype rounded = ns_input(n, input);
                 const double bound = rounded == Dtype::bf16 ? 4e-2 : rounded == Dtype::f16 ? 5e-3 : 5e-5;
                 EXPECT_LE(relative_error(found.x, expected), bound)
@@ -368,7 +393,7 @@ TEST(NewtonSchulz, RunsIterationsOfTheProductsAndRoundsTheResult) {
         // A step after the last triple repeats it.
         const NsRecipe recipe{{{2, -1.5, 0.5}, {kTriple[0], kTriple[1], kTriple[2]}}, 2, 4, input};
         Workspace found(18, 40, values, input);
-        newton_schulz(choose_products(), recipe, &found.matrix, 1, {});
+        iterate(choose_products(), recipe, &found.matrix, 1, {});
         EXPECT_TRUE(same_bits(found.result(), expected.x)) << test::dtype_name(int32_t(input));
     }
 }
@@ -387,8 +412,8 @@ TEST(NewtonSchulz, BeginsWithTheScaledMatrixRoundedOnce) {
                 for (const Dtype input : kInputs) {
                     Workspace found(n, m, unscaled, input), expected(n, m, scaled, input);
                     found.matrix.scale = scale;
-                    newton_schulz(*products, recipe_of(input, 2), &found.matrix, 1, {2});
-                    newton_schulz(*products, recipe_of(input, 2), &expected.matrix, 1, {});
+                    iterate(*products, recipe_of(input, 2), &found.matrix, 1, {2});
+                    iterate(*products, recipe_of(input, 2), &expected.matrix, 1, {});
                     EXPECT_TRUE(same_bits(found.x, expected.x)) << products->name << " " << scale << " " << n;
                 }
         }
@@ -399,8 +424,8 @@ TEST(NewtonSchulz, DoesNotRoundInputsOfMatricesWithFewerThan16Rows) {
     for (const int64_t n : {int64_t(1), kLeastRounded - 1, kLeastRounded}) {
         const std::vector<float> values = random.floats(size_t(n * 40), -0.03, 0.03);
         Workspace f32(n, 40, values, Dtype::f32), bf16(n, 40, values, Dtype::bf16);
-        newton_schulz(choose_products(), recipe_of(Dtype::f32), &f32.matrix, 1, {});
-        newton_schulz(choose_products(), recipe_of(Dtype::bf16), &bf16.matrix, 1, {});
+        iterate(choose_products(), recipe_of(Dtype::f32), &f32.matrix, 1, {});
+        iterate(choose_products(), recipe_of(Dtype::bf16), &bf16.matrix, 1, {});
         EXPECT_EQ(same_bits(f32.x, bf16.x), n < kLeastRounded);
     }
 }
@@ -412,7 +437,7 @@ TEST(NewtonSchulz, LeavesAMatrixOfZerosAtPlusZero) {
                 std::vector<float> values(size_t(n * 40), 0.0f);
                 values[0] = -0.0f;
                 Workspace found(n, 40, values, input);
-                newton_schulz(*products, recipe_of(input), &found.matrix, 1, {});
+                iterate(*products, recipe_of(input), &found.matrix, 1, {});
                 values[0] = 0.0f;
                 EXPECT_TRUE(same_bits(found.result(), values)) << products->name << " " << n;
             }
@@ -430,7 +455,7 @@ struct List {
     void run(const NsRecipe &recipe, const Parallel &parallel) {
         std::vector<NsMatrix> list;
         for (Workspace &matrix : matrices) list.push_back(matrix.matrix);
-        newton_schulz(choose_products(), recipe, list.data(), int64_t(list.size()), parallel);
+        iterate(choose_products(), recipe, list.data(), int64_t(list.size()), parallel);
     }
 };
 
@@ -455,7 +480,7 @@ TEST(NewtonSchulz, CountsThreeProductsPerStepAndMatrix) {
     const int64_t before = products_run();
     list.run(recipe_of(Dtype::bf16, 4), {3});
     EXPECT_EQ(products_run() - before, 10 * 4 * 3); // two matrices are empty
-    newton_schulz(choose_products(), recipe_of(Dtype::f32), nullptr, 0, {3});
+    iterate(choose_products(), recipe_of(Dtype::f32), nullptr, 0, {3});
     EXPECT_EQ(products_run() - before, 10 * 4 * 3);
 }
 
@@ -491,7 +516,7 @@ TEST(NewtonSchulz, ThrowsHookIfACallersPoolLeavesAPieceOut) {
             list.push_back(ns_matrix(n, n, 1, matrix.x.data(), matrix.memory.data(), Dtype::f32));
         Pool pool{.first = 1};
         try {
-            newton_schulz(choose_products(), recipe_of(Dtype::f32), list.data(), 2, {2, Pool::run, &pool});
+            iterate(choose_products(), recipe_of(Dtype::f32), list.data(), 2, {2, Pool::run, &pool});
             FAIL() << "no exception";
         } catch (const Error &error) { EXPECT_EQ(error.status(), DSOPT_ERR_HOOK); }
     }
@@ -503,6 +528,16 @@ TEST(NsWorkspace, RoundsEachArrayUpTo64Bytes) {
     EXPECT_EQ(ns_workspace_bytes(1, 1, Dtype::bf16), 3 * 64);
     EXPECT_EQ(ns_workspace_bytes(15, 20, Dtype::bf16), ns_workspace_bytes(15, 20, Dtype::f32));
     EXPECT_EQ(ns_workspace_bytes(0, 5, Dtype::f16), 0);
+}
+
+TEST(NsScratch, HasRoomForEachThreadThatMultiplies) {
+    for (const Products *products : all_products()) {
+        EXPECT_EQ(products->scratch_bytes % int64_t(kCacheLine), 0);
+        EXPECT_LE(products->scratch_bytes, 352 << 10) << products->name;
+        EXPECT_EQ(ns_scratch_bytes(*products, 24, 24, 5, 3), 3 * products->scratch_bytes);
+        EXPECT_EQ(ns_scratch_bytes(*products, 24, 24, 2, 3), 2 * products->scratch_bytes) << "a thread per matrix";
+        EXPECT_EQ(ns_scratch_bytes(*products, 200, 200, 1, 3), 3 * products->scratch_bytes) << "partitioned products";
+    }
 }
 
 TEST(ChooseProducts, FollowsTheInstructionSetThatIsSelected) {
