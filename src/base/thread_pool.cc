@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "base/thread_pool.h"
 #include "base/fork.h"
+#include "base/not_copied.h"
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -26,6 +27,30 @@ using Body = FunctionRef<void(int64_t)>;
 /// microseconds, hence threads spin between them. The steps of a training follow each other after milliseconds,
 /// during which idle threads must not occupy cores.
 constexpr std::chrono::microseconds kSpin{50};
+
+/// Least stack of a thread, if the default is smaller: it may be a limit of the process that is for other threads, or
+/// musl's 128 KiB. A part of a step uses less than 64 KiB, and the rest is for sanitizers and thread-local variables.
+constexpr size_t kLeastStack = size_t(512) << 10;
+
+/// Attributes of a new thread.
+class Attributes : NotCopied {
+public:
+    Attributes() {
+        valid_ = ::pthread_attr_init(&attributes_) == 0;
+        size_t bytes = 0;
+        if (valid_ && ::pthread_attr_getstacksize(&attributes_, &bytes) == 0 && bytes < kLeastStack)
+            (void)::pthread_attr_setstacksize(&attributes_, kLeastStack);
+    }
+    ~Attributes() {
+        if (valid_) ::pthread_attr_destroy(&attributes_);
+    }
+    /// NULL: the default.
+    const pthread_attr_t *get() const { return valid_ ? &attributes_ : nullptr; }
+
+private:
+    pthread_attr_t attributes_;
+    bool valid_;
+};
 
 void pause() {
 #if defined(__x86_64__)
@@ -161,10 +186,11 @@ private:
             ::sigdelset(&blocked, signal);
         ::pthread_sigmask(SIG_BLOCK, &blocked, &before);
         try {
+            const Attributes attributes;
             while (int(workers_.size()) < count) {
                 workers_.push_back(std::make_unique<Worker>(*this, int(workers_.size()) + 1));
                 pthread_t thread;
-                if (::pthread_create(&thread, nullptr, run_worker, workers_.back().get()) != 0) {
+                if (::pthread_create(&thread, attributes.get(), run_worker, workers_.back().get()) != 0) {
                     workers_.pop_back();
                     break;
                 }

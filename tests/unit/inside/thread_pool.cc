@@ -15,8 +15,9 @@
 using namespace test;
 
 namespace inside_thread_pool_tests {
-std::atomic<int> g_started{0}; // number of threads started since the last reset
-std::atomic<int> g_limit{-1};  // number of threads that may be started; -1: no limit
+std::atomic<int> g_started{0};  // number of threads started since the last reset
+std::atomic<int> g_limit{-1};   // number of threads that may be started; -1: no limit
+std::atomic<size_t> g_stack{0}; // of the last thread that was started
 } // namespace inside_thread_pool_tests
 
 /// Overrides the function of the C library. Counts threads, and fails like a limit on the processes of the user.
@@ -27,6 +28,9 @@ extern "C" int pthread_create(pthread_t *thread, const pthread_attr_t *attribute
     static const auto next = reinterpret_cast<Create>(::dlsym(RTLD_NEXT, "pthread_create"));
     if (g_limit >= 0 && g_started >= g_limit) return EAGAIN;
     ++g_started;
+    size_t stack = 0;
+    if (attributes != nullptr) pthread_attr_getstacksize(attributes, &stack);
+    g_stack = stack;
     return next(thread, attributes, run, argument);
 }
 
@@ -52,6 +56,43 @@ TEST_F(ThreadPool, RunsEachPartOnce) {
         for (const int64_t parts : {0, 1, threads - 1, threads, threads + 1, 5 * threads + 2})
             EXPECT_EQ(run_counts(threads, parts), std::vector<int>(size_t(parts), 1)) << threads << ' ' << parts;
 }
+
+#if defined(__GLIBC__)
+/// Sets the default size of stacks of new threads during its lifetime.
+class DefaultStack {
+public:
+    explicit DefaultStack(size_t bytes) {
+        pthread_getattr_default_np(&before_);
+        pthread_attr_t changed;
+        pthread_getattr_default_np(&changed);
+        pthread_attr_setstacksize(&changed, bytes);
+        EXPECT_EQ(pthread_setattr_default_np(&changed), 0);
+        pthread_attr_destroy(&changed);
+    }
+    DefaultStack(const DefaultStack &) = delete;
+    DefaultStack &operator=(const DefaultStack &) = delete;
+    ~DefaultStack() {
+        pthread_setattr_default_np(&before_);
+        pthread_attr_destroy(&before_);
+    }
+
+private:
+    pthread_attr_t before_;
+};
+
+TEST_F(ThreadPool, StartsThreadsWithAtLeast512KiBOfStack) {
+    int threads = 32; // more than other tests start
+    for (const auto &[usual, wanted] :
+         {std::pair(size_t(64) << 10, size_t(512) << 10), {size_t(2) << 20, size_t(2) << 20}}) {
+        const DefaultStack stack(usual);
+        g_started = 0;
+        run_counts(threads, threads);
+        EXPECT_GT(g_started, 0);
+        EXPECT_EQ(g_stack, wanted);
+        threads *= 2;
+    }
+}
+#endif
 
 TEST_F(ThreadPool, RunsEachPartOnceInRepeatedCalls) {
     for (int round = 0; round < 20000; ++round) {
