@@ -279,8 +279,8 @@ enum dsopt_context_flags {
  * A thread pool: runs `body(arg, i)` exactly once for every i in [0, n), in any order and on any thread, and returns
  * when all calls of `body` have returned. The calling thread should run some of the calls: otherwise a pool whose
  * threads all wait inside dsopt deadlocks. If the function returns too early, runs an index twice, or throws, the call
- * into dsopt returns DSOPT_ERR_HOOK. Calling `body` after the return is undefined behaviour. Steps of Muon need 512 KiB
- * of stack in each thread.
+ * into dsopt returns DSOPT_ERR_HOOK. Calling `body` after the return is undefined behaviour. `body` and calls of dsopt on
+ * the CPU need 64 KiB of stack.
  */
 typedef void (*dsopt_parallel_for)(void *user, int64_t n, void (*body)(void *arg, int64_t i), void *arg);
 
