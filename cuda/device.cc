@@ -22,6 +22,18 @@ void load_kernels(KernelLoader &load) {
     load_matrix_kernels(load);
 }
 
+} // namespace
+
+void refuse_device(const Gpu &gpu) {
+    throw Error(
+        DSOPT_ERR_MISSING,
+        "CUDA device %d has compute capability %s, and this build has code for %s. A build from source has that "
+        "of the Meson option device_archs, 7.5 or later",
+        gpu.ordinal(), gpu.capability().c_str(), DSOPT_CUDA_CODE);
+}
+
+namespace {
+
 class CudaKernels final : public DeviceKernels {
 public:
     explicit CudaKernels(const Gpu &gpu) : gpu_(gpu), shared_(gpu) {

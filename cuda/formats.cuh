@@ -71,15 +71,16 @@ __device__ __forceinline__ void for_blocks(Position *positions, const Leaf &wher
 
 /// Returns the largest value of a warp, in all lanes.
 __device__ __forceinline__ uint32_t largest_in_warp(uint32_t value) {
-#if defined(CUDA_EMU) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800)
+#if defined(CUDA_EMU)
+    if (cuemu::options().capability >= 80) return __reduce_max_sync(0xffffffffu, value);
+#elif __CUDA_ARCH__ >= 800
     return __reduce_max_sync(0xffffffffu, value);
-#else
+#endif
     for (int width = 16; width != 0; width /= 2) {
         const uint32_t other = __shfl_xor_sync(0xffffffffu, value, width);
         value = other > value ? other : value;
     }
     return value;
-#endif
 }
 
 /// Calls body(codec) with the codec of a format that has scales.

@@ -161,6 +161,9 @@ private:
     }
 };
 
+/// Throws DSOPT_ERR_MISSING, because the build has no code that the device can run.
+[[noreturn]] void refuse_device(const Gpu &gpu);
+
 /// Loads kernels before their first launch, at which the driver may wait for all work on the device, and so for
 /// collectives that wait for this rank.
 class KernelLoader : NotCopied {
@@ -174,8 +177,7 @@ public:
         const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
         if (error == cudaErrorNoKernelImageForDevice) {
             (void)cudaGetLastError();
-            throw Error(DSOPT_ERR_MISSING,
-                        "this build has no code for CUDA device %d: see the Meson option device_archs", gpu_.ordinal());
+            refuse_device(gpu_);
         }
         check(error, "cudaFuncGetAttributes");
         // Queries the occupancy now, for each size of dynamic shared memory, so that a step does not allocate an entry.

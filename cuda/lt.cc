@@ -105,8 +105,12 @@ void Lt::prepare(const LtShape &shape) {
     const lt::Status status = api_.find_algorithms(handle_, plan->operation.value, plan->a.value, plan->b.value,
                                                    plan->d.value, plan->d.value, preference.value, 1, &result, &found);
     if (status == lt::not_supported || (status == lt::success && (found < 1 || result.state != lt::success)))
-        throw Error(DSOPT_ERR_BACKEND, "cuBLASLt has no algorithm for %d products of %lld x %lld x %lld", shape.count,
-                    ll(shape.rows), ll(shape.cols), ll(shape.depth));
+        throw Error(DSOPT_ERR_BACKEND,
+                    "cuBLASLt has no algorithm for %d products of %lld x %lld x %lld in %s on a device of compute "
+                    "capability %s%s",
+                    shape.count, ll(shape.rows), ll(shape.cols), ll(shape.depth), dtype_name(int32_t(shape.input)),
+                    gpu_.capability().c_str(),
+                    shape.input == Dtype::f32 ? "" : "; another dsopt_group.ns_dtype may have one");
     check(status, "cublasLtMatmulAlgoGetHeuristic");
     plan->algorithm = result.algorithm;
     known = std::move(plan);

@@ -7,6 +7,7 @@
 #include <bit>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -58,6 +59,8 @@ public:
     }
     ~Gpu() { (void)release_(ordinal_); }
     int ordinal() const { return ordinal_; }
+    /// Returns the compute capability, such as "7.5".
+    std::string capability() const;
     void enter() const { check_driver(push_(context_), "cuCtxPushCurrent"); }
     void leave() const {
         void *context = nullptr;
@@ -151,6 +154,12 @@ template <auto Free> template <class T> void FreedBy<Free>::operator()(T *handle
         const OnDevice on(*gpu);
         (void)Free(handle);
     } catch (const std::exception &) {} // the device has failed, and its memory with it
+}
+inline std::string Gpu::capability() const {
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal_), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal_), "cudaDeviceGetAttribute");
+    return std::to_string(major) + "." + std::to_string(minor);
 }
 inline DeviceMemory Gpu::device_memory(size_t bytes) const {
     const OnDevice on(*this);

@@ -102,11 +102,11 @@ __device__ __forceinline__ void for_shared_leaves(const DevicePlan &d, const Lea
     const auto copy_job = [&](int32_t tensor) INLINED {
         const unsigned word = thread_read_here();
         if (word < LeavesAhead::words)
-            copy_async<8>(ahead.job + word, reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + word);
+            copy_async(ahead.job + word, reinterpret_cast<const uint64_t *>(d.plan.jobs + tensor) + word);
     };
     const auto load_tensor = [&](unsigned round) INLINED {
         const uint32_t position = ahead.leaf[round % rounds];
-        if (position < d.leaves) copy_async<4>(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, position));
+        if (position < d.leaves) copy_async(&ahead.tensor[round % rounds], d.tensor_of_leaf + leaf_at(d, position));
     };
     if (threadIdx.x == 0) {
         s.tensor = s.group = -1, s.step = -1, s.trust = 1;

@@ -70,18 +70,20 @@ template <class T> __device__ __forceinline__ T *global(T *pointer) {
 /// whole job in registers because it knows that the store does not change the job.
 template <class T> __device__ __forceinline__ void store_as_is(T *to, const T &value) { __stwb(to, value); }
 
-/// Copies from global to shared memory without a register. Complete for this thread after wait_for_copies().
-template <int Size> __device__ __forceinline__ void copy_async(void *shared, const void *from) {
-#if defined(__CUDA_ARCH__)
+/// Copies a word of 4 or 8 bytes from global to shared memory, without a register from capability 8.0 on. Complete for
+/// this thread after wait_for_copies().
+template <class Word> __device__ __forceinline__ void copy_async(Word *shared, const Word *from) {
+    static_assert(sizeof(Word) == 4 || sizeof(Word) == 8);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
-                 "l"(from), "n"(Size)
+                 "l"(from), "n"(int(sizeof(Word)))
                  : "memory");
 #else
-    std::memcpy(shared, from, Size);
+    __builtin_memcpy(shared, from, sizeof(Word)); // the words may be parts of other types
 #endif
 }
 __device__ __forceinline__ void wait_for_copies() {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }

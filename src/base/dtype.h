@@ -55,12 +55,12 @@ struct DoubleWords {
 
 DSOPT_HD float bf16_to_f32(uint16_t value) { return float_of(uint32_t(value) << 16); }
 
-// On a GPU each of these conversions is one instruction.
+// On a GPU each of these conversions is one instruction; that to bfloat16 from capability 8.0 on.
 
 /// Rounds to nearest, ties to even. A NaN keeps its upper payload bits and becomes quiet, so it cannot round to
 /// infinity.
 DSOPT_HD uint16_t f32_to_bf16(float value) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     uint16_t result;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
     return result;

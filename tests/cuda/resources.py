@@ -89,7 +89,7 @@ MOST_INSTRUCTIONS = {"update_kernel": 31000, "update_stored_kernel": 31200, "upd
 RANKS_AT_ONCE = 4
 REGISTERS = 65536
 # Threads and KiB of shared memory of a multiprocessor; each block reserves another 1024 bytes.
-MULTIPROCESSOR = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228),
+MULTIPROCESSOR = {75: (1024, 64), 80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228),
                   103: (2048, 228),
                   110: (2048, 228), 120: (1536, 100), 121: (1536, 100)}
 THREADS = 256

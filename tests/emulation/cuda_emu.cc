@@ -390,7 +390,8 @@ void wait(Worker &w, Thread &self) {
 }
 
 Options &options() {
-    static Options options{unsigned(from_environment("CUEMU_WORKERS", 1)), from_environment("CUEMU_SEED", 0)};
+    static Options options{unsigned(from_environment("CUEMU_WORKERS", 1)), from_environment("CUEMU_SEED", 0),
+                           unsigned(from_environment("CUEMU_CAPABILITY", 90))};
     return options;
 }
 

@@ -276,6 +276,7 @@ Config config_from_environment() {
     config.seed = from_environment("CUEMU_STREAM_SEED", config.seed);
     config.devices = int(from_environment("CUEMU_DEVICES", uint64_t(config.devices)));
     config.multiprocessors = int(from_environment("CUEMU_MULTIPROCESSORS", uint64_t(config.multiprocessors)));
+    config.capability = int(from_environment("CUEMU_CAPABILITY", uint64_t(config.capability)));
     config.protect = from_environment("CUEMU_PROTECT", 1) != 0;
     const char *const mode = std::getenv("CUEMU_MODE");
     const char *const names[] = {"eager", "lazy", "random", "threads"};
@@ -291,6 +292,7 @@ void reset(const Config &config) {
     reset_memory();
     cuemu::clear_error();
     g_config = config;
+    cuemu::options().capability = unsigned(config.capability);
     g_counters = {};
     g_sticky = t_last = cudaSuccess;
     g_kernels_run = g_all_calls = 0;

@@ -76,10 +76,11 @@ struct Options {
     unsigned workers = 1; // OS threads that run the blocks of a grid; 1 under the address sanitizer
     // 0: natural order. Otherwise blocks, threads and wake-ups are permuted, in the same way for the same seed.
     uint64_t seed = 0;
+    unsigned capability = 90; // of the device; kernels use instructions of later devices only with it
     // If set, cached stores (__stwb) are appended here; with one worker only.
     std::vector<Store> *stores = nullptr;
 };
-/// Options are read from CUEMU_WORKERS and CUEMU_SEED at first use. They may change only while no kernel runs.
+/// Options are read from CUEMU_WORKERS, CUEMU_SEED and CUEMU_CAPABILITY at first use. They may change only while no kernel runs.
 Options &options();
 
 /// Returns the first violation of the execution model since clear_error(), or "": a deadlock, a divergent collective, a

@@ -47,7 +47,7 @@ struct Config {
     cudaError_t fail_kernel_with = cudaErrorIllegalAddress;
 };
 /// Returns the defaults, changed by the environment: CUEMU_MODE (eager, lazy, random, threads), CUEMU_STREAM_SEED,
-/// CUEMU_DEVICES, CUEMU_MULTIPROCESSORS, CUEMU_PROTECT (0, 1). CUEMU_KEYS=0: memory is protected as on a processor
+/// CUEMU_DEVICES, CUEMU_MULTIPROCESSORS, CUEMU_CAPABILITY, CUEMU_PROTECT (0, 1). CUEMU_KEYS=0: memory is protected as on a processor
 /// without protection keys.
 Config config_from_environment();
 /// Resets all state, leaked objects too. Before the first reset, config_from_environment() is in effect.
