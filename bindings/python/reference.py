@@ -21,6 +21,7 @@ import typing
 
 FRAMEWORKS = ("torch", "jax", "jaxlib", "optax", "keras", "tensorflow", "numpy")
 VALUES = {"keras.backend.backend": lambda: "tensorflow"}  # values of stubs that are read at import
+VERSIONS = {"tensorflow": "2.16", "keras": "3.5"}  # for the package does not import with earlier ones
 
 
 # ------------------------------------------------------------------------------------------------------------- stubs
@@ -66,7 +67,9 @@ def stub_of(owner, path, name):
 class StubModule(types.ModuleType):
     """A module of an absent framework. Its attributes are stubs."""
 
-    __version__ = "2.0"
+    def __init__(self, name):
+        super().__init__(name)
+        self.__version__ = VERSIONS.get(name, "2.0")
 
     def __getattr__(self, name):
         return stub_of(self, self.__name__, name)

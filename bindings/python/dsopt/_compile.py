@@ -4,6 +4,8 @@ against it on first use."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shlex
@@ -12,16 +14,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from typing import List, Optional, Sequence
+from typing import Iterator, List, Optional, Sequence
 
 from . import _abi as abi
-from ._errors import MissingError
+from ._versions import missing
 
 _HEADERS = ("dsopt.h", "dsopt_dl.h")
-
-
-def missing(text: str) -> MissingError:
-    return MissingError(text, abi.DSOPT_ERR_MISSING, "DSOPT_ERR_MISSING")
+_BUILDING = "dsopt-building-"  # prefix of the folder of a compilation, in the cache
 
 
 def headers() -> str:
@@ -41,10 +40,43 @@ def headers() -> str:
     raise missing("dsopt_dl.h is not in %s: it is needed to compile" % ", ".join(places))
 
 
-def _cache() -> str:
-    return os.environ.get("DSOPT_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "dsopt"
-    )
+def _cache() -> Optional[str]:
+    """Returns the folder of compiled libraries, or None for a user without a home folder: in a container a user may
+    have neither HOME nor an entry in the list of users."""
+    chosen = os.environ.get("DSOPT_CACHE")
+    if chosen:
+        return os.path.abspath(chosen)
+    for parent in (os.environ.get("XDG_CACHE_HOME") or "", os.path.join(os.path.expanduser("~"), ".cache")):
+        if os.path.isabs(parent):
+            return os.path.join(parent, "dsopt")
+    return None
+
+
+@contextlib.contextmanager
+def _lock(folder: str) -> Iterator[bool]:
+    """Waits until no other process compiles in this folder. Yields False where files cannot be locked, such as on some
+    network file systems: then processes compile concurrently."""
+    try:
+        file = os.open(os.path.join(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o600)  # to be written, for NFS
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(file)  # unlocks it, as the end of a killed process does
+
+
+def _remove_abandoned(folder: str) -> None:
+    """Removes what killed processes were compiling. The caller has the lock, so no other process is compiling."""
+    for name in os.listdir(folder):
+        if name.startswith(_BUILDING):
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
 @dataclass
@@ -70,8 +102,13 @@ class Extension:
             return chosen
         if self.prebuilt is not None:
             return self.prebuilt
-        include = headers()
-        path = os.path.join(_cache(), self._file_name(include))
+        include, cache = headers(), _cache()
+        if cache is None:
+            raise missing(
+                "%s cannot keep its compiled %s: this user has no home folder. Set DSOPT_CACHE to a folder that can be "
+                "written" % (self.module, self.what)
+            )
+        path = os.path.join(cache, self._file_name(include))
         if not os.path.exists(path):
             self._build(path, include)
         return path
@@ -104,15 +141,25 @@ class Extension:
         )
 
     def _build(self, path: str, include: str) -> None:
-        """The library is renamed to `path` when it is complete, so processes may compile concurrently."""
+        """One of several processes compiles, and the others wait for it. The library is renamed to `path` when it is
+        complete, because processes may not see each other's lock."""
+        cache = os.path.dirname(path)
         try:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            folder = tempfile.TemporaryDirectory(dir=os.path.dirname(path))
+            os.makedirs(cache, mode=0o700, exist_ok=True)
+            with _lock(cache) as locked:
+                if os.path.exists(path):
+                    return
+                if locked:
+                    _remove_abandoned(cache)
+                folder = tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache)
+                self._compile(path, include, folder)
         except OSError as problem:
             raise missing(
                 "%s cannot keep its compiled %s in %s: %s. Set DSOPT_CACHE to a folder that can be written"
-                % (self.module, self.what, os.path.dirname(path), problem)
+                % (self.module, self.what, cache, problem)
             ) from None
+
+    def _compile(self, path: str, include: str, folder: "tempfile.TemporaryDirectory[str]") -> None:
         with folder as name:
             result = os.path.join(name, "result.so")
             common = ["-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-I" + include]

@@ -16,12 +16,8 @@ from ._arrays import refuse
 from ._double import Hyper, clipping, limits_of, moments_of, squares, update
 from ._errors import UnsupportedError
 from ._functions import norm as norm_of
+from ._numpy import numpy
 from ._params import Param, in_order, unboxed
-
-try:
-    import numpy
-except ImportError:  # then there are no float64 arrays to step
-    numpy = None  # type: ignore[assignment]
 
 _KEYS = {name: getattr(abi, "DSOPT_KEY_" + name.upper()) for name in Hyper._fields}
 _LIMITED = {"": "", "exchange": "the 1-bit family, whose exchange is float32",

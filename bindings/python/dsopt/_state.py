@@ -15,11 +15,7 @@ from ._arrays import AS_INTEGERS, CODES, DTYPE_NAMES, DTYPE_SIZES, Tensor, refus
 from ._errors import Error
 from ._handle import Handle
 from ._lists import Watch
-
-try:
-    import numpy
-except ImportError:  # then arrays are ctypes arrays
-    numpy = None  # type: ignore[assignment]
+from ._numpy import numpy
 
 _CTYPES: Dict[int, Any] = {
     abi.DSOPT_DTYPE_F32: ctypes.c_float,

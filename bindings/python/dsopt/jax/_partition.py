@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _call, _shards
+from ._alike import shard_alike
 
 # The mesh of a partitioned call has this axis only, over all devices of the program: arrays of one call may have
 # shardings of different meshes.
@@ -41,7 +41,7 @@ def alike(of, x):
     can = isinstance(of, jax.core.Tracer) and jnp.ndim(x) and jnp.shape(of) == jnp.shape(x)
     if not can or _call.like(x).sharding is not None or _manual_axes()[0]:
         return x  # with explicit axes, whose types have the sharding, or in a shard_map
-    return shard_alike(of, x)[1]
+    return shard_alike(of, x)
 
 
 def gradient(of, grad):

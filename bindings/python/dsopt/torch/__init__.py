@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of torch that step with the engine. See README.md."""
+import torch as _torch
+
+from .. import _versions
+
+_versions.require("dsopt.torch", _torch)  # before the modules that need it
 from ._8bit import Adam8bit, AdamW8bit
 from ._adagrad import Adagrad
 from ._adam import Adam, AdamW

@@ -15,9 +15,9 @@ from .. import _abi as abi
 from .._double import Hyper, clipping, limits_of, moments_of, squares, update
 from ._dtensor import is_placed_as, like, local_grad, local_of, refuse, spec_of, takes_norms
 from ._formats import formats_of
-from ._plan import Entry, Plan, Stale, bump
+from ._plan import Entry, Plan, Stale
 from ._rounding import Kind
-from ._tensors import DEVICES, FLOATS, check_grad, check_kind, context_of, is_dtensor, unsupported, wrong
+from ._tensors import DEVICES, FLOATS, bump, check_grad, check_kind, context_of, is_dtensor, unsupported, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer

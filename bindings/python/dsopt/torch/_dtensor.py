@@ -7,7 +7,6 @@ parameter.
 """
 from __future__ import annotations
 
-import sys
 from math import prod
 from operator import is_
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
@@ -22,7 +21,7 @@ from ._mesh import Layout, Named, Spread, interval_of, layout_of_scales
 from ._parallel import LAMBS
 from ._plan import Entry, Plan, Stale
 from ._rounding import Kind
-from ._tensors import E4M3, check_kind, is_dtensor, unsupported, wrong
+from ._tensors import E4M3, check_kind, dtensors, is_dtensor, unsupported, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -156,7 +155,7 @@ def _with_shape(key: Any, tensor: Any, shape: Tuple[int, ...], what: str) -> Any
     dimension."""
     if tensor.numel() != prod(shape):
         raise wrong("%s has shape %s, and must have %s" % (what, tuple(tensor.shape), shape), "SHAPE")
-    module = sys.modules.get("torch.distributed.tensor") or sys.modules["torch.distributed._tensor"]
+    module = dtensors()
     everywhere = [module.Replicate()] * key.device_mesh.ndim
     local = local_of(with_placements(key, tensor, everywhere)).reshape(shape)
     return _dtensor_of(key, local, everywhere, shape, local.stride())

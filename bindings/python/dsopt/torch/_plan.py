@@ -22,8 +22,8 @@ from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SE
                        formats_of, is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
 from ._parallel import Parallel, agrees_over_data
 from ._rounding import Kind, raw_of
-from ._tensors import (STATES, Engine, Layouts, check_grad, check_kind, context_of, dtype_of, is_dense, put, strides_of,
-                       unsupported, words_of, wrong)
+from ._tensors import (STATES, Engine, Layouts, bump, check_grad, check_kind, context_of, dtype_of, is_dense, put,
+                       strides_of, unsupported, words_of, wrong)
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
 ERRORS = ("worker_error", "server_error")  # this rank's
 _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
-bump = getattr(torch._C, "_increment_version", None)  # torch.autograd.graph.increment_version of a whole list
 _somewhere = ctypes.create_string_buffer(64)  # address of the gradient of a tensor without elements
 _ungated = contextlib.nullcontext()
 

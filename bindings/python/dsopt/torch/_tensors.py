@@ -9,6 +9,7 @@ import sys
 import threading
 from array import array
 from ctypes import byref
+from functools import partial
 from operator import attrgetter
 from typing import Any, Dict, List, Sequence, Tuple
 
@@ -28,6 +29,26 @@ E4M3: torch.dtype = getattr(torch, "float8_e4m3fn", torch.uint8)  # torch before
 STATES = {abi.DSOPT_DTYPE_F32: torch.float32, abi.DSOPT_DTYPE_F16: torch.float16, abi.DSOPT_DTYPE_BF16: torch.bfloat16,
           abi.DSOPT_DTYPE_I32: torch.int32, abi.DSOPT_DTYPE_I16: torch.int16, abi.DSOPT_DTYPE_U8: torch.uint8,
           abi.DSOPT_DTYPE_F8_E4M3: E4M3}
+
+
+def _bump() -> Any:
+    """Returns torch.autograd.graph.increment_version for a list of tensors, or None before torch 2.1, which lacks it.
+    From torch 2.5 on one call takes the whole list, and before only one tensor."""
+    increment = getattr(torch._C, "_increment_version", None)
+    if increment is not None:
+        try:
+            increment([torch.empty(0, device="cpu")])
+        except RuntimeError:
+            return partial(_bump_each, increment)
+    return increment
+
+
+def _bump_each(increment: Any, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        increment(tensor)
+
+
+bump = _bump()
 
 
 def wrong(text: str, name: str = "ARGUMENT") -> Error:
@@ -72,12 +93,20 @@ def dtype_of(tensor: torch.Tensor, what: str) -> Tuple[int, int]:
                     "optimizer of torch.optim" % (what, str(tensor.dtype).replace("torch.", "")), "DTYPE") from None
 
 
+def dtensors() -> Any:
+    """Returns the module with DTensor and its placements, or None before the program has imported it. Before torch 2.5
+    it is torch.distributed._tensor; torch.distributed.tensor has only `parallel` there."""
+    for name in ("torch.distributed.tensor", "torch.distributed._tensor"):
+        module = sys.modules.get(name)
+        if hasattr(module, "DTensor"):
+            return module
+    return None
+
+
 def is_dtensor(tensor: Any) -> bool:
-    """True for a DTensor of torch.distributed.tensor. None exists before the program has imported that module, which
-    had another name before torch 2.5."""
-    module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
-    kind = getattr(module, "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+    """True for a DTensor of torch.distributed.tensor. None exists before the program has imported that module."""
+    module = dtensors()
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_grad(grad: torch.Tensor, param: torch.Tensor, what: str, device: torch.device) -> None:

@@ -33,9 +33,9 @@ class Handler(unittest.TestCase):
         done = self.ask()
         self.assertEqual((done.returncode, done.stdout.strip()), (0, path), done.stderr)
         self.assertEqual(os.stat(path).st_mtime_ns, before)
-        self.assertEqual([name for name in os.listdir(os.path.dirname(path)) if name.startswith("tmp")], [])
+        self.assertEqual([name for name in os.listdir(os.path.dirname(path)) if "building" in name], [])
 
-    def test_processes_may_compile_concurrently(self):
+    def test_one_of_several_processes_compiles(self):
         with tempfile.TemporaryDirectory() as cache:
             both = [
                 subprocess.Popen(
@@ -43,13 +43,16 @@ class Handler(unittest.TestCase):
                     env={**os.environ, "DSOPT_CACHE": cache},
                     text=True,
                     stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
                 )
                 for _ in range(2)
             ]
-            paths = [process.communicate()[0].strip() for process in both]
+            said = [process.communicate() for process in both]
             self.assertEqual([process.returncode for process in both], [0, 0])
-            self.assertEqual(paths[0], paths[1])
-            self.assertEqual(os.listdir(cache), [os.path.basename(paths[0])])
+            self.assertEqual(sum(complaint.count("compiling its") for _, complaint in said), 1)
+            path = said[0][0].strip()
+            self.assertEqual(said[1][0].strip(), path)
+            self.assertEqual(sorted(os.listdir(cache)), [".lock", os.path.basename(path)])
 
     def test_environment_selects_the_handler(self):
         path = dsopt.jax.handler_path()
@@ -70,7 +73,7 @@ class Handler(unittest.TestCase):
     def test_ffi_version_matches_the_header(self):
         major, minor = _build.api_version()
         self.assertEqual(major, 0)
-        self.assertGreaterEqual(minor, 3)  # jaxlib 0.9.1
+        self.assertGreaterEqual(minor, 2)  # jaxlib 0.8.1
 
     def test_prebuilt_handler_needs_same_or_earlier_minor_version(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 optimizer."""
 import torch
 import torch.distributed as dist
+from support import VERSION
 
 try:
     from torch.distributed.device_mesh import init_device_mesh
@@ -11,6 +12,8 @@ try:
     ABSENT = ""
 except ImportError as problem:
     ABSENT = "torch %s has no FSDP2 or no torch.distributed.tensor (%s)" % (torch.__version__, problem)
+if not ABSENT and VERSION < (2, 8):
+    ABSENT = "FSDP2 of torch %s averages with ReduceOp.AVG, which gloo does not have" % torch.__version__
 if not ABSENT and not dist.is_gloo_available():
     ABSENT = "torch is built without gloo"
 

@@ -19,8 +19,19 @@ except ImportError as problem:
 import dsopt.torch  # noqa: E402 - found by the path above
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+NO_FUSED = "torch %s refuses fused=True on the device %s"
 PAIRS = ((dsopt.torch.AdamW, torch.optim.AdamW), (dsopt.torch.Adam, torch.optim.Adam))
 SHAPES = ((10, 5), (10,), (), (3, 0), (1000,))
+
+
+def fused_on(device):
+    """True if torch's Adam and AdamW accept fused=True for parameters on the device. Their constructors check this, and
+    those of dsopt.torch call them."""
+    try:
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def params_of(*shapes, dtype=torch.float32, seed=0):

@@ -5,7 +5,8 @@ import inspect
 import math
 import warnings
 
-from support import PAIRS, SHAPES, VERSION, TestCase, give_grads, main, params_of, step_both, torch
+from support import (NO_FUSED, PAIRS, SHAPES, VERSION, TestCase, fused_on, give_grads, main, params_of, step_both,
+                     torch)
 
 import dsopt
 from dsopt.torch import AdamW
@@ -506,6 +507,8 @@ class Refused(TestCase):
         for kind, reference in PAIRS:
             if "fused" not in inspect.signature(reference).parameters:
                 self.skipTest("torch %s has no fused %s" % (torch.__version__, reference.__name__))
+            if not fused_on("meta"):
+                self.skipTest(NO_FUSED % (torch.__version__, "meta"))
             model = torch.nn.Linear(3, 3, device="meta")
             optimizer = kind(model.parameters(), fused=True)
             for param in model.parameters():

@@ -4,7 +4,7 @@ import copy
 import io
 import math
 
-from support import SHAPES, VERSION, TestCase, main, params_of, torch
+from support import NO_FUSED, SHAPES, VERSION, TestCase, fused_on, main, params_of, torch
 
 import dsopt
 from dsopt.torch import (SGD, Adagrad, Adam, AdamW, FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb,
@@ -267,6 +267,8 @@ class Scaling(DoubleCase):
     def test_fused_step_unscales_and_skips(self):
         if VERSION < (2, 0):
             self.skipTest("torch %s has another protocol of GradScaler" % torch.__version__)
+        if not fused_on("cpu"):
+            self.skipTest(NO_FUSED % (torch.__version__, "cpu"))
         for kind in (AdamW, Adam, SGD, Adagrad):
             for make in (lambda: doubles((40,)), lambda: params_of((3,)) + doubles((40,))):
                 params, others = make(), make()
@@ -286,7 +288,7 @@ class Scaling(DoubleCase):
 
     def test_scale_without_found_inf_checks_for_overflow(self):
         params = doubles((3,))
-        optimizer = AdamW(params, fused=True) if VERSION >= (2, 0) else AdamW(params)
+        optimizer = AdamW(params, fused=True) if fused_on("cpu") else AdamW(params)
         before = params[0].detach().clone()
         give(params)
         params[0].grad[1] = math.inf

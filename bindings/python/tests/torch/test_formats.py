@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 
-from support import VERSION, TestCase, give_grads, main, params_of, torch
+from support import NO_FUSED, VERSION, TestCase, fused_on, give_grads, main, params_of, torch
 
 import dsopt
 import dsopt.torch
@@ -196,6 +196,8 @@ class Formats(TestCase):
     def test_skipped_steps_change_nothing(self):
         if VERSION < (2, 0):
             self.skipTest("torch %s has another protocol of GradScaler" % torch.__version__)
+        if not fused_on("cpu"):
+            self.skipTest(NO_FUSED % (torch.__version__, "cpu"))
         for kind, options, _, _ in self.each(**{}):
             if kind is Lion:
                 continue

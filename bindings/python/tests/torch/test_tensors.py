@@ -2,6 +2,8 @@
 """Memory of parameters, gradients and state that changes between steps; gradients of any strides."""
 import copy
 import ctypes
+import sys
+import types
 import unittest.mock
 
 from support import VERSION, TestCase, give_grads, main, params_of, torch
@@ -225,6 +227,37 @@ class LayoutsEqual(TestCase):
                     self.assertFalse(layouts.equal([other, torch.ones(2)]))
                 with torch.inference_mode():
                     self.assertTrue(layouts.equal([first, torch.ones(2)]))
+
+
+class OtherVersions(TestCase):
+    def test_versions_are_incremented_one_by_one_before_torch_25(self):
+        """There the function refuses a list."""
+        seen = []
+
+        def increment(tensor):
+            if not isinstance(tensor, torch.Tensor):
+                raise RuntimeError("increment_version expect a Tensor as input")
+            seen.append(tensor)
+
+        tensors = params_of((4,), (3,))
+        for function, expected in ((increment, tensors), (seen.append, [tensors])):
+            with unittest.mock.patch.object(torch._C, "_increment_version", function, create=True):
+                bump = _tensors._bump()
+            seen.clear()
+            bump(tensors)
+            self.assertEqual(list(map(id, seen)), list(map(id, expected)))
+        with unittest.mock.patch.object(torch._C, "_increment_version", None, create=True):
+            self.assertIsNone(_tensors._bump())
+
+    def test_module_without_dtensor_does_not_hide_the_one_that_has_it(self):
+        """torch.distributed.tensor of torch 2.4 only has `parallel`."""
+        without, having = types.SimpleNamespace(), types.SimpleNamespace(DTensor=torch.nn.Parameter)
+        names = ("torch.distributed.tensor", "torch.distributed._tensor")
+        for modules, expected in (((without, having), True), ((having, having), True), ((None, having), True),
+                                  ((having, None), True), ((without, None), False), ((None, None), False)):
+            with unittest.mock.patch.dict(sys.modules, dict(zip(names, modules))):
+                self.assertEqual(_tensors.is_dtensor(params_of((2,))[0]), expected, modules)
+                self.assertFalse(_tensors.is_dtensor(torch.ones(2)))
 
 
 class PresentGoneAbsent(TestCase):
