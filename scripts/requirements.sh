@@ -6,7 +6,7 @@
 # --keep the versions of NAME.txt remain where they are possible. Without a NAME it updates all. uv resolves for all
 # Pythons together, pip only for the Python that runs it. NAME-source.in has packages that are built from source in the
 # environment of NAME.txt, which has their dependencies; NAME-aside.in has packages that are built likewise, with other
-# versions. Needs Python 3.11.
+# versions. With the line "# no dependencies" NAME.in has all packages that are installed. Needs Python 3.11.
 set -eu
 newest=3.15 # of all Pythons, unless NAME.in names another one: without a limit uv wants wheels for Pythons to come
 cd "$(dirname "$0")/requirements"
@@ -35,7 +35,9 @@ for name; do
     } >"$work/project/pyproject.toml"
     : >"$work/kept"
     [ -z "$keep" ] || grep == "$name.txt" | sed 's/ \\$//' >"$work/kept"
-    case $name in *-source | *-aside) depends=--no-deps ;; *) depends= ;; esac
+    depends=
+    case $name in *-source | *-aside) depends=--no-deps ;; esac
+    ! grep -qx '# no dependencies' "$name.in" || depends=--no-deps
     (
         here=$PWD
         cd "$work/project"

@@ -5,7 +5,8 @@
 # Exits with 77 and a reason if there is no such Python, no network, or the list has no hashes for this system; a
 # different hash is a failure. Packages without a wheel are in NAME-source.txt, and are built in that environment, with
 # the packages of NAME.txt. If that fails they are omitted, with the reason. Other versions of the same packages are in
-# NAME-aside.txt; they are also built, and are in FOLDER/aside, for PYTHONPATH.
+# NAME-aside.txt; they are also built, and are in FOLDER/aside, for PYTHONPATH. With the line "# no dependencies" in
+# NAME.in no dependency is installed that the list does not have.
 set -eu
 folder=$1 name=$2
 shift 2
@@ -75,7 +76,10 @@ done
     skip "there is no Python $oldest${newest:+ to $newest} or a later one with venv (Debian: python3-venv)"
 "$python" -m venv --clear "$folder" || skip "$python makes no virtual environment (Debian: python3-venv)"
 status=0
-install "$requirements/$name.txt" --only-binary :all: || status=$?
+depends=
+! grep -qx '# no dependencies' "$requirements/$name.in" || depends=--no-deps
+# shellcheck disable=SC2086 # nothing or one word
+install "$requirements/$name.txt" --only-binary :all: $depends || status=$?
 [ $status != 77 ] || skip "PyPI was not reached for $name"
 [ $status = 0 ] || { cat "$folder/log"; exit 1; }
 cp "$requirements/$name.txt" "$folder/ready"

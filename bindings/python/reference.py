@@ -21,7 +21,7 @@ import typing
 
 FRAMEWORKS = ("torch", "jax", "jaxlib", "optax", "keras", "tensorflow", "numpy")
 VALUES = {"keras.backend.backend": lambda: "tensorflow"}  # values of stubs that are read at import
-VERSIONS = {"tensorflow": "2.16", "keras": "3.5"}  # for the package does not import with earlier ones
+VERSIONS = {"tensorflow": "2.16", "keras": "3.10"}  # for the package does not import with earlier ones
 
 
 # ------------------------------------------------------------------------------------------------------------- stubs

@@ -15,7 +15,7 @@ OLDEST = {
     "torch": ("torch", "1.13"),
     "jax": ("JAX", "0.8.1"),  # before: version 0.1 of XLA's FFI, without types of state
     "tensorflow": ("TensorFlow", "2.16"),  # before: Keras 2
-    "keras": ("Keras", "3.5"),
+    "keras": ("Keras", "3.10"),  # before: optimizers without _overwrite_variable_with_gradient
 }
 
 

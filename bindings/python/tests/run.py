@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [torch] [MODULE...]: runs the tests of the package, or those of dsopt.torch, or only these modules. Imports
-the
-package next to this folder, or with DSOPT_INSTALLED=1 the installed one.
+"""run.py [torch] [--short | MODULE...]: runs the tests of the package, or those of dsopt.torch, or only these modules.
+Imports the package next to this folder, or with DSOPT_INSTALLED=1 the installed one. With --short the tests run in one
+process: updates, state, masters, rounding, errors, wrappers. The other ones start groups of processes and take minutes.
 
 The last line is `N passed, N failed`. Exits with 77 if NumPy (PyTorch) is missing.
 """
@@ -12,12 +12,20 @@ import sys
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+SHORT = {
+    "numpy": ["test_arrays", "test_caches", "test_compile", "test_double", "test_functional", "test_groups",
+              "test_lists", "test_low_precision", "test_muon", "test_optimizer", "test_state", "test_versions"],
+    "torch": ["test_adam", "test_errors", "test_masters", "test_muon", "test_rounding", "test_sgd",
+              "test_shard_one_process", "test_tensors", "test_wrappers"],
+}
 
 
 def main():
     needed, folder, chosen = "numpy", HERE, sys.argv[1:]
     if chosen[:1] == ["torch"]:
         needed, folder, chosen = "torch", os.path.join(HERE, "torch"), chosen[1:]
+    if chosen == ["--short"]:
+        chosen = SHORT[needed]
     try:
         __import__(needed)
     except ImportError:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every test of this folder; the last line counts them."""
+"""run.py [--short]: runs every test of this folder, or with --short those of the handler and of the optax form, and one
+class with sharded arrays; the last line counts them."""
 
 import os
 import sys
@@ -7,7 +8,10 @@ import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
-result = unittest.TextTestRunner(verbosity=2).run(unittest.defaultTestLoader.discover(HERE, "test_*.py"))
+SHORT = ["test_handler", "test_optax", "test_operands", "test_sharding.Updates"]
+loader = unittest.defaultTestLoader
+suite = loader.loadTestsFromNames(SHORT) if sys.argv[1:] == ["--short"] else loader.discover(HERE, "test_*.py")
+result = unittest.TextTestRunner(verbosity=2).run(suite)
 failed = len({str(test).split(" (")[0] for test, _ in result.failures + result.errors})
 for reason in sorted({reason for _, reason in result.skipped}):
     print("skipped: " + reason)

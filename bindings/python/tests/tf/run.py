@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [TEST...]: runs all tests in this Python, or only these (test_step), and counts them.
+"""run.py [--short | TEST...]: runs all tests in this Python, or only these (test_step), and counts them. With --short:
+updates, state and one training run.
 
 dsopt finds the library (DSOPT_LIBRARY). Exits with 77 if TensorFlow is not installed."""
 import os
@@ -9,6 +10,7 @@ import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SKIPPED = 77
+SHORT = ["test_step", "test_state", "test_low_precision", "test_muon"]
 
 
 def main(names):
@@ -22,6 +24,8 @@ def main(names):
     except ImportError as problem:
         print("skipped: %s has no TensorFlow with Keras 3: %s" % (sys.executable, problem))
         return SKIPPED
+    if names == ["--short"]:
+        names = SHORT
     begin = time.time()
     loader = unittest.defaultTestLoader
     suite = loader.loadTestsFromNames(names) if names else loader.discover(HERE)

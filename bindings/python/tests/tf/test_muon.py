@@ -14,6 +14,7 @@ from support import Reference, distance, fit, gradients, make_model, same, varia
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
+KERAS_FAILS = "keras.optimizers.Muon of Keras %s fails on TensorFlow: it reads the path of a tf.Variable" % keras.__version__
 
 
 def orthogonal(u, steps=5):
@@ -92,6 +93,7 @@ class Formula(unittest.TestCase):
         follow(optimizer, params, [(muon, [0]), (adamw, [1])])
         self.assertLess(distance(weights(params), muon.p + adamw.p), 1e-5)
 
+    @unittest.skipIf(KERAS < (3, 11), KERAS_FAILS)
     def test_state_matches_keras(self):
         """Also with each kind of clipping, because the gradients of matrices are scaled."""
         for clipping in ({}, {"clipvalue": 0.3}, {"clipnorm": 2.0}, {"global_clipnorm": 3.0}):
@@ -196,6 +198,7 @@ class State(unittest.TestCase):
             self.assertTrue(same(weights(model) + weights(model.optimizer.variables),
                                  weights(whole) + weights(whole.optimizer.variables)))
 
+    @unittest.skipIf(KERAS < (3, 11), KERAS_FAILS)
     def test_checkpoints_are_compatible_with_keras(self):
         makers = (lambda rate: keras.optimizers.Muon(rate, adam_lr_ratio=1), lambda rate: dsopt.tf.Muon(
             rate, ns_dtype="float32"))
