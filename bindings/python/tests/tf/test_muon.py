@@ -93,7 +93,7 @@ class Formula(unittest.TestCase):
         follow(optimizer, params, [(muon, [0]), (adamw, [1])])
         self.assertLess(distance(weights(params), muon.p + adamw.p), 1e-5)
 
-    @unittest.skipIf(KERAS < (3, 11), KERAS_FAILS)
+    @unittest.skipIf(KERAS < (3, 13), KERAS_FAILS)
     def test_state_matches_keras(self):
         """Also with each kind of clipping, because the gradients of matrices are scaled."""
         for clipping in ({}, {"clipvalue": 0.3}, {"clipnorm": 2.0}, {"global_clipnorm": 3.0}):
@@ -198,7 +198,7 @@ class State(unittest.TestCase):
             self.assertTrue(same(weights(model) + weights(model.optimizer.variables),
                                  weights(whole) + weights(whole.optimizer.variables)))
 
-    @unittest.skipIf(KERAS < (3, 11), KERAS_FAILS)
+    @unittest.skipIf(KERAS < (3, 13), KERAS_FAILS)
     def test_checkpoints_are_compatible_with_keras(self):
         makers = (lambda rate: keras.optimizers.Muon(rate, adam_lr_ratio=1), lambda rate: dsopt.tf.Muon(
             rate, ns_dtype="float32"))
