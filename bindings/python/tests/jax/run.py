@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [--short]: runs every test of this folder, or with --short those of the handler and of the optax form, and one
-class with sharded arrays; the last line counts them."""
+"""run.py [--short]: runs every test of this folder, or with --short those of the handler and of the optax form, and some
+with sharded arrays; the last line counts them."""
 
 import os
 import sys
@@ -8,7 +8,11 @@ import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
-SHORT = ["test_handler", "test_optax", "test_operands", "test_sharding.Updates"]
+SHORT = ["test_handler", "test_optax", "test_operands"] + [
+    "test_sharding.Updates." + name
+    for name in ("test_keeps_placements_and_bits", "test_gradient_placements_match_optax",
+                 "test_works_with_the_partitioner_before_shardy")
+]
 loader = unittest.defaultTestLoader
 suite = loader.loadTestsFromNames(SHORT) if sys.argv[1:] == ["--short"] else loader.discover(HERE, "test_*.py")
 result = unittest.TextTestRunner(verbosity=2).run(suite)
