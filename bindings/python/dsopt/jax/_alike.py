@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jax.experimental.shard_alike, which JAX has no longer since 0.11.2, from what jax.extend and jax.interpreters offer."""
+"""jax.experimental.shard_alike, or for JAX 0.11.2 and later, which lack it, an operation made with jax.extend."""
 
 import itertools
 

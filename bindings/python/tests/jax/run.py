@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""run.py [--short]: runs every test of this folder, or with --short those of the handler and of the optax form, and some
-with sharded arrays; the last line counts them."""
+"""run.py [--short]: runs every test of this folder, or with --short those of the handler and of the optax form, and
+some with sharded arrays; the last line counts them."""
 
 import os
 import sys

@@ -25,8 +25,8 @@ OPTAX = {
 
 
 def updating(tx):
-    """Returns a step with a transformation; gradients are computed in the program. Their products are exact, because XLA
-    fuses them with the sums in some of the programs only."""
+    """Returns a step with a transformation; gradients are computed in the program. Their products are exact, because
+    XLA fuses them with the sums in some of the programs only."""
 
     def step(params, grads, state):
         updates, state = tx.update(jax.tree.map(lambda g, p: g + 0.125 * p, grads, params), state, params)

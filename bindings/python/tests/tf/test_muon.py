@@ -14,7 +14,7 @@ from support import Reference, distance, fit, gradients, make_model, same, varia
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
-KERAS_FAILS = "keras.optimizers.Muon of Keras %s fails on TensorFlow: it reads the path of a tf.Variable" % keras.__version__
+KERAS_FAILS = "keras.optimizers.Muon of Keras %s reads the path of a tf.Variable, which has none" % keras.__version__
 
 
 def orthogonal(u, steps=5):
