@@ -146,13 +146,32 @@ private:
     Stream copy_stream_;
 };
 
+std::string version_text(int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+/// Returns the reason for cudaErrorInsufficientDriver: the driver is not there, or it is too old.
+std::string driver_reason() {
+    int driver = 0, runtime = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || cudaRuntimeGetVersion(&runtime) != cudaSuccess) driver = 0;
+    const std::string needed = version_text(runtime / 1000 * 1000); // of any minor version
+    if (driver == 0)                                                // seen for drivers of CUDA 11, too
+        return "there is no CUDA driver (libcuda.so.1), or one before CUDA 12; this build needs one for CUDA " +
+               needed + " or later";
+    return "the driver is for CUDA " + version_text(driver) + ", and this build needs one for CUDA " + needed +
+           " or later: update the driver, or build from source with a CUDA toolkit of the driver's version, 12.5 or "
+           "later";
+}
+
 /// Returns the number of devices that can be used. If there are none, `reason` receives the reason.
 int count_devices(std::string &reason) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaSuccess && count > 0) return count;
     (void)cudaGetLastError();
-    reason = error == cudaSuccess ? "there is no CUDA device" : cudaGetErrorString(error);
+    reason = error == cudaSuccess                   ? "the CUDA driver finds no device"
+             : error == cudaErrorInsufficientDriver ? driver_reason()
+                                                    : cudaGetErrorString(error);
     if (error == cudaErrorInitializationError)
         reason += " (a child of fork() cannot use CUDA if the parent has used it, for example in dsopt_build_info)";
     return 0;
@@ -170,9 +189,12 @@ std::unique_ptr<Device> make_cuda_device(int device) {
     return std::make_unique<gpu::CudaDevice>(device);
 }
 
-const char *cuda_state() {
-    std::string reason;
-    return gpu::count_devices(reason) > 0 ? "cuda" : "no device";
+CudaInfo cuda_info() {
+    CudaInfo info{"cuda", "", DSOPT_CUDA_CODE};
+    if (gpu::count_devices(info.reason) == 0) info.state = "no device";
+    (void)cudaDriverGetVersion(&info.driver);
+    (void)cudaRuntimeGetVersion(&info.runtime);
+    return info;
 }
 
 } // namespace dsopt

@@ -25,7 +25,7 @@ static void line(const char *name, const char *value) { printf("%-16s %s\n", nam
 /// Returns the value of a member of a flat JSON object as plain text, without quotes, and with blanks between the
 /// entries of a list. The library's texts have no escapes.
 static const char *member(const char *json, const char *key) {
-    static char text[256];
+    static char text[512];
     char quoted[32];
     size_t length = 0;
     snprintf(quoted, sizeof quoted, "\"%s\": ", key);
@@ -110,6 +110,12 @@ static int report(void) {
     line("checkpoint", member(info, "checkpoint_format"));
     line("backends", member(info, "backends"));
     line("CUDA", member(info, "cuda"));
+    if (strcmp(member(info, "cuda_reason"), "unknown") != 0) line("CUDA reason", member(info, "cuda_reason"));
+    if (strcmp(member(info, "cuda_code"), "unknown") != 0) {
+        line("code for", member(info, "cuda_code"));
+        line("CUDA runtime", member(info, "cuda_runtime"));
+        line("CUDA driver", strcmp(member(info, "cuda_driver"), "unknown") != 0 ? member(info, "cuda_driver") : "none");
+    }
     line("in use", member(info, "isa"));
     instruction_sets();
     line("threads", member(info, "threads"));

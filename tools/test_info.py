@@ -42,12 +42,15 @@ text = run()[0]
 report = dict(
     re.split(r"\s{2,}|(?<=:\d) ", line, maxsplit=1) for line in text.splitlines() if "  " in line or "device" in line
 )
+expect(("cuda_reason" in said) == (said["cuda"] != "cuda"), f"--json says {said}")
 for name, value in (
     ("version", said["version"]),
     ("ABI", str(said["abi"])),
     ("compiler", said["compiler"]),
     ("backends", " ".join(said["backends"])),
     ("CUDA", said["cuda"]),
+    ("CUDA reason", said.get("cuda_reason")),
+    ("code for", said.get("cuda_code")),
     ("in use", said["isa"]),
     ("threads", said["threads"]),
     ("comms", " ".join(said["comms"])),

@@ -283,7 +283,7 @@ std::unique_ptr<Comm> make_nccl_comm(std::shared_ptr<const Context> context, con
 }
 
 const char *nccl_state() {
-    if (std::strcmp(cuda_state(), "cuda") != 0) return "needs CUDA";
+    if (!cuda_info().usable()) return "needs CUDA";
     return Library::state(nccl::kLibrary);
 }
 

@@ -222,15 +222,26 @@ std::string make_build_info() {
             if (std::isalnum(static_cast<unsigned char>(c)) == 0 && std::strchr("-_+. ", c) == nullptr) c = '?';
         unknown = "\"isa_unknown\": \"" + unknown + "\", ";
     }
-    char text[1024];
+    const CudaInfo cuda = cuda_info();
+    std::string about_cuda;
+    const auto add = [&](const char *key, const std::string &value) {
+        if (!value.empty()) about_cuda += std::string("\"") + key + "\": \"" + value + "\", ";
+    };
+    const auto version = [](int number) {
+        return number == 0 ? "" : std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+    };
+    add("cuda_reason", cuda.reason);
+    add("cuda_code", cuda.code);
+    add("cuda_runtime", version(cuda.runtime));
+    add("cuda_driver", version(cuda.driver));
+    char text[2048];
     std::snprintf(text, sizeof text,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
-                  "\"%s\", \"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
+                  "\"%s\", %s\"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
                   "\"isa\": \"%s\", %s\"threads\": \"pool\", \"checkpoint_format\": 1}",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
-                  std::strcmp(cuda_state(), "cuda") == 0 ? ", \"cuda\"" : "", cuda_state(),
-                  has_nccl ? ", \"nccl\"" : "", has_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(),
-                  cpu_isa_name(), unknown.c_str());
+                  cuda.usable() ? ", \"cuda\"" : "", cuda.state, about_cuda.c_str(), has_nccl ? ", \"nccl\"" : "",
+                  has_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(), cpu_isa_name(), unknown.c_str());
     return text;
 }
 

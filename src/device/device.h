@@ -5,6 +5,7 @@
 #include "base/sizes.h"
 #include "device/kernels.h"
 #include <memory>
+#include <string>
 
 namespace dsopt {
 
@@ -95,7 +96,15 @@ const char *unknown_isa();
 std::unique_ptr<Device> make_cpu_device();
 /// Throws DSOPT_ERR_UNSUPPORTED in a build without CUDA, DSOPT_ERR_MISSING without a driver or device.
 std::unique_ptr<Device> make_cuda_device(int device);
-/// Returns "cuda" if the backend is in the build and there is a device, else the reason why not.
-const char *cuda_state();
+/// What dsopt_build_info() says about CUDA. The texts have no characters that JSON would escape.
+struct CudaInfo {
+    const char *state;           // "cuda": there is a device; "no device"; "not in this build"
+    std::string reason;          // why there is none, else ""
+    const char *code;            // compute capabilities of devices that the build has code for
+    int driver = 0, runtime = 0; // version of CUDA, such as 13000 for 13.0; driver 0: there is none
+    bool usable() const { return reason.empty(); }
+};
+/// Starts the CUDA driver.
+CudaInfo cuda_info();
 
 } // namespace dsopt

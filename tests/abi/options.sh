@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # options.sh SOURCE-DIR CUDA MESON...: a build with every option off can be configured; jax_headers, which is for
-# wheels, is an error without python_linker; with CUDA `enabled`, a build that calls nvcc through ccache can be
-# configured.
+# wheels, is an error without python_linker; an nvcc that does not work is named with its error; with CUDA `enabled`, a
+# build that calls nvcc through ccache can be configured, and one for devices before capability 7.5 is refused.
 set -eu
 source=$1 cuda=$2
 shift 2
@@ -16,7 +16,27 @@ trap 'rm -rf "$folder"' EXIT
     grep -q 'jax_headers is for wheels: it needs python_linker' "$folder/log" ||
     { echo "headers of JAX without a linker: accepted"; tail -n 20 "$folder/log"; exit 1; }
 
+mkdir "$folder/broken"
+cat >"$folder/broken/nvcc" <<'END'
+#!/bin/sh
+[ "$1" != --version ] || { echo 'Cuda compilation tools, release 13.0, V13.0.88'; exit 0; }
+echo 'crt/host_config.h:143:2: error: -- unsupported GNU version! "gcc" is too new' >&2
+exit 1
+END
+chmod +x "$folder/broken/nvcc"
+why='nvcc cannot compile a test program: crt/host_config.h:143:2: error: -- unsupported GNU version'
+for option in auto enabled; do
+    status=0
+    PATH=$folder/broken:$PATH "$@" setup "$folder/nvcc-$option" "$source" -Dtests=disabled -Dbench=disabled \
+        -Dbindings=disabled -Dcuda=$option >"$folder/log" 2>&1 || status=1
+    [ $status = "$([ $option = auto ] && echo 0 || echo 1)" ] && grep -q "$why" "$folder/log" ||
+        { echo "nvcc that does not work, cuda=$option: status $status"; tail -n 20 "$folder/log"; exit 1; }
+done
+
 [ "$cuda" = enabled ] || exit 0
+! "$@" setup "$folder/old" "$source" -Dauto_features=disabled -Dcuda=enabled -Ddevice_archs=70,80 >"$folder/log" 2>&1 &&
+    grep -q 'need compute capability 7.5 or later, not 70' "$folder/log" ||
+    { echo "device_archs=70: accepted"; tail -n 20 "$folder/log"; exit 1; }
 mkdir "$folder/bin"
 printf '#!/bin/sh\n[ "$1" = --version ] || exec "$@"\n' >"$folder/bin/ccache" # Meson uses a ccache in PATH
 chmod +x "$folder/bin/ccache"

@@ -254,7 +254,7 @@ TEST_F(CudaContexts, RejectStreamsOfOtherContextsAndDevices) {
 TEST_F(CudaContexts, AcceptGreenContextStreamsIfDriverSupportsThem) {
     for (const int driver : {12040, 13000}) {
         fakert::Config config = fakert::config_from_environment();
-        config.driver = driver;
+        config.driver = config.runtime = driver;
         fakert::reset(config);
         BackendOptimizer side(true, {});
         side.fill_gradients(0);

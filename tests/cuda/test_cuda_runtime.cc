@@ -96,6 +96,36 @@ TEST_F(CudaContextCreate, ReportsMissingCodeForDevice) {
     EXPECT_EQ(context, nullptr);
 }
 
+TEST_F(CudaContextCreate, ReportsMissingAndOldDrivers) {
+    const std::pair<int, const char *> cases[] = {
+        {0,
+         "no CUDA device can be used here: there is no CUDA driver (libcuda.so.1), or one before CUDA 12; this build "
+         "needs one for CUDA 13.0 or later"},
+        {12080,
+         "no CUDA device can be used here: the driver is for CUDA 12.8, and this build needs one for CUDA 13.0 or "
+         "later: update the driver, or build from source with a CUDA toolkit of the driver's version, 12.5 or "
+         "later"}};
+    for (const auto &[driver, text] : cases) {
+        fakert::Config config = fakert::config_from_environment();
+        config.driver = driver;
+        fakert::reset(config);
+        DSOPT_NEW(dsopt_context_desc, context_desc);
+        context_desc.backend = DSOPT_BACKEND_CUDA;
+        dsopt_context *context = nullptr;
+        EXPECT_EQ(dsopt_context_create(&context_desc, &context), DSOPT_ERR_MISSING);
+        EXPECT_STREQ(dsopt_last_error(), text);
+        EXPECT_EQ(context, nullptr);
+    }
+    fakert::Config config = fakert::config_from_environment();
+    config.devices = 0;
+    fakert::reset(config);
+    DSOPT_NEW(dsopt_context_desc, context_desc);
+    context_desc.backend = DSOPT_BACKEND_CUDA;
+    dsopt_context *context = nullptr;
+    EXPECT_EQ(dsopt_context_create(&context_desc, &context), DSOPT_ERR_MISSING);
+    EXPECT_STREQ(dsopt_last_error(), "no CUDA device can be used here: the CUDA driver finds no device");
+}
+
 TEST_F(CudaStep, UsesDependentLaunchIfCodeSupportsIt) {
     // The PTX version matters: code of an older version, compiled by the driver, does not wait.
     struct Case {

@@ -439,13 +439,14 @@ cudaError_t cudaDriverGetVersion(int *version) {
 cudaError_t cudaRuntimeGetVersion(int *version) {
     return call("cudaRuntimeGetVersion", [&] {
         if (!version) return cudaErrorInvalidValue;
-        *version = 13000;
+        *version = g_config.runtime;
         return cudaSuccess;
     });
 }
 cudaError_t cudaGetDeviceCount(int *count) {
     return call("cudaGetDeviceCount", [&] {
         if (!count) return cudaErrorInvalidValue;
+        if (g_config.driver < g_config.runtime) return cudaErrorInsufficientDriver;
         *count = g_config.devices;
         return cudaSuccess;
     });
@@ -530,6 +531,7 @@ cudaError_t cudaPeekAtLastError(void) {
     X(cudaErrorMemoryAllocation, "out of memory")                                                                      \
     X(cudaErrorInitializationError, "initialization error")                                                            \
     X(cudaErrorInvalidConfiguration, "invalid configuration argument")                                                 \
+    X(cudaErrorInsufficientDriver, "CUDA driver version is insufficient for CUDA runtime version")                     \
     X(cudaErrorInvalidDevice, "invalid device ordinal")                                                                \
     X(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device")                     \
     X(cudaErrorInvalidResourceHandle, "invalid resource handle")                                                       \

@@ -33,7 +33,8 @@ struct Config {
     bool first_launch_waits = false;
     int capability = 90; // of the devices: major and minor number
     int ptx = 0;         // PTX version from which the kernels' code was compiled; 0: the devices' version
-    int driver = 13000;  // version of the driver
+    int driver = 13000;  // version of the driver; 0: there is none
+    int runtime = 13000; // version of the runtime, which refuses an earlier driver
     // For more dynamic shared memory than this, the occupancy query returns an error instead of 0 blocks.
     size_t occupancy_shared = SIZE_MAX;
 

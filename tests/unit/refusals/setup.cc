@@ -139,8 +139,9 @@ TEST(ContextValidation, RefusesBackendThatIsNotBuilt) {
     dsopt_context_desc desc = context_desc();
     desc.backend = DSOPT_BACKEND_CUDA;
     dsopt_context *context = nullptr;
-    EXPECT_TRUE(
-        refused(dsopt_context_create(&desc, &context), built ? DSOPT_ERR_MISSING : DSOPT_ERR_UNSUPPORTED, "CUDA"));
+    EXPECT_TRUE(refused(dsopt_context_create(&desc, &context), built ? DSOPT_ERR_MISSING : DSOPT_ERR_UNSUPPORTED,
+                        built ? "no CUDA device can be used here: " : "the CUDA backend is not in this build: "));
+    EXPECT_NE(info.find("\"cuda_reason\": \""), std::string::npos) << info;
     EXPECT_EQ(context, nullptr);
 }
 
