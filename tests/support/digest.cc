@@ -20,8 +20,7 @@ uint32_t infinity_of(int32_t dtype) {
 }
 
 /// Returns the FNV-1a hash of the elements' bits. All NaNs have the same bits.
-template <class Bits>
-uint64_t hash_of(const char *from, size_t numel, uint32_t infinity) {
+template <class Bits> uint64_t hash_of(const char *from, size_t numel, uint32_t infinity) {
     const uint32_t sign = 1u << (8 * sizeof(Bits) - 1);
     uint64_t hash = 0xcbf29ce484222325u;
     for (size_t i = 0; i < numel; ++i) {
