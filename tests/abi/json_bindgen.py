@@ -25,7 +25,11 @@ with open(DESCRIPTION, encoding="utf-8") as file:
 # The command line that a user of bindgen would write.
 command = ["bindgen", os.path.join(INCLUDE, "dsopt.h"), "--allowlist-file", ".*/dsopt.h", "--no-prepend-enum-name",
            "--size_t-is-usize", "--default-macro-constant-type", "signed"]
-rust = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+# Clang's own headers, such as stddef.h, are in another package than its library, and those of the C compiler will do.
+headers = subprocess.run(["cc", "-print-file-name=include"], stdout=subprocess.PIPE, text=True, check=True).stdout
+extra = os.environ.get("BINDGEN_EXTRA_CLANG_ARGS", "") + " -idirafter " + headers.strip()
+rust = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True,
+                      env={**os.environ, "BINDGEN_EXTRA_CLANG_ARGS": extra.strip()}).stdout
 
 
 def expect(got, wanted, what):
