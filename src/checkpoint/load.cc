@@ -254,7 +254,8 @@ void load_in_host_memory(Optimizer &optimizer, LoadedMetadata loaded, const std:
         return pieces.back().contents.get();
     };
     for (const Transfer &transfer : transfers) {
-        if (transfer.bytes == 0 && transfer.from_file()) {
+        // An empty part of a remainder is converted nevertheless: each rank writes the whole parameter.
+        if (transfer.bytes == 0 && transfer.from_file() && !transfer.converts()) {
             fetch(transfer, order, nullptr);
         } else if (!transfer.converts()) {
             char *const contents = add(transfer.entry, transfer.param, 0, transfer.bytes);

@@ -137,6 +137,30 @@ TEST(RepeatedStep, ReadsGradientsAtNewAddresses) {
         }
 }
 
+TEST(RepeatedStep, ReadsNoOtherFieldOfAnAbsentTensor) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_LAMB}) {
+        const Pair pair(make_group(algorithm));
+        std::vector<std::vector<Array>> grads(2), outs(2); // at addresses that alternate
+        for (size_t index : {0, 1})
+            for (const int64_t n : kSizes) {
+                grads[index].emplace_back(DSOPT_DTYPE_F32, size_t(n), 0.25f);
+                outs[index].emplace_back(DSOPT_DTYPE_BF16, size_t(n), 0.0f);
+            }
+        for (const size_t index : {0, 1, 0, 0, 1}) {
+            std::vector<dsopt_tensor> grad_list = list_of(grads[index]), out_list = list_of(outs[index]);
+            grad_list[3] = out_list[2] = {}; // dtype 0 is none
+            for (const Trainer *trainer : {&pair.repeated, &pair.replanned}) {
+                if (trainer == &pair.replanned) pair.invalidate_plan();
+                dsopt_step step = trainer->arguments();
+                step.grads = grad_list.data();
+                step.out = out_list.data();
+                ASSERT_OK(trainer->step(step));
+            }
+            pair.expect_same(std::to_string(algorithm));
+        }
+    }
+}
+
 TEST(RepeatedStep, RefusesABadListAndContinuesWithAGoodOne) {
     const Pair pair(make_group(DSOPT_ALGORITHM_ADAMW));
     pair.train(1);
