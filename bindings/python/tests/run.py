@@ -15,7 +15,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 SHORT = {
     "numpy": ["test_arrays", "test_caches", "test_compile", "test_double", "test_functional", "test_groups",
               "test_lists", "test_low_precision", "test_muon", "test_optimizer", "test_state", "test_versions"],
-    "torch": ["test_adam", "test_errors", "test_masters", "test_muon", "test_rounding", "test_sgd",
+    "torch": ["test_adam", "test_default_dtype", "test_errors", "test_masters", "test_muon", "test_rounding", "test_sgd",
               "test_shard_one_process", "test_tensors", "test_wrappers"],
 }
 

@@ -204,7 +204,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _on(self, plan: Any, *values: Optional[torch.Tensor]) -> List[Optional[torch.Tensor]]:
         """Returns numbers for a step on the device of a plan. The engine skips if any bit of the float is set."""
-        return [None if x is None else torch.as_tensor(x).to(plan.device, torch.float32) for x in values]
+        return [None if x is None else torch.as_tensor(x, dtype=torch.float32, device=plan.device) for x in values]
 
     def _has_grad(self, param: torch.Tensor) -> bool:
         return param.grad is not None if self._passed is None else param in self._passed.grads
@@ -268,7 +268,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _report_on(self, device: torch.device) -> torch.Tensor:
         """Returns the tensor of the report. It is kept if plans are made again, because nothing was stepped then."""
         if self._report is None or self._report.device != device:
-            self._report = torch.zeros(abi.DSOPT_REPORT_FLOATS, device=device)
+            self._report = torch.zeros(abi.DSOPT_REPORT_FLOATS, dtype=torch.float32, device=device)
         return self._report
 
     def _entries(self, at_once: bool) -> Tuple[List[Entry], List[torch.Tensor]]:

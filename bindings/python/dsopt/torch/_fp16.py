@@ -454,7 +454,7 @@ class FP16_Optimizer(Wrapper):  # noqa: N801 - DeepSpeed's name
         return mean_of_data_ranks(all_groups_norm, self)
 
     def _pack(self, masters: List[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([master.reshape(-1) for master in masters]) if masters else torch.empty(0)
+        return torch.cat([master.reshape(-1) for master in masters]) if masters else torch.empty(0, dtype=torch.float32)
 
     def _unpack(self, saved: Any, masters: List[torch.Tensor]) -> List[torch.Tensor]:
         if saved.numel() != sum(master.numel() for master in masters):

@@ -120,17 +120,20 @@ def _check(name: str, old: Dict[Any, State]) -> None:
                                "this class; it has %s" % (place, key, name, ", ".join(map(str, state))))
 
 
+def _number(value: Any) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float32)
+
+
 def _trust(state: State, step: int, frozen: bool, beta: Optional[float], compat: bool) -> State:
     """1-bit LAMB. The running mean of trust ratios is initially 0 in the original. Standard mode divides it by the sum
     of its weights. Once frozen the original uses the mean without that correction, so the divisor is 1."""
     fresh = state["exp_avg_sq_fresh"]
-    new = {"trust_average": torch.tensor(float(state["lamb_coeff_freeze"])),
-           "trust_factor": torch.tensor(float(state["last_factor"]))}
+    new = {"trust_average": _number(state["lamb_coeff_freeze"]), "trust_factor": _number(state["last_factor"])}
     if compat:
-        new["trust_scaling"] = torch.tensor(float(state.get("scaling_coeff", 0)))
+        new["trust_scaling"] = _number(state.get("scaling_coeff", 0))
     else:
         weight = 1.0 if frozen or beta is None else 1 - beta ** max(step - 1, 0)
-        new["trust_weight"] = torch.tensor(weight)
+        new["trust_weight"] = _number(weight)
         if frozen and not bool(fresh.any()):  # saved before the freeze, for a larger freeze_step
             fresh = state["exp_avg_sq"].clone()
     return {**new, "exp_avg_sq_fresh": fresh}

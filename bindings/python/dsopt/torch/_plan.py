@@ -79,7 +79,7 @@ class Plan:
         self.handle = self.engine.handle
         self.gate = gate if hooked or parallel.hooked else _ungated
         # In compat mode data-parallel ranks also agree on the caller's reason to skip, not only on overflow.
-        self.skip = torch.zeros(1, device=device) if agrees_over_data(owner) else None
+        self.skip = torch.zeros(1, dtype=torch.float32, device=device) if agrees_over_data(owner) else None
         self.stream: Optional[int] = None
         self.hyper: List[Tuple[float, ...]] = []
         self._register(owner, parallel)
