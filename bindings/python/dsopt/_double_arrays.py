@@ -248,6 +248,16 @@ class Doubles:
         return True
 
 
+def check_overlaps(names: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Refuses float64 arrays that share memory, as the engine does for its parameters. None = no array."""
+    spans = [(array.ctypes.data, array.ctypes.data + array.nbytes, name)
+             for name, array in zip(names, arrays) if array is not None and array.nbytes]
+    spans.sort()
+    for (_, end, first), (begin, _, second) in zip(spans, spans[1:]):
+        if begin < end:
+            refuse("params[%r]" % first, "and params[%r] share memory at 0x%x" % (second, begin), abi.DSOPT_ERR_OVERLAP)
+
+
 def placed(
     pairs: Sequence[Tuple[str, Param]], algorithms: Sequence[int], refused: Dict[str, bool]
 ) -> Tuple[List[Tuple[str, Param]], List[Any]]:

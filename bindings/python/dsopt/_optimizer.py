@@ -11,7 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 from . import _abi as abi
 from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
 from ._bound import Bound
-from ._double_arrays import Doubles, is_double, placed
+from ._double_arrays import Doubles, check_overlaps, is_double, placed
 from ._comm import Comm
 from ._errors import ArgumentTypeError
 from ._files import load, save
@@ -251,7 +251,10 @@ class Optimizer(Handle):
         if not any(is_double(param.array) for _, param in pairs):
             return pairs, [None] * len(pairs)
         formats = {"%s=%r" % field: field[1] != "f32" for field in group.formats().items()}
-        return placed(pairs, [group.algorithm] * len(pairs), {**self._refuses_doubles, **formats})
+        new, doubles = placed(pairs, [group.algorithm] * len(pairs), {**self._refuses_doubles, **formats})
+        known = self._doubles.arrays if self._doubles is not None else {}
+        check_overlaps([self.names[i] for i in known] + [name for name, _ in pairs], [*known.values(), *doubles])
+        return new, doubles
 
     def _registered(self, pairs: List[Tuple[str, Param]], owners: Any, doubles: List[Any], groups: List[int]) -> None:
         params, first = [param for _, param in pairs], len(self.names)

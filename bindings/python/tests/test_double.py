@@ -281,6 +281,17 @@ class Refusals(Case):
             self.assertFalse(both["v"].any() or both["w"].any())
         self.assertEqual(opt.report().calls, 0)
 
+    def test_rejects_arrays_that_share_memory(self):
+        w = np.ones(8)
+        with self.assertRaisesRegex(dsopt.Error, r"params\['a'\] and params\['b'\] share memory at 0x") as caught:
+            dsopt.Optimizer({"a": w[:5], "b": w[4:]}, dsopt.AdamW(lr=0.1))
+        self.assertEqual(caught.exception.status, dsopt._abi.DSOPT_ERR_OVERLAP)
+        opt = dsopt.Optimizer({"a": w[:4], "b": w[4:6], "empty": w[2:2]}, dsopt.AdamW(lr=0.1))
+        with self.assertRaisesRegex(dsopt.Error, r"params\['b'\] and params\['c'\] share memory"):
+            opt.add_group(dsopt.AdamW(lr=0.1), {"c": w[5:]})
+        self.assertEqual(opt.names, ["a", "b", "empty"])
+        opt.add_group(dsopt.AdamW(lr=0.1), {"c": w[6:]})
+
     def test_rejects_unsupported_calls(self):
         opt = dsopt.Optimizer({"w": np.zeros(3)}, dsopt.AdamW())
         for call, text in (
