@@ -75,8 +75,8 @@ SavedRange SavedPieces::find(const TensorEntry &whole, const Range &range) const
                         dtype_name(tensor.dtype), dtype_name(whole.dtype));
         const int64_t numel = int64_t(tensor.bytes) / size;
         if (numel > range.whole || piece.begin > range.whole - numel)
-            throw Error(DSOPT_ERR_MISMATCH, "%s: the checkpoint has elements up to %lld, here it has %lld",
-                        name.c_str(), ll(piece.begin + numel - 1), ll(range.whole));
+            throw Error(DSOPT_ERR_MISMATCH, "%s: the checkpoint has %lld elements from %lld on, here it has %lld",
+                        name.c_str(), ll(numel), ll(piece.begin), ll(range.whole)); // the end may be beyond 2^63
         const Range have{piece.begin, numel, range.whole}, both = intersection(have, range);
         if (both.numel == 0) {
             if (range.numel == 0 && numel == 0 && result.segments().empty())

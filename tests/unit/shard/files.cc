@@ -226,7 +226,10 @@ TEST(ShardedFile, WithAGapOrAnOverlapIsRefused) {
              {"t0.exp_avg@4096", R"("t0.exp_avg": elements 4096 to 8191 are in the files of ranks 0 and 1)"},
              {"t0.exp_avg@8256", R"("t0.exp_avg": elements 8192 to 8255 are in no file)"},
              {"t0.other@8192", R"("t0.exp_avg": elements 8192 to 16383 are in no file)"},
-             {"t0.exp_avg@12288", R"("t0.exp_avg": the checkpoint has elements up to 20479, here it has 20000)"},
+             {"t0.exp_avg@12288", R"("t0.exp_avg": the checkpoint has 8192 elements from 12288 on, here it has 20000)"},
+             {"t0.exp_avg@9223372036854775807",
+              R"("t0.exp_avg": the checkpoint has 8192 elements from 9223372036854775807 on, here it has 20000)"},
+             {"t0.exp_avg@9223372036854775808", R"("t0.exp_avg": elements 8192 to 16383 are in no file)"},
              {"t0.exp_avg@-8192", R"("t0.exp_avg": elements 8192 to 16383 are in no file)"}}) {
         MemoryFile edited = saved.files[1];
         edited.data = with_tensor_name(edited.data, "t0.exp_avg@8192", name);
