@@ -103,9 +103,10 @@ class Libraries(unittest.TestCase):
         ]
 
     def slow_compiler(self):
-        """Makes the compiler note each call in a file, and wait for another file. Returns both paths."""
+        """Makes the compiler note each call in a file, and wait for another file, or for the end of the test: the
+        compiler of a killed process goes on. Returns both paths."""
         release, calls = os.path.join(self.folder, "release"), os.path.join(self.folder, "calls")
-        waits = "echo called >>%s\nwhile [ ! -e %s ]; do sleep 0.05; done\n" % (calls, release)
+        waits = "echo called >>%s\nwhile [ ! -e %s ] && [ -e %s ]; do sleep 0.05; done\n" % (calls, release, calls)
         with open(os.environ["CXX"], "w", encoding="utf-8") as file:
             file.write(COMPILER.replace("#!/bin/sh\n", "#!/bin/sh\n" + waits))
         return release, calls
