@@ -51,6 +51,8 @@ END
 unset CFLAGS CXXFLAGS CPPFLAGS LDFLAGS
 export CC="$folder/cc" CXX="$folder/cxx"
 logged "$@" setup "$folder/out" "$folder/user" --wrap-mode=forcefallback -Dauto_features=enabled -Ddsopt:cuda=disabled
+! "$@" introspect --buildoptions "$folder/out" | grep -q '"name": "dsopt:werror", "value": true' ||
+    fail "warnings are errors"
 tests=$("$@" introspect --tests "$folder/out")
 [ "$tests" = '[]' ] || fail "there are tests: $tests"
 "$@" introspect --targets "$folder/out" >"$folder/targets"
