@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build backend of pyproject.toml: meson-python with another tag, and with the SBOM in the folder for wheels.
+"""The build backend of pyproject.toml: meson-python with another tag, with the SBOM in the folder for wheels, and with
+advice if a build with CUDA fails.
 
 The package is Python code and a library loaded through ctypes, so one wheel works for every Python 3 on a platform.
 meson-python assumes that files next to a shared library are code for one Python ABI, and tags the wheel for that ABI.
@@ -7,12 +8,13 @@ It cannot install files into *.dist-info.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 
+from mesonpy import build_editable as build_tagged_editable
 from mesonpy import (
-    build_editable,
     build_sdist,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,  # noqa: F401
@@ -40,8 +42,24 @@ def move_sbom(path):
         wheel("pack", "--dest-dir", os.path.dirname(path), top)
 
 
+def advised(build, directory, config_settings, metadata_directory):
+    """Builds. pip prints the whole output of a build that fails, in which the options of Meson are far above."""
+    try:
+        return build(directory, config_settings, metadata_directory)
+    except (Exception, SystemExit):  # meson-python exits if ninja fails
+        if shutil.which("nvcc") and "cuda=disabled" not in str(config_settings):
+            sys.stderr.write(
+                "dsopt: if a CUDA kernel did not compile, -Csetup-args=-Dcuda=disabled builds without CUDA\n"
+            )
+        raise
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    return advised(build_tagged_editable, wheel_directory, config_settings, metadata_directory)
+
+
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    name = build_tagged_wheel(wheel_directory, config_settings, metadata_directory)
+    name = advised(build_tagged_wheel, wheel_directory, config_settings, metadata_directory)
     path = os.path.join(wheel_directory, name)
     move_sbom(path)
     return os.path.basename(wheel("tags", "--python-tag", "py3", "--abi-tag", "none", "--remove", path))
