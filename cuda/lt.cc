@@ -5,12 +5,19 @@
 namespace dsopt::gpu {
 namespace {
 
-/// Loads the library of the CUDA version that this library is linked with.
+/// Returns the copy that the process has loaded, of either version of CUDA: their ABI is the same. Otherwise loads that
+/// of the version that this library is linked with.
 lt::Api load_api() {
+    LibraryNames names{nullptr, "cublasLtMatmul", "DSOPT_CUBLASLT_LIBRARY", "nvidia-cublas"};
+    for (const char *const file : {"libcublasLt.so.13", "libcublasLt.so.12"}) {
+        names.file = file;
+        if (const auto library = Library::loaded(names)) return {*library};
+    }
     int version = 0;
     check(cudaRuntimeGetVersion(&version), "cudaRuntimeGetVersion");
     const std::string file = "libcublasLt.so." + std::to_string(version / 1000);
-    return {Library::any({file.c_str(), "cublasLtMatmul", "DSOPT_CUBLASLT_LIBRARY"})};
+    names.file = file.c_str();
+    return {Library::any(names)};
 }
 
 lt::DataType type_of(Dtype dtype) {

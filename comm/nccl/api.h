@@ -57,6 +57,6 @@ struct Api {
     Result (*finalize)(Communicator comm) = library.find("ncclCommFinalize");
 };
 
-inline constexpr LibraryNames kLibrary = {"libnccl.so.2", "ncclGetUniqueId", "DSOPT_NCCL_LIBRARY"};
+inline constexpr LibraryNames kLibrary = {"libnccl.so.2", "ncclGetUniqueId", "DSOPT_NCCL_LIBRARY", "nvidia-nccl-cu13"};
 
 } // namespace dsopt::nccl

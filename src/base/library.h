@@ -13,6 +13,8 @@ struct LibraryNames {
     const char *file;
     const char *known;    // name of a function of the library
     const char *variable; // environment variable with the path of another file
+    // Name of a package of PyPI in which bindings/python finds the library, if there is one.
+    const char *package = nullptr;
 };
 
 class Library {
@@ -36,8 +38,10 @@ public:
         // The library is never unloaded: its threads and the caller's handles may outlive any object of dsopt.
         if (void *const handle = dlopen(wanted, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE)) return Library(handle);
         const char *const reason = dlerror();
-        throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s", wanted,
-                    reason != nullptr ? reason : "unknown", names.variable);
+        const char *const package = path == nullptr ? names.package : nullptr;
+        throw Error(DSOPT_ERR_MISSING, "%s cannot be loaded: %s. Load it before, or name it in %s%s%s", wanted,
+                    reason != nullptr ? reason : "unknown", names.variable,
+                    package != nullptr ? ", or, in Python, pip install " : "", package != nullptr ? package : "");
     }
     /// Returns the library for a comm. The caller's own communicator, if any, belongs to the copy that the process has.
     static Library for_comm(const LibraryNames &names, const dsopt_comm_desc &desc) {

@@ -9,7 +9,7 @@ from ctypes import byref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 from . import _abi as abi
-from . import _hooks
+from . import _hooks, _nvidia
 from ._errors import ArgumentError
 from ._handle import Handle, choice, require_handle
 
@@ -61,6 +61,8 @@ class Comm(Handle):
     def unique_id(kind: str = "local") -> bytes:
         """Returns the bytes that one rank creates and all ranks need. `kind` is "local", "nccl" or "hccl"."""
         number = choice("kind", kind, KINDS)
+        if number == abi.DSOPT_COMM_KIND_NCCL:
+            _nvidia.load(_nvidia.NCCL)
         size = ctypes.c_size_t()
         abi.check(abi.lib.dsopt_comm_unique_id(number, None, byref(size)))
         id = ctypes.create_string_buffer(size.value)
@@ -75,6 +77,8 @@ class Comm(Handle):
             raise ArgumentError(
                 "id is %s, and must be the bytes of unique_id" % type(id).__name__, 10, "DSOPT_ERR_ARGUMENT"
             )
+        if kind == abi.DSOPT_COMM_KIND_NCCL:
+            _nvidia.load(_nvidia.NCCL)
         place = ctypes.create_string_buffer(id, len(id))
         return cls(
             context,

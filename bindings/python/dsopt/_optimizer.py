@@ -9,6 +9,7 @@ from ctypes import byref
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import _abi as abi
+from . import _nvidia
 from ._arrays import DTYPE_SIZES, refuse, require, require_stream, tensor_of
 from ._bound import Bound
 from ._double_arrays import Doubles, check_overlaps, is_double, placed
@@ -216,6 +217,7 @@ class Optimizer(Handle):
         pairs, doubles = self._placed(pairs, group)
         structs, owners = self._structs(pairs, [0] * len(pairs))
         data = group.struct()
+        _nvidia.load_for_group(group.algorithm, self.context.backend)
         with self._exclusive:
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(data), structs, len(pairs)))
             self._algorithms.append(type(group).__name__)

@@ -107,6 +107,14 @@ assert (opt.state.export_f32("w.exp_avg") == host.state.export_f32("w.exp_avg"))
 opt.state.import_f32("w.exp_avg", np.ones((5, 7), np.float32))
 assert (opt.state.export_f32("w.exp_avg") == 1).all()
 refused(lambda: opt.state.import_f32("w.exp_avg", Device(start)), "state['w.exp_avg']", "host memory")
+
+loaded = []
+dsopt._nvidia.load = loaded.append  # only a group of Muon on the device needs cuBLASLt
+dsopt.Optimizer({"w": start.copy()}, dsopt.Muon())
+opt = dsopt.Optimizer({"w": Device(start)}, dsopt.AdamW(), context=context)
+assert loaded == []
+opt.add_group(dsopt.Muon(), {"v": Device(start)})
+assert loaded == [dsopt._nvidia.CUBLASLT]
 print("done")
 """
 

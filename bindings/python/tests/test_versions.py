@@ -7,7 +7,7 @@ import tempfile
 import unittest
 
 import dsopt
-from dsopt import _versions
+from dsopt import _nvidia, _versions
 from support import PACKAGE, python
 
 ROOT = PACKAGE.parent.parent
@@ -90,6 +90,9 @@ class Documents(unittest.TestCase):
                     self.assertNotIn(name, found)
                     found[name] = bound
         self.assertEqual(found, {name: ">=" + oldest for name, (_, oldest) in _versions.OLDEST.items()})
+        # The version of CUDA that the package looks for first.
+        self.assertEqual(extras["muon"], [("nvidia-cublas", ">=13,<14; sys_platform == 'linux'")])
+        self.assertEqual(_nvidia.CUBLASLT.files[0].rpartition(".")[2], "13")
 
     def test_readmes_state_the_bounds(self):
         package = "bindings/python/"

@@ -82,6 +82,22 @@ TEST(CublasLtInProcess, ComesBeforeThatOfTheEnvironment) {
     EXPECT_EQ(add_group(DSOPT_ALGORITHM_MUON), DSOPT_OK) << dsopt_last_error();
 }
 
+TEST(CublasLtOfCuda12, IsUsedIfTheProcessHasIt) {
+    const auto load = [](const char *variable) {
+        void *const library = dlopen(std::getenv(variable), RTLD_NOW | RTLD_LOCAL);
+        EXPECT_NE(library, nullptr) << dlerror();
+        return reinterpret_cast<decltype(&fake_cublaslt_calls)>(dlsym(library, "fake_cublaslt_calls"));
+    };
+    const auto calls_of_12 = load("DSOPT_TEST_CUBLASLT_12");
+    ASSERT_EQ(add_group(DSOPT_ALGORITHM_MUON), DSOPT_OK) << dsopt_last_error();
+    const long before = calls_of_12();
+    EXPECT_GT(before, 0);
+    const auto calls_of_13 = load("DSOPT_TEST_CUBLASLT"); // which comes first
+    ASSERT_EQ(add_group(DSOPT_ALGORITHM_MUON), DSOPT_OK) << dsopt_last_error();
+    EXPECT_EQ(calls_of_12(), before);
+    EXPECT_GT(calls_of_13(), 0);
+}
+
 /// Operands of a batch of products, in memory that the host may read.
 class Products : public testing::Test {
 protected:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _abi as abi
+from .. import _nvidia
 from .._errors import ArgumentError, Error, UnsupportedError
 from . import _build
 
@@ -279,12 +280,21 @@ class Layout(NamedTuple):
 def _layout(recipe: Recipe) -> Layout:
     """Raises the errors of the recipe."""
     layout = _layout_on(recipe, abi.DSOPT_BACKEND_CPU)
-    if all(numbers[0] != abi.DSOPT_ALGORITHM_MUON for numbers, _ in recipe.groups):
+    if all(numbers[0] != abi.DSOPT_ALGORITHM_MUON for numbers, _ in recipe.groups) or not _has_cuda():
         return layout
+    _nvidia.load(_nvidia.CUBLASLT)
     try:  # products of matrices need other workspace on a device
         return layout._replace(workspace=max(layout.workspace, _layout_on(recipe, abi.DSOPT_BACKEND_CUDA).workspace))
-    except Error:  # without a device
+    except Error:  # such as without cuBLASLt
         return layout
+
+
+def _has_cuda() -> bool:
+    """True if JAX has CUDA devices. Without them libdsopt must not look for devices, which starts the CUDA driver."""
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
 
 
 def _layout_on(recipe: Recipe, backend: int) -> Layout:

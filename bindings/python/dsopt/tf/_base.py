@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from .. import _abi as abi
+from .. import _nvidia
 from .._arrays import DTYPE_NAMES
 from .._errors import Error, error_of
 from .._groups import Group
@@ -173,6 +174,9 @@ class Base(keras.optimizers.Optimizer):
             if self._var_key(variable) in seen:
                 raise error(abi.DSOPT_ERR_OVERLAP, "variable '%s' is in the list twice" % name_of(variable))
             seen.add(self._var_key(variable))
+        if tf.config.list_physical_devices("GPU"):
+            for rule in self._current()[0]:
+                _nvidia.load_for_group(rule.group.algorithm, "cuda")
         names: List[str] = []
         for index, variable in enumerate(variables):
             name = name_of(variable)  # names need not be unique outside of models

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optiona
 import torch
 
 from .. import _abi as abi
+from .. import _nvidia
 from .._hooks import gate
 from ._codes import DTYPES, reordered
 from ._fields import key_of
@@ -138,6 +139,7 @@ class Plan:
                 if own != formats:
                     place.flags |= abi.DSOPT_PARAM_F32_MOMENTS
                 parallel.describe(place, entry, own)
+            _nvidia.load_for_group(algorithm, self.device.type)
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)),
                       "param_groups[%d]: " % g)
 

@@ -2,6 +2,7 @@
 """FusedStep("muon") next to the same iterations in NumPy's float64, and to optax.contrib.muon."""
 
 import unittest
+from unittest import mock
 
 from support import bits, copy, differing, sharded_tests
 
@@ -13,7 +14,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dsopt
-from dsopt.jax import DynamicScale, FusedStep
+from dsopt import _abi, _nvidia
+from dsopt.jax import DynamicScale, FusedStep, _call
 
 JORDAN = [(3.4445, -4.7750, 2.0315)] * 5
 YOU = [
@@ -250,6 +252,28 @@ class Programs(unittest.TestCase):
 
 
 @sharded_tests
+class Devices(unittest.TestCase):
+    """Which calls of the library a program of Muon makes before it runs."""
+
+    def backends(self, has_cuda, algorithm):
+        """Returns the backends on which sizes are computed, and the libraries that are loaded."""
+        params = (_call.Param("w", (4, 4), "float32", 0),)
+        recipe = _call.Recipe(groups=(_call.group(algorithm),), params=params)
+        with mock.patch.object(_call, "_layout_on", wraps=_call._layout_on) as layout, mock.patch.object(
+            _call, "_has_cuda", return_value=has_cuda
+        ), mock.patch.object(_nvidia, "load") as load:
+            _call._layout.cache_clear()
+            self.assertGreater(len(recipe.layout.entries), 0)
+        return [call.args[1] for call in layout.call_args_list], [call.args[0] for call in load.call_args_list]
+
+    def test_cuda_is_left_alone_without_devices_of_jax(self):
+        cpu, cuda = _abi.DSOPT_BACKEND_CPU, _abi.DSOPT_BACKEND_CUDA
+        self.assertEqual(self.backends(False, _abi.DSOPT_ALGORITHM_MUON), ([cpu], []))
+        self.assertEqual(self.backends(True, _abi.DSOPT_ALGORITHM_MUON), ([cpu, cuda], [_nvidia.CUBLASLT]))
+        self.assertEqual(self.backends(True, _abi.DSOPT_ALGORITHM_ADAMW), ([cpu], []))
+        self.assertFalse(_call._has_cuda())
+
+
 class Sharded(unittest.TestCase):
     def test_replicated_matrices_step_next_to_sharded_parameters(self):
         mesh = Mesh(np.array(jax.devices()[:2]), ("x",))

@@ -3,6 +3,7 @@
 import os
 import tempfile
 import unittest
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 import dsopt
 import dsopt.tf
+from dsopt import _nvidia
 from support import Reference, distance, fit, gradients, make_model, same, variables, weights
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -137,6 +139,17 @@ class Formula(unittest.TestCase):
                 step(normal(params, i))
             results.append(weights(params) + weights(optimizer.variables))
         self.assertTrue(same(*results))
+
+
+class Devices(unittest.TestCase):
+    def test_cublaslt_is_loaded_for_muon_on_a_gpu(self):
+        for kind, devices, expected in ((dsopt.tf.Muon, ["GPU"], [_nvidia.CUBLASLT]), (dsopt.tf.Muon, [], []),
+                                        (dsopt.tf.AdamW, ["GPU"], [])):
+            with self.subTest(kind=kind, devices=devices), \
+                    mock.patch.object(tf.config, "list_physical_devices", return_value=devices), \
+                    mock.patch.object(_nvidia, "load") as load:
+                kind().build(variables((4, 6)))
+                self.assertEqual([call.args[0] for call in load.call_args_list], expected)
 
 
 class Choice(unittest.TestCase):
