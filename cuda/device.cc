@@ -191,7 +191,9 @@ std::unique_ptr<Device> make_cuda_device(int device) {
 
 CudaInfo cuda_info() {
     CudaInfo info{"cuda", "", DSOPT_CUDA_CODE};
-    if (gpu::count_devices(info.reason) == 0) info.state = "no device";
+    const int count = gpu::count_devices(info.reason);
+    if (count == 0) info.state = "no device";
+    for (int i = 0; i < count; ++i) info.devices += (i > 0 ? ", \"" : "\"") + gpu::capability_of(i) + "\"";
     (void)cudaDriverGetVersion(&info.driver);
     (void)cudaRuntimeGetVersion(&info.runtime);
     return info;

@@ -39,6 +39,9 @@ using PinnedMemory = std::unique_ptr<void, FreedBy<cudaFreeHost>>;
 using Event = std::unique_ptr<std::remove_pointer_t<cudaEvent_t>, FreedBy<cudaEventDestroy>>;
 using Stream = std::unique_ptr<std::remove_pointer_t<cudaStream_t>, FreedBy<cudaStreamDestroy>>;
 
+/// Returns the compute capability of a device, such as "7.5".
+inline std::string capability_of(int device);
+
 /// A device with its primary context, which is retained as long as this object lives. All memory, streams and events of
 /// the engine belong to that context, and must be freed before this object.
 class Gpu : NotCopied {
@@ -59,8 +62,7 @@ public:
     }
     ~Gpu() { (void)release_(ordinal_); }
     int ordinal() const { return ordinal_; }
-    /// Returns the compute capability, such as "7.5".
-    std::string capability() const;
+    std::string capability() const { return capability_of(ordinal_); }
     void enter() const { check_driver(push_(context_), "cuCtxPushCurrent"); }
     void leave() const {
         void *context = nullptr;
@@ -155,10 +157,10 @@ template <auto Free> template <class T> void FreedBy<Free>::operator()(T *handle
         (void)Free(handle);
     } catch (const std::exception &) {} // the device has failed, and its memory with it
 }
-inline std::string Gpu::capability() const {
+inline std::string capability_of(int device) {
     int major = 0, minor = 0;
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal_), "cudaDeviceGetAttribute");
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, ordinal_), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
     return std::to_string(major) + "." + std::to_string(minor);
 }
 inline DeviceMemory Gpu::device_memory(size_t bytes) const {

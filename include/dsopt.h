@@ -130,11 +130,13 @@ DSOPT_API int32_t dsopt_abi_version(void);
 
 /**
  * Description of the loaded library as a JSON object: "version", "abi", "compiler", "backends" and "comms" that are
- * built in and usable on this machine, "cuda" ("cuda", "no device" or "not in this build"), "cuda_reason" (why no device
- * can be used, absent if one can), "cuda_code" (compute capabilities of devices that the build has code for),
- * "cuda_runtime" and "cuda_driver" (versions of CUDA, absent without one), "isa" (the CPU instruction set in use), "isa_unknown" (the value of DSOPT_ISA,
- * only if it is not an instruction set), "threads", "checkpoint_format". In a build with CUDA the call counts the
- * devices, which starts the CUDA driver: a child of a later fork() then cannot use CUDA.
+ * built in and usable on this machine, "cuda" ("cuda", "no device" or "not in this build"), "cuda_reason" (why no
+ * device can be used, absent if one can), "cuda_code" (compute capabilities of devices that the build has code for),
+ * "cuda_runtime" and "cuda_driver" (versions of CUDA, absent without one), "cuda_devices" (the compute capability of
+ * each device, absent without one), "nccl" and "hccl" (states of these libraries; none is loaded), "isa" (the CPU
+ * instruction set in use), "isa_unknown" (the value of DSOPT_ISA, only if it is not an instruction set), "threads",
+ * "checkpoint_format". In a build with CUDA the call counts the devices, which starts the CUDA driver: a child of a
+ * later fork() then cannot use CUDA. Other functions start the driver only for contexts of DSOPT_BACKEND_CUDA.
  * @return static storage, "{}" if out of memory. Thread-safety: any.
  */
 DSOPT_API const char *dsopt_build_info(void);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // dsopt-info: reports the properties of the installed library, and what this machine can use of it. Everything comes
-// through dsopt.h, except the properties of the processor, which the ABI does not provide.
+// through dsopt.h, except the properties of the system and the paths of libraries, which the ABI does not provide.
+#include <dlfcn.h>
 #include <dsopt.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 enum { FITS = 0, UNFIT = 1, USAGE = 2 };
@@ -21,6 +23,8 @@ static const char usage[] = "usage: dsopt-info [--json | --version | --help]\n"
                             "context on the CPU, or nothing can be written, 2 for a wrong argument.\n";
 
 static void line(const char *name, const char *value) { printf("%-16s %s\n", name, value); }
+
+static int starts(const char *text, const char *with) { return strncmp(text, with, strlen(with)) == 0; }
 
 /// Returns the value of a member of a flat JSON object as plain text, without quotes, and with blanks between the
 /// entries of a list. The library's texts have no escapes.
@@ -48,6 +52,24 @@ static const char *member(const char *json, const char *key) {
     return text;
 }
 
+static int has(const char *json, const char *key) { return strcmp(member(json, key), "unknown") != 0; }
+
+/// Returns word number `index` of a text, or NULL.
+static const char *word(const char *text, int index) {
+    static char found[16];
+    for (int length = 0; sscanf(text, "%15s%n", found, &length) == 1; text += length)
+        if (index-- == 0) return found;
+    return NULL;
+}
+
+static void operating_system(void) {
+    struct utsname name;
+    char text[512];
+    if (uname(&name) != 0) return;
+    snprintf(text, sizeof text, "%.120s %.120s, %.120s", name.sysname, name.release, name.machine);
+    line("system", text);
+}
+
 /// Prints the instruction sets that the library has kernels for and that this processor has.
 static void instruction_sets(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -66,28 +88,75 @@ static void instruction_sets(void) {
     if (wanted != NULL) line("DSOPT_ISA", wanted);
 }
 
-/// Prints whether a context can be created on a device of a backend. @return the status of that.
-static dsopt_status device(const char *name, int32_t backend, int32_t ordinal) {
+/// Prints whether a context can be created on a device of a backend. @param capability of a CUDA device, else NULL.
+/// @return the status of that.
+static dsopt_status device(const char *name, int32_t backend, int32_t ordinal, const char *capability) {
     DSOPT_NEW(dsopt_context_desc, desc);
     dsopt_context *ctx = NULL;
-    char label[32];
+    char label[32], text[64] = "usable";
     desc.backend = backend;
     desc.device = ordinal;
     const dsopt_status status = dsopt_context_create(&desc, &ctx);
     snprintf(label, sizeof label, "device %s:%d", name, (int)ordinal);
-    if (status == DSOPT_OK)
-        line(label, "usable");
-    else if (ordinal == 0 || status != DSOPT_ERR_ARGUMENT) // an ordinal after the last device is not reported
-        line(label, dsopt_last_error());
+    if (capability != NULL) snprintf(text, sizeof text, "usable, compute capability %s", capability);
+    line(label, status == DSOPT_OK ? text : dsopt_last_error());
     dsopt_context_destroy(ctx);
     return status;
 }
 
+/// Returns the path of the first file in the process whose name begins with `stem`, otherwise `stem`.
+static const char *mapped(const char *stem) {
+    static char text[1024];
+    FILE *const maps = fopen("/proc/self/maps", "r");
+    const char *path = NULL;
+    while (maps != NULL && path == NULL && fgets(text, sizeof text, maps) != NULL) {
+        const char *const file = strrchr(text, '/');
+        text[strcspn(text, "\n")] = 0;
+        if (file != NULL && starts(file + 1, stem)) path = strchr(text, '/');
+    }
+    if (maps != NULL) (void)fclose(maps);
+    return path != NULL ? path : stem;
+}
+
+/// Prints which cuBLASLt a group of Muon on CUDA would load, in the order of cuda/lt.cc.
+static void cublaslt(const char *json) {
+    static const char variable[] = "DSOPT_CUBLASLT_LIBRARY";
+    const char *const chosen = getenv(variable);
+    char file[64];
+    if (!has(json, "cuda_runtime")) {
+        line("cuBLASLt", "needs CUDA");
+        return;
+    }
+    snprintf(file, sizeof file, "libcublasLt.so.%d", atoi(member(json, "cuda_runtime")));
+    if (chosen != NULL && chosen[0] != '/')
+        printf("%-16s %s is '%s', not an absolute path\n", "cuBLASLt", variable, chosen);
+    else if (dlopen(chosen != NULL ? chosen : file, RTLD_NOW | RTLD_LOCAL) == NULL)
+        line("cuBLASLt", dlerror());
+    else
+        line("cuBLASLt", chosen != NULL ? chosen : mapped("libcublasLt.so"));
+}
+
+/// Prints where mpiexec is. The library itself does not use MPI.
+static void mpi(void) {
+    const char *path = getenv("PATH");
+    char file[1024];
+    while (path != NULL && path[0] != 0) {
+        const int length = (int)strcspn(path, ":");
+        snprintf(file, sizeof file, "%.*s/mpiexec", length, path);
+        if (length > 0 && access(file, X_OK) == 0) {
+            printf("%-16s by dsopt_mpi.h, in the program that includes it; mpiexec is %s\n", "MPI", file);
+            return;
+        }
+        path += length + (path[length] == ':');
+    }
+    line("MPI", "by dsopt_mpi.h, in the program that includes it; mpiexec is not in PATH");
+}
+
 /// Prints the state of a collective library. If the state that dsopt reports is no obstacle, creates an id, which loads
 /// the library or fails with a reason.
-static void collectives(const char *name, int32_t kind, const char *state) {
+static void collectives(const char *name, int32_t kind, const char *state, const char *stem) {
     size_t bytes = 0;
-    if (strncmp(state, "loaded", 6) != 0 && strncmp(state, "looked for", 10) != 0) {
+    if (!starts(state, "loaded") && !starts(state, "looked for")) {
         line(name, state);
         return;
     }
@@ -96,8 +165,10 @@ static void collectives(const char *name, int32_t kind, const char *state) {
     if (id != NULL) status = dsopt_comm_unique_id(kind, id, &bytes);
     if (status != DSOPT_OK)
         line(name, dsopt_last_error());
+    else if (id == NULL)
+        line(name, "out of memory");
     else
-        line(name, id != NULL ? "usable" : "out of memory");
+        printf("%-16s usable, %s\n", name, mapped(stem));
     free(id);
 }
 
@@ -110,23 +181,30 @@ static int report(void) {
     line("checkpoint", member(info, "checkpoint_format"));
     line("backends", member(info, "backends"));
     line("CUDA", member(info, "cuda"));
-    if (strcmp(member(info, "cuda_reason"), "unknown") != 0) line("CUDA reason", member(info, "cuda_reason"));
-    if (strcmp(member(info, "cuda_code"), "unknown") != 0) {
+    if (has(info, "cuda_reason")) line("CUDA reason", member(info, "cuda_reason"));
+    if (has(info, "cuda_code")) {
         line("code for", member(info, "cuda_code"));
         line("CUDA runtime", member(info, "cuda_runtime"));
-        line("CUDA driver", strcmp(member(info, "cuda_driver"), "unknown") != 0 ? member(info, "cuda_driver") : "none");
+        line("CUDA driver", has(info, "cuda_driver") ? member(info, "cuda_driver") : "none");
     }
+    operating_system();
     line("in use", member(info, "isa"));
     instruction_sets();
     line("threads", member(info, "threads"));
     snprintf(number, sizeof number, "%ld", sysconf(_SC_NPROCESSORS_ONLN));
     line("processors", number);
-    const dsopt_status cpu = device("cpu", DSOPT_BACKEND_CPU, 0);
-    for (int32_t i = 0; device("cuda", DSOPT_BACKEND_CUDA, i) == DSOPT_OK;) ++i;
+    const dsopt_status cpu = device("cpu", DSOPT_BACKEND_CPU, 0, NULL);
+    const char *capability = word(member(info, "cuda_devices"), 0);
+    if (!has(info, "cuda_devices"))
+        (void)device("cuda", DSOPT_BACKEND_CUDA, 0, NULL); // prints the reason
+    else
+        for (int32_t i = 0; capability != NULL; capability = word(member(info, "cuda_devices"), ++i))
+            (void)device("cuda", DSOPT_BACKEND_CUDA, i, capability);
     line("comms", member(info, "comms"));
-    collectives("NCCL", DSOPT_COMM_KIND_NCCL, member(info, "nccl"));
-    collectives("HCCL", DSOPT_COMM_KIND_HCCL, member(info, "hccl"));
-    line("MPI", "by dsopt_mpi.h, in the program that includes it");
+    cublaslt(info);
+    collectives("NCCL", DSOPT_COMM_KIND_NCCL, member(info, "nccl"), "libnccl.so");
+    collectives("HCCL", DSOPT_COMM_KIND_HCCL, member(info, "hccl"), "libhccl.so");
+    mpi();
     return cpu == DSOPT_OK ? FITS : UNFIT;
 }
 

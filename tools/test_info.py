@@ -63,8 +63,11 @@ expect(
     f"{said['isa']} is in use, the processor has {report['processor has']}",
 )
 expect(int(report["processors"]) >= 1, text)
-for name in ("NCCL", "HCCL", "MPI"):
+for name in ("system", "cuBLASLt", "NCCL", "HCCL", "MPI"):
     expect(report.get(name), f"nothing about {name}:\n{text}")
+expect(("cuda_code" in said) == (report["cuBLASLt"] != "needs CUDA"), f"cuBLASLt is {report['cuBLASLt']}")
+launcher = shutil.which("mpiexec") or "not in PATH"
+expect(report["MPI"].endswith(f"mpiexec is {launcher}"), f"MPI is {report['MPI']}, and mpiexec is {launcher}")
 expect(
     ("nccl" in said["comms"]) or report["NCCL"] == said["nccl"], f"NCCL is {report['NCCL']}, --json says {said['nccl']}"
 )

@@ -234,15 +234,20 @@ std::string make_build_info() {
     add("cuda_code", cuda.code);
     add("cuda_runtime", version(cuda.runtime));
     add("cuda_driver", version(cuda.driver));
-    char text[2048];
-    std::snprintf(text, sizeof text,
+    if (!cuda.devices.empty()) about_cuda += "\"cuda_devices\": [" + cuda.devices + "], ";
+    char first[512], last[512];
+    std::snprintf(first, sizeof first,
                   "{\"version\": \"%d.%d.%d\", \"abi\": %d, \"compiler\": \"%s\", \"backends\": [\"cpu\"%s], \"cuda\": "
-                  "\"%s\", %s\"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", "
-                  "\"isa\": \"%s\", %s\"threads\": \"pool\", \"checkpoint_format\": 1}",
+                  "\"%s\", ",
                   DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, DSOPT_ABI_VERSION, __VERSION__,
-                  cuda.usable() ? ", \"cuda\"" : "", cuda.state, about_cuda.c_str(), has_nccl ? ", \"nccl\"" : "",
-                  has_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(), cpu_isa_name(), unknown.c_str());
-    return text;
+                  cuda.usable() ? ", \"cuda\"" : "", cuda.state);
+    std::snprintf(
+        last, sizeof last,
+        "\"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", \"isa\": \"%s\", "
+        "%s\"threads\": \"pool\", \"checkpoint_format\": 1}",
+        has_nccl ? ", \"nccl\"" : "", has_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(), cpu_isa_name(),
+        unknown.c_str());
+    return first + about_cuda + last;
 }
 
 } // namespace

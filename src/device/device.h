@@ -102,6 +102,7 @@ struct CudaInfo {
     std::string reason;          // why there is none, else ""
     const char *code;            // compute capabilities of devices that the build has code for
     int driver = 0, runtime = 0; // version of CUDA, such as 13000 for 13.0; driver 0: there is none
+    std::string devices{};       // their compute capabilities as a list of JSON's strings, "" without a device
     bool usable() const { return reason.empty(); }
 };
 /// Starts the CUDA driver.

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+import importlib.metadata
+import json
 import os
+import platform
+import shutil
 import unittest
 
 import numpy as np
@@ -67,13 +71,25 @@ class Lists(unittest.TestCase):
             """)
         self.assertEqual((status, stdout, stderr), (0, "[0.5, 2.5] True True\nbound memory cannot be resized\n", ""))
 
-    def test_module_prints_build_information(self):
-        status, stdout, _ = python("import runpy; runpy.run_module('dsopt')")
+    def test_module_prints_a_diagnosis(self):
+        status, stdout, _ = python("""
+            import runpy, sys
+            runpy.run_module('dsopt', run_name='__main__')
+            assert not {'torch', 'jax', 'tensorflow', 'keras', 'nvidia'} & set(sys.modules)
+            """)
         self.assertEqual(status, 0)
-        import json
-
-        self.assertEqual(json.loads(stdout), dsopt.build_info())
-        self.assertEqual(json.loads(stdout)["version"], dsopt.__version__)
+        found, info = json.loads(stdout), dsopt.build_info()
+        capabilities = info.pop("cuda_devices", [])
+        self.assertEqual({key: found.get(key) for key in info}, info)
+        self.assertEqual(found["version"], dsopt.__version__)
+        self.assertEqual(len(found["devices"]), len(capabilities))
+        self.assertEqual("cuda" in info["backends"], bool(capabilities))
+        self.assertEqual(found["libraries"]["mpiexec"], shutil.which("mpiexec") or "not in PATH")
+        if "cuda_runtime" not in info:
+            self.assertEqual(found["libraries"]["cublaslt"], "needs CUDA")
+        self.assertIn(platform.python_version(), found["python"])
+        self.assertEqual(found["environment"]["DSOPT_LIBRARY"], dsopt._abi.path)
+        self.assertEqual(found["packages"]["numpy"], importlib.metadata.version("numpy"))
 
     def test_missing_library_raises_import_error(self):
         environment = dict(os.environ)
