@@ -98,7 +98,7 @@ class Documents(unittest.TestCase):
         package = "bindings/python/"
         pages = {package + "dsopt/torch/README.md": ["torch"], package + "dsopt/jax/README.md": ["jax"],
                  package + "dsopt/tf/README.md": ["tensorflow", "keras"], package + "README.md": list(_versions.OLDEST),
-                 "README.md": list(_versions.OLDEST)}
+                 "README.md": list(_versions.OLDEST), "docs/install.md": list(_versions.OLDEST)}
         for path, names in pages.items():
             stated = re.findall(r"(NumPy|torch|JAX|TensorFlow|Keras) (\d+(?:\.\d+)*) or later", self.text(path))
             for name in names:
@@ -107,6 +107,20 @@ class Documents(unittest.TestCase):
                     # A feature may need a later version.
                     of_name = [version for found, version in stated if found == title]
                     self.assertEqual(min(of_name, key=_versions.numbers, default=None), oldest)
+
+
+    def test_page_of_installation_has_the_versions_of_the_locks(self):
+        page = self.text("docs/install.md")
+        for binding, names in (("numpy", ["numpy"]), ("torch", ["torch"]), ("jax", ["jax"]),
+                               ("tf", ["tensorflow-cpu", "keras"])):
+            extra = "tensorflow" if binding == "tf" else binding
+            row = re.search(r"^\| `%s` \|.*\|(.*)\|$" % extra, page, re.M)[1]
+            for kind in ("oldest", "branch", "newest"):
+                path = "scripts/requirements/versions-%s-%s.txt" % (binding, kind)
+                for name in names if (ROOT / path).exists() else ():
+                    with self.subTest(path, name=name):
+                        newest = re.findall(r"^%s==(\S+)" % name, self.text(path), re.M)[-1]
+                        self.assertIn(newest, re.findall(r"[\d.]*\d", row))
 
 
 if __name__ == "__main__":
