@@ -15,7 +15,7 @@ note() { # STATUS WORDS...
 }
 
 "$root/scripts/cross_file.sh" "$build"
-options="--buildtype=release -Dtests=disabled -Dbench=disabled -Dbindings=disabled -Dcuda=disabled"
+options="--buildtype=release -Dwerror=true -Dtests=disabled -Dbench=disabled -Dbindings=disabled -Dcuda=disabled"
 # shellcheck disable=SC2086 # options
 log=$( ([ -f "$build/library/build.ninja" ] || meson setup "$build/library" "$root" --cross-file "$build/cross.ini" \
     $options) 2>&1 &&
