@@ -88,7 +88,7 @@ TEST_F(ThreadPool, StartsThreadsWithAtLeast512KiBOfStack) {
         g_started = 0;
         run_counts(threads, threads);
         EXPECT_GT(g_started, 0);
-        EXPECT_EQ(g_stack, wanted);
+        EXPECT_GE(g_stack, wanted); // the thread sanitizer adds to it
         threads *= 2;
     }
 }
