@@ -194,8 +194,9 @@ CudaInfo cuda_info() {
     const int count = gpu::count_devices(info.reason);
     if (count == 0) info.state = "no device";
     for (int i = 0; i < count; ++i) info.devices += (i > 0 ? ", \"" : "\"") + gpu::capability_of(i) + "\"";
-    (void)cudaDriverGetVersion(&info.driver);
-    (void)cudaRuntimeGetVersion(&info.runtime);
+    int driver = 0, runtime = 0;
+    if (cudaDriverGetVersion(&driver) == cudaSuccess && driver != 0) info.driver = gpu::version_text(driver);
+    if (cudaRuntimeGetVersion(&runtime) == cudaSuccess) info.runtime = gpu::version_text(runtime);
     return info;
 }
 

@@ -213,8 +213,9 @@ void check_list(const dsopt_tensor *list, int64_t count, const char *role) {
 
 std::string make_build_info() {
     // This report does not load NCCL: that copy would take precedence over a copy that the caller may load later.
-    const bool has_nccl = std::strcmp(nccl_state(), "loaded") == 0 || std::strncmp(nccl_state(), "looked", 6) == 0;
-    const bool has_hccl = std::strcmp(hccl_state(), "loaded") == 0;
+    const char *const nccl = nccl_state(), *const hccl = hccl_state(); // the first one counts CUDA devices
+    const bool has_nccl = std::strcmp(nccl, "loaded") == 0 || std::strncmp(nccl, "looked", 6) == 0;
+    const bool has_hccl = std::strcmp(hccl, "loaded") == 0;
     std::string unknown; // DSOPT_ISA may contain any bytes, and the text is JSON
     if (const char *const isa = unknown_isa()) {
         unknown = std::string(isa, strnlen(isa, 32));
@@ -227,13 +228,10 @@ std::string make_build_info() {
     const auto add = [&](const char *key, const std::string &value) {
         if (!value.empty()) about_cuda += std::string("\"") + key + "\": \"" + value + "\", ";
     };
-    const auto version = [](int number) {
-        return number == 0 ? "" : std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
-    };
     add("cuda_reason", cuda.reason);
     add("cuda_code", cuda.code);
-    add("cuda_runtime", version(cuda.runtime));
-    add("cuda_driver", version(cuda.driver));
+    add("cuda_runtime", cuda.runtime);
+    add("cuda_driver", cuda.driver);
     if (!cuda.devices.empty()) about_cuda += "\"cuda_devices\": [" + cuda.devices + "], ";
     char first[512], last[512];
     std::snprintf(first, sizeof first,
@@ -245,8 +243,7 @@ std::string make_build_info() {
         last, sizeof last,
         "\"comms\": [\"self\", \"local\", \"table\"%s%s], \"nccl\": \"%s\", \"hccl\": \"%s\", \"isa\": \"%s\", "
         "%s\"threads\": \"pool\", \"checkpoint_format\": 1}",
-        has_nccl ? ", \"nccl\"" : "", has_hccl ? ", \"hccl\"" : "", nccl_state(), hccl_state(), cpu_isa_name(),
-        unknown.c_str());
+        has_nccl ? ", \"nccl\"" : "", has_hccl ? ", \"hccl\"" : "", nccl, hccl, cpu_isa_name(), unknown.c_str());
     return first + about_cuda + last;
 }
 

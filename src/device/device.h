@@ -98,11 +98,11 @@ std::unique_ptr<Device> make_cpu_device();
 std::unique_ptr<Device> make_cuda_device(int device);
 /// What dsopt_build_info() says about CUDA. The texts have no characters that JSON would escape.
 struct CudaInfo {
-    const char *state;           // "cuda": there is a device; "no device"; "not in this build"
-    std::string reason;          // why there is none, else ""
-    const char *code;            // compute capabilities of devices that the build has code for
-    int driver = 0, runtime = 0; // version of CUDA, such as 13000 for 13.0; driver 0: there is none
-    std::string devices{};       // their compute capabilities as a list of JSON's strings, "" without a device
+    const char *state;               // "cuda": there is a device; "no device"; "not in this build"
+    std::string reason;              // why there is none, else ""
+    const char *code;                // compute capabilities of devices that the build has code for
+    std::string driver{}, runtime{}; // versions of CUDA, such as "13.0"; "": there is none
+    std::string devices{};           // their compute capabilities as a list of JSON's strings, "" without a device
     bool usable() const { return reason.empty(); }
 };
 /// Starts the CUDA driver.
