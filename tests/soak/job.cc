@@ -28,11 +28,7 @@ int check_unusable(Learner &learner, const Job &job, int rank, dsopt_status stat
 
 test::Comm make_comm(const test::Context &context, SharedEndpoint &endpoint, int ranks) {
     if (ranks == 1) return {};
-    const dsopt_comm_table table = endpoint.table();
-    DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_KIND_TABLE;
-    desc.table = &table;
-    return test::make_comm(context, desc);
+    return test::table_comm(context, endpoint.table());
 }
 
 int train_rank(Board &board, const Job &job, int rank) {

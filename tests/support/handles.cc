@@ -130,6 +130,13 @@ Comm make_comm(const Context &context, const dsopt_comm_desc &desc) {
     must(dsopt_comm_create(context.get(), &desc, &comm));
     return Comm(comm);
 }
+Comm table_comm(const Context &context, const dsopt_comm_table &table, uint32_t flags) {
+    DSOPT_NEW(dsopt_comm_desc, desc);
+    desc.kind = DSOPT_COMM_KIND_TABLE;
+    desc.table = &table;
+    desc.flags = flags;
+    return make_comm(context, desc);
+}
 Comm local_comm(const Context &context, const CommId &id, int rank, int ranks, int timeout_ms) {
     return make_comm(context, local_desc(id, rank, ranks, timeout_ms));
 }

@@ -92,6 +92,7 @@ CommId new_id();
 dsopt_comm_desc comm_desc(int32_t kind, const void *id, size_t id_bytes, int rank, int ranks, int timeout_ms = 60000);
 dsopt_comm_desc local_desc(const CommId &id, int rank, int ranks, int timeout_ms = 60000);
 Comm make_comm(const Context &context, const dsopt_comm_desc &desc);
+Comm table_comm(const Context &context, const dsopt_comm_table &table, uint32_t flags = 0);
 Comm local_comm(const Context &context, const CommId &id, int rank, int ranks, int timeout_ms = 60000);
 Comm self_comm(const Context &context);
 dsopt_comm_info info_of(const Comm &comm);

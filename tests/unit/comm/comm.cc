@@ -260,15 +260,6 @@ struct FakeTable {
     }
 };
 
-Comm table_comm(const Context &ctx, const dsopt_comm_table &table) {
-    DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_KIND_TABLE;
-    desc.table = &table;
-    dsopt_comm *comm = nullptr;
-    must(dsopt_comm_create(ctx.get(), &desc, &comm));
-    return Comm(comm);
-}
-
 TEST(TableComm, CallsTheCallersFunctionsAndCountsThem) {
     const Context ctx = make_context(1);
     FakeTable fake;

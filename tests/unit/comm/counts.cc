@@ -126,7 +126,7 @@ TEST(CommInfo, CountsRingTrafficOfAllReduces) {
 
 enum { kToAll = 1, kGather = 2 };
 /// Returns a comm of rank 1 of 4 whose peers send zeros. Its table has all_reduce and the functions in `functions`.
-Comm table_comm(const Context &ctx, unsigned functions, int result = 0) {
+Comm comm_with(const Context &ctx, unsigned functions, int result = 0) {
     static int results[2] = {0, 9};
     DSOPT_NEW(dsopt_comm_table, table);
     table.self = &results[result != 0];
@@ -141,12 +141,7 @@ Comm table_comm(const Context &ctx, unsigned functions, int result = 0) {
     };
     if (functions & kToAll) table.all_to_all = zeros;
     if (functions & kGather) table.all_gather = zeros;
-    DSOPT_NEW(dsopt_comm_desc, desc);
-    desc.kind = DSOPT_COMM_KIND_TABLE;
-    desc.table = &table;
-    dsopt_comm *comm = nullptr;
-    must(dsopt_comm_create(ctx.get(), &desc, &comm));
-    return Comm(comm);
+    return table_comm(ctx, table);
 }
 dsopt_status compress(const Comm &comm, size_t numel) {
     Array x(DSOPT_DTYPE_F32, numel, 1);
@@ -176,7 +171,7 @@ TEST(CommInfo, CountsFallbacksAsTheFunctionsTheyCall) {
         {kGather, kNothing, kNothing, {5, 15 * message, 15 * message}}, // one per rank's column, and the gather
         {0, {5, 5 * (4 * message * 2 * 3 / 4), 5 * (4 * message * 2 * 3 / 4)}, kNothing, kNothing}};
     for (const Case &c : cases) {
-        const Comm comm = table_comm(ctx, c.functions);
+        const Comm comm = comm_with(ctx, c.functions);
         ASSERT_OK(compress(comm, 4096)) << c.functions;
         const dsopt_comm_info info = info_of(comm);
         EXPECT_EQ(counters_of(info, DSOPT_COLLECTIVE_ALL_REDUCE), c.reduce) << c.functions;
@@ -188,7 +183,7 @@ TEST(CommInfo, CountsFallbacksAsTheFunctionsTheyCall) {
 
 TEST(CommInfo, CountsNoBytesOfAFailedCall) {
     const Context ctx = make_context(1);
-    const Comm comm = table_comm(ctx, kToAll | kGather, 9);
+    const Comm comm = comm_with(ctx, kToAll | kGather, 9);
     EXPECT_TRUE(refused(compress(comm, 4096), DSOPT_ERR_COMM));
     EXPECT_TRUE(refused(compress(comm, 4096), DSOPT_ERR_COMM)) << "not called again";
     EXPECT_EQ(counters_of(info_of(comm), DSOPT_COLLECTIVE_ALL_TO_ALL), (Counters{1, 0, 0}));

@@ -453,12 +453,7 @@ public:
             SumsOnly &rank = *static_cast<SumsOnly *>(self);
             return dtype == DSOPT_DTYPE_I32 ? rank.sum<int32_t>(send, recv, count) : rank.sum<float>(send, recv, count);
         };
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_KIND_TABLE;
-        desc.table = &table;
-        dsopt_comm *comm = nullptr;
-        must(dsopt_comm_create(ctx.get(), &desc, &comm));
-        return Comm(comm);
+        return table_comm(ctx, table);
     }
 
 private:

@@ -134,12 +134,7 @@ struct FailingTable {
             for (int r = 0; r < 2; ++r) std::memcpy(static_cast<char *>(recv) + r * bytes, send, size_t(bytes));
             return static_cast<FailingTable *>(self)->all_gather;
         };
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_KIND_TABLE;
-        desc.table = &table;
-        dsopt_comm *comm = nullptr;
-        must(dsopt_comm_create(ctx.get(), &desc, &comm));
-        return Comm(comm);
+        return table_comm(ctx, table);
     }
 };
 

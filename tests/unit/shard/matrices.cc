@@ -165,12 +165,7 @@ struct FailingGather {
             ++static_cast<FailingGather *>(self)->gathers;
             return 5;
         };
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_KIND_TABLE;
-        desc.table = &table;
-        dsopt_comm *made = nullptr;
-        must(dsopt_comm_create(context.get(), &desc, &made));
-        return Comm(made);
+        return table_comm(context, table);
     }
 };
 

@@ -36,13 +36,7 @@ public:
             return of(self).table->reduce_scatter(rank_of(self), send, recv, count);
         };
         table.destroy = [](void *self) { delete static_cast<Rank *>(self); };
-        DSOPT_NEW(dsopt_comm_desc, desc);
-        desc.kind = DSOPT_COMM_KIND_TABLE;
-        desc.table = &table;
-        desc.flags = sums ? int32_t(DSOPT_COMM_FLAG_PROVIDER_SUMS) : 0;
-        dsopt_comm *comm = nullptr;
-        must(dsopt_comm_create(context.get(), &desc, &comm));
-        return Comm(comm);
+        return table_comm(context, table, sums ? uint32_t(DSOPT_COMM_FLAG_PROVIDER_SUMS) : 0);
     }
 
 protected:
