@@ -454,6 +454,45 @@ TEST_F(CudaWaits, RecordOneEventPerCallOutsideCaptures) {
               0);
 }
 
+/// Returns a comm of two ranks in host memory. The other rank has the values of this one.
+test::Comm doubling_comm(const test::Context &context) {
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = 2;
+    table.memory = DSOPT_MEMORY_HOST;
+    table.all_reduce = [](void *, const void *send, void *recv, int64_t count, int32_t, int32_t, void *) {
+        for (int64_t i = 0; i < count; ++i)
+            static_cast<float *>(recv)[i] = 2 * static_cast<const float *>(send)[i];
+        return 0;
+    };
+    return test::table_comm(context, table);
+}
+
+TEST_F(CudaWaits, CommInHostMemorySendsWhatThePendingWorkOfTheStreamWrites) {
+    const test::Context context = test::make_context(test::context_desc(1, DSOPT_BACKEND_CUDA));
+    const test::Comm comm = doubling_comm(context);
+    const NonBlockingStream stream;
+    for (const size_t numel : {size_t(5), size_t(1) << 18}) { // in a bucket, and alone
+        SCOPED_TRACE(numel);
+        const std::vector<float> before(numel, 1.0f), pending(numel, 3.0f);
+        const Bytes data(true, numel * sizeof(float), 0), source(true, numel * sizeof(float), 0);
+        data.Block::set(before.data());
+        source.Block::set(pending.data());
+        const dsopt_tensor list{data.data(), int64_t(numel), DSOPT_DTYPE_F32, 0};
+        const auto copy = [&](const Bytes &to, const Bytes &from) {
+            ASSERT_EQ(cudaMemcpyAsync(to.data(), from.data(), numel * sizeof(float), cudaMemcpyDefault, stream),
+                      cudaSuccess);
+        };
+        copy(data, source);
+        ASSERT_OK(dsopt_comm_all_reduce(comm.get(), &list, 1, DSOPT_OP_SUM, stream));
+        copy(source, data); // work of the caller after the call
+        ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        const std::vector<char> bytes = source.get();
+        std::vector<float> sums(numel);
+        std::memcpy(sums.data(), bytes.data(), bytes.size());
+        EXPECT_EQ(sums, std::vector<float>(numel, 6.0f));
+    }
+}
+
 TEST_F(CudaWaits, OnlyReportLogsSkippedSteps) {
     std::vector<std::string> lines;
     DSOPT_NEW(dsopt_context_desc, desc);
