@@ -63,9 +63,12 @@ shared)
     cmp "$(flags --variable=abi_json)" "$here/../../include/dsopt.json" || fail "shared: abi_json"
     [ -f "$(flags --variable=includedir)/dsopt_dl.h" ] || fail "shared: no dsopt_dl.h"
     # Licences of the code that is compiled in, and the software bill of materials.
-    for licence in LICENSE LICENSES/RapidJSON.txt LICENSES/xxHash.txt; do
+    licences="LICENSE LICENSES/RapidJSON.txt LICENSES/xxHash.txt"
+    ! grep -q '"CUDA runtime"' "$moved/share/dsopt/dsopt.spdx.json" || licences="$licences LICENSES/CUDA-runtime.txt"
+    for licence in $licences; do
         cmp "$here/../../$licence" "$moved/share/licenses/dsopt/$(basename "$licence")" || fail "shared: $licence"
     done
+    [ "$(ls "$moved/share/licenses/dsopt" | wc -l)" = "$(echo "$licences" | wc -w)" ] || fail "shared: other licences"
     grep -q '"spdxVersion"' "$moved/share/dsopt/dsopt.spdx.json" || fail "shared: no bill of materials"
     ;;
 plugin) # the functions have default visibility, so only the archive's contents can keep them from being exported

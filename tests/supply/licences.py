@@ -4,16 +4,20 @@
 
 usage: licences.py ROOT INPUTS CXX...
 
-The texts in LICENSES must be those of the headers in this build, and in every package. The bill of materials of
+The texts in LICENSES must be those of the headers in this build, and in every package. Only wheels that have the CUDA
+runtime name its licence. The bill of materials of
 each package has the fields that SPDX 2.3 requires, versions as the preprocessor sees them, and the same bytes for the
 same inputs. If spdx-tools are installed, they validate each bill. Prints `name: reason` for each check that fails, then
 `N passed, N failed`.
 """
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
+import unittest.mock
 
 ROOT, INPUTS, CXX = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2]), sys.argv[3:]
 HEADERS = {"RapidJSON": "rapidjson/reader.h", "xxHash": "xxhash.h"}
@@ -74,8 +78,57 @@ def texts():
                text == read("bindings", "rust", "dsopt-sys", "LICENSES", name + ".txt"))
         yield f"{name}: it is installed", f"'LICENSES/{name}.txt'" in read("meson.build")
     project = read("pyproject.toml")
-    yield "wheel: has the texts", '"LICENSES/*.txt"' in project
+    yield ("wheel: has the texts",
+           'license-files = ["LICENSE", "LICENSES/RapidJSON.txt", "LICENSES/xxHash.txt"]' in project)
     yield "wheel: names the licences", 'license = "Apache-2.0 AND MIT AND BSD-2-Clause"' in project
+
+
+def backend():
+    """Returns the module with the build backend of wheels, without meson-python, which this Python may lack."""
+    name = "mesonpy"
+    had = sys.modules.get(name)
+    sys.modules[name] = unittest.mock.MagicMock()
+    try:
+        path = os.path.join(ROOT, "bindings", "python", "wheel_backend.py")
+        spec = importlib.util.spec_from_file_location("wheel_backend", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        if had is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = had
+    return module
+
+
+def wheels():
+    """Checks what the build backend adds to the metadata of a wheel, with and without CUDA."""
+    metadata = ["Metadata-Version: 2.4", "License-Expression: Apache-2.0 AND MIT", "License-File: LICENSE", "",
+                "License-Expression: a line of the description", ""]
+    for compiled_in in ({"xxHash": "0.8.1"}, {"xxHash": "0.8.1", "CUDA runtime": "13.0"}):
+        kind = "with CUDA" if "CUDA runtime" in compiled_in else "without CUDA"
+        with tempfile.TemporaryDirectory() as info:
+            for folder in ("sboms", "licenses/LICENSES"):
+                os.makedirs(os.path.join(info, folder))
+            inputs, path = os.path.join(info, "inputs.json"), os.path.join(info, "METADATA")
+            with open(inputs, "w", encoding="utf-8") as file:
+                json.dump({"version": "1.0", "compiler": "gcc 12.2.0", "compiled_in": compiled_in}, file)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("\n".join(metadata))
+            with open(os.path.join(info, "sboms", "dsopt.spdx.json"), "w", encoding="utf-8") as file:
+                file.write(written("wheel", "--inputs", inputs))
+            backend().add_cuda_licence(info)
+            with open(path, encoding="utf-8") as file:
+                lines = file.read().split("\n")
+            added = os.listdir(os.path.join(info, "licenses", "LICENSES"))
+            if kind == "with CUDA":
+                want = metadata[:1] + [metadata[1] + " AND LicenseRef-NVIDIA-CUDA-EULA", metadata[2],
+                                       "License-File: LICENSES/CUDA-runtime.txt"] + metadata[3:]
+                yield f"wheel {kind}: adds {added}", added == ["CUDA-runtime.txt"]
+            else:
+                want = metadata
+                yield f"wheel {kind}: adds {added}", added == []
+            yield f"wheel {kind}: the metadata are {lines}", lines == want
 
 
 def required(sbom):
@@ -167,7 +220,7 @@ def materials():
 
 def main():
     passed = failed = 0
-    for part in (texts, materials):
+    for part in (texts, wheels, materials):
         for name, holds in part():
             passed += holds
             failed += not holds
