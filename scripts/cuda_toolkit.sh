@@ -1,9 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# cuda_toolkit.sh FOLDER: makes a CUDA toolkit in FOLDER from the packages that scripts/requirements/cuda.txt pins, unless
-# it is there already. On x86-64 FOLDER/cuda/bin/nvcc compiles for x86-64, and with `-target-dir sbsa-linux -ccbin
-# aarch64-linux-gnu-g++` for aarch64. Ends with a compile and link for both. Exits with 77 and a reason if PyPI was not
-# reached.
+# cuda_toolkit.sh FOLDER: makes a CUDA toolkit in FOLDER from the packages that scripts/requirements/cuda.txt pins,
+# unless it is there already. FOLDER/cuda/bin/nvcc compiles on x86-64 for x86-64, and for aarch64 with `-target-dir
+# sbsa-linux -ccbin aarch64-linux-gnu-g++`. Ends with a compile and link for both. Exits with 77 and a reason if PyPI
+# was not reached.
 set -eu
 folder=$(realpath -m "$1")
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -17,13 +17,14 @@ packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'
 rm -f "$folder/cuda"
 ln -s "$packages" "$folder/cuda"
 
-# The runtime for aarch64. Its package has all headers of the other one except fatbinary_section.h, and no other ones, so
-# both systems use the same headers.
+# The runtime for aarch64. The headers of all systems are the same, but fatbinary_section.h is only in the package of
+# nvcc, so aarch64 uses those of x86-64.
 if [ ! -f "$folder/sbsa/nvidia/cu13/lib/libcudart_static.a" ]; then
     sed -n '/^nvidia-cuda-runtime==/,/[^\\]$/p' "$list" >"$folder/runtime.txt"
     rm -rf "$folder/sbsa"
     "$python" -m pip install -q --no-input --disable-pip-version-check --retries 1 --timeout 30 --require-hashes \
-        --no-deps --only-binary :all: --platform manylinux2014_aarch64 --target "$folder/sbsa" -r "$folder/runtime.txt" ||
+        --no-deps --only-binary :all: --platform manylinux2014_aarch64 --target "$folder/sbsa" \
+        -r "$folder/runtime.txt" ||
         fail "the runtime for aarch64 cannot be installed"
 fi
 # nvcc.profile names the folder lib64, which packages do not have. If there is a folder targets, nvcc searches only
@@ -36,8 +37,8 @@ link() { # SYSTEM LIBRARIES
 link x86_64-linux ../../lib
 link sbsa-linux "$folder/sbsa/nvidia/cu13/lib"
 
-# Tries it without what could lead nvcc or the linker to another toolkit. The C++ compiler may search folders that have one,
-# so the trace of the linker must name this one.
+# Tries it without variables that could name another toolkit. The C++ compiler may search folders that have one, so the
+# trace of the linker must name this one.
 cat >"$folder/empty.cu" <<'END'
 #include <cuda_bf16.h>
 __global__ void kernel() {}

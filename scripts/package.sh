@@ -53,7 +53,11 @@ wheel() {
     export_tree wheel
     grep -q "^  version: \"$version\"$" "$tree/packaging/conda/recipe.yaml" ||
         fail "packaging/conda/recipe.yaml does not have version $version"
-    scripts/wheel.sh "$tree" "$packages" || fail "the wheels"
+    meson setup "$work/library" "$tree" --buildtype=release -Dcuda=disabled -Dtests=disabled -Dbench=disabled \
+        -Dbindings=disabled >"$work/log" 2>&1 || { tail -n 40 "$work/log"; fail "meson setup"; }
+    scripts/progress.py "library without CUDA" build ninja -C "$work/library" "libdsopt.so.$version" ||
+        fail "the library without CUDA"
+    scripts/wheel.sh "$tree" "$packages" "$work/library/libdsopt.so.$version" x86_64 aarch64 || fail "the wheels"
 }
 
 crate() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ninja or `meson test` and shows the progress.
+"""Runs ninja, `pip wheel -v` or `meson test` and shows the progress.
 
 usage: progress.py [--durations LOG] NAME PHASE COMMAND...
 
@@ -18,7 +18,7 @@ import threading
 import time
 
 EVERY = 30  # seconds between two lines without a terminal
-NINJA = re.compile(r"\[(\d+)/(\d+)\].* (\S+)$")
+NINJA = re.compile(r"\s*\[(\d+)/(\d+)\].* (\S+)$")  # pip indents it
 MESON = re.compile(r"\s*(\d+)/(\d+)\s+(?:\S+ / )?(\S+)\s")
 ERRORS = re.compile(r"(error|failed):", re.IGNORECASE)
 

@@ -2,12 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the requirements and the contents of a wheel.
 
-usage: wheel_check.py GLIBC ROOT WHEEL
+usage: wheel_check.py [--largest BYTES] GLIBC ROOT WHEEL ARCHITECTURE...
 
 The libraries of the wheel must need only the C library, no symbol of it later than GLIBC, and no symbol without a
 version. They must export only functions of dsopt. ROOT is the source tree: the wheel must have its licences, a bill of
-materials, the headers and the description. Prints `name: reason` for each check that fails, then `N passed, N failed`.
+materials, the headers and the description. Its libdsopt.so must have every kernel for each ARCHITECTURE (sm_90, or
+compute_90 for PTX) and for no other one. Needs readelf, and NVIDIA's cuobjdump. Prints `name: reason` for each check
+that fails, then `N passed, N failed`.
 """
+import argparse
+import collections
+import email
+import glob
 import json
 import os
 import re
@@ -16,8 +22,17 @@ import sys
 import tempfile
 import zipfile
 
-GLIBC, ROOT, WHEEL = sys.argv[1:]
-C_LIBRARY = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--largest", type=int, metavar="BYTES")
+PARSER.add_argument("glibc")
+PARSER.add_argument("root")
+PARSER.add_argument("wheel")
+PARSER.add_argument("architectures", nargs="+")
+OPTIONS = PARSER.parse_args()
+GLIBC, ROOT, WHEEL = OPTIONS.glibc, OPTIONS.root, OPTIONS.wheel
+C_LIBRARY = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2",
+             "ld-linux-aarch64.so.1"}
+CUDA_LICENCE = "LicenseRef-NVIDIA-CUDA-EULA"
 MACHINES = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}
 
 
@@ -56,6 +71,28 @@ def same(folder, path, source):
         return one.read() == other.read()
 
 
+def images(path):
+    """Returns how many images of kernels a library has, by architecture."""
+    listed = subprocess.run(["cuobjdump", "-lelf", "-lptx", path], stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = re.findall(r"\.sm_(\w+)\.(cubin|ptx)$", listed, re.M)
+    return collections.Counter(("sm_" if kind == "cubin" else "compute_") + number for number, kind in found)
+
+
+def cuda(folder, info, parts):
+    """Checks the metadata in the folder `info`, the components of the bill of materials, and the kernels."""
+    with open(os.path.join(folder, info, "METADATA"), encoding="utf-8") as file:
+        metadata = email.message_from_file(file)
+    names = CUDA_LICENCE in metadata["License-Expression"].split(" AND ")
+    yield f"the licence is {metadata['License-Expression']}", names
+    yield "LICENSES/CUDA-runtime.txt is named", "LICENSES/CUDA-runtime.txt" in metadata.get_all("License-File")
+    yield "the bill of materials has the CUDA runtime 13.0", parts.get("CUDA runtime") == "13.0"
+    yield "there are kernels", ".nv_fatbin" in readelf("-S", os.path.join(folder, "dsopt/libdsopt.so"))
+    sources = len(glob.glob(os.path.join(ROOT, "cuda", "*.cu")))
+    found = images(os.path.join(folder, "dsopt/libdsopt.so"))
+    yield (f"of {sources} files there are images for {dict(found)}",
+           sources and found == {architecture: sources for architecture in OPTIONS.architectures})
+
+
 def checks(folder):
     with zipfile.ZipFile(WHEEL) as file:
         names = file.namelist()
@@ -68,16 +105,20 @@ def checks(folder):
     for name in libraries:
         yield from library(os.path.join(folder, name), name, machine[1])
     (info,) = {name.split("/")[0] for name in names if name.split("/")[0].endswith(".dist-info")}
-    for licence in ("LICENSE", "LICENSES/RapidJSON.txt", "LICENSES/xxHash.txt"):
+    for licence in ("LICENSE", "LICENSES/RapidJSON.txt", "LICENSES/xxHash.txt", "LICENSES/CUDA-runtime.txt"):
         yield f"{licence} is there", same(folder, f"{info}/licenses/{licence}", licence)
     for header in ("dsopt.h", "dsopt_dl.h"):
         yield f"{header} is there", same(folder, f"dsopt/include/{header}", f"include/{header}")
     yield "dsopt.json is there", same(folder, "dsopt/dsopt.json", "include/dsopt.json")
     with open(os.path.join(folder, info, "sboms", "dsopt.spdx.json"), encoding="utf-8") as file:
-        parts = {package["name"] for package in json.load(file)["packages"]}
+        parts = {package["name"]: package["versionInfo"] for package in json.load(file)["packages"]}
     yield (f"the bill of materials has {parts}",
-           {"dsopt", "RapidJSON", "xxHash", "XLA FFI", "GCC runtime libraries"} <= parts)
-    yield "nothing of CUDA is there", "CUDA runtime" not in parts
+           {"dsopt", "RapidJSON", "xxHash", "XLA FFI", "GCC runtime libraries"} <= set(parts))
+    yield from cuda(folder, info, parts)
+    size = os.path.getsize(WHEEL)
+    print(f"{os.path.basename(WHEEL)}: {size} bytes")
+    if OPTIONS.largest:
+        yield f"the wheel has {size} bytes, at most {OPTIONS.largest}", size <= OPTIONS.largest
 
 
 def main():

@@ -13,7 +13,9 @@ for archive in libstdc++.a libgcc.a libgcc_eh.a; do # in this order: each needs 
     [ -f "$path" ] || { echo "wheel_link.sh: $compiler has no $archive"; exit 1; }
     set -- "$@" "$path"
 done
+librt=
+case " $* " in *libcudart_static.a*) librt=-lrt ;; esac # shm_open is in librt before glibc 2.34
 # zig's libc++ would not match the headers. Missing symbols must be errors here, not on the user's system.
-exec "$python" -m ziglang c++ -target "$target" -shared -nostdlib++ -s -o "$output" "$@" -lpthread -ldl -lm \
+exec "$python" -m ziglang c++ -target "$target" -shared -nostdlib++ -s -o "$output" "$@" -lpthread -ldl -lm $librt \
     -Wl,--no-undefined \
     -Wl,--gc-sections -Wl,-soname,"$soname" -Wl,-z,relro -Wl,-z,now -Wl,-z,nodelete -Wl,--version-script="$map"
