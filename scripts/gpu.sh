@@ -9,6 +9,8 @@
 #   build      in build-gpu; always first, and does nothing if it is up to date
 #   tests      the CUDA suite, the unit tests and the recorded cases on the device
 #   nccl       one rank with the real NCCL: init, capture, finalize, abort
+#   wheel      the wheel for this processor (dsopt-*.whl in DIR, or in packages), installed for TORCH_PYTHON: trainings on
+#              the GPU in torch and JAX, compared with the CPU, and the short suites of the package, torch and JAX
 #   bench      bench_cuda and PyTorch on every list of LISTS; clocks and power are recorded if there is nvidia-smi
 #   sanitizer  compute-sanitizer on the small suite
 #   profile    counters of ncu: bytes of device memory and time of each kernel, step by step
@@ -16,7 +18,7 @@
 # A tool that is missing, or that does not work on this machine, is reported as not available, which is not a failure.
 # --emulated runs the parts on the emulated device of a build folder with tiny lists; the page is in BUILD/rehearsal.
 # DIR has headers and libraries that are not part of the CUDA toolkit, Meson, ninja and g++; --pack copies them there
-# from this machine's packages. TORCH_PYTHON is the Python with PyTorch.
+# from this machine's packages, and wheels that `./dev package wheel` has made. TORCH_PYTHON is the Python with PyTorch.
 # shellcheck disable=SC2317 # the functions of the parts are called by the parts' names
 set -eu
 say() { echo "dev: $*"; }
@@ -37,10 +39,12 @@ pack() { # DIR
         soname=$(objdump -p "$file" | sed -n 's/.*SONAME *//p')
         [ -z "$soname" ] || cp -L "$file" "$1/lib/$soname"
     done
+    rm -f "$1"/dsopt-*.whl
+    for wheel in packages/dsopt-*.whl; do [ ! -f "$wheel" ] || cp "$wheel" "$1"; done
     say "packed $(du -sh "$1" | cut -f1) into $1"
 }
 
-all="build tests nccl bench sanitizer profile digests"
+all="build tests nccl wheel bench sanitizer profile digests"
 packages=carry parts='' emulated=''
 while [ $# != 0 ]; do
     case $1 in
@@ -224,6 +228,46 @@ digests() {
 }
 
 nccl() { counted nccl 120 "$nccl"; }
+
+wheel() {
+    rm -f "$seen/wheel" "$seen"/wheel-*
+    python=${TORCH_PYTHON:-python3}
+    if [ -n "$emulated" ]; then # the package of the sources, on the CPU
+        "$python" -c "import torch" 2>/dev/null || { not_available wheel "no torch"; return 0; }
+        counted wheel "$(seconds_left)" env PYTHONPATH="$PWD/bindings/python" DSOPT_LIBRARY="$build/libdsopt.so" \
+            "$python" packaging/wheel/step_gpu.py cpu
+        return
+    fi
+    file=
+    for found in "$packages"/dsopt-*_"$(uname -m)".whl packages/dsopt-*_"$(uname -m)".whl; do
+        [ -n "$file" ] || [ ! -f "$found" ] || file=$found
+    done
+    [ -n "$file" ] || { not_available wheel "no wheel for $(uname -m) in $packages or packages: ./dev package wheel"; return 0; }
+    "$python" -m pip --version >/dev/null 2>&1 || { not_available wheel "no pip in $python"; return 0; }
+    rm -rf "$build/wheel"
+    status=0
+    limited 60 "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --target "$build/wheel" "$file" \
+        >"$seen/wheel.log" 2>&1 || status=$?
+    [ "$status" = 0 ] || { failed=1; tail -n 20 "$seen/wheel.log"; verdict wheel "pip install: status $status"; return 0; }
+    # The libraries of this script, such as those of DIR, are not for the wheel.
+    callers=${PYTHONPATH-}
+    PYTHONPATH=$PWD/$build/wheel${callers:+:$callers} DSOPT_INSTALLED=1
+    export PYTHONPATH DSOPT_INSTALLED
+    clean="env -u LD_LIBRARY_PATH -u DSOPT_LIBRARY -u DSOPT_CUBLASLT_LIBRARY -u DSOPT_NCCL_LIBRARY"
+    $clean "$python" -m dsopt >"$seen/wheel.json" 2>&1 || :
+    counted wheel 120 $clean "$python" packaging/wheel/step_gpu.py cuda
+    for framework in numpy torch jax; do
+        "$python" -c "import $framework" 2>/dev/null || { verdict "wheel-$framework" "not available: no $framework"; continue; }
+        case $framework in
+        numpy) set -- bindings/python/tests/run.py --short ;;
+        torch) set -- bindings/python/tests/run.py torch --short ;;
+        jax) set -- bindings/python/tests/jax/run.py --short ;;
+        esac
+        counted "wheel-$framework" "$(seconds_left 2)" $clean "$python" "$@"
+    done
+    unset PYTHONPATH DSOPT_INSTALLED
+    [ -z "$callers" ] || export PYTHONPATH="$callers"
+}
 
 watch_clocks() { # records clocks and power five times per second, until unwatch_clocks
     command -v nvidia-smi >/dev/null || return 0

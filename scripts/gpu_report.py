@@ -25,7 +25,9 @@ ROWS = [
     ("OnebitAdam", 33, None, "OnebitAdam"), ("OnebitAdam/bits", 25, None, "OnebitAdam/bits"),
     ("ZeroOneAdam/local", 24, None, None), ("OnebitLamb", 57, None, "OnebitLamb")]
 PARTS = [("build", "build"), ("tests", "suite on the device"), ("unit", "unit tests on the device"),
-         ("golden", "recorded cases"), ("digests", "trainings compared with the CPU's"), ("nccl", "one rank with the real NCCL")]
+         ("golden", "recorded cases"), ("digests", "trainings compared with the CPU's"), ("nccl", "one rank with the real NCCL"),
+         ("wheel", "trainings with the wheel"), ("wheel-numpy", "short suite of the package, from the wheel"),
+         ("wheel-torch", "that of dsopt.torch"), ("wheel-jax", "that of dsopt.jax")]
 PROFILED = ["Fp32", "Mixed/f16", "Lamb/clip", "Compressed", "OnebitAdam"]
 
 

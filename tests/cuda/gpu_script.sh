@@ -22,6 +22,7 @@ machine() { # NAME: creates a machine on which everything works, and changes to 
     mkdir -p "$folder/$1/bin" "$folder/$1/bench"
     cd "$folder/$1"
     ln -s "$sources/scripts" "$sources/tests" .
+    ln -s "$sources/bindings" .
     ln -s "$sources"/bench/*.py "$sources/bench/shapes" bench/
     program device_versions 'echo "NVIDIA Played, 9.0, 13.0, 13.0, 0000:01:00.0"'
     program bin/nvcc 'case $1 in -o) cp device_versions "$2" ;; *) echo "Cuda tools, release 13.0, V13.0.88" ;; esac'
@@ -60,7 +61,7 @@ machine() { # NAME: creates a machine on which everything works, and changes to 
 run() { # STATUS PART...: runs gpu.sh with these parts; writes its output to the file `output`
     expected=$1 status=0
     shift
-    LISTS=${LISTS-5x300} TORCH_PYTHON=false PATH="$PWD/bin:$PATH" scripts/gpu.sh "$@" >output 2>&1 || status=$?
+    LISTS=${LISTS-5x300} TORCH_PYTHON=$(command -v ./bin/python || echo false) PATH="$PWD/bin:$PATH" scripts/gpu.sh "$@" >output 2>&1 || status=$?
     [ "$status" = "$expected" ] && return
     cat output
     fail "status $status in place of $expected"
@@ -103,6 +104,29 @@ program test_unit 'echo "[  PASSED  ] 6 tests."' 'echo "[  FAILED  ] Adam.Steps 
 run 1 tests
 has "$page" '^| unit tests on the device | 6 passed, 1 failed, 0 skipped, status 1 |'
 has "$page" '^| recorded cases | [1-9][0-9]* passed, 0 failed |'
+
+machine wheel
+mkdir packages packaging
+ln -s "$sources/packaging/wheel" packaging
+: >"packages/dsopt-1-py3-none-any_$(uname -m).whl"
+program bin/python 'case "$*" in' \
+    '"-m pip --version") ;;' \
+    '"-m pip install "*) for last; do :; done; echo "$last" >installed ;;' \
+    '*"import jax") exit 1 ;;' \
+    '*step_gpu.py*) echo "$PYTHONPATH ${LD_LIBRARY_PATH-none}" >paths; echo "14 passed, 0 failed" ;;' \
+    '*"run.py torch --short") echo "5 passed, 1 failed, 2 skipped"; exit 1 ;;' \
+    '*"run.py --short") echo "6 passed, 0 failed" ;;' 'esac'
+LD_LIBRARY_PATH=/nothing run 1 wheel
+has installed '^packages/dsopt-.*.whl'
+has paths '/build-gpu/wheel none$'
+has "$page" '^| trainings with the wheel | 14 passed, 0 failed |'
+has "$page" '^| short suite of the package, from the wheel | 6 passed, 0 failed |'
+has "$page" '^| that of dsopt.torch | 5 passed, 1 failed, 2 skipped, status 1 |'
+has "$page" '^| that of dsopt.jax | not available: no jax |'
+
+machine without-wheel
+run 0 wheel
+has "$page" '^| trainings with the wheel | not available: no wheel for '
 
 machine old-driver
 program device_versions 'echo "the driver supports CUDA 12.4, the runtime is of CUDA 13.0: too old"; exit 1'
