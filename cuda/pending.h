@@ -83,7 +83,6 @@ private:
     mutable std::mutex mutex_;
     Mark marks_[kMarks];
     int next_ = 0;
-    std::atomic<bool> captured_{false};
     // True if there is work that no event covers. The default stream cannot be destroyed, so it is waited for directly.
     mutable std::atomic<bool> unknown_{false}, default_unknown_{false};
 };

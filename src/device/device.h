@@ -4,6 +4,7 @@
 #include "base/not_copied.h"
 #include "base/sizes.h"
 #include "device/kernels.h"
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -23,6 +24,11 @@ public:
     /// Waits for all of the work. `replays`: after a capture, also for launches of graphs. These may be on any stream,
     /// so the host then waits for the whole device, which invalidates captures of other threads.
     virtual void wait(bool replays) const = 0;
+    /// True if work was added while its stream was being captured: launches of a graph use memory of that call.
+    bool captured() const { return captured_; }
+
+protected:
+    std::atomic<bool> captured_{false};
 };
 
 /// Adds the work that a scope enqueues on a stream, even if the scope throws. `work` NULL: the backend is the host.

@@ -95,6 +95,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     if (is_sharded(desc_) && std::any_of(state().begin(), state().end(), has_any))
         throw Error(DSOPT_ERR_STATE, "state is sharded by the whole list: parameters come before the first step");
     decode_momentum(); // the layout of exp_avg_bits is that of the current list
+    retired_.reserve(retired_.size() + 1);
     Registry &registry = registry_.change();
     registry.append([&](const Registry::Mark &before) {
         // The original has one trust ratio per shard.
@@ -111,8 +112,15 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     parts_.reset();
     matrices_.reset();
     lists_compared_ = false;
+    retire_step_memory();
+}
+
+/// Releases the memory that steps of the current lists use. After a capture it is kept, because the graph may be launched.
+/// Needs room in `retired_`.
+void Optimizer::retire_step_memory() {
+    Retired old{std::move(workspace_), std::move(cache_)};
     workspace_ = Memory();
-    cache_.reset(); // it describes the workspace
+    if (old.cache && attachments_.pending && attachments_.pending->captured()) retired_.push_back(std::move(old));
 }
 
 /// Throws STATE if a new parameter would go into exchanges and the variance is frozen.

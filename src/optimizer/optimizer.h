@@ -169,6 +169,7 @@ public:
 
 private:
     void grow(const dsopt_group *group, const dsopt_param *params, int64_t count);
+    void retire_step_memory();
     void check_not_frozen(const Registry::Mark &before) const;
     void set_parts(Registry &registry) const;
     void set_matrices(const Registry &registry);
@@ -211,6 +212,11 @@ private:
     Memory workspace_;
     std::vector<char> host_memory_; // HostMemory of step.cc
     std::unique_ptr<StepCache> cache_;
+    struct Retired {
+        Memory workspace;
+        std::unique_ptr<StepCache> cache; // it describes the workspace
+    };
+    std::vector<Retired> retired_; // of earlier lists, for graphs that were captured with them
     dsopt_step last_call_{}; // without addresses of lists; these are in `host_memory_`
     int64_t planned_ = 0;    // version of the registry for which the tables of the last call are valid; 0: none
     mutable ScratchPool host_scratch_, matrix_scratch_;

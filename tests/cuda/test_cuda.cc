@@ -137,6 +137,45 @@ TEST_F(CudaGraph, PlainStepUsesNewListsAfterUnreplayedCapture) {
     EXPECT_TRUE(same(side.all_bytes(), reference.all_bytes()));
 }
 
+TEST_F(CudaGraph, OfAShorterListStepsItsParametersAfterAdditions) {
+    for (const bool clips : {false, true}) {
+        SCOPED_TRACE(clips ? "two passes" : "one pass");
+        Setting s;
+        s.desc.max_norm = clips ? 0.5 : 0;
+        BackendOptimizer side(true, s), reference(false, s);
+        for (BackendOptimizer *each : {&side, &reference}) {
+            each->fill_gradients(0);
+            ASSERT_OK(each->step());
+        }
+        const Captured captured([&](cudaStream_t stream) { EXPECT_OK(step_on(side, stream)); });
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the plain step was on another stream
+        std::vector<Bytes> added;
+        for (const bool group : {true, false}) {
+            added.emplace_back(true, 5000 * sizeof(float), 0);
+            added.back().set(std::vector<char>(5000 * sizeof(float)));
+            dsopt_param param{};
+            param.tensor = {added.back().data(), 5000, DSOPT_DTYPE_F32, 0};
+            if (group) {
+                const dsopt_group settings = test::group_of(DSOPT_ALGORITHM_LAMB);
+                ASSERT_OK(dsopt_optimizer_add_group(side.optimizer, &settings, &param, 1));
+            } else {
+                ASSERT_OK(dsopt_optimizer_add_params(side.optimizer, &param, 1));
+            }
+            captured.replay();
+            ASSERT_OK(reference.step());
+            for (size_t i = 0; i < side.params.size(); ++i)
+                ASSERT_EQ(side.params[i].get(), reference.params[i].get()) << "parameter " << i;
+        }
+        std::vector<dsopt_tensor> gradients = side.gradients; // plain steps use the longer list
+        for (const Bytes &data : added) gradients.push_back({data.data(), 5000, DSOPT_DTYPE_F32, 0});
+        dsopt_step step = side.arguments();
+        step.grads = gradients.data();
+        step.count = int64_t(gradients.size());
+        ASSERT_OK(dsopt_optimizer_step(side.optimizer, &step));
+        captured.replay();
+    }
+}
+
 TEST_F(CudaGraph, CapturesListWithAllPointersChanged) {
     allow_many_blocks();
     Setting s;
