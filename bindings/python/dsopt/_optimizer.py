@@ -51,10 +51,10 @@ def _setting(key: int, kind: type, text: str) -> property:
     """A hyper-parameter of the whole optimizer."""
 
     def get(self: Any) -> Any:
-        return kind(self._all._get(key))
+        return kind(GroupView(self, abi.DSOPT_ALL_GROUPS)._get(key))
 
     def put(self: Any, value: Any) -> None:
-        self._all._set(key, value)
+        GroupView(self, abi.DSOPT_ALL_GROUPS)._set(key, value)
 
     return property(get, put, doc=text)
 
@@ -191,7 +191,6 @@ class Optimizer(Handle):
             "nonfinite='apply'": nonfinite == "apply",
             "a context on " + self.context.backend: self.context.backend != "cpu",
         }
-        self._all = GroupView(self, abi.DSOPT_ALL_GROUPS)
         self._algorithms: List[str] = []  # one per group
         self._groups_of: List[int] = []  # one per parameter
         self._bound = Bound(self.context)
@@ -312,11 +311,11 @@ class Optimizer(Handle):
     @property
     def lr(self) -> float:
         """Learning rate of group 0. Setting it sets all groups."""
-        return self._all.lr
+        return GroupView(self, abi.DSOPT_ALL_GROUPS).lr
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._all.lr = value
+        GroupView(self, abi.DSOPT_ALL_GROUPS).lr = value
 
     max_norm = _setting(abi.DSOPT_KEY_MAX_NORM, float, "Clip by the norm of all gradients. 0 = off.")
     max_value = _setting(abi.DSOPT_KEY_MAX_VALUE, float, "Clip every element. 0 = off.")

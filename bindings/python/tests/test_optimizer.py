@@ -37,6 +37,33 @@ class Steps(unittest.TestCase):
         for p, q in zip(ours, theirs):
             np.testing.assert_allclose(p, q, rtol=2e-3, atol=2e-4)
 
+    def test_a_dropped_optimizer_is_freed_at_once(self):
+        """Without the cyclic collector, which may run much later: inside a capture, or never."""
+        context = dsopt.Context("cpu", threads=1)
+        kinds = {
+            "plain": {},
+            "scaler": {"context": context, "scaler": dsopt.Scaler(context, init=4.0)},
+            "norms": {"report_norms": True, "nonfinite": "skip"},
+            "float64": {},
+        }
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        for kind, options in kinds.items():
+            with self.subTest(kind):
+                w = [p.astype(np.float64 if kind == "float64" else np.float32) for p in arrays((4,), (2, 3))]
+                opt = dsopt.Optimizer({"a": w[0]}, dsopt.AdamW(lr=0.1), **options)
+                opt.add_group(dsopt.Lamb(lr=0.1), {"b": w[1]})
+                opt.step([np.ones_like(p) for p in w])
+                opt.lr = opt.lr / 2
+                opt.groups[1].lr = 0.25
+                self.assertEqual(opt.report().calls, 1)
+                self.assertTrue(repr(opt) and opt.params and list(opt.state))
+                opt.zero_grad([np.ones_like(p) for p in w])
+                gone = weakref.ref(opt)
+                del opt
+                self.assertIsNone(gone())
+
     def test_gradients_may_be_named_or_missing(self):
         w, b = arrays((4,), (2,))
         before = w.copy(), b.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -55,11 +56,27 @@ class EngineOptimizer(torch.optim.Optimizer):
     _report: Optional[torch.Tensor] = None  # report of the last step; all plans use the same tensor
     _kept: Tuple[str, ...] = ()  # keys of groups that keep their values if a state dict lacks them
     _rank_key = ""  # suffix of the names of state tensors that differ between ranks
-    _wrapper: Any = None  # FP16_Optimizer or FP16_UnfusedOptimizer around it
+    _wrapper_ref: Any = None  # weak reference to the FP16_Optimizer or FP16_UnfusedOptimizer around it
     _plans: Optional[List[Any]] = None  # each a Plan or a DoublePlan
     _loading: Optional[Dict[str, Any]] = None
     _ranks: Optional[DataRanks] = None  # with shard or average
     _passed: Optional[PassedArguments] = None  # during a step with more arguments than a closure
+
+    @property
+    def _wrapper(self) -> Any:
+        """The FP16_Optimizer or FP16_UnfusedOptimizer around it, which owns it. A cycle would keep the memory of both
+        until the cyclic collector runs."""
+        if self._wrapper_ref is None:
+            return None
+        wrapper = self._wrapper_ref()
+        if wrapper is None:
+            raise unsupported("the wrapper of this %s no longer exists, and has its masters and loss scale; keep it" %
+                              type(self).__name__)
+        return wrapper
+
+    @_wrapper.setter
+    def _wrapper(self, wrapper: Any) -> None:
+        self._wrapper_ref = None if wrapper is None else weakref.ref(wrapper)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

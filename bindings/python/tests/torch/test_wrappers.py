@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP16_Optimizer and FP16_UnfusedOptimizer."""
 import copy
+import gc
 import math
+import weakref
 
 from support import TestCase, main, params_of, torch
 
@@ -42,6 +44,33 @@ class Wrapped(TestCase):
                 self.assert_close(optimizer.masters()[0], [p.detach() for p in others], rtol=2e-3, atol=2e-3)
                 self.assert_same(params, [m.to(dtype) for m in optimizer.masters()[0]])
                 self.assertEqual(params[0].grad is None, wrapper is FP16_Optimizer)
+
+    def test_a_dropped_optimizer_is_freed_at_once(self):
+        """Without the cyclic collector, which may run much later: inside a capture, or never."""
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer, None):
+            for kind, options in EVERY:
+                with self.subTest(wrapper=wrapper, kind=kind):
+                    if wrapper is None:
+                        params = params_of(*SHAPES)
+                        optimizer = inner = kind(params, lr=0.01, **options)
+                        for p in params:
+                            p.grad = torch.ones_like(p)
+                        inner.step()
+                    else:
+                        params, optimizer = self.make(wrapper, kind, options=options)
+                        self.step(params, optimizer)
+                        inner = optimizer.optimizer
+                    optimizer.load_state_dict(optimizer.state_dict())
+                    gone = [weakref.ref(x) for x in (optimizer, inner, *(inner._plans or ()))]
+                    del optimizer
+                    if wrapper is not None:
+                        with self.assertRaisesRegex(RuntimeError, "wrapper of this .* no longer exists"):
+                            inner.step()
+                    del inner
+                    self.assertEqual([x() for x in gone], [None] * len(gone))
 
     def test_scale_grows_and_halves(self):
         """With a window of 3 the scale grows in the call after 3 good ones, and is halved if a gradient is not
