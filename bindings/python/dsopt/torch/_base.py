@@ -12,6 +12,7 @@ import torch
 
 from .. import _abi as abi
 from .. import _files
+from .._complete import PER_PARAM
 from . import _formats
 from ._convert import convert
 from ._double_plan import DoublePlan, is_double
@@ -19,8 +20,9 @@ from ._dtensor import ShardedPlan, local_tensors, takes_norms
 from ._fields import set_field
 from ._formats import Pair
 from ._import import imported
+from ._loaded import check_loaded
 from ._parallel import agrees_over_data
-from ._plan import ERRORS, PER_PARAM, Entry, Plan, Stale
+from ._plan import ERRORS, Entry, Plan, Stale
 from ._rank_plan import RankPlan, check_entries
 from ._ranks import KEY, DataRanks, check_whole, data_ranks_of
 from ._rounding import Kind, check_dtypes, keep, kinds_of, values_of
@@ -54,6 +56,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _rounds = True  # groups may have stochastic_rounding
     _stores: Tuple[str, ...] = ()  # keys of _formats that groups may have
     _report: Optional[torch.Tensor] = None  # report of the last step; all plans use the same tensor
+    _may_lack: Tuple[str, ...] = ()  # moments with which a parameter that has been stepped may start
     _kept: Tuple[str, ...] = ()  # keys of groups that keep their values if a state dict lacks them
     _rank_key = ""  # suffix of the names of state tensors that differ between ranks
     _wrapper_ref: Any = None  # weak reference to the FP16_Optimizer or FP16_UnfusedOptimizer around it
@@ -142,6 +145,14 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _has_begun(self, state: Optional[Dict[str, Any]]) -> bool:
         """True for the state of a parameter that has been stepped."""
         return bool(state)
+
+    def _freezes(self, group: Dict[str, Any]) -> bool:
+        """True if a parameter of a group cannot be new once the variance is frozen."""
+        return False
+
+    def _is_frozen_at(self, steps: float) -> bool:
+        """True if the variance is frozen after so many steps."""
+        return False
 
     def _starts_as(self, name: str, group: Dict[str, Any]) -> float:
         """Returns the initial value of a missing state tensor."""
@@ -369,18 +380,21 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Load `state_dict`, as torch's, or one of an 8-bit optimizer of bitsandbytes or torchao. State keeps its
         dtype, which torch would change to that of the parameter. Moments in other formats than this optimizer's are
-        converted, rounded to nearest. A load that fails changes nothing."""
+        converted, rounded to nearest. Hyper-parameters that its groups lack keep their values. Refused are state of
+        another optimizer, of a parameter that lacks a tensor of the rule, or in a dtype that loses values. A parameter
+        without any state starts with its next gradient. A load that fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
         before = self.state, self.param_groups
         try:
-            self._loading = state_dict = state_dict if register else imported(state_dict)
-            super().load_state_dict(state_dict)
+            if not register:
+                _note(self, state_dict)
+            super().load_state_dict(state_dict if register else self._loading)
             self._keep_wrapped(before[0])
             saved = _formats.raw_of(self.param_groups)
             keep(before[1], self.param_groups)
             for old, new in zip(before[1], self.param_groups):
-                for key in self._kept:
+                for key in (*self.defaults, *self._kept):
                     if key in old:
                         new.setdefault(key, old[key])
             kinds_of(self)
@@ -482,8 +496,9 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
-    """Stores the state dict that is finally loaded: the last of the hooks."""
+    """Checks and stores the state dict that is finally loaded: the last of the hooks."""
     optimizer._loading = state_dict = imported(state_dict)
+    check_loaded(optimizer, state_dict)
     return state_dict
 
 

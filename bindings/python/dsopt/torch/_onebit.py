@@ -93,6 +93,7 @@ class Onebit(OnebitNames, OnebitRanks):
     _algorithm = 0
     _own_masks: List[Dict[str, Any]] = []  # masks of the groups, during a load
     _masked: List[int] = []  # indices of the groups that had a mask when the plans were made
+    _may_lack: Tuple[str, ...] = ("anchor", )
     _no_anchors = False  # the loaded state lacks the weights of the last exchange
 
     def _begin(self, params: Any, compat: Optional[str], group: Any, deepspeed: Any, lr: Any, betas: Any, eps: float,
@@ -155,6 +156,13 @@ class Onebit(OnebitNames, OnebitRanks):
             raise self._ignored("a group of " + type(self).__name__, "max_grad_norm", group["max_grad_norm"])
         flags = abi.DSOPT_GROUP_NON_FREEZE if group.get("non_freeze") else 0
         return self._algorithm, flags, self._schedule_fields()
+
+    def _freezes(self, group: Dict[str, Any]) -> bool:
+        return not group.get("non_freeze")
+
+    def _is_frozen_at(self, steps: float) -> bool:
+        frozen_after = self._schedule_fields()["freeze_step"]
+        return steps > frozen_after if self._algorithm == abi.DSOPT_ALGORITHM_ZERO_ONE_ADAM else steps >= frozen_after
 
     def _param_flags(self, group: Dict[str, Any], param: torch.Tensor) -> int:
         masked = abi.DSOPT_PARAM_MASKED if group.get("exp_avg_mask") is not None else 0
@@ -235,6 +243,7 @@ class Onebit(OnebitNames, OnebitRanks):
             fields = self._schedule_fields()
             state_dict = converted(state_dict, self._algorithm, fields["freeze_step"], fields.get("trust_beta"),
                                    bool(self._compat))
+            self._may_lack = type(self)._may_lack + ("momentum_accumulator", )
         else:
             check_class(state_dict, self._algorithm)
         before = self._no_anchors
@@ -243,6 +252,8 @@ class Onebit(OnebitNames, OnebitRanks):
         except BaseException:
             self._no_anchors = before
             raise
+        finally:
+            self.__dict__.pop("_may_lack", None)
 
     def load(self, paths: Any) -> None:
         """Read state and hyper-parameters that `save` wrote. `paths`: a list of the files of all ranks that saved, of

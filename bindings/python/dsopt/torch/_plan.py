@@ -16,6 +16,7 @@ import torch
 
 from .. import _abi as abi
 from .. import _nvidia
+from .._complete import PER_PARAM
 from .._hooks import gate
 from ._codes import DTYPES, reordered
 from ._fields import key_of
@@ -29,8 +30,6 @@ from ._tensors import (STATES, Engine, Layouts, bump, check_grad, check_kind, co
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
 
-# State of the whole optimizer with one value per parameter. It is stored in the state of each parameter.
-PER_PARAM = ("trust_average", "trust_factor", "trust_scaling", "trust_weight")
 ERRORS = ("worker_error", "server_error")  # this rank's
 _data_ptr, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _somewhere = ctypes.create_string_buffer(64)  # address of the gradient of a tensor without elements

@@ -91,6 +91,8 @@ class SGD(Torch, TorchSGD):
                    min_8bit_size=min_8bit_size,
                    masters=masters)
 
+    _may_lack = ("momentum_buffer", )  # saved without momentum
+
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         nesterov = group["nesterov"] and group["momentum"]
         return abi.DSOPT_ALGORITHM_SGD, abi.DSOPT_GROUP_NESTEROV if nesterov else 0, {}

@@ -56,13 +56,14 @@ class OneProcess(TestCase):
     def test_names_what_files_do_not_support(self):
         half = params_of((5,), dtype=torch.float16)
         wrapped = FusedAdam(half)
-        FP16_Optimizer(wrapped)
+        wrapper = FP16_Optimizer(wrapped)
         for optimizer, pattern in (
             (wrapped, "FusedAdam: save is not supported in FP16_Optimizer; use state_dict"),
             (AdamW(params_of((5,), dtype=torch.float64)), "save needs one engine for all parameters"),
             (AdamW([torch.nn.Parameter(torch.zeros(3, 4).t())]), "is not contiguous, and files are in row-major"),
         ):
             self.refuses(NotImplementedError, pattern, optimizer.save, "/nonexistent/file")
+        del wrapper
         self.refuses(OSError, "nonexistent", AdamW(params_of((5,))).save, "/nonexistent/file")
         self.refuses(OSError, "nonexistent", AdamW(params_of((5,))).load, ["/nonexistent/file"])
 

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a state dict before it is loaded: the state of each parameter has all tensors of the rule or none, in a
+dtype that keeps their values."""
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import byref
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Dict, Tuple
+
+import torch
+
+from .. import _abi as abi
+from .._complete import PER_PARAM, tensors_of
+from .._errors import error_of
+from ._formats import KEYS, is_codes, moment_of
+from ._originals import NAMES, kind_of, mismatch
+from ._tensors import wrong
+
+if TYPE_CHECKING:
+    from ._base import EngineOptimizer
+
+# State of the shape of the parameter in the optimizers here and in torch.optim. Other keys are the program's own.
+KNOWN = frozenset(("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator", "momentum_buffer",
+                   "sum", "max_exp_avg_sq", "max_exp_avg_sqs", "square_avg", "grad_avg", "acc_delta", "exp_inf", "prev",
+                   "step_size", "mu", "eta", "ax"))
+WORDS = ("schedule", "scaler")  # whole numbers
+MAX_STEP = 2**31 - 1
+
+
+def moments_of(owner: EngineOptimizer, group: Dict[str, Any], g: int) -> Tuple[str, ...]:
+    """Returns the names of the moments that each parameter of a group has."""
+    algorithm, flags, fields = owner._rule(group)
+    new = abi.dsopt_group()
+    abi.check(abi.lib.dsopt_group_init(byref(new), ctypes.sizeof(new), algorithm))
+    for field, value in chain(zip(owner._fields_in(group), owner._hyper(group, g)), fields.items()):
+        setattr(new, field, value)
+    new.flags |= flags
+    compat = abi.DSOPT_COMPAT_DEEPSPEED if getattr(owner, "_compat", None) else abi.DSOPT_COMPAT_NONE
+    return tensors_of(new, abi.DSOPT_OPTIMIZER_NO_MASTER * (algorithm not in NAMES), compat,
+                      *owner._block_of(group))
+
+
+def check_loaded(owner: EngineOptimizer, loaded: Dict[str, Any]) -> None:
+    """Refuses state that the optimizer would not continue as it was saved. torch compares the groups later."""
+    most, without = 0.0, None  # steps of a parameter, and the first trained one without state
+    for g, (own, saved_group) in enumerate(zip(owner.param_groups, loaded["param_groups"])):
+        group, needed = _merged(own, saved_group), None
+        for param, place in zip(own["params"], saved_group["params"]):
+            saved, what = loaded["state"].get(place), "parameter %s" % place
+            if not isinstance(saved, dict) or not saved:
+                if param.requires_grad and owner._freezes(group) and without is None:
+                    without = what
+                continue
+            steps = check_step(saved["step"], "state 'step' of " + what) if "step" in saved else 0.0
+            most = max(most, steps)
+            for name, value in saved.items():
+                _check_dtype(name, value, param, what)
+            if needed is None:
+                needed = moments_of(owner, group, g)
+            _check_names(owner, group, needed, saved, steps, what)
+    if without is not None and owner._is_frozen_at(most):
+        raise mismatch("the state dict has no state of %s: the variance of %s is frozen after %d steps, so this "
+                       "parameter would never move" % (without, type(owner).__name__, most))
+
+
+def _merged(own: Dict[str, Any], saved: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns the hyper-parameters of a group after the load."""
+    return {**own, **{key: value for key, value in saved.items() if key not in KEYS}}
+
+
+def check_step(value: Any, what: str) -> float:
+    """Returns a step count."""
+    if torch.is_tensor(value) and value.numel() != 1:
+        raise wrong("%s has shape %s, and must be a number" % (what, tuple(value.shape)), "SHAPE")
+    try:
+        steps = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise mismatch("%s is %s, and must be a number" % (what, kind_of(value))) from None
+    if not 0 <= steps <= MAX_STEP or steps != math.floor(steps):  # also NaN
+        raise mismatch("%s is %r, and must be a whole number in [0, 2^31)" % (what, steps))
+    return steps
+
+
+def _check_dtype(name: Any, value: Any, param: torch.Tensor, what: str) -> None:
+    if not torch.is_tensor(value) or not isinstance(name, str) or name == "step":
+        return
+    dtype, need = value.dtype, ""
+    if moment_of(name) is not None:
+        need = "" if dtype == torch.float32 else "float32"
+    elif name in WORDS:
+        need = "int32" if value.is_floating_point() else ""
+    elif name in PER_PARAM:
+        need = "" if value.is_floating_point() else "floating"
+    elif name in KNOWN or name == "master":
+        if dtype == torch.float16 and (param.dtype != dtype or name == "master"):
+            need = "float32, as float16 loses small values"
+        elif name not in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum") and (
+                is_codes(value) or not (value.is_floating_point() or value.is_complex())):
+            need = "floating"
+    if need:
+        raise error_of(abi.DSOPT_ERR_DTYPE, "DSOPT_ERR_DTYPE", "state %r of %s is %s: it was converted; save and load "
+                       "it as %s" % (name, what, str(dtype).replace("torch.", ""), need))
+
+
+def _check_names(owner: EngineOptimizer, group: Dict[str, Any], needed: Tuple[str, ...], saved: Dict[str, Any],
+                 steps: float, what: str) -> None:
+    has, kind = [name for name, value in saved.items() if torch.is_tensor(value)], type(owner).__name__
+    for name in has:
+        if name in KNOWN and name not in needed:
+            raise mismatch("state %r of %s is of another optimizer: %s has %s" %
+                           (name, what, kind, ", ".join(map(repr, needed)) or "no moments"))
+    missing = [name for name in needed if name not in has and name not in owner._may_lack]
+    if not steps and not any(name in has for name in needed):
+        return  # no state of the rule yet
+    if not missing and needed and owner._counts_in(group) and "step" not in saved:
+        missing = ["step"]
+    if missing:
+        raise mismatch("the state of %s has no %r, which %s needs; it has %s" %
+                       (what, missing[0], kind, ", ".join(map(str, saved))))
