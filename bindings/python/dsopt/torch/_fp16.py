@@ -370,12 +370,23 @@ class Wrapper(Scaled, Watched):
             # A state dict of the original with float32 parameters has copies of them.
             if not old and len(new) and self.low_precision_dtype == torch.float32:
                 old = masters[g] = [param.detach() for param in self.fp16_groups[g]]
-            values.append(self._unpack(new, old))
-            shapes = [tuple(x.shape) for x in values[-1] if torch.is_tensor(x)]
+            unpacked = self._unpack(new, old)
+            shapes = [tuple(x.shape) for x in unpacked if torch.is_tensor(x)]
             if shapes != [tuple(x.shape) for x in old]:
                 raise wrong("%s[%d] has tensors of shapes %s, and the optimizer's masters %s" %
                             (key, g, shapes, [tuple(x.shape) for x in old]), "SHAPE")
+            values.append([self._converted("%s[%d]" % (key, g), x, target) for x, target in zip(unpacked, old)])
         return masters, values
+
+    @staticmethod
+    def _converted(what: str, saved: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a master on its device and in its dtype, before anything is changed."""
+        if saved.dtype == torch.float16 and master.dtype != torch.float16 or not saved.is_floating_point():
+            raise wrong("%s of the state dict is %s, and must be float32" % (what, saved.dtype), "DTYPE")
+        try:
+            return torch.empty_like(master).copy_(saved.detach())
+        except (RuntimeError, NotImplementedError) as problem:
+            raise mismatch("%s of the state dict cannot be copied: %s" % (what, problem)) from None
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError for missing attributes."""

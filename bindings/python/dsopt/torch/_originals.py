@@ -159,6 +159,7 @@ def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Te
             state.update(_split(g, old[0], trained))
         elif len(old) in (len(places), len(trained)):
             targets = places if len(old) == len(places) else [place for place, _ in trained]
+            _check_trained(g, targets, old, {place for place, _ in trained})
             state.update((place, entry) for place, entry in zip(targets, old) if entry is not None)
         else:
             raise mismatch("optimizer_state_dict: group %d has %d tensors, and the optimizer %d parameters" %
@@ -167,6 +168,17 @@ def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Te
     known = {place for group in saved for place in group["params"]}
     state.update((key, value) for key, value in state_dict["state"].items() if key not in known)
     return {**state_dict, "state": state, "param_groups": new_groups}
+
+
+def _check_trained(g: int, places: List[int], old: List[Any], trained: Any) -> None:
+    """Masters are saved in the order of the trained parameters: these must be the same ones."""
+    stepped = [place for place, state in zip(places, old) if state]
+    for place in places if stepped else ():
+        if (place in stepped) != (place in trained):
+            raise mismatch("optimizer_state_dict: parameter %d of group %d %s, and here it %s: parameters must be trained "
+                           "or not as they were when it was saved" %
+                           (place, g, "was trained" if place in stepped else "was not trained",
+                            "is" if place in trained else "is not"))
 
 
 def _is_flat(state: Any, trained: List[Tuple[int, torch.Tensor]]) -> bool:

@@ -7,6 +7,7 @@ import weakref
 
 from support import TestCase, main, params_of, torch
 
+import dsopt
 from dsopt.torch import FP16_Optimizer, FP16_UnfusedOptimizer, FusedAdam, FusedLamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 
 SHAPES = ((7, 3), (5,))
@@ -149,6 +150,38 @@ class Wrapped(TestCase):
                     self.step(others, again, i)
                 self.assert_same(others, params)
                 self.assert_same(again.masters()[0], optimizer.masters()[0])
+
+    def test_refuses_state_of_other_trained_parameters(self):
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+            wrapped = []
+            for frozen in (0, 2):
+                params = params_of((4, ), (4, ), (4, ), dtype=torch.float16)
+                params[frozen].requires_grad = False
+                optimizer = wrapper(FusedAdam(params, lr=0.01), dynamic_loss_scale=True)
+                optimizer.backward(sum((p.float() ** 2).sum() for p in params))
+                optimizer.step()
+                wrapped.append(optimizer)
+            before = str(wrapped[1].state_dict())
+            with self.assertRaisesRegex(dsopt.CheckpointError, "parameter 0 of group 0 was not trained, and here it is"):
+                wrapped[1].load_state_dict(wrapped[0].state_dict())
+            self.assertEqual(str(wrapped[1].state_dict()), before)
+            wrapped[1].load_state_dict(wrapped[1].state_dict())
+
+    def test_a_load_whose_masters_cannot_be_copied_changes_nothing(self):
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+            params, optimizer = self.make(wrapper)
+            self.step(params, optimizer)
+            saved = copy.deepcopy(optimizer.state_dict())
+            self.step(params, optimizer, 1)
+            before = str(optimizer.state_dict())
+            for convert, text in ((lambda x: x.to("meta"), "cannot be copied"), (lambda x: x.half(), "float16"),
+                                  (lambda x: x.long(), "int64"), (lambda x: x.bool(), "bool")):
+                changed = {**saved, optimizer._masters_key: [
+                    convert(x) if torch.is_tensor(x) else [convert(y) for y in x]
+                    for x in saved[optimizer._masters_key]]}
+                with self.assertRaisesRegex(dsopt.Error, optimizer._masters_key + ".*" + text):
+                    optimizer.load_state_dict(changed)
+                self.assertEqual(str(optimizer.state_dict()), before)
 
     def test_masters_load_without_state(self):
         params, optimizer = self.make(FP16_Optimizer)
