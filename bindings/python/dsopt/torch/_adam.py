@@ -131,8 +131,12 @@ class AdamW(Torch, TorchAdamW):
                    min_8bit_size=min_8bit_size,
                    masters=masters)
 
+    def _fixed(self) -> List[Any]:
+        return [group.get("decoupled_weight_decay", True) for group in self.param_groups]
+
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
-        return abi.DSOPT_ALGORITHM_ADAMW, 0, {}
+        decoupled = group.get("decoupled_weight_decay", True)  # torch 2.7 and later have this key
+        return abi.DSOPT_ALGORITHM_ADAMW if decoupled else abi.DSOPT_ALGORITHM_ADAM, 0, {}
 
 
 class Adam(Torch, TorchAdam):

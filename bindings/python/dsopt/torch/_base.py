@@ -20,7 +20,7 @@ from ._dtensor import ShardedPlan, local_tensors, takes_norms
 from ._fields import set_field
 from ._formats import Pair
 from ._import import imported
-from ._loaded import check_loaded
+from ._loaded import check_loaded, ordered
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, Entry, Plan, Stale
 from ._rank_plan import RankPlan, check_entries
@@ -56,6 +56,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     _rounds = True  # groups may have stochastic_rounding
     _stores: Tuple[str, ...] = ()  # keys of _formats that groups may have
     _report: Optional[torch.Tensor] = None  # report of the last step; all plans use the same tensor
+    _may_have: Tuple[str, ...] = ()  # moments of others that a state dict may have; not used
     _may_lack: Tuple[str, ...] = ()  # moments with which a parameter that has been stepped may start
     _kept: Tuple[str, ...] = ()  # keys of groups that keep their values if a state dict lacks them
     _rank_key = ""  # suffix of the names of state tensors that differ between ranks
@@ -382,7 +383,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         dtype, which torch would change to that of the parameter. Moments in other formats than this optimizer's are
         converted, rounded to nearest. Hyper-parameters that its groups lack keep their values. Refused are state of
         another optimizer, of a parameter that lacks a tensor of the rule, or in a dtype that loses values. A parameter
-        without any state starts with its next gradient. A load that fails changes nothing."""
+        without any state starts with its next gradient. If the groups of both have the same "param_names" in another
+        order, names count. A load that fails changes nothing."""
         register = getattr(self, "register_load_state_dict_pre_hook", None)
         last = register(_note) if register else None
         before = self.state, self.param_groups
@@ -497,7 +499,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 def _note(optimizer: EngineOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Checks and stores the state dict that is finally loaded: the last of the hooks."""
-    optimizer._loading = state_dict = imported(state_dict)
+    optimizer._loading = state_dict = ordered(optimizer, imported(state_dict))
     check_loaded(optimizer, state_dict)
     return state_dict
 

@@ -7,7 +7,7 @@ import ctypes
 import math
 from ctypes import byref
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Dict, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -16,15 +16,15 @@ from .._complete import PER_PARAM, tensors_of
 from .._errors import error_of
 from ._formats import KEYS, is_codes, moment_of
 from ._originals import NAMES, kind_of, mismatch
-from ._tensors import wrong
+from ._tensors import refused, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
 
 # State of the shape of the parameter in the optimizers here and in torch.optim. Other keys are the program's own.
-KNOWN = frozenset(("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator", "momentum_buffer",
-                   "sum", "max_exp_avg_sq", "max_exp_avg_sqs", "square_avg", "grad_avg", "acc_delta", "exp_inf", "prev",
-                   "step_size", "mu", "eta", "ax"))
+KNOWN = frozenset(("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "momentum_buffer", "sum", "max_exp_avg_sq", "square_avg",
+                   "grad_avg", "acc_delta", "exp_inf", "prev", "step_size", "mu", "eta", "ax"))
+OTHER_MODE = {"trust_scaling": "trust_weight", "trust_weight": "trust_scaling"}  # of compat and standard mode
 WORDS = ("schedule", "scaler")  # whole numbers
 MAX_STEP = 2**31 - 1
 
@@ -65,6 +65,44 @@ def check_loaded(owner: EngineOptimizer, loaded: Dict[str, Any]) -> None:
                        "parameter would never move" % (without, type(owner).__name__, most))
 
 
+def ordered(owner: EngineOptimizer, loaded: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns a state dict in the order of the optimizer's parameters, if both have the same names ("param_names").
+    torch goes by position."""
+    groups, saved = owner.param_groups, loaded.get("param_groups") if isinstance(loaded, dict) else None
+    if not isinstance(saved, (list, tuple)):
+        return loaded
+    names, others = _names_in(groups), _names_in(saved)
+    if names is None or others is None or names == others:
+        return loaded
+    every, known = [sorted(chain.from_iterable(lists)) for lists in (names, others)]
+    if every != known or len(set(every)) != len(every):
+        return loaded  # renamed, or not unique
+    by_names = {frozenset(group): (group, value) for group, value in zip(others, saved)}
+    new = []
+    for g, group in enumerate(names):
+        if frozenset(group) not in by_names:
+            raise mismatch("the state dict has the same parameters in other groups: none of its groups has %s of "
+                           "param_groups[%d] alone" % (", ".join(map(repr, group)), g))
+        theirs, value = by_names[frozenset(group)]
+        places = dict(zip(theirs, value["params"]))
+        new.append({**value, "params": [places[name] for name in group], "param_names": list(group)})
+    # torch numbers parameters by position, so the places are numbered anew.
+    places = [place for group in new for place in group["params"]]
+    number = {place: i for i, place in enumerate(places)}
+    for group in new:
+        group["params"] = [number[place] for place in group["params"]]
+    state = {number.get(place, place): value for place, value in loaded["state"].items()}
+    return {**loaded, "state": state, "param_groups": new}
+
+
+def _names_in(groups: Any) -> Optional[List[List[str]]]:
+    """Returns the names of the parameters of each group, None if a group has none."""
+    lists = [group.get("param_names") for group in groups]
+    if any(names is None or len(names) != len(group["params"]) for names, group in zip(lists, groups)):
+        return None
+    return [list(map(str, names)) for names in lists]
+
+
 def _merged(own: Dict[str, Any], saved: Dict[str, Any]) -> Dict[str, Any]:
     """Returns the hyper-parameters of a group after the load."""
     return {**own, **{key: value for key, value in saved.items() if key not in KEYS}}
@@ -93,8 +131,8 @@ def _check_dtype(name: Any, value: Any, param: torch.Tensor, what: str) -> None:
         need = "int32" if value.is_floating_point() else ""
     elif name in PER_PARAM:
         need = "" if value.is_floating_point() else "floating"
-    elif name in KNOWN or name == "master":
-        if dtype == torch.float16 and (param.dtype != dtype or name == "master"):
+    elif name in KNOWN or name in ("master", "anchor", "momentum_accumulator"):
+        if dtype == torch.float16 and (param.dtype not in (dtype, torch.bfloat16) or name == "master"):
             need = "float32, as float16 loses small values"
         elif name not in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum") and (
                 is_codes(value) or not (value.is_floating_point() or value.is_complex())):
@@ -108,10 +146,13 @@ def _check_names(owner: EngineOptimizer, group: Dict[str, Any], needed: Tuple[st
                  steps: float, what: str) -> None:
     has, kind = [name for name, value in saved.items() if torch.is_tensor(value)], type(owner).__name__
     for name in has:
-        if name in KNOWN and name not in needed:
+        if name == "max_exp_avg_sq":
+            raise refused("state of " + what, "amsgrad")
+        if name in KNOWN and name not in needed and name not in owner._may_have:
             raise mismatch("state %r of %s is of another optimizer: %s has %s" %
                            (name, what, kind, ", ".join(map(repr, needed)) or "no moments"))
-    missing = [name for name in needed if name not in has and name not in owner._may_lack]
+    missing = [name for name in needed if name not in has and name not in owner._may_lack and
+               OTHER_MODE.get(name) not in has]
     if not steps and not any(name in has for name in needed):
         return  # no state of the rule yet
     if not missing and needed and owner._counts_in(group) and "step" not in saved:

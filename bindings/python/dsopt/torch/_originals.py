@@ -25,6 +25,7 @@ NAMES = {abi.DSOPT_ALGORITHM_ONEBIT_ADAM: "OnebitAdam", abi.DSOPT_ALGORITHM_ZERO
          abi.DSOPT_ALGORITHM_ONEBIT_LAMB: "OnebitLamb"}
 MOMENTS = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 WRAPPED = "optimizer_state_dict"  # key of a wrapper's state dict
+STEPPED = ("exp_avg", "momentum_buffer", "sum")  # one of these is in the state of each parameter that has moments
 COMMON = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -172,7 +173,7 @@ def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Te
 
 def _check_trained(g: int, places: List[int], old: List[Any], trained: Any) -> None:
     """Masters are saved in the order of the trained parameters: these must be the same ones."""
-    stepped = [place for place, state in zip(places, old) if state]
+    stepped = [place for place, state in zip(places, old) if state and any(name in state for name in STEPPED)]
     for place in places if stepped else ():
         if (place in stepped) != (place in trained):
             raise mismatch("optimizer_state_dict: parameter %d of group %d %s, and here it %s: parameters must be trained "

@@ -118,9 +118,8 @@ class State(TestCase):
         give_grads(params)
         other.step()
         optimizer = AdamW(params)
-        optimizer.load_state_dict(other.state_dict())
-        with self.assertRaisesRegex(NotImplementedError, "amsgrad"):
-            optimizer.step()
+        with self.assertRaisesRegex(NotImplementedError, "state of parameter 0.*amsgrad"):
+            optimizer.load_state_dict(other.state_dict())
 
     def test_state_of_another_shape_is_refused(self):
         params = params_of((9,), (4,))

@@ -248,9 +248,10 @@ def copies_have_the_process_group(rank):
                 assert torch.equal(a, b), (kind, passed)
             refused(optimizer, kind.__name__)
         inner = kind(params_of(*SHAPES, dtype=torch.float16), **options)
-        FP16_Optimizer(inner, mpu=Mpu(), dynamic_loss_scale=True)
+        wrapper = FP16_Optimizer(inner, mpu=Mpu(), dynamic_loss_scale=True)
         refused(inner, kind.__name__)
         assert copy.deepcopy(inner).size == 1
+        del wrapper
         optimizer = kind(params_of(*SHAPES), **options)  # of all ranks
         copied, loaded = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
         assert copied.size == loaded.size == 2

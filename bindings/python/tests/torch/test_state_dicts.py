@@ -143,6 +143,46 @@ class StateDicts(TestCase):
                         with self.assertRaisesRegex(dsopt.Error, "'step' of parameter %d" % place):
                             optimizer.load_state_dict(changed)
 
+    def test_names_count_before_positions(self):
+        """Four parameters of the same shape in two groups."""
+        def make(order, groups=((0, 1), (2, 3))):
+            params = params_of(*[(4, )] * 4)
+            lists = [[order[i] for i in group] for group in groups]
+            return params, T.AdamW([{"params": [params[i] for i in chosen], "param_names": ["p%d" % i for i in chosen],
+                                     "lr": 0.01 * (1 + min(chosen))} for chosen in lists])
+
+        params, optimizer = make((0, 1, 2, 3))
+        self.step(params, optimizer, 0)
+        weights, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+        self.step(params, optimizer, 1)
+        for order in ((1, 0, 2, 3), (3, 2, 1, 0), (2, 3, 1, 0)):
+            others, other = make(order)
+            for p, w in zip(others, weights):
+                p.data.copy_(w)
+            other.load_state_dict(copy.deepcopy(saved))
+            self.step(others, other, 1)
+            self.assert_same(others, params)
+        _, other = make((0, 2, 1, 3))
+        with self.assertRaisesRegex(dsopt.CheckpointError, "none of its groups has 'p0', 'p2' of param_groups.0. alone"):
+            other.load_state_dict(saved)
+        for group in saved["param_groups"]:
+            group["param_names"] = ["model." + name for name in group["param_names"]]
+        others, other = make((1, 0, 2, 3))  # other names: by position
+        other.load_state_dict(saved)
+        self.assert_same([other.state[others[1]]["exp_avg"]], [saved["state"][0]["exp_avg"]])
+
+    def test_weight_decay_follows_the_key_of_torch(self):
+        """decoupled_weight_decay of a group, which torch.optim.AdamW reads from 2.7 on."""
+        results = []
+        for kind, options in ((T.AdamW, {"decoupled_weight_decay": False}), (T.Adam, {}), (T.AdamW, {})):
+            params = params_of(*SHAPES)
+            optimizer = kind([{"params": params, "weight_decay": 0.5, **options}], lr=0.01)
+            for seed in range(3):
+                self.step(params, optimizer, seed)
+            results.append(params)
+        self.assert_same(results[0], results[1])
+        self.assertFalse(torch.equal(results[0][0], results[2][0]))
+
     def test_state_of_another_class_is_refused(self):
         states = {name: self.trained(name)[:2] for name in ("AdamW", "SGD", "Adagrad", "Lion", "Muon", "OnebitLamb")}
         for name in states:
