@@ -474,13 +474,14 @@ typedef struct dsopt_group {
     int32_t algorithm;
     /** enum dsopt_group_flags. */
     int32_t flags;
-    /** Learning rate: finite, >= 0. */
+    /** Learning rate: finite in fp32, >= 0. */
     double lr;
     /** Decay of the moments, in [0, 1). */
     double beta1, beta2;
-    /** Finite, >= 0. */
+    /** Finite in fp32, >= 0. Below 2^-126, also 0, it counts as 2^-126: an element whose gradients were all 0 stays as
+     * it is. Muon: in [2^-100, 1]. */
     double eps;
-    /** Finite, >= 0. */
+    /** Finite in fp32, >= 0. */
     double weight_decay;
     /** Clip by the L2 norm of this group's gradients alone. 0 = off. See also dsopt_optimizer_desc.max_norm. */
     double max_norm;
@@ -501,13 +502,13 @@ typedef struct dsopt_group {
     double trust_threshold;
     /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
     double trust_min_change, trust_max_change;
-    /** SGD: finite, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer exists only with
+    /** SGD: finite in fp32, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer exists only with
      * momentum. Muon: in (0, 1). Since: 0.2 */
     double momentum;
     /** SGD with momentum: fraction of the gradient that is not added to the momentum after the first step, in [0, 1].
      * Since: 0.2 */
     double dampening;
-    /** Adagrad: finite, >= 0. Since: 0.2 */
+    /** Adagrad: finite in fp32, >= 0. Since: 0.2 */
     double lr_decay;
     /** Adagrad: initial sum of squares, for state that is created or reset after the field is set. Finite in fp32,
      * >= 0. Since: 0.2 */

@@ -585,7 +585,7 @@ dsopt_status dsopt_tensors_norm(dsopt_context *ctx, const dsopt_tensor *list, in
         const Context &context = *object_of(ctx, "ctx");
         if (norm != DSOPT_NORM_L2 && norm != DSOPT_NORM_MAX)
             throw Error(DSOPT_ERR_ARGUMENT, "norm is %d, not L2 or MAX", norm);
-        if (!std::isfinite(max_norm) || max_norm < 0) throw Error(DSOPT_ERR_ARGUMENT, "max_norm is %g", max_norm);
+        check_max_norm(max_norm, "max_norm");
         not_null(result, "result");
         check_aligned(result, alignof(dsopt_norm_result), "result");
         check_list(list, count, "tensor");

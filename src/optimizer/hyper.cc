@@ -58,7 +58,7 @@ dsopt_group changed_group(dsopt_group group, int32_t key, double value) {
 } // namespace
 
 void check_max_norm(double value, const char *field) {
-    require(std::isfinite(value) && value >= 0, field, value, "finite and not negative");
+    require(std::isfinite(float(value)) && value >= 0, field, value, "finite in fp32 and not negative");
 }
 void check_max_value(double value, const char *field) {
     const bool clips = std::isfinite(value) && value > 0 && float(value) > 0;

@@ -12,7 +12,7 @@ void check_range(const char *name, double value, GroupField::Range range) {
     switch (range) {
     case GroupField::below_one: return require(value >= 0 && value < 1, name, value, "in [0, 1)");
     case GroupField::not_negative:
-        return require(std::isfinite(value) && value >= 0, name, value, "finite and not negative");
+        return require(std::isfinite(float(value)) && value >= 0, name, value, "finite in fp32 and not negative");
     case GroupField::finite: return require(std::isfinite(float(value)), name, value, "finite in fp32");
     }
 }

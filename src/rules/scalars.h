@@ -52,6 +52,10 @@ DSOPT_HD double power(double base, int64_t n) {
 
 /// Returns the scalars of a step. `step` includes this update. `fields`: an OR of Field, of the formula. Compat mode
 /// first rounds the betas to fp32, as the original kernels do.
+/// Least eps in the formulas. With 0 an element without a gradient so far would become 0 / 0. Added to a root this changes
+/// no other quotient, because the root of the least fp32 number is 2^-74.5.
+inline constexpr float kLeastEps = 0x1p-126f;
+
 DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step, double divisor, float limit) {
     const bool dampens = fields & kDampening; // SGD: a1 does not depend on the momentum
     const double first_decay = fields & kMomentum ? hyper.momentum : hyper.beta1;
@@ -72,6 +76,7 @@ DSOPT_HD Scalars make_scalars(const Hyper &hyper, uint32_t fields, int64_t step,
     s.inverse_root = float(1.0 / root);
     // sqrt(c2)/c1 m / (sqrt(v) + eps) is (m/c1) / (sqrt(v/c2) + eps/sqrt(c2)): the formula stays the same.
     s.eps = float(hyper.eps_uncorrected ? hyper.eps / root : hyper.eps);
+    if (s.eps < kLeastEps) s.eps = kLeastEps;
     s.inverse = float(1.0 / divisor);
     s.limit = limit;
     s.first = step == 1;

@@ -299,7 +299,7 @@ void set_exact_numbers(const Trainer &trainer) {
     must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_BETA1, 1 - 0x1p-53));
     must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_BETA2, 0.7));
     must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_EPS, 5e-324));
-    must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_WEIGHT_DECAY, 1.7976931348623157e308));
+    must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_WEIGHT_DECAY, 3.4028234663852886e38));
     must(dsopt_optimizer_set(opt, 0, DSOPT_KEY_GROUP_MAX_NORM, 1e23)); // between two doubles
     must(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_MAX_NORM, 0.1 + 0.2));
     must(dsopt_optimizer_set(opt, DSOPT_ALL_GROUPS, DSOPT_KEY_CALLS, 9007199254740992.0));

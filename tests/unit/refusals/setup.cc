@@ -268,7 +268,7 @@ TEST_F(AddGroupValidation, RefusesHyperParametersOutOfRange) {
         const char *name;
         std::vector<double> bad;
     };
-    const std::vector<double> always_invalid = {-1, -1e-300, kInf, -kInf, NAN};
+    const std::vector<double> always_invalid = {-1, -1e-300, 3.5e38, 1e300, kInf, -kInf, NAN};
     const Field fields[] = {{&dsopt_group::lr, "lr", {}},
                             {&dsopt_group::beta1, "beta1", {1, 1.5}},
                             {&dsopt_group::beta2, "beta2", {1, 1.5}},

@@ -128,7 +128,7 @@ TEST_P(GroupKeys, RefuseValuesOutOfRangeAndKeepTheOldOnes) {
     dsopt_optimizer *const opt = trainer.opt();
     const std::string before = hyper_text(opt) + trainer.text();
     for (const Key &key : kKeys) {
-        std::vector<double> bad = {-1, -1e-300, kInf, -kInf, NAN};
+        std::vector<double> bad = {-1, -1e-300, 1e300, kInf, -kInf, NAN};
         if (key.key == DSOPT_KEY_BETA1 || key.key == DSOPT_KEY_BETA2) bad.insert(bad.end(), {1, 1.0000000001, 2});
         if (key.key == DSOPT_KEY_MIN_TRUST) bad.push_back(10.1);
         if (key.key == DSOPT_KEY_MAX_TRUST) bad.push_back(0.009);
@@ -151,7 +151,7 @@ TEST_P(GroupKeys, RefuseValuesOutOfRangeAndKeepTheOldOnes) {
 TEST_P(GroupKeys, AcceptTheBoundsOfTheirRanges) {
     const Trainer trainer(shapes_of({5}), make_group(GetParam()));
     for (const auto &[key, value] : std::vector<std::pair<int32_t, double>>{{DSOPT_KEY_LR, 0},
-                                                                            {DSOPT_KEY_LR, 1e300},
+                                                                            {DSOPT_KEY_LR, 3.4028234663852886e38},
                                                                             {DSOPT_KEY_BETA1, 0},
                                                                             {DSOPT_KEY_BETA1, 1 - 0x1p-53},
                                                                             {DSOPT_KEY_BETA2, 0},

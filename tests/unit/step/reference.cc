@@ -305,14 +305,25 @@ TEST(StepExtremes, KeepsDenormals) {
     EXPECT_EQ(exported(trainer.opt(), 0, "exp_avg")[0], float(double(0.1f) * 0x1p-140));
 }
 
-TEST(StepExtremes, GivesNanForZeroOverZeroWithoutEps) {
-    dsopt_group group = make_group(DSOPT_ALGORITHM_ADAMW, 0);
-    group.eps = 0;
-    const Trainer trainer(shapes_of({2}), group);
-    trainer.model.grads[0].set(0, 0);
-    must(trainer.step(trainer.arguments()));
-    EXPECT_TRUE(std::isnan(trainer.model.params[0][0]));
-    EXPECT_TRUE(std::isfinite(trainer.model.params[0][1]));
+TEST(StepExtremes, KeepsAWeightWithoutGradientsIfEpsIsZero) {
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAM, DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ADAM_LEGACY,
+                                    DSOPT_ALGORITHM_LAMB, DSOPT_ALGORITHM_ADAGRAD})
+        for (const int32_t flags : {0, int32_t(DSOPT_GROUP_EPS_INSIDE_SQRT)})
+            for (const double eps : {0.0, 1e-50}) { // both are 0 in fp32
+                if (flags != 0 && (algorithm == DSOPT_ALGORITHM_ADAM || algorithm == DSOPT_ALGORITHM_ADAMW)) continue;
+                SCOPED_TRACE(name_of(algorithm) + (flags != 0 ? ", eps inside the root" : ""));
+                dsopt_group group = make_group(algorithm, 0, uint32_t(flags));
+                group.eps = eps;
+                const Trainer trainer(shapes_of({3}), group);
+                const float before[] = {trainer.model.params[0][0], trainer.model.params[0][1]};
+                trainer.model.grads[0].set(0, 0);
+                trainer.model.grads[0].set(1, 1e-18f);
+                must(trainer.step(trainer.arguments()));
+                EXPECT_EQ(trainer.model.params[0][0], before[0]);
+                EXPECT_NE(trainer.model.params[0][1], before[1]); // an ordinary step, however small the gradient
+                EXPECT_TRUE(std::isfinite(trainer.model.params[0][1]));
+                EXPECT_TRUE(std::isfinite(trainer.model.params[0][2]));
+            }
 }
 
 TEST(StepExtremes, KeepsAWeightWhoseSecondMomentOverflows) {

@@ -248,7 +248,7 @@ public:
         const float *const wrong =
             std::find_if(step.lr, step.lr + groups_ - 1, [](float rate) { return !std::isfinite(rate) || rate < 0; });
         ctx->SetStatus(
-            absl::InvalidArgumentError(absl::StrCat("learning_rate is ", *wrong, ", must be finite and not negative")));
+            absl::InvalidArgumentError(absl::StrCat("learning_rate is ", *wrong, ", must be finite in fp32 and not negative")));
     }
 
 private:
