@@ -268,8 +268,10 @@ dsopt_status dsopt_context_create(const dsopt_context_desc *desc, dsopt_context 
     return fence([&] {
         not_null(ctx, "ctx");
         auto object = std::make_shared<const Context>(read_struct(desc, "dsopt_context_desc"));
-        object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s", DSOPT_VERSION_MAJOR, DSOPT_VERSION_MINOR,
-                    DSOPT_VERSION_PATCH, object->device().name(), cpu_isa_name());
+        const int threads = object->parallel().threads;
+        object->log(DSOPT_LOG_INFO, "dsopt %d.%d.%d: %s backend, %s, %d thread%s", DSOPT_VERSION_MAJOR,
+                    DSOPT_VERSION_MINOR, DSOPT_VERSION_PATCH, object->device().name(), cpu_isa_name(), threads,
+                    threads == 1 ? "" : "s");
         if (const char *const isa = unknown_isa())
             object->log(DSOPT_LOG_WARN,
                         "DSOPT_ISA is %s, not generic, avx2, avx512 or avx512_bf16: the %s kernels are used",

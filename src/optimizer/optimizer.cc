@@ -96,6 +96,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         throw Error(DSOPT_ERR_STATE, "state is sharded by the whole list: parameters come before the first step");
     decode_momentum(); // the layout of exp_avg_bits is that of the current list
     retired_.reserve(retired_.size() + 1);
+    bool drops_errors = false;
     Registry &registry = registry_.change();
     registry.append([&](const Registry::Mark &before) {
         // The original has one trust ratio per shard.
@@ -104,6 +105,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
         const bool had_memory = std::any_of(before.of_optimizer.begin(), before.of_optimizer.end(), has_any);
         if (had_memory) wait_for_tensors();
         check_not_frozen(before);
+        for (const StateEntry &entry : before.of_optimizer) drops_errors |= entry.is_error() && entry.data != nullptr;
         save_contents(before.of_optimizer, registry.state);
         if (had_memory) registry.memory.reset(); // bound memory is no longer used
     });
@@ -113,6 +115,7 @@ void Optimizer::grow(const dsopt_group *group, const dsopt_param *given, int64_t
     matrices_.reset();
     lists_compared_ = false;
     retire_step_memory();
+    if (drops_errors) context_->log(DSOPT_LOG_INFO, "parameters were added: error feedback begins with zeros");
 }
 
 /// Releases the memory that steps of the current lists use. After a capture it is kept, because the graph may be launched.

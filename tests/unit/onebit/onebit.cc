@@ -480,6 +480,31 @@ TEST(OneBitGroup, TrainsNextToAnAdamGroup) {
     });
 }
 
+TEST(OneBitGroup, LogsThatErrorFeedbackBeginsAgainIfParametersAreAdded) {
+    const CommId id = new_id();
+    run_ranks(2, [&](int rank) {
+        std::string log;
+        dsopt_context_desc desc = context_desc(1);
+        desc.log_level = DSOPT_LOG_INFO;
+        desc.log = [](void *user, int32_t, const char *text) { *static_cast<std::string *>(user) += text; };
+        desc.user = &log;
+        const Context ctx = make_context(desc);
+        EXPECT_NE(log.find(", 1 thread"), std::string::npos) << log;
+        const Comm comm = local_comm(ctx, id, rank, 2);
+        const Problem problem{{50, 300}, 2};
+        dsopt_group group = group_for(DSOPT_ALGORITHM_ONEBIT_ADAM, 2);
+        Trainer trainer(ctx, desc_with(comm), group, {problem.weights()[0]});
+        group.flags |= DSOPT_GROUP_NON_FREEZE;
+        const std::string text = "parameters were added: error feedback begins with zeros";
+        must(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 7, 1), "before"}}));
+        EXPECT_EQ(log.find(text), std::string::npos) << log;
+        for (int64_t call = 1; call <= 4; ++call)
+            must(trainer.step({problem.gradients_for(reduction(trainer), rank, call)[0], Array(DSOPT_DTYPE_F32, 7, 1)}));
+        must(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 7, 1), "after"}}));
+        EXPECT_NE(log.find(text), std::string::npos) << log;
+    });
+}
+
 TEST(OneBitGroup, SetsFreezeStepForAllGroupsAtOnce) {
     const Context ctx = make_context(1);
     for (const int32_t algorithm : kFamily) {
