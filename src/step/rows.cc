@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "step/rows.h"
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace dsopt {
 
@@ -18,13 +20,34 @@ RowLayout::RowLayout(ListVector vector, std::vector<ListVector> dealt, int ranks
     for (const ListVector &owned : dealt_)
         longest = std::max(longest, VectorPartition{owned.blocks(), ranks / int(dealt_.size())}.chunk_blocks());
     dealt_stripes_ = stripes_of(longest, capacity);
-    for (int64_t stripe = 0; stripe < stripes(); ++stripe) {
+    for (const int64_t stripe : stripes_with_most_pieces()) {
         int64_t pieces = 0;
         for (int row = 0; row < ranks; ++row)
             (void)for_pieces(
                 stripe, row, [](size_t) { return 1; }, [&](const Piece &) { ++pieces; });
         max_pieces_ = std::max(max_pieces_, pieces);
     }
+}
+
+/// Returns the stripes among which one has the most pieces: the first ones, and those in which a tensor begins. The pieces
+/// of any other stripe are of tensors that also have a piece in the stripe before. So the time does not depend on the
+/// sizes of tensors.
+std::vector<int64_t> RowLayout::stripes_with_most_pieces() const {
+    std::vector<int64_t> found;
+    const auto add_vector = [&](const ListVector &vector, int chunks, const Stripes &part, int64_t first) {
+        const int64_t blocks = VectorPartition{vector.blocks(), chunks}.chunk_blocks();
+        if (blocks == 0) return;
+        found.push_back(first);
+        for (size_t i = 0; i < vector.tensors(); ++i)
+            if (vector.range(i).numel != 0)
+                found.push_back(first + vector.range(i).begin / ListVector::kBlock % blocks / part.blocks);
+    };
+    add_vector(vector_, partition_.ranks, stripes_, 0);
+    for (const ListVector &owned : dealt_)
+        add_vector(owned, partition_.ranks / int(dealt_.size()), dealt_stripes_, stripes_.count);
+    std::sort(found.begin(), found.end());
+    found.erase(std::unique(found.begin(), found.end()), found.end());
+    return found;
 }
 
 RowLayout::Stripes RowLayout::stripes_of(int64_t chunk_blocks, int64_t capacity) const {

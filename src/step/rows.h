@@ -78,6 +78,7 @@ private:
         int64_t blocks, count; // blocks of a chunk in one stripe, and number of stripes
     };
     Stripes stripes_of(int64_t chunk_blocks, int64_t capacity) const;
+    std::vector<int64_t> stripes_with_most_pieces() const;
 
     ListVector vector_;
     std::vector<ListVector> dealt_;

@@ -212,4 +212,29 @@ TEST(ShardQuery, GivesPartsThatTile) {
         });
 }
 
+// Without closed forms these calls would take minutes: they would visit every stripe of the vector.
+TEST(ShardQueries, DoNotDependOnTheNumberOfElements) {
+    const Context context = make_context(1);
+    DSOPT_NEW(dsopt_comm_table, table);
+    table.ranks = 4;
+    table.all_reduce = [](void *, const void *, void *, int64_t, int32_t, int32_t, void *) { return 0; };
+    const Comm comm = table_comm(context, table);
+    for (const uint32_t flag : {uint32_t(DSOPT_OPTIMIZER_SHARD), uint32_t(DSOPT_OPTIMIZER_AVERAGES)}) {
+        SCOPED_TRACE(flag);
+        const Optimizer optimizer = make_optimizer(context, desc_with(comm, DSOPT_COMPAT_NONE, flag));
+        const dsopt_group group = group_of(DSOPT_ALGORITHM_ADAMW);
+        dsopt_param params[3]{};
+        const int64_t numels[] = {int64_t(1) << 50, 77, (int64_t(1) << 49) + 5};
+        for (size_t i = 0; i < 3; ++i) params[i].tensor = {nullptr, numels[i], DSOPT_DTYPE_F32, 0};
+        ASSERT_OK(dsopt_optimizer_add_group(optimizer.get(), &group, params, 3));
+        int64_t count = 0, begin = 0, numel = 0;
+        EXPECT_OK(dsopt_optimizer_state_count(optimizer.get(), &count));
+        EXPECT_GT(count, 6);
+        size_t bytes = 0;
+        EXPECT_OK(dsopt_optimizer_workspace(optimizer.get(), &bytes));
+        EXPECT_OK(dsopt_optimizer_shard(optimizer.get(), 0, -1, &begin, &numel));
+        EXPECT_GT(numel, 0);
+    }
+}
+
 } // namespace shard_refusals_tests
