@@ -38,12 +38,14 @@ Averages averages_of(const Optimizer &optimizer, const StepRequest &request, con
     const Averages with_flag = optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES ? Averages::all : Averages::none;
     if (request.initial) return Averages::none;
     if (onebit == nullptr) return with_flag;
-    if (!optimizer.parts() || optimizer.parts()->mean(i) < 0) return Averages::none;
+    if (optimizer.parts() && optimizer.parts()->mean(i) < 0) return Averages::none;
     if (onebit->stage == Stage::full || onebit->stage == Stage::dry) return with_flag;
+    const bool exchanged = is_exchanged(optimizer.groups()[size_t(optimizer.params()[i].group)]);
+    if (!optimizer.parts()) return exchanged && onebit->stage == Stage::local ? Averages::none : with_flag; // one rank
     // Stages in which ranks have gradients of their own: of every tensor that is never compressed and, with a node comm,
     // the node's. One node is all ranks.
     const DataRank local = optimizer.data_rank();
-    if (!is_exchanged(optimizer.groups()[size_t(optimizer.params()[i].group)])) return Averages::all;
+    if (!exchanged) return Averages::all;
     if (local.node_ranks == 1) return Averages::none;
     return local.ranks == local.node_ranks ? Averages::all : Averages::in_node;
 }

@@ -81,13 +81,22 @@ TEST(AveragesOfOneRank, CountAbsentGradientsAsZeros) {
     const Context context = make_context(1);
     const Comm self = self_comm(context);
     dsopt_optimizer_desc desc = desc_with(self, DSOPT_COMPAT_NONE, DSOPT_OPTIMIZER_AVERAGES);
-    Trainer trainer(context, desc, group_of(DSOPT_ALGORITHM_ADAMW), {Array(DSOPT_DTYPE_F32, 10, 1)});
-    Trainer zeros(context, optimizer_desc(), group_of(DSOPT_ALGORITHM_ADAMW), {Array(DSOPT_DTYPE_F32, 10, 1)});
-    for (int step = 0; step < 3; ++step) {
-        ASSERT_OK(trainer.step({Array::absent(10)}));
-        ASSERT_OK(zeros.step({Array(DSOPT_DTYPE_F32, 10, 0)}));
-    }
-    EXPECT_TRUE(same(trainer.text(), zeros.text()));
+    for (const int32_t algorithm : {DSOPT_ALGORITHM_ADAMW, DSOPT_ALGORITHM_ONEBIT_ADAM, DSOPT_ALGORITHM_ONEBIT_LAMB})
+        for (const bool non_freeze : {false, true}) {
+            if (non_freeze && algorithm != DSOPT_ALGORITHM_ONEBIT_ADAM) continue;
+            SCOPED_TRACE(name_of(algorithm));
+            dsopt_group group = group_of(algorithm);
+            if (algorithm != DSOPT_ALGORITHM_ADAMW) group.freeze_step = 3; // of five steps
+            if (non_freeze) group.flags |= DSOPT_GROUP_NON_FREEZE;
+            const std::vector<Array> weights{Array(DSOPT_DTYPE_F32, 10, 1), Array(DSOPT_DTYPE_F32, 10, 2)};
+            Trainer trainer(context, desc, group, weights), zeros(context, desc, group, weights);
+            for (int step = 0; step < 5; ++step) {
+                const Array used(DSOPT_DTYPE_F32, 10, float(step + 1));
+                ASSERT_OK(trainer.step({step == 0 ? used : Array::absent(10), used}));
+                ASSERT_OK(zeros.step({step == 0 ? used : Array(DSOPT_DTYPE_F32, 10, 0), used}));
+            }
+            EXPECT_TRUE(same(trainer.text(), zeros.text()));
+        }
 }
 
 TEST(AveragesOfAbsentGradients, NeedADtype) {
