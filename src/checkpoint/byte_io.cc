@@ -2,6 +2,7 @@
 #include "checkpoint/byte_io.h"
 #include "base/sizes.h"
 #include "base/text.h"
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <climits>
@@ -121,6 +122,7 @@ public:
 
     void write(const void *data, size_t bytes) override {
         const char *next = static_cast<const char *>(data);
+        beginning_.append(next, std::min(bytes, kBeginning - beginning_.size()));
         while (bytes > 0) {
             const ssize_t written = ::write(file_.get(), next, bytes);
             if (written < 0 && errno == EINTR) continue;
@@ -138,13 +140,26 @@ public:
     void commit() override {
         if (::renameat(directory_.get(), temporary_.c_str(), directory_.get(), name_.c_str()) != 0) fail(errno);
         temporary_.clear();
+        if (::fstat(file_.get(), &own_) != 0) own_.st_ino = 0; // then is_in_place() knows nothing
         file_ = Fd(); // releases the lock, only now: sweep() must not find the temporary file unlocked
         // EINVAL: this file system does not flush directories.
         if (::fsync(directory_.get()) != 0 && errno != EINVAL)
             throw_io("saved, but may not survive a power loss:", path_, errno);
     }
+    bool is_in_place() const override {
+        struct stat found;
+        if (own_.st_ino == 0) return true;
+        if (::fstatat(directory_.get(), name_.c_str(), &found, AT_SYMLINK_NOFOLLOW) != 0) return errno != ENOENT;
+        return (found.st_dev == own_.st_dev && found.st_ino == own_.st_ino) || begins_as_written();
+    }
 
 private:
+    /// For file systems that give a file another inode number in each lookup: reads the header, which names the rank.
+    bool begins_as_written() const {
+        const Fd file(::openat(directory_.get(), name_.c_str(), O_RDONLY | O_CLOEXEC));
+        std::string text(beginning_.size(), 0);
+        return !file || ::pread(file.get(), text.data(), text.size(), 0) != ssize_t(text.size()) || text == beginning_;
+    }
     [[noreturn]] void fail(int error) const { throw_io("cannot save", path_, error); }
 
     /// Creates and locks the temporary file. Its mode is that of the target if the target exists, else 0666 less the
@@ -193,6 +208,9 @@ private:
 
     std::string path_, name_, prefix_, temporary_;
     Fd directory_, file_;
+    struct stat own_ {};    // of the file in place
+    std::string beginning_; // of its bytes
+    static constexpr size_t kBeginning = size_t(64) << 10;
     int old_mode_ = -1;
 };
 

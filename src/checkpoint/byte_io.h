@@ -15,7 +15,9 @@ public:
     virtual void begin(uint64_t total) = 0; ///< must be called once, first; `total`: number of bytes to come
     virtual void write(const void *data, size_t bytes) = 0;
     virtual void flush() = 0;  ///< must be called once, after the last write; makes the bytes durable
-    virtual void commit() = 0; ///< must be called once, last; makes the bytes visible
+    virtual void commit() = 0; ///< must be called once, after flush(); makes the bytes visible
+    /// False if, after commit(), the bytes are no longer where they were put: another writer has the same target.
+    virtual bool is_in_place() const { return true; }
 };
 
 /// Random access to bytes.

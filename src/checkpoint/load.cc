@@ -366,6 +366,29 @@ AgreedWords words_of(const std::string &save_id) {
     return words;
 }
 
+/// Returns what ranks that load together must have in common. Files of sharded state have an id; others are compared
+/// themselves, except what belongs to the rank that saved.
+Alike alike_of(const Optimizer &optimizer, const RankFiles &files, const dsopt_io &io, const LoadSelection &wanted) {
+    Alike alike;
+    if (!optimizer.shards()) return alike;
+    alike.add("dsopt_io.flags", std::to_string(io.flags));
+    if (files.sharded()) return alike;
+    for (const auto &[key, value] : files.file().metadata()) {
+        if (key == "rank" || key == "accumulated" || (key == "calls" && !wanted.state)) continue;
+        if (wanted.hyper || !is_hyper_field(key)) alike.add(key, value);
+    }
+    for (const StateEntry &entry : optimizer.state()) {
+        if (entry.of_scaler() ? wanted.scaler == nullptr : is_master(entry.kind) ? !wanted.masters : !wanted.state)
+            continue;
+        const std::string name = tensor_of(optimizer, entry).name;
+        const size_t index = files.file().find(name);
+        if (index == SafetensorsReader::npos || (entry.flags & DSOPT_STATE_RANK_LOCAL)) continue;
+        const std::string &checksum = files.file().checksum(index);
+        alike.add(name, checksum.data(), checksum.size());
+    }
+    return alike;
+}
+
 void load_together(Optimizer &optimizer, const char *path, const dsopt_io &io, Agreement &ranks) {
     constexpr uint32_t known = DSOPT_IO_NO_STATE | DSOPT_IO_NO_MASTERS | DSOPT_IO_NO_HYPER | DSOPT_IO_NO_SCALER |
                                DSOPT_IO_PARAMS | DSOPT_IO_RESET_ERRORS | DSOPT_IO_CONVERT;
@@ -405,7 +428,8 @@ void load_together(Optimizer &optimizer, const char *path, const dsopt_io &io, A
     const auto load = optimizer.context().device().is_host() ? load_in_host_memory : load_in_pieces;
     load(optimizer, std::move(loaded), transfers, saved.order, [&] {
         AgreedWords words = words_of(files.save_id());
-        if (!ranks.reach(words)) throw Error(DSOPT_ERR_MISMATCH, "ranks load files of different saves");
+        if (!ranks.reach(words, alike_of(optimizer, files, io, wanted)))
+            throw Error(DSOPT_ERR_MISMATCH, "ranks load files of different saves");
     });
     log_conversions(optimizer, transfers);
     log_resharding(optimizer, files, wanted.errors);
@@ -415,7 +439,7 @@ void load_together(Optimizer &optimizer, const char *path, const dsopt_io &io, A
 
 void load_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of text to numbers rounds, too
-    Agreement ranks(optimizer, "dsopt_optimizer_load", "refuses its files, so no rank loads");
+    Agreement ranks(optimizer, Phase::load_begins, "dsopt_optimizer_load", "refuses its files, so no rank loads");
     ranks.run([&] { load_together(optimizer, path, io, ranks); });
 }
 

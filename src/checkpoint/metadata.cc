@@ -208,6 +208,15 @@ std::vector<int64_t> match_params(const Optimizer &optimizer, const Fields &fiel
 
 } // namespace
 
+bool is_hyper_field(const std::string &key) {
+    const auto ends_with = [&](const char *end) {
+        const std::string suffix = end;
+        return key.size() > suffix.size() && key.compare(key.size() - suffix.size(), suffix.size(), suffix) == 0;
+    };
+    if (key.rfind("group.", 0) == 0) return !ends_with(".algorithm") && !ends_with(".params");
+    return key == "max_norm" || key == "max_value" || key.rfind("scaler.", 0) == 0;
+}
+
 bool is_in_pieces(const Optimizer &optimizer, size_t param) {
     return optimizer.shards() && (optimizer.parts()->is_split(param) || optimizer.params()[param].numel > kFilePiece);
 }

@@ -121,8 +121,8 @@ Files sort_by_rank(Files files, const DataRank &first) {
     return sorted;
 }
 
-/// Throws MISMATCH unless all files have the same metadata.
-void check_one_save(const Files &files) {
+/// Throws MISMATCH unless all files have the same metadata. `hyper`: hyper-parameters are loaded.
+void check_one_save(const Files &files, bool hyper) {
     const auto &first = files[0]->metadata();
     for (size_t rank = 1; rank < files.size(); ++rank) {
         const auto &other = files[rank]->metadata();
@@ -131,6 +131,7 @@ void check_one_save(const Files &files) {
             throw Error(DSOPT_ERR_MISMATCH, "file of rank %zu is of another save than that of rank 0", rank);
         for (const auto &[key, value] : first) {
             if (key == "rank" || key == "accumulated") continue; // check() handles accumulators
+            if (!hyper && is_hyper_field(key)) continue;
             const auto found = other.find(key);
             if (found == other.end() || found->second != value)
                 throw Error(DSOPT_ERR_MISMATCH,
@@ -170,7 +171,7 @@ RankFiles::RankFiles(const Optimizer &optimizer, const char *path, const dsopt_i
     old_layout_ = optimizer.onebit() != nullptr && !optimizer.compat() && saved_nodes() > 1 && !fields.has("layout");
     if (!is_list_ && !sharded) return;
     files_ = sort_by_rank(std::move(files_), saved_);
-    check_one_save(files_);
+    check_one_save(files_, (io.flags & DSOPT_IO_NO_HYPER) == 0);
     main_ = resharded() ? 0 : local_.rank;
     if (sharded) pieces_.emplace(files_);
 }

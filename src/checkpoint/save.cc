@@ -99,6 +99,28 @@ private:
     const Optimizer &optimizer_;
 };
 
+/// Returns what a load requires to be the same in all files of a save.
+Alike alike_of(const Optimizer &optimizer, const dsopt_io &io) {
+    Alike alike;
+    if (!optimizer.shards()) return alike;
+    alike.add("dsopt_io.flags", std::to_string(io.flags));
+    for (const auto &[key, value] : metadata_of(optimizer, ""))
+        if (key != "rank" && key != "accumulated") alike.add(key, value);
+    std::vector<char> contents;
+    for (const StateEntry &entry : optimizer.state()) {
+        if (!entry.saved() || (entry.flags & DSOPT_STATE_RANK_LOCAL)) continue;
+        const TensorEntry tensor = tensor_of(optimizer, entry);
+        if (entry.param >= 0) {
+            alike.add(tensor.name, dtype_name(tensor.dtype));
+            continue;
+        }
+        contents.resize(entry.bytes());
+        if (!contents.empty()) optimizer.context().device().copy(contents.data(), entry.data, contents.size());
+        alike.add(tensor.name, contents.data(), contents.size());
+    }
+    return alike;
+}
+
 void check_save(const Optimizer &optimizer, const char *path, const dsopt_io &io) {
     if (io.files != 0) throw Error(DSOPT_ERR_UNSUPPORTED, "dsopt_io.files is for loading only");
     check_io(path, io, io.write != nullptr, DSOPT_IO_PARAMS);
@@ -115,21 +137,24 @@ void check_save(const Optimizer &optimizer, const char *path, const dsopt_io &io
 void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
     const DefaultFloatEnvironment environment; // conversion of numbers to text rounds, too
     AgreedWords id{};
-    Agreement begin(optimizer, kFunction, kFailed), end(optimizer, kFunction, kFailed),
-        done(optimizer, kFunction, kNotInPlace);
+    Agreement begin(optimizer, Phase::save_begins, kFunction, kFailed),
+        end(optimizer, Phase::save_is_written, kFunction, kFailed),
+        placed(optimizer, Phase::save_is_placed, kFunction, kNotInPlace),
+        done(optimizer, Phase::save_is_kept, kFunction, kNotInPlace);
     AgreedWords none{};
+    std::unique_ptr<Sink> sink;
     begin.run([&] {
         check_save(optimizer, path, io);
         optimizer.prepare_for_host();
+        sink = path != nullptr ? file_sink(path) : callback_sink(io);
         id = random_words(optimizer);
-        (void)begin.reach(id);
+        (void)begin.reach(id, alike_of(optimizer, io));
     });
     const auto write = [&] {
         const Contents contents(optimizer, (io.flags & DSOPT_IO_PARAMS) != 0);
         HostReader reader(optimizer.context().device());
         std::optional<HostReader> remainders; // page-locked memory is allocated only if there are any
         std::vector<float> masters;
-        const std::unique_ptr<Sink> sink = path != nullptr ? file_sink(path) : callback_sink(io);
         const auto deliver = [&](size_t index, uint64_t offset, size_t bytes) -> const void * {
             const auto &[data, remainder] = contents.sources[index];
             const auto rest = size_t(contents.tensors[index].bytes - offset) - bytes;
@@ -148,7 +173,13 @@ void save_state(Optimizer &optimizer, const char *path, const dsopt_io &io) {
                           [&] { (void)end.reach(none); });
     };
     done.run([&] {
-        end.run(write);
+        placed.run([&] {
+            end.run(write);
+            (void)placed.reach(none);
+        });
+        if (optimizer.shards() && !sink->is_in_place())
+            throw Error(DSOPT_ERR_MISMATCH,
+                        "the file is not in place: another rank, or another program, saved to the same path");
         (void)done.reach(none); // every file is in place
     });
 }

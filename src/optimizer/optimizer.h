@@ -239,6 +239,8 @@ inline const std::vector<int64_t> &dims_of(const Param &param, const StateEntry 
 void check_groups(const Optimizer &optimizer);
 /// Takes the maximum of each 32-bit word over the data-parallel ranks. `words` are in host memory.
 void max_over_ranks(const Optimizer &optimizer, void *words, size_t bytes, void *stream);
+/// Compares lists of `count` keys over the data-parallel ranks. Returns the index of the first key that differs; -1: none.
+int64_t first_different(const Optimizer &optimizer, size_t count, FunctionRef<uint64_t(size_t)> key, void *stream);
 /// Implements dsopt_optimizer_shard.
 Range find_part(const Optimizer &optimizer, int64_t param, int32_t rank);
 /// Checks a list of all state tensors; check_state_tensor() checks one of them. `required`: a tensor without memory is

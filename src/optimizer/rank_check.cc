@@ -56,23 +56,6 @@ const char *name_of(Stage stage) {
     return "a synchronisation";
 }
 
-/// Returns the first parameter whose key is not the same on all ranks, -1 if there is none.
-int64_t first_different(const Optimizer &optimizer, FunctionRef<uint64_t(size_t)> key, void *stream) {
-    const size_t count = optimizer.params().size();
-    constexpr size_t piece = kComparedBytes / sizeof(uint64_t) / 2;
-    uint64_t keys[piece], inverse[piece];
-    // Compares the list in pieces that fit on the stack: if one rank failed to allocate memory for all keys, the others
-    // would wait in the all-reduce.
-    for (size_t begin = 0; begin < count; begin += piece) {
-        const size_t n = std::min(piece, count - begin);
-        for (size_t k = 0; k < n; ++k) inverse[k] = ~(keys[k] = key(begin + k));
-        for (uint64_t *words : {keys, inverse}) max_over_ranks(optimizer, words, n * sizeof(uint64_t), stream);
-        for (size_t k = 0; k < n; ++k) // the all-reduce takes the maximum of each 32-bit half
-            if (keys[k] != ~inverse[k]) return int64_t(begin + k);
-    }
-    return -1;
-}
-
 /// Two levels: ranks that exchange a slice with one another must have the same rank in their nodes. Otherwise they
 /// would average different tensors.
 void check_nodes(const Optimizer &optimizer, void *stream) {
@@ -108,6 +91,21 @@ void max_over_ranks(const Optimizer &optimizer, void *words, size_t bytes, void 
     for (Comm *comm : {optimizer.attachments().node.get(), optimizer.attachments().data.get()})
         if (comm != nullptr)
             comm->all_reduce(words, int64_t(bytes / sizeof(int32_t)), DSOPT_DTYPE_I32, DSOPT_OP_MAX, stream);
+}
+
+int64_t first_different(const Optimizer &optimizer, size_t count, FunctionRef<uint64_t(size_t)> key, void *stream) {
+    constexpr size_t piece = kComparedBytes / sizeof(uint64_t) / 2;
+    uint64_t keys[piece], inverse[piece];
+    // Compares the list in pieces that fit on the stack: if one rank failed to allocate memory for all keys, the others
+    // would wait in the all-reduce.
+    for (size_t begin = 0; begin < count; begin += piece) {
+        const size_t n = std::min(piece, count - begin);
+        for (size_t k = 0; k < n; ++k) inverse[k] = ~(keys[k] = key(begin + k));
+        for (uint64_t *words : {keys, inverse}) max_over_ranks(optimizer, words, n * sizeof(uint64_t), stream);
+        for (size_t k = 0; k < n; ++k) // the all-reduce takes the maximum of each 32-bit half
+            if (keys[k] != ~inverse[k]) return int64_t(begin + k);
+    }
+    return -1;
 }
 
 bool checks_ranks(const Optimizer &optimizer) {
@@ -161,7 +159,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
         throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",
                     words.min(ComparedWords::params), words.max(ComparedWords::params), rank, ll(plan.count));
     if (!words.same(ComparedWords::list)) {
-        const int64_t i = first_different(optimizer, key, plan.execution.stream);
+        const int64_t i = first_different(optimizer, optimizer.params().size(), key, plan.execution.stream);
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
@@ -186,7 +184,7 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
                     "ranks have different options: some read gradients before the update (max_norm, a scaler or "
                     "DSOPT_NONFINITE_SKIP, without dsopt_step.grad_norms) or have REPORT_NORMS, others do not");
     if (!words.same(ComparedWords::gradients)) {
-        const int64_t i = std::max<int64_t>(first_different(optimizer, gradient_key, plan.execution.stream), 0);
+        const int64_t i = std::max<int64_t>(first_different(optimizer, optimizer.params().size(), gradient_key, plan.execution.stream), 0);
         const char *const name = params[size_t(i)].name.c_str();
         if (const int32_t dtype = sent_dtype(rows, size_t(i)))
             throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",

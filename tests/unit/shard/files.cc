@@ -2,6 +2,7 @@
 // Checkpoints of sharded state: any number of ranks loads what any other number saved, and goes on with the same bits.
 #include "support/file.h"
 #include "support/shard.h"
+#include <atomic>
 #include <sys/resource.h>
 
 using namespace test;
@@ -326,6 +327,131 @@ TEST(ShardedFile, IsSavedByAllRanksOrByNone) {
         EXPECT_NE(read_file(path), first);
     });
     EXPECT_EQ(folder.entries(), 3u); // no temporary file
+}
+
+void set_all(const Trainer &trainer, int32_t key, double value) {
+    must(dsopt_optimizer_set(trainer.opt(), DSOPT_ALL_GROUPS, key, value));
+}
+void set_steps(const Trainer &trainer, const std::vector<int32_t> &steps) {
+    must(dsopt_optimizer_import(trainer.opt(), state_index(trainer.opt(), -1, "step"), steps.data(), steps.size() * 4));
+}
+
+// A load compares these, whatever its flags, so such files could never be loaded.
+TEST(ShardedFile, IsNotSavedIfRanksDifferInWhatALoadCompares) {
+    struct Difference {
+        std::string text;
+        void (*change)(const Trainer &), (*restore)(const Trainer &);
+        uint32_t flags = 0; // of dsopt_io on one rank
+    };
+    const std::vector<Difference> differences = {
+        {"\"group.0.lr\", which is", [](const Trainer &t) { set_all(t, DSOPT_KEY_LR, 0.5); },
+         [](const Trainer &t) { set_all(t, DSOPT_KEY_LR, 1e-2); }},
+        {"\"max_norm\", which is", [](const Trainer &t) { set_all(t, DSOPT_KEY_MAX_NORM, 7); },
+         [](const Trainer &t) { set_all(t, DSOPT_KEY_MAX_NORM, 0); }},
+        {"\"calls\", which is", [](const Trainer &t) { set_all(t, DSOPT_KEY_CALLS, 100); },
+         [](const Trainer &t) { set_all(t, DSOPT_KEY_CALLS, 2); }},
+        {"\"optimizer.step\"", [](const Trainer &t) { set_steps(t, {1, 2}); },
+         [](const Trainer &t) { set_steps(t, {2, 2}); }},
+        {"\"dsopt_io.flags\", which is", [](const Trainer &) {}, [](const Trainer &) {}, DSOPT_IO_PARAMS}};
+    const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .sizes = {9000, 300}};
+    const Folder folder;
+    Saved saved;
+    saved.files.resize(2);
+    with_nodes(1, 2, [&](const NodeRank &rank) {
+        Scaler none;
+        Trainer trainer = training.trainer(rank.ctx, desc_of(training, {1, 2}, rank), none);
+        for (const int64_t call : {1, 2}) must(trainer.step(training.gradients(call)));
+        const std::string path = folder / std::to_string(rank.d);
+        for (const Difference &difference : differences) {
+            SCOPED_TRACE(difference.text);
+            if (rank.d == 1) difference.change(trainer);
+            DSOPT_NEW(dsopt_io, io);
+            io.flags = rank.d == 1 ? difference.flags : 0;
+            EXPECT_TRUE(refused(dsopt_optimizer_save(trainer.opt(), path.c_str(), &io), DSOPT_ERR_MISMATCH,
+                                "dsopt_optimizer_save: ranks differ in " + difference.text));
+            EXPECT_FALSE(std::filesystem::exists(path));
+            if (rank.d == 1) difference.restore(trainer);
+        }
+        ASSERT_OK(saved.files[size_t(rank.d)].save(trainer, DSOPT_IO_PARAMS));
+    });
+    EXPECT_EQ(folder.entries(), 0u);
+    for (const Topology &topology : {Topology{1, 1}, Topology{1, 3}})
+        expect_resumed(training, topology, saved, 2, DSOPT_IO_PARAMS);
+}
+
+TEST(ShardedFile, IsNeitherSavedNorLoadedIfRanksMakeDifferentCalls) {
+    const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}};
+    const Saved saved = save_after(training, {1, 2}, 1);
+    const Folder folder;
+    with_nodes(1, 2, [&](const NodeRank &rank) {
+        Scaler none;
+        Trainer trainer = training.trainer(rank.ctx, desc_of(training, {1, 2}, rank), none);
+        for (const int64_t call : {1, 2}) must(trainer.step(training.gradients(call)));
+        const std::string before = trainer.text(), path = folder / "file";
+        const dsopt_status status = rank.d == 0 ? dsopt_optimizer_save(trainer.opt(), path.c_str(), nullptr)
+                                                : load_all(trainer.opt(), saved.list());
+        EXPECT_TRUE(refused(status, DSOPT_ERR_MISMATCH, "another rank is in another call"));
+        EXPECT_EQ(trainer.text(), before);
+        EXPECT_OK(load_all(trainer.opt(), saved.list())); // the ranks can go on
+    });
+    EXPECT_EQ(folder.entries(), 0u);
+}
+
+TEST(ShardedFile, OfTwoRanksInOnePlaceIsReportedByBoth) {
+    const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}};
+    const Folder folder;
+    std::atomic<int> replaced{0};
+    with_nodes(1, 2, [&](const NodeRank &rank) {
+        Scaler none;
+        Trainer trainer = training.trainer(rank.ctx, desc_of(training, {1, 2}, rank), none);
+        must(trainer.step(training.gradients(1)));
+        const std::string path = folder / "one";
+        const dsopt_status status = dsopt_optimizer_save(trainer.opt(), path.c_str(), nullptr);
+        EXPECT_EQ(status, DSOPT_ERR_MISMATCH);
+        const std::string text = dsopt_last_error();
+        if (text.find("another rank, or another program, saved to the same path") != std::string::npos)
+            ++replaced;
+        else
+            EXPECT_NE(text.find("could not put its file in place"), std::string::npos) << text;
+        const std::string own = folder / std::to_string(rank.d);
+        EXPECT_OK(dsopt_optimizer_save(trainer.opt(), own.c_str(), nullptr));
+    });
+    EXPECT_EQ(replaced, 1);
+}
+
+TEST(ShardedFile, IsNotLoadedWithOtherFlagsOrFilesOnAnotherRank) {
+    const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}};
+    const Saved saved = save_after(training, {1, 2}, 1);
+    const Saved first = save_after(training, {1, 1, 0}, 1), second = save_after(training, {1, 1, 0}, 2); // unsharded
+    with_nodes(1, 2, [&](const NodeRank &rank) {
+        Scaler none;
+        Trainer trainer = training.trainer(rank.ctx, desc_of(training, {1, 2}, rank), none);
+        for (const int64_t call : {1, 2, 3}) must(trainer.step(training.gradients(call)));
+        const std::string before = trainer.text();
+        for (const uint32_t flag : {uint32_t(DSOPT_IO_NO_STATE), uint32_t(DSOPT_IO_NO_HYPER)})
+            EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list(), rank.d == 1 ? flag : 0),
+                                DSOPT_ERR_MISMATCH, "ranks differ in \"dsopt_io.flags\", which is"));
+        EXPECT_TRUE(refused(load_all(trainer.opt(), (rank.d == 1 ? first : second).list()), DSOPT_ERR_MISMATCH,
+                            "dsopt_optimizer_load: ranks differ in"));
+        EXPECT_EQ(trainer.text(), before);
+        EXPECT_OK(load_all(trainer.opt(), first.list()));
+    });
+}
+
+// As earlier versions saved them, if the learning rate was not the same on all ranks.
+TEST(ShardedFile, WithOtherHyperParametersIsLoadedWithoutThem) {
+    const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW, 0.125)}};
+    const Saved saved = save_after(training, {1, 2}, 1);
+    MemoryFile edited = saved.files[1];
+    edited.data = with_header(edited.data, R"("group.0.lr":"0.125")", R"("group.0.lr":"0.25")");
+    const Context context = make_context(1);
+    Scaler none;
+    Trainer trainer = training.trainer(context, training.desc, none);
+    const std::vector<const MemoryFile *> list = {&saved.files[0], &edited};
+    EXPECT_TRUE(refused(load_all(trainer.opt(), list), DSOPT_ERR_MISMATCH, "group.0.lr"));
+    ASSERT_OK(load_all(trainer.opt(), list, DSOPT_IO_NO_HYPER));
+    EXPECT_EQ(trainer.report().calls, 1);
+    EXPECT_EQ(trainer.get(DSOPT_KEY_LR), 0.125);
 }
 
 } // namespace shard_files_tests
