@@ -502,8 +502,8 @@ typedef struct dsopt_group {
     double trust_threshold;
     /** 1-bit LAMB: bounds of the factor, 0 <= min <= max. */
     double trust_min_change, trust_max_change;
-    /** SGD: finite in fp32, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer exists only with
-     * momentum. Muon: in (0, 1). Since: 0.2 */
+    /** SGD: finite in fp32, >= 0. Cannot change between 0 and another value: the state tensor momentum_buffer exists
+     * only with momentum. Muon: in (0, 1). Since: 0.2 */
     double momentum;
     /** SGD with momentum: fraction of the gradient that is not added to the momentum after the first step, in [0, 1].
      * Since: 0.2 */
@@ -1439,7 +1439,8 @@ enum dsopt_io_flags {
     DSOPT_IO_NO_STATE = 1,
     /** Load: ignore saved masters and copy them from the parameters; remainders become 0. */
     DSOPT_IO_NO_MASTERS = 2,
-    /** Load: keep the current hyper-parameters, including those of the optimizer and the scaler's rules. */
+    /** Load: keep the current hyper-parameters, including those of the optimizer and the scaler's rules. Files of
+     * several ranks may then differ in them. */
     DSOPT_IO_NO_HYPER = 4,
     /** Save and load the parameters as well. With DSOPT_MASTERS_REMAINDER a load of masters writes the parameters,
      * which are half of each master, with and without this flag. */
@@ -1495,7 +1496,9 @@ typedef struct dsopt_io {
  * @param[in] io    NULL = defaults.
  * @return DSOPT_OK; DSOPT_ERR_IO, with an existing file unchanged; DSOPT_ERR_STATE: no groups, a parameter that is
  * to be saved, or has a remainder, has no memory (DSOPT_BIND_PARAMS), or the default stream cannot be used. With
- * sharded state also DSOPT_ERR_MISMATCH: another rank could not save; DSOPT_ERR_COMM, _TIMEOUT, _ABORTED.
+ * sharded state also DSOPT_ERR_MISMATCH: another rank could not save or makes another call, or ranks differ in what a
+ * load requires to be equal in all files, such as hyper-parameters and step counts, with nothing written; or another
+ * rank saved to the same path. DSOPT_ERR_COMM, _TIMEOUT, _ABORTED.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 
@@ -1513,8 +1516,9 @@ DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_save(dsopt_optimizer *opt, co
  *
  * @return DSOPT_OK; DSOPT_ERR_IO; _FORMAT, _CHECKSUM: a damaged file; _MISMATCH: a checkpoint of another optimizer,
  * files of different saves, or a state that only the same number of ranks can continue (0/1 Adam between two exchanges,
- * gradients in accumulators), or another rank refuses its files; _STATE: a parameter that is to be loaded, or is part
- * of a master, has no memory; _COMM, _TIMEOUT, _ABORTED, with sharded state. The text names the tensor or field.
+ * gradients in accumulators), or another rank refuses its files, makes another call or has other flags; _STATE: a
+ * parameter that is to be loaded, or is part of a master, has no memory; _COMM, _TIMEOUT, _ABORTED, with sharded state.
+ * The text names the tensor or field.
  */
 DSOPT_API DSOPT_CHECK dsopt_status dsopt_optimizer_load(dsopt_optimizer *opt, const char *path, const dsopt_io *io);
 

@@ -7,7 +7,9 @@
 namespace dsopt {
 namespace {
 
-uint64_t hash_of(const std::string &text, uint64_t seed) { return XXH3_64bits_withSeed(text.data(), text.size(), seed); }
+uint64_t hash_of(const std::string &text, uint64_t seed) {
+    return XXH3_64bits_withSeed(text.data(), text.size(), seed);
+}
 
 /// Words whose maxima are x and ~x: all ranks have the same x if these are complements.
 struct Both {
@@ -60,8 +62,8 @@ bool Agreement::reach(AgreedWords &words, const Alike &alike) {
     }
     if (message.failed != 0) throw Error(DSOPT_ERR_MISMATCH, "rank %d %s", message.failed - 1, failed_);
     if (!message.phase.same())
-        throw Error(DSOPT_ERR_MISMATCH, "another rank is in another call: with sharded state all ranks call %s together",
-                    function_);
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "another rank is in another call: with sharded state all ranks call %s together", function_);
     if (!message.alike[0].same() || !message.alike[1].same()) {
         const int64_t i = first_different(
             optimizer_, size_t(message.most), [&](size_t k) { return alike.key(k); }, nullptr);

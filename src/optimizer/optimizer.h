@@ -217,8 +217,8 @@ private:
         std::unique_ptr<StepCache> cache; // it describes the workspace
     };
     std::vector<Retired> retired_; // of earlier lists, for graphs that were captured with them
-    dsopt_step last_call_{}; // without addresses of lists; these are in `host_memory_`
-    int64_t planned_ = 0;    // version of the registry for which the tables of the last call are valid; 0: none
+    dsopt_step last_call_{};       // without addresses of lists; these are in `host_memory_`
+    int64_t planned_ = 0;          // version of the registry for which the tables of the last call are valid; 0: none
     mutable ScratchPool host_scratch_, matrix_scratch_;
     size_t matrix_scratch_bytes_ = 0; // of a call, with `matrices_`
     int64_t calls_ = 0;               // of dsopt_optimizer_step

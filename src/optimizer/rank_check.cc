@@ -184,7 +184,8 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
                     "ranks have different options: some read gradients before the update (max_norm, a scaler or "
                     "DSOPT_NONFINITE_SKIP, without dsopt_step.grad_norms) or have REPORT_NORMS, others do not");
     if (!words.same(ComparedWords::gradients)) {
-        const int64_t i = std::max<int64_t>(first_different(optimizer, optimizer.params().size(), gradient_key, plan.execution.stream), 0);
+        const int64_t i = std::max<int64_t>(
+            first_different(optimizer, optimizer.params().size(), gradient_key, plan.execution.stream), 0);
         const char *const name = params[size_t(i)].name.c_str();
         if (const int32_t dtype = sent_dtype(rows, size_t(i)))
             throw Error(DSOPT_ERR_MISMATCH, "the gradient of '%s' has dtype %s on rank %d, and another on another rank",

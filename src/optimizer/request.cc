@@ -59,9 +59,9 @@ void check_step(const Optimizer &optimizer, const dsopt_step &step, bool functio
         const char *name = param.name.c_str();
         const bool has_gradient = accumulated ? param.accumulated : step.grads[i].data != nullptr;
         if (has_gradient && !accumulated) check_same_numel(step.grads[i], param, "gradient of");
-        const bool averaged = (optimizer.parts() && optimizer.parts()->mean(i) >= 0) ||
-                              ((onebit == nullptr || !optimizer.parts()) &&
-                               (optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
+        const bool averaged =
+            (optimizer.parts() && optimizer.parts()->mean(i) >= 0) ||
+            ((onebit == nullptr || !optimizer.parts()) && (optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES));
         // It says what the other ranks send.
         if (averaged && optimizer.parts() && !accumulated && !has_gradient)
             check_same_numel(step.grads[i], param, "absent gradient of");

@@ -460,8 +460,7 @@ test::Comm doubling_comm(const test::Context &context) {
     table.ranks = 2;
     table.memory = DSOPT_MEMORY_HOST;
     table.all_reduce = [](void *, const void *send, void *recv, int64_t count, int32_t, int32_t, void *) {
-        for (int64_t i = 0; i < count; ++i)
-            static_cast<float *>(recv)[i] = 2 * static_cast<const float *>(send)[i];
+        for (int64_t i = 0; i < count; ++i) static_cast<float *>(recv)[i] = 2 * static_cast<const float *>(send)[i];
         return 0;
     };
     return test::table_comm(context, table);

@@ -499,7 +499,8 @@ TEST(OneBitGroup, LogsThatErrorFeedbackBeginsAgainIfParametersAreAdded) {
         must(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 7, 1), "before"}}));
         EXPECT_EQ(log.find(text), std::string::npos) << log;
         for (int64_t call = 1; call <= 4; ++call)
-            must(trainer.step({problem.gradients_for(reduction(trainer), rank, call)[0], Array(DSOPT_DTYPE_F32, 7, 1)}));
+            must(
+                trainer.step({problem.gradients_for(reduction(trainer), rank, call)[0], Array(DSOPT_DTYPE_F32, 7, 1)}));
         must(trainer.add_group(group, {{Array(DSOPT_DTYPE_F32, 7, 1), "after"}}));
         EXPECT_NE(log.find(text), std::string::npos) << log;
     });

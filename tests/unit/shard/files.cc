@@ -350,8 +350,13 @@ TEST(ShardedFile, IsNotSavedIfRanksDifferInWhatALoadCompares) {
          [](const Trainer &t) { set_all(t, DSOPT_KEY_MAX_NORM, 0); }},
         {"\"calls\", which is", [](const Trainer &t) { set_all(t, DSOPT_KEY_CALLS, 100); },
          [](const Trainer &t) { set_all(t, DSOPT_KEY_CALLS, 2); }},
-        {"\"optimizer.step\"", [](const Trainer &t) { set_steps(t, {1, 2}); },
-         [](const Trainer &t) { set_steps(t, {2, 2}); }},
+        {"\"optimizer.step\"",
+         [](const Trainer &t) {
+             set_steps(t, {1, 2});
+         },
+         [](const Trainer &t) {
+             set_steps(t, {2, 2});
+         }},
         {"\"dsopt_io.flags\", which is", [](const Trainer &) {}, [](const Trainer &) {}, DSOPT_IO_PARAMS}};
     const ShardTraining training{.groups = {group_of(DSOPT_ALGORITHM_ADAMW)}, .sizes = {9000, 300}};
     const Folder folder;
@@ -429,8 +434,8 @@ TEST(ShardedFile, IsNotLoadedWithOtherFlagsOrFilesOnAnotherRank) {
         for (const int64_t call : {1, 2, 3}) must(trainer.step(training.gradients(call)));
         const std::string before = trainer.text();
         for (const uint32_t flag : {uint32_t(DSOPT_IO_NO_STATE), uint32_t(DSOPT_IO_NO_HYPER)})
-            EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list(), rank.d == 1 ? flag : 0),
-                                DSOPT_ERR_MISMATCH, "ranks differ in \"dsopt_io.flags\", which is"));
+            EXPECT_TRUE(refused(load_all(trainer.opt(), saved.list(), rank.d == 1 ? flag : 0), DSOPT_ERR_MISMATCH,
+                                "ranks differ in \"dsopt_io.flags\", which is"));
         EXPECT_TRUE(refused(load_all(trainer.opt(), (rank.d == 1 ? first : second).list()), DSOPT_ERR_MISMATCH,
                             "dsopt_optimizer_load: ranks differ in"));
         EXPECT_EQ(trainer.text(), before);

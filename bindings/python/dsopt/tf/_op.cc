@@ -247,8 +247,8 @@ public:
         if ((int(report[DSOPT_REPORT_REASONS]) & DSOPT_SKIP_HYPER) == 0) return;
         const float *const wrong =
             std::find_if(step.lr, step.lr + groups_ - 1, [](float rate) { return !std::isfinite(rate) || rate < 0; });
-        ctx->SetStatus(
-            absl::InvalidArgumentError(absl::StrCat("learning_rate is ", *wrong, ", must be finite in fp32 and not negative")));
+        ctx->SetStatus(absl::InvalidArgumentError(
+            absl::StrCat("learning_rate is ", *wrong, ", must be finite in fp32 and not negative")));
     }
 
 private:
