@@ -18,6 +18,11 @@ inline double ns_bound(int32_t products) {
     return products == DSOPT_DTYPE_F32 ? 5e-5 : products == DSOPT_DTYPE_F16 ? 5e-3 : 4e-2;
 }
 
+/// The same for a matrix of rank 1, whose products add numbers of equal signs: rounding errors do not cancel.
+inline double rank_1_bound(int32_t products) {
+    return products == DSOPT_DTYPE_F32 ? 5e-4 : products == DSOPT_DTYPE_F16 ? 2.5e-2 : 0.15;
+}
+
 /// A parameter: its shape, and how it is cut into matrices.
 struct Cut {
     std::vector<int64_t> dims;

@@ -246,4 +246,37 @@ TEST(Muon, LeavesTensorsWithoutGradientAlone) {
     EXPECT_TRUE(same(trainer.model.params[1].text(), without.model.params[1].text()));
 }
 
+// Gradients of a batch of one are outer products.
+TEST_P(MuonReferences, BoundTheErrorOfMatricesOfRankOne) {
+    std::vector<Cut> cuts;
+    for (const auto &[rows, cols] : {std::pair<int64_t, int64_t>{16, 200}, {100, 33}, {129, 16}, {140, 52}, {64, 64}})
+        for (int kind = 0; kind < 3; ++kind) cuts.push_back(matrix(rows, cols));
+    for (const int32_t schedule : {DSOPT_NS_CONSTANT, DSOPT_NS_POLAR_EXPRESS, DSOPT_NS_YOU}) {
+        dsopt_group group = muon_group(GetParam(), 0);
+        group.ns_schedule = schedule;
+        if (schedule != DSOPT_NS_CONSTANT) group.ns_a = group.ns_b = group.ns_c = 0;
+        group.lr = 1;
+        group.adjust = DSOPT_ADJUST_NONE;
+        const Trainer trainer = muon_trainer(cuts, group);
+        for (size_t i = 0; i < cuts.size(); ++i) {
+            const auto kind = i % 3; // ones, signs, noise
+            const auto entry = [&](int64_t k) {
+                return kind == 0 ? 1.0f : kind == 1 ? (k * 7 % 5 < 2 ? 1.0f : -1.0f) : std::sin(float(k * k + 1));
+            };
+            for (int64_t r = 0; r < cuts[i].dims[0]; ++r)
+                for (int64_t c = 0; c < cuts[i].dims[1]; ++c)
+                    trainer.model.grads[i].set(size_t(r * cuts[i].dims[1] + c), entry(r) * entry(c + 3));
+            for (size_t k = 0; k < size_t(cuts[i].numel()); ++k) trainer.model.params[i].set(k, 0);
+        }
+        must(trainer.step(trainer.arguments()));
+        for (size_t i = 0; i < cuts.size(); ++i) {
+            MuonReference reference{group, cuts[i], Doubles(size_t(cuts[i].numel()))};
+            reference.step(doubles_of(trainer.model.grads[i].floats()));
+            const Doubles p = doubles_of(trainer.model.params[i].floats());
+            EXPECT_LE(norm_of(difference(p, reference.p)), rank_1_bound(GetParam()) * reference.length)
+                << "schedule " << schedule << ", parameter " << i;
+        }
+    }
+}
+
 } // namespace muon_reference_tests
