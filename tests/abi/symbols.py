@@ -4,11 +4,12 @@
 
 usage: symbols.py dsopt.h dsopt.map libdsopt.so libdsopt.a
 
-Also: the symbols of the static library are hidden, so that a shared object with a copy of it does not export them; the
-shared library depends only on the C and C++ runtime; it has no static constructors; no static of a function is
-initialized by the first call; all version numbers are those of the header. Prints
-`name: reason` for each check that fails, then `N passed, N failed`.
+Also: the Debian package lists them; the symbols of the static library are hidden, so that a shared object with a copy
+of it does not export them; the shared library depends only on the C and C++ runtime; it has no static constructors; no
+static of a function is initialized by the first call; all version numbers are those of the header. Prints `name: reason`
+for each check that fails, then `N passed, N failed`.
 """
+import glob
 import os
 import re
 import subprocess
@@ -92,12 +93,23 @@ def versions(header, version_script, shared):
         yield "" if have == want else f"{name} is {have}, by dsopt.h it should be {want}"
 
 
+def in_package(folder):
+    """Returns the functions that the symbols file of the Debian package lists."""
+    names = set()
+    for path in glob.glob(os.path.join(folder, "*.symbols")):
+        with open(path, encoding="utf-8") as file:
+            names |= set(re.findall(r"^ (dsopt_\w+)@", file.read(), flags=re.M))
+    return names
+
+
 def checks(header, version_script, shared, static):
+    package = in_package(os.path.join(os.path.dirname(version_script), "packaging", "debian"))
     header, version_script = (open(file, encoding="utf-8").read() for file in (header, version_script))
     functions, private = declared(header)
     yield "header", "" if len(functions) > 20 else f"found only {len(functions)} functions in it"
     yield "header", ", ".join(f"{name} lacks DSOPT_API" for name in sorted(private))
     yield "map", difference(listed(version_script), functions)
+    yield "Debian package", difference(package, functions)
     yield "shared library", difference(defined("nm", "-D", "--defined-only", shared), functions)
     yield "static library", difference(defined("nm", "-g", "--defined-only", static), functions)
     yield "static library", ", ".join(f"{name} is not hidden" for name in visible(static))
