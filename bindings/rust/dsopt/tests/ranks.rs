@@ -6,7 +6,7 @@ use dsopt::{
     OneBitAdam, Op, Optimizer, Param, Reduce, Reduction, Sgd, TensorMut, TensorRef, Values,
 };
 use std::panic::{catch_unwind, AssertUnwindSafe};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Barrier, Condvar, Mutex};
 use std::thread;
 use std::time::Duration;
 use support::{context, ranks, Folder, Random};
@@ -218,6 +218,109 @@ fn table_comm_gives_same_bits_as_local_comm() {
     };
     assert_eq!(run(false), run(true));
     assert_eq!(*dropped.lock().unwrap(), 2, "collectives are dropped with their comm, once");
+}
+
+/// A member with all_to_all and all_gather, on messages that ranks leave for one another.
+struct Mesh {
+    rank: usize,
+    messages: Arc<Mutex<Vec<Vec<u8>>>>,
+    barrier: Arc<Barrier>,
+    calls: Arc<Mutex<[usize; 2]>>,
+}
+
+impl Mesh {
+    fn of(count: usize) -> (Vec<Mutex<Option<Mesh>>>, Arc<Mutex<[usize; 2]>>) {
+        let messages = Arc::new(Mutex::new(vec![Vec::new(); count]));
+        let (barrier, calls) = (Arc::new(Barrier::new(count)), Arc::new(Mutex::new([0; 2])));
+        let mesh = |rank| {
+            let (messages, barrier, calls) = (messages.clone(), barrier.clone(), calls.clone());
+            Mutex::new(Some(Mesh { rank, messages, barrier, calls }))
+        };
+        ((0..count).map(mesh).collect(), calls.clone())
+    }
+
+    /// Returns what every rank gives.
+    fn exchange(&self, mine: &[u8]) -> Vec<Vec<u8>> {
+        self.messages.lock().unwrap()[self.rank] = mine.to_vec();
+        self.barrier.wait();
+        let all = self.messages.lock().unwrap().clone();
+        self.barrier.wait();
+        all
+    }
+}
+
+impl Collectives for Mesh {
+    const ALL_TO_ALL: bool = true;
+    const ALL_GATHER: bool = true;
+
+    fn all_reduce(&self, values: Values<'_>, op: Reduce) -> Result<(), CommFailure> {
+        let as_doubles = |bytes: Vec<u8>| -> Vec<f64> {
+            bytes.chunks(8).map(|eight| f64::from_le_bytes(eight.try_into().unwrap())).collect()
+        };
+        let reduced = |mine: Vec<f64>| -> Vec<f64> {
+            let bytes: Vec<u8> = mine.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let mut ranks = self.exchange(&bytes).into_iter().map(as_doubles);
+            let first = ranks.next().unwrap();
+            let combine = |a: f64, b: f64| if op == Reduce::Sum { a + b } else { a.max(b) };
+            ranks.fold(first, |all, one| all.into_iter().zip(one).map(|(a, b)| combine(a, b)).collect())
+        };
+        match values {
+            Values::F32(own) => {
+                let new = reduced(own.iter().map(|&value| f64::from(value)).collect());
+                own.iter_mut().zip(new).for_each(|(value, new)| *value = new as f32);
+            }
+            Values::F64(own) => {
+                let new = reduced(own.to_vec());
+                own.copy_from_slice(&new);
+            }
+            Values::I32(own) => {
+                let new = reduced(own.iter().map(|&value| f64::from(value)).collect());
+                own.iter_mut().zip(new).for_each(|(value, new)| *value = new as i32);
+            }
+            _ => return Err(CommFailure::Failed),
+        }
+        Ok(())
+    }
+
+    fn all_to_all(&self, send: &[u8], receive: &mut [u8]) -> Result<(), CommFailure> {
+        let length = send.len() / self.messages.lock().unwrap().len();
+        self.calls.lock().unwrap()[0] += 1;
+        assert_eq!(receive.len(), send.len(), "a message per rank");
+        for (message, from) in receive.chunks_mut(length).zip(self.exchange(send)) {
+            message.copy_from_slice(&from[self.rank * length..][..length]);
+        }
+        Ok(())
+    }
+
+    fn all_gather(&self, send: &[u8], receive: &mut [u8]) -> Result<(), CommFailure> {
+        self.calls.lock().unwrap()[1] += 1;
+        assert_eq!(receive.len(), send.len() * self.messages.lock().unwrap().len(), "a message per rank");
+        receive.copy_from_slice(&self.exchange(send).concat());
+        Ok(())
+    }
+}
+
+#[test]
+fn all_collectives_give_same_bits_as_local_comm() {
+    let id = CommId::new(CommKind::Local).unwrap();
+    let (collectives, calls) = Mesh::of(2);
+    let run = |table: bool| {
+        ranks(2, |rank| {
+            let ctx = context();
+            let comm = if table {
+                Comm::table(&ctx, rank, 2, collectives[rank].lock().unwrap().take().unwrap()).unwrap()
+            } else {
+                Comm::connect(&ctx, &id, rank, 2).unwrap()
+            };
+            let mut opt = onebit(comm, &ctx);
+            let mut p = start();
+            train(&mut opt, &mut p, rank, 0..9);
+            p
+        })
+    };
+    assert_eq!(run(false), run(true));
+    let [to_all, gathered] = *calls.lock().unwrap();
+    assert!(to_all > 0 && gathered > 0, "{to_all} and {gathered} calls");
 }
 
 #[test]
