@@ -25,6 +25,7 @@ def tensors_of(group: Any, flags: int = 0, compat: int = 0, rows: int = 0, cols:
     rows, cols  of dsopt_param
     """
     copy = type(group).from_buffer_copy(group)
+    copy.lr = 0.0  # one entry of the cache for all
     copy.exp_avg_format = copy.exp_avg_sq_format = abi.DSOPT_MOMENT_F32
     return _tensors_of(bytes(copy), flags, compat, rows, cols)
 

@@ -131,6 +131,12 @@ class AdamW(Torch, TorchAdamW):
                    min_8bit_size=min_8bit_size,
                    masters=masters)
 
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # as torch 2.7: a state dict of Adam says False
+            if "decoupled_weight_decay" in group:
+                group["decoupled_weight_decay"] = True
+
     def _fixed(self) -> List[Any]:
         return [group.get("decoupled_weight_decay", True) for group in self.param_groups]
 

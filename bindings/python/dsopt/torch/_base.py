@@ -20,7 +20,7 @@ from ._dtensor import ShardedPlan, local_tensors, takes_norms
 from ._fields import set_field
 from ._formats import Pair
 from ._import import imported
-from ._loaded import check_loaded, ordered
+from ._loaded import WHOLE, check_loaded, ordered
 from ._parallel import agrees_over_data
 from ._plan import ERRORS, Entry, Plan, Stale
 from ._rank_plan import RankPlan, check_entries
@@ -34,7 +34,6 @@ REFUSED = ("amsgrad", "maximize", "differentiable")
 SHAPED = ("master", "remainder", "exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "anchor", "momentum_accumulator",
           "momentum_buffer", "sum")  # state tensors of the parameter's shape
 WRAPPED = ("master", "loss_scale", "scaler")  # under the keys of a wrapper in its state dict
-WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for state of the whole optimizer
 _params_of = itemgetter("params")
 
 

@@ -215,7 +215,6 @@ class DeepSpeedCPULion(Offload, Lion):
 
     _counts, _stores = True, ()
     _bf16 = "bf16", "f32"
-    _may_have = ("exp_avg_sq", )  # which the original makes and does not use
 
     def __init__(self, model_params: Any, lr: Any = 1e-3, betas: Tuple[Any, Any] = (0.9, 0.999),
                  weight_decay: float = 0, fp32_optimizer_states: bool = True, *, stochastic_rounding: bool = False,

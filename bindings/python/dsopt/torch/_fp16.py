@@ -335,7 +335,7 @@ class Wrapper(Scaled, Watched):
                 raise mismatch("the state dict has no 'optimizer_state_dict'; give load_optimizer_states=False to load "
                                "the masters alone")
             inner = per_parameter(state_dict["optimizer_state_dict"], [group["params"] for group in self.param_groups],
-                                  self._masters == abi.DSOPT_MASTERS_FLAT)
+                                  self._masters == abi.DSOPT_MASTERS_FLAT, self._has_master)
             # The wrapper's keys have these.
             inner["state"] = {key: {name: value for name, value in state.items() if name not in WRAPPED}
                               if isinstance(state, dict) else state for key, state in inner["state"].items()}
@@ -351,6 +351,12 @@ class Wrapper(Scaled, Watched):
             whole["scaler"].copy_(torch.tensor(scaler, dtype=torch.int32))
             info = self._scaler()
             whole["loss_scale"].fill_(info.scale)
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        """True for a parameter that was trained when the masters were made. float32 ones have none."""
+        if self.low_precision_dtype == torch.float32:
+            return bool(param.requires_grad)
+        return "master" in self.optimizer.state.get(param, {})
 
     def _saved_masters(self, state_dict: Dict[str, Any]) -> Tuple[List[List[torch.Tensor]], List[List[torch.Tensor]]]:
         """Returns the masters, and their values in a state dict."""
@@ -375,18 +381,18 @@ class Wrapper(Scaled, Watched):
             if shapes != [tuple(x.shape) for x in old]:
                 raise wrong("%s[%d] has tensors of shapes %s, and the optimizer's masters %s" %
                             (key, g, shapes, [tuple(x.shape) for x in old]), "SHAPE")
-            values.append([self._converted("%s[%d]" % (key, g), x, target) for x, target in zip(unpacked, old)])
+            values.append([self._checked("%s[%d]" % (key, g), x, target) for x, target in zip(unpacked, old)])
         return masters, values
 
     @staticmethod
-    def _converted(what: str, saved: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-        """Returns the values of a master on its device and in its dtype, before anything is changed."""
+    def _checked(what: str, saved: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a master, which can be copied to it, before anything is changed."""
         if saved.dtype == torch.float16 and master.dtype != torch.float16 or not saved.is_floating_point():
             raise wrong("%s of the state dict is %s, and must be float32" % (what, saved.dtype), "DTYPE")
-        try:
-            return torch.empty_like(master).copy_(saved.detach())
-        except (RuntimeError, NotImplementedError) as problem:
-            raise mismatch("%s of the state dict cannot be copied: %s" % (what, problem)) from None
+        if saved.is_meta or saved.layout != torch.strided:
+            raise mismatch("%s of the state dict cannot be copied: it is on device %s with layout %s" %
+                           (what, saved.device, saved.layout))
+        return saved.detach()
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError for missing attributes."""

@@ -16,7 +16,7 @@ from .._complete import PER_PARAM, tensors_of
 from .._errors import error_of
 from ._formats import KEYS, is_codes, moment_of
 from ._originals import NAMES, kind_of, mismatch
-from ._tensors import refused, wrong
+from ._tensors import is_dtensor, refused, wrong
 
 if TYPE_CHECKING:
     from ._base import EngineOptimizer
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # State of the shape of the parameter in the optimizers here and in torch.optim. Other keys are the program's own.
 KNOWN = frozenset(("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh", "momentum_buffer", "sum", "max_exp_avg_sq", "square_avg",
                    "grad_avg", "acc_delta", "exp_inf", "prev", "step_size", "mu", "eta", "ax"))
+WHOLE = "dsopt"  # key of optimizer.state in versions before 0.2, for state of the whole optimizer
 OTHER_MODE = {"trust_scaling": "trust_weight", "trust_weight": "trust_scaling"}  # of compat and standard mode
 WORDS = ("schedule", "scaler")  # whole numbers
 MAX_STEP = 2**31 - 1
@@ -44,6 +45,7 @@ def moments_of(owner: EngineOptimizer, group: Dict[str, Any], g: int) -> Tuple[s
 
 def check_loaded(owner: EngineOptimizer, loaded: Dict[str, Any]) -> None:
     """Refuses state that the optimizer would not continue as it was saved. torch compares the groups later."""
+    old = loaded["state"].get(WHOLE)  # of a version before 0.2
     most, without = 0.0, None  # steps of a parameter, and the first trained one without state
     for g, (own, saved_group) in enumerate(zip(owner.param_groups, loaded["param_groups"])):
         group, needed = _merged(own, saved_group), None
@@ -59,7 +61,7 @@ def check_loaded(owner: EngineOptimizer, loaded: Dict[str, Any]) -> None:
                 _check_dtype(name, value, param, what)
             if needed is None:
                 needed = moments_of(owner, group, g)
-            _check_names(owner, group, needed, saved, steps, what)
+            _check_names(owner, {**group, "amsgrad": saved_group.get("amsgrad")}, needed, {**old, **saved} if isinstance(old, dict) else saved, steps, what)
     if without is not None and owner._is_frozen_at(most):
         raise mismatch("the state dict has no state of %s: the variance of %s is frozen after %d steps, so this "
                        "parameter would never move" % (without, type(owner).__name__, most))
@@ -70,6 +72,9 @@ def ordered(owner: EngineOptimizer, loaded: Dict[str, Any]) -> Dict[str, Any]:
     torch goes by position."""
     groups, saved = owner.param_groups, loaded.get("param_groups") if isinstance(loaded, dict) else None
     if not isinstance(saved, (list, tuple)):
+        return loaded
+    # torch.distributed.checkpoint has names in place of numbers, in the order of this optimizer.
+    if not all(isinstance(place, int) for group in saved for place in group["params"]):
         return loaded
     names, others = _names_in(groups), _names_in(saved)
     if names is None or others is None or names == others:
@@ -104,8 +109,11 @@ def _names_in(groups: Any) -> Optional[List[List[str]]]:
 
 
 def _merged(own: Dict[str, Any], saved: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns the hyper-parameters of a group after the load."""
-    return {**own, **{key: value for key, value in saved.items() if key not in KEYS}}
+    """Returns a group with which the rule has the tensors that it has after the load. Other hyper-parameters are those
+    of the optimizer: a step checks the saved ones."""
+    if saved.get("use_muon", True) != own.get("use_muon", True):
+        return {**own, **{key: value for key, value in saved.items() if key not in KEYS}}
+    return {**own, **{key: saved[key] for key in ("momentum", "rows", "cols") if key in saved}}
 
 
 def check_step(value: Any, what: str) -> float:
@@ -142,13 +150,19 @@ def _check_dtype(name: Any, value: Any, param: torch.Tensor, what: str) -> None:
                        "it as %s" % (name, what, str(dtype).replace("torch.", ""), need))
 
 
+def _says_something(tensor: torch.Tensor) -> bool:
+    """False for zeros: DeepSpeedCPULion of DeepSpeed makes a variance that it does not use."""
+    return is_dtensor(tensor) or tensor.is_meta or bool(tensor.any())
+
+
 def _check_names(owner: EngineOptimizer, group: Dict[str, Any], needed: Tuple[str, ...], saved: Dict[str, Any],
                  steps: float, what: str) -> None:
     has, kind = [name for name, value in saved.items() if torch.is_tensor(value)], type(owner).__name__
     for name in has:
         if name == "max_exp_avg_sq":
-            raise refused("state of " + what, "amsgrad")
-        if name in KNOWN and name not in needed and name not in owner._may_have:
+            if group["amsgrad"]:
+                raise refused("state of " + what, "amsgrad")
+        elif name in KNOWN and name not in needed and name not in owner._may_have and _says_something(saved[name]):
             raise mismatch("state %r of %s is of another optimizer: %s has %s" %
                            (name, what, kind, ", ".join(map(repr, needed)) or "no moments"))
     missing = [name for name in needed if name not in has and name not in owner._may_lack and

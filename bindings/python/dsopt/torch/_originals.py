@@ -6,7 +6,7 @@ tensor per group. Here the schedule is one tensor, and moments have the shapes o
 """
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -141,7 +141,7 @@ def _trust(state: State, step: int, frozen: bool, beta: Optional[float], compat:
 
 
 def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Tensor]],
-                  flat: bool) -> Dict[str, Any]:
+                  flat: bool, has_master: Callable[[torch.Tensor], bool]) -> Dict[str, Any]:
     """Returns the optimizer's part of a wrapper's state dict for `groups`, the parameters of this optimizer. The
     originals omit parameters that are not trained; with `flat` the others of a group are one tensor."""
     _check_keys("optimizer_state_dict", state_dict)
@@ -160,7 +160,7 @@ def per_parameter(state_dict: Dict[str, Any], groups: Sequence[Sequence[torch.Te
             state.update(_split(g, old[0], trained))
         elif len(old) in (len(places), len(trained)):
             targets = places if len(old) == len(places) else [place for place, _ in trained]
-            _check_trained(g, targets, old, {place for place, _ in trained})
+            _check_trained(g, targets, old, {place for place, param in zip(places, params) if has_master(param)})
             state.update((place, entry) for place, entry in zip(targets, old) if entry is not None)
         else:
             raise mismatch("optimizer_state_dict: group %d has %d tensors, and the optimizer %d parameters" %

@@ -91,7 +91,7 @@ class SGD(Torch, TorchSGD):
                    min_8bit_size=min_8bit_size,
                    masters=masters)
 
-    _may_lack = ("momentum_buffer", )  # saved without momentum
+    _may_lack = _may_have = ("momentum_buffer", )  # of steps with another momentum, 0 or not
 
     def _rule(self, group: Dict[str, Any]) -> Tuple[int, int, Dict[str, Any]]:
         nesterov = group["nesterov"] and group["momentum"]

@@ -166,6 +166,9 @@ class Wrapped(TestCase):
                 wrapped[1].load_state_dict(wrapped[0].state_dict())
             self.assertEqual(str(wrapped[1].state_dict()), before)
             wrapped[1].load_state_dict(wrapped[1].state_dict())
+            for p in wrapped[1].param_groups[0]["params"][:1]:  # frozen later: there is a master
+                p.requires_grad = False
+            wrapped[1].load_state_dict(wrapped[1].state_dict())
 
     def test_a_load_whose_masters_cannot_be_copied_changes_nothing(self):
         for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
