@@ -248,7 +248,7 @@ wheel() {
     status=0
     limited 60 "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --target "$build/wheel" "$file" \
         >"$seen/wheel.log" 2>&1 || status=$?
-    [ "$status" = 0 ] || { failed=1; tail -n 20 "$seen/wheel.log"; verdict wheel "pip install: status $status"; return 0; }
+    [ "$status" = 0 ] || { failed=1; tail -n 20 "$seen/wheel.log"; verdict wheel "not installed by pip: status $status"; return 0; }
     # The libraries of this script, such as those of DIR, are not for the wheel.
     callers=${PYTHONPATH-}
     PYTHONPATH=$PWD/$build/wheel${callers:+:$callers} DSOPT_INSTALLED=1

@@ -111,7 +111,7 @@ ln -s "$sources/packaging/wheel" packaging
 : >"packages/dsopt-1-py3-none-any_$(uname -m).whl"
 program bin/python 'case "$*" in' \
     '"-m pip --version") ;;' \
-    '"-m pip install "*) for last; do :; done; echo "$last" >installed ;;' \
+    '*" --target "*) for last; do :; done; echo "$last" >installed ;;' \
     '*"import jax") exit 1 ;;' \
     '*step_gpu.py*) echo "$PYTHONPATH ${LD_LIBRARY_PATH-none}" >paths; echo "14 passed, 0 failed" ;;' \
     '*"run.py torch --short") echo "5 passed, 1 failed, 2 skipped"; exit 1 ;;' \

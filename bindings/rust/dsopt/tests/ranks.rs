@@ -228,8 +228,11 @@ struct Mesh {
     calls: Arc<Mutex<[usize; 2]>>,
 }
 
+/// One of each rank, to be taken by it.
+type Meshes = Vec<Mutex<Option<Mesh>>>;
+
 impl Mesh {
-    fn of(count: usize) -> (Vec<Mutex<Option<Mesh>>>, Arc<Mutex<[usize; 2]>>) {
+    fn of(count: usize) -> (Meshes, Arc<Mutex<[usize; 2]>>) {
         let messages = Arc::new(Mutex::new(vec![Vec::new(); count]));
         let (barrier, calls) = (Arc::new(Barrier::new(count)), Arc::new(Mutex::new([0; 2])));
         let mesh = |rank| {
