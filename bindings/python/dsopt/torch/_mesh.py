@@ -172,6 +172,9 @@ def layout_of_scales(param: Any) -> Optional[Layout]:
     by_rows = bool(shape) and row > 0 and row % BLOCK == 0
     scales = (shape[first], row // BLOCK) if by_rows else (scales_in(prod(shape)),)
     shards = [(d, p) for d, p in enumerate(param.placements) if is_shard(p)]
+    if shards and all(p.dim == shards[0][1].dim for _, p in shards) and shape[shards[0][1].dim] == 1:
+        # One rank has all elements.
+        return Layout((1, scales_in(prod(shape))), tuple(_on_first_dim(p) if is_shard(p) else p for p in param.placements))
     if any(p.dim != first for _, p in shards):
         return None
     if shards and not by_rows:

@@ -50,7 +50,8 @@ def bits_are_those_of_unsharded_parameters(rank):
               ((1, 9, 256), one, [Shard(1)]), ((16, 64), one, [Shard(0)]), ((2048,), one, [Shard(0)]),
               ((9, 256), two, [Replicate(), Shard(0)]), ((9, 2, 128), two, [Shard(0), Shard(0)]),
               ((300,), one, [Replicate()]), ((7, 2), two, [Replicate(), Replicate()]), ((0, 3), one, [Shard(0)]),
-              ((11, 256), two["column"], [Shard(0)]), ((5, 3), None, None)]
+              ((11, 256), two["column"], [Shard(0)]), ((1, 8192), one, [Shard(0)]), ((1, 700), one, [Shard(0)]),
+              ((5, 3), None, None)]
     variants = (("bfloat16", {"masters": "remainder"}), ("bfloat16", {"masters": "float32"}), ("float32", {}),
                 ("bfloat16", {"stochastic_rounding": True}), ("bfloat16", {}))
     for (kind, options), (dtype, more) in zip(KINDS, variants):
