@@ -266,6 +266,8 @@ def _over_engine(theirs, moments, engine):
 
     def init(params):
         state = theirs.init(params)  # in a program these are constants without a sharding
+        for moment in _SQUARES.intersection(moments):
+            _check_range(moment, params, jax.tree.leaves(getattr(state, moment), is_leaf=_is_none))
         placed = {name: jax.tree.map(_partition.alike, params, getattr(state, name)) for name in moments}
         return state._replace(**placed)
 
@@ -278,6 +280,8 @@ def _over_engine(theirs, moments, engine):
         grads, treedef = jax.tree.flatten(updates, is_leaf=_is_none)
         names = _call.names_of(updates, is_leaf=_is_none)
         old = zip(*(treedef.flatten_up_to(getattr(state, name)) for name in moments))
+        for moment in _SQUARES.intersection(moments):
+            _check_range(moment, updates, treedef.flatten_up_to(getattr(state, moment)))
         done = [(None, *each) for each in old]
         leaves = {
             i: _Leaf(name, grad, done[i][1:]) for i, (name, grad) in enumerate(zip(names, grads)) if grad is not None
@@ -305,6 +309,20 @@ def _over_engine(theirs, moments, engine):
 
     in_program = jax.jit(plain_update)  # for sharded arrays, which stay sharded only in a program
     return optax.GradientTransformation(init, update)
+
+
+_SQUARES = frozenset(("nu", "sum_of_squares"))
+
+
+def _check_range(moment, params, leaves):
+    """Refuses squares in float16: a gradient of 1e-4 would have none, and a step without bound."""
+    for i, leaf in enumerate(leaves):
+        if getattr(leaf, "dtype", None) == jnp.float16:
+            raise _call.unsupported(
+                "%s of %s is float16, which has no squares of gradients below 2e-4: use bfloat16 or float32 "
+                "parameters, or FusedStep, whose moments are float32"
+                % (moment, _call.names_of(params, is_leaf=_is_none)[i])
+            )
 
 
 def _is_none(x):
