@@ -46,29 +46,19 @@ def torch_trainings(device):
 def jax_trainings(device):
     import jax
     import jax.numpy as jnp
-    import optax
     import dsopt.jax
+    from step_jax import train
 
     where = jax.devices("gpu" if device == "cuda" else "cpu")[0]  # RuntimeError if JAX has none
 
-    def train(rule, where):
+    def train_on(rule, where):
         with jax.default_device(where):
-            params = {"w": jnp.linspace(-1.0, 1.0, 1000), "b": jnp.float32(0.5)}
-            state = rule.init(params)
-
-            @jax.jit
-            def step(params, state):
-                updates, state = rule.update(jax.tree.map(lambda x: x * 0.5 + 0.125, params), state, params)
-                return optax.apply_updates(params, updates), state
-
-            for _ in range(STEPS):
-                params, state = step(params, state)
-            return jax.device_get(params)
+            return jax.device_get(train(rule))
 
     for name, rule in {"adamw": dsopt.jax.adamw(0.01), "lamb": dsopt.jax.lamb(0.01)}.items():
         def compare(rule=rule):
             # XLA contracts the caller's gradients on each device in its own way.
-            mine, expected = train(rule, where), train(rule, jax.devices("cpu")[0])
+            mine, expected = train_on(rule, where), train_on(rule, jax.devices("cpu")[0])
             for key, value in expected.items():
                 assert jnp.allclose(mine[key], value, rtol=1e-5, atol=1e-6), key
         yield "JAX %s: %s" % (jax.__version__, name), compare

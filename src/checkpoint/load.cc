@@ -374,7 +374,7 @@ Alike alike_of(const Optimizer &optimizer, const RankFiles &files, const dsopt_i
     alike.add("dsopt_io.flags", std::to_string(io.flags));
     if (files.sharded()) return alike;
     for (const auto &[key, value] : files.file().metadata()) {
-        if (key == "rank" || key == "accumulated" || (key == "calls" && !wanted.state)) continue;
+        if (is_rank_field(key) || (key == "calls" && !wanted.state)) continue;
         if (wanted.hyper || !is_hyper_field(key)) alike.add(key, value);
     }
     for (const StateEntry &entry : optimizer.state()) {

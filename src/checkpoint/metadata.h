@@ -48,6 +48,8 @@ constexpr char kVectorLayout[] = "2";
 
 /// `save_id`: of a save of sharded state, else "".
 Metadata metadata_of(const Optimizer &optimizer, const std::string &save_id);
+/// True for fields that differ in the files of the ranks of one save.
+inline bool is_rank_field(const std::string &key) { return key == "rank" || key == "accumulated"; }
 /// True for fields that DSOPT_IO_NO_HYPER leaves out of a load.
 bool is_hyper_field(const std::string &key);
 /// True if files have pieces of this parameter's tensors.

@@ -130,7 +130,7 @@ void check_one_save(const Files &files, bool hyper) {
         if (id != first.end() && other_id != other.end() && id->second != other_id->second)
             throw Error(DSOPT_ERR_MISMATCH, "file of rank %zu is of another save than that of rank 0", rank);
         for (const auto &[key, value] : first) {
-            if (key == "rank" || key == "accumulated") continue; // check() handles accumulators
+            if (is_rank_field(key)) continue; // check() handles accumulators
             if (!hyper && is_hyper_field(key)) continue;
             const auto found = other.find(key);
             if (found == other.end() || found->second != value)

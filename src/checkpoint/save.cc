@@ -105,7 +105,7 @@ Alike alike_of(const Optimizer &optimizer, const dsopt_io &io) {
     if (!optimizer.shards()) return alike;
     alike.add("dsopt_io.flags", std::to_string(io.flags));
     for (const auto &[key, value] : metadata_of(optimizer, ""))
-        if (key != "rank" && key != "accumulated") alike.add(key, value);
+        if (!is_rank_field(key)) alike.add(key, value);
     std::vector<char> contents;
     for (const StateEntry &entry : optimizer.state()) {
         if (!entry.saved() || (entry.flags & DSOPT_STATE_RANK_LOCAL)) continue;

@@ -2,11 +2,17 @@
 """Fields of dsopt_group, and the keys of groups that hold them."""
 from __future__ import annotations
 
-from typing import Any, Dict, Optional, Tuple
+import ctypes
+from ctypes import byref
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Dict, Optional, Tuple
 
 import torch
 
 from .. import _abi as abi
+
+if TYPE_CHECKING:
+    from ._base import EngineOptimizer
 
 # Keys of groups whose names differ from those of the engine's fields, the second ones with an index in a pair.
 GROUP_KEYS: Dict[str, Tuple[str, Optional[int]]] = {
@@ -18,6 +24,17 @@ def key_of(field: str) -> int:
     """Returns the DSOPT_KEY of a field of dsopt_group."""
     name = "DSOPT_KEY_GROUP_MAX_NORM" if field == "max_norm" else "DSOPT_KEY_" + field.upper()
     return getattr(abi, name)  # type: ignore[no-any-return]
+
+
+def group_of(owner: EngineOptimizer, group: Dict[str, Any], hyper: Tuple[float, ...]) -> Any:
+    """Returns the dsopt_group of a group, without formats. `hyper`: the values of owner._hyper(group)."""
+    algorithm, flags, fields = owner._rule(group)
+    new = abi.dsopt_group()
+    abi.check(abi.lib.dsopt_group_init(byref(new), ctypes.sizeof(new), algorithm))
+    for field, value in chain(zip(owner._fields_in(group), hyper), fields.items()):
+        setattr(new, field, value)
+    new.flags |= flags
+    return new
 
 
 def set_field(group: Dict[str, Any], field: str, value: float) -> None:

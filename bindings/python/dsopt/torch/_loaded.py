@@ -3,9 +3,7 @@
 dtype that keeps their values."""
 from __future__ import annotations
 
-import ctypes
 import math
-from ctypes import byref
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
@@ -14,6 +12,7 @@ import torch
 from .. import _abi as abi
 from .._complete import PER_PARAM, tensors_of
 from .._errors import error_of
+from ._fields import group_of
 from ._formats import KEYS, is_codes, moment_of
 from ._originals import NAMES, kind_of, mismatch
 from ._tensors import is_dtensor, refused, wrong
@@ -32,14 +31,9 @@ MAX_STEP = 2**31 - 1
 
 def moments_of(owner: EngineOptimizer, group: Dict[str, Any], g: int) -> Tuple[str, ...]:
     """Returns the names of the moments that each parameter of a group has."""
-    algorithm, flags, fields = owner._rule(group)
-    new = abi.dsopt_group()
-    abi.check(abi.lib.dsopt_group_init(byref(new), ctypes.sizeof(new), algorithm))
-    for field, value in chain(zip(owner._fields_in(group), owner._hyper(group, g)), fields.items()):
-        setattr(new, field, value)
-    new.flags |= flags
+    new = group_of(owner, group, owner._hyper(group, g))
     compat = abi.DSOPT_COMPAT_DEEPSPEED if getattr(owner, "_compat", None) else abi.DSOPT_COMPAT_NONE
-    return tensors_of(new, abi.DSOPT_OPTIMIZER_NO_MASTER * (algorithm not in NAMES), compat,
+    return tensors_of(new, abi.DSOPT_OPTIMIZER_NO_MASTER * (new.algorithm not in NAMES), compat,
                       *owner._block_of(group))
 
 
@@ -61,7 +55,9 @@ def check_loaded(owner: EngineOptimizer, loaded: Dict[str, Any]) -> None:
                 _check_dtype(name, value, param, what)
             if needed is None:
                 needed = moments_of(owner, group, g)
-            _check_names(owner, {**group, "amsgrad": saved_group.get("amsgrad")}, needed, {**old, **saved} if isinstance(old, dict) else saved, steps, what)
+            if isinstance(old, dict):
+                saved = {**old, **saved}
+            _check_names(owner, {**group, "amsgrad": saved_group.get("amsgrad")}, needed, saved, steps, what)
     if without is not None and owner._is_frozen_at(most):
         raise mismatch("the state dict has no state of %s: the variance of %s is frozen after %d steps, so this "
                        "parameter would never move" % (without, type(owner).__name__, most))
@@ -91,7 +87,7 @@ def ordered(owner: EngineOptimizer, loaded: Dict[str, Any]) -> Dict[str, Any]:
         theirs, value = by_names[frozenset(group)]
         places = dict(zip(theirs, value["params"]))
         new.append({**value, "params": [places[name] for name in group], "param_names": list(group)})
-    # torch numbers parameters by position, so the places are numbered anew.
+    # Keys of the state are indices of parameters, in the order of the groups.
     places = [place for group in new for place in group["params"]]
     number = {place: i for i, place in enumerate(places)}
     for group in new:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from ctypes import byref
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -19,7 +18,7 @@ from .. import _nvidia
 from .._complete import PER_PARAM
 from .._hooks import gate
 from ._codes import DTYPES, reordered
-from ._fields import key_of
+from ._fields import group_of, key_of
 from ._formats import (FIRST, KEY_OF, MASTERS, NUMBERS, OTHER_MASTER, SCALED, SECOND, Pair, changed, check_dtype,
                        formats_of, is_number, joined, moment_of, remainders_of, scale_of, scaled_moments)
 from ._parallel import Parallel, agrees_over_data
@@ -114,13 +113,8 @@ class Plan:
     def _register(self, owner: EngineOptimizer, parallel: Any) -> None:
         """Registers groups and parameters, without memory."""
         for g, group in enumerate(owner.param_groups):
-            algorithm, flags, fields = owner._rule(group)
-            new = abi.dsopt_group()
-            abi.check(abi.lib.dsopt_group_init(byref(new), ctypes.sizeof(new), algorithm))
             self.hyper.append(owner._hyper(group, g))
-            for field, value in chain(zip(owner._fields_in(group), self.hyper[-1]), fields.items()):
-                setattr(new, field, value)
-            new.flags |= flags
+            new = group_of(owner, group, self.hyper[-1])
             formats = owner._formats_in(group)
             new.exp_avg_format, new.exp_avg_sq_format = map(NUMBERS.__getitem__, formats)
             members = [(entry, own) for entry, own in zip(self.entries, self.formats) if entry.group == g]
@@ -138,7 +132,7 @@ class Plan:
                 if own != formats:
                     place.flags |= abi.DSOPT_PARAM_F32_MOMENTS
                 parallel.describe(place, entry, own)
-            _nvidia.load_for_group(algorithm, self.device.type)
+            _nvidia.load_for_group(new.algorithm, self.device.type)
             abi.check(abi.lib.dsopt_optimizer_add_group(self.handle, byref(new), places, len(members)),
                       "param_groups[%d]: " % g)
 

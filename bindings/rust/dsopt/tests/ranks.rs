@@ -198,10 +198,9 @@ fn members(count: usize, panics: bool) -> (Vec<Mutex<Option<Member>>>, Arc<Mutex
     ((0..count).map(member).collect(), dropped)
 }
 
-#[test]
-fn table_comm_gives_same_bits_as_local_comm() {
+/// Compares a training on the program's collectives with one on a local comm.
+fn assert_same_bits_as_local_comm<T: Collectives>(collectives: &[Mutex<Option<T>>]) {
     let id = CommId::new(CommKind::Local).unwrap();
-    let (collectives, dropped) = members(2, false);
     let run = |table: bool| {
         ranks(2, |rank| {
             let ctx = context();
@@ -217,6 +216,12 @@ fn table_comm_gives_same_bits_as_local_comm() {
         })
     };
     assert_eq!(run(false), run(true));
+}
+
+#[test]
+fn table_comm_gives_same_bits_as_local_comm() {
+    let (collectives, dropped) = members(2, false);
+    assert_same_bits_as_local_comm(&collectives);
     assert_eq!(*dropped.lock().unwrap(), 2, "collectives are dropped with their comm, once");
 }
 
@@ -305,23 +310,8 @@ impl Collectives for Mesh {
 
 #[test]
 fn all_collectives_give_same_bits_as_local_comm() {
-    let id = CommId::new(CommKind::Local).unwrap();
     let (collectives, calls) = Mesh::of(2);
-    let run = |table: bool| {
-        ranks(2, |rank| {
-            let ctx = context();
-            let comm = if table {
-                Comm::table(&ctx, rank, 2, collectives[rank].lock().unwrap().take().unwrap()).unwrap()
-            } else {
-                Comm::connect(&ctx, &id, rank, 2).unwrap()
-            };
-            let mut opt = onebit(comm, &ctx);
-            let mut p = start();
-            train(&mut opt, &mut p, rank, 0..9);
-            p
-        })
-    };
-    assert_eq!(run(false), run(true));
+    assert_same_bits_as_local_comm(&collectives);
     let [to_all, gathered] = *calls.lock().unwrap();
     assert!(to_all > 0 && gathered > 0, "{to_all} and {gathered} calls");
 }
