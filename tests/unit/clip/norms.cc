@@ -187,9 +187,10 @@ TEST(Norm, RefusesBadListsAndKeepsTheResult) {
     const Context ctx = make_context(2);
     Array array(DSOPT_DTYPE_F32, 4, 1);
     const dsopt_tensor good = array.tensor();
-    dsopt_norm_result result{.norm = 77, .coefficient = 7, .reserved = 0, .nonfinite = 7, .first_bad = 7};
+    const Shared<dsopt_norm_result> result(1);
+    *result = {.norm = 77, .coefficient = 7, .reserved = 0, .nonfinite = 7, .first_bad = 7};
     const auto call = [&](const dsopt_tensor *list, int64_t count, int32_t kind = DSOPT_NORM_L2, double max_norm = 0) {
-        return dsopt_tensors_norm(ctx.get(), list, count, kind, max_norm, nullptr, &result, nullptr);
+        return dsopt_tensors_norm(ctx.get(), list, count, kind, max_norm, nullptr, result.data(), nullptr);
     };
     dsopt_tensor bad[2] = {good, good};
     bad[1].dtype = DSOPT_DTYPE_I32;
@@ -209,10 +210,10 @@ TEST(Norm, RefusesBadListsAndKeepsTheResult) {
     EXPECT_TRUE(refused(call(&good, 1, 0, double(kNaN)), DSOPT_ERR_ARGUMENT, "max_norm"));
     EXPECT_TRUE(refused(dsopt_tensors_norm(ctx.get(), &good, 1, 0, 0, nullptr, nullptr, nullptr), DSOPT_ERR_ARGUMENT,
                         "result"));
-    EXPECT_TRUE(
-        refused(dsopt_tensors_norm(nullptr, &good, 1, 0, 0, nullptr, &result, nullptr), DSOPT_ERR_ARGUMENT, "ctx"));
-    EXPECT_EQ(result.norm, 77);
-    EXPECT_EQ(result.first_bad, 7);
+    EXPECT_TRUE(refused(dsopt_tensors_norm(nullptr, &good, 1, 0, 0, nullptr, result.data(), nullptr),
+                        DSOPT_ERR_ARGUMENT, "ctx"));
+    EXPECT_EQ(result->norm, 77);
+    EXPECT_EQ(result->first_bad, 7);
     EXPECT_OK(call(nullptr, 0));
 }
 
