@@ -70,8 +70,12 @@ class Tree:
         }
 
     def unpack(self, recipe, state) -> list:
-        """Returns the dict as a list in the engine's order."""
-        values, flat = [], {}
+        """Returns the dict as a list in the engine's order. Refuses state that another optimizer made."""
+        values, flat, names = [], {}, {entry.name for entry in recipe.layout.entries}
+        for name in sorted(set(state) - names, key=str):
+            raise _call.argument_error(
+                "the state has %r, which this optimizer does not have: its state is %s" % (name, ", ".join(sorted(names)))
+            )
         for entry in recipe.layout.entries:
             if entry.name not in state:
                 raise _call.argument_error("the state has no %r: make one with init of this optimizer" % entry.name)

@@ -298,6 +298,36 @@ class Base(keras.optimizers.Optimizer):
                 config[name] = getattr(self, name)
         return config
 
+    def load_own_variables(self, store: Any) -> None:
+        """Set the state from a file of Keras. State that is not of this optimizer is refused, with nothing changed.
+
+        store  arrays by the index of their variable, "0", "1" and so on
+        """
+        if self.variables:  # else Keras warns that the optimizer is not built
+            self._check_loaded(store)
+        super().load_own_variables(store)
+
+    def _check_loaded(self, store: Any) -> None:
+        wanted, names = self.variables, set(store.keys())
+        for index, variable in enumerate(wanted):
+            what = "variable %d of the file, '%s' of %s," % (index, variable.path, self.name)
+            if str(index) not in names:
+                raise error(abi.DSOPT_ERR_MISMATCH, what + " is missing: the file has %d variables, and this optimizer %d"
+                            % (len(names), len(wanted)))
+            value = store[str(index)]
+            if tuple(value.shape) != tuple(variable.shape):
+                raise error(abi.DSOPT_ERR_SHAPE, what + " has shape %s, must be %s"
+                            % (tuple(value.shape), tuple(variable.shape)))
+            need, has = tf.as_dtype(variable.dtype), tf.as_dtype(value.dtype)
+            # a file of float64 has the values; float16 and codes in another dtype have lost them
+            if has != need and not (need.is_floating and has in (tf.float32, tf.float64)):
+                raise error(abi.DSOPT_ERR_DTYPE, what + " is %s, must be %s" % (has.name, need.name))
+            if variable is self.iterations and not 0 <= int(np.asarray(value)) < 2**31:
+                raise error(abi.DSOPT_ERR_MISMATCH, what + " is %d, must be in [0, 2^31)" % int(np.asarray(value)))
+        if len(names) > len(wanted):
+            raise error(abi.DSOPT_ERR_MISMATCH, "the file has %d variables, and optimizer '%s' has %d: it is of another "
+                        "optimizer, or of other variables" % (len(names), self.name, len(wanted)))
+
     # ------------------------------------------------------------------------------------------------ state as float32
     def export_f32(self, variable: Any, name: str) -> Any:
         """Return the values of state as a float32 array of NumPy, in the shape of the variable, whatever the format.

@@ -7,6 +7,7 @@ import tempfile
 import unittest
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import dsopt.tf
@@ -88,6 +89,56 @@ class WithKeras(unittest.TestCase):
                     a.apply_gradients(zip(gradients(first, step), first))
                     b.apply_gradients(zip(gradients(second, step), second))
                 self.assertLess(distance(weights(second), weights(first)), 1e-5)
+
+class Changed(unittest.TestCase):
+    """A file without one variable, or with one of another shape or dtype, is refused by name, and nothing changes."""
+
+    CASES = (
+        (dsopt.tf.Adam, {}),
+        (dsopt.tf.AdamW, {"exp_avg_format": "q8", "exp_avg_sq_format": "q8"}),
+        (dsopt.tf.AdamW, {"exp_avg_format": "e4m3", "exp_avg_sq_format": "bf16_random"}),
+        (dsopt.tf.Muon, {}),
+    )
+
+    @staticmethod
+    def store_of(optimizer):
+        store = {}
+        optimizer.save_own_variables(store)
+        return {key: np.array(value) for key, value in store.items()}
+
+    def each(self, store):
+        """Yields each change of a file, and a word of the error."""
+        for key, value in store.items():
+            rest = {name: other for name, other in store.items() if name != key}
+            what = "variable %s of the file" % key
+            yield "without " + key, rest, what
+            yield "renamed " + key, {**rest, "old": value}, what
+            yield "cut " + key, {**store, key: value.ravel()[1:] if value.ndim else value[None]}, what
+            if key != "1":  # the learning rate of Keras
+                yield "float16 " + key, {**store, key: value.astype(np.float16)}, what
+        yield "more", {**store, str(len(store)): store["0"]}, "of another optimizer"
+        for steps in (-1, 2**31):
+            yield "iterations %d" % steps, {**store, "0": np.array(steps, store["0"].dtype)}, "variable 0 of the file"
+
+    def test_is_refused_by_name(self):
+        for kind, options in self.CASES:
+            model = make_model(kind(0.01, **options))
+            fit(model, 1)
+            before, store = everything(model), self.store_of(model.optimizer)
+            for what, changed, word in self.each(store):
+                with self.subTest(kind.__name__, **options, what=what):
+                    with self.assertRaisesRegex(dsopt.Error, word):
+                        model.optimizer.load_own_variables(changed)
+                    self.assertTrue(same(everything(model), before))
+            model.optimizer.load_own_variables(store)
+            self.assertTrue(same(everything(model), before))
+
+    def test_file_of_keras_loads(self):
+        theirs, ours = make_model(keras.optimizers.AdamW(0.01)), make_model(dsopt.tf.AdamW(0.02))
+        fit(theirs, 1)
+        ours.optimizer.build(ours.trainable_variables)
+        ours.optimizer.load_own_variables(self.store_of(theirs.optimizer))
+        self.assertTrue(same(weights(ours.optimizer.variables), weights(theirs.optimizer.variables)))
 
 
 class Configuration(unittest.TestCase):
