@@ -577,8 +577,9 @@ typedef struct dsopt_param {
      * with two dims is one matrix. If cols is the product of the last dims, every `rows` consecutive rows of that
      * length are a matrix: of a convolution (out, in, height, width) with cols = in height width, a stack (experts,
      * out, in), or fused queries, keys and values (3 d, d) with rows = cols = d. Otherwise cols must divide the last
-     * dim, and a matrix is `cols` columns of `rows` rows: x W with W of (d, 3 d). A flat parameter needs both. They
-     * must divide the tensor without rest (DSOPT_ERR_SHAPE). Other algorithms: 0. Since: 0.3 */
+     * dim, and a matrix is `cols` columns of `rows` rows: x W with W of (d, 3 d). A parameter of at most one dim is
+     * flat: it needs both, and every rows * cols consecutive elements are a matrix. They must divide the tensor
+     * without rest (DSOPT_ERR_SHAPE). Other algorithms: 0. Since: 0.3 */
     int64_t rows, cols;
 } dsopt_param;
 

@@ -12,7 +12,7 @@ constexpr int64_t kMostRows = INT32_MAX; // and columns
 
 /// Returns the distance between rows of `cols` elements in a tensor; 0: it has no such rows.
 int64_t row_stride(const dsopt_param &given, int64_t cols) {
-    if (given.ndim == 0) return cols;
+    if (given.ndim <= 1) return cols; // flat
     int64_t product = 1;
     for (int k = given.ndim; k-- > 0;)
         if ((product *= given.dims[k]) == cols) return cols;

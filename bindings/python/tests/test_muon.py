@@ -137,6 +137,7 @@ class Blocks(unittest.TestCase):
         self.assert_blocks((4, 5, 6), 5, 6, list)  # experts
         self.assert_blocks((8, 3, 2, 2), 8, 12, lambda w: [w.reshape(8, 12)])  # a convolution
         self.assert_blocks((6, 18), 6, 6, lambda w: [w[:, :6], w[:, 6:12], w[:, 12:]])  # columns
+        self.assert_blocks((60,), 6, 5, lambda w: list(w.reshape(2, 6, 5)))  # one dim
 
     def test_rows_are_inputs_changes_the_adjustment(self):
         (w,) = arrays((24, 6))

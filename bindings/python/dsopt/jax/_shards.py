@@ -282,8 +282,9 @@ def _has_whole_matrices(param, place) -> bool:
     if not split:
         return True
     cols = {math.prod(param.shape[d:]) for d in range(len(param.shape))}
+    has_rows = param.cols in cols or len(param.shape) == 1
     run = math.prod(place.shape[split[-1] :])  # consecutive elements of a shard
-    return param.rows > 0 and param.cols in cols and run % (param.rows * param.cols) == 0 and not place.padded
+    return param.rows > 0 and has_rows and run % (param.rows * param.cols) == 0 and not place.padded
 
 
 def _starts(recipe, i, place, devices):
