@@ -74,7 +74,8 @@ class Tree:
         values, flat, names = [], {}, {entry.name for entry in recipe.layout.entries}
         for name in sorted(set(state) - names, key=str):
             raise _call.argument_error(
-                "the state has %r, which this optimizer does not have: its state is %s" % (name, ", ".join(sorted(names)))
+                "the state has %r, which this optimizer does not have: its state is %s"
+                % (name, ", ".join(sorted(names)))
             )
         for entry in recipe.layout.entries:
             if entry.name not in state:

@@ -312,8 +312,8 @@ class Base(keras.optimizers.Optimizer):
         for index, variable in enumerate(wanted):
             what = "variable %d of the file, '%s' of %s," % (index, variable.path, self.name)
             if str(index) not in names:
-                raise error(abi.DSOPT_ERR_MISMATCH, what + " is missing: the file has %d variables, and this optimizer %d"
-                            % (len(names), len(wanted)))
+                raise error(abi.DSOPT_ERR_MISMATCH, what + " is missing: the file has %d variables, and this optimizer "
+                            "%d" % (len(names), len(wanted)))
             value = store[str(index)]
             if tuple(value.shape) != tuple(variable.shape):
                 raise error(abi.DSOPT_ERR_SHAPE, what + " has shape %s, must be %s"
@@ -325,8 +325,8 @@ class Base(keras.optimizers.Optimizer):
             if variable is self.iterations and not 0 <= int(np.asarray(value)) < 2**31:
                 raise error(abi.DSOPT_ERR_MISMATCH, what + " is %d, must be in [0, 2^31)" % int(np.asarray(value)))
         if len(names) > len(wanted):
-            raise error(abi.DSOPT_ERR_MISMATCH, "the file has %d variables, and optimizer '%s' has %d: it is of another "
-                        "optimizer, or of other variables" % (len(names), self.name, len(wanted)))
+            raise error(abi.DSOPT_ERR_MISMATCH, "the file has %d variables, and optimizer '%s' has %d: it is of "
+                        "another optimizer, or of other variables" % (len(names), self.name, len(wanted)))
 
     # ------------------------------------------------------------------------------------------------ state as float32
     def export_f32(self, variable: Any, name: str) -> Any:
