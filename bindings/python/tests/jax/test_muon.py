@@ -293,13 +293,15 @@ class Sharded(unittest.TestCase):
 
     def test_stacks_can_be_sharded_between_matrices(self):
         mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-        params = {"w": random(1, 4, 20, 18)}
         opt = FusedStep("muon", 0.02, muon_mask=True, blocks={"w": (20, 18)})
-        expected = opt.step(params, {"w": random(2, 4, 20, 18)}, opt.init(params))[0]
-        sharded = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
-        done, _, _ = jax.jit(opt.step)(sharded, {"w": random(2, 4, 20, 18)}, jax.jit(opt.init)(sharded))
-        self.assertEqual(bits(done), bits(expected))
-        self.assertEqual(done["w"].sharding.spec, PartitionSpec("x"))
+        for shape in ((4 * 20 * 18,), (4, 20, 18)):
+            with self.subTest(shape):
+                params, grads = {"w": random(1, *shape)}, {"w": random(2, *shape)}
+                expected = opt.step(params, grads, opt.init(params))[0]
+                sharded = jax.device_put(params, NamedSharding(mesh, PartitionSpec("x")))
+                done, _, _ = jax.jit(opt.step)(sharded, grads, jax.jit(opt.init)(sharded))
+                self.assertEqual(bits(done), bits(expected))
+                self.assertEqual(done["w"].sharding.spec, PartitionSpec("x"))
         for spec in (PartitionSpec(None, "x"), PartitionSpec(None, None, "x")):
             divided = jax.device_put(params, NamedSharding(mesh, spec))
             with self.assertRaisesRegex(Exception, "Muon needs whole matrices, and the sharding of parameter"):
