@@ -498,11 +498,14 @@ dsopt_status dsopt_optimizer_reset(dsopt_optimizer *opt, int32_t what, void *str
 
 // -------------------------------------------------------------------------------------------------------------- step
 dsopt_status dsopt_optimizer_step(dsopt_optimizer *opt, const dsopt_step *step) {
-    return with(opt, [&](Optimizer &optimizer) { optimizer.step(read_struct(not_null(step, "step"), "dsopt_step")); });
+    return with<Needs::groups>(opt, [&](Optimizer &optimizer) { optimizer.step(step); });
 }
 dsopt_status dsopt_optimizer_apply(const dsopt_optimizer *opt, const dsopt_step *step) {
-    return with(
-        opt, [&](const Optimizer &optimizer) { optimizer.apply(read_struct(not_null(step, "step"), "dsopt_step")); });
+    return fence([&] {
+        Optimizer &optimizer = *object_of(opt, "the optimizer");
+        const Shared lock(optimizer.in_use());
+        optimizer.apply(step);
+    });
 }
 dsopt_status dsopt_optimizer_init_state(const dsopt_optimizer *opt, const dsopt_tensor *params, int64_t count,
                                         const dsopt_tensor *state, int64_t state_count, void *stream) {

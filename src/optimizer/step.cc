@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One step: checks the lists, makes the plan, passes it to the driver.
 #include "base/sizes.h"
+#include "base/struct_io.h"
 #include "optimizer/plan.h"
 #include "step/agree.h"
 #include <algorithm>
@@ -61,12 +62,17 @@ bool differs_in_addresses(const dsopt_tensor *now, const dsopt_tensor *before, i
     return may;
 }
 
-/// With DSOPT_OPTIMIZER_CHECK_RANKS: if a call fails before the ranks compare their steps, reports this to the other
-/// ranks.
-template <class F> void with_refusal(const Optimizer &optimizer, void *stream, F &&body) {
+/// Runs a step. With DSOPT_OPTIMIZER_CHECK_RANKS: if it fails before the ranks compare their steps, reports this to the
+/// other ranks.
+template <class F> void run_or_report(Optimizer &optimizer, const dsopt_step *step, F &&body) {
+    void *stream = nullptr; // of an unreadable dsopt_step: the default stream of the device
     bool ranks_compared = false;
     try {
-        body(ranks_compared);
+        const dsopt_step known = read_struct(not_null(step, "step"), "dsopt_step");
+        stream = known.stream;
+        optimizer.finalize_groups();
+        optimizer.context().device().check_stream(stream);
+        body(known, ranks_compared);
     } catch (...) {
         if (checks_ranks(optimizer) && !ranks_compared) report_refusal(optimizer, stream);
         throw;
@@ -143,17 +149,13 @@ void Optimizer::run_initial_step(const dsopt_tensor *params, const dsopt_tensor 
     run({step, 0, /*initial=*/true}, state, workspace);
 }
 
-void Optimizer::step(const dsopt_step &step) {
-    with_refusal(*this, step.stream, [&](bool &ranks_compared) {
-        context_->device().check_stream(step.stream);
-        execute_step(step, ranks_compared);
-    });
+void Optimizer::step(const dsopt_step *step) {
+    run_or_report(*this, step,
+                  [&](const dsopt_step &known, bool &ranks_compared) { execute_step(known, ranks_compared); });
 }
-void Optimizer::apply(const dsopt_step &step) const {
-    with_refusal(*this, step.stream, [&](bool &ranks_compared) {
-        context_->device().check_stream(step.stream);
-        execute_apply(step, ranks_compared);
-    });
+void Optimizer::apply(const dsopt_step *step) {
+    run_or_report(*this, step,
+                  [&](const dsopt_step &known, bool &ranks_compared) { execute_apply(known, ranks_compared); });
 }
 
 void Optimizer::execute_step(const dsopt_step &step, bool &ranks_compared) {
