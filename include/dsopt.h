@@ -639,14 +639,29 @@ enum dsopt_optimizer_flags {
      * step, and with CHECK_RANKS in every step; ranks that change them differently later get wrong averages. Needs
      * `data` or `node`. */
     DSOPT_OPTIMIZER_AVERAGES = 32,
-    /** Before each step, also of dsopt_optimizer_apply, the data-parallel ranks compare their calls: parameter lists,
-     * number of calls, stage of the 1-bit family, which gradients are present (where the caller averages) or their
-     * dtypes (where the step averages), and which sums of sharded state the step needs. The values of gradients and the
-     * flags of comms are not compared. If ranks differ, each returns DSOPT_ERR_MISMATCH, nothing is changed and the
-     * comm stays usable. If the arguments of one rank are invalid, it returns that status and the others return
+    /** Before each step, also of dsopt_optimizer_apply, the data-parallel ranks compare their calls. If ranks differ,
+     * each returns DSOPT_ERR_MISMATCH, nothing is changed and the comm stays usable. If a call of one rank fails before
+     * the comparison, for its arguments or for lack of memory, it returns that status and the others return
      * DSOPT_ERR_MISMATCH. Without this flag such ranks hang, fail with the comm's status, or diverge. Cost: one
-     * all-reduce of 132 bytes per step, two more with a node comm. Where ranks exchange, average or shard,
-     * dsopt_optimizer_step compares lists and options at the first step after each new group even without it. */
+     * all-reduce of 148 bytes per step, two more with a node comm. Where ranks exchange, average or shard,
+     * dsopt_optimizer_step compares lists and options at the first step after each new group even without it.
+     *
+     *     what ranks must have alike                                        compared
+     *     parameters: number, order, numel, dtype, name (not of experts),   first step, CHECK_RANKS
+     *       group, flags, master, formats of moments, rows and cols
+     *     options that weights depend on: every field of dsopt_group and    first step, CHECK_RANKS
+     *       of the scaler's rules; of dsopt_optimizer_desc compat, flags,
+     *       nonfinite, masters, max_norm, max_value, seed, skip_budget
+     *     whether the step reads gradients before the update, and, where    first step, CHECK_RANKS
+     *       state is sharded, REPORT_NORMS
+     *     dtypes of gradients that the step averages                        first step, CHECK_RANKS
+     *     which gradients are present, where the caller averages            CHECK_RANKS
+     *     number of calls, stage and step of the 1-bit family's schedule    CHECK_RANKS
+     *     ranks of nodes, rank in the node (node comm)                      first step, CHECK_RANKS
+     *     flags of comms, options of contexts, device scalars               never
+     *     values: weights, averages of gradients, state, scale, counters    never
+     *     TIMING, MOMENTUM_BITS, offset and dims of parameters              may differ
+     */
     DSOPT_OPTIMIZER_CHECK_RANKS = 64,
     /** 1-bit Adam in standard mode: keep the frozen stage's momentum as the bits of the last exchange, in
      * exp_avg_bits, which saves 8 bytes of memory traffic per element and step. The weights get the same bits. Between

@@ -8,6 +8,8 @@
 #include "rules/rounding.h"
 #include "step/agree.h"
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <iterator>
 
 namespace dsopt {
@@ -17,7 +19,7 @@ uint64_t mix(uint64_t key, uint64_t value) { return mix64(key ^ value) + 0x9e377
 
 /// Everything that ranks compare, as words.
 struct ComparedWords {
-    enum : int { params, list, calls, schedule, stage, gradients, options, sums, count };
+    enum : int { params, list, calls, schedule, stage, gradients, flags, options, sums, count };
     int32_t refused = 0;                             // rank + 1 of a rank that refused its arguments, 0 = none
     int32_t high[count][2] = {}, low[count][2] = {}; // x and ~x; their maxima are the largest x and ~ the smallest x
     void set(int word, uint64_t value) {
@@ -27,19 +29,123 @@ struct ComparedWords {
         }
     }
     bool same(int word) const { return high[word][0] == ~low[word][0] && high[word][1] == ~low[word][1]; }
-    int32_t min(int word) const { return ~low[word][0]; }
-    int32_t max(int word) const { return high[word][0]; }
+    int32_t min(int word, int half = 0) const { return ~low[word][half]; }
+    int32_t max(int word, int half = 0) const { return high[word][half]; }
 };
 static_assert(sizeof(ComparedWords) == (1 + 4 * ComparedWords::count) * sizeof(int32_t));
 
+/// Flags of dsopt_optimizer_desc that a rank may have on its own: weights do not depend on them.
+constexpr int32_t kFlagsOfOneRank =
+    DSOPT_OPTIMIZER_TIMING | DSOPT_OPTIMIZER_REPORT_NORMS | DSOPT_OPTIMIZER_MOMENTUM_BITS;
+
+/// The other options of the whole optimizer that ranks compare.
+struct Options {
+    int32_t compat, nonfinite, masters, skip_budget;
+    double max_norm, max_value;
+    uint64_t seed;
+    int32_t has_scaler;
+    uint32_t scaler_flags;
+    double scaler_factor, scaler_min, scaler_max;
+    int32_t scaler_window, scaler_hysteresis;
+};
+Options options_of(const Optimizer &optimizer) {
+    const dsopt_optimizer_desc &desc = optimizer.desc();
+    const Scaler *const scaler = optimizer.attachments().scaler.get();
+    const ScalerRules rules = scaler ? scaler->rules() : ScalerRules{};
+    return {desc.compat,    desc.nonfinite, desc.masters,      desc.skip_budget, desc.max_norm,
+            desc.max_value, desc.seed,      scaler != nullptr, rules.flags,      rules.factor,
+            rules.min,      rules.max,      rules.window,      rules.hysteresis};
+}
+
+/// Eight bytes of Options or of dsopt_group, and how a message shows them.
+struct Word {
+    const char *name;
+    enum { real, whole, pair } shown;
+};
+constexpr Word kOptionWords[] = {{"compat, nonfinite", Word::pair},
+                                 {"masters, skip_budget", Word::pair},
+                                 {"max_norm", Word::real},
+                                 {"max_value", Word::real},
+                                 {"seed", Word::whole},
+                                 {"scaler, its flags", Word::pair},
+                                 {"scaler's factor", Word::real},
+                                 {"scaler's min", Word::real},
+                                 {"scaler's max", Word::real},
+                                 {"scaler's window, hysteresis", Word::pair}};
+constexpr Word kGroupWords[] = {{"size", Word::whole},
+                                {"algorithm, flags", Word::pair},
+                                {"lr", Word::real},
+                                {"beta1", Word::real},
+                                {"beta2", Word::real},
+                                {"eps", Word::real},
+                                {"weight_decay", Word::real},
+                                {"max_norm", Word::real},
+                                {"min_trust", Word::real},
+                                {"max_trust", Word::real},
+                                {"freeze_step", Word::whole},
+                                {"var_interval_steps", Word::whole},
+                                {"local_interval_steps", Word::whole},
+                                {"max_local_interval", Word::whole},
+                                {"trust_beta", Word::real},
+                                {"trust_threshold", Word::real},
+                                {"trust_min_change", Word::real},
+                                {"trust_max_change", Word::real},
+                                {"momentum", Word::real},
+                                {"dampening", Word::real},
+                                {"lr_decay", Word::real},
+                                {"initial_accumulator_value", Word::real},
+                                {"exp_avg_format, exp_avg_sq_format", Word::pair},
+                                {"ns_a", Word::real},
+                                {"ns_b", Word::real},
+                                {"ns_c", Word::real},
+                                {"ns_steps, ns_schedule", Word::pair},
+                                {"ns_dtype, adjust", Word::pair}};
+constexpr size_t kOptions = std::size(kOptionWords), kGroupOptions = std::size(kGroupWords);
+static_assert(sizeof(Options) == kOptions * sizeof(uint64_t) && sizeof(dsopt_group) == kGroupOptions * sizeof(uint64_t),
+              "each word has a name");
+
+/// Options of the optimizer, then those of each group.
+class OptionList {
+public:
+    explicit OptionList(const Optimizer &optimizer) : options_(options_of(optimizer)), groups_(optimizer.groups()) {}
+    size_t count() const { return kOptions + groups_.size() * kGroupOptions; }
+    uint64_t operator[](size_t i) const {
+        const bool of_group = i >= kOptions;
+        const void *const from = of_group ? static_cast<const void *>(&groups_[group_at(i)]) : &options_;
+        uint64_t word;
+        std::memcpy(&word,
+                    static_cast<const char *>(from) + sizeof word * (of_group ? (i - kOptions) % kGroupOptions : i),
+                    sizeof word);
+        return word;
+    }
+    /// Writes "lr of group 1 is 0.001".
+    void describe(size_t i, char *text, size_t size) const {
+        const uint64_t word = (*this)[i];
+        const Word &known = i < kOptions ? kOptionWords[i] : kGroupWords[(i - kOptions) % kGroupOptions];
+        char group[32] = "", value[48];
+        if (i >= kOptions) std::snprintf(group, sizeof group, " of group %zu", group_at(i));
+        switch (known.shown) {
+        case Word::real: std::snprintf(value, sizeof value, "is %.17g", std::bit_cast<double>(word)); break;
+        case Word::whole: std::snprintf(value, sizeof value, "is %llu", static_cast<unsigned long long>(word)); break;
+        case Word::pair:
+            std::snprintf(value, sizeof value, "are %d, %d", int32_t(uint32_t(word)), int32_t(word >> 32));
+            break;
+        }
+        std::snprintf(text, size, "%s%s %s", known.name, group, value);
+    }
+
+private:
+    static size_t group_at(size_t i) { return (i - kOptions) / kGroupOptions; }
+    const Options options_;
+    const std::vector<dsopt_group> &groups_;
+};
+
 /// Returns a hash of the properties of a parameter that ranks compare. Names of experts may differ between ranks.
-uint64_t key_of(const Param &param, const dsopt_group &group) {
+uint64_t key_of(const Param &param) {
     uint64_t key = mix(uint64_t(param.numel), uint64_t(param.dtype) << 32 | uint32_t(param.group));
-    key = mix(key, uint64_t(group.algorithm) << 32 | (group.flags & DSOPT_GROUP_NON_FREEZE));
+    key = mix(key, uint64_t(uint32_t(param.flags)) << 32 | uint32_t(param.has_master) << 1 | param.has_remainder);
     for (const Format format : param.formats) key = mix(key, uint64_t(format));
-    key = mix(key, param.has_remainder);
-    if (param.matrix.rows != 0)
-        key = mix(mix(key, uint64_t(param.matrix.rows) << 32 | uint64_t(param.matrix.cols)), uint64_t(group.ns_dtype));
+    if (param.matrix.rows != 0) key = mix(key, uint64_t(param.matrix.rows) << 32 | uint64_t(param.matrix.cols));
     if (param.expert == 0)
         for (const char c : param.name) key = mix(key, uint8_t(c));
     return key;
@@ -115,10 +221,13 @@ bool checks_ranks(const Optimizer &optimizer) {
 void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRows *rows, bool lists_only,
                  bool stateful) {
     const std::vector<Param> &params = optimizer.params();
-    const auto key = [&](size_t i) { return key_of(params[i], optimizer.groups()[size_t(params[i].group)]); };
+    const OptionList options(optimizer);
+    const auto key = [&](size_t i) { return key_of(params[i]); };
+    const auto option_at = [&](size_t i) { return options[i]; };
     ComparedWords words;
-    uint64_t list = 0, gradients = 0;
+    uint64_t list = 0, gradients = 0, option_hash = 0;
     for (size_t i = 0; i < params.size(); ++i) list = mix(list, key(i));
+    for (size_t i = 0; i < options.count(); ++i) option_hash = mix(option_hash, options[i]);
     // If the caller averages, a gradient that is absent on one rank must be absent on all. Otherwise an absent gradient
     // counts as zeros, or affects this rank only, and the dtype is that of messages.
     const bool full = !(optimizer.desc().flags & DSOPT_OPTIMIZER_AVERAGES) &&
@@ -129,13 +238,12 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
         return is_compared && plan.jobs[i].present;
     };
     for (size_t i = 0; i < params.size(); ++i) gradients = mix(gradients, gradient_key(i));
-    constexpr int32_t compared =
-        DSOPT_OPTIMIZER_SHARD | DSOPT_OPTIMIZER_SHARD_NODE | DSOPT_OPTIMIZER_AVERAGES | DSOPT_OPTIMIZER_SPLIT_MATRICES;
-    words.set(ComparedWords::options, uint32_t(optimizer.desc().flags & compared));
+    words.set(ComparedWords::flags, uint32_t(optimizer.desc().flags & ~kFlagsOfOneRank));
+    words.set(ComparedWords::options, option_hash);
     // The sums of parts that ranks complete together.
     words.set(ComparedWords::sums,
               plan.policy.completes ? 1 + plan.policy.read_gradients + 2 * plan.policy.report_norms : 0);
-    words.set(ComparedWords::params, uint64_t(plan.count));
+    words.set(ComparedWords::params, uint64_t(optimizer.groups().size()) << 32 | uint64_t(plan.count));
     words.set(ComparedWords::list, list);
     words.set(ComparedWords::gradients, gradients);
     for (const int word : {ComparedWords::calls, ComparedWords::schedule, ComparedWords::stage}) words.set(word, 0);
@@ -151,21 +259,32 @@ void check_ranks(const Optimizer &optimizer, const StepPlan &plan, const StepRow
     if (words.refused != 0)
         throw Error(DSOPT_ERR_MISMATCH, "rank %d refused the arguments of this step, so no rank takes it",
                     words.refused - 1);
-    if (!words.same(ComparedWords::options))
-        throw Error(DSOPT_ERR_MISMATCH,
-                    "ranks have different options: SHARD, SHARD_NODE, AVERAGES and SPLIT_MATRICES are 0x%x on rank %d",
-                    local.max(ComparedWords::options), rank);
+    if (!words.same(ComparedWords::flags))
+        throw Error(DSOPT_ERR_MISMATCH, "ranks have different options: dsopt_optimizer_desc.flags are 0x%x on rank %d",
+                    optimizer.desc().flags, rank);
     if (!words.same(ComparedWords::params))
-        throw Error(DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters, rank %d has %lld",
-                    words.min(ComparedWords::params), words.max(ComparedWords::params), rank, ll(plan.count));
+        throw Error(
+            DSOPT_ERR_MISMATCH, "ranks have from %d to %d parameters in %d to %d groups, rank %d has %lld in %zu",
+            words.min(ComparedWords::params), words.max(ComparedWords::params), words.min(ComparedWords::params, 1),
+            words.max(ComparedWords::params, 1), rank, ll(plan.count), optimizer.groups().size());
+    if (!words.same(ComparedWords::options)) {
+        const int64_t i = first_different(optimizer, options.count(), option_at, plan.execution.stream);
+        char text[128];
+        options.describe(size_t(std::max<int64_t>(i, 0)), text, sizeof text);
+        throw Error(DSOPT_ERR_MISMATCH,
+                    "ranks have different options: %s on rank %d, and something else on another rank", text, rank);
+    }
     if (!words.same(ComparedWords::list)) {
         const int64_t i = first_different(optimizer, optimizer.params().size(), key, plan.execution.stream);
         const Param &param = params[size_t(std::max<int64_t>(i, 0))];
         throw Error(
             DSOPT_ERR_MISMATCH,
             "ranks have different lists: parameter %lld is '%s' on rank %d, with %lld elements of dtype %d in group "
-            "%d, and something else on another rank",
-            ll(i), param.name.c_str(), rank, ll(param.numel), param.dtype, param.group);
+            "%d, flags 0x%x, %s, and something else on another rank",
+            ll(i), param.name.c_str(), rank, ll(param.numel), param.dtype, param.group, param.flags,
+            param.has_remainder ? "a remainder"
+            : param.has_master  ? "a master"
+                                : "no master");
     }
     if (!words.same(ComparedWords::calls))
         throw Error(DSOPT_ERR_MISMATCH, "ranks have made different numbers of calls: from %d to %d, rank %d %d",
